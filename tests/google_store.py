@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from tests.conftest import free_port
 from tests.loopback import serving
@@ -81,16 +84,41 @@ def _write_key_file(path: Path, token_url: str) -> None:
     path.write_text(json.dumps(account))
 
 
+def _with_generation(handler: Callable[..., None]) -> Callable[..., None]:
+    """Return a handler of the emulator with what it lacks: generations as conditions and in downloads' headers."""
+    from gcp_storage_emulator.exceptions import NotFound
+
+    def handle(request: Any, response: Any, storage: Any) -> None:
+        name = request.params.get("object_id") or request.query.get("name", [""])[0]
+        if not name and "ifGenerationMatch" in request.query:
+            name = request.data["meta"]["name"]
+        try:
+            generation = storage.get_file_obj(request.params.get("bucket_name"), name)["generation"]
+        except NotFound:
+            generation = "0"
+        if request.query.get("ifGenerationMatch", [generation]) != [generation]:
+            response.status = HTTPStatus.PRECONDITION_FAILED
+            return
+        handler(request, response, storage)
+        response["X-Goog-Generation"] = generation
+
+    return handle
+
+
 @contextmanager
 def serve_google(folder: Path) -> Iterator[GoogleStore]:
     """A server with an empty bucket; the key file lies in `folder`."""
-    from gcp_storage_emulator.server import create_server
+    from gcp_storage_emulator import server
 
     port = free_port()
-    emulator = create_server("127.0.0.1", port, in_memory=True)
+    emulator = server.create_server("127.0.0.1", port, in_memory=True)
+    handlers = [
+        (path, {method: _with_generation(handler) for method, handler in handled.items()})
+        for path, handled in server.HANDLERS
+    ]
     emulator.start()
     try:
-        with serving(_Tokens) as tokens, relay_to(port) as relay:
+        with mock.patch.object(server, "HANDLERS", handlers), serving(_Tokens) as tokens, relay_to(port) as relay:
             _write_key_file(folder / "key.json", f"{tokens}/token")
             yield GoogleStore(relay, folder / "key.json")
     finally:

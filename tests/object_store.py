@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 #: Of a request's method and path, whether it is to fail.
@@ -61,6 +61,8 @@ def serve_objects() -> Iterator[ObjectStore]:
 
     store = ObjectStore()
     application = DomainDispatcherApplication(create_backend_app)
+    # moto checks a condition and writes in two steps.
+    is_writing = threading.Lock()
 
     def answer(environ: dict[str, Any], start: Callable[..., object]) -> Iterable[bytes]:
         request = environ["REQUEST_METHOD"], environ["PATH_INFO"]
@@ -75,7 +77,9 @@ def serve_objects() -> Iterator[ObjectStore]:
             contents = environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))[:-1]
             environ |= {"wsgi.input": io.BytesIO(contents), "CONTENT_LENGTH": str(len(contents))}
             environ.pop("HTTP_CONTENT_MD5", None)
-        answered: Iterable[bytes] = application(environ, start)
+        is_conditional = request[0] == "PUT" and {"HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"} & environ.keys()
+        with is_writing if is_conditional else nullcontext():
+            answered: Iterable[bytes] = application(environ, start)
         return answered
 
     class Quiet(WSGIRequestHandler):

@@ -6,6 +6,7 @@ import http.client
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from email.message import Message
 from http.server import BaseHTTPRequestHandler
 
 from tests.conftest import HANG_S
@@ -25,7 +26,11 @@ class Relay:
         self.requests: list[tuple[str, str]] = []
         self.fails: Failing = lambda method, path: False
         self.harm: Callable[[str, str], str] = lambda method, path: ""
-        """Of an answer: "hang" before it, "stall" in the middle of its body, "cut" the body there, "flip" a byte."""
+        """Damage to an answer: "hang" before it, "stall" or "cut" within its body, "flip" a byte, "lose" it."""
+        self.refuses: Callable[[str, Message], tuple[int, bytes] | None] = lambda method, headers: None
+        """Status and body of an answer to a request's method and headers, in place of the server's."""
+        self.strips: set[str] = set()
+        """Names of headers, in lower case, that the server does not get."""
         self.released = threading.Event()
         """Set, ends all that hang and stall."""
 
@@ -44,16 +49,22 @@ class _Handler(BaseHTTPRequestHandler):
         if self.relay.fails(self.command, self.path):
             self._send(500, [], b"")
             return
+        if refusal := self.relay.refuses(self.command, self.headers):
+            self._send(refusal[0], [], refusal[1])
+            return
         harm = self.relay.harm(self.command, self.path)
         if harm == "hang":
             self.relay.released.wait(HANG_S)
         upstream = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP | self.relay.strips}
         upstream.request(self.command, self.path, body, {**headers, "Content-Length": str(len(body))})
         answer = upstream.getresponse()
         data = answer.read()
-        self._send(answer.status, answer.getheaders(), data, harm)
         upstream.close()
+        if harm == "lose":
+            self.close_connection = True
+            return
+        self._send(answer.status, answer.getheaders(), data, harm)
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_PATCH = _pass_on  # http.server's names
 

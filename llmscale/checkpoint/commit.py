@@ -17,10 +17,12 @@ from llmscale.checkpoint.manifest import (
     LATEST_NAME,
     STATE_NAME,
     CheckpointManifest,
+    Pieces,
     checkpoint_name,
     checkpoints_folder,
     hash_file,
     save_manifest,
+    save_pieces,
 )
 from llmscale.errors import CheckpointError
 from llmscale.files.atomic_write import sync_folder, write_durably
@@ -37,9 +39,15 @@ class Retention:
 
 
 def commit_checkpoint(
-    run: Path, partial: Path, manifest: CheckpointManifest, state: Mapping[str, object], retention: Retention
+    run: Path,
+    partial: Path,
+    manifest: CheckpointManifest,
+    state: Mapping[str, object],
+    retention: Retention,
+    pieces: Pieces | None = None,
 ) -> list[str]:
-    """Turn the folder `partial` into the run's checkpoint; its tensors are written and listed in `manifest`.
+    """Turn the folder `partial` into the run's checkpoint; its tensors are written and listed in `manifest`, or those
+    of `pieces` if other disks have the rest.
 
     Raises OSError until the folder has its final name. From then on the checkpoint counts as saved: later steps that
     fail are returned as one line each.
@@ -48,6 +56,8 @@ def commit_checkpoint(
     others = [hash_file(partial / STATE_NAME), hash_file(partial / "tensors.json")]
     files = sorted([*manifest.files, *others], key=lambda file: file.name)
     save_manifest(partial, replace(manifest, files=tuple(files)))
+    if pieces is not None:
+        save_pieces(partial, pieces)
     final = checkpoints_folder(run) / checkpoint_name(manifest.step)
     set_aside_existing(final)
     partial.rename(final)

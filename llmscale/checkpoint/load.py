@@ -13,7 +13,9 @@ import torch.distributed.checkpoint as dcp
 
 from llmscale.checkpoint.inventory import explain_no_checkpoint, find_checkpoints, report_passed_over
 from llmscale.checkpoint.manifest import MANIFEST_NAME, checkpoints_folder, find_damage
+from llmscale.checkpoint.remote_run import fetch_chunks
 from llmscale.checkpoint.run_state import RunState
+from llmscale.checkpoint.separate_disks import find_missing, share_descriptions, share_files, share_index
 from llmscale.checkpoint.tensor_files import (
     DTYPES,
     Fragment,
@@ -21,8 +23,9 @@ from llmscale.checkpoint.tensor_files import (
     JsonIndexReader,
     engine_fragments,
     load_index,
+    stored_chunks,
 )
-from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
+from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_main_rank
 from llmscale.engine.zero_shards import (
     MASTER,
     group_scalars,
@@ -41,19 +44,20 @@ if TYPE_CHECKING:
 _WEIGHTS = (f"{MASTER}/", "frozen/", "buffer/")
 
 
-def find_newest_good(run: Path, group: dist.ProcessGroup, report: Callable[[str], None]) -> Path | None:
+def find_newest_good(run: Path, group: dist.ProcessGroup, disks: Disks, report: Callable[[str], None]) -> Path | None:
     """Find the newest undamaged checkpoint of a run's current history; None when the run has no checkpoints.
 
     Collective: the ranks share the hashing. `report` gets a line for every skipped entry. Raises CheckpointError when
     no checkpoint is undamaged: only the user may decide to start from scratch.
     """
+    share_descriptions(run, group, disks)
     # Rank 0 reads the folder for all: another rank might read it later and choose another checkpoint.
     found = on_main_rank(group, lambda: find_checkpoints(run))
     report_passed_over(found, report)
     for folder, damage in found.damaged:
         report(f"WARNING: {folder.name} is damaged and passed over: {damage}")
     for checkpoint in found.current:
-        problem = find_damage_together(checkpoint.path, group)
+        problem = find_damage_together(checkpoint.path, group, disks)
         if problem is None:
             return checkpoint.path
         report(f"WARNING: {checkpoint.path.name} is damaged and passed over: {problem}")
@@ -68,20 +72,23 @@ def find_newest_good(run: Path, group: dist.ProcessGroup, report: Callable[[str]
     return None
 
 
-def find_damage_together(folder: Path, group: dist.ProcessGroup) -> str | None:
-    """Run find_damage with the hashing shared by all ranks; all return the same. Collective."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    findings = gather(group, on_all_ranks(group, lambda: find_damage(folder, rank, world_size)))
-    return next((finding for finding in findings if finding), None)
+def find_damage_together(folder: Path, group: dist.ProcessGroup, disks: Disks) -> str | None:
+    """Run find_damage with the hashing shared by the ranks of each disk; all return the same. Collective."""
+    rank = dist.get_rank(group)
+    neighbours = disks.neighbours(rank)
+    findings = gather(group, on_all_ranks(group, lambda: find_damage(folder, neighbours.index(rank), len(neighbours))))
+    damage = next((finding for finding in findings if finding), None)
+    return damage if disks.is_one else damage or find_missing(folder, group)
 
 
-def load_engine(engine: DeepSpeedEngine, folder: Path, state: RunState, group: dist.ProcessGroup) -> None:
+def load_engine(engine: DeepSpeedEngine, folder: Path, state: RunState, group: dist.ProcessGroup, disks: Disks) -> None:
     """Load weights, optimizer states, buffers and frozen parameters, and set DeepSpeed's counters. Collective.
 
     Raises CheckpointError on every rank, before a weight changes, when the checkpoint and the engine do not have the
     same tensors.
     """
-    stored = load_index(folder)
+    share_index(folder, group, disks)
+    stored = on_all_ranks(group, lambda: load_index(folder))
     has_optimizer_state = any(not key.startswith(_WEIGHTS) for key in stored)
     if has_optimizer_state:
         materialise_optimizer_state(engine)
@@ -89,6 +96,7 @@ def load_engine(engine: DeepSpeedEngine, folder: Path, state: RunState, group: d
     check_nothing_is_dropped(stored, fragments, folder)
     if has_optimizer_state or state.optimizer_scalars:
         check_same_scalars(state.optimizer_scalars, group_scalars(engine), folder)
+    _fetch_pieces(folder, stored, fragments, group, disks)
     _fill(folder, fragments, group)
     write_back(engine, fragments)
     set_group_scalars(engine, state.optimizer_scalars)
@@ -128,13 +136,34 @@ def is_finite_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def load_weights(engine: DeepSpeedEngine, folder: Path, group: dist.ProcessGroup) -> None:
+def load_weights(engine: DeepSpeedEngine, folder: Path, group: dist.ProcessGroup, disks: Disks) -> None:
     """Load weights and buffers only; the optimizer keeps its new state. Collective."""
     fragments = {key: value for key, value in engine_fragments(engine).items() if key.startswith(_WEIGHTS)}
-    check_nothing_is_dropped((key for key in load_index(folder) if key.startswith(_WEIGHTS)), fragments, folder)
+    share_index(folder, group, disks)
+    stored = on_all_ranks(group, lambda: load_index(folder))
+    check_nothing_is_dropped((key for key in stored if key.startswith(_WEIGHTS)), fragments, folder)
+    _fetch_pieces(folder, stored, fragments, group, disks)
     _fill(folder, fragments, group)
     write_back(engine, fragments)
     refresh_low_precision_weights(engine)
+
+
+def _fetch_pieces(
+    folder: Path,
+    stored: Mapping[str, Mapping],
+    fragments: Mapping[str, Fragment],
+    group: dist.ProcessGroup,
+    disks: Disks,
+) -> None:
+    """Bring what this rank needs of a checkpoint to its disk, from the store or from other disks. Collective."""
+    chunks = [
+        chunk
+        for key, fragment in fragments.items()
+        if key in stored
+        for chunk in stored_chunks(stored[key], fragment.start, fragment.local.numel())
+    ]
+    on_all_ranks(group, lambda: fetch_chunks(folder, chunks))
+    share_files(folder, {chunk.file for chunk in chunks}, group, disks)
 
 
 def _fill(folder: Path, fragments: dict[str, Fragment], group: dist.ProcessGroup) -> None:
@@ -162,10 +191,11 @@ def load_full_weights(folder: Path) -> dict[str, torch.Tensor]:
 
     Raises CheckpointError.
     """
+    weights = {key: entry for key, entry in load_index(folder).items() if key.startswith(_WEIGHTS)}
+    fetch_chunks(folder, (chunk for entry in weights.values() for chunk in stored_chunks(entry)))
     fragments = {
         key: Fragment(torch.empty(entry["size"], dtype=DTYPES[entry["dtype"]]), 0, entry["size"])
-        for key, entry in load_index(folder).items()
-        if key.startswith(_WEIGHTS)
+        for key, entry in weights.items()
     }
     try:
         dcp.load(fragments, storage_reader=JsonIndexReader(folder), planner=FragmentLoadPlanner(), no_dist=True)

@@ -5,6 +5,7 @@
         state.json        counters, optimizer groups, loss scale, what defines the sample order, configuration
         tensors.json      index of the tensors
         __0_0.distcp ...  the tensors, one file per rank that wrote
+        pieces.json       only where other disks or a store hold some of the files: what is on this disk
     RUN/checkpoints/latest    the name of the checkpoint that `--resume auto` would begin with
     RUN/checkpoints/history.json, kept.json    see inventory.py
 
@@ -33,6 +34,7 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.json"
 LATEST_NAME = "latest"
+PIECES_NAME = "pieces.json"
 CHECKPOINTS_NAME = "checkpoints"
 #: `.old-1`: a checkpoint that was replaced when another history saved the same step.
 CHECKPOINT_NAME = re.compile(r"(step-(\d{8,}))(\.old-[1-9]\d*)?", re.ASCII)
@@ -91,6 +93,16 @@ class CheckpointManifest:
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The part of a checkpoint that is on this disk."""
+
+    files: tuple[str, ...]
+    """Names of the tensor files here; the small files are on every disk."""
+    remote: str | None = None
+    """Folder of the whole checkpoint in the run's store; None if it is not there."""
 
 
 def checkpoints_folder(run: Path) -> Path:
@@ -152,6 +164,34 @@ def load_manifest(folder: Path) -> CheckpointManifest:
     return manifest
 
 
+def save_pieces(folder: Path, pieces: Pieces) -> None:
+    """Write pieces.json durably."""
+    write_durably(folder / PIECES_NAME, json.dumps(asdict(pieces)) + "\n")
+
+
+def load_pieces(folder: Path) -> Pieces | None:
+    """Return the part of a checkpoint that is on this disk; None if all of it is. Raises CheckpointError."""
+    path = folder / PIECES_NAME
+    try:
+        stored = load_json(path, Rules(CheckpointError, follow_links=False))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    match stored:
+        case {"files": list(files), "remote": None | str() as remote}:
+            for name in files:
+                check_stored_name(name, str(path))
+            return Pieces(tuple(files), remote)
+    raise CheckpointError(f"{path} must hold `files` and `remote`.")
+
+
+def files_here(folder: Path, manifest: CheckpointManifest) -> tuple[StoredFile, ...]:
+    """Return the files of a checkpoint that should be on this disk. Raises CheckpointError."""
+    pieces = load_pieces(folder)
+    if pieces is None:
+        return manifest.files
+    return tuple(file for file in manifest.files if file.name == STATE_NAME or file.name in pieces.files)
+
+
 def signed_body(stored: Mapping[str, object], name: str, where: str) -> dict[str, object]:
     """Return the JSON object `name`. Raises CheckpointError when the hash beside it does not match."""
     if name not in stored:
@@ -198,16 +238,16 @@ def is_count(value: object) -> TypeGuard[int]:
 def find_damage(
     folder: Path, part: int = 0, parts: int = 1, progress: Callable[[int], object] = lambda num_bytes: None
 ) -> str | None:
-    """Return what is damaged in a checkpoint, or None: the manifest, or a file's presence, size or hash.
+    """Return what is damaged in a checkpoint on this disk, or None: the manifest, or a file's presence, size or hash.
 
     `part` of `parts` splits the hashing: rank r of N ranks checks every Nth file. `progress` gets numbers of hashed
     bytes.
     """
     try:
-        manifest = load_manifest(folder)
+        files = files_here(folder, load_manifest(folder))
     except CheckpointError as error:
         return str(error)
-    for stored in manifest.files[part::parts]:
+    for stored in files[part::parts]:
         damage = _file_damage(folder / stored.name, stored, progress)
         if damage:
             return damage
@@ -215,8 +255,8 @@ def find_damage(
 
 
 def is_whole(folder: Path, manifest: CheckpointManifest) -> bool:
-    """Return whether every file exists at its full length, without reading it."""
-    return all(_size_damage(folder / stored.name, stored) is None for stored in manifest.files)
+    """Return whether every file of this disk exists at its full length, without reading it."""
+    return all(_size_damage(folder / stored.name, stored) is None for stored in files_here(folder, manifest))
 
 
 def _file_damage(path: Path, stored: StoredFile, progress: Callable[[int], object]) -> str | None:

@@ -22,14 +22,16 @@ from llmscale.checkpoint.inventory import free_name
 from llmscale.checkpoint.manifest import (
     CheckpointManifest,
     History,
+    Pieces,
     StoredFile,
     checkpoint_name,
     checkpoints_folder,
     hash_file,
 )
-from llmscale.checkpoint.tensor_files import Fragment, FragmentSavePlanner, JsonIndexWriter
-from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
+from llmscale.checkpoint.tensor_files import INDEX_NAME, Fragment, FragmentSavePlanner, JsonIndexWriter
+from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_each_disk, on_main_rank
 from llmscale.errors import CheckpointError
+from llmscale.files.atomic_write import write_durably
 from llmscale.planning.disk_usage import SPARE_BYTES
 
 _T = TypeVar("_T")
@@ -77,14 +79,19 @@ class CheckpointSaver:
         keep_every: int,
         in_background: bool,
         report: Callable[[str], None],
+        disks: Disks,
         history: History | None = None,
         check_run_folder: Callable[[], None] = lambda: None,
+        on_saved: Callable[[Path], object] = lambda folder: None,
     ) -> None:
         """`report` is called on every rank with one line per outcome; the caller decides who prints. `history` is the
-        history of new checkpoints. `check_run_folder` raises OSError on rank 0 when the run folder no longer belongs to
-        this run."""
+        history of new checkpoints, `disks` are those that they are written to. `check_run_folder` raises OSError on a
+        disk whose run folder no longer belongs to this run. `on_saved` gets every finished checkpoint, on every rank.
+        """
         self._run, self._retention, self._history = run, Retention(keep_last, keep_every), history or History()
+        self._disks = disks
         self._in_background, self._report, self._check_run_folder = in_background, report, check_run_folder
+        self._on_saved = on_saved
         # Its own group: a background save's messages must not mix with the training loop's.
         self._group = dist.new_group(backend="gloo")
         self._thread: threading.Thread | None = None
@@ -129,6 +136,7 @@ class CheckpointSaver:
             )
             return
         self.last_saved_step = snapshot.step
+        self._on_saved(final)
         self._report(f"saved {final} in {time.perf_counter() - began:.1f} s")
         for problem in problems:
             self._report(f"WARNING: {final} is saved, but {problem}")
@@ -136,7 +144,8 @@ class CheckpointSaver:
     def _prepare(self, final: Path, snapshot: Snapshot) -> Path:
         """Create the folder to write into and check the free space. Collective."""
         needed = sum(fragment.local.nbytes for fragment in snapshot.fragments.values())
-        total = sum(gather(self._group, needed))
+        of_ranks, rank = gather(self._group, needed), dist.get_rank()
+        total = sum(of_ranks[neighbour] for neighbour in self._disks.neighbours(rank))
 
         def prepare() -> Path:
             self._check_run_folder()
@@ -155,7 +164,7 @@ class CheckpointSaver:
                 )
             return partial
 
-        partial = on_main_rank(self._group, _as_checkpoint_error(prepare))
+        partial = on_each_disk(self._group, self._disks, _as_checkpoint_error(prepare))
         try:
             on_all_ranks(self._group, lambda: _check_visible(partial))
         except Exception:
@@ -171,16 +180,24 @@ class CheckpointSaver:
 
         of_ranks = gather(self._group, on_all_ranks(self._group, _as_checkpoint_error(hash_own)))
         files = tuple(itertools.chain.from_iterable(of_ranks))
+        manifest = on_main_rank(self._group, lambda: _build_manifest(snapshot, files, self._history))
+        pieces, index, rank = None, b"", dist.get_rank()
+        if not self._disks.is_one:
+            index = on_main_rank(self._group, _as_checkpoint_error((partial / INDEX_NAME).read_bytes))
+            own = [file.name for neighbour in self._disks.neighbours(rank) for file in of_ranks[neighbour]]
+            pieces = Pieces((INDEX_NAME, *own))
 
         def commit() -> list[str]:
             self._check_run_folder()
-            manifest = _build_manifest(snapshot, files, self._history)
-            return commit_checkpoint(self._run, partial, manifest, snapshot.state, self._retention)
+            if rank and pieces is not None:
+                write_durably(partial / INDEX_NAME, index)
+            return commit_checkpoint(self._run, partial, manifest, snapshot.state, self._retention, pieces)
 
-        return on_main_rank(self._group, _as_checkpoint_error(commit))
+        return on_each_disk(self._group, self._disks, _as_checkpoint_error(commit))
 
     def _discard(self, partial: Path) -> None:
-        if dist.get_rank() == 0:
+        rank = dist.get_rank()
+        if self._disks.mains[rank] == rank:
             shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -193,8 +210,8 @@ def _check_visible(partial: Path) -> None:
             return
         time.sleep(0.1)
     raise CheckpointError(
-        f"{partial.parent} on host {os.uname().nodename} is not the main rank's folder. Every node must write to "
-        "one shared file system: put --run on NFS, Lustre or the like"
+        f"{partial.parent} on host {os.uname().nodename} is not the folder that it was at the start. Is its file "
+        "system still mounted?"
     )
 
 

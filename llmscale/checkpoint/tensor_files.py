@@ -15,11 +15,12 @@ import struct
 import zipfile
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -31,14 +32,23 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from llmscale.checkpoint.manifest import check_stored_name
+from llmscale.checkpoint.manifest import check_stored_name, load_manifest, load_pieces
+from llmscale.checkpoint.remote_run import Chunk, fetch_chunks, fetch_file
 from llmscale.engine.zero_layout import ShardView
 from llmscale.engine.zero_shards import MASTER, state_views
-from llmscale.errors import CheckpointError
+from llmscale.errors import CheckpointError, LlmscaleError
 from llmscale.untrusted.documents import Rules, load_json
 from llmscale.untrusted.paths import check_regular, open_regular
 
@@ -184,12 +194,34 @@ INDEX_NAME = "tensors.json"
 _MAX_INDEX_BYTES = 1 << 30
 
 
+@dataclass
+class HashedPlace(_StorageInfo):
+    """The place of a chunk, with the hash of its bytes in the file."""
+
+    xxh3_128: str = ""
+
+
 class JsonIndexWriter(FileSystemWriter):
     """Writes tensors as DCP does (`__RANK_0.distcp`, one torch.save a chunk) and the index as `tensors.json`.
 
     The index maps a tensor's name to its dtype, its flattened size and its chunks
-    [start, elements, file, byte offset, bytes].
+    [start, elements, file, byte offset, bytes, hash of these bytes].
     """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written = super().write_data(plan, planner)
+        hashed: Future[list[WriteResult]] = Future()
+        hashed.set_result([self._with_hash(result) for result in written.value()])
+        return hashed
+
+    def _with_hash(self, result: WriteResult) -> WriteResult:
+        place = result.storage_data
+        with open(Path(self.path) / place.relative_path, "rb") as file:
+            file.seek(place.offset)
+            xxh3_128 = xxhash.xxh3_128(file.read(place.length)).hexdigest()
+        return replace(
+            result, storage_data=HashedPlace(place.relative_path, place.offset, place.length, None, xxh3_128)
+        )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places = {result.index: result.storage_data for written in results for result in written}
@@ -198,7 +230,7 @@ class JsonIndexWriter(FileSystemWriter):
                 "dtype": str(entry.properties.dtype).removeprefix("torch."),
                 "size": entry.size.numel(),
                 "chunks": [
-                    [chunk.offsets[0], chunk.sizes[0], place.relative_path, place.offset, place.length]
+                    [chunk.offsets[0], chunk.sizes[0], place.relative_path, place.offset, place.length, place.xxh3_128]
                     for chunk in entry.chunks
                     for place in [places[MetadataIndex(fqn, chunk.offsets)]]
                 ],
@@ -229,7 +261,7 @@ class JsonIndexReader(FileSystemReader):
         entries: dict[str, TensorStorageMetadata] = {}
         for fqn, entry in index.items():
             chunks = []
-            for start, elements, file, offset, length in entry["chunks"]:
+            for start, elements, file, offset, length, *_ in entry["chunks"]:
                 chunks.append(ChunkStorageMetadata(offsets=torch.Size([start]), sizes=torch.Size([elements])))
                 places[MetadataIndex(fqn, torch.Size([start]))] = _StorageInfo(file, offset, length)
             entries[fqn] = TensorStorageMetadata(
@@ -245,9 +277,11 @@ def load_index(folder: Path) -> dict[str, dict]:
     """Load the index: the checkpoint's tensors by name, each covered by its chunks exactly once.
 
     Memory is allocated by its sizes, so they are compared with the files: every element has its bytes there, and no
-    byte is used twice. Raises CheckpointError when the index is missing, malformed or inconsistent.
+    byte is used twice. A file of another disk or of a store is compared when it is fetched. Raises CheckpointError when
+    the index is missing, malformed or inconsistent.
     """
     path = folder / INDEX_NAME
+    fetch_file(folder, INDEX_NAME)
     try:
         index = load_json(path, Rules(CheckpointError, max_bytes=_MAX_INDEX_BYTES, follow_links=False))
     except (FileNotFoundError, NotADirectoryError):
@@ -256,9 +290,29 @@ def load_index(folder: Path) -> dict[str, dict]:
     for name, entry in index.items():
         for file, offset, length in _chunk_places(entry, f"{path}, tensor {name[:200]!r},"):
             extents.setdefault(file, []).append((offset, length))
+    pieces = load_pieces(folder)
+    elsewhere = {file.name: file.num_bytes for file in load_manifest(folder).files} if pieces else {}
     for file, places in extents.items():
-        _check_extents(folder / file, sorted(places))
+        is_here = pieces is None or file in pieces.files
+        _check_extents(folder / file, sorted(places), None if is_here else elsewhere.get(file, 0))
     return cast(dict[str, dict], index)
+
+
+def fetch_checkpoint(folder: Path) -> str | None:
+    """Fetch and verify every tensor of a checkpoint that this disk lacks; return what is damaged, or None."""
+    try:
+        fetch_chunks(folder, (chunk for entry in load_index(folder).values() for chunk in stored_chunks(entry)))
+    except LlmscaleError as error:
+        return str(error)
+    return None
+
+
+def stored_chunks(entry: Mapping, start: int = 0, elements: int | None = None) -> Iterator[Chunk]:
+    """Yield the chunks that hold a range of an entry of the index."""
+    end = entry["size"] if elements is None else start + elements
+    for begin, count, file, offset, length, *rest in entry["chunks"]:
+        if begin < end and begin + count > start:
+            yield Chunk(file, offset, length, *(rest or [""]))
 
 
 def _chunk_places(entry: object, where: str) -> list[tuple[str, int, int]]:
@@ -269,7 +323,9 @@ def _chunk_places(entry: object, where: str) -> list[tuple[str, int, int]]:
     found = []
     for chunk in entry["chunks"] if isinstance(entry["chunks"], list) else [entry["chunks"]]:
         match chunk:
-            case [int(start), int(elements), str(file), int(offset), int(length)]:
+            case [int(start), int(elements), str(file), int(offset), int(length), *rest] if rest == [] or (
+                len(rest) == 1 and isinstance(rest[0], str)
+            ):
                 check_stored_name(file, where)
                 if elements > 0 and offset >= 0 and length >= elements * itemsize:
                     found.append((start, elements, file, offset, length))
@@ -285,10 +341,10 @@ def _chunk_places(entry: object, where: str) -> list[tuple[str, int, int]]:
     return [(file, offset, length) for _, _, file, offset, length in found]
 
 
-def _check_extents(file: Path, places: list[tuple[int, int]]) -> None:
-    """Raise CheckpointError for chunks that exceed the file or overlap."""
+def _check_extents(file: Path, places: list[tuple[int, int]], num_bytes: int | None) -> None:
+    """Raise CheckpointError for chunks that exceed the file or overlap. `num_bytes` is the size of a file elsewhere."""
     try:
-        num_bytes = check_regular(file, follow_links=False).st_size
+        num_bytes = check_regular(file, follow_links=False).st_size if num_bytes is None else num_bytes
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from None
     ends = [0, *(offset + length for offset, length in places)]
@@ -381,7 +437,8 @@ class StoredWeights:
     """The master weights and frozen parameters of a checkpoint, each as one flat tensor by the parameter's name."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the index only. Raises CheckpointError when it is damaged or has weights of an integer type."""
+        """Read the index only; of a remote run, fetch the weights. Raises CheckpointError when the index is damaged or
+        has weights of an integer type."""
         self._folder = folder
         self._entries: dict[str, dict] = {}
         for key, entry in load_index(folder).items():
@@ -390,6 +447,7 @@ class StoredWeights:
             if not DTYPES[entry["dtype"]].is_floating_point:
                 raise CheckpointError(f"{folder / INDEX_NAME}: the weights '{key[:200]}' are {entry['dtype']}.")
             self._entries[key.partition("/")[2]] = {**entry, "chunks": sorted(entry["chunks"])}
+        fetch_chunks(folder, (chunk for entry in self._entries.values() for chunk in stored_chunks(entry)))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -410,7 +468,7 @@ class StoredWeights:
 
     def _read_into(self, part: Tensor, dtype: str, chunk: list, first: int, name: str) -> None:
         """Fill `part` with a chunk's elements from the chunk's element `first`."""
-        _, in_chunk, file_name, offset, num_bytes = chunk
+        _, in_chunk, file_name, offset, num_bytes, *_ = chunk
         path = self._folder / file_name
         try:
             with open_regular(path, follow_links=False) as file:

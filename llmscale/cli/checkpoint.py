@@ -19,8 +19,9 @@ from llmscale.checkpoint.inventory import (
     read_state,
     report_passed_over,
 )
-from llmscale.checkpoint.manifest import checkpoints_folder, find_damage, load_manifest
-from llmscale.config.command_line import local_path
+from llmscale.checkpoint.manifest import checkpoints_folder, find_damage, load_manifest, load_pieces
+from llmscale.config.command_line import run_place
+from llmscale.config.run_urls import shown, url_of
 from llmscale.errors import CheckpointError
 from llmscale.terminal.progress import show_progress
 from llmscale.terminal.table import Column, output_width, table_lines, wrap_line
@@ -43,11 +44,11 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         ("prune", _prune, "delete abandoned checkpoints: those of steps that a rollback discarded"),
     ):
         action = actions.add_parser(name, help=text, description=text)
-        action.add_argument("run", type=local_path, metavar="RUN", help="run folder, or one checkpoint of it")
+        action.add_argument("run", type=run_place, metavar="RUN", help="run folder, or one checkpoint of it")
         action.set_defaults(handler=handler)
     diff = actions.add_parser("diff", help="compare configuration and state of two checkpoints")
-    diff.add_argument("a", type=local_path, metavar="A", help="run folder or checkpoint")
-    diff.add_argument("b", type=local_path, metavar="B", help="run folder or checkpoint")
+    diff.add_argument("a", type=run_place, metavar="A", help="run folder or checkpoint")
+    diff.add_argument("b", type=run_place, metavar="B", help="run folder or checkpoint")
     diff.set_defaults(handler=_diff)
 
 
@@ -104,7 +105,7 @@ def _to_stderr(line: str) -> None:
 def _show(args: argparse.Namespace) -> int:
     folder = find_checkpoint(args.run, _to_stderr)
     manifest = load_manifest(folder)
-    print_visible(folder)
+    print_visible(shown(folder))
     for key in ("step", "tokens_seen", "world_size", "zero_stage", "precision", "created"):
         print_visible(f"  {key}: {getattr(manifest, key)}")
     for file in manifest.files:
@@ -122,12 +123,29 @@ def _verify(args: argparse.Namespace) -> int:
     total_bytes = sum(saved.manifest.num_bytes for saved in [*found.current, *found.abandoned])
     with show_progress("Verifying", total_bytes) as progress:
         for folder in folders or [find_checkpoint(args.run)]:
-            damage = find_damage(folder, progress=progress.add)
+            damage = find_damage(folder, progress=progress.add) or _find_remote_damage(folder)
             num_damaged += damage is not None
             mark = " (abandoned)" if folder in abandoned else ""
             progress.clear()
-            print_visible(f"{folder.name}{mark}: {'intact' if damage is None else f'DAMAGED: {damage}'}")
+            print_visible(f"{folder.name}{mark}: {_intact(folder) if damage is None else f'DAMAGED: {damage}'}")
     return 1 if num_damaged else 0
+
+
+def _find_remote_damage(folder: Path) -> str | None:
+    if url_of(folder) is None:
+        return None
+    from llmscale.checkpoint.tensor_files import fetch_checkpoint  # imports torch
+
+    return fetch_checkpoint(folder)
+
+
+def _intact(folder: Path) -> str:
+    pieces = load_pieces(folder)
+    if pieces is None or pieces.remote:
+        return "intact"
+    return (
+        f"intact on this disk ({len(pieces.files)} of {len(load_manifest(folder).files)} files; others are elsewhere)"
+    )
 
 
 def _prune(args: argparse.Namespace) -> int:
@@ -135,6 +153,10 @@ def _prune(args: argparse.Namespace) -> int:
         raise CheckpointError(f"{checkpoints_folder(args.run)} is a symbolic link. Name the run that it points to.")
     found = _find(args.run)
     folders = prunable(found)
+    if url_of(args.run) and folders:
+        from llmscale.training.publish_run import prune_run  # imports torch
+
+        prune_run(args.run, [folder.name for folder in folders], _to_stderr)
     for folder in folders:
         try:
             delete_checkpoint(folder)

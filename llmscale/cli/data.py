@@ -13,7 +13,7 @@ from llmscale.cli import data_clean, data_prepare
 from llmscale.cli.data_prepare import print_manifest, print_visible_fitting
 from llmscale.cli.flags import add_own_data
 from llmscale.config import limits
-from llmscale.config.command_line import FlagParser, Need, flag, local_path, path_or_url, whole_number
+from llmscale.config.command_line import FlagParser, Need, flag, path_or_url, run_place, whole_number
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.terminal.progress import show_progress
 from llmscale.terminal.status_line import show_if_slow
@@ -60,7 +60,7 @@ def _add_verify(commands: argparse._SubParsersAction[FlagParser]) -> None:
 
 def _add_which(commands: argparse._SubParsersAction[FlagParser]) -> None:
     parser = commands.add_parser("which", help="list the samples of a step: dataset, shard, index, text")
-    parser.add_argument("run", type=local_path, metavar="RUN|CHECKPOINT", help="run folder, or one checkpoint")
+    parser.add_argument("run", type=run_place, metavar="RUN|CHECKPOINT", help="run folder, or one checkpoint")
     add_own_data(parser)
     flag(parser, "--step N", "the step, as printed in the log", whole_number(1, limits.MAX_STEPS), required=True)
     flag(parser, "--samples K", "samples to show", whole_number(0, limits.MAX_BATCH), 16)

@@ -15,11 +15,11 @@ from llmscale.config.command_line import (
     FlagParser,
     Need,
     flag,
-    local_path,
     nonblank,
     number,
     path_or_url,
     quantity,
+    run_place,
     whole_number,
 )
 from llmscale.config.optimizers import ADAMW, MODELLED_NAMES
@@ -108,7 +108,7 @@ def add_run_argument(
     parser: FlagParser, text: str = "run folder, checkpoint, or folder of a transformers model"
 ) -> None:
     """Add RUN."""
-    parser.add_argument("run", type=local_path, metavar="RUN", help=text)
+    parser.add_argument("run", type=run_place, metavar="RUN", help=text)
 
 
 def add_step(parser: FlagParser) -> None:

@@ -9,10 +9,12 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import NamedTuple
 
 from llmscale import __version__
 from llmscale.config.command_line import FlagParser
+from llmscale.config.run_urls import url_of
 from llmscale.error_handling import run_cli
 from llmscale.terminal.colour import paint
 
@@ -183,8 +185,20 @@ def _run(argv: Sequence[str]) -> int:
     is_fast = command is not None and command.is_fast and "--dry-run" not in argv
     with fast_start() if is_fast else nullcontext():
         args = build_parser(argv).parse_args(argv)
+        if getattr(args, "is_of_runs", True):
+            _fetch_runs(args)
         status: int = args.handler(args)
         return status
+
+
+def _fetch_runs(args: argparse.Namespace) -> None:
+    """Bring the copies of the runs that the arguments name by URL up to date. Raises LlmscaleError."""
+    for value in vars(args).values():
+        for path in value if isinstance(value, list) else [value]:
+            if isinstance(path, Path) and url_of(path):
+                from llmscale.checkpoint.remote_run import fetch_run
+
+                fetch_run(path)
 
 
 if __name__ == "__main__":

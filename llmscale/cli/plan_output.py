@@ -23,6 +23,7 @@ from llmscale.config.presets import PRESETS
 from llmscale.config.run_config import RunConfig, build_run_config
 from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import format_size
+from llmscale.planning.disk_usage import SAVE_EVERY
 from llmscale.planning.run_plan import DEFAULT_PUE, ChosenModel, Goal, GPUPlacement, GPUs, Lifetime, Plan, PlanRequest
 from llmscale.planning.scaling import (
     BESIROGLU,
@@ -164,6 +165,12 @@ def _placement_lines(request: PlanRequest, plan: Plan, placement: GPUPlacement, 
         if fit.host_bytes_per_node:
             yield _line("", f"needs {_size(fit.host_bytes_per_node)} of host memory per node, not checked here")
     speed = placement.tokens_per_second(plan.shape, gpu)
+    requests, step_bytes = plan.disk.store_requests(machines.world_size), plan.disk.checkpoint_bytes / SAVE_EVERY
+    yield _line(
+        "store",
+        f"with --run s3://BUCKET/NAME {requests:,} requests a save, and {_size(step_bytes)} a step at --save-every "
+        f"{SAVE_EVERY}",
+    )
     if speed is None or placement.mfu is None or plan.gpu_hours is None or plan.hours is None:
         yield _line("speed", "not known: more nodes, or --mfu for an assumption")
         return
@@ -303,6 +310,8 @@ def _run_as_dict(request: PlanRequest, plan: Plan) -> dict[str, object] | None:
         "gradient_accumulation_steps": fit.plan.gradient_accumulation_steps if fit else None,
         "grad_accum_dtype": fit.step.engine_config.grad_accum_dtype if fit else None,
         "why": placement.why,
+        "store_requests_per_save": plan.disk.store_requests(placement.machines.world_size),
+        "store_bytes_per_step": plan.disk.checkpoint_bytes / SAVE_EVERY,
         "mfu": placement.mfu,
         "calibration": placement.calibration,
         "tokens_per_second": placement.tokens_per_second(plan.shape, gpu),

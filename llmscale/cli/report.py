@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
-from llmscale.config.command_line import flag, local_path
+from llmscale.config.command_line import flag, local_path, run_place
 from llmscale.config.user_paths import check_output_file, write_output_file
 from llmscale.data.sample_log import FOLDER as SAMPLES_NAME
 from llmscale.data.sample_log import read_recorded
@@ -51,7 +51,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         description="Without a file, print each run's curve; in files, draw several runs over each other.",
         epilog="Example: llmscale report runs/a runs/b --html report.html",
     )
-    parser.add_argument("runs", type=local_path, nargs="+", metavar="RUN", help="run folder")
+    parser.add_argument("runs", type=run_place, nargs="+", metavar="RUN", help="run folder")
     files = parser.add_argument_group("files")
     for name, what in (
         ("html", "a self-contained page with every chart"),

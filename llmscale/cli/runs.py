@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.config.command_line import flag, local_path
+from llmscale.config.command_line import flag, run_place
+from llmscale.config.run_urls import shown, url_of
 from llmscale.terminal.colour import Style, paint
 from llmscale.terminal.table import Column, output_width, table_lines, wrap_line
 from llmscale.untrusted.terminal import make_visible_line
@@ -39,21 +40,30 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         "table. lost: it was killed, or its host is gone. `llmscale report RUN` shows one.",
     )
     parser.add_argument(
-        "folder", type=local_path, nargs="?", default=Path("runs"), metavar="FOLDER", help="(default: runs)"
+        "folder",
+        type=run_place,
+        nargs="?",
+        default=Path("runs"),
+        metavar="FOLDER",
+        help="folder or URL (default: runs)",
     )
     flag(parser, "--json", "print JSON")
-    parser.set_defaults(handler=_run)
+    parser.set_defaults(handler=_run, is_of_runs=False)
 
 
 def _run(args: argparse.Namespace) -> int:
     from llmscale.report.run_list import find_runs
 
+    if url_of(args.folder):
+        from llmscale.checkpoint.remote_run import fetch_runs_below
+
+        fetch_runs_below(args.folder)
     runs = find_runs(args.folder)
     if args.json:
         print(json.dumps([_as_plain(run) for run in runs], indent=1, allow_nan=False))
         return 0
     if not runs:
-        print(f"No runs below {make_visible_line(str(args.folder))}. `llmscale train --run FOLDER` makes one.")
+        print(f"No runs below {make_visible_line(shown(args.folder))}. `llmscale train --run FOLDER` makes one.")
         return 0
     head, *lines = table_lines(_COLUMNS, [_row(run, args.folder) for run in runs], output_width())
     print(head)
@@ -82,12 +92,12 @@ def _show_loss(loss: float) -> str:
 
 def _name(run: ListedRun, folder: Path) -> str:
     """Return the run's path, relative to the folder that the user named."""
-    return make_visible_line(str(run.path.relative_to(folder)) if run.path != folder else str(folder))
+    return make_visible_line(str(run.path.relative_to(folder)) if run.path != folder else shown(folder))
 
 
 def _as_plain(run: ListedRun) -> dict[str, object]:
     return {
-        "run": str(run.path),
+        "run": shown(run.path),
         "state": run.state,
         "step": run.step,
         "total_steps": run.total_steps,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
+from llmscale.config.run_urls import check_other_run
 from llmscale.config.user_paths import check_path, check_path_or_url, check_text
 from llmscale.errors import ConfigError
 from llmscale.suggestions import did_you_mean
@@ -265,6 +266,11 @@ def byte_size(text: str) -> int:
 def local_path(text: str) -> Path:
     """Parse a path on this machine."""
     return _checked(check_path, text)
+
+
+def run_place(text: str) -> Path:
+    """Parse a run folder or a run's URL, for which the folder of its copy is returned."""
+    return _checked(check_other_run, text)
 
 
 def nonblank(text: str) -> str:

@@ -22,13 +22,15 @@ from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import CHUNK_TOKENS, LossKernel
 from llmscale.config.optimizers import OptimizerName
 from llmscale.config.run_flags import add_run_flags, describe_keys
-from llmscale.config.user_paths import check_path, check_path_or_name, check_path_or_url, check_task_file, check_text
+from llmscale.config.run_urls import check_other_run_or_name, check_own_run
+from llmscale.config.user_paths import check_path, check_path_or_url, check_task_file, check_text
 from llmscale.errors import ConfigError
 from llmscale.suggestions import describe_invalid, did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_toml, load_yaml
 
 NonBlank = Annotated[str, AfterValidator(check_text)]
-PathOrName = Annotated[str, AfterValidator(check_path_or_name)]
+OtherRunOrName = Annotated[str, AfterValidator(check_other_run_or_name)]
+OwnRun = Annotated[Path, BeforeValidator(check_own_run)]
 PathOrUrl = Annotated[str, AfterValidator(check_path_or_url)]
 TaskFile = Annotated[str, AfterValidator(check_task_file)]
 UserPath = Annotated[Path, BeforeValidator(check_path)]
@@ -238,12 +240,13 @@ class RunConfig(BaseModel):
     """Also keep every checkpoint whose step is a multiple of this; 0: none."""
     async_save: bool = True
     """Write checkpoints in the background."""
-    run: UserPath = Path("runs/default")
-    """Run folder, for configuration, metrics, checkpoints and samples."""
-    resume: PathOrName = "auto"
+    run: OwnRun = Path("runs/default")
+    """Run folder, for configuration, metrics, checkpoints and samples; or its URL (s3://, gs://, az://): the nodes
+    publish what is on their disks there (docs/checkpoints.md)."""
+    resume: OtherRunOrName = "auto"
     """auto: resume if the run folder has a checkpoint; none: start from scratch in a new folder; or the folder of a
     checkpoint."""
-    init_from: PathOrName | None = None
+    init_from: OtherRunOrName | None = None
     """Start at step 0 with the weights of a run, a checkpoint, or hf:FOLDER or hf:NAME, which also set the model."""
     allow_changed: list[str] = Field(default_factory=list)
     """On resume, accept a change of this key: global_batch_size, seq_len, data, seed or order. The log names the

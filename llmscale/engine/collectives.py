@@ -32,6 +32,23 @@ class StepVote:
     """Sum over ranks of the sample-id checksums, modulo 2^62."""
 
 
+@dataclass(frozen=True)
+class Disks:
+    """Which ranks see the same run folder."""
+
+    mains: tuple[int, ...]
+    """By rank, the rank that writes the run's files on its disk; all 0 on a shared disk."""
+
+    @property
+    def is_one(self) -> bool:
+        """Whether all ranks share one disk."""
+        return not any(self.mains)
+
+    def neighbours(self, rank: int) -> list[int]:
+        """Return the ranks on a rank's disk, itself included."""
+        return [other for other, main in enumerate(self.mains) if main == self.mains[rank]]
+
+
 def vote(
     group: dist.ProcessGroup,
     *,
@@ -88,6 +105,19 @@ def on_main_rank(group: dist.ProcessGroup, action: Callable[[], _T]) -> _T:
     if sent is not None:
         raise failure or sent
     return cast("_T", result)
+
+
+def on_each_disk(group: dist.ProcessGroup, disks: Disks, action: Callable[[], _T]) -> _T:
+    """Run `action` on one rank of every disk, and return the result of this rank's disk. Collective.
+
+    When one fails, all ranks raise, on a shared disk as `on_main_rank` does, else as `vote` does.
+    """
+    if disks.is_one:
+        return on_main_rank(group, action)
+    rank = dist.get_rank(group)
+    main = disks.mains[rank]
+    result = on_all_ranks(group, lambda: action() if rank == main else None)
+    return cast("_T", gather(group, result)[main])
 
 
 def gather(group: dist.ProcessGroup, value: _T) -> list[_T]:

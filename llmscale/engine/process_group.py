@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from llmscale.config.launcher_variables import check_started_alone
-from llmscale.engine.collectives import gather
+from llmscale.engine.collectives import Disks, gather
 from llmscale.engine.deepspeed_patches import quiet_libraries
 from llmscale.engine.network import set_network_interface
 from llmscale.errors import MachineError
@@ -36,6 +36,8 @@ class World:
     """The driver's name of the device; "cpu" on a CPU."""
     control: dist.ProcessGroup
     """A gloo group over all ranks for small host-side messages, which never wait for a GPU's queue."""
+    disks: Disks
+    """Which ranks share a disk for the run folder; one until `claim_run_folder` has looked."""
 
     @property
     def is_main(self) -> bool:
@@ -72,6 +74,7 @@ def join_world() -> World:
         device=torch.device(accelerator.current_device_name() if is_gpu() else "cpu"),
         device_name=torch.cuda.get_device_name(local_rank) if torch.cuda.is_available() else "cpu",
         control=control,
+        disks=Disks((0,) * dist.get_world_size()),
     )
 
 

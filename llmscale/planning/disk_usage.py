@@ -13,7 +13,11 @@ from llmscale.config.run_config import RunConfig
 _EXPORT_BYTES = 2
 #: Offset of a sample in MDS.
 _SAMPLE_OVERHEAD_BYTES = 4
-#: Space that a save needs beyond the tensors: index, manifest, state, and the file system's overhead.
+#: Default of --save-every.
+SAVE_EVERY: int = RunConfig.model_fields["save_every"].default
+#: Index, manifest and state of a checkpoint.
+SMALL_FILES = 3
+#: Space that a save needs beyond the tensors: these files, and the file system's overhead.
 SPARE_BYTES = 64 * 2**20
 
 
@@ -30,6 +34,12 @@ class DiskSpace:
     """Bytes of the uncompressed dataset, with every token seen once."""
     weights_bytes: int
     """Bytes of the finished model in 16 bits."""
+
+    def store_requests(self, world_size: int) -> int:
+        """Return the requests of a save to a store: a write and a check per file, a conditional write, and the listing
+        and removal of the checkpoint that expires."""
+        num_files = world_size + SMALL_FILES
+        return 2 * num_files + 1 + 1 + num_files
 
     @property
     def checkpoints_bytes(self) -> int:

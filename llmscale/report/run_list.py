@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Literal
 
 from llmscale.checkpoint.manifest import is_count
+from llmscale.checkpoint.remote_run import is_held
+from llmscale.config.run_urls import url_of
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.report.history import as_number, load_history
 from llmscale.training.run_folder import CONFIG_NAME, FAILURE_NAME, LOCK_NAME, METRICS_NAME, STARTS_NAME
@@ -107,10 +109,12 @@ def read_run(path: Path) -> ListedRun:
 
 
 def is_claimed(path: Path) -> bool:
-    """Return whether a live process holds the run folder's lock (training/run_claim.py).
+    """Return whether a live process holds the run folder's lock, or held its run in a store.
 
     It only queries: taking the lock could disturb a run that starts.
     """
+    if url_of(path):
+        return is_held(path)
     try:
         with open_regular(path / LOCK_NAME, follow_links=False) as file:
             asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)

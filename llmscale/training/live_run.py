@@ -21,6 +21,7 @@ from llmscale.engine.process_group import World
 from llmscale.memory.estimate import MemoryEstimate
 from llmscale.training.metrics import MetricsLog
 from llmscale.training.prepare_run import PreparedRun
+from llmscale.training.publish_run import RunPublisher
 from llmscale.training.run_folder import RunFolderClaim
 from llmscale.training.sample_stream import SampleStream
 from llmscale.training.step_metrics import StepMeter
@@ -104,6 +105,8 @@ class RunIO:
     """Id of rank 0's wandb run; on other ranks, or without --wandb, the checkpoint's."""
     report: Callable[[str], None]
     """Prints one line on rank 0."""
+    publisher: RunPublisher | None = None
+    """Publisher of a run in a store."""
 
     def log_event(self, event: str, **values: object) -> None:
         """Record an event on rank 0."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from llmscale.checkpoint.initial_weights import complete_published_weights, keep_published
-from llmscale.checkpoint.inventory import Checkpoint, find_checkpoint, remove_leftovers
+from llmscale.checkpoint.inventory import Checkpoint, find_checkpoint, is_of_run, remove_leftovers
+from llmscale.checkpoint.manifest import load_pieces
 from llmscale.checkpoint.run_state import RunState
 from llmscale.config.hardware import has_bf16_instructions
 from llmscale.config.hf_model import is_published
@@ -20,7 +21,7 @@ from llmscale.data.mixture import MixedShards, keep_sets
 from llmscale.data.order.sample_order import RankLayout
 from llmscale.data.shards.token_shards import TokenShards, WindowReader
 from llmscale.data.validation import ValidationSplit, open_validation
-from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
+from llmscale.engine.collectives import gather, on_all_ranks, on_each_disk, on_main_rank
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_engine import build_engine, check_device
 from llmscale.engine.device_memory import device_memory_bytes, gpu_capability
@@ -50,11 +51,12 @@ from llmscale.training.metrics import MetricsLog
 from llmscale.training.nonfinite import StopOnNonfinite
 from llmscale.training.prepare_run import PreparedRun, as_plain
 from llmscale.training.profiler import ProfileSteps
+from llmscale.training.publish_run import open_publisher
 from llmscale.training.rank_agreement import (
     check_ranks_agree,
     check_same_checkpoint,
     check_same_weights,
-    claim_one_run_folder,
+    claim_run_folder,
 )
 from llmscale.training.resume import (
     ResumePoint,
@@ -117,7 +119,10 @@ def _open_session(
     prepared, world = _join_ranks(prepared, clock, progress)
     report = report_on_main(world, clock.announcer)
     with clock.phase("ranks", "claiming the run folder", after_s=REPEAT_S):
-        claim_one_run_folder(claim, world)
+        world = replace(world, disks=claim_run_folder(claim, world))
+        publisher = open_publisher(prepared.config.run, world, report, stop.received.append)
+        if publisher:
+            claim.before_release.append(publisher.close)
     with clock.phase("checkpoint check", "looking for a checkpoint to resume", after_s=REPEAT_S):
         point = _choose_checkpoint(prepared, world, report)
     state = point.state if point else None
@@ -138,8 +143,8 @@ def _open_session(
     with clock.phase("trackers", "starting the trackers", after_s=REPEAT_S):
         trackers = _start_trackers(prepared, world, state)
     clock.announcer.begin("opening the run's records", after_s=REPEAT_S)
-    history = enter_history(prepared.config.run, point, world.control, report)
-    on_main_rank(world.control, lambda: claim.describe(lambda: _describe(prepared, point)))
+    history = enter_history(prepared.config.run, point, world, report)
+    on_each_disk(world.control, world.disks, lambda: claim.describe(lambda: _describe(prepared, point)))
     meter = StepMeter(world.device)
     run = Run(prepared, world, stream, validation, state, history, estimate, clock.seconds)
     engine = Engine(
@@ -152,7 +157,8 @@ def _open_session(
         skipped_before=state.skipped_steps if state else 0,
     )
     log = _open_log(prepared, meter, trackers, claim, stop) if world.is_main else None
-    io = RunIO(claim, log, trackers.wandb_run_id or (state.wandb_run_id if state else None), report)
+    wandb_run_id = trackers.wandb_run_id or (state.wandb_run_id if state else None)
+    io = RunIO(claim, log, wandb_run_id, report, publisher)
     clock.announcer.begin("preparing what happens at steps", after_s=REPEAT_S)
     with meter.pause("starting"):
         _announce(run, io)
@@ -160,9 +166,23 @@ def _open_session(
         session = Session(run, engine, io, rollback, stop, *_build_actions(run, engine, io, rollback, stop))
         for action in session.actions:
             action.begin(run.first_step)
+        if publisher:
+            publisher.start(_find_unpublished(prepared.config.run, point, world))
     if run.first_step < run.resolved.total_steps:
         clock.announcer.begin(f"{'compiling the blocks and ' if compiler else ''}taking the first step")
     return session
+
+
+def _find_unpublished(run: Path, point: ResumePoint | None, world: World) -> Path | None:
+    """Return the checkpoint to resume if it is this run's and the store does not have it. Collective."""
+
+    def find() -> Path | None:
+        if point is None or not is_of_run(point.folder, run):
+            return None
+        pieces = load_pieces(point.folder)
+        return None if pieces and pieces.remote else point.folder
+
+    return on_main_rank(world.control, find)
 
 
 def _build_actions(
@@ -217,7 +237,7 @@ def _on_cpu(run: PreparedRun, world: World, report: Callable[[str], None]) -> Pr
 
 def _choose_checkpoint(run: PreparedRun, world: World, report: Callable[[str], None]) -> ResumePoint | None:
     """Return the checkpoint to resume, and remove what interrupted saves left in the run folder. Collective."""
-    point = find_resume_point(run.config, lambda state: run_identity(run, state), world.control, report)
+    point = find_resume_point(run.config, lambda state: run_identity(run, state), world, report)
     source = on_all_ranks(world.control, lambda: _source_of_weights(run.config, point))
     check_same_checkpoint(source, world)
     if run.weights is not None:
@@ -227,7 +247,7 @@ def _choose_checkpoint(run: PreparedRun, world: World, report: Callable[[str], N
         for line in remove_leftovers(run.config.run):
             report(line)
 
-    on_main_rank(world.control, clean)
+    on_each_disk(world.control, world.disks, clean)
     return point
 
 
@@ -395,7 +415,7 @@ def _roll_back(session: Session) -> bool:
     feed, validation = _open_data(prepared, run.world, stream, point.state)
     load_checkpoint(engine.deepspeed, point, run.world, engine.configured_scaler)
     engine.deepspeed.skipped_steps = 0
-    history = enter_history(config.run, point, control, io.report)
+    history = enter_history(config.run, point, run.world, io.report)
     io.log_event("go_back", step=session.step, to_step=point.state.step, spike=spike[0], skip_steps=skipped)
     if io.log:
         io.log.roll_back(point.state.step)

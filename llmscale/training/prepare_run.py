@@ -11,6 +11,7 @@ from typing import cast
 from llmscale.checkpoint.initial_weights import PublishedWeights, find_published_weights
 from llmscale.checkpoint.inventory import find_any_checkpoint, find_checkpoint, list_checkpoints, read_state
 from llmscale.checkpoint.manifest import checkpoints_folder
+from llmscale.checkpoint.remote_run import fetch_run
 from llmscale.checkpoint.run_state import parse_run_state
 from llmscale.config.command_line import parse_step_range
 from llmscale.config.deepspeed.resolve import DsConfig, read_ds_config
@@ -24,6 +25,7 @@ from llmscale.config.hf_model import (
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
+from llmscale.config.run_urls import shown
 from llmscale.config.user_paths import check_output_folder, read_prompts
 from llmscale.data.mixture import TrainingSets, open_training_sets
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_matches
@@ -86,6 +88,7 @@ def announce_after_s(config: RunConfig) -> float:
 
 def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     """Read and check everything a run needs. Raises ConfigError, DataError or CheckpointError; writes nothing."""
+    fetch_runs(config)
     ds = read_ds_config(config.ds)
     get_optimizer(config.optimizer).check_stage(ds.zero_stage)
     for steps in config.skip_steps:
@@ -111,6 +114,15 @@ def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     elif config.init_from is not None:
         _check_same_tokenizer(manifest, config, config.init_from)
     return PreparedRun(config, sets, resolved, weights, tasks, prompts)
+
+
+def fetch_runs(config: RunConfig) -> None:
+    """Bring the copies of the run, and of those that it begins from, up to date if they are in a store.
+
+    Raises LlmscaleError.
+    """
+    for path in (config.run, *(Path(name) for name in (config.resume, config.init_from) if name)):
+        fetch_run(path)
 
 
 def parse_skip(text: str) -> tuple[int, int]:
@@ -222,5 +234,9 @@ def _check_run_folder(config: RunConfig) -> None:
 def as_plain(config: RunConfig) -> dict[str, object]:
     """Return the configuration as JSON values; the path of the data is absolute, to be valid in any working folder."""
     data = config.data.removeprefix("file://")
-    values = {**config.model_dump(mode="json"), "data": data if "://" in data else str(Path(data).absolute())}
+    values = {
+        **config.model_dump(mode="json"),
+        "run": shown(config.run),
+        "data": data if "://" in data else str(Path(data).absolute()),
+    }
     return cast("dict[str, object]", values)

@@ -9,6 +9,7 @@ sends the values: a thousand ranks cost no more than two.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -24,7 +25,7 @@ from llmscale.checkpoint.initial_weights import PublishedWeights, fingerprint_we
 from llmscale.checkpoint.manifest import MANIFEST_NAME
 from llmscale.data.mixture import TrainingSets
 from llmscale.data.shards.manifest import Manifest
-from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
+from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_main_rank
 from llmscale.engine.process_group import World
 from llmscale.errors import ConfigError, DataError, LlmscaleError
 from llmscale.files.source_hashes import hash_or_reason, source_hashes
@@ -42,7 +43,7 @@ MAY_DIFFER = {
     "data_cache": "a local disk",
     "cache_limit_gib": "a local disk",
     "num_workers": "changes who reads a sample, not which",
-    "run": "a path; the lock in it proves that it is one folder",
+    "run": "a path; the nodes may have separate disks",
     "wandb": "only rank 0's counts",
     "wandb_project": "only rank 0's counts",
     "wandb_name": "only rank 0's counts",
@@ -88,11 +89,24 @@ def check_same_weights(weights: PublishedWeights, world: World) -> None:
     compare_ranks({"weights": on_all_ranks(world.control, lambda: fingerprint_weights(weights))}, world.control)
 
 
-def claim_one_run_folder(claim: RunFolderClaim, world: World) -> None:
-    """Claim the run folder on rank 0. Raises on every rank unless it can and all see the claim. Collective."""
+def claim_run_folder(claim: RunFolderClaim, world: World) -> Disks:
+    """Claim the run folder on rank 0, and on one rank of each node that does not see rank 0's. Collective.
+
+    Returns which ranks share a disk. Raises on every rank if a claim fails.
+    """
     owner = on_main_rank(world.control, claim.take)
     # Not on rank 0: closing a second handle of a locked file releases the lock.
-    on_all_ranks(world.control, lambda: None if world.is_main else claim.check_visible(owner))
+    sees_main = gather(world.control, world.is_main or claim.is_visible(owner))
+    starts = itertools.accumulate((0, *world.ranks_per_node[:-1]))
+    firsts = [start for start, node in zip(starts, world.ranks_per_node, strict=True) for _ in range(node)]
+    disks = Disks(tuple(0 if sees else first for sees, first in zip(sees_main, firsts, strict=True)))
+    if disks.is_one:
+        return disks
+    is_own_main = not world.is_main and disks.mains[world.rank] == world.rank
+    owners = gather(world.control, on_all_ranks(world.control, lambda: claim.take() if is_own_main else None))
+    if not is_own_main and (own := owners[disks.mains[world.rank]]) is not None:
+        claim.join(own)
+    return disks
 
 
 def compare_ranks(sections: Mapping[str, Section], group: dist.ProcessGroup) -> None:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from llmscale.checkpoint.commit import point_latest
 from llmscale.checkpoint.initial_weights import load_published_weights
 from llmscale.checkpoint.inventory import (
@@ -24,7 +22,7 @@ from llmscale.checkpoint.load import find_damage_together, find_newest_good, loa
 from llmscale.checkpoint.manifest import History, load_manifest
 from llmscale.checkpoint.run_state import RunState, check_identity, parse_run_state
 from llmscale.config.run_config import RunConfig
-from llmscale.engine.collectives import on_main_rank
+from llmscale.engine.collectives import on_each_disk, on_main_rank
 from llmscale.engine.process_group import World
 from llmscale.engine.train_step import get_scaler_state, set_scaler_state
 from llmscale.errors import CheckpointError
@@ -45,7 +43,7 @@ class ResumePoint:
 def find_resume_point(
     config: RunConfig,
     identity: Callable[[RunState], Mapping[str, object]],
-    group: dist.ProcessGroup,
+    world: World,
     report: Callable[[str], None],
 ) -> ResumePoint | None:
     """Return the checkpoint to resume; None for a new run. Collective.
@@ -57,14 +55,14 @@ def find_resume_point(
     if config.resume == "none" or config.init_from is not None:
         return None
     folder = (
-        find_newest_good(config.run, group, report)
+        find_newest_good(config.run, world.control, world.disks, report)
         if config.resume == "auto"
-        else _find_named_checkpoint(config.resume, "--resume", group, report)
+        else _find_named_checkpoint(config.resume, "--resume", world, report)
     )
     if folder is None:
         return None
     # Rank 0 reads it; hashes confirm later that the others see the same files.
-    return on_main_rank(group, lambda: _check_point(folder, config, identity, report))
+    return on_main_rank(world.control, lambda: _check_point(folder, config, identity, report))
 
 
 def _check_point(
@@ -84,21 +82,17 @@ def _check_point(
     return ResumePoint(folder, state)
 
 
-def _find_named_checkpoint(
-    path: str | Path, flag: str, group: dist.ProcessGroup, report: Callable[[str], None]
-) -> Path:
+def _find_named_checkpoint(path: str | Path, flag: str, world: World, report: Callable[[str], None]) -> Path:
     """Return the checkpoint that the user named with `flag`, verified. Collective. Raises CheckpointError."""
     # Rank 0's answer counts: another rank might see a newer checkpoint of a run that trains.
-    folder = on_main_rank(group, lambda: find_checkpoint(Path(path), report))
-    damage = find_damage_together(folder, group)
+    folder = on_main_rank(world.control, lambda: find_checkpoint(Path(path), report))
+    damage = find_damage_together(folder, world.control, world.disks)
     if damage:
         raise CheckpointError(f"{flag} {path}: {damage} Name another checkpoint.")
     return folder
 
 
-def enter_history(
-    run: Path, point: ResumePoint | None, group: dist.ProcessGroup, report: Callable[[str], None]
-) -> History:
+def enter_history(run: Path, point: ResumePoint | None, world: World, report: Callable[[str], None]) -> History:
     """Return the history of this start's checkpoints; a run that goes back permanently begins a new one here.
 
     Call it when only the first step can still fail. Collective. Raises CheckpointError if the record of a new history
@@ -111,7 +105,7 @@ def enter_history(
         except (CheckpointError, OSError) as error:
             raise CheckpointError(f"the run cannot go back: {error}") from error
 
-    return on_main_rank(group, enter)
+    return on_each_disk(world.control, world.disks, enter)
 
 
 def _enter(run: Path, point: ResumePoint | None, report: Callable[[str], None]) -> History:
@@ -175,7 +169,7 @@ def load_checkpoint(
 
     Collective. Raises CheckpointError.
     """
-    load_engine(engine, point.folder, point.state, world.control)
+    load_engine(engine, point.folder, point.state, world.control, world.disks)
     set_scaler_state(engine, point.state.loss_scaler or configured_scaler)
 
 
@@ -194,6 +188,6 @@ def _load_first_weights(
         return run.weights.name
     if run.config.init_from is None:
         return None
-    folder = _find_named_checkpoint(run.config.init_from, "--init-from", world.control, report)
-    load_weights(engine, folder, world.control)
+    folder = _find_named_checkpoint(run.config.init_from, "--init-from", world, report)
+    load_weights(engine, folder, world.control, world.disks)
     return str(folder)

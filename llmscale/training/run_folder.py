@@ -177,6 +177,8 @@ class RunFolderClaim:
         self._lock: TextIO | None = None
         self._owner: str | None = None
         self._describe: Callable[[], None] = lambda: None
+        self.before_release: list[Callable[[], object]] = []
+        """Called when the claim ends."""
 
     def take(self) -> str:
         """Create and lock the folder; return the text of the lock file, empty on a full disk. Raises ConfigError."""
@@ -186,20 +188,21 @@ class RunFolderClaim:
         self._owner = self._lock.read()
         return self._owner
 
-    def check_visible(self, owner: str) -> None:
-        """Raise ConfigError unless this host sees that another process, `owner`, has taken the folder."""
-        self._owner = owner
+    def is_visible(self, owner: str) -> bool:
+        """Return whether this host sees the folder that another process, `owner`, has taken."""
+        self.join(owner)
         # A network file system may show a new file late; listing the folder asks the server again.
         for _ in range(_VISIBLE_TRIES):
             with suppress(OSError):
                 os.listdir(self._run)
                 if not owner or self._path.read_text() == owner:
-                    return
+                    return True
             time.sleep(_VISIBLE_PAUSE_S)
-        raise ConfigError(
-            f"--run {self._run} on host {platform.node()} is not the main rank's folder. Every rank must see the same "
-            "one, on a file system that all nodes share: NFS, Lustre or the like"
-        )
+        return False
+
+    def join(self, owner: str) -> None:
+        """Watch the folder as one that another process on this disk, `owner`, has taken."""
+        self._owner = owner
 
     def describe(self, action: Callable[[], None]) -> None:
         """Call `action`, which writes the description of the run, now and whenever the folder is created again."""
@@ -279,6 +282,8 @@ class RunFolderClaim:
 
     def close(self) -> None:
         """Release the lock, and leave the folder as it is."""
+        while self.before_release:
+            self.before_release.pop()()
         if self._lock:
             self._lock.close()
         self._lock = None

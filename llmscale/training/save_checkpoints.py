@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from llmscale.checkpoint.run_state import RunState
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
 from llmscale.checkpoint.tensor_files import engine_fragments
-from llmscale.engine.collectives import on_main_rank
+from llmscale.engine.collectives import gather
 from llmscale.engine.train_step import get_scaler_state
 from llmscale.engine.zero_shards import MASTER, group_scalars
 from llmscale.errors import CheckpointError
@@ -34,8 +34,10 @@ class SaveCheckpoints(StepAction):
             keep_every=config.keep_every,
             in_background=config.async_save,
             report=io.report,
+            disks=run.world.disks,
             history=run.history,
             check_run_folder=io.claim.check,
+            on_saved=io.publisher.saved if io.publisher else lambda folder: None,
         )
         rollback.finish_saving = self._saver.wait
         self._identity = run.prepared.identity(run.stream.identity)
@@ -89,11 +91,13 @@ class SaveCheckpoints(StepAction):
                 "could not be saved (see the warning above). Make room or mend the folder, and start again to repeat "
                 "the steps since the last one."
             )
+        if self._io.publisher:
+            self._io.publisher.finish()
 
     def _restore_run_folder(self, step: int) -> None:
         """Create a missing run folder again, complete, for the next checkpoint to be a run's. Collective."""
         claim, report = self._io.claim, self._io.report
-        if not on_main_rank(self._run.world.control, lambda: claim.renew(report)):
+        if not any(gather(self._run.world.control, claim.renew(report))):
             return
         self._saved_step = None
         for action in self._others:

@@ -9,6 +9,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
+from llmscale.config.run_urls import shown
 from llmscale.data.loader import MicroBatch
 from llmscale.data.sample_log import ids_checksum
 from llmscale.engine.collectives import StepVote, gather, vote
@@ -152,7 +153,7 @@ class Session:
         if spike := self.rollback.rollback_from:
             io.report(f"--on-spike skip did not go back from the loss spike at step {spike[0]}: the run stops")
             io.report(rollback_advice(run, checkpoint_before(run, spike[0]), spike))
-        io.report(f"{why} at step {self.step} of {total}; run folder: {run.config.run}")
+        io.report(f"{why} at step {self.step} of {total}; run folder: {shown(run.config.run)}")
         io.log_event(why.split()[0], step=self.step, reason=why)
 
     def _reason(self) -> str:

@@ -16,6 +16,7 @@ from llmscale.config.describe_defaults import (
     warn_of_learning_rate,
 )
 from llmscale.config.hf_model import is_published
+from llmscale.config.run_urls import shown
 from llmscale.data.validation import describe_samples
 from llmscale.engine.collectives import gather
 from llmscale.engine.compilation import BlockCompiler
@@ -76,7 +77,7 @@ def describe_run(run: Run, report: Callable[[str], None]) -> None:
     total = run.stream.samples_after(resolved.total_steps)
     report(
         f"run: {resolved.total_steps:,} steps{f' ({chosen})' if chosen else ''}, {total * plan.seq_len:,} tokens, "
-        f"{total / num_samples:.2f} epochs; folder {config.run}, {_checkpoints(prepared)}"
+        f"{total / num_samples:.2f} epochs; folder {shown(config.run)}, {_checkpoints(prepared)}"
     )
 
 

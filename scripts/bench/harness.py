@@ -325,3 +325,15 @@ class Orders:
         """Send one answer."""
         self._answers.write(json.dumps(values) + "\n")
         self._answers.flush()
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of all files below `folder`, without files that disappear meanwhile."""
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(path, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total

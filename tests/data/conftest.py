@@ -13,6 +13,8 @@ from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.storage import faults
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
+from tests.azure_store import AzureStore, find_azurite, serve_azure
+from tests.google_store import GoogleStore, serve_google
 from tests.object_store import BUCKET, ObjectStore, serve_objects
 
 WORDS = ["der", "die", "das", "und", "in", "nicht", "ein", "auch", "es", "\n", "\t", "你好", "naïve", "🙂"]
@@ -76,3 +78,18 @@ def object_store(running_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) ->
     running_store.fails = running_store.spoil = lambda method, path: False
     for name in running_store.files():
         running_store.client.delete_object(Bucket=BUCKET, Key=name)
+
+
+@pytest.fixture(scope="session")
+def google(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GoogleStore]:
+    pytest.importorskip("gcp_storage_emulator")
+    with serve_google(tmp_path_factory.mktemp("google")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzureStore]:
+    if find_azurite() is None:
+        pytest.skip("needs azurite: npm install -g azurite")
+    with serve_azure(tmp_path_factory.mktemp("azure")) as server:
+        yield server

@@ -200,11 +200,11 @@ def check_run_folder(facts: Mapping[str, HostFacts], shared: SharedFolder | None
         return
     blind = [host for host, seen in shared.seen.items() if not seen]
     if blind:
-        yield red(
+        yield yellow(
             "run folder",
-            f"{shared.folder} is not one shared file system, so no checkpoint could be saved: a file written on "
-            f"{shared.writer} is not there on {format_hosts(blind)}",
-            "Put --run on NFS, Lustre or the like, mounted at the same path on every host.",
+            f"{shared.folder} is not one shared file system: a file written on {shared.writer} is not there on "
+            f"{format_hosts(blind)}. Each host keeps its own ranks' part of every checkpoint",
+            "To survive the loss of a host, put --run on NFS, Lustre or the like, or in a store (--run s3://...).",
         )
     elif not refusing:
         yield green("run folder", f"{shared.folder} is one shared file system")

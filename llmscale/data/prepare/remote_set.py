@@ -109,12 +109,12 @@ class RemoteSet(Destination):
 
     def _find_whole(self, request: PrepareRequest) -> Manifest | None:
         """Return the finished dataset if it matches the request and is not to be replaced. Raises DataError."""
-        contents = self._read_small(f"{self.url}/{MANIFEST_NAME}")
+        contents = self._store.read_small(f"{self.url}/{MANIFEST_NAME}", MAX_BYTES)
         try:
             generation = parse_generation(contents, f"{self.url}/{MANIFEST_NAME}")
             place = f"{self.url}/{generation}" if generation else self.url
             where = f"{place}/{MANIFEST_NAME}"
-            manifest = parse_manifest(self._read_small(where) if generation else contents, where)
+            manifest = parse_manifest(self._store.read_small(where, MAX_BYTES) if generation else contents, where)
             check_same(manifest, request, self.url, "Replace it with --overwrite")
             is_cleared_up = UNFINISHED_NAME not in self._store.names_in(place)
         except DataError:
@@ -252,17 +252,10 @@ class RemoteSet(Destination):
                 place += len(part)
         return True
 
-    def _read_small(self, url: str) -> bytes:
-        """Read a small object. Raises DataError if it is too long for a manifest."""
-        size_bytes = self._store.describe(url).size_bytes
-        if size_bytes > MAX_BYTES:
-            raise DataError(f"{url} has {size_bytes:,} bytes, so llmscale did not write it.")
-        return self._store.read(url, 0, size_bytes)
-
     def _find_differences(self, request: PrepareRequest) -> str:
         """Return how the unfinished dataset's request differs, or an empty string. Raises DataError."""
         try:
-            there = json.loads(self._read_small(f"{self.url}/{UNFINISHED_NAME}"))
+            there = json.loads(self._store.read_small(f"{self.url}/{UNFINISHED_NAME}", MAX_BYTES))
         except ValueError:
             there = None
         return describe_differences(there, request) if isinstance(there, dict) else "unreadable"

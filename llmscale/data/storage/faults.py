@@ -39,12 +39,14 @@ _TRANSIENT = {
     *("PayloadEncodingError", "ChecksumError", "FlexibleChecksumError", "DataCorruption", "DamagedInTransit"),
     *("ChunkedEncodingError", "ContentDecodingError", "DecodeError", "ResponseParserError", "InvalidJSONError"),
 }
-#: Codes or texts of a store's answer 400 to bytes that arrived damaged or late, and the Hub client's text for a short
-#: download, for which it has no class.
+#: Codes or texts of a store's answer 400 to bytes that arrived damaged or late, S3's answer 409 to two conditional
+#: writes at once, and the Hub client's text for a short download, for which it has no class.
 _TRANSIENT_WORDS = re.compile(
     "BadDigest|IncompleteBody|RequestTimeout|XAmzContentSHA256Mismatch|XAmzContentChecksumMismatch|Md5Mismatch|"
-    "Crc64Mismatch|doesn't match calculated|Consistency check failed"
+    "Crc64Mismatch|ConditionalRequestConflict|doesn't match calculated|Consistency check failed"
 )
+#: Codes of S3's answer 400 to temporary credentials that have expired.
+_EXPIRED_WORDS = re.compile(r"\((ExpiredToken|TokenRefreshRequired)\)")
 _CREDENTIALS = {
     *("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound"),
     *("TokenRetrievalError", "UnauthorizedSSOTokenError", "DefaultCredentialsError", "RefreshError"),
@@ -168,7 +170,8 @@ def lacks_credentials(error: BaseException) -> bool:
     # A PermissionError with a file name is a local one, not the store's.
     names = _names(cause for cause in _chain(error) if getattr(cause, "filename", None) is None)
     statuses = (status for cause in _chain(error) if (status := _status(cause)) is not None)
-    return next(statuses, None) in (401, 403) or bool(names & _CREDENTIALS)
+    is_expired = any(_EXPIRED_WORDS.search(str(cause)) for cause in _chain(error))
+    return is_expired or next(statuses, None) in (401, 403) or bool(names & _CREDENTIALS)
 
 
 def summarise(error: BaseException) -> str:

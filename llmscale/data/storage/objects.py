@@ -116,6 +116,13 @@ class Store:
         where = f", from byte {begin:,}" if begin else ""
         return self._retried(fetch, f"Cannot read {url}{where}", url, stop, (end or begin) - begin)
 
+    def read_small(self, url: str, max_bytes: int) -> bytes:
+        """Return the contents of an object of llmscale. Raises DataError if it is longer than `max_bytes`."""
+        size_bytes = self.describe(url).size_bytes
+        if size_bytes > max_bytes:
+            raise DataError(f"{url} has {size_bytes:,} bytes, so llmscale did not write it.")
+        return self.read(url, 0, size_bytes)
+
     def remove(self, url: str) -> None:
         """Remove an object; a missing one is fine, as an attempt without an answer may have removed it."""
 

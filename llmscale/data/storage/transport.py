@@ -22,6 +22,7 @@ from llmscale.data.storage.schemes import SCHEMES, path_of
 
 if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
+    from azure.storage.blob import BlobServiceClient
 
 
 class Uploader(Protocol):
@@ -103,23 +104,33 @@ def _kind_of(url: str) -> str:
     return SCHEMES[name].kind if separator and name in SCHEMES else name
 
 
+def open_s3_client(**login: Any) -> Any:
+    """Return boto3's client, with the credentials of the environment or `login`."""
+    import boto3
+    from botocore.config import Config
+
+    return boto3.session.Session().client("s3", config=Config(**S3_LIMITS), **login)
+
+
+def find_s3_acl() -> dict[str, str]:
+    """Return the access rights of new objects that the environment sets, as arguments of boto3."""
+    return {"ACL": os.environ["S3_CANNED_ACL"]} if "S3_CANNED_ACL" in os.environ else {}
+
+
 class _S3Uploads:
     """Uploads to a bucket of S3, or of a store with its protocol."""
 
     def __init__(self, bucket: str, **login: Any) -> None:
-        import boto3
         from boto3.s3.transfer import TransferConfig
-        from botocore.config import Config
 
-        self._client = boto3.session.Session().client("s3", config=Config(**S3_LIMITS), **login)
+        self._client = open_s3_client(**login)
         # No threads: a process would wait at its end for a pool's threads, even if a store stalls them.
         self._transfer = TransferConfig(use_threads=False)
         self._client.head_bucket(Bucket=bucket)
 
     def upload(self, path: Path, url: str) -> None:
         bucket, _, name = path_of(url).partition("/")
-        extra = {"ACL": os.environ["S3_CANNED_ACL"]} if "S3_CANNED_ACL" in os.environ else {}
-        self._client.upload_file(str(path), bucket, name, ExtraArgs=extra, Config=self._transfer)
+        self._client.upload_file(str(path), bucket, name, ExtraArgs=find_s3_acl(), Config=self._transfer)
 
 
 class _GoogleUploads:
@@ -135,21 +146,25 @@ class _GoogleUploads:
         self._bucket.blob(path_of(url).partition("/")[2]).upload_from_filename(str(path), **self._limits)
 
 
+def open_azure_client(url: str) -> BlobServiceClient:
+    """Return a client of the account in the environment. Raises DataError when none is named."""
+    from azure.storage.blob import BlobServiceClient
+
+    login = find_azure_login(url)
+    # No retries by the client: faults.with_retries does them.
+    limits: dict[str, Any] = {"retry_total": 0, "connection_timeout": STALL_S, "read_timeout": STALL_S}
+    if "connection_string" in login:
+        return BlobServiceClient.from_connection_string(login["connection_string"], **limits)
+    account_url = f"https://{login['account_name']}.blob.core.windows.net"
+    return BlobServiceClient(account_url, credential=login["account_key"] or _ask_identity(), **limits)
+
+
 class _AzureBlobs:
     """Files to and from an account's containers; another endpoint's by a connection string. Thread-safe."""
 
     def __init__(self, url: str) -> None:
         """Raises DataError when no account is named."""
-        from azure.storage.blob import BlobServiceClient
-
-        login = find_azure_login(url)
-        # No retries by the client: faults.with_retries does them.
-        limits: dict[str, Any] = {"retry_total": 0, "connection_timeout": STALL_S, "read_timeout": STALL_S}
-        if "connection_string" in login:
-            self._service = BlobServiceClient.from_connection_string(login["connection_string"], **limits)
-            return
-        account_url = f"https://{login['account_name']}.blob.core.windows.net"
-        self._service = BlobServiceClient(account_url, credential=login["account_key"] or _ask_identity(), **limits)
+        self._service = open_azure_client(url)
 
     def check_container(self, name: str) -> None:
         """Raises FileNotFoundError, and whatever the client raises."""

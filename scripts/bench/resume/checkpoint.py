@@ -1,10 +1,11 @@
-"""What saving and resuming cost, beside DeepSpeed's own save and load and its universal conversion. Linux.
+"""Time saving and resuming beside torch's DCP and DeepSpeed's save, load and universal conversion. Linux.
 
     python -m scripts.bench.resume.checkpoint
 
 At each ZeRO stage the first of --worlds saves and every one resumes. DeepSpeed's checkpoint loads at the same number of
 ranks by load_checkpoint, at another by ds_to_universal and then load_checkpoint. Ours is also resumed at W ranks from a
-checkpoint of W ranks: the ratio to it is what a change of size costs.
+checkpoint of W ranks: the ratio to it is what a change of size costs. DCP gets the same tensors by its own async_save
+and load, with files synced; it verifies nothing, and stores no state beside the tensors.
 
 Every save and load happens in a fork with a fresh engine, repeated --rounds times in alternating order. Every load is
 checked: sums of weights and moments must equal the saved ones. `held up` is how long a step waits for a save; the save
@@ -32,6 +33,7 @@ from scripts.bench.harness import (
     Orders,
     describe_circumstances,
     describe_machine,
+    folder_bytes,
     free_port,
     machine_line,
     median_and_range,
@@ -47,7 +49,6 @@ from scripts.bench.harness import (
 #: Measurements by name: "save ours", "resume ours 2 to 1", ...
 Taken = dict[str, list[dict[str, float]]]
 SETTINGS = ("stages", "worlds", "layers", "width", "precision", "rounds")
-GLOBAL_BATCH = 4
 
 
 def main() -> int:
@@ -126,11 +127,16 @@ def one_round(jobs: dict[int, Job], saver: int, folder: Path, number: int, taken
     def take(name: str, values: dict[str, float]) -> None:
         taken.setdefault(name, []).append(values)
 
-    for whose in ("ours", "deepspeed")[::direction]:
+    for whose in ("ours", "dcp", "deepspeed")[::direction]:
         take(f"save {whose}", worst(jobs[saver].order(f"{free_port()} save {whose}")))
     take("convert", convert(folder / "deepspeed", folder / "universal"))
     for world, job in jobs.items():
-        sources = [("ours", saver), ("ours", world), ("deepspeed" if world == saver else "universal", saver)]
+        sources = [
+            ("ours", saver),
+            ("ours", world),
+            ("dcp", saver),
+            ("deepspeed" if world == saver else "universal", saver),
+        ]
         for whose, source in list(dict.fromkeys(sources))[::direction]:
             answers = job.order(f"{free_port()} resume {whose} {source}")
             take(f"resume {whose} {source} to {world}", worst(answers))
@@ -172,18 +178,6 @@ def run_conversion(source: str, target: str) -> None:
     ds_to_universal.main(ds_to_universal.parse_arguments())
     seconds = time.perf_counter() - began
     print(json.dumps({"seconds": seconds, "peak_rss_bytes": peak_bytes()}))
-
-
-def folder_bytes(folder: Path) -> int:
-    """Return the bytes of all files below `folder`, without files that disappear meanwhile."""
-    total = 0
-    for path, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.stat(os.path.join(path, name)).st_size
-            except FileNotFoundError:
-                continue
-    return total
 
 
 def run_rank_job(args: argparse.Namespace) -> None:
@@ -234,12 +228,17 @@ def format_result(args: argparse.Namespace, result: dict) -> str:
             f"{median('save ours', 'bytes') / 2**20:,.0f} MiB on disk"
         )
         lines.append(
+            f"  save DCP         {spread('save dcp')}; training held up for {seconds('save dcp', 'held_s').strip()}; "
+            f"{median('save dcp', 'bytes') / 2**20:,.0f} MiB on disk"
+        )
+        lines.append(
             f"  save DeepSpeed   {spread('save deepspeed')}, all held up, + "
             f"{seconds('save deepspeed', 'sync_s').strip()} to sync; "
             f"{median('save deepspeed', 'bytes') / 2**20:,.0f} MiB on disk"
         )
         lines.append(f"  resume at the same {saver} ranks")
         lines.append(f"    ours           {spread(f'resume ours {saver} to {saver}')}")
+        lines.append(f"    DCP            {spread(f'resume dcp {saver} to {saver}')}")
         lines.append(f"    DeepSpeed      {spread(f'resume deepspeed {saver} to {saver}')}")
         for world in others:
             change = median(f"resume ours {saver} to {world}")
@@ -252,6 +251,7 @@ def format_result(args: argparse.Namespace, result: dict) -> str:
                 f"                   {change / same:.2f} x the resume of what {world} saved ({same:.2f} s), "
                 f"{ratio:.2f} x the resume at {saver} ranks; no extra disk"
             )
+            lines.append(f"    DCP            {spread(f'resume dcp {saver} to {world}')}")
             lines.append(f"    DeepSpeed      conversion {spread('convert')}")
             lines.append(f"                   + load {spread(f'resume universal {saver} to {world}')}")
             lines.append(

@@ -16,26 +16,36 @@ from typing import TYPE_CHECKING
 import deepspeed  # noqa: F401  # imported once and not in every fork
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from llmscale.checkpoint.inventory import find_checkpoint, read_state
 from llmscale.checkpoint.load import find_damage_together, load_engine
 from llmscale.checkpoint.run_state import RunState, parse_run_state
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
-from llmscale.checkpoint.tensor_files import engine_fragments
+from llmscale.checkpoint.tensor_files import Fragment, FragmentLoadPlanner, FragmentSavePlanner, engine_fragments
 from llmscale.config.optimizers import ADAMW
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import build_engine, set_learning_rate
 from llmscale.engine.process_group import is_gpu, join_world, leave_world
 from llmscale.engine.train_step import PhaseTimer, set_scaler_state, train_step
-from llmscale.engine.zero_shards import MASTER, group_scalars, state_views
+from llmscale.engine.zero_shards import (
+    MASTER,
+    group_scalars,
+    materialise_optimizer_state,
+    refresh_low_precision_weights,
+    state_views,
+    write_back,
+)
 from llmscale.training.nonfinite import check_weights
 from llmscale.training.prepare_run import prepare_run
-from scripts.bench.harness import REPOSITORY, status_bytes
-from scripts.bench.resume.checkpoint import GLOBAL_BATCH, folder_bytes
+from scripts.bench.harness import REPOSITORY, folder_bytes, status_bytes
 from scripts.bench.resume.resume_matrix import end_on_warning
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+
+GLOBAL_BATCH = 4
 
 
 class CheckpointRank:
@@ -61,11 +71,13 @@ class CheckpointRank:
         self._run = run if is_gpu() else run.on_cpu()
 
     def obey(self, task: list[str]) -> dict[str, float]:
-        """Execute `save ours|deepspeed` or `resume ours|deepspeed|universal SAVED_BY`, once per process."""
+        """Execute `save ours|dcp|deepspeed` or `resume ours|dcp|deepspeed|universal SAVED_BY`, once per process."""
         if task[0] == "resume":
             answer = self._resume(task[1], int(task[2]))
         elif task[1] == "ours":
             answer = self._save_ours(self._train())
+        elif task[1] == "dcp":
+            answer = self._save_dcp(self._train())
         else:
             answer = self._save_deepspeed(self._train())
         leave_world()
@@ -92,7 +104,9 @@ class CheckpointRank:
     def _save_ours(self, engine: DeepSpeedEngine) -> dict[str, float]:
         """Save as Session.save does, then wait for the background save."""
         folder = self._folder / f"ours-{self._world.world_size}"
-        saver = CheckpointSaver(folder, keep_last=1, keep_every=0, in_background=True, report=end_on_warning)
+        saver = CheckpointSaver(
+            folder, keep_last=1, keep_every=0, in_background=True, report=end_on_warning, disks=self._world.disks
+        )
         with self._measured() as taken:
             began = time.perf_counter()
             fragments = engine_fragments(engine)
@@ -104,6 +118,24 @@ class CheckpointRank:
             taken["held_s"] = time.perf_counter() - began
             saver.wait()
         return {**taken, "bytes": folder_bytes(folder), "parameters": self._run.resolved.shape.num_parameters}
+
+    def _save_dcp(self, engine: DeepSpeedEngine) -> dict[str, float]:
+        folder = self._folder / "dcp"
+        if self._world.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+        with self._measured() as taken:
+            began = time.perf_counter()
+            writer = dcp.FileSystemWriter(folder, thread_count=1, sync_files=True)
+            saving = dcp.async_save(
+                engine_fragments(engine),
+                storage_writer=writer,
+                planner=FragmentSavePlanner(),
+                process_group=self._world.control,
+                async_stager=CopyFragments(),
+            )
+            taken["held_s"] = time.perf_counter() - began
+            saving.result()
+        return {**taken, "bytes": folder_bytes(folder)}
 
     def _run_state(self, engine: DeepSpeedEngine) -> RunState:
         return RunState(
@@ -134,13 +166,25 @@ class CheckpointRank:
             if whose == "ours":
                 began = time.perf_counter()
                 checkpoint = find_checkpoint(self._folder / f"ours-{saved_by}")
-                damage = find_damage_together(checkpoint, self._world.control)
+                damage = find_damage_together(checkpoint, self._world.control, self._world.disks)
                 if damage:
                     raise SystemExit(damage)
                 taken["verify_s"] = time.perf_counter() - began
                 state = parse_run_state(read_state(checkpoint))
-                load_engine(engine, checkpoint, state, self._world.control)
+                load_engine(engine, checkpoint, state, self._world.control, self._world.disks)
                 set_scaler_state(engine, state.loss_scaler)
+            elif whose == "dcp":
+                materialise_optimizer_state(engine)
+                fragments = engine_fragments(engine)
+                reader = dcp.FileSystemReader(self._folder / "dcp")
+                dcp.load(
+                    fragments,
+                    storage_reader=reader,
+                    planner=FragmentLoadPlanner(),
+                    process_group=self._world.control,
+                )
+                write_back(engine, fragments)
+                refresh_low_precision_weights(engine)
             elif whose == "deepspeed":
                 engine.load_checkpoint(str(self._folder / "deepspeed"), tag="step")
             else:
@@ -182,6 +226,13 @@ class CheckpointRank:
         loaded, saved = self._sums(engine), torch.load(self._sums_path(saved_by), weights_only=True)
         if not torch.allclose(loaded, saved, rtol=1e-9):
             raise SystemExit(f"sums of {STATES} were {saved.tolist()} when saved and are {loaded.tolist()}")
+
+
+class CopyFragments(BlockingAsyncStager):
+    """Copies fragments to the host, as DCP copies tensors."""
+
+    def stage(self, state_dict: dict[str, Fragment]) -> dict[str, Fragment]:
+        return copy_out(state_dict)
 
 
 STATES = (MASTER, "exp_avg", "exp_avg_sq")

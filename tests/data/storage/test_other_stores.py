@@ -24,9 +24,9 @@ from llmscale.data.storage import faults, transport
 from llmscale.data.storage.transport import open_uploader
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
-from tests.azure_store import AzureStore, find_azurite, serve_azure
+from tests.azure_store import AzureStore
 from tests.conftest import Ranks, build_train_command, read_losses
-from tests.google_store import GoogleStore, serve_google
+from tests.google_store import GoogleStore
 from tests.hub_store import NAME, TOKEN, Hub, serve_hub
 
 OPTIONS = PrepareOptions(seq_len=16, val_fraction=0.1, shard_bytes=8192)
@@ -80,21 +80,6 @@ class _OnTheHub:
 
     def fail(self, fails: Failing) -> None:
         self.hub.fails = fails
-
-
-@pytest.fixture(scope="session")
-def google(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GoogleStore]:
-    pytest.importorskip("gcp_storage_emulator")
-    with serve_google(tmp_path_factory.mktemp("google")) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzureStore]:
-    if find_azurite() is None:
-        pytest.skip("needs azurite: npm install -g azurite")
-    with serve_azure(tmp_path_factory.mktemp("azure")) as server:
-        yield server
 
 
 KINDS = ["google", pytest.param("azure", marks=pytest.mark.slow), "hub"]

@@ -1,0 +1,460 @@
+"""A run in an object store: its description, its copy on this disk, and its checkpoints' tensors by range. No torch.
+
+    URL/latest.json                                the run's holder, checkpoints, history and records
+    URL/checkpoints/e00003-step-00000500/          a checkpoint's files; e00003: the third start wrote them
+    URL/records/e00003/rank-00000/00000017.json    part 17 of what that start added to the run's other files
+
+`latest.json` is changed by compare-and-swap and alone decides what belongs to the run. No listing is trusted, a
+checkpoint exists once it is named there, and a trainer that was replaced cannot publish anything more.
+
+The copy on this disk is a run folder, in COPIES/KIND/SCHEME/BUCKET/NAME. Its checkpoints may lack tensor files, which
+are then fetched by range when they are loaded.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast
+
+import xxhash
+
+from llmscale.checkpoint.manifest import (
+    CHECKPOINT_NAME,
+    CHECKPOINTS_NAME,
+    LATEST_NAME,
+    MANIFEST_NAME,
+    STATE_NAME,
+    Pieces,
+    check_stored_name,
+    checkpoints_folder,
+    hash_json,
+    is_count,
+    load_manifest,
+    load_pieces,
+    save_pieces,
+    signed_body,
+)
+from llmscale.config.run_urls import is_view, url_of
+from llmscale.data.storage.objects import Store
+from llmscale.data.storage.shared_object import SharedObject
+from llmscale.errors import CheckpointError, LlmscaleError
+from llmscale.files.atomic_write import write_durably
+from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
+from llmscale.untrusted.paths import open_own
+
+INDEX_NAME = "latest.json"
+FORMAT_VERSION = 1
+#: Names in a copy that are this disk's alone.
+TOKEN_NAME, _SEEN_NAME = ".holder", ".remote.json"
+#: Folder in a copy with links to the checkpoints that are being uploaded.
+UPLOADS = ".uploads"
+LOCAL_NAMES = frozenset((TOKEN_NAME, _SEEN_NAME, UPLOADS, ".lock", ".launch.lock", ".agents", CHECKPOINTS_NAME))
+#: Small files in checkpoints/ that latest.json carries.
+CARRIED = ("history.json", "kept.json")
+_FOLDER_NAME = re.compile(r"e\d{5,}-step-\d{8,}", re.ASCII)
+_PART_NAME = re.compile(r"[\w.=+@,-]{1,200}", re.ASCII)
+_MAX_STATE_BYTES = 64 << 20
+#: Requests at a time, the longest range of one, and the largest gap between two tensors that it covers.
+_THREADS, _RANGE_BYTES, _GAP_BYTES = 8, 32 << 20, 64 << 10
+_FETCH_TRIES = 3
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The trainer that may write to a run."""
+
+    token: str
+    """Random name of this start."""
+    host: str
+    pid: int
+    boot: str
+    """Boot and process namespace in which `pid` counts."""
+    beat: int
+    """Number that grows every `beat_s` seconds while the trainer runs."""
+    beat_s: float
+
+
+@dataclass(frozen=True)
+class RunIndex:
+    """Content of latest.json."""
+
+    id: str
+    """Random name of the run."""
+    epoch: int = 0
+    """Starts so far."""
+    last_token: str = ""
+    """Token of the newest start, whether or not it has ended."""
+    holder: Holder | None = None
+    checkpoints: Mapping[str, str] = field(default_factory=dict)
+    """Folder below URL/checkpoints/ by the checkpoint's name, `step-00000500`."""
+    carried: Mapping[str, str] = field(default_factory=dict)
+    """Text of the CARRIED files that exist."""
+    records: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Number of parts by epoch and rank."""
+
+    def encode(self) -> bytes:
+        """Return the content of latest.json."""
+        body = {"format": FORMAT_VERSION, **_plain(self)}
+        return (json.dumps({"run": body, "xxh3_128": hash_json(body)}, indent=1) + "\n").encode()
+
+
+def _plain(index: RunIndex) -> dict[str, object]:
+    values = {**vars(index), "holder": index.holder and vars(index.holder)}
+    return cast("dict[str, object]", json.loads(json.dumps(values)))
+
+
+def parse_index(contents: bytes, where: str) -> RunIndex:
+    """Parse latest.json. Raises CheckpointError unless it is of this format and undamaged."""
+    body = signed_body(parse_json(contents, Rules(CheckpointError), where), "run", where)
+    if body.get("format") != FORMAT_VERSION:
+        raise CheckpointError(f"{where} has another format than {FORMAT_VERSION}; use the llmscale that wrote it.")
+    match body:
+        case {
+            "id": str(run_id),
+            "epoch": int(epoch),
+            "last_token": str(token),
+            "holder": holder,
+            "checkpoints": dict(checkpoints),
+            "carried": dict(carried),
+            "records": dict(records),
+        } if epoch >= 0:
+            parsed = RunIndex(run_id, epoch, token, _parse_holder(holder, where), checkpoints, carried, records)
+        case _:
+            raise CheckpointError(f"{where} must hold id, epoch, last_token, holder, checkpoints, carried and records.")
+    for name, folder in parsed.checkpoints.items():
+        if not CHECKPOINT_NAME.fullmatch(name) or not isinstance(folder, str) or not _FOLDER_NAME.fullmatch(folder):
+            raise CheckpointError(f"{where} names {name[:80]!r} in {str(folder)[:80]!r}, which is not a checkpoint.")
+    if not all(name in CARRIED and isinstance(text, str) for name, text in parsed.carried.items()):
+        raise CheckpointError(f"{where} carries other files than {', '.join(CARRIED)}.")
+    for parts in parsed.records.values():
+        if not isinstance(parts, dict) or not all(rank.isdecimal() and is_count(n) for rank, n in parts.items()):
+            raise CheckpointError(f"{where} has malformed counts of records.")
+    if not all(number.isdecimal() for number in parsed.records):
+        raise CheckpointError(f"{where} has malformed counts of records.")
+    return parsed
+
+
+def _parse_holder(value: object, where: str) -> Holder | None:
+    match value:
+        case None:
+            return None
+        case {
+            "token": str(token),
+            "host": str(host),
+            "pid": int(pid),
+            "boot": str(boot),
+            "beat": int(beat),
+            "beat_s": int() | float() as beat_s,
+        } if 0 < beat_s <= 600:
+            return Holder(token, host[:255], pid, boot, beat, beat_s)
+    raise CheckpointError(f"{where} has a malformed holder.")
+
+
+def _run_of(path: Path) -> Path:
+    """Return the run of a path that may name one of its checkpoints."""
+    return path.parent.parent if path.parent.name == CHECKPOINTS_NAME else path
+
+
+def open_index(run: Path) -> SharedObject:
+    """Return latest.json of the run whose copy is `run`. Raises DataError."""
+    url = url_of(run)
+    assert url is not None
+    return SharedObject(f"{url}/{INDEX_NAME}")
+
+
+def read_index(run: Path) -> RunIndex | None:
+    """Return the description of the run whose copy is `run`; None if the URL holds no run. Raises LlmscaleError."""
+    found = open_index(run).read()
+    return parse_index(found[0], f"{url_of(run)}/{INDEX_NAME}") if found else None
+
+
+# The copy
+
+
+def fetch_run(path: Path) -> Path:
+    """Bring the copy of a remote run up to date, without tensors, and return `path`; a local path is left alone.
+
+    Processes of one host take turns. Raises LlmscaleError when the store cannot be read, or a view's URL holds no run.
+    """
+    if url_of(path) is None:
+        return path
+    run = _run_of(path)
+    index = read_index(run)
+    if index is None and is_view(run):
+        raise CheckpointError(f"{url_of(run)} holds no run of llmscale: it has no {INDEX_NAME}.")
+    update_copy(run, index)
+    return path
+
+
+def fetch_runs_below(folder: Path) -> None:
+    """Bring the copies of the run at the URL of which `folder` is the copy, or of all runs one level below it, up to
+    date. Raises LlmscaleError when the store cannot be read."""
+    url = cast("str", url_of(folder))
+    names = Store(url, for_reading=True).names_in(url)
+    for run in [folder] if INDEX_NAME in names else [folder / name for name in names if is_record_name(name)]:
+        if read_index(run) is not None:
+            fetch_run(run)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def is_held(run: Path) -> bool:
+    """Return whether a trainer held the run when its copy was brought up to date."""
+    seen = _read_seen(run)
+    return seen is not None and seen.holder is not None
+
+
+def update_copy(run: Path, index: RunIndex | None) -> None:
+    """Make the copy on this disk what `index` describes; None: the store has no run.
+
+    A trainer's copy that is newer, because nobody has trained the run since, is left alone. Raises LlmscaleError.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    with _turn(run):
+        seen = _read_seen(run)
+        if index is None:
+            if seen or read_token(run):
+                _remove_copy(run)
+        elif seen != index and (is_view(run) or read_token(run) != index.last_token):
+            _fetch(run, index, seen if is_view(run) and seen and seen.id == index.id else None)
+
+
+def _read_seen(run: Path) -> RunIndex | None:
+    """Return the description with which the copy was brought up to date last."""
+    with suppress(OSError, LlmscaleError):
+        return parse_index((run / _SEEN_NAME).read_bytes(), _SEEN_NAME)
+    return None
+
+
+def read_token(run: Path) -> str | None:
+    """Return the token of the newest start that trained this copy."""
+    with suppress(OSError):
+        return (run / TOKEN_NAME).read_text(encoding="utf-8", errors="replace").strip()
+    return None
+
+
+@contextmanager
+def _turn(run: Path) -> Iterator[None]:
+    with open(open_own(run.with_name(f".{run.name}.fetch"), os.O_RDWR | os.O_CREAT), "r+b") as file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _remove_copy(run: Path) -> None:
+    """Remove everything in a copy: its run is not in the store any more."""
+    _remove_records(run)
+    shutil.rmtree(checkpoints_folder(run), ignore_errors=True)
+    for name in (TOKEN_NAME, _SEEN_NAME):
+        (run / name).unlink(missing_ok=True)
+
+
+def _remove_records(run: Path) -> None:
+    for path in run.iterdir():
+        if path.name not in LOCAL_NAMES:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _fetch(run: Path, index: RunIndex, seen: RunIndex | None) -> None:
+    """Bring a copy up to date; it has the records of `seen`, or is built again."""
+    url = cast("str", url_of(run))
+    store = Store(url, for_reading=True)
+    if seen is None:
+        _remove_records(run)
+    for part in _parts(store, url, index.records, seen.records if seen else {}):
+        apply_part(run, part, f"{url}/records")
+    _fetch_checkpoints(run, index, store, url)
+    (run / TOKEN_NAME).unlink(missing_ok=True)
+    write_durably(run / _SEEN_NAME, index.encode())
+
+
+def _parts(
+    store: Store, url: str, records: Mapping[str, Mapping[str, int]], seen: Mapping[str, Mapping[str, int]]
+) -> Iterator[bytes]:
+    """Yield the parts of the records that were not seen yet, in the order of the starts."""
+    names = [
+        record_url(url, int(epoch), int(rank), number)
+        for epoch in sorted(records, key=int)
+        for rank in sorted(records[epoch], key=int)
+        for number in range(seen.get(epoch, {}).get(rank, 0), records[epoch][rank])
+    ]
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="records") as pool:
+        yield from pool.map(lambda name: store.read_small(name, MAX_BYTES), names)
+
+
+def record_url(url: str, epoch: int, rank: int, number: int) -> str:
+    """Return the URL of a part of the records."""
+    return f"{url}/records/e{epoch:05d}/rank-{rank:05d}/{number:08d}.json"
+
+
+def encode_part(changes: Iterable[tuple[str, int, bytes, bool]]) -> bytes:
+    """Return a part of the records from (name, offset, bytes, whether the file ends there)."""
+    return json.dumps(
+        {"files": [[name, offset, base64.b64encode(body).decode(), ends] for name, offset, body, ends in changes]}
+    ).encode()
+
+
+def apply_part(run: Path, contents: bytes, where: str) -> None:
+    """Write a part of the records into a run's copy. Raises CheckpointError for anything but files of a run."""
+    files = parse_json(contents, Rules(CheckpointError), where).get("files")
+    for entry in files if isinstance(files, list) else [files]:
+        match entry:
+            case [str(name), int(offset), str(body), bool(ends)] if is_record_name(name) and 0 <= offset < 1 << 50:
+                with suppress(binascii.Error):
+                    _write_at(run / name, offset, base64.b64decode(body, validate=True), ends=ends)
+                    continue
+        raise CheckpointError(f"{where} holds {str(entry)[:80]!r}, which is not a part of a run's file.")
+
+
+def is_record_name(name: str) -> bool:
+    """Return whether the records may hold a file of this path within the run folder."""
+    parts = name.split("/")
+    is_legal = all(_PART_NAME.fullmatch(part) and part not in (".", "..") for part in parts)
+    return is_legal and parts[0] not in LOCAL_NAMES and len(parts) <= 8
+
+
+def _write_at(path: Path, offset: int, body: bytes, *, ends: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(open_own(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
+        if offset > os.fstat(file.fileno()).st_size:
+            raise CheckpointError(f"{path}: a part of its records is missing in the store.")
+        file.seek(offset)
+        file.write(body)
+        if ends:
+            file.truncate()
+
+
+def _fetch_checkpoints(run: Path, index: RunIndex, store: Store, url: str) -> None:
+    """Bring the names and manifests of the copy's checkpoints up to date, and drop the tensors of others."""
+    folder = checkpoints_folder(run)
+    folder.mkdir(exist_ok=True)
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            pieces = load_pieces(path)
+            if not pieces or pieces.remote is None or pieces.remote != index.checkpoints.get(path.name):
+                shutil.rmtree(path)
+            elif not pieces.files:
+                drop_tensors(path)
+        else:
+            path.unlink()
+    for name, remote in index.checkpoints.items():
+        if not (folder / name).exists():
+            _fetch_description(folder / name, remote, store, url)
+    for name, text in index.carried.items():
+        write_durably(folder / name, text)
+    if index.checkpoints:
+        write_durably(folder / LATEST_NAME, max(index.checkpoints) + "\n")
+
+
+def _fetch_description(final: Path, remote: str, store: Store, url: str) -> None:
+    partial = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    for name in (MANIFEST_NAME, STATE_NAME):
+        write_durably(partial / name, store.read_small(f"{url}/{CHECKPOINTS_NAME}/{remote}/{name}", _MAX_STATE_BYTES))
+    save_pieces(partial, Pieces((), remote))
+    partial.rename(final)
+
+
+def drop_tensors(checkpoint: Path) -> None:
+    """Remove the tensor files of a checkpoint that the store holds. Raises OSError."""
+    pieces = load_pieces(checkpoint)
+    assert pieces is not None and pieces.remote is not None
+    save_pieces(checkpoint, replace(pieces, files=()))
+    for path in checkpoint.glob("__*.distcp"):
+        path.unlink()
+
+
+# Tensors
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A stored tensor, or a rank's part of it: a range of a file."""
+
+    file: str
+    offset: int
+    num_bytes: int
+    xxh3_128: str
+
+
+def fetch_file(checkpoint: Path, name: str) -> None:
+    """Fetch a whole file of a checkpoint that this disk lacks, verified. Raises LlmscaleError."""
+    pieces = load_pieces(checkpoint)
+    if pieces is None or pieces.remote is None or (checkpoint / name).exists():
+        return
+    stored = next((file for file in load_manifest(checkpoint).files if file.name == name), None)
+    if stored is not None:
+        chunk = Chunk(name, 0, stored.num_bytes, stored.xxh3_128)
+        temporary = f".{name}.{os.getpid()}"
+        _fetch_chunks(checkpoint, [chunk], target=temporary)
+        (checkpoint / temporary).replace(checkpoint / name)
+
+
+def fetch_chunks(checkpoint: Path, chunks: Iterable[Chunk]) -> None:
+    """Fetch the chunks that this disk lacks into sparse files, verified. Raises LlmscaleError."""
+    pieces = load_pieces(checkpoint)
+    if pieces is None or pieces.remote is None:
+        return
+    missing = [chunk for chunk in chunks if chunk.file not in pieces.files]
+    _fetch_chunks(checkpoint, missing)
+
+
+def _fetch_chunks(checkpoint: Path, chunks: list[Chunk], target: str | None = None) -> None:
+    pieces, url = load_pieces(checkpoint), url_of(_run_of(checkpoint))
+    assert pieces is not None and url is not None
+    store, place = Store(url, for_reading=True), f"{url}/{CHECKPOINTS_NAME}/{pieces.remote}"
+    sizes = {file.name: file.num_bytes for file in load_manifest(checkpoint).files}
+    for name in sorted({chunk.file for chunk in chunks}):
+        check_stored_name(name, place)
+        there = store.describe(f"{place}/{name}").size_bytes
+        if there != sizes.get(name):
+            raise CheckpointError(f"{place}/{name} has {there:,} bytes instead of {sizes.get(name, 0):,}.")
+        with open(open_own(checkpoint / (target or name), os.O_RDWR | os.O_CREAT), "r+b") as file:
+            file.truncate(there)
+
+    def fetch(group: list[Chunk]) -> None:
+        for attempt in range(1, _FETCH_TRIES + 1):
+            begin, end = group[0].offset, group[-1].offset + group[-1].num_bytes
+            data = store.read(f"{place}/{group[0].file}", begin, end)
+            bodies = [data[chunk.offset - begin : chunk.offset - begin + chunk.num_bytes] for chunk in group]
+            if all(_hash(body) == chunk.xxh3_128 for body, chunk in zip(bodies, group, strict=True)):
+                break
+            if attempt == _FETCH_TRIES:
+                raise CheckpointError(f"{place}/{group[0].file} does not match its hashes: its content was altered.")
+        with open(open_own(checkpoint / (target or group[0].file), os.O_RDWR), "r+b") as file:
+            for body, chunk in zip(bodies, group, strict=True):
+                file.seek(chunk.offset)
+                file.write(body)
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="fetch") as pool:
+        list(pool.map(fetch, _ranges(chunks)))
+
+
+def _hash(body: bytes) -> str:
+    return xxhash.xxh3_128(body).hexdigest()
+
+
+def _ranges(chunks: list[Chunk]) -> Iterator[list[Chunk]]:
+    """Yield groups of neighbouring chunks, each to be fetched by one request."""
+    group: list[Chunk] = []
+    for chunk in sorted(chunks, key=lambda chunk: (chunk.file, chunk.offset)):
+        if group:
+            end = group[-1].offset + group[-1].num_bytes
+            is_next = chunk.file == group[0].file and 0 <= chunk.offset - end <= _GAP_BYTES
+            if not is_next or chunk.offset + chunk.num_bytes - group[0].offset > _RANGE_BYTES:
+                yield group
+                group = []
+        group.append(chunk)
+    if group:
+        yield group

@@ -1,0 +1,167 @@
+"""Checkpoints of nodes without a shared disk: every disk has its own ranks' tensors and the descriptions of all.
+
+Nothing is exchanged while training saves, but the list of files. A start gives every disk the descriptions that it
+lacks, and the tensor files that its ranks need, as messages between the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from llmscale.checkpoint.commit import set_aside_existing
+from llmscale.checkpoint.inventory import HISTORY_NAME, PINNED_NAME, find_checkpoints, free_name
+from llmscale.checkpoint.manifest import (
+    MANIFEST_NAME,
+    STATE_NAME,
+    Pieces,
+    StoredFile,
+    checkpoints_folder,
+    files_here,
+    hash_file,
+    load_manifest,
+    load_pieces,
+    save_pieces,
+)
+from llmscale.checkpoint.tensor_files import INDEX_NAME
+from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_each_disk
+from llmscale.errors import CheckpointError
+from llmscale.files.atomic_write import write_durably
+from llmscale.untrusted.documents import MAX_BYTES
+from llmscale.untrusted.paths import read_regular
+
+#: Bytes of one message.
+_MESSAGE_BYTES = 64 << 20
+_CARRIED = (HISTORY_NAME, PINNED_NAME)
+
+
+def share_descriptions(run: Path, group: dist.ProcessGroup, disks: Disks) -> None:
+    """Give every disk the descriptions of all checkpoints of the run, and its history. Collective.
+
+    Raises CheckpointError on every rank when a disk cannot be read or written.
+    """
+    if disks.is_one:
+        return
+    of_disks = gather(group, on_each_disk(group, disks, lambda: _descriptions(run)))
+    # The disk whose run has gone back most often knows the current history.
+    newest = max(of_disks, key=lambda of_disk: of_disk[0])
+    known: dict[str, tuple[int, dict[str, bytes]]] = {}
+    for _, checkpoints, _ in of_disks:
+        for name, (history, files) in checkpoints.items():
+            if name not in known or history > known[name][0]:
+                known[name] = (history, files)
+
+    def write() -> None:
+        own = _descriptions(run)
+        folder = checkpoints_folder(run)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in newest[2].items():
+            if own[2].get(name) != text:
+                write_durably(folder / name, text)
+        for name, (_, files) in known.items():
+            if name not in own[1] or own[1][name][1][MANIFEST_NAME] != files[MANIFEST_NAME]:
+                _write_description(folder / name, files)
+
+    on_each_disk(group, disks, write)
+
+
+def _descriptions(run: Path) -> tuple[int, dict[str, tuple[int, dict[str, bytes]]], dict[str, bytes]]:
+    """Return the number of a disk's history, history and small files of each checkpoint, and the run's small files."""
+    found, checkpoints = find_checkpoints(run), {}
+    for saved in [*found.current, *found.abandoned]:
+        files = {name: read_regular(saved.path / name, MAX_BYTES) for name in (MANIFEST_NAME, STATE_NAME)}
+        checkpoints[saved.path.name] = (saved.history.number, files)
+    folder = checkpoints_folder(run)
+    carried = {name: read_regular(folder / name, MAX_BYTES) for name in _CARRIED if (folder / name).is_file()}
+    return found.history.number, checkpoints, carried
+
+
+def _write_description(final: Path, files: dict[str, bytes]) -> None:
+    set_aside_existing(final)
+    partial = free_name(final.with_name(f".{final.name}.partial"))
+    partial.mkdir()
+    for name, contents in files.items():
+        write_durably(partial / name, contents)
+    save_pieces(partial, Pieces(()))
+    partial.rename(final)
+
+
+def find_missing(folder: Path, group: dist.ProcessGroup) -> str | None:
+    """Return which file of a checkpoint is on no disk and in no store, or None. Collective."""
+
+    def look() -> tuple[set[str], bool]:
+        manifest, pieces = load_manifest(folder), load_pieces(folder)
+        names = {file.name for file in files_here(folder, manifest) if (folder / file.name).is_file()}
+        return names, pieces is not None and pieces.remote is not None
+
+    found = gather(group, on_all_ranks(group, look))
+    if any(is_remote for _, is_remote in found):
+        return None
+    here = set().union(*(names for names, _ in found))
+    missing = sorted({file.name for file in load_manifest(folder).files} - here)
+    return f"{folder / missing[0]} is on no disk of these nodes." if missing else None
+
+
+def share_files(folder: Path, names: Iterable[str], group: dist.ProcessGroup, disks: Disks) -> None:
+    """Bring the files of a checkpoint that this rank needs to its disk, from any disk that has them. Collective.
+
+    Raises CheckpointError on every rank when a file is on no disk, cannot be written, or arrives damaged.
+    """
+    pieces = load_pieces(folder)
+    if disks.is_one or (pieces is not None and pieces.remote is not None):
+        return
+    rank = dist.get_rank(group)
+    stored = {file.name: file for file in load_manifest(folder).files}
+    held = gather(group, [file.name for file in files_here(folder, load_manifest(folder))])
+    wanted = gather(group, sorted(set(names) - set(held[rank])))
+    for name in sorted(set().union(*wanted)):
+        holders = [main for main in sorted(set(disks.mains)) if name in held[main]]
+        if not holders:
+            raise CheckpointError(f"{folder / name} is on no disk of these nodes. Name another checkpoint.")
+        receivers = {disks.mains[other] for other, needs in enumerate(wanted) if name in needs}
+        _send(folder, stored[name], holders[0], group, receives=rank in receivers)
+
+
+def _send(folder: Path, file: StoredFile, source: int, group: dist.ProcessGroup, *, receives: bool) -> None:
+    """Broadcast a file from the rank `source`; ranks that receive it keep it. Collective."""
+    is_source, path = dist.get_rank(group) == source, folder / file.name
+    partial = path.with_name(f".{file.name}.partial")
+
+    def open_file() -> object:
+        return open(path if is_source else partial, "rb" if is_source else "wb") if is_source or receives else None
+
+    opened = on_all_ranks(group, open_file)
+    try:
+        for begin in range(0, file.num_bytes, _MESSAGE_BYTES):
+            part = torch.empty(min(_MESSAGE_BYTES, file.num_bytes - begin), dtype=torch.uint8)
+
+            def read(part: torch.Tensor = part) -> None:
+                if is_source and opened.readinto(part.numpy().data) != part.numel():  # type: ignore[attr-defined]
+                    raise CheckpointError(f"{path} was cut short.")
+
+            on_all_ranks(group, read)
+            dist.broadcast(part, source, group=group)
+            on_all_ranks(group, lambda part=part: opened.write(part.numpy().data) if receives else None)  # type: ignore
+    finally:
+        if opened is not None:
+            opened.close()  # type: ignore[attr-defined]
+
+    def keep() -> None:
+        if not receives:
+            return
+        if hash_file(partial).xxh3_128 != file.xxh3_128:
+            raise CheckpointError(f"{path} does not match its hash: it was damaged on a disk or on its way.")
+        partial.replace(path)
+        pieces = load_pieces(folder) or Pieces(())
+        save_pieces(folder, replace(pieces, files=(*pieces.files, file.name)))
+
+    on_all_ranks(group, keep)
+
+
+def share_index(folder: Path, group: dist.ProcessGroup, disks: Disks) -> None:
+    """Bring the index of a checkpoint's tensors to every disk. Collective."""
+    share_files(folder, [INDEX_NAME], group, disks)
