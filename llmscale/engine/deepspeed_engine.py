@@ -77,7 +77,7 @@ def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompi
         betas=(config.beta1, config.beta2),
         eps=config.eps,
     )
-    own_sums = needs_own_sums(ds_config)
+    own_sums = needs_own_sums(resolved)
     with without_memory_prints():
         engine, *_ = deepspeed.initialize(
             model=model,

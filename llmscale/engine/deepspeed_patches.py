@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 from llmscale.architecture.layers import ParameterKind
-from llmscale.config.deepspeed.schema import DsFile
+from llmscale.config.resolve import ResolvedStep
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -82,15 +82,14 @@ def without_autocast(ds_config: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in ds_config.items() if key != "torch_autocast"}
 
 
-def needs_own_sums(ds_config: Mapping[str, object]) -> bool:
-    """Return whether a resolved ds_config asks for gradient sums that DeepSpeed refuses.
+def needs_own_sums(step: ResolvedStep) -> bool:
+    """Return whether a step asks for gradient sums that DeepSpeed refuses.
 
     Stages 1 to 3 have them (`data_types.grad_accum_dtype`). At stage 0 DeepSpeedEngine._do_optimizer_sanity_check
     refuses sums in another type than the parameters'.
     """
-    keys = DsFile.model_validate(dict(ds_config))
-    wanted = keys.data_types.grad_accum_dtype if keys.data_types else None
-    return keys.zero.stage == 0 and wanted not in (None, keys.model_dtype)
+    types = cast("Mapping[str, object]", step.ds_config.get("data_types", {}))
+    return step.zero_stage == 0 and types.get("grad_accum_dtype") not in (None, step.ds.keys.model_dtype)
 
 
 def without_sum_dtype(ds_config: Mapping[str, object]) -> dict[str, object]:
