@@ -1,4 +1,4 @@
-"""What saving and resuming cost, beside DeepSpeed's own save and load and its universal conversion. Linux.
+"""Measure the cost of saving and resuming, beside DeepSpeed's own save and load and its universal conversion. Linux.
 
     python -m scripts.bench.resume.checkpoint
 
