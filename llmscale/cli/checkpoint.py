@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
-    """Add `checkpoint` and its own subcommands."""
+    """Add `checkpoint` with its subcommands."""
     parser = subparsers.add_parser("checkpoint")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     for name, handler, text in (

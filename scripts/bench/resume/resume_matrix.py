@@ -1,4 +1,4 @@
-"""Whether a resumed run continues as if uninterrupted: save by each (ds_config, world size), resume by each.
+"""Test that a resumed run continues as if uninterrupted: save by each (ds_config, world size), resume by each.
 
     python -m scripts.bench.resume.resume_matrix                          # the full matrix, 18 x 18 cells
     python -m scripts.bench.resume.resume_matrix --configs zero1,zero3 --worlds 1,2
