@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
 from llmscale.architecture.layers import ParameterTensor, ParameterTensors
 from llmscale.config.muon import Part
@@ -233,16 +234,16 @@ def _step(sub_groups: Sequence[_SubGroup], setup: ZeroSetup, parameters_bytes: i
 
 def _host_bytes(sub_groups: Sequence[_SubGroup], setup: ZeroSetup) -> int:
     """Return one rank's host memory."""
-    states, parameters = setup.zero.offload_optimizer, setup.zero.offload_param
+    states, parameters, dtype = setup.zero.offload_optimizer, setup.zero.offload_param, setup.config.model_dtype
     host = HostMemory(pin_memory=True)
+    rooms, on_disk = _split_host_and_disk(sub_groups, setup)
     if parameters.device != "none":
         # _create_param_groups_fp16_flat_cpu_memory: page-locked, whatever the config says.
-        for elements in _room_in_host(sub_groups, setup):
-            host.pinned(elements, setup.config.model_dtype)
+        for elements in rooms.values():
+            host.pinned(elements, dtype)
     if parameters.device == "nvme":
         # AsyncPartitionedParameterSwapper: its buffers, and room for the largest sub-group on disk.
-        on_disk = max((sub_group.elements for sub_group in _on_disk(sub_groups, setup)), default=0)
-        host.pageable(parameters.buffer_count * parameters.buffer_size + on_disk, setup.config.model_dtype)
+        host.pageable(parameters.buffer_count * parameters.buffer_size + max(on_disk, default=0), dtype)
     host.pin_memory = states.pin_memory
     if states.device != "none":
         # grad_partitions_flat_buffer in _setup_for_real_optimizer.
@@ -259,37 +260,24 @@ def _host_bytes(sub_groups: Sequence[_SubGroup], setup: ZeroSetup) -> int:
 
 
 def _nvme_bytes(sub_groups: Sequence[_SubGroup], setup: ZeroSetup) -> int:
-    """Return one rank's bytes in files."""
-    num_bytes = 0
-    if setup.zero.offload_optimizer.device == "nvme":
-        # With the gradient, which the step reads too.
-        swapped = [sub_group for sub_group in sub_groups if sub_group.is_swapped]
-        num_bytes = sum((group.group.state_bytes + BYTES_PER_ELEMENT["fp32"]) * group.elements for group in swapped)
-    if setup.zero.offload_param.device == "nvme":
-        on_disk = sum(sub_group.elements for sub_group in _on_disk(sub_groups, setup))
-        num_bytes += BYTES_PER_ELEMENT[setup.config.model_dtype] * on_disk
-    return num_bytes
+    """Return one rank's bytes in files: the optimizer's with the gradient, which the step reads too."""
+    swapped = [sub_group for sub_group in sub_groups if sub_group.is_swapped]
+    states = sum((group.group.state_bytes + BYTES_PER_ELEMENT["fp32"]) * group.elements for group in swapped)
+    on_disk = sum(_split_host_and_disk(sub_groups, setup)[1]) * BYTES_PER_ELEMENT[setup.config.model_dtype]
+    in_files = setup.zero.offload_optimizer.device == "nvme", setup.zero.offload_param.device == "nvme"
+    return in_files[0] * states + in_files[1] * on_disk
 
 
-def _room_in_host(sub_groups: Sequence[_SubGroup], setup: ZeroSetup) -> list[int]:
-    """Return the elements of each group with room in host memory: all, or what `max_in_cpu` leaves."""
-    groups = sorted({sub_group.group_index for sub_group in sub_groups})
-    sizes = [sum(sub.elements for sub in sub_groups if sub.group_index == index) for index in groups]
-    if setup.zero.offload_param.device == "cpu":
-        return sizes
-    left, rooms = setup.zero.offload_param.max_in_cpu, []
-    for size in sizes:
-        rooms.append(max(0, min(size, left)))
-        left -= size
-    return rooms
+def _split_host_and_disk(sub_groups: Sequence[_SubGroup], setup: ZeroSetup) -> tuple[dict[int, int], list[int]]:
+    """Return the elements of each group with room in host memory, and those of each sub-group beyond it.
 
-
-def _on_disk(sub_groups: Sequence[_SubGroup], setup: ZeroSetup) -> list[_SubGroup]:
-    """Return the sub-groups beyond their group's room (_create_fp16_partitions_with_defragmentation)."""
-    found, ends = [], dict.fromkeys(range(len(sub_groups)), 0)
-    rooms = _room_in_host(sub_groups, setup)
-    for sub_group in sub_groups:
-        ends[sub_group.group_index] += sub_group.elements
-        if ends[sub_group.group_index] > rooms[sub_group.group_index]:
-            found.append(sub_group)
-    return found
+    Groups share `max_in_cpu` in their order (_create_fp16_partitions_with_defragmentation).
+    """
+    left, rooms, on_disk = setup.zero.offload_param.max_in_cpu, {}, []
+    for index in sorted({sub_group.group_index for sub_group in sub_groups}):
+        sizes = [sub_group.elements for sub_group in sub_groups if sub_group.group_index == index]
+        in_host = setup.zero.offload_param.device == "cpu"
+        rooms[index] = sum(sizes) if in_host else max(0, min(sum(sizes), left))
+        left -= sum(sizes)
+        on_disk += [size for size, end in zip(sizes, accumulate(sizes), strict=True) if end > rooms[index]]
+    return rooms, on_disk

@@ -184,7 +184,7 @@ def follow_backward(
     """
     intervals: list[BackwardInterval] = []
     table_bytes = tensor_bytes(tensors.table.elements, dtype)
-    # Of a tied table the first "layer" is the head, whose gradient nothing takes yet.
+    # A tied head has no layer here: its gradient waits for the look-up's.
     layers = [*([()] if tensors.tied else []), *tensors.gradient_order]
     done = held = 0
     tracker.take_peak()
