@@ -102,6 +102,8 @@ def follow_gathers(tensors: ParameterTensors, settings: GatherSettings, recomput
 
     `recomputes`: every block runs forward again before its backward pass. The result is shared by the rows of a table.
     """
+    if not settings.allocates:
+        return [Gathers()] * (tensors.architecture.n_layer + 5 + len(tensors.gradient_order) + tensors.tied)
     coordinator, moments, began = _Coordinator(tensors, settings, recomputes), [], (0, 0, 0)
     for action, module in coordinator.events:
         if action == "fetch":
@@ -188,8 +190,7 @@ class _Coordinator:
         """Elements of all modules before each step."""
         self._passed = dict.fromkeys(self._uses, -1)
         """Step of the last use of a parameter that has left the queue, by index."""
-        sizes = {tensor.index: tensor_bytes(tensor.elements, settings.dtype) for tensor in tensors.all}
-        self._bytes = sizes if settings.allocates else dict.fromkeys(sizes, 0)
+        self._bytes = {tensor.index: tensor_bytes(tensor.elements, settings.dtype) for tensor in tensors.all}
         self._copies = second_copies(tensors.all, settings) if settings.makes_copies else {}
         self._away = self._uses.keys() - persistent_parameters(tensors.all, settings)
         self._live: dict[int, int] = {}
