@@ -132,10 +132,10 @@ def trace_toy(shape: ToyShape, micro_batch_size: int, mode: CheckpointingMode) -
 
 
 class LiveBytes(NamedTuple):
-    """Of a traced micro-step; gradients of parameters are left out."""
+    """Bytes of a traced micro-step, without gradients of parameters."""
 
     saved: int
-    """At the end of the forward pass."""
+    """Bytes alive at the end of the forward pass."""
     forward_peak: int
     backward_peak: int
 
