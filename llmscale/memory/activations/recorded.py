@@ -137,25 +137,6 @@ class MicroStep:
             live = live.plus(segment.net, times).plus(segment.per_block, self.n_layer)
         return found
 
-    @property
-    def forward_peak_bytes(self) -> int:
-        return self._peak_bytes("forward")
-
-    @property
-    def backward_peak_bytes(self) -> int:
-        return self._peak_bytes("backward")
-
-    def _peak_bytes(self, direction: str) -> int:
-        most = 0
-        for name, segment in self.segments.items():
-            if not name.endswith(direction):
-                continue
-            # Every block changes the live bytes by the same amount: the first or the last has the peak.
-            for done in (0, self.n_layer - 1) if name.startswith("block") else (0,):
-                start = self.starts[name].total_bytes + done * segment.net.total_bytes
-                most = max(most, start, *(start + moment.total_bytes for moment in segment.moments))
-        return most
-
 
 def evaluate_segments(segments: Mapping[str, RecordedSegment], symbols: Mapping[str, int], n_layer: int) -> MicroStep:
     """Evaluate a recording at one shape, `symbols` -> number. Raises KeyError for a symbol that the shape lacks."""

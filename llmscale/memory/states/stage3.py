@@ -16,8 +16,8 @@ from llmscale.config.optimizers import OptimizerGroup
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.states.stage3_gathers import (
     Gathers,
+    allocates_gathered,
     follow_gathers,
-    gather_settings,
     persistent_parameters,
     second_copies,
     shard_elements,
@@ -44,23 +44,22 @@ _SMALLEST_SWAP_BYTES = 2**20
 
 def estimate_stage3(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> StateMemory:
     """Estimate stage 3. `recomputes`: blocks run forward again, and are gathered again, in the backward pass."""
-    settings, passes = gather_settings(setup), tensors.architecture.n_layer + 3
-    moments = follow_gathers(tensors, settings, recomputes)
-    persistent = persistent_parameters(tensors.all, settings)
-    copies = second_copies(tensors.all, settings)
+    passes, moments = tensors.architecture.n_layer + 3, follow_gathers(tensors, setup, recomputes)
+    persistent = persistent_parameters(tensors.all, setup)
+    copies = second_copies(tensors.all, setup)
     # Copies that hpZ has made in earlier micro-steps.
     held = sum(copies[index] for index in copies.keys() - persistent) if setup.accumulates else 0
     gathered = [(moment.live_bytes + held, moment.peak_bytes + held) for moment in moments[passes:]]
     sub_groups = _build_sub_groups(tensors, setup)
     persistent_bytes = 0
-    if settings.allocates:
+    if allocates_gathered(setup):
         padded = (shard_elements(tensor, setup.shard_ranks) * setup.shard_ranks for tensor in persistent.values())
         persistent_bytes = sum(tensor_bytes(elements, setup.config.model_dtype) for elements in padded)
     return StateMemory(
         resident=_resident(sub_groups, setup, persistent_bytes),
         forward=tuple(Breakdown(parameters_bytes=moment.peak_bytes + held) for moment in moments[:passes]),
         backward=_Reduction(setup).follow(tensors, gathered),
-        step=_step(sub_groups, setup, sum(copies.values()) - persistent_bytes),
+        step=_step(sub_groups, setup, persistent_bytes, sum(copies.values())),
         host_bytes=_host_bytes(sub_groups, setup),
         nvme_bytes=_nvme_bytes(sub_groups, setup),
     )
@@ -68,14 +67,9 @@ def estimate_stage3(tensors: ParameterTensors, setup: ZeroSetup, recomputes: boo
 
 def count_gathers(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> tuple[Gathers, Gathers]:
     """Return the all-gathers of a micro-step's forward and backward pass, without persistent parameters."""
-    moments = follow_gathers(tensors, gather_settings(setup), recomputes)
+    moments = follow_gathers(tensors, setup, recomputes)
     forward = moments[tensors.architecture.n_layer + 3]
     return forward, moments[-1].plus(forward, -1)
-
-
-def count_persistent(tensors: ParameterTensors, setup: ZeroSetup) -> list[int]:
-    """Return the elements of each parameter that stays gathered between steps."""
-    return [tensor.elements for tensor in persistent_parameters(tensors.all, gather_settings(setup)).values()]
 
 
 class _Reduction:
@@ -210,15 +204,16 @@ def _resident(sub_groups: Sequence[_SubGroup], setup: ZeroSetup, persistent_byte
     )
 
 
-def _step(sub_groups: Sequence[_SubGroup], setup: ZeroSetup, parameters_bytes: int) -> Breakdown:
+def _step(sub_groups: Sequence[_SubGroup], setup: ZeroSetup, persistent_bytes: int, copies_bytes: int) -> Breakdown:
     """Return the peak of `step`: the norm in fp64, then each sub-group's flattened gradients and their fp32 copy.
 
-    `parameters_bytes`: hpZ's copies, less the persistent parameters, which are released until the end of the step. In
-    fp16 the check for overflows copies all gradients.
+    Persistent parameters are released until the end of the step, when hpZ's copies are freed. In fp16 the check for
+    overflows copies all gradients.
     """
     tracker, sum_dtype, offload = PeakTracker(), setup.config.grad_accum_dtype, setup.offloads_optimizer
     if not offload:
-        tracker.allocate("parameters", parameters_bytes)
+        tracker.free("parameters", persistent_bytes)
+        tracker.allocate("parameters", copies_bytes)
         everything = sum(sub_group.elements for sub_group in sub_groups)
         overflow = tensor_bytes(everything, sum_dtype) + tensor_bytes(everything, "fp16") // 2
         norm = tensor_bytes(2 * max(shard for sub_group in sub_groups for shard in sub_group.shards), "fp32")

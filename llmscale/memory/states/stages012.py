@@ -18,7 +18,6 @@ from llmscale.config.muon import Part
 from llmscale.config.optimizers import OptimizerGroup
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.states.state_memory import (
-    BYTES_PER_ELEMENT,
     HostMemory,
     PeakTracker,
     StateMemory,
@@ -140,17 +139,16 @@ class _FlatGroup:
 
 
 def _build_flat_groups(tensors: ParameterTensors, setup: ZeroSetup) -> tuple[_FlatGroup, ...]:
-    """Lay out each group. `parameter_alignment` starts each parameter at a multiple of 16 bytes."""
+    """Lay out each group, without the up to 16 bytes that `parameter_alignment` leaves between parameters."""
     ranks, found = setup.shard_ranks, []
-    alignment = 16 // BYTES_PER_ELEMENT[setup.config.model_dtype] if setup.zero.parameter_alignment else 1
     for group, members in setup.optimizer.group_tensors(tensors.all):
         order = list(members)
         if setup.zero.round_robin_gradients:
             order = [tensor for start in range(min(ranks, len(order))) for tensor in order[start::ranks]]
         offsets, end = {}, 0
         for tensor in order:
-            offsets[tensor.index] = -(-end // alignment) * alignment
-            end = offsets[tensor.index] + tensor.elements
+            offsets[tensor.index] = end
+            end += tensor.elements
         multiple = _START_ALIGNMENT * ranks
         found.append(_FlatGroup(group, tuple(order), offsets, math.ceil(end / multiple) * multiple, ranks))
     return tuple(found)
