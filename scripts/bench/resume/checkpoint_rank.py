@@ -92,7 +92,9 @@ class CheckpointRank:
     def _save_ours(self, engine: DeepSpeedEngine) -> dict[str, float]:
         """Save as Session.save does, then wait for the background save."""
         folder = self._folder / f"ours-{self._world.world_size}"
-        saver = CheckpointSaver(folder, keep_last=1, keep_every=0, in_background=True, report=end_on_warning)
+        saver = CheckpointSaver(
+            folder, keep_last=1, keep_every=0, in_background=True, report=end_on_warning, disks=self._world.disks
+        )
         with self._measured() as taken:
             began = time.perf_counter()
             fragments = engine_fragments(engine)
@@ -134,12 +136,12 @@ class CheckpointRank:
             if whose == "ours":
                 began = time.perf_counter()
                 checkpoint = find_checkpoint(self._folder / f"ours-{saved_by}")
-                damage = find_damage_together(checkpoint, self._world.control)
+                damage = find_damage_together(checkpoint, self._world.control, self._world.disks)
                 if damage:
                     raise SystemExit(damage)
                 taken["verify_s"] = time.perf_counter() - began
                 state = parse_run_state(read_state(checkpoint))
-                load_engine(engine, checkpoint, state, self._world.control)
+                load_engine(engine, checkpoint, state, self._world.control, self._world.disks)
                 set_scaler_state(engine, state.loss_scaler)
             elif whose == "deepspeed":
                 engine.load_checkpoint(str(self._folder / "deepspeed"), tag="step")
