@@ -30,7 +30,7 @@ from typing import cast
 
 import xxhash
 
-from llmscale.checkpoint.inventory import find_checkpoints, is_of_run
+from llmscale.checkpoint.inventory import find_checkpoints
 from llmscale.checkpoint.manifest import (
     CHECKPOINT_NAME,
     CHECKPOINTS_NAME,
@@ -208,12 +208,6 @@ def fetch_runs_below(folder: Path) -> None:
         if read_index(run) is not None:
             fetch_run(run)
     folder.mkdir(parents=True, exist_ok=True)
-
-
-def is_unpublished(checkpoint: Path, run: Path) -> bool:
-    """Return whether a checkpoint of a remote run is only on this disk. Raises CheckpointError."""
-    pieces = load_pieces(checkpoint)
-    return url_of(run) is not None and is_of_run(checkpoint, run) and not (pieces and pieces.remote)
 
 
 def is_held(run: Path) -> bool:

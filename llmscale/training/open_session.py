@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from llmscale.checkpoint.initial_weights import complete_published_weights, keep_published
-from llmscale.checkpoint.inventory import Checkpoint, find_checkpoint, remove_leftovers
-from llmscale.checkpoint.remote_run import is_unpublished
+from llmscale.checkpoint.inventory import Checkpoint, find_checkpoint, is_of_run, remove_leftovers
+from llmscale.checkpoint.manifest import load_pieces
 from llmscale.checkpoint.run_state import RunState
 from llmscale.config.hardware import has_bf16_instructions
 from llmscale.config.hf_model import is_published
@@ -176,7 +176,13 @@ def _open_session(
 def _find_unpublished(run: Path, point: ResumePoint | None, world: World) -> Path | None:
     """Return the checkpoint to resume if it is this run's and the store does not have it. Collective."""
 
-    return on_main_rank(world.control, lambda: point.folder if point and is_unpublished(point.folder, run) else None)
+    def find() -> Path | None:
+        if point is None or not is_of_run(point.folder, run):
+            return None
+        pieces = load_pieces(point.folder)
+        return None if pieces and pieces.remote else point.folder
+
+    return on_main_rank(world.control, find)
 
 
 def _build_actions(
