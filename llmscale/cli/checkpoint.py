@@ -154,7 +154,7 @@ def _prune(args: argparse.Namespace) -> int:
     found = _find(args.run)
     folders = prunable(found)
     if url_of(args.run) and folders:
-        from llmscale.training.publish_run import prune_run  # imports torch
+        from llmscale.checkpoint.run_lease import prune_run
 
         prune_run(args.run, [folder.name for folder in folders], _to_stderr)
     for folder in folders:

@@ -1,8 +1,5 @@
 """Publish a run in its store while it trains: one trainer at a time, checkpoints in the background, records in parts.
 
-Rank 0 holds the run by changing `latest.json` every few seconds. Another start takes the run over once that has not
-happened for BEATS_MISSED intervals of its own clock; from then on no write of the old trainer can succeed.
-
 A saved checkpoint is linked aside, so that retention cannot remove it, and uploaded by all ranks. The write of
 `latest.json` that names it publishes it. When the store does not answer, training continues, and the newest checkpoint
 is published once it does.
@@ -11,8 +8,7 @@ is published once it does.
 from __future__ import annotations
 
 import os
-import platform
-import secrets
+import re
 import shutil
 import threading
 import time
@@ -42,119 +38,33 @@ from llmscale.checkpoint.remote_run import (
     LOCAL_NAMES,
     TOKEN_NAME,
     UPLOADS,
-    Holder,
     RunIndex,
     drop_tensors,
     encode_part,
     fetched_at_ns,
     is_record_name,
-    open_index,
-    parse_index,
     record_url,
     update_copy,
 )
+from llmscale.checkpoint.run_lease import Lease, remove_checkpoints, take_lease
 from llmscale.config.run_urls import url_of
 from llmscale.data.storage import faults
 from llmscale.data.storage.objects import Store
-from llmscale.data.storage.shared_object import Overtaken, SharedObject, check_conditional
+from llmscale.data.storage.shared_object import Overtaken
 from llmscale.data.storage.transport import Uploader, open_uploader
 from llmscale.engine.collectives import gather, on_all_ranks, on_each_disk, on_main_rank
 from llmscale.engine.process_group import World
-from llmscale.errors import CheckpointError, ConfigError, LlmscaleError
+from llmscale.errors import CheckpointError, LlmscaleError
 from llmscale.files.atomic_write import write_durably
 
-#: Seconds between two signs of life, unless the environment shortens them, and how many may be missed.
-BEAT_VARIABLE = "LLMSCALE_BEAT_S"
-_BEAT_S, BEATS_MISSED = 15.0, 4
 #: Seconds between two parts of the records, beside those with every checkpoint.
 _RECORDS_S = 300.0
 #: Seconds for which the end of training waits for the store.
 _END_S = 600.0
 #: Files up to this size are sent whole when they change; of longer ones the first bytes and those that were added.
 _SMALL_BYTES, _HEAD_BYTES = 1 << 16, 1 << 12
+_OF_RANK = re.compile(r"rank-(\d+)", re.ASCII)
 _PART_BYTES, _MAX_FILE_BYTES = 16 << 20, 256 << 20
-
-
-def boot_name() -> str:
-    """Return what a process id needs to be unique: this boot, and this container's process namespace."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return secrets.token_hex(8)
-
-
-class Lease:
-    """Rank 0's hold on a run in a store."""
-
-    def __init__(self, shared: SharedObject, index: RunIndex, version: str) -> None:
-        self._shared, self._version = shared, version
-        self.index = index
-        """Content of latest.json as this trainer wrote it."""
-        self._turn = threading.Lock()
-
-    def update(self, change: Callable[[RunIndex], RunIndex]) -> None:
-        """Write a changed description with a sign of life. Raises Overtaken when another trainer has the run."""
-        with self._turn:
-            changed = change(self.index)
-            if changed.holder is not None:
-                changed = replace(changed, holder=replace(changed.holder, beat=changed.holder.beat + 1))
-            try:
-                self._version = self._shared.write(changed.encode(), self._version)
-            except Overtaken:
-                # An earlier write, whose answer never came, may have arrived.
-                found = self._shared.read()
-                if found is None or parse_index(found[0], "latest.json").epoch != self.index.epoch:
-                    raise
-                self._version = self._shared.write(changed.encode(), found[1])
-            self.index = changed
-
-    def release(self) -> None:
-        """Let another start have the run at once."""
-        self.update(lambda index: replace(index, holder=None))
-
-
-def take_lease(run: Path, report: Callable[[str], None]) -> tuple[Lease, RunIndex | None]:
-    """Take the run whose copy is `run`; return the lease and the description before. Waits for a holder that may be
-    gone. Raises ConfigError when another trainer holds it."""
-    url, shared = str(url_of(run)), open_index(run)
-    found = shared.read()
-    holder = parse_index(found[0], url).holder if found else None
-    if found is None:
-        check_conditional(url)
-    elif holder is not None:
-        _wait_until_gone(shared, holder, url, report)
-        found = shared.read()
-    before, version = (parse_index(found[0], url), found[1]) if found else (None, None)
-    token, beat_s = secrets.token_hex(8), float(os.environ.get(BEAT_VARIABLE) or _BEAT_S)
-    holder = Holder(token, platform.node(), os.getpid(), boot_name(), 0, beat_s)
-    index = before or RunIndex(secrets.token_hex(8))
-    index = replace(index, epoch=index.epoch + 1, last_token=token, holder=holder)
-    try:
-        return Lease(shared, index, shared.write(index.encode(), version)), before
-    except Overtaken:
-        raise _in_use(url, "another start, which was faster") from None
-
-
-def _wait_until_gone(shared: SharedObject, holder: Holder, url: str, report: Callable[[str], None]) -> None:
-    """Return once the holder of a run is gone. Raises ConfigError if it is alive."""
-    named = f"process {holder.pid} on host {holder.host}"
-    if holder.boot == boot_name() and not os.path.exists(f"/proc/{holder.pid}"):
-        return
-    limit_s = BEATS_MISSED * holder.beat_s
-    report(f"{url} is held by {named}; waiting {limit_s:.0f} s for a sign of life before taking it over")
-    end = time.monotonic() + limit_s
-    while (left_s := end - time.monotonic()) > 0:
-        time.sleep(min(holder.beat_s, left_s))
-        found = shared.read()
-        now = parse_index(found[0], url).holder if found else None
-        if now is None:
-            return
-        if (now.token, now.beat) != (holder.token, holder.beat):
-            raise _in_use(url, f"process {now.pid} on host {now.host}")
-
-
-def _in_use(url: str, who: str) -> ConfigError:
-    return ConfigError(f"--run {url} is in use by {who}. Wait for it to end, or name another run.")
 
 
 @dataclass
@@ -170,8 +80,9 @@ class _Sent:
 class RecordUploads:
     """Sends what one rank's disk added to the run's files. One per disk."""
 
-    def __init__(self, run: Path, epoch: int, rank: int) -> None:
-        self._run, self._epoch, self._rank = run, epoch, rank
+    def __init__(self, run: Path, epoch: int, rank: int, neighbours: Sequence[int]) -> None:
+        """`neighbours` are the ranks on this disk. Only rank 0's disk sends files that are not a rank's own."""
+        self._run, self._epoch, self._rank, self._neighbours = run, epoch, rank, neighbours
         self._url = str(url_of(run))
         self._sent: dict[str, _Sent] = {}
         self.num_parts = 0
@@ -216,10 +127,15 @@ class RecordUploads:
             for path in (Path(folder, name) for name in names):
                 name = path.relative_to(self._run).as_posix()
                 with suppress(OSError):
-                    if is_record_name(name) and path.is_file() and not path.is_symlink():
+                    if self._is_sent(name) and path.is_file() and not path.is_symlink():
                         change = self._change(path, self._sent.get(name))
                         found += [(name, *change)] if change else []
         return sorted(found, key=lambda change: change[0])
+
+    def _is_sent(self, name: str) -> bool:
+        owner = _OF_RANK.search(name)
+        is_own = int(owner[1]) in self._neighbours if owner else self._rank == 0
+        return is_own and is_record_name(name)
 
     def _change(self, path: Path, sent: _Sent | None) -> tuple[_Sent, list[tuple[int, bytes, bool]]] | None:
         with path.open("rb") as file:
@@ -236,13 +152,6 @@ class RecordUploads:
             return state, ([(0, head, False)] if state.head != sent.head else []) + added
 
 
-def remove_checkpoints(store: Store, url: str, remotes: Iterable[str]) -> None:
-    """Remove the objects of checkpoints that latest.json does not name any more. Raises DataError."""
-    for remote in remotes:
-        for stored in store.find(f"{url}/{CHECKPOINTS_NAME}/{remote}"):
-            store.remove(stored.url)
-
-
 def local_name(remote: str) -> str:
     """Return the name in the run of the checkpoint in a folder of the store, eEPOCH-NAME or eEPOCH-NAME.NUMBER."""
     return remote.partition("-")[2].partition(".")[0]
@@ -253,20 +162,6 @@ def _remote_of(checkpoint: Path) -> str | None:
         pieces = load_pieces(checkpoint)
         return pieces.remote if pieces else None
     return None
-
-
-def prune_run(run: Path, names: Sequence[str], report: Callable[[str], None]) -> None:
-    """Remove checkpoints from a run in a store. Raises ConfigError while a trainer holds the run, and DataError."""
-    url, (lease, before) = str(url_of(run)), take_lease(run, report)
-    try:
-        known = before.checkpoints if before else {}
-        kept = {name: remote for name, remote in known.items() if name not in names}
-        # A trainer's copy of it remains the newest.
-        token = before.last_token if before else ""
-        lease.update(lambda index: replace(index, checkpoints=kept, last_token=token))
-        remove_checkpoints(Store(url), url, [remote for name, remote in known.items() if name in names])
-    finally:
-        lease.release()
 
 
 class RunPublisher:
@@ -296,6 +191,7 @@ class RunPublisher:
         self._uploader: Uploader | None = None
         self._ending, self._closing, self._wake = threading.Event(), threading.Event(), threading.Event()
         self._saved: list[str] = []
+        self._uploading = ""
         self._waiting: list[str] = []
         self._said = ""
         self.problem = ""
@@ -326,6 +222,10 @@ class RunPublisher:
             self.problem = str(error)
             self._tell(self.problem)
             return
+        # During an outage only the newest waits, so that links do not fill the disk.
+        for remote in self._saved[:-1]:
+            if remote != self._uploading:
+                shutil.rmtree(self._aside / remote, ignore_errors=True)
         if self._lease:
             self._waiting.append(self._saved[-1])
             self._wake.set()
@@ -499,7 +399,7 @@ class RunPublisher:
 
     def _upload_round(self, remote: str) -> list[tuple[str, int]]:
         """Upload this rank's files of a checkpoint; return each rank's problem and number of records. Collective."""
-        problem, count = "", 0
+        problem, count, self._uploading = "", 0, remote
         try:
             for path in sorted((self._aside / remote).iterdir()):
                 if path.name != MANIFEST_NAME:
@@ -509,6 +409,7 @@ class RunPublisher:
                 count = self._records.num_parts
         except Exception as error:  # the other ranks wait for the answer
             problem = str(error)
+        self._uploading = ""
         return gather(self._group, (problem, count))
 
     def _clear_up(self, published: str) -> None:
@@ -599,6 +500,6 @@ def open_publisher(
                 lease.release()
         raise
     is_first = world.disks.mains[world.rank] == world.rank
-    records = RecordUploads(run, epoch, world.rank) if is_first else None
+    records = RecordUploads(run, epoch, world.rank, world.disks.neighbours(world.rank)) if is_first else None
     held = leases[0] if leases else None
     return RunPublisher(run, world, held, records, epoch=epoch, report=report, on_lost=on_lost)
