@@ -11,6 +11,7 @@ from pathlib import Path
 # So that a clone works without being installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from llmscale.checkpoint.remote_run import fetch_run
 from llmscale.config.run_config import parse_run_config
 
 
@@ -29,7 +30,7 @@ def is_finished(run: Path) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    return 0 if is_finished(parse_run_config(argv).run) else 1
+    return 0 if is_finished(fetch_run(parse_run_config(argv).run)) else 1
 
 
 if __name__ == "__main__":

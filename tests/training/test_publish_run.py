@@ -17,7 +17,7 @@ from llmscale.checkpoint.commit import set_aside_existing
 from llmscale.checkpoint.inventory import delete_checkpoint
 from llmscale.checkpoint.manifest import checkpoints_folder
 from llmscale.checkpoint.remote_run import TOKEN_NAME, fetch_run, read_index, update_copy
-from llmscale.checkpoint.run_lease import BEAT_VARIABLE, Lease, prune_run, take_lease
+from llmscale.checkpoint.run_lease import BEAT_VARIABLE, BEATS_MISSED, Lease, prune_run, take_lease
 from llmscale.checkpoint.save import CheckpointSaver
 from llmscale.checkpoint.tensor_files import fetch_checkpoint
 from llmscale.config.run_urls import copy_of
@@ -27,7 +27,7 @@ from llmscale.engine.collectives import Disks
 from llmscale.engine.process_group import World
 from llmscale.errors import CheckpointError, ConfigError, DataError
 from llmscale.training import publish_run
-from llmscale.training.publish_run import BEATS_MISSED, RecordUploads, RunPublisher, open_publisher
+from llmscale.training.publish_run import RecordUploads, RunPublisher, open_publisher
 from tests.checkpoint.conftest import build_snapshot
 from tests.object_store import ObjectStore
 

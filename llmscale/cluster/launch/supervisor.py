@@ -17,6 +17,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from llmscale.checkpoint.inventory import find_checkpoints, list_checkpoints
+from llmscale.checkpoint.remote_run import fetch_run
 from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch.attempt import AttemptRun, Layout, Limits, Outcome, choose_layout
 from llmscale.cluster.launch.protocol import Hello
@@ -183,7 +184,7 @@ def saved_checkpoints(config: RunConfig) -> set[tuple[int, int]]:
     """Return (history, step) of the saved checkpoints, if a restart needs other arguments once there are more."""
     if not begins_somewhere(config):
         return set()
-    return {(saved.history.number, saved.step) for saved in find_checkpoints(config.run).current}
+    return {(saved.history.number, saved.step) for saved in find_checkpoints(fetch_run(config.run)).current}
 
 
 def begins_somewhere(config: RunConfig) -> bool:
