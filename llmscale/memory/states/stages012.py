@@ -7,7 +7,6 @@ with sums in fp32 BF16_Optimizer (deepspeed/runtime/bf16_optimizer.py).
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -209,6 +208,11 @@ def estimate_stage12(tensors: ParameterTensors, setup: ZeroSetup) -> StateMemory
     walk = _Walk(tensors, setup)
     forward = walk.tracker.now.breakdown
     backward = follow_backward(tensors, walk.tracker, walk.dtype, walk.take, walk.end)
+    if walk.offload and walk.accumulates:
+        # Earlier micro-steps keep gradients that are larger than the bucket longer.
+        earlier = _Walk(tensors, setup, is_last=False)
+        others = follow_backward(tensors, earlier.tracker, earlier.dtype, earlier.take, earlier.end)
+        backward = tuple(mine.largest(other) for mine, other in zip(backward, others, strict=True))
     parameters = sum(tensor_bytes(group.elements, walk.dtype) for group in walk.groups)
     if setup.offloads_optimizer:
         # temp_grad_buffer_for_gpu_offload: as large as the largest parameter.
@@ -227,10 +231,10 @@ def estimate_stage12(tensors: ParameterTensors, setup: ZeroSetup) -> StateMemory
 
 
 class _Walk:
-    """The last micro-step and the optimizer step; methods name DeepSpeed's functions."""
+    """A micro-step, by default the last one, and the optimizer step; methods name DeepSpeed's functions."""
 
-    def __init__(self, tensors: ParameterTensors, setup: ZeroSetup) -> None:
-        config, zero = setup.config, setup.zero
+    def __init__(self, tensors: ParameterTensors, setup: ZeroSetup, is_last: bool = True) -> None:
+        config, zero, self.is_last = setup.config, setup.zero, is_last
         self.tensors, self.setup, self.zero = tensors, setup, zero
         self.groups = _build_flat_groups(tensors, setup)
         self.group_of = {tensor.index: group for group in self.groups for tensor in group.tensors}
@@ -322,13 +326,7 @@ class _Walk:
             # average_tensor and allreduce_and_scatter: neighbouring parts of one owner are one slice. Slices go
             # together up to the bucket's size, those of one owner without use_multi_rank_bucket_allreduce.
             self._make_compact(self.bucket)
-            by_owner: Counter[int] = Counter()
-            for part in parts:
-                by_owner[part.rank] += part.length
-            largest, together = max(part.length for part in parts), self.zero.use_multi_rank_bucket_allreduce
-            elements = min(elements if together else max(by_owner.values()), self.zero.reduce_bucket_size + largest)
-            many = (together and len(by_owner) > 1) or (self.compact and sum(part.rank == 0 for part in parts) > 1)
-            needs_copy = many and largest <= self.zero.reduce_bucket_size
+            elements, needs_copy = self._largest_chunk(parts)
         # allreduce_bucket: copy into a flat tensor, cast for the communication, add rank 0's parts to its sums.
         flat = tensor_bytes(elements, self.reduced_dtype) if needs_copy else 0
         cast = tensor_bytes(elements, self.communication_dtype) if self.casts else 0
@@ -344,6 +342,31 @@ class _Walk:
             self._release(tensor)
         self.bucket, self.bucket_elements = [], 0
 
+    def _largest_chunk(self, parts: list[Part]) -> tuple[int, bool]:
+        """Return the elements of the largest chunk that needs a flat tensor, or else of the largest; True if one does.
+
+        A chunk of a single slice needs no flat tensor.
+        """
+        slices: list[tuple[int, int]] = []
+        for part in parts:
+            merges = slices and slices[-1][0] == part.rank and not (self.compact and part.rank == 0)
+            slices.append((part.rank, part.length + (slices.pop()[1] if merges else 0)))
+        together = [[length for _, length in slices]]
+        if not self.zero.use_multi_rank_bucket_allreduce:
+            owners = {rank for rank, _ in slices}
+            together = [[length for rank, length in slices if rank == owner] for owner in owners]
+        chunks: list[tuple[bool, int]] = []
+        for lengths in together:
+            count = elements = 0
+            for length in lengths:
+                count, elements = count + 1, elements + length
+                if elements > self.zero.reduce_bucket_size:
+                    chunks.append((count > 1, elements))
+                    count = elements = 0
+            chunks.append((count > 1, elements))
+        needs_copy, largest = max(chunks)
+        return largest, needs_copy
+
     def _make_compact(self, tensors: Sequence[ParameterTensor]) -> None:
         """_build_compact_grad_partition_buffer: at a group's first gradient of which rank 0 owns a part."""
         for tensor in tensors if self.compact else ():
@@ -356,10 +379,11 @@ class _Walk:
         """Free a reduced gradient, unless it stays until the end of the backward pass."""
         own_elements = self.group_of[tensor.index].own_elements(tensor)
         if own_elements and self.contiguous:
-            if self.offload:  # the norm's fp64 copy, then an fp32 copy on its way to the host
-                self.tracker.allocate_briefly("temporaries", tensor_bytes(2 * own_elements, "fp32"))
-                if self.accumulates:  # freed by the epilogue in all micro-steps but the last
+            if self.offload:
+                if not self.is_last:  # freed by the epilogue
                     return
+                # The norm's fp64 copy, then an fp32 copy on its way to the host.
+                self.tracker.allocate_briefly("temporaries", tensor_bytes(2 * own_elements, "fp32"))
             elif not self.compact:
                 if not self.partition_bytes:  # copy_grads_in_partition
                     self.partition_bytes = self._own_gradient_bytes()

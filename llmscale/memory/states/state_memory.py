@@ -80,6 +80,10 @@ class Peak(NamedTuple):
         return Breakdown(**{f"{kind}_bytes": num_bytes for kind, num_bytes in self.by_kind.items()})
 
 
+def _total(peak: Peak) -> int:
+    return peak.total_bytes
+
+
 class BackwardInterval(NamedTuple):
     """Memory from the moment one layer's gradients are ready until the next layer's are."""
 
@@ -89,6 +93,11 @@ class BackwardInterval(NamedTuple):
     """Peak while DeepSpeed takes the gradients that begin the interval."""
     after: Peak
     """Peak from then until the next gradients are ready."""
+
+    def largest(self, other: BackwardInterval) -> BackwardInterval:
+        """Return the larger peaks of an interval in two micro-steps."""
+        ready, after = max(self.ready, other.ready, key=_total), max(self.after, other.after, key=_total)
+        return BackwardInterval(self.parameters_done, ready, after)
 
 
 @dataclass(frozen=True)

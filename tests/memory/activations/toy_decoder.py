@@ -171,6 +171,6 @@ def peak_bytes(micro_step: MicroStep, direction: str) -> int:
         # Every block changes the live bytes by the same amount: the first or the last has the peak.
         for done in (0, micro_step.n_layer - 1) if name.startswith("block") else (0,):
             start = micro_step.starts[name].total_bytes + done * segment.net.total_bytes
-            peak = max(start, *(start + moment.total_bytes for moment in segment.moments))
+            peak = start + max((0, *(moment.total_bytes for moment in segment.moments)))
             most = max(most, peak) if name.endswith(direction) else most
     return most
