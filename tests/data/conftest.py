@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -60,8 +62,11 @@ def shared_set(make_set: MakeSet) -> Path:
 
 @pytest.fixture(scope="session")
 def running_store() -> Iterator[ObjectStore]:
-    """An S3 server for the session."""
-    with serve_objects() as store:
+    """An S3 server for the session, whose clients read boto3's descriptions of S3 once."""
+    from botocore.loaders import JSONFileLoader
+
+    load = functools.cache(JSONFileLoader().load_file)
+    with mock.patch.object(JSONFileLoader, "load_file", lambda self, path: load(path)), serve_objects() as store:
         yield store
 
 
