@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run all checks that need no test: style, types, shell scripts, the Dockerfile. People, pre-commit and CI run this.
+# Run all checks that need no test: style, types, prose, shell scripts, the Dockerfile. People, pre-commit and CI run this.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/lib/environment.sh
@@ -11,6 +11,7 @@ main() {
     check ruff check .
     check ruff format --check .
     check mypy
+    check python scripts/check_prose.py
     shopt -s globstar
     check shellcheck --external-sources scripts/**/*.sh scripts/**/*.sbatch .ci/run
     check hadolint scripts/cloud/Dockerfile

@@ -16,12 +16,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 
 from tests import warm_start
+
+if TYPE_CHECKING:
+    from tests.azure_store import AzureStore
+    from tests.google_store import GoogleStore
+    from tests.object_store import ObjectStore
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TRAIN = REPOSITORY / "llmscale" / "train.py"
@@ -294,3 +299,49 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     yield mount
     for folder in mounted:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture(scope="session")
+def running_store() -> Iterator[ObjectStore]:
+    """An S3 server for the session."""
+    from tests.object_store import serve_objects
+
+    with serve_objects() as store:
+        yield store
+
+
+@pytest.fixture
+def object_store(running_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    """The S3 server with an empty bucket and nothing that fails; retries do not pause."""
+    from llmscale.data.storage import faults
+    from tests.object_store import BUCKET
+
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in running_store.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(faults, "RETRY_PAUSES_S", (0.0, 0.0))
+    running_store.requests.clear()
+    yield running_store
+    running_store.fails = running_store.spoil = lambda method, path: False
+    for name in running_store.files():
+        running_store.client.delete_object(Bucket=BUCKET, Key=name)
+
+
+@pytest.fixture(scope="session")
+def google(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GoogleStore]:
+    pytest.importorskip("gcp_storage_emulator")
+    from tests.google_store import serve_google
+
+    with serve_google(tmp_path_factory.mktemp("google")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzureStore]:
+    from tests.azure_store import find_azurite, serve_azure
+
+    if find_azurite() is None:
+        pytest.skip("needs azurite: npm install -g azurite")
+    with serve_azure(tmp_path_factory.mktemp("azure")) as server:
+        yield server

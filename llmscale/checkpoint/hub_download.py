@@ -44,7 +44,7 @@ class _Download(threading.Thread):
     """Downloads in a thread, so that it may take longer than the timeout of a collective."""
 
     def __init__(self, name: str, source: str, here: Path | None) -> None:
-        """`here` is the complete folder in the cache, if there is one."""
+        """`here` is the complete folder in the cache, or None."""
         super().__init__(daemon=True)
         self._name, self._source = name, source
         self._cache = hub_cache(name.partition("@")[0])
@@ -76,7 +76,7 @@ class _Download(threading.Thread):
             if (found := self._hash(blob)) != blob.name:
                 raise CheckpointError(
                     f"{self._source}: {blob} is damaged: its sha256 is {found[:12]}..., the Hub's {blob.name[:12]}.... "
-                    "Remove it and run again: it will be fetched again."
+                    "Remove it and run again, which downloads it again."
                 )
             with contextlib.suppress(OSError):  # an unwritable cache only costs another verification
                 note.parent.mkdir(exist_ok=True)
@@ -158,7 +158,7 @@ def _fetch(name: str, source: str) -> Path:
         folder = fetch([*described, main])
         # Without an answer of the Hub, snapshot_download returns the rest of an earlier download.
         if not (folder / main).exists():
-            raise OSError(f"{main} did not come")
+            raise OSError(f"{main} was not downloaded")
         if main.endswith(INDEX_SUFFIX):
             folder = fetch({*load_index(folder / main).values()})
         return folder

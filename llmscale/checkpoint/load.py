@@ -57,10 +57,12 @@ def find_newest_good(run: Path, group: dist.ProcessGroup, disks: Disks, report: 
     for folder, damage in found.damaged:
         report(f"WARNING: {folder.name} is damaged and passed over: {damage}")
     for checkpoint in found.current:
-        problem = find_damage_together(checkpoint.path, group, disks)
+        # The copy of a remote run may have another path on another node.
+        path = checkpoints_folder(run) / checkpoint.path.name
+        problem = find_damage_together(path, group, disks)
         if problem is None:
-            return checkpoint.path
-        report(f"WARNING: {checkpoint.path.name} is damaged and passed over: {problem}")
+            return path
+        report(f"WARNING: {path.name} is damaged and passed over: {problem}")
     if found.current or found.abandoned or found.damaged or found.origin:
         raise CheckpointError(explain_no_checkpoint(found, run))
     nearly = [path for path, _ in found.passed_over if (path / MANIFEST_NAME).is_file()]
@@ -77,8 +79,7 @@ def find_damage_together(folder: Path, group: dist.ProcessGroup, disks: Disks) -
     rank = dist.get_rank(group)
     neighbours = disks.neighbours(rank)
     findings = gather(group, on_all_ranks(group, lambda: find_damage(folder, neighbours.index(rank), len(neighbours))))
-    damage = next((finding for finding in findings if finding), None)
-    return damage if disks.is_one else damage or find_missing(folder, group)
+    return next((finding for finding in findings if finding), None) or find_missing(folder, group)
 
 
 def load_engine(engine: DeepSpeedEngine, folder: Path, state: RunState, group: dist.ProcessGroup, disks: Disks) -> None:

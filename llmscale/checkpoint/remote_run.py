@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import binascii
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from typing import cast
 
 import xxhash
 
+from llmscale.checkpoint.inventory import find_checkpoints
 from llmscale.checkpoint.manifest import (
     CHECKPOINT_NAME,
     CHECKPOINTS_NAME,
@@ -62,7 +64,7 @@ UPLOADS = ".uploads"
 LOCAL_NAMES = frozenset((TOKEN_NAME, _SEEN_NAME, UPLOADS, ".lock", ".launch.lock", ".agents", CHECKPOINTS_NAME))
 #: Small files in checkpoints/ that latest.json carries.
 CARRIED = ("history.json", "kept.json")
-_FOLDER_NAME = re.compile(r"e\d{5,}-step-\d{8,}", re.ASCII)
+_FOLDER_NAME = re.compile(r"e\d{5,}-step-\d{8,}(\.\d+)?", re.ASCII)
 _PART_NAME = re.compile(r"[\w.=+@,-]{1,200}", re.ASCII)
 _MAX_STATE_BYTES = 64 << 20
 #: Requests at a time, the longest range of one, and the largest gap between two tensors that it covers.
@@ -236,6 +238,13 @@ def _read_seen(run: Path) -> RunIndex | None:
     return None
 
 
+def fetched_at_ns(run: Path) -> int:
+    """Return when the copy was built from the store last; 0 if it never was."""
+    with suppress(OSError):
+        return (run / _SEEN_NAME).stat().st_mtime_ns
+    return 0
+
+
 def read_token(run: Path) -> str | None:
     """Return the token of the newest start that trained this copy."""
     with suppress(OSError):
@@ -282,14 +291,15 @@ def _parts(
     store: Store, url: str, records: Mapping[str, Mapping[str, int]], seen: Mapping[str, Mapping[str, int]]
 ) -> Iterator[bytes]:
     """Yield the parts of the records that were not seen yet, in the order of the starts."""
-    names = [
+    names = (
         record_url(url, int(epoch), int(rank), number)
         for epoch in sorted(records, key=int)
         for rank in sorted(records[epoch], key=int)
         for number in range(seen.get(epoch, {}).get(rank, 0), records[epoch][rank])
-    ]
+    )
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="records") as pool:
-        yield from pool.map(lambda name: store.read_small(name, MAX_BYTES), names)
+        while some := list(itertools.islice(names, 8 * _THREADS)):
+            yield from pool.map(lambda name: store.read_small(name, MAX_BYTES), some)
 
 
 def record_url(url: str, epoch: int, rank: int, number: int) -> str:
@@ -310,7 +320,7 @@ def apply_part(run: Path, contents: bytes, where: str) -> None:
     for entry in files if isinstance(files, list) else [files]:
         match entry:
             case [str(name), int(offset), str(body), bool(ends)] if is_record_name(name) and 0 <= offset < 1 << 50:
-                with suppress(binascii.Error):
+                with suppress(binascii.Error, OSError):
                     _write_at(run / name, offset, base64.b64decode(body, validate=True), ends=ends)
                     continue
         raise CheckpointError(f"{where} holds {str(entry)[:80]!r}, which is not a part of a run's file.")
@@ -352,8 +362,8 @@ def _fetch_checkpoints(run: Path, index: RunIndex, store: Store, url: str) -> No
             _fetch_description(folder / name, remote, store, url)
     for name, text in index.carried.items():
         write_durably(folder / name, text)
-    if index.checkpoints:
-        write_durably(folder / LATEST_NAME, max(index.checkpoints) + "\n")
+    if current := find_checkpoints(run).current:
+        write_durably(folder / LATEST_NAME, current[0].path.name + "\n")
 
 
 def _fetch_description(final: Path, remote: str, store: Store, url: str) -> None:

@@ -126,7 +126,7 @@ class CheckpointSaver:
                 process_group=self._group,
             )
             problems = self._commit(partial, snapshot)
-        except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception but a BaseException
+        except (Exception, dcp.CheckpointException) as error:  # DCP's own is a BaseException
             # DCP and collectives.py raise a rank's error on all ranks.
             if partial is not None:
                 self._discard(partial)
@@ -205,7 +205,8 @@ def _check_visible(partial: Path) -> None:
     """Raise CheckpointError when this rank cannot see the folder that rank 0 has created."""
     # A network file system may show a new name late; opening the parent queries the server again.
     for _ in range(_VISIBLE_TRIES):
-        os.listdir(partial.parent) if partial.parent.is_dir() else None
+        if partial.parent.is_dir():
+            os.listdir(partial.parent)
         if partial.is_dir():
             return
         time.sleep(0.1)

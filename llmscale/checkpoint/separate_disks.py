@@ -37,6 +37,8 @@ from llmscale.untrusted.paths import read_regular
 #: Bytes of one message.
 _MESSAGE_BYTES = 64 << 20
 _CARRIED = (HISTORY_NAME, PINNED_NAME)
+#: A checkpoint's history, small files, and folder in the run's store.
+_Description = tuple[int, dict[str, bytes], str | None]
 
 
 def share_descriptions(run: Path, group: dist.ProcessGroup, disks: Disks) -> None:
@@ -49,11 +51,12 @@ def share_descriptions(run: Path, group: dist.ProcessGroup, disks: Disks) -> Non
     of_disks = gather(group, on_each_disk(group, disks, lambda: _descriptions(run)))
     # The disk whose run has gone back most often knows the current history.
     newest = max(of_disks, key=lambda of_disk: of_disk[0])
-    known: dict[str, tuple[int, dict[str, bytes]]] = {}
+    known: dict[str, _Description] = {}
     for _, checkpoints, _ in of_disks:
-        for name, (history, files) in checkpoints.items():
-            if name not in known or history > known[name][0]:
-                known[name] = (history, files)
+        for name, (history, files, remote) in checkpoints.items():
+            # A disk of which the run was killed may not know yet that the store has the checkpoint.
+            if name not in known or (history, remote or "") > (known[name][0], known[name][2] or ""):
+                known[name] = (history, files, remote)
 
     def write() -> None:
         own = _descriptions(run)
@@ -62,31 +65,35 @@ def share_descriptions(run: Path, group: dist.ProcessGroup, disks: Disks) -> Non
         for name, text in newest[2].items():
             if own[2].get(name) != text:
                 write_durably(folder / name, text)
-        for name, (_, files) in known.items():
+        for name, (_, files, remote) in known.items():
             if name not in own[1] or own[1][name][1][MANIFEST_NAME] != files[MANIFEST_NAME]:
-                _write_description(folder / name, files)
+                _write_description(folder / name, files, remote)
+            elif own[1][name][2] != remote:
+                held = [file.name for file in files_here(folder / name, load_manifest(folder / name))]
+                save_pieces(folder / name, Pieces(tuple(file for file in held if file != STATE_NAME), remote))
 
     on_each_disk(group, disks, write)
 
 
-def _descriptions(run: Path) -> tuple[int, dict[str, tuple[int, dict[str, bytes]]], dict[str, bytes]]:
-    """Return the number of a disk's history, history and small files of each checkpoint, and the run's small files."""
+def _descriptions(run: Path) -> tuple[int, dict[str, _Description], dict[str, bytes]]:
+    """Return the number of a disk's history, its checkpoints, and the run's small files."""
     found, checkpoints = find_checkpoints(run), {}
     for saved in [*found.current, *found.abandoned]:
         files = {name: read_regular(saved.path / name, MAX_BYTES) for name in (MANIFEST_NAME, STATE_NAME)}
-        checkpoints[saved.path.name] = (saved.history.number, files)
+        pieces = load_pieces(saved.path)
+        checkpoints[saved.path.name] = (saved.history.number, files, pieces.remote if pieces else None)
     folder = checkpoints_folder(run)
     carried = {name: read_regular(folder / name, MAX_BYTES) for name in _CARRIED if (folder / name).is_file()}
     return found.history.number, checkpoints, carried
 
 
-def _write_description(final: Path, files: dict[str, bytes]) -> None:
+def _write_description(final: Path, files: dict[str, bytes], remote: str | None) -> None:
     set_aside_existing(final)
     partial = free_name(final.with_name(f".{final.name}.partial"))
     partial.mkdir()
     for name, contents in files.items():
         write_durably(partial / name, contents)
-    save_pieces(partial, Pieces(()))
+    save_pieces(partial, Pieces((), remote))
     partial.rename(final)
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
-    """Add `checkpoint` and its own subcommands."""
+    """Add `checkpoint` with its subcommands."""
     parser = subparsers.add_parser("checkpoint")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     for name, handler, text in (
@@ -154,7 +154,7 @@ def _prune(args: argparse.Namespace) -> int:
     found = _find(args.run)
     folders = prunable(found)
     if url_of(args.run) and folders:
-        from llmscale.training.publish_run import prune_run  # imports torch
+        from llmscale.checkpoint.run_lease import prune_run
 
         prune_run(args.run, [folder.name for folder in folders], _to_stderr)
     for folder in folders:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from llmscale.config.command_line import local_path, path_or_url
+from llmscale.config.command_line import local_path, path_or_url, run_place
 from llmscale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _run(args: argparse.Namespace) -> int:
     names, paths = _known_names(), {f"--{key.replace('_', '-')}" for key in _PATH_KEYS}
     for action in _actions(parser):
         option = next((word for word in action.option_strings if word.startswith("--")), "")
-        is_path = action.type in (local_path, path_or_url) or option in paths
+        is_path = action.type in (local_path, path_or_url, run_place) or option in paths
         if option in names and not action.choices:
             _set_completion(action, _names_and_files(option, names[option]) if is_path else names[option])
         elif is_path:

@@ -169,7 +169,7 @@ def _prepare(args: argparse.Namespace) -> int:
         print_visible(f"Prepared in {elapsed_s:.1f} s, {num_tokens / elapsed_s:,.0f} tokens/s.")
         if isinstance(tokenizer, HuggingFaceTokenizer):
             print_visible(tokenizer.describe_ends(), file=sys.stderr)
-        for line in _choices(prepared, source, destination.beside, args.val_fraction):
+        for line in _describe_choices(prepared, source, destination.beside, args.val_fraction):
             print_visible(line, file=sys.stderr)
     return 0
 
@@ -197,7 +197,7 @@ def _open_destination(args: argparse.Namespace) -> Destination:
     return LocalFolder(args.out, overwrite=args.overwrite)
 
 
-def _choices(prepared: Prepared, source: Source, beside: Path, val_fraction: float) -> Iterator[str]:
+def _describe_choices(prepared: Prepared, source: Source, beside: Path, val_fraction: float) -> Iterator[str]:
     """Yield notes on decisions that the user did not ask for."""
     yield from describe_reading(source.passed_over, beside, prepared.num_rejected, prepared.num_cut)
     splits = prepared.manifest.splits
@@ -205,7 +205,7 @@ def _choices(prepared: Prepared, source: Source, beside: Path, val_fraction: flo
     if "val" not in splits:
         window = prepared.manifest.seq_len + 1
         why = f"the text is too short, {num_tokens:,} tokens: training and validation need a window of {window:,} each"
-        yield f"No validation split: {why if val_fraction else 'as --val-fraction 0 says'}."
+        yield f"No validation split: {why if val_fraction else '--val-fraction is 0'}."
     elif prepared.note:
         yield prepared.note
     elif splits["val"].num_tokens > max(2 * val_fraction, val_fraction + 0.02) * num_tokens:

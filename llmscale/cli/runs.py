@@ -78,12 +78,12 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _row(run: ListedRun, folder: Path) -> list[str]:
-    of = "" if run.total_steps is None else f" of {run.total_steps:,}"
+    total = "" if run.total_steps is None else f" of {run.total_steps:,}"
     step = "-" if run.step is None else f"{run.step:,}"
     loss = "-" if run.loss is None else "not finite" if math.isnan(run.loss) else _show_loss(run.loss)
     goodput = "-" if run.goodput is None else f"{run.goodput:.1%}"
     seen = "-" if run.last_seen is None else f"{run.last_seen.astimezone():%Y-%m-%d %H:%M}"
-    return [_name(run, folder), run.state, f"{step}{of}", loss, goodput, seen, run.command or "-"]
+    return [_name(run, folder), run.state, f"{step}{total}", loss, goodput, seen, run.command or "-"]
 
 
 def _show_loss(loss: float) -> str:

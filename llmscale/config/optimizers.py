@@ -89,7 +89,7 @@ class OptimizerSpec:
         return replace(self, groups=tuple(changed))
 
     def on_gpu(self, capability: ComputeCapability | None) -> OptimizerSpec:
-        """Return the optimizer on a GPU of that compute capability; None stands for Ampere or newer."""
+        """Return the optimizer on a GPU of that compute capability; None means Ampere or newer."""
         if has_bf16(capability):
             return self
         return replace(self, groups=tuple(replace(group, products_dtype="fp32") for group in self.groups))

@@ -35,9 +35,9 @@ def copy_of(url: str, kind: Kind) -> Path:
     scheme, _, path = check_text(url).partition("://")
     parts = path.rstrip("/").split("/")
     is_legal = scheme in RUN_SCHEMES and len(parts) >= 2 and not any(part in ("", ".", "..") for part in parts)
-    if not is_legal or set("?#*[]\\") & set(url) or any(len(os.fsencode(part)) > _MAX_PART_BYTES for part in parts):
+    if not is_legal or set("?#*[]\\@") & set(url) or any(len(os.fsencode(part)) > _MAX_PART_BYTES for part in parts):
         legal = ", ".join(f"{name}://BUCKET/NAME" for name in RUN_SCHEMES[:3])
-        raise ValueError(f"must be a path, or a run in a store: {legal}, without ? # * [ ]")
+        raise ValueError(f"must be a path, or a run in a store: {legal}, without ? # * [ ] @")
     return copies_folder() / kind / scheme / "/".join(parts)
 
 

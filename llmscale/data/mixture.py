@@ -258,7 +258,7 @@ class TrainingSets:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the windows behind the sample ids. Weights are left out, because they may change during a run."""
+        """Hash of the windows that sample ids refer to. Weights are left out, because they may change during a run."""
         if self.recipe is None:
             return self.manifest.fingerprint
         parts = (f"{name} {at.manifest.fingerprint}\n" for name, at in zip(self.names, self.locations, strict=True))

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.bundled_files import install_command
 from llmscale.errors import ConfigError
-from llmscale.memory.activations.recorded import NotRecorded, table_of
-from llmscale.memory.activations.recording_cache import cache_folder, write_recordings
+from llmscale.memory.activations.recorded import NotRecorded, cache_folder, table_of, write_recordings
 from llmscale.memory.activations.symbols import BlockBranch, EndsBranch
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.estimate import PHASES

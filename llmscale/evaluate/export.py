@@ -201,7 +201,7 @@ def _write_json(path: Path, values: Mapping[str, object]) -> None:
 
 
 def _parts(stored: Weights, model: ExportedModel, tensor: HFTensor) -> Iterator[Tensor]:
-    """Yield a tensor of theirs in consecutive flat parts in the model's dtype."""
+    """Yield consecutive flat parts of one of transformers' tensors, in the model's dtype."""
     dtype, (rows, columns) = model.dtype, _as_matrix(tensor)
     last = model.last_positions if tensor.parameter == POSITIONS else None
     zeros = (tensor.skipped_rows if tensor.parameter else rows) * columns
@@ -219,12 +219,12 @@ def _parts(stored: Weights, model: ExportedModel, tensor: HFTensor) -> Iterator[
 
 
 def _as_matrix(tensor: HFTensor) -> tuple[int, int]:
-    """Return the number of rows and of elements per row."""
+    """Return the number of rows, and of elements per row."""
     return tensor.shape[0], math.prod(tensor.shape[1:])
 
 
 def _transposed(stored: Weights, dtype: ExportDtype, tensor: HFTensor) -> Tensor:
-    """Return the transposed tensor, flattened, from a few of our rows, [rows, columns], at a time."""
+    """Return a tensor that transformers stores transposed, flattened. A few rows of ours are read at a time."""
     columns, rows = _as_matrix(tensor)
     theirs = torch.empty(columns, rows, dtype=_TORCH_DTYPES[dtype])
     at_once = max(1, _PART_ELEMENTS // columns)

@@ -41,8 +41,8 @@ from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.hardware import GPU, Cluster
 from llmscale.config.interconnect import INTERCONNECTS, Interconnect
 from llmscale.config.resolve import ResolvedRun, ResolvedStep
-from llmscale.memory.states.stage3 import count_gathers, count_persistent
-from llmscale.memory.states.stage3_gathers import Gathers
+from llmscale.memory.states.stage3 import count_gathers
+from llmscale.memory.states.stage3_gathers import Gathers, persistent_parameters
 from llmscale.memory.states.state_memory import BYTES_PER_ELEMENT, zero_setup
 from llmscale.planning.calibration import calibrate
 from llmscale.planning.kernels import KernelSettings, kernel_efficiency, memory_bytes_per_s
@@ -221,7 +221,7 @@ def _count_stage3(step: ResolvedStep, compiled_blocks: bool) -> Traffic:
     from_all = forward if group > 1 else everything
     from_group = everything.plus(from_all, -1)
     # Gathered one by one after a step (DeepSpeedZeroOptimizer_Stage3._post_step).
-    persistent = count_persistent(shape.tensors, setup)
+    persistent = [tensor.elements for tensor in persistent_parameters(shape.tensors.all, setup).values()]
     matrices = sum(tensor.kind != "vector" for tensor in shape.tensors.all)
     scatters = min(-(-shape.num_parameters // max(1, config.zero.reduce_bucket_size)), matrices)
     parameter_bytes = BYTES_PER_ELEMENT[config.model_dtype]

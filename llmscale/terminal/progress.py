@@ -59,9 +59,9 @@ class Progress:
         if end:
             fraction = min(place / end, 1)
             parts.append(f"{fraction:.0%}")
-            gone = place - self._first[1]
-            if gone > 0:
-                parts.append(f"{describe_duration(max(end - place, 0) * elapsed_s / gone)} left")
+            advanced = place - self._first[1]
+            if advanced > 0:
+                parts.append(f"{describe_duration(max(end - place, 0) * elapsed_s / advanced)} left")
             if self._on_terminal:
                 parts[0] = f"{_bar(fraction)} {parts[0]}"
         self._print(f"{self._label}: {', '.join(parts)}")

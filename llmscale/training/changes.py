@@ -11,10 +11,11 @@ from typing import cast
 
 from llmscale.architecture.shape import SHAPE_KEYS, VOCAB_MULTIPLE
 from llmscale.checkpoint.inventory import find_any_checkpoint, read_state
-from llmscale.checkpoint.manifest import find_damage, is_whole, load_manifest
+from llmscale.checkpoint.manifest import find_damage, is_whole, load_manifest, load_pieces
 from llmscale.checkpoint.run_state import RunState, check_identity, parse_run_state
 from llmscale.config.launcher_variables import is_restart
 from llmscale.config.resolve import resolve_schedule
+from llmscale.config.run_urls import shown, url_of
 from llmscale.config.schedule import Schedule
 from llmscale.errors import CheckpointError, ConfigError
 from llmscale.memory.breakdown import format_size
@@ -60,12 +61,18 @@ def check_start(run: PreparedRun) -> list[str]:
         check_identity(state.identity, run.identity(stream.identity), config.allow_changed)
     check_skips(config.skip_steps, state, run.resolved.total_steps, is_restart(os.environ))
     if found is not None and state is not None and (lines := list(finished_lines(state, run))):
-        end = f"finished at step {state.step} of {run.resolved.total_steps}; run folder: {config.run}"
+        end = f"finished at step {state.step} of {run.resolved.total_steps}; run folder: {shown(config.run)}"
         # A start skips a damaged checkpoint, and takes the previous one.
-        return [*lines, end] if find_damage(found[0]) is None else []
+        return [*lines, end] if find_damage(found[0]) is None and _is_settled(found[0], config.run) else []
     if find_any_checkpoint(config.run) is None:
         _check_disk(run)
     return []
+
+
+def _is_settled(checkpoint: Path, run: Path) -> bool:
+    """Return whether this disk or the run's store has all of a checkpoint: the ranks need not meet."""
+    pieces = load_pieces(checkpoint)
+    return pieces.remote is not None if pieces else url_of(run) is None
 
 
 def _find_source(run: PreparedRun) -> tuple[Path, RunState] | None:

@@ -1,8 +1,5 @@
 """Publish a run in its store while it trains: one trainer at a time, checkpoints in the background, records in parts.
 
-Rank 0 holds the run by changing `latest.json` every few seconds. Another start takes the run over once that has not
-happened for BEATS_MISSED intervals of its own clock; from then on no write of the old trainer can succeed.
-
 A saved checkpoint is linked aside, so that retention cannot remove it, and uploaded by all ranks. The write of
 `latest.json` that names it publishes it. When the store does not answer, training continues, and the newest checkpoint
 is published once it does.
@@ -11,8 +8,7 @@ is published once it does.
 from __future__ import annotations
 
 import os
-import platform
-import secrets
+import re
 import shutil
 import threading
 import time
@@ -29,6 +25,7 @@ from llmscale.checkpoint.manifest import (
     CHECKPOINT_NAME,
     CHECKPOINTS_NAME,
     MANIFEST_NAME,
+    STATE_NAME,
     Pieces,
     checkpoints_folder,
     files_here,
@@ -41,114 +38,33 @@ from llmscale.checkpoint.remote_run import (
     LOCAL_NAMES,
     TOKEN_NAME,
     UPLOADS,
-    Holder,
     RunIndex,
     drop_tensors,
     encode_part,
+    fetched_at_ns,
     is_record_name,
-    open_index,
-    parse_index,
-    read_token,
     record_url,
     update_copy,
 )
+from llmscale.checkpoint.run_lease import Lease, remove_checkpoints, take_lease
 from llmscale.config.run_urls import url_of
 from llmscale.data.storage import faults
 from llmscale.data.storage.objects import Store
-from llmscale.data.storage.shared_object import Overtaken, SharedObject, check_conditional
+from llmscale.data.storage.shared_object import Overtaken
 from llmscale.data.storage.transport import Uploader, open_uploader
-from llmscale.engine.collectives import gather, on_each_disk, on_main_rank
+from llmscale.engine.collectives import gather, on_all_ranks, on_each_disk, on_main_rank
 from llmscale.engine.process_group import World
-from llmscale.errors import CheckpointError, ConfigError, LlmscaleError
+from llmscale.errors import CheckpointError, LlmscaleError
 from llmscale.files.atomic_write import write_durably
 
-#: Seconds between two signs of life, unless the environment shortens them, and how many may be missed.
-BEAT_VARIABLE = "LLMSCALE_BEAT_S"
-_BEAT_S, BEATS_MISSED = 15.0, 4
 #: Seconds between two parts of the records, beside those with every checkpoint.
 _RECORDS_S = 300.0
 #: Seconds for which the end of training waits for the store.
 _END_S = 600.0
 #: Files up to this size are sent whole when they change; of longer ones the first bytes and those that were added.
 _SMALL_BYTES, _HEAD_BYTES = 1 << 16, 1 << 12
+_OF_RANK = re.compile(r"rank-(\d+)", re.ASCII)
 _PART_BYTES, _MAX_FILE_BYTES = 16 << 20, 256 << 20
-
-
-def boot_name() -> str:
-    """Return what a process id needs to be unique: this boot, and this container's process namespace."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return secrets.token_hex(8)
-
-
-class Lease:
-    """Rank 0's hold on a run in a store."""
-
-    def __init__(self, shared: SharedObject, index: RunIndex, version: str) -> None:
-        self._shared, self._version = shared, version
-        self.index = index
-        """Content of latest.json as this trainer wrote it."""
-        self._turn = threading.Lock()
-
-    def update(self, change: Callable[[RunIndex], RunIndex]) -> None:
-        """Write a changed description with a sign of life. Raises Overtaken when another trainer has the run."""
-        with self._turn:
-            changed = change(self.index)
-            if changed.holder is not None:
-                changed = replace(changed, holder=replace(changed.holder, beat=changed.holder.beat + 1))
-            self._version = self._shared.write(changed.encode(), self._version)
-            self.index = changed
-
-    def release(self) -> None:
-        """Let another start have the run at once."""
-        self.update(lambda index: replace(index, holder=None))
-
-
-def take_lease(run: Path, report: Callable[[str], None]) -> tuple[Lease, RunIndex | None]:
-    """Take the run whose copy is `run`; return the lease and the description before. Waits for a holder that may be
-    gone. Raises ConfigError when another trainer holds it."""
-    url, shared = str(url_of(run)), open_index(run)
-    found = shared.read()
-    holder = parse_index(found[0], url).holder if found else None
-    if found is None:
-        check_conditional(url)
-    elif holder is not None:
-        _wait_until_gone(shared, holder, url, report)
-        found = shared.read()
-    before, version = (parse_index(found[0], url), found[1]) if found else (None, None)
-    token, beat_s = secrets.token_hex(8), float(os.environ.get(BEAT_VARIABLE) or _BEAT_S)
-    holder = Holder(token, platform.node(), os.getpid(), boot_name(), 0, beat_s)
-    index = before or RunIndex(secrets.token_hex(8))
-    index = replace(index, epoch=index.epoch + 1, last_token=token, holder=holder)
-    try:
-        return Lease(shared, index, shared.write(index.encode(), version)), before
-    except Overtaken:
-        raise _in_use(url, "another start, which was faster") from None
-
-
-def _wait_until_gone(shared: SharedObject, holder: Holder, url: str, report: Callable[[str], None]) -> None:
-    """Return once the holder of a run is gone. Raises ConfigError if it is alive."""
-    named = f"process {holder.pid} on host {holder.host}"
-    if holder.boot == boot_name():
-        if os.path.exists(f"/proc/{holder.pid}"):
-            raise _in_use(url, named)
-        return
-    limit_s = BEATS_MISSED * holder.beat_s
-    report(f"{url} is held by {named}; waiting {limit_s:.0f} s for a sign of life before taking it over")
-    end = time.monotonic() + limit_s
-    while (left_s := end - time.monotonic()) > 0:
-        time.sleep(min(holder.beat_s, left_s))
-        found = shared.read()
-        now = parse_index(found[0], url).holder if found else None
-        if now is None:
-            return
-        if (now.token, now.beat) != (holder.token, holder.beat):
-            raise _in_use(url, f"process {now.pid} on host {now.host}")
-
-
-def _in_use(url: str, who: str) -> ConfigError:
-    return ConfigError(f"--run {url} is in use by {who}. Wait for it to end, or name another run.")
 
 
 @dataclass
@@ -164,30 +80,43 @@ class _Sent:
 class RecordUploads:
     """Sends what one rank's disk added to the run's files. One per disk."""
 
-    def __init__(self, run: Path, epoch: int, rank: int) -> None:
-        self._run, self._epoch, self._rank = run, epoch, rank
+    def __init__(self, run: Path, epoch: int, rank: int, neighbours: Sequence[int]) -> None:
+        """`neighbours` are the ranks on this disk. Only rank 0's disk sends files that are not a rank's own."""
+        self._run, self._epoch, self._rank, self._neighbours = run, epoch, rank, neighbours
         self._url = str(url_of(run))
         self._sent: dict[str, _Sent] = {}
         self.num_parts = 0
         """Parts that the store holds."""
-
-    def skip_existing(self) -> None:
-        """Take the files as they are for sent: they came from the store."""
-        self._sent = {name: state for name, state, _ in self._changes()}
+        self._turn = threading.Lock()
+        # What has not changed since the copy was fetched came from the store.
+        fetched_ns = fetched_at_ns(run)
+        self._sent = {name: state for name, state, _ in self._changes() if state.changed_ns <= fetched_ns}
 
     def send(self, put: Callable[[bytes, str], None]) -> None:
         """Send what changed since the last time, with `put`. Raises DataError."""
+        with self._turn:
+            self._send(put)
+
+    def _send(self, put: Callable[[bytes, str], None]) -> None:
         part: list[tuple[str, int, bytes, bool]] = []
+
+        def put_part() -> None:
+            put(encode_part(part), record_url(self._url, self._epoch, self._rank, self.num_parts))
+            self.num_parts += 1
+            part.clear()
+
         states: dict[str, _Sent] = {}
-        changes = self._changes()
-        for number, (name, state, ranges) in enumerate(changes):
-            part += [(name, *found) for found in ranges]
+        for name, state, ranges in self._changes():
+            for offset, body, ends in ranges:
+                for begin in range(0, max(1, len(body)), _PART_BYTES):
+                    piece = body[begin : begin + _PART_BYTES]
+                    part.append((name, offset + begin, piece, ends and begin + len(piece) == len(body)))
+                    if sum(len(body) for _, _, body, _ in part) >= _PART_BYTES:
+                        put_part()
             states[name] = state
-            if number == len(changes) - 1 or sum(len(body) for _, _, body, _ in part) > _PART_BYTES:
-                put(encode_part(part), record_url(self._url, self._epoch, self._rank, self.num_parts))
-                self.num_parts += 1
-                self._sent |= states
-                part, states = [], {}
+        if part:
+            put_part()
+        self._sent |= states
 
     def _changes(self) -> list[tuple[str, _Sent, list[tuple[int, bytes, bool]]]]:
         """Return each changed file: name, state and changed ranges as (offset, bytes, whether the file ends there)."""
@@ -198,10 +127,15 @@ class RecordUploads:
             for path in (Path(folder, name) for name in names):
                 name = path.relative_to(self._run).as_posix()
                 with suppress(OSError):
-                    if is_record_name(name) and path.is_file() and not path.is_symlink():
+                    if self._is_sent(name) and path.is_file() and not path.is_symlink():
                         change = self._change(path, self._sent.get(name))
                         found += [(name, *change)] if change else []
         return sorted(found, key=lambda change: change[0])
+
+    def _is_sent(self, name: str) -> bool:
+        owner = _OF_RANK.search(name)
+        is_own = int(owner[1]) in self._neighbours if owner else self._rank == 0
+        return is_own and is_record_name(name)
 
     def _change(self, path: Path, sent: _Sent | None) -> tuple[_Sent, list[tuple[int, bytes, bool]]] | None:
         with path.open("rb") as file:
@@ -218,23 +152,16 @@ class RecordUploads:
             return state, ([(0, head, False)] if state.head != sent.head else []) + added
 
 
-def remove_checkpoints(store: Store, url: str, remotes: Iterable[str]) -> None:
-    """Remove the objects of checkpoints that latest.json does not name any more. Raises DataError."""
-    for remote in remotes:
-        for stored in store.find(f"{url}/{CHECKPOINTS_NAME}/{remote}"):
-            store.remove(stored.url)
+def local_name(remote: str) -> str:
+    """Return the name in the run of the checkpoint in a folder of the store, eEPOCH-NAME or eEPOCH-NAME.NUMBER."""
+    return remote.partition("-")[2].partition(".")[0]
 
 
-def prune_run(run: Path, names: Sequence[str], report: Callable[[str], None]) -> None:
-    """Remove checkpoints from a run in a store. Raises ConfigError while a trainer holds the run, and DataError."""
-    url, (lease, before) = str(url_of(run)), take_lease(run, report)
-    try:
-        known = before.checkpoints if before else {}
-        kept = {name: remote for name, remote in known.items() if name not in names}
-        lease.update(lambda index: replace(index, checkpoints=kept))
-        remove_checkpoints(Store(url), url, [remote for name, remote in known.items() if name in names])
-    finally:
-        lease.release()
+def _remote_of(checkpoint: Path) -> str | None:
+    with suppress(CheckpointError):
+        pieces = load_pieces(checkpoint)
+        return pieces.remote if pieces else None
+    return None
 
 
 class RunPublisher:
@@ -259,46 +186,60 @@ class RunPublisher:
         self._run, self._world, self._lease, self._records, self._epoch = run, world, lease, records, epoch
         self._report, self._on_lost = report, on_lost
         self._url = str(url_of(run))
+        self._aside = run / UPLOADS / f"rank-{world.rank:05d}"
         self._store: Store | None = None
         self._uploader: Uploader | None = None
-        self._ending, self._wake = threading.Event(), threading.Event()
+        self._ending, self._closing, self._wake = threading.Event(), threading.Event(), threading.Event()
+        self._saved: list[str] = []
+        self._uploading = ""
         self._waiting: list[str] = []
         self._said = ""
         self.problem = ""
         """Why the newest checkpoint is not published; empty if it is."""
+        self._links = dist.new_group(backend="gloo")
         # Its messages may wait as long as training lasts.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(days=3650))
         self._thread = threading.Thread(target=self._main if lease else self._follow, name="publish", daemon=True)
 
     def start(self, unpublished: Path | None) -> None:
-        """Begin to publish, with the newest checkpoint that an earlier start could not publish."""
+        """Begin to publish, with the newest checkpoint that an earlier start could not publish. Collective."""
         if self._lease:
             with suppress(LlmscaleError):
                 self.remove_unnamed()
+            threading.Thread(target=self._beat, name="beat", daemon=True).start()
         if unpublished is not None:
             self.saved(unpublished)
         self._thread.start()
 
     def saved(self, checkpoint: Path) -> None:
-        """Publish a checkpoint that was saved. Every rank calls it."""
-        aside = self._run / UPLOADS / checkpoint.name
-        aside.mkdir(parents=True, exist_ok=True)
-        for name in self._own_files(checkpoint):
-            with suppress(FileExistsError):
-                os.link(checkpoint / name, aside / name)
+        """Publish a checkpoint that was saved. Collective."""
+        number = sum(local_name(remote) == checkpoint.name for remote in self._saved)
+        # A step may be saved again after a rollback.
+        self._saved.append(f"e{self._epoch:05d}-{checkpoint.name}" + (f".{number}" if number else ""))
+        try:
+            on_all_ranks(self._links, lambda: self._link(checkpoint, self._aside / self._saved[-1]))
+        except Exception as error:  # of any rank
+            self.problem = str(error)
+            self._tell(self.problem)
+            return
+        # During an outage only the newest waits, so that links do not fill the disk.
+        for remote in self._saved[:-1]:
+            if remote != self._uploading:
+                shutil.rmtree(self._aside / remote, ignore_errors=True)
         if self._lease:
-            self._waiting.append(checkpoint.name)
+            self._waiting.append(self._saved[-1])
             self._wake.set()
 
-    def _own_files(self, checkpoint: Path) -> list[str]:
-        """Return the files of a checkpoint that this rank uploads."""
-        rank = self._world.rank
-        neighbours = self._world.disks.neighbours(rank)
+    def _link(self, checkpoint: Path, aside: Path) -> None:
+        """Link the files of a checkpoint that this rank uploads, and its manifest."""
+        aside.mkdir(parents=True)
+        neighbours = self._world.disks.neighbours(self._world.rank)
         manifest = load_manifest(checkpoint)
         tensors = [file.name for file in files_here(checkpoint, manifest) if file.name.startswith("__")]
         others = [file.name for file in manifest.files if not file.name.startswith("__")]
-        small = [*others, MANIFEST_NAME] if rank == 0 else []
-        return [*tensors[neighbours.index(rank) :: len(neighbours)], *small]
+        own = tensors[neighbours.index(self._world.rank) :: len(neighbours)]
+        for name in (*own, *(others if self._lease else ()), MANIFEST_NAME):
+            os.link(checkpoint / name, aside / name)
 
     def finish(self) -> None:
         """Wait until the last checkpoint is published. Collective. Raises CheckpointError after _END_S without."""
@@ -321,22 +262,32 @@ class RunPublisher:
         last.join(faults.STALL_S)
 
     def _close(self) -> None:
-        with suppress(LlmscaleError):
+        self._closing.set()
+        with suppress(LlmscaleError, OSError):
             self._send_records()
             self._update(lambda index: replace(index, holder=None))
 
     # Rank 0
 
-    def _main(self) -> None:
+    def _beat(self) -> None:
         assert self._lease is not None and self._lease.index.holder is not None
         beat_s = self._lease.index.holder.beat_s
-        next_beat = next_records = time.monotonic()
-        end = None
+        while not self._closing.wait(beat_s) and self._lease:
+            self._attempt(lambda: self._update(lambda index: index))
+
+    def _main(self) -> None:
+        try:
+            self._publish_all()
+        except Exception as error:  # another rank is gone, which the training loop reports
+            self.problem = self.problem or str(error)
+
+    def _publish_all(self) -> None:
+        next_records, end = time.monotonic(), None
         while True:
-            self._wake.wait(max(0.0, next_beat - time.monotonic()))
+            self._wake.wait(faults.RETRY_PAUSES_S[1] if self._waiting else max(0.0, next_records - time.monotonic()))
             self._wake.clear()
             end = end or (time.monotonic() + _END_S if self._ending.is_set() else None)
-            if self._waiting:
+            if self._waiting and self._lease:
                 self._publish_newest()
             is_done = end is not None and (not self._waiting or time.monotonic() > end or not self._lease)
             if is_done or time.monotonic() >= next_records:
@@ -344,36 +295,33 @@ class RunPublisher:
                 next_records = time.monotonic() + _RECORDS_S
             if is_done:
                 break
-            if time.monotonic() >= next_beat:
-                self._attempt(lambda: self._update(lambda index: index))
-                next_beat = time.monotonic() + beat_s
         self._broadcast(None)
 
-    def _attempt(self, action: Callable[[], object]) -> bool:
-        """Run a request of rank 0; report a failure once, and the loss of the run to another trainer."""
+    def _attempt(self, action: Callable[[], object]) -> str:
+        """Run a request of rank 0; return why it failed, reported once, or an empty string."""
         try:
             action()
         except Overtaken:
-            self.problem = f"another trainer has taken {self._url} over."
-            self._lease = None
-            self._waiting.clear()
-            self._on_lost(self.problem)
-        except LlmscaleError as error:
+            problem = f"another trainer has taken {self._url} over."
+            if self._lease and not self._closing.is_set():
+                self._on_lost(problem)
+            self._lease, self.problem = None, problem
+            return problem
+        except (LlmscaleError, OSError) as error:
             self._tell(str(error))
-        else:
-            return True
-        return False
+            return str(error)
+        return ""
 
     def _tell(self, problem: str) -> None:
-        self.problem = problem
-        if problem != self._said:
+        if not self._said:
             self._report(f"WARNING: {problem} Training continues; checkpoints are kept on this disk meanwhile.")
         self._said = problem
 
     def _update(self, change: Callable[[RunIndex], RunIndex]) -> None:
         """Write latest.json, with the small files and the number of records. Raises Overtaken."""
-        if self._lease is None:
-            return
+        lease = self._lease
+        if lease is None:
+            raise Overtaken(self.problem)
         folder = checkpoints_folder(self._run)
         carried = {name: (folder / name).read_text() for name in CARRIED if (folder / name).is_file()}
 
@@ -383,50 +331,46 @@ class RunPublisher:
             counts = {**changed.records, epoch: {**changed.records.get(epoch, {}), **own}}
             return replace(changed, carried=carried, records=counts)
 
-        self._lease.update(with_records)
+        lease.update(with_records)
 
     def _publish_newest(self) -> None:
         """Publish the newest checkpoint that waits, with all ranks."""
-        name = self._waiting[-1]
-        self._broadcast(name)
-        results = self._upload_round(name)
+        remote = self._waiting[-1]
+        self._broadcast(remote)
+        results = self._upload_round(remote)
+        counts = {str(rank): count for rank, (_, count) in enumerate(results) if count}
         problem = next((problem for problem, _ in results if problem), "")
-
-        def publish() -> None:
-            counts = {str(rank): count for rank, (_, count) in enumerate(results) if count}
-            self._publish(name, counts)
-
-        is_published = not problem and self._attempt(publish)
         if problem:
             self._tell(problem)
-        if is_published:
+        self.problem = problem or self._attempt(lambda: self._publish(remote, counts))
+        if not self.problem:
             if self._said:
-                self._report(f"{self._url} is written again: {name} is published")
-            self.problem = self._said = ""
-            self._waiting = self._waiting[self._waiting.index(name) + 1 :]
-        else:
-            # Not at once: the store has just refused.
-            self._ending.wait(faults.RETRY_PAUSES_S[1])
-        self._broadcast(name if is_published else "")
-        self._clear_up(name if is_published else "")
+                self._report(f"{self._url} is written again: {local_name(remote)} is published")
+            self._said = ""
+            self._waiting = self._waiting[self._waiting.index(remote) + 1 :]
+        published = "" if self.problem else remote
+        self._broadcast(published)
+        self._clear_up(published)
 
-    def _publish(self, name: str, counts: dict[str, int]) -> None:
-        remote = self._remote(name)
-        aside = self._run / UPLOADS / name
-        self._upload(aside / MANIFEST_NAME, f"{self._url}/{CHECKPOINTS_NAME}/{remote}/{MANIFEST_NAME}")
+    def _publish(self, remote: str, counts: dict[str, int]) -> None:
+        self._upload(self._aside / remote / MANIFEST_NAME, f"{self._url}/{CHECKPOINTS_NAME}/{remote}/{MANIFEST_NAME}")
         folder = checkpoints_folder(self._run)
-        expired: dict[str, str] = {}
+        local = {path.name: _remote_of(path) for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name)}
+        expired: set[str] = set()
 
         def add(index: RunIndex) -> RunIndex:
-            there = {**index.checkpoints, name: remote}
-            expired.update({key: value for key, value in there.items() if key != name and not (folder / key).is_dir()})
+            known = set(index.checkpoints.values())
+            kept = {name: there for name, there in index.checkpoints.items() if name in local}
+            # Saving a step of another history has renamed its older checkpoint.
+            kept |= {name: there for name, there in local.items() if there in known}
+            kept[local_name(remote)] = remote
+            expired.update(known - set(kept.values()))
             records = {**index.records, str(self._epoch): {**index.records.get(str(self._epoch), {}), **counts}}
-            kept = {key: value for key, value in there.items() if key not in expired}
             return replace(index, checkpoints=kept, records=records)
 
         self._update(add)
         self._report(f"published {self._url}/{CHECKPOINTS_NAME}/{remote}")
-        self._remove(expired.values())
+        self._remove(expired)
 
     def _remove(self, remotes: Iterable[str]) -> None:
         with suppress(LlmscaleError):  # the next start removes it
@@ -453,55 +397,49 @@ class RunPublisher:
         dist.broadcast_object_list(message, src=0, group=self._group)
         return message[0]
 
-    def _upload_round(self, name: str) -> list[tuple[str, int]]:
+    def _upload_round(self, remote: str) -> list[tuple[str, int]]:
         """Upload this rank's files of a checkpoint; return each rank's problem and number of records. Collective."""
-        problem, count = "", 0
+        problem, count, self._uploading = "", 0, remote
         try:
-            aside = self._run / UPLOADS / name
-            for path in sorted(aside.iterdir() if aside.is_dir() else ()):
+            for path in sorted((self._aside / remote).iterdir()):
                 if path.name != MANIFEST_NAME:
-                    self._upload(path, f"{self._url}/{CHECKPOINTS_NAME}/{self._remote(name)}/{path.name}")
+                    self._upload(path, f"{self._url}/{CHECKPOINTS_NAME}/{remote}/{path.name}")
             if self._records:
                 self._send_records()
                 count = self._records.num_parts
-        except (LlmscaleError, OSError) as error:
+        except Exception as error:  # the other ranks wait for the answer
             problem = str(error)
+        self._uploading = ""
         return gather(self._group, (problem, count))
-
-    def _remote(self, name: str) -> str:
-        # A checkpoint that replaces another history's of the same step has the same name.
-        step = CHECKPOINT_NAME.fullmatch(name)
-        assert step is not None
-        return f"e{self._epoch:05d}-{step[1]}"
 
     def _clear_up(self, published: str) -> None:
         """Note that a checkpoint is published, and drop the tensors of older ones on this disk."""
-        aside = self._run / UPLOADS
-        waiting = {published, *(path.name for path in aside.iterdir() if published and path.name < published)}
-        for name in waiting - {""}:
-            shutil.rmtree(aside / name, ignore_errors=True)
-        rank = self._world.rank
-        if not published or self._world.disks.mains[rank] != rank:
+        if not published:
             return
-        folder = checkpoints_folder(self._run)
+        rank, folder = self._world.rank, checkpoints_folder(self._run)
+        checkpoint = folder / local_name(published)
         with suppress(OSError, LlmscaleError):
-            names = [file.name for file in files_here(folder / published, load_manifest(folder / published))]
-            held = tuple(name for name in names if name != "state.json")
-            save_pieces(folder / published, Pieces(held, self._remote(published)))
-            for path in folder.iterdir():
-                if CHECKPOINT_NAME.fullmatch(path.name) and path.name != published:
-                    pieces = load_pieces(path)
-                    if pieces and pieces.remote and pieces.files:
-                        drop_tensors(path)
+            # Its name may belong to a newer one by now.
+            is_same = os.path.samefile(checkpoint / MANIFEST_NAME, self._aside / published / MANIFEST_NAME)
+            if is_same and self._world.disks.mains[rank] == rank:
+                names = [file.name for file in files_here(checkpoint, load_manifest(checkpoint))]
+                save_pieces(checkpoint, Pieces(tuple(name for name in names if name != STATE_NAME), published))
+                for path in folder.iterdir():
+                    if CHECKPOINT_NAME.fullmatch(path.name) and path != checkpoint:
+                        pieces = load_pieces(path)
+                        if pieces and pieces.remote and pieces.files:
+                            drop_tensors(path)
+        for remote in self._saved[: self._saved.index(published) + 1]:
+            shutil.rmtree(self._aside / remote, ignore_errors=True)
 
     def _send_records(self) -> None:
         if self._records:
             self._records.send(self._put)
 
     def _put(self, contents: bytes, url: str) -> None:
-        path = self._run / UPLOADS / f".part-{self._world.rank}-{threading.get_ident()}"
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(contents)
+        path = self._aside / f".part-{threading.get_ident()}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, contents)
         try:
             self._upload(path, url)
         finally:
@@ -548,7 +486,6 @@ def open_publisher(
         return before, lease.index.epoch, lease.index.last_token
 
     before, epoch, token = on_main_rank(world.control, take)
-    is_newer = all(gather(world.control, before is not None and read_token(run) == before.last_token))
 
     def update() -> None:
         shutil.rmtree(run / UPLOADS, ignore_errors=True)
@@ -563,8 +500,6 @@ def open_publisher(
                 lease.release()
         raise
     is_first = world.disks.mains[world.rank] == world.rank
-    records = RecordUploads(run, epoch, world.rank) if is_first else None
-    if records and not is_newer:
-        records.skip_existing()
+    records = RecordUploads(run, epoch, world.rank, world.disks.neighbours(world.rank)) if is_first else None
     held = leases[0] if leases else None
     return RunPublisher(run, world, held, records, epoch=epoch, report=report, on_lost=on_lost)

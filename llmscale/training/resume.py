@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,7 +63,8 @@ def find_resume_point(
     if folder is None:
         return None
     # Rank 0 reads it; hashes confirm later that the others see the same files.
-    return on_main_rank(world.control, lambda: _check_point(folder, config, identity, report))
+    point = on_main_rank(world.control, lambda: _check_point(folder, config, identity, report))
+    return replace(point, folder=folder)
 
 
 def _check_point(
@@ -85,7 +87,8 @@ def _check_point(
 def _find_named_checkpoint(path: str | Path, flag: str, world: World, report: Callable[[str], None]) -> Path:
     """Return the checkpoint that the user named with `flag`, verified. Collective. Raises CheckpointError."""
     # Rank 0's answer counts: another rank might see a newer checkpoint of a run that trains.
-    folder = on_main_rank(world.control, lambda: find_checkpoint(Path(path), report))
+    inside = on_main_rank(world.control, lambda: os.path.relpath(find_checkpoint(Path(path), report), path))
+    folder = Path(path) / inside
     damage = find_damage_together(folder, world.control, world.disks)
     if damage:
         raise CheckpointError(f"{flag} {path}: {damage} Name another checkpoint.")

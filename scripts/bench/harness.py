@@ -1,4 +1,4 @@
-"""What every benchmark shares: the machine of a result, checked flags, prepared text, and ranks that take turns.
+"""Provide what every benchmark needs: the machine of a result, checked flags, prepared text, and ranks that take turns.
 
 A script's standard output is its committed summary: the command, the table, and the machine with its load. `--json`
 writes the raw measurements, which stay out of git. No torch.
@@ -250,7 +250,7 @@ class Job:
     """
 
     def __init__(self, module: str, arguments: Sequence[str], world_size: int, *, threads: int, log: Path) -> None:
-        """Start `python -m module` once per rank. What the ranks print goes to `log`."""
+        """Start `python -m module` once per rank, with output to `log`."""
         port = free_port()
         self._log = log
         with log.open("w") as output:

@@ -14,6 +14,7 @@ from llmscale.checkpoint.manifest import checkpoint_name, checkpoints_folder
 from llmscale.checkpoint.run_state import RunState
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot
 from llmscale.checkpoint.tensor_files import Fragment
+from llmscale.engine.collectives import Disks
 
 
 @pytest.fixture
@@ -54,6 +55,7 @@ def save_steps(one_rank: None, tmp_path: Path) -> Callable[..., list[str]]:
             keep_every=keep_every,
             in_background=in_background,
             report=lines.append,
+            disks=Disks((0,)),
             **more,
         )
         for step in steps:

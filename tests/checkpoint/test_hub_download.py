@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from llmscale.checkpoint.hub_download import provide_model
+from llmscale.engine.collectives import Disks
 from llmscale.engine.process_group import World
 from llmscale.errors import DataError
 from tests.hub_server import COMMIT, Hub, serve_model
@@ -44,7 +45,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def provide(here: Path | None = None, progress: object = int) -> Path:
     assert dist.group.WORLD is not None
-    world = World(0, 1, 0, (1,), torch.device("cpu"), "cpu", dist.group.WORLD)
+    world = World(0, 1, 0, (1,), torch.device("cpu"), "cpu", dist.group.WORLD, Disks((0,)))
     return provide_model(NAME, "--init-from hf:own/model", here, world, progress)  # type: ignore[arg-type]
 
 

@@ -24,7 +24,10 @@ from llmscale.checkpoint.load import (
 )
 from llmscale.checkpoint.manifest import History
 from llmscale.checkpoint.tensor_files import Fragment, FragmentLoadPlanner, JsonIndexReader, load_index
+from llmscale.engine.collectives import Disks
 from llmscale.errors import CheckpointError
+
+ONE_DISK = Disks((0,))
 
 
 @pytest.fixture
@@ -155,7 +158,7 @@ def test_the_newest_good_checkpoint_is_taken(save_steps: Callable, tmp_path: Pat
     (newest / "__0_0.distcp").write_bytes(b"torn")
     (middle / "manifest.json").unlink()
     lines: list[str] = []
-    assert find_newest_good(tmp_path / "run", dist.group.WORLD, lines.append) == oldest
+    assert find_newest_good(tmp_path / "run", dist.group.WORLD, ONE_DISK, lines.append) == oldest
     assert len(lines) == 2
     assert lines[0].startswith("WARNING: step-00000002 is damaged and passed over: ")
     assert "manifest.json is missing" in lines[0]
@@ -166,11 +169,11 @@ def test_the_newest_good_checkpoint_is_taken(save_steps: Callable, tmp_path: Pat
 def test_a_run_without_a_good_checkpoint_does_not_begin_anew(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints in .* is whole"):
-        find_newest_good(tmp_path / "run", dist.group.WORLD, lambda _: None)
+        find_newest_good(tmp_path / "run", dist.group.WORLD, ONE_DISK, lambda _: None)
 
 
 def test_a_run_without_checkpoints_begins(one_rank: None, tmp_path: Path) -> None:
-    assert find_newest_good(tmp_path / "run", dist.group.WORLD, lambda _: None) is None
+    assert find_newest_good(tmp_path / "run", dist.group.WORLD, ONE_DISK, lambda _: None) is None
 
 
 def test_a_run_of_which_only_abandoned_checkpoints_are_left_does_not_begin_anew(
@@ -178,12 +181,12 @@ def test_a_run_of_which_only_abandoned_checkpoints_are_left_does_not_begin_anew(
 ) -> None:
     record_history(tmp_path / "run", History(2), tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=r"elsewhere has no checkpoints. 1 abandoned ones can be named"):
-        find_newest_good(tmp_path / "run", dist.group.WORLD, lambda _: None)
+        find_newest_good(tmp_path / "run", dist.group.WORLD, ONE_DISK, lambda _: None)
 
 
 def test_a_run_whose_only_checkpoint_has_another_name_does_not_begin_anew(checkpoint: Path, tmp_path: Path) -> None:
     checkpoint.rename(checkpoint.with_name("step-00000003-backup"))
     lines: list[str] = []
     with pytest.raises(CheckpointError, match=r"nothing to continue from but step-00000003-backup"):
-        find_newest_good(tmp_path / "run", dist.group.WORLD, lines.append)
+        find_newest_good(tmp_path / "run", dist.group.WORLD, ONE_DISK, lines.append)
     assert len(lines) == 1

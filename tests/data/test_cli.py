@@ -57,7 +57,7 @@ def test_train_prepare_inspect_verify(corpus: Path, tmp_path: Path, capsys: pyte
     [
         (20, (), "Validation is the last 17 of the text's 361 tokens", True),
         (1, (), "No validation split: the text is too short, 19 tokens", False),
-        (20, ("--val-fraction", "0"), "No validation split: as --val-fraction 0 says.", False),
+        (20, ("--val-fraction", "0"), "No validation split: --val-fraction is 0.", False),
     ],
 )
 def test_how_one_document_is_split_is_said(

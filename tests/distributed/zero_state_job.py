@@ -11,6 +11,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmscale.architecture.layers import ParameterKind
@@ -26,6 +27,7 @@ from llmscale.checkpoint.tensor_files import (
     load_index,
 )
 from llmscale.config.optimizers import ADAMW
+from llmscale.engine.collectives import Disks
 from llmscale.engine.optimizers import build_parameter_groups
 from llmscale.engine.process_group import World, join_world
 from llmscale.engine.zero_shards import group_scalars, reset_step_counts
@@ -87,7 +89,8 @@ def train(engine: deepspeed.DeepSpeedEngine, steps: int) -> None:
 
 def save(engine: deepspeed.DeepSpeedEngine, run: Path, stage: int) -> Path:
     state = RunState(STEP, 0, 0, 0, {}, "fp32", group_scalars(engine), {})
-    saver = CheckpointSaver(run, keep_last=1, keep_every=0, in_background=False, report=fail_on_warning)
+    disks = Disks((0,) * dist.get_world_size())
+    saver = CheckpointSaver(run, keep_last=1, keep_every=0, in_background=False, report=fail_on_warning, disks=disks)
     fragments = copy_out(engine_fragments(engine))
     saver.save(Snapshot(STEP, 0, stage, "fp32", state.as_dict(), fragments))
     return checkpoints_folder(run) / checkpoint_name(STEP)
@@ -126,7 +129,7 @@ def check(world: World, folder: Path, precision: str, optimizer: str, stages: li
         # One engine for all loads: it differs from each in every tensor and step count, by its own or the load before.
         engine = build(stage, precision, offload, optimizer)
         for number, (source, scalars, saved) in enumerate(sources):
-            load_engine(engine, source, RunState(STEP, 0, 0, 0, {}, "fp32", scalars, {}), world.control)
+            load_engine(engine, source, RunState(STEP, 0, 0, 0, {}, "fp32", scalars, {}), world.control, world.disks)
             assert group_scalars(engine) == scalars
             decays = {group["name"]: group["weight_decay"] for group in engine.optimizer.param_groups}
             assert decays == {"decay": 0.1, "no_decay": 0.0}, decays

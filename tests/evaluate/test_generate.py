@@ -1,19 +1,25 @@
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import sys
+import types
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
 from llmscale.architecture.shape import GPTShape
+from llmscale.data.tokenizers.tokenizer import ByteTokenizer
 from llmscale.errors import ConfigError, TrainingError
-from llmscale.evaluate.generate import SamplingSettings, batch_bytes, check_memory, sample
+from llmscale.evaluate.generate import SamplingSettings, batch_bytes, check_memory, generate_text, sample
 from llmscale.model.attention_context import KVCache, kv_cache_bytes
 from llmscale.model.gpt import GPT
 from tests.model.odd_shapes import ODD_SHAPES, build_spread_gpt
 
+ROOT = Path(__file__).resolve().parents[2]
 SHAPE = GPTShape(n_layer=2, n_head=2, n_embd=32, vocab_size=300, seq_len=16)
 PROMPT = [5, 17, 250]
 SETTINGS = {"max_new_tokens": 20, "temperature": 1.0, "top_k": None, "top_p": None}
@@ -216,3 +222,21 @@ def test_a_cache_takes_memory_and_spares_that_of_the_prompt() -> None:
     assert batch_bytes(short, 8, 100, 1000, use_cache=True) > kv_cache_bytes(short, 8, 512, 4) + batch_bytes(
         short, 8, 100, 300, use_cache=False
     )
+
+
+def test_cogs_prediction_streams_a_text(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cog itself is not installed here."""
+    fake = types.SimpleNamespace(BasePredictor=object, ConcatenateIterator=list, Input=lambda **_: None, Path=Path)
+    monkeypatch.setitem(sys.modules, "cog", fake)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    spec = importlib.util.spec_from_file_location("predict", ROOT / "scripts/cloud/predict.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    predictor = module.Predictor()
+    predictor.model, predictor.tokenizer = model, ByteTokenizer()
+    said = "".join(predictor.predict("ab", 9, 1.0, 50, 1.0, 7))
+    settings = SamplingSettings(9, 1.0, 50, 1.0)
+    chunks = generate_text(model, ByteTokenizer(), [[*b"ab"]], settings, seeds=[7])
+    assert said == "".join(chunk.text for chunk in chunks) != ""

@@ -1,4 +1,4 @@
-"""States and activations together: against a dry run of the real engine, and what must hold whatever the numbers."""
+"""States and activations together: against a dry run of the real engine, and properties of every estimate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llmscale.memory.estimate import CONTEXT_BYTES, PHASES, MemoryEstimate, esti
 from llmscale.planning.search import Candidate, Job, Machines, fit_at
 
 GIB = 2**30
-#: What the closed form may differ from the dry run: in a phase, and in the phase that is the peak.
+#: Tolerated relative difference from the dry run: in a phase, and in the phase of the peak.
 TOLERANCE, PEAK_TOLERANCE = 0.03, 0.01
 
 #: Where the peak lies differs: in the loss, in the blocks, in the optimizer step.
@@ -78,8 +78,7 @@ def peak_of_dry_run(fit: Candidate, shape: GPTShape) -> dict[str, Breakdown]:
 
 @pytest.fixture(scope="module")
 def libraries_are_frozen() -> Iterator[None]:
-    """For dry runs within this process, each of which collects garbage several times: what torch and DeepSpeed made
-    when they were imported, a million objects, is looked at by none of them."""
+    """Keep a million objects of torch and DeepSpeed out of the dry runs' garbage collections."""
     pytest.importorskip("deepspeed")
     gc.collect()
     gc.freeze()
@@ -158,7 +157,7 @@ def test_every_family_s_whole_grid_is_that_of_the_dry_run(stage: int, precision:
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.usefixtures("libraries_are_frozen")
 def test_optimizer_offload_is_that_of_the_dry_run(stage: int) -> None:
-    """What DeepSpeed needs to send a gradient to the host is gone when the block's activations are at their most."""
+    """DeepSpeed frees the buffers of a gradient's copy to the host before the block's activations peak."""
     pytest.importorskip("deepspeed")
     ds, shape = config(stage, "bf16", offload_optimizer={"device": "cpu"}), SHAPES["many parameters"]
     check_fit(fit(ds, shape, "full", world_size=1, size=64), shape)
@@ -228,7 +227,7 @@ def test_a_higher_stage_holds_less_in_the_forward_pass() -> None:
 
 
 def test_what_hpz_keeps_from_earlier_micro_steps_is_there_when_a_later_one_begins() -> None:
-    """The whole copy of what has been released, not only of what the blocks before have left."""
+    """hpZ's copies of all released parameters count, not only those of the earlier blocks."""
     shape = SHAPES["many parameters"]
     one, two = (
         fit(config(3, "bf16", zero_hpz_partition_size=2), shape, "none", accumulation=steps).estimate

@@ -39,8 +39,10 @@ def test_llama3_8b_in_torchtitan(gpus: int, published_gib: float) -> None:
 
 
 def test_what_ran_in_llm_foundry_fits() -> None:
-    """Its 129 rows of GPUs with 80 GB in mixed precision DEFAULT ran; ZeRO-3 keeps as much as FSDP's FULL_SHARD. What
-    is said not to fit is in tensors alone below 80 GB."""
+    """Its 129 rows of GPUs with 80 GB in mixed precision DEFAULT ran; ZeRO-3 keeps as much as FSDP's FULL_SHARD.
+
+    Rows that the estimate denies take less than 80 GB in tensors alone.
+    """
     rows = [row for row in fitted_to() if row["mixed_precision"] == "DEFAULT"]
     assert len(rows) == 129
     fitting = 0

@@ -37,11 +37,12 @@ Decide = Callable[[int, ExactKey | SketchRow], Removed | None]
 
 @dataclass(frozen=True)
 class NearSettings:
-    """When two documents are near duplicates.
+    """Settings that decide which documents are near duplicates.
 
-    Documents whose shingles have the Jaccard similarity s share one of b bands of r minima, and so are compared, with
-    the probability 1 - (1 - s^r)^b (Leskovec, Rajaraman & Ullman, Mining of Massive Datasets, 3.4.2). Where 5 % of the
-    words of a text are replaced, 0.95^3 of its shingles of three words stay, so s = 0.75, which is found with 99.9 %.
+    Two documents are compared if they share one of b bands of r minima. With a Jaccard similarity s of their shingles,
+    the probability of that is 1 - (1 - s^r)^b (Leskovec, Rajaraman & Ullman, Mining of Massive Datasets, 3.4.2).
+    Example: if 5 % of a text's words are replaced, 0.95^3 of its shingles of three words remain. Then s = 0.75, and the
+    copy is found with a probability of 99.9 %.
     """
 
     permutations: int = 128
@@ -167,7 +168,9 @@ class ExactIndex:
     def __init__(self) -> None:
         self._index = SortedIndex()
         self._recent: dict[int, int] = {}
+        """First document of each key that is not in the index yet."""
         self._older: dict[int, int] = {}
+        """First document of each key of this batch that is in the index."""
 
     def begin_batch(self, keys: Sequence[int]) -> None:
         """Look up the keys that `decide` will get next."""
@@ -193,13 +196,15 @@ class NearIndex:
         self._settings = settings
         self._bands = [SortedIndex() for _ in range(settings.bands)]
         self._recent: list[dict[int, list[int]]] = [defaultdict(list) for _ in range(settings.bands)]
+        """Kept documents by band and key that are not in the indexes yet."""
         self._first_recent = 0
         self._numbers = array("I")
-        """Numbers in the input."""
+        """Number in the input of each kept document."""
         self._blocks: list[NDArray[np.uint8]] = []
         self._keys: list[list[int]] = []
         self._minima = np.zeros((0, settings.permutations), np.uint8)
         self._older: dict[int, list[int]] = {}
+        """Candidates from the indexes, by row of this batch."""
 
     def begin_batch(self, sketches: Sketches) -> None:
         """Look up the documents that `decide` will get next."""

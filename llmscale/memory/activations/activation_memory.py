@@ -1,8 +1,8 @@
 """Activation memory of llmscale.model.gpt for one micro-batch, from recorded passes. No torch.
 
-Which tensors autograd keeps and what else is alive beside them is recorded from the model itself
-(llmscale.memory.activations.recorded); here it is put together with what ZeRO decides: parameters and their gradients
-are left out, and `Moment.gradient_parameters` says which gradients exist by then.
+The tensors of a pass are recorded from the model itself (llmscale.memory.activations.recorded). This file sorts them by
+the parts of a training step. Parameters and their gradients are left out, because ZeRO decides about them;
+`Moment.gradient_parameters` counts the gradients that exist by then.
 """
 
 from __future__ import annotations
@@ -24,73 +24,68 @@ from llmscale.memory.activations.recorded import (
 from llmscale.memory.activations.symbols import block_branch, ends_branch, shape_symbols
 from llmscale.memory.breakdown import allocated_bytes
 
-#: DeepSpeed's cpu_checkpointing keeps the newest checkpoint on the GPU, and the one before until its copy is surely
-#: done (offload_activations.py, keep_last_count and max_fwd_stash_count); of the others one element is left.
+#: DeepSpeed's cpu_checkpointing keeps the newest checkpoint on the GPU, and the one before until its copy is done
+#: (offload_activations.py, keep_last_count and max_fwd_stash_count). One element is left of each other one.
 _INPUTS_KEPT_ON_GPU = 2
 
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """Bytes on the GPU, parameters and their gradients left out. How they add up over a micro-step:
+    """Bytes on the GPU, without parameters and their gradients. They add up over a micro-step:
 
-    - before block i of the forward pass: `before_block_bytes(i, forward=True)`; within it at most
+    - before block i of the forward pass: `before_block_bytes(i, forward=True)`; within the block at most
       `block_forward_peak_bytes` more;
     - output head and loss: `before_block_bytes(L, forward=True)` and at most `logits_forward_peak_bytes` more;
     - end of the forward pass: `before_block_bytes(L)`, the final norm's, the logits' and the head's cast;
     - head and loss backwards: `before_block_bytes(L)` and one of the moments `head_backward`;
     - block i backwards: `before_block_bytes(i)`, `head_gradient_bytes` and one of `block_backward`;
-    - embeddings backwards: one of `embedding_backward`, which has everything in it.
+    - embeddings backwards: one of `embedding_backward`, which includes everything.
     """
 
     n_layer: int
     saved_per_block_bytes: int
-    """One block's input and what else it saves for the backward pass; weights cast by autocast are not in it."""
+    """One block's input and its other tensors saved for the backward pass, without weights cast by autocast."""
     saved_casts_per_block_bytes: int
-    """Autocast's 16-bit copies of a block's matrices that the backward pass will read: none with checkpointing, none
-    with ZeRO-3."""
+    """Autocast's 16-bit copies of a block's matrices for the backward pass; 0 with checkpointing and with ZeRO-3."""
     forward_casts_per_block_bytes: int
-    """The same during the forward pass, whose cache holds the copies of all weights to its end in every mode, but with
-    ZeRO-3 of the biases alone."""
+    """Autocast's copies of a block's weights in its cache until the end of the forward pass; of biases with ZeRO-3."""
     head_cast_bytes: int
-    """Autocast's copy of the token table, as far as the output head leaves it behind."""
+    """Autocast's copy of the token table after the output head has run."""
     saved_embedding_bytes: int
-    """Until the end of the backward pass: the micro-batch's token ids, positions, the embedding's dropout mask."""
+    """The micro-batch's token ids, positions and the embedding's dropout mask, until the end of the backward pass."""
     saved_final_norm_bytes: int
-    """The last block's result, the final norm's statistics, and what the loss keeps before the first tensor over the
-    vocabulary: the targets, and the gradient of the norm's result."""
+    """The last block's result, the final norm's statistics, the targets, and the gradient of the norm's result."""
     logits_saved_bytes: int
-    """The gradient of the head's weights, which is made with the loss; the loss itself."""
+    """The loss, and the gradient of the head's weights, which is made with it."""
     block_forward_peak_bytes: int
-    """What one block holds at the fullest moment of its forward pass, input, saved tensors and casts included."""
+    """Peak of one block's forward pass, with its input, saved tensors and casts."""
     logits_forward_peak_bytes: int
-    """The same from the final norm to the loss."""
+    """Peak from the final norm to the loss."""
     block_backward: tuple[Moment, ...]
-    """Everything that one block holds during its backward pass: its input, saved and recomputed tensors, gradients of
-    activations, and of parameters until they are handed over. Only moments that no later one exceeds."""
+    """Moments of one block's backward pass that no later one exceeds: its input, saved and recomputed tensors,
+    gradients of activations, and gradients of parameters until DeepSpeed gets them."""
     block_handovers: tuple[Moment, ...]
-    """The same, in order, whenever a layer's gradients are handed over."""
+    """Moments, in order, at which DeepSpeed gets a layer's gradients."""
     head_backward: tuple[Moment, ...]
-    """As `block_backward`, from the loss back to the final norm."""
+    """Moments like `block_backward` from the loss back to the final norm."""
     head_handovers: tuple[Moment, ...]
-    """As `block_handovers`. Of a tied table none."""
+    """Moments like `block_handovers` of the head; none for a tied table."""
     embedding_backward: tuple[Moment, ...]
-    """The same at the end. The token table's gradients, from the head, from the look-up and but for autocast their sum
-    in a third tensor, count as temporaries here."""
+    """Moments like `block_backward` at the end. The token table's gradients count as temporaries here: from the head,
+    from the look-up and, except with autocast, their sum in a third tensor."""
     embedding_handovers: tuple[Moment, ...]
-    """As `block_handovers`, of the embeddings. Of a tied table none."""
+    """Moments like `block_handovers` of the embeddings; none for a tied table."""
     head_gradient_bytes: int
-    """The token table's gradient from the output head, which waits for the look-up's until the end; the loss and its
-    own gradient."""
+    """The token table's gradient from the output head, which waits for the look-up's; the loss and its gradient."""
     inputs_kept_on_gpu: int
-    """Of the last so many blocks the input stays on the GPU with cpu_checkpointing; 0 without."""
+    """Last blocks whose input stays on the GPU with cpu_checkpointing; 0 without."""
     input_bytes: int
     """One block's input [b, t, h]."""
     host_bytes: int
-    """On the host, pinned: the other blocks' inputs, with cpu_checkpointing."""
+    """Pinned host memory for the other blocks' inputs, with cpu_checkpointing."""
 
     def before_block_bytes(self, blocks: int, *, forward: bool = False) -> int:
-        """What the embeddings and the first `blocks` blocks hold, casts included, during the backward pass or the
-        forward pass."""
+        """Return what the embeddings and the first `blocks` blocks hold in a pass, with casts."""
         newest = blocks if forward else self.n_layer
         kept = max(0, blocks - max(0, newest - self.inputs_kept_on_gpu)) if self.inputs_kept_on_gpu else 0
         casts = self.forward_casts_per_block_bytes if forward else self.saved_casts_per_block_bytes
@@ -110,7 +105,7 @@ class ActivationMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The largest sum over a forward and a backward pass."""
+        """Largest sum over a forward and a backward pass."""
         return max(self.forward_peak_bytes, self.backward_peak_bytes)
 
 
@@ -125,29 +120,28 @@ def estimate_activations(
     capability: ComputeCapability | None = None,
     loss_chunk_tokens: int = CHUNK_TOKENS,
 ) -> ActivationMemory:
-    """Every tensor of a forward and a backward pass over sequences of `seq_len` tokens.
+    """Estimate the activations of a forward and a backward pass over sequences of `seq_len` tokens.
 
-    `cpu_checkpointing` applies to `full` checkpointing. `zero_stage` 3 has its own linear layers, which matter under
-    autocast: they save inputs in fp32 and no copies of weights. `capability` is the GPU's, which decides the kernel of
-    attention; None: of an Ampere or newer one. Raises NotRecorded for a branch that no table has.
+    `cpu_checkpointing` applies to `full` checkpointing. `zero_stage` 3 has linear layers that save inputs in fp32 under
+    autocast, and no copies of weights. The GPU's `capability` decides the kernel of attention; None means Ampere or
+    newer. Raises NotRecorded for a branch that is in no table.
     """
     segments = recorded_segments(
         block_branch(shape, precision, checkpointing, zero_stage, capability),
         ends_branch(shape, micro_batch_size, precision, loss_chunk_tokens),
     )
     micro_step = evaluate_segments(segments, shape_symbols(shape, micro_batch_size, loss_chunk_tokens), shape.n_layer)
-    stream_bytes_per_element = (
-        4 if precision in ("fp32", "autocast") else 2
-    )  # autocast leaves the residual stream alone
-    input_bytes = allocated_bytes(micro_batch_size * shape.seq_len * shape.n_embd, stream_bytes_per_element)
+    # Autocast does not cast the residual stream.
+    stream_width = 4 if precision in ("fp32", "autocast") else 2
+    input_bytes = allocated_bytes(micro_batch_size * shape.seq_len * shape.n_embd, stream_width)
     return assemble_activations(micro_step, input_bytes, offloaded=cpu_checkpointing and checkpointing == "full")
 
 
 def assemble_activations(micro_step: MicroStep, input_bytes: int, *, offloaded: bool = False) -> ActivationMemory:
-    """A recorded micro-step by the parts that the memory of a training step is added up from.
+    """Sort a recorded micro-step by the parts of `ActivationMemory`.
 
-    A recording counts a block's input to what made it, `ActivationMemory` to the block. `offloaded`: blocks' inputs go
-    to the host.
+    A recording counts a block's input with the layer that made it, `ActivationMemory` with the block. `offloaded`: the
+    blocks' inputs are copied to the host.
     """
     segments, starts, layers = micro_step.segments, micro_step.starts, micro_step.n_layer
     embeddings = starts["block_forward"].minus(Moment(input_bytes))
@@ -155,7 +149,7 @@ def assemble_activations(micro_step: MicroStep, input_bytes: int, *, offloaded: 
     saved_block = Moment(block.activations_bytes, casts_bytes=_kept_casts(micro_step))
     head_begins = embeddings.plus(saved_block, layers)
     last_block_begins = embeddings.plus(saved_block, layers - 1)
-    # What waits for the end of the backward pass: the loss, its gradient, the token embedding's gradient from the head.
+    # The loss, its gradient and the token embedding's gradient from the head wait for the end of the backward pass.
     waiting = _waiting(micro_step, last_block_begins, saved_block, input_bytes)
     logits_bytes = segments["head_forward"].net.logits_bytes
     before_head = embeddings.plus(block, layers)
@@ -187,27 +181,27 @@ def assemble_activations(micro_step: MicroStep, input_bytes: int, *, offloaded: 
 
 
 def _kept_casts(micro_step: MicroStep) -> int:
-    """Of a block's casts those that outlive the forward pass."""
+    """Return the bytes of a block's casts that outlive the forward pass."""
     segments = micro_step.segments
     return segments["block_forward"].net.casts_bytes + segments["end_forward"].per_block.casts_bytes
 
 
 def _waiting(micro_step: MicroStep, last_block_begins: Moment, saved_block: Moment, input_bytes: int) -> Moment:
-    """What is alive from the head's backward pass to the end, when the gradient of [b, t, h] reaches the last block."""
+    """Return what stays alive from the head's backward pass to the end."""
     begins = micro_step.starts["block_backward"].minus(last_block_begins).minus(saved_block)
-    # The last block's result goes with the head's backward pass, but for checkpoints that hold it.
+    # The head's backward pass frees the last block's result, unless a checkpoint holds it.
     result = input_bytes if begins.activations_bytes >= input_bytes else 0
     return Moment(begins.activations_bytes - result, begins.temporaries_bytes - input_bytes)
 
 
 def _moments_beyond(micro_step: MicroStep, name: str, base: Moment) -> tuple[Moment, ...]:
-    """Those of a segment's moments that can be its fullest, without `base`."""
+    """Return the moments of a segment that can be its peak, less `base`."""
     moments = (Moment(), *micro_step.segments[name].moments)
     return moments_that_matter(_beyond(micro_step, name, moments, base))
 
 
 def _beyond(micro_step: MicroStep, name: str, moments: Iterable[Moment], base: Moment) -> tuple[Moment, ...]:
-    """Moments of a segment without `base`; parameters with gradients counted from the segment's beginning."""
+    """Return moments of a segment less `base`, with gradients counted from the segment's beginning."""
     start, found = micro_step.starts[name], []
     for moment in moments:
         live = start.plus(moment).minus(base)

@@ -1,47 +1,57 @@
 """Recorded passes through a model, evaluated for any shape. No torch.
 
 `llmscale.dry_run.recording` follows every allocation of the real model's forward and backward pass at small shapes, and
-`llmscale.dry_run.recording` writes each size as coefficient x product of symbols. What is left is a small table: a
-micro-step is a sequence of segments, and of each segment the moments that can be its peak, as counts over formulas.
-Nothing in it is estimated; a branch that was not recorded is an error.
+writes each size as coefficient x product of symbols. The result is a small table: a micro-step is a sequence of
+segments, each with the moments that can be its peak, as counts over formulas. Nothing in it is estimated; a branch that
+was not recorded is an error.
+
+Blocks that are in no table are recorded on this machine and kept in the user's cache folder. Those recordings hold for
+the code and the libraries that they were made with, so each such combination has its own folder.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
+from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
 
+from llmscale import __version__
 from llmscale.errors import ConfigError
-from llmscale.memory.activations.recording_cache import read_recording
+from llmscale.files.atomic_write import write_durably
+from llmscale.files.source_hashes import source_hashes
 from llmscale.memory.activations.symbols import BlockBranch, EndsBranch, related_branches
 from llmscale.memory.breakdown import allocated_bytes
 
-#: In the order of time. `end_forward`: the outermost autocast region ends and its cache of cast weights goes.
+#: Segments in the order of time. `end_forward`: the outermost autocast region ends and frees its cache of cast weights.
 SEGMENTS = (
     *("embed_forward", "block_forward", "head_forward", "end_forward"),
     *("head_backward", "block_backward", "embed_backward"),
 )
-#: Segments whose operators the block decides; the others' are those of embeddings and head.
+#: Segments of the block's operators; the others run embeddings and head.
 BLOCK_SEGMENTS = ("block_forward", "end_forward", "block_backward")
-#: Recorded by `python scripts/record_memory.py`: a table for each style of blocks, and one for everything around them.
+#: Recorded by `python scripts/record_memory.py`: a table for each style of blocks, and one for embeddings and head.
 TABLES = Path(__file__).parent / "tables"
 ENDS_TABLE = "ends"
+#: Packages of llmscale that determine a recording, beside torch and DeepSpeed.
+_RECORDED_FROM = ("architecture", "model", "engine", "dry_run", "memory/activations")
 
-#: How many of each formula are alive: `"activation 2*b*t*a*d" -> 3`. A formula is its kind, a coefficient (of bytes; of
-#: elements for a parameter's gradient) and symbols. Kinds: `activation` made by the forward pass, or again by a
-#: recomputation; `logits` the same from the first tensor over the vocabulary on; `temporary` gradients of activations
-#: and work space of kernels; `cast` weights in 16 bit that autocast made; `gradient` of a parameter, from when autograd
-#: hands it over (until then it is a temporary).
+#: Number of live tensors of each formula: `"activation 2*b*t*a*d" -> 3`. A formula is its kind, a coefficient in bytes
+#: (in elements for a parameter's gradient) and symbols. Kinds: `activation`, made by the forward pass or a
+#: recomputation; `logits`, an activation from the first tensor over the vocabulary on; `temporary`, a gradient of
+#: activations or work space of a kernel; `cast`, weights in 16 bit made by autocast; `gradient` of a parameter, from
+#: the moment autograd passes it on (until then it is a temporary).
 Counts = Mapping[str, int]
 
 
 class NotRecorded(ConfigError):
-    """A branch of the model's code that no table has, and nobody has recorded on this machine."""
+    """A branch of the model's code is in no table, and was not recorded on this machine."""
 
     def __init__(self, branches: Sequence[BlockBranch | EndsBranch]) -> None:
         super().__init__(
@@ -49,7 +59,7 @@ class NotRecorded(ConfigError):
             "trains all the same; `llmscale estimate` of it records them once."
         )
         self.branches = branches
-        """To record: it, and those that the same question may come to."""
+        """Branches to record: the missing one, and related ones that the same table of strategies needs."""
 
 
 @dataclass(frozen=True)
@@ -57,36 +67,36 @@ class RecordedSegment:
     """One segment of a micro-step."""
 
     net: Counts
-    """What it leaves behind, or takes away (negative)."""
+    """Tensors alive after it and not before, or (negative) freed by it."""
     per_block: Counts
-    """What it takes away once for every block of the model."""
+    """Tensors that it frees (negative) for every block of the model."""
     moments: tuple[Counts, ...]
-    """Beyond what was alive when it began, at every moment that can be its fullest."""
+    """Additions to what was alive when it began, at every moment that can be its peak."""
     handovers: tuple[Counts, ...]
-    """The same whenever a layer's gradients are handed over: what DeepSpeed then needs for them comes on top."""
+    """Additions whenever DeepSpeed gets a layer's gradients, without the memory that DeepSpeed needs for them."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Live bytes at one moment of a pass, by what they are, parameters and their gradients left out."""
+    """Live bytes at one moment of a pass, without parameters and their gradients."""
 
     activations_bytes: int = 0
-    """Made by the forward pass, or again by a recomputation; the loss's too."""
+    """Tensors made by the forward pass or a recomputation, the loss's included."""
     temporaries_bytes: int = 0
     """Gradients of activations, and work space of kernels."""
     casts_bytes: int = 0
-    """Weights in 16 bit that autocast made of fp32 ones."""
+    """Weights in 16 bit that autocast has made of fp32 ones."""
     gradient_parameters: int = 0
-    """Parameters whose gradients were handed over since the segment began; their bytes are not in the sums above."""
+    """Parameters whose gradients DeepSpeed got since the segment began; the other fields leave them out."""
     logits_bytes: int = 0
-    """Of the activations, those of the loss."""
+    """The loss's part of the activations."""
 
     @property
     def total_bytes(self) -> int:
         return self.activations_bytes + self.temporaries_bytes + self.casts_bytes
 
     def plus(self, other: Moment, times: int = 1) -> Moment:
-        """The sum with `times` the other."""
+        """Return the sum with `times` the other."""
         return Moment(
             self.activations_bytes + times * other.activations_bytes,
             self.temporaries_bytes + times * other.temporaries_bytes,
@@ -118,7 +128,7 @@ class MicroStep:
 
     @cached_property
     def starts(self) -> dict[str, Moment]:
-        """What is alive when a segment begins; of the blocks' the first in the order of time."""
+        """Live bytes when each segment begins; the first block's in the order of time."""
         live, found = Moment(), {}
         for name in SEGMENTS:
             segment = self.segments[name]
@@ -127,28 +137,9 @@ class MicroStep:
             live = live.plus(segment.net, times).plus(segment.per_block, self.n_layer)
         return found
 
-    @property
-    def forward_peak_bytes(self) -> int:
-        return self._peak_bytes("forward")
-
-    @property
-    def backward_peak_bytes(self) -> int:
-        return self._peak_bytes("backward")
-
-    def _peak_bytes(self, direction: str) -> int:
-        most = 0
-        for name, segment in self.segments.items():
-            if not name.endswith(direction):
-                continue
-            # What is alive changes by the same amount with every block: most is alive in the first or the last.
-            for done in (0, self.n_layer - 1) if name.startswith("block") else (0,):
-                start = self.starts[name].total_bytes + done * segment.net.total_bytes
-                most = max(most, start, *(start + moment.total_bytes for moment in segment.moments))
-        return most
-
 
 def evaluate_segments(segments: Mapping[str, RecordedSegment], symbols: Mapping[str, int], n_layer: int) -> MicroStep:
-    """A recording at one shape, `symbols` -> number. Raises KeyError for a symbol that the shape does not have."""
+    """Evaluate a recording at one shape, `symbols` -> number. Raises KeyError for a symbol that the shape lacks."""
     sizes: dict[str, int] = {}
 
     def moment(counts: Counts) -> Moment:
@@ -176,7 +167,7 @@ def evaluate_segments(segments: Mapping[str, RecordedSegment], symbols: Mapping[
 
 
 def moments_that_matter(moments: Iterable[Moment]) -> tuple[Moment, ...]:
-    """Those that no later moment exceeds: gradients only become more, so a smaller earlier moment is never a peak."""
+    """Drop moments that a later one exceeds: gradients only become more, so these are never the peak."""
     kept: list[Moment] = []
     for moment in reversed(list(moments)):
         if not kept or moment.total_bytes > kept[-1].total_bytes:
@@ -192,11 +183,11 @@ class RecordedTable:
 
     @property
     def keys(self) -> set[str]:
-        """Of the branches."""
+        """Keys of the branches."""
         return set(self._branches)
 
     def segments(self, key: str) -> dict[str, RecordedSegment]:
-        """Of one branch. Raises KeyError when it was not recorded."""
+        """Return the segments of one branch. Raises KeyError when it was not recorded."""
         return {name: self._segment(index) for name, index in self._branches[key].items()}
 
     @property
@@ -224,15 +215,15 @@ class RecordedTable:
 
 @cache
 def read_table(name: str) -> RecordedTable:
-    """Of llmscale.model.gpt. Raises FileNotFoundError for a style of blocks that was not recorded."""
+    """Read a table of llmscale.model.gpt. Raises FileNotFoundError for a style of blocks that was not recorded."""
     return RecordedTable(json.loads((TABLES / f"{name}.json").read_text()))
 
 
 @cache
 def recorded_segments(block: BlockBranch, ends: EndsBranch) -> Mapping[str, RecordedSegment]:
-    """The micro-step of a GPT whose blocks take one branch, and embeddings and head another.
+    """Return the micro-step of a GPT whose blocks take one branch, and embeddings and head another.
 
-    Raises NotRecorded when either was not.
+    Raises NotRecorded when either is missing.
     """
     found: dict[str, RecordedSegment] = {}
     missing: list[BlockBranch | EndsBranch] = []
@@ -247,16 +238,16 @@ def recorded_segments(block: BlockBranch, ends: EndsBranch) -> Mapping[str, Reco
 
 
 def table_of(branch: BlockBranch | EndsBranch) -> str:
-    """The name of the table that has a branch or would have it."""
+    """Return the name of the table for a branch."""
     return branch.style.key if isinstance(branch, BlockBranch) else ENDS_TABLE
 
 
 def find_segments(branch: BlockBranch | EndsBranch) -> dict[str, RecordedSegment] | None:
-    """Of one branch, from the tables or from what was recorded on this machine; None where neither has it."""
+    """Return one branch from the tables or from this machine's recordings; None where it is missing."""
     with suppress(FileNotFoundError, KeyError):
         return read_table(table_of(branch)).segments(branch.key)
     text = read_recording(table_of(branch), branch.key)
-    # What is no recording, because a disk or a user damaged it, is recorded again.
+    # A damaged recording counts as missing, and is recorded again.
     with suppress(ValueError, TypeError, AttributeError, LookupError, AssertionError):
         segments = RecordedTable(json.loads(text or "")).segments(branch.key)
         in_block = isinstance(branch, BlockBranch)
@@ -265,8 +256,56 @@ def find_segments(branch: BlockBranch | EndsBranch) -> dict[str, RecordedSegment
     return None
 
 
+def recording_path(table: str, branch: str) -> Path | None:
+    """Return the path for the recording of one branch; None without torch or DeepSpeed, which would make it."""
+    name = _versions()
+    return None if name is None else cache_folder() / name / f"{table}--{branch.replace(' ', '_')}.json"
+
+
+def read_recording(table: str, branch: str) -> str | None:
+    """Return the JSON text; None where it is missing."""
+    path = recording_path(table, branch)
+    try:
+        return None if path is None else path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def write_recordings(texts: Mapping[tuple[str, str], str]) -> None:
+    """Write JSON texts by table and branch, each atomically. Raises ConfigError."""
+    for (table, branch), text in texts.items():
+        path = recording_path(table, branch)
+        assert path is not None, "torch has just recorded it"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_durably(path, text)
+        except OSError as error:
+            raise ConfigError(
+                f"{path.parent} cannot be written, where recorded blocks are kept: {error.strerror or error}. Set "
+                "XDG_CACHE_HOME to a folder that can."
+            ) from None
+
+
+def cache_folder() -> Path:
+    """Return the folder for recordings of all versions."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "llmscale" / "recorded"
+
+
+@cache
+def _versions() -> str | None:
+    """Return a name for the code and the libraries; None without torch or DeepSpeed."""
+    try:
+        libraries = [f"{name}-{version(name)}" for name in ("torch", "deepspeed")]
+    except PackageNotFoundError:
+        return None
+    package = Path(__file__).parents[2]
+    hashes = [source_hashes(package / folder) for folder in _RECORDED_FROM]
+    digest = hashlib.sha256(repr(hashes).encode()).hexdigest()
+    return "_".join((f"llmscale-{__version__}-{digest[:12]}", *libraries))
+
+
 def _size(formula: str, symbols: Mapping[str, int]) -> int:
-    """Bytes as the allocator rounds them, of a gradient elements."""
+    """Return bytes as the allocator rounds them; elements of a gradient."""
     kind, coefficient, names = _parsed(formula)
     size = coefficient[0] * prod(symbols[name] for name in names) // coefficient[1]
     return size if kind == "gradient" else allocated_bytes(size, 1)

@@ -1,8 +1,8 @@
-"""What the size of a recorded tensor can depend on, and what decides which tensors there are. No torch.
+"""Branches of the model's code, and the symbols in the sizes of recorded tensors. No torch.
 
 A recording (llmscale/dry_run/recording.py) holds for one branch of the model's code at every shape: its sizes are
-products of the symbols below. Where a shape or a setting makes PyTorch run other operators, the branch is another one,
-and was recorded by itself. What the shape alone decides is a style; each style has a table of its own.
+products of the symbols below. A shape or a setting that makes PyTorch run other operators makes another branch, with
+its own recording. The part of a branch that the shape alone decides is a style; each style has a table.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from llmscale.config.loss_settings import softmax_tokens
 #: bf16 and fp16 run the same operators on tensors of the same sizes.
 PrecisionKind = Literal["fp32", "16bit", "autocast"]
 NormKind = Literal["layernorm", "layernorm_without_bias", "rmsnorm"]
-#: Of a window alone [t, t], of documents [b, 1, t, t].
+#: A window's mask is [t, t], one of documents [b, 1, t, t].
 MaskKind = Literal["none", "window", "documents"]
 _BOTH = (False, True)
 
 
 @dataclass(frozen=True)
 class BlockStyle:
-    """What of a block's operators the shape decides, but for its attention kernel."""
+    """Part of a block's operators that the shape decides, without the attention kernel."""
 
     norm: NormKind
     norm_placement: NormPlacement
@@ -43,7 +43,7 @@ class BlockStyle:
 
     @property
     def key(self) -> str:
-        """The name of its table."""
+        """Name of its table."""
         words = [
             *(self.norm, "behind" if self.norm_placement == "post" else "", self.positions),
             *("" if self.qk_norm == "none" else f"qk_norm_{self.qk_norm}", "shared_keys" if self.shares_keys else ""),
@@ -56,28 +56,28 @@ class BlockStyle:
 
 @dataclass(frozen=True)
 class BlockBranch:
-    """What decides the operators of a block."""
+    """Choices that determine the operators of a block."""
 
     style: BlockStyle
     precision: PrecisionKind
     checkpointing: CheckpointingMode
     dropout: bool
     masked: bool
-    """Attention gets a mask. Whether it is one for all sequences does not matter here: it is expanded, not copied."""
+    """True when attention gets a mask. One mask for all sequences makes no difference: it is expanded, not copied."""
     attention: AttentionKernel
     zero3_linear: bool
-    """ZeRO-3 replaces F.linear by its own (deepspeed/runtime/zero/linear.py), which shows where it casts by itself,
-    and where `selective` saves what it adds biases to."""
+    """True where ZeRO-3's replacement of F.linear (deepspeed/runtime/zero/linear.py) changes the recording: where it
+    casts, and where `selective` saves the tensors that it adds biases to."""
 
     @property
     def key(self) -> str:
-        """Within the table of its style."""
+        """Name within the table of its style."""
         return " ".join(str(value) for value in astuple(self)[1:])
 
 
 @dataclass(frozen=True)
 class EndsBranch:
-    """What decides the operators before and behind the blocks: embeddings, mask, final norm, output head and loss."""
+    """Choices that determine the operators outside the blocks: embeddings, mask, final norm, output head and loss."""
 
     norm: NormKind
     positions: Positions
@@ -86,9 +86,9 @@ class EndsBranch:
     precision: PrecisionKind
     dropout: bool
     one_sequence: bool
-    """Targets of a single sequence lie beside each other, and position gradients need no sum."""
+    """True for a single sequence: its targets are contiguous, and position gradients need no sum."""
     one_chunk: bool
-    """All logits exist at once, and the head's gradient is no sum over chunks (llmscale.model.loss)."""
+    """True when all logits exist at once, without a sum of the head's gradient over chunks (llmscale.model.loss)."""
 
     @property
     def key(self) -> str:
@@ -96,7 +96,7 @@ class EndsBranch:
 
 
 def block_style(shape: GPTShape) -> BlockStyle:
-    """The style of this shape's blocks."""
+    """Return the style of this shape's blocks."""
     return BlockStyle(
         norm=_norm_kind(shape),
         norm_placement=shape.norm_placement,
@@ -117,7 +117,7 @@ def block_branch(
     zero_stage: int,
     capability: ComputeCapability | None = None,
 ) -> BlockBranch:
-    """The branch that a block of this shape takes, on a GPU of that compute capability."""
+    """Return the branch of this shape's blocks on a GPU of that compute capability."""
     style = block_style(shape)
     return BlockBranch(
         style=style,
@@ -137,13 +137,13 @@ def block_branch(
 
 
 def shows_zero3_linear(style: BlockStyle, precision: PrecisionKind, checkpointing: CheckpointingMode) -> bool:
-    """Whether ZeRO-3's linear layers save or hold anything else than PyTorch's."""
+    """Return True where ZeRO-3's linear layers save or hold other tensors than PyTorch's."""
     has_biases = style.attention_bias != "none" or style.mlp_bias
     return precision == "autocast" or (checkpointing == "selective" and has_biases)
 
 
 def ends_branch(shape: GPTShape, micro_batch_size: int, precision: Precision, loss_chunk_tokens: int) -> EndsBranch:
-    """The branch that embeddings and head take."""
+    """Return the branch of embeddings and head."""
     return EndsBranch(
         norm=_norm_kind(shape),
         positions=shape.positions,
@@ -157,8 +157,10 @@ def ends_branch(shape: GPTShape, micro_batch_size: int, precision: Precision, lo
 
 
 def related_branches(branch: BlockBranch | EndsBranch) -> Iterator[BlockBranch | EndsBranch]:
-    """The branch and those that the same model takes at other ZeRO stages, micro-batches and checkpointing: a table of
-    strategies asks for all of them."""
+    """Yield the branch, and those of the same model at other ZeRO stages, micro-batches and checkpointing.
+
+    A table of strategies needs all of them.
+    """
     if isinstance(branch, EndsBranch):
         for one_chunk, one_sequence in itertools.product(_BOTH, _BOTH):
             yield replace(branch, one_chunk=one_chunk, one_sequence=one_sequence)
@@ -169,7 +171,7 @@ def related_branches(branch: BlockBranch | EndsBranch) -> Iterator[BlockBranch |
 
 
 def shape_symbols(shape: GPTShape, micro_batch_size: int, loss_chunk_tokens: int) -> dict[str, int]:
-    """Symbol -> number. The rounded ones are what kernels and the vocabulary's padding round to."""
+    """Return symbol -> number. Kernels and the vocabulary's padding use the rounded ones."""
     t, d, tokens = shape.seq_len, shape.head_dim, micro_batch_size * shape.seq_len
     return {
         "b": micro_batch_size,
@@ -188,7 +190,7 @@ def shape_symbols(shape: GPTShape, micro_batch_size: int, loss_chunk_tokens: int
         "t_to_128": _round_up(t, 128),
         "t_to_32": _round_up(t, 32),  # the memory-efficient kernel's log-sum-exp
         "t_to_8": _round_up(t, 8),  # rows of a mask
-        # tokens of the loss's chunks but for the last one, and of that; of a single chunk b t
+        # tokens of the loss's chunks, and of the last one; a single chunk has b t
         **({} if tokens <= loss_chunk_tokens else _chunk_symbols(tokens, loss_chunk_tokens)),
         "softmax": softmax_tokens(min(tokens, loss_chunk_tokens)),  # whose logits exist in fp32
     }
@@ -198,7 +200,7 @@ def _chunk_symbols(tokens: int, chunk_tokens: int) -> dict[str, int]:
     return {"c": chunk_tokens, "c_last": tokens - (tokens - 1) // chunk_tokens * chunk_tokens}
 
 
-#: Symbols of the vocabulary: what the head makes from the first of them on is the loss's.
+#: Symbols of the vocabulary: the head's tensors count as the loss's from the first of these on.
 VOCABULARY_SYMBOLS = frozenset({"V", "padded_V"})
 
 

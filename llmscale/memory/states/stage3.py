@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
 from llmscale.architecture.layers import ParameterTensor, ParameterTensors
 from llmscale.config.muon import Part
@@ -15,8 +16,8 @@ from llmscale.config.optimizers import OptimizerGroup
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.states.stage3_gathers import (
     Gathers,
+    allocates_gathered,
     follow_gathers,
-    gather_settings,
     persistent_parameters,
     second_copies,
     shard_elements,
@@ -43,23 +44,22 @@ _SMALLEST_SWAP_BYTES = 2**20
 
 def estimate_stage3(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> StateMemory:
     """Estimate stage 3. `recomputes`: blocks run forward again, and are gathered again, in the backward pass."""
-    settings, passes = gather_settings(setup), tensors.architecture.n_layer + 3
-    moments = follow_gathers(tensors, settings, recomputes)
-    persistent = persistent_parameters(tensors.all, settings)
-    copies = second_copies(tensors.all, settings)
+    passes, moments = tensors.architecture.n_layer + 3, follow_gathers(tensors, setup, recomputes)
+    persistent = persistent_parameters(tensors.all, setup)
+    copies = second_copies(tensors.all, setup)
     # Copies that hpZ has made in earlier micro-steps.
     held = sum(copies[index] for index in copies.keys() - persistent) if setup.accumulates else 0
     gathered = [(moment.live_bytes + held, moment.peak_bytes + held) for moment in moments[passes:]]
     sub_groups = _build_sub_groups(tensors, setup)
     persistent_bytes = 0
-    if settings.allocates:
+    if allocates_gathered(setup):
         padded = (shard_elements(tensor, setup.shard_ranks) * setup.shard_ranks for tensor in persistent.values())
         persistent_bytes = sum(tensor_bytes(elements, setup.config.model_dtype) for elements in padded)
     return StateMemory(
         resident=_resident(sub_groups, setup, persistent_bytes),
         forward=tuple(Breakdown(parameters_bytes=moment.peak_bytes + held) for moment in moments[:passes]),
         backward=_Reduction(setup).follow(tensors, gathered),
-        step=_step(sub_groups, setup, sum(copies.values()) - persistent_bytes),
+        step=_step(sub_groups, setup, persistent_bytes, sum(copies.values())),
         host_bytes=_host_bytes(sub_groups, setup),
         nvme_bytes=_nvme_bytes(sub_groups, setup),
     )
@@ -67,14 +67,9 @@ def estimate_stage3(tensors: ParameterTensors, setup: ZeroSetup, recomputes: boo
 
 def count_gathers(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> tuple[Gathers, Gathers]:
     """Return the all-gathers of a micro-step's forward and backward pass, without persistent parameters."""
-    moments = follow_gathers(tensors, gather_settings(setup), recomputes)
+    moments = follow_gathers(tensors, setup, recomputes)
     forward = moments[tensors.architecture.n_layer + 3]
     return forward, moments[-1].plus(forward, -1)
-
-
-def count_persistent(tensors: ParameterTensors, setup: ZeroSetup) -> list[int]:
-    """Return the elements of each parameter that stays gathered between steps."""
-    return [tensor.elements for tensor in persistent_parameters(tensors.all, gather_settings(setup)).values()]
 
 
 class _Reduction:
@@ -209,15 +204,16 @@ def _resident(sub_groups: Sequence[_SubGroup], setup: ZeroSetup, persistent_byte
     )
 
 
-def _step(sub_groups: Sequence[_SubGroup], setup: ZeroSetup, parameters_bytes: int) -> Breakdown:
+def _step(sub_groups: Sequence[_SubGroup], setup: ZeroSetup, persistent_bytes: int, copies_bytes: int) -> Breakdown:
     """Return the peak of `step`: the norm in fp64, then each sub-group's flattened gradients and their fp32 copy.
 
-    `parameters_bytes`: hpZ's copies, less the persistent parameters, which are released until the end of the step. In
-    fp16 the check for overflows copies all gradients.
+    Persistent parameters are released until the end of the step, when hpZ's copies are freed. In fp16 the check for
+    overflows copies all gradients.
     """
     tracker, sum_dtype, offload = PeakTracker(), setup.config.grad_accum_dtype, setup.offloads_optimizer
     if not offload:
-        tracker.allocate("parameters", parameters_bytes)
+        tracker.free("parameters", persistent_bytes)
+        tracker.allocate("parameters", copies_bytes)
         everything = sum(sub_group.elements for sub_group in sub_groups)
         overflow = tensor_bytes(everything, sum_dtype) + tensor_bytes(everything, "fp16") // 2
         norm = tensor_bytes(2 * max(shard for sub_group in sub_groups for shard in sub_group.shards), "fp32")
@@ -233,16 +229,16 @@ def _step(sub_groups: Sequence[_SubGroup], setup: ZeroSetup, parameters_bytes: i
 
 def _host_bytes(sub_groups: Sequence[_SubGroup], setup: ZeroSetup) -> int:
     """Return one rank's host memory."""
-    states, parameters = setup.zero.offload_optimizer, setup.zero.offload_param
+    states, parameters, dtype = setup.zero.offload_optimizer, setup.zero.offload_param, setup.config.model_dtype
     host = HostMemory(pin_memory=True)
+    rooms, on_disk = _split_host_and_disk(sub_groups, setup)
     if parameters.device != "none":
         # _create_param_groups_fp16_flat_cpu_memory: page-locked, whatever the config says.
-        for elements in _room_in_host(sub_groups, setup):
-            host.pinned(elements, setup.config.model_dtype)
+        for elements in rooms.values():
+            host.pinned(elements, dtype)
     if parameters.device == "nvme":
         # AsyncPartitionedParameterSwapper: its buffers, and room for the largest sub-group on disk.
-        on_disk = max((sub_group.elements for sub_group in _on_disk(sub_groups, setup)), default=0)
-        host.pageable(parameters.buffer_count * parameters.buffer_size + on_disk, setup.config.model_dtype)
+        host.pageable(parameters.buffer_count * parameters.buffer_size + max(on_disk, default=0), dtype)
     host.pin_memory = states.pin_memory
     if states.device != "none":
         # grad_partitions_flat_buffer in _setup_for_real_optimizer.
@@ -259,37 +255,24 @@ def _host_bytes(sub_groups: Sequence[_SubGroup], setup: ZeroSetup) -> int:
 
 
 def _nvme_bytes(sub_groups: Sequence[_SubGroup], setup: ZeroSetup) -> int:
-    """Return one rank's bytes in files."""
-    num_bytes = 0
-    if setup.zero.offload_optimizer.device == "nvme":
-        # With the gradient, which the step reads too.
-        swapped = [sub_group for sub_group in sub_groups if sub_group.is_swapped]
-        num_bytes = sum((group.group.state_bytes + BYTES_PER_ELEMENT["fp32"]) * group.elements for group in swapped)
-    if setup.zero.offload_param.device == "nvme":
-        on_disk = sum(sub_group.elements for sub_group in _on_disk(sub_groups, setup))
-        num_bytes += BYTES_PER_ELEMENT[setup.config.model_dtype] * on_disk
-    return num_bytes
+    """Return one rank's bytes in files: the optimizer's with the gradient, which the step reads too."""
+    swapped = [sub_group for sub_group in sub_groups if sub_group.is_swapped]
+    states = sum((group.group.state_bytes + BYTES_PER_ELEMENT["fp32"]) * group.elements for group in swapped)
+    on_disk = sum(_split_host_and_disk(sub_groups, setup)[1]) * BYTES_PER_ELEMENT[setup.config.model_dtype]
+    in_files = setup.zero.offload_optimizer.device == "nvme", setup.zero.offload_param.device == "nvme"
+    return in_files[0] * states + in_files[1] * on_disk
 
 
-def _room_in_host(sub_groups: Sequence[_SubGroup], setup: ZeroSetup) -> list[int]:
-    """Return the elements of each group with room in host memory: all, or what `max_in_cpu` leaves."""
-    groups = sorted({sub_group.group_index for sub_group in sub_groups})
-    sizes = [sum(sub.elements for sub in sub_groups if sub.group_index == index) for index in groups]
-    if setup.zero.offload_param.device == "cpu":
-        return sizes
-    left, rooms = setup.zero.offload_param.max_in_cpu, []
-    for size in sizes:
-        rooms.append(max(0, min(size, left)))
-        left -= size
-    return rooms
+def _split_host_and_disk(sub_groups: Sequence[_SubGroup], setup: ZeroSetup) -> tuple[dict[int, int], list[int]]:
+    """Return the elements of each group with room in host memory, and those of each sub-group beyond it.
 
-
-def _on_disk(sub_groups: Sequence[_SubGroup], setup: ZeroSetup) -> list[_SubGroup]:
-    """Return the sub-groups beyond their group's room (_create_fp16_partitions_with_defragmentation)."""
-    found, ends = [], dict.fromkeys(range(len(sub_groups)), 0)
-    rooms = _room_in_host(sub_groups, setup)
-    for sub_group in sub_groups:
-        ends[sub_group.group_index] += sub_group.elements
-        if ends[sub_group.group_index] > rooms[sub_group.group_index]:
-            found.append(sub_group)
-    return found
+    Groups share `max_in_cpu` in their order (_create_fp16_partitions_with_defragmentation).
+    """
+    left, rooms, on_disk = setup.zero.offload_param.max_in_cpu, {}, []
+    for index in sorted({sub_group.group_index for sub_group in sub_groups}):
+        sizes = [sub_group.elements for sub_group in sub_groups if sub_group.group_index == index]
+        in_host = setup.zero.offload_param.device == "cpu"
+        rooms[index] = sum(sizes) if in_host else max(0, min(sum(sizes), left))
+        left -= sum(sizes)
+        on_disk += [size for size, end in zip(sizes, accumulate(sizes), strict=True) if end > rooms[index]]
+    return rooms, on_disk

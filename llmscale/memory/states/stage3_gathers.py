@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from llmscale.architecture.layers import ParameterTensor, ParameterTensors
-from llmscale.config.deepspeed.schema import Dtype
+from llmscale.config.deepspeed.schema import OffloadOptimizer, OffloadParam
 from llmscale.memory.states.state_memory import ZeroSetup, tensor_bytes
 
 
@@ -33,76 +34,55 @@ class Gathers(NamedTuple):
         return Gathers(*(mine + times * its for mine, its in zip(self, other, strict=True)))
 
 
-class GatherSettings(NamedTuple):
-    """Settings that determine which parameters are gathered; sizes in elements."""
-
-    ranks: int
-    dtype: Dtype
-    allocates: bool
-    """False for a single rank with its parameters on the GPU, which has nothing to gather."""
-    prefetch_size: int
-    max_live: int
-    reuse_distance: int
-    persistence_threshold: int
-    model_persistence_threshold: int
-    hpz_ranks: int
-    """Ranks that share hpZ's second copy; 1 for none."""
-    makes_copies: bool
-    """True in the first micro-step, which makes the second copies."""
-
-
-def gather_settings(setup: ZeroSetup) -> GatherSettings:
-    """Return the settings of a setup."""
-    zero = setup.zero
-    return GatherSettings(
-        ranks=setup.shard_ranks,
-        dtype=setup.config.model_dtype,
-        allocates=setup.shard_ranks > 1 or zero.offload_param.device != "none",
-        prefetch_size=zero.stage3_prefetch_bucket_size,
-        max_live=zero.stage3_max_live_parameters,
-        reuse_distance=zero.stage3_max_reuse_distance,
-        persistence_threshold=zero.stage3_param_persistence_threshold,
-        model_persistence_threshold=zero.stage3_model_persistence_threshold,
-        hpz_ranks=zero.zero_hpz_partition_size,
-        makes_copies=not setup.accumulates,
-    )
-
-
 def shard_elements(tensor: ParameterTensor, ranks: int) -> int:
     """Return the elements that each rank has of a parameter, the last shard padded (Init._partition_param)."""
     return -(-tensor.elements // ranks)
 
 
-def second_copies(tensors: Iterable[ParameterTensor], settings: GatherSettings) -> dict[int, int]:
+def second_copies(tensors: Iterable[ParameterTensor], setup: ZeroSetup) -> dict[int, int]:
     """Return the bytes of a rank's part of hpZ's copy of each parameter, by index; nothing without hpZ.
 
     A copy is made when the parameter is first released (_partition_param_sec), and freed by the optimizer step.
     """
-    ranks, group, dtype = settings.ranks, settings.hpz_ranks, settings.dtype
+    ranks, group, dtype = setup.shard_ranks, setup.zero.zero_hpz_partition_size, setup.config.model_dtype
     if group == 1:
         return {}
     return {tensor.index: tensor_bytes(shard_elements(tensor, ranks) * ranks // group, dtype) for tensor in tensors}
 
 
-def persistent_parameters(tensors: Iterable[ParameterTensor], settings: GatherSettings) -> dict[int, ParameterTensor]:
+def persistent_parameters(tensors: Iterable[ParameterTensor], setup: ZeroSetup) -> dict[int, ParameterTensor]:
     """Return the parameters that stay gathered between steps (DeepSpeedZeRoOffload.mark_persistent_parameters)."""
     chosen: dict[int, ParameterTensor] = {}
     total = 0
     for tensor in tensors:
-        fits = total + tensor.elements <= settings.model_persistence_threshold
-        if fits and tensor.elements <= settings.persistence_threshold:
+        fits = total + tensor.elements <= setup.zero.stage3_model_persistence_threshold
+        if fits and tensor.elements <= setup.zero.stage3_param_persistence_threshold:
             chosen[tensor.index] = tensor
             total += tensor.elements
     return chosen
 
 
-@lru_cache(maxsize=32)
-def follow_gathers(tensors: ParameterTensors, settings: GatherSettings, recomputes: bool) -> list[Gathers]:
+def allocates_gathered(setup: ZeroSetup) -> bool:
+    """Return False for a single rank with its parameters on the GPU, which has nothing to gather."""
+    return setup.shard_ranks > 1 or setup.zero.offload_param.device != "none"
+
+
+def follow_gathers(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> list[Gathers]:
     """Return the moments of a micro-step: n_layer + 3 of the forward pass, 1 + each layer's gradients, the end.
 
-    `recomputes`: every block runs forward again before its backward pass. The result is shared by the rows of a table.
+    `recomputes`: every block runs forward again before its backward pass.
     """
-    coordinator, moments, began = _Coordinator(tensors, settings, recomputes), [], (0, 0, 0)
+    if not allocates_gathered(setup):
+        return [Gathers()] * (tensors.architecture.n_layer + 5 + len(tensors.gradient_order) + tensors.tied)
+    # The rows of a table differ in what they offload, and gather alike.
+    zero = setup.zero.model_copy(update={"offload_optimizer": OffloadOptimizer(), "offload_param": OffloadParam()})
+    alike = replace(setup, config=setup.config.model_copy(update={"zero_optimization": zero}))
+    return _follow(tensors, alike, recomputes)
+
+
+@lru_cache(maxsize=32)
+def _follow(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> list[Gathers]:
+    coordinator, moments, began = _Coordinator(tensors, setup, recomputes), [], (0, 0, 0)
     for action, module in coordinator.events:
         if action == "fetch":
             coordinator.fetch(module)
@@ -175,10 +155,10 @@ class _AllGather:
 class _Coordinator:
     """Fetches and releases modules, from `reset_step` on."""
 
-    def __init__(self, tensors: ParameterTensors, settings: GatherSettings, recomputes: bool) -> None:
+    def __init__(self, tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> None:
         self.events = list(_trace(tensors, recomputes))
         self.calls = self.elements = self.live_bytes = self.peak_bytes = 0
-        self._settings = settings
+        self._zero, self._ranks, self._dtype = setup.zero, setup.shard_ranks, setup.config.model_dtype
         steps = [module for action, module in self.events if action == "fetch"]
         self._queue = deque((tensor, step) for step, module in enumerate(steps) for tensor in module)
         self._uses: dict[int, deque[int]] = {tensor.index: deque() for tensor in tensors.all}
@@ -188,10 +168,9 @@ class _Coordinator:
         """Elements of all modules before each step."""
         self._passed = dict.fromkeys(self._uses, -1)
         """Step of the last use of a parameter that has left the queue, by index."""
-        sizes = {tensor.index: tensor_bytes(tensor.elements, settings.dtype) for tensor in tensors.all}
-        self._bytes = sizes if settings.allocates else dict.fromkeys(sizes, 0)
-        self._copies = second_copies(tensors.all, settings) if settings.makes_copies else {}
-        self._away = self._uses.keys() - persistent_parameters(tensors.all, settings)
+        self._bytes = {tensor.index: tensor_bytes(tensor.elements, self._dtype) for tensor in tensors.all}
+        self._copies = {} if setup.accumulates else second_copies(tensors.all, setup)
+        self._away = self._uses.keys() - persistent_parameters(tensors.all, setup)
         self._live: dict[int, int] = {}
         """Bytes of each gathered parameter that has a storage, by index."""
         self._pending: dict[int, _AllGather] = {}
@@ -204,18 +183,14 @@ class _Coordinator:
             for tensor in module:
                 self._wait(tensor.index)
                 self._uses[tensor.index].popleft()
-            # Uses that were not prefetched leave the queue.
-            missing = {tensor.index for tensor in module if self._passed[tensor.index] < self._step}
-            discarded: set[int] = set()
-            while self._queue and len(discarded) < len(missing):
+            while self._queue and self._queue[0][1] <= self._step:  # uses that no prefetch has passed
                 tensor, step = self._queue.popleft()
                 self._passed[tensor.index] = step
-                discarded.add(tensor.index)
-        most = min(self._settings.max_live - self._available, self._settings.prefetch_size)
+        most = min(self._zero.stage3_max_live_parameters - self._available, self._zero.stage3_prefetch_bucket_size)
         chosen: list[ParameterTensor] = []
         while self._queue and most > 0:
             tensor, step = self._queue.popleft()
-            self._passed[tensor.index] = max(self._passed[tensor.index], step)
+            self._passed[tensor.index] = step
             if tensor.index in self._away and tensor not in chosen:
                 chosen.append(tensor)
                 most -= tensor.elements
@@ -229,7 +204,7 @@ class _Coordinator:
         """
         for tensor in module:
             index, uses = tensor.index, self._uses[tensor.index]
-            is_near = uses and self._before[uses[0]] - self._before[self._step] < self._settings.reuse_distance
+            is_near = uses and self._before[uses[0]] - self._before[self._step] < self._zero.stage3_max_reuse_distance
             if index in self._live and self._passed[index] <= self._step and not is_near:
                 self._hold(self._copies.pop(index, 0))
                 self.live_bytes -= self._live.pop(index)
@@ -240,7 +215,7 @@ class _Coordinator:
         """Gather one parameter into its storage, or several into a flat tensor out of which they are copied."""
         if not tensors:
             return
-        indices, ranks = [tensor.index for tensor in tensors], self._settings.ranks
+        indices, ranks = [tensor.index for tensor in tensors], self._ranks
         self._available += sum(tensor.elements for tensor in tensors)
         self._away.difference_update(indices)
         if ranks == 1:
@@ -249,7 +224,7 @@ class _Coordinator:
         elements = sum(shard_elements(tensor, ranks) for tensor in tensors) * ranks
         self.calls += 1
         self.elements += elements
-        flat = tensor_bytes(elements, self._settings.dtype)
+        flat = tensor_bytes(elements, self._dtype)
         self._hold(flat)
         if len(indices) == 1:
             self._live[indices[0]] = flat

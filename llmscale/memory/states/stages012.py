@@ -18,7 +18,6 @@ from llmscale.config.muon import Part
 from llmscale.config.optimizers import OptimizerGroup
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.states.state_memory import (
-    BYTES_PER_ELEMENT,
     HostMemory,
     PeakTracker,
     StateMemory,
@@ -140,17 +139,16 @@ class _FlatGroup:
 
 
 def _build_flat_groups(tensors: ParameterTensors, setup: ZeroSetup) -> tuple[_FlatGroup, ...]:
-    """Lay out each group. `parameter_alignment` starts each parameter at a multiple of 16 bytes."""
+    """Lay out each group, without the up to 16 bytes that `parameter_alignment` leaves between parameters."""
     ranks, found = setup.shard_ranks, []
-    alignment = 16 // BYTES_PER_ELEMENT[setup.config.model_dtype] if setup.zero.parameter_alignment else 1
     for group, members in setup.optimizer.group_tensors(tensors.all):
         order = list(members)
         if setup.zero.round_robin_gradients:
             order = [tensor for start in range(min(ranks, len(order))) for tensor in order[start::ranks]]
         offsets, end = {}, 0
         for tensor in order:
-            offsets[tensor.index] = -(-end // alignment) * alignment
-            end = offsets[tensor.index] + tensor.elements
+            offsets[tensor.index] = end
+            end += tensor.elements
         multiple = _START_ALIGNMENT * ranks
         found.append(_FlatGroup(group, tuple(order), offsets, math.ceil(end / multiple) * multiple, ranks))
     return tuple(found)
@@ -258,19 +256,15 @@ class _Walk:
         """Other ranks' gradients that the next reduction frees: overlap_comm without contiguous gradients."""
         self.accumulated = self.accumulates and not self.compact and not self.offload
         """True when the sums of earlier micro-steps are in a buffer of their own."""
-        if setup.accumulates:
-            self._hold_earlier_sums()
-
-    def _hold_earlier_sums(self) -> None:
-        """Allocate what earlier micro-steps have left: gradients and bucket at stage 1, partitions at stage 2."""
-        if self.setup.stage == 1:
-            self.own = {t.index: tensor_bytes(t.elements, self.reduced_dtype) for t in self.tensors.all}
+        # Earlier micro-steps leave gradients and the bucket at stage 1, partitions at stage 2.
+        if setup.accumulates and setup.stage == 1:
+            self.own = {t.index: tensor_bytes(t.elements, self.reduced_dtype) for t in tensors.all}
             self.tracker.allocate("gradients", sum(self.own.values()))
             self._setup_buckets()
-        elif self.compact:
-            self._make_compact(self.tensors.all)
         elif self.accumulated:
             self.tracker.allocate("gradients", self._own_gradient_bytes())
+        elif self.accumulates:
+            self._make_compact(tensors.all)
 
     def _own_gradient_bytes(self) -> int:
         """Return the bytes of the uncut gradients of all parameters of which rank 0 owns a part."""
@@ -335,13 +329,7 @@ class _Walk:
             elements = min(elements if together else max(by_owner.values()), self.zero.reduce_bucket_size + largest)
             many = (together and len(by_owner) > 1) or (self.compact and sum(part.rank == 0 for part in parts) > 1)
             needs_copy = many and largest <= self.zero.reduce_bucket_size
-        self._allreduce(parts, elements, needs_copy=needs_copy)
-        for tensor in self.bucket:
-            self._release(tensor)
-        self.bucket, self.bucket_elements = [], 0
-
-    def _allreduce(self, parts: list[Part], elements: int, *, needs_copy: bool) -> None:
-        """allreduce_bucket: copy into a flat tensor, cast for the communication, add rank 0's parts to its sums."""
+        # allreduce_bucket: copy into a flat tensor, cast for the communication, add rank 0's parts to its sums.
         flat = tensor_bytes(elements, self.reduced_dtype) if needs_copy else 0
         cast = tensor_bytes(elements, self.communication_dtype) if self.casts else 0
         self.tracker.allocate("buckets", flat + cast)
@@ -352,6 +340,9 @@ class _Walk:
             own = max((part.length for part in parts if part.rank == 0), default=0)
             self.tracker.allocate_briefly("temporaries", tensor_bytes(own, "fp32"))
         self.tracker.free("buckets", cast if self.casts else flat)
+        for tensor in self.bucket:
+            self._release(tensor)
+        self.bucket, self.bucket_elements = [], 0
 
     def _make_compact(self, tensors: Sequence[ParameterTensor]) -> None:
         """_build_compact_grad_partition_buffer: at a group's first gradient of which rank 0 owns a part."""
@@ -365,12 +356,14 @@ class _Walk:
         """Free a reduced gradient, unless it stays until the end of the backward pass."""
         own_elements = self.group_of[tensor.index].own_elements(tensor)
         if own_elements and self.contiguous:
-            if self.offload:
-                self._copy_to_host(own_elements)
+            if self.offload:  # the norm's fp64 copy, then an fp32 copy on its way to the host
+                self.tracker.allocate_briefly("temporaries", tensor_bytes(2 * own_elements, "fp32"))
                 if self.accumulates:  # freed by the epilogue in all micro-steps but the last
                     return
             elif not self.compact:
-                self._make_partition()
+                if not self.partition_bytes:  # copy_grads_in_partition
+                    self.partition_bytes = self._own_gradient_bytes()
+                    self.tracker.allocate("gradients", self.partition_bytes)
             elif not self.as_attribute:
                 return
         elif own_elements or self.setup.stage == 1:
@@ -379,16 +372,6 @@ class _Walk:
             self.reduced_before.append(tensor)
             return
         self.tracker.free("gradients", self.own.pop(tensor.index, 0))
-
-    def _make_partition(self) -> None:
-        """copy_grads_in_partition: a buffer for every parameter of which rank 0 owns a part, uncut."""
-        if not self.partition_bytes:
-            self.partition_bytes = self._own_gradient_bytes()
-            self.tracker.allocate("gradients", self.partition_bytes)
-
-    def _copy_to_host(self, elements: int) -> None:
-        """The norm's fp64 copy, then an fp32 copy on its way to the host."""
-        self.tracker.allocate_briefly("temporaries", tensor_bytes(2 * elements, "fp32"))
 
     def _free_reduced_before(self) -> None:
         """_clear_previous_reduced_grads."""
@@ -409,13 +392,10 @@ class _Walk:
             if not self.contiguous:
                 kept = sum(self.own.pop(t.index, 0) for group in self.groups for t in group.own_tensors)
             self.tracker.free("gradients", kept if self.accumulated else 0)
-        if not self.as_attribute or not self._has_views():
-            self._clear_gradients()
-
-    def _has_views(self) -> bool:
-        """Return True when other ranks' gradients still are views of the bucket."""
-        sizes = (t.elements for group in self.groups for t in group.tensors if not group.own_elements(t))
-        return any(elements <= self.zero.reduce_bucket_size for elements in sizes)
+        others = (t.elements for group in self.groups for t in group.tensors if not group.own_elements(t))
+        if self.as_attribute and any(elements <= self.zero.reduce_bucket_size for elements in others):
+            return  # other ranks' gradients still are views of the bucket
+        self._clear_gradients()
 
     def _clear_gradients(self) -> None:
         """Free all gradients, and the bucket with the last one that is a view of it."""

@@ -141,16 +141,19 @@ class PeakTracker:
 
     def __init__(self) -> None:
         self._live: dict[Kind, int] = {"parameters": 0, "gradients": 0, "buckets": 0, "temporaries": 0}
-        self._total_bytes = 0
-        self._peak = self.now
+        self._total_bytes = self._peak_bytes = 0
+        self._at_peak: dict[Kind, int] | None = None
+        """Live bytes at the peak; None while nothing has been freed since."""
 
     def allocate(self, kind: Kind, num_bytes: int) -> None:
         self._live[kind] += num_bytes
         self._total_bytes += num_bytes
-        if self._total_bytes > self._peak.total_bytes:
-            self._peak = self.now
+        if self._total_bytes > self._peak_bytes:
+            self._at_peak, self._peak_bytes = None, self._total_bytes
 
     def free(self, kind: Kind, num_bytes: int) -> None:
+        if self._at_peak is None:
+            self._at_peak = self._live.copy()
         self._live[kind] -= num_bytes
         self._total_bytes -= num_bytes
 
@@ -165,7 +168,8 @@ class PeakTracker:
 
     def take_peak(self) -> Peak:
         """Return the peak since the last call, and start the next one at the present memory."""
-        peak, self._peak = self._peak, self.now
+        peak = Peak(self._peak_bytes, self._live.copy() if self._at_peak is None else self._at_peak)
+        self._at_peak, self._peak_bytes = None, self._total_bytes
         return peak
 
 
@@ -184,7 +188,7 @@ def follow_backward(
     """
     intervals: list[BackwardInterval] = []
     table_bytes = tensor_bytes(tensors.table.elements, dtype)
-    # Of a tied table the first "layer" is the head, whose gradient nothing takes yet.
+    # The empty layer is a tied head, whose gradient waits for the look-up's.
     layers = [*([()] if tensors.tied else []), *tensors.gradient_order]
     done = held = 0
     tracker.take_peak()
@@ -196,8 +200,9 @@ def follow_backward(
             tracker.allocate_briefly("parameters", gathered[position][1] - held)
         intervals.append(BackwardInterval(done, ready, tracker.take_peak()))
         if gathered:
-            tracker.allocate("parameters", gathered[position + 1][0] - held)
+            tracker.free("parameters", held)
             held = gathered[position + 1][0]
+            tracker.allocate("parameters", held)
             tracker.take_peak()
         if layer == (tensors.table,) and tensors.tied:
             tracker.allocate_briefly("gradients", table_bytes)

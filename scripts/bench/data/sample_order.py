@@ -1,4 +1,4 @@
-"""Whether the order of samples can be told from a uniform shuffle, and what it costs at 10^8 samples.
+"""Compare the order of samples with a uniform shuffle, and measure its cost at 10^8 samples.
 
     python -m scripts.bench.data.sample_order
 

@@ -43,7 +43,7 @@ class Cell:
     turn: int = 1
     """Turn of a cell that is run several times."""
     compared: bool = False
-    """Whether this is one of the two cells whose speeds are compared."""
+    """True for the two cells whose speeds are compared."""
     least_s: float = 45
     """Seconds that must be left to begin this cell."""
 

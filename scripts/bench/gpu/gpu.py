@@ -7,7 +7,7 @@
 One GPU: GPT-2 124M to 1.5B, Llama 3's 1B and 8B, ZeRO 0-3, offload, compiled and eager; nanoGPT's train.py with the
 same micro-batch and step, in turns; cells of memory_grid.py. Every cell is a process of its own: train.py from its
 command line, killed when enough steps are seen. Printed is the median over its steps after the first three. A failed
-cell is a line of the table. Cells that there is no time for are listed as such.
+cell is a line of the table. Cells without time left are listed.
 
 After every cell the result files are written again: gpu_NAME.json, .txt and .md (the README's table). The last lines of
 the table are the constants that estimates assume, beside their measured values.
@@ -93,7 +93,7 @@ class Bench:
     deadline: float
     machine: dict[str, object]
     nanogpt: Path | str
-    """Folder of nanoGPT, or the reason why there is none."""
+    """Folder of nanoGPT, or the reason why it is missing."""
     rows: list[dict] = field(default_factory=list)
     works: list[tuple[TokenWork, float]] = field(default_factory=list)
     """Work and seconds per token of eager passes on a GPU."""

@@ -146,7 +146,7 @@ COMMIT = "3adf61e154c3fe3fca428ad6bc3818b27a3b8291"
 
 
 def find_nanogpt(given: Path | None, device_kind: str, folder: Path) -> Path | str:
-    """Return the given folder or a clone, or the reason why there is none."""
+    """Return the given folder or a clone, or the reason why it is missing."""
     if given:
         return given.absolute()
     if device_kind == "cpu":

@@ -36,7 +36,7 @@ class Rung:
     flags: tuple[str, str] | tuple[()] = ()
     """Flag and value that it adds to train.py's command line."""
     is_parallel: bool = False
-    """Whether this rung and all after it run on several ranks."""
+    """True if this rung and all later ones run on several ranks."""
     needs: str = ""
     """Requirement of the rung: "gpu", "bf16" (instructions for it), "inductor", "ranks" or none."""
 

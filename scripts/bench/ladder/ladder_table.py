@@ -8,7 +8,7 @@ from pathlib import Path
 from scripts.bench.harness import GIB, machine_line, show_range
 from scripts.bench.ladder.ladder_rungs import MODELS, VOCAB_SIZE
 
-#: Claimed for a GPU: so many times the first rung's speed, and its memory divided by as much.
+#: Factor claimed for a GPU, of the first rung's speed and inversely of its memory.
 CLAIM = 10.0
 Row = dict
 

@@ -1,4 +1,4 @@
-"""Which of two recipes learns more: today's blocks beside GPT-2's at equal tokens, or Muon beside AdamW in fewer steps.
+"""Compare what two recipes learn: today's blocks beside GPT-2's at equal tokens, or Muon beside AdamW in fewer steps.
 
     python -m scripts.bench.learning.recipes blocks --tokens 800000 --learning-rates 1e-3 3e-3
     python -m scripts.bench.learning.recipes muon --tokens 250000

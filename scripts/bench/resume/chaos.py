@@ -1,4 +1,4 @@
-"""Whether a run survives: kill it at random moments, restart it elsewhere each time, compare it with an untouched run.
+"""Kill a run at random moments, restart it elsewhere each time, and compare it with an untouched run.
 
     python -m scripts.bench.resume.chaos --faults 50 --seed 1
 

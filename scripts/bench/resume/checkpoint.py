@@ -1,4 +1,4 @@
-"""Time saving and resuming beside torch's DCP and DeepSpeed's save, load and universal conversion. Linux.
+"""Time saves and resumes beside torch's DCP and DeepSpeed's save, load and universal conversion. Linux.
 
     python -m scripts.bench.resume.checkpoint
 

@@ -1,4 +1,4 @@
-"""Whether a run under `llmscale launch` survives its machines: one fault per run, compared with an untouched run.
+"""Test that a run under `llmscale launch` survives its machines: one fault per run, compared with an untouched run.
 
     sudo python -m scripts.bench.resume.cluster_chaos --faults 32 --seed 1
 

@@ -1,4 +1,4 @@
-"""Whether a resumed run continues as if uninterrupted: save by each (ds_config, world size), resume by each.
+"""Test that a resumed run continues as if uninterrupted: save by each (ds_config, world size), resume by each.
 
     python -m scripts.bench.resume.resume_matrix                          # the full matrix, 18 x 18 cells
     python -m scripts.bench.resume.resume_matrix --configs zero1,zero3 --worlds 1,2
@@ -167,7 +167,7 @@ def train(args: argparse.Namespace, config_name: str, world: World, source: Path
         dist.all_reduce(loss)
         losses.append(loss.item())
         if source is None and step + 1 == SAVE_AT:
-            save(engine, run)
+            save(engine, run, world)
     feed.close()
     release_engine(engine)
     return losses[SAVE_AT - first_step :]
@@ -207,13 +207,15 @@ def resume(engine: DeepSpeedEngine, source: Path, world: World) -> int:
     """Fill the engine from a run's newest checkpoint; return its step."""
     checkpoint = find_checkpoint(source)
     state = parse_run_state(read_state(checkpoint))
-    load_engine(engine, checkpoint, state, world.control)
+    load_engine(engine, checkpoint, state, world.control, world.disks)
     set_scaler_state(engine, state.loss_scaler)
     return state.step
 
 
-def save(engine: DeepSpeedEngine, run: PreparedRun) -> None:
-    saver = CheckpointSaver(run.config.run, keep_last=1, keep_every=0, in_background=False, report=end_on_warning)
+def save(engine: DeepSpeedEngine, run: PreparedRun, world: World) -> None:
+    saver = CheckpointSaver(
+        run.config.run, keep_last=1, keep_every=0, in_background=False, report=end_on_warning, disks=world.disks
+    )
     state = RunState(
         step=SAVE_AT,
         samples_seen=SAVE_AT * GLOBAL_BATCH,

@@ -1,4 +1,4 @@
-"""What --compile brings: train.py with compiled blocks beside eager ones, per ZeRO stage and activation checkpointing.
+"""Measure --compile: train.py with compiled blocks beside eager ones, per ZeRO stage and activation checkpointing.
 
     python -m scripts.bench.speed.compile
     python -m scripts.bench.speed.compile --model gpt2-124m --layers 12 --precision bf16      # on a GPU

@@ -1,4 +1,4 @@
-"""What train.py costs per step: ZeRO 0-3, DeepSpeed's engine alone and Hugging Face Trainer beside a plain loop.
+"""Measure train.py's cost per step: ZeRO 0-3, DeepSpeed's engine alone and Hugging Face Trainer beside a plain loop.
 
     python -m scripts.bench.speed.engine_overhead
     python -m scripts.bench.speed.engine_overhead --model gpt2-124m --layers 12 --precision autocast      # on a GPU

@@ -1,4 +1,4 @@
-"""What the throughput model says of every ZeRO stage over four networks, from 8 to 4,096 GPUs. Nothing is measured.
+"""Model the throughput of every ZeRO stage over four networks, from 8 to 4,096 GPUs. Nothing is measured.
 
     python -m scripts.bench.speed.scale_model [--model llama3-8b] [--gpu h100-80gb] [--plot FILE]
 

@@ -94,14 +94,16 @@ class Case:
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """DeepSpeed's checkpointing asks for its rank."""
+    """Give DeepSpeed's checkpointing a rank."""
     with fake_world(1):
         yield
 
 
 def trace(case: Case) -> tuple[int, int, int]:
-    """Bytes saved at the end of the forward pass, and the peaks of the forward and of the backward pass, without
-    parameters and the gradients that they have; of the token table's, which are summed, all are counted."""
+    """Return bytes saved at the end of the forward pass, and the peaks of both passes.
+
+    Parameters and their gradients are left out, except for the token table's gradients, which are summed.
+    """
     checkpoint = build_block_checkpoint(case.mode, {})
     kernels = cuda_kernels(case.capability)
     with FakeTensorMode(), kernels, MemoryTracker(workspace=kernel_workspace, keep_events=True) as tracker:
@@ -140,7 +142,7 @@ def linear_layers_of(zero_stage: int) -> AbstractContextManager:
 
 
 def peaks_without_states(tracker: MemoryTracker, handed_over: dict[int, int]) -> dict[str, int]:
-    """By phase. A gradient counts until its parameter has it: `handed_over` says behind how many events."""
+    """Return peaks by phase. A gradient counts until its parameter has it, after `handed_over` events."""
     num_bytes = {event.storage: event.num_bytes for event in tracker.events if event.num_bytes > 0}
     given: dict[int, int] = {}
     for storage, position in handed_over.items():
@@ -156,7 +158,7 @@ def peaks_without_states(tracker: MemoryTracker, handed_over: dict[int, int]) ->
 
 
 def saved_bytes(estimate: ActivationMemory) -> int:
-    """At the end of the forward pass."""
+    """Return the bytes saved at the end of the forward pass."""
     outside = estimate.saved_final_norm_bytes + estimate.logits_saved_bytes + estimate.head_cast_bytes
     return estimate.before_block_bytes(estimate.n_layer) + outside
 
@@ -260,8 +262,10 @@ def saved_per_block(shape: GPTShape, precision: Precision = "bf16", **options) -
 
 
 def test_a_block_that_recomputes_attention_holds_what_korthikanti_count() -> None:
-    """Their selective recomputation, 34 s b h, is what a fused kernel does; that also saves the rows' log-sum-exp and
-    the state of its random numbers."""
+    """A fused kernel does their selective recomputation, 34 s b h.
+
+    It also saves the rows' log-sum-exp and the state of its random numbers.
+    """
     log_sum_exp, random_state = 4 * B * A * T, 1024
     counted = saved_per_block(PAPER) - NORM_STATISTICS - log_sum_exp - random_state
     assert counted == 34 * B * T * H

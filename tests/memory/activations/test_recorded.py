@@ -31,14 +31,14 @@ from llmscale.memory.activations.recorded import (
 )
 from llmscale.memory.activations.symbols import BlockBranch, EndsBranch, block_branch, ends_branch
 from llmscale.model.gpt import BlockCheckpoint
-from tests.memory.activations.toy_decoder import LARGE, count_live_bytes, record_toy, trace_toy
+from tests.memory.activations.toy_decoder import LARGE, count_live_bytes, peak_bytes, record_toy, trace_toy
 
 BLOCKS, ENDS = list(all_block_branches()), list(all_ends_branches())
 
 
 @pytest.fixture(autouse=True)
 def one_rank() -> Iterator[None]:
-    """DeepSpeed's checkpointing asks for its rank. Collections need not look at what the libraries hold."""
+    """Give DeepSpeed's checkpointing a rank, and keep the libraries' objects out of collections."""
     gc.collect()
     gc.freeze()
     with fake_world(1):
@@ -51,18 +51,18 @@ def test_a_decoder_that_llmscale_does_not_have_is_exact_at_any_shape(mode: Check
     recorded = evaluate_segments(record_toy(mode), LARGE.symbols(3), LARGE.n_layer)
     direct = count_live_bytes(trace_toy(LARGE, 3, mode))
     assert recorded.starts["head_backward"].total_bytes == direct.saved
-    assert recorded.forward_peak_bytes == direct.forward_peak
-    assert recorded.backward_peak_bytes == direct.backward_peak
+    assert peak_bytes(recorded, "forward") == direct.forward_peak
+    assert peak_bytes(recorded, "backward") == direct.backward_peak
     assert gradients_of(recorded) == LARGE.num_parameters
 
 
 def gradients_of(micro_step: MicroStep) -> int:
-    """Parameters that have gradients in the end."""
+    """Return the parameters that have gradients in the end."""
     end = micro_step.segments["embed_backward"].net
     return micro_step.starts["embed_backward"].plus(end).gradient_parameters
 
 
-#: A dozen of each, spread over everything that can differ.
+#: About a dozen of each, spread over all differences.
 SOME = [*BLOCKS[::53], *ENDS[::29]]
 
 
@@ -79,7 +79,7 @@ def test_the_whole_table_is_what_the_model_does(part: int) -> None:
 
 
 def assert_recorded_again(branch: BlockBranch | EndsBranch) -> None:
-    """`python scripts/record_memory.py` writes the table anew where the model was meant to change."""
+    """`python scripts/record_memory.py` writes the table again after an intended change of the model."""
     if isinstance(branch, BlockBranch):
         again, stored = record_blocks(branch), read_table(branch.style.key).segments(branch.key)
     else:
@@ -108,7 +108,7 @@ def test_every_preset_is_recorded(name: str) -> None:
 def test_what_was_not_recorded_is_an_error_that_says_what_to_record(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """All that a table of strategies will ask for, and nothing that there is."""
+    """The error names all missing branches of a table of strategies, and no recorded one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     unknown = replace(BLOCKS[0], attention="paged")  # type: ignore[arg-type]
     with pytest.raises(NotRecorded) as caught:

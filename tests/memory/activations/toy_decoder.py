@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.dry_run.recording import MicroStepTrace, factor_traces, trace_micro_step
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
-from llmscale.memory.activations.recorded import RecordedSegment
+from llmscale.memory.activations.recorded import MicroStep, RecordedSegment
 from llmscale.memory.breakdown import allocated_bytes
 from llmscale.model.gpt import BlockCheckpoint
 
@@ -132,10 +132,10 @@ def trace_toy(shape: ToyShape, micro_batch_size: int, mode: CheckpointingMode) -
 
 
 class LiveBytes(NamedTuple):
-    """Of a traced micro-step; gradients of parameters are left out."""
+    """Bytes of a traced micro-step, without gradients of parameters."""
 
     saved: int
-    """At the end of the forward pass."""
+    """Bytes alive at the end of the forward pass."""
     forward_peak: int
     backward_peak: int
 
@@ -162,3 +162,15 @@ def record_toy(mode: CheckpointingMode) -> dict[str, RecordedSegment]:
 
 #: Llama 3 8B's, with fewer blocks so that the direct run is quick.
 LARGE = replace(ToyShape(32, 32, 8, 128, 14336, 128256, 8192), n_layer=5)
+
+
+def peak_bytes(micro_step: MicroStep, direction: str) -> int:
+    """Return the peak of the "forward" or "backward" segments."""
+    most = 0
+    for name, segment in micro_step.segments.items():
+        # Every block changes the live bytes by the same amount: the first or the last has the peak.
+        for done in (0, micro_step.n_layer - 1) if name.startswith("block") else (0,):
+            start = micro_step.starts[name].total_bytes + done * segment.net.total_bytes
+            peak = max(start, *(start + moment.total_bytes for moment in segment.moments))
+            most = max(most, peak) if name.endswith(direction) else most
+    return most

@@ -26,7 +26,7 @@ SCRIPT = Path(__file__).with_name("dry_run_cells.py")
 NUM_PARAMETERS = GPTShape(n_layer=3, n_head=4, n_embd=384, vocab_size=1200, seq_len=8).num_parameters
 LARGEST_MATRIX = 4 * 384 * 384
 
-#: Agreed between the closed form and the real engine, of what a moment adds.
+#: Tolerated relative difference between the closed form and the real engine in a moment's addition.
 TOLERANCE = 0.02
 
 #: Buckets of a third of the largest matrix, of a few matrices, and DeepSpeed's rule: the whole model.
@@ -43,7 +43,7 @@ TIGHT = {
 
 
 def cell(stage: int, precision: str, ranks: int, accumulation: int, sums: str | None = None, **zero: object) -> dict:
-    """`sums`: grad_accum_dtype."""
+    """Describe a cell; `sums`: grad_accum_dtype."""
     top = {"data_types": {"grad_accum_dtype": sums}} if sums else {}
     checkpointing = zero.pop("checkpointing", "none")
     communication = zero.pop("communication", None)
@@ -153,7 +153,7 @@ def name_of(wanted: dict) -> str:
 
 
 def run_cells(cells: list[dict]) -> list[dict]:
-    """In two processes: the simulation is single-threaded."""
+    """Run in two processes, because the simulation is single-threaded."""
     halves = (cells[0::2], cells[1::2])
     results: list[dict] = [{}] * len(cells)
     with ThreadPoolExecutor(len(halves)) as pool:
@@ -176,7 +176,7 @@ def _run_in_a_process(cells: list[dict]) -> list[dict]:
 
 
 def check(wanted: dict, result: dict) -> None:
-    """Every moment's addition within 2 %, but for a few scalars, and for casts that are counted as activations."""
+    """Compare every moment's addition within 2 %, a few scalars and casts that count as activations apart."""
     simulated, calculated = result["dry_run"], result["closed_form"]
     assert calculated["resident"] == pytest.approx(simulated["resident"], rel=0.002)
     slack = 0.02 * NUM_PARAMETERS

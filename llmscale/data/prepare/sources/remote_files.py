@@ -58,7 +58,7 @@ class _Parts(io.RawIOBase):
         self._stop = threading.Event()
         self._place = 0
         self._begin, self._part = 0, b""
-        self._wanted: queue.SimpleQueue[tuple[int, Future[bytes]] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[int, Future[bytes]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ahead: tuple[int, Future[bytes]] | None = None
 
@@ -89,31 +89,31 @@ class _Parts(io.RawIOBase):
     def _fetch(self, begin: int) -> bytes:
         ahead, self._ahead = self._ahead, None
         is_next = begin == self._begin + len(self._part) or begin == 0
-        part = ahead[1].result() if ahead is not None and ahead[0] == begin else self._ask(begin)
+        part = ahead[1].result() if ahead is not None and ahead[0] == begin else self._read_part(begin)
         end = begin + len(part)
         if is_next and end < self._size_bytes:
-            self._ahead = end, self._ask_ahead(end)
+            self._ahead = end, self._read_ahead(end)
         return part
 
-    def _ask_ahead(self, begin: int) -> Future[bytes]:
+    def _read_ahead(self, begin: int) -> Future[bytes]:
         if self._thread is None:
             # A daemon thread: a process would wait at its end for a pool's thread, during pauses between attempts.
-            self._thread = threading.Thread(target=self._answer, name="fetch", daemon=True)
+            self._thread = threading.Thread(target=self._serve_requests, name="fetch", daemon=True)
             self._thread.start()
         part: Future[bytes] = Future()
-        self._wanted.put((begin, part))
+        self._requests.put((begin, part))
         return part
 
-    def _answer(self) -> None:
-        while (wanted := self._wanted.get()) is not None:
+    def _serve_requests(self) -> None:
+        while (wanted := self._requests.get()) is not None:
             begin, part = wanted
             try:
-                part.set_result(self._ask(begin))
+                part.set_result(self._read_part(begin))
             except BaseException as error:
                 part.set_exception(error)
             del wanted, part  # free it before the next part
 
-    def _ask(self, begin: int) -> bytes:
+    def _read_part(self, begin: int) -> bytes:
         url, end = self._found.url, min(begin + _PART_BYTES, self._size_bytes)
         part = self._store.read(url, begin, end, stop=self._stop)
         # Checked after the read: an object that is unchanged since the listing is not a mixture of two versions.
@@ -122,7 +122,7 @@ class _Parts(io.RawIOBase):
 
     def close(self) -> None:
         self._stop.set()
-        self._wanted.put(None)
+        self._requests.put(None)
         self._part = b""
         super().close()
 

@@ -1,0 +1,131 @@
+"""Hold a run in a store: one trainer at a time, by compare-and-swap of its `latest.json`. No torch.
+
+The holder changes `latest.json` every few seconds. Another start takes the run over once that has not happened for
+BEATS_MISSED intervals of its own clock; from then on no write of the old holder can succeed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
+from llmscale.checkpoint.remote_run import Holder, RunIndex, open_index, parse_index
+from llmscale.config.run_urls import url_of
+from llmscale.data.storage.objects import Store
+from llmscale.data.storage.shared_object import Overtaken, SharedObject, check_conditional
+from llmscale.errors import ConfigError
+
+#: Seconds between two signs of life, unless the environment shortens them, and how many may be missed.
+BEAT_VARIABLE = "LLMSCALE_BEAT_S"
+_BEAT_S, BEATS_MISSED = 15.0, 4
+
+
+def boot_name() -> str:
+    """Return what a process id needs to be unique: this boot, and this container's process namespace."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return secrets.token_hex(8)
+
+
+class Lease:
+    """Rank 0's hold on a run in a store."""
+
+    def __init__(self, shared: SharedObject, index: RunIndex, version: str) -> None:
+        self._shared, self._version = shared, version
+        self.index = index
+        """Content of latest.json as this trainer wrote it."""
+        self._turn = threading.Lock()
+
+    def update(self, change: Callable[[RunIndex], RunIndex]) -> None:
+        """Write a changed description with a sign of life. Raises Overtaken when another trainer has the run."""
+        with self._turn:
+            changed = change(self.index)
+            if changed.holder is not None:
+                changed = replace(changed, holder=replace(changed.holder, beat=changed.holder.beat + 1))
+            try:
+                self._version = self._shared.write(changed.encode(), self._version)
+            except Overtaken:
+                # An earlier write, whose answer never came, may have arrived.
+                found = self._shared.read()
+                if found is None or parse_index(found[0], "latest.json").epoch != self.index.epoch:
+                    raise
+                self._version = self._shared.write(changed.encode(), found[1])
+            self.index = changed
+
+    def release(self) -> None:
+        """Let another start have the run at once."""
+        self.update(lambda index: replace(index, holder=None))
+
+
+def take_lease(run: Path, report: Callable[[str], None]) -> tuple[Lease, RunIndex | None]:
+    """Take the run whose copy is `run`; return the lease and the description before. Waits for a holder that may be
+    gone. Raises ConfigError when another trainer holds it."""
+    url, shared = str(url_of(run)), open_index(run)
+    found = shared.read()
+    holder = parse_index(found[0], url).holder if found else None
+    if found is None:
+        check_conditional(url)
+    elif holder is not None:
+        _wait_until_gone(shared, holder, url, report)
+        found = shared.read()
+    before, version = (parse_index(found[0], url), found[1]) if found else (None, None)
+    token, beat_s = secrets.token_hex(8), float(os.environ.get(BEAT_VARIABLE) or _BEAT_S)
+    holder = Holder(token, platform.node(), os.getpid(), boot_name(), 0, beat_s)
+    index = before or RunIndex(secrets.token_hex(8))
+    index = replace(index, epoch=index.epoch + 1, last_token=token, holder=holder)
+    try:
+        return Lease(shared, index, shared.write(index.encode(), version)), before
+    except Overtaken:
+        raise _in_use(url, "another start, which was faster") from None
+
+
+def _wait_until_gone(shared: SharedObject, holder: Holder, url: str, report: Callable[[str], None]) -> None:
+    """Return once the holder of a run is gone. Raises ConfigError if it is alive."""
+    named = f"process {holder.pid} on host {holder.host}"
+    if holder.boot == boot_name() and not os.path.exists(f"/proc/{holder.pid}"):
+        return
+    limit_s = BEATS_MISSED * holder.beat_s
+    report(f"{url} is held by {named}; waiting {limit_s:.0f} s for a sign of life before taking it over")
+    end = time.monotonic() + limit_s
+    while (left_s := end - time.monotonic()) > 0:
+        time.sleep(min(holder.beat_s, left_s))
+        found = shared.read()
+        now = parse_index(found[0], url).holder if found else None
+        if now is None:
+            return
+        if (now.token, now.beat) != (holder.token, holder.beat):
+            raise _in_use(url, f"process {now.pid} on host {now.host}")
+
+
+def _in_use(url: str, who: str) -> ConfigError:
+    return ConfigError(f"--run {url} is in use by {who}. Wait for it to end, or name another run.")
+
+
+def remove_checkpoints(store: Store, url: str, remotes: Iterable[str]) -> None:
+    """Remove the objects of checkpoints that latest.json does not name any more. Raises DataError."""
+    for remote in remotes:
+        for stored in store.find(f"{url}/{CHECKPOINTS_NAME}/{remote}"):
+            store.remove(stored.url)
+
+
+def prune_run(run: Path, names: Sequence[str], report: Callable[[str], None]) -> None:
+    """Remove checkpoints from a run in a store. Raises ConfigError while a trainer holds the run, and DataError."""
+    url, (lease, before) = str(url_of(run)), take_lease(run, report)
+    try:
+        known = before.checkpoints if before else {}
+        kept = {name: remote for name, remote in known.items() if name not in names}
+        # A trainer's copy of it remains the newest.
+        token = before.last_token if before else ""
+        lease.update(lambda index: replace(index, checkpoints=kept, last_token=token))
+        remove_checkpoints(Store(url), url, [remote for name, remote in known.items() if name in names])
+    finally:
+        lease.release()
