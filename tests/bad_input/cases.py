@@ -659,4 +659,66 @@ RUNS = [
     ("SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=0 llmscale train --data set --run r", r"Start one, with `srun --ntasks=1`"),
 ]
 
-CASES = [*LAUNCHER_VARIABLES, *NUMBERS, *PATHS, *DATA, *REPEATED, *SUGGESTIONS, *PUBLISHED, *BLOCKS, *RUNS]
+_MACHINES = "--gpu a100-40gb --num-gpus 8"
+PLANS = [
+    *[
+        (f"llmscale estimate {words}", said)
+        for words, said in (
+            (f"--model gpt2-1.5 {_MACHINES}", r"Did you mean 'gpt2-1.5b'\?"),
+            ("--model gpt2-1.5b --gpu h100-80", r"Did you mean 'h100-80gb'\?"),
+            ("--model gpt2-1.5b", r"which GPU\?"),
+            (f"{_MACHINES}", r"which model\?"),
+            ("--model gpt2-1.5b --gpu-memory-gib 24", r"--bf16-tflops"),
+            (f"--model gpt2-1.5b {_MACHINES} --gpu-memory-gib 24", r"--gpu names a GPU of the table"),
+            (f"--model gpt2-1.5b {_MACHINES} --n-head 7", r"not divisible by n_head 7"),
+            (f"--model gpt2-1.5b {_MACHINES} --n-layer 0", r"n_layer = '0': must be greater than or equal"),
+            (f"--model gpt2-1.5b {_MACHINES} --vocab-size x", r"vocab_size = 'x': must be a valid integer"),
+            ("--model gpt2-1.5b --gpu t4 --num-gpus 0", r"argument --num-gpus: must be a whole number of at least 1"),
+            (
+                f"--model gpt2-1.5b {_MACHINES} --host-memory-gib 0",
+                r"--host-memory-gib: must be a number of at least 0.01",
+            ),
+            (f"--model gpt2-1.5b {_MACHINES} --global-batch-size 12", r"cannot be divided over 8 ranks"),
+            (f"--model gpt2-1.5b {_MACHINES} --micro-batch-size 3", r"Legal micro-batches: 1, 2, 4"),
+            (f"--model gpt2-1.5b {_MACHINES} --interconnect ib-40g", r"Did you mean 'ib-400g'\?"),
+            (f"--model gpt2-1.5b {_MACHINES} --precision fp8", r"precision = 'fp8'"),
+            ("--model gpt2-1.5b --gpu v100-32gb --precision bf16", r"Use fp16"),
+            ("--model gpt2-1.5b --gpu t4 --precision autocast", r"Use fp16"),
+            (f"--model gpt2-1.5b {_MACHINES} --ds zero9.json", r"does not exist"),
+            (f"--model gpt2-1.5b {_MACHINES} --emit no/such/folder/x.json", r"the folder no/such/folder does not"),
+            (f"--model gpt2-1.5b {_MACHINES} --max-model --plot x.png", r"exclude each other"),
+            (f"--hf gpt2 --model gpt2-1.5b {_MACHINES}", r"exclude each other"),
+            (f"--hf ./nothing {_MACHINES}", r"does not exist"),
+            (f"--model gpt2-1.5b {_MACHINES} --num-gpu 8", r"Did you mean '--num-gpus'\?"),
+        )
+    ],
+    *[
+        (f"llmscale plan {words}", f"^error: {said}")
+        for words, said in (
+            ("", r"plan for what\? Give one of --budget-usd, --gpu-hours, --flops, "),
+            ("--flops 1e21 --pf-days 3", r"--flops and --pf-days are two goals that contradict each other"),
+            ("--model gpt2-124m --params 1B", r"--model and --params are two goals that contradict each other"),
+            ("--flops 0", r"argument --flops: must be a number above 0 such as 5.76e23, 70B or 1.4T, not '0'"),
+            ("--tokens=-5", r"argument --tokens: must be a number above 0"),
+            ("--params 7X", r"argument --params: must be a number above 0"),
+            ("--flops 1e21 --mfu 40 --gpu t4", r"argument --mfu: .* at least 0.0001 and at most 1, not '40'"),
+            ("--flops 1e21 --pue 0.9 --gpu t4", r"argument --pue: must be a number of at least 1, not '0.9'"),
+            ("--flops 1e21 --num-gpus 0", r"argument --num-gpus: must be a whole number of at least 1, not '0'"),
+            ("--model gpt2-124", r"model 'gpt2-124' is not a preset. Did you mean 'gpt2-124m'\?"),
+            ("--flops 1e21 --gpu h100", r"GPU 'h100' is not in the table. Did you mean "),
+            ("--flops 1e21 --gpu t4 --interconnect ib-40g", r"interconnect 'ib-40g' is .* Did you mean 'ib-400g'\?"),
+            ("--budget-usd 100 --price-per-gpu-hour 1", r"--budget-usd needs --gpu NAME"),
+            ("--budget-usd 100 --gpu t4", r"--budget-usd needs --price-per-gpu-hour"),
+            ("--flops 1e21 --mfu 0.4", r"--mfu needs --gpu NAME"),
+            ("--flops 1e21 --inference-mfu 0.4 --gpu t4", r"--inference-mfu needs --inference-tokens"),
+            ("--loss 1.5", r"a loss of 1.5 nats per token cannot be reached"),
+            ("--flops 1e21 --law kaplan", r"--law 'kaplan' is not known. Legal: besiroglu, hoffmann"),
+            (
+                "--flops 1e21 --gpu a100-80gb --num-gpus 6 --num-nodes 1 --global-batch-size 512",
+                r"global_batch_size 512 cann",
+            ),
+        )
+    ],
+]
+
+CASES = [*LAUNCHER_VARIABLES, *NUMBERS, *PATHS, *DATA, *REPEATED, *SUGGESTIONS, *PUBLISHED, *BLOCKS, *RUNS, *PLANS]
