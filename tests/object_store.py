@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 #: Of a request's method and path, whether it is to fail.
 Failing = Callable[[str, str], bool]
@@ -55,7 +56,8 @@ class ObjectStore:
 
 @contextmanager
 def serve_objects() -> Iterator[ObjectStore]:
-    """A server with an empty bucket."""
+    """A server with an empty bucket, whose clients in this process read boto3's descriptions of S3 once."""
+    from botocore.loaders import JSONFileLoader
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -90,9 +92,11 @@ def serve_objects() -> Iterator[ObjectStore]:
     store.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
+    load = functools.cache(JSONFileLoader().load_file)
     try:
-        store.client.create_bucket(Bucket=BUCKET)
-        yield store
+        with mock.patch.object(JSONFileLoader, "load_file", lambda self, path: load(path)):
+            store.client.create_bucket(Bucket=BUCKET)
+            yield store
     finally:
         server.shutdown()
         thread.join()

@@ -16,12 +16,22 @@ from types import TracebackType
 
 import pyte
 
+from tests import warm_start
+
 
 class Terminal:
     """`columns` x `rows`, with 1,000 rows of what has scrolled away."""
 
-    def __init__(self, command: Sequence[str], columns: int = 100, rows: int = 30, **variables: str | None) -> None:
-        """`variables` are added to the environment; None takes one away."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        columns: int = 100,
+        rows: int = 30,
+        *,
+        is_warm: bool = False,
+        **variables: str | None,
+    ) -> None:
+        """`variables` are added to the environment; None takes one away. `is_warm` forks: see `warm_start`."""
         self.screen = pyte.HistoryScreen(columns, rows, history=1000)
         self._stream = pyte.ByteStream(self.screen)
         self.raw = b""
@@ -32,7 +42,8 @@ class Terminal:
         settings[3] &= ~termios.ECHO
         termios.tcsetattr(slave, termios.TCSANOW, settings)
         environment: Mapping[str, str | None] = {**os.environ, "TERM": "xterm-256color", "COLUMNS": None, **variables}
-        self.process = subprocess.Popen(
+        start = warm_start.Process if is_warm else subprocess.Popen
+        self.process = start(
             list(command),
             stdin=slave,
             stdout=slave,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.bench.speed import scale_model
 from tests import warm_start
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -53,9 +54,7 @@ def test_readme_describes_every_script_and_every_result_has_a_script() -> None:
 
 
 def test_init_from_memory_measures_every_rank(tmp_path: Path) -> None:
-    answer = run_script(
-        "init_from_memory", "--folder", str(tmp_path / "model"), "--model", "smollm2-135m", "--ranks", "2"
-    )
+    answer = run_script("init_from_memory", "--folder", str(tmp_path / "model"), "--model", "tiny-1m", "--ranks", "2")
     assert answer.returncode == 0, answer.stderr
     lines = [line for line in answer.stdout.splitlines() if line.startswith("rank ")]
     assert [line[:11] for line in sorted(lines)] == ["rank 0 of 2", "rank 1 of 2"]
@@ -158,17 +157,31 @@ def test_checkpoint_measures_both_ways_of_saving_and_resuming(tmp_path: Path) ->
     assert "no extra disk" in answer.stdout
 
 
-def test_scale_model_estimates_every_number_of_gpus_and_says_what_is_beyond_the_rows(tmp_path: Path) -> None:
+@pytest.fixture
+def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """scale_model's smallest and largest numbers of GPUs, over two of its networks."""
+    monkeypatch.setattr(scale_model, "GPUS", (8, 512, 4096))
+    monkeypatch.setattr(scale_model, "NETWORKS", scale_model.NETWORKS[:2])
+
+
+def test_scale_model_estimates_every_number_of_gpus_and_says_what_is_beyond_the_rows(
+    few_points: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     files = tmp_path / "scale.json", tmp_path / "scale.png"
-    answer = run_script("scale_model", "--model", "gpt2-124m", "--json", str(files[0]), "--plot", str(files[1]))
-    assert answer.returncode == 0, answer.stderr
+    scale_model.main(["--model", "gpt2-124m", "--json", str(files[0]), "--plot", str(files[1])])
     points = json.loads(files[0].read_text())["points"]
-    assert {point["gpus"] for point in points} == {8 * 2**power for power in range(10)}
+    assert {point["gpus"] for point in points} == {8, 512, 4096}
     assert {point["stage"] for point in points} >= {"0", "1", "2", "3"}
     assert all(point["tokens_per_second_per_gpu"] > 0 for point in points)
     assert all(point["beyond"] for point in points if point["gpus"] > 512)
     assert files[1].read_bytes().startswith(b"\x89PNG")
-    assert "4,096" in answer.stdout and "Nothing is measured" in answer.stdout
+    output = capsys.readouterr().out
+    assert "4,096" in output and "Nothing is measured" in output
+
+
+def test_scale_model_says_when_nothing_fits(few_points: None) -> None:
+    with pytest.raises(SystemExit, match="llama3-70b fits at no stage on up to 4,096 GPUs"):
+        scale_model.main(["--model", "llama3-70b", "--gpu", "t4"])
 
 
 @pytest.mark.parametrize(
@@ -178,7 +191,6 @@ def test_scale_model_estimates_every_number_of_gpus_and_says_what_is_beyond_the_
         ("scale_model", ["--gpu", "nosuch"], "GPU 'nosuch' is not in the table"),
         ("scale_model", ["--sequences-per-gpu", "99999999999999999999"], "and at most"),
         ("scale_model", ["--plot", "picture.nosuch"], "must be .png, .svg, .pdf, not 'picture.nosuch'"),
-        ("scale_model", ["--model", "llama3-70b", "--gpu", "t4"], "llama3-70b fits at no stage on up to 4,096 GPUs"),
         ("recipes", ["muon", "--share", "nan"], "and at most 1, not 'nan'"),
         ("recipes", ["muon", "--batch-tokens", "1000"], "must be a multiple of the windows' 256 tokens, not '1000'"),
         ("recipes", ["blocks", "--learning-rates", "1e-3", "inf"], "not 'inf'"),

@@ -100,7 +100,8 @@ input()
 """
     command = [sys.executable, "-c", code]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **pipes) as starter:  # type: ignore[call-overload]
+    environment = {**os.environ, "WARM_SERVER_IMPORTS_NOTHING": "1"}
+    with subprocess.Popen(command, text=True, env=environment, **pipes) as starter:  # type: ignore[call-overload]
         pids = starter.stdout.readline().split()
         assert len(pids) == 2
         starter.kill()

@@ -1,4 +1,4 @@
-"""States of a toy model by stage: DeepSpeed's engine on fake tensors, and the closed form over its description.
+"""States of a toy model at given stages: DeepSpeed's engine on fake tensors, and the closed form over its description.
 
 Not a test module: test_toy_variant.py runs it in a process of its own.
 """
@@ -63,4 +63,4 @@ def compare(stage: int) -> dict[str, dict[str, int]]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    print(json.dumps({stage: compare(stage) for stage in range(4)}))
+    print(json.dumps({stage: compare(int(stage)) for stage in sys.argv[1:]}))

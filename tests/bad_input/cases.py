@@ -562,4 +562,163 @@ BLOCKS = [
     ],
 ]
 
-CASES = [*LAUNCHER_VARIABLES, *NUMBERS, *PATHS, *DATA, *REPEATED, *SUGGESTIONS, *PUBLISHED, *BLOCKS]
+RUNS = [
+    ("train --global-batchsize 8", r"unknown argument '--global-batchsize'. Did you mean '--global-batch-size'"),
+    ("train --config key.yaml", r"unknown key 'global_batch_sise'. Did you mean 'global_batch_size'\?"),
+    ("train --steps ten", r"steps = 'ten': must be a valid integer"),
+    ("train --config type.toml", r"steps = 'ten': must be a valid integer"),
+    ("train --dropout 1.5", r"dropout = '1.5': must be less than 1"),
+    ("train --z-loss nan", r"z_loss = 'nan': must be a finite number."),
+    ("train --optimizer sgd", r"optimizer = 'sgd': must be 'adamw', 'muon' or 'adafactor'"),
+    ("train --precision fp8", r"precision = 'fp8': must be 'fp32', 'bf16', 'fp16' or 'autocast'"),
+    ("train --steps", r"expected one argument"),
+    ("train stray", r"unknown argument 'stray'"),
+    ("train --schedule cos", r"schedule = 'cos': must be 'cosine', 'linear', 'constant' or 'wsd'"),
+    ("train --config run.ini", r"run.ini: the suffix says the format, and must be .yaml, .yml or"),
+    ("train --config none.yaml", r"none.yaml: No such file or directory"),
+    ("train --config broken.yaml", r"broken.yaml is not valid yaml: .*line 2"),
+    ("train --config broken.toml", r"broken.toml is not valid toml: .*line 1"),
+    ("train --steps 5 --tokens 500", r"steps and tokens say the same thing in other units"),
+    ("train --allow-changed sed", r"allow_changed = 'sed' is not known. Did you mean 'seed'\?"),
+    ("train --model gpt2-124", r"model 'gpt2-124' is not a preset. Did you mean 'gpt2-124m'\?"),
+    ("train --data none", r"none does not exist. Make it with `llmscale data prepare --input PATH"),
+    ("train --data adir", r"adir is empty. Make it with `llmscale data prepare --input PATH"),
+    ("train --data empty", r"empty is a file; --data takes the folder"),
+    ("train --data texts", r"is not a prepared dataset: it has no manifest.json. Make it with"),
+    ("train --data damaged", r"manifest.json is not JSON"),
+    ("train --seq-len 64", r"seq_len 64 does not match the data set in .*, whose samples have 32 tokens"),
+    (
+        "train --model tiny-1m --n-embd 32 --n-head 5",
+        r"n_embd 32 is not divisible by n_head 5. Legal n_head for this width: 1, 2, 4, 8",
+    ),
+    (
+        f"{LAUNCHED} WORLD_SIZE=3 train --global-batch-size 8",
+        r"global_batch_size 8 cannot be divided over 3 ranks. Legal world sizes.*: 1, 2, 4, 8.",
+    ),
+    (
+        f"{LAUNCHED} WORLD_SIZE=2 train --global-batch-size 8 --micro-batch-size 3",
+        r"micro_batch_size 3 does not divide .* Legal.*: 1, 2, 4.",
+    ),
+    ("train --global-batch-tokens 100", r"multiple of seq_len 32. .* 96 or 128"),
+    ("train --steps 5 --warmup-steps 5", r"warmup_steps 5 must be less than the 5 steps"),
+    ("train --ds ds_configs/zero22.json", r"zero22.json does not exist. Did you mean 'zero2.json'\?"),
+    ("train --ds malformed.json", r"malformed.json is not JSON: .* at line 1"),
+    ("train --ds list.json", r"list.json must hold a JSON object"),
+    ("train --ds top.json", r"'zero_optimisation' is not a key .* Did you mean 'zero_optimization'\?"),
+    ("train --ds nested.json", r"'zero_optimization.overlap_com' .* mean 'overlap_comm'\?"),
+    ("train --ds deep.json", r"'zero_optimization.offload_param.pin_mem' .* mean 'pin_memory'\?"),
+    ("train --global-batch-size 8 --ds batch.json", r"train_batch_size 9 contradicts the batch plan's 8"),
+    ("train --ds ds_configs/zero0.json --precision fp16", r"fp16 does not train at stage 0"),
+    ("train --optimizer adafactor", r"'adafactor' cannot run at ZeRO stage 2: .* --optimizer adamw"),
+    ("train --run empty/run", r"--run empty/run: empty is a file; name a folder"),
+    ("train --run old --resume none", r"--resume none begins .* step-00000002"),
+    ("train --run old --init-from old", r"--init-from begins a new run, but"),
+    ("train --resume adir", r"adir has no checkpoints yet. Name a run folder"),
+    ("train --init-from none", r"none does not exist. Name a run folder"),
+    ("train --init-from old --resume old", r"--init-from starts at step 0 and"),
+    ("llmscale train --stps 3", r"Did you mean '--steps'\? `llmscale train --help` lists all."),
+    ("llmscale train --data no/such/folder", r"does not exist"),
+    (
+        "CUDA_VISIBLE_DEVICES=1,2 llmscale train --data set --run r --nproc-per-node 3",
+        r"this machine has 2 GPUs in CUDA_VISIBLE_DEVICES",
+    ),
+    ("LOCAL_RANK=0 llmscale train --data set --run r", r"a launcher started this"),
+    ("OMPI_COMM_WORLD_SIZE=2 llmscale launch -- --steps 1", r"mpirun started as many copies of `llmscale launch`"),
+    *[
+        (f"llmscale launch {flags} -- --data set --run r", said)
+        for flags, said in (
+            ("--hostfile gone", r"gone.* does not exist"),
+            ("--hostfile empty", r"names no host"),
+            ("--hostfile onehost --slots 2", r"--slots 2 has no effect with --hostfile"),
+            ("--hostfile onehost --min-hosts 2", r"--min-hosts 2 is more than the number of hosts, 1\."),
+            ("--env NOT_THERE", r"this shell has no such variable"),
+            ("--master-port 70000", r"at least 1 and at most 65,535, not '70000'"),
+            ("--lost-after-s 1", r"at least 4"),
+            ("--launcher slurm", r"SLURM_JOB_NODELIST is not set"),
+            ("--launcher slrum", r"Did you mean 'slurm'\?"),
+        )
+    ],
+    ("llmscale launch -- --globl-batch-size 8 --run r", r"Did you mean '--global-batch-size'\?"),
+    ("llmscale launch -- --data no/such/folder --run r", r"does not exist"),
+    ("llmscale smple", r"^error: 'smple' is not known. Did you mean 'sample'\? Legal: plan, "),
+    (
+        "llmscale checkpoint lst",
+        r"^error: 'lst' is not known. Did you mean 'list'\? Legal: list, show, verify, prune, diff.\n",
+    ),
+    ("llmscale sample r p --temprature=1", r"^error: unknown argument '--temprature'. Did you mean '--temp"),
+    (
+        "llmscale sample r p --top-k x",
+        r"^error: argument --top-k: must be a whole number of at least 1, not 'x'.",
+    ),
+    ("llmscale sample", r"^error: the following arguments are required: RUN."),
+    (
+        "llmscale sample nowhere p",
+        r"^error: nowhere does not exist. Name a run folder of train.py \(--run\), or one of",
+    ),
+    ("llmscale checkpoint show nowhere", r"^error: nowhere does not exist. Name a run folder"),
+    ("SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=0 llmscale train --data set --run r", r"Start one, with `srun --ntasks=1`"),
+]
+
+_MACHINES = "--gpu a100-40gb --num-gpus 8"
+PLANS = [
+    *[
+        (f"llmscale estimate {words}", said)
+        for words, said in (
+            (f"--model gpt2-1.5 {_MACHINES}", r"Did you mean 'gpt2-1.5b'\?"),
+            ("--model gpt2-1.5b --gpu h100-80", r"Did you mean 'h100-80gb'\?"),
+            ("--model gpt2-1.5b", r"which GPU\?"),
+            (f"{_MACHINES}", r"which model\?"),
+            ("--model gpt2-1.5b --gpu-memory-gib 24", r"--bf16-tflops"),
+            (f"--model gpt2-1.5b {_MACHINES} --gpu-memory-gib 24", r"--gpu names a GPU of the table"),
+            (f"--model gpt2-1.5b {_MACHINES} --n-head 7", r"not divisible by n_head 7"),
+            (f"--model gpt2-1.5b {_MACHINES} --n-layer 0", r"n_layer = '0': must be greater than or equal"),
+            (f"--model gpt2-1.5b {_MACHINES} --vocab-size x", r"vocab_size = 'x': must be a valid integer"),
+            ("--model gpt2-1.5b --gpu t4 --num-gpus 0", r"argument --num-gpus: must be a whole number of at least 1"),
+            (
+                f"--model gpt2-1.5b {_MACHINES} --host-memory-gib 0",
+                r"--host-memory-gib: must be a number of at least 0.01",
+            ),
+            (f"--model gpt2-1.5b {_MACHINES} --global-batch-size 12", r"cannot be divided over 8 ranks"),
+            (f"--model gpt2-1.5b {_MACHINES} --micro-batch-size 3", r"Legal micro-batches: 1, 2, 4"),
+            (f"--model gpt2-1.5b {_MACHINES} --interconnect ib-40g", r"Did you mean 'ib-400g'\?"),
+            (f"--model gpt2-1.5b {_MACHINES} --precision fp8", r"precision = 'fp8'"),
+            ("--model gpt2-1.5b --gpu v100-32gb --precision bf16", r"Use fp16"),
+            ("--model gpt2-1.5b --gpu t4 --precision autocast", r"Use fp16"),
+            (f"--model gpt2-1.5b {_MACHINES} --ds zero9.json", r"does not exist"),
+            (f"--model gpt2-1.5b {_MACHINES} --emit no/such/folder/x.json", r"the folder no/such/folder does not"),
+            (f"--model gpt2-1.5b {_MACHINES} --max-model --plot x.png", r"exclude each other"),
+            (f"--hf gpt2 --model gpt2-1.5b {_MACHINES}", r"exclude each other"),
+            (f"--hf ./nothing {_MACHINES}", r"does not exist"),
+            (f"--model gpt2-1.5b {_MACHINES} --num-gpu 8", r"Did you mean '--num-gpus'\?"),
+        )
+    ],
+    *[
+        (f"llmscale plan {words}", f"^error: {said}")
+        for words, said in (
+            ("", r"plan for what\? Give one of --budget-usd, --gpu-hours, --flops, "),
+            ("--flops 1e21 --pf-days 3", r"--flops and --pf-days are two goals that contradict each other"),
+            ("--model gpt2-124m --params 1B", r"--model and --params are two goals that contradict each other"),
+            ("--flops 0", r"argument --flops: must be a number above 0 such as 5.76e23, 70B or 1.4T, not '0'"),
+            ("--tokens=-5", r"argument --tokens: must be a number above 0"),
+            ("--params 7X", r"argument --params: must be a number above 0"),
+            ("--flops 1e21 --mfu 40 --gpu t4", r"argument --mfu: .* at least 0.0001 and at most 1, not '40'"),
+            ("--flops 1e21 --pue 0.9 --gpu t4", r"argument --pue: must be a number of at least 1, not '0.9'"),
+            ("--flops 1e21 --num-gpus 0", r"argument --num-gpus: must be a whole number of at least 1, not '0'"),
+            ("--model gpt2-124", r"model 'gpt2-124' is not a preset. Did you mean 'gpt2-124m'\?"),
+            ("--flops 1e21 --gpu h100", r"GPU 'h100' is not in the table. Did you mean "),
+            ("--flops 1e21 --gpu t4 --interconnect ib-40g", r"interconnect 'ib-40g' is .* Did you mean 'ib-400g'\?"),
+            ("--budget-usd 100 --price-per-gpu-hour 1", r"--budget-usd needs --gpu NAME"),
+            ("--budget-usd 100 --gpu t4", r"--budget-usd needs --price-per-gpu-hour"),
+            ("--flops 1e21 --mfu 0.4", r"--mfu needs --gpu NAME"),
+            ("--flops 1e21 --inference-mfu 0.4 --gpu t4", r"--inference-mfu needs --inference-tokens"),
+            ("--loss 1.5", r"a loss of 1.5 nats per token cannot be reached"),
+            ("--flops 1e21 --law kaplan", r"--law 'kaplan' is not known. Legal: besiroglu, hoffmann"),
+            (
+                "--flops 1e21 --gpu a100-80gb --num-gpus 6 --num-nodes 1 --global-batch-size 512",
+                r"global_batch_size 512 cann",
+            ),
+        )
+    ],
+]
+
+CASES = [*LAUNCHER_VARIABLES, *NUMBERS, *PATHS, *DATA, *REPEATED, *SUGGESTIONS, *PUBLISHED, *BLOCKS, *RUNS, *PLANS]

@@ -84,9 +84,10 @@ def _child(case: dict, scratch: Path) -> None:
     os._exit(status)
 
 
-def run_case(case: dict, folder: Path) -> dict:
+def run_case(case: dict, folder: Path, before: dict[str, tuple[int, int]]) -> dict:
+    """Run it in `folder`, which has `before` in it, and remove what it made."""
     scratch = Path(tempfile.mkdtemp(prefix="case-"))
-    before, began = _tree(folder), time.monotonic()
+    began = time.monotonic()
     pid = os.fork()
     if not pid:
         try:
@@ -134,7 +135,12 @@ def main() -> None:
         importlib.import_module(f"llmscale.cli.{name}")
     from llmscale.cli import estimate_answers, plan_output  # noqa: F401
 
-    answers = [run_case(case, Path.cwd()) for case in cases]
+    answers, folder = [], Path.cwd()
+    before = _tree(folder)
+    for case in cases:
+        answers.append(run_case(case, folder, before))
+        if answers[-1]["written"]:
+            before = _tree(folder)
     json.dump(answers, sys.stdout)
 
 

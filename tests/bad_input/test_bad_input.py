@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,12 +35,24 @@ FILES = {
     "scale.json": json.dumps({**STAGE_2, "fp16": {"enabled": True, "initial_scale_power": 100000}}),
     "clip.json": json.dumps({**STAGE_2, "gradient_clipping": 1e308}),
     "grad_clip.json": json.dumps({**STAGE_2, "grad_clip": 1.0}),
+    "malformed.json": '{"zero_optimization": {"stage": 2},}',
+    "top.json": json.dumps({"zero_optimisation": {"stage": 2}}),
+    "nested.json": json.dumps({"zero_optimization": {"stage": 2, "overlap_com": True}}),
+    "deep.json": json.dumps({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_mem": True}}}),
+    "list.json": "[]",
+    "batch.json": json.dumps({**STAGE_2, "bf16": {"enabled": True}, "train_batch_size": 9}),
+    "key.yaml": "global_batch_sise: 8\n",
+    "type.toml": 'steps = "ten"\n',
+    "broken.yaml": "lr: [1\n",
+    "broken.toml": "lr = = 1\n",
+    "run.ini": "lr = 1\n",
     "bool.yaml": "steps: yes\n",
     "inf.yaml": "lr: .inf\n",
     "iters.yaml": "max_iters: 5\n",
     "dupkebab.yaml": "global-batch-size: 8\nglobal_batch_size: 16\n",
     "nested.yaml": "config: other.yaml\n",
     "hostbig": "localhost slots=" + "9" * 5000 + "\n",
+    "onehost": "a slots=1\n",
     "hostmany": "localhost slots=100000\n",
     "hostarabic": "localhost slots=٣\n",
     "nul.txt": "abc\0def" * 100,
@@ -86,6 +99,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_set: Path) -> Path:
         manifest = replace(load_manifest(folder / name), eot_token=eot_token)  # type: ignore[arg-type]
         (folder / name / MANIFEST_NAME).write_text(manifest.to_json())
     shutil.copytree(REPOSITORY / "ds_configs", folder / "ds_configs")
+    shutil.copytree(tiny_set, folder / "damaged")
+    (folder / "damaged" / MANIFEST_NAME).write_text("{")
+    (folder / "old" / "checkpoints" / "step-00000002").mkdir(parents=True)
     os.mkfifo(folder / "fifo")
     (folder / "zero").symlink_to("/dev/zero")
     (folder / "loop").symlink_to("loop")
@@ -161,19 +177,26 @@ def as_request(line: str) -> dict:
     return {"program": program, "argv": argv, "env": environment, "time_limit_s": 30.0}
 
 
+ACCEPTED = (
+    *("train", "train --init-from hf:hub/good", "train --model hf:hub/good --n-layer 3"),
+    *("train --steps 1_000 --lr 1e-3 --seed 0", "OMP_NUM_THREADS=4,2 CUDA_VISIBLE_DEVICES= train"),
+)
+
+
 @pytest.fixture(scope="module")
 def answers(folder: Path) -> dict[str, dict]:
     """What each command said, all of them run by one process that forks."""
+    lines = [*(line for line, _ in CASES), *ACCEPTED]
     done = subprocess.run(
         [sys.executable, str(REPOSITORY / "tests/bad_input/run_cases.py")],
-        input=json.dumps([as_request(line) for line, _ in CASES]),
+        input=json.dumps([as_request(line) for line in lines]),
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder.parent)},
         cwd=folder,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    return dict(zip([line for line, _ in CASES], json.loads(done.stdout), strict=True))
+    return dict(zip(lines, json.loads(done.stdout), strict=True))
 
 
 @pytest.mark.parametrize(("line", "said"), CASES, ids=[line[:90] for line, _ in CASES])
@@ -192,16 +215,24 @@ def test_one_line_says_what_is_wrong_and_nothing_is_written(
         assert not answer["torch"]
 
 
-def test_what_the_table_leaves_out_is_accepted(folder: Path) -> None:
+@pytest.mark.parametrize("line", ACCEPTED)
+def test_what_the_table_leaves_out_is_accepted(line: str, answers: dict[str, dict]) -> None:
     """Or else the lines above would prove nothing."""
-    lines = ["train", "train --init-from hf:hub/good", "train --model hf:hub/good --n-layer 3"]
-    lines += ["train --steps 1_000 --lr 1e-3 --seed 0", "OMP_NUM_THREADS=4,2 CUDA_VISIBLE_DEVICES= train"]
-    done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "tests/bad_input/run_cases.py")],
-        input=json.dumps([as_request(line) for line in lines]),
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-    )
-    assert [answer["status"] for answer in json.loads(done.stdout)] == [TORCH_STATUS] * len(lines)
+    assert answers[line]["status"] == TORCH_STATUS
+
+
+def test_of_all_ranks_of_a_host_one_speaks(ranks: Callable) -> None:
+    job = ranks(["llmscale/train.py", "--stepz", "5"], 2)
+    outputs = job.wait()
+    assert job.exit_codes == [2, 2]
+    assert outputs[0] == "error: unknown argument '--stepz'. Did you mean '--steps'? `train.py --help` lists all.\n"
+    assert outputs[1] == ""
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_run_folder_without_permission(tmp_path: Path, tiny_set: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0o500)
+    command = [sys.executable, "llmscale/train.py", "--data", str(tiny_set), "--run", str(tmp_path / "closed" / "run")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert re.search("error: --run .*closed/run: .*closed may not be written to; name a folder elsewhere.", done.stderr)

@@ -432,51 +432,6 @@ def test_the_dry_run_stands_beside_the_closed_form(llmscale: Run) -> None:
     assert peak < simulated["least_gpu_bytes"] < 1.5 * peak
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--model", "gpt2-1.5", *MACHINES), "Did you mean 'gpt2-1.5b'?"),
-        (("--model", "gpt2-1.5b", "--gpu", "h100-80"), "Did you mean 'h100-80gb'?"),
-        (("--model", "gpt2-1.5b"), "which GPU?"),
-        (MACHINES, "which model?"),
-        (("--model", "gpt2-1.5b", "--gpu-memory-gib", "24"), "--bf16-tflops"),
-        (("--model", "gpt2-1.5b", *MACHINES, "--gpu-memory-gib", "24"), "--gpu names a GPU of the table"),
-        (("--model", "gpt2-1.5b", *MACHINES, "--n-head", "7"), "not divisible by n_head 7"),
-        (("--model", "gpt2-1.5b", *MACHINES, "--n-layer", "0"), "n_layer = '0': must be greater than or equal"),
-        (("--model", "gpt2-1.5b", *MACHINES, "--vocab-size", "x"), "vocab_size = 'x': must be a valid integer"),
-        (
-            ("--model", "gpt2-1.5b", "--gpu", "t4", "--num-gpus", "0"),
-            "argument --num-gpus: must be a whole number of at least 1",
-        ),
-        (
-            ("--model", "gpt2-1.5b", *MACHINES, "--host-memory-gib", "0"),
-            "argument --host-memory-gib: must be a number of at least 0.01",
-        ),
-        (("--model", "gpt2-1.5b", *MACHINES, "--global-batch-size", "12"), "cannot be divided over 8 ranks"),
-        (("--model", "gpt2-1.5b", *MACHINES, "--micro-batch-size", "3"), "Legal micro-batches: 1, 2, 4"),
-        (("--model", "gpt2-1.5b", *MACHINES, "--interconnect", "ib-40g"), "Did you mean 'ib-400g'?"),
-        (("--model", "gpt2-1.5b", *MACHINES, "--precision", "fp8"), "precision = 'fp8'"),
-        (("--model", "gpt2-1.5b", "--gpu", "v100-32gb", "--precision", "bf16"), "Use fp16"),
-        (("--model", "gpt2-1.5b", "--gpu", "t4", "--precision", "autocast"), "Use fp16"),
-        (("--model", "gpt2-1.5b", *MACHINES, "--ds", "zero9.json"), "does not exist"),
-        (("--model", "gpt2-1.5b", *MACHINES, "--emit", "no/such/folder/x.json"), "the folder no/such/folder does not"),
-        (("--model", "gpt2-1.5b", *MACHINES, "--max-model", "--plot", "x.png"), "exclude each other"),
-        (("--hf", "gpt2", "--model", "gpt2-1.5b", *MACHINES), "exclude each other"),
-        (("--hf", "./nothing", *MACHINES), "does not exist"),
-        (("--model", "gpt2-1.5b", *MACHINES, "--num-gpu", "8"), "Did you mean '--num-gpus'?"),
-    ],
-)
-def test_a_mistake_is_one_line_and_status_2(
-    run: Callable[..., tuple[int, str, str]], words: tuple[str, ...], message: str
-) -> None:
-    status, output, error = run("estimate", *words)
-    assert status == 2
-    assert output == ""
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert message in error
-
-
 def test_bf16_in_a_file_on_a_card_without_it(run: Callable[..., tuple[int, str, str]]) -> None:
     words = ("estimate", "--model", "gpt2-124m", "--gpu", "t4", "--ds")
     status, _, error = run(*words, str(ROOT / "ds_configs/zero2.json"))

@@ -79,39 +79,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"llmscale {__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("smple",), "error: 'smple' is not known. Did you mean 'sample'? Legal: plan, "),
-        (
-            ("checkpoint", "lst"),
-            "error: 'lst' is not known. Did you mean 'list'? Legal: list, show, verify, prune, diff.\n",
-        ),
-        (("sample", "r", "p", "--temprature=1"), "error: unknown argument '--temprature'. Did you mean '--temp"),
-        (
-            ("sample", "r", "p", "--top-k", "x"),
-            "error: argument --top-k: must be a whole number of at least 1, not 'x'.",
-        ),
-        (("sample",), "error: the following arguments are required: RUN."),
-        (("sample", "nowhere", "p"), "error: nowhere does not exist. Name a run folder of train.py (--run), or one of"),
-        (("checkpoint", "show", "nowhere"), "error: nowhere does not exist. Name a run folder"),
-    ],
-)
-def test_mistakes_are_one_line_and_status_2(
-    words: tuple[str, ...],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(words) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(said)
-    assert len(err.splitlines()) == 1
-
-
 def test_mistakes_are_answered_without_torch(llmscale: Callable) -> None:
     for words in (("smple",), ("sample", "nowhere", "p"), ("checkpoint", "list", "nowhere")):
         done = llmscale(*words, torch_free=True)

@@ -202,44 +202,6 @@ def test_offload_says_how_much_host_memory_it_needs(capsys: pytest.CaptureFixtur
     assert re.search(r"offload: .* needs [\d.,]+ GiB of host memory per node, not checked here", out)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("", "plan for what? Give one of --budget-usd, --gpu-hours, --flops, "),
-        ("--flops 1e21 --pf-days 3", "--flops and --pf-days are two goals that contradict each other."),
-        ("--model gpt2-124m --params 1B", "--model and --params are two goals that contradict each other."),
-        ("--flops 0", "argument --flops: must be a number above 0 such as 5.76e23, 70B or 1.4T, not '0'."),
-        ("--tokens=-5", "argument --tokens: must be a number above 0"),
-        ("--params 7X", "argument --params: must be a number above 0"),
-        (
-            "--flops 1e21 --mfu 40 --gpu t4",
-            "argument --mfu: must be a number of at least 0.0001 and at most 1, not '40'.",
-        ),
-        ("--flops 1e21 --pue 0.9 --gpu t4", "argument --pue: must be a number of at least 1, not '0.9'."),
-        ("--flops 1e21 --num-gpus 0", "argument --num-gpus: must be a whole number of at least 1, not '0'."),
-        ("--model gpt2-124", "model 'gpt2-124' is not a preset. Did you mean 'gpt2-124m'?"),
-        ("--flops 1e21 --gpu h100", "GPU 'h100' is not in the table. Did you mean "),
-        ("--flops 1e21 --gpu t4 --interconnect ib-40g", "interconnect 'ib-40g' is not known. Did you mean 'ib-400g'?"),
-        ("--budget-usd 100 --price-per-gpu-hour 1", "--budget-usd needs --gpu NAME"),
-        ("--budget-usd 100 --gpu t4", "--budget-usd needs --price-per-gpu-hour."),
-        ("--flops 1e21 --mfu 0.4", "--mfu needs --gpu NAME"),
-        ("--flops 1e21 --inference-mfu 0.4 --gpu t4", "--inference-mfu needs --inference-tokens."),
-        ("--loss 1.5", "a loss of 1.5 nats per token cannot be reached"),
-        ("--flops 1e21 --law kaplan", "--law 'kaplan' is not known. Legal: besiroglu, hoffmann."),
-        (
-            "--flops 1e21 --gpu a100-80gb --num-gpus 6 --num-nodes 1 --global-batch-size 512",
-            "global_batch_size 512 cann",
-        ),
-    ],
-)
-def test_mistakes_are_one_line_and_status_2(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *words.split()]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"error: {said}")
-    assert len(err.splitlines()) == 1
-
-
 def test_it_answers_without_torch(llmscale: Callable) -> None:
     done = llmscale("plan", "--params", "7B", "--gpu", "h100-80gb", "--num-nodes", "1", torch_free=True)
     assert (done.returncode, done.stderr) == (0, "")

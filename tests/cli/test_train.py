@@ -34,30 +34,6 @@ def test_a_wrong_number_is_one_line(value: str) -> None:
         _split_flags([f"--nproc-per-node={value}"])
 
 
-@pytest.mark.parametrize(
-    ("flags", "variables", "words"),
-    [
-        (["--stps", "3"], {}, "Did you mean '--steps'? `llmscale train --help` lists all."),
-        (["--data", "no/such/folder"], {}, "does not exist"),
-        (["--nproc-per-node", "3"], {"CUDA_VISIBLE_DEVICES": "1,2"}, "this machine has 2 GPUs in CUDA_VISIBLE_DEVICES"),
-        ([], {"LOCAL_RANK": "0"}, "a launcher started this"),
-        ([], {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}, "Start one, with `srun --ntasks=1`"),
-    ],
-)
-def test_a_mistake_is_one_line_before_any_rank(
-    flags: list[str],
-    variables: dict[str, str],
-    words: str,
-) -> None:
-    environment = {**os.environ, **variables, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-m", "llmscale", "train", *flags]
-    done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=HANG_S)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
-
-
 def test_help_lists_its_own_flag_and_those_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["train", "--help"])

@@ -1,4 +1,4 @@
-"""Flags override the run file, the file overrides defaults; every mistake is one clear line."""
+"""Flags override the run file, the file overrides defaults; tests/bad_input has what is refused."""
 
 from __future__ import annotations
 
@@ -100,42 +100,10 @@ def test_several_allowed_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--global-batchsize", "8"], "unknown argument '--global-batchsize'. Did you mean '--global-batch-size'?"),
-        (["--z-loss", "nan"], "z_loss = 'nan': must be a finite number."),
-        (["--totally-else"], "unknown argument '--totally-else'. `train.py --help` lists all."),
-        (["--steps", "many"], "steps = 'many': must be a valid integer"),
-        (["--steps", "0"], "steps = '0': must be greater than or equal to 1"),
-        (["--dropout", "1.0"], "dropout = '1.0': must be less than 1"),
-        (["--lr", "-1"], "lr = '-1': must be greater than 0"),
-        (["--schedule", "cosinus"], "schedule = 'cosinus': must be 'cosine', 'linear', 'constant' or 'wsd'"),
-        (["--optimizer", "sgd"], "optimizer = 'sgd': must be 'adamw', 'muon' or 'adafactor'"),
-        (["--precision", "fp8"], "precision = 'fp8': must be 'fp32', 'bf16', 'fp16' or 'autocast'"),
-        (["--allow-changed", "datas"], "allow_changed = 'datas' is not known. Did you mean 'data'? Legal: global_"),
-        (["--config", "run.json"], "--config run.json: the suffix says the format, and must be .yaml, .yml or .toml."),
-        (["--config", "nowhere.yaml"], "--config nowhere.yaml: No such file or directory."),
-        (["--steps"], "expected one argument"),
-        (["stray"], "unknown argument 'stray'"),
-    ],
-)
-def test_wrong_flags(argv: list[str], said: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        parse_run_config(argv)
-    assert said in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("run.yaml", "lr: [", "run.yaml is not valid yaml: "),
-        ("run.toml", "lr = ", "run.toml is not valid toml: "),
         ("run.yaml", "- lr\n", "run.yaml must hold keys and values, not a list."),
-        ("run.yaml", "learning_rate: 1\n", "unknown key 'learning_rate'."),
-        ("run.yaml", "global_batch: 1\n", "unknown key 'global_batch'. Did you mean 'global_batch_size'?"),
         ("run.toml", "[train]\nlr = 1\n", "unknown key 'train'."),
-        ("run.yaml", "steps: ten\n", "steps = 'ten': must be a valid integer"),
         ("run.yaml", "lr: {peak: 1}\n", "lr = {'peak': 1}: must be a valid number"),
         ("run.yaml", b"lr: \xff\xfe\n", "run.yaml is not valid yaml: "),
     ],

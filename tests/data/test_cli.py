@@ -11,7 +11,6 @@ import pytest
 from llmscale.cli import data
 from llmscale.config.command_line import FlagParser
 from llmscale.data.shards.manifest import load_manifest
-from llmscale.errors import ConfigError, DataError
 
 
 def _call(*words: str | Path) -> int:
@@ -90,16 +89,6 @@ def test_files_that_are_passed_over_and_a_large_validation_split_are_said(
     said = capsys.readouterr().err
     assert "Skipped 3 files of unknown type (2 .bin, 1 LICENSE)" in said
     assert "Validation has 25% of the tokens, not 1%: 1 of 4 documents" in said
-
-
-def test_errors_come_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--seq-len: must be a whole number of at least 1"):
-        _call(
-            "prepare", "--input", "python-stdlib", "--out", tmp_path / "set", "--tokenizer", "bytes", "--seq-len", "0"
-        )
-    with pytest.raises(DataError, match="Did you mean 'gpt2'"):
-        _call("prepare", "--input", "python-stdlib", "--out", tmp_path / "set", "--tokenizer", "gpt-2")
-    assert not any(tmp_path.iterdir())
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -17,6 +17,7 @@ from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import find_damage
 from llmscale.cluster.launch.ranks import descendants, process_state
 from llmscale.training.run_folder import lock_run_folder
+from tests import warm_start
 from tests.conftest import REPOSITORY, free_port
 
 PATIENCE_S = 90
@@ -26,13 +27,14 @@ BIN = Path(sys.executable).parent
 class Job:
     """A launcher and all below it."""
 
-    def __init__(self, command: list[str], run: Path, **settings: object) -> None:
+    def __init__(self, command: list[str], run: Path, *, is_warm: bool = False, **settings: object) -> None:
         self.run = run
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
         environment["PATH"] = f"{BIN}{os.pathsep}{environment['PATH']}"
         self.output = run.parent / "output.txt"
         with self.output.open("w") as output:
-            self.process = subprocess.Popen(
+            start = warm_start.Process if is_warm else subprocess.Popen
+            self.process = start(
                 command,
                 env=environment,
                 cwd=REPOSITORY,
@@ -110,9 +112,19 @@ def test_sigterm_to_llmscale_train_and_the_same_command_goes_on(start: Callable)
     job.check_saved("stopped by SIGTERM")
     assert job.process.returncode == 0
     step = int(list_checkpoints(job.run)[0].name.removeprefix("step-"))
-    again = start("python -m llmscale train")
+    again = start("python -m llmscale train", "--num-workers", "1")
     again.until_step(step + 1)
     assert "continuing from" in again.output.read_text()
+
+    # A killed data worker is worth another try.
+    pid = again.process.pid
+    ranks = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    [worker] = [pid for pid in descendants(ranks[1]) if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(worker, signal.SIGKILL)
+    assert again.process.wait(PATIENCE_S) == 1, "2 would be the user's mistake, which launch does not try again"
+    lines = [line for line in again.output.read_text().splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert f"Data worker 0 (process {worker}) was killed by SIGKILL" in lines[0]
 
 
 def test_a_terminal_that_is_closed(start: Callable) -> None:
@@ -139,7 +151,7 @@ def test_a_terminal_that_is_closed(start: Callable) -> None:
 
 def test_a_reader_that_ends_first_does_not_end_the_run(start: Callable) -> None:
     """As `llmscale train ... | tee`, when Ctrl-C ends tee at once."""
-    job = start("python", "--save-every", "0", steps=60, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    job = start("python", "--save-every", "0", steps=60, is_warm=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert job.process.stdout is not None
     for line in job.process.stdout:
         if b"step      3/" in line:
@@ -147,18 +159,6 @@ def test_a_reader_that_ends_first_does_not_end_the_run(start: Callable) -> None:
     job.process.stdout.close()
     assert job.process.wait(PATIENCE_S) == 0
     assert [path.name for path in list_checkpoints(job.run)] == ["step-00000060"]
-
-
-def test_a_killed_data_worker_is_worth_another_try(start: Callable) -> None:
-    job = start("llmscale train", "--num-workers", "1")
-    job.until_step(3)
-    ranks = [int(word) for word in Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()]
-    [worker] = [pid for pid in descendants(ranks[1]) if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(worker, signal.SIGKILL)
-    assert job.process.wait(PATIENCE_S) == 1, "2 would be the user's mistake, which launch does not try again"
-    lines = [line for line in job.output.read_text().splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    assert f"Data worker 0 (process {worker}) was killed by SIGKILL" in lines[0]
 
 
 @pytest.mark.slow

@@ -67,9 +67,9 @@ def state():
             sorted(name for name in os.environ if name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))]
 
 before = state()
-first = numbers(run(3, checkpointing="full"))
-run(2, accumulation=2)
-second = numbers(run(3, checkpointing="full"))
+first = numbers(run(3, shape=SMALL, checkpointing="full"))
+run(2, shape=SMALL, accumulation=2)
+second = numbers(run(3, shape=SMALL, checkpointing="full"))
 layer = torch.nn.Linear(3, 3)
 layer(torch.ones(2, 3)).sum().backward()
 print(json.dumps([before, state(), first, second, float(layer.weight.grad.sum())]))
@@ -89,7 +89,7 @@ print(json.dumps([result.forward.activations_bytes for result in results]))
 
 def test_offload_moves_bytes_to_the_host() -> None:
     kept, offloaded, checkpoints, host = in_a_process("""
-shape = GPTShape(n_layer=8, n_head=2, n_embd=64, vocab_size=100, seq_len=128)
+shape = GPTShape(n_layer=4, n_head=2, n_embd=64, vocab_size=100, seq_len=128)
 kept = run(2, shape=shape, checkpointing="full", section={})
 offloaded = run(2, shape=SMALL, offload_optimizer={"device": "cpu"})
 on_host = run(2, shape=shape, checkpointing="full", section={"cpu_checkpointing": True})

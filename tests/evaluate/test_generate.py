@@ -104,22 +104,27 @@ def test_the_seed_decides_and_the_global_random_state_stays(model: GPT) -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def draw(probabilities: list[float], **settings: object) -> dict[int, float]:
-    drawn = texts(Fixed(probabilities), [[0]], max_new_tokens=4000, **settings)[0]
-    return {token: count / 4000 for token, count in Counter(drawn).items()}
+def draw(probabilities: list[float], num_texts: int = 10, **settings: object) -> dict[int, float]:
+    """The share of each token in texts of 40 tokens."""
+    chosen = SamplingSettings(**(SETTINGS | {"max_new_tokens": 40} | settings))
+    prompts, seeds = [[0]] * num_texts, range(num_texts)
+    steps = sample(Fixed(probabilities), prompts, chosen, seeds=seeds, eot_token=None)  # type: ignore[arg-type]
+    counts = Counter(token for tokens in steps for token in tokens.values())
+    assert counts.total() == 40 * num_texts
+    return {token: count / counts.total() for token, count in counts.items()}
 
 
 def test_tokens_come_as_often_as_the_model_says() -> None:
-    assert draw([0.1, 0.6, 0.3]) == pytest.approx({0: 0.1, 1: 0.6, 2: 0.3}, abs=0.03)
+    assert draw([0.1, 0.6, 0.3], 100) == pytest.approx({0: 0.1, 1: 0.6, 2: 0.3}, abs=0.03)
 
 
 def test_temperature_sharpens() -> None:
     # 0.25^2 : 0.75^2 is 1 : 9
-    assert draw([0.25, 0.75], temperature=0.5) == pytest.approx({0: 0.1, 1: 0.9}, abs=0.03)
+    assert draw([0.25, 0.75], 100, temperature=0.5) == pytest.approx({0: 0.1, 1: 0.9}, abs=0.03)
 
 
 def test_top_k_leaves_the_likeliest() -> None:
-    assert draw([0.1, 0.3, 0.0, 0.6], top_k=2) == pytest.approx({3: 2 / 3, 1: 1 / 3}, abs=0.03)
+    assert draw([0.1, 0.3, 0.0, 0.6], 100, top_k=2) == pytest.approx({3: 2 / 3, 1: 1 / 3}, abs=0.03)
     assert draw([0.1, 0.3, 0.6], top_k=1) == {2: 1.0}
     assert set(draw([0.1, 0.3, 0.6], top_k=50)) == {0, 1, 2}
 

@@ -1,4 +1,4 @@
-"""None"""
+"""Step times against published runs, their parts, and the traffic of every ZeRO stage."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.training.live_view import Curve, RunProgress, render_frame, sparkline
-from tests.conftest import TRAIN
+from tests.conftest import REPOSITORY
 from tests.terminal_screen import Terminal
 from tests.training.made_metrics import make_metrics
 
@@ -23,12 +23,13 @@ FLAGS = ("--precision", "fp32", "--ds", "ds_configs/zero2.json", "--save-every",
 
 @pytest.fixture
 def on_terminal(train_command: Callable) -> Callable[..., Terminal]:
-    """`on_terminal(*flags)`: `llmscale train` with two ranks."""
+    """`on_terminal(*flags)`: `llmscale train` with so many ranks; with 0, one rank that nothing has launched."""
 
-    def start(*flags: str, ranks: int = 2, columns: int = 100, **variables: str | None) -> Terminal:
-        words = [word for word in train_command(*FLAGS, *flags) if word != str(TRAIN)]
-        command = [sys.executable, "-m", "llmscale.cli.main", "train", "--nproc-per-node", str(ranks), *words]
-        return Terminal(command, columns, 24, OMP_NUM_THREADS="1", PYTHONPATH=os.getcwd(), **variables)
+    def start(*flags: str, ranks: int, columns: int = 100, **variables: str | None) -> Terminal:
+        script, *words = train_command(*FLAGS, *flags)
+        launcher = [script] if not ranks else ["-m", "llmscale.cli.main", "train", "--nproc-per-node", str(ranks)]
+        variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+        return Terminal([sys.executable, *launcher, *words], columns, 24, is_warm=not ranks, **variables)
 
     return start
 
@@ -45,7 +46,7 @@ def assert_sane(terminal: Terminal) -> None:
 
 
 def test_a_run_is_one_view_and_ends_as_lines(on_terminal: Callable[..., Terminal], tmp_path: Path) -> None:
-    with on_terminal("--steps", "80") as terminal:
+    with on_terminal("--steps", "80", ranks=2) as terminal:
         assert terminal.read_until(lambda: has_view(terminal)), terminal.text()
         margins = terminal.screen.margins
         assert margins is not None and margins.bottom == 17, "six of 24 rows"
@@ -60,11 +61,11 @@ def test_a_run_is_one_view_and_ends_as_lines(on_terminal: Callable[..., Terminal
     assert [record["step"] for record in records if record["kind"] == "train"] == list(range(1, 81))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 0)])
 def test_a_run_that_is_asked_to_stop_leaves_the_terminal_sane(
-    number: signal.Signals, on_terminal: Callable[..., Terminal]
+    number: signal.Signals, ranks: int, on_terminal: Callable[..., Terminal]
 ) -> None:
-    with on_terminal("--steps", "100000", ranks=1) as terminal:
+    with on_terminal("--steps", "100000", ranks=ranks) as terminal:
         assert terminal.read_until(lambda: has_view(terminal)), terminal.text()
         terminal.process.send_signal(number)
         assert terminal.wait() == 0, terminal.text()
@@ -76,7 +77,7 @@ def test_a_run_that_is_stopped_before_its_first_step_leaves_the_terminal_sane(tr
     """One rank with nobody above it who would mend the terminal."""
     job = str(Path(__file__).with_name("fault_job.py"))
     command = [sys.executable, job, "stuck", *train_command(*FLAGS, "--steps", "9")[1:]]
-    with Terminal(command, 100, 24, OMP_NUM_THREADS="1", PYTHONPATH=os.getcwd()) as terminal:
+    with Terminal(command, 100, 24, is_warm=True, OMP_NUM_THREADS="1", PYTHONPATH=str(REPOSITORY)) as terminal:
         assert terminal.read_until(lambda: terminal.screen.margins is not None), terminal.text()
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.wait() == 0, terminal.text()
@@ -97,14 +98,14 @@ def test_a_rank_that_is_killed_leaves_the_terminal_sane(on_terminal: Callable[..
 def test_an_error_is_a_line_below_everything(on_terminal: Callable[..., Terminal]) -> None:
     """At stage 0 a learning rate of 1e30 is the end of a run."""
     flags = ("--ds", "ds_configs/zero0.json", "--lr", "1e30", "--warmup-steps", "0", "--steps", "100000")
-    with on_terminal(*flags, ranks=1) as terminal:
+    with on_terminal(*flags, ranks=0) as terminal:
         assert terminal.wait() == 2
         assert_sane(terminal)
         assert "error: step" in terminal.text()
 
 
 def test_plain_lines_where_they_are_wanted(on_terminal: Callable[..., Terminal]) -> None:
-    with on_terminal("--steps", "3", "--plain", ranks=1, columns=200) as terminal:
+    with on_terminal("--steps", "3", "--plain", ranks=0, columns=200) as terminal:
         assert terminal.wait() == 0
         assert all(f"step      {step}/3 | loss" in terminal.text() for step in (1, 2, 3))
         assert b"\x1b" not in terminal.raw
@@ -113,7 +114,8 @@ def test_plain_lines_where_they_are_wanted(on_terminal: Callable[..., Terminal])
 @pytest.mark.parametrize(("term", "has_one"), [("xterm-256color", True), ("dumb", False), (None, False)])
 def test_what_cannot_draw_is_no_terminal_for_a_view(term: str | None, has_one: bool) -> None:
     code = "import os; from llmscale.training.live_view import find_terminal; print(bool(find_terminal(os.environ)))"
-    with Terminal([sys.executable, "-c", code], 100, 24, TERM=term, PYTHONPATH=os.getcwd()) as terminal:
+    variables = {"TERM": term, "PYTHONPATH": str(REPOSITORY)}
+    with Terminal([sys.executable, "-c", code], 100, 24, is_warm=True, **variables) as terminal:
         assert terminal.wait() == 0
         assert terminal.text().strip() == str(has_one)
 

@@ -39,6 +39,13 @@ URL = f"s3://{BUCKET}/sets/a"
 
 @pytest.fixture
 def corpus(tmp_path: Path, write_documents: Callable[..., list[str]]) -> Path:
+    """Text for some eight shards of OPTIONS."""
+    write_documents(tmp_path / "documents.jsonl", 60)
+    return tmp_path / "documents.jsonl"
+
+
+@pytest.fixture
+def long_corpus(tmp_path: Path, write_documents: Callable[..., list[str]]) -> Path:
     write_documents(tmp_path / "documents.jsonl", 120)
     return tmp_path / "documents.jsonl"
 
@@ -78,7 +85,7 @@ def test_it_is_the_local_set_and_nothing_is_left_here(corpus: Path, object_store
 
 
 def test_shards_leave_this_disk_while_others_are_written(
-    corpus: Path, object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    long_corpus: Path, object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = 0
     move = RemoteSet._move
@@ -89,7 +96,7 @@ def test_shards_leave_this_disk_while_others_are_written(
         move(self, name)
 
     monkeypatch.setattr(RemoteSet, "_move", count)
-    prepared = _prepare(corpus, tmp_path / "work")
+    prepared = _prepare(long_corpus, tmp_path / "work")
     assert len(prepared.manifest.splits["train"].shards) > most
     assert most <= remote_set._MOST_WAITING + 2
 
@@ -241,14 +248,14 @@ def _kill_at(moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_set_is_replaced_in_one_moment(
-    corpus: Path, object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    long_corpus: Path, object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed before any change of the store, the old set or the new one is there to the last window, and the same
     command goes on."""
     for name, options in (("old", OLD), ("new", NEW)):
-        _local(corpus, tmp_path / name, options)
+        _local(long_corpus, tmp_path / name, options)
     old, new = (_read(str(tmp_path / name)) for name in ("old", "new"))
-    _prepare(corpus, tmp_path / "work", OLD)
+    _prepare(long_corpus, tmp_path / "work", OLD)
     object_store.put("sets/a/mine.txt", b"not a set's")
     seen: list[list[list[int]]] = []
     while True:
@@ -256,7 +263,7 @@ def test_a_set_is_replaced_in_one_moment(
             # Every start writes a few objects again before it goes on; behind the moment none does.
             _kill_at(1 if new in seen else len(seen), patch)
             try:
-                _prepare(corpus, tmp_path / "work", NEW, overwrite=True)
+                _prepare(long_corpus, tmp_path / "work", NEW, overwrite=True)
             except Killed:
                 pass
             else:
@@ -267,7 +274,7 @@ def test_a_set_is_replaced_in_one_moment(
     found = object_store.files("sets/a/")
     assert found.pop("mine.txt") == b"not a set's" and found.pop(MANIFEST_NAME)
     assert {name.partition("/")[2]: data for name, data in found.items()} == _files(tmp_path / "new")
-    assert _prepare(corpus, tmp_path / "work", NEW).reused
+    assert _prepare(long_corpus, tmp_path / "work", NEW).reused
     assert _is_empty(tmp_path / "work")
 
 
@@ -421,9 +428,9 @@ prepare(open_source(source), out, load_tokenizer("bytes"), options, num_workers=
 
 @pytest.mark.parametrize("num_kills", [pytest.param(number, marks=pytest.mark.slow) for number in (2, 12)])
 def test_killed_at_any_moment_it_goes_on(
-    num_kills: int, corpus: Path, object_store: ObjectStore, tmp_path: Path
+    num_kills: int, long_corpus: Path, object_store: ObjectStore, tmp_path: Path
 ) -> None:
-    object_store.put("in/documents.jsonl", corpus.read_bytes())
+    object_store.put("in/documents.jsonl", long_corpus.read_bytes())
     (tmp_path / "run.py").write_text(KILLED)
     command = [sys.executable, str(tmp_path / "run.py"), "s3://bucket/in/*.jsonl", URL, str(tmp_path / "work")]
     rng = random.Random(num_kills)
@@ -439,7 +446,7 @@ def test_killed_at_any_moment_it_goes_on(
         process.communicate()
     warm_start.run(command, check=True)
     found = object_store.files("sets/a/")
-    expected = _local(corpus, tmp_path / "set")
+    expected = _local(long_corpus, tmp_path / "set")
     ours, theirs = (json.loads(files.pop(MANIFEST_NAME)) for files in (found, expected))
     assert found == expected
     assert ours["fingerprint"] == theirs["fingerprint"] and ours["splits"] == theirs["splits"]
@@ -448,17 +455,17 @@ def test_killed_at_any_moment_it_goes_on(
 
 @pytest.mark.slow
 def test_killed_at_any_moment_there_is_the_old_set_or_the_new_one(
-    corpus: Path, object_store: ObjectStore, tmp_path: Path
+    long_corpus: Path, object_store: ObjectStore, tmp_path: Path
 ) -> None:
     # Of other windows than what the script prepares.
     there = NEW
-    _prepare(corpus, tmp_path / "work", there)
+    _prepare(long_corpus, tmp_path / "work", there)
     for name, options in (("old", there), ("new", OPTIONS)):
-        _local(corpus, tmp_path / name, options)
+        _local(long_corpus, tmp_path / name, options)
     old, new = (_read(str(tmp_path / name)) for name in ("old", "new"))
     assert old != new
     (tmp_path / "run.py").write_text(KILLED)
-    command = [sys.executable, str(tmp_path / "run.py"), str(corpus), URL, str(tmp_path / "work"), "overwrite"]
+    command = [sys.executable, str(tmp_path / "run.py"), str(long_corpus), URL, str(tmp_path / "work"), "overwrite"]
     rng, seen = random.Random(0), []
     while new not in seen:
         process = warm_start.Process(command, stdout=subprocess.PIPE)
@@ -523,22 +530,18 @@ def _harm(relay: Relay, harm: str, name: str, times: int) -> None:
     relay.harm = lambda method, path: harm if method == "GET" and name in path and next(left, None) is not None else ""
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "index.json", "shard.00000"])
-@pytest.mark.parametrize("harm", ["cut", "flip"])
 def test_bytes_damaged_on_their_way_are_fetched_again(
-    harm: str,
-    name: str,
-    corpus: Path,
-    object_store: ObjectStore,
-    relay: Relay,
-    tmp_path: Path,
+    corpus: Path, object_store: ObjectStore, relay: Relay, tmp_path: Path
 ) -> None:
     _prepare(corpus, tmp_path / "work")
     _local(corpus, tmp_path / "set")
-    _harm(relay, harm, name, 1)
-    assert main(["data", "verify", URL]) == 0
-    _harm(relay, harm, name, 1)
-    assert _read(URL, tmp_path / "cache") == _read(str(tmp_path / "set"))
+    expected = _read(str(tmp_path / "set"))
+    for name in ("manifest.json", "index.json", "shard.00000"):
+        for harm in ("cut", "flip"):
+            _harm(relay, harm, name, 1)
+            assert main(["data", "verify", URL]) == 0, (harm, name)
+            _harm(relay, harm, name, 1)
+            assert _read(URL, tmp_path / f"cache-{harm}-{name}") == expected, (harm, name)
 
 
 def test_text_cut_on_its_way_is_read_again(corpus: Path, object_store: ObjectStore, relay: Relay) -> None:
@@ -550,10 +553,7 @@ def test_text_cut_on_its_way_is_read_again(corpus: Path, object_store: ObjectSto
     assert list(open_source(f"s3://{BUCKET}/in").documents()) == expected
 
 
-@pytest.mark.parametrize(("harm", "name"), [("hang", "manifest.json"), ("stall", "shard.0")])
 def test_a_store_that_stalls_is_given_up_and_no_shard_is_called_damaged(
-    harm: str,
-    name: str,
     corpus: Path,
     object_store: ObjectStore,
     relay: Relay,
@@ -562,14 +562,15 @@ def test_a_store_that_stalls_is_given_up_and_no_shard_is_called_damaged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     _prepare(corpus, tmp_path / "work")
-    monkeypatch.setattr(faults, "STALL_S", 4.0)
+    monkeypatch.setattr(faults, "STALL_S", 2.5)
     monkeypatch.setattr(faults, "RETRY_PAUSES_S", ())
     monkeypatch.setattr(faults, "_LINE_S", (1.0, 10.0))
-    _harm(relay, harm, name, 1000)
-    assert main(["data", "verify", URL]) == 2
-    said = capsys.readouterr()
-    assert "Waiting to fetch " in said.err
-    assert "no answer" in said.err.splitlines()[-1] and "damaged" not in said.out
+    for harm, name in (("hang", "manifest.json"), ("stall", "shard.0")):
+        _harm(relay, harm, name, 1000)
+        assert main(["data", "verify", URL]) == 2
+        said = capsys.readouterr()
+        assert "Waiting to fetch " in said.err
+        assert "no answer" in said.err.splitlines()[-1] and "damaged" not in said.out
 
 
 def test_an_unfinished_set_says_so_and_how_to_end_it(

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
@@ -20,6 +20,8 @@ from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.shards.verify_shards import find_damage
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
 from llmscale.errors import DataError
+from tests import warm_start
+from tests.conftest import HANG_S
 from tests.loopback import serving
 
 
@@ -261,22 +263,23 @@ def test_a_set_prepared_anew_under_the_same_name_shares_no_file(make_set: Callab
         assert np.array_equal(_all(open_set(str(remote), tmp_path / "cache")), _all(open_set(str(fresh))))
 
 
-def _read_all(folder: str, cache: str, queue: multiprocessing.Queue[int]) -> None:
-    queue.put(int(_all(open_set(folder, Path(cache))).astype(np.int64).sum()))
+READ_ALL = """
+import sys
+from pathlib import Path
+import numpy as np
+from llmscale.data.shards.cache import open_set
+from llmscale.data.shards.token_shards import TokenShards
+shards = TokenShards(open_set(sys.argv[1], Path(sys.argv[2])), "train")
+print(shards.read(np.arange(len(shards))).astype(np.int64).sum())
+"""
 
 
 def test_processes_share_a_cache(shared_set: Path, tmp_path: Path) -> None:
     """Two runs on one host, two ranks of one run: no shared memory, no leader."""
-    context = multiprocessing.get_context("spawn")
-    queue: multiprocessing.Queue[int] = context.Queue()
-    arguments = (str(shared_set), str(tmp_path / "cache"), queue)
-    processes = [context.Process(target=_read_all, args=arguments) for _ in range(3)]
     before = set(os.listdir("/dev/shm"))
-    for process in processes:
-        process.start()
-    sums = {queue.get(timeout=300) for _ in processes}
-    for process in processes:
-        process.join()
+    command = [sys.executable, "-c", READ_ALL, str(shared_set), str(tmp_path / "cache")]
+    processes = [warm_start.Process(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    sums = {int(process.communicate(timeout=HANG_S)[0]) for process in processes}
     assert sums == {int(_all(open_set(str(shared_set))).astype(np.int64).sum())}
     assert not {name for name in set(os.listdir("/dev/shm")) - before if "locals" in name or "filelock" in name}
 

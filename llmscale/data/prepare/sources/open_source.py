@@ -186,7 +186,7 @@ def _open_one(spec: str, options: ReadOptions, hf_split: str, glob: str | None, 
 
 def _open_stdlib(options: ReadOptions) -> Source:
     root = Path(sysconfig.get_path("stdlib"))
-    files = [path for path in walk(root)[0] if not _STDLIB_EXCLUDED.intersection(path.relative_to(root).parts)]
+    files, _ = walk(root, _STDLIB_EXCLUDED)
     known = [LocalFile(path, root) for path in files if path.suffix in TEXT.suffixes]
     return FileSource(STDLIB, known, ReadOptions(options.text_field, skip_undecodable=True, is_plain=True))
 

@@ -6,7 +6,7 @@ import io
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -205,13 +205,14 @@ def opened(file: InputFile) -> Iterator[BinaryIO]:
         yield raw
 
 
-def walk(root: Path) -> tuple[list[Path], list[Path]]:
+def walk(root: Path, skipped: Collection[str] = ()) -> tuple[list[Path], list[Path]]:
     """Return all regular files below `root` in path order, and all else that is not a folder of this tree: links that
-    lead out of it or to a folder, FIFOs, sockets, devices. Hidden names are in neither list."""
+    lead out of it or to a folder, FIFOs, sockets, devices. Hidden names and folders named in `skipped` are in neither
+    list."""
     files, others = [], []
     inside = os.path.realpath(root)
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skipped]
         for name in [*names, *subfolders]:
             path = Path(folder, name)
             if name.startswith("."):
