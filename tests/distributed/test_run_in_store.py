@@ -270,14 +270,15 @@ def test_a_bucket_that_refuses_at_the_end_is_said_and_the_same_command_publishes
     assert URL in error and "the same command" in error
     relay.refuses = lambda method, headers: None
     assert 12 not in steps_in(machines.look("b"))
-    machines.train("a", 2, "--ds", "zero2")
+    output = machines.train("a", 2, "--ds", "zero2")
     view = machines.look("b")
-    assert steps_in(view)[0] == 12
+    assert steps_in(view)[0] == 12, output
     assert_same(read_losses(view), straight)
 
 
 def test_a_second_start_is_refused_and_writes_nothing(machines: Machines, object_store: ObjectStore) -> None:
-    job = machines.start("a", 1, "--ds", "zero1", "--steps", "100000", "--schedule", "constant")
+    rarely = ("--save-every", "100", "--keep-last", "9")
+    job = machines.start("a", 1, "--ds", "zero1", "--steps", "100000", "--schedule", "constant", *rarely)
     read_until(job, "published")
     output = machines.train("b", 2, "--ds", "zero2", expect=2)
     assert f"{URL} is in use by process {job.processes[0].pid}" in output
