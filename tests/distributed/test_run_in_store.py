@@ -185,6 +185,7 @@ def test_death_at_every_upload_loses_nothing(
     assert number > 10
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_replaced(machines: Machines, straight: dict[int, float]) -> None:
     job = machines.start("a", 2, "--ds", "zero2")
     read_until(job, "published")
@@ -256,7 +257,7 @@ def test_expired_credentials_are_said_and_their_renewal_ends_the_wait(
     assert not any(secret.encode() in contents for contents in everything)
 
 
-@pytest.mark.parametrize("status", [403, 507])
+@pytest.mark.parametrize("status", [403, pytest.param(507, marks=pytest.mark.slow)])
 def test_a_bucket_that_refuses_at_the_end_is_said_and_the_same_command_publishes(
     machines: Machines, relay: Relay, straight: dict[int, float], status: int
 ) -> None:
@@ -276,11 +277,12 @@ def test_a_bucket_that_refuses_at_the_end_is_said_and_the_same_command_publishes
     assert_same(read_losses(view), straight)
 
 
+@pytest.mark.slow
 def test_a_second_start_is_refused_and_writes_nothing(machines: Machines, object_store: ObjectStore) -> None:
-    rarely = ("--save-every", "100", "--keep-last", "9")
-    job = machines.start("a", 1, "--ds", "zero1", "--steps", "100000", "--schedule", "constant", *rarely)
+    flags = ("--steps", "100000", "--schedule", "constant", "--save-every", "100", "--keep-last", "9")
+    job = machines.start("a", 1, "--ds", "zero1", *flags)
     read_until(job, "published")
-    output = machines.train("b", 2, "--ds", "zero2", expect=2)
+    output = machines.train("b", 2, "--ds", "zero2", *flags, expect=2)
     assert f"{URL} is in use by process {job.processes[0].pid}" in output
     assert not any("e00002" in name for name in object_store.files("runs/x/"))
     job.send(signal.SIGTERM)
