@@ -69,7 +69,7 @@ _PART_NAME = re.compile(r"[\w.=+@,-]{1,200}", re.ASCII)
 _MAX_STATE_BYTES = 64 << 20
 #: Requests at a time, the longest range of one, and the largest gap between two tensors that it covers.
 _THREADS, _RANGE_BYTES, _GAP_BYTES = 8, 32 << 20, 64 << 10
-_FETCH_TRIES = 3
+_FETCH_TRIES = 4
 
 
 @dataclass(frozen=True)
@@ -192,10 +192,17 @@ def fetch_run(path: Path) -> Path:
     if url_of(path) is None:
         return path
     run = _run_of(path)
-    index = read_index(run)
-    if index is None and is_view(run):
-        raise CheckpointError(f"{url_of(run)} holds no run of llmscale: it has no {INDEX_NAME}.")
-    update_copy(run, index)
+    for attempt in range(1, _FETCH_TRIES + 1):
+        index = read_index(run)
+        if index is None and is_view(run):
+            raise CheckpointError(f"{url_of(run)} holds no run of llmscale: it has no {INDEX_NAME}.")
+        try:
+            update_copy(run, index)
+            break
+        except LlmscaleError:
+            # The run's retention may have removed a checkpoint meanwhile.
+            if attempt == _FETCH_TRIES or read_index(run) == index:
+                raise
     return path
 
 

@@ -25,7 +25,7 @@ from llmscale.config.hf_model import (
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
-from llmscale.config.run_urls import shown
+from llmscale.config.run_urls import copy_of, shown, url_of
 from llmscale.config.user_paths import check_output_folder, read_prompts
 from llmscale.data.mixture import TrainingSets, open_training_sets
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_matches
@@ -88,7 +88,7 @@ def announce_after_s(config: RunConfig) -> float:
 
 def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     """Read and check everything a run needs. Raises ConfigError, DataError or CheckpointError; writes nothing."""
-    fetch_runs(config)
+    config = fetch_runs(config)
     ds = read_ds_config(config.ds)
     get_optimizer(config.optimizer).check_stage(ds.zero_stage)
     for steps in config.skip_steps:
@@ -116,13 +116,18 @@ def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     return PreparedRun(config, sets, resolved, weights, tasks, prompts)
 
 
-def fetch_runs(config: RunConfig) -> None:
+def fetch_runs(config: RunConfig) -> RunConfig:
     """Bring the copies of the run, and of those that it begins from, up to date if they are in a store.
 
-    Raises LlmscaleError.
+    Returns the configuration with a checkpoint of the run itself in the copy that the run is written to. Raises
+    LlmscaleError.
     """
+    own, resumed = url_of(config.run), url_of(Path(config.resume))
+    if own and resumed and f"{resumed}/".startswith(f"{own}/"):
+        config = config.model_copy(update={"resume": str(copy_of(resumed, "train"))})
     for path in (config.run, *(Path(name) for name in (config.resume, config.init_from) if name)):
         fetch_run(path)
+    return config
 
 
 def parse_skip(text: str) -> tuple[int, int]:
@@ -237,6 +242,7 @@ def as_plain(config: RunConfig) -> dict[str, object]:
     values = {
         **config.model_dump(mode="json"),
         "run": shown(config.run),
+        **{name: url for name in ("resume", "init_from") if (url := url_of(Path(getattr(config, name) or "")))},
         "data": data if "://" in data else str(Path(data).absolute()),
     }
     return cast("dict[str, object]", values)

@@ -88,7 +88,7 @@ class RecordUploads:
         self.num_parts = 0
         """Parts that the store holds."""
         self._turn = threading.Lock()
-        # What has not changed since the copy was fetched came from the store.
+        # Files that have not changed since the copy was fetched came from the store.
         fetched_ns = fetched_at_ns(run)
         self._sent = {name: state for name, state, _ in self._changes() if state.changed_ns <= fetched_ns}
 
@@ -450,15 +450,16 @@ class RunPublisher:
         size = path.stat().st_size
 
         def upload() -> None:
-            if self._uploader is None:
-                self._uploader = open_uploader(url)
             try:
+                if self._uploader is None:
+                    self._uploader = open_uploader(url)
                 self._uploader.upload(path, url)
+                there = self._opened().describe(url).size_bytes
             except Exception:
                 # Credentials may have been renewed meanwhile.
-                self._uploader = None
+                self._uploader = self._store = None
                 raise
-            if (there := self._opened().describe(url).size_bytes) != size:
+            if there != size:
                 raise faults.DamagedInTransit(f"{there:,} bytes came there instead of {size:,}")
 
         faults.with_retries(upload, f"Cannot upload {url}", url=url, num_bytes=size)

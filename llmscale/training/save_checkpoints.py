@@ -91,8 +91,6 @@ class SaveCheckpoints(StepAction):
                 "could not be saved (see the warning above). Make room or mend the folder, and start again to repeat "
                 "the steps since the last one."
             )
-        if self._io.publisher:
-            self._io.publisher.finish()
 
     def _restore_run_folder(self, step: int) -> None:
         """Create a missing run folder again, complete, for the next checkpoint to be a run's. Collective."""

@@ -149,6 +149,8 @@ class Session:
             io.log.display.close()
         if self.step > run.first_step:
             self.checkpoints.finish(self.step)
+        if io.publisher:
+            io.publisher.finish()
         why = "finished" if self.step >= total else f"stopped by {self._reason()}"
         if spike := self.rollback.rollback_from:
             io.report(f"--on-spike skip did not go back from the loss spike at step {spike[0]}: the run stops")

@@ -19,7 +19,7 @@ if __name__ == "__main__":
         if name in os.environ:
             os.environ[name] = os.environ[name].replace("{node}", node)
     os.chdir(os.environ.get("NODE_FOLDER", "."))
-    faults.RETRY_PAUSES_S = (0.1, 0.3)
+    faults.RETRY_PAUSES_S = (0.1, 0.3, 0.3, 0.3)
     publish_run._RECORDS_S = 1.0
     publish_run._END_S = float(os.environ.get("STORE_END_S", "60"))
     runpy.run_path(str(TRAIN), run_name="__main__")

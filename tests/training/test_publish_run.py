@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from llmscale.checkpoint.commit import set_aside_existing
 from llmscale.checkpoint.inventory import delete_checkpoint
-from llmscale.checkpoint.manifest import checkpoints_folder
+from llmscale.checkpoint.manifest import checkpoints_folder, load_pieces
 from llmscale.checkpoint.remote_run import TOKEN_NAME, fetch_run, read_index, update_copy
 from llmscale.checkpoint.run_lease import BEAT_VARIABLE, BEATS_MISSED, Lease, prune_run, take_lease
 from llmscale.checkpoint.save import CheckpointSaver
@@ -336,7 +336,8 @@ def test_saved_checkpoints_are_published_and_kept_as_the_run_keeps_them(
 def test_a_step_that_is_saved_again_replaces_nothing_half(run: Path, world: World, object_store: ObjectStore) -> None:
     trainer = Trainer(run, world)
     trainer.save(1)
-    trainer.wait_for("published")
+    while load_pieces(checkpoints_folder(run) / "step-00000001") is None:
+        faults.time.sleep(0.01)
     object_store.fails = lambda method, path: method == "PUT" and path.endswith("manifest.json")
     set_aside_existing(checkpoints_folder(run) / "step-00000001")
     trainer.save(1)

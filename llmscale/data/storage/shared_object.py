@@ -147,7 +147,10 @@ class _S3Object:
         try:
             answer = self._client.get_object(**self._where)
         except ClientError as error:
-            if error.response["Error"]["Code"] == "NoSuchKey":
+            code = error.response["Error"]["Code"]
+            if code == "404":
+                raise faults.DamagedInTransit("the answer was cut short") from error
+            if code == "NoSuchKey":
                 return None
             raise
         size_bytes = answer["ContentLength"]
