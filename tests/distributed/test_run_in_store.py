@@ -203,6 +203,7 @@ def relay(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterato
         yield relay
 
 
+@pytest.mark.slow
 def test_a_store_that_throttles_fails_and_cuts_answers_costs_time_only(
     machines: Machines, relay: Relay, straight: dict[int, float]
 ) -> None:
@@ -313,6 +314,7 @@ def test_a_run_goes_back_and_is_pruned_in_the_store(
     assert steps_in(machines.look()) == [8, 6, 4, 2]
 
 
+@pytest.mark.slow
 def test_commands_and_other_runs_read_a_run_in_a_store(
     machines: Machines, object_store: ObjectStore, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -332,6 +334,7 @@ def test_commands_and_other_runs_read_a_run_in_a_store(
     assert object_store.files("runs/x/") == before
 
 
+@pytest.mark.slow
 def test_nodes_with_separate_disks_publish_and_resume(machines: Machines, straight: dict[int, float]) -> None:
     job = machines.start("a-{node}", 2, "--ds", "zero2", layout=[1, 1])
     read_until(job, "step-00000004\n")
