@@ -185,7 +185,7 @@ def new_run() -> Iterator[Run]:
         shutil.rmtree(folder)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(ACTIONS, min_size=4, max_size=25))
 def test_what_was_saved_is_there_and_what_comes_next_is_what_was_meant(actions: list[tuple[str, int, int]]) -> None:
     with new_run() as run:

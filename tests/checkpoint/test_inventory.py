@@ -86,6 +86,16 @@ def test_an_abandoned_checkpoint_that_is_named_makes_its_history_count_again(tmp
     assert [saved.step for saved in find_checkpoints(tmp_path).abandoned] == [40, 25]
 
 
+def test_a_new_history_has_a_number_above_every_abandoned_checkpoint_s(tmp_path: Path) -> None:
+    """Also above one that is newer than history.json, as after a copy of an older run folder."""
+    first, second = write(tmp_path, 10), write(tmp_path, 20)
+    record_history(tmp_path, History(2, ((1, 10),)), first)
+    write(tmp_path, 25, History(7, ((1, 10),)))
+    found = find_checkpoints(tmp_path)
+    assert [saved.step for saved in found.abandoned] == [25, 20]
+    assert history_after(found, second, tmp_path) == History(8, ((1, 20),))
+
+
 def test_the_newest_of_the_history_goes_on_in_it(tmp_path: Path) -> None:
     newest = [write(tmp_path, step) for step in (10, 20)][1]
     assert history_after(find_checkpoints(tmp_path), newest, tmp_path) == History()
