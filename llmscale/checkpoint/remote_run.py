@@ -21,7 +21,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -206,14 +206,17 @@ def fetch_run(path: Path) -> Path:
     return path
 
 
-def fetch_runs_below(folder: Path) -> None:
+def fetch_runs_below(folder: Path, report: Callable[[str], None]) -> None:
     """Bring the copies of the run at the URL of which `folder` is the copy, or of all runs one level below it, up to
-    date. Raises LlmscaleError when the store cannot be read."""
+    date; `report` gets a line for each that cannot be read. Raises DataError when the store cannot be."""
     url = cast("str", url_of(folder))
     names = Store(url, for_reading=True).names_in(url)
     for run in [folder] if INDEX_NAME in names else [folder / name for name in names if is_record_name(name)]:
-        if read_index(run) is not None:
-            fetch_run(run)
+        try:
+            if read_index(run) is not None:
+                fetch_run(run)
+        except CheckpointError as error:
+            report(str(error))
     folder.mkdir(parents=True, exist_ok=True)
 
 
@@ -233,7 +236,10 @@ def update_copy(run: Path, index: RunIndex | None) -> None:
         seen = _read_seen(run)
         if index is None:
             if seen or read_token(run):
-                _remove_copy(run)
+                raise CheckpointError(
+                    f"{url_of(run)} holds no run, but {run} is this machine's copy of one. Is it the right store "
+                    "(endpoint, account)? To begin a new run, remove that folder."
+                )
         elif seen != index and (is_view(run) or read_token(run) != index.last_token):
             _fetch(run, index, seen if is_view(run) and seen and seen.id == index.id else None)
 
@@ -265,14 +271,6 @@ def _turn(run: Path) -> Iterator[None]:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _remove_copy(run: Path) -> None:
-    """Remove everything in a copy: its run is not in the store any more."""
-    _remove_records(run)
-    shutil.rmtree(checkpoints_folder(run), ignore_errors=True)
-    for name in (TOKEN_NAME, _SEEN_NAME):
-        (run / name).unlink(missing_ok=True)
 
 
 def _remove_records(run: Path) -> None:

@@ -36,6 +36,15 @@ def boot_name() -> str:
     return secrets.token_hex(8)
 
 
+def _beat_seconds() -> float:
+    """Return the seconds between two signs of life. Raises ConfigError for an illegal BEAT_VARIABLE."""
+    text = os.environ.get(BEAT_VARIABLE) or str(_BEAT_S)
+    with suppress(ValueError):
+        if 0.05 <= float(text) <= 600:
+            return float(text)
+    raise ConfigError(f"{BEAT_VARIABLE} is {text[:40]!r}. Legal: seconds from 0.05 to 600; default: {_BEAT_S:g}.")
+
+
 class Lease:
     """Rank 0's hold on a run in a store."""
 
@@ -78,7 +87,7 @@ def take_lease(run: Path, report: Callable[[str], None]) -> tuple[Lease, RunInde
         _wait_until_gone(shared, holder, url, report)
         found = shared.read()
     before, version = (parse_index(found[0], url), found[1]) if found else (None, None)
-    token, beat_s = secrets.token_hex(8), float(os.environ.get(BEAT_VARIABLE) or _BEAT_S)
+    token, beat_s = secrets.token_hex(8), _beat_seconds()
     holder = Holder(token, platform.node(), os.getpid(), boot_name(), 0, beat_s)
     index = before or RunIndex(secrets.token_hex(8))
     index = replace(index, epoch=index.epoch + 1, last_token=token, holder=holder)

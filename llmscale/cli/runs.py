@@ -13,7 +13,7 @@ from llmscale.config.command_line import flag, run_place
 from llmscale.config.run_urls import shown, url_of
 from llmscale.terminal.colour import Style, paint
 from llmscale.terminal.table import Column, output_width, table_lines, wrap_line
-from llmscale.untrusted.terminal import make_visible_line
+from llmscale.untrusted.terminal import make_visible_line, print_visible
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -57,7 +57,7 @@ def _run(args: argparse.Namespace) -> int:
     if url_of(args.folder):
         from llmscale.checkpoint.remote_run import fetch_runs_below
 
-        fetch_runs_below(args.folder)
+        fetch_runs_below(args.folder, lambda line: print_visible(line, file=sys.stderr))
     runs = find_runs(args.folder)
     if args.json:
         print(json.dumps([_as_plain(run) for run in runs], indent=1, allow_nan=False))

@@ -239,7 +239,10 @@ class RunPublisher:
         others = [file.name for file in manifest.files if not file.name.startswith("__")]
         own = tensors[neighbours.index(self._world.rank) :: len(neighbours)]
         for name in (*own, *(others if self._lease else ()), MANIFEST_NAME):
-            os.link(checkpoint / name, aside / name)
+            try:
+                os.link(checkpoint / name, aside / name)
+            except OSError:  # a file system without links
+                shutil.copyfile(checkpoint / name, aside / name)
 
     def finish(self) -> None:
         """Wait until the last checkpoint is published. Collective. Raises CheckpointError after _END_S without."""
