@@ -396,9 +396,8 @@ class RunPublisher:
                 self._clear_up(self._broadcast("") or "")
 
     def _broadcast(self, name: str | None) -> str | None:
-        message = [name]
-        dist.broadcast_object_list(message, src=0, group=self._group)
-        return message[0]
+        """Return rank 0's `name` on every rank. Collective."""
+        return on_main_rank(self._group, lambda: name)
 
     def _upload_round(self, remote: str) -> list[tuple[str, int]]:
         """Upload this rank's files of a checkpoint; return each rank's problem and number of records. Collective."""
