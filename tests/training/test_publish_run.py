@@ -179,7 +179,7 @@ def seen_elsewhere(name: str) -> dict[str, bytes]:
 def test_records_arrive_in_parts_as_they_are(run: Path, object_store: ObjectStore) -> None:
     run.mkdir(parents=True)
     lease = take(run)
-    records = RecordUploads(run, 1, 0)
+    records = RecordUploads(run, 1, 0, [0])
     wanted: dict[str, bytes] = {}
 
     def write(name: str, contents: bytes) -> None:
@@ -227,7 +227,7 @@ def test_a_start_on_the_same_disks_sends_its_own_records_and_no_stale_ones(
     lease = take(first)
     first.mkdir(parents=True)
     (first / "metrics.jsonl").write_bytes(b"a" * 100_000)
-    records = RecordUploads(first, 1, 0)
+    records = RecordUploads(first, 1, 0, [0])
     send(records, object_store)
     publish_records(lease, rank0=records)
     lease.release()
@@ -238,7 +238,7 @@ def test_a_start_on_the_same_disks_sends_its_own_records_and_no_stale_ones(
             run = on_disk(rank)
             update_copy(run, before)
             (run / TOKEN_NAME).write_text(lease.index.last_token)
-            of_ranks.append(RecordUploads(run, epoch, rank))
+            of_ranks.append(RecordUploads(run, epoch, rank, [rank]))
         with (on_disk(0) / "metrics.jsonl").open("ab") as file:
             file.write(b"b" * 1000)
         (on_disk(1) / "rank-1.log").write_bytes(b"c" * epoch)
