@@ -222,6 +222,7 @@ def test_a_store_that_throttles_fails_and_cuts_answers_costs_time_only(
     assert steps_in(view)[0] == 12
 
 
+@pytest.mark.slow
 def test_expired_credentials_are_said_and_their_renewal_ends_the_wait(
     machines: Machines, relay: Relay, object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +292,7 @@ def test_a_second_start_is_refused_and_writes_nothing(machines: Machines, object
     assert job.exit_codes == [0]
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_and_is_pruned_in_the_store(
     machines: Machines, object_store: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:

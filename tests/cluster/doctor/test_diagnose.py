@@ -128,7 +128,8 @@ def test_rows_go_from_green_to_red(hostfile: Path) -> None:
 def test_the_file_written_to_find_out_what_is_shared_is_removed(hostfile: Path) -> None:
     cluster = Cluster(build_pair())
     cluster.sees_nonce = False
-    assert "is not there on node-1" in reds(ask(cluster, hostfile))["run folder"]
+    (row,) = [row for row in ask(cluster, hostfile).rows if row.name == "run folder"]
+    assert "is not there on node-1" in row.found
     (written,) = [line for hosts, line in cluster.asked if "touch" in line and hosts == ("node-0",)]
     (removed,) = [line for hosts, line in cluster.asked if "rm -f" in line and hosts == ("node-0",)]
     path = written.split()[-1]
