@@ -63,6 +63,8 @@ _RECORDS_S = 300.0
 _END_S = 600.0
 #: Files up to this size are sent whole when they change; of longer ones the first bytes and those that were added.
 _SMALL_BYTES, _HEAD_BYTES = 1 << 16, 1 << 12
+#: A rank has saved again before it could upload.
+_REPLACED = "a newer checkpoint is about to be published"
 _OF_RANK = re.compile(r"rank-(\d+)", re.ASCII)
 _PART_BYTES, _MAX_FILE_BYTES = 16 << 20, 256 << 20
 
@@ -343,7 +345,7 @@ class RunPublisher:
         results = self._upload_round(remote)
         counts = {str(rank): count for rank, (_, count) in enumerate(results) if count}
         problem = next((problem for problem, _ in results if problem), "")
-        if problem:
+        if problem and problem != _REPLACED:
             self._tell(problem)
         self.problem = problem or self._attempt(lambda: self._publish(remote, counts))
         if not self.problem:
@@ -354,6 +356,7 @@ class RunPublisher:
         published = "" if self.problem else remote
         self._broadcast(published)
         self._clear_up(published)
+        self._uploading = ""
 
     def _publish(self, remote: str, counts: dict[str, int]) -> None:
         self._upload(self._aside / remote / MANIFEST_NAME, f"{self._url}/{CHECKPOINTS_NAME}/{remote}/{MANIFEST_NAME}")
@@ -394,6 +397,7 @@ class RunPublisher:
             while (name := self._broadcast(None)) is not None:
                 self._upload_round(name)
                 self._clear_up(self._broadcast("") or "")
+                self._uploading = ""
 
     def _broadcast(self, name: str | None) -> str | None:
         """Return rank 0's `name` on every rank. Collective."""
@@ -403,6 +407,8 @@ class RunPublisher:
         """Upload this rank's files of a checkpoint; return each rank's problem and number of records. Collective."""
         problem, count, self._uploading = "", 0, remote
         try:
+            if not (self._aside / remote).is_dir():
+                raise CheckpointError(_REPLACED)
             for path in sorted((self._aside / remote).iterdir()):
                 if path.name != MANIFEST_NAME:
                     self._upload(path, f"{self._url}/{CHECKPOINTS_NAME}/{remote}/{path.name}")
@@ -411,7 +417,6 @@ class RunPublisher:
                 count = self._records.num_parts
         except Exception as error:  # the other ranks wait for the answer
             problem = str(error)
-        self._uploading = ""
         return gather(self._group, (problem, count))
 
     def _clear_up(self, published: str) -> None:
