@@ -83,7 +83,7 @@ class RecordUploads:
     """Sends what one rank's disk added to the run's files. One per disk."""
 
     def __init__(self, run: Path, epoch: int, rank: int, neighbours: Sequence[int]) -> None:
-        """`neighbours` are the ranks on this disk. Only rank 0's disk sends files that are not a rank's own."""
+        """`neighbours` are the ranks on this disk. Rank 0's disk sends all files, others those of their ranks."""
         self._run, self._epoch, self._rank, self._neighbours = run, epoch, rank, neighbours
         self._url = str(url_of(run))
         self._sent: dict[str, _Sent] = {}
@@ -136,8 +136,8 @@ class RecordUploads:
 
     def _is_sent(self, name: str) -> bool:
         owner = _OF_RANK.search(name)
-        is_own = int(owner[1]) in self._neighbours if owner else self._rank == 0
-        return is_own and is_record_name(name)
+        is_own = owner is not None and int(owner[1]) in self._neighbours
+        return (is_own or self._rank == 0) and is_record_name(name)
 
     def _change(self, path: Path, sent: _Sent | None) -> tuple[_Sent, list[tuple[int, bytes, bool]]] | None:
         with path.open("rb") as file:
