@@ -270,8 +270,9 @@ def test_a_trainers_copy_is_kept_while_it_is_the_newest(published: Path, store: 
     update_copy(run, replace(index, epoch=2, last_token="other"))
     assert not [*run.rglob("*.distcp")] and not (run / ".holder").exists()
     assert load_pieces(checkpoints_folder(run) / "step-00000002") == Pieces((), "e00001-step-00000002")
-    update_copy(run, None)
-    assert not [*run.rglob("step-*")]
+    with pytest.raises(CheckpointError, match="holds no run"):
+        update_copy(run, None)
+    assert [*run.rglob("step-*")], "the store may be the wrong one"
 
 
 def test_dropping_tensors_keeps_what_the_store_does_not_have(published: Path) -> None:
@@ -330,7 +331,7 @@ def test_all_runs_below_a_url_are_found(published: Path, store: ObjectStore) -> 
         store.put(key, contents)
     store.put("runs/y/latest.json", RunIndex("other").encode())
     folder = copy_of(f"s3://{BUCKET}/runs", "view")
-    fetch_runs_below(folder / "x")
+    fetch_runs_below(folder / "x", print)
     assert [path.name for path in folder.iterdir() if path.is_dir()] == ["x"]
-    fetch_runs_below(folder)
+    fetch_runs_below(folder, print)
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["x", "y"]

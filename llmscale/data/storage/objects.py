@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict, TypeVar, cast
 
@@ -56,7 +56,8 @@ class Store:
         """With `for_reading`, public objects need no credentials. `remedy` ends every message."""
         self._remedy = remedy
         self._prefix = url.partition("://")[0]
-        scheme_of(url)
+        # The Hub's client answers from a listing that another thread may have begun before the object was there.
+        self._listing = threading.Lock() if scheme_of(url).kind == "hf" else nullcontext()
         self._files = faults.with_retries(
             lambda: _open_filesystem(url, for_reading=for_reading), f"Cannot open {url}", url=url
         )
@@ -99,8 +100,9 @@ class Store:
         """Return the current state of one object. `stop` ends the retries."""
 
         def look() -> StoredObject:
-            self._files.invalidate_cache()
-            return self._describe(self._files.info(path_of(url)))
+            with self._listing:
+                self._files.invalidate_cache()
+                return self._describe(self._files.info(path_of(url)))
 
         return self._retried(look, f"Cannot find {url}", url, stop)
 
