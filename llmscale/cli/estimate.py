@@ -27,16 +27,17 @@ if TYPE_CHECKING:
 _SIZES = ("--n-layer", "--n-head", "--n-embd", "--head-dim", "--n-kv-head", "--mlp-width")
 #: Flags, each with the flags that it excludes.
 _EXCLUSIVE = (
-    ("--max-model", ("--ds", "--hf", "--emit", "--plot", "--dry-run", *_SIZES)),
+    ("--max-model", ("--ds", "--hf", "--emit", "--plot", "--dry-run", "--max-seq-len", *_SIZES)),
+    ("--max-seq-len", ("--emit", "--plot", "--dry-run", "--global-batch-size")),
     ("--hf", ("--model",)),
     ("--ds", ("--emit",)),
 )
 #: Flags that `--interconnect list` excludes, because they concern one row for one network.
-_OF_ONE_NETWORK = ("--hf", "--max-model", "--emit", "--plot", "--dry-run")
+_OF_ONE_NETWORK = ("--hf", "--max-model", "--max-seq-len", "--emit", "--plot", "--dry-run")
 #: Flags without a meaning for a model of which only the states are known.
 _OF_OWN_MODEL = (
     *("--ds", "--emit", "--plot", "--dry-run", "--micro-batch-size", "--activation-checkpointing"),
-    *("--loss-chunk-tokens", "--optimizer", "--seq-len"),
+    *("--loss-chunk-tokens", "--optimizer", "--seq-len", "--sequence-parallel-size", "--max-seq-len"),
 )
 
 
@@ -79,10 +80,11 @@ def _add_run_flags(group: FlagContainer) -> None:
         "micro_batch_size": "sequences per GPU and forward pass; default: the largest that fits",
         "precision": "bf16, fp16, fp32 or autocast; default: the ds_config's, else bf16, or fp16 on a GPU without bf16",
         "activation_checkpointing": "only none, selective or full; default: all of them",
+        "sequence_parallel_size": "GPUs that divide a sequence; default: 1, for --max-seq-len every number",
     }
     add_run_flags(group, {"global_batch_size": int, "micro_batch_size": int, "precision": str}, texts=texts)
     add_optimizer_flags(group)
-    add_run_flags(group, {"activation_checkpointing": str}, texts=texts)
+    add_run_flags(group, {"activation_checkpointing": str, "sequence_parallel_size": int}, texts=texts)
     text = "explain these ds_configs, side by side; zero2 and the like are llmscale's own"
     flag(group, "--ds FILE|NAME", text, local_path, nargs="+")
     flag(group, "--nvme-path DIR", "NVMe folder of every node, for --emit", nonblank, "/local_nvme")
@@ -92,6 +94,7 @@ def _add_output_flags(group: FlagContainer) -> None:
     flag(group, "--emit FILE", "write the recommended ds_config", local_path)
     flag(group, "--force", "let --emit overwrite")
     flag(group, "--max-model", "find the largest model of its family that fits; default family: GPT-3")
+    flag(group, "--max-seq-len", "find the longest sequence that fits, by GPUs that divide it")
     flag(group, "--dry-run", "simulate the recommended row, or --ds, with the real DeepSpeed: about a minute")
     flag(group, "--plot FILE", "draw the rows as stacked bars (needs matplotlib)", local_path)
     flag(group, "--json", "print JSON")
@@ -118,6 +121,8 @@ def _run(args: argparse.Namespace) -> int:
         args.model = f"{PREFIX}{args.hf}"
     if args.max_model:
         return answers.answer_largest(args)
+    if args.max_seq_len:
+        return answers.answer_longest(args)
     return answers.answer_networks(args) if args.interconnect == LIST else answers.answer_rows(args)
 
 

@@ -18,10 +18,13 @@ from llmscale.cli.estimate_tables import (
     comparison_as_dict,
     comparison_lines,
     estimate_as_dict,
+    fastest_lines,
     gib,
     largest_model_lines,
     largest_models_as_list,
     legend_lines,
+    longest_as_list,
+    longest_lines,
     moment_lines,
     ranking_as_dict,
     row_lines,
@@ -51,7 +54,15 @@ from llmscale.config.user_paths import check_output_file, write_output_file
 from llmscale.dry_run.on_demand import with_recordings
 from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import format_size
-from llmscale.planning.recommend import Misfit, Ranking, fastest_by_link, find_misfit, nearest_fit, rank_configs
+from llmscale.planning.recommend import (
+    Misfit,
+    Ranking,
+    fastest_by_link,
+    fastest_by_split,
+    find_misfit,
+    nearest_fit,
+    rank_configs,
+)
 from llmscale.planning.scaling import GPT3, scaling_family
 from llmscale.planning.search import (
     CHECKPOINTING,
@@ -62,7 +73,9 @@ from llmscale.planning.search import (
     Search,
     find_hf_configs,
     find_largest_models,
+    find_longest,
     most_room,
+    sequence_parallel_sizes,
     strategy_ds_config,
 )
 from llmscale.report.save_figure import check_plot
@@ -75,7 +88,7 @@ _ANY_MODEL = "gpt3-125m"
 #: Keys of a run that are flags here, in addition to those of the model.
 _RUN_KEYS = (
     *("global_batch_size", "micro_batch_size", "precision", "activation_checkpointing"),
-    *("optimizer", "loss_chunk_tokens"),
+    *("optimizer", "loss_chunk_tokens", "sequence_parallel_size"),
 )
 #: Context and batch of `--max-model` without a model: GPT-3's context, and 2^20 tokens.
 _MAX_MODEL_SEQ_LEN, _MAX_MODEL_BATCH = 2048, 512
@@ -132,6 +145,7 @@ def _read_job(args: argparse.Namespace, config: RunConfig, machines: Machines) -
     seq_len = config.seq_len if args.model else config.seq_len or _MAX_MODEL_SEQ_LEN
     config, shape = resolve_model(config, seq_len)
     plan = resolve_batch(config, shape.seq_len, machines.world_size)
+    plan.ranks.heads_of_rank(shape.n_head, shape.n_kv_head)
     return Job(
         shape,
         plan.global_batch_size,
@@ -139,6 +153,7 @@ def _read_job(args: argparse.Namespace, config: RunConfig, machines: Machines) -
         config.micro_batch_size,
         get_optimizer(config.optimizer),
         config.loss_chunk_tokens,
+        config.sequence_parallel_size,
     )
 
 
@@ -249,6 +264,8 @@ def _answer_lines(
         f"on {request.machines_in_words}, {precisions}, {optimizer}global batch {job.global_batch_size:,} sequences "
         f"= {job.global_batch_size * shape.seq_len:,} tokens"
     )
+    if job.sequence_parallel_size > 1:
+        yield job.ranks.describe_split(shape.seq_len, shape.n_head, shape.n_kv_head)
     yield ""
     chosen = ranking.recommendation.index if ranking.recommendation else None
     yield from row_lines(ranking.configs, chosen, names)
@@ -393,6 +410,30 @@ def _shapes_line(model: str | None, family: str) -> str:
         )
     whose = "" if model is None or model.startswith("gpt3-") else f"; blocks are {model}'s"
     return f"Shapes: GPT-3's table, and between its points depth as a function of the width{whose}."
+
+
+def answer_longest(args: argparse.Namespace) -> int:
+    """Print the longest sequence of each strategy by GPUs that divide it; return 0 if one fits, else 1."""
+    # The batch does not matter: each group of GPUs has the micro-batch alone.
+    args.global_batch_size = read_machines(args, read_gpu(args)).world_size
+    request = read_request(args)
+    search, job = request.search, request.search.job
+    sizes = (job.sequence_parallel_size,) if args.sequence_parallel_size else sequence_parallel_sizes(job)
+    rows = with_recordings(lambda: find_longest(search, sizes), request.describe_model())
+    fastest = with_recordings(lambda: fastest_by_split(search, sizes), request.describe_model())
+    if args.json:
+        values = search_as_dict(search) | {"longest": longest_as_list(rows)}
+        rates = {size: row.throughput.tokens_per_second for size, row in fastest.items() if row and row.throughput}
+        print(json.dumps(values | {"tokens_per_second": rates}, indent=1))
+    else:
+        head = (
+            f"The longest sequence that fits {request.machines_in_words}, {search.precision}, in tokens: micro-batch "
+            f"{job.micro_batch_size or 1}, no accumulation; by the number of GPUs that divide a sequence"
+        )
+        host = "checked" if job.machines.host_bytes else "not checked: --host-memory-gib"
+        speed = fastest_lines(fastest, job.shape.seq_len, search.interconnect.name)
+        print_fitting([head, "", *longest_lines(rows, sizes), "", f"Host memory is {host}.", "", *speed])
+    return 0 if any(fit for row in rows for fit in row.fits.values()) else EXIT_NOTHING_FITS
 
 
 def answer_networks(args: argparse.Namespace) -> int:

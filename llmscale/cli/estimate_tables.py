@@ -17,7 +17,7 @@ from llmscale.terminal.table import Column, output_width, table_lines
 
 if TYPE_CHECKING:
     from llmscale.dry_run.on_demand import Comparison
-    from llmscale.planning.search import LargestModel
+    from llmscale.planning.search import LargestModel, LongestSequences
 
 #: Headings of a Breakdown's fields, in their order.
 CATEGORIES = ("param", "grad", "optim", "activ", "logits", "comm", "temp")
@@ -223,6 +223,45 @@ def largest_model_lines(models: Sequence[LargestModel]) -> Iterator[str]:
     yield from align(head, table)
 
 
+def longest_lines(rows: Sequence[LongestSequences], sizes: Sequence[int]) -> Iterator[str]:
+    """Yield one line per strategy, with a column for each number of GPUs; `*` marks a column's longest."""
+    lengths = [{size: fit.plan.seq_len if fit else 0 for size, fit in row.fits.items()} for row in rows]
+    best = {size: max(of_row[size] for of_row in lengths) for size in sizes}
+    table: list[list[str]] = []
+    for index, (row, of_row) in enumerate(zip(rows, lengths, strict=True)):
+        if index and row.strategy.zero_stage != rows[index - 1].strategy.zero_stage:
+            table.append([])
+        cells = [
+            "*" * (of_row[size] == best[size] > 0) + f"{of_row[size]:,}" if of_row[size] else "-" for size in sizes
+        ]
+        table.append([row.strategy.stage_words, row.strategy.offload, row.checkpointing, *cells])
+    yield from align(["ZeRO", "offload", "checkpt", *(f"on {size}" for size in sizes)], table)
+
+
+def fastest_lines(rows: Mapping[int, RankedConfig | None], seq_len: int, interconnect: str) -> Iterator[str]:
+    """Yield the fastest row of a context for each number of GPUs that divide it, and which to take."""
+    rates = {size: row.throughput.tokens_per_second for size, row in rows.items() if row and row.throughput}
+    table = []
+    for size, row in rows.items():
+        words = row.fit.strategy.describe() if row else "nothing fits"
+        rate = f"{rates[size]:,.0f}" if size in rates else "-"
+        mark = "*" if size in rates and rates[size] == max(rates.values()) else ""
+        table.append([mark, str(size), rate, words])
+    yield f"Fastest at {seq_len:,} tokens (--seq-len), between nodes {interconnect}; tok/s of all GPUs, estimated:"
+    yield from align(["", "--sequence-parallel-size", "tok/s", "source"], table)
+
+
+def longest_as_list(rows: Sequence[LongestSequences]) -> list[dict[str, object]]:
+    """Return one entry per strategy, with lengths by GPUs that divide a sequence."""
+    return [
+        {
+            "strategy": strategy_as_dict(row.strategy),
+            "seq_len": {size: fit.plan.seq_len if fit else None for size, fit in row.fits.items()},
+        }
+        for row in rows
+    ]
+
+
 def gpu_lines() -> Iterator[str]:
     """Yield the hardware table, and the sources of its numbers."""
     rows = gpu_table_rows()
@@ -250,7 +289,7 @@ def gib(num_bytes: int) -> str:
 
 if TYPE_CHECKING:
     from llmscale.dry_run.on_demand import Comparison
-    from llmscale.planning.search import LargestModel
+    from llmscale.planning.search import LargestModel, LongestSequences
 
 
 def search_as_dict(search: Search) -> dict[str, object]:

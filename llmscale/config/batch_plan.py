@@ -21,7 +21,7 @@ class BatchPlan:
     global_batch_size: int
     """Sequences per optimizer step over all ranks; fixed for a run, whatever the number of ranks."""
     micro_batch_size: int
-    """Sequences per rank and forward pass."""
+    """Sequences per forward pass of a rank, or of the ranks that divide them."""
     gradient_accumulation_steps: int
     """Forward passes per rank and optimizer step."""
     ranks: ParallelLayout
@@ -44,6 +44,7 @@ class BatchPlan:
             "micro_batch_size": self.micro_batch_size,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "world_size": self.ranks.world_size,
+            "sequence_parallel_size": self.ranks.sequence_parallel_size,
             "seq_len": self.seq_len,
         }
 
@@ -51,7 +52,7 @@ class BatchPlan:
         """Return the multiplication in one line."""
         return (
             f"global batch {self.global_batch_size} sequences = {self.micro_batch_size} micro-batch "
-            f"x {self.gradient_accumulation_steps} accumulation x {self.ranks.data_parallel_size} ranks "
+            f"x {self.gradient_accumulation_steps} accumulation x {_count_groups(self.ranks)} "
             f"= {self.tokens_per_step:,} tokens per step"
         )
 
@@ -70,21 +71,27 @@ def build_batch_plan(
     if global_batch_size % size:
         legal_sizes = [parts * ranks.sequence_parallel_size for parts in divisors(global_batch_size)]
         raise ConfigError(
-            f"global_batch_size {global_batch_size} cannot be divided over {size} ranks. "
+            f"global_batch_size {global_batch_size} cannot be divided over {_count_groups(ranks)}. "
             f"Legal world sizes for it: {_listed(legal_sizes)}. "
             f"Or change --global-batch-size to {_nearest_multiples(global_batch_size, size)}."
         )
     share = global_batch_size // size
     legal = divisors(share)
     if micro_batch_size is None:
-        fitting = [size for size in legal if size * seq_len <= DEFAULT_MICRO_BATCH_TOKENS]
+        fitting = [size for size in legal if size * ranks.part_of(seq_len) <= DEFAULT_MICRO_BATCH_TOKENS]
         micro_batch_size = max(fitting, default=1)
     if micro_batch_size < 1 or share % micro_batch_size:
         raise ConfigError(
-            f"micro_batch_size {micro_batch_size} does not divide the {share} sequences that each of {size} "
-            f"ranks has per step (global_batch_size {global_batch_size}). Legal micro-batches: {_listed(legal)}."
+            f"micro_batch_size {micro_batch_size} does not divide the {share} sequences that each of "
+            f"{_count_groups(ranks)} has per step (global_batch_size {global_batch_size}). Legal micro-batches: "
+            f"{_listed(legal)}."
         )
     return BatchPlan(global_batch_size, micro_batch_size, share // micro_batch_size, ranks, seq_len)
+
+
+def _count_groups(ranks: ParallelLayout) -> str:
+    size = ranks.sequence_parallel_size
+    return f"{ranks.data_parallel_size} groups of {size} ranks" if size > 1 else f"{ranks.world_size} ranks"
 
 
 def divisors(number: int) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmscale.errors import ConfigError
@@ -22,9 +24,11 @@ class ParallelLayout:
 
     def __post_init__(self) -> None:
         if self.sequence_parallel_size < 1 or self.world_size % self.sequence_parallel_size:
+            legal = [str(size) for size in range(1, min(self.world_size, 64) + 1) if self.world_size % size == 0]
             raise ConfigError(
                 f"{self.world_size} ranks cannot be divided into groups of {self.sequence_parallel_size} that share "
-                "a sequence: the size of a group must divide the number of ranks."
+                "a sequence: the size of a group must divide the number of ranks. Legal --sequence-parallel-size: "
+                f"{', '.join(legal)}."
             )
 
     @property
@@ -36,3 +40,48 @@ class ParallelLayout:
     def shard_ranks(self) -> int:
         """Ranks that ZeRO divides parameters, gradients and optimizer states over, and reduces gradients over."""
         return self.world_size
+
+    def group_of(self, rank: int) -> int:
+        """Return the number of a rank's group, which is its data-parallel rank."""
+        return rank // self.sequence_parallel_size
+
+    def is_first(self, rank: int) -> bool:
+        """Return whether a rank answers for the samples of its group."""
+        return rank % self.sequence_parallel_size == 0
+
+    def groups_per_node(self, ranks_per_node: Sequence[int]) -> tuple[int, ...]:
+        """Return the groups that begin on each node, without nodes where none does."""
+        size, end, groups = self.sequence_parallel_size, 0, []
+        for ranks in ranks_per_node:
+            begin, end = end, end + ranks
+            groups.append(-(-end // size) - -(-begin // size))
+        return tuple(count for count in groups if count)
+
+    def part_of(self, seq_len: int) -> int:
+        """Return a rank's tokens of a sequence; the last ranks may have fewer."""
+        return -(-seq_len // self.sequence_parallel_size)
+
+    def heads_of_rank(self, n_head: int, n_kv_head: int) -> tuple[int, int]:
+        """Return the query and key-value heads in a rank's attention. Raises ConfigError.
+
+        Key-value heads that cannot be divided are repeated before, as often as needed.
+        """
+        size = self.sequence_parallel_size
+        if n_head % size:
+            legal = [str(n) for n in range(1, n_head + 1) if n_head % n == 0 and self.world_size % n == 0]
+            raise ConfigError(
+                f"sequence_parallel_size {size} does not divide the {n_head} query heads: attention gives every rank "
+                f"of a group as many. Legal for this model on {self.world_size} ranks: {', '.join(legal)}."
+            )
+        return n_head // size, math.lcm(n_kv_head, size) // size
+
+    def describe_split(self, seq_len: int, n_head: int, n_kv_head: int) -> str:
+        """Return which tokens and heads of a sequence a rank has."""
+        heads, kv_heads = self.heads_of_rank(n_head, n_kv_head)
+        sent = kv_heads * self.sequence_parallel_size
+        repeated = f" ({n_kv_head} repeated to {sent})" if sent != n_kv_head else ""
+        return (
+            f"{self.sequence_parallel_size} ranks divide a sequence: {self.part_of(seq_len):,} of {seq_len:,} tokens "
+            f"each, in attention all tokens and {heads} of {n_head} query heads, {kv_heads} of {sent} key-value "
+            f"heads{repeated}"
+        )

@@ -115,6 +115,7 @@ def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: in
     """Fill every default that depends on another key, the ds_config, the data or the world size. Raises ConfigError."""
     shape = resolve_shape(config, facts)
     plan = resolve_batch(config, shape.seq_len, world_size)
+    plan.ranks.heads_of_rank(shape.n_head, shape.n_kv_head)
     schedule = resolve_schedule(config, plan, facts.num_train_samples)
     chosen = ds.with_flags(config.precision, config.gradient_clipping)
     mode = config.activation_checkpointing or ds.checkpointing
@@ -166,7 +167,7 @@ def resolve_batch(config: RunConfig, seq_len: int, world_size: int) -> BatchPlan
     """Divide the global batch of the flags or the preset over the ranks. Raises ConfigError."""
     return build_batch_plan(
         global_batch_size=_global_batch_size(config, get_preset(default_preset(config)).global_batch_tokens, seq_len),
-        ranks=ParallelLayout(world_size),
+        ranks=ParallelLayout(world_size, config.sequence_parallel_size),
         seq_len=seq_len,
         micro_batch_size=config.micro_batch_size,
     )

@@ -159,6 +159,11 @@ class RunConfig(BaseModel):
     tokens: int | None = Field(None, ge=1, le=limits.MAX_TOKENS)
     """Training tokens, in place of steps; rounded up to complete steps."""
 
+    # ranks
+    sequence_parallel_size: int = Field(1, ge=1, le=limits.MAX_HEADS)
+    """Neighbouring ranks that divide the tokens of a sequence, for contexts longer than one GPU holds; divides the
+    ranks and the query heads (docs/long_sequences.md)."""
+
     # optimizer and schedule
     optimizer: OptimizerName = "adamw"
     """Optimizer. muon: orthogonalised momentum for the blocks' matrices, AdamW for the rest. adafactor: at ZeRO stage 0

@@ -196,7 +196,7 @@ def _build(resolved: ResolvedStep, micro_steps: int, compiler: BlockCompiler | N
     simulated = {
         **resolved.ds_config,
         "gradient_accumulation_steps": micro_steps,
-        "train_batch_size": plan.micro_batch_size * micro_steps * plan.ranks.data_parallel_size,
+        "train_batch_size": plan.micro_batch_size * micro_steps * plan.ranks.world_size,
     }
     engine = build_engine(RunConfig.model_validate({}), replace(resolved, ds_config=simulated), compiler)
     # Muon orthogonalises nothing at a learning rate of 0.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,17 +18,21 @@ from llmscale.architecture.attention_kernels import AttentionKernel
 from llmscale.architecture.shape import GPTShape, Positions, build_shape
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import LossSettings
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.dry_run.fakes import fake_world
 from llmscale.dry_run.recording import MicroStepTrace, factor_traces, trace_micro_step
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
+from llmscale.engine.sequence_parallel import RankSplit
 from llmscale.memory.activations.recorded import BLOCK_SEGMENTS, RecordedSegment
 from llmscale.memory.activations.symbols import (
+    ONE_RANK,
     BlockBranch,
     BlockStyle,
     EndsBranch,
     MaskKind,
     NormKind,
     PrecisionKind,
+    SplitKind,
     block_style,
     shape_symbols,
     shows_zero3_linear,
@@ -45,6 +52,12 @@ _SHAPES = ((3, 37, 74, 3, 11, 122, 1300), (7, 166, 46, 2, 5, 134, 2100), (5, 290
 _CHUNKS = ((41, 13), (431, 59), (521, 101))
 #: Query heads that share a key-value head.
 _SHARED = (2, 5, 3)
+#: Ranks that divide a sequence, key-value heads, and query heads for each of those that are sent, at each shape.
+_SPLITS: Mapping[SplitKind, tuple[tuple[int, int, int], ...]] = {
+    "divided": ((2, 6, 2), (3, 9, 5), (5, 10, 3)),
+    "repeated": ((4, 6, 2), (6, 4, 5), (5, 3, 3)),
+    "repeated_for_each": ((4, 6, 1), (6, 4, 1), (5, 3, 1)),
+}
 #: Two blocks, which must allocate the same.
 _LAYERS = 2
 
@@ -93,6 +106,11 @@ def all_block_branches() -> Iterator[BlockBranch]:
         for kernel, dropout in (*zip(kernels, itertools.repeat(False)), *zip(dropping, itertools.repeat(True))):
             yield BlockBranch(style, precision, mode, dropout, False, kernel, zero3)
         yield BlockBranch(style, precision, mode, False, True, "efficient", zero3)
+    # Where ranks divide sequences: in 16 bit, without a mask and dropout.
+    for style, mode, zero3, split in itertools.product(all_block_styles(), _MODES, _BOTH, _SPLITS):
+        is_shown = not zero3 or shows_zero3_linear(style, "16bit", mode)
+        if is_shown and (split == "divided" or style.shares_keys):
+            yield BlockBranch(style, "16bit", mode, False, False, "flash", zero3, split)
 
 
 def all_ends_branches() -> Iterator[EndsBranch]:
@@ -109,6 +127,8 @@ def all_ends_branches() -> Iterator[EndsBranch]:
             may_drop = mask == "none" and (tied if positions == "learned" else precision != "autocast")
             for dropout, *switches in itertools.product(_BOTH if may_drop else (False,), _BOTH, _BOTH):
                 yield EndsBranch(norm, positions, tied, mask, precision, dropout, *switches)
+                if precision == "16bit" and mask == "none" and not dropout:
+                    yield EndsBranch(norm, positions, tied, mask, precision, dropout, *switches, "divided")
 
 
 def record_branch(branch: BlockBranch | EndsBranch) -> dict[str, RecordedSegment]:
@@ -131,8 +151,11 @@ def record_blocks(branch: BlockBranch) -> dict[str, RecordedSegment]:
         _shape(place, settings, branch.attention, precision, shares_keys=style.shares_keys)
         for place in range(len(_SHAPES))
     ]
+    layouts = [ONE_RANK] * len(_SHAPES)
+    if branch.split:
+        shapes, layouts = _split(shapes, branch.split, shares_keys=style.shares_keys)
     micro_batches = [sequences for sequences, *_ in _SHAPES]
-    found = _record(shapes, micro_batches, precision, branch.checkpointing, branch.zero3_linear)
+    found = _record(shapes, layouts, micro_batches, precision, branch.checkpointing, branch.zero3_linear)
     return {name: segment for name, segment in found.items() if name in BLOCK_SEGMENTS}
 
 
@@ -147,9 +170,12 @@ def record_ends(branch: EndsBranch) -> dict[str, RecordedSegment]:
     precision = _PRECISIONS[branch.precision]
     kernel: AttentionKernel = "efficient" if precision == "fp32" or branch.mask != "none" else "flash"
     shapes = [_shape(place, settings, kernel, precision) for place in range(len(_SHAPES))]
+    layouts = [ONE_RANK] * len(_SHAPES)
+    if branch.split:
+        shapes, layouts = _split(shapes, "divided", shares_keys=False)
     micro_batches = [1 if branch.one_sequence else sequences for sequences, *_ in _SHAPES]
     chunks = None if branch.one_chunk else [chunk[branch.one_sequence] for chunk in _CHUNKS]
-    found = _record(shapes, micro_batches, precision, "none", False, chunks)
+    found = _record(shapes, layouts, micro_batches, precision, "none", False, chunks)
     return {name: segment for name, segment in found.items() if name not in BLOCK_SEGMENTS}
 
 
@@ -160,8 +186,15 @@ def trace_gpt(
     checkpointing: CheckpointingMode,
     zero_stage: int,
     loss_chunk_tokens: int,
+    ranks: ParallelLayout = ONE_RANK,
 ) -> MicroStepTrace:
-    """Trace a micro-step of a GPT within `fake_world`, as DeepSpeed's checkpointing asks for its rank."""
+    """Trace a micro-step of a GPT within `fake_world`, as DeepSpeed's checkpointing asks for its rank.
+
+    With `ranks` that divide sequences, the trace is that of the first one.
+    """
+    size = ranks.sequence_parallel_size
+    # Fake tensors are not exchanged, so that the group's size does not matter.
+    split = RankSplit(size, 0, dist.group.WORLD) if size > 1 and dist.group.WORLD is not None else None
 
     def loss_of(model: nn.Module) -> Tensor:
         tokens = torch.zeros(micro_batch_size, shape.seq_len + 1, dtype=torch.long)
@@ -169,7 +202,7 @@ def trace_gpt(
         return loss
 
     return trace_micro_step(
-        lambda run_block: GPT(shape, seed=0, checkpoint=run_block, loss=LossSettings(loss_chunk_tokens)),
+        lambda run_block: GPT(shape, seed=0, checkpoint=run_block, loss=LossSettings(loss_chunk_tokens), split=split),
         loss_of,
         n_layer=shape.n_layer,
         dtype=_DTYPES[precision],
@@ -201,8 +234,23 @@ def _shape(
     )
 
 
+def _split(
+    shapes: list[GPTShape], kind: SplitKind, *, shares_keys: bool
+) -> tuple[list[GPTShape], list[ParallelLayout]]:
+    """Return shapes whose heads ranks can divide in this way, and the ranks."""
+    found: list[GPTShape] = []
+    layouts: list[ParallelLayout] = []
+    for shape, (size, kv_heads, shared) in zip(shapes, _SPLITS[kind], strict=True):
+        sent = math.lcm(size, kv_heads)
+        heads = sent * (shared if shares_keys else 1)
+        found.append(replace(shape, n_kv_head=kv_heads, n_head=heads))
+        layouts.append(ParallelLayout(size, size))
+    return found, layouts
+
+
 def _record(
     shapes: list[GPTShape],
+    layouts: list[ParallelLayout],
     micro_batches: list[int],
     precision: Precision,
     checkpointing: CheckpointingMode,
@@ -211,9 +259,9 @@ def _record(
 ) -> dict[str, RecordedSegment]:
     """Record at all shapes. `chunks`: tokens of a loss chunk at each shape; None for all tokens at once."""
     all_tokens = [shape.seq_len * size for shape, size in zip(shapes, micro_batches, strict=True)]
-    cases = list(zip(shapes, micro_batches, chunks or all_tokens, strict=True))
+    cases = list(zip(shapes, micro_batches, chunks or all_tokens, layouts, strict=True))
     stage = 3 if zero3_linear else 0
-    traces = [trace_gpt(shape, size, precision, checkpointing, stage, chunk) for shape, size, chunk in cases]
+    traces = [trace_gpt(*case[:2], precision, checkpointing, stage, *case[2:]) for case in cases]
     return factor_traces(traces, [shape_symbols(*case) for case in cases])
 
 

@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.engine.activation_checkpointing import save_products
-from llmscale.model.attention_context import AttentionContext
+from llmscale.model.attention_context import AttentionContext, SequenceSplit
 from llmscale.model.gpt import GPT, Block, CacheAppend
 from llmscale.planning.compilation import CompileBackend
 
 #: A block's training forward. It takes the context's tensors one by one, because a graph's inputs are tensors.
-_Forward = Callable[[Block, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]
+_Forward = Callable[[Block, Tensor, Tensor | None, Tensor | None, Tensor | None, SequenceSplit | None], Tensor]
 
 
 class BlockCompiler:
@@ -75,7 +75,7 @@ class BlockCompiler:
         """Run a block; replaces `Block.forward`."""
         if not block.training or append_to_cache is not None:
             return Block.forward(block, x, context, append_to_cache)
-        tensors = (x, context.cos, context.sin, context.mask)
+        tensors = (x, context.cos, context.sin, context.mask, context.split)
         if self.is_paused or self.failure is not None:
             return eager(block, *tensors)
         graphs, began = self.graphs, time.perf_counter()
@@ -110,15 +110,29 @@ class BlockCompiler:
         return compiled
 
 
-def _run(block: Block, x: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Tensor | None) -> Tensor:
-    return Block.forward(block, x, AttentionContext(cos, sin, mask))
+def _run(
+    block: Block,
+    x: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    mask: Tensor | None,
+    split: SequenceSplit | None,
+) -> Tensor:
+    return Block.forward(block, x, AttentionContext(cos, sin, mask, split))
 
 
-def _run_selective(block: Block, x: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Tensor | None) -> Tensor:
+def _run_selective(
+    block: Block,
+    x: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    mask: Tensor | None,
+    split: SequenceSplit | None,
+) -> Tensor:
     # No anchor as in activation_checkpointing.py: ZeRO-3 gathers the entire block before its backward pass.
     return checkpoint(
         partial(_run, block),
-        *(x, cos, sin, mask),
+        *(x, cos, sin, mask, split),
         use_reentrant=False,
         context_fn=partial(create_selective_checkpoint_contexts, save_products),
     )

@@ -28,6 +28,7 @@ from llmscale.engine.deepspeed_patches import (
 )
 from llmscale.engine.device_memory import has_bf16
 from llmscale.engine.optimizers import Muon, build_optimizer
+from llmscale.engine.sequence_parallel import build_split
 from llmscale.engine.zero_layout import check_deepspeed_version, inner_optimizer
 from llmscale.engine.zero_shards import invalidate_hpz_copies, reset_step_counts
 from llmscale.errors import ConfigError
@@ -41,14 +42,15 @@ if TYPE_CHECKING:
 
 
 def build_model(resolved: ResolvedStep, *, seed: int) -> GPT:
-    """Build the GPT; stage 3 shards it while it is built, so it may be larger than one device."""
+    """Build the GPT; stage 3 shards it while it is built, so it may be larger than one device. Collective."""
     import deepspeed
 
     section = resolved.ds_config.get("activation_checkpointing", {})
     checkpoint = build_block_checkpoint(resolved.checkpointing, section if isinstance(section, dict) else {})
     is_sharded, ds_config = resolved.zero_stage == 3, dict(resolved.ds_config)
+    split = build_split(resolved.plan.ranks)
     with deepspeed.zero.Init(config_dict_or_path=ds_config) if is_sharded else contextlib.nullcontext():
-        return GPT(resolved.shape, seed=seed, checkpoint=checkpoint, loss=resolved.loss)
+        return GPT(resolved.shape, seed=seed, checkpoint=checkpoint, loss=resolved.loss, split=split)
 
 
 def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompiler | None = None) -> DeepSpeedEngine:

@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.hf_config import HFModel
 from llmscale.architecture.layers import Architecture, ParameterTensors
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import ResolvedStep
 from llmscale.memory.activations.activation_memory import ActivationMemory, estimate_activations
 from llmscale.memory.activations.recorded import Moment
@@ -141,6 +142,7 @@ def _step_activations(step: ResolvedStep, capability: ComputeCapability | None) 
         zero_stage=step.zero_stage,
         capability=capability,
         loss_chunk_tokens=step.loss.chunk_tokens,
+        ranks=ParallelLayout(step.plan.ranks.sequence_parallel_size, step.plan.ranks.sequence_parallel_size),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,27 @@ from llmscale.errors import DataError
 _ROW_MULTIPLE = 8
 
 
+class SequenceSplit(Protocol):
+    """Division of a sequence into equal parts, its last tokens padded, one of which the model gets.
+
+    Attention sees all tokens for a part of the heads, in which positions and masks are those of the sequence.
+    """
+
+    @property
+    def size(self) -> int:
+        """Number of parts."""
+
+    @property
+    def index(self) -> int:
+        """Number of the model's part."""
+
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Exchange [batch, t / size, heads, head_dim] each for all tokens of some heads, [batch, t, h, head_dim]."""
+
+    def to_tokens(self, y: Tensor) -> Tensor:
+        """Exchange [batch, t, heads / size, head_dim] for [batch, t / size, heads, head_dim]."""
+
+
 @dataclass(frozen=True)
 class AttentionContext:
     """Rotations and mask of one forward pass, shared by all blocks."""
@@ -28,6 +50,8 @@ class AttentionContext:
     mask: Tensor | None = None
     """[t, t] or [batch, 1, t, t] in the precision of the computation: 0 where a position (row) sees another (column),
     else -inf. None for plain causal attention."""
+    split: SequenceSplit | None = None
+    """Division of the tokens; cos and sin are those of the model's part."""
 
     def rotate(self, heads: Tensor) -> Tensor:
         """Rotate queries or keys [batch, t, heads, head_dim] by their positions.
@@ -40,19 +64,29 @@ class AttentionContext:
         return heads * self.cos + torch.cat((-second, first), dim=-1) * self.sin
 
 
-def build_context(shape: GPTShape, positions: Tensor, dtype: torch.dtype) -> AttentionContext:
+def part_of_tokens(t: int, split: SequenceSplit | None) -> slice:
+    """Return the model's part of `t` tokens, which may end after them."""
+    part = t if split is None else -(-t // split.size)
+    begin = 0 if split is None else part * split.index
+    return slice(begin, begin + part)
+
+
+def build_context(
+    shape: GPTShape, positions: Tensor, dtype: torch.dtype, split: SequenceSplit | None = None
+) -> AttentionContext:
     """Build the context of tokens at `positions` [t] or [batch, t], in the computation's `dtype`.
 
     Nothing is kept in buffers of the model: DeepSpeed would round them, and the angles of late positions, to 16 bit.
     """
     mask = _attention_mask(positions, shape.sliding_window if shape.has_window else None, dtype)
     if shape.positions == "learned":
-        return AttentionContext(mask=mask)
+        return AttentionContext(mask=mask, split=split)
+    positions = positions[..., part_of_tokens(positions.shape[-1], split)]
     frequencies = rotary_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
     turns = torch.tensor(frequencies, dtype=torch.float32).to(positions.device, non_blocking=True)
     angles = (positions[..., None].float() * turns)[..., None, :]
     angles = torch.cat((angles, angles), dim=-1)
-    return AttentionContext(angles.cos().to(dtype), angles.sin().to(dtype), mask)
+    return AttentionContext(angles.cos().to(dtype), angles.sin().to(dtype), mask, split)
 
 
 def positions_in_documents(tokens: Tensor, document_end: int) -> Tensor:

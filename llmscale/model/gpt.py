@@ -28,8 +28,10 @@ from llmscale.errors import DataError
 from llmscale.model.attention_context import (
     AttentionContext,
     KVCache,
+    SequenceSplit,
     build_context,
     compute_dtype,
+    part_of_tokens,
     positions_in_documents,
 )
 from llmscale.model.loss import chunked_cross_entropy, score_tokens
@@ -169,15 +171,19 @@ class CausalSelfAttention(nn.Module):
         q, k = context.rotate(q.type_as(v)), context.rotate(k.type_as(v))
         if append_to_cache is not None:
             k, v = append_to_cache(k, v)
-        y = self._attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.mask)
-        return F.dropout(self.proj(y.transpose(1, 2).flatten(2)), shape.dropout, self.training)
+        if context.split is not None:
+            q, k, v = context.split.to_heads(q, k, v)
+        y = self._attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.mask).transpose(1, 2)
+        if context.split is not None:
+            y = context.split.to_tokens(y)
+        return F.dropout(self.proj(y.flatten(2)), shape.dropout, self.training)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Compute softmax(q k^T) v over [batch, heads, t, head_dim].
 
         Without a mask attention is causal, or a single query sees everything.
         """
-        shared = self.shape.n_head // self.shape.n_kv_head
+        shared = q.shape[1] // k.shape[1]
         # Only CUDA's FlashAttention shares key-value heads, in 16 bit and without a mask; the other kernels would fall
         # back to scores [t, t] (sdp_utils.cpp, check_batch_size_and_num_heads_dense).
         dropout = self.shape.dropout if self.training else 0.0
@@ -264,8 +270,10 @@ class _Head(nn.Module):
         self.sequence_losses: deque[Tensor] | None = None
         """If set from outside, collects the nats per token of each sequence [batch] of micro-batches with targets."""
 
-    def forward(self, x: Tensor, targets: Tensor | None = None, *, each_token: bool = False) -> Tensor:
-        """Compute logits, or the loss where `targets` are given.
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, *, each_token: bool = False, share: float = 1.0
+    ) -> Tensor:
+        """Compute logits, or `share` times the loss where `targets` are given.
 
         x: [batch, t, n_embd]. Returns logits [batch, t, vocab_size] in x's precision, a view without the padding rows.
         With `targets`, ids [batch, t], returns their mean cross-entropy in nats, a scalar in fp32, or with
@@ -281,6 +289,7 @@ class _Head(nn.Module):
         losses = chunked_cross_entropy(
             x, self.weight, targets, self.vocab_size, settings, each_sequence=collected is not None
         )
+        losses = losses.scaled(share)
         if self.training:
             self.mean_z_squared = losses.mean_z_squared
         if collected is not None and losses.of_sequences is not None:
@@ -325,7 +334,8 @@ class GPT(nn.Module):
     """Decoder: token embedding, equal blocks, final norm, output head.
 
     The weights are a function of (shape, seed) alone; the global random state is neither read nor advanced.
-    `checkpoint` runs the blocks when gradients are computed; without it every activation is kept.
+    `checkpoint` runs the blocks when gradients are computed; without it every activation is kept. With `split`, losses
+    and scores are those of a part of the tokens.
     """
 
     def __init__(
@@ -335,9 +345,10 @@ class GPT(nn.Module):
         seed: int,
         checkpoint: BlockCheckpoint | None = None,
         loss: LossSettings = DEFAULT_LOSS,
+        split: SequenceSplit | None = None,
     ) -> None:
         super().__init__()
-        self.shape, self.checkpoint = shape, checkpoint
+        self.shape, self.checkpoint, self.split = shape, checkpoint, split
         generator = torch.Generator().manual_seed(seed)
         self.wte = Embedding(shape.padded_vocab_size, shape.n_embd, generator)
         if shape.positions == "learned":
@@ -362,6 +373,9 @@ class GPT(nn.Module):
         every target's log-probability and whether it is the likeliest token, [batch, t, 2]. Padding rows of the token
         table take no part.
 
+        With a split, every part gets complete sequences. It returns its scores, with those of padding, [batch, part, 2]
+        or its share of the loss: their mean over the parts is the loss.
+
         With `cache`, tokens continue its sequences. With `at`, integers [batch], only the logits at that index of each
         row of `tokens` are computed: [batch, 1, vocab_size]. Raises DataError when more than seq_len positions are
         needed, cached ones included.
@@ -372,18 +386,25 @@ class GPT(nn.Module):
                 f"a sequence of {t} tokens is longer than the model's {self.shape.seq_len} positions "
                 "(seq_len). Cut the sequences, or train a model with a longer seq_len."
             )
+        split = self.split if targets is not None else None
+        part = part_of_tokens(t, split)
+        if split is not None:
+            tokens = F.pad(tokens, (0, (part.stop - part.start) * split.size - t))
         cached = cache.next_positions(tokens) if cache is not None else None
         if cached is not None:
             positions = cached.positions
         elif self.shape.document_end is not None:
             positions = positions_in_documents(tokens, self.shape.document_end)
         else:
-            positions = torch.arange(t, device=tokens.device)
-        x = self.wte(tokens)
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        if split is not None:
+            # Padding may exceed the learned positions.
+            positions = positions.clamp(max=self.shape.seq_len - 1)
+        x = self.wte(tokens[:, part])
         if self.shape.positions == "learned":
-            x = x + self.wpe(positions)
+            x = x + self.wpe(positions[..., part])
         x = F.dropout(x, self.shape.dropout, self.training)
-        context = build_context(self.shape, positions, compute_dtype(x))
+        context = build_context(self.shape, positions, compute_dtype(x), split)
         if cache is not None and cached is not None:
             x = self._run_with_cache(x, replace(context, mask=cached.mask), cache, cached.slots)
         else:
@@ -393,10 +414,24 @@ class GPT(nn.Module):
         if at is not None:
             x = x[torch.arange(len(at), device=x.device), at][:, None]
         if targets is not None:
-            loss: Tensor = self.head(self.ln_f(x), targets, each_token=each_token)
+            loss: Tensor = self._score(self.ln_f(x), targets, split, each_token)
             return loss
         logits: Tensor = self.head(self.ln_f(x))
         return logits
+
+    def _score(self, x: Tensor, targets: Tensor, split: SequenceSplit | None, each_token: bool) -> Tensor:
+        """Compute loss or scores of the model's part from x [batch, part, n_embd]; targets: [batch, t]."""
+        share = 1.0
+        if split is not None:
+            t = targets.shape[1]
+            part = part_of_tokens(t, split)
+            own = F.pad(targets, (0, max(0, part.stop - t)))[:, part] if each_token else targets[:, part]
+            share = own.shape[1] * split.size / t
+            # A part of nothing but padding takes the loss of any token, zero times.
+            targets = own if own.shape[1] else targets[:, :1]
+            x = x[:, : targets.shape[1]]
+        found: Tensor = self.head(x, targets, each_token=each_token, share=share)
+        return found
 
     def _run_with_cache(self, x: Tensor, context: AttentionContext, cache: KVCache, slots: Tensor) -> Tensor:
         """Run all blocks on [batch, t, n_embd], whose tokens take `slots` of the cache."""

@@ -38,6 +38,17 @@ class Losses(NamedTuple):
     of_sequences: Tensor | None
     """Cross-entropy in nats per token of each sequence [batch], if requested."""
 
+    def scaled(self, factor: float) -> Losses:
+        """Return all losses times `factor`."""
+        if factor == 1:
+            return self
+        z_squared, each = self.mean_z_squared, self.of_sequences
+        return Losses(
+            self.mean * factor,
+            None if z_squared is None else z_squared * factor,
+            None if each is None else each * factor,
+        )
+
 
 def chunked_cross_entropy(
     x: Tensor,

@@ -121,7 +121,9 @@ def extrapolations(step: ResolvedStep, cluster: Cluster) -> Iterator[Extrapolati
         yield Extrapolation("blocks", "blocks unlike GPT-3's")
     if shape.has_mask:
         yield Extrapolation("mask", "attention with a mask")
-    tokens = step.plan.micro_batch_size * shape.seq_len
+    if step.plan.ranks.sequence_parallel_size > 1:
+        yield Extrapolation("split", f"sequences on {step.plan.ranks.sequence_parallel_size} GPUs")
+    tokens = step.plan.micro_batch_size * step.plan.ranks.part_of(shape.seq_len)
     if tokens < SMALLEST_MICRO_BATCH_TOKENS:
         yield Extrapolation("micro-batch", f"micro-batches of {tokens:,} tokens")
     if step.precision != "bf16":

@@ -267,6 +267,12 @@ def fastest_by_link(search: Search) -> list[tuple[Interconnect, dict[str, float]
     return found
 
 
+def fastest_by_split(search: Search, sizes: Sequence[int]) -> dict[int, RankedConfig | None]:
+    """Return the recommended row by the number of GPUs that divide a sequence; None where nothing fits."""
+    jobs = {size: replace(search.job, sequence_parallel_size=size) for size in sizes}
+    return {size: rank_configs(replace(search, job=job)).recommended for size, job in jobs.items()}
+
+
 def _throughput(search: Search, fit: Candidate) -> Throughput | None:
     job = search.job
     cluster = Cluster(search.gpu, job.machines.gpus_per_node, search.interconnect)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -15,6 +15,7 @@ from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config, resolve
 from llmscale.config.deepspeed.schema import CheckpointingMode, OffloadDevice, Precision, ResolvedDsConfig
 from llmscale.config.hardware import GPU
 from llmscale.config.interconnect import Interconnect
+from llmscale.config.limits import MAX_SEQ_LEN
 from llmscale.config.loss_settings import CHUNK_TOKENS, LossSettings
 from llmscale.config.optimizers import ADAMW, OptimizerSpec
 from llmscale.config.parallel_layout import ParallelLayout
@@ -201,6 +202,13 @@ class Job:
     optimizer: OptimizerSpec = ADAMW
     loss_chunk_tokens: int = CHUNK_TOKENS
     """Value of --loss-chunk-tokens."""
+    sequence_parallel_size: int = 1
+    """Ranks that divide a sequence."""
+
+    @property
+    def ranks(self) -> ParallelLayout:
+        """Return the layout of all GPUs. Raises ConfigError if they cannot divide sequences so."""
+        return ParallelLayout(self.machines.world_size, self.sequence_parallel_size)
 
 
 @dataclass(frozen=True)
@@ -336,7 +344,7 @@ def _fit(job: Job, step: ResolvedStep) -> Candidate:
 def _plan(job: Job, micro_batch_size: int | None) -> BatchPlan:
     return build_batch_plan(
         global_batch_size=job.global_batch_size,
-        ranks=ParallelLayout(job.machines.world_size),
+        ranks=job.ranks,
         seq_len=job.shape.seq_len,
         micro_batch_size=micro_batch_size,
     )
@@ -437,21 +445,80 @@ def _find_largest(
         shape = interpolated_shape(width, job.shape, family)
         return fit_at(ds, replace(job, shape=shape), mode, job.micro_batch_size or 1)
 
-    low, high = 0, LARGEST_WIDTH + WIDTH_MULTIPLE
+    return _bisect_from(start, fit, unit=WIDTH_MULTIPLE, largest=LARGEST_WIDTH)
+
+
+def _bisect_from(
+    start: int, fit: Callable[[int], Candidate], *, unit: int, largest: int
+) -> tuple[int, Candidate] | None:
+    """Return the largest multiple of `unit` up to `largest` that fits, and its estimate."""
+    low, high = 0, largest + unit
     best: Candidate | None = None
-    width, step = start, WIDTH_MULTIPLE
-    while high - low > WIDTH_MULTIPLE:
-        found = fit(width)
+    size, step = start, unit
+
+    def half() -> int:
+        return max(unit, (high - low) // 2 // unit * unit)
+
+    while high - low > unit:
+        found = fit(size)
         if found.fits:
-            low, best = width, found
-            step = 2 * step if high > LARGEST_WIDTH else max(WIDTH_MULTIPLE, _halved(high - low))
-            width = min(low + step, high - WIDTH_MULTIPLE)
+            low, best = size, found
+            step = 2 * step if high > largest else half()
+            size = min(low + step, high - unit)
         else:
-            high = width
-            step = 2 * step if low == 0 else max(WIDTH_MULTIPLE, _halved(high - low))
-            width = max(high - step, low + WIDTH_MULTIPLE)
+            high = size
+            step = 2 * step if low == 0 else half()
+            size = max(high - step, low + unit)
     return None if best is None else (low, best)
 
 
-def _halved(distance: int) -> int:
-    return distance // 2 // WIDTH_MULTIPLE * WIDTH_MULTIPLE
+#: Lengths of sequences to try are multiples of this many tokens.
+_LENGTH_UNIT = 1024
+
+
+def sequence_parallel_sizes(job: Job) -> tuple[int, ...]:
+    """Return all numbers of GPUs that can divide a sequence: divisors of the GPUs and of the query heads."""
+    return tuple(size for size in divisors(job.machines.world_size) if job.shape.n_head % size == 0)
+
+
+@dataclass(frozen=True)
+class LongestSequences:
+    """The longest sequence that a strategy can train, by GPUs that divide it."""
+
+    ds: DsConfig
+    strategy: Strategy
+    fits: dict[int, Candidate | None]
+    """Estimates at that length; None if not even _LENGTH_UNIT tokens fit."""
+
+    @property
+    def checkpointing(self) -> str:
+        """Return the mode of checkpointing, `full, host` if the host keeps the blocks' inputs, or `-`."""
+        mode = self.strategy.checkpointing
+        on_host = mode == "full" and self.ds.cpu_checkpointing
+        return "-" if mode == "none" else f"{mode}{', host' if on_host else ''}"
+
+
+def find_longest(search: Search, sizes: Sequence[int]) -> list[LongestSequences]:
+    """Return the longest sequences of the user's ds_configs, else of every strategy that DeepSpeed can train, at the
+    job's micro-batch or 1, without accumulation."""
+    job, found = search.job, []
+    start = dict.fromkeys(sizes, _LENGTH_UNIT)
+    for ds, mode in search.files or legal_strategies(search.precision, search.nvme_path, search.modes):
+        fits: dict[int, Candidate | None] = {}
+        for size in sizes:
+            best = _find_longest(ds, replace(job, sequence_parallel_size=size), mode, start[size])
+            # Neighbouring strategies have similar answers, so the next search begins at this one.
+            start[size] = best[0] if best else _LENGTH_UNIT
+            fits[size] = best[1] if best else None
+        found.append(LongestSequences(ds, strategy_of(ds, mode), fits))
+    return found
+
+
+def _find_longest(ds: DsConfig, job: Job, mode: CheckpointingMode, start: int) -> tuple[int, Candidate] | None:
+    micro_batch_size = job.micro_batch_size or 1
+    job = replace(job, global_batch_size=micro_batch_size * job.ranks.data_parallel_size)
+
+    def fit(seq_len: int) -> Candidate:
+        return fit_at(ds, replace(job, shape=replace(job.shape, seq_len=seq_len)), mode, micro_batch_size)
+
+    return _bisect_from(start, fit, unit=_LENGTH_UNIT, largest=MAX_SEQ_LEN)

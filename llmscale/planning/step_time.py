@@ -16,6 +16,8 @@ Communication is counted as DeepSpeed 0.19.8 issues it, in passes of a ring (an 
     stage 3   every micro-step: parameters gathered in the forward pass and, unless still there, in the backward pass;
               gradients reduce-scattered. With hpZ all gathers but a step's first stay within groups of ranks
 
+Ranks that divide sequences (Ulysses) exchange tokens for heads in every block: `estimate_exchange_s`.
+
 Offload is counted as waiting, as in ZeRO-Infinity (Rajbhandari et al. 2021).
 
 Nothing was measured by us on a GPU. The constants here and in llmscale.planning.kernels are a rounded least-squares fit
@@ -112,20 +114,23 @@ def token_work(
 
 def estimate_compute_s(
     shape: GPTShape,
-    micro_batch_size: int,
+    micro_batch_size: float,
     precision: Precision,
     checkpointing: CheckpointingMode,
     gpu: GPU,
     kernels: KernelSettings = OWN_KERNELS,
 ) -> float | None:
-    """Return seconds of a micro-batch's forward and backward pass, recomputation included; None at an unknown rate."""
+    """Return seconds of a micro-batch's forward and backward pass, recomputation included; None at an unknown rate.
+
+    `micro_batch_size` is fractional for ranks that divide sequences.
+    """
     parts = compute_parts(shape, micro_batch_size, precision, checkpointing, gpu, kernels)
     return None if parts is None else parts.total_s
 
 
 def compute_parts(
     shape: GPTShape,
-    micro_batch_size: int,
+    micro_batch_size: float,
     precision: Precision,
     checkpointing: CheckpointingMode,
     gpu: GPU,
@@ -135,7 +140,7 @@ def compute_parts(
     peak = peak_flops(gpu, precision)
     if peak is None:
         return None
-    efficiency, tokens = kernel_efficiency(gpu), micro_batch_size * shape.seq_len
+    efficiency, tokens = kernel_efficiency(gpu), round(micro_batch_size * shape.seq_len)
     work = token_work(shape, tokens, precision, checkpointing, kernels)
     return ComputeParts(
         matmul_s=tokens * work.matmul_flops / (peak * efficiency.matmul),
@@ -293,6 +298,33 @@ def estimate_communication(
     )
 
 
+def estimate_exchange_s(step: ResolvedStep, gpu: GPU, gpus_per_node: int, interconnect: Interconnect) -> float:
+    """Return seconds per step in which ranks that divide sequences exchange tokens for heads; nothing hides them.
+
+    Every block sends q, k, v before attention and the result after it, in the backward pass their gradients, and with
+    checkpointing all of it again. A rank keeps 1 / size of each message; parts for other nodes take the network.
+    """
+    shape, plan, size = step.shape, step.plan, step.plan.ranks.sequence_parallel_size
+    if size == 1:
+        return 0.0
+    heads, kv_heads = plan.ranks.heads_of_rank(shape.n_head, shape.n_kv_head)
+    width = 4 if step.precision == "fp32" else 2
+    tokens = plan.micro_batch_size * plan.ranks.part_of(shape.seq_len)
+    sent_bytes = tokens * 2 * (heads + kv_heads) * size * shape.head_dim * width
+    near = math.gcd(size, gpus_per_node)
+    wire_s = sent_bytes * (near - 1) / size / gpu.link_bytes_per_s
+    hops_s = 2 * (near - 1) * _NODE_HOP_S
+    if size > near:
+        network = interconnect.bytes_per_s_per_node(gpus_per_node) / gpus_per_node
+        wire_s += sent_bytes * (size - near) / size / network
+        hops_s += 2 * (size - near) * (_NETWORK_HOP_S + interconnect.latency_s)
+    # Each of the two messages is copied into the order of ranks, and from it.
+    copies_s = 4 * sent_bytes / memory_bytes_per_s(gpu)
+    passes = 2 if step.checkpointing == "none" else 3
+    exchanges = passes * shape.n_layer * plan.gradient_accumulation_steps
+    return exchanges * (wire_s / _LINK_SHARE + _WAITED * hops_s + copies_s)
+
+
 def _ring_latency_s(
     gpus_per_node: int,
     num_nodes: int,
@@ -338,7 +370,8 @@ def estimate_offload_s(step: ResolvedStep, cluster: Cluster, traffic: Traffic, h
             nvme_bytes += shards
     if step.engine_config.cpu_checkpointing:
         activation_width = 4 if step.precision == "fp32" else 2
-        saved = step.plan.micro_batch_size * shape.seq_len * shape.n_embd * shape.n_layer * activation_width
+        tokens = step.plan.micro_batch_size * step.plan.ranks.part_of(shape.seq_len)
+        saved = tokens * shape.n_embd * shape.n_layer * activation_width
         link_bytes += 2 * micro_steps * saved
     # All GPUs of a node copy at the same time from one host's memory.
     link = min(cluster.gpu.host_link_bytes_per_s, host.memory_bytes_per_s / ranks_per_node)
@@ -400,7 +433,8 @@ def estimate_step(
     num_nodes = -(-plan.ranks.world_size // ranks_per_node)
     machines = (gpu, ranks_per_node, num_nodes, cluster.interconnect)
     compute_s = micro_step_s * plan.gradient_accumulation_steps
-    communication_s = _exposed_s(compute_s, estimate_communication(traffic, *machines), traffic, step)
+    exchange_s = estimate_exchange_s(step, gpu, ranks_per_node, cluster.interconnect)
+    communication_s = _exposed_s(compute_s, estimate_communication(traffic, *machines), traffic, step) + exchange_s
     offload_s = estimate_offload_s(step, cluster, traffic)
     optimizer_s = _optimizer_s(step, gpu)
     step_s = compute_s + communication_s + optimizer_s + offload_s
@@ -409,7 +443,7 @@ def estimate_step(
     compiled_compute_s = compiled_micro_step_s * plan.gradient_accumulation_steps
     compiled_communication = estimate_communication(compiled_traffic, *machines)
     compiled_s = compiled_compute_s + _exposed_s(compiled_compute_s, compiled_communication, compiled_traffic, step)
-    compiled_s += optimizer_s + offload_s
+    compiled_s += exchange_s + optimizer_s + offload_s
     calibration = calibrate(step, cluster)
     tokens_per_second = plan.tokens_per_step / step_s
     mfu = tokens_per_second * step.shape.flops_per_token / (plan.ranks.world_size * gpu.dense_16bit_flops)
@@ -430,7 +464,8 @@ def estimate_step(
 
 
 def _micro_step_s(step: ResolvedStep, gpu: GPU, kernels: KernelSettings) -> float | None:
-    return estimate_compute_s(step.shape, step.plan.micro_batch_size, step.precision, step.checkpointing, gpu, kernels)
+    sequences = step.plan.micro_batch_size / step.plan.ranks.sequence_parallel_size
+    return estimate_compute_s(step.shape, sequences, step.precision, step.checkpointing, gpu, kernels)
 
 
 def _exposed_s(compute_s: float, communication: CommunicationTime, traffic: Traffic, step: ResolvedStep) -> float:
@@ -472,7 +507,8 @@ def predict_step_parts(
     "communication" is missing for a step that offloads, and for one across nodes, whose network is unknown.
     """
     plan, kernels = resolved.plan, KernelSettings(compiled_blocks=compiled_blocks)
-    args = (resolved.shape, plan.micro_batch_size, resolved.precision, resolved.checkpointing, gpu, kernels)
+    sequences = plan.micro_batch_size / plan.ranks.sequence_parallel_size
+    args = (resolved.shape, sequences, resolved.precision, resolved.checkpointing, gpu, kernels)
     compute = compute_parts(*args)
     # Within a node the network is not used.
     throughput = estimate_step(resolved, Cluster(gpu, gpus_per_node, INTERCONNECTS[0]), kernels)

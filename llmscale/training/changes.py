@@ -140,6 +140,7 @@ def hyperparameters(run: PreparedRun) -> dict[str, object]:
         "communication_data_type": ds_config["communication_data_type"],
         "zero_stage": resolved.zero_stage,
         "world_size": resolved.plan.ranks.world_size,
+        "sequence_parallel_size": resolved.plan.ranks.sequence_parallel_size,
         "micro_batch_size": resolved.plan.micro_batch_size,
         "activation_checkpointing": resolved.checkpointing,
         "compile": run.compilation.backend or "off",

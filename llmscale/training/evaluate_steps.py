@@ -43,7 +43,8 @@ class Validate(StepAction):
         with self._engine.meter.pause("evaluating"):
             # Everything is read first: a rank that cannot read must not leave the others in a forward pass.
             batches = on_all_ranks(world.control, lambda: [self._read(split) for split in self._splits])
-            losses = [validation_loss(self._engine.deepspeed, of_split, world.device) for of_split in batches]
+            size = self._run.resolved.plan.ranks.sequence_parallel_size
+            losses = [validation_loss(self._engine.deepspeed, of_split, world.device, size) for of_split in batches]
         total = sum(num_samples for _, num_samples in losses)
         mean = sum(loss * num_samples for loss, num_samples in losses) / total
         if self._io.log:
@@ -58,7 +59,7 @@ class Validate(StepAction):
 
 
 def validation_loss(
-    engine: DeepSpeedEngine, batches: Iterable[ValidationBatch], device: torch.device
+    engine: DeepSpeedEngine, batches: Iterable[ValidationBatch], device: torch.device, ranks_of_sequence: int = 1
 ) -> tuple[float, int]:
     """Return the mean loss in nats per token over all ranks' batches, and the number of sequences. Collective.
 
@@ -74,7 +75,7 @@ def validation_loss(
     engine.train()
     totals = totals.to(device)
     dist.all_reduce(totals)
-    return float(totals[0] / totals[1]), int(totals[1])
+    return float(totals[0] / totals[1]), int(totals[1]) // ranks_of_sequence
 
 
 class EvaluateTasks(StepAction):
@@ -109,23 +110,25 @@ class EvaluateTasks(StepAction):
         A rank without a batch left scores one that does not count: ZeRO-3 gathers weights in every forward pass.
         """
         plan, world = self._run.resolved.plan, self._run.world
+        group, num_groups = plan.ranks.group_of(world.rank), plan.ranks.data_parallel_size
         max_tokens = plan.micro_batch_size * plan.seq_len
         batches = batches_by_length(rows, max_tokens, max_tokens)
         mine: list[tuple[int, RowScore]] = []
         self._engine.deepspeed.eval()
         with torch.no_grad():
-            for start in range(0, len(batches), world.world_size):
-                number = start + world.rank
+            for start in range(0, len(batches), num_groups):
+                number = start + group
                 batch = batches[number if number < len(batches) else 0]
                 scores = score_batch(self._forward, [rows[index] for index in batch], world.device)
-                if number < len(batches):
+                if number < len(batches) and plan.ranks.is_first(world.rank):
                     mine += zip(batch, scores, strict=True)
         self._engine.deepspeed.train()
         return in_order(pair for of_rank in gather(world.control, mine) for pair in of_rank)
 
     def _forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         scores: Tensor = self._engine.deepspeed(tokens, targets, each_token=True)
-        return scores
+        split = self._engine.deepspeed.module.split
+        return scores if split is None else split.gather_scores(scores, targets.shape[1])
 
 
 class SampleText(StepAction):

@@ -148,14 +148,20 @@ class RecordSamples(StepAction):
         records = config.record_samples
         # All ranks share one session number.
         number = on_main_rank(world.control, lambda: begin_session(config.run, step, history, records=records))
-        place = {"session": number, "rank": world.rank, "world_size": world.world_size, "start_step": step}
+        # Ranks that divide sequences have the same samples.
+        ranks = self._run.resolved.plan.ranks
+        place = {"rank": ranks.group_of(world.rank), "world_size": ranks.data_parallel_size}
+        place |= {"session": number, "start_step": step}
+
+        def open_recorder() -> SampleRecorder | None:
+            is_first = ranks.is_first(world.rank)
+            return SampleRecorder(config.run, **place, check=self._io.claim.check) if is_first else None
+
         if records:
-            self._recorder = on_all_ranks(
-                world.control, lambda: SampleRecorder(config.run, **place, check=self._io.claim.check)
-            )
+            self._recorder = on_all_ranks(world.control, open_recorder)
 
     def due(self, step: int) -> bool:
-        return self._run.config.record_samples
+        return self._recorder is not None
 
     def run(self, result: StepResult) -> None:
         assert self._recorder is not None

@@ -137,6 +137,7 @@ def _advice(
         machines,
         optimizer=resolved.optimizer,
         loss_chunk_tokens=resolved.loss.chunk_tokens,
+        sequence_parallel_size=plan.ranks.sequence_parallel_size,
     )
     try:
         change = find_smallest_change(resolved.ds, job, resolved.checkpointing, plan.micro_batch_size)

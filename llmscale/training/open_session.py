@@ -264,15 +264,19 @@ def _open_data(
 
 
 def open_feed(run: PreparedRun, world: World, stream: SampleStream, *, start_sample: int) -> Feed:
-    """Return this rank's micro-batches from sample `start_sample` on. Raises DataError if a shard has changed."""
+    """Return this rank's micro-batches from sample `start_sample` on, those of all ranks that divide its sequences.
+
+    Raises DataError if a shard has changed.
+    """
     plan, limit_bytes = run.resolved.plan, cache_limit_bytes(run.config)
+    layout = RankLayout(plan.ranks.group_of(world.rank), plan.ranks.groups_per_node(world.ranks_per_node))
     shards: WindowReader = MixedShards(run.sets.locations, "train", limit_bytes)
     if run.sets.recipe is None:
         shards = TokenShards(run.sets.first, "train", cache_limit_bytes=limit_bytes)
     return Feed(
         shards,
         stream.order,
-        FeedPlan(RankLayout(world.rank, world.ranks_per_node), plan.micro_batch_size, plan.gradient_accumulation_steps),
+        FeedPlan(layout, plan.micro_batch_size, plan.gradient_accumulation_steps),
         start_sample=start_sample,
         num_workers=run.config.num_workers,
         pin_memory=is_gpu(),

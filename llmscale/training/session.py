@@ -41,7 +41,7 @@ class Session:
     def __post_init__(self) -> None:
         self.step = self.run.first_step
         """Optimizer steps done."""
-        self._ids_checksum = 0
+        self._ids_checksum, self._checks_ids = 0, False
         self._fetch_failure: Exception | None = None
 
     def __enter__(self) -> Session:
@@ -84,8 +84,9 @@ class Session:
         finally:
             engine.meter.phases.mark("other")
         check_every = run.config.check_every
-        due = check_every > 0 and (step - run.first_step) % check_every == 0
-        self._ids_checksum = ids_checksum(torch.cat([batch.sample_ids for batch in batches]).numpy()) if due else 0
+        self._checks_ids = check_every > 0 and (step - run.first_step) % check_every == 0
+        counts = self._checks_ids and run.resolved.plan.ranks.is_first(run.world.rank)
+        self._ids_checksum = ids_checksum(torch.cat([batch.sample_ids for batch in batches]).numpy()) if counts else 0
         return batches
 
     def decide(self, step: int) -> StepVote:
@@ -101,7 +102,7 @@ class Session:
             ids_checksum=self._ids_checksum,
             failure=self._fetch_failure,
         )
-        if self._ids_checksum:
+        if self._checks_ids:
             self._check_ids(step, decision.ids_sum)
         return decision
 

@@ -56,6 +56,8 @@ def describe_run(run: Run, report: Callable[[str], None]) -> None:
         f"{resolved.checkpointing}, {world.world_size} ranks on {len(world.ranks_per_node)} nodes, "
         f"{world.device_name}"
     )
+    if plan.ranks.sequence_parallel_size > 1:
+        report(f"        {plan.ranks.describe_split(shape.seq_len, shape.n_head, shape.n_kv_head)}")
     report(f"blocks: {prepared.compilation.describe()}")
     if world.device.type != "cpu":
         report(describe_settings())

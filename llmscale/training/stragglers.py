@@ -122,11 +122,13 @@ class ArithmeticProbe:
     """Times one forward pass after each logged step, without waiting for other ranks.
 
     Below stage 3 a forward pass exchanges nothing and is timed completely. At stage 3 every module waits for its
-    weights; the output head, once it has its own, computes alone. On a GPU, events are read long after they happened.
+    weights; the output head, once it has its own, computes alone. So it does where ranks divide sequences, which blocks
+    exchange. On a GPU, events are read long after they happened.
     """
 
     def __init__(self, engine: DeepSpeedEngine, zero_stage: int) -> None:
-        self._module: nn.Module = engine.module.head if zero_stage == 3 else engine.module
+        exchanges = zero_stage == 3 or engine.module.split is not None
+        self._module: nn.Module = engine.module.head if exchanges else engine.module
         self._handles: list[RemovableHandle] = []
         self._begin: _EventOrTime | None = None
         self._end: _EventOrTime | None = None

@@ -155,6 +155,7 @@ def test_a_run_folder_names_all_ranks() -> None:
         "micro_batch_size": 1,
         "gradient_accumulation_steps": 2,
         "world_size": 4,
+        "sequence_parallel_size": 1,
         "seq_len": FACTS.seq_len,
     }
 

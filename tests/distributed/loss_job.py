@@ -1,5 +1,6 @@
-"""Rank script of test_loss.py: one optimizer step with the loss in small chunks, and how far loss and gradients are
-from those of the whole loss in double precision, without DeepSpeed.
+"""Rank script of test_loss.py and test_sequence_parallel.py: one optimizer step with the loss in small chunks, and how
+far loss and gradients are from those of the whole loss in double precision, without DeepSpeed. Ranks may divide
+sequences.
 
 Reads a JSON list of cells from its first argument; the main rank prints one JSON object a line.
 """
@@ -8,8 +9,10 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -36,6 +39,9 @@ SHAPES = {
         | {"tied": False, "n_kv_head": 1}
     ),
 }
+SHAPES |= {f"{name}-4-heads": shape.changed({"n_head": 4, "n_kv_head": 2}) for name, shape in SHAPES.items()}
+#: Parts of a sequence that do not divide it, and the last of which is nothing but padding.
+SHAPES |= {f"llama-of-{t}": replace(SHAPES["llama-4-heads"], seq_len=t, sliding_window=3) for t in (7, 5)}
 #: Of 24 tokens: four chunks, the last one smaller; and all at once.
 CHUNKS = {"small": 7, "whole": 1000}
 
@@ -47,7 +53,8 @@ def tokens_of(rank: int, accumulation: int, shape: GPTShape) -> list[Tensor]:
 
 
 def exact_step(cell: dict, shape: GPTShape, world_size: int, rank: int) -> tuple[float, dict[str, Tensor]]:
-    """A rank's loss, and the gradients that all ranks have together."""
+    """A rank's loss, and the gradients that all ranks have together. `world_size` and `rank`: groups that divide a
+    sequence."""
     model, own = GPT(shape, seed=0).double(), 0.0
     parts = world_size * cell["accumulation"]
     for of_rank in range(world_size):
@@ -61,19 +68,26 @@ def exact_step(cell: dict, shape: GPTShape, world_size: int, rank: int) -> tuple
 
 def run(cell: dict, rank: int, world_size: int) -> dict[str, float]:
     shape, accumulation = SHAPES[cell["shape"]], cell["accumulation"]
-    loss, exact = exact_step(cell, shape, world_size, rank)
-    plan = BatchPlan(
-        MICRO_BATCH * accumulation * world_size, MICRO_BATCH, accumulation, ParallelLayout(world_size), shape.seq_len
-    )
+    ranks = ParallelLayout(world_size, cell.get("split", 1))
+    group, groups = ranks.group_of(rank), ranks.data_parallel_size
+    loss, exact = exact_step(cell, shape, groups, group)
+    plan = BatchPlan(MICRO_BATCH * accumulation * groups, MICRO_BATCH, accumulation, ranks, shape.seq_len)
     precision = {"autocast": "torch_autocast"}.get(cell["precision"], cell["precision"])
-    config = {"zero_optimization": {"stage": cell["stage"]}, **({} if precision == "fp32" else {precision: ON})}
+    config = {
+        "zero_optimization": {"stage": cell["stage"], **cell.get("zero", {})},
+        **({} if precision == "fp32" else {precision: ON}),
+    }
     config |= {"communication_data_type": cell["exchange"]} if "exchange" in cell else {}
     settings = LossSettings(CHUNKS[cell["chunks"]], cell["z_loss"])
     resolved = resolve_step(
         parse_ds_config(config, "job").with_flags(None, 0.0), shape, plan, cell["checkpointing"], loss=settings
     )
     engine = build_engine(RunConfig.model_validate({"seed": 0}), resolved)
-    found, error = watched_step(engine, tokens_of(rank, accumulation, shape), exact)
+    found, error = watched_step(engine, tokens_of(group, accumulation, shape), exact)
+    if split := engine.module.split:
+        total = torch.tensor(found)
+        dist.all_reduce(total, group=split.group)
+        found = float(total) / split.size
     engine.destroy()
     return {"loss": abs(found - loss), "gradient": error}
 

@@ -52,6 +52,12 @@ def test_the_matrix_of_todays_blocks() -> None:
 
 
 @pytest.mark.slow
+def test_the_matrix_of_divided_sequences() -> None:
+    flags = ("--worlds", "1,2x2,4x2", "--configs", "zero0,zero1,zero2,zero3_offload", "--steps", "10")
+    assert "all bit-equal" in run_script("resume_matrix", "--block", "llama", *flags)
+
+
+@pytest.mark.slow
 def test_dropout_is_bit_equal_in_the_whole_matrix() -> None:
     """With dropout on, another world size draws other numbers, so only the same world size is compared."""
     output = run_script("resume_matrix", "--worlds", "2", "--configs", "zero1,zero3", "--dropout", "0.1")

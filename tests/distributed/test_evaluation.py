@@ -68,7 +68,7 @@ def test_sharded_and_whole_weights_have_the_same_results_and_training_does_not_n
     train: Train, tasks: list[str]
 ) -> None:
     whole, output = train(0, 1, *tasks)
-    sharded, _ = train(3, 2, *tasks)
+    sharded, _ = train(3, 2, *tasks, "--sequence-parallel-size", "2")
     check_same([whole, sharded])
     counts = {record["task"]: record["num_items"] for record in read_records(whole, "evaluation")}
     assert set(counts.values()) == {7}

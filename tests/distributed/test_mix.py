@@ -81,8 +81,9 @@ def test_the_same_samples_and_losses_at_any_ranks_and_through_a_restart(
     one, two = tmp_path / "one", tmp_path / "two"
     train(one, 1)
     train(two, 2, "--steps", str(STEPS), "--keep-last", "9")
-    # Back to step 3, in the first stage, and on through the change with another world size and stage of ZeRO.
-    again = train(two, 1, "--resume", str(two / "checkpoints" / "step-00000003"), "--ds", "ds_configs/zero3.json")
+    # Back to step 3, in the first stage, and on through the change with sequences divided and another stage of ZeRO.
+    elsewhere = ("--ds", "ds_configs/zero3.json", "--sequence-parallel-size", "2")
+    again = train(two, 2, "--resume", str(two / "checkpoints" / "step-00000003"), *elsewhere)
     assert "continuing from" in again
     expected, got = load_recorded(one), load_recorded(two)
     assert list(expected) == list(got) == list(range(STEPS))

@@ -143,6 +143,42 @@ def test_every_phase_on_a_gpu_without_flash_attention_is_that_of_the_dry_run() -
     check_fit(fit(config(2, "fp16"), FAMILIES["llama"], "none", capability=(7, 5)), FAMILIES["llama"])
 
 
+SPLIT_CELLS: list[tuple[int, CheckpointingMode, str, int]] = [
+    (1, "none", "opt", 2),
+    (2, "full", "llama", 2),
+    (3, "selective", "qwen2", 6),
+    (3, "full", "qwen3", 3),
+    (3, "none", "olmo2", 6),
+]
+
+
+@pytest.mark.parametrize(("stage", "mode", "family", "size"), SPLIT_CELLS[1:4:2])
+@pytest.mark.usefixtures("libraries_are_frozen")
+def test_every_phase_of_a_divided_sequence_is_that_of_the_dry_run(
+    stage: int, mode: CheckpointingMode, family: str, size: int
+) -> None:
+    """Key-value heads are divided, repeated, and repeated for each query head; three ranks do not divide the tokens."""
+    shape = FAMILIES[family]
+    job = Job(shape, 4 * 12 // size, Machines(1, 12, 80 * GIB), sequence_parallel_size=size)
+    check_fit(fit_at(config(stage, "bf16"), job, mode, 4), shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", SPLIT_CELLS[::2], ids=str)
+@pytest.mark.usefixtures("libraries_are_frozen")
+def test_other_divided_sequences(cell: tuple[int, CheckpointingMode, str, int]) -> None:
+    test_every_phase_of_a_divided_sequence_is_that_of_the_dry_run(*cell)
+
+
+def test_activations_fall_with_the_ranks_that_divide_a_sequence() -> None:
+    shape = build_shape({**LLAMA, **ODD, "n_head": 8, "n_kv_head": 8, "seq_len": 65536})
+    peaks = []
+    for size in (1, 2, 4, 8):
+        job = Job(shape, 8 // size, Machines(1, 8, 80 * GIB), sequence_parallel_size=size)
+        peaks.append(fit_at(config(2, "bf16"), job, "full", 1).estimate.phase("backward").activations_bytes)
+    assert all(later == pytest.approx(earlier / 2, rel=0.01) for earlier, later in itertools.pairwise(peaks))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast"])

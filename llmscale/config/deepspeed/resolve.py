@@ -180,6 +180,8 @@ def resolve_ds_config(ds: DsConfig, model: ModelSize, plan: BatchPlan) -> dict[s
             gradient_accumulation_steps=plan.gradient_accumulation_steps,
         )
     )
+    # DeepSpeed counts a sample once for every rank that trains on a part of it.
+    config["train_batch_size"] = plan.global_batch_size * plan.ranks.sequence_parallel_size
     config["gradient_clipping"] = DEFAULT_GRADIENT_CLIPPING if ds.gradient_clipping is None else ds.gradient_clipping
     config["zero_optimization"] = _zero_section(keys, model)
     config.update(_precision_sections(keys, plan.gradient_accumulation_steps))

@@ -53,7 +53,7 @@ UNSUPPORTED: dict[str, str] = {
     "pipeline": _PARALLELISM,
     "tensor_parallel": _PARALLELISM,
     "expert_parallel": _PARALLELISM,
-    "sequence_parallel_size": _PARALLELISM,
+    "sequence_parallel_size": "llmscale divides sequences itself. Delete it and use --sequence-parallel-size.",
     "data_parallel_size": _PARALLELISM,
     "seq_parallel_communication_data_type": _PARALLELISM,
     "use_data_before_expert_parallelism": _PARALLELISM,

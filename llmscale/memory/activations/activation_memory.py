@@ -14,6 +14,7 @@ from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import CHUNK_TOKENS
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.memory.activations.recorded import (
     MicroStep,
     Moment,
@@ -21,7 +22,7 @@ from llmscale.memory.activations.recorded import (
     moments_that_matter,
     recorded_segments,
 )
-from llmscale.memory.activations.symbols import block_branch, ends_branch, shape_symbols
+from llmscale.memory.activations.symbols import ONE_RANK, block_branch, ends_branch, shape_symbols
 from llmscale.memory.breakdown import allocated_bytes
 
 #: DeepSpeed's cpu_checkpointing keeps the newest checkpoint on the GPU, and the one before until its copy is done
@@ -119,21 +120,25 @@ def estimate_activations(
     zero_stage: int = 0,
     capability: ComputeCapability | None = None,
     loss_chunk_tokens: int = CHUNK_TOKENS,
+    ranks: ParallelLayout = ONE_RANK,
 ) -> ActivationMemory:
     """Estimate the activations of a forward and a backward pass over sequences of `seq_len` tokens.
+
+    They are those of one rank, which may have only a part of the tokens.
 
     `cpu_checkpointing` applies to `full` checkpointing. `zero_stage` 3 has linear layers that save inputs in fp32 under
     autocast, and no copies of weights. The GPU's `capability` decides the kernel of attention; None means Ampere or
     newer. Raises NotRecorded for a branch that is in no table.
     """
     segments = recorded_segments(
-        block_branch(shape, precision, checkpointing, zero_stage, capability),
-        ends_branch(shape, micro_batch_size, precision, loss_chunk_tokens),
+        block_branch(shape, precision, checkpointing, zero_stage, capability, ranks),
+        ends_branch(shape, micro_batch_size, precision, loss_chunk_tokens, ranks),
     )
-    micro_step = evaluate_segments(segments, shape_symbols(shape, micro_batch_size, loss_chunk_tokens), shape.n_layer)
+    symbols = shape_symbols(shape, micro_batch_size, loss_chunk_tokens, ranks)
+    micro_step = evaluate_segments(segments, symbols, shape.n_layer)
     # Autocast does not cast the residual stream.
     stream_width = 4 if precision in ("fp32", "autocast") else 2
-    input_bytes = allocated_bytes(micro_batch_size * shape.seq_len * shape.n_embd, stream_width)
+    input_bytes = allocated_bytes(micro_batch_size * ranks.part_of(shape.seq_len) * shape.n_embd, stream_width)
     return assemble_activations(micro_step, input_bytes, offloaded=cpu_checkpointing and checkpointing == "full")
 
 

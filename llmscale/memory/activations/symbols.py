@@ -16,13 +16,20 @@ from llmscale.architecture.attention_kernels import AttentionKernel, ComputeCapa
 from llmscale.architecture.shape import AttentionBias, GPTShape, NormPlacement, Positions, QKNorm
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import softmax_tokens
+from llmscale.config.parallel_layout import ParallelLayout
 
 #: bf16 and fp16 run the same operators on tensors of the same sizes.
 PrecisionKind = Literal["fp32", "16bit", "autocast"]
 NormKind = Literal["layernorm", "layernorm_without_bias", "rmsnorm"]
 #: A window's mask is [t, t], one of documents [b, 1, t, t].
 MaskKind = Literal["none", "window", "documents"]
+#: How ranks that divide a sequence divide its key-value heads: not at all, as they are, repeated, or repeated until
+#: every query head has its own.
+SplitKind = Literal["", "divided", "repeated", "repeated_for_each"]
 _BOTH = (False, True)
+
+
+ONE_RANK = ParallelLayout(1)
 
 
 @dataclass(frozen=True)
@@ -68,11 +75,12 @@ class BlockBranch:
     zero3_linear: bool
     """True where ZeRO-3's replacement of F.linear (deepspeed/runtime/zero/linear.py) changes the recording: where it
     casts, and where `selective` saves the tensors that it adds biases to."""
+    split: SplitKind = ""
 
     @property
     def key(self) -> str:
         """Name within the table of its style."""
-        return " ".join(str(value) for value in astuple(self)[1:])
+        return " ".join(str(value) for value in astuple(self)[1:]).rstrip()
 
 
 @dataclass(frozen=True)
@@ -89,10 +97,12 @@ class EndsBranch:
     """True for a single sequence: its targets are contiguous, and position gradients need no sum."""
     one_chunk: bool
     """True when all logits exist at once, without a sum of the head's gradient over chunks (llmscale.model.loss)."""
+    split: Literal["", "divided"] = ""
+    """`divided` where ranks divide sequences."""
 
     @property
     def key(self) -> str:
-        return " ".join(str(value) for value in astuple(self))
+        return " ".join(str(value) for value in astuple(self)).rstrip()
 
 
 def block_style(shape: GPTShape) -> BlockStyle:
@@ -116,8 +126,9 @@ def block_branch(
     checkpointing: CheckpointingMode,
     zero_stage: int,
     capability: ComputeCapability | None = None,
+    ranks: ParallelLayout = ONE_RANK,
 ) -> BlockBranch:
-    """Return the branch of this shape's blocks on a GPU of that compute capability."""
+    """Return the branch of this shape's blocks on GPUs of that compute capability."""
     style = block_style(shape)
     return BlockBranch(
         style=style,
@@ -133,7 +144,17 @@ def block_branch(
             capability=capability,
         ),
         zero3_linear=zero_stage == 3 and shows_zero3_linear(style, _kind_of(precision), checkpointing),
+        split=_split_kind(shape, ranks),
     )
+
+
+def _split_kind(shape: GPTShape, ranks: ParallelLayout) -> SplitKind:
+    if ranks.sequence_parallel_size == 1:
+        return ""
+    heads, kv_heads = ranks.heads_of_rank(shape.n_head, shape.n_kv_head)
+    if kv_heads * ranks.sequence_parallel_size == shape.n_kv_head:
+        return "divided"
+    return "repeated_for_each" if kv_heads == heads else "repeated"
 
 
 def shows_zero3_linear(style: BlockStyle, precision: PrecisionKind, checkpointing: CheckpointingMode) -> bool:
@@ -142,7 +163,13 @@ def shows_zero3_linear(style: BlockStyle, precision: PrecisionKind, checkpointin
     return precision == "autocast" or (checkpointing == "selective" and has_biases)
 
 
-def ends_branch(shape: GPTShape, micro_batch_size: int, precision: Precision, loss_chunk_tokens: int) -> EndsBranch:
+def ends_branch(
+    shape: GPTShape,
+    micro_batch_size: int,
+    precision: Precision,
+    loss_chunk_tokens: int,
+    ranks: ParallelLayout = ONE_RANK,
+) -> EndsBranch:
     """Return the branch of embeddings and head."""
     return EndsBranch(
         norm=_norm_kind(shape),
@@ -152,7 +179,8 @@ def ends_branch(shape: GPTShape, micro_batch_size: int, precision: Precision, lo
         precision=_kind_of(precision),
         dropout=shape.dropout > 0,
         one_sequence=micro_batch_size == 1,
-        one_chunk=micro_batch_size * shape.seq_len <= loss_chunk_tokens,
+        one_chunk=micro_batch_size * ranks.part_of(shape.seq_len) <= loss_chunk_tokens,
+        split="divided" if ranks.sequence_parallel_size > 1 else "",
     )
 
 
@@ -170,9 +198,12 @@ def related_branches(branch: BlockBranch | EndsBranch) -> Iterator[BlockBranch |
             yield replace(branch, checkpointing=mode, zero3_linear=zero3)
 
 
-def shape_symbols(shape: GPTShape, micro_batch_size: int, loss_chunk_tokens: int) -> dict[str, int]:
+def shape_symbols(
+    shape: GPTShape, micro_batch_size: int, loss_chunk_tokens: int, ranks: ParallelLayout = ONE_RANK
+) -> dict[str, int]:
     """Return symbol -> number. Kernels and the vocabulary's padding use the rounded ones."""
-    t, d, tokens = shape.seq_len, shape.head_dim, micro_batch_size * shape.seq_len
+    t, d = ranks.part_of(shape.seq_len), shape.head_dim
+    tokens, in_attention = micro_batch_size * t, t * ranks.sequence_parallel_size
     return {
         "b": micro_batch_size,
         "t": t,
@@ -184,15 +215,35 @@ def shape_symbols(shape: GPTShape, micro_batch_size: int, loss_chunk_tokens: int
         "m": shape.mlp_width,
         "V": shape.vocab_size,
         "padded_V": shape.padded_vocab_size,
-        "t+1": t + 1,  # a sample has one token more than the model sees at once
+        "t+1": shape.seq_len + 1,  # a sample has one token more than the model sees at once
         "d_to_8": _round_up(d, 8),  # FlashAttention's padding of a head
         "d_to_32_or_64": _round_up(d, 32 if d <= 128 else 64),  # its backward kernel's sum of dQ, with t in blocks
-        "t_to_128": _round_up(t, 128),
-        "t_to_32": _round_up(t, 32),  # the memory-efficient kernel's log-sum-exp
-        "t_to_8": _round_up(t, 8),  # rows of a mask
+        **(
+            _split_symbols(shape, in_attention, ranks)
+            if ranks.sequence_parallel_size > 1
+            else {
+                "t_to_128": _round_up(t, 128),
+                "t_to_32": _round_up(t, 32),  # the memory-efficient kernel's log-sum-exp
+            }
+        ),
+        "t_to_8": _round_up(in_attention, 8),  # rows of a mask
         # tokens of the loss's chunks, and of the last one; a single chunk has b t
         **({} if tokens <= loss_chunk_tokens else _chunk_symbols(tokens, loss_chunk_tokens)),
         "softmax": softmax_tokens(min(tokens, loss_chunk_tokens)),  # whose logits exist in fp32
+    }
+
+
+def _split_symbols(shape: GPTShape, t: int, ranks: ParallelLayout) -> dict[str, int]:
+    """Return the symbols of ranks that divide sequences; `t`: tokens in attention. "t" is a rank's part."""
+    heads, kv_heads = ranks.heads_of_rank(shape.n_head, shape.n_kv_head)
+    size = ranks.sequence_parallel_size
+    return {
+        "t_all": t,
+        "kv_sent": kv_heads * size,  # key-value heads, repeated
+        "qkv_sent": (heads + 2 * kv_heads) * size,
+        # rows of a rank's heads in attention kernels
+        "a_t_to_128": heads * _round_up(t, 128),
+        "a_t_to_32": heads * _round_up(t, 32),
     }
 
 

@@ -3,7 +3,8 @@
     python -m scripts.bench.resume.chaos --faults 50 --seed 1
 
 Each fault is SIGKILL of one rank or all, during start-up, training or the writing of a checkpoint. Each restart draws a
-ds_config and a number of ranks. The ranks are real processes on gloo, the weights are fp32. At the end it checks that
+ds_config, a number of ranks, and how many of them divide a sequence. The ranks are real processes on gloo, the weights
+are fp32. At the end it checks that
 
 - every step consumed exactly the samples of the untouched run, so each was seen once per epoch,
 - the last losses equal the untouched run's within --tolerance (relative),
@@ -63,6 +64,8 @@ class Fault:
     number: int
     ds_config: str
     world_size: int
+    split: int
+    """Ranks that divide a sequence."""
     victims: str
     moment: str
     died_at_step: int | None
@@ -86,18 +89,18 @@ def main() -> int:
         folder = Path(scratch)
         prepare_small_text(folder)
         total_steps = STEPS_PER_FAULT * args.faults
-        straight = run_to_end(folder, "straight", total_steps, "zero1", 1)
+        straight = run_to_end(folder, "straight", total_steps, "zero1", 1, 1)
         faults = []
         for number in range(1, args.faults + 1):
             fault = inject(folder, draw, number, total_steps)
             print(
-                f"{number:>3} {fault.ds_config:<14} x{fault.world_size} {fault.victims:<7} {fault.moment:<10} died "
-                f"at step {fault.died_at_step!s:>5}, resumes from {fault.newest_checkpoint!s:>5}, "
-                f"{fault.seconds:5.1f} s",
+                f"{number:>3} {fault.ds_config:<14} x{fault.world_size}/{fault.split} {fault.victims:<7} "
+                f"{fault.moment:<10} died at step {fault.died_at_step!s:>5}, "
+                f"resumes from {fault.newest_checkpoint!s:>5}, {fault.seconds:5.1f} s",
                 flush=True,
             )
             faults.append(fault)
-        broken = run_to_end(folder, "chaos", total_steps, draw.choice(DS_CONFIGS), draw.choice(LEGAL_WORLDS))
+        broken = run_to_end(folder, "chaos", total_steps, *draw_setting(draw))
         findings = compare(straight, broken, total_steps, args.tolerance)
     for line in findings.values():
         print(line)
@@ -110,7 +113,15 @@ def main() -> int:
     return int(failed)
 
 
-def start(folder: Path, run: str, total_steps: int, ds_config: str, world_size: int) -> list[subprocess.Popen]:
+def draw_setting(draw: random.Random) -> tuple[str, int, int]:
+    """Return a ds_config, a number of ranks, and how many of them divide a sequence: at most the model's two heads."""
+    ds_config, world_size = draw.choice(DS_CONFIGS), draw.choice(LEGAL_WORLDS)
+    return ds_config, world_size, draw.choice([size for size in (1, 2) if world_size % size == 0])
+
+
+def start(
+    folder: Path, run: str, total_steps: int, ds_config: str, world_size: int, split: int
+) -> list[subprocess.Popen]:
     """Start the ranks of an attempt, with one log per rank."""
     port = free_port()
     command = [sys.executable, str(REPOSITORY / "llmscale" / "train.py")]
@@ -118,7 +129,7 @@ def start(folder: Path, run: str, total_steps: int, ds_config: str, world_size: 
     command += ["--model", "tiny-1m", "--n-layer", "2", "--n-head", "2", "--n-embd", "32", "--precision", "fp32"]
     command += ["--global-batch-size", str(GLOBAL_BATCH), "--steps", str(total_steps), "--lr", "1e-3"]
     command += ["--log-every", "1", "--save-every", str(SAVE_EVERY), "--val-every", "0", "--num-workers", "0"]
-    command += ["--record-samples", "--run", str(folder / run)]
+    command += ["--record-samples", "--run", str(folder / run), "--sequence-parallel-size", str(split)]
     ranks = []
     for rank in range(world_size):
         environment = rank_environment(rank, world_size, port) | {"PYTHONUNBUFFERED": "1"}
@@ -136,9 +147,9 @@ def start(folder: Path, run: str, total_steps: int, ds_config: str, world_size: 
     return ranks
 
 
-def run_to_end(folder: Path, run: str, total_steps: int, ds_config: str, world_size: int) -> Path:
+def run_to_end(folder: Path, run: str, total_steps: int, ds_config: str, world_size: int, split: int) -> Path:
     """Train to the last step. Exits with the log if the run fails."""
-    ranks = start(folder, run, total_steps, ds_config, world_size)
+    ranks = start(folder, run, total_steps, ds_config, world_size, split)
     codes = [rank.wait() for rank in ranks]
     if any(codes):
         raise SystemExit(f"{run} ended with {codes}:\n{(folder / 'rank-0.log').read_text()[-3000:]}")
@@ -148,11 +159,11 @@ def run_to_end(folder: Path, run: str, total_steps: int, ds_config: str, world_s
 def inject(folder: Path, draw: random.Random, number: int, total_steps: int) -> Fault:
     """Start an attempt and kill it at a random moment; return the fault."""
     began = time.monotonic()
-    ds_config, world_size = draw.choice(DS_CONFIGS), draw.choice(LEGAL_WORLDS)
+    ds_config, world_size, split = draw_setting(draw)
     moment = draw.choices(["start-up", "training", "saving"], weights=[1, 5, 4])[0]
     victims = draw.choice(["one", "all"])
     steps_before = len(read_losses(folder / "chaos"))
-    ranks = start(folder, "chaos", total_steps, ds_config, world_size)
+    ranks = start(folder, "chaos", total_steps, ds_config, world_size, split)
     chosen = ranks if victims == "all" else [draw.choice(ranks)]
     moment = wait_for(moment, folder, ranks, draw, steps_before)
     for rank in chosen:
@@ -165,6 +176,7 @@ def inject(folder: Path, draw: random.Random, number: int, total_steps: int) -> 
         number=number,
         ds_config=ds_config,
         world_size=world_size,
+        split=split,
         victims=victims,
         moment=moment,
         died_at_step=last_step(folder),

@@ -2,6 +2,7 @@
 
     python -m scripts.bench.resume.resume_matrix                          # the full matrix, 18 x 18 cells
     python -m scripts.bench.resume.resume_matrix --configs zero1,zero3 --worlds 1,2
+    python -m scripts.bench.resume.resume_matrix --worlds 1,2x2,4,4x2     # 4x2: four ranks, two for each sequence
 
 A cell is the largest relative difference of the losses after the resume from those of the uninterrupted run of the
 configuration that resumes; `=` means bit-equal. Exit status 1 if a cell exceeds --tolerance, or if a cell of the same
@@ -69,8 +70,8 @@ def main() -> int:
         folder = Path(scratch)
         prepare_small_text(folder)
         for phase in ("save", "resume"):
-            for world_size in args.worlds:
-                start_job(args, phase, world_size, folder)
+            for name in args.worlds:
+                start_job(args, phase, name, folder)
         results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("losses-*.json"))}
     return report(args, machine, {key: value for losses in results.values() for key, value in losses.items()})
 
@@ -78,7 +79,8 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configs", type=lambda text: text.split(","), default=list(CONFIGS))
-    parser.add_argument("--worlds", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4])
+    parser.add_argument("--worlds", type=lambda text: text.split(","), default=["1", "2", "4"])
+    parser.add_argument("--world", help=argparse.SUPPRESS)
     parser.add_argument("--block", default="gpt2", choices=["gpt2", "llama"], help="kind of layers (default: gpt2)")
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "fp16", "autocast"])
     parser.add_argument("--steps", type=whole_number, default=20, help="steps after the resume (default: 20)")
@@ -90,11 +92,11 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def start_job(args: argparse.Namespace, phase: str, world_size: int, folder: Path) -> None:
-    """Run a job of `world_size` ranks, which writes folder/losses-<phase>-<world_size>.json."""
-    port = free_port()
+def start_job(args: argparse.Namespace, phase: str, name: str, folder: Path) -> None:
+    """Run a job of the ranks that `name` says, which writes folder/losses-<phase>-<name>.json."""
+    port, world_size = free_port(), int(name.partition("x")[0])
     command = [sys.executable, "-m", __spec__.name, "--rank-job", phase, "--folder", str(folder)]
-    command += ["--configs", ",".join(args.configs), "--worlds", ",".join(map(str, args.worlds))]
+    command += ["--configs", ",".join(args.configs), "--worlds", ",".join(args.worlds), "--world", name]
     for name in ("block", "precision", "steps", "dropout"):
         command += [f"--{name}", str(getattr(args, name))]
     ranks = [
@@ -103,7 +105,7 @@ def start_job(args: argparse.Namespace, phase: str, world_size: int, folder: Pat
     ]
     try:
         if any([rank.wait() for rank in ranks]):
-            raise SystemExit(f"the {phase} job of {world_size} ranks failed")
+            raise SystemExit(f"the {phase} job of {name} ranks failed")
     finally:
         for rank in ranks:
             rank.kill()
@@ -116,15 +118,15 @@ def run_rank_job(args: argparse.Namespace) -> None:
     losses = {}
     for config in args.configs:
         if args.rank_job == "save":
-            losses[f"{config}/{world.world_size}"] = train(args, config, world, None)
+            losses[f"{config}/{args.world}"] = train(args, config, world, None)
             continue
         for saved_config in args.configs:
             for saved_world in args.worlds:
                 source = args.folder / f"run-{saved_config}-{saved_world}"
-                key = f"{saved_config}/{saved_world} -> {config}/{world.world_size}"
+                key = f"{saved_config}/{saved_world} -> {config}/{args.world}"
                 losses[key] = train(args, config, world, source)
     if world.is_main:
-        path = args.folder / f"losses-{args.rank_job}-{world.world_size}.json"
+        path = args.folder / f"losses-{args.rank_job}-{args.world}.json"
         path.write_text(json.dumps(losses))
     leave_world()
 
@@ -154,7 +156,7 @@ def report(args: argparse.Namespace, machine: dict[str, object], losses: dict[st
 
 def train(args: argparse.Namespace, config_name: str, world: World, source: Path | None) -> list[float]:
     """Return the losses after step SAVE_AT: uninterrupted and saving there, or resumed from `source`."""
-    run = prepare_run(cell_config(args, config_name, world), world.world_size)
+    run = prepare_run(cell_config(args, config_name), world.world_size)
     engine = build_engine(run.config, run.resolved if is_gpu() else run.on_cpu().resolved)
     first_step = resume(engine, source, world) if source else 0
     feed = open_feed(run, world, build_stream(run, None), start_sample=first_step * GLOBAL_BATCH)
@@ -183,7 +185,7 @@ BLOCKS: dict[str, dict[str, object]] = {
 }
 
 
-def cell_config(args: argparse.Namespace, config_name: str, world: World) -> RunConfig:
+def cell_config(args: argparse.Namespace, config_name: str) -> RunConfig:
     return RunConfig(
         ds=REPOSITORY / "ds_configs" / f"{config_name}.json",
         data=str(args.folder / "set"),
@@ -199,7 +201,8 @@ def cell_config(args: argparse.Namespace, config_name: str, world: World) -> Run
         lr=3e-3,
         precision=args.precision,
         num_workers=0,
-        run=args.folder / f"run-{config_name}-{world.world_size}",
+        sequence_parallel_size=int(args.world.partition("x")[2] or 1),
+        run=args.folder / f"run-{config_name}-{args.world}",
     )
 
 
