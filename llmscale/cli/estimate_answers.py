@@ -326,7 +326,10 @@ def _shortfall_lines(shortfall: Misfit) -> Iterator[str]:
     if change is not None:
         yield f"The smallest change that fits: {change.describe()}: {change.fit.strategy.describe()}."
     elif shortfall.more_nodes is None:
-        yield "More GPUs do not help: a shorter --seq-len or a smaller model does (--max-model finds the largest)."
+        yield (
+            "More GPUs do not help: a shorter --seq-len does, GPUs that divide sequences (--max-seq-len compares) or a "
+            "smaller model (--max-model finds the largest)."
+        )
     else:
         machines, fit = shortfall.more_nodes
         yield (

@@ -204,9 +204,10 @@ def find_enough_nodes(job: Job, fits: Sequence[Candidate]) -> tuple[Machines, Ca
     machines = job.machines
     for _ in range(_MOST_DOUBLINGS):
         machines = replace(machines, num_nodes=2 * machines.num_nodes)
-        if job.global_batch_size % machines.world_size:
+        larger = replace(job, machines=machines)
+        if job.global_batch_size % larger.ranks.data_parallel_size:
             return None
-        more = [fit_at(fit.ds, replace(job, machines=machines), fit.strategy.checkpointing, 1) for fit in fits]
+        more = [fit_at(fit.ds, larger, fit.strategy.checkpointing, 1) for fit in fits]
         fitting = [fit for fit in more if fit.fits]
         if fitting:
             return machines, min(fitting, key=_complexity)

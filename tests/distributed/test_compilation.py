@@ -99,6 +99,16 @@ def test_every_stage_and_mode(train: Callable, stage: int, mode: str, graphs: st
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("stage", "mode"), [(1, "none"), (2, "full"), (3, "selective")])
+def test_divided_sequences_exchange_within_the_graph(train: Callable, stage: int, mode: str) -> None:
+    flags = ("--activation-checkpointing", mode, "--sequence-parallel-size", "2", "--document-mask")
+    eager, _ = train("eager", stage, *flags)
+    compiled, output = train("compiled", stage, *flags, "--compile", "on")
+    assert re.search("blocks: [12] graphs? compiled in", output)
+    assert_same(compiled, eager)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_without_a_compiler_a_run_says_so_and_goes_on(
     train: Callable, monkeypatch: pytest.MonkeyPatch, mode: str

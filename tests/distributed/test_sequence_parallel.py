@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import build_train_command, read_losses
 from tests.distributed.test_loss import ERRORS
+from tests.runs_in_turn import train_in_turn
 
 ON_HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 
@@ -54,3 +56,31 @@ def test_the_whole_grid(ranks: Callable, stage: int) -> None:
     if stage == 3:
         cells += [cell(3, shape, split=2, zero={"zero_hpz_partition_size": 2}) for shape in shapes]
     check(ranks, 4, cells)
+
+
+@pytest.mark.slow
+def test_runs_have_the_losses_of_complete_sequences(tiny_set: Path, tmp_path: Path) -> None:
+    """With Muon, hpZ, offload and 16 bit."""
+    fixed = ("--steps", "12", "--lr", "3e-3", "--n-head", "4", "--n-kv-head", "2", "--save-every", "0")
+    rotary = ("--positions", "rotary", "--norm", "rmsnorm", "--precision", "fp32")
+    hpz = tmp_path / "hpz.json"
+    hpz.write_text(json.dumps({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}))
+    settings = {
+        ("zero2", "--optimizer", "muon", "--precision", "fp32"): 1e-5,
+        ("zero3_offload", *rotary, "--document-mask"): 1e-5,
+        (str(hpz), *rotary, "--sliding-window", "9"): 1e-5,
+        ("zero1", "--precision", "bf16"): 0.01,
+        ("zero2", "--precision", "fp16"): 0.01,
+    }
+    folders = {
+        (cell, size): tmp_path / f"{number}-{size}" for number, cell in enumerate(settings) for size in (1, 2, 4)
+    }
+    commands = [
+        build_train_command(tiny_set, folder, "--ds", cell[0], *fixed, *cell[1:], "--sequence-parallel-size", str(size))
+        for (cell, size), folder in folders.items()
+    ]
+    train_in_turn(commands, 4)
+    for (cell, _), folder in folders.items():
+        expected = read_losses(folders[cell, 1])
+        assert expected[12] < expected[1] - 0.5
+        assert read_losses(folder) == pytest.approx(expected, rel=settings[cell])
