@@ -107,7 +107,8 @@ class RunConfig(BaseModel):
     rope_theta: float | None = Field(None, gt=0, le=limits.MAX_ROPE_THETA)
     """Base of the rotations' wavelengths; default: the preset's."""
     rope_scaling: NonBlank | None = None
-    """none, linear:FACTOR, or llama3:FACTOR,LOW,HIGH,ORIGINAL_SEQ_LEN; default: the preset's."""
+    """none, linear:FACTOR, llama3:FACTOR,LOW,HIGH,ORIGINAL_SEQ_LEN, or yarn:FACTOR,ORIGINAL_SEQ_LEN; default: the
+    preset's."""
     qk_norm: QKNorm | None = None
     """RMS norm of queries and keys: none, within each head (Qwen 3), over their whole width (OLMo 2); default: the
     preset's."""

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmscale.architecture.shape import GPTShape, rotary_frequencies
+from llmscale.architecture.shape import GPTShape, rotary_factor, rotary_frequencies
 from llmscale.errors import DataError
 
 #: The memory-efficient kernel needs a mask's rows a multiple of this many elements apart
@@ -86,7 +86,10 @@ def build_context(
     turns = torch.tensor(frequencies, dtype=torch.float32).to(positions.device, non_blocking=True)
     angles = (positions[..., None].float() * turns)[..., None, :]
     angles = torch.cat((angles, angles), dim=-1)
-    return AttentionContext(angles.cos().to(dtype), angles.sin().to(dtype), mask, split)
+    cos, sin, factor = angles.cos(), angles.sin(), rotary_factor(shape.rope_scaling)
+    if factor != 1:
+        cos, sin = cos.mul_(factor), sin.mul_(factor)
+    return AttentionContext(cos.to(dtype), sin.to(dtype), mask, split)
 
 
 def positions_in_documents(tokens: Tensor, document_end: int) -> Tensor:

@@ -110,8 +110,11 @@ def test_padding_reaches_the_next_multiple_and_no_further(vocab_size: int) -> No
         ({"rope_theta": math.inf}, "rope_theta must be a positive number, not inf"),
         ({"rope_theta": math.nan}, "rope_theta must be a positive number, not nan"),
         *[
-            ({"rope_scaling": text}, f"rope_scaling '{text}' is not legal. Legal: none, linear:FACTOR, or llama3:")
-            for text in ("yarn:4", "linear", "linear:0.5", "linear:1e9", "llama3:8,4,1,8192", "llama3:8,1,4,0", "")
+            ({"rope_scaling": text}, f"rope_scaling '{text}' is not legal. Legal: none, linear:FACTOR, llama3:")
+            for text in (
+                *("yarn:4", "yarn:0.5,8192", "linear", "linear:0.5", "linear:1e9"),
+                *("llama3:8,4,1,8192", "llama3:8,1,4,0", ""),
+            )
         ],
     ],
 )
@@ -150,9 +153,9 @@ def test_what_follows_from_a_changed_field_follows_again(given: Mapping, expecte
 
 
 def test_rope_scaling_has_one_spelling() -> None:
-    spelled = ["linear:4.0", "linear:04", "llama3:8.0,1,4.00,08192", "none", "linear:1.1"]
+    spelled = ["linear:4.0", "linear:04", "llama3:8.0,1,4.00,08192", "none", "linear:1.1", "yarn:4.0,08192"]
     read = [GPTShape(1, 1, 2, 3, 4, rope_scaling=text).rope_scaling for text in spelled]
-    assert read == ["linear:4", "linear:4", "llama3:8,1,4,8192", "none", "linear:1.1"]
+    assert read == ["linear:4", "linear:4", "llama3:8,1,4,8192", "none", "linear:1.1", "yarn:4,8192"]
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 from llmscale.architecture.families.family import Family, HFTensor, Keys, stacked
-from llmscale.architecture.shape import GPTShape, LinearScaling, Llama3Scaling, parse_rope_scaling
+from llmscale.architecture.shape import (
+    YARN_FAST,
+    YARN_SLOW,
+    GPTShape,
+    LinearScaling,
+    Llama3Scaling,
+    YarnScaling,
+    parse_rope_scaling,
+)
 from llmscale.errors import ConfigError
 
 _ACTIVATIONS = {
@@ -15,11 +24,11 @@ _ACTIVATIONS = {
 _THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "relu": "relu", "gelu_tanh": "gelu_pytorch_tanh"}
 _ROPE_KEYS = (
     *("rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
-    *("original_max_position_embeddings", "partial_rotary_factor"),
+    *("original_max_position_embeddings", "partial_rotary_factor", "beta_fast", "beta_slow"),
 )
 #: Values of layer_types.
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
+_ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 
 
 def _read(keys: Keys, *, positions: int, eps: float = 1e-6, kv_heads: int | None = None) -> dict[str, object]:
@@ -28,7 +37,7 @@ def _read(keys: Keys, *, positions: int, eps: float = 1e-6, kv_heads: int | None
     n_embd, n_head = keys.heads()
     kv_heads = kv_heads or n_head
     keys.require("partial_rotary_factor", 1.0)
-    theta, scaling = _read_rotary(keys)
+    theta, scaling = _read_rotary(keys, positions)
     return {
         "n_layer": keys.layers("num_hidden_layers"),
         "n_head": n_head,
@@ -51,7 +60,7 @@ def _read(keys: Keys, *, positions: int, eps: float = 1e-6, kv_heads: int | None
     }
 
 
-def _read_rotary(keys: Keys) -> tuple[float, str]:
+def _read_rotary(keys: Keys, positions: int) -> tuple[float, str]:
     """Return base and scaling: top-level entries up to transformers 4, entries of `rope_parameters` from 5 on."""
     section = keys.section("rope_parameters")
     theta = (section or keys).number("rope_theta", keys.number("rope_theta", 10_000.0))
@@ -67,6 +76,12 @@ def _read_rotary(keys: Keys) -> tuple[float, str]:
     factor = section.number("factor", 1.0)
     if kind == "linear":
         return theta, str(LinearScaling(factor))
+    if kind == "yarn":
+        section.require("beta_fast", YARN_FAST)
+        section.require("beta_slow", YARN_SLOW)
+        # Without the entry transformers takes the extended context.
+        length = section.count("original_max_position_embeddings", keys.count("max_position_embeddings", positions))
+        return theta, str(YarnScaling(factor, length))
     low, high = (section.number(f"{which}_freq_factor", 1.0) for which in ("low", "high"))
     return theta, str(Llama3Scaling(factor, low, high, section.count("original_max_position_embeddings")))
 
@@ -102,6 +117,9 @@ def _write_scaling(text: str) -> dict[str, object] | None:
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_seq_len,
         }
+    if isinstance(scaling, YarnScaling):
+        original = {"original_max_position_embeddings": scaling.original_seq_len}
+        return {"rope_type": "yarn", "factor": scaling.factor, **original}
     return None
 
 
@@ -206,8 +224,8 @@ def _write_qwen3(shape: GPTShape) -> dict[str, object]:
 
 def _read_olmo2(keys: Keys) -> dict[str, object]:
     shape = _read(keys, positions=2048, eps=1e-5)
-    if str(shape["rope_scaling"]).startswith("llama3:"):
-        raise ConfigError(f"{keys.source}: transformers' OLMo 2 has no llama3 rope_scaling; it has linear alone.")
+    if kind := re.match("(llama3|yarn):", str(shape["rope_scaling"])):
+        raise ConfigError(f"{keys.source}: transformers' OLMo 2 has no {kind[1]} rope_scaling; it has linear alone.")
     return {**shape, "qk_norm": "width", "norm_placement": "post", "attention_bias": _read_attention_bias(keys)}
 
 

@@ -64,9 +64,11 @@ def test_any_value_of_any_entry_gives_a_shape_or_one_line(model_type: str) -> No
     [
         *[
             ({"rope_scaling": {"rope_type": kind, "factor": 4.0}}, rf"config.json: rope_scaling: rope_type is '{kind}'")
-            for kind in ("yarn", "dynamic", "longrope", "su")
+            for kind in ("dynamic", "longrope", "su")
         ],
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "type is 'yarn'; llmscale has default, linear, llama3"),
+        ({"rope_scaling": {"type": "su", "factor": 4.0}}, "type is 'su'; llmscale has default, linear, llama3, yarn"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 8}}, "beta_fast"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1.0}}, "'attention_factor' is not known"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling 'linear:0.5' is not legal. Legal: none"),
         (
             {"rope_scaling": {"type": "default", "mrope_section": [1, 2]}},
