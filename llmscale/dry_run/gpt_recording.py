@@ -106,11 +106,6 @@ def all_block_branches() -> Iterator[BlockBranch]:
         for kernel, dropout in (*zip(kernels, itertools.repeat(False)), *zip(dropping, itertools.repeat(True))):
             yield BlockBranch(style, precision, mode, dropout, False, kernel, zero3)
         yield BlockBranch(style, precision, mode, False, True, "efficient", zero3)
-    # Where ranks divide sequences: in 16 bit, without a mask and dropout.
-    for style, mode, zero3, split in itertools.product(all_block_styles(), _MODES, _BOTH, _SPLITS):
-        is_shown = not zero3 or shows_zero3_linear(style, "16bit", mode)
-        if is_shown and (split == "divided" or style.shares_keys):
-            yield BlockBranch(style, "16bit", mode, False, False, "flash", zero3, split)
 
 
 def all_ends_branches() -> Iterator[EndsBranch]:
@@ -127,8 +122,6 @@ def all_ends_branches() -> Iterator[EndsBranch]:
             may_drop = mask == "none" and (tied if positions == "learned" else precision != "autocast")
             for dropout, *switches in itertools.product(_BOTH if may_drop else (False,), _BOTH, _BOTH):
                 yield EndsBranch(norm, positions, tied, mask, precision, dropout, *switches)
-                if precision == "16bit" and mask == "none" and not dropout:
-                    yield EndsBranch(norm, positions, tied, mask, precision, dropout, *switches, "divided")
 
 
 def record_branch(branch: BlockBranch | EndsBranch) -> dict[str, RecordedSegment]:

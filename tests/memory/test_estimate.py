@@ -13,7 +13,7 @@ from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
-from llmscale.dry_run.on_demand import compare_with_dry_run
+from llmscale.dry_run.on_demand import compare_with_dry_run, with_recordings
 from llmscale.memory.activations.activation_memory import estimate_activations
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.estimate import CONTEXT_BYTES, PHASES, MemoryEstimate, estimate_least
@@ -152,30 +152,28 @@ SPLIT_CELLS: list[tuple[int, CheckpointingMode, str, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("stage", "mode", "family", "size"), SPLIT_CELLS[1:4:2])
+def fit_divided(stage: int, mode: CheckpointingMode, shape: GPTShape, size: int, ranks: int) -> Candidate:
+    """Return the estimate where `size` of the ranks divide a sequence. Blocks of it are recorded on demand."""
+    job = Job(shape, 4 * ranks // size, Machines(1, ranks, 80 * GIB), sequence_parallel_size=size)
+    return with_recordings(lambda: fit_at(config(stage, "bf16"), job, mode, 4), "this test")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "mode", "family", "size"), SPLIT_CELLS)
 @pytest.mark.usefixtures("libraries_are_frozen")
 def test_every_phase_of_a_divided_sequence_is_that_of_the_dry_run(
     stage: int, mode: CheckpointingMode, family: str, size: int
 ) -> None:
     """Key-value heads are divided, repeated, and repeated for each query head; three ranks do not divide the tokens."""
     shape = FAMILIES[family]
-    job = Job(shape, 4 * 12 // size, Machines(1, 12, 80 * GIB), sequence_parallel_size=size)
-    check_fit(fit_at(config(stage, "bf16"), job, mode, 4), shape)
+    check_fit(fit_divided(stage, mode, shape, size, 12), shape)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", SPLIT_CELLS[::2], ids=str)
-@pytest.mark.usefixtures("libraries_are_frozen")
-def test_other_divided_sequences(cell: tuple[int, CheckpointingMode, str, int]) -> None:
-    test_every_phase_of_a_divided_sequence_is_that_of_the_dry_run(*cell)
-
-
 def test_activations_fall_with_the_ranks_that_divide_a_sequence() -> None:
     shape = build_shape({**LLAMA, **ODD, "n_head": 8, "n_kv_head": 8, "seq_len": 65536})
-    peaks = []
-    for size in (1, 2, 4, 8):
-        job = Job(shape, 8 // size, Machines(1, 8, 80 * GIB), sequence_parallel_size=size)
-        peaks.append(fit_at(config(2, "bf16"), job, "full", 1).estimate.phase("backward").activations_bytes)
+    fits = [fit_divided(2, "full", shape, size, 8) for size in (1, 2, 4, 8)]
+    peaks = [fit.estimate.phase("backward").activations_bytes for fit in fits]
     assert all(later == pytest.approx(earlier / 2, rel=0.01) for earlier, later in itertools.pairwise(peaks))
 
 
