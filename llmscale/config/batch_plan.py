@@ -90,8 +90,8 @@ def build_batch_plan(
 
 
 def _count_groups(ranks: ParallelLayout) -> str:
-    size = ranks.sequence_parallel_size
-    return f"{ranks.data_parallel_size} groups of {size} ranks" if size > 1 else f"{ranks.world_size} ranks"
+    size, groups = ranks.sequence_parallel_size, ranks.data_parallel_size
+    return f"{groups} group{'s' * (groups > 1)} of {size} ranks" if size > 1 else f"{ranks.world_size} ranks"
 
 
 def divisors(number: int) -> list[int]:

@@ -167,7 +167,9 @@ def record_ends(branch: EndsBranch) -> dict[str, RecordedSegment]:
     if branch.split:
         shapes, layouts = _split(shapes, "divided", shares_keys=False)
     micro_batches = [1 if branch.one_sequence else sequences for sequences, *_ in _SHAPES]
-    chunks = None if branch.one_chunk else [chunk[branch.one_sequence] for chunk in _CHUNKS]
+    sizes = [ranks.sequence_parallel_size for ranks in layouts]
+    parts = [-(-chunk[branch.one_sequence] // size) for chunk, size in zip(_CHUNKS, sizes, strict=True)]
+    chunks = None if branch.one_chunk else parts
     found = _record(shapes, layouts, micro_batches, precision, "none", False, chunks)
     return {name: segment for name, segment in found.items() if name not in BLOCK_SEGMENTS}
 
