@@ -54,9 +54,9 @@ _CHUNKS = ((41, 13), (431, 59), (521, 101))
 _SHARED = (2, 5, 3)
 #: Ranks that divide a sequence, key-value heads, and query heads for each of those that are sent, at each shape.
 _SPLITS: Mapping[SplitKind, tuple[tuple[int, int, int], ...]] = {
-    "divided": ((2, 6, 2), (3, 9, 5), (5, 10, 3)),
-    "repeated": ((4, 6, 2), (6, 4, 5), (5, 3, 3)),
-    "repeated_for_each": ((4, 6, 1), (6, 4, 1), (5, 3, 1)),
+    "divided": ((3, 9, 3), (5, 10, 3), (2, 8, 5)),
+    "repeated": ((4, 2, 5), (3, 7, 5), (5, 7, 2)),
+    "repeated_for_each": ((4, 5, 1), (6, 4, 1), (5, 4, 1)),
 }
 #: Two blocks, which must allocate the same.
 _LAYERS = 2
@@ -238,8 +238,11 @@ def _split(
     for shape, (size, kv_heads, shared) in zip(shapes, _SPLITS[kind], strict=True):
         sent = math.lcm(size, kv_heads)
         heads = sent * (shared if shares_keys else 1)
-        found.append(replace(shape, n_kv_head=kv_heads, n_head=heads))
-        layouts.append(ParallelLayout(size, size))
+        ranks = ParallelLayout(size, size)
+        # The ranks divide it. Other lengths allocate one number more, the share of the loss.
+        seq_len = size * ranks.part_of(shape.seq_len)
+        found.append(replace(shape, n_kv_head=kv_heads, n_head=heads, seq_len=seq_len))
+        layouts.append(ranks)
     return found, layouts
 
 

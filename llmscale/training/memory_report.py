@@ -48,8 +48,8 @@ def estimate_line(estimate: MemoryEstimate | None, gpu_bytes: int | None) -> str
     """Return the line printed before step 1. `gpu_bytes` is None on a CPU."""
     if estimate is None:
         return (
-            "memory: no estimate: it covers AdamW and Muon, and a block of an unpublished family needs `llmscale "
-            "estimate` of this model once"
+            "memory: no estimate: it covers AdamW and Muon; a block of an unpublished family or of divided sequences "
+            "needs `llmscale estimate` of this model once"
         )
     where = "per GPU" if gpu_bytes else "if each rank were a GPU"
     line = f"memory: estimated peak {format_size(estimate.allocated_bytes)} {where}, in {estimate.peak_moment} "

@@ -41,9 +41,8 @@ SHAPES: dict[str, list[dict]] = {
     "llama": [
         {**LLAMA, "n_kv_head": 2, "mlp_width": 37, "tied": False, "rope_scaling": "llama3:8,1,4,16"},
         {**LLAMA, "head_dim": 10, "mlp_width": 5, "rope_scaling": "linear:4.5", "attention_bias": "all"},
-        {**LLAMA, "n_kv_head": 1, "n_head": 3, "n_embd": 18, "mlp_bias": True, "rope_theta": 500_000.0},
+        {**LLAMA, "n_kv_head": 1, "mlp_bias": True, "head_dim": 16, "rope_theta": 5e5, "rope_scaling": "yarn:4,512"},
         {**LLAMA, "n_head": 5, "n_embd": 33, "head_dim": 2, "activation": "gelu_tanh", "norm_eps": 1e-3},
-        {**LLAMA, "head_dim": 16, "rope_scaling": "yarn:4,512", "seq_len": 64},
         {**LLAMA, "n_head": 6, "n_kv_head": 3, "activation": "gelu", "seq_len": 200, "rope_scaling": "llama3:2,1,8,64"},
     ],
     "mistral": [
@@ -62,10 +61,9 @@ SHAPES: dict[str, list[dict]] = {
     ],
     "qwen3": [
         {**QWEN3, "n_kv_head": 2, "head_dim": 16, "mlp_width": 37},
-        {**QWEN3, "n_kv_head": 1, "norm_eps": 1e-3, "tied": False, "rope_theta": 1e6},
+        {**QWEN3, "n_kv_head": 1, "norm_eps": 1e-3, "tied": False, "rope_theta": 1e3, "rope_scaling": "yarn:8,10"},
         {**QWEN3, "n_head": 3, "n_embd": 17, "head_dim": 6, "attention_bias": "all"},
         {**QWEN3, "n_kv_head": 2, "sliding_window": 11, "head_dim": 2},
-        {**QWEN3, "n_kv_head": 2, "head_dim": 12, "rope_scaling": "yarn:8,10", "rope_theta": 1e3},
         {**QWEN3, "n_kv_head": 4, "rope_scaling": "linear:8", "seq_len": 130, "activation": "relu"},
     ],
     "olmo2": [
