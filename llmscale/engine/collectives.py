@@ -34,14 +34,14 @@ class StepVote:
 
 @dataclass(frozen=True)
 class Disks:
-    """Which ranks see the same run folder."""
+    """Ranks by the run folder that they see."""
 
     mains: tuple[int, ...]
     """By rank, the rank that writes the run's files on its disk; all 0 on a shared disk."""
 
     @property
     def is_one(self) -> bool:
-        """Whether all ranks share one disk."""
+        """Return whether all ranks share one disk."""
         return not any(self.mains)
 
     def neighbours(self, rank: int) -> list[int]:

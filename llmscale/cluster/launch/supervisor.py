@@ -27,13 +27,10 @@ from llmscale.errors import ConfigError
 from llmscale.files.buffered_log import BufferedLog
 from llmscale.training.changes import check_start
 from llmscale.training.prepare_run import prepare_run
-from llmscale.training.run_folder import RunFolderClaim
+from llmscale.training.run_folder import ATTEMPTS_NAME, LOGS_NAME, RunFolderClaim
 from llmscale.untrusted.documents import load_json_lines
 
 # ---------------------------------------------------------------- the record of attempts
-
-ATTEMPTS_NAME = "attempts.jsonl"
-LOGS_NAME = "logs"
 
 
 @dataclass(frozen=True)
