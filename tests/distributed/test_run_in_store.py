@@ -128,7 +128,9 @@ def test_death_at_an_upload_loses_nothing(
     assert steps_in(view) == [12, 8]
 
 
-def die_at(machines: Machines, store: ObjectStore, number: int, where: Callable[[str], bool], is_before: bool) -> bool:
+def die_at(
+    machines: Machines, store: ObjectStore, number: int, where: Callable[[str], bool], is_before: bool, *flags: str
+) -> bool:
     """Train on a new machine and kill it at the first write that `where` names; return whether there was one."""
     died = []
 
@@ -139,7 +141,7 @@ def die_at(machines: Machines, store: ObjectStore, number: int, where: Callable[
             return is_before
         return bool(died) and is_before and method == "PUT"
 
-    job = machines.start(f"dies-{number}", 1, "--ds", "zero1")
+    job = machines.start(f"dies-{number}", 1, "--ds", "zero1", *flags)
     store.fails = watch
     output = job.wait()[0]
     store.fails = lambda method, path: False
@@ -149,12 +151,18 @@ def die_at(machines: Machines, store: ObjectStore, number: int, where: Callable[
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("is_before", [True, False])
 def test_death_at_every_upload_loses_nothing(
-    machines: Machines, object_store: ObjectStore, straight: dict[int, float], is_before: bool
+    machines: Machines,
+    object_store: ObjectStore,
+    train_straight: Callable[..., dict[int, float]],
+    is_before: bool,
 ) -> None:
-    """Every write is tried but signs of life: `latest.json` counts as the first write and behind a manifest, and an
-    object once, however often it is written in a row. Each start is a new run beside what the one before left."""
+    """Every write of a start with two checkpoints is tried but signs of life: `latest.json` counts as the first write
+    and behind a manifest, and an object once, however often it is written in a row. Each start is a new run beside what
+    the one before left; every fourth is continued to the end."""
+    flags = ("--steps", "8", "--keep-last", "1", "--ds", "zero1")
     number, has_died = 0, True
     while has_died:
         number += 1
@@ -169,13 +177,13 @@ def test_death_at_every_upload_loses_nothing(
                 return len(written) == number
             return False
 
-        has_died = die_at(machines, object_store, number, is_nth, is_before)
-        if has_died and number % 3 == 0:
-            machines.train(f"after-{number}", 1, "--ds", "zero1")
-        if not has_died or number % 3 == 0:
+        has_died = die_at(machines, object_store, number, is_nth, is_before, *flags)
+        if has_died and number % 4 == 0:
+            machines.train(f"after-{number}", 1, *flags)
+        if not has_died or number % 4 == 0:
             view = machines.look(f"end-{number}")
-            assert_same_losses(read_losses(view), straight)
-            assert steps_in(view)[0] == 12
+            assert_same_losses(read_losses(view), train_straight(*FLAGS, *flags))
+            assert steps_in(view) == [8]
     assert number > 10
 
 
