@@ -346,6 +346,7 @@ def object_store(running_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) ->
     running_store.requests.clear()
     yield running_store
     running_store.fails = running_store.spoil = lambda method, path: False
+    running_store.lists_nothing = False
     for name in running_store.files():
         running_store.client.delete_object(Bucket=BUCKET, Key=name)
 

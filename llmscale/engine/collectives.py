@@ -100,9 +100,8 @@ def on_main_rank(group: dist.ProcessGroup, action: Callable[[], _T]) -> _T:
     outcome: list[Any] = [result, failure and _as_one_line(failure)]
     dist.broadcast_object_list(outcome, src=0, group=group)
     result, sent = outcome
-    if isinstance(sent, MachineError):
-        sent.is_on_every_rank = True
     if sent is not None:
+        sent.is_on_every_rank = True
         raise failure or sent
     return cast("_T", result)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -119,8 +119,8 @@ def _open_session(
     prepared, world = _join_ranks(prepared, clock, progress)
     report = report_on_main(world, clock.announcer)
     with clock.phase("ranks", "claiming the run folder", after_s=REPEAT_S):
-        world = replace(world, disks=claim_run_folder(claim, world))
-        publisher = open_publisher(prepared.config.run, world, report, stop.received.append)
+        config, world = prepared.config, replace(world, disks=claim_run_folder(claim, world))
+        publisher = open_publisher(config.run, config.keep_every, world, report, stop.received.append)
         if publisher:
             claim.before_release.append(publisher.close)
     with clock.phase("checkpoint check", "looking for a checkpoint to resume", after_s=REPEAT_S):
@@ -383,7 +383,8 @@ def roll_back(session: Session, heartbeat: Heartbeat) -> bool:
     stop and reports how to continue by hand. Collective. Raises LlmscaleError like a start.
     """
     heartbeat.beat("starting")
-    with session.engine.meter.pause("starting"):
+    publisher = session.io.publisher
+    with session.engine.meter.pause("starting"), publisher.dropping if publisher else nullcontext():
         has_rolled_back = _roll_back(session)
     heartbeat.beat("starting")
     return has_rolled_back

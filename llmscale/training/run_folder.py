@@ -29,7 +29,6 @@ DS_CONFIG_NAME = "ds_config.json"
 STARTS_NAME = "starts.jsonl"
 METRICS_NAME = "metrics.jsonl"
 FAILURE_NAME = "failure.json"
-#: Of `llmscale launch`.
 ATTEMPTS_NAME, LOGS_NAME = "attempts.jsonl", "logs"
 #: Written by every start to metrics.jsonl; raised whenever older code could misread the file.
 METRICS_VERSION = 1
