@@ -14,7 +14,7 @@ from pathlib import Path
 
 from llmscale.cli.flags import MODEL_KEYS, flag_words
 from llmscale.cluster.hostfile import parse_hostfile
-from llmscale.cluster.launch.ranks import end_with_parent
+from llmscale.cluster.launch.ranks import count_gpus, end_with_parent
 from llmscale.cluster.remote import search_path
 from llmscale.config import limits
 from llmscale.config.bundled_files import install_command
@@ -77,7 +77,9 @@ def _run(args: argparse.Namespace) -> int:
     print_visible(f"{path.stem}: {project.recipe.title}")
     print_visible(f"prediction: {_shown(planning) if planning else 'none without GPUs; --gpu NAME assumes one'}")
     if predicted:
-        print_visible("  " + ", ".join(f"{_show(name, value)} {name}" for name, value in predicted.items()))
+        print_visible("  " + ", ".join(f"{name} {_show(name, value)}" for name, value in predicted.items()))
+    if "gpu" in project.recipe.plan and not args.hostfile and not count_gpus():
+        print_visible("WARNING: this machine has no NVIDIA GPU, and the recipe is made for some.")
     if not args.dry_run:
         _claim(project)
     for step in steps:
@@ -134,7 +136,7 @@ class _Project:
         words = [*start, *_words({"data": str(data), "run": str(run), **self.recipe.run})]
         yield _Step("training", words, lambda: _finished_step(run) is not None)
         words = ["eval", str(run), *_words({**self.recipe.evaluation, "tasks": tasks, "json": str(evaluation)})]
-        yield _Step("evaluation", words, lambda: _load(evaluation).get("step") == _finished_step(run))
+        yield _Step("evaluation", words, lambda: _load(evaluation).get("step", -1) == _finished_step(run))
         words = ["report", str(run), "--html", str(report)]
         yield _Step("report", words, lambda: _is_newer(report, evaluation))
 
@@ -235,18 +237,18 @@ def _claim(project: _Project) -> None:
 
 
 def _carry_out(step: _Step) -> int:
-    """Do a step, and return 0 if it is done. Signals are passed to its command."""
+    """Do a step, and return 0 if it is done and nobody asked to stop."""
     received: list[int] = []
     status = 0
     if step.action:
         step.action()
     else:
         status = _run_command(step.words, received)
-    if step.is_done():
-        return 0
     if received:
         print_visible(f"stopped by {signal.Signals(received[0]).name} in {step.name}. The same command continues.")
         return 128 + received[0]
+    if step.is_done():
+        return 0
     print_visible(f"{step.name} is not done. The same command continues.")
     return status or 1
 

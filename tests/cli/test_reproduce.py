@@ -68,7 +68,7 @@ def test_a_dry_run_prints_every_command(name: str, tmp_path: Path, capsys: pytes
     out = capsys.readouterr().out
     for step in ("data: llmscale data prepare", "training: llmscale train", "evaluation: llmscale eval"):
         assert f"\n{step} " in out
-    assert (" GPU-hours, $" in out) == ("plan" in (RECIPES.folder / f"{name}.toml").read_text())
+    assert (", cost $" in out) == ("plan" in (RECIPES.folder / f"{name}.toml").read_text())
     assert not list(tmp_path.iterdir())
 
 
