@@ -332,4 +332,6 @@ def _rows(project: _Project, predicted: Numbers) -> Iterator[list[str]]:
 def _show(name: str, value: float) -> str:
     if name == "tokens":
         return format_quantity(value)
-    return f"${value:,.2f}" if name == "cost" else f"{value:.4f}" if " " in name else f"{value:,.2f}"
+    if name == "cost":
+        return f"${value:,.2f}"
+    return f"{value:.4f}" if " " in name else f"{value:,.2f}"
