@@ -36,7 +36,7 @@ from llmscale.terminal.status_line import StatusLine
 from llmscale.training.changes import check_start
 from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.memory_report import explained_out_of_memory
-from llmscale.training.prepare_run import PreparedRun, announce_after_s, prepare_run
+from llmscale.training.prepare_run import PreparedRun, announce_after_s, prepare_run, with_prepared_text
 from llmscale.untrusted.interpreter import protect_children
 from llmscale.untrusted.terminal import print_visible
 
@@ -82,6 +82,7 @@ def _check_and_train(
     config: RunConfig, here: LauncherVariables, stop: StopRequest, heartbeat: Heartbeat, began: float
 ) -> int:
     """Check the run, and train unless it is finished already. Collective."""
+    config = with_prepared_text(config)
     with StatusLine(is_silent=here.rank != 0, is_plain=config.plain) as announcer:
         stop.before_early_end.append(announcer.clear)
         announcer.begin("checking the configuration and the data", after_s=announce_after_s(config))

@@ -81,7 +81,7 @@ class RunConfig(BaseModel):
     n_embd: int | None = Field(None, ge=1, le=limits.MAX_WIDTH)
     """Width of the residual stream."""
     seq_len: int | None = Field(None, ge=1, le=limits.MAX_SEQ_LEN)
-    """Tokens per sequence; default: the data set's, which it must equal."""
+    """Tokens per sequence; default: the data set's, which it must equal; for text the model's, at most 2,048."""
     activation: Activation | None = None
     """MLP non-linearity; default: the preset's."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
@@ -128,8 +128,14 @@ class RunConfig(BaseModel):
     data: PathOrUrl = "data/python-stdlib"
     """Folder made by `llmscale data prepare`, or its URL (s3://, gs://, hf://, ...), fetched shard by shard. A YAML
     file mixes several datasets by weight (docs/data.md)."""
+    text: PathOrUrl | None = None
+    """Text in place of data: a folder, a file or any other --input of `llmscale data prepare`. The first start prepares
+    it into the cache, later ones find it there."""
+    tokenizer: PathOrUrl | None = None
+    """Tokenizer for text, as of `llmscale data prepare`; default: that of a published model, else one trained on the
+    text."""
     data_cache: UserPath | None = None
-    """Cache for the shards of a remote dataset; default: ~/.cache/llmscale/data."""
+    """Cache for the shards of a remote dataset, or for prepared text; default: ~/.cache/llmscale."""
     shuffle: bool = True
     """Shuffle each epoch."""
     num_canonical_nodes: int | None = Field(None, ge=1, le=limits.MAX_NODES)
@@ -285,6 +291,8 @@ NEEDS = (
     Need("beta1 beta2 eps", "with --optimizer adafactor", lambda run: run.optimizer != "adafactor"),
     Need("min_lr_frac decay_steps decay_tokens", "with --schedule constant", lambda run: run.schedule != "constant"),
     Need("num_canonical_nodes shuffle_block_size", "with --no-shuffle", lambda run: run.shuffle),
+    Need("data cache_limit_gib", "with --text", lambda run: run.text is None),
+    Need("tokenizer", "--text FOLDER"),
     Need(
         "cache_limit_gib",
         "--data-cache FOLDER or a remote --data",
