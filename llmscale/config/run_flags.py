@@ -23,6 +23,7 @@ _METAVARS = {
     **{"data": "FOLDER|URL", "data_cache": "FOLDER", "skip_steps": "A:B", "sample_prompt": "TEXT"},
     **{"sample_prompts": "FILE", "eval_tasks": "FORMAT=FILE", "run": "FOLDER", "resume": "auto|none|CHECKPOINT"},
     **{"init_from": "RUN|hf:NAME", "allow_changed": "KEY", "profile": "A:B"},
+    **{"param_group": "PATTERN:lr=Fx:decay=D", "freeze": "PATTERN"},
     **{"save_every_minutes": "MINUTES", "cache_limit_gib": "GIB", "seq_len": "T", "vocab_size": "V"},
 }
 
