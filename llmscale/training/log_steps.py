@@ -79,8 +79,9 @@ class LogSteps(StepAction):
         interval: StepTimes,
     ) -> StepMetrics:
         run, resolved = self._run, self._run.resolved
-        seen, steps = run.tokens_seen(step), step - self._logged
-        rate = (seen - run.tokens_seen(self._logged)) / (steps * interval.step_s)
+        # A batch ramp changes the tokens of a step within an interval.
+        seen, begun = run.tokens_seen(step), min(self._logged, step - 1)
+        rate = (seen - run.tokens_seen(begun)) / (step - begun) / interval.step_s
         self._logged = step
         per_device = rate / run.world.world_size
         is_16bit = resolved.precision != "fp32"
