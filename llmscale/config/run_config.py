@@ -119,6 +119,9 @@ class RunConfig(BaseModel):
     """Use the token embedding as output head; default: the preset's."""
     sliding_window: int | None = Field(None, ge=0, le=limits.MAX_SEQ_LEN)
     """Positions that attention sees, its own included; 0: all earlier ones; default: the preset's."""
+    window_pattern: NonBlank | None = None
+    """Blocks with the sliding window (L, local) and without it (G, global), repeated: GL, LG or LLLLLG, as in GPT-3,
+    Gemma 2 and Gemma 3; default: the preset's, L."""
     document_mask: bool = False
     """Restrict attention to one document, and restart positions at each document. Attention takes longer."""
     vocab_size: int | None = Field(None, ge=1, le=limits.MAX_VOCAB)
@@ -160,6 +163,11 @@ class RunConfig(BaseModel):
     """Tokens per optimizer step, in place of global_batch_size; a multiple of seq_len."""
     micro_batch_size: int | None = Field(None, ge=1, le=limits.MAX_BATCH)
     """Sequences per rank and forward pass; default: the largest within 16,384 tokens."""
+    batch_ramp_from: int | None = Field(None, ge=1, le=limits.MAX_BATCH)
+    """Sequences of the first step; the global batch grows by as many at a time to its full size. The number of ranks
+    must divide it."""
+    batch_ramp_tokens: int | None = Field(None, ge=1, le=limits.MAX_TOKENS)
+    """Tokens over which the global batch grows, linearly, as GPT-3's did."""
     steps: int | None = Field(None, ge=1, le=limits.MAX_STEPS)
     """Optimizer steps of the run; default: one pass over the data."""
     tokens: int | None = Field(None, ge=1, le=limits.MAX_TOKENS)
@@ -171,6 +179,11 @@ class RunConfig(BaseModel):
     only."""
     muon_lr_factor: float | None = Field(None, gt=0, le=limits.MAX_LEARNING_RATE_FACTOR)
     """Muon: ratio of the blocks' matrices' learning rate to that of all other parameters; default: 1."""
+    param_group: list[NonBlank] = Field(default_factory=list)
+    """Learning rate and weight decay of the parameters whose names match: 'wte*:lr=0.1x:decay=0'. The first pattern
+    that matches counts."""
+    freeze: list[NonBlank] = Field(default_factory=list)
+    """Do not train the parameters whose names match, such as 'blocks.0.*': no gradients, no optimizer states."""
     lr: float | None = Field(None, gt=0, le=limits.MAX_LEARNING_RATE)
     """Peak learning rate; default: the preset's."""
     schedule: ScheduleName = "cosine"
@@ -283,6 +296,8 @@ class RunConfig(BaseModel):
 #: Keys without effect unless another key allows them.
 NEEDS = (
     Need("eval_tasks", "--eval-every N"),
+    Need("batch_ramp_from", "--batch-ramp-tokens N"),
+    Need("batch_ramp_tokens", "--batch-ramp-from N"),
     Need("val_samples", "--val-every N"),
     Need("sample_prompt sample_prompts", "--sample-every N", lambda run: run.sample_every or run.eval_every),
     Need("sample_prompt", "with --sample-prompts", lambda run: run.sample_prompts is None),

@@ -272,7 +272,12 @@ def open_feed(run: PreparedRun, world: World, stream: SampleStream, *, start_sam
     return Feed(
         shards,
         stream.order,
-        FeedPlan(RankLayout(world.rank, world.ranks_per_node), plan.micro_batch_size, plan.gradient_accumulation_steps),
+        FeedPlan(
+            RankLayout(world.rank, world.ranks_per_node),
+            plan.micro_batch_size,
+            plan.gradient_accumulation_steps,
+            stream.batches,
+        ),
         start_sample=start_sample,
         num_workers=run.config.num_workers,
         pin_memory=is_gpu(),

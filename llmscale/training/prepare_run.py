@@ -66,8 +66,10 @@ class PreparedRun:
 
         See run_config.CHANGES_THAT_BREAK. `stream` describes the order of samples.
         """
+        plan = self.resolved.plan
+        grows = f", from {plan.ramp.first} over {plan.ramp.samples} samples" if plan.ramp else ""
         return {
-            "global_batch_size": self.resolved.plan.global_batch_size,
+            "global_batch_size": f"{plan.global_batch_size}{grows}" if grows else plan.global_batch_size,
             "seq_len": self.resolved.plan.seq_len,
             "data": self.sets.fingerprint,
             # Compared only when another run begins from these weights; on resume the fingerprint covers it.
