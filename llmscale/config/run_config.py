@@ -235,7 +235,7 @@ class RunConfig(BaseModel):
     save_every_minutes: float | None = Field(None, gt=0, le=limits.MAX_MINUTES)
     """Also save when this much time has passed since the last checkpoint."""
     keep_last: int = Field(2, ge=1, le=limits.MAX_CHECKPOINTS)
-    """Newest checkpoints to keep."""
+    """Newest checkpoints to keep, beside the one with the lowest validation loss."""
     keep_every: int = Field(0, ge=0, le=limits.MAX_STEPS)
     """Also keep every checkpoint whose step is a multiple of this; 0: none."""
     async_save: bool = True
@@ -244,8 +244,8 @@ class RunConfig(BaseModel):
     """Run folder, for configuration, metrics, checkpoints and samples; or its URL (s3://, gs://, az://): the nodes
     publish what is on their disks there (docs/checkpoints.md)."""
     resume: OtherRunOrName = "auto"
-    """auto: resume if the run folder has a checkpoint; none: start from scratch in a new folder; or the folder of a
-    checkpoint."""
+    """auto: resume if the run folder has a checkpoint; none: start from scratch in a new folder; best: go back to the
+    run's lowest validation loss; or the folder of a checkpoint."""
     init_from: OtherRunOrName | None = None
     """Start at step 0 with the weights of a run, a checkpoint, or hf:FOLDER or hf:NAME, which also set the model."""
     allow_changed: list[str] = Field(default_factory=list)

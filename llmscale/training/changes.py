@@ -116,9 +116,9 @@ def _check_disk(run: PreparedRun) -> None:
     if free < needed:
         raise ConfigError(
             f"--run {config.run} cannot be written to: No space left on device for {count} checkpoint"
-            f"{f's (--keep-last {config.keep_last}, and the next one)' if count > 1 else ''} of {format_size(one)}: "
-            f"{place} has {format_size(free)} free, and {format_size(needed)} are needed with some to spare. "
-            "Free some space, lower --keep-last, or name another --run."
+            f"{f's (--keep-last {config.keep_last}, the best and the next one)' if count > 1 else ''} of "
+            f"{format_size(one)}: {place} has {format_size(free)} free, and {format_size(needed)} are needed with "
+            "some to spare. Free some space, lower --keep-last, or name another --run."
         )
 
 

@@ -10,7 +10,7 @@ from typing import cast
 
 from llmscale.checkpoint.initial_weights import PublishedWeights, find_published_weights
 from llmscale.checkpoint.inventory import find_any_checkpoint, find_checkpoint, list_checkpoints, read_state
-from llmscale.checkpoint.manifest import checkpoints_folder
+from llmscale.checkpoint.manifest import BEST_NAME, checkpoints_folder
 from llmscale.checkpoint.remote_run import fetch_run
 from llmscale.checkpoint.run_state import parse_run_state
 from llmscale.config.command_line import parse_step_range
@@ -119,9 +119,11 @@ def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
 def fetch_runs(config: RunConfig) -> RunConfig:
     """Bring the copies of the run, and of those that it begins from, up to date if they are in a store.
 
-    Returns the configuration with a checkpoint of the run itself in the copy that the run is written to. Raises
-    LlmscaleError.
+    Returns the configuration with a checkpoint of the run itself in the copy that the run is written to; `best` is one.
+    Raises LlmscaleError.
     """
+    if config.resume == BEST_NAME:
+        config = config.model_copy(update={"resume": str(checkpoints_folder(config.run) / BEST_NAME)})
     own, resumed = url_of(config.run), url_of(Path(config.resume))
     if own and resumed and f"{resumed}/".startswith(f"{own}/"):
         config = config.model_copy(update={"resume": str(copy_of(resumed, "train"))})

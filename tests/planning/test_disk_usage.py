@@ -24,7 +24,7 @@ def test_a_new_checkpoint_is_written_beside_the_old() -> None:
 
 
 def test_keep_every_adds_checkpoints_for_ever() -> None:
-    assert estimate_disk(SHAPE, 1000, 1e9, keep_last=2, keep_every=300).kept_checkpoints == 2 + 3
+    assert estimate_disk(SHAPE, 1000, 1e9, keep_last=2, keep_every=300).kept_checkpoints == 2 + 1 + 3
 
 
 @pytest.mark.parametrize(("vocab_size", "token_bytes"), [(65536, 2), (65537, 4)])
