@@ -64,7 +64,7 @@ def check_start(run: PreparedRun) -> list[str]:
         end = f"finished at step {state.step} of {run.resolved.total_steps}; run folder: {shown(config.run)}"
         # A start skips a damaged checkpoint, and takes the previous one.
         return [*lines, end] if find_damage(found[0]) is None and _is_settled(found[0], config.run) else []
-    if find_any_checkpoint(config.run) is None:
+    if find_any_checkpoint(config.run) is None and config.overfit_batch is None:
         _check_disk(run)
     return []
 

@@ -37,6 +37,8 @@ from llmscale.untrusted.hub import forgotten_prefix
 
 #: A trace has some thousand events per step and rank, and somebody wants to open it.
 _MAX_PROFILED_STEPS = 50
+#: Default steps of --overfit-batch: a healthy model has memorised a batch by then.
+_OVERFIT_STEPS = 200
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ def announce_after_s(config: RunConfig) -> float:
 def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     """Read and check everything a run needs. Raises ConfigError, DataError or CheckpointError; writes nothing."""
     config = fetch_runs(config)
+    if config.overfit_batch is not None:
+        config = _as_overfit_check(config, config.overfit_batch, world_size)
     ds = read_ds_config(config.ds)
     get_optimizer(config.optimizer).check_stage(ds.zero_stage)
     for steps in config.skip_steps:
@@ -114,6 +118,21 @@ def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     elif config.init_from is not None:
         _check_same_tokenizer(manifest, config, config.init_from)
     return PreparedRun(config, sets, resolved, weights, tasks, prompts)
+
+
+def _as_overfit_check(config: RunConfig, batch: int, world_size: int) -> RunConfig:
+    """Return the configuration with every other key that --overfit-batch decides. Raises ConfigError."""
+    if batch % world_size:
+        legal = [
+            number for number in (batch // world_size * world_size, -(-batch // world_size) * world_size) if number
+        ]
+        raise ConfigError(
+            f"--overfit-batch {batch} cannot be divided over {world_size} ranks. Give a multiple of {world_size}, such "
+            f"as {' or '.join(map(str, legal))}."
+        )
+    decided = {"global_batch_size": batch, "val_every": 0, "save_every": 0, "resume": "none"}
+    steps = config.steps or (None if config.tokens else _OVERFIT_STEPS)
+    return config.model_copy(update={**decided, "steps": steps})
 
 
 def fetch_runs(config: RunConfig) -> RunConfig:
@@ -218,6 +237,7 @@ def _check_run_folder(config: RunConfig) -> None:
     existing = find_any_checkpoint(config.run)
     if existing and (config.resume == "none" or config.init_from):
         flag = "--resume none" if config.resume == "none" else "--init-from"
+        flag = "--overfit-batch" if config.overfit_batch is not None else flag
         raise ConfigError(
             f"{flag} begins a new run, but {checkpoints_folder(config.run)} already holds {existing.name}. "
             "Name another --run folder, or drop the flag to continue."
