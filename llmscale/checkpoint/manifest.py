@@ -17,7 +17,6 @@ once complete on disk.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -246,8 +245,8 @@ def _build(kind: type[_T], values: object, where: str) -> _T:
     if not isinstance(values, dict) or values.keys() != known.keys():
         raise CheckpointError(f"{where} must hold {', '.join(known)} and nothing else.")
     for name, value in values.items():
-        checks = {"int": is_count, "str": lambda value: isinstance(value, str), "float": _is_finite}
-        if known[name] in checks and not checks[known[name]](value):
+        kind_of = {"str": str, "float": float}.get(str(known[name]), object)
+        if not isinstance(value, kind_of) or (known[name] == "int" and not is_count(value)):
             raise CheckpointError(f"{where}: {name} cannot be {str(value)[:80]!r}.")
     return kind(**values)
 
@@ -255,10 +254,6 @@ def _build(kind: type[_T], values: object, where: str) -> _T:
 def is_count(value: object) -> TypeGuard[int]:
     """Return whether a JSON value is an integer of at least 0 (and not a boolean)."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
 
 
 def find_damage(

@@ -92,7 +92,7 @@ def _find(places: Sequence[Path]) -> _Found:
     found: _Found = []
     for place in places:
         runs = runs_below(place) if url_of(place) or (place.is_dir() and not is_run_folder(place)) else []
-        # Without runs it is taken for one: reading it explains what is missing.
+        # Without runs it counts as one, whose reading explains what is missing.
         is_run = not runs or [run.path for run in runs] == [place]
         found.append((fetch_run(place), []) if is_run else (place, runs))
     return found
