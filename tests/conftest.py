@@ -1,9 +1,10 @@
-"""What tests share: real ranks on gloo, and a small prepared data set."""
+"""Shared fixtures: real ranks on gloo, and a small prepared dataset."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import json
 import os
@@ -45,6 +46,12 @@ hypothesis.settings.load_profile("llmscale")
 # Under nohup or in a shell's background these are ignored, which every process started here would inherit.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Keep a million objects of imported modules out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 #: By then whatever does not hang has ended, on the slowest machine: no promise about speed. Without our own checks,
@@ -94,8 +101,7 @@ def free_port() -> int:
 
 
 def last_wins(words: Sequence[str]) -> list[str]:
-    """Of a flag that stands there several times the last one, for tests that build a command from another one: train.py
-    itself refuses a repeated flag."""
+    """Keep the last one of repeated flags, which train.py refuses. For tests that extend a command."""
     groups: list[list[str]] = [[]]
     for word in words:
         if word.startswith("--"):

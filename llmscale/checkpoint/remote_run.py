@@ -32,7 +32,7 @@ from typing import Annotated, cast
 import xxhash
 from pydantic import Field, TypeAdapter, ValidationError
 
-from llmscale.checkpoint.inventory import find_checkpoints
+from llmscale.checkpoint.inventory import find_checkpoints, point_best
 from llmscale.checkpoint.manifest import (
     CHECKPOINT_NAME,
     CHECKPOINTS_NAME,
@@ -340,8 +340,10 @@ def _fetch_checkpoints(run: Path, index: RunIndex, store: Store, url: str) -> No
             _fetch_description(folder / name, remote, store, url)
     for name, text in index.carried.items():
         write_durably(folder / name, text)
-    if current := find_checkpoints(run).current:
-        write_durably(folder / LATEST_NAME, current[0].path.name + "\n")
+    found = find_checkpoints(run)
+    if found.current:
+        write_durably(folder / LATEST_NAME, found.current[0].path.name + "\n")
+    point_best(run, found.history)
 
 
 def _fetch_description(final: Path, remote: str, store: Store, url: str) -> None:

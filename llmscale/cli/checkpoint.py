@@ -13,6 +13,7 @@ from llmscale.checkpoint.inventory import (
     Checkpoint,
     FoundCheckpoints,
     delete_checkpoint,
+    find_best,
     find_checkpoint,
     find_checkpoints,
     prunable,
@@ -63,7 +64,8 @@ _COLUMNS = (
 
 def _list(args: argparse.Namespace) -> int:
     found = _find(args.run)
-    rows = [(saved.step, _row(saved, "" if number else "<- latest")) for number, saved in enumerate(found.current)]
+    best = find_best(found.current)
+    rows = [(saved.step, _row(saved, _mark(saved, found.current[0], best))) for saved in found.current]
     rows += [(saved.step, _row(saved, f"abandoned (history {saved.history.number})")) for saved in found.abandoned]
     rows.sort(key=lambda entry: -entry[0])
     if rows:
@@ -81,6 +83,13 @@ def _list(args: argparse.Namespace) -> int:
         ):
             print_visible(line)
     return 0
+
+
+def _mark(saved: Checkpoint, latest: Checkpoint, best: Checkpoint | None) -> str:
+    marks = ["latest"] if saved is latest else []
+    if saved is best and saved.manifest.validation:
+        marks.append(f"best (loss {saved.manifest.validation.loss:.4f})")
+    return f"<- {', '.join(marks)}" if marks else ""
 
 
 def _row(saved: Checkpoint, mark: str) -> list[str]:

@@ -13,8 +13,18 @@ from typing import Any
 import pytest
 
 from llmscale.checkpoint import remote_run
-from llmscale.checkpoint.inventory import find_checkpoints
-from llmscale.checkpoint.manifest import Pieces, checkpoints_folder, find_damage, hash_json, load_pieces, save_pieces
+from llmscale.checkpoint.inventory import find_checkpoint, find_checkpoints
+from llmscale.checkpoint.manifest import (
+    Pieces,
+    Validation,
+    checkpoints_folder,
+    find_damage,
+    hash_json,
+    load_manifest,
+    load_pieces,
+    save_manifest,
+    save_pieces,
+)
 from llmscale.checkpoint.remote_run import (
     Chunk,
     Holder,
@@ -206,6 +216,15 @@ def test_the_copy_follows_the_store(published: Path, store: ObjectStore) -> None
     store.client.delete_object(Bucket=BUCKET, Key="runs/x/latest.json")
     with pytest.raises(CheckpointError, match="holds no run"):
         fetch_run(view)
+
+
+def test_the_copy_names_the_best_of_what_is_published(published: Path, store: ObjectStore) -> None:
+    for step, loss in ((1, 1.5), (2, 2.5)):
+        folder = checkpoints_folder(published) / f"step-{step:08d}"
+        save_manifest(folder, replace(load_manifest(folder), validation=Validation(loss, "8 of a set")))
+    publish(store, published, (1, 2), epoch=2)
+    best = copy_of(f"{URL}/checkpoints/best", "view")
+    assert find_checkpoint(fetch_run(best)).name == best.read_text().strip() == "step-00000001"
 
 
 def test_a_bounded_copy_drops_the_tensors_of_other_checkpoints(published: Path, store: ObjectStore) -> None:

@@ -94,7 +94,7 @@ def test_a_run_goes_on_on_other_machines(
 ) -> None:
     machines.kill_after("a", 2, "step-00000004\n", "--ds", "zero2", "--record-samples")
     machines.kill_after("b", 1, "published", "--ds", "zero3", "--record-samples")
-    machines.train("c", 4, "--ds", "zero1", "--record-samples")
+    machines.train("c", 2, "--ds", "zero1", "--record-samples")
     view = machines.look()
     assert_same_losses(read_losses(view), straight)
     assert steps_in(view) == [12, 8]
