@@ -10,7 +10,7 @@ would not be determined. Residuals are inflated by sqrt(n / (n - p)) for the p n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,6 +27,7 @@ _HUBER_DELTA = 1e-3
 _QUANTILES = (0.1, 0.9)
 _MOST_STEPS = 150
 _STARTS_OF_RESAMPLE = 3
+_SEED = 0
 _FEWEST_RUNS = 6
 #: Least irreducible loss in a covariance, in nats per token.
 _LEAST_LN_E = float(np.log(1e-3))
@@ -53,7 +54,7 @@ class FittedRun:
         return training_flops(self.num_parameters, self.tokens)
 
     def losses_at(self, tokens: Floats) -> Floats:
-        """Return losses [...] after so many tokens [...], interpolated over ln D; infinite outside of the curve."""
+        """Return losses [...] at token counts [...], interpolated over ln D; infinite outside of the curve."""
         at, losses = np.array(self.curve).T
         return np.asarray(np.interp(np.log(tokens), np.log(at), losses, left=np.inf, right=np.inf))
 
@@ -87,14 +88,14 @@ class ParametricFit:
         """Return a quantity that follows from the law, with its interval."""
         return interval_of(quantity(self.law), [quantity(law) for law in self.resampled])
 
-    def predict(self, num_parameters: float, tokens: float, seed: int) -> Interval:
+    def predict(self, num_parameters: float, tokens: float) -> Interval:
         """Return the loss of a run, with the interval of the fit's error and the run's own together."""
-        noise = np.random.default_rng(seed).choice(self.residuals, len(self.resampled))
+        noise = np.random.default_rng(_SEED).choice(self.residuals, len(self.resampled))
         losses = [law.loss(num_parameters, tokens) for law in self.resampled]
         return interval_of(self.law.loss(num_parameters, tokens), losses * np.exp(noise))
 
 
-def fit_parametric(runs: Sequence[FittedRun], resamples: int, seed: int, name: str, source: str) -> ParametricFit:
+def fit_parametric(runs: Sequence[FittedRun], resamples: int, name: str, source: str) -> ParametricFit:
     """Fit approach 3. Raises ConfigError for fewer runs than it needs."""
     if len(runs) < _FEWEST_RUNS:
         raise ConfigError(f"{len(runs)} finished runs are too few for 5 coefficients; {_FEWEST_RUNS} are needed.")
@@ -106,7 +107,7 @@ def fit_parametric(runs: Sequence[FittedRun], resamples: int, seed: int, name: s
     best = found[order[:1]]
     fitted = _predict(best, centred)[0]
     residuals = _inflated(ln_loss - fitted[0], 5)
-    drawn = fitted + np.random.default_rng(seed).choice(residuals, (resamples, len(runs)))
+    drawn = fitted + np.random.default_rng(_SEED).choice(residuals, (resamples, len(runs)))
     # Every resample starts at the fit itself and at other good starts.
     others = np.concatenate([best, starts[order[: _STARTS_OF_RESAMPLE - 1]]])
     found, values = _minimise(np.tile(others, (resamples, 1)), centred, np.repeat(drawn, len(others), axis=0))
@@ -196,7 +197,7 @@ class OptimaFit:
     """[points, 3]: loss over ln N, highest power first; none for the envelope."""
 
 
-def fit_isoflops(runs: Sequence[FittedRun], resamples: int, seed: int) -> OptimaFit | None:
+def fit_isoflops(runs: Sequence[FittedRun], resamples: int) -> OptimaFit | None:
     """Fit approach 2; None without two groups of at least four sizes whose parabolas open upwards."""
     flops, parabolas, fitted, errors = [], [], [], []
     for number in sorted({run.group for run in runs}):
@@ -210,7 +211,7 @@ def fit_isoflops(runs: Sequence[FittedRun], resamples: int, seed: int) -> Optima
             errors.append(losses - fitted[-1][1])
     if len(flops) < 2:
         return None
-    residuals, rng = _inflated(np.concatenate(errors), 3 * len(flops)), np.random.default_rng(seed)
+    residuals, rng = _inflated(np.concatenate(errors), 3 * len(flops)), np.random.default_rng(_SEED)
     resampled = [
         _lowest(np.polyfit(ln_sizes, (losses + rng.choice(residuals, (resamples, len(losses)))).T, 2))
         for ln_sizes, losses in fitted
@@ -233,7 +234,7 @@ def _slope(flops: Sequence[float] | Floats, ln_sizes: Floats) -> float:
     return float((ln_sizes * centred).sum() / (centred**2).sum())
 
 
-def fit_envelope(runs: Sequence[FittedRun], resamples: int, seed: int) -> OptimaFit | None:
+def fit_envelope(runs: Sequence[FittedRun], resamples: int) -> OptimaFit | None:
     """Fit approach 1, resampling runs; None if one size has the lowest loss at all amounts of compute."""
     ends, ln_sizes = [run.flops for run in runs], np.log([run.num_parameters for run in runs])
     flops = np.geomspace(min(ends), max(ends), _ENVELOPE_POINTS)
@@ -247,7 +248,7 @@ def fit_envelope(runs: Sequence[FittedRun], resamples: int, seed: int) -> Optima
     everything = np.arange(len(runs))
     if np.isnan(exponent(everything)):
         return None
-    drawn = np.random.default_rng(seed).integers(0, len(runs), (resamples, len(runs)))
+    drawn = np.random.default_rng(_SEED).integers(0, len(runs), (resamples, len(runs)))
     interval = interval_of(exponent(everything), [exponent(rows) for rows in drawn])
     return OptimaFit(flops, np.exp(ln_sizes[losses.argmin(axis=0)]), losses.min(axis=0), interval, np.empty((0, 3)))
 
@@ -255,39 +256,28 @@ def fit_envelope(runs: Sequence[FittedRun], resamples: int, seed: int) -> Optima
 # A schedule longer than the run.
 
 
-@dataclass(frozen=True)
-class ScheduleGap:
-    """A run beside the longest run of its size after as many tokens."""
+def longer_schedules(runs: Sequence[FittedRun]) -> dict[str, float]:
+    """Return the loss of the longest run of each run's size after as many tokens, by name of the run.
 
-    run: FittedRun
-    longer_loss: float
-    """Loss of the longest run, whose learning rate was still high."""
-
-    @property
-    def excess(self) -> float:
-        """Fraction by which that loss is higher."""
-        return self.longer_loss / self.run.loss - 1
-
-
-def schedule_gaps(runs: Sequence[FittedRun]) -> list[ScheduleGap]:
-    """Return every run whose size was also trained at least half as long again."""
-    gaps = []
+    Only for sizes that were also trained at least half as long again: there the learning rate was still high.
+    """
+    found = {}
     for run in runs:
         longest = max((other for other in runs if other.num_parameters == run.num_parameters), key=lambda r: r.tokens)
         loss = float(longest.losses_at(np.array(run.tokens)))
         if longest.tokens >= 1.5 * run.tokens and np.isfinite(loss):
-            gaps.append(ScheduleGap(run, loss))
-    return gaps
+            found[run.name] = loss
+    return found
 
 
-def schedule_exponents(runs: Sequence[FittedRun], gaps: Sequence[ScheduleGap]) -> tuple[float, float] | None:
-    """Return the exponent a by approach 2 with each run's own schedule, and with one schedule per size.
+def schedule_exponents(runs: Sequence[FittedRun], longer: Mapping[str, float]) -> tuple[float, float] | None:
+    """Return the exponent a by approach 2 with each run's own schedule, and with the losses of longer ones.
 
     Both use the same sizes: those that were also trained longer, and the group of the most compute. Kaplan et al.
     (2020) read losses from the middle of long schedules. None where too few sizes were trained longer.
     """
-    last, longer = max(run.group for run in runs), {gap.run.name: gap.longer_loss for gap in gaps}
+    last = max(run.group for run in runs)
     own = [run for run in runs if run.group == last or run.name in longer]
     misled = [replace(run, loss=longer.get(run.name, run.loss)) for run in own]
-    by_own, by_longer = (fit_isoflops(chosen, 1, 0) for chosen in (own, misled))
+    by_own, by_longer = (fit_isoflops(chosen, 1) for chosen in (own, misled))
     return (by_own.exponent.value, by_longer.exponent.value) if by_own and by_longer else None

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from llmscale.config.user_paths import write_output_file
 from llmscale.errors import ConfigError
@@ -17,12 +18,11 @@ from llmscale.planning.law_fit import (
     FittedRun,
     OptimaFit,
     ParametricFit,
-    ScheduleGap,
     fit_envelope,
     fit_isoflops,
     fit_parametric,
+    longer_schedules,
     schedule_exponents,
-    schedule_gaps,
 )
 from llmscale.planning.scaling import BESIROGLU, Interval
 from llmscale.planning.scaling_ladder import HELD_OUT_RATIO, LAW_NAME, RUNS_NAME, Ladder, LadderRun, save_law
@@ -46,9 +46,8 @@ PUBLISHED_EXPONENTS = {
 }
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """A held-out run's loss, predicted from the other runs."""
+class Prediction(NamedTuple):
+    """A held-out run with its loss predicted from the other runs."""
 
     planned: LadderRun
     predicted: Interval
@@ -57,7 +56,7 @@ class Prediction:
 
     @property
     def is_inside(self) -> bool | None:
-        """Whether the measured loss lies in the interval; None before the run has ended."""
+        """True if the measured loss is within the interval; None before the run has ended."""
         return self.measured and self.predicted.low <= self.measured.loss <= self.predicted.high
 
 
@@ -70,7 +69,8 @@ class LadderFit:
     parametric: ParametricFit
     isoflops: OptimaFit | None
     envelope: OptimaFit | None
-    gaps: list[ScheduleGap]
+    longer: dict[str, float]
+    """Loss in the middle of a longer schedule, by the name of the run that ended there."""
     exponents_by_schedule: tuple[float, float] | None
     """Exponents with each run's own schedule, and with one long schedule per size."""
     predictions: list[Prediction]
@@ -97,29 +97,28 @@ class LadderFit:
         }
 
 
-def fit_ladder(folder: Path, ladder: Ladder, resamples: int, seed: int) -> LadderFit:
+def fit_ladder(folder: Path, ladder: Ladder, resamples: int) -> LadderFit:
     """Fit the finished runs of a ladder. Raises ConfigError if they are too few."""
     notes: list[str] = []
     found = {run.name: _read_finished(folder / RUNS_NAME / run.name, run, notes) for run in ladder.runs}
     runs = [done for run in ladder.runs if not run.is_held_out and (done := found[run.name])]
     name, source = folder.absolute().name, f"{count_nouns(len(runs), 'run')} on {ladder.data} ({ladder.tokenizer})"
     try:
-        parametric = fit_parametric(runs, resamples, seed, name, source)
+        parametric = fit_parametric(runs, resamples, name, source)
     except ConfigError as error:
         raise ConfigError(f"{error} `llmscale ladder run {folder}` trains them. {' '.join(notes[:3])}") from None
     held_out = [run for run in ladder.runs if run.is_held_out]
-    gaps, has_groups = schedule_gaps(runs), ladder.design == "isoflop"
+    longer, has_groups = longer_schedules(runs), ladder.design == "isoflop"
     return LadderFit(
         name=name,
         runs=runs,
         parametric=parametric,
-        isoflops=fit_isoflops(runs, resamples, seed) if has_groups else None,
-        envelope=fit_envelope(runs, resamples, seed),
-        gaps=gaps,
-        exponents_by_schedule=schedule_exponents(runs, gaps) if has_groups else None,
+        isoflops=fit_isoflops(runs, resamples) if has_groups else None,
+        envelope=fit_envelope(runs, resamples),
+        longer=longer,
+        exponents_by_schedule=schedule_exponents(runs, longer) if has_groups else None,
         predictions=[
-            Prediction(run, parametric.predict(run.num_parameters, run.tokens, seed), found[run.name])
-            for run in held_out
+            Prediction(run, parametric.predict(run.num_parameters, run.tokens), found[run.name]) for run in held_out
         ],
         notes=notes,
     )
@@ -161,7 +160,7 @@ def write_fit(folder: Path, fit: LadderFit) -> None:
             }
             for item in fit.predictions
         ],
-        "schedules": [{"run": gap.run.name, "own": gap.run.loss, "longer": gap.longer_loss} for gap in fit.gaps],
+        "losses_in_longer_schedules": fit.longer,
         "exponents_by_schedule": fit.exponents_by_schedule,
         "notes": fit.notes,
     }
@@ -203,11 +202,11 @@ def _range(value: Interval) -> str:
 
 def _schedule_lines(fit: LadderFit) -> Iterator[str]:
     """Yield what losses from the middle of longer schedules would have said."""
-    excess = [gap.excess for gap in fit.gaps]
+    excess = [fit.longer[run.name] / run.loss - 1 for run in fit.runs if run.name in fit.longer]
     if excess:
         yield (
-            f"In the middle of a longer schedule the loss is {sum(excess) / len(excess):+.1%} beside that of a schedule "
-            f"which ends there ({min(excess):+.1%} to {max(excess):+.1%}, {count_nouns(len(excess), 'pair')} of runs)."
+            f"In the middle of a longer schedule the loss is {sum(excess) / len(excess):+.1%} beside that of runs that "
+            f"end there ({min(excess):+.1%} to {max(excess):+.1%}, {count_nouns(len(excess), 'pair')} of runs)."
         )
     if fit.exponents_by_schedule:
         own, longer = fit.exponents_by_schedule

@@ -87,7 +87,7 @@ def _draw_compute(axes: Axes, fit: LadderFit) -> None:
 
 
 def _draw_schedules(axes: Axes, fit: LadderFit) -> None:
-    for size, colour in _colours({gap.run.num_parameters for gap in fit.gaps}).items():
+    for size, colour in _colours({run.num_parameters for run in fit.runs if run.name in fit.longer}).items():
         runs = [run for run in fit.runs if run.num_parameters == size]
         axes.plot(*np.array(max(runs, key=lambda run: run.tokens).curve).T, "--", color=colour)
         label = f"{format_quantity(size)} parameters"

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 _SUFFIXES = ("", ".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps", ".ps")
 
 
-def check_plot(path: Path, flag: str = "--plot") -> None:
+def check_plot(path: Path) -> None:
     """Refuse a picture that could not be written, before anything is computed. Raises ConfigError."""
-    check_output_file(flag, path, overwrite=True)
+    check_output_file("--plot", path, overwrite=True)
     if path.suffix.lower() not in _SUFFIXES:
-        raise ConfigError(f"{flag} {path}: '{path.suffix}' is not legal. Legal: {', '.join(filter(None, _SUFFIXES))}.")
+        raise ConfigError(f"--plot {path}: '{path.suffix}' is not legal. Legal: {', '.join(filter(None, _SUFFIXES))}.")
     if find_spec("matplotlib") is None:
-        raise ConfigError(f"{flag} needs matplotlib: `{install_command('plot')}`.")
+        raise ConfigError(f"--plot needs matplotlib: `{install_command('plot')}`.")
 
 
 def save_figure(figure: Figure, path: Path, flag: str = "--plot", format: str = "") -> None:
