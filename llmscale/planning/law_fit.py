@@ -198,13 +198,13 @@ class OptimaFit:
 
 
 def fit_isoflops(runs: Sequence[FittedRun], resamples: int) -> OptimaFit | None:
-    """Fit approach 2; None without two groups of at least four sizes whose parabolas open upwards."""
+    """Fit approach 2; None without two groups of at least four sizes whose parabolas are lowest within the sizes."""
     flops, parabolas, fitted, errors = [], [], [], []
     for number in sorted({run.group for run in runs}):
         group = [run for run in runs if run.group == number]
         ln_sizes, losses = np.log([run.num_parameters for run in group]), np.array([run.loss for run in group])
         parabola = np.polyfit(ln_sizes, losses, 2) if len(set(ln_sizes)) >= 4 else np.zeros(3)
-        if parabola[0] > 0:
+        if ln_sizes.min() <= _lowest(parabola[:, None])[0] <= ln_sizes.max():
             flops.append(float(np.exp(np.mean(np.log([run.flops for run in group])))))
             parabolas.append(parabola)
             fitted.append((ln_sizes, np.polyval(parabola, ln_sizes)))

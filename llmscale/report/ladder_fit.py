@@ -180,6 +180,8 @@ def fit_lines(folder: Path, fit: LadderFit) -> Iterator[str]:
     rows = [[f"approach {name}", f"{a.value:.3f}", f"{a.low:.3f}-{a.high:.3f}"] for name, a in fit.exponents().items()]
     rows += [[name, f"{a:.3f}", ""] for name, a in PUBLISHED_EXPONENTS.items()]
     yield from table_lines(columns, rows, output_width())
+    if not fit.isoflops:
+        yield "Approach 2 needs two groups of equal compute with four sizes, and the lowest loss within these sizes."
     yield ""
     yield from _schedule_lines(fit)
     for item in fit.predictions:

@@ -58,13 +58,12 @@ def _draw_groups(axes: Axes, fit: LadderFit) -> None:
         label = f"{runs[0].flops:.1e} FLOPs" if fit.isoflops else f"group {group}"
         axes.plot([r.num_parameters for r in runs], [r.loss for r in runs], "o", color=colour, label=label)
     if fit.isoflops:
-        low, high = axes.get_xlim()
-        sizes = np.geomspace(max(1.0, low), high, _POINTS)
-        top = axes.get_ylim()[1]
+        ends, limits = [run.num_parameters for run in fit.runs], axes.get_ylim()
+        sizes = np.geomspace(min(ends), max(ends), _POINTS)
         for parabola in fit.isoflops.parabolas:
             axes.plot(sizes, np.polyval(parabola, np.log(sizes)), color=_GREY, linewidth=1)
         axes.plot(fit.isoflops.sizes, fit.isoflops.losses, "v:", color=_ORANGE, markersize=8, label="lowest points")
-        axes.set_ylim(top=top)
+        axes.set_ylim(limits)
 
 
 def _draw_compute(axes: Axes, fit: LadderFit) -> None:
