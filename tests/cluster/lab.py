@@ -66,13 +66,13 @@ class Lab:
         train: Sequence[str],
         flags: Sequence[str] = (),
         environment: dict[str, str] | None = None,
-        hostfile: bool = True,
+        hostfile: str = "hostfile",
     ) -> subprocess.Popen[str]:
-        """Start it on the first host; all that it prints is added to `output`."""
-        hosts = self.playground.write_hostfile(self.folder / "hostfile", slots=1)
+        """Start it on the first host with a hostfile of `folder`, "" for none; `output` gets all that it prints."""
+        self.playground.write_hostfile(self.folder / "hostfile", slots=1)
         limits = ["--lost-after-s", "6", "--hang-timeout-s", "10", "--start-timeout-s", "120"]
         command = [sys.executable, "-m", "llmscale.cli.main", "launch", *limits]
-        command += [*(["--hostfile", str(hosts)] if hostfile else []), *flags]
+        command += [*(["--hostfile", str(self.folder / hostfile)] if hostfile else []), *flags]
         with self.output.open("a") as output:
             return self.hosts[0].popen(
                 [*command, "--", *train],

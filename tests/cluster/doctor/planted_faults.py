@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -19,6 +20,9 @@ from scripts.playground.hosts import Playground, PlaygroundHost
 from scripts.playground.kernel import listens_on_ssh_port, until
 
 SITE_PACKAGES = Path(deepspeed.__file__).resolve().parents[1]
+
+# Constants of linux/fanotify.h and fcntl.h.
+FAN_CLASS_CONTENT, FAN_MARK_ADD, FAN_OPEN_PERM, AT_FDCWD = 0x04, 0x01, 0x10000, -100
 
 
 @dataclass(frozen=True)
@@ -247,14 +251,24 @@ def folder_of_its_own(stage: Stage, folder: Path, hosts: Sequence[PlaygroundHost
 
 @contextmanager
 def disk_that_hangs(stage: Stage, file: Path) -> Iterator[None]:
-    """Who opens a pipe that nobody writes to waits for ever, as on a network disk whose server is gone."""
-    pipe = stage.scratch / "pipe"
-    os.mkfifo(pipe)
-    try:
-        with mounted(stage.second, file, "--bind", str(pipe)):
+    """Block every open of a file on one host, as a network disk whose server is gone does.
+
+    The kernel asks this process for permission (fanotify) and gets no answer until the descriptor is closed.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    copy = stage.scratch / f"hangs-{file.name}"
+    shutil.copy(file, copy)
+    with mounted(stage.second, file, "--bind", str(copy)):
+        fanotify = libc.fanotify_init(FAN_CLASS_CONTENT, 0)
+        assert fanotify >= 0, os.strerror(ctypes.get_errno())
+        try:
+            marked = libc.fanotify_mark(
+                fanotify, FAN_MARK_ADD, ctypes.c_uint64(FAN_OPEN_PERM), AT_FDCWD, os.fsencode(copy)
+            )
+            assert marked == 0, os.strerror(ctypes.get_errno())
             yield
-    finally:
-        pipe.unlink()
+        finally:
+            os.close(fanotify)
 
 
 @contextmanager

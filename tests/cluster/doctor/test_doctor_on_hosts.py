@@ -150,6 +150,7 @@ FAULTS = {
         "run folder",
         "is not there on node-1",
         "NFS",
+        status="warn",
     ),
     "disk too small": Fault(
         lambda scene: plant.folder_of_its_own(scene.stage, scene.runs, scene.stage.playground.hosts, "20m"),
