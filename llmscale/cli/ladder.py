@@ -19,6 +19,7 @@ from llmscale.config.user_paths import check_output_folder, write_output_file
 from llmscale.errors import ConfigError
 from llmscale.planning.scaling_ladder import (
     CONFIGS_NAME,
+    LADDER_NAME,
     LEAST_RULE_FLOPS,
     RUNS_NAME,
     Ladder,
@@ -48,16 +49,16 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `ladder` with its subcommands."""
     actions = subparsers.add_parser("ladder").add_subparsers(metavar="ACTION", required=True)
     text = "choose sizes and token counts for a budget, and write a run file for each"
-    _add_plan_flags(actions.add_parser("plan", help=text, description=text))
+    _add_plan_flags(actions.add_parser("plan", help=text))
     text = "train the runs one after the other, least compute first, and resume what was interrupted"
-    run = actions.add_parser("run", help=text, description=text)
+    run = actions.add_parser("run", help=text)
     run.add_argument("folder", type=local_path, metavar="DIR", help="folder of `ladder plan`")
     flag(run, "--slurm", f"write DIR/{_ARRAY_NAME}, a job array with a task per unfinished run, in place of training")
     run.add_argument("words", nargs="*", metavar="-- FLAGS", help="flags of `llmscale train`, such as --num-gpus 8")
     run.passes_on = "`llmscale train`"
     run.set_defaults(handler=_run)
     text = "fit the finished runs: law.json, fit.json, pictures (with matplotlib) and predictions of larger runs"
-    fit = actions.add_parser("fit", help=text, description=text)
+    fit = actions.add_parser("fit", help=text)
     fit.add_argument("folder", type=local_path, metavar="DIR", help="folder of `ladder plan`")
     flag(fit, "--resamples N", "resamples of the residuals for intervals", whole_number(50, 100_000), 400)
     fit.set_defaults(handler=_fit)
@@ -89,12 +90,12 @@ def _plan(args: argparse.Namespace) -> int:
     if args.flops is None and args.hours is None:
         raise ConfigError("a ladder of which budget? Give --flops C, or --hours H with --flops-per-second R.")
     check_output_folder("--out", args.out)
-    if args.out.exists() and any(args.out.iterdir()):
-        raise ConfigError(f"--out {args.out} is not empty. `llmscale ladder run` resumes a ladder; name a new folder.")
+    if (args.out / LADDER_NAME).exists():
+        raise ConfigError(f"--out {args.out} holds a ladder. `llmscale ladder run` resumes it; name a new folder.")
     keys = load_run_file(args.config) if args.config else {}
     if decided := [key for key in _DECIDED if key in keys]:
         raise ConfigError(f"--config {args.config}: the ladder decides {', '.join(decided)}. Remove that.")
-    data = args.data if ":" in args.data else str(Path(args.data).absolute())
+    data = args.data if "://" in args.data else str(Path(args.data).absolute())
     config = build_run_config({**keys, "data": data, "run": args.out / RUNS_NAME / "none"})
     prepared = prepare_run(config, world_size=1)
     request = LadderRequest(

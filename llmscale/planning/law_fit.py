@@ -31,6 +31,8 @@ _SEED = 0
 _FEWEST_RUNS = 6
 #: Least irreducible loss in a covariance, in nats per token.
 _LEAST_LN_E = float(np.log(1e-3))
+#: Exponents and quantities beyond these come from resamples that determine nothing.
+_LN_EXPONENTS, _LARGEST = (float(np.log(0.01)), float(np.log(5))), 1e300
 #: Points of compute at which the envelope is read.
 _ENVELOPE_POINTS = 60
 
@@ -86,13 +88,23 @@ class ParametricFit:
 
     def interval(self, quantity: Callable[[ParametricLaw], float]) -> Interval:
         """Return a quantity that follows from the law, with its interval."""
-        return interval_of(quantity(self.law), [quantity(law) for law in self.resampled])
+        value, *samples = (_limited(quantity, law) for law in (self.law, *self.resampled))
+        return interval_of(value, samples)
 
     def predict(self, num_parameters: float, tokens: float) -> Interval:
         """Return the loss of a run, with the interval of the fit's error and the run's own together."""
-        noise = np.random.default_rng(_SEED).choice(self.residuals, len(self.resampled))
-        losses = [law.loss(num_parameters, tokens) for law in self.resampled]
+        # Another seed than that of the resamples.
+        noise = np.random.default_rng(_SEED + 1).choice(self.residuals, len(self.resampled))
+        losses = [_limited(lambda law: law.loss(num_parameters, tokens), law) for law in self.resampled]
         return interval_of(self.law.loss(num_parameters, tokens), losses * np.exp(noise))
+
+
+def _limited(quantity: Callable[[ParametricLaw], float], law: ParametricLaw) -> float:
+    """Return a quantity; a very large number for a resample with which it overflows."""
+    try:
+        return quantity(law)
+    except OverflowError:
+        return _LARGEST
 
 
 def fit_parametric(runs: Sequence[FittedRun], resamples: int, name: str, source: str) -> ParametricFit:
@@ -175,6 +187,7 @@ def _minimise(x: Floats, ln_sizes: Floats, ln_loss: Floats) -> tuple[Floats, Flo
         gradient = np.einsum("bni,bn->bi", weighted, errors) * _HUBER_DELTA
         step = np.linalg.solve(curvature + damped[:, :, None] * np.eye(5), gradient[:, :, None])[:, :, 0]
         tried = x - np.clip(step, -1, 1)
+        tried[:, 3:] = np.clip(tried[:, 3:], *_LN_EXPONENTS)
     return x, values
 
 
@@ -182,22 +195,20 @@ def _minimise(x: Floats, ln_sizes: Floats, ln_loss: Floats) -> tuple[Floats, Flo
 
 
 @dataclass(frozen=True)
-class OptimaFit:
-    """Optimal sizes at several amounts of compute, and the power law N* = k C^a through them."""
+class IsoflopFit:
+    """Optimal sizes of groups of equal compute, and the power law N* = k C^a through them."""
 
-    flops: Floats
-    """[points]."""
     sizes: Floats
-    """[points]: N*."""
+    """[groups]: N*."""
     losses: Floats
-    """[points]: loss at N*."""
+    """[groups]: loss at N*."""
     exponent: Interval
     """a."""
     parabolas: Floats
-    """[points, 3]: loss over ln N, highest power first; none for the envelope."""
+    """[groups, 3]: loss over ln N, highest power first."""
 
 
-def fit_isoflops(runs: Sequence[FittedRun], resamples: int) -> OptimaFit | None:
+def fit_isoflops(runs: Sequence[FittedRun], resamples: int) -> IsoflopFit | None:
     """Fit approach 2; None without two groups of at least four sizes whose parabolas are lowest within the sizes."""
     flops, parabolas, fitted, errors = [], [], [], []
     for number in sorted({run.group for run in runs}):
@@ -219,7 +230,7 @@ def fit_isoflops(runs: Sequence[FittedRun], resamples: int) -> OptimaFit | None:
     central = _lowest(np.array(parabolas).T)
     losses = np.array([np.polyval(parabola, at) for parabola, at in zip(parabolas, central, strict=True)])
     exponent = interval_of(_slope(flops, central), [_slope(flops, row) for row in np.array(resampled).T])
-    return OptimaFit(np.array(flops), np.exp(central), losses, exponent, np.array(parabolas))
+    return IsoflopFit(np.exp(central), losses, exponent, np.array(parabolas))
 
 
 def _lowest(parabolas: Floats) -> Floats:
@@ -234,23 +245,20 @@ def _slope(flops: Sequence[float] | Floats, ln_sizes: Floats) -> float:
     return float((ln_sizes * centred).sum() / (centred**2).sum())
 
 
-def fit_envelope(runs: Sequence[FittedRun], resamples: int) -> OptimaFit | None:
-    """Fit approach 1, resampling runs; None if one size has the lowest loss at all amounts of compute."""
+def fit_envelope(runs: Sequence[FittedRun], resamples: int) -> Interval | None:
+    """Return the exponent a by approach 1, resampling runs; None if one size is best at all amounts of compute."""
     ends, ln_sizes = [run.flops for run in runs], np.log([run.num_parameters for run in runs])
     flops = np.geomspace(min(ends), max(ends), _ENVELOPE_POINTS)
     losses = np.array([run.losses_at(flops / (6 * run.num_parameters)) for run in runs])
 
     def exponent(rows: NDArray[np.int64]) -> float:
-        lowest = losses[rows].min(axis=0)
-        best = ln_sizes[rows][losses[rows].argmin(axis=0)][np.isfinite(lowest)]
-        return _slope(flops[np.isfinite(lowest)], best) if len(set(best)) > 1 else np.nan
+        is_known = np.isfinite(losses[rows].min(axis=0))
+        best = ln_sizes[rows][losses[rows].argmin(axis=0)][is_known]
+        return _slope(flops[is_known], best) if len(set(best)) > 1 else np.nan
 
-    everything = np.arange(len(runs))
-    if np.isnan(exponent(everything)):
-        return None
+    value = exponent(np.arange(len(runs)))
     drawn = np.random.default_rng(_SEED).integers(0, len(runs), (resamples, len(runs)))
-    interval = interval_of(exponent(everything), [exponent(rows) for rows in drawn])
-    return OptimaFit(flops, np.exp(ln_sizes[losses.argmin(axis=0)]), losses.min(axis=0), interval, np.empty((0, 3)))
+    return None if np.isnan(value) else interval_of(value, [exponent(rows) for rows in drawn])
 
 
 # A schedule longer than the run.

@@ -40,6 +40,8 @@ _FEWEST_STEPS = 20
 #: least compute that they were fitted to.
 _RATE, _RATE_EXPONENT, _BATCH, _BATCH_EXPONENT = 0.3118, -0.1250, 0.2920, 0.3271
 LEAST_RULE_FLOPS = 1e17
+#: Compute at which a law must have an optimum.
+_ANY_FLOPS = (1e6, 1e36)
 
 
 def _check_name(name: str) -> str:
@@ -197,7 +199,7 @@ def save_ladder(folder: Path, ladder: Ladder, keys: Mapping[str, object]) -> Non
     usual = {"save_every_minutes": 10.0, "keep_last": 1}
     try:
         for name in (CONFIGS_NAME, RUNS_NAME):
-            (folder / name).mkdir(parents=True)
+            (folder / name).mkdir(parents=True, exist_ok=True)
         for run in ladder.runs:
             own = {
                 key: getattr(run, key) for key in ("n_layer", "n_head", "n_embd", "global_batch_size", "steps", "lr")
@@ -245,7 +247,14 @@ def load_law(path: Path) -> ParametricLaw:
     """Read the law of `llmscale ladder fit`. Raises ConfigError if it is missing or malformed."""
     found = _load(_LawFile, path, "`llmscale ladder fit` writes it.")
     covariance = tuple(map(tuple, found.covariance))
-    return ParametricLaw(found.name, found.coefficients, covariance, found.source, found.fitted_parameters)
+    law = ParametricLaw(found.name, found.coefficients, covariance, found.source, found.fitted_parameters)
+    try:
+        for flops in _ANY_FLOPS:
+            law.interval(lambda moved, flops=flops: moved.optimal_parameters(flops))  # type: ignore[misc]  # bound now
+            law.interval(lambda moved, flops=flops: moved.optimal_loss(flops))  # type: ignore[misc]
+    except (OverflowError, ValueError, ZeroDivisionError):
+        raise ConfigError(f"{path}: this law has no finite optimum. Fit it to more runs.") from None
+    return law
 
 
 _ModelT = TypeVar("_ModelT", bound=BaseModel)

@@ -16,7 +16,7 @@ from llmscale.config.user_paths import write_output_file
 from llmscale.errors import ConfigError
 from llmscale.planning.law_fit import (
     FittedRun,
-    OptimaFit,
+    IsoflopFit,
     ParametricFit,
     fit_envelope,
     fit_isoflops,
@@ -67,8 +67,9 @@ class LadderFit:
     name: str
     runs: list[FittedRun]
     parametric: ParametricFit
-    isoflops: OptimaFit | None
-    envelope: OptimaFit | None
+    isoflops: IsoflopFit | None
+    envelope: Interval | None
+    """Exponent a by approach 1."""
     longer: dict[str, float]
     """Loss in the middle of a longer schedule, by the name of the run that ended there."""
     exponents_by_schedule: tuple[float, float] | None
@@ -83,9 +84,10 @@ class LadderFit:
 
     def exponents(self) -> dict[str, Interval]:
         """Return the exponent a of N* ~ C^a by approach."""
-        found = {"1, envelope": self.envelope, "2, isoFLOP": self.isoflops}
-        exponents = {name: fit.exponent for name, fit in found.items() if fit}
-        return {**exponents, "3, parametric": self.parametric.interval(lambda law: law.size_exponent)}
+        isoflop = self.isoflops.exponent if self.isoflops else None
+        parametric = self.parametric.interval(lambda law: law.size_exponent)
+        found = {"1, envelope": self.envelope, "2, isoFLOP": isoflop, "3, parametric": parametric}
+        return {name: interval for name, interval in found.items() if interval}
 
     def next_optimum(self) -> dict[str, Interval]:
         """Return the optimal size, its tokens and its loss for the next group's compute, by approach 3."""

@@ -49,7 +49,7 @@ def test_a_plan_lists_its_cost_and_writes_files_that_train_reads(
         assert (config.steps, config.lr, config.positions) == (run.steps, run.lr, "rotary")
     words = ["ladder", "plan", "--data", str(tiny_set), "--out", str(tmp_path / "new"), "--flops", "1e9"]
     assert main(words) == 2
-    assert "is not empty" in capsys.readouterr().err
+    assert "holds a ladder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
