@@ -57,7 +57,7 @@ class Prediction(NamedTuple):
     @property
     def is_inside(self) -> bool | None:
         """True if the measured loss is within the interval; None before the run has ended."""
-        return self.measured and self.predicted.low <= self.measured.loss <= self.predicted.high
+        return None if self.measured is None else self.predicted.low <= self.measured.loss <= self.predicted.high
 
 
 @dataclass(frozen=True)
