@@ -265,16 +265,18 @@ def fit_envelope(runs: Sequence[FittedRun], resamples: int) -> Interval | None:
 
 
 def longer_schedules(runs: Sequence[FittedRun]) -> dict[str, float]:
-    """Return the loss of the longest run of each run's size after as many tokens, by name of the run.
+    """Return the loss of longer runs of each run's size after as many tokens, by name of the run.
 
-    Only for sizes that were also trained at least half as long again: there the learning rate was still high.
+    A run counts that is at least half as long again and was validated before: there its learning rate was still high.
+    The longest of them is read.
     """
     found = {}
     for run in runs:
-        longest = max((other for other in runs if other.num_parameters == run.num_parameters), key=lambda r: r.tokens)
-        loss = float(longest.losses_at(np.array(run.tokens)))
-        if longest.tokens >= 1.5 * run.tokens and np.isfinite(loss):
-            found[run.name] = loss
+        for other in sorted(runs, key=lambda run: run.tokens):
+            loss = float(other.losses_at(np.array(run.tokens)))
+            is_longer = other.num_parameters == run.num_parameters and other.tokens >= 1.5 * run.tokens
+            if is_longer and np.isfinite(loss):
+                found[run.name] = loss
     return found
 
 

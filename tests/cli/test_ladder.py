@@ -57,7 +57,7 @@ def test_a_plan_lists_its_cost_and_writes_files_that_train_reads(
     [
         ((), "a ladder of which budget?"),
         (("--hours", "1"), "--hours needs --flops-per-second"),
-        (("--flops", "1e9", "--hours", "1", "--flops-per-second", "1e9"), "--hours 1 has no effect with --flops"),
+        (("--flops", "1e9", "--hours", "1", "--flops-per-second", "1e9"), "--hours 1.0 has no effect with --flops"),
     ],
 )
 def test_a_ladder_without_a_budget_is_refused(
