@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.cli.flags import (
@@ -15,7 +16,9 @@ from llmscale.cli.flags import (
 from llmscale.config import limits
 from llmscale.config.command_line import FlagContainer, Need, flag, local_path, number, quantity
 from llmscale.config.run_flags import add_run_flags
+from llmscale.errors import ConfigError
 from llmscale.report.save_figure import check_plot
+from llmscale.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -80,7 +83,8 @@ def _add_machine_flags(group: FlagContainer) -> None:
 
 
 def _add_run_flags(group: FlagContainer) -> None:
-    flag(group, "--law", "scaling law that decides", default="besiroglu", choices=["besiroglu", "hoffmann"])
+    text = "scaling law that decides: besiroglu, hoffmann, or the law.json of `ladder fit`"
+    flag(group, "--law NAME|FILE", text, _law, default="besiroglu")
     texts = {
         "global_batch_size": "sequences per step; default: the nearest preset's",
         "keep_last": "newest checkpoints to keep; default: 2",
@@ -94,6 +98,18 @@ def _add_run_flags(group: FlagContainer) -> None:
     flag(group, "--inference-tokens D", text, quantity(1, 1e24))
     flag(group, "--inference-mfu F", "MFU when serving; default: as in training", number(1e-4, 1))
     add_run_flags(group, {"keep_last": int, "keep_every": int}, texts=texts)
+
+
+def _law(text: str) -> str | Path:
+    """Parse the name of a published law, or the file of another."""
+    known = ("besiroglu", "hoffmann")
+    if text in known:
+        return text
+    if "." not in text and "/" not in text:
+        raise ConfigError(
+            f"--law '{text}' is not known.{did_you_mean(text, known)} Legal: {', '.join(known)}, FILE.json."
+        )
+    return local_path(text)
 
 
 def _token_pair(text: str) -> tuple[int, int]:

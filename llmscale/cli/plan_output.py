@@ -27,7 +27,6 @@ from llmscale.planning.disk_usage import SAVE_EVERY
 from llmscale.planning.run_plan import DEFAULT_PUE, ChosenModel, Goal, GPUPlacement, GPUs, Lifetime, Plan, PlanRequest
 from llmscale.planning.scaling import (
     BESIROGLU,
-    FITTED_PARAMETERS,
     HOFFMANN,
     KAPLAN,
     PF_DAY_FLOPS,
@@ -39,6 +38,7 @@ from llmscale.planning.scaling import (
     law_rows,
     suggest_shape,
 )
+from llmscale.planning.scaling_ladder import load_law
 from llmscale.planning.serving import (
     BANDWIDTH_SHARE,
     MAX_SEQUENCES,
@@ -82,7 +82,7 @@ def _law_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     yield _note(
         f"Optimal for {plan.flops:.3g} FLOPs = {plan.flops / PF_DAY_FLOPS:,.4g} PF-days (C = 6 N D) of training:"
     )
-    rows = law_rows(plan.flops)
+    rows = law_rows(plan.flops, request.law)
     cells = [
         [
             "*" if row.name == request.law.name else "",
@@ -100,8 +100,9 @@ def _law_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
         "approaches together put the optimum of 5.76e23 FLOPs between 40B and 70B."
     )
     yield _note(f"{KAPLAN.name} differs because {KAPLAN.why_it_differs}.")
-    if not FITTED_PARAMETERS[0] <= plan.shape.num_parameters <= FITTED_PARAMETERS[1]:
-        low, high = map(format_quantity, FITTED_PARAMETERS)
+    fitted = request.law.fitted_parameters
+    if not fitted[0] <= plan.shape.num_parameters <= fitted[1]:
+        low, high = map(format_quantity, fitted)
         yield _note(f"The fits rest on models of {low} to {high} parameters; this is an extrapolation.")
 
 
@@ -320,7 +321,7 @@ def to_json(request: PlanRequest, plan: Plan) -> str:
             "goal": asdict(request.goal),
             "flops": plan.flops,
             "pf_days": plan.flops / PF_DAY_FLOPS,
-            "laws": [_law_as_dict(row) for row in law_rows(plan.flops)],
+            "laws": [_law_as_dict(row) for row in law_rows(plan.flops, request.law)],
             "law": request.law.name,
             "optimum": {**asdict(plan.optimum), "flops": plan.optimum.flops},
             "shape": {**asdict(plan.shape), "num_parameters": plan.shape.num_parameters},
@@ -425,7 +426,7 @@ def read_request(args: argparse.Namespace) -> PlanRequest:
         given_of_run=run_keys,
         optimizer=get_optimizer(config.optimizer),
         loss_chunk_tokens=config.loss_chunk_tokens,
-        law=_LAWS[args.law],
+        law=_LAWS.get(args.law) or load_law(args.law),
         vocab_size=_vocab_size(config),
         seq_len=shape.seq_len if shape else config.seq_len or _DEFAULT_SEQ_LEN,
         global_batch_size=config.global_batch_size,
