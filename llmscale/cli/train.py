@@ -27,6 +27,7 @@ from llmscale.config.limits import MAX_GPUS_PER_NODE
 from llmscale.config.run_config import parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.files.resilient_stdout import make_output_resilient
+from llmscale.report.run_list import notify_of_end
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.terminal.status_line import show_status
 from llmscale.training.changes import check_start
@@ -73,11 +74,15 @@ def _run_ranks(words: Sequence[str]) -> int:
     environments = rank_environment(os.environ, num_ranks, port, count_cpus())
     read_launcher_variables(environments[0])
     _show(f"starting {count_nouns(num_ranks, 'rank')} ...")
-    return LocalRanks(
-        rank_command(PACKAGE / "train.py", arguments),
-        environments,
-        lambda line: _show(f"error: {line}"),
-    ).run()
+    deaths: list[str] = []
+
+    def show_death(line: str) -> None:
+        deaths.append(line)
+        _show(f"error: {line}")
+
+    status = LocalRanks(rank_command(PACKAGE / "train.py", arguments), environments, show_death).run()
+    notify_of_end(config, status, deaths[0] if deaths else None)
+    return status
 
 
 @contextmanager

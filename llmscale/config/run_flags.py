@@ -24,6 +24,7 @@ _METAVARS = {
     **{"sample_prompt": "TEXT", "tokenizer": "gpt2|bytes|FILE.tiktoken|FOLDER|NAME"},
     **{"sample_prompts": "FILE", "eval_tasks": "FORMAT=FILE", "run": "FOLDER", "resume": "auto|none|CHECKPOINT"},
     **{"init_from": "RUN|hf:NAME", "allow_changed": "KEY", "profile": "A:B"},
+    **{"param_group": "PATTERN:lr=Fx:decay=D", "freeze": "PATTERN"},
     **{"save_every_minutes": "MINUTES", "cache_limit_gib": "GIB", "seq_len": "T", "vocab_size": "V"},
 }
 
