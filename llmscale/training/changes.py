@@ -64,7 +64,7 @@ def check_start(run: PreparedRun) -> list[str]:
         end = f"finished at step {state.step} of {run.resolved.total_steps}; run folder: {shown(config.run)}"
         # A start skips a damaged checkpoint, and takes the previous one.
         return [*lines, end] if find_damage(found[0]) is None and _is_settled(found[0], config.run) else []
-    if find_any_checkpoint(config.run) is None:
+    if find_any_checkpoint(config.run) is None and config.overfit_batch is None:
         _check_disk(run)
     return []
 
@@ -136,9 +136,9 @@ def _check_disk(run: PreparedRun) -> None:
     if free < needed:
         raise ConfigError(
             f"--run {config.run} cannot be written to: No space left on device for {count} checkpoint"
-            f"{f's (--keep-last {config.keep_last}, and the next one)' if count > 1 else ''} of {format_size(one)}: "
-            f"{place} has {format_size(free)} free, and {format_size(needed)} are needed with some to spare. "
-            "Free some space, lower --keep-last, or name another --run."
+            f"{f's (--keep-last {config.keep_last}, the best and the next one)' if count > 1 else ''} of "
+            f"{format_size(one)}: {place} has {format_size(free)} free, and {format_size(needed)} are needed with "
+            "some to spare. Free some space, lower --keep-last, or name another --run."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from llmscale.config.hardware import model_flops_utilisation
 from llmscale.data.sample_log import SampleRecorder, begin_session
 from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
 from llmscale.engine.device_memory import peak_memory_bytes
+from llmscale.engine.gpu_sensors import read_gpu
 from llmscale.engine.train_step import loss_scale
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
 from llmscale.training.run_folder import clear_failure
@@ -105,6 +107,7 @@ class LogSteps(StepAction):
             other_s=interval.other_s,
             eta_s=(run.tokens_seen(resolved.total_steps) - seen) / rate,
             paused_s=interval.paused_s,
+            **asdict(read_gpu(run.world.device)),
         )
 
 

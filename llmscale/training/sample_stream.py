@@ -33,6 +33,7 @@ from llmscale.data.order.sample_order import (
     MOST_POSITIONS,
     OrderSettings,
     Ranges,
+    RepeatedOrder,
     SampleOrder,
     SkippingOrder,
     StreamOrder,
@@ -163,6 +164,8 @@ def _compose(
     if skips:
         identity[SKIPPED_KEY] = as_plain_skips(skips)
     order: StreamOrder = mix or orders[0]
+    if config.overfit_batch is not None:
+        order = RepeatedOrder(order, config.overfit_batch)
     return SampleStream(SkippingOrder(order, skipped_ranges(skips)) if skips else order, identity, mix, skips, batches)
 
 

@@ -148,7 +148,7 @@ class Session:
         run, io, total = self.run, self.io, self.run.resolved.total_steps
         if io.log:
             io.log.display.close()
-        if self.step > run.first_step:
+        if self.step > run.first_step and run.config.overfit_batch is None:
             self.checkpoints.finish(self.step)
         if io.publisher:
             io.publisher.finish()

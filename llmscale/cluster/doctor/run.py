@@ -49,7 +49,7 @@ from llmscale.memory.breakdown import describe_breakdown, format_size
 from llmscale.planning.disk_usage import checkpoints_at_once
 from llmscale.planning.recommend import find_smallest_change
 from llmscale.planning.search import Job, Machines, fit_at
-from llmscale.training.prepare_run import prepare_run
+from llmscale.training.prepare_run import prepare_run, with_prepared_text
 
 
 def check_ds_config(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
@@ -234,7 +234,7 @@ def gather_ds(path: str) -> FileFacts:
 def gather_run(flags: Sequence[str], world_size: int) -> RunFacts:
     """Return what train.py would find with these flags: configuration, dataset, run folder, and its error if any."""
     try:
-        config = parse_run_config(flags)
+        config = with_prepared_text(parse_run_config(flags), may_prepare=False)
     except LlmscaleError as error:
         return RunFacts(FileFacts(" ".join(flags), (str(error),), None), None, None, None)
     file = str(config.config) if config.config else ""
