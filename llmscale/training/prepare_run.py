@@ -170,7 +170,8 @@ def _as_overfit_check(config: RunConfig, batch: int, world_size: int) -> RunConf
             f"--overfit-batch {batch} cannot be divided over {world_size} ranks. Give a multiple of {world_size}, such "
             f"as {' or '.join(map(str, legal))}."
         )
-    decided = {"global_batch_size": batch, "val_every": 0, "save_every": 0, "resume": "none"}
+    decided: dict[str, object] = {"global_batch_size": batch, "batch_ramp_from": None, "batch_ramp_tokens": None}
+    decided |= {"val_every": 0, "save_every": 0, "resume": "none"}
     steps = config.steps or (None if config.tokens else _OVERFIT_STEPS)
     return config.model_copy(update={**decided, "steps": steps})
 
