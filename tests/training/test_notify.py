@@ -59,7 +59,7 @@ def test_rank_0_tells_of_a_stop_an_end_and_a_failure_once(
     (stopped,) = told(path)
     assert (stopped["event"], stopped["total_steps"], stopped["run"]) == ("stopped", 100000, str(tmp_path / "run"))
     assert isinstance(stopped["step"], int) and stopped["step"] >= 3 and isinstance(stopped["loss"], float)
-    job = ranks([*command[:-1], str(stopped["step"])], 1)
+    job = ranks([*command[:-1], str(stopped["step"] + 1)], 1)
     output = job.wait()[0]
     assert (job.exit_codes, told(path)[1]["event"]) == ([0], "finished"), output
     job = ranks([*command, "--seed", "3"], 2)
