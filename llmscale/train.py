@@ -31,13 +31,13 @@ from llmscale.config.launcher_variables import LauncherVariables, check_meeting_
 from llmscale.config.run_config import RunConfig, parse_run_config
 from llmscale.engine.device_settings import set_allocator_default
 from llmscale.error_handling import flush_stdout, prepare_streams, print_error, report_crash
-from llmscale.errors import LlmscaleError, MachineError
+from llmscale.errors import LlmscaleError, MachineError, UnreachableError
 from llmscale.files.resilient_stdout import make_output_resilient
 from llmscale.terminal.status_line import StatusLine
 from llmscale.training.changes import check_start
 from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.memory_report import explained_out_of_memory
-from llmscale.training.prepare_run import PreparedRun, announce_after_s, prepare_run
+from llmscale.training.prepare_run import PreparedRun, announce_after_s, prepare_run, with_prepared_text
 from llmscale.untrusted.interpreter import protect_children
 from llmscale.untrusted.terminal import print_visible
 
@@ -97,6 +97,7 @@ def _check_and_train(
     config: RunConfig, here: LauncherVariables, stop: StopRequest, heartbeat: Heartbeat, began: float
 ) -> int:
     """Check the run, and train unless it is finished already. Collective."""
+    config = with_prepared_text(config)
     with StatusLine(is_silent=here.rank != 0, is_plain=config.plain) as announcer:
         stop.before_early_end.append(announcer.clear)
         announcer.begin("checking the configuration and the data", after_s=announce_after_s(config))
@@ -114,10 +115,10 @@ def _report_failure(
     error: BaseException, here: LauncherVariables | None, run_folder: Path | None, stop: StopRequest
 ) -> int:
     """Print the error on the ranks that report it, and return the exit status."""
-    # Ranks of one host share files and flags, so one of them reports.
+    # Ranks of one host share files and flags, so one of them reports; a store may have failed any of them alone.
     reports = here is None or here.local_rank == 0
     if isinstance(error, LlmscaleError):
-        if reports or (isinstance(error, MachineError) and not error.is_on_every_rank):
+        if reports or (isinstance(error, (MachineError, UnreachableError)) and not error.is_on_every_rank):
             print_error(str(error))
         return 1 if isinstance(error, MachineError) else 2
     if stop.ends_early:

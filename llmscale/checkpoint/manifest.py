@@ -39,7 +39,7 @@ BEST_NAME = "best"
 PIECES_NAME = "pieces.json"
 CHECKPOINTS_NAME = "checkpoints"
 #: `.old-1`: a checkpoint that was replaced when another history saved the same step.
-CHECKPOINT_NAME = re.compile(r"(step-(\d{8,}))(\.old-[1-9]\d*)?", re.ASCII)
+CHECKPOINT_NAME = re.compile(r"(step-([0-9]{8,}))(\.old-[1-9][0-9]*)?")
 #: Names of the files in a manifest.
 _STORED_NAME = re.compile(r"state\.json|tensors\.json|__[0-9]{1,9}_[0-9]{1,9}\.distcp")
 _T = TypeVar("_T")

@@ -22,7 +22,7 @@ from llmscale.checkpoint.inventory import (
 )
 from llmscale.checkpoint.manifest import checkpoints_folder, find_damage, load_manifest, load_pieces
 from llmscale.config.command_line import run_place
-from llmscale.config.run_urls import shown, url_of
+from llmscale.config.run_urls import is_view, shown, url_of
 from llmscale.errors import CheckpointError
 from llmscale.terminal.progress import show_progress
 from llmscale.terminal.table import Column, output_width, table_lines, wrap_line
@@ -143,9 +143,14 @@ def _verify(args: argparse.Namespace) -> int:
 def _find_remote_damage(folder: Path) -> str | None:
     if url_of(folder) is None:
         return None
+    from llmscale.checkpoint.remote_run import drop_tensors
     from llmscale.checkpoint.tensor_files import fetch_checkpoint  # imports torch
 
-    return fetch_checkpoint(folder)
+    try:
+        return fetch_checkpoint(folder)
+    finally:
+        if is_view(folder):
+            drop_tensors(folder)
 
 
 def _intact(folder: Path) -> str:

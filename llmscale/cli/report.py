@@ -30,10 +30,12 @@ from llmscale.report.run_list import MOST_RUNS, ListedRun, is_run_folder, stamp_
 from llmscale.terminal.status_line import show_if_slow
 from llmscale.terminal.table import output_width, print_fitting
 from llmscale.training.run_folder import (
+    ATTEMPTS_NAME,
     CONFIG_NAME,
     DS_CONFIG_NAME,
     FAILURE_NAME,
     LOCK_NAME,
+    LOGS_NAME,
     METRICS_NAME,
     ORIGIN_FOLDERS,
     STARTS_NAME,
@@ -166,8 +168,6 @@ def _check(runs: Sequence[Path], wanted: Mapping[str, Path]) -> None:
 
 def _check_apart(said: str, place: Path, run: Path) -> None:
     """Refuse a file that the run itself wrote: a report beside them is welcome."""
-    from llmscale.cluster.launch.supervisor import ATTEMPTS_NAME, LOGS_NAME
-
     files = (METRICS_NAME, CONFIG_NAME, STARTS_NAME, DS_CONFIG_NAME, LOCK_NAME, FAILURE_NAME, ATTEMPTS_NAME)
     folder = run.resolve()
     if not place.is_relative_to(folder):

@@ -31,7 +31,7 @@ from llmscale.report.run_list import notify_of_end
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.terminal.status_line import show_status
 from llmscale.training.changes import check_start
-from llmscale.training.prepare_run import announce_after_s, prepare_run
+from llmscale.training.prepare_run import announce_after_s, prepare_run, with_prepared_text
 from llmscale.training.stop_request import STOP_SIGNALS
 from llmscale.untrusted.interpreter import code_command
 from llmscale.untrusted.terminal import print_visible
@@ -59,6 +59,7 @@ def _run_ranks(words: Sequence[str]) -> int:
     # A run must not fail because its output cannot be written.
     make_output_resilient()
     check_is_only_copy(os.environ, "llmscale train")
+    config = with_prepared_text(config)
     with show_status(
         "checking the configuration and the data", after_s=announce_after_s(config), is_plain=config.plain
     ):

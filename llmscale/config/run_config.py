@@ -82,7 +82,7 @@ class RunConfig(BaseModel):
     n_embd: int | None = Field(None, ge=1, le=limits.MAX_WIDTH)
     """Width of the residual stream."""
     seq_len: int | None = Field(None, ge=1, le=limits.MAX_SEQ_LEN)
-    """Tokens per sequence; default: the data set's, which it must equal."""
+    """Tokens per sequence; default: the data set's, which it must equal; for text the model's, at most 2,048."""
     activation: Activation | None = None
     """MLP non-linearity; default: the preset's."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
@@ -120,6 +120,9 @@ class RunConfig(BaseModel):
     """Use the token embedding as output head; default: the preset's."""
     sliding_window: int | None = Field(None, ge=0, le=limits.MAX_SEQ_LEN)
     """Positions that attention sees, its own included; 0: all earlier ones; default: the preset's."""
+    window_pattern: NonBlank | None = None
+    """Blocks with the sliding window (L, local) and without it (G, global), repeated: GL, LG or LLLLLG, as in GPT-3,
+    Gemma 2 and Gemma 3; default: the preset's, L."""
     document_mask: bool = False
     """Restrict attention to one document, and restart positions at each document. Attention takes longer."""
     vocab_size: int | None = Field(None, ge=1, le=limits.MAX_VOCAB)
@@ -129,8 +132,14 @@ class RunConfig(BaseModel):
     data: PathOrUrl = "data/python-stdlib"
     """Folder made by `llmscale data prepare`, or its URL (s3://, gs://, hf://, ...), fetched shard by shard. A YAML
     file mixes several datasets by weight (docs/data.md)."""
+    text: PathOrUrl | None = None
+    """Text in place of data: a folder, a file or any other --input of `llmscale data prepare`. The first start prepares
+    it into the cache, later ones find it there."""
+    tokenizer: PathOrUrl | None = None
+    """Tokenizer for text, as of `llmscale data prepare`; default: that of a published model, else one trained on the
+    text."""
     data_cache: UserPath | None = None
-    """Cache for the shards of a remote dataset; default: ~/.cache/llmscale/data."""
+    """Cache for the shards of a remote dataset, or for prepared text; default: ~/.cache/llmscale."""
     shuffle: bool = True
     """Shuffle each epoch."""
     num_canonical_nodes: int | None = Field(None, ge=1, le=limits.MAX_NODES)
@@ -158,6 +167,11 @@ class RunConfig(BaseModel):
     """Tokens per optimizer step, in place of global_batch_size; a multiple of seq_len."""
     micro_batch_size: int | None = Field(None, ge=1, le=limits.MAX_BATCH)
     """Sequences per rank and forward pass; default: the largest within 16,384 tokens."""
+    batch_ramp_from: int | None = Field(None, ge=1, le=limits.MAX_BATCH)
+    """Sequences of the first step; the global batch grows by as many at a time to its full size. The number of ranks
+    must divide it."""
+    batch_ramp_tokens: int | None = Field(None, ge=1, le=limits.MAX_TOKENS)
+    """Tokens over which the global batch grows, linearly, as GPT-3's did."""
     steps: int | None = Field(None, ge=1, le=limits.MAX_STEPS)
     """Optimizer steps of the run; default: one pass over the data."""
     tokens: int | None = Field(None, ge=1, le=limits.MAX_TOKENS)
@@ -169,6 +183,11 @@ class RunConfig(BaseModel):
     only."""
     muon_lr_factor: float | None = Field(None, gt=0, le=limits.MAX_LEARNING_RATE_FACTOR)
     """Muon: ratio of the blocks' matrices' learning rate to that of all other parameters; default: 1."""
+    param_group: list[NonBlank] = Field(default_factory=list)
+    """Learning rate and weight decay of the parameters whose names match: 'wte*:lr=0.1x:decay=0'. The first pattern
+    that matches counts."""
+    freeze: list[NonBlank] = Field(default_factory=list)
+    """Do not train the parameters whose names match, such as 'blocks.0.*': no gradients, no optimizer states."""
     lr: float | None = Field(None, gt=0, le=limits.MAX_LEARNING_RATE)
     """Peak learning rate; default: the preset's."""
     schedule: ScheduleName = "cosine"
@@ -287,6 +306,8 @@ class RunConfig(BaseModel):
 #: Keys without effect unless another key allows them.
 NEEDS = (
     Need("eval_tasks", "--eval-every N"),
+    Need("batch_ramp_from", "--batch-ramp-tokens N"),
+    Need("batch_ramp_tokens", "--batch-ramp-from N"),
     Need("val_samples", "--val-every N"),
     Need("sample_prompt sample_prompts", "--sample-every N", lambda run: run.sample_every or run.eval_every),
     Need("compile_mode", "with --compile off", lambda run: run.compile != "off"),
@@ -296,6 +317,8 @@ NEEDS = (
     Need("beta1 beta2 eps", "with --optimizer adafactor", lambda run: run.optimizer != "adafactor"),
     Need("min_lr_frac decay_steps decay_tokens", "with --schedule constant", lambda run: run.schedule != "constant"),
     Need("num_canonical_nodes shuffle_block_size", "with --no-shuffle", lambda run: run.shuffle),
+    Need("data cache_limit_gib", "with --text", lambda run: run.text is None),
+    Need("tokenizer", "--text FOLDER"),
     Need(
         "cache_limit_gib",
         "--data-cache FOLDER or a remote --data",

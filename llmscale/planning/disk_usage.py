@@ -63,7 +63,7 @@ def estimate_disk(
     token_bytes = 2 if shape.vocab_size <= 1 << 16 else 4
     sample_bytes = (shape.seq_len + 1) * token_bytes + _SAMPLE_OVERHEAD_BYTES
     return DiskSpace(
-        checkpoint_bytes=optimizer.state_bytes(shape.architecture),
+        checkpoint_bytes=optimizer.checkpoint_bytes(shape.architecture),
         kept_checkpoints=keep_last + 1 + (steps // keep_every if keep_every else 0),
         data_bytes=round(tokens / shape.seq_len * sample_bytes),
         weights_bytes=_EXPORT_BYTES * shape.num_parameters,

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Literal
 
 from llmscale.checkpoint.manifest import is_count
-from llmscale.checkpoint.remote_run import is_held
 from llmscale.config.run_config import RunConfig
 from llmscale.config.run_urls import shown, url_of
 from llmscale.errors import ConfigError, LlmscaleError
@@ -148,6 +147,8 @@ def is_claimed(path: Path) -> bool:
     It only queries: taking the lock could disturb a run that starts.
     """
     if url_of(path):
+        from llmscale.checkpoint.remote_run import is_held  # imports pydantic
+
         return is_held(path)
     try:
         with open_regular(path / LOCK_NAME, follow_links=False) as file:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -120,8 +120,8 @@ def _open_session(
     prepared, world = _join_ranks(prepared, clock, progress)
     report = report_on_main(world, clock.announcer)
     with clock.phase("ranks", "claiming the run folder", after_s=REPEAT_S):
-        world = replace(world, disks=claim_run_folder(claim, world))
-        publisher = open_publisher(prepared.config.run, world, report, stop.received.append)
+        config, world = prepared.config, replace(world, disks=claim_run_folder(claim, world))
+        publisher = open_publisher(config.run, config.keep_every, world, report, stop.received.append)
         if publisher:
             claim.before_release.append(publisher.close)
     with clock.phase("checkpoint check", "looking for a checkpoint to resume", after_s=REPEAT_S):
@@ -276,7 +276,12 @@ def open_feed(run: PreparedRun, world: World, stream: SampleStream, *, start_sam
     return Feed(
         shards,
         stream.order,
-        FeedPlan(RankLayout(world.rank, world.ranks_per_node), plan.micro_batch_size, plan.gradient_accumulation_steps),
+        FeedPlan(
+            RankLayout(world.rank, world.ranks_per_node),
+            plan.micro_batch_size,
+            plan.gradient_accumulation_steps,
+            stream.batches,
+        ),
         start_sample=start_sample,
         num_workers=run.config.num_workers,
         pin_memory=is_gpu(),
@@ -391,7 +396,8 @@ def roll_back(session: Session, heartbeat: Heartbeat) -> bool:
     stop and reports how to continue by hand. Collective. Raises LlmscaleError like a start.
     """
     heartbeat.beat("starting")
-    with session.engine.meter.pause("starting"):
+    publisher = session.io.publisher
+    with session.engine.meter.pause("starting"), publisher.dropping if publisher else nullcontext():
         has_rolled_back = _roll_back(session)
     heartbeat.beat("starting")
     return has_rolled_back

@@ -23,6 +23,7 @@ from llmscale.config.hf_model import (
     with_saved_shape,
 )
 from llmscale.config.optimizers import get_optimizer
+from llmscale.config.presets import get_preset
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
 from llmscale.config.run_urls import copy_of, shown, url_of
@@ -67,8 +68,10 @@ class PreparedRun:
 
         See run_config.CHANGES_THAT_BREAK. `stream` describes the order of samples.
         """
+        plan = self.resolved.plan
+        grows = f", from {plan.ramp.first} over {plan.ramp.samples} samples" if plan.ramp else ""
         return {
-            "global_batch_size": self.resolved.plan.global_batch_size,
+            "global_batch_size": f"{plan.global_batch_size}{grows}" if grows else plan.global_batch_size,
             "seq_len": self.resolved.plan.seq_len,
             "data": self.sets.fingerprint,
             # Compared only when another run begins from these weights; on resume the fingerprint covers it.
@@ -93,12 +96,7 @@ def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     config = fetch_runs(config)
     if config.overfit_batch is not None:
         config = _as_overfit_check(config, config.overfit_batch, world_size)
-    ds = read_ds_config(config.ds)
-    get_optimizer(config.optimizer).check_stage(ds.zero_stage)
-    for steps in config.skip_steps:
-        parse_skip(steps)
-    if config.profile is not None:
-        parse_profiled(config.profile)
+    ds = _check_settings(config)
     sets = open_training_sets(config.data, config.data_cache)
     manifest = sets.manifest
     facts = SetFacts(manifest.vocab_size, manifest.seq_len, sets.num_train_samples, manifest.eot_token)
@@ -118,6 +116,48 @@ def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     elif config.init_from is not None:
         _check_same_tokenizer(manifest, config, config.init_from)
     return PreparedRun(config, sets, resolved, weights, tasks, prompts)
+
+
+def _check_settings(config: RunConfig) -> DsConfig:
+    """Check what needs neither data nor a run folder, and return the ds_config. Raises ConfigError."""
+    ds = read_ds_config(config.ds)
+    get_optimizer(config.optimizer).check_stage(ds.zero_stage)
+    for steps in config.skip_steps:
+        parse_skip(steps)
+    if config.profile is not None:
+        parse_profiled(config.profile)
+    return ds
+
+
+#: Longest context that text is prepared for unless the user gives one.
+_LONGEST_FOR_TEXT = 2048
+
+
+def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> RunConfig:
+    """Return the configuration with the dataset of --text as its data; the first start prepares it into the cache.
+
+    Raises ConfigError, before text is read; DataError, also unless this process `may_prepare` what is not prepared.
+    """
+    if config.text is None:
+        return config
+    from llmscale.data.prepare.text_cache import DEFAULT_CACHE, TextRequest  # slow to import
+
+    _check_settings(config)
+    flag, name = ("--init-from", config.init_from) if config.init_from else ("--model", config.model)
+    published = read_published_model(flag, name) if is_published(name) else None
+    if config.init_from and not (published or config.tokenizer):
+        raise ConfigError(
+            f"--init-from {config.init_from} needs text with its own tokens, and --text would train other ones. Name "
+            "that run's tokenizer with --tokenizer."
+        )
+    context = published.shape.seq_len if published else get_preset(config.model).seq_len
+    request = TextRequest(
+        text=config.text,
+        tokenizer=config.tokenizer or (name if published else None),
+        seq_len=config.seq_len or min(context, _LONGEST_FOR_TEXT),
+        cache=config.data_cache or DEFAULT_CACHE,
+    )
+    return config.model_copy(update={"data": str(request.open(may_prepare=may_prepare)), "data_cache": None})
 
 
 def _as_overfit_check(config: RunConfig, batch: int, world_size: int) -> RunConfig:

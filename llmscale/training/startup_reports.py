@@ -50,6 +50,8 @@ def describe_run(run: Run, report: Callable[[str], None]) -> None:
     )
     if reshaped:
         report(f"       {reshaped}")
+    if resolved.tensors.frozen:
+        report(f"       {resolved.tensors.num_trainable:,} parameters are trained, the others frozen")
     if shape.has_document_mask:
         report(f"       {_documents(prepared)}")
     report(

@@ -54,7 +54,7 @@ class Run:
     """The line that each checkpoint ends."""
     steps: dict[str, int] = field(default_factory=dict)
     there: set[str] = field(default_factory=set)
-    """What must be on disk."""
+    """List the checkpoints that must be on disk."""
     damaged: set[str] = field(default_factory=set)
     num_saves: int = 0
 
@@ -144,7 +144,7 @@ class Run:
             self.damaged.add(id_of(saved))
 
     def check(self) -> None:
-        """What holds at any time."""
+        """Check what must hold at any time."""
         found = find_checkpoints(self.folder)
         on_disk = self.found()
         assert set(on_disk) == self.there
@@ -202,7 +202,7 @@ def new_run() -> Iterator[Run]:
         shutil.rmtree(folder)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(ACTIONS, min_size=4, max_size=25))
 def test_what_was_saved_is_there_and_what_comes_next_is_what_was_meant(actions: list[tuple[str, int, int]]) -> None:
     with new_run() as run:

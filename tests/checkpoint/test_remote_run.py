@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -296,12 +297,24 @@ def test_a_trainers_copy_is_kept_while_it_is_the_newest(published: Path, store: 
 
 def test_dropping_tensors_keeps_what_the_store_does_not_have(published: Path) -> None:
     folder = checkpoints_folder(published) / "step-00000001"
-    with pytest.raises(AssertionError):
-        drop_tensors(folder)
+    drop_tensors(folder)
     assert [*folder.glob("*.distcp")]
     save_pieces(folder, Pieces(("tensors.json", "__0_0.distcp"), "e00001-step-00000001"))
     drop_tensors(folder)
     assert not [*folder.glob("*.distcp")] and find_damage(folder) is None
+
+
+def test_a_view_keeps_the_tensors_of_checkpoints_in_use(published: Path) -> None:
+    view = fetch_run(copy_of(URL, "view"))
+
+    def fetch(step: int) -> set[str]:
+        assert fetch_checkpoint(checkpoints_folder(view) / f"step-{step:08d}") is None
+        return {path.parent.name for path in view.rglob("*.distcp")}
+
+    assert fetch(1) == {"step-00000001"} and fetch(2) == {"step-00000001", "step-00000002"}
+    for path in (checkpoints_folder(view) / "step-00000001").glob("*.distcp"):
+        os.utime(path, (0, 0))
+    assert fetch(2) == {"step-00000002"}
 
 
 def test_chunks_are_fetched_by_few_ranges(published: Path, store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -37,13 +36,10 @@ BLOCKS, ENDS = list(all_block_branches()), list(all_ends_branches())
 
 
 @pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    """Give DeepSpeed's checkpointing a rank, and keep the libraries' objects out of collections."""
-    gc.collect()
-    gc.freeze()
+def one_rank(libraries_are_frozen: None) -> Iterator[None]:
+    """Give DeepSpeed's checkpointing a rank."""
     with fake_world(1):
         yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
