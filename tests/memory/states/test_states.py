@@ -107,7 +107,7 @@ KINDS = [
     {**cell(3, "fp16", 2, 1, optimizer="muon", reduce_bucket_size=SMALL), "capability": (7, 0)},
 ]
 
-#: Cells of the default suite: every stage, overlap, hpZ, tight limits, offload, autocast, Muon. `-m slow` runs them all.
+#: Cells of the default suite: every stage, overlap, hpZ, tight limits, offload, autocast, Muon. `-m slow` runs all.
 CELLS = [KINDS[index] for index in (0, 6, 10, 13, 19, 22, 25, 33)]
 
 #: More cells of these kinds.
