@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import json
@@ -288,6 +289,27 @@ def read_losses(run: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
 
 
+@pytest.fixture(scope="session")
+def train_straight(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[int, float]]:
+    """`train_straight(*flags)`: losses of one rank at stage 1 in a local folder; trained once."""
+
+    @functools.cache
+    def train(*flags: str) -> dict[int, float]:
+        run = tmp_path_factory.mktemp("straight") / "run"
+        job = start_ranks(build_train_command(tiny_set, run, *flags, "--ds", "ds_configs/zero1.json"), 1)
+        output = job.wait()[0]
+        assert job.exit_codes == [0], output
+        return read_losses(run)
+
+    return train
+
+
+def assert_same_losses(losses: dict[int, float], expected: dict[int, float]) -> None:
+    """Both have the same steps, and losses within 1e-5, relative."""
+    assert losses.keys() == expected.keys()
+    assert max(abs(losses[step] - expected[step]) / expected[step] for step in expected) <= 1e-5
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     """`small_disk(num_bytes)` is an empty folder on a file system of its own; skips where nobody may mount one."""
@@ -330,6 +352,7 @@ def object_store(running_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) ->
     running_store.requests.clear()
     yield running_store
     running_store.fails = running_store.spoil = lambda method, path: False
+    running_store.lists_nothing = False
     for name in running_store.files():
         running_store.client.delete_object(Bucket=BUCKET, Key=name)
 

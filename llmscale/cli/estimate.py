@@ -36,7 +36,7 @@ _OF_ONE_NETWORK = ("--hf", "--max-model", "--emit", "--plot", "--dry-run")
 #: Flags without a meaning for a model of which only the states are known.
 _OF_OWN_MODEL = (
     *("--ds", "--emit", "--plot", "--dry-run", "--micro-batch-size", "--activation-checkpointing"),
-    *("--loss-chunk-tokens", "--optimizer", "--seq-len"),
+    *("--loss-chunk-tokens", "--optimizer", "--freeze", "--seq-len"),
 )
 
 
@@ -82,6 +82,7 @@ def _add_run_flags(group: FlagContainer) -> None:
     }
     add_run_flags(group, {"global_batch_size": int, "micro_batch_size": int, "precision": str}, texts=texts)
     add_optimizer_flags(group)
+    add_run_flags(group, {"freeze": list[str]})
     add_run_flags(group, {"activation_checkpointing": str}, texts=texts)
     text = "explain these ds_configs, side by side; zero2 and the like are llmscale's own"
     flag(group, "--ds FILE|NAME", text, local_path, nargs="+")

@@ -71,6 +71,9 @@ COMMANDS = {
         "prune runs/default --to pruned",
     ),
     "checkpoint": Command("list, show, verify and compare checkpoints", "checkpoint list runs/default"),
+    "reproduce": Command(
+        "GPT-2 and GPT-3 again, from data to a table beside the published numbers, in one command", "reproduce nano"
+    ),
     "completion": Command("print the script that completes all of this in bash, zsh or fish", "completion bash"),
 }
 _DESCRIPTION = "Train a GPT under DeepSpeed ZeRO on anything from one CPU to many nodes, and never lose a sample."

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.config.deepspeed.schema import CheckpointingMode
+from llmscale.config.run_config import CompileTuning, parse_run_config
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_patches import quiet_libraries
+from llmscale.errors import ConfigError
 from llmscale.model.attention_context import KVCache
 from llmscale.model.gpt import GPT
 from llmscale.planning.compilation import CompileBackend
@@ -52,6 +54,31 @@ def assert_one_graph_and_the_losses_of_eager(found: dict) -> None:
     for name in ("losses", "norms", "validation"):
         assert len(found["eager"][name]) == STEPS
         assert found["compiled"][name] == pytest.approx(found["eager"][name], abs=1e-6), name
+
+
+@pytest.mark.parametrize(("mode", "is_tuned"), [("default", False), ("max-autotune-no-cudagraphs", True)])
+def test_the_mode_is_inductors_while_a_graph_is_compiled(
+    mode: CompileTuning, is_tuned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import config
+
+    seen: list[tuple[bool, bool, bool]] = []
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        seen.append((config.max_autotune, config.triton.cudagraphs, config.fallback_random))
+        return graph
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: compile_graph)
+    graph = torch.fx.symbolic_trace(torch.nn.Identity())
+    assert BlockCompiler("inductor", mode)._compile_graph(graph, []) is graph
+    assert seen == [(is_tuned, False, True)]
+    assert not config.max_autotune
+
+
+@pytest.mark.parametrize("flags", ["--compile off --compile-mode max-autotune-no-cudagraphs", "--compile-mode quick"])
+def test_a_mode_without_effect_or_of_another_name_is_refused(flags: str) -> None:
+    with pytest.raises(ConfigError, match=r"has no effect with --compile off|max-autotune-no-cudagraphs"):
+        parse_run_config(flags.split())
 
 
 @pytest.fixture(scope="module")

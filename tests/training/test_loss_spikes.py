@@ -97,7 +97,8 @@ def events(run: Path, name: str) -> list[dict]:
 def test_a_spike_is_recorded_and_the_checkpoint_before_it_outlives_retention(
     ranks: Callable, train_command: Callable, tmp_path: Path
 ) -> None:
-    job = ranks([JOB, f"noise:{SPIKE}", *train_command(*STEPS, *SAVES, "--log-every", "4")[1:]], 1)
+    flags = ("--log-every", "4", "--notify", f"cat >> {tmp_path}/told")
+    job = ranks([JOB, f"noise:{SPIKE}", *train_command(*STEPS, *SAVES, *flags)[1:]], 1)
     output = job.wait()[0]
     assert job.exit_codes == [0], output
     (spike,) = events(tmp_path / "run", "loss_spike")
@@ -107,6 +108,9 @@ def test_a_spike_is_recorded_and_the_checkpoint_before_it_outlives_retention(
     assert spike["samples"] == [f"llmscale data which {tmp_path / 'run'} --step {SPIKE}"]
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000044", "step-00000030"]
     assert f"WARNING: step {SPIKE}: the loss leaps" in output
+    told = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
+    assert [said["event"] for said in told] == ["spike", "finished"]
+    assert (told[0]["step"], told[0]["loss"]) == (SPIKE, spike["loss"])
 
 
 def test_stop_says_how_to_go_on_and_that_works(ranks: Callable, train_command: Callable, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 data.runs.forEach((run, index) => (run.index = index));
 const byId = (id) => document.getElementById(id);
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const view = { axis: "steps", unit: "nats", smoothing: 0, logLoss: false, hidden: new Set(), one: 0, theme: "auto" };
+const view = { axis: "steps", unit: "nats", smoothing: 0, logLoss: false, hidden: new Set(), one: 0, theme: "auto", sort: null, isDown: false, filter: "" };
 view.choose = (index) => { view.one = index; drawAll(); };
 
 // report.html#axis=tokens&unit=bits&theme=dark opens with these.
@@ -54,6 +54,7 @@ function drawAll() {
   isZooming = true;
   charts.forEach((chart) => chart.draw(chart.spec.group ? zoom : null));
   queueMicrotask(() => (isZooming = false));
+  section("All runs", allRuns(data.listed, view));
   section("Beside Chinchilla's law", lawTable(data.runs));
   section("What happened", timeline(data.runs));
   section("Text over time", samples(data.runs, view.one, view.choose));
