@@ -32,6 +32,7 @@ from llmscale.planning.scaling_ladder import (
 from llmscale.report.run_list import read_run
 from llmscale.terminal.human_numbers import count_nouns, format_quantity
 from llmscale.terminal.table import Column, output_width, print_fitting, table_lines
+from llmscale.untrusted.interpreter import module_command
 from llmscale.untrusted.terminal import print_visible
 
 if TYPE_CHECKING:
@@ -40,8 +41,10 @@ if TYPE_CHECKING:
     from llmscale.config.command_line import FlagParser
 
 #: Keys of train.py that each run of a ladder has its own values of.
-_DECIDED = ("run", "config", "data", "init_from", "n_layer", "n_head", "n_embd", "global_batch_size", "steps", "tokens")
-_DECIDED += ("global_batch_tokens", "warmup_steps", "warmup_tokens", "decay_steps", "decay_tokens", "val_every")
+_DECIDED = (
+    *("run", "config", "data", "init_from", "n_layer", "n_head", "n_embd", "global_batch_size", "global_batch_tokens"),
+    *("steps", "tokens", "warmup_steps", "warmup_tokens", "decay_steps", "decay_tokens", "val_every"),
+)
 _SCRIPT, _ARRAY_NAME = Path("scripts", "slurm", "train.sbatch"), "array.sbatch"
 
 
@@ -171,7 +174,7 @@ def _run(args: argparse.Namespace) -> int:
             print_visible(f"{run.name} is running already; it is left alone")
             continue
         print_visible(f"== {run.name} ({place} of {len(left)} left)", flush=True)
-        command = [sys.executable, "-m", "llmscale", "train", *_words(folder, run), *args.words]
+        command = module_command("llmscale", "train", *_words(folder, run), *args.words)
         with subprocess.Popen(command) as process:
             children[:] = [process]
             status = process.wait()

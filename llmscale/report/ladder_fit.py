@@ -130,7 +130,8 @@ def _read_finished(folder: Path, run: LadderRun, notes: list[str]) -> FittedRun 
     """Return a finished run with its validations, or None after a note."""
     listed = read_run(folder)
     if listed.state != "finished" or listed.step != run.steps:
-        notes.append(f"{run.name} is left out: {listed.state if listed.step else 'not started'}.")
+        is_unknown = listed.step is None and listed.state != "running"
+        notes.append(f"{run.name} is left out: {'not started' if is_unknown else listed.state}.")
         return None
     try:
         history = load_history(folder)

@@ -22,13 +22,15 @@ LIKE = GPTShape(4, 4, 256, 50257, 1024, "gelu_tanh")
 def write_finished(folder: Path, run: LadderRun) -> None:
     """A run whose validations follow Besiroglu's law, 2 % above it before the end."""
     every = run.steps // 8
-    records = [start(), train(run.steps, tokens_seen=run.tokens)]
-    for step in [*range(every, run.steps, every), run.steps]:
-        loss = BESIROGLU.loss(run.num_parameters, run.tokens * step / run.steps)
-        loss *= 1.0 if step == run.steps else 1.02
+    records = [start()]
+    for step in range(every, run.steps, every):
+        loss = 1.02 * BESIROGLU.loss(run.num_parameters, run.tokens * step / run.steps)
         records.append({"kind": "validation", "step": step, "loss": loss})
+    loss = BESIROGLU.loss(run.num_parameters, run.tokens)
+    records.append(train(run.steps, tokens_seen=run.tokens))
+    records.append({"kind": "validation", "step": run.steps, "loss": loss})
     records.append({"kind": "event", "event": "finished", "step": run.steps})
-    write_run(folder / "runs" / run.name, sorted(records, key=lambda record: record["step"]))
+    write_run(folder / "runs" / run.name, records)
 
 
 @pytest.fixture
