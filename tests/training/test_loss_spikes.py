@@ -186,7 +186,7 @@ def test_going_back_is_a_start_for_the_clock_and_the_supervisor(outcome: bool, m
         return outcome
 
     monkeypatch.setattr(open_session, "_roll_back", note)
-    session: Any = SimpleNamespace(engine=SimpleNamespace(meter=meter))
+    session: Any = SimpleNamespace(engine=SimpleNamespace(meter=meter), io=SimpleNamespace(publisher=None))
     heartbeat: Any = SimpleNamespace(beat=lambda phase: seen.append(f"beat {phase}"))
     assert open_session.roll_back(session, heartbeat) is outcome
     assert seen == ["beat starting", "starting", "beat starting"]
