@@ -10,6 +10,9 @@ from pathlib import Path
 class LlmscaleError(Exception):
     """Base of every error whose text is for the user: it names the value, the legal values and the fix."""
 
+    is_on_every_rank = False
+    """True if every rank raises the error, so that one rank per host reports it."""
+
 
 class ConfigError(LlmscaleError):
     """A flag, a run file, a ds_config or a combination of them cannot work."""
@@ -36,9 +39,6 @@ class MachineError(LlmscaleError):
 
     Exit status 1, after which `llmscale launch` tries again.
     """
-
-    is_on_every_rank = False
-    """True if every rank raises the error, so that one rank per host reports it."""
 
 
 def write_failure(error: OSError, out: Path) -> LlmscaleError:

@@ -63,6 +63,7 @@ _NAMES = (
     ("bias", "use_bias add_bias_linear disable_bias_linear"),
     ("attention_bias", "qkv_bias add_qkv_bias attn_bias"),
     ("sliding_window", "window window_size attention_window"),
+    ("window_pattern", "layer_types sliding_window_pattern local_attn_pattern attention_types"),
     ("dropout", "hidden_dropout"),
     ("document_mask", "reset_attention_mask reset_position_ids"),
     ("params", "num_params n_params parameters num_parameters"),

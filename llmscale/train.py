@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -19,7 +20,7 @@ if __name__ == "__main__":
     # PYTHONSAFEPATH leaves the script's folder out.
     sys.path[: not getattr(sys.flags, "safe_path", False)] = [str(Path(__file__).resolve().parent.parent)]
 
-from llmscale.training.stop_request import StopRequest
+from llmscale.training.stop_request import LAUNCHER_VARIABLE, StopRequest
 
 if __name__ == "__main__":
     # Before the other imports: a rank killed by a signal leaves the others waiting.
@@ -30,13 +31,13 @@ from llmscale.config.launcher_variables import LauncherVariables, check_meeting_
 from llmscale.config.run_config import RunConfig, parse_run_config
 from llmscale.engine.device_settings import set_allocator_default
 from llmscale.error_handling import flush_stdout, prepare_streams, print_error, report_crash
-from llmscale.errors import LlmscaleError, MachineError
+from llmscale.errors import LlmscaleError, MachineError, UnreachableError
 from llmscale.files.resilient_stdout import make_output_resilient
 from llmscale.terminal.status_line import StatusLine
 from llmscale.training.changes import check_start
 from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.memory_report import explained_out_of_memory
-from llmscale.training.prepare_run import PreparedRun, announce_after_s, prepare_run
+from llmscale.training.prepare_run import PreparedRun, announce_after_s, prepare_run, with_prepared_text
 from llmscale.untrusted.interpreter import protect_children
 from llmscale.untrusted.terminal import print_visible
 
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
     protect_children()
     stop, heartbeat = stop or StopRequest(), Heartbeat(None, 0)
     here: LauncherVariables | None = None
-    run_folder: Path | None = None
+    config: RunConfig | None = None
+    failure: str | None = None
     try:
         here = read_launcher_variables(os.environ)
         heartbeat = Heartbeat.from_environment()
@@ -62,7 +64,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
         if not heartbeat.is_supervised:
             stop.watch_launchers()
         config = parse_run_config(sys.argv[1:] if argv is None else argv)
-        run_folder = config.run
+        stop.before_early_end.append(partial(_notify, config, here, heartbeat, 0))
         # After parsing: --help that cannot be written is an error.
         make_output_resilient()
         status = _check_and_train(config, here, stop, heartbeat, began)
@@ -73,15 +75,29 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
             raise
         status = 1
     except BaseException as error:
-        status = _report_failure(error, here, run_folder, stop)
+        status = _report_failure(error, here, config.run if config else None, stop)
+        failure = str(error) or type(error).__name__
+    if config and here:
+        _notify(config, here, heartbeat, status, failure)
     heartbeat.end(status)
     return status
+
+
+def _notify(
+    config: RunConfig, here: LauncherVariables, heartbeat: Heartbeat, status: int, failure: str | None = None
+) -> None:
+    """Run --notify on rank 0, unless what started this rank does: `llmscale train` or `llmscale launch`."""
+    if config.notify and here.rank == 0 and not heartbeat.is_supervised and LAUNCHER_VARIABLE not in os.environ:
+        from llmscale.report.run_list import notify_of_end
+
+        notify_of_end(config, status, failure)
 
 
 def _check_and_train(
     config: RunConfig, here: LauncherVariables, stop: StopRequest, heartbeat: Heartbeat, began: float
 ) -> int:
     """Check the run, and train unless it is finished already. Collective."""
+    config = with_prepared_text(config)
     with StatusLine(is_silent=here.rank != 0, is_plain=config.plain) as announcer:
         stop.before_early_end.append(announcer.clear)
         announcer.begin("checking the configuration and the data", after_s=announce_after_s(config))
@@ -99,10 +115,10 @@ def _report_failure(
     error: BaseException, here: LauncherVariables | None, run_folder: Path | None, stop: StopRequest
 ) -> int:
     """Print the error on the ranks that report it, and return the exit status."""
-    # Ranks of one host share files and flags, so one of them reports.
+    # Ranks of one host share files and flags, so one of them reports; a store may have failed any of them alone.
     reports = here is None or here.local_rank == 0
     if isinstance(error, LlmscaleError):
-        if reports or (isinstance(error, MachineError) and not error.is_on_every_rank):
+        if reports or (isinstance(error, (MachineError, UnreachableError)) and not error.is_on_every_rank):
             print_error(str(error))
         return 1 if isinstance(error, MachineError) else 2
     if stop.ends_early:

@@ -1,8 +1,10 @@
-"""What tests share: real ranks on gloo, and a small prepared data set."""
+"""Shared fixtures: real ranks on gloo, and a small prepared dataset."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import itertools
 import json
 import os
@@ -44,6 +46,12 @@ hypothesis.settings.load_profile("llmscale")
 # Under nohup or in a shell's background these are ignored, which every process started here would inherit.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Keep a million objects of imported modules out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 #: By then whatever does not hang has ended, on the slowest machine: no promise about speed. Without our own checks,
@@ -93,8 +101,7 @@ def free_port() -> int:
 
 
 def last_wins(words: Sequence[str]) -> list[str]:
-    """Of a flag that stands there several times the last one, for tests that build a command from another one: train.py
-    itself refuses a repeated flag."""
+    """Keep the last one of repeated flags, which train.py refuses. For tests that extend a command."""
     groups: list[list[str]] = [[]]
     for word in words:
         if word.startswith("--"):
@@ -282,6 +289,27 @@ def read_losses(run: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
 
 
+@pytest.fixture(scope="session")
+def train_straight(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[int, float]]:
+    """`train_straight(*flags)`: losses of one rank at stage 1 in a local folder; trained once."""
+
+    @functools.cache
+    def train(*flags: str) -> dict[int, float]:
+        run = tmp_path_factory.mktemp("straight") / "run"
+        job = start_ranks(build_train_command(tiny_set, run, *flags, "--ds", "ds_configs/zero1.json"), 1)
+        output = job.wait()[0]
+        assert job.exit_codes == [0], output
+        return read_losses(run)
+
+    return train
+
+
+def assert_same_losses(losses: dict[int, float], expected: dict[int, float]) -> None:
+    """Both have the same steps, and losses within 1e-5, relative."""
+    assert losses.keys() == expected.keys()
+    assert max(abs(losses[step] - expected[step]) / expected[step] for step in expected) <= 1e-5
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     """`small_disk(num_bytes)` is an empty folder on a file system of its own; skips where nobody may mount one."""
@@ -324,6 +352,7 @@ def object_store(running_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) ->
     running_store.requests.clear()
     yield running_store
     running_store.fails = running_store.spoil = lambda method, path: False
+    running_store.lists_nothing = False
     for name in running_store.files():
         running_store.client.delete_object(Bucket=BUCKET, Key=name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,6 +24,8 @@ class ObjectStore:
         self.fails: Failing = lambda method, path: False
         self.spoil: Failing = lambda method, path: False
         """Of a PUT, whether its last byte is lost on the way."""
+        self.lists_nothing = False
+        """Whether listings are answered as before anything was written."""
 
     def environment(self) -> dict[str, str]:
         """What tells llmscale and its libraries of it; their own silent retries are off."""
@@ -56,8 +59,8 @@ class ObjectStore:
 
 @contextmanager
 def serve_objects() -> Iterator[ObjectStore]:
-    """A server with an empty bucket, whose clients in this process read boto3's descriptions of S3 once."""
-    from botocore.loaders import JSONFileLoader
+    """Serve an empty bucket. Clients in this process read boto3's descriptions and its list of services once."""
+    from botocore.loaders import JSONFileLoader, Loader
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -79,6 +82,8 @@ def serve_objects() -> Iterator[ObjectStore]:
             contents = environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))[:-1]
             environ |= {"wsgi.input": io.BytesIO(contents), "CONTENT_LENGTH": str(len(contents))}
             environ.pop("HTTP_CONTENT_MD5", None)
+        if store.lists_nothing and request[0] == "GET" and request[1].strip("/") == BUCKET:
+            environ["QUERY_STRING"] = re.sub(r"prefix=[^&]*", "prefix=nothing", environ["QUERY_STRING"])
         is_conditional = request[0] == "PUT" and {"HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"} & environ.keys()
         with is_writing if is_conditional else nullcontext():
             answered: Iterable[bytes] = application(environ, start)
@@ -92,9 +97,12 @@ def serve_objects() -> Iterator[ObjectStore]:
     store.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    load = functools.cache(JSONFileLoader().load_file)
+    load, services = functools.cache(JSONFileLoader().load_file), functools.cache(Loader().list_available_services)
     try:
-        with mock.patch.object(JSONFileLoader, "load_file", lambda self, path: load(path)):
+        with (
+            mock.patch.object(JSONFileLoader, "load_file", lambda self, path: load(path)),
+            mock.patch.object(Loader, "list_available_services", lambda self, type_name: services(type_name)),
+        ):
             store.client.create_bucket(Bucket=BUCKET)
             yield store
     finally:

@@ -1,4 +1,4 @@
-"""scripts/slurm, scripts/cloud and the image workflow: linted, and run against stand-ins for Slurm and rclone."""
+"""scripts/slurm, scripts/cloud and the image workflow, run against stand-ins for Slurm and rclone."""
 
 from __future__ import annotations
 
@@ -74,32 +74,29 @@ sys.exit(int(os.environ.get("END", "0")))
 """
 
 
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
 @pytest.fixture
-def slurm(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`slurm(script, *arguments, **environment)` starts a script as sbatch would, from a copy in a spool folder."""
-    programs, records, repository = tmp_path / "bin", tmp_path / "records", tmp_path / "repository"
-    for folder in (programs, records, repository):
-        folder.mkdir()
+def start_script(tmp_path: Path) -> Iterator[Start]:
+    """`start_script(command, **environment)` starts a command in a clone, with the programs in tmp_path/bin first."""
+    programs, repository = tmp_path / "bin", tmp_path / "repository"
+    programs.mkdir()
+    repository.mkdir()
     # Without the .venv of a real clone, whose llmscale the scripts put before every other.
     for name in ("scripts", "llmscale", "ds_configs"):
         (repository / name).symlink_to(ROOT / name)
-    for name, text in (("srun", FAKE_SRUN), ("scontrol", FAKE_SCONTROL), ("llmscale", FAKE_LAUNCH)):
-        (programs / name).write_text(text.format(python=sys.executable) if "{python}" in text else text)
-        (programs / name).chmod(0o755)
     started: list[subprocess.Popen[str]] = []
 
-    def start(script: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        spooled = tmp_path / "slurm_script"
-        shutil.copy(SLURM / script, spooled)
+    def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
         process = subprocess.Popen(
-            ["bash", str(spooled), *arguments],
-            cwd=tmp_path,
+            command,
+            cwd=repository,
             env={
-                **os.environ,
+                **inherited,
                 "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-                **{"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RECORDS": str(records)},
-                **{"SLURM_SUBMIT_DIR": str(repository), "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node-[0-1]"},
-                **{"SLURM_JOB_NUM_NODES": "2", "RANKS_PER_NODE": "1", **environment},
+                **{"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -121,6 +118,25 @@ def slurm(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
+@pytest.fixture
+def slurm(start_script: Start, tmp_path: Path) -> Start:
+    """`slurm(script, *arguments, **environment)` starts a script as sbatch would, from a copy in a spool folder."""
+    programs, records = tmp_path / "bin", tmp_path / "records"
+    records.mkdir()
+    for name, text in (("srun", FAKE_SRUN), ("scontrol", FAKE_SCONTROL), ("llmscale", FAKE_LAUNCH)):
+        (programs / name).write_text(text.format(python=sys.executable) if "{python}" in text else text)
+        (programs / name).chmod(0o755)
+
+    def start(script: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        spooled = tmp_path / "slurm_script"
+        shutil.copy(SLURM / script, spooled)
+        job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node-[0-1]", "SLURM_JOB_NUM_NODES": "2"}
+        place = {"SLURM_SUBMIT_DIR": str(tmp_path / "repository"), "RECORDS": str(records), "RANKS_PER_NODE": "1"}
+        return start_script(["bash", str(spooled), *arguments], **(job | place | environment))
+
+    return start
+
+
 def wait_for(condition: Callable[[], bool], timeout_s: float = HANG_S) -> None:
     """Until it is true; fails when it does not come true in time."""
     end = time.monotonic() + timeout_s
@@ -140,7 +156,7 @@ def write_end(run: Path, event: str) -> None:
     (run / "metrics.jsonl").write_text(json.dumps({"kind": "event", "event": event, "step": 7}) + "\n")
 
 
-def test_arguments_reach_the_supervisor_unchanged(slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_arguments_reach_the_supervisor_unchanged(slurm: Start, tmp_path: Path) -> None:
     job = slurm("train.sbatch", *AWKWARD)
     output = job.communicate(timeout=HANG_S)[0]
     assert job.returncode == 0, output
@@ -150,7 +166,7 @@ def test_arguments_reach_the_supervisor_unchanged(slurm: Callable[..., subproces
     assert requeues(tmp_path) == []
 
 
-def test_the_url_of_a_run_is_no_folder(slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_the_url_of_a_run_is_no_folder(slurm: Start, tmp_path: Path) -> None:
     job = slurm("train.sbatch", "--run", "s3://bucket/runs/a")
     output = job.communicate(timeout=HANG_S)[0]
     assert job.returncode == 0, output
@@ -159,9 +175,7 @@ def test_the_url_of_a_run_is_no_folder(slurm: Callable[..., subprocess.Popen[str
     assert not list(tmp_path.rglob("s3:*"))
 
 
-def test_a_requeued_job_does_not_begin_its_run_again(
-    slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_a_requeued_job_does_not_begin_its_run_again(slurm: Start, tmp_path: Path) -> None:
     """Once the beginning has been saved: with --init-from the run would be refused, with --resume go back each time."""
     run, weights = tmp_path / "run", tmp_path / "weights"
 
@@ -198,9 +212,7 @@ def test_a_requeued_job_does_not_begin_its_run_again(
 
 
 @pytest.mark.parametrize("status", [1, 2, 137])
-def test_a_failure_is_the_exit_status_and_no_requeue(
-    slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path, status: int
-) -> None:
+def test_a_failure_is_the_exit_status_and_no_requeue(slurm: Start, tmp_path: Path, status: int) -> None:
     job = slurm("train.sbatch", END=str(status))
     job.communicate(timeout=HANG_S)
     assert job.returncode == status
@@ -219,7 +231,7 @@ def test_a_failure_is_the_exit_status_and_no_requeue(
     ],
 )
 def test_requeue_is_decided_by_signal_and_end(
-    slurm: Callable[..., subprocess.Popen[str]],
+    slurm: Start,
     tmp_path: Path,
     signals: list[str],
     event: str | None,
@@ -253,7 +265,7 @@ def read(path: Path) -> str:
     ],
 )
 def test_an_unfinished_run_that_nobody_continues_is_a_failure(
-    slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path, environment: dict[str, str], words: str
+    slurm: Start, tmp_path: Path, environment: dict[str, str], words: str
 ) -> None:
     job = slurm("train.sbatch", "--run", str(tmp_path / "run"), WAIT="1", **environment)
     wait_for((tmp_path / "records" / "arguments").exists)
@@ -264,16 +276,14 @@ def test_an_unfinished_run_that_nobody_continues_is_a_failure(
 
 
 @pytest.mark.parametrize("script", SBATCH_SCRIPTS)
-def test_another_folder_than_the_repository_is_refused(
-    slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path, script: str
-) -> None:
+def test_another_folder_than_the_repository_is_refused(slurm: Start, tmp_path: Path, script: str) -> None:
     job = slurm(script, SLURM_SUBMIT_DIR=str(tmp_path))
     output = job.communicate(timeout=HANG_S)[0]
     assert job.returncode == 2
     assert "is not llmscale's repository" in output
 
 
-def test_an_unknown_launcher_is_named(slurm: Callable[..., subprocess.Popen[str]]) -> None:
+def test_an_unknown_launcher_is_named(slurm: Start) -> None:
     job = slurm("train_plain.sbatch", LAUNCHER="mpirun", SLURM_JOB_NUM_NODES="1")
     output = job.communicate(timeout=HANG_S)[0]
     assert job.returncode == 2
@@ -284,7 +294,7 @@ def test_an_unknown_launcher_is_named(slurm: Callable[..., subprocess.Popen[str]
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_two_nodes_save_at_a_signal_and_finish_afterwards(
-    slurm: Callable[..., subprocess.Popen[str]],
+    slurm: Start,
     train_command: Callable[..., list[str]],
     tmp_path: Path,
     launcher: str,
@@ -318,7 +328,7 @@ def read_losses_after(metrics: Path, event: dict[str, int | str]) -> list[int]:
 
 
 def test_a_signal_before_the_ranks_have_begun_is_not_lost(
-    slurm: Callable[..., subprocess.Popen[str]], train_command: Callable[..., list[str]], tmp_path: Path
+    slurm: Start, train_command: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     job = slurm("train_plain.sbatch", *train_command("--precision", "fp32", "--steps", "100000")[1:])
     # The next thing that the script does is srun; torchrun then takes seconds to start its ranks.
@@ -336,9 +346,7 @@ def last_event(metrics: Path) -> dict[str, int | str]:
     return [record for record in records if record.get("event") in ("stopped", "finished")][-1]
 
 
-def test_a_rank_that_fails_fails_the_job(
-    slurm: Callable[..., subprocess.Popen[str]], train_command: Callable[..., list[str]]
-) -> None:
+def test_a_rank_that_fails_fails_the_job(slurm: Start, train_command: Callable[..., list[str]]) -> None:
     flags = train_command("--globl-batch-size", "8")[1:]
     job = slurm("train_plain.sbatch", *flags, SLURM_JOB_NUM_NODES="1")
     output = job.communicate(timeout=HANG_S)[0]
@@ -475,44 +483,17 @@ def place(name: str, node: int) -> dict[str, str]:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def nodes(start_script: Start) -> Start:
     """`nodes(recipe, node, *flags, **environment)` starts a recipe's command on one node; `flags` win."""
-    repository, programs = tmp_path / "repository", tmp_path / "bin"
-    repository.mkdir()
-    programs.mkdir()
-    for name in ("scripts", "llmscale", "ds_configs"):
-        (repository / name).symlink_to(ROOT / name)
-    started: list[subprocess.Popen[str]] = []
 
     def start(recipe: str, node: int, *flags: str, **environment: str) -> subprocess.Popen[str]:
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
-        process = subprocess.Popen(
-            last_wins([*recipe_command(recipe), *flags]),
-            cwd=repository,
-            env={
-                **inherited,
-                "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-                **{"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **place(recipe, node), **environment},
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        started.append(process)
-        return process
+        return start_script(last_wins([*recipe_command(recipe), *flags]), **(place(recipe, node) | environment))
 
-    yield start
-    for process in started:
-        if process.poll() is None:
-            process.terminate()
-        process.communicate(timeout=HANG_S)
+    return start
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_starts_each_node_in_its_place(
-    nodes: Callable[..., subprocess.Popen[str]], tmp_path: Path, recipe: str
-) -> None:
+def test_a_recipe_starts_each_node_in_its_place(nodes: Start, tmp_path: Path, recipe: str) -> None:
     torchrun = tmp_path / "bin" / "torchrun"
     torchrun.write_text("#!/bin/bash\nprintf '%s\\n' \"$@\"\nexit 3\n")
     torchrun.chmod(0o755)
@@ -532,7 +513,7 @@ def test_a_recipe_starts_each_node_in_its_place(
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_resumes_after_a_preemption(
-    nodes: Callable[..., subprocess.Popen[str]],
+    nodes: Start,
     train_command: Callable[..., list[str]],
     tmp_path: Path,
     recipe: str,
@@ -623,25 +604,6 @@ def test_the_image_is_pushed_on_tags_only() -> None:
     ]
     assert len(pushing) == 2
     assert all(step["if"] == "env.PUSH == 'true'" for step in pushing)
-
-
-def run_tool(*command: str) -> subprocess.CompletedProcess[str]:
-    tool = shutil.which(command[0], path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if tool is None:
-        pytest.skip(f"{command[0]} is not installed; it is in the dev extra")
-    return subprocess.run([tool, *command[1:]], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
-
-
-def test_shell_scripts_are_clean() -> None:
-    scripts = [str(path) for kind in ("*.sh", "*.sbatch") for path in (ROOT / "scripts").rglob(kind)]
-    assert len(scripts) > 6
-    done = run_tool("shellcheck", "--external-sources", *scripts)
-    assert done.returncode == 0, done.stdout
-
-
-def test_the_dockerfile_is_clean() -> None:
-    done = run_tool("hadolint", "scripts/cloud/Dockerfile")
-    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize(

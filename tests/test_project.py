@@ -41,7 +41,8 @@ TORCH_FREE = (
 FLAG = re.compile(r"--[a-z][\w-]*")
 SUBCOMMANDS = (
     *("plan", "estimate", "data", "data clean", "data prepare", "data verify", "doctor", "train", "launch", "eval"),
-    *("sample", "export", "prune", "report", "runs", "completion", "checkpoint", "checkpoint list"),
+    *("sample", "export", "prune", "report", "runs", "completion", "checkpoint", "checkpoint list", "reproduce"),
+    "ladder plan",
 )
 
 

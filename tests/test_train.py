@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 import llmscale.train as program
+from llmscale.config.launcher_variables import LauncherVariables
+from llmscale.errors import DataError, UnreachableError
+from llmscale.training.stop_request import StopRequest
 
 
 @pytest.mark.parametrize("is_done", [True, False], ids=["nothing left to do", "stopped before its first step"])
@@ -42,3 +45,12 @@ def test_nothing_is_announced_while_the_last_checkpoint_is_written(
     first_write = next(number for number, what in enumerate(happened) if what in ("save", "finish"))
     assert happened[first_write - 1] == "end"
     assert "begin" not in happened[first_write:]
+
+
+def test_a_rank_that_a_store_failed_alone_reports_it(capsys: pytest.CaptureFixture[str]) -> None:
+    here = LauncherVariables(rank=1, world_size=2, local_rank=1)
+    everywhere = UnreachableError("everywhere")
+    everywhere.is_on_every_rank = True
+    for error in (UnreachableError("here"), everywhere, DataError("a shared file")):
+        assert program._report_failure(error, here, None, StopRequest()) == 2
+    assert capsys.readouterr().err == "error: here\n"

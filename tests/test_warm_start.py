@@ -29,9 +29,20 @@ def test_what_it_sees_is_what_a_started_one_sees(tmp_path: Path) -> None:
     script.write_text(SHOW)
     (tmp_path / "shown.py").write_text(SHOW)
     variables = {**warm_start.ENVIRONMENT, "HOME": "/nowhere", "COLUMNS": "71", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    for words in (["-c", SHOW, "a b"], [str(script), "--x"], ["show.py"], ["-m", "shown", "y"]):
+    safe = ("PYTHONSAFEPATH", "1")
+    for words, more in (
+        *((["-c", SHOW, "a b"], ()), ([str(script), "--x"], ()), (["show.py"], ()), (["-m", "shown", "y"], ())),
+        ([str(script)], (safe,)),
+    ):
         warm, cold = (
-            run([sys.executable, *words], env=variables, cwd=tmp_path, input="text", capture_output=True, text=True)
+            run(
+                [sys.executable, *words],
+                env={**variables, **dict(more)},
+                cwd=tmp_path,
+                input="text",
+                capture_output=True,
+                text=True,
+            )
             for run in (warm_start.run, subprocess.run)
         )
         assert (warm.returncode, warm.stderr) == (0, ""), words
@@ -79,9 +90,7 @@ def test_ranks_have_different_hash_seeds() -> None:
     assert len(outputs) == 2
 
 
-@pytest.mark.parametrize(
-    "variables", [{"TORCHDYNAMO_DISABLE": "0"}, {"PYTHONPATH": "/nowhere"}, {"OMP_NUM_THREADS": "2"}]
-)
+@pytest.mark.parametrize("variables", [{"TORCH_LOGS": "+dynamo"}, {"PYTHONPATH": "/nowhere"}, {"OMP_NUM_THREADS": "2"}])
 def test_other_imports_take_a_start(variables: dict[str, str]) -> None:
     environment = {**warm_start.ENVIRONMENT, **variables}
     with warm_start.Process([sys.executable, "-c", "import sys; sys.exit(4)"], env=environment) as process:
@@ -91,9 +100,10 @@ def test_other_imports_take_a_start(variables: dict[str, str]) -> None:
 
 def test_all_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     code = f"""
-import sys
+import os, sys
 sys.path.insert(0, {str(REPOSITORY)!r})
 from tests import warm_start
+os.environ.pop("PYTEST_XDIST_TESTRUNUID", None)
 process = warm_start.Process([sys.executable, "-c", "import time; time.sleep(1000)"])
 print(process.pid, warm_start.server(process.turn % 2).process.pid, flush=True)
 input()

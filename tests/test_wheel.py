@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from llmscale.config.bundled_files import DS_CONFIGS, HOSTFILES
+from llmscale.config.recipe import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent
 #: What a wheel is made of.
-SOURCES = ("llmscale", "ds_configs", "hostfiles", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("llmscale", "ds_configs", "hostfiles", "recipes", "pyproject.toml", "README.md", "LICENSE")
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +54,12 @@ def run(installed: Path, *words: str, cwd: Path) -> subprocess.CompletedProcess[
 
 def test_every_ds_config_and_hostfile_is_in_it_as_a_file(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        for shipped in (DS_CONFIGS, HOSTFILES):
+        for shipped in (DS_CONFIGS, HOSTFILES, RECIPES):
             for name in shipped.names():
                 path = f"{shipped.folder_name}/{name}{shipped.suffix}"
                 assert archive.read(f"llmscale/{path}") == (ROOT / path).read_bytes()
         names = archive.namelist()
-    assert "llmscale/py.typed" in names
+    assert {"llmscale/py.typed", "llmscale/recipes/nano.jsonl"} <= {*names}
     assert "llmscale/memory/activations/tables/ends.json" in names
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"llmscale"}
 

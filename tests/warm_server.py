@@ -1,10 +1,10 @@
 """A process that has imported what ranks import, and forks the processes that tests start (see tests/warm_start.py).
 
-Run as `python warm_server.py SOCKET`. Each message on the socket asks for one process: its words, folder and variables
-as JSON, and four descriptors. The first three become its standard streams. On the fourth, 4 bytes each, the process
-sends its id once it is set up, and this one the status with which it ended. This one only imports and calls nothing, so
-that nothing is cached which a process would not find in itself after a start of its own. It ends with its socket, and
-every process that it forked ends with it.
+Run as `python warm_server.py SOCKET`, a listening socket. Each message on a connection asks for one process: its words,
+folder and variables as JSON, and four descriptors. The first three become its standard streams. On the fourth, 4 bytes
+each, the process sends its id once it is set up, and this one the status with which it ended. This one does nothing but
+imports and `do_once`, so that nothing is cached that a process would not compute by itself. It ends with its last
+connection, and every process ends with the connection that asked for it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,17 @@ import time
 import types
 from typing import Any, NoReturn
 
-#: What a training imports while it builds its engine, beside what its modules import.
+#: Modules that training imports while it builds its engine.
 LATE_IMPORTS = (
     *("torch._dynamo", "torch._inductor.utils", "torch._inductor.test_operators", "torch.onnx", "torch.nn.utils"),
     *("deepspeed.runtime.engine", "deepspeed.runtime.bf16_optimizer", "deepspeed.runtime.zero.stage_1_and_2"),
     *("deepspeed.runtime.zero.stage3", "deepspeed.ops.op_builder.all_ops", "deepspeed.ops.adam"),
-    *("deepspeed.runtime.fp16.fused_optimizer", "setuptools", "distutils.sysconfig"),
+    *("deepspeed.runtime.fp16.fused_optimizer", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.comm.mori"),
+    *("deepspeed.module_inject.auto_ep_layer", "deepspeed.module_inject.auto_ep_presets.registry"),
+    *("deepspeed.moe.ep_repack", "deepspeed.ops.triton_ops", "torch._inductor.compiler_bisector"),
+    *("torch.utils.serialization.config", "torch.profiler._cupti_monitor", "encodings.idna", "encodings.utf_8_sig"),
+    *("setuptools", "distutils.sysconfig", "distutils.ccompiler"),
+    *(f"distutils.compilers.C.{name}" for name in ("unix", "msvc", "cygwin", "zos")),
 )
 #: Need packages that few processes need, or are what is started.
 NOT_IMPORTED = (
@@ -47,7 +52,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def import_everything() -> None:
-    """What cannot be imported here, a process finds missing by itself."""
+    """Import all modules of llmscale and LATE_IMPORTS. A missing package is left to the process that needs it."""
     if "WARM_SERVER_IMPORTS_NOTHING" in os.environ:
         return
     import llmscale
@@ -58,40 +63,69 @@ def import_everything() -> None:
             importlib.import_module(name)
         except ImportError as error:
             print(f"{name}: {error}", file=sys.stderr)
+    do_once()
     gc.collect()
     gc.freeze()
 
 
-def serve(control: socket.socket) -> dict[str, Any] | None:
-    """Fork and report until the socket ends, then None. In a forked process: its request."""
+def do_once() -> None:
+    """Call what every run would call first and keep: a sixth of the time that a rank takes to start."""
+    from pydantic import BaseModel
+
+    from llmscale.config.run_flags import describe_keys
+    from llmscale.training.run_folder import library_versions
+
+    models = [BaseModel]
+    for model in models:  # grows
+        models += model.__subclasses__()
+        if model.__module__.startswith("llmscale."):
+            model.model_rebuild()
+    describe_keys()
+    library_versions()
+
+
+def serve(listening: socket.socket) -> dict[str, Any] | None:
+    """Fork and report until the last client has gone, then None. In a forked process: its request."""
     selector = selectors.DefaultSelector()
-    selector.register(control, selectors.EVENT_READ)
-    running: dict[int, tuple[int, socket.socket]] = {}
+    selector.register(listening, selectors.EVENT_READ)
+    clients: dict[int, socket.socket] = {}
+    running: dict[int, tuple[int, socket.socket, int]] = {}
     while True:
         for key, _ in selector.select():
+            if key.fd == listening.fileno():
+                client = listening.accept()[0]
+                clients[client.fileno()] = client
+                selector.register(client, selectors.EVENT_READ)
+                continue
             if key.fd in running:
-                pid, connection = running.pop(key.fd)
+                pid, connection, _ = running.pop(key.fd)
                 selector.unregister(key.fd)
                 os.close(key.fd)
                 report(connection, os.waitpid(pid, 0)[1])
                 connection.close()
                 continue
-            message, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 4)
+            message, descriptors, _, _ = socket.recv_fds(clients[key.fd], 1 << 20, 4)
             if not message:
-                for pid, _ in running.values():
-                    os.kill(pid, signal.SIGKILL)
-                return None
+                for pid, _, owner in running.values():
+                    if owner == key.fd:
+                        os.kill(pid, signal.SIGKILL)
+                selector.unregister(key.fd)
+                clients.pop(key.fd).close()
+                if not clients:
+                    return None
+                continue
             assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
             streams, connection = descriptors[:3], socket.socket(fileno=descriptors[3])
             server = os.getpid()
             pid = os.fork()
             if not pid:
                 # Closed here, or later objects of the same number would be closed in their stead.
-                for child, (_, other) in running.items():
+                for child, (_, other, _) in running.items():
                     os.close(child)
                     other.close()
                 selector.close()
-                control.close()
+                for other in (listening, *clients.values()):
+                    other.close()
                 request = json.loads(message)
                 become(request, streams, server)
                 report(connection, os.getpid())
@@ -100,7 +134,7 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
             for descriptor in streams:
                 os.close(descriptor)
             watched = os.pidfd_open(pid)
-            running[watched] = (pid, connection)
+            running[watched] = (pid, connection, key.fd)
             selector.register(watched, selectors.EVENT_READ)
 
 
@@ -131,7 +165,7 @@ def become(request: dict[str, Any], streams: list[int], server: int) -> None:
 
 
 def open_standard_streams(is_unbuffered: bool) -> None:
-    """As the interpreter does at its start, and for the handlers that libraries made while they were imported."""
+    """Open standard streams as the interpreter does, also for the handlers that libraries made at import."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         old = getattr(sys, name)
         mode = "w" if number else "r"
@@ -152,7 +186,7 @@ def open_standard_streams(is_unbuffered: bool) -> None:
 
 
 def forget() -> None:
-    """What modules noted of the process that imported them."""
+    """Reset what modules recorded about the process that imported them."""
     import multiprocessing.process
     import tempfile
 
@@ -162,6 +196,13 @@ def forget() -> None:
     multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
     tempfile.tempdir = None
     np.random.seed()
+    if "torch._dynamo.config" in sys.modules:
+        sys.modules["torch._dynamo.config"].disable = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+
+
+def own_folder(folder: str) -> list[str]:
+    """Return what the interpreter puts first on the path."""
+    return [] if os.environ.get("PYTHONSAFEPATH") else [folder]
 
 
 def run(words: list[str], library_path: list[str]) -> None:
@@ -172,18 +213,18 @@ def run(words: list[str], library_path: list[str]) -> None:
     sys.modules["__main__"] = main
     main.__dict__["__builtins__"] = __builtins__
     if words[0] == "-m":
-        sys.path[:] = [os.getcwd(), *path, *library_path]
+        sys.path[:] = [*own_folder(os.getcwd()), *path, *library_path]
         sys.argv = words[1:]
         # It is run, as for the first time.
         sys.modules.pop(words[1], None)
         runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
     elif words[0] == "-c":
-        sys.path[:] = ["", *path, *library_path]
+        sys.path[:] = [*own_folder(""), *path, *library_path]
         sys.argv = ["-c", *words[2:]]
         exec(compile(words[1], "<string>", "exec"), main.__dict__)
     else:
         script = words[0]
-        sys.path[:] = [os.path.dirname(os.path.abspath(script)), *path, *library_path]
+        sys.path[:] = [*own_folder(os.path.dirname(os.path.abspath(script))), *path, *library_path]
         sys.argv = words
         main.__dict__.update(__file__=script, __cached__=None)
         main.__loader__ = importlib.machinery.SourceFileLoader("__main__", script)

@@ -2,8 +2,8 @@
 
 `Process` and `run` are subprocess's Popen and run, for commands that begin with this interpreter. Importing torch and
 DeepSpeed is 9 tenths of what a tiny run costs. A process has its own session, signals, streams, variables and exit
-status as after a real start, and runs its script as `__main__`. What it has not is a command line of its own in /proc,
-and this process as its parent. So tests of launchers, of signals, of what is imported when, and of what a terminal or a
+status as after a real start, and runs its script as `__main__`. It has no command line of its own in /proc, and this
+process is not its parent. So tests of launchers, of signals, of what is imported when, and of what a terminal or a
 shell sees start real processes. So does whatever cannot be had by forking: other variables that are read when modules
 are imported, and subprocess's rarer arguments.
 """
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,12 @@ SERVER = Path(__file__).with_name("warm_server.py")
 #: Beginnings of variables that the interpreter or libraries read once, when they start.
 READ_AT_IMPORT = (
     *("PYTHON", "LD_", "LC_", "LANG", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "CUDA", "TRITON"),
-    *("DS_", "DEEPSPEED", "LOGLEVEL", "KINETO", "PYDANTIC"),
+    *("DS_", "DEEPSPEED", "LOGLEVEL", "KINETO", "PYDANTIC", "CXX"),
 )
-#: What a process that is forked can have as it likes. DeepSpeed and train.py set the last three within this process.
+#: Variables that a forked process may have with any value: the server sets them up, or they are read later.
 SET_AFTER_IMPORT = (
-    *("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_USE_AGENT_STORE", "TORCH_EXTENSIONS_DIR"),
+    *("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_USE_AGENT_STORE", "TORCH_EXTENSIONS_DIR"),
+    *("TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_CACHE_DIR"),
     *("PYTORCH_NVML_BASED_CUDA_CHECK", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
 )
 #: What DeepSpeed finds by itself where there is no GPU.
@@ -45,31 +47,53 @@ DS_ACCELERATOR = None if Path("/dev/nvidiactl").exists() else "cpu"
 #: Arguments of Popen's that a forked process does without.
 _NOT_SUPPORTED = ("preexec_fn", "pass_fds", "shell", "executable", "startupinfo", "creationflags")
 _STREAMS = ("p2cread", "c2pwrite", "errwrite")
-#: Of the servers, whatever a test has set when it first needs one. With COLD_TESTS=1 every start is a real one.
+#: Environment of the servers, whatever tests set later. With COLD_TESTS=1 every start is a real one.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 #: Two, so that ranks have different hash seeds and one that trusts the order of a set meets another one that differs.
 NUM_SERVERS = 2
-#: Of a message on the socket.
+#: Largest message on the socket.
 MAX_BYTES = 100_000
 
 
 class WarmServer:
-    """The process that forks, and the socket to it."""
+    """A connection to a process that forks. The workers of one pytest run share each such process."""
 
-    def __init__(self) -> None:
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, number: int) -> None:
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+        # In Linux's abstract name space: nothing to remove afterwards.
+        address = f"\0llmscale-warm-{run}-{number}"
         self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.process: subprocess.Popen[bytes] | None = None
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+            try:
+                listening.bind(address)
+            except OSError:  # another worker started it
+                self.control = self._connect(address)
+            else:
+                listening.listen()
+                self.control = self._connect(address)
+                self._start(listening.fileno())
+        atexit.register(self.end)
+
+    def _connect(self, address: str) -> socket.socket:
+        control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        while True:
+            try:
+                control.connect(address)
+                return control
+            except ConnectionRefusedError:  # bound, and not yet listening
+                time.sleep(0.01)
+
+    def _start(self, listening: int) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(SERVER), str(theirs.fileno())],
+            [sys.executable, str(SERVER), str(listening)],
             stdin=subprocess.DEVNULL,
             stdout=self.output,
             stderr=self.output,
             cwd=REPOSITORY,
             env=ENVIRONMENT,
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(listening,),
         )
-        theirs.close()
-        atexit.register(self.end)
 
     def start(self, request: Mapping[str, Any], streams: Sequence[int]) -> tuple[socket.socket, int]:
         """Have a process forked; the socket on which its status will come, and its id."""
@@ -83,9 +107,10 @@ class WarmServer:
         return connection, struct.unpack("i", answer)[0]
 
     def end(self) -> None:
-        """End it, and what it forked."""
+        """End what it forked for this process; the last process that does so ends it."""
         self.control.close()
-        self.process.wait()
+        if self.process is not None and "PYTEST_XDIST_WORKER" not in os.environ:
+            self.process.wait()
         self.output.close()
         atexit.unregister(self.end)
 
@@ -98,7 +123,7 @@ def server(number: int) -> WarmServer:
     """One of this process's servers, started when it is first asked for."""
     with _one_at_a_time:
         if number not in _servers:
-            _servers[number] = WarmServer()
+            _servers[number] = WarmServer(number)
         return _servers[number]
 
 
@@ -121,7 +146,7 @@ class Process(subprocess.Popen[Any]):
 
     @property
     def is_warm(self) -> bool:
-        """Whether it was forked, and not started."""
+        """True if it was forked, not started."""
         return self._connection is not None
 
     def _execute_child(self, *values: Any) -> None:
@@ -170,7 +195,7 @@ class Process(subprocess.Popen[Any]):
         return (0, 0) if status is None else (self.pid, status)
 
     def _status(self, is_patient: bool) -> int | None:
-        """As waitpid gives it, None while the process runs."""
+        """Return the status in waitpid's form, or None while the process runs."""
         assert self._connection is not None
         try:
             answer = self._connection.recv(4, 0 if is_patient else socket.MSG_DONTWAIT)
@@ -183,7 +208,7 @@ class Process(subprocess.Popen[Any]):
 
 
 def _has_our_imports(environment: Mapping[str, str]) -> bool:
-    """Whether a process with this environment would import what the server has imported."""
+    """Return whether a process with this environment would import what the server has imported."""
 
     def relevant(variables: Mapping[str, str]) -> dict[str, str]:
         return {

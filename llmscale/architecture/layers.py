@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Literal, TypeVar
 
@@ -152,6 +153,8 @@ class Architecture:
     """Layers of a block in the order of their construction, where it differs: optimizers and flat buffers use it."""
     sliding_window: int = 0
     """Positions that attention sees, its own included; 0 for all earlier ones."""
+    global_layers: int = 0
+    """Blocks in which attention sees all earlier positions, in spite of the window."""
 
     @property
     def head(self) -> Layer:
@@ -209,14 +212,12 @@ class Architecture:
 
         N counts the parameters of matrix products (a tied embedding once, as the output head), biases and norms.
         12 L h s is attention's share with the masked half included (PaLM, Chowdhery et al. 2022, appendix B). h is the
-        width of all query heads, s the sequence length or a shorter sliding window.
+        width of all query heads, s the sequence length or, in layers with one, a shorter sliding window.
         """
-        vectors = self.elements_by_kind.get("vector", 0)
-        return 3 * (self.work.flops(self.context(seq_len)) + 2 * vectors)
-
-    def context(self, seq_len: int) -> int:
-        """Return how many positions the last token of a sequence attends to."""
-        return min(seq_len, self.sliding_window) if self.sliding_window else seq_len
+        vectors, window = self.elements_by_kind.get("vector", 0), min(seq_len, self.sliding_window or seq_len)
+        positions = self.global_layers * seq_len + (self.n_layer - self.global_layers) * window
+        attention = sum_of_work(self.block).attention_flops * positions
+        return 3 * (self.work.matmul_flops + attention + 2 * vectors)
 
     def all_layers(self) -> Iterator[tuple[int | None, Layer]]:
         """Yield (block, layer) in the order of the forward pass; block is None outside the blocks."""
@@ -265,6 +266,35 @@ class ParameterTensors:
     """
 
     architecture: Architecture
+    frozen: tuple[str, ...] = ()
+    """Patterns of the names of parameters that are not trained."""
+
+    @cached_property
+    def trainable(self) -> tuple[ParameterTensor, ...]:
+        """Parameters that are trained, in the order of `all`."""
+        return tuple(tensor for tensor in self.all if not self.is_frozen(tensor.name))
+
+    def is_frozen(self, name: str) -> bool:
+        """Return whether a parameter is not trained."""
+        return any(fnmatchcase(name, pattern) for pattern in self.frozen)
+
+    @cached_property
+    def frozen_tensors(self) -> tuple[ParameterTensor, ...]:
+        """Parameters that are not trained, in the order of `all`."""
+        return tuple(tensor for tensor in self.all if self.is_frozen(tensor.name)) if self.frozen else ()
+
+    @property
+    def num_trainable(self) -> int:
+        """Number of elements that are trained."""
+        return self.architecture.num_parameters - sum(tensor.elements for tensor in self.frozen_tensors)
+
+    @property
+    def trainable_by_kind(self) -> dict[ParameterKind, int]:
+        """Number of elements that are trained, by kind."""
+        found = dict(self.architecture.elements_by_kind)
+        for tensor in self.frozen_tensors:
+            found[tensor.kind] -= tensor.elements
+        return found
 
     @cached_property
     def all(self) -> tuple[ParameterTensor, ...]:

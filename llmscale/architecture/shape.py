@@ -217,6 +217,9 @@ class GPTShape:
     """The output head is the token embedding."""
     sliding_window: int = 0
     """Positions that attention sees, its own included (Mistral). 0: all earlier ones."""
+    window_pattern: str = "L"
+    """Blocks with the window (L, local) and without (G, global), repeated: GL are GPT-3's alternating dense and banded
+    layers, LG Gemma 2's and gpt-oss's, LLLLLG Gemma 3's. Kept in its shortest form."""
     document_end: int | None = None
     """Last token of every document, from the dataset: a position sees its own document alone, and positions count from
     the document's beginning. None: documents of a sequence see each other."""
@@ -228,6 +231,7 @@ class GPTShape:
                 raise ConfigError(f"{name} must be at least 1, not {value}.")
         self._fill_in()
         self._check_heads()
+        self._shorten_pattern()
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"dropout must be in [0, 1), not {self.dropout}.")
         for name in ("norm_eps", "rope_theta"):
@@ -278,6 +282,30 @@ class GPTShape:
                 "Give an even head_dim."
             )
 
+    def _shorten_pattern(self) -> None:
+        pattern, layers = self.window_pattern, self.n_layer
+        letters = "".join(pattern[layer % len(pattern)] for layer in range(layers)) if pattern else ""
+        if not letters or set(pattern) - {"L", "G"} or "L" not in letters:
+            raise ConfigError(
+                f"window_pattern '{pattern[:80]}' is not legal: it has a letter for each of the {layers} blocks, and "
+                "is repeated if it is shorter. L (local) has the sliding window, G (global) has none; an L is needed."
+            )
+        if "G" in letters and not self.sliding_window:
+            raise ConfigError(
+                f"window_pattern {pattern[:80]} has no effect without a window. Give --sliding-window too, or neither."
+            )
+        repeats = (size for size in range(1, layers + 1) if (letters[:size] * -(-layers // size))[:layers] == letters)
+        object.__setattr__(self, "window_pattern", letters[: next(repeats)])
+
+    def is_local(self, block: int) -> bool:
+        """Return whether attention of a block has the sliding window, if there is one."""
+        return self.window_pattern[block % len(self.window_pattern)] == "L"
+
+    @property
+    def global_layers(self) -> int:
+        """Number of blocks that see all earlier positions in spite of a window."""
+        return sum(not self.is_local(block) for block in range(self.n_layer))
+
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding table: vocab_size rounded up to a multiple of VOCAB_MULTIPLE."""
@@ -290,7 +318,7 @@ class GPTShape:
 
     @property
     def has_window(self) -> bool:
-        """True when the sliding window is shorter than a full sequence."""
+        """True when the sliding window, of any block, is shorter than a full sequence."""
         return 0 < self.sliding_window < self.seq_len
 
     @property
@@ -300,7 +328,7 @@ class GPTShape:
 
     @property
     def has_mask(self) -> bool:
-        """True when attention hides any earlier position."""
+        """True when attention of any block hides any earlier position."""
         return self.has_window or self.has_document_mask
 
     def changed(self, given: Mapping[str, object]) -> GPTShape:
@@ -372,6 +400,7 @@ def describe_gpt(shape: GPTShape, rows: int) -> Architecture:
         after_blocks=(_norm(shape, "ln_f"), head("head", rows, h, tied_to="wte" if shape.tied else "")),
         parameter_order=tuple(layer.name for layer in (*before, *attend, *after, *mlp) if layer.name),
         sliding_window=shape.sliding_window,
+        global_layers=shape.global_layers,
     )
 
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmscale.checkpoint.inventory import apply_retention, is_of_run
+from llmscale.checkpoint.inventory import apply_retention, is_of_run, point_best
 from llmscale.checkpoint.manifest import (
+    BEST_NAME,
     LATEST_NAME,
     STATE_NAME,
     CheckpointManifest,
@@ -64,6 +65,7 @@ def commit_checkpoint(
     afterwards: Sequence[tuple[str, Callable[[], object]]] = (
         ("the disk did not confirm it, and a power cut might undo it", lambda: sync_folder(final.parent)),
         (f"{LATEST_NAME} does not point to it", lambda: point_latest(run, final)),
+        (f"{BEST_NAME} may not name the best one", lambda: point_best(run, manifest.history)),
         (
             "not every checkpoint that --keep-last and --keep-every let go is deleted",
             lambda: apply_retention(run, manifest.history, retention.keep_last, retention.keep_every),

@@ -24,8 +24,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from llmscale.checkpoint.manifest import (
+    BEST_NAME,
     CHECKPOINT_NAME,
     CHECKPOINTS_NAME,
+    LATEST_NAME,
     MANIFEST_NAME,
     STATE_NAME,
     CheckpointManifest,
@@ -259,16 +261,21 @@ def pin_checkpoint(checkpoint: Path, why: str) -> None:
 def find_checkpoint(path: Path, report: Callable[[str], None] = lambda line: None, *, step: int | None = None) -> Path:
     """Return `path` if it is a checkpoint, else the run folder's newest checkpoint, or the one of `step`.
 
-    Only the current history counts. `report` gets a line for every skipped entry. Raises CheckpointError.
+    checkpoints/best and checkpoints/latest name a checkpoint by what the manifests say, not by the file's text. Only
+    the current history counts. `report` gets a line for every skipped entry. Raises CheckpointError.
     """
     if (path / MANIFEST_NAME).is_file():
         if step is not None:
             raise CheckpointError(f"{path} is one checkpoint, and --step {step} chooses among those of a run folder.")
         return path
+    named = path.name if path.parent.name == CHECKPOINTS_NAME and path.name in (BEST_NAME, LATEST_NAME) else ""
+    path = path.parent.parent if named else path
     found = find_checkpoints(path)
     report_passed_over(found, report)
     for damaged, why in found.damaged:
         report(f"WARNING: {damaged.name} is damaged and passed over: {why}")
+    if found.current and named == BEST_NAME:
+        return _best_of(found, path)
     if found.current:
         return found.current[0].path if step is None else _of_step(found, path, step)
     if found.abandoned or found.damaged:
@@ -290,6 +297,15 @@ def _of_step(found: FoundCheckpoints, run: Path, step: int) -> Path:
     aside = [checkpoint.path for checkpoint in found.abandoned if checkpoint.step == step]
     where = f" {aside[0]} is of steps that the run went back from; name that folder to take it." if aside else ""
     raise CheckpointError(f"{run} has no checkpoint of step {step}. There are: {steps}.{where}")
+
+
+def _best_of(found: FoundCheckpoints, run: Path) -> Path:
+    if best := find_best(found.current):
+        return best.path
+    raise CheckpointError(
+        f"{run} has no best checkpoint: none was saved at a step with a validation. For later ones let --save-every be "
+        "a multiple of --val-every."
+    )
 
 
 def explain_no_checkpoint(found: FoundCheckpoints, run: Path) -> str:
@@ -327,14 +343,39 @@ def choose_expired(current: Sequence[Checkpoint], keep_last: int, keep_every: in
     return expired
 
 
+def find_best(current: Sequence[Checkpoint]) -> Checkpoint | None:
+    """Return the complete checkpoint of `current` (the newest first) with the lowest validation loss, if any.
+
+    Only losses over the samples of the newest validation count. Raises CheckpointError.
+    """
+    known = [(saved.manifest.validation, saved) for saved in current if saved.manifest.validation]
+    whole = [(validation, saved) for validation, saved in known if is_whole(saved.path, saved.manifest)]
+    comparable = [(validation.loss, saved) for validation, saved in whole if validation.samples == whole[0][0].samples]
+    return min(comparable, key=lambda entry: entry[0])[1] if comparable else None
+
+
+def point_best(run: Path, history: History) -> None:
+    """Let checkpoints/best name the best checkpoint of `history`, or remove it without one.
+
+    It is for people and completion: commands read the manifests, which a kill cannot leave behind. Raises OSError,
+    CheckpointError.
+    """
+    path = checkpoints_folder(run) / BEST_NAME
+    if best := find_best(find_checkpoints(run, history).current):
+        write_durably(path, best.path.name + "\n")
+    else:
+        path.unlink(missing_ok=True)
+
+
 def apply_retention(run: Path, history: History, keep_last: int, keep_every: int) -> None:
     """Delete the expired checkpoints of `history`. Raises OSError or CheckpointError.
 
-    Pinned, abandoned, unreadable and foreign folders stay, and always the newest complete checkpoint.
+    Pinned, abandoned, unreadable and foreign folders stay, and always the newest complete and the best checkpoint.
     """
-    kept = pinned_checkpoints(run)
-    for checkpoint in choose_expired(find_checkpoints(run, history).current, keep_last, keep_every):
-        if checkpoint.path.name not in kept:
+    kept, current = pinned_checkpoints(run), find_checkpoints(run, history).current
+    best = find_best(current)
+    for checkpoint in choose_expired(current, keep_last, keep_every):
+        if checkpoint.path.name not in kept and checkpoint is not best:
             delete_checkpoint(checkpoint.path)
 
 

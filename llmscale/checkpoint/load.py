@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,10 @@ from llmscale.checkpoint.inventory import explain_no_checkpoint, find_checkpoint
 from llmscale.checkpoint.manifest import MANIFEST_NAME, checkpoints_folder, find_damage
 from llmscale.checkpoint.remote_run import fetch_chunks
 from llmscale.checkpoint.run_state import RunState
-from llmscale.checkpoint.separate_disks import find_missing, share_descriptions, share_files, share_index
+from llmscale.checkpoint.separate_disks import find_missing, share_descriptions, share_files
 from llmscale.checkpoint.tensor_files import (
     DTYPES,
+    INDEX_NAME,
     Fragment,
     FragmentLoadPlanner,
     JsonIndexReader,
@@ -88,7 +89,7 @@ def load_engine(engine: DeepSpeedEngine, folder: Path, state: RunState, group: d
     Raises CheckpointError on every rank, before a weight changes, when the checkpoint and the engine do not have the
     same tensors.
     """
-    share_index(folder, group, disks)
+    share_files(folder, [INDEX_NAME], group, disks)
     stored = on_all_ranks(group, lambda: load_index(folder))
     has_optimizer_state = any(not key.startswith(_WEIGHTS) for key in stored)
     if has_optimizer_state:
@@ -139,14 +140,22 @@ def is_finite_number(value: object) -> bool:
 
 def load_weights(engine: DeepSpeedEngine, folder: Path, group: dist.ProcessGroup, disks: Disks) -> None:
     """Load weights and buffers only; the optimizer keeps its new state. Collective."""
-    fragments = {key: value for key, value in engine_fragments(engine).items() if key.startswith(_WEIGHTS)}
-    share_index(folder, group, disks)
+    own = {key: value for key, value in engine_fragments(engine).items() if key.startswith(_WEIGHTS)}
+    share_files(folder, [INDEX_NAME], group, disks)
     stored = on_all_ranks(group, lambda: load_index(folder))
+    fragments = {_stored_key(key, stored): value for key, value in own.items()}
     check_nothing_is_dropped((key for key in stored if key.startswith(_WEIGHTS)), fragments, folder)
     _fetch_pieces(folder, stored, fragments, group, disks)
     _fill(folder, fragments, group)
-    write_back(engine, fragments)
+    write_back(engine, own)
     refresh_low_precision_weights(engine)
+
+
+def _stored_key(key: str, stored: Container[str]) -> str:
+    """Return the key of the same weights in a checkpoint, in whose run they may have been frozen, or trained."""
+    kind, _, name = key.partition("/")
+    other = f"{'frozen' if kind == MASTER else MASTER}/{name}"
+    return other if key not in stored and other in stored else key
 
 
 def _fetch_pieces(

@@ -7,6 +7,7 @@
         __0_0.distcp ...  the tensors, one file per rank that wrote
         pieces.json       only where other disks or a store hold some of the files: what is on this disk
     RUN/checkpoints/latest    the name of the checkpoint that `--resume auto` would begin with
+    RUN/checkpoints/best      the name of the one with the lowest validation loss
     RUN/checkpoints/history.json, kept.json    see inventory.py
 
 A checkpoint is written in `.step-00000500.partial` and renamed when it is complete, so a folder with the final name was
@@ -34,10 +35,11 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.json"
 LATEST_NAME = "latest"
+BEST_NAME = "best"
 PIECES_NAME = "pieces.json"
 CHECKPOINTS_NAME = "checkpoints"
 #: `.old-1`: a checkpoint that was replaced when another history saved the same step.
-CHECKPOINT_NAME = re.compile(r"(step-(\d{8,}))(\.old-[1-9]\d*)?", re.ASCII)
+CHECKPOINT_NAME = re.compile(r"(step-([0-9]{8,}))(\.old-[1-9][0-9]*)?")
 #: Names of the files in a manifest.
 _STORED_NAME = re.compile(r"state\.json|tensors\.json|__[0-9]{1,9}_[0-9]{1,9}\.distcp")
 _T = TypeVar("_T")
@@ -72,6 +74,16 @@ class History:
 
 
 @dataclass(frozen=True)
+class Validation:
+    """Validation of the weights in a checkpoint."""
+
+    loss: float
+    """Finite loss, in nats per token."""
+    samples: str
+    """Description of the samples. Only losses over the same samples are compared."""
+
+
+@dataclass(frozen=True)
 class CheckpointManifest:
     """Description of a checkpoint, readable without torch."""
 
@@ -89,6 +101,8 @@ class CheckpointManifest:
     files: tuple[StoredFile, ...]
     history: History = field(default_factory=History)
     """The line of steps that it ends."""
+    validation: Validation | None = None
+    """Validation after its step; None without one at this step."""
 
     @property
     def num_bytes(self) -> int:
@@ -129,6 +143,8 @@ def save_manifest(folder: Path, manifest: CheckpointManifest) -> None:
     """Write the manifest durably."""
     values = asdict(manifest)
     del values["history"]
+    if manifest.validation is None:
+        del values["validation"]
     body = {"format": FORMAT_VERSION, **values, **manifest.history.as_dict()}
     write_durably(folder / MANIFEST_NAME, json.dumps({"manifest": body, "xxh3_128": hash_json(body)}, indent=1))
 
@@ -154,7 +170,11 @@ def load_manifest(folder: Path) -> CheckpointManifest:
         check_stored_name(file.name, str(path))
     # Checkpoints without a history belong to the first.
     history = parse_history(body.pop("history", 1), body.pop("branches", []), str(path))
-    manifest = _build(CheckpointManifest, {**body, "files": files, "history": history}, str(path))
+    validation = body.pop("validation", None)
+    if validation is not None:
+        validation = _build(Validation, validation, f"{path}, validation")
+    values = {**body, "files": files, "history": history, "validation": validation}
+    manifest = _build(CheckpointManifest, values, str(path))
     name = CHECKPOINT_NAME.fullmatch(folder.name)
     if name and int(name[2]) != manifest.step:
         raise CheckpointError(
@@ -220,12 +240,13 @@ def check_stored_name(name: object, where: str) -> None:
 
 
 def _build(kind: type[_T], values: object, where: str) -> _T:
-    """Build a dataclass from a JSON object with exactly its fields, texts or counts. Raises CheckpointError."""
+    """Build a dataclass from a JSON object with exactly its fields: texts, counts, numbers. Raises CheckpointError."""
     known = {entry.name: entry.type for entry in fields(cast(type, kind))}
     if not isinstance(values, dict) or values.keys() != known.keys():
         raise CheckpointError(f"{where} must hold {', '.join(known)} and nothing else.")
     for name, value in values.items():
-        if (known[name] == "int" and not is_count(value)) or (known[name] == "str" and not isinstance(value, str)):
+        kind_of = {"str": str, "float": float}.get(str(known[name]), object)
+        if not isinstance(value, kind_of) or (known[name] == "int" and not is_count(value)):
             raise CheckpointError(f"{where}: {name} cannot be {str(value)[:80]!r}.")
     return kind(**values)
 

@@ -21,16 +21,18 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Annotated, cast
 
 import xxhash
+from pydantic import Field, TypeAdapter, ValidationError
 
-from llmscale.checkpoint.inventory import find_checkpoints
+from llmscale.checkpoint.inventory import find_checkpoints, point_best
 from llmscale.checkpoint.manifest import (
     CHECKPOINT_NAME,
     CHECKPOINTS_NAME,
@@ -41,7 +43,6 @@ from llmscale.checkpoint.manifest import (
     check_stored_name,
     checkpoints_folder,
     hash_json,
-    is_count,
     load_manifest,
     load_pieces,
     save_pieces,
@@ -52,10 +53,11 @@ from llmscale.data.storage.objects import Store
 from llmscale.data.storage.shared_object import SharedObject
 from llmscale.errors import CheckpointError, LlmscaleError
 from llmscale.files.atomic_write import write_durably
+from llmscale.suggestions import describe_invalid
 from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
 from llmscale.untrusted.paths import open_own
 
-INDEX_NAME = "latest.json"
+INDEX_NAME, RECORDS_NAME = "latest.json", "records"
 FORMAT_VERSION = 1
 #: Names in a copy that are this disk's alone.
 TOKEN_NAME, _SEEN_NAME = ".holder", ".remote.json"
@@ -64,12 +66,19 @@ UPLOADS = ".uploads"
 LOCAL_NAMES = frozenset((TOKEN_NAME, _SEEN_NAME, UPLOADS, ".lock", ".launch.lock", ".agents", CHECKPOINTS_NAME))
 #: Small files in checkpoints/ that latest.json carries.
 CARRIED = ("history.json", "kept.json")
-_FOLDER_NAME = re.compile(r"e\d{5,}-step-\d{8,}(\.\d+)?", re.ASCII)
 _PART_NAME = re.compile(r"[\w.=+@,-]{1,200}", re.ASCII)
 _MAX_STATE_BYTES = 64 << 20
 #: Requests at a time, the longest range of one, and the largest gap between two tensors that it covers.
 _THREADS, _RANGE_BYTES, _GAP_BYTES = 8, 32 << 20, 64 << 10
 _FETCH_TRIES = 4
+#: Seconds for which a view keeps the fetched tensors of a checkpoint while another one's are fetched.
+_IN_USE_S = 3600.0
+
+
+_Count = Annotated[int, Field(ge=0)]
+_Number = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+_Name = Annotated[str, Field(pattern=f"^({CHECKPOINT_NAME.pattern})$")]
+_Folder = Annotated[str, Field(pattern=r"^e[0-9]{5,}-step-[0-9]{8,}(\.[0-9]+)?$")]
 
 
 @dataclass(frozen=True)
@@ -78,13 +87,13 @@ class Holder:
 
     token: str
     """Random name of this start."""
-    host: str
+    host: Annotated[str, Field(max_length=255)]
     pid: int
     boot: str
     """Boot and process namespace in which `pid` counts."""
     beat: int
     """Number that grows every `beat_s` seconds while the trainer runs."""
-    beat_s: float
+    beat_s: Annotated[float, Field(gt=0, le=600)]
 
 
 @dataclass(frozen=True)
@@ -93,27 +102,25 @@ class RunIndex:
 
     id: str
     """Random name of the run."""
-    epoch: int = 0
+    epoch: _Count = 0
     """Starts so far."""
     last_token: str = ""
     """Token of the newest start, whether or not it has ended."""
     holder: Holder | None = None
-    checkpoints: Mapping[str, str] = field(default_factory=dict)
+    checkpoints: dict[_Name, _Folder] = field(default_factory=dict)
     """Folder below URL/checkpoints/ by the checkpoint's name, `step-00000500`."""
-    carried: Mapping[str, str] = field(default_factory=dict)
+    carried: dict[Annotated[str, Field(pattern=r"^(history|kept)\.json$")], str] = field(default_factory=dict)
     """Text of the CARRIED files that exist."""
-    records: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    records: dict[_Number, dict[_Number, _Count]] = field(default_factory=dict)
     """Number of parts by epoch and rank."""
 
     def encode(self) -> bytes:
         """Return the content of latest.json."""
-        body = {"format": FORMAT_VERSION, **_plain(self)}
+        body = {"format": FORMAT_VERSION, **asdict(self)}
         return (json.dumps({"run": body, "xxh3_128": hash_json(body)}, indent=1) + "\n").encode()
 
 
-def _plain(index: RunIndex) -> dict[str, object]:
-    values = {**vars(index), "holder": index.holder and vars(index.holder)}
-    return cast("dict[str, object]", json.loads(json.dumps(values)))
+_INDEX = TypeAdapter(RunIndex)
 
 
 def parse_index(contents: bytes, where: str) -> RunIndex:
@@ -121,46 +128,12 @@ def parse_index(contents: bytes, where: str) -> RunIndex:
     body = signed_body(parse_json(contents, Rules(CheckpointError), where), "run", where)
     if body.get("format") != FORMAT_VERSION:
         raise CheckpointError(f"{where} has another format than {FORMAT_VERSION}; use the llmscale that wrote it.")
-    match body:
-        case {
-            "id": str(run_id),
-            "epoch": int(epoch),
-            "last_token": str(token),
-            "holder": holder,
-            "checkpoints": dict(checkpoints),
-            "carried": dict(carried),
-            "records": dict(records),
-        } if epoch >= 0:
-            parsed = RunIndex(run_id, epoch, token, _parse_holder(holder, where), checkpoints, carried, records)
-        case _:
-            raise CheckpointError(f"{where} must hold id, epoch, last_token, holder, checkpoints, carried and records.")
-    for name, folder in parsed.checkpoints.items():
-        if not CHECKPOINT_NAME.fullmatch(name) or not isinstance(folder, str) or not _FOLDER_NAME.fullmatch(folder):
-            raise CheckpointError(f"{where} names {name[:80]!r} in {str(folder)[:80]!r}, which is not a checkpoint.")
-    if not all(name in CARRIED and isinstance(text, str) for name, text in parsed.carried.items()):
-        raise CheckpointError(f"{where} carries other files than {', '.join(CARRIED)}.")
-    for parts in parsed.records.values():
-        if not isinstance(parts, dict) or not all(rank.isdecimal() and is_count(n) for rank, n in parts.items()):
-            raise CheckpointError(f"{where} has malformed counts of records.")
-    if not all(number.isdecimal() for number in parsed.records):
-        raise CheckpointError(f"{where} has malformed counts of records.")
-    return parsed
-
-
-def _parse_holder(value: object, where: str) -> Holder | None:
-    match value:
-        case None:
-            return None
-        case {
-            "token": str(token),
-            "host": str(host),
-            "pid": int(pid),
-            "boot": str(boot),
-            "beat": int(beat),
-            "beat_s": int() | float() as beat_s,
-        } if 0 < beat_s <= 600:
-            return Holder(token, host[:255], pid, boot, beat, beat_s)
-    raise CheckpointError(f"{where} has a malformed holder.")
+    try:
+        return _INDEX.validate_json(json.dumps(body), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(key)[:80] for key in first["loc"])
+        raise CheckpointError(f"{where}: {describe_invalid(name, first, lambda value: repr(value)[:80])}") from None
 
 
 def _run_of(path: Path) -> Path:
@@ -192,18 +165,20 @@ def fetch_run(path: Path) -> Path:
     if url_of(path) is None:
         return path
     run = _run_of(path)
-    for attempt in range(1, _FETCH_TRIES + 1):
+    seen, failure = None, None
+    for _ in range(_FETCH_TRIES):
         index = read_index(run)
         if index is None and is_view(run):
             raise CheckpointError(f"{url_of(run)} holds no run of llmscale: it has no {INDEX_NAME}.")
+        if failure is not None and index == seen:
+            break
         try:
             update_copy(run, index)
-            break
-        except LlmscaleError:
+            return path
+        except LlmscaleError as error:
             # The run's retention may have removed a checkpoint meanwhile.
-            if attempt == _FETCH_TRIES or read_index(run) == index:
-                raise
-    return path
+            seen, failure = index, error
+    raise cast("LlmscaleError", failure)
 
 
 def fetch_runs_below(folder: Path, report: Callable[[str], None]) -> None:
@@ -251,11 +226,9 @@ def _read_seen(run: Path) -> RunIndex | None:
     return None
 
 
-def fetched_at_ns(run: Path) -> int:
-    """Return when the copy was built from the store last; 0 if it never was."""
-    with suppress(OSError):
-        return (run / _SEEN_NAME).stat().st_mtime_ns
-    return 0
+def has_all_records(run: Path, index: RunIndex | None) -> bool:
+    """Return whether this disk's copy holds all records that `index` counts: it was fetched, or only it was written."""
+    return index is None or _read_seen(run) == index or all(parts.keys() <= {"0"} for parts in index.records.values())
 
 
 def read_token(run: Path) -> str | None:
@@ -286,7 +259,7 @@ def _fetch(run: Path, index: RunIndex, seen: RunIndex | None) -> None:
     if seen is None:
         _remove_records(run)
     for part in _parts(store, url, index.records, seen.records if seen else {}):
-        apply_part(run, part, f"{url}/records")
+        apply_part(run, part, f"{url}/{RECORDS_NAME}")
     _fetch_checkpoints(run, index, store, url)
     (run / TOKEN_NAME).unlink(missing_ok=True)
     write_durably(run / _SEEN_NAME, index.encode())
@@ -309,7 +282,7 @@ def _parts(
 
 def record_url(url: str, epoch: int, rank: int, number: int) -> str:
     """Return the URL of a part of the records."""
-    return f"{url}/records/e{epoch:05d}/rank-{rank:05d}/{number:08d}.json"
+    return f"{url}/{RECORDS_NAME}/e{epoch:05d}/rank-{rank:05d}/{number:08d}.json"
 
 
 def encode_part(changes: Iterable[tuple[str, int, bytes, bool]]) -> bytes:
@@ -367,8 +340,10 @@ def _fetch_checkpoints(run: Path, index: RunIndex, store: Store, url: str) -> No
             _fetch_description(folder / name, remote, store, url)
     for name, text in index.carried.items():
         write_durably(folder / name, text)
-    if current := find_checkpoints(run).current:
-        write_durably(folder / LATEST_NAME, current[0].path.name + "\n")
+    found = find_checkpoints(run)
+    if found.current:
+        write_durably(folder / LATEST_NAME, found.current[0].path.name + "\n")
+    point_best(run, found.history)
 
 
 def _fetch_description(final: Path, remote: str, store: Store, url: str) -> None:
@@ -382,12 +357,13 @@ def _fetch_description(final: Path, remote: str, store: Store, url: str) -> None
 
 
 def drop_tensors(checkpoint: Path) -> None:
-    """Remove the tensor files of a checkpoint that the store holds. Raises OSError."""
+    """Remove the tensor files of a checkpoint if the store holds them. Raises OSError, CheckpointError."""
     pieces = load_pieces(checkpoint)
-    assert pieces is not None and pieces.remote is not None
-    save_pieces(checkpoint, replace(pieces, files=()))
-    for path in checkpoint.glob("__*.distcp"):
-        path.unlink()
+    if pieces is not None and pieces.remote is not None:
+        if pieces.files:
+            save_pieces(checkpoint, replace(pieces, files=()))
+        for path in checkpoint.glob("__*.distcp"):
+            path.unlink(missing_ok=True)
 
 
 # Tensors
@@ -412,23 +388,29 @@ def fetch_file(checkpoint: Path, name: str) -> None:
     if stored is not None:
         chunk = Chunk(name, 0, stored.num_bytes, stored.xxh3_128)
         temporary = f".{name}.{os.getpid()}"
-        _fetch_chunks(checkpoint, [chunk], target=temporary)
+        _fetch_chunks(checkpoint, pieces.remote, [chunk], temporary)
         (checkpoint / temporary).replace(checkpoint / name)
 
 
 def fetch_chunks(checkpoint: Path, chunks: Iterable[Chunk]) -> None:
     """Fetch the chunks that this disk lacks into sparse files, verified. Raises LlmscaleError."""
     pieces = load_pieces(checkpoint)
-    if pieces is None or pieces.remote is None:
-        return
-    missing = [chunk for chunk in chunks if chunk.file not in pieces.files]
-    _fetch_chunks(checkpoint, missing)
+    if pieces is not None and pieces.remote is not None:
+        _drop_unused(checkpoint)
+        _fetch_chunks(checkpoint, pieces.remote, [chunk for chunk in chunks if chunk.file not in pieces.files])
 
 
-def _fetch_chunks(checkpoint: Path, chunks: list[Chunk], target: str | None = None) -> None:
-    pieces, url = load_pieces(checkpoint), url_of(_run_of(checkpoint))
-    assert pieces is not None and url is not None
-    store, place = Store(url, for_reading=True), f"{url}/{CHECKPOINTS_NAME}/{pieces.remote}"
+def _drop_unused(checkpoint: Path) -> None:
+    """Drop the tensors of a view's other checkpoints, unless a command may still read them."""
+    for path in checkpoint.parent.glob("*/__*.distcp") if is_view(checkpoint) else ():
+        with suppress(OSError):
+            if path.parent != checkpoint and time.time() - path.stat().st_mtime > _IN_USE_S:
+                path.unlink()
+
+
+def _fetch_chunks(checkpoint: Path, remote: str, chunks: list[Chunk], target: str | None = None) -> None:
+    url = cast("str", url_of(_run_of(checkpoint)))
+    store, place = Store(url, for_reading=True), f"{url}/{CHECKPOINTS_NAME}/{remote}"
     sizes = {file.name: file.num_bytes for file in load_manifest(checkpoint).files}
     for name in sorted({chunk.file for chunk in chunks}):
         check_stored_name(name, place)

@@ -79,16 +79,13 @@ def take_lease(run: Path, report: Callable[[str], None]) -> tuple[Lease, RunInde
     """Take the run whose copy is `run`; return the lease and the description before. Waits for a holder that may be
     gone. Raises ConfigError when another trainer holds it."""
     url, shared = str(url_of(run)), open_index(run)
-    found = shared.read()
-    holder = parse_index(found[0], url).holder if found else None
-    if found is None:
+    before, version = None, None
+    if found := _wait_until_free(shared, url, report):
+        before, version = found
+    else:
         check_conditional(url)
-    elif holder is not None:
-        _wait_until_gone(shared, holder, url, report)
-        found = shared.read()
-    before, version = (parse_index(found[0], url), found[1]) if found else (None, None)
-    token, beat_s = secrets.token_hex(8), _beat_seconds()
-    holder = Holder(token, platform.node(), os.getpid(), boot_name(), 0, beat_s)
+    token = secrets.token_hex(8)
+    holder = Holder(token, platform.node(), os.getpid(), boot_name(), 0, _beat_seconds())
     index = before or RunIndex(secrets.token_hex(8))
     index = replace(index, epoch=index.epoch + 1, last_token=token, holder=holder)
     try:
@@ -97,32 +94,38 @@ def take_lease(run: Path, report: Callable[[str], None]) -> tuple[Lease, RunInde
         raise _in_use(url, "another start, which was faster") from None
 
 
-def _wait_until_gone(shared: SharedObject, holder: Holder, url: str, report: Callable[[str], None]) -> None:
-    """Return once the holder of a run is gone. Raises ConfigError if it is alive."""
-    named = f"process {holder.pid} on host {holder.host}"
-    if holder.boot == boot_name() and not os.path.exists(f"/proc/{holder.pid}"):
-        return
-    limit_s = BEATS_MISSED * holder.beat_s
-    report(f"{url} is held by {named}; waiting {limit_s:.0f} s for a sign of life before taking it over")
-    end = time.monotonic() + limit_s
-    while (left_s := end - time.monotonic()) > 0:
-        time.sleep(min(holder.beat_s, left_s))
-        found = shared.read()
-        now = parse_index(found[0], url).holder if found else None
-        if now is None:
-            return
-        if (now.token, now.beat) != (holder.token, holder.beat):
-            raise _in_use(url, f"process {now.pid} on host {now.host}")
+def _wait_until_free(shared: SharedObject, url: str, report: Callable[[str], None]) -> tuple[RunIndex, str] | None:
+    """Return the newest description of a run and its version, None for a new run, once no trainer holds it.
+
+    Raises ConfigError when its holder is alive.
+    """
+    first, end = None, 0.0
+    while found := shared.read():
+        index = parse_index(found[0], url)
+        holder = index.holder
+        if holder is None or (holder.boot == boot_name() and not os.path.exists(f"/proc/{holder.pid}")):
+            return index, found[1]
+        named = f"process {holder.pid} on host {holder.host}"
+        if first is None:
+            first, limit_s = holder, BEATS_MISSED * holder.beat_s
+            end = time.monotonic() + limit_s
+            report(f"{url} is held by {named}; waiting {limit_s:.0f} s for a sign of life before taking it over")
+        elif holder != first:
+            raise _in_use(url, named)
+        elif time.monotonic() >= end:
+            return index, found[1]
+        time.sleep(min(holder.beat_s, max(0.0, end - time.monotonic())))
+    return None
 
 
 def _in_use(url: str, who: str) -> ConfigError:
     return ConfigError(f"--run {url} is in use by {who}. Wait for it to end, or name another run.")
 
 
-def remove_checkpoints(store: Store, url: str, remotes: Iterable[str]) -> None:
-    """Remove the objects of checkpoints that latest.json does not name any more. Raises DataError."""
-    for remote in remotes:
-        for stored in store.find(f"{url}/{CHECKPOINTS_NAME}/{remote}"):
+def remove_folders(store: Store, url: str, folders: Iterable[str]) -> None:
+    """Remove folders of a run that latest.json does not name any more. Raises DataError."""
+    for folder in folders:
+        for stored in store.find(f"{url}/{folder}"):
             store.remove(stored.url)
 
 
@@ -135,6 +138,7 @@ def prune_run(run: Path, names: Sequence[str], report: Callable[[str], None]) ->
         # A trainer's copy of it remains the newest.
         token = before.last_token if before else ""
         lease.update(lambda index: replace(index, checkpoints=kept, last_token=token))
-        remove_checkpoints(Store(url), url, [remote for name, remote in known.items() if name in names])
+        gone = [f"{CHECKPOINTS_NAME}/{remote}" for name, remote in known.items() if name in names]
+        remove_folders(Store(url), url, gone)
     finally:
         lease.release()

@@ -24,6 +24,7 @@ from llmscale.checkpoint.manifest import (
     History,
     Pieces,
     StoredFile,
+    Validation,
     checkpoint_name,
     checkpoints_folder,
     hash_file,
@@ -51,6 +52,8 @@ class Snapshot:
     state: dict[str, object]
     """Plain values for state.json, the same on every rank."""
     fragments: dict[str, Fragment]
+    validation: Validation | None = None
+    """Validation after this step, if there was one."""
 
 
 def copy_out(fragments: dict[str, Fragment]) -> dict[str, Fragment]:
@@ -226,6 +229,7 @@ def _build_manifest(snapshot: Snapshot, files: tuple[StoredFile, ...], history: 
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         files=files,
         history=history,
+        validation=snapshot.validation,
     )
 
 

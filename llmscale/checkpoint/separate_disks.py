@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from llmscale.checkpoint.commit import set_aside_existing
-from llmscale.checkpoint.inventory import HISTORY_NAME, PINNED_NAME, find_checkpoints, free_name
+from llmscale.checkpoint.inventory import find_checkpoints, free_name
 from llmscale.checkpoint.manifest import (
     MANIFEST_NAME,
     STATE_NAME,
@@ -27,7 +27,7 @@ from llmscale.checkpoint.manifest import (
     load_pieces,
     save_pieces,
 )
-from llmscale.checkpoint.tensor_files import INDEX_NAME
+from llmscale.checkpoint.remote_run import CARRIED
 from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_each_disk
 from llmscale.errors import CheckpointError
 from llmscale.files.atomic_write import write_durably
@@ -36,7 +36,6 @@ from llmscale.untrusted.paths import read_regular
 
 #: Bytes of one message.
 _MESSAGE_BYTES = 64 << 20
-_CARRIED = (HISTORY_NAME, PINNED_NAME)
 #: A checkpoint's history, small files, and folder in the run's store.
 _Description = tuple[int, dict[str, bytes], str | None]
 
@@ -83,7 +82,7 @@ def _descriptions(run: Path) -> tuple[int, dict[str, _Description], dict[str, by
         pieces = load_pieces(saved.path)
         checkpoints[saved.path.name] = (saved.history.number, files, pieces.remote if pieces else None)
     folder = checkpoints_folder(run)
-    carried = {name: read_regular(folder / name, MAX_BYTES) for name in _CARRIED if (folder / name).is_file()}
+    carried = {name: read_regular(folder / name, MAX_BYTES) for name in CARRIED if (folder / name).is_file()}
     return found.history.number, checkpoints, carried
 
 
@@ -135,40 +134,33 @@ def share_files(folder: Path, names: Iterable[str], group: dist.ProcessGroup, di
 
 def _send(folder: Path, file: StoredFile, source: int, group: dist.ProcessGroup, *, receives: bool) -> None:
     """Broadcast a file from the rank `source`; ranks that receive it keep it. Collective."""
-    is_source, path = dist.get_rank(group) == source, folder / file.name
+    path = folder / file.name
     partial = path.with_name(f".{file.name}.partial")
+    for begin in range(0, file.num_bytes, _MESSAGE_BYTES):
+        part = torch.empty(min(_MESSAGE_BYTES, file.num_bytes - begin), dtype=torch.uint8)
 
-    def open_file() -> object:
-        return open(path if is_source else partial, "rb" if is_source else "wb") if is_source or receives else None
+        def read(begin: int = begin, part: torch.Tensor = part) -> None:
+            if dist.get_rank(group) == source:
+                with path.open("rb") as opened:
+                    opened.seek(begin)
+                    if opened.readinto(part.numpy().data) != part.numel():
+                        raise CheckpointError(f"{path} was cut short.")
 
-    opened = on_all_ranks(group, open_file)
-    try:
-        for begin in range(0, file.num_bytes, _MESSAGE_BYTES):
-            part = torch.empty(min(_MESSAGE_BYTES, file.num_bytes - begin), dtype=torch.uint8)
+        def write(begin: int = begin, part: torch.Tensor = part) -> None:
+            if receives:
+                with partial.open("ab" if begin else "wb") as opened:
+                    opened.write(part.numpy().data)
 
-            def read(part: torch.Tensor = part) -> None:
-                if is_source and opened.readinto(part.numpy().data) != part.numel():  # type: ignore[attr-defined]
-                    raise CheckpointError(f"{path} was cut short.")
-
-            on_all_ranks(group, read)
-            dist.broadcast(part, source, group=group)
-            on_all_ranks(group, lambda part=part: opened.write(part.numpy().data) if receives else None)  # type: ignore
-    finally:
-        if opened is not None:
-            opened.close()  # type: ignore[attr-defined]
+        on_all_ranks(group, read)
+        dist.broadcast(part, source, group=group)
+        on_all_ranks(group, write)
 
     def keep() -> None:
-        if not receives:
-            return
-        if hash_file(partial).xxh3_128 != file.xxh3_128:
-            raise CheckpointError(f"{path} does not match its hash: it was damaged on a disk or on its way.")
-        partial.replace(path)
-        pieces = load_pieces(folder) or Pieces(())
-        save_pieces(folder, replace(pieces, files=(*pieces.files, file.name)))
+        if receives:
+            if hash_file(partial).xxh3_128 != file.xxh3_128:
+                raise CheckpointError(f"{path} does not match its hash: it was damaged on a disk or on its way.")
+            partial.replace(path)
+            pieces = load_pieces(folder) or Pieces(())
+            save_pieces(folder, replace(pieces, files=(*pieces.files, file.name)))
 
     on_all_ranks(group, keep)
-
-
-def share_index(folder: Path, group: dist.ProcessGroup, disks: Disks) -> None:
-    """Bring the index of a checkpoint's tensors to every disk. Collective."""
-    share_files(folder, [INDEX_NAME], group, disks)

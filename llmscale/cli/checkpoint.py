@@ -13,6 +13,7 @@ from llmscale.checkpoint.inventory import (
     Checkpoint,
     FoundCheckpoints,
     delete_checkpoint,
+    find_best,
     find_checkpoint,
     find_checkpoints,
     prunable,
@@ -21,7 +22,7 @@ from llmscale.checkpoint.inventory import (
 )
 from llmscale.checkpoint.manifest import checkpoints_folder, find_damage, load_manifest, load_pieces
 from llmscale.config.command_line import run_place
-from llmscale.config.run_urls import shown, url_of
+from llmscale.config.run_urls import is_view, shown, url_of
 from llmscale.errors import CheckpointError
 from llmscale.terminal.progress import show_progress
 from llmscale.terminal.table import Column, output_width, table_lines, wrap_line
@@ -63,7 +64,8 @@ _COLUMNS = (
 
 def _list(args: argparse.Namespace) -> int:
     found = _find(args.run)
-    rows = [(saved.step, _row(saved, "" if number else "<- latest")) for number, saved in enumerate(found.current)]
+    best = find_best(found.current)
+    rows = [(saved.step, _row(saved, _mark(saved, found.current[0], best))) for saved in found.current]
     rows += [(saved.step, _row(saved, f"abandoned (history {saved.history.number})")) for saved in found.abandoned]
     rows.sort(key=lambda entry: -entry[0])
     if rows:
@@ -81,6 +83,13 @@ def _list(args: argparse.Namespace) -> int:
         ):
             print_visible(line)
     return 0
+
+
+def _mark(saved: Checkpoint, latest: Checkpoint, best: Checkpoint | None) -> str:
+    marks = ["latest"] if saved is latest else []
+    if saved is best and saved.manifest.validation:
+        marks.append(f"best (loss {saved.manifest.validation.loss:.4f})")
+    return f"<- {', '.join(marks)}" if marks else ""
 
 
 def _row(saved: Checkpoint, mark: str) -> list[str]:
@@ -134,9 +143,14 @@ def _verify(args: argparse.Namespace) -> int:
 def _find_remote_damage(folder: Path) -> str | None:
     if url_of(folder) is None:
         return None
+    from llmscale.checkpoint.remote_run import drop_tensors
     from llmscale.checkpoint.tensor_files import fetch_checkpoint  # imports torch
 
-    return fetch_checkpoint(folder)
+    try:
+        return fetch_checkpoint(folder)
+    finally:
+        if is_view(folder):
+            drop_tensors(folder)
 
 
 def _intact(folder: Path) -> str:

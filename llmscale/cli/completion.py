@@ -25,7 +25,7 @@ _INSTALL = """\
     ~/.config/fish/completions/llmscale.fish
 """
 #: Keys of a run that name files or folders.
-_PATH_KEYS = ("config", "ds", "data", "data_cache", "run", "resume", "init_from")
+_PATH_KEYS = ("config", "ds", "data", "text", "tokenizer", "data_cache", "run", "resume", "init_from")
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:

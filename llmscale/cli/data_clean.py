@@ -11,7 +11,6 @@ from llmscale.cli.data_prepare import (
     TOKENIZER_METAVAR,
     add_input_flags,
     add_max_rejected,
-    describe_reading,
     open_source_of,
 )
 from llmscale.config import limits
@@ -173,6 +172,8 @@ def _clean(args: argparse.Namespace) -> int:
         f"Cleaned in {elapsed_s:.1f} s, {taken_in.documents / elapsed_s:,.0f} documents/s, "
         f"{taken_in.bytes / 1e6 / elapsed_s:,.1f} MB/s. Removed text and reasons: {args.out}/removed (zstd -dc)."
     )
+    from llmscale.data.prepare.prepare_set import describe_reading
+
     for line in describe_reading(
         source.passed_over + result.passed_over, args.out, result.mark.num_rejected, result.mark.num_cut
     ):

@@ -16,7 +16,6 @@ from llmscale.terminal.table import output_width, wrap_line
 from llmscale.untrusted.terminal import print_visible
 
 if TYPE_CHECKING:  # imported when a command runs: --help must not load torch
-    from collections import Counter
     from collections.abc import Iterator
 
     from llmscale.data.prepare.output_folder import Destination
@@ -118,20 +117,6 @@ def open_source_of(args: argparse.Namespace) -> Source:
     return source
 
 
-def describe_reading(passed_over: Counter[str], out: Path, num_rejected: int, num_cut: int) -> Iterator[str]:
-    """Yield notes on skipped and divided text; `passed_over` counts skipped files by suffix."""
-    from llmscale.data.prepare.output_folder import rejected_path
-    from llmscale.data.prepare.sources.formats import MAX_TEXT_BYTES
-
-    if num_rejected:
-        yield f"Skipped {count_nouns(num_rejected, 'malformed record')}; see {rejected_path(out)}."
-    if num_cut:
-        yield f"Divided {count_nouns(num_cut, 'text')} of more than {MAX_TEXT_BYTES >> 20} MiB into documents of 1 MiB."
-    if passed_over:
-        kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in passed_over.most_common(6))
-        yield f"Skipped {count_nouns(passed_over.total(), 'file')} of unknown type ({kinds}); --glob chooses files."
-
-
 def _prepare(args: argparse.Namespace) -> int:
     from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
     from llmscale.data.tokenizers.hugging_face import HuggingFaceTokenizer
@@ -199,6 +184,8 @@ def _open_destination(args: argparse.Namespace) -> Destination:
 
 def _describe_choices(prepared: Prepared, source: Source, beside: Path, val_fraction: float) -> Iterator[str]:
     """Yield notes on decisions that the user did not ask for."""
+    from llmscale.data.prepare.prepare_set import describe_reading
+
     yield from describe_reading(source.passed_over, beside, prepared.num_rejected, prepared.num_cut)
     splits = prepared.manifest.splits
     num_tokens = sum(split.num_tokens for split in splits.values())

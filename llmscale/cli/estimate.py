@@ -37,7 +37,7 @@ _OF_ONE_NETWORK = ("--hf", "--max-model", "--max-seq-len", "--emit", "--plot", "
 #: Flags without a meaning for a model of which only the states are known.
 _OF_OWN_MODEL = (
     *("--ds", "--emit", "--plot", "--dry-run", "--micro-batch-size", "--activation-checkpointing"),
-    *("--loss-chunk-tokens", "--optimizer", "--seq-len", "--sequence-parallel-size", "--max-seq-len"),
+    *("--loss-chunk-tokens", "--optimizer", "--freeze", "--seq-len", "--sequence-parallel-size", "--max-seq-len"),
 )
 
 
@@ -84,6 +84,7 @@ def _add_run_flags(group: FlagContainer) -> None:
     }
     add_run_flags(group, {"global_batch_size": int, "micro_batch_size": int, "precision": str}, texts=texts)
     add_optimizer_flags(group)
+    add_run_flags(group, {"freeze": list[str]})
     add_run_flags(group, {"activation_checkpointing": str, "sequence_parallel_size": int}, texts=texts)
     text = "explain these ds_configs, side by side; zero2 and the like are llmscale's own"
     flag(group, "--ds FILE|NAME", text, local_path, nargs="+")

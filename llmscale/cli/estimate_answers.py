@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.architecture.hf_config import HFModel
+from llmscale.architecture.layers import ParameterTensors
 from llmscale.cli.estimate_tables import (
     CATEGORIES,
     align,
@@ -46,9 +47,9 @@ from llmscale.config.describe_defaults import describe_preset
 from llmscale.config.hardware import GPU, custom_gpu, get_gpu, usable_precision
 from llmscale.config.hf_model import is_published
 from llmscale.config.interconnect import Interconnect, get_interconnect
-from llmscale.config.optimizers import ADAMW, get_optimizer
+from llmscale.config.optimizers import ADAMW
 from llmscale.config.presets import PRESETS
-from llmscale.config.resolve import resolve_batch
+from llmscale.config.resolve import resolve_batch, resolve_optimizer
 from llmscale.config.run_config import RunConfig, build_run_config
 from llmscale.config.user_paths import check_output_file, write_output_file
 from llmscale.dry_run.on_demand import with_recordings
@@ -88,7 +89,7 @@ _ANY_MODEL = "gpt3-125m"
 #: Keys of a run that are flags here, in addition to those of the model.
 _RUN_KEYS = (
     *("global_batch_size", "micro_batch_size", "precision", "activation_checkpointing"),
-    *("optimizer", "loss_chunk_tokens", "sequence_parallel_size"),
+    *("optimizer", "freeze", "loss_chunk_tokens", "sequence_parallel_size"),
 )
 #: Context and batch of `--max-model` without a model: GPT-3's context, and 2^20 tokens.
 _MAX_MODEL_SEQ_LEN, _MAX_MODEL_BATCH = 2048, 512
@@ -122,6 +123,8 @@ def read_request(args: argparse.Namespace) -> EstimateRequest:
     gpu = read_gpu(args)
     machines = read_machines(args, gpu)
     given = given_keys(args, _RUN_KEYS)
+    if args.freeze is not None:
+        given["freeze"] = [pattern for text in args.freeze for pattern in text.split(",")]
     config = build_run_config({"model": _ANY_MODEL, **given})
     mode = config.activation_checkpointing
     search = Search(
@@ -151,7 +154,7 @@ def _read_job(args: argparse.Namespace, config: RunConfig, machines: Machines) -
         plan.global_batch_size,
         machines,
         config.micro_batch_size,
-        get_optimizer(config.optimizer),
+        resolve_optimizer(config, shape),
         config.loss_chunk_tokens,
         config.sequence_parallel_size,
     )
@@ -193,7 +196,7 @@ if TYPE_CHECKING:  # a plain estimate does not wait for what only --dry-run and 
 
 EXIT_NOTHING_FITS = 1
 #: Given keys that the printed command repeats, in addition to those of the model.
-_TOLD_KEYS = ("precision", "optimizer", "loss_chunk_tokens")
+_TOLD_KEYS = ("precision", "optimizer", "freeze", "loss_chunk_tokens")
 
 
 def answer_rows(args: argparse.Namespace) -> int:
@@ -259,7 +262,11 @@ def _answer_lines(
     if is_published(model) and shape.vocab_size != shape.padded_vocab_size:
         yield f"  its table of {shape.vocab_size:,} rows is padded to {shape.padded_vocab_size:,} here"
     precisions = " and ".join(sorted({fit.step.precision for fit in ranking.fits}))
-    optimizer = "" if job.optimizer is ADAMW else f"{job.optimizer.name}, "
+    tensors = ParameterTensors(shape.architecture, job.optimizer.frozen)
+    if tensors.frozen:
+        frozen = shape.num_parameters - tensors.num_trainable
+        yield f"  {frozen:,} of them frozen; activations are counted as if all were trained, which is an upper bound"
+    optimizer = "" if job.optimizer.name == ADAMW.name else f"{job.optimizer.name}, "
     yield (
         f"on {request.machines_in_words}, {precisions}, {optimizer}global batch {job.global_batch_size:,} sequences "
         f"= {job.global_batch_size * shape.seq_len:,} tokens"

@@ -183,4 +183,6 @@ def flag_words(key: str, value: object) -> list[str]:
     name = key.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
+    if isinstance(value, list):
+        return [f"--{name}", ",".join(value)]
     return [f"--{name}", str(value)]

@@ -18,7 +18,9 @@ from llmscale.cluster.remote import PACKAGE, deepspeed_env_files, gather_environ
 from llmscale.config import limits
 from llmscale.config.command_line import FlagParser, Need, flag, local_path, nonblank, whole_number
 from llmscale.config.launcher_variables import check_is_only_copy
+from llmscale.config.run_config import parse_run_config
 from llmscale.files.resilient_stdout import make_output_resilient
+from llmscale.training.prepare_run import with_prepared_text
 from llmscale.training.stop_request import STOP_SIGNALS
 from llmscale.untrusted.terminal import print_visible
 
@@ -94,6 +96,8 @@ def _launch(args: argparse.Namespace) -> int:
         master_addr=args.master_addr,
         master_port=args.master_port,
     )
+    # Before signals are only noted: text may take hours.
+    with_prepared_text(parse_run_config(options.arguments))
     return Supervisor(options, _note_signals(), _show).run()
 
 

@@ -54,6 +54,10 @@ COMMANDS = {
         "train on many hosts, and continue when one of them fails",
         "launch --hostfile hosts -- --ds zero3 --data data/mine --model gpt2-1.5b",
     ),
+    "ladder": Command(
+        "train a ladder of sizes, fit a scaling law of your own, and predict larger runs",
+        "ladder plan --flops 1e18 --data data/mine --out ladder",
+    ),
     "runs": Command("every run below a folder: step, loss, state, command", "runs"),
     "report": Command(
         "curves and results of runs: in the terminal, as a page, a picture or JSON", "report runs/default"
@@ -71,6 +75,9 @@ COMMANDS = {
         "prune runs/default --to pruned",
     ),
     "checkpoint": Command("list, show, verify and compare checkpoints", "checkpoint list runs/default"),
+    "reproduce": Command(
+        "GPT-2 and GPT-3 again, from data to a table beside the published numbers, in one command", "reproduce nano"
+    ),
     "completion": Command("print the script that completes all of this in bash, zsh or fish", "completion bash"),
 }
 _DESCRIPTION = "Train a GPT under DeepSpeed ZeRO on anything from one CPU to many nodes, and never lose a sample."

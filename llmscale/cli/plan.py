@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.cli.flags import (
@@ -15,7 +16,9 @@ from llmscale.cli.flags import (
 from llmscale.config import limits
 from llmscale.config.command_line import FlagContainer, Need, flag, local_path, number, quantity
 from llmscale.config.run_flags import add_run_flags
+from llmscale.errors import ConfigError
 from llmscale.report.save_figure import check_plot
+from llmscale.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -42,7 +45,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     parser.needs = [
         Need(
             "budget_usd gpu_hours price_per_gpu_hour mfu inference_mfu num_gpus num_nodes interconnect pue "
-            "loss_chunk_tokens",
+            "loss_chunk_tokens serve usd_per_kwh buy_usd_per_gpu years",
             "--gpu NAME",
             lambda args: args.gpu or args.gpu_memory_gib or args.bf16_tflops,
         ),
@@ -50,6 +53,8 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         Need("inference_mfu", "--inference-tokens"),
         Need("interconnect", "with --num-nodes 1", lambda args: args.num_nodes != 1),
         Need("pue", "--gpu NAME"),
+        Need("buy_usd_per_gpu", "--usd-per-kwh X"),
+        Need("years", "--buy-usd-per-gpu X"),
     ]
     parser.set_defaults(handler=_run)
 
@@ -70,11 +75,16 @@ def _add_machine_flags(group: FlagContainer) -> None:
     add_machine_flags(group, num_gpus=8, num_nodes=None, num_nodes_text=text)
     flag(group, "--mfu F", "fraction of the peak rate; default: estimated", number(1e-4, 1))
     flag(group, "--price-per-gpu-hour USD", "price, for the cost", quantity(1e-4, 1e6))
+    flag(group, "--usd-per-kwh X", "price of electricity, for its cost", quantity(1e-4, 100))
+    text = "price of a GPU with its share of host, network and room: buying beside renting"
+    flag(group, "--buy-usd-per-gpu X", text, quantity(1, 1e8))
+    flag(group, "--years Y", "years until a bought GPU is worth nothing", number(0.1, 50), 4.0)
     flag(group, "--pue X", "power of the data centre over that of its computers; default: 1.2", number(1, 10))
 
 
 def _add_run_flags(group: FlagContainer) -> None:
-    flag(group, "--law", "scaling law that decides", default="besiroglu", choices=["besiroglu", "hoffmann"])
+    text = "scaling law that decides: besiroglu, hoffmann, or the law.json of `ladder fit`"
+    flag(group, "--law NAME|FILE", text, _law, default="besiroglu")
     texts = {
         "global_batch_size": "sequences per step; default: the nearest preset's",
         "keep_last": "newest checkpoints to keep; default: 2",
@@ -82,10 +92,31 @@ def _add_run_flags(group: FlagContainer) -> None:
     }
     add_run_flags(group, {"global_batch_size": int}, texts=texts)
     add_optimizer_flags(group)
+    text = "tokens of a request's prompt and output, such as 1000:250: speed and price of serving"
+    flag(group, "--serve IN:OUT", text, _token_pair)
     text = "tokens that the model will serve: gives a smaller model, trained longer"
     flag(group, "--inference-tokens D", text, quantity(1, 1e24))
     flag(group, "--inference-mfu F", "MFU when serving; default: as in training", number(1e-4, 1))
     add_run_flags(group, {"keep_last": int, "keep_every": int}, texts=texts)
+
+
+def _law(text: str) -> str | Path:
+    """Parse the name of a published law, or the file of another."""
+    known = ("besiroglu", "hoffmann")
+    if text in known:
+        return text
+    if "." not in text and "/" not in text:
+        raise ConfigError(
+            f"--law '{text}' is not known.{did_you_mean(text, known)} Legal: {', '.join(known)}, FILE.json."
+        )
+    return local_path(text)
+
+
+def _token_pair(text: str) -> tuple[int, int]:
+    prompt, _, output = text.partition(":")
+    if not (prompt.isdecimal() and output.isdecimal() and 0 < min(int(prompt), int(output)) <= limits.MAX_SEQ_LEN):
+        raise argparse.ArgumentTypeError(f"must be tokens of prompt and output such as 1000:250, not '{text}'")
+    return int(prompt), int(output)
 
 
 def _run(args: argparse.Namespace) -> int:

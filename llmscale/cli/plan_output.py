@@ -27,7 +27,6 @@ from llmscale.planning.disk_usage import SAVE_EVERY
 from llmscale.planning.run_plan import DEFAULT_PUE, ChosenModel, Goal, GPUPlacement, GPUs, Lifetime, Plan, PlanRequest
 from llmscale.planning.scaling import (
     BESIROGLU,
-    FITTED_PARAMETERS,
     HOFFMANN,
     KAPLAN,
     PF_DAY_FLOPS,
@@ -38,6 +37,15 @@ from llmscale.planning.scaling import (
     inference_flops,
     law_rows,
     suggest_shape,
+)
+from llmscale.planning.scaling_ladder import load_law
+from llmscale.planning.serving import (
+    BANDWIDTH_SHARE,
+    MAX_SEQUENCES,
+    MEMORY_SHARE,
+    PROMPT_MFU,
+    Serving,
+    break_even_share,
 )
 from llmscale.terminal.human_numbers import format_quantity
 from llmscale.terminal.table import output_width
@@ -58,6 +66,8 @@ def plan_lines(request: PlanRequest, plan: Plan, *, is_pue_given: bool) -> Itera
         yield from _placement_lines(request, plan, plan.placement, is_pue_given)
     elif request.gpus is None:
         yield _line("GPUs", "--gpu NAME adds hours, energy, the ZeRO row, and with --price-per-gpu-hour the cost")
+    if request.requests is not None:
+        yield from _serving_lines(request, *request.requests, plan.serving)
     if plan.lifetime is not None:
         yield from _lifetime_lines(request, plan, plan.lifetime)
     yield from _hint_lines(request, plan)
@@ -72,7 +82,7 @@ def _law_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     yield _note(
         f"Optimal for {plan.flops:.3g} FLOPs = {plan.flops / PF_DAY_FLOPS:,.4g} PF-days (C = 6 N D) of training:"
     )
-    rows = law_rows(plan.flops)
+    rows = law_rows(plan.flops, request.law)
     cells = [
         [
             "*" if row.name == request.law.name else "",
@@ -90,8 +100,9 @@ def _law_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
         "approaches together put the optimum of 5.76e23 FLOPs between 40B and 70B."
     )
     yield _note(f"{KAPLAN.name} differs because {KAPLAN.why_it_differs}.")
-    if not FITTED_PARAMETERS[0] <= plan.shape.num_parameters <= FITTED_PARAMETERS[1]:
-        low, high = map(format_quantity, FITTED_PARAMETERS)
+    fitted = request.law.fitted_parameters
+    if not fitted[0] <= plan.shape.num_parameters <= fitted[1]:
+        low, high = map(format_quantity, fitted)
         yield _note(f"The fits rest on models of {low} to {high} parameters; this is an extrapolation.")
 
 
@@ -183,8 +194,51 @@ def _placement_lines(request: PlanRequest, plan: Plan, placement: GPUPlacement, 
             f"{_energy(plan.energy_kwh)}: boards at their limit of "
             f"{gpu.power_w:g} W, PUE {request.pue:g}{assumed}; hosts and network not counted",
         )
+    if plan.electricity_usd_per_gpu_hour is not None:
+        electricity_usd = plan.gpu_hours * plan.electricity_usd_per_gpu_hour
+        yield _line("", f"${electricity_usd:,.2f} at ${request.usd_per_kwh:g} per kWh")
     if plan.cost_usd is not None:
         yield _line("cost", f"${plan.cost_usd:,.0f} at ${request.usd_per_gpu_hour:g} per GPU-hour")
+    if request.usd_per_bought_gpu is not None:
+        yield _buying_line(request, plan, machines.world_size * request.usd_per_bought_gpu)
+
+
+def _buying_line(request: PlanRequest, plan: Plan, price: float) -> str:
+    owning, electricity = plan.owning_usd_per_gpu_hour, plan.electricity_usd_per_gpu_hour
+    if owning is None or electricity is None or plan.gpu_hours is None:
+        return _line("buying", "not known: the GPU's power limit is not published")
+    text = (
+        f"${price:,.0f} for all GPUs; over {request.years:g} years without a pause ${owning:.2f} per GPU-hour with "
+        f"electricity, staff not counted; this run ${plan.gpu_hours * owning:,.0f}"
+    )
+    if (rent := request.usd_per_gpu_hour) is not None:
+        share = break_even_share(owning, electricity, rent)
+        what = "never cheaper" if share is None else f"cheaper, if they work more than {share:.0%} of that time,"
+        text += f"; {what} than renting at ${rent:g}"
+    return _line("buying", text)
+
+
+def _serving_lines(request: PlanRequest, prompt: int, output: int, serving: Serving | None) -> Iterator[str]:
+    assert request.gpus is not None
+    asked = f"requests of {prompt:,} + {output:,} tokens"
+    if serving is None:
+        node = f"{request.gpus.gpus_per_node} x {request.gpus.gpu.name}"
+        yield _line("serving", f"{asked}: no replica fits {node}, or the bandwidth of their memory is unknown")
+        return
+    yield _line(
+        "serving",
+        f"{asked} on {serving.num_gpus} x {request.gpus.gpu.name}, {serving.num_sequences} at a time: "
+        f"{serving.requests_per_s * 86400:,.0f} a day; alone, prompts {serving.prompt_tokens_per_s:,.0f} tokens/s and "
+        f"output {serving.output_tokens_per_s:,.0f}, bound by {'memory' if serving.is_memory_bound else 'arithmetic'}",
+    )
+    if request.usd_per_gpu_hour is not None:
+        day, of_prompt, of_output = serving.prices(request.usd_per_gpu_hour).values()
+        yield _line("", f"${day:,.0f} a day; a million tokens: prompts ${of_prompt:,.3f}, output ${of_output:,.3f}")
+    yield _line(
+        "",
+        f"assumed: 16-bit weights, full load, {BANDWIDTH_SHARE:.0%} of the bandwidth and {PROMPT_MFU:.0%} of the peak "
+        f"rate reached, {MEMORY_SHARE:.0%} of the memory, at most {MAX_SEQUENCES} sequences",
+    )
 
 
 def _lifetime_lines(request: PlanRequest, plan: Plan, lifetime: Lifetime) -> Iterator[str]:
@@ -267,7 +321,7 @@ def to_json(request: PlanRequest, plan: Plan) -> str:
             "goal": asdict(request.goal),
             "flops": plan.flops,
             "pf_days": plan.flops / PF_DAY_FLOPS,
-            "laws": [_law_as_dict(row) for row in law_rows(plan.flops)],
+            "laws": [_law_as_dict(row) for row in law_rows(plan.flops, request.law)],
             "law": request.law.name,
             "optimum": {**asdict(plan.optimum), "flops": plan.optimum.flops},
             "shape": {**asdict(plan.shape), "num_parameters": plan.shape.num_parameters},
@@ -284,9 +338,16 @@ def to_json(request: PlanRequest, plan: Plan) -> str:
             },
             "run": _run_as_dict(request, plan),
             "lifetime": asdict(plan.lifetime) if plan.lifetime else None,
+            "serving": _serving_as_dict(request, plan.serving),
         },
         indent=1,
     )
+
+
+def _serving_as_dict(request: PlanRequest, serving: Serving | None) -> dict[str, object] | None:
+    if serving is None:
+        return None
+    return asdict(serving) | (serving.prices(request.usd_per_gpu_hour) if request.usd_per_gpu_hour else {})
 
 
 def _law_as_dict(row: LawRow) -> dict[str, object]:
@@ -320,6 +381,8 @@ def _run_as_dict(request: PlanRequest, plan: Plan) -> dict[str, object] | None:
         "energy_kwh": plan.energy_kwh,
         "pue": request.pue,
         "cost_usd": plan.cost_usd,
+        "electricity_usd_per_gpu_hour": plan.electricity_usd_per_gpu_hour,
+        "owning_usd_per_gpu_hour": plan.owning_usd_per_gpu_hour,
     }
 
 
@@ -363,7 +426,7 @@ def read_request(args: argparse.Namespace) -> PlanRequest:
         given_of_run=run_keys,
         optimizer=get_optimizer(config.optimizer),
         loss_chunk_tokens=config.loss_chunk_tokens,
-        law=_LAWS[args.law],
+        law=_LAWS.get(args.law) or load_law(args.law),
         vocab_size=_vocab_size(config),
         seq_len=shape.seq_len if shape else config.seq_len or _DEFAULT_SEQ_LEN,
         global_batch_size=config.global_batch_size,
@@ -374,6 +437,10 @@ def read_request(args: argparse.Namespace) -> PlanRequest:
         keep_every=config.keep_every,
         usd_per_gpu_hour=args.price_per_gpu_hour,
         pue=args.pue or DEFAULT_PUE,
+        requests=args.serve,
+        usd_per_kwh=args.usd_per_kwh,
+        usd_per_bought_gpu=args.buy_usd_per_gpu,
+        years=args.years,
     )
 
 

@@ -5,28 +5,37 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
+from llmscale.checkpoint.remote_run import fetch_run
+from llmscale.cli.runs import print_runs, runs_below
 from llmscale.config.command_line import flag, local_path, run_place
+from llmscale.config.run_urls import url_of
 from llmscale.config.user_paths import check_output_file, write_output_file
 from llmscale.data.sample_log import FOLDER as SAMPLES_NAME
 from llmscale.data.sample_log import read_recorded
-from llmscale.errors import ConfigError
+from llmscale.error_handling import print_error
+from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.report.ascii_chart import draw_chart
 from llmscale.report.history import WALL_TIME, RunHistory, load_history, load_run_manifest
+from llmscale.report.run_list import MOST_RUNS, ListedRun, is_run_folder, stamp_run
 from llmscale.terminal.status_line import show_if_slow
 from llmscale.terminal.table import output_width, print_fitting
 from llmscale.training.run_folder import (
+    ATTEMPTS_NAME,
     CONFIG_NAME,
     DS_CONFIG_NAME,
     FAILURE_NAME,
     LOCK_NAME,
+    LOGS_NAME,
     METRICS_NAME,
     ORIGIN_FOLDERS,
     STARTS_NAME,
@@ -39,6 +48,10 @@ if TYPE_CHECKING:
     from llmscale.config.command_line import FlagParser
     from llmscale.data.shards.manifest import Manifest
 
+#: Pauses between two looks at the records, on this disk and in a store, and what clears a terminal.
+_WATCH_S, _WATCH_REMOTE_S, _CLEAR = 2.0, 30.0, "\x1b[H\x1b[2J\x1b[3J"
+#: Places that the user named, each with the runs below it; none below a run.
+_Found = list[tuple[Path, list[ListedRun]]]
 _OUTPUTS = ("html", "png", "svg", "json")
 #: Largest width of the chart, and width of its axis.
 _CHART_WIDTH, _CHART_MARGIN = 64, 12
@@ -51,7 +64,8 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         description="Without a file, print each run's curve; in files, draw several runs over each other.",
         epilog="Example: llmscale report runs/a runs/b --html report.html",
     )
-    parser.add_argument("runs", type=run_place, nargs="+", metavar="RUN", help="run folder")
+    parser.add_argument("runs", type=run_place, nargs="+", metavar="RUN", help="run folder, or a folder of runs")
+    flag(parser, "--watch", "report again whenever records change, until Ctrl-C")
     files = parser.add_argument_group("files")
     for name, what in (
         ("html", "a self-contained page with every chart"),
@@ -60,33 +74,82 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         ("json", "the numbers of the charts"),
     ):
         flag(files, f"--{name} FILE", what, local_path)
-    parser.set_defaults(handler=_run)
+    parser.set_defaults(handler=_run, is_of_runs=False)
 
 
 def _run(args: argparse.Namespace) -> int:
     wanted = {name: path for name in _OUTPUTS if (path := getattr(args, name)) is not None}
     _check(args.runs, wanted)
+    found = _find(args.runs)
+    _check([run.path for _, runs in found for run in runs][:MOST_RUNS], wanted)
+    _report(found, wanted)
+    if args.watch:
+        with suppress(KeyboardInterrupt):
+            _watch(args.runs, found, wanted)
+    return 0
+
+
+def _find(places: Sequence[Path]) -> _Found:
+    """Return each place with the runs below it, none for a run itself. Raises LlmscaleError."""
+    found: _Found = []
+    for place in places:
+        runs = runs_below(place) if url_of(place) or (place.is_dir() and not is_run_folder(place)) else []
+        # Without runs it counts as one, whose reading explains what is missing.
+        is_run = not runs or [run.path for run in runs] == [place]
+        found.append((fetch_run(place), []) if is_run else (place, runs))
+    return found
+
+
+def _report(found: _Found, wanted: Mapping[str, Path]) -> None:
+    """Print or write the report of runs, and of runs below folders."""
     if not wanted:
-        for number, run in enumerate(args.runs):
-            if len(args.runs) > 1:
-                print_visible(f"{'' if number == 0 else chr(10)}{make_visible_line(str(run))}")
-            _print_run(run)
-        return 0
+        for number, (place, runs) in enumerate(found):
+            if len(found) > 1:
+                print_visible(f"{'' if number == 0 else chr(10)}{make_visible_line(str(place))}")
+            if runs:
+                print_runs(runs, place)
+            else:
+                _print_run(place)
+        return
     # Importing this takes longer than a report in the terminal.
     from llmscale.report.data import build_report
 
-    with _announced_reading(args.runs):
-        report = build_report(args.runs)
+    folders = list(dict.fromkeys(_paths(found)))
+    with _announced_reading(folders):
+        report = build_report(folders[:MOST_RUNS], [run for _, runs in found for run in runs])
     for name, path in wanted.items():
         _WRITERS[name](path, report)
         print_visible(f"{path}: {path.stat().st_size / 1e3:,.0f} KB" if path.is_file() else f"{path}")
-    return 0
+
+
+def _watch(places: Sequence[Path], found: _Found, wanted: Mapping[str, Path]) -> None:
+    """Report again whenever the records of a run change, with at most a tenth of a core."""
+    seen, took_s = _stamps(found), 0.0
+    pause_s = _WATCH_REMOTE_S if any(map(url_of, places)) else _WATCH_S
+    while True:
+        time.sleep(max(pause_s, 9 * took_s))
+        began = time.monotonic()
+        try:
+            found = _find(places)
+            if seen != (seen := _stamps(found)):
+                if not wanted:
+                    print(_CLEAR if sys.stdout.isatty() else "\n", end="")
+                _report(found, wanted)
+        except LlmscaleError as error:
+            print_error(str(error))
+        took_s = time.monotonic() - began
+
+
+def _stamps(found: _Found) -> list[object]:
+    return [(path, stamp_run(path)) for path in _paths(found)]
+
+
+def _paths(found: _Found) -> list[Path]:
+    return [path for place, runs in found for path in ([run.path for run in runs] or [place])]
 
 
 def _check(runs: Sequence[Path], wanted: Mapping[str, Path]) -> None:
     """Refuse files that cannot be written, before anything is read."""
-    from llmscale.report.data import MOST_RUNS
-
     if len(runs) > MOST_RUNS:
         raise ConfigError(f"{len(runs)} runs are more than a report shows; name at most {MOST_RUNS}.")
     for name, path in wanted.items():
@@ -105,8 +168,6 @@ def _check(runs: Sequence[Path], wanted: Mapping[str, Path]) -> None:
 
 def _check_apart(said: str, place: Path, run: Path) -> None:
     """Refuse a file that the run itself wrote: a report beside them is welcome."""
-    from llmscale.cluster.launch.supervisor import ATTEMPTS_NAME, LOGS_NAME
-
     files = (METRICS_NAME, CONFIG_NAME, STARTS_NAME, DS_CONFIG_NAME, LOCK_NAME, FAILURE_NAME, ATTEMPTS_NAME)
     folder = run.resolve()
     if not place.is_relative_to(folder):

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,30 +52,40 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     parser.set_defaults(handler=_run, is_of_runs=False)
 
 
-def _run(args: argparse.Namespace) -> int:
+def runs_below(folder: Path) -> list[ListedRun]:
+    """Return the runs below a folder, or the copies of those below its URL, the newest first. Raises LlmscaleError."""
     from llmscale.report.run_list import find_runs
 
-    if url_of(args.folder):
+    if url_of(folder):
         from llmscale.checkpoint.remote_run import fetch_runs_below
 
-        fetch_runs_below(args.folder, lambda line: print_visible(line, file=sys.stderr))
-    runs = find_runs(args.folder)
+        fetch_runs_below(folder, lambda line: print_visible(line, file=sys.stderr))
+    return find_runs(folder)
+
+
+def _run(args: argparse.Namespace) -> int:
+    runs = runs_below(args.folder)
     if args.json:
-        print(json.dumps([_as_plain(run) for run in runs], indent=1, allow_nan=False))
+        print(json.dumps([run.as_dict() for run in runs], indent=1, allow_nan=False))
         return 0
     if not runs:
         print(f"No runs below {make_visible_line(shown(args.folder))}. `llmscale train --run FOLDER` makes one.")
-        return 0
-    head, *lines = table_lines(_COLUMNS, [_row(run, args.folder) for run in runs], output_width())
+    else:
+        print_runs(runs, args.folder)
+    return 0
+
+
+def print_runs(runs: Sequence[ListedRun], folder: Path) -> None:
+    """Print a table of the runs below a folder, and why each failed."""
+    head, *lines = table_lines(_COLUMNS, [_row(run, folder) for run in runs], output_width())
     print(head)
     for number, line in enumerate(lines):
         style = _STYLES.get(runs[number].state) if number < len(runs) else None
         print(paint(line, style, sys.stdout) if style else line)
     for run in runs:
         for note in filter(None, (run.error and f"failed: {run.error}", run.problem)):
-            for line in wrap_line(f"{_name(run, args.folder)}: {make_visible_line(note)}", output_width()):
+            for line in wrap_line(f"{_name(run, folder)}: {make_visible_line(note)}", output_width()):
                 print(line)
-    return 0
 
 
 def _row(run: ListedRun, folder: Path) -> list[str]:
@@ -93,19 +104,3 @@ def _show_loss(loss: float) -> str:
 def _name(run: ListedRun, folder: Path) -> str:
     """Return the run's path, relative to the folder that the user named."""
     return make_visible_line(str(run.path.relative_to(folder)) if run.path != folder else shown(folder))
-
-
-def _as_plain(run: ListedRun) -> dict[str, object]:
-    return {
-        "run": shown(run.path),
-        "state": run.state,
-        "step": run.step,
-        "total_steps": run.total_steps,
-        # JSON has no NaN.
-        "loss": None if run.loss is None or math.isnan(run.loss) else run.loss,
-        "goodput": run.goodput,
-        "last_seen": run.last_seen.isoformat(timespec="seconds") if run.last_seen else None,
-        "command": run.command,
-        "error": run.error,
-        "problem": run.problem or None,
-    }

@@ -27,10 +27,11 @@ from llmscale.config.limits import MAX_GPUS_PER_NODE
 from llmscale.config.run_config import parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.files.resilient_stdout import make_output_resilient
+from llmscale.report.run_list import notify_of_end
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.terminal.status_line import show_status
 from llmscale.training.changes import check_start
-from llmscale.training.prepare_run import announce_after_s, prepare_run
+from llmscale.training.prepare_run import announce_after_s, prepare_run, with_prepared_text
 from llmscale.training.stop_request import STOP_SIGNALS
 from llmscale.untrusted.interpreter import code_command
 from llmscale.untrusted.terminal import print_visible
@@ -58,6 +59,7 @@ def _run_ranks(words: Sequence[str]) -> int:
     # A run must not fail because its output cannot be written.
     make_output_resilient()
     check_is_only_copy(os.environ, "llmscale train")
+    config = with_prepared_text(config)
     with show_status(
         "checking the configuration and the data", after_s=announce_after_s(config), is_plain=config.plain
     ):
@@ -72,11 +74,15 @@ def _run_ranks(words: Sequence[str]) -> int:
     environments = rank_environment(os.environ, num_ranks, port, count_cpus())
     read_launcher_variables(environments[0])
     _show(f"starting {count_nouns(num_ranks, 'rank')} ...")
-    return LocalRanks(
-        rank_command(PACKAGE / "train.py", arguments),
-        environments,
-        lambda line: _show(f"error: {line}"),
-    ).run()
+    deaths: list[str] = []
+
+    def show_death(line: str) -> None:
+        deaths.append(line)
+        _show(f"error: {line}")
+
+    status = LocalRanks(rank_command(PACKAGE / "train.py", arguments), environments, show_death).run()
+    notify_of_end(config, status, deaths[0] if deaths else None)
+    return status
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.errors import ConfigError
@@ -12,6 +13,32 @@ from llmscale.errors import ConfigError
 DEFAULT_MICRO_BATCH_TOKENS = 16_384
 #: Most numbers that an error lists.
 _MOST_LISTED = 24
+#: Most sizes of a growing batch; a checkpoint lists them.
+_MOST_SIZES = 1024
+#: Batch sizes of a run, ascending: steps done, samples seen, and the size from there on.
+Batches = tuple[tuple[int, int, int], ...]
+
+
+def samples_after(batches: Batches, steps: int) -> int:
+    """Return the samples seen after `steps` steps."""
+    done, seen, size = next(known for known in reversed(batches) if known[0] <= steps)
+    return seen + (steps - done) * size
+
+
+@dataclass(frozen=True)
+class BatchRamp:
+    """Growth of the global batch at the beginning of a run, linear in the samples seen (Brown et al. 2020, table 2.1
+    and appendix B)."""
+
+    first: int
+    """Sequences of the first step; later sizes are multiples, rounded down, so that the same ranks can divide them."""
+    samples: int
+    """Samples after which the batch has its full size."""
+
+    def size(self, full: int, seen: int) -> int:
+        """Return the sequences of the step after `seen` samples."""
+        grown = self.first + (full - self.first) * min(seen, self.samples) // self.samples
+        return grown // self.first * self.first
 
 
 @dataclass(frozen=True)
@@ -19,7 +46,7 @@ class BatchPlan:
     """Division of a global batch: micro_batch_size x gradient_accumulation_steps x data_parallel_size, exactly."""
 
     global_batch_size: int
-    """Sequences per optimizer step over all ranks; fixed for a run, whatever the number of ranks."""
+    """Sequences per optimizer step over all ranks, after a ramp; fixed for a run, whatever the number of ranks."""
     micro_batch_size: int
     """Sequences per forward pass of a rank, or of the ranks that divide them."""
     gradient_accumulation_steps: int
@@ -27,9 +54,39 @@ class BatchPlan:
     ranks: ParallelLayout
     seq_len: int
     """Tokens per sequence."""
+    ramp: BatchRamp | None = None
+    """Growth of the batch from the beginning of the run; None for a constant batch."""
+
+    def batches_from(self, step: int, seen: int) -> Batches:
+        """Return the batch sizes from a step on, after `seen` samples."""
+        full, ramp = self.global_batch_size, self.ramp
+        if ramp is None:
+            return ((step, seen, full),)
+        found = [(step, seen, ramp.size(full, seen))]
+        while (size := found[-1][-1]) < full:
+            # The batch grows by another `first` once this many samples are seen.
+            until = -(-size * ramp.samples // (full - ramp.first))
+            steps = -(-(until - seen) // size)
+            step, seen = step + steps, seen + steps * size
+            found.append((step, seen, ramp.size(full, seen)))
+        return tuple(found)
+
+    @cached_property
+    def _batches(self) -> Batches:
+        return self.batches_from(0, 0)
+
+    def samples_after(self, steps: int) -> int:
+        """Return the samples that a run has seen after `steps` steps."""
+        return samples_after(self._batches, steps)
+
+    def steps_for(self, samples: int) -> int:
+        """Return the fewest steps that see `samples` samples."""
+        done, seen, size = next(known for known in reversed(self._batches) if known[1] < max(1, samples))
+        return done - (seen - samples) // size
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step, after a ramp."""
         return self.global_batch_size * self.seq_len
 
     @property
@@ -50,32 +107,45 @@ class BatchPlan:
 
     def describe(self) -> str:
         """Return the multiplication in one line."""
+        grows = ""
+        if self.ramp is not None:
+            steps, _, _ = self._batches[-1]
+            grows = f", grown from {self.ramp.first} sequences in {len(self._batches)} sizes by step {steps + 1:,}"
         return (
             f"global batch {self.global_batch_size} sequences = {self.micro_batch_size} micro-batch "
             f"x {self.gradient_accumulation_steps} accumulation x {_count_groups(self.ranks)} "
-            f"= {self.tokens_per_step:,} tokens per step"
+            f"= {self.tokens_per_step:,} tokens per step{grows}"
         )
 
 
 def build_batch_plan(
-    *, global_batch_size: int, ranks: ParallelLayout, seq_len: int, micro_batch_size: int | None = None
+    *,
+    global_batch_size: int,
+    ranks: ParallelLayout,
+    seq_len: int,
+    micro_batch_size: int | None = None,
+    ramp: BatchRamp | None = None,
 ) -> BatchPlan:
     """Divide `global_batch_size` sequences over the data-parallel ranks.
 
-    The micro-batch defaults to the largest divisor of a rank's share that stays within DEFAULT_MICRO_BATCH_TOKENS.
-    Raises ConfigError that lists the legal world sizes and micro-batches when the division leaves a remainder.
+    With a ramp, ranks and micro-batch must divide its first size. The micro-batch defaults to the largest divisor of a
+    rank's share that stays within DEFAULT_MICRO_BATCH_TOKENS. Raises ConfigError that lists the legal world sizes and
+    micro-batches when the division leaves a remainder.
     """
     if global_batch_size < 1:
         raise ConfigError(f"global_batch_size must be at least 1 sequence, not {global_batch_size}.")
-    size = ranks.data_parallel_size
-    if global_batch_size % size:
-        legal_sizes = [parts * ranks.sequence_parallel_size for parts in divisors(global_batch_size)]
+    size, smallest, key = ranks.data_parallel_size, global_batch_size, "global_batch_size"
+    if ramp is not None:
+        _check_ramp(ramp, global_batch_size)
+        smallest, key = ramp.first, "batch_ramp_from"
+    if smallest % size:
+        legal_sizes = [parts * ranks.sequence_parallel_size for parts in divisors(smallest)]
         raise ConfigError(
-            f"global_batch_size {global_batch_size} cannot be divided over {_count_groups(ranks)}. "
+            f"{key} {smallest} cannot be divided over {_count_groups(ranks)}. "
             f"Legal world sizes for it: {_listed(legal_sizes)}. "
-            f"Or change --global-batch-size to {_nearest_multiples(global_batch_size, size)}."
+            f"Or change --{key.replace('_', '-')} to {_nearest_multiples(smallest, size)}."
         )
-    share = global_batch_size // size
+    share = smallest // size
     legal = divisors(share)
     if micro_batch_size is None:
         fitting = [size for size in legal if size * ranks.part_of(seq_len) <= DEFAULT_MICRO_BATCH_TOKENS]
@@ -83,10 +153,21 @@ def build_batch_plan(
     if micro_batch_size < 1 or share % micro_batch_size:
         raise ConfigError(
             f"micro_batch_size {micro_batch_size} does not divide the {share} sequences that each of "
-            f"{_count_groups(ranks)} has per step (global_batch_size {global_batch_size}). Legal micro-batches: "
-            f"{_listed(legal)}."
+            f"{_count_groups(ranks)} has per step ({key} {smallest}). Legal micro-batches: {_listed(legal)}."
         )
-    return BatchPlan(global_batch_size, micro_batch_size, share // micro_batch_size, ranks, seq_len)
+    return BatchPlan(
+        global_batch_size, micro_batch_size, global_batch_size // size // micro_batch_size, ranks, seq_len, ramp
+    )
+
+
+def _check_ramp(ramp: BatchRamp, full: int) -> None:
+    """Raise ConfigError unless a batch can grow from the ramp's first size to the full one."""
+    legal = [number for number in divisors(full)[:-1] if full // number <= _MOST_SIZES]
+    if ramp.first not in legal:
+        raise ConfigError(
+            f"batch_ramp_from {ramp.first} must divide the global batch of {full} sequences, in 2 to {_MOST_SIZES} "
+            f"parts: the batch grows by as many. Legal: {_listed(legal) or 'none, for a batch of one sequence'}."
+        )
 
 
 def _count_groups(ranks: ParallelLayout) -> str:

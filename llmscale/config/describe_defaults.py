@@ -73,11 +73,14 @@ def describe_optimizer(config: RunConfig, schedule: Schedule, gradient_clipping:
     """Describe optimizer and schedule, with all defaults."""
     preset = "" if config.lr is not None else f" ({_default_of(config)})"
     adam = f", betas {config.beta1:g} and {config.beta2:g}" if config.optimizer != "adafactor" else ""
+    rules = f"; {', '.join(config.param_group)}" if config.param_group else ""
+    rules += f"; frozen: {', '.join(config.freeze)}" if config.freeze else ""
     factor = f" ({config.muon_lr_factor:g} times that for matrices)" if config.muon_lr_factor else ""
     return (
         f"{config.optimizer}, learning rate {schedule.peak_lr:.2e}{preset}{factor}, {describe_schedule(schedule)}, "
         f"weight decay {config.weight_decay:g}{adam}, "
-        f"{f'clipping at {gradient_clipping:g}' if gradient_clipping else 'no clipping'}, dropout {config.dropout:g}"
+        f"{f'clipping at {gradient_clipping:g}' if gradient_clipping else 'no clipping'}, "
+        f"dropout {config.dropout:g}{rules}"
     )
 
 
@@ -103,13 +106,12 @@ def describe_schedule(schedule: Schedule) -> str:
 
 def describe_steps(config: RunConfig, resolved: ResolvedRun, num_samples: int) -> str | None:
     """Return which samples the default of --steps leaves out or repeats, or how --tokens was rounded, or None."""
-    size = resolved.plan.global_batch_size
     if config.steps is not None:
         return None
     if config.tokens is not None:
         more = resolved.total_tokens - config.tokens
         return f"--tokens {config.tokens:,} rounded up to whole steps" if more else None
-    left = num_samples - resolved.total_steps * size
+    left = num_samples - resolved.plan.samples_after(resolved.total_steps)
     if left == 0:
         return "one pass over the data"
     if left > 0:

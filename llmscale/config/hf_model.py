@@ -23,7 +23,7 @@ PREFIX = "hf:"
 #: Keys of a run that config.json sets; dropout is not among them.
 PUBLISHED_KEYS = tuple(key for key in (*SHAPE_KEYS, "vocab_size") if key != "dropout")
 #: Keys that change no tensor, so that they may differ from config.json, for example to extend the context.
-_FREE_KEYS = ("rope_theta", "rope_scaling", "sliding_window")
+_FREE_KEYS = ("rope_theta", "rope_scaling", "sliding_window", "window_pattern")
 _ADAPTER_CONFIG = "adapter_config.json"
 
 

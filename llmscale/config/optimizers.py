@@ -1,16 +1,21 @@
 """Describe every optimizer of a run: parameter groups, states, bytes and FLOPs of a step, legal ZeRO stages. No torch.
 
-`llmscale.engine.optimizers` builds them; memory, disk space and speed derive from these descriptions.
+Patterns over parameter names (`--param-group`, `--freeze`) divide the groups and leave parameters out.
+`llmscale.engine.optimizers` builds the optimizers; memory, disk space and speed derive from these descriptions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from llmscale.architecture.attention_kernels import ComputeCapability
-from llmscale.architecture.layers import Architecture, ParameterKind, ParameterTensor
+from llmscale.architecture.layers import Architecture, ParameterKind, ParameterTensor, ParameterTensors
+from llmscale.config import limits
 from llmscale.config.hardware import has_bf16
 from llmscale.config.muon import matrices_of
 from llmscale.errors import ConfigError
@@ -18,6 +23,8 @@ from llmscale.errors import ConfigError
 OptimizerName = Literal["adamw", "muon", "adafactor"]
 
 _FP32_BYTES = 4
+#: Between the name of a group and the pattern that divides it.
+_DIVIDED = "/"
 
 
 @dataclass(frozen=True)
@@ -38,11 +45,43 @@ class OptimizerGroup:
     """True if updates are orthogonalised matrices (llmscale.config.muon)."""
     products_dtype: Literal["bf16", "fp32"] = "bf16"
     """Type of the orthogonalisation's matrix products: bf16, as Muon was published, where the GPU has it."""
+    pattern: str = "*"
+    """Pattern of the names of the parameters that belong to the group."""
+    own_decay: float | None = None
+    """Weight decay in place of the run's."""
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one weight: its fp32 master and its states."""
         return _FP32_BYTES * (1 + len(self.states))
+
+    @property
+    def undivided_name(self) -> str:
+        """Name of the group that patterns have divided into this and others. Their scalars are equal."""
+        return undivided_name(self.name)
+
+    def weight_decay(self, of_run: float) -> float:
+        """Return the group's weight decay."""
+        return self.own_decay if self.own_decay is not None else of_run if self.decays else 0.0
+
+    def holds(self, name: str, kind: ParameterKind) -> bool:
+        """Return whether a parameter may belong to the group; the first such group has it."""
+        return kind in self.kinds and (self.pattern == "*" or fnmatchcase(name, self.pattern))
+
+
+def undivided_name(name: str) -> str:
+    """Return the part of a group's name before the pattern that made it."""
+    return name.partition(_DIVIDED)[0]
+
+
+@dataclass(frozen=True)
+class ParameterRule:
+    """Learning rate and weight decay of the parameters whose names match a pattern."""
+
+    pattern: str
+    learning_rate_factor: float = 1.0
+    own_decay: float | None = None
+    """Weight decay in place of the run's; None keeps that."""
 
 
 @dataclass(frozen=True)
@@ -54,28 +93,35 @@ class OptimizerSpec:
     """Parameter groups, in torch's order."""
     steps_shards: bool = True
     """True if it can step a flat shard of a tensor, as ZeRO stages 1 to 3 pass it."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of the names of parameters without gradients and states."""
 
-    def group_of(self, kind: ParameterKind) -> OptimizerGroup:
-        """Return the group of a parameter."""
-        return next(group for group in self.groups if kind in group.kinds)
+    def group_of(self, kind: ParameterKind, name: str = "") -> OptimizerGroup:
+        """Return the group of a parameter; without its name, a group of the same states."""
+        return next(group for group in self.groups if group.holds(name, kind))
 
     def group_tensors(
         self, tensors: Iterable[ParameterTensor]
     ) -> tuple[tuple[OptimizerGroup, tuple[ParameterTensor, ...]], ...]:
         """Return each group with its parameters, in order. Empty groups are left out, as in torch and DeepSpeed."""
         found: dict[str, list[ParameterTensor]] = {group.name: [] for group in self.groups}
-        members = {kind: found[group.name] for group in reversed(self.groups) for kind in group.kinds}
         for tensor in tensors:
-            members[tensor.kind].append(tensor)
+            found[self.group_of(tensor.kind, tensor.name).name].append(tensor)
         return tuple((group, tuple(found[group.name])) for group in self.groups if found[group.name])
 
     def state_bytes(self, model: Architecture) -> int:
-        """Return the bytes of fp32 master weights and states of all parameters, as a checkpoint holds them."""
-        return sum(self.group_of(kind).state_bytes * count for kind, count in model.elements_by_kind.items())
+        """Return the bytes of fp32 master weights and states of all parameters that are trained."""
+        trained = ParameterTensors(model, self.frozen).trainable_by_kind
+        return sum(self.group_of(kind).state_bytes * count for kind, count in trained.items())
+
+    def checkpoint_bytes(self, model: Architecture) -> int:
+        """Return the bytes of a checkpoint: master weights and states, and frozen parameters, at most in fp32."""
+        frozen = ParameterTensors(model, self.frozen).frozen_tensors
+        return self.state_bytes(model) + _FP32_BYTES * sum(tensor.elements for tensor in frozen)
 
     def state_bytes_per_weight(self, model: Architecture) -> float:
-        """Return the average `state_bytes` of one weight."""
-        return self.state_bytes(model) / model.num_parameters
+        """Return the average `state_bytes` of one weight that is trained."""
+        return self.state_bytes(model) / ParameterTensors(model, self.frozen).num_trainable
 
     def step_bytes_per_weight(self, model: Architecture) -> float:
         """Return the memory traffic of a step per weight: states are read and written, the fp32 gradient is read."""
@@ -88,6 +134,32 @@ class OptimizerSpec:
         )
         return replace(self, groups=tuple(changed))
 
+    def with_rules(
+        self, rules: Sequence[ParameterRule], frozen: Sequence[str], tensors: Sequence[ParameterTensor]
+    ) -> OptimizerSpec:
+        """Return the optimizer with groups divided by `rules`, the first that matches first, and parameters frozen.
+
+        Raises ConfigError for a pattern without a parameter of its own among `tensors`, and if all are frozen.
+        """
+        left = [tensor.name for tensor in tensors]
+        for flag, patterns in (("--freeze", frozen), ("--param-group", [rule.pattern for rule in rules])):
+            for pattern in patterns:
+                left = _take_matching(flag, pattern, left, [tensor.name for tensor in tensors])
+            if flag == "--freeze" and not left:
+                raise ConfigError(f"--freeze {' '.join(frozen)} leaves no parameter to train. Give fewer patterns.")
+        divided = (
+            replace(
+                group,
+                name=f"{group.name}{_DIVIDED}{rule.pattern}",
+                learning_rate_factor=group.learning_rate_factor * rule.learning_rate_factor,
+                pattern=rule.pattern,
+                own_decay=rule.own_decay,
+            )
+            for rule in rules
+            for group in self.groups
+        )
+        return replace(self, groups=(*divided, *self.groups), frozen=tuple(frozen))
+
     def on_gpu(self, capability: ComputeCapability | None) -> OptimizerSpec:
         """Return the optimizer on a GPU of that compute capability; None means Ampere or newer."""
         if has_bf16(capability):
@@ -97,12 +169,12 @@ class OptimizerSpec:
     def step_flops(self, model: Architecture) -> int:
         """Return the FLOPs of a step's matrix products, summed over ranks; elementwise operations are not counted."""
         kinds = {kind for group in self.groups if group.is_orthogonalised for kind in group.kinds}
-        layers = (layer for _, layer in model.all_layers())
-        parameters = (p for layer in layers for p in layer.parameters if p.kind in kinds)
+        tensors = ParameterTensors(model, self.frozen).trainable if kinds else ()
         return sum(
             matrix.newton_schulz_flops
-            for parameter in parameters
-            for _, matrix in matrices_of(parameter.matrix_rows, parameter.shape[1], ())
+            for tensor in tensors
+            if tensor.kind in kinds
+            for _, matrix in matrices_of(tensor.parameter.matrix_rows, tensor.parameter.shape[1], ())
         )
 
     def check_stage(self, zero_stage: int) -> None:
@@ -143,3 +215,45 @@ MODELLED_NAMES = tuple(spec.name for spec in _ALL if spec.steps_shards)
 def get_optimizer(name: OptimizerName) -> OptimizerSpec:
     """Return the optimizer that a run's `optimizer` key names."""
     return {spec.name: spec for spec in _ALL}[name]
+
+
+def parse_rule(text: str) -> ParameterRule:
+    """Parse PATTERN:lr=0.1x:decay=0 of --param-group, with either setting or both. Raises ConfigError."""
+    pattern, *settings = text.split(":")
+    found: dict[str, float] = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        try:
+            number = float(value.removesuffix("x") if key == "lr" and value.endswith("x") else value)
+        except ValueError:
+            number = math.nan
+        most = {"lr": limits.MAX_LEARNING_RATE_FACTOR, "decay": limits.MAX_WEIGHT_DECAY}.get(key, -1.0)
+        is_legal = 0 <= number <= most and (key == "decay" or value.endswith("x"))
+        if not is_legal or key in found:
+            raise ConfigError(_ill_formed(text))
+        found[key] = number
+    if not pattern or not found:
+        raise ConfigError(_ill_formed(text))
+    return ParameterRule(pattern, found.get("lr", 1.0), found.get("decay"))
+
+
+def _ill_formed(text: str) -> str:
+    return (
+        f"--param-group '{text}' must be PATTERN:lr=FACTORx:decay=NUMBER, such as 'wte*:lr=0.1x:decay=0': the "
+        f"learning rate as a multiple of the run's, up to {limits.MAX_LEARNING_RATE_FACTOR:g}x, the weight decay in "
+        f"place of the run's, up to {limits.MAX_WEIGHT_DECAY:g}, or one of them."
+    )
+
+
+def _take_matching(flag: str, pattern: str, left: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the names in `left` that do not match. Raises ConfigError if all do not."""
+    kept = [name for name in left if not fnmatchcase(name, pattern)]
+    if len(kept) < len(left):
+        return kept
+    if any(fnmatchcase(name, pattern) for name in names):
+        raise ConfigError(f"{flag} '{pattern}' matches only parameters that an earlier pattern or --freeze has taken.")
+    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+    raise ConfigError(
+        f"{flag} '{pattern}' matches no parameter. Names near it: {', '.join(near)}. In a pattern * matches "
+        "any text: 'wte*', 'blocks.0.*', '*.bias'."
+    )

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
+from llmscale.architecture.layers import ParameterTensors
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
-from llmscale.config.batch_plan import BatchPlan, build_batch_plan
+from llmscale.config.batch_plan import BatchPlan, BatchRamp, build_batch_plan
 from llmscale.config.deepspeed.resolve import DsConfig, resolve_ds_config, without_pinned_memory
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision, ResolvedDsConfig
 from llmscale.config.hf_model import default_preset
 from llmscale.config.loss_settings import DEFAULT_LOSS, LossSettings
-from llmscale.config.optimizers import ADAMW, OptimizerSpec, get_optimizer
+from llmscale.config.optimizers import ADAMW, OptimizerSpec, get_optimizer, parse_rule
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.presets import get_preset
 from llmscale.config.run_config import RunConfig
@@ -53,6 +54,11 @@ class ResolvedStep:
         """`ds_config` as a typed object."""
         return ResolvedDsConfig.model_validate(dict(self.ds_config))
 
+    @cached_property
+    def tensors(self) -> ParameterTensors:
+        """Parameters of the model, one by one, and which of them are frozen."""
+        return replace(self.shape.tensors, frozen=self.optimizer.frozen)
+
     @property
     def precision(self) -> Precision:
         return self.ds.precision
@@ -82,7 +88,7 @@ class ResolvedRun(ResolvedStep):
 
     @property
     def total_tokens(self) -> int:
-        return self.total_steps * self.plan.tokens_per_step
+        return self.plan.samples_after(self.total_steps) * self.plan.seq_len
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON values for the run folder, which has the ds_config in a separate file."""
@@ -119,7 +125,11 @@ def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: in
     schedule = resolve_schedule(config, plan, facts.num_train_samples)
     chosen = ds.with_flags(config.precision, config.gradient_clipping)
     mode = config.activation_checkpointing or ds.checkpointing
-    optimizer = resolve_optimizer(config)
+    optimizer = resolve_optimizer(config, shape)
+    if optimizer.frozen and ds.offload_param_device == "nvme":
+        raise ConfigError(
+            f"--freeze does not work with {ds.source}'s parameters on NVMe. Use offload_param to cpu or to none."
+        )
     if config.keep_zeros and any(group.is_orthogonalised for group in optimizer.groups):
         raise ConfigError(
             f"--keep-zeros does not work with --optimizer {config.optimizer}: its update moves every element of "
@@ -129,10 +139,14 @@ def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: in
     return ResolvedRun(shape, plan, chosen, resolve_ds_config(chosen, shape, plan), mode, optimizer, loss, schedule)
 
 
-def resolve_optimizer(config: RunConfig) -> OptimizerSpec:
-    """Return the optimizer with the run's own learning-rate factor."""
+def resolve_optimizer(config: RunConfig, shape: GPTShape) -> OptimizerSpec:
+    """Return the optimizer with the run's own learning-rate factors and patterns. Raises ConfigError."""
     spec = get_optimizer(config.optimizer)
-    return spec if config.muon_lr_factor is None else spec.with_matrix_factor(config.muon_lr_factor)
+    if config.muon_lr_factor is not None:
+        spec = spec.with_matrix_factor(config.muon_lr_factor)
+    if not config.param_group and not config.freeze:
+        return spec
+    return spec.with_rules([parse_rule(text) for text in config.param_group], config.freeze, shape.tensors.all)
 
 
 def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:
@@ -165,11 +179,13 @@ def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:
 
 def resolve_batch(config: RunConfig, seq_len: int, world_size: int) -> BatchPlan:
     """Divide the global batch of the flags or the preset over the ranks. Raises ConfigError."""
+    first, tokens = config.batch_ramp_from, config.batch_ramp_tokens
     return build_batch_plan(
         global_batch_size=_global_batch_size(config, get_preset(default_preset(config)).global_batch_tokens, seq_len),
         ranks=ParallelLayout(world_size, config.sequence_parallel_size),
         seq_len=seq_len,
         micro_batch_size=config.micro_batch_size,
+        ramp=BatchRamp(first, -(-tokens // seq_len)) if first is not None and tokens is not None else None,
     )
 
 
@@ -190,18 +206,20 @@ def _global_batch_size(config: RunConfig, preset_tokens: int, seq_len: int) -> i
 
 
 def _steps_of(tokens: int | None, plan: BatchPlan) -> int | None:
-    return None if tokens is None else -(-tokens // plan.tokens_per_step)
+    return None if tokens is None else plan.steps_for(-(-tokens // plan.seq_len))
 
 
 def resolve_schedule(config: RunConfig, plan: BatchPlan, num_train_samples: int) -> Schedule:
     """Return the steps of the run, by default one pass over the dataset, and its learning-rate schedule."""
     total_steps = config.steps or _steps_of(config.tokens, plan)
     if total_steps is None:
-        total_steps = max(1, num_train_samples // plan.global_batch_size)
+        total_steps = max(1, plan.steps_for(num_train_samples + 1) - 1)
     warmup_steps = config.warmup_steps if config.warmup_steps is not None else _steps_of(config.warmup_tokens, plan)
     if warmup_steps is None:
         warmup_steps = min(2000, total_steps // 100)
-    decay_steps = config.decay_steps or _steps_of(config.decay_tokens, plan)
+    # The final decay of wsd comes after a batch ramp.
+    at_end = replace(plan, ramp=None) if config.schedule == "wsd" else plan
+    decay_steps = config.decay_steps or _steps_of(config.decay_tokens, at_end)
     if decay_steps is None:
         decay_steps = max(1, total_steps // 5) if config.schedule == "wsd" else total_steps
     min_lr_frac = config.min_lr_frac

@@ -36,6 +36,7 @@ TaskFile = Annotated[str, AfterValidator(check_task_file)]
 UserPath = Annotated[Path, BeforeValidator(check_path)]
 ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
 CompileMode = Literal["auto", "on", "off"]
+CompileTuning = Literal["default", "max-autotune-no-cudagraphs"]
 OnSpike = Literal["warn", "stop", "skip"]
 
 #: Changes after a checkpoint that --allow-changed must permit, each with what it breaks.
@@ -81,7 +82,7 @@ class RunConfig(BaseModel):
     n_embd: int | None = Field(None, ge=1, le=limits.MAX_WIDTH)
     """Width of the residual stream."""
     seq_len: int | None = Field(None, ge=1, le=limits.MAX_SEQ_LEN)
-    """Tokens per sequence; default: the data set's, which it must equal."""
+    """Tokens per sequence; default: the data set's, which it must equal; for text the model's, at most 2,048."""
     activation: Activation | None = None
     """MLP non-linearity; default: the preset's."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
@@ -120,6 +121,9 @@ class RunConfig(BaseModel):
     """Use the token embedding as output head; default: the preset's."""
     sliding_window: int | None = Field(None, ge=0, le=limits.MAX_SEQ_LEN)
     """Positions that attention sees, its own included; 0: all earlier ones; default: the preset's."""
+    window_pattern: NonBlank | None = None
+    """Blocks with the sliding window (L, local) and without it (G, global), repeated: GL, LG or LLLLLG, as in GPT-3,
+    Gemma 2 and Gemma 3; default: the preset's, L."""
     document_mask: bool = False
     """Restrict attention to one document, and restart positions at each document. Attention takes longer."""
     vocab_size: int | None = Field(None, ge=1, le=limits.MAX_VOCAB)
@@ -129,8 +133,14 @@ class RunConfig(BaseModel):
     data: PathOrUrl = "data/python-stdlib"
     """Folder made by `llmscale data prepare`, or its URL (s3://, gs://, hf://, ...), fetched shard by shard. A YAML
     file mixes several datasets by weight (docs/data.md)."""
+    text: PathOrUrl | None = None
+    """Text in place of data: a folder, a file or any other --input of `llmscale data prepare`. The first start prepares
+    it into the cache, later ones find it there."""
+    tokenizer: PathOrUrl | None = None
+    """Tokenizer for text, as of `llmscale data prepare`; default: that of a published model, else one trained on the
+    text."""
     data_cache: UserPath | None = None
-    """Cache for the shards of a remote dataset; default: ~/.cache/llmscale/data."""
+    """Cache for the shards of a remote dataset, or for prepared text; default: ~/.cache/llmscale."""
     shuffle: bool = True
     """Shuffle each epoch."""
     num_canonical_nodes: int | None = Field(None, ge=1, le=limits.MAX_NODES)
@@ -145,6 +155,9 @@ class RunConfig(BaseModel):
     skip_steps: list[str] = Field(default_factory=list)
     """Leave out the batches of steps A to B-1, now and after every resume. Ranges are applied one after the other: of
     the steps in one log, give the later ones first."""
+    overfit_batch: int | None = Field(None, ge=1, le=limits.MAX_BATCH)
+    """Train on the run's first N samples in every step, as a first check that the model learns. Ends with a verdict,
+    saves nothing; default: 200 steps."""
     record_samples: bool = False
     """Write the sample ids of every step to the run folder."""
 
@@ -155,6 +168,11 @@ class RunConfig(BaseModel):
     """Tokens per optimizer step, in place of global_batch_size; a multiple of seq_len."""
     micro_batch_size: int | None = Field(None, ge=1, le=limits.MAX_BATCH)
     """Sequences per rank and forward pass; default: the largest within 16,384 tokens."""
+    batch_ramp_from: int | None = Field(None, ge=1, le=limits.MAX_BATCH)
+    """Sequences of the first step; the global batch grows by as many at a time to its full size. The number of ranks
+    must divide it."""
+    batch_ramp_tokens: int | None = Field(None, ge=1, le=limits.MAX_TOKENS)
+    """Tokens over which the global batch grows, linearly, as GPT-3's did."""
     steps: int | None = Field(None, ge=1, le=limits.MAX_STEPS)
     """Optimizer steps of the run; default: one pass over the data."""
     tokens: int | None = Field(None, ge=1, le=limits.MAX_TOKENS)
@@ -171,6 +189,11 @@ class RunConfig(BaseModel):
     only."""
     muon_lr_factor: float | None = Field(None, gt=0, le=limits.MAX_LEARNING_RATE_FACTOR)
     """Muon: ratio of the blocks' matrices' learning rate to that of all other parameters; default: 1."""
+    param_group: list[NonBlank] = Field(default_factory=list)
+    """Learning rate and weight decay of the parameters whose names match: 'wte*:lr=0.1x:decay=0'. The first pattern
+    that matches counts."""
+    freeze: list[NonBlank] = Field(default_factory=list)
+    """Do not train the parameters whose names match, such as 'blocks.0.*': no gradients, no optimizer states."""
     lr: float | None = Field(None, gt=0, le=limits.MAX_LEARNING_RATE)
     """Peak learning rate; default: the preset's."""
     schedule: ScheduleName = "cosine"
@@ -216,6 +239,9 @@ class RunConfig(BaseModel):
     # speed
     compile: CompileMode = "auto"
     """Compile the blocks with torch.compile. auto: on GPUs, if the run is long enough for a net gain."""
+    compile_mode: CompileTuning = "default"
+    """torch.compile's mode. max-autotune-no-cudagraphs tries more kernels, and compiles for minutes. Its modes that
+    capture CUDA graphs are not offered: one graph runs once per block."""
 
     # the loop
     seed: int = Field(1337, ge=0, le=limits.MAX_SEED)
@@ -241,7 +267,7 @@ class RunConfig(BaseModel):
     save_every_minutes: float | None = Field(None, gt=0, le=limits.MAX_MINUTES)
     """Also save when this much time has passed since the last checkpoint."""
     keep_last: int = Field(2, ge=1, le=limits.MAX_CHECKPOINTS)
-    """Newest checkpoints to keep."""
+    """Newest checkpoints to keep, beside the one with the lowest validation loss."""
     keep_every: int = Field(0, ge=0, le=limits.MAX_STEPS)
     """Also keep every checkpoint whose step is a multiple of this; 0: none."""
     async_save: bool = True
@@ -250,8 +276,8 @@ class RunConfig(BaseModel):
     """Run folder, for configuration, metrics, checkpoints and samples; or its URL (s3://, gs://, az://): the nodes
     publish what is on their disks there (docs/checkpoints.md)."""
     resume: OtherRunOrName = "auto"
-    """auto: resume if the run folder has a checkpoint; none: start from scratch in a new folder; or the folder of a
-    checkpoint."""
+    """auto: resume if the run folder has a checkpoint; none: start from scratch in a new folder; best: go back to the
+    run's lowest validation loss; or the folder of a checkpoint."""
     init_from: OtherRunOrName | None = None
     """Start at step 0 with the weights of a run, a checkpoint, or hf:FOLDER or hf:NAME, which also set the model."""
     allow_changed: list[str] = Field(default_factory=list)
@@ -264,6 +290,9 @@ class RunConfig(BaseModel):
     on_spike: OnSpike = "warn"
     """Action after a loss spike. stop: end the run and print how to resume. skip: return to the checkpoint before it
     and leave out the batches."""
+    notify: NonBlank | None = None
+    """Command for `sh -c` that is run when the run finishes, stops, fails or meets a loss spike, with the facts as JSON
+    on its stdin. The run folder records it: keep secrets in variables."""
     profile: NonBlank | None = None
     """Profile steps A to B-1: a trace and a table in the run folder's profile/."""
 
@@ -283,20 +312,31 @@ class RunConfig(BaseModel):
 #: Keys without effect unless another key allows them.
 NEEDS = (
     Need("eval_tasks", "--eval-every N"),
+    Need("batch_ramp_from", "--batch-ramp-tokens N"),
+    Need("batch_ramp_tokens", "--batch-ramp-from N"),
     Need("val_samples", "--val-every N"),
     Need("sample_prompt sample_prompts", "--sample-every N", lambda run: run.sample_every or run.eval_every),
+    Need("compile_mode", "with --compile off", lambda run: run.compile != "off"),
     Need("sample_prompt", "with --sample-prompts", lambda run: run.sample_prompts is None),
     Need("wandb_project wandb_name", "--wandb"),
     Need("muon_lr_factor", "--optimizer muon", lambda run: run.optimizer == "muon"),
     Need("beta1 beta2 eps", "with --optimizer adafactor", lambda run: run.optimizer != "adafactor"),
     Need("min_lr_frac decay_steps decay_tokens", "with --schedule constant", lambda run: run.schedule != "constant"),
     Need("num_canonical_nodes shuffle_block_size", "with --no-shuffle", lambda run: run.shuffle),
+    Need("data cache_limit_gib", "with --text", lambda run: run.text is None),
+    Need("tokenizer", "--text FOLDER"),
     Need(
         "cache_limit_gib",
         "--data-cache FOLDER or a remote --data",
         lambda run: run.data_cache or re.search(r"://|\.ya?ml$", run.data),
     ),
     Need("keep_every", "--save-every N", lambda run: run.save_every or run.save_every_minutes),
+    Need(
+        "global_batch_size global_batch_tokens batch_ramp_from batch_ramp_tokens skip_steps val_every val_samples "
+        "save_every save_every_minutes keep_last keep_every resume allow_changed",
+        "with --overfit-batch",
+        lambda run: run.overfit_batch is None,
+    ),
     Need("allow_changed", "with --resume none", lambda run: run.resume != "none"),
     Need("allow_changed", "with --init-from", lambda run: run.init_from is None),
 )

@@ -20,9 +20,11 @@ from llmscale.config.command_line import FlagContainer
 #: Metavars where the type of a key does not name one.
 _METAVARS = {
     **{"config": "FILE", "ds": "FILE|NAME", "model": "PRESET|hf:NAME", "rope_scaling": "KIND[:NUMBERS]"},
-    **{"data": "FOLDER|URL", "data_cache": "FOLDER", "skip_steps": "A:B", "sample_prompt": "TEXT"},
+    **{"data": "FOLDER|URL", "text": "FOLDER|FILE", "data_cache": "FOLDER", "skip_steps": "A:B"},
+    **{"sample_prompt": "TEXT", "tokenizer": "gpt2|bytes|FILE.tiktoken|FOLDER|NAME"},
     **{"sample_prompts": "FILE", "eval_tasks": "FORMAT=FILE", "run": "FOLDER", "resume": "auto|none|CHECKPOINT"},
     **{"init_from": "RUN|hf:NAME", "allow_changed": "KEY", "profile": "A:B"},
+    **{"param_group": "PATTERN:lr=Fx:decay=D", "freeze": "PATTERN"},
     **{"save_every_minutes": "MINUTES", "cache_limit_gib": "GIB", "seq_len": "T", "vocab_size": "V"},
 }
 

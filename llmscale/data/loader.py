@@ -1,7 +1,7 @@
 """The endless stream of one rank's micro-batches, from order, rank layout and shards.
 
 The position is the number of samples seen: with a constant global batch size G, global batch s is stream positions [s
-G, (s + 1) G). A feed starts at any position, with any layout of ranks that divides G, and keeps no state.
+G, (s + 1) G). A feed starts at the beginning of any step, with any layout of ranks that divides G, and keeps no state.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import os
 import signal
 import threading
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import NamedTuple, TypeVar
@@ -27,7 +28,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from llmscale.data.order.sample_order import RankLayout, StreamOrder, shard_batch
+from llmscale.config.batch_plan import Batches
+from llmscale.data.order.sample_order import MOST_POSITIONS, RankLayout, StreamOrder, shard_batch
 from llmscale.data.shards.token_shards import WindowReader
 from llmscale.errors import ConfigError, DataError, MachineError
 
@@ -57,6 +59,17 @@ class FeedPlan:
     """Sequences per rank and forward pass."""
     gradient_accumulation_steps: int
     """Forward passes per step."""
+    batches: Batches = ()
+    """Batch sizes of the run by position, if they change."""
+
+    def at(self, position: int) -> tuple[FeedPlan, int]:
+        """Return the plan of the steps from a stream position on, and the number of samples of steps that have it."""
+        row = bisect_right(self.batches, position, key=lambda known: known[1])
+        if not row:
+            return self, MOST_POSITIONS
+        end = self.batches[row][1] if row < len(self.batches) else MOST_POSITIONS
+        micro_steps = self.batches[row - 1][2] // (self.micro_batch_size * self.layout.data_parallel_size)
+        return replace(self, gradient_accumulation_steps=micro_steps), end - position
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "gradient_accumulation_steps"):
@@ -274,14 +287,15 @@ class _MessageIds(Sampler[list[NDArray[np.int64]]]):
 
     def __iter__(self) -> Iterator[list[NDArray[np.int64]]]:
         size, first_sample, num_alone = self._plan.micro_batch_size, self._start_sample, self._num_alone
-        num_steps = max(1, _POSITIONS_AT_ONCE // self._plan.global_batch_size)
         while True:
-            ids = deque(rank_sample_ids(self._order, self._plan, first_sample, num_steps).reshape(-1, size))
+            plan, samples = self._plan.at(first_sample)
+            num_steps = max(1, min(samples, _POSITIONS_AT_ONCE) // plan.global_batch_size)
+            ids = deque(rank_sample_ids(self._order, plan, first_sample, num_steps).reshape(-1, size))
             while ids:
                 together = 1 if num_alone > 0 else min(self._together, len(ids))
                 num_alone -= 1
                 yield [ids.popleft() for _ in range(together)]
-            first_sample += num_steps * self._plan.global_batch_size
+            first_sample += num_steps * plan.global_batch_size
 
 
 def _as_is(batch: _T) -> _T:

@@ -242,7 +242,7 @@ def _label(engine: DeepSpeedEngine, tracker: MemoryTracker) -> None:
 
 def _watch_gradients(engine: DeepSpeedEngine, tracker: MemoryTracker) -> None:
     """Label each parameter's gradient as soon as autograd completes it, before DeepSpeed's hook releases it."""
-    for parameter in engine.module.parameters():
+    for parameter in (parameter for parameter in engine.module.parameters() if parameter.requires_grad):
 
         def label(parameter: torch.Tensor) -> None:
             if parameter.grad is not None:

@@ -55,8 +55,8 @@ _SHARED = (2, 5, 3)
 #: Ranks that divide a sequence, key-value heads, and query heads for each of those that are sent, at each shape.
 _SPLITS: Mapping[SplitKind, tuple[tuple[int, int, int], ...]] = {
     "divided": ((3, 9, 3), (5, 10, 3), (2, 8, 5)),
-    "repeated": ((4, 2, 5), (3, 7, 5), (5, 7, 2)),
-    "repeated_for_each": ((4, 5, 1), (6, 4, 1), (5, 4, 1)),
+    "repeated": ((4, 6, 3), (3, 2, 5), (5, 7, 4)),
+    "repeated_for_each": ((4, 6, 1), (3, 2, 1), (5, 2, 1)),
 }
 #: Two blocks, which must allocate the same.
 _LAYERS = 2

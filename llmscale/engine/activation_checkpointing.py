@@ -85,6 +85,9 @@ def _run_full(block: nn.Module, x: Tensor, *context: object) -> Tensor:
         with torch.autocast(device, dtype, enabled):
             return block(x, *context)
 
+    # DeepSpeed gives the weights no gradients if the input has none, as after frozen embeddings.
+    if torch.is_grad_enabled() and not x.requires_grad and any(weight.requires_grad for weight in block.parameters()):
+        x = x.detach().requires_grad_()
     return deepspeed.checkpointing.checkpoint(run, x)
 
 

@@ -34,14 +34,14 @@ class StepVote:
 
 @dataclass(frozen=True)
 class Disks:
-    """Which ranks see the same run folder."""
+    """Ranks by the run folder that they see."""
 
     mains: tuple[int, ...]
     """By rank, the rank that writes the run's files on its disk; all 0 on a shared disk."""
 
     @property
     def is_one(self) -> bool:
-        """Whether all ranks share one disk."""
+        """Return whether all ranks share one disk."""
         return not any(self.mains)
 
     def neighbours(self, rank: int) -> list[int]:
@@ -100,9 +100,8 @@ def on_main_rank(group: dist.ProcessGroup, action: Callable[[], _T]) -> _T:
     outcome: list[Any] = [result, failure and _as_one_line(failure)]
     dist.broadcast_object_list(outcome, src=0, group=group)
     result, sent = outcome
-    if isinstance(sent, MachineError):
-        sent.is_on_every_rank = True
     if sent is not None:
+        sent.is_on_every_rank = True
         raise failure or sent
     return cast("_T", result)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from llmscale.config.deepspeed.schema import CheckpointingMode
+from llmscale.config.run_config import CompileTuning
 from llmscale.engine.activation_checkpointing import save_products
 from llmscale.model.attention_context import AttentionContext, SequenceSplit
 from llmscale.model.gpt import GPT, Block, CacheAppend
@@ -31,7 +32,7 @@ class BlockCompiler:
     When the compiler fails, blocks continue eagerly with the same results and collectives, so ranks need not agree.
     """
 
-    def __init__(self, backend: CompileBackend) -> None:
+    def __init__(self, backend: CompileBackend, mode: CompileTuning = "default") -> None:
         self.graphs = 0
         """Number of graphs compiled so far."""
         self.compile_s = 0.0
@@ -42,7 +43,7 @@ class BlockCompiler:
         """Function called when a later graph fails, for example on a step with another context."""
         self.is_paused = False
         """Run blocks eagerly for now, because graphs compiled earlier would skip new hooks."""
-        self._backend = backend
+        self._backend, self._mode = backend, mode
 
     def compile_blocks(self, model: GPT, *, zero_stage: int, checkpointing: CheckpointingMode) -> None:
         """Replace the blocks' forward. Call it before `deepspeed.initialize`.
@@ -100,10 +101,11 @@ class BlockCompiler:
         import torch._functorch.config
         import torch._inductor.config
 
+        options = {**torch._inductor.list_mode_options(self._mode), "fallback_random": True}
         compile_graph = torch._dynamo.lookup_backend(self._backend)
         with (
             torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
-            torch._inductor.config.patch(fallback_random=True),
+            torch._inductor.config.patch(options),
         ):
             compiled = compile_graph(graph, inputs)
         self.graphs += 1

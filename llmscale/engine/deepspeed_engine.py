@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from llmscale.architecture.layers import ParameterTensors
 from llmscale.config.deepspeed.schema import Precision
 from llmscale.config.optimizers import OptimizerSpec
 from llmscale.config.resolve import ResolvedStep
@@ -64,7 +63,9 @@ def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompi
     check_async_io(ds_config)
     check_device(resolved)
     model = build_model(resolved, seed=config.seed)
-    tensors = ParameterTensors(resolved.shape.architecture)
+    tensors = resolved.tensors
+    for tensor in tensors.frozen_tensors:
+        model.get_parameter(tensor.name).requires_grad_(False)
     if compiler is not None:
         compiler.compile_blocks(model, zero_stage=resolved.zero_stage, checkpointing=resolved.checkpointing)
     if resolved.precision == "autocast":

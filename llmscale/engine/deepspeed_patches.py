@@ -138,7 +138,7 @@ def keep_zeros(model: nn.Module, kinds: Mapping[str, ParameterKind]) -> None:
     releases it only after its module's backward pass.
     """
     for name, parameter in model.named_parameters():
-        if kinds[name] == "matrix":
+        if kinds[name] == "matrix" and parameter.requires_grad:
             parameter.register_hook(_masking(parameter))
 
 

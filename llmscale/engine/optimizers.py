@@ -55,12 +55,12 @@ def build_parameter_groups(
     Groups without parameters are left out: DeepSpeed would drop them and shift the numbers of the others.
     """
     groups: dict[str, ParameterGroup] = {
-        group.name: {"name": group.name, "params": [], "weight_decay": weight_decay if group.decays else 0.0}
+        group.name: {"name": group.name, "params": [], "weight_decay": group.weight_decay(weight_decay)}
         for group in spec.groups
     }
     for name, parameter in named:
         if parameter.requires_grad:
-            groups[spec.group_of(kinds[name]).name]["params"].append(parameter)
+            groups[spec.group_of(kinds[name], name).name]["params"].append(parameter)
     return [group for group in groups.values() if group["params"]]
 
 

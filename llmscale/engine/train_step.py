@@ -48,6 +48,18 @@ def train_step(
     return total / len(micro_batches)
 
 
+def set_micro_steps(engine: DeepSpeedEngine, micro_steps: int) -> None:
+    """Set the number of micro-batches of the next optimizer step, which a batch ramp changes. Call it between steps."""
+    if engine.gradient_accumulation_steps() == micro_steps:
+        return
+    engine.set_train_batch_size(micro_steps * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
+    # DeepSpeed ends a step where its count of all micro-batches is a multiple of the new number.
+    engine.micro_steps = 0
+    # Stages 1 and 2 have a copy of the number, by which offloading finds the sums.
+    if hasattr(engine.optimizer, "gradient_accumulation_steps"):
+        engine.optimizer.gradient_accumulation_steps = micro_steps
+
+
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seed every generator (Python's, NumPy's, torch's on the CPU and on this rank's GPU) for one optimizer step.
 

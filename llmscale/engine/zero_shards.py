@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from llmscale.config.optimizers import undivided_name
 from llmscale.engine.zero_layout import ParameterShard, ShardView, inner_optimizer, parameter_shards, piece_of
 from llmscale.errors import CheckpointError
 
@@ -60,10 +61,10 @@ def weights_to_fill(engine: DeepSpeedEngine) -> Iterator[dict[str, ShardView]]:
 
 
 def group_scalars(engine: DeepSpeedEngine) -> dict[str, dict[str, float]]:
-    """Return the scalar optimizer states (Adam's `step`) of each optimizer group."""
+    """Return the scalar optimizer states (Adam's `step`) of each optimizer group, before patterns divide it."""
     scalars: dict[str, dict[str, float]] = {}
     for shards in _shards_by_flat(engine):
-        flat, group = shards[0].flat, shards[0].group
+        flat, group = shards[0].flat, undivided_name(shards[0].group)
         if group in scalars:
             continue
         with _in_memory(engine, flat, write=False):
@@ -78,7 +79,7 @@ def set_group_scalars(engine: DeepSpeedEngine, scalars: Mapping[str, Mapping[str
         flat = shards[0].flat
         with _in_memory(engine, flat, write=True):
             state = inner_optimizer(engine).state.get(flat, {})
-            for key, number in scalars.get(shards[0].group, {}).items():
+            for key, number in scalars.get(undivided_name(shards[0].group), {}).items():
                 if isinstance(state.get(key), Tensor):
                     state[key].fill_(number)
                 else:

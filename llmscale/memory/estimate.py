@@ -104,7 +104,7 @@ def estimate_memory(step: ResolvedStep, capability: ComputeCapability | None = N
     alike = setup.stage == 3 and setup.zero.zero_hpz_partition_size == 1
     micro_steps = 1 if alike else min(2, step.plan.gradient_accumulation_steps)
     recomputes = setup.stage == 3 and step.checkpointing != "none"
-    states = _states(step.shape.tensors, setup.with_micro_steps(micro_steps), recomputes)
+    states = _states(step.tensors, setup.with_micro_steps(micro_steps), recomputes)
     activations = _step_activations(step, capability)
     return MemoryEstimate(
         moments=find_moments(step.shape.architecture, states, activations),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -42,7 +42,7 @@ class SequenceSplit(Protocol):
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """Rotations and mask of one forward pass, shared by all blocks."""
+    """Rotations and mask of one forward pass, shared by all blocks with the sliding window, or all without."""
 
     cos: Tensor | None = None
     """[..., t, 1, head_dim] in the precision of the computation; None without rotary positions."""
@@ -69,6 +69,30 @@ def part_of_tokens(t: int, split: SequenceSplit | None) -> slice:
     part = t if split is None else -(-t // split.size)
     begin = 0 if split is None else part * split.index
     return slice(begin, begin + part)
+
+
+@dataclass(frozen=True)
+class AttentionContexts:
+    """Contexts of all blocks."""
+
+    local: AttentionContext
+    """Context of the blocks with the sliding window; of all blocks without one."""
+    dense: AttentionContext
+    """Context of the blocks that see all earlier positions."""
+
+    def with_masks(self, cached: CachePositions) -> AttentionContexts:
+        """Return the contexts with the masks of a key-value cache."""
+        return AttentionContexts(replace(self.local, mask=cached.mask), replace(self.dense, mask=cached.dense_mask))
+
+
+def build_contexts(
+    shape: GPTShape, positions: Tensor, dtype: torch.dtype, split: SequenceSplit | None = None
+) -> AttentionContexts:
+    """Build the contexts of tokens at `positions` [t] or [batch, t], in the computation's `dtype`."""
+    local = build_context(shape, positions, dtype, split)
+    if not shape.has_window or not shape.global_layers:
+        return AttentionContexts(local, local)
+    return AttentionContexts(local, replace(local, mask=_attention_mask(positions, None, dtype)))
 
 
 def build_context(
@@ -137,6 +161,8 @@ class CachePositions:
     mask: Tensor | None
     """[t, kept] or [batch, 1, t, kept], true where a token sees a slot; None for attention as without a cache, or when
     every slot is seen."""
+    dense_mask: Tensor | None
+    """The same for blocks without the sliding window."""
 
 
 class KVCache:
@@ -150,7 +176,8 @@ class KVCache:
         """Tokens kept of each sequence; lowering a number forgets the tokens after it."""
         self._max_len = min(max_len, shape.seq_len)
         self._reach = shape.sliding_window - 1 if shape.has_window else shape.seq_len
-        """Number of earlier positions that a token sees."""
+        """Number of earlier positions that a token sees, in blocks with the window."""
+        self._dense_reach = shape.seq_len if shape.global_layers else self._reach
         self._document_end = shape.document_end
         self._tokens = torch.zeros(batch, self._max_len, dtype=torch.long)
         """Tokens by slot; filled only with a document mask."""
@@ -173,9 +200,16 @@ class KVCache:
         slots = slots + (self.lengths[0] if self._is_even else torch.tensor(self.lengths, device=device)[:, None])
         if self._document_end is not None:
             positions = self._positions_in_documents(tokens, slots, self._document_end)
-            return CachePositions(slots, positions, self._mask(slots, positions.clamp(max=self._reach), end))
-        is_plain = self._is_even and (t == 1 or not any(self.lengths)) and end - 1 <= self._reach
-        return CachePositions(slots, slots, None if is_plain else self._mask(slots, slots.clamp(max=self._reach), end))
+        else:
+            positions = slots
+        masks = {reach: self._mask_within(reach, slots, positions, end) for reach in (self._reach, self._dense_reach)}
+        return CachePositions(slots, positions, masks[self._reach], masks[self._dense_reach])
+
+    def _mask_within(self, reach: int, slots: Tensor, positions: Tensor, end: int) -> Tensor | None:
+        is_plain = self._is_even and (slots.shape[-1] == 1 or not any(self.lengths)) and end - 1 <= reach
+        if is_plain and self._document_end is None:
+            return None
+        return self._mask(slots, positions.clamp(max=reach), end)
 
     def _positions_in_documents(self, tokens: Tensor, slots: Tensor, document_end: int) -> Tensor:
         self._tokens = self._tokens.to(tokens.device)

@@ -27,9 +27,10 @@ from llmscale.config.loss_settings import DEFAULT_LOSS, LossSettings
 from llmscale.errors import DataError
 from llmscale.model.attention_context import (
     AttentionContext,
+    AttentionContexts,
     KVCache,
     SequenceSplit,
-    build_context,
+    build_contexts,
     compute_dtype,
     part_of_tokens,
     positions_in_documents,
@@ -404,12 +405,13 @@ class GPT(nn.Module):
         if self.shape.positions == "learned":
             x = x + self.wpe(positions[..., part])
         x = F.dropout(x, self.shape.dropout, self.training)
-        context = build_context(self.shape, positions, compute_dtype(x), split)
+        contexts = build_contexts(self.shape, positions, compute_dtype(x), split)
         if cache is not None and cached is not None:
-            x = self._run_with_cache(x, replace(context, mask=cached.mask), cache, cached.slots)
+            x = self._run_with_cache(x, contexts.with_masks(cached), cache, cached.slots)
         else:
             checkpoint = self.checkpoint if torch.is_grad_enabled() else None
-            for block in self.blocks:
+            for layer, block in enumerate(self.blocks):
+                context = contexts.local if self.shape.is_local(layer) else contexts.dense
                 x = block(x, context) if checkpoint is None else checkpoint(block, x, context)
         if at is not None:
             x = x[torch.arange(len(at), device=x.device), at][:, None]
@@ -433,9 +435,10 @@ class GPT(nn.Module):
         found: Tensor = self.head(x, targets, each_token=each_token, share=share)
         return found
 
-    def _run_with_cache(self, x: Tensor, context: AttentionContext, cache: KVCache, slots: Tensor) -> Tensor:
+    def _run_with_cache(self, x: Tensor, contexts: AttentionContexts, cache: KVCache, slots: Tensor) -> Tensor:
         """Run all blocks on [batch, t, n_embd], whose tokens take `slots` of the cache."""
         for layer, block in enumerate(self.blocks):
+            context = contexts.local if self.shape.is_local(layer) else contexts.dense
             x = block(x, context, partial(cache.append, layer, slots))
         cache.lengths = [length + x.shape[1] for length in cache.lengths]
         return x

@@ -73,6 +73,7 @@ def chunked_cross_entropy(
         compute_dtype(x),
         # Read here: inside a Function gradients are disabled.
         torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad),
+        weight.requires_grad,
         each_sequence,
     )
     with torch.autocast(device, enabled=False):
@@ -126,11 +127,13 @@ class _LossInputs:
     dtype: torch.dtype
     """Type of the matrix products."""
     wants_gradients: bool
+    trains_weight: bool
+    """False if only the hidden states need gradients."""
     wants_each: bool
 
 
 class _Context(FunctionCtx):
-    saved_tensors: tuple[Tensor, ...]
+    saved_tensors: tuple[Tensor, Tensor | None]
     weight_dtype: torch.dtype
     fp16_downscale: float
 
@@ -150,14 +153,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         at_once = 0 if inputs.settings.kernel == "liger" else softmax_tokens(min(tokens, chunk_tokens))
         log_probs = torch.empty(at_once, len(weight), dtype=torch.float32, device=x.device)
         weight_cast = weight.to(inputs.dtype)
-        gradients = _Gradients(x, weight_cast, chunk_tokens) if inputs.wants_gradients else None
+        gradients = _Gradients(x, weight_cast, chunk_tokens, inputs.trains_weight) if inputs.wants_gradients else None
         for start in range(0, tokens, chunk_tokens):
             chunk = slice(start, min(start + chunk_tokens, tokens))
             buffers = _LossBuffers(losses[chunk], None if z is None else z[chunk], log_probs)
             _run_chunk(chunk, x, weight_cast, targets[chunk], inputs, buffers, gradients)
         if gradients is not None:
             ctx.weight_dtype, ctx.fp16_downscale = weight.dtype, gradients.fp16_downscale
-            ctx.save_for_backward(gradients.of_x, gradients.of_weight)
+            ctx.save_for_backward(gradients.of_x, gradients.of_weight)  # type: ignore[arg-type]  # None is legal
         z_squared = None if z is None else z.square().mean()
         each = losses if inputs.wants_each else None
         ctx.mark_non_differentiable(*(tensor for tensor in (z_squared, each) if tensor is not None))
@@ -165,11 +168,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, gradient: Tensor, *_: object) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: _Context, gradient: Tensor, *_: object) -> tuple[Tensor, Tensor | None, None, None]:
         of_x, of_weight = ctx.saved_tensors
         # [1] and not a scalar, which would be rounded to 16 bit first: products are taken in fp32 and rounded once.
         scale = (gradient / len(of_x)).reshape(1)
         x_gradient = torch.mul(of_x, scale, out=torch.empty_like(of_x))
+        if of_weight is None:
+            return x_gradient, None, None, None
         weight_gradient = torch.mul(
             of_weight, scale.mul_(ctx.fp16_downscale), out=torch.empty_like(of_weight, dtype=ctx.weight_dtype)
         )
@@ -179,23 +184,25 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 class _Gradients:
     """Gradients of the summed loss: of_x [tokens, n_embd] in x's type, of_weight [rows, n_embd] summed in fp32."""
 
-    of_weight: Tensor
-    """Gradient of the weights, divided by `fp16_downscale`."""
+    of_weight: Tensor | None = None
+    """Gradient of the weights, divided by `fp16_downscale`; None if they are frozen."""
 
-    def __init__(self, x: Tensor, weight: Tensor, chunk_tokens: int) -> None:
+    def __init__(self, x: Tensor, weight: Tensor, chunk_tokens: int, trains_weight: bool) -> None:
         self.of_x = torch.empty_like(x)
-        self._is_one_chunk = len(x) <= chunk_tokens
+        self._is_one_chunk, self._trains_weight = len(x) <= chunk_tokens, trains_weight
         # A chunk's sum over tokens can exceed fp16's range before it is divided by their number, whatever the loss
         # scale: it is as large as the chunk when all tokens have one target. A power of two costs no digits.
         is_fp16 = weight.dtype == torch.float16
         self.fp16_downscale = 2.0 ** max(0, min(len(x), chunk_tokens).bit_length() - 6) if is_fp16 else 1.0
-        if not self._is_one_chunk:
+        if trains_weight and not self._is_one_chunk:
             self.of_weight = torch.zeros_like(weight, dtype=torch.float32)
 
     def add(self, chunk: slice, of_logits: Tensor, x: Tensor, weight: Tensor) -> None:
         """Add a chunk: of_logits [chunk, rows], x [chunk, n_embd], weight [rows, n_embd], all in one type."""
         self.of_x[chunk] = torch.mm(of_logits, weight)
-        if self._is_one_chunk:
+        if not self._trains_weight:
+            return
+        if self.of_weight is None:
             self.of_weight = self._product(of_logits, x)
         elif x.dtype == torch.float32:
             self.of_weight.addmm_(of_logits.t(), x)

@@ -132,7 +132,7 @@ def extrapolations(step: ResolvedStep, cluster: Cluster) -> Iterator[Extrapolati
         yield Extrapolation("stage", f"ZeRO stage {step.zero_stage}")
     if zero.zero_hpz_partition_size > 1:
         yield Extrapolation("hpZ", "hpZ")
-    if step.optimizer != ADAMW:
+    if step.optimizer.name != ADAMW.name:
         yield Extrapolation("optimizer", step.optimizer.name)
     if zero.offload_optimizer.device != "none" or zero.offload_param.device != "none":
         yield Extrapolation("offload", "offload")

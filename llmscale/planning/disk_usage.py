@@ -29,7 +29,7 @@ class DiskSpace:
     """Bytes of a checkpoint at any stage: master weights and states, once over all ranks. Names and headers add about
     1 KB per tensor."""
     kept_checkpoints: int
-    """Checkpoints of --keep-last, and one per multiple of --keep-every."""
+    """Checkpoints of --keep-last, the best one, and one per multiple of --keep-every."""
     data_bytes: int
     """Bytes of the uncompressed dataset, with every token seen once."""
     weights_bytes: int
@@ -63,20 +63,20 @@ def estimate_disk(
     token_bytes = 2 if shape.vocab_size <= 1 << 16 else 4
     sample_bytes = (shape.seq_len + 1) * token_bytes + _SAMPLE_OVERHEAD_BYTES
     return DiskSpace(
-        checkpoint_bytes=optimizer.state_bytes(shape.architecture),
-        kept_checkpoints=keep_last + (steps // keep_every if keep_every else 0),
+        checkpoint_bytes=optimizer.checkpoint_bytes(shape.architecture),
+        kept_checkpoints=keep_last + 1 + (steps // keep_every if keep_every else 0),
         data_bytes=round(tokens / shape.seq_len * sample_bytes),
         weights_bytes=_EXPORT_BYTES * shape.num_parameters,
     )
 
 
 def checkpoints_at_once(config: RunConfig, total_steps: int) -> int:
-    """Return the most checkpoints in the run folder at once: the kept ones and a new one."""
+    """Return the most checkpoints in the run folder at once: the kept ones, the best one and a new one."""
     last_only = not config.save_every and config.save_every_minutes is None
     saves = 1 if last_only else total_steps
     if config.save_every and config.save_every_minutes is None:
         saves = math.ceil(total_steps / config.save_every)
-    most = min(saves, config.keep_last + 1)
+    most = min(saves, config.keep_last + 1 + bool(config.val_every))
     if config.keep_every and config.save_every:
         # Saved steps that keep_every divides are kept permanently; some of the newest may be among them.
         most = min(saves, most + total_steps // math.lcm(config.keep_every, config.save_every))

@@ -28,6 +28,7 @@ from llmscale.planning.scaling import (
     training_flops,
 )
 from llmscale.planning.search import Candidate, Job, Machines, Search, Strategy, build_strategy, fit_at
+from llmscale.planning.serving import Serving, estimate_serving, owning_usd_per_gpu_hour
 from llmscale.planning.step_time import estimate_compute_s
 
 _GIB = 2**30
@@ -195,6 +196,12 @@ class PlanRequest:
     keep_every: int = 0
     usd_per_gpu_hour: float | None = None
     pue: float = DEFAULT_PUE
+    requests: tuple[int, int] | None = None
+    """Tokens of prompt and output of a request to serve."""
+    usd_per_kwh: float | None = None
+    usd_per_bought_gpu: float | None = None
+    years: float = 4.0
+    """Years until a bought GPU is worth nothing, an assumption."""
     optimizer: OptimizerSpec = ADAMW
     loss_chunk_tokens: int = CHUNK_TOKENS
     chosen: ChosenModel | None = None
@@ -226,6 +233,11 @@ class Plan:
     cost_usd: float | None
     """Cost of training; None if the time or the price is unknown."""
     lifetime: Lifetime | None
+    serving: Serving | None = None
+    electricity_usd_per_gpu_hour: float | None = None
+    """Price of a GPU's power at its limit, with the data centre's overhead."""
+    owning_usd_per_gpu_hour: float | None = None
+    """Price of an hour of a bought GPU that never idles, with electricity; None without its price, or its power."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -288,6 +300,9 @@ def make_plan(request: PlanRequest) -> Plan:
     tokens = steps * batch * shape.seq_len
     hours = _gpu_hours(request, shape, placement, tokens)
     price, power_w = request.usd_per_gpu_hour, request.gpus.gpu.power_w if request.gpus else None
+    kw = None if power_w is None else power_w * request.pue / 1000
+    electricity = None if kw is None or request.usd_per_kwh is None else kw * request.usd_per_kwh
+    bought = request.usd_per_bought_gpu
     return Plan(
         shape=shape,
         preset=preset,
@@ -298,10 +313,21 @@ def make_plan(request: PlanRequest) -> Plan:
         disk=estimate_disk(shape, steps, tokens, request.optimizer, request.keep_last, request.keep_every),
         placement=placement,
         gpu_hours=hours,
-        energy_kwh=None if hours is None or power_w is None else hours * power_w * request.pue / 1000,
+        energy_kwh=None if hours is None or kw is None else hours * kw,
         cost_usd=None if hours is None or price is None else hours * price,
         lifetime=_lifetime(request, shape, tokens, placement),
+        serving=_serving(request, shape),
+        electricity_usd_per_gpu_hour=electricity,
+        owning_usd_per_gpu_hour=(
+            owning_usd_per_gpu_hour(bought, request.years, electricity) if bought and electricity else None
+        ),
     )
+
+
+def _serving(request: PlanRequest, shape: GPTShape) -> Serving | None:
+    if request.requests is None or request.gpus is None:
+        return None
+    return estimate_serving(shape, request.gpus.gpu, request.gpus.gpus_per_node, *request.requests)
 
 
 def _find_model(request: PlanRequest, mfu: float | None) -> tuple[Point, GPTShape]:

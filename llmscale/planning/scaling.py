@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -41,6 +41,9 @@ def affordable_tokens(flops: float, num_parameters: float) -> float:
 
 
 # Laws.
+
+#: Sizes of the runs that the parametric fits rest on (Hoffmann et al. 2022, section 3).
+FITTED_PARAMETERS = (44e6, 16e9)
 
 #: ln A, ln B, ln E, alpha, beta.
 Coefficients = tuple[float, float, float, float, float]
@@ -79,6 +82,8 @@ class ParametricLaw:
     covariance: tuple[tuple[float, ...], ...] | None
     """Covariance of the coefficients' errors; None if not published."""
     source: str
+    fitted_parameters: tuple[float, float] = FITTED_PARAMETERS
+    """Smallest and largest model of the fit, beyond which the law extrapolates."""
 
     def loss(self, num_parameters: float, tokens: float) -> float:
         """Return the loss in nats per token."""
@@ -93,6 +98,12 @@ class ParametricLaw:
     def irreducible_loss(self) -> float:
         """Loss E that no size and no amount of data goes below."""
         return math.exp(self.coefficients[2])
+
+    @property
+    def size_exponent(self) -> float:
+        """Exponent a of N* = k C^a."""
+        alpha, beta = self.coefficients[3:]
+        return beta / (alpha + beta)
 
     def optimal_parameters(self, flops: float) -> float:
         """Return N* of a training budget."""
@@ -220,9 +231,6 @@ HOFFMANN_ROUNDED = ParametricLaw(
 )
 LAWS = (BESIROGLU, HOFFMANN, HOFFMANN_ROUNDED)
 
-#: Sizes of the runs that the parametric fits rest on (Hoffmann et al. 2022, section 3). Beyond them they extrapolate.
-FITTED_PARAMETERS = (44e6, 16e9)
-
 
 @dataclass(frozen=True)
 class KaplanLaw:
@@ -261,8 +269,8 @@ class LawRow:
     source: str
 
 
-def law_rows(flops: float) -> list[LawRow]:
-    """Return the optima of the re-fit, the original with exact and with rounded exponents, and Kaplan's law."""
+def law_rows(flops: float, own: ParametricLaw = BESIROGLU) -> list[LawRow]:
+    """Return the optima of the law that decides, the re-fit, the original exact and rounded, and Kaplan's law."""
     rows = [
         LawRow(
             law.name,
@@ -271,7 +279,7 @@ def law_rows(flops: float) -> list[LawRow]:
             law.estimate(lambda moved: moved.optimal_loss(flops)),
             law.source,
         )
-        for law in LAWS
+        for law in (LAWS if own in LAWS else (own, *LAWS))
     ]
     size, tokens = KAPLAN.optimal_parameters(flops), KAPLAN.optimal_tokens(flops)
     return [*rows, LawRow(KAPLAN.name, size, tokens, None, KAPLAN.source)]
@@ -388,13 +396,15 @@ _SCALED: tuple[Callable[[GPTShape], int], ...] = (
     lambda shape: shape.mlp_width,
     lambda shape: shape.n_layer,
 )
-#: Least depth of a suggestion: GPT-3's depths say nothing below its smallest width.
+#: Least depth of a suggestion: GPT-3's depths say nothing below its smallest width. Below 64 it is a block per 16.
 _LEAST_DEPTH = 4
 _WIDTHS = (
     *range(WIDTH_MULTIPLE, 2048, WIDTH_MULTIPLE),
     *range(2048, 4096, 2 * WIDTH_MULTIPLE),
     *range(4096, LARGEST_WIDTH + 1, 4 * WIDTH_MULTIPLE),
 )
+#: Widths of the smallest models of a scaling ladder, each with one head.
+NARROW_WIDTHS = (8, 12, 16, 24, 32, 48, 64, 80, 96, 112)
 
 
 def scaling_family(model: str | None) -> str:
@@ -501,10 +511,15 @@ def suggest_shape(num_parameters: float, vocab_size: int, seq_len: int) -> GPTSh
             f"{format_quantity(num_parameters)} parameters are more than the largest shape here has "
             f"({format_quantity(most)}). Plan for less."
         )
+    return nearest_shape(num_parameters, like, _WIDTHS)
+
+
+def nearest_shape(num_parameters: float, like: GPTShape, widths: Sequence[int] = NARROW_WIDTHS + _WIDTHS) -> GPTShape:
+    """Return the GPT of one of the widths, otherwise like `like`, that is nearest in size and usual depth."""
     best, least = like, math.inf
-    for width in _WIDTHS:
+    for width in widths:
         usual = interpolated_shape(width, like)
-        usual = replace(usual, n_layer=max(usual.n_layer, _LEAST_DEPTH))
+        usual = replace(usual, n_layer=max(usual.n_layer, min(_LEAST_DEPTH, max(2, width // 16))))
         outside = replace(usual, n_layer=1).num_parameters - usual.block_parameters
         shape = replace(usual, n_layer=max(1, round((num_parameters - outside) / usual.block_parameters)))
         off = abs(math.log(shape.n_layer / usual.n_layer)) + abs(math.log(shape.num_parameters / num_parameters))

@@ -196,7 +196,8 @@ class Traffic:
 
 def count_traffic(step: ResolvedStep, *, compiled_blocks: bool = False) -> Traffic:
     """Return the traffic of an optimizer step. Stage 3 gathers a compiled block at once, an eager one by matrix."""
-    config, elements, micro_steps = step.engine_config, step.shape.num_parameters, step.plan.gradient_accumulation_steps
+    config, micro_steps = step.engine_config, step.plan.gradient_accumulation_steps
+    elements = step.tensors.num_trainable
     zero = config.zero
     if zero.stage == 3:
         return _count_stage3(step, compiled_blocks)
@@ -215,7 +216,7 @@ def _count_stage3(step: ResolvedStep, compiled_blocks: bool) -> Traffic:
     With hpZ a step's first forward pass gathers from all ranks, and leaves the copies for the other passes.
     """
     shape, config = step.shape, step.engine_config
-    tensors = _of_compiled_blocks(shape.architecture) if compiled_blocks else shape.tensors
+    tensors = _of_compiled_blocks(shape.architecture) if compiled_blocks else step.tensors
     micro_steps, group = step.plan.gradient_accumulation_steps, config.zero.zero_hpz_partition_size
     # A compiled block that recomputes selectively does so within its graph.
     recomputes = step.checkpointing == "full" or (step.checkpointing == "selective" and not compiled_blocks)
@@ -228,11 +229,12 @@ def _count_stage3(step: ResolvedStep, compiled_blocks: bool) -> Traffic:
     # Gathered one by one after a step (DeepSpeedZeroOptimizer_Stage3._post_step).
     persistent = [tensor.elements for tensor in persistent_parameters(shape.tensors.all, setup).values()]
     matrices = sum(tensor.kind != "vector" for tensor in shape.tensors.all)
-    scatters = min(-(-shape.num_parameters // max(1, config.zero.reduce_bucket_size)), matrices)
+    trained = step.tensors.num_trainable
+    scatters = min(-(-trained // max(1, config.zero.reduce_bucket_size)), matrices)
     parameter_bytes = BYTES_PER_ELEMENT[config.model_dtype]
     return Traffic(
         gathered_bytes=(from_all.elements + sum(persistent)) * parameter_bytes,
-        reduced_bytes=micro_steps * shape.num_parameters * BYTES_PER_ELEMENT[config.communication_data_type],
+        reduced_bytes=micro_steps * trained * BYTES_PER_ELEMENT[config.communication_data_type],
         collectives=from_all.calls + micro_steps * scatters,
         small_collectives=len(persistent),
         group_gathered_bytes=from_group.elements * parameter_bytes,
@@ -352,7 +354,7 @@ def estimate_offload_s(step: ResolvedStep, cluster: Cluster, traffic: Traffic, h
     host, shape, zero, ranks_per_node = host or HostRates(), step.shape, step.engine_config.zero, cluster.gpus_per_node
     width = BYTES_PER_ELEMENT[step.engine_config.model_dtype]
     shard_ranks, micro_steps = step.plan.ranks.shard_ranks, step.plan.gradient_accumulation_steps
-    share = shape.num_parameters / shard_ranks
+    share = step.tensors.num_trainable / shard_ranks
     link_bytes = 0.0
     nvme_bytes = 0.0
     seconds = 0.0
@@ -483,7 +485,7 @@ def _exposed_s(compute_s: float, communication: CommunicationTime, traffic: Traf
 
 
 def _optimizer_s(step: ResolvedStep, gpu: GPU) -> float:
-    shape, micro_steps = step.shape, step.plan.gradient_accumulation_steps
+    shape, micro_steps, trained = step.shape, step.plan.gradient_accumulation_steps, step.tensors.num_trainable
     # At stage 0 every rank steps all parameters. Muon's matrix products run on the GPU, wherever the states are.
     sharing_ranks = step.plan.ranks.shard_ranks if step.zero_stage else 1
     step_flops = step.optimizer.step_flops(shape.architecture) / sharing_ranks
@@ -491,11 +493,11 @@ def _optimizer_s(step: ResolvedStep, gpu: GPU) -> float:
     moved_bytes = 0.0
     if step.engine_config.zero.offload_optimizer.device == "none":
         moved_bytes = step.optimizer.step_bytes_per_weight(shape.architecture) + _WRITTEN_BYTES
-    moved_bytes *= shape.num_parameters / sharing_ranks
+    moved_bytes *= trained / sharing_ranks
     if step.zero_stage < 2 and micro_steps > 1:
         # Below stage 2 every rank sums complete gradients: the new one is read, the sum is read and written.
         summed_bytes = _WRITTEN_BYTES + 2 * BYTES_PER_ELEMENT[step.engine_config.grad_accum_dtype]
-        moved_bytes += micro_steps * summed_bytes * shape.num_parameters
+        moved_bytes += micro_steps * summed_bytes * trained
     return seconds + moved_bytes / memory_bytes_per_s(gpu)
 
 

@@ -25,6 +25,7 @@ from llmscale.data.shards.manifest import Manifest
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.planning.scaling import BESIROGLU, FITTED_PARAMETERS, Interval, ParametricLaw, training_flops
 from llmscale.report.history import OF_SET, Record, RunHistory, as_number, load_history, load_run_manifest
+from llmscale.report.run_list import ListedRun
 from llmscale.training.run_folder import CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME
 from llmscale.untrusted.documents import Rules, load_json, load_json_lines
 from llmscale.untrusted.terminal import make_visible, make_visible_line
@@ -534,8 +535,6 @@ def expect(
 
 #: Most points of a curve, most of all runs' curves of a kind, and the least that a curve keeps.
 MOST_POINTS, MOST_POINTS_OF_ALL, LEAST_POINTS = 20_000, 80_000, 2_000
-#: Limit of runs per report: more curves cannot be told apart.
-MOST_RUNS = 64
 _NATS_PER_BIT = math.log(2)
 
 
@@ -547,12 +546,22 @@ class _Run:
     facts: RunFacts
 
 
-def build_report(folders: Sequence[Path]) -> Json:
-    """Build the report of one or more runs. Raises ConfigError for a run without readable metrics."""
-    runs = []
+def build_report(folders: Sequence[Path], listed: Sequence[ListedRun] = ()) -> Json:
+    """Build the report of one or more runs. Raises ConfigError for a run without readable metrics.
+
+    `listed` are the runs of a folder: all are in a table, and those of them without readable metrics in no chart.
+    """
+    runs, optional = [], {run.path for run in listed}
     for folder, name in zip(folders, _names(folders), strict=True):
-        history = load_history(folder)
+        try:
+            history = load_history(folder)
+        except ConfigError:
+            if folder in optional:
+                continue
+            raise
         runs.append(_Run(name, folder, history, load_facts(folder, history)))
+    if not runs:
+        raise ConfigError(f"{len(folders)} runs have no training step yet. `llmscale runs` lists them.")
     most = max(LEAST_POINTS, min(MOST_POINTS, MOST_POINTS_OF_ALL // len(runs)))
     unit, notes = _choose_unit(runs)
     return {
@@ -561,8 +570,19 @@ def build_report(folders: Sequence[Path]) -> Json:
         "unit": unit,
         "notes": [*notes, *(note for run in runs for note in _notes(run, len(runs)))],
         "runs": [_describe(run, most) for run in runs],
+        "listed": [_listed(run, {drawn.folder: drawn for drawn in runs}) for run in listed],
         "differences": _differences(runs),
     }
+
+
+def _listed(run: ListedRun, drawn: Mapping[Path, _Run]) -> Json:
+    """Return a run's row in the table of all runs of a folder, without control characters."""
+    validations = drawn[run.path].history.validation.values() if run.path in drawn else ()
+    row = run.as_dict() | {
+        "validation_loss": round_value(min((loss for loss in validations if not math.isnan(loss)), default=None)),
+        "why": "; ".join(filter(None, (run.error, run.problem))),
+    }
+    return {key: show(value) if isinstance(value, str) else value for key, value in row.items()}
 
 
 def _choose_unit(runs: Sequence[_Run]) -> tuple[str, list[str]]:

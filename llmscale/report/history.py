@@ -76,6 +76,7 @@ def check_version(path: Path, record: Record) -> None:
 COLUMNS = (
     *("tokens_seen", "loss", "z_loss", "lr", "grad_norm", "loss_scale", "tokens_per_second", "mfu"),
     *("peak_memory_bytes", "data_wait_s", "forward_backward_s", "optimizer_step_s", "other_s", "time"),
+    *("power_w", "temperature_c", "gpu_utilisation"),
 )
 #: Prefix of the columns of the loss on each dataset of a mixture.
 OF_SET = "loss of "

@@ -7,6 +7,7 @@ problem in one is reported in its row.
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import shlex
 import struct
@@ -18,10 +19,11 @@ from pathlib import Path
 from typing import Literal
 
 from llmscale.checkpoint.manifest import is_count
-from llmscale.checkpoint.remote_run import is_held
-from llmscale.config.run_urls import url_of
+from llmscale.config.run_config import RunConfig
+from llmscale.config.run_urls import shown, url_of
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.report.history import as_number, load_history
+from llmscale.training.notify import notify
 from llmscale.training.run_folder import CONFIG_NAME, FAILURE_NAME, LOCK_NAME, METRICS_NAME, STARTS_NAME
 from llmscale.untrusted.documents import Rules, load_json, parse_json
 from llmscale.untrusted.paths import check_regular, open_regular
@@ -36,6 +38,8 @@ _MOST_TAIL_BYTES = _TAIL_BYTES << 6
 #: Limit of the metrics of all runs that are read for their goodput: a few seconds.
 _GOODPUT_BYTES = 16 << 20
 _MAX_DEPTH = 8
+#: Limit of runs in the charts of a report: more curves cannot be told apart.
+MOST_RUNS = 64
 _RULES = Rules(ConfigError, not_finite=True)
 #: Linux's struct flock on 64-bit machines: type, whence, start, length, process.
 _FLOCK = "hhqqi0q"
@@ -63,6 +67,22 @@ class ListedRun:
     """Parts that could not be read; empty without problems."""
     goodput: float | None = None
     """Share of the wall time that went into steps that count; None if it is unknown or too long to read."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Return JSON values."""
+        return {
+            "run": shown(self.path),
+            "state": self.state,
+            "step": self.step,
+            "total_steps": self.total_steps,
+            # JSON has no NaN.
+            "loss": None if self.loss is None or math.isnan(self.loss) else self.loss,
+            "goodput": self.goodput,
+            "last_seen": self.last_seen.isoformat(timespec="seconds") if self.last_seen else None,
+            "command": self.command,
+            "error": self.error,
+            "problem": self.problem or None,
+        }
 
 
 def find_runs(folder: Path) -> list[ListedRun]:
@@ -108,12 +128,27 @@ def read_run(path: Path) -> ListedRun:
     )
 
 
+def notify_of_end(config: RunConfig, status: int, error: str | None = None, **more: object) -> None:
+    """Run --notify after the ranks have ended with an exit status, with the facts of the run folder. Never raises."""
+    if config.notify is None:
+        return
+    run = read_run(config.run)
+    facts = {key: value for key, value in run.as_dict().items() if key in ("step", "total_steps", "loss", "command")}
+    event = "failed" if status else "finished" if run.state == "finished" else "stopped"
+    if status:
+        why = f"the ranks ended with status {status}; their output says why"
+        facts |= {"error": error or run.error or why, "exit_status": status}
+    notify(config.notify, config.run, event, facts | more)
+
+
 def is_claimed(path: Path) -> bool:
     """Return whether a live process holds the run folder's lock, or held its run in a store.
 
     It only queries: taking the lock could disturb a run that starts.
     """
     if url_of(path):
+        from llmscale.checkpoint.remote_run import is_held  # imports pydantic
+
         return is_held(path)
     try:
         with open_regular(path / LOCK_NAME, follow_links=False) as file:
@@ -124,9 +159,24 @@ def is_claimed(path: Path) -> bool:
     return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
 
 
+def is_run_folder(folder: Path) -> bool:
+    """Return whether a folder has a file that only runs write."""
+    return any(os.path.lexists(folder / name) for name in _MARKS)
+
+
+def stamp_run(path: Path) -> tuple[tuple[int, int], ...]:
+    """Return what changes with a run's records: time and size of each file that a report reads."""
+    found = []
+    for name in (*_MARKS, CONFIG_NAME, FAILURE_NAME):
+        with suppress(OSError):
+            status = os.lstat(path / name)
+            found.append((status.st_mtime_ns, status.st_size))
+    return tuple(found)
+
+
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
     """Yield run folders; folders inside them are skipped, and links are not followed."""
-    if any(os.path.lexists(folder / name) for name in _MARKS):
+    if is_run_folder(folder):
         yield folder
         return
     if depth:

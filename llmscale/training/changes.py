@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 
@@ -26,7 +26,7 @@ from llmscale.training.sample_stream import build_stream, check_skips
 
 #: Keys of the configuration that decide how steps are made and follow from nothing else.
 _KEYS = (
-    *("optimizer", "muon_lr_factor", "weight_decay", "beta1", "beta2", "eps"),
+    *("optimizer", "muon_lr_factor", "param_group", "freeze", "weight_decay", "beta1", "beta2", "eps"),
     *("document_mask", "keep_zeros", "loss_chunk_tokens", "loss_kernel", "z_loss"),
 )
 #: Fields of the schedule -> their flags.
@@ -39,7 +39,7 @@ _SCHEDULE = {
     "min_lr_frac": "min_lr_frac",
 }
 #: Keys of the shape that can change without changing the meaning of a weight.
-_FREE_KEYS = ("dropout", "activation", "norm_eps", "rope_theta", "rope_scaling", "sliding_window")
+_FREE_KEYS = ("dropout", "activation", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "window_pattern")
 #: Relative change of the learning rate up to which it counts as continuous.
 _SMOOTH = 0.05
 
@@ -64,7 +64,7 @@ def check_start(run: PreparedRun) -> list[str]:
         end = f"finished at step {state.step} of {run.resolved.total_steps}; run folder: {shown(config.run)}"
         # A start skips a damaged checkpoint, and takes the previous one.
         return [*lines, end] if find_damage(found[0]) is None and _is_settled(found[0], config.run) else []
-    if find_any_checkpoint(config.run) is None:
+    if find_any_checkpoint(config.run) is None and config.overfit_batch is None:
         _check_disk(run)
     return []
 
@@ -98,11 +98,31 @@ def _check_model(run: PreparedRun, folder: Path, state: RunState) -> None:
     if config.init_from is None and state.optimizer_scalars and "optimizer" in state.hyperparameters:
         saved["optimizer"], now["optimizer"] = state.hyperparameters["optimizer"], config.optimizer
     differ = [f"{key} was {saved[key]} and is {now[key]}" for key in saved if saved[key] != now[key]]
+    if config.init_from is None and (change := _describe_frozen(state, run)):
+        raise CheckpointError(
+            f"{folder} does not fit this run: {change}. Frozen parameters have no optimizer states. Give what it was, "
+            f"or begin a new run with these weights: --init-from {folder} and another --run folder."
+        )
     if differ:
         raise CheckpointError(
             f"{folder} does not fit this run: {', '.join(differ)}. Give what it was, or name another "
             f"{'checkpoint' if config.init_from else '--run folder'}."
         )
+
+
+def _describe_frozen(state: RunState, run: PreparedRun) -> str | None:
+    """Return how the frozen parameters differ from the checkpoint's, or None."""
+    tensors, saved = run.resolved.tensors, state.hyperparameters.get("freeze")
+    patterns = [str(pattern) for pattern in saved] if isinstance(saved, list) else []
+    before = {tensor.name for tensor in replace(tensors, frozen=tuple(patterns)).frozen_tensors}
+    after = {tensor.name for tensor in tensors.frozen_tensors}
+    if before == after:
+        return None
+    changes = {"thawed": before - after, "frozen": after - before}
+    listed = (
+        f"{min(names)}{' and others' if len(names) > 1 else ''} {verb}" for verb, names in changes.items() if names
+    )
+    return f"--freeze was {patterns} and is {run.config.freeze} ({', '.join(listed)})"
 
 
 def _check_disk(run: PreparedRun) -> None:
@@ -111,14 +131,14 @@ def _check_disk(run: PreparedRun) -> None:
     place = next(folder for folder in (config.run, *config.run.absolute().parents) if folder.exists())
     # Those of --keep-every can be moved away during a long run.
     count = checkpoints_at_once(config.model_copy(update={"keep_every": 0}), resolved.total_steps)
-    one = resolved.optimizer.state_bytes(resolved.shape.architecture)
+    one = resolved.optimizer.checkpoint_bytes(resolved.shape.architecture)
     needed, free = count * one + SPARE_BYTES, shutil.disk_usage(place).free
     if free < needed:
         raise ConfigError(
             f"--run {config.run} cannot be written to: No space left on device for {count} checkpoint"
-            f"{f's (--keep-last {config.keep_last}, and the next one)' if count > 1 else ''} of {format_size(one)}: "
-            f"{place} has {format_size(free)} free, and {format_size(needed)} are needed with some to spare. "
-            "Free some space, lower --keep-last, or name another --run."
+            f"{f's (--keep-last {config.keep_last}, the best and the next one)' if count > 1 else ''} of "
+            f"{format_size(one)}: {place} has {format_size(free)} free, and {format_size(needed)} are needed with "
+            "some to spare. Free some space, lower --keep-last, or name another --run."
         )
 
 

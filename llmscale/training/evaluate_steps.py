@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llmscale.checkpoint.manifest import Validation
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
 from llmscale.data.validation import (
     ValidationBatch,
@@ -34,6 +36,7 @@ class Validate(StepAction):
 
     def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
         self._run, self._engine, self._io, self._splits = run, engine, io, run.validation
+        self._newest: tuple[int, Validation] | None = None
 
     def due(self, step: int) -> bool:
         return step % self._run.config.val_every == 0 or step == self._run.resolved.total_steps
@@ -47,11 +50,17 @@ class Validate(StepAction):
             losses = [validation_loss(self._engine.deepspeed, of_split, world.device, size) for of_split in batches]
         total = sum(num_samples for _, num_samples in losses)
         mean = sum(loss * num_samples for loss, num_samples in losses) / total
+        samples = f"{total} of {self._run.prepared.sets.fingerprint}"
+        self._newest = (result.step, Validation(mean, samples)) if math.isfinite(mean) else None
         if self._io.log:
             names = [split.name for split in self._splits]
             by_set = {name: loss for name, (loss, _) in zip(names, losses, strict=True) if name}
             in_bits = mean_bits_per_byte(losses, [split.bytes_per_token for split in self._splits])
             self._io.log.log_validation(result.step, mean, total, by_set, in_bits, describe_samples(self._splits))
+
+    def after(self, step: int) -> Validation | None:
+        """Return the validation after a step, if it was measured there and is finite."""
+        return self._newest[1] if self._newest and self._newest[0] == step else None
 
     def _read(self, split: ValidationSplit) -> list[ValidationBatch]:
         layout, micro_batch_size = self._engine.feed.plan.layout, self._run.resolved.plan.micro_batch_size

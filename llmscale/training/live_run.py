@@ -64,8 +64,15 @@ class Run:
 
     def samples_seen(self, step: int) -> int:
         """Return the samples trained on since step 0 after `step` optimizer steps."""
-        seen = self.state.samples_seen if self.state else 0
-        return seen + (step - self.first_step) * self.resolved.plan.global_batch_size
+        return self.stream.samples_after(step)
+
+    def micro_steps(self, step: int) -> int:
+        """Return this rank's forward passes of the step after `step` optimizer steps."""
+        plan = self.resolved.plan
+        if step >= self.stream.batches[-1][0]:
+            return plan.gradient_accumulation_steps
+        size = self.samples_seen(step + 1) - self.samples_seen(step)
+        return size // (plan.micro_batch_size * plan.ranks.data_parallel_size)
 
     def tokens_seen(self, step: int) -> int:
         """Return the tokens trained on since step 0 after `step` optimizer steps."""

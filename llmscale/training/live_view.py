@@ -284,11 +284,13 @@ def _speed_line(m: StepMetrics) -> RenderableType:
     from rich.text import Text
 
     mfu = "" if m.mfu is None else f"   mfu {m.mfu:.1%}"
+    gpu = "" if m.power_w is None else f"   {m.power_w:.0f} W"
+    gpu += "" if m.temperature_c is None else f"   {m.temperature_c:.0f} °C"
     return Text.assemble(
         ("speed ", "bright_black"),
         (f"{m.tokens_per_second:,.0f} tokens/s", "bold"),
         f"   {m.tokens_per_second_per_device:,.0f} per device{mfu}   memory {m.peak_memory_bytes / 2**30:.2f} GiB"
-        f"   {m.tokens_seen:,} tokens seen",
+        f"{gpu}   {m.tokens_seen:,} tokens seen",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from llmscale.config.hardware import model_flops_utilisation
 from llmscale.data.sample_log import SampleRecorder, begin_session
 from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
 from llmscale.engine.device_memory import peak_memory_bytes
+from llmscale.engine.gpu_sensors import read_gpu
 from llmscale.engine.train_step import loss_scale
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
 from llmscale.training.run_folder import clear_failure
@@ -32,6 +34,8 @@ class LogSteps(StepAction):
         if run.stream.mix:
             engine.deepspeed.module.head.sequence_losses = self._sequence_losses
         self._probe = ArithmeticProbe(engine.deepspeed, run.resolved.zero_stage)
+        self._logged = run.first_step
+        """Last logged step."""
         self._interval: StepTimes | None = None
         """Timings of the previous logging interval. Ranks exchange these: the exchange itself is part of the next."""
 
@@ -51,7 +55,7 @@ class LogSteps(StepAction):
         z_loss = run.resolved.loss.z_loss * window.extra[0] if window.extra else None
         by_set = None
         if run.stream.mix and result.micro_batches:
-            by_set = per_source_loss(run, result, list(self._sequence_losses))
+            by_set = per_source_loss(run, result, list(self._sequence_losses)[-len(result.micro_batches) :])
         self._interval = self._engine.meter.read()
         if run.world.world_size > 1:
             self._probe.arm()
@@ -77,12 +81,15 @@ class LogSteps(StepAction):
         interval: StepTimes,
     ) -> StepMetrics:
         run, resolved = self._run, self._run.resolved
-        rate = resolved.plan.tokens_per_step / interval.step_s
+        # A batch ramp changes the tokens of a step within an interval.
+        seen, begun = run.tokens_seen(step), min(self._logged, step - 1)
+        rate = (seen - run.tokens_seen(begun)) / (step - begun) / interval.step_s
+        self._logged = step
         per_device = rate / run.world.world_size
         is_16bit = resolved.precision != "fp32"
         return StepMetrics(
             step=step,
-            tokens_seen=run.tokens_seen(step),
+            tokens_seen=seen,
             loss=loss,
             z_loss=z_loss,
             loss_by_set=by_set,
@@ -98,8 +105,9 @@ class LogSteps(StepAction):
             forward_backward_s=interval.forward_backward_s,
             optimizer_step_s=interval.optimizer_step_s,
             other_s=interval.other_s,
-            eta_s=(resolved.total_steps - step) * interval.step_s,
+            eta_s=(run.tokens_seen(resolved.total_steps) - seen) / rate,
             paused_s=interval.paused_s,
+            **asdict(read_gpu(run.world.device)),
         )
 
 

@@ -15,7 +15,7 @@ import math
 import shlex
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from llmscale.checkpoint.inventory import Checkpoint, find_checkpoints, pin_chec
 from llmscale.checkpoint.manifest import is_whole
 from llmscale.errors import CheckpointError
 from llmscale.training.live_run import Run, RunIO
+from llmscale.training.notify import notify_in_background
 from llmscale.training.stop_request import StopRequest
 from llmscale.training.stragglers import LoggedWindow
 
@@ -127,17 +128,14 @@ class WatchSpikes:
             f"WARNING: step {spike.step}: the loss leaps to {spike.loss:.4f}{_sigmas(spike.loss_z)}{norm}; {kept}. "
             f"After the next checkpoint, this shows its samples: {which}"
         )
-        io.log_event(
-            "loss_spike",
-            step=spike.step,
-            loss=spike.loss,
-            loss_z=spike.loss_z,
-            grad_norm=spike.grad_norm,
-            grad_norm_z=spike.grad_norm_z,
-            samples=[which],
-            checkpoint=str(before.path) if before else None,
-            on_spike=config.on_spike,
-        )
+        facts = {
+            **asdict(spike),
+            "samples": [which],
+            "checkpoint": str(before.path) if before else None,
+            "on_spike": config.on_spike,
+        }
+        io.log_event("loss_spike", **facts)
+        notify_in_background(config.notify, config.run, "spike", {"total_steps": run.resolved.total_steps, **facts})
         if config.on_spike == "skip":
             self._rollback.rollback_from = self._rollback.rollback_from or (spike.step, spike.step)
         elif config.on_spike == "stop":

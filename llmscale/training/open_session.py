@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -49,6 +49,7 @@ from llmscale.training.loss_spikes import (
 from llmscale.training.memory_report import estimate_line, estimate_run
 from llmscale.training.metrics import MetricsLog
 from llmscale.training.nonfinite import StopOnNonfinite
+from llmscale.training.overfit_check import JudgeOverfit
 from llmscale.training.prepare_run import PreparedRun, as_plain
 from llmscale.training.profiler import ProfileSteps
 from llmscale.training.publish_run import open_publisher
@@ -119,8 +120,8 @@ def _open_session(
     prepared, world = _join_ranks(prepared, clock, progress)
     report = report_on_main(world, clock.announcer)
     with clock.phase("ranks", "claiming the run folder", after_s=REPEAT_S):
-        world = replace(world, disks=claim_run_folder(claim, world))
-        publisher = open_publisher(prepared.config.run, world, report, stop.received.append)
+        config, world = prepared.config, replace(world, disks=claim_run_folder(claim, world))
+        publisher = open_publisher(config.run, config.keep_every, world, report, stop.received.append)
         if publisher:
             claim.before_release.append(publisher.close)
     with clock.phase("checkpoint check", "looking for a checkpoint to resume", after_s=REPEAT_S):
@@ -134,7 +135,8 @@ def _open_session(
     with clock.phase("estimate", "estimating the memory", after_s=REPEAT_S):
         estimate = estimate_run(prepared, gpu_capability())
     with clock.phase("engine", f"building the engine, ZeRO stage {prepared.resolved.zero_stage}"):
-        compiler = BlockCompiler(prepared.compilation.backend) if prepared.compilation.backend else None
+        backend, mode = prepared.compilation.backend, prepared.config.compile_mode
+        compiler = BlockCompiler(backend, mode) if backend else None
         deepspeed = build_engine(prepared.config, prepared.resolved, compiler)
         configured_scaler = get_scaler_state(deepspeed)
     has_weights = point is not None or prepared.config.init_from is not None
@@ -200,6 +202,8 @@ def _build_actions(
     if engine.compiler is not None:
         actions.append(ReportCompilation(run, io, engine.compiler))
     actions += [ReportMemory(run, io), log, StopOnNonfinite(run, engine, io, judges_at=log.due)]
+    if config.overfit_batch is not None:
+        actions.append(JudgeOverfit(run, io))
     if run.validation:
         actions.append(Validate(run, engine, io))
     if run.prepared.tasks:
@@ -276,7 +280,7 @@ def open_feed(run: PreparedRun, world: World, stream: SampleStream, *, start_sam
     return Feed(
         shards,
         stream.order,
-        FeedPlan(layout, plan.micro_batch_size, plan.gradient_accumulation_steps),
+        FeedPlan(layout, plan.micro_batch_size, plan.gradient_accumulation_steps, stream.batches),
         start_sample=start_sample,
         num_workers=run.config.num_workers,
         pin_memory=is_gpu(),
@@ -286,7 +290,7 @@ def open_feed(run: PreparedRun, world: World, stream: SampleStream, *, start_sam
 def _decide_compilation(run: PreparedRun, world: World, state: RunState | None) -> Compilation:
     """Decide on rank 0, because ZeRO-3 gathers the weights of compiled blocks in other portions. Collective."""
     steps_left = run.resolved.total_steps - (state.step if state else 0)
-    return on_main_rank(
+    decision = on_main_rank(
         world.control,
         lambda: decide_compilation(
             run.config.compile,
@@ -298,6 +302,10 @@ def _decide_compilation(run: PreparedRun, world: World, state: RunState | None) 
             network=find_node_network(),
         ),
     )
+    if run.config.compile_mode == "default":
+        return decision
+    effect = run.config.compile_mode if decision.backend == "inductor" else "--compile-mode has no effect"
+    return replace(decision, why=f"{decision.why}; {effect}")
 
 
 def _announce(run: Run, io: RunIO) -> None:
@@ -387,7 +395,8 @@ def roll_back(session: Session, heartbeat: Heartbeat) -> bool:
     stop and reports how to continue by hand. Collective. Raises LlmscaleError like a start.
     """
     heartbeat.beat("starting")
-    with session.engine.meter.pause("starting"):
+    publisher = session.io.publisher
+    with session.engine.meter.pause("starting"), publisher.dropping if publisher else nullcontext():
         has_rolled_back = _roll_back(session)
     heartbeat.beat("starting")
     return has_rolled_back

@@ -10,7 +10,7 @@ from typing import cast
 
 from llmscale.checkpoint.initial_weights import PublishedWeights, find_published_weights
 from llmscale.checkpoint.inventory import find_any_checkpoint, find_checkpoint, list_checkpoints, read_state
-from llmscale.checkpoint.manifest import checkpoints_folder
+from llmscale.checkpoint.manifest import BEST_NAME, checkpoints_folder
 from llmscale.checkpoint.remote_run import fetch_run
 from llmscale.checkpoint.run_state import parse_run_state
 from llmscale.config.command_line import parse_step_range
@@ -23,6 +23,7 @@ from llmscale.config.hf_model import (
     with_saved_shape,
 )
 from llmscale.config.optimizers import get_optimizer
+from llmscale.config.presets import get_preset
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
 from llmscale.config.run_urls import copy_of, shown, url_of
@@ -37,6 +38,8 @@ from llmscale.untrusted.hub import forgotten_prefix
 
 #: A trace has some thousand events per step and rank, and somebody wants to open it.
 _MAX_PROFILED_STEPS = 50
+#: Default steps of --overfit-batch: a healthy model has memorised a batch by then.
+_OVERFIT_STEPS = 200
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,10 @@ class PreparedRun:
 
         See run_config.CHANGES_THAT_BREAK. `stream` describes the order of samples.
         """
+        plan = self.resolved.plan
+        grows = f", from {plan.ramp.first} over {plan.ramp.samples} samples" if plan.ramp else ""
         return {
-            "global_batch_size": self.resolved.plan.global_batch_size,
+            "global_batch_size": f"{plan.global_batch_size}{grows}" if grows else plan.global_batch_size,
             "seq_len": self.resolved.plan.seq_len,
             "data": self.sets.fingerprint,
             # Compared only when another run begins from these weights; on resume the fingerprint covers it.
@@ -89,12 +94,9 @@ def announce_after_s(config: RunConfig) -> float:
 def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     """Read and check everything a run needs. Raises ConfigError, DataError or CheckpointError; writes nothing."""
     config = fetch_runs(config)
-    ds = read_ds_config(config.ds)
-    get_optimizer(config.optimizer).check_stage(ds.zero_stage)
-    for steps in config.skip_steps:
-        parse_skip(steps)
-    if config.profile is not None:
-        parse_profiled(config.profile)
+    if config.overfit_batch is not None:
+        config = _as_overfit_check(config, config.overfit_batch, world_size)
+    ds = _check_settings(config)
     sets = open_training_sets(config.data, config.data_cache)
     manifest = sets.manifest
     facts = SetFacts(manifest.vocab_size, manifest.seq_len, sets.num_train_samples, manifest.eot_token)
@@ -116,12 +118,70 @@ def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     return PreparedRun(config, sets, resolved, weights, tasks, prompts)
 
 
+def _check_settings(config: RunConfig) -> DsConfig:
+    """Check what needs neither data nor a run folder, and return the ds_config. Raises ConfigError."""
+    ds = read_ds_config(config.ds)
+    get_optimizer(config.optimizer).check_stage(ds.zero_stage)
+    for steps in config.skip_steps:
+        parse_skip(steps)
+    if config.profile is not None:
+        parse_profiled(config.profile)
+    return ds
+
+
+#: Longest context that text is prepared for unless the user gives one.
+_LONGEST_FOR_TEXT = 2048
+
+
+def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> RunConfig:
+    """Return the configuration with the dataset of --text as its data; the first start prepares it into the cache.
+
+    Raises ConfigError, before text is read; DataError, also unless this process `may_prepare` what is not prepared.
+    """
+    if config.text is None:
+        return config
+    from llmscale.data.prepare.text_cache import DEFAULT_CACHE, TextRequest  # slow to import
+
+    _check_settings(config)
+    flag, name = ("--init-from", config.init_from) if config.init_from else ("--model", config.model)
+    published = read_published_model(flag, name) if is_published(name) else None
+    if config.init_from and not (published or config.tokenizer):
+        raise ConfigError(
+            f"--init-from {config.init_from} needs text with its own tokens, and --text would train other ones. Name "
+            "that run's tokenizer with --tokenizer."
+        )
+    context = published.shape.seq_len if published else get_preset(config.model).seq_len
+    request = TextRequest(
+        text=config.text,
+        tokenizer=config.tokenizer or (name if published else None),
+        seq_len=config.seq_len or min(context, _LONGEST_FOR_TEXT),
+        cache=config.data_cache or DEFAULT_CACHE,
+    )
+    return config.model_copy(update={"data": str(request.open(may_prepare=may_prepare)), "data_cache": None})
+
+
+def _as_overfit_check(config: RunConfig, batch: int, world_size: int) -> RunConfig:
+    """Return the configuration with every other key that --overfit-batch decides. Raises ConfigError."""
+    if batch % world_size:
+        legal = [size for size in (batch // world_size * world_size, -(-batch // world_size) * world_size) if size]
+        raise ConfigError(
+            f"--overfit-batch {batch} cannot be divided over {world_size} ranks. Give a multiple of {world_size}, such "
+            f"as {' or '.join(map(str, legal))}."
+        )
+    decided: dict[str, object] = {"global_batch_size": batch, "batch_ramp_from": None, "batch_ramp_tokens": None}
+    decided |= {"val_every": 0, "save_every": 0, "resume": "none"}
+    steps = config.steps or (None if config.tokens else _OVERFIT_STEPS)
+    return config.model_copy(update={**decided, "steps": steps})
+
+
 def fetch_runs(config: RunConfig) -> RunConfig:
     """Bring the copies of the run, and of those that it begins from, up to date if they are in a store.
 
-    Returns the configuration with a checkpoint of the run itself in the copy that the run is written to. Raises
-    LlmscaleError.
+    Returns the configuration with a checkpoint of the run itself in the copy that the run is written to; `best` is one.
+    Raises LlmscaleError.
     """
+    if config.resume == BEST_NAME:
+        config = config.model_copy(update={"resume": str(checkpoints_folder(config.run) / BEST_NAME)})
     own, resumed = url_of(config.run), url_of(Path(config.resume))
     if own and resumed and f"{resumed}/".startswith(f"{own}/"):
         config = config.model_copy(update={"resume": str(copy_of(resumed, "train"))})
@@ -216,6 +276,7 @@ def _check_run_folder(config: RunConfig) -> None:
     existing = find_any_checkpoint(config.run)
     if existing and (config.resume == "none" or config.init_from):
         flag = "--resume none" if config.resume == "none" else "--init-from"
+        flag = "--overfit-batch" if config.overfit_batch is not None else flag
         raise ConfigError(
             f"{flag} begins a new run, but {checkpoints_folder(config.run)} already holds {existing.name}. "
             "Name another --run folder, or drop the flag to continue."

@@ -12,7 +12,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -32,21 +32,23 @@ from llmscale.checkpoint.manifest import (
     load_manifest,
     load_pieces,
     save_pieces,
+    step_of,
 )
 from llmscale.checkpoint.remote_run import (
     CARRIED,
     LOCAL_NAMES,
+    RECORDS_NAME,
     TOKEN_NAME,
     UPLOADS,
     RunIndex,
     drop_tensors,
     encode_part,
-    fetched_at_ns,
+    has_all_records,
     is_record_name,
     record_url,
     update_copy,
 )
-from llmscale.checkpoint.run_lease import Lease, remove_checkpoints, take_lease
+from llmscale.checkpoint.run_lease import Lease, remove_folders, take_lease
 from llmscale.config.run_urls import url_of
 from llmscale.data.storage import faults
 from llmscale.data.storage.objects import Store
@@ -57,8 +59,8 @@ from llmscale.engine.process_group import World
 from llmscale.errors import CheckpointError, LlmscaleError
 from llmscale.files.atomic_write import write_durably
 
-#: Seconds between two parts of the records, beside those with every checkpoint.
-_RECORDS_S = 300.0
+#: Seconds between two parts of the records, beside those with every checkpoint: at first, and after a day.
+_RECORDS_S, _LONGEST_S = 300.0, 900.0
 #: Seconds for which the end of training waits for the store.
 _END_S = 600.0
 #: Files up to this size are sent whole when they change; of longer ones the first bytes and those that were added.
@@ -66,7 +68,7 @@ _SMALL_BYTES, _HEAD_BYTES = 1 << 16, 1 << 12
 #: A rank has saved again before it could upload.
 _REPLACED = "a newer checkpoint is about to be published"
 _OF_RANK = re.compile(r"rank-(\d+)", re.ASCII)
-_PART_BYTES, _MAX_FILE_BYTES = 16 << 20, 256 << 20
+_PART_BYTES = 16 << 20
 
 
 @dataclass
@@ -80,78 +82,79 @@ class _Sent:
 
 
 class RecordUploads:
-    """Sends what one rank's disk added to the run's files. One per disk."""
+    """Sends what one rank's disk added to the run's files since the start, at first all of them. One per disk."""
 
-    def __init__(self, run: Path, epoch: int, rank: int, neighbours: Sequence[int]) -> None:
-        """`neighbours` are the ranks on this disk. Rank 0's disk sends all files, others those of their ranks."""
+    def __init__(
+        self, run: Path, epoch: int, rank: int, neighbours: Sequence[int], *, is_complete: bool = False
+    ) -> None:
+        """`neighbours` are the ranks on this disk. Rank 0's disk sends all files, others those of their ranks.
+
+        `is_complete` if the disk has the records of all earlier starts.
+        """
+        self._is_complete = is_complete
         self._run, self._epoch, self._rank, self._neighbours = run, epoch, rank, neighbours
         self._url = str(url_of(run))
         self._sent: dict[str, _Sent] = {}
         self.num_parts = 0
         """Parts that the store holds."""
         self._turn = threading.Lock()
-        # Files that have not changed since the copy was fetched came from the store.
-        fetched_ns = fetched_at_ns(run)
-        self._sent = {name: state for name, state, _ in self._changes() if state.changed_ns <= fetched_ns}
+
+    @property
+    def replaces_older(self) -> bool:
+        """Return whether the store needs no parts of earlier starts any more."""
+        return self._is_complete and bool(self._sent)
 
     def send(self, put: Callable[[bytes, str], None]) -> None:
         """Send what changed since the last time, with `put`. Raises DataError."""
         with self._turn:
-            self._send(put)
+            part: list[tuple[str, int, bytes, bool]] = []
 
-    def _send(self, put: Callable[[bytes, str], None]) -> None:
-        part: list[tuple[str, int, bytes, bool]] = []
+            def put_part() -> None:
+                put(encode_part(part), record_url(self._url, self._epoch, self._rank, self.num_parts))
+                self.num_parts += 1
+                part.clear()
 
-        def put_part() -> None:
-            put(encode_part(part), record_url(self._url, self._epoch, self._rank, self.num_parts))
-            self.num_parts += 1
-            part.clear()
+            states: dict[str, _Sent] = {}
+            for change in self._changes(states):
+                part.append(change)
+                if sum(len(body) for _, _, body, _ in part) >= _PART_BYTES:
+                    put_part()
+            if part:
+                put_part()
+            self._sent |= states
 
-        states: dict[str, _Sent] = {}
-        for name, state, ranges in self._changes():
-            for offset, body, ends in ranges:
-                for begin in range(0, max(1, len(body)), _PART_BYTES):
-                    piece = body[begin : begin + _PART_BYTES]
-                    part.append((name, offset + begin, piece, ends and begin + len(piece) == len(body)))
-                    if sum(len(body) for _, _, body, _ in part) >= _PART_BYTES:
-                        put_part()
-            states[name] = state
-        if part:
-            put_part()
-        self._sent |= states
+    def _changes(self, states: dict[str, _Sent]) -> Iterator[tuple[str, int, bytes, bool]]:
+        """Yield changed ranges as (file, offset, bytes, whether the file ends there); add the files' new `states`."""
+        for name in sorted(self._names()):
+            with suppress(OSError), open(self._run / name, "rb") as file:
+                status, sent = os.fstat(file.fileno()), self._sent.get(name)
+                size = status.st_size
+                if sent and (sent.num_bytes, sent.changed_ns) == (size, status.st_mtime_ns):
+                    continue
+                head = file.read(_HEAD_BYTES)
+                state = _Sent(size, status.st_mtime_ns, xxhash.xxh3_128(head).hexdigest())
+                begin = sent.num_bytes if sent and size > max(_SMALL_BYTES, sent.num_bytes - 1) else 0
+                if begin and sent and state.head != sent.head:
+                    yield name, 0, head, False
+                for offset in range(begin, max(1, size), _PART_BYTES):
+                    file.seek(offset)
+                    body = file.read(min(_PART_BYTES, size - offset))
+                    yield name, offset, body, begin == 0 and offset + len(body) >= size
+                    if len(body) < _PART_BYTES:  # the last one, or the file was cut meanwhile
+                        break
+                states[name] = state
 
-    def _changes(self) -> list[tuple[str, _Sent, list[tuple[int, bytes, bool]]]]:
-        """Return each changed file: name, state and changed ranges as (offset, bytes, whether the file ends there)."""
-        found = []
+    def _names(self) -> Iterator[str]:
+        """Yield the paths within the run folder of the files that this disk sends."""
         for folder, folders, names in os.walk(self._run):
             if folder == str(self._run):
                 folders[:] = [name for name in folders if name not in LOCAL_NAMES]
             for path in (Path(folder, name) for name in names):
                 name = path.relative_to(self._run).as_posix()
-                with suppress(OSError):
-                    if self._is_sent(name) and path.is_file() and not path.is_symlink():
-                        change = self._change(path, self._sent.get(name))
-                        found += [(name, *change)] if change else []
-        return sorted(found, key=lambda change: change[0])
-
-    def _is_sent(self, name: str) -> bool:
-        owner = _OF_RANK.search(name)
-        is_own = owner is not None and int(owner[1]) in self._neighbours
-        return (is_own or self._rank == 0) and is_record_name(name)
-
-    def _change(self, path: Path, sent: _Sent | None) -> tuple[_Sent, list[tuple[int, bytes, bool]]] | None:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            size = status.st_size
-            if size > _MAX_FILE_BYTES or (sent and (sent.num_bytes, sent.changed_ns) == (size, status.st_mtime_ns)):
-                return None
-            head = file.read(_HEAD_BYTES)
-            state = _Sent(size, status.st_mtime_ns, xxhash.xxh3_128(head).hexdigest())
-            if sent is None or size <= _SMALL_BYTES or size < sent.num_bytes:
-                return state, [(0, head + file.read(size - len(head)), True)]
-            file.seek(sent.num_bytes)
-            added = [(sent.num_bytes, file.read(size - sent.num_bytes), False)]
-            return state, ([(0, head, False)] if state.head != sent.head else []) + added
+                owner = _OF_RANK.search(name)
+                is_own = self._rank == 0 or (owner is not None and int(owner[1]) in self._neighbours)
+                if is_own and is_record_name(name) and path.is_file() and not path.is_symlink():
+                    yield name
 
 
 def local_name(remote: str) -> str:
@@ -180,6 +183,7 @@ class RunPublisher:
         records: RecordUploads | None,
         *,
         epoch: int,
+        keep_every: int,
         report: Callable[[str], None],
         on_lost: Callable[[str], object],
     ) -> None:
@@ -187,6 +191,7 @@ class RunPublisher:
         trainer has taken the run over."""
         self._run, self._world, self._lease, self._records, self._epoch = run, world, lease, records, epoch
         self._report, self._on_lost = report, on_lost
+        self._keep_every = keep_every
         self._url = str(url_of(run))
         self._aside = run / UPLOADS / f"rank-{world.rank:05d}"
         self._store: Store | None = None
@@ -195,7 +200,10 @@ class RunPublisher:
         self._saved: list[str] = []
         self._uploading = ""
         self._waiting: list[str] = []
+        self._counts: dict[str, int] = {}
         self._said = ""
+        self.dropping = threading.Lock()
+        """Held while tensors of published checkpoints are removed from this disk, and by whoever reads them."""
         self.problem = ""
         """Why the newest checkpoint is not published; empty if it is."""
         self._links = dist.new_group(backend="gloo")
@@ -224,13 +232,15 @@ class RunPublisher:
             self.problem = str(error)
             self._tell(self.problem)
             return
-        # During an outage only the newest waits, so that links do not fill the disk.
+        # During an outage links must not fill the disk: the newest waits, and those that --keep-every keeps.
+        self._waiting.append(self._saved[-1])
+        for remote in self._waiting[:-1]:
+            if not self._keep_every or step_of(Path(local_name(remote))) % self._keep_every:
+                self._waiting.remove(remote)
         for remote in self._saved[:-1]:
-            if remote != self._uploading:
+            if remote != self._uploading and remote not in self._waiting:
                 shutil.rmtree(self._aside / remote, ignore_errors=True)
-        if self._lease:
-            self._waiting.append(self._saved[-1])
-            self._wake.set()
+        self._wake.set()
 
     def _link(self, checkpoint: Path, aside: Path) -> None:
         """Link the files of a checkpoint that this rank uploads, and its manifest."""
@@ -287,17 +297,19 @@ class RunPublisher:
             self.problem = self.problem or str(error)
 
     def _publish_all(self) -> None:
-        next_records, end = time.monotonic(), None
+        next_records, end = (began := time.monotonic()), None
         while True:
             self._wake.wait(faults.RETRY_PAUSES_S[1] if self._waiting else max(0.0, next_records - time.monotonic()))
             self._wake.clear()
             end = end or (time.monotonic() + _END_S if self._ending.is_set() else None)
             if self._waiting and self._lease:
-                self._publish_newest()
+                self._publish_next()
             is_done = end is not None and (not self._waiting or time.monotonic() > end or not self._lease)
             if is_done or time.monotonic() >= next_records:
                 self._attempt(self._send_records)
-                next_records = time.monotonic() + _RECORDS_S
+                # A month has no more than 3,000 parts beside those with checkpoints.
+                pause_s = max(_RECORDS_S, min(_LONGEST_S, (time.monotonic() - began) / 100))
+                next_records = time.monotonic() + pause_s
             if is_done:
                 break
         self._broadcast(None)
@@ -329,36 +341,35 @@ class RunPublisher:
             raise Overtaken(self.problem)
         folder = checkpoints_folder(self._run)
         carried = {name: (folder / name).read_text() for name in CARRIED if (folder / name).is_file()}
+        records = self._records
+        assert records is not None
+        counts = self._counts | ({"0": records.num_parts} if records.num_parts else {})
 
         def with_records(index: RunIndex) -> RunIndex:
-            changed, epoch = change(index), str(self._epoch)
-            own = {"0": self._records.num_parts} if self._records and self._records.num_parts else {}
-            counts = {**changed.records, epoch: {**changed.records.get(epoch, {}), **own}}
-            return replace(changed, carried=carried, records=counts)
+            older = {} if records.replaces_older else index.records
+            return replace(change(index), carried=carried, records={**older, str(self._epoch): counts})
 
         lease.update(with_records)
 
-    def _publish_newest(self) -> None:
-        """Publish the newest checkpoint that waits, with all ranks."""
-        remote = self._waiting[-1]
+    def _publish_next(self) -> None:
+        """Publish the oldest checkpoint that waits, with all ranks."""
+        remote = self._waiting[0]
         self._broadcast(remote)
         results = self._upload_round(remote)
-        counts = {str(rank): count for rank, (_, count) in enumerate(results) if count}
+        self._counts |= {str(rank): count for rank, (_, count) in enumerate(results) if count}
         problem = next((problem for problem, _ in results if problem), "")
         if problem and problem != _REPLACED:
             self._tell(problem)
-        self.problem = problem or self._attempt(lambda: self._publish(remote, counts))
+        self.problem = problem or self._attempt(lambda: self._publish(remote))
         if not self.problem:
             if self._said:
                 self._report(f"{self._url} is written again: {local_name(remote)} is published")
             self._said = ""
-            self._waiting = self._waiting[self._waiting.index(remote) + 1 :]
         published = "" if self.problem else remote
         self._broadcast(published)
         self._clear_up(published)
-        self._uploading = ""
 
-    def _publish(self, remote: str, counts: dict[str, int]) -> None:
+    def _publish(self, remote: str) -> None:
         self._upload(self._aside / remote / MANIFEST_NAME, f"{self._url}/{CHECKPOINTS_NAME}/{remote}/{MANIFEST_NAME}")
         folder = checkpoints_folder(self._run)
         local = {path.name: _remote_of(path) for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name)}
@@ -371,24 +382,25 @@ class RunPublisher:
             kept |= {name: there for name, there in local.items() if there in known}
             kept[local_name(remote)] = remote
             expired.update(known - set(kept.values()))
-            records = {**index.records, str(self._epoch): {**index.records.get(str(self._epoch), {}), **counts}}
-            return replace(index, checkpoints=kept, records=records)
+            return replace(index, checkpoints=kept)
 
         self._update(add)
         self._report(f"published {self._url}/{CHECKPOINTS_NAME}/{remote}")
-        self._remove(expired)
+        self._remove(f"{CHECKPOINTS_NAME}/{remote}" for remote in expired)
 
-    def _remove(self, remotes: Iterable[str]) -> None:
+    def _remove(self, folders: Iterable[str]) -> None:
         with suppress(LlmscaleError):  # the next start removes it
-            remove_checkpoints(self._opened(), self._url, remotes)
+            remove_folders(self._opened(), self._url, folders)
 
     def remove_unnamed(self) -> None:
-        """Remove what earlier starts uploaded and never published."""
+        """Remove what earlier starts uploaded and latest.json does not name, or not any more."""
         assert self._lease is not None
-        named = set(self._lease.index.checkpoints.values())
-        for name in self._opened().names_in(f"{self._url}/{CHECKPOINTS_NAME}"):
-            if name not in named and name.startswith("e") and name < f"e{self._epoch:05d}":
-                self._remove([name])
+        index = self._lease.index
+        starts = {f"e{int(epoch):05d}" for epoch in index.records}
+        for folder, named in ((CHECKPOINTS_NAME, set(index.checkpoints.values())), (RECORDS_NAME, starts)):
+            for name in self._opened().names_in(f"{self._url}/{folder}"):
+                if name not in named and name.startswith("e") and name < f"e{self._epoch:05d}":
+                    self._remove([f"{folder}/{name}"])
 
     # Every rank
 
@@ -397,7 +409,6 @@ class RunPublisher:
             while (name := self._broadcast(None)) is not None:
                 self._upload_round(name)
                 self._clear_up(self._broadcast("") or "")
-                self._uploading = ""
 
     def _broadcast(self, name: str | None) -> str | None:
         """Return rank 0's `name` on every rank. Collective."""
@@ -421,23 +432,25 @@ class RunPublisher:
 
     def _clear_up(self, published: str) -> None:
         """Note that a checkpoint is published, and drop the tensors of older ones on this disk."""
-        if not published:
-            return
+        if published:
+            with suppress(OSError, LlmscaleError), self.dropping:
+                self._note(published)
+            shutil.rmtree(self._aside / published, ignore_errors=True)
+            with suppress(ValueError):  # a newer one has replaced it
+                self._waiting.remove(published)
+        self._uploading = ""
+
+    def _note(self, published: str) -> None:
         rank, folder = self._world.rank, checkpoints_folder(self._run)
         checkpoint = folder / local_name(published)
-        with suppress(OSError, LlmscaleError):
-            # Its name may belong to a newer one by now.
-            is_same = os.path.samefile(checkpoint / MANIFEST_NAME, self._aside / published / MANIFEST_NAME)
-            if is_same and self._world.disks.mains[rank] == rank:
-                names = [file.name for file in files_here(checkpoint, load_manifest(checkpoint))]
-                save_pieces(checkpoint, Pieces(tuple(name for name in names if name != STATE_NAME), published))
-                for path in folder.iterdir():
-                    if CHECKPOINT_NAME.fullmatch(path.name) and path != checkpoint:
-                        pieces = load_pieces(path)
-                        if pieces and pieces.remote and pieces.files:
-                            drop_tensors(path)
-        for remote in self._saved[: self._saved.index(published) + 1]:
-            shutil.rmtree(self._aside / remote, ignore_errors=True)
+        # Its name may belong to a newer one by now.
+        is_same = os.path.samefile(checkpoint / MANIFEST_NAME, self._aside / published / MANIFEST_NAME)
+        if is_same and self._world.disks.mains[rank] == rank:
+            names = [file.name for file in files_here(checkpoint, load_manifest(checkpoint))]
+            save_pieces(checkpoint, Pieces(tuple(name for name in names if name != STATE_NAME), published))
+            for path in folder.iterdir():
+                if CHECKPOINT_NAME.fullmatch(path.name) and path != checkpoint:
+                    drop_tensors(path)
 
     def _send_records(self) -> None:
         if self._records:
@@ -478,7 +491,7 @@ class RunPublisher:
 
 
 def open_publisher(
-    run: Path, world: World, report: Callable[[str], None], on_lost: Callable[[str], object]
+    run: Path, keep_every: int, world: World, report: Callable[[str], None], on_lost: Callable[[str], object]
 ) -> RunPublisher | None:
     """Take a run in a store, bring its copies up to date, and return what publishes it; None for a local run.
 
@@ -495,19 +508,30 @@ def open_publisher(
 
     before, epoch, token = on_main_rank(world.control, take)
 
-    def update() -> None:
+    def update() -> bool:
         shutil.rmtree(run / UPLOADS, ignore_errors=True)
         update_copy(run, before)
+        is_complete = has_all_records(run, before)
         write_durably(run / TOKEN_NAME, token + "\n")
+        return is_complete
 
     try:
-        on_each_disk(world.control, world.disks, update)
+        is_complete = on_each_disk(world.control, world.disks, update)
     except BaseException:
         for lease in leases:
             with suppress(LlmscaleError):
                 lease.release()
         raise
-    is_first = world.disks.mains[world.rank] == world.rank
-    records = RecordUploads(run, epoch, world.rank, world.disks.neighbours(world.rank)) if is_first else None
-    held = leases[0] if leases else None
-    return RunPublisher(run, world, held, records, epoch=epoch, report=report, on_lost=on_lost)
+    records, neighbours = None, world.disks.neighbours(world.rank)
+    if world.disks.mains[world.rank] == world.rank:
+        records = RecordUploads(run, epoch, world.rank, neighbours, is_complete=is_complete)
+    return RunPublisher(
+        run,
+        world,
+        leases[0] if leases else None,
+        records,
+        epoch=epoch,
+        keep_every=keep_every,
+        report=report,
+        on_lost=on_lost,
+    )

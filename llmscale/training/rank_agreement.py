@@ -40,6 +40,8 @@ MAY_DIFFER = {
     "config": "a path; the keys in the file are compared",
     "ds": "a path; the ds_config is compared",
     "data": "a path or URL, mounted elsewhere; the contents of the dataset are compared",
+    "text": "a path; the contents of its dataset are compared",
+    "tokenizer": "a path; that of the dataset is compared",
     "data_cache": "a local disk",
     "cache_limit_gib": "a local disk",
     "num_workers": "changes who reads a sample, not which",

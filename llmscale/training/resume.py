@@ -12,10 +12,12 @@ from llmscale.checkpoint.commit import point_latest
 from llmscale.checkpoint.initial_weights import load_published_weights
 from llmscale.checkpoint.inventory import (
     Checkpoint,
+    FoundCheckpoints,
     find_checkpoint,
     find_checkpoints,
     history_after,
     is_of_run,
+    point_best,
     read_state,
     record_history,
 )
@@ -88,7 +90,7 @@ def _find_named_checkpoint(path: str | Path, flag: str, world: World, report: Ca
     """Return the checkpoint that the user named with `flag`, verified. Collective. Raises CheckpointError."""
     # Rank 0's answer counts: another rank might see a newer checkpoint of a run that trains.
     inside = on_main_rank(world.control, lambda: os.path.relpath(find_checkpoint(Path(path), report), path))
-    folder = Path(path) / inside
+    folder = Path(os.path.normpath(Path(path) / inside))
     damage = find_damage_together(folder, world.control, world.disks)
     if damage:
         raise CheckpointError(f"{flag} {path}: {damage} Name another checkpoint.")
@@ -116,8 +118,18 @@ def _enter(run: Path, point: ResumePoint | None, report: Callable[[str], None]) 
     if point is None:
         return found.history
     history = history_after(found, point.folder, run)
-    if history == found.history and is_of_run(point.folder, run) and not found.notes:
-        return history
+    if history != found.history or not is_of_run(point.folder, run) or found.notes:
+        _begin_history(run, history, found, point, report)
+    try:
+        point_best(run, history)
+    except (CheckpointError, OSError) as error:
+        report(f"WARNING: `best` may not name the best checkpoint: {error}")
+    return history
+
+
+def _begin_history(
+    run: Path, history: History, found: FoundCheckpoints, point: ResumePoint, report: Callable[[str], None]
+) -> None:
     record_history(run, history, point.folder)
     current = {checkpoint.path for checkpoint in find_checkpoints(run).current}
     abandoned = [checkpoint for checkpoint in found.current if checkpoint.path not in current]
@@ -127,7 +139,6 @@ def _enter(run: Path, point: ResumePoint | None, report: Callable[[str], None]) 
         point_latest(run, point.folder)
     except OSError as error:
         report(f"WARNING: `latest` still points to an abandoned checkpoint: {error}")
-    return history
 
 
 def _describe_abandoned(abandoned: list[Checkpoint], history: History, point: ResumePoint, run: Path) -> str:

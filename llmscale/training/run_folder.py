@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TextIO
@@ -29,17 +30,18 @@ DS_CONFIG_NAME = "ds_config.json"
 STARTS_NAME = "starts.jsonl"
 METRICS_NAME = "metrics.jsonl"
 FAILURE_NAME = "failure.json"
+ATTEMPTS_NAME, LOGS_NAME = "attempts.jsonl", "logs"
 #: Written by every start to metrics.jsonl; raised whenever older code could misread the file.
 METRICS_VERSION = 1
 LOCK_NAME = ".lock"
 #: Files that a run writes to in its folder.
 OWN_FILES = (
     *(CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME, METRICS_NAME, LOCK_NAME),
-    *(".launch.lock", "attempts.jsonl", FAILURE_NAME),
+    *(".launch.lock", ATTEMPTS_NAME, FAILURE_NAME),
 )
 #: Folders that describe what a run was made from: KEPT_NAME and PUBLISHED_NAME of modules that import numpy.
 ORIGIN_FOLDERS = ("dataset", "published")
-OWN_FOLDERS = ("checkpoints", "logs", "profile", "samples", "tensorboard", "wandb", ".agents", *ORIGIN_FOLDERS)
+OWN_FOLDERS = ("checkpoints", LOGS_NAME, "profile", "samples", "tensorboard", "wandb", ".agents", *ORIGIN_FOLDERS)
 #: Files and folders that a start writes before its first step.
 _START_FILES = (CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME, METRICS_NAME, FAILURE_NAME)
 _START_FOLDERS = ("samples", *ORIGIN_FOLDERS)
@@ -339,6 +341,7 @@ def library_versions() -> dict[str, str | None]:
     return {name: _version(name) for name in LIBRARIES}
 
 
+@cache
 def _version(library: str) -> str | None:
     try:
         return metadata.version(library)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from llmscale.checkpoint.inventory import find_checkpoint, read_state
 from llmscale.checkpoint.run_state import RunState, parse_run_state
+from llmscale.config.batch_plan import Batches, samples_after
 from llmscale.config.limits import MAX_BATCH
 from llmscale.config.run_config import RunConfig, build_run_config
 from llmscale.data.mixture import (
@@ -32,6 +33,7 @@ from llmscale.data.order.sample_order import (
     MOST_POSITIONS,
     OrderSettings,
     Ranges,
+    RepeatedOrder,
     SampleOrder,
     SkippingOrder,
     StreamOrder,
@@ -46,8 +48,6 @@ from llmscale.training.prepare_run import PreparedRun, parse_skip
 STAGES_KEY = "stages"
 BATCHES_KEY = "batches"
 SKIPPED_KEY = "skipped"
-#: Batch sizes of a run, ascending: steps done, samples seen, and the size from there on.
-Batches = tuple[tuple[int, int, int], ...]
 _MIX_ALGORITHM = "mix-1"
 #: Keys of an order's identity that a run's identity has under other names.
 _ELSEWHERE = ("seed", "set_fingerprint", "num_samples")
@@ -80,8 +80,7 @@ class SampleStream:
 
     def samples_after(self, steps: int) -> int:
         """Return the samples seen after `steps` steps."""
-        done, seen, size = next(known for known in reversed(self.batches) if known[0] <= steps)
-        return seen + (steps - done) * size
+        return samples_after(self.batches, steps)
 
     def samples_by_set(self, num_samples: int) -> np.ndarray:
         """Return how many of the run's first samples come from each dataset of the mixture, [sets]."""
@@ -104,13 +103,12 @@ def build_stream(run: PreparedRun, state: RunState | None) -> SampleStream:
 
     Raises CheckpointError, ConfigError, DataError.
     """
-    size = run.resolved.plan.global_batch_size
-    skips = place_skips(run.config.skip_steps, state, size)
-    stages = _stages(run, state, skipped_ranges(skips)) if run.sets.recipe else ()
     step, seen = (state.step, state.samples_seen) if state else (0, 0)
     batches = tuple(known for known in saved_batches(state) if known[0] < step) if state else ()
-    if not batches or batches[-1][-1] != size:
-        batches += ((step, seen, size),)
+    now = run.resolved.plan.batches_from(step, seen)
+    batches += now[1:] if batches and batches[-1][-1] == now[0][-1] else now
+    skips = place_skips(run.config.skip_steps, state, batches)
+    stages = _stages(run, state, skipped_ranges(skips), batches) if run.sets.recipe else ()
     stream = _compose(run.config, run.sets, state.saved_order if state else {}, stages, skips, batches)
     return replace(stream, identity=stream.identity | {RECORDED_SETS: _describe_sets(run, stream)})
 
@@ -166,6 +164,8 @@ def _compose(
     if skips:
         identity[SKIPPED_KEY] = as_plain_skips(skips)
     order: StreamOrder = mix or orders[0]
+    if config.overfit_batch is not None:
+        order = RepeatedOrder(order, config.overfit_batch)
     return SampleStream(SkippingOrder(order, skipped_ranges(skips)) if skips else order, identity, mix, skips, batches)
 
 
@@ -191,11 +191,10 @@ def cache_limit_bytes(config: RunConfig) -> int | None:
     return None if limit is None else int(limit * 2**30)
 
 
-def _stages(run: PreparedRun, state: RunState | None, skipped: Ranges) -> tuple[PlacedStage, ...]:
+def _stages(run: PreparedRun, state: RunState | None, skipped: Ranges, batches: Batches) -> tuple[PlacedStage, ...]:
     assert run.sets.recipe is not None
-    size = run.resolved.plan.global_batch_size
     step, seen = (state.step, state.samples_seen) if state else (0, 0)
-    total = seen + max(0, run.resolved.total_steps - step) * size
+    size, total = batches[-1][-1], samples_after(batches, max(step, run.resolved.total_steps))
     saved = saved_stages(state.identity, len(run.sets.names)) if state else ()
     return place_stages(run.sets.recipe, total, size, saved=saved, seen=seen, skipped=skipped)
 
@@ -248,13 +247,13 @@ def _plain_identity(order: SampleOrder) -> dict[str, object]:
     return {key: value for key, value in order.identity("").items() if key not in _ELSEWHERE}
 
 
-def place_skips(wanted: Sequence[str], state: RunState | None, global_batch_size: int) -> tuple[Skip, ...]:
+def place_skips(wanted: Sequence[str], state: RunState | None, batches: Batches) -> tuple[Skip, ...]:
     """Return the ranges that the run has skipped, and those that it is to skip.
 
     Raises ConfigError for steps that are done, CheckpointError for malformed ranges in the checkpoint.
     """
     skips = list(saved_skips(state.identity)) if state else []
-    step, seen = (state.step, state.samples_seen) if state else (0, 0)
+    step = state.step if state else 0
     known = {skip.steps for skip in skips}
     for text in wanted:
         first, behind = parse_skip(text)
@@ -267,10 +266,10 @@ def place_skips(wanted: Sequence[str], state: RunState | None, global_batch_size
                 f"{step + 1} on, or go back to a checkpoint before step {first} with --resume."
             )
         # First and last sample of the steps as they would be without this flag.
-        ends = [seen + (first - 1 - step) * global_batch_size, seen + (behind - 1 - step) * global_batch_size - 1]
+        ends = [samples_after(batches, first - 1), samples_after(batches, behind - 1) - 1]
         if max(ends) >= MOST_POSITIONS - sum(end - begin for begin, end in skipped_ranges(skips)):
             raise ConfigError(
-                f"--skip-steps {name}: with {global_batch_size:,} samples a step that is beyond any run. Name steps "
+                f"--skip-steps {name}: with {batches[-1][-1]:,} samples a step that is beyond any run. Name steps "
                 "that the run has."
             )
         begin, last = stream_positions(np.array(ends), skipped_ranges(skips)).tolist()

@@ -13,6 +13,7 @@ from llmscale.engine.train_step import get_scaler_state
 from llmscale.engine.zero_shards import MASTER, group_scalars
 from llmscale.errors import CheckpointError
 from llmscale.training.changes import hyperparameters
+from llmscale.training.evaluate_steps import Validate
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
 from llmscale.training.loss_spikes import RollbackRequest
 from llmscale.training.nonfinite import check_weights
@@ -25,7 +26,7 @@ class SaveCheckpoints(StepAction):
     def __init__(
         self, run: Run, engine: Engine, io: RunIO, rollback: RollbackRequest, others: Sequence[StepAction]
     ) -> None:
-        """`others` begin again in a run folder that had to be created again."""
+        """`others` begin again in a run folder that had to be created again; one of them may validate."""
         self._run, self._engine, self._io, self._others = run, engine, io, others
         config = run.config
         self._saver = CheckpointSaver(
@@ -75,6 +76,7 @@ class SaveCheckpoints(StepAction):
                 precision=run.resolved.precision,
                 state=self._run_state(step).as_dict(),
                 fragments=copy_out(fragments),
+                validation=next((other.after(step) for other in self._others if isinstance(other, Validate)), None),
             )
             self._saver.save(snapshot)
         self._saved_step, self._last_save_s = step, time.monotonic()

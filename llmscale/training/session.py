@@ -15,7 +15,7 @@ from llmscale.data.sample_log import ids_checksum
 from llmscale.engine.collectives import StepVote, gather, vote
 from llmscale.engine.deepspeed_engine import set_learning_rate
 from llmscale.engine.process_group import leave_world
-from llmscale.engine.train_step import explain_smallest_scale, seed_step, train_step
+from llmscale.engine.train_step import explain_smallest_scale, seed_step, set_micro_steps, train_step
 from llmscale.errors import DataError
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
 from llmscale.training.log_steps import LogSteps
@@ -77,7 +77,7 @@ class Session:
         run, engine = self.run, self.engine
         engine.meter.phases.mark("data_wait")
         try:
-            batches = [next(engine.feed) for _ in range(run.resolved.plan.gradient_accumulation_steps)]
+            batches = [next(engine.feed) for _ in range(run.micro_steps(step))]
         except Exception as error:
             self._fetch_failure = error
             return []
@@ -118,6 +118,7 @@ class Session:
         resolved = run.resolved
         seed_step(run.config.seed, step, run.world.rank)
         set_learning_rate(deepspeed, resolved.optimizer, resolved.schedule.learning_rate(step))
+        set_micro_steps(deepspeed, len(batches))
         skipped_before = deepspeed.skipped_steps
         with explain_smallest_scale(step):
             loss = train_step(deepspeed, [batch.tokens for batch in batches], run.world.device, engine.meter.phases)
@@ -148,7 +149,7 @@ class Session:
         run, io, total = self.run, self.io, self.run.resolved.total_steps
         if io.log:
             io.log.display.close()
-        if self.step > run.first_step:
+        if self.step > run.first_step and run.config.overfit_batch is None:
             self.checkpoints.finish(self.step)
         if io.publisher:
             io.publisher.finish()

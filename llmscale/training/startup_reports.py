@@ -23,6 +23,7 @@ from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.device_memory import measured_memory
 from llmscale.engine.device_settings import describe_settings
 from llmscale.files.buffered_log import warn_on_stderr
+from llmscale.terminal.human_numbers import count_nouns
 from llmscale.training.live_run import Run, RunIO, StepAction, StepResult
 from llmscale.training.memory_report import measured_line
 from llmscale.training.prepare_run import PreparedRun
@@ -49,6 +50,8 @@ def describe_run(run: Run, report: Callable[[str], None]) -> None:
     )
     if reshaped:
         report(f"       {reshaped}")
+    if resolved.tensors.frozen:
+        report(f"       {resolved.tensors.num_trainable:,} parameters are trained, the others frozen")
     if shape.has_document_mask:
         report(f"       {_documents(prepared)}")
     report(
@@ -133,12 +136,14 @@ def _validation(run: Run) -> str:
     if not available:
         return "no validation, the set has no split for it"
     if not run.config.val_every:
-        return "no validation (--val-every 0)"
+        return f"no validation ({'--overfit-batch' if run.config.overfit_batch else '--val-every 0'})"
     return f"validation every {run.config.val_every:,} steps on {describe_samples(run.validation)} of {available:,}"
 
 
 def _checkpoints(run: PreparedRun) -> str:
     config = run.config
+    if config.overfit_batch is not None:
+        return f"no checkpoints: each step trains on the same {count_nouns(config.overfit_batch, 'sample')}"
     every = [f"every {config.save_every:,} steps"] if config.save_every else []
     every += [f"every {config.save_every_minutes:g} minutes"] if config.save_every_minutes else []
     kept = f", those of every {config.keep_every:,} steps permanently" if config.keep_every else ""

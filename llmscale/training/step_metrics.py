@@ -53,6 +53,14 @@ class StepMetrics:
     """Seconds since the last logged step outside of steps, by Pause."""
     loss_by_set: dict[str, float] | None = None
     """Nats per token of each dataset of a mixture that has samples in this step."""
+    power_w: float | None = None
+    """Power of rank 0's GPU (engine/gpu_sensors.py); None without NVML, like the next two."""
+    temperature_c: float | None = None
+    gpu_utilisation: float | None = None
+
+
+#: Fields that metrics.jsonl lacks without a value: of mixtures and of GPUs with NVML.
+OPTIONAL_FIELDS = ("loss_by_set", "power_w", "temperature_c", "gpu_utilisation")
 
 
 def format_step(m: StepMetrics, total_steps: int) -> str:

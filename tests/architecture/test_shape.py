@@ -105,6 +105,9 @@ def test_padding_reaches_the_next_multiple_and_no_further(vocab_size: int) -> No
         ({"positions": "rotary", "n_head": 256}, "a head of 3 (head_dim) has one left over. Give an even head_dim"),
         ({"mlp_width": -1}, "mlp_width must be at least 0, not -1"),
         ({"sliding_window": -1}, "sliding_window must be at least 0, not -1"),
+        ({"window_pattern": "GL"}, "window_pattern GL has no effect without a window"),
+        ({"window_pattern": "LX", "sliding_window": 8}, "window_pattern 'LX' is not legal"),
+        ({"window_pattern": "G", "sliding_window": 8}, "an L is needed"),
         ({"norm_eps": 0.0}, "norm_eps must be a positive number, not 0.0"),
         ({"norm_eps": 2.0}, "norm_eps must be at most 1, not 2.0"),
         ({"rope_theta": math.inf}, "rope_theta must be a positive number, not inf"),
@@ -123,6 +126,22 @@ def test_impossible_shapes_are_refused(change: dict, said: str) -> None:
     with pytest.raises(ConfigError) as raised:
         GPTShape(**values)
     assert said in str(raised.value)
+
+
+def test_a_window_pattern_is_kept_in_its_shortest_form() -> None:
+    def pattern(text: str, n_layer: int) -> str:
+        return GPTShape(n_layer, 2, 8, 100, 64, sliding_window=16, window_pattern=text).window_pattern
+
+    texts = ("L", "LLL", "GLGL", "LLLLLG", "GLGLGLGLLL")
+    assert [pattern(text, 6) for text in texts] == ["L", "L", "GL", "LLLLLG", "GL"]
+    assert pattern("LLG", 2) == "L"
+
+
+def test_flops_count_the_window_in_local_layers_alone() -> None:
+    dense, banded = (GPTShape(6, 2, 8, 100, 64, **more) for more in ({}, {"sliding_window": 16}))
+    gemma3 = dataclasses.replace(banded, window_pattern="LLLLLG")
+    assert dense.flops_per_token - banded.flops_per_token == 12 * 6 * 8 * (64 - 16)
+    assert gemma3.flops_per_token - banded.flops_per_token == 12 * 8 * (64 - 16)
 
 
 QWEN3 = PRESETS["qwen3-0.6b"].shape(1000, 64)

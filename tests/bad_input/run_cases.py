@@ -9,6 +9,7 @@ train.py ends with status TORCH_STATUS where it would import torch: everything t
 
 from __future__ import annotations
 
+import gc
 import importlib.abc
 import json
 import os
@@ -22,6 +23,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from llmscale.config.run_flags import describe_keys
+
+LATE_IMPORTS = (
+    *("llmscale.cli.estimate_answers", "llmscale.cli.plan_output", "llmscale.data.prepare.prepare_set"),
+    *("llmscale.data.prepare.sources.open_source", "llmscale.data.tokenizers.train_tokenizer", "tarfile", "grp", "pwd"),
+    *("llmscale.data.tokenizers.load_tokenizer", "llmscale.evaluate.model_source", "llmscale.cluster.doctor.run"),
+)
 TORCH_STATUS = 77
 MEMORY_BYTES = 8 << 30
 FILE_BYTES = 256 << 20
@@ -131,10 +139,12 @@ def main() -> None:
     import llmscale.cli.main
     import llmscale.train
 
-    for name in llmscale.cli.main.COMMANDS:
-        importlib.import_module(f"llmscale.cli.{name}")
-    from llmscale.cli import estimate_answers, plan_output  # noqa: F401
-
+    # Whatever a command may import and read at its start, once for all of them.
+    for name in (*(f"llmscale.cli.{name}" for name in llmscale.cli.main.COMMANDS), *LATE_IMPORTS):
+        importlib.import_module(name)
+    describe_keys()
+    gc.collect()
+    gc.freeze()
     answers, folder = [], Path.cwd()
     before = _tree(folder)
     for case in cases:

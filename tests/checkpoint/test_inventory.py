@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,14 @@ from llmscale.checkpoint.inventory import (
     FoundCheckpoints,
     choose_expired,
     find_any_checkpoint,
+    find_best,
     find_checkpoint,
     find_checkpoints,
     history_after,
     list_checkpoints,
     pin_checkpoint,
     pinned_checkpoints,
+    point_best,
     record_history,
     remove_leftovers,
 )
@@ -28,6 +31,7 @@ from llmscale.checkpoint.manifest import (
     CheckpointManifest,
     History,
     StoredFile,
+    Validation,
     checkpoint_name,
     checkpoints_folder,
     find_damage,
@@ -39,12 +43,18 @@ from llmscale.checkpoint.manifest import (
 from llmscale.errors import CheckpointError
 
 
-def write(run: Path, step: int, history: History | None = None, name: str | None = None) -> Path:
+def write(
+    run: Path, step: int, history: History | None = None, name: str | None = None, loss: float | None = None
+) -> Path:
     """A checkpoint without tensors."""
     folder = checkpoints_folder(run) / (name or checkpoint_name(step))
     folder.mkdir(parents=True)
-    save_manifest(folder, CheckpointManifest(step, 0, 1, 0, "fp32", "now", (), history or History()))
+    save_manifest(folder, CheckpointManifest(step, 0, 1, 0, "fp32", "now", (), history or History(), measured(loss)))
     return folder
+
+
+def measured(loss: float | None, samples: str = "8 of a set") -> Validation | None:
+    return None if loss is None else Validation(loss, samples)
 
 
 def steps(run: Path) -> list[int]:
@@ -190,7 +200,13 @@ def test_a_name_must_agree_with_what_is_in_it(tmp_path: Path) -> None:
     assert "says that this is the checkpoint of step 40" in str(find_damage(renamed))
 
 
-@pytest.mark.parametrize("change", [{"step": "60"}, {"step": True}, {"step": -60}, {"history": []}, {"branches": [3]}])
+@pytest.mark.parametrize(
+    "change",
+    [{"step": "60"}, {"step": True}, {"step": -60}, {"history": []}, {"branches": [3]}]
+    + [
+        {"validation": value} for value in (3, {"loss": 1.0}, {"loss": "1", "samples": ""}, {"loss": 1.0, "samples": 3})
+    ],
+)
 def test_a_manifest_of_another_shape_is_damage(tmp_path: Path, change: dict[str, object]) -> None:
     folder = write(tmp_path, 60)
     body = json.loads((folder / "manifest.json").read_text())["manifest"] | change
@@ -229,6 +245,33 @@ def test_a_run_may_keep_its_checkpoints_on_another_disk(tmp_path: Path, save_ste
         History()
     )
     assert only.step == 4
+
+
+def test_the_best_is_the_lowest_loss_over_the_newest_samples_in_the_current_history(tmp_path: Path) -> None:
+    for step, loss in ((10, 2.0), (20, 1.5), (30, None), (40, 1.9)):
+        write(tmp_path, step, loss=loss)
+    folder, best = checkpoints_folder(tmp_path), checkpoints_folder(tmp_path) / "best"
+    assert find_checkpoint(best) == folder / "step-00000020", "before anything points to it"
+    point_best(tmp_path, History())
+    assert best.read_text() == "step-00000020\n"
+    assert find_checkpoint(folder / "latest") == folder / "step-00000040"
+    record_history(tmp_path, History(2, ((1, 10),)), folder / "step-00000010")
+    assert find_checkpoint(best) == folder / "step-00000010", "a file that a kill left behind decides nothing"
+    write(tmp_path, 25, History(2, ((1, 10),)), loss=2.5)
+    assert find_best(find_checkpoints(tmp_path).current).step == 10  # type: ignore[union-attr]
+    # Another set: its losses are not compared with those of before.
+    manifest = load_manifest(folder / "step-00000025")
+    save_manifest(folder / "step-00000025", replace(manifest, validation=measured(2.5, "9 of a set")))
+    assert find_best(find_checkpoints(tmp_path).current).step == 25  # type: ignore[union-attr]
+
+
+def test_without_a_validation_there_is_no_best(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    (checkpoints_folder(tmp_path) / "best").write_text("step-00000010\n")
+    with pytest.raises(CheckpointError, match=r"no best checkpoint: none was saved at a step with a validation"):
+        find_checkpoint(checkpoints_folder(tmp_path) / "best")
+    point_best(tmp_path, History())
+    assert not (checkpoints_folder(tmp_path) / "best").exists()
 
 
 def test_what_is_kept_outlives_retention(save_steps: Callable, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,8 +13,18 @@ from typing import Any
 import pytest
 
 from llmscale.checkpoint import remote_run
-from llmscale.checkpoint.inventory import find_checkpoints
-from llmscale.checkpoint.manifest import Pieces, checkpoints_folder, find_damage, hash_json, load_pieces, save_pieces
+from llmscale.checkpoint.inventory import find_checkpoint, find_checkpoints
+from llmscale.checkpoint.manifest import (
+    Pieces,
+    Validation,
+    checkpoints_folder,
+    find_damage,
+    hash_json,
+    load_manifest,
+    load_pieces,
+    save_manifest,
+    save_pieces,
+)
 from llmscale.checkpoint.remote_run import (
     Chunk,
     Holder,
@@ -207,6 +218,15 @@ def test_the_copy_follows_the_store(published: Path, store: ObjectStore) -> None
         fetch_run(view)
 
 
+def test_the_copy_names_the_best_of_what_is_published(published: Path, store: ObjectStore) -> None:
+    for step, loss in ((1, 1.5), (2, 2.5)):
+        folder = checkpoints_folder(published) / f"step-{step:08d}"
+        save_manifest(folder, replace(load_manifest(folder), validation=Validation(loss, "8 of a set")))
+    publish(store, published, (1, 2), epoch=2)
+    best = copy_of(f"{URL}/checkpoints/best", "view")
+    assert find_checkpoint(fetch_run(best)).name == best.read_text().strip() == "step-00000001"
+
+
 def test_a_bounded_copy_drops_the_tensors_of_other_checkpoints(published: Path, store: ObjectStore) -> None:
     view = fetch_run(copy_of(URL, "view"))
     assert fetch_checkpoint(checkpoints_folder(view) / "step-00000001") is None
@@ -277,12 +297,24 @@ def test_a_trainers_copy_is_kept_while_it_is_the_newest(published: Path, store: 
 
 def test_dropping_tensors_keeps_what_the_store_does_not_have(published: Path) -> None:
     folder = checkpoints_folder(published) / "step-00000001"
-    with pytest.raises(AssertionError):
-        drop_tensors(folder)
+    drop_tensors(folder)
     assert [*folder.glob("*.distcp")]
     save_pieces(folder, Pieces(("tensors.json", "__0_0.distcp"), "e00001-step-00000001"))
     drop_tensors(folder)
     assert not [*folder.glob("*.distcp")] and find_damage(folder) is None
+
+
+def test_a_view_keeps_the_tensors_of_checkpoints_in_use(published: Path) -> None:
+    view = fetch_run(copy_of(URL, "view"))
+
+    def fetch(step: int) -> set[str]:
+        assert fetch_checkpoint(checkpoints_folder(view) / f"step-{step:08d}") is None
+        return {path.parent.name for path in view.rglob("*.distcp")}
+
+    assert fetch(1) == {"step-00000001"} and fetch(2) == {"step-00000001", "step-00000002"}
+    for path in (checkpoints_folder(view) / "step-00000001").glob("*.distcp"):
+        os.utime(path, (0, 0))
+    assert fetch(2) == {"step-00000002"}
 
 
 def test_chunks_are_fetched_by_few_ranges(published: Path, store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from llmscale.checkpoint.inventory import find_checkpoints
 from llmscale.checkpoint.manifest import checkpoints_folder, find_damage, load_manifest, load_pieces
-from tests.conftest import TRAIN, Ranks, build_train_command, read_losses, start_ranks
+from tests.conftest import TRAIN, Ranks, assert_same_losses, build_train_command, read_losses, start_ranks
 
 RANK = Path(__file__).parent.parent / "distributed" / "store_rank.py"
 #: 8 steps in fp32, saving every second.
@@ -61,23 +61,13 @@ def nodes(ranks: Callable[..., Ranks], tiny_set: Path, tmp_path: Path, trained: 
     return Nodes(ranks, tiny_set, Path(shutil.copytree(trained, tmp_path / "nodes")))
 
 
-@pytest.fixture(scope="module")
-def straight(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Losses of the run on one disk."""
-    run = tmp_path_factory.mktemp("straight") / "run"
-    job = start_ranks(build_train_command(tiny_set, run, *FLAGS, "--ds", "zero1"), 1)
-    output = job.wait()[0]
-    assert job.exit_codes == [0], output
-    return read_losses(run)
-
-
-def assert_same(losses: dict[int, float], expected: dict[int, float]) -> None:
-    assert losses.keys() == expected.keys()
-    assert max(abs(losses[step] - expected[step]) / expected[step] for step in expected) <= 1e-5
+@pytest.fixture
+def straight(train_straight: Callable[..., dict[int, float]]) -> dict[int, float]:
+    return train_straight(*FLAGS)
 
 
 def test_every_disk_has_its_own_tensors_and_all_descriptions(nodes: Nodes, straight: dict[int, float]) -> None:
-    assert_same(read_losses(nodes.run(0)), straight)
+    assert_same_losses(read_losses(nodes.run(0)), straight)
     manifests = []
     for node in (0, 1):
         folder = checkpoints_folder(nodes.run(node)) / "step-00000008"
@@ -97,17 +87,17 @@ def test_swapped_nodes_resume_at_another_stage(nodes: Nodes, straight: dict[int,
     for node in (0, 1):
         (nodes.folder / str(node)).rename(checkpoints_folder(nodes.run(1 - node)))
     nodes.train([1, 1], "--ds", "zero3")
-    assert_same(read_losses(nodes.run(0)), straight)
+    assert_same_losses(read_losses(nodes.run(0)), straight)
     assert [find_damage(checkpoints_folder(nodes.run(node)) / "step-00000008") for node in (0, 1)] == [None, None]
 
 
 def test_other_numbers_of_ranks_resume(nodes: Nodes, straight: dict[int, float]) -> None:
     nodes.forget_after(2)
     nodes.train([2, 2], "--ds", "zero1")
-    assert_same(read_losses(nodes.run(0)), straight)
+    assert_same_losses(read_losses(nodes.run(0)), straight)
     nodes.forget_after(6)
     nodes.train([1, 1], "--ds", "zero3")
-    assert_same(read_losses(nodes.run(0)), straight)
+    assert_same_losses(read_losses(nodes.run(0)), straight)
     for node in (0, 1):
         pieces = load_pieces(checkpoints_folder(nodes.run(node)) / "step-00000006")
         assert pieces is not None and len(pieces.files) > 2, "the other disk's tensors came as messages"
@@ -130,7 +120,7 @@ def test_a_lost_disk_costs_only_what_it_alone_had(nodes: Nodes, straight: dict[i
     shutil.rmtree(nodes.run(1))
     output = nodes.train([1, 1], "--ds", "zero2")[0]
     assert "step-00000008 is damaged and passed over" in output
-    assert_same(read_losses(nodes.run(0)), straight)
+    assert_same_losses(read_losses(nodes.run(0)), straight)
 
 
 def test_going_back_holds_on_all_disks(nodes: Nodes) -> None:

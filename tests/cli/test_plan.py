@@ -53,6 +53,38 @@ def test_petaflop_days_are_flops(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_json(capsys, "--pf-days 100") == plan_json(capsys, "--flops 8.64e21")
 
 
+def test_serving_electricity_and_buying(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "--model llama3-8b --tokens 160B --gpu h100-80gb --price-per-gpu-hour 2.5 --serve 1000:250 --usd-per-kwh 0.1"
+    )
+    words += " --buy-usd-per-gpu 35000"
+    found = plan_json(capsys, words)
+    run, serving = found["run"], found["serving"]
+    assert run["electricity_usd_per_gpu_hour"] == pytest.approx(0.1 * run["energy_kwh"] / run["gpu_hours"])
+    assert run["owning_usd_per_gpu_hour"] == pytest.approx(35000 / (4 * 8766) + 0.7 * 1.2 * 0.1)
+    assert serving["usd_per_day"] == pytest.approx(24 * 2.5 * serving["num_gpus"])
+    out = plan(capsys, words)
+    assert "requests of 1,000 + 250 tokens on 1 x h100-80gb, 256 at a time: " in out
+    assert f"output ${serving['usd_per_million_output_tokens']:.3f}" in out
+    assert "; cheaper, if they work more than 41% of that time, than renting at $2.5" in out
+    assert "usd_per_day" not in plan_json(capsys, "--model gpt2-124m --tokens 1B --gpu l4 --serve 9:9")["serving"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--serve 1000:250", "needs --gpu NAME"),
+        ("--gpu h100-80gb --serve 1000", "must be tokens of prompt and output such as 1000:250, not '1000'"),
+        ("--gpu h100-80gb --serve 9000:1", "the model's context has 1,024"),
+        ("--gpu h100-80gb --buy-usd-per-gpu 30000", "needs --usd-per-kwh"),
+        ("--gpu h100-80gb --years 3", "needs --buy-usd-per-gpu"),
+    ],
+)
+def test_what_serving_and_buying_need(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "gpt2-124m", "--tokens", "10B", *words.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_gpt2_on_10b_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan_json(capsys, "--model gpt2-124m --tokens 10B")
     assert (found["steps"], found["tokens_per_step"], found["global_batch_size"]) == (19_073, 524_288, 512)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from llmscale.checkpoint.manifest import CheckpointManifest, save_manifest
 from llmscale.cli.main import main
+from llmscale.training.run_folder import record_failure
+from tests import warm_start
+from tests.conftest import HANG_S, REPOSITORY
 
 
 @pytest.fixture
@@ -77,6 +85,62 @@ def test_writes_what_is_asked_for_and_nothing_else(
     assert report["runs"][0]["curves"]["loss"]["values"] == [5.5, 1.25]
     assert (out / "report.html").read_text().startswith("<!doctype html>")
     assert capsys.readouterr().out.count(" KB") == 4
+
+
+@pytest.fixture
+def folder(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of three runs: two with a loss, and one that failed before its first step."""
+    folder = tmp_path_factory.mktemp("folder")
+    for name, loss in (("worse", 2.5), ("better", 0.5)):
+        shutil.copytree(run, folder / name, ignore=shutil.ignore_patterns("checkpoints"))
+        record = {"kind": "train", "step": 30, "loss": loss, "tokens_seen": 30000, "tokens_per_second": 2000.0}
+        with (folder / name / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    (folder / "early").mkdir()
+    (folder / "early" / "starts.jsonl").write_text("{}\n")
+    record_failure(folder / "early", RuntimeError("<b>no\x1b[2J memory</b>"), step=0, rank=1)
+    return folder
+
+
+def test_a_folder_of_runs_is_a_table(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(folder)]) == 0
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert {row.split()[0] for row in rows[:3]} == {"better", "worse", "early"}
+    assert "early: failed: RuntimeError: <b>no\\x1b[2J memory</b>" in rows
+    assert main(["report", str(folder), str(folder / "better"), "--json", str(tmp_path / "r.json")]) == 0
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert sorted(entry["name"] for entry in report["runs"]) == ["better", "worse"]
+    listed = {Path(entry["run"]).name: entry for entry in report["listed"]}
+    assert listed["early"]["why"].startswith("RuntimeError: <b>no\\x1b[2J memory</b>")
+    assert (listed["better"]["loss"], listed["better"]["validation_loss"], listed["early"]["loss"]) == (0.5, 9.5, None)
+    assert main(["report", str(folder), "--html", str(folder / "better" / "metrics.jsonl")]) == 2
+    assert "is a file of the run itself" in capsys.readouterr().err
+
+
+def test_watch_reports_again_when_records_change(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    out = tmp_path_factory.mktemp("out") / "report.json"
+    process = warm_start.Process(
+        [sys.executable, "-m", "llmscale.cli.main", "report", str(run), "--watch", "--json", str(out)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"},
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline().startswith(f"{out}: ")
+        with (run / "metrics.jsonl").open("a") as file:
+            record = {"kind": "train", "step": 30, "loss": 0.75, "tokens_seen": 30000, "tokens_per_second": 2000.0}
+            file.write(json.dumps(record) + "\n")
+        assert process.stdout.readline().startswith(f"{out}: ")
+        assert json.loads(out.read_text())["runs"][0]["curves"]["loss"]["values"] == [5.5, 1.25, 0.75]
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=HANG_S)[0] == ""
+        assert process.returncode == 0
+    finally:
+        process.kill()
 
 
 def test_several_runs_in_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmscale.config.batch_plan import DEFAULT_MICRO_BATCH_TOKENS, build_batch_plan, divisors
+from llmscale.config.batch_plan import DEFAULT_MICRO_BATCH_TOKENS, BatchRamp, build_batch_plan, divisors
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.errors import ConfigError
 
@@ -89,3 +89,37 @@ def test_the_description_spells_the_multiplication_out() -> None:
     assert plan.describe() == (
         "global batch 64 sequences = 8 micro-batch x 2 accumulation x 4 ranks = 8,192 tokens per step"
     )
+
+
+@given(st.integers(1, 8), st.integers(2, 20), st.integers(1, 3000), st.integers(0, 400))
+def test_a_ramp_grows_linearly_and_is_the_same_from_any_step(first: int, parts: int, samples: int, step: int) -> None:
+    ramp = BatchRamp(first, samples)
+    plan = build_batch_plan(global_batch_size=first * parts, ranks=ParallelLayout(first), seq_len=8, ramp=ramp)
+    seen = 0
+    for done in range(step):
+        assert plan.samples_after(done) == seen
+        size = plan.samples_after(done + 1) - seen
+        assert size % first == 0
+        linear = first + (first * parts - first) * min(1, seen / samples)
+        assert linear - first < size <= linear + 1e-9
+        assert plan.steps_for(seen) == done
+        assert plan.steps_for(seen + 1) == done + 1
+        seen += size
+    rows = plan.batches_from(step, seen)
+    assert rows[0] == (step, seen, plan.samples_after(step + 1) - seen)
+    assert rows[1:] == tuple(row for row in plan.batches_from(0, 0) if row[0] > step)
+    assert rows[-1][-1] == plan.global_batch_size
+
+
+@pytest.mark.parametrize(
+    ("first", "ranks", "words"),
+    [
+        (5, 1, "batch_ramp_from 5 must divide the global batch of 16 sequences, in 2 to 1024 parts"),
+        (16, 1, "Legal: 1, 2, 4, 8."),
+        (4, 8, "batch_ramp_from 4 cannot be divided over 8 ranks. Legal world sizes for it: 1, 2, 4."),
+    ],
+)
+def test_a_ramp_that_ranks_cannot_follow_is_refused(first: int, ranks: int, words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        build_batch_plan(global_batch_size=16, ranks=ParallelLayout(ranks), seq_len=8, ramp=BatchRamp(first, 100))
+    assert words in str(raised.value)

@@ -4,7 +4,7 @@ import pytest
 
 from llmscale.architecture.layers import ParameterTensors
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.optimizers import ADAFACTOR, ADAMW, MUON, OptimizerGroup, OptimizerSpec
+from llmscale.config.optimizers import ADAFACTOR, ADAMW, MUON, OptimizerGroup, OptimizerSpec, parse_rule
 from llmscale.errors import ConfigError
 
 MODEL = GPTShape(2, 2, 8, 100, 4).architecture
@@ -79,3 +79,45 @@ def test_the_factor_is_for_matrices_alone() -> None:
     changed = MUON.with_matrix_factor(2.5)
     assert [group.learning_rate_factor for group in changed.groups] == [2.5, 1.0, 1.0]
     assert changed.state_bytes(MODEL) == MUON.state_bytes(MODEL)
+
+
+TENSORS = ParameterTensors(MODEL)
+
+
+def test_patterns_divide_groups_and_the_first_that_matches_counts() -> None:
+    rules = [parse_rule("wte*:lr=0.1x:decay=0"), parse_rule("*.weight:decay=0.5"), parse_rule("*.bias:lr=2x")]
+    divided = MUON.with_matrix_factor(3).with_rules(rules, ["blocks.0.*"], TENSORS.all)
+    group = divided.group_of("embedding", "wte.weight")
+    assert (group.learning_rate_factor, group.weight_decay(0.1), group.undivided_name) == (0.1, 0.0, "decay")
+    group = divided.group_of("matrix", "blocks.1.mlp.up.weight")
+    assert (group.learning_rate_factor, group.weight_decay(0.1), group.is_orthogonalised) == (3, 0.5, True)
+    group = divided.group_of("vector", "ln_f.bias")
+    assert (group.learning_rate_factor, group.weight_decay(0.1)) == (2, 0.0)
+    frozen = sum(tensor.elements for tensor in TENSORS.all if tensor.block == 0)
+    adam = ADAMW.with_rules((), ["blocks.0.*"], TENSORS.all)
+    assert adam.state_bytes(MODEL) == 12 * (MODEL.num_parameters - frozen)
+    assert adam.checkpoint_bytes(MODEL) == adam.state_bytes(MODEL) + 4 * frozen
+
+
+@pytest.mark.parametrize(
+    ("rules", "frozen", "words"),
+    [
+        ([], ["wte.weights"], "--freeze 'wte.weights' matches no parameter. Names near it: wte.weight"),
+        (["block.*:lr=1x"], [], "--param-group 'block.*' matches no parameter"),
+        (["w*:lr=1x", "wte*:lr=2x"], [], "'wte*' matches only parameters that an earlier pattern or --freeze"),
+        (["wte*:lr=1x"], ["w*"], "'wte*' matches only parameters that an earlier pattern or --freeze"),
+        ([], ["*"], "leaves no parameter to train"),
+    ],
+)
+def test_patterns_without_effect_are_refused(rules: list[str], frozen: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        ADAMW.with_rules([parse_rule(rule) for rule in rules], frozen, TENSORS.all)
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["wte*", ":lr=1x", "wte*:lr=0.1", "wte*:lr=-1x", "wte*:decay=nanx", "w:rate=1x", "w:lr=1x:lr=2x"]
+)
+def test_an_ill_formed_rule_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"such as 'wte\*:lr=0.1x:decay=0'"):
+        parse_rule(text)

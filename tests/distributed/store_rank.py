@@ -21,7 +21,7 @@ _saved = publish_run.RunPublisher.saved
 def saved_and_published(self: publish_run.RunPublisher, checkpoint: Path) -> None:
     """Keep a tiny run from saving faster than it publishes: only the newest checkpoint that waits is uploaded."""
     _saved(self, checkpoint)
-    while self._thread.is_alive() and self._waiting and not self.problem:
+    while self._lease and self._thread.is_alive() and self._waiting and not self.problem:
         time.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""What training saved at any stage and world size is exported as the same model."""
+"""A run saved at any stage and world size is exported as the same model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_export(checkpoint: Path, out: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_stage_world_size_offload_and_16_bits(world_size: int, train_command: Callable, tmp_path: Path) -> None:
-    """A world of one shards nothing, so one stage stands for all."""
+    """A world of one shards nothing, so it has one stage only."""
     kinds: list[tuple[dict[str, object], tuple[str, ...]]] = [({"stage": 0}, ("--precision", "fp32"))]
     if world_size > 1:
         kinds += [({"stage": stage}, ("--precision", "fp32")) for stage in (1, 2, 3)]
@@ -75,13 +75,15 @@ def test_every_stage_world_size_offload_and_16_bits(world_size: int, train_comma
 @pytest.mark.parametrize(
     "shape",
     [
-        ("--activation", "gelu_tanh", "--no-bias"),
-        (
-            *("--norm", "rmsnorm", "--positions", "rotary", "--activation", "silu", "--gated-mlp", "--no-bias"),
-            *("--n-kv-head", "1", "--mlp-width", "72", "--attention-bias", "qkv"),
+        pytest.param(("--activation", "gelu_tanh", "--no-bias"), id="gpt2", marks=pytest.mark.slow),
+        pytest.param(
+            (
+                *("--norm", "rmsnorm", "--positions", "rotary", "--activation", "silu", "--gated-mlp", "--no-bias"),
+                *("--n-kv-head", "1", "--mlp-width", "72", "--attention-bias", "qkv"),
+            ),
+            id="qwen2",
         ),
     ],
-    ids=["gpt2", "qwen2"],
 )
 def test_what_begins_with_an_export_is_exported_alike(
     shape: tuple[str, ...], train: Callable[..., Path], train_command: Callable, ranks: Callable, tmp_path: Path

@@ -1,4 +1,4 @@
-"""Gradients of many micro-batches are summed in fp32 at every stage, and in 16 bit only where the file says so."""
+"""Gradients of many micro-batches are summed in fp32 at every stage, and in 16 bit only where the file asks for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYOUTS = {
     "zero3": {"stage": 3},
     "zero3-offload": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU},
 }
-#: Of the exact sum. Ranks exchange gradients in 16 bit, which rounds them once more; without that nothing is left.
+#: Relative errors against the exact sum. Ranks exchange gradients in 16 bit, which rounds once more.
 LEFT = {"bf16": 0.003, "fp16": 0.0004}
 SUMMED_IN_16_BIT = {"bf16": 0.008, "fp16": 0.001}
 
@@ -30,10 +30,15 @@ def ds_of(layout: str, precision: str, **top: object) -> dict[str, object]:
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_64_micro_batches_are_summed_in_fp32_at_every_stage(ranks: Callable, precision: str) -> None:
-    layouts = [name for name in LAYOUTS if (name, precision) != ("zero0", "fp16")]  # refused: DeepSpeed cannot scale
+    refused = ("zero0", "fp16")  # DeepSpeed cannot scale
+    layouts = [name for name in LAYOUTS if (name, precision) != refused]
+    exchanged = ["zero1", "zero2", "zero3"]
+    if precision == "bf16":  # the default suite: each sum of DeepSpeed's once
+        layouts.remove("zero1-offload")
+        exchanged = ["zero2"]
     cells = [ds_of(name, precision) for name in layouts]
     cells.append(ds_of("zero1", precision, data_types={"grad_accum_dtype": precision}))
-    cells += [ds_of(name, precision, communication_data_type="fp32") for name in ("zero1", "zero2", "zero3")]
+    cells += [ds_of(name, precision, communication_data_type="fp32") for name in exchanged]
     script = Path(__file__).with_name("gradient_sum_job.py")
     job = ranks([str(script), json.dumps([[cell, precision] for cell in cells])], 2)
     outputs = job.wait()

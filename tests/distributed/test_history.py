@@ -12,6 +12,7 @@ import pytest
 
 from llmscale.checkpoint.inventory import find_checkpoints, list_checkpoints
 from llmscale.checkpoint.manifest import StoredFile, find_damage, hash_file, hash_json, step_of
+from llmscale.cli.main import main
 from llmscale.report.history import load_history
 from tests.conftest import Ranks, read_losses
 
@@ -70,6 +71,29 @@ def test_what_a_run_saves_after_it_went_back_is_what_comes_next(train: Train, tm
     # What is drawn is the line that leads to the last step: 1 to 15 of the first history, 16 of the third.
     losses = load_history(run).train
     assert losses == {step: loss for step, loss in first.items() if step <= 15} | {16: losses[16]}
+
+
+def test_the_best_by_validation_loss_is_kept_and_a_run_goes_back_to_it(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    # A learning rate at which the loss rises from step 10 on.
+    flags = ("--val-every", "5", "--val-samples", "8")
+    train(*flags, "--steps", "10")
+    train(*flags, "--steps", "20", "--lr", "0.3")
+    assert saved(run) == [20, 10]
+    assert (run / "checkpoints" / "best").read_text() == "step-00000010\n"
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = {record["step"]: record["loss"] for record in records if record["kind"] == "validation"}
+    assert min(losses, key=lambda step: losses[step]) == 10
+    assert main(["checkpoint", "list", str(run)]) == 0
+    newest, best = capsys.readouterr().out.splitlines()[1:]
+    assert newest.endswith("<- latest") and best.endswith(f"<- best (loss {losses[10]:.4f})")
+    assert main(["eval", str(run / "checkpoints" / "best"), "--val-samples", "8"]) == 0
+    assert f"{losses[10]:.3f}" in capsys.readouterr().out
+    output = train(*flags, "--steps", "12", "--resume", "best")
+    assert f"continuing from {run / 'checkpoints' / 'step-00000010'}: step 10" in output
+    assert (saved(run)[0], abandoned(run)) == (12, [20])
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import build_train_command, read_losses
 from tests.runs_in_turn import train_in_turn
 
-STEPS = 20
+STEPS = 12
 FP32 = ("--precision", "fp32")
 #: What Llama, Qwen and Mistral have and GPT-2 has not.
 LLAMA = (

@@ -1,10 +1,9 @@
-"""Run as a script, this file compiles in a process of its own: pytest's own has TORCHDYNAMO_DISABLE."""
+"""Compiled blocks. This file is also the script that compiles, where TORCHDYNAMO_DISABLE is not set."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,12 +14,15 @@ from torch import Tensor
 
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.config.deepspeed.schema import CheckpointingMode
+from llmscale.config.run_config import CompileTuning, parse_run_config
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_patches import quiet_libraries
+from llmscale.errors import ConfigError
 from llmscale.model.attention_context import KVCache
 from llmscale.model.gpt import GPT
 from llmscale.planning.compilation import CompileBackend
+from tests import warm_start
 from tests.conftest import REPOSITORY
 
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": 300, "seq_len": 32}
@@ -35,12 +37,10 @@ STEPS = 4
 
 
 def run_job(cache: Path, *arguments: str, **variables: str) -> dict:
-    """What this file printed, run as a script."""
+    """Run this file as a script and return its output."""
     own = {"TORCHDYNAMO_DISABLE": "0", "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": str(REPOSITORY)}
     environment = {**os.environ, **own, **variables}
-    done = subprocess.run(
-        [sys.executable, __file__, *arguments], env=environment, capture_output=True, text=True, timeout=600
-    )
+    done = warm_start.run([sys.executable, __file__, *arguments], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Detected that context_fn" not in done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -56,18 +56,43 @@ def assert_one_graph_and_the_losses_of_eager(found: dict) -> None:
         assert found["compiled"][name] == pytest.approx(found["eager"][name], abs=1e-6), name
 
 
+@pytest.mark.parametrize(("mode", "is_tuned"), [("default", False), ("max-autotune-no-cudagraphs", True)])
+def test_the_mode_is_inductors_while_a_graph_is_compiled(
+    mode: CompileTuning, is_tuned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import config
+
+    seen: list[tuple[bool, bool, bool]] = []
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        seen.append((config.max_autotune, config.triton.cudagraphs, config.fallback_random))
+        return graph
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: compile_graph)
+    graph = torch.fx.symbolic_trace(torch.nn.Identity())
+    assert BlockCompiler("inductor", mode)._compile_graph(graph, []) is graph
+    assert seen == [(is_tuned, False, True)]
+    assert not config.max_autotune
+
+
+@pytest.mark.parametrize("flags", ["--compile off --compile-mode max-autotune-no-cudagraphs", "--compile-mode quick"])
+def test_a_mode_without_effect_or_of_another_name_is_refused(flags: str) -> None:
+    with pytest.raises(ConfigError, match=r"has no effect with --compile off|max-autotune-no-cudagraphs"):
+        parse_run_config(flags.split())
+
+
 @pytest.fixture(scope="module")
 def without_compiler(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """Outcomes on a machine without a C++ compiler, which inductor needs and aot_eager does not."""
     names = ("aot_eager/gpt2/none", "aot_eager/llama/selective", "inductor/gpt2/selective")
-    return run_job(tmp_path_factory.mktemp("inductor"), *names, CXX="no-such-compiler")
+    return run_job(tmp_path_factory.mktemp("inductor"), *names, COMPILER="no-such-compiler")
 
 
 def test_one_graph_whatever_the_blocks_and_what_they_keep(without_compiler: dict) -> None:
     """Dropout, document masks, windows, rotary positions; checkpointing in the graph and not."""
     for name in ("aot_eager/gpt2/none", "aot_eager/llama/selective"):
         assert_one_graph_and_the_losses_of_eager(without_compiler[name])
-    # What selective checkpointing saves of eager blocks it saves of compiled ones too.
+    # Selective checkpointing saves as much memory of compiled blocks as of eager ones.
     kept = {way: without_compiler["aot_eager/llama/selective"][way]["kept"] for way in ("eager", "compiled")}
     assert kept["compiled"] <= kept["eager"]
 
@@ -94,6 +119,8 @@ def main(names: Iterable[str]) -> None:
     """Print the outcome of each BACKEND/BLOCK/MODE."""
     quiet_libraries()
     torch.set_num_threads(1)
+    if "COMPILER" in os.environ:
+        torch._inductor.config.cpp.cxx = (None, os.environ["COMPILER"])
     print(json.dumps({name: outcome_of(*name.split("/")) for name in names}))  # type: ignore[arg-type]
 
 
@@ -146,7 +173,7 @@ def sample(model: GPT, shape: GPTShape) -> list[int]:
 
 
 def kept_for_backward(model: GPT, shape: GPTShape) -> float:
-    """What a forward pass leaves for the backward pass, in fp32 elements per position and channel."""
+    """Measure what a forward pass keeps for the backward pass, in fp32 elements per position and channel."""
     tokens = torch.zeros(4, shape.seq_len, dtype=torch.long)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         loss: Tensor = model(tokens, tokens)

@@ -1,7 +1,8 @@
-"""Choose a sample of the cells that are compared with a dry run."""
+"""Choose a sample of the cells that are compared with a dry run, and make dry runs cheap."""
 
 from __future__ import annotations
 
+import gc
 from zlib import crc32
 
 import pytest
@@ -26,3 +27,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_cell = getattr(item, "originalname", None) in DRY_RUN_TESTS
         if is_cell and crc32(item.name.encode()) % SAMPLE_EVERY:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def libraries_are_frozen() -> None:
+    """Keep the objects of torch and DeepSpeed out of the dry runs' garbage collections."""
+    pytest.importorskip("deepspeed")
+    gc.collect()
+    gc.freeze()

@@ -27,6 +27,8 @@ ODD_SHAPES = {
     "qwen3": GPTShape(2, 6, 48, head_dim=10, qk_norm="head", **_LLAMA),
     "olmo2": GPTShape(2, 4, 40, qk_norm="width", norm_placement="post", tied=False, **_LLAMA),
     "gpt2-documents": GPTShape(2, 2, 32, 300, 16, document_end=11),
+    "alternating": GPTShape(3, 4, 40, sliding_window=5, window_pattern="GL", **_LLAMA),
+    "alternating-documents": GPTShape(2, 4, 40, sliding_window=5, window_pattern="LG", document_end=11, **_LLAMA),
     "mistral-documents": GPTShape(2, 4, 40, head_dim=14, sliding_window=5, document_end=11, **_LLAMA),
 }
 

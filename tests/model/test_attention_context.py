@@ -244,3 +244,14 @@ def test_its_bytes_are_what_it_takes() -> None:
     kept = [tensor for pair in cache._kept if pair for tensor in pair]
     assert kv_cache_bytes(shape, 3, 17, 4) == sum(tensor.numel() * 4 for tensor in kept)
     assert kv_cache_bytes(shape, 3, 10**6, 4) == kv_cache_bytes(shape, 3, shape.seq_len, 4)
+
+
+@pytest.mark.parametrize("document_end", [None, END])
+def test_each_block_has_its_own_window(document_end: int | None) -> None:
+    shape = replace(LLAMA_LIKE, n_layer=3, sliding_window=3, window_pattern="LGG", document_end=document_end)
+    model, tokens = GPT(shape, seed=0), packed_tokens()
+    positions = torch.arange(24) if document_end is None else positions_in_documents(tokens, document_end)
+    x = model.wte(tokens)
+    for block, window in zip(model.blocks, (3, 0, 0), strict=True):
+        x = block(x, build_context(replace(shape, sliding_window=window, window_pattern="L"), positions, x.dtype))
+    assert torch.equal(model(tokens), model.head(model.ln_f(x)))

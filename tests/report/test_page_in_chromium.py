@@ -7,12 +7,14 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from llmscale.report.data import build_report
 from llmscale.report.html_page import build_page
+from llmscale.report.run_list import ListedRun, read_run
 from tests.conftest import HANG_S
 from tests.report.runs import full_run, hostile_run, start, train, write_run
 
@@ -36,10 +38,18 @@ addEventListener("load", () => setTimeout(() => {
   mouse(over, "mouseenter", 0.5);
   mouse(over, "mousemove", 0.5);
   const tip = document.querySelector(".tip").textContent;
+  const heads = () => [...document.querySelectorAll("button.head")];
+  const cells = () => heads().slice(0, 1).flatMap((head) => [...head.closest("table").tBodies[0].rows])
+    .map((row) => row.cells[0].textContent);
+  const press = (label) => heads().find((head) => head.textContent.startsWith(label))?.click();
+  const orders = [];
+  press("loss"); orders.push(cells()); press("loss"); orders.push(cells());
+  const filter = document.querySelector('input[type="search"]');
+  if (filter) { filter.value = "MEMORY"; filter.dispatchEvent(new Event("input")); orders.push(cells()); }
   mouse(over, "mousedown", 0.3); mouse(over, "mousemove", 0.6); mouse(document, "mouseup", 0.6);
   setTimeout(() => {
     const facts = {
-      said, tip, hacked: window.hacked ?? null, images: document.images.length,
+      orders, said, tip, hacked: window.hacked ?? null, images: document.images.length,
       charts: [...document.querySelectorAll(".card h3")].map((title) => title.firstChild.textContent),
       drawn: [...document.querySelectorAll("canvas")].map((canvas) =>
         new Set(canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data).size > 2),
@@ -57,9 +67,9 @@ addEventListener("load", () => setTimeout(() => {
 """
 
 
-def facts_of(folders: Sequence[Path], scratch: Path, view: str = "") -> dict:
+def facts_of(folders: Sequence[Path], scratch: Path, view: str = "", listed: Sequence[ListedRun] = ()) -> dict:
     """Open the report of some runs, and ask it."""
-    page = build_page(build_report(folders), "runs").replace("<style>", f"{PROBE}<style>", 1)
+    page = build_page(build_report(folders, listed), "runs").replace("<style>", f"{PROBE}<style>", 1)
     head, _, tail = page.rpartition("</body>")
     (scratch / "page.html").write_text(f"{head}{REPORT}</body>{tail}")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1400,2000"]
@@ -101,6 +111,17 @@ def test_many_runs(tmp_path: Path) -> None:
     facts = facts_of([full_run(tmp_path / f"run{number}", 30 + number) for number in range(13)], tmp_path)
     assert "Training loss" in facts["charts"]
     assert facts["tip"].count("run") >= 13
+
+
+def test_the_table_of_a_folder_is_sorted_and_filtered(tmp_path: Path) -> None:
+    runs = [full_run(tmp_path / f"run{number}", 30 + number) for number in range(3)]
+    hostile = "<img src=x onerror=window.hacked=1> out of memory"
+    listed = [replace(read_run(run), loss=loss) for run, loss in zip(runs, (2.0, 10.0, None), strict=True)]
+    listed[2] = replace(listed[2], state="failed", error=hostile, command=hostile)
+    facts = facts_of(runs, tmp_path, listed=listed)
+    names = [[Path(run).name for run in order] for order in facts["orders"]]
+    assert names == [["run0", "run1", "run2"], ["run1", "run0", "run2"], ["run2"]]
+    assert facts["hacked"] is None and facts["images"] == 0
 
 
 def test_a_hostile_run_runs_nothing(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ FLAGS = ("--precision", "fp32", "--ds", "ds_configs/zero2.json", "--save-every",
 
 @pytest.fixture
 def on_terminal(train_command: Callable) -> Callable[..., Terminal]:
-    """`on_terminal(*flags)`: `llmscale train` with so many ranks; with 0, one rank that nothing has launched."""
+    """`on_terminal(*flags)`: `llmscale train` with `ranks` ranks; with 0, one rank without a launcher."""
 
     def start(*flags: str, ranks: int, columns: int = 100, **variables: str | None) -> Terminal:
         script, *words = train_command(*FLAGS, *flags)
@@ -46,7 +46,7 @@ def assert_sane(terminal: Terminal) -> None:
 
 
 def test_a_run_is_one_view_and_ends_as_lines(on_terminal: Callable[..., Terminal], tmp_path: Path) -> None:
-    with on_terminal("--steps", "80", ranks=2) as terminal:
+    with on_terminal("--steps", "80", ranks=0) as terminal:
         assert terminal.read_until(lambda: has_view(terminal)), terminal.text()
         margins = terminal.screen.margins
         assert margins is not None and margins.bottom == 17, "six of 24 rows"
@@ -61,7 +61,7 @@ def test_a_run_is_one_view_and_ends_as_lines(on_terminal: Callable[..., Terminal
     assert [record["step"] for record in records if record["kind"] == "train"] == list(range(1, 81))
 
 
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 2), (signal.SIGTERM, 0)])
 def test_a_run_that_is_asked_to_stop_leaves_the_terminal_sane(
     number: signal.Signals, ranks: int, on_terminal: Callable[..., Terminal]
 ) -> None:

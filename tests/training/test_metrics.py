@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmscale.report.data import build_report
 from llmscale.training.metrics import MetricsLog
 from llmscale.training.step_metrics import StepMeter, format_duration, format_step
 from llmscale.training.trackers import Tracker
@@ -68,6 +69,18 @@ def test_records_of_all_kinds_are_on_disk_before_the_log_is_closed(tmp_path: Pat
     assert validation == {"kind": "validation", "step": 20, "loss": 2.5, "num_samples": 64}
     assert event == {"kind": "event", "event": "finished", "step": 20}
     log.close()
+
+
+def test_sensors_are_in_the_record_and_the_report_where_there_are_some(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, 30)
+    log.log_step(make_metrics(step=1))
+    log.log_step(make_metrics(step=2, power_w=650.0, temperature_c=63, gpu_utilisation=0.97))
+    log.close()
+    first, second = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert not {"power_w", "temperature_c", "gpu_utilisation"} & first.keys()
+    assert (second["power_w"], second["temperature_c"], second["gpu_utilisation"]) == (650.0, 63, 0.97)
+    curves = build_report([tmp_path])["runs"][0]["curves"]  # type: ignore[index]
+    assert curves["power_w"]["values"] == [None, 650.0]
 
 
 def test_what_is_no_number_is_null_and_the_file_stays_json(tmp_path: Path) -> None:

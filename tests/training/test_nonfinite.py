@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +30,7 @@ from llmscale.training.nonfinite import (
     StopOnNonfinite,
     check_weights,
 )
+from tests import warm_start
 from tests.conftest import REPOSITORY
 
 FAULT_JOB = str(Path(__file__).with_name("fault_job.py"))
@@ -46,7 +46,7 @@ def raises(action: Callable[[], None]) -> bool:
 
 
 def one_rank() -> list[bool]:
-    """Which of the following checks end the run on this rank."""
+    """Return which of the following checks end the run on this rank."""
     dist.init_process_group("gloo")
     group, rank, here = dist.group.WORLD, dist.get_rank(), Path("run")
     assert group is not None
@@ -221,9 +221,7 @@ def test_a_search_that_is_given_up_leaves_no_hook() -> None:
 
 def test_compiled_blocks_are_searched_like_others_and_compiled_again_afterwards() -> None:
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "0", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, __file__, "compiled"], env=environment, capture_output=True, text=True, timeout=600
-    )
+    done = warm_start.run([sys.executable, __file__, "compiled"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["forward"][0] == found["spoiled"], found

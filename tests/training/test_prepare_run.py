@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from llmscale.config.run_config import parse_run_config
 from llmscale.errors import ConfigError
-from llmscale.training.prepare_run import PreparedRun, as_plain, prepare_run
-from tests.conftest import last_wins
+from llmscale.training.prepare_run import PreparedRun, as_plain, prepare_run, with_prepared_text
+from tests.conftest import TINY_MODEL, TRAIN, Ranks, last_wins, read_losses
 
 
 def prepare(tiny_set: Path, tmp_path: Path, *flags: str, ds: dict | None = None, world_size: int = 2) -> PreparedRun:
@@ -65,3 +67,45 @@ def test_a_folder_that_may_not_be_written_to(tiny_set: Path, tmp_path: Path, mon
 def test_plain_values_are_json(tiny_set: Path, tmp_path: Path) -> None:
     plain = json.loads(json.dumps(as_plain(prepare(tiny_set, tmp_path).config)))
     assert plain["run"] == str(tmp_path / "run")
+
+
+def test_text_becomes_the_data_of_every_rank(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+    """Under a launcher one rank prepares it, the other waits, and a resume finds it again."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("the quick brown fox jumps over a lazy dog. " * 500)
+    command = [
+        str(TRAIN),
+        *TINY_MODEL,
+        "--text",
+        str(tmp_path / "text"),
+        "--seq-len",
+        "32",
+        "--run",
+        str(tmp_path / "run"),
+    ]
+    command += ["--data-cache", str(tmp_path / "cache"), "--val-every", "0", "--num-workers", "0", "--plain"]
+    command += ["--global-batch-size", "4", "--log-every", "1", "--ds", "zero1", "--steps"]
+    for steps, prepared in (("2", 1), ("4", 0)):
+        job = ranks([*command, steps], 2)
+        output = "".join(job.wait())
+        assert job.exit_codes == [0, 0], output
+        assert output.count("preparing ") == prepared
+    assert list(read_losses(tmp_path / "run")) == [1, 2, 3, 4]
+    described = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
+    assert described["data"].startswith(str(tmp_path / "cache" / "text"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--data", "there"], "--data there has no effect with --text. Drop one of them."),
+        (["--cache-limit-gib", "1"], "--cache-limit-gib 1.0 has no effect with --text. Drop one of them."),
+        (["--ds", "zero9"], "zero9"),
+        (["--init-from", "runs/first"], "--init-from runs/first needs text with its own tokens"),
+    ],
+)
+def test_text_is_not_read_before_flags_are_right(words: list[str], said: str, tmp_path: Path) -> None:
+    cache = ["--data-cache", str(tmp_path / "cache")]
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        with_prepared_text(parse_run_config(["--text", str(tmp_path), *cache, *words]))
+    assert not (tmp_path / "cache").exists()

@@ -272,17 +272,17 @@ def world(tmp_path: Path) -> Iterator[World]:
 class Trainer:
     """One start of the run, with one rank."""
 
-    def __init__(self, run: Path, world: World) -> None:
+    def __init__(self, run: Path, world: World, keep_every: int = 0) -> None:
         self.lines: list[str] = []
         self.lost: list[str] = []
         self.run = run
-        publisher = open_publisher(run, world, self.lines.append, self.lost.append)
+        publisher = open_publisher(run, keep_every, world, self.lines.append, self.lost.append)
         assert publisher is not None
         self.publisher: RunPublisher = publisher
         self._saver = CheckpointSaver(
             run,
             keep_last=2,
-            keep_every=0,
+            keep_every=keep_every,
             in_background=False,
             report=self.lines.append,
             disks=world.disks,
@@ -436,6 +436,48 @@ def test_only_the_newest_waits_and_is_published_once_the_store_answers(
     later = Trainer(run, world)
     later.end()
     assert stored(object_store) == {"e00001-step-00000003"}, "what was never published is removed"
+
+
+def test_checkpoints_to_keep_wait_for_the_store_too(run: Path, world: World, object_store: ObjectStore) -> None:
+    object_store.fails = lambda method, path: method == "PUT" and "checkpoints/" in path
+    trainer = Trainer(run, world, keep_every=2)
+    trainer.save(1, 2, 3, 4, 5)
+    trainer.wait_for("WARNING")
+    object_store.fails = lambda method, path: False
+    trainer.end()
+    assert list(named(run)) == ["step-00000002", "step-00000004", "step-00000005"]
+    tensors = {path.parent.name for path in checkpoints_folder(run).glob("*/*.distcp")}
+    assert tensors == {"step-00000005"} and not [*(run / ".uploads").rglob("*.distcp")]
+
+
+def test_listings_from_before_the_run_cost_only_space(run: Path, world: World, object_store: ObjectStore) -> None:
+    object_store.lists_nothing = True
+    for start, steps in ((1, (1, 2, 3)), (2, (4,))):
+        trainer = Trainer(run, world)
+        for step in steps:
+            trainer.save(step)
+            trainer.wait_for(f"e{start:05d}-step-{step:08d}")
+        trainer.end()
+    assert list(named(run)) == ["step-00000003", "step-00000004"]
+    view = fetch_run(copy_of(URL, "view"))
+    for name in named(run):
+        assert fetch_checkpoint(checkpoints_folder(view) / name) is None
+    object_store.lists_nothing = False
+    assert stored(object_store) > set(named(run).values())
+    Trainer(run, world).end()
+    assert stored(object_store) == set(named(run).values())
+
+
+def test_a_start_replaces_the_records_of_earlier_ones(run: Path, world: World, object_store: ObjectStore) -> None:
+    for start in (1, 2, 3):
+        trainer = Trainer(run, world)
+        with (run / "metrics.jsonl").open("ab") as file:
+            file.write(b"%d\n" % start)
+        trainer.end()
+        index = read_index(run)
+        assert index is not None and list(index.records) == [str(start)]
+        assert seen_elsewhere("x")["metrics.jsonl"].splitlines() == [b"%d" % number for number in range(1, start + 1)]
+    assert {name.split("/")[0] for name in object_store.files("runs/x/records/")} == {"e00002", "e00003"}
 
 
 def test_pruning_waits_for_the_trainer_and_keeps_its_copy(run: Path, world: World, object_store: ObjectStore) -> None:

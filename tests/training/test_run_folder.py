@@ -16,13 +16,15 @@ from llmscale import __version__
 from llmscale.checkpoint.hf_write import PUBLISHED_NAME
 from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
 from llmscale.cluster.launch.agent import CLAIMS_NAME
-from llmscale.cluster.launch.supervisor import ATTEMPTS_NAME, LAUNCH_LOCK_NAME, LOGS_NAME
+from llmscale.cluster.launch.supervisor import LAUNCH_LOCK_NAME
 from llmscale.data.mixture import KEPT_NAME
 from llmscale.data.sample_log import FOLDER as SAMPLES_NAME
 from llmscale.errors import ConfigError, DataError
 from llmscale.training import run_folder
 from llmscale.training.run_folder import (
+    ATTEMPTS_NAME,
     FAILURE_NAME,
+    LOGS_NAME,
     RunFolderClaim,
     clear_failure,
     create_run_folder,

@@ -25,6 +25,11 @@ from llmscale.training.sample_stream import (
 from tests.training.test_prepare_run import prepare
 
 
+def place(wanted: list[str], state: RunState | None, size: int) -> tuple[Skip, ...]:
+    """`place_skips` with batches of one size from the state on."""
+    return place_skips(wanted, state, ((state.step, state.samples_seen, size) if state else (0, 0, size),))
+
+
 def state_at(stream: SampleStream, step: int, batch: int) -> RunState:
     identity = json.loads(json.dumps({**stream.identity, "global_batch_size": batch}))
     return RunState(step, stream.samples_after(step), 0, 0, identity, "fp32", {})
@@ -69,43 +74,43 @@ def with_skips(*skips: Skip) -> RunState:
 
 def test_steps_are_numbered_as_they_are_printed() -> None:
     """The first step is 1, and B itself is not left out."""
-    assert place_skips(["1:2", "5:7"], None, 8) == (Skip("1:2", 0, 8), Skip("5:7", 40, 56))
+    assert place(["1:2", "5:7"], None, 8) == (Skip("1:2", 0, 8), Skip("5:7", 40, 56))
 
 
 def test_a_run_that_goes_on_keeps_what_it_left_out_whatever_the_command_says() -> None:
     kept = (Skip("3:5", 16, 32),)
-    assert place_skips([], with_skips(*kept), 8) == kept
-    assert place_skips(["3:5"], with_skips(*kept), 8) == kept, "the same command again"
+    assert place([], with_skips(*kept), 8) == kept
+    assert place(["3:5"], with_skips(*kept), 8) == kept, "the same command again"
 
 
 def test_what_comes_is_counted_from_the_checkpoint() -> None:
-    assert place_skips(["12:14"], STATE, 8)[0] == Skip("12:14", 88, 104)
-    assert place_skips(["12:14"], STATE, 16)[0] == Skip("12:14", 96, 128), "another batch size since"
+    assert place(["12:14"], STATE, 8)[0] == Skip("12:14", 88, 104)
+    assert place(["12:14"], STATE, 16)[0] == Skip("12:14", 96, 128), "another batch size since"
     kept = Skip("3:5", 16, 32)
-    assert place_skips(["12:14"], with_skips(kept), 8) == (kept, Skip("12:14", 104, 120)), "behind what is gone"
+    assert place(["12:14"], with_skips(kept), 8) == (kept, Skip("12:14", 104, 120)), "behind what is gone"
 
 
 def test_a_range_that_begins_before_one_that_is_gone_reaches_behind_it() -> None:
     """Steps 2 and 3 as they are printed: the second one comes behind what is left out."""
     kept = Skip("3:5", 16, 32)
     state = replace(with_skips(kept), step=1, samples_seen=8)
-    assert skipped_ranges(place_skips(["2:4"], state, 8)) == ((8, 40),)
+    assert skipped_ranges(place(["2:4"], state, 8)) == ((8, 40),)
 
 
 def test_steps_that_are_done_cannot_be_left_out() -> None:
     with pytest.raises(ConfigError, match=r"step 10 is done.*from 11 on.*--resume"):
-        place_skips(["10:12"], STATE, 8)
+        place(["10:12"], STATE, 8)
 
 
 def test_steps_beyond_what_a_checkpoint_can_hold_are_refused() -> None:
     with pytest.raises(ConfigError, match="beyond any run"):
-        place_skips(["1:999999999999"], None, 1 << 30)
+        place(["1:999999999999"], None, 1 << 30)
 
 
 @pytest.mark.parametrize("text", ["", "5", "5:5", "6:5", "0:3", "-1:3", "a:b", "1:2:3", "1.5:2", "9" * 13 + ":1"])
 def test_what_is_no_range_is_said_with_what_is_one(text: str) -> None:
     with pytest.raises(ConfigError, match="1000:1010"):
-        place_skips([text], None, 8)
+        place([text], None, 8)
 
 
 @pytest.mark.parametrize(

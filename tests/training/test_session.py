@@ -51,7 +51,7 @@ def session(
     """Return a session with as many parts as its methods without steps need."""
     run: Any = SimpleNamespace(
         first_step=4,
-        resolved=SimpleNamespace(plan=SimpleNamespace(gradient_accumulation_steps=2)),
+        micro_steps=lambda step: 2,
         config=SimpleNamespace(check_every=1, run=run_folder),
         world=SimpleNamespace(control=None, rank=1),
     )

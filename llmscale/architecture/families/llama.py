@@ -180,8 +180,8 @@ def _write_mistral(shape: GPTShape) -> dict[str, object]:
 
 def _read_qwen(keys: Keys) -> dict[str, object]:
     shape = _read(keys, positions=32_768, kv_heads=32)
-    types = set(keys.texts("layer_types"))
-    for name in types - {_FULL, _SLIDING}:
+    types = keys.texts("layer_types")
+    for name in {*types} - {_FULL, _SLIDING}:
         raise ConfigError(f"{keys.source}: layer_types has '{name[:80]}'; llmscale has {_FULL} and {_SLIDING}.")
     if _has_null_window(keys) or not keys.flag("use_sliding_window", False):
         return shape
@@ -189,20 +189,21 @@ def _read_qwen(keys: Keys) -> dict[str, object]:
         # The first max_window_layers see everything.
         first = keys.count("max_window_layers", 28) if keys.number("max_window_layers", 28, least=0) else 0
         layers = keys.layers("num_hidden_layers")
-        types = {name for name, number in ((_FULL, first), (_SLIDING, layers - first)) if number > 0}
-    if len(types) > 1:
-        raise ConfigError(
-            f"{keys.source}: some layers have a sliding window and some have none; llmscale's layers are equal, all "
-            "with the window or all without."
-        )
-    return {**shape, "sliding_window": keys.count("sliding_window", 4096)} if types == {_SLIDING} else shape
+        types = [_FULL if layer < first else _SLIDING for layer in range(layers)]
+    if len(types) != shape["n_layer"]:
+        raise ConfigError(f"{keys.source}: layer_types has {len(types)} entries for {shape['n_layer']} layers.")
+    if _SLIDING not in types:
+        return shape
+    pattern = "".join("L" if name == _SLIDING else "G" for name in types)
+    return {**shape, "sliding_window": keys.count("sliding_window", 4096), "window_pattern": pattern}
 
 
 def _write_qwen(shape: GPTShape) -> dict[str, object]:
     written = _write(shape)
     if shape.sliding_window:
-        types = [_SLIDING] * shape.n_layer
-        windows = {"sliding_window": shape.sliding_window, "max_window_layers": 0, "layer_types": types}
+        types = [_SLIDING if shape.is_local(block) else _FULL for block in range(shape.n_layer)]
+        first = types.index(_SLIDING)
+        windows = {"sliding_window": shape.sliding_window, "max_window_layers": first, "layer_types": types}
         return {**written, "use_sliding_window": True, **windows}
     return {**written, "use_sliding_window": False, "max_window_layers": shape.n_layer}
 

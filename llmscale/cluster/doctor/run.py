@@ -32,8 +32,14 @@ from llmscale.config.bundled_files import DS_CONFIGS
 from llmscale.config.deepspeed.resolve import DsConfig, load_ds_config, parse_ds_config
 from llmscale.config.deepspeed.rules import find_problems
 from llmscale.config.hardware import find_gpu
-from llmscale.config.optimizers import get_optimizer
-from llmscale.config.resolve import SetFacts, resolve_batch, resolve_run, resolve_schedule, resolve_shape
+from llmscale.config.resolve import (
+    SetFacts,
+    resolve_batch,
+    resolve_optimizer,
+    resolve_run,
+    resolve_schedule,
+    resolve_shape,
+)
 from llmscale.config.run_config import RunConfig, parse_run_config
 from llmscale.data.mixture import TrainingSets, open_training_sets
 from llmscale.data.shards.verify_shards import check_files
@@ -43,7 +49,7 @@ from llmscale.memory.breakdown import describe_breakdown, format_size
 from llmscale.planning.disk_usage import checkpoints_at_once
 from llmscale.planning.recommend import find_smallest_change
 from llmscale.planning.search import Job, Machines, fit_at
-from llmscale.training.prepare_run import prepare_run
+from llmscale.training.prepare_run import prepare_run, with_prepared_text
 
 
 def check_ds_config(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
@@ -228,7 +234,7 @@ def gather_ds(path: str) -> FileFacts:
 def gather_run(flags: Sequence[str], world_size: int) -> RunFacts:
     """Return what train.py would find with these flags: configuration, dataset, run folder, and its error if any."""
     try:
-        config = parse_run_config(flags)
+        config = with_prepared_text(parse_run_config(flags), may_prepare=False)
     except LlmscaleError as error:
         return RunFacts(FileFacts(" ".join(flags), (str(error),), None), None, None, None)
     file = str(config.config) if config.config else ""
@@ -358,11 +364,11 @@ def check_plan(
         shape = resolve_shape(config, known)
         plan = resolve_batch(config, shape.seq_len, sum(host.slots for host in hosts))
         total_steps = resolve_schedule(config, plan, known.num_train_samples).total_steps
+        checkpoint_bytes = resolve_optimizer(config, shape).checkpoint_bytes(shape.architecture)
     except ConfigError as error:
         yield red("batch", *split_error(str(error)))
         return
     yield green("batch", plan.describe())
-    checkpoint_bytes = get_optimizer(config.optimizer).state_bytes(shape.architecture)
     yield from _check_disk(facts, hosts[0].name, config, checkpoint_bytes, total_steps)
     if ds is not None:
         yield from _check_memory(hosts, facts, config, ds, known)

@@ -44,6 +44,11 @@ def adopt_orphans() -> None:
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def end_with_parent() -> None:
+    """Ask this process to stop when its parent thread dies, as Popen's preexec_fn."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def become_launcher() -> None:
     """Prepare a launcher, as Popen's preexec_fn: it dies with its parent thread, and blocks the stop signals.
 

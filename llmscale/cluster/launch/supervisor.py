@@ -25,15 +25,13 @@ from llmscale.cluster.launch.transport import HostPool
 from llmscale.config.run_config import RunConfig, parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.files.buffered_log import BufferedLog
+from llmscale.report.run_list import notify_of_end
 from llmscale.training.changes import check_start
-from llmscale.training.prepare_run import prepare_run
-from llmscale.training.run_folder import RunFolderClaim
+from llmscale.training.prepare_run import prepare_run, with_prepared_text
+from llmscale.training.run_folder import ATTEMPTS_NAME, LOGS_NAME, RunFolderClaim
 from llmscale.untrusted.documents import load_json_lines
 
 # ---------------------------------------------------------------- the record of attempts
-
-ATTEMPTS_NAME = "attempts.jsonl"
-LOGS_NAME = "logs"
 
 
 @dataclass(frozen=True)
@@ -250,10 +248,17 @@ class Supervisor:
                 if attempt is None:
                     return self._stopped_between()
                 status = self._after(attempt)
+                self._notify(attempt, status)
                 if status is not None:
                     return status
         finally:
             claim.give_up()
+
+    def _notify(self, attempt: Attempt, status: int | None) -> None:
+        """Run --notify after an attempt; `status` None: there will be another."""
+        is_good = attempt.end in ("finished", "stopped")
+        facts = {"attempt": attempt.number, "ended": attempt.end, "restarts": status is None}
+        notify_of_end(self._config, 0 if is_good else status or 1, None if is_good else attempt.reason, **facts)
 
     def _check_before_start(self) -> None:
         """Raise all errors that can be found without asking a host, as if all hosts answer."""
@@ -261,11 +266,11 @@ class Supervisor:
         if layout is None:
             num_hosts = len(self._options.hosts)
             raise ConfigError(f"--min-hosts {self._options.min_hosts} is more than the number of hosts, {num_hosts}.")
-        check_start(prepare_run(parse_run_config(self._arguments()), layout.world_size))
+        check_start(prepare_run(self._parse_arguments(), layout.world_size))
 
     def _choose_layout(self, hosts: Sequence[Host]) -> Layout | None:
         """Return the layout that the run allows on these hosts. Raises train.py's error if it allows none."""
-        config = parse_run_config(self._arguments())
+        config = self._parse_arguments()
         refusals: list[ConfigError] = []
 
         def is_legal(world_size: int) -> bool:
@@ -280,6 +285,10 @@ class Supervisor:
         if layout is None and refusals:
             raise refusals[0]
         return layout
+
+    def _parse_arguments(self) -> RunConfig:
+        """Return the configuration of the next attempt, whose text `llmscale launch` has prepared."""
+        return with_prepared_text(parse_run_config(self._arguments()))
 
     def _arguments(self) -> list[str]:
         """Return train.py's arguments for the next attempt."""

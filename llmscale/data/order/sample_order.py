@@ -71,6 +71,22 @@ class SkippingOrder:
         return self.order.sample_ids(stream_positions(positions, self._skipped))
 
 
+class RepeatedOrder:
+    """An order whose first samples come again and again."""
+
+    def __init__(self, order: StreamOrder, num_repeated: int) -> None:
+        self.num_samples = order.num_samples
+        self._order, self._num_repeated = order, num_repeated
+
+    def rows(self, positions: IntArray) -> IntArray:
+        """Implement StreamOrder."""
+        return self._order.rows(positions % self._num_repeated)
+
+    def sample_ids(self, positions: IntArray) -> IntArray:
+        """Implement StreamOrder."""
+        return self._order.sample_ids(positions % self._num_repeated)
+
+
 def stream_positions(seen: IntArray, skipped: Ranges) -> IntArray:
     """Return the stream positions of the next sample after `seen` samples: int64 of the same shape."""
     moved = seen.copy()

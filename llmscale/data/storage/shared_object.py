@@ -5,11 +5,10 @@ Conditions by store: If-Match and If-None-Match of S3 and Azure, ifGenerationMat
 
 from __future__ import annotations
 
-import io
 import os
 import secrets
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from llmscale.data.storage import faults
 from llmscale.data.storage.objects import Store
@@ -31,9 +30,9 @@ class SharedObject:
     Every method retries transient errors and raises DataError.
     """
 
-    def __init__(self, url: str, *, remedy: str = "") -> None:
-        """`remedy` ends every message. Raises DataError for a store without conditional writes."""
-        self._url, self._remedy = url, remedy
+    def __init__(self, url: str) -> None:
+        """Raise DataError for a store without conditional writes."""
+        self._url = url
         kind = scheme_of(url).kind
         if kind not in _OBJECTS or not all(path_of(url).partition("/")):
             legal = ", ".join(SCHEMES[name].example for name in ("s3", "gs", "az"))
@@ -89,14 +88,13 @@ class SharedObject:
             self._opened = opened
             return answer
 
-        what = f"Cannot {verb} {self._url}"
-        return faults.with_retries(attempt, what, url=self._url, remedy=self._remedy, num_bytes=num_bytes)
+        return faults.with_retries(attempt, f"Cannot {verb} {self._url}", url=self._url, num_bytes=num_bytes)
 
 
-def check_conditional(url: str, *, remedy: str = "") -> None:
+def check_conditional(url: str) -> None:
     """Check with a probe object below `url` that the store honours the conditions of writes. Raises DataError."""
     probe_url = f"{url.rstrip('/')}/.conditional-{secrets.token_hex(8)}"
-    probe = SharedObject(probe_url, remedy=remedy)
+    probe = SharedObject(probe_url)
     first = probe.write(secrets.token_bytes(16), None)
     try:
         probe.write(secrets.token_bytes(16), first)
@@ -107,7 +105,7 @@ def check_conditional(url: str, *, remedy: str = "") -> None:
                 continue
             raise _unconditional(probe_url)
     finally:
-        Store(probe_url, remedy=remedy).remove(probe_url)
+        Store(probe_url).remove(probe_url)
 
 
 def _unconditional(url: str) -> DataError:
@@ -125,14 +123,8 @@ def _overtaken(url: str) -> Overtaken:
     return Overtaken(f"Another writer has changed {url} since it was read.")
 
 
-class _Object(Protocol):
-    """An object by a client of its store. Methods raise whatever the client raises."""
-
-    def read(self) -> tuple[bytes, str] | None:
-        """Return contents and version from one answer. Raises DataError for too many bytes."""
-
-    def write(self, contents: bytes, version: str | None) -> str:
-        """Write once and return the version. Raises Overtaken, which a lost answer can cause."""
+# An object by a client of its store. `read` returns contents and version from one answer; `write` writes once, returns
+# the version, and raises Overtaken, which a lost answer can cause. Both raise whatever the client raises.
 
 
 class _S3Object:
@@ -188,14 +180,15 @@ class _GoogleObject:
         from google.cloud.exceptions import NotFound
 
         blob = self._client.bucket(self._bucket).blob(self._name)
-        contents = _BoundedBytes(self._url)
         try:
-            blob.download_to_file(contents, raw_download=True, **self._limits)
+            contents: bytes = blob.download_as_bytes(end=MAX_BYTES, raw_download=True, **self._limits)
         except NotFound:
             # The answer is the same without the bucket; a listing is not.
             list(self._client.list_blobs(self._bucket, prefix=self._name, max_results=1, **self._limits))
             return None
-        return contents.getvalue(), str(blob.generation)
+        if len(contents) > MAX_BYTES:
+            raise _too_large(self._url, blob.size or len(contents))
+        return contents, str(blob.generation)
 
     def write(self, contents: bytes, version: str | None) -> str:
         from google.cloud.exceptions import PreconditionFailed
@@ -210,19 +203,6 @@ class _GoogleObject:
         except PreconditionFailed as error:
             raise _overtaken(self._url) from error
         return str(blob.generation)
-
-
-class _BoundedBytes(io.BytesIO):
-    """Bytes in memory, of which `write` takes at most MAX_BYTES. Raises DataError."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__()
-        self._url = url
-
-    def write(self, data: Any) -> int:
-        if self.tell() + len(data) > MAX_BYTES:
-            raise _too_large(self._url, self.tell() + len(data))
-        return super().write(data)
 
 
 class _AzureObject:
@@ -258,4 +238,5 @@ class _AzureObject:
             raise
 
 
+_Object = _S3Object | _GoogleObject | _AzureObject
 _OBJECTS: dict[str, Callable[[str], _Object]] = {"s3": _S3Object, "gs": _GoogleObject, "azure": _AzureObject}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,11 +20,14 @@ SMALLEST_VOCAB = 257
 _PIECE_CHARACTERS = 1 << 16
 
 
-def train_tokenizer(source: Source, out: Path, vocab_size: int) -> HuggingFaceTokenizer:
+def train_tokenizer(
+    source: Source, out: Path, vocab_size: int, *, most_characters: int | None = None, at_most: bool = False
+) -> HuggingFaceTokenizer:
     """Learn merges from a source's documents and write tokenizer.json and tokenizer_config.json to `out`.
 
-    Deterministic. The folder is written atomically. Raises DataError when it exists, or when the text is too small for
-    `vocab_size`.
+    Deterministic. With `most_characters`, only documents that begin within these are read. The folder is written
+    atomically. Raises DataError when it exists, or when the text is too small for `vocab_size` unless that is `at_most`
+    wanted.
     """
     if vocab_size < SMALLEST_VOCAB:
         raise DataError(
@@ -32,11 +36,11 @@ def train_tokenizer(source: Source, out: Path, vocab_size: int) -> HuggingFaceTo
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} already exists. Choose another --out, or remove it.")
     with new_folder(out, replace=False) as partial:
-        _train(source, vocab_size, partial)
+        _train(source, vocab_size, partial, most_characters or sys.maxsize, at_most)
     return load_huggingface(out)
 
 
-def _train(source: Source, vocab_size: int, folder: Path) -> None:
+def _train(source: Source, vocab_size: int, folder: Path, most_characters: int, at_most: bool) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     fast = Tokenizer(models.BPE())
@@ -51,10 +55,10 @@ def _train(source: Source, vocab_size: int, folder: Path) -> None:
     learning = StatusLine()
     with show_progress(f"Training on {source.name}") as progress:
         try:
-            fast.train_from_iterator(_texts(source, progress, learning), trainer)
+            fast.train_from_iterator(_texts(source, progress, learning, most_characters), trainer)
         finally:
             learning.end()
-    if fast.get_vocab_size() < vocab_size:
+    if fast.get_vocab_size() < vocab_size and not at_most:
         raise DataError(
             f"{source.name} is too small for {vocab_size} tokens: only {fast.get_vocab_size()} could be learnt. Use "
             f"--vocab-size {fast.get_vocab_size()} or less, or more text."
@@ -69,12 +73,14 @@ def _train(source: Source, vocab_size: int, folder: Path) -> None:
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
-def _texts(source: Source, progress: Progress, learning: StatusLine) -> Iterator[str]:
+def _texts(source: Source, progress: Progress, learning: StatusLine, most_characters: int) -> Iterator[str]:
     """Yield documents in pieces, which give the same merges (no token crosses a border); then start `learning`."""
     num_characters = 0
     for text in source.documents():
         yield from cut_text(text, _PIECE_CHARACTERS)
         num_characters += len(text)
         progress.show(num_characters, source.read_bytes, source.total_bytes)
+        if num_characters >= most_characters:
+            break
     progress.clear()
     learning.begin("all text is read; learning merges")

@@ -8,7 +8,7 @@ the parts of a training step. Parameters and their gradients are left out, becau
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape
@@ -139,7 +139,13 @@ def estimate_activations(
     # Autocast does not cast the residual stream.
     stream_width = 4 if precision in ("fp32", "autocast") else 2
     input_bytes = allocated_bytes(micro_batch_size * ranks.part_of(shape.seq_len) * shape.n_embd, stream_width)
-    return assemble_activations(micro_step, input_bytes, offloaded=cpu_checkpointing and checkpointing == "full")
+    found = assemble_activations(micro_step, input_bytes, offloaded=cpu_checkpointing and checkpointing == "full")
+    if not (shape.has_window and shape.has_document_mask and shape.global_layers):
+        return found
+    # Blocks without the window have a mask of their own. All blocks are counted as those with a mask.
+    rows = shape_symbols(shape, micro_batch_size, loss_chunk_tokens, ranks)["t_to_8"]
+    mask_bytes = allocated_bytes(micro_batch_size * shape.seq_len * rows, 4 if precision == "fp32" else 2)
+    return replace(found, saved_embedding_bytes=found.saved_embedding_bytes + mask_bytes)
 
 
 def assemble_activations(micro_step: MicroStep, input_bytes: int, *, offloaded: bool = False) -> ActivationMemory:

@@ -51,16 +51,17 @@ def estimate_stage3(tensors: ParameterTensors, setup: ZeroSetup, recomputes: boo
     held = sum(copies[index] for index in copies.keys() - persistent) if setup.accumulates else 0
     gathered = [(moment.live_bytes + held, moment.peak_bytes + held) for moment in moments[passes:]]
     sub_groups = _build_sub_groups(tensors, setup)
+    frozen = [shard_elements(tensor, setup.shard_ranks) for tensor in tensors.frozen_tensors]
     persistent_bytes = 0
     if allocates_gathered(setup):
         padded = (shard_elements(tensor, setup.shard_ranks) * setup.shard_ranks for tensor in persistent.values())
         persistent_bytes = sum(tensor_bytes(elements, setup.config.model_dtype) for elements in padded)
     return StateMemory(
-        resident=_resident(sub_groups, setup, persistent_bytes),
+        resident=_resident(sub_groups, frozen, setup, persistent_bytes),
         forward=tuple(Breakdown(parameters_bytes=moment.peak_bytes + held) for moment in moments[:passes]),
         backward=_Reduction(setup).follow(tensors, gathered),
         step=_step(sub_groups, setup, persistent_bytes, sum(copies.values())),
-        host_bytes=_host_bytes(sub_groups, setup),
+        host_bytes=_host_bytes(sub_groups, frozen, setup),
         nvme_bytes=_nvme_bytes(sub_groups, setup),
     )
 
@@ -174,7 +175,7 @@ def _parts(elements: int, shard: int, ranks: int) -> tuple[Part, ...]:
 def _build_sub_groups(tensors: ParameterTensors, setup: ZeroSetup) -> list[_SubGroup]:
     """Close a sub-group when a rank's part of it has reached `sub_group_size` (_create_fp16_sub_groups)."""
     found: list[_SubGroup] = []
-    for index, (group, members) in enumerate(setup.optimizer.group_tensors(tensors.all)):
+    for index, (group, members) in enumerate(setup.optimizer.group_tensors(tensors.trainable)):
         begin = total = 0
         shards = [shard_elements(tensor, setup.shard_ranks) for tensor in members]
         for end, shard in enumerate(shards, start=1):
@@ -185,8 +186,13 @@ def _build_sub_groups(tensors: ParameterTensors, setup: ZeroSetup) -> list[_SubG
     return found
 
 
-def _resident(sub_groups: Sequence[_SubGroup], setup: ZeroSetup, persistent_bytes: int) -> Breakdown:
-    """Return the shards, persistent parameters, sums of gradients, master weights (even of fp32), states, bucket."""
+def _resident(
+    sub_groups: Sequence[_SubGroup], frozen: Sequence[int], setup: ZeroSetup, persistent_bytes: int
+) -> Breakdown:
+    """Return the shards, persistent parameters, sums of gradients, master weights (even of fp32), states, bucket.
+
+    frozen: elements of the shards of frozen parameters, which have tensors of their own.
+    """
     config, zero = setup.config, setup.zero
     sizes = [sub_group.elements for sub_group in sub_groups]
     optimizer = gradients = 0
@@ -194,7 +200,9 @@ def _resident(sub_groups: Sequence[_SubGroup], setup: ZeroSetup, persistent_byte
         states = (state_tensor_bytes(sub_group.group, sub_group.elements) for sub_group in sub_groups)
         optimizer = sum(states) + sum(tensor_bytes(elements, "fp32") for elements in sizes)
         gradients = tensor_bytes(sum(sizes), config.grad_accum_dtype)
-    shards = tensor_bytes(sum(sizes), config.model_dtype) if zero.offload_param.device == "none" else 0
+    shards = 0
+    if zero.offload_param.device == "none":
+        shards = sum(tensor_bytes(elements, config.model_dtype) for elements in (sum(sizes), *frozen))
     bucket = tensor_bytes(zero.reduce_bucket_size, config.communication_data_type) if zero.contiguous_gradients else 0
     return Breakdown(
         parameters_bytes=shards + persistent_bytes,
@@ -227,7 +235,7 @@ def _step(sub_groups: Sequence[_SubGroup], setup: ZeroSetup, persistent_bytes: i
     return tracker.take_peak().breakdown
 
 
-def _host_bytes(sub_groups: Sequence[_SubGroup], setup: ZeroSetup) -> int:
+def _host_bytes(sub_groups: Sequence[_SubGroup], frozen: Sequence[int], setup: ZeroSetup) -> int:
     """Return one rank's host memory."""
     states, parameters, dtype = setup.zero.offload_optimizer, setup.zero.offload_param, setup.config.model_dtype
     host = HostMemory(pin_memory=True)
@@ -239,6 +247,9 @@ def _host_bytes(sub_groups: Sequence[_SubGroup], setup: ZeroSetup) -> int:
     if parameters.device == "nvme":
         # AsyncPartitionedParameterSwapper: its buffers, and room for the largest sub-group on disk.
         host.pageable(parameters.buffer_count * parameters.buffer_size + max(on_disk, default=0), dtype)
+    host.pin_memory = parameters.pin_memory
+    for elements in frozen if parameters.device != "none" else ():
+        host.pinned(elements, dtype)
     host.pin_memory = states.pin_memory
     if states.device != "none":
         # grad_partitions_flat_buffer in _setup_for_real_optimizer.

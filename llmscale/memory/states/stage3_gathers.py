@@ -104,8 +104,11 @@ _Event = tuple[_Action, _Module]
 
 
 def _trace(tensors: ParameterTensors, recomputes: bool) -> Iterator[_Event]:
-    """Yield the events of a micro-step. A module that contains others has no parameters, and only fetches."""
-    model = tensors.architecture
+    """Yield the events of a micro-step. A module that contains others has no parameters, and only fetches.
+
+    Gradients end at the first layer that is trained. Those before it run no backward pass.
+    """
+    model, passive = tensors.architecture, _without_backward(tensors)
     outside = [
         [tensors.of_layer.get((None, layer.name), ()) for layer in layers if layer.name]
         for layers in (model.before_blocks, model.after_blocks)
@@ -117,13 +120,36 @@ def _trace(tensors: ParameterTensors, recomputes: bool) -> Iterator[_Event]:
         yield moment
         yield from _block(tensors, block, "fetch", "release")
     yield from (moment, *_through(norms, "fetch", "release"), ("fetch", head), moment, ("release", head))
-    yield from (moment, ("fetch", ()), *_through((head, *norms[::-1]), "fetch", "moment", "release"))
+    yield from (moment, ("fetch", ()))
+    yield from _without(passive, _through((head, *norms[::-1]), "fetch", "moment", "release"))
     for block in reversed(range(model.n_layer)):
-        if recomputes:
+        of_block = [tensor for tensor in tensors.all if tensor.block == block] if passive else ()
+        if recomputes and not (of_block and passive.issuperset(of_block)):
             yield from _block(tensors, block, "fetch", "release")
-        yield from _block(tensors, block, "fetch", "moment", "release")
+        yield from _without(passive, _block(tensors, block, "fetch", "moment", "release"))
     # The embeddings take no input with a gradient, so DeepSpeed releases them only at the end.
-    yield from (*_through(before[::-1], "fetch", "moment"), *_through(before[::-1], "release"), moment)
+    yield from _without(passive, _through(before[::-1], "fetch", "moment"))
+    yield from _without(passive, _through(before[::-1], "release"))
+    yield moment
+
+
+def _without_backward(tensors: ParameterTensors) -> frozenset[ParameterTensor]:
+    """Return the parameters of layers whose input and weights need no gradients."""
+    frozen, found = set(tensors.frozen_tensors), set[ParameterTensor]()
+    has_gradients = not frozen
+    for place, layer in tensors.architecture.all_layers():
+        own = tensors.of_layer.get((place, layer.name), ()) if layer.name else ()
+        # Embeddings read tokens: what is trained before them does not matter.
+        is_first = place is None and layer in tensors.architecture.before_blocks
+        if own and frozen.issuperset(own) and (is_first or not has_gradients):
+            found.update(own)
+        has_gradients |= not frozen.issuperset(own)
+    return frozenset(found)
+
+
+def _without(passive: frozenset[ParameterTensor], events: Iterable[_Event]) -> Iterator[_Event]:
+    """Yield the events without fetches and releases of `passive` parameters; their moments stay."""
+    return (event for event in events if event[0] == "moment" or passive.isdisjoint(event[1]))
 
 
 def _through(modules: Iterable[_Module], *actions: _Action) -> Iterator[_Event]:

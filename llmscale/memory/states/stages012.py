@@ -22,6 +22,7 @@ from llmscale.memory.states.state_memory import (
     StateMemory,
     ZeroSetup,
     follow_backward,
+    frozen_bytes,
     orthogonalising_bytes,
     state_tensor_bytes,
     tensor_bytes,
@@ -40,11 +41,11 @@ def estimate_stage0(tensors: ParameterTensors, setup: ZeroSetup) -> StateMemory:
     torch's AdamW is not FusedAdam (engine.py, _configure_optimizer and _configure_fp16_optimizer).
     """
     dtype = setup.config.model_dtype
-    low = sum(tensor_bytes(tensor.elements, dtype) for tensor in tensors.all)
-    full = sum(tensor_bytes(tensor.elements, "fp32") for tensor in tensors.all)
+    low = sum(tensor_bytes(tensor.elements, dtype) for tensor in tensors.trainable)
+    full = sum(tensor_bytes(tensor.elements, "fp32") for tensor in tensors.trainable)
     master = full if dtype != "fp32" else 0
     group_of = setup.optimizer.group_of
-    states = sum(state_tensor_bytes(group_of(tensor.kind), tensor.elements) for tensor in tensors.all)
+    states = sum(state_tensor_bytes(group_of(tensor.kind), tensor.elements) for tensor in tensors.trainable)
     # llmscale.engine.deepspeed_patches sums in fp32 until the last micro-step, then casts to the parameters' type.
     sums_in_fp32 = setup.accumulates and setup.config.grad_accum_dtype == "fp32" and dtype != "fp32"
     tracker = PeakTracker()
@@ -57,19 +58,19 @@ def estimate_stage0(tensors: ParameterTensors, setup: ZeroSetup) -> StateMemory:
             tracker.free("gradients", tensor_bytes(tensor.elements, dtype))
 
     def end() -> None:
-        for tensor in tensors.all if sums_in_fp32 else ():
+        for tensor in tensors.trainable if sums_in_fp32 else ():
             tracker.allocate("gradients", tensor_bytes(tensor.elements, dtype))
             tracker.free("gradients", tensor_bytes(tensor.elements, "fp32"))
-        _allreduce_in_buckets([tensor.elements for tensor in tensors.all], dtype, setup, tracker)
+        _allreduce_in_buckets([tensor.elements for tensor in tensors.trainable], dtype, setup, tracker)
 
     backward = follow_backward(tensors, tracker, dtype, take, end)
     # FP16_UnfusedOptimizer.step: gradients in fp32 beside those in 16 bit until the end of the step.
     tracker.allocate("temporaries", master)
-    for group, members in setup.optimizer.group_tensors(tensors.all):
+    for group, members in setup.optimizer.group_tensors(tensors.trainable):
         uncut = ((tensor, ()) for tensor in members)
         tracker.allocate_briefly("temporaries", orthogonalising_bytes(group, uncut, from_host=False))
     return StateMemory(
-        resident=Breakdown(parameters_bytes=low, optimizer_bytes=states + master),
+        resident=Breakdown(parameters_bytes=low + frozen_bytes(tensors, dtype), optimizer_bytes=states + master),
         forward=(forward,) * (tensors.architecture.n_layer + 3),
         backward=backward,
         step=tracker.take_peak().breakdown,
@@ -140,7 +141,7 @@ class _FlatGroup:
 def _build_flat_groups(tensors: ParameterTensors, setup: ZeroSetup) -> tuple[_FlatGroup, ...]:
     """Lay out each group, without the up to 16 bytes that `parameter_alignment` leaves between parameters."""
     ranks, found = setup.shard_ranks, []
-    for group, members in setup.optimizer.group_tensors(tensors.all):
+    for group, members in setup.optimizer.group_tensors(tensors.trainable):
         order = list(members)
         if setup.zero.round_robin_gradients:
             order = [tensor for start in range(min(ranks, len(order))) for tensor in order[start::ranks]]
@@ -170,7 +171,7 @@ def estimate_bf16_optimizer(tensors: ParameterTensors, setup: ZeroSetup) -> Stat
     keeps = setup.accumulates and not immediate
     tracker = PeakTracker()
     if keeps:  # cleared to zero and not freed
-        tracker.allocate("gradients", sum(tensor_bytes(tensor.elements, "bf16") for tensor in tensors.all))
+        tracker.allocate("gradients", sum(tensor_bytes(tensor.elements, "bf16") for tensor in tensors.trainable))
     forward = tracker.now.breakdown
 
     def add(tensor: ParameterTensor) -> None:
@@ -184,16 +185,17 @@ def estimate_bf16_optimizer(tensors: ParameterTensors, setup: ZeroSetup) -> Stat
             tracker.free("gradients", tensor_bytes(tensor.elements, "bf16"))
 
     def end() -> None:
-        for tensor in () if immediate else tensors.all:
+        for tensor in () if immediate else tensors.trainable:
             add(tensor)
         _allreduce_in_buckets([group.elements for group in groups], "fp32", setup, tracker)
 
     backward = follow_backward(tensors, tracker, "bf16", take, end)
     for group in groups:
         tracker.allocate_briefly("temporaries", group.orthogonalising_bytes())
+    parameters = sum(tensor_bytes(group.elements, "bf16") for group in groups)
     return StateMemory(
         resident=Breakdown(
-            parameters_bytes=sum(tensor_bytes(group.elements, "bf16") for group in groups),
+            parameters_bytes=parameters + frozen_bytes(tensors, "bf16"),
             gradients_bytes=sum(tensor_bytes(group.elements, "fp32") for group in groups),
             optimizer_bytes=sum(group.state_bytes for group in groups),
         ),
@@ -214,9 +216,10 @@ def estimate_stage12(tensors: ParameterTensors, setup: ZeroSetup) -> StateMemory
         others = follow_backward(tensors, earlier.tracker, earlier.dtype, earlier.take, earlier.end)
         backward = tuple(mine.largest(other) for mine, other in zip(backward, others, strict=True))
     parameters = sum(tensor_bytes(group.elements, walk.dtype) for group in walk.groups)
+    parameters += frozen_bytes(tensors, walk.dtype)
     if setup.offloads_optimizer:
         # temp_grad_buffer_for_gpu_offload: as large as the largest parameter.
-        buffer = tensor_bytes(max(tensor.elements for tensor in tensors.all), walk.dtype)
+        buffer = tensor_bytes(max(tensor.elements for tensor in tensors.trainable), walk.dtype)
         resident = Breakdown(parameters_bytes=parameters, buckets_bytes=buffer)
     else:
         states = sum(group.state_bytes for group in walk.groups)
@@ -262,13 +265,13 @@ class _Walk:
         """True when the sums of earlier micro-steps are in a buffer of their own."""
         # Earlier micro-steps leave gradients and the bucket at stage 1, partitions at stage 2.
         if setup.accumulates and setup.stage == 1:
-            self.own = {t.index: tensor_bytes(t.elements, self.reduced_dtype) for t in tensors.all}
+            self.own = {t.index: tensor_bytes(t.elements, self.reduced_dtype) for t in tensors.trainable}
             self.tracker.allocate("gradients", sum(self.own.values()))
             self._setup_buckets()
         elif self.accumulated:
             self.tracker.allocate("gradients", self._own_gradient_bytes())
         elif self.accumulates:
-            self._make_compact(tensors.all)
+            self._make_compact(tensors.trainable)
 
     def _own_gradient_bytes(self) -> int:
         """Return the bytes of the uncut gradients of all parameters of which rank 0 owns a part."""
@@ -406,7 +409,7 @@ class _Walk:
     def end(self) -> None:
         """reduce_gradients and independent_gradient_partition_epilogue."""
         if self.setup.stage == 1 and not self.zero.overlap_comm:
-            for _, members in self.setup.optimizer.group_tensors(self.tensors.all):
+            for _, members in self.setup.optimizer.group_tensors(self.tensors.trainable):
                 for tensor in members:
                     self._reduce(tensor)
         self._flush()
@@ -460,5 +463,5 @@ class _Walk:
             if self.setup.stage == 2 and self.setup.accumulates and not self.compact:
                 for tensor in group.own_tensors:
                     host.pinned(tensor.elements, self.dtype)
-        host.pinned(max(tensor.elements for tensor in self.tensors.all), self.dtype)
+        host.pinned(max(tensor.elements for tensor in self.tensors.trainable), self.dtype)
         return host.num_bytes

@@ -145,6 +145,11 @@ class StateMemory:
         return [interval.after.total_bytes for interval in self.backward]
 
 
+def frozen_bytes(tensors: ParameterTensors, dtype: Dtype) -> int:
+    """Return the bytes of the frozen parameters, each complete in a tensor of its own."""
+    return sum(tensor_bytes(tensor.elements, dtype) for tensor in tensors.frozen_tensors)
+
+
 class PeakTracker:
     """Adds up allocations and releases by category, and remembers the peak since the last `take_peak`."""
 
@@ -192,17 +197,20 @@ def follow_backward(
 ) -> tuple[BackwardInterval, ...]:
     """Add the gradients of type `dtype` in order, pass each to `take`, and call `end` after the last.
 
-    A tied table's gradient from the head waits for the look-up's, which is added to it in place. `gathered`: bytes of
+    A tied table's gradient from the head waits for the look-up's, which is added to it in place. Frozen parameters have
+    no gradients, and count as done where they would. `gathered`: bytes of
     gathered parameters at the beginning of each interval, and their peak in it; stage 3 alone has them.
     """
     intervals: list[BackwardInterval] = []
-    table_bytes = tensor_bytes(tensors.table.elements, dtype)
+    frozen = set(tensors.frozen_tensors)
+    table_bytes = 0 if tensors.table in frozen else tensor_bytes(tensors.table.elements, dtype)
     # The empty layer is a tied head, whose gradient waits for the look-up's.
     layers = [*([()] if tensors.tied else []), *tensors.gradient_order]
     done = held = 0
     tracker.take_peak()
     ready = tracker.now
     for position, layer in enumerate(layers):
+        trained = [tensor for tensor in layer if tensor not in frozen] if frozen else layer
         if position == 0 and tensors.tied:
             tracker.allocate("gradients", table_bytes)
         if gathered:
@@ -217,9 +225,9 @@ def follow_backward(
             tracker.allocate_briefly("gradients", table_bytes)
         else:
             done += sum(tensor.elements for tensor in layer) if layer else tensors.table.elements
-            tracker.allocate("gradients", sum(tensor_bytes(tensor.elements, dtype) for tensor in layer))
+            tracker.allocate("gradients", sum(tensor_bytes(tensor.elements, dtype) for tensor in trained))
         # Stage 3's own linear layer completes the weight first.
-        for tensor in sorted(layer, key=lambda tensor: tensor.index) if gathered else layer:
+        for tensor in sorted(trained, key=lambda tensor: tensor.index) if gathered else trained:
             take(tensor)
         if position == len(layers) - 1:
             end()

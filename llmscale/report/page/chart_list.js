@@ -143,6 +143,9 @@ class ChartList {
       this.phases(common),
       this.dataWait(chart),
       this.memory(chart),
+      chart("GPU of rank 0", "Power", "W", this.lines("power_w")),
+      chart("GPU of rank 0", "Temperature", "°C", this.lines("temperature_c")),
+      chart("GPU of rank 0", "Utilisation", "% of the time with a kernel", this.lines("gpu_utilisation", (run, value) => value * 100)),
     ];
     return list.filter((spec) => spec && spec.curves.length);
   }

@@ -5,7 +5,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 data.runs.forEach((run, index) => (run.index = index));
 const byId = (id) => document.getElementById(id);
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const view = { axis: "steps", unit: "nats", smoothing: 0, logLoss: false, hidden: new Set(), one: 0, theme: "auto" };
+const view = { axis: "steps", unit: "nats", smoothing: 0, logLoss: false, hidden: new Set(), one: 0, theme: "auto", sort: null, isDown: false, filter: "" };
 view.choose = (index) => { view.one = index; drawAll(); };
 
 // report.html#axis=tokens&unit=bits&theme=dark opens with these.
@@ -41,6 +41,7 @@ function drawAll() {
   const main = byId("main");
   main.style.minHeight = `${main.offsetHeight}px`;
   main.replaceChildren(summary(data.runs));
+  section("All runs", allRuns(data.listed, view));
   const list = new ChartList(data, view);
   const sections = new Map();
   for (const spec of list.all()) {

@@ -27,6 +27,46 @@ function summary(runs) {
   return table(columns, runs.map((run) => [runLabel(run), ...shown.map(({ of }) => of(run)), shortened(run.summary.ended, 48)]));
 }
 
+// Every run of a folder, also those without a chart: sorted by a click on a head, reduced to rows that contain a text.
+const LISTED = [
+  { label: "run", kind: "name", of: (run) => run.run },
+  { label: "state", kind: "name", of: (run) => run.state },
+  { label: "step", kind: "number", of: (run) => run.step, show: (run) => (run.total_steps ? `${format(run.step)} of ${format(run.total_steps)}` : format(run.step)) },
+  { label: "loss", kind: "number", of: (run) => run.loss, show: (run) => format(run.loss) },
+  { label: "best validation loss", kind: "number", of: (run) => run.validation_loss, show: (run) => format(run.validation_loss) },
+  { label: "goodput", kind: "number", of: (run) => run.goodput, show: (run) => percent(run.goodput) },
+  { label: "last seen", kind: "name", of: (run) => run.last_seen, show: (run) => (run.last_seen || "–").replace("T", " ").replace("+00:00", " UTC") },
+  { label: "why", of: (run) => run.why || (run.state === "lost" ? "killed, or its host is gone" : "") },
+  { label: "command", of: (run) => run.command },
+];
+
+function allRuns(listed, view) {
+  if (!listed.length) return null;
+  const box = element("div");
+  const rank = (a, b) => (a == null) - (b == null) || (a == null ? 0 : (typeof a === "number" ? a - b : String(a).localeCompare(String(b))) * (view.isDown ? -1 : 1));
+  const draw = () => {
+    const wanted = view.filter.toLowerCase();
+    const rows = listed.filter((run) => LISTED.some(({ of }) => String(of(run) ?? "").toLowerCase().includes(wanted)));
+    const by = LISTED.find(({ label }) => label === view.sort);
+    if (by) rows.sort((a, b) => rank(by.of(a), by.of(b)));
+    const heads = LISTED.map(({ label, kind }) => ({
+      kind,
+      label: element("button", {
+        type: "button", class: "head", on: { click: () => { view.isDown = view.sort === label && !view.isDown; view.sort = label; draw(); } },
+      }, view.sort === label ? `${label} ${view.isDown ? "▼" : "▲"}` : label),
+    }));
+    const cell = (run, { label, kind, of, show }) =>
+      element("td", { class: label === "state" ? `name ${run.state}` : kind || null }, show ? show(run) : of(run) || "–");
+    const made = table(heads, rows.map((run) => LISTED.map((column) => cell(run, column))));
+    if (rows.length > 24) made.classList.add("tall");
+    box.replaceChildren(element("p", { class: "chooser" }, `${rows.length} of ${listed.length}`), made);
+  };
+  const input = element("input", { type: "search", placeholder: "name, state, error, command", "aria-label": "filter", value: view.filter,
+    on: { input: (event) => { view.filter = event.target.value; draw(); } } });
+  draw();
+  return [element("p", { class: "chooser" }, "filter ", input), box];
+}
+
 function lawTable(runs) {
   const known = runs.filter((run) => run.law);
   if (!known.length) return null;

@@ -102,11 +102,12 @@ def test_what_ours_does_not_compute_is_named(change: dict, said: str) -> None:
     assert said.replace("config.json: ", "") in refusal({**LLAMA, **change})
 
 
-def test_layers_with_and_without_a_window_are_refused() -> None:
+def test_windows_of_layers_are_read() -> None:
     mixed = {"use_sliding_window": True, "sliding_window": 16}
-    assert "some layers have a sliding window and some have none" in refusal({**QWEN2, **mixed, "max_window_layers": 1})
-    types = ["full_attention", "sliding_attention"]
-    assert "some layers have a sliding window" in refusal({**QWEN2, **mixed, "layer_types": types})
+    for change in ({"max_window_layers": 1}, {"layer_types": ["full_attention", "sliding_attention"]}):
+        assert read_shape({**QWEN2, **mixed, **change}, "config.json")["window_pattern"] == "GL"
+    short = {**QWEN2, **mixed, "layer_types": ["full_attention"]}
+    assert "layer_types has 1 entries for 2 layers" in refusal(short)
     assert "layer_types has 'linear_attention'; llmscale has full_attention and sliding_attention" in refusal(
         {**QWEN3_06B, "layer_types": ["linear_attention"] * 28}
     )

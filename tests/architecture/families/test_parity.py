@@ -63,7 +63,7 @@ SHAPES: dict[str, list[dict]] = {
         {**QWEN3, "n_kv_head": 2, "head_dim": 16, "mlp_width": 37},
         {**QWEN3, "n_kv_head": 1, "norm_eps": 1e-3, "tied": False, "rope_theta": 1e3, "rope_scaling": "yarn:8,10"},
         {**QWEN3, "n_head": 3, "n_embd": 17, "head_dim": 6, "attention_bias": "all"},
-        {**QWEN3, "n_kv_head": 2, "sliding_window": 11, "head_dim": 2},
+        {**QWEN3, "n_kv_head": 2, "sliding_window": 11, "head_dim": 2, "n_layer": 3, "window_pattern": "LLG"},
         {**QWEN3, "n_kv_head": 4, "rope_scaling": "linear:8", "seq_len": 130, "activation": "relu"},
     ],
     "olmo2": [

@@ -208,7 +208,7 @@ FAULTS_WITHOUT_GPUS: dict[str, tuple[Callable[[Pair], Pair], str, str, str]] = {
     "disk too small": (
         lambda pair: break_host(pair, "node-0", "run", folder=FolderFacts("/shared/run", "/shared", True, GIB, 0, 0)),
         "disk",
-        "1.00 GiB free for 3 checkpoints of 1.39 GiB each",
+        "1.00 GiB free for 4 checkpoints of 1.39 GiB each",
         "--keep-last",
     ),
     "a disk hangs": (
@@ -494,18 +494,20 @@ def test_hosts_of_different_sizes() -> None:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({}, 3),
-        ({"keep_last": 4}, 5),
+        ({}, 4),
+        ({"val_every": 0}, 3),
+        ({"keep_last": 4}, 6),
         ({"save_every": 400}, 3),
         ({"save_every": 500}, 2),
         ({"save_every": 0}, 1),
-        ({"save_every": 0, "save_every_minutes": 10.0}, 3),
-        ({"keep_every": 300}, 6),
+        ({"save_every": 0, "save_every_minutes": 10.0}, 4),
+        ({"keep_every": 300}, 7),
         ({"save_every": 250, "keep_every": 250}, 4),
     ],
 )
 def test_checkpoints_that_lie_on_disk_together(values: dict[str, object], expected: int) -> None:
-    """Of a run of 1,000 steps that saves every 100 and keeps two; the new one comes before the oldest goes."""
+    """Of a run of 1,000 steps that saves every 100 and keeps two and the best; the new one comes before the
+    oldest goes."""
     config = build_run_config({"save_every": 100, **values})
     assert checkpoints_at_once(config, 1000) == expected
 
@@ -513,8 +515,8 @@ def test_checkpoints_that_lie_on_disk_together(values: dict[str, object], expect
 def test_space_of_this_runs_own_checkpoints_is_not_counted_twice() -> None:
     """A run that continues replaces them."""
     config = build_run_config({"model": "gpt2-124m", "global_batch_size": 64, "steps": 5000})
-    folder = FolderFacts("/shared/run", "/shared", True, 2 * GIB, 3 * GIB, 2)
+    folder = FolderFacts("/shared/run", "/shared", True, 2 * GIB, 4 * GIB, 2)
     pair = break_host(build_pair(), "node-0", "run", folder=folder)
     (row,) = [row for row in check_plan(HOSTS, pair, config, None) if row.name == "disk"]
     assert row.status == "ok"
-    assert row.found.startswith("5.00 GiB free for 3 checkpoints of 1.39 GiB each")
+    assert row.found.startswith("6.00 GiB free for 4 checkpoints of 1.39 GiB each")

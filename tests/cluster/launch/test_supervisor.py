@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from llmscale.cluster.launch.supervisor import (
-    ATTEMPTS_NAME,
     Attempt,
     RetryPolicy,
     attempt_logs,
@@ -20,6 +19,7 @@ from llmscale.cluster.launch.supervisor import (
     write_attempt,
 )
 from llmscale.config.run_config import parse_run_config
+from llmscale.training.run_folder import ATTEMPTS_NAME
 
 FIRST = Attempt(1, "2026-01-01T00:00:00+00:00", {"a": 2}, 2, "10.0.0.1:1234", {"b": "no route"}, "deepspeed", "logs")
 

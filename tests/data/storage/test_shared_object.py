@@ -199,9 +199,9 @@ def test_an_object_that_is_too_large_is_refused(place: Place, monkeypatch: pytes
 
 
 def test_a_missing_bucket_is_an_error(place: Place) -> None:
-    shared = SharedObject(f"{place.url}2/a", remedy="Create it.")
+    shared = SharedObject(f"{place.url}2/a")
     for attempt in (shared.read, lambda: shared.write(b"one", None), lambda: shared.write(b"one", "123")):
-        with pytest.raises(DataError, match=r"Cannot (read|write) .*2/a: .* Create it\.") as raised:
+        with pytest.raises(DataError, match=r"Cannot (read|write) .*2/a: ") as raised:
             attempt()
         assert not isinstance(raised.value, Overtaken)
 

@@ -93,7 +93,7 @@ class Case:
 
 
 @pytest.fixture
-def one_rank() -> Iterator[None]:
+def one_rank(libraries_are_frozen: None) -> Iterator[None]:
     """Give DeepSpeed's checkpointing a rank."""
     with fake_world(1):
         yield

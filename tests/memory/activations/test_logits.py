@@ -51,9 +51,13 @@ def logits_peak_bytes(loss_of: Loss, model: str, tokens: int, dtype: torch.dtype
 
 
 @pytest.mark.parametrize(
-    ("dtype", "least_tokens"), [(torch.bfloat16, 4096), (torch.float16, 4096), (torch.float32, 8192)]
+    ("model", "dtype", "least_tokens"),
+    [
+        ("gpt2-124m", torch.bfloat16, 4096),
+        ("gpt2-1.5b", torch.float16, 4096),
+        ("llama3-8b", torch.float32, 8192),
+    ],
 )
-@pytest.mark.parametrize("model", ["gpt2-124m", "gpt2-1.5b", "llama3-8b"])
 def test_nine_tenths_of_the_logits_bytes_never_exist(model: str, dtype: torch.dtype, least_tokens: int) -> None:
     for tokens in (least_tokens, 4 * least_tokens):
         chunked, everything = (logits_peak_bytes(loss, model, tokens, dtype) for loss in (in_chunks, whole))

@@ -27,7 +27,7 @@ SHAPE = GPTShape(n_layer=3, n_head=4, n_embd=384, vocab_size=1200, seq_len=8)
 
 def resolve(cell: dict) -> ResolvedStep:
     """A cell's keys: stage, precision, ranks, accumulation, and `zero` and `top` for the ds_config; `optimizer`;
-    `capability`, of the GPU."""
+    `capability`, of the GPU; `freeze`, patterns."""
     precision, accumulation, ranks = cell["precision"], cell["accumulation"], cell["ranks"]
     config = {"zero_optimization": {"stage": cell["stage"], **cell.get("zero", {})}, **cell.get("top", {})}
     if precision != "fp32":
@@ -35,6 +35,7 @@ def resolve(cell: dict) -> ResolvedStep:
         config[section] = {**config.get(section, {}), "enabled": True}
     plan = BatchPlan(accumulation * ranks, 1, accumulation, ParallelLayout(ranks), SHAPE.seq_len)
     optimizer = get_optimizer(cell.get("optimizer", "adamw"))
+    optimizer = optimizer.with_rules((), cell.get("freeze", ()), SHAPE.tensors.all)
     return resolve_step(parse_ds_config(config, "cell"), SHAPE, plan, cell.get("checkpointing", "none"), optimizer)
 
 
@@ -45,7 +46,7 @@ def capability_of(cell: dict) -> ComputeCapability | None:
 def estimate(cell: dict) -> StateMemory:
     resolved = resolve(cell)
     return estimate_states(
-        SHAPE.tensors, zero_setup(resolved, capability_of(cell)), recomputes=resolved.checkpointing != "none"
+        resolved.tensors, zero_setup(resolved, capability_of(cell)), recomputes=resolved.checkpointing != "none"
     )
 
 

@@ -49,7 +49,7 @@ def cell(stage: int, precision: str, ranks: int, accumulation: int, sums: str | 
     communication = zero.pop("communication", None)
     if communication:
         top["communication_data_type"] = communication
-    optimizer = zero.pop("optimizer", "adamw")
+    optimizer, freeze = zero.pop("optimizer", "adamw"), zero.pop("freeze", ())
     if zero.pop("immediate", False):
         top["bf16"] = {"enabled": True, "immediate_grad_update": True}
     return {
@@ -59,6 +59,7 @@ def cell(stage: int, precision: str, ranks: int, accumulation: int, sums: str | 
         "accumulation": accumulation,
         "checkpointing": checkpointing,
         "optimizer": optimizer,
+        "freeze": freeze,
         "zero": zero,
         "top": top,
     }
@@ -107,8 +108,22 @@ KINDS = [
     {**cell(3, "fp16", 2, 1, optimizer="muon", reduce_bucket_size=SMALL), "capability": (7, 0)},
 ]
 
+FIRST = ("w[tp]e*", "blocks.0.*")
+#: Frozen parameters, at each stage.
+FROZEN = [
+    cell(3, "bf16", 8, 2, reduce_bucket_size=MEDIUM, checkpointing="full", freeze=FIRST, **TIGHT),
+    cell(2, "bf16", 2, 2, "bf16", freeze=FIRST, reduce_bucket_size=SMALL, **OFFLOAD),
+    cell(0, "bf16", 2, 2, freeze=("*.attn.*", "*ln_*")),
+    cell(1, "bf16", 2, 2, freeze=("wte*", "blocks.2.*")),
+    cell(1, "fp32", 8, 1, freeze=("blocks.1.mlp.*", "*.bias")),
+    cell(3, "autocast", 2, 1, freeze=("blocks.*",)),
+    cell(3, "fp16", 8, 2, freeze=("*.attn.*",), **OFFLOAD_ALL),
+    cell(2, "bf16", 8, 1, "bf16", optimizer="muon", freeze=FIRST),
+    cell(3, "bf16", 8, 1, optimizer="muon", freeze=("wte*", "blocks.1.*"), **TIGHT),
+]
+
 #: Cells of the default suite. `-m slow` runs them all.
-CELLS = KINDS[::4]
+CELLS = [*KINDS[::4], *FROZEN[:2]]
 
 #: More cells of these kinds.
 MORE_CELLS = [
@@ -131,7 +146,7 @@ MORE_CELLS = [
 
 def all_cells() -> list[dict]:
     """KINDS, MORE_CELLS, and stages x precisions x accumulation x type of the sums x bucket sizes x ranks."""
-    found = [*KINDS, *MORE_CELLS]
+    found = [*KINDS, *FROZEN, *MORE_CELLS]
     for stage, precision in product(range(4), ("fp32", "bf16", "fp16", "autocast")):
         model = "fp32" if precision == "autocast" else precision
         if (stage, precision) == (0, "fp16"):  # refused by the configuration
@@ -147,7 +162,7 @@ def all_cells() -> list[dict]:
 
 def name_of(wanted: dict) -> str:
     extras = [str(value) for value in (*wanted["top"].values(), *wanted["zero"].items())]
-    extras += [wanted["checkpointing"], wanted["optimizer"]]
+    extras += [wanted["checkpointing"], wanted["optimizer"], *wanted["freeze"]]
     parts = (f"stage{wanted['stage']}", wanted["precision"], f"N{wanted['ranks']}", f"acc{wanted['accumulation']}")
     return "-".join((*parts, *extras))
 

@@ -1,0 +1,226 @@
+"""`llmscale ladder plan|run|fit`: train a ladder of sizes, and fit a scaling law of your own."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from llmscale.config.bundled_files import install_command, is_in_checkout
+from llmscale.config.command_line import Need, flag, local_path, number, path_or_url, quantity, whole_number
+from llmscale.config.user_paths import check_output_folder, write_output_file
+from llmscale.errors import ConfigError
+from llmscale.planning.scaling_ladder import (
+    CONFIGS_NAME,
+    LADDER_NAME,
+    LEAST_RULE_FLOPS,
+    RUNS_NAME,
+    Ladder,
+    LadderRequest,
+    LadderRun,
+    load_ladder,
+    plan_ladder,
+    save_ladder,
+)
+from llmscale.report.run_list import read_run
+from llmscale.terminal.human_numbers import count_nouns, format_quantity
+from llmscale.terminal.table import Column, output_width, print_fitting, table_lines
+from llmscale.untrusted.interpreter import module_command
+from llmscale.untrusted.terminal import print_visible
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from llmscale.config.command_line import FlagParser
+
+#: Keys of train.py that each run of a ladder has its own values of.
+_DECIDED = (
+    *("run", "config", "data", "init_from", "n_layer", "n_head", "n_embd", "global_batch_size", "global_batch_tokens"),
+    *("steps", "tokens", "warmup_steps", "warmup_tokens", "decay_steps", "decay_tokens", "val_every"),
+)
+_SCRIPT, _ARRAY_NAME = Path("scripts", "slurm", "train.sbatch"), "array.sbatch"
+
+
+def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
+    """Add `ladder` with its subcommands."""
+    actions = subparsers.add_parser("ladder").add_subparsers(metavar="ACTION", required=True)
+    text = "choose sizes and token counts for a budget, and write a run file for each"
+    _add_plan_flags(actions.add_parser("plan", help=text))
+    text = "train the runs one after the other, least compute first, and resume what was interrupted"
+    run = actions.add_parser("run", help=text)
+    run.add_argument("folder", type=local_path, metavar="DIR", help="folder of `ladder plan`")
+    flag(run, "--slurm", f"write DIR/{_ARRAY_NAME}, a job array with a task per unfinished run, in place of training")
+    run.add_argument("words", nargs="*", metavar="-- FLAGS", help="flags of `llmscale train`, such as --num-gpus 8")
+    run.passes_on = "`llmscale train`"
+    run.set_defaults(handler=_run)
+    text = "fit the finished runs: law.json, fit.json, pictures (with matplotlib) and predictions of larger runs"
+    fit = actions.add_parser("fit", help=text)
+    fit.add_argument("folder", type=local_path, metavar="DIR", help="folder of `ladder plan`")
+    flag(fit, "--resamples N", "resamples of the residuals for intervals", whole_number(50, 100_000), 400)
+    fit.set_defaults(handler=_fit)
+
+
+def _add_plan_flags(parser: FlagParser) -> None:
+    flag(parser, "--flops C", "training FLOPs of all runs together, 6 N D each", quantity(1, 1e36))
+    flag(parser, "--hours H", "hours for all runs, in place of --flops", number(1e-3, 1e6))
+    text = "training FLOPs per second (6 N times the tokens/s of a short run), for --hours and for the cost in hours"
+    flag(parser, "--flops-per-second R", text, quantity(1, 1e24))
+    flag(parser, "--data FOLDER|URL", "dataset", path_or_url, required=True)
+    flag(parser, "--out DIR", "new folder of the ladder", local_path, required=True)
+    text = "run file with other keys of all runs: block, precision, ds, val_samples; lr is that of the least compute"
+    flag(parser, "--config FILE", text, local_path)
+    text = "isoflop: sizes at equal compute (Chinchilla's approach 2); horizons: sizes with four token counts each (1)"
+    flag(parser, "--design", text, default="isoflop", choices=["isoflop", "horizons"])
+    flag(parser, "--groups N", "amounts of compute of isoflop, each 4 times the one before", whole_number(2, 20), 3)
+    flag(parser, "--sizes N", "sizes of a group, each twice the one before", whole_number(3, 20), 5)
+    flag(parser, "--tokens-per-parameter X", "those of a group's middle size", number(0.01, 1e6), 20.0)
+    flag(parser, "--no-held-out", "no larger run to predict, which takes 4 times the compute of the largest other")
+    parser.needs = [Need("hours", "--flops-per-second"), Need("hours", "with --flops", lambda args: not args.flops)]
+    parser.set_defaults(handler=_plan)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from llmscale.config.run_config import build_run_config, load_run_file
+    from llmscale.training.prepare_run import prepare_run
+
+    if args.flops is None and args.hours is None:
+        raise ConfigError("a ladder of which budget? Give --flops C, or --hours H with --flops-per-second R.")
+    check_output_folder("--out", args.out)
+    if (args.out / LADDER_NAME).exists():
+        raise ConfigError(f"--out {args.out} holds a ladder. `llmscale ladder run` resumes it; name a new folder.")
+    keys = load_run_file(args.config) if args.config else {}
+    if decided := [key for key in _DECIDED if key in keys]:
+        raise ConfigError(f"--config {args.config}: the ladder decides {', '.join(decided)}. Remove that.")
+    data = args.data if "://" in args.data else str(Path(args.data).absolute())
+    config = build_run_config({**keys, "data": data, "run": args.out / RUNS_NAME / "none"})
+    prepared = prepare_run(config, world_size=1)
+    request = LadderRequest(
+        flops=args.flops or args.hours * 3600 * args.flops_per_second,
+        like=prepared.resolved.shape,
+        design=args.design,
+        groups=args.groups,
+        sizes=args.sizes,
+        tokens_per_parameter=args.tokens_per_parameter,
+        has_held_out=not args.no_held_out,
+        lr=config.lr,
+    )
+    ladder = plan_ladder(request, data, prepared.sets.manifest.tokenizer)
+    save_ladder(args.out, ladder, keys)
+    available = prepared.sets.num_train_samples * request.like.seq_len
+    print_fitting(_plan_lines(args.out, ladder, args.flops_per_second, available))
+    return 0
+
+
+_COLUMNS = (
+    Column("run", is_text=True, least=12),
+    *(Column("N"), Column("layers x width", drop=3), Column("tokens D"), Column("D/N"), Column("steps", drop=1)),
+    *(Column("batch", drop=4), Column("lr", drop=2), Column("FLOPs"), Column("hours")),
+)
+
+
+def _plan_lines(out: Path, ladder: Ladder, rate: float | None, available: int) -> Iterator[str]:
+    """Yield the table of runs, their cost, and what to do next."""
+    rows = [
+        [
+            *(run.name, format_quantity(run.num_parameters), f"{run.n_layer} x {run.n_embd}"),
+            *(format_quantity(run.tokens), f"{run.tokens / run.num_parameters:.3g}", f"{run.steps:,}"),
+            *(f"{run.global_batch_size:,}", f"{run.lr:.2e}", f"{run.flops:.2e}"),
+            f"{run.flops / rate / 3600:.2g}" if rate else "-",
+        ]
+        for run in ladder.runs
+    ]
+    yield from table_lines(_COLUMNS, rows, output_width())
+    total = sum(run.flops for run in ladder.runs)
+    hours = f" = {total / rate / 3600:.3g} hours at {rate:.3g} FLOP/s" if rate else ""
+    yield f"{count_nouns(len(ladder.runs), 'run')}, {total:.3g} FLOPs{hours}; {ladder.rule}."
+    if min(run.flops for run in ladder.runs) < LEAST_RULE_FLOPS and "least compute" not in ladder.rule:
+        yield (
+            f"WARNING: that rule was fitted above {LEAST_RULE_FLOPS:g} FLOPs; far below, its rates are too high. Try a "
+            "few on the first run, and give the best as lr in --config FILE."
+        )
+    passes = max(run.tokens for run in ladder.runs) / available
+    if passes > 1:
+        yield f"WARNING: the largest run reads {ladder.data} {passes:.1f} times; repeated tokens teach less."
+    yield f"llmscale ladder run {shlex.quote(str(out))}"
+
+
+def _run(args: argparse.Namespace) -> int:
+    folder: Path = args.folder
+    ladder = load_ladder(folder)
+    left = [run for run in sorted(ladder.runs, key=lambda r: (r.is_held_out, r.flops)) if not _is_done(folder, run)]
+    if args.slurm:
+        return _write_array(folder, left, args.words)
+    children: list[subprocess.Popen[bytes]] = []
+    stopped: list[int] = []
+
+    def stop(received: int, _frame: FrameType | None) -> None:
+        stopped.append(received)
+        # Ctrl-C and a closed terminal reach the training, too.
+        for child in children if received == signal.SIGTERM else ():
+            child.send_signal(received)
+
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
+            signal.signal(signum, stop)
+    for place, run in enumerate(left, 1):
+        if read_run(folder / RUNS_NAME / run.name).state == "running":
+            print_visible(f"{run.name} is running already; it is left alone")
+            continue
+        print_visible(f"== {run.name} ({place} of {len(left)} left)", flush=True)
+        command = module_command("llmscale", "train", *_words(folder, run), *args.words)
+        with subprocess.Popen(command) as process:
+            children[:] = [process]
+            status = process.wait()
+        if status or stopped or not _is_done(folder, run):
+            print_visible(f"{run.name} is not finished; the same command continues it", file=sys.stderr)
+            return status
+    unfinished = [run.name for run in left if not _is_done(folder, run)]
+    print_visible(f"left: {', '.join(unfinished)}" if unfinished else f"all finished: llmscale ladder fit {folder}")
+    return 0
+
+
+def _is_done(folder: Path, run: LadderRun) -> bool:
+    found = read_run(folder / RUNS_NAME / run.name)
+    return found.state == "finished" and found.step == run.steps
+
+
+def _words(folder: Path, run: LadderRun) -> list[str]:
+    """Return the flags of `llmscale train` for a run."""
+    return ["--config", str(folder / CONFIGS_NAME / f"{run.name}.yaml"), "--run", str(folder / RUNS_NAME / run.name)]
+
+
+def _write_array(folder: Path, left: Sequence[LadderRun], words: Sequence[str]) -> int:
+    """Write a job array that calls scripts/slurm/train.sbatch, with its own `#SBATCH` lines. Raises ConfigError."""
+    if not is_in_checkout():
+        raise ConfigError(f"--slurm needs {_SCRIPT}: call it in the folder of llmscale's repository.")
+    if not left:
+        print("all runs are finished")
+        return 0
+    directives = [line for line in _SCRIPT.read_text().splitlines() if line.startswith("#SBATCH")]
+    cases = [f"{index}) set -- {shlex.join([*_words(folder, run), *words])} ;;" for index, run in enumerate(left)]
+    lines = ["#!/usr/bin/env bash", *directives, f"#SBATCH --array=0-{len(left) - 1}", "set -euo pipefail"]
+    lines += ['cd "${SLURM_SUBMIT_DIR:?this script is for sbatch}"', "case $SLURM_ARRAY_TASK_ID in", *cases, "esac"]
+    write_output_file("--slurm", folder / _ARRAY_NAME, "\n".join([*lines, f'exec bash {_SCRIPT} "$@"', ""]))
+    print(f"sbatch {shlex.quote(str(folder / _ARRAY_NAME))}")
+    return 0
+
+
+def _fit(args: argparse.Namespace) -> int:
+    from llmscale.report.ladder_fit import fit_ladder, fit_lines, write_fit
+    from llmscale.report.ladder_plot import plot_ladder
+
+    fit = fit_ladder(args.folder, load_ladder(args.folder), args.resamples)
+    write_fit(args.folder, fit)
+    print_fitting(fit_lines(args.folder, fit))
+    if find_spec("matplotlib") is None:
+        print(f"no pictures without matplotlib: {install_command('plot')}")
+    else:
+        plot_ladder(args.folder, fit)
+    return 0

@@ -1,0 +1,175 @@
+"""Prepare the text of `--text` once into a cache, and find it there again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmscale.data.prepare.sources.file_source import STDIN, FileSource
+from llmscale.data.prepare.sources.open_source import check_apart, check_data_sets, open_source
+from llmscale.data.prepare.sources.source import LocalFile, Source, opened
+from llmscale.data.shards.manifest import MANIFEST_NAME
+from llmscale.data.tokenizers.hugging_face import load_huggingface
+from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
+from llmscale.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
+from llmscale.errors import DataError, write_failure
+from llmscale.files.atomic_write import write_durably
+from llmscale.terminal.progress import show_progress
+from llmscale.terminal.status_line import SOON_S
+from llmscale.untrusted.terminal import print_visible
+
+DEFAULT_CACHE = Path("~/.cache/llmscale")
+#: Incremented when the same text and settings give another dataset.
+_VERSION = 1
+_KEY = re.compile(r"[0-9a-f]{24}")
+_CHUNK_BYTES = 1 << 20
+#: Bytes of text per token of a vocabulary trained on it. A text too small for the least vocabulary is read as bytes.
+_BYTES_PER_ENTRY, _LEAST_VOCAB, _MOST_VOCAB = 2048, 512, 32768
+#: Characters at the beginning of a text that its vocabulary is trained on.
+_TRAINED_ON = 64 << 20
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """A text, and how a run needs it."""
+
+    text: str
+    """Text, as `data prepare --input` names it."""
+    tokenizer: str | None
+    """Tokenizer, as `data prepare --tokenizer` names it; None for one trained on the text."""
+    seq_len: int
+    cache: Path
+    """Folder of caches."""
+
+    def open(self, *, may_prepare: bool) -> Path:
+        """Return the folder of the prepared text. One process prepares it, others on the same cache wait for that one.
+
+        A dataset is named after the contents of all files, the tokenizer and seq_len. A note, named after the paths,
+        sizes and times of the files, leads to it, so that a later start reads no text. Raises DataError, also for a
+        text that is not prepared yet, unless this process `may_prepare`.
+        """
+        try:
+            if self.text == STDIN:
+                raise DataError("stdin can be read only once, and every rank would read it.")
+            return self._open(self.cache.expanduser() / "text", may_prepare)
+        except DataError as error:
+            remedy = "`llmscale data prepare` has the flags for reading text; train on its --out with --data."
+            raise DataError(f"--text {self.text}: {error} ({remedy})") from error
+        except OSError as error:
+            raise write_failure(error, self.cache) from None
+
+    def _open(self, cache: Path, may_prepare: bool) -> Path:
+        check_apart([self.text], cache)
+        source = open_source(self.text)
+        note = cache / "known" / _hash(source.fingerprint(), self.tokenizer, self._tokenizer_files(), self.seq_len)
+        if (found := _follow(note)) is None:
+            if not may_prepare:
+                raise DataError("it is not prepared on this host yet; the first start does that.")
+            note.parent.mkdir(parents=True, exist_ok=True)
+            with _alone(note):
+                if (found := _follow(note)) is None:
+                    found = self._prepare(source, cache)
+                    write_durably(note, found.name)
+        return found
+
+    def _prepare(self, source: Source, cache: Path) -> Path:
+        """Prepare a text that no note leads to, unless a copy of it was prepared."""
+        from llmscale.data.prepare.prepare_set import PrepareOptions, describe_reading, prepare  # slow to import
+
+        check_data_sets([self.text])
+        given = load_tokenizer(self.tokenizer) if self.tokenizer else None
+        folder = cache / _hash(_hash_contents(source), given.sha256 if given else "trained", self.seq_len)
+        if (folder / MANIFEST_NAME).is_file():
+            return folder
+        _announce(
+            f"preparing {source.name} once: tokenizer {self.tokenizer or 'trained on it'}, seq_len {self.seq_len}, in "
+            f"{folder}. Every host of a run does so, unless they share this folder"
+        )
+        start_s = time.monotonic()
+        tokenizer = given or _train(source, folder.with_name(f"{folder.name}-tokenizer"))
+        prepared = prepare(source, folder, tokenizer, PrepareOptions(seq_len=self.seq_len))
+        counts = [f"{split.num_tokens:,} tokens to {name}" for name, split in prepared.manifest.splits.items()]
+        _announce(f"prepared {', '.join(counts)}, of {tokenizer.vocab_size:,}, in {time.monotonic() - start_s:.1f} s")
+        reading = describe_reading(source.passed_over, folder, prepared.num_rejected, prepared.num_cut)
+        for line in filter(None, (source.left_out, *reading, prepared.note)):
+            _announce(line)
+        return folder
+
+    def _tokenizer_files(self) -> list[list[object]]:
+        """Return names, sizes and times of a tokenizer's own files."""
+        path = Path(self.tokenizer or "-")
+        files = sorted(path.iterdir()) if path.is_dir() else [path] * path.exists()
+        return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+
+
+def _train(source: Source, folder: Path) -> Tokenizer:
+    """Return a tokenizer trained on the text, or the saved one."""
+    from llmscale.data.tokenizers.train_tokenizer import train_tokenizer  # slow to import
+
+    num_entries = (source.total_bytes or sys.maxsize) // _BYTES_PER_ENTRY
+    if num_entries < _LEAST_VOCAB:
+        return ByteTokenizer()
+    if folder.is_dir():
+        return load_huggingface(folder)
+    vocab_size = min(_MOST_VOCAB, 1 << num_entries.bit_length() - 1)
+    return train_tokenizer(source, folder, vocab_size, most_characters=_TRAINED_ON, at_most=True)
+
+
+def _follow(note: Path) -> Path | None:
+    """Return the dataset that a note names, if both exist."""
+    try:
+        key = note.read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return None
+    folder = note.parents[1] / key
+    return folder if _KEY.fullmatch(key) and (folder / MANIFEST_NAME).is_file() else None
+
+
+@contextmanager
+def _alone(note: Path) -> Iterator[None]:
+    """Run the block in one process at a time."""
+    import filelock
+
+    lock = filelock.FileLock(note.with_suffix(".lock"))
+    try:
+        lock.acquire(timeout=SOON_S)
+    except filelock.Timeout:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            _announce("waiting for another process, which prepares the text")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _hash_contents(source: Source) -> str:
+    """Return a hash of the paths and contents of local files; the fingerprint of any other source."""
+    if not isinstance(source, FileSource) or not all(isinstance(file, LocalFile) for file in source.files):
+        return source.fingerprint()
+    entries = []
+    with show_progress(f"Reading {source.name}", source.total_bytes) as progress:
+        for file in source.files:
+            digest = hashlib.sha256()
+            with opened(file) as raw:
+                while chunk := raw.read(_CHUNK_BYTES):
+                    digest.update(chunk)
+                    progress.add(len(chunk))
+            entries.append([file.relative, digest.hexdigest()])
+    return _hash(entries)
+
+
+def _hash(*values: object) -> str:
+    return hashlib.sha256(json.dumps([_VERSION, *values]).encode()).hexdigest()[:24]
+
+
+def _announce(line: str) -> None:
+    print_visible(line, file=sys.stderr, flush=True)

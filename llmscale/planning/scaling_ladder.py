@@ -1,0 +1,271 @@
+"""The scaling ladder: runs of several sizes and token counts that a law is fitted to, and the files that list them.
+
+Every run has a learning-rate schedule of its own length. Files of ladders and laws are not trusted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from llmscale.architecture.shape import GPTShape
+from llmscale.config import limits
+from llmscale.config.deepspeed.schema import show
+from llmscale.config.user_paths import write_output_file
+from llmscale.errors import ConfigError
+from llmscale.files.atomic_write import write_durably
+from llmscale.planning.scaling import ParametricLaw, nearest_shape, training_flops
+from llmscale.suggestions import describe_invalid
+from llmscale.terminal.human_numbers import format_quantity
+from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json
+from llmscale.untrusted.paths import is_plain_name
+
+LADDER_NAME, LAW_NAME, CONFIGS_NAME, RUNS_NAME = "ladder.json", "law.json", "configs", "runs"
+Design = Literal["isoflop", "horizons"]
+#: Ratios of compute of neighbouring groups, and of sizes within a group. A size then returns in the next group, with
+#: four times the tokens and its own schedule.
+_GROUP_RATIO, _SIZE_RATIO = 4.0, 2.0
+#: Compute of the held-out run over that of the largest other.
+HELD_OUT_RATIO = 4.0
+#: Token counts of a size in `horizons`, over the middle one: a range of 16 (Hoffmann et al. 2022, approach 1).
+_HORIZONS = (0.25, 0.63, 1.59, 4.0)
+_FEWEST_STEPS = 20
+#: Peak learning rate and tokens per step of a run of C FLOPs (DeepSeek-AI 2024, arXiv:2401.02954, equation 1), and the
+#: least compute that they were fitted to.
+_RATE, _RATE_EXPONENT, _BATCH, _BATCH_EXPONENT = 0.3118, -0.1250, 0.2920, 0.3271
+LEAST_RULE_FLOPS = 1e17
+#: Compute at which a law must have an optimum.
+_ANY_FLOPS = (1e6, 1e36)
+
+
+def _check_name(name: str) -> str:
+    if not is_plain_name(name) or name.startswith("."):
+        raise ValueError("must be a plain name")
+    return name
+
+
+Name = Annotated[str, AfterValidator(_check_name)]
+Count = Annotated[int, Field(ge=1, le=limits.MAX_TOKENS)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class LadderRun(_Strict):
+    """One run of a ladder."""
+
+    name: Name
+    """Name of its run file and of its run folder."""
+    group: int = Field(ge=0, le=1000)
+    """Group of equal compute, or of equal tokens per parameter, from 0."""
+    num_parameters: Count
+    """Parameters, embeddings included."""
+    n_layer: int = Field(ge=1, le=limits.MAX_LAYERS)
+    n_head: int = Field(ge=1, le=limits.MAX_HEADS)
+    n_embd: int = Field(ge=1, le=limits.MAX_WIDTH)
+    steps: int = Field(ge=1, le=limits.MAX_STEPS)
+    tokens: Count
+    """Training tokens."""
+    global_batch_size: int = Field(ge=1, le=limits.MAX_BATCH)
+    lr: float = Field(gt=0, le=limits.MAX_LEARNING_RATE)
+    """Peak learning rate."""
+    is_held_out: bool = False
+    """Not fitted: its loss is predicted."""
+
+    @property
+    def flops(self) -> float:
+        """Training FLOPs, 6 N D."""
+        return training_flops(self.num_parameters, self.tokens)
+
+
+def _check_runs(runs: list[LadderRun]) -> list[LadderRun]:
+    if len({run.name for run in runs}) < len(runs):
+        raise ValueError("two runs have the same name")
+    return runs
+
+
+class Ladder(_Strict):
+    """A set of runs on one dataset."""
+
+    version: Literal[1] = 1
+    design: Design
+    data: str = Field(min_length=1, max_length=4096)
+    """Dataset, as an absolute path or a URL."""
+    tokenizer: str = Field(max_length=200)
+    rule: str = Field(max_length=400)
+    """Source of learning rates and batch sizes."""
+    runs: Annotated[list[LadderRun], Field(min_length=1, max_length=1000), AfterValidator(_check_runs)]
+
+
+@dataclass(frozen=True)
+class LadderRequest:
+    """Inputs of a ladder."""
+
+    flops: float
+    """FLOPs of all runs together."""
+    like: GPTShape
+    """Model whose block, vocabulary and context all sizes have."""
+    design: Design = "isoflop"
+    groups: int = 3
+    sizes: int = 5
+    tokens_per_parameter: float = 20.0
+    """Tokens per parameter of each group's middle size."""
+    has_held_out: bool = True
+    lr: float | None = None
+    """Learning rate of the least compute, from which the others follow; None for the rule."""
+
+
+class _Relative(NamedTuple):
+    """A run in units of the compute and the size of the first group's middle run."""
+
+    group: int
+    flops: float
+    size: float
+    is_held_out: bool = False
+
+
+def plan_ladder(request: LadderRequest, data: str, tokenizer: str) -> Ladder:
+    """Choose sizes, tokens, batch and learning rate of every run. Raises ConfigError if the budget is too small."""
+    planned = list(_relative_runs(request))
+    if request.has_held_out:
+        most = HELD_OUT_RATIO * max(run.flops for run in planned)
+        planned.append(_Relative(len({run.group for run in planned}), most, math.sqrt(most), is_held_out=True))
+    unit = request.flops / sum(run.flops for run in planned)
+    middle = math.sqrt(unit / (6 * request.tokens_per_parameter))
+    # The rule's constant depends on model and text; its exponent is used with another one, too.
+    least = unit * min(run.flops for run in planned)
+    factor = request.lr / least**_RATE_EXPONENT if request.lr else _RATE
+    rate = f"{request.lr:g} at the least compute, falling as" if request.lr else f"{_RATE}"
+    runs = [
+        _build_run(run, unit * run.flops, nearest_shape(middle * run.size, request.like), factor) for run in planned
+    ]
+    return Ladder(
+        design=request.design,
+        data=data,
+        tokenizer=tokenizer,
+        rule=f"learning rate {rate} C^{_RATE_EXPONENT:g}, batch {_BATCH} C^{_BATCH_EXPONENT} tokens (DeepSeek-AI 2024)",
+        # Two sizes can have the same nearest shape.
+        runs=list({run.name: run for run in runs}.values()),
+    )
+
+
+def _relative_runs(request: LadderRequest) -> Iterator[_Relative]:
+    """Yield the runs to fit: groups of equal compute, or of equal tokens per parameter."""
+    sizes = [_SIZE_RATIO ** (index - (request.sizes - 1) / 2) for index in range(request.sizes)]
+    if request.design == "isoflop":
+        for group in range(request.groups):
+            flops = _GROUP_RATIO**group
+            yield from (_Relative(group, flops, math.sqrt(flops) * size) for size in sizes)
+    else:
+        for group, horizon in enumerate(_HORIZONS):
+            yield from (_Relative(group, horizon * size * size, size) for size in sizes)
+
+
+def _build_run(run: _Relative, flops: float, shape: GPTShape, rate_factor: float) -> LadderRun:
+    # A power of two, which ranks can share.
+    batch = int(2 ** max(0, round(math.log2(_BATCH * flops**_BATCH_EXPONENT / shape.seq_len))))
+    steps = round(flops / (6 * shape.num_parameters) / (batch * shape.seq_len))
+    if steps < _FEWEST_STEPS:
+        raise ConfigError(
+            f"a run of {format_quantity(shape.num_parameters)} parameters and {flops:.2g} FLOPs would have {steps} "
+            f"steps; at least {_FEWEST_STEPS} are needed. Give a larger budget, or more --tokens-per-parameter."
+        )
+    return LadderRun(
+        name=f"{'held-out' if run.is_held_out else f'group{run.group}'}-{shape.num_parameters}",
+        group=run.group,
+        num_parameters=shape.num_parameters,
+        n_layer=shape.n_layer,
+        n_head=shape.n_head,
+        n_embd=shape.n_embd,
+        steps=steps,
+        tokens=steps * batch * shape.seq_len,
+        global_batch_size=batch,
+        lr=float(f"{rate_factor * flops**_RATE_EXPONENT:.4g}"),
+        is_held_out=run.is_held_out,
+    )
+
+
+def save_ladder(folder: Path, ladder: Ladder, keys: Mapping[str, object]) -> None:
+    """Write a run file for each run, with `keys` of train.py for all, and the ladder last. Raises ConfigError."""
+    import yaml
+
+    usual = {"save_every_minutes": 10.0, "keep_last": 1}
+    try:
+        for name in (CONFIGS_NAME, RUNS_NAME):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        for run in ladder.runs:
+            own = {
+                key: getattr(run, key) for key in ("n_layer", "n_head", "n_embd", "global_batch_size", "steps", "lr")
+            }
+            # Validations at quarters of a run meet the ends of runs in the group before.
+            own |= {"warmup_steps": max(1, run.steps // 20), "val_every": max(1, run.steps // 8)}
+            text = yaml.safe_dump({**usual, **keys, "data": ladder.data, **own}, sort_keys=False)
+            write_durably(folder / CONFIGS_NAME / f"{run.name}.yaml", text)
+        write_durably(folder / LADDER_NAME, ladder.model_dump_json(indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--out {folder} cannot be written: {error.strerror or error}. Name another.") from None
+
+
+def load_ladder(folder: Path) -> Ladder:
+    """Read a ladder's file. Raises ConfigError if it is missing or malformed."""
+    return _load(Ladder, folder / LADDER_NAME, "`llmscale ladder plan` writes it.")
+
+
+_Term = Annotated[float, Field(ge=-700, le=700)]
+_Exponent = Annotated[float, Field(ge=1e-3, le=10)]
+_Row = Annotated[list[Annotated[float, Field(ge=-1e9, le=1e9)]], Field(min_length=5, max_length=5)]
+
+
+class _LawFile(_Strict):
+    """A law fitted to a ladder."""
+
+    version: Literal[1] = 1
+    name: Name
+    source: str = Field(max_length=5000)
+    coefficients: tuple[_Term, _Term, _Term, _Exponent, _Exponent] = Field(strict=False)
+    """ln A, ln B, ln E, alpha, beta."""
+    covariance: list[_Row] = Field(min_length=5, max_length=5)
+    fitted_parameters: tuple[Count, Count] = Field(strict=False)
+    """Smallest and largest model of the fit."""
+
+
+def save_law(path: Path, law: ParametricLaw) -> None:
+    """Write a law for `plan --law`. Raises ConfigError."""
+    sizes = [int(size) for size in law.fitted_parameters]
+    values = {"name": law.name, "source": law.source, "coefficients": law.coefficients, "covariance": law.covariance}
+    write_output_file("law", path, json.dumps({"version": 1, **values, "fitted_parameters": sizes}, indent=1) + "\n")
+
+
+def load_law(path: Path) -> ParametricLaw:
+    """Read the law of `llmscale ladder fit`. Raises ConfigError if it is missing or malformed."""
+    found = _load(_LawFile, path, "`llmscale ladder fit` writes it.")
+    covariance = tuple(map(tuple, found.covariance))
+    law = ParametricLaw(found.name, found.coefficients, covariance, found.source, found.fitted_parameters)
+    try:
+        for flops in _ANY_FLOPS:
+            law.interval(lambda moved, flops=flops: moved.optimal_parameters(flops))  # type: ignore[misc]  # bound now
+            law.interval(lambda moved, flops=flops: moved.optimal_loss(flops))  # type: ignore[misc]
+    except (OverflowError, ValueError, ZeroDivisionError):
+        raise ConfigError(f"{path}: this law has no finite optimum. Fit it to more runs.") from None
+    return law
+
+
+_ModelT = TypeVar("_ModelT", bound=BaseModel)
+
+
+def _load(kind: type[_ModelT], path: Path, remedy: str) -> _ModelT:
+    try:
+        return kind(**load_json(path, Rules(ConfigError, remedy, max_bytes=CONFIG_MAX_BYTES)))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"{path}: {error.strerror}. {remedy}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))[:100]
+        raise ConfigError(f"{path}: {describe_invalid(where, first, show)} {remedy}") from None

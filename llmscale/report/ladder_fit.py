@@ -1,0 +1,218 @@
+"""Read the runs of a scaling ladder, fit laws to them, and report the fits. No torch.
+
+Run folders are not trusted: a run whose record is damaged, unfinished or of another length is left out, with a note.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from llmscale.config.user_paths import write_output_file
+from llmscale.errors import ConfigError
+from llmscale.planning.law_fit import (
+    FittedRun,
+    IsoflopFit,
+    ParametricFit,
+    fit_envelope,
+    fit_isoflops,
+    fit_parametric,
+    longer_schedules,
+    schedule_exponents,
+)
+from llmscale.planning.scaling import BESIROGLU, Interval
+from llmscale.planning.scaling_ladder import HELD_OUT_RATIO, LAW_NAME, RUNS_NAME, Ladder, LadderRun, save_law
+from llmscale.report.history import load_history
+from llmscale.report.run_list import read_run
+from llmscale.terminal.human_numbers import count_nouns, format_quantity
+from llmscale.terminal.table import Column, output_width, table_lines
+
+FIT_NAME = "fit.json"
+#: Largest loss that is believed, in nats per token.
+_MOST_LOSS = 100.0
+#: Published exponents a of N* ~ C^a.
+PUBLISHED_EXPONENTS = {
+    "Kaplan 2020, arXiv:2001.08361, table 6": 0.73,
+    "Hoffmann 2022, arXiv:2203.15556, approach 1": 0.50,
+    "Hoffmann 2022, approach 2": 0.49,
+    "Hoffmann 2022, approach 3": 0.46,
+    "Besiroglu 2024, arXiv:2404.10102, approach 3": round(BESIROGLU.size_exponent, 3),
+    "DeepSeek-AI 2024, arXiv:2401.02954, approach 2": 0.524,
+    "Llama 3, Grattafiori 2024, arXiv:2407.21783, approach 2": 0.463,
+}
+
+
+class Prediction(NamedTuple):
+    """A held-out run with its loss predicted from the other runs."""
+
+    planned: LadderRun
+    predicted: Interval
+    measured: FittedRun | None
+    """None before the run has ended."""
+
+    @property
+    def is_inside(self) -> bool | None:
+        """True if the measured loss is within the interval; None before the run has ended."""
+        return None if self.measured is None else self.predicted.low <= self.measured.loss <= self.predicted.high
+
+
+@dataclass(frozen=True)
+class LadderFit:
+    """Everything that a ladder's finished runs say."""
+
+    name: str
+    runs: list[FittedRun]
+    parametric: ParametricFit
+    isoflops: IsoflopFit | None
+    envelope: Interval | None
+    """Exponent a by approach 1."""
+    longer: dict[str, float]
+    """Loss in the middle of a longer schedule, by the name of the run that ended there."""
+    exponents_by_schedule: tuple[float, float] | None
+    """Exponents with each run's own schedule, and with one long schedule per size."""
+    predictions: list[Prediction]
+    notes: list[str]
+
+    @property
+    def next_flops(self) -> float:
+        """Compute of the next group."""
+        return HELD_OUT_RATIO * max(run.flops for run in self.runs)
+
+    def exponents(self) -> dict[str, Interval]:
+        """Return the exponent a of N* ~ C^a by approach."""
+        isoflop = self.isoflops.exponent if self.isoflops else None
+        parametric = self.parametric.interval(lambda law: law.size_exponent)
+        found = {"1, envelope": self.envelope, "2, isoFLOP": isoflop, "3, parametric": parametric}
+        return {name: interval for name, interval in found.items() if interval}
+
+    def next_optimum(self) -> dict[str, Interval]:
+        """Return the optimal size, its tokens and its loss for the next group's compute, by approach 3."""
+        flops, interval = self.next_flops, self.parametric.interval
+        return {
+            "num_parameters": interval(lambda law: law.optimal_parameters(flops)),
+            "tokens": interval(lambda law: law.optimal_tokens(flops)),
+            "loss": interval(lambda law: law.optimal_loss(flops)),
+        }
+
+
+def fit_ladder(folder: Path, ladder: Ladder, resamples: int) -> LadderFit:
+    """Fit the finished runs of a ladder. Raises ConfigError if they are too few."""
+    notes: list[str] = []
+    found = {run.name: _read_finished(folder / RUNS_NAME / run.name, run, notes) for run in ladder.runs}
+    runs = [done for run in ladder.runs if not run.is_held_out and (done := found[run.name])]
+    name, source = folder.absolute().name, f"{count_nouns(len(runs), 'run')} on {ladder.data} ({ladder.tokenizer})"
+    try:
+        parametric = fit_parametric(runs, resamples, name, source)
+    except ConfigError as error:
+        raise ConfigError(f"{error} `llmscale ladder run {folder}` trains them. {' '.join(notes[:3])}") from None
+    held_out = [run for run in ladder.runs if run.is_held_out]
+    longer, has_groups = longer_schedules(runs), ladder.design == "isoflop"
+    return LadderFit(
+        name=name,
+        runs=runs,
+        parametric=parametric,
+        isoflops=fit_isoflops(runs, resamples) if has_groups else None,
+        envelope=fit_envelope(runs, resamples),
+        longer=longer,
+        exponents_by_schedule=schedule_exponents(runs, longer) if has_groups else None,
+        predictions=[
+            Prediction(run, parametric.predict(run.num_parameters, run.tokens), found[run.name]) for run in held_out
+        ],
+        notes=notes,
+    )
+
+
+def _read_finished(folder: Path, run: LadderRun, notes: list[str]) -> FittedRun | None:
+    """Return a finished run with its validations, or None after a note."""
+    listed = read_run(folder)
+    if listed.state != "finished" or listed.step != run.steps:
+        is_unknown = listed.step is None and listed.state != "running"
+        notes.append(f"{run.name} is left out: {'not started' if is_unknown else listed.state}.")
+        return None
+    try:
+        history = load_history(folder)
+    except ConfigError as error:
+        notes.append(f"{run.name} is left out: {error}")
+        return None
+    losses = {step: loss for step, loss in history.validation.items() if step and 0 < loss <= _MOST_LOSS}
+    if run.steps not in losses or history.tokens_seen.get(run.steps) != run.tokens:
+        notes.append(f"{run.name} is left out: no validation after {run.steps:,} steps of the planned batch.")
+        return None
+    notes.extend(f"{run.name}: {note}." for note in history.notes())
+    curve = tuple((run.tokens * (step / run.steps), losses[step]) for step in sorted(losses))
+    return FittedRun(run.name, run.group, run.num_parameters, run.tokens, losses[run.steps], curve)
+
+
+def write_fit(folder: Path, fit: LadderFit) -> None:
+    """Write law.json, for `plan --law`, and fit.json. Raises ConfigError."""
+    save_law(folder / LAW_NAME, fit.parametric.law)
+    ends = ("name", "num_parameters", "tokens", "loss")
+    values = {
+        "runs": [{key: getattr(run, key) for key in ends} for run in fit.runs],
+        "exponents": {name: asdict(value) for name, value in fit.exponents().items()},
+        "published_exponents": PUBLISHED_EXPONENTS,
+        "next": {"flops": fit.next_flops, **{key: asdict(value) for key, value in fit.next_optimum().items()}},
+        "predictions": [
+            {
+                **{"run": item.planned.name, "predicted": asdict(item.predicted), "is_inside": item.is_inside},
+                "measured": item.measured and item.measured.loss,
+            }
+            for item in fit.predictions
+        ],
+        "losses_in_longer_schedules": fit.longer,
+        "exponents_by_schedule": fit.exponents_by_schedule,
+        "notes": fit.notes,
+    }
+    write_output_file("fit", folder / FIT_NAME, json.dumps(values, indent=1) + "\n")
+
+
+def fit_lines(folder: Path, fit: LadderFit) -> Iterator[str]:
+    """Yield the report."""
+    yield from fit.notes
+    ln_a, ln_b, ln_e, alpha, beta = fit.parametric.law.coefficients
+    yield (
+        f"{count_nouns(len(fit.runs), 'run')}: L = {math.exp(ln_e):.3f} + {math.exp(ln_a):.4g} / N^{alpha:.3f} + "
+        f"{math.exp(ln_b):.4g} / D^{beta:.3f} nats per token; errors of {fit.parametric.residuals.std():.2%}"
+    )
+    yield ""
+    columns = (Column("N* ~ C^a by", is_text=True), Column("a"), Column("80 %", is_text=True))
+    rows = [[f"approach {name}", f"{a.value:.3f}", f"{a.low:.3f}-{a.high:.3f}"] for name, a in fit.exponents().items()]
+    rows += [[name, f"{a:.3f}", ""] for name, a in PUBLISHED_EXPONENTS.items()]
+    yield from table_lines(columns, rows, output_width())
+    if not fit.isoflops:
+        yield "Approach 2 needs two groups of equal compute with four sizes, and the lowest loss within these sizes."
+    yield ""
+    yield from _schedule_lines(fit)
+    for item in fit.predictions:
+        run, verdict = item.planned, "inside" if item.is_inside else "OUTSIDE"
+        measured = f"measured {item.measured.loss:.4f}, {verdict}" if item.measured else "not trained yet"
+        yield (
+            f"{run.name}: {format_quantity(run.num_parameters)} parameters on {format_quantity(run.tokens)} tokens, "
+            f"predicted {_range(item.predicted)}; {measured}"
+        )
+    best = fit.next_optimum()
+    sizes = (best["num_parameters"], best["tokens"])
+    size, tokens = (f"{format_quantity(v.value)} ({format_quantity(v.low)}-{format_quantity(v.high)})" for v in sizes)
+    yield f"next, {fit.next_flops:.3g} FLOPs: {size} parameters on {tokens} tokens, loss {_range(best['loss'])}"
+    yield f"llmscale plan --law {folder / LAW_NAME} --flops {fit.next_flops:.3g}"
+
+
+def _range(value: Interval) -> str:
+    return f"{value.value:.4f} ({value.low:.4f}-{value.high:.4f})"
+
+
+def _schedule_lines(fit: LadderFit) -> Iterator[str]:
+    """Yield what losses from the middle of longer schedules would have said."""
+    excess = [fit.longer[run.name] / run.loss - 1 for run in fit.runs if run.name in fit.longer]
+    if excess:
+        yield (
+            f"In the middle of a longer schedule the loss is {sum(excess) / len(excess):+.1%} beside that of runs that "
+            f"end there ({min(excess):+.1%} to {max(excess):+.1%}, {count_nouns(len(excess), 'pair')} of runs)."
+        )
+    if fit.exponents_by_schedule:
+        own, longer = fit.exponents_by_schedule
+        yield f"Such losses would give a = {longer:.3f}; those of own schedules give {own:.3f} for the same sizes."

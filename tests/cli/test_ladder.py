@@ -1,0 +1,146 @@
+"""`llmscale ladder`: a plan from a real dataset, and real runs that are killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmscale.cli.main import main
+from llmscale.config.run_config import parse_run_config
+from llmscale.planning.scaling_ladder import load_ladder
+from llmscale.report.history import load_history
+from llmscale.report.run_list import read_run
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SMALL = ("--flops", "2e9", "--tokens-per-parameter", "2", "--groups", "2", "--sizes", "3", "--no-held-out")
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A run file for all runs of a ladder."""
+    path = tmp_path / "base.yaml"
+    keys = {"ds": "zero0", "precision": "fp32", "positions": "rotary", "num_workers": 0, "val_samples": 4, "lr": 5e-3}
+    path.write_text(json.dumps({**keys, "plain": True, "log_every": 5}))
+    return path
+
+
+def plan(tiny_set: Path, base: Path, out: Path, *words: str) -> int:
+    return main(["ladder", "plan", "--data", str(tiny_set), "--out", str(out), "--config", str(base), *SMALL, *words])
+
+
+def test_a_plan_lists_its_cost_and_writes_files_that_train_reads(
+    tiny_set: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(tiny_set, base, tmp_path / "new", "--flops-per-second", "1e8") == 0
+    out = capsys.readouterr().out
+    assert "FLOPs = 0.00" in out and "hours at 1e+08 FLOP/s" in out and "0.005 at the least compute" in out
+    ladder = load_ladder(tmp_path / "new")
+    for run in ladder.runs:
+        assert run.name in out
+        config = parse_run_config(["--config", str(tmp_path / "new" / "configs" / f"{run.name}.yaml")])
+        assert (config.steps, config.lr, config.positions) == (run.steps, run.lr, "rotary")
+    words = ["ladder", "plan", "--data", str(tiny_set), "--out", str(tmp_path / "new"), "--flops", "1e9"]
+    assert main(words) == 2
+    assert "holds a ladder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "a ladder of which budget?"),
+        (("--hours", "1"), "--hours needs --flops-per-second"),
+        (("--flops", "1e9", "--hours", "1", "--flops-per-second", "1e9"), "--hours 1.0 has no effect with --flops"),
+    ],
+)
+def test_a_ladder_without_a_budget_is_refused(
+    tiny_set: Path, tmp_path: Path, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ladder", "plan", "--data", str(tiny_set), "--out", str(tmp_path / "new"), *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_keys_that_the_ladder_decides_are_refused(
+    tiny_set: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base.write_text("steps: 10\nn_layer: 3\n")
+    assert plan(tiny_set, base, tmp_path / "new") == 2
+    assert "the ladder decides n_layer, steps" in capsys.readouterr().err
+
+
+def test_a_job_array_has_a_task_for_each_run(
+    tiny_set: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a ladder"
+    plan(tiny_set, base, folder)
+    monkeypatch.chdir(REPOSITORY)
+    assert main(["ladder", "run", str(folder), "--slurm"]) == 0
+    script = (folder / "array.sbatch").read_text()
+    runs = load_ladder(folder).runs
+    assert f"#SBATCH --array=0-{len(runs) - 1}" in script and "#SBATCH --requeue" in script
+    # Task 2, with a command in the place of bash that prints its words.
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "bash").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "bin" / "bash").chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    environment = {"PATH": path, "SLURM_ARRAY_TASK_ID": "2", "SLURM_SUBMIT_DIR": str(REPOSITORY)}
+    words = subprocess.check_output(["/bin/bash", folder / "array.sbatch"], env=environment, text=True).splitlines()
+    least = sorted(runs, key=lambda run: run.flops)[2]
+    assert words[0] == "scripts/slurm/train.sbatch"
+    assert words[1:3] == ["--config", str(folder / "configs" / f"{least.name}.yaml")]
+    assert words[3:] == ["--run", str(folder / "runs" / least.name)]
+
+
+@pytest.mark.slow
+def test_a_ladder_is_killed_and_resumed(tiny_set: Path, base: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    plan(tiny_set, base, folder)
+    first, *others = sorted(load_ladder(folder).runs, key=lambda run: run.flops)
+    words = [
+        sys.executable,
+        "-m",
+        "llmscale",
+        "ladder",
+        "run",
+        str(folder),
+        "--",
+        "--num-gpus",
+        "1",
+        "--save-every",
+        "2",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(words, env=environment, cwd=tmp_path, start_new_session=True)
+    wait_for(lambda: (read_run(folder / "runs" / first.name).step or 0) >= 5, process)
+    # The ladder and `llmscale train`; the rank notices that it is alone, and saves.
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_for(lambda: read_run(folder / "runs" / first.name).state in ("stopped", "lost"))
+    # SIGTERM to the ladder alone stops the second run, which saves.
+    process = subprocess.Popen(words, env=environment, cwd=tmp_path, start_new_session=True)
+    second = others[0]
+    wait_for(lambda: (read_run(folder / "runs" / second.name).step or 0) >= 1, process)
+    process.terminate()
+    assert process.wait(120) == 0
+    assert read_run(folder / "runs" / first.name).state == "finished"
+    assert read_run(folder / "runs" / second.name).state in ("stopped", "finished")
+    assert subprocess.run(words, env=environment, cwd=tmp_path, timeout=900).returncode == 0
+    for run in (first, *others):
+        history = load_history(folder / "runs" / run.name)
+        assert history.steps.steps[-1] == run.steps and run.steps in history.validation
+    assert main(["ladder", "fit", str(folder), "--resamples", "50"]) == 0
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes] | None = None) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline and (process is None or process.poll() is None)
+        time.sleep(0.2)

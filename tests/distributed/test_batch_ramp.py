@@ -1,0 +1,69 @@
+"""`--batch-ramp-from`: a growing batch sees each sample once, at every world size and after every resume."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmscale.checkpoint.inventory import list_checkpoints
+from llmscale.checkpoint.manifest import step_of
+from llmscale.data.sample_log import load_recorded
+from llmscale.training.sample_stream import find_step_samples
+from tests.conftest import build_train_command, read_losses
+
+#: Seven steps of 4 sequences, four of 8, two of 12, then of 16.
+RAMP = ("--global-batch-size", "16", "--batch-ramp-from", "4", "--batch-ramp-tokens", "2560", "--micro-batch-size", "1")
+FLAGS = (
+    "--precision",
+    "fp32",
+    "--save-every",
+    "4",
+    "--keep-last",
+    "9",
+    "--lr",
+    "3e-3",
+    "--record-samples",
+    "--steps=16",
+)
+
+
+def train(ranks: Callable, data: Path, run: Path, stage: str, world_size: int, *flags: str, expect: int = 0) -> str:
+    command = build_train_command(data, run, "--ds", f"ds_configs/{stage}.json", *FLAGS, *RAMP, *flags)
+    job = ranks(command, world_size)
+    output: str = job.wait()[0]
+    assert job.exit_codes == [expect] * world_size, output
+    return output
+
+
+def forget_after(run: Path, step: int) -> None:
+    for folder in list_checkpoints(run):
+        if step_of(folder) > step:
+            shutil.rmtree(folder)
+
+
+def test_losses_and_samples_are_those_of_one_rank(ranks: Callable, tiny_set: Path, tmp_path: Path) -> None:
+    straight, again, moved = (tmp_path / name for name in ("straight", "again", "moved"))
+    output = train(ranks, tiny_set, straight, "zero1", 1)
+    assert "grown from 4 sequences in 4 sizes by step 14" in output
+    sizes = [len(ids) for _, ids in sorted(load_recorded(straight).items())]
+    assert sizes == [4] * 7 + [8] * 4 + [12] * 2 + [16] * 3
+    seen = np.concatenate([*load_recorded(straight).values()])
+    assert len(seen) == len({*seen.tolist()}) == 132
+    for folder in (again, moved):
+        shutil.copytree(straight, folder)
+    forget_after(again, 8)
+    train(ranks, tiny_set, again, "zero1", 1)
+    assert read_losses(again) == read_losses(straight), "the same bits after a resume within the ramp"
+    for step, stage, world_size in ((4, "zero2_offload", 2), (8, "zero3", 4), (12, "zero0", 2)):
+        forget_after(moved, step)
+        train(ranks, tiny_set, moved, stage, world_size)
+        assert read_losses(moved) == pytest.approx(read_losses(straight), rel=1e-6), stage
+    assert all(np.array_equal(ids, load_recorded(straight)[step]) for step, ids in load_recorded(moved).items())
+    found = find_step_samples(moved, 8)
+    assert [sample.position for sample in found.samples] == list(range(28, 36))
+    output = train(ranks, tiny_set, moved, "zero0", 1, "--batch-ramp-from=8", "--steps=17", expect=2)
+    assert "global_batch_size was '16, from 4 over 80 samples' and is '16, from 8 over 80 samples'" in output

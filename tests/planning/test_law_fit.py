@@ -1,0 +1,94 @@
+"""Fits to made-up losses whose law is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from llmscale.errors import ConfigError
+from llmscale.planning.law_fit import (
+    FittedRun,
+    fit_envelope,
+    fit_isoflops,
+    fit_parametric,
+    longer_schedules,
+    schedule_exponents,
+)
+from llmscale.planning.scaling import BESIROGLU, Interval
+
+
+def made_runs(noise: float, seed: int = 0, groups: int = 3, sizes: int = 5) -> list[FittedRun]:
+    """Groups of equal compute whose losses follow Besiroglu's law, with curves that end there."""
+    rng, runs = np.random.default_rng(seed), []
+    for group in range(groups):
+        flops = 1e18 * 4**group
+        for index in range(sizes):
+            size = float(round(np.sqrt(flops / 120) * 2.0 ** (index - (sizes - 1) / 2)))
+            tokens = flops / 6 / size
+            error = np.exp(noise * rng.standard_normal())
+            # In the middle the learning rate is still high: above the law, and more so for large models.
+            above = 1.01 + 0.01 * index
+            parts = (0.125, 0.249, 0.251, 0.5)
+            curve = [(tokens * part, BESIROGLU.loss(size, tokens * part) * above) for part in parts]
+            loss = float(BESIROGLU.loss(size, tokens) * error)
+            runs.append(FittedRun(f"{group}-{index}", group, size, tokens, loss, (*curve, (tokens, loss))))
+    return runs
+
+
+def holds(interval: Interval, value: float) -> bool:
+    return interval.low <= value <= interval.high
+
+
+def test_a_planted_law_is_found() -> None:
+    fit = fit_parametric(made_runs(0.0), 50, "made", "here")
+    assert fit.law.coefficients == pytest.approx(BESIROGLU.coefficients, rel=2e-3)
+    assert fit.law.loss(1e9, 2e10) == pytest.approx(BESIROGLU.loss(1e9, 2e10), rel=1e-4)
+
+
+def test_planted_exponents_and_a_larger_run_are_within_the_intervals() -> None:
+    # 80 % intervals: of eight ladders, at least half.
+    found = np.zeros(3)
+    for seed in range(8):
+        *runs, last = made_runs(0.003, seed, groups=4)
+        runs = [run for run in runs if run.group < 3]
+        fit, isoflops = fit_parametric(runs, 100, "made", "here"), fit_isoflops(runs, 100)
+        assert isoflops is not None
+        predicted = fit.predict(last.num_parameters, last.tokens)
+        assert predicted.high / predicted.low < 1.1
+        exponents = (fit.interval(lambda law: law.size_exponent), isoflops.exponent)
+        assert all(interval.high - interval.low < 0.2 for interval in exponents)
+        found += [*(holds(interval, BESIROGLU.size_exponent) for interval in exponents), holds(predicted, last.loss)]
+    assert (found >= 4).all(), found
+    assert fit.law.interval(lambda law: law.optimal_parameters(1e20)) is not None
+
+
+def test_the_envelope_follows_the_lowest_curve() -> None:
+    exponent = fit_envelope(made_runs(0.0, sizes=7), 50)
+    assert exponent is not None
+    assert 0.2 < exponent.value < 0.8
+    one_size = [run for run in made_runs(0.0) if run.name in ("0-2", "1-1")]
+    assert fit_envelope(one_size, 50) is None
+
+
+def test_losses_from_the_middle_of_longer_schedules_are_compared_at_the_same_tokens() -> None:
+    runs = made_runs(0.0)
+    longer = longer_schedules(runs)
+    # The four larger sizes of a group are the four smaller of the next one.
+    assert set(longer) == {f"{group}-{index}" for group in (0, 1) for index in (1, 2, 3, 4)}
+    for run in runs:
+        if run.name in longer:
+            assert longer[run.name] / run.loss == pytest.approx(1 + 0.01 * int(run.name[2:]), abs=0.002)
+    exponents = schedule_exponents(runs, longer)
+    assert exponents is not None
+    assert exponents[0] == pytest.approx(BESIROGLU.size_exponent, abs=0.02)
+    assert exponents[1] > exponents[0] + 0.01
+
+
+def test_what_cannot_be_fitted_says_so() -> None:
+    with pytest.raises(ConfigError, match="5 finished runs are too few for 5 coefficients; 6 are needed"):
+        fit_parametric(made_runs(0.0)[:5], 50, "made", "here")
+    assert fit_isoflops(made_runs(0.0, sizes=3), 50) is None
+    upside_down = [replace(run, loss=6 - run.loss) for run in made_runs(0.0)]
+    assert fit_isoflops(upside_down, 50) is None

@@ -1,0 +1,159 @@
+"""A ladder's plan, and its files, which may come from anybody."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmscale.architecture.shape import GPTShape
+from llmscale.errors import ConfigError
+from llmscale.planning.scaling import BESIROGLU, nearest_shape
+from llmscale.planning.scaling_ladder import (
+    Ladder,
+    LadderRequest,
+    load_ladder,
+    load_law,
+    plan_ladder,
+    save_ladder,
+    save_law,
+)
+
+LIKE = GPTShape(4, 4, 256, 50257, 1024, "gelu_tanh")
+
+
+def make(**changes: object) -> Ladder:
+    request = LadderRequest(**{"flops": 1e20, "like": LIKE, **changes})  # type: ignore[arg-type]
+    return plan_ladder(request, "/data/mine", "gpt2")
+
+
+def test_groups_have_equal_compute_and_the_whole_has_the_budget() -> None:
+    runs = make().runs
+    assert Counter(run.group for run in runs) == {0: 5, 1: 5, 2: 5, 3: 1}
+    assert sum(run.flops for run in runs) == pytest.approx(1e20, rel=0.02)
+    for group in range(3):
+        flops = [run.flops for run in runs if run.group == group]
+        assert max(flops) / min(flops) < 1.02
+    held_out = runs[-1]
+    assert held_out.is_held_out and held_out.flops == pytest.approx(4 * runs[-2].flops, rel=0.02)
+    assert held_out.tokens / held_out.num_parameters == pytest.approx(20, rel=0.3)
+
+
+def test_a_size_returns_in_the_next_group_with_four_times_the_tokens() -> None:
+    first, second = ([run for run in make().runs if run.group == group] for group in (0, 1))
+    shared = {run.num_parameters: run.tokens for run in first}
+    again = [run for run in second if run.num_parameters in shared]
+    assert len(again) == 4
+    assert all(run.tokens / shared[run.num_parameters] == pytest.approx(4, rel=0.05) for run in again)
+
+
+def test_rates_and_batches_follow_the_compute() -> None:
+    runs = make().runs
+    first, last = runs[0], runs[-1]
+    assert first.lr == pytest.approx(0.3118 * first.flops**-0.125, rel=1e-3)
+    assert last.lr < first.lr
+    tokens = 0.2920 * last.flops**0.3271
+    assert 0.7 < last.global_batch_size * 1024 / tokens < 1.5
+    assert make(lr=1e-3).runs[0].lr == pytest.approx(1e-3, rel=0.01)
+    assert make(lr=1e-3).runs[-1].lr / 1e-3 == pytest.approx(last.lr / first.lr, rel=0.01)
+
+
+def test_horizons_train_each_size_for_four_token_counts() -> None:
+    runs = [run for run in make(design="horizons", sizes=4, has_held_out=False).runs]
+    assert set(Counter(run.num_parameters for run in runs).values()) == {4}
+    ratios = sorted(run.tokens / run.num_parameters for run in runs if run.n_embd == runs[0].n_embd)
+    assert ratios[-1] / ratios[0] == pytest.approx(16, rel=0.1)
+
+
+def test_a_budget_for_no_steps_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"would have \d+ steps; at least 20 are needed"):
+        make(flops=1e11)
+
+
+@pytest.mark.parametrize("size", [2e4, 3e5, 5e6, 8e7])
+def test_small_shapes_are_near_in_size(size: float) -> None:
+    like = GPTShape(1, 1, 64, 257, 256, positions="rotary")
+    assert nearest_shape(size, like).num_parameters == pytest.approx(size, rel=0.35)
+
+
+def test_run_files_hold_what_the_ladder_decides(tmp_path: Path) -> None:
+    ladder = make()
+    save_ladder(tmp_path / "new", ladder, {"positions": "rotary", "lr": 5.0, "save_every_minutes": 3})
+    assert load_ladder(tmp_path / "new") == ladder
+    run = ladder.runs[3]
+    keys = yaml.safe_load((tmp_path / "new" / "configs" / f"{run.name}.yaml").read_text())
+    assert keys["steps"] == run.steps and keys["lr"] == run.lr and keys["data"] == "/data/mine"
+    assert (keys["positions"], keys["save_every_minutes"]) == ("rotary", 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"version": 2}, "version = 2: must be 1"),
+        ({"more": 1}, "more = 1: extra inputs are not permitted"),
+        ({"runs": []}, r"runs = \[\]: list should have at least 1 item"),
+        ({"runs": "all"}, 'runs = "all": must be a valid list'),
+        ({"name": "../../etc"}, r'runs.0.name = "../../etc": must be a plain name'),
+        ({"name": ".hidden"}, "must be a plain name"),
+        ({"name": "a\u202eb"}, "must be a plain name"),
+        ({"steps": -1}, "runs.0.steps = -1: must be greater than or equal to 1"),
+        ({"steps": "12"}, 'runs.0.steps = "12": must be a valid integer'),
+        ({"lr": 1e300}, "runs.0.lr = 1e[+]300: must be less than"),
+        ({"steps": None}, "runs.0.steps = null"),
+        ({"name": "group0-twice"}, "two runs have the same name"),
+    ],
+)
+def test_a_malformed_ladder_is_one_line(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    save_ladder(tmp_path / "new", make(), {})
+    path = tmp_path / "new" / "ladder.json"
+    values = json.loads(path.read_text())
+    top = change.keys() & {"version", "more", "runs"}
+    if top:
+        values |= change
+    else:
+        values["runs"][0] |= change
+        values["runs"][1]["name"] = "group0-twice"
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_ladder(tmp_path / "new")
+    assert "\n" not in str(caught.value) and str(caught.value).endswith("`llmscale ladder plan` writes it.")
+
+
+def test_no_ladder_and_no_json(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ladder.json: No such file or directory. `llmscale ladder plan` writes it"):
+        load_ladder(tmp_path)
+    (tmp_path / "ladder.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="nests"):
+        load_ladder(tmp_path)
+
+
+def test_a_law_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "law.json"
+    save_law(path, BESIROGLU)
+    law = load_law(path)
+    assert (law.coefficients, law.covariance) == (BESIROGLU.coefficients, BESIROGLU.covariance)
+    assert law.fitted_parameters == BESIROGLU.fitted_parameters
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("coefficients", [1, 2, 3], "coefficients"),
+        ("coefficients", [1.0, 2.0, 3.0, 0.0, 0.3], "coefficients.3 = 0.0: must be greater than or equal to 0.001"),
+        ("coefficients", [1.0, 2.0, "3", 0.3, 0.3], "coefficients.2"),
+        ("coefficients", [700.0, -700.0, 0.0, 0.001, 0.001], "no finite optimum"),
+        ("covariance", [[0.0] * 5] * 4, "covariance"),
+        ("covariance", [[1e9] * 5] * 5, "no finite optimum"),
+        ("covariance", [[0.0] * 4] * 5, "covariance.0"),
+        ("name", "\u001b[2J", "must be a plain name"),
+    ],
+)
+def test_a_malformed_law_is_one_line(tmp_path: Path, key: str, value: object, said: str) -> None:
+    path = tmp_path / "law.json"
+    save_law(path, BESIROGLU)
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(ConfigError, match=said):
+        load_law(path)

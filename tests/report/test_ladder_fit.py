@@ -1,0 +1,114 @@
+"""A ladder's fit from run folders, which may be damaged or a stranger's."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from llmscale.architecture.shape import GPTShape
+from llmscale.cli.main import main
+from llmscale.errors import ConfigError
+from llmscale.planning.scaling import BESIROGLU
+from llmscale.planning.scaling_ladder import Ladder, LadderRequest, LadderRun, plan_ladder, save_ladder
+from llmscale.report.ladder_fit import fit_ladder, fit_lines
+from tests.report.runs import start, train, write_run
+
+LIKE = GPTShape(4, 4, 256, 50257, 1024, "gelu_tanh")
+
+
+def write_finished(folder: Path, run: LadderRun) -> None:
+    """A run whose validations follow Besiroglu's law, 2 % above it before the end."""
+    every = run.steps // 8
+    records = [start()]
+    for step in range(every, run.steps, every):
+        loss = 1.02 * BESIROGLU.loss(run.num_parameters, run.tokens * step / run.steps)
+        records.append({"kind": "validation", "step": step, "loss": loss})
+    loss = BESIROGLU.loss(run.num_parameters, run.tokens)
+    records.append(train(run.steps, tokens_seen=run.tokens))
+    records.append({"kind": "validation", "step": run.steps, "loss": loss})
+    records.append({"kind": "event", "event": "finished", "step": run.steps})
+    write_run(folder / "runs" / run.name, records)
+
+
+@pytest.fixture
+def ladder(tmp_path: Path) -> Ladder:
+    """A ladder in `tmp_path / "made"`; the held-out run is not trained."""
+    ladder = plan_ladder(LadderRequest(1e20, LIKE), "/data/mine", "gpt2")
+    save_ladder(tmp_path / "made", ladder, {})
+    for run in ladder.runs[:-1]:
+        write_finished(tmp_path / "made", run)
+    return ladder
+
+
+def test_a_ladder_gives_exponents_predictions_pictures_and_a_law(
+    ladder: Ladder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "made"
+    assert main(["ladder", "fit", str(folder), "--resamples", "50"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "15 runs: L = 1.8" in out and "approach 2, isoFLOP" in out and "Kaplan 2020" in out
+    assert "In the middle of a longer schedule the loss is +2.0%" in out
+    assert f"{ladder.runs[-1].name} is left out" in out and "not trained yet" in out
+    assert all((folder / name).stat().st_size > 10_000 for name in ("isoflop.png", "loss.png"))
+    fit = json.loads((folder / "fit.json").read_text())
+    a = BESIROGLU.size_exponent
+    assert fit["exponents"]["3, parametric"]["value"] == pytest.approx(a, abs=0.01)
+    assert fit["exponents"]["2, isoFLOP"]["value"] == pytest.approx(a, abs=0.03)
+    size = fit["next"]["num_parameters"]["value"]
+    assert size == pytest.approx(BESIROGLU.optimal_parameters(fit["next"]["flops"]), rel=0.05)
+    # plan
+    assert main(["plan", "--law", str(folder / "law.json"), "--flops", "5.76e23", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["law"], plan["laws"][0]["name"]) == ("made", "made")
+    assert plan["optimum"]["num_parameters"] == pytest.approx(BESIROGLU.optimal_parameters(5.76e23), rel=0.1)
+    assert main(["plan", "--law", str(folder / "law.json"), "--flops", "1e19"]) == 0
+    assert re.search(r"\* +made ", capsys.readouterr().out)
+
+
+def test_the_held_out_run_is_not_fitted_and_judged(ladder: Ladder, tmp_path: Path) -> None:
+    before = fit_ladder(tmp_path / "made", ladder, 50)
+    held_out = ladder.runs[-1]
+    write_finished(tmp_path / "made", held_out)
+    after = fit_ladder(tmp_path / "made", ladder, 50)
+    assert after.parametric.law == before.parametric.law
+    assert after.predictions[0].predicted == before.predictions[0].predicted
+    assert before.predictions[0].is_inside is None and after.predictions[0].measured is not None
+    loss = after.predictions[0].measured.loss
+    assert f"measured {loss:.4f}, " in "\n".join(fit_lines(tmp_path / "made", after))
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["{\n"], "unreadable"),
+        ([start(), train(10)], "lost"),
+        ([start(), train(10), {"kind": "event", "event": "finished", "step": 10}], "finished"),
+    ],
+)
+def test_a_damaged_or_unfinished_run_is_left_out(ladder: Ladder, tmp_path: Path, lines: list, said: str) -> None:
+    run = ladder.runs[0]
+    write_run(tmp_path / "made" / "runs" / run.name, lines)
+    fit = fit_ladder(tmp_path / "made", ladder, 50)
+    assert len(fit.runs) == 14
+    assert any(note.startswith(f"{run.name} is left out") for note in fit.notes)
+
+
+@pytest.mark.parametrize("change", [{"loss": None}, {"loss": -1.0}, {"loss": 1e30}, {"step": 5}])
+def test_a_run_without_a_believable_end_is_left_out(ladder: Ladder, tmp_path: Path, change: dict) -> None:
+    run = ladder.runs[0]
+    end = {"kind": "validation", "step": run.steps, "loss": 3.0, **change}
+    finished = {"kind": "event", "event": "finished", "step": run.steps}
+    write_run(tmp_path / "made" / "runs" / run.name, [start(), train(run.steps, tokens_seen=run.tokens), end, finished])
+    fit = fit_ladder(tmp_path / "made", ladder, 50)
+    assert run.name not in [done.name for done in fit.runs]
+    assert f"no validation after {run.steps:,} steps" in " ".join(fit.notes)
+
+
+def test_too_few_runs_name_the_command(ladder: Ladder, tmp_path: Path) -> None:
+    save_ladder(tmp_path / "empty", ladder, {})
+    with pytest.raises(ConfigError, match=r"0 finished runs are too few.*`llmscale ladder run .*empty` trains them"):
+        fit_ladder(tmp_path / "empty", ladder, 50)
