@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
             raise
         status = 1
     except BaseException as error:
-        status = _report_failure(error, here, config and config.run, stop)
+        status = _report_failure(error, here, config.run if config else None, stop)
         failure = str(error) or type(error).__name__
     if config and here:
         _notify(config, here, heartbeat, status, failure)

@@ -59,8 +59,8 @@ class ObjectStore:
 
 @contextmanager
 def serve_objects() -> Iterator[ObjectStore]:
-    """A server with an empty bucket, whose clients in this process read boto3's descriptions of S3 once."""
-    from botocore.loaders import JSONFileLoader
+    """Serve an empty bucket. Clients in this process read boto3's descriptions and its list of services once."""
+    from botocore.loaders import JSONFileLoader, Loader
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -97,9 +97,12 @@ def serve_objects() -> Iterator[ObjectStore]:
     store.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    load = functools.cache(JSONFileLoader().load_file)
+    load, services = functools.cache(JSONFileLoader().load_file), functools.cache(Loader().list_available_services)
     try:
-        with mock.patch.object(JSONFileLoader, "load_file", lambda self, path: load(path)):
+        with (
+            mock.patch.object(JSONFileLoader, "load_file", lambda self, path: load(path)),
+            mock.patch.object(Loader, "list_available_services", lambda self, type_name: services(type_name)),
+        ):
             store.client.create_bucket(Bucket=BUCKET)
             yield store
     finally:

@@ -135,7 +135,7 @@ class OptimizerSpec:
         return replace(self, groups=tuple(changed))
 
     def with_rules(
-        self, rules: Sequence[ParameterRule], frozen: Sequence[str], tensors: Iterable[ParameterTensor]
+        self, rules: Sequence[ParameterRule], frozen: Sequence[str], tensors: Sequence[ParameterTensor]
     ) -> OptimizerSpec:
         """Return the optimizer with groups divided by `rules`, the first that matches first, and parameters frozen.
 

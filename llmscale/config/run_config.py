@@ -326,8 +326,8 @@ NEEDS = (
     ),
     Need("keep_every", "--save-every N", lambda run: run.save_every or run.save_every_minutes),
     Need(
-        "global_batch_size global_batch_tokens skip_steps val_every val_samples save_every save_every_minutes "
-        "keep_last keep_every resume allow_changed",
+        "global_batch_size global_batch_tokens batch_ramp_from batch_ramp_tokens skip_steps val_every val_samples "
+        "save_every save_every_minutes keep_last keep_every resume allow_changed",
         "with --overfit-batch",
         lambda run: run.overfit_batch is None,
     ),

@@ -149,7 +149,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             _run_chunk(chunk, x, weight_cast, targets[chunk], inputs, buffers, gradients)
         if gradients is not None:
             ctx.weight_dtype, ctx.fp16_downscale = weight.dtype, gradients.fp16_downscale
-            ctx.save_for_backward(gradients.of_x, gradients.of_weight)
+            ctx.save_for_backward(gradients.of_x, gradients.of_weight)  # type: ignore[arg-type]  # None is legal
         z_squared = None if z is None else z.square().mean()
         each = losses if inputs.wants_each else None
         ctx.mark_non_differentiable(*(tensor for tensor in (z_squared, each) if tensor is not None))

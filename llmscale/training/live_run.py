@@ -68,7 +68,10 @@ class Run:
 
     def micro_steps(self, step: int) -> int:
         """Return this rank's forward passes of the step after `step` optimizer steps."""
-        plan, size = self.resolved.plan, self.samples_seen(step + 1) - self.samples_seen(step)
+        plan = self.resolved.plan
+        if step >= self.stream.batches[-1][0]:
+            return plan.gradient_accumulation_steps
+        size = self.samples_seen(step + 1) - self.samples_seen(step)
         return size // (plan.micro_batch_size * plan.ranks.data_parallel_size)
 
     def tokens_seen(self, step: int) -> int:

@@ -1,4 +1,4 @@
-"""Judge --overfit-batch: a model that cannot learn one batch by heart will not learn a dataset.
+"""Judge --overfit-batch: a model that cannot memorise one batch will not learn a dataset.
 
 A model that ignores the context cannot get below the entropy of the batch's tokens,
 

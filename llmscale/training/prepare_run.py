@@ -163,14 +163,13 @@ def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> RunCon
 def _as_overfit_check(config: RunConfig, batch: int, world_size: int) -> RunConfig:
     """Return the configuration with every other key that --overfit-batch decides. Raises ConfigError."""
     if batch % world_size:
-        legal = [
-            number for number in (batch // world_size * world_size, -(-batch // world_size) * world_size) if number
-        ]
+        legal = [size for size in (batch // world_size * world_size, -(-batch // world_size) * world_size) if size]
         raise ConfigError(
             f"--overfit-batch {batch} cannot be divided over {world_size} ranks. Give a multiple of {world_size}, such "
             f"as {' or '.join(map(str, legal))}."
         )
-    decided = {"global_batch_size": batch, "val_every": 0, "save_every": 0, "resume": "none"}
+    decided: dict[str, object] = {"global_batch_size": batch, "batch_ramp_from": None, "batch_ramp_tokens": None}
+    decided |= {"val_every": 0, "save_every": 0, "resume": "none"}
     steps = config.steps or (None if config.tokens else _OVERFIT_STEPS)
     return config.model_copy(update={**decided, "steps": steps})
 

@@ -78,12 +78,12 @@ class Job:
 def start(train_command: Callable, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
-    def begin(launcher: str, *flags: str, steps: int = 1_000_000, **settings: object) -> Job:
+    def begin(launcher: str, *flags: str, ranks: int = 2, steps: int = 1_000_000, **settings: object) -> Job:
         script, *arguments = train_command("--steps", str(steps), *flags)
         command = {
-            "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", str(free_port()), script],
-            "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port", str(free_port()), "--", script],
-            "llmscale train": ["llmscale", "train", "--nproc-per-node", "2"],
+            "deepspeed": ["deepspeed", "--num_gpus", str(ranks), "--master_port", str(free_port()), script],
+            "torchrun": ["torchrun", "--nproc-per-node", str(ranks), "--master-port", str(free_port()), "--", script],
+            "llmscale train": ["llmscale", "train", "--nproc-per-node", str(ranks)],
             "python": [sys.executable, script],
             "python -m": [sys.executable, "-m", "llmscale.train"],
         }[launcher]
@@ -96,7 +96,7 @@ def start(train_command: Callable, tmp_path: Path) -> Iterator[Callable[..., Job
 
 
 def test_sigterm_to_deepspeed_which_does_not_pass_it_on(start: Callable) -> None:
-    job = start("deepspeed", "--num-workers", "1")
+    job = start("deepspeed", "--num-workers", "1", ranks=1)
     job.until_step(3)
     job.process.terminate()
     job.check_saved(f"stopped by the end of its launcher (deepspeed, process {job.process.pid})")
@@ -104,7 +104,7 @@ def test_sigterm_to_deepspeed_which_does_not_pass_it_on(start: Callable) -> None
 
 
 def test_sigterm_to_llmscale_train(start: Callable) -> None:
-    job = start("llmscale train", "--num-workers", "1")
+    job = start("llmscale train", "--num-workers", "1", ranks=1)
     job.until_step(3)
     job.process.terminate()
     job.check_saved("stopped by SIGTERM")

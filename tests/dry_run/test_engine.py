@@ -87,7 +87,9 @@ print(json.dumps([result.forward.activations_bytes for result in results]))
     assert none > selective > full > 0
 
 
+@pytest.mark.slow
 def test_offload_moves_bytes_to_the_host() -> None:
+    """tests/memory/test_estimate.py compares offload in the default suite."""
     kept, offloaded, checkpoints, host = in_a_process("""
 shape = GPTShape(n_layer=4, n_head=2, n_embd=64, vocab_size=100, seq_len=128)
 kept = run(2, shape=shape, checkpointing="full", section={})

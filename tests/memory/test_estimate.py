@@ -142,7 +142,7 @@ def test_every_family_s_whole_grid_is_that_of_the_dry_run(stage: int, precision:
         check(config(stage, precision), FAMILIES[family], mode, accumulation=accumulation)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.usefixtures("libraries_are_frozen")
 def test_optimizer_offload_is_that_of_the_dry_run(stage: int) -> None:
     """DeepSpeed frees the buffers of a gradient's copy to the host before the block's activations peak."""

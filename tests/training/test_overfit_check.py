@@ -53,7 +53,16 @@ def test_a_batch_is_learned_by_two_ranks_and_nothing_is_saved(
     assert [record["has_learned"] for record in records if record.get("event") == "overfit"] == [True]
 
 
-@pytest.mark.parametrize("flags", ["--skip-steps 1:2", "--save-every 5", "--global-batch-size 8", "--resume best"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--skip-steps 1:2",
+        "--save-every 5",
+        "--batch-ramp-from 2 --batch-ramp-tokens 99",
+        "--global-batch-size 8",
+        "--resume best",
+    ],
+)
 def test_keys_that_it_decides_are_refused(flags: str) -> None:
     with pytest.raises(ConfigError, match=r"has no effect with --overfit-batch\. Drop one of them"):
         parse_run_config(["--overfit-batch", "4", *flags.split()])

@@ -20,7 +20,7 @@ from llmscale.training.trace_shares import PARTS, TraceShares
 
 
 @pytest.mark.parametrize(
-    ("stage", "world_size"), [*(pytest.param(*of, marks=pytest.mark.slow) for of in ((0, 1), (1, 2))), (2, 1), (3, 2)]
+    ("stage", "world_size"), [*(pytest.param(*of, marks=pytest.mark.slow) for of in ((0, 1), (1, 2), (2, 1))), (3, 2)]
 )
 def test_a_profile_at_every_stage(
     stage: int, world_size: int, ranks: Callable, train_command: Callable, tmp_path: Path

@@ -15,9 +15,9 @@ from tests.conftest import build_train_command
 #: Two micro-steps, read in this process, of which each asks whether a shard's file is still the one that was checked. A
 #: little more than it takes: whoever needs more says here what for.
 MOST_CALLS = 70
-#: A step that is logged asks the device for the loss and the gradient norm, writes a line and a record, and judges each
-#: of the ten steps since the last one for a spike.
-MOST_CALLS_LOGGED = 230
+#: A step that is logged asks the device for the loss and the gradient norm and the GPU for its power, counts tokens,
+#: writes a line and a record, and judges each of the ten steps since the last one for a spike.
+MOST_CALLS_LOGGED = 240
 STEPS, LOG_EVERY = 25, 10
 
 

@@ -120,16 +120,17 @@ def _trace(tensors: ParameterTensors, recomputes: bool) -> Iterator[_Event]:
         yield moment
         yield from _block(tensors, block, "fetch", "release")
     yield from (moment, *_through(norms, "fetch", "release"), ("fetch", head), moment, ("release", head))
-    backward = _without(passive, _through((head, *norms[::-1]), "fetch", "moment", "release"))
-    yield from (moment, ("fetch", ()), *backward)
+    yield from (moment, ("fetch", ()))
+    yield from _without(passive, _through((head, *norms[::-1]), "fetch", "moment", "release"))
     for block in reversed(range(model.n_layer)):
         of_block = [tensor for tensor in tensors.all if tensor.block == block] if passive else ()
         if recomputes and not (of_block and passive.issuperset(of_block)):
             yield from _block(tensors, block, "fetch", "release")
         yield from _without(passive, _block(tensors, block, "fetch", "moment", "release"))
     # The embeddings take no input with a gradient, so DeepSpeed releases them only at the end.
-    backward = (*_through(before[::-1], "fetch", "moment"), *_through(before[::-1], "release"), moment)
-    yield from _without(passive, backward)
+    yield from _without(passive, _through(before[::-1], "fetch", "moment"))
+    yield from _without(passive, _through(before[::-1], "release"))
+    yield moment
 
 
 def _without_backward(tensors: ParameterTensors) -> frozenset[ParameterTensor]:

@@ -41,6 +41,7 @@ function drawAll() {
   const main = byId("main");
   main.style.minHeight = `${main.offsetHeight}px`;
   main.replaceChildren(summary(data.runs));
+  section("All runs", allRuns(data.listed, view));
   const list = new ChartList(data, view);
   const sections = new Map();
   for (const spec of list.all()) {
@@ -54,7 +55,6 @@ function drawAll() {
   isZooming = true;
   charts.forEach((chart) => chart.draw(chart.spec.group ? zoom : null));
   queueMicrotask(() => (isZooming = false));
-  section("All runs", allRuns(data.listed, view));
   section("Beside Chinchilla's law", lawTable(data.runs));
   section("What happened", timeline(data.runs));
   section("Text over time", samples(data.runs, view.one, view.choose));

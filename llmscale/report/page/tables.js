@@ -36,7 +36,7 @@ const LISTED = [
   { label: "best validation loss", kind: "number", of: (run) => run.validation_loss, show: (run) => format(run.validation_loss) },
   { label: "goodput", kind: "number", of: (run) => run.goodput, show: (run) => percent(run.goodput) },
   { label: "last seen", kind: "name", of: (run) => run.last_seen, show: (run) => (run.last_seen || "–").replace("T", " ").replace("+00:00", " UTC") },
-  { label: "why", of: (run) => run.why },
+  { label: "why", of: (run) => run.why || (run.state === "lost" ? "killed, or its host is gone" : "") },
   { label: "command", of: (run) => run.command },
 ];
 

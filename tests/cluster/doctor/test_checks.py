@@ -515,8 +515,8 @@ def test_checkpoints_that_lie_on_disk_together(values: dict[str, object], expect
 def test_space_of_this_runs_own_checkpoints_is_not_counted_twice() -> None:
     """A run that continues replaces them."""
     config = build_run_config({"model": "gpt2-124m", "global_batch_size": 64, "steps": 5000})
-    folder = FolderFacts("/shared/run", "/shared", True, 2 * GIB, 3 * GIB, 2)
+    folder = FolderFacts("/shared/run", "/shared", True, 2 * GIB, 4 * GIB, 2)
     pair = break_host(build_pair(), "node-0", "run", folder=folder)
     (row,) = [row for row in check_plan(HOSTS, pair, config, None) if row.name == "disk"]
     assert row.status == "ok"
-    assert row.found.startswith("5.00 GiB free for 3 checkpoints of 1.39 GiB each")
+    assert row.found.startswith("6.00 GiB free for 4 checkpoints of 1.39 GiB each")

@@ -73,10 +73,13 @@ def test_other_settings_are_other_datasets(request_: TextRequest) -> None:
     assert [load_manifest(folder).seq_len for folder in folders] == [16, 17, 16]
 
 
-def test_a_tokenizer_is_trained_on_enough_text(request_: TextRequest, tmp_path: Path) -> None:
+def test_a_tokenizer_is_trained_on_enough_text(
+    request_: TextRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmscale.data.prepare.text_cache._BYTES_PER_ENTRY", 64)
     draw = random.Random(0)
-    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 8))) for _ in range(2000)]
-    (tmp_path / "text" / "long.txt").write_text(" ".join(draw.choices(words, k=250_000)))
+    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 8))) for _ in range(500)]
+    (tmp_path / "text" / "long.txt").write_text(" ".join(draw.choices(words, k=8_000)))
     manifest = load_manifest(replace(request_, tokenizer=None).open(may_prepare=True))
     assert manifest.vocab_size == 512
     assert manifest.splits["train"].bytes_per_token > 1.5

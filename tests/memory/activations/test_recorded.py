@@ -42,7 +42,9 @@ def one_rank(libraries_are_frozen: None) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "mode", [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("none", "full")), "selective"]
+)
 def test_a_decoder_that_llmscale_does_not_have_is_exact_at_any_shape(mode: CheckpointingMode) -> None:
     recorded = evaluate_segments(record_toy(mode), LARGE.symbols(3), LARGE.n_layer)
     direct = count_live_bytes(trace_toy(LARGE, 3, mode))
