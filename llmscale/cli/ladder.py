@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
+from llmscale.cli.reproduce import run_command
 from llmscale.config.bundled_files import install_command, is_in_checkout
 from llmscale.config.command_line import Need, flag, local_path, number, path_or_url, quantity, whole_number
 from llmscale.config.user_paths import check_output_folder, write_output_file
@@ -32,7 +30,6 @@ from llmscale.planning.scaling_ladder import (
 from llmscale.report.run_list import read_run
 from llmscale.terminal.human_numbers import count_nouns, format_quantity
 from llmscale.terminal.table import Column, output_width, print_fitting, table_lines
-from llmscale.untrusted.interpreter import module_command
 from llmscale.untrusted.terminal import print_visible
 
 if TYPE_CHECKING:
@@ -157,27 +154,13 @@ def _run(args: argparse.Namespace) -> int:
     left = [run for run in sorted(ladder.runs, key=lambda r: (r.is_held_out, r.flops)) if not _is_done(folder, run)]
     if args.slurm:
         return _write_array(folder, left, args.words)
-    children: list[subprocess.Popen[bytes]] = []
     stopped: list[int] = []
-
-    def stop(received: int, _frame: FrameType | None) -> None:
-        stopped.append(received)
-        # Ctrl-C and a closed terminal reach the training, too.
-        for child in children if received == signal.SIGTERM else ():
-            child.send_signal(received)
-
-    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
-            signal.signal(signum, stop)
     for place, run in enumerate(left, 1):
         if read_run(folder / RUNS_NAME / run.name).state == "running":
             print_visible(f"{run.name} is running already; it is left alone")
             continue
         print_visible(f"== {run.name} ({place} of {len(left)} left)", flush=True)
-        command = module_command("llmscale", "train", *_words(folder, run), *args.words)
-        with subprocess.Popen(command) as process:
-            children[:] = [process]
-            status = process.wait()
+        status = run_command(["train", *_words(folder, run), *args.words], stopped)
         if status or stopped or not _is_done(folder, run):
             print_visible(f"{run.name} is not finished; the same command continues it", file=sys.stderr)
             return status

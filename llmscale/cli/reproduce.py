@@ -243,7 +243,7 @@ def _carry_out(step: _Step) -> int:
     if step.action:
         step.action()
     else:
-        status = _run_command(step.words, received)
+        status = run_command(step.words, received)
     if received:
         print_visible(f"stopped by {signal.Signals(received[0]).name} in {step.name}. The same command continues.")
         return 128 + received[0]
@@ -253,7 +253,7 @@ def _carry_out(step: _Step) -> int:
     return status or 1
 
 
-def _run_command(words: Sequence[str], received: list[int]) -> int:
+def run_command(words: Sequence[str], received: list[int]) -> int:
     """Run `llmscale ...`, note signals in `received` and pass them on, and return the exit status."""
     # In a separate session, Ctrl-C in the terminal reaches this process alone, which passes it on once.
     process = subprocess.Popen(

@@ -135,6 +135,19 @@ def fit_parametric(runs: Sequence[FittedRun], resamples: int, name: str, source:
     return ParametricFit(laws[0], laws[1:], residuals)
 
 
+def backtest(runs: Sequence[FittedRun]) -> list[float]:
+    """Return by which fractions the losses of the largest group miss a fit to the smaller ones; none if these are few.
+
+    A resample knows the scatter of the runs, but not that the law itself may bend: this shows it.
+    """
+    last = max(run.group for run in runs)
+    smaller = [run for run in runs if run.group < last]
+    if len(smaller) < _FEWEST_RUNS:
+        return []
+    law = fit_parametric(smaller, 2, "", "").law
+    return [run.loss / law.loss(run.num_parameters, run.tokens) - 1 for run in runs if run.group == last]
+
+
 def _coefficients(x: Floats, means: Floats) -> Floats:
     """Return ln A, ln B, ln E, alpha, beta [batch, 5] of x [batch, 5].
 

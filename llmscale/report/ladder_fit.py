@@ -18,6 +18,7 @@ from llmscale.planning.law_fit import (
     FittedRun,
     IsoflopFit,
     ParametricFit,
+    backtest,
     fit_envelope,
     fit_isoflops,
     fit_parametric,
@@ -75,6 +76,8 @@ class LadderFit:
     exponents_by_schedule: tuple[float, float] | None
     """Exponents with each run's own schedule, and with one long schedule per size."""
     predictions: list[Prediction]
+    misses: list[float]
+    """Fractions by which the largest group's losses miss a law of the smaller groups."""
     notes: list[str]
 
     @property
@@ -122,6 +125,7 @@ def fit_ladder(folder: Path, ladder: Ladder, resamples: int) -> LadderFit:
         predictions=[
             Prediction(run, parametric.predict(run.num_parameters, run.tokens), found[run.name]) for run in held_out
         ],
+        misses=backtest(runs),
         notes=notes,
     )
 
@@ -163,6 +167,7 @@ def write_fit(folder: Path, fit: LadderFit) -> None:
             }
             for item in fit.predictions
         ],
+        "misses_of_smaller_groups": fit.misses,
         "losses_in_longer_schedules": fit.longer,
         "exponents_by_schedule": fit.exponents_by_schedule,
         "notes": fit.notes,
@@ -187,6 +192,11 @@ def fit_lines(folder: Path, fit: LadderFit) -> Iterator[str]:
         yield "Approach 2 needs two groups of equal compute with four sizes, and the lowest loss within these sizes."
     yield ""
     yield from _schedule_lines(fit)
+    if fit.misses:
+        yield (
+            f"Fitted without its largest group, the law misses the losses there by {min(fit.misses):+.1%} to "
+            f"{max(fit.misses):+.1%}. Intervals of predictions do not contain that."
+        )
     for item in fit.predictions:
         run, verdict = item.planned, "inside" if item.is_inside else "OUTSIDE"
         measured = f"measured {item.measured.loss:.4f}, {verdict}" if item.measured else "not trained yet"

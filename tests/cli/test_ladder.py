@@ -136,7 +136,6 @@ def test_a_ladder_is_killed_and_resumed(tiny_set: Path, base: Path, tmp_path: Pa
     for run in (first, *others):
         history = load_history(folder / "runs" / run.name)
         assert history.steps.steps[-1] == run.steps and run.steps in history.validation
-    assert main(["ladder", "fit", str(folder), "--resamples", "50"]) == 0
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes] | None = None) -> None:

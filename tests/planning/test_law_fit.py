@@ -10,6 +10,7 @@ import pytest
 from llmscale.errors import ConfigError
 from llmscale.planning.law_fit import (
     FittedRun,
+    backtest,
     fit_envelope,
     fit_isoflops,
     fit_parametric,
@@ -62,6 +63,14 @@ def test_planted_exponents_and_a_larger_run_are_within_the_intervals() -> None:
         found += [*(holds(interval, BESIROGLU.size_exponent) for interval in exponents), holds(predicted, last.loss)]
     assert (found >= 4).all(), found
     assert fit.law.interval(lambda law: law.optimal_parameters(1e20)) is not None
+
+
+def test_a_law_that_bends_is_noticed_in_the_largest_group() -> None:
+    runs = made_runs(0.0)
+    assert max(map(abs, backtest(runs))) < 2e-3
+    bent = [replace(run, loss=run.loss * 0.9) if run.group == 2 else run for run in runs]
+    assert all(miss == pytest.approx(-0.1, abs=0.01) for miss in backtest(bent))
+    assert backtest(runs[:8]) == []
 
 
 def test_the_envelope_follows_the_lowest_curve() -> None:
