@@ -120,8 +120,8 @@ def all_ends_branches() -> Iterator[EndsBranch]:
         positions: Positions = "rotary" if norm == "rmsnorm" else "learned"
         for (tied, mask), precision in itertools.product(heads, _PRECISIONS):
             may_drop = mask == "none" and (tied if positions == "learned" else precision != "autocast")
-            for dropout, *switches in itertools.product(_BOTH if may_drop else (False,), _BOTH, _BOTH):
-                yield EndsBranch(norm, positions, tied, mask, precision, dropout, *switches)
+            for dropout, one_sequence, one_chunk in itertools.product(_BOTH if may_drop else (False,), _BOTH, _BOTH):
+                yield EndsBranch(norm, positions, tied, mask, precision, dropout, one_sequence, one_chunk)
 
 
 def record_branch(branch: BlockBranch | EndsBranch) -> dict[str, RecordedSegment]:
