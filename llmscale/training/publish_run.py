@@ -435,10 +435,11 @@ class RunPublisher:
         if published:
             with suppress(OSError, LlmscaleError), self.dropping:
                 self._note(published)
-            shutil.rmtree(self._aside / published, ignore_errors=True)
             with suppress(ValueError):  # a newer one has replaced it
                 self._waiting.remove(published)
-        self._uploading = ""
+        remote, self._uploading = self._uploading, ""
+        if remote not in self._waiting:
+            shutil.rmtree(self._aside / remote, ignore_errors=True)
 
     def _note(self, published: str) -> None:
         rank, folder = self._world.rank, checkpoints_folder(self._run)

@@ -205,7 +205,7 @@ def test_a_disk_that_is_too_small_for_the_run(hostfile: Path) -> None:
     small = FolderFacts("/shared/run", "/shared", True, 2**30, 0, 0)
     pair = break_host(build_pair(), "node-0", "run", folder=small)
     flags = ("--model", "gpt2-1.5b", "--global-batch-size", "64", "--steps", "5000")
-    assert "for 3 checkpoints of" in reds(ask(Cluster(pair), hostfile, train_flags=flags))["disk"]
+    assert "for 4 checkpoints of" in reds(ask(Cluster(pair), hostfile, train_flags=flags))["disk"]
 
 
 def test_variables_go_through_stdin_and_the_folder_is_kept(
