@@ -38,7 +38,7 @@ def compare(stage: int) -> dict[str, dict[str, int]]:
     plan = BatchPlan(RANKS, 1, 1, ParallelLayout(RANKS), TOY.seq_len)
     ds = parse_ds_config({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}, "toy")
 
-    def build(shape: GPTShape, *, seed: int, checkpoint: object, loss: object) -> ToyDecoder:
+    def build(shape: GPTShape, **_: object) -> ToyDecoder:
         return ToyDecoder(TOY, lambda block, x: block(x))
 
     described = mock.patch.object(GPTShape, "architecture", toy)

@@ -109,7 +109,7 @@ def test_rates_and_batches_are_those_of_the_preset_nearest_in_size(folder: Path)
         ({"model_type": "llama4"}, "no model of type 'llama4'.*The nearest is llama"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"auto_map": {"AutoModel": "code.py"}}, "auto_map names code of its own, which is never run"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, "dynamic"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"hidden_size": 10**12}, "hidden_size"),
     ],
