@@ -488,7 +488,7 @@ PUBLISHED = [
     (f"{FROM}/coded", r"auto_map names code of its own, which is never run"),
     (f"{FROM}/quantised", r"hub/quantised: the weights are quantised"),
     (f"{FROM}/adapter", r"hub/adapter holds adapter_config.json: an adapter, not a model. Merge it"),
-    (f"{FROM}/rope", r"rope_type is 'yarn'"),
+    (f"{FROM}/rope", r"rope_type is 'dynamic'"),
     (f"{FROM}/small", r"vocab_size 100 is smaller than the data set's"),
     (f"{FROM}/short", r"samples of 32 tokens, and --init-from hf:hub/short has learned positions for 16"),
     (f"{FROM}/large", r"tokenizer of 257 tokens, but the weights in .*hub/large have 50,257 rows"),

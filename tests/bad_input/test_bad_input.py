@@ -147,7 +147,7 @@ def make_published_models(hub: Path) -> None:
     make("int8", {**GPT2_TENSORS, fc: ("I8", [8, 32])})
     make("untied", tie_word_embeddings=False)
     make("rope", model_type="llama", hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
-         rope_scaling={"rope_type": "yarn", "factor": 4.0})  # fmt: skip
+         rope_scaling={"rope_type": "dynamic", "factor": 4.0})  # fmt: skip
     make("overlapping", header={fc: {"dtype": "F32", "shape": [8, 32], "data_offsets": [0, 1024]}})
     whole = make("truncated").read_bytes()
     (hub / "truncated" / "model.safetensors").write_bytes(whole[:-100])

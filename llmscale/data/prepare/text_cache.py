@@ -89,8 +89,9 @@ class TextRequest:
         folder = cache / _hash(_hash_contents(source), given.sha256 if given else "trained", self.seq_len)
         if (folder / MANIFEST_NAME).is_file():
             return folder
+        made = "trained on it" if _vocab_size(source) else "bytes, for so little text"
         _announce(
-            f"preparing {source.name} once: tokenizer {self.tokenizer or 'trained on it'}, seq_len {self.seq_len}, in "
+            f"preparing {source.name} once: tokenizer {self.tokenizer or made}, seq_len {self.seq_len}, in "
             f"{folder}. Every host of a run does so, unless they share this folder"
         )
         start_s = time.monotonic()
@@ -114,13 +115,18 @@ def _train(source: Source, folder: Path) -> Tokenizer:
     """Return a tokenizer trained on the text, or the saved one."""
     from llmscale.data.tokenizers.train_tokenizer import train_tokenizer  # slow to import
 
-    num_entries = (source.total_bytes or sys.maxsize) // _BYTES_PER_ENTRY
-    if num_entries < _LEAST_VOCAB:
+    vocab_size = _vocab_size(source)
+    if vocab_size is None:
         return ByteTokenizer()
     if folder.is_dir():
         return load_huggingface(folder)
-    vocab_size = min(_MOST_VOCAB, 1 << num_entries.bit_length() - 1)
     return train_tokenizer(source, folder, vocab_size, most_characters=_TRAINED_ON, at_most=True)
+
+
+def _vocab_size(source: Source) -> int | None:
+    """Return the size of a vocabulary for a text; None for one that is read as bytes."""
+    num_entries = (source.total_bytes or sys.maxsize) // _BYTES_PER_ENTRY
+    return min(_MOST_VOCAB, 1 << num_entries.bit_length() - 1) if num_entries >= _LEAST_VOCAB else None
 
 
 def _follow(note: Path) -> Path | None:
