@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from llmscale.cli.reproduce import RECIPES
 from llmscale.config.bundled_files import DS_CONFIGS, HOSTFILES
-from llmscale.config.recipe import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent
 #: What a wheel is made of.

@@ -1,4 +1,7 @@
-"""`llmscale reproduce NAME`: data, training, evaluation and report of a recipe, beside published numbers."""
+"""`llmscale reproduce NAME`: data, training, evaluation and report of a recipe, beside published numbers.
+
+A recipe is one TOML file: flags of each command, and published numbers.
+"""
 
 from __future__ import annotations
 
@@ -11,35 +14,94 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 
 from llmscale.cli.flags import MODEL_KEYS, flag_words
 from llmscale.cluster.hostfile import parse_hostfile
 from llmscale.cluster.launch.ranks import count_gpus, end_with_parent
 from llmscale.cluster.remote import search_path
 from llmscale.config import limits
-from llmscale.config.bundled_files import install_command
+from llmscale.config.bundled_files import BundledFiles, install_command
 from llmscale.config.command_line import FlagParser, Need, flag, local_path, nonblank, quantity, whole_number
 from llmscale.config.launcher_variables import check_is_only_copy
-from llmscale.config.recipe import RECIPES, Flags, Recipe, find_recipe, load_recipe
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_config import NonBlank, parse_run_config
 from llmscale.config.user_paths import check_output_folder
 from llmscale.data.shards.manifest import MANIFEST_NAME
 from llmscale.errors import ConfigError, DataError, LlmscaleError
 from llmscale.files.atomic_write import write_durably
 from llmscale.report.history import load_history
 from llmscale.report.run_list import read_run
+from llmscale.suggestions import describe_invalid, did_you_mean
 from llmscale.terminal.human_numbers import format_quantity
 from llmscale.terminal.table import Column, output_width, table_lines
 from llmscale.training.stop_request import STOP_SIGNALS
-from llmscale.untrusted.documents import Rules, load_json, parse_json
+from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json, load_toml, parse_json
 from llmscale.untrusted.interpreter import module_command
 from llmscale.untrusted.terminal import print_visible
 
+RECIPES = BundledFiles("recipes", ".toml")
+Flags = Mapping[str, bool | int | float | str | list[str]]
+_STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 _HUB = "hf:"
 #: Names within the folder.
 _DATA, _RUN, _EVALUATION, _REPORT = "data", "run", "evaluation.json", "report.html"
 _RULES = Rules(ConfigError, not_finite=True, large_numbers=True)
 Numbers = dict[str, float]
+
+
+class PublishedNumber(BaseModel):
+    """A number to compare with."""
+
+    model_config = _STRICT
+    metric: Annotated[str, StringConstraints(pattern=r"^(tokens|hours|GPU-hours|cost|[\w.-]+ \w+)$")]
+    """tokens, hours, GPU-hours or cost of training; or `validation loss`, `validation bits_per_byte`, `TASK METRIC`."""
+    value: float
+    source: NonBlank
+
+
+class Recipe(BaseModel):
+    """A recipe. Its tables hold flags of one command each, with underscores."""
+
+    model_config = _STRICT
+    title: NonBlank
+    data: Flags
+    """Flags of `llmscale data prepare`."""
+    run: Flags
+    """Flags of `llmscale train`."""
+    evaluation: Flags = {}
+    """Flags of `llmscale eval`. A task's file is relative to the recipe, or hf:DATASET:SPLIT, which is downloaded."""
+    plan: Flags = {}
+    """Flags of `llmscale plan` about GPUs, for the prediction."""
+    published: list[PublishedNumber] = []
+
+
+def find_recipe(name: str) -> Path:
+    """Return llmscale's own recipe of that name. Raises ConfigError."""
+    names = RECIPES.names()
+    if name not in names:
+        hint = did_you_mean(name, names)
+        raise ConfigError(f"'{name}' is not a recipe.{hint} Legal: {', '.join(names)}, or --recipe FILE.")
+    return RECIPES.folder / f"{name}{RECIPES.suffix}"
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read a recipe; the commands check their flags. Raises ConfigError naming the first wrong entry."""
+    where = f"recipe {path}"
+    try:
+        return Recipe.model_validate(load_toml(path, Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES), where))
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read: {error.strerror or error}.") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "constrained")))
+        if first["type"] == "extra_forbidden":
+            hint = did_you_mean(name, Recipe.model_fields)
+            raise ConfigError(f"{where}: '{name}' is not an entry of a recipe.{hint}") from None
+        if first["type"] == "missing":
+            raise ConfigError(f"{where}: '{name}' is missing.") from None
+        raise ConfigError(f"{where}: {describe_invalid(name, first)}") from None
 
 
 def add_parser(subcommands: argparse._SubParsersAction[FlagParser]) -> None:

@@ -1,10 +1,10 @@
-"""Records of steps: metrics every --log-every steps, and with --record-samples the samples of each step."""
+"""Records of steps: metrics and sensors every --log-every steps, and with --record-samples the samples of each step."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
@@ -14,12 +14,44 @@ from llmscale.config.hardware import model_flops_utilisation
 from llmscale.data.sample_log import SampleRecorder, begin_session
 from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
 from llmscale.engine.device_memory import peak_memory_bytes
-from llmscale.engine.gpu_sensors import read_gpu
 from llmscale.engine.train_step import loss_scale
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
 from llmscale.training.run_folder import clear_failure
 from llmscale.training.step_metrics import StepMetrics, StepTimes
 from llmscale.training.stragglers import ArithmeticProbe, LoggedWindow, RankTimes
+
+
+@dataclass(frozen=True)
+class GpuReading:
+    """State of a GPU."""
+
+    power_w: float | None = None
+    """Power, of NVML's last second on most GPUs."""
+    temperature_c: float | None = None
+    gpu_utilisation: float | None = None
+    """Fraction of NVML's last sampling period (up to a second) in which a kernel ran; says nothing of how well."""
+
+
+def read_gpu(device: torch.device) -> GpuReading:
+    """Return the state of a GPU within milliseconds, by NVML through torch; nothing of another device.
+
+    NVML's binding is nvidia-ml-py (`pip install -e '.[nvml]'`). What it, the driver or the GPU does not tell is None.
+    """
+    if device.type != "cuda":
+        return GpuReading()
+    milliwatts, percentage = _ask(torch.cuda.power_draw, device), _ask(torch.cuda.utilization, device)
+    return GpuReading(
+        power_w=None if milliwatts is None else milliwatts / 1000,
+        temperature_c=_ask(torch.cuda.temperature, device),
+        gpu_utilisation=None if percentage is None else percentage / 100,
+    )
+
+
+def _ask(query: Callable[[torch.device], int], device: torch.device) -> int | None:
+    try:
+        return query(device)
+    except Exception:  # ModuleNotFoundError without the binding, RuntimeError without a driver, NVML's own
+        return None
 
 
 class LogSteps(StepAction):

@@ -54,7 +54,7 @@ class StepMetrics:
     loss_by_set: dict[str, float] | None = None
     """Nats per token of each dataset of a mixture that has samples in this step."""
     power_w: float | None = None
-    """Power of rank 0's GPU (engine/gpu_sensors.py); None without NVML, like the next two."""
+    """Power of rank 0's GPU (training/log_steps.py); None without NVML, like the next two."""
     temperature_c: float | None = None
     gpu_utilisation: float | None = None
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.cli.main import main
-from llmscale.config.recipe import RECIPES
+from llmscale.cli.reproduce import RECIPES
 from tests.conftest import HANG_S, REPOSITORY
 
 RECIPE = """

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llmscale.engine.gpu_sensors import GpuReading, read_gpu
+from llmscale.training.log_steps import GpuReading, read_gpu
 
 GPU = torch.device("cuda", 0)
 
