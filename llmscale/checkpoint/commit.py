@@ -10,9 +10,10 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
-from llmscale.checkpoint.inventory import apply_retention, is_of_run, point_best
+from llmscale.checkpoint.inventory import apply_retention, find_checkpoints, is_of_run, point_best
 from llmscale.checkpoint.manifest import (
     BEST_NAME,
     LATEST_NAME,
@@ -62,13 +63,15 @@ def commit_checkpoint(
     final = checkpoints_folder(run) / checkpoint_name(manifest.step)
     set_aside_existing(final)
     partial.rename(final)
+    # Read once for both who need it, and after the rename.
+    current = cache(lambda: find_checkpoints(run, manifest.history).current)
     afterwards: Sequence[tuple[str, Callable[[], object]]] = (
         ("the disk did not confirm it, and a power cut might undo it", lambda: sync_folder(final.parent)),
         (f"{LATEST_NAME} does not point to it", lambda: point_latest(run, final)),
-        (f"{BEST_NAME} may not name the best one", lambda: point_best(run, manifest.history)),
+        (f"{BEST_NAME} may not name the best one", lambda: point_best(run, current())),
         (
             "not every checkpoint that --keep-last and --keep-every let go is deleted",
-            lambda: apply_retention(run, manifest.history, retention.keep_last, retention.keep_every),
+            lambda: apply_retention(run, current(), retention.keep_last, retention.keep_every),
         ),
     )
     return [f"{what}: {problem}" for what, action in afterwards for problem in _problems(action)]

@@ -354,26 +354,25 @@ def find_best(current: Sequence[Checkpoint]) -> Checkpoint | None:
     return min(comparable, key=lambda entry: entry[0])[1] if comparable else None
 
 
-def point_best(run: Path, history: History) -> None:
-    """Let checkpoints/best name the best checkpoint of `history`, or remove it without one.
+def point_best(run: Path, current: Sequence[Checkpoint]) -> None:
+    """Let checkpoints/best name the best checkpoint of `current` (the newest first), or remove it without one.
 
     It is for people and completion: commands read the manifests, which a kill cannot leave behind. Raises OSError,
     CheckpointError.
     """
     path = checkpoints_folder(run) / BEST_NAME
-    if best := find_best(find_checkpoints(run, history).current):
+    if best := find_best(current):
         write_durably(path, best.path.name + "\n")
     else:
         path.unlink(missing_ok=True)
 
 
-def apply_retention(run: Path, history: History, keep_last: int, keep_every: int) -> None:
-    """Delete the expired checkpoints of `history`. Raises OSError or CheckpointError.
+def apply_retention(run: Path, current: Sequence[Checkpoint], keep_last: int, keep_every: int) -> None:
+    """Delete the expired checkpoints of `current` (the newest first). Raises OSError or CheckpointError.
 
     Pinned, abandoned, unreadable and foreign folders stay, and always the newest complete and the best checkpoint.
     """
-    kept, current = pinned_checkpoints(run), find_checkpoints(run, history).current
-    best = find_best(current)
+    kept, best = pinned_checkpoints(run), find_best(current)
     for checkpoint in choose_expired(current, keep_last, keep_every):
         if checkpoint.path.name not in kept and checkpoint is not best:
             delete_checkpoint(checkpoint.path)

@@ -343,7 +343,7 @@ def _fetch_checkpoints(run: Path, index: RunIndex, store: Store, url: str) -> No
     found = find_checkpoints(run)
     if found.current:
         write_durably(folder / LATEST_NAME, found.current[0].path.name + "\n")
-    point_best(run, found.history)
+    point_best(run, found.current)
 
 
 def _fetch_description(final: Path, remote: str, store: Store, url: str) -> None:

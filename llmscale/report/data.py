@@ -562,6 +562,7 @@ def build_report(folders: Sequence[Path], listed: Sequence[ListedRun] = ()) -> J
         runs.append(_Run(name, folder, history, load_facts(folder, history)))
     if not runs:
         raise ConfigError(f"{len(folders)} runs have no training step yet. `llmscale runs` lists them.")
+    drawn = {run.folder: run for run in runs}
     most = max(LEAST_POINTS, min(MOST_POINTS, MOST_POINTS_OF_ALL // len(runs)))
     unit, notes = _choose_unit(runs)
     return {
@@ -570,7 +571,7 @@ def build_report(folders: Sequence[Path], listed: Sequence[ListedRun] = ()) -> J
         "unit": unit,
         "notes": [*notes, *(note for run in runs for note in _notes(run, len(runs)))],
         "runs": [_describe(run, most) for run in runs],
-        "listed": [_listed(run, {drawn.folder: drawn for drawn in runs}) for run in listed],
+        "listed": [_listed(run, drawn) for run in listed],
         "differences": _differences(runs),
     }
 

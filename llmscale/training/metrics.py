@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -13,7 +12,7 @@ from llmscale.evaluate.tasks import show_value
 from llmscale.files.buffered_log import BufferedLog
 from llmscale.terminal.human_numbers import with_singulars
 from llmscale.training.live_view import Display, PlainLines
-from llmscale.training.run_folder import METRICS_NAME, METRICS_VERSION
+from llmscale.training.run_folder import METRICS_NAME, METRICS_VERSION, without_nan
 from llmscale.training.step_metrics import OPTIONAL_FIELDS, StepMetrics
 from llmscale.training.trackers import Tracker
 from llmscale.untrusted.terminal import make_visible_line, print_visible
@@ -116,7 +115,7 @@ class MetricsLog:
         self._step = int(str(record.get("step", self._step)))
         record["time"] = round(time.time(), 3)
         # JSON has no NaN and no infinity; a gradient norm is infinite whenever fp16 overflows.
-        self._file.append(json.dumps(_finite(record), allow_nan=False).encode() + b"\n", self._step)
+        self._file.append(json.dumps(without_nan(record), allow_nan=False).encode() + b"\n", self._step)
 
 
 def _numbers(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, float]]:
@@ -126,12 +125,3 @@ def _numbers(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, f
             yield from _numbers(value, f"{prefix}/{key}")
         elif isinstance(value, (int, float)):
             yield f"{prefix}/{key}", value
-
-
-def _finite(value: object) -> object:
-    """Replace NaN and infinity with None at any depth."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return {key: _finite(inner) for key, inner in value.items()} if isinstance(value, dict) else value

@@ -1,7 +1,7 @@
 """--notify: the user's command, which gets a run's facts when it ends, fails or meets a loss spike. No torch.
 
 The command runs by `sh -c` as the user gave it, with the variables of the run. Facts are one JSON object on its stdin,
-never part of the command: no text of a run is read by a shell. Whatever the command does, the run goes on.
+never part of the command: no text of a run is read by a shell. Whatever the command does, the run continues.
 
 Who started the ranks sees how they end, also by SIGKILL: `llmscale launch`, `llmscale train`, else rank 0 itself.
 """
@@ -9,7 +9,6 @@ Who started the ranks sees how they end, also by SIGKILL: `llmscale launch`, `ll
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import signal
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from llmscale.config.run_urls import shown
 from llmscale.error_handling import say
+from llmscale.training.run_folder import without_nan
 from llmscale.untrusted.terminal import make_visible_line
 
 #: Time limit of the command: what asked a run to stop often kills it half a minute later.
@@ -34,10 +34,8 @@ def notify(command: str | None, run: Path, event: str, facts: Mapping[str, objec
     """Run `command`, if there is one, with an event on its stdin, and wait for it. Never raises."""
     if command is None:
         return
-    # JSON has no NaN and no infinity.
-    finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in facts.items()}
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    text = json.dumps({"event": event, "run": shown(run), "host": platform.node(), "time": now, **finite})
+    text = json.dumps(without_nan({"event": event, "run": shown(run), "host": platform.node(), "time": now, **facts}))
     try:
         # Files, because a process that the command leaves in the background would hold pipes open.
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stderr:

@@ -121,7 +121,7 @@ def _enter(run: Path, point: ResumePoint | None, report: Callable[[str], None]) 
     if history != found.history or not is_of_run(point.folder, run) or found.notes:
         _begin_history(run, history, found, point, report)
     try:
-        point_best(run, history)
+        point_best(run, find_checkpoints(run, history).current)
     except (CheckpointError, OSError) as error:
         report(f"WARNING: `best` may not name the best checkpoint: {error}")
     return history

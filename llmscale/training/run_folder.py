@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import platform
 import re
@@ -373,3 +374,12 @@ def clear_failure(run_folder: Path) -> None:
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def without_nan(value: object) -> object:
+    """Replace NaN and infinity, which JSON does not have, with None at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, (list, tuple)):
+        return [without_nan(inner) for inner in value]
+    return {key: without_nan(inner) for key, inner in value.items()} if isinstance(value, dict) else value

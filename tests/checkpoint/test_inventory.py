@@ -252,7 +252,7 @@ def test_the_best_is_the_lowest_loss_over_the_newest_samples_in_the_current_hist
         write(tmp_path, step, loss=loss)
     folder, best = checkpoints_folder(tmp_path), checkpoints_folder(tmp_path) / "best"
     assert find_checkpoint(best) == folder / "step-00000020", "before anything points to it"
-    point_best(tmp_path, History())
+    point_best(tmp_path, find_checkpoints(tmp_path, History()).current)
     assert best.read_text() == "step-00000020\n"
     assert find_checkpoint(folder / "latest") == folder / "step-00000040"
     record_history(tmp_path, History(2, ((1, 10),)), folder / "step-00000010")
@@ -270,7 +270,7 @@ def test_without_a_validation_there_is_no_best(tmp_path: Path) -> None:
     (checkpoints_folder(tmp_path) / "best").write_text("step-00000010\n")
     with pytest.raises(CheckpointError, match=r"no best checkpoint: none was saved at a step with a validation"):
         find_checkpoint(checkpoints_folder(tmp_path) / "best")
-    point_best(tmp_path, History())
+    point_best(tmp_path, find_checkpoints(tmp_path, History()).current)
     assert not (checkpoints_folder(tmp_path) / "best").exists()
 
 

@@ -143,8 +143,7 @@ def estimate_activations(
     if not (shape.has_window and shape.has_document_mask and shape.global_layers):
         return found
     # Blocks without the window have a mask of their own. All blocks are counted as those with a mask.
-    rows = shape_symbols(shape, micro_batch_size, loss_chunk_tokens, ranks)["t_to_8"]
-    mask_bytes = allocated_bytes(micro_batch_size * shape.seq_len * rows, 4 if precision == "fp32" else 2)
+    mask_bytes = allocated_bytes(micro_batch_size * shape.seq_len * symbols["t_to_8"], 4 if precision == "fp32" else 2)
     return replace(found, saved_embedding_bytes=found.saved_embedding_bytes + mask_bytes)
 
 
