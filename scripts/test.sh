@@ -11,7 +11,7 @@ echo "== pytest"
 # Every rank of a distributed test is a separate process and needs one thread. Most are forked from a process that has
 # imported everything; with COLD_TESTS=1 each rank imports by itself, which takes several times as long.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# Two at a time for each core, at most 8: tests wait for their own processes and for the disk half of the time. A file's
+# Two at a time for each core, at most 8: tests wait for their own processes and for the disk. A file's
 # tests stay together, because they share fixtures. In the order of their names: the long files have few tests, and would
 # otherwise all come last. Lost workers are not replaced: xdist 3.8 would then wait endlessly for the tests that it
 # assigned twice.

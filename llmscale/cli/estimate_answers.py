@@ -48,6 +48,7 @@ from llmscale.config.hardware import GPU, custom_gpu, get_gpu, usable_precision
 from llmscale.config.hf_model import is_published
 from llmscale.config.interconnect import Interconnect, get_interconnect
 from llmscale.config.optimizers import ADAMW
+from llmscale.config.parallel_layout import sequence_parallel_sizes
 from llmscale.config.presets import PRESETS
 from llmscale.config.resolve import resolve_batch, resolve_optimizer
 from llmscale.config.run_config import RunConfig, build_run_config
@@ -76,7 +77,6 @@ from llmscale.planning.search import (
     find_largest_models,
     find_longest,
     most_room,
-    sequence_parallel_sizes,
     strategy_ds_config,
 )
 from llmscale.report.save_figure import check_plot
@@ -428,7 +428,8 @@ def answer_longest(args: argparse.Namespace) -> int:
     args.global_batch_size = read_machines(args, read_gpu(args)).world_size
     request = read_request(args)
     search, job = request.search, request.search.job
-    sizes = (job.sequence_parallel_size,) if args.sequence_parallel_size else sequence_parallel_sizes(job)
+    every_size = sequence_parallel_sizes(job.machines.world_size, job.shape.n_head)
+    sizes = [job.sequence_parallel_size] if args.sequence_parallel_size else every_size
     rows = with_recordings(lambda: find_longest(search, sizes), request.describe_model())
     fastest = with_recordings(lambda: fastest_by_split(search, sizes), request.describe_model())
     if args.json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from llmscale.config.parallel_layout import ParallelLayout
+from llmscale.config.parallel_layout import ParallelLayout, divisors
 from llmscale.errors import ConfigError
 
 #: Most tokens per forward pass of a default micro-batch: enough to fill a data-centre GPU for models up to about 1B
@@ -88,6 +88,11 @@ class BatchPlan:
     def tokens_per_step(self) -> int:
         """Tokens of an optimizer step, after a ramp."""
         return self.global_batch_size * self.seq_len
+
+    @property
+    def tokens_per_forward(self) -> int:
+        """Tokens of a rank's forward pass."""
+        return self.micro_batch_size * self.ranks.part_of(self.seq_len)
 
     @property
     def samples_per_rank(self) -> int:
@@ -173,12 +178,6 @@ def _check_ramp(ramp: BatchRamp, full: int) -> None:
 def _count_groups(ranks: ParallelLayout) -> str:
     size, groups = ranks.sequence_parallel_size, ranks.data_parallel_size
     return f"{groups} group{'s' * (groups > 1)} of {size} ranks" if size > 1 else f"{ranks.world_size} ranks"
-
-
-def divisors(number: int) -> list[int]:
-    """Return all divisors of a positive integer, ascending."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def _listed(numbers: list[int]) -> str:

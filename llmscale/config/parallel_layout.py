@@ -9,6 +9,17 @@ from dataclasses import dataclass
 from llmscale.errors import ConfigError
 
 
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a positive integer, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def sequence_parallel_sizes(world_size: int, n_head: int) -> list[int]:
+    """Return the numbers of ranks that can divide a sequence: divisors of the ranks and of the query heads."""
+    return divisors(math.gcd(world_size, n_head))
+
+
 @dataclass(frozen=True)
 class ParallelLayout:
     """All ranks of a run, and the groups that they form; one GPU, or one CPU process, each.
@@ -24,7 +35,7 @@ class ParallelLayout:
 
     def __post_init__(self) -> None:
         if self.sequence_parallel_size < 1 or self.world_size % self.sequence_parallel_size:
-            legal = [str(size) for size in range(1, min(self.world_size, 64) + 1) if self.world_size % size == 0]
+            legal = [str(size) for size in divisors(self.world_size) if size <= 64]
             raise ConfigError(
                 f"{self.world_size} ranks cannot be divided into groups of {self.sequence_parallel_size} that share "
                 "a sequence: the size of a group must divide the number of ranks. Legal --sequence-parallel-size: "
@@ -68,7 +79,7 @@ class ParallelLayout:
         """
         size = self.sequence_parallel_size
         if n_head % size:
-            legal = [str(n) for n in range(1, n_head + 1) if n_head % n == 0 and self.world_size % n == 0]
+            legal = map(str, sequence_parallel_sizes(self.world_size, n_head))
             raise ConfigError(
                 f"sequence_parallel_size {size} does not divide the {n_head} query heads: attention gives every rank "
                 f"of a group as many. Legal for this model on {self.world_size} ranks: {', '.join(legal)}."

@@ -123,18 +123,11 @@ def _run(
     return Block.forward(block, x, AttentionContext(cos, sin, mask, split))
 
 
-def _run_selective(
-    block: Block,
-    x: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    mask: Tensor | None,
-    split: SequenceSplit | None,
-) -> Tensor:
+def _run_selective(block: Block, *inputs: Tensor | SequenceSplit | None) -> Tensor:
     # No anchor as in activation_checkpointing.py: ZeRO-3 gathers the entire block before its backward pass.
     return checkpoint(
         partial(_run, block),
-        *(x, cos, sin, mask, split),
+        *inputs,
         use_reentrant=False,
         context_fn=partial(create_selective_checkpoint_contexts, save_products),
     )

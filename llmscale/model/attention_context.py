@@ -162,7 +162,7 @@ class CachePositions:
     """[t, kept] or [batch, 1, t, kept], true where a token sees a slot; None for attention as without a cache, or when
     every slot is seen."""
     dense_mask: Tensor | None
-    """The same for blocks without the sliding window."""
+    """Mask of the blocks without the sliding window."""
 
 
 class KVCache:

@@ -392,15 +392,7 @@ class GPT(nn.Module):
         if split is not None:
             tokens = F.pad(tokens, (0, (part.stop - part.start) * split.size - t))
         cached = cache.next_positions(tokens) if cache is not None else None
-        if cached is not None:
-            positions = cached.positions
-        elif self.shape.document_end is not None:
-            positions = positions_in_documents(tokens, self.shape.document_end)
-        else:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        if split is not None:
-            # Padding may exceed the learned positions.
-            positions = positions.clamp(max=self.shape.seq_len - 1)
+        positions = cached.positions if cached is not None else self._positions(tokens)
         x = self.wte(tokens[:, part])
         if self.shape.positions == "learned":
             x = x + self.wpe(positions[..., part])
@@ -420,6 +412,15 @@ class GPT(nn.Module):
             return loss
         logits: Tensor = self.head(self.ln_f(x))
         return logits
+
+    def _positions(self, tokens: Tensor) -> Tensor:
+        """Return the positions [t], or with a document mask [batch, t], of tokens [batch, t] and their padding."""
+        if self.shape.document_end is not None:
+            positions = positions_in_documents(tokens, self.shape.document_end)
+        else:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        # Padding, of a split, may exceed the learned positions.
+        return positions if self.split is None else positions.clamp(max=self.shape.seq_len - 1)
 
     def _score(self, x: Tensor, targets: Tensor, split: SequenceSplit | None, each_token: bool) -> Tensor:
         """Compute loss or scores of the model's part from x [batch, part, n_embd]; targets: [batch, t]."""

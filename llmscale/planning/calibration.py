@@ -123,7 +123,7 @@ def extrapolations(step: ResolvedStep, cluster: Cluster) -> Iterator[Extrapolati
         yield Extrapolation("mask", "attention with a mask")
     if step.plan.ranks.sequence_parallel_size > 1:
         yield Extrapolation("split", f"sequences on {step.plan.ranks.sequence_parallel_size} GPUs")
-    tokens = step.plan.micro_batch_size * step.plan.ranks.part_of(shape.seq_len)
+    tokens = step.plan.tokens_per_forward
     if tokens < SMALLEST_MICRO_BATCH_TOKENS:
         yield Extrapolation("micro-batch", f"micro-batches of {tokens:,} tokens")
     if step.precision != "bf16":

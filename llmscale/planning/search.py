@@ -10,7 +10,7 @@ from typing import cast
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.hf_config import HFModel
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.batch_plan import BatchPlan, build_batch_plan, divisors
+from llmscale.config.batch_plan import BatchPlan, build_batch_plan
 from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config, resolve_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode, OffloadDevice, Precision, ResolvedDsConfig
 from llmscale.config.hardware import GPU
@@ -18,7 +18,7 @@ from llmscale.config.interconnect import Interconnect
 from llmscale.config.limits import MAX_SEQ_LEN
 from llmscale.config.loss_settings import CHUNK_TOKENS, LossSettings
 from llmscale.config.optimizers import ADAMW, OptimizerSpec
-from llmscale.config.parallel_layout import ParallelLayout
+from llmscale.config.parallel_layout import ParallelLayout, divisors
 from llmscale.config.resolve import ResolvedStep, resolve_step
 from llmscale.errors import ConfigError
 from llmscale.memory.estimate import HFStates, MemoryEstimate, estimate_hf_states, estimate_least, estimate_memory
@@ -474,11 +474,6 @@ def _bisect_from(
 
 #: Lengths of sequences to try are multiples of this many tokens.
 _LENGTH_UNIT = 1024
-
-
-def sequence_parallel_sizes(job: Job) -> tuple[int, ...]:
-    """Return all numbers of GPUs that can divide a sequence: divisors of the GPUs and of the query heads."""
-    return tuple(size for size in divisors(job.machines.world_size) if job.shape.n_head % size == 0)
 
 
 @dataclass(frozen=True)

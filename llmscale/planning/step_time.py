@@ -311,8 +311,7 @@ def estimate_exchange_s(step: ResolvedStep, gpu: GPU, gpus_per_node: int, interc
         return 0.0
     heads, kv_heads = plan.ranks.heads_of_rank(shape.n_head, shape.n_kv_head)
     width = 4 if step.precision == "fp32" else 2
-    tokens = plan.micro_batch_size * plan.ranks.part_of(shape.seq_len)
-    sent_bytes = tokens * 2 * (heads + kv_heads) * size * shape.head_dim * width
+    sent_bytes = plan.tokens_per_forward * 2 * (heads + kv_heads) * size * shape.head_dim * width
     near = math.gcd(size, gpus_per_node)
     wire_s = sent_bytes * (near - 1) / size / gpu.link_bytes_per_s
     hops_s = 2 * (near - 1) * _NODE_HOP_S
@@ -372,8 +371,7 @@ def estimate_offload_s(step: ResolvedStep, cluster: Cluster, traffic: Traffic, h
             nvme_bytes += shards
     if step.engine_config.cpu_checkpointing:
         activation_width = 4 if step.precision == "fp32" else 2
-        tokens = step.plan.micro_batch_size * step.plan.ranks.part_of(shape.seq_len)
-        saved = tokens * shape.n_embd * shape.n_layer * activation_width
+        saved = step.plan.tokens_per_forward * shape.n_embd * shape.n_layer * activation_width
         link_bytes += 2 * micro_steps * saved
     # All GPUs of a node copy at the same time from one host's memory.
     link = min(cluster.gpu.host_link_bytes_per_s, host.memory_bytes_per_s / ranks_per_node)

@@ -135,12 +135,11 @@ def _open_session(
     with clock.phase("estimate", "estimating the memory", after_s=REPEAT_S):
         estimate = estimate_run(prepared, gpu_capability())
     with clock.phase("engine", f"building the engine, ZeRO stage {prepared.resolved.zero_stage}"):
-        backend, mode = prepared.compilation.backend, prepared.config.compile_mode
-        compiler = BlockCompiler(backend, mode) if backend else None
+        compiler = _build_compiler(prepared)
         deepspeed = build_engine(prepared.config, prepared.resolved, compiler)
         configured_scaler = get_scaler_state(deepspeed)
-    has_weights = point is not None or prepared.config.init_from is not None
-    with clock.phase("checkpoint load", "loading the weights", after_s=0.0 if has_weights else REPEAT_S):
+    after_s = 0.0 if point is not None or prepared.config.init_from is not None else REPEAT_S
+    with clock.phase("checkpoint load", "loading the weights", after_s=after_s):
         load_initial_state(prepared, deepspeed, point, world, report, progress)
     with clock.phase("trackers", "starting the trackers", after_s=REPEAT_S):
         trackers = _start_trackers(prepared, world, state)
@@ -173,6 +172,11 @@ def _open_session(
     if run.first_step < run.resolved.total_steps:
         clock.announcer.begin(f"{'compiling the blocks and ' if compiler else ''}taking the first step")
     return session
+
+
+def _build_compiler(prepared: PreparedRun) -> BlockCompiler | None:
+    backend, mode = prepared.compilation.backend, prepared.config.compile_mode
+    return BlockCompiler(backend, mode) if backend else None
 
 
 def _find_unpublished(run: Path, point: ResumePoint | None, world: World) -> Path | None:

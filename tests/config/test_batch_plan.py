@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmscale.config.batch_plan import DEFAULT_MICRO_BATCH_TOKENS, BatchRamp, build_batch_plan, divisors
-from llmscale.config.parallel_layout import ParallelLayout
+from llmscale.config.batch_plan import DEFAULT_MICRO_BATCH_TOKENS, BatchRamp, build_batch_plan
+from llmscale.config.parallel_layout import ParallelLayout, divisors
 from llmscale.errors import ConfigError
 
 
