@@ -37,12 +37,10 @@ def run_cli(program: Callable[[], int]) -> int:
     try:
         status = program()
         return status if flush_stdout() else status or 1
-    except MachineError as error:
-        print_error(str(error))
-        return 1
     except LlmscaleError as error:
         print_error(str(error))
-        return 2
+        # Not for every transient error: `data verify` and others say with 1 what they found.
+        return 1 if isinstance(error, MachineError) else 2
     except KeyboardInterrupt:
         say("interrupted")
         return 130

@@ -1,4 +1,4 @@
-"""Errors with a text for the user. Commands print them as one line and exit with status 2."""
+"""Errors with a text for the user. Commands print them as one line and exit with status 2, or 1."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ class LlmscaleError(Exception):
 
     is_on_every_rank = False
     """True if every rank raises the error, so that one rank per host reports it."""
+    is_transient = False
+    """True if the same command may succeed later: a rank ends with status 1, and `llmscale launch` tries again."""
 
 
 class ConfigError(LlmscaleError):
@@ -26,6 +28,12 @@ class UnreachableError(DataError):
     """Data could not be fetched or stored; the data themselves may be intact."""
 
 
+class TransientError(UnreachableError):
+    """A store, a hub or the network failed, and the same command may succeed later."""
+
+    is_transient = True
+
+
 class CheckpointError(LlmscaleError):
     """A checkpoint is missing, damaged, or does not belong to this run."""
 
@@ -35,10 +43,9 @@ class TrainingError(LlmscaleError):
 
 
 class MachineError(LlmscaleError):
-    """This machine failed the run, and the same command may succeed later.
+    """This machine failed the run, and the same command may succeed later."""
 
-    Exit status 1, after which `llmscale launch` tries again.
-    """
+    is_transient = True
 
 
 def write_failure(error: OSError, out: Path) -> LlmscaleError:

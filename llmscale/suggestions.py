@@ -51,6 +51,11 @@ _NAMES = (
     ("n_kv_head", "num_key_value_heads num_kv_heads n_kv_heads kv_heads num_query_groups n_query_groups"),
     ("head_dim", "head_size d_head kv_channels"),
     ("mlp_width", "intermediate_size ffn_dim ffn_hidden_size mlp_hidden_size n_inner d_ff"),
+    ("num_experts", "num_local_experts n_routed_experts moe_num_experts n_experts experts"),
+    ("experts_per_token", "num_experts_per_tok moe_top_k moe_k moe_router_topk"),
+    ("expert_width", "moe_intermediate_size moe_ffn_hidden_size"),
+    ("dense_layers", "first_k_dense_replace"),
+    ("balance_loss", "router_aux_loss_coef aux_loss_alpha moe_aux_loss_coeff load_balancing_loss"),
     ("activation", "hidden_act activation_function activation_fn act"),
     ("gated_mlp", "swiglu geglu glu gated"),
     ("norm", "rmsnorm norm_type normalization layer_norm_type"),
@@ -204,6 +209,8 @@ def describe_invalid(name: str, detail: ErrorDetails, show: Callable[[object], s
         rule = str(detail["ctx"]["error"])
     elif kind == "model_type":
         rule = "must be an object {...}"
+    elif kind == "dict_type":
+        rule = "must be a mapping of names to values"
     elif kind == "literal_error" and isinstance(value, str):
         hint = did_you_mean(value, re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
     return f"{name} = {show(value)}: {rule}.{hint}"

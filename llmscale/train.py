@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
     """Run training, and return the exit status.
 
     0: the run is finished, or was asked to stop and has saved. 1: this machine failed it (memory, a killed data worker,
-    an occupied port), or something unexpected did. 2: a mistake of the user. `stop` is installed already; without one,
-    signals act as before.
+    an occupied port), a store failed it for the moment, or something unexpected did. 2: a mistake of the user. `stop`
+    is installed already; without one, signals act as before.
     """
     began = time.perf_counter()
     prepare_streams()
@@ -120,7 +120,7 @@ def _report_failure(
     if isinstance(error, LlmscaleError):
         if reports or (isinstance(error, (MachineError, UnreachableError)) and not error.is_on_every_rank):
             print_error(str(error))
-        return 1 if isinstance(error, MachineError) else 2
+        return 1 if error.is_transient else 2
     if stop.ends_early:
         stop.end_now()
     report_crash(error, run_folder)

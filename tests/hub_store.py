@@ -1,4 +1,4 @@
-"""A server that answers what huggingface_hub asks of the Hub about one data set: files, folders, commits, LFS.
+"""A server that answers what huggingface_hub asks of the Hub about one dataset: files, folders, commits, LFS.
 
 The Hub's newer transfer of large files (Xet) is not here; its client goes without where a server does not offer it.
 """
@@ -42,7 +42,7 @@ class Hub:
         self._refused: set[bytes] = set()
 
     def files(self, prefix: str = "") -> dict[str, bytes]:
-        """Everything below a prefix, by the name behind it, but for what every data set has."""
+        """Everything below a prefix, by the name behind it, but for what every dataset has."""
         found = {name: data for name, data in self.contents.items() if name != ".gitattributes"}
         return {name.removeprefix(prefix): data for name, data in found.items() if name.startswith(prefix)}
 
@@ -196,7 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serve_hub() -> Iterator[Hub]:
-    """A server with an empty data set."""
+    """A server with an empty dataset."""
     hub = Hub()
     with serving(type("Handler", (_Handler,), {"hub": hub})) as hub.url:
         yield hub

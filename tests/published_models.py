@@ -25,6 +25,11 @@ CONFIGS: dict[str, dict[str, object]] = {
     "qwen2": {**_LLAMA, "tie_word_embeddings": True},
     "qwen3": {**_LLAMA, "head_dim": 16},
     "olmo2": _LLAMA,
+    "mixtral": {**_LLAMA, "num_local_experts": 4},
+    "dots1": {
+        **{**_LLAMA, "n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        **{"moe_intermediate_size": 16, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
+    },
 }
 
 
@@ -35,8 +40,8 @@ def save_model(folder: Path, model_type: str, shard_size: str = "5GB", **config:
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type, **settings))
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, tensor in model.state_dict().items():
             about = 1.0 if "norm" in name or "ln_" in name else 0.0
-            parameter.copy_(about + 0.1 * torch.randn(parameter.shape, generator=generator))
+            tensor.copy_(about + 0.1 * torch.randn(tensor.shape, generator=generator))
     model.save_pretrained(folder, max_shard_size=shard_size)
     return model.eval()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import llmscale
 from llmscale.config.run_config import build_run_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,7 +25,7 @@ PACKAGE = ROOT / "llmscale"
 LAYERS = (
     *("__init__", "suggestions", "errors", "untrusted", "files", "terminal", "error_handling"),
     *("architecture", "config", "memory", "planning", "model"),
-    *("engine", "dry_run", "data", "checkpoint", "evaluate", "training", "report", "cluster", "cli", "train"),
+    *("engine", "dry_run", "data", "checkpoint", "evaluate", "training", "report", "cluster", "cli", "api", "train"),
     "__main__",
 )
 #: Answer without torch: modules, or packages as a whole.
@@ -42,7 +43,7 @@ FLAG = re.compile(r"--[a-z][\w-]*")
 SUBCOMMANDS = (
     *("plan", "estimate", "data", "data clean", "data prepare", "data verify", "doctor", "train", "launch", "eval"),
     *("sample", "export", "prune", "report", "runs", "completion", "checkpoint", "checkpoint list", "reproduce"),
-    "ladder plan",
+    *("ladder plan", "schema"),
 )
 
 
@@ -152,7 +153,8 @@ for command in {["", *SUBCOMMANDS, "train.py"]!r}:
 def test_help_answers_without_torch(help_texts: dict[str, str]) -> None:
     assert "--global-batch-size" in help_texts["train.py"]
     for name in ("", *SUBCOMMANDS):
-        assert help_texts[name].split(" [")[0] == f"usage: llmscale {name}".rstrip()
+        usage = help_texts[name].partition("usage: ")[2]
+        assert usage.split(" [")[0] == f"llmscale {name}".rstrip()
 
 
 def test_a_mistake_is_one_line_and_needs_no_torch(bare_environment: dict[str, str], tmp_path: Path) -> None:
@@ -189,11 +191,57 @@ def code_blocks(text: str) -> Iterator[str]:
     yield from re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def test_the_readme_begins_with_the_two_commands() -> None:
-    first, second = list(code_blocks(readme()))[:2]
-    assert first.split("\n")[:2] == ["./scripts/quickstart.sh", "./scripts/test.sh"]
-    assert second.strip() == "llmscale train --ds ds_configs/zero2.json --model tiny-1m"
-    assert "![" not in readme().split("```")[0], "no badges before the first command"
+def test_the_readme_begins_with_the_two_commands_a_picture_and_three_numbers() -> None:
+    text = readme()
+    assert next(code_blocks(text)).split("\n")[:2] == ["./scripts/quickstart.sh", "./scripts/test.sh"]
+    assert "\nllmscale train --ds ds_configs/zero2.json --model tiny-1m\n" in text
+    assert "![" not in text.split("```")[0], "no badges before the first command"
+    first_screen = "\n".join(text.splitlines()[:40])
+    assert "](docs/images/resumed.png)" in first_screen
+    assert len(re.findall(r"^\| .* \| \[.*\]\((?:scripts|docs)/.*\) \|$", first_screen, flags=re.MULTILINE)) >= 3
+    assert len(text.split()) <= 900
+
+
+#: Pages that people read, and links within and between them.
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "ds_configs/README.md", "hostfiles/README.md")),
+    *(ROOT / "scripts").rglob("README.md"),
+    *(ROOT / "docs").glob("*.md"),
+]
+LINK = re.compile(r"\]\(((?!https?:)[^)#\s]*)(?:#([^)\s]*))?\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", without_code(page.read_text()), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_every_link_between_pages_leads_somewhere() -> None:
+    wrong = []
+    for page in PAGES:
+        for path, anchor in LINK.findall(without_code(page.read_text())):
+            target = page.parent / path if path else page
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                wrong.append(f"{page.relative_to(ROOT)}: {path}#{anchor}")
+    assert not wrong
+
+
+def test_every_page_opens_with_its_purpose_and_an_example_and_has_no_long_item() -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        text = re.sub(r"<!--.*?-->\n+", "", page.read_text())
+        opening = text.partition("\n```")[0].splitlines()
+        assert opening[0].startswith("# ") and re.match(r"[\w`]", opening[2]), f"{page.name} opens with what it is for"
+        assert len(opening) <= 14 and "\n```" in text, f"{page.name}: the shortest example comes first"
+    for page in PAGES[2:]:
+        items = re.findall(
+            r"^ *(?:[-*]|\d+\.) .*(?:\n(?! *(?:[-*]|\d+\.) |\n|\||#).+)*", without_code(page.read_text()), re.M
+        )
+        assert [item for item in items if len(item.split()) > 80] == [], page.name
 
 
 def test_every_path_in_the_readme_exists() -> None:
@@ -263,16 +311,17 @@ def _commands(text: str) -> Iterator[str]:
             yield line.strip().removeprefix("$ ")
 
 
-def test_the_run_file_in_the_readme_is_legal() -> None:
+def test_the_run_file_in_the_tutorial_is_legal() -> None:
     """Every key is known and every value of the right type."""
-    values = yaml.safe_load(re.findall(r"^```yaml\n(.*?)^```", readme(), flags=re.MULTILINE | re.DOTALL)[0])
+    tutorial = (ROOT / "docs" / "tutorial.md").read_text()
+    values = yaml.safe_load(re.findall(r"^```yaml\n(.*?)^```", tutorial, flags=re.MULTILINE | re.DOTALL)[0])
     config = build_run_config(values)
     assert config.tokens == 10_000_000_000
     assert config.lr == 6e-4
 
 
 def test_the_version_has_a_changelog() -> None:
-    assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\n## [{llmscale.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_constraints_pin_everything_and_no_local_version() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import llmscale.train as program
 from llmscale.config.launcher_variables import LauncherVariables
-from llmscale.errors import DataError, UnreachableError
+from llmscale.errors import DataError, TransientError, UnreachableError
 from llmscale.training.stop_request import StopRequest
 
 
@@ -53,4 +53,6 @@ def test_a_rank_that_a_store_failed_alone_reports_it(capsys: pytest.CaptureFixtu
     everywhere.is_on_every_rank = True
     for error in (UnreachableError("here"), everywhere, DataError("a shared file")):
         assert program._report_failure(error, here, None, StopRequest()) == 2
-    assert capsys.readouterr().err == "error: here\n"
+    # `llmscale launch` tries again after status 1.
+    assert program._report_failure(TransientError("later"), here, None, StopRequest()) == 1
+    assert capsys.readouterr().err == "error: here\nerror: later\n"

@@ -29,7 +29,9 @@ def _converted(tensor: HFTensor, state: Mapping[str, Tensor]) -> Tensor:
     if not tensor.parameter:
         return torch.zeros(tensor.shape)
     rows = tensor.shape[1 if tensor.transposed else 0] - tensor.skipped_rows
-    part = state[tensor.parameter][tensor.first_row : tensor.first_row + rows]
+    # All experts' rows are in one parameter.
+    part = state[tensor.parameter].view(-1, *tensor.shape[1:] if not tensor.transposed else tensor.shape[:1])
+    part = part[tensor.first_row : tensor.first_row + rows]
     if tensor.skipped_rows:
         part = torch.cat((part.new_zeros(tensor.skipped_rows, *part.shape[1:]), part))
     return (part.t() if tensor.transposed else part).contiguous()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmscale.architecture.families.experts import WITH_EXPERTS
 from llmscale.architecture.families.family import Family, Keys
 from llmscale.architecture.families.gpt2 import GPT2, OPT
 from llmscale.architecture.families.llama import LLAMA_LIKE
@@ -33,36 +34,36 @@ from llmscale.untrusted.hub import is_hub_name, read_hub_files
 from llmscale.untrusted.paths import read_regular
 
 CONFIG_NAME = "config.json"
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, OPT, *LLAMA_LIKE)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, OPT, *LLAMA_LIKE, *WITH_EXPERTS)}
 
-_EXPERTS, _PARALLEL, _ALIBI = "experts", "attention and MLP side by side", "ALiBi positions"
+_PARALLEL, _ALIBI = "attention and MLP side by side", "ALiBi positions"
+_PART = "rotations of a part of a head"
 #: Other families that people may try: the nearest of ours, and the features that it lacks.
 _OTHERS: dict[str, tuple[str, str]] = {
-    "mixtral": ("mistral", _EXPERTS),
     "ministral": ("mistral", "layers with and without a window"),
-    "qwen2_moe": ("qwen2", _EXPERTS),
-    "qwen3_moe": ("qwen3", _EXPERTS),
-    "qwen3_next": ("qwen3", f"linear attention and {_EXPERTS}"),
-    "llama4": ("llama", _EXPERTS),
-    "llama4_text": ("llama", _EXPERTS),
+    "qwen2_moe": ("qwen3_moe", "shared experts with a gate"),
+    "qwen3_next": ("qwen3_moe", "linear attention"),
+    "llama4": ("mixtral", "scores that multiply the inputs of experts, and layers without positions"),
+    "llama4_text": ("mixtral", "scores that multiply the inputs of experts, and layers without positions"),
     "olmo": ("olmo2", "norms without weights"),
     "olmo3": ("olmo2", "layers with and without a window"),
-    "olmoe": ("olmo2", _EXPERTS),
-    "gpt_oss": ("llama", f"{_EXPERTS} and attention sinks"),
-    "deepseek_v2": ("llama", f"latent attention and {_EXPERTS}"),
-    "deepseek_v3": ("llama", f"latent attention and {_EXPERTS}"),
+    "gpt_oss": ("mixtral", "attention sinks, biases of experts and routers, and clamped activations"),
+    "deepseek_v2": ("dots1", "latent attention (MLA) and softmax scores with shared experts"),
+    "deepseek_v3": ("dots1", "latent attention (MLA) and groups of experts"),
+    "kimi_k2": ("dots1", "latent attention (MLA)"),
+    "glm4_moe": ("dots1", _PART),
     "gemma": ("llama", "scaled embeddings and norms that multiply by 1 + weight"),
     "gemma2": ("llama", "soft-capped logits, four norms a block, and layers with and without a window"),
     "gemma3": ("qwen3", "four norms a block, and layers with and without a window"),
     "gemma3_text": ("qwen3", "four norms a block, and layers with and without a window"),
-    "phi": ("llama", f"{_PARALLEL} and rotations of a part of a head"),
+    "phi": ("llama", f"{_PARALLEL} and {_PART}"),
     "phi3": ("llama", "matrices in one piece for q, k, v and for gate and up, and longrope"),
     "granite": ("llama", "multipliers of embeddings, attention, residuals and logits"),
     "cohere": ("llama", f"{_PARALLEL} and scaled logits"),
     "smollm3": ("llama", "layers without positions"),
-    "stablelm": ("llama", "rotations of a part of a head"),
-    "gpt_neox": ("gpt2", f"{_PARALLEL} and rotations of a part of a head"),
-    "gptj": ("gpt2", f"{_PARALLEL} and rotations of a part of a head"),
+    "stablelm": ("llama", _PART),
+    "gpt_neox": ("gpt2", f"{_PARALLEL} and {_PART}"),
+    "gptj": ("gpt2", f"{_PARALLEL} and {_PART}"),
     "gpt_neo": ("gpt2", "layers with and without a window"),
     "gpt_bigcode": ("gpt2", "one key-value head"),
     "starcoder2": ("mistral", "layer norms and an MLP without a gate"),

@@ -11,8 +11,8 @@ from typing import Literal, TypeVar
 
 T = TypeVar("T")
 
-#: Kinds that optimizers distinguish: token and position tables and the output head; matrices of linear layers; biases
-#: and norms.
+#: Kinds that optimizers distinguish: token and position tables, the output head and routers; matrices of linear layers
+#: and experts; biases and norms.
 ParameterKind = Literal["embedding", "matrix", "vector"]
 
 
@@ -35,6 +35,16 @@ class Parameter:
     @cached_property
     def elements(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def is_stacked(self) -> bool:
+        """True for the matrices of experts, which ranks may divide."""
+        return len(self.shape) > 2
+
+    @property
+    def columns(self) -> int:
+        """Columns of each matrix in this tensor."""
+        return self.shape[-1]
 
 
 @dataclass(frozen=True)
@@ -72,13 +82,32 @@ class Layer:
     tied_to: str = ""
     """Name of the layer whose parameters this one uses."""
     work: Work = Work()
+    idle: int = 0
+    """Elements of the parameters that one token does not use: those of the experts that it is not sent to."""
 
-    def in_gradient_order(self, own: tuple[T, ...]) -> tuple[T, ...]:
-        """Sort `own`, one item per parameter, as autograd completes the gradients: a linear layer's bias first.
+    def with_part(self, parts: int) -> Layer:
+        """Return the layer with one of `parts` equal parts of its experts, if it has any."""
+        parameters = tuple(
+            replace(
+                one,
+                shape=(one.shape[0] // parts, *one.shape[1:]),
+                row_blocks=one.row_blocks[: len(one.row_blocks) // parts],
+            )
+            if one.is_stacked
+            else one
+            for one in self.parameters
+        )
+        return replace(self, parameters=parameters)
 
-        Stage 3's own linear layer completes the weight first.
+    def in_gradient_order(self, own: tuple[T, ...]) -> tuple[tuple[T, ...], ...]:
+        """Sort `own`, one item per parameter, as autograd completes the gradients, those of one moment together.
+
+        A linear layer completes its bias with its weight, stacked experts one product after the other. Stage 3's own
+        linear layer completes the weight first.
         """
-        return own[::-1] if self.work.matmul_flops else own
+        if all(parameter.kind == "matrix" for parameter in self.parameters):
+            return tuple((item,) for item in reversed(own))
+        return (own[::-1] if self.work.matmul_flops else own,)
 
 
 def embedding(name: str, rows: int, width: int) -> Layer:
@@ -110,6 +139,18 @@ def attention(n_head: int, head_dim: int) -> Layer:
     return Layer(work=Work(attention_flops=2 * 2 * n_head * head_dim))
 
 
+def experts(name: str, inputs: int, width: int, count: int, chosen: int, *, gated: bool) -> Layer:
+    """Describe `count` MLPs stacked in two parameters, of which each token uses `chosen`; `gated`: SwiGLU and alike."""
+    hidden = (width, width) if gated else (width,)
+    parameters = (
+        Parameter("up", (count, sum(hidden), inputs), "matrix", hidden * count),
+        Parameter("down", (count, inputs, width), "matrix", (inputs,) * count),
+    )
+    one = sum(parameter.elements for parameter in parameters) // count
+    work = Work(matmul_flops=2 * chosen * one, elementwise=chosen * (sum(hidden) + inputs))
+    return Layer(name, parameters, work=work, idle=(count - chosen) * one)
+
+
 def elementwise(width: int) -> Layer:
     """Describe an activation, a gate or a residual sum: `width` elements per token."""
     return Layer(work=Work(elementwise=width))
@@ -124,7 +165,7 @@ def head(name: str, rows: int, width: int, *, tied_to: str = "") -> Layer:
 def combined_layer(name: str, *layers: Layer) -> Layer:
     """Combine modules that are gathered, and get their gradients, at the same time."""
     parameters = tuple(replace(p, name=f"{layer.name}.{p.name}") for layer in layers for p in layer.parameters)
-    return Layer(name, parameters, work=sum_of_work(layers))
+    return Layer(name, parameters, work=sum_of_work(layers), idle=sum(layer.idle for layer in layers))
 
 
 def sum_of_work(layers: Iterable[Layer]) -> Work:
@@ -137,7 +178,7 @@ def sum_of_work(layers: Iterable[Layer]) -> Work:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder of equal blocks, from which its parameters, FLOPs and orders derive.
+    """A decoder of blocks of one kind or two, from which its parameters, FLOPs and orders derive.
 
     Activations kept for the backward pass are recorded separately (llmscale.memory.activations).
     """
@@ -145,16 +186,25 @@ class Architecture:
     before_blocks: tuple[Layer, ...]
     """Layers before the blocks in the order of the forward pass, the token embedding first."""
     block: tuple[Layer, ...]
-    """Layers of one block in the order of the forward pass."""
+    """Layers of one block in the order of the forward pass; with experts, of one that has them."""
     n_layer: int
     after_blocks: tuple[Layer, ...]
     """Layers after the blocks, the output head last."""
     parameter_order: tuple[str, ...] = ()
-    """Layers of a block in the order of their construction, where it differs: optimizers and flat buffers use it."""
+    """Layers of blocks of all kinds in the order of their construction, where it differs: optimizers use it, and flat
+    buffers."""
     sliding_window: int = 0
     """Positions that attention sees, its own included; 0 for all earlier ones."""
     global_layers: int = 0
     """Blocks in which attention sees all earlier positions, in spite of the window."""
+    other_block: tuple[Layer, ...] = ()
+    """Layers of the blocks without experts in a model with experts."""
+    other_blocks: frozenset[int] = frozenset()
+    """Indices of the blocks that are `other_block`."""
+
+    def layers_of(self, block: int) -> tuple[Layer, ...]:
+        """Return the layers of a block in the order of the forward pass."""
+        return self.other_block if block in self.other_blocks else self.block
 
     @property
     def head(self) -> Layer:
@@ -171,19 +221,39 @@ class Architecture:
 
     @cached_property
     def block_parameters(self) -> int:
-        """Number of elements of one block's parameters."""
-        return _elements(self.block)
+        """Number of elements of one block's parameters, of the larger kind."""
+        return max(self._elements_of_kinds)
+
+    def elements_of(self, block: int) -> int:
+        """Return the number of elements of a block's parameters."""
+        return self._elements_of_kinds[block in self.other_blocks]
+
+    @cached_property
+    def _elements_of_kinds(self) -> tuple[int, int]:
+        return _elements(self.block), _elements(self.other_block)
+
+    @cached_property
+    def _counted(self) -> tuple[tuple[tuple[Layer, ...], int], ...]:
+        """Layers with the number of times they occur."""
+        others = len(self.other_blocks)
+        blocks = ((self.block, self.n_layer - others), (self.other_block, others))
+        return (self.before_blocks, 1), *blocks, (self.after_blocks, 1)
 
     @cached_property
     def num_parameters(self) -> int:
         """Number of elements of all parameters, a tied head counted once."""
-        return _elements(self.before_blocks) + self.n_layer * self.block_parameters + _elements(self.after_blocks)
+        return sum(times * _elements(layers) for layers, times in self._counted)
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Number of elements of the parameters that one token uses: all without experts."""
+        return self.num_parameters - sum(times * layer.idle for layers, times in self._counted for layer in layers)
 
     @cached_property
     def elements_by_kind(self) -> dict[ParameterKind, int]:
         """Number of elements by kind, a tied head counted once."""
         found: dict[ParameterKind, int] = {}
-        for layers, times in ((self.before_blocks, 1), (self.block, self.n_layer), (self.after_blocks, 1)):
+        for layers, times in self._counted:
             for parameter in (parameter for layer in layers for parameter in layer.parameters):
                 found[parameter.kind] = found.get(parameter.kind, 0) + times * parameter.elements
         return found
@@ -200,7 +270,8 @@ class Architecture:
     @cached_property
     def blocks_work(self) -> Work:
         """Work of all blocks for one token of a forward pass."""
-        return Work().plus(sum_of_work(self.block), self.n_layer)
+        others = len(self.other_blocks)
+        return Work().plus(sum_of_work(self.block), self.n_layer - others).plus(sum_of_work(self.other_block), others)
 
     @cached_property
     def work(self) -> Work:
@@ -222,14 +293,28 @@ class Architecture:
     def all_layers(self) -> Iterator[tuple[int | None, Layer]]:
         """Yield (block, layer) in the order of the forward pass; block is None outside the blocks."""
         yield from ((None, layer) for layer in self.before_blocks)
-        yield from ((block, layer) for block in range(self.n_layer) for layer in self.block)
+        yield from ((block, layer) for block in range(self.n_layer) for layer in self.layers_of(block))
         yield from ((None, layer) for layer in self.after_blocks)
 
-    @property
-    def block_in_parameter_order(self) -> tuple[Layer, ...]:
-        """Layers of a block in the order of their construction."""
-        by_name = {layer.name: layer for layer in self.block}
-        return tuple(by_name[name] for name in self.parameter_order) or self.block
+    def in_parameter_order(self, block: int) -> tuple[Layer, ...]:
+        """Return the layers of a block in the order of their construction."""
+        return self._ordered(self.layers_of(block))
+
+    def with_divided_experts(self, parts: int) -> Architecture:
+        """Return the model of a rank with one of `parts` equal parts of each block's experts."""
+        block, other = (tuple(layer.with_part(parts) for layer in layers) for layers in (self.block, self.other_block))
+        return replace(self, block=block, other_block=other) if parts > 1 else self
+
+    def with_combined_blocks(self) -> Architecture:
+        """Return the model with each block as a single module."""
+        block, other = (
+            (combined_layer("", *self._ordered(layers)),) if layers else () for layers in (self.block, self.other_block)
+        )
+        return replace(self, block=block, other_block=other, parameter_order=())
+
+    def _ordered(self, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+        by_name = {layer.name: layer for layer in layers}
+        return tuple(by_name[name] for name in self.parameter_order if name in by_name) or layers
 
 
 def _elements(layers: Iterable[Layer]) -> int:
@@ -301,7 +386,7 @@ class ParameterTensors:
         """Parameters in the order in which the model creates them."""
         model = self.architecture
         places: list[tuple[int | None, Layer]] = [(None, layer) for layer in model.before_blocks]
-        places += [(block, layer) for block in range(model.n_layer) for layer in model.block_in_parameter_order]
+        places += [(block, layer) for block in range(model.n_layer) for layer in model.in_parameter_order(block)]
         places += [(None, layer) for layer in model.after_blocks]
         found = [(layer.name, block, parameter) for block, layer in places for parameter in layer.parameters]
         return tuple(
@@ -328,9 +413,13 @@ class ParameterTensors:
 
     @cached_property
     def gradient_order(self) -> tuple[tuple[ParameterTensor, ...], ...]:
-        """Parameters by layer in the order in which the backward pass completes gradients, the token embedding last."""
+        """Parameters by moment at which the backward pass completes their gradients, the token embedding last."""
         layers = [(block, layer) for block, layer in self.architecture.all_layers() if layer.parameters]
-        return tuple(layer.in_gradient_order(self.of_layer[block, layer.name]) for block, layer in reversed(layers))
+        return tuple(
+            together
+            for block, layer in reversed(layers)
+            for together in layer.in_gradient_order(self.of_layer[block, layer.name])
+        )
 
     @property
     def table(self) -> ParameterTensor:

@@ -14,8 +14,10 @@ from llmscale.architecture.layers import (
     Layer,
     ParameterTensors,
     attention,
+    combined_layer,
     elementwise,
     embedding,
+    experts,
     head,
     layer_norm,
     linear,
@@ -157,16 +159,24 @@ Norm = Literal["layernorm", "rmsnorm"]
 NormPlacement = Literal["pre", "post"]
 Positions = Literal["learned", "rotary"]
 QKNorm = Literal["none", "head", "width"]
+RouterScore = Literal["softmax", "sigmoid"]
 
 #: The embedding table is padded to a multiple of this many rows, so that the logits' matrix product has an even
 #: shape for tensor cores (Megatron-LM pads to the same multiple).
 VOCAB_MULTIPLE = 128
 
 
+#: Fields that only a model with experts has.
+EXPERT_KEYS = (
+    *("experts_per_token", "expert_width", "shared_expert_width", "dense_layers", "expert_interval"),
+    *("router_score", "normalize_router", "router_scale", "router_bias"),
+)
+
+
 @dataclass(frozen=True)
 class GPTShape:
-    """Shape of a decoder of equal blocks. The defaults are GPT-2's: pre-norm, learned positions, tied embeddings, an
-    MLP four times as wide as the residual stream.
+    """Shape of a decoder of equal blocks, of which some may have experts. The defaults are GPT-2's: pre-norm, learned
+    positions, tied embeddings, an MLP four times as wide as the residual stream.
 
     Sizes of 0 and biases of None are derived from the others. Raises ConfigError when the numbers cannot form a model.
     """
@@ -220,6 +230,29 @@ class GPTShape:
     window_pattern: str = "L"
     """Blocks with the window (L, local) and without (G, global), repeated: GL are GPT-3's alternating dense and banded
     layers, LG Gemma 2's and gpt-oss's, LLLLLG Gemma 3's. Kept in its shortest form."""
+    mlp_tile_tokens: int = 0
+    """Tokens that the MLP computes at a time in training, which bounds its activations. 0: all."""
+    num_experts: int = 0
+    """MLPs of a block among which a router chooses for each token (Shazeer et al. 2017). 0: one MLP, no router."""
+    experts_per_token: int = 0
+    """Experts that the router chooses for a token. 0: 2."""
+    expert_width: int = 0
+    """Hidden width of an expert. 0: mlp_width."""
+    shared_expert_width: int = 0
+    """Hidden width of an MLP beside the experts that every token takes (DeepSeek-AI 2024). 0: none."""
+    dense_layers: int = 0
+    """Leading blocks with one MLP."""
+    expert_interval: int = 1
+    """Every how many blocks after dense_layers one has experts; the others have one MLP."""
+    router_score: RouterScore = "softmax"
+    """Scores of the experts: softmax over all of them, or the sigmoid of each (DeepSeek V3)."""
+    normalize_router: bool = True
+    """Divide the chosen experts' scores by their sum."""
+    router_scale: float = 1.0
+    """Factor of the chosen experts' scores."""
+    router_bias: bool = False
+    """The choice, but not the weight, of an expert has a bias that balances the load without a loss (Wang et al. 2024,
+    DeepSeek V3)."""
     document_end: int | None = None
     """Last token of every document, from the dataset: a position sees its own document alone, and positions count from
     the document's beginning. None: documents of a sequence see each other."""
@@ -231,6 +264,7 @@ class GPTShape:
                 raise ConfigError(f"{name} must be at least 1, not {value}.")
         self._fill_in()
         self._check_heads()
+        self._check_experts()
         self._shorten_pattern()
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"dropout must be in [0, 1), not {self.dropout}.")
@@ -240,7 +274,12 @@ class GPTShape:
                 raise ConfigError(f"{name} must be a positive number, not {value}.")
         if self.norm_eps > 1:
             raise ConfigError(f"norm_eps must be at most 1, not {self.norm_eps}.")
-        for name in ("mlp_width", "sliding_window"):
+        if self.mlp_tile_tokens and self.dropout:
+            raise ConfigError(
+                f"mlp_tile_tokens {self.mlp_tile_tokens} does not work with dropout {self.dropout:g}: tiles run again "
+                "in the backward pass, and would draw other numbers. Give --dropout 0, or no tiles."
+            )
+        for name in ("mlp_width", "sliding_window", "mlp_tile_tokens"):
             value = getattr(self, name)
             if value < 0:
                 raise ConfigError(f"{name} must be at least 0, not {value}.")
@@ -261,9 +300,12 @@ class GPTShape:
             "head_dim": self.head_dim or self.n_embd // self.n_head,
             "mlp_width": self.mlp_width or 4 * self.n_embd,
             "attention_bias": self.attention_bias or ("all" if self.bias else "none"),
-            "mlp_bias": self.bias if self.mlp_bias is None else self.mlp_bias,
+            "mlp_bias": (self.bias and not self.num_experts) if self.mlp_bias is None else self.mlp_bias,
             "rope_scaling": str(parse_rope_scaling(self.rope_scaling) or "none"),
         }
+        if self.num_experts:
+            follows["experts_per_token"] = self.experts_per_token or min(2, self.num_experts)
+            follows["expert_width"] = self.expert_width or follows["mlp_width"]
         for name, value in follows.items():
             object.__setattr__(self, name, value)
 
@@ -281,6 +323,46 @@ class GPTShape:
                 f"rotary positions turn pairs of numbers, and a head of {self.head_dim} (head_dim) has one left over. "
                 "Give an even head_dim."
             )
+
+    def _check_experts(self) -> None:
+        defaults = {field.name: field.default for field in fields(self)}
+        if not self.num_experts:
+            for name in EXPERT_KEYS:
+                if (value := getattr(self, name)) != defaults[name]:
+                    raise ConfigError(
+                        f"{name} {value} has no effect without experts. Give num_experts too, or drop it."
+                    )
+            return
+        for name in ("num_experts", "experts_per_token", "expert_width", "expert_interval"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        for name in ("shared_expert_width", "dense_layers"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}.")
+        if self.experts_per_token > self.num_experts:
+            raise ConfigError(
+                f"experts_per_token {self.experts_per_token} is more than there are experts: num_experts is "
+                f"{self.num_experts}. Give at most that."
+            )
+        if not any(self.is_sparse(block) for block in range(self.n_layer)):
+            raise ConfigError(
+                f"none of the {self.n_layer} blocks has experts with dense_layers {self.dense_layers} and "
+                f"expert_interval {self.expert_interval}: their sum must be at most {self.n_layer}."
+            )
+        if not (math.isfinite(self.router_scale) and self.router_scale > 0):
+            raise ConfigError(f"router_scale must be a positive number, not {self.router_scale}.")
+        if self.mlp_bias:
+            raise ConfigError("mlp_bias does not work with num_experts: experts have no biases. Give --no-mlp-bias.")
+        if self.mlp_tile_tokens:
+            raise ConfigError(
+                f"mlp_tile_tokens {self.mlp_tile_tokens} does not work with num_experts {self.num_experts}: experts do "
+                "not run in tiles. Drop one of them."
+            )
+
+    def is_sparse(self, block: int) -> bool:
+        """Return whether a block has experts: the last of every expert_interval blocks after the dense ones."""
+        after = block - self.dense_layers
+        return self.num_experts > 0 and after >= 0 and (after + 1) % self.expert_interval == 0
 
     def _shorten_pattern(self) -> None:
         pattern, layers = self.window_pattern, self.n_layer
@@ -334,17 +416,24 @@ class GPTShape:
     def changed(self, given: Mapping[str, object]) -> GPTShape:
         """Return the same kind of model with other values of some fields.
 
-        When the width or the heads change, head_dim follows, and the MLP's width and the number of heads that share a
-        key keep their ratios. For a fractional ratio the MLP's width is rounded up to a multiple of 64.
+        When the width or the heads change, head_dim follows, and the MLPs' widths and the number of heads that share a
+        key keep their ratios. For a fractional ratio an MLP's width is rounded up to a multiple of 64.
         """
         follows: dict[str, object] = {}
         if any(given.get(name, getattr(self, name)) != getattr(self, name) for name in ("n_head", "n_embd")):
             n_head, n_embd = given.get("n_head", self.n_head), given.get("n_embd", self.n_embd)
             assert isinstance(n_head, int) and isinstance(n_embd, int)
             shared = math.gcd(self.n_head // self.n_kv_head, n_head)
-            ratio, rest = divmod(self.mlp_width, self.n_embd)
-            mlp_width = -(-self.mlp_width * n_embd // self.n_embd // 64) * 64 if rest else ratio * n_embd
-            follows = {"n_kv_head": n_head // shared, "head_dim": 0, "mlp_width": mlp_width}
+            follows = {"n_kv_head": n_head // shared, "head_dim": 0}
+            for name in ("mlp_width", "expert_width", "shared_expert_width"):
+                ratio, rest = divmod(getattr(self, name), self.n_embd)
+                rounded = -(-getattr(self, name) * n_embd // self.n_embd // 64) * 64
+                follows[name] = rounded if rest else ratio * n_embd
+        is_sparse = given.get("num_experts", self.num_experts) != 0
+        if is_sparse != (self.num_experts != 0):
+            follows["mlp_bias"] = None
+            if not is_sparse:
+                follows |= {field.name: field.default for field in fields(self) if field.name in EXPERT_KEYS}
         if "bias" in given:
             follows |= {"attention_bias": None, "mlp_bias": None}
         return replace(self, **{**follows, **given})  # type: ignore[arg-type]  # by the fields' names
@@ -370,12 +459,19 @@ class GPTShape:
         return self.architecture.num_parameters
 
     @property
+    def active_parameters(self) -> int:
+        """Number of those that one token uses."""
+        return self.architecture.active_parameters
+
+    @property
     def flops_per_token(self) -> int:
         """Training FLOPs per token, forward and backward, at the full sequence length; masked parts are included."""
         return self.architecture.flops_per_token(self.seq_len)
 
 
 _DATA_KEYS = ("vocab_size", "seq_len", "document_end")
+#: Fields that are settings of training, and in no config.json.
+TRAINING_KEYS = ("dropout", "mlp_tile_tokens")
 #: Fields that a preset, a run's configuration or a published config.json sets.
 SHAPE_KEYS = tuple(field.name for field in fields(GPTShape) if field.name not in _DATA_KEYS)
 
@@ -390,17 +486,24 @@ def describe_gpt(shape: GPTShape, rows: int) -> Architecture:
     h = shape.n_embd
     positions = (embedding("wpe", shape.seq_len, h),) if shape.positions == "learned" else ()
     before, after = (_norm(shape, "ln_1"),), (_norm(shape, "ln_2"),)
-    attend, mlp = _attention_layers(shape), _mlp_layers(shape)
+    attend, mlp, sparse = _attention_layers(shape), _mlp_layers(shape, "mlp", shape.mlp_width), _expert_layers(shape)
     add = elementwise(h)
     is_pre = shape.norm_placement == "pre"
+
+    def block(mlp: tuple[Layer, ...]) -> tuple[Layer, ...]:
+        return (*before, *attend, add, *after, *mlp, add) if is_pre else (*attend, *before, add, *mlp, *after, add)
+
+    others = frozenset(index for index in range(shape.n_layer) if sparse and not shape.is_sparse(index))
     return Architecture(
         before_blocks=(embedding("wte", rows, h), *positions),
-        block=((*before, *attend, add, *after, *mlp, add) if is_pre else (*attend, *before, add, *mlp, *after, add)),
+        block=block(sparse or mlp),
         n_layer=shape.n_layer,
         after_blocks=(_norm(shape, "ln_f"), head("head", rows, h, tied_to="wte" if shape.tied else "")),
-        parameter_order=tuple(layer.name for layer in (*before, *attend, *after, *mlp) if layer.name),
+        parameter_order=tuple(layer.name for layer in (*before, *attend, *after, *mlp, *sparse) if layer.name),
         sliding_window=shape.sliding_window,
         global_layers=shape.global_layers,
+        other_block=block(mlp) if others else (),
+        other_blocks=others,
     )
 
 
@@ -426,11 +529,26 @@ def _attention_layers(shape: GPTShape) -> tuple[Layer, ...]:
     )
 
 
-def _mlp_layers(shape: GPTShape) -> tuple[Layer, ...]:
-    m, bias = shape.mlp_width, bool(shape.mlp_bias)
-    hidden = (m, m) if shape.gated_mlp else (m,)
-    return (
-        linear("mlp.up", shape.n_embd, sum(hidden), bias=bias, row_blocks=hidden),
+def _mlp_layers(shape: GPTShape, name: str, m: int) -> tuple[Layer, ...]:
+    bias, hidden = bool(shape.mlp_bias), (m, m) if shape.gated_mlp else (m,)
+    prefix = "" if shape.mlp_tile_tokens else f"{name}."
+    layers = (
+        linear(f"{prefix}up", shape.n_embd, sum(hidden), bias=bias, row_blocks=hidden),
         elementwise(2 * m if shape.gated_mlp else m),
-        linear("mlp.down", m, shape.n_embd, bias=bias),
+        linear(f"{prefix}down", m, shape.n_embd, bias=bias),
+    )
+    return (combined_layer(name, *layers),) if shape.mlp_tile_tokens else layers
+
+
+def _expert_layers(shape: GPTShape) -> tuple[Layer, ...]:
+    if not shape.num_experts:
+        return ()
+    count, width = shape.num_experts, shape.shared_expert_width
+    router = linear("mlp.router", shape.n_embd, count, bias=False)
+    return (
+        replace(router, parameters=(replace(router.parameters[0], kind="embedding"),)),
+        experts(
+            *("mlp.experts", shape.n_embd, shape.expert_width, count, shape.experts_per_token), gated=shape.gated_mlp
+        ),
+        *(_mlp_layers(shape, "mlp.shared", width) if width else ()),
     )

@@ -27,7 +27,7 @@ from llmscale.checkpoint.manifest import (
     save_pieces,
 )
 from llmscale.errors import CheckpointError
-from llmscale.files.atomic_write import sync_folder, write_durably
+from llmscale.files.atomic_write import sync_path, write_durably
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def commit_checkpoint(
     # Read once for both who need it, and after the rename.
     current = cache(lambda: find_checkpoints(run, manifest.history).current)
     afterwards: Sequence[tuple[str, Callable[[], object]]] = (
-        ("the disk did not confirm it, and a power cut might undo it", lambda: sync_folder(final.parent)),
+        ("the disk did not confirm it, and a power cut might undo it", lambda: sync_path(final.parent)),
         (f"{LATEST_NAME} does not point to it", lambda: point_latest(run, final)),
         (f"{BEST_NAME} may not name the best one", lambda: point_best(run, current())),
         (

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 from llmscale.architecture.families.family import HFTensor
 from llmscale.errors import CheckpointError
@@ -210,7 +210,7 @@ def match_tensors(
     class in config.json) are for messages. Raises CheckpointError for a tensor that is missing, surplus, of another
     shape, or not of a floating-point type.
     """
-    found: dict[str, tuple[TensorSlice, ...]] = {}
+    found: dict[str, list[TensorSlice]] = {}
     rest = dict(stored)
     missing = []
     for tensor in wanted:
@@ -221,11 +221,11 @@ def match_tensors(
         piece = TensorSlice(tensor, rest.pop(names[0]))
         _check_tensor(piece, source)
         if tensor.parameter:
-            found[tensor.parameter] = (*found.get(tensor.parameter, ()), piece)
+            found.setdefault(tensor.parameter, []).append(piece)
     surplus = sorted(name for name in rest if name != _HEAD and not _HARMLESS.fullmatch(name))
     if missing or surplus:
         raise CheckpointError(_explain_mismatch(missing, surplus, stored, source, architecture))
-    return found
+    return {parameter: tuple(pieces) for parameter, pieces in found.items()}
 
 
 def has_unused_head(stored: Mapping[str, StoredTensor], pieces: Mapping[str, tuple[TensorSlice, ...]]) -> bool:
@@ -304,33 +304,34 @@ def fill_view(view: ShardView, pieces: Sequence[TensorSlice]) -> None:
     """
     local = view.local
     covered = 0
-    for piece in sorted(pieces, key=lambda piece: piece.first_row):
-        columns = piece.shape[1] if len(piece.shape) == 2 else 1
-        first = piece.first_row * columns
-        start = max(view.start, first)
-        stop = min(view.start + local.numel(), first + piece.num_rows * columns)
-        if start < stop:
-            _fill_range(local.narrow(0, start - view.start, stop - start), piece, columns, start - first)
-            covered += stop - start
+    with _opened_files() as opened:
+        for piece in sorted(pieces, key=lambda piece: piece.first_row):
+            columns = piece.shape[1] if len(piece.shape) == 2 else 1
+            first = piece.first_row * columns
+            start = max(view.start, first)
+            stop = min(view.start + local.numel(), first + piece.num_rows * columns)
+            if start < stop:
+                part = local.narrow(0, start - view.start, stop - start)
+                _fill_range(part, opened(piece.stored), piece, columns, start - first)
+                covered += stop - start
     if covered < local.numel():
         # The stored tensors follow each other without a gap from the first row.
         local[covered:].zero_()
 
 
-def _fill_range(local: Tensor, piece: TensorSlice, columns: int, start: int) -> None:
+def _fill_range(local: Tensor, stored: Sliceable, piece: TensorSlice, columns: int, start: int) -> None:
     """Fill `local` [n] with elements [start, start + n) of the slice's rows."""
-    with _opened(piece.stored) as stored:
-        at = 0
-        for rows, cols in _rectangles(start, start + local.numel(), columns):
-            part = _read(stored, piece, rows, cols)
-            target = local.narrow(0, at, part.numel())
-            target.view(part.shape).copy_(part)
-            at += part.numel()
-            if not target.isfinite().all():
-                raise CheckpointError(
-                    f"{piece.stored.file}: '{piece.stored.name}' holds values that are not finite numbers: the weights "
-                    "are of a run that diverged, or the file is damaged. Name other weights."
-                )
+    at = 0
+    for rows, cols in _rectangles(start, start + local.numel(), columns):
+        part = _read(stored, piece, rows, cols)
+        target = local.narrow(0, at, part.numel())
+        target.view(part.shape).copy_(part)
+        at += part.numel()
+        if not target.isfinite().all():
+            raise CheckpointError(
+                f"{piece.stored.file}: '{piece.stored.name}' holds values that are not finite numbers: the weights "
+                "are of a run that diverged, or the file is damaged. Name other weights."
+            )
 
 
 def _read(stored: Sliceable, piece: TensorSlice, rows: slice, columns: slice) -> Tensor:
@@ -358,19 +359,26 @@ def _rectangles(start: int, stop: int, columns: int) -> Iterator[tuple[slice, sl
 
 
 @contextmanager
-def _opened(tensor: StoredTensor) -> Iterator[Sliceable]:
-    """Map the tensor's file into memory for slicing."""
-    if tensor.file.suffix == PICKLE_SUFFIX:
-        yield _load_pickle(tensor.file)[tensor.name]
-        return
+def _opened_files() -> Iterator[Callable[[StoredTensor], Sliceable]]:
+    """Yield a function that returns a stored tensor for slicing; each file is mapped into memory once."""
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(tensor.file, framework="pt") as file:
-            yield cast("Sliceable", file.get_slice(tensor.name))
-    except (SafetensorError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{tensor.file}: '{tensor.name}' cannot be read: {reason}.") from None
+    tensors: dict[Path, Callable[[str], Sliceable]] = {}
+    with ExitStack() as stack:
+
+        def opened(tensor: StoredTensor) -> Sliceable:
+            path = tensor.file
+            try:
+                if path not in tensors and path.suffix == PICKLE_SUFFIX:
+                    tensors[path] = _load_pickle(path).__getitem__
+                elif path not in tensors:
+                    tensors[path] = stack.enter_context(safe_open(path, framework="pt")).get_slice
+                return tensors[path](tensor.name)
+            except (SafetensorError, OSError) as error:
+                reason = " ".join(str(error).split())[:200]
+                raise CheckpointError(f"{path}: '{tensor.name}' cannot be read: {reason}.") from None
+
+        yield opened
 
 
 def _load_pickle(path: Path) -> Mapping[str, Tensor]:

@@ -140,8 +140,13 @@ def plan_files(tensors: Sequence[HFTensor], dtype: ExportDtype, shard_bytes: int
 
 
 def tensor_bytes(tensor: HFTensor, dtype: ExportDtype) -> int:
-    """Return the bytes of one tensor in a file."""
-    return math.prod(tensor.shape) * _STORED_TYPES[dtype][1]
+    """Return the bytes of one tensor in a file of `dtype`."""
+    return math.prod(tensor.shape) * _STORED_TYPES[dtype_of(tensor, dtype)][1]
+
+
+def dtype_of(tensor: HFTensor, dtype: ExportDtype) -> ExportDtype:
+    """Return the type of a tensor in a file of `dtype`."""
+    return "fp32" if tensor.is_fp32 else dtype
 
 
 def write_index(folder: Path, files: dict[str, list[HFTensor]], dtype: ExportDtype) -> None:
@@ -166,8 +171,8 @@ def write_file(
 ) -> None:
     """Write `tensors` durably, read them back from the disk and compare.
 
-    `read` yields consecutive parts of one tensor, flat and in `dtype`; `progress` gets numbers of written bytes. Raises
-    OSError, and MachineError when the disk returns other bytes than were written.
+    `read` yields consecutive parts of one tensor, flat and in its `dtype_of`; `progress` gets numbers of written bytes.
+    Raises OSError, and MachineError when the disk returns other bytes than were written.
     """
     digest = xxhash.xxh3_128()
     with open(path, "xb", buffering=0) as file:
@@ -204,7 +209,7 @@ def _header(tensors: Sequence[HFTensor], dtype: ExportDtype) -> bytes:
     for tensor in tensors:
         begin, end = end, end + tensor_bytes(tensor, dtype)
         header[tensor.name] = {
-            "dtype": _STORED_TYPES[dtype][0],
+            "dtype": _STORED_TYPES[dtype_of(tensor, dtype)][0],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }

@@ -54,6 +54,8 @@ class PublishedWeights:
     """A published model whose weights a run begins with."""
 
     model: PublishedModel
+    shape: GPTShape
+    """Shape of the run's model; it may have experts where the published one has none."""
     files: tuple[Path, ...] = ()
     pieces: Mapping[str, tuple[TensorSlice, ...]] | None = None
     """Sources of each of our parameters; None until torch has read a pickle, or the Hub has sent the files."""
@@ -61,18 +63,23 @@ class PublishedWeights:
     """Lines for the user."""
 
     @property
+    def adds_experts(self) -> bool:
+        """True when the experts begin as copies of the published model's MLPs."""
+        return self.shape.num_experts > 0 and not self.model.shape.num_experts
+
+    @property
     def name(self) -> str:
         """The model as --init-from names it."""
         return f"{PREFIX}{self.model.hub_name or self.model.name}"
 
 
-def find_published_weights(model: PublishedModel, location: SetLocation) -> PublishedWeights:
+def find_published_weights(model: PublishedModel, shape: GPTShape, location: SetLocation) -> PublishedWeights:
     """Check everything that needs neither torch nor the network.
 
     Raises DataError if the dataset does not suit these weights, CheckpointError if tensors are missing, of other
     shapes, or too many.
     """
-    weights = PublishedWeights(model, notes=_check_positions(model, location))
+    weights = PublishedWeights(model, shape, notes=_check_positions(model, location))
     try:
         # On the Hub alone: it must be downloaded, and the cache may have a part of it.
         if model.folder is None:
@@ -132,6 +139,8 @@ def load_published_weights(
         left = set(pieces)
         for views in weights_to_fill(engine):
             for name, view in views.items():
+                if weights.adds_experts and ".router." in name:
+                    continue
                 if name not in pieces:
                     raise CheckpointError(f"{weights.name} has no '{name}': its config.json describes another model.")
                 progress()
@@ -207,7 +216,41 @@ def _match(
             "lm_head.weight is in the files and not read: by config.json the head is the token embedding, as "
             "transformers has it too"
         )
+    if weights.adds_experts:
+        pieces = _copy_to_experts(pieces, weights.shape)
+        notes.append(_describe_copies(weights.shape))
     return replace(weights, files=files.files, pieces=pieces, notes=tuple(notes))
+
+
+def _copy_to_experts(
+    pieces: Mapping[str, tuple[TensorSlice, ...]], shape: GPTShape
+) -> dict[str, tuple[TensorSlice, ...]]:
+    """Return sources that make each expert a copy of the MLP in its place (Komatsuzaki et al. 2022)."""
+    found = dict(pieces)
+    for block in filter(shape.is_sparse, range(shape.n_layer)):
+        for layer in ("up", "down"):
+            copied = found.pop(f"blocks.{block}.mlp.{layer}.weight")
+            rows = sum(piece.num_rows for piece in copied)
+            found[f"blocks.{block}.mlp.experts.{layer}"] = tuple(
+                replace(piece, wanted=replace(piece.wanted, first_row=piece.first_row + expert * rows))
+                for expert in range(shape.num_experts)
+                for piece in copied
+            )
+    return found
+
+
+def _describe_copies(shape: GPTShape) -> str:
+    sparse = sum(map(shape.is_sparse, range(shape.n_layer)))
+    text = (
+        f"{shape.num_experts} experts in {sparse} of {shape.n_layer} blocks begin as copies of the MLP, routers random"
+    )
+    if shape.normalize_router and shape.router_scale == 1:
+        return f"{text}: the first loss is the original model's"
+    normalize = str(shape.normalize_router).lower()
+    return (
+        f"{text}; with normalize_router {normalize} and router_scale {shape.router_scale:g} the first loss is not the "
+        "original model's; with true and 1 it would be"
+    )
 
 
 def _check_tokenizer(folder: Path, location: SetLocation) -> str:

@@ -313,7 +313,7 @@ def explain_no_checkpoint(found: FoundCheckpoints, run: Path) -> str:
     folder = checkpoints_folder(run)
     num_of_history = len(found.current) + len(found.damaged)
     if num_of_history:
-        why = f"none of the {num_of_history} checkpoints in {folder} is whole"
+        why = f"none of the {num_of_history} checkpoints in {folder} is intact"
     else:
         why = f"the history that began from {found.origin} has no checkpoints"
     others = f" {len(found.abandoned)} abandoned ones can be named with --resume PATH." if found.abandoned else ""

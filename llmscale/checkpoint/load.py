@@ -1,9 +1,10 @@
-"""Load a checkpoint into an engine of any ZeRO stage, world size and precision."""
+"""Load a checkpoint into an engine of any ZeRO stage, world size and precision, also from disks that are not shared."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,14 +12,27 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from llmscale.checkpoint.inventory import explain_no_checkpoint, find_checkpoints, report_passed_over
-from llmscale.checkpoint.manifest import MANIFEST_NAME, checkpoints_folder, find_damage
-from llmscale.checkpoint.remote_run import fetch_chunks
+from llmscale.checkpoint.commit import set_aside_existing
+from llmscale.checkpoint.inventory import explain_no_checkpoint, find_checkpoints, free_name, report_passed_over
+from llmscale.checkpoint.manifest import (
+    MANIFEST_NAME,
+    STATE_NAME,
+    Pieces,
+    StoredFile,
+    checkpoints_folder,
+    files_here,
+    find_damage,
+    hash_file,
+    load_manifest,
+    load_pieces,
+    save_pieces,
+)
+from llmscale.checkpoint.remote_run import CARRIED, fetch_chunks
 from llmscale.checkpoint.run_state import RunState
-from llmscale.checkpoint.separate_disks import find_missing, share_descriptions, share_files
 from llmscale.checkpoint.tensor_files import (
     DTYPES,
     INDEX_NAME,
+    WEIGHTS,
     Fragment,
     FragmentLoadPlanner,
     JsonIndexReader,
@@ -26,7 +40,7 @@ from llmscale.checkpoint.tensor_files import (
     load_index,
     stored_chunks,
 )
-from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_main_rank
+from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_each_disk, on_main_rank
 from llmscale.engine.zero_shards import (
     MASTER,
     group_scalars,
@@ -36,13 +50,12 @@ from llmscale.engine.zero_shards import (
     write_back,
 )
 from llmscale.errors import CheckpointError
+from llmscale.files.atomic_write import write_durably
+from llmscale.untrusted.documents import MAX_BYTES
+from llmscale.untrusted.paths import read_regular
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
-
-
-#: Prefixes of the model's tensors, without the optimizer's.
-_WEIGHTS = (f"{MASTER}/", "frozen/", "buffer/")
 
 
 def find_newest_good(run: Path, group: dist.ProcessGroup, disks: Disks, report: Callable[[str], None]) -> Path | None:
@@ -91,7 +104,7 @@ def load_engine(engine: DeepSpeedEngine, folder: Path, state: RunState, group: d
     """
     share_files(folder, [INDEX_NAME], group, disks)
     stored = on_all_ranks(group, lambda: load_index(folder))
-    has_optimizer_state = any(not key.startswith(_WEIGHTS) for key in stored)
+    has_optimizer_state = any(not key.startswith(WEIGHTS) for key in stored)
     if has_optimizer_state:
         materialise_optimizer_state(engine)
     fragments = engine_fragments(engine)
@@ -140,11 +153,11 @@ def is_finite_number(value: object) -> bool:
 
 def load_weights(engine: DeepSpeedEngine, folder: Path, group: dist.ProcessGroup, disks: Disks) -> None:
     """Load weights and buffers only; the optimizer keeps its new state. Collective."""
-    own = {key: value for key, value in engine_fragments(engine).items() if key.startswith(_WEIGHTS)}
+    own = {key: value for key, value in engine_fragments(engine).items() if key.startswith(WEIGHTS)}
     share_files(folder, [INDEX_NAME], group, disks)
     stored = on_all_ranks(group, lambda: load_index(folder))
     fragments = {_stored_key(key, stored): value for key, value in own.items()}
-    check_nothing_is_dropped((key for key in stored if key.startswith(_WEIGHTS)), fragments, folder)
+    check_nothing_is_dropped((key for key in stored if key.startswith(WEIGHTS)), fragments, folder)
     _fetch_pieces(folder, stored, fragments, group, disks)
     _fill(folder, fragments, group)
     write_back(engine, own)
@@ -201,7 +214,7 @@ def load_full_weights(folder: Path) -> dict[str, torch.Tensor]:
 
     Raises CheckpointError.
     """
-    weights = {key: entry for key, entry in load_index(folder).items() if key.startswith(_WEIGHTS)}
+    weights = {key: entry for key, entry in load_index(folder).items() if key.startswith(WEIGHTS)}
     fetch_chunks(folder, (chunk for entry in weights.values() for chunk in stored_chunks(entry)))
     fragments = {
         key: Fragment(torch.empty(entry["size"], dtype=DTYPES[entry["dtype"]]), 0, entry["size"])
@@ -212,3 +225,139 @@ def load_full_weights(folder: Path) -> dict[str, torch.Tensor]:
     except dcp.CheckpointException as error:
         raise _to_checkpoint_error(error, folder) from None
     return {key.partition("/")[2]: fragment.local for key, fragment in fragments.items()}
+
+
+# Nodes without a shared disk: every disk has its own ranks' tensors and the descriptions of all checkpoints. While
+# training saves, only the list of files is exchanged. A start gives every disk the descriptions that it lacks, and the
+# tensor files that its ranks need, as messages between the ranks.
+
+#: Bytes of one message.
+_MESSAGE_BYTES = 64 << 20
+#: A checkpoint's history, small files, and folder in the run's store.
+_Description = tuple[int, dict[str, bytes], str | None]
+
+
+def share_descriptions(run: Path, group: dist.ProcessGroup, disks: Disks) -> None:
+    """Give every disk the descriptions of all checkpoints of the run, and its history. Collective.
+
+    Raises CheckpointError on every rank when a disk cannot be read or written.
+    """
+    if disks.is_one:
+        return
+    of_disks = gather(group, on_each_disk(group, disks, lambda: _descriptions(run)))
+    # The disk whose run has gone back most often knows the current history.
+    newest = max(of_disks, key=lambda of_disk: of_disk[0])
+    known: dict[str, _Description] = {}
+    for _, checkpoints, _ in of_disks:
+        for name, (history, files, remote) in checkpoints.items():
+            # A disk of which the run was killed may not know yet that the store has the checkpoint.
+            if name not in known or (history, remote or "") > (known[name][0], known[name][2] or ""):
+                known[name] = (history, files, remote)
+
+    def write() -> None:
+        own = _descriptions(run)
+        folder = checkpoints_folder(run)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in newest[2].items():
+            if own[2].get(name) != text:
+                write_durably(folder / name, text)
+        for name, (_, files, remote) in known.items():
+            if name not in own[1] or own[1][name][1][MANIFEST_NAME] != files[MANIFEST_NAME]:
+                _write_description(folder / name, files, remote)
+            elif own[1][name][2] != remote:
+                held = [file.name for file in files_here(folder / name, load_manifest(folder / name))]
+                save_pieces(folder / name, Pieces(tuple(file for file in held if file != STATE_NAME), remote))
+
+    on_each_disk(group, disks, write)
+
+
+def _descriptions(run: Path) -> tuple[int, dict[str, _Description], dict[str, bytes]]:
+    """Return the number of a disk's history, its checkpoints, and the run's small files."""
+    found, checkpoints = find_checkpoints(run), {}
+    for saved in [*found.current, *found.abandoned]:
+        files = {name: read_regular(saved.path / name, MAX_BYTES) for name in (MANIFEST_NAME, STATE_NAME)}
+        pieces = load_pieces(saved.path)
+        checkpoints[saved.path.name] = (saved.history.number, files, pieces.remote if pieces else None)
+    folder = checkpoints_folder(run)
+    carried = {name: read_regular(folder / name, MAX_BYTES) for name in CARRIED if (folder / name).is_file()}
+    return found.history.number, checkpoints, carried
+
+
+def _write_description(final: Path, files: dict[str, bytes], remote: str | None) -> None:
+    set_aside_existing(final)
+    partial = free_name(final.with_name(f".{final.name}.partial"))
+    partial.mkdir()
+    for name, contents in files.items():
+        write_durably(partial / name, contents)
+    save_pieces(partial, Pieces((), remote))
+    partial.rename(final)
+
+
+def find_missing(folder: Path, group: dist.ProcessGroup) -> str | None:
+    """Return which file of a checkpoint is on no disk and in no store, or None. Collective."""
+
+    def look() -> tuple[set[str], bool]:
+        manifest, pieces = load_manifest(folder), load_pieces(folder)
+        names = {file.name for file in files_here(folder, manifest) if (folder / file.name).is_file()}
+        return names, pieces is not None and pieces.remote is not None
+
+    found = gather(group, on_all_ranks(group, look))
+    if any(is_remote for _, is_remote in found):
+        return None
+    here = set().union(*(names for names, _ in found))
+    missing = sorted({file.name for file in load_manifest(folder).files} - here)
+    return f"{folder / missing[0]} is on no disk of these nodes." if missing else None
+
+
+def share_files(folder: Path, names: Iterable[str], group: dist.ProcessGroup, disks: Disks) -> None:
+    """Bring the files of a checkpoint that this rank needs to its disk, from any disk that has them. Collective.
+
+    Raises CheckpointError on every rank when a file is on no disk, cannot be written, or arrives damaged.
+    """
+    pieces = load_pieces(folder)
+    if disks.is_one or (pieces is not None and pieces.remote is not None):
+        return
+    rank = dist.get_rank(group)
+    stored = {file.name: file for file in load_manifest(folder).files}
+    held = gather(group, [file.name for file in files_here(folder, load_manifest(folder))])
+    wanted = gather(group, sorted(set(names) - set(held[rank])))
+    for name in sorted(set().union(*wanted)):
+        holders = [main for main in sorted(set(disks.mains)) if name in held[main]]
+        if not holders:
+            raise CheckpointError(f"{folder / name} is on no disk of these nodes. Name another checkpoint.")
+        receivers = {disks.mains[other] for other, needs in enumerate(wanted) if name in needs}
+        _send(folder, stored[name], holders[0], group, receives=rank in receivers)
+
+
+def _send(folder: Path, file: StoredFile, source: int, group: dist.ProcessGroup, *, receives: bool) -> None:
+    """Broadcast a file from the rank `source`; ranks that receive it keep it. Collective."""
+    path = folder / file.name
+    partial = path.with_name(f".{file.name}.partial")
+    for begin in range(0, file.num_bytes, _MESSAGE_BYTES):
+        part = torch.empty(min(_MESSAGE_BYTES, file.num_bytes - begin), dtype=torch.uint8)
+
+        def read(begin: int = begin, part: torch.Tensor = part) -> None:
+            if dist.get_rank(group) == source:
+                with path.open("rb") as opened:
+                    opened.seek(begin)
+                    if opened.readinto(part.numpy().data) != part.numel():
+                        raise CheckpointError(f"{path} was cut short.")
+
+        def write(begin: int = begin, part: torch.Tensor = part) -> None:
+            if receives:
+                with partial.open("ab" if begin else "wb") as opened:
+                    opened.write(part.numpy().data)
+
+        on_all_ranks(group, read)
+        dist.broadcast(part, source, group=group)
+        on_all_ranks(group, write)
+
+    def keep() -> None:
+        if receives:
+            if hash_file(partial).xxh3_128 != file.xxh3_128:
+                raise CheckpointError(f"{path} does not match its hash: it was damaged on a disk or on its way.")
+            partial.replace(path)
+            pieces = load_pieces(folder) or Pieces(())
+            save_pieces(folder, replace(pieces, files=(*pieces.files, file.name)))
+
+    on_all_ranks(group, keep)

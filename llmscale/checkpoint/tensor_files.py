@@ -429,12 +429,12 @@ class FragmentLoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn].local
 
 
-#: Prefixes of trained and of frozen weights. Buffers follow from the model's shape.
-_WEIGHTS = (f"{MASTER}/", "frozen/")
+#: Prefixes of trained weights, of frozen ones and of buffers (routers' biases).
+WEIGHTS = (f"{MASTER}/", "frozen/", "buffer/")
 
 
 class StoredWeights:
-    """The master weights and frozen parameters of a checkpoint, each as one flat tensor by the parameter's name."""
+    """The master weights, frozen parameters and buffers of a checkpoint, each as one flat tensor by its name."""
 
     def __init__(self, folder: Path) -> None:
         """Read the index only; of a remote run, fetch the weights. Raises CheckpointError when the index is damaged or
@@ -442,7 +442,7 @@ class StoredWeights:
         self._folder = folder
         self._entries: dict[str, dict] = {}
         for key, entry in load_index(folder).items():
-            if not key.startswith(_WEIGHTS):
+            if not key.startswith(WEIGHTS):
                 continue
             if not DTYPES[entry["dtype"]].is_floating_point:
                 raise CheckpointError(f"{folder / INDEX_NAME}: the weights '{key[:200]}' are {entry['dtype']}.")

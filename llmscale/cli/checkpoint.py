@@ -44,10 +44,13 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         ("verify", _verify, "read every byte and compare it with the manifest; exit status 1 on damage"),
         ("prune", _prune, "delete abandoned checkpoints: those of steps that a rollback discarded"),
     ):
-        action = actions.add_parser(name, help=text, description=text)
+        action = actions.add_parser(
+            name, help=text, description=text, example=f"llmscale checkpoint {name} runs/default"
+        )
         action.add_argument("run", type=run_place, metavar="RUN", help="run folder, or one checkpoint of it")
         action.set_defaults(handler=handler)
-    diff = actions.add_parser("diff", help="compare configuration and state of two checkpoints")
+    text, example = "compare configuration and state of two checkpoints", "llmscale checkpoint diff runs/a runs/b"
+    diff = actions.add_parser("diff", help=text, example=example)
     diff.add_argument("a", type=run_place, metavar="A", help="run folder or checkpoint")
     diff.add_argument("b", type=run_place, metavar="B", help="run folder or checkpoint")
     diff.set_defaults(handler=_diff)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from llmscale.config.command_line import local_path, path_or_url, run_place
+from llmscale.config.command_line import FittingHelp, local_path, path_or_url, run_place
 from llmscale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,13 +28,17 @@ _INSTALL = """\
 _PATH_KEYS = ("config", "ds", "data", "text", "tokenizer", "data_cache", "run", "resume", "init_from")
 
 
+class _AsWritten(argparse.RawDescriptionHelpFormatter, FittingHelp):
+    """Help whose description and epilog keep their lines."""
+
+
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `completion`."""
     parser = subparsers.add_parser(
         "completion",
         description="Prints a script for your shell. To install it:",
         epilog=_INSTALL,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_AsWritten,
     )
     parser.add_argument("shell", choices=SHELLS, metavar="bash|zsh|fish", help="shell")
     parser.set_defaults(handler=_run)

@@ -44,7 +44,8 @@ def add_parser(subparsers: argparse._SubParsersAction[FlagParser]) -> None:
 
 
 def _add_inspect(commands: argparse._SubParsersAction[FlagParser]) -> None:
-    parser = commands.add_parser("inspect", help="describe a dataset, with a few decoded samples")
+    text = "describe a dataset, with a few decoded samples"
+    parser = commands.add_parser("inspect", help=text, example="llmscale data inspect data/mine")
     parser.add_argument("folder", type=path_or_url, help="the dataset, a folder or a URL")
     flag(parser, "--samples N", "samples to decode per split", whole_number(0, 10_000), 2)
     text = "samples per split, from eight shards, in which copies, undecodable text and lengths are counted"
@@ -53,13 +54,18 @@ def _add_inspect(commands: argparse._SubParsersAction[FlagParser]) -> None:
 
 
 def _add_verify(commands: argparse._SubParsersAction[FlagParser]) -> None:
-    parser = commands.add_parser("verify", help="check the hash of every shard; exit status 1 if one is damaged")
+    text = "check the hash of every shard; exit status 1 if one is damaged"
+    parser = commands.add_parser("verify", help=text, example="llmscale data verify data/mine")
     parser.add_argument("folder", type=path_or_url, help="the dataset, a folder or a URL")
     parser.set_defaults(handler=_verify)
 
 
 def _add_which(commands: argparse._SubParsersAction[FlagParser]) -> None:
-    parser = commands.add_parser("which", help="list the samples of a step: dataset, shard, index, text")
+    text, example = (
+        "list the samples of a step: dataset, shard, index, text",
+        "llmscale data which runs/default --step 100",
+    )
+    parser = commands.add_parser("which", help=text, example=example)
     parser.add_argument("run", type=run_place, metavar="RUN|CHECKPOINT", help="run folder, or one checkpoint")
     add_own_data(parser)
     flag(parser, "--step N", "the step, as printed in the log", whole_number(1, limits.MAX_STEPS), required=True)

@@ -36,7 +36,9 @@ _FOR_PROSE = ("gopher-repetition", "gopher-quality", "c4", "fineweb")
 def add_parser(commands: argparse._SubParsersAction[FlagParser]) -> None:
     """Add `clean`."""
     parser = commands.add_parser(
-        "clean", help="remove duplicates, text of low quality or in other languages, and evaluation text"
+        "clean",
+        help="remove duplicates, text of low quality or in other languages, and evaluation text",
+        example="llmscale data clean --input 'crawl/*.jsonl.zst' --out cleaned",
     )
     add_input_flags(parser)
     flag(parser, "--out DIR", "folder of the result, an --input for prepare", local_path, required=True)

@@ -57,7 +57,8 @@ def add_max_rejected(parser: FlagParser) -> None:
 
 def add_prepare(commands: argparse._SubParsersAction[FlagParser]) -> None:
     """Add `prepare` to `llmscale data`."""
-    parser = commands.add_parser("prepare", help="tokenise text into MDS shards with a manifest")
+    example = "llmscale data prepare --input 'texts/*.txt' --out data/mine"
+    parser = commands.add_parser("prepare", help="tokenise text into MDS shards with a manifest", example=example)
     add_input_flags(parser)
     text = "folder of the dataset, or s3://BUCKET/PATH (gs, az, hf://datasets/ORGANISATION/NAME), to which complete "
     flag(parser, "--out DIR|URL", f"{text}shards are uploaded", path_or_url, required=True)
@@ -75,6 +76,9 @@ def add_prepare(commands: argparse._SubParsersAction[FlagParser]) -> None:
     flag(parser, "--seed N", text, whole_number(0, limits.MAX_SEED), 0)
     flag(parser, "--no-shuffle", "keep training windows in the order of the text; default: shards are random samples")
     flag(parser, "--shard-mb MIB", "largest shard in MiB", whole_number(1, 4095), 64)
+    text = "stream: windows of the text as a whole; best-fit: rows that start at a document and are filled with others "
+    text += "that fit, without the ends of some"
+    flag(parser, "--packing", text, default="stream", choices=["stream", "best-fit"])
     flag(parser, "--compression", "compress the shards; default: not", default="", choices=["zstd"])
     flag(parser, "--workers N", "tokenising threads; default: one per core", whole_number(1, limits.MAX_WORKERS))
     text = "encoder: gigatoken, the tokenizer's own library (reference), or gigatoken if its tokens are the same (auto)"
@@ -91,7 +95,8 @@ def add_prepare(commands: argparse._SubParsersAction[FlagParser]) -> None:
 
 def add_train_tokenizer(commands: argparse._SubParsersAction[FlagParser]) -> None:
     """Add `train-tokenizer` to `llmscale data`."""
-    parser = commands.add_parser("train-tokenizer", help="train a byte-level BPE tokenizer on text")
+    example = "llmscale data train-tokenizer --input 'texts/*.txt' --out tokenizers/mine"
+    parser = commands.add_parser("train-tokenizer", help="train a byte-level BPE tokenizer on text", example=example)
     add_input_flags(parser)
     flag(parser, "--out DIR", "folder of the tokenizer", local_path, required=True)
     flag(parser, "--vocab-size N", "tokens to learn", whole_number(257, limits.MAX_VOCAB), 32768)
@@ -129,6 +134,7 @@ def _prepare(args: argparse.Namespace) -> int:
         shuffle=not args.no_shuffle,
         shard_bytes=args.shard_mb << 20,
         compression=args.compression,
+        packing=args.packing,
         parse_special=args.parse_special_tokens,
     )
     args.out = _check_out(args)
@@ -219,13 +225,17 @@ def print_manifest(manifest: Manifest, folder: str) -> None:
         f"seq_len {manifest.seq_len}, {manifest.dtype}, fingerprint {manifest.fingerprint[:12]}"
     )
     for name, split in manifest.splits.items():
+        share = split.cropped_tokens / split.num_tokens
+        cropped = f"{split.cropped_tokens:,} tokens cropped, {share:.1%} " if manifest.is_best_fit else ""
         print_visible_fitting(
             f"  {name:5} {split.num_documents:,} documents, {split.num_tokens:,} tokens, {split.num_samples:,} "
-            f"samples (+ {split.tail_tokens:,} tail tokens), {len(split.shards)} shards, "
+            f"samples ({cropped}+ {split.tail_tokens:,} tail tokens), {len(split.shards)} shards, "
             f"{split.bytes_per_token:.2f} bytes/token, unigram entropy {split.unigram_entropy_nats:.3f} nats"
         )
     if not manifest.is_shuffled:
         print("  training windows in the order of the text")
+    if manifest.is_best_fit:
+        print("  rows start at a document; ends of documents that fit into no row are left out")
     if manifest.skipped_documents or manifest.empty_documents:
         print_visible(
             f"  left out: {count_nouns(manifest.skipped_documents, 'malformed record')}, "

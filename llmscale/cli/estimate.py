@@ -31,13 +31,15 @@ _EXCLUSIVE = (
     ("--max-seq-len", ("--emit", "--plot", "--dry-run", "--global-batch-size")),
     ("--hf", ("--model",)),
     ("--ds", ("--emit",)),
+    ("--wide", ("--json", "--max-model", "--max-seq-len")),
 )
 #: Flags that `--interconnect list` excludes, because they concern one row for one network.
-_OF_ONE_NETWORK = ("--hf", "--max-model", "--max-seq-len", "--emit", "--plot", "--dry-run")
+_OF_ONE_NETWORK = ("--hf", "--max-model", "--max-seq-len", "--emit", "--plot", "--dry-run", "--wide")
 #: Flags without a meaning for a model of which only the states are known.
 _OF_OWN_MODEL = (
-    *("--ds", "--emit", "--plot", "--dry-run", "--micro-batch-size", "--activation-checkpointing"),
+    *("--ds", "--emit", "--plot", "--dry-run", "--wide", "--micro-batch-size", "--activation-checkpointing"),
     *("--loss-chunk-tokens", "--optimizer", "--freeze", "--seq-len", "--sequence-parallel-size", "--max-seq-len"),
+    "--expert-parallel-size",
 )
 
 
@@ -81,11 +83,13 @@ def _add_run_flags(group: FlagContainer) -> None:
         "precision": "bf16, fp16, fp32 or autocast; default: the ds_config's, else bf16, or fp16 on a GPU without bf16",
         "activation_checkpointing": "only none, selective or full; default: all of them",
         "sequence_parallel_size": "GPUs that divide a sequence; default: 1, for --max-seq-len every number",
+        "expert_parallel_size": "GPUs that divide the experts of a block; default: 1",
     }
     add_run_flags(group, {"global_batch_size": int, "micro_batch_size": int, "precision": str}, texts=texts)
     add_optimizer_flags(group)
     add_run_flags(group, {"freeze": list[str]})
-    add_run_flags(group, {"activation_checkpointing": str, "sequence_parallel_size": int}, texts=texts)
+    sizes = {"sequence_parallel_size": int, "expert_parallel_size": int}
+    add_run_flags(group, {"activation_checkpointing": str, **sizes}, texts=texts)
     text = "explain these ds_configs, side by side; zero2 and the like are llmscale's own"
     flag(group, "--ds FILE|NAME", text, local_path, nargs="+")
     flag(group, "--nvme-path DIR", "NVMe folder of every node, for --emit", nonblank, "/local_nvme")
@@ -98,6 +102,7 @@ def _add_output_flags(group: FlagContainer) -> None:
     flag(group, "--max-seq-len", "find the longest sequence that fits, by GPUs that divide it")
     flag(group, "--dry-run", "simulate the recommended row, or --ds, with the real DeepSpeed: about a minute")
     flag(group, "--plot FILE", "draw the rows as stacked bars (needs matplotlib)", local_path)
+    flag(group, "--wide", "show all columns: what a GPU's total consists of, and the moment of the peak")
     flag(group, "--json", "print JSON")
 
 

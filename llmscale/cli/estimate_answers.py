@@ -24,6 +24,7 @@ from llmscale.cli.estimate_tables import (
     largest_model_lines,
     largest_models_as_list,
     legend_lines,
+    load_lines,
     longest_as_list,
     longest_lines,
     moment_lines,
@@ -43,7 +44,7 @@ from llmscale.cli.flags import (
 )
 from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config, read_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode
-from llmscale.config.describe_defaults import describe_preset
+from llmscale.config.describe_defaults import describe_parameters, describe_preset
 from llmscale.config.hardware import GPU, custom_gpu, get_gpu, usable_precision
 from llmscale.config.hf_model import is_published
 from llmscale.config.interconnect import Interconnect, get_interconnect
@@ -89,7 +90,7 @@ _ANY_MODEL = "gpt3-125m"
 #: Keys of a run that are flags here, in addition to those of the model.
 _RUN_KEYS = (
     *("global_batch_size", "micro_batch_size", "precision", "activation_checkpointing"),
-    *("optimizer", "freeze", "loss_chunk_tokens", "sequence_parallel_size"),
+    *("optimizer", "freeze", "loss_chunk_tokens", "sequence_parallel_size", "expert_parallel_size"),
 )
 #: Context and batch of `--max-model` without a model: GPT-3's context, and 2^20 tokens.
 _MAX_MODEL_SEQ_LEN, _MAX_MODEL_BATCH = 2048, 512
@@ -149,6 +150,7 @@ def _read_job(args: argparse.Namespace, config: RunConfig, machines: Machines) -
     config, shape = resolve_model(config, seq_len)
     plan = resolve_batch(config, shape.seq_len, machines.world_size)
     plan.ranks.heads_of_rank(shape.n_head, shape.n_kv_head)
+    plan.ranks.experts_of_rank(shape.num_experts)
     return Job(
         shape,
         plan.global_batch_size,
@@ -157,6 +159,7 @@ def _read_job(args: argparse.Namespace, config: RunConfig, machines: Machines) -
         resolve_optimizer(config, shape),
         config.loss_chunk_tokens,
         config.sequence_parallel_size,
+        config.expert_parallel_size,
     )
 
 
@@ -213,7 +216,10 @@ def answer_rows(args: argparse.Namespace) -> int:
         values = search_as_dict(request.search) | ranking_as_dict(ranking, names)
         print(json.dumps(values | {"dry_runs": [comparison_as_dict(dry_run) for dry_run in dry_runs]}, indent=1))
     else:
-        print_fitting(_answer_lines(request, ranking, names, dry_runs))
+        for line in wrap_lines(
+            _answer_lines(request, ranking, names, dry_runs, wide=args.wide), None if args.wide else output_width()
+        ):
+            print(line)
     if args.plot is not None:
         _plot(args.plot, request, ranking, names)
     if args.emit is not None and ranking.recommended is not None:
@@ -248,12 +254,12 @@ def _emit(path: Path, fit: Candidate, nvme_path: str) -> None:
 
 
 def _answer_lines(
-    request: EstimateRequest, ranking: Ranking, names: list[str] | None, dry_runs: list[Comparison]
+    request: EstimateRequest, ranking: Ranking, names: list[str] | None, dry_runs: list[Comparison], *, wide: bool
 ) -> Iterator[str]:
     job = request.search.job
     shape, model = job.shape, str(request.given.get("model", "model"))
     yield (
-        f"{model}: {shape.num_parameters:,} parameters ({shape.n_layer} layers, {shape.n_head} heads, width "
+        f"{model}: {describe_parameters(shape)} ({shape.n_layer} layers, {shape.n_head} heads, width "
         f"{shape.n_embd}, vocabulary {shape.vocab_size:,}), sequences of {shape.seq_len:,}"
     )
     reshaped = describe_preset(model, shape, "a") if model in PRESETS else None
@@ -275,9 +281,12 @@ def _answer_lines(
         yield job.ranks.describe_split(shape.seq_len, shape.n_head, shape.n_kv_head)
     yield ""
     chosen = ranking.recommendation.index if ranking.recommendation else None
-    yield from row_lines(ranking.configs, chosen, names)
+    yield from row_lines(ranking.configs, chosen, names, wide=wide)
     yield ""
-    yield from legend_lines(ranking.configs)
+    yield from legend_lines(ranking.configs, wide=wide)
+    if shape.num_experts:
+        fit = ranking.fits[0 if chosen is None else chosen]
+        yield from load_lines(fit)
     if names is not None:
         for fit, name in zip(ranking.fits, names, strict=True):
             yield from _explain(fit, name)
@@ -470,7 +479,7 @@ def answer_networks(args: argparse.Namespace) -> int:
     else:
         shape = search.job.shape
         head = (
-            f"{shape.num_parameters:,} parameters on {request.machines_in_words}, {search.precision}, global batch "
+            f"{describe_parameters(shape)} on {request.machines_in_words}, {search.precision}, global batch "
             f"{search.job.global_batch_size:,} x {shape.seq_len:,} tokens"
         )
         what = "Estimated tokens/s of each ZeRO stage's fastest row that fits; * the fastest of a line."

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.config.hardware import GPU_TABLE_HEAD, gpu_table_rows
 from llmscale.memory.breakdown import GIB, Breakdown, format_size
-from llmscale.memory.estimate import RESERVED_PER_ALLOCATED, MemoryEstimate
+from llmscale.memory.estimate import RESERVED_PER_ALLOCATED, MemoryEstimate, estimate_memory
 from llmscale.planning.recommend import RankedConfig, Ranking
 from llmscale.planning.search import Candidate, Search, Strategy
 from llmscale.planning.step_time import Throughput
@@ -32,45 +33,52 @@ _DROPPED_FIRST = (
     *("param", "activ", "host", "loss", "tokens D", "D/N", "layers", "heads", "width", "MFU", "difference", "total"),
 )
 #: Smallest widths of columns that may be cut.
-_LEAST = {"source": 20}
+_LEAST = {"source": 20, "ds_config": 16}
+#: Width of the table of rows in a file or a pipe, without --wide.
+_TABLE_WIDTH = 100
+#: Width of the table of rows with --wide: no column is left out.
+_ANY_WIDTH = 1_000_000
 
 
-def align(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table that fits the terminal."""
+def align(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> Iterator[str]:
+    """Yield the lines of a table that fits `width`; default: the terminal's."""
     order = {name: len(_DROPPED_FIRST) - place for place, name in enumerate(_DROPPED_FIRST)}
     columns = [Column(name, name in _TEXT, order.get(name, 0), _LEAST.get(name, 0)) for name in head]
-    return table_lines(columns, rows, output_width())
+    return table_lines(columns, rows, width or output_width())
 
 
 def row_lines(
-    rows: Sequence[RankedConfig], recommended: int | None, names: Sequence[str] | None = None
+    rows: Sequence[RankedConfig], recommended: int | None, names: Sequence[str] | None = None, *, wide: bool = False
 ) -> Iterator[str]:
-    """Yield one line per row, in GiB; `*` marks the recommended one. `names` are the files of ds_configs."""
+    """Yield one line per row, in GiB; `*` marks the recommended one. `names` are the files of ds_configs.
+
+    `wide` adds the columns that `total` consists of, at any width.
+    """
     some_host = any(row.fit.host_bytes_per_node for row in rows)
     some_nvme = any(row.fit.nvme_bytes_per_node for row in rows)
     some_rate = any(row.throughput for row in rows)
-    head = ["", *(["ds_config"] if names else []), "ZeRO", "offload", "checkpt", "batch", *CATEGORIES]
-    head += ["reserve", "context", "total", "  fits", "peak in"]
+    head = ["", *(["ds_config"] if names else []), "ZeRO", "offload", "checkpt", "batch"]
+    head += [*CATEGORIES, "reserve", "context"] * wide + ["total", "  fits"] + ["peak in"] * wide
     head += ["host"] * some_host + ["NVMe"] * some_nvme + ["tok/s", "MFU"] * some_rate
     table: list[list[str]] = []
     for index, row in enumerate(rows):
         if not names and index and row.fit.strategy.zero_stage != rows[index - 1].fit.strategy.zero_stage:
             table.append([])
-        cells = ["*" if index == recommended else "", *([names[index]] if names else []), *_row_cells(row)]
+        cells = ["*" if index == recommended else "", *([names[index]] if names else []), *_row_cells(row, wide)]
         cells += [gib(row.fit.host_bytes_per_node)] * some_host + [gib(row.fit.nvme_bytes_per_node)] * some_nvme
         table.append(cells + _rate_cells(row) * some_rate)
-    yield from align(head, table)
+    yield from align(head, table, _ANY_WIDTH if wide else output_width() or _TABLE_WIDTH)
 
 
-def _row_cells(row: RankedConfig) -> list[str]:
+def _row_cells(row: RankedConfig, wide: bool) -> list[str]:
     fit, estimate = row.fit, row.fit.estimate
     mode = fit.strategy.checkpointing
     return [
         *(fit.strategy.stage_words, fit.strategy.offload, "-" if mode == "none" else mode),
         f"{fit.plan.micro_batch_size} x {fit.plan.gradient_accumulation_steps}",
-        *breakdown_cells(estimate.peak),
-        *(gib(estimate.reserve_bytes), gib(estimate.context_bytes), gib(estimate.total_bytes)),
-        *(f"  {verdict(fit)}", estimate.peak_moment),
+        *[*breakdown_cells(estimate.peak), gib(estimate.reserve_bytes), gib(estimate.context_bytes)] * wide,
+        *(gib(estimate.total_bytes), f"  {verdict(fit)}"),
+        *[estimate.peak_moment] * wide,
     ]
 
 
@@ -92,20 +100,23 @@ def verdict(fit: Candidate) -> str:
     return f"{fit.spare_bytes / GIB:.1f} free"
 
 
-def legend_lines(rows: Sequence[RankedConfig]) -> Iterator[str]:
-    """Yield the meaning of the columns, and their assumptions."""
+def legend_lines(rows: Sequence[RankedConfig], *, wide: bool = False) -> Iterator[str]:
+    """Yield the meaning of the columns, and their assumptions; `wide`: of all columns."""
     yield "GiB per GPU at the peak; host and NVMe in GiB per node; batch: micro-batch x accumulation."
     reserve = f"{RESERVED_PER_ALLOCATED - 1:.0%}"
     context = format_size(rows[0].fit.estimate.context_bytes)
     yield (
-        f"reserve and context are assumed, not measured: {reserve} that the allocator holds beyond the tensors, and "
-        f"{context} for CUDA, its libraries and NCCL."
+        f"{'reserve and context' if wide else 'Two parts of total'} are assumed, not measured: {reserve} that the "
+        f"allocator holds beyond the tensors, and {context} for CUDA, its libraries and NCCL."
     )
-    yield (
-        "activ counts blocks that run eagerly; compiled ones (train's --compile) keep no more, and at stage 3 gather a "
-        "block at a time."
-    )
-    yield from _gradient_lines([row.fit for row in rows])
+    if wide:
+        yield (
+            "activ counts blocks that run eagerly; compiled ones (train's --compile) keep no more, and at stage 3 "
+            "gather a block at a time."
+        )
+        yield from _gradient_lines([row.fit for row in rows])
+    else:
+        yield "--wide shows all parts of total, and the moment of the peak."
     if any(row.fit.host_bytes_per_node for row in rows):
         host = rows[0].fit.machines.host_bytes
         known = f"checked against {format_size(host)} (--host-memory-gib)" if host else "not checked: --host-memory-gib"
@@ -115,6 +126,21 @@ def legend_lines(rows: Sequence[RankedConfig]) -> Iterator[str]:
         yield "tok/s (all GPUs together) and MFU are estimated."
         yield _compiled_line(estimates)
         yield from _calibration_lines(estimates)
+
+
+def load_lines(fit: Candidate) -> Iterator[str]:
+    """Yield what an uneven load of the experts changes."""
+    size = fit.plan.ranks.expert_parallel_size
+    if size == 1:
+        yield "experts: an uneven load does not change these bytes, because one GPU computes all of them."
+        return
+    worst = estimate_memory(fit.step, fit.machines.capability, worst_load=True)
+    spare = fit.machines.gpu_bytes - worst.total_bytes
+    verdict = f"{spare / GIB:.1f} free" if spare >= 0 else f"{-spare / GIB:,.1f} over"
+    yield (
+        f"experts: each group of {size} GPUs divides them, and the rows assume equal loads. If all tokens of a group "
+        f"went to one GPU's experts, {fit.strategy.describe()} would take {gib(worst.total_bytes)} GiB, {verdict}."
+    )
 
 
 def _gradient_lines(fits: Sequence[Candidate]) -> Iterator[str]:
@@ -132,8 +158,8 @@ def _compiled_line(found: Sequence[Throughput]) -> str:
     gains = sorted(f"{row.compiled_tokens_per_second / row.tokens_per_second:.2f}" for row in found)
     gain = gains[0] if gains[0] == gains[-1] else f"{gains[0]} to {gains[-1]}"
     return (
-        f"tok/s is that of eager blocks; compiled ones (train's --compile) are estimated at {gain} times as much, by "
-        "what torchtitan published and, at stage 3, by what they gather."
+        f"tok/s is that of eager blocks. Compiled ones (train's --compile) are estimated at {gain} times as much, from "
+        "torchtitan's published speeds and, at stage 3, from what they gather."
     )
 
 
@@ -296,7 +322,7 @@ def search_as_dict(search: Search) -> dict[str, object]:
     """Return model, machines and assumptions."""
     job, machines = search.job, search.job.machines
     return {
-        "shape": {**asdict(job.shape), "num_parameters": job.shape.num_parameters},
+        "shape": shape_as_dict(job.shape),
         "global_batch_size": job.global_batch_size,
         "optimizer": job.optimizer.name,
         "gpu": asdict(search.gpu),
@@ -304,6 +330,12 @@ def search_as_dict(search: Search) -> dict[str, object]:
         "machines": {**asdict(machines), "world_size": machines.world_size},
         "assumed": {"reserved_per_allocated": RESERVED_PER_ALLOCATED},
     }
+
+
+def shape_as_dict(shape: GPTShape) -> dict[str, object]:
+    """Return a model with its numbers of parameters."""
+    counts = {"num_parameters": shape.num_parameters, "active_parameters": shape.active_parameters}
+    return {**asdict(shape), **counts}
 
 
 def ranking_as_dict(ranking: Ranking, names: list[str] | None) -> dict[str, object]:

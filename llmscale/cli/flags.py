@@ -151,6 +151,8 @@ def train_command(ds: str, fit: Candidate, keys: Mapping[str, object]) -> str:
     words += flag_words("micro_batch_size", fit.plan.micro_batch_size)
     if fit.plan.ranks.sequence_parallel_size > 1:
         words += flag_words("sequence_parallel_size", fit.plan.ranks.sequence_parallel_size)
+    if fit.plan.ranks.expert_parallel_size > 1:
+        words += flag_words("expert_parallel_size", fit.plan.ranks.expert_parallel_size)
     # DeepSpeed has a section for `full`, but none for `selective`.
     if fit.strategy.checkpointing != fit.ds.checkpointing:
         words += flag_words("activation_checkpointing", fit.strategy.checkpointing)

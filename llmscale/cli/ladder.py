@@ -49,16 +49,17 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `ladder` with its subcommands."""
     actions = subparsers.add_parser("ladder").add_subparsers(metavar="ACTION", required=True)
     text = "choose sizes and token counts for a budget, and write a run file for each"
-    _add_plan_flags(actions.add_parser("plan", help=text))
+    example = "llmscale ladder plan --flops 1e18 --data data/mine --out ladder"
+    _add_plan_flags(actions.add_parser("plan", help=text, example=example))
     text = "train the runs one after the other, least compute first, and resume what was interrupted"
-    run = actions.add_parser("run", help=text)
+    run = actions.add_parser("run", help=text, example="llmscale ladder run ladder")
     run.add_argument("folder", type=local_path, metavar="DIR", help="folder of `ladder plan`")
     flag(run, "--slurm", f"write DIR/{_ARRAY_NAME}, a job array with a task per unfinished run, in place of training")
     run.add_argument("words", nargs="*", metavar="-- FLAGS", help="flags of `llmscale train`, such as --num-gpus 8")
     run.passes_on = "`llmscale train`"
     run.set_defaults(handler=_run)
     text = "fit the finished runs: law.json, fit.json, pictures (with matplotlib) and predictions of larger runs"
-    fit = actions.add_parser("fit", help=text)
+    fit = actions.add_parser("fit", help=text, example="llmscale ladder fit ladder")
     fit.add_argument("folder", type=local_path, metavar="DIR", help="folder of `ladder plan`")
     flag(fit, "--resamples N", "resamples of the residuals for intervals", whole_number(50, 100_000), 400)
     fit.set_defaults(handler=_fit)
@@ -199,9 +200,10 @@ def _fit(args: argparse.Namespace) -> int:
     from llmscale.report.ladder_fit import fit_ladder, fit_lines, write_fit
     from llmscale.report.ladder_plot import plot_ladder
 
-    fit = fit_ladder(args.folder, load_ladder(args.folder), args.resamples)
+    ladder = load_ladder(args.folder)
+    fit = fit_ladder(args.folder, ladder, args.resamples)
     write_fit(args.folder, fit)
-    print_fitting(fit_lines(args.folder, fit))
+    print_fitting(fit_lines(args.folder, ladder, fit))
     if find_spec("matplotlib") is None:
         print(f"no pictures without matplotlib: {install_command('plot')}")
     else:

@@ -33,8 +33,8 @@ def add_parser(subcommands: argparse._SubParsersAction[FlagParser]) -> None:
         "launch",
         description="Start train.py on every host, watch it, and start it again from its last checkpoint when a rank, "
         "a host or the network fails: on the remaining hosts, with the same global batch and the same samples.",
-        epilog="Everything after -- is for train.py: llmscale launch --hostfile hosts -- --ds zero2 "
-        "--steps 1000. Exit status: 0 finished, or stopped by a signal and saved; 2 for your mistakes; else 1.",
+        epilog="Everything after -- is for train.py. Exit status: 0 finished, or stopped by a signal and saved; 2 for "
+        "your mistakes; else 1.",
     )
     where = parser.add_argument_group("where")
     text = "`name slots=N` per host; 8xa100 and the like are llmscale's own; default: this machine"

@@ -78,6 +78,7 @@ COMMANDS = {
     "reproduce": Command(
         "GPT-2 and GPT-3 again, from data to a table beside the published numbers, in one command", "reproduce nano"
     ),
+    "schema": Command("JSON schema of a run file or a mixture, for editors", "schema run"),
     "completion": Command("print the script that completes all of this in bash, zsh or fish", "completion bash"),
 }
 _DESCRIPTION = "Train a GPT under DeepSpeed ZeRO on anything from one CPU to many nodes, and never lose a sample."
@@ -89,6 +90,7 @@ def new_parser() -> tuple[FlagParser, argparse._SubParsersAction[FlagParser]]:
     parser = FlagParser(
         prog="llmscale",
         description=_DESCRIPTION,
+        example=f"llmscale {COMMANDS['train'].example}",
         epilog="Training itself: llmscale train --ds zero2 (--help lists every key). llmscale alone "
         "shows an example of each.",
     )
@@ -103,7 +105,7 @@ def add_command(name: str, subcommands: argparse._SubParsersAction[FlagParser]) 
     subcommands._choices_actions.append(subcommands._ChoicesPseudoAction(name, (), COMMANDS[name].purpose))
     parser = subcommands.choices[name]
     _describe(parser, COMMANDS[name].purpose)
-    parser.epilog = parser.epilog or f"Example: llmscale {COMMANDS[name].example}"
+    parser.example = f"llmscale {COMMANDS[name].example}"
 
 
 def build_parser(argv: Sequence[str]) -> FlagParser:

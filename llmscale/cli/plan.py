@@ -45,7 +45,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     parser.needs = [
         Need(
             "budget_usd gpu_hours price_per_gpu_hour mfu inference_mfu num_gpus num_nodes interconnect pue "
-            "loss_chunk_tokens serve usd_per_kwh buy_usd_per_gpu years",
+            "loss_chunk_tokens expert_parallel_size serve usd_per_kwh buy_usd_per_gpu years",
             "--gpu NAME",
             lambda args: args.gpu or args.gpu_memory_gib or args.bf16_tflops,
         ),
@@ -87,10 +87,11 @@ def _add_run_flags(group: FlagContainer) -> None:
     flag(group, "--law NAME|FILE", text, _law, default="besiroglu")
     texts = {
         "global_batch_size": "sequences per step; default: the nearest preset's",
+        "expert_parallel_size": "GPUs that divide the experts of a block; default: 1",
         "keep_last": "newest checkpoints to keep; default: 2",
         "keep_every": "also keep checkpoints at multiples of this step; default: none",
     }
-    add_run_flags(group, {"global_batch_size": int}, texts=texts)
+    add_run_flags(group, {"global_batch_size": int, "expert_parallel_size": int}, texts=texts)
     add_optimizer_flags(group)
     text = "tokens of a request's prompt and output, such as 1000:250: speed and price of serving"
     flag(group, "--serve IN:OUT", text, _token_pair)

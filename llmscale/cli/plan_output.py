@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -11,14 +12,15 @@ from pathlib import Path
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.cli.estimate_answers import read_gpu
-from llmscale.cli.estimate_tables import align, strategy_as_dict
+from llmscale.cli.estimate_tables import align, shape_as_dict, strategy_as_dict
 from llmscale.cli.flags import describe_data, describe_flags, given_keys, resolve_model, train_command
 from llmscale.config.bundled_files import is_in_checkout
-from llmscale.config.describe_defaults import describe_preset, shape_changes
+from llmscale.config.describe_defaults import describe_parameters, describe_preset, shape_changes
 from llmscale.config.hardware import GPUS
 from llmscale.config.hf_model import default_preset
 from llmscale.config.interconnect import get_interconnect
 from llmscale.config.optimizers import get_optimizer
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.presets import PRESETS
 from llmscale.config.run_config import RunConfig, build_run_config
 from llmscale.errors import ConfigError
@@ -27,6 +29,7 @@ from llmscale.planning.disk_usage import SAVE_EVERY
 from llmscale.planning.run_plan import DEFAULT_PUE, ChosenModel, Goal, GPUPlacement, GPUs, Lifetime, Plan, PlanRequest
 from llmscale.planning.scaling import (
     BESIROGLU,
+    FITTED_EXPANSION,
     HOFFMANN,
     KAPLAN,
     PF_DAY_FLOPS,
@@ -34,8 +37,11 @@ from llmscale.planning.scaling import (
     LawRow,
     Point,
     central,
+    dense_equivalent,
+    expansion_of,
     inference_flops,
     law_rows,
+    law_with_experts,
     suggest_shape,
 )
 from llmscale.planning.scaling_ladder import load_law
@@ -82,7 +88,8 @@ def _law_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     yield _note(
         f"Optimal for {plan.flops:.3g} FLOPs = {plan.flops / PF_DAY_FLOPS:,.4g} PF-days (C = 6 N D) of training:"
     )
-    rows = law_rows(plan.flops, request.law)
+    expansion = expansion_of(plan.shape)
+    rows = law_rows(plan.flops, request.law, expansion)
     cells = [
         [
             "*" if row.name == request.law.name else "",
@@ -100,10 +107,31 @@ def _law_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
         "approaches together put the optimum of 5.76e23 FLOPs between 40B and 70B."
     )
     yield _note(f"{KAPLAN.name} differs because {KAPLAN.why_it_differs}.")
+    if expansion > 1:
+        yield from _expert_law_lines(plan, expansion)
+        return
     fitted = request.law.fitted_parameters
     if not fitted[0] <= plan.shape.num_parameters <= fitted[1]:
         low, high = map(format_quantity, fitted)
         yield _note(f"The fits rest on models of {low} to {high} parameters; this is an extrapolation.")
+
+
+def _expert_law_lines(plan: Plan, expansion: float) -> Iterator[str]:
+    """Yield how a model with experts is compared with dense ones, and what lies beyond the runs of that law."""
+    joint, equal = law_with_experts(expansion), dense_equivalent(plan.shape, plan.tokens)
+    as_good = "no dense model" if math.isinf(equal) else f"a dense model of {format_quantity(equal)} parameters"
+    yield _note(
+        f"Experts: N counts the {format_quantity(plan.shape.active_parameters)} active parameters, those that a token "
+        f"uses; there are {expansion:.3g} times as many experts as a token takes. By {joint.name.partition(',')[0]} "
+        f"{as_good} has the same loss after as many tokens. The other laws are of dense models, and that law's losses "
+        "are of its own text."
+    )
+    low, high = joint.fitted_parameters
+    if not low <= plan.shape.active_parameters <= high or expansion > FITTED_EXPANSION or plan.tokens > 80e9:
+        yield _note(
+            f"It rests on {format_quantity(low)} to {format_quantity(high)} active parameters, up to "
+            f"{FITTED_EXPANSION} times as many experts as a token takes, and 80B tokens; this is an extrapolation."
+        )
 
 
 def _note(text: str) -> str:
@@ -131,7 +159,7 @@ def _run_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     shape, preset = plan.shape, PRESETS[plan.preset]
     yield _line(
         "model",
-        f"{shape.num_parameters:,} parameters: {shape.n_layer} layers, {shape.n_head} heads of {shape.head_dim}, width "
+        f"{describe_parameters(shape)}: {shape.n_layer} layers, {shape.n_head} heads of {shape.head_dim}, width "
         f"{shape.n_embd} (vocabulary {shape.vocab_size:,})",
     )
     changes = shape_changes(plan.preset, shape)
@@ -288,6 +316,8 @@ def _hint_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     else:
         asked |= {"gpu_memory_gib": f"{gpu.memory_gib:g}", "bf16_tflops": f"{gpu.dense_16bit_flops / 1e12:g}"}
     asked |= {"num_gpus": machines.gpus_per_node, "num_nodes": machines.num_nodes}
+    if request.expert_parallel_size > 1:
+        asked["expert_parallel_size"] = request.expert_parallel_size
     if machines.num_nodes > 1:
         asked["interconnect"] = request.gpus.interconnect.name
     yield f"llmscale estimate {describe_flags(asked)} --emit ds.json"
@@ -321,10 +351,10 @@ def to_json(request: PlanRequest, plan: Plan) -> str:
             "goal": asdict(request.goal),
             "flops": plan.flops,
             "pf_days": plan.flops / PF_DAY_FLOPS,
-            "laws": [_law_as_dict(row) for row in law_rows(plan.flops, request.law)],
+            "laws": [_law_as_dict(row) for row in law_rows(plan.flops, request.law, expansion_of(plan.shape))],
             "law": request.law.name,
             "optimum": {**asdict(plan.optimum), "flops": plan.optimum.flops},
-            "shape": {**asdict(plan.shape), "num_parameters": plan.shape.num_parameters},
+            "shape": shape_as_dict(plan.shape),
             "nearest_preset": plan.preset,
             "tokens": plan.tokens,
             "steps": plan.steps,
@@ -390,7 +420,7 @@ def draw(path: Path, request: PlanRequest, plan: Plan) -> None:
     """Draw iso-FLOP curves with the chosen point. Raises ConfigError without matplotlib."""
     from llmscale.report.isoflop_plot import plot_isoflops
 
-    chosen = Point(plan.shape.num_parameters, plan.tokens, central(plan.loss))
+    chosen = Point(plan.shape.active_parameters, plan.tokens, central(plan.loss))
     law = request.law
     interval = law.interval(lambda moved: moved.optimal_parameters(plan.flops))
     plot_isoflops(
@@ -413,10 +443,14 @@ _SIZED_LIKE = "gpt3-125m"
 def read_request(args: argparse.Namespace) -> PlanRequest:
     """Check all flags. Raises ConfigError."""
     _check_goals(args)
-    config = build_run_config(given_keys(args, (*_RUN_KEYS, "global_batch_size", "keep_last", "keep_every")))
+    others = ("global_batch_size", "keep_last", "keep_every", "expert_parallel_size")
+    config = build_run_config(given_keys(args, (*_RUN_KEYS, *others)))
     given = {key: getattr(config, key) for key in given_keys(args)}
     chosen = _read_chosen_model(args, config, given)
     shape = chosen.shape if chosen else _read_size(args, config)
+    ParallelLayout(config.expert_parallel_size, 1, config.expert_parallel_size).experts_of_rank(
+        shape.num_experts if shape else 0
+    )
     run_keys = {key: getattr(config, key) for key in _RUN_KEYS if getattr(args, key) is not None}
     return PlanRequest(
         goal=_read_goal(args, shape),
@@ -426,6 +460,7 @@ def read_request(args: argparse.Namespace) -> PlanRequest:
         given_of_run=run_keys,
         optimizer=get_optimizer(config.optimizer),
         loss_chunk_tokens=config.loss_chunk_tokens,
+        expert_parallel_size=config.expert_parallel_size,
         law=_LAWS.get(args.law) or load_law(args.law),
         vocab_size=_vocab_size(config),
         seq_len=shape.seq_len if shape else config.seq_len or _DEFAULT_SEQ_LEN,
@@ -508,4 +543,4 @@ def _read_goal(args: argparse.Namespace, shape: GPTShape | None) -> Goal:
         return Goal("loss", args.loss)
     if shape is None:
         raise ConfigError("plan for what? Give a goal.")
-    return Goal("parameters", float(shape.num_parameters))
+    return Goal("parameters", float(shape.active_parameters))

@@ -62,7 +62,6 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     parser = subparsers.add_parser(
         "report",
         description="Without a file, print each run's curve; in files, draw several runs over each other.",
-        epilog="Example: llmscale report runs/a runs/b --html report.html",
     )
     parser.add_argument("runs", type=run_place, nargs="+", metavar="RUN", help="run folder, or a folder of runs")
     flag(parser, "--watch", "report again whenever records change, until Ctrl-C")
@@ -82,10 +81,12 @@ def _run(args: argparse.Namespace) -> int:
     _check(args.runs, wanted)
     found = _find(args.runs)
     _check([run.path for _, runs in found for run in runs][:MOST_RUNS], wanted)
+    # Before the report, so that what is written while it is made counts as a change.
+    seen = _stamps(found)
     _report(found, wanted)
     if args.watch:
         with suppress(KeyboardInterrupt):
-            _watch(args.runs, found, wanted)
+            _watch(args.runs, seen, wanted)
     return 0
 
 
@@ -122,9 +123,9 @@ def _report(found: _Found, wanted: Mapping[str, Path]) -> None:
         print_visible(f"{path}: {path.stat().st_size / 1e3:,.0f} KB" if path.is_file() else f"{path}")
 
 
-def _watch(places: Sequence[Path], found: _Found, wanted: Mapping[str, Path]) -> None:
+def _watch(places: Sequence[Path], seen: list[object], wanted: Mapping[str, Path]) -> None:
     """Report again whenever the records of a run change, with at most a tenth of a core."""
-    seen, took_s = _stamps(found), 0.0
+    took_s = 0.0
     pause_s = _WATCH_REMOTE_S if any(map(url_of, places)) else _WATCH_S
     while True:
         time.sleep(max(pause_s, 9 * took_s))
@@ -161,9 +162,9 @@ def _check(runs: Sequence[Path], wanted: Mapping[str, Path]) -> None:
         named = ", ".join(f"--{name} {path}" for name, path in wanted.items())
         raise ConfigError(f"two of {named} are the same file; name another for each.")
     if {"png", "svg"} & wanted.keys():
-        from llmscale.report.run_plot import import_pyplot
+        from llmscale.report.save_figure import import_pyplot
 
-        import_pyplot()
+        import_pyplot("--png and --svg need")
 
 
 def _check_apart(said: str, place: Path, run: Path) -> None:

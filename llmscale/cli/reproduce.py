@@ -270,7 +270,7 @@ def _load(path: Path) -> Mapping[str, object]:
 
 
 def _download_step(source: str, path: Path) -> _Step:
-    """Return the step that writes a split of a data set on the Hub as JSON lines."""
+    """Return the step that writes a split of a dataset on the Hub as JSON lines."""
     name, _, split = source.removeprefix(_HUB).rpartition(":")
 
     def download() -> None:

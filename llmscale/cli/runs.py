@@ -46,7 +46,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         nargs="?",
         default=Path("runs"),
         metavar="FOLDER",
-        help="folder or URL (default: runs)",
+        help="folder or URL; default: runs",
     )
     flag(parser, "--json", "print JSON")
     parser.set_defaults(handler=_run, is_of_runs=False)

@@ -107,8 +107,11 @@ def _ending_at_signals() -> Iterator[None]:
 
 def _parser() -> FlagParser:
     """Return the parser; `_split_flags` has already removed the values of this command's own flag."""
+    from llmscale.cli.main import COMMANDS  # which imports this module
+
     parser = FlagParser(
         prog="llmscale train",
+        example=f"llmscale {COMMANDS['train'].example}",
         description="Train on this machine: one process per GPU, or on the CPU. All other flags are train.py's. "
         "SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and end the run with exit status 0; a second SIGINT ends it at once.",
     )

@@ -15,6 +15,8 @@ DEFAULT_MICRO_BATCH_TOKENS = 16_384
 _MOST_LISTED = 24
 #: Most sizes of a growing batch; a checkpoint lists them.
 _MOST_SIZES = 1024
+#: Most lengths of growing sequences: torch.compile keeps as many graphs of a block.
+_MOST_LENGTHS = 8
 #: Batch sizes of a run, ascending: steps done, samples seen, and the size from there on.
 Batches = tuple[tuple[int, int, int], ...]
 
@@ -42,6 +44,25 @@ class BatchRamp:
 
 
 @dataclass(frozen=True)
+class LengthRamp:
+    """Growth of the sequences at the beginning of a run: each length is twice the one before, for as many tokens.
+
+    A sample of the dataset is cut into sequences, so that a step has the same samples and tokens at every length (Jin
+    et al. 2023, "GrowLength").
+    """
+
+    first: int
+    """Tokens of the first sequences: those of a sample, halved some times."""
+    samples: int
+    """Samples after which sequences are complete."""
+
+    def length(self, full: int, seen: int) -> int:
+        """Return the tokens of a sequence after `seen` samples."""
+        doublings = (full // self.first).bit_length() - 1
+        return self.first << min(doublings, doublings * seen // self.samples)
+
+
+@dataclass(frozen=True)
 class BatchPlan:
     """Division of a global batch: micro_batch_size x gradient_accumulation_steps x data_parallel_size, exactly."""
 
@@ -56,6 +77,12 @@ class BatchPlan:
     """Tokens per sequence."""
     ramp: BatchRamp | None = None
     """Growth of the batch from the beginning of the run; None for a constant batch."""
+    lengths: LengthRamp | None = None
+    """Growth of the sequences from the beginning of the run; None for constant ones."""
+
+    def length_after(self, samples: int) -> int:
+        """Return the tokens of a sequence in the step after `samples` samples."""
+        return self.lengths.length(self.seq_len, samples) if self.lengths else self.seq_len
 
     def batches_from(self, step: int, seen: int) -> Batches:
         """Return the batch sizes from a step on, after `seen` samples."""
@@ -107,6 +134,7 @@ class BatchPlan:
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "world_size": self.ranks.world_size,
             "sequence_parallel_size": self.ranks.sequence_parallel_size,
+            "expert_parallel_size": self.ranks.expert_parallel_size,
             "seq_len": self.seq_len,
         }
 
@@ -116,6 +144,9 @@ class BatchPlan:
         if self.ramp is not None:
             steps, _, _ = self._batches[-1]
             grows = f", grown from {self.ramp.first} sequences in {len(self._batches)} sizes by step {steps + 1:,}"
+        if self.lengths is not None:
+            grows += f", cut into sequences of {self.lengths.first} to {self.seq_len // 2} tokens until step "
+            grows += f"{self.steps_for(self.lengths.samples):,}"
         return (
             f"global batch {self.global_batch_size} sequences = {self.micro_batch_size} micro-batch "
             f"x {self.gradient_accumulation_steps} accumulation x {_count_groups(self.ranks)} "
@@ -130,6 +161,7 @@ def build_batch_plan(
     seq_len: int,
     micro_batch_size: int | None = None,
     ramp: BatchRamp | None = None,
+    lengths: LengthRamp | None = None,
 ) -> BatchPlan:
     """Divide `global_batch_size` sequences over the data-parallel ranks.
 
@@ -139,6 +171,8 @@ def build_batch_plan(
     """
     if global_batch_size < 1:
         raise ConfigError(f"global_batch_size must be at least 1 sequence, not {global_batch_size}.")
+    if lengths is not None:
+        _check_lengths(lengths, seq_len)
     size, smallest, key = ranks.data_parallel_size, global_batch_size, "global_batch_size"
     if ramp is not None:
         _check_ramp(ramp, global_batch_size)
@@ -160,9 +194,8 @@ def build_batch_plan(
             f"micro_batch_size {micro_batch_size} does not divide the {share} sequences that each of "
             f"{_count_groups(ranks)} has per step ({key} {smallest}). Legal micro-batches: {_listed(legal)}."
         )
-    return BatchPlan(
-        global_batch_size, micro_batch_size, global_batch_size // size // micro_batch_size, ranks, seq_len, ramp
-    )
+    micro_steps = global_batch_size // size // micro_batch_size
+    return BatchPlan(global_batch_size, micro_batch_size, micro_steps, ranks, seq_len, ramp, lengths)
 
 
 def _check_ramp(ramp: BatchRamp, full: int) -> None:
@@ -172,6 +205,16 @@ def _check_ramp(ramp: BatchRamp, full: int) -> None:
         raise ConfigError(
             f"batch_ramp_from {ramp.first} must divide the global batch of {full} sequences, in 2 to {_MOST_SIZES} "
             f"parts: the batch grows by as many. Legal: {_listed(legal) or 'none, for a batch of one sequence'}."
+        )
+
+
+def _check_lengths(lengths: LengthRamp, full: int) -> None:
+    """Raise ConfigError unless sequences become complete by doubling."""
+    legal = [full >> halvings for halvings in range(_MOST_LENGTHS - 1, 0, -1) if full % (1 << halvings) == 0]
+    if lengths.first not in legal:
+        raise ConfigError(
+            f"seq_len_ramp_from {lengths.first} must be the dataset's {full} tokens halved 1 to {_MOST_LENGTHS - 1} "
+            f"times: each length is twice the one before. Legal: {_listed(legal) or 'none, for an odd number'}."
         )
 
 

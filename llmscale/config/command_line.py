@@ -6,6 +6,7 @@ import argparse
 import itertools
 import math
 import re
+import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -21,11 +22,12 @@ from llmscale.terminal.human_numbers import parse_bytes, parse_quantity
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
-#: Headings of a help text, and the word that every help text begins with.
-_HEADING = re.compile(r"^usage:|^[a-z][^\n]*:$", re.MULTILINE)
+#: Headings of a help text, and the words that its first paragraphs begin with.
+_HEADING = re.compile(r"^(?:example|usage):|^[a-z][^\n]*:$", re.MULTILINE)
 #: Part of a usage that must stay on one line: a flag with its values.
 _USAGE_PART = re.compile(r"\[[^][]*(?:\[[^][]*\][^][]*)*\](?=\s|$)|--?[a-z][\w-]* [A-Z]\S*")
 _USAGE_INDENT = " " * 4
+_NEXT_LINE = " \\"
 #: Smallest width of help, as in argparse.
 _LEAST_WIDTH = 11
 #: Digits of a whole number: int() also takes other alphabets, and minutes for a million digits.
@@ -65,7 +67,23 @@ class Need(NamedTuple):
 
 
 class FittingHelp(argparse.HelpFormatter):
-    """Help whose usage fits the terminal, too: argparse indents it so far that long flags stick out."""
+    """Help whose usage and example fit the terminal, too: argparse indents usage so far that long flags stick out."""
+
+    def fit_example(self, command: str) -> str:
+        """Return the paragraph of an example, on several lines of a shell if the terminal is narrow."""
+        parts: list[str] = []
+        for word in shlex.split(command):
+            if parts and re.fullmatch(r"-\S+", parts[-1]) and not word.startswith("-"):
+                parts[-1] += f" {shlex.quote(word)}"  # a flag and its value stay on one line
+            else:
+                parts.append(shlex.quote(word))
+        lines = ["example:"]
+        for part in parts:
+            if len(lines[-1]) + len(part) + len(" " + _NEXT_LINE) > max(self._width, _LEAST_WIDTH):
+                lines[-1] += _NEXT_LINE
+                lines.append(_USAGE_INDENT[1:])
+            lines[-1] += f" {part}"
+        return "\n".join(lines) + "\n\n"
 
     def _format_usage(
         self,
@@ -95,16 +113,25 @@ class FittingHelp(argparse.HelpFormatter):
 class FlagParser(argparse.ArgumentParser):
     """An ArgumentParser that raises ConfigError and knows the closest legal flag or subcommand."""
 
+    example: str
+    """Command that the help begins with; its words are quoted for a shell."""
     needs: Sequence[Need] = ()
     """Conditions on the flags that are given."""
     passes_on: str = ""
     """Program whose flags follow `--`."""
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(self, *, example: str = "", **settings: object) -> None:
         """Take argparse's settings. Flags cannot be abbreviated, since `--se` must not come to mean `--seed`."""
         settings = {"formatter_class": FittingHelp, **settings}
         super().__init__(**settings)  # type: ignore[arg-type]  # argparse's own keywords
         self.allow_abbrev = False
+        self.example = example
+
+    def format_help(self) -> str:
+        """Return the help, with the example first."""
+        formatter = self._get_formatter()
+        assert isinstance(formatter, FittingHelp)
+        return (formatter.fit_example(self.example) if self.example else "") + super().format_help()
 
     def parse_known_args(  # type: ignore[override]  # argparse overloads on the namespace
         self, args: Sequence[str] | None = None, namespace: NamespaceT | None = None
@@ -193,7 +220,7 @@ def flag(
     """
     option, _, metavar = name.partition(" ")
     if default not in (None, "", []):
-        help += f" (default: {f'{default:g}' if isinstance(default, float) else default})"
+        help += f"; default: {f'{default:g}' if isinstance(default, float) else default}"
     if metavar:
         settings["metavar"] = metavar
     if kind:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
+from llmscale.architecture.shape import SHAPE_KEYS, TRAINING_KEYS, GPTShape
 from llmscale.config.batch_plan import DEFAULT_MICRO_BATCH_TOKENS, BatchPlan
 from llmscale.config.hf_model import default_preset, is_published
 from llmscale.config.presets import PRESETS, nominal_parameters
@@ -19,7 +19,7 @@ from llmscale.terminal.human_numbers import format_quantity
 _SAME_SIZE = 0.05
 
 
-def describe_preset(name: str, shape: GPTShape, vocabulary_of: str = "the data set's") -> str | None:
+def describe_preset(name: str, shape: GPTShape, vocabulary_of: str = "the dataset's") -> str | None:
     """Return `gpt2-124m with ...: 88.1M parameters, not 124M`, or None if the size agrees with the name."""
     nominal = nominal_parameters(name)
     if abs(shape.num_parameters / nominal - 1) <= _SAME_SIZE:
@@ -34,10 +34,16 @@ def describe_preset(name: str, shape: GPTShape, vocabulary_of: str = "the data s
     )
 
 
+def describe_parameters(shape: GPTShape) -> str:
+    """Return `124,439,808 parameters`, and with experts how many of them a token uses."""
+    active = f", of which a token uses {shape.active_parameters:,}" if shape.num_experts else ""
+    return f"{shape.num_parameters:,} parameters{active}"
+
+
 def shape_changes(name: str, shape: GPTShape) -> dict[str, object]:
     """Return the keys of a shape that differ from its preset's and do not follow from the sizes that differ.
 
-    Vocabulary, context and dropout are left out.
+    Vocabulary, context and settings of training are left out.
     """
     preset = PRESETS[name].shape(shape.vocab_size, shape.seq_len)
     sizes = {key: getattr(shape, key) for key in ("n_layer", "n_head", "n_embd")}
@@ -46,7 +52,7 @@ def shape_changes(name: str, shape: GPTShape) -> dict[str, object]:
         resized = preset.changed(changed)
     except ConfigError:  # sizes that need an explicit head_dim
         resized = preset
-    others = [key for key in SHAPE_KEYS if key not in (*sizes, "dropout")]
+    others = [key for key in SHAPE_KEYS if key not in (*sizes, *TRAINING_KEYS)]
     return changed | {key: getattr(shape, key) for key in others if getattr(shape, key) != getattr(resized, key)}
 
 
@@ -92,6 +98,16 @@ def warn_of_learning_rate(config: RunConfig, schedule: Schedule) -> str | None:
         f"the weights are trained, and the peak learning rate of {schedule.peak_lr:.2e} is {_default_of(config)} for "
         f"training from scratch. Continue with less, such as --lr {schedule.peak_lr / 10:.1e}, or keep it with --lr "
         f"{schedule.peak_lr:.1e}"
+    )
+
+
+def warn_of_router(shape: GPTShape) -> str | None:
+    """Return a warning for routers whose weights do not depend on them, or None."""
+    if not (shape.num_experts > 1 == shape.experts_per_token and shape.normalize_router):
+        return None
+    return (
+        "experts_per_token is 1 and normalize_router is on: the one weight is always 1, and gives routers no gradient. "
+        "Give --no-normalize-router, as Switch Transformer does"
     )
 
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 from llmscale.architecture.families.family import HFTensor
 from llmscale.architecture.hf_config import CONFIG_NAME, find_config, get_family, read_shape
-from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
+from llmscale.architecture.shape import EXPERT_KEYS, SHAPE_KEYS, TRAINING_KEYS, GPTShape, build_shape
 from llmscale.config.presets import get_preset, nearest_preset
 from llmscale.config.run_config import RunConfig, build_run_config
 from llmscale.config.user_paths import check_path
 from llmscale.errors import ConfigError
 
 PREFIX = "hf:"
-#: Keys of a run that config.json sets; dropout is not among them.
-PUBLISHED_KEYS = tuple(key for key in (*SHAPE_KEYS, "vocab_size") if key != "dropout")
+#: Keys of a run that config.json sets.
+PUBLISHED_KEYS = tuple(key for key in (*SHAPE_KEYS, "vocab_size") if key not in TRAINING_KEYS)
 #: Keys that change no tensor, so that they may differ from config.json, for example to extend the context.
 _FREE_KEYS = ("rope_theta", "rope_scaling", "sliding_window", "window_pattern")
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -85,8 +85,8 @@ def read_published_model(flag: str, value: str) -> PublishedModel:
 def with_published_shape(config: RunConfig, weights: PublishedModel | None) -> RunConfig:
     """Return a run's configuration with the shape of its published model in explicit keys.
 
-    Initial `weights` determine the shape, which the user's keys must not contradict. Without them, `--model hf:` gives
-    a shape that other flags may change, like a preset. Raises ConfigError.
+    Initial `weights` determine the shape, which the user's keys must not contradict; but they may add experts to it.
+    Without weights, `--model hf:` gives a shape that other flags may change, like a preset. Raises ConfigError.
     """
     given = {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
     if is_published(config.model):
@@ -99,9 +99,30 @@ def with_published_shape(config: RunConfig, weights: PublishedModel | None) -> R
         wanted, said = given, "the run"
     if weights is None:
         return _with_keys(config, config.model, wanted) if is_published(config.model) else config
+    added = _added_experts(weights, given)
+    wanted = {key: value for key, value in wanted.items() if key not in added}
     _check_same(wanted, weights.keys, said, f"{weights.source} ({CONFIG_NAME})", given)
     model_name = config.model if "model" in config.model_fields_set else PREFIX + weights.name
-    return _with_keys(config, model_name, {**weights.keys, **_free(given)})
+    return _with_keys(config, model_name, {**weights.keys, **_free(given), **added})
+
+
+def _added_experts(weights: PublishedModel, given: Mapping[str, object]) -> dict[str, object]:
+    """Return the keys that give experts to a dense model, each a copy of its MLP. Raises ConfigError."""
+    if weights.shape.num_experts or not given.get("num_experts"):
+        return {}
+    width = weights.shape.mlp_width
+    if weights.shape.mlp_bias:
+        raise ConfigError(
+            f"{weights.source}: the MLP has biases and experts have none, so it cannot become num_experts "
+            f"{given['num_experts']}. Name a model without them (Llama, Mistral, Qwen, OLMo 2), or drop --num-experts."
+        )
+    for key, only in (("expert_width", width), ("shared_expert_width", 0)):
+        if given.get(key, 0) not in (0, only):
+            raise ConfigError(
+                f"{key} is {given[key]}, and experts of {weights.source} begin as copies of its MLP, {width} wide, "
+                f"and have no shared expert. Drop --{key.replace('_', '-')}."
+            )
+    return {key: given[key] for key in ("num_experts", *EXPERT_KEYS) if key in given}
 
 
 def with_saved_shape(config: RunConfig, saved: Mapping[str, object], source: str) -> RunConfig | None:
@@ -125,7 +146,7 @@ def default_preset(config: RunConfig) -> str:
     if not is_published(config.model):
         return config.model
     keys = {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
-    return nearest_preset(build_shape({**keys, "seq_len": 1}).num_parameters)
+    return nearest_preset(build_shape({**keys, "seq_len": 1}))
 
 
 def _free(given: Mapping[str, object]) -> dict[str, object]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 #: Transformer blocks; DeepNet (Wang et al. 2022) has 1,000.
 MAX_LAYERS = 4096
 MAX_HEADS = 1 << 16
+#: Experts of a block; Kimi K2 has 384.
+MAX_EXPERTS = 1 << 14
 #: Residual stream; GPT-4-sized models are below 2^15.
 MAX_WIDTH = 1 << 20
 #: Tokens per sequence.
@@ -33,6 +35,7 @@ MAX_WORKERS = 1024
 MAX_LEARNING_RATE = 1e38
 MAX_LEARNING_RATE_FACTOR = 1e6
 MAX_WEIGHT_DECAY = 100.0
+#: Weights of losses beside the cross-entropy.
 MAX_Z_LOSS = 1.0
 #: Practically no clipping.
 MAX_CLIPPING = 1e9

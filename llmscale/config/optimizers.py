@@ -174,7 +174,7 @@ class OptimizerSpec:
             matrix.newton_schulz_flops
             for tensor in tensors
             if tensor.kind in kinds
-            for _, matrix in matrices_of(tensor.parameter.matrix_rows, tensor.parameter.shape[1], ())
+            for _, matrix in matrices_of(tensor.parameter.matrix_rows, tensor.parameter.columns, ())
         )
 
     def check_stage(self, zero_stage: int) -> None:

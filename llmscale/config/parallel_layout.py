@@ -25,13 +25,16 @@ class ParallelLayout:
     """All ranks of a run, and the groups that they form; one GPU, or one CPU process, each.
 
     Neighbouring ranks divide the tokens of the same sequences, and so are one data-parallel rank together. ZeRO divides
-    model states over all of them, as none holds other weights than the next.
+    model states over all of them, as none holds other weights than the next. Neighbours may also divide the experts of
+    a mixture: ZeRO then divides the states of a rank's experts over the ranks that hold the same ones.
     """
 
     world_size: int
     """All ranks."""
     sequence_parallel_size: int = 1
     """Ranks that divide a sequence."""
+    expert_parallel_size: int = 1
+    """Ranks that divide the experts of a block."""
 
     def __post_init__(self) -> None:
         if self.sequence_parallel_size < 1 or self.world_size % self.sequence_parallel_size:
@@ -39,6 +42,13 @@ class ParallelLayout:
             raise ConfigError(
                 f"{self.world_size} ranks cannot be divided into groups of {self.sequence_parallel_size} that share "
                 "a sequence: the size of a group must divide the number of ranks. Legal --sequence-parallel-size: "
+                f"{', '.join(legal)}."
+            )
+        if self.expert_parallel_size < 1 or self.world_size % self.expert_parallel_size:
+            legal = [str(size) for size in divisors(self.world_size) if size <= 64]
+            raise ConfigError(
+                f"{self.world_size} ranks cannot be divided into groups of {self.expert_parallel_size} that share "
+                "experts: the size of a group must divide the number of ranks. Legal --expert-parallel-size: "
                 f"{', '.join(legal)}."
             )
 
@@ -51,6 +61,11 @@ class ParallelLayout:
     def shard_ranks(self) -> int:
         """Ranks that ZeRO divides parameters, gradients and optimizer states over, and reduces gradients over."""
         return self.world_size
+
+    @property
+    def expert_shard_ranks(self) -> int:
+        """Ranks that hold the same experts, over which ZeRO divides the experts' states and reduces gradients."""
+        return self.world_size // self.expert_parallel_size
 
     def group_of(self, rank: int) -> int:
         """Return the number of a rank's group, which is its data-parallel rank."""
@@ -85,6 +100,22 @@ class ParallelLayout:
                 f"of a group as many. Legal for this model on {self.world_size} ranks: {', '.join(legal)}."
             )
         return n_head // size, math.lcm(n_kv_head, size) // size
+
+    def experts_of_rank(self, num_experts: int) -> int:
+        """Return the experts of each block that a rank holds. Raises ConfigError."""
+        size = self.expert_parallel_size
+        if size > 1 and not num_experts:
+            raise ConfigError(
+                f"expert_parallel_size {size} has no effect on a model without experts. Drop --expert-parallel-size, "
+                "or give --num-experts."
+            )
+        if num_experts % size:
+            legal = map(str, divisors(math.gcd(self.world_size, num_experts)))
+            raise ConfigError(
+                f"expert_parallel_size {size} does not divide the {num_experts} experts: every rank of a group holds "
+                f"as many. Legal for this model on {self.world_size} ranks: {', '.join(legal)}."
+            )
+        return num_experts // size
 
     def describe_split(self, seq_len: int, n_head: int, n_kv_head: int) -> str:
         """Return which tokens and heads of a sequence a rank has."""

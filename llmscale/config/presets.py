@@ -18,7 +18,7 @@ _GPT2_VOCAB = 50257
 
 @dataclass(frozen=True)
 class Preset:
-    """A published model size. The vocabulary of a run comes from its data set."""
+    """A published model size. The vocabulary of a run comes from its dataset."""
 
     n_layer: int
     n_head: int
@@ -56,6 +56,8 @@ _QWEN3 = (
     "Yang et al. 2025, table 1, base of rotations before the long-context stage; learning rate and batch of Llama 3"
 )
 _SMOLLM2 = "SmolLM2 before its context was made longer; learning rate and batch of SmolLM (Allal et al. 2024)"
+_OLMOE = "Muennighoff et al. 2024"
+_MIXTRAL = "Jiang et al. 2024, table 1; learning rate and batch of Llama 3 8B"
 _MODERN = "GPT-2's depth, width and heads with Llama's norm, rotations and gated MLP, and Qwen 3's query-key norm"
 
 _LLAMA_BLOCK: Mapping[str, object] = {
@@ -71,10 +73,10 @@ def _llama3_block(n_kv_head: int, mlp_width: int, *, tied: bool) -> dict[str, ob
     return {**_LLAMA_BLOCK, **sizes, "rope_theta": 500_000.0}
 
 
-def _qwen3_block(mlp_width: int, *, tied: bool) -> dict[str, object]:
+def _qwen3_block(mlp_width: int, *, tied: bool, n_kv_head: int = 8) -> dict[str, object]:
     return {
         **_LLAMA_BLOCK,
-        **{"n_kv_head": 8, "head_dim": 128, "mlp_width": mlp_width, "tied": tied},
+        **{"n_kv_head": n_kv_head, "head_dim": 128, "mlp_width": mlp_width, "tied": tied},
         **{"qk_norm": "head", "norm_eps": 1e-6, "rope_theta": 10_000.0},
     }
 
@@ -88,6 +90,10 @@ def _modern_block(mlp_width: int) -> dict[str, object]:
     return {**_LLAMA_BLOCK, "mlp_width": mlp_width, "qk_norm": "head"}
 
 
+def _experts(count: int, chosen: int, width: int) -> dict[str, object]:
+    return {"num_experts": count, "experts_per_token": chosen, "expert_width": width}
+
+
 #: GPT-3's tables give batch sizes in tokens as 0.5M, 1M, 1.5M (here 2^19, 2^20, 3 x 2^19 ...), sequences of 2048.
 #: GPT-3 13B is printed with 5140 wide and 40 heads of 128; 40 x 128 = 5120 is what can be built.
 PRESETS: dict[str, Preset] = {
@@ -95,6 +101,7 @@ PRESETS: dict[str, Preset] = {
     "tiny-3m": Preset(6, 6, 192, 256, 1e-3, 8192, _TINY),
     "tiny-10m": Preset(6, 6, 384, 256, 1e-3, 16384, _TINY),
     "tiny-modern-10m": Preset(6, 6, 384, 256, 1e-3, 16384, _TINY, _modern_block(1024)),
+    "tiny-moe-3m": Preset(*(4, 4, 128, 128, 1e-3, 4096, _TINY), {**_modern_block(384), **_experts(8, 2, 192)}),
     "gpt2-124m": Preset(12, 12, 768, 1024, 6e-4, 2**19, _GPT2),
     "gpt2-350m": Preset(24, 16, 1024, 1024, 3e-4, 2**19, _GPT2),
     "gpt2-774m": Preset(36, 20, 1280, 1024, 2.5e-4, 2**19, _GPT2),
@@ -121,6 +128,27 @@ PRESETS: dict[str, Preset] = {
     "qwen3-4b": _qwen3(36, 32, 2560, learning_rate=3e-4, block=_qwen3_block(9728, tied=True)),
     "qwen3-8b": _qwen3(36, 32, 4096, learning_rate=3e-4, block=_qwen3_block(12288, tied=False)),
     "qwen3-32b": _qwen3(64, 64, 5120, learning_rate=1.5e-4, block=_qwen3_block(25600, tied=False)),
+    "qwen3-30b-a3b": _qwen3(
+        *(48, 32, 2048),
+        learning_rate=3e-4,
+        block={**_qwen3_block(6144, tied=False, n_kv_head=4), **_experts(128, 8, 768)},
+    ),
+    "mixtral-8x7b": Preset(
+        *(32, 32, 4096, 32_768, 3e-4, 2**22, _MIXTRAL),
+        {
+            **{**_LLAMA_BLOCK, "n_kv_head": 8, "mlp_width": 14336, "tied": False, "rope_theta": 1e6},
+            **_experts(8, 2, 14336),
+        },
+        vocab_size=32_000,
+    ),
+    "olmoe-1b-7b": Preset(
+        *(16, 16, 2048, 4096, 4e-4, 2**22, _OLMOE),
+        {
+            **{**_LLAMA_BLOCK, "mlp_width": 1024, "tied": False, "qk_norm": "width"},
+            **{**_experts(64, 8, 1024), "normalize_router": False},
+        },
+        vocab_size=50_304,
+    ),
     "smollm2-135m": _smollm2(30, 9, 576, learning_rate=3e-3, global_batch_tokens=2**20, block=_smollm2_block(3, 1536)),
     "smollm2-360m": _smollm2(32, 15, 960, learning_rate=3e-3, global_batch_tokens=2**20, block=_smollm2_block(5, 2560)),
     "smollm2-1.7b": _smollm2(
@@ -151,6 +179,7 @@ def nominal_parameters(name: str) -> float:
     return parse_quantity(name.rpartition("-")[2])
 
 
-def nearest_preset(num_parameters: int) -> str:
-    """Return the name of the preset with the nearest size, as a ratio."""
-    return min(PRESETS, key=lambda name: abs(math.log(nominal_parameters(name) / num_parameters)))
+def nearest_preset(shape: GPTShape) -> str:
+    """Return the name of the preset with the nearest size, as a ratio; of those with experts if the shape has them."""
+    alike = [name for name, preset in PRESETS.items() if ("num_experts" in preset.block) == bool(shape.num_experts)]
+    return min(alike, key=lambda name: abs(math.log(nominal_parameters(name) / shape.num_parameters)))

@@ -8,11 +8,11 @@ from functools import cached_property
 
 from llmscale.architecture.layers import ParameterTensors
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
-from llmscale.config.batch_plan import BatchPlan, BatchRamp, build_batch_plan
+from llmscale.config.batch_plan import BatchPlan, BatchRamp, LengthRamp, build_batch_plan
 from llmscale.config.deepspeed.resolve import DsConfig, resolve_ds_config, without_pinned_memory
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision, ResolvedDsConfig
 from llmscale.config.hf_model import default_preset
-from llmscale.config.loss_settings import DEFAULT_LOSS, LossSettings
+from llmscale.config.loss_settings import BALANCE_LOSS, DEFAULT_LOSS, ROUTER_BIAS_SPEED, LossSettings
 from llmscale.config.optimizers import ADAMW, OptimizerSpec, get_optimizer, parse_rule
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.presets import get_preset
@@ -58,6 +58,12 @@ class ResolvedStep:
     def tensors(self) -> ParameterTensors:
         """Parameters of the model, one by one, and which of them are frozen."""
         return replace(self.shape.tensors, frozen=self.optimizer.frozen)
+
+    @property
+    def rank_tensors(self) -> ParameterTensors:
+        """Parameters of one rank, which may hold a part of the experts."""
+        architecture = self.shape.architecture.with_divided_experts(self.plan.ranks.expert_parallel_size)
+        return replace(self.tensors, architecture=architecture)
 
     @property
     def precision(self) -> Precision:
@@ -122,6 +128,7 @@ def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: in
     shape = resolve_shape(config, facts)
     plan = resolve_batch(config, shape.seq_len, world_size)
     plan.ranks.heads_of_rank(shape.n_head, shape.n_kv_head)
+    plan.ranks.experts_of_rank(shape.num_experts)
     schedule = resolve_schedule(config, plan, facts.num_train_samples)
     chosen = ds.with_flags(config.precision, config.gradient_clipping)
     mode = config.activation_checkpointing or ds.checkpointing
@@ -135,8 +142,39 @@ def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: in
             f"--keep-zeros does not work with --optimizer {config.optimizer}: its update moves every element of "
             "a matrix. Use --optimizer adamw."
         )
-    loss = LossSettings(config.loss_chunk_tokens, config.z_loss, config.loss_kernel)
+    if shape.mlp_tile_tokens and config.compile == "on":
+        raise ConfigError(
+            f"--mlp-tile-tokens {shape.mlp_tile_tokens} does not work with --compile on: the backward pass of a tile "
+            "runs it again, which a graph of the block cannot. Give --compile off, or no tiles."
+        )
+    loss = resolve_loss(config, shape)
     return ResolvedRun(shape, plan, chosen, resolve_ds_config(chosen, shape, plan), mode, optimizer, loss, schedule)
+
+
+def resolve_loss(config: RunConfig, shape: GPTShape) -> LossSettings:
+    """Return the settings of the loss. Raises ConfigError for those without effect on the model."""
+    needs = {
+        "balance_loss": shape.num_experts,
+        "router_z_loss": shape.num_experts,
+        "router_bias_speed": shape.router_bias,
+    }
+    for key, is_met in needs.items():
+        if getattr(config, key) and not is_met:
+            flag = "--router-bias" if key == "router_bias_speed" else "--num-experts N"
+            raise ConfigError(f"{key} = {getattr(config, key)} has no effect without {flag}. Give both or neither.")
+    balance, speed = config.balance_loss, config.router_bias_speed
+    if balance is None:
+        balance = default_balance_loss(shape)
+    if speed is None:
+        speed = ROUTER_BIAS_SPEED if shape.router_bias else 0.0
+    return LossSettings(
+        config.loss_chunk_tokens, config.z_loss, config.loss_kernel, balance, config.router_z_loss, speed
+    )
+
+
+def default_balance_loss(shape: GPTShape) -> float:
+    """Return the weight of the balance loss of a run that does not give one."""
+    return BALANCE_LOSS if shape.num_experts and not shape.router_bias else 0.0
 
 
 def resolve_optimizer(config: RunConfig, shape: GPTShape) -> OptimizerSpec:
@@ -155,13 +193,13 @@ def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:
     preset = get_preset(default_preset(config))
     if config.seq_len is not None and config.seq_len != facts.seq_len:
         raise ConfigError(
-            f"seq_len {config.seq_len} does not match the data set in {config.data}, whose samples have "
+            f"seq_len {config.seq_len} does not match the dataset in {config.data}, whose samples have "
             f"{facts.seq_len} tokens. Drop --seq-len, or prepare the data with --seq-len {config.seq_len}."
         )
     vocab_size = config.vocab_size or facts.vocab_size
     if vocab_size < facts.vocab_size:
         raise ConfigError(
-            f"vocab_size {vocab_size} is smaller than the data set's: {config.data} has token ids up to "
+            f"vocab_size {vocab_size} is smaller than the dataset's: {config.data} has token ids up to "
             f"{facts.vocab_size - 1}. Give --vocab-size {facts.vocab_size} or more, or data "
             "made with the model's tokenizer."
         )
@@ -180,12 +218,14 @@ def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:
 def resolve_batch(config: RunConfig, seq_len: int, world_size: int) -> BatchPlan:
     """Divide the global batch of the flags or the preset over the ranks. Raises ConfigError."""
     first, tokens = config.batch_ramp_from, config.batch_ramp_tokens
+    shortest, until = config.seq_len_ramp_from, config.seq_len_ramp_tokens
     return build_batch_plan(
         global_batch_size=_global_batch_size(config, get_preset(default_preset(config)).global_batch_tokens, seq_len),
-        ranks=ParallelLayout(world_size, config.sequence_parallel_size),
+        ranks=ParallelLayout(world_size, config.sequence_parallel_size, config.expert_parallel_size),
         seq_len=seq_len,
         micro_batch_size=config.micro_batch_size,
         ramp=BatchRamp(first, -(-tokens // seq_len)) if first is not None and tokens is not None else None,
+        lengths=LengthRamp(shortest, -(-until // seq_len)) if shortest is not None and until is not None else None,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from llmscale import __version__
-from llmscale.architecture.shape import Activation, AttentionBias, Norm, NormPlacement, Positions, QKNorm
+from llmscale.architecture.shape import Activation, AttentionBias, Norm, NormPlacement, Positions, QKNorm, RouterScore
 from llmscale.config import limits
 from llmscale.config.command_line import FlagParser, Need
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
@@ -39,6 +39,7 @@ CompileMode = Literal["auto", "on", "off"]
 CompileTuning = Literal["default", "max-autotune-no-cudagraphs"]
 OnSpike = Literal["warn", "stop", "skip"]
 
+_EXAMPLE = "deepspeed --num_gpus 8 llmscale/train.py --ds zero2 --data data/mine --model gpt2-124m"
 #: Changes after a checkpoint that --allow-changed must permit, each with what it breaks.
 CHANGES_THAT_BREAK = {
     "global_batch_size": "a step has another number of samples, so the loss curve is not comparable",
@@ -64,12 +65,14 @@ class RunConfig(BaseModel):
         protected_namespaces=(),
     )
 
-    # configuration files
+    # run
     config: UserPath | None = None
     """YAML or TOML run file with any of these keys."""
-    ds: UserPath = Path("ds_configs/zero2.json")
-    """DeepSpeed JSON: ZeRO stage, offload, precision, activation checkpointing. zero2, zero3_offload and the like
-    are names of llmscale's own files."""
+    run: OwnRun = Path("runs/default")
+    """Run folder, for configuration, metrics, checkpoints and samples; or its URL (s3://, gs://, az://): the nodes
+    publish what is on their disks there (docs/checkpoints.md)."""
+    seed: int = Field(1337, ge=0, le=limits.MAX_SEED)
+    """Seed of initial weights, data order and dropout."""
 
     # model
     model: NonBlank = "tiny-10m"
@@ -82,7 +85,7 @@ class RunConfig(BaseModel):
     n_embd: int | None = Field(None, ge=1, le=limits.MAX_WIDTH)
     """Width of the residual stream."""
     seq_len: int | None = Field(None, ge=1, le=limits.MAX_SEQ_LEN)
-    """Tokens per sequence; default: the data set's, which it must equal; for text the model's, at most 2,048."""
+    """Tokens per sequence; default: the dataset's, which it must equal; for text the model's, at most 2,048."""
     activation: Activation | None = None
     """MLP non-linearity; default: the preset's."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
@@ -124,6 +127,32 @@ class RunConfig(BaseModel):
     window_pattern: NonBlank | None = None
     """Blocks with the sliding window (L, local) and without it (G, global), repeated: GL, LG or LLLLLG, as in GPT-3,
     Gemma 2 and Gemma 3; default: the preset's, L."""
+    mlp_tile_tokens: int | None = Field(None, ge=0, le=limits.MAX_BATCH_TOKENS)
+    """Tokens of a micro-batch that an MLP computes at a time, such as 4096; default: all. Bounds its memory for long
+    sequences, and computes it twice in the backward pass."""
+    num_experts: int | None = Field(None, ge=0, le=limits.MAX_EXPERTS)
+    """Experts: MLPs of a block among which a router chooses for each token (docs/models.md); 0: one MLP; default: the
+    preset's."""
+    experts_per_token: int | None = Field(None, ge=0, le=limits.MAX_EXPERTS)
+    """Experts that a token is sent to; default: the preset's, 2."""
+    expert_width: int | None = Field(None, ge=0, le=limits.MAX_WIDTH)
+    """Hidden width of an expert; default: the preset's, mlp_width."""
+    shared_expert_width: int | None = Field(None, ge=0, le=limits.MAX_WIDTH)
+    """Hidden width of a shared expert, an MLP that computes every token; 0: none; default: the preset's."""
+    dense_layers: int | None = Field(None, ge=0, le=limits.MAX_LAYERS)
+    """Number of first blocks that have one MLP and no experts; default: the preset's, 0."""
+    expert_interval: int | None = Field(None, ge=1, le=limits.MAX_LAYERS)
+    """1: all blocks after the first dense_layers have experts; N: the last of every N of them has; default: the
+    preset's, 1."""
+    router_score: RouterScore | None = None
+    """Router's scores: the softmax over all experts, or each expert's sigmoid (DeepSeek V3); default: the preset's."""
+    normalize_router: bool | None = None
+    """Divide the scores of a token's experts by their sum; default: the preset's, on."""
+    router_scale: float | None = Field(None, gt=0, le=limits.MAX_LEARNING_RATE_FACTOR)
+    """Factor of the scores of a token's experts; default: the preset's, 1."""
+    router_bias: bool | None = None
+    """Balance the experts' load by adding a bias to each score when experts are chosen, in place of a loss (DeepSeek
+    V3); default: the preset's."""
     document_mask: bool = False
     """Restrict attention to one document, and restart positions at each document. Attention takes longer."""
     vocab_size: int | None = Field(None, ge=1, le=limits.MAX_VOCAB)
@@ -161,7 +190,7 @@ class RunConfig(BaseModel):
     record_samples: bool = False
     """Write the sample ids of every step to the run folder."""
 
-    # batch and duration
+    # batch and schedule
     global_batch_size: int | None = Field(None, ge=1, le=limits.MAX_BATCH)
     """Sequences per optimizer step over all ranks; default: the preset's tokens per step."""
     global_batch_tokens: int | None = Field(None, ge=1, le=limits.MAX_BATCH_TOKENS)
@@ -173,17 +202,30 @@ class RunConfig(BaseModel):
     must divide it."""
     batch_ramp_tokens: int | None = Field(None, ge=1, le=limits.MAX_TOKENS)
     """Tokens over which the global batch grows, linearly, as GPT-3's did."""
+    seq_len_ramp_from: int | None = Field(None, ge=1, le=limits.MAX_SEQ_LEN)
+    """Tokens of the first sequences, into which samples are cut; the length doubles up to the dataset's seq_len."""
+    seq_len_ramp_tokens: int | None = Field(None, ge=1, le=limits.MAX_TOKENS)
+    """Tokens over which sequences grow, as many at each length. Steps have the same samples and tokens throughout."""
     steps: int | None = Field(None, ge=1, le=limits.MAX_STEPS)
     """Optimizer steps of the run; default: one pass over the data."""
     tokens: int | None = Field(None, ge=1, le=limits.MAX_TOKENS)
     """Training tokens, in place of steps; rounded up to complete steps."""
+    lr: float | None = Field(None, gt=0, le=limits.MAX_LEARNING_RATE)
+    """Peak learning rate; default: the preset's."""
+    schedule: ScheduleName = "cosine"
+    """Learning-rate schedule. cosine and linear decay to min_lr_frac; wsd: warm-up, stable, linear decay."""
+    warmup_steps: int | None = Field(None, ge=0, le=limits.MAX_STEPS)
+    """Steps of linear warm-up; default: 1 % of the run, at most 2,000."""
+    warmup_tokens: int | None = Field(None, ge=0, le=limits.MAX_TOKENS)
+    """Tokens of linear warm-up, in place of warmup_steps."""
+    decay_steps: int | None = Field(None, ge=1, le=limits.MAX_STEPS)
+    """wsd: steps of the final decay; default: 20 % of the run. Others: steps until min_lr_frac; default: all."""
+    decay_tokens: int | None = Field(None, ge=1, le=limits.MAX_TOKENS)
+    """Tokens of the decay, in place of decay_steps."""
+    min_lr_frac: float | None = Field(None, ge=0.0, le=1.0)
+    """Final learning rate as a fraction of the peak; default: 0.1 for cosine, 0 for linear and wsd."""
 
-    # ranks
-    sequence_parallel_size: int = Field(1, ge=1, le=limits.MAX_HEADS)
-    """Neighbouring ranks that divide the tokens of a sequence, for contexts longer than one GPU holds; divides the
-    ranks and the query heads (docs/long_sequences.md)."""
-
-    # optimizer and schedule
+    # optimizer
     optimizer: OptimizerName = "adamw"
     """Optimizer. muon: orthogonalised momentum for the blocks' matrices, AdamW for the rest. adafactor: at ZeRO stage 0
     only."""
@@ -194,20 +236,6 @@ class RunConfig(BaseModel):
     that matches counts."""
     freeze: list[NonBlank] = Field(default_factory=list)
     """Do not train the parameters whose names match, such as 'blocks.0.*': no gradients, no optimizer states."""
-    lr: float | None = Field(None, gt=0, le=limits.MAX_LEARNING_RATE)
-    """Peak learning rate; default: the preset's."""
-    schedule: ScheduleName = "cosine"
-    """Learning-rate schedule. cosine and linear decay to min_lr_frac; wsd: warm-up, stable, linear decay."""
-    warmup_steps: int | None = Field(None, ge=0, le=limits.MAX_STEPS)
-    """Steps of linear warm-up; default: 1 % of the run, at most 2,000."""
-    warmup_tokens: int | None = Field(None, ge=0, le=limits.MAX_TOKENS)
-    """Tokens of linear warm-up, in place of warmup_steps."""
-    decay_steps: int | None = Field(None, ge=1, le=limits.MAX_STEPS)
-    """wsd: steps of the final decay (default: 20 % of the run). Others: steps until min_lr_frac (default: all)."""
-    decay_tokens: int | None = Field(None, ge=1, le=limits.MAX_TOKENS)
-    """Tokens of the decay, in place of decay_steps."""
-    min_lr_frac: float | None = Field(None, ge=0.0, le=1.0)
-    """Final learning rate as a fraction of the peak; default: 0.1 for cosine, 0 for linear and wsd."""
     weight_decay: float = Field(0.1, ge=0.0, le=limits.MAX_WEIGHT_DECAY)
     """Decoupled weight decay; applies to parameters of two or more dimensions."""
     beta1: float = Field(0.9, ge=0.0, lt=1.0)
@@ -220,34 +248,62 @@ class RunConfig(BaseModel):
     """Largest global gradient norm; 0: no clipping; default: the ds_config's, else 1.0."""
     keep_zeros: bool = False
     """Keep zero elements of the blocks' matrices at zero, such as those of a pruned model given as --init-from."""
+    z_loss: float = Field(0.0, ge=0.0, le=limits.MAX_Z_LOSS)
+    """Weight of the mean squared log-sum-exp of the logits, such as 1e-4; 0: off. The printed loss does not include
+    it."""
+    balance_loss: float | None = Field(None, ge=0.0, le=limits.MAX_Z_LOSS)
+    """Weight of the loss that balances the experts' load (Switch Transformer); the printed loss does not include it.
+    Default: 0.01; 0 if router_bias is on."""
+    router_z_loss: float = Field(0.0, ge=0.0, le=limits.MAX_Z_LOSS)
+    """Weight of the mean squared log-sum-exp of the routers' logits, such as 1e-3; 0: off. Not in the printed loss."""
+    router_bias_speed: float | None = Field(None, ge=0.0, le=limits.MAX_Z_LOSS)
+    """Amount by which a router's biases rise or fall in a step; default: 0.001."""
 
-    # in place of the ds_config's settings
+    # precision and ZeRO
+    ds: UserPath = Path("ds_configs/zero2.json")
+    """DeepSpeed JSON: ZeRO stage, offload, precision, activation checkpointing. zero2, zero3_offload and the like
+    are names of llmscale's own files."""
     precision: Precision | None = None
     """Precision; default: the ds_config's."""
     activation_checkpointing: CheckpointingMode | None = None
     """Activation checkpointing; default: the ds_config's."""
-
-    # the loss
+    sequence_parallel_size: int = Field(1, ge=1, le=limits.MAX_HEADS)
+    """Neighbouring ranks that divide the tokens of a sequence, for contexts longer than one GPU holds; divides the
+    ranks and the query heads (docs/long_sequences.md)."""
+    expert_parallel_size: int = Field(1, ge=1, le=limits.MAX_EXPERTS)
+    """Neighbouring ranks that divide the experts of a block and exchange tokens; divides the ranks and the experts
+    (docs/models.md)."""
     loss_chunk_tokens: int = Field(CHUNK_TOKENS, ge=1, le=limits.MAX_BATCH_TOKENS)
     """Tokens of a micro-batch whose logits are in memory at a time. Fewer need less memory and more time."""
-    z_loss: float = Field(0.0, ge=0.0, le=limits.MAX_Z_LOSS)
-    """Weight of the mean squared log-sum-exp of the logits, such as 1e-4; 0: off. The printed loss does not include
-    it."""
     loss_kernel: LossKernel = "torch"
     """Implementation of the loss. liger: Liger Kernel's fused Triton kernel, on GPUs with llmscale[liger] installed."""
-
-    # speed
     compile: CompileMode = "auto"
     """Compile the blocks with torch.compile. auto: on GPUs, if the run is long enough for a net gain."""
     compile_mode: CompileTuning = "default"
     """torch.compile's mode. max-autotune-no-cudagraphs tries more kernels, and compiles for minutes. Its modes that
     capture CUDA graphs are not offered: one graph runs once per block."""
 
-    # the loop
-    seed: int = Field(1337, ge=0, le=limits.MAX_SEED)
-    """Seed of initial weights, data order and dropout."""
-    log_every: int = Field(10, ge=1, le=limits.MAX_STEPS)
-    """Steps between log lines."""
+    # checkpoints
+    save_every: int = Field(500, ge=0, le=limits.MAX_STEPS)
+    """Steps between checkpoints; the last step is always saved; 0: only the last."""
+    save_every_minutes: float | None = Field(None, gt=0, le=limits.MAX_MINUTES)
+    """Also save when this much time has passed since the last checkpoint."""
+    keep_last: int = Field(2, ge=1, le=limits.MAX_CHECKPOINTS)
+    """Newest checkpoints to keep, beside the one with the lowest validation loss."""
+    keep_every: int = Field(0, ge=0, le=limits.MAX_STEPS)
+    """Also keep every checkpoint whose step is a multiple of this; 0: none."""
+    async_save: bool = True
+    """Write checkpoints in the background."""
+    resume: OtherRunOrName = "auto"
+    """auto: resume if the run folder has a checkpoint; none: start from scratch in a new folder; best: go back to the
+    run's lowest validation loss; or the folder of a checkpoint."""
+    init_from: OtherRunOrName | None = None
+    """Start at step 0 with the weights of a run, a checkpoint, or hf:FOLDER or hf:NAME, which also set the model."""
+    allow_changed: list[str] = Field(default_factory=list)
+    """On resume, accept a change of this key: global_batch_size, seq_len, data, seed or order. The log names the
+    consequences."""
+
+    # evaluation
     val_every: int = Field(250, ge=0, le=limits.MAX_STEPS)
     """Steps between validations; 0: never."""
     val_samples: int = Field(256, ge=1, le=limits.MAX_SAMPLES)
@@ -262,31 +318,12 @@ class RunConfig(BaseModel):
     """Steps between evaluations on eval_tasks, which also print text samples; 0: never."""
     eval_tasks: list[TaskFile] = Field(default_factory=list)
     """Evaluation items in JSON lines; FORMAT is hellaswag, multiple_choice, likelihood or text."""
-    save_every: int = Field(500, ge=0, le=limits.MAX_STEPS)
-    """Steps between checkpoints; the last step is always saved; 0: only the last."""
-    save_every_minutes: float | None = Field(None, gt=0, le=limits.MAX_MINUTES)
-    """Also save when this much time has passed since the last checkpoint."""
-    keep_last: int = Field(2, ge=1, le=limits.MAX_CHECKPOINTS)
-    """Newest checkpoints to keep, beside the one with the lowest validation loss."""
-    keep_every: int = Field(0, ge=0, le=limits.MAX_STEPS)
-    """Also keep every checkpoint whose step is a multiple of this; 0: none."""
-    async_save: bool = True
-    """Write checkpoints in the background."""
-    run: OwnRun = Path("runs/default")
-    """Run folder, for configuration, metrics, checkpoints and samples; or its URL (s3://, gs://, az://): the nodes
-    publish what is on their disks there (docs/checkpoints.md)."""
-    resume: OtherRunOrName = "auto"
-    """auto: resume if the run folder has a checkpoint; none: start from scratch in a new folder; best: go back to the
-    run's lowest validation loss; or the folder of a checkpoint."""
-    init_from: OtherRunOrName | None = None
-    """Start at step 0 with the weights of a run, a checkpoint, or hf:FOLDER or hf:NAME, which also set the model."""
-    allow_changed: list[str] = Field(default_factory=list)
-    """On resume, accept a change of this key: global_batch_size, seq_len, data, seed or order. The log names the
-    consequences."""
-    check_every: int = Field(100, ge=0, le=limits.MAX_STEPS)
-    """Steps between checks that all ranks use the same sample ids; 0: never."""
 
     # watching
+    log_every: int = Field(10, ge=1, le=limits.MAX_STEPS)
+    """Steps between log lines."""
+    check_every: int = Field(100, ge=0, le=limits.MAX_STEPS)
+    """Steps between checks that all ranks use the same sample ids; 0: never."""
     on_spike: OnSpike = "warn"
     """Action after a loss spike. stop: end the run and print how to resume. skip: return to the checkpoint before it
     and leave out the batches."""
@@ -295,8 +332,6 @@ class RunConfig(BaseModel):
     on its stdin. The run folder records it: keep secrets in variables."""
     profile: NonBlank | None = None
     """Profile steps A to B-1: a trace and a table in the run folder's profile/."""
-
-    # reporting
     plain: bool = False
     """Print a line per logged step, also on a terminal, in place of the live view."""
     wandb: bool = False
@@ -314,6 +349,8 @@ NEEDS = (
     Need("eval_tasks", "--eval-every N"),
     Need("batch_ramp_from", "--batch-ramp-tokens N"),
     Need("batch_ramp_tokens", "--batch-ramp-from N"),
+    Need("seq_len_ramp_from", "--seq-len-ramp-tokens N"),
+    Need("seq_len_ramp_tokens", "--seq-len-ramp-from N"),
     Need("val_samples", "--val-every N"),
     Need("sample_prompt sample_prompts", "--sample-every N", lambda run: run.sample_every or run.eval_every),
     Need("compile_mode", "with --compile off", lambda run: run.compile != "off"),
@@ -332,8 +369,9 @@ NEEDS = (
     ),
     Need("keep_every", "--save-every N", lambda run: run.save_every or run.save_every_minutes),
     Need(
-        "global_batch_size global_batch_tokens batch_ramp_from batch_ramp_tokens skip_steps val_every val_samples "
-        "save_every save_every_minutes keep_last keep_every resume allow_changed",
+        "global_batch_size global_batch_tokens batch_ramp_from batch_ramp_tokens seq_len_ramp_from "
+        "seq_len_ramp_tokens skip_steps val_every val_samples save_every save_every_minutes keep_last keep_every "
+        "resume allow_changed",
         "with --overfit-batch",
         lambda run: run.overfit_batch is None,
     ),
@@ -356,7 +394,7 @@ def parse_run_config(argv: Sequence[str], parser: FlagParser | None = None) -> R
 
     `parser` names the command and may have further flags. Raises ConfigError, and SystemExit after --help.
     """
-    parser = parser or FlagParser(prog="train.py")
+    parser = parser or FlagParser(prog="train.py", example=_EXAMPLE)
     add_run_config_flags(parser)
     given = vars(parser.parse_args(_normalise_flags(argv)))
     flags = {key: value for key, value in given.items() if value is not None and key in RunConfig.model_fields}

@@ -23,7 +23,7 @@ _METAVARS = {
     **{"data": "FOLDER|URL", "text": "FOLDER|FILE", "data_cache": "FOLDER", "skip_steps": "A:B"},
     **{"sample_prompt": "TEXT", "tokenizer": "gpt2|bytes|FILE.tiktoken|FOLDER|NAME"},
     **{"sample_prompts": "FILE", "eval_tasks": "FORMAT=FILE", "run": "FOLDER", "resume": "auto|none|CHECKPOINT"},
-    **{"init_from": "RUN|hf:NAME", "allow_changed": "KEY", "profile": "A:B"},
+    **{"init_from": "RUN|hf:NAME", "allow_changed": "KEY", "profile": "A:B", "notify": "COMMAND"},
     **{"param_group": "PATTERN:lr=Fx:decay=D", "freeze": "PATTERN"},
     **{"save_every_minutes": "MINUTES", "cache_limit_gib": "GIB", "seq_len": "T", "vocab_size": "V"},
 }
@@ -85,7 +85,7 @@ def add_run_flags(
                 settings["action"] = "append"
         text = (texts or {}).get(key) or documented[key].text
         if default not in (None, "", []):
-            text += f" (default: {_show_default(default)})"
+            text += f" Default: {show_default(default)}."
         parser.add_argument(option, help=text.replace("%", "%%"), **settings)
 
 
@@ -101,7 +101,9 @@ def _metavar(annotation: object) -> str:
     return "N" if int in members else "X" if float in members else "NAME"
 
 
-def _show_default(value: object) -> str:
+def show_default(value: object) -> str:
+    """Return a default for a reader: on, 0.1, adamw; text that ends with a space in quotes."""
     if isinstance(value, bool):
         return "on" if value else "off"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if text == text.strip() else f'"{text}"'

@@ -18,10 +18,11 @@ from functools import lru_cache
 from itertools import pairwise
 from math import gcd, lcm
 from pathlib import Path
-from typing import cast
+from typing import Annotated, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import AfterValidator, BaseModel, ConfigDict, PlainValidator, ValidationError, WithJsonSchema
 
 from llmscale.config.user_paths import check_path_or_url
 from llmscale.data.order.sample_order import Ranges, StreamOrder, stream_positions
@@ -30,9 +31,10 @@ from llmscale.data.shards.cache import SetLocation, copy_description, open_set
 from llmscale.data.shards.manifest import Manifest, get_split, load_manifest
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.errors import ConfigError, DataError
-from llmscale.suggestions import did_you_mean
+from llmscale.suggestions import describe_invalid, did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_yaml
 from llmscale.untrusted.paths import is_plain_name
+from llmscale.untrusted.terminal import make_visible_line
 
 SUFFIXES = (".yaml", ".yml")
 #: Longest period of the pattern, in samples. Weights that need a longer one are rounded to parts of it.
@@ -40,6 +42,70 @@ MAX_PERIOD = 1 << 16
 _MAX_SETS = 256
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _UNTIL = re.compile(r"\s*(\S+?)(?:\s+of\s+the\s+run)?\s*")
+
+
+def _check_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ValueError("must be letters, digits, _ . -, at most 64, and begin with a letter or digit")
+    return name
+
+
+def _parse_weight(value: object) -> Fraction:
+    weight = None if isinstance(value, bool) else _number(str(value))
+    if weight is None:
+        raise ValueError("must be a number from 0 on")
+    return weight
+
+
+def _parse_until(value: object) -> Fraction:
+    matched = None if isinstance(value, bool) else _UNTIL.fullmatch(str(value))
+    until = _number(matched[1]) if matched else None
+    if until is None or not 0 < until <= 1:
+        raise ValueError("must be the part of the run where the stage ends, such as 0.9")
+    return until
+
+
+_Name = Annotated[str, AfterValidator(_check_name), WithJsonSchema({"type": "string", "pattern": f"^{_NAME.pattern}$"})]
+_Weight = Annotated[Fraction, PlainValidator(_parse_weight), WithJsonSchema({"type": "number", "minimum": 0})]
+_Until = Annotated[
+    Fraction,
+    PlainValidator(_parse_until),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+                {"type": "string", "pattern": r"^\s*[0-9.eE+-]+(\s+of\s+the\s+run)?\s*$"},
+            ]
+        }
+    ),
+]
+_FILE = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, defer_build=True)
+
+
+class MixFileStage(BaseModel):
+    """Part of the run with constant proportions, as written."""
+
+    model_config = _FILE
+
+    until: _Until | None = None
+    """Part of the run where the stage ends, such as 0.9; the last stage has none."""
+    weights: dict[_Name, _Weight]
+    """Weight of each dataset in the stage; without an entry: 0."""
+
+
+class MixFile(BaseModel):
+    """Datasets of a mixture and their proportions, as written in the YAML for `--data`."""
+
+    model_config = ConfigDict(
+        **_FILE, json_schema_extra={"oneOf": [{"required": ["weights"]}, {"required": ["stages"]}]}
+    )
+
+    sets: dict[_Name, Annotated[str, AfterValidator(check_path_or_url)]]
+    """Folder or URL of each dataset, by a name of your choice. A folder is relative to the file."""
+    weights: dict[_Name, _Weight] | None = None
+    """Weight of each dataset in the whole run."""
+    stages: list[MixFileStage] | None = None
+    """Parts of the run with weights of their own, in place of `weights`."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +152,13 @@ def read_recipe(path: Path) -> MixRecipe:
         values = load_yaml(path, Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES), where)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"{where}: {error.strerror}.") from None
-    _check_keys(where, values, ("sets", "weights", "stages"))
-    sets = _sets(where, values.get("sets"), path.parent)
-    if ("weights" in values) == ("stages" in values):
+    written = _check_file(where, values)
+    sets = _locate(where, written, path.parent)
+    if (written.weights is None) == (written.stages is None):
         raise ConfigError(f"{where}: give either `weights`, for the whole run, or `stages`.")
-    listed = values["stages"] if "stages" in values else [{"weights": values["weights"]}]
+    listed = (
+        [MixFileStage.model_construct(weights=written.weights)] if written.weights is not None else written.stages or []
+    )
     stages = _stages(where, listed, tuple(sets))
     unused = [name for place, name in enumerate(sets) if not any(stage.shares[place] for stage in stages)]
     if unused:
@@ -104,7 +172,9 @@ def recorded_recipe(path: Path, recorded: object) -> MixRecipe | None:
         return None
     where = f"{path}, as the checkpoint recorded it"
     entries = {name: entry if isinstance(entry, Mapping) else {} for name, entry in recorded.items()}
-    sets = _sets(where, {name: entry.get("data") for name, entry in entries.items()}, Path())
+    sets = _locate(
+        where, _check_file(where, {"sets": {name: entry.get("data") for name, entry in entries.items()}}), Path()
+    )
     samples = tuple(entry.get("samples") for entry in entries.values())
     if not all(type(count) is int and count >= 0 for count in samples) or not any(samples):
         raise ConfigError(f"{where}: the datasets' samples are {str(samples)[:80]}, and must be numbers from 0 on.")
@@ -113,80 +183,72 @@ def recorded_recipe(path: Path, recorded: object) -> MixRecipe | None:
     )
 
 
-def _check_keys(where: str, values: Mapping[str, object], legal: tuple[str, ...]) -> None:
-    for key in values:
-        if key not in legal:
-            hint = did_you_mean(str(key), legal)
-            raise ConfigError(f"{where}: unknown key {str(key)[:80]!r}.{hint} Legal: {', '.join(legal)}.")
+def _check_file(where: str, values: Mapping[str, object]) -> MixFile:
+    """Return the entries of a mixture's YAML. Raises ConfigError naming the first wrong one, its value and the rule."""
+    try:
+        return MixFile.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = [str(part) for part in first["loc"] if part != "[key]"]
+        if len(place) > 1 and place[0] == "stages":
+            place[1] = str(int(place[1]) + 1)
+        name = make_visible_line(".".join(place)[:80])
+        if first["type"] == "extra_forbidden":
+            legal = (MixFileStage if len(place) > 1 else MixFile).model_fields
+            hint = did_you_mean(place[-1], legal)
+            raise ConfigError(f"{where}: unknown key '{name}'.{hint} Legal: {', '.join(legal)}.") from None
+        if first["type"] == "missing":
+            raise ConfigError(f"{where}: '{name}' is missing.") from None
+        raise ConfigError(f"{where}: {describe_invalid(name, first, lambda value: repr(str(value)[:80]))}") from None
 
 
-def _sets(where: str, value: object, folder: Path) -> dict[str, str]:
+def _locate(where: str, written: MixFile, folder: Path) -> dict[str, str]:
     """Return the folder or URL of each dataset by name. Raises ConfigError."""
-    if not isinstance(value, Mapping) or not value:
-        raise ConfigError(f"{where}: `sets` must be a mapping of names to prepared datasets, such as `web: data/web`.")
-    if len(value) > _MAX_SETS:
-        raise ConfigError(f"{where}: {len(value)} sets are listed; at most {_MAX_SETS} can be mixed.")
+    if not 0 < len(written.sets) <= _MAX_SETS:
+        raise ConfigError(
+            f"{where}: {len(written.sets)} datasets are listed. Give 1 to {_MAX_SETS}, such as `web: data/web`."
+        )
     found: dict[str, str] = {}
-    for name, data in value.items():
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ConfigError(f"{where}: {str(name)[:80]!r} is not a valid name. Legal: letters, digits, _ . -")
+    for name, data in written.sets.items():
         try:
-            data = check_path_or_url(data if isinstance(data, str) else "")
             found[name] = data if "://" in data else check_path_or_url(str(folder / data))
         except ValueError as error:
-            raise ConfigError(
-                f"{where}: sets.{name} is {str(data)[:80]!r}, and must be the folder or URL of a dataset: it {error}."
-            ) from None
+            raise ConfigError(f"{where}: sets.{name} = {data[:80]!r}: {error}.") from None
     return found
 
 
-def _stages(where: str, value: object, names: tuple[str, ...]) -> tuple[MixStage, ...]:
-    if not isinstance(value, list) or not value:
+def _stages(where: str, listed: Sequence[MixFileStage], names: tuple[str, ...]) -> tuple[MixStage, ...]:
+    if not listed:
         raise ConfigError(f"{where}: `stages` must be a list, each with `weights` and all but the last with `until`.")
     found: list[MixStage] = []
-    for number, entry in enumerate(value, 1):
-        spot = f"{where}: stage {number}" if len(value) > 1 else where
-        if not isinstance(entry, Mapping):
-            raise ConfigError(f"{spot} is {str(entry)[:80]!r}, and must have `weights`.")
-        _check_keys(spot, entry, ("until", "weights"))
+    for number, stage in enumerate(listed, 1):
+        spot = f"{where}: stage {number}" if len(listed) > 1 else where
         begin = found[-1].until if found else Fraction(0)
-        until = _until(spot, entry.get("until"), begin, is_last=number == len(value))
-        found.append(MixStage(until, _shares(spot, entry.get("weights"), names)))
+        is_last = number == len(listed)
+        until = Fraction(1) if is_last and stage.until is None else stage.until
+        if is_last and until != 1:
+            raise ConfigError(f"{spot}: the last stage lasts to the end of the run. Drop its `until`.")
+        if until is None or until <= begin or (until == 1 and not is_last):
+            given = "missing" if until is None else f"{float(until):g}"
+            raise ConfigError(
+                f"{spot}: `until` is {given}, and must be the part of the run where the stage ends, more than "
+                f"{float(begin):g} and less than 1."
+            )
+        found.append(MixStage(until, _shares(spot, stage.weights, names)))
     return tuple(found)
 
 
-def _until(where: str, value: object, begin: Fraction, *, is_last: bool) -> Fraction:
-    if is_last and value is None:
-        return Fraction(1)
-    matched = None if value is None or isinstance(value, bool) else _UNTIL.fullmatch(str(value))
-    until = _number(matched[1]) if matched else None
-    if is_last and until != 1:
-        raise ConfigError(f"{where}: the last stage lasts to the end of the run and has no `until`, not {value!r}.")
-    if until is None or not begin < until <= 1 or (until == 1 and not is_last):
-        raise ConfigError(
-            f"{where}: until is {str(value)[:80]!r}, and must be the part of the run where the stage ends, more than "
-            f"{float(begin):g} and less than 1."
-        )
-    return until
-
-
-def _shares(where: str, value: object, names: tuple[str, ...]) -> tuple[int, ...]:
+def _shares(where: str, given: Mapping[str, Fraction], names: tuple[str, ...]) -> tuple[int, ...]:
     """Return weights as the smallest integers in their proportion, or as nearby parts of MAX_PERIOD. Raises
     ConfigError."""
-    if not isinstance(value, Mapping) or not value:
-        raise ConfigError(f"{where}: `weights` must be a mapping of datasets to numbers, such as `web: 70`.")
-    weights = dict.fromkeys(names, Fraction(0))
-    for name, given in value.items():
-        if name not in weights:
-            raise ConfigError(f"{where}: weights name {str(name)[:80]!r}.{did_you_mean(str(name), names)} "
-                              f"Sets: {', '.join(names)}.")  # fmt: skip
-        weight = None if isinstance(given, bool) else _number(str(given))
-        if weight is None or weight < 0:
-            raise ConfigError(f"{where}: the weight of {name} is {str(given)[:80]!r}, and must be a number from 0 on.")
-        weights[name] = weight
-    if not sum(weights.values()):
+    for name in given:
+        if name not in names:
+            hint, legal = did_you_mean(name, names), ", ".join(names)
+            raise ConfigError(f"{where}: weights names {name!r}, which is not in sets.{hint} Legal: {legal}.")
+    weights = tuple(given.get(name, Fraction(0)) for name in names)
+    if not sum(weights):
         raise ConfigError(f"{where}: all weights are 0. Give at least one dataset a weight.")
-    return whole_shares(tuple(weights.values()))
+    return whole_shares(weights)
 
 
 def _number(text: str) -> Fraction | None:

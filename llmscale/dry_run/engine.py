@@ -28,7 +28,7 @@ from llmscale.config.resolve import ResolvedStep
 from llmscale.config.run_config import RunConfig
 from llmscale.dry_run.caching_allocator import least_capacity_bytes
 from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
-from llmscale.dry_run.fakes import GPU, fake_gpu, fake_tensors_move, fake_world
+from llmscale.dry_run.fakes import GPU, fake_gpu, fake_row_counts, fake_tensors_move, fake_world
 from llmscale.dry_run.tracker import Category, Event, MemoryTracker
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_engine import build_engine, release_engine, set_learning_rate
@@ -150,6 +150,8 @@ def dry_run(
     start = time.perf_counter()
     micro_steps = min(plan.gradient_accumulation_steps, _MOST_MICRO_STEPS)
     with contextlib.ExitStack() as stack:
+        rows = plan.tokens_per_forward * shape.experts_per_token
+        stack.enter_context(fake_row_counts(rows, rows))
         tracker = _enter_simulation(stack, shape, plan.ranks.world_size, capability)
         with tracker.phase("build", Category.OPTIMIZER):
             engine = _build(resolved, micro_steps, compiler)

@@ -208,6 +208,17 @@ def _kept_state(module: ModuleType) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def fake_row_counts(sent: int, received: int) -> Iterator[None]:
+    """Let ranks that divide experts read these numbers of rows, whose counts by rank are fake tensors [2, ranks]."""
+
+    def counts(self: FakeTensor) -> list[list[int]]:
+        return [[rows, *[0] * (self.shape[1] - 1)] for rows in (sent, received)]
+
+    with mock.patch.object(FakeTensor, "tolist", counts, create=True):
+        yield
+
+
+@contextlib.contextmanager
 def fake_tensors_move() -> Iterator[None]:
     """Let assignments to `.data` move a fake tensor to another device, `Module.to` use them, and ignore streams.
 
@@ -225,6 +236,9 @@ def fake_tensors_move() -> Iterator[None]:
         for parameter in self.parameters(recurse):
             with torch.no_grad():
                 parameter.data = function(parameter)
+        for buffer in self.buffers(recurse):
+            # A router's bias, which moves but stays in fp32.
+            buffer.data = function(buffer).to(buffer.dtype)
         return self
 
     make_tensor = torch.tensor

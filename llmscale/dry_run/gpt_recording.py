@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import torch
@@ -17,11 +18,13 @@ from torch import Tensor, nn
 from llmscale.architecture.attention_kernels import AttentionKernel
 from llmscale.architecture.shape import GPTShape, Positions, build_shape
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
-from llmscale.config.loss_settings import LossSettings
+from llmscale.config.loss_settings import BALANCE_LOSS, DEFAULT_LOSS, LossSettings
 from llmscale.config.parallel_layout import ParallelLayout
-from llmscale.dry_run.fakes import fake_world
+from llmscale.dry_run.fakes import fake_row_counts, fake_world
 from llmscale.dry_run.recording import MicroStepTrace, factor_traces, trace_micro_step
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
+from llmscale.engine.expert_parallel import RankExperts
+from llmscale.engine.mlp_tiles import tile_mlps
 from llmscale.engine.sequence_parallel import RankSplit
 from llmscale.memory.activations.recorded import BLOCK_SEGMENTS, RecordedSegment
 from llmscale.memory.activations.symbols import (
@@ -32,12 +35,13 @@ from llmscale.memory.activations.symbols import (
     MaskKind,
     NormKind,
     PrecisionKind,
+    RouterStyle,
     SplitKind,
     block_style,
     shape_symbols,
     shows_zero3_linear,
 )
-from llmscale.model.gpt import GPT
+from llmscale.model.gpt import GPT, BlockCheckpoint
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}
 _PRECISIONS: dict[PrecisionKind, Precision] = {"fp32": "fp32", "16bit": "bf16", "autocast": "autocast"}
@@ -48,6 +52,10 @@ _BOTH = (False, True)
 #: symbols have the same ratios between shapes. t is not a multiple of 8, and t and d rounded up by kernels have other
 #: ratios.
 _SHAPES = ((3, 37, 74, 3, 11, 122, 1300), (7, 166, 46, 2, 5, 134, 2100), (5, 290, 86, 5, 17, 94, 2900))
+#: Experts, experts per token, and widths of an expert and of the shared MLP at each shape.
+_EXPERTS = ((13, 3, 58, 142), (31, 7, 94, 202), (23, 4, 206, 178))
+#: Ranks that divide the experts, experts of each, and rows that one receives.
+_DIVIDED = ((4, 5, 1117), (3, 11, 2903), (7, 6, 1699))
 #: Tokens of a loss chunk at each shape, for all sequences and for one: three chunks, the last one smaller.
 _CHUNKS = ((41, 13), (431, 59), (521, 101))
 #: Query heads that share a key-value head.
@@ -75,6 +83,17 @@ _MODERN: tuple[Mapping[str, object], ...] = (
 _GPT2: tuple[Mapping[str, object], ...] = tuple(
     {"bias": bias, "activation": activation} for bias in _BOTH for activation in ("gelu", "relu")
 )
+#: Recorded blocks with experts, without masks, dropout and autocast.
+_SPARSE: tuple[Mapping[str, object], ...] = (
+    {**_LLAMA, "n_kv_head": 1, "n_head": 2},  # Mixtral
+    {**_LLAMA, "n_kv_head": 1, "n_head": 2, "qk_norm": "head"},  # Qwen 3
+    {**_LLAMA, "qk_norm": "head"},  # tiny-moe
+    {**_LLAMA, "qk_norm": "width", "normalize_router": False},  # OLMoE
+    {  # dots.llm1, DeepSeek V3's router
+        **{**_LLAMA, "qk_norm": "head", "router_score": "sigmoid", "router_bias": True, "router_scale": 2.5},
+        "shared_expert_width": 1,
+    },
+)
 #: Kernels without FlashAttention. In 16 bit GPT-2's blocks may have heads that FlashAttention does not accept; the
 #: others' do so only on GPUs older than Ampere, in fp16.
 _WITHOUT_FLASH: tuple[AttentionKernel, ...] = ("efficient", "math")
@@ -86,6 +105,15 @@ def all_block_styles() -> Iterator[BlockStyle]:
         yield block_style(_shape(0, settings, "flash", "bf16"))
         if settings in _MODERN:
             yield block_style(_shape(0, settings, "flash", "bf16", shares_keys=True))
+
+
+def all_sparse_branches() -> Iterator[BlockBranch]:
+    """Yield every recorded branch of blocks with experts."""
+    for settings, mode in itertools.product(_SPARSE, _MODES):
+        shape = _shape(0, {**settings, "num_experts": 2}, "flash", "bf16")
+        style = block_style(shape, not shape.router_bias)
+        yield BlockBranch(style, "16bit", mode, False, False, "flash", False)
+        yield BlockBranch(style, "fp32", mode, False, False, "efficient", False)
 
 
 def all_block_branches() -> Iterator[BlockBranch]:
@@ -106,6 +134,7 @@ def all_block_branches() -> Iterator[BlockBranch]:
         for kernel, dropout in (*zip(kernels, itertools.repeat(False)), *zip(dropping, itertools.repeat(True))):
             yield BlockBranch(style, precision, mode, dropout, False, kernel, zero3)
         yield BlockBranch(style, precision, mode, False, True, "efficient", zero3)
+    yield from all_sparse_branches()
 
 
 def all_ends_branches() -> Iterator[EndsBranch]:
@@ -144,11 +173,26 @@ def record_blocks(branch: BlockBranch) -> dict[str, RecordedSegment]:
         _shape(place, settings, branch.attention, precision, shares_keys=style.shares_keys)
         for place in range(len(_SHAPES))
     ]
+    if style.router is not None:
+        shapes = [_with_experts(shape, style.router, *sizes) for shape, sizes in zip(shapes, _EXPERTS, strict=True)]
     layouts = [ONE_RANK] * len(_SHAPES)
     if branch.split:
         shapes, layouts = _split(shapes, branch.split, shares_keys=style.shares_keys)
     micro_batches = [sequences for sequences, *_ in _SHAPES]
-    found = _record(shapes, layouts, micro_batches, precision, branch.checkpointing, branch.zero3_linear)
+    if branch.tiled:
+        parts = [chunk // ranks.sequence_parallel_size for (chunk, _), ranks in zip(_CHUNKS, layouts, strict=True)]
+        shapes = [replace(shape, mlp_tile_tokens=part) for shape, part in zip(shapes, parts, strict=True)]
+    if style.router is not None and style.router.divided:
+        shapes = [
+            replace(shape, num_experts=size * here) for shape, (size, here, _) in zip(shapes, _DIVIDED, strict=True)
+        ]
+        layouts = [
+            ParallelLayout(ranks.world_size * size, ranks.sequence_parallel_size, size)
+            for ranks, (size, *_) in zip(layouts, _DIVIDED, strict=True)
+        ]
+    loss = LossSettings(balance_loss=BALANCE_LOSS) if style.router and style.router.has_loss else LossSettings()
+    how = precision, branch.checkpointing, branch.zero3_linear
+    found = _record(shapes, layouts, micro_batches, *how, loss=loss)
     return {name: segment for name, segment in found.items() if name in BLOCK_SEGMENTS}
 
 
@@ -180,32 +224,54 @@ def trace_gpt(
     precision: Precision,
     checkpointing: CheckpointingMode,
     zero_stage: int,
-    loss_chunk_tokens: int,
+    loss: LossSettings,
     ranks: ParallelLayout = ONE_RANK,
+    received_rows: int = 0,
 ) -> MicroStepTrace:
     """Trace a micro-step of a GPT within `fake_world`, as DeepSpeed's checkpointing asks for its rank.
 
-    With `ranks` that divide sequences, the trace is that of the first one.
+    With `ranks` that divide sequences or experts, the trace is that of the first one, which receives `received_rows`.
     """
     size = ranks.sequence_parallel_size
     # Fake tensors are not exchanged, so that the group's size does not matter.
     split = RankSplit(size, 0, dist.group.WORLD) if size > 1 and dist.group.WORLD is not None else None
 
+    experts = _RecordedExperts(ranks.expert_parallel_size, 0, "") if ranks.expert_parallel_size > 1 else None
+    sent_rows = micro_batch_size * ranks.part_of(shape.seq_len) * shape.experts_per_token
+
     def loss_of(model: nn.Module) -> Tensor:
         tokens = torch.zeros(micro_batch_size, shape.seq_len + 1, dtype=torch.long)
-        loss: Tensor = model(tokens[:, :-1], tokens[:, 1:])
-        return loss
+        found: Tensor = model(tokens[:, :-1], tokens[:, 1:])
+        return found
+
+    def build(run_block: BlockCheckpoint | None) -> GPT:
+        model = GPT(shape, seed=0, checkpoint=run_block, loss=loss, split=split, experts=experts)
+        if shape.mlp_tile_tokens:
+            tile_mlps(model, shape.mlp_tile_tokens, zero_stage=0, checkpointing=checkpointing)
+        return model
 
     return trace_micro_step(
-        lambda run_block: GPT(shape, seed=0, checkpoint=run_block, loss=LossSettings(loss_chunk_tokens), split=split),
+        build,
         loss_of,
         n_layer=shape.n_layer,
         dtype=_DTYPES[precision],
         autocast=precision == "autocast",
         checkpoint=build_block_checkpoint(checkpointing, {}),
-        patches=[_zero3_linear] if zero_stage == 3 else [],
+        patches=[partial(fake_row_counts, sent_rows, received_rows), *([_zero3_linear] if zero_stage == 3 else [])],
         used_twice=["wte.weight"] if shape.tied else [],
     )
+
+
+class _RecordedExperts(RankExperts):
+    """A part of the experts without DeepSpeed's groups."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    def mark(self, parameter: nn.Parameter) -> None:
+        """Mark nothing."""
 
 
 def _shape(
@@ -226,6 +292,22 @@ def _shape(
             "vocab_size": vocab_size,
             **settings,
         }
+    )
+
+
+def _with_experts(
+    shape: GPTShape, router: RouterStyle, num_experts: int, chosen: int, width: int, shared_width: int
+) -> GPTShape:
+    return replace(
+        shape,
+        num_experts=num_experts,
+        experts_per_token=chosen,
+        expert_width=width,
+        shared_expert_width=shared_width if router.shared else 0,
+        router_score=router.score,
+        normalize_router=router.normalized,
+        router_scale=2.5 if router.scaled else 1.0,
+        router_bias=router.bias,
     )
 
 
@@ -254,13 +336,20 @@ def _record(
     checkpointing: CheckpointingMode,
     zero3_linear: bool,
     chunks: Sequence[int] | None = None,
+    loss: LossSettings = DEFAULT_LOSS,
 ) -> dict[str, RecordedSegment]:
     """Record at all shapes. `chunks`: tokens of a loss chunk at each shape; None for all tokens at once."""
     all_tokens = [shape.seq_len * size for shape, size in zip(shapes, micro_batches, strict=True)]
     cases = list(zip(shapes, micro_batches, chunks or all_tokens, layouts, strict=True))
     stage = 3 if zero3_linear else 0
-    traces = [trace_gpt(*case[:2], precision, checkpointing, stage, *case[2:]) for case in cases]
-    return factor_traces(traces, [shape_symbols(*case) for case in cases])
+    traces = [
+        trace_gpt(shape, size, precision, checkpointing, stage, replace(loss, chunk_tokens=tokens), ranks, received)
+        for (shape, size, tokens, ranks), (_, _, received) in zip(cases, _DIVIDED, strict=True)
+    ]
+    symbols = [shape_symbols(*case) for case in cases]
+    for found, (_, _, received) in zip(symbols, _DIVIDED, strict=True):
+        found |= {"rows": received} if "rows" in found else {}
+    return factor_traces(traces, symbols)
 
 
 def _head_dim(number: int, kernel: AttentionKernel, precision: Precision) -> int:

@@ -26,7 +26,7 @@ from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
 from llmscale.dry_run.tracker import Category, MemoryTracker
 from llmscale.memory.activations.recorded import SEGMENTS, RecordedSegment
 from llmscale.memory.activations.symbols import VOCABULARY_SYMBOLS
-from llmscale.model.gpt import BlockCheckpoint
+from llmscale.model.gpt import BlockCheckpoint, BlockOutput
 
 _aten = torch.ops.aten
 
@@ -120,6 +120,8 @@ class _Recorder:
         self._gradient_elements: dict[int, int] = {}
         """Elements of each such storage."""
         self._first_input = -1
+        self._rows: set[int] = set()
+        """Storages of the blocks' rows of `GPT.routing`, which are counted beside the recording."""
 
     def begin(self, model: nn.Module, used_twice: Collection[str]) -> None:
         """Start counting after the model is built."""
@@ -139,7 +141,7 @@ class _Recorder:
         """Return a function that runs a block and marks its begin and end, forwards and backwards."""
         numbers = itertools.count()
 
-        def run(block: nn.Module, x: Tensor, *context: object) -> Tensor:
+        def run(block: nn.Module, x: Tensor, *context: object) -> BlockOutput:
             index = next(numbers)
             if index == 0:
                 self.mark("block_forward", 0)
@@ -149,7 +151,10 @@ class _Recorder:
                 block.register_forward_pre_hook(lambda *_: self._recompute(1))
                 block.register_forward_hook(lambda *_: self._recompute(-1))
             y = block(x, *context) if checkpoint is None else checkpoint(block, x, *context)
-            y.register_hook(lambda _: self.mark("block_backward", index))
+            hidden = y[0] if isinstance(y, tuple) else y
+            if isinstance(y, tuple):
+                self._rows.add(self.tracker.number_of(y[1]))
+            hidden.register_hook(lambda _: self.mark("block_backward", index))
             if index + 1 < self._n_layer:
                 self.mark("block_forward", index + 1)
             else:
@@ -161,6 +166,7 @@ class _Recorder:
     def trace(self) -> MicroStepTrace:
         """Return the recorded pass."""
         sizes = {event.storage: event.tensor_bytes for event in self.tracker.events if event.num_bytes > 0}
+        sizes = {storage: size for storage, size in sizes.items() if storage not in self._rows}
         kinds = {storage: _KINDS[self.tracker.category_of[storage]] for storage in sizes}
         for storage, elements in self._gradient_elements.items():
             sizes[_as_gradient(storage)], kinds[_as_gradient(storage)] = elements, "gradient"
@@ -169,7 +175,8 @@ class _Recorder:
             for place, storage in self._handed_over.get(position, ()):
                 events[place] += [(storage, False), (_as_gradient(storage), True)]
             for event in self.tracker.events[position : position + 1]:
-                events[int(event.phase)].append((event.storage, event.num_bytes > 0))
+                if event.storage not in self._rows:
+                    events[int(event.phase)].append((event.storage, event.num_bytes > 0))
         segments = [
             TracedSegment(name, block, tuple(found)) for (name, block), found in zip(self._places, events, strict=True)
         ]

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.errors import ConfigError
-from llmscale.model.gpt import BlockCheckpoint
+from llmscale.model.gpt import BlockCheckpoint, BlockOutput
 
 _aten = torch.ops.aten
 #: Operators whose recomputation is expensive for the memory of their results: matrix products and fused attention.
@@ -26,6 +26,7 @@ _SAVED_OPS = frozenset(
     {
         _aten.mm.default,
         _aten.addmm.default,
+        torch.ops.llmscale.grouped_mm.default,
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
@@ -73,7 +74,7 @@ def build_block_checkpoint(mode: CheckpointingMode, ds_section: Mapping[str, obj
     return _run_full
 
 
-def _run_full(block: nn.Module, x: Tensor, *context: object) -> Tensor:
+def _run_full(block: nn.Module, x: Tensor, *context: object) -> BlockOutput:
     """Run a block and keep only its input [batch, t, n_embd], on the host with cpu_checkpointing."""
     import deepspeed
 
@@ -81,7 +82,7 @@ def _run_full(block: nn.Module, x: Tensor, *context: object) -> Tensor:
     # DeepSpeed recomputes outside of autocast, which would silently change the gradients.
     dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
-    def run(x: Tensor) -> Tensor:
+    def run(x: Tensor) -> BlockOutput:
         with torch.autocast(device, dtype, enabled):
             return block(x, *context)
 
@@ -91,14 +92,16 @@ def _run_full(block: nn.Module, x: Tensor, *context: object) -> Tensor:
     return deepspeed.checkpointing.checkpoint(run, x)
 
 
-def _run_selective(block: nn.Module, x: Tensor, *context: object) -> Tensor:
+def _run_selective(block: nn.Module, x: Tensor, *context: object) -> BlockOutput:
     """Run a block, keep its input and the results of `_SAVED_OPS`, and recompute the rest.
 
     With ZeRO-3 the recomputation holds the block's gathered weights until the end of the block's backward pass.
     """
 
-    def run(x: Tensor) -> Tensor:
-        return _Anchor.apply(block(x, *context))
+    def run(x: Tensor) -> BlockOutput:
+        y = block(x, *context)
+        anchored: BlockOutput = _Anchor.apply(*y) if isinstance(y, tuple) else _Anchor.apply(y)
+        return anchored
 
     return checkpoint(
         run,
@@ -120,14 +123,14 @@ class _Anchor(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, y: Tensor) -> Tensor:
+    def forward(ctx: torch.autograd.function.FunctionCtx, y: Tensor, *routing: Tensor) -> BlockOutput:
         ctx.save_for_backward(y)
-        return y.view_as(y)
+        return (y.view_as(y), routing[0].view_as(routing[0])) if routing else y.view_as(y)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.BackwardCFunction, gradient: Tensor) -> Tensor:
+    def backward(ctx: torch.autograd.function.BackwardCFunction, *gradients: Tensor) -> tuple[Tensor, ...]:
         _ = ctx.saved_tensors  # unpacking triggers the recomputation
-        return gradient
+        return gradients
 
 
 def save_products(_: object, op: torch._ops.OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:

@@ -134,7 +134,7 @@ def _as_one_line(failure: Exception) -> LlmscaleError:
 
 
 def _raise_on_all_ranks(group: dist.ProcessGroup, failure: Exception | None) -> None:
-    errors = gather(group, failure and _as_one_line(failure))
+    errors = gather(group, None if failure is None else _as_one_line(failure))
     if failure is not None and not isinstance(failure, LlmscaleError):
         raise failure
     texts: dict[str, list[int]] = {}
@@ -142,7 +142,7 @@ def _raise_on_all_ranks(group: dist.ProcessGroup, failure: Exception | None) -> 
         if error is not None:
             texts.setdefault(str(error), []).append(rank)
     summary = "; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in texts.items())
-    if not all(error is None or isinstance(error, MachineError) for error in errors):
+    if not all(error is None or error.is_transient for error in errors):
         raise DataError(summary)
     machine_error = MachineError(summary)
     machine_error.is_on_every_rank = True

@@ -1,8 +1,9 @@
-"""torch.compile block by block: all blocks share one graph, at every ZeRO stage.
+"""torch.compile block by block: all blocks of a kind share one graph, at every ZeRO stage.
 
-A GPT's blocks are equal, so compiling one compiles them all; DeepSpeed's hooks and the loss stay eager. ZeRO-3's hooks
-on modules inside a block would break the graph. As a leaf module (`set_z3_leaf_modules`) a block is gathered and
-released at once, by hooks around its forward, and only that forward is compiled.
+A GPT's blocks are of one kind, or with experts of two, so compiling one of each compiles them all; DeepSpeed's hooks
+and the loss stay eager. ZeRO-3's hooks on modules inside a block would break the graph. As a leaf module
+(`set_z3_leaf_modules`) a block is gathered and released at once, by hooks around its forward, and only that forward is
+compiled.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.config.run_config import CompileTuning
 from llmscale.engine.activation_checkpointing import save_products
 from llmscale.model.attention_context import AttentionContext, SequenceSplit
-from llmscale.model.gpt import GPT, Block, CacheAppend
+from llmscale.model.gpt import GPT, Block, BlockOutput, CacheAppend
 from llmscale.planning.compilation import CompileBackend
 
 #: A block's training forward. It takes the context's tensors one by one, because a graph's inputs are tensors.
-_Forward = Callable[[Block, Tensor, Tensor | None, Tensor | None, Tensor | None, SequenceSplit | None], Tensor]
+_Forward = Callable[
+    [Block, Tensor, Tensor | None, Tensor | None, Tensor | None, SequenceSplit | None, int], BlockOutput
+]
 
 
 class BlockCompiler:
@@ -72,11 +75,11 @@ class BlockCompiler:
         x: Tensor,
         context: AttentionContext,
         append_to_cache: CacheAppend | None = None,
-    ) -> Tensor:
+    ) -> BlockOutput:
         """Run a block; replaces `Block.forward`."""
         if not block.training or append_to_cache is not None:
             return Block.forward(block, x, context, append_to_cache)
-        tensors = (x, context.cos, context.sin, context.mask, context.split)
+        tensors = (x, context.cos, context.sin, context.mask, context.split, context.padding)
         if self.is_paused or self.failure is not None:
             return eager(block, *tensors)
         graphs, began = self.graphs, time.perf_counter()
@@ -119,11 +122,12 @@ def _run(
     sin: Tensor | None,
     mask: Tensor | None,
     split: SequenceSplit | None,
-) -> Tensor:
-    return Block.forward(block, x, AttentionContext(cos, sin, mask, split))
+    padding: int,
+) -> BlockOutput:
+    return Block.forward(block, x, AttentionContext(cos, sin, mask, split, padding))
 
 
-def _run_selective(block: Block, *inputs: Tensor | SequenceSplit | None) -> Tensor:
+def _run_selective(block: Block, *inputs: Tensor | SequenceSplit | int | None) -> BlockOutput:
     # No anchor as in activation_checkpointing.py: ZeRO-3 gathers the entire block before its backward pass.
     return checkpoint(
         partial(_run, block),

@@ -26,9 +26,11 @@ from llmscale.engine.deepspeed_patches import (
     without_sum_dtype,
 )
 from llmscale.engine.device_memory import has_bf16
+from llmscale.engine.expert_parallel import as_mixture_of_experts, divide_experts
+from llmscale.engine.mlp_tiles import tile_mlps
 from llmscale.engine.optimizers import Muon, build_optimizer
 from llmscale.engine.sequence_parallel import build_split
-from llmscale.engine.zero_layout import check_deepspeed_version, inner_optimizer
+from llmscale.engine.zero_layout import check_deepspeed_version, group_name, inner_optimizer
 from llmscale.engine.zero_shards import invalidate_hpz_copies, reset_step_counts
 from llmscale.errors import ConfigError
 from llmscale.model.gpt import GPT
@@ -47,9 +49,9 @@ def build_model(resolved: ResolvedStep, *, seed: int) -> GPT:
     section = resolved.ds_config.get("activation_checkpointing", {})
     checkpoint = build_block_checkpoint(resolved.checkpointing, section if isinstance(section, dict) else {})
     is_sharded, ds_config = resolved.zero_stage == 3, dict(resolved.ds_config)
-    split = build_split(resolved.plan.ranks)
+    split, experts = build_split(resolved.plan.ranks), divide_experts(resolved.plan.ranks)
     with deepspeed.zero.Init(config_dict_or_path=ds_config) if is_sharded else contextlib.nullcontext():
-        return GPT(resolved.shape, seed=seed, checkpoint=checkpoint, loss=resolved.loss, split=split)
+        return GPT(resolved.shape, seed=seed, checkpoint=checkpoint, loss=resolved.loss, split=split, experts=experts)
 
 
 def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompiler | None = None) -> DeepSpeedEngine:
@@ -66,6 +68,9 @@ def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompi
     tensors = resolved.tensors
     for tensor in tensors.frozen_tensors:
         model.get_parameter(tensor.name).requires_grad_(False)
+    if resolved.shape.mlp_tile_tokens:
+        tiles, stage = resolved.shape.mlp_tile_tokens, resolved.zero_stage
+        tile_mlps(model, tiles, zero_stage=stage, checkpointing=resolved.checkpointing)
     if compiler is not None:
         compiler.compile_blocks(model, zero_stage=resolved.zero_stage, checkpointing=resolved.checkpointing)
     if resolved.precision == "autocast":
@@ -81,7 +86,8 @@ def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompi
         eps=config.eps,
     )
     own_sums = needs_own_sums(resolved)
-    with without_memory_prints():
+    divided = resolved.plan.ranks.expert_parallel_size > 1
+    with without_memory_prints(), as_mixture_of_experts() if divided else contextlib.nullcontext():
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
@@ -164,7 +170,7 @@ def set_learning_rate(engine: DeepSpeedEngine, optimizer: OptimizerSpec, lr: flo
     """Set the learning rate of the next optimizer step, times each group's own factor."""
     factors = {group.name: group.learning_rate_factor for group in optimizer.groups}
     for group in engine.optimizer.param_groups:
-        group["lr"] = lr * factors[group["name"]]
+        group["lr"] = lr * factors[group_name(group)]
 
 
 def keep_gradient_norm_of_plain_optimizer(engine: DeepSpeedEngine) -> None:

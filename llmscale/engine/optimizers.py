@@ -23,7 +23,14 @@ from llmscale.config.muon import NEWTON_SCHULZ_STEPS, Matrix, matrices_of, plan_
 from llmscale.config.optimizers import OptimizerSpec
 from llmscale.engine.device_memory import has_bf16
 from llmscale.engine.process_group import is_gpu
-from llmscale.engine.zero_layout import ParameterShard, parameter_shards, parts_of_all_ranks, shard_group
+from llmscale.engine.zero_layout import (
+    ParameterShard,
+    group_name,
+    held_range,
+    parameter_shards,
+    parts_of_all_ranks,
+    shard_group,
+)
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -36,12 +43,14 @@ _UPDATE_RMS = 0.2
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
-class ParameterGroup(TypedDict):
-    """One torch parameter group; a checkpoint finds its hyperparameters by `name`."""
+class ParameterGroup(TypedDict, total=False):
+    """One torch parameter group; a checkpoint finds its hyperparameters by `zero_layout.group_name`."""
 
     name: str
     params: list[nn.Parameter]
     weight_decay: float
+    moe: bool
+    divided_from: str
 
 
 def build_parameter_groups(
@@ -52,16 +61,24 @@ def build_parameter_groups(
 ) -> list[ParameterGroup]:
     """Build the optimizer's groups; `kinds` gives each parameter's kind, since ZeRO-3 has flattened its shape.
 
-    Groups without parameters are left out: DeepSpeed would drop them and shift the numbers of the others.
+    Groups without parameters are left out: DeepSpeed would drop them and shift the numbers of the others. Divided
+    experts have groups of their own, which DeepSpeed knows by `moe` and the `group_name` of their parameters.
     """
     groups: dict[str, ParameterGroup] = {
         group.name: {"name": group.name, "params": [], "weight_decay": group.weight_decay(weight_decay)}
         for group in spec.groups
     }
+    experts: dict[str, ParameterGroup] = {
+        name: {**group, "params": [], "moe": True, "divided_from": name} for name, group in groups.items()
+    }
     for name, parameter in named:
-        if parameter.requires_grad:
-            groups[spec.group_of(kinds[name], name).name]["params"].append(parameter)
-    return [group for group in groups.values() if group["params"]]
+        if not parameter.requires_grad:
+            continue
+        group = spec.group_of(kinds[name], name).name
+        if ranks := getattr(parameter, "group_name", None):
+            experts[group]["name"] = ranks
+        (experts if ranks else groups)[group]["params"].append(parameter)
+    return [group for group in (*groups.values(), *experts.values()) if group["params"]]
 
 
 def build_optimizer(
@@ -156,6 +173,8 @@ class MatrixPlan:
 
     here: tuple[WholeMatrix, ...]
     rounds: tuple[ExchangeRound, ...]
+    group: dist.ProcessGroup | None
+    """Ranks that the tensor is cut among; None for all of them."""
 
 
 class Muon(torch.optim.AdamW):
@@ -180,22 +199,24 @@ class Muon(torch.optim.AdamW):
         self.dtype = dtype
         self._orthogonalised = frozenset(orthogonalised)
         self._plans: dict[int, MatrixPlan] = {}
-        self._group: dist.ProcessGroup | None = None
         self._device = torch.device("cpu")
 
     def plan(self, engine: DeepSpeedEngine, tensors: ParameterTensors) -> None:
         """Plan which rank orthogonalises each matrix. `tensors` describe the engine's model."""
-        self._group, self._device = shard_group(engine), torch.device(engine.device)
+        self._device = torch.device(engine.device)
         parameters = {tensor.name: tensor.parameter for tensor in tensors.all}
         parts = parts_of_all_ranks(engine)
         found: dict[int, list[tuple[int, Matrix]]] = {}
+        groups: dict[int, dist.ProcessGroup | None] = {}
         for shard in parameter_shards(engine):
             if shard.group in self._orthogonalised:
-                parameter = parameters[shard.name]
-                matrices = matrices_of(parameter.matrix_rows, parameter.shape[1], parts.get(shard.name, ()))
-                found.setdefault(id(shard.flat), []).extend(_with_offsets(shard, matrices))
-        rank, world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        self._plans = {flat: _plan_matrices(matrices, rank, world_size) for flat, matrices in found.items()}
+                parameter, held = parameters[shard.name], engine.module.get_parameter(shard.name)
+                first, elements, _ = held_range(held)
+                matrices = matrices_of(parameter.matrix_rows, parameter.columns, parts.get(shard.name, ()))
+                own = ((begin, matrix) for begin, matrix in matrices if first <= begin < first + elements)
+                found.setdefault(id(shard.flat), []).extend(_with_offsets(shard, own))
+                groups[id(shard.flat)] = shard_group(engine, held)
+        self._plans = {flat: _plan_matrices(matrices, groups[flat]) for flat, matrices in found.items()}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch's is untyped
@@ -204,13 +225,13 @@ class Muon(torch.optim.AdamW):
         Collective where a matrix is cut. Overwrites the gradients of matrices.
         """
         groups = self.param_groups
-        self.param_groups = [group for group in groups if group["name"] not in self._orthogonalised]
+        self.param_groups = [group for group in groups if group_name(group) not in self._orthogonalised]
         try:
             super().step(closure)
         finally:
             self.param_groups = groups
         for group in groups:
-            for flat in group["params"] if group["name"] in self._orthogonalised else ():
+            for flat in group["params"] if group_name(group) in self._orthogonalised else ():
                 if flat.grad is not None:
                     self._step_matrices(flat, group["lr"], group["weight_decay"])
 
@@ -243,9 +264,9 @@ class Muon(torch.optim.AdamW):
                 own.copy_(there)
                 del there
         for exchange in plan.rounds:
-            self._exchange(update, exchange)
+            self._exchange(update, exchange, plan.group)
 
-    def _exchange(self, update: Tensor, exchange: ExchangeRound) -> None:
+    def _exchange(self, update: Tensor, exchange: ExchangeRound, group: dist.ProcessGroup | None) -> None:
         """Gather one matrix per rank, orthogonalise it, send every rank its part back. Collective.
 
         A matrix's parts arrive in rank order, which is the order of its elements.
@@ -254,10 +275,10 @@ class Muon(torch.optim.AdamW):
         sent = torch.cat(parts or [update[:0]]).to(self._device)
         received = sent.new_empty(sum(exchange.receive_sizes))
         receive_sizes, send_sizes = list(exchange.receive_sizes), list(exchange.send_sizes)
-        dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=self._group)
+        dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
         if received.numel():
             orthogonalise(received.view(exchange.shape), self.dtype)
-        dist.all_to_all_single(sent, received, send_sizes, receive_sizes, group=self._group)
+        dist.all_to_all_single(sent, received, send_sizes, receive_sizes, group=group)
         for part, result in zip(parts, sent.split([part.numel() for part in parts]), strict=True):
             part.copy_(result)
 
@@ -268,7 +289,8 @@ def _with_offsets(shard: ParameterShard, matrices: Iterable[tuple[int, Matrix]])
         yield shard.offset - shard.start + begin, matrix
 
 
-def _plan_matrices(matrices: list[tuple[int, Matrix]], rank: int, world_size: int) -> MatrixPlan:
+def _plan_matrices(matrices: list[tuple[int, Matrix]], group: dist.ProcessGroup | None) -> MatrixPlan:
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     here = [
         WholeMatrix(offset, matrix.rows, matrix.columns)
         for offset, matrix in matrices
@@ -291,4 +313,4 @@ def _plan_matrices(matrices: list[tuple[int, Matrix]], rank: int, world_size: in
             for part in mine.parts:
                 receive_sizes[part.rank] = part.length
         rounds.append(ExchangeRound(tuple(slices), tuple(send_sizes), shape, tuple(receive_sizes)))
-    return MatrixPlan(tuple(here), tuple(rounds))
+    return MatrixPlan(tuple(here), tuple(rounds), group)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 from llmscale.config.parallel_layout import ParallelLayout
@@ -61,6 +62,10 @@ class RankSplit:
         """Send part i, [size, ...], to rank i of the group, and return the parts received."""
         received: Tensor = torch.ops.deepspeed.dim_zero_all_to_all(parts.contiguous(), self.group.group_name)
         return received
+
+    def sum_over_parts(self, x: Tensor) -> Tensor:
+        """Return the sum of the ranks' tensors. Collective."""
+        return funcol.all_reduce(x, "sum", self.group)
 
     def gather_scores(self, scores: Tensor, t: int) -> Tensor:
         """Return the scores of `t` tokens from those of the ranks' parts: [batch, part, 2] -> [batch, t, 2].

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from llmscale.engine.process_group import is_gpu
 from llmscale.errors import TrainingError
+from llmscale.model.experts import Router
+from llmscale.model.gpt import GPT
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -26,17 +29,27 @@ _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 
 
 def train_step(
-    engine: DeepSpeedEngine, micro_batches: Sequence[Tensor], device: torch.device, timer: PhaseTimer
+    engine: DeepSpeedEngine,
+    micro_batches: Sequence[Tensor],
+    device: torch.device,
+    timer: PhaseTimer,
+    seq_len: int | None = None,
 ) -> Tensor:
     """Train on one rank's share of a global batch.
 
-    micro_batches: gradient_accumulation_steps tensors of token ids [micro_batch_size, seq_len + 1]. Returns this rank's
-    mean loss in nats, a scalar on the device; reading it would make the host wait.
+    micro_batches: gradient_accumulation_steps tensors of token ids [micro_batch_size, T + 1], which are cut into
+    sequences of `seq_len` tokens, T by default. Returns this rank's mean loss in nats, a scalar on the device; reading
+    it would make the host wait.
     """
     total = torch.zeros((), device=device)
+    model = engine.module
+    model.routing = None
     for micro_step, tokens in enumerate(micro_batches):
         timer.mark("forward_backward")
         tokens = tokens.to(device, non_blocking=True)
+        if seq_len is not None:
+            # Neighbours share a token, so that each is a target once.
+            tokens = tokens.unfold(1, seq_len + 1, seq_len).flatten(0, 1)
         loss = engine(tokens[:, :-1], tokens[:, 1:])
         # DeepSpeed divides by the accumulation steps itself.
         engine.backward(loss)
@@ -44,8 +57,23 @@ def train_step(
         if micro_step == len(micro_batches) - 1:
             timer.mark("optimizer_step")
         engine.step()
+    if model.routing is not None and model.shape.router_bias and engine.was_step_applied():
+        _balance_routers(model)
     timer.mark("other")
     return total / len(micro_batches)
+
+
+def _balance_routers(model: GPT) -> None:
+    """Change the routers' biases by the load of the global batch. Collective.
+
+    A step that fp16 skips leaves them as it leaves the weights.
+    """
+    assert model.routing is not None
+    loads = model.routing[:, : model.shape.num_experts].clone()
+    dist.all_reduce(loads)
+    routers = (module for module in model.modules() if isinstance(module, Router))
+    for router, load in zip(routers, loads, strict=True):
+        router.balance(load, model.loss.router_bias_speed)
 
 
 def set_micro_steps(engine: DeepSpeedEngine, micro_steps: int) -> None:

@@ -5,13 +5,14 @@ Only this file and zero_shards.py know DeepSpeed's internals.
 Stage 0: complete tensors on every rank. Stages 1 and 2: an optimizer group's parameters are concatenated, and each rank
 that ZeRO divides states over (ParallelLayout.shard_ranks) owns one contiguous partition, hence a (possibly empty) range
 of each parameter. Stage 3: every parameter is cut into equal pieces, the last one padded. All of them become views of
-flat tensors, named after the parameter.
+flat tensors, named after the parameter. Where ranks divide experts, an expert's parameter on a rank is a range of the
+complete one, cut among the ranks that hold the same range.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,7 +53,7 @@ class ParameterShard:
     offset: int
     """First element of this part in `flat`."""
     start: int
-    """First element of this part in the flattened parameter."""
+    """First element of this part in the flattened parameter of all experts."""
     length: int
     """Elements of this part; 0 when this rank owns none of the parameter."""
     total: int
@@ -88,24 +89,48 @@ def parameter_shards(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:
 
 
 def parts_of_all_ranks(engine: DeepSpeedEngine) -> dict[str, tuple[Part, ...]]:
-    """Return the parts of each trainable parameter on the ranks of `shard_group`; empty where every rank has all."""
+    """Return the parts of each trainable parameter on the ranks of its `shard_group`; empty where each has all."""
     zero = engine.optimizer
     if hasattr(zero, "fp32_partitioned_groups_flat"):
-        ranks = dist.get_world_size(shard_group(engine))
-        return {name: _equal_parts(param, ranks) for name, param in _trainable(engine)}
+        return {
+            name: _equal_parts(param, dist.get_world_size(shard_group(engine, param)))
+            for name, param in _trainable(engine)
+        }
     groups, flats = _flat_groups(engine)
     flat_of = {id(param): flat for params, flat in zip(groups, flats, strict=True) for param in params}
-    ranks = dist.get_world_size(shard_group(engine)) if flats else 1
     return {
-        name: _parts_of_flat(param, flat_of[id(param)], ranks)
+        name: _parts_of_flat(param, flat_of[id(param)], dist.get_world_size(shard_group(engine, param)))
         for name, param in _trainable(engine)
         if id(param) in flat_of
     }
 
 
-def shard_group(engine: DeepSpeedEngine) -> dist.ProcessGroup | None:
-    """Return the ranks that ZeRO divides states over; None for all of them."""
+def shard_group(engine: DeepSpeedEngine, param: torch.nn.Parameter) -> dist.ProcessGroup | None:
+    """Return the ranks that ZeRO divides a parameter's states over; None for all of them."""
+    from deepspeed.moe.utils import is_moe_param
+    from deepspeed.utils import groups
+
+    if is_moe_param(param):
+        return groups._get_expert_data_parallel_group(param.group_name)  # type: ignore[attr-defined]
     return getattr(engine.optimizer, "dp_process_group", None)
+
+
+def held_range(param: torch.nn.Parameter) -> tuple[int, int, int]:
+    """Return (first element, elements, the parameter's elements) of what the ranks of its `shard_group` hold together:
+    everything, except of divided experts."""
+    from deepspeed.moe.utils import is_moe_param
+    from deepspeed.utils import groups
+
+    held = getattr(param, "ds_numel", param.numel())
+    if not is_moe_param(param):
+        return 0, held, held
+    name = param.group_name  # type: ignore[attr-defined]
+    return groups._get_expert_parallel_rank(name) * held, held, groups._get_expert_parallel_world_size(name) * held
+
+
+def group_name(group: Mapping[str, object]) -> str:
+    """Return the name of an optimizer's group. DeepSpeed wants the ranks of divided experts in its place."""
+    return str(group.get("divided_from", group["name"]))
 
 
 def inner_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
@@ -119,40 +144,42 @@ def _trainable(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.nn.Paramete
 
 def piece_of(param: torch.nn.Parameter) -> tuple[int, int, int]:
     """Return (first element, elements, the parameter's elements) of this rank's piece at stage 3."""
-    size, total = param.ds_tensor.ds_numel, param.ds_numel  # type: ignore[attr-defined]  # DeepSpeed sets them
-    start = min(param.ds_zero_partition_rank * size, total)  # type: ignore[attr-defined]
-    return start, min(size, total - start), total
+    first, held, total = held_range(param)
+    size = param.ds_tensor.ds_numel  # type: ignore[attr-defined]  # DeepSpeed sets them
+    start = min(param.ds_zero_partition_rank * size, held)  # type: ignore[attr-defined]
+    return first + start, min(size, held - start), total
 
 
 def _stage0_shards(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:
     zero, optimizer = engine.optimizer, inner_optimizer(engine)
     lows = getattr(zero, "fp16_groups", None) or [group["params"] for group in optimizer.param_groups]
     masters = {
-        id(low): (master, group["name"])
+        id(low): (master, group_name(group))
         for group, low_group in zip(optimizer.param_groups, lows, strict=True)
         for low, master in zip(low_group, group["params"], strict=True)
     }
     for name, param in _trainable(engine):
-        flat, group_name = masters[id(param)]
-        yield ParameterShard(name, group_name, flat, 0, 0, param.numel(), param.numel())
+        flat, group = masters[id(param)]
+        yield ParameterShard(name, group, flat, 0, 0, param.numel(), param.numel())
 
 
 def _stage12_shards(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:
     # Not by DeepSpeed's `_hp_mapping`: it assumes the module's order, and `round_robin_gradients` changes the order.
-    optimizer, rank = inner_optimizer(engine), dist.get_rank(shard_group(engine))
+    optimizer = inner_optimizer(engine)
     parts = parts_of_all_ranks(engine)
     groups, flats = _flat_groups(engine)
     group_of = {id(param): index for index, params in enumerate(groups) for param in params}
     for name, param in _trainable(engine):
         index = group_of[id(param)]
         group = optimizer.param_groups[index]
-        flat = group["params"][0]
+        flat, rank = group["params"][0], dist.get_rank(shard_group(engine, param))
+        first, _, total = held_range(param)
         part = next((part for part in parts[name] if part.rank == rank), None)
         if part is None:
-            yield ParameterShard(name, group["name"], flat, 0, 0, 0, param.numel())
+            yield ParameterShard(name, group_name(group), flat, 0, first, 0, total)
         else:
-            begin = _offset_in_flat(param, flats[index]) - rank * flat.numel()
-            yield ParameterShard(name, group["name"], flat, begin + part.start, part.start, part.length, param.numel())
+            begin = _offset_in_flat(param, flats[index]) - rank * flat.numel() - first
+            yield ParameterShard(name, group_name(group), flat, begin + part.start, part.start, part.length, total)
 
 
 def _stage3_shards(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:
@@ -162,13 +189,14 @@ def _stage3_shards(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:
         group = optimizer.param_groups[zero.sub_group_to_group_id[sub_group]]
         start, length, total = piece_of(param)
         flat = zero.fp32_partitioned_groups_flat[sub_group]
-        yield ParameterShard(name, group["name"], flat, offset, start, length, total)
+        yield ParameterShard(name, group_name(group), flat, offset, start, length, total)
 
 
 def _equal_parts(param: torch.nn.Parameter, ranks: int) -> tuple[Part, ...]:
     """Return stage 3's equal pieces, of which the last ones may be shorter or empty."""
-    size, total = param.ds_tensor.ds_numel, param.ds_numel  # type: ignore[attr-defined]  # DeepSpeed sets them
-    pieces = (Part(rank, rank * size, min(size, total - rank * size)) for rank in range(ranks))
+    first, held, _ = held_range(param)
+    size = param.ds_tensor.ds_numel  # type: ignore[attr-defined]  # DeepSpeed sets it
+    pieces = (Part(rank, first + rank * size, min(size, held - rank * size)) for rank in range(ranks))
     return tuple(piece for piece in pieces if piece.length > 0)
 
 
@@ -186,10 +214,10 @@ def _offset_in_flat(param: torch.nn.Parameter, flat: Tensor) -> int:
 
 def _parts_of_flat(param: torch.nn.Parameter, flat: Tensor, ranks: int) -> tuple[Part, ...]:
     """Return the parts of a parameter at stages 1 and 2, where its flat tensor is cut into equal partitions."""
-    begin, size = _offset_in_flat(param, flat), flat.numel() // ranks
-    end = begin + param.numel()
+    begin, size, (first, held, _) = _offset_in_flat(param, flat), flat.numel() // ranks, held_range(param)
+    end = begin + held
     cuts = [begin, *range((begin // size + 1) * size, end, size), end]
-    return tuple(Part(start // size, start - begin, stop - start) for start, stop in itertools.pairwise(cuts))
+    return tuple(Part(start // size, first + start - begin, stop - start) for start, stop in itertools.pairwise(cuts))
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from llmscale.config.optimizers import undivided_name
-from llmscale.engine.zero_layout import ParameterShard, ShardView, inner_optimizer, parameter_shards, piece_of
+from llmscale.engine.zero_layout import (
+    ParameterShard,
+    ShardView,
+    group_name,
+    held_range,
+    inner_optimizer,
+    parameter_shards,
+    piece_of,
+)
 from llmscale.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -50,14 +58,15 @@ def write_back(engine: DeepSpeedEngine, views: Mapping[str, ShardView]) -> None:
 
 
 def weights_to_fill(engine: DeepSpeedEngine) -> Iterator[dict[str, ShardView]]:
-    """Yield live views of this rank's weights by parameter, one flat tensor at a time.
+    """Yield live views of this rank's weights by parameter, one flat tensor at a time, and of buffers.
 
     A flat tensor on NVMe is in memory while the caller fills it, and is written back when the next one is requested.
     """
     for shards in _shards_by_flat(engine):
         with _in_memory(engine, shards[0].flat, write=True):
             yield {shard.name: shard.view(shard.flat) for shard in shards}
-    yield {key.partition("/")[2]: view for key, view in _frozen_views(engine).items()}
+    others = _frozen_views(engine) | _buffer_views(engine)
+    yield {key.partition("/")[2]: view for key, view in others.items()}
 
 
 def group_scalars(engine: DeepSpeedEngine) -> dict[str, dict[str, float]]:
@@ -101,13 +110,14 @@ def materialise_optimizer_state(engine: DeepSpeedEngine) -> None:
 
 
 @contextmanager
-def _only(optimizer: torch.optim.Optimizer, group_name: str, flat: Tensor) -> Iterator[None]:
+def _only(optimizer: torch.optim.Optimizer, name: str, flat: Tensor) -> Iterator[None]:
     """Reduce the optimizer to one tensor with a zero gradient and a learning rate of 0; restore it at the end."""
     kept = [(group, group["params"], group["lr"]) for group in optimizer.param_groups]
     gradient = flat.grad
     for group in optimizer.param_groups:
-        group["params"] = [flat] if group["name"] == group_name else []
-        group["lr"] = 0.0
+        group["params"], group["lr"] = [], 0.0
+    # The first of two with the name, if ranks divide experts: both have the same hyperparameters.
+    next(group for group in optimizer.param_groups if group_name(group) == name)["params"] = [flat]
     flat.grad = torch.zeros_like(flat)
     try:
         yield
@@ -231,7 +241,8 @@ def _frozen_views(engine: DeepSpeedEngine) -> dict[str, ShardView]:
             start, length, total = piece_of(param)
             views[f"frozen/{name}"] = ShardView(param.ds_tensor.detach().view(-1).narrow(0, 0, length), start, total)
         else:
-            views[f"frozen/{name}"] = ShardView(param.detach().view(-1), 0, param.numel())
+            first, _, total = held_range(param)
+            views[f"frozen/{name}"] = ShardView(param.detach().view(-1), first, total)
     return views
 
 

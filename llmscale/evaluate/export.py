@@ -26,6 +26,7 @@ from llmscale.checkpoint.hf_write import (
     POSITIONS,
     ExportDtype,
     check_space,
+    dtype_of,
     last_positions,
     plan_files,
     tensor_bytes,
@@ -114,7 +115,10 @@ def export_model(
     stored = StoredWeights(checkpoint)
     more = 0 if model.last_positions is None else len(model.last_positions)
     shape = replace(model.shape, seq_len=model.shape.seq_len - more)
-    check_same_model(stored.sizes, {tensor.name: tensor.elements for tensor in shape.tensors.all}, checkpoint)
+    own = {tensor.name: tensor.elements for tensor in shape.tensors.all}
+    # Routers' biases, which are buffers.
+    own |= {tensor.parameter: tensor.shape[0] for tensor in model.tensors if tensor.is_fp32 and tensor.parameter}
+    check_same_model(stored.sizes, own, checkpoint)
     write_model(stored, model, tokenizer, out, card=card, overwrite=overwrite, progress=progress)
 
 
@@ -201,8 +205,8 @@ def _write_json(path: Path, values: Mapping[str, object]) -> None:
 
 
 def _parts(stored: Weights, model: ExportedModel, tensor: HFTensor) -> Iterator[Tensor]:
-    """Yield consecutive flat parts of one of transformers' tensors, in the model's dtype."""
-    dtype, (rows, columns) = model.dtype, _as_matrix(tensor)
+    """Yield consecutive flat parts of one of transformers' tensors, in its dtype."""
+    dtype, (rows, columns) = dtype_of(tensor, model.dtype), _as_matrix(tensor)
     last = model.last_positions if tensor.parameter == POSITIONS else None
     zeros = (tensor.skipped_rows if tensor.parameter else rows) * columns
     for done in range(0, zeros, _PART_ELEMENTS):

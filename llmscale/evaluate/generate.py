@@ -302,7 +302,9 @@ def batch_bytes(shape: GPTShape, batch: int, prompt_len: int, max_new_tokens: in
     longest = min(prompt_len + max_new_tokens, shape.seq_len)
     outgrows = prompt_len + max_new_tokens > shape.seq_len
     together = batch * (prompt_len if use_cache and not outgrows else longest)
-    hidden = shape.mlp_width * (3 if shape.gated_mlp else 2)
+    in_experts = shape.experts_per_token * shape.expert_width
+    width = max(in_experts if shape.is_sparse(block) else shape.mlp_width for block in range(shape.n_layer))
+    hidden = width * (3 if shape.gated_mlp else 2)
     widest = 2 * shape.n_embd + max(hidden, 2 * shape.qkv_heads * shape.head_dim)
     kept = kv_cache_bytes(shape, batch, longest, _FP32_BYTES) if use_cache else 0
     return kept + together * widest * _FP32_BYTES

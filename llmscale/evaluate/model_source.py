@@ -223,8 +223,8 @@ def _load_published(published: PublishedModel) -> GPT:
     pieces = match_tensors(stored, published.tensors, published.source, published.architecture)
     model = GPT(published.shape, seed=0)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            flat = parameter.view(-1)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            flat = tensor.view(-1)
             fill_view(ShardView(flat, 0, flat.numel()), pieces[name])
     return _to_device(model)
 

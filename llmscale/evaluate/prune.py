@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from llmscale.architecture.attention_kernels import AMPERE, ComputeCapability
 from llmscale.errors import ConfigError
+from llmscale.model.experts import Experts
 from llmscale.model.gpt import GPT
 
 _GROUP, _ZEROS = 4, 2
@@ -26,7 +27,7 @@ class Pruned:
     """Counts of pruned layers and weights."""
 
     num_layers: int
-    """Linear layers of the blocks; embeddings, head and norms are not pruned."""
+    """Linear layers of the blocks and stacks of experts; embeddings, head, norms and routers are not pruned."""
     num_weights: int
     """Weights of those layers."""
     num_zeros: int
@@ -43,7 +44,7 @@ def check_sparse_cores(whose: str, capability: ComputeCapability) -> None:
 
 
 def prune_linear_layers(model: GPT, *, for_gpu: bool) -> Pruned:
-    """Set the two smallest of every four weights [outputs, inputs] along the inputs to zero, in place.
+    """Set the two smallest of every four weights [outputs, inputs] along the inputs to zero, in place, experts' too.
 
     Raises ConfigError for a layer whose inputs are not a multiple of four, or, with `for_gpu`, for one that the kernels
     do not support.
@@ -51,23 +52,33 @@ def prune_linear_layers(model: GPT, *, for_gpu: bool) -> Pruned:
     from torch.ao.pruning import WeightNormSparsifier
 
     layers = {name: layer for name, layer in model.blocks.named_modules() if isinstance(layer, nn.Linear)}
-    for name, layer in layers.items():
-        if for_gpu and (layer.out_features % _KERNEL_OUTPUTS or layer.in_features % _KERNEL_INPUTS):
+    stacks = {
+        f"{name}.{part}": weight
+        for name, layer in model.blocks.named_modules()
+        if isinstance(layer, Experts)
+        for part, weight in layer.named_parameters()
+    }
+    for name, weight in ({name: layer.weight for name, layer in layers.items()} | stacks).items():
+        outputs, inputs = weight.shape[-2:]
+        if for_gpu and (outputs % _KERNEL_OUTPUTS or inputs % _KERNEL_INPUTS):
             raise ConfigError(
-                f"blocks.{name} has {layer.in_features} inputs and {layer.out_features} outputs, and a GPU's kernels "
+                f"blocks.{name} has {inputs} inputs and {outputs} outputs, and a GPU's kernels "
                 f"for 2:4 sparsity take multiples of {_KERNEL_INPUTS} and {_KERNEL_OUTPUTS}. Prune a model of such "
                 "widths; without --gpu, on a machine without one, any multiple of 4 goes."
             )
-        if layer.in_features % _GROUP:
+        if inputs % _GROUP:
             raise ConfigError(
-                f"blocks.{name} has {layer.in_features} inputs, and 2:4 sparsity needs a multiple of {_GROUP}. Prune a "
-                "model whose n_embd and mlp_width are multiples of 4."
+                f"blocks.{name} has {inputs} inputs, and 2:4 sparsity needs a multiple of {_GROUP}. Prune a "
+                "model whose n_embd, mlp_width and expert_width are multiples of 4."
             )
     sparsifier = WeightNormSparsifier(sparsity_level=1.0, sparse_block_shape=(1, _GROUP), zeros_per_block=_ZEROS)
     sparsifier.prepare(model.blocks, [{"tensor_fqn": f"{name}.weight"} for name in layers])
     sparsifier.step()
     sparsifier.squash_mask()
-    weights = [layer.weight for layer in layers.values()]
+    for weight in stacks.values():
+        groups = weight.detach().unflatten(-1, (-1, _GROUP))
+        groups.scatter_(-1, groups.abs().topk(_ZEROS, largest=False).indices, 0.0)
+    weights = [*(layer.weight for layer in layers.values()), *stacks.values()]
     return Pruned(
         len(weights), sum(weight.numel() for weight in weights), sum(int((weight == 0).sum()) for weight in weights)
     )
@@ -77,7 +88,7 @@ class ModelWeights:
     """Weights of a model in memory, in the form that an export reads (evaluate/export.py)."""
 
     def __init__(self, model: GPT) -> None:
-        self._flat = {name: parameter.detach().view(-1) for name, parameter in model.named_parameters()}
+        self._flat = {name: tensor.view(-1) for name, tensor in model.state_dict().items()}
 
     def read(self, name: str, start: int, elements: int) -> Tensor:
         """Return `elements` of a parameter from its element `start` on, flattened, in fp32 on the CPU."""

@@ -26,7 +26,7 @@ def write_durably(path: Path, *content: str | bytes | memoryview) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
 def write_output(path: Path, content: str | bytes) -> None:
@@ -42,9 +42,9 @@ def write_output(path: Path, content: str | bytes) -> None:
         write_durably(Path(os.path.realpath(path)), content)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames and new names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Make a file's contents, or renames and new names in a folder, durable. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

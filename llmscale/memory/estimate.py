@@ -6,6 +6,7 @@ assumptions, named here and kept apart.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,11 @@ from llmscale.architecture.hf_config import HFModel
 from llmscale.architecture.layers import Architecture, ParameterTensors
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import ResolvedStep
-from llmscale.memory.activations.activation_memory import ActivationMemory, estimate_activations
+from llmscale.memory.activations.activation_memory import (
+    ActivationMemory,
+    BlockActivations,
+    estimate_activations,
+)
 from llmscale.memory.activations.recorded import Moment
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.states.stage3 import estimate_stage3
@@ -94,20 +99,23 @@ class MemoryEstimate:
         return self.reserved_bytes + self.context_bytes
 
 
-def estimate_memory(step: ResolvedStep, capability: ComputeCapability | None = None) -> MemoryEstimate:
+def estimate_memory(
+    step: ResolvedStep, capability: ComputeCapability | None = None, *, worst_load: bool = False
+) -> MemoryEstimate:
     """Estimate one rank's memory at the peak of each part of a step, on GPUs of that compute capability.
 
-    `capability` None means Ampere or newer. Raises NotRecorded.
+    `capability` None means Ampere or newer. `worst_load`: ranks that divide experts send this one all rows that they
+    can; else all have equal loads. Raises NotRecorded.
     """
     setup = zero_setup(step, capability)
     # Micro-steps after the second change nothing. At stage 3 all are alike, except for hpZ's copies.
     alike = setup.stage == 3 and setup.zero.zero_hpz_partition_size == 1
     micro_steps = 1 if alike else min(2, step.plan.gradient_accumulation_steps)
     recomputes = setup.stage == 3 and step.checkpointing != "none"
-    states = _states(step.tensors, setup.with_micro_steps(micro_steps), recomputes)
-    activations = _step_activations(step, capability)
+    states = _states(step.rank_tensors, setup.with_micro_steps(micro_steps), recomputes)
+    activations = _step_activations(step, capability, worst_load)
     return MemoryEstimate(
-        moments=find_moments(step.shape.architecture, states, activations),
+        moments=find_moments(step.rank_tensors.architecture, states, activations),
         host_bytes=states.host_bytes + activations.host_bytes,
         nvme_bytes=states.nvme_bytes,
     )
@@ -115,7 +123,7 @@ def estimate_memory(step: ResolvedStep, capability: ComputeCapability | None = N
 
 def estimate_least(step: ResolvedStep, capability: ComputeCapability | None = None) -> int:
     """Estimate a lower bound: activations, and below stage 3 every parameter in 16 bits."""
-    parameters = 0 if step.zero_stage == 3 else 2 * step.shape.num_parameters
+    parameters = 0 if step.zero_stage == 3 else 2 * step.rank_tensors.architecture.num_parameters
     return _step_activations(step, capability).peak_bytes + parameters
 
 
@@ -132,7 +140,10 @@ def estimate_states(tensors: ParameterTensors, setup: ZeroSetup, recomputes: boo
     return estimate_bf16_optimizer(tensors, setup) if uses_bf16_optimizer(setup) else estimate_stage12(tensors, setup)
 
 
-def _step_activations(step: ResolvedStep, capability: ComputeCapability | None) -> ActivationMemory:
+def _step_activations(
+    step: ResolvedStep, capability: ComputeCapability | None, worst_load: bool = False
+) -> ActivationMemory:
+    split, divided = step.plan.ranks.sequence_parallel_size, step.plan.ranks.expert_parallel_size
     return _activations(
         step.shape,
         micro_batch_size=step.plan.micro_batch_size,
@@ -142,7 +153,9 @@ def _step_activations(step: ResolvedStep, capability: ComputeCapability | None) 
         zero_stage=step.zero_stage,
         capability=capability,
         loss_chunk_tokens=step.loss.chunk_tokens,
-        ranks=ParallelLayout(step.plan.ranks.sequence_parallel_size, step.plan.ranks.sequence_parallel_size),
+        router_loss=step.loss.has_router_loss,
+        ranks=ParallelLayout(math.lcm(split, divided), split, divided),
+        worst_load=worst_load,
     )
 
 
@@ -197,15 +210,15 @@ def _blocks_forward(states: StateMemory, activations: ActivationMemory) -> Break
     """Return the peak of the block with the largest sum: with ZeRO-3 not always the last."""
     blocks = range(activations.n_layer)
     before = [activations.before_block_bytes(block, forward=True) for block in blocks]
-    block = max(blocks, key=lambda block: states.forward[1 + block].total_bytes + before[block])
-    casts = (block + 1) * activations.forward_casts_per_block_bytes
-    held = before[block] + activations.block_forward_peak_bytes
-    return states.forward[1 + block] + Breakdown(parameters_bytes=casts, activations_bytes=held - casts)
+    held = [before[block] + activations.blocks[block].forward_peak_bytes for block in blocks]
+    block = max(blocks, key=lambda block: states.forward[1 + block].total_bytes + held[block])
+    casts = activations.casts_bytes(block + 1, forward=True)
+    return states.forward[1 + block] + Breakdown(parameters_bytes=casts, activations_bytes=held[block] - casts)
 
 
 def _loss_forward(states: StateMemory, activations: ActivationMemory) -> Breakdown:
     """Return the larger peak of gathering the head's weights and of computing the loss."""
-    block_casts = activations.n_layer * activations.forward_casts_per_block_bytes
+    block_casts = activations.casts_bytes(activations.n_layer, forward=True)
     before = activations.before_block_bytes(activations.n_layer, forward=True)
     norm, head_cast = activations.saved_final_norm_bytes, activations.head_cast_bytes
     held = Breakdown(parameters_bytes=block_casts, activations_bytes=before - block_casts + norm)
@@ -213,6 +226,10 @@ def _loss_forward(states: StateMemory, activations: ActivationMemory) -> Breakdo
         parameters_bytes=head_cast, logits_bytes=activations.logits_forward_peak_bytes - norm - head_cast
     )
     return _largest([states.forward[-2] + held, states.forward[-1] + held + logits])
+
+
+#: First interval, last interval, moment, and whether it is a hand-over of gradients to DeepSpeed.
+_Span = tuple[int, int, Moment, bool]
 
 
 class _Backward:
@@ -239,7 +256,7 @@ class _Backward:
     def loss(self) -> Breakdown:
         """From the loss to the final norm."""
         model, activations = self._model, self._activations
-        casts = activations.n_layer * activations.saved_casts_per_block_bytes
+        casts = activations.casts_bytes(activations.n_layer)
         held = activations.before_block_bytes(activations.n_layer) - casts
         table = model.token_embedding.elements if model.is_tied else 0
         found = []
@@ -268,49 +285,52 @@ class _Backward:
     def blocks(self) -> Breakdown:
         """From the last block to the first, whose activations are freed while gradients appear."""
         model, activations, states = self._model, self._activations, self._states
-        parameters, begin = model.block_parameters, self._at(model.head_gradients)
-        per_block = self._at(model.head_gradients + parameters) - begin
-        spans = list(self._spans(begin))
-        best_bytes, best = -1, (0, spans[0][2], Breakdown())
-        largest = max(moment.total_bytes for _, _, moment, _ in spans)
         # Blocks in the order of an upper bound.
-        bounds = []
-        for order in range(model.n_layer):
-            first = begin + order * per_block
-            before = activations.before_block_bytes(model.n_layer - 1 - order)
-            bounds.append((max(states.ready_bytes[first : first + per_block + 1]) + before, order, before))
-        for bound, order, before in sorted(bounds, reverse=True):
-            if bound + largest <= best_bytes:
+        spans: dict[int, tuple[int, list[_Span]]] = {}
+        bounds, done = [], model.head_gradients
+        begin = self._at(done)
+        for block in reversed(range(model.n_layer)):
+            kind, before = activations.blocks[block], activations.before_block_bytes(block)
+            if id(kind) not in spans:
+                spans[id(kind)] = begin, list(self._spans(kind, begin, done))
+            first, done = begin, done + model.elements_of(block)
+            begin = self._at(done)
+            largest = max(moment.total_bytes for _, _, moment, _ in spans[id(kind)][1])
+            bounds.append((max(states.ready_bytes[first : begin + 1]) + before + largest, -block, first, before))
+        best_bytes, best = -1, (0, Moment(), Breakdown())
+        for bound, order, first, before in sorted(bounds, reverse=True):
+            if bound <= best_bytes:
                 break
-            shift = order * per_block
-            for low, high, moment, is_ready in spans:
+            began, of_kind = spans[id(activations.blocks[-order])]
+            shift = first - began
+            for low, high, moment, is_ready in of_kind:
                 sizes = states.ready_bytes if is_ready else states.after_bytes
                 place = max(range(low + shift, high + shift + 1), key=sizes.__getitem__)
                 total = sizes[place] + before + moment.total_bytes
                 if total > best_bytes:
                     interval = self._peak(place) if is_ready else self._intervals[place].after.breakdown
-                    best_bytes, best = total, (model.n_layer - 1 - order, moment, interval)
+                    best_bytes, best = total, (-order, moment, interval)
         block, moment, peak = best
-        casts = block * activations.saved_casts_per_block_bytes
+        casts = activations.casts_bytes(block)
         return peak + Breakdown(
             parameters_bytes=casts + moment.casts_bytes,
             activations_bytes=activations.before_block_bytes(block) - casts + moment.activations_bytes,
             temporaries_bytes=moment.temporaries_bytes,
         )
 
-    def _spans(self, begin: int) -> Iterator[tuple[int, int, Moment, bool]]:
-        """Yield (first interval, last interval, moment, True at a hand-over) of the last block's moments.
+    def _spans(self, kind: BlockActivations, begin: int, done: int) -> Iterator[_Span]:
+        """Yield the moments of a block whose backward pass begins in interval `begin`, when `done` gradients exist.
 
         Only moments with the largest activations are recorded. Between two of them no more is held than at the later
         one, which therefore meets the states of all intervals between.
         """
-        before, head = begin - 1, self._model.head_gradients
-        for moment in self._activations.block_backward:
-            last = self._at(head + moment.gradient_parameters)
+        before = begin - 1
+        for moment in kind.backward:
+            last = self._at(done + moment.gradient_parameters)
             yield min(before + 1, last), last, moment, False
             before = last
-        for moment in self._activations.block_handovers:
-            place = self._beginning_with(head + moment.gradient_parameters)
+        for moment in kind.handovers:
+            place = self._beginning_with(done + moment.gradient_parameters)
             yield place, place, moment, True
 
     def end(self) -> Breakdown:
@@ -320,7 +340,7 @@ class _Backward:
         """
         model, activations = self._model, self._activations
         found = [self._peak(self._last) + Breakdown(activations_bytes=activations.saved_embedding_bytes)]
-        before = model.head_gradients + model.n_layer * model.block_parameters
+        before = model.head_gradients + sum(map(model.elements_of, range(model.n_layer)))
         moments = [
             (moment, self._intervals[self._at(before + moment.gradient_parameters)].after.breakdown)
             for moment in activations.embedding_backward

@@ -39,6 +39,9 @@ class SequenceSplit(Protocol):
     def to_tokens(self, y: Tensor) -> Tensor:
         """Exchange [batch, t, heads / size, head_dim] for [batch, t / size, heads, head_dim]."""
 
+    def sum_over_parts(self, x: Tensor) -> Tensor:
+        """Return the sum of the parts' tensors, without gradients."""
+
 
 @dataclass(frozen=True)
 class AttentionContext:
@@ -52,6 +55,8 @@ class AttentionContext:
     else -inf. None for plain causal attention."""
     split: SequenceSplit | None = None
     """Division of the tokens; cos and sin are those of the model's part."""
+    padding: int = 0
+    """Padding tokens at the end of the model's part."""
 
     def rotate(self, heads: Tensor) -> Tensor:
         """Rotate queries or keys [batch, t, heads, head_dim] by their positions.
@@ -86,10 +91,15 @@ class AttentionContexts:
 
 
 def build_contexts(
-    shape: GPTShape, positions: Tensor, dtype: torch.dtype, split: SequenceSplit | None = None
+    shape: GPTShape, positions: Tensor, dtype: torch.dtype, split: SequenceSplit | None = None, padding: int = 0
 ) -> AttentionContexts:
-    """Build the contexts of tokens at `positions` [t] or [batch, t], in the computation's `dtype`."""
+    """Build the contexts of tokens at `positions` [t] or [batch, t], in the computation's `dtype`.
+
+    padding: padding tokens at the end of the model's part.
+    """
     local = build_context(shape, positions, dtype, split)
+    if padding:
+        local = replace(local, padding=padding)
     if not shape.has_window or not shape.global_layers:
         return AttentionContexts(local, local)
     return AttentionContexts(local, replace(local, mask=_attention_mask(positions, None, dtype)))

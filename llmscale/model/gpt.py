@@ -1,17 +1,12 @@
 """The GPT that every shape describes (Radford et al. 2019; Touvron et al. 2023).
 
-It knows nothing of ranks, ZeRO or precision, which are applied from outside. Initial weights are the same numbers for
-a seed at every ZeRO stage, precision and device. `deepspeed.zero.Init` shards a module's parameters as soon as the
-module's constructor returns, and makes new tensors in the training precision. Each constructor therefore draws its
-weights itself, in fp32 on the CPU, and rounds them to the parameter's type.
+It knows nothing of ranks, ZeRO or precision, which are applied from outside.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -19,10 +14,9 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from llmscale.architecture.attention_kernels import ComputeCapability, has_flash_attention
-from llmscale.architecture.shape import Activation, GPTShape
+from llmscale.architecture.shape import GPTShape
 from llmscale.config.loss_settings import DEFAULT_LOSS, LossSettings
 from llmscale.errors import DataError
 from llmscale.model.attention_context import (
@@ -35,111 +29,12 @@ from llmscale.model.attention_context import (
     part_of_tokens,
     positions_in_documents,
 )
+from llmscale.model.experts import BALANCE, Z_SQUARED, ExpertSplit, SparseMLP
+from llmscale.model.layers import INIT_STD, MLP, Embedding, Linear, RMSNorm, build_norm, fill_normal_, residual_std
 from llmscale.model.loss import chunked_cross_entropy, score_tokens
-
-#: Standard deviation of every weight matrix and embedding (Radford et al. 2019, and OpenAI's code).
-INIT_STD = 0.02
-
-#: Numbers drawn from one seed. A core draws 10^8 a second, 29 minutes for GPT-3 175B, so large tensors are drawn in
-#: chunks on all threads. Chunks also limit the extra fp32 memory to 64 MiB a thread.
-CHUNK_ELEMENTS = 2**24
-
-
-def residual_std(n_layer: int) -> float:
-    """Return the standard deviation of the projections that end in the residual stream.
-
-    Each of the n_layer blocks adds two of them, so the factor 1/sqrt(2 n_layer) keeps the variance of their sum that of
-    one (Radford et al. 2019, section 2.3).
-    """
-    return INIT_STD / math.sqrt(2 * n_layer)
-
-
-def fill_normal_(parameter: Tensor, std: float, generator: torch.Generator) -> None:
-    """Overwrite `parameter` with numbers from N(0, std^2), the same for every number of threads.
-
-    `generator` draws the seed of each chunk. Parameters without storage (meta device, fake tensors) are skipped.
-    """
-    if parameter.is_meta or isinstance(parameter, FakeTensor):
-        return
-    chunks = parameter.detach().view(-1).split(CHUNK_ELEMENTS)
-    seeds = [int(torch.randint(2**63 - 1, (1,), generator=generator)) for _ in chunks]
-    fill = partial(_fill_chunk, std)
-    if len(chunks) == 1:
-        fill(chunks[0], seeds[0])
-        return
-    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
-        list(pool.map(fill, chunks, seeds))
-
-
-def _fill_chunk(std: float, chunk: Tensor, seed: int) -> None:
-    # Not empty().normal_(): zero.Init replaces torch.empty by one that ignores the requested dtype, and a draw in bf16
-    # is another sequence than one in fp32.
-    generator = torch.Generator().manual_seed(seed)
-    size = (chunk.numel(),)
-    chunk.copy_(torch.normal(0.0, std, size, generator=generator, dtype=torch.float32, device="cpu"))
-
-
-class Linear(nn.Linear):
-    """`nn.Linear` with weights from N(0, std^2) and a bias of zeros."""
-
-    def __init__(
-        self, inputs: int, outputs: int, generator: torch.Generator, *, bias: bool, std: float = INIT_STD
-    ) -> None:
-        super().__init__(inputs, outputs, bias)
-        fill_normal_(self.weight, std, generator)
-        if bias:
-            nn.init.zeros_(self.bias)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Compute [..., inputs] -> [..., outputs] as a two-dimensional product.
-
-        ZeRO-3's replacement of `F.linear` then adds the bias within the product, as PyTorch does. In three dimensions
-        it adds the bias in place in a second pass: slower, rounded twice, and a silent change to the result that
-        selective activation checkpointing has saved.
-        """
-        return F.linear(input.flatten(0, -2), self.weight, self.bias).unflatten(0, input.shape[:-1])
-
-    def reset_parameters(self) -> None:
-        """Skip `nn.Linear`'s own draw, which would advance the global generator."""
-
-
-class Embedding(nn.Embedding):
-    """`nn.Embedding` with rows from N(0, 0.02^2)."""
-
-    def __init__(self, rows: int, width: int, generator: torch.Generator) -> None:
-        super().__init__(rows, width)
-        fill_normal_(self.weight, INIT_STD, generator)
-
-    def reset_parameters(self) -> None:
-        """Skip `nn.Embedding`'s own draw, which would advance the global generator."""
-
-
-class RMSNorm(nn.RMSNorm):
-    """`nn.RMSNorm` in its weights' type: fp32 under autocast, as CUDA's autocast does and a CPU's does not."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension: [..., width] -> [..., width]."""
-        return F.rms_norm(x.to(self.weight.dtype), self.normalized_shape, self.weight, self.eps)
-
-
-def build_norm(shape: GPTShape) -> nn.Module:
-    """Build a norm as wide as the residual stream."""
-    if shape.norm == "rmsnorm":
-        return RMSNorm(shape.n_embd, shape.norm_eps)
-    return nn.LayerNorm(shape.n_embd, shape.norm_eps, bias=shape.bias)
-
 
 #: Stores a layer's new keys and values [batch, t, n_kv_head, head_dim], and returns all stored ones.
 CacheAppend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-def activate(x: Tensor, activation: Activation) -> Tensor:
-    """Apply the MLP's non-linearity."""
-    if activation == "relu":
-        return F.relu(x)
-    if activation == "silu":
-        return F.silu(x)
-    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 class CausalSelfAttention(nn.Module):
@@ -216,49 +111,49 @@ def device_capability(device: torch.device) -> ComputeCapability | None:
     return properties.major, properties.minor
 
 
-class MLP(nn.Module):
-    """Up to mlp_width, non-linearity, down again."""
-
-    def __init__(self, shape: GPTShape, generator: torch.Generator) -> None:
-        super().__init__()
-        self.activation, self.dropout, self.is_gated = shape.activation, shape.dropout, shape.gated_mlp
-        width, hidden, bias = shape.n_embd, shape.mlp_width, bool(shape.mlp_bias)
-        # One matrix product for gate and up, columns [gate | up].
-        self.up = Linear(width, 2 * hidden if self.is_gated else hidden, generator, bias=bias)
-        self.down = Linear(hidden, width, generator, bias=bias, std=residual_std(shape.n_layer))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute [batch, t, n_embd] -> [batch, t, n_embd]."""
-        return F.dropout(self.down(self._hidden(x)), self.dropout, self.training)
-
-    def _hidden(self, x: Tensor) -> Tensor:
-        """Compute [batch, t, mlp_width]; its temporaries are freed before the next product."""
-        if not self.is_gated:
-            return activate(self.up(x), self.activation)
-        gate, up = self.up(x).chunk(2, dim=-1)
-        return activate(gate, self.activation) * up
+#: A block's result; with experts, in training, also the block's row of `GPT.routing`.
+BlockOutput = Tensor | tuple[Tensor, Tensor]
 
 
 class Block(nn.Module):
-    """One transformer block; the residual stream itself is never normalised.
+    """One transformer block, with experts if it is sparse; the residual stream itself is never normalised.
 
     Norms before: x + attention(norm(x)), then x + mlp(norm(x)). After: x + norm(attention(x)), then x + norm(mlp(x)).
     """
 
-    def __init__(self, shape: GPTShape, generator: torch.Generator) -> None:
+    def __init__(
+        self,
+        shape: GPTShape,
+        generator: torch.Generator,
+        loss: LossSettings = DEFAULT_LOSS,
+        *,
+        is_sparse: bool = False,
+        experts: ExpertSplit | None = None,
+    ) -> None:
         super().__init__()
+        self.is_sparse = is_sparse
         self.is_pre = shape.norm_placement == "pre"
         self.ln_1 = build_norm(shape)
         self.attn = CausalSelfAttention(shape, generator)
         self.ln_2 = build_norm(shape)
-        self.mlp = MLP(shape, generator)
+        self.mlp = SparseMLP(shape, generator, loss, experts) if is_sparse else MLP(shape, generator)
 
-    def forward(self, x: Tensor, context: AttentionContext, append_to_cache: CacheAppend | None = None) -> Tensor:
-        """Compute [batch, t, n_embd] -> [batch, t, n_embd]; with `append_to_cache`, x continues cached positions."""
+    def forward(self, x: Tensor, context: AttentionContext, append_to_cache: CacheAppend | None = None) -> BlockOutput:
+        """Compute [batch, t, n_embd] -> [batch, t, n_embd]; with `append_to_cache`, x continues cached positions.
+
+        In training a sparse block also returns its row of `GPT.routing`.
+        """
         if self.is_pre:
             x = x + self.attn(self.ln_1(x), context, append_to_cache)
+            if self.is_sparse:
+                y, routing = self.mlp(self.ln_2(x), context)
+                return x + y if routing is None else (x + y, routing)
             return x + self.mlp(self.ln_2(x))
         x = x + self.ln_1(self.attn(x, context, append_to_cache))
+        if self.is_sparse:
+            y, routing = self.mlp(x, context)
+            x = x + self.ln_2(y)
+            return x if routing is None else (x, routing)
         return x + self.ln_2(self.mlp(x))
 
 
@@ -327,7 +222,7 @@ class TiedHead(_Head):
 class BlockCheckpoint(Protocol):
     """Activation checkpointing: runs one block and recomputes it in the backward pass."""
 
-    def __call__(self, block: nn.Module, x: Tensor, *context: object) -> Tensor:
+    def __call__(self, block: nn.Module, x: Tensor, *context: object) -> BlockOutput:
         """Run `block` on x [batch, t, n_embd]; `context` are further arguments of the block, without gradients."""
 
 
@@ -336,7 +231,7 @@ class GPT(nn.Module):
 
     The weights are a function of (shape, seed) alone; the global random state is neither read nor advanced.
     `checkpoint` runs the blocks when gradients are computed; without it every activation is kept. With `split`, losses
-    and scores are those of a part of the tokens.
+    and scores are those of a part of the tokens; with `experts` the model has a part of each block's experts.
     """
 
     def __init__(
@@ -347,14 +242,21 @@ class GPT(nn.Module):
         checkpoint: BlockCheckpoint | None = None,
         loss: LossSettings = DEFAULT_LOSS,
         split: SequenceSplit | None = None,
+        experts: ExpertSplit | None = None,
     ) -> None:
         super().__init__()
-        self.shape, self.checkpoint, self.split = shape, checkpoint, split
+        self.shape, self.checkpoint, self.split, self.loss = shape, checkpoint, split, loss
+        self.routing: Tensor | None = None
+        """Sums over the training micro-batches since the last reset to None, [sparse blocks, experts + 4] in fp32: this
+        rank's tokens per expert, then the columns of `llmscale.model.experts`."""
         generator = torch.Generator().manual_seed(seed)
         self.wte = Embedding(shape.padded_vocab_size, shape.n_embd, generator)
         if shape.positions == "learned":
             self.wpe = Embedding(shape.seq_len, shape.n_embd, generator)
-        self.blocks = nn.ModuleList(Block(shape, generator) for _ in range(shape.n_layer))
+        self.blocks = nn.ModuleList(
+            Block(shape, generator, loss, is_sparse=shape.is_sparse(layer), experts=experts)
+            for layer in range(shape.n_layer)
+        )
         self.ln_f = build_norm(shape)
         self.head = TiedHead(self.wte, shape.vocab_size, loss) if shape.tied else OutputHead(shape, generator, loss)
 
@@ -393,25 +295,47 @@ class GPT(nn.Module):
             tokens = F.pad(tokens, (0, (part.stop - part.start) * split.size - t))
         cached = cache.next_positions(tokens) if cache is not None else None
         positions = cached.positions if cached is not None else self._positions(tokens)
+        routing = None
         x = self.wte(tokens[:, part])
         if self.shape.positions == "learned":
             x = x + self.wpe(positions[..., part])
         x = F.dropout(x, self.shape.dropout, self.training)
-        contexts = build_contexts(self.shape, positions, compute_dtype(x), split)
+        padding = 0 if split is None else min(max(0, part.stop - t), part.stop - part.start)
+        contexts = build_contexts(self.shape, positions, compute_dtype(x), split, padding)
         if cache is not None and cached is not None:
             x = self._run_with_cache(x, contexts.with_masks(cached), cache, cached.slots)
         else:
-            checkpoint = self.checkpoint if torch.is_grad_enabled() else None
-            for layer, block in enumerate(self.blocks):
-                context = contexts.local if self.shape.is_local(layer) else contexts.dense
-                x = block(x, context) if checkpoint is None else checkpoint(block, x, context)
+            x, routing = self._run_blocks(x, contexts)
         if at is not None:
             x = x[torch.arange(len(at), device=x.device), at][:, None]
         if targets is not None:
             loss: Tensor = self._score(self.ln_f(x), targets, split, each_token)
-            return loss
+            return loss if routing is None else loss + self._balance(routing, targets)
         logits: Tensor = self.head(self.ln_f(x))
         return logits
+
+    def _run_blocks(self, x: Tensor, contexts: AttentionContexts) -> tuple[Tensor, Tensor | None]:
+        """Run all blocks on [batch, t, n_embd]; also returns the rows of `routing`, in training with experts."""
+        checkpoint = self.checkpoint if torch.is_grad_enabled() else None
+        rows: list[Tensor] = []
+        for layer, block in enumerate(self.blocks):
+            context = contexts.local if self.shape.is_local(layer) else contexts.dense
+            y: BlockOutput = block(x, context) if checkpoint is None else checkpoint(block, x, context)
+            if isinstance(y, tuple):
+                x, row = y
+                rows.append(row)
+            else:
+                x = y
+        return x, torch.stack(rows) if rows else None
+
+    def _balance(self, routing: Tensor, targets: Tensor) -> Tensor:
+        """Add a micro-batch's `routing`, and return 0 with the gradients of the routers' losses: a sum over blocks."""
+        self.routing = routing.detach() if self.routing is None else self.routing + routing.detach()
+        parts = 1 if self.split is None else self.split.size
+        balance = self.loss.balance_loss * routing[:, BALANCE].sum() / len(targets)
+        z_squared = self.loss.router_z_loss * routing[:, Z_SQUARED].sum() / targets.numel()
+        loss = (balance + z_squared) * parts
+        return loss - loss.detach()
 
     def _positions(self, tokens: Tensor) -> Tensor:
         """Return the positions [t], or with a document mask [batch, t], of tokens [batch, t] and their padding."""

@@ -119,6 +119,8 @@ def extrapolations(step: ResolvedStep, cluster: Cluster) -> Iterator[Extrapolati
         yield Extrapolation("context", f"a context of {shape.seq_len:,}")
     if (shape.norm, shape.positions, shape.gated_mlp) != ("layernorm", "learned", False):
         yield Extrapolation("blocks", "blocks unlike GPT-3's")
+    if shape.num_experts:
+        yield Extrapolation("experts", "experts")
     if shape.has_mask:
         yield Extrapolation("mask", "attention with a mask")
     if step.plan.ranks.sequence_parallel_size > 1:

@@ -56,11 +56,15 @@ def decide_compilation(
     """
     if mode == "off":
         return EAGER
+    if run.plan.ranks.expert_parallel_size > 1:
+        return Compilation(None, "--expert-parallel-size: how many tokens ranks exchange, only the step itself tells")
     if mode == "on":
         if device_type == "cpu" and run.precision != "fp32":
             why = f"which saves no time: torch 2.13's inductor fails in {run.precision} on a CPU"
             return Compilation("aot_eager", why)
         return Compilation("inductor", "--compile on")
+    if run.shape.mlp_tile_tokens:
+        return Compilation(None, "--compile auto: MLPs run in tiles (--mlp-tile-tokens)")
     if device_type != "cuda":
         return Compilation(None, f"--compile auto compiles on GPUs, and this is a {device_type}")
     if _gathers_less_than_a_block(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,7 +22,10 @@ from llmscale.planning.scaling import (
     ParametricLaw,
     Point,
     affordable_tokens,
+    dense_equivalent,
+    expansion_of,
     inference_flops,
+    law_with_experts,
     nearest_preset,
     optimal_point,
     suggest_shape,
@@ -90,6 +94,7 @@ def place(
     gpus: GPUs,
     optimizer: OptimizerSpec = ADAMW,
     loss_chunk_tokens: int = CHUNK_TOKENS,
+    expert_parallel_size: int = 1,
 ) -> GPUPlacement:
     """Find the row to run. A batch that was not given is rounded up to a multiple of the GPUs.
 
@@ -99,7 +104,12 @@ def place(
     def job_on(num_nodes: int) -> Job:
         machines = gpus.machines(num_nodes)
         divisible = batch if is_batch_given else -(-batch // machines.world_size) * machines.world_size
-        return Job(shape, divisible, machines, optimizer=optimizer, loss_chunk_tokens=loss_chunk_tokens)
+        return Job(
+            *(shape, divisible, machines),
+            optimizer=optimizer,
+            loss_chunk_tokens=loss_chunk_tokens,
+            expert_parallel_size=expert_parallel_size,
+        )
 
     job = job_on(gpus.num_nodes or _fewest_nodes(job_on, gpus.precision, 1) or 1)
     ranking = rank_configs(Search(job, gpus.gpu, gpus.interconnect, gpus.precision))
@@ -155,6 +165,7 @@ def _what_is_missing(nearest: Candidate, enough: int | None) -> str:
 #: thousandth, and the MFU of the first round.
 _ROUNDS = 4
 _FIRST_MFU = 0.4
+_BISECTIONS = 50
 #: Power of a data centre per watt of its computers, an assumption: good ones have 1.1, the average is near 1.6.
 DEFAULT_PUE = 1.2
 
@@ -204,6 +215,8 @@ class PlanRequest:
     """Years until a bought GPU is worth nothing, an assumption."""
     optimizer: OptimizerSpec = ADAMW
     loss_chunk_tokens: int = CHUNK_TOKENS
+    expert_parallel_size: int = 1
+    """GPUs that divide the experts of a block."""
     chosen: ChosenModel | None = None
     """Model that the user named."""
     given: Mapping[str, object] = field(default_factory=dict)
@@ -250,8 +263,8 @@ class Plan:
 
     @property
     def flops(self) -> float:
-        """Return the training FLOPs, 6 N D."""
-        return training_flops(self.shape.num_parameters, self.tokens)
+        """Return the training FLOPs, 6 N D with the N that a token uses."""
+        return training_flops(self.shape.active_parameters, self.tokens)
 
     @property
     def usd_per_flop(self) -> float | None:
@@ -353,6 +366,7 @@ def _place(request: PlanRequest, shape: GPTShape, batch: int) -> GPUPlacement | 
         gpus=request.gpus,
         optimizer=request.optimizer,
         loss_chunk_tokens=request.loss_chunk_tokens,
+        expert_parallel_size=request.expert_parallel_size,
     )
 
 
@@ -369,21 +383,23 @@ def _find_optimum(request: PlanRequest, mfu: float | None) -> Point:
     for _ in range(_ROUNDS):
         shape = request.shape or suggest_shape(point.num_parameters, request.vocab_size, request.seq_len)
         # MFU counts attention and omits positions; 6 N D does neither.
-        share = 6 * shape.num_parameters / shape.flops_per_token
+        share = 6 * shape.active_parameters / shape.flops_per_token
         point = _optimum_at(request, mfu or usual_mfu(shape, request.gpus), share)
     return point
 
 
 def _optimum_at(request: PlanRequest, mfu: float, share: float) -> Point:
     """Return the optimum at an MFU. `share`: 6 N D over the FLOPs that MFU counts."""
-    goal, served = request.goal, request.inference_tokens
+    goal, served, law = request.goal, request.inference_tokens, request.law
+    if request.shape is not None and request.shape.num_experts and goal.kind != "loss":
+        law = law_with_experts(expansion_of(request.shape))
     weight = _inference_weight(request, mfu)
     if goal.kind != "gpu_hours":
-        return optimal_point(request.law, goal.kind, goal.value, served, weight)
+        return optimal_point(law, goal.kind, goal.value, served, weight)
     if request.gpus is None:
         raise ConfigError("GPU-hours of which GPU? Give --gpu NAME.")
     flops = goal.value * 3600 * request.gpus.gpu.dense_16bit_flops * mfu * share
-    return optimal_point(request.law, "flops", flops, served, weight)
+    return optimal_point(law, "flops", flops, served, weight)
 
 
 def _tokens(request: PlanRequest, shape: GPTShape, optimum: Point, placement: GPUPlacement | None) -> float:
@@ -398,11 +414,11 @@ def _tokens(request: PlanRequest, shape: GPTShape, optimum: Point, placement: GP
             )
         return goal.value * 3600 / placement.machines.world_size * speed
     if goal.kind == "flops":
-        return affordable_tokens(goal.value, shape.num_parameters)
+        return affordable_tokens(goal.value, shape.active_parameters)
     if goal.kind == "tokens":
         return goal.value
     if goal.kind == "loss":
-        tokens = request.law.tokens_for_loss(shape.num_parameters, goal.value)
+        tokens = _tokens_for_loss(request.law, shape, goal.value)
         if tokens is None:
             raise ConfigError(
                 f"a model of {shape.num_parameters:,} parameters does not reach a loss of {goal.value:g} on any number "
@@ -413,7 +429,26 @@ def _tokens(request: PlanRequest, shape: GPTShape, optimum: Point, placement: GP
 
 
 def _loss(law: ParametricLaw, shape: GPTShape, tokens: float) -> Interval | float:
-    return law.estimate(lambda moved: moved.loss(shape.num_parameters, tokens))
+    equivalent = dense_equivalent(shape, tokens)
+    return law.estimate(lambda moved: moved.loss(equivalent, tokens))
+
+
+#: Tokens between which those of a model with experts are searched.
+_FEWEST_TOKENS, _MOST_TOKENS = 1e5, 1e18
+
+
+def _tokens_for_loss(law: ParametricLaw, shape: GPTShape, loss: float) -> float | None:
+    """Return the tokens after which a model reaches a loss; None if it never does."""
+    if not shape.num_experts:
+        return law.tokens_for_loss(shape.num_parameters, loss)
+    # The dense model that is as good depends on the tokens.
+    low, high = math.log(_FEWEST_TOKENS), math.log(_MOST_TOKENS)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        tokens = math.exp(middle)
+        reached = law.loss(dense_equivalent(shape, tokens), tokens) <= loss
+        low, high = (low, middle) if reached else (middle, high)
+    return math.exp(high) if high < math.log(_MOST_TOKENS) else None
 
 
 def _gpu_hours(request: PlanRequest, shape: GPTShape, placement: GPUPlacement | None, tokens: float) -> float | None:
@@ -434,11 +469,11 @@ def _lifetime(request: PlanRequest, shape: GPTShape, tokens: float, placement: G
         return None
     weight = _inference_weight(request, placement.mfu if placement else None)
     law, served = request.law, request.inference_tokens
-    used = inference_flops(shape.num_parameters, served)
-    other = optimal_point(law, "loss", law.loss(shape.num_parameters, tokens))
+    used = inference_flops(shape.active_parameters, served)
+    other = optimal_point(law, "loss", law.loss(dense_equivalent(shape, tokens), tokens))
     return Lifetime(
         inference_flops=used,
-        total_flops=training_flops(shape.num_parameters, tokens) + weight * used,
+        total_flops=training_flops(shape.active_parameters, tokens) + weight * used,
         training_optimal=other,
         training_optimal_total_flops=other.flops + weight * inference_flops(other.num_parameters, served),
     )

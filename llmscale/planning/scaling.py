@@ -232,6 +232,59 @@ HOFFMANN_ROUNDED = ParametricLaw(
 LAWS = (BESIROGLU, HOFFMANN, HOFFMANN_ROUNDED)
 
 
+#: Fit of L = a Ê^delta N^(alpha + gamma ln Ê) + b Ê^omega D^(beta + zeta ln Ê) + c to 280 runs of 1 to 32 experts of an
+#: MLP's width, one per token: 79M to 2.7B active parameters, 0.5B to 80B tokens (Ludziejewski et al. 2025,
+#: arXiv:2502.05172, equation 6 and table 3).
+_JOINT_N, _JOINT_D, _JOINT_C = (35.91, -0.1889, -0.2285, 0.0098), (35.98, -0.1775, 0.5529, -0.0259), 1.3637
+#: Ê at 1 expert, and at infinitely many.
+_EXPERTS_START, _EXPERTS_MAX = 2.0732, 290.4521
+#: Largest ratio of all experts to those of a token in these runs.
+FITTED_EXPANSION = 32
+
+
+def expansion_of(shape: GPTShape) -> float:
+    """Return how many times the width of the MLPs that a token takes all MLPs of a block have; 1 without experts."""
+    if not shape.num_experts:
+        return 1.0
+    shared = shape.shared_expert_width
+    chosen = shape.experts_per_token * shape.expert_width + shared
+    return (shape.num_experts * shape.expert_width + shared) / chosen
+
+
+def law_with_experts(expansion: float) -> ParametricLaw:
+    """Return the law of models with that expansion in active parameters N, embeddings included.
+
+    Its losses compare models with each other, not with the losses of other laws: text and tokenizer are its own.
+    """
+    transformed = expansion - 1 + 1 / (1 / _EXPERTS_START - 1 / _EXPERTS_MAX)
+    log = -math.log(1 / transformed + 1 / _EXPERTS_MAX)
+    (a, alpha, delta, gamma), (b, beta, omega, zeta) = _JOINT_N, _JOINT_D
+    return ParametricLaw(
+        f"Ludziejewski 2025, {expansion:.3g} x experts",
+        _logs(
+            *(a * math.exp(delta * log), b * math.exp(omega * log), _JOINT_C),
+            *(-alpha - gamma * log, -beta - zeta * log),
+        ),
+        None,
+        "Ludziejewski et al. 2025, arXiv:2502.05172: N are active parameters",
+        (79e6, 2.7e9),
+    )
+
+
+def dense_equivalent(shape: GPTShape, tokens: float) -> float:
+    """Return the parameters of the dense model with the same loss after as many tokens, by `law_with_experts`.
+
+    Infinite where no dense model reaches it.
+    """
+    if not shape.num_experts:
+        return shape.num_parameters
+    dense = law_with_experts(1.0)
+    ln_a, ln_b, _, alpha, beta = dense.coefficients
+    loss = law_with_experts(expansion_of(shape)).loss(shape.active_parameters, tokens)
+    left = loss - dense.irreducible_loss - math.exp(ln_b - beta * math.log(tokens))
+    return math.exp((ln_a - math.log(left)) / alpha) if left > 0 else math.inf
+
+
 @dataclass(frozen=True)
 class KaplanLaw:
     """N = 1.3e9 C^.73 for C in PF-days (Kaplan et al. 2020, table 6). N counts no embeddings."""
@@ -269,8 +322,12 @@ class LawRow:
     source: str
 
 
-def law_rows(flops: float, own: ParametricLaw = BESIROGLU) -> list[LawRow]:
-    """Return the optima of the law that decides, the re-fit, the original exact and rounded, and Kaplan's law."""
+def law_rows(flops: float, own: ParametricLaw = BESIROGLU, expansion: float = 1.0) -> list[LawRow]:
+    """Return the optima of the law that decides, the re-fit, the original exact and rounded, and Kaplan's law.
+
+    For a model with experts also those of the joint law, without and with its `expansion`.
+    """
+    joint = [law_with_experts(ratio) for ratio in (1.0, expansion)] if expansion > 1 else []
     rows = [
         LawRow(
             law.name,
@@ -279,7 +336,7 @@ def law_rows(flops: float, own: ParametricLaw = BESIROGLU) -> list[LawRow]:
             law.estimate(lambda moved: moved.optimal_loss(flops)),
             law.source,
         )
-        for law in (LAWS if own in LAWS else (own, *LAWS))
+        for law in (*(LAWS if own in LAWS else (own, *LAWS)), *joint)
     ]
     size, tokens = KAPLAN.optimal_parameters(flops), KAPLAN.optimal_tokens(flops)
     return [*rows, LawRow(KAPLAN.name, size, tokens, None, KAPLAN.source)]
@@ -496,15 +553,17 @@ def suggest_shape(num_parameters: float, vocab_size: int, seq_len: int) -> GPTSh
     """Return a GPT of about that many parameters, shaped like GPT-3.
 
     Its depth is GPT-3's at a width, changed by the blocks that are missing or too many; of all widths it takes the one
-    with the smallest change. Widths have an even number of heads, large ones a multiple of four. Raises ConfigError
-    when even the narrowest is too large.
+    with the smallest change. Widths have an even number of heads, large ones a multiple of four; below one block of
+    WIDTH_MULTIPLE they are those of a scaling ladder. Raises ConfigError when even the narrowest is too large.
     """
-    like = GPTShape(1, 1, WIDTH_MULTIPLE, vocab_size, seq_len, "gelu_tanh")
+    like = GPTShape(1, 1, NARROW_WIDTHS[0], vocab_size, seq_len, "gelu_tanh")
     if num_parameters < like.num_parameters:
         raise ConfigError(
             f"{format_quantity(num_parameters)} parameters are fewer than the {like.num_parameters:,} of one block of "
-            f"width {WIDTH_MULTIPLE} and a vocabulary of {vocab_size:,}. Plan for more, or give a smaller --vocab-size."
+            f"width {like.n_embd} and a vocabulary of {vocab_size:,}. Plan for more, or give a smaller --vocab-size."
         )
+    if num_parameters < interpolated_shape(WIDTH_MULTIPLE, like).changed({"n_layer": 1}).num_parameters:
+        return nearest_shape(num_parameters, like, NARROW_WIDTHS)
     most = interpolated_shape(LARGEST_WIDTH, like).num_parameters
     if num_parameters > most:
         raise ConfigError(

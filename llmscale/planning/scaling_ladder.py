@@ -99,6 +99,8 @@ class Ladder(_Strict):
     data: str = Field(min_length=1, max_length=4096)
     """Dataset, as an absolute path or a URL."""
     tokenizer: str = Field(max_length=200)
+    vocab_size: int = Field(ge=1, le=limits.MAX_VOCAB)
+    seq_len: int = Field(ge=1, le=limits.MAX_SEQ_LEN)
     rule: str = Field(max_length=400)
     """Source of learning rates and batch sizes."""
     runs: Annotated[list[LadderRun], Field(min_length=1, max_length=1000), AfterValidator(_check_runs)]
@@ -150,6 +152,8 @@ def plan_ladder(request: LadderRequest, data: str, tokenizer: str) -> Ladder:
         design=request.design,
         data=data,
         tokenizer=tokenizer,
+        vocab_size=request.like.vocab_size,
+        seq_len=request.like.seq_len,
         rule=f"learning rate {rate} C^{_RATE_EXPONENT:g}, batch {_BATCH} C^{_BATCH_EXPONENT} tokens (DeepSeek-AI 2024)",
         # Two sizes can have the same nearest shape.
         runs=list({run.name: run for run in runs}.values()),

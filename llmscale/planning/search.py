@@ -19,7 +19,7 @@ from llmscale.config.limits import MAX_SEQ_LEN
 from llmscale.config.loss_settings import CHUNK_TOKENS, LossSettings
 from llmscale.config.optimizers import ADAMW, OptimizerSpec
 from llmscale.config.parallel_layout import ParallelLayout, divisors
-from llmscale.config.resolve import ResolvedStep, resolve_step
+from llmscale.config.resolve import ResolvedStep, default_balance_loss, resolve_step
 from llmscale.errors import ConfigError
 from llmscale.memory.estimate import HFStates, MemoryEstimate, estimate_hf_states, estimate_least, estimate_memory
 from llmscale.memory.states.state_memory import ZeroSetup
@@ -204,11 +204,13 @@ class Job:
     """Value of --loss-chunk-tokens."""
     sequence_parallel_size: int = 1
     """Ranks that divide a sequence."""
+    expert_parallel_size: int = 1
+    """Ranks that divide the experts of a block."""
 
     @property
     def ranks(self) -> ParallelLayout:
-        """Return the layout of all GPUs. Raises ConfigError if they cannot divide sequences so."""
-        return ParallelLayout(self.machines.world_size, self.sequence_parallel_size)
+        """Return the layout of all GPUs. Raises ConfigError if they cannot divide sequences or experts so."""
+        return ParallelLayout(self.machines.world_size, self.sequence_parallel_size, self.expert_parallel_size)
 
 
 @dataclass(frozen=True)
@@ -304,8 +306,14 @@ def find_fits(search: Search) -> list[Candidate]:
     """
     machines = search.job.machines
     hpz_ranks = machines.gpus_per_node if machines.num_nodes > 1 else 1
-    configs = search.files or legal_strategies(search.precision, search.nvme_path, search.modes, hpz_ranks)
-    return [find_largest_fit(ds, search.job, mode) for ds, mode in configs]
+    return [find_largest_fit(ds, search.job, mode) for ds, mode in _configs(search, hpz_ranks)]
+
+
+def _configs(search: Search, hpz_ranks: int = 1) -> Sequence[tuple[DsConfig, CheckpointingMode]]:
+    """Return the user's ds_configs, else those of every strategy that DeepSpeed can train."""
+    divides = search.job.expert_parallel_size > 1
+    legal = legal_strategies(search.precision, search.nvme_path, search.modes, 1 if divides else hpz_ranks)
+    return search.files or [(ds, mode) for ds, mode in legal if ds.zero_stage or not divides]
 
 
 def legal_micro_batches(job: Job) -> list[int]:
@@ -333,7 +341,7 @@ def _bisect(job: Job, smallest: ResolvedStep, sizes: Sequence[int]) -> Candidate
 
 def _step(ds: DsConfig, job: Job, checkpointing: CheckpointingMode, micro_batch_size: int) -> ResolvedStep:
     optimizer = job.optimizer.on_gpu(job.machines.capability)
-    loss = LossSettings(job.loss_chunk_tokens)
+    loss = LossSettings(job.loss_chunk_tokens, balance_loss=default_balance_loss(job.shape))
     return resolve_step(ds, job.shape, _plan(job, micro_batch_size), checkpointing, optimizer, loss)
 
 
@@ -422,7 +430,7 @@ def find_largest_models(search: Search, family: str = GPT3) -> list[LargestModel
     job = search.job
     found: list[LargestModel] = []
     width = WIDTH_MULTIPLE
-    for ds, mode in legal_strategies(search.precision, search.nvme_path, search.modes):
+    for ds, mode in _configs(search):
         best = _find_largest(ds, job, mode, width, family)
         shape = None if best is None else interpolated_shape(best[0], job.shape, family)
         # Neighbouring strategies have similar answers, so the next search begins at this one.
@@ -498,7 +506,7 @@ def find_longest(search: Search, sizes: Sequence[int]) -> list[LongestSequences]
     job's micro-batch or 1, without accumulation."""
     job, found = search.job, []
     start = dict.fromkeys(sizes, _LENGTH_UNIT)
-    for ds, mode in search.files or legal_strategies(search.precision, search.nvme_path, search.modes):
+    for ds, mode in _configs(search):
         fits: dict[int, Candidate | None] = {}
         for size in sizes:
             best = _find_longest(ds, replace(job, sequence_parallel_size=size), mode, start[size])

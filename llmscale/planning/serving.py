@@ -7,7 +7,8 @@ cached keys and values per token, on G GPUs, a step that generates B tokens take
     max((W + B c k) / (G bandwidth x BANDWIDTH_SHARE), B (2 N + 4 L c d) / (G peak x PROMPT_MFU))
 
 and prompts, whose tokens pass together, take only the second term per token. GPUs serve at full load: at half of it,
-prices double. Traffic between GPUs, speculative decoding, prefix caches and quantisation are not counted.
+prices double. With experts W are the weights that any token of a step uses, with balanced load, and N those that one
+uses. Traffic between GPUs, speculative decoding, prefix caches and quantisation are not counted.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _replica(shape: GPTShape, gpu: GPU, num_gpus: int, prompt: int, output: int)
         return None
     rate = num_gpus * gpu.dense_16bit_flops * PROMPT_MFU
     prompt_s, context = _flops_per_token(shape, prompt / 2) / rate, prompt + output / 2
-    step_bytes = weight_bytes + num_sequences * context * token_bytes
+    step_bytes = _BYTES * _read_parameters(shape, num_sequences) + num_sequences * context * token_bytes
     memory_s = step_bytes / (num_gpus * gpu.memory_bytes_per_s * BANDWIDTH_SHARE)
     compute_s = num_sequences * _flops_per_token(shape, context) / rate
     output_s = max(memory_s, compute_s) / num_sequences
@@ -88,9 +89,18 @@ def _replica(shape: GPTShape, gpu: GPU, num_gpus: int, prompt: int, output: int)
     return Serving(num_gpus, num_sequences, 1 / prompt_s, 1 / output_s, requests_per_s, memory_s >= compute_s)
 
 
+def _read_parameters(shape: GPTShape, num_sequences: int) -> float:
+    """Return the parameters that a step reads: of the experts those that any of its tokens uses, with balanced load."""
+    if not shape.num_experts:
+        return shape.num_parameters
+    share = shape.experts_per_token / shape.num_experts
+    experts = (shape.num_parameters - shape.active_parameters) / (1 - share) if share < 1 else 0.0
+    return shape.num_parameters - experts * (1 - share) ** num_sequences
+
+
 def _flops_per_token(shape: GPTShape, context: float) -> float:
     """Return the FLOPs of a token's forward pass: 2 per weight, and 4 per context position, layer and width."""
-    return 2 * shape.num_parameters + 4 * shape.n_layer * context * shape.n_head * shape.head_dim
+    return 2 * shape.active_parameters + 4 * shape.n_layer * context * shape.n_head * shape.head_dim
 
 
 def owning_usd_per_gpu_hour(usd_per_gpu: float, years: float, electricity_usd: float) -> float:

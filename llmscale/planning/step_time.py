@@ -16,7 +16,9 @@ Communication is counted as DeepSpeed 0.19.8 issues it, in passes of a ring (an 
     stage 3   every micro-step: parameters gathered in the forward pass and, unless still there, in the backward pass;
               gradients reduce-scattered. With hpZ all gathers but a step's first stay within groups of ranks
 
-Ranks that divide sequences (Ulysses) exchange tokens for heads in every block: `estimate_exchange_s`.
+Ranks that divide sequences (Ulysses) exchange tokens for heads in every block: `estimate_exchange_s`. Ranks that divide
+experts exchange rows in every block with experts: `estimate_dispatch_s`. Each then gathers and reduces its own experts
+alone.
 
 Offload is counted as waiting, as in ZeRO-Infinity (Rajbhandari et al. 2021).
 
@@ -37,7 +39,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from llmscale.architecture.layers import Architecture, ParameterTensors, combined_layer
+from llmscale.architecture.layers import Architecture, ParameterTensors, sum_of_work
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.hardware import GPU, Cluster
@@ -104,8 +106,12 @@ def token_work(
     again_between = 1.0 if checkpointing == "none" else _RECOMPUTED
     of_blocks, of_head = model.blocks_work, model.head.work
     wide = 2 if precision == "fp32" else 1
+    # The backward pass of a tile of the MLP begins with its forward pass, in place of a checkpoint's (mlp_tiles.py).
+    is_extra = shape.mlp_tile_tokens and (checkpointing != "full" or shape.norm_placement == "post")
+    tiled = [layer for layer in model.block if layer.name == "mlp"] if is_extra else []
+    in_tiles = shape.n_layer * sum_of_work(tiled).matmul_flops
     return TokenWork(
-        matmul_flops=_PASSES * of_blocks.matmul_flops * again + _PASSES * of_head.matmul_flops,
+        matmul_flops=_PASSES * of_blocks.matmul_flops * again + in_tiles + _PASSES * of_head.matmul_flops,
         attention_flops=_PASSES * of_blocks.attention_flops * shape.seq_len * again,
         block_bytes=wide * kernels.element_bytes * of_blocks.elementwise * again_between,
         head_bytes=wide * kernels.logit_bytes(shape.n_embd, tokens) * of_head.elementwise,
@@ -197,7 +203,7 @@ class Traffic:
 def count_traffic(step: ResolvedStep, *, compiled_blocks: bool = False) -> Traffic:
     """Return the traffic of an optimizer step. Stage 3 gathers a compiled block at once, an eager one by matrix."""
     config, micro_steps = step.engine_config, step.plan.gradient_accumulation_steps
-    elements = step.tensors.num_trainable
+    elements = step.rank_tensors.num_trainable
     zero = config.zero
     if zero.stage == 3:
         return _count_stage3(step, compiled_blocks)
@@ -215,8 +221,9 @@ def _count_stage3(step: ResolvedStep, compiled_blocks: bool) -> Traffic:
 
     With hpZ a step's first forward pass gathers from all ranks, and leaves the copies for the other passes.
     """
-    shape, config = step.shape, step.engine_config
-    tensors = _of_compiled_blocks(shape.architecture) if compiled_blocks else step.tensors
+    config = step.engine_config
+    held = step.rank_tensors
+    tensors = _of_compiled_blocks(held.architecture) if compiled_blocks else held
     micro_steps, group = step.plan.gradient_accumulation_steps, config.zero.zero_hpz_partition_size
     # A compiled block that recomputes selectively does so within its graph.
     recomputes = step.checkpointing == "full" or (step.checkpointing == "selective" and not compiled_blocks)
@@ -227,9 +234,9 @@ def _count_stage3(step: ResolvedStep, compiled_blocks: bool) -> Traffic:
     from_all = forward if group > 1 else everything
     from_group = everything.plus(from_all, -1)
     # Gathered one by one after a step (DeepSpeedZeroOptimizer_Stage3._post_step).
-    persistent = [tensor.elements for tensor in persistent_parameters(shape.tensors.all, setup).values()]
-    matrices = sum(tensor.kind != "vector" for tensor in shape.tensors.all)
-    trained = step.tensors.num_trainable
+    persistent = [tensor.elements for tensor in persistent_parameters(held.all, setup).values()]
+    matrices = sum(tensor.kind != "vector" for tensor in held.all)
+    trained = held.num_trainable
     scatters = min(-(-trained // max(1, config.zero.reduce_bucket_size)), matrices)
     parameter_bytes = BYTES_PER_ELEMENT[config.model_dtype]
     return Traffic(
@@ -246,8 +253,7 @@ def _count_stage3(step: ResolvedStep, compiled_blocks: bool) -> Traffic:
 @lru_cache(maxsize=16)
 def _of_compiled_blocks(model: Architecture) -> ParameterTensors:
     """Return the parameters with each block as one module, as DeepSpeed gathers compiled blocks."""
-    block = (combined_layer("", *model.block_in_parameter_order),)
-    return ParameterTensors(replace(model, block=block, parameter_order=()))
+    return ParameterTensors(model.with_combined_blocks())
 
 
 def ring_bytes_per_s(gpu: GPU, gpus_per_node: int, num_nodes: int, interconnect: Interconnect) -> float:
@@ -304,7 +310,7 @@ def estimate_exchange_s(step: ResolvedStep, gpu: GPU, gpus_per_node: int, interc
     """Return seconds per step in which ranks that divide sequences exchange tokens for heads; nothing hides them.
 
     Every block sends q, k, v before attention and the result after it, in the backward pass their gradients, and with
-    checkpointing all of it again. A rank keeps 1 / size of each message; parts for other nodes take the network.
+    checkpointing all of it again.
     """
     shape, plan, size = step.shape, step.plan, step.plan.ranks.sequence_parallel_size
     if size == 1:
@@ -312,18 +318,49 @@ def estimate_exchange_s(step: ResolvedStep, gpu: GPU, gpus_per_node: int, interc
     heads, kv_heads = plan.ranks.heads_of_rank(shape.n_head, shape.n_kv_head)
     width = 4 if step.precision == "fp32" else 2
     sent_bytes = plan.tokens_per_forward * 2 * (heads + kv_heads) * size * shape.head_dim * width
+    # Each of the two messages is copied into the order of ranks, and from it.
+    seconds = _exchange_s(sent_bytes, 2, size, gpu, gpus_per_node, interconnect) + 4 * sent_bytes / memory_bytes_per_s(
+        gpu
+    )
+    passes = 2 if step.checkpointing == "none" else 3
+    return passes * shape.n_layer * plan.gradient_accumulation_steps * seconds
+
+
+def estimate_dispatch_s(step: ResolvedStep, gpu: GPU, gpus_per_node: int, interconnect: Interconnect) -> float:
+    """Return seconds per step in which ranks that divide experts exchange rows, with equal loads; nothing hides them.
+
+    Every block with experts sends each token's rows to the ranks of its experts and gets the results back, in the
+    backward pass their gradients, and with checkpointing both again. The copies in the order of experts, of ranks, and
+    back are counted with these, those of the numbers of rows are not.
+    """
+    shape, plan, size = step.shape, step.plan, step.plan.ranks.expert_parallel_size
+    if size == 1:
+        return 0.0
+    width = 4 if step.precision == "fp32" else 2
+    sent_bytes = plan.tokens_per_forward * shape.experts_per_token * shape.n_embd * width
+    seconds = _exchange_s(
+        2 * sent_bytes, 2, size, gpu, gpus_per_node, interconnect
+    ) + 4 * sent_bytes / memory_bytes_per_s(gpu)
+    passes = 2 if step.checkpointing == "none" else 3
+    blocks = sum(map(shape.is_sparse, range(shape.n_layer)))
+    return passes * blocks * plan.gradient_accumulation_steps * seconds
+
+
+def _exchange_s(
+    sent_bytes: float, messages: int, size: int, gpu: GPU, gpus_per_node: int, interconnect: Interconnect
+) -> float:
+    """Return seconds of all-to-alls among `size` neighbouring ranks, of which each sends `sent_bytes`.
+
+    A rank keeps 1 / size of each message; parts for other nodes take the network.
+    """
     near = math.gcd(size, gpus_per_node)
     wire_s = sent_bytes * (near - 1) / size / gpu.link_bytes_per_s
-    hops_s = 2 * (near - 1) * _NODE_HOP_S
+    hops_s = messages * (near - 1) * _NODE_HOP_S
     if size > near:
         network = interconnect.bytes_per_s_per_node(gpus_per_node) / gpus_per_node
         wire_s += sent_bytes * (size - near) / size / network
-        hops_s += 2 * (size - near) * (_NETWORK_HOP_S + interconnect.latency_s)
-    # Each of the two messages is copied into the order of ranks, and from it.
-    copies_s = 4 * sent_bytes / memory_bytes_per_s(gpu)
-    passes = 2 if step.checkpointing == "none" else 3
-    exchanges = passes * shape.n_layer * plan.gradient_accumulation_steps
-    return exchanges * (wire_s / _LINK_SHARE + _WAITED * hops_s + copies_s)
+        hops_s += messages * (size - near) * (_NETWORK_HOP_S + interconnect.latency_s)
+    return wire_s / _LINK_SHARE + _WAITED * hops_s
 
 
 def _ring_latency_s(
@@ -353,6 +390,7 @@ def estimate_offload_s(step: ResolvedStep, cluster: Cluster, traffic: Traffic, h
     host, shape, zero, ranks_per_node = host or HostRates(), step.shape, step.engine_config.zero, cluster.gpus_per_node
     width = BYTES_PER_ELEMENT[step.engine_config.model_dtype]
     shard_ranks, micro_steps = step.plan.ranks.shard_ranks, step.plan.gradient_accumulation_steps
+    # Ranks that divide experts have as many states each as ranks that do not.
     share = step.tensors.num_trainable / shard_ranks
     link_bytes = 0.0
     nvme_bytes = 0.0
@@ -434,6 +472,7 @@ def estimate_step(
     machines = (gpu, ranks_per_node, num_nodes, cluster.interconnect)
     compute_s = micro_step_s * plan.gradient_accumulation_steps
     exchange_s = estimate_exchange_s(step, gpu, ranks_per_node, cluster.interconnect)
+    exchange_s += estimate_dispatch_s(step, gpu, ranks_per_node, cluster.interconnect)
     communication_s = _exposed_s(compute_s, estimate_communication(traffic, *machines), traffic, step) + exchange_s
     offload_s = estimate_offload_s(step, cluster, traffic)
     optimizer_s = _optimizer_s(step, gpu)
@@ -495,7 +534,7 @@ def _optimizer_s(step: ResolvedStep, gpu: GPU) -> float:
     if step.zero_stage < 2 and micro_steps > 1:
         # Below stage 2 every rank sums complete gradients: the new one is read, the sum is read and written.
         summed_bytes = _WRITTEN_BYTES + 2 * BYTES_PER_ELEMENT[step.engine_config.grad_accum_dtype]
-        moved_bytes += micro_steps * summed_bytes * trained
+        moved_bytes += micro_steps * summed_bytes * step.rank_tensors.num_trainable
     return seconds + moved_bytes / memory_bytes_per_s(gpu)
 
 

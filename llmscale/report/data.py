@@ -134,7 +134,7 @@ def _why_unknown(data: object) -> str:
         return "the run folder does not say what it trained on"
     if is_mix(data):
         return "it trained on a mix, whose sets may differ in it"
-    return f"its data set ({show(data)}) cannot be read from here"
+    return f"its dataset ({show(data)}) cannot be read from here"
 
 
 def _table(values: Mapping[str, object]) -> Table:
@@ -181,7 +181,7 @@ def _environment(run: Path) -> Table:
     return {**_table(starts[-1]), "starts": str(len(starts)), "hosts of all starts": show(", ".join(hosts))}
 
 
-MarkKind = Literal["start", "end", "spike", "nonfinite", "slow"]
+MarkKind = Literal["start", "end", "spike", "nonfinite", "slow", "router"]
 #: Limit of marks of a kind per run: a file may have any number.
 MOST_MARKS = 500
 
@@ -293,6 +293,11 @@ def _slow(record: Record) -> tuple[str, str]:
     return f"slow rank {show(record.get('rank'))} on {show(record.get('host'))}:{times}{phase}", "slow rank"
 
 
+def _collapsed(record: Record) -> tuple[str, str]:
+    said = [show(record.get(key)) for key in ("what", "experts", "blocks", "since")]
+    return "collapsed router: {} experts {} of blocks {} since step {}".format(*said), "router"
+
+
 def _end(record: Record) -> tuple[str, str]:
     return show(record.get("reason") or record.get("event")), "end"
 
@@ -301,6 +306,7 @@ _EVENTS: dict[str, tuple[MarkKind, Callable[[Record], tuple[str, str]]]] = {
     "loss_spike": ("spike", _spike),
     "nonfinite": ("nonfinite", _nonfinite),
     "slow_rank": ("slow", _slow),
+    "collapsed_router": ("router", _collapsed),
     "stopped": ("end", _end),
     "finished": ("end", _end),
 }
@@ -343,6 +349,7 @@ Json = dict[str, object]
 MOST_STRETCHES = 100
 #: Limits per run: a file may have any number.
 MOST_SAMPLES, MOST_SAMPLE_LETTERS, MOST_EVALUATIONS = 200, 4_000, 64
+MOST_EXPERTS, MOST_BLOCKS = 512, 128
 
 
 def training_hours(history: RunHistory) -> list[float]:
@@ -454,6 +461,17 @@ def build_estimated_memory(history: RunHistory) -> list[Json]:
         for step, record in starts
         if as_number(record.get("estimated_bytes")) > 0
     ]
+
+
+def build_expert_load(history: RunHistory) -> Json:
+    """Return the newest load of every expert, 1 for the mean: a row of `loads` for each of `blocks`."""
+    for step, record in reversed(history.of_kind("event", "expert_load")):
+        blocks, loads = record.get("blocks"), record.get("loads")
+        if not (isinstance(blocks, list) and isinstance(loads, list) and all(isinstance(row, list) for row in loads)):
+            continue
+        rows = [build_column(map(as_number, row[:MOST_EXPERTS])) for row in loads[:MOST_BLOCKS]]
+        return {"step": step, "blocks": [show(block) for block in blocks[: len(rows)]], "loads": rows}
+    return {}
 
 
 def build_samples(history: RunHistory) -> list[Json]:
@@ -629,6 +647,7 @@ def _describe(run: _Run, most: int) -> Json:
         "wall_time": {use: round_value(share) for use, share in history.wall_shares().items()},
         "validation": build_validation(history, most),
         "evaluations": build_evaluations(history),
+        "expert_load": build_expert_load(history),
         "estimated_memory": build_estimated_memory(history),
         "law": _law(law),
         "marks": [dataclasses.asdict(mark) for mark in find_marks(history)],

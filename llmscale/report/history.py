@@ -77,6 +77,7 @@ COLUMNS = (
     *("tokens_seen", "loss", "z_loss", "lr", "grad_norm", "loss_scale", "tokens_per_second", "mfu"),
     *("peak_memory_bytes", "data_wait_s", "forward_backward_s", "optimizer_step_s", "other_s", "time"),
     *("power_w", "temperature_c", "gpu_utilisation"),
+    *("router_loss", "expert_load_max", "expert_load_mean", "expert_load_min", "router_entropy", "tokens_moved"),
 )
 #: Prefix of the columns of the loss on each dataset of a mixture.
 OF_SET = "loss of "

@@ -6,10 +6,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.config.bundled_files import install_command
-from llmscale.errors import ConfigError
 from llmscale.planning.scaling import Interval, ParametricLaw, Point
-from llmscale.report.save_figure import save_figure
+from llmscale.report.save_figure import import_pyplot, save_figure
 from llmscale.terminal.human_numbers import format_quantity
 
 if TYPE_CHECKING:
@@ -28,13 +26,7 @@ def plot_isoflops(path: Path, law: ParametricLaw, chosen: Point, optimum: Interv
 
     Raises ConfigError without matplotlib, or when the file cannot be written.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise ConfigError(f"--plot needs matplotlib: `{install_command('plot')}`.") from None
+    pyplot = import_pyplot()
     figure, axes = pyplot.subplots(figsize=(8.5, 5.5), layout="constrained")
     losses = [chosen.loss, *_draw_budgets(axes, law, chosen.flops)]
     if isinstance(optimum, Interval):

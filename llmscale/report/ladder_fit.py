@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -175,7 +176,7 @@ def write_fit(folder: Path, fit: LadderFit) -> None:
     write_output_file("fit", folder / FIT_NAME, json.dumps(values, indent=1) + "\n")
 
 
-def fit_lines(folder: Path, fit: LadderFit) -> Iterator[str]:
+def fit_lines(folder: Path, ladder: Ladder, fit: LadderFit) -> Iterator[str]:
     """Yield the report."""
     yield from fit.notes
     ln_a, ln_b, ln_e, alpha, beta = fit.parametric.law.coefficients
@@ -208,7 +209,8 @@ def fit_lines(folder: Path, fit: LadderFit) -> Iterator[str]:
     sizes = (best["num_parameters"], best["tokens"])
     size, tokens = (f"{format_quantity(v.value)} ({format_quantity(v.low)}-{format_quantity(v.high)})" for v in sizes)
     yield f"next, {fit.next_flops:.3g} FLOPs: {size} parameters on {tokens} tokens, loss {_range(best['loss'])}"
-    yield f"llmscale plan --law {folder / LAW_NAME} --flops {fit.next_flops:.3g}"
+    model = f"--vocab-size {ladder.vocab_size} --seq-len {ladder.seq_len}"
+    yield f"llmscale plan --law {shlex.quote(str(folder / LAW_NAME))} --flops {fit.next_flops:.3g} {model}"
 
 
 def _range(value: Interval) -> str:

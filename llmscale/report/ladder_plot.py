@@ -10,8 +10,7 @@ import numpy as np
 
 from llmscale.planning.scaling import ParametricLaw
 from llmscale.report.ladder_fit import LadderFit
-from llmscale.report.run_plot import import_pyplot
-from llmscale.report.save_figure import save_figure
+from llmscale.report.save_figure import import_pyplot, save_figure
 from llmscale.terminal.human_numbers import format_quantity
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ _POINTS = 60
 
 def plot_ladder(folder: Path, fit: LadderFit) -> None:
     """Write both pictures into a ladder's folder. Raises ConfigError without matplotlib."""
-    pyplot = import_pyplot()
+    pyplot = import_pyplot("--png and --svg need")
     figure, axes = pyplot.subplots(figsize=(8.5, 5.5), layout="constrained")
     _draw_groups(axes, fit)
     _finish(axes, "parameters", "final validation loss by group, with parabolas where groups have equal compute")

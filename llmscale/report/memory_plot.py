@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from llmscale.config.bundled_files import install_command
-from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import Breakdown
-from llmscale.report.save_figure import save_figure
+from llmscale.report.save_figure import import_pyplot, save_figure
 
 _GIB = 2**30
 #: Colours that colour-blind readers can tell apart (Okabe and Ito), in the order of Breakdown's fields.
@@ -41,13 +39,7 @@ def plot_memory(path: Path, bars: Sequence[MemoryBar], gpu_bytes: int, title: st
 
     Raises ConfigError without matplotlib, or when the file cannot be written.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise ConfigError(f"--plot needs matplotlib: `{install_command('plot')}`.") from None
+    pyplot = import_pyplot()
     figure, axes = pyplot.subplots(figsize=(11, 1.6 + 0.28 * len(bars)), layout="constrained")
     limit = _LONGEST * gpu_bytes / _GIB
     parts = _parts(bars)

@@ -6,14 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmscale.config.bundled_files import install_command
-from llmscale.errors import ConfigError
-from llmscale.report.save_figure import save_figure
+from llmscale.report.save_figure import import_pyplot, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +22,7 @@ _DASHES = ("-", "--", ":", "-.")
 _SMOOTHING = 0.01
 #: Most runs whose restarts are drawn: of more they could not be told apart.
 _MOST_MARKED = 3
-_SIGNS = {"spike": "^", "nonfinite": "x", "slow": "d"}
+_SIGNS = {"spike": "^", "nonfinite": "x", "slow": "d", "router": "s"}
 _GIB = 2**30
 Run = Mapping[str, Any]  # as data.build_report builds it
 
@@ -55,22 +52,10 @@ _PANELS = (
 )
 
 
-def import_pyplot() -> ModuleType:
-    """Import pyplot for drawing into files. Raises ConfigError without matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise ConfigError(f"--png and --svg need matplotlib: `{install_command('plot')}`.") from None
-    return pyplot
-
-
 def plot_runs(path: Path, report: Mapping[str, object], format: str) -> None:
     """Draw what data.build_report returned to `path`, as `png` or `svg`. Raises ConfigError without matplotlib,
     or when the file cannot be written."""
-    pyplot = import_pyplot()
+    pyplot = import_pyplot("--png and --svg need")
     from matplotlib import ticker
 
     runs: Sequence[Run] = report["runs"]  # type: ignore[assignment]  # as data.build_report builds it

@@ -1,10 +1,11 @@
-"""Write a picture to a file atomically."""
+"""Import matplotlib where a picture is drawn, and write the picture to a file atomically."""
 
 from __future__ import annotations
 
 import io
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from llmscale.config.bundled_files import install_command
@@ -25,6 +26,18 @@ def check_plot(path: Path) -> None:
         raise ConfigError(f"--plot {path}: '{path.suffix}' is not legal. Legal: {', '.join(filter(None, _SUFFIXES))}.")
     if find_spec("matplotlib") is None:
         raise ConfigError(f"--plot needs matplotlib: `{install_command('plot')}`.")
+
+
+def import_pyplot(needed_by: str = "--plot needs") -> ModuleType:
+    """Import pyplot for drawing into files. Raises ConfigError without matplotlib, which begins with `needed_by`."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise ConfigError(f"{needed_by} matplotlib: `{install_command('plot')}`.") from None
+    return pyplot
 
 
 def save_figure(figure: Figure, path: Path, flag: str = "--plot", format: str = "") -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 
-from llmscale.architecture.shape import SHAPE_KEYS, VOCAB_MULTIPLE
+from llmscale.architecture.shape import SHAPE_KEYS, TRAINING_KEYS, VOCAB_MULTIPLE
 from llmscale.checkpoint.inventory import find_any_checkpoint, read_state
 from llmscale.checkpoint.manifest import find_damage, is_whole, load_manifest, load_pieces
 from llmscale.checkpoint.run_state import RunState, check_identity, parse_run_state
@@ -28,6 +28,8 @@ from llmscale.training.sample_stream import build_stream, check_skips
 _KEYS = (
     *("optimizer", "muon_lr_factor", "param_group", "freeze", "weight_decay", "beta1", "beta2", "eps"),
     *("document_mask", "keep_zeros", "loss_chunk_tokens", "loss_kernel", "z_loss"),
+    *("seq_len_ramp_from", "seq_len_ramp_tokens"),
+    *("balance_loss", "router_z_loss", "router_bias_speed"),
 )
 #: Fields of the schedule -> their flags.
 _SCHEDULE = {
@@ -39,7 +41,11 @@ _SCHEDULE = {
     "min_lr_frac": "min_lr_frac",
 }
 #: Keys of the shape that can change without changing the meaning of a weight.
-_FREE_KEYS = ("dropout", "activation", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "window_pattern")
+_FREE_KEYS = (
+    *TRAINING_KEYS,
+    *("activation", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "window_pattern"),
+    *("experts_per_token", "normalize_router", "router_scale"),
+)
 #: Relative change of the learning rate up to which it counts as continuous.
 _SMOOTH = 0.05
 
@@ -161,6 +167,7 @@ def hyperparameters(run: PreparedRun) -> dict[str, object]:
         "zero_stage": resolved.zero_stage,
         "world_size": resolved.plan.ranks.world_size,
         "sequence_parallel_size": resolved.plan.ranks.sequence_parallel_size,
+        "expert_parallel_size": resolved.plan.ranks.expert_parallel_size,
         "micro_batch_size": resolved.plan.micro_batch_size,
         "activation_checkpointing": resolved.checkpointing,
         "compile": run.compilation.backend or "off",

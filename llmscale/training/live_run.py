@@ -74,6 +74,10 @@ class Run:
         size = self.samples_seen(step + 1) - self.samples_seen(step)
         return size // (plan.micro_batch_size * plan.ranks.data_parallel_size)
 
+    def seq_len(self, step: int) -> int:
+        """Return the tokens of a sequence in the step after `step` optimizer steps."""
+        return self.resolved.plan.length_after(self.samples_seen(step))
+
     def tokens_seen(self, step: int) -> int:
         """Return the tokens trained on since step 0 after `step` optimizer steps."""
         return self.samples_seen(step) * self.resolved.plan.seq_len

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
 from llmscale.engine.device_memory import peak_memory_bytes
 from llmscale.engine.train_step import loss_scale
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
+from llmscale.training.routers import RouterLog
 from llmscale.training.run_folder import clear_failure
 from llmscale.training.step_metrics import StepMetrics, StepTimes
 from llmscale.training.stragglers import ArithmeticProbe, LoggedWindow, RankTimes
@@ -65,7 +66,8 @@ class LogSteps(StepAction):
         self._sequence_losses: deque[Tensor] = deque(maxlen=run.resolved.plan.gradient_accumulation_steps)
         if run.stream.mix:
             engine.deepspeed.module.head.sequence_losses = self._sequence_losses
-        self._probe = ArithmeticProbe(engine.deepspeed, run.resolved.zero_stage)
+        self._routers = RouterLog(run, engine, io)
+        self._probe = ArithmeticProbe(engine.deepspeed, run.resolved)
         self._logged = run.first_step
         """Last logged step."""
         self._interval: StepTimes | None = None
@@ -88,12 +90,14 @@ class LogSteps(StepAction):
         by_set = None
         if run.stream.mix and result.micro_batches:
             by_set = per_source_loss(run, result, list(self._sequence_losses)[-len(result.micro_batches) :])
+        routers = self._routers.read(result.step)
         self._interval = self._engine.meter.read()
         if run.world.world_size > 1:
             self._probe.arm()
         if io.log is not None:
             newest = window.steps[-1]
-            io.log.log_step(self._metrics(result.step, newest.loss, z_loss, by_set, newest.grad_norm, self._interval))
+            metrics = self._metrics(result.step, newest.loss, z_loss, by_set, newest.grad_norm, self._interval)
+            io.log.log_step(replace(metrics, **routers))
             if loss_of_folder := io.claim.find_loss():
                 io.report(f"WARNING: {loss_of_folder}")
         for watch in self._watchers:
@@ -119,6 +123,10 @@ class LogSteps(StepAction):
         self._logged = step
         per_device = rate / run.world.world_size
         is_16bit = resolved.precision != "fp32"
+        shape, seq_len = resolved.shape, None
+        if resolved.plan.lengths is not None:
+            seq_len = run.seq_len(step - 1)
+            shape = replace(shape, seq_len=seq_len)
         return StepMetrics(
             step=step,
             tokens_seen=seen,
@@ -131,7 +139,7 @@ class LogSteps(StepAction):
             skipped_steps=self._engine.skipped_steps,
             tokens_per_second=rate,
             tokens_per_second_per_device=per_device,
-            mfu=model_flops_utilisation(per_device, resolved.shape.flops_per_token, run.world.device_name, is_16bit),
+            mfu=model_flops_utilisation(per_device, shape.flops_per_token, run.world.device_name, is_16bit),
             peak_memory_bytes=peak_memory_bytes(),
             data_wait_s=interval.data_wait_s,
             forward_backward_s=interval.forward_backward_s,
@@ -139,6 +147,7 @@ class LogSteps(StepAction):
             other_s=interval.other_s,
             eta_s=(run.tokens_seen(resolved.total_steps) - seen) / rate,
             paused_s=interval.paused_s,
+            seq_len=seq_len,
             **asdict(read_gpu(run.world.device)),
         )
 
@@ -146,11 +155,12 @@ class LogSteps(StepAction):
 def per_source_loss(run: Run, result: StepResult, sequence_losses: Sequence[Tensor]) -> dict[str, float]:
     """Return the loss in nats per token of each dataset of a mixture that has samples in this step. Collective.
 
-    `sequence_losses`: this rank's loss of each sequence, [micro_batch_size] per micro-step.
+    `sequence_losses`: this rank's loss of each sequence, [sequences] per micro-step.
     """
     names = run.prepared.sets.names
     ids = np.concatenate([batch.sample_ids.numpy() for batch in result.micro_batches])
-    losses = torch.cat(list(sequence_losses)).double().cpu().numpy()
+    # A sample may be cut into several sequences.
+    losses = torch.cat(list(sequence_losses)).double().view(len(ids), -1).mean(1).cpu().numpy()
     owners = run.stream.set_of(ids)
     sums = [np.bincount(owners, weights, minlength=len(names)) for weights in (losses, np.ones(len(ids)))]
     # Over all ranks: [sums, counts], each by dataset.

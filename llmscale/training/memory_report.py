@@ -48,8 +48,8 @@ def estimate_line(estimate: MemoryEstimate | None, gpu_bytes: int | None) -> str
     """Return the line printed before step 1. `gpu_bytes` is None on a CPU."""
     if estimate is None:
         return (
-            "memory: no estimate: it covers AdamW and Muon; a block of an unpublished family or of divided sequences "
-            "needs `llmscale estimate` of this model once"
+            "memory: no estimate. It covers AdamW and Muon, and some blocks (tiles, divided sequences or experts, "
+            "unpublished families) must be recorded first: run `llmscale estimate` with this model and these flags once"
         )
     where = "per GPU" if gpu_bytes else "if each rank were a GPU"
     line = f"memory: estimated peak {format_size(estimate.allocated_bytes)} {where}, in {estimate.peak_moment} "
@@ -138,6 +138,7 @@ def _advice(
         optimizer=resolved.optimizer,
         loss_chunk_tokens=resolved.loss.chunk_tokens,
         sequence_parallel_size=plan.ranks.sequence_parallel_size,
+        expert_parallel_size=plan.ranks.expert_parallel_size,
     )
     try:
         change = find_smallest_change(resolved.ds, job, resolved.checkpointing, plan.micro_batch_size)

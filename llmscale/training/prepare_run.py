@@ -112,7 +112,7 @@ def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     resolved = resolve_run(config, ds, facts, world_size)
     weights = None
     if model is not None:
-        weights = find_published_weights(model, sets.first)
+        weights = find_published_weights(model, resolved.shape, sets.first)
     elif config.init_from is not None:
         _check_same_tokenizer(manifest, config, config.init_from)
     return PreparedRun(config, sets, resolved, weights, tasks, prompts)
@@ -169,6 +169,7 @@ def _as_overfit_check(config: RunConfig, batch: int, world_size: int) -> RunConf
             f"as {' or '.join(map(str, legal))}."
         )
     decided: dict[str, object] = {"global_batch_size": batch, "batch_ramp_from": None, "batch_ramp_tokens": None}
+    decided |= {"seq_len_ramp_from": None, "seq_len_ramp_tokens": None}
     decided |= {"val_every": 0, "save_every": 0, "resume": "none"}
     steps = config.steps or (None if config.tokens else _OVERFIT_STEPS)
     return config.model_copy(update={**decided, "steps": steps})

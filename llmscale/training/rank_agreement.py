@@ -63,7 +63,7 @@ _VARIABLES = (
     *("NCCL_ALGO", "NCCL_PROTO"),
 )
 #: Sections whose values are long hashes.
-_DATA_SECTION, _SOURCES_SECTION = "data set", "sources"
+_DATA_SECTION, _SOURCES_SECTION = "dataset", "sources"
 #: Parts of a difference that an error shows.
 _MAX_ITEMS = 4
 _MAX_VALUES = 3

@@ -121,7 +121,9 @@ class Session:
         set_micro_steps(deepspeed, len(batches))
         skipped_before = deepspeed.skipped_steps
         with explain_smallest_scale(step):
-            loss = train_step(deepspeed, [batch.tokens for batch in batches], run.world.device, engine.meter.phases)
+            tokens, timer = [batch.tokens for batch in batches], engine.meter.phases
+            seq_len = None if run.resolved.plan.lengths is None else run.seq_len(step)
+            loss = train_step(deepspeed, tokens, run.world.device, timer, seq_len)
         self.step = step + 1
         engine.meter.count_step()
         engine.recent.losses.append(loss)
@@ -173,5 +175,5 @@ class Session:
         if ids_sum != expected % 2**62:
             raise DataError(
                 f"step {step}: the samples that the ranks hold are not the global batch of this step. Do all nodes "
-                "have the same data set and the same version of llmscale?"
+                "have the same dataset and the same version of llmscale?"
             )

@@ -11,9 +11,11 @@ from llmscale.config.describe_defaults import (
     describe_batch,
     describe_gradients,
     describe_optimizer,
+    describe_parameters,
     describe_preset,
     describe_steps,
     warn_of_learning_rate,
+    warn_of_router,
 )
 from llmscale.config.hf_model import is_published
 from llmscale.config.run_urls import shown
@@ -43,7 +45,7 @@ def describe_run(run: Run, report: Callable[[str], None]) -> None:
         report(f"WARNING: {warning}")
     report(
         f"model: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, context {shape.seq_len}, "
-        f"{shape.num_parameters:,} parameters, {shape.flops_per_token:.3e} FLOPs per token"
+        f"{describe_parameters(shape)}, {shape.flops_per_token:.3e} FLOPs per token"
     )
     reshaped = (
         f"its shape is from {config.model}" if is_published(config.model) else describe_preset(config.model, shape)
@@ -61,14 +63,20 @@ def describe_run(run: Run, report: Callable[[str], None]) -> None:
     )
     if plan.ranks.sequence_parallel_size > 1:
         report(f"        {plan.ranks.describe_split(shape.seq_len, shape.n_head, shape.n_kv_head)}")
+    if plan.ranks.expert_parallel_size > 1:
+        report(
+            f"        {plan.ranks.expert_parallel_size} ranks divide the experts of a block: "
+            f"{plan.ranks.experts_of_rank(shape.num_experts)} of {shape.num_experts} each, held by "
+            f"{plan.ranks.expert_shard_ranks} ranks"
+        )
     report(f"blocks: {prepared.compilation.describe()}")
     if world.device.type != "cpu":
         report(describe_settings())
     report("; ".join([f"batch: {plan.describe()}", *describe_batch(config)]))
     report(f"gradients: {describe_gradients(plan, ds_config)}")
     report(f"optimizer: {describe_optimizer(config, resolved.schedule, cast('float', ds_config['gradient_clipping']))}")
-    if high_rate := warn_of_learning_rate(config, resolved.schedule):
-        report(f"WARNING: {high_rate}")
+    for warning in filter(None, (warn_of_learning_rate(config, resolved.schedule), warn_of_router(shape))):
+        report(f"WARNING: {warning}")
     report(
         f"data: {prepared.sets.name}, {num_samples:,} samples of {manifest.seq_len} tokens ({manifest.tokenizer}), "
         f"{num_samples / plan.global_batch_size:,.1f} steps per epoch; {_validation(run)}"

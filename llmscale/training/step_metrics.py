@@ -53,14 +53,31 @@ class StepMetrics:
     """Seconds since the last logged step outside of steps, by Pause."""
     loss_by_set: dict[str, float] | None = None
     """Nats per token of each dataset of a mixture that has samples in this step."""
+    seq_len: int | None = None
+    """Tokens of a sequence in a run whose sequences grow."""
+    router_loss: float | None = None
+    """Balance loss and z-loss of routers, weighted, summed over blocks; None without experts, like the next four."""
+    expert_load_max: float | None = None
+    """Tokens of the busiest expert of any block, over the mean of its block."""
+    expert_load_mean: float | None = None
+    """Tokens of each block's busiest expert over the mean of the block, mean over blocks."""
+    expert_load_min: float | None = None
+    """Tokens of the idlest expert of any block, over the mean of its block."""
+    router_entropy: float | None = None
+    """Entropy of the routers' scores for a token, nats, mean over tokens and blocks."""
+    tokens_moved: float | None = None
+    """Fraction of tokens that the routers' biases send to other experts; None without biases."""
     power_w: float | None = None
     """Power of rank 0's GPU (training/log_steps.py); None without NVML, like the next two."""
     temperature_c: float | None = None
     gpu_utilisation: float | None = None
 
 
-#: Fields that metrics.jsonl lacks without a value: of mixtures and of GPUs with NVML.
-OPTIONAL_FIELDS = ("loss_by_set", "power_w", "temperature_c", "gpu_utilisation")
+#: Fields that metrics.jsonl lacks without a value: of mixtures, growing sequences, experts and GPUs with NVML.
+OPTIONAL_FIELDS = (
+    *("loss_by_set", "seq_len", "power_w", "temperature_c", "gpu_utilisation", "router_loss", "expert_load_max"),
+    *("expert_load_mean", "expert_load_min", "router_entropy", "tokens_moved"),
+)
 
 
 def format_step(m: StepMetrics, total_steps: int) -> str:
@@ -68,11 +85,13 @@ def format_step(m: StepMetrics, total_steps: int) -> str:
     scale = "" if m.loss_scale is None else f" | scale {m.loss_scale:g}"
     skipped = f" | skipped {m.skipped_steps}" if m.skipped_steps else ""
     z_loss = "" if m.z_loss is None else f" | z-loss {m.z_loss:.2e}"
+    load = "" if m.expert_load_max is None else f" | experts {m.expert_load_min:.2f} to {m.expert_load_max:.2f}"
+    load += "" if m.tokens_moved is None else f", {m.tokens_moved:.1%} moved"
     norm = "-" if m.grad_norm is None else f"{m.grad_norm:.3f}"
     mfu = "-" if m.mfu is None else f"{m.mfu:.1%}"
     return (
-        f"step {m.step:>6}/{total_steps} | loss {m.loss:.4f}{z_loss} | lr {m.lr:.2e} | norm {norm}{scale}{skipped} "
-        f"| {m.tokens_per_second:,.0f} tok/s ({m.tokens_per_second_per_device:,.0f}/device) | mfu {mfu} "
+        f"step {m.step:>6}/{total_steps} | loss {m.loss:.4f}{z_loss} | lr {m.lr:.2e} | norm {norm}{scale}{skipped}"
+        f"{load} | {m.tokens_per_second:,.0f} tok/s ({m.tokens_per_second_per_device:,.0f}/device) | mfu {mfu} "
         f"| mem {m.peak_memory_bytes / 2**30:.2f} GiB | eta {format_duration(m.eta_s)}"
     )
 

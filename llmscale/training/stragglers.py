@@ -30,6 +30,8 @@ from llmscale.training.metrics import MetricsLog
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
+    from llmscale.config.resolve import ResolvedStep
+
 #: Steps kept between two logged ones; of more, the oldest are not judged.
 _MAX_STEPS = 1024
 SlowPhase = Literal["data wait", "arithmetic"]
@@ -122,12 +124,13 @@ class ArithmeticProbe:
     """Times one forward pass after each logged step, without waiting for other ranks.
 
     Below stage 3 a forward pass exchanges nothing and is timed completely. At stage 3 every module waits for its
-    weights; the output head, once it has its own, computes alone. So it does where ranks divide sequences, which blocks
-    exchange. On a GPU, events are read long after they happened.
+    weights; the output head, once it has its own, computes alone. So it does where ranks divide sequences or experts,
+    and blocks exchange tokens. On a GPU, events are read long after they happened.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, zero_stage: int) -> None:
-        exchanges = zero_stage == 3 or engine.module.split is not None
+    def __init__(self, engine: DeepSpeedEngine, resolved: ResolvedStep) -> None:
+        ranks = resolved.plan.ranks
+        exchanges = resolved.zero_stage == 3 or max(ranks.sequence_parallel_size, ranks.expert_parallel_size) > 1
         self._module: nn.Module = engine.module.head if exchanges else engine.module
         self._handles: list[RemovableHandle] = []
         self._begin: _EventOrTime | None = None

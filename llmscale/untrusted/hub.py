@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from llmscale.errors import LlmscaleError
@@ -24,7 +24,6 @@ from llmscale.untrusted.paths import is_plain_name, read_regular
 
 if TYPE_CHECKING:
     import urllib.request
-    from http.client import HTTPMessage
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -125,7 +124,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[A-Za-z0-9][\w.-]
 _TIMEOUT_S = 10.0
 #: Limit of the Hub's answer about a model, which lists all files.
 _INFO_BYTES = 4 << 20
-#: Limit of the answer about a data set, which may list tens of thousands of files.
+#: Limit of the answer about a dataset, which may list tens of thousands of files.
 _DATA_SET_BYTES = 64 << 20
 #: The Hub's tokens have 37 characters; other servers' may be longer.
 _TOKEN = re.compile(r"[!-~]{1,2000}")
@@ -278,7 +277,7 @@ def fetch_from_hub(place: str, max_bytes: int) -> bytes | None:
 
 
 def check_data_set(name: str, source: str, error: type[LlmscaleError]) -> None:
-    """Ask the Hub once whether a data set exists and is readable; the `datasets` library would retry for minutes.
+    """Ask the Hub once whether a dataset exists and is readable; the `datasets` library would retry for minutes.
 
     `source` names it in messages. Does nothing when the user forbids network access. Raises `error` for an unknown
     name, missing permission, and no connection.
@@ -297,7 +296,7 @@ def check_data_set(name: str, source: str, error: type[LlmscaleError]) -> None:
         local = "" if isinstance(fault, _Refused) else " Give files of this machine, or HF_HUB_OFFLINE=1 for the cache."
         raise error(f"{source} cannot be read: {_reason(fault)}.{local}") from None
     if answer is None:
-        raise error(f"{source}: the Hub has no data set {name}. Look for its name, with ORGANISATION/, at {page}.")
+        raise error(f"{source}: the Hub has no dataset {name}. Look for its name, with ORGANISATION/, at {page}.")
     if needs_login:
         raise error(f"{source} needs permission. Accept its conditions at {page}, and set HF_TOKEN to your login.")
 
@@ -307,18 +306,10 @@ def _opener() -> urllib.request.OpenerDirector:
     import urllib.request
 
     class SameHost(urllib.request.HTTPRedirectHandler):
-        def redirect_request(
-            self,
-            req: urllib.request.Request,
-            fp: IO[bytes],
-            code: int,
-            msg: str,
-            headers: HTTPMessage,
-            newurl: str,
-        ) -> urllib.request.Request | None:
-            again = super().redirect_request(req, fp, code, msg, headers, newurl)
+        def redirect_request(self, req: urllib.request.Request, *answer: Any) -> urllib.request.Request | None:
+            again = super().redirect_request(req, *answer)
             token = req.unredirected_hdrs.get("Authorization")
-            if again is not None and token and urlsplit(newurl)[:2] == urlsplit(req.full_url)[:2]:
+            if again is not None and token and urlsplit(again.full_url)[:2] == urlsplit(req.full_url)[:2]:
                 again.add_unredirected_header("Authorization", token)
             return again
 

@@ -168,7 +168,7 @@ def test_the_newest_good_checkpoint_is_taken(save_steps: Callable, tmp_path: Pat
 
 def test_a_run_without_a_good_checkpoint_does_not_begin_anew(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints in .* is whole"):
+    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints in .* is intact"):
         find_newest_good(tmp_path / "run", dist.group.WORLD, ONE_DISK, lambda _: None)
 
 

@@ -21,7 +21,7 @@ def test_any_range_of_a_tensor_is_read_however_it_was_cut(dtype: torch.dtype, wo
     few = torch.tensor([1.0, 2.0])
     tensors = {"master/w": weights, "exp_avg/w": weights * 2, "frozen/few": few, "buffer/b": few * 3}
     stored = StoredWeights(write_tensors(tmp_path / "step-00000003", tensors, world_size))
-    assert stored.sizes == {"w": 1000, "few": 2}
+    assert stored.sizes == {"w": 1000, "few": 2, "b": 2}
     draw = random.Random(0)
     for _ in range(50):
         start = draw.randrange(1000)

@@ -86,10 +86,23 @@ def test_nothing_heavy_is_imported(llmscale: Run, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_table_has_a_row_for_every_strategy_and_fits_a_wide_terminal(
-    run: Callable[..., tuple[int, str, str]],
+@pytest.mark.parametrize("columns", ["", "100", "200"])
+def test_the_table_has_the_columns_to_decide_by_in_100_characters(
+    run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, columns: str
 ) -> None:
-    status, output, _ = run(*COMMAND)
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = run(*COMMAND)[1].splitlines()
+    (head,) = (line for line in lines if " ZeRO offload" in line)
+    assert head.split() == ["ZeRO", "offload", "checkpt", "batch", "total", "fits", "host", "NVMe", "tok/s", "MFU"]
+    assert max(len(line) for line in lines if " x " in line or line == head) <= 100
+    assert "--wide shows all parts of total" in "\n".join(lines)
+
+
+def test_the_wide_table_has_a_row_for_every_strategy_and_all_columns_at_any_width(
+    run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    status, output, _ = run(*COMMAND, "--wide")
     assert status == 0
     lines = output.splitlines()
     head = next(line for line in lines if " ZeRO offload" in line)

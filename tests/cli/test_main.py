@@ -14,7 +14,7 @@ import pytest
 
 from llmscale import __version__
 from llmscale.cli import main as cli
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_config import RunConfig, parse_run_config
 
 
 def test_help_names_every_command_and_how_to_train_without_torch(llmscale: Callable) -> None:
@@ -33,16 +33,6 @@ def test_alone_it_shows_what_it_can_do_with_an_example_each(llmscale: Callable) 
         assert f"llmscale {command.example}\n" in done.stdout
 
 
-@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "launch"])
-def test_examples_are_commands_that_the_parser_takes(name: str) -> None:
-    words = shlex.split(cli.COMMANDS[name].example)
-    assert words[0] == name
-    if name == "train":
-        assert parse_run_config(words[1:]).model == "gpt2-124m"
-    else:
-        cli.build_parser(words).parse_args(words)
-
-
 def commands_and_actions() -> Iterator[argparse.ArgumentParser]:
     """The parser of every command line that has a help text."""
     parsers: list[argparse.ArgumentParser] = [cli.build_parser([name]) for name in cli.COMMANDS]
@@ -57,6 +47,37 @@ def commands_and_actions() -> Iterator[argparse.ArgumentParser]:
 def test_every_command_and_action_explains_itself() -> None:
     for parser in commands_and_actions():
         assert parser.description, parser.prog
+
+
+def test_every_help_begins_with_an_example_that_the_parser_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in sorted({parser.prog for parser in commands_and_actions()}):
+        with pytest.raises(SystemExit):
+            cli.main([*command.split()[1:], "--help"])
+        first = capsys.readouterr().out.replace("\\\n", " ").splitlines()[0]
+        given = shlex.split(first.removeprefix("example: "))
+        assert given[: len(command.split())] == command.split(), first
+        words = given[1:]
+        if words[0] == "train":
+            assert parse_run_config(words[1:]).model == "gpt2-124m"
+        else:
+            assert cli.build_parser(words).parse_args(words).handler
+
+
+def test_the_help_of_train_has_every_key_once_in_few_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    text = capsys.readouterr().out
+    assert re.findall(r"^([a-z].*):$", text, re.MULTILINE) == [
+        *("options", "run", "model", "data", "batch and schedule", "optimizer", "precision and ZeRO"),
+        *("checkpoints", "evaluation", "watching"),
+    ]
+    flags = re.findall(r"^  --([a-z][\w-]*)", text, re.MULTILINE)
+    assert {*flags} - {"nproc-per-node", "version"} == {key.replace("_", "-") for key in RunConfig.model_fields}
+    assert len(flags) == len({*flags})
+    assert not re.search(r"\(default|null|None|<", text)
 
 
 @pytest.mark.parametrize("width", ["60", "80"])

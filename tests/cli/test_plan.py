@@ -49,6 +49,15 @@ def test_chinchillas_budget(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--gpu NAME adds hours" in out
 
 
+def test_experts_are_compared_with_dense_models(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model gpt3-1.3b --no-bias --num-experts 8 --tokens 20B"
+    found = plan_json(capsys, words)
+    assert found["shape"]["num_parameters"] > 3 * found["shape"]["active_parameters"]
+    assert {"Ludziejewski 2025, 1 x experts", "Ludziejewski 2025, 4 x experts"} < {row["name"] for row in found["laws"]}
+    out = plan(capsys, words).replace("\n", " ")
+    assert f"{found['shape']['active_parameters']:,}" in out and "the same loss after as many tokens" in out
+
+
 def test_petaflop_days_are_flops(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_json(capsys, "--pf-days 100") == plan_json(capsys, "--flops 8.64e21")
 

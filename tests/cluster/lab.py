@@ -41,7 +41,7 @@ def train_alone(data: Path, run: Path, *flags: str) -> Path:
 
 @dataclass
 class Lab:
-    """Hosts, a data set and a run folder that they share."""
+    """Hosts, a dataset and a run folder that they share."""
 
     playground: Playground
     folder: Path

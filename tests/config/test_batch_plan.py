@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmscale.config.batch_plan import DEFAULT_MICRO_BATCH_TOKENS, BatchRamp, build_batch_plan
+from llmscale.config.batch_plan import DEFAULT_MICRO_BATCH_TOKENS, BatchRamp, LengthRamp, build_batch_plan
 from llmscale.config.parallel_layout import ParallelLayout, divisors
 from llmscale.errors import ConfigError
 
@@ -123,3 +123,19 @@ def test_a_ramp_that_ranks_cannot_follow_is_refused(first: int, ranks: int, word
     with pytest.raises(ConfigError) as raised:
         build_batch_plan(global_batch_size=16, ranks=ParallelLayout(ranks), seq_len=8, ramp=BatchRamp(first, 100))
     assert words in str(raised.value)
+
+
+def test_sequences_double_for_equal_shares_of_the_tokens() -> None:
+    lengths = LengthRamp(8, 30)
+    plan = build_batch_plan(global_batch_size=4, ranks=ParallelLayout(1), seq_len=64, lengths=lengths)
+    assert [plan.length_after(seen) for seen in (0, 9, 10, 19, 20, 29, 30, 10**6)] == [8, 8, 16, 16, 32, 32, 64, 64]
+    assert plan.describe().endswith("256 tokens per step, cut into sequences of 8 to 32 tokens until step 8")
+
+
+@pytest.mark.parametrize(("first", "seq_len"), [(64, 64), (24, 64), (1, 256), (3, 7)])
+def test_sequences_that_cannot_double_to_the_full_length_are_refused(first: int, seq_len: int) -> None:
+    legal = {64: "Legal: 1, 2, 4, 8, 16, 32.", 256: "Legal: 2, 4, 8, 16, 32, 64, 128.", 7: "none, for an odd number"}
+    words, lengths = f"seq_len_ramp_from {first} must be the dataset's {seq_len} tokens", LengthRamp(first, 10)
+    with pytest.raises(ConfigError, match=words) as raised:
+        build_batch_plan(global_batch_size=4, ranks=ParallelLayout(1), seq_len=seq_len, lengths=lengths)
+    assert legal[seq_len] in str(raised.value)

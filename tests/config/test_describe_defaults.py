@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.describe_defaults import (
     describe_batch,
@@ -12,6 +13,7 @@ from llmscale.config.describe_defaults import (
     describe_preset,
     describe_steps,
     warn_of_learning_rate,
+    warn_of_router,
 )
 from llmscale.config.presets import PRESETS, nominal_parameters
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
@@ -30,10 +32,10 @@ def resolved(num_samples: int = 1000, **keys: object) -> tuple[RunConfig, Resolv
 def test_a_preset_that_the_data_reshapes() -> None:
     config, run = resolved()
     assert describe_preset(config.model, run.shape) == (
-        "gpt2-124m with the data set's vocabulary of 4,096 and a context of 256: 88.4M parameters, not 124M"
+        "gpt2-124m with the dataset's vocabulary of 4,096 and a context of 256: 88.4M parameters, not 124M"
     )
     config, run = resolved(n_layer=6)
-    assert "gpt2-124m with n_layer 6, the data set's vocabulary" in (describe_preset(config.model, run.shape) or "")
+    assert "gpt2-124m with n_layer 6, the dataset's vocabulary" in (describe_preset(config.model, run.shape) or "")
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith("tiny")])
@@ -97,3 +99,10 @@ def test_trained_weights_and_a_rate_for_new_ones_are_warned_of_once() -> None:
     for keys in ({"init_from": "runs/other", "lr": 6e-4}, {}):
         config, run = resolved(**keys)
         assert warn_of_learning_rate(config, run.schedule) is None
+
+
+def test_a_router_without_a_gradient_is_named() -> None:
+    shape = GPTShape(1, 2, 16, 64, 20, num_experts=4, experts_per_token=1, bias=False)
+    assert (text := warn_of_router(shape)) is not None and "--no-normalize-router" in text
+    for changes in ({"normalize_router": False}, {"experts_per_token": 2}, {"num_experts": 0}):
+        assert warn_of_router(shape.changed(changes)) is None

@@ -52,7 +52,7 @@ def test_weights_set_every_key_of_the_model_and_its_vocabulary(folder: Path) -> 
 
 
 def test_the_data_sets_vocabulary_must_fit_the_table(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="vocab_size 300 is smaller than the data set's"):
+    with pytest.raises(ConfigError, match="vocab_size 300 is smaller than the dataset's"):
         resolve_shape(begun(folder), SetFacts(vocab_size=301, seq_len=32, num_train_samples=1, eot_token=256))
 
 
@@ -106,7 +106,7 @@ def test_rates_and_batches_are_those_of_the_preset_nearest_in_size(folder: Path)
     ("entries", "said"),
     [
         ({"model_type": "mamba"}, "no model of type 'mamba'.*Supported: gpt2, opt, llama"),
-        ({"model_type": "llama4"}, "no model of type 'llama4'.*The nearest is llama"),
+        ({"model_type": "llama4"}, "no model of type 'llama4'.*The nearest is mixtral"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"auto_map": {"AutoModel": "code.py"}}, "auto_map names code of its own, which is never run"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, "dynamic"),
@@ -155,3 +155,22 @@ def test_only_the_prefix_makes_a_published_model() -> None:
     assert is_published("hf:gpt2")
     assert not is_published("runs/hf")
     assert not is_published(None)
+
+
+def test_experts_may_be_added_to_dense_weights_as_copies_of_the_mlp(folder: Path) -> None:
+    config = begun(folder, num_experts=4, experts_per_token=1, expert_interval=2, normalize_router=False)
+    facts = SetFacts(vocab_size=257, seq_len=512, num_train_samples=1, eot_token=256)
+    shape = resolve_shape(config, facts)
+    assert (shape.num_experts, shape.experts_per_token, shape.expert_width, shape.normalize_router) == (4, 1, 96, False)
+    assert [shape.is_sparse(block) for block in range(3)] == [False, True, False]
+    with pytest.raises(ConfigError, match=r"expert_width is 48, and experts of .* begin as copies of its MLP, 96 wide"):
+        begun(folder, num_experts=4, expert_width=48)
+    with pytest.raises(ConfigError, match=r"shared_expert_width is 96, and .* Drop --shared-expert-width"):
+        begun(folder, num_experts=4, shared_expert_width=96)
+    with pytest.raises(
+        ConfigError, match=r"the MLP has biases and experts have none, so it cannot become num_experts 4"
+    ):
+        begun(write(folder.parent / "biased", mlp_bias=True), num_experts=4)
+    mixtral = write(folder.parent / "mixtral", model_type="mixtral", num_local_experts=8)
+    with pytest.raises(ConfigError, match=r"num_experts is 4 by --num-experts and 8 by --init-from"):
+        begun(mixtral, num_experts=4)

@@ -72,3 +72,15 @@ def test_micro_batches_hold_the_tokens_of_a_rank() -> None:
         for split in (1, 2, 8)
     ]
     assert sizes == [1, 2, 8]
+
+
+def test_experts_are_divided_evenly_over_neighbouring_ranks() -> None:
+    ranks = ParallelLayout(8, expert_parallel_size=4)
+    assert (ranks.experts_of_rank(16), ranks.expert_shard_ranks, ranks.shard_ranks) == (4, 2, 8)
+    assert ParallelLayout(8).experts_of_rank(0) == 0
+    with pytest.raises(ConfigError, match=r"groups of 3 that share experts.*Legal --expert-parallel-size: 1, 2, 4, 8"):
+        ParallelLayout(8, expert_parallel_size=3)
+    with pytest.raises(ConfigError, match=r"4 does not divide the 6 experts.*on 8 ranks: 1, 2"):
+        ranks.experts_of_rank(6)
+    with pytest.raises(ConfigError, match=r"4 has no effect on a model without experts.*--num-experts"):
+        ranks.experts_of_rank(0)

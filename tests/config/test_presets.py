@@ -46,6 +46,7 @@ def test_an_unknown_preset_names_the_closest_and_the_way_out() -> None:
 PUBLISHED_MILLIONS = {
     **{"llama3-1b": 1235.8, "llama3-3b": 3212.7, "llama3-8b": 8030.3, "llama3-70b": 70553.7},
     **{"qwen3-0.6b": 596.05, "qwen3-1.7b": 1720.6, "qwen3-4b": 4022.5, "qwen3-8b": 8190.7, "qwen3-32b": 32762.1},
+    **{"qwen3-30b-a3b": 30532.1, "mixtral-8x7b": 46702.8, "olmoe-1b-7b": 6919.2},
     **{"smollm2-135m": 134.515, "smollm2-360m": 361.821, "smollm2-1.7b": 1711.4},
 }
 
@@ -54,6 +55,15 @@ PUBLISHED_MILLIONS = {
 def test_published_models_have_their_number_of_parameters(name: str) -> None:
     preset = get_preset(name)
     assert preset.shape(preset.vocab_size).num_parameters == pytest.approx(PUBLISHED_MILLIONS[name] * 1e6, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("qwen3-30b-a3b", 3.35), ("mixtral-8x7b", 12.88), ("olmoe-1b-7b", 1.28)]
+)
+def test_a_token_uses_as_many_parameters_as_the_model_card_says(name: str, billions: float) -> None:
+    """3.3, 12.9 and 1.3 there."""
+    preset = get_preset(name)
+    assert preset.shape(preset.vocab_size).active_parameters == pytest.approx(billions * 1e9, rel=2e-3)
 
 
 @pytest.mark.parametrize("size", ["124m", "350m", "1.5b"])

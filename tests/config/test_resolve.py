@@ -156,6 +156,7 @@ def test_a_run_folder_names_all_ranks() -> None:
         "gradient_accumulation_steps": 2,
         "world_size": 4,
         "sequence_parallel_size": 1,
+        "expert_parallel_size": 1,
         "seq_len": FACTS.seq_len,
     }
 
@@ -208,3 +209,20 @@ def test_a_configuration_of_before_the_families_is_the_same_gpt2(bias: bool) -> 
     expected = GPTShape(2, 2, 32, FACTS.vocab_size, FACTS.seq_len, "gelu_tanh", dropout=0.1, bias=bias)
     assert shape == expected
     assert (shape.n_kv_head, shape.positions, shape.norm, shape.tied) == (2, "learned", "layernorm", True)
+
+
+@pytest.mark.parametrize(
+    ("zero", "reason"),
+    [
+        ({"stage": 0}, "stage 0, whose norm and clipping"),
+        ({"stage": 3, "zero_hpz_partition_size": 2}, "zero_hpz_partition_size, whose copies"),
+        ({"stage": 1, "contiguous_gradients": False}, "contiguous_gradients false at stage 1"),
+        ({"stage": 2, "reduce_scatter": False}, "reduce_scatter false at stage 2"),
+    ],
+)
+def test_keys_that_deepspeed_cannot_divide_experts_with_are_refused(zero: dict[str, object], reason: str) -> None:
+    flags = ("--model", "gpt2-124m", "--global-batch-size", "8", "--num-experts", "4", "--expert-parallel-size", "2")
+    with pytest.raises(ConfigError, match=rf"my.json: DeepSpeed cannot divide experts .*{reason}.*or drop"):
+        resolve(*flags, ds={"zero_optimization": zero})
+    whole = resolve(*flags, ds={"zero_optimization": {"stage": 3, "reduce_scatter": False}})
+    assert (whole.plan.ranks.expert_shard_ranks, whole.plan.ranks.experts_of_rank(4)) == (2, 2)

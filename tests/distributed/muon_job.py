@@ -1,7 +1,8 @@
 """Rank script of test_muon.py: train a small model with Muon under DeepSpeed, or in a plain loop, on the same samples.
 
 Reads a JSON list of cells from its first argument: `ds` (a ds_config), `accumulation`, `steps`, and `dtype` of the
-Newton-Schulz iteration; or `plain` instead of `ds`. The main rank prints one JSON object a line: losses and norms.
+Newton-Schulz iteration; or `plain` instead of `ds`. A second argument `experts` gives the model some. The main rank
+prints one JSON object a line: losses and norms.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from tests.rank_end import end_rank
 
 #: Odd sizes, so that borders of partitions cut matrices; q and k, v of different heights; gate and up in one matrix.
 SHAPE = GPTShape(n_layer=2, n_head=3, n_embd=36, vocab_size=211, seq_len=12, n_kv_head=1, gated_mlp=True, mlp_width=50)
+EXPERTS = SHAPE.changed({"num_experts": 3, "expert_width": 22, "shared_expert_width": 10, "dense_layers": 1})
 GLOBAL_BATCH = 8
 LR, WEIGHT_DECAY, FACTOR = 3e-3, 0.1, 2.0
 OPTIMIZER = MUON.with_matrix_factor(FACTOR)
@@ -116,9 +118,11 @@ def matrices_in(model: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
         if tensor.kind != "matrix":
             continue
         whole, begin = parameters[tensor.name], 0
+        width = tensor.parameter.columns
         for rows in tensor.parameter.matrix_rows:
             block = slice(begin, begin + rows)
-            yield nn.Parameter(whole.data[block]), lambda whole=whole, block=block: whole.grad[block]
+            own = nn.Parameter(whole.data.view(-1, width)[block])
+            yield own, lambda whole=whole, block=block, width=width: whole.grad.view(-1, width)[block]
             begin += rows
 
 
@@ -138,6 +142,7 @@ if __name__ == "__main__":
     # The few layers of this model run in fp16 on any CPU, which DeepSpeed does not claim.
     type(get_accelerator()).is_fp16_supported = lambda self: True
     world = join_world()
+    SHAPE = EXPERTS if sys.argv[2:] == ["experts"] else SHAPE
     for wanted in json.loads(sys.argv[1]):
         result = train_plainly(wanted["steps"]) if "plain" in wanted else train(wanted, world.rank, world.world_size)
         if world.is_main:

@@ -34,7 +34,9 @@ def whole_parameters(folder: Path, run: PreparedRun) -> dict[str, Tensor]:
     for tensor in run.weights.model.tensors:
         values = theirs[tensor.name]
         values = (values.t() if tensor.transposed else values)[tensor.skipped_rows :]
-        target = ours[tensor.parameter][tensor.first_row : tensor.first_row + len(values)]
+        if tensor.parameter not in ours:  # a router's bias
+            ours[tensor.parameter] = torch.zeros(values.shape)
+        target = ours[tensor.parameter].view(-1, *values.shape[1:])[tensor.first_row :][: len(values)]
         target.copy_(values[: len(target)])
     return ours
 
@@ -49,7 +51,8 @@ def check(world: World, data: Path, folder: Path, ds: str, precision: str) -> No
     engine = build_engine(run.config, run.resolved)
     load_published_weights(engine, run.weights, world.control, progress=int)
     wanted = whole_parameters(folder, run)
-    views = {key.partition("/")[2]: view for key, view in state_views(engine).items() if key.startswith("master/")}
+    views = state_views(engine).items()
+    views = {key.partition("/")[2]: view for key, view in views if key.startswith(("master/", "buffer/"))}
     assert views.keys() == wanted.keys(), views.keys() ^ wanted.keys()
     for name, view in views.items():
         part = wanted[name].view(-1)[view.start : view.start + view.local.numel()]

@@ -1,7 +1,8 @@
-"""`--batch-ramp-from`: a growing batch sees each sample once, at every world size and after every resume."""
+"""Growing batches and sequences: each sample is seen once, at every world size and after every resume."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from tests.conftest import build_train_command, read_losses
 
 #: Seven steps of 4 sequences, four of 8, two of 12, then of 16.
 RAMP = ("--global-batch-size", "16", "--batch-ramp-from", "4", "--batch-ramp-tokens", "2560", "--micro-batch-size", "1")
+#: Eight steps of 8 tokens, three of 16, then of 32.
+LENGTHS = ("--seq-len-ramp-from", "8", "--seq-len-ramp-tokens", "1920", "--n-head", "4")
 FLAGS = (
     "--precision",
     "fp32",
@@ -32,7 +35,7 @@ FLAGS = (
 
 
 def train(ranks: Callable, data: Path, run: Path, stage: str, world_size: int, *flags: str, expect: int = 0) -> str:
-    command = build_train_command(data, run, "--ds", f"ds_configs/{stage}.json", *FLAGS, *RAMP, *flags)
+    command = build_train_command(data, run, "--ds", f"ds_configs/{stage}.json", *FLAGS, *RAMP, *LENGTHS, *flags)
     job = ranks(command, world_size)
     output: str = job.wait()[0]
     assert job.exit_codes == [expect] * world_size, output
@@ -48,7 +51,9 @@ def forget_after(run: Path, step: int) -> None:
 def test_losses_and_samples_are_those_of_one_rank(ranks: Callable, tiny_set: Path, tmp_path: Path) -> None:
     straight, again, moved = (tmp_path / name for name in ("straight", "again", "moved"))
     output = train(ranks, tiny_set, straight, "zero1", 1)
-    assert "grown from 4 sequences in 4 sizes by step 14" in output
+    assert "grown from 4 sequences in 4 sizes by step 14, cut into sequences of 8 to 16 tokens until step 11" in output
+    lines = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
+    assert [line["seq_len"] for line in lines if line["kind"] == "train"] == [8] * 8 + [16] * 3 + [32] * 5
     sizes = [len(ids) for _, ids in sorted(load_recorded(straight).items())]
     assert sizes == [4] * 7 + [8] * 4 + [12] * 2 + [16] * 3
     seen = np.concatenate([*load_recorded(straight).values()])
@@ -58,9 +63,9 @@ def test_losses_and_samples_are_those_of_one_rank(ranks: Callable, tiny_set: Pat
     forget_after(again, 8)
     train(ranks, tiny_set, again, "zero1", 1)
     assert read_losses(again) == read_losses(straight), "the same bits after a resume within the ramp"
-    for step, stage, world_size in ((4, "zero2_offload", 2), (8, "zero3", 4), (12, "zero0", 2)):
+    for step, stage, world_size, split in ((4, "zero2_offload", 2, 2), (8, "zero3", 4, 2), (12, "zero0", 2, 1)):
         forget_after(moved, step)
-        train(ranks, tiny_set, moved, stage, world_size)
+        train(ranks, tiny_set, moved, stage, world_size, "--sequence-parallel-size", str(split))
         assert read_losses(moved) == pytest.approx(read_losses(straight), rel=1e-6), stage
     assert all(np.array_equal(ids, load_recorded(straight)[step]) for step, ids in load_recorded(moved).items())
     found = find_step_samples(moved, 8)

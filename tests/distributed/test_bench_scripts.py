@@ -31,7 +31,7 @@ def test_a_fault_of_each_kind() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", ["gpt2", "llama"])
+@pytest.mark.parametrize("block", ["gpt2", "llama", "experts"])
 def test_a_part_of_the_resume_matrix(block: str) -> None:
     """At one world size: test_resume.py goes from each to another."""
     flags = ("--configs", "zero1,zero3_offload", "--worlds", "2", "--steps", "5")
@@ -65,5 +65,16 @@ def test_dropout_is_bit_equal_in_the_whole_matrix() -> None:
 
 
 @pytest.mark.slow
+def test_the_matrix_of_experts() -> None:
+    flags = ("--worlds", "1,2,4x2", "--configs", "zero0,zero1,zero2_offload,zero3", "--steps", "10")
+    assert "all bit-equal" in run_script("resume_matrix", "--block", "experts", *flags)
+
+
+@pytest.mark.slow
 def test_fifty_faults() -> None:
     assert "all 2000 steps consumed" in run_script("chaos", "--faults", "50", "--seed", "1")
+
+
+@pytest.mark.slow
+def test_faults_of_a_run_with_experts() -> None:
+    assert "all 200 steps consumed" in run_script("chaos", "--faults", "5", "--seed", "1", "--block", "experts")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -35,10 +35,10 @@ def cell(layout: str, accumulation: int, steps: int = STEPS, dtype: str = "float
     return {"ds": ds, "accumulation": accumulation, "steps": steps, "dtype": dtype}
 
 
-def train(ranks: Callable, world_size: int, *cells: dict) -> list[dict[str, list[float]]]:
+def train(ranks: Callable, world_size: int, *cells: dict, model: Sequence[str] = ()) -> list[dict[str, list[float]]]:
     """Losses and norms of each."""
     script = Path(__file__).with_name("muon_job.py")
-    job = ranks([str(script), json.dumps(cells)], world_size)
+    job = ranks([str(script), json.dumps(cells), *model], world_size)
     outputs = job.wait()
     assert job.exit_codes == [0] * world_size, outputs
     found = [json.loads(line) for line in outputs[0].splitlines() if line.startswith('{"loss"')]
@@ -50,9 +50,9 @@ def largest_difference(found: dict[str, list[float]], reference: dict[str, list[
     return max(abs(a - b) / b for a, b in zip(found[key], reference[key], strict=True))
 
 
-def check_equals_the_plain_loop(ranks: Callable, world_size: int, *cells: dict) -> None:
+def check_equals_the_plain_loop(ranks: Callable, world_size: int, *cells: dict, model: Sequence[str] = ()) -> None:
     steps = cells[0]["steps"]
-    reference, *found = train(ranks, world_size, {**PLAIN, "steps": steps}, *cells)
+    reference, *found = train(ranks, world_size, {**PLAIN, "steps": steps}, *cells, model=model)
     assert reference["loss"][-1] < reference["loss"][0] - 0.5, "nothing was learnt, so nothing is compared"
     assert sum(norm > 1 for norm in reference["norm"]) > steps // 2, "clipping is what DeepSpeed's own Muon gets wrong"
     for wanted, result in zip(cells, found, strict=True):
@@ -70,6 +70,14 @@ def test_two_ranks_train_as_the_plain_loop_does(ranks: Callable) -> None:
 def test_every_layout_trains_as_the_plain_loop_does(ranks: Callable, world_size: int) -> None:
     numbers = (1, 4) if world_size < 4 else (1, 2)
     check_equals_the_plain_loop(ranks, world_size, *(cell(name, number) for name in LAYOUTS for number in numbers))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_each_expert_is_a_matrix_of_its_own(ranks: Callable, world_size: int) -> None:
+    layouts = ("zero0", "zero1", "zero2-offload", "zero3", "zero3-sub-groups", "zero2-round-robin")
+    cells = [cell(name, accumulation=2, steps=12) for name in layouts]
+    check_equals_the_plain_loop(ranks, world_size, *cells, model=["experts"])
 
 
 @pytest.mark.slow

@@ -57,8 +57,8 @@ def largest_difference(losses: list[float], reference: list[float]) -> float:
     return max(abs(a - b) / b for a, b in zip(losses, reference, strict=True))
 
 
-def check_learning(losses: list[float]) -> None:
-    assert losses[-1] < losses[0] - 1, "nothing was learnt, so nothing is compared"
+def check_learning(losses: list[float], nats: float = 1.0) -> None:
+    assert losses[-1] < losses[0] - nats, "nothing was learnt, so nothing is compared"
 
 
 def test_every_stage_and_checkpointing_mode_gives_the_same_losses_in_fp32(curves: Callable) -> None:
@@ -95,7 +95,7 @@ def test_16_bit_stays_close_to_fp32(curves: Callable) -> None:
 @pytest.mark.slow
 def test_todays_blocks_have_the_same_losses_at_every_stage(curves: Callable) -> None:
     (reference,) = curves(1, ("zero0", *LLAMA))
-    check_learning(reference)
+    check_learning(reference, 0.5)
     for losses in curves(2, ("zero2", *LLAMA), ("zero3", *LLAMA)):
         assert largest_difference(losses, reference) <= 1e-5
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.config.deepspeed.schema import CheckpointingMode
+from llmscale.config.loss_settings import LossSettings
 from llmscale.config.run_config import CompileTuning, parse_run_config
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.engine.compilation import BlockCompiler
@@ -32,6 +33,10 @@ BLOCKS: dict[str, dict[str, object]] = {
         **{"norm": "rmsnorm", "bias": False, "positions": "rotary", "activation": "silu", "gated_mlp": True},
         **{"n_kv_head": 2, "qk_norm": "head", "mlp_width": 90, "tied": False, "sliding_window": 9, "document_end": 3},
     },
+    "experts": {
+        **{"n_layer": 4, "num_experts": 4, "shared_expert_width": 24, "expert_width": 40, "gated_mlp": True},
+        **{"dense_layers": 1, "router_bias": True},
+    },
 }
 STEPS = 4
 
@@ -48,7 +53,7 @@ def run_job(cache: Path, *arguments: str, **variables: str) -> dict:
 
 def assert_one_graph_and_the_losses_of_eager(found: dict) -> None:
     """Between steps there were validation, with a smaller last batch, and sampling with a cache."""
-    assert (found["graphs"], found["compiled"]["failure"]) == (1, None)
+    assert (found["graphs"], found["compiled"]["failure"]) == (found["kinds"], None)
     assert found["breaks"] == 0
     assert found["compiled"]["text"] == found["eager"]["text"]
     for name in ("losses", "norms", "validation"):
@@ -84,17 +89,23 @@ def test_a_mode_without_effect_or_of_another_name_is_refused(flags: str) -> None
 @pytest.fixture(scope="module")
 def without_compiler(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """Outcomes on a machine without a C++ compiler, which inductor needs and aot_eager does not."""
-    names = ("aot_eager/gpt2/none", "aot_eager/llama/selective", "inductor/gpt2/selective")
+    names = (
+        "aot_eager/gpt2/none",
+        "aot_eager/llama/selective",
+        "aot_eager/experts/selective",
+        "inductor/gpt2/selective",
+    )
     return run_job(tmp_path_factory.mktemp("inductor"), *names, COMPILER="no-such-compiler")
 
 
 def test_one_graph_whatever_the_blocks_and_what_they_keep(without_compiler: dict) -> None:
     """Dropout, document masks, windows, rotary positions; checkpointing in the graph and not."""
-    for name in ("aot_eager/gpt2/none", "aot_eager/llama/selective"):
+    for name in ("aot_eager/gpt2/none", "aot_eager/llama/selective", "aot_eager/experts/selective"):
         assert_one_graph_and_the_losses_of_eager(without_compiler[name])
     # Selective checkpointing saves as much memory of compiled blocks as of eager ones.
-    kept = {way: without_compiler["aot_eager/llama/selective"][way]["kept"] for way in ("eager", "compiled")}
-    assert kept["compiled"] <= kept["eager"]
+    for name in ("llama", "experts"):
+        kept = {way: without_compiler[f"aot_eager/{name}/selective"][way]["kept"] for way in ("eager", "compiled")}
+        assert kept["compiled"] <= kept["eager"]
 
 
 @pytest.mark.slow
@@ -129,14 +140,16 @@ def outcome_of(backend: CompileBackend, block: str, mode: CheckpointingMode) -> 
     counters = torch._dynamo.utils.counters
     counters.clear()
     shape = build_shape({**SIZES, **BLOCKS[block]})
-    eager = train(GPT(shape, seed=1, checkpoint=build_block_checkpoint(mode, {})), shape)
-    model, compiler = GPT(shape, seed=1, checkpoint=build_block_checkpoint(mode, {})), BlockCompiler(backend)
+    loss = LossSettings(balance_loss=0.1, router_z_loss=0.01)
+    eager = train(GPT(shape, seed=1, checkpoint=build_block_checkpoint(mode, {}), loss=loss), shape)
+    model, compiler = GPT(shape, seed=1, checkpoint=build_block_checkpoint(mode, {}), loss=loss), BlockCompiler(backend)
     compiler.compile_blocks(model, zero_stage=0, checkpointing=mode)
     compiled = train(model, shape)
     return {
         "eager": eager,
         "compiled": {**compiled, "failure": compiler.failure, "compile_s": compiler.compile_s},
         "graphs": compiler.graphs,
+        "kinds": len({shape.is_sparse(block) for block in range(shape.n_layer)}),
         "breaks": sum(counters["graph_break"].values()),
     }
 

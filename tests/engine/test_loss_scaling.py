@@ -27,12 +27,13 @@ def read_steps(run: Path) -> list[dict]:
     return [record for record in map(json.loads, lines) if record["kind"] == "train"]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "split"), [(1, 1), (3, 2)])
 def test_overflows_halve_the_scale_skip_steps_are_reported_and_end(
-    stage: int, ranks: Callable, train_command: Callable, tmp_path: Path
+    stage: int, split: int, ranks: Callable, train_command: Callable, tmp_path: Path
 ) -> None:
     ds = fp16_config(tmp_path, stage, initial_scale_power=24)
     flags = ("--ds", ds, "--steps", "20", "--schedule", "constant", "--lr", "1e-2", "--warmup-steps", "0")
+    flags += ("--sequence-parallel-size", str(split))
     job = ranks([__file__, *train_command(*flags)[1:]], 2)
     output = job.wait()[0]
     assert job.exit_codes == [0, 0], output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ class RecordingEngine:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, list]] = []
+        self.module = SimpleNamespace(routing=None)
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.calls.append(("forward", [tokens.tolist(), targets.tolist()]))
@@ -41,6 +43,12 @@ def test_every_micro_batch_goes_forward_backward_step_with_targets_one_ahead() -
     assert engine.calls[4][1] == [5.5], "DeepSpeed divides by the accumulation steps, we must not"
     assert float(loss) == (1.5 + 5.5) / 2
     assert not loss.requires_grad
+
+
+def test_samples_are_cut_into_shorter_sequences_with_each_token_a_target_once() -> None:
+    engine = RecordingEngine()
+    train_step(engine, [torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])], CPU, PhaseTimer(CPU), seq_len=2)
+    assert engine.calls[0][1] == [[[1, 2], [3, 4], [6, 7], [8, 9]], [[2, 3], [4, 5], [7, 8], [9, 10]]]
 
 
 def test_only_the_last_micro_batch_s_step_counts_as_the_optimizer_s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,28 @@ SHAPES = {
     ("Olmo2ForCausalLM", "untied"): GPTShape(
         *(2, 4, 32, 257, 40), n_kv_head=2, qk_norm="width", norm_placement="post", tied=False, **ROTARY
     ),
+    ("MixtralForCausalLM", "odd numbers"): GPTShape(2, 4, 32, 257, 40, num_experts=3, expert_width=20, **ROTARY),
+    ("Qwen3MoeForCausalLM", "dense first"): GPTShape(
+        *(3, 4, 32, 257, 40), num_experts=4, expert_width=8, qk_norm="head", dense_layers=1, mlp_width=56, **ROTARY
+    ),
+    ("OlmoeForCausalLM", "not normalised"): GPTShape(
+        *(1, 2, 24, 300, 40), num_experts=4, normalize_router=False, mlp_width=16, qk_norm="width", **ROTARY
+    ),
+    ("FlexOlmoForCausalLM", "one expert"): GPTShape(
+        *(1, 4, 32, 257, 40), num_experts=4, experts_per_token=1, qk_norm="width", norm_placement="post", **ROTARY
+    ),
+    ("Dots1ForCausalLM", "biases of routers"): GPTShape(
+        *(3, 4, 32, 257, 40),
+        num_experts=4,
+        expert_width=8,
+        shared_expert_width=16,
+        qk_norm="head",
+        dense_layers=1,
+        router_score="sigmoid",
+        router_bias=True,
+        router_scale=2.5,
+        **ROTARY,
+    ),
 }
 
 
@@ -58,14 +80,15 @@ def random_model(shape: GPTShape) -> GPT:
     model = GPT(shape, seed=0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
     return model.eval()
 
 
 def save(model: GPT, folder: Path, world_size: int = 1, state: str = "master") -> Path:
     """Its parameters as a checkpoint's tensors, and an optimizer state."""
     tensors = {f"{state}/{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    tensors |= {f"buffer/{name}": buffer for name, buffer in model.named_buffers()}
     tensors |= {f"exp_avg/{name}": -parameter.detach() for name, parameter in model.named_parameters()}
     return write_tensors(folder, tensors, world_size)
 
@@ -98,6 +121,12 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     return written
 
 
+def continue_greedily(model: GPT, tokens: torch.Tensor, count: int) -> torch.Tensor:
+    for _ in range(count):
+        tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(-1)), 1)
+    return tokens
+
+
 @pytest.mark.parametrize("name", SHAPES, ids=" ".join)
 def test_transformers_computes_the_same(name: tuple[str, str], write: Callable[..., Path]) -> None:
     pytest.importorskip("transformers")
@@ -118,6 +147,9 @@ def test_transformers_computes_the_same(name: tuple[str, str], write: Callable[.
         logits = theirs.eval()(tokens).logits
         assert logits.shape[-1] == shape.vocab_size, "no padding rows"
         assert (logits - ours(tokens)).abs().max() < 1e-5
+        count = min(12, shape.seq_len - 5)
+        text = theirs.generate(tokens[:, :5], max_new_tokens=count, do_sample=False, eos_token_id=None)
+        assert text.tolist() == continue_greedily(ours, tokens[:, :5], count).tolist()
     assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 256
     assert theirs.dtype == torch.float32
 
@@ -306,7 +338,7 @@ def test_an_export_says_what_the_published_model_said(name: str, tmp_path: Path)
     model = read_published_model("--init-from", f"hf:{tmp_path / 'published'}")
     stored = list_tensors(find_weights_files(tmp_path / "published"))
     pieces = match_tensors(stored, model.tensors, model.source)
-    keep_published(PublishedWeights(model, pieces=pieces), 16, None, tmp_path / "run")
+    keep_published(PublishedWeights(model, model.shape, pieces=pieces), 16, None, tmp_path / "run")
     shape = replace(model.shape, seq_len=16)
     exported = describe_export(shape, open_published(tmp_path / "run"), "fp32", 10**9)
     ours = GPT(shape, seed=0)

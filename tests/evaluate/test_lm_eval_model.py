@@ -52,7 +52,7 @@ def tokenizer_with_beginning(folder: Path) -> Tokenizer:
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    fast.train([str(REPOSITORY / "docs/data.md")], trainers.BpeTrainer(
+    fast.train([str(REPOSITORY / "docs/data_reference.md")], trainers.BpeTrainer(
         vocab_size=290, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"], show_progress=False))  # fmt: skip
     fast.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     folder.mkdir()

@@ -9,12 +9,17 @@ import pytest
 
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape, build_shape
+from llmscale.config.batch_plan import build_batch_plan
 from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
+from llmscale.config.parallel_layout import ParallelLayout
+from llmscale.config.resolve import resolve_step
 from llmscale.dry_run.on_demand import compare_with_dry_run, with_recordings
-from llmscale.memory.activations.activation_memory import estimate_activations
+from llmscale.errors import ConfigError
+from llmscale.memory.activations.activation_memory import estimate_activations, most_rows
 from llmscale.memory.breakdown import Breakdown
-from llmscale.memory.estimate import CONTEXT_BYTES, PHASES, MemoryEstimate, estimate_least
+from llmscale.memory.estimate import CONTEXT_BYTES, PHASES, MemoryEstimate, estimate_least, estimate_states
+from llmscale.memory.states.state_memory import zero_setup
 from llmscale.planning.search import Candidate, Job, Machines, fit_at
 
 GIB = 2**30
@@ -131,12 +136,93 @@ def test_every_phase_on_a_gpu_without_flash_attention_is_that_of_the_dry_run() -
     check_fit(fit(config(2, "fp16"), FAMILIES["llama"], "none", capability=(7, 5)), FAMILIES["llama"])
 
 
-SPLIT_CELLS: list[tuple[int, CheckpointingMode, str, int]] = [
-    (1, "none", "opt", 2),
-    (2, "full", "llama", 2),
-    (3, "selective", "qwen2", 6),
-    (3, "full", "qwen3", 3),
-    (3, "none", "olmo2", 6),
+EXPERTS: dict[str, object] = {**LLAMA, "tied": False, "num_experts": 8, "expert_width": 352}
+SPARSE = {
+    "mixtral": build_shape({**ODD, **EXPERTS}),
+    "dots": build_shape(
+        {
+            **{**ODD, **EXPERTS, "n_kv_head": 6, "n_layer": 4, "qk_norm": "head", "dense_layers": 1},
+            **{"router_score": "sigmoid", "router_scale": 2.5, "router_bias": True, "shared_expert_width": 200},
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "mode", "family"),
+    [
+        (2, "bf16", "none", "dots"),
+        *(
+            pytest.param(*cell, marks=pytest.mark.slow)
+            for cell in (
+                *((0, "fp32", "none", "mixtral"), (1, "bf16", "selective", "mixtral"), (3, "bf16", "none", "dots")),
+                *((3, "bf16", "full", "mixtral"), (3, "autocast", "none", "mixtral")),
+            )
+        ),
+    ],
+)
+@pytest.mark.usefixtures("libraries_are_frozen")
+def test_every_phase_with_experts_is_that_of_the_dry_run(
+    stage: int, precision: Precision, mode: CheckpointingMode, family: str
+) -> None:
+    shape = SPARSE[family]
+    check_fit(with_recordings(lambda: fit(config(stage, precision), shape, mode), family), shape)
+
+
+def test_blocks_without_experts_are_counted_as_those_of_a_dense_model() -> None:
+    options = {"micro_batch_size": 2, "precision": "bf16", "checkpointing": "none", "router_loss": False}
+    mixed, sparse = SPARSE["dots"], replace(SPARSE["dots"], dense_layers=0)
+    dense = build_shape({**ODD, **LLAMA, "tied": False, "n_kv_head": 6, "n_layer": 4, "qk_norm": "head"})
+    first, *others = estimate_activations(mixed, **options).blocks  # type: ignore[arg-type]  # by name
+    assert first == estimate_activations(dense, **options).blocks[0]  # type: ignore[arg-type]
+    assert set(map(id, others)) == {id(others[0])}
+    assert others[0] == estimate_activations(sparse, **options).blocks[0]  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "size"), [(1, 2), (2, 4), (3, 4), (3, 8)])
+@pytest.mark.usefixtures("libraries_are_frozen")
+def test_every_phase_with_divided_experts_is_that_of_the_dry_run(stage: int, size: int) -> None:
+    shape = SPARSE["mixtral"]
+    job = Job(shape, 64, Machines(1, 8, 80 * GIB), expert_parallel_size=size)
+    check_fit(with_recordings(lambda: fit_at(config(stage, "bf16"), job, "none", 4), "this test"), shape)
+
+
+def test_a_rank_receives_no_more_rows_than_its_experts_can_take() -> None:
+    shape = SPARSE["mixtral"]  # 8 experts, of which a token takes 2
+    assert [most_rows(shape, 100, ParallelLayout(8, 1, size)) for size in (2, 4, 8)] == [200, 400, 400]
+
+
+def test_divided_experts_have_a_part_of_the_parameters_and_as_many_states() -> None:
+    shape, machines = SPARSE["mixtral"], Machines(1, 8, 80 * GIB)
+    steps = [
+        resolve_step(
+            config(1, "bf16"),
+            shape,
+            build_batch_plan(global_batch_size=64, ranks=ParallelLayout(8, 1, size), seq_len=104, micro_batch_size=4),
+            "none",
+        )
+        for size in (1, 4)
+    ]
+    whole, part = (estimate_states(step.rank_tensors, zero_setup(step)).resident for step in steps)
+    experts = sum(tensor.elements for tensor in shape.tensors.all if tensor.parameter.is_stacked)
+    assert whole.parameters_bytes - part.parameters_bytes == pytest.approx(2 * experts * 3 / 4, rel=1e-3)
+    assert part.optimizer_bytes == pytest.approx(whole.optimizer_bytes, rel=1e-3)
+    job = Job(shape, 64, machines, expert_parallel_size=4)
+    with pytest.raises(ConfigError, match=r"cannot divide experts .* stage 0"):
+        fit_at(config(0, "bf16"), job, "none", 4)
+
+
+#: Stage, checkpointing, family, ranks that divide a sequence, and tokens of an MLP's tile.
+SPLIT_CELLS: list[tuple[int, CheckpointingMode, str, int, int]] = [
+    (1, "none", "opt", 2, 0),
+    (2, "full", "llama", 2, 0),
+    (3, "selective", "qwen2", 6, 0),
+    (3, "full", "qwen3", 3, 0),
+    (3, "none", "olmo2", 6, 0),
+    (2, "full", "llama", 1, 100),
+    (3, "full", "qwen2", 2, 64),
+    (3, "full", "opt", 1, 150),
 ]
 
 
@@ -147,13 +233,13 @@ def fit_divided(stage: int, mode: CheckpointingMode, shape: GPTShape, size: int,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "mode", "family", "size"), SPLIT_CELLS)
+@pytest.mark.parametrize(("stage", "mode", "family", "size", "tile"), SPLIT_CELLS)
 @pytest.mark.usefixtures("libraries_are_frozen")
 def test_every_phase_of_a_divided_sequence_is_that_of_the_dry_run(
-    stage: int, mode: CheckpointingMode, family: str, size: int
+    stage: int, mode: CheckpointingMode, family: str, size: int, tile: int
 ) -> None:
     """Key-value heads are divided, repeated, and repeated for each query head; three ranks do not divide the tokens."""
-    shape = FAMILIES[family]
+    shape = replace(FAMILIES[family], mlp_tile_tokens=tile)
     check_fit(fit_divided(stage, mode, shape, size, 12), shape)
 
 

@@ -10,7 +10,8 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.config.presets import PRESETS
 from llmscale.errors import DataError
 from llmscale.model.attention_context import AttentionContext
-from llmscale.model.gpt import GPT, Block, CausalSelfAttention, Linear, activate
+from llmscale.model.gpt import GPT, Block, CausalSelfAttention
+from llmscale.model.layers import Linear, activate
 
 SMALL = GPTShape(n_layer=2, n_head=4, n_embd=64, vocab_size=300, seq_len=32)
 

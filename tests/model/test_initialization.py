@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.model.gpt import CHUNK_ELEMENTS, GPT, fill_normal_
+from llmscale.model.gpt import GPT
+from llmscale.model.layers import CHUNK_ELEMENTS, fill_normal_
 from tests.rank_end import end_rank
 
 SHAPE = GPTShape(n_layer=8, n_head=4, n_embd=64, vocab_size=300, seq_len=32)

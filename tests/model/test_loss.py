@@ -17,7 +17,8 @@ from torch import Tensor
 
 from llmscale.config.loss_settings import DEFAULT_LOSS, LossSettings
 from llmscale.errors import ConfigError
-from llmscale.model.gpt import Embedding, TiedHead
+from llmscale.model.gpt import TiedHead
+from llmscale.model.layers import Embedding
 from llmscale.model.loss import check_fused_loss, chunked_cross_entropy, score_tokens
 
 BATCH, T, WIDTH, VOCABULARY, ROWS = 3, 50, 64, 1001, 1024

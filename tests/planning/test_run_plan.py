@@ -187,3 +187,18 @@ def test_the_usual_mfu_is_that_of_the_arithmetic() -> None:
     assert found.mfu is not None
     assert found.mfu <= usual_mfu(SMALL, gpus()) * 1.0001
     assert usual_mfu(SMALL, gpus(mfu=0.3)) == 0.3
+
+
+def test_experts_cost_the_parameters_that_a_token_uses() -> None:
+    dense = PRESETS["gpt2-124m"].shape(50257)
+    sparse = replace(dense, bias=False, mlp_bias=False, num_experts=8)
+    plan, plain = (make_plan(request("tokens", 1e10, shape=shape, seq_len=1024)) for shape in (sparse, dense))
+    assert plan.flops == 6 * sparse.active_parameters * plan.tokens < 6 * sparse.num_parameters * plan.tokens
+    assert isinstance(plan.loss, Interval) and isinstance(plain.loss, Interval)
+    assert plan.loss.high < plain.loss.low
+    reached = make_plan(request("loss", plan.loss.value, shape=sparse, seq_len=1024))
+    assert reached.tokens == pytest.approx(plan.tokens, rel=1e-3)
+    modern = PRESETS["gpt-modern-124m"].shape(50257)
+    shapes = replace(modern, num_experts=8), modern
+    hours = [make_plan(request("tokens", 1e10, shape=shape, gpus=A100S)).gpu_hours for shape in shapes]
+    assert hours[0] is not None and hours[1] is not None and hours[1] < hours[0] < 3 * hours[1]

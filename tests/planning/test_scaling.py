@@ -19,9 +19,12 @@ from llmscale.planning.scaling import (
     ParametricLaw,
     affordable_tokens,
     central,
+    dense_equivalent,
+    expansion_of,
     find_lifetime_optimum,
     inference_flops,
     law_rows,
+    law_with_experts,
     nearest_preset,
     optimal_point,
     suggest_shape,
@@ -250,14 +253,20 @@ def test_shapes_have_the_size_and_sensible_numbers(size: float) -> None:
         assert 100 < shape.n_embd / shape.n_layer < 150
 
 
+@pytest.mark.parametrize("size", [10e3, 31e3, 100e3, 250e3])
+def test_models_of_a_ladder_are_narrower(size: float) -> None:
+    shape = suggest_shape(size, 257, 256)
+    assert shape.num_parameters == pytest.approx(size, rel=0.2) and shape.n_embd < 128
+
+
 def test_gpt3_13b_is_found_again() -> None:
     shape = suggest_shape(PRESETS["gpt3-13b"].shape(50257).num_parameters, 50257, 2048)
     assert (shape.n_layer, shape.n_head, shape.n_embd) == (40, 40, 5120)
 
 
 def test_what_cannot_be_built_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"1M parameters are fewer than the 6,899,584 of one block"):
-        suggest_shape(1e6, 50257, 2048)
+    with pytest.raises(ConfigError, match=r"100K parameters are fewer than the 419,.* of one block of width 8"):
+        suggest_shape(1e5, 50257, 2048)
     with pytest.raises(ConfigError, match=r"1e\+16 parameters are more than the largest shape here has \(26\.4T\)"):
         suggest_shape(1e16, 50257, 2048)
 
@@ -265,3 +274,33 @@ def test_what_cannot_be_built_is_refused() -> None:
 def test_a_presets_context_can_be_changed() -> None:
     assert PRESETS["gpt2-124m"].shape(50257).seq_len == 1024
     assert PRESETS["gpt2-124m"].shape(50257, 4096).seq_len == 4096
+
+
+#: Table 4 of Ludziejewski et al. 2025: the joint law as L = m N^mu + n D^nu + c, by experts.
+JOINT_TABLE = {
+    1: (30.3640, 0.1817, 53.9838, 0.1965),
+    2: (27.7982, 0.1780, 66.8401, 0.2065),
+    8: (21.8330, 0.1676, 119.9126, 0.2338),
+    32: (16.5424, 0.1557, 234.6726, 0.2652),
+}
+
+
+@pytest.mark.parametrize("experts", JOINT_TABLE)
+def test_the_law_with_experts_is_that_of_the_papers_table(experts: int) -> None:
+    ln_m, ln_n, ln_c, mu, nu = law_with_experts(experts).coefficients
+    found = math.exp(ln_m), mu, math.exp(ln_n), nu
+    assert found == pytest.approx(JOINT_TABLE[experts], rel=3e-3)
+    assert math.exp(ln_c) == pytest.approx(1.3637)
+
+
+def test_a_model_with_experts_is_as_good_as_a_dense_one_between_its_active_and_all_its_parameters() -> None:
+    dense = PRESETS["gpt3-1.3b"].shape(50_257)
+    sparse = replace(dense, bias=False, mlp_bias=False, num_experts=8, experts_per_token=1)
+    assert expansion_of(dense) == 1 and expansion_of(sparse) == 8
+    assert expansion_of(replace(sparse, experts_per_token=2, shared_expert_width=2 * dense.mlp_width)) == 2.5
+    tokens = 20e9
+    equal = dense_equivalent(sparse, tokens)
+    assert sparse.active_parameters < equal < sparse.num_parameters
+    losses = law_with_experts(8).loss(sparse.active_parameters, tokens), law_with_experts(1).loss(equal, tokens)
+    assert losses[0] == pytest.approx(losses[1])
+    assert dense_equivalent(dense, tokens) == dense.num_parameters

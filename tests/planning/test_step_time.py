@@ -9,11 +9,13 @@ import pytest
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan, build_batch_plan
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.config.hardware import Cluster, custom_gpu, get_gpu
 from llmscale.config.interconnect import get_interconnect
 from llmscale.config.optimizers import ADAMW, MUON, OptimizerSpec
 from llmscale.config.parallel_layout import ParallelLayout
+from llmscale.config.resolve import ResolvedStep, resolve_step
 from llmscale.planning.calibration import nearest_rows
 from llmscale.planning.kernels import KernelSettings
 from llmscale.planning.step_time import (
@@ -25,6 +27,7 @@ from llmscale.planning.step_time import (
     count_traffic,
     estimate_communication,
     estimate_compute_s,
+    estimate_dispatch_s,
     estimate_offload_s,
     estimate_step,
     peak_flops,
@@ -527,3 +530,26 @@ def test_saved_activations_go_out_and_come_back(step_of) -> None:
     time = offload_seconds(step_of, {"stage": 2}, HostRates(1e30), activation_checkpointing={"cpu_checkpointing": True})
     saved = 4 * 2048 * 2048 * 24 * 2
     assert time == pytest.approx(2 * 2 * saved / GPU.host_link_bytes_per_s)
+
+
+def test_divided_experts_exchange_rows_within_and_between_nodes_and_gather_their_own_alone() -> None:
+    shape = replace(GPTShape(*MPT["1b"], 50368, 2048), bias=False, mlp_bias=False, num_experts=8)
+    gpu, network = get_gpu("h100-80gb"), get_interconnect("ib-400g")
+
+    def step(size: int, mode: CheckpointingMode = "none") -> ResolvedStep:
+        plan = build_batch_plan(
+            global_batch_size=32, ranks=ParallelLayout(16, 1, size), seq_len=2048, micro_batch_size=2
+        )
+        return resolve_step(parse_ds_config(STAGE_3, "test"), shape, plan, mode)
+
+    within, across = (estimate_dispatch_s(step(8), gpu, per_node, network) for per_node in (8, 4))
+    assert estimate_dispatch_s(step(1), gpu, 8, network) == 0 < within < across
+    # Rows of two experts of a token go out and come back, forwards and backwards, 7 of 8 to other GPUs.
+    sent = 2 * 2 * 2 * 2048 * 2 * 2048 * 2 * 7 / 8
+    wire_s = 24 * sent / (0.8 * gpu.link_bytes_per_s)
+    assert wire_s < within < 1.5 * wire_s
+    assert estimate_dispatch_s(step(8, "full"), gpu, 8, network) == pytest.approx(1.5 * within)
+    experts = sum(tensor.elements for tensor in shape.tensors.all if tensor.parameter.is_stacked)
+    whole, part = count_traffic(step(1)), count_traffic(step(8))
+    assert whole.reduced_bytes - part.reduced_bytes == pytest.approx(experts * 7 / 8 * 2, rel=0.01)
+    assert part.gathered_bytes < whole.gathered_bytes / 2

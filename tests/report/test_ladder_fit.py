@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from llmscale.cli.main import main
 from llmscale.errors import ConfigError
 from llmscale.planning.scaling import BESIROGLU
 from llmscale.planning.scaling_ladder import Ladder, LadderRequest, LadderRun, plan_ladder, save_ladder
-from llmscale.report.ladder_fit import fit_ladder, fit_lines
+from llmscale.report.ladder_fit import fit_ladder, fit_lines, write_fit
 from tests.report.runs import start, train, write_run
 
 LIKE = GPTShape(4, 4, 256, 50257, 1024, "gelu_tanh")
@@ -78,7 +79,11 @@ def test_the_held_out_run_is_not_fitted_and_judged(ladder: Ladder, tmp_path: Pat
     assert after.predictions[0].predicted == before.predictions[0].predicted
     assert before.predictions[0].is_inside is None and after.predictions[0].measured is not None
     loss = after.predictions[0].measured.loss
-    assert f"measured {loss:.4f}, " in "\n".join(fit_lines(tmp_path / "made", after))
+    lines = list(fit_lines(tmp_path / "made", ladder, after))
+    assert f"measured {loss:.4f}, " in "\n".join(lines)
+    # The law's vocabulary and context are not GPT-2's; the printed command plans with them.
+    write_fit(tmp_path / "made", after)
+    assert main(shlex.split(lines[-1])[1:]) == 0
 
 
 @pytest.mark.parametrize(

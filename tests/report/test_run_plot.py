@@ -7,7 +7,8 @@ import pytest
 
 from llmscale.errors import ConfigError
 from llmscale.report.data import build_report
-from llmscale.report.run_plot import import_pyplot, plot_runs
+from llmscale.report.run_plot import plot_runs
+from llmscale.report.save_figure import import_pyplot
 from tests.report.runs import full_run, hostile_run, start, train, write_run
 
 

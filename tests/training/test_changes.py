@@ -190,7 +190,7 @@ def test_the_same_command_again_says_so_and_succeeds(train_command: Callable) ->
         [command("4"), command("3"), command("4"), command("6", "--lr", "5e-4")], world_size=2
     )
     assert "gradients: summed over 4 micro-steps in fp32, reduced over 2 ranks in bf16" in first
-    assert "tiny-1m with n_layer 2, n_head 2, n_embd 32, the data set's vocabulary of 257" in first
+    assert "tiny-1m with n_layer 2, n_head 2, n_embd 32, the dataset's vocabulary of 257" in first
     assert "bf16_optimizer" not in first, "DeepSpeed's prints of its memory"
     assert "finished at step 4 of 3" in shorter
     assert "nothing to do: the checkpoint is at step 4 of 4. To continue, give more --steps" in again

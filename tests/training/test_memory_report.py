@@ -72,7 +72,7 @@ def test_the_line_before_step_1(prepared: Callable[..., PreparedRun]) -> None:
 def test_adafactor_has_no_estimate(prepared: Callable[..., PreparedRun], tmp_path: Path) -> None:
     run = prepared("--optimizer", "adafactor", "--ds", str(ROOT / "ds_configs/zero0.json"))
     assert estimate_run(run, None) is None
-    assert estimate_line(None, 24 * GIB).startswith("memory: no estimate: it covers AdamW")
+    assert estimate_line(None, 24 * GIB).startswith("memory: no estimate. It covers AdamW")
     assert "estimate" not in measured_line(None, MeasuredMemory(GIB, GIB))
     assert "ran out of memory" in explain_out_of_memory(run, "CUDA out of memory.", 24 * GIB)
 

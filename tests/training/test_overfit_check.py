@@ -59,6 +59,7 @@ def test_a_batch_is_learned_by_two_ranks_and_nothing_is_saved(
         "--skip-steps 1:2",
         "--save-every 5",
         "--batch-ramp-from 2 --batch-ramp-tokens 99",
+        "--seq-len-ramp-from 2 --seq-len-ramp-tokens 99",
         "--global-batch-size 8",
         "--resume best",
     ],

@@ -280,7 +280,7 @@ def test_what_is_no_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (None, "hf:org/set: the Hub has no data set org/set"),
+        (None, "hf:org/set: the Hub has no dataset org/set"),
         (b'{"gated": "auto"}', "needs permission. Accept its conditions at .*org/set, and set HF_TOKEN"),
         (OSError("no connection to https://hub"), "no connection to https://hub. Give files of this machine"),
         (hub._Refused("the Hub answers 401"), r"cannot be read: the Hub answers 401\.$"),

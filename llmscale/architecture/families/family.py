@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
 from llmscale.errors import ConfigError
 
-#: Upper limits of widths and vocabularies, and of layers.
-_MOST, _MOST_LAYERS = 1 << 30, 10_000
+#: Upper limits of widths and vocabularies, of layers, of a layer's experts, and of all layers' experts.
+_MOST, _MOST_LAYERS, _MOST_EXPERTS, _MOST_EXPERTS_OF_ALL = 1 << 30, 10_000, 4096, 1 << 16
 #: Characters of a value shown in an error.
 _MOST_SHOWN = 80
 
@@ -52,11 +52,29 @@ class Keys:
             raise ConfigError(f"{self.source}: {name} is {value}, more than the {_MOST:,} of any model.")
         return value
 
+    def count_from_0(self, name: str, default: int) -> int:
+        """Return an integer of at least 0."""
+        return self.count(name, default) if self.number(name, default, least=0) else 0
+
     def layers(self, name: str) -> int:
         """Return a number of layers, limited because every layer is visited."""
         value = self.count(name)
         if value > _MOST_LAYERS:
             raise ConfigError(f"{self.source}: {name} is {value}, more than the {_MOST_LAYERS:,} of any model.")
+        return value
+
+    def experts(self, name: str, layers: int, default: int | None = None) -> int:
+        """Return a number of experts, limited because those of all `layers` are visited."""
+        value = self.count(name, default)
+        if value > (most := min(_MOST_EXPERTS, _MOST_EXPERTS_OF_ALL // layers)):
+            raise ConfigError(f"{self.source}: {name} is {value}, more than the {most:,} of any model of this depth.")
+        return value
+
+    def counts(self, name: str) -> list[int]:
+        """Return a list of integers from 0; empty when it is missing."""
+        value = self._get(name, [])
+        if not isinstance(value, list) or any(type(item) is not int or not 0 <= item <= _MOST for item in value):
+            raise ConfigError(f"{self.source}: {name} is {_shown(value)}, not a list of integers from 0.")
         return value
 
     def number(self, name: str, default: float, *, least: float | None = None) -> float:
@@ -65,7 +83,8 @@ class Keys:
         if (
             isinstance(value, bool)
             or not isinstance(value, (int, float))
-            or not ((value > 0 if least is None else value >= least) and value < math.inf)
+            # Integers of a file may be larger than any float.
+            or not ((value > 0 if least is None else value >= least) and value <= sys.float_info.max)
         ):
             raise ConfigError(f"{self.source}: {name} is {_shown(value)}, not a positive number.")
         return float(value)
@@ -138,6 +157,8 @@ class HFTensor:
     """True when the files have [inputs, outputs] and ours is [outputs, inputs]."""
     skipped_rows: int = 0
     """First rows in the files that ours lacks; zeros are written for them."""
+    is_fp32: bool = False
+    """True when the files have fp32 whatever the other tensors have."""
 
 
 @dataclass(frozen=True)
@@ -154,23 +175,26 @@ class Family:
     """Function from a shape to a config.json's entries, even if the family lacks some of the shape: see `lost`."""
     tensors: Callable[[GPTShape], Iterator[HFTensor]]
     """Every tensor of the files."""
-    adds_biases: bool = False
-    """The family has biases everywhere; those that a shape lacks are zeros in its files."""
+    adds: str = ""
+    """Field of biases that the family always has: those that a shape lacks are zeros in its files."""
 
     def adds_to(self, shape: GPTShape) -> bool:
         """Return whether the family's files contain biases that the shape lacks."""
-        return self.adds_biases and shape != shape.changed({"bias": True})
+        return bool(self.adds) and shape != shape.changed({self.adds: True})
 
     def lost(self, shape: GPTShape) -> list[str]:
         """Return the fields that this family's config.json cannot express, as `positions learned`.
 
         Returns all fields when the shape cannot be written at all.
         """
-        wanted = replace(shape, dropout=0.0)
-        if self.adds_biases:
-            wanted = wanted.changed({"bias": True})
         described = {key: f"{key} {getattr(shape, key)}" for key in SHAPE_KEYS}
         try:
+            wanted = replace(shape, dropout=0.0, mlp_tile_tokens=0)
+            # Without a block that has it, the MLP's width means nothing.
+            if shape.num_experts and all(map(shape.is_sparse, range(shape.n_layer))):
+                wanted = replace(wanted, mlp_width=shape.expert_width)
+            if self.adds:
+                wanted = wanted.changed({self.adds: True})
             read = build_shape(self.read(Keys(self.write(wanted), self.model_type)))
         except ConfigError:
             return list(described.values())

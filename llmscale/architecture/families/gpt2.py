@@ -82,7 +82,7 @@ def _gpt2_tensors(shape: GPTShape) -> Iterator[HFTensor]:
         yield HFTensor("lm_head.weight", "head.weight", (shape.vocab_size, h))
 
 
-GPT2 = Family("gpt2", "GPT2LMHeadModel", _read_gpt2, _write_gpt2, _gpt2_tensors, adds_biases=True)
+GPT2 = Family("gpt2", "GPT2LMHeadModel", _read_gpt2, _write_gpt2, _gpt2_tensors, adds="bias")
 
 
 def _read_opt(keys: Keys) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from llmscale.architecture.families.family import Family, HFTensor, Keys, stacked
 from llmscale.architecture.shape import (
@@ -26,18 +27,34 @@ _ROPE_KEYS = (
     *("rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
     *("original_max_position_embeddings", "partial_rotary_factor", "beta_fast", "beta_slow"),
 )
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Names of the tensors of experts in the files of a family."""
+
+    module: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    has_bias: bool = False
+    """True when every router has a bias for the choice of experts."""
+
+
 #: Values of layer_types.
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 
 
-def _read(keys: Keys, *, positions: int, eps: float = 1e-6, kv_heads: int | None = None) -> dict[str, object]:
+def read_shared(
+    keys: Keys, *, positions: int, eps: float = 1e-6, kv_heads: int | None = None, theta: float = 10_000.0
+) -> dict[str, object]:
     """Read the shared entries. Arguments are a family's defaults: `positions` of max_position_embeddings, `eps` of
-    rms_norm_eps, `kv_heads` of num_key_value_heads (None: as many as query heads)."""
+    rms_norm_eps, `kv_heads` of num_key_value_heads (None: as many as query heads), `theta` of rope_theta."""
     n_embd, n_head = keys.heads()
     kv_heads = kv_heads or n_head
     keys.require("partial_rotary_factor", 1.0)
-    theta, scaling = _read_rotary(keys, positions)
+    theta, scaling = _read_rotary(keys, positions, theta)
     return {
         "n_layer": keys.layers("num_hidden_layers"),
         "n_head": n_head,
@@ -60,10 +77,10 @@ def _read(keys: Keys, *, positions: int, eps: float = 1e-6, kv_heads: int | None
     }
 
 
-def _read_rotary(keys: Keys, positions: int) -> tuple[float, str]:
+def _read_rotary(keys: Keys, positions: int, default: float) -> tuple[float, str]:
     """Return base and scaling: top-level entries up to transformers 4, entries of `rope_parameters` from 5 on."""
     section = keys.section("rope_parameters")
-    theta = (section or keys).number("rope_theta", keys.number("rope_theta", 10_000.0))
+    theta = (section or keys).number("rope_theta", keys.number("rope_theta", default))
     section = section or keys.section("rope_scaling")
     if section is None:
         return theta, "none"
@@ -86,7 +103,7 @@ def _read_rotary(keys: Keys, positions: int) -> tuple[float, str]:
     return theta, str(Llama3Scaling(factor, low, high, section.count("original_max_position_embeddings")))
 
 
-def _write(shape: GPTShape) -> dict[str, object]:
+def write_shared(shape: GPTShape) -> dict[str, object]:
     return {
         "vocab_size": shape.vocab_size,
         "max_position_embeddings": shape.seq_len,
@@ -123,8 +140,9 @@ def _write_scaling(text: str) -> dict[str, object] | None:
     return None
 
 
-def _tensors(shape: GPTShape) -> Iterator[HFTensor]:
-    h, m, d = shape.n_embd, shape.mlp_width, shape.head_dim
+def list_tensors(shape: GPTShape, expert_names: ExpertNames = ExpertNames()) -> Iterator[HFTensor]:
+    """Yield the tensors, with `expert_names` those of blocks with experts."""
+    h, d = shape.n_embd, shape.head_dim
     queries, keys = shape.n_head * d, shape.n_kv_head * d
     after_attention = "input_layernorm" if shape.norm_placement == "pre" else "post_attention_layernorm"
     after_mlp = "post_attention_layernorm" if shape.norm_placement == "pre" else "post_feedforward_layernorm"
@@ -140,72 +158,105 @@ def _tensors(shape: GPTShape) -> Iterator[HFTensor]:
         output = {f"{theirs}.self_attn.o_proj": h}
         yield from stacked(output, f"{ours}.attn.proj", queries, bias=shape.attention_bias == "all")
         yield HFTensor(f"{theirs}.{after_mlp}.weight", f"{ours}.ln_2.weight", (h,))
-        bias = bool(shape.mlp_bias)
-        parts = {f"{theirs}.mlp.{name}_proj": m for name in ("gate", "up")}
-        yield from stacked(parts, f"{ours}.mlp.up", h, bias=bias)
-        yield from stacked({f"{theirs}.mlp.down_proj": h}, f"{ours}.mlp.down", m, bias=bias)
+        if shape.is_sparse(block):
+            yield from _expert_tensors(shape, theirs, f"{ours}.mlp", expert_names)
+        else:
+            yield from _mlp_tensors(shape, f"{theirs}.mlp", f"{ours}.mlp", shape.mlp_width)
     yield HFTensor("model.norm.weight", "ln_f.weight", (h,))
     if not shape.tied:
         yield HFTensor("lm_head.weight", "head.weight", (shape.vocab_size, h))
 
 
-def _read_attention_bias(keys: Keys) -> str:
+def _mlp_tensors(shape: GPTShape, theirs: str, ours: str, width: int) -> Iterator[HFTensor]:
+    bias = bool(shape.mlp_bias)
+    parts = {f"{theirs}.{name}_proj": width for name in ("gate", "up")}
+    yield from stacked(parts, f"{ours}.up", shape.n_embd, bias=bias)
+    yield from stacked({f"{theirs}.down_proj": shape.n_embd}, f"{ours}.down", width, bias=bias)
+
+
+def _expert_tensors(shape: GPTShape, theirs: str, ours: str, names: ExpertNames) -> Iterator[HFTensor]:
+    """Yield router, experts and shared expert. Ours has the rows of all experts in one parameter: [E, 2m, h] and
+    [E, h, m]."""
+    h, m = shape.n_embd, shape.expert_width
+    place = f"{theirs}.{names.module}"
+    yield HFTensor(f"{place}.gate.weight", f"{ours}.router.weight", (shape.num_experts, h))
+    if names.has_bias:
+        bias = f"{ours}.router.bias" if shape.router_bias else ""
+        yield HFTensor(f"{place}.gate.e_score_correction_bias", bias, (shape.num_experts,), is_fp32=True)
+    for expert in range(shape.num_experts):
+        for number, name in enumerate((names.gate, names.up), start=2 * expert):
+            yield HFTensor(f"{place}.experts.{expert}.{name}.weight", f"{ours}.experts.up", (m, h), number * m)
+        yield HFTensor(f"{place}.experts.{expert}.{names.down}.weight", f"{ours}.experts.down", (h, m), expert * h)
+    if shape.shared_expert_width:
+        yield from _mlp_tensors(shape, f"{place}.shared_experts", f"{ours}.shared", shape.shared_expert_width)
+
+
+def read_attention_bias(keys: Keys) -> str:
+    """Return `all` or `none` for `attention_bias`."""
     return "all" if keys.flag("attention_bias", False) else "none"
 
 
-def _has_null_window(keys: Keys) -> bool:
+def has_null_window(keys: Keys) -> bool:
     """Return whether sliding_window is null: no window. A missing entry means the window of Mistral 7B v0.1."""
     return keys.mentions("sliding_window") and not keys.has("sliding_window")
 
 
 def _read_llama(keys: Keys) -> dict[str, object]:
     return {
-        **_read(keys, positions=2048),
-        **{"attention_bias": _read_attention_bias(keys), "mlp_bias": keys.flag("mlp_bias", False)},
+        **read_shared(keys, positions=2048),
+        **{"attention_bias": read_attention_bias(keys), "mlp_bias": keys.flag("mlp_bias", False)},
     }
 
 
 def _write_llama(shape: GPTShape) -> dict[str, object]:
-    return {**_write(shape), "attention_bias": shape.attention_bias == "all", "mlp_bias": bool(shape.mlp_bias)}
+    return {**write_shared(shape), "attention_bias": shape.attention_bias == "all", "mlp_bias": bool(shape.mlp_bias)}
 
 
 def _read_mistral(keys: Keys) -> dict[str, object]:
-    window = 0 if _has_null_window(keys) else keys.count("sliding_window", 4096)
-    return {**_read(keys, positions=131_072, kv_heads=8), "sliding_window": window}
+    window = 0 if has_null_window(keys) else keys.count("sliding_window", 4096)
+    return {**read_shared(keys, positions=131_072, kv_heads=8), "sliding_window": window}
 
 
 def _write_mistral(shape: GPTShape) -> dict[str, object]:
-    return {**_write(shape), "sliding_window": shape.sliding_window or None}
+    return {**write_shared(shape), "sliding_window": shape.sliding_window or None}
 
 
 def _read_qwen(keys: Keys) -> dict[str, object]:
-    shape = _read(keys, positions=32_768, kv_heads=32)
+    has_window = keys.flag("use_sliding_window", False)
+    return {**read_shared(keys, positions=32_768, kv_heads=32), **read_windows(keys, 28, has_window=has_window)}
+
+
+def read_windows(keys: Keys, full_layers: int, *, has_window: bool) -> dict[str, object]:
+    """Read the windows of layers, if `has_window`. `full_layers`: the family's max_window_layers."""
     types = keys.texts("layer_types")
     for name in {*types} - {_FULL, _SLIDING}:
         raise ConfigError(f"{keys.source}: layer_types has '{name[:80]}'; llmscale has {_FULL} and {_SLIDING}.")
-    if _has_null_window(keys) or not keys.flag("use_sliding_window", False):
-        return shape
+    if has_null_window(keys) or not has_window:
+        return {}
+    layers = keys.layers("num_hidden_layers")
     if not types:
         # The first max_window_layers see everything.
-        first = keys.count("max_window_layers", 28) if keys.number("max_window_layers", 28, least=0) else 0
-        layers = keys.layers("num_hidden_layers")
+        first = keys.count_from_0("max_window_layers", full_layers)
         types = [_FULL if layer < first else _SLIDING for layer in range(layers)]
-    if len(types) != shape["n_layer"]:
-        raise ConfigError(f"{keys.source}: layer_types has {len(types)} entries for {shape['n_layer']} layers.")
+    if len(types) != layers:
+        raise ConfigError(f"{keys.source}: layer_types has {len(types)} entries for {layers} layers.")
     if _SLIDING not in types:
-        return shape
+        return {}
     pattern = "".join("L" if name == _SLIDING else "G" for name in types)
-    return {**shape, "sliding_window": keys.count("sliding_window", 4096), "window_pattern": pattern}
+    return {"sliding_window": keys.count("sliding_window", 4096), "window_pattern": pattern}
 
 
 def _write_qwen(shape: GPTShape) -> dict[str, object]:
-    written = _write(shape)
-    if shape.sliding_window:
-        types = [_SLIDING if shape.is_local(block) else _FULL for block in range(shape.n_layer)]
-        first = types.index(_SLIDING)
-        windows = {"sliding_window": shape.sliding_window, "max_window_layers": first, "layer_types": types}
-        return {**written, "use_sliding_window": True, **windows}
-    return {**written, "use_sliding_window": False, "max_window_layers": shape.n_layer}
+    return {**write_shared(shape), "use_sliding_window": bool(shape.sliding_window), **write_windows(shape)}
+
+
+def write_windows(shape: GPTShape) -> dict[str, object]:
+    """Return the entries of the windows of layers."""
+    if not shape.sliding_window:
+        return {"max_window_layers": shape.n_layer}
+    types = [_SLIDING if shape.is_local(block) else _FULL for block in range(shape.n_layer)]
+    first = types.index(_SLIDING)
+    return {"sliding_window": shape.sliding_window, "max_window_layers": first, "layer_types": types}
 
 
 def _read_qwen2(keys: Keys) -> dict[str, object]:
@@ -216,7 +267,7 @@ def _read_qwen3(keys: Keys) -> dict[str, object]:
     shape = _read_qwen(keys)
     # transformers' own default, whatever the width.
     head_dim = shape["head_dim"] if keys.has("head_dim") else 128
-    return {**shape, "qk_norm": "head", "head_dim": head_dim, "attention_bias": _read_attention_bias(keys)}
+    return {**shape, "qk_norm": "head", "head_dim": head_dim, "attention_bias": read_attention_bias(keys)}
 
 
 def _write_qwen3(shape: GPTShape) -> dict[str, object]:
@@ -224,16 +275,16 @@ def _write_qwen3(shape: GPTShape) -> dict[str, object]:
 
 
 def _read_olmo2(keys: Keys) -> dict[str, object]:
-    shape = _read(keys, positions=2048, eps=1e-5)
+    shape = read_shared(keys, positions=2048, eps=1e-5)
     if kind := re.match("(llama3|yarn):", str(shape["rope_scaling"])):
         raise ConfigError(f"{keys.source}: transformers' OLMo 2 has no {kind[1]} rope_scaling; it has linear alone.")
-    return {**shape, "qk_norm": "width", "norm_placement": "post", "attention_bias": _read_attention_bias(keys)}
+    return {**shape, "qk_norm": "width", "norm_placement": "post", "attention_bias": read_attention_bias(keys)}
 
 
 def _write_olmo2(shape: GPTShape) -> dict[str, object]:
     scaling = parse_rope_scaling(shape.rope_scaling)
     return {
-        **_write(shape),
+        **write_shared(shape),
         "attention_bias": shape.attention_bias == "all",
         "rope_scaling": {"type": "linear", "factor": scaling.factor} if isinstance(scaling, LinearScaling) else None,
         # By default token 1, whose embedding transformers then leaves untrained.
@@ -247,7 +298,7 @@ def _family(
     read: Callable[[Keys], dict[str, object]],
     write: Callable[[GPTShape], dict[str, object]],
 ) -> Family:
-    return Family(model_type, f"{architecture}ForCausalLM", read, write, _tensors)
+    return Family(model_type, f"{architecture}ForCausalLM", read, write, list_tensors)
 
 
 #: Ordered: the first family that can express a shape writes it.

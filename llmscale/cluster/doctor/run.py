@@ -325,7 +325,8 @@ def _check_memory(
         run = resolve_run(config, ds, known, world_size)
         plan = run.plan
         machine_job = (run.shape, plan.global_batch_size, machines, plan.micro_batch_size)
-        job = Job(*machine_job, run.optimizer, run.loss.chunk_tokens, plan.ranks.sequence_parallel_size)
+        sizes = plan.ranks.sequence_parallel_size, plan.ranks.expert_parallel_size
+        job = Job(*machine_job, run.optimizer, run.loss.chunk_tokens, *sizes)
         fit = fit_at(run.ds, job, run.checkpointing, plan.micro_batch_size)
         change = None if fit.fits else find_smallest_change(run.ds, job, run.checkpointing, plan.micro_batch_size)
     except NotRecorded as error:

@@ -32,7 +32,7 @@ from llmscale.cluster.doctor.facts import (
 from llmscale.cluster.remote import PACKAGE, SSH_FAILED, Finished
 from llmscale.config.bundled_files import install_command
 from llmscale.files.source_hashes import source_hashes
-from llmscale.training.run_folder import LIBRARIES
+from llmscale.training.run_folder import library_versions
 from llmscale.untrusted.interpreter import code_command
 
 #: A larger difference between clocks confuses logs, build tools and time-outs; one above the second limit breaks
@@ -285,7 +285,7 @@ def gather_code() -> CodeFacts:
         executable=sys.executable,
         package=str(PACKAGE),
         sha256=hash_sources(PACKAGE),
-        libraries={name: _installed_version(name) for name in LIBRARIES},
+        libraries=library_versions(),
         torch_cuda=cuda,
         nccl=_nccl_version() if cuda else None,
         fits_torchvision=cuda is not None or bool(re.search(r"\+cpu\b", _version_file("torchvision"))),
@@ -295,13 +295,6 @@ def gather_code() -> CodeFacts:
 def hash_sources(package: Path) -> str:
     """Return a sha256 over the names and contents of a package's Python files."""
     return hashlib.sha256(json.dumps(source_hashes(package)).encode()).hexdigest()
-
-
-def _installed_version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _version_file(package: str) -> str:

@@ -166,10 +166,13 @@ class ModelSize(Protocol):
 def resolve_ds_config(ds: DsConfig, model: ModelSize, plan: BatchPlan) -> dict[str, object]:
     """Return JSON values for `deepspeed.initialize` on GPUs, none of them "auto".
 
-    Raises ConfigError if the file's batch sizes contradict the plan, or its hpZ group does not divide the ranks.
+    Raises ConfigError if the file's batch sizes contradict the plan, or its hpZ group does not divide the ranks, or the
+    ranks divide experts with keys that DeepSpeed cannot do it with.
     """
     _check_product(plan)
     _check_groups(ds, plan)
+    if plan.ranks.expert_parallel_size > 1:
+        _check_divided_experts(ds)
     keys = ds.keys
     config: dict[str, object] = keys.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     config.update(
@@ -217,6 +220,23 @@ def _check_groups(ds: DsConfig, plan: BatchPlan) -> None:
             f"{ds.source}: zero_optimization.zero_hpz_partition_size {group} does not divide the {ranks} ranks. Set it "
             "to the number of GPUs per node, or delete it."
         )
+
+
+def _check_divided_experts(ds: DsConfig) -> None:
+    """Raise ConfigError for keys with which DeepSpeed trains divided experts wrongly, or not at all."""
+    zero, stage = ds.keys.zero, ds.zero_stage
+    refused = {
+        "stage 0, whose norm and clipping leave out the other ranks' experts. Set stage to 1": stage == 0,
+        "zero_hpz_partition_size, whose copies mix ranks with other experts. Delete it": ds.zero_hpz_partition_size > 1,
+        f"reduce_scatter false at stage {stage}. Delete it": stage in (1, 2) and not zero.reduce_scatter,
+        f"contiguous_gradients false at stage {stage}. Delete it": stage in (1, 2) and not zero.contiguous_gradients,
+    }
+    for reason, is_refused in refused.items():
+        if is_refused:
+            raise ConfigError(
+                f"{ds.source}: DeepSpeed cannot divide experts (--expert-parallel-size) with zero_optimization's "
+                f"{reason}, or drop --expert-parallel-size."
+            )
 
 
 def _batch_keys(ds: DsConfig, **planned: int) -> dict[str, object]:

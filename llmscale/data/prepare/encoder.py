@@ -94,7 +94,7 @@ class GigatokenEncoder:
         self._native = native
         self._is_nfc = is_nfc
         self._num_characters = 0
-        self._never = tokenizer.never_from_text() if isinstance(tokenizer, HuggingFaceTokenizer) else None
+        self._never = tokenizer.never_from_text if isinstance(tokenizer, HuggingFaceTokenizer) else None
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
         self._num_characters += sum(map(len, texts))

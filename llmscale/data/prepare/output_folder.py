@@ -21,7 +21,7 @@ from llmscale.data.prepare.sources.source import Rejected
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, PrepareRequest, load_manifest
 from llmscale.data.shards.verify_shards import check_files
 from llmscale.errors import DataError, write_failure
-from llmscale.files.atomic_write import write_durably
+from llmscale.files.atomic_write import sync_path, write_durably
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def put_in_place(partial: Path, out: Path, *, replace: bool) -> None:
             if aside.exists() and not out.exists():
                 os.rename(aside, out)
             raise
-        _sync(out.parent)
+        sync_path(out.parent)
         shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -149,19 +149,11 @@ def _is_alive(pid: str) -> bool:
 def sync_tree(folder: Path) -> None:
     """Flush all files below to disk."""
     for path in [*folder.rglob("*"), folder]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_path(path)
 
 
 #: Incremented when the meaning of the folder's files changes.
-_VERSION = 3
+_VERSION = 4
 _REQUEST_NAME, _STATE_NAME, _LOCK_NAME = "request.json", "state.npz", "lock"
 
 
@@ -247,9 +239,7 @@ def open_work_folder(out: Path, request: Mapping[str, object], purpose: str = "p
     except OSError as error:
         raise write_failure(error, out) from error
     finally:
-        with suppress(OSError):
-            for folder in made:
-                folder.rmdir()
+        _remove_empty(made)
 
 
 def remove_finished(out: Path, purpose: str = "prepare") -> None:
@@ -273,15 +263,10 @@ def _take(lock: int, out: Path) -> None:
 
 
 def _is_for(path: Path, request: Mapping[str, object]) -> bool:
-    return _load_request(path) == {"version": _VERSION, **request}
-
-
-def _load_request(path: Path) -> dict[str, object] | None:
     try:
-        record = json.loads((path / _REQUEST_NAME).read_bytes())
+        return bool(json.loads((path / _REQUEST_NAME).read_bytes()) == {"version": _VERSION, **request})
     except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) else None
+        return False
 
 
 class Destination(ABC):

@@ -20,6 +20,7 @@ from llmscale.data.prepare.output_folder import (
     rejected_path,
     remove_finished,
 )
+from llmscale.data.prepare.packing import BestFitPacking, Packing, PackingState, StreamPacking
 from llmscale.data.prepare.sources.formats import MAX_TEXT_BYTES
 from llmscale.data.prepare.sources.source import Source
 from llmscale.data.prepare.split_writer import ShardFiles, SplitWriter
@@ -31,6 +32,7 @@ from llmscale.data.shards.manifest import (
     TOKENIZER_FOLDER,
     Compression,
     Manifest,
+    PackingName,
     PrepareRequest,
     SplitManifest,
     TokenDtype,
@@ -57,6 +59,8 @@ class PrepareOptions:
     """Largest uncompressed shard; the default is Streaming's."""
     compression: Compression = ""
     """Compression of the shard files."""
+    packing: PackingName = "stream"
+    """How documents become windows."""
     parse_special: bool = False
     """True if the tokenizer parses special tokens in text."""
 
@@ -158,6 +162,7 @@ def _request(source: Source, tokenizer: Tokenizer, options: PrepareOptions) -> P
         "--no-shuffle": not options.shuffle,
         "--shard-mb": options.shard_bytes / (1 << 20),
         "--compression": options.compression,
+        "--packing": options.packing,
     }
 
 
@@ -259,9 +264,16 @@ def _open_writer(
         compression=options.compression,
         keep=destination.keep_shard,
     )
+
+    def build_packing(state: PackingState) -> Packing:
+        if options.packing == "stream":
+            return StreamPacking(options.seq_len, state)
+        return BestFitPacking(options.seq_len, dtype, tokenizer.eot_token, state)
+
     return SplitWriter(
         files,
         work.path / f"{split}.windows",
+        build_packing,
         seq_len=options.seq_len,
         vocab_size=tokenizer.vocab_size,
         dtype=dtype,

@@ -46,7 +46,7 @@ from llmscale.untrusted.terminal import print_visible
 
 DEFAULT_WORK_DIR = Path("~/.cache/llmscale/prepare")
 _JOURNAL_NAME = "uploaded.txt"
-#: Files that a new data set on the Hub has.
+#: Files that a new dataset on the Hub has.
 _HUB_NAMES = (".gitattributes", "README.md")
 #: Concurrent uploads, and most finished shards on this disk, those included.
 _THREADS, _MOST_WAITING = 2, 4

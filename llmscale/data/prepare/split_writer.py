@@ -1,4 +1,4 @@
-"""Pack one split's documents into windows of T + 1 tokens, shuffle the windows, and write MDS shards.
+"""Collect one split's windows of T + 1 tokens, shuffle them, and write MDS shards.
 
 The shuffle is exact, in two passes with bounded memory: windows are written in the order of random keys, a function of
 the seed and the window's number, so a window's place can be computed again. Windows that do not fit into memory go to
@@ -29,12 +29,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from llmscale.data.order.permutation import UInt64Array, fold64, key64
+from llmscale.data.prepare.packing import Packing, PackingState, Tokens, Windows
 from llmscale.data.shards.manifest import HASH_ALGORITHM, ShardInfo, SplitManifest, TokenDtype
 from llmscale.data.shards.streaming_import import streaming_module
 from llmscale.data.shards.verify_shards import INDEX_NAME
 from llmscale.files.atomic_write import write_durably
 
-Windows = NDArray[np.unsignedinteger]
 #: An entry of Streaming's index.json.
 Entry = dict[str, object]
 _JOURNAL_NAME = "shards.jsonl"
@@ -346,9 +346,6 @@ def _read_into(file: BinaryIO, place: int, into: NDArray[np.generic]) -> None:
         raise OSError(errno.EIO, "windows are missing in the temporary file", file.name)
 
 
-Tokens = NDArray[np.unsignedinteger]
-
-
 @dataclass(frozen=True)
 class TokenisedDocument:
     """A document's tokens, with begin-of-text and end-of-text, and its text hash."""
@@ -380,8 +377,8 @@ _BUFFER_TOKENS = 1 << 18
 class SplitState:
     """Content of a split besides the windows on disk, to resume from."""
 
-    rest: Tokens
-    """Tokens after the last full window, beginning with the token that two windows share."""
+    packing: PackingState
+    """Tokens that are in no window."""
     counts: NDArray[np.int64]
     """Occurrences of each token, [vocab_size]."""
     num_documents: int
@@ -393,15 +390,15 @@ class SplitState:
 class SplitWriter:
     """Writes one split, document after document, each followed by end-of-text.
 
-    Window w is tokens [w T, w T + T] of the stream: T + 1 tokens, the last of which is the next window's first. With
-    inputs window[:-1] and targets window[1:], every token is an input once and a target once. Sample k is the k-th
-    window by the keys of `shuffle_seed`, or window k if that is None.
+    A packing cuts documents into windows. Sample k is the k-th window by the keys of `shuffle_seed`, or window k if
+    that is None.
     """
 
     def __init__(
         self,
         files: ShardFiles,
         scratch: Path,
+        build_packing: Callable[[PackingState], Packing],
         *,
         seq_len: int,
         vocab_size: int,
@@ -411,10 +408,11 @@ class SplitWriter:
     ) -> None:
         """`scratch` is a file for windows that do not fit into memory. `state` is from an interrupted run."""
         self._files = files
-        self._seq_len = seq_len
-        state = state or SplitState(np.zeros(0, dtype), np.zeros(vocab_size, np.int64), 0, 0, [0])
-        self._waiting: list[Tokens] = [state.rest]
-        self._num_waiting = self._num_counted = len(state.rest)
+        self._seq_len, self._dtype = seq_len, np.dtype(dtype)
+        state = state or SplitState(PackingState(np.zeros(0, dtype)), np.zeros(vocab_size, np.int64), 0, 0, [0])
+        self._packing = build_packing(state.packing)
+        self._waiting: list[Tokens] = []
+        self._num_waiting = 0
         self._counts = state.counts
         self._num_documents, self._num_text_bytes = state.num_documents, state.num_text_bytes
         self._shuffle = WindowShuffle(
@@ -432,17 +430,18 @@ class SplitWriter:
 
     @property
     def num_windows(self) -> int:
-        """Windows that the documents so far fill."""
-        return self._shuffle.num_windows + max(0, self._num_waiting - 1) // self._seq_len
+        """Windows of the split, after `end_text`."""
+        return self._shuffle.num_windows
 
     @property
     def num_window_bytes(self) -> int:
         """Bytes of these windows."""
-        return self.num_windows * (self._seq_len + 1) * self._waiting[0].itemsize
+        return self.num_windows * (self._seq_len + 1) * self._dtype.itemsize
 
     @property
     def num_tokens(self) -> int:
-        return int(self._counts.sum()) + self._num_waiting - self._num_counted
+        """Tokens of the documents, after `end_text`."""
+        return int(self._counts.sum())
 
     def add_documents(self, tokens: Tokens, num_documents: int, num_text_bytes: int) -> None:
         """Append documents' tokens in the split's dtype, each document with its end-of-text token."""
@@ -453,13 +452,20 @@ class SplitWriter:
         if self._num_waiting >= max(_BUFFER_TOKENS, self._seq_len + 1):
             self._cut_windows()
 
+    def end_text(self) -> None:
+        """Cut the last windows."""
+        self._cut_windows()
+        self._shuffle.add(self._packing.finish())
+
     def take_run(self) -> tuple[Run, SplitState]:
         """Return the windows in memory, for `write_run`, and the split's state once they are written."""
         self._cut_windows()
         run = self._shuffle.take_run()
-        [rest] = self._waiting
         begins = list(self._shuffle.run_begins)
-        return run, SplitState(rest, self._counts.copy(), self._num_documents, self._num_text_bytes, begins)
+        state = SplitState(
+            self._packing.state(), self._counts.copy(), self._num_documents, self._num_text_bytes, begins
+        )
+        return run, state
 
     def write_run(self, run: Run) -> None:
         """Write a run; may run concurrently with `add_documents`. Raises OSError."""
@@ -468,35 +474,28 @@ class SplitWriter:
     def finish(self, done: Callable[[int], None]) -> SplitManifest:
         """Write the shards and the index, and pass the bytes of each shard to `done`.
 
-        Tokens after the last full window are the tail. Raises OSError.
+        Tokens after the last window are the tail. Raises OSError.
         """
-        self._cut_windows()
-        num_samples = self._shuffle.num_windows
         entries = self._files.write(self._shuffle.drain, done)
-        num_tokens = int(self._counts.sum())
-        covered = num_samples * self._seq_len + 1 if num_samples else 0
         present = np.flatnonzero(self._counts)
         return SplitManifest(
             num_documents=self._num_documents,
             num_text_bytes=self._num_text_bytes,
-            num_tokens=num_tokens,
-            num_samples=num_samples,
-            tail_tokens=num_tokens - covered,
+            num_tokens=self.num_tokens,
+            num_samples=self.num_windows,
+            tail_tokens=self._packing.num_tail,
             max_token_id=int(present[-1]) if present.size else 0,
             unigram_entropy_nats=unigram_entropy_nats(self._counts),
             shards=tuple(map(_describe, entries)),
+            cropped_tokens=self._packing.num_cropped,
         )
 
     def _cut_windows(self) -> None:
-        """Count the waiting tokens and cut full windows; the rest stays, with the shared token."""
-        tokens = np.concatenate(self._waiting)
-        self._counts += np.bincount(tokens[self._num_counted :], minlength=len(self._counts))
-        num_windows = max(0, (len(tokens) - 1) // self._seq_len)
-        if num_windows:
-            windows = np.lib.stride_tricks.sliding_window_view(tokens, self._seq_len + 1)[:: self._seq_len]
-            self._shuffle.add(windows)
-        rest = tokens[num_windows * self._seq_len :].copy()
-        self._waiting, self._num_waiting, self._num_counted = [rest], len(rest), len(rest)
+        """Count the waiting tokens and pack them."""
+        tokens = np.concatenate([np.zeros(0, self._dtype), *self._waiting])
+        self._waiting, self._num_waiting = [], 0
+        self._counts += np.bincount(tokens, minlength=len(self._counts))
+        self._shuffle.add(self._packing.cut(tokens))
 
 
 def _describe(entry: Entry) -> ShardInfo:

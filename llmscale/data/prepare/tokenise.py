@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from llmscale.data.prepare import split_writer
 from llmscale.data.prepare.encoder import Encoder, EncoderName, choose_encoder
 from llmscale.data.prepare.output_folder import RejectedRecords, WorkFolder
+from llmscale.data.prepare.packing import PackingState, Tokens
 from llmscale.data.prepare.sources.source import Place, Rejected, Source, TokenRules
-from llmscale.data.prepare.split_writer import SplitState, SplitWriter, TokenisedDocument, Tokens
+from llmscale.data.prepare.split_writer import SplitState, SplitWriter, TokenisedDocument
 from llmscale.data.prepare.train_val_split import (
     HeldBackDocument,
     SplitAssigner,
@@ -40,7 +41,7 @@ class _Facts(TypedDict):
     quarantine: list[int]
     note: str
     is_read: bool
-    splits: dict[str, tuple[int, int, list[int]]]
+    splits: dict[str, tuple[int, tuple[int, int, list[int]]]]
     held: tuple[int, float, bool] | None
     held_document: tuple[int, str] | None
 
@@ -76,14 +77,16 @@ def save_resume_state(work: WorkFolder, state: ResumeState) -> None:
         "note": state.note,
         "is_read": state.is_read,
         "splits": {
-            name: (split.num_documents, split.num_text_bytes, split.run_begins) for name, split in state.splits.items()
+            name: (split.packing.num_cropped, (split.num_documents, split.num_text_bytes, split.run_begins))
+            for name, split in state.splits.items()
         },
         "held": None if held is None else (held.num_copies, held.score, held.has_others),
         "held_document": None if document is None else (document.num_text_bytes, document.text_hash.hex()),
     }
     arrays: dict[str, NDArray[np.generic]] = {} if document is None else {"held": document.tokens}
     for name, split in state.splits.items():
-        arrays |= {f"{name}_rest": split.rest, f"{name}_counts": split.counts}
+        packing = split.packing
+        arrays |= {f"{name}_rest": packing.tokens, f"{name}_lengths": packing.lengths, f"{name}_counts": split.counts}
     work.save_state(facts, arrays)
 
 
@@ -107,11 +110,15 @@ def load_resume_state(work: WorkFolder) -> ResumeState | None:
         rejected=(size_bytes, num_rejected),
         splits={
             name: SplitState(
-                cast(NDArray[np.unsignedinteger], arrays[f"{name}_rest"]),
+                PackingState(
+                    cast(Tokens, arrays[f"{name}_rest"]),
+                    cast(NDArray[np.int64], arrays[f"{name}_lengths"]),
+                    num_cropped,
+                ),
                 cast(NDArray[np.int64], arrays[f"{name}_counts"]),
                 *numbers,
             )
-            for name, numbers in facts["splits"].items()
+            for name, (num_cropped, numbers) in facts["splits"].items()
         },
         held=None if facts["held"] is None else HeldBackDocument(document, *facts["held"]),
         note=facts["note"],
@@ -392,11 +399,13 @@ class SplitRouter:
         return self._assigner.is_settled and self._keeper.is_settled
 
     def finish(self) -> None:
-        """Release held documents after the last batch. Raises OSError."""
+        """Release held documents after the last batch, and end all splits. Raises OSError."""
         for split, assigned in self._assigner.finish():
             self._pass_on(split, assigned)
         for split, document in self._keeper.finish():
             self._writers[split].add_documents(document.tokens, 1, document.num_text_bytes)
+        for writer in self._writers.values():
+            writer.end_text()
         if self._has_runs:
             self._keep(is_read=True)
             self._wait()

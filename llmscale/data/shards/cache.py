@@ -37,7 +37,7 @@ from llmscale.data.shards.manifest import (
 from llmscale.data.shards.verify_shards import INDEX_NAME, hash_file, parse_index
 from llmscale.data.storage import faults
 from llmscale.data.storage.transport import Downloader, download, open_downloader
-from llmscale.errors import DataError, UnreachableError
+from llmscale.errors import DataError, TransientError, UnreachableError
 from llmscale.files.atomic_write import write_durably
 from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
 from llmscale.untrusted.paths import RefusedFile, check_regular, open_regular, read_regular
@@ -260,7 +260,7 @@ class ShardFetcher:
                     self._remove(file)
                     self._fetch_locked(shard, file)
         except lock_module.Timeout:
-            raise UnreachableError(
+            raise TransientError(
                 f"Waited {_LOCK_TIMEOUT_S:.0f} s for another process to fetch shard {shard.name}."
             ) from None
         except OSError as error:

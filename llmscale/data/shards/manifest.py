@@ -22,6 +22,8 @@ from llmscale.untrusted.paths import find_link, read_regular
 
 TokenDtype = Literal["uint16", "uint32"]
 Compression = Literal["", "zstd"]
+#: Windows of the stream of all tokens, or rows that start at a document.
+PackingName = Literal["stream", "best-fit"]
 #: Streaming's name of the algorithm, which takes 9 to 14 ms for 65 MB from the page cache.
 HASH_ALGORITHM = "xxh3_64"
 #: Folder of a dataset's tokenizer.
@@ -119,7 +121,7 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class SplitManifest:
-    """Contents of a split. Window w is tokens [w T, w T + T] of the split: T + 1 of them, T = seq_len."""
+    """Contents of a split."""
 
     num_documents: int
     """Documents, each followed by one end-of-text token."""
@@ -128,14 +130,16 @@ class SplitManifest:
     num_tokens: int
     """Number of tokens, end-of-text included."""
     num_samples: int
-    """Windows of seq_len + 1 tokens. Neighbours share one token, so every token is a target once."""
+    """Windows of seq_len + 1 tokens. Neighbours in a text share one token, so that no token is a target twice."""
     tail_tokens: int
-    """Tokens after the last full window, fewer than seq_len, which are not trained on."""
+    """Tokens after the last full window, too few for another one, which are not trained on."""
     max_token_id: int
     """Largest token id in the split."""
     unigram_entropy_nats: float
     """Entropy of the token frequencies in nats: the loss of a model that knows only frequencies."""
     shards: tuple[ShardInfo, ...]
+    cropped_tokens: int = 0
+    """Tokens that best-fit packing cut off at the ends of windows, which are not trained on."""
 
     @property
     def bytes_per_token(self) -> float:
@@ -195,6 +199,11 @@ class Manifest:
     def is_shuffled(self) -> bool:
         """True if the windows of `train` were shuffled when written."""
         return self.request.get("--no-shuffle") is False
+
+    @property
+    def is_best_fit(self) -> bool:
+        """True if windows start at documents, False if they are consecutive parts of the text."""
+        return self.request.get("--packing") == "best-fit"
 
     @property
     def column_encoding(self) -> str:
@@ -288,12 +297,17 @@ def _check_manifest(manifest: Manifest, where: str) -> None:
 
 
 def _check_split(split: SplitManifest, manifest: Manifest, where: str) -> None:
-    for name in ("num_documents", "num_text_bytes", "num_tokens", "tail_tokens"):
+    for name in ("num_documents", "num_text_bytes", "num_tokens", "tail_tokens", "cropped_tokens"):
         check_range(where, name, getattr(split, name), 0, (1 << 63) - 1)
     check_range(where, "max_token_id", split.max_token_id, 0, manifest.vocab_size - 1)
     check_range(where, "num_samples", split.num_samples, 1, split.num_tokens // manifest.seq_len)
-    covered = split.num_samples * manifest.seq_len + 1
-    check_choice(where, "tail_tokens", split.tail_tokens, (split.num_tokens - covered,))
+    # A window begins with the last token of the one before in a stream, in other packings at most.
+    least = split.num_tokens - split.num_samples * (manifest.seq_len + 1)
+    lost, most = split.tail_tokens + split.cropped_tokens, least + split.num_samples - 1
+    if manifest.is_best_fit:
+        check_range(where, "tail_tokens + cropped_tokens", lost, least, most)
+    else:
+        check_choice(where, "tail_tokens", lost, (most,))
     # The bounds are one distinct token and equally frequent tokens, with room for rounding.
     if not -1e-6 <= split.unigram_entropy_nats <= math.log(manifest.vocab_size) + 1e-6:
         raise DataError(
@@ -324,13 +338,14 @@ def _parse_split(record: object, where: str) -> SplitManifest:
 
 
 def _build(kind: type[_T], record: object, where: str) -> _T:
-    """A dataclass from a JSON object; every field must be there with its type."""
+    """A dataclass from a JSON object; every field without a default must be there with its type."""
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected an object, found {type(record).__name__}.")
     kinds = {"str": str, "int": int, "float": float, "TokenDtype": str, "PrepareRequest": dict}
     values: dict[str, object] = {
         field.name: _field(record, field.name, kinds.get(str(field.type), object), where)
         for field in dataclasses.fields(cast(type, kind))
+        if field.name in record or field.default is dataclasses.MISSING
     }
     return kind(**values)
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from llmscale.config.bundled_files import install_command
 from llmscale.data.storage.schemes import SCHEMES
-from llmscale.errors import DataError, UnreachableError
+from llmscale.errors import DataError, TransientError, UnreachableError
 from llmscale.untrusted.terminal import print_visible
 
 _T = TypeVar("_T")
@@ -143,7 +143,7 @@ def explain(error: Exception, what: str, *, url: str, remedy: str = "") -> DataE
     if isinstance(error, ImportError):
         needed = f"Install what {url.partition('://')[0]}:// needs: `{install_command('remote')}`."
         return UnreachableError(f"{said} {needed}")
-    kind = UnreachableError if is_transient(error, url) else DataError
+    kind = TransientError if is_transient(error, url) else DataError
     return kind(f"{said} {remedy}".rstrip())
 
 

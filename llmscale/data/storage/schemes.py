@@ -81,7 +81,7 @@ def check_out_url(url: str) -> str:
     is_hub = scheme.kind == "hf"
     if is_hub and (len(parts) != 3 or parts[0] != "datasets" or not all(parts)):
         raise DataError(
-            f"--out {url}: a prepared dataset takes the root of a data set on the Hub. Legal: {scheme.example}."
+            f"--out {url}: a prepared dataset takes the root of a dataset on the Hub. Legal: {scheme.example}."
         )
     if len(parts) < 2 or any(part in ("", ".", "..") for part in parts) or set("?#*[]") & set(url):
         raise DataError(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Uploader(Protocol):
-    """Uploads files to one bucket or data set; thread-safe."""
+    """Uploads files to one bucket or dataset; thread-safe."""
 
     def upload(self, path: Path, url: str) -> None:
         """Upload a file. Raises whatever the client raises."""
@@ -189,7 +189,7 @@ def _ask_identity() -> TokenCredential:
 
 
 class _HubUploads:
-    """Uploads to a data set on the Hub: a commit per file, one at a time."""
+    """Uploads to a dataset on the Hub: a commit per file, one at a time."""
 
     def __init__(self, url: str) -> None:
         from huggingface_hub import HfApi

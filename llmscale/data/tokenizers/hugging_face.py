@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmscale.data.shards.manifest import (
     MAX_VOCAB_SIZE,
@@ -176,6 +175,11 @@ class ModelFiles:
     def extras(self) -> dict[str, bytes]:
         """Return the other files that are kept with the tokenizer."""
         return {name: self.others[name] for name in TOKENIZER_EXTRAS if name in self.others}
+
+    def write(self, folder: Path) -> None:
+        """Write tokenizer.json and the files that are kept with it. Raises OSError."""
+        for name, contents in {JSON_NAME: self.tokenizer_json, **self.extras()}.items():
+            (folder / name).write_bytes(contents)
 
     def record(self, name: str) -> dict[str, object]:
         """Return the JSON object in another file; empty if missing. Raises DataError."""
@@ -392,21 +396,15 @@ class HuggingFaceTokenizer(Tokenizer):
         pad = token_text(files, CONFIG_NAME, "pad_token")
         self.pad_token = next((token for token, text in tokens.items() if pad and text == pad), None)
         #: True for token ids that text must not become, [vocab_size].
-        self._never = np.zeros(self.vocab_size, bool)
+        self.never_from_text = np.zeros(self.vocab_size, bool)
         if not parse_special:
-            self._never[[self.eot_token, *self.bos_tokens, *special_ids(plain)]] = True
+            self.never_from_text[[self.eot_token, *self.bos_tokens, *special_ids(plain)]] = True
         self._plain = plain
 
     def plain_record(self) -> dict[str, object]:
         """Return a tokenizer.json with which another program encodes text as this one does: without special tokens,
         unless they are parsed."""
-        if self._parse_special:
-            return self._plain
-        return without_special(self._plain)
-
-    def never_from_text(self) -> NDArray[np.bool_]:
-        """Return a mask of the token ids that text must not become, [vocab_size]."""
-        return self._never
+        return self._plain if self._parse_special else without_special(self._plain)
 
     def describe_ends(self) -> str:
         """Return a sentence on the tokens around documents and their origin."""
@@ -419,7 +417,7 @@ class HuggingFaceTokenizer(Tokenizer):
             encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)
         arrays = [np.array(encoding.ids, np.uint32) for encoding in encodings]
         return [
-            np.array(self._encode_cut(text), np.uint32) if self._never[ids].any() else ids
+            np.array(self._encode_cut(text), np.uint32) if self.never_from_text[ids].any() else ids
             for text, ids in zip(texts, arrays, strict=True)
         ]
 
@@ -429,7 +427,7 @@ class HuggingFaceTokenizer(Tokenizer):
             encoding = self._fast.encode(text, add_special_tokens=False)
         cuts = {0, len(text)}
         for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if self._never[token] and end - begin > 1:
+            if self.never_from_text[token] and end - begin > 1:
                 cuts.add((begin + end) // 2)
             elif token == self.eot_token:
                 raise DataError(
@@ -449,11 +447,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return {number: token for token, number in self._fast.get_vocab(with_added_tokens=True).items()}
 
     def save(self, folder: Path) -> str:
-        (folder / JSON_NAME).write_bytes(self.files.tokenizer_json)
-        extras = self.files.extras()
-        for name, contents in extras.items():
-            (folder / name).write_bytes(contents)
-        ends = self.ends
+        self.files.write(folder)
+        ends, extras = self.ends, self.files.extras()
         kept = (tuple(extras), hash_files(extras))
         TokenizerOrigin(self.spec, ends.eot_token, ends.bos_tokens, ends.origin, *kept).save(folder)
         return ORIGIN_NAME

@@ -35,12 +35,8 @@ def generation_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _save_files(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
-    contents = tokenizer.files.tokenizer_json
-    (folder / JSON_NAME).write_bytes(contents)
-    extras = tokenizer.files.extras()
-    for name, extra in extras.items():
-        (folder / name).write_bytes(extra)
-    if CONFIG_NAME not in extras:
+    tokenizer.files.write(folder)
+    if CONFIG_NAME not in tokenizer.files.extras():
         ids, tokens = generation_ids(tokenizer), tokenizer.tokens()
         _write_config(folder, bos=tokens[ids["bos_token_id"]], eos=tokens[ids["eos_token_id"]])
 

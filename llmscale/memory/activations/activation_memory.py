@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape
@@ -31,25 +33,39 @@ _INPUTS_KEPT_ON_GPU = 2
 
 
 @dataclass(frozen=True)
+class BlockActivations:
+    """Bytes of one block."""
+
+    saved_bytes: int
+    """Input, and other tensors saved for the backward pass, without weights cast by autocast."""
+    saved_casts_bytes: int
+    """Autocast's 16-bit copies of its matrices for the backward pass; 0 with checkpointing and with ZeRO-3."""
+    forward_casts_bytes: int
+    """Autocast's copies of its weights in its cache until the end of the forward pass; of biases with ZeRO-3."""
+    forward_peak_bytes: int
+    """Peak of its forward pass, with its input, saved tensors and casts."""
+    backward: tuple[Moment, ...]
+    """Moments of its backward pass that no later one exceeds: its input, saved and recomputed tensors, gradients of
+    activations, and gradients of parameters until DeepSpeed gets them."""
+    handovers: tuple[Moment, ...]
+    """Moments, in order, at which DeepSpeed gets a layer's gradients."""
+
+
+@dataclass(frozen=True)
 class ActivationMemory:
     """Bytes on the GPU, without parameters and their gradients. They add up over a micro-step:
 
-    - before block i of the forward pass: `before_block_bytes(i, forward=True)`; within the block at most
-      `block_forward_peak_bytes` more;
+    - before block i of the forward pass: `before_block_bytes(i, forward=True)`; within the block at most its
+      `forward_peak_bytes` more;
     - output head and loss: `before_block_bytes(L, forward=True)` and at most `logits_forward_peak_bytes` more;
     - end of the forward pass: `before_block_bytes(L)`, the final norm's, the logits' and the head's cast;
     - head and loss backwards: `before_block_bytes(L)` and one of the moments `head_backward`;
-    - block i backwards: `before_block_bytes(i)`, `head_gradient_bytes` and one of `block_backward`;
+    - block i backwards: `before_block_bytes(i)`, `head_gradient_bytes` and one of its moments `backward`;
     - embeddings backwards: one of `embedding_backward`, which includes everything.
     """
 
-    n_layer: int
-    saved_per_block_bytes: int
-    """One block's input and its other tensors saved for the backward pass, without weights cast by autocast."""
-    saved_casts_per_block_bytes: int
-    """Autocast's 16-bit copies of a block's matrices for the backward pass; 0 with checkpointing and with ZeRO-3."""
-    forward_casts_per_block_bytes: int
-    """Autocast's copies of a block's weights in its cache until the end of the forward pass; of biases with ZeRO-3."""
+    blocks: tuple[BlockActivations, ...]
+    """Blocks in the order of the forward pass; those of a kind are one object."""
     head_cast_bytes: int
     """Autocast's copy of the token table after the output head has run."""
     saved_embedding_bytes: int
@@ -58,24 +74,17 @@ class ActivationMemory:
     """The last block's result, the final norm's statistics, the targets, and the gradient of the norm's result."""
     logits_saved_bytes: int
     """The loss, and the gradient of the head's weights, which is made with it."""
-    block_forward_peak_bytes: int
-    """Peak of one block's forward pass, with its input, saved tensors and casts."""
     logits_forward_peak_bytes: int
     """Peak from the final norm to the loss."""
-    block_backward: tuple[Moment, ...]
-    """Moments of one block's backward pass that no later one exceeds: its input, saved and recomputed tensors,
-    gradients of activations, and gradients of parameters until DeepSpeed gets them."""
-    block_handovers: tuple[Moment, ...]
-    """Moments, in order, at which DeepSpeed gets a layer's gradients."""
     head_backward: tuple[Moment, ...]
-    """Moments like `block_backward` from the loss back to the final norm."""
+    """Moments like a block's `backward` from the loss back to the final norm."""
     head_handovers: tuple[Moment, ...]
-    """Moments like `block_handovers` of the head; none for a tied table."""
+    """Moments like a block's `handovers` of the head; none for a tied table."""
     embedding_backward: tuple[Moment, ...]
-    """Moments like `block_backward` at the end. The token table's gradients count as temporaries here: from the head,
-    from the look-up and, except with autocast, their sum in a third tensor."""
+    """Moments like a block's `backward` at the end. The token table's gradients count as temporaries here: from the
+    head, from the look-up and, except with autocast, their sum in a third tensor."""
     embedding_handovers: tuple[Moment, ...]
-    """Moments like `block_handovers` of the embeddings; none for a tied table."""
+    """Moments like a block's `handovers` of the embeddings; none for a tied table."""
     head_gradient_bytes: int
     """The token table's gradient from the output head, which waits for the look-up's; the loss and its gradient."""
     inputs_kept_on_gpu: int
@@ -85,24 +94,43 @@ class ActivationMemory:
     host_bytes: int
     """Pinned host memory for the other blocks' inputs, with cpu_checkpointing."""
 
+    @property
+    def n_layer(self) -> int:
+        return len(self.blocks)
+
+    @cached_property
+    def _saved(self) -> list[int]:
+        """Bytes that the first 0, 1, 2, ... blocks save."""
+        return list(accumulate((block.saved_bytes for block in self.blocks), initial=0))
+
+    @cached_property
+    def _casts(self) -> tuple[list[int], list[int]]:
+        """Bytes of the casts of the first 0, 1, 2, ... blocks, in the backward and in the forward pass."""
+        kinds = (block.saved_casts_bytes for block in self.blocks), (block.forward_casts_bytes for block in self.blocks)
+        saved, forward = (list(accumulate(kind, initial=0)) for kind in kinds)
+        return saved, forward
+
+    def casts_bytes(self, blocks: int, *, forward: bool = False) -> int:
+        """Return the casts that the first `blocks` blocks hold in a pass."""
+        return self._casts[forward][blocks]
+
     def before_block_bytes(self, blocks: int, *, forward: bool = False) -> int:
         """Return what the embeddings and the first `blocks` blocks hold in a pass, with casts."""
         newest = blocks if forward else self.n_layer
         kept = max(0, blocks - max(0, newest - self.inputs_kept_on_gpu)) if self.inputs_kept_on_gpu else 0
-        casts = self.forward_casts_per_block_bytes if forward else self.saved_casts_per_block_bytes
-        saved = blocks * self.saved_per_block_bytes + kept * self.input_bytes
-        return self.saved_embedding_bytes + saved + blocks * casts
+        saved = self._saved[blocks] + kept * self.input_bytes
+        return self.saved_embedding_bytes + saved + self.casts_bytes(blocks, forward=forward)
 
     @property
     def forward_peak_bytes(self) -> int:
-        last, after = (self.before_block_bytes(self.n_layer - back, forward=True) for back in (1, 0))
-        return max(last + self.block_forward_peak_bytes, after + self.logits_forward_peak_bytes)
+        blocks = (self.before_block_bytes(i, forward=True) + b.forward_peak_bytes for i, b in enumerate(self.blocks))
+        return max(*blocks, self.before_block_bytes(self.n_layer, forward=True) + self.logits_forward_peak_bytes)
 
     @property
     def backward_peak_bytes(self) -> int:
         head = self.before_block_bytes(self.n_layer) + _largest(self.head_backward)
-        block = self.before_block_bytes(self.n_layer - 1) + self.head_gradient_bytes + _largest(self.block_backward)
-        return max(head, block, _largest(self.embedding_backward))
+        blocks = (self.before_block_bytes(i) + _largest(block.backward) for i, block in enumerate(self.blocks))
+        return max(head, self.head_gradient_bytes + max(blocks), _largest(self.embedding_backward))
 
     @property
     def peak_bytes(self) -> int:
@@ -121,6 +149,8 @@ def estimate_activations(
     capability: ComputeCapability | None = None,
     loss_chunk_tokens: int = CHUNK_TOKENS,
     ranks: ParallelLayout = ONE_RANK,
+    router_loss: bool = True,
+    worst_load: bool = False,
 ) -> ActivationMemory:
     """Estimate the activations of a forward and a backward pass over sequences of `seq_len` tokens.
 
@@ -128,23 +158,46 @@ def estimate_activations(
 
     `cpu_checkpointing` applies to `full` checkpointing. `zero_stage` 3 has linear layers that save inputs in fp32 under
     autocast, and no copies of weights. The GPU's `capability` decides the kernel of attention; None means Ampere or
-    newer. Raises NotRecorded for a branch that is in no table.
+    newer. `router_loss`: routers, if there are any, have one. `worst_load`: all ranks that divide experts send this one
+    as many rows as routers can; else it receives as many as it sends. Raises NotRecorded for a branch in no table.
     """
-    segments = recorded_segments(
-        block_branch(shape, precision, checkpointing, zero_stage, capability, ranks),
-        ends_branch(shape, micro_batch_size, precision, loss_chunk_tokens, ranks),
-    )
     symbols = shape_symbols(shape, micro_batch_size, loss_chunk_tokens, ranks)
-    micro_step = evaluate_segments(segments, symbols, shape.n_layer)
+    if worst_load and ranks.expert_parallel_size > 1:
+        symbols["rows"] = most_rows(shape, symbols["rows"], ranks)
     # Autocast does not cast the residual stream.
     stream_width = 4 if precision in ("fp32", "autocast") else 2
     input_bytes = allocated_bytes(micro_batch_size * ranks.part_of(shape.seq_len) * shape.n_embd, stream_width)
-    found = assemble_activations(micro_step, input_bytes, offloaded=cpu_checkpointing and checkpointing == "full")
+    ends = ends_branch(shape, micro_batch_size, precision, loss_chunk_tokens, ranks)
+
+    def of_kind(is_sparse: bool) -> ActivationMemory:
+        """Return the memory as if all blocks were of a kind, with experts or without."""
+        kind = router_loss if is_sparse else None
+        branch = block_branch(shape, precision, checkpointing, zero_stage, capability, ranks, kind)
+        micro_step = evaluate_segments(recorded_segments(branch, ends), symbols, shape.n_layer)
+        return assemble_activations(micro_step, input_bytes, offloaded=cpu_checkpointing and checkpointing == "full")
+
+    order = [shape.is_sparse(block) for block in range(shape.n_layer)]
+    kinds = {is_sparse: of_kind(is_sparse) for is_sparse in set(order)}
+    found = replace(kinds[order[-1]], blocks=tuple(kinds[is_sparse].blocks[0] for is_sparse in order))
+    if any(order):
+        # The blocks' rows of `GPT.routing`, and their sums over micro-batches.
+        rows, width = sum(order), shape.num_experts + 4
+        routing_bytes = rows * allocated_bytes(width, 4) + 2 * allocated_bytes(rows * width, 4)
+        found = replace(found, saved_embedding_bytes=found.saved_embedding_bytes + routing_bytes)
     if not (shape.has_window and shape.has_document_mask and shape.global_layers):
         return found
     # Blocks without the window have a mask of their own. All blocks are counted as those with a mask.
     mask_bytes = allocated_bytes(micro_batch_size * shape.seq_len * symbols["t_to_8"], 4 if precision == "fp32" else 2)
     return replace(found, saved_embedding_bytes=found.saved_embedding_bytes + mask_bytes)
+
+
+def most_rows(shape: GPTShape, rows: int, ranks: ParallelLayout) -> int:
+    """Return the rows that a rank receives at most, if each rank of its group sends `rows`.
+
+    A token's experts differ, so that those of one rank take no more of its rows than there are of them.
+    """
+    taken = min(shape.experts_per_token, shape.num_experts // ranks.expert_parallel_size)
+    return ranks.expert_parallel_size * rows * taken // shape.experts_per_token
 
 
 def assemble_activations(micro_step: MicroStep, input_bytes: int, *, offloaded: bool = False) -> ActivationMemory:
@@ -164,21 +217,23 @@ def assemble_activations(micro_step: MicroStep, input_bytes: int, *, offloaded: 
     logits_bytes = segments["head_forward"].net.logits_bytes
     before_head = embeddings.plus(block, layers)
     block_base = last_block_begins.plus(waiting)
+    kind = BlockActivations(
+        saved_bytes=allocated_bytes(1, 1) if offloaded else saved_block.activations_bytes,
+        saved_casts_bytes=saved_block.casts_bytes,
+        forward_casts_bytes=block.casts_bytes,
+        forward_peak_bytes=input_bytes + _largest(segments["block_forward"].moments),
+        backward=_moments_beyond(micro_step, "block_backward", block_base),
+        handovers=_beyond(micro_step, "block_backward", segments["block_backward"].handovers, block_base),
+    )
     return ActivationMemory(
-        n_layer=layers,
-        saved_per_block_bytes=allocated_bytes(1, 1) if offloaded else saved_block.activations_bytes,
-        saved_casts_per_block_bytes=saved_block.casts_bytes,
-        forward_casts_per_block_bytes=block.casts_bytes,
+        blocks=(kind,) * layers,
         head_cast_bytes=starts["head_backward"].casts_bytes - layers * saved_block.casts_bytes,
         saved_embedding_bytes=embeddings.activations_bytes,
         saved_final_norm_bytes=starts["head_backward"].minus(head_begins).activations_bytes - logits_bytes,
         logits_saved_bytes=logits_bytes,
-        block_forward_peak_bytes=input_bytes + _largest(segments["block_forward"].moments),
         logits_forward_peak_bytes=_largest(
             tuple(starts["head_forward"].plus(moment).minus(before_head) for moment in segments["head_forward"].moments)
         ),
-        block_backward=_moments_beyond(micro_step, "block_backward", block_base),
-        block_handovers=_beyond(micro_step, "block_backward", segments["block_backward"].handovers, block_base),
         head_backward=_moments_beyond(micro_step, "head_backward", head_begins),
         head_handovers=_beyond(micro_step, "head_backward", segments["head_backward"].handovers, head_begins),
         embedding_backward=_moments_beyond(micro_step, "embed_backward", Moment()),

@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import Literal, get_args
 
 from llmscale.architecture.attention_kernels import AttentionKernel, ComputeCapability, attention_kernel
-from llmscale.architecture.shape import AttentionBias, GPTShape, NormPlacement, Positions, QKNorm
+from llmscale.architecture.shape import AttentionBias, GPTShape, NormPlacement, Positions, QKNorm, RouterScore
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import softmax_tokens
 from llmscale.config.parallel_layout import ParallelLayout
@@ -33,6 +33,30 @@ ONE_RANK = ParallelLayout(1)
 
 
 @dataclass(frozen=True)
+class RouterStyle:
+    """Part of the operators of a block with experts that the shape and the loss decide."""
+
+    score: RouterScore
+    normalized: bool
+    scaled: bool
+    bias: bool
+    shared: bool
+    """A shared expert computes every token."""
+    has_loss: bool
+    """A balance loss or z-loss keeps tensors for the backward pass."""
+    divided: bool = False
+    """Ranks divide the experts, and exchange rows."""
+
+    @property
+    def key(self) -> str:
+        """Part of the name of its table."""
+        words = ["experts", "" if self.score == "softmax" else self.score, "" if self.normalized else "unnormalized"]
+        given = {"scaled": self.scaled, "router_bias": self.bias, "shared": self.shared, "no_loss": not self.has_loss}
+        given["divided"] = self.divided
+        return "_".join(filter(None, (*words, *(word for word, is_given in given.items() if is_given))))
+
+
+@dataclass(frozen=True)
 class BlockStyle:
     """Part of a block's operators that the shape decides, without the attention kernel."""
 
@@ -47,6 +71,8 @@ class BlockStyle:
     gated_mlp: bool
     saves_preactivation: bool
     """The backward passes of GELU and SiLU read their input; ReLU's reads its result."""
+    router: RouterStyle | None = None
+    """None for a block without experts."""
 
     @property
     def key(self) -> str:
@@ -56,7 +82,7 @@ class BlockStyle:
             *("" if self.qk_norm == "none" else f"qk_norm_{self.qk_norm}", "shared_keys" if self.shares_keys else ""),
             *("" if self.attention_bias == "none" else f"attention_bias_{self.attention_bias}",),
             *("mlp_bias" if self.mlp_bias else "", "gated" if self.gated_mlp else ""),
-            "" if self.saves_preactivation else "relu",
+            *("" if self.saves_preactivation else "relu", self.router.key if self.router else ""),
         ]
         return "-".join(filter(None, words))
 
@@ -76,6 +102,8 @@ class BlockBranch:
     """True where ZeRO-3's replacement of F.linear (deepspeed/runtime/zero/linear.py) changes the recording: where it
     casts, and where `selective` saves the tensors that it adds biases to."""
     split: SplitKind = ""
+    tiled: Literal["", "tiled"] = ""
+    """`tiled` where the MLP runs some tokens at a time."""
 
     @property
     def key(self) -> str:
@@ -105,8 +133,19 @@ class EndsBranch:
         return " ".join(str(value) for value in astuple(self)).rstrip()
 
 
-def block_style(shape: GPTShape) -> BlockStyle:
-    """Return the style of this shape's blocks."""
+def block_style(shape: GPTShape, router_loss: bool | None = None, ranks: ParallelLayout = ONE_RANK) -> BlockStyle:
+    """Return the style of this shape's blocks with experts, whose routers have a loss; None: of those without."""
+    router = None
+    if router_loss is not None:
+        router = RouterStyle(
+            score=shape.router_score,
+            normalized=shape.normalize_router,
+            scaled=shape.router_scale != 1,
+            bias=shape.router_bias,
+            shared=shape.shared_expert_width > 0,
+            has_loss=router_loss,
+            divided=ranks.expert_parallel_size > 1,
+        )
     return BlockStyle(
         norm=_norm_kind(shape),
         norm_placement=shape.norm_placement,
@@ -117,6 +156,7 @@ def block_style(shape: GPTShape) -> BlockStyle:
         mlp_bias=bool(shape.mlp_bias),
         gated_mlp=shape.gated_mlp,
         saves_preactivation=shape.activation != "relu",
+        router=router,
     )
 
 
@@ -127,9 +167,13 @@ def block_branch(
     zero_stage: int,
     capability: ComputeCapability | None = None,
     ranks: ParallelLayout = ONE_RANK,
+    router_loss: bool | None = None,
 ) -> BlockBranch:
-    """Return the branch of this shape's blocks on GPUs of that compute capability."""
-    style = block_style(shape)
+    """Return the branch of this shape's blocks on GPUs of that compute capability.
+
+    `router_loss`: that of `block_style`.
+    """
+    style = block_style(shape, router_loss, ranks)
     return BlockBranch(
         style=style,
         precision=_kind_of(precision),
@@ -145,6 +189,7 @@ def block_branch(
         ),
         zero3_linear=zero_stage == 3 and shows_zero3_linear(style, _kind_of(precision), checkpointing),
         split=_split_kind(shape, ranks),
+        tiled="tiled" if shape.mlp_tile_tokens else "",
     )
 
 
@@ -229,7 +274,23 @@ def shape_symbols(
         "t_to_8": _round_up(in_attention, 8),  # rows of a mask
         # tokens of the loss's chunks, and of the last one; a single chunk has b t
         **({} if tokens <= loss_chunk_tokens else _chunk_symbols(tokens, loss_chunk_tokens)),
+        **(_tile_symbols(tokens, min(tokens, shape.mlp_tile_tokens)) if shape.mlp_tile_tokens else {}),
         "softmax": softmax_tokens(min(tokens, loss_chunk_tokens)),  # whose logits exist in fp32
+        **(_expert_symbols(shape, tokens, ranks) if shape.num_experts else {}),
+    }
+
+
+def _expert_symbols(shape: GPTShape, tokens: int, ranks: ParallelLayout) -> dict[str, int]:
+    """Return the symbols of blocks with experts. Ranks that divide these receive as many rows as they send."""
+    size = ranks.expert_parallel_size
+    rows = {"rows": tokens * shape.experts_per_token, "experts_here": shape.num_experts // size, "ranks": size}
+    rows["experts+1"] = shape.num_experts + 1  # ends of the experts' rows, and their beginning
+    return {
+        **(rows if size > 1 else {"experts": shape.num_experts}),
+        "chosen": shape.experts_per_token,
+        "expert_m": shape.expert_width,
+        "experts+4": shape.num_experts + 4,  # a block's row of the routing table
+        **({"shared_m": shape.shared_expert_width} if shape.shared_expert_width else {}),
     }
 
 
@@ -249,6 +310,10 @@ def _split_symbols(shape: GPTShape, t: int, ranks: ParallelLayout) -> dict[str, 
 
 def _chunk_symbols(tokens: int, chunk_tokens: int) -> dict[str, int]:
     return {"c": chunk_tokens, "c_last": tokens - (tokens - 1) // chunk_tokens * chunk_tokens}
+
+
+def _tile_symbols(tokens: int, tile_tokens: int) -> dict[str, int]:
+    return {"u": tile_tokens, "u_last": tokens - (tokens - 1) // tile_tokens * tile_tokens}
 
 
 #: Symbols of the vocabulary: the head's tensors count as the loss's from the first of these on.

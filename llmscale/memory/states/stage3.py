@@ -18,6 +18,7 @@ from llmscale.memory.states.stage3_gathers import (
     Gathers,
     allocates_gathered,
     follow_gathers,
+    padded_elements,
     persistent_parameters,
     second_copies,
     shard_elements,
@@ -51,10 +52,10 @@ def estimate_stage3(tensors: ParameterTensors, setup: ZeroSetup, recomputes: boo
     held = sum(copies[index] for index in copies.keys() - persistent) if setup.accumulates else 0
     gathered = [(moment.live_bytes + held, moment.peak_bytes + held) for moment in moments[passes:]]
     sub_groups = _build_sub_groups(tensors, setup)
-    frozen = [shard_elements(tensor, setup.shard_ranks) for tensor in tensors.frozen_tensors]
+    frozen = [shard_elements(tensor, setup) for tensor in tensors.frozen_tensors]
     persistent_bytes = 0
     if allocates_gathered(setup):
-        padded = (shard_elements(tensor, setup.shard_ranks) * setup.shard_ranks for tensor in persistent.values())
+        padded = (padded_elements(tensor, setup) for tensor in persistent.values())
         persistent_bytes = sum(tensor_bytes(elements, setup.config.model_dtype) for elements in padded)
     return StateMemory(
         resident=_resident(sub_groups, frozen, setup, persistent_bytes),
@@ -77,7 +78,7 @@ class _Reduction:
     """Gradients on their way through the bucket into the sums of the shards."""
 
     def __init__(self, setup: ZeroSetup) -> None:
-        self.setup, self.zero, self.ranks = setup, setup.zero, setup.shard_ranks
+        self.setup, self.zero = setup, setup.zero
         self.dtype, self.sum_dtype = setup.config.model_dtype, setup.config.grad_accum_dtype
         self.communication = setup.config.communication_data_type
         self.tracker = PeakTracker()
@@ -109,7 +110,7 @@ class _Reduction:
         fits = self.zero.contiguous_gradients and self.bucket_elements <= self.zero.reduce_bucket_size
         if fits and not self.zero.reduce_scatter:
             # __avg_scatter_contiguous_grads: copies of the bucket, scaled and in the type of the sums.
-            scaled = tensor_bytes(self.bucket_elements, self.communication) if self.ranks > 1 else 0
+            scaled = tensor_bytes(self.bucket_elements, self.communication) if self.setup.shard_ranks > 1 else 0
             cast = tensor_bytes(self.bucket_elements, self.sum_dtype) if self.communication != self.sum_dtype else 0
             self.tracker.allocate_briefly("buckets", scaled + cast)
         else:
@@ -122,9 +123,10 @@ class _Reduction:
 
         A single gradient that divides evenly needs no flat tensor. Each piece is cast to the type of the sums.
         """
-        tracker, shards = self.tracker, [shard_elements(tensor, self.ranks) for tensor in self.bucket]
-        needs_copy = len(shards) > 1 or self.bucket[0].elements % self.ranks
-        flat = tensor_bytes(sum(shards) * self.ranks, self.communication) if needs_copy else 0
+        tracker, shards = self.tracker, [shard_elements(tensor, self.setup) for tensor in self.bucket]
+        padded = sum(padded_elements(tensor, self.setup) for tensor in self.bucket)
+        needs_copy = len(shards) > 1 or self.bucket[0].elements != padded
+        flat = tensor_bytes(padded, self.communication) if needs_copy else 0
         flat += self.unbucketed_casts
         tracker.allocate("buckets", flat)
         if self.communication != self.sum_dtype:
@@ -159,9 +161,10 @@ class _SubGroup:
         """OptimizerSwapper.is_swappable_tensor."""
         return self.elements * BYTES_PER_ELEMENT["fp32"] >= _SMALLEST_SWAP_BYTES
 
-    def orthogonalising_bytes(self, ranks: int, *, from_host: bool) -> int:
+    def orthogonalising_bytes(self, setup: ZeroSetup) -> int:
         """Return what Muon's step of this sub-group takes beside its states."""
-        parts = (_parts(tensor.elements, shard, ranks) for tensor, shard in zip(self.tensors, self.shards, strict=True))
+        from_host, own = setup.offloads_optimizer, zip(self.tensors, self.shards, strict=True)
+        parts = (_parts(tensor.elements, shard, setup.ranks_of(tensor)) for tensor, shard in own)
         return orthogonalising_bytes(self.group, zip(self.tensors, parts, strict=True), from_host=from_host)
 
 
@@ -175,9 +178,9 @@ def _parts(elements: int, shard: int, ranks: int) -> tuple[Part, ...]:
 def _build_sub_groups(tensors: ParameterTensors, setup: ZeroSetup) -> list[_SubGroup]:
     """Close a sub-group when a rank's part of it has reached `sub_group_size` (_create_fp16_sub_groups)."""
     found: list[_SubGroup] = []
-    for index, (group, members) in enumerate(setup.optimizer.group_tensors(tensors.trainable)):
+    for index, (group, members) in enumerate(setup.groups(tensors)):
         begin = total = 0
-        shards = [shard_elements(tensor, setup.shard_ranks) for tensor in members]
+        shards = [shard_elements(tensor, setup) for tensor in members]
         for end, shard in enumerate(shards, start=1):
             total += shard
             if total >= setup.zero.sub_group_size or end == len(members):
@@ -227,7 +230,7 @@ def _step(sub_groups: Sequence[_SubGroup], setup: ZeroSetup, persistent_bytes: i
         norm = tensor_bytes(2 * max(shard for sub_group in sub_groups for shard in sub_group.shards), "fp32")
         tracker.allocate_briefly("temporaries", max(norm, overflow if setup.config.precision == "fp16" else 0))
     for sub_group in sub_groups:
-        update = sub_group.orthogonalising_bytes(setup.shard_ranks, from_host=offload)
+        update = sub_group.orthogonalising_bytes(setup)
         if not offload:
             update += tensor_bytes(sub_group.elements, sum_dtype) if len(sub_group.shards) > 1 else 0
             update += tensor_bytes(sub_group.elements, "fp32") if sum_dtype != "fp32" else 0

@@ -34,9 +34,14 @@ class Gathers(NamedTuple):
         return Gathers(*(mine + times * its for mine, its in zip(self, other, strict=True)))
 
 
-def shard_elements(tensor: ParameterTensor, ranks: int) -> int:
+def shard_elements(tensor: ParameterTensor, setup: ZeroSetup) -> int:
     """Return the elements that each rank has of a parameter, the last shard padded (Init._partition_param)."""
-    return -(-tensor.elements // ranks)
+    return -(-tensor.elements // setup.ranks_of(tensor))
+
+
+def padded_elements(tensor: ParameterTensor, setup: ZeroSetup) -> int:
+    """Return the elements of all shards of a parameter."""
+    return shard_elements(tensor, setup) * setup.ranks_of(tensor)
 
 
 def second_copies(tensors: Iterable[ParameterTensor], setup: ZeroSetup) -> dict[int, int]:
@@ -44,10 +49,10 @@ def second_copies(tensors: Iterable[ParameterTensor], setup: ZeroSetup) -> dict[
 
     A copy is made when the parameter is first released (_partition_param_sec), and freed by the optimizer step.
     """
-    ranks, group, dtype = setup.shard_ranks, setup.zero.zero_hpz_partition_size, setup.config.model_dtype
+    group, dtype = setup.zero.zero_hpz_partition_size, setup.config.model_dtype
     if group == 1:
         return {}
-    return {tensor.index: tensor_bytes(shard_elements(tensor, ranks) * ranks // group, dtype) for tensor in tensors}
+    return {tensor.index: tensor_bytes(padded_elements(tensor, setup) // group, dtype) for tensor in tensors}
 
 
 def persistent_parameters(tensors: Iterable[ParameterTensor], setup: ZeroSetup) -> dict[int, ParameterTensor]:
@@ -74,6 +79,8 @@ def follow_gathers(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool
     """
     if not allocates_gathered(setup):
         return [Gathers()] * (tensors.architecture.n_layer + 5 + len(tensors.gradient_order) + tensors.tied)
+    if setup.expert_parallel_size > 1:
+        return _follow(tensors, setup, recomputes)
     # The rows of a table differ in what they offload, and gather alike.
     zero = setup.zero.model_copy(update={"offload_optimizer": OffloadOptimizer(), "offload_param": OffloadParam()})
     alike = replace(setup, config=setup.config.model_copy(update={"zero_optimization": zero}))
@@ -159,15 +166,19 @@ def _through(modules: Iterable[_Module], *actions: _Action) -> Iterator[_Event]:
 
 def _block(tensors: ParameterTensors, block: int, *actions: _Action) -> Iterator[_Event]:
     """Yield the events of a block, in reverse order where gradients appear; a module before those that it contains."""
-    names = [layer.name for layer in tensors.architecture.block if layer.name]
+    layers = [layer for layer in tensors.architecture.layers_of(block) if layer.name]
     entered = {""}
     yield "fetch", tensors.of_layer.get((block, ""), ())
-    for name in reversed(names) if "moment" in actions else names:
-        for place in (place for place, letter in enumerate(name) if letter == "."):
-            if name[:place] not in entered:
-                entered.add(name[:place])
+    for layer in reversed(layers) if "moment" in actions else layers:
+        for place in (place for place, letter in enumerate(layer.name) if letter == "."):
+            if layer.name[:place] not in entered:
+                entered.add(layer.name[:place])
                 yield "fetch", ()
-        yield from _through([tensors.of_layer.get((block, name), ())], *actions)
+        own = tensors.of_layer.get((block, layer.name), ())
+        moments = len(layer.in_gradient_order(own))
+        yield from _through(
+            [own], *(again for action in actions for again in [action] * (moments if action == "moment" else 1))
+        )
     yield from _through([tensors.of_layer.get((block, ""), ())], *actions[1:])
 
 
@@ -184,7 +195,7 @@ class _Coordinator:
     def __init__(self, tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> None:
         self.events = list(_trace(tensors, recomputes))
         self.calls = self.elements = self.live_bytes = self.peak_bytes = 0
-        self._zero, self._ranks, self._dtype = setup.zero, setup.shard_ranks, setup.config.model_dtype
+        self._setup, self._zero, self._dtype = setup, setup.zero, setup.config.model_dtype
         steps = [module for action, module in self.events if action == "fetch"]
         self._queue = deque((tensor, step) for step, module in enumerate(steps) for tensor in module)
         self._uses: dict[int, deque[int]] = {tensor.index: deque() for tensor in tensors.all}
@@ -238,16 +249,21 @@ class _Coordinator:
                 self._away.add(index)
 
     def _gather(self, tensors: list[ParameterTensor]) -> None:
+        """Gather parameters, those of each group of ranks together."""
+        for ranks in dict.fromkeys(map(self._setup.ranks_of, tensors)):
+            self._gather_from(ranks, [tensor for tensor in tensors if self._setup.ranks_of(tensor) == ranks])
+
+    def _gather_from(self, ranks: int, tensors: list[ParameterTensor]) -> None:
         """Gather one parameter into its storage, or several into a flat tensor out of which they are copied."""
-        if not tensors:
-            return
-        indices, ranks = [tensor.index for tensor in tensors], self._ranks
+        indices = [tensor.index for tensor in tensors]
         self._available += sum(tensor.elements for tensor in tensors)
         self._away.difference_update(indices)
         if ranks == 1:
-            self._store(indices)
+            # A rank's own experts are used where they are.
+            if self._setup.shard_ranks == 1 or self._zero.offload_param.device != "none":
+                self._store(indices)
             return
-        elements = sum(shard_elements(tensor, ranks) for tensor in tensors) * ranks
+        elements = sum(padded_elements(tensor, self._setup) for tensor in tensors)
         self.calls += 1
         self.elements += elements
         flat = tensor_bytes(elements, self._dtype)

@@ -140,9 +140,9 @@ class _FlatGroup:
 
 def _build_flat_groups(tensors: ParameterTensors, setup: ZeroSetup) -> tuple[_FlatGroup, ...]:
     """Lay out each group, without the up to 16 bytes that `parameter_alignment` leaves between parameters."""
-    ranks, found = setup.shard_ranks, []
-    for group, members in setup.optimizer.group_tensors(tensors.trainable):
-        order = list(members)
+    found = []
+    for group, order in setup.groups(tensors):
+        ranks = setup.ranks_of(order[0])
         if setup.zero.round_robin_gradients:
             order = [tensor for start in range(min(ranks, len(order))) for tensor in order[start::ranks]]
         offsets, end = {}, 0
@@ -187,7 +187,10 @@ def estimate_bf16_optimizer(tensors: ParameterTensors, setup: ZeroSetup) -> Stat
     def end() -> None:
         for tensor in () if immediate else tensors.trainable:
             add(tensor)
-        _allreduce_in_buckets([group.elements for group in groups], "fp32", setup, tracker)
+        # Groups of divided experts are reduced among other ranks.
+        for ranks in dict.fromkeys(group.ranks for group in groups):
+            alike = [group.elements for group in groups if group.ranks == ranks]
+            _allreduce_in_buckets(alike, "fp32", setup, tracker)
 
     backward = follow_backward(tensors, tracker, "bf16", take, end)
     for group in groups:
@@ -409,7 +412,7 @@ class _Walk:
     def end(self) -> None:
         """reduce_gradients and independent_gradient_partition_epilogue."""
         if self.setup.stage == 1 and not self.zero.overlap_comm:
-            for _, members in self.setup.optimizer.group_tensors(self.tensors.trainable):
+            for _, members in self.setup.groups(self.tensors):
                 for tensor in members:
                     self._reduce(tensor)
         self._flush()

@@ -37,6 +37,8 @@ class ZeroSetup:
     shard_ranks: int
     """Ranks that ZeRO divides model states over."""
     optimizer: OptimizerSpec
+    expert_parallel_size: int = 1
+    """Ranks that divide the experts of a block."""
 
     @property
     def zero(self) -> ResolvedZero:
@@ -45,6 +47,22 @@ class ZeroSetup:
     @property
     def stage(self) -> int:
         return self.config.zero.stage
+
+    def ranks_of(self, tensor: ParameterTensor) -> int:
+        """Return the ranks that ZeRO divides the states of a parameter over."""
+        return self.shard_ranks // (self.expert_parallel_size if tensor.parameter.is_stacked else 1)
+
+    def groups(self, tensors: ParameterTensors) -> list[tuple[OptimizerGroup, list[ParameterTensor]]]:
+        """Return the optimizer's groups of trained parameters; divided experts have groups of their own at the end."""
+        groups = [(group, list(members)) for group, members in self.optimizer.group_tensors(tensors.trainable)]
+        if self.expert_parallel_size == 1:
+            return groups
+        divided = [
+            (group, [tensor for tensor in members if tensor.parameter.is_stacked == is_stacked])
+            for is_stacked in (False, True)
+            for group, members in groups
+        ]
+        return [(group, members) for group, members in divided if members]
 
     @property
     def accumulates(self) -> bool:
@@ -63,7 +81,9 @@ class ZeroSetup:
 
 def zero_setup(step: ResolvedStep, capability: ComputeCapability | None = None) -> ZeroSetup:
     """Return the setup of a step on GPUs of that compute capability; None means Ampere or newer."""
-    return ZeroSetup(step.engine_config, step.plan.ranks.shard_ranks, step.optimizer.on_gpu(capability))
+    ranks = step.plan.ranks
+    optimizer = step.optimizer.on_gpu(capability)
+    return ZeroSetup(step.engine_config, ranks.shard_ranks, optimizer, ranks.expert_parallel_size)
 
 
 Kind = Literal["parameters", "gradients", "buckets", "temporaries"]
@@ -255,7 +275,7 @@ def orthogonalising_bytes(
 
     cut, most = [], 0
     for tensor, parts in tensors:
-        for _, matrix in matrices_of(tensor.parameter.matrix_rows, tensor.parameter.shape[1], parts):
+        for _, matrix in matrices_of(tensor.parameter.matrix_rows, tensor.parameter.columns, parts):
             if matrix.is_cut:
                 cut.append(matrix)
             elif not matrix.parts or matrix.parts[0].rank == 0:

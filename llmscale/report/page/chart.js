@@ -3,7 +3,7 @@
 const PLOT_HEIGHT = 250, WIDE_HEIGHT = 360, TIP_GAP = 14, MARK_REACH = 6;
 const FEW = 20; // points of a curve that are drawn as points too
 const INCREMENTS = Array.from({ length: 66 }, (_, n) => n - 25).flatMap((power) => [1, 2, 5].map((mantissa) => Number(`${mantissa}e${power}`)));
-const MARK_SIGNS = { spike: "▲", nonfinite: "✕", slow: "◆" };
+const MARK_SIGNS = { spike: "▲", nonfinite: "✕", slow: "◆", router: "■" };
 
 class Chart {
   // spec: {title, unit, note?, wide?, keys?, group, logY?, logX?, xLabel, formatX, formatY, range?, curves, marks}

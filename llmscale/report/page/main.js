@@ -56,6 +56,7 @@ function drawAll() {
   charts.forEach((chart) => chart.draw(chart.spec.group ? zoom : null));
   queueMicrotask(() => (isZooming = false));
   section("Beside Chinchilla's law", lawTable(data.runs));
+  section("Load of experts", expertLoads(data.runs, view.one, view.choose));
   section("What happened", timeline(data.runs));
   section("Text over time", samples(data.runs, view.one, view.choose));
   section("Differences between the runs", differences(data));

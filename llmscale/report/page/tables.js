@@ -102,16 +102,38 @@ function timeline(runs) {
 function samples(runs, chosen, choose) {
   const able = runs.filter((run) => run.samples.length);
   if (!able.length) return null;
-  const run = able.find((one) => one.index === chosen) || able[0];
+  const [run, chooser] = chosenRun(able, chosen, choose);
   const rows = run.samples.map(({ step, prompt, text }) => {
     const begins = prompt && text.startsWith(prompt);
     return [format(step), element("pre", null, begins ? element("b", null, prompt) : "", begins ? text.slice(prompt.length) : text)];
   });
   const made = table([{ label: "step", kind: "number" }, { label: "text" }], rows);
   made.classList.add("tall");
+  return [chooser, made].filter(Boolean);
+}
+
+// The run of a table of one: [run, what chooses it]. Nothing chooses where only one is able.
+function chosenRun(able, chosen, choose) {
+  const run = able.find((one) => one.index === chosen) || able[0];
   const options = able.map((one) => element("option", { value: one.index, selected: one === run }, one.name));
-  const chooser = element("select", { "aria-label": "run", on: { change: (event) => choose(Number(event.target.value)) } }, options);
-  return [able.length > 1 ? element("p", { class: "chooser" }, "of ", chooser) : null, made].filter(Boolean);
+  const select = element("select", { "aria-label": "run", on: { change: (event) => choose(Number(event.target.value)) } }, options);
+  return [run, able.length > 1 ? element("p", { class: "chooser" }, "of ", select) : null];
+}
+
+// A row per block and a cell per expert: fuller with more tokens, alarming without any.
+function expertLoads(runs, chosen, choose) {
+  const able = runs.filter((run) => run.expert_load.loads?.[0]?.length);
+  if (!able.length) return null;
+  const [run, chooser] = chosenRun(able, chosen, choose), { step, blocks, loads } = run.expert_load;
+  const cell = (load, expert) =>
+    element("i", { title: `expert ${expert}: ${format(load)}`, style: `background: ${load ? `color-mix(in srgb, var(--accent) ${Math.min(100, load * 50)}%, var(--card))` : "var(--alarm)"}` });
+  const rows = loads.map((row, i) =>
+    [blocks[i], element("div", { class: "strip" }, row.map(cell)), format(Math.min(...row)), format(Math.max(...row))]);
+  const columns = [{ label: "block", kind: "number" }, { label: `experts 0 to ${loads[0].length - 1}` }, { label: "least", kind: "number" }, { label: "most", kind: "number" }];
+  const made = table(columns, rows);
+  if (rows.length > 16) made.classList.add("tall");
+  const words = `Tokens of each expert at step ${format(step)}, 1 for the mean of its block. Full colour: 2 or more.`;
+  return [chooser, made, element("p", { class: "chooser" }, words)].filter(Boolean);
 }
 
 function differences(data) {

@@ -18,9 +18,11 @@ def randomise(model: nn.Module) -> None:
     """Every weight random, biases and norms too, and large enough that attention is not uniform."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.2 * noise if parameter.dim() == 1 else 0.1 * noise)
+        for name, values in model.state_dict().items():
+            noise = torch.randn(values.shape, generator=generator)
+            # Routers' biases are small beside the scores.
+            about = 0.0 if "router.bias" in name or "correction_bias" in name else 1.0
+            values.copy_(about + 0.2 * noise if values.dim() == 1 else 0.1 * noise)
 
 
 def to_ours(shape: GPTShape, theirs: dict[str, Tensor], family: Family) -> dict[str, Tensor]:
@@ -31,7 +33,8 @@ def to_ours(shape: GPTShape, theirs: dict[str, Tensor], family: Family) -> dict[
             value = theirs[tensor.name]
             assert tuple(value.shape) == tensor.shape, tensor.name
             value = value.t() if tensor.transposed else value[tensor.skipped_rows :]
-            ours[tensor.parameter][tensor.first_row : tensor.first_row + len(value)] = value
+            rows = ours[tensor.parameter].view(-1, *value.shape[1:])
+            rows[tensor.first_row : tensor.first_row + len(value)] = value
     return ours
 
 
@@ -50,7 +53,8 @@ def differences(ours: GPT, theirs: nn.Module, family: Family) -> tuple[float, fl
         logits = model(tokens) if model is ours else model(tokens).logits
         loss_of(logits, tokens).backward()
         found.append(logits.detach())
-    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters() if parameter.grad is not None}
+    gradients = {name: torch.zeros_like(value) for name, value in theirs.state_dict().items()}
+    gradients |= {name: parameter.grad for name, parameter in theirs.named_parameters() if parameter.grad is not None}
     expected = to_ours(ours.shape, gradients, family)
     largest = max(gradient.abs().max().item() for gradient in expected.values())
     apart = [(parameter.grad - expected[name]).abs().max().item() for name, parameter in ours.named_parameters()]

@@ -16,8 +16,9 @@ LLAMA = {
     **{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8},
     **{"vocab_size": 100, "intermediate_size": 176},
 }
+MOE = {"model_type": "qwen3_moe", "moe_intermediate_size": 32}
 QWEN2 = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 8}
-NOISE = [None, -1, 0, 1, 3, 0.5, 1e400, math.nan, -math.inf, 1e-320, 10**30, -(10**30), True, False, "", "x" * 10**5]
+NOISE = [None, -1, 0, 1, 3, 0.5, 1e400, math.nan, -math.inf, 1e-320, 10**400, -(10**30), True, False, "", "x" * 10**5]
 NOISE += ["none", "\x1b[2J", [], [[]], ["full_attention"], {}, {"factor": {}}, {"rope_type": []}, {"a": {"b": 1}}]
 
 
@@ -92,9 +93,18 @@ def test_any_value_of_any_entry_gives_a_shape_or_one_line(model_type: str) -> No
         ({"quantization_config": {"bits": 4}}, "the weights are quantised"),
         ({"model_type": "gemma"}, "no model of type 'gemma'. The nearest is llama, which has no scaled embeddings"),
         ({"model_type": "phi"}, "no model of type 'phi'. The nearest is llama, which has no attention and MLP side"),
-        ({"model_type": "mixtral"}, "no model of type 'mixtral'. The nearest is mistral, which has no experts."),
+        ({"model_type": "deepseek_v3"}, "'deepseek_v3'. The nearest is dots1, which has no latent attention (MLA)"),
+        ({"model_type": "gpt_oss"}, "'gpt_oss'. The nearest is mixtral, which has no attention sinks, "),
+        ({"model_type": "mixtral", "num_local_experts": 10**6}, "num_local_experts is 1000000, more than the 4,096 of"),
+        ({"model_type": "mixtral", "num_hidden_layers": 64, "num_local_experts": 1025}, "1025, more than the 1,024 of"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "experts_per_token 9 is more than there are experts"),
+        ({**MOE, "mlp_only_layers": [0, 1]}, "mlp_only_layers and decoder_sparse_step leave no block with experts"),
+        ({**MOE, "num_hidden_layers": 5, "mlp_only_layers": [1]}, "to the blocks 0, 2, 3, 4 of 5; llmscale has blocks"),
+        ({**MOE, "mlp_only_layers": [-1]}, "mlp_only_layers is [-1], not a list of integers from 0"),
+        ({**MOE, "model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv is 8.0; llmscale's model has None alone"),
+        ({**MOE, "model_type": "dots1", "n_group": 8}, "n_group is 8; llmscale's model has 1 alone"),
         ({"model_type": "qwen"}, "no model of type 'qwen'. Did you mean 'qwen2'?"),
-        ({"model_type": "bert"}, "Supported: gpt2, opt, llama, mistral, qwen2, qwen3, olmo2."),
+        ({"model_type": "bert"}, "Supported: gpt2, opt, llama, mistral, qwen2, qwen3, olmo2, mixtral, qwen3_moe, "),
         ({"model_type": None}, "model_type is missing"),
     ],
 )

@@ -20,6 +20,10 @@ transformers = import_transformers()
 LLAMA = {"norm": "rmsnorm", "bias": False, "positions": "rotary", "activation": "silu", "gated_mlp": True}
 QWEN2, QWEN3 = {**LLAMA, "attention_bias": "qkv"}, {**LLAMA, "qk_norm": "head"}
 OLMO2 = {**LLAMA, "qk_norm": "width", "norm_placement": "post"}
+EXPERTS = {**LLAMA, "num_experts": 4}
+MANY = {**EXPERTS, "qk_norm": "head", "num_experts": 8, "experts_per_token": 3, "expert_width": 16, "n_kv_head": 2}
+DOTS = {**MANY, "router_score": "sigmoid", "router_bias": True, "shared_expert_width": 32}
+FLEX = {**EXPERTS, **OLMO2}
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 24, "vocab_size": 61, "seq_len": 40}
 
 #: Family -> five shapes: what differs from SIZES.
@@ -72,6 +76,41 @@ SHAPES: dict[str, list[dict]] = {
         {**OLMO2, "n_head": 3, "n_embd": 18, "n_kv_head": 1, "attention_bias": "all"},
         {**OLMO2, "head_dim": 10, "rope_scaling": "linear:2.5", "activation": "gelu"},
         {**OLMO2, "n_head": 6, "n_kv_head": 3, "n_layer": 3, "mlp_width": 5, "vocab_size": 128},
+    ],
+    "mixtral": [
+        {**EXPERTS, "n_kv_head": 2, "mlp_width": 37, "tied": False},
+        {**EXPERTS, "experts_per_token": 1, "head_dim": 10, "sliding_window": 9},
+        {**EXPERTS, "experts_per_token": 4, "rope_theta": 1e6, "norm_eps": 1e-6},
+        {**EXPERTS, "num_experts": 1, "experts_per_token": 1, "activation": "gelu", "rope_scaling": "linear:2"},
+        {**EXPERTS, "num_experts": 9, "n_head": 3, "n_embd": 18, "expert_width": 7, "rope_scaling": "yarn:4,10"},
+    ],
+    "qwen3_moe": [
+        {**MANY, "head_dim": 16, "mlp_width": 37},
+        {**MANY, "n_layer": 3, "dense_layers": 1, "tied": False, "normalize_router": False, "attention_bias": "all"},
+        {**MANY, "n_layer": 5, "expert_interval": 2, "sliding_window": 11},
+        {**MANY, "n_layer": 6, "dense_layers": 1, "expert_interval": 3, "rope_scaling": "llama3:8,1,4,16"},
+        {**MANY, "n_layer": 3, "expert_interval": 2, "head_dim": 2, "activation": "gelu_tanh", "norm_eps": 1e-3},
+    ],
+    "olmoe": [
+        {**EXPERTS, "qk_norm": "width", "normalize_router": False, "tied": False},
+        {**EXPERTS, "qk_norm": "width", "n_kv_head": 2, "num_experts": 8, "experts_per_token": 8},
+        {**EXPERTS, "qk_norm": "width", "attention_bias": "all", "mlp_width": 37, "normalize_router": False},
+        {**EXPERTS, "qk_norm": "width", "n_head": 3, "n_embd": 18, "rope_scaling": "linear:2.5"},
+        {**EXPERTS, "qk_norm": "width", "n_layer": 3, "rope_theta": 5e5, "activation": "relu", "seq_len": 9},
+    ],
+    "flex_olmo": [
+        {**FLEX, "normalize_router": False, "tied": False, "norm_eps": 1e-6},
+        {**FLEX, "n_kv_head": 2, "num_experts": 7, "experts_per_token": 5},
+        {**FLEX, "attention_bias": "all", "mlp_width": 37},
+        {**FLEX, "n_head": 3, "n_embd": 18, "head_dim": 10, "rope_theta": 5e5},
+        {**FLEX, "n_layer": 3, "activation": "gelu", "seq_len": 130},
+    ],
+    "dots1": [
+        {**DOTS, "dense_layers": 1, "router_scale": 2.5, "tied": False},
+        {**DOTS, "shared_expert_width": 16, "normalize_router": False, "attention_bias": "all"},
+        {**DOTS, "router_bias": False, "n_layer": 4, "dense_layers": 3, "mlp_width": 37},
+        {**DOTS, "sliding_window": 9, "window_pattern": "GL", "head_dim": 10, "rope_theta": 1e7},
+        {**DOTS, "expert_width": 5, "shared_expert_width": 15, "n_kv_head": 4, "rope_scaling": "yarn:4,10"},
     ],
 }
 CASES = [

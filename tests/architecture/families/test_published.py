@@ -78,6 +78,46 @@ OLMO2_7B = {
     **{"num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": None},
     **{"rope_theta": 500000, "tie_word_embeddings": False, "torch_dtype": "float32", "vocab_size": 100352},
 }
+MIXTRAL_8X7B = {
+    **{"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2},
+    **{"hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336},
+    **{"max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2},
+    **{"num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False},
+    **{"rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None},
+    **{"tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 32000},
+}
+QWEN3_30B_A3B = {
+    **{"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0},
+    **{"decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048},
+    **{"intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": []},
+    **{"model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4},
+    **{"rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001},
+    **{"sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936},
+}
+OLMOE_1B_7B = {
+    **{"architectures": ["OlmoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "clip_qkv": None},
+    **{"eos_token_id": 50279, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 1024},
+    **{"max_position_embeddings": 4096, "model_type": "olmoe", "norm_topk_prob": False, "num_attention_heads": 16},
+    **{"num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 16, "num_key_value_heads": 16},
+    **{"pad_token_id": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0},
+    **{"router_aux_loss_coef": 0.01, "tie_word_embeddings": False, "vocab_size": 50304},
+}
+FLEX_OLMO = {
+    **OLMO2_7B,
+    **{"architectures": ["FlexOlmoForCausalLM"], "model_type": "flex_olmo", "norm_topk_prob": False},
+    **{"num_experts": 7, "num_experts_per_tok": 5},
+}
+DOTS_LLM1 = {
+    **{"architectures": ["Dots1ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0},
+    **{"first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 10944},
+    **{"max_position_embeddings": 32768, "max_window_layers": 62, "model_type": "dots1"},
+    **{"moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_routed_experts": 128, "n_shared_experts": 2},
+    **{"norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 6, "num_hidden_layers": 62},
+    **{"num_key_value_heads": 32, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000000},
+    **{"routed_scaling_factor": 2.5, "scoring_func": "noaux_tc", "sliding_window": None, "tie_word_embeddings": False},
+    **{"vocab_size": 152064, "n_group": 1, "topk_group": 1},
+}
 OPT_125M = {
     **{"_remove_final_layer_norm": False, "activation_dropout": 0.0, "activation_function": "relu"},
     **{"architectures": ["OPTForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 2, "eos_token_id": 2},
@@ -117,6 +157,17 @@ PUBLISHED: dict[str, tuple[dict, int, dict]] = {
     "SmolLM2 135M": (SMOLLM2_135M, 134_515_008, {"n_kv_head": 3, "rope_theta": 100_000.0, "tied": True}),
     "TinyLlama": (TINYLLAMA, 1_100_048_384, {"n_kv_head": 4, "mlp_width": 5632, "rope_theta": 10_000.0}),
     "OLMo 2 7B": (OLMO2_7B, 7_298_617_344, {"qk_norm": "width", "norm_placement": "post", "bias": False}),
+    "Mixtral 8x7B": (MIXTRAL_8X7B, 46_702_792_704, {"num_experts": 8, "experts_per_token": 2, "expert_width": 14336}),
+    "Qwen 3 30B A3B": (
+        *(QWEN3_30B_A3B, 30_532_122_624),
+        {"num_experts": 128, "expert_width": 768, "head_dim": 128, "normalize_router": True},
+    ),
+    "OLMoE 1B 7B": (OLMOE_1B_7B, 6_919_161_856, {"num_experts": 64, "normalize_router": False, "qk_norm": "width"}),
+    "FlexOlmo": (FLEX_OLMO, 33_270_665_216, {"num_experts": 7, "norm_placement": "post"}),
+    "dots.llm1": (
+        *(DOTS_LLM1, 142_774_381_696),
+        {"shared_expert_width": 2816, "dense_layers": 1, "router_scale": 2.5, "router_bias": True},
+    ),
     "OPT 125M": (OPT_125M, 125_239_296, {"activation": "relu", "positions": "learned", "bias": True}),
     "GPT-2": (GPT2, 124_439_808, {"activation": "gelu_tanh", "mlp_width": 3072, "tied": True}),
 }
@@ -135,9 +186,10 @@ def unpadded_parameters(shape: GPTShape) -> int:
 def test_shape_and_number_of_parameters(name: str) -> None:
     config, parameters, fields = PUBLISHED[name]
     shape = read(config)
-    # OPT's first two positions, which no token uses, count there.
-    unused = 2 * shape.n_embd if config["model_type"] == "opt" else 0
-    assert unpadded_parameters(shape) + unused == parameters
+    # OPT's first two positions, which no token uses, count there; and routers' biases, which are buffers here.
+    others = 2 * shape.n_embd if config["model_type"] == "opt" else 0
+    others += shape.num_experts * (shape.n_layer - shape.dense_layers) if shape.router_bias else 0
+    assert unpadded_parameters(shape) + others == parameters
     assert {key: getattr(shape, key) for key in fields} == fields
 
 
@@ -167,6 +219,7 @@ def test_what_is_written_reads_as_the_same_shape(name: str) -> None:
     [
         *[("llama3-1b", "Llama 3.2 1B"), ("llama3-8b", "Llama 3.1 8B"), ("qwen3-0.6b", "Qwen 3 0.6B")],
         *[("qwen3-8b", "Qwen 3 8B"), ("smollm2-135m", "SmolLM2 135M"), ("gpt2-124m", "GPT-2")],
+        *[("mixtral-8x7b", "Mixtral 8x7B"), ("qwen3-30b-a3b", "Qwen 3 30B A3B"), ("olmoe-1b-7b", "OLMoE 1B 7B")],
     ],
 )
 def test_presets_are_the_published_models_but_for_the_context(preset: str, name: str) -> None:

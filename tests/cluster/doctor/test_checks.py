@@ -198,7 +198,7 @@ FAULTS_WITHOUT_GPUS: dict[str, tuple[Callable[[Pair], Pair], str, str, str]] = {
         "on node-1: Data folder /data/set does not exist.",
         "rsync -a",
     ),
-    "another data set": (change_data(fingerprint="9" * 64), "data", "999999999999 on node-1", "rsync -a --delete"),
+    "another dataset": (change_data(fingerprint="9" * 64), "data", "999999999999 on node-1", "rsync -a --delete"),
     "run folder not writable": (
         change_run(folder=FolderFacts("/shared/run", "/shared", False, 2000 * GIB, 0, 0)),
         "run folder",

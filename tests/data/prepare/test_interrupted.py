@@ -32,7 +32,7 @@ from llmscale.data.prepare import split_writer, tokenise
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
-source, out, workers, compression, shuffle = sys.argv[1:]
+source, out, workers, compression, shuffle, packing = sys.argv[1:]
 tokenise.CHECKPOINT_INTERVAL_S = 0.02
 tokenise.BATCH_CHARACTERS = 50_000
 split_writer._BUFFER_TOKENS = 10_000
@@ -49,7 +49,12 @@ def write_slowly(self, number, parts):
     return write_shard(self, number, parts)
 split_writer.ShardFiles._write_shard = write_slowly
 options = PrepareOptions(
-    seq_len=64, val_fraction=0.02, shard_bytes=262_144, compression=compression, shuffle=shuffle == "shuffle"
+    seq_len=64,
+    val_fraction=0.02,
+    shard_bytes=262_144,
+    compression=compression,
+    shuffle=shuffle == "shuffle",
+    packing=packing,
 )
 print("ready", flush=True)
 prepare(open_source(source), Path(out), load_tokenizer("bytes"), options, num_workers=int(workers), max_rejected=99)
@@ -77,19 +82,24 @@ def _write_corpus(folder: Path, num_documents: int) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("compression", "shuffle", "num_kills"),
-    [("", "shuffle", 2), pytest.param("zstd", "in order", 8, marks=pytest.mark.slow)],
-    ids=["plain", "zstd"],
+    ("compression", "shuffle", "packing", "num_kills"),
+    [
+        ("", "shuffle", "stream", 1),
+        ("", "shuffle", "best-fit", 2),
+        pytest.param("zstd", "in order", "stream", 8, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "best-fit", "zstd"],
 )
 def test_it_goes_on_and_ends_as_if_nothing_had_happened(
-    compression: str, shuffle: str, num_kills: int, tmp_path: Path
+    compression: str, shuffle: str, packing: str, num_kills: int, tmp_path: Path
 ) -> None:
     corpus = _write_corpus(tmp_path / "in", 1500)
     (tmp_path / "run.py").write_text(PREPARE)
     whole, out = tmp_path / "undisturbed" / "set", tmp_path / "killed" / "set"
 
     def command(folder: Path, workers: int) -> list[str]:
-        return [sys.executable, str(tmp_path / "run.py"), str(corpus), str(folder), str(workers), compression, shuffle]
+        settings = (str(workers), compression, shuffle, packing)
+        return [sys.executable, str(tmp_path / "run.py"), str(corpus), str(folder), *settings]
 
     begin_s = time.monotonic()
     warm_start.run(command(whole, 2), check=True)
@@ -120,7 +130,7 @@ def test_a_killed_prepare_leaves_nothing_that_looks_whole_and_other_input_begins
     corpus = _write_corpus(tmp_path / "in", 3000)
     (tmp_path / "run.py").write_text(PREPARE)
     out = tmp_path / "sets" / "set"
-    command = [sys.executable, str(tmp_path / "run.py"), str(corpus), str(out), "2", "", "shuffle"]
+    command = [sys.executable, str(tmp_path / "run.py"), str(corpus), str(out), "2", "", "shuffle", "stream"]
     process = warm_start.Process(command)
     _wait_for_state(process, out)
     process.send_signal(signal.SIGSTOP)

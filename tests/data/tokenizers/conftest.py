@@ -38,7 +38,7 @@ def trained_json(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainer = trainers.BpeTrainer(
         vocab_size=600, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
     )
-    fast.train([str(docs / "data.md")], trainer)
+    fast.train([str(docs / "data_reference.md")], trainer)
     fast.add_special_tokens(list(SPECIAL))
     fast.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<tool_call>", "<b>", "<|fim|>")])
     path = tmp_path_factory.mktemp("trained") / "tokenizer.json"

@@ -258,7 +258,7 @@ NORM_STATISTICS = 16 * B * T
 
 def saved_per_block(shape: GPTShape, precision: Precision = "bf16", **options) -> int:
     options = {"micro_batch_size": B, "checkpointing": "none", **options}
-    return estimate_activations(shape, precision=precision, **options).saved_per_block_bytes
+    return estimate_activations(shape, precision=precision, **options).blocks[0].saved_bytes
 
 
 def test_a_block_that_recomputes_attention_holds_what_korthikanti_count() -> None:
@@ -292,10 +292,10 @@ def test_checkpointing_keeps_16_11_or_1_elements_a_channel() -> None:
 def test_autocast_keeps_weights_in_16_bit_and_to_the_end_of_the_forward_pass_in_every_mode() -> None:
     none, full = (Case(LONG, 2, "autocast", mode).estimate() for mode in ("none", "full"))
     matrices = 2 * 12 * 384**2
-    assert none.saved_casts_per_block_bytes == matrices  # without biases
-    assert full.saved_casts_per_block_bytes == 0
-    assert none.forward_casts_per_block_bytes == full.forward_casts_per_block_bytes > matrices
-    assert Case(LONG, 2, "bf16", "none").estimate().forward_casts_per_block_bytes == 0
+    assert none.blocks[0].saved_casts_bytes == matrices  # without biases
+    assert full.blocks[0].saved_casts_bytes == 0
+    assert none.blocks[0].forward_casts_bytes == full.blocks[0].forward_casts_bytes > matrices
+    assert Case(LONG, 2, "bf16", "none").estimate().blocks[0].forward_casts_bytes == 0
 
 
 @pytest.mark.parametrize("n_layer", [1, 2, 3, 12])
@@ -312,7 +312,7 @@ def test_cpu_checkpointing_leaves_two_inputs_on_the_gpu(n_layer: int) -> None:
     assert on_host.host_bytes == (n_layer - 1) * block_input
     saved = on_host.before_block_bytes(n_layer) - on_host.saved_embedding_bytes
     assert saved == min(n_layer, 2) * block_input + n_layer * 512
-    assert on_host.block_backward == on_gpu.block_backward
+    assert on_host.blocks[0].backward == on_gpu.blocks[0].backward
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -320,9 +320,9 @@ def test_cpu_checkpointing_leaves_two_inputs_on_the_gpu(n_layer: int) -> None:
 def test_a_block_hands_over_all_its_gradients(mode: CheckpointingMode, precision: Precision) -> None:
     case = Case(LONG, 2, precision, mode)
     estimate = case.estimate()
-    moments = estimate.block_backward
-    assert estimate.block_handovers[-1].gradient_parameters == case.shape.block_parameters
-    for found in (moments, estimate.block_handovers):
+    moments = estimate.blocks[0].backward
+    assert estimate.blocks[0].handovers[-1].gradient_parameters == case.shape.block_parameters
+    for found in (moments, estimate.blocks[0].handovers):
         done = [moment.gradient_parameters for moment in found]
         assert done == sorted(done)
     # One handover of each layer's gradients, four matrices and two norms; autocast's biases come later than weights.

@@ -221,6 +221,7 @@ def test_categories_of_resident_memory(results: list[dict]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 def test_closed_form_over_the_whole_grid() -> None:
     cells = all_cells()
     wrong = []

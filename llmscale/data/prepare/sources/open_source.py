@@ -1,4 +1,4 @@
-"""Open `--input`: files, folders, patterns, stores, Hugging Face data sets, Python's standard library, or several of
+"""Open `--input`: files, folders, patterns, stores, Hugging Face datasets, Python's standard library, or several of
 these."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check_data_sets(specs: Iterable[str]) -> None:
 
 
 class HuggingFaceSource(Source):
-    """One split of a data set on the Hub or in a local folder, streamed. Places are (number of records read,)."""
+    """One split of a dataset on the Hub or in a local folder, streamed. Places are (number of records read,)."""
 
     def __init__(self, name: str, split: str, options: ReadOptions) -> None:
         self.name = name
@@ -102,7 +102,7 @@ class HuggingFaceSource(Source):
         # Its own retries print a page each.
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         dataset, _, config = self.name.removeprefix(HF_PREFIX).partition(":")
-        # Older versions of `datasets` could run a script of the data set.
+        # Older versions of `datasets` could run a script of the dataset.
         records = load_dataset(dataset, config or None, split=self._split, streaming=True, trust_remote_code=False)
         return iter(records.skip(done) if done else records)
 

@@ -73,7 +73,7 @@ class ReadOptions:
     """Options for turning records into documents."""
 
     text_field: str = "text"
-    """Field that holds the text, in JSON lines, Parquet, MDS and Hugging Face data sets."""
+    """Field that holds the text, in JSON lines, Parquet, MDS and Hugging Face datasets."""
     skip_undecodable: bool = False
     """Skip and count text files that are not UTF-8."""
     passed_over: Counter[str] = field(default_factory=Counter)

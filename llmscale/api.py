@@ -1,0 +1,128 @@
+"""Functions for notebooks and scripts: load a run, estimate, open a dataset, read metrics. docs/api.md describes them.
+
+This module stays compatible between versions; all others may change. Every function raises subclasses of LlmscaleError,
+whose text is for the user. Torch is imported only when weights are loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmscale.checkpoint.remote_run import fetch_run
+from llmscale.cli import estimate_answers
+from llmscale.cli.estimate_tables import ranking_as_dict, search_as_dict
+from llmscale.cli.flags import flag_words
+from llmscale.cli.main import build_parser
+from llmscale.config.run_urls import check_other_run, url_of
+from llmscale.data.shards.cache import fetch_tokenizer, open_set
+from llmscale.data.shards.manifest import Manifest
+from llmscale.data.shards.token_shards import TokenShards
+from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
+from llmscale.data.tokenizers.tokenizer import Tokenizer
+from llmscale.dry_run.on_demand import with_recordings
+from llmscale.errors import ConfigError, LlmscaleError
+from llmscale.evaluate.model_source import ModelSource, find_model, open_model
+from llmscale.files.buffered_log import warn_on_stderr
+from llmscale.planning.recommend import rank_configs
+from llmscale.report.history import load_history
+
+__all__ = ["Dataset", "LlmscaleError", "estimate", "load_run", "open_dataset", "read_metrics"]
+#: Flags of `llmscale estimate` that change its answer into another one.
+_OTHER_ANSWERS = frozenset(
+    ("hf", "ds", "emit", "force", "plot", "json", "wide", "dry_run", "max_model", "max_seq_len", "nvme_path")
+)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One split of a prepared dataset. `dataset[i]` are the tokens of sample i, [seq_len + 1]."""
+
+    name: str
+    split: str
+    manifest: Manifest
+    """Description of the whole dataset: vocab_size, seq_len, splits, tokenizer, source."""
+    tokenizer: Tokenizer
+    """Tokenizer with `encode` and `decode`."""
+    shards: TokenShards
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def __getitem__(self, sample_id: int) -> NDArray[np.unsignedinteger]:
+        """Return the tokens of a sample, uint16 or uint32 [seq_len + 1]. Raises IndexError, DataError."""
+        if not -len(self) <= sample_id < len(self):
+            raise IndexError(f"{self.name} has {len(self):,} samples in {self.split}, and no sample {sample_id:,}")
+        return self.shards.read(np.array([sample_id % len(self)], np.int64))[0]
+
+    def text(self, sample_id: int) -> str:
+        """Return the text of a sample."""
+        return self.tokenizer.decode(self[sample_id].tolist())
+
+
+def load_run(run: str | Path, step: int | None = None) -> ModelSource:
+    """Open a run's newest checkpoint, or that of `step`; or a folder of transformers.
+
+    `.load_model()` of the result gives the model, in fp32 and eval mode; `.tokenizer`, `.shape`, `.step` and `.folder`
+    need no torch. All bytes of the checkpoint are verified. Raises CheckpointError, ConfigError, DataError.
+    """
+    return open_model(find_model(_folder_of(run), warn_on_stderr, step))
+
+
+def estimate(model: str, *, gpu: str, num_gpus: int = 1, num_nodes: int = 1, **keys: object) -> dict[str, Any]:
+    """Return what `llmscale estimate --json` prints: memory and speed of every configuration, and the one to take.
+
+    `keys` are further flags of that command by their names: seq_len, precision, global_batch_size, host_memory_gib,
+    interconnect. Raises ConfigError.
+    """
+    if refused := _OTHER_ANSWERS & keys.keys():
+        raise ConfigError(f"estimate() does not take {min(refused)}. Use `llmscale estimate` for it.")
+    words = ["estimate", "--json"]
+    given = {"model": model, "gpu": gpu, "num_gpus": num_gpus, "num_nodes": num_nodes, **keys}
+    for key, value in given.items():
+        words += flag_words(key, value)
+    request = estimate_answers.read_request(build_parser(words).parse_args(words))
+    ranking = with_recordings(lambda: rank_configs(request.search), request.describe_model())
+    return search_as_dict(request.search) | ranking_as_dict(ranking, None)
+
+
+def open_dataset(data: str | Path, split: str = "train", cache: Path | None = None) -> Dataset:
+    """Open a dataset made by `llmscale data prepare`, a folder or a URL. Raises DataError.
+
+    Shards of a URL are fetched into `cache` when they are read.
+    """
+    location = open_set(str(data), cache)
+    fetch_tokenizer(location)
+    tokenizer = load_set_tokenizer(location.folder, location.manifest)
+    return Dataset(location.name, split, location.manifest, tokenizer, TokenShards(location, split))
+
+
+def read_metrics(run: str | Path, kind: str = "train") -> dict[str, NDArray[np.float64]]:
+    """Return a run's metrics as columns by name, ascending by `step`; NaN where nothing was measured.
+
+    `kind`: train (loss, lr, grad_norm, tokens_seen, tokens_per_second, mfu, ...) or validation (loss). Steps that a
+    restart discarded are left out. `pandas.DataFrame` takes the result. Raises ConfigError.
+    """
+    history = load_history(_folder_of(run))
+    if kind == "validation":
+        losses = history.validation
+        return {"step": np.array([*losses], np.float64), "loss": np.array([*losses.values()], np.float64)}
+    if kind != "train":
+        raise ConfigError(f"kind = {kind!r}: must be train or validation.")
+    columns = {"step": history.steps.steps, **history.steps.values}
+    return {name: np.array(column, np.float64) for name, column in columns.items()}
+
+
+def _folder_of(run: str | Path) -> Path:
+    """Return the folder of a run, after fetching the copy of a URL. Raises ConfigError."""
+    try:
+        folder = check_other_run(run)
+    except ValueError as error:
+        raise ConfigError(f"run = {str(run)[:200]!r}: {error}.") from None
+    if url_of(folder):
+        fetch_run(folder)
+    return folder

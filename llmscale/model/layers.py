@@ -1,0 +1,145 @@
+"""Layers of the GPT's blocks, each with the weights it begins with.
+
+Initial weights are the same numbers for a seed at every ZeRO stage, precision and device. `deepspeed.zero.Init` shards
+a module's parameters as soon as the module's constructor returns, and makes new tensors in the training precision. Each
+constructor therefore draws its weights itself, in fp32 on the CPU, and rounds them to the parameter's type.
+"""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from llmscale.architecture.shape import Activation, GPTShape
+
+#: Standard deviation of every weight matrix and embedding (Radford et al. 2019, and OpenAI's code).
+INIT_STD = 0.02
+
+#: Numbers drawn from one seed. A core draws 10^8 a second, 29 minutes for GPT-3 175B, so large tensors are drawn in
+#: chunks on all threads. Chunks also limit the extra fp32 memory to 64 MiB a thread.
+CHUNK_ELEMENTS = 2**24
+
+
+def residual_std(n_layer: int) -> float:
+    """Return the standard deviation of the projections that end in the residual stream.
+
+    Each of the n_layer blocks adds two of them, so the factor 1/sqrt(2 n_layer) keeps the variance of their sum that of
+    one (Radford et al. 2019, section 2.3).
+    """
+    return INIT_STD / math.sqrt(2 * n_layer)
+
+
+def fill_normal_(parameter: Tensor, std: float, generator: torch.Generator, *, part: int = 0, parts: int = 1) -> None:
+    """Overwrite `parameter` with numbers from N(0, std^2), the same for every number of threads.
+
+    `generator` draws the seed of each chunk; stacked matrices are drawn one by one. The parameter may be one of several
+    equal parts of a stack. Parameters without storage (meta device, fake tensors) are skipped.
+    """
+    if parameter.is_meta or isinstance(parameter, FakeTensor):
+        return
+    matrices = parameter.detach() if parameter.dim() > 2 else parameter.detach()[None]
+    chunks = [chunk for matrix in matrices for chunk in matrix.view(-1).split(CHUNK_ELEMENTS)]
+    seeds = [int(torch.randint(2**63 - 1, (1,), generator=generator)) for _ in range(parts * len(chunks))]
+    seeds = seeds[part * len(chunks) : (part + 1) * len(chunks)]
+    fill = partial(_fill_chunk, std)
+    if len(chunks) == 1:
+        fill(chunks[0], seeds[0])
+        return
+    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
+        list(pool.map(fill, chunks, seeds))
+
+
+def _fill_chunk(std: float, chunk: Tensor, seed: int) -> None:
+    # Not empty().normal_(): zero.Init replaces torch.empty by one that ignores the requested dtype, and a draw in bf16
+    # is another sequence than one in fp32.
+    generator = torch.Generator().manual_seed(seed)
+    size = (chunk.numel(),)
+    chunk.copy_(torch.normal(0.0, std, size, generator=generator, dtype=torch.float32, device="cpu"))
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` with weights from N(0, std^2) and a bias of zeros."""
+
+    def __init__(
+        self, inputs: int, outputs: int, generator: torch.Generator, *, bias: bool, std: float = INIT_STD
+    ) -> None:
+        super().__init__(inputs, outputs, bias)
+        fill_normal_(self.weight, std, generator)
+        if bias:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute [..., inputs] -> [..., outputs] as a two-dimensional product.
+
+        ZeRO-3's replacement of `F.linear` then adds the bias within the product, as PyTorch does. In three dimensions
+        it adds the bias in place in a second pass: slower, rounded twice, and a silent change to the result that
+        selective activation checkpointing has saved.
+        """
+        return F.linear(input.flatten(0, -2), self.weight, self.bias).unflatten(0, input.shape[:-1])
+
+    def reset_parameters(self) -> None:
+        """Skip `nn.Linear`'s own draw, which would advance the global generator."""
+
+
+class Embedding(nn.Embedding):
+    """`nn.Embedding` with rows from N(0, 0.02^2)."""
+
+    def __init__(self, rows: int, width: int, generator: torch.Generator) -> None:
+        super().__init__(rows, width)
+        fill_normal_(self.weight, INIT_STD, generator)
+
+    def reset_parameters(self) -> None:
+        """Skip `nn.Embedding`'s own draw, which would advance the global generator."""
+
+
+class RMSNorm(nn.RMSNorm):
+    """`nn.RMSNorm` in its weights' type: fp32 under autocast, as CUDA's autocast does and a CPU's does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension: [..., width] -> [..., width]."""
+        return F.rms_norm(x.to(self.weight.dtype), self.normalized_shape, self.weight, self.eps)
+
+
+def build_norm(shape: GPTShape) -> nn.Module:
+    """Build a norm as wide as the residual stream."""
+    if shape.norm == "rmsnorm":
+        return RMSNorm(shape.n_embd, shape.norm_eps)
+    return nn.LayerNorm(shape.n_embd, shape.norm_eps, bias=shape.bias)
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """Apply the MLP's non-linearity."""
+    if activation == "relu":
+        return F.relu(x)
+    if activation == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+class MLP(nn.Module):
+    """Up to mlp_width or another `hidden` width, non-linearity, down again."""
+
+    def __init__(self, shape: GPTShape, generator: torch.Generator, hidden: int = 0) -> None:
+        super().__init__()
+        self.activation, self.dropout, self.is_gated = shape.activation, shape.dropout, shape.gated_mlp
+        width, hidden, bias = shape.n_embd, hidden or shape.mlp_width, bool(shape.mlp_bias)
+        # One matrix product for gate and up, columns [gate | up].
+        self.up = Linear(width, 2 * hidden if self.is_gated else hidden, generator, bias=bias)
+        self.down = Linear(hidden, width, generator, bias=bias, std=residual_std(shape.n_layer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute [..., n_embd] -> [..., n_embd]."""
+        return F.dropout(self.down(self._hidden(x)), self.dropout, self.training)
+
+    def _hidden(self, x: Tensor) -> Tensor:
+        """Compute [..., hidden]; its temporaries are freed before the next product."""
+        if not self.is_gated:
+            return activate(self.up(x), self.activation)
+        gate, up = self.up(x).chunk(2, dim=-1)
+        return activate(gate, self.activation) * up
