@@ -186,7 +186,7 @@ def run_foundry(corpus: Path, ranks: Path, out: Path, workers: int) -> Callable[
     def work() -> None:
         dataset = load_dataset("json", data_files=str(corpus), split="train", streaming=True)
         writer = streaming_module("format.mds").MDSWriter(columns={"tokens": "ndarray:int32"}, out=str(out / "mds"))
-        # As build_dataloader does: one worker for a data set that is one file.
+        # As build_dataloader does: one worker for a dataset that is one file.
         for batch in DataLoader(ConcatTokens(dataset), batch_size=512, num_workers=1, prefetch_factor=2,
                                 collate_fn=list):  # fmt: skip
             for sample in batch:

@@ -45,6 +45,14 @@ from scripts.bench.harness import (
     whole_or_zero,
 )
 
+#: Flags of a run by kind of block; "experts" has DeepSeek V3's router.
+BLOCKS = {
+    "gpt2": (),
+    "experts": (
+        *("--num-experts", "4", "--expert-width", "40", "--router-score", "sigmoid", "--router-bias"),
+        *("--balance-loss", "1e-3"),
+    ),
+}
 DS_CONFIGS = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 GLOBAL_BATCH = 12
 LEGAL_WORLDS = (1, 2, 3, 4)
@@ -80,6 +88,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=whole_number, default=50)
     parser.add_argument("--seed", type=whole_or_zero, default=0)
+    parser.add_argument("--block", choices=[*BLOCKS], default="gpt2", help="kind of layers (default: gpt2)")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="relative difference of the last losses")
     parser.add_argument("--json", type=output_file, help="write the faults and the findings to this file")
     args = parser.parse_args()
@@ -89,10 +98,10 @@ def main() -> int:
         folder = Path(scratch)
         prepare_small_text(folder)
         total_steps = STEPS_PER_FAULT * args.faults
-        straight = run_to_end(folder, "straight", total_steps, "zero1", 1, 1)
+        straight = run_to_end(folder, "straight", args.block, total_steps, "zero1", 1, 1)
         faults = []
         for number in range(1, args.faults + 1):
-            fault = inject(folder, draw, number, total_steps)
+            fault = inject(folder, draw, number, args.block, total_steps)
             print(
                 f"{number:>3} {fault.ds_config:<14} x{fault.world_size}/{fault.split} {fault.victims:<7} "
                 f"{fault.moment:<10} died at step {fault.died_at_step!s:>5}, "
@@ -100,7 +109,7 @@ def main() -> int:
                 flush=True,
             )
             faults.append(fault)
-        broken = run_to_end(folder, "chaos", total_steps, *draw_setting(draw))
+        broken = run_to_end(folder, "chaos", args.block, total_steps, *draw_setting(draw))
         findings = compare(straight, broken, total_steps, args.tolerance)
     for line in findings.values():
         print(line)
@@ -120,13 +129,25 @@ def draw_setting(draw: random.Random) -> tuple[str, int, int]:
 
 
 def start(
-    folder: Path, run: str, total_steps: int, ds_config: str, world_size: int, split: int
+    folder: Path, run: str, block: str, total_steps: int, ds_config: str, world_size: int, split: int
 ) -> list[subprocess.Popen]:
     """Start the ranks of an attempt, with one log per rank."""
     port = free_port()
     command = [sys.executable, str(REPOSITORY / "llmscale" / "train.py")]
     command += ["--ds", str(REPOSITORY / "ds_configs" / f"{ds_config}.json"), "--data", str(folder / "set")]
-    command += ["--model", "tiny-1m", "--n-layer", "2", "--n-head", "2", "--n-embd", "32", "--precision", "fp32"]
+    command += [
+        "--model",
+        "tiny-1m",
+        "--n-layer",
+        "2",
+        "--n-head",
+        "2",
+        "--n-embd",
+        "32",
+        "--precision",
+        "fp32",
+        *BLOCKS[block],
+    ]
     command += ["--global-batch-size", str(GLOBAL_BATCH), "--steps", str(total_steps), "--lr", "1e-3"]
     command += ["--log-every", "1", "--save-every", str(SAVE_EVERY), "--val-every", "0", "--num-workers", "0"]
     command += ["--record-samples", "--run", str(folder / run), "--sequence-parallel-size", str(split)]
@@ -147,23 +168,25 @@ def start(
     return ranks
 
 
-def run_to_end(folder: Path, run: str, total_steps: int, ds_config: str, world_size: int, split: int) -> Path:
+def run_to_end(
+    folder: Path, run: str, block: str, total_steps: int, ds_config: str, world_size: int, split: int
+) -> Path:
     """Train to the last step. Exits with the log if the run fails."""
-    ranks = start(folder, run, total_steps, ds_config, world_size, split)
+    ranks = start(folder, run, block, total_steps, ds_config, world_size, split)
     codes = [rank.wait() for rank in ranks]
     if any(codes):
         raise SystemExit(f"{run} ended with {codes}:\n{(folder / 'rank-0.log').read_text()[-3000:]}")
     return folder / run
 
 
-def inject(folder: Path, draw: random.Random, number: int, total_steps: int) -> Fault:
+def inject(folder: Path, draw: random.Random, number: int, block: str, total_steps: int) -> Fault:
     """Start an attempt and kill it at a random moment; return the fault."""
     began = time.monotonic()
     ds_config, world_size, split = draw_setting(draw)
     moment = draw.choices(["start-up", "training", "saving"], weights=[1, 5, 4])[0]
     victims = draw.choice(["one", "all"])
     steps_before = len(read_losses(folder / "chaos"))
-    ranks = start(folder, "chaos", total_steps, ds_config, world_size, split)
+    ranks = start(folder, "chaos", block, total_steps, ds_config, world_size, split)
     chosen = ranks if victims == "all" else [draw.choice(ranks)]
     moment = wait_for(moment, folder, ranks, draw, steps_before)
     for rank in chosen:

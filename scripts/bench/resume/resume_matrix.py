@@ -58,6 +58,18 @@ if TYPE_CHECKING:
 CONFIGS = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 GLOBAL_BATCH = 8
 SAVE_AT = 10
+#: Keys of a run by kind of block; "llama" has the features of Llama, Qwen and Mistral, "experts" DeepSeek V3's router.
+BLOCKS: dict[str, dict[str, object]] = {
+    "gpt2": {},
+    "llama": {
+        **{"norm": "rmsnorm", "bias": False, "positions": "rotary", "activation": "silu", "gated_mlp": True},
+        **{"mlp_width": 75, "n_kv_head": 1, "qk_norm": "head", "tied": False, "sliding_window": 12},
+    },
+    "experts": {
+        **{"num_experts": 4, "expert_width": 40, "shared_expert_width": 24, "dense_layers": 1, "balance_loss": 1e-3},
+        **{"router_score": "sigmoid", "router_bias": True, "router_z_loss": 1e-3},
+    },
+}
 
 
 def main() -> int:
@@ -81,7 +93,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--configs", type=lambda text: text.split(","), default=list(CONFIGS))
     parser.add_argument("--worlds", type=lambda text: text.split(","), default=["1", "2", "4"])
     parser.add_argument("--world", help=argparse.SUPPRESS)
-    parser.add_argument("--block", default="gpt2", choices=["gpt2", "llama"], help="kind of layers (default: gpt2)")
+    parser.add_argument("--block", default="gpt2", choices=[*BLOCKS], help="kind of layers (default: gpt2)")
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "fp16", "autocast"])
     parser.add_argument("--steps", type=whole_number, default=20, help="steps after the resume (default: 20)")
     parser.add_argument("--dropout", type=float, default=0.0)
@@ -173,16 +185,6 @@ def train(args: argparse.Namespace, config_name: str, world: World, source: Path
     feed.close()
     release_engine(engine)
     return losses[SAVE_AT - first_step :]
-
-
-#: Keys of a run by kind of block; "llama" has the features of Llama, Qwen and Mistral.
-BLOCKS: dict[str, dict[str, object]] = {
-    "gpt2": {},
-    "llama": {
-        **{"norm": "rmsnorm", "bias": False, "positions": "rotary", "activation": "silu", "gated_mlp": True},
-        **{"mlp_width": 75, "n_kv_head": 1, "qk_norm": "head", "tied": False, "sliding_window": 12},
-    },
-}
 
 
 def cell_config(args: argparse.Namespace, config_name: str) -> RunConfig:
