@@ -366,7 +366,7 @@ class GPTShape:
 
     def _shorten_pattern(self) -> None:
         pattern, layers = self.window_pattern, self.n_layer
-        letters = "".join(pattern[layer % len(pattern)] for layer in range(layers)) if pattern else ""
+        letters = (pattern * -(-layers // len(pattern)))[:layers] if pattern else ""
         if not letters or set(pattern) - {"L", "G"} or "L" not in letters:
             raise ConfigError(
                 f"window_pattern '{pattern[:80]}' is not legal: it has a letter for each of the {layers} blocks, and "
@@ -386,7 +386,8 @@ class GPTShape:
     @property
     def global_layers(self) -> int:
         """Number of blocks that see all earlier positions in spite of a window."""
-        return sum(not self.is_local(block) for block in range(self.n_layer))
+        repeats, rest = divmod(self.n_layer, len(self.window_pattern))
+        return repeats * self.window_pattern.count("G") + self.window_pattern[:rest].count("G")
 
     @property
     def padded_vocab_size(self) -> int:
@@ -493,7 +494,8 @@ def describe_gpt(shape: GPTShape, rows: int) -> Architecture:
     def block(mlp: tuple[Layer, ...]) -> tuple[Layer, ...]:
         return (*before, *attend, add, *after, *mlp, add) if is_pre else (*attend, *before, add, *mlp, *after, add)
 
-    others = frozenset(index for index in range(shape.n_layer) if sparse and not shape.is_sparse(index))
+    blocks = range(shape.n_layer) if sparse else ()
+    others = frozenset(index for index in blocks if not shape.is_sparse(index))
     return Architecture(
         before_blocks=(embedding("wte", rows, h), *positions),
         block=block(sparse or mlp),
