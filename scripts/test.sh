@@ -15,7 +15,9 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # tests stay together, because they share fixtures. In the order of their names: the long files have few tests, and would
 # otherwise all come last. Lost workers are not replaced: xdist 3.8 would then wait endlessly for the tests that it
 # assigned twice.
-workers=$(($(nproc) < 4 ? 2 * $(nproc) : 8))
+# nproc alone would answer OMP_NUM_THREADS.
+cores=$(env -u OMP_NUM_THREADS nproc)
+workers=$((cores < 4 ? 2 * cores : 8))
 # What is compiled once serves every start of Python.
 unset PYTHONDONTWRITEBYTECODE
 pytest --numprocesses "$workers" --dist loadfile --no-loadscope-reorder --max-worker-restart 0 "$@"
