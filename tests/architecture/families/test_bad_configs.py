@@ -32,6 +32,8 @@ def refusal(config: dict) -> str:
 def test_any_value_of_any_entry_gives_a_shape_or_one_line(model_type: str) -> None:
     """Also in the rotary section, and with an entry left out."""
     config = {**CONFIGS[model_type]}
+    # Each candidate's tensors are listed, and there are three for each expert of each block.
+    config |= {key: 8 for key in config.keys() & {"num_experts", "num_local_experts", "n_routed_experts"}}
     section = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     section |= {"original_max_position_embeddings": 8192, "rope_theta": 5e5, "partial_rotary_factor": 1.0, "type": "x"}
     more = ("head_dim", "layer_types", "use_sliding_window", "max_window_layers", "rope_parameters", "enable_bias")
