@@ -18,7 +18,9 @@ from llmscale.errors import ConfigError
 from llmscale.planning.scaling_ladder import (
     CONFIGS_NAME,
     LADDER_NAME,
+    LEAST_RESAMPLES,
     LEAST_RULE_FLOPS,
+    MOST_RESAMPLES,
     RUNS_NAME,
     Ladder,
     LadderRequest,
@@ -61,7 +63,8 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     text = "fit the finished runs: law.json, fit.json, pictures (with matplotlib) and predictions of larger runs"
     fit = actions.add_parser("fit", help=text, example="llmscale ladder fit ladder")
     fit.add_argument("folder", type=local_path, metavar="DIR", help="folder of `ladder plan`")
-    flag(fit, "--resamples N", "resamples of the residuals for intervals", whole_number(50, 100_000), 400)
+    text = "resamples of the residuals for intervals, which law.json keeps"
+    flag(fit, "--resamples N", text, whole_number(LEAST_RESAMPLES, MOST_RESAMPLES), 400)
     fit.set_defaults(handler=_fit)
 
 

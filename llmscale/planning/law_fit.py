@@ -6,6 +6,9 @@
 
 Intervals hold 80 %. Those of 2 and 3 resample residuals, because a ladder has few runs: without some of them a parabola
 would not be determined. Residuals are inflated by sqrt(n / (n - p)) for the p numbers that were fitted.
+
+A resample knows the scatter of the runs, but not that the law itself may bend. So intervals of losses also contain an
+error of a single run: the errors in the largest group of a law without this group, or the scatter if that is larger.
 """
 
 from __future__ import annotations
@@ -17,22 +20,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmscale.errors import ConfigError
-from llmscale.planning.scaling import Interval, ParametricLaw, training_flops
+from llmscale.planning.scaling import Coefficients, Interval, ParametricLaw, interval_of, training_flops
 
 Floats = NDArray[np.float64]
 
 #: End of the Huber loss's quadratic part, in ln L (Hoffmann et al. 2022, section 3.3).
 _HUBER_DELTA = 1e-3
-#: Quantiles of an 80 % interval.
-_QUANTILES = (0.1, 0.9)
 _MOST_STEPS = 150
 _STARTS_OF_RESAMPLE = 3
 _SEED = 0
 _FEWEST_RUNS = 6
-#: Least irreducible loss in a covariance, in nats per token.
+#: Least irreducible loss, in nats per token.
 _LEAST_LN_E = float(np.log(1e-3))
-#: Exponents and quantities beyond these come from resamples that determine nothing.
-_LN_EXPONENTS, _LARGEST = (float(np.log(0.01)), float(np.log(5))), 1e300
+#: Logarithms of the least and the largest exponent; those beyond come from resamples that determine nothing.
+_LN_EXPONENTS = (float(np.log(0.01)), float(np.log(5)))
 #: Points of compute at which the envelope is read.
 _ENVELOPE_POINTS = 60
 
@@ -61,13 +62,6 @@ class FittedRun:
         return np.asarray(np.interp(np.log(tokens), np.log(at), losses, left=np.inf, right=np.inf))
 
 
-def interval_of(value: float, samples: Sequence[float] | Floats) -> Interval:
-    """Return a value with the 80 % range of its finite resamples."""
-    known = np.asarray(samples)[np.isfinite(samples)]
-    low, high = np.quantile(known, _QUANTILES) if len(known) else (-np.inf, np.inf)
-    return Interval(value, float(low), float(high))
-
-
 def _inflated(residuals: Floats, num_fitted: int) -> Floats:
     """Return centred residuals with the spread of the errors, which a fit reduces."""
     n = len(residuals)
@@ -79,36 +73,51 @@ def _inflated(residuals: Floats, num_fitted: int) -> Floats:
 
 @dataclass(frozen=True)
 class ParametricFit:
-    """Law of L = E + A / N^alpha + B / D^beta, with those of the resamples."""
+    """Law of L = E + A / N^alpha + B / D^beta, with the errors of its runs."""
 
     law: ParametricLaw
-    resampled: list[ParametricLaw]
+    """Law with its resamples."""
     residuals: Floats
     """[runs]: errors of ln L, inflated."""
+    misses: list[float]
+    """Fractions by which the largest group's losses miss a law of the smaller groups; none if these are few."""
 
     def interval(self, quantity: Callable[[ParametricLaw], float]) -> Interval:
-        """Return a quantity that follows from the law, with its interval."""
-        value, *samples = (_limited(quantity, law) for law in (self.law, *self.resampled))
-        return interval_of(value, samples)
+        """Return a quantity that follows from the law, with the interval of the fit's error."""
+        return _as_interval(self.law.estimate(quantity))
 
-    def predict(self, num_parameters: float, tokens: float) -> Interval:
+    def predict(self, quantity: Callable[[ParametricLaw], float]) -> Interval:
         """Return the loss of a run, with the interval of the fit's error and the run's own together."""
-        # Another seed than that of the resamples.
-        noise = np.random.default_rng(_SEED + 1).choice(self.residuals, len(self.resampled))
-        losses = [_limited(lambda law: law.loss(num_parameters, tokens), law) for law in self.resampled]
-        return interval_of(self.law.loss(num_parameters, tokens), losses * np.exp(noise))
+        return _as_interval(self.law.estimate_loss(quantity))
 
 
-def _limited(quantity: Callable[[ParametricLaw], float], law: ParametricLaw) -> float:
-    """Return a quantity; a very large number for a resample with which it overflows."""
-    try:
-        return quantity(law)
-    except OverflowError:
-        return _LARGEST
+def _as_interval(value: Interval | float) -> Interval:
+    assert isinstance(value, Interval), "a fit has resamples"
+    return value
 
 
 def fit_parametric(runs: Sequence[FittedRun], resamples: int, name: str, source: str) -> ParametricFit:
     """Fit approach 3. Raises ConfigError for fewer runs than it needs."""
+    coefficients, resampled, residuals = _fit(runs, resamples)
+    sizes = [run.num_parameters for run in runs]
+    law = ParametricLaw(name, coefficients, None, source, (min(sizes), max(sizes)), resampled)
+    misses = _backtest(runs)
+    error = max(float(residuals.std()), float(np.sqrt(np.mean(np.log1p(misses) ** 2))) if misses else 0.0)
+    return ParametricFit(replace(law, loss_error=error), residuals, misses)
+
+
+def _backtest(runs: Sequence[FittedRun]) -> list[float]:
+    """Return by which fractions the largest group's losses miss a fit to the smaller ones; none if these are few."""
+    last = max(run.group for run in runs)
+    smaller = [run for run in runs if run.group < last]
+    if len(smaller) < _FEWEST_RUNS:
+        return []
+    law = ParametricLaw("", _fit(smaller, 1)[0], None, "")
+    return [run.loss / law.loss(run.num_parameters, run.tokens) - 1 for run in runs if run.group == last]
+
+
+def _fit(runs: Sequence[FittedRun], resamples: int) -> tuple[Coefficients, tuple[Coefficients, ...], Floats]:
+    """Return coefficients, those of the resamples, and the inflated residuals of ln L [runs]. Raises ConfigError."""
     if len(runs) < _FEWEST_RUNS:
         raise ConfigError(f"{len(runs)} finished runs are too few for 5 coefficients; {_FEWEST_RUNS} are needed.")
     ln_sizes = np.log([(run.num_parameters, run.tokens) for run in runs])
@@ -124,28 +133,10 @@ def fit_parametric(runs: Sequence[FittedRun], resamples: int, name: str, source:
     others = np.concatenate([best, starts[order[: _STARTS_OF_RESAMPLE - 1]]])
     found, values = _minimise(np.tile(others, (resamples, 1)), centred, np.repeat(drawn, len(others), axis=0))
     chosen = values.reshape(resamples, -1).argmin(axis=1) + np.arange(resamples) * len(others)
-    resampled = _coefficients(found[chosen], means)
-    limited = np.maximum(resampled, [-np.inf, -np.inf, _LEAST_LN_E, 0, 0])
-    covariance = tuple(map(tuple, np.cov(limited, rowvar=False).tolist()))
-    sizes = [run.num_parameters for run in runs]
-    laws = [
-        ParametricLaw(name, (row[0], row[1], row[2], row[3], row[4]), covariance, source, (min(sizes), max(sizes)))
-        for row in (*_coefficients(best, means).tolist(), *resampled.tolist())
-    ]
-    return ParametricFit(laws[0], laws[1:], residuals)
-
-
-def backtest(runs: Sequence[FittedRun]) -> list[float]:
-    """Return by which fractions the losses of the largest group miss a fit to the smaller ones; none if these are few.
-
-    A resample knows the scatter of the runs, but not that the law itself may bend: this shows it.
-    """
-    last = max(run.group for run in runs)
-    smaller = [run for run in runs if run.group < last]
-    if len(smaller) < _FEWEST_RUNS:
-        return []
-    law = fit_parametric(smaller, 2, "", "").law
-    return [run.loss / law.loss(run.num_parameters, run.tokens) - 1 for run in runs if run.group == last]
+    rows = _coefficients(np.concatenate([best, found[chosen]]), means)
+    rows[:, 2] = np.maximum(rows[:, 2], _LEAST_LN_E)
+    first, *others = ((row[0], row[1], row[2], row[3], row[4]) for row in rows.tolist())
+    return first, tuple(others), residuals
 
 
 def _coefficients(x: Floats, means: Floats) -> Floats:

@@ -430,7 +430,7 @@ def _tokens(request: PlanRequest, shape: GPTShape, optimum: Point, placement: GP
 
 def _loss(law: ParametricLaw, shape: GPTShape, tokens: float) -> Interval | float:
     equivalent = dense_equivalent(shape, tokens)
-    return law.estimate(lambda moved: moved.loss(equivalent, tokens))
+    return law.estimate_loss(lambda moved: moved.loss(equivalent, tokens))
 
 
 #: Tokens between which those of a model with experts are searched.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -51,11 +51,23 @@ Coefficients = tuple[float, float, float, float, float]
 
 @dataclass(frozen=True)
 class Interval:
-    """Value with the range that holds it with 80 % probability, from the errors of the fit alone."""
+    """Value with the range that holds it with 80 % probability, if the law's form is right."""
 
     value: float
     low: float
     high: float
+
+
+def interval_of(value: float, samples: Iterable[float]) -> Interval:
+    """Return a value with the 80 % range of its finite resamples, interpolated between neighbours."""
+    known = sorted(sample for sample in samples if math.isfinite(sample))
+
+    def quantile(fraction: float) -> float:
+        below, share = divmod(fraction * (len(known) - 1), 1)
+        low, high = known[int(below)], known[min(int(below) + 1, len(known) - 1)]
+        return low + share * (high - low)
+
+    return Interval(value, quantile(0.1), quantile(0.9)) if known else Interval(value, -math.inf, math.inf)
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,10 @@ class ParametricLaw:
     source: str
     fitted_parameters: tuple[float, float] = FITTED_PARAMETERS
     """Smallest and largest model of the fit, beyond which the law extrapolates."""
+    resamples: tuple[Coefficients, ...] = ()
+    """Coefficients of fits to resampled losses, for intervals in place of the covariance."""
+    loss_error: float = 0.0
+    """Standard deviation of a larger run's ln L from the law, as seen in the fit's own runs; 0 if unknown."""
 
     def loss(self, num_parameters: float, tokens: float) -> float:
         """Return the loss in nats per token."""
@@ -152,11 +168,15 @@ class ParametricLaw:
         return math.exp((ln_b - math.log(left)) / beta) if left > 0 else None
 
     def interval(self, quantity: Callable[[ParametricLaw], float]) -> Interval | None:
-        """Return the 80 % interval of a positive quantity that follows from this law; None without a covariance.
+        """Return the 80 % interval of a positive quantity that follows from this law; None if its errors are unknown.
 
-        Delta method on the logarithm: its gradient in the five coefficients, by central differences, with their
-        covariance. The errors of N* are nearly symmetric in the logarithm, not in N*.
+        It is the range over the resamples. With a covariance alone, it is the delta method on the logarithm: the
+        gradient in the five coefficients, by central differences, with their covariance. The errors of N* are nearly
+        symmetric in the logarithm, not in N*.
         """
+        if self.resamples:
+            laws = (replace(self, coefficients=row, resamples=()) for row in self.resamples)
+            return interval_of(quantity(self), (_limited(quantity, law) for law in laws))
         if self.covariance is None:
             return None
         gradient = [self._slope(quantity, index) for index in range(len(self.coefficients))]
@@ -169,8 +189,21 @@ class ParametricLaw:
         return Interval(value, value / factor, value * factor)
 
     def estimate(self, quantity: Callable[[ParametricLaw], float]) -> Interval | float:
-        """Return a quantity that follows from this law, with its interval if the law has a covariance."""
+        """Return a quantity that follows from this law, with its interval if the law's errors are known."""
         return self.interval(quantity) or quantity(self)
+
+    def estimate_loss(self, quantity: Callable[[ParametricLaw], float]) -> Interval | float:
+        """Return a loss that follows from this law, with the interval of a run's own loss if errors are known.
+
+        The interval combines the fit's error and `loss_error`, as independent errors of ln L.
+        """
+        found = self.interval(quantity)
+        if not found or not self.loss_error:
+            return found or quantity(self)
+        below, above = (
+            math.exp(math.hypot(math.log(end / found.value), _Z80 * self.loss_error)) for end in (found.low, found.high)
+        )
+        return Interval(found.value, found.value / below, min(found.value * above, LARGEST))
 
     def _slope(self, quantity: Callable[[ParametricLaw], float], index: int) -> float:
         step = 1e-5
@@ -186,6 +219,17 @@ class ParametricLaw:
 
 #: Standard deviations that hold 80 % of a normal distribution.
 _Z80 = 1.2816
+#: Value of a quantity that overflows for a resample, which determines nothing.
+LARGEST = 1e300
+
+
+def _limited(quantity: Callable[[ParametricLaw], float], law: ParametricLaw) -> float:
+    """Return a quantity, at most LARGEST."""
+    try:
+        return min(quantity(law), LARGEST)
+    except (OverflowError, ValueError, ZeroDivisionError):
+        # exp overflows, or N* is so small that it is 0.
+        return LARGEST
 
 
 def _ln_optimal_parameters(coefficients: Coefficients, flops: float) -> float:
@@ -333,7 +377,7 @@ def law_rows(flops: float, own: ParametricLaw = BESIROGLU, expansion: float = 1.
             law.name,
             law.estimate(lambda moved: moved.optimal_parameters(flops)),
             law.estimate(lambda moved: moved.optimal_tokens(flops)),
-            law.estimate(lambda moved: moved.optimal_loss(flops)),
+            law.estimate_loss(lambda moved: moved.optimal_loss(flops)),
             law.source,
         )
         for law in (*(LAWS if own in LAWS else (own, *LAWS)), *joint)

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
@@ -20,11 +21,12 @@ from llmscale.config.deepspeed.schema import show
 from llmscale.config.user_paths import write_output_file
 from llmscale.errors import ConfigError
 from llmscale.files.atomic_write import write_durably
-from llmscale.planning.scaling import ParametricLaw, nearest_shape, training_flops
+from llmscale.planning.scaling import LARGEST, ParametricLaw, nearest_shape, training_flops
 from llmscale.suggestions import describe_invalid
 from llmscale.terminal.human_numbers import format_quantity
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json
 from llmscale.untrusted.paths import is_plain_name
+from llmscale.untrusted.terminal import is_visible, make_visible_line
 
 LADDER_NAME, LAW_NAME, CONFIGS_NAME, RUNS_NAME = "ladder.json", "law.json", "configs", "runs"
 Design = Literal["isoflop", "horizons"]
@@ -40,6 +42,10 @@ _FEWEST_STEPS = 20
 #: least compute that they were fitted to.
 _RATE, _RATE_EXPONENT, _BATCH, _BATCH_EXPONENT = 0.3118, -0.1250, 0.2920, 0.3271
 LEAST_RULE_FLOPS = 1e17
+#: Number of resamples of a law, which its file holds.
+LEAST_RESAMPLES, MOST_RESAMPLES = 50, 2_000
+#: Longest name of a law.
+_LONGEST_NAME = 255
 #: Compute at which a law must have an optimum.
 _ANY_FLOPS = (1e6, 1e36)
 
@@ -222,43 +228,73 @@ def load_ladder(folder: Path) -> Ladder:
     return _load(Ladder, folder / LADDER_NAME, "`llmscale ladder plan` writes it.")
 
 
+def _check_line(name: str) -> str:
+    if not is_visible(name):
+        raise ValueError("must be one line without control characters")
+    return name
+
+
 _Term = Annotated[float, Field(ge=-700, le=700)]
+_LnLoss = Annotated[float, Field(ge=-7, le=10)]
 _Exponent = Annotated[float, Field(ge=1e-3, le=10)]
-_Row = Annotated[list[Annotated[float, Field(ge=-1e9, le=1e9)]], Field(min_length=5, max_length=5)]
+_Row = Annotated[tuple[_Term, _Term, _LnLoss, _Exponent, _Exponent], Field(strict=False)]
 
 
 class _LawFile(_Strict):
     """A law fitted to a ladder."""
 
-    version: Literal[1] = 1
-    name: Name
+    version: Literal[2] = 2
+    name: Annotated[str, Field(min_length=1, max_length=_LONGEST_NAME), AfterValidator(_check_line)]
     source: str = Field(max_length=5000)
-    coefficients: tuple[_Term, _Term, _Term, _Exponent, _Exponent] = Field(strict=False)
+    coefficients: _Row
     """ln A, ln B, ln E, alpha, beta."""
-    covariance: list[_Row] = Field(min_length=5, max_length=5)
+    loss_error: float = Field(ge=0, le=10)
     fitted_parameters: tuple[Count, Count] = Field(strict=False)
     """Smallest and largest model of the fit."""
+    resamples: Annotated[list[_Row], Field(min_length=LEAST_RESAMPLES, max_length=MOST_RESAMPLES)]
+    """Coefficients of the resamples."""
 
 
 def save_law(path: Path, law: ParametricLaw) -> None:
     """Write a law for `plan --law`. Raises ConfigError."""
-    sizes = [int(size) for size in law.fitted_parameters]
-    values = {"name": law.name, "source": law.source, "coefficients": law.coefficients, "covariance": law.covariance}
-    write_output_file("law", path, json.dumps({"version": 1, **values, "fitted_parameters": sizes}, indent=1) + "\n")
+    values = {
+        "version": 2,
+        "name": make_visible_line(law.name)[:_LONGEST_NAME],
+        "source": law.source,
+        "coefficients": law.coefficients,
+        "loss_error": law.loss_error,
+        "fitted_parameters": [int(size) for size in law.fitted_parameters],
+    }
+    rows = ",\n".join(json.dumps([float(f"{value:.9g}") for value in row]) for row in law.resamples)
+    text = json.dumps(values, indent=1, allow_nan=False).removesuffix("\n}")
+    write_output_file("law", path, f'{text},\n "resamples": [\n{rows}\n ]\n}}\n')
 
 
 def load_law(path: Path) -> ParametricLaw:
     """Read the law of `llmscale ladder fit`. Raises ConfigError if it is missing or malformed."""
     found = _load(_LawFile, path, "`llmscale ladder fit` writes it.")
-    covariance = tuple(map(tuple, found.covariance))
-    law = ParametricLaw(found.name, found.coefficients, covariance, found.source, found.fitted_parameters)
-    try:
-        for flops in _ANY_FLOPS:
-            law.interval(lambda moved, flops=flops: moved.optimal_parameters(flops))  # type: ignore[misc]  # bound now
-            law.interval(lambda moved, flops=flops: moved.optimal_loss(flops))  # type: ignore[misc]
-    except (OverflowError, ValueError, ZeroDivisionError):
-        raise ConfigError(f"{path}: this law has no finite optimum. Fit it to more runs.") from None
+    law = ParametricLaw(
+        found.name,
+        found.coefficients,
+        None,
+        found.source,
+        found.fitted_parameters,
+        tuple(found.resamples),
+        found.loss_error,
+    )
+    if not all(_has_optimum(law, flops) for flops in _ANY_FLOPS):
+        raise ConfigError(f"{path}: this law has no finite optimum. Fit it to more runs.")
     return law
+
+
+def _has_optimum(law: ParametricLaw, flops: float) -> bool:
+    """Return whether size, tokens and loss of a budget's optimum have finite intervals."""
+    quantities = (ParametricLaw.optimal_parameters, ParametricLaw.optimal_tokens, ParametricLaw.optimal_loss)
+    try:
+        found = [law.interval(partial(quantity, flops=flops)) for quantity in quantities]
+    except (OverflowError, ValueError, ZeroDivisionError):
+        return False
+    return all(one is not None and one.high < LARGEST for one in found)
 
 
 _ModelT = TypeVar("_ModelT", bound=BaseModel)

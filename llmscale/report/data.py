@@ -536,7 +536,6 @@ def expect(
     tokens = tuple(count for count in spaced if law.loss(num_parameters, count) < uniform)
     flops = training_flops(num_parameters, last_tokens)
     low, high = FITTED_PARAMETERS
-    final = law.interval(lambda moved: moved.loss(num_parameters, last_tokens))
     return Expectation(
         law=law.name,
         source=law.source,
@@ -544,7 +543,7 @@ def expect(
         tokens=tokens,
         loss=tuple(law.loss(num_parameters, count) for count in tokens),
         optimal_loss=tuple(law.optimal_loss(training_flops(num_parameters, count)) for count in tokens),
-        final=final or law.loss(num_parameters, last_tokens),
+        final=law.estimate_loss(lambda moved: moved.loss(num_parameters, last_tokens)),
         optimal_parameters=law.optimal_parameters(flops),
         optimal_tokens=law.optimal_tokens(flops),
         is_extrapolation=not low <= num_parameters <= high,

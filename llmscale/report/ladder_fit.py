@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,19 +19,19 @@ from llmscale.planning.law_fit import (
     FittedRun,
     IsoflopFit,
     ParametricFit,
-    backtest,
     fit_envelope,
     fit_isoflops,
     fit_parametric,
     longer_schedules,
     schedule_exponents,
 )
-from llmscale.planning.scaling import BESIROGLU, Interval
+from llmscale.planning.scaling import BESIROGLU, Interval, ParametricLaw
 from llmscale.planning.scaling_ladder import HELD_OUT_RATIO, LAW_NAME, RUNS_NAME, Ladder, LadderRun, save_law
 from llmscale.report.history import load_history
 from llmscale.report.run_list import read_run
 from llmscale.terminal.human_numbers import count_nouns, format_quantity
 from llmscale.terminal.table import Column, output_width, table_lines
+from llmscale.training.run_folder import without_nan
 
 FIT_NAME = "fit.json"
 #: Largest loss that is believed, in nats per token.
@@ -77,8 +77,6 @@ class LadderFit:
     exponents_by_schedule: tuple[float, float] | None
     """Exponents with each run's own schedule, and with one long schedule per size."""
     predictions: list[Prediction]
-    misses: list[float]
-    """Fractions by which the largest group's losses miss a law of the smaller groups."""
     notes: list[str]
 
     @property
@@ -95,11 +93,11 @@ class LadderFit:
 
     def next_optimum(self) -> dict[str, Interval]:
         """Return the optimal size, its tokens and its loss for the next group's compute, by approach 3."""
-        flops, interval = self.next_flops, self.parametric.interval
+        flops, fit = self.next_flops, self.parametric
         return {
-            "num_parameters": interval(lambda law: law.optimal_parameters(flops)),
-            "tokens": interval(lambda law: law.optimal_tokens(flops)),
-            "loss": interval(lambda law: law.optimal_loss(flops)),
+            "num_parameters": fit.interval(lambda law: law.optimal_parameters(flops)),
+            "tokens": fit.interval(lambda law: law.optimal_tokens(flops)),
+            "loss": fit.predict(lambda law: law.optimal_loss(flops)),
         }
 
 
@@ -108,7 +106,10 @@ def fit_ladder(folder: Path, ladder: Ladder, resamples: int) -> LadderFit:
     notes: list[str] = []
     found = {run.name: _read_finished(folder / RUNS_NAME / run.name, run, notes) for run in ladder.runs}
     runs = [done for run in ladder.runs if not run.is_held_out and (done := found[run.name])]
-    name, source = folder.absolute().name, f"{count_nouns(len(runs), 'run')} on {ladder.data} ({ladder.tokenizer})"
+    name, source = (
+        folder.resolve().name or "ladder",
+        f"{count_nouns(len(runs), 'run')} on {ladder.data} ({ladder.tokenizer})",
+    )
     try:
         parametric = fit_parametric(runs, resamples, name, source)
     except ConfigError as error:
@@ -123,12 +124,13 @@ def fit_ladder(folder: Path, ladder: Ladder, resamples: int) -> LadderFit:
         envelope=fit_envelope(runs, resamples),
         longer=longer,
         exponents_by_schedule=schedule_exponents(runs, longer) if has_groups else None,
-        predictions=[
-            Prediction(run, parametric.predict(run.num_parameters, run.tokens), found[run.name]) for run in held_out
-        ],
-        misses=backtest(runs),
+        predictions=[Prediction(run, parametric.predict(_loss_of(run)), found[run.name]) for run in held_out],
         notes=notes,
     )
+
+
+def _loss_of(run: LadderRun) -> Callable[[ParametricLaw], float]:
+    return lambda law: law.loss(run.num_parameters, run.tokens)
 
 
 def _read_finished(folder: Path, run: LadderRun, notes: list[str]) -> FittedRun | None:
@@ -168,12 +170,12 @@ def write_fit(folder: Path, fit: LadderFit) -> None:
             }
             for item in fit.predictions
         ],
-        "misses_of_smaller_groups": fit.misses,
+        "misses_of_smaller_groups": fit.parametric.misses,
         "losses_in_longer_schedules": fit.longer,
         "exponents_by_schedule": fit.exponents_by_schedule,
         "notes": fit.notes,
     }
-    write_output_file("fit", folder / FIT_NAME, json.dumps(values, indent=1) + "\n")
+    write_output_file("fit", folder / FIT_NAME, json.dumps(without_nan(values), allow_nan=False, indent=1) + "\n")
 
 
 def fit_lines(folder: Path, ladder: Ladder, fit: LadderFit) -> Iterator[str]:
@@ -193,10 +195,10 @@ def fit_lines(folder: Path, ladder: Ladder, fit: LadderFit) -> Iterator[str]:
         yield "Approach 2 needs two groups of equal compute with four sizes, and the lowest loss within these sizes."
     yield ""
     yield from _schedule_lines(fit)
-    if fit.misses:
+    if misses := fit.parametric.misses:
         yield (
-            f"Fitted without its largest group, the law misses the losses there by {min(fit.misses):+.1%} to "
-            f"{max(fit.misses):+.1%}. Intervals of predictions do not contain that."
+            f"Fitted without its largest group, the law misses the losses there by {min(misses):+.1%} to "
+            f"{max(misses):+.1%}. Intervals of losses below contain an error of that size."
         )
     for item in fit.predictions:
         run, verdict = item.planned, "inside" if item.is_inside else "OUTSIDE"

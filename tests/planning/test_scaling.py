@@ -15,6 +15,7 @@ from llmscale.planning.scaling import (
     LAWS,
     PF_DAY_FLOPS,
     GoalKind,
+    LARGEST,
     Interval,
     ParametricLaw,
     affordable_tokens,
@@ -23,6 +24,7 @@ from llmscale.planning.scaling import (
     expansion_of,
     find_lifetime_optimum,
     inference_flops,
+    interval_of,
     law_rows,
     law_with_experts,
     nearest_preset,
@@ -111,6 +113,31 @@ def test_errors_without_their_correlation_would_say_nothing() -> None:
     diagonal = tuple(tuple(v if i == j else 0.0 for j, v in enumerate(row)) for i, row in enumerate(variances))
     alone = replace(BESIROGLU, covariance=diagonal).interval(lambda law: law.optimal_parameters(CHINCHILLA))
     assert alone is not None and alone.high / alone.value > 4
+
+
+def test_resamples_give_the_interval_in_place_of_the_covariance() -> None:
+    ln_a, ln_b, ln_e, alpha, beta = BESIROGLU.coefficients
+    moved = [(ln_a, ln_b, ln_e + 0.01 * number, alpha, beta) for number in range(-50, 51)]
+    law = replace(BESIROGLU, resamples=tuple(moved))
+    found = law.interval(lambda law: law.irreducible_loss)
+    assert found is not None
+    assert (found.low, found.high) == pytest.approx([law.irreducible_loss * math.exp(end) for end in (-0.4, 0.4)])
+    # A resample for which the optimum overflows counts as very large.
+    wild = (700.0, -700.0, ln_e, 1e-3, 1e-3)
+    found = replace(law, resamples=(*moved, *[wild] * 5)).interval(lambda law: law.optimal_parameters(CHINCHILLA))
+    assert found is not None and found.high == pytest.approx(found.value)
+    found = replace(law, resamples=(*moved, *[wild] * 50)).interval(lambda law: law.optimal_parameters(CHINCHILLA))
+    assert found is not None and found.high == LARGEST
+
+
+@pytest.mark.parametrize("count", [1, 2, 10, 51, 400])
+def test_an_interval_is_between_the_quantiles(count: int) -> None:
+    import numpy as np
+
+    samples = np.random.default_rng(0).standard_normal(count)
+    found = interval_of(0.0, [*samples, math.nan, math.inf])
+    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(samples, [0.1, 0.9])))
+    assert interval_of(0.0, [math.nan]) == Interval(0.0, -math.inf, math.inf)
 
 
 def test_no_interval_without_published_errors() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -21,7 +23,18 @@ from llmscale.planning.scaling_ladder import (
     save_ladder,
     save_law,
 )
+from llmscale.untrusted.terminal import make_visible_line
 
+#: A law with resamples near Besiroglu's.
+FITTED = replace(
+    BESIROGLU,
+    name="mine",
+    covariance=None,
+    resamples=tuple(
+        map(tuple, np.random.default_rng(0).normal(BESIROGLU.coefficients, 0.01, (50, 5)).tolist())  # type: ignore[arg-type]
+    ),
+    loss_error=0.02,
+)
 LIKE = GPTShape(4, 4, 256, 50257, 1024, "gelu_tanh")
 
 
@@ -132,10 +145,17 @@ def test_no_ladder_and_no_json(tmp_path: Path) -> None:
 
 def test_a_law_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "law.json"
-    save_law(path, BESIROGLU)
+    save_law(path, FITTED)
     law = load_law(path)
-    assert (law.coefficients, law.covariance) == (BESIROGLU.coefficients, BESIROGLU.covariance)
-    assert law.fitted_parameters == BESIROGLU.fitted_parameters
+    assert law == replace(FITTED, resamples=law.resamples)
+    assert np.array(law.resamples) == pytest.approx(np.array(FITTED.resamples), rel=1e-8)
+
+
+@pytest.mark.parametrize("name", [".x", "-x", "a\\b", "a\nb\x1b[2J", "\udce4", "x" * 1000])
+def test_a_law_of_any_folder_is_read_again(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "law.json"
+    save_law(path, replace(FITTED, name=name))
+    assert load_law(path).name == make_visible_line(name)[:255]
 
 
 @pytest.mark.parametrize(
@@ -145,15 +165,25 @@ def test_a_law_is_read_as_it_was_written(tmp_path: Path) -> None:
         ("coefficients", [1.0, 2.0, 3.0, 0.0, 0.3], "coefficients.3 = 0.0: must be greater than or equal to 0.001"),
         ("coefficients", [1.0, 2.0, "3", 0.3, 0.3], "coefficients.2"),
         ("coefficients", [700.0, -700.0, 0.0, 0.001, 0.001], "no finite optimum"),
-        ("covariance", [[0.0] * 5] * 4, "covariance"),
-        ("covariance", [[1e9] * 5] * 5, "no finite optimum"),
-        ("covariance", [[0.0] * 4] * 5, "covariance.0"),
-        ("name", "\u001b[2J", "must be a plain name"),
+        ("resamples", [list(BESIROGLU.coefficients)] * 49, "resamples"),
+        ("resamples", [list(BESIROGLU.coefficients)] * 2001, "resamples"),
+        ("resamples", [[700.0, -700.0, 0.0, 0.001, 0.001]] * 50, "no finite optimum"),
+        ("resamples", [[0.0] * 4] * 50, "resamples.0"),
+        (
+            "resamples",
+            [[0.0, 0.0, -700.0, 0.3, 0.3]] * 50,
+            "resamples.0.2 = -700.0: must be greater than or equal to -7",
+        ),
+        ("loss_error", -1.0, "loss_error = -1.0: must be greater than or equal to 0"),
+        ("loss_error", 1e9, "loss_error"),
+        ("name", "\u001b[2J", "must be one line"),
+        ("name", "", "name"),
+        ("version", 1, "version = 1: must be 2. `llmscale ladder fit` writes it"),
     ],
 )
 def test_a_malformed_law_is_one_line(tmp_path: Path, key: str, value: object, said: str) -> None:
     path = tmp_path / "law.json"
-    save_law(path, BESIROGLU)
+    save_law(path, FITTED)
     path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
     with pytest.raises(ConfigError, match=said):
         load_law(path)

@@ -66,6 +66,11 @@ def test_a_ladder_gives_exponents_predictions_pictures_and_a_law(
     plan = json.loads(capsys.readouterr().out)
     assert (plan["law"], plan["laws"][0]["name"]) == ("made", "made")
     assert plan["optimum"]["num_parameters"] == pytest.approx(BESIROGLU.optimal_parameters(5.76e23), rel=0.1)
+    words = ["--flops", str(fit["next"]["flops"]), "--json"]
+    assert main(["plan", "--law", str(folder / "law.json"), *words]) == 0
+    planned, fitted = json.loads(capsys.readouterr().out)["laws"][0], fit["next"]
+    for key in ("num_parameters", "tokens", "loss"):
+        assert planned[key] == pytest.approx(fitted[key], rel=1e-5)
     assert main(["plan", "--law", str(folder / "law.json"), "--flops", "1e19"]) == 0
     assert re.search(r"\* +made ", capsys.readouterr().out)
 
