@@ -289,7 +289,9 @@ def test_the_longest_of_a_file_is_the_file_s_and_host_memory_bounds_it() -> None
     for host_bytes in (None, 200 * GIB):
         job = Job(LLAMA_8B, 1, Machines(1, 1, 80 * GIB, host_bytes))
         (row,) = find_longest(search(job, files=[(ds, "full")]), [1])
-        assert row.ds is ds and (fit := row.fits[1])
+        fit = row.fits[1]
+        assert row.ds is ds
+        assert fit is not None
         lengths.append(fit.plan.seq_len)
     assert lengths[0] > 1.5 * lengths[1]
     assert fit.host_bytes_per_node < 200 * GIB < fit.host_bytes_per_node + 32 * 1024 * 4096 * 2

@@ -1,4 +1,4 @@
-"""Compare the estimate of divided sequences and MLPs in tiles with the dry run: bytes at the peak of each part of a step.
+"""Compare the estimate of divided sequences and MLPs in tiles with the dry run: bytes at the peak of a step's parts.
 
     python -m scripts.bench.memory.sequences_grid
 
