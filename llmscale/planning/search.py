@@ -396,7 +396,7 @@ def find_hf_configs(
     found = []
     for ds, mode in legal_strategies(precision, DEFAULT_NVME_PATH, ("none",)):
         resolved = ResolvedDsConfig.model_validate(resolve_ds_config(ds, model, plan))
-        states = estimate_hf_states(model, ZeroSetup(resolved, ranks.shard_ranks, ADAMW))
+        states = estimate_hf_states(model, ZeroSetup(resolved, ranks.world_size, ADAMW))
         room = states.room_bytes(machines.gpu_bytes)
         spare = machines.gpu_bytes - states.estimate.total_bytes
         found.append(HFConfig(strategy_of(ds, mode), states, min(room, spare) if spare < 0 else room, resolved))
