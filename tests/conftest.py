@@ -226,6 +226,23 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
 
 
 @pytest.fixture(scope="session")
+def short_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared set of bytes in samples of 32, whose documents have 1 to 40."""
+    folder = tmp_path_factory.mktemp("short")
+    draw = random.Random(0)
+    texts = ["".join(draw.choice("abcde ") for _ in range(draw.randint(1, 40))) for _ in range(600)]
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text + "."}) for text in texts))
+    command = [
+        *(sys.executable, "-m", "llmscale.cli.main", "data", "prepare", "--input", str(folder / "text.jsonl")),
+        *("--out", str(folder / "set"), "--tokenizer", "bytes", "--seq-len", "32", "--val-fraction", "0.1"),
+        *("--workers", "1"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    warm_start.run(command, check=True, cwd=REPOSITORY, env=environment, capture_output=True)
+    return folder / "set"
+
+
+@pytest.fixture(scope="session")
 def tiny_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared set of English-like text: bytes, seq_len 32, about 2,400 training samples."""
     folder = tmp_path_factory.mktemp("tiny")

@@ -452,7 +452,10 @@ def answer_longest(args: argparse.Namespace) -> int:
         )
         host = "checked" if job.machines.host_bytes else "not checked: --host-memory-gib"
         speed = fastest_lines(fastest, job.shape.seq_len, search.interconnect.name)
-        print_fitting([head, "", *longest_lines(rows, sizes), "", f"Host memory is {host}.", "", *speed])
+        notes = [f"Host memory is {host}."]
+        if any(row.ds.cpu_checkpointing for row in rows):
+            notes.append('full, host: the ds_config has "activation_checkpointing": {"cpu_checkpointing": true}.')
+        print_fitting([head, "", *longest_lines(rows, sizes), "", *notes, "", *speed])
     return 0 if any(fit for row in rows for fit in row.fits.values()) else EXIT_NOTHING_FITS
 
 

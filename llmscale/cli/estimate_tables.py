@@ -282,6 +282,7 @@ def longest_as_list(rows: Sequence[LongestSequences]) -> list[dict[str, object]]
     return [
         {
             "strategy": strategy_as_dict(row.strategy),
+            "cpu_checkpointing": row.ds.cpu_checkpointing,
             "seq_len": {size: fit.plan.seq_len if fit else None for size, fit in row.fits.items()},
         }
         for row in rows

@@ -62,8 +62,8 @@ def describe_gradients(plan: BatchPlan, ds_config: Mapping[str, object]) -> str:
     words = []
     if plan.gradient_accumulation_steps > 1:
         words.append(f"summed over {plan.gradient_accumulation_steps} micro-steps in {types['grad_accum_dtype']}")
-    if plan.ranks.shard_ranks > 1:
-        words.append(f"reduced over {plan.ranks.shard_ranks} ranks in {ds_config['communication_data_type']}")
+    if plan.ranks.world_size > 1:
+        words.append(f"reduced over {plan.ranks.world_size} ranks in {ds_config['communication_data_type']}")
     return ", ".join(words) or "one micro-step on one rank, nothing is summed"
 
 

@@ -30,7 +30,7 @@ class ParallelLayout:
     """
 
     world_size: int
-    """All ranks."""
+    """All ranks. ZeRO divides all model states over them, except those of divided experts."""
     sequence_parallel_size: int = 1
     """Ranks that divide a sequence."""
     expert_parallel_size: int = 1
@@ -56,11 +56,6 @@ class ParallelLayout:
     def data_parallel_size(self) -> int:
         """Parts of a global batch: groups of ranks that train on samples of their own."""
         return self.world_size // self.sequence_parallel_size
-
-    @property
-    def shard_ranks(self) -> int:
-        """Ranks that ZeRO divides parameters, gradients and optimizer states over, and reduces gradients over."""
-        return self.world_size
 
     @property
     def expert_shard_ranks(self) -> int:

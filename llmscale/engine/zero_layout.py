@@ -3,10 +3,10 @@
 Only this file and zero_shards.py know DeepSpeed's internals.
 
 Stage 0: complete tensors on every rank. Stages 1 and 2: an optimizer group's parameters are concatenated, and each rank
-that ZeRO divides states over (ParallelLayout.shard_ranks) owns one contiguous partition, hence a (possibly empty) range
-of each parameter. Stage 3: every parameter is cut into equal pieces, the last one padded. All of them become views of
-flat tensors, named after the parameter. Where ranks divide experts, an expert's parameter on a rank is a range of the
-complete one, cut among the ranks that hold the same range.
+owns one contiguous partition, hence a (possibly empty) range of each parameter. Stage 3: every parameter is cut into
+equal pieces, the last one padded. All of them become views of flat tensors, named after the parameter. Where ranks
+divide experts, an expert's parameter on a rank is a range of the complete one, cut among the ranks that hold the same
+range.
 """
 
 from __future__ import annotations

@@ -396,7 +396,7 @@ def find_hf_configs(
     found = []
     for ds, mode in legal_strategies(precision, DEFAULT_NVME_PATH, ("none",)):
         resolved = ResolvedDsConfig.model_validate(resolve_ds_config(ds, model, plan))
-        states = estimate_hf_states(model, ZeroSetup(resolved, ranks.shard_ranks, ADAMW))
+        states = estimate_hf_states(model, ZeroSetup(resolved, ranks.world_size, ADAMW))
         room = states.room_bytes(machines.gpu_bytes)
         spare = machines.gpu_bytes - states.estimate.total_bytes
         found.append(HFConfig(strategy_of(ds, mode), states, min(room, spare) if spare < 0 else room, resolved))
@@ -503,10 +503,13 @@ class LongestSequences:
 
 def find_longest(search: Search, sizes: Sequence[int]) -> list[LongestSequences]:
     """Return the longest sequences of the user's ds_configs, else of every strategy that DeepSpeed can train, at the
-    job's micro-batch or 1, without accumulation."""
+    job's micro-batch or 1, without accumulation.
+
+    Strategies that offload are also tried with the inputs of checkpointed blocks on the host.
+    """
     job, found = search.job, []
     start = dict.fromkeys(sizes, _LENGTH_UNIT)
-    for ds, mode in _configs(search):
+    for ds, mode in _configs_to_lengthen(search):
         fits: dict[int, Candidate | None] = {}
         for size in sizes:
             best = _find_longest(ds, replace(job, sequence_parallel_size=size), mode, start[size])
@@ -515,6 +518,16 @@ def find_longest(search: Search, sizes: Sequence[int]) -> list[LongestSequences]
             fits[size] = best[1] if best else None
         found.append(LongestSequences(ds, strategy_of(ds, mode), fits))
     return found
+
+
+def _configs_to_lengthen(search: Search) -> Iterator[tuple[DsConfig, CheckpointingMode]]:
+    on_host = {"activation_checkpointing": {"cpu_checkpointing": True}}
+    for ds, mode in _configs(search):
+        yield ds, mode
+        strategy = strategy_of(ds, mode)
+        if mode == "full" and strategy.offload != "-" and not search.files:
+            keys = strategy_ds_config(strategy, search.precision, search.nvme_path)
+            yield parse_ds_config(keys | on_host, ds.source), mode
 
 
 def _find_longest(ds: DsConfig, job: Job, mode: CheckpointingMode, start: int) -> tuple[int, Candidate] | None:

@@ -389,9 +389,9 @@ def estimate_offload_s(step: ResolvedStep, cluster: Cluster, traffic: Traffic, h
     """Return seconds per step that a rank waits for its host: copies, the optimizer step on the CPU, the disk."""
     host, shape, zero, ranks_per_node = host or HostRates(), step.shape, step.engine_config.zero, cluster.gpus_per_node
     width = BYTES_PER_ELEMENT[step.engine_config.model_dtype]
-    shard_ranks, micro_steps = step.plan.ranks.shard_ranks, step.plan.gradient_accumulation_steps
+    world_size, micro_steps = step.plan.ranks.world_size, step.plan.gradient_accumulation_steps
     # Ranks that divide experts have as many states each as ranks that do not.
-    share = step.tensors.num_trainable / shard_ranks
+    share = step.tensors.num_trainable / world_size
     link_bytes = 0.0
     nvme_bytes = 0.0
     seconds = 0.0
@@ -403,7 +403,7 @@ def estimate_offload_s(step: ResolvedStep, cluster: Cluster, traffic: Traffic, h
         if zero.offload_optimizer.device == "nvme":
             nvme_bytes += share * 2 * step.optimizer.state_bytes_per_weight(shape.architecture)
     if zero.offload_param.device != "none":
-        shards = traffic.gathered_bytes / shard_ranks
+        shards = traffic.gathered_bytes / world_size
         link_bytes += shards
         if zero.offload_param.device == "nvme":
             nvme_bytes += shards
@@ -524,7 +524,7 @@ def _exposed_s(compute_s: float, communication: CommunicationTime, traffic: Traf
 def _optimizer_s(step: ResolvedStep, gpu: GPU) -> float:
     shape, micro_steps, trained = step.shape, step.plan.gradient_accumulation_steps, step.tensors.num_trainable
     # At stage 0 every rank steps all parameters. Muon's matrix products run on the GPU, wherever the states are.
-    sharing_ranks = step.plan.ranks.shard_ranks if step.zero_stage else 1
+    sharing_ranks = step.plan.ranks.world_size if step.zero_stage else 1
     step_flops = step.optimizer.step_flops(shape.architecture) / sharing_ranks
     seconds = step_flops / (gpu.dense_16bit_flops * kernel_efficiency(gpu).matmul)
     moved_bytes = 0.0

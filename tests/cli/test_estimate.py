@@ -508,3 +508,33 @@ def test_smaller_chunks_of_the_loss_have_fewer_logits_and_the_command_repeats_th
     assert 0 < peaks[512] < peaks[2048]
     _, output, _ = run(*words, "--ds", "ds_configs/zero2.json", "--loss-chunk-tokens", "512")
     assert "--loss-chunk-tokens 512" in next(line for line in output.splitlines() if "llmscale/train.py" in line)
+
+
+LONGEST = ("estimate", "--max-seq-len", "--model", "llama3-8b", "--gpu", "h100-80gb")
+
+
+def test_the_longest_sequences_are_in_the_json_as_in_the_table(
+    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]]
+) -> None:
+    status, values = read_json(*LONGEST)
+    assert status == 0
+    assert values["shape"]["n_layer"] == 32 and values["tokens_per_second"].keys() == {"1"}
+    rows = values["longest"]
+    assert all(row["seq_len"].keys() == {"1"} for row in rows)
+    lengths = [row["seq_len"]["1"] or 0 for row in rows]
+    best = rows[lengths.index(max(lengths))]
+    assert best["cpu_checkpointing"] and best["strategy"]["zero_stage"] == 3
+    status, output, _ = run(*LONGEST)
+    assert status == 0
+    assert f"*{max(lengths):,}" in output
+    table = [line for line in output.splitlines() if line.startswith("   ") and line.strip()[0] in "0123"]
+    assert [
+        int(line.split()[-1].strip("*").replace(",", "").replace("-", "0")) for line in table[: len(rows)]
+    ] == lengths
+
+
+def test_no_sequence_fits_is_status_1(read_json: Callable[..., tuple[int, dict]]) -> None:
+    status, values = read_json(*LONGEST, "--activation-checkpointing", "full", "--ds", "zero0")
+    assert status == 1
+    assert [row["seq_len"] for row in values["longest"]] == [{"1": None}]
+    assert values["tokens_per_second"] == {}

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from llmscale.architecture.shape import GPTShape, build_shape
@@ -100,7 +101,7 @@ def run(cell: dict, rank: int, world_size: int) -> dict[str, float]:
     precision = {"autocast": "torch_autocast"}.get(cell["precision"], cell["precision"])
     config = {
         "zero_optimization": {"stage": cell["stage"], **cell.get("zero", {})},
-        **({} if precision == "fp32" else {precision: ON}),
+        **({} if precision == "fp32" else {precision: FP16 if precision == "fp16" else ON}),
     }
     config |= {"communication_data_type": cell["exchange"]} if "exchange" in cell else {}
     settings = LossSettings(CHUNKS[cell["chunks"]], cell["z_loss"], "torch", *ROUTER_LOSSES)
@@ -118,8 +119,12 @@ def run(cell: dict, rank: int, world_size: int) -> dict[str, float]:
 
 
 ON = {"enabled": True}
+#: With the usual first scale the step would be skipped.
+FP16 = {**ON, "initial_scale_power": 10}
 
 if __name__ == "__main__":
+    # These few layers run in fp16 on any CPU, which DeepSpeed does not claim.
+    type(get_accelerator()).is_fp16_supported = lambda self: True
     world = join_world()
     for wanted in json.loads(sys.argv[1]):
         errors = run(wanted, world.rank, world.world_size)

@@ -48,6 +48,15 @@ def forget_after(run: Path, step: int) -> None:
             shutil.rmtree(folder)
 
 
+def test_growing_sequences_with_document_masks_have_the_losses_of_one_rank(
+    ranks: Callable, short_documents: Path, tmp_path: Path
+) -> None:
+    for name, world_size, size in (("one", 1, "1"), ("divided", 2, "2")):
+        flags = ("--document-mask", "--val-every", "0", "--steps=12", "--sequence-parallel-size", size)
+        train(ranks, short_documents, tmp_path / name, "zero2", world_size, *flags)
+    assert read_losses(tmp_path / "divided") == pytest.approx(read_losses(tmp_path / "one"), rel=1e-6)
+
+
 def test_losses_and_samples_are_those_of_one_rank(ranks: Callable, tiny_set: Path, tmp_path: Path) -> None:
     straight, again, moved = (tmp_path / name for name in ("straight", "again", "moved"))
     output = train(ranks, tiny_set, straight, "zero1", 1)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import random
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -24,7 +21,6 @@ from llmscale.data.validation import validation_sample_ids
 from llmscale.engine.optimizers import build_optimizer
 from llmscale.model.gpt import GPT
 from llmscale.training.prepare_run import PreparedRun, prepare_run
-from tests import warm_start
 from tests.conftest import REPOSITORY, TRAIN, build_train_command, read_losses
 from tests.distributed.test_resume import forget_after
 
@@ -38,23 +34,6 @@ LLAMA_FLAGS = (
     *("--positions", "rotary", "--norm", "rmsnorm", "--gated-mlp", "--activation", "silu", "--n-kv-head", "1"),
     *("--sliding-window", "9", "--no-bias", "--no-tied"),
 )
-
-
-@pytest.fixture(scope="module")
-def short_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared set of bytes in samples of 32, whose documents have 1 to 40."""
-    folder = tmp_path_factory.mktemp("short")
-    draw = random.Random(0)
-    texts = ["".join(draw.choice("abcde ") for _ in range(draw.randint(1, 40))) for _ in range(600)]
-    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text + "."}) for text in texts))
-    command = [
-        *(sys.executable, "-m", "llmscale.cli.main", "data", "prepare", "--input", str(folder / "text.jsonl")),
-        *("--out", str(folder / "set"), "--tokenizer", "bytes", "--seq-len", "32", "--val-fraction", "0.1"),
-        *("--workers", "1"),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    warm_start.run(command, check=True, cwd=REPOSITORY, env=environment, capture_output=True)
-    return folder / "set"
 
 
 @pytest.mark.parametrize("flags", [(), LLAMA_FLAGS], ids=["gpt2", "llama"])

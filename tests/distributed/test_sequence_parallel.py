@@ -13,6 +13,7 @@ from tests.conftest import HANG_S, build_train_command, read_losses
 from tests.distributed.test_loss import ERRORS
 from tests.runs_in_turn import train_in_turn
 
+SPLIT_ERRORS = {**ERRORS, "fp16": (0.001, 0.002)}
 ON_HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 
 
@@ -27,7 +28,7 @@ def check(ranks: Callable, world_size: int, cells: list[dict[str, object]], time
     assert job.exit_codes == [0] * world_size, outputs
     found = [json.loads(line) for line in outputs[0].splitlines() if line.startswith('{"loss"')]
     for wanted, errors in zip(cells, found, strict=True):
-        loss, gradient = ERRORS[str(wanted["precision"])]
+        loss, gradient = SPLIT_ERRORS[str(wanted["precision"])]
         assert errors["loss"] < loss, wanted
         assert errors["gradient"] < gradient, wanted
 
@@ -41,8 +42,13 @@ def test_losses_and_gradients_are_those_of_complete_sequences(ranks: Callable) -
         cell(3, "gpt2-4-heads", checkpointing="full", tile=5, accumulation=2),
         cell(3, "llama-of-7"),
         cell(2, "gpt2", precision="bf16"),
+        cell(3, "llama-4-heads", precision="fp16"),
     ]
     check(ranks, 2, cells)
+
+
+def test_four_ranks_of_a_sequence_have_its_losses_and_gradients(ranks: Callable) -> None:
+    check(ranks, 4, [cell(3, "llama-4-heads", split=4, checkpointing="full", tile=5, accumulation=2)])
 
 
 @pytest.mark.slow
@@ -50,11 +56,11 @@ def test_losses_and_gradients_are_those_of_complete_sequences(ranks: Callable) -
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_whole_grid(ranks: Callable, stage: int, split: int) -> None:
     shapes = ("gpt2-4-heads", "gpt2-documents-4-heads", "llama-4-heads", "llama-of-7", "llama-of-5")
-    grid = itertools.product(shapes, ERRORS, ("none", "selective", "full"), (1, 2), (0, 5))
+    grid = itertools.product(shapes, SPLIT_ERRORS, ("none", "selective", "full"), (1, 2), (0, 5))
     cells = [
         cell(stage, shape, split=split, precision=precision, checkpointing=mode, accumulation=accumulation, tile=tile)
         for shape, precision, mode, accumulation, tile in grid
-        if not tile or mode == "full"
+        if (not tile or mode == "full") and (stage or precision != "fp16")
     ]
     if stage == 3 and split == 2:
         # DeepSpeed makes a process's groups for hpZ once.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from llmscale.config.hardware import get_gpu
+from llmscale.config.interconnect import get_interconnect
 from llmscale.config.run_config import parse_run_config
-from llmscale.planning.step_time import Traffic, count_traffic
+from llmscale.planning.step_time import Traffic, count_traffic, estimate_exchange_s
 from llmscale.training.prepare_run import prepare_run
 from tests.conftest import build_train_command
 
@@ -20,6 +23,15 @@ def predict(flags: list[str]) -> Traffic:
     """Of a step on two ranks."""
     resolved = prepare_run(parse_run_config(flags), world_size=2).resolved
     return count_traffic(resolved, compiled_blocks="--compile" in flags)
+
+
+def count_exchanged(ranks: Callable, flags: list[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return bytes and calls of a step on two ranks, by collective."""
+    job = ranks([str(JOB), *flags], 2)
+    output = job.wait()[0]
+    assert job.exit_codes == [0, 0], output
+    counted = json.loads(next(line for line in output.splitlines() if line.startswith('{"carried"')))
+    return counted["carried"], counted["calls"]
 
 
 #: Stage 3 that keeps nothing between modules, and looks ahead by so many elements with every one.
@@ -67,11 +79,7 @@ def test_calls_and_bytes_are_those_of_the_throughput_model(
     run = ("--ds", str(ds), "--precision", precision, "--micro-batch-size", "2", "--steps", "3", "--save-every", "0")
     command = build_train_command(tiny_set, tmp_path / "run", *run, *flags)
     expected = predict(command[1:])
-    job = ranks([str(JOB), *command[1:]], 2)
-    output = job.wait()[0]
-    assert job.exit_codes == [0, 0], output
-    counted = json.loads(next(line for line in output.splitlines() if line.startswith('{"carried"')))
-    carried, calls = counted["carried"], counted["calls"]
+    carried, calls = count_exchanged(ranks, command[1:])
     assert carried.get("all_gather_into_tensor", 0) == pytest.approx(expected.gathered_bytes, rel=0.02)
     # An all-reduce is two passes of a ring.
     reduced = 2 * carried.get("all_reduce", 0) + carried.get("reduce_scatter_tensor", 0)
@@ -79,3 +87,29 @@ def test_calls_and_bytes_are_those_of_the_throughput_model(
     if stage == 3:
         wanted = expected.collectives + expected.small_collectives
         assert calls["all_gather_into_tensor"] + calls["reduce_scatter_tensor"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "flags"),
+    [
+        (3, "bf16", ("--activation-checkpointing", "selective", "--n-kv-head", "1")),
+        *(
+            pytest.param(stage, precision, ("--activation-checkpointing", mode), marks=pytest.mark.slow)
+            for stage, precision, mode in ((0, "fp32", "none"), (2, "autocast", "full"), (3, "bf16", "none"))
+        ),
+    ],
+)
+def test_divided_sequences_exchange_what_their_time_says(
+    ranks: Callable, tiny_set: Path, tmp_path: Path, stage: int, precision: str, flags: tuple[str, ...]
+) -> None:
+    run = ("--ds", f"zero{stage}", "--precision", precision, "--micro-batch-size", "2", "--steps", "3", "--save-every")
+    sizes = ("--n-head", "4", "--positions", "rotary", "--sequence-parallel-size", "2")
+    command = build_train_command(tiny_set, tmp_path / "run", *run, "0", *sizes, *flags)
+    resolved = prepare_run(parse_run_config(command[1:]), world_size=2).resolved
+    # A link of 1 byte/s makes seconds of bytes, of which a rank sends half; 80 % of the rate are reached.
+    slow = replace(get_gpu("h100-80gb"), link_bytes_per_s=1.0, memory_bytes_per_s=1e30)
+    seconds = estimate_exchange_s(resolved, slow, 8, get_interconnect("ib-400g"))
+    carried, calls = count_exchanged(ranks, command[1:])
+    passes = 2 if "none" in flags else 3
+    assert calls["all_to_all_single"] == 2 * passes * resolved.shape.n_layer * resolved.plan.gradient_accumulation_steps
+    assert carried["all_to_all_single"] / 2 == pytest.approx(0.8 * seconds, rel=1e-4)

@@ -44,6 +44,12 @@ SHAPES = {
     ("LlamaForCausalLM", "long"): GPTShape(
         *(1, 2, 32, 300, 96), head_dim=24, rope_theta=500_000.0, rope_scaling="llama3:8,1,4,32", **ROTARY
     ),
+    ("LlamaForCausalLM", "four times as long"): GPTShape(
+        *(2, 4, 32, 300, 96), n_kv_head=2, rope_scaling="linear:4", **ROTARY
+    ),
+    ("Qwen3ForCausalLM", "yarn"): GPTShape(
+        *(2, 4, 32, 300, 96), n_kv_head=2, qk_norm="head", rope_scaling="yarn:4,24", **ROTARY
+    ),
     ("MistralForCausalLM", "window"): GPTShape(2, 4, 32, 257, 40, n_kv_head=1, sliding_window=8, **ROTARY),
     ("Qwen2ForCausalLM", "biases"): GPTShape(2, 4, 32, 257, 40, n_kv_head=2, attention_bias="qkv", **ROTARY),
     ("Qwen3ForCausalLM", "wide heads"): GPTShape(2, 2, 24, 257, 40, head_dim=20, qk_norm="head", **ROTARY),
@@ -147,7 +153,8 @@ def test_transformers_computes_the_same(name: tuple[str, str], write: Callable[.
         logits = theirs.eval()(tokens).logits
         assert logits.shape[-1] == shape.vocab_size, "no padding rows"
         assert (logits - ours(tokens)).abs().max() < 1e-5
-        count = min(12, shape.seq_len - 5)
+        # Longer than the original context of models with RoPE scaling.
+        count = min(40 if shape.rope_scaling else 12, shape.seq_len - 5)
         text = theirs.generate(tokens[:, :5], max_new_tokens=count, do_sample=False, eos_token_id=None)
         assert text.tolist() == continue_greedily(ours, tokens[:, :5], count).tolist()
     assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -12,11 +13,14 @@ from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
 from llmscale.config.parallel_layout import divisors
 from llmscale.config.presets import PRESETS
 from llmscale.config.resolve import resolve_step
+from llmscale.dry_run.on_demand import with_recordings
 from llmscale.errors import ConfigError
 from llmscale.memory.estimate import estimate_memory
 from llmscale.planning.scaling import WIDTH_MULTIPLE, interpolated_shape, scaling_family
 from llmscale.planning.search import (
+    Candidate,
     Job,
+    LongestSequences,
     Machines,
     Strategy,
     build_strategy,
@@ -24,6 +28,7 @@ from llmscale.planning.search import (
     find_hf_configs,
     find_largest_fit,
     find_largest_models,
+    find_longest,
     fit_at,
     legal_micro_batches,
     most_room,
@@ -238,6 +243,78 @@ def test_the_preset_named_is_not_larger(job: Job) -> None:
 def test_nothing_fits_a_card_that_is_too_small(job: Job) -> None:
     tiny = replace(job, machines=replace(job.machines, gpu_bytes=GIB))
     assert all(model.shape is None and model.fit is None for model in find_largest_models(search(tiny)))
+
+
+LLAMA_8B = PRESETS["llama3-8b"].shape(128256)
+
+
+@pytest.fixture(scope="module")
+def longest() -> list[LongestSequences]:
+    return find_longest(search(Job(LLAMA_8B, 1, Machines(1, 1, 80 * GIB))), [1])
+
+
+def fit_of_length(row: LongestSequences, fit: Candidate | None, length: int) -> bool:
+    """Return whether a sequence of another length fits, of the job of `fit` or of one GPU."""
+    machines = fit.machines if fit else Machines(1, 1, 80 * GIB)
+    size = fit.plan.ranks.sequence_parallel_size if fit else 1
+    shape = replace(fit.step.shape if fit else LLAMA_8B, seq_len=length)
+    job = Job(shape, machines.world_size // size, machines, sequence_parallel_size=size)
+    return fit_at(row.ds, job, row.strategy.checkpointing, 1).fits
+
+
+def test_the_longest_sequence_fits_and_the_next_length_does_not(longest: list[LongestSequences]) -> None:
+    assert {row.fits[1] is None for row in longest} == {True, False}
+    for row in longest:
+        fit = row.fits[1]
+        assert fit is None or fit.fits
+        length = fit.plan.seq_len if fit else 0
+        assert length % 1024 == 0
+        assert not fit_of_length(row, fit, length + 1024), row
+
+
+def test_every_mode_of_checkpointing_makes_room_for_longer_sequences(longest: list[LongestSequences]) -> None:
+    lengths = {
+        (row.strategy.zero_stage, row.strategy.offload, row.checkpointing): fit.plan.seq_len if fit else 0
+        for row in longest
+        if (fit := row.fits[1]) or row.strategy.offload != "-"
+    }
+    assert len(lengths) == 5 * 4, "with offload, blocks' inputs are tried on the host too"
+    for stage, offload in {key[:2] for key in lengths}:
+        of_modes = [lengths[stage, offload, mode] for mode in ("-", "selective", "full", "full, host")]
+        assert all(longer > 1.5 * shorter for shorter, longer in itertools.pairwise(of_modes))
+
+
+def test_the_longest_of_a_file_is_the_file_s_and_host_memory_bounds_it() -> None:
+    ds, lengths = config(3, {"device": "cpu"}, activation_checkpointing={"cpu_checkpointing": True}), []
+    for host_bytes in (None, 200 * GIB):
+        job = Job(LLAMA_8B, 1, Machines(1, 1, 80 * GIB, host_bytes))
+        (row,) = find_longest(search(job, files=[(ds, "full")]), [1])
+        fit = row.fits[1]
+        assert row.ds is ds
+        assert fit is not None
+        lengths.append(fit.plan.seq_len)
+    assert lengths[0] > 1.5 * lengths[1]
+    assert fit.host_bytes_per_node < 200 * GIB < fit.host_bytes_per_node + 32 * 1024 * 4096 * 2
+
+
+@pytest.mark.slow
+def test_the_longest_sequence_grows_with_the_gpus_that_divide_it_and_with_tiles() -> None:
+    """Blocks of divided sequences, and with tiles, are recorded on demand."""
+    machines, sizes = Machines(1, 8, 80 * GIB), (1, 2, 4, 8)
+    lengths = []
+    for tile in (0, 4096):
+        job = Job(replace(LLAMA_8B, mlp_tile_tokens=tile), 8, machines)
+        rows = with_recordings(lambda job=job: find_longest(search(job, modes=("full",)), sizes), "this test")
+        for row, size in itertools.product(rows, sizes):
+            if fit := row.fits[size]:
+                assert fit.fits and fit.plan.ranks.sequence_parallel_size == size
+                assert not fit_of_length(row, fit, fit.plan.seq_len + 1024), (row.strategy, size)
+        lengths.append([[fit.plan.seq_len if fit else 0 for fit in row.fits.values()] for row in rows])
+        for of_row in lengths[-1]:
+            assert of_row == sorted(of_row)
+            assert of_row[-1] == 0 or of_row[-1] > 6 * of_row[0]
+    for without, tiled in zip(*lengths, strict=True):
+        assert all(more > less or more == less == 0 for less, more in zip(without, tiled, strict=True))
 
 
 NEOX_8B = """{"model_type": "gpt_neox", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,

@@ -28,6 +28,7 @@ from llmscale.planning.step_time import (
     estimate_communication,
     estimate_compute_s,
     estimate_dispatch_s,
+    estimate_exchange_s,
     estimate_offload_s,
     estimate_step,
     peak_flops,
@@ -530,6 +531,42 @@ def test_saved_activations_go_out_and_come_back(step_of) -> None:
     time = offload_seconds(step_of, {"stage": 2}, HostRates(1e30), activation_checkpointing={"cpu_checkpointing": True})
     saved = 4 * 2048 * 2048 * 24 * 2
     assert time == pytest.approx(2 * 2 * saved / GPU.host_link_bytes_per_s)
+
+
+def divided_step(size: int, mode: CheckpointingMode = "none", n_kv_head: int = 8, steps: int = 1) -> ResolvedStep:
+    """Return a step of Llama 3 8B where `size` of 16 ranks divide each sequence of 16,384 tokens."""
+    shape = GPTShape(seq_len=16384, **{**MODELS["llama3-8b"], "n_kv_head": n_kv_head})
+    ranks = ParallelLayout(16, size)
+    batch = ranks.data_parallel_size * steps
+    plan = build_batch_plan(global_batch_size=batch, ranks=ranks, seq_len=shape.seq_len, micro_batch_size=1)
+    return resolve_step(parse_ds_config(STAGE_3, "test"), shape, plan, mode)
+
+
+def test_divided_sequences_exchange_tokens_for_heads_within_a_node() -> None:
+    """A rank of four sends 3/4 of 4,096 tokens' 32 + 2 x 8 heads of 128 before attention, and of 32 heads after it."""
+    gpu, network = get_gpu("h100-80gb"), get_interconnect("ib-400g")
+    sent = 4096 * (32 + 8 + 8 + 32) * 128 * 2
+    a_block = sent * 3 / 4 / (0.8 * 450e9) + 4 * sent / 3.35e12 + 0.66 * 2 * 3 * 3.4e-6
+    # 32 blocks, forwards and backwards.
+    assert estimate_exchange_s(divided_step(4), gpu, 8, network) == pytest.approx(32 * 2 * a_block)
+    assert estimate_exchange_s(divided_step(4, steps=2), gpu, 8, network) == pytest.approx(2 * 32 * 2 * a_block)
+    for mode in ("selective", "full"):
+        assert estimate_exchange_s(divided_step(4, mode), gpu, 8, network) == pytest.approx(32 * 3 * a_block)
+    assert estimate_exchange_s(divided_step(1), gpu, 8, network) == 0
+
+
+def test_divided_sequences_exchange_between_nodes_over_the_network() -> None:
+    """Of eight ranks on two nodes of four, three get their parts over NVLink and four over the network."""
+    gpu, network = get_gpu("h100-80gb"), get_interconnect("ib-400g")
+    sent = 2048 * (32 + 8 + 8 + 32) * 128 * 2
+    wire_s = sent * 3 / 8 / 450e9 + sent * 4 / 8 / 50e9
+    waiting_s = 2 * 3 * 3.4e-6 + 2 * 4 * (14e-6 + 2e-6)
+    a_block = wire_s / 0.8 + 0.66 * waiting_s + 4 * sent / 3.35e12
+    assert estimate_exchange_s(divided_step(8), gpu, 4, network) == pytest.approx(32 * 2 * a_block)
+    assert estimate_exchange_s(divided_step(8), gpu, 8, network) < 32 * 2 * a_block / 3
+    # Two key-value heads are sent as often as there are ranks.
+    shared, repeated = (estimate_exchange_s(divided_step(8, n_kv_head=heads), gpu, 4, network) for heads in (8, 2))
+    assert shared == repeated
 
 
 def test_divided_experts_exchange_rows_within_and_between_nodes_and_gather_their_own_alone() -> None:

@@ -214,7 +214,7 @@ def _check_product(plan: BatchPlan) -> None:
 
 
 def _check_groups(ds: DsConfig, plan: BatchPlan) -> None:
-    group, ranks = ds.zero_hpz_partition_size, plan.ranks.shard_ranks
+    group, ranks = ds.zero_hpz_partition_size, plan.ranks.world_size
     if ranks % group:
         raise ConfigError(
             f"{ds.source}: zero_optimization.zero_hpz_partition_size {group} does not divide the {ranks} ranks. Set it "

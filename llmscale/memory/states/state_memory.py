@@ -83,7 +83,7 @@ def zero_setup(step: ResolvedStep, capability: ComputeCapability | None = None) 
     """Return the setup of a step on GPUs of that compute capability; None means Ampere or newer."""
     ranks = step.plan.ranks
     optimizer = step.optimizer.on_gpu(capability)
-    return ZeroSetup(step.engine_config, ranks.shard_ranks, optimizer, ranks.expert_parallel_size)
+    return ZeroSetup(step.engine_config, ranks.world_size, optimizer, ranks.expert_parallel_size)
 
 
 Kind = Literal["parameters", "gradients", "buckets", "temporaries"]

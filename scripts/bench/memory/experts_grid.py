@@ -88,21 +88,24 @@ CELLS = [
 def main() -> None:
     """Print a row for each cell, and the errors of all phases."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    print_grid([(cell.model, cell.divided, cell.resolve()) for cell in CELLS])
+
+
+def print_grid(cells: list[tuple[str, int, ResolvedStep]]) -> None:
+    """Print a row for each model, ranks of a group, and step; and the errors of all phases."""
     warnings.simplefilter("ignore")
     print("GiB by dry run, and the estimate's difference, at the peak of each part of a step")
     print(f"{'model':18} ZeRO ranks divided {'checkpt':9} precision " + "".join(f"{phase:>20}" for phase in PHASES))
     errors = []
-    for cell in CELLS:
-        step = cell.resolve()
-        estimate = with_recordings(lambda step=step: estimate_memory(step), cell.model)
+    for model, divided, step in cells:
+        estimate = with_recordings(lambda step=step: estimate_memory(step), model)
         simulated = dry_run(step)
         counted = {phase: getattr(simulated, phase).total_bytes for phase in PHASES}
         found = {phase: estimate.phase(phase).total_bytes / num_bytes - 1 for phase, num_bytes in counted.items()}
         errors += map(abs, found.values())
         cells = "".join(f"{counted[phase] / 2**30:11.3f} {found[phase]:+8.3%}" for phase in PHASES)
-        row = (
-            f"{cell.model:18} {cell.stage:4} {cell.ranks:5} {cell.divided:7} {cell.checkpointing:9} {cell.precision:9} "
-        )
+        row = f"{model:18} {step.zero_stage:4} {step.plan.ranks.world_size:5} {divided:7} "
+        row += f"{step.checkpointing:9} {step.precision:9} "
         print(f"{row}{cells}", flush=True)
     print(f"median {statistics.median(errors):.3%}, largest {max(errors):.3%} of {len(errors)} phases")
 
