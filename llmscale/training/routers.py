@@ -112,7 +112,10 @@ class CollapseDetector:
         rows = np.flatnonzero(collapsed.any((0, 2))).tolist()
         kind = int(not collapsed[0, rows[0]].any())
         experts = np.flatnonzero(collapsed[kind, rows[0]]).tolist()
-        what = (f"less than {_UNUSED:g} of the mean load has gone to", f"over {NEARLY_ALL:.0%} of the tokens have gone to")[kind]
+        what = (
+            f"less than {_UNUSED:g} of the mean load has gone to",
+            f"over {NEARLY_ALL:.0%} of the tokens have gone to",
+        )[kind]
         return rows, experts, what, int(self._first[kind, rows[0]][experts].max())
 
 
