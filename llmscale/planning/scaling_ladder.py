@@ -141,6 +141,10 @@ class _Relative(NamedTuple):
 
 def plan_ladder(request: LadderRequest, data: str, tokenizer: str) -> Ladder:
     """Choose sizes, tokens, batch and learning rate of every run. Raises ConfigError if the budget is too small."""
+    if request.like.num_experts:
+        raise ConfigError(
+            f"num_experts is {request.like.num_experts}, but a ladder's law counts dense models: leave num_experts out"
+        )
     planned = list(_relative_runs(request))
     if request.has_held_out:
         most = HELD_OUT_RATIO * max(run.flops for run in planned)

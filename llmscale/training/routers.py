@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from llmscale.model.experts import BALANCE, ENTROPY, MOVED, Z_SQUARED
 from llmscale.training.live_run import Engine, Run, RunIO
 
-#: A router has collapsed when an expert gets no token, or nearly all, for this number of steps and of readings.
+#: A router has collapsed when an expert is unused, or gets nearly all tokens, for this number of steps and of readings.
 PATIENCE_STEPS, MIN_READINGS, NEARLY_ALL = 100, 5, 0.95
+#: Loads relative to the mean: an expert is unused below the first; one with nearly all tokens has at least the second.
+_UNUSED, _OVERLOADED = 1e-3, 1.5
 #: Tokens per expert and step below which an expert may have none by chance.
 _MIN_TOKENS = 10
 #: Factor between the steps whose loads are recorded expert by expert: a table may have 10,000 numbers.
@@ -86,7 +88,7 @@ class CollapseDetector:
 
     def __init__(self, blocks: int, experts: int) -> None:
         self._first = np.full((2, blocks, experts), -1)
-        """First step of a series in which an expert gets no token, or nearly all; -1 outside of one."""
+        """First step of a series in which an expert is unused, or gets nearly all tokens; -1 outside of one."""
         self._readings = np.zeros_like(self._first)
         self._is_done = False
 
@@ -98,10 +100,9 @@ class CollapseDetector:
         """
         if self._is_done or loads.mean() < _MIN_TOKENS:
             return None
-        # Where all experts are chosen, all get every token.
-        states = np.stack(
-            (loads == 0, (loads >= NEARLY_ALL * tokens) & (loads.sum(1, keepdims=True) < loads.shape[1] * tokens))
-        )
+        mean = loads.mean(1, keepdims=True)
+        # Where most experts are chosen, each gets nearly all tokens.
+        states = np.stack((loads < _UNUSED * mean, (loads >= NEARLY_ALL * tokens) & (loads >= _OVERLOADED * mean)))
         self._first = np.where(states, np.where(self._first < 0, step, self._first), -1)
         self._readings = np.where(states, self._readings + 1, 0)
         collapsed = states & (step - self._first >= PATIENCE_STEPS) & (self._readings >= MIN_READINGS)
@@ -111,7 +112,10 @@ class CollapseDetector:
         rows = np.flatnonzero(collapsed.any((0, 2))).tolist()
         kind = int(not collapsed[0, rows[0]].any())
         experts = np.flatnonzero(collapsed[kind, rows[0]]).tolist()
-        what = ("no token has gone to", f"over {NEARLY_ALL:.0%} of the tokens have gone to")[kind]
+        what = (
+            f"less than {_UNUSED:g} of the mean load has gone to",
+            f"over {NEARLY_ALL:.0%} of the tokens have gone to",
+        )[kind]
         return rows, experts, what, int(self._first[kind, rows[0]][experts].max())
 
 

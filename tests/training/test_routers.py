@@ -99,7 +99,8 @@ def test_a_collapsed_router_is_named_once(log: RouterLog, model: GPT, lines: Lin
         model.routing = torch.cat((loads, torch.ones(2, 4)), 1).float()
         log.read(step)
     assert lines.reported == [
-        "WARNING: step 150: the router of block 2 has collapsed: no token has gone to experts 2, 3 of 4 since step 50. "
+        "WARNING: step 150: the router of block 2 has collapsed: less than 0.001 of the mean load has gone "
+        "to experts 2, 3 of 4 since step 50. "
         "Raise router_bias_speed (now 0), give router_z_loss 1e-3, lower the learning rate or lengthen the warm-up, "
         "from a checkpoint before that"
     ]
@@ -118,6 +119,21 @@ def test_a_collapse_lasts_and_is_seen_often(every: int) -> None:
     assert found == ([0], [0], "over 95% of the tokens have gone to", every)
     assert number * every - every >= PATIENCE_STEPS
     assert number >= MIN_READINGS
+
+
+def test_experts_with_a_few_of_many_tokens_are_unused() -> None:
+    detector, loads = CollapseDetector(1, 64), np.ones((1, 64))
+    loads[0, :4] = 500_000 - 15
+    found = [detector.add(step, loads, 500_000) for step in range(PATIENCE_STEPS + 1)]
+    assert found[:-1] == [None] * PATIENCE_STEPS
+    assert found[-1] is not None
+    assert found[-1][1] == list(range(4, 64))
+
+
+def test_no_expert_is_overloaded_where_most_are_chosen() -> None:
+    detector, loads = CollapseDetector(1, 16), np.full((1, 16), 960.0)
+    loads[0, :8] = 915.0
+    assert all(detector.add(step, loads, 1000) is None for step in range(400))
 
 
 @pytest.mark.parametrize(

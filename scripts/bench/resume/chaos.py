@@ -3,8 +3,8 @@
     python -m scripts.bench.resume.chaos --faults 50 --seed 1
 
 Each fault is SIGKILL of one rank or all, during start-up, training or the writing of a checkpoint. Each restart draws a
-ds_config, a number of ranks, and how many of them divide a sequence. The ranks are real processes on gloo, the weights
-are fp32. At the end it checks that
+ds_config, a number of ranks, and how many of them divide a sequence; with --block experts also how many divide the
+experts. The ranks are real processes on gloo, the weights are fp32. At the end it checks that
 
 - every step consumed exactly the samples of the untouched run, so each was seen once per epoch,
 - the last losses equal the untouched run's within --tolerance (relative),
@@ -65,15 +65,24 @@ LAUNCHER_DELAY_S = 1.0
 DEADLINE_S = 180
 
 
+@dataclass(frozen=True)
+class Setting:
+    """Configuration of an attempt."""
+
+    ds_config: str
+    world_size: int
+    split: int = 1
+    """Ranks that divide a sequence."""
+    experts: int = 1
+    """Ranks that divide the experts."""
+
+
 @dataclass
 class Fault:
     """A fault and its consequences."""
 
     number: int
-    ds_config: str
-    world_size: int
-    split: int
-    """Ranks that divide a sequence."""
+    setting: Setting
     victims: str
     moment: str
     died_at_step: int | None
@@ -98,18 +107,19 @@ def main() -> int:
         folder = Path(scratch)
         prepare_small_text(folder)
         total_steps = STEPS_PER_FAULT * args.faults
-        straight = run_to_end(folder, "straight", args.block, total_steps, "zero1", 1, 1)
+        straight = run_to_end(folder, "straight", args.block, total_steps, Setting("zero1", 1))
         faults = []
         for number in range(1, args.faults + 1):
             fault = inject(folder, draw, number, args.block, total_steps)
+            at = fault.setting
             print(
-                f"{number:>3} {fault.ds_config:<14} x{fault.world_size}/{fault.split} {fault.victims:<7} "
+                f"{number:>3} {at.ds_config:<14} x{at.world_size}/{at.split}/{at.experts} {fault.victims:<7} "
                 f"{fault.moment:<10} died at step {fault.died_at_step!s:>5}, "
                 f"resumes from {fault.newest_checkpoint!s:>5}, {fault.seconds:5.1f} s",
                 flush=True,
             )
             faults.append(fault)
-        broken = run_to_end(folder, "chaos", args.block, total_steps, *draw_setting(draw))
+        broken = run_to_end(folder, "chaos", args.block, total_steps, draw_setting(draw, args.block))
         findings = compare(straight, broken, total_steps, args.tolerance)
     for line in findings.values():
         print(line)
@@ -122,19 +132,19 @@ def main() -> int:
     return int(failed)
 
 
-def draw_setting(draw: random.Random) -> tuple[str, int, int]:
-    """Return a ds_config, a number of ranks, and how many of them divide a sequence: at most the model's two heads."""
+def draw_setting(draw: random.Random, block: str) -> Setting:
+    """Return a legal setting: the model has two heads, and stage 0 divides no experts."""
     ds_config, world_size = draw.choice(DS_CONFIGS), draw.choice(LEGAL_WORLDS)
-    return ds_config, world_size, draw.choice([size for size in (1, 2) if world_size % size == 0])
+    sizes = [size for size in (1, 2) if world_size % size == 0]
+    split, divides_experts = draw.choice(sizes), block == "experts" and ds_config != "zero0"
+    return Setting(ds_config, world_size, split, draw.choice(sizes) if divides_experts else 1)
 
 
-def start(
-    folder: Path, run: str, block: str, total_steps: int, ds_config: str, world_size: int, split: int
-) -> list[subprocess.Popen]:
+def start(folder: Path, run: str, block: str, total_steps: int, setting: Setting) -> list[subprocess.Popen]:
     """Start the ranks of an attempt, with one log per rank."""
     port = free_port()
     command = [sys.executable, str(REPOSITORY / "llmscale" / "train.py")]
-    command += ["--ds", str(REPOSITORY / "ds_configs" / f"{ds_config}.json"), "--data", str(folder / "set")]
+    command += ["--ds", str(REPOSITORY / "ds_configs" / f"{setting.ds_config}.json"), "--data", str(folder / "set")]
     command += [
         "--model",
         "tiny-1m",
@@ -150,10 +160,11 @@ def start(
     ]
     command += ["--global-batch-size", str(GLOBAL_BATCH), "--steps", str(total_steps), "--lr", "1e-3"]
     command += ["--log-every", "1", "--save-every", str(SAVE_EVERY), "--val-every", "0", "--num-workers", "0"]
-    command += ["--record-samples", "--run", str(folder / run), "--sequence-parallel-size", str(split)]
+    command += ["--record-samples", "--run", str(folder / run), "--sequence-parallel-size", str(setting.split)]
+    command += ["--expert-parallel-size", str(setting.experts)]
     ranks = []
-    for rank in range(world_size):
-        environment = rank_environment(rank, world_size, port) | {"PYTHONUNBUFFERED": "1"}
+    for rank in range(setting.world_size):
+        environment = rank_environment(rank, setting.world_size, port) | {"PYTHONUNBUFFERED": "1"}
         with (folder / f"rank-{rank}.log").open("w") as log:
             ranks.append(
                 subprocess.Popen(
@@ -168,11 +179,9 @@ def start(
     return ranks
 
 
-def run_to_end(
-    folder: Path, run: str, block: str, total_steps: int, ds_config: str, world_size: int, split: int
-) -> Path:
+def run_to_end(folder: Path, run: str, block: str, total_steps: int, setting: Setting) -> Path:
     """Train to the last step. Exits with the log if the run fails."""
-    ranks = start(folder, run, block, total_steps, ds_config, world_size, split)
+    ranks = start(folder, run, block, total_steps, setting)
     codes = [rank.wait() for rank in ranks]
     if any(codes):
         raise SystemExit(f"{run} ended with {codes}:\n{(folder / 'rank-0.log').read_text()[-3000:]}")
@@ -182,11 +191,11 @@ def run_to_end(
 def inject(folder: Path, draw: random.Random, number: int, block: str, total_steps: int) -> Fault:
     """Start an attempt and kill it at a random moment; return the fault."""
     began = time.monotonic()
-    ds_config, world_size, split = draw_setting(draw)
+    setting = draw_setting(draw, block)
     moment = draw.choices(["start-up", "training", "saving"], weights=[1, 5, 4])[0]
     victims = draw.choice(["one", "all"])
     steps_before = len(read_losses(folder / "chaos"))
-    ranks = start(folder, "chaos", block, total_steps, ds_config, world_size, split)
+    ranks = start(folder, "chaos", block, total_steps, setting)
     chosen = ranks if victims == "all" else [draw.choice(ranks)]
     moment = wait_for(moment, folder, ranks, draw, steps_before)
     for rank in chosen:
@@ -197,9 +206,7 @@ def inject(folder: Path, draw: random.Random, number: int, block: str, total_ste
         rank.wait()
     return Fault(
         number=number,
-        ds_config=ds_config,
-        world_size=world_size,
-        split=split,
+        setting=setting,
         victims=victims,
         moment=moment,
         died_at_step=last_step(folder),

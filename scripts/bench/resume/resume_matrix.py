@@ -3,6 +3,7 @@
     python -m scripts.bench.resume.resume_matrix                          # the full matrix, 18 x 18 cells
     python -m scripts.bench.resume.resume_matrix --configs zero1,zero3 --worlds 1,2
     python -m scripts.bench.resume.resume_matrix --worlds 1,2x2,4,4x2     # 4x2: four ranks, two for each sequence
+    python -m scripts.bench.resume.resume_matrix --block experts --configs zero2,zero3 --worlds 1,4x1x2  # 2 for experts
 
 A cell is the largest relative difference of the losses after the resume from those of the uninterrupted run of the
 configuration that resumes; `=` means bit-equal. Exit status 1 if a cell exceeds --tolerance, or if a cell of the same
@@ -104,9 +105,15 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def parse_world(name: str) -> tuple[int, int, int]:
+    """Return the ranks of `4x2x1`, how many of them divide a sequence, and how many the experts: 1 if not given."""
+    ranks, split, experts = [*map(int, name.split("x")), 1, 1][:3]
+    return ranks, split, experts
+
+
 def start_job(args: argparse.Namespace, phase: str, name: str, folder: Path) -> None:
     """Run a job of the ranks that `name` says, which writes folder/losses-<phase>-<name>.json."""
-    port, world_size = free_port(), int(name.partition("x")[0])
+    port, world_size = free_port(), parse_world(name)[0]
     command = [sys.executable, "-m", __spec__.name, "--rank-job", phase, "--folder", str(folder)]
     command += ["--configs", ",".join(args.configs), "--worlds", ",".join(args.worlds), "--world", name]
     for name in ("block", "precision", "steps", "dropout"):
@@ -188,6 +195,7 @@ def train(args: argparse.Namespace, config_name: str, world: World, source: Path
 
 
 def cell_config(args: argparse.Namespace, config_name: str) -> RunConfig:
+    _, split, experts = parse_world(args.world)
     return RunConfig(
         ds=REPOSITORY / "ds_configs" / f"{config_name}.json",
         data=str(args.folder / "set"),
@@ -203,7 +211,8 @@ def cell_config(args: argparse.Namespace, config_name: str) -> RunConfig:
         lr=3e-3,
         precision=args.precision,
         num_workers=0,
-        sequence_parallel_size=int(args.world.partition("x")[2] or 1),
+        sequence_parallel_size=split,
+        expert_parallel_size=experts,
         run=args.folder / f"run-{config_name}-{args.world}",
     )
 
