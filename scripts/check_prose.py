@@ -3,7 +3,7 @@
 
 usage: check_prose.py [--list] [FILE...]
 
-Without FILE: llmscale/, scripts/, docs/ and README.md. --list prints every place.
+Without FILE: llmscale/, scripts/, docs/ and the READMEs. --list prints every place.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main(words: list[str]) -> int:
         *REPOSITORY.glob("llmscale/**/*.py"),
         *(file for file in REPOSITORY.glob("scripts/**/*.py") if file != Path(__file__).resolve()),
         *REPOSITORY.glob("docs/*.md"),
-        REPOSITORY / "README.md",
+        *(REPOSITORY / folder / "README.md" for folder in (".", "ds_configs", "hostfiles", "scripts/bench")),
     ]
     places: list[Place] = []
     num_docstrings = 0

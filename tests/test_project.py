@@ -244,6 +244,14 @@ def test_every_page_opens_with_its_purpose_and_an_example_and_has_no_long_item()
         assert [item for item in items if len(item.split()) > 80] == [], page.name
 
 
+def test_every_page_has_one_title_and_summaries_are_short() -> None:
+    for page in PAGES:
+        assert len(re.findall(r"^# ", without_code(page.read_text()), re.M)) == 1, page.name
+    assert len((ROOT / "docs" / "data.md").read_text().split()) <= 1200
+    listed = (ROOT / "CHANGELOG.md").read_text().partition("### What is in it\n\n")[2].partition("\n\n")[0]
+    assert 0 < len(listed.splitlines()) <= 25
+
+
 def test_every_path_in_the_readme_exists() -> None:
     text = readme()
     linked = re.findall(r"\]\(((?!https?:)[^)#]+)\)", text)

@@ -172,7 +172,7 @@ def _fetch(name: str, source: str) -> Path:
         reason = " ".join(words.split())[:300]
         raise CheckpointError(
             f"{source} cannot be fetched from the Hugging Face Hub ({type(error).__name__}: {reason}). Download its "
-            "weights and JSON files and pass their folder, or log in with HF_TOKEN or `huggingface-cli login` if it "
+            "weights and JSON files and pass their folder, or log in with HF_TOKEN or `hf auth login` if it "
             "needs permission."
         ) from None
 

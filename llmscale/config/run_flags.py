@@ -22,7 +22,7 @@ _METAVARS = {
     **{"config": "FILE", "ds": "FILE|NAME", "model": "PRESET|hf:NAME", "rope_scaling": "KIND[:NUMBERS]"},
     **{"data": "FOLDER|URL", "text": "FOLDER|FILE", "data_cache": "FOLDER", "skip_steps": "A:B"},
     **{"sample_prompt": "TEXT", "tokenizer": "gpt2|bytes|FILE.tiktoken|FOLDER|NAME"},
-    **{"sample_prompts": "FILE", "eval_tasks": "FORMAT=FILE", "run": "FOLDER", "resume": "auto|none|CHECKPOINT"},
+    **{"sample_prompts": "FILE", "eval_tasks": "FORMAT=FILE", "run": "FOLDER", "resume": "auto|none|best|CHECKPOINT"},
     **{"init_from": "RUN|hf:NAME", "allow_changed": "KEY", "profile": "A:B", "notify": "COMMAND"},
     **{"param_group": "PATTERN:lr=Fx:decay=D", "freeze": "PATTERN"},
     **{"save_every_minutes": "MINUTES", "cache_limit_gib": "GIB", "seq_len": "T", "vocab_size": "V"},

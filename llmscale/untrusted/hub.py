@@ -317,7 +317,7 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 def read_token() -> str | None:
-    """Return the token in HF_TOKEN or of `huggingface-cli login`, or None.
+    """Return the token in HF_TOKEN or of `hf auth login`, or None.
 
     Raises OSError, ValueError; their messages do not show the contents.
     """

@@ -135,7 +135,7 @@ class Agent:
                     shutil.rmtree(left, ignore_errors=True)
         locks = remove_stale_locks()
         client, own = connection_ends()
-        notes = [f"removed {lock}, left behind by a killed build" for lock in locks]
+        notes = [f"removed {lock}, left by a build that was killed" for lock in locks]
         self._channel.send(Ready(os.getpid(), client, own, notes))
 
     def _refuse(self, reason: str) -> None:
