@@ -55,7 +55,7 @@ for name in sys.argv[1:]:
 
 def test_readme_describes_every_script_and_every_result_has_a_script() -> None:
     readme = (BENCH / "README.md").read_text()
-    assert [module for module in SCRIPTS.values() if f"-m {module.removeprefix('scripts.bench.')}" not in readme] == []
+    assert [module for module in SCRIPTS.values() if f"| `{module.removeprefix('scripts.bench.')}" not in readme] == []
     results = list(BENCH.glob("*/*.txt"))
     assert len(results) >= 20
     for result in results:

@@ -39,11 +39,15 @@ if TYPE_CHECKING:
 
     from llmscale.config.command_line import FlagParser
 
-#: Keys of train.py that each run of a ladder has its own values of.
+#: Keys of train.py that each run of a ladder has its own values of, or that change its size or tokens.
 _DECIDED = (
-    *("run", "config", "data", "init_from", "n_layer", "n_head", "n_embd", "global_batch_size", "global_batch_tokens"),
-    *("steps", "tokens", "warmup_steps", "warmup_tokens", "decay_steps", "decay_tokens", "val_every"),
+    *("run", "config", "data", "text", "init_from", "resume", "n_layer", "n_head", "n_embd", "global_batch_size"),
+    *("n_kv_head", "head_dim", "mlp_width", "global_batch_tokens", "steps", "tokens", "warmup_steps", "warmup_tokens"),
+    *("decay_steps", "decay_tokens", "val_every", "batch_ramp_from", "batch_ramp_tokens", "seq_len_ramp_from"),
+    *("seq_len_ramp_tokens", "overfit_batch", "skip_steps"),
 )
+#: Status of `ladder run` when another process trains some of the runs.
+_OTHERS_TRAIN = 3
 _SCRIPT, _ARRAY_NAME = Path("scripts", "slurm", "train.sbatch"), "array.sbatch"
 
 
@@ -54,7 +58,13 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     example = "llmscale ladder plan --flops 1e18 --data data/mine --out ladder"
     _add_plan_flags(actions.add_parser("plan", help=text, example=example))
     text = "train the runs one after the other, least compute first, and resume what was interrupted"
-    run = actions.add_parser("run", help=text, example="llmscale ladder run ladder")
+    run = actions.add_parser(
+        "run",
+        help=text,
+        example="llmscale ladder run ladder",
+        epilog=f"status: 0 all finished, {_OTHERS_TRAIN} others still train some, 128 + N stopped by signal N, else that "
+        "of the run that failed.",
+    )
     run.add_argument("folder", type=local_path, metavar="DIR", help="folder of `ladder plan`")
     flag(run, "--slurm", f"write DIR/{_ARRAY_NAME}, a job array with a task per unfinished run, in place of training")
     run.add_argument("words", nargs="*", metavar="-- FLAGS", help="flags of `llmscale train`, such as --num-gpus 8")
@@ -156,21 +166,22 @@ def _run(args: argparse.Namespace) -> int:
     folder: Path = args.folder
     ladder = load_ladder(folder)
     left = [run for run in sorted(ladder.runs, key=lambda r: (r.is_held_out, r.flops)) if not _is_done(folder, run)]
+    running = [run for run in left if read_run(folder / RUNS_NAME / run.name).state == "running"]
+    if running:
+        print_visible(f"running already, and left alone: {', '.join(run.name for run in running)}")
+        left = [run for run in left if run not in running]
     if args.slurm:
         return _write_array(folder, left, args.words)
     stopped: list[int] = []
     for place, run in enumerate(left, 1):
-        if read_run(folder / RUNS_NAME / run.name).state == "running":
-            print_visible(f"{run.name} is running already; it is left alone")
-            continue
         print_visible(f"== {run.name} ({place} of {len(left)} left)", flush=True)
         status = run_command(["train", *_words(folder, run), *args.words], stopped)
         if status or stopped or not _is_done(folder, run):
             print_visible(f"{run.name} is not finished; the same command continues it", file=sys.stderr)
-            return status
-    unfinished = [run.name for run in left if not _is_done(folder, run)]
+            return 128 + stopped[0] if stopped else status or 1
+    unfinished = [run.name for run in running if not _is_done(folder, run)]
     print_visible(f"left: {', '.join(unfinished)}" if unfinished else f"all finished: llmscale ladder fit {folder}")
-    return 0
+    return _OTHERS_TRAIN if unfinished else 0
 
 
 def _is_done(folder: Path, run: LadderRun) -> bool:
@@ -188,7 +199,7 @@ def _write_array(folder: Path, left: Sequence[LadderRun], words: Sequence[str]) 
     if not is_in_checkout():
         raise ConfigError(f"--slurm needs {_SCRIPT}: call it in the folder of llmscale's repository.")
     if not left:
-        print("all runs are finished")
+        print("no run is left to start")
         return 0
     directives = [line for line in _SCRIPT.read_text().splitlines() if line.startswith("#SBATCH")]
     cases = [f"{index}) set -- {shlex.join([*_words(folder, run), *words])} ;;" for index, run in enumerate(left)]

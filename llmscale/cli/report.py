@@ -136,7 +136,8 @@ def _watch(places: Sequence[Path], seen: list[object], wanted: Mapping[str, Path
                 if not wanted:
                     print(_CLEAR if sys.stdout.isatty() else "\n", end="")
                 _report(found, wanted)
-        except LlmscaleError as error:
+        except (LlmscaleError, OSError) as error:
+            # A file that is removed or replaced meanwhile is another change.
             print_error(str(error))
         took_s = time.monotonic() - began
 

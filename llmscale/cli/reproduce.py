@@ -11,7 +11,7 @@ import os
 import shlex
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -30,14 +30,14 @@ from llmscale.config.run_config import NonBlank, parse_run_config
 from llmscale.config.user_paths import check_output_folder
 from llmscale.data.shards.manifest import MANIFEST_NAME
 from llmscale.errors import ConfigError, DataError, LlmscaleError
-from llmscale.files.atomic_write import write_durably
+from llmscale.files.atomic_write import write_durably, write_parts_durably
 from llmscale.report.history import load_history
 from llmscale.report.run_list import read_run
 from llmscale.suggestions import describe_invalid, did_you_mean
 from llmscale.terminal.human_numbers import format_quantity
 from llmscale.terminal.table import Column, output_width, table_lines
 from llmscale.training.stop_request import STOP_SIGNALS
-from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json, load_toml, parse_json
+from llmscale.untrusted.documents import CONFIG_MAX_BYTES, LINE_MAX_BYTES, Rules, load_json, load_toml, parse_json
 from llmscale.untrusted.interpreter import module_command
 from llmscale.untrusted.terminal import print_visible
 
@@ -48,6 +48,8 @@ _HUB = "hf:"
 #: Names within the folder.
 _DATA, _RUN, _EVALUATION, _REPORT = "data", "run", "evaluation.json", "report.html"
 _RULES = Rules(ConfigError, not_finite=True, large_numbers=True)
+#: Most bytes of a downloaded split of items; HellaSwag's validation has 12 MB.
+_MOST_ITEM_BYTES = 1 << 30
 Numbers = dict[str, float]
 
 
@@ -278,14 +280,30 @@ def _download_step(source: str, path: Path) -> _Step:
             from datasets import load_dataset
 
             records = load_dataset(name, split=split, streaming=True, trust_remote_code=False)
-            write_durably(path, "".join(json.dumps(record) + "\n" for record in records))
+            write_parts_durably(path, _item_lines(records, path))
         except ImportError:
             raise DataError(f"{source} needs the `datasets` library: `{install_command('data')}`.") from None
+        except LlmscaleError as error:
+            raise DataError(f"{source}: {error}") from None
         except Exception as error:  # the client raises many classes
             why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise DataError(f"{source} cannot be read: {why}. Put its items into {path} as JSON lines.") from error
 
     return _Step(f"items of {source} in {path}", (), path.is_file, download)
+
+
+def _item_lines(records: Iterable[object], path: Path) -> Iterator[str]:
+    """Yield a stranger's records as JSON lines. Raises DataError beyond the limits."""
+    left = _MOST_ITEM_BYTES
+    for number, record in enumerate(records, 1):
+        line = json.dumps(record) + "\n"
+        left -= len(line)
+        if len(line) > LINE_MAX_BYTES or left < 0:
+            raise DataError(
+                f"item {number:,} is beyond the limits of {LINE_MAX_BYTES >> 20} MiB an item and "
+                f"{_MOST_ITEM_BYTES >> 20:,} MiB in all. Name a smaller split, or put items into {path} as JSON lines."
+            )
+        yield line
 
 
 def _claim(project: _Project) -> None:

@@ -66,14 +66,15 @@ def train_step(
 def _balance_routers(model: GPT) -> None:
     """Change the routers' biases by the load of the global batch. Collective.
 
-    A step that fp16 skips leaves them as it leaves the weights.
+    A step that fp16 skips leaves them as it leaves the weights. So does freezing of a router.
     """
     assert model.routing is not None
     loads = model.routing[:, : model.shape.num_experts].clone()
     dist.all_reduce(loads)
     routers = (module for module in model.modules() if isinstance(module, Router))
     for router, load in zip(routers, loads, strict=True):
-        router.balance(load, model.loss.router_bias_speed)
+        if router.weight.requires_grad:
+            router.balance(load, model.loss.router_bias_speed)
 
 
 def set_micro_steps(engine: DeepSpeedEngine, micro_steps: int) -> None:

@@ -177,5 +177,5 @@ def evaluate(source: ModelSource, request: Request, progress: Callable[[str, int
         adapter = LlmscaleLM(model, tokenizer, batch_size=batch_size, progress=partial(progress, "lm-eval", None))
         results += request.harness.run(adapter, request.limit)
     is_comparable = request.limit is None and any(file.format == "hellaswag" for file in request.files)
-    published = comparable_results(source.shape.num_parameters) if is_comparable else None
+    published = comparable_results(source.shape.active_parameters) if is_comparable else None
     return Evaluation(source, losses, results, published)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +15,11 @@ def write_durably(path: Path, *content: str | bytes | memoryview) -> None:
     The parts of `content` are concatenated; memoryviews are of bytes. A link at `path` is replaced, not followed.
     Raises OSError; then `path` is unchanged and the temporary file removed.
     """
+    write_parts_durably(path, content)
+
+
+def write_parts_durably(path: Path, content: Iterable[str | bytes | memoryview]) -> None:
+    """Write parts as `write_durably` does, as they come. Raises OSError, and whatever `content` raises."""
     temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.partial")
     try:
         # "x": never through a link or into a file that another user created.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from llmscale.cli import ladder
+from llmscale.cli.ladder import _DECIDED
 from llmscale.cli.main import main
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_config import RunConfig, parse_run_config
 from llmscale.planning.scaling_ladder import load_ladder
 from llmscale.report.history import load_history
 from llmscale.report.run_list import read_run
@@ -76,6 +80,31 @@ def test_keys_that_the_ladder_decides_are_refused(
     assert "the ladder decides n_layer, steps" in capsys.readouterr().err
 
 
+def test_every_key_that_changes_tokens_is_decided_by_the_ladder() -> None:
+    of_other_things = {"micro_batch_size", "loss_chunk_tokens", "mlp_tile_tokens"}
+    keys = {key for key in RunConfig.model_fields if re.search("steps|tokens|batch|ramp", key)}
+    assert keys - of_other_things <= set(_DECIDED)
+    assert set(_DECIDED) <= set(RunConfig.model_fields)
+
+
+def test_experts_are_refused(tiny_set: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base.write_text('{"model": "tiny-moe-3m", "ds": "zero0"}')
+    assert plan(tiny_set, base, tmp_path / "new") == 2
+    assert "experts" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_that_another_process_trains_is_left_alone(
+    tiny_set: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "new"
+    plan(tiny_set, base, folder)
+    running = ladder.read_run(folder / "runs" / "none")
+    monkeypatch.setattr(ladder, "read_run", lambda run: dataclasses.replace(running, state="running"))
+    assert main(["ladder", "run", str(folder)]) == 3
+    assert "running already, and left alone: group0-" in capsys.readouterr().out
+
+
 def test_a_job_array_has_a_task_for_each_run(
     tiny_set: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +158,7 @@ def test_a_ladder_is_killed_and_resumed(tiny_set: Path, base: Path, tmp_path: Pa
     second = others[0]
     wait_for(lambda: (read_run(folder / "runs" / second.name).step or 0) >= 1, process)
     process.terminate()
-    assert process.wait(120) == 0
+    assert process.wait(120) == 128 + signal.SIGTERM
     assert read_run(folder / "runs" / first.name).state == "finished"
     assert read_run(folder / "runs" / second.name).state in ("stopped", "finished")
     assert subprocess.run(words, env=environment, cwd=tmp_path, timeout=900).returncode == 0

@@ -12,11 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from llmscale.cli.main import main
-from llmscale.cli.reproduce import RECIPES
+from llmscale.cli.reproduce import RECIPES, _download_step
+from llmscale.errors import DataError
+from llmscale.untrusted.documents import LINE_MAX_BYTES
 from tests.conftest import HANG_S, REPOSITORY
 
 RECIPE = """
@@ -154,6 +157,45 @@ def test_a_folder_keeps_to_its_recipe(
     recipe(steps=4)
     assert main(done) == 2
     assert "was begun with another recipe" in capsys.readouterr().err
+
+
+class _Records:
+    """Records of a stranger, the second of which may raise."""
+
+    def __init__(self, second: object) -> None:
+        self.second = second
+
+    def __iter__(self) -> Iterator[object]:
+        yield {"ctx": "a", "label": 0}
+        if isinstance(self.second, Exception):
+            raise self.second
+        yield self.second
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ({"ctx": "b"}, None),
+        ({"ctx": "b" * LINE_MAX_BYTES}, "hf:org/items:validation: item 2 is beyond the limits of "),
+        (ValueError("no such split\n\x1b[2J"), "hf:org/items:validation cannot be read: no such split. Put its items"),
+        (None, "needs the `datasets` library: "),
+    ],
+)
+def test_items_are_written_in_one_piece_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: object, said: str | None
+) -> None:
+    library = SimpleNamespace(load_dataset=lambda *_, **__: _Records(second)) if second is not None else None
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    path = tmp_path / "items.jsonl"
+    action = _download_step("hf:org/items:validation", path).action
+    assert action is not None
+    if said is None:
+        action()
+        assert [json.loads(line)["ctx"] for line in path.read_text().splitlines()] == ["a", "b"]
+        return
+    with pytest.raises(DataError, match=re.escape(said)):
+        action()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

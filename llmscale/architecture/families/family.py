@@ -130,7 +130,8 @@ class Keys:
     def require(self, name: str, only: object) -> None:
         """Refuse any value except `only`, the family's default and the one that llmscale's model computes with."""
         value = self._config.get(name)
-        if value is not None and value != only:
+        # True equals 1.
+        if value is not None and (value != only or isinstance(value, bool) != isinstance(only, bool)):
             raise ConfigError(f"{self.source}: {name} is {_shown(value)}; llmscale's model has {only!r} alone.")
 
     def heads(self, width: str = "hidden_size", heads: str = "num_attention_heads") -> tuple[int, int]:
