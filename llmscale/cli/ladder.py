@@ -62,8 +62,8 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         "run",
         help=text,
         example="llmscale ladder run ladder",
-        epilog=f"status: 0 all finished, {_OTHERS_TRAIN} others still train some, 128 + N stopped by signal N, else that "
-        "of the run that failed.",
+        epilog=f"status: 0 all finished, {_OTHERS_TRAIN} others still train some, 128 + N stopped by signal N, "
+        "else that of the run that failed.",
     )
     run.add_argument("folder", type=local_path, metavar="DIR", help="folder of `ladder plan`")
     flag(run, "--slurm", f"write DIR/{_ARRAY_NAME}, a job array with a task per unfinished run, in place of training")
