@@ -43,6 +43,16 @@ def numbers_of(run: Path) -> dict[tuple[str, int], list[float]]:
     return {(one["kind"], one["step"]): [one[key] for key in keys if key in one] for one in found}
 
 
+def judged(run: Path) -> dict[tuple[str, int], object]:
+    """Return the generated texts and the scores of a task by kind of record and step."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {
+        (one["kind"], one["step"]): one.get("text", one.get("values"))
+        for one in records
+        if one["kind"] in ("sample", "evaluation")
+    }
+
+
 def check_runs(runs: list[Path], first_steps: list[int]) -> None:
     """Runs that begin after `first_steps` agree with the first one, and so do their last weights."""
     expected = numbers_of(runs[0])
@@ -66,9 +76,13 @@ def test_runs_are_equal_and_continue_with_other_divisions(tiny_set: Path, tmp_pa
         "whole-divided": ("zero2", "2", *half["whole"]),
         "divided-whole": ("zero1", "1", *half["divided"]),
     }
+    # One item, so that a rank has nothing to score.
+    task = tmp_path / "items.jsonl"
+    task.write_text('{"ctx": "the quick", "endings": ["brown fox", "lazy dog"], "label": 0}\n')
+    judging = ("--sample-every", "2", "--eval-every", "2", "--eval-tasks", f"hellaswag={task}")
     commands = [
         build_train_command(
-            *(tiny_set, tmp_path / run, *FIXED, *BIASED, *VALIDATED, "--ds", ds_config),
+            *(tiny_set, tmp_path / run, *FIXED, *BIASED, *VALIDATED, *judging, "--ds", ds_config),
             *("--expert-parallel-size", size, *more),
         )
         for run, (ds_config, size, *more) in runs.items()
@@ -77,6 +91,8 @@ def test_runs_are_equal_and_continue_with_other_divisions(tiny_set: Path, tmp_pa
     assert "2 ranks divide the experts of a block: 2 of 4 each, held by 1 rank" in output[1]
     assert "changed since the checkpoint: zero_stage 1 -> 2; expert_parallel_size 1 -> 2" in output[2]
     check_runs([tmp_path / run for run in runs], [0, 2, 2])
+    whole, divided = (judged(tmp_path / run) for run in ("whole", "divided"))
+    assert len(whole) == 4 and divided == whole
 
 
 @pytest.mark.slow
