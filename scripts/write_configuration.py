@@ -57,6 +57,7 @@ _DS = """\
 
 The JSON for `--ds`; `ds_configs/` has one for each ZeRO stage. Keys of DeepSpeed that are not listed are refused,
 because a run could not honour them. `"auto"` is resolved from the run. An absent section is off. Sizes are in elements.
+A key without a meaning is explained in [DeepSpeed's reference](https://www.deepspeed.ai/docs/config-json/).
 """
 _MIX = """\
 ## Mixture

@@ -112,55 +112,75 @@ class OffloadOptimizer(Section):
     """Optimizer states and the optimizer step on the host; nvme: the states on disk (stage 3 only)."""
 
     device: OffloadDevice = "none"
+    """cpu: host memory; nvme: the states on disk."""
     nvme_path: Text | None = None
+    """NVMe: folder on the disk."""
     buffer_count: Count = 4
     """NVMe: buffers of the largest partition; parameter, gradient and Adam's two moments need 4."""
     pin_memory: Flag = True
+    """Page-locked host memory, for faster copies."""
     pipeline_read: Flag = False
     pipeline_write: Flag = False
     fast_init: Flag = False
     ratio: Number = 1.0
+    """Share of the parameters whose states are on the host; below 1 only at stage 3."""
 
 
 class OffloadParam(Section):
     """Low-precision parameters on the host or on disk; stage 3 only."""
 
     device: OffloadDevice = "none"
+    """cpu: host memory; nvme: disk."""
     nvme_path: Text | None = None
+    """NVMe: folder on the disk."""
     buffer_count: Count = 5
     buffer_size: Count = 100_000_000
     """NVMe: elements per buffer."""
     max_in_cpu: Count = 1_000_000_000
     """NVMe: elements kept in host memory."""
     pin_memory: Flag = True
+    """Page-locked host memory, for faster copies."""
 
 
 class ZeroOptimization(Section):
     """Sharding and its buffers, sizes in elements. `stage` is required: DeepSpeed's default of 0 shards nothing."""
 
     stage: Stage
+    """What ranks divide: 1 optimizer states, 2 gradients too, 3 parameters too; 0 nothing."""
     contiguous_gradients: Flag = True
+    """Copy gradients into one buffer as they come, against fragmented memory."""
     reduce_scatter: Flag = True
+    """Each rank gets the sum of its own gradients alone, not of all."""
     reduce_bucket_size: PositiveOrAuto = 500_000_000
+    """Elements of gradients exchanged at a time; a smaller bucket takes less memory and more calls."""
     use_multi_rank_bucket_allreduce: Flag = True
     allgather_partitions: Flag = True
     allgather_bucket_size: Count = 500_000_000
+    """Elements of parameters gathered at a time after a step, at stages 1 and 2."""
     overlap_comm: Flag | None = None
+    """Exchange gradients during the backward pass; takes a second bucket. Default: DeepSpeed's, on at stage 3."""
     load_from_fp32_weights: Flag = True
     offload_param: OffloadParam | None = None
     offload_optimizer: OffloadOptimizer | None = None
     sub_group_size: Positive = 1_000_000_000
+    """Stage 3: elements of an optimizer step at a time."""
     stage3_prefetch_bucket_size: CountOrAuto = 50_000_000
+    """Elements gathered ahead of their use."""
     stage3_param_persistence_threshold: CountOrAuto = 100_000
+    """Parameters with fewer elements stay gathered."""
     stage3_model_persistence_threshold: Count = 2**63 - 1
+    """Most elements that stay gathered in all."""
     stage3_max_live_parameters: Count = 1_000_000_000
+    """Most elements gathered at a time."""
     stage3_max_reuse_distance: Count = 1_000_000_000
+    """Keep a parameter gathered if it is used again within so many elements."""
     stage3_gather_16bit_weights_on_model_save: Flag = False
     stage3_module_granularity_threshold: Count = 0
     stage3_use_all_reduce_for_fetch_params: Flag = False
     stage3_allgather_sequential: Flag = False
     ignore_unused_parameters: Flag = True
     round_robin_gradients: Flag = False
+    """Stages 1 and 2 with offload: spread the copies of gradients over the ranks."""
     parameter_alignment: Flag = False
     zero_hpz_partition_size: Positive = 1
     """Ranks of a group that keeps a second copy of the parameters: ZeRO++'s hpZ (arXiv:2306.10209, section 3.2).
@@ -179,13 +199,16 @@ class Fp16(Section):
     enabled: FlagOrAuto
     auto_cast: Flag = False
     loss_scale: Number = 0.0
+    """Constant loss scale; 0: dynamic."""
     initial_scale_power: Power = 16
+    """Power of 2 of the first dynamic scale."""
     loss_scale_window: Positive = 1000
     """Steps without overflow before the scale is doubled."""
     hysteresis: Positive = 2
     """Overflows before the scale is halved."""
     consecutive_hysteresis: Flag = False
     min_loss_scale: Positive = 1
+    """Least dynamic scale."""
 
 
 class Bf16(Section):
@@ -207,6 +230,7 @@ class TorchAutocast(Section):
 
 class DataTypes(Section):
     grad_accum_dtype: Dtype | None = None
+    """Type in which gradients of micro-batches are summed; llmscale's default is fp32."""
     param_dtype: Dtype | None = None
 
 
@@ -226,8 +250,11 @@ class Aio(Section):
     """Disk access of NVMe offload."""
 
     block_size: Positive = 1_048_576
+    """Bytes of a request."""
     queue_depth: Positive = 8
+    """Requests at a time."""
     intra_op_parallelism: Positive = 1
+    """Threads of a transfer."""
     single_submit: Flag = False
     overlap_events: Flag = True
     use_gds: Flag = False
