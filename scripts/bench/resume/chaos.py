@@ -7,7 +7,8 @@ ds_config, a number of ranks, and how many of them divide a sequence; with --blo
 experts. The ranks are real processes on gloo, the weights are fp32. At the end it checks that
 
 - every step consumed exactly the samples of the untouched run, so each was seen once per epoch,
-- the last losses equal the untouched run's within --tolerance (relative),
+- the last losses equal the untouched run's within --tolerance (relative). With --block experts give 1e-2: rounding
+  differs between numbers of ranks, and once it flips the choice of an expert, undisturbed runs drift apart, too,
 - no finished checkpoint was ever damaged.
 
 Exit status 1 if one of these fails.
@@ -145,19 +146,8 @@ def start(folder: Path, run: str, block: str, total_steps: int, setting: Setting
     port = free_port()
     command = [sys.executable, str(REPOSITORY / "llmscale" / "train.py")]
     command += ["--ds", str(REPOSITORY / "ds_configs" / f"{setting.ds_config}.json"), "--data", str(folder / "set")]
-    command += [
-        "--model",
-        "tiny-1m",
-        "--n-layer",
-        "2",
-        "--n-head",
-        "2",
-        "--n-embd",
-        "32",
-        "--precision",
-        "fp32",
-        *BLOCKS[block],
-    ]
+    command += ["--model", "tiny-1m", "--n-layer", "2", "--n-head", "2", "--n-embd", "32", "--precision", "fp32"]
+    command += BLOCKS[block]
     command += ["--global-batch-size", str(GLOBAL_BATCH), "--steps", str(total_steps), "--lr", "1e-3"]
     command += ["--log-every", "1", "--save-every", str(SAVE_EVERY), "--val-every", "0", "--num-workers", "0"]
     command += ["--record-samples", "--run", str(folder / run), "--sequence-parallel-size", str(setting.split)]
