@@ -234,3 +234,14 @@ def test_interrupted_at_two_places_it_ends_with_a_table(recipe: Callable[..., Pa
     assert (out / "report.html").is_file()
     again = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert again.stdout.count(": done") == 4
+
+
+@pytest.mark.slow
+def test_nano_ends_near_the_loss_of_its_table(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "llmscale", "reproduce", "nano", "--out", str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    # The text differs between versions of Python.
+    assert found["validation"]["loss"] == pytest.approx(2.3614, abs=0.1)
