@@ -43,7 +43,8 @@ FLAG = re.compile(r"--[a-z][\w-]*")
 SUBCOMMANDS = (
     *("plan", "estimate", "data", "data clean", "data prepare", "data verify", "doctor", "train", "launch", "eval"),
     *("sample", "export", "prune", "report", "runs", "completion", "checkpoint", "checkpoint list", "reproduce"),
-    *("ladder plan", "schema"),
+    *("ladder plan", "ladder run", "ladder fit", "schema", "data train-tokenizer", "data inspect", "data which"),
+    *("checkpoint show", "checkpoint verify", "checkpoint prune", "checkpoint diff"),
 )
 
 
@@ -296,17 +297,20 @@ def test_the_tour_names_every_package_in_import_order() -> None:
     assert places == sorted(places, reverse=True), "the tour goes from the top layer to the bottom"
 
 
-def test_the_flags_in_the_readme_exist(help_texts: dict[str, str]) -> None:
-    """Flags of train.py and of the subcommands, as written in commands over one or more lines."""
-    for command in _commands(readme()):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_flags_on_every_page_exist(page: Path, help_texts: dict[str, str]) -> None:
+    """Flags of train.py and of the subcommands, as written in commands over one or more lines and in sentences."""
+    text = page.read_text()
+    for command in (*_commands(text), *re.findall(r"`(llmscale [^`\n]+)`", text)):
         if "llmscale/train.py" in command:
             name, rest = "train.py", command.partition("llmscale/train.py")[2]
         elif command.startswith("llmscale "):
             words = command.split()[1:3]
             name = " ".join(words) if " ".join(words) in SUBCOMMANDS else words[0]
             # What follows is train.py's.
-            rest, _, train_flags = command.partition(" -- ")
-            assert set(FLAG.findall(train_flags)) <= set(FLAG.findall(help_texts["train.py"])), command
+            rest, _, train_flags = command.partition(" #")[0].partition(" -- ")
+            of_train = help_texts["train" if name == "ladder run" else "train.py"]
+            assert set(FLAG.findall(train_flags)) <= set(FLAG.findall(of_train)), command
         else:
             continue
         for flag in FLAG.findall(rest):

@@ -131,9 +131,9 @@ def result_lines(evaluation: Evaluation) -> Iterator[str]:
     from llmscale.evaluate.tasks import show_value
 
     source = evaluation.source
-    size = source.shape.num_parameters
+    size, active = source.shape.num_parameters, source.shape.active_parameters
     step = "" if source.step is None else f", step {source.step:,}"
-    yield f"{source.folder}{step}, {size:,} parameters"
+    yield f"{source.folder}{step}, {size:,} parameters{f' ({active:,} active)' if active != size else ''}"
     rows: list[tuple[str, str, str, str]] = []
     if evaluation.losses:
         count = f"{sum(loss.num_samples for loss in evaluation.losses):,} sequences"

@@ -99,11 +99,12 @@ class Evaluation:
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON values."""
-        size = self.source.shape.num_parameters
+        shape = self.source.shape
         values: dict[str, object] = {
             "model": str(self.source.folder),
             "step": self.source.step,
-            "num_parameters": size,
+            "num_parameters": shape.num_parameters,
+            **({"active_parameters": shape.active_parameters} if shape.num_experts else {}),
             "tasks": {task.task: {"values": _finite(task.values), "num_items": task.num_items} for task in self.tasks},
         }
         if self.losses:

@@ -96,7 +96,8 @@ def _facts(facts: CardFacts) -> Iterable[tuple[str, str]]:
     shape, model = facts.shape, _last_part(facts.config.model)
     num_tokens = sum(location.manifest.splits["train"].num_tokens for location in facts.data.locations)
     yield "model", f"{_code(model)}: {shape.n_layer} layers, width {shape.n_embd}, {shape.n_head} heads"
-    yield "parameters", f"{facts.num_parameters:,}, in {facts.dtype}"
+    active = f", of which a token uses {facts.shape.active_parameters:,}" if facts.shape.num_experts else ""
+    yield "parameters", f"{facts.num_parameters:,}{active}, in {facts.dtype}"
     yield "context", f"{shape.seq_len:,} tokens"
     yield "vocabulary", f"{shape.vocab_size:,} tokens, tokenizer {_code(_last_part(facts.data.manifest.tokenizer))}"
     yield (

@@ -149,7 +149,8 @@ def test_published_results_stand_below_ours() -> None:
     from llmscale.evaluate.evaluation import Evaluation
     from llmscale.evaluate.tasks import TaskResult, comparable_results
 
-    subject: Any = SimpleNamespace(folder=Path("run"), step=None, shape=SimpleNamespace(num_parameters=124_000_000))
+    shape = SimpleNamespace(num_parameters=124_000_000, active_parameters=124_000_000)
+    subject: Any = SimpleNamespace(folder=Path("run"), step=None, shape=shape)
     results = [TaskResult("hellaswag", {"acc": 0.25}, 101)]
     assert len(list(result_lines(Evaluation(subject, (), results)))) == 2, "of some items only, or lm-eval's own"
     lines = list(result_lines(Evaluation(subject, (), results, comparable_results(124_000_000))))

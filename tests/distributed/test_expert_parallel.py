@@ -30,6 +30,7 @@ def test_gradients_are_those_of_one_rank_without_deepspeed(ranks: Callable) -> N
         cell(2, "4-experts", experts=2, checkpointing="selective", zero=dict(list(ON_HOST.items())[:1])),
         cell(3, "4-experts", experts=2, checkpointing="full", zero=ON_HOST),
         cell(2, "1-of-4-experts", experts=2),
+        cell(3, "4-experts", experts=2, precision="fp16"),
         cell(3, "1-of-4-experts", experts=2, accumulation=2),
     ]
     check(ranks, 2, cells)

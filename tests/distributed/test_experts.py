@@ -54,6 +54,7 @@ def test_gradients_are_those_of_one_rank_without_deepspeed(ranks: Callable) -> N
     cells = [
         cell(1, "experts", accumulation=2),
         cell(3, "experts", checkpointing="full"),
+        cell(2, "experts", precision="fp16"),
         cell(2, "experts-4-heads", split=2, checkpointing="selective"),
     ]
     check(ranks, 2, cells)
