@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from llmscale.checkpoint.inventory import list_checkpoints, read_state
+from tests.conftest import build_train_command
+from tests.runs_in_turn import train_in_turn
+
 
 @pytest.mark.parametrize(
     ("world_size", "loads"),
@@ -17,3 +21,23 @@ def test_every_tensor_survives_a_change_of_stage(ranks: Callable, tmp_path: Path
     output = job.wait()[0]
     assert job.exit_codes == [0] * world_size, output
     assert output.count("ok ") == 11
+
+
+def test_adam_counts_only_the_steps_of_the_run(tiny_set: Path, tmp_path: Path) -> None:
+    """DeepSpeed's own first step, in 16 bit at stage 0, would change the bias correction of all steps."""
+    cells = [(ds_config, precision) for ds_config in ("zero0", "zero2", "zero3") for precision in ("fp32", "bf16")]
+    runs = [tmp_path / "-".join(cell) for cell in cells]
+    train_in_turn(
+        [
+            build_train_command(
+                *(tiny_set, run, "--ds", f"ds_configs/{ds_config}.json", "--precision", precision),
+                *("--steps", "2", "--save-every", "2"),
+            )
+            for run, (ds_config, precision) in zip(runs, cells, strict=True)
+        ],
+        1,
+    )
+    for run in runs:
+        scalars = read_state(list_checkpoints(run)[0])["optimizer_scalars"]
+        assert isinstance(scalars, dict)
+        assert {values["step"] for values in scalars.values()} == {2.0}, run.name
