@@ -166,22 +166,29 @@ def _run(args: argparse.Namespace) -> int:
     folder: Path = args.folder
     ladder = load_ladder(folder)
     left = [run for run in sorted(ladder.runs, key=lambda r: (r.is_held_out, r.flops)) if not _is_done(folder, run)]
-    running = [run for run in left if read_run(folder / RUNS_NAME / run.name).state == "running"]
-    if running:
-        print_visible(f"running already, and left alone: {', '.join(run.name for run in running)}")
-        left = [run for run in left if run not in running]
     if args.slurm:
-        return _write_array(folder, left, args.words)
+        return _write_array(folder, [run for run in left if not _is_taken(folder, run)], args.words)
     stopped: list[int] = []
     for place, run in enumerate(left, 1):
+        # Another process may have trained it since.
+        if _is_taken(folder, run) or _is_done(folder, run):
+            continue
         print_visible(f"== {run.name} ({place} of {len(left)} left)", flush=True)
         status = run_command(["train", *_words(folder, run), *args.words], stopped)
         if status or stopped or not _is_done(folder, run):
-            print_visible(f"{run.name} is not finished; the same command continues it", file=sys.stderr)
+            print_visible(f"stopped in {run.name}; the same command continues", file=sys.stderr)
             return 128 + stopped[0] if stopped else status or 1
-    unfinished = [run.name for run in running if not _is_done(folder, run)]
+    unfinished = [run.name for run in left if not _is_done(folder, run)]
     print_visible(f"left: {', '.join(unfinished)}" if unfinished else f"all finished: llmscale ladder fit {folder}")
     return _OTHERS_TRAIN if unfinished else 0
+
+
+def _is_taken(folder: Path, run: LadderRun) -> bool:
+    """Return, after a line, whether another process trains the run now."""
+    is_running = read_run(folder / RUNS_NAME / run.name).state == "running"
+    if is_running:
+        print_visible(f"{run.name} is running already; it is left alone")
+    return is_running
 
 
 def _is_done(folder: Path, run: LadderRun) -> bool:

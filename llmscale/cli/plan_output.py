@@ -106,6 +106,8 @@ def _law_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
         "In brackets: 80 % by the errors of the fit alone. Hoffmann et al. print none for these numbers; all their "
         "approaches together put the optimum of 5.76e23 FLOPs between 40B and 70B."
     )
+    if error := request.law.loss_error:
+        yield _note(f"Losses by {request.law.name} also contain the error of a single run in its ladder, {error:.1%}.")
     yield _note(f"{KAPLAN.name} differs because {KAPLAN.why_it_differs}.")
     if expansion > 1:
         yield from _expert_law_lines(plan, expansion)

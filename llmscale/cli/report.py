@@ -128,6 +128,8 @@ def _watch(places: Sequence[Path], seen: list[object], wanted: Mapping[str, Path
     took_s = 0.0
     pause_s = _WATCH_REMOTE_S if any(map(url_of, places)) else _WATCH_S
     while True:
+        # Who reads a pipe sees it now; if nobody reads it, this raises BrokenPipeError.
+        print(end="", flush=True)
         time.sleep(max(pause_s, 9 * took_s))
         began = time.monotonic()
         try:
@@ -136,6 +138,8 @@ def _watch(places: Sequence[Path], seen: list[object], wanted: Mapping[str, Path
                 if not wanted:
                     print(_CLEAR if sys.stdout.isatty() else "\n", end="")
                 _report(found, wanted)
+        except BrokenPipeError:
+            raise
         except (LlmscaleError, OSError) as error:
             # A file that is removed or replaced meanwhile is another change.
             print_error(str(error))

@@ -334,7 +334,7 @@ def _carry_out(step: _Step) -> int:
 
 
 def run_command(words: Sequence[str], received: list[int]) -> int:
-    """Run `llmscale ...`, note signals in `received` and pass them on, and return the exit status."""
+    """Run `llmscale ...`, note signals in `received` and pass them on, and return its status, 128 + N for signal N."""
     # In a separate session, Ctrl-C in the terminal reaches this process alone, which passes it on once.
     process = subprocess.Popen(
         module_command("llmscale", *words),
@@ -351,7 +351,8 @@ def run_command(words: Sequence[str], received: list[int]) -> int:
     numbers = [number for number in (*STOP_SIGNALS, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, pass_on) for number in numbers}
     try:
-        return process.wait()
+        status = process.wait()
+        return status if status >= 0 else 128 - status
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

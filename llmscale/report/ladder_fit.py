@@ -200,6 +200,11 @@ def fit_lines(folder: Path, ladder: Ladder, fit: LadderFit) -> Iterator[str]:
             f"Fitted without its largest group, the law misses the losses there by {min(misses):+.1%} to "
             f"{max(misses):+.1%}. Intervals of losses below contain an error of that size."
         )
+    else:
+        yield (
+            "Below the largest group there are too few runs to fit a law without it. Intervals of losses below contain "
+            "the scatter of the runs, but not that the law may bend."
+        )
     for item in fit.predictions:
         run, verdict = item.planned, "inside" if item.is_inside else "OUTSIDE"
         measured = f"measured {item.measured.loss:.4f}, {verdict}" if item.measured else "not trained yet"

@@ -21,7 +21,7 @@ from llmscale.cli.main import main
 from llmscale.config.run_config import RunConfig, parse_run_config
 from llmscale.planning.scaling_ladder import load_ladder
 from llmscale.report.history import load_history
-from llmscale.report.run_list import read_run
+from llmscale.report.run_list import ListedRun, read_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = ("--flops", "2e9", "--tokens-per-parameter", "2", "--groups", "2", "--sizes", "3", "--no-held-out")
@@ -94,15 +94,59 @@ def test_experts_are_refused(tiny_set: Path, base: Path, tmp_path: Path, capsys:
     assert not (tmp_path / "new").exists()
 
 
-def test_a_run_that_another_process_trains_is_left_alone(
-    tiny_set: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def states(tiny_set: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """State of each run of the ladder `tmp_path / "new"`, by name, least compute first."""
+    plan(tiny_set, base, tmp_path / "new")
+    runs = {run.name: run for run in sorted(load_ladder(tmp_path / "new").runs, key=lambda run: run.flops)}
+    states = dict.fromkeys(runs, "lost")
+    none = read_run(tmp_path / "none")
+
+    def read(run: Path) -> ListedRun:
+        return dataclasses.replace(none, state=states[run.name], step=runs[run.name].steps)
+
+    monkeypatch.setattr(ladder, "read_run", read)
+    return states
+
+
+def test_runs_that_another_process_trains_are_left_alone(
+    states: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "new"
-    plan(tiny_set, base, folder)
-    running = ladder.read_run(folder / "runs" / "none")
-    monkeypatch.setattr(ladder, "read_run", lambda run: dataclasses.replace(running, state="running"))
-    assert main(["ladder", "run", str(folder)]) == 3
-    assert "running already, and left alone: group0-" in capsys.readouterr().out
+    taken, *free, taken_later = states
+    states[taken] = "running"
+
+    def train(words: list[str], _stopped: list[int]) -> int:
+        states[Path(words[-1]).name], states[taken_later] = "finished", "running"
+        return 0
+
+    monkeypatch.setattr(ladder, "run_command", train)
+    monkeypatch.chdir(REPOSITORY)
+    assert main(["ladder", "run", str(tmp_path / "new"), "--slurm"]) == 0
+    array = (tmp_path / "new" / "array.sbatch").read_text()
+    assert taken not in array and all(name in array for name in (*free, taken_later))
+    capsys.readouterr()
+    assert main(["ladder", "run", str(tmp_path / "new")]) == 3
+    said = capsys.readouterr().out
+    assert all(f"{name} is running already" in said for name in (taken, taken_later))
+    assert f"left: {taken}, {taken_later}" in said
+    assert all(states[name] == "finished" for name in free)
+
+
+@pytest.mark.parametrize(("number", "status", "returned"), [(15, 0, 143), (2, 1, 130), (None, 7, 7), (None, 0, 1)])
+def test_a_ladder_that_stops_says_so_in_its_status(
+    states: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int | None,
+    status: int,
+    returned: int,
+) -> None:
+    def train(_words: list[str], stopped: list[int]) -> int:
+        stopped.extend([number] if number else [])
+        return status
+
+    monkeypatch.setattr(ladder, "run_command", train)
+    assert main(["ladder", "run", str(tmp_path / "new")]) == returned
 
 
 def test_a_job_array_has_a_task_for_each_run(

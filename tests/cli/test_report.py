@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.checkpoint.manifest import CheckpointManifest, save_manifest
+from llmscale.cli import report
 from llmscale.cli.main import main
 from llmscale.training.run_folder import record_failure
 from tests import warm_start
@@ -117,11 +118,18 @@ def test_a_folder_of_runs_is_a_table(folder: Path, tmp_path: Path, capsys: pytes
     assert "is a file of the run itself" in capsys.readouterr().err
 
 
-def test_watch_reports_again_when_records_change(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize("end", ["Ctrl-C", "closed pipe"])
+def test_watch_reports_again_when_records_change(run: Path, end: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     out = tmp_path_factory.mktemp("out") / "report.json"
+
+    def train(step: int) -> None:
+        with (run / "metrics.jsonl").open("a") as file:
+            record = {"kind": "train", "step": step, "loss": 0.75, "tokens_seen": 30000, "tokens_per_second": 2000.0}
+            file.write(json.dumps(record) + "\n")
+
     process = warm_start.Process(
         [sys.executable, "-m", "llmscale.cli.main", "report", str(run), "--watch", "--json", str(out)],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -131,16 +139,50 @@ def test_watch_reports_again_when_records_change(run: Path, tmp_path_factory: py
     assert process.stdout is not None
     try:
         assert process.stdout.readline().startswith(f"{out}: ")
-        with (run / "metrics.jsonl").open("a") as file:
-            record = {"kind": "train", "step": 30, "loss": 0.75, "tokens_seen": 30000, "tokens_per_second": 2000.0}
-            file.write(json.dumps(record) + "\n")
+        train(30)
         assert process.stdout.readline().startswith(f"{out}: ")
         assert json.loads(out.read_text())["runs"][0]["curves"]["loss"]["values"] == [5.5, 1.25, 0.75]
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=HANG_S)[0] == ""
-        assert process.returncode == 0
+        if end == "Ctrl-C":
+            process.send_signal(signal.SIGINT)
+            assert process.communicate(timeout=HANG_S)[0] == ""
+        else:
+            process.stdout.close()
+            train(40)
+        assert process.wait(HANG_S) == 0
     finally:
         process.kill()
+
+
+def test_watch_survives_a_file_that_vanishes_and_a_full_disk(
+    run: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path_factory.mktemp("out") / "report.json"
+    errors = [FileNotFoundError(2, "No such file or directory", str(out)), OSError(28, "No space left on device"), None]
+    wrote = report.write_output_file
+
+    def change_records(_seconds: float) -> None:
+        if not errors:
+            raise KeyboardInterrupt
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write("\n")
+
+    def write(flag: str, path: Path, text: str) -> None:
+        if out.exists() and (error := errors.pop(0)):
+            raise error
+        wrote(flag, path, text)
+
+    monkeypatch.setattr(report.time, "sleep", change_records)
+    monkeypatch.setattr(report, "write_output_file", write)
+    assert main(["report", str(run), "--watch", "--json", str(out)]) == 0
+    said = capsys.readouterr()
+    assert [line.split("] ")[1] for line in said.err.splitlines()] == [
+        f"No such file or directory: '{out}'",
+        "No space left on device",
+    ]
+    assert said.out.count(f"{out}: ") == 2
 
 
 def test_several_runs_in_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from llmscale.cli import reproduce
 from llmscale.cli.main import main
 from llmscale.cli.reproduce import RECIPES, _download_step
 from llmscale.errors import DataError
@@ -196,6 +197,22 @@ def test_items_are_written_in_one_piece_or_not_at_all(
     with pytest.raises(DataError, match=re.escape(said)):
         action()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_items_beyond_the_limit_of_all_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *_, **__: _Records({"ctx": "b"})))
+    monkeypatch.setattr(reproduce, "_MOST_ITEM_BYTES", 30)
+    action = _download_step("hf:org/items:validation", tmp_path / "items.jsonl").action
+    assert action is not None
+    with pytest.raises(DataError, match="item 2 is beyond the limits"):
+        action()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_that_a_signal_ends_has_the_status_of_shells(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    monkeypatch.setattr(reproduce, "module_command", lambda *_: ends)
+    assert reproduce.run_command(["train"], []) == 128 + signal.SIGKILL
 
 
 @pytest.mark.slow

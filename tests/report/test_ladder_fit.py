@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ import pytest
 from llmscale.architecture.shape import GPTShape
 from llmscale.cli.main import main
 from llmscale.errors import ConfigError
-from llmscale.planning.scaling import BESIROGLU
+from llmscale.planning.scaling import BESIROGLU, Interval
 from llmscale.planning.scaling_ladder import Ladder, LadderRequest, LadderRun, plan_ladder, save_ladder
 from llmscale.report.ladder_fit import fit_ladder, fit_lines, write_fit
 from tests.report.runs import start, train, write_run
@@ -116,6 +119,37 @@ def test_a_run_without_a_believable_end_is_left_out(ladder: Ladder, tmp_path: Pa
     fit = fit_ladder(tmp_path / "made", ladder, 50)
     assert run.name not in [done.name for done in fit.runs]
     assert f"no validation after {run.steps:,} steps" in " ".join(fit.notes)
+
+
+def test_horizons_are_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ladder = plan_ladder(LadderRequest(1e20, LIKE, design="horizons", sizes=4), "/data/mine", "gpt2")
+    save_ladder(tmp_path / "made", ladder, {})
+    for run in ladder.runs:
+        write_finished(tmp_path / "made", run)
+    assert main(["ladder", "fit", str(tmp_path / "made"), "--resamples", "50"]) == 0
+    assert "Approach 2 needs two groups of equal compute" in " ".join(capsys.readouterr().out.split())
+    fit = json.loads((tmp_path / "made" / "fit.json").read_text())
+    assert fit["exponents"].keys() == {"1, envelope", "3, parametric"}
+    assert fit["exponents"]["3, parametric"]["value"] == pytest.approx(BESIROGLU.size_exponent, abs=0.01)
+    (prediction,) = fit["predictions"]
+    assert prediction["is_inside"]
+    # The longest horizon, of 4 sizes, is missed by a law of the other 12 runs by nearly nothing.
+    assert len(fit["misses_of_smaller_groups"]) == 4
+    assert max(map(abs, fit["misses_of_smaller_groups"])) < 2e-3
+
+
+def test_where_no_law_misses_a_group_the_fit_says_so(ladder: Ladder, tmp_path: Path) -> None:
+    for run in ladder.runs[2:7]:
+        shutil.rmtree(tmp_path / "made" / "runs" / run.name)
+    said = " ".join(fit_lines(tmp_path / "made", ladder, fit_ladder(tmp_path / "made", ladder, 50)))
+    assert "too few runs to fit a law without it" in said and "misses the losses" not in said
+
+
+def test_an_interval_without_end_is_null(ladder: Ladder, tmp_path: Path) -> None:
+    fit = fit_ladder(tmp_path / "made", ladder, 50)
+    write_fit(tmp_path / "made", replace(fit, envelope=Interval(0.5, -math.inf, math.inf)))
+    envelope = json.loads((tmp_path / "made" / "fit.json").read_text())["exponents"]["1, envelope"]
+    assert envelope == {"value": 0.5, "low": None, "high": None}
 
 
 def test_too_few_runs_name_the_command(ladder: Ladder, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 from llmscale.config.run_config import parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.training.prepare_run import PreparedRun, as_plain, prepare_run, with_prepared_text
-from tests.conftest import TINY_MODEL, TRAIN, Ranks, last_wins, read_losses
+from tests.conftest import HANG_S, TINY_MODEL, TRAIN, Ranks, assert_same_losses, last_wins, read_losses
 
 
 def prepare(tiny_set: Path, tmp_path: Path, *flags: str, ds: dict | None = None, world_size: int = 2) -> PreparedRun:
@@ -93,6 +95,43 @@ def test_text_becomes_the_data_of_every_rank(ranks: Callable[..., Ranks], tmp_pa
     assert list(read_losses(tmp_path / "run")) == [1, 2, 3, 4]
     described = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
     assert described["data"].startswith(str(tmp_path / "cache" / "text"))
+
+
+@pytest.mark.slow
+def test_text_is_killed_while_it_is_prepared_and_while_it_trains(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 8))) for _ in range(500)]
+    for number in range(20):
+        (tmp_path / "text" / f"{number}.txt").write_text(" ".join(draw.choices(words, k=400_000)))
+
+    def start(name: str) -> Ranks:
+        command = [str(TRAIN), *TINY_MODEL, "--text", str(tmp_path / "text"), "--tokenizer", "bytes", "--seq-len", "32"]
+        command += ["--run", str(tmp_path / name / "run"), "--data-cache", str(tmp_path / name), "--ds", "zero1"]
+        command += ["--val-every", "0", "--num-workers", "0", "--plain", "--global-batch-size", "4", "--log-every", "1"]
+        return ranks([*command, "--save-every", "10", "--steps", "60"], 1)
+
+    def kill_when(has_come: Callable[[], bool]) -> None:
+        job, deadline = start("killed"), time.monotonic() + HANG_S
+        while not has_come():
+            assert time.monotonic() < deadline and job.processes[0].poll() is None
+            time.sleep(0.01)
+        job.kill()
+
+    cache, run = tmp_path / "killed" / "text", tmp_path / "killed" / "run"
+    kill_when(lambda: any(path.is_file() and path.parent.name != "known" for path in cache.rglob("*")))
+    assert not list(cache.glob("*/manifest.json"))
+    kill_when(lambda: (run / "metrics.jsonl").exists() and len(read_losses(run)) >= 25)
+    for name, prepared in (("killed", 0), ("straight", 1)):
+        job = start(name)
+        output = "".join(job.wait())
+        assert job.exit_codes == [0], output
+        assert output.count("preparing ") == prepared
+    losses = read_losses(run)
+    assert list(losses) == list(range(1, 61))
+    # Trained once: it was resumed.
+    assert (run / "metrics.jsonl").read_text().count('"step": 1,') == 1
+    assert_same_losses(losses, read_losses(tmp_path / "straight" / "run"))
 
 
 @pytest.mark.parametrize(
