@@ -28,9 +28,9 @@ def test_a_fault_of_each_kind() -> None:
     output = run_script("chaos", "--faults", "3", "--seed", "23598")
     faults = [line for line in output.splitlines() if " died at step " in line]
     assert [line.split()[1:5] for line in faults] == [
-        ["zero3", "x2/2", "one", "training"],
-        ["zero3_offload", "x3/1", "one", "saving"],
-        ["zero1", "x3/1", "all", "start-up"],
+        ["zero3", "x2/2/1", "one", "training"],
+        ["zero3_offload", "x3/1/1", "one", "saving"],
+        ["zero1", "x3/1/1", "all", "start-up"],
     ]
     assert "all 120 steps consumed exactly the untouched run's" in output
     assert "no finished one was ever damaged" in output
@@ -46,6 +46,7 @@ def test_a_part_of_the_resume_matrix(block: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * 3600)
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", "1e-5"), ("bf16", "2e-3")])
 def test_the_whole_resume_matrix(precision: str, tolerance: str) -> None:
     assert "all bit-equal" in run_script("resume_matrix", "--precision", precision, "--tolerance", tolerance)

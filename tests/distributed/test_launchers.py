@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -211,7 +212,7 @@ def test_a_shell_that_ends_leaves_a_run_as_it_is(start: Callable, train_command:
     )
     pid = int(pid_file.read_text())
     job.below = [pid]
-    job.until(lambda: "step     50/" in (tmp_path / "out").read_text())
+    job.until(lambda: re.search("step +50/", (tmp_path / "out").read_text()))
     os.kill(pid, signal.SIGHUP)
     time.sleep(2.0)
     assert process_state(pid) not in ("", "Z")
