@@ -37,20 +37,14 @@ class ParallelLayout:
     """Ranks that divide the experts of a block."""
 
     def __post_init__(self) -> None:
-        if self.sequence_parallel_size < 1 or self.world_size % self.sequence_parallel_size:
-            legal = [str(size) for size in divisors(self.world_size) if size <= 64]
-            raise ConfigError(
-                f"{self.world_size} ranks cannot be divided into groups of {self.sequence_parallel_size} that share "
-                "a sequence: the size of a group must divide the number of ranks. Legal --sequence-parallel-size: "
-                f"{', '.join(legal)}."
-            )
-        if self.expert_parallel_size < 1 or self.world_size % self.expert_parallel_size:
-            legal = [str(size) for size in divisors(self.world_size) if size <= 64]
-            raise ConfigError(
-                f"{self.world_size} ranks cannot be divided into groups of {self.expert_parallel_size} that share "
-                "experts: the size of a group must divide the number of ranks. Legal --expert-parallel-size: "
-                f"{', '.join(legal)}."
-            )
+        for name, what in (("sequence_parallel_size", "a sequence"), ("expert_parallel_size", "experts")):
+            size = getattr(self, name)
+            if size < 1 or self.world_size % size:
+                legal = ", ".join(str(legal) for legal in divisors(self.world_size) if legal <= 64)
+                raise ConfigError(
+                    f"{self.world_size} ranks cannot be divided into groups of {size} that share {what}: the size of a "
+                    f"group must divide the number of ranks. Legal --{name.replace('_', '-')}: {legal}."
+                )
 
     @property
     def data_parallel_size(self) -> int:

@@ -319,11 +319,8 @@ def estimate_exchange_s(step: ResolvedStep, gpu: GPU, gpus_per_node: int, interc
     width = 4 if step.precision == "fp32" else 2
     sent_bytes = plan.tokens_per_forward * 2 * (heads + kv_heads) * size * shape.head_dim * width
     # Each of the two messages is copied into the order of ranks, and from it.
-    seconds = _exchange_s(sent_bytes, 2, size, gpu, gpus_per_node, interconnect) + 4 * sent_bytes / memory_bytes_per_s(
-        gpu
-    )
-    passes = 2 if step.checkpointing == "none" else 3
-    return passes * shape.n_layer * plan.gradient_accumulation_steps * seconds
+    seconds = _exchange_s(sent_bytes, size, gpu, gpus_per_node, interconnect) + 4 * sent_bytes / memory_bytes_per_s(gpu)
+    return _num_passes(step) * shape.n_layer * seconds
 
 
 def estimate_dispatch_s(step: ResolvedStep, gpu: GPU, gpus_per_node: int, interconnect: Interconnect) -> float:
@@ -338,28 +335,28 @@ def estimate_dispatch_s(step: ResolvedStep, gpu: GPU, gpus_per_node: int, interc
         return 0.0
     width = 4 if step.precision == "fp32" else 2
     sent_bytes = plan.tokens_per_forward * shape.experts_per_token * shape.n_embd * width
-    seconds = _exchange_s(
-        2 * sent_bytes, 2, size, gpu, gpus_per_node, interconnect
-    ) + 4 * sent_bytes / memory_bytes_per_s(gpu)
-    passes = 2 if step.checkpointing == "none" else 3
+    exchange_s = _exchange_s(2 * sent_bytes, size, gpu, gpus_per_node, interconnect)
     blocks = sum(map(shape.is_sparse, range(shape.n_layer)))
-    return passes * blocks * plan.gradient_accumulation_steps * seconds
+    return _num_passes(step) * blocks * (exchange_s + 4 * sent_bytes / memory_bytes_per_s(gpu))
 
 
-def _exchange_s(
-    sent_bytes: float, messages: int, size: int, gpu: GPU, gpus_per_node: int, interconnect: Interconnect
-) -> float:
-    """Return seconds of all-to-alls among `size` neighbouring ranks, of which each sends `sent_bytes`.
+def _num_passes(step: ResolvedStep) -> int:
+    """Return how often a step exchanges in each block: forward, backward and recomputed, per micro-batch."""
+    return (2 if step.checkpointing == "none" else 3) * step.plan.gradient_accumulation_steps
+
+
+def _exchange_s(sent_bytes: float, size: int, gpu: GPU, gpus_per_node: int, interconnect: Interconnect) -> float:
+    """Return seconds of two all-to-alls among `size` neighbouring ranks, of which each sends `sent_bytes` in both.
 
     A rank keeps 1 / size of each message; parts for other nodes take the network.
     """
     near = math.gcd(size, gpus_per_node)
     wire_s = sent_bytes * (near - 1) / size / gpu.link_bytes_per_s
-    hops_s = messages * (near - 1) * _NODE_HOP_S
+    hops_s = 2 * (near - 1) * _NODE_HOP_S
     if size > near:
         network = interconnect.bytes_per_s_per_node(gpus_per_node) / gpus_per_node
         wire_s += sent_bytes * (size - near) / size / network
-        hops_s += messages * (size - near) * (_NETWORK_HOP_S + interconnect.latency_s)
+        hops_s += 2 * (size - near) * (_NETWORK_HOP_S + interconnect.latency_s)
     return wire_s / _LINK_SHARE + _WAITED * hops_s
 
 

@@ -146,7 +146,7 @@ class ZeroOptimization(Section):
     """Sharding and its buffers, sizes in elements. `stage` is required: DeepSpeed's default of 0 shards nothing."""
 
     stage: Stage
-    """What ranks divide: 1 optimizer states, 2 gradients too, 3 parameters too; 0 nothing."""
+    """Division among ranks: 1 of optimizer states, 2 of gradients too, 3 of parameters too; 0 of nothing."""
     contiguous_gradients: Flag = True
     """Copy gradients into one buffer as they come, against fragmented memory."""
     reduce_scatter: Flag = True
@@ -173,7 +173,7 @@ class ZeroOptimization(Section):
     stage3_max_live_parameters: Count = 1_000_000_000
     """Most elements gathered at a time."""
     stage3_max_reuse_distance: Count = 1_000_000_000
-    """Keep a parameter gathered if it is used again within so many elements."""
+    """Largest distance, in elements, to its next use at which a parameter stays gathered."""
     stage3_gather_16bit_weights_on_model_save: Flag = False
     stage3_module_granularity_threshold: Count = 0
     stage3_use_all_reduce_for_fetch_params: Flag = False
