@@ -112,6 +112,7 @@ def list_gpu_cells() -> list[Cell]:
         *grid[2:4],
         Cell("train", **_LLAMA_8B, zero_stage=2, offload="optimizer", compiled=True, least_s=240),
         *stages,
+        Cell("train", "olmoe-1b-7b", n_layer=4, compiled=True),
         Cell("train", **_LLAMA_1B, compiled=True),
         *sizes,
         *grid[4:6],
@@ -131,6 +132,7 @@ def list_cpu_cells() -> list[Cell]:
         *(Cell("train", "tiny-1m", stage, **tiny) for stage in (0, 2, 3)),
         Cell("train", "tiny-1m", 2, offload="optimizer", **tiny),
         Cell("train", "tiny-modern-10m", compiled=True, **tiny),
+        Cell("train", "tiny-moe-3m", **tiny),
         Cell("grid", list_cells()[0].name, least_s=1),
     ]
 
