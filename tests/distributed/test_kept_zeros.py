@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from llmscale.checkpoint.inventory import find_checkpoint
 from llmscale.checkpoint.load import load_full_weights
 from tests.conftest import build_train_command, read_losses
-from tests.published_models import save_model
+from tests.published_models import CONFIGS, save_model
 
 #: Of the blocks' four matrices, as GPT-2's files have them.
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -43,8 +43,8 @@ def train(ranks: Callable, data: Path, run: Path, world_size: int, *flags: str) 
     return output
 
 
-def zero_share(weights: dict[str, torch.Tensor]) -> dict[str, float]:
-    return {name: float((tensor == 0).float().mean()) for name, tensor in weights.items() if "weight" in name}
+def zero_share(weights: dict[str, torch.Tensor], part: str = "weight") -> dict[str, float]:
+    return {name: float((tensor == 0).float().mean()) for name, tensor in weights.items() if part in name}
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,23 @@ def test_zeros_stay_and_the_rest_is_trained(
     theirs = original["transformer.h.0.mlp.c_fc.weight"].t().reshape(-1)
     assert torch.equal(moved == 0, theirs == 0)
     assert not torch.any((moved == theirs) & (theirs != 0)), "the rest must learn"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["1", "2"])
+def test_zeros_of_experts_stay(ranks: Callable, tiny_set: Path, tmp_path: Path, size: str) -> None:
+    folder, run = tmp_path / "pruned", tmp_path / "run"
+    save_model(folder, "mixtral")
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in weights.items():
+        if ".experts." in name or "_proj.weight" in name:
+            tensor.view(-1)[::2] = 0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    flags = (*FLAGS, "--ds", "ds_configs/zero2.json", "--precision", "fp32", "--expert-parallel-size", size)
+    train(ranks, tiny_set, run, 2, *flags, "--init-from", f"hf:{folder}")
+    shares = zero_share(load_full_weights(find_checkpoint(run)), part=".experts.")
+    assert len(shares) == 2 * CONFIGS["mixtral"]["num_hidden_layers"]
+    assert set(shares.values()) == {0.5}
 
 
 def test_a_model_without_zeros_is_refused(ranks: Callable, tiny_set: Path, tmp_path: Path) -> None:
