@@ -145,3 +145,21 @@ def test_every_stage_and_size_and_resumes_between_them(flags: tuple[str, ...], t
     resumed = [*(f"resumed-{run}" for run in straight), "back"]
     starts = [0] * len(runs) + [2] * len(resumed)
     check_runs([tmp_path / run for run in ("whole", *runs, *resumed)], starts)
+
+
+@pytest.mark.slow
+def test_norms_in_16_bit_are_those_of_undivided_experts(tiny_set: Path, tmp_path: Path) -> None:
+    """The norm, by which every step is clipped here, counts the experts of all ranks once."""
+    cells = [(stage, size) for stage in ("zero1", "zero2", "zero3") for size in ("1", "2")]
+    flags = (*FIXED, *EXPERTS, "--precision", "bf16", "--micro-batch-size", "2", "--gradient-clipping", "0.5")
+    runs = [tmp_path / "-".join(cell) for cell in cells]
+    commands = [
+        build_train_command(tiny_set, run, *flags, "--ds", stage, "--expert-parallel-size", size)
+        for run, (stage, size) in zip(runs, cells, strict=True)
+    ]
+    train_in_turn(commands, 2)
+    expected = numbers_of(runs[0])
+    assert all(norm > 0.5 for _, norm in expected.values())
+    for run in runs[1:]:
+        for key, numbers in numbers_of(run).items():
+            assert numbers == pytest.approx(expected[key], rel=0.02), (run, key)
