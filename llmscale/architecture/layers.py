@@ -357,7 +357,7 @@ class ParameterTensors:
     @cached_property
     def trainable(self) -> tuple[ParameterTensor, ...]:
         """Parameters that are trained, in the order of `all`."""
-        return tuple(tensor for tensor in self.all if not self.is_frozen(tensor.name))
+        return tuple(tensor for tensor in self.all if not self.is_frozen(tensor.name)) if self.frozen else self.all
 
     def is_frozen(self, name: str) -> bool:
         """Return whether a parameter is not trained."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from llmscale.architecture.layers import ParameterTensors
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
@@ -57,13 +57,13 @@ class ResolvedStep:
     @cached_property
     def tensors(self) -> ParameterTensors:
         """Parameters of the model, one by one, and which of them are frozen."""
-        return replace(self.shape.tensors, frozen=self.optimizer.frozen)
+        return _shared(replace(self.shape.tensors, frozen=self.optimizer.frozen))
 
-    @property
+    @cached_property
     def rank_tensors(self) -> ParameterTensors:
         """Parameters of one rank, which may hold a part of the experts."""
         architecture = self.shape.architecture.with_divided_experts(self.plan.ranks.expert_parallel_size)
-        return replace(self.tensors, architecture=architecture)
+        return _shared(replace(self.tensors, architecture=architecture))
 
     @property
     def precision(self) -> Precision:
@@ -80,6 +80,12 @@ class ResolvedStep:
             "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         }
         return replace(self, plan=plan, ds_config={**self.ds_config, **batch})
+
+
+@lru_cache(maxsize=16)
+def _shared(tensors: ParameterTensors) -> ParameterTensors:
+    """Return the first of equal objects: the rows of a table then make the lists of a model's parameters once."""
+    return tensors
 
 
 @dataclass(frozen=True)

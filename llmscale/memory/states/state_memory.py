@@ -74,9 +74,12 @@ class ZeroSetup:
         return self.config.zero.offload_optimizer.device != "none"
 
     def with_micro_steps(self, steps: int) -> ZeroSetup:
-        """Return the setup with `steps` micro-steps, and without the batch sizes, on which no memory depends."""
+        """Return the setup with `steps` micro-steps, and without settings on which no model state depends.
+
+        Rows that differ only in these are then estimated once.
+        """
         batch = {"gradient_accumulation_steps": steps, "train_batch_size": 1, "train_micro_batch_size_per_gpu": 1}
-        return replace(self, config=self.config.model_copy(update=batch))
+        return replace(self, config=self.config.model_copy(update={**batch, "activation_checkpointing": None}))
 
 
 def zero_setup(step: ResolvedStep, capability: ComputeCapability | None = None) -> ZeroSetup:
