@@ -33,6 +33,7 @@ from llmscale.dry_run.tracker import Category, Event, MemoryTracker
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_engine import build_engine, release_engine, set_learning_rate
 from llmscale.errors import ConfigError
+from llmscale.memory.activations.activation_memory import most_rows
 from llmscale.memory.breakdown import Breakdown
 
 _PARAMETERS, _GRADIENTS = Category.PARAMETERS, Category.GRADIENTS
@@ -139,9 +140,13 @@ class DryRun:
 
 
 def dry_run(
-    resolved: ResolvedStep, capability: ComputeCapability | None = None, compiler: BlockCompiler | None = None
+    resolved: ResolvedStep,
+    capability: ComputeCapability | None = None,
+    compiler: BlockCompiler | None = None,
+    *,
+    worst_load: bool = False,
 ) -> DryRun:
-    """Simulate training on the GPUs of its plan. `capability` None: Ampere or newer.
+    """Simulate training on the GPUs of its plan. `capability` and `worst_load` mean the same as in estimate_memory.
 
     Raises ConfigError for NVMe offload, whose buffers are filled from files, and in a process that is part of a job.
     """
@@ -151,7 +156,7 @@ def dry_run(
     micro_steps = min(plan.gradient_accumulation_steps, _MOST_MICRO_STEPS)
     with contextlib.ExitStack() as stack:
         rows = plan.tokens_per_forward * shape.experts_per_token
-        stack.enter_context(fake_row_counts(rows, rows))
+        stack.enter_context(fake_row_counts(rows, most_rows(shape, rows, plan.ranks) if worst_load else rows))
         tracker = _enter_simulation(stack, shape, plan.ranks.world_size, capability)
         with tracker.phase("build", Category.OPTIMIZER):
             engine = _build(resolved, micro_steps, compiler)

@@ -14,11 +14,19 @@ from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import resolve_step
+from llmscale.dry_run.engine import dry_run
 from llmscale.dry_run.on_demand import compare_with_dry_run, with_recordings
 from llmscale.errors import ConfigError
 from llmscale.memory.activations.activation_memory import estimate_activations, most_rows
 from llmscale.memory.breakdown import Breakdown
-from llmscale.memory.estimate import CONTEXT_BYTES, PHASES, MemoryEstimate, estimate_least, estimate_states
+from llmscale.memory.estimate import (
+    CONTEXT_BYTES,
+    PHASES,
+    MemoryEstimate,
+    estimate_least,
+    estimate_memory,
+    estimate_states,
+)
 from llmscale.memory.states.state_memory import zero_setup
 from llmscale.planning.search import Candidate, Job, Machines, fit_at
 
@@ -186,6 +194,19 @@ def test_every_phase_with_divided_experts_is_that_of_the_dry_run(stage: int, siz
     shape = SPARSE["mixtral"]
     job = Job(shape, 64, Machines(1, 8, 80 * GIB), expert_parallel_size=size)
     check_fit(with_recordings(lambda: fit_at(config(stage, "bf16"), job, "none", 4), "this test"), shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "size"), [(1, 2), (3, 4)])
+@pytest.mark.usefixtures("libraries_are_frozen")
+def test_every_phase_of_a_gpu_that_gets_all_tokens_of_its_group_is_that_of_the_dry_run(stage: int, size: int) -> None:
+    job = Job(SPARSE["mixtral"], 64, Machines(1, 8, 80 * GIB), expert_parallel_size=size)
+    step = with_recordings(lambda: fit_at(config(stage, "bf16"), job, "none", 4), "this test").step
+    estimated, simulated = estimate_memory(step, worst_load=True), dry_run(step, worst_load=True)
+    for phase in PHASES:
+        counted = getattr(simulated, phase).total_bytes
+        assert estimated.phase(phase).total_bytes == pytest.approx(counted, rel=TOLERANCE), phase
+    assert estimated.phase("backward").total_bytes > 1.1 * estimate_memory(step).phase("backward").total_bytes
 
 
 def test_a_rank_receives_no_more_rows_than_its_experts_can_take() -> None:
