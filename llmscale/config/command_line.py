@@ -223,9 +223,11 @@ def flag(
         help += f"; default: {f'{default:g}' if isinstance(default, float) else default}"
     if metavar:
         settings["metavar"] = metavar
+    elif "choices" in settings:
+        settings["metavar"] = "|".join(settings["choices"])
     if kind:
         settings["type"] = kind
-    if not metavar and "choices" not in settings:
+    if "metavar" not in settings:
         parser.add_argument(option, action="store_true", help=help, **settings)
     else:
         parser.add_argument(option, default=default, help=help, **settings)
