@@ -1,10 +1,13 @@
-"""Compare what two recipes learn: today's blocks beside GPT-2's at equal tokens, or Muon beside AdamW in fewer steps.
+"""Compare what two recipes learn: today's blocks and GPT-2's, Muon and AdamW, or growing and complete sequences.
 
     python -m scripts.bench.learning.recipes blocks --tokens 800000 --learning-rates 1e-3 3e-3
     python -m scripts.bench.learning.recipes muon --tokens 250000
+    python -m scripts.bench.learning.recipes lengths --tokens 250000
 
 blocks: tiny-10m beside tiny-modern-10m, both 6 blocks of 384 with 6 heads and a context of 256. muon: both optimizers
 on tiny-10m; Muon's run is then cut to --share of AdamW's steps, with its own complete schedule, and must end no higher.
+lengths: tiny-modern-10m on sequences of 1,024 tokens, which in half of a run's tokens grow from 64. Seconds are those
+of the steps, without start and validation.
 
 `llmscale train` trains all of them in one process on the same windows in the same order: the Python standard library in
 a vocabulary of 4,096 tokens. The first seed tries every learning rate on both; each recipe's best one trains its other
@@ -14,6 +17,7 @@ seeds. Printed are last validation losses in nats per token. The file of --json 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -34,11 +38,12 @@ from scripts.bench.harness import (
     whole_or_zero,
 )
 
-SEQ_LEN = 256
+SEQ_LEN, LONG = 256, 1024
 GPT2, MODERN = "tiny-10m", "tiny-modern-10m"
 ADAMW, MUON, SHORT = "adamw", "muon", "muon, fewer steps"
-RECIPES = {"blocks": (GPT2, MODERN), "muon": (ADAMW, MUON, SHORT)}
-DEFAULT_RATES = {"blocks": [1e-3, 3e-3], "muon": [5e-4, 1e-3, 2e-3, 4e-3]}
+COMPLETE, GROWING = "complete sequences", "growing sequences"
+RECIPES = {"blocks": (GPT2, MODERN), "muon": (ADAMW, MUON, SHORT), "lengths": (COMPLETE, GROWING)}
+DEFAULT_RATES = {"blocks": [1e-3, 3e-3], "muon": [5e-4, 1e-3, 2e-3, 4e-3], "lengths": [1e-3]}
 
 #: Validation losses by step.
 Curve = dict[int, float]
@@ -51,9 +56,10 @@ def main() -> int:
     machine = describe_machine()
     settings = [name for name in vars(args) if name != "json"]
     curves: Curves = {name: {str(rate): {} for rate in args.learning_rates} for name in RECIPES[args.question]}
+    seconds: dict[str, list[float]] = {name: [] for name in curves}
     first_seed = args.seeds[0]
     with tempfile.TemporaryDirectory() as folder:
-        data = prepare(Path(folder), args.vocabulary)
+        data = prepare(Path(folder), args)
         for seed in args.seeds:
             for name in curves:
                 is_tuned = seed != first_seed or name == SHORT
@@ -61,13 +67,19 @@ def main() -> int:
                     [best_rate(curves, MUON if name == SHORT else name, first_seed)] if is_tuned else [*curves[name]]
                 )
                 for rate in rates:
-                    curve = curves[name][rate][str(seed)] = train(args, data, name, rate, seed)
+                    curve, spent = train(args, data, name, rate, seed)
+                    curves[name][rate][str(seed)] = curve
+                    seconds[name].append(spent)
                     print(f"{name}, learning rate {rate}, seed {seed}: {last(curve):.4f}", flush=True)
-                    figures = {"validation_loss": curves}
+                    figures = {"validation_loss": curves, "seconds": seconds}
                     save_result(args.json, {**describe_circumstances(machine, args, settings), **figures})
     print_table(curves, args.seeds)
     if args.question == "blocks":
-        print_lead(curves, args.seeds)
+        print_lead(curves, args.seeds, MODERN, GPT2)
+    elif args.question == "lengths":
+        print_lead(curves, args.seeds, GROWING, COMPLETE)
+        shares = (mine / whole for mine, whole in zip(seconds[GROWING], seconds[COMPLETE], strict=True))
+        print("seconds of growing over complete sequences: " + ", ".join(f"{share:.3f}" for share in shares))
     else:
         print_shares(curves, args)
     print(machine_line(machine))
@@ -102,34 +114,46 @@ def multiple_of_window(text: str) -> int:
     return tokens
 
 
-def prepare(folder: Path, vocabulary: int) -> Path:
+def prepare(folder: Path, args: argparse.Namespace) -> Path:
     """Train a tokenizer on the standard library and prepare it; return the dataset."""
     source, tokenizer = ("--input", "python-stdlib"), str(folder / "tokenizer")
-    run_llmscale("data", "train-tokenizer", *source, "--vocab-size", str(vocabulary), "--out", tokenizer)
+    run_llmscale("data", "train-tokenizer", *source, "--vocab-size", str(args.vocabulary), "--out", tokenizer)
     run_llmscale(
         *("data", "prepare", *source, "--tokenizer", tokenizer, "--workers", "1"),
-        *("--seq-len", str(SEQ_LEN), "--out", str(folder / "set")),
+        *("--seq-len", str(LONG if args.question == "lengths" else SEQ_LEN), "--out", str(folder / "set")),
     )
     return folder / "set"
 
 
-def train(args: argparse.Namespace, data: Path, name: str, rate: str, seed: int) -> Curve:
-    """Train a run; return its validation losses by step."""
+def train(args: argparse.Namespace, data: Path, name: str, rate: str, seed: int) -> tuple[Curve, float]:
+    """Train a run; return its validation losses by step, and the seconds of its steps."""
     full = -(-args.tokens // args.batch_tokens)
     steps = max(1, round(args.share * full)) if name == SHORT else full
-    is_optimizer = args.question == "muon"
+    model = {"muon": args.model, "lengths": MODERN}.get(args.question, name)
+    growth = ("--seq-len-ramp-from", str(LONG // 16), "--seq-len-ramp-tokens", str(args.tokens // 2))
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         run_llmscale(
             *("train", "--nproc-per-node", "1", "--ds", str(REPOSITORY / "ds_configs" / "zero0.json")),
-            *("--model", args.model if is_optimizer else name, "--data", str(data), "--run", str(run)),
+            *("--model", model, "--data", str(data), "--run", str(run), *(growth if name == GROWING else ())),
             *("--optimizer", MUON if name in (MUON, SHORT) else ADAMW, "--seed", str(seed)),
             *("--lr", rate, "--schedule", "cosine", "--warmup-steps", str(max(1, steps // 10))),
             *("--steps", str(steps), "--global-batch-tokens", str(args.batch_tokens)),
             *("--precision", args.precision, "--num-workers", "0", "--save-every", "0", "--no-async-save"),
             *("--val-every", str(max(1, full // args.validations)), "--val-samples", str(args.val_samples)),
         )
-        return read_losses(run, "validation")
+        return read_losses(run, "validation"), step_seconds(run)
+
+
+def step_seconds(run: Path) -> float:
+    """Return the seconds that a run's steps took."""
+    seen, seconds = 0, 0.0
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if record["kind"] == "train":
+            seconds += (record["tokens_seen"] - seen) / record["tokens_per_second"]
+            seen = record["tokens_seen"]
+    return seconds
 
 
 def last(curve: Curve) -> float:
@@ -149,11 +173,11 @@ def print_table(curves: Curves, seeds: list[int]) -> None:
                 print(f"{name:22}{rate:>9}" + "".join(cells))
 
 
-def print_lead(curves: Curves, seeds: list[int]) -> None:
-    """Print the difference of the blocks' losses, each at its best learning rate."""
+def print_lead(curves: Curves, seeds: list[int], new: str, old: str) -> None:
+    """Print the differences of the last losses of two recipes, each at its best learning rate."""
     best = {name: curves[name][best_rate(curves, name, seeds[0])] for name in curves}
-    gaps = [last(best[GPT2][str(seed)]) - last(best[MODERN][str(seed)]) for seed in seeds]
-    print("today's blocks ahead by " + ", ".join(f"{gap:+.4f}" for gap in gaps) + " nats per token")
+    gaps = [last(best[old][str(seed)]) - last(best[new][str(seed)]) for seed in seeds]
+    print(f"{new} ahead by " + ", ".join(f"{gap:+.4f}" for gap in gaps) + " nats per token")
 
 
 def print_shares(curves: Curves, args: argparse.Namespace) -> None:
