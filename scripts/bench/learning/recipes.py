@@ -6,8 +6,8 @@
 
 blocks: tiny-10m beside tiny-modern-10m, both 6 blocks of 384 with 6 heads and a context of 256. muon: both optimizers
 on tiny-10m; Muon's run is then cut to --share of AdamW's steps, with its own complete schedule, and must end no higher.
-lengths: tiny-modern-10m on sequences of 1,024 tokens, which in half of a run's tokens grow from 64. Seconds are those
-of the steps, without start and validation.
+lengths: tiny-modern-10m on sequences of 1,024 tokens, which in half of a run's tokens grow from 64. Seconds are
+processor time, start and validations included, which other load hardly changes.
 
 `llmscale train` trains all of them in one process on the same windows in the same order: the Python standard library in
 a vocabulary of 4,096 tokens. The first seed tries every learning rate on both; each recipe's best one trains its other
@@ -17,7 +17,7 @@ seeds. Printed are last validation losses in nats per token. The file of --json 
 from __future__ import annotations
 
 import argparse
-import json
+import resource
 import sys
 import tempfile
 from pathlib import Path
@@ -79,7 +79,7 @@ def main() -> int:
     elif args.question == "lengths":
         print_lead(curves, args.seeds, GROWING, COMPLETE)
         shares = (mine / whole for mine, whole in zip(seconds[GROWING], seconds[COMPLETE], strict=True))
-        print("seconds of growing over complete sequences: " + ", ".join(f"{share:.3f}" for share in shares))
+        print("processor seconds of growing over complete sequences: " + ", ".join(f"{share:.3f}" for share in shares))
     else:
         print_shares(curves, args)
     print(machine_line(machine))
@@ -126,11 +126,12 @@ def prepare(folder: Path, args: argparse.Namespace) -> Path:
 
 
 def train(args: argparse.Namespace, data: Path, name: str, rate: str, seed: int) -> tuple[Curve, float]:
-    """Train a run; return its validation losses by step, and the seconds of its steps."""
+    """Train a run; return its validation losses by step, and its processor seconds."""
     full = -(-args.tokens // args.batch_tokens)
     steps = max(1, round(args.share * full)) if name == SHORT else full
     model = {"muon": args.model, "lengths": MODERN}.get(args.question, name)
     growth = ("--seq-len-ramp-from", str(LONG // 16), "--seq-len-ramp-tokens", str(args.tokens // 2))
+    before = processor_seconds()
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         run_llmscale(
@@ -142,18 +143,13 @@ def train(args: argparse.Namespace, data: Path, name: str, rate: str, seed: int)
             *("--precision", args.precision, "--num-workers", "0", "--save-every", "0", "--no-async-save"),
             *("--val-every", str(max(1, full // args.validations)), "--val-samples", str(args.val_samples)),
         )
-        return read_losses(run, "validation"), step_seconds(run)
+        return read_losses(run, "validation"), processor_seconds() - before
 
 
-def step_seconds(run: Path) -> float:
-    """Return the seconds that a run's steps took."""
-    seen, seconds = 0, 0.0
-    for line in (run / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if record["kind"] == "train":
-            seconds += (record["tokens_seen"] - seen) / record["tokens_per_second"]
-            seen = record["tokens_seen"]
-    return seconds
+def processor_seconds() -> float:
+    """Return the processor time of all processes that this one has waited for, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def last(curve: Curve) -> float:
