@@ -281,6 +281,7 @@ def find_checkpoint(path: Path, report: Callable[[str], None] = lambda line: Non
     if found.abandoned or found.damaged:
         raise CheckpointError(explain_no_checkpoint(found, path))
     what = "has no checkpoints yet" if path.is_dir() else "does not exist"
+    what = "holds checkpoints, and is not a run folder" if path.is_dir() and path.name == CHECKPOINTS_NAME else what
     if path.parent.name == CHECKPOINTS_NAME and not path.is_dir():
         others = find_checkpoints(path.parent.parent).current
         newest = f" The newest of its run is {others[0].path.name}." if others else ""

@@ -45,7 +45,7 @@ def _run(args: argparse.Namespace) -> int:
 
     folder = find_model(args.run, lambda line: print_visible(line, file=sys.stderr), args.step)
     check_hf_folder(args.to, folder, overwrite=args.overwrite)
-    gpu = None if args.gpu is None else get_gpu(args.gpu)
+    gpu = None if args.gpu is None else get_gpu(args.gpu, other="")
     from llmscale.engine.deepspeed_patches import quiet_libraries
     from llmscale.terminal.progress import count_words, show_progress
     from llmscale.terminal.status_line import show_if_slow

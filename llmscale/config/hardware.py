@@ -159,8 +159,11 @@ def find_gpu(device_name: str) -> GPU | None:
     return next((gpu for gpu in GPUS if words.issuperset(gpu.pattern.split())), None)
 
 
-def get_gpu(name: str) -> GPU:
-    """Return the GPU with this name on the command line. Raises ConfigError with the closest and all legal names."""
+def get_gpu(name: str, other: str = " For any other GPU give --gpu-memory-gib and --bf16-tflops.") -> GPU:
+    """Return the GPU with this name on the command line.
+
+    Raises ConfigError with the closest and all legal names, and `other`: what the command takes for other GPUs.
+    """
     for gpu in GPUS:
         if gpu.name == name.lower():
             return gpu
@@ -168,10 +171,7 @@ def get_gpu(name: str) -> GPU:
     # The driver's name, as nvidia-smi prints it.
     meant = find_gpu(name)
     hint = f" Did you mean '{meant.name}'?" if meant else did_you_mean(name, names)
-    raise ConfigError(
-        f"GPU '{name}' is not in the table.{hint} GPUs: {', '.join(names)}. "
-        "For any other GPU give --gpu-memory-gib and --bf16-tflops."
-    )
+    raise ConfigError(f"GPU '{name}' is not in the table.{hint} GPUs: {', '.join(names)}.{other}")
 
 
 def usable_precision(wanted: Precision | None, gpu: GPU, where: str = "") -> Precision:

@@ -174,7 +174,7 @@ def open_model(
 
 
 def _open_hf_folder(folder: Path, data: str | None) -> ModelSource:
-    published = read_published_model("eval", f"{PREFIX}{folder}")
+    published = read_published_model("the model", f"{PREFIX}{folder}")
     tokenizer = load_tokenizer(f"{PREFIX}{folder}")
     sets = None if data is None else open_training_sets(data)
     if sets is not None:

@@ -107,7 +107,7 @@ def parse_json(contents: bytes | str, rules: Rules, where: str) -> dict[str, obj
         hint = ""
         if text[error.pos : error.pos + 1] in tuple("/#}],'"):
             hint = ". (JSON has no comments and no comma after the last entry.)"
-        place = f"{error.msg} at line {error.lineno}, column {error.colno}"
+        place = f"{error.msg.removesuffix(' at')} at line {error.lineno}, column {error.colno}"
         raise _fault(rules, f"{where} is not JSON: {place}{hint}") from None
     except ValueError as error:
         raise _fault(rules, f"{where}: {error}") from None

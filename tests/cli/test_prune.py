@@ -41,6 +41,9 @@ def test_a_pruned_run_is_a_model_with_both_losses_said(
         (("RUN", "--to", "full"), "which no export wrote"),
         (("gone", "--to", "out"), "gone does not exist"),
         (("RUN", "--to", "out", "--step", "9"), "no checkpoint of step 9"),
+        (("RUN", "--to", "out", "--gpu", "h100"), "Did you mean 'h100-80gb'? GPUs: a100-40gb"),
+        (("RUN/checkpoints", "--to", "out"), "holds checkpoints, and is not a run folder. Name a run folder"),
+        (("model", "--to", "out"), "the model hf:model: model_type"),
     ],
 )
 def test_what_is_wrong_is_said_without_torch(
@@ -48,8 +51,11 @@ def test_what_is_wrong_is_said_without_torch(
 ) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": 1}')
     done = llmscale("prune", *(word.replace("RUN", str(trained_run)) for word in words), torch_free=True)
     assert done.returncode == 2
     assert told in done.stderr
     assert done.stderr.count("\n") == 1
+    assert "--gpu-memory-gib" not in done.stderr
     assert not (tmp_path / "out").exists()

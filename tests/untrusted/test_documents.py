@@ -29,6 +29,7 @@ OPEN, CLOSE = b'{"a":', b"}"
     [
         (b"", "is not JSON"),
         (b"nul", "is not JSON"),
+        (b'{"a": "cut', "Unterminated string starting at line 1, column 7"),
         (b'{"a": 1,}', r"not JSON: .* at line 1, column 9\. \(JSON has no comments"),
         (b'{"a": 1} {"b": 2}', "Extra data"),
         (b"\xff\xfe{\0}\0", "not UTF-8"),
