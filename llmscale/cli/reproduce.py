@@ -30,7 +30,7 @@ from llmscale.config.launcher_variables import check_is_only_copy
 from llmscale.config.run_config import NonBlank, parse_run_config
 from llmscale.config.user_paths import check_output_folder
 from llmscale.data.shards.manifest import MANIFEST_NAME
-from llmscale.errors import ConfigError, DataError, LlmscaleError
+from llmscale.errors import ConfigError, DataError, LlmscaleError, write_failure
 from llmscale.files.atomic_write import write_durably, write_parts_durably
 from llmscale.report.history import load_history
 from llmscale.report.run_list import read_run
@@ -335,13 +335,17 @@ def _item_lines(records: Iterable[object], path: Path) -> Iterator[str]:
 
 
 def _claim(project: _Project) -> None:
-    """Keep the recipe in the folder. Raises ConfigError if the folder belongs to another one."""
+    """Keep the recipe in the folder. Raises LlmscaleError if the folder belongs to another one, or is not writable."""
     check_output_folder("--out", project.out)
-    kept, contents = project.out / "recipe.toml", project.path.read_bytes()
-    if kept.is_file() and kept.read_bytes() != contents:
-        raise ConfigError(f"--out {project.out} was begun with another recipe ({kept}). Name another --out.")
-    project.out.mkdir(parents=True, exist_ok=True)
-    write_durably(kept, contents)
+    kept = project.out / "recipe.toml"
+    try:
+        contents = project.path.read_bytes()
+        if kept.is_file() and kept.read_bytes() != contents:
+            raise ConfigError(f"--out {project.out} was begun with another recipe ({kept}). Name another --out.")
+        project.out.mkdir(parents=True, exist_ok=True)
+        write_durably(kept, contents)
+    except OSError as error:
+        raise write_failure(error, kept) from None
 
 
 def _carry_out(step: _Step) -> int:

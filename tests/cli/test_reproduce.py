@@ -164,6 +164,14 @@ def test_a_folder_keeps_to_its_recipe(
     assert "was begun with another recipe" in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_written_is_one_line(
+    recipe: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out" / "recipe.toml").mkdir(parents=True)
+    assert main(["reproduce", "--recipe", str(recipe()), "--out", str(tmp_path / "out")]) == 2
+    assert f"Cannot write {tmp_path / 'out' / 'recipe.toml'}: Is a directory." in capsys.readouterr().err
+
+
 class _Records:
     """Records of a stranger, the second of which may raise."""
 
