@@ -18,6 +18,7 @@ from llmscale.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
+    from pathlib import Path
 
     from llmscale.config.command_line import FlagParser
     from llmscale.evaluate.evaluation import Evaluation, Request
@@ -59,6 +60,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.json is not None:
         check_output_file("--json", args.json, overwrite=True)
     files = load_task_files(spec for spec in args.tasks if is_task_file(spec))
+    if args.json is not None:
+        _check_apart(args.json, args.run, [file.path for file in files])
     folder = find_model(args.run, report, args.step)
     named = [spec for spec in args.tasks if not is_task_file(spec)]
     if args.task_folder is not None and not named:
@@ -90,6 +93,18 @@ def _run(args: argparse.Namespace) -> int:
         content = json.dumps(evaluation.as_dict(), indent=1, allow_nan=False) + "\n"
         write_output_file("--json", args.json, content)
     return 0
+
+
+def _check_apart(out: Path, model: Path, items: Sequence[Path]) -> None:
+    """Refuse to write the results over items, or over a file of the run. Raises ConfigError."""
+    from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
+    from llmscale.cli.report import check_apart
+
+    place, whole = out.resolve(), model.resolve()
+    if place in (path.resolve() for path in items):
+        raise ConfigError(f"--json {out} is a file of items; name another file.")
+    run = whole.parent.parent if whole.parent.name == CHECKPOINTS_NAME else whole
+    check_apart(f"--json {out}", place, run, "evaluation.json")
 
 
 def _find_harness(named: Sequence[str], args: argparse.Namespace, files: Sequence[TaskFile]) -> LmEvalTasks:

@@ -18,6 +18,7 @@ from llmscale.errors import ConfigError
 from llmscale.planning.scaling_ladder import (
     CONFIGS_NAME,
     LADDER_NAME,
+    LAW_NAME,
     LEAST_RESAMPLES,
     LEAST_RULE_FLOPS,
     MOST_RESAMPLES,
@@ -32,6 +33,7 @@ from llmscale.planning.scaling_ladder import (
 from llmscale.report.run_list import read_run
 from llmscale.terminal.human_numbers import count_nouns, format_quantity
 from llmscale.terminal.table import Column, output_width, print_fitting, table_lines
+from llmscale.untrusted.paths import check_regular
 from llmscale.untrusted.terminal import print_visible
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ _DECIDED = (
     *("decay_steps", "decay_tokens", "val_every", "batch_ramp_from", "batch_ramp_tokens", "seq_len_ramp_from"),
     *("seq_len_ramp_tokens", "overfit_batch", "skip_steps"),
 )
+#: Flags of `llmscale train` that would change a run of the ladder for good.
+_FIXED = {f"--{key.replace('_', '-')}" for key in (*_DECIDED, "lr")}
 #: Status of `ladder run` when another process trains some of the runs.
 _OTHERS_TRAIN = 3
 _SCRIPT, _ARRAY_NAME = Path("scripts", "slurm", "train.sbatch"), "array.sbatch"
@@ -165,6 +169,8 @@ def _plan_lines(out: Path, ladder: Ladder, rate: float | None, available: int) -
 def _run(args: argparse.Namespace) -> int:
     folder: Path = args.folder
     ladder = load_ladder(folder)
+    if fixed := [word for word in args.words if word.partition("=")[0] in _FIXED]:
+        raise ConfigError(f"{fixed[0]} follows --, but the run files of the ladder decide it. Remove that.")
     left = [run for run in sorted(ladder.runs, key=lambda r: (r.is_held_out, r.flops)) if not _is_done(folder, run)]
     if args.slurm:
         return _write_array(folder, [run for run in left if not _is_taken(folder, run)], args.words)
@@ -208,6 +214,7 @@ def _write_array(folder: Path, left: Sequence[LadderRun], words: Sequence[str]) 
     if not left:
         print("no run is left to start")
         return 0
+    _check_outputs(folder, _ARRAY_NAME)
     directives = [line for line in _SCRIPT.read_text().splitlines() if line.startswith("#SBATCH")]
     cases = [f"{index}) set -- {shlex.join([*_words(folder, run), *words])} ;;" for index, run in enumerate(left)]
     lines = ["#!/usr/bin/env bash", *directives, f"#SBATCH --array=0-{len(left) - 1}", "set -euo pipefail"]
@@ -217,11 +224,23 @@ def _write_array(folder: Path, left: Sequence[LadderRun], words: Sequence[str]) 
     return 0
 
 
+def _check_outputs(folder: Path, *names: str) -> None:
+    """Refuse files of these names that are links or no files, for a ladder's folder may come from anybody."""
+    for path in (folder / name for name in names):
+        try:
+            check_regular(path, follow_links=False)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"{path} {error.strerror}, and would be written to. Remove it.") from None
+
+
 def _fit(args: argparse.Namespace) -> int:
-    from llmscale.report.ladder_fit import fit_ladder, fit_lines, write_fit
-    from llmscale.report.ladder_plot import plot_ladder
+    from llmscale.report.ladder_fit import FIT_NAME, fit_ladder, fit_lines, write_fit
+    from llmscale.report.ladder_plot import ISOFLOP_NAME, LOSS_NAME, plot_ladder
 
     ladder = load_ladder(args.folder)
+    _check_outputs(args.folder, LAW_NAME, FIT_NAME, ISOFLOP_NAME, LOSS_NAME)
     fit = fit_ladder(args.folder, ladder, args.resamples)
     write_fit(args.folder, fit)
     print_fitting(fit_lines(args.folder, ladder, fit))

@@ -161,7 +161,7 @@ def _check(runs: Sequence[Path], wanted: Mapping[str, Path]) -> None:
     for name, path in wanted.items():
         check_output_file(f"--{name}", path, overwrite=True)
         for run in runs:
-            _check_apart(f"--{name} {path}", path.resolve(), run)
+            check_apart(f"--{name} {path}", path.resolve(), run)
     places = [path.resolve() for path in wanted.values()]
     if len(set(places)) < len(places):
         named = ", ".join(f"--{name} {path}" for name, path in wanted.items())
@@ -172,15 +172,15 @@ def _check(runs: Sequence[Path], wanted: Mapping[str, Path]) -> None:
         import_pyplot("--png and --svg need")
 
 
-def _check_apart(said: str, place: Path, run: Path) -> None:
-    """Refuse a file that the run itself wrote: a report beside them is welcome."""
+def check_apart(said: str, place: Path, run: Path, proposed: str = "report.html") -> None:
+    """Refuse a file that the run itself wrote: a report beside them is welcome. Raises ConfigError."""
     files = (METRICS_NAME, CONFIG_NAME, STARTS_NAME, DS_CONFIG_NAME, LOCK_NAME, FAILURE_NAME, ATTEMPTS_NAME)
     folder = run.resolve()
     if not place.is_relative_to(folder):
         return
     name, *inner = place.relative_to(folder).parts
     if name in ((CHECKPOINTS_NAME, SAMPLES_NAME, LOGS_NAME, *ORIGIN_FOLDERS) if inner else files):
-        raise ConfigError(f"{said} is a file of the run itself; name another file, such as {folder / 'report.html'}.")
+        raise ConfigError(f"{said} is a file of the run itself; name another file, such as {folder / proposed}.")
 
 
 def _write_page(path: Path, report: Mapping[str, object]) -> None:

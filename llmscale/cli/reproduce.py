@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from llmscale.cli.flags import MODEL_KEYS, flag_words
 from llmscale.cluster.hostfile import parse_hostfile
@@ -29,7 +30,7 @@ from llmscale.config.launcher_variables import check_is_only_copy
 from llmscale.config.run_config import NonBlank, parse_run_config
 from llmscale.config.user_paths import check_output_folder
 from llmscale.data.shards.manifest import MANIFEST_NAME
-from llmscale.errors import ConfigError, DataError, LlmscaleError
+from llmscale.errors import ConfigError, DataError, LlmscaleError, write_failure
 from llmscale.files.atomic_write import write_durably, write_parts_durably
 from llmscale.report.history import load_history
 from llmscale.report.run_list import read_run
@@ -43,6 +44,8 @@ from llmscale.untrusted.terminal import print_visible
 
 RECIPES = BundledFiles("recipes", ".toml")
 Flags = Mapping[str, bool | int | float | str | list[str]]
+#: Flags by table that `reproduce` gives itself.
+_DECIDED = {"data": ("out",), "run": ("data", "text", "run"), "evaluation": ("json",)}
 _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 _HUB = "hf:"
 #: Names within the folder.
@@ -53,11 +56,19 @@ _MOST_ITEM_BYTES = 1 << 30
 Numbers = dict[str, float]
 
 
+def _check_metric(name: str) -> str:
+    if not re.fullmatch(r"tokens|hours|GPU-hours|cost|[\w.-]+ \w+", name):
+        raise ValueError(
+            "must be tokens, hours, GPU-hours, cost, or two words such as 'validation loss' or 'hellaswag acc'"
+        )
+    return name
+
+
 class PublishedNumber(BaseModel):
     """A number to compare with."""
 
     model_config = _STRICT
-    metric: Annotated[str, StringConstraints(pattern=r"^(tokens|hours|GPU-hours|cost|[\w.-]+ \w+)$")]
+    metric: Annotated[str, AfterValidator(_check_metric)]
     """tokens, hours, GPU-hours or cost of training; or `validation loss`, `validation bits_per_byte`, `TASK METRIC`."""
     value: float
     source: NonBlank
@@ -103,6 +114,10 @@ def load_recipe(path: Path) -> Recipe:
             raise ConfigError(f"{where}: '{name}' is not an entry of a recipe.{hint}") from None
         if first["type"] == "missing":
             raise ConfigError(f"{where}: '{name}' is missing.") from None
+        if len(first["loc"]) > 2 and first["loc"][0] != "published":
+            table, key = first["loc"][:2]
+            rule = "must be a text, a number, true, false or a list of texts"
+            raise ConfigError(f"{where}: {table}.{key} = {first['input']!r}: {rule}.") from None
         raise ConfigError(f"{where}: {describe_invalid(name, first)}") from None
 
 
@@ -204,6 +219,13 @@ class _Project:
         words = ["report", str(run), "--html", str(report)]
         yield _Step("report", words, lambda: _is_newer(report, evaluation))
 
+    def task_files(self) -> Iterator[str]:
+        """Yield the tasks whose items are not downloaded."""
+        for task in map(str, _listed(self.recipe.evaluation.get("tasks", []))):
+            name, equals, source = task.partition("=")
+            if equals and not source.startswith(_HUB):
+                yield f"{name}={self.path.parent / source}"
+
     def plan_words(self) -> list[str]:
         """Return the command that predicts time and cost, or nothing without GPUs. Raises ConfigError."""
         recipe, args = self.recipe, self.args
@@ -237,15 +259,21 @@ def _listed(value: object) -> list[object]:
 
 
 def _check_flags(project: _Project, commands: Sequence[Sequence[str]]) -> None:
-    """Let every command parse its words, before the first one starts. Raises ConfigError."""
+    """Let every command parse its words and read its items, before the first one starts. Raises ConfigError."""
     from llmscale.cli.main import build_parser
+    from llmscale.evaluate.tasks import load_task_files
 
     try:
+        for table, keys in _DECIDED.items():
+            for key in keys:
+                if key in getattr(project.recipe, table):
+                    raise ConfigError(f"{table}.{key} is decided by --out. Remove it.")
         parse_run_config(_words(project.recipe.run))
         for words in commands:
             if words[:1] in (["data"], ["eval"], ["plan"]):
                 build_parser(words).parse_args(words)
-    except ConfigError as error:
+        load_task_files(project.task_files())
+    except LlmscaleError as error:
         raise ConfigError(f"recipe {project.path}: {error}") from None
 
 
@@ -307,13 +335,17 @@ def _item_lines(records: Iterable[object], path: Path) -> Iterator[str]:
 
 
 def _claim(project: _Project) -> None:
-    """Keep the recipe in the folder. Raises ConfigError if the folder belongs to another one."""
+    """Keep the recipe in the folder. Raises LlmscaleError if the folder belongs to another one, or is not writable."""
     check_output_folder("--out", project.out)
-    kept, contents = project.out / "recipe.toml", project.path.read_bytes()
-    if kept.is_file() and kept.read_bytes() != contents:
-        raise ConfigError(f"--out {project.out} was begun with another recipe ({kept}). Name another --out.")
-    project.out.mkdir(parents=True, exist_ok=True)
-    write_durably(kept, contents)
+    kept = project.out / "recipe.toml"
+    try:
+        contents = project.path.read_bytes()
+        if kept.is_file() and kept.read_bytes() != contents:
+            raise ConfigError(f"--out {project.out} was begun with another recipe ({kept}). Name another --out.")
+        project.out.mkdir(parents=True, exist_ok=True)
+        write_durably(kept, contents)
+    except OSError as error:
+        raise write_failure(error, kept) from None
 
 
 def _carry_out(step: _Step) -> int:

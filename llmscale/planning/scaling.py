@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from llmscale.architecture.shape import GPTShape
+from llmscale.config import limits
 from llmscale.config.presets import PRESETS
 from llmscale.errors import ConfigError
 from llmscale.terminal.human_numbers import format_quantity
@@ -608,23 +609,29 @@ def suggest_shape(num_parameters: float, vocab_size: int, seq_len: int) -> GPTSh
         )
     if num_parameters < interpolated_shape(WIDTH_MULTIPLE, like).changed({"n_layer": 1}).num_parameters:
         return nearest_shape(num_parameters, like, NARROW_WIDTHS)
+    return nearest_shape(num_parameters, like, _WIDTHS)
+
+
+def nearest_shape(num_parameters: float, like: GPTShape, widths: Sequence[int] = NARROW_WIDTHS + _WIDTHS) -> GPTShape:
+    """Return the GPT of one of the widths, otherwise like `like`, that is nearest in size and usual depth.
+
+    Raises ConfigError for more parameters than the largest width has.
+    """
     most = interpolated_shape(LARGEST_WIDTH, like).num_parameters
     if num_parameters > most:
         raise ConfigError(
             f"{format_quantity(num_parameters)} parameters are more than the largest shape here has "
             f"({format_quantity(most)}). Plan for less."
         )
-    return nearest_shape(num_parameters, like, _WIDTHS)
-
-
-def nearest_shape(num_parameters: float, like: GPTShape, widths: Sequence[int] = NARROW_WIDTHS + _WIDTHS) -> GPTShape:
-    """Return the GPT of one of the widths, otherwise like `like`, that is nearest in size and usual depth."""
     best, least = like, math.inf
     for width in widths:
         usual = interpolated_shape(width, like)
         usual = replace(usual, n_layer=max(usual.n_layer, min(_LEAST_DEPTH, max(2, width // 16))))
         outside = replace(usual, n_layer=1).num_parameters - usual.block_parameters
-        shape = replace(usual, n_layer=max(1, round((num_parameters - outside) / usual.block_parameters)))
+        n_layer = max(1, round((num_parameters - outside) / usual.block_parameters))
+        if n_layer > limits.MAX_LAYERS:
+            continue
+        shape = replace(usual, n_layer=n_layer)
         off = abs(math.log(shape.n_layer / usual.n_layer)) + abs(math.log(shape.num_parameters / num_parameters))
         if off < least:
             best, least = shape, off

@@ -140,7 +140,10 @@ class _Relative(NamedTuple):
 
 
 def plan_ladder(request: LadderRequest, data: str, tokenizer: str) -> Ladder:
-    """Choose sizes, tokens, batch and learning rate of every run. Raises ConfigError if the budget is too small."""
+    """Choose sizes, tokens, batch and learning rate of every run.
+
+    Raises ConfigError if the budget is too small or too large.
+    """
     if request.like.num_experts:
         raise ConfigError(
             f"num_experts is {request.like.num_experts}, but a ladder's law counts dense models: leave num_experts out"
@@ -191,19 +194,24 @@ def _build_run(run: _Relative, flops: float, shape: GPTShape, rate_factor: float
             f"a run of {format_quantity(shape.num_parameters)} parameters and {flops:.2g} FLOPs would have {steps} "
             f"steps; at least {_FEWEST_STEPS} are needed. Give a larger budget, or more --tokens-per-parameter."
         )
-    return LadderRun(
-        name=f"{'held-out' if run.is_held_out else f'group{run.group}'}-{shape.num_parameters}",
-        group=run.group,
-        num_parameters=shape.num_parameters,
-        n_layer=shape.n_layer,
-        n_head=shape.n_head,
-        n_embd=shape.n_embd,
-        steps=steps,
-        tokens=steps * batch * shape.seq_len,
-        global_batch_size=batch,
-        lr=float(f"{rate_factor * flops**_RATE_EXPONENT:.4g}"),
-        is_held_out=run.is_held_out,
-    )
+    try:
+        return LadderRun(
+            name=f"{'held-out' if run.is_held_out else f'group{run.group}'}-{shape.num_parameters}",
+            group=run.group,
+            num_parameters=shape.num_parameters,
+            n_layer=shape.n_layer,
+            n_head=shape.n_head,
+            n_embd=shape.n_embd,
+            steps=steps,
+            tokens=steps * batch * shape.seq_len,
+            global_batch_size=batch,
+            lr=float(f"{rate_factor * flops**_RATE_EXPONENT:.4g}"),
+            is_held_out=run.is_held_out,
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = describe_invalid(str(first["loc"][0]), first, show)
+        raise ConfigError(f"a run of {flops:.2g} FLOPs is too large: {why} Give a smaller budget.") from None
 
 
 def save_ladder(folder: Path, ladder: Ladder, keys: Mapping[str, object]) -> None:

@@ -102,7 +102,7 @@ class LadderFit:
 
 
 def fit_ladder(folder: Path, ladder: Ladder, resamples: int) -> LadderFit:
-    """Fit the finished runs of a ladder. Raises ConfigError if they are too few."""
+    """Fit the finished runs of a ladder. Raises ConfigError if they are too few or determine no law."""
     notes: list[str] = []
     found = {run.name: _read_finished(folder / RUNS_NAME / run.name, run, notes) for run in ladder.runs}
     runs = [done for run in ladder.runs if not run.is_held_out and (done := found[run.name])]
@@ -116,7 +116,7 @@ def fit_ladder(folder: Path, ladder: Ladder, resamples: int) -> LadderFit:
         raise ConfigError(f"{error} `llmscale ladder run {folder}` trains them. {' '.join(notes[:3])}") from None
     held_out = [run for run in ladder.runs if run.is_held_out]
     longer, has_groups = longer_schedules(runs), ladder.design == "isoflop"
-    return LadderFit(
+    fit = LadderFit(
         name=name,
         runs=runs,
         parametric=parametric,
@@ -127,6 +127,14 @@ def fit_ladder(folder: Path, ladder: Ladder, resamples: int) -> LadderFit:
         predictions=[Prediction(run, parametric.predict(_loss_of(run)), found[run.name]) for run in held_out],
         notes=notes,
     )
+    try:
+        fit.next_optimum()
+    except (OverflowError, ValueError, ZeroDivisionError):
+        raise ConfigError(
+            f"the losses of {len(runs)} runs determine no law: its optimum for {fit.next_flops:.3g} FLOPs is not a "
+            f"finite number. Look for runs that failed with `llmscale report {folder / RUNS_NAME}`, or train more."
+        ) from None
+    return fit
 
 
 def _loss_of(run: LadderRun) -> Callable[[ParametricLaw], float]:

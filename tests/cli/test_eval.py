@@ -74,6 +74,8 @@ def test_tasks_of_lm_eval_run_beside_those_of_files(trained_run: Path, items: Pa
         (("RUN", "--tasks", "swag=ITEMS/text.jsonl"), "'swag' is not a format of items"),
         (("RUN", "--json", "gone/out.json"), "the folder gone does not exist"),
         (("RUN", "--json", "."), "is a folder"),
+        (("RUN", "--json", "RUN/metrics.jsonl"), "is a file of the run itself"),
+        (("RUN", "--tasks", "text=ITEMS/text.jsonl", "--json", "ITEMS/text.jsonl"), "is a file of items"),
         (("RUN", "--step", "7"), "no checkpoint of step 7"),
         (("RUN", "--val-samples", "0"), "nothing to do"),
         (("RUN", "--task-folder", "x"), "--task-folder needs --tasks"),

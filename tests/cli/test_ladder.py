@@ -87,6 +87,26 @@ def test_every_key_that_changes_tokens_is_decided_by_the_ladder() -> None:
     assert set(_DECIDED) <= set(RunConfig.model_fields)
 
 
+@pytest.mark.parametrize("word", ["--steps", "--lr=1", "--run"])
+def test_flags_that_the_ladder_decides_are_refused(
+    tiny_set: Path, base: Path, tmp_path: Path, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan(tiny_set, base, tmp_path / "new")
+    assert main(["ladder", "run", str(tmp_path / "new"), "--", word, "5"]) == 2
+    assert "but the run files of the ladder decide it" in capsys.readouterr().err
+    assert not list((tmp_path / "new" / "runs").iterdir())
+
+
+@pytest.mark.parametrize("name", ["law.json", "fit.json", "loss.png"])
+def test_a_fit_writes_through_no_link(
+    tiny_set: Path, base: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan(tiny_set, base, tmp_path / "new")
+    (tmp_path / "new" / name).symlink_to(tmp_path / "mine")
+    assert main(["ladder", "fit", str(tmp_path / "new")]) == 2
+    assert f"{name} is a symbolic link, not a regular file, and would be written to" in capsys.readouterr().err
+
+
 def test_experts_are_refused(tiny_set: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base.write_text('{"model": "tiny-moe-3m", "ds": "zero0"}')
     assert plan(tiny_set, base, tmp_path / "new") == 2

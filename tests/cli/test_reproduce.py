@@ -103,6 +103,10 @@ def test_on_hosts_it_launches_and_plans_for_them(
         (("title", "titel"), r"mine.toml: 'title' is missing"),
         (("[[published]]", "[[publishd]]"), r"'publishd' is not an entry of a recipe. Did you mean 'published'\?"),
         (("steps = 3", "steps = 0"), r"mine.toml: steps = '0': must be greater than or equal to 1"),
+        (("steps = 3", "steps = [3]"), r"mine.toml: run.steps = \[3\]: must be a text, a number, true"),
+        (("steps = 3", 'steps = 3\nrun = "elsewhere"'), "run.run is decided by --out. Remove it"),
+        (("hellaswag acc_tokens", "gpu hours spent"), "metric = .*: must be tokens, hours, GPU-hours, cost"),
+        (("items.jsonl", "absent.jsonl"), "absent.jsonl cannot be read: No such file or directory"),
     ],
 )
 def test_a_wrong_entry_is_one_line(
@@ -158,6 +162,14 @@ def test_a_folder_keeps_to_its_recipe(
     recipe(steps=4)
     assert main(done) == 2
     assert "was begun with another recipe" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(
+    recipe: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out" / "recipe.toml").mkdir(parents=True)
+    assert main(["reproduce", "--recipe", str(recipe()), "--out", str(tmp_path / "out")]) == 2
+    assert f"Cannot write {tmp_path / 'out' / 'recipe.toml'}: Is a directory." in capsys.readouterr().err
 
 
 class _Records:

@@ -86,6 +86,18 @@ def test_a_budget_for_no_steps_is_refused() -> None:
         make(flops=1e11)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"flops": 1e36}, "are more than the largest shape here has"),
+        ({"flops": 1e33, "tokens_per_parameter": 1e6}, r"is too large: tokens = .* Give a smaller budget."),
+    ],
+)
+def test_a_budget_that_no_run_can_use_is_refused(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make(**changes)
+
+
 @pytest.mark.parametrize("size", [2e4, 3e5, 5e6, 8e7])
 def test_small_shapes_are_near_in_size(size: float) -> None:
     like = GPTShape(1, 1, 64, 257, 256, positions="rotary")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 import shlex
 import shutil
@@ -156,3 +157,14 @@ def test_too_few_runs_name_the_command(ladder: Ladder, tmp_path: Path) -> None:
     save_ladder(tmp_path / "empty", ladder, {})
     with pytest.raises(ConfigError, match=r"0 finished runs are too few.*`llmscale ladder run .*empty` trains them"):
         fit_ladder(tmp_path / "empty", ladder, 50)
+
+
+def test_losses_that_determine_no_law_are_one_line(ladder: Ladder, tmp_path: Path) -> None:
+    losses = random.Random(12)
+    for run in ladder.runs[:-1]:
+        records = [start(), train(run.steps, tokens_seen=run.tokens)]
+        records.append({"kind": "validation", "step": run.steps, "loss": losses.uniform(1, 9)})
+        records.append({"kind": "event", "event": "finished", "step": run.steps})
+        write_run(tmp_path / "made" / "runs" / run.name, records)
+    with pytest.raises(ConfigError, match="the losses of 15 runs determine no law"):
+        fit_ladder(tmp_path / "made", ladder, 50)
