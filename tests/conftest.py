@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import random
+import secrets
 import shutil
 import signal
 import socket
@@ -95,9 +96,12 @@ class Ranks:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that nothing listens on, and that the kernel gives to no connection meanwhile (from 32,768 on)."""
+    while True:
+        port = 10_000 + secrets.randbelow(22_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def last_wins(words: Sequence[str]) -> list[str]:

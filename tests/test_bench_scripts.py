@@ -93,7 +93,7 @@ def test_memory_grid_compares_every_estimator_with_the_same_peak(cells: list[str
         assert row["estimates"]["llmscale"] == pytest.approx(row["peak_bytes"], rel=0.03)
         # DeepSpeed's estimator knows stages 2 and 3 alone, and counts no activations.
         theirs = row["estimates"]["deepspeed"]
-        assert theirs is None if "-z0-" in row["cell"] else theirs < 0.5 * row["peak_bytes"]
+        assert theirs is None if "-z0-" in row["cell"] else theirs < row["peak_bytes"]
     assert result["reserve"]["cells"] == len(cells)
     assert 0 < result["reserve"]["median"] <= result["reserve"]["worst"] < 0.5
     counts = {name: errors["cells"] for name, errors in result["errors"].items()}
@@ -156,9 +156,10 @@ def test_checkpoint_measures_both_ways_of_saving_and_resuming(tmp_path: Path) ->
     )
     assert answer.returncode == 0, answer.stderr
     stage = json.loads((tmp_path / "result.json").read_text())["stages"]["zero2"]
-    saves = {"save ours", "save deepspeed", "convert"}
+    saves = {"save ours", "save deepspeed", "save dcp", "convert"}
     same_size = {"resume ours 2 to 2", "resume deepspeed 2 to 2", "resume ours 1 to 1"}
-    assert set(stage["measurements"]) == saves | same_size | {"resume ours 2 to 1", "resume universal 2 to 1"}
+    others = {"resume ours 2 to 1", "resume universal 2 to 1", "resume dcp 2 to 2", "resume dcp 2 to 1"}
+    assert set(stage["measurements"]) == saves | same_size | others
     for taken in stage["measurements"].values():
         assert len(taken) == 1
         assert taken[0]["seconds"] > 0

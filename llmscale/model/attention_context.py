@@ -120,10 +120,14 @@ def build_context(
     turns = torch.tensor(frequencies, dtype=torch.float32).to(positions.device, non_blocking=True)
     angles = (positions[..., None].float() * turns)[..., None, :]
     angles = torch.cat((angles, angles), dim=-1)
-    cos, sin, factor = angles.cos(), angles.sin(), rotary_factor(shape.rope_scaling)
-    if factor != 1:
-        cos, sin = cos.mul_(factor), sin.mul_(factor)
-    return AttentionContext(cos.to(dtype), sin.to(dtype), mask, split)
+    factor = rotary_factor(shape.rope_scaling)
+
+    def scale(x: Tensor) -> Tensor:
+        return (x if factor == 1 else x.mul_(factor)).to(dtype)
+
+    # One after the other, so that only one of them exists in fp32.
+    cos = scale(angles.cos())
+    return AttentionContext(cos, scale(angles.sin()), mask, split)
 
 
 def positions_in_documents(tokens: Tensor, document_end: int) -> Tensor:

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import resource
+import secrets
 import shlex
 import shutil
 import socket
@@ -229,9 +230,12 @@ def why_it_failed(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that nothing listens on, and that the kernel gives to no connection meanwhile (from 32,768 on)."""
+    while True:
+        port = 10_000 + secrets.randbelow(22_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def rank_environment(rank: int, world_size: int, port: int, threads: int = 1) -> dict[str, str]:

@@ -84,4 +84,6 @@ def test_fifty_faults() -> None:
 
 @pytest.mark.slow
 def test_faults_of_a_run_with_experts() -> None:
-    assert "all 200 steps consumed" in run_script("chaos", "--faults", "5", "--seed", "1", "--block", "experts")
+    """Routers' choices flip by rounding, so losses differ by more than those of dense models (docs/models.md)."""
+    words = ("--faults", "5", "--seed", "1", "--block", "experts", "--tolerance", "1e-2")
+    assert "all 200 steps consumed" in run_script("chaos", *words)

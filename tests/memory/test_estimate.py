@@ -31,8 +31,10 @@ from llmscale.memory.states.state_memory import zero_setup
 from llmscale.planning.search import Candidate, Job, Machines, fit_at
 
 GIB = 2**30
-#: Tolerated relative difference from the dry run: in a phase, and in the phase of the peak.
-TOLERANCE, PEAK_TOLERANCE = 0.03, 0.01
+#: Tolerated relative difference from the dry run in a phase.
+TOLERANCE = 0.03
+#: How much too low and too high the peak may be: stage 3 counts a block's gathered parameters and gradients together.
+PEAK_TOO_LOW, PEAK_TOO_HIGH = 0.01, 0.02
 
 #: Where the peak lies differs: in the loss, in the blocks, in the optimizer step.
 SHAPES = {
@@ -96,7 +98,7 @@ def check_fit(found: Candidate, shape: GPTShape) -> None:
     for phase, breakdown in counted.items():
         assert found.estimate.phase(phase).total_bytes == pytest.approx(breakdown.total_bytes, rel=TOLERANCE), phase
     peak = max(breakdown.total_bytes for breakdown in counted.values())
-    assert found.estimate.allocated_bytes == pytest.approx(peak, rel=PEAK_TOLERANCE)
+    assert 1 - PEAK_TOO_LOW <= found.estimate.allocated_bytes / peak <= 1 + PEAK_TOO_HIGH
 
 
 #: One of everything, each with the shape that it matters most for.

@@ -27,7 +27,7 @@ from llmscale.data.clean.stages import PartedWork, Stage
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.errors import DataError, LlmscaleError, MachineError
 from llmscale.terminal.progress import show_progress
-from tests.conftest import HANG_S
+from tests.conftest import HANG_S, free_port
 from tests.data.clean.conftest import Crawl, check_same
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -82,7 +82,7 @@ def _call(*words: str) -> None:
 )
 def test_errors_come_before_anything_is_written(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Some words.")
-    (tmp_path / "options.yaml").write_text(f"address: 127.0.0.1:{_free_port()}\n")
+    (tmp_path / "options.yaml").write_text(f"address: 127.0.0.1:{free_port()}\n")
     words = tuple(str(tmp_path / "options.yaml") if word == "OPTIONS" else word for word in words)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(LlmscaleError, match=message):
@@ -99,18 +99,12 @@ def test_without_ray_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "out").exists()
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @pytest.fixture
 def ray_address() -> Iterator[str]:
     pytest.importorskip("ray")
     # Paths of Unix sockets are short.
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
-    port = _free_port()
+    port = free_port()
     command = [
         *(str(BIN / "ray"), "start", "--head", "--block", "--num-cpus", "2", "--port", str(port)),
         *("--include-dashboard=false", "--temp-dir", folder, "--object-store-memory", "100000000"),
@@ -226,7 +220,7 @@ def test_a_slurm_job_starts_its_own_cluster(crawl_files: Crawl, tmp_path: Path) 
     environment = {
         **ENVIRONMENT,
         "PATH": f"{programs}:{BIN}:{os.environ['PATH']}",
-        **{"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": str(_free_port()), "SLURM_JOB_NUM_NODES": "2"},
+        **{"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NUM_NODES": "2"},
         "SLURM_JOB_NODELIST": "nodes[0-1]",
     }
     words = [*crawl_files.command(tmp_path / "out")[2:], "--executor-options", str(tmp_path / "options.yaml")]
