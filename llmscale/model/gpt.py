@@ -305,7 +305,11 @@ class GPT(nn.Module):
         if cache is not None and cached is not None:
             x = self._run_with_cache(x, contexts.with_masks(cached), cache, cached.slots)
         else:
-            x, routing = self._run_blocks(x, contexts)
+            rows: list[Tensor] = []
+            for layer in range(len(self.blocks)):
+                # The only reference to a block's input, which is freed after the block if no layer saves it.
+                x = self._run_block(layer, x, contexts, rows)
+            routing = torch.stack(rows) if rows else None
         if at is not None:
             x = x[torch.arange(len(at), device=x.device), at][:, None]
         if targets is not None:
@@ -314,19 +318,16 @@ class GPT(nn.Module):
         logits: Tensor = self.head(self.ln_f(x))
         return logits
 
-    def _run_blocks(self, x: Tensor, contexts: AttentionContexts) -> tuple[Tensor, Tensor | None]:
-        """Run all blocks on [batch, t, n_embd]; also returns the rows of `routing`, in training with experts."""
+    def _run_block(self, layer: int, x: Tensor, contexts: AttentionContexts, rows: list[Tensor]) -> Tensor:
+        """Run a block on [batch, t, n_embd], and add its row of `routing` to `rows`, in training with experts."""
         checkpoint = self.checkpoint if torch.is_grad_enabled() else None
-        rows: list[Tensor] = []
-        for layer, block in enumerate(self.blocks):
-            context = contexts.local if self.shape.is_local(layer) else contexts.dense
-            y: BlockOutput = block(x, context) if checkpoint is None else checkpoint(block, x, context)
-            if isinstance(y, tuple):
-                x, row = y
-                rows.append(row)
-            else:
-                x = y
-        return x, torch.stack(rows) if rows else None
+        block = self.blocks[layer]
+        context = contexts.local if self.shape.is_local(layer) else contexts.dense
+        y: BlockOutput = block(x, context) if checkpoint is None else checkpoint(block, x, context)
+        if isinstance(y, tuple):
+            y, row = y
+            rows.append(row)
+        return y
 
     def _balance(self, routing: Tensor, targets: Tensor) -> Tensor:
         """Add a micro-batch's `routing`, and return 0 with the gradients of the routers' losses: a sum over blocks."""

@@ -60,12 +60,22 @@ def gradients_of(micro_step: MicroStep) -> int:
     return micro_step.starts["embed_backward"].plus(end).gradient_parameters
 
 
+#: A block's input that no layer saves, and rotary angles in 16 bit: both live as long as the model refers to them.
+LIFETIMES = [
+    next(b for b in BLOCKS if b.style.key.startswith("rmsnorm-behind") and b.key.startswith("autocast none")),
+    next(b for b in ENDS if b.key.startswith("rmsnorm rotary False none 16bit")),
+]
 #: About a dozen of each, spread over all differences.
 SOME = [*BLOCKS[::53], *ENDS[::29]]
 
 
 @pytest.mark.parametrize("branch", SOME, ids=lambda branch: branch.key)
 def test_the_table_is_what_the_model_does(branch: BlockBranch | EndsBranch) -> None:
+    assert_recorded_again(branch)
+
+
+@pytest.mark.parametrize("branch", LIFETIMES, ids=["input", "angles"])
+def test_the_model_refers_to_no_tensor_that_it_no_longer_needs(branch: BlockBranch | EndsBranch) -> None:
     assert_recorded_again(branch)
 
 
