@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -230,8 +231,9 @@ def test_launchers_are_told_by_their_command_lines(command: str, name: str | Non
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """`start("deepspeed", "bash")` starts scripts of these names, each by the one before it, and a rank by the last."""
+    started: list[subprocess.Popen[str]] = []
 
     def begin(*names: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
         rank = tmp_path / "rank.py"
@@ -242,9 +244,15 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
             script.write_text(PARENT)
             command = [sys.executable, str(script), *command]
         variables = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
-        return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        started.append(
+            subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        )
+        return started[-1]
 
-    return begin
+    yield begin
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def child_of(pid: int) -> int:
