@@ -60,6 +60,19 @@ def test_both_units_at_once_are_refused(key: str, twin: str, tmp_path: Path) -> 
             parse_run_config(argv)
 
 
+@pytest.mark.parametrize(
+    "line", ["steps: -1", "steps: true", "stepz: 1", "allow_changed: [x]", "steps: 1\ntokens: 1", "precision: fp33"]
+)
+def test_a_refused_value_of_a_file_names_the_file(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(line)
+    with pytest.raises(ConfigError, match=f"^--config {path}: "):
+        parse_run_config(["--config", str(path)])
+    path.write_text("steps: -1")
+    with pytest.raises(ConfigError, match="^steps = '-2': "):
+        parse_run_config(["--config", str(path), "--steps", "-2"])
+
+
 def test_both_spellings_and_both_ways_to_give_a_value() -> None:
     for argv in (
         ["--global-batch-size", "8", "--weight-decay=0.2", "--no-shuffle"],
