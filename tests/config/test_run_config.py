@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -66,10 +67,10 @@ def test_both_units_at_once_are_refused(key: str, twin: str, tmp_path: Path) -> 
 def test_a_refused_value_of_a_file_names_the_file(line: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(line)
-    with pytest.raises(ConfigError, match=f"^--config {path}: "):
+    with pytest.raises(ConfigError, match=re.escape(f"--config {path}: ")):
         parse_run_config(["--config", str(path)])
     path.write_text("steps: -1")
-    with pytest.raises(ConfigError, match="^steps = '-2': "):
+    with pytest.raises(ConfigError, match=r"^steps = '-2': "):
         parse_run_config(["--config", str(path), "--steps", "-2"])
 
 
