@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import cast
 
-from llmscale.checkpoint.manifest import is_count
+from llmscale.checkpoint.inventory import read_state
+from llmscale.checkpoint.manifest import STATE_NAME, is_count
 from llmscale.config.run_config import CHANGES_THAT_BREAK
 from llmscale.errors import CheckpointError
 from llmscale.untrusted.paths import is_plain_name
@@ -50,22 +52,30 @@ class RunState:
         return asdict(self)
 
 
-def parse_run_state(values: Mapping[str, object]) -> RunState:
-    """Parse the values of RunState.as_dict. Raises CheckpointError when a field is missing, unknown or malformed."""
+def load_run_state(folder: Path) -> RunState:
+    """Return the state in a checkpoint's folder. Raises CheckpointError."""
+    return parse_run_state(read_state(folder), str(folder / STATE_NAME))
+
+
+def parse_run_state(values: Mapping[str, object], where: str) -> RunState:
+    """Parse the values of RunState.as_dict, which are in the file `where`.
+
+    Raises CheckpointError when a field is missing, unknown or malformed.
+    """
     names = {f.name for f in fields(RunState)}
     values = {key: value for key, value in values.items() if key not in _DROPPED}
     if set(values) - names:
         raise CheckpointError(
-            f"the checkpoint holds {', '.join(sorted(set(values) - names))}, which this version does not know: "
+            f"{where} holds {', '.join(sorted(set(values) - names))}, which this version does not know: "
             "use the llmscale that wrote it."
         )
     try:
         state = RunState(**values)  # type: ignore[arg-type]  # written by as_dict
     except TypeError as error:
-        raise CheckpointError(f"the checkpoint's state is incomplete: {error}.") from None
+        raise CheckpointError(f"{where} is incomplete: {error}.") from None
     for name, is_legal in _LEGAL.items():
         if not is_legal(getattr(state, name)):
-            raise CheckpointError(f"the checkpoint's state is damaged: {name} is {str(getattr(state, name))[:80]!r}.")
+            raise CheckpointError(f"{where} is damaged: {name} is {str(getattr(state, name))[:80]!r}.")
     return state
 
 

@@ -114,7 +114,8 @@ def _plan(args: argparse.Namespace) -> int:
     if decided := [key for key in _DECIDED if key in keys]:
         raise ConfigError(f"--config {args.config}: the ladder decides {', '.join(decided)}. Remove that.")
     data = args.data if "://" in args.data else str(Path(args.data).absolute())
-    config = build_run_config({**keys, "data": data, "run": args.out / RUNS_NAME / "none"})
+    own = {"data": data, "run": args.out / RUNS_NAME / "none"}
+    config = build_run_config({**keys, **own}, f"--config {args.config}: ", own)
     prepared = prepare_run(config, world_size=1)
     request = LadderRequest(
         flops=args.flops or args.hours * 3600 * args.flops_per_second,

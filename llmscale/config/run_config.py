@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -409,7 +409,7 @@ def parse_run_config(argv: Sequence[str], parser: FlagParser | None = None) -> R
         for own, overridden in ((key, twin), (twin, key)):
             if own in flags and overridden not in flags:
                 from_file.pop(overridden, None)
-    config = build_run_config({**from_file, **flags})
+    config = build_run_config({**from_file, **flags}, f"--config {flags.get('config')}: ", flags)
     _check_needs(config, flags, from_file)
     return config
 
@@ -443,8 +443,15 @@ def _check_needs(config: RunConfig, flags: Collection[str], from_file: Collectio
             need.check(changed, config, f"--config {config.config}: ")
 
 
-def build_run_config(values: dict[str, object]) -> RunConfig:
-    """Build a RunConfig from plain values. Raises ConfigError naming the first wrong key, its value and the rule."""
+def build_run_config(values: dict[str, object], where: str = "", flags: Collection[str] = ()) -> RunConfig:
+    """Build a RunConfig from plain values. Raises ConfigError naming the first wrong key, its value and the rule.
+
+    `where` begins the messages about values that come from a file, which are all but `flags`.
+    """
+
+    def refuse(key: str, why: str) -> NoReturn:
+        raise ConfigError(f"{'' if key in flags else where}{why}") from None
+
     if isinstance(values.get("compile"), bool):  # YAML's on and off
         values = {**values, "compile": "on" if values["compile"] else "off"}
     for key, value in values.items():
@@ -454,7 +461,7 @@ def build_run_config(values: dict[str, object]) -> RunConfig:
             and key in RunConfig.model_fields
             and RunConfig.model_fields[key].annotation not in (bool, bool | None)
         ):
-            raise ConfigError(f"{key} = {value!r}: must be {_kind(key)}.")
+            refuse(key, f"{key} = {value!r}: must be {_kind(key)}.")
     try:
         config = RunConfig(**values)  # type: ignore[arg-type]  # checked by pydantic
     except ValidationError as error:
@@ -462,16 +469,17 @@ def build_run_config(values: dict[str, object]) -> RunConfig:
         key = str(first["loc"][0]) if first["loc"] else "?"
         if first["type"] == "extra_forbidden":
             hint = did_you_mean(key, RunConfig.model_fields)
-            raise ConfigError(f"unknown key '{key}'.{hint} `train.py --help` lists all keys.") from None
-        raise ConfigError(describe_invalid(key, first)) from None
+            refuse(key, f"unknown key '{key}'.{hint} `train.py --help` lists all keys.")
+        refuse(key, describe_invalid(key, first))
     for key, twin in EXCLUSIVE_KEYS:
         if getattr(config, key) is not None and getattr(config, twin) is not None:
-            raise ConfigError(f"{key} and {twin} say the same thing in other units. Give one of them.")
+            refuse(key, f"{key} and {twin} say the same thing in other units. Give one of them.")
     for change in config.allow_changed:
         if change not in CHANGES_THAT_BREAK:
-            raise ConfigError(
+            refuse(
+                "allow_changed",
                 f"allow_changed = '{change}' is not known.{did_you_mean(change, CHANGES_THAT_BREAK)} "
-                f"Legal: {', '.join(CHANGES_THAT_BREAK)}."
+                f"Legal: {', '.join(CHANGES_THAT_BREAK)}.",
             )
     return config
 

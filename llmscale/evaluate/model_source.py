@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from llmscale.architecture.hf_config import CONFIG_NAME
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_write import open_published
-from llmscale.checkpoint.inventory import find_checkpoint, read_state
-from llmscale.checkpoint.manifest import CheckpointManifest, find_damage, load_manifest
-from llmscale.checkpoint.run_state import RunState, parse_run_state
+from llmscale.checkpoint.inventory import find_checkpoint
+from llmscale.checkpoint.manifest import STATE_NAME, CheckpointManifest, find_damage, load_manifest
+from llmscale.checkpoint.run_state import RunState, load_run_state
 from llmscale.config.hf_model import PREFIX, PublishedModel, read_published_model
 from llmscale.config.resolve import SetFacts, resolve_shape
 from llmscale.config.run_config import RunConfig, build_run_config
@@ -87,8 +87,8 @@ def open_trained_checkpoint(
     damage = find_damage(folder, progress=progress)
     if damage:
         raise CheckpointError(damage)
-    state = parse_run_state(read_state(folder))
-    config = build_run_config(dict(state.config))
+    state = load_run_state(folder)
+    config = build_run_config(dict(state.config), f"{folder / STATE_NAME}: ")
     run = folder.resolve().parent.parent
     sets = open_kept_sets(run, str(state.identity.get("data")), config.data)
     if sets is None:

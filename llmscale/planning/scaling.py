@@ -27,13 +27,13 @@ PF_DAY_FLOPS = 1e15 * 86_400
 
 
 def training_flops(num_parameters: float, tokens: float) -> float:
-    """Return 6 N D: forward and backward passes."""
-    return 6 * num_parameters * tokens
+    """Return 6 N D as a float: forward and backward passes. numpy takes no integers beyond 64 bits."""
+    return 6.0 * num_parameters * tokens
 
 
 def inference_flops(num_parameters: float, tokens: float) -> float:
     """Return 2 N D: forward passes, without attention over the context."""
-    return 2 * num_parameters * tokens
+    return 2.0 * num_parameters * tokens
 
 
 def affordable_tokens(flops: float, num_parameters: float) -> float:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import cast
 
 from llmscale.architecture.shape import SHAPE_KEYS, TRAINING_KEYS, VOCAB_MULTIPLE
-from llmscale.checkpoint.inventory import find_any_checkpoint, read_state
+from llmscale.checkpoint.inventory import find_any_checkpoint
 from llmscale.checkpoint.manifest import find_damage, is_whole, load_manifest, load_pieces
-from llmscale.checkpoint.run_state import RunState, check_identity, parse_run_state
+from llmscale.checkpoint.run_state import RunState, check_identity, load_run_state
 from llmscale.config.launcher_variables import is_restart
 from llmscale.config.resolve import resolve_schedule
 from llmscale.config.run_urls import shown, url_of
@@ -86,7 +86,7 @@ def _find_source(run: PreparedRun) -> tuple[Path, RunState] | None:
     for folder in candidate_checkpoints(run.config):
         try:
             if is_whole(folder, load_manifest(folder)):
-                return folder, parse_run_state(read_state(folder))
+                return folder, load_run_state(folder)
         except CheckpointError:
             # Skipped or explained later, where checkpoints are verified.
             continue

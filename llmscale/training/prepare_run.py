@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import cast
 
 from llmscale.checkpoint.initial_weights import PublishedWeights, find_published_weights
-from llmscale.checkpoint.inventory import find_any_checkpoint, find_checkpoint, list_checkpoints, read_state
+from llmscale.checkpoint.inventory import find_any_checkpoint, find_checkpoint, list_checkpoints
 from llmscale.checkpoint.manifest import BEST_NAME, checkpoints_folder
 from llmscale.checkpoint.remote_run import fetch_run
-from llmscale.checkpoint.run_state import parse_run_state
+from llmscale.checkpoint.run_state import load_run_state
 from llmscale.config.command_line import parse_step_range
 from llmscale.config.deepspeed.resolve import DsConfig, read_ds_config
 from llmscale.config.hf_model import (
@@ -212,7 +212,7 @@ def with_published_model(config: RunConfig) -> tuple[RunConfig, PublishedModel |
         return with_published_shape(config, model), model
     for folder in candidate_checkpoints(config):
         try:
-            saved = parse_run_state(read_state(folder)).config
+            saved = load_run_state(folder).config
         except CheckpointError:
             # Skipped or explained later, where all checkpoints are verified.
             continue
@@ -243,7 +243,7 @@ def candidate_checkpoints(config: RunConfig) -> list[Path]:
 
 def _check_same_tokenizer(manifest: Manifest, config: RunConfig, init_from: str) -> None:
     """Raise DataError unless the other run's weights were trained with the dataset's tokenizer and seq_len."""
-    state = parse_run_state(read_state(find_checkpoint(Path(init_from))))
+    state = load_run_state(find_checkpoint(Path(init_from)))
     check_set_matches(
         manifest,
         config.data,

@@ -18,12 +18,11 @@ from llmscale.checkpoint.inventory import (
     history_after,
     is_of_run,
     point_best,
-    read_state,
     record_history,
 )
 from llmscale.checkpoint.load import find_damage_together, find_newest_good, load_engine, load_weights
 from llmscale.checkpoint.manifest import History, load_manifest
-from llmscale.checkpoint.run_state import RunState, check_identity, parse_run_state
+from llmscale.checkpoint.run_state import RunState, check_identity, load_run_state
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.collectives import on_each_disk, on_main_rank
 from llmscale.engine.process_group import World
@@ -76,7 +75,7 @@ def _check_point(
     report: Callable[[str], None],
 ) -> ResumePoint:
     """Return the checkpoint in `folder`. Raises CheckpointError if it belongs to another run."""
-    state = parse_run_state(read_state(folder))
+    state = load_run_state(folder)
     if state.step != load_manifest(folder).step:
         raise CheckpointError(
             f"{folder} says step {load_manifest(folder).step} in one file and {state.step} in another."

@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.checkpoint.inventory import find_checkpoint, read_state
-from llmscale.checkpoint.run_state import RunState, parse_run_state
+from llmscale.checkpoint.inventory import find_checkpoint
+from llmscale.checkpoint.manifest import STATE_NAME
+from llmscale.checkpoint.run_state import RunState, load_run_state
 from llmscale.config.batch_plan import Batches, samples_after
 from llmscale.config.limits import MAX_BATCH
 from llmscale.config.run_config import RunConfig, build_run_config
@@ -357,10 +358,10 @@ def find_step_samples(run: Path, step: int, given: str | None = None) -> StepSam
     data have changed.
     """
     folder = find_checkpoint(run)
-    state = parse_run_state(read_state(folder))
+    state = load_run_state(folder)
     if step > state.step:
         raise ConfigError(f"{folder} covers steps 1 to {state.step:,}, not step {step}. Wait for the next checkpoint.")
-    config = build_run_config(dict(state.config))
+    config = build_run_config(dict(state.config), f"{folder / STATE_NAME}: ")
     sets = open_recorded_sets(config.data, config.data_cache, given, state.identity)
     if sets.fingerprint != state.identity.get("data"):
         raise DataError(f"{config.data} is not what {folder} was trained on. Put the old data back.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,19 @@ def test_both_units_at_once_are_refused(key: str, twin: str, tmp_path: Path) -> 
     for argv in ([f"--{key}=8", f"--{twin}=8"], ["--config", str(path)]):
         with pytest.raises(ConfigError, match=said):
             parse_run_config(argv)
+
+
+@pytest.mark.parametrize(
+    "line", ["steps: -1", "steps: true", "stepz: 1", "allow_changed: [x]", "steps: 1\ntokens: 1", "precision: fp33"]
+)
+def test_a_refused_value_of_a_file_names_the_file(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(line)
+    with pytest.raises(ConfigError, match=re.escape(f"--config {path}: ")):
+        parse_run_config(["--config", str(path)])
+    path.write_text("steps: -1")
+    with pytest.raises(ConfigError, match=r"^steps = '-2': "):
+        parse_run_config(["--config", str(path), "--steps", "-2"])
 
 
 def test_both_spellings_and_both_ways_to_give_a_value() -> None:

@@ -102,6 +102,16 @@ def test_the_envelope_follows_the_lowest_curve() -> None:
     assert fit_envelope(one_size, 50) is None
 
 
+def test_counts_whose_compute_exceeds_64_bits_are_fitted() -> None:
+    """A ladder's counts are integers, and 6 N D of a run of 1e20 FLOPs exceeds what numpy holds."""
+    runs = [
+        replace(run, num_parameters=int(run.num_parameters), tokens=int(run.tokens)) for run in made_runs(0.0, groups=5)
+    ]
+    isoflops, exponent = fit_isoflops(runs, 50), fit_envelope(runs, 50)
+    assert isoflops is not None and exponent is not None
+    assert isoflops.exponent.value == pytest.approx(BESIROGLU.size_exponent, abs=0.02)
+
+
 def test_losses_from_the_middle_of_longer_schedules_are_compared_at_the_same_tokens() -> None:
     runs = made_runs(0.0)
     longer = longer_schedules(runs)

@@ -19,9 +19,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from llmscale.checkpoint.inventory import find_checkpoint, read_state
+from llmscale.checkpoint.inventory import find_checkpoint
 from llmscale.checkpoint.load import find_damage_together, load_engine
-from llmscale.checkpoint.run_state import RunState, parse_run_state
+from llmscale.checkpoint.run_state import RunState, load_run_state
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
 from llmscale.checkpoint.tensor_files import Fragment, FragmentLoadPlanner, FragmentSavePlanner, engine_fragments
 from llmscale.config.optimizers import ADAMW
@@ -170,7 +170,7 @@ class CheckpointRank:
                 if damage:
                     raise SystemExit(damage)
                 taken["verify_s"] = time.perf_counter() - began
-                state = parse_run_state(read_state(checkpoint))
+                state = load_run_state(checkpoint)
                 load_engine(engine, checkpoint, state, self._world.control, self._world.disks)
                 set_scaler_state(engine, state.loss_scaler)
             elif whose == "dcp":

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from llmscale.checkpoint.inventory import find_checkpoint, read_state
+from llmscale.checkpoint.inventory import find_checkpoint
 from llmscale.checkpoint.load import load_engine
-from llmscale.checkpoint.run_state import RunState, parse_run_state
+from llmscale.checkpoint.run_state import RunState, load_run_state
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
 from llmscale.checkpoint.tensor_files import engine_fragments
 from llmscale.config.run_config import RunConfig
@@ -220,7 +220,7 @@ def cell_config(args: argparse.Namespace, config_name: str) -> RunConfig:
 def resume(engine: DeepSpeedEngine, source: Path, world: World) -> int:
     """Fill the engine from a run's newest checkpoint; return its step."""
     checkpoint = find_checkpoint(source)
-    state = parse_run_state(read_state(checkpoint))
+    state = load_run_state(checkpoint)
     load_engine(engine, checkpoint, state, world.control, world.disks)
     set_scaler_state(engine, state.loss_scaler)
     return state.step
