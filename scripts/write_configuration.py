@@ -21,7 +21,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from llmscale.cli.schema import mix_schema, run_file_schema  # noqa: E402
 from llmscale.config.deepspeed import schema as deepspeed  # noqa: E402
-from llmscale.config.run_config import EXCLUSIVE_KEYS, NEEDS  # noqa: E402
+from llmscale.config.run_config import EXCLUSIVE_KEYS, needs  # noqa: E402
 from llmscale.config.run_flags import describe_keys, show_default  # noqa: E402
 
 _FAR = 100_000
@@ -69,9 +69,9 @@ The YAML for `--data` that mixes several datasets ([data.md](data.md)).
 def page() -> str:
     """Return the text of docs/configuration.md."""
     properties, sections = run_file_schema()["properties"], {}
-    for key, (section, _) in describe_keys().items():
+    for key, documented in describe_keys().items():
         if key in properties:
-            sections.setdefault(section, []).append(_run_row(key, properties[key]))
+            sections.setdefault(documented.section, []).append(_run_row(key, properties[key]))
     mix = mix_schema()
     parts = [_START, "## Run file\n"]
     parts += [f"### {section[0].upper()}{section[1:]}\n\n{_table(rows)}" for section, rows in sections.items()]
@@ -109,7 +109,7 @@ def _run_row(key: str, entry: Mapping[str, Any]) -> tuple[str, str, str, str]:
         f"No effect {need.other.replace('--', '`--', 1)}`."
         if need.other.startswith("with ")
         else f"Needs `{need.other}`."
-        for need in NEEDS
+        for need in needs()
         if key in need.keys.split()
     ]
     twins = [other for pair in EXCLUSIVE_KEYS if key in pair for other in pair if other != key]

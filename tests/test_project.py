@@ -23,14 +23,25 @@ PACKAGE = ROOT / "llmscale"
 
 #: From the bottom to the top: each may import those before it. The tour in docs/development.md has the same order.
 LAYERS = (
-    *("__init__", "suggestions", "errors", "untrusted", "files", "terminal", "error_handling"),
+    *("__init__", "keys", "suggestions", "errors", "untrusted", "files", "terminal", "error_handling"),
     *("architecture", "config", "memory", "planning", "model"),
     *("engine", "dry_run", "data", "checkpoint", "evaluate", "training", "report", "cluster", "cli", "api", "train"),
     "__main__",
 )
 #: Answer without torch: modules, or packages as a whole.
 TORCH_FREE = (
-    *("suggestions", "errors", "files", "untrusted", "error_handling", "architecture", "config", "memory", "planning"),
+    *(
+        "keys",
+        "suggestions",
+        "errors",
+        "files",
+        "untrusted",
+        "error_handling",
+        "architecture",
+        "config",
+        "memory",
+        "planning",
+    ),
     "report",
     *("cluster", "cli", "train"),
     *("data.shards.manifest", "data.order.sample_order", "data.shards.cache", "data.sample_log"),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal, get_type_hints
 
+from llmscale.architecture import limits
 from llmscale.architecture.layers import (
     Architecture,
     Layer,
@@ -24,6 +25,7 @@ from llmscale.architecture.layers import (
     rms_norm,
 )
 from llmscale.errors import ConfigError
+from llmscale.keys import Key
 
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 _LINEAR = re.compile(rf"linear:({_NUMBER})")
@@ -166,11 +168,28 @@ RouterScore = Literal["softmax", "sigmoid"]
 VOCAB_MULTIPLE = 128
 
 
-#: Fields that only a model with experts has.
-EXPERT_KEYS = (
-    *("experts_per_token", "expert_width", "shared_expert_width", "dense_layers", "expert_interval"),
-    *("router_score", "normalize_router", "router_scale", "router_bias"),
-)
+def shape_key(
+    *,
+    resume: Literal["told", "weights"],
+    of_model: Literal["block", "experts", "training"] = "block",
+    may_contradict: bool = False,
+    run_default: object = None,
+    metavar: str = "",
+    **bounds: float,
+) -> Key:
+    """Declare that a field of GPTShape is a key of a run, with its legal values there (ge, gt, le, lt).
+
+    The text below the field is the key's help. Its ranks are compared by the resolved shape.
+    """
+    return Key(
+        resume,
+        "resolved",
+        of_model=of_model,
+        may_contradict=may_contradict,
+        run_default=run_default,
+        metavar=metavar,
+        bounds=tuple(bounds.items()),
+    )
 
 
 @dataclass(frozen=True)
@@ -181,78 +200,83 @@ class GPTShape:
     Sizes of 0 and biases of None are derived from the others. Raises ConfigError when the numbers cannot form a model.
     """
 
-    n_layer: int
+    n_layer: Annotated[int, shape_key(resume="weights", ge=1, le=limits.MAX_LAYERS)]
     """Transformer blocks."""
-    n_head: int
-    """Query heads per block; must divide n_embd unless head_dim is given."""
-    n_embd: int
+    n_head: Annotated[int, shape_key(resume="weights", ge=1, le=limits.MAX_HEADS)]
+    """Query heads; must divide n_embd unless head_dim is given."""
+    n_embd: Annotated[int, shape_key(resume="weights", ge=1, le=limits.MAX_WIDTH)]
     """Width of the residual stream."""
     vocab_size: int
     """Token ids the tokenizer can produce; the table itself has padded_vocab_size rows."""
     seq_len: int
     """Longest sequence, in tokens."""
-    activation: Activation = "gelu"
+    activation: Annotated[Activation, shape_key(resume="told")] = "gelu"
     """MLP non-linearity: exact GELU, its tanh approximation (GPT-2's), ReLU (OPT's) or SiLU (Llama's)."""
-    dropout: float = 0.0
+    dropout: Annotated[float, shape_key(resume="told", of_model="training", run_default=0.0, ge=0.0, lt=1.0)] = 0.0
     """Probability of dropping an activation: embeddings, attention weights, residual branches."""
-    bias: bool = True
+    bias: Annotated[bool, shape_key(resume="weights")] = True
     """Biases in linear layers and layer norms, as in GPT-2."""
-    n_kv_head: int = 0
-    """Key-value heads, each shared by n_head / n_kv_head query heads (Ainslie et al. 2023). 0: n_head."""
-    head_dim: int = 0
-    """Width of a head. 0: n_embd / n_head."""
-    mlp_width: int = 0
-    """Hidden width of the MLP. 0: 4 x n_embd."""
-    gated_mlp: bool = False
-    """The MLP's hidden layer is activation(gate) * up (Shazeer 2020): SwiGLU with silu, GeGLU with gelu."""
-    norm: Norm = "layernorm"
+    n_kv_head: Annotated[int, shape_key(resume="weights", ge=1, le=limits.MAX_HEADS)] = 0
+    """Key-value heads, each shared by n_head / n_kv_head query heads (Ainslie et al. 2023)."""
+    head_dim: Annotated[int, shape_key(resume="weights", ge=1, le=limits.MAX_WIDTH)] = 0
+    """Width of a head; default: the preset's, n_embd / n_head."""
+    mlp_width: Annotated[int, shape_key(resume="weights", ge=1, le=limits.MAX_WIDTH)] = 0
+    """Hidden width of the MLP; default: the preset's, in its ratio to n_embd."""
+    gated_mlp: Annotated[bool, shape_key(resume="weights")] = False
+    """Gated MLP, whose hidden layer is activation(gate) x up (Shazeer 2020): SwiGLU with silu, GeGLU with gelu."""
+    norm: Annotated[Norm, shape_key(resume="weights")] = "layernorm"
     """Layer norm (Ba et al. 2016) or RMS norm (Zhang and Sennrich 2019)."""
-    norm_eps: float = 1e-5
-    """Added to the variance."""
-    norm_placement: NormPlacement = "pre"
+    norm_eps: Annotated[float, shape_key(resume="told", gt=0, le=1)] = 1e-5
+    """Constant added to a norm's variance."""
+    norm_placement: Annotated[NormPlacement, shape_key(resume="weights")] = "pre"
     """Norms before attention and MLP, or between these and the residual stream (OLMo 2)."""
-    positions: Positions = "learned"
-    """A learned vector per position, or rotations of q and k (Su et al. 2021)."""
-    rope_theta: float = 10_000.0
+    positions: Annotated[Positions, shape_key(resume="weights")] = "learned"
+    """Learned position vectors, or rotations of queries and keys (Su et al. 2021)."""
+    rope_theta: Annotated[float, shape_key(resume="told", may_contradict=True, gt=0, le=limits.MAX_ROPE_THETA)] = (
+        10_000.0
+    )
     """Base of the rotations' wavelengths."""
-    rope_scaling: str = "none"
-    """Extension to longer contexts than the model was first trained on: LEGAL_SCALINGS."""
-    qk_norm: QKNorm = "none"
-    """RMS norm of q and k: within each head (Qwen 3) or over all heads at once (OLMo 2)."""
-    attention_bias: AttentionBias | None = None
-    """Biases of the attention's linear layers: q, k, v (Qwen 2), its output too, or none. None: follows `bias`."""
-    mlp_bias: bool | None = None
-    """Biases of the MLP's linear layers. None: follows `bias`."""
-    tied: bool = True
-    """The output head is the token embedding."""
-    sliding_window: int = 0
-    """Positions that attention sees, its own included (Mistral). 0: all earlier ones."""
-    window_pattern: str = "L"
-    """Blocks with the window (L, local) and without (G, global), repeated: GL are GPT-3's alternating dense and banded
-    layers, LG Gemma 2's and gpt-oss's, LLLLLG Gemma 3's. Kept in its shortest form."""
-    mlp_tile_tokens: int = 0
-    """Tokens that the MLP computes at a time in training, which bounds its activations. 0: all."""
-    num_experts: int = 0
-    """MLPs of a block among which a router chooses for each token (Shazeer et al. 2017). 0: one MLP, no router."""
-    experts_per_token: int = 0
-    """Experts that the router chooses for a token. 0: 2."""
-    expert_width: int = 0
-    """Hidden width of an expert. 0: mlp_width."""
-    shared_expert_width: int = 0
-    """Hidden width of an MLP beside the experts that every token takes (DeepSeek-AI 2024). 0: none."""
-    dense_layers: int = 0
-    """Leading blocks with one MLP."""
-    expert_interval: int = 1
-    """Every how many blocks after dense_layers one has experts; the others have one MLP."""
-    router_score: RouterScore = "softmax"
-    """Scores of the experts: softmax over all of them, or the sigmoid of each (DeepSeek V3)."""
-    normalize_router: bool = True
-    """Divide the chosen experts' scores by their sum."""
-    router_scale: float = 1.0
-    """Factor of the chosen experts' scores."""
-    router_bias: bool = False
-    """The choice, but not the weight, of an expert has a bias that balances the load without a loss (Wang et al. 2024,
-    DeepSeek V3)."""
+    rope_scaling: Annotated[str, shape_key(resume="told", may_contradict=True, metavar="KIND[:NUMBERS]")] = "none"
+    """Extension to longer contexts than the model was first trained on: none, linear:FACTOR,
+    llama3:FACTOR,LOW,HIGH,ORIGINAL_SEQ_LEN, or yarn:FACTOR,ORIGINAL_SEQ_LEN."""
+    qk_norm: Annotated[QKNorm, shape_key(resume="weights")] = "none"
+    """RMS norm of queries and keys: none, within each head (Qwen 3), over their whole width (OLMo 2)."""
+    attention_bias: Annotated[AttentionBias | None, shape_key(resume="weights")] = None
+    """Biases in attention, in place of `bias`: none, qkv (Qwen 2), or all."""
+    mlp_bias: Annotated[bool | None, shape_key(resume="weights")] = None
+    """Biases in the MLP, in place of `bias`."""
+    tied: Annotated[bool, shape_key(resume="weights")] = True
+    """Use the token embedding as output head."""
+    sliding_window: Annotated[int, shape_key(resume="told", may_contradict=True, ge=0, le=limits.MAX_SEQ_LEN)] = 0
+    """Positions that attention sees, its own included (Mistral); 0: all earlier ones."""
+    window_pattern: Annotated[str, shape_key(resume="told", may_contradict=True)] = "L"
+    """Blocks with the sliding window (L, local) and without it (G, global), repeated: GL, LG or LLLLLG, as in GPT-3,
+    Gemma 2 and Gemma 3. Kept in its shortest form."""
+    mlp_tile_tokens: Annotated[int, shape_key(resume="told", of_model="training", ge=0, le=limits.MAX_BATCH_TOKENS)] = 0
+    """Tokens of a micro-batch that an MLP computes at a time, such as 4096; default: all. Bounds its memory for long
+    sequences, and computes it twice in the backward pass."""
+    num_experts: Annotated[int, shape_key(resume="weights", ge=0, le=limits.MAX_EXPERTS)] = 0
+    """Experts: MLPs of a block among which a router chooses for each token (Shazeer et al. 2017, docs/models.md); 0:
+    one MLP."""
+    experts_per_token: Annotated[int, shape_key(resume="told", of_model="experts", ge=0, le=limits.MAX_EXPERTS)] = 0
+    """Experts that a token is sent to; default: the preset's, 2."""
+    expert_width: Annotated[int, shape_key(resume="weights", of_model="experts", ge=0, le=limits.MAX_WIDTH)] = 0
+    """Hidden width of an expert; default: the preset's, mlp_width."""
+    shared_expert_width: Annotated[int, shape_key(resume="weights", of_model="experts", ge=0, le=limits.MAX_WIDTH)] = 0
+    """Hidden width of a shared expert, an MLP that computes every token (DeepSeek-AI 2024); 0: none."""
+    dense_layers: Annotated[int, shape_key(resume="weights", of_model="experts", ge=0, le=limits.MAX_LAYERS)] = 0
+    """Number of first blocks that have one MLP and no experts."""
+    expert_interval: Annotated[int, shape_key(resume="weights", of_model="experts", ge=1, le=limits.MAX_LAYERS)] = 1
+    """1: all blocks after the first dense_layers have experts; N: the last of every N of them has."""
+    router_score: Annotated[RouterScore, shape_key(resume="weights", of_model="experts")] = "softmax"
+    """Router's scores: the softmax over all experts, or each expert's sigmoid (DeepSeek V3)."""
+    normalize_router: Annotated[bool, shape_key(resume="told", of_model="experts")] = True
+    """Divide the scores of a token's experts by their sum."""
+    router_scale: Annotated[float, shape_key(resume="told", of_model="experts", gt=0, le=limits.MAX_FACTOR)] = 1.0
+    """Factor of the scores of a token's experts."""
+    router_bias: Annotated[bool, shape_key(resume="weights", of_model="experts")] = False
+    """Balance the experts' load by adding a bias to each score when experts are chosen, in place of a loss (Wang et al.
+    2024, DeepSeek V3)."""
     document_end: int | None = None
     """Last token of every document, from the dataset: a position sees its own document alone, and positions count from
     the document's beginning. None: documents of a sequence see each other."""
@@ -325,10 +349,9 @@ class GPTShape:
             )
 
     def _check_experts(self) -> None:
-        defaults = {field.name: field.default for field in fields(self)}
         if not self.num_experts:
-            for name in EXPERT_KEYS:
-                if (value := getattr(self, name)) != defaults[name]:
+            for name, key in SHAPE_KEYS.items():
+                if key.of_model == "experts" and (value := getattr(self, name)) != getattr(GPTShape, name):
                     raise ConfigError(
                         f"{name} {value} has no effect without experts. Give num_experts too, or drop it."
                     )
@@ -434,7 +457,9 @@ class GPTShape:
         if is_sparse != (self.num_experts != 0):
             follows["mlp_bias"] = None
             if not is_sparse:
-                follows |= {field.name: field.default for field in fields(self) if field.name in EXPERT_KEYS}
+                follows |= {
+                    name: getattr(GPTShape, name) for name, key in SHAPE_KEYS.items() if key.of_model == "experts"
+                }
         if "bias" in given:
             follows |= {"attention_bias": None, "mlp_bias": None}
         return replace(self, **{**follows, **given})  # type: ignore[arg-type]  # by the fields' names
@@ -470,11 +495,12 @@ class GPTShape:
         return self.architecture.flops_per_token(self.seq_len)
 
 
-_DATA_KEYS = ("vocab_size", "seq_len", "document_end")
-#: Fields that are settings of training, and in no config.json.
-TRAINING_KEYS = ("dropout", "mlp_tile_tokens")
-#: Fields that a preset, a run's configuration or a published config.json sets.
-SHAPE_KEYS = tuple(field.name for field in fields(GPTShape) if field.name not in _DATA_KEYS)
+#: Behaviour of the fields that a preset, a run's configuration or a published config.json sets.
+SHAPE_KEYS: Mapping[str, Key] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(GPTShape, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
+}
 
 
 def build_shape(values: Mapping[str, object]) -> GPTShape:

@@ -24,8 +24,6 @@ _INSTALL = """\
   fish   llmscale completion fish > \\
     ~/.config/fish/completions/llmscale.fish
 """
-#: Keys of a run that name files or folders.
-_PATH_KEYS = ("config", "ds", "data", "text", "tokenizer", "data_cache", "run", "resume", "init_from")
 
 
 class _AsWritten(argparse.RawDescriptionHelpFormatter, FittingHelp):
@@ -50,7 +48,9 @@ def _run(args: argparse.Namespace) -> int:
     except ImportError:
         raise ConfigError("completion needs shtab: `pip install shtab`.") from None
     parser = _full_parser()
-    names, paths = _known_names(), {f"--{key.replace('_', '-')}" for key in _PATH_KEYS}
+    from llmscale.config.run_config import path_keys
+
+    names, paths = _known_names(), {f"--{key.replace('_', '-')}" for key in path_keys()}
     for action in _actions(parser):
         option = next((word for word in action.option_strings if word.startswith("--")), "")
         is_path = action.type in (local_path, path_or_url, run_place) or option in paths

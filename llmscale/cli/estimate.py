@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING
 
 from llmscale.cli.flags import (
     LIST,
-    MODEL_KEYS,
+    add_asked_flags,
     add_machine_flags,
     add_model_flag,
-    add_optimizer_flags,
     add_shape_flags,
 )
 from llmscale.config import limits
 from llmscale.config.command_line import FlagContainer, Need, flag, local_path, nonblank, number
 from llmscale.config.interconnect import INTERCONNECTS
-from llmscale.config.run_flags import add_run_flags
+from llmscale.config.run_flags import keys_asked_by, model_keys
 from llmscale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,12 +34,10 @@ _EXCLUSIVE = (
 )
 #: Flags that `--interconnect list` excludes, because they concern one row for one network.
 _OF_ONE_NETWORK = ("--hf", "--max-model", "--max-seq-len", "--emit", "--plot", "--dry-run", "--wide")
-#: Flags without a meaning for a model of which only the states are known.
-_OF_OWN_MODEL = (
-    *("--ds", "--emit", "--plot", "--dry-run", "--wide", "--micro-batch-size", "--activation-checkpointing"),
-    *("--loss-chunk-tokens", "--optimizer", "--freeze", "--seq-len", "--sequence-parallel-size", "--max-seq-len"),
-    "--expert-parallel-size",
-)
+#: Flags of this command without a meaning for a model of which only the states are known.
+_OF_OWN_MODEL = ("ds", "emit", "plot", "dry_run", "wide", "max_seq_len")
+#: Keys of a run that have one.
+_OF_STATES = ("model", "precision", "global_batch_size")
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
@@ -85,11 +82,7 @@ def _add_run_flags(group: FlagContainer) -> None:
         "sequence_parallel_size": "GPUs that divide a sequence; default: 1, for --max-seq-len every number",
         "expert_parallel_size": "GPUs that divide the experts of a block; default: 1",
     }
-    add_run_flags(group, {"global_batch_size": int, "micro_batch_size": int, "precision": str}, texts=texts)
-    add_optimizer_flags(group)
-    add_run_flags(group, {"freeze": list[str]})
-    sizes = {"sequence_parallel_size": int, "expert_parallel_size": int}
-    add_run_flags(group, {"activation_checkpointing": str, **sizes}, texts=texts)
+    add_asked_flags(group, "estimate", texts)
     text = "explain these ds_configs, side by side; zero2 and the like are llmscale's own"
     flag(group, "--ds FILE|NAME", text, local_path, nargs="+")
     flag(group, "--nvme-path DIR", "NVMe folder of every node, for --emit", nonblank, "/local_nvme")
@@ -149,9 +142,9 @@ def _is_given(args: argparse.Namespace, name: str) -> bool:
 
 
 def _check_states_only(args: argparse.Namespace) -> None:
-    keys = (f"--{key.replace('_', '-')}" for key in ("vocab_size", *MODEL_KEYS))
-    for name in (*_OF_OWN_MODEL, *keys):
-        if _is_given(args, name):
+    for key in (*_OF_OWN_MODEL, *keys_asked_by("estimate"), *model_keys()):
+        name = f"--{key.replace('_', '-')}"
+        if key not in _OF_STATES and _is_given(args, name):
             raise ConfigError(
                 f"{name} has no effect with --hf {args.hf}: llmscale does not train this family, and knows only its "
                 f"model states. Drop {name}."

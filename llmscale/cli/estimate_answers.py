@@ -53,6 +53,7 @@ from llmscale.config.parallel_layout import sequence_parallel_sizes
 from llmscale.config.presets import PRESETS
 from llmscale.config.resolve import resolve_batch, resolve_optimizer
 from llmscale.config.run_config import RunConfig, build_run_config
+from llmscale.config.run_flags import model_keys
 from llmscale.config.user_paths import check_output_file, write_output_file
 from llmscale.dry_run.on_demand import with_recordings
 from llmscale.errors import ConfigError
@@ -87,11 +88,6 @@ from llmscale.terminal.table import output_width, print_fitting, wrap_line, wrap
 GIB = 2**30
 #: Preset for --max-model and --hf, whose values are replaced or not used.
 _ANY_MODEL = "gpt3-125m"
-#: Keys of a run that are flags here, in addition to those of the model.
-_RUN_KEYS = (
-    *("global_batch_size", "micro_batch_size", "precision", "activation_checkpointing"),
-    *("optimizer", "freeze", "loss_chunk_tokens", "sequence_parallel_size", "expert_parallel_size"),
-)
 #: Context and batch of `--max-model` without a model: GPT-3's context, and 2^20 tokens.
 _MAX_MODEL_SEQ_LEN, _MAX_MODEL_BATCH = 2048, 512
 
@@ -107,7 +103,7 @@ class EstimateRequest:
     @property
     def model_keys(self) -> dict[str, object]:
         """Keys in `given` that describe the model."""
-        return {key: value for key, value in self.given.items() if key not in _RUN_KEYS}
+        return {key: self.given[key] for key in model_keys() if key in self.given}
 
     def describe_model(self) -> str:
         """Return the flags of the model, for messages."""
@@ -123,7 +119,7 @@ def read_request(args: argparse.Namespace) -> EstimateRequest:
     """Check all flags and read the files. Raises ConfigError."""
     gpu = read_gpu(args)
     machines = read_machines(args, gpu)
-    given = given_keys(args, _RUN_KEYS)
+    given = given_keys(args, "estimate")
     if args.freeze is not None:
         given["freeze"] = [pattern for text in args.freeze for pattern in text.split(",")]
     config = build_run_config({"model": _ANY_MODEL, **given})
@@ -198,8 +194,6 @@ if TYPE_CHECKING:  # a plain estimate does not wait for what only --dry-run and 
     from llmscale.dry_run.on_demand import Comparison
 
 EXIT_NOTHING_FITS = 1
-#: Given keys that the printed command repeats, in addition to those of the model.
-_TOLD_KEYS = ("precision", "optimizer", "freeze", "loss_chunk_tokens")
 
 
 def answer_rows(args: argparse.Namespace) -> int:
@@ -322,10 +316,8 @@ def _last_lines(request: EstimateRequest, ranking: Ranking, emitted: Path | None
     if emitted is not None:
         yield f"  written: {emitted}"
     if ds_path is not None:
-        keys = request.model_keys
-        told = {key: request.given[key] for key in _TOLD_KEYS if key in request.given}
-        yield f"  {train_command(str(ds_path), fit, keys | told)}"
-        yield f"  {describe_data(search.job.shape, keys)}"
+        yield f"  {train_command(str(ds_path), fit, request.model_keys | dict(request.given))}"
+        yield f"  {describe_data(search.job.shape, request.model_keys)}"
     else:
         yield from wrap_line("  --emit FILE writes its ds_config and prints the train.py command.", output_width())
 
@@ -506,7 +498,7 @@ def _network_lines(rates: Sequence[tuple[Interconnect, dict[str, float]]]) -> It
 def answer_states(args: argparse.Namespace, model: HFModel) -> int:
     """Print the model states of a family that llmscale does not train; return 0 if they fit, else 1."""
     gpu = read_gpu(args)
-    config = build_run_config(given_keys(args, ("precision", "global_batch_size")))
+    config = build_run_config(given_keys(args, "estimate"))
     machines, precision = read_machines(args, gpu), usable_precision(config.precision, gpu)
     rows = find_hf_configs(model, machines, precision, config.global_batch_size)
     if args.json:

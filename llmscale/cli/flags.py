@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, get_type_hints
 
-from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
+from llmscale.architecture.shape import GPTShape
 from llmscale.config import limits
 from llmscale.config.bundled_files import is_in_checkout
 from llmscale.config.command_line import (
@@ -23,16 +23,12 @@ from llmscale.config.command_line import (
     whole_number,
 )
 from llmscale.config.optimizers import ADAMW, MODELLED_NAMES
-from llmscale.config.run_flags import add_run_flags
+from llmscale.config.run_flags import add_run_flags, keys_asked_by, model_keys
 
 if TYPE_CHECKING:  # pydantic is slow to import, and help does not need it
     from llmscale.config.run_config import RunConfig
     from llmscale.planning.search import Candidate, Machines
 
-#: Keys of a run that describe the computation, without the sizes that the dataset determines.
-MODEL_KEYS = (*SHAPE_KEYS, "document_mask")
-#: Every key that changes a model's shape; a printed command repeats those that the user gave.
-_GIVEN_KEYS = ("model", *MODEL_KEYS, "vocab_size", "seq_len")
 #: Name that lists all GPUs or networks.
 LIST = "list"
 DEFAULT_INTERCONNECT = "ib-400g"
@@ -46,19 +42,18 @@ _MODEL_TEXTS = {
 
 def add_shape_flags(group: FlagContainer) -> None:
     """Add the flags that change a model's shape."""
-    hints = get_type_hints(GPTShape)
-    types = {"seq_len": int, "vocab_size": int, **{key: hints.get(key, bool) for key in MODEL_KEYS}}
-    add_run_flags(group, types, texts=_MODEL_TEXTS)
+    keys = [key for key in model_keys() if key != "model"]
+    add_run_flags(group, keys, annotations=get_type_hints(GPTShape), texts=_MODEL_TEXTS)
 
 
 def add_model_flag(group: FlagContainer) -> None:
     """Add --model."""
-    add_run_flags(group, {"model": str}, texts=_MODEL_TEXTS)
+    add_run_flags(group, ["model"], texts=_MODEL_TEXTS)
 
 
-def given_keys(args: argparse.Namespace, keys: tuple[str, ...] = ()) -> dict[str, object]:
-    """Return the model's keys, and those in `keys`, that the user gave, unchecked."""
-    return {key: value for key in (*_GIVEN_KEYS, *keys) if (value := getattr(args, key)) is not None}
+def given_keys(args: argparse.Namespace, command: str = "") -> dict[str, object]:
+    """Return the model's keys, and the others that `command` takes, that the user gave, unchecked."""
+    return {key: value for key in (*model_keys(), *keys_asked_by(command)) if (value := getattr(args, key)) is not None}
 
 
 def resolve_model(config: RunConfig, seq_len: int | None) -> tuple[RunConfig, GPTShape]:
@@ -98,10 +93,13 @@ def _name_or_list(text: str) -> str:
     return LIST if text.lower() == LIST else nonblank(text)
 
 
-def add_optimizer_flags(group: FlagContainer) -> None:
-    """Add the flags outside the ds_config that memory depends on."""
-    flag(group, "--optimizer", f"optimizer; default: {ADAMW.name}", choices=MODELLED_NAMES)
-    add_run_flags(group, {"loss_chunk_tokens": int})
+def add_asked_flags(group: FlagContainer, command: str, texts: Mapping[str, str]) -> None:
+    """Add the keys of a run that `command` takes, besides the model's; `texts` replace their documentation."""
+    for key in keys_asked_by(command):
+        if key == "optimizer":  # only some have a memory model
+            flag(group, "--optimizer", f"optimizer; default: {ADAMW.name}", choices=MODELLED_NAMES)
+        else:
+            add_run_flags(group, [key], texts=texts)
 
 
 def add_run_argument(
@@ -142,20 +140,22 @@ def add_timeout(parser: FlagContainer, name: str, text: str, default: float, low
 def train_command(ds: str, fit: Candidate, keys: Mapping[str, object]) -> str:
     """Return the command that trains with the ds_config `ds` and the settings of `fit`.
 
-    `keys` are further keys of the run. Without vocabulary and context among them, the dataset determines these.
+    `keys` are further keys of the run, of which `fit` overrides some. Without vocabulary and context among them, the
+    dataset determines these.
     """
+    plan, checkpointing = fit.plan, fit.strategy.checkpointing
+    of_row = {
+        "global_batch_size": plan.global_batch_size,
+        "micro_batch_size": plan.micro_batch_size,
+        "sequence_parallel_size": plan.ranks.sequence_parallel_size if plan.ranks.sequence_parallel_size > 1 else None,
+        "expert_parallel_size": plan.ranks.expert_parallel_size if plan.ranks.expert_parallel_size > 1 else None,
+        # DeepSpeed has a section for `full`, but none for `selective`.
+        "activation_checkpointing": checkpointing if checkpointing != fit.ds.checkpointing else None,
+    }
     words = [*launcher_words(fit.machines, in_checkout=is_in_checkout()), "--ds", ds]
-    for key, value in keys.items():
-        words += flag_words(key, value)
-    words += flag_words("global_batch_size", fit.plan.global_batch_size)
-    words += flag_words("micro_batch_size", fit.plan.micro_batch_size)
-    if fit.plan.ranks.sequence_parallel_size > 1:
-        words += flag_words("sequence_parallel_size", fit.plan.ranks.sequence_parallel_size)
-    if fit.plan.ranks.expert_parallel_size > 1:
-        words += flag_words("expert_parallel_size", fit.plan.ranks.expert_parallel_size)
-    # DeepSpeed has a section for `full`, but none for `selective`.
-    if fit.strategy.checkpointing != fit.ds.checkpointing:
-        words += flag_words("activation_checkpointing", fit.strategy.checkpointing)
+    given = {key: value for key, value in keys.items() if key not in of_row}
+    for key, value in (given | of_row).items():
+        words += [] if value is None else flag_words(key, value)
     return shlex.join(words)
 
 

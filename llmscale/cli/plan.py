@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.cli.flags import (
+    add_asked_flags,
     add_machine_flags,
     add_model_flag,
-    add_optimizer_flags,
     add_shape_flags,
     describe_flags,
 )
 from llmscale.config import limits
 from llmscale.config.command_line import FlagContainer, Need, flag, local_path, number, quantity
-from llmscale.config.run_flags import add_run_flags
 from llmscale.errors import ConfigError
 from llmscale.report.save_figure import check_plot
 from llmscale.suggestions import did_you_mean
@@ -91,14 +90,12 @@ def _add_run_flags(group: FlagContainer) -> None:
         "keep_last": "newest checkpoints to keep; default: 2",
         "keep_every": "also keep checkpoints at multiples of this step; default: none",
     }
-    add_run_flags(group, {"global_batch_size": int, "expert_parallel_size": int}, texts=texts)
-    add_optimizer_flags(group)
+    add_asked_flags(group, "plan", texts)
     text = "tokens of a request's prompt and output, such as 1000:250: speed and price of serving"
     flag(group, "--serve IN:OUT", text, _token_pair)
     text = "tokens that the model will serve: gives a smaller model, trained longer"
     flag(group, "--inference-tokens D", text, quantity(1, 1e24))
     flag(group, "--inference-mfu F", "MFU when serving; default: as in training", number(1e-4, 1))
-    add_run_flags(group, {"keep_last": int, "keep_every": int}, texts=texts)
 
 
 def _law(text: str) -> str | Path:

@@ -23,6 +23,7 @@ from llmscale.config.optimizers import get_optimizer
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.presets import PRESETS
 from llmscale.config.run_config import RunConfig, build_run_config
+from llmscale.config.run_flags import keys_asked_by, model_keys
 from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import format_size
 from llmscale.planning.disk_usage import SAVE_EVERY
@@ -303,7 +304,8 @@ def _hint_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     if request.chosen is None:
         keys = {"model": plan.preset, **keys}
         keys |= {name: getattr(shape, name) for name in _SIZES if getattr(shape, name) != getattr(preset, name)}
-    asked = keys | {"seq_len": shape.seq_len, "vocab_size": shape.vocab_size}
+    asked = {key: value for key, value in keys.items() if key in (*model_keys(), *keys_asked_by("estimate"))}
+    asked |= {"seq_len": shape.seq_len, "vocab_size": shape.vocab_size}
     asked |= {"global_batch_size": plan.global_batch_size}
     yield ""
     if plan.placement is None or request.gpus is None:
@@ -435,8 +437,6 @@ _MODELS = ("--model", "--params")
 _OTHERS = ("--budget-usd", "--gpu-hours", "--flops", "--pf-days", "--tokens", "--loss")
 #: Keys of the model that do not need --model.
 _OF_ANY_MODEL = ("vocab_size", "seq_len")
-#: Keys of a run, in addition to the model's and the batch, that the printed commands repeat.
-_RUN_KEYS = ("optimizer", "loss_chunk_tokens")
 _DEFAULT_SEQ_LEN = 2048
 #: Preset whose vocabulary a planned model has by default.
 _SIZED_LIKE = "gpt3-125m"
@@ -445,15 +445,14 @@ _SIZED_LIKE = "gpt3-125m"
 def read_request(args: argparse.Namespace) -> PlanRequest:
     """Check all flags. Raises ConfigError."""
     _check_goals(args)
-    others = ("global_batch_size", "keep_last", "keep_every", "expert_parallel_size")
-    config = build_run_config(given_keys(args, (*_RUN_KEYS, *others)))
+    config = build_run_config(given_keys(args, "plan"))
     given = {key: getattr(config, key) for key in given_keys(args)}
     chosen = _read_chosen_model(args, config, given)
     shape = chosen.shape if chosen else _read_size(args, config)
     ParallelLayout(config.expert_parallel_size, 1, config.expert_parallel_size).experts_of_rank(
         shape.num_experts if shape else 0
     )
-    run_keys = {key: getattr(config, key) for key in _RUN_KEYS if getattr(args, key) is not None}
+    run_keys = {key: getattr(config, key) for key in given_keys(args, "plan") if key not in given}
     return PlanRequest(
         goal=_read_goal(args, shape),
         shape=shape,

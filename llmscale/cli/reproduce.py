@@ -19,7 +19,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from llmscale.cli.flags import MODEL_KEYS, flag_words
+from llmscale.cli.flags import flag_words
 from llmscale.cluster.hostfile import parse_hostfile
 from llmscale.cluster.launch.ranks import count_gpus, end_with_parent
 from llmscale.cluster.remote import search_path
@@ -28,6 +28,7 @@ from llmscale.config.bundled_files import BundledFiles, install_command
 from llmscale.config.command_line import FlagParser, Need, flag, local_path, nonblank, quantity, whole_number
 from llmscale.config.launcher_variables import check_is_only_copy
 from llmscale.config.run_config import NonBlank, parse_run_config
+from llmscale.config.run_flags import model_keys
 from llmscale.config.user_paths import check_output_folder
 from llmscale.data.shards.manifest import MANIFEST_NAME
 from llmscale.errors import ConfigError, DataError, LlmscaleError, write_failure
@@ -244,7 +245,7 @@ class _Project:
             raise ConfigError(
                 f"recipe {self.path}: a prediction needs run.global_batch_size, and run.steps or run.tokens."
             )
-        model = {"model": config.model, **{key: recipe.run[key] for key in MODEL_KEYS if key in recipe.run}}
+        model = {"model": config.model, **{key: recipe.run[key] for key in model_keys() if key in recipe.run}}
         flags = {**model, "seq_len": seq_len, "tokens": tokens, "global_batch_size": batch, **flags}
         return ["plan", *_words(flags)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from llmscale.architecture.shape import SHAPE_KEYS, TRAINING_KEYS, GPTShape
+from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
 from llmscale.config.batch_plan import DEFAULT_MICRO_BATCH_TOKENS, BatchPlan
 from llmscale.config.hf_model import default_preset, is_published
 from llmscale.config.presets import PRESETS, nominal_parameters
@@ -52,7 +52,7 @@ def shape_changes(name: str, shape: GPTShape) -> dict[str, object]:
         resized = preset.changed(changed)
     except ConfigError:  # sizes that need an explicit head_dim
         resized = preset
-    others = [key for key in SHAPE_KEYS if key not in (*sizes, *TRAINING_KEYS)]
+    others = [key for key, behaviour in SHAPE_KEYS.items() if key not in sizes and behaviour.of_model != "training"]
     return changed | {key: getattr(shape, key) for key in others if getattr(shape, key) != getattr(resized, key)}
 
 

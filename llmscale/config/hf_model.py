@@ -13,17 +13,15 @@ from pathlib import Path
 
 from llmscale.architecture.families.family import HFTensor
 from llmscale.architecture.hf_config import CONFIG_NAME, find_config, get_family, read_shape
-from llmscale.architecture.shape import EXPERT_KEYS, SHAPE_KEYS, TRAINING_KEYS, GPTShape, build_shape
+from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
 from llmscale.config.presets import get_preset, nearest_preset
-from llmscale.config.run_config import RunConfig, build_run_config
+from llmscale.config.run_config import KEYS, RunConfig, build_run_config
 from llmscale.config.user_paths import check_path
 from llmscale.errors import ConfigError
 
 PREFIX = "hf:"
 #: Keys of a run that config.json sets.
-PUBLISHED_KEYS = tuple(key for key in (*SHAPE_KEYS, "vocab_size") if key not in TRAINING_KEYS)
-#: Keys that change no tensor, so that they may differ from config.json, for example to extend the context.
-_FREE_KEYS = ("rope_theta", "rope_scaling", "sliding_window", "window_pattern")
+PUBLISHED_KEYS = (*(key for key, behaviour in SHAPE_KEYS.items() if behaviour.of_model != "training"), "vocab_size")
 _ADAPTER_CONFIG = "adapter_config.json"
 
 
@@ -122,7 +120,8 @@ def _added_experts(weights: PublishedModel, given: Mapping[str, object]) -> dict
                 f"{key} is {given[key]}, and experts of {weights.source} begin as copies of its MLP, {width} wide, "
                 f"and have no shared expert. Drop --{key.replace('_', '-')}."
             )
-    return {key: given[key] for key in ("num_experts", *EXPERT_KEYS) if key in given}
+    of_experts = [key for key, behaviour in SHAPE_KEYS.items() if behaviour.of_model == "experts"]
+    return {key: given[key] for key in ("num_experts", *of_experts) if key in given}
 
 
 def with_saved_shape(config: RunConfig, saved: Mapping[str, object], source: str) -> RunConfig | None:
@@ -150,7 +149,7 @@ def default_preset(config: RunConfig) -> str:
 
 
 def _free(given: Mapping[str, object]) -> dict[str, object]:
-    return {key: given[key] for key in _FREE_KEYS if key in given}
+    return {key: value for key, value in given.items() if KEYS[key].may_contradict}
 
 
 def _keys_of(shape: GPTShape) -> dict[str, object]:
@@ -167,7 +166,7 @@ def _check_same(
 ) -> None:
     """Raise ConfigError for the first key that contradicts what `source` says."""
     for key, value in wanted.items():
-        if value != keys[key] and not (key in _FREE_KEYS and key in given):
+        if value != keys[key] and not (KEYS[key].may_contradict and key in given):
             flag = f"--{key.replace('_', '-')}"
             whose, remedy = (flag, f"Drop {flag}") if key in given else (said, f"Drop {said.split()[0]}")
             raise ConfigError(

@@ -5,21 +5,17 @@ Larger values are typing errors; they would overflow, take hours or fill the mem
 
 from __future__ import annotations
 
-#: Transformer blocks; DeepNet (Wang et al. 2022) has 1,000.
-MAX_LAYERS = 4096
-MAX_HEADS = 1 << 16
-#: Experts of a block, as many as are read from a config.json; Kimi K2 has 384.
-MAX_EXPERTS = 1 << 12
-#: Residual stream; GPT-4-sized models are below 2^15.
-MAX_WIDTH = 1 << 20
-#: Tokens per sequence.
-MAX_SEQ_LEN = 1 << 24
-MAX_VOCAB = 1 << 24
-MAX_ROPE_THETA = 1e15
+from llmscale.architecture.limits import MAX_BATCH_TOKENS as MAX_BATCH_TOKENS
+from llmscale.architecture.limits import MAX_EXPERTS as MAX_EXPERTS
+from llmscale.architecture.limits import MAX_FACTOR as MAX_LEARNING_RATE_FACTOR  # noqa: F401
+from llmscale.architecture.limits import MAX_HEADS as MAX_HEADS
+from llmscale.architecture.limits import MAX_LAYERS as MAX_LAYERS
+from llmscale.architecture.limits import MAX_SEQ_LEN as MAX_SEQ_LEN
+from llmscale.architecture.limits import MAX_VOCAB as MAX_VOCAB
+from llmscale.architecture.limits import MAX_WIDTH as MAX_WIDTH
+
 #: Sequences per optimizer step.
 MAX_BATCH = 1 << 30
-#: Tokens per optimizer step.
-MAX_BATCH_TOKENS = 1 << 40
 #: Optimizer steps.
 MAX_STEPS = 10**10
 #: Training tokens; all the text of the world is below 10^16.
@@ -33,7 +29,6 @@ MAX_NODES = 1 << 16
 MAX_WORKERS = 1024
 #: The range of fp32; a rate that is merely bad shows in the loss.
 MAX_LEARNING_RATE = 1e38
-MAX_LEARNING_RATE_FACTOR = 1e6
 MAX_WEIGHT_DECAY = 100.0
 #: Weights of losses beside the cross-entropy.
 MAX_Z_LOSS = 1.0

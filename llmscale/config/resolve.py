@@ -16,7 +16,7 @@ from llmscale.config.loss_settings import BALANCE_LOSS, DEFAULT_LOSS, ROUTER_BIA
 from llmscale.config.optimizers import ADAMW, OptimizerSpec, get_optimizer, parse_rule
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.presets import get_preset
-from llmscale.config.run_config import RunConfig
+from llmscale.config.run_config import KEYS, RunConfig
 from llmscale.config.schedule import Schedule
 from llmscale.errors import ConfigError
 
@@ -159,14 +159,10 @@ def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: in
 
 def resolve_loss(config: RunConfig, shape: GPTShape) -> LossSettings:
     """Return the settings of the loss. Raises ConfigError for those without effect on the model."""
-    needs = {
-        "balance_loss": shape.num_experts,
-        "router_z_loss": shape.num_experts,
-        "router_bias_speed": shape.router_bias,
-    }
-    for key, is_met in needs.items():
-        if getattr(config, key) and not is_met:
-            flag = "--router-bias" if key == "router_bias_speed" else "--num-experts N"
+    for key, behaviour in KEYS.items():
+        needed = behaviour.needs_of_model
+        if needed and getattr(config, key) and not getattr(shape, needed):
+            flag = f"--{needed.replace('_', '-')}{'' if isinstance(getattr(shape, needed), bool) else ' N'}"
             raise ConfigError(f"{key} = {getattr(config, key)} has no effect without {flag}. Give both or neither.")
     balance, speed = config.balance_loss, config.router_bias_speed
     if balance is None:

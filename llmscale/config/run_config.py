@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from annotated_types import Le
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from llmscale import __version__
-from llmscale.architecture.shape import Activation, AttentionBias, Norm, NormPlacement, Positions, QKNorm, RouterScore
+from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
 from llmscale.config import limits
 from llmscale.config.command_line import FlagParser, Need
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
@@ -25,37 +27,70 @@ from llmscale.config.run_flags import add_run_flags, describe_keys
 from llmscale.config.run_urls import check_other_run_or_name, check_own_run
 from llmscale.config.user_paths import check_path, check_path_or_url, check_task_file, check_text
 from llmscale.errors import ConfigError
+from llmscale.keys import Breaks, Command, Condition, Key, MayDiffer, Ranks, Resume
 from llmscale.suggestions import describe_invalid, did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_toml, load_yaml
 
 NonBlank = Annotated[str, AfterValidator(check_text)]
-OtherRunOrName = Annotated[str, AfterValidator(check_other_run_or_name)]
-OwnRun = Annotated[Path, BeforeValidator(check_own_run)]
-PathOrUrl = Annotated[str, AfterValidator(check_path_or_url)]
 TaskFile = Annotated[str, AfterValidator(check_task_file)]
-UserPath = Annotated[Path, BeforeValidator(check_path)]
+#: Marks the types of keys that name a file or folder: shells complete it, and a model card leaves out where it lies.
+IS_PATH = "is a path"
+OtherRunOrName = Annotated[str, AfterValidator(check_other_run_or_name), IS_PATH]
+OwnRun = Annotated[Path, BeforeValidator(check_own_run), IS_PATH]
+PathOrUrl = Annotated[str, AfterValidator(check_path_or_url), IS_PATH]
+UserPath = Annotated[Path, BeforeValidator(check_path), IS_PATH]
+Sequences = Annotated[int, Le(limits.MAX_BATCH)]
+Steps = Annotated[int, Le(limits.MAX_STEPS)]
+Tokens = Annotated[int, Le(limits.MAX_TOKENS)]
 ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
 CompileMode = Literal["auto", "on", "off"]
 CompileTuning = Literal["default", "max-autotune-no-cudagraphs"]
 OnSpike = Literal["warn", "stop", "skip"]
 
 _EXAMPLE = "deepspeed --num_gpus 8 llmscale/train.py --ds zero2 --data data/mine --model gpt2-124m"
-#: Changes after a checkpoint that --allow-changed must permit, each with what it breaks.
-CHANGES_THAT_BREAK = {
-    "global_batch_size": "a step has another number of samples, so the loss curve is not comparable",
-    "seq_len": "samples are other windows of the text: some are seen twice, some never",
-    "data": "the new set is read from the old position: its first samples are never seen in this epoch",
-    "seed": "the rest of the epoch has another order: some samples are seen twice, some never",
-    "order": "the rest of the epoch has another order: some samples are seen twice, some never",
-}
+SEED = Breaks("the rest of the epoch has another order: some samples are seen twice, some never")
+ORDER = SEED._replace(under="order")
+BATCH = Breaks("a step has another number of samples, so the loss curve is not comparable", under="global_batch_size")
+LOCAL_DISK = MayDiffer("a local disk")
+RANK_0 = MayDiffer("only rank 0's counts")
+A_CACHE = Condition(
+    "--data-cache FOLDER or a remote --data", lambda run: run.data_cache or re.search(r"://|\.ya?ml$", run.data)
+)
 
 
-class RunConfig(BaseModel):
-    """Configuration of a training run.
+def key(
+    default: object = None,
+    *,
+    resume: Resume | None = None,
+    ranks: Ranks | None = None,
+    needs: str | tuple[str | Condition, ...] = (),
+    needs_of_model: str = "",
+    in_place_of: str = "",
+    told_at: str = "",
+    asked_by: tuple[Command, ...] = (),
+    begins: bool = False,
+    metavar: str = "",
+    **field: Any,
+) -> Any:
+    """Declare a key: its default and legal values as pydantic's Field has them, and its behaviour (`keys.Key`).
 
-    Every key is a flag (`--global-batch-size 64`) and an entry of a YAML or TOML file. The string below a key is its
-    help text, the comment above a group its section of the help (`run_flags.describe_keys`).
+    `resume` and `ranks` are needed, except beside `in_place_of` (the other key's value is told and compared) and
+    `told_at` (the value at that place is). The text below the key is its help, the comment above a group its section.
+    `metavar` and `asked_by` must be literals: `run_flags.describe_keys` reads them without importing pydantic.
     """
+    if in_place_of:
+        resume = ranks = "resolved"
+    if told_at:
+        resume, ranks = "told", ranks or "resolved"
+    if resume is None or ranks is None:
+        raise TypeError("a key says what a resume may do with it, and whether it may differ between ranks")
+    conditions = tuple(needs.split(", ")) if isinstance(needs, str) else needs
+    behaviour = Key(resume, ranks, conditions, needs_of_model, in_place_of, told_at, asked_by, begins, metavar)
+    return Field(*(() if "default_factory" in field else (default,)), json_schema_extra=behaviour, **field)
+
+
+class FirstKeys(BaseModel):
+    """The first keys of a run, which its help begins with."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -66,327 +101,426 @@ class RunConfig(BaseModel):
     )
 
     # run
-    config: UserPath | None = None
+    config: UserPath | None = key(
+        None, resume="free", ranks=MayDiffer("a path; the keys in the file are compared"), metavar="FILE"
+    )
     """YAML or TOML run file with any of these keys."""
-    run: OwnRun = Path("runs/default")
+    run: OwnRun = key(
+        Path("runs/default"),
+        resume="free",
+        ranks=MayDiffer("a path; the nodes may have separate disks"),
+        metavar="FOLDER",
+    )
     """Run folder, for configuration, metrics, checkpoints and samples; or its URL (s3://, gs://, az://): the nodes
     publish what is on their disks there (docs/checkpoints.md)."""
-    seed: int = Field(1337, ge=0, le=limits.MAX_SEED)
+    seed: int = key(1337, ge=0, le=limits.MAX_SEED, resume=SEED, ranks="same")
     """Seed of initial weights, data order and dropout."""
 
     # model
-    model: NonBlank = "tiny-10m"
+    model: NonBlank = key("tiny-10m", resume="resolved", ranks="resolved", metavar="PRESET|hf:NAME")
     """Preset (tiny-1m ... gpt3-175b, llama3-8b, qwen3-4b, ...), or hf:FOLDER or hf:NAME for the shape of a published
     model. The keys below override its values."""
-    n_layer: int | None = Field(None, ge=1, le=limits.MAX_LAYERS)
-    """Transformer blocks."""
-    n_head: int | None = Field(None, ge=1, le=limits.MAX_HEADS)
-    """Query heads; must divide n_embd unless head_dim is given."""
-    n_embd: int | None = Field(None, ge=1, le=limits.MAX_WIDTH)
-    """Width of the residual stream."""
-    seq_len: int | None = Field(None, ge=1, le=limits.MAX_SEQ_LEN)
+
+
+if TYPE_CHECKING:  # keys of the model that code names, for type checkers
+
+    class ModelKeys(FirstKeys):
+        dropout: float = 0.0
+else:
+
+    def _shape_fields() -> Iterator[tuple[str, tuple[object, object]]]:
+        """Yield the fields of GPTShape as pydantic's."""
+        types = get_type_hints(GPTShape)
+        for name, behaviour in SHAPE_KEYS.items():
+            kind = NonBlank if types[name] is str else types[name]
+            default = behaviour.run_default
+            bounds = dict(behaviour.bounds)
+            yield (
+                name,
+                (kind if default is not None else kind | None, Field(default, json_schema_extra=behaviour, **bounds)),
+            )
+
+    ModelKeys = create_model("ModelKeys", __base__=FirstKeys, __module__=__name__, **dict(_shape_fields()))
+
+
+class RunConfig(ModelKeys):
+    """Configuration of a training run.
+
+    Every key is a flag (`--global-batch-size 64`) and an entry of a YAML or TOML file; those of the model's block are
+    the fields of GPTShape. How a key behaves stands at its declaration; KEYS has it by name.
+    """
+
+    # model
+    seq_len: int | None = key(
+        None,
+        ge=1,
+        le=limits.MAX_SEQ_LEN,
+        resume=Breaks("samples are other windows of the text: some are seen twice, some never"),
+        ranks="resolved",
+        metavar="T",
+    )
     """Tokens per sequence; default: the dataset's, which it must equal; for text the model's, at most 2,048."""
-    activation: Activation | None = None
-    """MLP non-linearity; default: the preset's."""
-    dropout: float = Field(0.0, ge=0.0, lt=1.0)
-    """Dropout probability."""
-    bias: bool | None = None
-    """Biases in linear layers and layer norms; default: the preset's."""
-    n_kv_head: int | None = Field(None, ge=1, le=limits.MAX_HEADS)
-    """Key-value heads, which must divide n_head; default: the preset's."""
-    head_dim: int | None = Field(None, ge=1, le=limits.MAX_WIDTH)
-    """Width of a head; default: the preset's, n_embd / n_head."""
-    mlp_width: int | None = Field(None, ge=1, le=limits.MAX_WIDTH)
-    """Hidden width of the MLP; default: the preset's, in its ratio to n_embd."""
-    gated_mlp: bool | None = None
-    """Gated MLP, whose hidden layer is activation(gate) x up (SwiGLU with silu); default: the preset's."""
-    norm: Norm | None = None
-    """Layer norm or RMS norm; default: the preset's."""
-    norm_eps: float | None = Field(None, gt=0, le=1)
-    """Constant added to a norm's variance; default: the preset's."""
-    norm_placement: NormPlacement | None = None
-    """Norms before attention and MLP, or after them (OLMo 2); default: the preset's."""
-    positions: Positions | None = None
-    """Learned position vectors, or rotations of queries and keys; default: the preset's."""
-    rope_theta: float | None = Field(None, gt=0, le=limits.MAX_ROPE_THETA)
-    """Base of the rotations' wavelengths; default: the preset's."""
-    rope_scaling: NonBlank | None = None
-    """none, linear:FACTOR, llama3:FACTOR,LOW,HIGH,ORIGINAL_SEQ_LEN, or yarn:FACTOR,ORIGINAL_SEQ_LEN; default: the
-    preset's."""
-    qk_norm: QKNorm | None = None
-    """RMS norm of queries and keys: none, within each head (Qwen 3), over their whole width (OLMo 2); default: the
-    preset's."""
-    attention_bias: AttentionBias | None = None
-    """Biases in attention, in place of `bias`: none, qkv (Qwen 2), or all; default: the preset's."""
-    mlp_bias: bool | None = None
-    """Biases in the MLP, in place of `bias`; default: the preset's."""
-    tied: bool | None = None
-    """Use the token embedding as output head; default: the preset's."""
-    sliding_window: int | None = Field(None, ge=0, le=limits.MAX_SEQ_LEN)
-    """Positions that attention sees, its own included; 0: all earlier ones; default: the preset's."""
-    window_pattern: NonBlank | None = None
-    """Blocks with the sliding window (L, local) and without it (G, global), repeated: GL, LG or LLLLLG, as in GPT-3,
-    Gemma 2 and Gemma 3; default: the preset's, L."""
-    mlp_tile_tokens: int | None = Field(None, ge=0, le=limits.MAX_BATCH_TOKENS)
-    """Tokens of a micro-batch that an MLP computes at a time, such as 4096; default: all. Bounds its memory for long
-    sequences, and computes it twice in the backward pass."""
-    num_experts: int | None = Field(None, ge=0, le=limits.MAX_EXPERTS)
-    """Experts: MLPs of a block among which a router chooses for each token (docs/models.md); 0: one MLP; default: the
-    preset's."""
-    experts_per_token: int | None = Field(None, ge=0, le=limits.MAX_EXPERTS)
-    """Experts that a token is sent to; default: the preset's, 2."""
-    expert_width: int | None = Field(None, ge=0, le=limits.MAX_WIDTH)
-    """Hidden width of an expert; default: the preset's, mlp_width."""
-    shared_expert_width: int | None = Field(None, ge=0, le=limits.MAX_WIDTH)
-    """Hidden width of a shared expert, an MLP that computes every token; 0: none; default: the preset's."""
-    dense_layers: int | None = Field(None, ge=0, le=limits.MAX_LAYERS)
-    """Number of first blocks that have one MLP and no experts; default: the preset's, 0."""
-    expert_interval: int | None = Field(None, ge=1, le=limits.MAX_LAYERS)
-    """1: all blocks after the first dense_layers have experts; N: the last of every N of them has; default: the
-    preset's, 1."""
-    router_score: RouterScore | None = None
-    """Router's scores: the softmax over all experts, or each expert's sigmoid (DeepSeek V3); default: the preset's."""
-    normalize_router: bool | None = None
-    """Divide the scores of a token's experts by their sum; default: the preset's, on."""
-    router_scale: float | None = Field(None, gt=0, le=limits.MAX_LEARNING_RATE_FACTOR)
-    """Factor of the scores of a token's experts; default: the preset's, 1."""
-    router_bias: bool | None = None
-    """Balance the experts' load by adding a bias to each score when experts are chosen, in place of a loss (DeepSeek
-    V3); default: the preset's."""
-    document_mask: bool = False
+    document_mask: bool = key(False, resume="told", ranks="same")
     """Restrict attention to one document, and restart positions at each document. Attention takes longer."""
-    vocab_size: int | None = Field(None, ge=1, le=limits.MAX_VOCAB)
+    vocab_size: int | None = key(None, ge=1, le=limits.MAX_VOCAB, resume="refused", ranks="resolved", metavar="V")
     """Token ids of the model; default and minimum: those of the dataset."""
 
     # data
-    data: PathOrUrl = "data/python-stdlib"
+    data: PathOrUrl = key(
+        "data/python-stdlib",
+        resume=Breaks("the new set is read from the old position: its first samples are never seen in this epoch"),
+        ranks=MayDiffer("a path or URL, mounted elsewhere; the contents of the dataset are compared"),
+        needs="not text",
+        metavar="FOLDER|URL",
+    )
     """Folder made by `llmscale data prepare`, or its URL (s3://, gs://, hf://, ...), fetched shard by shard. A YAML
     file mixes several datasets by weight (docs/data.md)."""
-    text: PathOrUrl | None = None
+    text: PathOrUrl | None = key(
+        None,
+        resume="resolved",
+        ranks=MayDiffer("a path; the contents of its dataset are compared"),
+        metavar="FOLDER|FILE",
+    )
     """Text in place of data: a folder, a file or any other --input of `llmscale data prepare`. The first start prepares
     it into the cache, later ones find it there."""
-    tokenizer: PathOrUrl | None = None
+    tokenizer: PathOrUrl | None = key(
+        None,
+        resume="resolved",
+        ranks=MayDiffer("a path; that of the dataset is compared"),
+        needs="text",
+        metavar="gpt2|bytes|FILE.tiktoken|FOLDER|NAME",
+    )
     """Tokenizer for text, as of `llmscale data prepare`; default: that of a published model, else one trained on the
     text."""
-    data_cache: UserPath | None = None
+    data_cache: UserPath | None = key(None, resume="free", ranks=LOCAL_DISK, metavar="FOLDER")
     """Cache for the shards of a remote dataset, or for prepared text; default: ~/.cache/llmscale."""
-    shuffle: bool = True
+    shuffle: bool = key(True, resume=ORDER, ranks="same")
     """Shuffle each epoch."""
-    num_canonical_nodes: int | None = Field(None, ge=1, le=limits.MAX_NODES)
+    num_canonical_nodes: int | None = key(None, ge=1, le=limits.MAX_NODES, resume=ORDER, ranks="same", needs="shuffle")
     """Rows of the sample order. If the number of nodes divides it, every node fetches only its own rows. Default: 48 if
     that does not change the order (docs/data.md), else 1."""
-    shuffle_block_size: int | None = Field(None, ge=1, le=limits.MAX_SAMPLES)
+    shuffle_block_size: int | None = key(None, ge=1, le=limits.MAX_SAMPLES, resume=ORDER, ranks="same", needs="shuffle")
     """Samples of a row that are shuffled together; default: all, or 32,768 if the dataset is larger than 8 GiB."""
-    num_workers: int = Field(1, ge=0, le=limits.MAX_WORKERS)
+    num_workers: int = key(
+        1, ge=0, le=limits.MAX_WORKERS, resume="free", ranks=MayDiffer("changes who reads a sample, not which")
+    )
     """Data-loading processes per rank; 0: read in the training process."""
-    cache_limit_gib: float | None = Field(None, gt=0, le=limits.MAX_CACHE_GIB)
+    cache_limit_gib: float | None = key(
+        None, gt=0, le=limits.MAX_CACHE_GIB, resume="free", ranks=LOCAL_DISK, needs=("not text", A_CACHE), metavar="GIB"
+    )
     """Disk space for the shards of a remote dataset, in GiB; default: unlimited."""
-    skip_steps: list[str] = Field(default_factory=list)
+    skip_steps: list[str] = key(
+        default_factory=list, resume="refused", ranks="same", begins=True, needs="not overfit_batch", metavar="A:B"
+    )
     """Leave out the batches of steps A to B-1, now and after every resume. Ranges are applied one after the other: of
     the steps in one log, give the later ones first."""
-    overfit_batch: int | None = Field(None, ge=1, le=limits.MAX_BATCH)
+    overfit_batch: Sequences | None = key(None, ge=1, resume="refused", ranks="same")
     """Train on the run's first N samples in every step, as a first check that the model learns. Ends with a verdict,
     saves nothing; default: 200 steps."""
-    record_samples: bool = False
+    record_samples: bool = key(False, resume="free", ranks="same")
     """Write the sample ids of every step to the run folder."""
 
     # batch and schedule
-    global_batch_size: int | None = Field(None, ge=1, le=limits.MAX_BATCH)
+    global_batch_size: Sequences | None = key(
+        None, ge=1, resume=BATCH, ranks="resolved", needs="not overfit_batch", asked_by=("estimate", "plan")
+    )
     """Sequences per optimizer step over all ranks; default: the preset's tokens per step."""
-    global_batch_tokens: int | None = Field(None, ge=1, le=limits.MAX_BATCH_TOKENS)
+    global_batch_tokens: int | None = key(
+        None, ge=1, le=limits.MAX_BATCH_TOKENS, in_place_of="global_batch_size", needs="not overfit_batch"
+    )
     """Tokens per optimizer step, in place of global_batch_size; a multiple of seq_len."""
-    micro_batch_size: int | None = Field(None, ge=1, le=limits.MAX_BATCH)
+    micro_batch_size: Sequences | None = key(
+        None, ge=1, told_at="resolved.plan.micro_batch_size", asked_by=("estimate",)
+    )
     """Sequences per rank and forward pass; default: the largest within 16,384 tokens."""
-    batch_ramp_from: int | None = Field(None, ge=1, le=limits.MAX_BATCH)
+    batch_ramp_from: Sequences | None = key(
+        None, ge=1, resume=BATCH, ranks="same", needs="batch_ramp_tokens, not overfit_batch"
+    )
     """Sequences of the first step; the global batch grows by as many at a time to its full size. The number of ranks
     must divide it."""
-    batch_ramp_tokens: int | None = Field(None, ge=1, le=limits.MAX_TOKENS)
+    batch_ramp_tokens: Tokens | None = key(
+        None, ge=1, resume=BATCH, ranks="same", needs="batch_ramp_from, not overfit_batch"
+    )
     """Tokens over which the global batch grows, linearly, as GPT-3's did."""
-    seq_len_ramp_from: int | None = Field(None, ge=1, le=limits.MAX_SEQ_LEN)
+    seq_len_ramp_from: int | None = key(
+        None, ge=1, le=limits.MAX_SEQ_LEN, resume="told", ranks="same", needs="seq_len_ramp_tokens, not overfit_batch"
+    )
     """Tokens of the first sequences, into which samples are cut; the length doubles up to the dataset's seq_len."""
-    seq_len_ramp_tokens: int | None = Field(None, ge=1, le=limits.MAX_TOKENS)
+    seq_len_ramp_tokens: Tokens | None = key(
+        None, ge=1, resume="told", ranks="same", needs="seq_len_ramp_from, not overfit_batch"
+    )
     """Tokens over which sequences grow, as many at each length. Steps have the same samples and tokens throughout."""
-    steps: int | None = Field(None, ge=1, le=limits.MAX_STEPS)
+    steps: Steps | None = key(None, ge=1, told_at="resolved.schedule.total_steps")
     """Optimizer steps of the run; default: one pass over the data."""
-    tokens: int | None = Field(None, ge=1, le=limits.MAX_TOKENS)
+    tokens: Tokens | None = key(None, ge=1, in_place_of="steps")
     """Training tokens, in place of steps; rounded up to complete steps."""
-    lr: float | None = Field(None, gt=0, le=limits.MAX_LEARNING_RATE)
+    lr: float | None = key(None, gt=0, le=limits.MAX_LEARNING_RATE, told_at="resolved.schedule.peak_lr")
     """Peak learning rate; default: the preset's."""
-    schedule: ScheduleName = "cosine"
+    schedule: ScheduleName = key("cosine", told_at="resolved.schedule.name")
     """Learning-rate schedule. cosine and linear decay to min_lr_frac; wsd: warm-up, stable, linear decay."""
-    warmup_steps: int | None = Field(None, ge=0, le=limits.MAX_STEPS)
+    warmup_steps: Steps | None = key(None, ge=0, told_at="resolved.schedule.warmup_steps")
     """Steps of linear warm-up; default: 1 % of the run, at most 2,000."""
-    warmup_tokens: int | None = Field(None, ge=0, le=limits.MAX_TOKENS)
+    warmup_tokens: Tokens | None = key(None, ge=0, in_place_of="warmup_steps")
     """Tokens of linear warm-up, in place of warmup_steps."""
-    decay_steps: int | None = Field(None, ge=1, le=limits.MAX_STEPS)
+    decay_steps: Steps | None = key(None, ge=1, told_at="resolved.schedule.decay_steps", needs="not schedule=constant")
     """wsd: steps of the final decay; default: 20 % of the run. Others: steps until min_lr_frac; default: all."""
-    decay_tokens: int | None = Field(None, ge=1, le=limits.MAX_TOKENS)
+    decay_tokens: Tokens | None = key(None, ge=1, in_place_of="decay_steps", needs="not schedule=constant")
     """Tokens of the decay, in place of decay_steps."""
-    min_lr_frac: float | None = Field(None, ge=0.0, le=1.0)
+    min_lr_frac: float | None = key(
+        None, ge=0.0, le=1.0, told_at="resolved.schedule.min_lr_frac", needs="not schedule=constant"
+    )
     """Final learning rate as a fraction of the peak; default: 0.1 for cosine, 0 for linear and wsd."""
 
     # optimizer
-    optimizer: OptimizerName = "adamw"
+    optimizer: OptimizerName = key("adamw", resume="weights", ranks="same", asked_by=("estimate", "plan"))
     """Optimizer. muon: orthogonalised momentum for the blocks' matrices, AdamW for the rest. adafactor: at ZeRO stage 0
     only."""
-    muon_lr_factor: float | None = Field(None, gt=0, le=limits.MAX_LEARNING_RATE_FACTOR)
+    muon_lr_factor: float | None = key(
+        None, gt=0, le=limits.MAX_LEARNING_RATE_FACTOR, resume="told", ranks="same", needs="optimizer=muon"
+    )
     """Muon: ratio of the blocks' matrices' learning rate to that of all other parameters; default: 1."""
-    param_group: list[NonBlank] = Field(default_factory=list)
+    param_group: list[NonBlank] = key(
+        default_factory=list, resume="told", ranks="same", metavar="PATTERN:lr=Fx:decay=D"
+    )
     """Learning rate and weight decay of the parameters whose names match: 'wte*:lr=0.1x:decay=0'. The first pattern
     that matches counts."""
-    freeze: list[NonBlank] = Field(default_factory=list)
+    freeze: list[NonBlank] = key(
+        default_factory=list, resume="weights", ranks="same", asked_by=("estimate",), metavar="PATTERN"
+    )
     """Do not train the parameters whose names match, such as 'blocks.0.*': no gradients, no optimizer states."""
-    weight_decay: float = Field(0.1, ge=0.0, le=limits.MAX_WEIGHT_DECAY)
+    weight_decay: float = key(0.1, ge=0.0, le=limits.MAX_WEIGHT_DECAY, resume="told", ranks="same")
     """Decoupled weight decay; applies to parameters of two or more dimensions."""
-    beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    beta1: float = key(0.9, ge=0.0, lt=1.0, resume="told", ranks="same", needs="not optimizer=adafactor")
     """AdamW: decay of the first moment; Muon's momentum is 0.95."""
-    beta2: float = Field(0.95, ge=0.0, lt=1.0)
+    beta2: float = key(0.95, ge=0.0, lt=1.0, resume="told", ranks="same", needs="not optimizer=adafactor")
     """AdamW: decay of the second moment."""
-    eps: float = Field(1e-8, ge=1e-30, le=1.0)
+    eps: float = key(1e-8, ge=1e-30, le=1.0, resume="told", ranks="same", needs="not optimizer=adafactor")
     """AdamW: constant added to the denominator."""
-    gradient_clipping: float | None = Field(None, ge=0.0, le=limits.MAX_CLIPPING)
+    gradient_clipping: float | None = key(
+        None, ge=0.0, le=limits.MAX_CLIPPING, told_at="resolved.ds_config.gradient_clipping"
+    )
     """Largest global gradient norm; 0: no clipping; default: the ds_config's, else 1.0."""
-    keep_zeros: bool = False
+    keep_zeros: bool = key(False, resume="told", ranks="same")
     """Keep zero elements of the blocks' matrices at zero, such as those of a pruned model given as --init-from."""
-    z_loss: float = Field(0.0, ge=0.0, le=limits.MAX_Z_LOSS)
+    z_loss: float = key(0.0, ge=0.0, le=limits.MAX_Z_LOSS, resume="told", ranks="same")
     """Weight of the mean squared log-sum-exp of the logits, such as 1e-4; 0: off. The printed loss does not include
     it."""
-    balance_loss: float | None = Field(None, ge=0.0, le=limits.MAX_Z_LOSS)
+    balance_loss: float | None = key(
+        None, ge=0.0, le=limits.MAX_Z_LOSS, resume="told", ranks="same", needs_of_model="num_experts"
+    )
     """Weight of the loss that balances the experts' load (Switch Transformer); the printed loss does not include it.
     Default: 0.01; 0 if router_bias is on."""
-    router_z_loss: float = Field(0.0, ge=0.0, le=limits.MAX_Z_LOSS)
+    router_z_loss: float = key(
+        0.0, ge=0.0, le=limits.MAX_Z_LOSS, resume="told", ranks="same", needs_of_model="num_experts"
+    )
     """Weight of the mean squared log-sum-exp of the routers' logits, such as 1e-3; 0: off. Not in the printed loss."""
-    router_bias_speed: float | None = Field(None, ge=0.0, le=limits.MAX_Z_LOSS)
+    router_bias_speed: float | None = key(
+        None, ge=0.0, le=limits.MAX_Z_LOSS, resume="told", ranks="same", needs_of_model="router_bias"
+    )
     """Amount by which a router's biases rise or fall in a step; default: 0.001."""
 
     # precision and ZeRO
-    ds: UserPath = Path("ds_configs/zero2.json")
+    ds: UserPath = key(
+        Path("ds_configs/zero2.json"),
+        resume="resolved",
+        ranks=MayDiffer("a path; the ds_config is compared"),
+        metavar="FILE|NAME",
+    )
     """DeepSpeed JSON: ZeRO stage, offload, precision, activation checkpointing. zero2, zero3_offload and the like
     are names of llmscale's own files."""
-    precision: Precision | None = None
+    precision: Precision | None = key(None, told_at="resolved.precision", asked_by=("estimate",))
     """Precision; default: the ds_config's."""
-    activation_checkpointing: CheckpointingMode | None = None
+    activation_checkpointing: CheckpointingMode | None = key(
+        None, told_at="resolved.checkpointing", asked_by=("estimate",)
+    )
     """Activation checkpointing; default: the ds_config's."""
-    sequence_parallel_size: int = Field(1, ge=1, le=limits.MAX_HEADS)
+    sequence_parallel_size: int = key(
+        1, ge=1, le=limits.MAX_HEADS, told_at="resolved.plan.ranks.sequence_parallel_size", asked_by=("estimate",)
+    )
     """Neighbouring ranks that divide the tokens of a sequence, for contexts longer than one GPU holds; divides the
     ranks and the query heads (docs/long_sequences.md)."""
-    expert_parallel_size: int = Field(1, ge=1, le=limits.MAX_EXPERTS)
+    expert_parallel_size: int = key(
+        1,
+        ge=1,
+        le=limits.MAX_EXPERTS,
+        told_at="resolved.plan.ranks.expert_parallel_size",
+        asked_by=("estimate", "plan"),
+    )
     """Neighbouring ranks that divide the experts of a block and exchange tokens; divides the ranks and the experts
     (docs/models.md)."""
-    loss_chunk_tokens: int = Field(CHUNK_TOKENS, ge=1, le=limits.MAX_BATCH_TOKENS)
+    loss_chunk_tokens: int = key(
+        CHUNK_TOKENS, ge=1, le=limits.MAX_BATCH_TOKENS, resume="told", ranks="same", asked_by=("estimate", "plan")
+    )
     """Tokens of a micro-batch whose logits are in memory at a time. Fewer need less memory and more time."""
-    loss_kernel: LossKernel = "torch"
+    loss_kernel: LossKernel = key("torch", resume="told", ranks="same")
     """Implementation of the loss. liger: Liger Kernel's fused Triton kernel, on GPUs with llmscale[liger] installed."""
-    compile: CompileMode = "auto"
+    compile: CompileMode = key("auto", ranks="same", told_at="compilation.setting")
     """Compile the blocks with torch.compile. auto: on GPUs, if the run is long enough for a net gain."""
-    compile_mode: CompileTuning = "default"
+    compile_mode: CompileTuning = key("default", resume="free", ranks="same", needs="not compile=off")
     """torch.compile's mode. max-autotune-no-cudagraphs tries more kernels, and compiles for minutes. Its modes that
     capture CUDA graphs are not offered: one graph runs once per block."""
 
     # checkpoints
-    save_every: int = Field(500, ge=0, le=limits.MAX_STEPS)
+    save_every: Steps = key(500, ge=0, resume="free", ranks="same", needs="not overfit_batch")
     """Steps between checkpoints; the last step is always saved; 0: only the last."""
-    save_every_minutes: float | None = Field(None, gt=0, le=limits.MAX_MINUTES)
+    save_every_minutes: float | None = key(
+        None, gt=0, le=limits.MAX_MINUTES, resume="free", ranks="same", needs="not overfit_batch", metavar="MINUTES"
+    )
     """Also save when this much time has passed since the last checkpoint."""
-    keep_last: int = Field(2, ge=1, le=limits.MAX_CHECKPOINTS)
+    keep_last: int = key(
+        2, ge=1, le=limits.MAX_CHECKPOINTS, resume="free", ranks="same", needs="not overfit_batch", asked_by=("plan",)
+    )
     """Newest checkpoints to keep, beside the one with the lowest validation loss."""
-    keep_every: int = Field(0, ge=0, le=limits.MAX_STEPS)
+    keep_every: Steps = key(
+        0,
+        ge=0,
+        resume="free",
+        ranks="same",
+        needs="save_every or save_every_minutes, not overfit_batch",
+        asked_by=("plan",),
+    )
     """Also keep every checkpoint whose step is a multiple of this; 0: none."""
-    async_save: bool = True
+    async_save: bool = key(True, resume="free", ranks="same")
     """Write checkpoints in the background."""
-    resume: OtherRunOrName = "auto"
+    resume: OtherRunOrName = key(
+        "auto",
+        resume="free",
+        ranks="resolved",
+        begins=True,
+        needs="not overfit_batch",
+        metavar="auto|none|best|CHECKPOINT",
+    )
     """auto: resume if the run folder has a checkpoint; none: start from scratch in a new folder; best: go back to the
     run's lowest validation loss; or the folder of a checkpoint."""
-    init_from: OtherRunOrName | None = None
+    init_from: OtherRunOrName | None = key(None, resume="refused", ranks="resolved", begins=True, metavar="RUN|hf:NAME")
     """Start at step 0 with the weights of a run, a checkpoint, or hf:FOLDER or hf:NAME, which also set the model."""
-    allow_changed: list[str] = Field(default_factory=list)
+    allow_changed: list[str] = key(
+        default_factory=list,
+        resume="free",
+        ranks="same",
+        needs="not overfit_batch, not resume=none, not init_from",
+        metavar="KEY",
+    )
     """On resume, accept a change of this key: global_batch_size, seq_len, data, seed or order. The log names the
     consequences."""
 
     # evaluation
-    val_every: int = Field(250, ge=0, le=limits.MAX_STEPS)
+    val_every: Steps = key(250, ge=0, resume="free", ranks="same", needs="not overfit_batch")
     """Steps between validations; 0: never."""
-    val_samples: int = Field(256, ge=1, le=limits.MAX_SAMPLES)
+    val_samples: int = key(
+        256, ge=1, le=limits.MAX_SAMPLES, resume="free", ranks="same", needs="val_every, not overfit_batch"
+    )
     """Sequences per validation; all if the dataset has fewer."""
-    sample_every: int = Field(0, ge=0, le=limits.MAX_STEPS)
+    sample_every: Steps = key(0, ge=0, resume="free", ranks="same")
     """Steps between printed text samples; 0: never."""
-    sample_prompt: str = "The "
+    sample_prompt: str = key(
+        "The ", resume="free", ranks="same", needs="sample_every or eval_every, not sample_prompts", metavar="TEXT"
+    )
     """Prompt of the printed samples."""
-    sample_prompts: UserPath | None = None
+    sample_prompts: UserPath | None = key(
+        None, resume="free", ranks="resolved", needs="sample_every or eval_every", metavar="FILE"
+    )
     """File of prompts, in place of sample_prompt: one per line, or in FILE.jsonl objects with a "prompt"."""
-    eval_every: int = Field(0, ge=0, le=limits.MAX_STEPS)
+    eval_every: Steps = key(0, ge=0, resume="free", ranks="same")
     """Steps between evaluations on eval_tasks, which also print text samples; 0: never."""
-    eval_tasks: list[TaskFile] = Field(default_factory=list)
+    eval_tasks: list[TaskFile] = key(
+        default_factory=list, resume="free", ranks="resolved", needs="eval_every", metavar="FORMAT=FILE"
+    )
     """Evaluation items in JSON lines; FORMAT is hellaswag, multiple_choice, likelihood or text."""
 
     # watching
-    log_every: int = Field(10, ge=1, le=limits.MAX_STEPS)
+    log_every: Steps = key(10, ge=1, resume="free", ranks="same")
     """Steps between log lines."""
-    check_every: int = Field(100, ge=0, le=limits.MAX_STEPS)
+    check_every: Steps = key(100, ge=0, resume="free", ranks="same")
     """Steps between checks that all ranks use the same sample ids; 0: never."""
-    on_spike: OnSpike = "warn"
+    on_spike: OnSpike = key("warn", resume="free", ranks="same")
     """Action after a loss spike. stop: end the run and print how to resume. skip: return to the checkpoint before it
     and leave out the batches."""
-    notify: NonBlank | None = None
+    notify: NonBlank | None = key(None, resume="free", ranks="same", metavar="COMMAND")
     """Command for `sh -c` that is run when the run finishes, stops, fails or meets a loss spike, with the facts as JSON
     on its stdin. The run folder records it: keep secrets in variables."""
-    profile: NonBlank | None = None
+    profile: NonBlank | None = key(None, resume="free", ranks=RANK_0, metavar="A:B")
     """Profile steps A to B-1: a trace and a table in the run folder's profile/."""
-    plain: bool = False
+    plain: bool = key(False, resume="free", ranks=RANK_0)
     """Print a line per logged step, also on a terminal, in place of the live view."""
-    wandb: bool = False
+    wandb: bool = key(False, resume="free", ranks=RANK_0)
     """Log to Weights & Biases, from rank 0. WANDB_MODE=offline needs no account."""
-    wandb_project: NonBlank = "llmscale"
+    wandb_project: NonBlank = key("llmscale", resume="free", ranks=RANK_0, needs="wandb")
     """Weights & Biases project."""
-    wandb_name: NonBlank | None = None
+    wandb_name: NonBlank | None = key(None, resume="free", ranks=RANK_0, needs="wandb")
     """Weights & Biases run name; default: the run folder's name."""
-    tensorboard: bool = False
+    tensorboard: bool = key(False, resume="free", ranks=RANK_0)
     """Write TensorBoard event files to the run folder's tensorboard/."""
 
 
-#: Keys without effect unless another key allows them.
-NEEDS = (
-    Need("eval_tasks", "--eval-every N"),
-    Need("batch_ramp_from", "--batch-ramp-tokens N"),
-    Need("batch_ramp_tokens", "--batch-ramp-from N"),
-    Need("seq_len_ramp_from", "--seq-len-ramp-tokens N"),
-    Need("seq_len_ramp_tokens", "--seq-len-ramp-from N"),
-    Need("val_samples", "--val-every N"),
-    Need("sample_prompt sample_prompts", "--sample-every N", lambda run: run.sample_every or run.eval_every),
-    Need("compile_mode", "with --compile off", lambda run: run.compile != "off"),
-    Need("sample_prompt", "with --sample-prompts", lambda run: run.sample_prompts is None),
-    Need("wandb_project wandb_name", "--wandb"),
-    Need("muon_lr_factor", "--optimizer muon", lambda run: run.optimizer == "muon"),
-    Need("beta1 beta2 eps", "with --optimizer adafactor", lambda run: run.optimizer != "adafactor"),
-    Need("min_lr_frac decay_steps decay_tokens", "with --schedule constant", lambda run: run.schedule != "constant"),
-    Need("num_canonical_nodes shuffle_block_size", "with --no-shuffle", lambda run: run.shuffle),
-    Need("data cache_limit_gib", "with --text", lambda run: run.text is None),
-    Need("tokenizer", "--text FOLDER"),
-    Need(
-        "cache_limit_gib",
-        "--data-cache FOLDER or a remote --data",
-        lambda run: run.data_cache or re.search(r"://|\.ya?ml$", run.data),
-    ),
-    Need("keep_every", "--save-every N", lambda run: run.save_every or run.save_every_minutes),
-    Need(
-        "global_batch_size global_batch_tokens batch_ramp_from batch_ramp_tokens seq_len_ramp_from "
-        "seq_len_ramp_tokens skip_steps val_every val_samples save_every save_every_minutes keep_last keep_every "
-        "resume allow_changed",
-        "with --overfit-batch",
-        lambda run: run.overfit_batch is None,
-    ),
-    Need("allow_changed", "with --resume none", lambda run: run.resume != "none"),
-    Need("allow_changed", "with --init-from", lambda run: run.init_from is None),
-)
+#: Behaviour of every key.
+KEYS: Mapping[str, Key] = {
+    name: field.json_schema_extra
+    for name, field in RunConfig.model_fields.items()
+    if isinstance(field.json_schema_extra, Key)
+}
 
 
+def keys_with(**behaviour: object) -> list[str]:
+    """Return the keys that behave so: `keys_with(resume="told")`."""
+    return [name for name, key in KEYS.items() if all(getattr(key, word) == said for word, said in behaviour.items())]
+
+
+def path_keys() -> list[str]:
+    """Return the keys whose type says that they name a file or a folder."""
+
+    def names_path(kind: object) -> bool:
+        return IS_PATH in getattr(kind, "__metadata__", ()) or any(map(names_path, get_args(kind)))
+
+    return [
+        name
+        for name, field in RunConfig.model_fields.items()
+        if IS_PATH in field.metadata or names_path(field.annotation)
+    ]
+
+
+def place_of(key: str) -> str:
+    """Return the place of a key's resolved value in a PreparedRun (`keys.value_at`)."""
+    return KEYS[key].told_at or f"{'resolved.shape' if key in SHAPE_KEYS else 'config'}.{key}"
+
+
+def _read_need(name: str, condition: str | Condition) -> Need:
+    """Return a condition of a key with its message."""
+    if isinstance(condition, Condition):
+        return Need(name, *condition)
+    is_excluded = condition.startswith("not ")
+    other, _, wanted = condition.removeprefix("not ").partition("=")
+    first, *others = other.split(" or ")
+    flag = f"--{first.replace('_', '-')}"
+    if wanted:
+        words = f"{flag} {wanted}"
+        is_met = lambda run: (getattr(run, first) == wanted) != is_excluded  # noqa: E731
+    elif is_excluded:
+        words = flag
+        is_met = lambda run: getattr(run, first) is None  # noqa: E731
+    elif RunConfig.model_fields[first].default is True:
+        words, is_excluded = f"--no-{flag.removeprefix('--')}", True
+        is_met = lambda run: getattr(run, first)  # noqa: E731
+    else:
+        documented = describe_keys()[first]
+        value = documented.metavar.partition("|")[0] or {bool: "", str: "NAME"}.get(documented.kind, "N")
+        words = f"{flag} {value}".rstrip()
+        is_met = lambda run: any(getattr(run, one) for one in (first, *others))  # noqa: E731
+    return Need(name, f"with {words}" if is_excluded else words, is_met)
+
+
+@cache
+def needs() -> tuple[Need, ...]:
+    """Return the conditions without which keys have no effect."""
+    return tuple(_read_need(name, condition) for name, key in KEYS.items() for condition in key.needs)
+
+
+#: Changes after a checkpoint that --allow-changed must permit, each with what it breaks.
+CHANGES_THAT_BREAK = {
+    key.resume.under or name: key.resume.consequence for name, key in KEYS.items() if isinstance(key.resume, Breaks)
+}
 #: Keys for one quantity in two units. A flag for either overrides the file's entries for both.
-EXCLUSIVE_KEYS = (
-    ("global_batch_size", "global_batch_tokens"),
-    ("steps", "tokens"),
-    ("warmup_steps", "warmup_tokens"),
-    ("decay_steps", "decay_tokens"),
-)
+EXCLUSIVE_KEYS = tuple((key.in_place_of, name) for name, key in KEYS.items() if key.in_place_of)
 
 
 def parse_run_config(argv: Sequence[str], parser: FlagParser | None = None) -> RunConfig:
@@ -424,7 +558,8 @@ def add_run_config_flags(parser: argparse.ArgumentParser) -> None:
         names = [key for key, _ in keys]
         add_run_flags(
             parser.add_argument_group(section),
-            {key: fields[key].annotation for key in names},
+            names,
+            annotations={key: fields[key].annotation for key in names},
             defaults={key: fields[key].default for key in names if fields[key].default_factory is None},
         )
 
@@ -437,7 +572,7 @@ def _check_needs(config: RunConfig, flags: Collection[str], from_file: Collectio
     fields = RunConfig.model_fields
     defaults = {key: fields[key].get_default(call_default_factory=True) for key in (*flags, *from_file)}
     changed = [key for key in defaults if getattr(config, key) != defaults[key]]
-    for need in NEEDS:
+    for need in needs():
         need.check([key for key in flags if key in changed or defaults[key]], config)
         if not need.others() & {*flags}:
             need.check(changed, config, f"--config {config.config}: ")

@@ -8,48 +8,95 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from llmscale.config.command_line import FlagContainer
 
-#: Metavars where the type of a key does not name one.
-_METAVARS = {
-    **{"config": "FILE", "ds": "FILE|NAME", "model": "PRESET|hf:NAME", "rope_scaling": "KIND[:NUMBERS]"},
-    **{"data": "FOLDER|URL", "text": "FOLDER|FILE", "data_cache": "FOLDER", "skip_steps": "A:B"},
-    **{"sample_prompt": "TEXT", "tokenizer": "gpt2|bytes|FILE.tiktoken|FOLDER|NAME"},
-    **{"sample_prompts": "FILE", "eval_tasks": "FORMAT=FILE", "run": "FOLDER", "resume": "auto|none|best|CHECKPOINT"},
-    **{"init_from": "RUN|hf:NAME", "allow_changed": "KEY", "profile": "A:B", "notify": "COMMAND"},
-    **{"param_group": "PATTERN:lr=Fx:decay=D", "freeze": "PATTERN"},
-    **{"save_every_minutes": "MINUTES", "cache_limit_gib": "GIB", "seq_len": "T", "vocab_size": "V"},
-}
+#: Types that a key's annotation may name; all others are text.
+_TYPES = {"bool": bool, "list": list, "int": int, "float": float}
+#: Classes that declare keys, in the order of the help: file, class, section of a file without comments.
+_CLASSES = (
+    ("config/run_config.py", "FirstKeys", ""),
+    ("architecture/shape.py", "GPTShape", "model"),
+    ("config/run_config.py", "RunConfig", ""),
+)
 
 
 class KeyText(NamedTuple):
     """Documentation of one key of a run."""
 
     section: str
-    """Comment above the key's group in RunConfig."""
+    """Comment above the key's group."""
     text: str
     """Docstring of the key."""
+    kind: type
+    """bool, list, int, float, or else str."""
+    metavar: str
+    asked_by: tuple[str, ...]
+    """Commands besides `train` that have this flag."""
 
 
 @cache
 def describe_keys() -> dict[str, KeyText]:
-    """Return the documentation of every key, in order, from the source file of RunConfig."""
-    source = Path(__file__).with_name("run_config.py").read_text(encoding="utf-8")
-    (definition,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
-    lines, section, texts = source.splitlines(), "", {}
-    for key, text in pairwise(definition.body):
-        if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name) and isinstance(text, ast.Expr):
+    """Return the documentation of every key, in order, from the source files of the classes that declare them."""
+    texts: dict[str, KeyText] = {}
+    for file, name, section in _CLASSES:
+        lines, named = _read_file(file)
+        for key, text in pairwise(named[name].body):  # type: ignore[attr-defined]
+            if not (isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name) and isinstance(text, ast.Expr)):
+                continue
             above = lines[key.lineno - 2].strip()
             section = above.removeprefix("# ") if above.startswith("# ") else section
-            texts[key.target.id] = KeyText(section, inspect.cleandoc(ast.literal_eval(text.value)))
+            # `key(...)` is the value, `shape_key(...)` within the type; a field with neither is no key.
+            for call in ast.walk(key):
+                if isinstance(call, ast.Call) and ast.unparse(call.func) in ("key", "shape_key"):
+                    documented = inspect.cleandoc(ast.literal_eval(text.value))
+                    texts[key.target.id] = _read_key(section, documented, _kind(key.annotation, named), call)
     return texts
+
+
+@cache
+def _read_file(file: str) -> tuple[list[str], dict[str, ast.AST]]:
+    """Return the lines of a file of the package, and its classes and the values of its variables by name."""
+    source = (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
+    named: dict[str, ast.AST] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            named[node.name] = node
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            named[node.targets[0].id] = node.value
+    return source.splitlines(), named
+
+
+def _kind(annotation: ast.AST, named: Mapping[str, ast.AST]) -> type:
+    """Return the type that an annotation names, itself or by an alias of its file: `Steps | None` is int."""
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
+        annotation = annotation.slice.elts[0]  # type: ignore[attr-defined]
+    names = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
+    kinds = [kind for name, kind in _TYPES.items() if name in names]
+    return next(iter(kinds + [_kind(named[name], named) for name in names & named.keys()]), str)
+
+
+def _read_key(section: str, text: str, kind: type, call: ast.Call) -> KeyText:
+    said = {word.arg: word.value for word in call.keywords}
+    if ast.unparse(call.func) == "shape_key" and "run_default" not in said and "default:" not in text:
+        text = f"{text.removesuffix('.')}; default: the preset's."
+    metavar, asked_by = (ast.literal_eval(said[word]) if word in said else "" for word in ("metavar", "asked_by"))
+    return KeyText(section, text, kind, metavar, tuple(asked_by))
+
+
+def model_keys() -> list[str]:
+    """Return the keys in the section of the model: its name, its shape, and what follows from the data."""
+    return [key for key, documented in describe_keys().items() if documented.section == "model"]
+
+
+def keys_asked_by(command: str) -> list[str]:
+    """Return the other keys of a run that are flags of `command`, too."""
+    return [key for key, documented in describe_keys().items() if command in documented.asked_by]
 
 
 def literal_words(annotation: object) -> Iterator[str]:
@@ -63,42 +110,38 @@ def literal_words(annotation: object) -> Iterator[str]:
 
 def add_run_flags(
     parser: FlagContainer,
-    annotations: Mapping[str, object],
+    keys: Iterable[str],
     *,
+    annotations: Mapping[str, object] | None = None,
     defaults: Mapping[str, object] | None = None,
     texts: Mapping[str, str] | None = None,
 ) -> None:
-    """Add a flag for each key in `annotations`, which maps keys of a run to their types.
+    """Add a flag for each of these keys of a run.
 
     Values stay text (True or False for switches, lists for keys with several values), for `build_run_config` to check;
-    flags that are not given are None. `defaults` are shown in the help; `texts` replace the documentation of keys.
+    flags that are not given are None. The words of a Literal in `annotations` and the `defaults` are shown in the help;
+    `texts` replace the documentation of keys.
     """
-    documented = describe_keys()
-    for key, annotation in annotations.items():
+    for key in keys:
+        documented = describe_keys()[key]
         option, default = f"--{key.replace('_', '-')}", (defaults or {}).get(key)
         settings: dict[str, Any] = {}
-        if bool in _members(annotation):
+        if documented.kind is bool:
             settings["action"] = argparse.BooleanOptionalAction
         else:
-            settings["metavar"] = _METAVARS.get(key) or _metavar(annotation)
-            if any(get_origin(member) is list for member in _members(annotation)):
+            settings["metavar"] = documented.metavar or _metavar(documented.kind, (annotations or {}).get(key))
+            if documented.kind is list:
                 settings["action"] = "append"
-        text = (texts or {}).get(key) or documented[key].text
+        text = (texts or {}).get(key) or documented.text
         if default not in (None, "", []):
             text += f" Default: {show_default(default)}."
         parser.add_argument(option, help=text.replace("%", "%%"), **settings)
 
 
-def _members(annotation: object) -> tuple[object, ...]:
-    """Return the members of a union, or the type itself."""
-    return get_args(annotation) if get_origin(annotation) in (types.UnionType, Union) else (annotation,)
-
-
-def _metavar(annotation: object) -> str:
+def _metavar(kind: type, annotation: object = None) -> str:
     if words := [*literal_words(annotation)]:
         return "|".join(words)
-    members = _members(annotation)
-    return "N" if int in members else "X" if float in members else "NAME"
+    return {int: "N", float: "X"}.get(kind, "NAME")
 
 
 def show_default(value: object) -> str:

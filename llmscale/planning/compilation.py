@@ -31,6 +31,11 @@ class Compilation:
     """Backend; None for eager blocks."""
     why: str
 
+    @property
+    def setting(self) -> str:
+        """Return the backend, or `off`."""
+        return self.backend or "off"
+
     def describe(self) -> str:
         """Return `compiled with inductor (...)`, or `eager (...)`."""
         return f"{f'compiled with {self.backend}' if self.backend else 'eager'} ({self.why})"

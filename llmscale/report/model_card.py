@@ -14,7 +14,7 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_write import CARD_MARK
 from llmscale.checkpoint.inventory import find_checkpoints, is_of_run
 from llmscale.checkpoint.manifest import CheckpointManifest
-from llmscale.config.run_config import RunConfig
+from llmscale.config.run_config import KEYS, RunConfig, path_keys
 from llmscale.data.mixture import TrainingSets
 from llmscale.errors import LlmscaleError
 from llmscale.report.history import load_history
@@ -23,10 +23,6 @@ from llmscale.training.run_folder import STARTS_NAME
 from llmscale.untrusted.documents import load_json_lines
 from llmscale.untrusted.terminal import make_visible_line
 
-#: Keys of a run's configuration that concern the machine or the start, not the model.
-_OF_THE_MACHINE = ("config", "run", "resume", "data_cache", "allow_changed", "wandb", "wandb_project", "wandb_name")
-#: Keys whose path is shortened to its last component.
-_PATHS = ("ds", "data", "init_from", "model")
 #: hf:OWNER/NAME, as the Hub has it, or hf:FOLDER without a path.
 _HUB_NAME = re.compile(r"hf:[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
@@ -83,7 +79,8 @@ A `{facts.architecture}` of {facts.num_parameters:,} parameters, pre-trained wit
 {_command(facts.config)}
 ```
 
-Where a flag names a folder or a file, only its last part is shown; what has its default is left out.
+Where a flag names a folder or a file, only its last part is shown; what has its default, or changes no step, is left
+out.
 
 ## License and use
 
@@ -149,12 +146,12 @@ def _command(config: RunConfig) -> str:
     words = ["llmscale", "train"]
     for key, value in config.model_dump(mode="json", exclude_defaults=True).items():
         flag = f"--{key.replace('_', '-')}"
-        if key in _OF_THE_MACHINE or value is None:
+        if KEYS[key].resume == "free" or value is None:
             continue
         if isinstance(value, bool):
             words.append(flag if value else f"--no-{flag.removeprefix('--')}")
         else:
-            words += [flag, _last_part(value) if key in _PATHS else str(value)]
+            words += [flag, _last_part(value) if key in (*path_keys(), "model") else str(value)]
     return make_visible_line(shlex.join(words))
 
 

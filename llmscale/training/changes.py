@@ -5,47 +5,29 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from llmscale.architecture.shape import SHAPE_KEYS, TRAINING_KEYS, VOCAB_MULTIPLE
+from llmscale.architecture.shape import SHAPE_KEYS, VOCAB_MULTIPLE
 from llmscale.checkpoint.inventory import find_any_checkpoint
 from llmscale.checkpoint.manifest import find_damage, is_whole, load_manifest, load_pieces
 from llmscale.checkpoint.run_state import RunState, check_identity, load_run_state
 from llmscale.config.launcher_variables import is_restart
 from llmscale.config.resolve import resolve_schedule
+from llmscale.config.run_config import KEYS, place_of
 from llmscale.config.run_urls import shown, url_of
 from llmscale.config.schedule import Schedule
 from llmscale.errors import CheckpointError, ConfigError
+from llmscale.keys import value_at
 from llmscale.memory.breakdown import format_size
 from llmscale.planning.disk_usage import SPARE_BYTES, checkpoints_at_once
 from llmscale.training.prepare_run import PreparedRun, candidate_checkpoints
 from llmscale.training.run_folder import check_own_files
 from llmscale.training.sample_stream import build_stream, check_skips
 
-#: Keys of the configuration that decide how steps are made and follow from nothing else.
-_KEYS = (
-    *("optimizer", "muon_lr_factor", "param_group", "freeze", "weight_decay", "beta1", "beta2", "eps"),
-    *("document_mask", "keep_zeros", "loss_chunk_tokens", "loss_kernel", "z_loss"),
-    *("seq_len_ramp_from", "seq_len_ramp_tokens"),
-    *("balance_loss", "router_z_loss", "router_bias_speed"),
-)
-#: Fields of the schedule -> their flags.
-_SCHEDULE = {
-    "peak_lr": "lr",
-    "name": "schedule",
-    "total_steps": "steps",
-    "warmup_steps": "warmup_steps",
-    "decay_steps": "decay_steps",
-    "min_lr_frac": "min_lr_frac",
-}
-#: Keys of the shape that can change without changing the meaning of a weight.
-_FREE_KEYS = (
-    *TRAINING_KEYS,
-    *("activation", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "window_pattern"),
-    *("experts_per_token", "normalize_router", "router_scale"),
-)
+#: Place of the schedule in a PreparedRun.
+_SCHEDULE = "resolved.schedule."
 #: Relative change of the learning rate up to which it counts as continuous.
 _SMOOTH = 0.05
 
@@ -96,7 +78,8 @@ def _find_source(run: PreparedRun) -> tuple[Path, RunState] | None:
 def _check_model(run: PreparedRun, folder: Path, state: RunState) -> None:
     """Raise CheckpointError if the checkpoint's tensors belong to another model or optimizer."""
     config, shape = run.config, run.resolved.shape
-    saved = {key: value for key, value in state.hyperparameters.items() if key in SHAPE_KEYS and key not in _FREE_KEYS}
+    fixed = [key for key, behaviour in SHAPE_KEYS.items() if behaviour.resume == "weights"]
+    saved = {key: state.hyperparameters[key] for key in fixed if key in state.hyperparameters}
     now = {key: getattr(shape, key) for key in saved}
     vocab_size = state.config.get("vocab_size") or state.identity.get("vocab_size")
     if type(vocab_size) is int and -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE != shape.padded_vocab_size:
@@ -153,24 +136,15 @@ def hyperparameters(run: PreparedRun) -> dict[str, object]:
 
     The run's identity (run_config.CHANGES_THAT_BREAK) may not change.
     """
-    config, resolved = run.config, run.resolved
-    ds_config, schedule = resolved.ds_config, asdict(resolved.schedule)
-    values: dict[str, object] = {flag: schedule[key] for key, flag in _SCHEDULE.items()}
-    values |= {key: getattr(config, key) for key in _KEYS}
-    values |= {key: getattr(resolved.shape, key) for key in SHAPE_KEYS}
+    resolved, ds_config = run.resolved, run.resolved.ds_config
     types = cast("Mapping[str, object]", ds_config["data_types"])
-    return values | {
-        "gradient_clipping": ds_config["gradient_clipping"],
-        "precision": resolved.precision,
-        "grad_accum_dtype": types["grad_accum_dtype"],
-        "communication_data_type": ds_config["communication_data_type"],
+    told = [key for key, behaviour in KEYS.items() if behaviour.resume in ("told", "weights")]
+    return {
         "zero_stage": resolved.zero_stage,
         "world_size": resolved.plan.ranks.world_size,
-        "sequence_parallel_size": resolved.plan.ranks.sequence_parallel_size,
-        "expert_parallel_size": resolved.plan.ranks.expert_parallel_size,
-        "micro_batch_size": resolved.plan.micro_batch_size,
-        "activation_checkpointing": resolved.checkpointing,
-        "compile": run.compilation.backend or "off",
+        **{key: value_at(place_of(key), run) for key in told},
+        "grad_accum_dtype": types["grad_accum_dtype"],
+        "communication_data_type": ds_config["communication_data_type"],
     }
 
 
@@ -214,7 +188,8 @@ def finished_lines(state: RunState, run: PreparedRun) -> Iterator[str]:
 
 
 def _schedule_of(state: RunState) -> Schedule:
-    return Schedule(**{key: state.hyperparameters[flag] for key, flag in _SCHEDULE.items()})  # type: ignore[arg-type]
+    fields = {place.removeprefix(_SCHEDULE): key for key in KEYS if (place := place_of(key)).startswith(_SCHEDULE)}
+    return Schedule(**{field: state.hyperparameters[key] for field, key in fields.items()})  # type: ignore[arg-type]
 
 
 def _show(value: object) -> str:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import llmscale
 from llmscale.checkpoint.initial_weights import PublishedWeights, fingerprint_weights
 from llmscale.checkpoint.manifest import MANIFEST_NAME
+from llmscale.config.run_config import KEYS, keys_with, place_of
 from llmscale.data.mixture import TrainingSets
 from llmscale.data.shards.manifest import Manifest
 from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_main_rank
@@ -35,28 +36,8 @@ from llmscale.training.run_folder import RunFolderClaim, library_versions
 #: Settings of one rank by key. Errors show the values.
 Section = Mapping[str, str]
 
-#: Keys of a run that may differ, each with its reason (docs/cluster.md lists them too).
-MAY_DIFFER = {
-    "config": "a path; the keys in the file are compared",
-    "ds": "a path; the ds_config is compared",
-    "data": "a path or URL, mounted elsewhere; the contents of the dataset are compared",
-    "text": "a path; the contents of its dataset are compared",
-    "tokenizer": "a path; that of the dataset is compared",
-    "data_cache": "a local disk",
-    "cache_limit_gib": "a local disk",
-    "num_workers": "changes who reads a sample, not which",
-    "run": "a path; the nodes may have separate disks",
-    "wandb": "only rank 0's counts",
-    "wandb_project": "only rank 0's counts",
-    "wandb_name": "only rank 0's counts",
-    "profile": "only rank 0's counts",
-    "plain": "only rank 0's counts",
-    "tensorboard": "only rank 0's counts",
-}
-#: Keys whose effect is in the resolved run and the ds_config.
-_RESOLVED_KEYS = ("model", "global_batch_tokens", "tokens", "warmup_tokens", "decay_tokens", "gradient_clipping")
-#: Names of the resolved run -> keys of a run.
-_NAMES = {"peak_lr": "lr", "name": "schedule", "total_steps": "steps"}
+#: Names of the resolved run -> keys of a run (peak_lr -> lr).
+_NAMES = {place_of(key).rpartition(".")[2]: key for key in KEYS}
 #: Variables that change the arithmetic of a rank, or let NCCL's ranks wait for each other in different algorithms.
 _VARIABLES = (
     *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
@@ -143,7 +124,7 @@ def _sections(run: PreparedRun, device_type: str) -> dict[str, Section]:
 def _configuration(run: PreparedRun) -> dict[str, str]:
     """Return every key with its resolved value."""
     config, resolved = as_plain(run.config), run.resolved.as_dict()
-    kept = {key: value for key, value in config.items() if key not in MAY_DIFFER and key not in _RESOLVED_KEYS}
+    kept = {key: config[key] for key in keys_with(ranks="same")}
     # The content of checkpoints, weights, items and prompts is compared, not their paths.
     kept["resume"] = config["resume"] if config["resume"] in ("auto", "none") else "a checkpoint"
     kept["init_from"] = None if run.config.init_from is None else "weights"

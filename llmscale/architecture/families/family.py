@@ -190,7 +190,8 @@ class Family:
         """
         described = {key: f"{key} {getattr(shape, key)}" for key in SHAPE_KEYS}
         try:
-            wanted = replace(shape, dropout=0.0, mlp_tile_tokens=0)
+            of_training = [key for key, behaviour in SHAPE_KEYS.items() if behaviour.of_model == "training"]
+            wanted = replace(shape, **{key: getattr(GPTShape, key) for key in of_training})
             # Without a block that has it, the MLP's width means nothing.
             if shape.num_experts and all(map(shape.is_sparse, range(shape.n_layer))):
                 wanted = replace(wanted, mlp_width=shape.expert_width)

@@ -22,7 +22,7 @@ from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch.attempt import AttemptRun, Layout, Limits, Outcome, choose_layout
 from llmscale.cluster.launch.protocol import Hello
 from llmscale.cluster.launch.transport import HostPool
-from llmscale.config.run_config import RunConfig, parse_run_config
+from llmscale.config.run_config import RunConfig, keys_with, parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.files.buffered_log import BufferedLog
 from llmscale.report.run_list import notify_of_end
@@ -155,9 +155,6 @@ def decide(attempts: Sequence[Attempt], policy: RetryPolicy) -> Decision:
 
 # ---------------------------------------------------------------- arguments of a restart
 
-#: Flags of train.py that begin or rewind a run. Each takes one value.
-_START_FLAGS = ("--resume", "--init-from", "--skip-steps")
-
 
 def restart_arguments(arguments: Sequence[str], config: RunConfig) -> list[str]:
     """Return train.py's arguments for a restart after the run has saved a checkpoint. `arguments` parse to `config`."""
@@ -168,7 +165,7 @@ def restart_arguments(arguments: Sequence[str], config: RunConfig) -> list[str]:
         name, equals, _ = word.partition("=")
         if value_follows:
             value_follows = False
-        elif name.replace("_", "-") in _START_FLAGS:
+        elif name.removeprefix("--").replace("-", "_") in keys_with(begins=True):
             value_follows = not equals
         else:
             kept.append(word)
@@ -187,7 +184,8 @@ def saved_checkpoints(config: RunConfig) -> set[tuple[int, int]]:
 
 def begins_somewhere(config: RunConfig) -> bool:
     """Return whether the flags start or rewind the run instead of continuing it."""
-    return config.resume != "auto" or config.init_from is not None or bool(config.skip_steps)
+    defaults = RunConfig()
+    return any(getattr(config, key) != getattr(defaults, key) for key in keys_with(begins=True))
 
 
 # ---------------------------------------------------------------- one launch

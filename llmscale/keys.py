@@ -1,0 +1,85 @@
+"""How a key of a run behaves: declared once, beside its type and default, and read by everything that needs it.
+
+A key of the model is a field of `architecture.shape.GPTShape`, any other one a field of `config.run_config.RunConfig`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+
+class Breaks(NamedTuple):
+    """A change after a checkpoint that --allow-changed must permit."""
+
+    consequence: str
+    """What it breaks."""
+    under: str = ""
+    """Name for --allow-changed where several keys share one; default: the key's own."""
+
+
+class MayDiffer(NamedTuple):
+    """Ranks may have different values."""
+
+    why: str
+
+
+class Condition(NamedTuple):
+    """A condition that no word for another key expresses."""
+
+    other: str
+    """The flags that the key needs, for the message."""
+    is_met: Callable[[Any], object]
+    """Function of the run's configuration."""
+
+
+Resume = Literal["free", "told", "weights", "refused", "resolved"] | Breaks
+Ranks = Literal["same", "resolved"] | MayDiffer
+Command = Literal["estimate", "plan"]
+
+
+@dataclass(frozen=True)
+class Key:
+    """Behaviour of one key."""
+
+    resume: Resume
+    """A value that differs from the checkpoint's. free: no step depends on it. told: the log names both values.
+    weights: told, and refused, because the saved tensors fit one value. refused: by a rule of its own. resolved: what
+    follows from it is told or refused."""
+    ranks: Ranks
+    """A value that differs between ranks. same: refused. resolved: refused if what follows from it differs: the
+    resolved run, the ds_config, or the content of a file."""
+    needs: tuple[str | Condition, ...] = ()
+    """Conditions without which it has no effect: `KEY`, `KEY=VALUE`, `KEY or KEY`, `not KEY`, `not KEY=VALUE`."""
+    needs_of_model: str = ""
+    """Key of the model without which it has no effect."""
+    in_place_of: str = ""
+    """The same quantity in another unit. A flag for either overrides the file's entries for both."""
+    told_at: str = ""
+    """Place in a PreparedRun of the value that is told; default: the key in its configuration, or in its shape."""
+    asked_by: tuple[Command, ...] = ()
+    """Commands besides `train` that have this flag."""
+    begins: bool = False
+    """It says where a run begins, and a restart leaves it out."""
+    metavar: str = ""
+    """Name of the value in help; default: from the type."""
+    of_model: Literal["", "block", "experts", "training"] = ""
+    """Of a field of GPTShape. experts: without effect in a model that has none. training: in no config.json."""
+    may_contradict: bool = False
+    """Of a model's key: it may differ from the config.json of the published weights that a run begins with."""
+    run_default: object = None
+    """Of a model's key: its default in a run; None: the preset's value."""
+    bounds: tuple[tuple[str, float], ...] = ()
+    """Of a model's key: legal values in a run, as pydantic's ge, gt, le and lt."""
+
+    def __call__(self, _schema: object) -> None:
+        """Add nothing to the JSON schema of the key, whose `json_schema_extra` this object is."""
+
+
+def value_at(place: str, run: object) -> object:
+    """Return the attribute or entry of `run` at a path such as `resolved.schedule.peak_lr`."""
+    value = run
+    for part in place.split("."):
+        value = value[part] if isinstance(value, Mapping) else getattr(value, part)
+    return value

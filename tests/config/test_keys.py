@@ -1,0 +1,87 @@
+"""Every key says how it behaves, in words that mean something."""
+
+from __future__ import annotations
+
+import re
+from typing import get_args
+
+import pytest
+
+from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
+from llmscale.config.deepspeed.resolve import read_ds_config
+from llmscale.config.resolve import SetFacts, resolve_run
+from llmscale.config.run_config import KEYS, RunConfig, build_run_config, key, needs, parse_run_config, place_of
+from llmscale.config.run_flags import describe_keys, keys_asked_by, model_keys
+from llmscale.errors import ConfigError
+from llmscale.keys import Breaks, Command, Condition, MayDiffer, Ranks, Resume, value_at
+from llmscale.training.prepare_run import PreparedRun
+
+WORDS = {kind: {word for part in get_args(kind) for word in get_args(part)} for kind in (Resume, Ranks)}
+
+
+def test_every_key_is_declared_with_its_behaviour() -> None:
+    """A field of pydantic's alone, or one without `resume` or `ranks`, is none."""
+    assert [key for key in RunConfig.model_fields if key not in KEYS] == []
+    with pytest.raises(TypeError, match=r"resume.*ranks"):
+        key(3, resume="free")
+    for name, behaviour in KEYS.items():
+        resume, ranks = behaviour.resume, behaviour.ranks
+        assert len(resume.consequence) > 20 if isinstance(resume, Breaks) else resume in WORDS[Resume], name
+        assert len(ranks.why) > 5 if isinstance(ranks, MayDiffer) else ranks in WORDS[Ranks], name
+
+
+def test_the_help_knows_the_same_keys_in_the_same_order() -> None:
+    assert [*describe_keys()] == [*RunConfig.model_fields]
+    for name, documented in describe_keys().items():
+        assert (documented.metavar, documented.asked_by) == (KEYS[name].metavar, KEYS[name].asked_by), name
+
+
+def test_keys_of_the_model_are_the_fields_of_the_shape() -> None:
+    from_data = {"vocab_size", "seq_len", "document_end"}
+    assert {*SHAPE_KEYS} == {*GPTShape.__dataclass_fields__} - from_data
+    assert {*model_keys()} == {"model", *SHAPE_KEYS, "document_mask", "seq_len", "vocab_size"}
+
+
+@pytest.mark.parametrize("name", [name for name, behaviour in KEYS.items() if behaviour.needs])
+def test_conditions_name_keys_and_legal_values(name: str) -> None:
+    for condition in KEYS[name].needs:
+        if isinstance(condition, Condition):
+            continue
+        other, _, value = condition.removeprefix("not ").partition("=")
+        for one in other.split(" or "):
+            assert one in KEYS and one != name
+        if value:
+            assert getattr(build_run_config({other: value}), other) == value
+    for need in needs():
+        assert re.fullmatch(r"(with )?--[a-z].*", need.other)
+
+
+def test_pairs_of_units_and_names_of_changes_exist() -> None:
+    for behaviour in KEYS.values():
+        assert not behaviour.in_place_of or behaviour.in_place_of in KEYS
+        assert not behaviour.needs_of_model or behaviour.needs_of_model in SHAPE_KEYS
+
+
+def test_every_told_key_has_a_place_in_a_prepared_run() -> None:
+    config = parse_run_config(["--steps=200"])
+    resolved = resolve_run(config, read_ds_config(config.ds), SetFacts(1000, 64, 10**6, 0), 2)
+    run = PreparedRun(config, None, resolved)  # type: ignore[arg-type]
+    for name, behaviour in KEYS.items():
+        if behaviour.resume in ("told", "weights"):
+            value_at(place_of(name), run)
+
+
+def test_commands_take_what_the_keys_say() -> None:
+    from llmscale.cli.main import build_parser
+
+    for command in get_args(Command):
+        parser = build_parser([command])
+        (inner,) = (action.choices[command] for action in parser._actions if isinstance(action.choices, dict))
+        flags = {action.dest for action in inner._actions}
+        assert {*keys_asked_by(command), *model_keys()} <= flags
+
+
+def test_a_key_without_effect_on_the_model_is_refused() -> None:
+    config = parse_run_config(["--steps=200", "--balance-loss=0.1"])
+    with pytest.raises(ConfigError, match=r"balance_loss = 0\.1 has no effect without --num-experts N"):
+        resolve_run(config, read_ds_config(config.ds), SetFacts(1000, 64, 10**6, 0), 2)
