@@ -57,7 +57,7 @@ class Key:
     in_place_of: str = ""
     """The same quantity in another unit. A flag for either overrides the file's entries for both."""
     told_at: str = ""
-    """Place in a PreparedRun of the value that is told; default: the key in its configuration, or in its shape."""
+    """Place in a Start of the value that is told; default: the key in its configuration, or in its shape."""
     asked_by: tuple[Command, ...] = ()
     """Commands besides `train` that have this flag."""
     begins: bool = False

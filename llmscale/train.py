@@ -34,10 +34,11 @@ from llmscale.error_handling import flush_stdout, prepare_streams, print_error, 
 from llmscale.errors import LlmscaleError, MachineError, UnreachableError
 from llmscale.files.resilient_stdout import make_output_resilient
 from llmscale.terminal.status_line import StatusLine
-from llmscale.training.changes import check_start
+from llmscale.training.changes import lines_at_end
 from llmscale.training.heartbeat import Heartbeat
+from llmscale.training.inputs import announce_after_s, with_prepared_text
 from llmscale.training.memory_report import explained_out_of_memory
-from llmscale.training.prepare_run import PreparedRun, announce_after_s, prepare_run, with_prepared_text
+from llmscale.training.start import Start, check_space, prepare_start
 from llmscale.untrusted.interpreter import protect_children
 from llmscale.untrusted.terminal import print_visible
 
@@ -101,14 +102,15 @@ def _check_and_train(
     with StatusLine(is_silent=here.rank != 0, is_plain=config.plain) as announcer:
         stop.before_early_end.append(announcer.clear)
         announcer.begin("checking the configuration and the data", after_s=announce_after_s(config))
-        run = prepare_run(config, world_size=here.world_size)
-        if finished := check_start(run):
+        start = prepare_start(config, here.world_size)
+        if finished := lines_at_end(start):
             announcer.end()
             if here.rank == 0:
                 print_visible("\n".join(finished))
             return 0
+        check_space(start)
         check_meeting_point(here, os.environ)
-        return train(run, stop, heartbeat, began, announcer)
+        return train(start, stop, heartbeat, began, announcer)
 
 
 def _report_failure(
@@ -127,15 +129,15 @@ def _report_failure(
     return 1
 
 
-def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: float, announcer: StatusLine) -> int:
+def train(start: Start, stop: StopRequest, heartbeat: Heartbeat, began: float, announcer: StatusLine) -> int:
     """Train a run that passed the checks. `began` is the start of the process on perf_counter's clock."""
     set_allocator_default(os.environ)
     announcer.begin("importing torch and DeepSpeed")
     from llmscale.training.open_session import open_session, roll_back
 
-    with explained_out_of_memory(run), open_session(run, stop, heartbeat, began, announcer) as session:
+    with explained_out_of_memory(start), open_session(start, stop, heartbeat, began, announcer) as session:
         is_starting = True
-        while session.step < run.resolved.total_steps or (
+        while session.step < start.resolved.total_steps or (
             session.rolls_back_at_end() and roll_back(session, heartbeat)
         ):
             step = session.step

@@ -47,7 +47,8 @@ TORCH_FREE = (
     *("data.shards.manifest", "data.order.sample_order", "data.shards.cache", "data.sample_log"),
     *("checkpoint.manifest", "checkpoint.inventory", "checkpoint.run_state"),
     *("checkpoint.commit", "checkpoint.hf_write"),
-    *("training.prepare_run", "training.stop_request", "training.sample_stream"),
+    *("training.inputs", "training.start", "training.changes"),
+    *("training.stop_request", "training.sample_stream"),
     *("training.run_folder", "training.heartbeat"),
 )
 FLAG = re.compile(r"--[a-z][\w-]*")

@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -87,6 +87,20 @@ class FoundCheckpoints:
     notes: list[str] = field(default_factory=list)
     """Warnings for the user, such as an unreadable history.json."""
 
+    def under(self, history: History) -> FoundCheckpoints:
+        """Return the same checkpoints as another history sees them, without reading them again."""
+        seen = replace(self, history=history, current=[], abandoned=[])
+        seen._sort_out([*self.current, *self.abandoned])
+        return seen
+
+    def _sort_out(self, readable: list[Checkpoint]) -> None:
+        """Divide checkpoints into those of the current history and the others."""
+        # The canonical name comes before `.old-1`.
+        for checkpoint in sorted(readable, key=lambda checkpoint: (-checkpoint.step, checkpoint.path.name)):
+            of_current = self.history.includes(checkpoint.history.number, checkpoint.step)
+            is_replaced = any(known.step == checkpoint.step for known in self.current)
+            (self.current if of_current and not is_replaced else self.abandoned).append(checkpoint)
+
 
 def find_checkpoints(run: Path, history: History | None = None) -> FoundCheckpoints:
     """List a run's checkpoints by the current history, or by `history`.
@@ -107,17 +121,12 @@ def find_checkpoints(run: Path, history: History | None = None) -> FoundCheckpoi
                 # Unless the run's own retention has deleted it in the meantime.
                 if path.exists():
                     found.damaged.append((path, str(error)))
-    # The canonical name comes before `.old-1`.
-    readable.sort(key=lambda checkpoint: (-checkpoint.step, checkpoint.path.name))
     found.damaged.sort(key=lambda entry: entry[0].name, reverse=True)
     if history is None:
         _read_history(run, readable, found)
     else:
         found.history = history
-    for checkpoint in readable:
-        of_current = found.history.includes(checkpoint.history.number, checkpoint.step)
-        is_replaced = any(known.step == checkpoint.step for known in found.current)
-        (found.current if of_current and not is_replaced else found.abandoned).append(checkpoint)
+    found._sort_out(readable)
     return found
 
 
@@ -156,7 +165,8 @@ def history_after(found: FoundCheckpoints, start: Path, run: Path) -> History:
     if not is_of_run(start, run):
         is_empty = not (found.current or found.abandoned or found.damaged)
         return found.history if is_empty and not found.history.branches else History(number)
-    manifest = load_manifest(start)
+    known = {saved.path: saved.manifest for saved in [*found.current, *found.abandoned]}
+    manifest = known.get(start) or load_manifest(start)
     here = (manifest.history.number, manifest.step)
     begun_here = found.history.branches[-1:] == (here,)
     later = [saved for saved in found.current if saved.step > manifest.step]

@@ -13,10 +13,18 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from llmscale.checkpoint.commit import set_aside_existing
-from llmscale.checkpoint.inventory import explain_no_checkpoint, find_checkpoints, free_name, report_passed_over
+from llmscale.checkpoint.inventory import (
+    Checkpoint,
+    FoundCheckpoints,
+    explain_no_checkpoint,
+    find_checkpoints,
+    free_name,
+    report_passed_over,
+)
 from llmscale.checkpoint.manifest import (
     MANIFEST_NAME,
     STATE_NAME,
+    CheckpointManifest,
     Pieces,
     StoredFile,
     checkpoints_folder,
@@ -40,7 +48,7 @@ from llmscale.checkpoint.tensor_files import (
     load_index,
     stored_chunks,
 )
-from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_each_disk, on_main_rank
+from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_each_disk
 from llmscale.engine.zero_shards import (
     MASTER,
     group_scalars,
@@ -58,24 +66,23 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
-def find_newest_good(run: Path, group: dist.ProcessGroup, disks: Disks, report: Callable[[str], None]) -> Path | None:
-    """Find the newest undamaged checkpoint of a run's current history; None when the run has no checkpoints.
+def find_newest_good(
+    found: FoundCheckpoints, run: Path, group: dist.ProcessGroup, disks: Disks, report: Callable[[str], None]
+) -> Checkpoint | None:
+    """Return the newest undamaged checkpoint of a run's current history; None when the run has no checkpoints.
 
-    Collective: the ranks share the hashing. `report` gets a line for every skipped entry. Raises CheckpointError when
-    no checkpoint is undamaged: only the user may decide to start from scratch.
+    `found` is rank 0's listing. Collective: the ranks share the hashing. `report` gets a line for every skipped entry.
+    Raises CheckpointError when no checkpoint is undamaged: only the user may decide to start from scratch.
     """
-    share_descriptions(run, group, disks)
-    # Rank 0 reads the folder for all: another rank might read it later and choose another checkpoint.
-    found = on_main_rank(group, lambda: find_checkpoints(run))
     report_passed_over(found, report)
     for folder, damage in found.damaged:
         report(f"WARNING: {folder.name} is damaged and passed over: {damage}")
     for checkpoint in found.current:
         # The copy of a remote run may have another path on another node.
         path = checkpoints_folder(run) / checkpoint.path.name
-        problem = find_damage_together(path, group, disks)
+        problem = find_damage_together(path, group, disks, checkpoint.manifest)
         if problem is None:
-            return path
+            return replace(checkpoint, path=path)
         report(f"WARNING: {path.name} is damaged and passed over: {problem}")
     if found.current or found.abandoned or found.damaged or found.origin:
         raise CheckpointError(explain_no_checkpoint(found, run))
@@ -88,12 +95,18 @@ def find_newest_good(run: Path, group: dist.ProcessGroup, disks: Disks, report: 
     return None
 
 
-def find_damage_together(folder: Path, group: dist.ProcessGroup, disks: Disks) -> str | None:
-    """Run find_damage with the hashing shared by the ranks of each disk; all return the same. Collective."""
-    rank = dist.get_rank(group)
+def find_damage_together(
+    folder: Path, group: dist.ProcessGroup, disks: Disks, manifest: CheckpointManifest | None = None
+) -> str | None:
+    """Run find_damage with the hashing shared by the ranks of each disk; all return the same. Collective.
+
+    `manifest` is what rank 0 has just read; another disk has its own.
+    """
+    rank, known = dist.get_rank(group), manifest if disks.is_one else None
     neighbours = disks.neighbours(rank)
-    findings = gather(group, on_all_ranks(group, lambda: find_damage(folder, neighbours.index(rank), len(neighbours))))
-    return next((finding for finding in findings if finding), None) or find_missing(folder, group)
+    part, parts = neighbours.index(rank), len(neighbours)
+    findings = gather(group, on_all_ranks(group, lambda: find_damage(folder, part, parts, manifest=known)))
+    return next((finding for finding in findings if finding), None) or find_missing(folder, group, known)
 
 
 def load_engine(engine: DeepSpeedEngine, folder: Path, state: RunState, group: dist.ProcessGroup, disks: Disks) -> None:
@@ -112,7 +125,7 @@ def load_engine(engine: DeepSpeedEngine, folder: Path, state: RunState, group: d
     if has_optimizer_state or state.optimizer_scalars:
         check_same_scalars(state.optimizer_scalars, group_scalars(engine), folder)
     _fetch_pieces(folder, stored, fragments, group, disks)
-    _fill(folder, fragments, group)
+    _fill(folder, stored, fragments, group)
     write_back(engine, fragments)
     set_group_scalars(engine, state.optimizer_scalars)
     refresh_low_precision_weights(engine)
@@ -159,7 +172,7 @@ def load_weights(engine: DeepSpeedEngine, folder: Path, group: dist.ProcessGroup
     fragments = {_stored_key(key, stored): value for key, value in own.items()}
     check_nothing_is_dropped((key for key in stored if key.startswith(WEIGHTS)), fragments, folder)
     _fetch_pieces(folder, stored, fragments, group, disks)
-    _fill(folder, fragments, group)
+    _fill(folder, stored, fragments, group)
     write_back(engine, own)
     refresh_low_precision_weights(engine)
 
@@ -189,12 +202,12 @@ def _fetch_pieces(
     share_files(folder, {chunk.file for chunk in chunks}, group, disks)
 
 
-def _fill(folder: Path, fragments: dict[str, Fragment], group: dist.ProcessGroup) -> None:
+def _fill(folder: Path, stored: dict[str, dict], fragments: dict[str, Fragment], group: dist.ProcessGroup) -> None:
     """Read every fragment from the checkpoint in place, empty ones included because DCP's planning is collective."""
     try:
         dcp.load(
             fragments,
-            storage_reader=JsonIndexReader(folder),
+            storage_reader=JsonIndexReader(folder, stored),
             planner=FragmentLoadPlanner(),
             process_group=group,
         )
@@ -293,19 +306,22 @@ def _write_description(final: Path, files: dict[str, bytes], remote: str | None)
     partial.rename(final)
 
 
-def find_missing(folder: Path, group: dist.ProcessGroup) -> str | None:
-    """Return which file of a checkpoint is on no disk and in no store, or None. Collective."""
+def find_missing(folder: Path, group: dist.ProcessGroup, manifest: CheckpointManifest | None = None) -> str | None:
+    """Return which file of a checkpoint is on no disk and in no store, or None. Collective.
+
+    `manifest` if it was just read.
+    """
 
     def look() -> tuple[set[str], bool]:
-        manifest, pieces = load_manifest(folder), load_pieces(folder)
-        names = {file.name for file in files_here(folder, manifest) if (folder / file.name).is_file()}
+        pieces, listed = load_pieces(folder), files_here(folder, manifest or load_manifest(folder))
+        names = {file.name for file in listed if (folder / file.name).is_file()}
         return names, pieces is not None and pieces.remote is not None
 
     found = gather(group, on_all_ranks(group, look))
     if any(is_remote for _, is_remote in found):
         return None
     here = set().union(*(names for names, _ in found))
-    missing = sorted({file.name for file in load_manifest(folder).files} - here)
+    missing = sorted({file.name for file in (manifest or load_manifest(folder)).files} - here)
     return f"{folder / missing[0]} is on no disk of these nodes." if missing else None
 
 
@@ -314,8 +330,10 @@ def share_files(folder: Path, names: Iterable[str], group: dist.ProcessGroup, di
 
     Raises CheckpointError on every rank when a file is on no disk, cannot be written, or arrives damaged.
     """
+    if disks.is_one:
+        return
     pieces = load_pieces(folder)
-    if disks.is_one or (pieces is not None and pieces.remote is not None):
+    if pieces is not None and pieces.remote is not None:
         return
     rank = dist.get_rank(group)
     stored = {file.name: file for file in load_manifest(folder).files}

@@ -257,15 +257,19 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 def find_damage(
-    folder: Path, part: int = 0, parts: int = 1, progress: Callable[[int], object] = lambda num_bytes: None
+    folder: Path,
+    part: int = 0,
+    parts: int = 1,
+    progress: Callable[[int], object] = lambda num_bytes: None,
+    manifest: CheckpointManifest | None = None,
 ) -> str | None:
     """Return what is damaged in a checkpoint on this disk, or None: the manifest, or a file's presence, size or hash.
 
     `part` of `parts` splits the hashing: rank r of N ranks checks every Nth file. `progress` gets numbers of hashed
-    bytes.
+    bytes. `manifest` if it was just read.
     """
     try:
-        files = files_here(folder, load_manifest(folder))
+        files = files_here(folder, manifest or load_manifest(folder))
     except CheckpointError as error:
         return str(error)
     for stored in files[part::parts]:

@@ -7,11 +7,14 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import cast
 
-from llmscale.checkpoint.inventory import read_state
-from llmscale.checkpoint.manifest import STATE_NAME, is_count
+import xxhash
+
+from llmscale.checkpoint.inventory import Checkpoint, read_state
+from llmscale.checkpoint.manifest import STATE_NAME, CheckpointManifest, is_count, is_whole, load_manifest
 from llmscale.config.run_config import CHANGES_THAT_BREAK
 from llmscale.errors import CheckpointError
-from llmscale.untrusted.paths import is_plain_name
+from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
+from llmscale.untrusted.paths import is_plain_name, read_regular
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,34 @@ class RunState:
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class SavedRun(Checkpoint):
+    """A checkpoint whose files have their sizes, with its state, whose hash is the manifest's."""
+
+    state: RunState
+
+
+def read_saved_run(folder: Path, manifest: CheckpointManifest | None = None) -> SavedRun:
+    """Read a checkpoint's small files, each once; `manifest` if it is read already.
+
+    Raises CheckpointError unless every file is there with its size, and the state with its hash. The tensors' hashes
+    are not checked.
+    """
+    manifest = manifest or load_manifest(folder)
+    if not is_whole(folder, manifest):
+        raise CheckpointError(f"{folder} lacks a part of a file.")
+    path = folder / STATE_NAME
+    try:
+        contents = read_regular(path, MAX_BYTES, follow_links=False)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from None
+    hashes = {file.name: file.xxh3_128 for file in manifest.files}
+    if hashes.get(STATE_NAME) not in (None, xxhash.xxh3_128(contents).hexdigest()):
+        raise CheckpointError(f"{path} does not match its hash: its content was altered.")
+    values = parse_json(contents, Rules(CheckpointError, follow_links=False, not_finite=True), str(path))
+    return SavedRun(folder, manifest, parse_run_state(values, str(path)))
 
 
 def load_run_state(folder: Path) -> RunState:

@@ -251,12 +251,17 @@ class JsonIndexReader(FileSystemReader):
     `check_archive` ensures that no tensor takes more memory than its bytes in the file.
     """
 
+    def __init__(self, path: Path, index: dict[str, dict] | None = None) -> None:
+        """`index` if it is loaded already."""
+        super().__init__(path)
+        self._index = index
+
     def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
         check_archive(file, sinfo.offset, sinfo.length, f"{self.path}/{sinfo.relative_path}")
         return super()._slice_file(file, sinfo)
 
     def read_metadata(self, *_: object, **__: object) -> Metadata:
-        index = load_index(Path(self.path))
+        index = load_index(Path(self.path)) if self._index is None else self._index
         places: dict[MetadataIndex, _StorageInfo] = {}
         entries: dict[str, TensorStorageMetadata] = {}
         for fqn, entry in index.items():

@@ -103,7 +103,8 @@ def _add_plan_flags(parser: FlagParser) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     from llmscale.config.run_config import build_run_config, load_run_file
-    from llmscale.training.prepare_run import prepare_run
+    from llmscale.training.inputs import read_inputs
+    from llmscale.training.start import resolve_ranks
 
     if args.flops is None and args.hours is None:
         raise ConfigError("a ladder of which budget? Give --flops C, or --hours H with --flops-per-second R.")
@@ -116,10 +117,10 @@ def _plan(args: argparse.Namespace) -> int:
     data = args.data if "://" in args.data else str(Path(args.data).absolute())
     own = {"data": data, "run": args.out / RUNS_NAME / "none"}
     config = build_run_config({**keys, **own}, f"--config {args.config}: ", own)
-    prepared = prepare_run(config, world_size=1)
+    inputs = read_inputs(config)
     request = LadderRequest(
         flops=args.flops or args.hours * 3600 * args.flops_per_second,
-        like=prepared.resolved.shape,
+        like=resolve_ranks(inputs, 1).shape,
         design=args.design,
         groups=args.groups,
         sizes=args.sizes,
@@ -127,9 +128,9 @@ def _plan(args: argparse.Namespace) -> int:
         has_held_out=not args.no_held_out,
         lr=config.lr,
     )
-    ladder = plan_ladder(request, data, prepared.sets.manifest.tokenizer)
+    ladder = plan_ladder(request, data, inputs.sets.manifest.tokenizer)
     save_ladder(args.out, ladder, keys)
-    available = prepared.sets.num_train_samples * request.like.seq_len
+    available = inputs.sets.num_train_samples * request.like.seq_len
     print_fitting(_plan_lines(args.out, ladder, args.flops_per_second, available))
     return 0
 

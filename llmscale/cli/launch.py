@@ -20,7 +20,7 @@ from llmscale.config.command_line import FlagParser, Need, flag, local_path, non
 from llmscale.config.launcher_variables import check_is_only_copy
 from llmscale.config.run_config import parse_run_config
 from llmscale.files.resilient_stdout import make_output_resilient
-from llmscale.training.prepare_run import with_prepared_text
+from llmscale.training.inputs import with_prepared_text
 from llmscale.training.stop_request import STOP_SIGNALS
 from llmscale.untrusted.terminal import print_visible
 

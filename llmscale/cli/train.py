@@ -30,8 +30,9 @@ from llmscale.files.resilient_stdout import make_output_resilient
 from llmscale.report.run_list import notify_of_end
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.terminal.status_line import show_status
-from llmscale.training.changes import check_start
-from llmscale.training.prepare_run import announce_after_s, prepare_run, with_prepared_text
+from llmscale.training.changes import lines_at_end
+from llmscale.training.inputs import announce_after_s, with_prepared_text
+from llmscale.training.start import check_space, prepare_start
 from llmscale.training.stop_request import STOP_SIGNALS
 from llmscale.untrusted.interpreter import code_command
 from llmscale.untrusted.terminal import print_visible
@@ -64,7 +65,10 @@ def _run_ranks(words: Sequence[str]) -> int:
         "checking the configuration and the data", after_s=announce_after_s(config), is_plain=config.plain
     ):
         num_ranks = _count_ranks(asked)
-        finished = check_start(prepare_run(config, world_size=num_ranks))
+        start = prepare_start(config, num_ranks)
+        finished = lines_at_end(start)
+        if not finished:
+            check_space(start)
     if finished:
         print_visible("\n".join(finished))
         return 0

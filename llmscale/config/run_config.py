@@ -480,7 +480,7 @@ def path_keys() -> list[str]:
 
 
 def place_of(key: str) -> str:
-    """Return the place of a key's resolved value in a PreparedRun (`keys.value_at`)."""
+    """Return the place of a key's resolved value in a Start (`keys.value_at`)."""
     return KEYS[key].told_at or f"{'resolved.shape' if key in SHAPE_KEYS else 'config'}.{key}"
 
 

@@ -50,7 +50,7 @@ class Validate(StepAction):
             losses = [validation_loss(self._engine.deepspeed, of_split, world.device, size) for of_split in batches]
         total = sum(num_samples for _, num_samples in losses)
         mean = sum(loss * num_samples for loss, num_samples in losses) / total
-        samples = f"{total} of {self._run.prepared.sets.fingerprint}"
+        samples = f"{total} of {self._run.start.sets.fingerprint}"
         self._newest = (result.step, Validation(mean, samples)) if math.isfinite(mean) else None
         if self._io.log:
             names = [split.name for split in self._splits]
@@ -96,7 +96,7 @@ class EvaluateTasks(StepAction):
 
     def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
         self._run, self._engine, self._io = run, engine, io
-        self._tasks = on_all_ranks(run.world.control, lambda: self._encode(run.prepared.tasks))
+        self._tasks = on_all_ranks(run.world.control, lambda: self._encode(run.start.tasks))
 
     def due(self, step: int) -> bool:
         return step % self._run.config.eval_every == 0 or step == self._run.resolved.total_steps
@@ -109,7 +109,7 @@ class EvaluateTasks(StepAction):
                 self._io.log.log_evaluation(result.step, task.file.name, values, len(task.file.items))
 
     def _encode(self, files: Sequence[TaskFile]) -> list[EncodedTask]:
-        location, seq_len = self._run.prepared.sets.first, self._run.resolved.shape.seq_len
+        location, seq_len = self._run.start.sets.first, self._run.resolved.shape.seq_len
         tokenizer = load_set_tokenizer(location.folder, location.manifest)
         return [encode_task(file, tokenizer, seq_len) for file in files]
 
@@ -149,7 +149,7 @@ class SampleText(StepAction):
 
     def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
         self._run, self._engine, self._io = run, engine, io
-        location = run.prepared.sets.first
+        location = run.start.sets.first
         self._tokenizer = on_all_ranks(
             run.world.control, lambda: load_set_tokenizer(location.folder, location.manifest)
         )
@@ -161,7 +161,7 @@ class SampleText(StepAction):
         return any(every and step % every == 0 for every in (config.sample_every, config.eval_every))
 
     def run(self, result: StepResult) -> None:
-        run, prompts = self._run, self._run.prepared.prompts
+        run, prompts = self._run, self._run.start.prompts
         # The model would not see more than its context.
         tokens_of = [encode_prompt(self._tokenizer, prompt)[-run.resolved.shape.seq_len :] for prompt in prompts]
         texts = [""] * len(prompts)

@@ -20,10 +20,10 @@ from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.process_group import World
 from llmscale.memory.estimate import MemoryEstimate
 from llmscale.training.metrics import MetricsLog
-from llmscale.training.prepare_run import PreparedRun
 from llmscale.training.publish_run import RunPublisher
 from llmscale.training.run_folder import RunFolderClaim
 from llmscale.training.sample_stream import SampleStream
+from llmscale.training.start import Start
 from llmscale.training.step_metrics import StepMeter
 from llmscale.training.stragglers import RecentSteps
 
@@ -35,13 +35,10 @@ if TYPE_CHECKING:
 class Run:
     """Everything that is fixed from the first step of a start, or of a rollback, to the last."""
 
-    prepared: PreparedRun
+    start: Start
     world: World
-    stream: SampleStream
     validation: tuple[ValidationSplit, ...]
     """Validation splits; empty without validation."""
-    state: RunState | None
-    """State of the checkpoint that it resumes; None for a new run."""
     history: History
     """History that the steps to come belong to."""
     estimate: MemoryEstimate | None
@@ -51,16 +48,25 @@ class Run:
 
     @cached_property
     def config(self) -> RunConfig:
-        return self.prepared.config
+        return self.start.config
 
     @cached_property
     def resolved(self) -> ResolvedRun:
-        return self.prepared.resolved
+        return self.start.resolved
 
-    @property
+    @cached_property
+    def stream(self) -> SampleStream:
+        return self.start.stream
+
+    @cached_property
+    def state(self) -> RunState | None:
+        """State of the checkpoint that it resumes; None for a new run."""
+        return self.start.state
+
+    @cached_property
     def first_step(self) -> int:
         """Optimizer steps done before this start."""
-        return self.state.step if self.state else 0
+        return self.start.first_step
 
     def samples_seen(self, step: int) -> int:
         """Return the samples trained on since step 0 after `step` optimizer steps."""

@@ -157,7 +157,7 @@ def per_source_loss(run: Run, result: StepResult, sequence_losses: Sequence[Tens
 
     `sequence_losses`: this rank's loss of each sequence, [sequences] per micro-step.
     """
-    names = run.prepared.sets.names
+    names = run.start.sets.names
     ids = np.concatenate([batch.sample_ids.numpy() for batch in result.micro_batches])
     # A sample may be cut into several sequences.
     losses = torch.cat(list(sequence_losses)).double().view(len(ids), -1).mean(1).cpu().numpy()
@@ -170,7 +170,7 @@ def per_source_loss(run: Run, result: StepResult, sequence_losses: Sequence[Tens
 
 def _facts(run: Run) -> dict[str, object]:
     """Return the facts about this start that a report needs and the next start may change."""
-    resolved, sets = run.resolved, run.prepared.sets
+    resolved, sets = run.resolved, run.start.sets
     return {
         "startup_s": sum(run.startup_s.values()),
         "world_size": run.world.world_size,

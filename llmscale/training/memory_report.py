@@ -16,7 +16,7 @@ from llmscale.memory.breakdown import describe_breakdown, format_size
 from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_memory
 from llmscale.planning.recommend import find_smallest_change
 from llmscale.planning.search import Job, Machines
-from llmscale.training.prepare_run import PreparedRun
+from llmscale.training.start import Start
 
 if TYPE_CHECKING:
     from llmscale.engine.device_memory import MeasuredMemory
@@ -31,7 +31,7 @@ class OutOfMemory(MachineError):
     """A rank ran out of memory."""
 
 
-def estimate_run(run: PreparedRun, capability: ComputeCapability | None) -> MemoryEstimate | None:
+def estimate_run(run: Start, capability: ComputeCapability | None) -> MemoryEstimate | None:
     """Estimate one rank's memory on a GPU of that compute capability.
 
     None with Adafactor, whose states are not modelled, and for a block without recorded activations.
@@ -74,7 +74,7 @@ def measured_line(estimate: MemoryEstimate | None, measured: MeasuredMemory) -> 
 
 
 @contextmanager
-def explained_out_of_memory(run: PreparedRun) -> Iterator[None]:
+def explained_out_of_memory(run: Start) -> Iterator[None]:
     """Turn an out-of-memory error into OutOfMemory with a breakdown and the smallest change that fits."""
     try:
         yield
@@ -96,7 +96,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain_out_of_memory(
-    run: PreparedRun, message: str, gpu_bytes: int | None, capability: ComputeCapability | None = None
+    run: Start, message: str, gpu_bytes: int | None, capability: ComputeCapability | None = None
 ) -> str:
     """Return three lines: the error, the estimated breakdown, and the smallest change that fits.
 
@@ -123,9 +123,7 @@ def _is_lost_between_tensors(estimate: MemoryEstimate, gpu_bytes: int) -> bool:
     return fits and "expandable_segments" not in allocator_settings(os.environ)
 
 
-def _advice(
-    run: PreparedRun, estimate: MemoryEstimate, gpu_bytes: int | None, capability: ComputeCapability | None
-) -> str:
+def _advice(run: Start, estimate: MemoryEstimate, gpu_bytes: int | None, capability: ComputeCapability | None) -> str:
     resolved, plan = run.resolved, run.resolved.plan
     limit = estimate.total_bytes - round(_MIN_SAVING * estimate.reserved_bytes)
     if gpu_bytes is not None:

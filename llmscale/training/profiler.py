@@ -14,8 +14,8 @@ from llmscale.config.hardware import find_gpu
 from llmscale.engine.train_step import Phase
 from llmscale.errors import LlmscaleError
 from llmscale.planning.step_time import predict_step_parts
+from llmscale.training.inputs import parse_profiled
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
-from llmscale.training.prepare_run import parse_profiled
 from llmscale.training.trace_shares import PARTS, PHASE, WHOLE, TraceShares, read_shares
 
 FOLDER = "profile"
@@ -136,7 +136,7 @@ class ProfileSteps(StepAction):
         gpu = find_gpu(world.device_name)
         if gpu is None or not resolved.optimizer.steps_shards:
             return {}
-        compiled = self._run.prepared.compilation.backend is not None
+        compiled = self._run.start.compilation.backend is not None
         return predict_step_parts(resolved, gpu, gpus_per_node=max(world.ranks_per_node), compiled_blocks=compiled)
 
 

@@ -30,8 +30,9 @@ from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_main_ran
 from llmscale.engine.process_group import World
 from llmscale.errors import ConfigError, DataError, LlmscaleError
 from llmscale.files.source_hashes import hash_or_reason, source_hashes
-from llmscale.training.prepare_run import PreparedRun, as_plain
+from llmscale.training.inputs import as_plain
 from llmscale.training.run_folder import RunFolderClaim, library_versions
+from llmscale.training.start import Start
 
 #: Settings of one rank by key. Errors show the values.
 Section = Mapping[str, str]
@@ -54,7 +55,7 @@ _MAX_VALUE_LENGTH = 60
 _HASH_DIGITS = 12
 
 
-def check_ranks_agree(run: PreparedRun, world: World) -> None:
+def check_ranks_agree(run: Start, world: World) -> None:
     """Raise ConfigError or DataError on every rank unless all were started alike. Collective."""
     compare_ranks(_sections(run, world.device.type), world.control)
 
@@ -103,7 +104,7 @@ def compare_ranks(sections: Mapping[str, Section], group: dist.ProcessGroup) -> 
     raise describe_differences(digests, details)
 
 
-def _sections(run: PreparedRun, device_type: str) -> dict[str, Section]:
+def _sections(run: Start, device_type: str) -> dict[str, Section]:
     """Return everything that this rank was started with."""
     versions = {name: str(version) for name, version in library_versions().items()}
     # A patch release of Python changes no arithmetic.
@@ -121,7 +122,7 @@ def _sections(run: PreparedRun, device_type: str) -> dict[str, Section]:
     }
 
 
-def _configuration(run: PreparedRun) -> dict[str, str]:
+def _configuration(run: Start) -> dict[str, str]:
     """Return every key with its resolved value."""
     config, resolved = as_plain(run.config), run.resolved.as_dict()
     kept = {key: config[key] for key in keys_with(ranks="same")}

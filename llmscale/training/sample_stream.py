@@ -19,6 +19,7 @@ from llmscale.checkpoint.manifest import STATE_NAME
 from llmscale.checkpoint.run_state import RunState, load_run_state
 from llmscale.config.batch_plan import Batches, samples_after
 from llmscale.config.limits import MAX_BATCH
+from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import RunConfig, build_run_config
 from llmscale.data.mixture import (
     MAX_PERIOD,
@@ -43,7 +44,7 @@ from llmscale.data.order.sample_order import (
     stream_positions,
 )
 from llmscale.errors import CheckpointError, ConfigError, DataError
-from llmscale.training.prepare_run import PreparedRun, parse_skip
+from llmscale.training.inputs import parse_skip
 
 #: Keys of a run's identity: a mixture's proportions, past and future; batch sizes; and skipped ranges.
 STAGES_KEY = "stages"
@@ -99,33 +100,39 @@ class SampleStream:
         return np.zeros(len(sample_ids), np.int64) if self.mix is None else self.mix.set_of(sample_ids)
 
 
-def build_stream(run: PreparedRun, state: RunState | None) -> SampleStream:
+def build_stream(config: RunConfig, sets: TrainingSets, resolved: ResolvedRun, state: RunState | None) -> SampleStream:
     """Return the samples of a new run, or of one that resumes a checkpoint.
 
     Raises CheckpointError, ConfigError, DataError.
     """
     step, seen = (state.step, state.samples_seen) if state else (0, 0)
     batches = tuple(known for known in saved_batches(state) if known[0] < step) if state else ()
-    now = run.resolved.plan.batches_from(step, seen)
+    now = resolved.plan.batches_from(step, seen)
     batches += now[1:] if batches and batches[-1][-1] == now[0][-1] else now
-    skips = place_skips(run.config.skip_steps, state, batches)
-    stages = _stages(run, state, skipped_ranges(skips), batches) if run.sets.recipe else ()
-    stream = _compose(run.config, run.sets, state.saved_order if state else {}, stages, skips, batches)
-    return replace(stream, identity=stream.identity | {RECORDED_SETS: _describe_sets(run, stream)})
+    skips = place_skips(config.skip_steps, state, batches)
+    stages: tuple[PlacedStage, ...] = ()
+    if sets.recipe is not None:
+        samples = samples_after(batches, max(step, resolved.total_steps))
+        saved = saved_stages(state.identity, len(sets.names)) if state else ()
+        skipped = skipped_ranges(skips)
+        stages = place_stages(sets.recipe, samples, batches[-1][-1], saved=saved, seen=seen, skipped=skipped)
+    stream = _compose(config, sets, state.saved_order if state else {}, stages, skips, batches)
+    described = _describe_sets(sets, stream, resolved.total_steps)
+    return replace(stream, identity=stream.identity | {RECORDED_SETS: described})
 
 
-def _describe_sets(run: PreparedRun, stream: SampleStream) -> dict[str, dict[str, object]]:
+def _describe_sets(sets: TrainingSets, stream: SampleStream, total_steps: int) -> dict[str, dict[str, object]]:
     """Return each dataset's path, content and samples in the run by its name, which is empty outside a mixture."""
-    total = stream.samples_after(run.resolved.total_steps)
+    total = stream.samples_after(total_steps)
     counts = [total] if stream.mix is None else stream.samples_by_set(total).tolist()
-    names = run.sets.names if run.sets.recipe else ("",)
+    names = sets.names if sets.recipe else ("",)
     return {
         name: {
             "data": at.name if "://" in at.name else os.path.abspath(at.name),
             "fingerprint": at.manifest.fingerprint,
             "samples": samples,
         }
-        for name, at, samples in zip(names, run.sets.locations, counts, strict=True)
+        for name, at, samples in zip(names, sets.locations, counts, strict=True)
     }
 
 
@@ -170,11 +177,6 @@ def _compose(
     return SampleStream(SkippingOrder(order, skipped_ranges(skips)) if skips else order, identity, mix, skips, batches)
 
 
-def run_identity(run: PreparedRun, state: RunState) -> dict[str, object]:
-    """Return the identity that this run records in its checkpoints after resuming from `state`."""
-    return run.identity(build_stream(run, state).identity)
-
-
 def _order_settings(config: RunConfig, saved_order: Mapping[str, object]) -> OrderSettings:
     return OrderSettings(
         seed=config.seed,
@@ -190,14 +192,6 @@ def cache_limit_bytes(config: RunConfig) -> int | None:
     """Return --cache-limit-gib in bytes."""
     limit = config.cache_limit_gib
     return None if limit is None else int(limit * 2**30)
-
-
-def _stages(run: PreparedRun, state: RunState | None, skipped: Ranges, batches: Batches) -> tuple[PlacedStage, ...]:
-    assert run.sets.recipe is not None
-    step, seen = (state.step, state.samples_seen) if state else (0, 0)
-    size, total = batches[-1][-1], samples_after(batches, max(step, run.resolved.total_steps))
-    saved = saved_stages(state.identity, len(run.sets.names)) if state else ()
-    return place_stages(run.sets.recipe, total, size, saved=saved, seen=seen, skipped=skipped)
 
 
 def saved_batches(state: RunState) -> Batches:

@@ -14,10 +14,10 @@ from llmscale.engine.zero_shards import MASTER, group_scalars
 from llmscale.errors import CheckpointError
 from llmscale.training.changes import hyperparameters
 from llmscale.training.evaluate_steps import Validate
+from llmscale.training.inputs import as_plain
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
 from llmscale.training.loss_spikes import RollbackRequest
 from llmscale.training.nonfinite import check_weights
-from llmscale.training.prepare_run import as_plain
 
 
 class SaveCheckpoints(StepAction):
@@ -41,8 +41,8 @@ class SaveCheckpoints(StepAction):
             on_saved=io.publisher.saved if io.publisher else lambda folder: None,
         )
         rollback.finish_saving = self._saver.wait
-        self._identity = run.prepared.identity(run.stream.identity)
-        self._hyperparameters = hyperparameters(run.prepared)
+        self._identity = run.start.identity
+        self._hyperparameters = hyperparameters(run.start)
         self._saved_step: int | None = run.first_step or None
         self._last_save_s = time.monotonic()
 

@@ -28,8 +28,8 @@ from llmscale.files.buffered_log import warn_on_stderr
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.training.live_run import Run, RunIO, StepAction, StepResult
 from llmscale.training.memory_report import measured_line
-from llmscale.training.prepare_run import PreparedRun
 from llmscale.training.rank_agreement import describe_ranks
+from llmscale.training.start import Start
 
 #: Steps of this start after which memory is measured: DeepSpeed allocates more after the first.
 _MEASURED_STEP = 2
@@ -37,8 +37,8 @@ _MEASURED_STEP = 2
 
 def describe_run(run: Run, report: Callable[[str], None]) -> None:
     """Print the run before step 1, with every choice that the user did not make."""
-    prepared, world, config, resolved = run.prepared, run.world, run.config, run.resolved
-    manifest, num_samples = prepared.sets.manifest, prepared.sets.num_train_samples
+    start, world, config, resolved = run.start, run.world, run.config, run.resolved
+    manifest, num_samples = start.sets.manifest, start.sets.num_train_samples
     shape, plan, ds_config = resolved.shape, resolved.plan, resolved.ds_config
     hpz = hpz_warnings(resolved.ds.zero_hpz_partition_size, world.ranks_per_node)
     for warning in (*resolved.ds.warnings, *hpz):
@@ -55,7 +55,7 @@ def describe_run(run: Run, report: Callable[[str], None]) -> None:
     if resolved.tensors.frozen:
         report(f"       {resolved.tensors.num_trainable:,} parameters are trained, the others frozen")
     if shape.has_document_mask:
-        report(f"       {_documents(prepared)}")
+        report(f"       {_documents(start)}")
     report(
         f"engine: ZeRO stage {resolved.zero_stage}, {resolved.precision}, activation checkpointing "
         f"{resolved.checkpointing}, {world.world_size} ranks on {len(world.ranks_per_node)} nodes, "
@@ -69,7 +69,7 @@ def describe_run(run: Run, report: Callable[[str], None]) -> None:
             f"{plan.ranks.experts_of_rank(shape.num_experts)} of {shape.num_experts} each, held by "
             f"{plan.ranks.expert_shard_ranks} ranks"
         )
-    report(f"blocks: {prepared.compilation.describe()}")
+    report(f"blocks: {start.compilation.describe()}")
     if world.device.type != "cpu":
         report(describe_settings())
     report("; ".join([f"batch: {plan.describe()}", *describe_batch(config)]))
@@ -78,11 +78,11 @@ def describe_run(run: Run, report: Callable[[str], None]) -> None:
     for warning in filter(None, (warn_of_learning_rate(config, resolved.schedule), warn_of_router(shape))):
         report(f"WARNING: {warning}")
     report(
-        f"data: {prepared.sets.name}, {num_samples:,} samples of {manifest.seq_len} tokens ({manifest.tokenizer}), "
+        f"data: {start.sets.name}, {num_samples:,} samples of {manifest.seq_len} tokens ({manifest.tokenizer}), "
         f"{num_samples / plan.global_batch_size:,.1f} steps per epoch; {_validation(run)}"
     )
-    if prepared.tasks:
-        tasks = ", ".join(f"{task.name} ({len(task.items):,} items)" for task in prepared.tasks)
+    if start.tasks:
+        tasks = ", ".join(f"{task.name} ({len(task.items):,} items)" for task in start.tasks)
         report(f"      evaluation every {config.eval_every:,} steps on {tasks}")
     for line in (*_mix_lines(run), *_skip_lines(run)):
         report(f"      {line}")
@@ -90,13 +90,13 @@ def describe_run(run: Run, report: Callable[[str], None]) -> None:
     total = run.stream.samples_after(resolved.total_steps)
     report(
         f"run: {resolved.total_steps:,} steps{f' ({chosen})' if chosen else ''}, {total * plan.seq_len:,} tokens, "
-        f"{total / num_samples:.2f} epochs; folder {shown(config.run)}, {_checkpoints(prepared)}"
+        f"{total / num_samples:.2f} epochs; folder {shown(config.run)}, {_checkpoints(start)}"
     )
 
 
 def _mix_lines(run: Run) -> Iterator[str]:
     """Yield the samples and epochs of each dataset of a mixture, and its share in each stage."""
-    sets, stream = run.prepared.sets, run.stream
+    sets, stream = run.start.sets, run.stream
     if stream.mix is None:
         return
     counts, stages = stream.samples_by_set(stream.samples_after(run.resolved.total_steps)), stream.mix.stages
@@ -129,7 +129,7 @@ def hpz_warnings(group: int, ranks_per_node: Sequence[int]) -> Iterator[str]:
         )
 
 
-def _documents(run: PreparedRun) -> str:
+def _documents(run: Start) -> str:
     shape, splits = run.resolved.shape, [at.manifest.splits["train"] for at in run.sets.locations]
     mean = sum(split.num_tokens for split in splits) / max(1, sum(split.num_documents for split in splits))
     least = shape.architecture.flops_per_token(min(shape.seq_len, round(mean)))
@@ -140,7 +140,7 @@ def _documents(run: PreparedRun) -> str:
 
 
 def _validation(run: Run) -> str:
-    available = sum(at.manifest.splits["val"].num_samples for at in run.prepared.sets.with_split("val"))
+    available = sum(at.manifest.splits["val"].num_samples for at in run.start.sets.with_split("val"))
     if not available:
         return "no validation, the set has no split for it"
     if not run.config.val_every:
@@ -148,7 +148,7 @@ def _validation(run: Run) -> str:
     return f"validation every {run.config.val_every:,} steps on {describe_samples(run.validation)} of {available:,}"
 
 
-def _checkpoints(run: PreparedRun) -> str:
+def _checkpoints(run: Start) -> str:
     config = run.config
     if config.overfit_batch is not None:
         return f"no checkpoints: each step trains on the same {count_nouns(config.overfit_batch, 'sample')}"

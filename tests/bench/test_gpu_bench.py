@@ -14,7 +14,7 @@ from llmscale.config.hardware import get_gpu
 from llmscale.config.run_config import parse_run_config
 from llmscale.planning.kernels import kernel_efficiency
 from llmscale.planning.step_time import estimate_compute_s
-from llmscale.training.prepare_run import prepare_run
+from llmscale.training.start import prepare_start
 from scripts.bench.gpu import gpu as gpu_script
 from scripts.bench.gpu.cells import Cell, Device, list_gpu_cells
 from scripts.bench.gpu.gpu import Bench
@@ -29,7 +29,7 @@ GRID_ROW = {
 
 def run_train(arguments: list[str], tokens: int, *_: object) -> Watched:
     """As fast as planning says; compiled 20 % less time, and a first step of 40 s."""
-    resolved = prepare_run(parse_run_config(arguments), 1).resolved
+    resolved = prepare_start(parse_run_config(arguments), 1).resolved
     gpu, plan = get_gpu("h100-80gb"), resolved.plan
     seconds = estimate_compute_s(resolved.shape, plan.micro_batch_size, "bf16", resolved.checkpointing, gpu)
     assert seconds is not None and tokens == plan.tokens_per_step

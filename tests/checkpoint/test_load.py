@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from llmscale.checkpoint.inventory import list_checkpoints, record_history
+from llmscale.checkpoint.inventory import Checkpoint, find_checkpoints, list_checkpoints, record_history
 from llmscale.checkpoint.load import (
     check_nothing_is_dropped,
     check_same_scalars,
@@ -152,13 +152,18 @@ def _malicious_archive(evidence: Path) -> bytes:
     return buffer.getvalue()
 
 
+def newest_good(run: Path, report: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
+    return find_newest_good(find_checkpoints(run), run, dist.group.WORLD, ONE_DISK, report)
+
+
 def test_the_newest_good_checkpoint_is_taken(save_steps: Callable, tmp_path: Path) -> None:
     save_steps(1, 2, 3)
     newest, middle, oldest = list_checkpoints(tmp_path / "run")
     (newest / "__0_0.distcp").write_bytes(b"torn")
     (middle / "manifest.json").unlink()
     lines: list[str] = []
-    assert find_newest_good(tmp_path / "run", dist.group.WORLD, ONE_DISK, lines.append) == oldest
+    found = newest_good(tmp_path / "run", lines.append)
+    assert found is not None and found.path == oldest
     assert len(lines) == 2
     assert lines[0].startswith("WARNING: step-00000002 is damaged and passed over: ")
     assert "manifest.json is missing" in lines[0]
@@ -169,11 +174,11 @@ def test_the_newest_good_checkpoint_is_taken(save_steps: Callable, tmp_path: Pat
 def test_a_run_without_a_good_checkpoint_does_not_begin_anew(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints in .* is intact"):
-        find_newest_good(tmp_path / "run", dist.group.WORLD, ONE_DISK, lambda _: None)
+        newest_good(tmp_path / "run")
 
 
 def test_a_run_without_checkpoints_begins(one_rank: None, tmp_path: Path) -> None:
-    assert find_newest_good(tmp_path / "run", dist.group.WORLD, ONE_DISK, lambda _: None) is None
+    assert newest_good(tmp_path / "run") is None
 
 
 def test_a_run_of_which_only_abandoned_checkpoints_are_left_does_not_begin_anew(
@@ -181,12 +186,12 @@ def test_a_run_of_which_only_abandoned_checkpoints_are_left_does_not_begin_anew(
 ) -> None:
     record_history(tmp_path / "run", History(2), tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=r"elsewhere has no checkpoints. 1 abandoned ones can be named"):
-        find_newest_good(tmp_path / "run", dist.group.WORLD, ONE_DISK, lambda _: None)
+        newest_good(tmp_path / "run")
 
 
 def test_a_run_whose_only_checkpoint_has_another_name_does_not_begin_anew(checkpoint: Path, tmp_path: Path) -> None:
     checkpoint.rename(checkpoint.with_name("step-00000003-backup"))
     lines: list[str] = []
     with pytest.raises(CheckpointError, match=r"nothing to continue from but step-00000003-backup"):
-        find_newest_good(tmp_path / "run", dist.group.WORLD, ONE_DISK, lines.append)
+        newest_good(tmp_path / "run", lines.append)
     assert len(lines) == 1

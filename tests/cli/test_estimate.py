@@ -20,7 +20,7 @@ from llmscale.config.hf_model import with_published_shape
 from llmscale.config.interconnect import INTERCONNECTS
 from llmscale.config.resolve import SetFacts, resolve_shape
 from llmscale.config.run_config import parse_run_config
-from llmscale.training.prepare_run import prepare_run
+from llmscale.training.start import prepare_start
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINES = ("--gpu", "a100-40gb", "--num-gpus", "8")
@@ -213,7 +213,7 @@ def test_emit_writes_what_train_py_takes(
     assert ds.precision == "fp16"  # a T4 has no bf16
     command = next(line for line in output.splitlines() if "llmscale/train.py" in line)
     flags = command.split("llmscale/train.py ")[1].split()
-    prepared = prepare_run(parse_run_config([*flags, "--data", str(tiny_set), "--run", str(tmp_path / "run")]), 2)
+    prepared = prepare_start(parse_run_config([*flags, "--data", str(tiny_set), "--run", str(tmp_path / "run")]), 2)
     _, values = read_json(*words)
     row, resolved = values["rows"][values["recommended"]["row"]], prepared.resolved
     assert resolved.plan.micro_batch_size == row["micro_batch_size"]

@@ -15,7 +15,7 @@ from llmscale.checkpoint.manifest import load_manifest
 from llmscale.cli.main import main
 from llmscale.config.run_config import parse_run_config
 from llmscale.planning.disk_usage import estimate_disk
-from llmscale.training.prepare_run import prepare_run
+from llmscale.training.start import prepare_start
 
 
 def plan(capsys: pytest.CaptureFixture[str], words: str) -> str:
@@ -160,7 +160,7 @@ def test_the_commands_that_come_next_are_right(
     assert flags[flags.index("--seq-len") + 1] == "2048"
     flags[flags.index("--seq-len") + 1] = "32"  # the tiny set's
     config = parse_run_config([*flags, "--data", str(tiny_set), "--run", str(tmp_path / "run")])
-    assert prepare_run(config, ranks).resolved.plan.global_batch_size == 128
+    assert prepare_start(config, ranks).resolved.plan.global_batch_size == 128
 
 
 def test_muons_states_and_the_losss_chunk_are_planned_for(capsys: pytest.CaptureFixture[str]) -> None:

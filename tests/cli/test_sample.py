@@ -10,7 +10,7 @@ import pytest
 from llmscale.cli.main import main
 from llmscale.config.run_config import build_run_config
 from llmscale.errors import DataError
-from llmscale.training.prepare_run import as_plain
+from llmscale.training.inputs import as_plain
 from llmscale.untrusted.terminal import make_visible
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -14,7 +15,7 @@ from llmscale.config.run_config import KEYS, RunConfig, build_run_config, key, n
 from llmscale.config.run_flags import describe_keys, keys_asked_by, model_keys
 from llmscale.errors import ConfigError
 from llmscale.keys import Breaks, Command, Condition, MayDiffer, Ranks, Resume, value_at
-from llmscale.training.prepare_run import PreparedRun
+from llmscale.training.start import Start
 
 WORDS = {kind: {word for part in get_args(kind) for word in get_args(part)} for kind in (Resume, Ranks)}
 
@@ -65,7 +66,7 @@ def test_pairs_of_units_and_names_of_changes_exist() -> None:
 def test_every_told_key_has_a_place_in_a_prepared_run() -> None:
     config = parse_run_config(["--steps=200"])
     resolved = resolve_run(config, read_ds_config(config.ds), SetFacts(1000, 64, 10**6, 0), 2)
-    run = PreparedRun(config, None, resolved)  # type: ignore[arg-type]
+    run = Start(SimpleNamespace(config=config), resolved, None)  # type: ignore[arg-type]
     for name, behaviour in KEYS.items():
         if behaviour.resume in ("told", "weights"):
             value_at(place_of(name), run)

@@ -19,14 +19,14 @@ from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import build_engine
 from llmscale.engine.process_group import World, join_world
 from llmscale.engine.zero_shards import state_views
-from llmscale.training.prepare_run import PreparedRun, prepare_run
+from llmscale.training.start import Start, prepare_start
 from tests.rank_end import end_rank
 
 FP32 = [("zero0", "fp32"), ("zero1", "fp32"), ("zero2", "fp32"), ("zero3", "fp32")]
 OTHERS = [("zero2_offload", "fp32"), ("zero3_offload", "fp32"), ("zero1", "bf16"), ("zero3", "bf16"), ("zero0", "bf16")]
 
 
-def whole_parameters(folder: Path, run: PreparedRun) -> dict[str, Tensor]:
+def whole_parameters(folder: Path, run: Start) -> dict[str, Tensor]:
     """Our parameters made of their whole tensors, padding rows of zeros behind them."""
     assert run.weights is not None
     theirs = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
@@ -46,7 +46,7 @@ def check(world: World, data: Path, folder: Path, ds: str, precision: str) -> No
         **{"data": str(data), "run": Path(tempfile.gettempdir()) / "never-made", "init_from": f"hf:{folder}"},
         **{"ds": Path(f"ds_configs/{ds}.json"), "precision": precision, "global_batch_size": 4, "steps": 1},
     )
-    run = prepare_run(config, world.world_size).on_cpu()
+    run = prepare_start(config, world.world_size).on_cpu()
     assert run.weights is not None and run.weights.pieces is not None
     engine = build_engine(run.config, run.resolved)
     load_published_weights(engine, run.weights, world.control, progress=int)

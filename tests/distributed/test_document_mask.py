@@ -20,7 +20,7 @@ from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.validation import validation_sample_ids
 from llmscale.engine.optimizers import build_optimizer
 from llmscale.model.gpt import GPT
-from llmscale.training.prepare_run import PreparedRun, prepare_run
+from llmscale.training.start import Start, prepare_start
 from tests.conftest import REPOSITORY, TRAIN, build_train_command, read_losses
 from tests.distributed.test_resume import forget_after
 
@@ -47,7 +47,7 @@ def test_losses_are_those_of_a_plain_loop_over_single_documents(
     output = job.wait()[0]
     assert job.exit_codes == [0, 0], output
     assert "documents do not see each other: 2" in output
-    run = prepare_run(parse_run_config([word for word in command if word != str(TRAIN)]), 2)
+    run = prepare_start(parse_run_config([word for word in command if word != str(TRAIN)]), 2)
     assert run.resolved.shape.document_end == 256
     losses, validation = plain_losses(run, load_recorded(tmp_path / "run"))
     found = read_losses(tmp_path / "run")
@@ -77,7 +77,7 @@ def test_goes_on_bit_by_bit_and_elsewhere(ranks: Callable, short_documents: Path
         assert max(abs(losses[step] - straight[step]) / straight[step] for step in straight) <= 1e-5
 
 
-def plain_losses(run: PreparedRun, sample_ids: dict[int, np.ndarray]) -> tuple[list[float], float]:
+def plain_losses(run: Start, sample_ids: dict[int, np.ndarray]) -> tuple[list[float], float]:
     """Training losses by step, and the validation's after the last, of torch alone, a document at a time."""
     config, resolved = run.config, run.resolved
     shape = replace(resolved.shape, document_end=None)

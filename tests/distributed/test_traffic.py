@@ -13,7 +13,7 @@ from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import get_interconnect
 from llmscale.config.run_config import parse_run_config
 from llmscale.planning.step_time import Traffic, count_traffic, estimate_exchange_s
-from llmscale.training.prepare_run import prepare_run
+from llmscale.training.start import prepare_start
 from tests.conftest import build_train_command
 
 JOB = Path(__file__).with_name("traffic_job.py")
@@ -21,7 +21,7 @@ JOB = Path(__file__).with_name("traffic_job.py")
 
 def predict(flags: list[str]) -> Traffic:
     """Of a step on two ranks."""
-    resolved = prepare_run(parse_run_config(flags), world_size=2).resolved
+    resolved = prepare_start(parse_run_config(flags), world_size=2).resolved
     return count_traffic(resolved, compiled_blocks="--compile" in flags)
 
 
@@ -105,7 +105,7 @@ def test_divided_sequences_exchange_what_their_time_says(
     run = ("--ds", f"zero{stage}", "--precision", precision, "--micro-batch-size", "2", "--steps", "3", "--save-every")
     sizes = ("--n-head", "4", "--positions", "rotary", "--sequence-parallel-size", "2")
     command = build_train_command(tiny_set, tmp_path / "run", *run, "0", *sizes, *flags)
-    resolved = prepare_run(parse_run_config(command[1:]), world_size=2).resolved
+    resolved = prepare_start(parse_run_config(command[1:]), world_size=2).resolved
     # A link of 1 byte/s makes seconds of bytes, of which a rank sends half; 80 % of the rate are reached.
     slow = replace(get_gpu("h100-80gb"), link_bytes_per_s=1.0, memory_bytes_per_s=1e30)
     seconds = estimate_exchange_s(resolved, slow, 8, get_interconnect("ib-400g"))

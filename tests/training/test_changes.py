@@ -15,31 +15,32 @@ from llmscale.checkpoint.manifest import STATE_NAME, CheckpointManifest, checkpo
 from llmscale.checkpoint.run_state import RunState
 from llmscale.data.shards.manifest import load_manifest
 from llmscale.errors import CheckpointError, ConfigError
-from llmscale.training.changes import change_lines, check_start, finished_lines, hyperparameters
-from llmscale.training.prepare_run import PreparedRun, as_plain
-from llmscale.training.sample_stream import build_stream
+from llmscale.training.changes import change_lines, finished_lines, hyperparameters, lines_at_end
+from llmscale.training.inputs import as_plain
+from llmscale.training.start import Start as ResolvedStart
+from llmscale.training.start import check_space
 from tests.runs_in_turn import train_in_turn
-from tests.training.test_prepare_run import prepare
+from tests.training.test_inputs import prepare
 
-Start = Callable[..., PreparedRun]
+Start = Callable[..., ResolvedStart]
 
 
 @pytest.fixture
 def start(tiny_set: Path, tmp_path: Path) -> Start:
     """`start(*flags)`: a run of 60 steps unless the flags say otherwise."""
 
-    def run(*flags: str, steps: int = 60) -> PreparedRun:
+    def run(*flags: str, steps: int = 60) -> ResolvedStart:
         return prepare(tiny_set, tmp_path, f"--steps={steps}", *flags)
 
     return run
 
 
-def saved(run: PreparedRun, step: int) -> RunState:
+def saved(run: ResolvedStart, step: int) -> RunState:
     values, precision = hyperparameters(run), run.resolved.precision
     return RunState(step, 0, 0, 0, {}, precision, {}, {}, config=as_plain(run.config), hyperparameters=values)
 
 
-def lines(state: RunState, run: PreparedRun) -> list[str]:
+def lines(state: RunState, run: ResolvedStart) -> list[str]:
     return list(change_lines(state, run, hyperparameters(run)))
 
 
@@ -99,7 +100,7 @@ def begun(start: Start) -> Path:
     run = start("--skip-steps=30:31")
     folder = run.config.run / "checkpoints" / checkpoint_name(20)
     folder.mkdir(parents=True)
-    state = replace(saved(run, 20), samples_seen=160, identity=run.identity(build_stream(run, None).identity))
+    state = replace(saved(run, 20), samples_seen=160, identity=run.identity)
     state.optimizer_scalars["decay"] = {"step": 20.0}
     (folder / STATE_NAME).write_text(json.dumps(state.as_dict()))
     files = (hash_file(folder / STATE_NAME),)
@@ -127,7 +128,7 @@ def test_what_cannot_continue_is_refused_with_both_values(
     start: Start, begun: Path, flags: tuple[str, ...], words: str
 ) -> None:
     with pytest.raises((CheckpointError, ConfigError), match=words):
-        check_start(start(*flags))
+        start(*flags)
 
 
 def test_what_can_continue_passes(start: Start, begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,37 +138,37 @@ def test_what_can_continue_passes(start: Start, begun: Path, monkeypatch: pytest
         ("--seed=3", "--allow-changed=seed"),
         ("--skip-steps=31:32",),
     ):
-        assert check_start(start(*flags)) == []
+        assert lines_at_end(start(*flags)) == []
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert check_start(start("--skip-steps=30:31")) == [], "a requeued job repeats its flags"
+    assert lines_at_end(start("--skip-steps=30:31")) == [], "a requeued job repeats its flags"
 
 
 def test_weights_of_another_shape_cannot_begin_a_run(start: Start, begun: Path, tmp_path: Path) -> None:
     other = ("--init-from", str(begun), f"--run={tmp_path / 'other'}")
-    assert check_start(start(*other, "--optimizer=muon", "--seed=3")) == []
+    assert start(*other, "--optimizer=muon", "--seed=3").state is None
     with pytest.raises(CheckpointError, match=r"n_layer was 4 and is 3.*name another checkpoint"):
-        check_start(start(*other, "--n-layer=3"))
+        start(*other, "--n-layer=3")
 
 
 def test_a_finished_run_starts_nothing_unless_its_checkpoint_is_damaged(start: Start, begun: Path) -> None:
-    lines = check_start(start(steps=20))
+    lines = lines_at_end(start(steps=20))
     assert lines[0].startswith("nothing to do: the checkpoint is at step 20 of 20")
     assert "finished at step 20 of 20" in lines[-1]
     content = (begun / STATE_NAME).read_text()
     (begun / STATE_NAME).write_text(content.replace('"precision": "bf16"', '"precision": "fp32"'))
-    assert check_start(start(steps=20)) == []
+    assert lines_at_end(start(steps=20)) == []
 
 
 def test_another_set_is_named_by_its_folder(start: Start, begun: Path, tiny_set: Path, tmp_path: Path) -> None:
     moved = shutil.copytree(tiny_set, tmp_path / "moved")
-    assert check_start(start(f"--data={moved}")) == [], "the same content elsewhere"
+    assert start(f"--data={moved}").warnings == (), "the same content elsewhere"
     manifest = load_manifest(moved)
     train = manifest.splits["train"]
     shards = (replace(train.shards[0], hash="0" * 16), *train.shards[1:])
     manifest = replace(manifest, splits={**manifest.splits, "train": replace(train, shards=shards)})
     (moved / "manifest.json").write_text(manifest.to_json())
     with pytest.raises(CheckpointError, match=f"data was {tiny_set} and is {moved} .*--allow-changed data"):
-        check_start(start(f"--data={moved}"))
+        start(f"--data={moved}")
 
 
 @pytest.mark.parametrize(("save_every", "checkpoints"), [(0, 1), (10, 4), (30, 2)])
@@ -179,9 +180,9 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused(
     usage = partial(shutil._ntuple_diskusage, 0, 0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(checkpoints * one + (64 << 20) - 1))
     with pytest.raises(ConfigError, match=f"{checkpoints} checkpoint.* of .*Free some space"):
-        check_start(run)
+        check_space(run)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(checkpoints * one + (64 << 20)))
-    assert check_start(run) == []
+    check_space(run)
 
 
 def test_the_same_command_again_says_so_and_succeeds(train_command: Callable) -> None:

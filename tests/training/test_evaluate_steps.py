@@ -98,8 +98,8 @@ def test_text_is_sampled_wherever_the_model_is_evaluated(monkeypatch: pytest.Mon
     """After the last step too, whatever it is a multiple of."""
     monkeypatch.setattr(evaluate_steps, "on_all_ranks", lambda *_: None)
     config, resolved = SimpleNamespace(sample_every=0, eval_every=4), SimpleNamespace(total_steps=10)
-    prepared, world = SimpleNamespace(sets=SimpleNamespace(first=None)), SimpleNamespace(control=None)
-    run: Any = SimpleNamespace(config=config, resolved=resolved, prepared=prepared, world=world)
+    start, world = SimpleNamespace(sets=SimpleNamespace(first=None)), SimpleNamespace(control=None)
+    run: Any = SimpleNamespace(config=config, resolved=resolved, start=start, world=world)
     action = evaluate_steps.SampleText(run, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
     assert [step for step in range(1, 11) if action.due(step)] == [4, 8, 10]
     config.sample_every, config.eval_every = 3, 0

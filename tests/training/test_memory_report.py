@@ -20,34 +20,34 @@ from llmscale.training.memory_report import (
     is_out_of_memory,
     measured_line,
 )
-from llmscale.training.prepare_run import PreparedRun, prepare_run
+from llmscale.training.start import Start, prepare_start
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def prepared(tiny_set: Path, tmp_path: Path) -> Callable[..., PreparedRun]:
+def prepared(tiny_set: Path, tmp_path: Path) -> Callable[..., Start]:
     """`prepared(*flags)`: gpt2-124m at stage 2 on the tiny set's 32 tokens, 2 ranks."""
 
-    def prepare(*flags: str, world_size: int = 2) -> PreparedRun:
+    def prepare(*flags: str, world_size: int = 2) -> Start:
         given = ["--data", str(tiny_set), "--run", str(tmp_path / "run")]
         given += [] if "--ds" in flags else ["--ds", str(ROOT / "ds_configs/zero2.json")]
-        return prepare_run(
+        return prepare_start(
             parse_run_config([*given, "--model", "gpt2-124m", "--global-batch-size", "2048", *flags]), world_size
         )
 
     return prepare
 
 
-def test_the_estimate_is_that_of_the_command_line(prepared: Callable[..., PreparedRun]) -> None:
+def test_the_estimate_is_that_of_the_command_line(prepared: Callable[..., Start]) -> None:
     run = prepared("--micro-batch-size", "32")
     estimate = estimate_run(run, None)
     job = Job(run.resolved.shape, 2048, Machines(1, 2, 80 * GIB), micro_batch_size=32)
     assert estimate == find_largest_fit(run.resolved.ds, job, "none").estimate
 
 
-def test_flags_that_override_the_ds_config_count(prepared: Callable[..., PreparedRun]) -> None:
+def test_flags_that_override_the_ds_config_count(prepared: Callable[..., Start]) -> None:
     def allocated(*flags: str) -> int:
         run = prepared("--micro-batch-size", "1024", *flags)
         estimate = estimate_run(run, None)
@@ -58,7 +58,7 @@ def test_flags_that_override_the_ds_config_count(prepared: Callable[..., Prepare
     assert allocated("--activation-checkpointing", "full") < allocated()
 
 
-def test_the_line_before_step_1(prepared: Callable[..., PreparedRun]) -> None:
+def test_the_line_before_step_1(prepared: Callable[..., Start]) -> None:
     run = prepared()
     estimate = estimate_run(run, None)
     on_gpu = estimate_line(estimate, 24 * GIB)
@@ -69,7 +69,7 @@ def test_the_line_before_step_1(prepared: Callable[..., PreparedRun]) -> None:
     assert "nothing to compare it with on a CPU" in estimate_line(estimate, None)
 
 
-def test_adafactor_has_no_estimate(prepared: Callable[..., PreparedRun], tmp_path: Path) -> None:
+def test_adafactor_has_no_estimate(prepared: Callable[..., Start], tmp_path: Path) -> None:
     run = prepared("--optimizer", "adafactor", "--ds", str(ROOT / "ds_configs/zero0.json"))
     assert estimate_run(run, None) is None
     assert estimate_line(None, 24 * GIB).startswith("memory: no estimate. It covers AdamW")
@@ -77,7 +77,7 @@ def test_adafactor_has_no_estimate(prepared: Callable[..., PreparedRun], tmp_pat
     assert "ran out of memory" in explain_out_of_memory(run, "CUDA out of memory.", 24 * GIB)
 
 
-def test_the_measured_peak_stands_beside_the_estimate(prepared: Callable[..., PreparedRun]) -> None:
+def test_the_measured_peak_stands_beside_the_estimate(prepared: Callable[..., Start]) -> None:
     run = prepared()
     estimate = estimate_run(run, None)
     assert estimate is not None
@@ -113,12 +113,12 @@ def test_torchs_own_errors_count() -> None:
     assert is_out_of_memory(caught.value)
 
 
-def test_other_errors_pass_unchanged(prepared: Callable[..., PreparedRun]) -> None:
+def test_other_errors_pass_unchanged(prepared: Callable[..., Start]) -> None:
     with pytest.raises(RuntimeError, match=r"^a bug$"), explained_out_of_memory(prepared()):
         raise RuntimeError("a bug")
 
 
-def test_the_explanation_has_the_breakdown_and_the_smallest_change(prepared: Callable[..., PreparedRun]) -> None:
+def test_the_explanation_has_the_breakdown_and_the_smallest_change(prepared: Callable[..., Start]) -> None:
     run = prepared("--micro-batch-size", "1024")
     with pytest.raises(OutOfMemory) as caught, explained_out_of_memory(run):
         raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
@@ -129,7 +129,7 @@ def test_the_explanation_has_the_breakdown_and_the_smallest_change(prepared: Cal
     assert third.startswith("  the smallest change that fits: --micro-batch-size 512 instead of 1024 (")
 
 
-def test_the_change_fits_the_card_and_not_only_less(prepared: Callable[..., PreparedRun]) -> None:
+def test_the_change_fits_the_card_and_not_only_less(prepared: Callable[..., Start]) -> None:
     run = prepared("--micro-batch-size", "1024")
     estimate = estimate_run(run, None)
     assert estimate is not None
@@ -142,13 +142,13 @@ def test_the_change_fits_the_card_and_not_only_less(prepared: Callable[..., Prep
     assert fitting.total_bytes <= card
 
 
-def test_when_no_change_is_enough_it_says_so(prepared: Callable[..., PreparedRun]) -> None:
+def test_when_no_change_is_enough_it_says_so(prepared: Callable[..., Start]) -> None:
     third = explain_out_of_memory(prepared(), "CUDA out of memory.", GIB // 4).splitlines()[2]
     assert third.startswith("  no smaller micro-batch, recomputation, higher stage or offload to the host is enough")
 
 
 def test_where_the_tensors_alone_would_fit_the_allocator_is_named(
-    prepared: Callable[..., PreparedRun], monkeypatch: pytest.MonkeyPatch
+    prepared: Callable[..., Start], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = prepared()
     estimate = estimate_run(run, None)

@@ -11,7 +11,7 @@ import pytest
 from llmscale.config.run_config import parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.training.overfit_check import entropy, judge_overfit
-from llmscale.training.prepare_run import prepare_run
+from llmscale.training.start import prepare_start
 from tests.conftest import Ranks, read_losses
 
 
@@ -72,4 +72,4 @@ def test_keys_that_it_decides_are_refused(flags: str) -> None:
 def test_a_batch_that_ranks_cannot_share_is_refused(tiny_set: Path) -> None:
     config = parse_run_config(["--overfit-batch", "4", "--data", str(tiny_set)])
     with pytest.raises(ConfigError, match=r"cannot be divided over 3 ranks\. Give a multiple of 3, such as 3 or 6"):
-        prepare_run(config, world_size=3)
+        prepare_start(config, world_size=3)

@@ -144,8 +144,8 @@ def one_rank(places: dict[str, str]) -> dict[str, str | None]:
     from llmscale.engine.process_group import join_world
     from llmscale.errors import LlmscaleError
     from llmscale.training import rank_agreement
-    from llmscale.training.prepare_run import prepare_run
     from llmscale.training.run_folder import library_versions
+    from llmscale.training.start import prepare_start
 
     world, versions = join_world(), library_versions()
     heard: dict[str, str | None] = {}
@@ -163,7 +163,7 @@ def one_rank(places: dict[str, str]) -> dict[str, str | None]:
         }
         flags = [word for word in own if word not in patches]
         fixed = {flag: value for flag, value in fixed.items() if flag not in flags}
-        run = prepare_run(parse_run_config([word for pair in fixed.items() for word in pair] + flags), 2)
+        run = prepare_start(parse_run_config([word for pair in fixed.items() for word in pair] + flags), 2)
         with patches.get(own[0] if own else "", mock.patch.dict(os.environ, {})):
             try:
                 rank_agreement.check_ranks_agree(run.on_cpu(), world)

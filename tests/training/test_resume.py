@@ -20,7 +20,7 @@ def test_a_checkpoint_without_a_scaler_brings_back_the_configured_one(
     engine: Any = SimpleNamespace(optimizer=optimizer, fp16_enabled=lambda: True, dynamic_loss_scale=lambda: True)
     configured = get_scaler_state(engine)
     optimizer.loss_scaler.cur_scale = 1.0
-    point: Any = SimpleNamespace(folder=Path("step-1"), state=SimpleNamespace(loss_scaler=saved))
+    source: Any = SimpleNamespace(path=Path("step-1"), state=SimpleNamespace(loss_scaler=saved))
     world: Any = SimpleNamespace(control=None, disks=None)
-    resume.load_checkpoint(engine, point, world, configured)
+    resume.load_checkpoint(engine, source, world, configured)
     assert optimizer.loss_scaler.cur_scale == expected

@@ -22,7 +22,8 @@ from llmscale.training.sample_stream import (
     saved_skips,
     skipped_ranges,
 )
-from tests.training.test_prepare_run import prepare
+from llmscale.training.start import Start
+from tests.training.test_inputs import prepare
 
 
 def place(wanted: list[str], state: RunState | None, size: int) -> tuple[Skip, ...]:
@@ -35,14 +36,18 @@ def state_at(stream: SampleStream, step: int, batch: int) -> RunState:
     return RunState(step, stream.samples_after(step), 0, 0, identity, "fp32", {})
 
 
+def stream_after(start: Start, state: RunState) -> SampleStream:
+    return build_stream(start.config, start.sets, start.resolved, state)
+
+
 def test_what_is_announced_is_what_will_have_been_seen(tiny_set: Path, tmp_path: Path) -> None:
     """Two sets of the same content, 8 a step until step 5, 4 from there on, steps 3 and 9 left out."""
     mix = tmp_path / "mix.yaml"
     mix.write_text(f"sets: {{a: {tiny_set}, b: {tiny_set}}}\nweights: {{a: 3, b: 1}}\n")
     flags = (f"--data={mix}", "--steps=12")
-    begun = build_stream(prepare(tiny_set, tmp_path, *flags, "--skip-steps=3:4"), None)
+    begun = prepare(tiny_set, tmp_path, *flags, "--skip-steps=3:4").stream
     run = prepare(tiny_set, tmp_path, *flags, "--global-batch-size=4", "--skip-steps=9:10")
-    stream = build_stream(run, state_at(begun, 5, 8))
+    stream = stream_after(run, state_at(begun, 5, 8))
     assert stream.batches == ((0, 0, 8), (5, 40, 4))
     assert [stream.samples_after(step) for step in (0, 4, 5, 6, 12)] == [0, 32, 40, 44, 68]
     ids = stream.order.sample_ids(np.arange(68))
@@ -50,12 +55,12 @@ def test_what_is_announced_is_what_will_have_been_seen(tiny_set: Path, tmp_path:
     assert stream.samples_by_set(68).tolist() == drawn
     assert [entry["samples"] for entry in stream.identity["sets"].values()] == drawn
     assert saved_batches(state_at(stream, 9, 4)) == stream.batches
-    again = build_stream(prepare(tiny_set, tmp_path, *flags, "--global-batch-size=2"), state_at(stream, 5, 4))
+    again = stream_after(prepare(tiny_set, tmp_path, *flags, "--global-batch-size=2"), state_at(stream, 5, 4))
     assert again.batches == ((0, 0, 8), (5, 40, 2)), "no step was done with batches of 4"
 
 
 def test_malformed_batches_are_refused(tiny_set: Path, tmp_path: Path) -> None:
-    stream = build_stream(prepare(tiny_set, tmp_path), None)
+    stream = prepare(tiny_set, tmp_path).stream
     state = state_at(stream, 5, 8)
     for damaged in (None, [], [[0, 0]], [[0, 0, 0]], [[0, -1, 8]], [[1, 8, 8]], "8"):
         state.identity["batches"] = damaged

@@ -58,7 +58,7 @@ from llmscale.cluster.remote import FAN_OUT, SSH_OPTIONS, Finished, HostRunner, 
 from llmscale.config.deepspeed.resolve import DsConfig, read_ds_config
 from llmscale.config.run_config import RunConfig, parse_run_config
 from llmscale.errors import ConfigError, LlmscaleError
-from llmscale.training.prepare_run import with_published_model
+from llmscale.training.inputs import read_origin
 
 #: Time limit of a login. A slower one would delay every start as much.
 _LOGIN_TIMEOUT_S = 20.0
@@ -150,7 +150,7 @@ def _read_run(options: DoctorOptions) -> _Run:
     with contextlib.suppress(ConfigError):
         ds = read_ds_config(ds_path) if ds_path else None
     try:
-        config = with_published_model(config)[0] if config else None
+        config = read_origin(config)[0] if config else None
     except LlmscaleError:
         # Every host reports this error.
         config = None

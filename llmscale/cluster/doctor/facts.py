@@ -209,7 +209,7 @@ class RunFacts:
     data: DataFacts | None
     folder: FolderFacts | None
     problem: str | None
-    """Any other error that would stop the run (llmscale.training.prepare_run)."""
+    """Any other error that would stop the run (llmscale.training.start)."""
 
 
 @dataclass(frozen=True)

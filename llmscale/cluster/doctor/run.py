@@ -49,7 +49,8 @@ from llmscale.memory.breakdown import describe_breakdown, format_size
 from llmscale.planning.disk_usage import checkpoints_at_once
 from llmscale.planning.recommend import find_smallest_change
 from llmscale.planning.search import Job, Machines, fit_at
-from llmscale.training.prepare_run import prepare_run, with_prepared_text
+from llmscale.training.inputs import read_inputs, with_prepared_text
+from llmscale.training.start import resolve_start
 
 
 def check_ds_config(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
@@ -238,26 +239,25 @@ def gather_run(flags: Sequence[str], world_size: int) -> RunFacts:
     except LlmscaleError as error:
         return RunFacts(FileFacts(" ".join(flags), (str(error),), None), None, None, None)
     file = str(config.config) if config.config else ""
+    inputs, problem = None, None
+    try:
+        inputs = read_inputs(config)
+        resolve_start(inputs, world_size)
+    except LlmscaleError as error:
+        problem = str(error)
     return RunFacts(
         config=FileFacts(file, (), _hash(file) if file else None),
-        data=_describe_data(config),
+        data=_describe_data(config, inputs.sets if inputs else None),
         folder=describe_folder(config.run),
-        problem=_find_problem(config, world_size),
+        problem=problem,
     )
 
 
-def _find_problem(config: RunConfig, world_size: int) -> str | None:
+def _describe_data(config: RunConfig, sets: TrainingSets | None) -> DataFacts:
+    """Stat every shard of a local dataset. Without `sets`, read the manifest; a remote one's and its index enter its
+    cache."""
     try:
-        prepare_run(config, world_size)
-    except LlmscaleError as error:
-        return str(error)
-    return None
-
-
-def _describe_data(config: RunConfig) -> DataFacts:
-    """Read the manifest, and stat every shard of a local dataset. A remote one's manifest and index enter its cache."""
-    try:
-        sets = open_training_sets(config.data, config.data_cache)
+        sets = sets or open_training_sets(config.data, config.data_cache)
         for location in sets.locations:
             for split in location.manifest.splits if location.remote is None else ():
                 check_files(location.folder, split, location.manifest)

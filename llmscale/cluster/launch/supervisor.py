@@ -26,9 +26,9 @@ from llmscale.config.run_config import RunConfig, keys_with, parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.files.buffered_log import BufferedLog
 from llmscale.report.run_list import notify_of_end
-from llmscale.training.changes import check_start
-from llmscale.training.prepare_run import prepare_run, with_prepared_text
+from llmscale.training.inputs import Inputs, read_inputs, with_prepared_text
 from llmscale.training.run_folder import ATTEMPTS_NAME, LOGS_NAME, RunFolderClaim
+from llmscale.training.start import check_space, resolve_ranks, resolve_start
 from llmscale.untrusted.documents import load_json_lines
 
 # ---------------------------------------------------------------- the record of attempts
@@ -235,14 +235,15 @@ class Supervisor:
 
         0: the run is finished, or was asked to stop and has saved. 2: the user must repair something. 1: anything else.
         """
-        self._check_before_start()
+        inputs: Inputs | None = self._check_before_start()
         claim = RunFolderClaim(self._run, LAUNCH_LOCK_NAME)
         try:
             claim.take()
             self._saved_before = saved_checkpoints(self._config)
             self._close_open_attempt()
             while True:
-                attempt = self._one_attempt()
+                attempt = self._one_attempt(inputs)
+                inputs = None
                 if attempt is None:
                     return self._stopped_between()
                 status = self._after(attempt)
@@ -258,22 +259,23 @@ class Supervisor:
         facts = {"attempt": attempt.number, "ended": attempt.end, "restarts": status is None}
         notify_of_end(self._config, 0 if is_good else status or 1, None if is_good else attempt.reason, **facts)
 
-    def _check_before_start(self) -> None:
-        """Raise all errors that can be found without asking a host, as if all hosts answer."""
-        layout = self._choose_layout(self._options.hosts)
+    def _check_before_start(self) -> Inputs:
+        """Raise all errors that can be found without asking a host, as if all hosts answer; return what was read."""
+        inputs = self._read_inputs()
+        layout = self._choose_layout(inputs, self._options.hosts)
         if layout is None:
             num_hosts = len(self._options.hosts)
             raise ConfigError(f"--min-hosts {self._options.min_hosts} is more than the number of hosts, {num_hosts}.")
-        check_start(prepare_run(self._parse_arguments(), layout.world_size))
+        check_space(resolve_start(inputs, layout.world_size))
+        return inputs
 
-    def _choose_layout(self, hosts: Sequence[Host]) -> Layout | None:
+    def _choose_layout(self, inputs: Inputs, hosts: Sequence[Host]) -> Layout | None:
         """Return the layout that the run allows on these hosts. Raises train.py's error if it allows none."""
-        config = self._parse_arguments()
         refusals: list[ConfigError] = []
 
         def is_legal(world_size: int) -> bool:
             try:
-                prepare_run(config, world_size)
+                resolve_ranks(inputs, world_size)
             except ConfigError as error:
                 refusals.append(error)
                 return False
@@ -284,9 +286,9 @@ class Supervisor:
             raise refusals[0]
         return layout
 
-    def _parse_arguments(self) -> RunConfig:
-        """Return the configuration of the next attempt, whose text `llmscale launch` has prepared."""
-        return with_prepared_text(parse_run_config(self._arguments()))
+    def _read_inputs(self) -> Inputs:
+        """Return the inputs of the next attempt, whose text `llmscale launch` has prepared."""
+        return read_inputs(with_prepared_text(parse_run_config(self._arguments())))
 
     def _arguments(self) -> list[str]:
         """Return train.py's arguments for the next attempt."""
@@ -304,11 +306,11 @@ class Supervisor:
                 write_attempt(self._run, lost)
                 self._show(f"attempt {attempt.number} lost its supervisor; continuing")
 
-    def _one_attempt(self) -> Attempt | None:
-        """Run one attempt; None when asked to stop before ranks were started."""
+    def _one_attempt(self, inputs: Inputs | None) -> Attempt | None:
+        """Run one attempt; None when asked to stop before ranks were started. `inputs` if they were just read."""
         began, began_utc = time.monotonic(), datetime.now(timezone.utc).isoformat(timespec="seconds")
         number = max([next_number(self._run), *(attempt.number + 1 for attempt in self._attempts)])
-        pool, layout = self._gather()
+        pool, layout = self._gather(inputs)
         attempt = Attempt(
             number=number,
             began=began_utc,
@@ -367,7 +369,7 @@ class Supervisor:
                 self._show(line)
         return attempt
 
-    def _gather(self) -> tuple[HostPool, Layout | None]:
+    def _gather(self, inputs: Inputs | None) -> tuple[HostPool, Layout | None]:
         """Reach the hosts; on a restart wait until there are enough. The layout is None if there never were."""
         deadline = time.monotonic() + (self._options.wait_for_hosts_s if self._attempts else 0.0)
         while True:
@@ -382,7 +384,10 @@ class Supervisor:
             for name, why in pool.left_out.items():
                 self._show(f"WARNING: {name} is left out: {why}")
             reached = [host for host in self._options.hosts if host.name in pool.nodes]
-            layout = self._choose_layout(reached) if len(reached) >= max(1, self._options.min_hosts) else None
+            layout = None
+            if len(reached) >= max(1, self._options.min_hosts):
+                inputs = inputs or self._read_inputs()
+                layout = self._choose_layout(inputs, reached)
             if layout is not None:
                 for host in reached:
                     if host.name not in layout.hosts:

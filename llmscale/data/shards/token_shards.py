@@ -77,7 +77,7 @@ class TokenShards:
         most_open = _MOST_OPEN if cache_limit_bytes is None else _MOST_OPEN_OF_A_LIMITED_CACHE
         self._files = _OpenFiles(self._paths, max(1, most_open // num_sets))
         if location.remote is None:
-            check_files(location.folder, split, location.manifest)
+            check_files(location.folder, split, location.manifest, entries)
         self._verified: dict[int, _Identity] = {}
         """Identity of the checked file, by shard."""
 

@@ -121,11 +121,13 @@ class ShardFile:
     hash: str
 
 
-def shard_files(folder: Path, split: str, manifest: Manifest) -> list[ShardFile]:
-    """Return the files of a split's shards as stored."""
+def shard_files(
+    folder: Path, split: str, manifest: Manifest, entries: list[IndexEntry] | None = None
+) -> list[ShardFile]:
+    """Return the files of a split's shards as stored. `entries` of the index if it is loaded already."""
     files = []
     shards = get_split(manifest, split, str(folder)).shards
-    for shard, entry in zip(shards, load_index(folder, split, manifest), strict=True):
+    for shard, entry in zip(shards, entries or load_index(folder, split, manifest), strict=True):
         info = entry["zip_data"] or entry["raw_data"]
         assert isinstance(info, dict)
         path = folder / split / info["basename"]
@@ -133,10 +135,10 @@ def shard_files(folder: Path, split: str, manifest: Manifest) -> list[ShardFile]
     return files
 
 
-def check_files(folder: Path, split: str, manifest: Manifest) -> None:
+def check_files(folder: Path, split: str, manifest: Manifest, entries: list[IndexEntry] | None = None) -> None:
     """Check with one stat per shard that it is a regular file of the right size. Raises DataError naming the first that
-    is not."""
-    for file in shard_files(folder, split, manifest):
+    is not. `entries` of the index if it is loaded already."""
+    for file in shard_files(folder, split, manifest, entries):
         check_size(file.path, file.bytes)
 
 

@@ -37,7 +37,7 @@ from llmscale.planning import compilation, kernels
 from llmscale.planning.kernels import kernel_efficiency
 from llmscale.planning.step_time import OWN_KERNELS, TokenWork, token_work
 from llmscale.training.memory_report import estimate_run
-from llmscale.training.prepare_run import PreparedRun, prepare_run
+from llmscale.training.start import Start, prepare_start
 from scripts.bench.gpu.cells import Cell, Device, find_device, list_cpu_cells, list_gpu_cells, why_it_does_not_fit
 from scripts.bench.gpu.processes import (
     WARM_STEPS,
@@ -79,7 +79,7 @@ class Plan:
     micro_batch_size: int
     checkpointing: str
     arguments: list[str]
-    run: PreparedRun
+    run: Start
     estimate: MemoryEstimate | None
 
 
@@ -173,7 +173,7 @@ class Bench:
         problem = "nothing fits"
         for mode, micro in [*long_enough, *(choice for choice in choices if choice not in long_enough)]:
             arguments = self.train_arguments(cell, ds, micro, mode, place)
-            run = prepare_run(parse_run_config(arguments), 1)
+            run = prepare_start(parse_run_config(arguments), 1)
             estimate = estimate_run(run, self.device.capability)
             problem = why_it_does_not_fit(estimate, self.device)
             if problem is None:

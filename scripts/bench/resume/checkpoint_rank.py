@@ -38,7 +38,7 @@ from llmscale.engine.zero_shards import (
     write_back,
 )
 from llmscale.training.nonfinite import check_weights
-from llmscale.training.prepare_run import prepare_run
+from llmscale.training.start import prepare_start
 from scripts.bench.harness import REPOSITORY, folder_bytes, status_bytes
 from scripts.bench.resume.resume_matrix import end_on_warning
 
@@ -67,7 +67,7 @@ class CheckpointRank:
             steps=10,
             run=folder / "unused",
         )
-        run = prepare_run(config, self._world.world_size)
+        run = prepare_start(config, self._world.world_size)
         self._run = run if is_gpu() else run.on_cpu()
 
     def obey(self, task: list[str]) -> dict[str, float]:

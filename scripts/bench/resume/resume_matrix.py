@@ -22,6 +22,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,9 +39,9 @@ from llmscale.engine.deepspeed_engine import build_engine, release_engine, set_l
 from llmscale.engine.process_group import World, is_gpu, join_world, leave_world
 from llmscale.engine.train_step import PhaseTimer, get_scaler_state, seed_step, set_scaler_state, train_step
 from llmscale.engine.zero_shards import group_scalars
+from llmscale.training.inputs import read_inputs
 from llmscale.training.open_session import open_feed
-from llmscale.training.prepare_run import PreparedRun, prepare_run
-from llmscale.training.sample_stream import build_stream
+from llmscale.training.start import Start, resolve_start
 from scripts.bench.harness import (
     REPOSITORY,
     describe_machine,
@@ -175,10 +176,12 @@ def report(args: argparse.Namespace, machine: dict[str, object], losses: dict[st
 
 def train(args: argparse.Namespace, config_name: str, world: World, source: Path | None) -> list[float]:
     """Return the losses after step SAVE_AT: uninterrupted and saving there, or resumed from `source`."""
-    run = prepare_run(cell_config(args, config_name), world.world_size)
+    # A cell begins where it is told, not where an earlier one has saved.
+    inputs = replace(read_inputs(cell_config(args, config_name)), source=None)
+    run = resolve_start(inputs, world.world_size)
     engine = build_engine(run.config, run.resolved if is_gpu() else run.on_cpu().resolved)
     first_step = resume(engine, source, world) if source else 0
-    feed = open_feed(run, world, build_stream(run, None), start_sample=first_step * GLOBAL_BATCH)
+    feed = open_feed(run, world, start_sample=first_step * GLOBAL_BATCH)
     losses, timer = [], PhaseTimer(world.device)
     for step in range(first_step, run.resolved.total_steps):
         seed_step(run.config.seed, step, world.rank)
@@ -226,7 +229,7 @@ def resume(engine: DeepSpeedEngine, source: Path, world: World) -> int:
     return state.step
 
 
-def save(engine: DeepSpeedEngine, run: PreparedRun, world: World) -> None:
+def save(engine: DeepSpeedEngine, run: Start, world: World) -> None:
     saver = CheckpointSaver(
         run.config.run, keep_last=1, keep_every=0, in_background=False, report=end_on_warning, disks=world.disks
     )

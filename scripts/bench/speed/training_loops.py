@@ -16,7 +16,7 @@ import numpy as np
 
 from llmscale.architecture.layers import ParameterTensors
 from llmscale.config.run_config import parse_run_config
-from llmscale.training.prepare_run import PreparedRun, prepare_run
+from llmscale.training.start import Start, prepare_start
 from scripts.bench.harness import Orders, read_losses
 from scripts.bench.transformers_package import import_transformers
 
@@ -78,7 +78,7 @@ class Pace:
 class Contest:
     """One rank of one contestant."""
 
-    run: PreparedRun
+    run: Start
     arguments: list[str]
     """Command line of train.py."""
     windows: Path
@@ -86,11 +86,11 @@ class Contest:
     pace: Pace
 
 
-def prepare(arguments: list[str], world_size: int) -> PreparedRun:
-    return prepare_run(parse_run_config(arguments), world_size)
+def prepare(arguments: list[str], world_size: int) -> Start:
+    return prepare_start(parse_run_config(arguments), world_size)
 
 
-def save_windows(run: PreparedRun, path: Path) -> None:
+def save_windows(run: Start, path: Path) -> None:
     """Write all samples of the run in order, for the other loops to read from one memory map, the cheapest feed."""
     from llmscale.data.shards.token_shards import TokenShards
     from llmscale.training.sample_stream import build_stream
@@ -240,7 +240,7 @@ def _rank_tokens(windows: NDArray[np.uint16], step: int, plan: BatchPlan, world:
     return torch.from_numpy(rows).to(world.device, non_blocking=True)
 
 
-def _build_optimizer(run: PreparedRun, model: torch.nn.Module, lr: float = 0.0) -> torch.optim.Optimizer:
+def _build_optimizer(run: Start, model: torch.nn.Module, lr: float = 0.0) -> torch.optim.Optimizer:
     from llmscale.engine.optimizers import build_optimizer
 
     config, kinds = run.config, ParameterTensors(run.resolved.shape.architecture).kinds

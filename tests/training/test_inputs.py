@@ -14,15 +14,16 @@ import pytest
 
 from llmscale.config.run_config import parse_run_config
 from llmscale.errors import ConfigError
-from llmscale.training.prepare_run import PreparedRun, as_plain, prepare_run, with_prepared_text
+from llmscale.training.inputs import as_plain, with_prepared_text
+from llmscale.training.start import Start, prepare_start
 from tests.conftest import HANG_S, TINY_MODEL, TRAIN, Ranks, assert_same_losses, last_wins, read_losses
 
 
-def prepare(tiny_set: Path, tmp_path: Path, *flags: str, ds: dict | None = None, world_size: int = 2) -> PreparedRun:
+def prepare(tiny_set: Path, tmp_path: Path, *flags: str, ds: dict | None = None, world_size: int = 2) -> Start:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(ds or {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}))
     argv = ["--data", str(tiny_set), "--run", str(tmp_path / "run"), "--model=tiny-1m", "--global-batch-size=8"]
-    return prepare_run(parse_run_config(last_wins([*argv, "--ds", str(path), *flags])), world_size)
+    return prepare_start(parse_run_config(last_wins([*argv, "--ds", str(path), *flags])), world_size)
 
 
 def test_everything_fits_together_and_nothing_is_written(tiny_set: Path, tmp_path: Path) -> None:
@@ -52,12 +53,12 @@ def test_the_ds_config_carries_the_plan(tiny_set: Path, tmp_path: Path) -> None:
 def test_a_run_is_identified_by_what_decides_its_samples_and_not_by_ranks_or_paths(
     tiny_set: Path, tmp_path: Path
 ) -> None:
-    order = {"order": {"block_size": 64}}
-    one = prepare(tiny_set, tmp_path, world_size=1).identity(order)
-    two = prepare(tiny_set, tmp_path, "--lr=1", "--micro-batch-size=1", world_size=2).identity(order)
+    one = prepare(tiny_set, tmp_path, world_size=1).identity
+    two = prepare(tiny_set, tmp_path, "--lr=1", "--micro-batch-size=1", world_size=2).identity
     assert one == two
-    assert set(one) == {"global_batch_size", "seq_len", "data", "seed", "order", "vocab_size", "tokenizer_sha256"}
-    assert prepare(tiny_set, tmp_path, "--seed=2").identity(order)["seed"] == 2
+    keys = {"global_batch_size", "seq_len", "data", "seed", "order", "vocab_size", "tokenizer_sha256"}
+    assert set(one) == {*keys, "batches", "sets"}
+    assert prepare(tiny_set, tmp_path, "--seed=2").identity["seed"] == 2
 
 
 def test_a_folder_that_may_not_be_written_to(tiny_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

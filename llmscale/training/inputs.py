@@ -1,18 +1,18 @@
-"""Read and check every input of a run before torch is imported or a GPU is taken."""
+"""Read every small input of a run once, before torch is imported or a GPU is taken."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 from llmscale.checkpoint.initial_weights import PublishedWeights, find_published_weights
-from llmscale.checkpoint.inventory import find_any_checkpoint, find_checkpoint, list_checkpoints
-from llmscale.checkpoint.manifest import BEST_NAME, checkpoints_folder
+from llmscale.checkpoint.inventory import find_any_checkpoint, find_checkpoint, find_checkpoints
+from llmscale.checkpoint.manifest import BEST_NAME, CheckpointManifest, checkpoints_folder
 from llmscale.checkpoint.remote_run import fetch_run
-from llmscale.checkpoint.run_state import load_run_state
+from llmscale.checkpoint.run_state import RunState, SavedRun, load_run_state, read_saved_run
 from llmscale.config.command_line import parse_step_range
 from llmscale.config.deepspeed.resolve import DsConfig, read_ds_config
 from llmscale.config.hf_model import (
@@ -22,9 +22,10 @@ from llmscale.config.hf_model import (
     with_published_shape,
     with_saved_shape,
 )
+from llmscale.config.launcher_variables import is_restart
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import get_preset
-from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
+from llmscale.config.resolve import SetFacts, resolve_shape
 from llmscale.config.run_config import RunConfig
 from llmscale.config.run_urls import copy_of, shown, url_of
 from llmscale.config.user_paths import check_output_folder, read_prompts
@@ -32,8 +33,8 @@ from llmscale.data.mixture import TrainingSets, open_training_sets
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_matches
 from llmscale.errors import CheckpointError, ConfigError
 from llmscale.evaluate.tasks import TaskFile, load_task_files
-from llmscale.planning.compilation import EAGER, Compilation
 from llmscale.terminal.status_line import REPEAT_S, SOON_S
+from llmscale.training.run_folder import check_own_files
 from llmscale.untrusted.hub import forgotten_prefix
 
 #: A trace has some thousand events per step and rank, and somebody wants to open it.
@@ -43,43 +44,33 @@ _OVERFIT_STEPS = 200
 
 
 @dataclass(frozen=True)
-class PreparedRun:
-    """A run whose inputs were all found and fit together."""
+class Inputs:
+    """Everything that a run reads before it is resolved; the same for any number of ranks."""
 
     config: RunConfig
+    """The run's configuration, with the shape of its published model in explicit keys."""
+    ds: DsConfig
     sets: TrainingSets
-    resolved: ResolvedRun
-    """The resolved run, for GPUs until `on_cpu` is called."""
-    weights: PublishedWeights | None = None
-    """Published weights that the run begins with."""
     tasks: tuple[TaskFile, ...] = ()
     """Tasks that the model is evaluated on."""
     prompts: tuple[str, ...] = ()
     """Prompts that sampled text continues."""
-    compilation: Compilation = EAGER
-    """How blocks are compiled; decided once the device is known."""
+    weights: PublishedWeights | None = None
+    """Published weights that the run begins with."""
+    source: SavedRun | None = None
+    """Newest whole checkpoint that the run may begin with, or the named one; its tensors are not hashed yet."""
+    resumes: bool = True
+    """False when a new run takes nothing but the source's weights."""
+    has_checkpoints: bool = False
+    """True when the run folder holds a checkpoint of any history and in any state."""
+    repeats_flags: bool = False
+    """True for a restart, which gives the flags of the first start again."""
 
-    def on_cpu(self, *, has_bf16: bool = True) -> PreparedRun:
-        """Return the run for a CPU, with or without bf16 arithmetic."""
-        return replace(self, resolved=self.resolved.on_cpu(has_bf16=has_bf16))
-
-    def identity(self, stream: Mapping[str, object]) -> dict[str, object]:
-        """Return everything that a checkpoint and the run that resumes it must share.
-
-        See run_config.CHANGES_THAT_BREAK. `stream` describes the order of samples.
-        """
-        plan = self.resolved.plan
-        grows = f", from {plan.ramp.first} over {plan.ramp.samples} samples" if plan.ramp else ""
-        return {
-            "global_batch_size": f"{plan.global_batch_size}{grows}" if grows else plan.global_batch_size,
-            "seq_len": self.resolved.plan.seq_len,
-            "data": self.sets.fingerprint,
-            # Compared only when another run begins from these weights; on resume the fingerprint covers it.
-            "vocab_size": self.sets.manifest.vocab_size,
-            "tokenizer_sha256": self.sets.manifest.tokenizer_sha256,
-            "seed": self.config.seed,
-            **stream,
-        }
+    @property
+    def facts(self) -> SetFacts:
+        """Properties of the dataset that the run depends on."""
+        manifest = self.sets.manifest
+        return SetFacts(manifest.vocab_size, manifest.seq_len, self.sets.num_train_samples, manifest.eot_token)
 
 
 def announce_after_s(config: RunConfig) -> float:
@@ -91,15 +82,16 @@ def announce_after_s(config: RunConfig) -> float:
     return SOON_S if asks_others else REPEAT_S
 
 
-def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
-    """Read and check everything a run needs. Raises ConfigError, DataError or CheckpointError; writes nothing."""
+def read_inputs(config: RunConfig) -> Inputs:
+    """Read each small file of a run once, and check what needs no number of ranks.
+
+    Raises ConfigError, DataError or CheckpointError; writes nothing.
+    """
     config = fetch_runs(config)
     if config.overfit_batch is not None:
-        config = _as_overfit_check(config, config.overfit_batch, world_size)
+        config = _as_overfit_check(config)
     ds = _check_settings(config)
     sets = open_training_sets(config.data, config.data_cache)
-    manifest = sets.manifest
-    facts = SetFacts(manifest.vocab_size, manifest.seq_len, sets.num_train_samples, manifest.eot_token)
     tasks = _load_tasks(config)
     prompts = (
         (config.sample_prompt,)
@@ -107,15 +99,27 @@ def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
         else tuple(read_prompts(config.sample_prompts, "--sample-prompts"))
     )
     _check_nvme_paths(ds)
-    _check_run_folder(config)
-    config, model = with_published_model(config)
-    resolved = resolve_run(config, ds, facts, world_size)
-    weights = None
+    has_checkpoints = _check_run_folder(config)
+    config, model, source = read_origin(config)
+    inputs = Inputs(
+        config=config,
+        ds=ds,
+        sets=sets,
+        tasks=tasks,
+        prompts=prompts,
+        source=source,
+        resumes=config.init_from is None,
+        has_checkpoints=has_checkpoints,
+        repeats_flags=is_restart(os.environ),
+    )
     if model is not None:
-        weights = find_published_weights(model, resolved.shape, sets.first)
-    elif config.init_from is not None:
-        _check_same_tokenizer(manifest, config, config.init_from)
-    return PreparedRun(config, sets, resolved, weights, tasks, prompts)
+        weights = find_published_weights(model, resolve_shape(config, inputs.facts), sets.first)
+        return replace(inputs, weights=weights)
+    if config.init_from is not None:
+        # A damaged state says here what is wrong with it.
+        state = source.state if source else load_run_state(find_checkpoint(Path(config.init_from)))
+        _check_same_tokenizer(sets.manifest, config, state)
+    return inputs
 
 
 def _check_settings(config: RunConfig) -> DsConfig:
@@ -160,15 +164,10 @@ def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> RunCon
     return config.model_copy(update={"data": str(request.open(may_prepare=may_prepare)), "data_cache": None})
 
 
-def _as_overfit_check(config: RunConfig, batch: int, world_size: int) -> RunConfig:
-    """Return the configuration with every other key that --overfit-batch decides. Raises ConfigError."""
-    if batch % world_size:
-        legal = [size for size in (batch // world_size * world_size, -(-batch // world_size) * world_size) if size]
-        raise ConfigError(
-            f"--overfit-batch {batch} cannot be divided over {world_size} ranks. Give a multiple of {world_size}, such "
-            f"as {' or '.join(map(str, legal))}."
-        )
-    decided: dict[str, object] = {"global_batch_size": batch, "batch_ramp_from": None, "batch_ramp_tokens": None}
+def _as_overfit_check(config: RunConfig) -> RunConfig:
+    """Return the configuration with every other key that --overfit-batch decides."""
+    decided: dict[str, object] = {"global_batch_size": config.overfit_batch}
+    decided |= {"batch_ramp_from": None, "batch_ramp_tokens": None}
     decided |= {"seq_len_ramp_from": None, "seq_len_ramp_tokens": None}
     decided |= {"val_every": 0, "save_every": 0, "resume": "none"}
     steps = config.steps or (None if config.tokens else _OVERFIT_STEPS)
@@ -201,23 +200,32 @@ def parse_profiled(text: str) -> tuple[int, int]:
     return parse_step_range("--profile", text, "a trace is written", _MAX_PROFILED_STEPS)
 
 
-def with_published_model(config: RunConfig) -> tuple[RunConfig, PublishedModel | None]:
-    """Return the configuration with the shape of the published model, and the model whose weights a new run loads.
+def read_origin(config: RunConfig) -> tuple[RunConfig, PublishedModel | None, SavedRun | None]:
+    """Return the configuration with the shape of the published model that it names or began with; the model whose
+    weights a new run loads; and the checkpoint that the run begins with.
 
-    The published model is the one that the configuration names, or that the run began with. Raises ConfigError,
-    CheckpointError.
+    Raises ConfigError, CheckpointError.
     """
     if config.init_from is not None and is_published(config.init_from):
         model = read_published_model("--init-from", config.init_from)
-        return with_published_shape(config, model), model
-    for folder in candidate_checkpoints(config):
-        try:
-            saved = load_run_state(folder).config
-        except CheckpointError:
-            # Skipped or explained later, where all checkpoints are verified.
-            continue
-        return with_saved_shape(config, saved, str(folder)) or with_published_shape(config, None), None
-    return with_published_shape(config, None), None
+        return with_published_shape(config, model), model, None
+    candidates = _candidates(config)
+    source: SavedRun | None = None
+    state: RunState | None = None
+    for folder, manifest in candidates:
+        # A damaged one is skipped or explained by `confirm_start`.
+        with suppress(CheckpointError):
+            source = read_saved_run(folder, manifest)
+            state = source.state
+            break
+    else:
+        # Without a whole one the run is refused in the end, with the shape that it had.
+        for folder, _ in candidates:
+            with suppress(CheckpointError):
+                state = load_run_state(folder)
+                break
+    shaped = with_saved_shape(config, state.config, str(folder)) if state is not None else None
+    return shaped or with_published_shape(config, None), None, source
 
 
 def _load_tasks(config: RunConfig) -> tuple[TaskFile, ...]:
@@ -232,18 +240,16 @@ def _load_tasks(config: RunConfig) -> tuple[TaskFile, ...]:
     return load_task_files(config.eval_tasks)
 
 
-def candidate_checkpoints(config: RunConfig) -> list[Path]:
+def _candidates(config: RunConfig) -> list[tuple[Path, CheckpointManifest | None]]:
     """Return the checkpoints that the run may begin with, newest first, not verified. Raises CheckpointError."""
-    if config.init_from is not None:
-        return [] if is_published(config.init_from) else [find_checkpoint(Path(config.init_from))]
-    if config.resume == "auto":
-        return list_checkpoints(config.run)
-    return [] if config.resume == "none" else [find_checkpoint(Path(config.resume))]
+    if config.init_from is None and config.resume in ("auto", "none"):
+        current = find_checkpoints(config.run).current if config.resume == "auto" else []
+        return [(checkpoint.path, checkpoint.manifest) for checkpoint in current]
+    return [(find_checkpoint(Path(config.init_from or config.resume)), None)]
 
 
-def _check_same_tokenizer(manifest: Manifest, config: RunConfig, init_from: str) -> None:
+def _check_same_tokenizer(manifest: Manifest, config: RunConfig, state: RunState) -> None:
     """Raise DataError unless the other run's weights were trained with the dataset's tokenizer and seq_len."""
-    state = load_run_state(find_checkpoint(Path(init_from)))
     check_set_matches(
         manifest,
         config.data,
@@ -266,8 +272,12 @@ def _check_nvme_paths(ds: DsConfig) -> None:
             )
 
 
-def _check_run_folder(config: RunConfig) -> None:
-    """Raise ConfigError for a start that would overwrite another run, or whose flags contradict each other."""
+def _check_run_folder(config: RunConfig) -> bool:
+    """Return whether the run folder holds checkpoints.
+
+    Raises ConfigError for a start that would overwrite another run or write through a link, or whose flags contradict
+    each other.
+    """
     check_output_folder("--run", config.run)
     # os.path, because Path.resolve raises on a loop of links.
     is_root = os.path.realpath(config.run) == "/"
@@ -289,13 +299,10 @@ def _check_run_folder(config: RunConfig) -> None:
         )
     if config.init_from and config.resume not in ("auto", "none"):
         raise ConfigError("--init-from starts at step 0 and --resume PATH continues: give one of them.")
-    # A missing checkpoint is reported before anything is built.
-    if config.init_from and not is_published(config.init_from):
-        if hint := forgotten_prefix(config.init_from):
-            raise ConfigError(f"--init-from {config.init_from} does not exist.{hint}")
-        find_checkpoint(Path(config.init_from))
-    elif config.resume not in ("auto", "none"):
-        find_checkpoint(Path(config.resume))
+    if config.init_from and not is_published(config.init_from) and (hint := forgotten_prefix(config.init_from)):
+        raise ConfigError(f"--init-from {config.init_from} does not exist.{hint}")
+    check_own_files(config.run)
+    return existing is not None
 
 
 def as_plain(config: RunConfig) -> dict[str, object]:
