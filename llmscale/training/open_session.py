@@ -284,7 +284,7 @@ def open_feed(run: PreparedRun, world: World, stream: SampleStream, *, start_sam
     return Feed(
         shards,
         stream.order,
-        FeedPlan(layout, plan.micro_batch_size, plan.gradient_accumulation_steps, stream.batches),
+        FeedPlan(layout, plan.micro_batch_size, plan.gradient_accumulation_steps, stream.batches, plan.global_batch_size),
         start_sample=start_sample,
         num_workers=run.config.num_workers,
         pin_memory=is_gpu(),

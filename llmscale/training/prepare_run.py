@@ -162,12 +162,8 @@ def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> RunCon
 
 def _as_overfit_check(config: RunConfig, batch: int, world_size: int) -> RunConfig:
     """Return the configuration with every other key that --overfit-batch decides. Raises ConfigError."""
-    if batch % world_size:
-        legal = [size for size in (batch // world_size * world_size, -(-batch // world_size) * world_size) if size]
-        raise ConfigError(
-            f"--overfit-batch {batch} cannot be divided over {world_size} ranks. Give a multiple of {world_size}, such "
-            f"as {' or '.join(map(str, legal))}."
-        )
+    if batch < world_size:
+        raise ConfigError(f"--overfit-batch {batch} has fewer samples than there are ranks: give {world_size} or more.")
     decided: dict[str, object] = {"global_batch_size": batch, "batch_ramp_from": None, "batch_ramp_tokens": None}
     decided |= {"seq_len_ramp_from": None, "seq_len_ramp_tokens": None}
     decided |= {"val_every": 0, "save_every": 0, "resume": "none"}
