@@ -1,4 +1,4 @@
-"""Divide a global batch over ranks and micro-steps. No torch."""
+"""Divide a global batch over any number of ranks, and micro-steps. No torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BatchRamp:
     and appendix B)."""
 
     first: int
-    """Sequences of the first step; later sizes are multiples, rounded down, so that the same ranks can divide them."""
+    """Sequences of the first step; later sizes are multiples, rounded down."""
     samples: int
     """Samples after which the batch has its full size."""
 
@@ -64,7 +64,8 @@ class LengthRamp:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Division of a global batch: micro_batch_size x gradient_accumulation_steps x data_parallel_size, exactly."""
+    """Division of a global batch into micro-batches, which are dealt to the ranks. Where a round has fewer micro-batches
+    than ranks, the others run a filler, whose gradient is zero: ZeRO and divided experts need every rank."""
 
     global_batch_size: int
     """Sequences per optimizer step over all ranks, after a ramp; fixed for a run, whatever the number of ranks."""
@@ -123,8 +124,17 @@ class BatchPlan:
 
     @property
     def samples_per_rank(self) -> int:
-        """Sequences of one optimizer step on one rank."""
-        return self.global_batch_size // self.ranks.data_parallel_size
+        """Sequences of one optimizer step on one rank; the last ranks may have fewer."""
+        return -(-self.global_batch_size // self.ranks.data_parallel_size)
+
+    def micro_steps(self, size: int) -> int:
+        """Return the forward passes of a rank in a step of `size` sequences."""
+        return -(-size // (self.micro_batch_size * self.ranks.data_parallel_size))
+
+    @property
+    def places(self) -> int:
+        """Sequences of an optimizer step with those of fillers: DeepSpeed's train_batch_size of undivided sequences."""
+        return self.micro_batch_size * self.gradient_accumulation_steps * self.ranks.data_parallel_size
 
     def as_dict(self) -> dict[str, int]:
         """Return JSON values for the run folder."""
@@ -149,9 +159,15 @@ class BatchPlan:
             grows += f"{self.steps_for(self.lengths.samples):,}"
         return (
             f"global batch {self.global_batch_size} sequences = {self.micro_batch_size} micro-batch "
-            f"x {self.gradient_accumulation_steps} accumulation x {_count_groups(self.ranks)} "
+            f"x {self.gradient_accumulation_steps} accumulation x {_count_groups(self.ranks)}{self._describe_fillers()} "
             f"= {self.tokens_per_step:,} tokens per step{grows}"
         )
+
+    def _describe_fillers(self) -> str:
+        fillers = (self.places - self.global_batch_size) // self.micro_batch_size
+        if not fillers:
+            return ""
+        return f" - {fillers} filler{'s' * (fillers > 1)} ({self.places / self.global_batch_size - 1:.0%} more work)"
 
 
 def build_batch_plan(
@@ -165,9 +181,9 @@ def build_batch_plan(
 ) -> BatchPlan:
     """Divide `global_batch_size` sequences over the data-parallel ranks.
 
-    With a ramp, ranks and micro-batch must divide its first size. The micro-batch defaults to the largest divisor of a
-    rank's share that stays within DEFAULT_MICRO_BATCH_TOKENS. Raises ConfigError that lists the legal world sizes and
-    micro-batches when the division leaves a remainder.
+    The micro-batch must divide it, and with a ramp its first size. It defaults to the largest of those that need the
+    fewest fillers within DEFAULT_MICRO_BATCH_TOKENS. Raises ConfigError for other micro-batches, and for more ranks
+    than sequences.
     """
     if global_batch_size < 1:
         raise ConfigError(f"global_batch_size must be at least 1 sequence, not {global_batch_size}.")
@@ -177,24 +193,21 @@ def build_batch_plan(
     if ramp is not None:
         _check_ramp(ramp, global_batch_size)
         smallest, key = ramp.first, "batch_ramp_from"
-    if smallest % size:
-        legal_sizes = [parts * ranks.sequence_parallel_size for parts in divisors(smallest)]
+    if size > smallest:
         raise ConfigError(
-            f"{key} {smallest} cannot be divided over {_count_groups(ranks)}. "
-            f"Legal world sizes for it: {_listed(legal_sizes)}. "
-            f"Or change --{key.replace('_', '-')} to {_nearest_multiples(smallest, size)}."
+            f"{key} {smallest} has fewer sequences than there are ranks to train on them: {_count_groups(ranks)}. Use at "
+            f"most {smallest * ranks.sequence_parallel_size} ranks, or give --{key.replace('_', '-')} {size} or more."
         )
-    share = smallest // size
-    legal = divisors(share)
+    legal = divisors(smallest)
     if micro_batch_size is None:
-        fitting = [size for size in legal if size * ranks.part_of(seq_len) <= DEFAULT_MICRO_BATCH_TOKENS]
-        micro_batch_size = max(fitting, default=1)
-    if micro_batch_size < 1 or share % micro_batch_size:
+        fitting = [fit for fit in legal if fit * ranks.part_of(seq_len) <= DEFAULT_MICRO_BATCH_TOKENS] or [1]
+        micro_batch_size = min(fitting, key=lambda fit: (-(-smallest // (fit * size)) * fit, -fit))
+    if micro_batch_size not in legal:
         raise ConfigError(
-            f"micro_batch_size {micro_batch_size} does not divide the {share} sequences that each of "
-            f"{_count_groups(ranks)} has per step ({key} {smallest}). Legal micro-batches: {_listed(legal)}."
+            f"micro_batch_size {micro_batch_size} does not divide {key} {smallest}. "
+            f"Legal micro-batches: {_listed(legal)}."
         )
-    micro_steps = global_batch_size // size // micro_batch_size
+    micro_steps = -(-global_batch_size // (size * micro_batch_size))
     return BatchPlan(global_batch_size, micro_batch_size, micro_steps, ranks, seq_len, ramp, lengths)
 
 

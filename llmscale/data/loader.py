@@ -1,7 +1,8 @@
 """The endless stream of one rank's micro-batches, from order, rank layout and shards.
 
 The position is the number of samples seen: with a constant global batch size G, global batch s is stream positions [s
-G, (s + 1) G). A feed starts at the beginning of any step, with any layout of ranks that divides G, and keeps no state.
+G, (s + 1) G). A feed starts at the beginning of any step, with any layout of ranks, and keeps no state. All ranks run
+as many micro-batches: one with fewer than the others gets a filler at the end of the step.
 """
 
 from __future__ import annotations
@@ -47,7 +48,13 @@ class MicroBatch(NamedTuple):
     tokens: Tensor
     """Windows, int64 [micro_batch_size, seq_len + 1]: inputs are [:, :-1], targets [:, 1:]."""
     sample_ids: Tensor
-    """Ids of the windows, int64 [micro_batch_size]."""
+    """Ids of the windows, int64 [micro_batch_size]; none for a filler, whose windows are those of another micro-batch of
+    its step, so that they overflow only where these do."""
+
+    @property
+    def is_filler(self) -> bool:
+        """True if it only keeps ranks in step."""
+        return not len(self.sample_ids)
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,8 @@ class FeedPlan:
     """Forward passes per step."""
     batches: Batches = ()
     """Batch sizes of the run by position, if they change."""
+    samples: int | None = None
+    """Sequences per step over all ranks, if fillers are needed."""
 
     def at(self, position: int) -> tuple[FeedPlan, int]:
         """Return the plan of the steps from a stream position on, and the number of samples of steps that have it."""
@@ -68,8 +77,9 @@ class FeedPlan:
         if not row:
             return self, MOST_POSITIONS
         end = self.batches[row][1] if row < len(self.batches) else MOST_POSITIONS
-        micro_steps = self.batches[row - 1][2] // (self.micro_batch_size * self.layout.data_parallel_size)
-        return replace(self, gradient_accumulation_steps=micro_steps), end - position
+        size = self.batches[row - 1][2]
+        micro_steps = -(-size // (self.micro_batch_size * self.layout.data_parallel_size))
+        return replace(self, gradient_accumulation_steps=micro_steps, samples=size), end - position
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "gradient_accumulation_steps"):
@@ -78,16 +88,24 @@ class FeedPlan:
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences per step, over all ranks."""
-        return self.micro_batch_size * self.gradient_accumulation_steps * self.layout.data_parallel_size
+        """Sequences per step, over all ranks, without fillers."""
+        places = self.micro_batch_size * self.gradient_accumulation_steps * self.layout.data_parallel_size
+        return places if self.samples is None else self.samples
 
 
 def rank_sample_ids(order: StreamOrder, plan: FeedPlan, first_sample: int, num_steps: int = 1) -> NDArray[np.int64]:
     """Return this rank's ids of the global batches from a stream position on: int64 [num_steps x accumulation x
-    micro_batch_size]."""
+    micro_batch_size]. Those of a filler are inverted (~id)."""
     positions = np.arange(first_sample, first_sample + num_steps * plan.global_batch_size, dtype=np.int64)
     batches = zip(np.split(positions, num_steps), np.split(order.rows(positions), num_steps), strict=True)
-    return order.sample_ids(np.concatenate([shard_batch(batch, rows, plan.layout) for batch, rows in batches]))
+    unit, share = plan.micro_batch_size, plan.micro_batch_size * plan.gradient_accumulation_steps
+    ids, is_filler = np.empty((num_steps, share), np.int64), np.ones((num_steps, share), np.bool_)
+    for step, (batch, rows) in enumerate(batches):
+        mine = shard_batch(batch, rows, plan.layout, unit)
+        is_filler[step, : len(mine)] = False
+        ids[step] = np.resize(mine if len(mine) else batch[:unit], share)
+    ids = order.sample_ids(ids.ravel())
+    return np.where(is_filler.ravel(), ~ids, ids)
 
 
 class Feed(Iterator[MicroBatch]):
@@ -151,7 +169,7 @@ class Feed(Iterator[MicroBatch]):
             self._receive()
         windows = self._received.popleft()
         tokens = torch.from_numpy(windows.tokens.astype(np.int64))
-        sample_ids = torch.from_numpy(windows.sample_ids)
+        sample_ids = torch.from_numpy(windows.sample_ids[windows.sample_ids >= 0])
         return MicroBatch(tokens.pin_memory() if self._pin_memory else tokens, sample_ids)
 
     def _receive(self) -> None:
@@ -234,7 +252,7 @@ class _Windows(NamedTuple):
     tokens: NDArray[np.unsignedinteger]
     """[micro_batch_size, seq_len + 1] in the dataset's dtype, uint16 or uint32."""
     sample_ids: NDArray[np.int64]
-    """[micro_batch_size]."""
+    """[micro_batch_size], inverted for a filler."""
 
 
 class _Message(NamedTuple):
@@ -257,7 +275,8 @@ class _WindowDataset(Dataset[_Message]):
     def __getitems__(self, sample_ids: list[NDArray[np.int64]]) -> _Message:
         """Read micro-batches, given the ids of each, [micro_batch_size]."""
         try:
-            windows = self._shards.read(np.concatenate(sample_ids))
+            ids = np.concatenate(sample_ids)
+            windows = self._shards.read(np.where(ids < 0, ~ids, ids))
             tokens = windows.reshape(len(sample_ids), -1, windows.shape[1])
         except DataError as error:
             return _Message([], str(error)) if len(sample_ids) == 1 else self._until_failure(sample_ids)

@@ -6,7 +6,7 @@ import hashlib
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -34,12 +34,14 @@ def train_step(
     device: torch.device,
     timer: PhaseTimer,
     seq_len: int | None = None,
+    weights: Sequence[float] | None = None,
 ) -> Tensor:
     """Train on one rank's share of a global batch.
 
     micro_batches: gradient_accumulation_steps tensors of token ids [micro_batch_size, T + 1], which are cut into
-    sequences of `seq_len` tokens, T by default. Returns this rank's mean loss in nats, a scalar on the device; reading
-    it would make the host wait.
+    sequences of `seq_len` tokens, T by default. `weights` of their losses are 1 by default, and 0 for a filler, which
+    only takes part in exchanges. Returns this rank's mean of the weighted losses in nats, a scalar on the device; reading
+    it would make the host wait. The mean over the ranks is the loss.
     """
     total = torch.zeros((), device=device)
     model = engine.module
@@ -50,7 +52,11 @@ def train_step(
         if seq_len is not None:
             # Neighbours share a token, so that each is a target once.
             tokens = tokens.unfold(1, seq_len + 1, seq_len).flatten(0, 1)
-        loss = engine(tokens[:, :-1], tokens[:, 1:])
+        weight = 1.0 if weights is None else weights[micro_step]
+        with nullcontext() if weight else _unrecorded(model):
+            loss = engine(tokens[:, :-1], tokens[:, 1:])
+        if weight != 1:
+            loss = loss * weight
         # DeepSpeed divides by the accumulation steps itself.
         engine.backward(loss)
         total += loss.detach()
@@ -61,6 +67,16 @@ def train_step(
         _balance_routers(model)
     timer.mark("other")
     return total / len(micro_batches)
+
+
+@contextmanager
+def _unrecorded(model: GPT) -> Iterator[None]:
+    """Leave out a filler of what the model records of its micro-batches: the experts' loads, and z^2."""
+    routing, z_squared = model.routing, model.head.mean_z_squared
+    yield
+    if model.routing is not None:
+        model.routing = torch.zeros_like(model.routing) if routing is None else routing
+    model.head.mean_z_squared = model.head.mean_z_squared if z_squared is None else z_squared
 
 
 def _balance_routers(model: GPT) -> None:

@@ -318,7 +318,10 @@ def _configs(search: Search, hpz_ranks: int = 1) -> Sequence[tuple[DsConfig, Che
 
 def legal_micro_batches(job: Job) -> list[int]:
     """Return the ascending divisors of a rank's share of the global batch. Raises ConfigError if it is fractional."""
-    return divisors(_plan(job, None).samples_per_rank)
+    plan = _plan(job, 1)
+    share, batch = plan.samples_per_rank, plan.global_batch_size
+    even = batch % plan.ranks.data_parallel_size == 0
+    return divisors(share) if even else [size for size in divisors(batch) if size <= share]
 
 
 def _bisect(job: Job, smallest: ResolvedStep, sizes: Sequence[int]) -> Candidate:

@@ -74,11 +74,16 @@ class Run:
 
     def micro_steps(self, step: int) -> int:
         """Return this rank's forward passes of the step after `step` optimizer steps."""
-        plan = self.resolved.plan
-        if step >= self.stream.batches[-1][0]:
-            return plan.gradient_accumulation_steps
-        size = self.samples_seen(step + 1) - self.samples_seen(step)
-        return size // (plan.micro_batch_size * plan.ranks.data_parallel_size)
+        return self.resolved.plan.micro_steps(self.batch_size(step))
+
+    def batch_size(self, step: int) -> int:
+        """Return the sequences of the step after `step` optimizer steps, over all ranks."""
+        return self.samples_seen(step + 1) - self.samples_seen(step)
+
+    def loss_weight(self, step: int) -> float:
+        """Return the weight of a micro-batch that counts: DeepSpeed's mean is over all, with fillers."""
+        plan, size = self.resolved.plan, self.batch_size(step)
+        return plan.micro_steps(size) * plan.micro_batch_size * plan.ranks.data_parallel_size / size
 
     def seq_len(self, step: int) -> int:
         """Return the tokens of a sequence in the step after `step` optimizer steps."""

@@ -159,8 +159,10 @@ def per_source_loss(run: Run, result: StepResult, sequence_losses: Sequence[Tens
     """
     names = run.start.sets.names
     ids = np.concatenate([batch.sample_ids.numpy() for batch in result.micro_batches])
+    pairs = zip(result.micro_batches, sequence_losses, strict=True)
+    counted = [losses for batch, losses in pairs if not batch.is_filler]
     # A sample may be cut into several sequences.
-    losses = torch.cat(list(sequence_losses)).double().view(len(ids), -1).mean(1).cpu().numpy()
+    losses = torch.cat(counted or [torch.empty(0)]).double().view(len(ids), -1 if counted else 1).mean(1).cpu().numpy()
     owners = run.stream.set_of(ids)
     sums = [np.bincount(owners, weights, minlength=len(names)) for weights in (losses, np.ones(len(ids)))]
     # Over all ranks: [sums, counts], each by dataset.

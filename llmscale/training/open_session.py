@@ -254,7 +254,13 @@ def open_feed(start: Start, world: World, *, start_sample: int) -> Feed:
     return Feed(
         shards,
         start.stream.order,
-        FeedPlan(layout, plan.micro_batch_size, plan.gradient_accumulation_steps, start.stream.batches),
+        FeedPlan(
+            layout,
+            plan.micro_batch_size,
+            plan.gradient_accumulation_steps,
+            start.stream.batches,
+            plan.global_batch_size,
+        ),
         start_sample=start_sample,
         num_workers=start.config.num_workers,
         pin_memory=is_gpu(),

@@ -40,8 +40,8 @@ class JudgeOverfit(StepAction):
         loss = float(np.mean(gather(control, float(result.loss))))
         if result.step == 1:
             size = run.resolved.shape.padded_vocab_size
-            targets = [batch.tokens[:, 1:].numpy().ravel() for batch in result.micro_batches]
-            counts = np.bincount(np.concatenate(targets), minlength=size)
+            batches = [batch.tokens[:, 1:].numpy().ravel() for batch in result.micro_batches if not batch.is_filler]
+            counts = np.bincount(np.concatenate([np.empty(0, np.int64), *batches]), minlength=size)
             self._first_loss, self._entropy = loss, entropy(np.sum(gather(control, counts), axis=0))
         if result.step == run.resolved.total_steps:
             has_learned, why = judge_overfit(self._first_loss, loss, self._entropy)

@@ -112,12 +112,8 @@ def resolve_start(inputs: Inputs, world_size: int) -> Start:
 def resolve_ranks(inputs: Inputs, world_size: int) -> ResolvedRun:
     """Divide a run over ranks. Raises ConfigError, in particular for a number of ranks that cannot share the batch."""
     batch = inputs.config.overfit_batch
-    if batch is not None and batch % world_size:
-        legal = [size for size in (batch // world_size * world_size, -(-batch // world_size) * world_size) if size]
-        raise ConfigError(
-            f"--overfit-batch {batch} cannot be divided over {world_size} ranks. Give a multiple of {world_size}, such "
-            f"as {' or '.join(map(str, legal))}."
-        )
+    if batch is not None and batch < world_size:
+        raise ConfigError(f"--overfit-batch {batch} has fewer samples than there are ranks: give {world_size} or more.")
     return resolve_run(inputs.config, inputs.ds, inputs.facts, world_size)
 
 

@@ -169,7 +169,6 @@ def resolve_ds_config(ds: DsConfig, model: ModelSize, plan: BatchPlan) -> dict[s
     Raises ConfigError if the file's batch sizes contradict the plan, or its hpZ group does not divide the ranks, or the
     ranks divide experts with keys that DeepSpeed cannot do it with.
     """
-    _check_product(plan)
     _check_groups(ds, plan)
     if plan.ranks.expert_parallel_size > 1:
         _check_divided_experts(ds)
@@ -183,8 +182,8 @@ def resolve_ds_config(ds: DsConfig, model: ModelSize, plan: BatchPlan) -> dict[s
             gradient_accumulation_steps=plan.gradient_accumulation_steps,
         )
     )
-    # DeepSpeed counts a sample once for every rank that trains on a part of it.
-    config["train_batch_size"] = plan.global_batch_size * plan.ranks.sequence_parallel_size
+    # DeepSpeed counts fillers, and a sample once for every rank that trains on a part of it.
+    config["train_batch_size"] = plan.places * plan.ranks.sequence_parallel_size
     config["gradient_clipping"] = DEFAULT_GRADIENT_CLIPPING if ds.gradient_clipping is None else ds.gradient_clipping
     config["zero_optimization"] = _zero_section(keys, model)
     config.update(_precision_sections(keys, plan.gradient_accumulation_steps))
@@ -202,15 +201,6 @@ def without_pinned_memory(ds_config: Mapping[str, object]) -> dict[str, object]:
     assert isinstance(zero, dict)
     unpinned = {name: {**zero[name], "pin_memory": False} for name in _OFFLOADS if name in zero}
     return {**ds_config, "zero_optimization": {**zero, **unpinned}}
-
-
-def _check_product(plan: BatchPlan) -> None:
-    ranks = plan.ranks.data_parallel_size
-    if plan.global_batch_size != plan.micro_batch_size * plan.gradient_accumulation_steps * ranks:
-        raise ConfigError(
-            f"global_batch_size {plan.global_batch_size} is not micro_batch_size {plan.micro_batch_size} x "
-            f"gradient_accumulation_steps {plan.gradient_accumulation_steps} x data_parallel_size {ranks}."
-        )
 
 
 def _check_groups(ds: DsConfig, plan: BatchPlan) -> None:

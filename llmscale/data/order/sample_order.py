@@ -366,23 +366,20 @@ class RankLayout:
         return sum(self.ranks_per_node)
 
 
-def shard_batch(positions: IntArray, rows: IntArray, layout: RankLayout) -> IntArray:
-    """Return this rank's share of a global batch: `positions` [G] with their canonical rows [G] -> [G / D].
+def shard_batch(positions: IntArray, rows: IntArray, layout: RankLayout, unit: int = 1) -> IntArray:
+    """Return this rank's share of a global batch: `positions` [G] with their canonical rows [G] -> its part.
 
-    A stable sort by preferred node, cut into D = data_parallel_size equal parts. Raises ConfigError when D does
-    not divide G.
+    A stable sort by preferred node, cut into D = data_parallel_size parts of whole micro-batches of `unit` samples; the
+    parts of two ranks differ by one micro-batch at most. Raises ConfigError when `unit` does not divide G.
     """
-    if len(positions) % layout.data_parallel_size:
-        raise ConfigError(
-            f"A global batch of {len(positions)} samples cannot be split equally over {layout.data_parallel_size} "
-            "ranks: the world size must divide it."
-        )
-    share = len(positions) // layout.data_parallel_size
-    begin = layout.data_parallel_rank * share
+    if len(positions) % unit:
+        raise ConfigError(f"A global batch of {len(positions)} samples is not a number of micro-batches of {unit}.")
+    parts, rank = len(positions) // unit, layout.data_parallel_rank
+    begin, end = (parts * number // layout.data_parallel_size * unit for number in (rank, rank + 1))
     if len(layout.ranks_per_node) == 1:  # with one node, sorting changes nothing
-        return positions[begin : begin + share]
+        return positions[begin:end]
     order = np.argsort(preferred_nodes(rows, layout.ranks_per_node), kind="stable")
-    return positions[order[begin : begin + share]]
+    return positions[order[begin:end]]
 
 
 def preferred_nodes(rows: IntArray, ranks_per_node: Sequence[int]) -> IntArray:
