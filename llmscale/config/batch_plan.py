@@ -135,6 +135,10 @@ class BatchPlan:
         """Return the sequences that the ranks compute in a step of `size`, those of fillers included."""
         return self.micro_batch_size * self.micro_steps(size) * self.ranks.data_parallel_size
 
+    def loss_weight(self, size: int) -> float:
+        """Return the weight of a micro-batch in a step of `size` sequences: DeepSpeed's mean is over fillers, too."""
+        return self.computed(size) / size
+
     @property
     def train_batch_size(self) -> int:
         """DeepSpeed's number of samples: with fillers, and a sequence once for every rank that has a part of it."""
@@ -143,7 +147,7 @@ class BatchPlan:
     @property
     def filler_share(self) -> float:
         """Work of fillers in a step, relative to that of the batch."""
-        return self.computed(self.global_batch_size) / self.global_batch_size - 1
+        return self.loss_weight(self.global_batch_size) - 1
 
     def with_fewest_fillers(self) -> BatchPlan | None:
         """Return the plan with the largest micro-batch that needs the fewest fillers; None if this one does."""
