@@ -47,8 +47,9 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
     """Run training, and return the exit status.
 
     0: the run is finished, or was asked to stop and has saved. 1: this machine failed it (memory, a killed data worker,
-    an occupied port), a store failed it for the moment, or something unexpected did. 2: a mistake of the user. `stop`
-    is installed already; without one, signals act as before.
+    an occupied port), a store failed it for the moment, or something unexpected did. 2: a mistake of the user. 75: it
+    has saved, because another node leaves, and torchrun is to start it again. `stop` is installed already; without one,
+    signals act as before.
     """
     began = time.perf_counter()
     prepare_streams()
@@ -164,8 +165,7 @@ def train(start: Start, stop: StopRequest, heartbeat: Heartbeat, began: float, a
             del result, micro_batches  # frees them before the next fetch
         # A run without steps left ends its start here.
         announcer.end()
-        session.finish()
-    return 0
+        return session.finish()
 
 
 if __name__ == "__main__":

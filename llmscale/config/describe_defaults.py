@@ -72,7 +72,7 @@ def describe_batch(config: RunConfig) -> Iterator[str]:
     if config.global_batch_size is None and config.global_batch_tokens is None:
         yield f"the global batch is {_default_of(config)}"
     if config.micro_batch_size is None:
-        yield f"the micro-batch the largest within {DEFAULT_MICRO_BATCH_TOKENS:,} tokens"
+        yield f"the micro-batch the largest within {DEFAULT_MICRO_BATCH_TOKENS:,} tokens that needs the fewest fillers"
 
 
 def describe_optimizer(config: RunConfig, schedule: Schedule, gradient_clipping: float) -> str:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
+from llmscale.config.launcher_variables import is_requeued
 from llmscale.untrusted.interpreter import RUN_MODULE
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -35,6 +38,11 @@ _MODULES = {
     "llmscale": "llmscale",
     "llmscale.cli.main": "llmscale",
 }
+#: torchrun's default of --rdzv-id.
+_NO_RUN_ID = "none"
+_SLURM_JOB = "Slurm job "
+#: Exit status of a rank that has saved and wants to be started again: EX_TEMPFAIL.
+EXIT_RESTART = 75
 _LAUNCHER_CHECK_S = 0.5
 #: Asked to stop during start-up, a rank that reaches no step boundary in this time exits. Rank 0 is last: the others'
 #: connections to it would break, with long messages.
@@ -43,6 +51,25 @@ _MAIN_RANK_LATER_S = 0.5
 #: A rank installs its handlers in its first tenth of a second; on a busy machine, later.
 _HANDLERS_PATIENCE_S = 10.0
 _HANDLERS_CHECK_S = 0.05
+
+
+class StopOfRank(NamedTuple):
+    """What a rank knows of a stop."""
+
+    reason: str | None
+    """The first request that it received; None if another rank did."""
+    node: str
+    """torchrun's number of its node; empty under other launchers."""
+
+
+def is_left_by_others(stops: Sequence[StopOfRank], variables: Mapping[str, str]) -> bool:
+    """Return whether the ranks stop for another node alone, and torchrun can go on without it.
+
+    torchrun takes status 0 for a finished run. Without a rendezvous it cannot go on without a node.
+    """
+    node, restarts = variables.get("GROUP_RANK", ""), variables.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    is_elastic = restarts != "0" and variables.get("TORCHELASTIC_RUN_ID", _NO_RUN_ID) != _NO_RUN_ID
+    return is_elastic and not any(stop.reason for stop in stops if stop.node == node)
 
 
 @dataclass
@@ -87,6 +114,10 @@ class StopRequest:
 
         if launchers:
             threading.Thread(target=watch, name="launchers", daemon=True).start()
+
+    def of_this_rank(self) -> StopOfRank:
+        """Return what this rank knows of a stop."""
+        return StopOfRank(next(iter(self.received), None), os.environ.get("GROUP_RANK", ""))
 
     def leave_start_up(self) -> None:
         """Leave the end of the process to the loop: there is something to save, or all ranks agreed to stop."""
@@ -239,6 +270,25 @@ def find_launchers() -> list[Launcher]:
     if chain and _has_lost_its_runner(chain[-1]):
         chain.append(Launcher(pid, "deepspeed", ""))
     return chain
+
+
+def launch_names(variables: Mapping[str, str]) -> list[str]:
+    """Return the names of this launch by torchrun and by Slurm, which all of its starts share.
+
+    torchrun's restart count differs between nodes, and stays 0 when ranks restart for a node that comes or goes.
+    """
+    names = [f"{_SLURM_JOB}{variables['SLURM_JOB_ID']}"] if "SLURM_JOB_ID" in variables else []
+    run_id = variables.get("TORCHELASTIC_RUN_ID")
+    if run_id not in (None, "", _NO_RUN_ID):
+        return [*names, f"torchrun --rdzv-id {run_id}"]
+    # The default is the same for all launches, but without a rendezvous the agent of a host never changes.
+    agents = [] if run_id is None else find_launchers()[:1]
+    return [*names, *(f"torchrun {agent.pid} of {platform.node()}, started {agent.started}" for agent in agents)]
+
+
+def repeating_launches(variables: Mapping[str, str]) -> list[str]:
+    """Return the names of a launch that may have started the same command before; a Slurm job only if requeued."""
+    return [name for name in launch_names(variables) if is_requeued(variables) or not name.startswith(_SLURM_JOB)]
 
 
 def launcher_name(arguments: Sequence[str]) -> str | None:

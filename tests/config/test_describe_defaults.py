@@ -66,7 +66,7 @@ def test_sizes_that_were_given_are_not_explained() -> None:
     assert list(describe_batch(config_of(global_batch_size=8, micro_batch_size=1))) == []
     assert list(describe_batch(config_of())) == [
         "the global batch is gpt2-124m's",
-        "the micro-batch the largest within 16,384 tokens",
+        "the micro-batch the largest within 16,384 tokens that needs the fewest fillers",
     ]
 
 

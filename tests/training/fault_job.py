@@ -3,6 +3,7 @@
 noise:STEP              the samples of that step are noise, whenever they are drawn
 nan:STEP:RANK:TIMES     on a rank, the last module of block 1's MLP puts out infinity in so many steps from that one
 stuck                   no step ever ends
+crash:STEPS             every rank fails after so many steps of a start
 slow-data:RANK          a rank waits 50 ms for every micro-batch
 slow-forward:RANK       a rank takes 50 ms longer for every forward pass; slow-head:RANK, for that of its head
 """
@@ -63,6 +64,19 @@ def stuck() -> None:
     Session.train = lambda *_: time.sleep(3600)  # type: ignore[method-assign]
 
 
+def crash(steps: str) -> None:
+    from llmscale.training.session import Session
+
+    decide = Session.decide
+
+    def decide_or_crash(session: Session, step: int):  # type: ignore[no-untyped-def]
+        if step - session.run.first_step == int(steps):
+            raise RuntimeError("planted")
+        return decide(session, step)
+
+    Session.decide = decide_or_crash  # type: ignore[method-assign]
+
+
 def slow(owner: type, name: str, rank: str) -> None:
     method: Callable = getattr(owner, name)
 
@@ -85,6 +99,8 @@ def plant(fault: str) -> None:
         nan(*values)
     elif kind == "stuck":
         stuck()
+    elif kind == "crash":
+        crash(*values)
     else:
         slow(*{"slow-data": (Feed, "__next__"), "slow-forward": (GPT, "forward"), "slow-head": (TiedHead, "forward")}[kind], *values)  # fmt: skip  # noqa: E501
 
