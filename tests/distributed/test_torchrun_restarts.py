@@ -32,10 +32,9 @@ WAITS = ("--rdzv-conf", "last_call_timeout=15,keep_alive_interval=1,keep_alive_m
 class Agent:
     """A torchrun and its ranks."""
 
-    def __init__(self, output: Path, *words: str) -> None:
+    def __init__(self, output: Path, *words: str, **variables: str) -> None:
         self.output = output
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **variables}
         with output.open("w") as file:
             self.process = subprocess.Popen(
                 [str(TORCHRUN), *words],
@@ -69,8 +68,8 @@ class Agent:
 def torchrun(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
     agents: list[Agent] = []
 
-    def start(*words: str) -> Agent:
-        agents.append(Agent(tmp_path / f"agent-{len(agents)}.txt", *words))
+    def start(*words: str, **variables: str) -> Agent:
+        agents.append(Agent(tmp_path / f"agent-{len(agents)}.txt", *words, **variables))
         return agents[-1]
 
     yield start
@@ -139,6 +138,7 @@ def test_a_node_that_is_lost_and_comes_back(torchrun: Callable, train_command: C
     settings = (*FLAGS, "--steps", "4000", "--save-every", "20", "--check-every", "1")
     run, store = tmp_path / "run", f"127.0.0.1:{free_port()}"
     flags = train_command(*settings, "--run", str(run))
+    fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     rendezvous = (*ELASTIC, "--rdzv-endpoint", store, "--rdzv-id", "job-1", *WAITS)
 
     def last_step() -> int:
@@ -149,14 +149,13 @@ def test_a_node_that_is_lost_and_comes_back(torchrun: Callable, train_command: C
         begun = last_step()
         stays.until(lambda: last_step() > begun + 5)
 
-    stays = torchrun(*rendezvous, "--nproc-per-node", "2", "--", *flags)
-    stays.until(lambda: "127.0.0.1" in store)
-    lost = torchrun(*rendezvous, "--nproc-per-node", "1", "--", *flags)
+    stays = torchrun(*rendezvous, "--nproc-per-node", "2", "--", *flags, **fresh)
+    lost = torchrun(*rendezvous, "--nproc-per-node", "1", "--", *flags, **fresh)
     wait_for_ranks(3)
     stays.until(lambda: bool(list_checkpoints(run)))
     lost.kill()
     wait_for_ranks(2)
-    torchrun(*rendezvous, "--nproc-per-node", "1", "--", *flags)
+    torchrun(*rendezvous, "--nproc-per-node", "1", "--", *flags, **fresh)
     wait_for_ranks(3)
     assert [start["world_size"] for start in starts_of(run)] == [3, 2, 3]
     assert all(start["launches"] == ["torchrun --rdzv-id job-1"] for start in starts_of(run))
