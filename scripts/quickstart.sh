@@ -38,7 +38,7 @@ main() {
     llmscale data prepare --input "$TEXT" --tokenizer "$TOKENIZER" --seq-len 128 --val-fraction 0.03 --out "$SET"
 
     num_processes=$(python -c 'import torch; print(torch.cuda.device_count() or 2)')
-    # The global batch must divide among the processes: round it up.
+    # A global batch that divides among the processes needs no fillers: round it up.
     SEQUENCES=$(((SEQUENCES + num_processes - 1) / num_processes * num_processes))
 
     step "Training: ZeRO-2 on $num_processes processes"

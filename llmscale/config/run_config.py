@@ -232,12 +232,13 @@ class RunConfig(ModelKeys):
     micro_batch_size: Sequences | None = key(
         None, ge=1, told_at="resolved.plan.micro_batch_size", asked_by=("estimate",)
     )
-    """Sequences per rank and forward pass; default: the largest within 16,384 tokens."""
+    """Sequences per rank and forward pass; default: the largest within 16,384 tokens that needs the fewest
+    fillers (docs/checkpoints.md)."""
     batch_ramp_from: Sequences | None = key(
         None, ge=1, resume=BATCH, ranks="same", needs="batch_ramp_tokens, not overfit_batch"
     )
-    """Sequences of the first step; the global batch grows by as many at a time to its full size. The number of ranks
-    must divide it."""
+    """Sequences of the first step; the global batch grows by as many at a time to its full size. The micro-batch must
+    divide it."""
     batch_ramp_tokens: Tokens | None = key(
         None, ge=1, resume=BATCH, ranks="same", needs="batch_ramp_from, not overfit_batch"
     )

@@ -3,7 +3,7 @@
 noise:STEP              the samples of that step are noise, whenever they are drawn
 nan:STEP:RANK:TIMES     on a rank, the last module of block 1's MLP puts out infinity in so many steps from that one
 stuck                   no step ever ends
-crash:STEPS             every rank fails after so many steps of a start
+crash:STEPS             every rank fails after so many steps of a start, once its checkpoint is written
 slow-data:RANK          a rank waits 50 ms for every micro-batch
 slow-forward:RANK       a rank takes 50 ms longer for every forward pass; slow-head:RANK, for that of its head
 """
@@ -71,6 +71,7 @@ def crash(steps: str) -> None:
 
     def decide_or_crash(session: Session, step: int):  # type: ignore[no-untyped-def]
         if step - session.run.first_step == int(steps):
+            session.rollback.finish_saving()
             raise RuntimeError("planted")
         return decide(session, step)
 
