@@ -54,7 +54,7 @@ _HANDLERS_CHECK_S = 0.05
 
 
 class StopOfRank(NamedTuple):
-    """What a rank knows of a stop."""
+    """A rank's view of a stop."""
 
     reason: str | None
     """The first request that it received; None if another rank did."""
@@ -63,9 +63,9 @@ class StopOfRank(NamedTuple):
 
 
 def is_left_by_others(stops: Sequence[StopOfRank], variables: Mapping[str, str]) -> bool:
-    """Return whether the ranks stop for another node alone, and torchrun can go on without it.
+    """Return whether the ranks stop for another node alone, and torchrun can continue without it.
 
-    torchrun takes status 0 for a finished run. Without a rendezvous it cannot go on without a node.
+    torchrun takes status 0 for a finished run. Without a rendezvous it cannot continue without a node.
     """
     node, restarts = variables.get("GROUP_RANK", ""), variables.get("TORCHELASTIC_MAX_RESTARTS", "0")
     is_elastic = restarts != "0" and variables.get("TORCHELASTIC_RUN_ID", _NO_RUN_ID) != _NO_RUN_ID
