@@ -3,6 +3,7 @@
 noise:STEP              the samples of that step are noise, whenever they are drawn
 nan:STEP:RANK:TIMES     on a rank, the last module of block 1's MLP puts out infinity in so many steps from that one
 stuck                   no step ever ends
+slow-first-line         SIGTERM arrives after the first step, while its line takes longer to end than a start-up to stop
 slow-data:RANK          a rank waits 50 ms for every micro-batch
 slow-forward:RANK       a rank takes 50 ms longer for every forward pass; slow-head:RANK, for that of its head
 """
@@ -10,6 +11,7 @@ slow-forward:RANK       a rank takes 50 ms longer for every forward pass; slow-h
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -63,6 +65,22 @@ def stuck() -> None:
     Session.train = lambda *_: time.sleep(3600)  # type: ignore[method-assign]
 
 
+def slow_first_line() -> None:
+    from llmscale.terminal.status_line import StatusLine
+    from llmscale.training.stop_request import _MAIN_RANK_LATER_S, _START_GRACE_S
+
+    end, calls = StatusLine.end, list[StatusLine]()
+
+    def end_slowly(line: StatusLine) -> None:
+        if not calls:
+            calls.append(line)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(_START_GRACE_S + _MAIN_RANK_LATER_S + 1)
+        end(line)
+
+    StatusLine.end = end_slowly  # type: ignore[method-assign]
+
+
 def slow(owner: type, name: str, rank: str) -> None:
     method: Callable = getattr(owner, name)
 
@@ -85,6 +103,8 @@ def plant(fault: str) -> None:
         nan(*values)
     elif kind == "stuck":
         stuck()
+    elif kind == "slow-first-line":
+        slow_first_line()
     else:
         slow(*{"slow-data": (Feed, "__next__"), "slow-forward": (GPT, "forward"), "slow-head": (TiedHead, "forward")}[kind], *values)  # fmt: skip  # noqa: E501
 
