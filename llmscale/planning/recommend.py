@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from llmscale.config.deepspeed.resolve import DsConfig
-from llmscale.config.deepspeed.schema import CheckpointingMode
+from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.hardware import Cluster
 from llmscale.config.interconnect import INTERCONNECTS, Interconnect
+from llmscale.config.presets import PRESETS
 from llmscale.memory.breakdown import format_size
 from llmscale.planning.calibration import SMALLEST_MICRO_BATCH_TOKENS
 from llmscale.planning.kernels import KernelSettings
@@ -22,6 +23,7 @@ from llmscale.planning.search import (
     Machines,
     Search,
     Strategy,
+    build_strategy,
     change_strategy,
     cheapest_sizes,
     find_fits,
@@ -217,6 +219,17 @@ def find_enough_nodes(job: Job, fits: Sequence[Candidate]) -> tuple[Machines, Ca
 def nearest_fit(fits: Sequence[Candidate]) -> Candidate:
     """Return the row that misses least."""
     return max(fits, key=lambda fit: fit.spare_bytes)
+
+
+def largest_preset(machines: Machines, precision: Precision) -> str | None:
+    """Return the largest GPT-2 or GPT-3 preset that these machines train without offload; None if none fits."""
+    ds = build_strategy(Strategy(max(STAGES), *OFFLOADS[0], CHECKPOINTING[-1]), precision)
+    plain = {name: preset.shape(preset.vocab_size) for name, preset in PRESETS.items() if not preset.block}
+    for name in sorted(plain, key=lambda name: plain[name].num_parameters, reverse=True):
+        batch = PRESETS[name].global_batch_tokens // plain[name].seq_len
+        if ds is not None and fit_at(ds, Job(plain[name], batch, machines), CHECKPOINTING[-1], 1).fits:
+            return name
+    return None
 
 
 @dataclass(frozen=True)

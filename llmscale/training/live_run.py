@@ -147,6 +147,8 @@ class StepResult:
     """This rank's mean loss in nats per token: a scalar on the device, not read yet."""
     was_skipped: bool
     """True if DeepSpeed left the weights unchanged because of overflow."""
+    grad_norm: Tensor | float | None = None
+    """Global norm before clipping, not read yet; None if DeepSpeed computed none."""
 
 
 class StepAction(ABC):
