@@ -255,7 +255,7 @@ class RunConfig(ModelKeys):
     tokens: Tokens | None = key(None, ge=1, in_place_of="steps")
     """Training tokens, in place of steps; rounded up to complete steps."""
     lr: float | None = key(None, gt=0, le=limits.MAX_LEARNING_RATE, told_at="resolved.schedule.peak_lr")
-    """Peak learning rate; default: the preset's."""
+    """Peak learning rate; default: the preset's, for adafactor divided by 0.02, as its rate is relative to weights."""
     schedule: ScheduleName = key("cosine", told_at="resolved.schedule.name")
     """Learning-rate schedule. cosine and linear decay to min_lr_frac; wsd: warm-up, stable, linear decay."""
     warmup_steps: Steps | None = key(None, ge=0, told_at="resolved.schedule.warmup_steps")

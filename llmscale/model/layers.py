@@ -16,10 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from llmscale.architecture.layers import INIT_STD
 from llmscale.architecture.shape import Activation, GPTShape
-
-#: Standard deviation of every weight matrix and embedding (Radford et al. 2019, and OpenAI's code).
-INIT_STD = 0.02
 
 #: Numbers drawn from one seed. A core draws 10^8 a second, 29 minutes for GPT-3 175B, so large tensors are drawn in
 #: chunks on all threads. Chunks also limit the extra fp32 memory to 64 MiB a thread.
