@@ -37,6 +37,7 @@ from llmscale.terminal.status_line import StatusLine
 from llmscale.training.changes import lines_at_end
 from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.inputs import announce_after_s, with_prepared_text
+from llmscale.training.lost_peer import explain_lost_peer
 from llmscale.training.memory_report import explained_out_of_memory
 from llmscale.training.start import Start, check_space, prepare_start
 from llmscale.untrusted.interpreter import protect_children
@@ -119,6 +120,8 @@ def _report_failure(
     """Print the error on the ranks that report it, and return the exit status."""
     # Ranks of one host share files and flags, so one of them reports; a store may have failed any of them alone.
     reports = here is None or here.local_rank == 0
+    if not stop.ends_early and not isinstance(error, LlmscaleError):
+        error = explain_lost_peer(error) or error
     if isinstance(error, LlmscaleError):
         if reports or (isinstance(error, (MachineError, UnreachableError)) and not error.is_on_every_rank):
             print_error(str(error))
