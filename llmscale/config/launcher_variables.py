@@ -49,11 +49,6 @@ class LauncherVariables:
     """Address and port in MASTER_ADDR and MASTER_PORT; None without a launcher."""
 
 
-def is_restart(variables: Mapping[str, str]) -> bool:
-    """Return whether Slurm or torchrun has started the same command before."""
-    return any(variables.get(f"{name}_RESTART_COUNT", "0") != "0" for name in ("SLURM", "TORCHELASTIC"))
-
-
 def read_launcher_variables(variables: Mapping[str, str]) -> LauncherVariables:
     """Read and check the environment. Raises ConfigError with the variable, its value, the legal values and the fix."""
     _check_libraries(variables)

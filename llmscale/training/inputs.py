@@ -22,7 +22,6 @@ from llmscale.config.hf_model import (
     with_published_shape,
     with_saved_shape,
 )
-from llmscale.config.launcher_variables import is_restart
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import get_preset
 from llmscale.config.resolve import SetFacts, resolve_shape
@@ -63,8 +62,6 @@ class Inputs:
     """False when a new run takes nothing but the source's weights."""
     has_checkpoints: bool = False
     """True when the run folder holds a checkpoint of any history and in any state."""
-    repeats_flags: bool = False
-    """True for a restart, which gives the flags of the first start again."""
 
     @property
     def facts(self) -> SetFacts:
@@ -110,7 +107,6 @@ def read_inputs(config: RunConfig) -> Inputs:
         source=source,
         resumes=config.init_from is None,
         has_checkpoints=has_checkpoints,
-        repeats_flags=is_restart(os.environ),
     )
     if model is not None:
         weights = find_published_weights(model, resolve_shape(config, inputs.facts), sets.first)

@@ -40,8 +40,8 @@ PEER_GONE = (
 _CLASSES = frozenset(("DistError", "DistBackendError", "DistNetworkError", "DistStoreError"))
 #: Errors of these classes that say nothing about a peer.
 _OWN_FAULTS = ("cuda error", "invalid usage", "invalid argument")
-#: Time in which a rank that ends is looked for: its data workers, which look like it, end within a second. All surviving
-#: ranks stay that long, so that none of them counts as missing.
+#: Time in which a rank that ends is looked for: its data workers, which look like it, end within a second. All
+#: surviving ranks stay that long, so that none of them counts as missing.
 _LOOK_S, _LOOK_EVERY_S = 2.0, 0.02
 _MAX_REASON = 200
 
@@ -51,12 +51,13 @@ class LostPeer(MachineError):
 
 
 def explain_lost_peer(error: BaseException) -> LostPeer | None:
-    """Return the error for the user if the connection to another rank broke, else None. Takes a second."""
+    """Return the error for the user if the connection to another rank broke, else None. Takes `_LOOK_S`."""
     reason = next((reason for one in _chain(error) if (reason := _reason_of(one))), None)
     if reason is None or os.environ.get("WORLD_SIZE", "1") in ("", "1"):
         return None
     peers = _Peers()
-    lost = LostPeer(f"{peers.describe(reason)} ({reason}). The same command continues from the last checkpoint.")
+    words = f"{peers.describe(reason)} ({reason})"
+    lost = LostPeer(f"{words}. The same command continues from the last checkpoint.")
     # The first rank of the host reports it, if it is there.
     lost.is_on_every_rank = peers.first in peers.living
     return lost

@@ -96,8 +96,8 @@ def test_defaults_of_the_optimizer_are_written_out() -> None:
         ("muon", "muon, learning rate 6.00e-04 (gpt2-124m's for AdamW, whose size of updates it has), "),
         (
             "adafactor",
-            "adafactor, learning rate 3.00e-02 (gpt2-124m's for AdamW, divided by the weights' first root mean square of "
-            "0.02, as it is relative to theirs), ",
+            "adafactor, learning rate 3.00e-02 (gpt2-124m's for AdamW, divided by the weights' first root mean square "
+            "of 0.02, as it is relative to theirs), ",
         ),
     ],
 )

@@ -268,9 +268,8 @@ class LocalRanks:
         for number, rank in failed:
             if rank.returncode < 0:
                 _restore_terminal()
-                self.show(
-                    f"rank {number} (process {rank.pid}) {describe_death(-rank.returncode)}; the other ranks were ended."
-                )
+                death = describe_death(-rank.returncode)
+                self.show(f"rank {number} (process {rank.pid}) {death}; the other ranks were ended.")
                 return 128 - rank.returncode
         # One rank reports the user's mistakes for all.
         codes = [rank.returncode for _, rank in failed]
