@@ -30,6 +30,7 @@ if __name__ == "__main__":
 from llmscale.config.launcher_variables import LauncherVariables, check_meeting_point, read_launcher_variables
 from llmscale.config.run_config import RunConfig, parse_run_config
 from llmscale.engine.device_settings import set_allocator_default
+from llmscale.engine.network import check_interfaces
 from llmscale.error_handling import flush_stdout, prepare_streams, print_error, report_crash
 from llmscale.errors import LlmscaleError, MachineError, UnreachableError
 from llmscale.files.resilient_stdout import make_output_resilient
@@ -111,6 +112,7 @@ def _check_and_train(
             return 0
         check_space(start)
         check_meeting_point(here, os.environ)
+        check_interfaces(os.environ)
         return train(start, stop, heartbeat, began, announcer)
 
 

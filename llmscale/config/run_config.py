@@ -444,11 +444,12 @@ class RunConfig(ModelKeys):
     plain: bool = key(False, resume="free", ranks=RANK_0)
     """Print a line per logged step, also on a terminal, in place of the live view."""
     wandb: bool = key(False, resume="free", ranks=RANK_0)
-    """Log to Weights & Biases, from rank 0. WANDB_MODE=offline needs no account."""
-    wandb_project: NonBlank = key("llmscale", resume="free", ranks=RANK_0, needs="wandb")
-    """Weights & Biases project."""
+    """Log to Weights & Biases, from rank 0. Its variables count, such as WANDB_ENTITY; WANDB_MODE=offline needs no
+    account."""
+    wandb_project: NonBlank | None = key(None, resume="free", ranks=RANK_0, needs="wandb")
+    """Weights & Biases project; default: WANDB_PROJECT, else llmscale."""
     wandb_name: NonBlank | None = key(None, resume="free", ranks=RANK_0, needs="wandb")
-    """Weights & Biases run name; default: the run folder's name."""
+    """Weights & Biases run name; default: WANDB_NAME, else the run folder's name."""
     tensorboard: bool = key(False, resume="free", ranks=RANK_0)
     """Write TensorBoard event files to the run folder's tensorboard/."""
 
