@@ -81,9 +81,8 @@ class Run:
         return self.samples_seen(step + 1) - self.samples_seen(step)
 
     def loss_weight(self, step: int) -> float:
-        """Return the weight of a micro-batch that counts: DeepSpeed's mean is over all, with fillers."""
-        plan, size = self.resolved.plan, self.batch_size(step)
-        return plan.micro_steps(size) * plan.micro_batch_size * plan.ranks.data_parallel_size / size
+        """Return the weight of a micro-batch, not a filler, in the step after `step` optimizer steps."""
+        return self.resolved.plan.loss_weight(self.batch_size(step))
 
     def seq_len(self, step: int) -> int:
         """Return the tokens of a sequence in the step after `step` optimizer steps."""

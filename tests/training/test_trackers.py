@@ -114,7 +114,11 @@ def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path: Path) -> None:
     [
         ((), {}, ("llmscale", "run", None)),
         ((), {"WANDB_PROJECT": "mine", "WANDB_NAME": "first", "WANDB_DIR": "/wandb"}, ("mine", "first", "/wandb")),
-        (("--wandb-project", "p", "--wandb-name", "n"), {"WANDB_PROJECT": "mine", "WANDB_NAME": "first"}, ("p", "n", None)),
+        (
+            ("--wandb-project", "p", "--wandb-name", "n"),
+            {"WANDB_PROJECT": "mine", "WANDB_NAME": "first"},
+            ("p", "n", None),
+        ),
     ],
 )
 def test_variables_of_wandb_count_unless_a_flag_says_otherwise(
