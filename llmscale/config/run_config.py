@@ -290,7 +290,8 @@ class RunConfig(ModelKeys):
     )
     """Do not train the parameters whose names match, such as 'blocks.0.*': no gradients, no optimizer states."""
     weight_decay: float = key(0.1, ge=0.0, le=limits.MAX_WEIGHT_DECAY, resume="told", ranks="same")
-    """Decoupled weight decay; applies to parameters of two or more dimensions."""
+    """Decoupled weight decay; applies to parameters of two or more dimensions. adafactor: a fiftieth of it, as its
+    learning rate is fifty times AdamW's."""
     beta1: float = key(0.9, ge=0.0, lt=1.0, resume="told", ranks="same", needs="not optimizer=adafactor")
     """AdamW: decay of the first moment; Muon's momentum is 0.95."""
     beta2: float = key(0.95, ge=0.0, lt=1.0, resume="told", ranks="same", needs="not optimizer=adafactor")
@@ -447,8 +448,8 @@ class RunConfig(ModelKeys):
     wandb: bool = key(False, resume="free", ranks=RANK_0)
     """Log to Weights & Biases, from rank 0. Its variables count, such as WANDB_ENTITY; WANDB_MODE=offline needs no
     account."""
-    wandb_project: NonBlank | None = key(None, resume="free", ranks=RANK_0, needs="wandb")
-    """Weights & Biases project; default: WANDB_PROJECT, else llmscale."""
+    wandb_project: NonBlank = key("llmscale", resume="free", ranks=RANK_0, needs="wandb")
+    """Weights & Biases project; if it is not given, WANDB_PROJECT counts."""
     wandb_name: NonBlank | None = key(None, resume="free", ranks=RANK_0, needs="wandb")
     """Weights & Biases run name; default: WANDB_NAME, else the run folder's name."""
     tensorboard: bool = key(False, resume="free", ranks=RANK_0)

@@ -197,9 +197,10 @@ def start_trackers(
     if config.tensorboard:
         found.append(start_tensorboard(config.run, first_step=first_step))
     if config.wandb:
+        given_project = config.wandb_project if "wandb_project" in config.model_fields_set else None
         run = start_wandb(
             config.run,
-            project=config.wandb_project or os.environ.get("WANDB_PROJECT") or "llmscale",
+            project=given_project or os.environ.get("WANDB_PROJECT") or config.wandb_project,
             name=config.wandb_name or os.environ.get("WANDB_NAME") or config.run.name,
             config=described(),
             run_id=wandb_run_id,

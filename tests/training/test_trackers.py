@@ -129,12 +129,16 @@ def test_variables_of_wandb_count_unless_a_flag_says_otherwise(
     tmp_path: Path,
 ) -> None:
     given: dict[str, object] = {}
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **words: given.update(words)))
+
+    def init(**words: object) -> SimpleNamespace:
+        given.update(words)
+        return SimpleNamespace(id="id")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(trackers.WandbRun, "run_id", "id", raising=False)
     config = parse_run_config(["--data", "d", "--run", str(tmp_path / "run"), "--model", "tiny-1m", "--wandb", *flags])
     trackers.start_trackers(config, dict, first_step=0, wandb_run_id=None)
     project, name, folder = expected
