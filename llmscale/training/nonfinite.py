@@ -169,7 +169,7 @@ class StopOnNonfinite(StepAction):
 
     @property
     def _fixed_scale_advice(self) -> str:
-        """What to try when gradients overflow and fp16's scale stays."""
+        """Advice for gradients that overflow while fp16's scale stays."""
         return _HYSTERESIS_ADVICE if self._searches_scale else _FIXED_SCALE_ADVICE
 
     def _scale_advice(self, result: StepResult) -> str:
