@@ -257,7 +257,7 @@ class RunConfig(ModelKeys):
     tokens: Tokens | None = key(None, ge=1, in_place_of="steps")
     """Training tokens, in place of steps; rounded up to complete steps."""
     lr: float | None = key(None, gt=0, le=limits.MAX_LEARNING_RATE, told_at="resolved.schedule.peak_lr")
-    """Peak learning rate; default: the preset's."""
+    """Peak learning rate; default: the preset's, for adafactor divided by 0.02, as its rate is relative to weights."""
     schedule: ScheduleName = key("cosine", told_at="resolved.schedule.name")
     """Learning-rate schedule. cosine and linear decay to min_lr_frac; wsd: warm-up, stable, linear decay."""
     warmup_steps: Steps | None = key(None, ge=0, told_at="resolved.schedule.warmup_steps")
@@ -291,7 +291,8 @@ class RunConfig(ModelKeys):
     )
     """Do not train the parameters whose names match, such as 'blocks.0.*': no gradients, no optimizer states."""
     weight_decay: float = key(0.1, ge=0.0, le=limits.MAX_WEIGHT_DECAY, resume="told", ranks="same")
-    """Decoupled weight decay; applies to parameters of two or more dimensions."""
+    """Decoupled weight decay; applies to parameters of two or more dimensions. adafactor: a fiftieth of it, as its
+    learning rate is fifty times AdamW's."""
     beta1: float = key(0.9, ge=0.0, lt=1.0, resume="told", ranks="same", needs="not optimizer=adafactor")
     """AdamW: decay of the first moment; Muon's momentum is 0.95."""
     beta2: float = key(0.95, ge=0.0, lt=1.0, resume="told", ranks="same", needs="not optimizer=adafactor")
@@ -446,11 +447,12 @@ class RunConfig(ModelKeys):
     plain: bool = key(False, resume="free", ranks=RANK_0)
     """Print a line per logged step, also on a terminal, in place of the live view."""
     wandb: bool = key(False, resume="free", ranks=RANK_0)
-    """Log to Weights & Biases, from rank 0. WANDB_MODE=offline needs no account."""
+    """Log to Weights & Biases, from rank 0. Its variables count, such as WANDB_ENTITY; WANDB_MODE=offline needs no
+    account."""
     wandb_project: NonBlank = key("llmscale", resume="free", ranks=RANK_0, needs="wandb")
-    """Weights & Biases project."""
+    """Weights & Biases project; if it is not given, WANDB_PROJECT counts."""
     wandb_name: NonBlank | None = key(None, resume="free", ranks=RANK_0, needs="wandb")
-    """Weights & Biases run name; default: the run folder's name."""
+    """Weights & Biases run name; default: WANDB_NAME, else the run folder's name."""
     tensorboard: bool = key(False, resume="free", ranks=RANK_0)
     """Write TensorBoard event files to the run folder's tensorboard/."""
 

@@ -22,7 +22,6 @@ from llmscale.config.hf_model import (
     with_published_shape,
     with_saved_shape,
 )
-from llmscale.config.launcher_variables import is_requeued
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import get_preset
 from llmscale.config.resolve import SetFacts, resolve_shape
@@ -64,8 +63,6 @@ class Inputs:
     """False when a new run takes nothing but the source's weights."""
     has_checkpoints: bool = False
     """True when the run folder holds a checkpoint of any history and in any state."""
-    repeats_flags: bool = False
-    """True for a restart, which gives the flags of the first start again."""
     left_out: str = ""
     """Flag of a restart that has acted already: --resume or --init-from, with its value."""
 
@@ -90,9 +87,8 @@ def read_inputs(config: RunConfig) -> Inputs:
 
     Raises ConfigError, DataError or CheckpointError; writes nothing.
     """
-    repeats_flags, left_out = is_requeued(os.environ), ""
+    left_out = ""
     if (launches := repeating_launches(os.environ)) and repeats_last_start(fetch_run(config.run), launches):
-        repeats_flags = True
         config, left_out = _without_used_flags(config)
     config = fetch_runs(config)
     if config.overfit_batch is not None:
@@ -117,7 +113,6 @@ def read_inputs(config: RunConfig) -> Inputs:
         source=source,
         resumes=config.init_from is None,
         has_checkpoints=has_checkpoints,
-        repeats_flags=repeats_flags,
         left_out=left_out,
     )
     if model is not None:

@@ -385,7 +385,7 @@ def _roll_back(session: Session) -> bool:
         return _stop_at_spike(session, before, spike, f"the run has gone back {_MAX_ROLLBACKS} times already")
     skipped = steps_to_skip(run, spike)
     config = run.config.model_copy(update={"skip_steps": [*run.config.skip_steps, skipped]})
-    start = replace(run.start, inputs=replace(run.start.inputs, config=config, repeats_flags=True))
+    start = replace(run.start, inputs=replace(run.start.inputs, config=config))
     io.report(f"going back from step {session.step} to {before.path.name}; the batches of steps {skipped} are left out")
     try:
         start = confirm_start(start, run.world, io.report, at=before.path)

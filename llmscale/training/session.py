@@ -17,10 +17,11 @@ from llmscale.engine.collectives import StepVote, gather, vote
 from llmscale.engine.deepspeed_engine import set_learning_rate
 from llmscale.engine.process_group import leave_world
 from llmscale.engine.train_step import explain_smallest_scale, seed_step, set_micro_steps, train_step
-from llmscale.errors import DataError
+from llmscale.errors import DataError, LlmscaleError
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
 from llmscale.training.log_steps import LogSteps
 from llmscale.training.loss_spikes import RollbackRequest, checkpoint_before, rollback_advice
+from llmscale.training.lost_peer import explain_lost_peer
 from llmscale.training.run_folder import record_failure
 from llmscale.training.save_checkpoints import SaveCheckpoints
 from llmscale.training.stop_request import EXIT_RESTART, StopOfRank, StopRequest, is_left_by_others
@@ -51,8 +52,12 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None and not self.stop.ends_early and self.io.claim.find_loss() is None:
-            record_failure(self.run.config.run, error, step=self.step, rank=self.run.world.rank)
+        lost = None
+        if error is not None and not self.stop.ends_early:
+            # Now: whoever ends later is not to blame.
+            lost = None if isinstance(error, LlmscaleError) else explain_lost_peer(error)
+            if self.io.claim.find_loss() is None:
+                record_failure(self.run.config.run, lost or error, step=self.step, rank=self.run.world.rank)
         self.engine.feed.close()
         for action in self.actions:
             action.close()
@@ -61,6 +66,8 @@ class Session:
         self.io.claim.close()
         if kind is None:
             leave_world()
+        if lost is not None:
+            raise lost from error
 
     def continue_from(
         self, run: Run, engine: Engine, actions: Sequence[StepAction], checkpoints: SaveCheckpoints

@@ -129,7 +129,7 @@ def _begin(inputs: Inputs, resolved: ResolvedRun) -> Start:
     warnings: list[str] = []
     if state is not None:
         warnings = check_identity(state.identity, _identity(inputs, resolved, stream), config.allow_changed)
-    check_skips(config.skip_steps, state, resolved.total_steps, inputs.repeats_flags)
+    check_skips(config.skip_steps, resolved.total_steps)
     return Start(inputs, resolved, stream, tuple(warnings))
 
 

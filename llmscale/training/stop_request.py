@@ -213,15 +213,20 @@ def _find_other_ranks() -> set[int]:
     """Return this job's other processes on this host: those with the same rendezvous and another rank."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return set()
+    our_rank = int(os.environ.get("RANK", "0"))
+    return {process for process, rank in find_ranks().items() if rank != our_rank}
+
+
+def find_ranks() -> dict[int, int]:
+    """Return the rank of each of this job's living processes on this host: those with the same rendezvous."""
     ours = {f"{name}={os.environ.get(name, '')}".encode() for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")}
-    our_rank = f"RANK={os.environ.get('RANK', '0')}".encode()
-    found = set()
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # another user's process, or one that ended
             variables = set((folder / "environ").read_bytes().split(b"\0"))
-            is_rank = any(word.startswith(b"RANK=") for word in variables)
-            if ours <= variables and is_rank and our_rank not in variables:
-                found.add(int(folder.name))
+            ranks = [word[5:] for word in variables if word.startswith(b"RANK=") and word[5:].isdigit()]
+            if ours <= variables and ranks:
+                found[int(folder.name)] = int(ranks[0])
     return found
 
 
@@ -247,7 +252,7 @@ class Launcher:
     @property
     def is_gone(self) -> bool:
         """True if it has ended, even if its parent has not noticed."""
-        stat = _stat(self.pid)
+        stat = read_stat(self.pid)
         return stat is None or stat.started != self.started or stat.state in "ZX"
 
 
@@ -255,11 +260,11 @@ def find_launchers() -> list[Launcher]:
     """Return the launchers above this rank, its parent first."""
     named = os.environ.get(LAUNCHER_VARIABLE, "")
     if named.isdigit():
-        stat = _stat(int(named)) if int(named) == os.getppid() else None
+        stat = read_stat(int(named)) if int(named) == os.getppid() else None
         return [Launcher(int(named), "llmscale train", stat.started if stat else "")]
     chain: list[Launcher] = []
     pid = os.getppid()
-    while pid > 0 and (stat := _stat(pid)) is not None:
+    while pid > 0 and (stat := read_stat(pid)) is not None:
         arguments = _arguments(pid)
         name = launcher_name(arguments)
         if name is not None:
@@ -342,17 +347,23 @@ def _belongs_to_rank(pid: int) -> bool:
 
 
 @dataclass(frozen=True)
-class _Stat:
+class Stat:
+    """A process as the kernel shows it."""
+
     state: str
+    """One letter: T stopped, Z or X ended."""
     parent: int
     started: str
+    exit_code: int
+    """Status as of waitpid; 0 while it runs."""
 
 
-def _stat(pid: int) -> _Stat | None:
+def read_stat(pid: int) -> Stat | None:
+    """Return the state of a process, or None if there is none."""
     try:
         # The command comes first, in parentheses, and may itself contain some.
         words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return _Stat(words[0], int(words[1]), words[19])
+        return Stat(words[0], int(words[1]), words[19], int(words[49]))
     except (OSError, IndexError, ValueError):
         return None
 
