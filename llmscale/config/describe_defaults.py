@@ -7,6 +7,7 @@ from typing import cast
 
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
 from llmscale.config.batch_plan import DEFAULT_MICRO_BATCH_TOKENS, BatchPlan
+from llmscale.config.deepspeed.resolve import BATCH_KEYS, DsConfig
 from llmscale.config.hf_model import default_preset, is_published
 from llmscale.config.presets import PRESETS, nominal_parameters
 from llmscale.config.resolve import ResolvedRun
@@ -67,11 +68,13 @@ def describe_gradients(plan: BatchPlan, ds_config: Mapping[str, object]) -> str:
     return ", ".join(words) or "one micro-step on one rank, nothing is summed"
 
 
-def describe_batch(config: RunConfig) -> Iterator[str]:
-    """Yield the sources of batch sizes that the user did not give."""
-    if config.global_batch_size is None and config.global_batch_tokens is None:
-        yield f"the global batch is {_default_of(config)}"
-    if config.micro_batch_size is None:
+def describe_batch(config: RunConfig, ds: DsConfig) -> Iterator[str]:
+    """Yield the sources of batch sizes that the user gave neither as flags nor in the ds_config."""
+    written = {name for name in BATCH_KEYS if isinstance(getattr(ds.keys, name), int)}
+    if config.global_batch_size is None and config.global_batch_tokens is None and "train_batch_size" not in written:
+        near = "a multiple near " if written else ""
+        yield f"the global batch is {near}{_default_of(config)}"
+    if config.micro_batch_size is None and not written - {"train_batch_size"}:
         yield f"the micro-batch the largest within {DEFAULT_MICRO_BATCH_TOKENS:,} tokens"
 
 

@@ -11,7 +11,7 @@ from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.hf_config import HFModel
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan, build_batch_plan
-from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config, resolve_ds_config
+from llmscale.config.deepspeed.resolve import BatchFlags, DsConfig, parse_ds_config, resolve_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode, OffloadDevice, Precision, ResolvedDsConfig
 from llmscale.config.hardware import GPU
 from llmscale.config.interconnect import Interconnect
@@ -206,6 +206,15 @@ class Job:
     """Ranks that divide a sequence."""
     expert_parallel_size: int = 1
     """Ranks that divide the experts of a block."""
+    is_default_batch: bool = False
+    """True if nobody gave the global batch, so that a ds_config may."""
+
+    def with_batch_of(self, ds: DsConfig) -> Job:
+        """Return the job with the batch sizes of a ds_config that no flag overrides."""
+        given = None if self.is_default_batch else self.global_batch_size
+        flags = BatchFlags(given, self.micro_batch_size)
+        batch = ds.batch(flags, self.global_batch_size, self.ranks.data_parallel_size)
+        return replace(self, global_batch_size=batch.total or self.global_batch_size, micro_batch_size=batch.micro)
 
     @property
     def ranks(self) -> ParallelLayout:
@@ -285,9 +294,9 @@ def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -
     Memory grows with the micro-batch, except for the largest: without accumulation it needs fewer bytes for gradients,
     so it is tried separately. Raises ConfigError.
     """
-    fixed = _fixed_micro_batch(ds, job)
-    if fixed is not None:
-        return fit_at(ds, job, checkpointing, fixed)
+    job = job.with_batch_of(ds)
+    if job.micro_batch_size is not None:
+        return fit_at(ds, job, checkpointing, job.micro_batch_size)
     sizes = legal_micro_batches(job)
     if len(sizes) == 1:
         return fit_at(ds, job, checkpointing, sizes[0])
@@ -359,17 +368,6 @@ def _plan(job: Job, micro_batch_size: int | None) -> BatchPlan:
         seq_len=job.shape.seq_len,
         micro_batch_size=micro_batch_size,
     )
-
-
-def _fixed_micro_batch(ds: DsConfig, job: Job) -> int | None:
-    """Return the user's micro-batch: the flag, else a number in the file, directly or by the accumulation."""
-    if job.micro_batch_size is not None:
-        return job.micro_batch_size
-    if isinstance(ds.keys.train_micro_batch_size_per_gpu, int):
-        return ds.keys.train_micro_batch_size_per_gpu
-    steps = ds.keys.gradient_accumulation_steps
-    # If it does not divide the share, the next micro-batch is refused with both numbers.
-    return max(1, _plan(job, None).samples_per_rank // steps) if isinstance(steps, int) else None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from llmscale.config.hf_model import (
 from llmscale.config.launcher_variables import is_restart
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import get_preset
-from llmscale.config.resolve import SetFacts, resolve_shape
+from llmscale.config.resolve import SetFacts, resolve_shape, with_ds_keys
 from llmscale.config.run_config import RunConfig
 from llmscale.config.run_urls import copy_of, shown, url_of
 from llmscale.config.user_paths import check_output_folder, read_prompts
@@ -90,7 +90,9 @@ def read_inputs(config: RunConfig) -> Inputs:
     config = fetch_runs(config)
     if config.overfit_batch is not None:
         config = _as_overfit_check(config)
-    ds = _check_settings(config)
+    ds = read_ds_config(config.ds)
+    config = with_ds_keys(config, ds)
+    _check_settings(config, ds)
     sets = open_training_sets(config.data, config.data_cache)
     tasks = _load_tasks(config)
     prompts = (
@@ -122,15 +124,13 @@ def read_inputs(config: RunConfig) -> Inputs:
     return inputs
 
 
-def _check_settings(config: RunConfig) -> DsConfig:
-    """Check what needs neither data nor a run folder, and return the ds_config. Raises ConfigError."""
-    ds = read_ds_config(config.ds)
+def _check_settings(config: RunConfig, ds: DsConfig) -> None:
+    """Check what needs neither data nor a run folder. Raises ConfigError."""
     get_optimizer(config.optimizer).check_stage(ds.zero_stage)
     for steps in config.skip_steps:
         parse_skip(steps)
     if config.profile is not None:
         parse_profiled(config.profile)
-    return ds
 
 
 #: Longest context that text is prepared for unless the user gives one.
@@ -146,7 +146,8 @@ def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> RunCon
         return config
     from llmscale.data.prepare.text_cache import DEFAULT_CACHE, TextRequest  # slow to import
 
-    _check_settings(config)
+    ds = read_ds_config(config.ds)
+    _check_settings(with_ds_keys(config, ds), ds)
     flag, name = ("--init-from", config.init_from) if config.init_from else ("--model", config.model)
     published = read_published_model(flag, name) if is_published(name) else None
     if config.init_from and not (published or config.tokenizer):

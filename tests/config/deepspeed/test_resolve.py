@@ -94,12 +94,6 @@ def test_the_plan_fills_the_batch_sizes() -> None:
     assert resolved["gradient_accumulation_steps"] == 2
 
 
-def test_a_number_that_contradicts_the_plan_is_refused() -> None:
-    assert resolve({"train_batch_size": 64})["train_batch_size"] == 64
-    with pytest.raises(ConfigError, match=r"my\.json: train_batch_size 32 contradicts the batch plan's 64"):
-        resolve({"train_batch_size": 32})
-
-
 def test_an_inconsistent_plan_is_refused() -> None:
     with pytest.raises(ConfigError, match="global_batch_size 10 is not micro_batch_size 4 x"):
         resolve_ds_config(
