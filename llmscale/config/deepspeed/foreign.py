@@ -1,7 +1,7 @@
 """Read the ds_config of another program: "auto", what is off, old names, optimizer and scheduler. No torch.
 
-Hugging Face's Trainer, Megatron-DeepSpeed and DeepSpeed's own examples share one file format with llmscale. Entries in other
-words, or for another program, become llmscale's keys here, or are named as without effect.
+Hugging Face's Trainer, Megatron-DeepSpeed and DeepSpeed's own examples share one file format with llmscale. Entries in
+other words, or for another program, become llmscale's keys here, or are named as without effect.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ class DsConfig:
         """Return global batch and micro-batch, in sequences, for `groups` data-parallel ranks.
 
         Flags go before the file. Two of the file's three numbers give the third. Where all three disagree, the
-        accumulation gives way, and `batch_notices` has a message. A batch of neither flags nor file is a multiple of the
-        micro-batch near `default`.
+        accumulation gives way, and `batch_notices` has a message. A batch of neither flags nor file is a multiple of
+        the micro-batch near `default`.
         """
         total = flags.total or _number(self.keys.train_batch_size)
         micro = flags.micro or _number(self.keys.train_micro_batch_size_per_gpu)
