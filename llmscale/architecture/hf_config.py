@@ -28,10 +28,10 @@ from llmscale.architecture.layers import (
 )
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.errors import ConfigError
-from llmscale.suggestions import did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, parse_json
 from llmscale.untrusted.hub import is_hub_name, read_hub_files
 from llmscale.untrusted.paths import read_regular
+from llmscale.untrusted.strangers import describe_stranger
 
 CONFIG_NAME = "config.json"
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, OPT, *LLAMA_LIKE, *WITH_EXPERTS)}
@@ -80,7 +80,7 @@ def get_family(config: Mapping[str, object], source: str) -> Family:
         raise ConfigError(f"{source}: model_type is missing or not a text; is this a transformers config.json?")
     if model_type not in FAMILIES:
         nearest, lacks = _OTHERS.get(model_type, ("", ""))
-        hint = f" The nearest is {nearest}, which has no {lacks}." if nearest else did_you_mean(model_type, FAMILIES)
+        hint = f" The nearest is {nearest}, which has no {lacks}." if nearest else ""
         raise ConfigError(
             f"{source}: llmscale has no model of type {model_type[:80]!r}.{hint} Supported: {', '.join(FAMILIES)}."
         )
@@ -106,6 +106,15 @@ def read_shape(config: Mapping[str, object], source: str) -> dict[str, object]:
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     return values
+
+
+def without_rope_scaling(config: Mapping[str, object]) -> dict[str, object]:
+    """Return the entries of a config.json with plain rotations, up to transformers 4 and from 5 on."""
+    parameters = config.get("rope_parameters")
+    plain: dict[str, object] = {"rope_scaling": None}
+    if isinstance(parameters, dict):
+        plain["rope_parameters"] = {"rope_theta": parameters["rope_theta"]} if "rope_theta" in parameters else None
+    return {**config, **plain}
 
 
 def family_of(shape: GPTShape) -> Family:
@@ -258,8 +267,10 @@ def find_config(path_or_name: str, source: str) -> FoundConfig:
     if path.is_dir():
         path = path / CONFIG_NAME
         if not path.is_file():
-            raise ConfigError(f"{source}: the folder has no {CONFIG_NAME}.")
+            raise ConfigError(f"{source}: the folder has no {CONFIG_NAME}.{describe_stranger(path.parent)}")
     if path.is_file():
+        if path.suffix != ".json" and (stranger := describe_stranger(path)):
+            raise ConfigError(f"{source} is not a {CONFIG_NAME} or its folder.{stranger}")
         try:
             return FoundConfig(_parse(read_regular(path, CONFIG_MAX_BYTES), source), path.parent, None)
         except OSError as error:

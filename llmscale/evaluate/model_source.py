@@ -98,7 +98,7 @@ def open_trained_checkpoint(
     made = sets.manifest
     tokenizer = load_set_tokenizer(sets.first.folder, made)
     shape = resolve_shape(config, SetFacts(made.vocab_size, made.seq_len, sets.num_train_samples, made.eot_token))
-    manifest, published = load_manifest(folder), open_published(run)
+    manifest, published = load_manifest(folder), open_published(run, config)
     return TrainedCheckpoint(folder, manifest, state, config, shape, sets, tokenizer, published)
 
 

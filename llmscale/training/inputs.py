@@ -35,7 +35,7 @@ from llmscale.errors import CheckpointError, ConfigError
 from llmscale.evaluate.tasks import TaskFile, load_task_files
 from llmscale.terminal.status_line import REPEAT_S, SOON_S
 from llmscale.training.run_folder import check_own_files
-from llmscale.untrusted.hub import forgotten_prefix
+from llmscale.untrusted.hub import forgotten_prefix, is_hub_name
 
 #: A trace has some thousand events per step and rank, and somebody wants to open it.
 _MAX_PROFILED_STEPS = 50
@@ -149,7 +149,7 @@ def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> RunCon
     ds = read_ds_config(config.ds)
     _check_settings(with_ds_keys(config, ds), ds)
     flag, name = ("--init-from", config.init_from) if config.init_from else ("--model", config.model)
-    published = read_published_model(flag, name) if is_published(name) else None
+    published = read_published_model(flag, name, config) if is_published(name) else None
     if config.init_from and not (published or config.tokenizer):
         raise ConfigError(
             f"--init-from {config.init_from} needs text with its own tokens, and --text would train other ones. Name "
@@ -208,7 +208,7 @@ def read_origin(config: RunConfig) -> tuple[RunConfig, PublishedModel | None, Sa
     Raises ConfigError, CheckpointError.
     """
     if config.init_from is not None and is_published(config.init_from):
-        model = read_published_model("--init-from", config.init_from)
+        model = read_published_model("--init-from", config.init_from, config)
         return with_published_shape(config, model), model, None
     candidates = _candidates(config)
     source: SavedRun | None = None
@@ -300,8 +300,12 @@ def _check_run_folder(config: RunConfig) -> bool:
         )
     if config.init_from and config.resume not in ("auto", "none"):
         raise ConfigError("--init-from starts at step 0 and --resume PATH continues: give one of them.")
-    if config.init_from and not is_published(config.init_from) and (hint := forgotten_prefix(config.init_from)):
-        raise ConfigError(f"--init-from {config.init_from} does not exist.{hint}")
+    named = config.init_from
+    if named and not is_published(named) and is_hub_name(named) and not os.path.lexists(named):
+        hint = forgotten_prefix(named) or (
+            f" Name a run folder, one of its checkpoints/step-*, or a published model, such as hf:{named}."
+        )
+        raise ConfigError(f"--init-from {named} does not exist.{hint}")
     check_own_files(config.run)
     return existing is not None
 

@@ -160,7 +160,7 @@ def test_a_name_is_fetched_from_the_hub(tmp_path: Path, monkeypatch: pytest.Monk
         ("{", "is not JSON"),
         ("[1]", "must hold a JSON object, not a list"),
         ("{}", "model_type is missing"),
-        ('{"model_type": "llamma"}', "Did you mean 'llama'?"),
+        ('{"model_type": "llamma"}', "no model of type 'llamma'. Supported: gpt2"),
         ('{"model_type": "mamba"}', "Supported: gpt2, opt, llama"),
         ('{"model_type": "gpt2", "n_embd": 48, "n_head": 5, "n_layer": 1}', "48 is not divisible by n_head 5"),
         ('{"model_type": "gpt2", "n_embd": 0}', "n_embd is 0; a positive integer"),

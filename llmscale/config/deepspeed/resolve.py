@@ -136,7 +136,7 @@ class DsConfig:
                 "torch_autocast": _switch(autocast or TorchAutocast(enabled=False), precision == "autocast"),
             }
         )
-        _refuse(f"{self.source} with precision {precision}", [refusal.text for refusal in refusals(keys)])
+        _raise_for(f"{self.source} with precision {precision}", [refusal.text for refusal in refusals(keys)])
         return replace(self, keys=keys)
 
 
@@ -171,7 +171,7 @@ def parse_ds_config(config: dict[str, object], source: str) -> DsConfig:
     reading = read_foreign(config)
     if problems := [problem.text for problem in find_problems(reading)]:
         fix = f"`llmscale doctor --ds {source} --fixed OUT` writes the file that llmscale takes."
-        _refuse(source, problems, fix)
+        _raise_for(source, problems, fix)
     keys = DsFile.model_validate(reading.config)
     notices = (notice.text for notice in reading.notices)
     return DsConfig(source, keys, (*notices, *ignored_keys(keys)), reading.run_keys)
@@ -204,7 +204,7 @@ def _switch(section: Bf16 | Fp16 | TorchAutocast, enabled: bool) -> Section:
     return section.model_copy(update={"enabled": enabled})
 
 
-def _refuse(source: str, problems: list[str], fix: str = "") -> None:
+def _raise_for(source: str, problems: list[str], fix: str = "") -> None:
     """Raise ConfigError with all problems, if there are any; `fix` follows several."""
     if len(problems) == 1:
         raise ConfigError(f"{source}: {problems[0]}")
