@@ -71,7 +71,10 @@ def describe_gradients(plan: BatchPlan, ds_config: Mapping[str, object]) -> str:
 def describe_batch(config: RunConfig, ds: DsConfig) -> Iterator[str]:
     """Yield the sources of batch sizes that the user gave neither as flags nor in the ds_config."""
     written = {name for name in BATCH_KEYS if isinstance(getattr(ds.keys, name), int)}
-    if config.global_batch_size is None and config.global_batch_tokens is None and "train_batch_size" not in written:
+    if config.micro_batch_size is not None:
+        written.add("train_micro_batch_size_per_gpu")
+    is_given = config.global_batch_size is not None or config.global_batch_tokens is not None
+    if not (is_given or "train_batch_size" in written or written >= {*BATCH_KEYS[1:]}):
         near = "a multiple near " if written else ""
         yield f"the global batch is {near}{_default_of(config)}"
     if config.micro_batch_size is None and not written - {"train_batch_size"}:

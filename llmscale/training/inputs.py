@@ -103,6 +103,8 @@ def read_inputs(config: RunConfig) -> Inputs:
     _check_nvme_paths(ds)
     has_checkpoints = _check_run_folder(config)
     config, model, source = read_origin(config)
+    if config.init_from is None and source is not None:
+        config = _with_saved_batch(config, ds, source.state)
     inputs = Inputs(
         config=config,
         ds=ds,
@@ -227,6 +229,16 @@ def read_origin(config: RunConfig) -> tuple[RunConfig, PublishedModel | None, Sa
                 break
     shaped = with_saved_shape(config, state.config, str(folder)) if state is not None else None
     return shaped or with_published_shape(config, None), None, source
+
+
+def _with_saved_batch(config: RunConfig, ds: DsConfig, state: RunState) -> RunConfig:
+    """Return a resumed run's configuration with the checkpoint's global batch, if the ds_config sizes a rank's alone."""
+    saved = state.identity.get("global_batch_size")
+    is_given = config.global_batch_size or config.global_batch_tokens or isinstance(ds.keys.train_batch_size, int)
+    is_per_rank = isinstance(ds.keys.gradient_accumulation_steps, int)
+    if is_given or not is_per_rank or type(saved) is not int:
+        return config
+    return config.model_copy(update={"global_batch_size": saved})
 
 
 def _load_tasks(config: RunConfig) -> tuple[TaskFile, ...]:

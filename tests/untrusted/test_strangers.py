@@ -92,6 +92,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "--init-from hf:": find_weights_files,
     "--hf, --model hf:": lambda path: find_config(str(path), "--hf X"),
     "--model": lambda path: get_preset(str(path)),
+    "--tokenizer": lambda path: load_tokenizer(str(path)),
 }
 
 
