@@ -10,7 +10,7 @@ from typing import cast
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.hf_config import HFModel
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.batch_plan import BatchPlan, build_batch_plan
+from llmscale.config.batch_plan import BatchPlan, build_batch_plan, cheapest_micro_batches
 from llmscale.config.deepspeed.resolve import BatchFlags, DsConfig, parse_ds_config, resolve_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode, OffloadDevice, Precision, ResolvedDsConfig
 from llmscale.config.hardware import GPU
@@ -18,7 +18,7 @@ from llmscale.config.interconnect import Interconnect
 from llmscale.config.limits import MAX_SEQ_LEN
 from llmscale.config.loss_settings import CHUNK_TOKENS, LossSettings
 from llmscale.config.optimizers import ADAMW, OptimizerSpec
-from llmscale.config.parallel_layout import ParallelLayout, divisors
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import ResolvedStep, default_balance_loss, resolve_step
 from llmscale.errors import ConfigError
 from llmscale.memory.estimate import HFStates, MemoryEstimate, estimate_hf_states, estimate_least, estimate_memory
@@ -284,12 +284,14 @@ class Candidate:
 
 
 def fit_at(ds: DsConfig, job: Job, checkpointing: CheckpointingMode, micro_batch_size: int) -> Candidate:
-    """Estimate one micro-batch. Raises ConfigError if it does not divide a rank's share of the global batch."""
+    """Estimate one micro-batch. Raises ConfigError if it does not divide the global batch."""
     return _fit(job, _step(ds, job, checkpointing, micro_batch_size))
 
 
 def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -> Candidate:
-    """Return the largest micro-batch that fits, else the smallest one. A fixed micro-batch is the only one tried.
+    """Return the largest micro-batch that fits of those with the fewest fillers, else the smallest one.
+
+    A fixed micro-batch is the only one tried.
 
     Memory grows with the micro-batch, except for the largest: without accumulation it needs fewer bytes for gradients,
     so it is tried separately. Raises ConfigError.
@@ -297,7 +299,7 @@ def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -
     job = job.with_batch_of(ds)
     if job.micro_batch_size is not None:
         return fit_at(ds, job, checkpointing, job.micro_batch_size)
-    sizes = legal_micro_batches(job)
+    sizes = cheapest_sizes(job)
     if len(sizes) == 1:
         return fit_at(ds, job, checkpointing, sizes[0])
     largest = _step(ds, job, checkpointing, sizes[-1])
@@ -325,12 +327,9 @@ def _configs(search: Search, hpz_ranks: int = 1) -> Sequence[tuple[DsConfig, Che
     return search.files or [(ds, mode) for ds, mode in legal if ds.zero_stage or not divides]
 
 
-def legal_micro_batches(job: Job) -> list[int]:
-    """Return the ascending divisors of a rank's share of the global batch. Raises ConfigError if it is fractional."""
-    plan = _plan(job, 1)
-    share, batch = plan.samples_per_rank, plan.global_batch_size
-    even = batch % plan.ranks.data_parallel_size == 0
-    return divisors(share) if even else [size for size in divisors(batch) if size <= share]
+def cheapest_sizes(job: Job) -> list[int]:
+    """Return the ascending micro-batches with the fewest fillers. Raises ConfigError for more ranks than sequences."""
+    return cheapest_micro_batches(job.global_batch_size, _plan(job, 1).ranks.data_parallel_size)
 
 
 def _bisect(job: Job, smallest: ResolvedStep, sizes: Sequence[int]) -> Candidate:

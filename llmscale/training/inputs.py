@@ -137,19 +137,35 @@ def _check_settings(config: RunConfig, ds: DsConfig) -> None:
 
 #: Longest context that text is prepared for unless the user gives one.
 _LONGEST_FOR_TEXT = 2048
+#: Text of a run without --data and --text, which every machine has.
+DEMO_TEXT = "python-docs"
+
+
+def _with_demo(config: RunConfig) -> RunConfig:
+    """Return the configuration with the demo as its text if it names no data, and the default set does not exist.
+
+    A run that begins with another run's weights needs that run's tokens, and gets no demo.
+    """
+    names_data = config.text is not None or "data" in config.model_fields_set or os.path.lexists(config.data)
+    if names_data or (config.init_from is not None and not is_published(config.init_from)):
+        return config
+    return config.model_copy(update={"text": DEMO_TEXT})
 
 
 def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> RunConfig:
-    """Return the configuration with the dataset of --text as its data; the first start prepares it into the cache.
+    """Return the configuration with the dataset of --text, or of the demo, as its data.
 
-    Raises ConfigError, before text is read; DataError, also unless this process `may_prepare` what is not prepared.
+    The first start prepares it into the cache. Raises ConfigError, before text is read; DataError, also unless this
+    process `may_prepare` what is not prepared.
     """
+    config = _with_demo(config)
     if config.text is None:
         return config
     from llmscale.data.prepare.text_cache import DEFAULT_CACHE, TextRequest  # slow to import
 
     ds = read_ds_config(config.ds)
     _check_settings(with_ds_keys(config, ds), ds)
+    check_output_folder("--run", config.run)
     flag, name = ("--init-from", config.init_from) if config.init_from else ("--model", config.model)
     published = read_published_model(flag, name, config) if is_published(name) else None
     if config.init_from and not (published or config.tokenizer):
@@ -232,7 +248,7 @@ def read_origin(config: RunConfig) -> tuple[RunConfig, PublishedModel | None, Sa
 
 
 def _with_saved_batch(config: RunConfig, ds: DsConfig, state: RunState) -> RunConfig:
-    """Return a resumed run's configuration with the checkpoint's global batch, if the ds_config sizes a rank's alone."""
+    """Return a resumed run's configuration with the checkpoint's batch, if the ds_config has that of a rank only."""
     saved = state.identity.get("global_batch_size")
     is_given = config.global_batch_size or config.global_batch_tokens or isinstance(ds.keys.train_batch_size, int)
     is_per_rank = isinstance(ds.keys.gradient_accumulation_steps, int)

@@ -24,13 +24,13 @@ from llmscale.planning.search import (
     Machines,
     Strategy,
     build_strategy,
+    cheapest_sizes,
     find_fits,
     find_hf_configs,
     find_largest_fit,
     find_largest_models,
     find_longest,
     fit_at,
-    legal_micro_batches,
     most_room,
 )
 from tests.planning.conftest import search
@@ -123,9 +123,19 @@ def test_an_accumulation_that_does_not_divide_gives_way_to_the_batch_of_a_flag_o
     assert (fit.plan.global_batch_size % 3, fit.plan.gradient_accumulation_steps) == (0, 3)
 
 
-def test_a_global_batch_that_cannot_be_shared_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot be divided over 8 ranks"):
-        legal_micro_batches(Job(SHAPE, 12, MACHINES))
+@pytest.mark.parametrize(
+    ("gpus", "batch", "sizes"), [(7, 64, [1, 2]), (8, 64, [1, 2, 4, 8]), (5, 48, [1, 2]), (7, 7, [1])]
+)
+def test_only_micro_batches_with_the_fewest_fillers_are_tried(gpus: int, batch: int, sizes: list[int]) -> None:
+    job = Job(SHAPE, batch, replace(MACHINES, num_nodes=1, gpus_per_node=gpus))
+    assert cheapest_sizes(job) == sizes
+    assert {fit.plan.micro_batch_size for fit in find_fits(search(job))} <= set(sizes)
+    assert find_largest_fit(config(2), job, "full").plan.micro_batch_size == sizes[-1]
+
+
+def test_more_gpus_than_sequences_are_refused() -> None:
+    with pytest.raises(ConfigError, match="global_batch_size 6 has fewer sequences than there are ranks"):
+        cheapest_sizes(Job(SHAPE, 6, MACHINES))
 
 
 def test_every_legal_strategy_is_a_row_once() -> None:

@@ -30,6 +30,7 @@ from llmscale.config.deepspeed.schema import (
     Section,
     TorchAutocast,
 )
+from llmscale.config.parallel_layout import divisors
 from llmscale.errors import ConfigError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json
 
@@ -113,13 +114,18 @@ class DsConfig:
         elif total is None:
             # A flag's micro-batch must divide the default, as it must without a file.
             total = max(1, default // micro) * micro if micro and flags.micro is None else default
-        elif micro is None and steps is not None and total % (steps * groups) == 0:
-            micro = total // (steps * groups)
+        elif micro is None and steps is not None:
+            # The smallest needs the fewest fillers.
+            sizes = (size for size in divisors(total) if -(-total // (size * groups)) == steps)
+            micro = next(sizes, None)
         return BatchFlags(total, micro)
 
     def batch_notices(self, plan: BatchPlan) -> list[str]:
         """Return a message for each batch size of the file that a flag or the number of ranks overrides."""
-        planned = (plan.global_batch_size, plan.micro_batch_size, plan.gradient_accumulation_steps)
+        # A file may have the batch itself, or DeepSpeed's number, as the ds_config.json of a run folder has.
+        is_deepspeeds = self.keys.train_batch_size == plan.train_batch_size
+        batch = plan.train_batch_size if is_deepspeeds else plan.global_batch_size
+        planned = (batch, plan.micro_batch_size, plan.gradient_accumulation_steps)
         return [
             f"{name} {written} of {self.source} gives way to {value}: {plan.describe()}."
             for name, value in zip(BATCH_KEYS, planned, strict=True)
@@ -252,8 +258,7 @@ def resolve_ds_config(ds: DsConfig, model: ModelSize, plan: BatchPlan) -> dict[s
     config: dict[str, object] = keys.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     config["train_micro_batch_size_per_gpu"] = plan.micro_batch_size
     config["gradient_accumulation_steps"] = plan.gradient_accumulation_steps
-    # DeepSpeed counts fillers, and a sample once for every rank that trains on a part of it.
-    config["train_batch_size"] = plan.places * plan.ranks.sequence_parallel_size
+    config["train_batch_size"] = plan.train_batch_size
     config["gradient_clipping"] = DEFAULT_GRADIENT_CLIPPING if ds.gradient_clipping is None else ds.gradient_clipping
     config["zero_optimization"] = _zero_section(keys, model)
     config.update(_precision_sections(keys, plan.gradient_accumulation_steps))
