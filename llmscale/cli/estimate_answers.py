@@ -138,6 +138,7 @@ def read_request(args: argparse.Namespace) -> EstimateRequest:
 
 def _read_job(args: argparse.Namespace, config: RunConfig, machines: Machines) -> Job:
     """Return shape and global batch, resolved as for a training run."""
+    is_default = config.global_batch_size is None
     if args.model is None and config.global_batch_size is None:
         world_size = machines.world_size
         batch = -(-_MAX_MODEL_BATCH // world_size) * world_size
@@ -156,6 +157,7 @@ def _read_job(args: argparse.Namespace, config: RunConfig, machines: Machines) -
         config.loss_chunk_tokens,
         config.sequence_parallel_size,
         config.expert_parallel_size,
+        is_default_batch=is_default,
     )
 
 
@@ -266,10 +268,12 @@ def _answer_lines(
     if tensors.frozen:
         frozen = shape.num_parameters - tensors.num_trainable
         yield f"  {frozen:,} of them frozen; activations are counted as if all were trained, which is an upper bound"
+    # ds_configs may set their own.
+    sizes = sorted({fit.plan.global_batch_size for fit in ranking.fits})
+    batches, tokens = (" or ".join(f"{size * each:,}" for size in sizes) for each in (1, shape.seq_len))
     optimizer = "" if job.optimizer.name == ADAMW.name else f"{job.optimizer.name}, "
     yield (
-        f"on {request.machines_in_words}, {precisions}, {optimizer}global batch {job.global_batch_size:,} sequences "
-        f"= {job.global_batch_size * shape.seq_len:,} tokens"
+        f"on {request.machines_in_words}, {precisions}, {optimizer}global batch {batches} sequences = {tokens} tokens"
     )
     if job.sequence_parallel_size > 1:
         yield job.ranks.describe_split(shape.seq_len, shape.n_head, shape.n_kv_head)
@@ -297,7 +301,7 @@ def _explain(fit: Candidate, name: str) -> Iterator[str]:
         f"{name}: {fit.strategy.describe()}, {fit.step.precision}, "
         f"gradients summed in {fit.step.engine_config.grad_accum_dtype}; {fit.plan.describe()}"
     )
-    for warning in fit.ds.warnings:
+    for warning in (*fit.ds.warnings, *fit.ds.batch_notices(fit.plan)):
         yield f"  warning: {warning}"
     yield from moment_lines(fit.estimate.moments, fit.estimate.peak_moment)
 

@@ -66,7 +66,7 @@ def resolve_model(config: RunConfig, seq_len: int | None) -> tuple[RunConfig, GP
     from llmscale.config.resolve import SetFacts, resolve_shape
 
     if is_published(config.model):
-        published = read_published_model("--model", config.model).shape
+        published = read_published_model("--model", config.model, config).shape
         positions, vocab_size = published.seq_len, published.vocab_size
         config = with_published_shape(config, None)
     else:

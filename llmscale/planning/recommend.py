@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from llmscale.config.deepspeed.resolve import DsConfig
+from llmscale.config.deepspeed.resolve import BATCH_KEYS, DsConfig
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.hardware import Cluster
 from llmscale.config.interconnect import INTERCONNECTS, Interconnect
@@ -178,8 +178,7 @@ def _alternatives(num_sizes: int, now: Strategy) -> Iterator[tuple[int, Strategy
 
 def _without_batch(ds: DsConfig) -> DsConfig:
     """Return the config without batch sizes, which follow from the plan."""
-    batch = {"train_batch_size": None, "train_micro_batch_size_per_gpu": None, "gradient_accumulation_steps": None}
-    return replace(ds, keys=ds.keys.model_copy(update=batch))
+    return replace(ds, keys=ds.keys.model_copy(update=dict.fromkeys(BATCH_KEYS)))
 
 
 def _words(fit: Candidate, now: Strategy, micro_batch_size: int) -> Iterator[str]:

@@ -11,14 +11,14 @@ from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.hf_config import HFModel
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan, build_batch_plan, cheapest_micro_batches
-from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config, resolve_ds_config
+from llmscale.config.deepspeed.resolve import BatchFlags, DsConfig, parse_ds_config, resolve_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode, OffloadDevice, Precision, ResolvedDsConfig
 from llmscale.config.hardware import GPU
 from llmscale.config.interconnect import Interconnect
 from llmscale.config.limits import MAX_SEQ_LEN
 from llmscale.config.loss_settings import CHUNK_TOKENS, LossSettings
 from llmscale.config.optimizers import ADAMW, OptimizerSpec
-from llmscale.config.parallel_layout import ParallelLayout, divisors
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import ResolvedStep, default_balance_loss, resolve_step
 from llmscale.errors import ConfigError
 from llmscale.memory.estimate import HFStates, MemoryEstimate, estimate_hf_states, estimate_least, estimate_memory
@@ -206,6 +206,15 @@ class Job:
     """Ranks that divide a sequence."""
     expert_parallel_size: int = 1
     """Ranks that divide the experts of a block."""
+    is_default_batch: bool = False
+    """True if nobody gave the global batch, so that a ds_config may."""
+
+    def with_batch_of(self, ds: DsConfig) -> Job:
+        """Return the job with the batch sizes of a ds_config that no flag overrides."""
+        given = None if self.is_default_batch else self.global_batch_size
+        flags = BatchFlags(given, self.micro_batch_size)
+        batch = ds.batch(flags, self.global_batch_size, self.ranks.data_parallel_size)
+        return replace(self, global_batch_size=batch.total or self.global_batch_size, micro_batch_size=batch.micro)
 
     @property
     def ranks(self) -> ParallelLayout:
@@ -287,9 +296,9 @@ def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -
     Memory grows with the micro-batch, except for the largest: without accumulation it needs fewer bytes for gradients,
     so it is tried separately. Raises ConfigError.
     """
-    fixed = _fixed_micro_batch(ds, job)
-    if fixed is not None:
-        return fit_at(ds, job, checkpointing, fixed)
+    job = job.with_batch_of(ds)
+    if job.micro_batch_size is not None:
+        return fit_at(ds, job, checkpointing, job.micro_batch_size)
     sizes = cheapest_sizes(job)
     if len(sizes) == 1:
         return fit_at(ds, job, checkpointing, sizes[0])
@@ -358,20 +367,6 @@ def _plan(job: Job, micro_batch_size: int | None) -> BatchPlan:
         seq_len=job.shape.seq_len,
         micro_batch_size=micro_batch_size,
     )
-
-
-def _fixed_micro_batch(ds: DsConfig, job: Job) -> int | None:
-    """Return the user's micro-batch: the flag, else a number in the file, directly or by the accumulation."""
-    if job.micro_batch_size is not None:
-        return job.micro_batch_size
-    if isinstance(ds.keys.train_micro_batch_size_per_gpu, int):
-        return ds.keys.train_micro_batch_size_per_gpu
-    steps = ds.keys.gradient_accumulation_steps
-    if not isinstance(steps, int):
-        return None
-    plans = (_plan(job, size) for size in divisors(job.global_batch_size))
-    # Without any, the first plan is refused with both numbers of micro-steps.
-    return next((plan.micro_batch_size for plan in plans if plan.gradient_accumulation_steps == steps), 1)
 
 
 @dataclass(frozen=True)

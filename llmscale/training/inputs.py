@@ -24,7 +24,7 @@ from llmscale.config.hf_model import (
 )
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import get_preset
-from llmscale.config.resolve import SetFacts, resolve_shape
+from llmscale.config.resolve import SetFacts, resolve_shape, with_ds_keys
 from llmscale.config.run_config import RunConfig
 from llmscale.config.run_urls import copy_of, shown, url_of
 from llmscale.config.user_paths import check_output_folder, read_prompts
@@ -35,7 +35,7 @@ from llmscale.evaluate.tasks import TaskFile, load_task_files
 from llmscale.terminal.status_line import REPEAT_S, SOON_S
 from llmscale.training.run_folder import check_own_files, repeats_last_start
 from llmscale.training.stop_request import repeating_launches
-from llmscale.untrusted.hub import forgotten_prefix
+from llmscale.untrusted.hub import forgotten_prefix, is_hub_name
 
 #: A trace has some thousand events per step and rank, and somebody wants to open it.
 _MAX_PROFILED_STEPS = 50
@@ -93,7 +93,9 @@ def read_inputs(config: RunConfig) -> Inputs:
     config = fetch_runs(config)
     if config.overfit_batch is not None:
         config = _as_overfit_check(config)
-    ds = _check_settings(config)
+    ds = read_ds_config(config.ds)
+    config = with_ds_keys(config, ds)
+    _check_settings(config, ds)
     sets = open_training_sets(config.data, config.data_cache)
     tasks = _load_tasks(config)
     prompts = (
@@ -104,6 +106,8 @@ def read_inputs(config: RunConfig) -> Inputs:
     _check_nvme_paths(ds)
     has_checkpoints = _check_run_folder(config)
     config, model, source = read_origin(config)
+    if config.init_from is None and source is not None:
+        config = _with_saved_batch(config, ds, source.state)
     inputs = Inputs(
         config=config,
         ds=ds,
@@ -136,15 +140,13 @@ def _without_used_flags(config: RunConfig) -> tuple[RunConfig, str]:
     return config.model_copy(update={"resume": "auto", "init_from": None}), named
 
 
-def _check_settings(config: RunConfig) -> DsConfig:
-    """Check what needs neither data nor a run folder, and return the ds_config. Raises ConfigError."""
-    ds = read_ds_config(config.ds)
+def _check_settings(config: RunConfig, ds: DsConfig) -> None:
+    """Check what needs neither data nor a run folder. Raises ConfigError."""
     get_optimizer(config.optimizer).check_stage(ds.zero_stage)
     for steps in config.skip_steps:
         parse_skip(steps)
     if config.profile is not None:
         parse_profiled(config.profile)
-    return ds
 
 
 #: Longest context that text is prepared for unless the user gives one.
@@ -175,10 +177,11 @@ def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> RunCon
         return config
     from llmscale.data.prepare.text_cache import DEFAULT_CACHE, TextRequest  # slow to import
 
-    _check_settings(config)
+    ds = read_ds_config(config.ds)
+    _check_settings(with_ds_keys(config, ds), ds)
     check_output_folder("--run", config.run)
     flag, name = ("--init-from", config.init_from) if config.init_from else ("--model", config.model)
-    published = read_published_model(flag, name) if is_published(name) else None
+    published = read_published_model(flag, name, config) if is_published(name) else None
     if config.init_from and not (published or config.tokenizer):
         raise ConfigError(
             f"--init-from {config.init_from} needs text with its own tokens, and --text would train other ones. Name "
@@ -237,7 +240,7 @@ def read_origin(config: RunConfig) -> tuple[RunConfig, PublishedModel | None, Sa
     Raises ConfigError, CheckpointError.
     """
     if config.init_from is not None and is_published(config.init_from):
-        model = read_published_model("--init-from", config.init_from)
+        model = read_published_model("--init-from", config.init_from, config)
         return with_published_shape(config, model), model, None
     candidates = _candidates(config)
     source: SavedRun | None = None
@@ -256,6 +259,16 @@ def read_origin(config: RunConfig) -> tuple[RunConfig, PublishedModel | None, Sa
                 break
     shaped = with_saved_shape(config, state.config, str(folder)) if state is not None else None
     return shaped or with_published_shape(config, None), None, source
+
+
+def _with_saved_batch(config: RunConfig, ds: DsConfig, state: RunState) -> RunConfig:
+    """Return a resumed run's configuration with the checkpoint's batch, if the ds_config has that of a rank only."""
+    saved = state.identity.get("global_batch_size")
+    is_given = config.global_batch_size or config.global_batch_tokens or isinstance(ds.keys.train_batch_size, int)
+    is_per_rank = isinstance(ds.keys.gradient_accumulation_steps, int)
+    if is_given or not is_per_rank or type(saved) is not int:
+        return config
+    return config.model_copy(update={"global_batch_size": saved})
 
 
 def _load_tasks(config: RunConfig) -> tuple[TaskFile, ...]:
@@ -329,8 +342,12 @@ def _check_run_folder(config: RunConfig) -> bool:
         )
     if config.init_from and config.resume not in ("auto", "none"):
         raise ConfigError("--init-from starts at step 0 and --resume PATH continues: give one of them.")
-    if config.init_from and not is_published(config.init_from) and (hint := forgotten_prefix(config.init_from)):
-        raise ConfigError(f"--init-from {config.init_from} does not exist.{hint}")
+    named = config.init_from
+    if named and not is_published(named) and is_hub_name(named) and not os.path.lexists(named):
+        hint = forgotten_prefix(named) or (
+            f" Name a run folder, one of its checkpoints/step-*, or a published model, such as hf:{named}."
+        )
+        raise ConfigError(f"--init-from {named} does not exist.{hint}")
     check_own_files(config.run)
     return existing is not None
 

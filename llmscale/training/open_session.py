@@ -321,7 +321,7 @@ def _describe(start: Start, launches: Sequence[str]) -> None:
 
     def keep_model() -> None:
         source = start.source.path if start.source else None
-        keep_published(start.weights, start.resolved.plan.seq_len, source, folder)
+        keep_published(start.weights, start.resolved.plan.seq_len, source, folder, start.config)
 
     keep(keep_model, folder, "the published model's configuration", is_new=is_new)
 

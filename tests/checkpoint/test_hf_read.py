@@ -119,7 +119,10 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
 
 def test_a_folder_without_weights_says_what_they_are_called(tmp_path: Path) -> None:
     write_file(tmp_path / "consolidated.safetensors", {"x": ("F32", [4])})
-    with pytest.raises(CheckpointError, match=r"holds no weights. Legal: model.safetensors or pytorch_model.bin"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds no weights, but consolidated.safetensors. Legal: model.safetensors or pytorch_model.bin",
+    ):
         find_weights_files(tmp_path)
 
 

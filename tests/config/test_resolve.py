@@ -130,11 +130,6 @@ def test_a_cpu_without_bf16_arithmetic_takes_fp32_where_nothing_names_bf16(
     assert there.ds_config["communication_data_type"] == exchanged
 
 
-def test_a_ds_config_that_contradicts_the_batch_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"my\.json: train_batch_size 7 contradicts the batch plan's 8"):
-        resolve("--global-batch-size", "8", ds={"train_batch_size": 7})
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

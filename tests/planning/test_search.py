@@ -114,9 +114,13 @@ def test_the_flag_wins_over_the_search() -> None:
     assert fit.plan.micro_batch_size == 2
 
 
-def test_an_accumulation_that_does_not_divide_is_one_clear_error() -> None:
-    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps 3 contradicts the batch plan's 8"):
-        find_largest_fit(config(2, gradient_accumulation_steps=3), Job(SHAPE, 64, MACHINES), "none")
+def test_an_accumulation_that_does_not_divide_gives_way_to_the_batch_of_a_flag_only() -> None:
+    ds = config(2, gradient_accumulation_steps=3)
+    fit = find_largest_fit(ds, Job(SHAPE, 64, MACHINES), "none")
+    assert fit.plan.global_batch_size == 64
+    assert ds.batch_notices(fit.plan)
+    fit = find_largest_fit(ds, Job(SHAPE, 64, MACHINES, is_default_batch=True), "none")
+    assert (fit.plan.global_batch_size % 3, fit.plan.gradient_accumulation_steps) == (0, 3)
 
 
 @pytest.mark.parametrize(
