@@ -5,6 +5,7 @@ A new tracker is a class here and a line in `start_trackers`.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -160,7 +161,14 @@ def start_wandb(
         raise ConfigError(f"--wandb needs the wandb package: `{install_command('train')}`.") from None
     try:
         run = wandb.init(
-            project=project, name=name, dir=str(run_folder), config=dict(config), id=run_id, resume="allow"
+            project=project,
+            name=name,
+            dir=str(run_folder),
+            config=dict(config),
+            id=run_id,
+            resume="allow",
+            # They would send the command line, paths and the user's address.
+            settings={"x_disable_meta": True} | ({} if "WANDB_CONSOLE" in os.environ else {"console": "off"}),
         )
     except (wandb.errors.Error, OSError) as error:
         raise ConfigError(
