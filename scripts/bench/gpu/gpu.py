@@ -113,15 +113,12 @@ class Bench:
     def run_all(self, cells: Sequence[Cell]) -> None:
         """Run every cell that there is time for."""
         for number, cell in enumerate(cells, 1):
-            if cell.name in self.resumed:
-                self.rows.append(self.resumed[cell.name])
-                continue
             expected = expected_s(cell, self.rows)
-            row = {
+            row = self.resumed.get(cell.name) or {
                 **describe_cell(cell),
                 "problem": f"no time: {max(0, self.left_s):.0f} s left, {expected:.0f} needed",
             }
-            if self.left_s >= expected:
+            if cell.name not in self.resumed and self.left_s >= expected:
                 print(f"[{number}/{len(cells)}, {self.left_s / 60:.0f} min left] {cell.name} ...", flush=True)
                 began = time.monotonic()
                 row = {**describe_cell(cell), **self.attempt(cell, number)}
