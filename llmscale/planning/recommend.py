@@ -25,9 +25,9 @@ from llmscale.planning.search import (
     Strategy,
     build_strategy,
     change_strategy,
+    cheapest_sizes,
     find_fits,
     fit_at,
-    legal_micro_batches,
     strategy_of,
 )
 from llmscale.planning.step_time import Throughput, estimate_step
@@ -114,7 +114,7 @@ def find_smallest_change(
     A smaller micro-batch costs least (the loss curve stays the same), then recomputation, then a higher stage, then
     offload. Raises ConfigError for a run that could not start anyway.
     """
-    sizes = [size for size in legal_micro_batches(job) if size <= micro_batch_size][::-1]
+    sizes = [micro_batch_size, *(size for size in reversed(cheapest_sizes(job)) if size < micro_batch_size)]
     now = strategy_of(ds, checkpointing)
     for size_steps, strategy in _alternatives(len(sizes), now):
         changed = ds if strategy == now else change_strategy(ds, strategy)
@@ -207,7 +207,7 @@ def find_enough_nodes(job: Job, fits: Sequence[Candidate]) -> tuple[Machines, Ca
     for _ in range(_MOST_DOUBLINGS):
         machines = replace(machines, num_nodes=2 * machines.num_nodes)
         larger = replace(job, machines=machines)
-        if job.global_batch_size % larger.ranks.data_parallel_size:
+        if job.global_batch_size < larger.ranks.data_parallel_size:
             return None
         more = [fit_at(fit.ds, larger, fit.strategy.checkpointing, 1) for fit in fits]
         fitting = [fit for fit in more if fit.fits]
@@ -259,7 +259,7 @@ class Ranking:
 
 
 def rank_configs(search: Search) -> Ranking:
-    """Find rows, estimate their speed, and choose one. Raises ConfigError for an indivisible batch."""
+    """Find rows, estimate their speed, and choose one. Raises ConfigError for more ranks than sequences."""
     configs = tuple(RankedConfig(fit, _throughput(search, fit)) for fit in find_fits(search))
     rates = [config.throughput.tokens_per_second if config.throughput else None for config in configs]
     return Ranking(configs, recommend([config.fit for config in configs], rates))

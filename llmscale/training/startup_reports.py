@@ -77,6 +77,12 @@ def describe_run(run: Run, report: Callable[[str], None]) -> None:
     if world.device.type != "cpu":
         report(describe_settings())
     report("; ".join([f"batch: {plan.describe()}", *describe_batch(config)]))
+    cheaper = plan.with_fewest_fillers()
+    if cheaper is not None:
+        size, share = cheaper.micro_batch_size, cheaper.filler_share
+        report(
+            f"       --micro-batch-size {size} needs the fewest fillers: {share:.0%} more work than the batch itself"
+        )
     report(f"gradients: {describe_gradients(plan, ds_config)}")
     report(f"optimizer: {describe_optimizer(config, resolved.schedule, cast('float', ds_config['gradient_clipping']))}")
     for warning in filter(None, (warn_of_learning_rate(config, resolved.schedule), warn_of_router(shape))):
