@@ -76,7 +76,8 @@ def key(
     """Declare a key: its default and legal values as pydantic's Field has them, and its behaviour (`keys.Key`).
 
     `resume` and `ranks` are needed, except beside `in_place_of` (the other key's value is told and compared) and
-    `told_at` (the value at that place is). A text needs `outside`. The text below the key is its help, the comment above a group its section.
+    `told_at` (the value at that place is). A text needs `outside`. The text below the key is its help, the comment
+    above a group its section.
     `metavar` and `asked_by` must be literals: `run_flags.describe_keys` reads them without importing pydantic.
     """
     if in_place_of:
