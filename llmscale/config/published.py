@@ -1,6 +1,6 @@
-"""What of a run leaves its machine, in model cards, reports, trackers and messages: no secrets, no folders. No torch.
+"""Leave secrets and folders out of model cards, reports, trackers and messages. No torch.
 
-A key says so itself (`keys.Key.outside`). Free text, such as an error, loses its folders and the secrets of its URLs.
+Each key declares what others may see of it (`keys.Key.outside`). Free text, such as an error, loses its folders and the secrets of its URLs.
 """
 
 from __future__ import annotations
