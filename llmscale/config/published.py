@@ -1,6 +1,7 @@
 """Leave secrets and folders out of model cards, reports, trackers and messages. No torch.
 
-Each key declares what others may see of it (`keys.Key.outside`). Free text, such as an error, loses its folders and the secrets of its URLs.
+Each key declares what others may see of it (`keys.Key.outside`). Free text, such as an error, loses its folders and the
+secrets of its URLs.
 """
 
 from __future__ import annotations
