@@ -188,6 +188,7 @@ def shape_key(
         may_contradict=may_contradict,
         run_default=run_default,
         metavar=metavar,
+        outside="value",
         bounds=tuple(bounds.items()),
     )
 

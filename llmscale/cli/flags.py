@@ -23,7 +23,7 @@ from llmscale.config.command_line import (
     whole_number,
 )
 from llmscale.config.optimizers import ADAFACTOR, ADAMW, MODELLED_NAMES
-from llmscale.config.run_flags import add_run_flags, keys_asked_by, model_keys
+from llmscale.config.run_flags import add_run_flags, flag_words, keys_asked_by, model_keys
 
 if TYPE_CHECKING:  # pydantic is slow to import, and help does not need it
     from llmscale.config.run_config import RunConfig
@@ -188,13 +188,3 @@ def describe_data(shape: GPTShape, keys: Mapping[str, object]) -> str:
 def describe_flags(keys: Mapping[str, object]) -> str:
     """Return keys as flags: `--model gpt2-124m --norm rmsnorm`."""
     return shlex.join(word for key, value in keys.items() for word in flag_words(key, value))
-
-
-def flag_words(key: str, value: object) -> list[str]:
-    """Return `--key value` in train.py's spelling."""
-    name = key.replace("_", "-")
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no-{name}"]
-    if isinstance(value, list):
-        return [f"--{name}", ",".join(value)]
-    return [f"--{name}", str(value)]

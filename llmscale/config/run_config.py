@@ -27,13 +27,13 @@ from llmscale.config.run_flags import add_run_flags, describe_keys
 from llmscale.config.run_urls import check_other_run_or_name, check_own_run
 from llmscale.config.user_paths import check_path, check_path_or_url, check_task_file, check_text
 from llmscale.errors import ConfigError
-from llmscale.keys import Breaks, Command, Condition, Key, MayDiffer, Ranks, Resume
+from llmscale.keys import Breaks, Command, Condition, Key, MayDiffer, Outside, Ranks, Resume
 from llmscale.suggestions import describe_invalid, did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_toml, load_yaml
 
 NonBlank = Annotated[str, AfterValidator(check_text)]
 TaskFile = Annotated[str, AfterValidator(check_task_file)]
-#: Marks the types of keys that name a file or folder: shells complete it, and a model card leaves out where it lies.
+#: Marks the types of keys that name a file or folder, which shells complete.
 IS_PATH = "is a path"
 OtherRunOrName = Annotated[str, AfterValidator(check_other_run_or_name), IS_PATH]
 OwnRun = Annotated[Path, BeforeValidator(check_own_run), IS_PATH]
@@ -70,12 +70,14 @@ def key(
     asked_by: tuple[Command, ...] = (),
     begins: bool = False,
     metavar: str = "",
+    outside: Outside | None = None,
     **field: Any,
 ) -> Any:
     """Declare a key: its default and legal values as pydantic's Field has them, and its behaviour (`keys.Key`).
 
     `resume` and `ranks` are needed, except beside `in_place_of` (the other key's value is told and compared) and
-    `told_at` (the value at that place is). The text below the key is its help, the comment above a group its section.
+    `told_at` (the value at that place is). A text needs `outside`. The text below the key is its help, the comment
+    above a group its section.
     `metavar` and `asked_by` must be literals: `run_flags.describe_keys` reads them without importing pydantic.
     """
     if in_place_of:
@@ -85,7 +87,18 @@ def key(
     if resume is None or ranks is None:
         raise TypeError("a key says what a resume may do with it, and whether it may differ between ranks")
     conditions = tuple(needs.split(", ")) if isinstance(needs, str) else needs
-    behaviour = Key(resume, ranks, conditions, needs_of_model, in_place_of, told_at, asked_by, begins, metavar)
+    behaviour = Key(
+        resume,
+        ranks,
+        conditions,
+        needs_of_model,
+        in_place_of,
+        told_at,
+        asked_by,
+        begins,
+        outside=outside,
+        metavar=metavar,
+    )
     return Field(*(() if "default_factory" in field else (default,)), json_schema_extra=behaviour, **field)
 
 
@@ -102,7 +115,11 @@ class FirstKeys(BaseModel):
 
     # run
     config: UserPath | None = key(
-        None, resume="free", ranks=MayDiffer("a path; the keys in the file are compared"), metavar="FILE"
+        None,
+        resume="free",
+        ranks=MayDiffer("a path; the keys in the file are compared"),
+        metavar="FILE",
+        outside="name",
     )
     """YAML or TOML run file with any of these keys."""
     run: OwnRun = key(
@@ -110,6 +127,7 @@ class FirstKeys(BaseModel):
         resume="free",
         ranks=MayDiffer("a path; the nodes may have separate disks"),
         metavar="FOLDER",
+        outside="name",
     )
     """Run folder, for configuration, metrics, checkpoints and samples; or its URL (s3://, gs://, az://): the nodes
     publish what is on their disks there (docs/checkpoints.md)."""
@@ -117,7 +135,7 @@ class FirstKeys(BaseModel):
     """Seed of initial weights, data order and dropout."""
 
     # model
-    model: NonBlank = key("tiny-10m", resume="resolved", ranks="resolved", metavar="PRESET|hf:NAME")
+    model: NonBlank = key("tiny-10m", resume="resolved", ranks="resolved", metavar="PRESET|hf:NAME", outside="name")
     """Preset (tiny-1m ... gpt3-175b, llama3-8b, qwen3-4b, ...), or hf:FOLDER or hf:NAME for the shape of a published
     model. The keys below override its values."""
 
@@ -172,6 +190,7 @@ class RunConfig(ModelKeys):
         ranks=MayDiffer("a path or URL, mounted elsewhere; the contents of the dataset are compared"),
         needs="not text",
         metavar="FOLDER|URL",
+        outside="name",
     )
     """Folder made by `llmscale data prepare`, or its URL (s3://, gs://, hf://, ...), fetched shard by shard. A YAML
     file mixes several datasets by weight (docs/data.md). Where the default does not exist: the demo, text=python-docs,
@@ -181,6 +200,7 @@ class RunConfig(ModelKeys):
         resume="resolved",
         ranks=MayDiffer("a path; the contents of its dataset are compared"),
         metavar="FOLDER|FILE",
+        outside="name",
     )
     """Text in place of data: a folder, a file or any other --input of `llmscale data prepare`. The first start prepares
     it into the cache, later ones find it there."""
@@ -190,10 +210,11 @@ class RunConfig(ModelKeys):
         ranks=MayDiffer("a path; that of the dataset is compared"),
         needs="text",
         metavar="gpt2|bytes|FILE.tiktoken|FOLDER|NAME",
+        outside="name",
     )
     """Tokenizer for text, as of `llmscale data prepare`; default: that of a published model, else one trained on the
     text."""
-    data_cache: UserPath | None = key(None, resume="free", ranks=LOCAL_DISK, metavar="FOLDER")
+    data_cache: UserPath | None = key(None, resume="free", ranks=LOCAL_DISK, metavar="FOLDER", outside="private")
     """Cache for the shards of a remote dataset, or for prepared text; default: ~/.cache/llmscale."""
     shuffle: bool = key(True, resume=ORDER, ranks="same")
     """Shuffle each epoch."""
@@ -211,7 +232,13 @@ class RunConfig(ModelKeys):
     )
     """Disk space for the shards of a remote dataset, in GiB; default: unlimited."""
     skip_steps: list[str] = key(
-        default_factory=list, resume="refused", ranks="same", begins=True, needs="not overfit_batch", metavar="A:B"
+        default_factory=list,
+        resume="refused",
+        ranks="same",
+        begins=True,
+        needs="not overfit_batch",
+        metavar="A:B",
+        outside="value",
     )
     """Leave out the batches of steps A to B-1, now and after every resume. Ranges are applied one after the other: of
     the steps in one log, give the later ones first."""
@@ -282,12 +309,12 @@ class RunConfig(ModelKeys):
     )
     """Muon: ratio of the blocks' matrices' learning rate to that of all other parameters; default: 1."""
     param_group: list[NonBlank] = key(
-        default_factory=list, resume="told", ranks="same", metavar="PATTERN:lr=Fx:decay=D"
+        default_factory=list, resume="told", ranks="same", metavar="PATTERN:lr=Fx:decay=D", outside="value"
     )
     """Learning rate and weight decay of the parameters whose names match: 'wte*:lr=0.1x:decay=0'. The first pattern
     that matches counts."""
     freeze: list[NonBlank] = key(
-        default_factory=list, resume="weights", ranks="same", asked_by=("estimate",), metavar="PATTERN"
+        default_factory=list, resume="weights", ranks="same", asked_by=("estimate",), metavar="PATTERN", outside="value"
     )
     """Do not train the parameters whose names match, such as 'blocks.0.*': no gradients, no optimizer states."""
     weight_decay: float = key(0.1, ge=0.0, le=limits.MAX_WEIGHT_DECAY, resume="told", ranks="same")
@@ -328,6 +355,7 @@ class RunConfig(ModelKeys):
         resume="resolved",
         ranks=MayDiffer("a path; the ds_config is compared"),
         metavar="FILE|NAME",
+        outside="name",
     )
     """DeepSpeed JSON: ZeRO stage, offload, precision, activation checkpointing. zero2, zero3_offload and the like
     are names of llmscale's own files."""
@@ -392,10 +420,13 @@ class RunConfig(ModelKeys):
         begins=True,
         needs="not overfit_batch",
         metavar="auto|none|best|CHECKPOINT",
+        outside="name",
     )
     """auto: resume if the run folder has a checkpoint; none: start from scratch in a new folder; best: go back to the
     run's lowest validation loss; or the folder of a checkpoint."""
-    init_from: OtherRunOrName | None = key(None, resume="refused", ranks="resolved", begins=True, metavar="RUN|hf:NAME")
+    init_from: OtherRunOrName | None = key(
+        None, resume="refused", ranks="resolved", begins=True, metavar="RUN|hf:NAME", outside="name"
+    )
     """Start at step 0 with the weights of a run, a checkpoint, or hf:FOLDER or hf:NAME, which also set the model."""
     allow_changed: list[str] = key(
         default_factory=list,
@@ -403,6 +434,7 @@ class RunConfig(ModelKeys):
         ranks="same",
         needs="not overfit_batch, not resume=none, not init_from",
         metavar="KEY",
+        outside="value",
     )
     """On resume, accept a change of this key: global_batch_size, seq_len, data, seed or order. The log names the
     consequences."""
@@ -417,17 +449,22 @@ class RunConfig(ModelKeys):
     sample_every: Steps = key(0, ge=0, resume="free", ranks="same")
     """Steps between printed text samples; 0: never."""
     sample_prompt: str = key(
-        "The ", resume="free", ranks="same", needs="sample_every or eval_every, not sample_prompts", metavar="TEXT"
+        "The ",
+        resume="free",
+        ranks="same",
+        needs="sample_every or eval_every, not sample_prompts",
+        metavar="TEXT",
+        outside="value",
     )
     """Prompt of the printed samples."""
     sample_prompts: UserPath | None = key(
-        None, resume="free", ranks="resolved", needs="sample_every or eval_every", metavar="FILE"
+        None, resume="free", ranks="resolved", needs="sample_every or eval_every", metavar="FILE", outside="name"
     )
     """File of prompts, in place of sample_prompt: one per line, or in FILE.jsonl objects with a "prompt"."""
     eval_every: Steps = key(0, ge=0, resume="free", ranks="same")
     """Steps between evaluations on eval_tasks, which also print text samples; 0: never."""
     eval_tasks: list[TaskFile] = key(
-        default_factory=list, resume="free", ranks="resolved", needs="eval_every", metavar="FORMAT=FILE"
+        default_factory=list, resume="free", ranks="resolved", needs="eval_every", metavar="FORMAT=FILE", outside="name"
     )
     """Evaluation items in JSON lines; FORMAT is hellaswag, multiple_choice, likelihood or text."""
 
@@ -439,19 +476,19 @@ class RunConfig(ModelKeys):
     on_spike: OnSpike = key("warn", resume="free", ranks="same")
     """Action after a loss spike. stop: end the run and print how to resume. skip: return to the checkpoint before it
     and leave out the batches."""
-    notify: NonBlank | None = key(None, resume="free", ranks="same", metavar="COMMAND")
+    notify: NonBlank | None = key(None, resume="free", ranks="same", metavar="COMMAND", outside="private")
     """Command for `sh -c` that is run when the run finishes, stops, fails or meets a loss spike, with the facts as JSON
     on its stdin. The run folder records it: keep secrets in variables."""
-    profile: NonBlank | None = key(None, resume="free", ranks=RANK_0, metavar="A:B")
+    profile: NonBlank | None = key(None, resume="free", ranks=RANK_0, metavar="A:B", outside="value")
     """Profile steps A to B-1: a trace and a table in the run folder's profile/."""
     plain: bool = key(False, resume="free", ranks=RANK_0)
     """Print a line per logged step, also on a terminal, in place of the live view."""
     wandb: bool = key(False, resume="free", ranks=RANK_0)
     """Log to Weights & Biases, from rank 0. Its variables count, such as WANDB_ENTITY; WANDB_MODE=offline needs no
     account."""
-    wandb_project: NonBlank = key("llmscale", resume="free", ranks=RANK_0, needs="wandb")
+    wandb_project: NonBlank = key("llmscale", resume="free", ranks=RANK_0, needs="wandb", outside="value")
     """Weights & Biases project; if it is not given, WANDB_PROJECT counts."""
-    wandb_name: NonBlank | None = key(None, resume="free", ranks=RANK_0, needs="wandb")
+    wandb_name: NonBlank | None = key(None, resume="free", ranks=RANK_0, needs="wandb", outside="value")
     """Weights & Biases run name; default: WANDB_NAME, else the run folder's name."""
     tensorboard: bool = key(False, resume="free", ranks=RANK_0)
     """Write TensorBoard event files to the run folder's tensorboard/."""

@@ -13,6 +13,7 @@ from llmscale.checkpoint.initial_weights import complete_published_weights, keep
 from llmscale.checkpoint.inventory import Checkpoint, is_of_run
 from llmscale.checkpoint.manifest import load_pieces
 from llmscale.config.hardware import has_bf16_instructions
+from llmscale.config.published import publish_keys
 from llmscale.data.loader import Feed, FeedPlan
 from llmscale.data.mixture import MixedShards, keep_sets
 from llmscale.data.order.sample_order import RankLayout
@@ -332,7 +333,7 @@ def _start_trackers(start: Start, world: World) -> StartedTrackers:
     def begin() -> StartedTrackers:
         return start_trackers(
             start.config,
-            lambda: as_plain(start.config) | start.resolved.as_dict(),
+            lambda: publish_keys(as_plain(start.config)) | start.resolved.as_dict(),
             first_step=start.first_step,
             wandb_run_id=start.state.wandb_run_id if start.state else None,
         )

@@ -13,6 +13,7 @@ from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
 
+from llmscale.errors import ConfigError
 from llmscale.untrusted.terminal import is_visible
 
 #: Longest file name that file systems allow.
@@ -29,6 +30,16 @@ _KINDS = {
 
 class RefusedFile(OSError):
     """A path is not a regular file, or the file is too large; `strerror` says which."""
+
+
+def in_home(path: Path | str) -> Path:
+    """Return a path whose `~` is the user's home folder. Raises ConfigError for a user who has none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{path} is in the home folder, and this user has none. Set HOME to a folder that may be written to."
+        ) from None
 
 
 def is_plain_name(name: object) -> bool:

@@ -24,6 +24,7 @@ from llmscale.errors import DataError, write_failure
 from llmscale.files.atomic_write import write_durably
 from llmscale.terminal.progress import show_progress
 from llmscale.terminal.status_line import SOON_S
+from llmscale.untrusted.paths import in_home
 from llmscale.untrusted.terminal import print_visible
 
 DEFAULT_CACHE = Path("~/.cache/llmscale")
@@ -59,12 +60,15 @@ class TextRequest:
         try:
             if self.text == STDIN:
                 raise DataError("stdin can be read only once, and every rank would read it.")
-            return self._open(self.cache.expanduser() / "text", may_prepare)
+            return self._open(in_home(self.cache) / "text", may_prepare)
         except DataError as error:
             remedy = "`llmscale data prepare` has the flags for reading text; train on its --out with --data."
             raise DataError(f"--text {self.text}: {error} ({remedy})") from error
         except OSError as error:
-            raise write_failure(error, self.cache) from None
+            raise DataError(
+                f"{write_failure(error, self.cache)} --text {self.text} is prepared there: name a folder with space "
+                "and permission with --data-cache."
+            ) from None
 
     def _open(self, cache: Path, may_prepare: bool) -> Path:
         check_apart([self.text], cache)

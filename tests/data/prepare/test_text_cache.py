@@ -105,3 +105,9 @@ def test_refusals_name_the_flag(request_: TextRequest, tmp_path: Path, text: str
     with pytest.raises(DataError, match=f"^--text .*{said}"):
         replace(request_, text=text.format(tmp_path)).open(may_prepare=True)
     assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_cache_that_cannot_be_written_names_the_flag(request_: TextRequest, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"Not a directory.* with --data-cache"):
+        replace(request_, cache=tmp_path / "file" / "cache").open(may_prepare=True)
