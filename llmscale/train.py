@@ -27,6 +27,7 @@ if __name__ == "__main__":
     stop_request = StopRequest()
     stop_request.install()
 
+from llmscale.config.bundled_files import explain_missing
 from llmscale.config.launcher_variables import LauncherVariables, check_meeting_point, read_launcher_variables
 from llmscale.config.run_config import RunConfig, parse_run_config
 from llmscale.engine.device_settings import set_allocator_default
@@ -119,6 +120,7 @@ def _report_failure(
     """Print the error on the ranks that report it, and return the exit status."""
     # Ranks of one host share files and flags, so one of them reports; a store may have failed any of them alone.
     reports = here is None or here.local_rank == 0
+    error = explain_missing(error, "train") or error
     if isinstance(error, LlmscaleError):
         if reports or (isinstance(error, (MachineError, UnreachableError)) and not error.is_on_every_rank):
             print_error(str(error))
