@@ -62,7 +62,7 @@ def test_the_advice_to_install_something_works_where_it_is_given(
     assert bundled_files.install_command("train,data") == f"pip install -e {shlex.quote(f'{root}[train,data]')}"
     # The name llmscale is on no index: a wheel's user installs what the extra consists of.
     monkeypatch.setattr(bundled_files, "is_checkout", lambda: False)
-    assert bundled_files.install_command("plot") == "pip install 'matplotlib>=3.8'"
+    assert bundled_files.install_command("plot") == "pip install 'matplotlib>=3.8'  # extra plot"
     needs = ["numpy", 'torch>=2.6; extra == "train"', "no-such>=1; python_version >= '3' and extra == 'train'"]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: needs)
-    assert bundled_files.install_command("train,data") == "pip install 'no-such>=1'"
+    assert bundled_files.install_command("train,data") == "pip install 'no-such>=1'  # extra train,data"

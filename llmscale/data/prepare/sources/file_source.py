@@ -21,9 +21,9 @@ from llmscale.data.prepare.sources.formats import (
     choose,
     choose_members,
     format_of,
+    is_beside_records,
     is_plain_name,
     opened_contents,
-    read_contents,
     reason_of,
     suffix_of,
 )
@@ -66,7 +66,9 @@ class FileSource(Source):
         self.passed_over: set[PassedOver] = set()
         if not options.is_plain:
             refuse_foreign_names([(file.name, suffix_of(PurePath(file.name))) for file in files])
-        has_plain = options.has_plain or any(is_plain_name(PurePath(file.name)) for file in files)
+        # Beside records a lone object is no record either.
+        has_plain = options.has_plain or (options.choice is not None and options.choice.are_records)
+        has_plain = has_plain or any(is_plain_name(PurePath(file.name)) for file in files)
         self._is_part = False
         self._options = replace(options, passed_over=self.passed_over, has_plain=has_plain)
         self.total_bytes = sum(file.size_bytes for file in files)
@@ -85,7 +87,7 @@ class FileSource(Source):
                 if not (isinstance(error, UndecodableError) and self._options.skip_undecodable):
                     raise join_errors([error, *self._errors_after(number, rules)]) from None
                 self.skipped += 1
-                pass_over(self.passed_over, UNDECODABLE, PurePath(file.name))
+                pass_over(self.passed_over, UNDECODABLE, PurePath(file.relative))
             self.read_bytes, inner = done_bytes + file.size_bytes, ()
         if is_empty and self.passed_over:
             raise DataError(f"--input {self.name} has no text. {' '.join(describe_passed_over(self.passed_over))}")
@@ -96,7 +98,10 @@ class FileSource(Source):
             options = self._options
             if kind is TAR:
                 options = replace(options, choice=self._choice_in(file))
-            records = read_contents(kind, contents, file.name, options, rules, start)
+            if is_beside_records(kind, options):
+                pass_over(self.passed_over, BESIDE_RECORDS, PurePath(file.relative))
+                return
+            records = kind.read(contents, file.name, options, rules, start)
             for record in within_budget(records, file.name, file.size_bytes):
                 self.read_bytes = begin_bytes + _place_in(raw)
                 # Counted once per file, wherever reading began.
@@ -122,7 +127,8 @@ class FileSource(Source):
         try:
             with opened(file) as raw, self._opened_contents(file, raw) as (kind, contents):
                 # The first document is all of a text; the first record tells whether records have the field.
-                next(read_contents(kind, contents, file.name, self._options, rules, ()), None)
+                if not is_beside_records(kind, self._options):
+                    next(kind.read(contents, file.name, self._options, rules, ()), None)
         except UndecodableError as error:
             return None if self._options.skip_undecodable else error
         except FileError as error:

@@ -356,14 +356,9 @@ def _kind_of(head: bytes, name: str, options: ReadOptions, known: Sequence[Forma
     return _JSONL if is_jsonl(head, name, options) else named
 
 
-def read_contents(
-    kind: Format, contents: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
-) -> Iterator[Record]:
-    """Read an open file of a folder or an archive, unless it turns out to be text among records. Raises DataError."""
-    if options.choice is not None and options.choice.are_records and kind is TEXT:
-        pass_over(options.passed_over, BESIDE_RECORDS, PurePath(name))
-    else:
-        yield from kind.read(contents, name, options, rules, start)
+def is_beside_records(kind: Format, options: ReadOptions) -> bool:
+    """Return whether a file of a folder or an archive turns out to be text among records."""
+    return kind is TEXT and options.choice is not None and options.choice.are_records
 
 
 #: Files of each suffix that are opened to find out whether they are records, and members of an archive that are seen.
@@ -555,7 +550,10 @@ def _read_member(
     """Read a member; one that is refused or not UTF-8 becomes one rejected record."""
     try:
         with opened_contents(file, where, size_bytes, options) as (kind, contents):
-            yield from read_contents(kind, contents, where, options, rules, start)
+            if is_beside_records(kind, options):
+                pass_over(options.passed_over, BESIDE_RECORDS, PurePath(where))
+            else:
+                yield from kind.read(contents, where, options, rules, start)
     except UndecodableError as error:
         yield Rejected(where, error.problem.strip(), b"", (1,), is_undecodable=True)
 

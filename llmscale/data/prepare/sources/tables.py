@@ -7,6 +7,7 @@ import io
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from llmscale.data.prepare.sources import source
@@ -275,7 +276,8 @@ def read_csv(
     except csv.Error as error:
         raise DataError(f"{name}, row {number}: {error}. Correct it, or write the text as JSON lines.") from None
     finally:
-        text.detach()
+        with suppress(ValueError):  # closed before, where reading was given up
+            text.detach()
 
 
 def _find_in_header(header: list[str], field: str, name: str) -> int:
