@@ -66,3 +66,29 @@ def test_the_advice_to_install_something_works_where_it_is_given(
     needs = ["numpy", 'torch>=2.6; extra == "train"', "no-such>=1; python_version >= '3' and extra == 'train'"]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: needs)
     assert bundled_files.install_command("train,data") == "pip install 'no-such>=1'  # extra train,data"
+
+
+@pytest.mark.parametrize(
+    ("module", "wanted", "extra"),
+    [
+        ("torch", "train", "train"),
+        ("torch._C", "eval", "eval"),
+        ("pyarrow.parquet", "train", "data"),
+        ("streaming.base", "data", "data"),
+        ("lm_eval", "train", "eval"),
+        ("tensorboardX", "train", "tensorboard"),
+        ("pynvml", "train", "nvml"),
+        ("liger_kernel", "train", "liger"),
+        ("botocore", "remote", "remote"),
+        ("ray", "data", "clean-cluster"),
+    ],
+)
+def test_a_module_of_an_extra_that_is_missing_names_it(module: str, wanted: str, extra: str) -> None:
+    error = bundled_files.explain_missing(ModuleNotFoundError(f"No module named '{module}'", name=module), wanted)
+    assert error is not None
+    assert f"needs {module.partition('.')[0]}, which comes with the extra {extra}: `pip install" in str(error)
+
+
+def test_errors_that_no_extra_explains_stay() -> None:
+    for error in (ModuleNotFoundError("no", name="nowhere"), ImportError("cannot import x", name="torch"), OSError()):
+        assert bundled_files.explain_missing(error, "train") is None

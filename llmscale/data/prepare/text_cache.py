@@ -88,7 +88,12 @@ class TextRequest:
 
         check_data_sets([self.text])
         given = load_tokenizer(self.tokenizer) if self.tokenizer else None
-        folder = cache / _hash(_hash_contents(source), given.sha256 if given else "trained", self.seq_len)
+        folder = cache / _hash(
+            _hash_contents(source),
+            given.sha256 if given else "trained",
+            self.seq_len,
+            self.skip_undecodable,
+        )
         if (folder / MANIFEST_NAME).is_file():
             return folder
         made = "trained on it" if _vocab_size(source) else "bytes, for so little text"

@@ -216,7 +216,7 @@ def _choose(
 
 
 #: Files that `datasets` writes beside those of save_to_disk: the list of splits, and that of a split's files.
-_SPLITS_NAME, _STATE_NAME = "dataset_dict.json", "state.json"
+SPLITS_NAME, STATE_NAME = "dataset_dict.json", "state.json"
 
 
 def _of_split(
@@ -224,8 +224,8 @@ def _of_split(
 ) -> list[InputFile]:
     """Return the files without those of other splits in the folders of save_to_disk, and without `datasets`' caches."""
     names = [PurePath(file.relative) for file in files]
-    saved = {name.parent for name in names if name.name == _SPLITS_NAME}
-    splits = {name.parent for name in names if name.name == _STATE_NAME and name.parent.parent in saved}
+    saved = {name.parent for name in names if name.name == SPLITS_NAME}
+    splits = {name.parent for name in names if name.name == STATE_NAME and name.parent.parent in saved}
     for folder in saved:
         found = sorted(split.name for split in splits if split.parent == folder)
         if options.hf_split not in found:
@@ -237,7 +237,7 @@ def _of_split(
     for file, name in zip(files, names, strict=True):
         if any(split in name.parents and split.name != options.hf_split for split in splits):
             pass_over(passed_over, f"files of other splits than {options.hf_split} (--hf-split names one)", name)
-        elif name.match("cache-*.arrow") and name.parent / _STATE_NAME in names:
+        elif name.match("cache-*.arrow") and name.parent / STATE_NAME in names:
             pass_over(passed_over, "caches of `datasets`", name)
         else:
             wanted.append(file)

@@ -35,7 +35,7 @@ from llmscale.data.prepare.sources.source import (
     missing_field,
     pass_over,
 )
-from llmscale.data.prepare.sources.tables import has_csv_column, read_arrow, read_csv, read_parquet
+from llmscale.data.prepare.sources.tables import has_csv_column, is_csv, read_arrow, read_csv, read_parquet
 from llmscale.data.prepare.sources.tokens import is_token_array, read_npy, read_tokens
 from llmscale.data.shards.compressed import COMPRESSED_SUFFIXES, head_of, unpacked
 from llmscale.errors import DataError
@@ -348,12 +348,15 @@ def _kind_of(head: bytes, name: str, options: ReadOptions, known: Sequence[Forma
         begin, magic = kind.magic
         if head.startswith(magic, begin):
             return kind
-    refuse_foreign_contents(head, name, is_code=suffix_of(PurePath(name)) in TEXT.suffixes - _VAGUE)
+    is_code = suffix_of(PurePath(name)) in TEXT.suffixes - _VAGUE
+    refuse_foreign_contents(head, name, is_code=is_code)
     if named not in (TEXT, _JSONL, _CSV):
         return named
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head[:4]:
         raise UndecodableError(name, " holds zero bytes or UTF-16 instead of UTF-8 text")
-    return _JSONL if is_jsonl(head, name, options) else named
+    if is_jsonl(head, name, options):
+        return _JSONL
+    return _CSV if named is TEXT and not is_code and is_csv(head, options) else named
 
 
 def is_beside_records(kind: Format, options: ReadOptions) -> bool:
@@ -414,9 +417,9 @@ def reason_of(path: PurePath) -> str:
     """Return why a file of this name is not read from a folder or an archive."""
     suffix = suffix_of(path)
     if foreign := foreign_format(suffix):
-        return f"files that are {foreign.what} ({foreign.tool})"
+        return f"files ({foreign.what}: {foreign.tool})"
     if suffix in _TOKENS.suffixes | TAR.suffixes:
-        return f"files of tokens or archives ({suffix}), which are read if --input or --glob names them"
+        return f"files ({suffix} is read if --input or --glob names it)"
     return "files of unknown type (--glob chooses files)"
 
 
@@ -526,7 +529,7 @@ def _reason_to_skip(archive: tarfile.TarFile, member: tarfile.TarInfo, options: 
     """Return why a member is not read, empty if it is."""
     path = PurePosixPath(member.name)
     if not member.isreg() or _is_hidden(path):
-        return "files that are links, devices or hidden"
+        return "files (links, devices or hidden names)"
     kind, choice = format_of(path), options.choice
     if kind is None:
         with (
@@ -537,7 +540,7 @@ def _reason_to_skip(archive: tarfile.TarFile, member: tarfile.TarInfo, options: 
             ),
         ):
             if contained is TAR:
-                return "files that are archives within an archive (unpack the outer one)"
+                return "files (archives within an archive: unpack the outer one)"
         return reason_of(path)
     if choice is not None and suffix_of(path) not in choice.suffixes:
         return BESIDE_RECORDS if choice.are_records else BESIDE_TEXT

@@ -17,7 +17,15 @@ from pathlib import Path, PurePath
 from llmscale.config.bundled_files import install_command
 from llmscale.data.prepare.output_folder import rejected_path
 from llmscale.data.prepare.sources.clean_folder import load_clean_manifest, without_removed
-from llmscale.data.prepare.sources.file_source import STDIN, ConcatSource, FileSource, StandardInput, open_files
+from llmscale.data.prepare.sources.file_source import (
+    SPLITS_NAME,
+    STATE_NAME,
+    STDIN,
+    ConcatSource,
+    FileSource,
+    StandardInput,
+    open_files,
+)
 from llmscale.data.prepare.sources.formats import TEXT, format_of
 from llmscale.data.prepare.sources.remote_files import has_pattern, open_remote
 from llmscale.data.prepare.sources.source import (
@@ -172,6 +180,9 @@ def _open_one(spec: str, options: ReadOptions, glob: str | None, out: Path | str
         return open_remote(spec, options, glob, out if isinstance(out, str) else None)
     check_not_forgotten(spec, "--input")
     if spec.startswith(HF_PREFIX):
+        saved = Path(spec.removeprefix(HF_PREFIX))
+        if any((saved / name).is_file() for name in (SPLITS_NAME, STATE_NAME)):
+            return _open_folder(saved, spec, options, glob)
         return HuggingFaceSource(spec, options)
     if spec == STDLIB:
         return _open_stdlib(options)

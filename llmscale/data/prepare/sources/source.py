@@ -82,12 +82,12 @@ class PassedOver(NamedTuple):
 
 
 #: Reasons of a PassedOver.
-UNDECODABLE = "texts that are not UTF-8"
+UNDECODABLE = "texts (not UTF-8)"
 BESIDE_RECORDS = "files beside the records (--glob chooses files)"
 BESIDE_TEXT = "files beside the text: arrays, or tables that lack its column (--glob chooses files)"
 HIDDEN = "files with hidden names"
 NOT_REGULAR = (
-    "files that are links out of the folder or to a folder, pipes or devices (`cp -rL` makes a copy that includes them)"
+    "files (links out of the folder or to a folder, pipes or devices: `cp -rL` makes a copy that includes them)"
 )
 
 

@@ -301,8 +301,18 @@ def _read_row(row: list[str], column: int, num_columns: int, where: str, place: 
 
 def has_csv_column(head: bytes, _name: str, options: ReadOptions) -> bool:
     """Return whether the first line of a CSV file names the text column."""
+    return options.text_field in _header_of(head, options)
+
+
+def is_csv(head: bytes, options: ReadOptions) -> bool:
+    """Return whether a file of any name begins with a header of several columns, one of which is the text."""
+    header = _header_of(head, options)
+    return len(header) > 1 and options.text_field in header
+
+
+def _header_of(head: bytes, options: ReadOptions) -> list[str]:
     line = head.decode("utf-8-sig", errors="ignore").partition("\n")[0]
-    return options.text_field in _split_header(line, _delimiter_of(line, options.text_field))
+    return _split_header(line, _delimiter_of(line, options.text_field))
 
 
 def _delimiter_of(header: str, field: str) -> str:
