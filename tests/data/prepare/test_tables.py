@@ -53,6 +53,8 @@ TABLES = {
     "plain.csv.gz": _csv(),
     "a.tsv.zst": zstandard.compress(_csv("\t")),
     "a.tgz": _tar(_csv()),
+    "a.txt": _csv(),
+    "part-0": _csv("\t"),
 }
 
 
