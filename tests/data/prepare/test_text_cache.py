@@ -123,7 +123,8 @@ def test_text_that_is_not_utf8_is_skipped_if_asked(
 def test_files_that_are_not_read_are_listed(
     request_: TextRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "text" / "c.csv").write_text("id,text\n" + "1,words in a column of a table\n" * 50)
+    rows = "".join(f"{number},words of row {number} of a table\n" for number in range(50))
+    (tmp_path / "text" / "c.csv").write_text(f"id,text\n{rows}")
     manifest = load_manifest(request_.open(may_prepare=True))
     assert sum(split.num_documents for split in manifest.splits.values()) == 50
     assert "Skipped 2 files beside the records (--glob chooses files): a.txt, b.txt." in capsys.readouterr().err
