@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from llmscale.architecture.families.family import HFTensor
 from llmscale.errors import CheckpointError
 from llmscale.untrusted.documents import Rules, load_json
-from llmscale.untrusted.paths import RefusedFile, check_regular, is_plain_name
+from llmscale.untrusted.paths import RefusedFile, is_plain_name, open_regular
 from llmscale.untrusted.strangers import describe_stranger
 
 if TYPE_CHECKING:
@@ -162,9 +162,9 @@ def load_index(path: Path) -> dict[str, str]:
 
 
 def _checked(path: Path) -> Path:
-    """Return the path of a file that exists and is a regular one."""
+    """Return the path of a file that exists, is a regular one and no Git LFS pointer."""
     try:
-        check_regular(path, follow_links=True)  # the Hub's cache is made of links
+        open_regular(path).close()  # follows links, of which the Hub's cache is made
     except RefusedFile as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
     except OSError:

@@ -214,6 +214,14 @@ class RunConfig(ModelKeys):
     )
     """Tokenizer for text, as of `llmscale data prepare`; default: that of a published model, else one trained on the
     text."""
+    skip_undecodable: bool = key(
+        False,
+        resume="resolved",
+        ranks=MayDiffer("how text is read; the contents of its dataset are compared"),
+        needs="text",
+        outside="value",
+    )
+    """Skip and count texts that are not UTF-8."""
     data_cache: UserPath | None = key(None, resume="free", ranks=LOCAL_DISK, metavar="FOLDER", outside="private")
     """Cache for the shards of a remote dataset, or for prepared text; default: ~/.cache/llmscale."""
     shuffle: bool = key(True, resume=ORDER, ranks="same")

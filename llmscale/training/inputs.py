@@ -193,6 +193,7 @@ def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> RunCon
         tokenizer=config.tokenizer or (name if published else None),
         seq_len=config.seq_len or min(context, _LONGEST_FOR_TEXT),
         cache=config.data_cache or DEFAULT_CACHE,
+        skip_undecodable=config.skip_undecodable,
     )
     return config.model_copy(update={"data": str(request.open(may_prepare=may_prepare)), "data_cache": None})
 

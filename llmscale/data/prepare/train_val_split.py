@@ -29,7 +29,7 @@ _DOMAIN = 0x5B11_7C0D_E5A1_D09E
 
 def hash_text(text: str) -> bytes:
     """Return a 128-bit hash of a document's text."""
-    return xxhash.xxh3_128_digest(text)
+    return xxhash.xxh3_128_digest(text.encode())
 
 
 def hash_tokens(tokens: TokenArray) -> bytes:
