@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
@@ -222,9 +223,10 @@ def resolve_batch(config: RunConfig, seq_len: int, world_size: int) -> BatchPlan
     """Divide the global batch of the flags or the preset over the ranks. Raises ConfigError."""
     first, tokens = config.batch_ramp_from, config.batch_ramp_tokens
     shortest, until = config.seq_len_ramp_from, config.seq_len_ramp_tokens
+    ranks = ParallelLayout(world_size, config.sequence_parallel_size, config.expert_parallel_size)
     return build_batch_plan(
-        global_batch_size=_global_batch_size(config, get_preset(default_preset(config)).global_batch_tokens, seq_len),
-        ranks=ParallelLayout(world_size, config.sequence_parallel_size, config.expert_parallel_size),
+        global_batch_size=_global_batch_size(config, seq_len, ranks.data_parallel_size),
+        ranks=ranks,
         seq_len=seq_len,
         micro_batch_size=config.micro_batch_size,
         ramp=BatchRamp(first, -(-tokens // seq_len)) if first is not None and tokens is not None else None,
@@ -232,12 +234,35 @@ def resolve_batch(config: RunConfig, seq_len: int, world_size: int) -> BatchPlan
     )
 
 
-def _global_batch_size(config: RunConfig, preset_tokens: int, seq_len: int) -> int:
+#: Default batches are multiples of the first of these that is at most an eighth of them, or of the last: common numbers
+#: of ranks divide them.
+_BATCH_MULTIPLES = (64, 8)
+
+
+def default_batch_size(preset: str, seq_len: int, groups: int, of: int = 1) -> int:
+    """Return about a preset's tokens per step in sequences: a number that common numbers of ranks divide.
+
+    It is a multiple of `of`, and has at least one sequence for each of `groups` of ranks that train on different ones.
+    """
+    wanted = get_preset(preset).global_batch_tokens / seq_len
+    units = [math.lcm(multiple, of) for multiple in _BATCH_MULTIPLES]
+    unit = next((unit for unit in units if wanted >= 8 * unit), units[-1])
+    if wanted < unit:
+        unit = math.lcm(1 << max(0, round(math.log2(wanted))), of)
+    size = unit * max(1, round(wanted / unit))
+    return size if size >= groups else math.lcm(of, groups)
+
+
+def _global_batch_size(config: RunConfig, seq_len: int, groups: int) -> int:
     """Return the sequences per step, from --global-batch-size, --global-batch-tokens or the preset."""
     if config.global_batch_size is not None:
         return config.global_batch_size
     if config.global_batch_tokens is None:
-        return max(1, preset_tokens // seq_len)
+        preset, first = default_preset(config), config.batch_ramp_from
+        if first is not None:
+            # A ramp begins with `first` sequences, and grows by as many at least once.
+            return default_batch_size(preset, seq_len, 2 * first, of=first)
+        return default_batch_size(preset, seq_len, groups, of=config.micro_batch_size or 1)
     if config.global_batch_tokens % seq_len:
         below = config.global_batch_tokens // seq_len * seq_len
         nearest = f"{below} or {below + seq_len}" if below else str(seq_len)

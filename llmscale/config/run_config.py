@@ -224,7 +224,8 @@ class RunConfig(ModelKeys):
     global_batch_size: Sequences | None = key(
         None, ge=1, resume=BATCH, ranks="resolved", needs="not overfit_batch", asked_by=("estimate", "plan")
     )
-    """Sequences per optimizer step over all ranks; default: the preset's tokens per step."""
+    """Sequences per optimizer step over all ranks; default: about the preset's tokens per step, in a number that common
+    numbers of ranks divide, and the checkpoint's for a run that resumes."""
     global_batch_tokens: int | None = key(
         None, ge=1, le=limits.MAX_BATCH_TOKENS, in_place_of="global_batch_size", needs="not overfit_batch"
     )
