@@ -5,9 +5,9 @@
 3. `fit_parametric`: L = E + A / N^alpha + B / D^beta, by the Huber loss of ln L.
 
 Intervals hold 80 %. Those of 2 and 3 resample residuals, because a ladder has few runs: without some of them a parabola
-would not be determined. Residuals are inflated by sqrt(n / (n - p)) for the p numbers that were fitted, and by Student's t
-over the normal distribution, because their size is itself known from n - p errors alone. How often intervals then hold a
-planted law is measured by scripts/bench/learning/planted_ladders.py.
+would not be determined. Residuals are inflated by sqrt(n / (n - p)) for the p numbers that were fitted, and by Student's
+t over the normal distribution, because their size is itself known from n - p errors alone. How often intervals then
+hold a planted law is measured by scripts/bench/learning/planted_ladders.py.
 
 A resample knows the scatter of the runs, but not that the law itself may bend. So intervals of losses also contain an
 error of a single run: the errors in the largest group of a law without this group, or the scatter if that is larger.

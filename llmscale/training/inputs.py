@@ -226,10 +226,10 @@ def read_origin(config: RunConfig) -> tuple[RunConfig, PublishedModel | None, Sa
                 break
     shaped = with_saved_shape(config, state.config, str(folder)) if state is not None else None
     config = shaped or with_published_shape(config, None)
-    return (_with_saved_batch(config, state) if state is not None else config), None, source
+    return (with_saved_batch(config, state) if state is not None else config), None, source
 
 
-def _with_saved_batch(config: RunConfig, state: RunState) -> RunConfig:
+def with_saved_batch(config: RunConfig, state: RunState) -> RunConfig:
     """Return the configuration of a run that resumes with the global batch that it has, unless one is given.
 
     The default depends on the number of ranks and on the version.
