@@ -5,9 +5,9 @@
 3. `fit_parametric`: L = E + A / N^alpha + B / D^beta, by the Huber loss of ln L.
 
 Intervals hold 80 %. Those of 2 and 3 resample residuals, because a ladder has few runs: without some of them a parabola
-would not be determined. Residuals are inflated by sqrt(n / (n - p)) for the p numbers that were fitted, and by Student's
-t over the normal distribution, because their size is itself known from n - p errors alone. How often intervals then
-hold a planted law is measured by scripts/bench/learning/planted_ladders.py.
+would not be determined. Residuals are inflated by sqrt(n / (n - p)) for the p numbers that were fitted, and by
+Student's t over the normal distribution, because their size is itself known from n - p errors alone.
+scripts/bench/learning/planted_ladders.py measures how often intervals then hold a planted law.
 
 A resample knows the scatter of the runs, but not that the law itself may bend. So intervals of losses also contain an
 error of a single run: the errors in the largest group of a law without this group, or the scatter if that is larger.
@@ -78,7 +78,7 @@ def _inflated(residuals: Floats, num_fitted: int) -> Floats:
     return (residuals - residuals.mean()) * np.sqrt(n / max(1, n - num_fitted))
 
 
-def _student_ratio(num_free: int) -> float:
+def student_ratio(num_free: int) -> float:
     """Return the 90 % quantile of Student's t over the normal distribution's, for residuals with degrees of freedom.
 
     Source: Abramowitz and Stegun 1964, equation 26.7.5; 4 % too low for one degree, 0.1 % for three.
@@ -150,7 +150,7 @@ def _fit(runs: Sequence[FittedRun], resamples: int) -> tuple[Coefficients, tuple
     best = found[order[:1]]
     fitted = _predict(best, centred)[0]
     residuals = _inflated(ln_loss - fitted[0], 5)
-    spread = residuals * _student_ratio(len(runs) - 5)
+    spread = residuals * student_ratio(len(runs) - 5)
     drawn = fitted + np.random.default_rng(_SEED).choice(spread, (resamples, len(runs)))
     # Every resample starts at the fit itself and at other good starts.
     others = np.concatenate([best, starts[order[: _STARTS_OF_RESAMPLE - 1]]])
@@ -250,7 +250,7 @@ def fit_isoflops(runs: Sequence[FittedRun], resamples: int) -> IsoflopFit | None
     if len(flops) < 2:
         return None
     together, num_fitted = np.concatenate(errors), 3 * len(flops)
-    residuals = _inflated(together, num_fitted) * _student_ratio(len(together) - num_fitted)
+    residuals = _inflated(together, num_fitted) * student_ratio(len(together) - num_fitted)
     rng = np.random.default_rng(_SEED)
     resampled = [
         _lowest(np.polyfit(ln_sizes, (losses + rng.choice(residuals, (resamples, len(losses)))).T, 2))

@@ -32,7 +32,7 @@ def test_a_preset_brings_shape_batch_and_learning_rate() -> None:
 @pytest.mark.parametrize("seq_len", [96, 128, 170, 1000, 1024, 3000, 50_000])
 @pytest.mark.parametrize("model", ["tiny-1m", "gpt2-124m"])
 @pytest.mark.parametrize(
-    "flags", [[], ["--micro-batch-size", "3"], ["--batch-ramp-from=64", "--batch-ramp-tokens=1e9"]]
+    "flags", [[], ["--micro-batch-size", "3"], ["--batch-ramp-from=64", "--batch-ramp-tokens=1000000000"]]
 )
 def test_a_default_batch_is_never_refused_and_common_ranks_divide_it(
     model: str, seq_len: int, world_size: int, flags: list[str]
