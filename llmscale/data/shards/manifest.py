@@ -213,7 +213,7 @@ class Manifest:
         train, val = self.splits.get("train"), self.splits.get("val")
         if self.counts_own_bytes or train is None or val is None or self.tokenizer == "bytes":
             return ""
-        # Of a single document that was cut; counts of text in documents agree so well by chance only.
+        # True where a single document was cut; counts of whole documents agree so well by chance only.
         average = (train.num_text_bytes + val.num_text_bytes) / (train.num_tokens + val.num_tokens)
         if abs(val.num_text_bytes - average * val.num_tokens) > 2 * average * val.num_documents:
             return ""
