@@ -246,6 +246,8 @@ def print_manifest(manifest: Manifest, folder: str) -> None:
         print("  training windows in the order of the text")
     if manifest.is_best_fit:
         print("  rows start at a document; ends of documents that fit into no row are left out")
+    if manifest.note_on_bytes:
+        print_visible_fitting(f"  {manifest.note_on_bytes}")
     if manifest.skipped_documents or manifest.empty_documents:
         print_visible(
             f"  left out: {count_nouns(manifest.skipped_documents, 'malformed record')}, "

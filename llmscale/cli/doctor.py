@@ -8,11 +8,14 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.cli.flags import add_timeout
 from llmscale.config.command_line import Need, flag, local_path, nonblank, whole_number
+from llmscale.config.deepspeed.resolve import load_ds_config
 from llmscale.config.interconnect import INTERCONNECTS, get_interconnect
+from llmscale.config.run_config import load_run_file, parse_run_flags
 from llmscale.config.user_paths import check_output_file, write_output_file
 from llmscale.terminal.colour import Style, paint
 from llmscale.terminal.human_numbers import count_nouns, with_singulars
@@ -100,6 +103,12 @@ def _question(args: argparse.Namespace) -> DoctorOptions:
     from llmscale.cluster.doctor.diagnose import DoctorOptions
 
     flags = list(args.flags)
+    # Misspelt flags and missing files are refused before any host is asked.
+    given = parse_run_flags(flags)
+    for path in filter(None, (args.ds, given.get("ds"))):
+        load_ds_config(Path(str(path)))
+    for path in filter(None, (args.run_config, given.get("config"))):
+        load_run_file(Path(str(path)))
     if args.run_config is not None:
         flags = ["--config", str(args.run_config), *flags]
     if flags and args.ds is not None:

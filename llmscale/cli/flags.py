@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # pydantic is slow to import, and help does not need it
 
 #: Name that lists all GPUs or networks.
 LIST = "list"
+#: GPUs of a node without --num-gpus: `estimate` answers for a machine, `plan` for a cluster.
+ESTIMATED_GPUS, PLANNED_GPUS = 1, 8
 DEFAULT_INTERCONNECT = "ib-400g"
 _MODEL_TEXTS = {
     "model": "preset (tiny-1m ... gpt3-175b, llama3-8b, qwen3-4b, ...), or hf:FOLDER or hf:NAME; the flags of the "
@@ -78,11 +80,12 @@ def resolve_model(config: RunConfig, seq_len: int | None) -> tuple[RunConfig, GP
 
 
 def add_machine_flags(group: FlagContainer, *, num_gpus: int, num_nodes: int | None, num_nodes_text: str) -> None:
-    """Add the flags of GPUs and nodes, with the defaults `num_gpus` and `num_nodes`."""
+    """Add the flags of GPUs and nodes, with the default `num_nodes`. The command assumes and names `num_gpus`."""
     flag(group, "--gpu NAME", "a GPU of the table (`llmscale estimate --gpu list`)", _name_or_list)
     flag(group, "--gpu-memory-gib GIB", "memory of a GPU not in the table", quantity(0.01, limits.MAX_GPU_GIB))
     flag(group, "--bf16-tflops X", "dense 16-bit rate of that GPU", quantity(0.001, limits.MAX_TFLOPS))
-    flag(group, "--num-gpus N", "GPUs per node", whole_number(1, limits.MAX_GPUS_PER_NODE), num_gpus)
+    text = f"GPUs per node; default: {num_gpus}"
+    flag(group, "--num-gpus N", text, whole_number(1, limits.MAX_GPUS_PER_NODE))
     flag(group, "--num-nodes N", num_nodes_text, whole_number(1, limits.MAX_NODES), num_nodes)
     text = "network between nodes; `estimate --interconnect list` compares all"
     flag(group, "--interconnect NAME", text, _name_or_list, DEFAULT_INTERCONNECT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
@@ -244,7 +245,7 @@ def resolve_batch(config: RunConfig, seq_len: int, world_size: int, ds: DsConfig
     """Divide the global batch of the flags, the ds_config or the preset over the ranks. Raises ConfigError."""
     ranks = ParallelLayout(world_size, config.sequence_parallel_size, config.expert_parallel_size)
     flags = BatchFlags(_given_batch_size(config, seq_len), config.micro_batch_size)
-    default = max(1, get_preset(default_preset(config)).global_batch_tokens // seq_len)
+    default = _default_batch_size(config, seq_len, ranks.data_parallel_size)
     batch = ds.batch(flags, default, ranks.data_parallel_size) if ds else flags
     first, tokens = config.batch_ramp_from, config.batch_ramp_tokens
     shortest, until = config.seq_len_ramp_from, config.seq_len_ramp_tokens
@@ -256,6 +257,34 @@ def resolve_batch(config: RunConfig, seq_len: int, world_size: int, ds: DsConfig
         ramp=BatchRamp(first, -(-tokens // seq_len)) if first is not None and tokens is not None else None,
         lengths=LengthRamp(shortest, -(-until // seq_len)) if shortest is not None and until is not None else None,
     )
+
+
+#: Default batches are multiples of the first of these that is at most an eighth of them, or of the last: common numbers
+#: of ranks divide them.
+_BATCH_MULTIPLES = (64, 8)
+
+
+def default_batch_size(preset: str, seq_len: int, groups: int, of: int = 1) -> int:
+    """Return about a preset's tokens per step in sequences: a number that common numbers of ranks divide.
+
+    It is a multiple of `of`, and has at least one sequence for each of `groups` of ranks that train on different ones.
+    """
+    wanted = get_preset(preset).global_batch_tokens / seq_len
+    units = [math.lcm(multiple, of) for multiple in _BATCH_MULTIPLES]
+    unit = next((unit for unit in units if wanted >= 8 * unit), units[-1])
+    if wanted < unit:
+        unit = math.lcm(1 << max(0, round(math.log2(wanted))), of)
+    size = unit * max(1, round(wanted / unit))
+    return size if size >= groups else math.lcm(of, groups)
+
+
+def _default_batch_size(config: RunConfig, seq_len: int, groups: int) -> int:
+    """Return the sequences per step that the preset recommends for a run without a batch of its own."""
+    preset, first = default_preset(config), config.batch_ramp_from
+    if first is not None:
+        # A ramp begins with `first` sequences, and grows by as many at least once.
+        return default_batch_size(preset, seq_len, 2 * first, of=first)
+    return default_batch_size(preset, seq_len, groups, of=config.micro_batch_size or 1)
 
 
 def _given_batch_size(config: RunConfig, seq_len: int) -> int | None:

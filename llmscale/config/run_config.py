@@ -260,7 +260,8 @@ class RunConfig(ModelKeys):
     global_batch_size: Sequences | None = key(
         None, ge=1, resume=BATCH, ranks="resolved", needs="not overfit_batch", asked_by=("estimate", "plan")
     )
-    """Sequences per optimizer step over all ranks; default: the preset's tokens per step."""
+    """Sequences per optimizer step over all ranks; default: about the preset's tokens per step, in a number that common
+    numbers of ranks divide, and the checkpoint's for a run that resumes."""
     global_batch_tokens: int | None = key(
         None, ge=1, le=limits.MAX_BATCH_TOKENS, in_place_of="global_batch_size", needs="not overfit_batch"
     )
@@ -577,17 +578,14 @@ def parse_run_config(argv: Sequence[str], parser: FlagParser | None = None) -> R
 
     `parser` names the command and may have further flags. Raises ConfigError, and SystemExit after --help.
     """
-    parser = parser or FlagParser(prog="train.py", example=_EXAMPLE)
-    add_run_config_flags(parser)
-    given = vars(parser.parse_args(_normalise_flags(argv)))
-    flags = {key: value for key, value in given.items() if value is not None and key in RunConfig.model_fields}
+    flags = parse_run_flags(argv, parser)
     for key, value in flags.items():
         # `null` and `[]` undo a key of the run file; a restart by `launch` needs that.
         if isinstance(value, list):
             flags[key] = [] if value == ["[]"] else [word for text in value for word in text.split(",")]
         elif value == "null":
             flags[key] = None
-    from_file = load_run_file(_path("config", flags["config"])) if "config" in flags else {}
+    from_file = load_run_file(_path("config", str(flags["config"]))) if "config" in flags else {}
     for key, twin in EXCLUSIVE_KEYS:
         for own, overridden in ((key, twin), (twin, key)):
             if own in flags and overridden not in flags:
@@ -595,6 +593,14 @@ def parse_run_config(argv: Sequence[str], parser: FlagParser | None = None) -> R
     config = build_run_config({**from_file, **flags}, f"--config {flags.get('config')}: ", flags)
     _check_needs(config, flags, from_file)
     return config
+
+
+def parse_run_flags(argv: Sequence[str], parser: FlagParser | None = None) -> dict[str, object]:
+    """Return the values of the keys that flags give. Raises ConfigError for words that are no flags of train.py."""
+    parser = parser or FlagParser(prog="train.py", example=_EXAMPLE)
+    add_run_config_flags(parser)
+    given = vars(parser.parse_args(_normalise_flags(argv)))
+    return {key: value for key, value in given.items() if value is not None and key in RunConfig.model_fields}
 
 
 def add_run_config_flags(parser: argparse.ArgumentParser) -> None:

@@ -164,6 +164,12 @@ def _checked(config: dict[str, object], source: str) -> DsConfig | None:
 _MANY_IN_A_NODE = 16
 
 
+#: ASSUMED: share of a GPU's and of a node's memory that an estimate leaves free. No GPU has calibrated estimates.
+MARGIN = 0.05
+#: ASSUMED: host memory of a rank's process and its data worker: CUDA, PyTorch, DeepSpeed and NCCL.
+PROCESS_BYTES = 4 * 2**30
+
+
 @dataclass(frozen=True)
 class Machines:
     """Nodes and memory of a run."""
@@ -273,14 +279,31 @@ class Candidate:
 
     @property
     def host_spare_bytes(self) -> int | None:
-        """Return the bytes left of a node's memory; None if its size is unknown."""
-        limit = self.machines.host_bytes
-        return None if limit is None else limit - self.host_bytes_per_node
+        """Return the bytes that offloaded states and the processes leave of a node's memory.
+
+        None if its size is unknown, or nothing is offloaded.
+        """
+        limit, machines = self.machines.host_bytes, self.machines
+        if limit is None or not self.host_bytes_per_node:
+            return None
+        return limit - self.host_bytes_per_node - machines.gpus_per_node * PROCESS_BYTES
 
     @property
     def fits(self) -> bool:
+        """Return whether the estimate is within the memory, with or without the margin."""
         host = self.host_spare_bytes
         return self.spare_bytes >= 0 and (host is None or host >= 0)
+
+    @property
+    def has_gpu_margin(self) -> bool:
+        """Return whether the row fits, and MARGIN of the GPU is left: a smaller micro-batch helps no host."""
+        return self.fits and self.spare_bytes >= MARGIN * self.machines.gpu_bytes
+
+    @property
+    def has_margin(self) -> bool:
+        """Return whether MARGIN of the GPU and of the node is left."""
+        host, limit = self.host_spare_bytes, self.machines.host_bytes or 0
+        return self.has_gpu_margin and (host is None or host >= MARGIN * limit)
 
 
 def fit_at(ds: DsConfig, job: Job, checkpointing: CheckpointingMode, micro_batch_size: int) -> Candidate:
@@ -289,7 +312,7 @@ def fit_at(ds: DsConfig, job: Job, checkpointing: CheckpointingMode, micro_batch
 
 
 def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -> Candidate:
-    """Return the largest micro-batch that fits of those with the fewest fillers, else the smallest one.
+    """Return the largest micro-batch that fits with MARGIN of those with the fewest fillers, else the smallest one.
 
     A fixed micro-batch is the only one tried.
 
@@ -305,7 +328,7 @@ def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -
     largest = _step(ds, job, checkpointing, sizes[-1])
     if estimate_least(largest, job.machines.capability) <= job.machines.gpu_bytes:
         fit = _fit(job, largest)
-        if fit.fits:
+        if fit.has_gpu_margin:
             return fit
     return _bisect(job, _step(ds, job, checkpointing, sizes[0]), sizes[:-1])
 
@@ -333,17 +356,17 @@ def cheapest_sizes(job: Job) -> list[int]:
 
 
 def _bisect(job: Job, smallest: ResolvedStep, sizes: Sequence[int]) -> Candidate:
-    """Return the largest of ascending `sizes` that fits, else the first, that of `smallest`. All accumulate."""
+    """Return the largest of ascending `sizes` that has MARGIN, else the first, that of `smallest`. All accumulate."""
 
     def fit(index: int) -> Candidate:
         return _fit(job, smallest.with_plan(_plan(job, sizes[index])))
 
     best = fit(0)
     low, high = 0, len(sizes)
-    while best.fits and high - low > 1:
+    while best.has_gpu_margin and high - low > 1:
         middle = (low + high) // 2
         found = fit(middle)
-        if found.fits:
+        if found.has_gpu_margin:
             low, best = middle, found
         else:
             high = middle
@@ -459,7 +482,7 @@ def _find_largest(
 def _bisect_from(
     start: int, fit: Callable[[int], Candidate], *, unit: int, largest: int
 ) -> tuple[int, Candidate] | None:
-    """Return the largest multiple of `unit` up to `largest` that fits, and its estimate."""
+    """Return the largest multiple of `unit` up to `largest` that fits with MARGIN, and its estimate."""
     low, high = 0, largest + unit
     best: Candidate | None = None
     size, step = start, unit
@@ -469,7 +492,7 @@ def _bisect_from(
 
     while high - low > unit:
         found = fit(size)
-        if found.fits:
+        if found.has_margin:
             low, best = size, found
             step = 2 * step if high > largest else half()
             size = min(low + step, high - unit)

@@ -169,6 +169,8 @@ def _data_table(manifest: Manifest | None, data: object) -> Table:
             f"{split.num_tokens:,} tokens of {split.num_documents:,} documents, {split.bytes_per_token:.3f} bytes per "
             f"token, unigram entropy {split.unigram_entropy_nats:.3f} nats"
         )
+    if manifest.note_on_bytes:
+        table["bytes"] = manifest.note_on_bytes
     return table | {"fingerprint": manifest.fingerprint}
 
 

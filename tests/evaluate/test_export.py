@@ -61,6 +61,9 @@ SHAPES = {
     ("Qwen3MoeForCausalLM", "dense first"): GPTShape(
         *(3, 4, 32, 257, 40), num_experts=4, expert_width=8, qk_norm="head", dense_layers=1, mlp_width=56, **ROTARY
     ),
+    ("Qwen3MoeForCausalLM", "the third block alone"): GPTShape(
+        *(3, 4, 32, 257, 40), num_experts=4, expert_width=8, qk_norm="head", expert_interval=3, mlp_width=56, **ROTARY
+    ),
     ("OlmoeForCausalLM", "not normalised"): GPTShape(
         *(1, 2, 24, 300, 40), num_experts=4, normalize_router=False, mlp_width=16, qk_norm="width", **ROTARY
     ),

@@ -49,7 +49,7 @@ from llmscale.memory.activations.recorded import NotRecorded
 from llmscale.memory.breakdown import describe_breakdown, format_size
 from llmscale.planning.disk_usage import checkpoints_at_once
 from llmscale.planning.recommend import find_smallest_change
-from llmscale.planning.search import Job, Machines, fit_at
+from llmscale.planning.search import MARGIN, Job, Machines, fit_at
 from llmscale.training.inputs import read_inputs, with_prepared_text
 from llmscale.training.start import resolve_start
 
@@ -337,8 +337,12 @@ def _check_memory(
         yield red("memory", *split_error(str(error)))
         return
     found = f"{format_size(fit.estimate.total_bytes)} of {format_size(smallest.memory_bytes)} on {smallest.name}"
-    if fit.fits:
+    if fit.has_margin:
         yield green("memory", found)
+        return
+    if fit.fits:
+        less = "Watch the first steps, or take a smaller --micro-batch-size."
+        yield yellow("memory", f"{found}, less than the margin of {MARGIN:.0%}", less)
         return
     host_spare = fit.host_spare_bytes
     if host_spare is not None and host_spare < 0:

@@ -380,8 +380,11 @@ def default_accumulation(keys: DsFile, gradient_accumulation_steps: int) -> Dtyp
     """Return the default type for summing gradients over micro-batches.
 
     With several micro-steps it is fp32, because a sum of many 16-bit gradients loses small terms. With one micro-step
-    nothing is summed, and it is fp32 only at stages 2 and 3: shards are small there, the step then needs no fp32 copy,
-    and the peak stays the same. At stage 1 in bf16, fp32 selects another optimizer class of DeepSpeed with an unsharded
-    buffer of 4 bytes per parameter. At stage 0 llmscale.engine.deepspeed_patches sums.
+    nothing is summed, and the losses are the same bits in either type: the memory decides. At stages 2 and 3 shards are
+    small, and with fp32 the step needs no fp32 copy. At stage 2 with offload_optimizer the host makes that copy, and
+    fp32 would keep a shard on the GPU for nothing. At stage 1 in bf16, fp32 selects another optimizer class of
+    DeepSpeed with an unsharded buffer of 4 bytes per parameter. At stage 0 llmscale.engine.deepspeed_patches sums.
     """
-    return "fp32" if keys.zero.stage >= 2 or gradient_accumulation_steps > 1 else keys.model_dtype
+    is_on_host = keys.zero.stage == 2 and keys.offload_optimizer_device != "none"
+    sums_in_fp32 = gradient_accumulation_steps > 1 or (keys.zero.stage >= 2 and not is_on_host)
+    return "fp32" if sums_in_fp32 else keys.model_dtype

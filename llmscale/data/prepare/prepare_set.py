@@ -194,7 +194,9 @@ def _write_set(
                 val_fraction=options.val_fraction,
                 window=options.seq_len + 1,
                 seed=options.seed,
+                tokenizer=tokenizer,
                 state=state,
+                keeps_order=not options.shuffle,
                 # An uploaded shard is removed here, so it must never be written again.
                 is_always_kept=destination.is_remote,
             )
@@ -238,6 +240,7 @@ def _write_manifest(
         skipped_documents=mark.num_skipped + mark.num_rejected,
         empty_documents=mark.num_empty,
         splits=splits,
+        counts_own_bytes=True,
     )
     (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     return manifest

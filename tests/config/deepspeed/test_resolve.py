@@ -188,6 +188,15 @@ def test_one_micro_step_is_no_sum(stage: int, precision: Precision, accumulation
     assert section(resolved, "data_types") == {"grad_accum_dtype": accumulation}
 
 
+@pytest.mark.parametrize(("micro_steps", "accumulation"), [(1, "bf16"), (2, "fp32")])
+def test_one_micro_step_keeps_no_sums_on_the_gpu_when_the_host_has_the_optimizer(
+    micro_steps: int, accumulation: str
+) -> None:
+    offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    resolved = resolve(offload, precision_override="bf16", gradient_accumulation_steps=micro_steps)
+    assert section(resolved, "data_types") == {"grad_accum_dtype": accumulation}
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_file_s_word_on_sums_holds(stage: int) -> None:
     for dtype in ("bf16", "fp32"):
