@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 
 from llmscale.cli.flags import add_timeout
 from llmscale.config.command_line import Need, flag, local_path, nonblank, whole_number
-from llmscale.config.deepspeed.resolve import load_ds_config
 from llmscale.config.interconnect import INTERCONNECTS, get_interconnect
-from llmscale.config.run_config import load_run_file, parse_run_flags
 from llmscale.config.user_paths import check_output_file, write_output_file
 from llmscale.terminal.colour import Style, paint
 from llmscale.terminal.human_numbers import count_nouns, with_singulars
@@ -101,6 +99,8 @@ def _write_fixed(path: Path, out: Path, *, overwrite: bool) -> int:
 
 def _question(args: argparse.Namespace) -> DoctorOptions:
     from llmscale.cluster.doctor.diagnose import DoctorOptions
+    from llmscale.config.deepspeed.resolve import load_ds_config
+    from llmscale.config.run_config import load_run_file, parse_run_flags
 
     flags = list(args.flags)
     # Misspelt flags and missing files are refused before any host is asked.
