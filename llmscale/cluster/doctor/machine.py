@@ -195,7 +195,7 @@ def check_network(request: ProbeRequest) -> Iterator[CheckRow | SharedValue]:
     if first := request.hosts[:1]:
         is_first = first[0] == request.host
         address = first_address() if is_first else _resolve(first[0])
-        if address and len(request.hosts) > 1:
+        if address and not address.startswith("127.") and len(request.hosts) > 1:
             fix = f"Give deepspeed --master_addr with the address by which the others reach {first[0]}."
             yield SharedValue("address", address, fix, f"{first[0]} is", "warn")
         if is_first and is_free(request.port):

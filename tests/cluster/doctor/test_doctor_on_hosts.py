@@ -157,7 +157,6 @@ FAULTS = {
         "address",
         "on node-1: node-0 resolves to 127.0.1.1",
         "/etc/hosts",
-        also=frozenset({"address"}),
     ),
     "peer does not resolve": Fault(
         on_stage(plant.resolves_to_nothing), "address", "on node-1: node-0 does not resolve", "/etc/hosts"
