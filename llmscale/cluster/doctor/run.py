@@ -10,7 +10,7 @@ from pathlib import Path
 from llmscale.cluster.doctor.machine import check_nvme_tools, host_memory_bytes, list_gpus
 from llmscale.cluster.doctor.report import CheckRow, ProbeRequest, SharedValue, green, red, split_error, yellow
 from llmscale.config.bundled_files import DS_CONFIGS
-from llmscale.config.deepspeed.resolve import load_ds_config, parse_ds_config
+from llmscale.config.deepspeed.resolve import load_ds_config, parse_ds_config, read_ds_config
 from llmscale.config.deepspeed.rules import find_problems
 from llmscale.config.hardware import find_gpu
 from llmscale.config.run_config import RunConfig, parse_run_config
@@ -69,7 +69,7 @@ def check_run(config: RunConfig, request: ProbeRequest) -> Iterator[CheckRow | S
         refusal = str(error)
     data = list(_check_data(config, sets))
     yield from data
-    if refusal and split_error(refusal) not in [(row.found, row.fix) for row in data if isinstance(row, CheckRow)]:
+    if refusal and _is_valid(config.ds) and split_error(refusal) not in [(row.found, row.fix) for row in data if isinstance(row, CheckRow)]:
         yield red("run config", *split_error(refusal))
     yield _check_folder(config.run)
     if start is None:
@@ -81,6 +81,15 @@ def check_run(config: RunConfig, request: ProbeRequest) -> Iterator[CheckRow | S
     except ConfigError as error:
         yield red("disk", *split_error(str(error)))
     yield from _check_memory(start, request)
+
+
+def _is_valid(ds_config: Path) -> bool:
+    """Return whether the rows of `check_ds_config` are not red."""
+    try:
+        read_ds_config(ds_config)
+    except LlmscaleError:
+        return False
+    return True
 
 
 def _check_data(config: RunConfig, sets: TrainingSets | None) -> Iterator[CheckRow | SharedValue]:
