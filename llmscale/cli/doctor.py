@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llmscale.cluster.doctor.diagnose import Diagnosis, DoctorOptions
-    from llmscale.cluster.doctor.facts import CheckRow, Status
+    from llmscale.cluster.doctor.report import CheckRow, Status
     from llmscale.config.command_line import FlagParser
 
 _COLOURS: dict[Status, Style] = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -45,11 +45,10 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     flag(parser, "--fixed FILE", "write the file that llmscale takes in place of --ds, and check nothing", local_path)
     flag(parser, "--force", "let --fixed overwrite")
     flag(parser, "--run-config FILE", "run file to check (train.py's --config)", local_path)
-    flag(parser, "--json", "print rows and all facts as JSON")
-    flag(parser, "--build-ops", "build the DeepSpeed ops that the ds_config needs, now")
+    flag(parser, "--json", "print the rows as JSON")
     flag(parser, "--no-network-test", "leave out the timed all-reduce")
     networks = ", ".join(network.name for network in INTERCONNECTS)
-    text = f"expected network between hosts, to compare the all-reduce with: {networks}; default: as the links report"
+    text = f"expected network between hosts, to compare the all-reduce with: {networks}"
     flag(parser, "--interconnect NAME", text, nonblank)
     flag(parser, "--port N", "port where the ranks will meet", whole_number(1, 65535), 29500)
     add_timeout(parser, "--timeout", "seconds that a host may take", 60.0)
@@ -67,7 +66,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.fixed is not None:
         return _write_fixed(args.ds, args.fixed, overwrite=args.force)
     from llmscale.cluster.doctor.diagnose import diagnose
-    from llmscale.cluster.doctor.facts import worst
+    from llmscale.cluster.doctor.report import worst
 
     diagnosis = diagnose(_question(args))
     if args.json:
@@ -122,19 +121,17 @@ def _question(args: argparse.Namespace) -> DoctorOptions:
         network_test=not args.no_network_test,
         # The rate of one adapter: a host with one per GPU is faster than promised.
         promised_bytes_per_s=network.bytes_per_s if network else None,
-        build_ops=args.build_ops,
         timeout_s=args.timeout,
     )
 
 
 def _as_plain(diagnosis: Diagnosis) -> dict[str, object]:
-    from llmscale.cluster.doctor.facts import worst
+    from llmscale.cluster.doctor.report import worst
 
     return {
         "status": worst(diagnosis.rows),
         "hosts": [asdict(host) for host in diagnosis.hosts],
         "rows": [asdict(row) for row in diagnosis.rows],
-        "facts": {host: asdict(facts) for host, facts in diagnosis.facts.items()},
     }
 
 
