@@ -24,7 +24,6 @@ from llmscale.data.shards.manifest import Manifest
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
 from llmscale.data.tokenizers.tokenizer import Tokenizer
-from llmscale.dry_run.on_demand import with_recordings
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.evaluate.model_source import ModelSource, find_model, open_model
 from llmscale.files.buffered_log import warn_on_stderr
@@ -86,7 +85,7 @@ def estimate(model: str, *, gpu: str, num_gpus: int = 1, num_nodes: int = 1, **k
     for key, value in given.items():
         words += flag_words(key, value)
     request = estimate_answers.read_request(build_parser(words).parse_args(words))
-    ranking = with_recordings(lambda: rank_configs(request.search), request.describe_model())
+    ranking = rank_configs(request.search)
     return search_as_dict(request.search) | ranking_as_dict(ranking, None)
 
 

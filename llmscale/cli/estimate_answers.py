@@ -60,7 +60,6 @@ from llmscale.config.resolve import resolve_batch, resolve_optimizer
 from llmscale.config.run_config import RunConfig, build_run_config
 from llmscale.config.run_flags import model_keys
 from llmscale.config.user_paths import check_output_file, write_output_file
-from llmscale.dry_run.on_demand import with_recordings
 from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import format_size
 from llmscale.planning.recommend import (
@@ -208,7 +207,7 @@ def read_machines(args: argparse.Namespace, gpu: GPU) -> Machines:
 
 
 if TYPE_CHECKING:  # a plain estimate does not wait for what only --dry-run and --emit need
-    from llmscale.dry_run.on_demand import Comparison
+    from llmscale.dry_run.comparison import Comparison
 
 EXIT_NOTHING_FITS = 1
 
@@ -220,7 +219,7 @@ def answer_rows(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_plot(args.plot)
     request = read_request(args)
-    ranking = with_recordings(lambda: rank_configs(request.search), request.describe_model())
+    ranking = rank_configs(request.search)
     names = _names([ds.source for ds, _ in request.search.files])
     dry_runs = _dry_runs(request.search, ranking) if args.dry_run else []
     if args.json:
@@ -249,7 +248,7 @@ def _names(paths: list[str]) -> list[str] | None:
 
 def _dry_runs(search: Search, ranking: Ranking) -> list[Comparison]:
     """Dry-run every file; without files, the recommended row, or the one that misses least."""
-    from llmscale.dry_run.on_demand import compare_with_dry_run
+    from llmscale.dry_run.comparison import compare_with_dry_run
 
     fits = ranking.fits
     if not search.files:
@@ -401,7 +400,7 @@ def answer_largest(args: argparse.Namespace) -> int:
     search, job = request.search, request.search.job
     model = None if args.model is None else str(args.model)
     family = scaling_family(model)
-    models = with_recordings(lambda: find_largest_models(search, family), request.describe_model())
+    models = find_largest_models(search, family)
     if args.json:
         values = search_as_dict(search) | {"largest_models": largest_models_as_list(models)}
         del values["shape"]
@@ -451,8 +450,8 @@ def answer_longest(args: argparse.Namespace) -> int:
     search, job = request.search, request.search.job
     every_size = sequence_parallel_sizes(job.machines.world_size, job.shape.n_head)
     sizes = [job.sequence_parallel_size] if args.sequence_parallel_size else every_size
-    rows = with_recordings(lambda: find_longest(search, sizes), request.describe_model())
-    fastest = with_recordings(lambda: fastest_by_split(search, sizes), request.describe_model())
+    rows = find_longest(search, sizes)
+    fastest = fastest_by_split(search, sizes)
     if args.json:
         values = search_as_dict(search) | {"longest": longest_as_list(rows)}
         rates = {size: row.throughput.tokens_per_second for size, row in fastest.items() if row and row.throughput}
@@ -479,7 +478,7 @@ def answer_networks(args: argparse.Namespace) -> int:
     search = request.search
     if search.job.machines.num_nodes == 1:
         raise ConfigError("--interconnect list compares networks between nodes; this is one node. Give --num-nodes.")
-    rates = with_recordings(lambda: fastest_by_link(search), request.describe_model())
+    rates = fastest_by_link(search)
     if rates is None:
         raise ConfigError(
             f"--interconnect list compares tokens/s; the rate of {search.gpu.name} in {search.precision} is not known."

@@ -17,7 +17,7 @@ from llmscale.planning.step_time import Throughput
 from llmscale.terminal.table import Column, output_width, table_lines
 
 if TYPE_CHECKING:
-    from llmscale.dry_run.on_demand import Comparison
+    from llmscale.dry_run.comparison import Comparison
     from llmscale.planning.search import LargestModel, LongestSequences
 
 #: Headings of a Breakdown's fields, in their order.
@@ -236,18 +236,12 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
     )
     head = ["", "phase", "by", *CATEGORIES, "allocated", "difference"]
     table: list[list[str]] = []
-    phases = comparison.phases
-    for phase, (counted, calculated) in phases.items():
+    for phase, (counted, calculated) in comparison.phases.items():
         difference = calculated.total_bytes / counted.total_bytes - 1
         table.append(["", phase, "dry run", *breakdown_cells(counted), gib(counted.total_bytes), ""])
         numbers = [*breakdown_cells(calculated), gib(calculated.total_bytes), f"{difference:+.1%}"]
         table.append(["", "", "closed form", *numbers])
     yield from align(head, table)
-    least, peak = comparison.dry_run.least_gpu_bytes, max(counted.total_bytes for counted, _ in phases.values())
-    yield (
-        f"  least that the caching allocator can do with: {gib(least)} GiB, {least / peak - 1:+.1%} "
-        f"(assumed above: {RESERVED_PER_ALLOCATED - 1:+.0%})"
-    )
 
 
 def largest_model_lines(models: Sequence[LargestModel]) -> Iterator[str]:
@@ -353,7 +347,7 @@ def gib(num_bytes: int) -> str:
 
 
 if TYPE_CHECKING:
-    from llmscale.dry_run.on_demand import Comparison
+    from llmscale.dry_run.comparison import Comparison
     from llmscale.planning.search import LargestModel, LongestSequences
 
 
@@ -453,7 +447,6 @@ def comparison_as_dict(comparison: Comparison) -> dict[str, object]:
         "zero_stage": comparison.fit.strategy.zero_stage,
         "seconds": comparison.dry_run.seconds,
         "resident": comparison.dry_run.resident.as_dict(),
-        "least_gpu_bytes": comparison.dry_run.least_gpu_bytes,
         "phases": {
             phase: {"dry_run": counted.as_dict(), "closed_form": calculated.as_dict()}
             for phase, (counted, calculated) in comparison.phases.items()

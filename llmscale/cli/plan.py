@@ -12,7 +12,6 @@ from llmscale.cli.flags import (
     add_machine_flags,
     add_model_flag,
     add_shape_flags,
-    describe_flags,
 )
 from llmscale.config import limits
 from llmscale.config.command_line import FlagContainer, Need, flag, local_path, number, quantity
@@ -120,13 +119,12 @@ def _token_pair(text: str) -> tuple[int, int]:
 
 def _run(args: argparse.Namespace) -> int:
     from llmscale.cli import plan_output
-    from llmscale.dry_run.on_demand import with_recordings
     from llmscale.planning.run_plan import make_plan
 
     if args.plot is not None:
         check_plot(args.plot)
     request = plan_output.read_request(args)
-    plan = with_recordings(lambda: make_plan(request), describe_flags(request.given) or "this model")
+    plan = make_plan(request)
     if args.json:
         print(plan_output.to_json(request, plan))
     else:

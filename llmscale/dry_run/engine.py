@@ -26,15 +26,14 @@ from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.resolve import ResolvedStep
 from llmscale.config.run_config import RunConfig
-from llmscale.dry_run.caching_allocator import least_capacity_bytes
 from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
 from llmscale.dry_run.fakes import GPU, fake_gpu, fake_row_counts, fake_tensors_move, fake_world
 from llmscale.dry_run.tracker import Category, Event, MemoryTracker
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_engine import build_engine, release_engine, set_learning_rate
 from llmscale.errors import ConfigError
-from llmscale.memory.activations.activation_memory import most_rows
 from llmscale.memory.breakdown import Breakdown
+from llmscale.memory.layers import most_rows
 
 _PARAMETERS, _GRADIENTS = Category.PARAMETERS, Category.GRADIENTS
 _BUCKETS, _TEMPORARIES = Category.BUCKETS, Category.TEMPORARIES
@@ -130,9 +129,6 @@ class DryRun:
     """Bytes at the peak of the optimizer step."""
     states: dict[str, Breakdown]
     """Peaks without activations and logits, by phase: forward, backward, step."""
-    least_gpu_bytes: int
-    """Least memory with which the caching allocator runs both steps, fragmentation included, on one stream. Without the
-    CUDA context."""
     host_bytes: int
     """Bytes of this rank in host memory between steps."""
     seconds: float
@@ -163,15 +159,13 @@ def dry_run(
         _label(engine, tracker)
         _watch_gradients(engine, tracker)
         gc.collect()
-        alive, events = tracker.live_storages, list[Event]()
         for _ in range(_STEPS):
             before = tracker.live
             tracker.reset_peaks()
             _train_step(engine, tracker, shape, plan.micro_batch_size, micro_steps)
             _label(engine, tracker)
             gc.collect()
-            events += tracker.events
-        result = _measure(tracker, before, least_capacity_bytes(alive, events), time.perf_counter() - start)
+        result = _measure(tracker, before, time.perf_counter() - start)
         release_engine(engine)
     return result
 
@@ -262,7 +256,7 @@ def _watch_gradients(engine: DeepSpeedEngine, tracker: MemoryTracker) -> None:
         hooks.update(theirs)
 
 
-def _measure(tracker: MemoryTracker, before: Breakdown, least_gpu_bytes: int, seconds: float) -> DryRun:
+def _measure(tracker: MemoryTracker, before: Breakdown, seconds: float) -> DryRun:
     peaks = _peaks_by_phase(before, tracker.events, tracker.category_of)
     states = _peaks_by_phase(
         before, tracker.events, tracker.category_of, without=(Category.ACTIVATIONS, Category.LOGITS)
@@ -273,7 +267,6 @@ def _measure(tracker: MemoryTracker, before: Breakdown, least_gpu_bytes: int, se
         backward=peaks["backward"],
         step=peaks["step"],
         states={name: states[name] for name in ("forward", "backward", "step")},
-        least_gpu_bytes=least_gpu_bytes,
         host_bytes=tracker.elsewhere_bytes,
         seconds=seconds,
     )

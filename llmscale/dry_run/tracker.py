@@ -127,11 +127,6 @@ class MemoryTracker(TorchDispatchMode):
         """Return the peak of each phase since the last reset."""
         return self._peaks
 
-    @property
-    def live_storages(self) -> dict[int, int]:
-        """Return the bytes of every live storage by number, with which a replay of later events begins."""
-        return {live.number: live.num_bytes for live in self._live.values()}
-
     def reset_peaks(self) -> None:
         """Forget peaks and events; live storages stay."""
         self._peaks, self._peak_totals = {}, Counter()

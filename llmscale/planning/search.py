@@ -22,7 +22,7 @@ from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import ResolvedStep, default_balance_loss, resolve_step
 from llmscale.errors import ConfigError
 from llmscale.memory.estimate import HFStates, MemoryEstimate, estimate_hf_states, estimate_least, estimate_memory
-from llmscale.memory.states.state_memory import ZeroSetup
+from llmscale.memory.zero_setup import ZeroSetup
 from llmscale.planning.scaling import GPT3, LARGEST_WIDTH, WIDTH_MULTIPLE, interpolated_shape, preset_below
 
 STAGES = (0, 1, 2, 3)

@@ -45,9 +45,8 @@ from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.hardware import GPU, Cluster
 from llmscale.config.interconnect import INTERCONNECTS, Interconnect
 from llmscale.config.resolve import ResolvedRun, ResolvedStep
-from llmscale.memory.states.stage3 import count_gathers
-from llmscale.memory.states.stage3_gathers import Gathers, persistent_parameters
-from llmscale.memory.states.state_memory import BYTES_PER_ELEMENT, zero_setup
+from llmscale.memory.gathers import Gathers, count_gathers, persistent_parameters
+from llmscale.memory.zero_setup import BYTES_PER_ELEMENT, zero_setup
 from llmscale.planning.calibration import calibrate
 from llmscale.planning.kernels import KernelSettings, kernel_efficiency, memory_bytes_per_s
 

@@ -11,7 +11,6 @@ from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.engine.device_settings import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, allocator_settings
 from llmscale.errors import LlmscaleError, MachineError
-from llmscale.memory.activations.recorded import NotRecorded
 from llmscale.memory.breakdown import describe_breakdown, format_size
 from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_memory
 from llmscale.planning.recommend import find_smallest_change
@@ -34,23 +33,17 @@ class OutOfMemory(MachineError):
 def estimate_run(run: Start, capability: ComputeCapability | None) -> MemoryEstimate | None:
     """Estimate one rank's memory on a GPU of that compute capability.
 
-    None with Adafactor, whose states are not modelled, and for a block without recorded activations.
+    None with Adafactor, whose states are not modelled.
     """
     if not run.resolved.optimizer.steps_shards:
         return None
-    try:
-        return estimate_memory(run.resolved, capability)
-    except NotRecorded:
-        return None
+    return estimate_memory(run.resolved, capability)
 
 
 def estimate_line(estimate: MemoryEstimate | None, gpu_bytes: int | None) -> str:
     """Return the line printed before step 1. `gpu_bytes` is None on a CPU."""
     if estimate is None:
-        return (
-            "memory: no estimate. It covers AdamW and Muon, and some blocks (tiles, divided sequences or experts, "
-            "unpublished families) must be recorded first: run `llmscale estimate` with this model and these flags once"
-        )
+        return "memory: no estimate. It covers AdamW and Muon"
     where = "per GPU" if gpu_bytes else "if each rank were a GPU"
     line = f"memory: estimated peak {format_size(estimate.allocated_bytes)} {where}, in {estimate.peak_moment} "
     line += f"({describe_breakdown(estimate.peak)})"

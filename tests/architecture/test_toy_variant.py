@@ -1,7 +1,4 @@
-"""A model that llmscale does not have, described here: parameters, FLOPs and states follow from that.
-
-tests/memory/activations/test_recorded.py compares its activations.
-"""
+"""A model that llmscale does not have, described here: parameters, FLOPs and states follow from that."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from llmscale.architecture.layers import (
     rms_norm,
 )
 from tests import warm_start
-from tests.memory.activations.toy_decoder import LARGE, SMALL, ToyDecoder, ToyShape
+from tests.architecture.toy_decoder import LARGE, SMALL, ToyDecoder, ToyShape
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STATES_JOB = Path(__file__).with_name("toy_states_job.py")

@@ -20,10 +20,10 @@ from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import resolve_step
 from llmscale.dry_run.engine import dry_run
-from llmscale.memory.estimate import estimate_states
-from llmscale.memory.states.state_memory import zero_setup
+from llmscale.memory.states import zero_states
+from llmscale.memory.zero_setup import zero_setup
 from tests.architecture.test_toy_variant import describe_toy
-from tests.memory.activations.toy_decoder import ToyDecoder, ToyShape
+from tests.architecture.toy_decoder import ToyDecoder, ToyShape
 
 #: Activations hardly exist.
 TOY = ToyShape(n_layer=3, n_head=6, n_kv_head=2, head_dim=64, mlp_width=1024, vocab_size=1280, seq_len=8)
@@ -46,7 +46,8 @@ def compare(stage: int) -> dict[str, dict[str, int]]:
         resolved = resolve_step(ds, STAND_IN, plan, "none")
         simulated = dry_run(resolved)
     resident = simulated.resident.total_bytes
-    states = estimate_states(ParameterTensors(toy), zero_setup(resolved))
+    tensors = ParameterTensors(toy)
+    states = zero_states(tensors, zero_setup(resolved))
     return {
         "dry_run": {
             "resident": resident,
@@ -54,9 +55,9 @@ def compare(stage: int) -> dict[str, dict[str, int]]:
         },
         "closed_form": {
             "resident": states.resident.total_bytes,
-            "forward": states.forward_peak.total_bytes,
-            "backward": states.backward_peak.total_bytes,
-            "step": states.step.total_bytes,
+            "forward": round(sum(states.forward_peak)),
+            "backward": round(sum(states.backward_peak(tensors))),
+            "step": round(sum(states.step)),
         },
     }
 

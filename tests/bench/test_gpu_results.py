@@ -117,7 +117,7 @@ def test_context_is_the_largest_and_reserve_that_of_nine_in_ten() -> None:
 
 
 def test_a_dry_run_and_a_failed_cell_calibrate_nothing() -> None:
-    rows = [{"peak_bytes": 1000, "least_gpu_bytes": 1100}, {"problem": "out of memory"}]
+    rows = [{"peak_bytes": 1000}, {"problem": "out of memory"}]
     assert context_bytes(rows) is None
     assert reserved_per_allocated(rows) is None
     assert compile_seconds([]) is saved_element_bytes([], get_gpu("h100-80gb")) is None

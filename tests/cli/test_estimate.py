@@ -459,8 +459,6 @@ def test_the_dry_run_stands_beside_the_closed_form(llmscale: Run) -> None:
     for phase in ("forward", "backward", "step"):
         counted, calculated = (sum(simulated["phases"][phase][by].values()) for by in ("dry_run", "closed_form"))
         assert calculated == pytest.approx(counted, rel=0.03)
-    peak = max(sum(phase["dry_run"].values()) for phase in simulated["phases"].values())
-    assert peak < simulated["least_gpu_bytes"] < 1.5 * peak
 
 
 def test_bf16_in_a_file_on_a_card_without_it(run: Callable[..., tuple[int, str, str]]) -> None:

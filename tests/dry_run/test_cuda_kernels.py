@@ -12,11 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.schema import CheckpointingMode
-from llmscale.config.loss_settings import CHUNK_TOKENS
 from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
 from llmscale.dry_run.fakes import fake_world
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
-from llmscale.memory.activations.symbols import shape_symbols
 from llmscale.model.gpt import GPT
 
 _aten = torch.ops.aten
@@ -195,8 +193,6 @@ def test_closed_form_and_dry_run_round_as_flash_attention_s_source(head_dim: int
     for t, rounded in {1: 128, 128: 128, 129: 256, 2048: 2048}.items():
         q = torch.empty(2, 3, t, head_dim, dtype=torch.bfloat16, device="meta")
         assert kernel_workspace(op, (q, q, q)) == (6 * rounded * FLASH_HEADS[head_dim] * 4, 6 * rounded * 4)
-        symbols = shape_symbols(GPTShape(1, 3, 3 * head_dim, 300, t), 2, CHUNK_TOKENS)
-        assert (symbols["t_to_128"], symbols["d_to_32_or_64"]) == (rounded, FLASH_HEADS[head_dim])
 
 
 @pytest.mark.parametrize("t", [1, 32, 33, 200, 1024])
@@ -205,9 +201,8 @@ def test_the_log_sum_exp_is_as_long_as_pytorch_s_own_shape_functions_say(t: int)
     q = torch.empty(2, 3, t, 64, device="meta")
     efficient = _aten._scaled_dot_product_efficient_attention(q, q, q, None, True, 0.0, True)[1]
     flash = _aten._scaled_dot_product_flash_attention(q.bfloat16(), q.bfloat16(), q.bfloat16(), 0.0, True)[1]
-    symbols = shape_symbols(GPTShape(1, 3, 192, 300, t), 2, CHUNK_TOKENS)
-    assert (efficient.shape, efficient.dtype) == ((2, 3, symbols["t_to_32"]), torch.float32)
-    assert (flash.shape, flash.dtype) == ((2, 3, symbols["t"]), torch.float32)
+    assert (efficient.shape, efficient.dtype) == ((2, 3, -(-t // 32) * 32), torch.float32)
+    assert (flash.shape, flash.dtype) == ((2, 3, t), torch.float32)
 
 
 def test_the_work_space_of_attention_in_fp32() -> None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from llmscale.dry_run.caching_allocator import CachingAllocator
 from llmscale.dry_run.tracker import Category, MemoryTracker
 
 KIB = 1024
@@ -186,17 +185,3 @@ def test_the_events_are_every_allocation_and_release_in_order(fake: None) -> Non
         assert events == [(KIB, "a"), (2 * KIB, "b"), (-KIB, "b")]
         assert tracker.events[0].storage == tracker.events[2].storage != tracker.events[1].storage
         del second
-
-
-def test_a_replay_can_begin_at_a_reset(fake: None) -> None:
-    with MemoryTracker(keep_events=True) as tracker:
-        first, second = empty(KIB), empty(2 * KIB)
-        tracker.reset_peaks()
-        alive = tracker.live_storages
-        del first
-        third = empty(4 * KIB)
-        allocator = CachingAllocator(alive)
-        allocator.follow(tracker.events)
-        assert allocator.allocated_bytes == tracker.live.total_bytes == 6 * KIB
-        assert allocator.peak_allocated_bytes == 6 * KIB
-        del second, third

@@ -14,10 +14,9 @@ from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import resolve_step
+from llmscale.dry_run.comparison import compare_with_dry_run
 from llmscale.dry_run.engine import dry_run
-from llmscale.dry_run.on_demand import compare_with_dry_run, with_recordings
 from llmscale.errors import ConfigError
-from llmscale.memory.activations.activation_memory import estimate_activations, most_rows
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.estimate import (
     CONTEXT_BYTES,
@@ -25,9 +24,11 @@ from llmscale.memory.estimate import (
     MemoryEstimate,
     estimate_least,
     estimate_memory,
-    estimate_states,
+    step_activations,
 )
-from llmscale.memory.states.state_memory import zero_setup
+from llmscale.memory.layers import most_rows
+from llmscale.memory.states import zero_states
+from llmscale.memory.zero_setup import zero_setup
 from llmscale.planning.search import Candidate, Job, Machines, fit_at
 
 GIB = 2**30
@@ -176,17 +177,17 @@ def test_every_phase_with_experts_is_that_of_the_dry_run(
     stage: int, precision: Precision, mode: CheckpointingMode, family: str
 ) -> None:
     shape = SPARSE[family]
-    check_fit(with_recordings(lambda: fit(config(stage, precision), shape, mode), family), shape)
+    check_fit(fit(config(stage, precision), shape, mode), shape)
 
 
 def test_blocks_without_experts_are_counted_as_those_of_a_dense_model() -> None:
-    options = {"micro_batch_size": 2, "precision": "bf16", "checkpointing": "none", "router_loss": False}
-    mixed, sparse = SPARSE["dots"], replace(SPARSE["dots"], dense_layers=0)
+    mixed = SPARSE["dots"]
     dense = build_shape({**ODD, **LLAMA, "tied": False, "n_kv_head": 6, "n_layer": 4, "qk_norm": "head"})
-    first, *others = estimate_activations(mixed, **options).blocks  # type: ignore[arg-type]  # by name
-    assert first == estimate_activations(dense, **options).blocks[0]  # type: ignore[arg-type]
+    sparse = replace(mixed, dense_layers=0)
+    first, *others = step_activations(fit(config(2, "bf16"), mixed, "none").step).blocks
+    assert first == step_activations(fit(config(2, "bf16"), dense, "none").step).blocks[0]
     assert set(map(id, others)) == {id(others[0])}
-    assert others[0] == estimate_activations(sparse, **options).blocks[0]  # type: ignore[arg-type]
+    assert others[0] == step_activations(fit(config(2, "bf16"), sparse, "none").step).blocks[0]
 
 
 @pytest.mark.slow
@@ -195,7 +196,7 @@ def test_blocks_without_experts_are_counted_as_those_of_a_dense_model() -> None:
 def test_every_phase_with_divided_experts_is_that_of_the_dry_run(stage: int, size: int) -> None:
     shape = SPARSE["mixtral"]
     job = Job(shape, 64, Machines(1, 8, 80 * GIB), expert_parallel_size=size)
-    check_fit(with_recordings(lambda: fit_at(config(stage, "bf16"), job, "none", 4), "this test"), shape)
+    check_fit(fit_at(config(stage, "bf16"), job, "none", 4), shape)
 
 
 @pytest.mark.slow
@@ -203,7 +204,7 @@ def test_every_phase_with_divided_experts_is_that_of_the_dry_run(stage: int, siz
 @pytest.mark.usefixtures("libraries_are_frozen")
 def test_every_phase_of_a_gpu_that_gets_all_tokens_of_its_group_is_that_of_the_dry_run(stage: int, size: int) -> None:
     job = Job(SPARSE["mixtral"], 64, Machines(1, 8, 80 * GIB), expert_parallel_size=size)
-    step = with_recordings(lambda: fit_at(config(stage, "bf16"), job, "none", 4), "this test").step
+    step = fit_at(config(stage, "bf16"), job, "none", 4).step
     estimated, simulated = estimate_memory(step, worst_load=True), dry_run(step, worst_load=True)
     for phase in PHASES:
         counted = getattr(simulated, phase).total_bytes
@@ -227,7 +228,7 @@ def test_divided_experts_have_a_part_of_the_parameters_and_as_many_states() -> N
         )
         for size in (1, 4)
     ]
-    whole, part = (estimate_states(step.rank_tensors, zero_setup(step)).resident for step in steps)
+    whole, part = (zero_states(step.rank_tensors, zero_setup(step)).resident for step in steps)
     experts = sum(tensor.elements for tensor in shape.tensors.all if tensor.parameter.is_stacked)
     assert whole.parameters_bytes - part.parameters_bytes == pytest.approx(2 * experts * 3 / 4, rel=1e-3)
     assert part.optimizer_bytes == pytest.approx(whole.optimizer_bytes, rel=1e-3)
@@ -250,9 +251,9 @@ SPLIT_CELLS: list[tuple[int, CheckpointingMode, str, int, int]] = [
 
 
 def fit_divided(stage: int, mode: CheckpointingMode, shape: GPTShape, size: int, ranks: int) -> Candidate:
-    """Return the estimate where `size` of the ranks divide a sequence. Blocks of it are recorded on demand."""
+    """Return the estimate where `size` of the ranks divide a sequence."""
     job = Job(shape, 4 * ranks // size, Machines(1, ranks, 80 * GIB), sequence_parallel_size=size)
-    return with_recordings(lambda: fit_at(config(stage, "bf16"), job, mode, 4), "this test")
+    return fit_at(config(stage, "bf16"), job, mode, 4)
 
 
 @pytest.mark.slow
@@ -397,6 +398,6 @@ def test_activations_and_unsharded_parameters_are_a_lower_bound() -> None:
     for stage in range(4):
         found = fit(config(stage, "bf16"), SHAPE, "none")
         least, estimate = estimate_least(found.step), found.estimate
-        activations = estimate_activations(SHAPE, micro_batch_size=4, precision="bf16", checkpointing="none")
+        activations = step_activations(found.step)
         parameters = 0 if stage == 3 else 2 * SHAPE.num_parameters
-        assert least == activations.peak_bytes + parameters < estimate.allocated_bytes
+        assert least == int(activations.peak_bytes) + parameters < estimate.allocated_bytes

@@ -18,7 +18,6 @@ from llmscale.config.run_config import RunConfig, parse_run_config
 from llmscale.data.mixture import TrainingSets, open_training_sets
 from llmscale.data.shards.verify_shards import check_files
 from llmscale.errors import ConfigError, LlmscaleError
-from llmscale.memory.activations.recorded import NotRecorded
 from llmscale.memory.breakdown import describe_breakdown, format_size
 from llmscale.planning.recommend import find_smallest_change
 from llmscale.planning.search import MARGIN, Job, Machines, fit_at
@@ -146,12 +145,8 @@ def _check_memory(start: Start, request: ProbeRequest) -> Iterator[CheckRow]:
         run.loss.chunk_tokens,
         *sizes,
     )
-    try:
-        fit = fit_at(run.ds, job, run.checkpointing, plan.micro_batch_size)
-        change = None if fit.fits else find_smallest_change(run.ds, job, run.checkpointing, plan.micro_batch_size)
-    except NotRecorded as error:
-        yield yellow("memory", "not estimated", str(error))
-        return
+    fit = fit_at(run.ds, job, run.checkpointing, plan.micro_batch_size)
+    change = None if fit.fits else find_smallest_change(run.ds, job, run.checkpointing, plan.micro_batch_size)
     found = f"{format_size(fit.estimate.total_bytes)} of {format_size(smallest.memory_bytes)} on {smallest.name}"
     if fit.has_margin:
         yield green("memory", found)

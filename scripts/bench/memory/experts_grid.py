@@ -19,7 +19,6 @@ from llmscale.config.loss_settings import LossSettings
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import ResolvedStep, default_balance_loss, resolve_step
 from llmscale.dry_run.engine import dry_run
-from llmscale.dry_run.on_demand import with_recordings
 from llmscale.memory.estimate import PHASES, estimate_memory
 from llmscale.planning.search import Strategy, build_strategy
 
@@ -98,7 +97,7 @@ def print_grid(cells: list[tuple[str, int, ResolvedStep]]) -> None:
     print(f"{'model':18} ZeRO ranks divided {'checkpt':9} precision " + "".join(f"{phase:>20}" for phase in PHASES))
     errors = []
     for model, divided, step in cells:
-        estimate = with_recordings(lambda step=step: estimate_memory(step), model)
+        estimate = estimate_memory(step)
         simulated = dry_run(step)
         counted = {phase: getattr(simulated, phase).total_bytes for phase in PHASES}
         found = {phase: estimate.phase(phase).total_bytes / num_bytes - 1 for phase, num_bytes in counted.items()}

@@ -12,7 +12,6 @@ import argparse
 
 from llmscale.cli.estimate_answers import read_request
 from llmscale.cli.main import build_parser
-from llmscale.dry_run.on_demand import with_recordings
 from llmscale.planning.search import Candidate, find_longest
 from scripts.bench.harness import describe_machine, machine_line
 
@@ -42,7 +41,7 @@ def find(nodes: int, gpus: int, tile: int) -> tuple[Candidate, str]:
     words = [*COMMAND, "--num-nodes", str(nodes), "--num-gpus", str(gpus), "--activation-checkpointing", "full"]
     words += ["--sequence-parallel-size", str(nodes * gpus), "--mlp-tile-tokens", str(tile)]
     request = read_request(build_parser(words).parse_args([*words, "--global-batch-size", str(nodes * gpus)]))
-    rows = with_recordings(lambda: find_longest(request.search, [nodes * gpus]), request.describe_model())
+    rows = find_longest(request.search, [nodes * gpus])
     fits = [(fit, row.checkpointing) for row in rows if (fit := row.fits[nodes * gpus])]
     return max(fits, key=lambda found: found[0].plan.seq_len)
 

@@ -195,8 +195,8 @@ def summarize_errors(rows: Sequence[Row], estimator: str) -> dict[str, float | i
 
 
 def relative_reserve(row: Row) -> float | None:
-    """Return the caching allocator's bytes beyond the peak, over the peak; in a dry run its least by its rules."""
-    peak, held = row.get("peak_bytes"), row.get("reserved_bytes", row.get("least_gpu_bytes"))
+    """Return the caching allocator's bytes beyond the peak, over the peak; None in a dry run."""
+    peak, held = row.get("peak_bytes"), row.get("reserved_bytes")
     return held / peak - 1 if isinstance(peak, int) and isinstance(held, int) else None
 
 
@@ -305,7 +305,7 @@ def measure_dry(run: ResolvedRun) -> dict[str, object]:
 
     result = dry_run(run)
     peak = max(moment.total_bytes for moment in (result.forward, result.backward, result.step))
-    return {"peak_bytes": peak, "least_gpu_bytes": result.least_gpu_bytes, "seconds": result.seconds}
+    return {"peak_bytes": peak, "seconds": result.seconds}
 
 
 #: accelerate's names of our precisions.

@@ -14,8 +14,9 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from llmscale.architecture.layers import ParameterTensor, ParameterTensors
-from llmscale.config.deepspeed.schema import OffloadOptimizer, OffloadParam
-from llmscale.memory.states.state_memory import ZeroSetup, tensor_bytes
+from llmscale.config.deepspeed.schema import Dtype, OffloadOptimizer, OffloadParam
+from llmscale.memory.breakdown import allocated_bytes
+from llmscale.memory.zero_setup import BYTES_PER_ELEMENT, ZeroSetup
 
 
 class Gathers(NamedTuple):
@@ -42,6 +43,11 @@ def shard_elements(tensor: ParameterTensor, setup: ZeroSetup) -> int:
 def padded_elements(tensor: ParameterTensor, setup: ZeroSetup) -> int:
     """Return the elements of all shards of a parameter."""
     return shard_elements(tensor, setup) * setup.ranks_of(tensor)
+
+
+def tensor_bytes(elements: int, dtype: Dtype) -> int:
+    """Return the bytes that a tensor takes on the GPU."""
+    return allocated_bytes(elements, BYTES_PER_ELEMENT[dtype])
 
 
 def second_copies(tensors: Iterable[ParameterTensor], setup: ZeroSetup) -> dict[int, int]:
@@ -85,6 +91,13 @@ def follow_gathers(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool
     zero = setup.zero.model_copy(update={"offload_optimizer": OffloadOptimizer(), "offload_param": OffloadParam()})
     alike = replace(setup, config=setup.config.model_copy(update={"zero_optimization": zero}))
     return _follow(tensors, alike, recomputes)
+
+
+def count_gathers(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> tuple[Gathers, Gathers]:
+    """Return the all-gathers of a micro-step's forward and backward pass, without persistent parameters."""
+    moments = follow_gathers(tensors, setup, recomputes)
+    forward = moments[tensors.architecture.n_layer + 3]
+    return forward, moments[-1].plus(forward, -1)
 
 
 @lru_cache(maxsize=32)
