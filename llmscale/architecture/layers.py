@@ -183,7 +183,7 @@ def sum_of_work(layers: Iterable[Layer]) -> Work:
 class Architecture:
     """A decoder of blocks of one kind or two, from which its parameters, FLOPs and orders derive.
 
-    Activations kept for the backward pass are recorded separately (llmscale.memory.activations).
+    llmscale.memory.layers has the bytes that each keeps for the backward pass.
     """
 
     before_blocks: tuple[Layer, ...]

@@ -163,7 +163,7 @@ def estimate_hf_states(model: HFModel, setup: ZeroSetup) -> HFStates:
         "optimizer step": states.step,
     }
     moments = {name: states.resident + most.breakdown for name, most in added.items()}
-    begin = states.resident + states.in_backward(0).breakdown
+    begin = states.resident + states.in_backward(0).with_more(Added(gradients=states.waiting)).breakdown
     estimate = MemoryEstimate(moments, math.ceil(states.host_bytes), math.ceil(states.nvme_bytes))
     return HFStates(estimate, begin.total_bytes)
 

@@ -219,7 +219,7 @@ def _kernel(p: Pass, views: float, repeated: float) -> Iterator[LayerMemory]:
     heads, kv_heads = p.heads
     size, is_flash = p.ranks.sequence_parallel_size, p.kernel.startswith("flash")
     repeats = kv_heads < heads and not is_flash
-    q, k = (count * d * p.tokens * p.width for count in (heads, kv_heads))
+    q, k = (float(count * d * p.tokens * p.width) for count in (heads, kv_heads))
     source = views
     if size > 1:
         yield LayerMemory("exchange", backward=2 * (q + 2 * k))
@@ -542,7 +542,7 @@ class Activations:
         for place, block in enumerate(self.blocks, start=1):
             casts += block.forward_casts
             # Offloaded inputs leave the GPU two blocks later.
-            saved = self.saved[0] + min(place, 2) * p.x if self._offloads else self.saved[place]
+            saved = self.saved[0] + min(place, 3) * p.x if self._offloads else self.saved[place]
             yield Moment("forward", casts, saved + block.forward, place=place)
         peak = loss(p)
         yield Moment("loss forward", casts, self.saved[-1] + p.x, place=layers + 1)

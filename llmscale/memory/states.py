@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -67,9 +67,7 @@ class Gathered:
         self.forward = [moment.peak_bytes + held for moment in moments[:passes]]
         self._peaks = [moment.peak_bytes + held for moment in moments[passes:]]
         self._live = [moment.live_bytes + held for moment in moments[passes:]]
-        table = [tensors.table.elements] if tensors.tied else []
-        layers = (() if tensors.tied and layer == (tensors.table,) else layer for layer in tensors.gradient_order)
-        sizes = [*table, *(sum(tensor.elements for tensor in layer) for layer in layers)]
+        sizes = (sum(tensor.elements for tensor in layer) for layer in layers_in_order(tensors))
         self._done = list(accumulate(sizes, initial=0))
 
     def _at(self, done: float) -> int:
@@ -112,6 +110,10 @@ class States:
     before: Added = _NOTHING
     """From the beginning of a forward pass: what earlier micro-steps have left."""
     gathered: Gathered | None = None
+    waiting: float = 0.0
+    """Bytes of a tied table's gradient from the head, until the look-up's is there."""
+    trained: Callable[[float], float] = float
+    """Those of so many gradients that belong to trained parameters."""
     host_bytes: float = 0.0
     nvme_bytes: float = 0.0
 
@@ -123,9 +125,10 @@ class States:
 
     def in_backward(self, done: float, own: float = 0) -> Added:
         """Return the addition after `done` gradients, while a layer hands `own` over."""
-        added = self.gradients(done)
+        begin = self.trained(done)
+        added = self.gradients(begin)
         if own:
-            added = added.with_more(self.handing(done, own))
+            added = added.with_more(self.handing(begin, self.trained(done + own) - begin))
         if self.gathered is None:
             return added
         gathered = self.gathered.live(done + own) if own else self.gathered.peak(done)
@@ -138,10 +141,11 @@ class States:
 
     def backward_peak(self, tensors: ParameterTensors) -> Added:
         """Return the largest addition in a backward pass."""
-        done, moments = tensors.table.elements if tensors.tied else 0, [self.end, self.in_backward(0)]
-        for layer in tensors.gradient_order:
-            own = 0 if tensors.tied and layer == (tensors.table,) else sum(tensor.elements for tensor in layer)
-            moments += [self.in_backward(done), self.in_backward(done, own)]
+        done, moments = 0, [self.end, self.in_backward(0)]
+        for place, layer in enumerate(layers_in_order(tensors)):
+            own = sum(tensor.elements for tensor in layer)
+            if place or not tensors.tied:
+                moments += [self.in_backward(done), self.in_backward(done, own)]
             done += own
         return _largest(moments)
 
@@ -304,14 +308,41 @@ def zero_states(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool = 
     `recomputes` matters at stage 3, where recomputation gathers the parameters once more.
     """
     zero = _Zero(tensors, setup)
-    if setup.stage == 0:
-        return _stage0(zero)
-    if setup.stage == 3:
-        return _stage3(zero, Gathered(tensors, setup, recomputes) if allocates_gathered(setup) else None)
-    config = setup.config
-    if setup.stage == 1 and config.precision == "bf16" and config.grad_accum_dtype == "fp32" and not zero.offloads:
-        return _stage1_bf16(zero)
-    return _stage1(zero) if setup.stage == 1 and not zero.zero.overlap_comm else _stage2(zero)
+    states = replace(_states_of_stage(zero, recomputes), waiting=zero.waiting)
+    return replace(states, trained=_count_trained(tensors)) if tensors.frozen else states
+
+
+def _states_of_stage(z: _Zero, recomputes: bool) -> States:
+    config, stage = z.setup.config, z.setup.stage
+    if stage == 0:
+        return _stage0(z)
+    if stage == 3:
+        return _stage3(z, Gathered(z.tensors, z.setup, recomputes) if allocates_gathered(z.setup) else None)
+    if stage == 1 and config.precision == "bf16" and config.grad_accum_dtype == "fp32" and not z.offloads:
+        return _stage1_bf16(z)
+    return _stage1(z) if stage == 1 and not z.zero.overlap_comm else _stage2(z)
+
+
+def _count_trained(tensors: ParameterTensors) -> Callable[[float], float]:
+    """Return a function of a number of gradients, of which frozen parameters have none."""
+    frozen, layers = set(tensors.frozen_tensors), layers_in_order(tensors)
+    sizes = [sum(tensor.elements for tensor in layer) for layer in layers]
+    trained = [sum(tensor.elements for tensor in layer if tensor not in frozen) for layer in layers]
+    begins, counts = list(accumulate(sizes, initial=0)), list(accumulate(trained, initial=0))
+
+    def count(done: float) -> float:
+        place = min(bisect_right(begins, done) - 1, len(layers) - 1)
+        return counts[place] + min(trained[place], done - begins[place])
+
+    return count
+
+
+def layers_in_order(tensors: ParameterTensors) -> list[tuple[ParameterTensor, ...]]:
+    """Return the parameters of each layer as gradients appear: a tied table at the head, and () at the look-up."""
+    table = (tensors.table,)
+    if not tensors.tied:
+        return list(tensors.gradient_order)
+    return [table, *(() if layer == table else layer for layer in tensors.gradient_order)]
 
 
 def _resident(parameters: float, gradients: float, optimizer: float, buckets: float) -> Breakdown:

@@ -2,7 +2,7 @@
 
 python -m scripts.bench.memory.experts_grid
 
-A cell takes 10 s to 2 minutes, and a branch of the blocks that is in no table as long again.
+A cell takes 10 s to 2 minutes.
 """
 
 from __future__ import annotations

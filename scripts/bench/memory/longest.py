@@ -3,7 +3,7 @@
     python -m scripts.bench.memory.longest
 
 A row is the longest of `llmscale estimate --max-seq-len --activation-checkpointing full`, where all GPUs divide one
-sequence. Nothing is trained. Blocks in no table are recorded first, which takes half a minute.
+sequence. Nothing is trained.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m scripts.bench.memory.sequences_grid
 
 Every cell has 15 or 16 ranks and sequences of 8,192 tokens in bf16. Key-value heads are divided, repeated, and repeated
-for each query head; groups of 3, 5 and 15 ranks do not divide the tokens. Blocks in no table are recorded first.
+for each query head; groups of 3, 5 and 15 ranks do not divide the tokens.
 """
 
 from __future__ import annotations
