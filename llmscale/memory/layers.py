@@ -1,6 +1,6 @@
 """Activation memory of every layer of the GPT: bytes saved for the backward pass, and peaks of its passes. No torch.
 
-Each function stands for one `forward()` of llmscale/model and is to be read beside it. A block is the list of its
+Each function mirrors one `forward()` of llmscale/model and is to be read beside it. A block is the list of its
 layers, and its saved bytes are their sum. Its backward pass walks the list from the end and frees what a layer saved.
 It peaks where the saved bytes plus that layer's `backward` are largest. Bytes are those of one micro-batch on one rank.
 """
@@ -58,7 +58,7 @@ class Pass:
     router_loss: bool = True
     trains_head: bool = True
     capability: ComputeCapability | None = None
-    """Of the GPU; None means Ampere or newer."""
+    """Compute capability of the GPU; None means Ampere or newer."""
     worst_load: bool = False
     """All ranks that divide experts send this one as many rows as they can; else it receives as many as it sends."""
 
@@ -252,7 +252,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _norm_result(p: Pass) -> float | None:
-    """Bytes of the input that a linear layer behind a norm saves: stage 3's own saves it before the cast."""
+    """Bytes of the input that a linear layer after a norm saves: stage 3's own saves it before the cast."""
     return p.x if p.autocast and p.is_stage3 else None
 
 
@@ -378,6 +378,8 @@ class Block:
     branches: tuple[list[LayerMemory], list[LayerMemory]]
     mode: CheckpointingMode
     x: float
+    unsaved_input: float = 0.0
+    """Bytes of the block's input, if none of its layers saves it."""
 
     @cached_property
     def layers(self) -> list[LayerMemory]:
@@ -426,13 +428,14 @@ class Block:
 
     def backward(self, earlier: float, earlier_casts: float, done: float) -> Iterator[Moment]:
         """Yield the moments of the backward pass; `earlier`: bytes of earlier blocks."""
-        live, casts = earlier + self.used, earlier_casts + self.casts
+        held = self.unsaved_input if self.mode != "none" else 0.0  # by the checkpoint
+        live, casts = earlier + self.used + held, earlier_casts + self.casts
 
         def moment(temporaries: float, own: float = 0) -> Moment:
             return Moment("block backward", casts, live, 0.0, temporaries, -1, done, own)
 
         if self.mode == "selective":
-            yield moment(3 * self.x)
+            yield moment(3 * self.x + held)
         extra = self.x  # the gradient of the residual stream
         given = self.x if self.mode == "full" else 0  # the recomputed result
         for branch in reversed(self.branches):
@@ -450,8 +453,9 @@ def build_block(p: Pass, mode: CheckpointingMode, *, is_sparse: bool) -> Block:
     inner = experts(p) if is_sparse else mlp(p)
     if p.shape.norm_placement == "pre":
         return Block(([norm(p), *attention(p)], [norm(p), *inner]), mode, p.x)
-    behind = norm(p, own_gradient=False)
-    return Block(([*attention(p), behind], [*inner, behind]), mode, p.x)
+    after = norm(p, own_gradient=False)
+    unsaved = p.x if p.autocast and not p.is_stage3 else 0  # the first layer saves a copy in 16 bit
+    return Block(([*attention(p), after], [*inner, after]), mode, p.x, unsaved)
 
 
 def ends_bytes(p: Pass) -> float:

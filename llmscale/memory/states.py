@@ -1,4 +1,4 @@
-"""What ZeRO holds beside activations on rank 0 of DeepSpeed 0.19.8: one function per stage. No torch.
+"""Bytes that ZeRO holds beside activations on rank 0 of DeepSpeed 0.19.8: one function per stage. No torch.
 
 `done`: gradients that are complete; `own` beside it: those of a layer that is handing its gradients over.
 """
@@ -77,11 +77,11 @@ class Gathered:
         return place if is_there else max(0, place - 1)
 
     def peak(self, done: float) -> float:
-        """From the moment at which so many gradients are complete until the next ones are."""
+        """Return the largest bytes from the moment at which `done` gradients are complete until the next ones are."""
         return self._peaks[self._at(done)]
 
     def live(self, done: float) -> float:
-        """While DeepSpeed takes the last of so many gradients."""
+        """Return the bytes while DeepSpeed takes the last of `done` gradients."""
         return self._live[self._at(done)]
 
     @property
@@ -104,7 +104,7 @@ class States:
     end: Added
     """Largest after the last gradient."""
     gradients: Callable[[float], Added]
-    """After so many gradients, `before` included."""
+    """After a number of gradients, `before` included."""
     handing: Callable[[float, float], Added]
     """While a layer hands its gradients over, beside `gradients`."""
     before: Added = _NOTHING
@@ -113,7 +113,7 @@ class States:
     waiting: float = 0.0
     """Bytes of a tied table's gradient from the head, until the look-up's is there."""
     trained: Callable[[float], float] = float
-    """Those of so many gradients that belong to trained parameters."""
+    """Return how many of a number of gradients belong to trained parameters."""
     host_bytes: float = 0.0
     nvme_bytes: float = 0.0
 

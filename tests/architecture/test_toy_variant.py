@@ -117,4 +117,4 @@ def test_states_are_what_the_engine_allocates(stages: tuple[str, ...]) -> None:
     states = json.loads(done.stdout.splitlines()[-1])
     assert tuple(states) == stages
     for stage in stages:
-        assert states[stage]["closed_form"] == pytest.approx(states[stage]["dry_run"], rel=0, abs=16 * 512)
+        assert states[stage]["closed_form"] == pytest.approx(states[stage]["dry_run"], rel=1e-3, abs=16 * 512)

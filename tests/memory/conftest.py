@@ -9,10 +9,6 @@ import pytest
 
 #: Tests whose cells each take a dry run of about two seconds.
 DRY_RUN_TESTS = (
-    "test_the_count_is_the_models",
-    "test_the_count_is_the_models_in_every_family",
-    "test_the_count_is_the_models_on_a_gpu_before_ampere",
-    "test_the_table_is_what_the_model_does",
     "test_every_phase_is_that_of_the_dry_run",
     "test_every_phase_of_every_family_is_that_of_the_dry_run",
 )

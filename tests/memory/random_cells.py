@@ -46,12 +46,6 @@ class Cell:
         assert isinstance(zero, dict)
         return zero["stage"]
 
-    @property
-    def offloads(self) -> bool:
-        zero = self.ds["zero_optimization"]
-        assert isinstance(zero, dict)
-        return "offload_optimizer" in zero
-
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
 

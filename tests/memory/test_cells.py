@@ -19,15 +19,15 @@ from tests.memory.random_cells import SMALL, Cell, draw_cell
 
 CELLS = Path(__file__).with_name("cells.jsonl")
 #: Tolerated relative difference of the peak, by setting.
-BAR = 0.02
-BAR_FROZEN = 0.08
-BAR_OFFLOAD3 = 0.04
+BAR = 0.01
+BAR_FROZEN = 0.04
+BAR_STAGE3 = 0.04
 
 
 def bar(cell: Cell) -> float:
     if cell.frozen:
         return BAR_FROZEN
-    return BAR_OFFLOAD3 if cell.stage == 3 and cell.offloads else BAR
+    return BAR_STAGE3 if cell.stage == 3 else BAR
 
 
 def read_cells() -> list[tuple[Cell, dict[str, int]]]:
