@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -404,11 +404,8 @@ def _stage1_bf16(z: _Zero) -> States:
 
 def _stage1(z: _Zero) -> States:
     """Optimizer states divided; all gradients live to the end of the backward pass, then go through the bucket."""
-    compact, norm = z.sum == 4 and z.weight == 2, _norm(z)
-    bucket = z.bucket * z.sum if z.is_contiguous else 0
+    compact, bucket = z.sum == 4 and z.weight == 2, z.bucket * z.sum if z.is_contiguous else 0
     before = Added(gradients=z.sum * z.trained, buckets=bucket) if z.accumulates else _NOTHING
-    size = min(z.bucket, z.trained)
-    copies = size * ((z.sum if z.ranks > 1 or compact else 0) + (z.sent if z.sent != z.sum else 0))
     part = _part(z, compact)
     last = z.order[-1].elements if z.sum != z.weight else 0  # in both types
     of_last = z.sum * last * z.accumulates + z.weight * last
@@ -422,12 +419,7 @@ def _stage1(z: _Zero) -> States:
         cast = z.sum * own if z.sum != z.weight else 0
         return Added(gradients=z.weight * own + cast, buckets=bucket * (not z.accumulates and not done))
 
-    left = z.sum * (z.trained - size)
-    end = [
-        Added(gradients=z.sum * z.trained + of_last, buckets=bucket),
-        Added(gradients=left + part * compact, buckets=bucket + copies),
-        Added(gradients=left + part, buckets=bucket, temporaries=norm * z.offloads),
-    ]
+    complete = Added(gradients=z.sum * z.trained + of_last, buckets=bucket)
     # In fp16 with sums in fp32 other ranks' gradients are views of the bucket, which stays.
     kept = bucket if compact and z.ranks > 1 else 0
     return States(
@@ -435,10 +427,66 @@ def _stage1(z: _Zero) -> States:
         before=before,
         gradients=gradients,
         handing=handing,
-        end=_largest(end),
+        end=_largest([complete, *_reductions1(z, compact)]),
         step=Added(gradients=part, buckets=kept, temporaries=_update12(z, compact)),
         host_bytes=_host12(z, compact),
     )
+
+
+def _reductions1(z: _Zero, compact: bool) -> Iterator[Added]:
+    """Yield the peaks of reducing all gradients, group by group, after the backward pass.
+
+    A gradient that fits is freed as it is copied into the bucket. A bucket of one rank's gradients needs no flat copy,
+    unless the rank adds them one by one to sums in fp32.
+    """
+    bucket, left, made = z.bucket * z.sum if z.is_contiguous else 0, float(z.trained), 0.0
+    grown = set[int]()  # groups whose sums exist
+    for chunk in _buckets1(z):
+        size, own = sum(piece.elements for piece in chunk), max(piece.own for piece in chunk)
+        left -= sum(piece.elements for piece in chunk if piece.elements <= z.bucket and z.is_contiguous)
+        ranks = {rank for piece in chunk for rank in (piece.first_rank, piece.last_rank)}
+        is_one_slice = len(ranks) == 1 and not (compact and ranks == {0} and len(chunk) > 1)
+        flat, cast = 0 if is_one_slice else z.sum * size, z.sent * size if z.sent != z.sum else 0
+        for piece in chunk if compact else ():
+            if piece.own and piece.group not in grown:
+                grown.add(piece.group)
+                made += 4 * z.groups[piece.group].part
+        now = Added(gradients=z.sum * left + made, buckets=bucket)
+        yield now._replace(buckets=bucket + flat + cast)
+        if compact and z.sent != 4:
+            yield now._replace(buckets=bucket + (cast or flat), temporaries=4 * own)
+        if own and z.offloads:
+            yield now._replace(temporaries=8 * own)
+        elif own and not compact and not made:
+            made = _part(z, compact)
+            yield now._replace(gradients=now.gradients + made)
+
+
+class _Piece(NamedTuple):
+    """A gradient of a group, with the elements that the rank has, and the ranks of its first and last element."""
+
+    elements: int
+    own: float
+    first_rank: int
+    last_rank: int
+    group: int
+
+
+def _buckets1(z: _Zero) -> list[list[_Piece]]:
+    """Return the gradients of each reduction, which closes before one that does not fit."""
+    buckets, size = [list[_Piece]()], 0
+    for place, group in enumerate(z.groups):
+        begin = 0
+        for tensor in group.tensors:
+            end = begin + tensor.elements
+            own = max(0.0, min(tensor.elements, group.part - begin))
+            piece = _Piece(tensor.elements, own, int(begin / group.part), int((end - 1) / group.part), place)
+            if buckets[-1] and size + tensor.elements > z.bucket:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(piece)
+            begin, size = end, size + tensor.elements
+    return buckets
 
 
 def _stage2(z: _Zero) -> States:
