@@ -42,7 +42,6 @@ from llmscale.cli.flags import (
     LIST,
     PLANNED_GPUS,
     describe_data,
-    describe_flags,
     given_keys,
     resolve_model,
     train_command,
@@ -110,10 +109,6 @@ class EstimateRequest:
     def model_keys(self) -> dict[str, object]:
         """Keys in `given` that describe the model."""
         return {key: self.given[key] for key in model_keys() if key in self.given}
-
-    def describe_model(self) -> str:
-        """Return the flags of the model, for messages."""
-        return describe_flags(self.model_keys) or "this model"
 
     @property
     def machines_in_words(self) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from llmscale.cli.main import main
-from llmscale.config.bundled_files import install_command
 from llmscale.config.deepspeed.resolve import read_ds_config
 from llmscale.config.hf_model import with_published_shape
 from llmscale.config.interconnect import INTERCONNECTS
@@ -399,20 +398,17 @@ def test_the_command_builds_the_shape_that_was_estimated(
     assert asdict(shape) == {key: value for key, value in read_json(*words)[1]["shape"].items() if key in asdict(shape)}
 
 
-def test_a_block_of_no_family_without_torch_is_one_clear_error(
-    run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_block_of_no_family_needs_no_torch(
+    run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    for missing in ("torch", "deepspeed"):
+        monkeypatch.setitem(sys.modules, missing, None)
     for words in (
         ("estimate", "--model", "gpt2-124m", "--norm", "rmsnorm", *MACHINES),
         ("plan", "--model", "gpt2-124m", "--norm", "rmsnorm", "--tokens", "1B", *MACHINES),
         ("estimate", "--max-model", "--model", "gpt2-124m", "--norm", "rmsnorm", *MACHINES),
     ):
-        status, output, error = run(*words)
-        assert (status, output) == (2, "")
-        assert "--model gpt2-124m --norm rmsnorm" in error
-        assert install_command("train") in error
+        assert run(*words)[0] == 0
 
 
 def test_a_gpu_before_ampere_repeats_shared_keys(read_json: Callable[..., tuple[int, dict]]) -> None:
