@@ -23,7 +23,7 @@ PACKAGE = ROOT / "llmscale"
 
 #: From the bottom to the top: each may import those before it. The tour in docs/development.md has the same order.
 LAYERS = (
-    *("__init__", "keys", "suggestions", "errors", "untrusted", "files", "terminal", "error_handling"),
+    *("__init__", "keys", "limits", "suggestions", "errors", "untrusted", "files", "terminal", "error_handling"),
     *("architecture", "config", "memory", "planning", "model"),
     *("engine", "dry_run", "data", "checkpoint", "evaluate", "training", "report", "cluster", "cli", "api", "train"),
     "__main__",
@@ -32,6 +32,7 @@ LAYERS = (
 TORCH_FREE = (
     *(
         "keys",
+        "limits",
         "suggestions",
         "errors",
         "files",

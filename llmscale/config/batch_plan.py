@@ -64,8 +64,11 @@ class LengthRamp:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Division of a global batch into micro-batches, which are dealt to the ranks. Where a round has fewer micro-batches
-    than ranks, the others run a filler, whose gradient is zero: ZeRO and divided experts need every rank."""
+    """Division of a global batch into micro-batches, which are dealt to the ranks.
+
+    Where a round has fewer micro-batches than ranks, the others run a filler, whose gradient is zero: ZeRO and divided
+    experts need every rank.
+    """
 
     global_batch_size: int
     """Sequences per optimizer step over all ranks, after a ramp; fixed for a run, whatever the number of ranks."""
@@ -80,6 +83,13 @@ class BatchPlan:
     """Growth of the batch from the beginning of the run; None for a constant batch."""
     lengths: LengthRamp | None = None
     """Growth of the sequences from the beginning of the run; None for constant ones."""
+
+    @property
+    def samples_per_step(self) -> int | str:
+        """Sequences of a step, and how a ramp leads there: what a checkpoint and its run must share."""
+        if self.ramp is None:
+            return self.global_batch_size
+        return f"{self.global_batch_size}, from {self.ramp.first} over {self.ramp.samples} samples"
 
     def length_after(self, samples: int) -> int:
         """Return the tokens of a sequence in the step after `samples` samples."""
@@ -159,8 +169,8 @@ class BatchPlan:
             grows += f"{self.steps_for(self.lengths.samples):,}"
         return (
             f"global batch {self.global_batch_size} sequences = {self.micro_batch_size} micro-batch "
-            f"x {self.gradient_accumulation_steps} accumulation x {_count_groups(self.ranks)}{self._describe_fillers()} "
-            f"= {self.tokens_per_step:,} tokens per step{grows}"
+            f"x {self.gradient_accumulation_steps} accumulation x {_count_groups(self.ranks)}"
+            f"{self._describe_fillers()} = {self.tokens_per_step:,} tokens per step{grows}"
         )
 
     def _describe_fillers(self) -> str:
@@ -195,8 +205,9 @@ def build_batch_plan(
         smallest, key = ramp.first, "batch_ramp_from"
     if size > smallest:
         raise ConfigError(
-            f"{key} {smallest} has fewer sequences than there are ranks to train on them: {_count_groups(ranks)}. Use at "
-            f"most {smallest * ranks.sequence_parallel_size} ranks, or give --{key.replace('_', '-')} {size} or more."
+            f"{key} {smallest} has fewer sequences than there are ranks to train on them: {_count_groups(ranks)}. Use "
+            f"at most {smallest * ranks.sequence_parallel_size} ranks, or give --{key.replace('_', '-')} {size} or "
+            "more."
         )
     legal = divisors(smallest)
     if micro_batch_size is None:

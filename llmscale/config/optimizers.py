@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from llmscale import limits
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.layers import Architecture, ParameterKind, ParameterTensor, ParameterTensors
-from llmscale.config import limits
 from llmscale.config.hardware import has_bf16
 from llmscale.config.muon import matrices_of
 from llmscale.errors import ConfigError
@@ -227,7 +227,7 @@ def parse_rule(text: str) -> ParameterRule:
             number = float(value.removesuffix("x") if key == "lr" and value.endswith("x") else value)
         except ValueError:
             number = math.nan
-        most = {"lr": limits.MAX_LEARNING_RATE_FACTOR, "decay": limits.MAX_WEIGHT_DECAY}.get(key, -1.0)
+        most = {"lr": limits.MAX_FACTOR, "decay": limits.MAX_WEIGHT_DECAY}.get(key, -1.0)
         is_legal = 0 <= number <= most and (key == "decay" or value.endswith("x"))
         if not is_legal or key in found:
             raise ConfigError(_ill_formed(text))
@@ -240,7 +240,7 @@ def parse_rule(text: str) -> ParameterRule:
 def _ill_formed(text: str) -> str:
     return (
         f"--param-group '{text}' must be PATTERN:lr=FACTORx:decay=NUMBER, such as 'wte*:lr=0.1x:decay=0': the "
-        f"learning rate as a multiple of the run's, up to {limits.MAX_LEARNING_RATE_FACTOR:g}x, the weight decay in "
+        f"learning rate as a multiple of the run's, up to {limits.MAX_FACTOR:g}x, the weight decay in "
         f"place of the run's, up to {limits.MAX_WEIGHT_DECAY:g}, or one of them."
     )
 

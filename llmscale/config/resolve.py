@@ -97,7 +97,7 @@ class ResolvedRun(ResolvedStep):
 
     @property
     def total_steps(self) -> int:
-        return self.schedule.total_steps
+        return self.schedule.steps
 
     @property
     def total_tokens(self) -> int:

@@ -15,12 +15,12 @@ from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config, resolve
 from llmscale.config.deepspeed.schema import CheckpointingMode, OffloadDevice, Precision, ResolvedDsConfig
 from llmscale.config.hardware import GPU
 from llmscale.config.interconnect import Interconnect
-from llmscale.config.limits import MAX_SEQ_LEN
 from llmscale.config.loss_settings import CHUNK_TOKENS, LossSettings
 from llmscale.config.optimizers import ADAMW, OptimizerSpec
 from llmscale.config.parallel_layout import ParallelLayout, divisors
 from llmscale.config.resolve import ResolvedStep, default_balance_loss, resolve_step
 from llmscale.errors import ConfigError
+from llmscale.limits import MAX_SEQ_LEN
 from llmscale.memory.estimate import HFStates, MemoryEstimate, estimate_hf_states, estimate_least, estimate_memory
 from llmscale.memory.states.state_memory import ZeroSetup
 from llmscale.planning.scaling import GPT3, LARGEST_WIDTH, WIDTH_MULTIPLE, interpolated_shape, preset_below

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmscale.checkpoint.manifest import History, is_count, parse_history
-from llmscale.config.limits import MAX_STEPS, MAX_TOKENS
 from llmscale.data.shards.manifest import Manifest, load_manifest
 from llmscale.errors import CheckpointError, ConfigError, DataError
+from llmscale.limits import MAX_STEPS, MAX_TOKENS
 from llmscale.training.run_folder import CONFIG_NAME, METRICS_NAME, METRICS_VERSION
 from llmscale.untrusted.documents import BadLine, Rules, load_json, load_json_lines
 

@@ -1,8 +1,9 @@
-"""What a run that resumes tells: changed hyperparameters, a finished run. No torch."""
+"""Describe a run that resumes: changed hyperparameters, a finished run. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import cast
 
@@ -15,8 +16,6 @@ from llmscale.config.schedule import Schedule
 from llmscale.keys import value_at
 from llmscale.training.start import Start
 
-#: Place of the schedule in a Start.
-_SCHEDULE = "resolved.schedule."
 #: Relative change of the learning rate up to which it counts as continuous.
 _SMOOTH = 0.05
 
@@ -47,7 +46,7 @@ def hyperparameters(run: Start) -> dict[str, object]:
     """
     resolved, ds_config = run.resolved, run.resolved.ds_config
     types = cast("Mapping[str, object]", ds_config["data_types"])
-    told = [key for key, behaviour in KEYS.items() if behaviour.resume in ("told", "weights")]
+    told = [key for key, behaviour in KEYS.items() if behaviour.resume in ("logged", "weights")]
     return {
         "zero_stage": resolved.zero_stage,
         "world_size": resolved.plan.ranks.world_size,
@@ -90,15 +89,14 @@ def finished_lines(state: RunState, run: Start) -> Iterator[str]:
     )
     if abs(following - last) > _SMOOTH * last:
         yield (
-            f"with {more:,} steps the {longer.name} schedule runs over all of them: the learning rate goes from "
+            f"with {more:,} steps the {longer.schedule} schedule runs over all of them: the learning rate goes from "
             f"{last:.2e} to {following:.2e} at step {state.step + 1:,}. --schedule constant --lr {last:.2e} "
             "--warmup-steps 0 continues at the last one instead"
         )
 
 
 def _schedule_of(state: RunState) -> Schedule:
-    fields = {place.removeprefix(_SCHEDULE): key for key in KEYS if (place := place_of(key)).startswith(_SCHEDULE)}
-    return Schedule(**{field: state.hyperparameters[key] for field, key in fields.items()})  # type: ignore[arg-type]
+    return Schedule(**{entry.name: state.hyperparameters[entry.name] for entry in fields(Schedule)})  # type: ignore[arg-type]
 
 
 def _show(value: object) -> str:

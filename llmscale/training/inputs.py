@@ -26,7 +26,7 @@ from llmscale.config.launcher_variables import is_restart
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import get_preset
 from llmscale.config.resolve import SetFacts, resolve_shape
-from llmscale.config.run_config import RunConfig
+from llmscale.config.run_config import RunConfig, without_effect_under
 from llmscale.config.run_urls import copy_of, shown, url_of
 from llmscale.config.user_paths import check_output_folder, read_prompts
 from llmscale.data.mixture import TrainingSets, open_training_sets
@@ -165,13 +165,10 @@ def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> RunCon
 
 
 def _as_overfit_check(config: RunConfig) -> RunConfig:
-    """Return the configuration with every other key that --overfit-batch decides."""
-    decided: dict[str, object] = {"global_batch_size": config.overfit_batch}
-    decided |= {"batch_ramp_from": None, "batch_ramp_tokens": None}
-    decided |= {"seq_len_ramp_from": None, "seq_len_ramp_tokens": None}
-    decided |= {"val_every": 0, "save_every": 0, "resume": "none"}
+    """Return the configuration with the values of the keys that --overfit-batch leaves without effect."""
     steps = config.steps or (None if config.tokens else _OVERFIT_STEPS)
-    return config.model_copy(update={**decided, "steps": steps})
+    decided = {**without_effect_under("overfit_batch"), "global_batch_size": config.overfit_batch, "steps": steps}
+    return config.model_copy(update=decided)
 
 
 def fetch_runs(config: RunConfig) -> RunConfig:

@@ -47,7 +47,7 @@ class JudgeOverfit(StepAction):
             has_learned, why = judge_overfit(self._first_loss, loss, self._entropy)
             samples, steps = run.resolved.plan.global_batch_size, count_nouns(result.step, "step")
             verdict = f"{'learned' if has_learned else 'did not learn'}: the loss of the same {samples:,} samples {why}"
-            self._io.report(f"{verdict} ({steps}, --lr {run.resolved.schedule.peak_lr:g})")
+            self._io.report(f"{verdict} ({steps}, --lr {run.resolved.schedule.lr:g})")
             self._io.log_event("overfit", step=result.step, has_learned=has_learned, reason=why)
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import llmscale
 from llmscale.checkpoint.initial_weights import PublishedWeights, fingerprint_weights
 from llmscale.checkpoint.manifest import MANIFEST_NAME
-from llmscale.config.run_config import KEYS, keys_with, place_of
+from llmscale.config.run_config import keys_with
 from llmscale.data.mixture import TrainingSets
 from llmscale.data.shards.manifest import Manifest
 from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_main_rank
@@ -37,8 +37,6 @@ from llmscale.training.start import Start
 #: Settings of one rank by key. Errors show the values.
 Section = Mapping[str, str]
 
-#: Names of the resolved run -> keys of a run (peak_lr -> lr).
-_NAMES = {place_of(key).rpartition(".")[2]: key for key in KEYS}
 #: Variables that change the arithmetic of a rank, or let NCCL's ranks wait for each other in different algorithms.
 _VARIABLES = (
     *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
@@ -124,7 +122,9 @@ def _sections(run: Start, device_type: str) -> dict[str, Section]:
 
 def _configuration(run: Start) -> dict[str, str]:
     """Return every key with its resolved value."""
-    config, resolved = as_plain(run.config), run.resolved.as_dict()
+    config = as_plain(run.config)
+    # The number of steps is the schedule's, too.
+    resolved = {name: values for name, values in run.resolved.as_dict().items() if name != "total_steps"}
     kept = {key: config[key] for key in keys_with(ranks="same")}
     # The content of checkpoints, weights, items and prompts is compared, not their paths.
     kept["resume"] = config["resume"] if config["resume"] in ("auto", "none") else "a checkpoint"
@@ -134,8 +134,7 @@ def _configuration(run: Start) -> dict[str, str]:
     kept |= {"precision": run.resolved.precision, "activation_checkpointing": run.resolved.checkpointing}
     values = {key: _text(value) for key, value in kept.items()}
     for path, text in _flatten(resolved).items():
-        name = path.rpartition(".")[2]
-        values[_NAMES.get(name, name)] = text
+        values[path.rpartition(".")[2]] = text
     return values
 
 

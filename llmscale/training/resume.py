@@ -1,4 +1,4 @@
-"""Where a run begins, decided by all ranks together: confirm the checkpoint, enter its history, load it."""
+"""Decide with all ranks where a run begins: confirm the checkpoint, enter its history, load it."""
 
 from __future__ import annotations
 

@@ -11,10 +11,11 @@ from llmscale.checkpoint.initial_weights import PublishedWeights
 from llmscale.checkpoint.inventory import FoundCheckpoints
 from llmscale.checkpoint.run_state import RunState, SavedRun, check_identity
 from llmscale.config.resolve import ResolvedRun, resolve_run
-from llmscale.config.run_config import RunConfig
+from llmscale.config.run_config import IDENTITY, RunConfig
 from llmscale.data.mixture import TrainingSets
 from llmscale.errors import CheckpointError, ConfigError
 from llmscale.evaluate.tasks import TaskFile
+from llmscale.keys import value_at
 from llmscale.memory.breakdown import format_size
 from llmscale.planning.compilation import EAGER, Compilation
 from llmscale.planning.disk_usage import SPARE_BYTES, checkpoints_at_once
@@ -80,8 +81,15 @@ class Start:
 
     @cached_property
     def identity(self) -> dict[str, object]:
-        """Everything that a checkpoint and the run that resumes it must share. See run_config.CHANGES_THAT_BREAK."""
-        return _identity(self.inputs, self.resolved, self.stream)
+        """Everything that a checkpoint and the run that resumes it must share, and its stream's record."""
+        manifest = self.inputs.sets.manifest
+        return {
+            **{name: value_at(place, self) for name, place in IDENTITY.items()},
+            # Compared only when another run begins from these weights; on resume the fingerprint covers it.
+            "vocab_size": manifest.vocab_size,
+            "tokenizer_sha256": manifest.tokenizer_sha256,
+            **self.stream.identity,
+        }
 
     def on_cpu(self, *, has_bf16: bool = True) -> Start:
         """Return the start for a CPU, with or without bf16 arithmetic."""
@@ -128,24 +136,10 @@ def _begin(inputs: Inputs, resolved: ResolvedRun) -> Start:
     stream = build_stream(config, inputs.sets, resolved, state)
     warnings: list[str] = []
     if state is not None:
-        warnings = check_identity(state.identity, _identity(inputs, resolved, stream), config.allow_changed)
+        identity = Start(inputs, resolved, stream).identity
+        warnings = check_identity(state.identity, identity, config.allow_changed)
     check_skips(config.skip_steps, state, resolved.total_steps, inputs.repeats_flags)
     return Start(inputs, resolved, stream, tuple(warnings))
-
-
-def _identity(inputs: Inputs, resolved: ResolvedRun, stream: SampleStream) -> dict[str, object]:
-    plan, manifest = resolved.plan, inputs.sets.manifest
-    grows = f", from {plan.ramp.first} over {plan.ramp.samples} samples" if plan.ramp else ""
-    return {
-        "global_batch_size": f"{plan.global_batch_size}{grows}" if grows else plan.global_batch_size,
-        "seq_len": plan.seq_len,
-        "data": inputs.sets.fingerprint,
-        # Compared only when another run begins from these weights; on resume the fingerprint covers it.
-        "vocab_size": manifest.vocab_size,
-        "tokenizer_sha256": manifest.tokenizer_sha256,
-        "seed": inputs.config.seed,
-        **stream.identity,
-    }
 
 
 def _check_model(inputs: Inputs, resolved: ResolvedRun, source: SavedRun) -> None:

@@ -364,7 +364,7 @@ def check_plan(
     try:
         shape = resolve_shape(config, known)
         plan = resolve_batch(config, shape.seq_len, sum(host.slots for host in hosts))
-        total_steps = resolve_schedule(config, plan, known.num_train_samples).total_steps
+        total_steps = resolve_schedule(config, plan, known.num_train_samples).steps
         checkpoint_bytes = resolve_optimizer(config, shape).checkpoint_bytes(shape.architecture)
     except ConfigError as error:
         yield red("batch", *split_error(str(error)))
