@@ -78,7 +78,7 @@ BATCH = Breaks(
 )
 DATA = Breaks(
     "the new set is read from the old position: its first samples are never seen in this epoch",
-    at="inputs.sets.fingerprint",
+    at="sets.fingerprint",
 )
 LOCAL_DISK = MayDiffer("a local disk")
 RANK_0 = MayDiffer("only rank 0's counts")
@@ -554,7 +554,7 @@ def path_keys() -> list[str]:
 
 
 #: Classes with resolved values of keys, whose fields have the keys' names, by their places in a Start.
-_RESOLVED = {
+_RESOLVED: Mapping[str, Any] = {
     "resolved.shape": GPTShape,
     "resolved.schedule": Schedule,
     "resolved.plan": BatchPlan,

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import cast
 
-from llmscale.checkpoint.manifest import find_damage, load_pieces
+from llmscale.checkpoint.manifest import load_pieces
 from llmscale.checkpoint.run_state import RunState
 from llmscale.config.resolve import resolve_schedule
 from llmscale.config.run_config import KEYS, place_of
@@ -29,7 +29,7 @@ def lines_at_end(start: Start) -> list[str]:
     if source is None or state is None or not start.is_finished:
         return []
     end = f"finished at step {state.step} of {start.resolved.total_steps}; run folder: {shown(run)}"
-    is_done = find_damage(source.path, manifest=source.manifest) is None and _is_settled(source.path, run)
+    is_done = source.find_damage() is None and _is_settled(source.path, run)
     return [*finished_lines(state, start), end] if is_done else []
 
 

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from llmscale.checkpoint.inventory import Checkpoint, find_checkpoints, pin_checkpoint
-from llmscale.checkpoint.manifest import is_whole
+from llmscale.checkpoint.inventory import find_checkpoints, pin_checkpoint
+from llmscale.checkpoint.manifest import Checkpoint
 from llmscale.errors import CheckpointError
 from llmscale.training.live_run import Run, RunIO
 from llmscale.training.notify import notify_in_background
@@ -157,7 +157,7 @@ def checkpoint_before(run: Run, step: int) -> Checkpoint | None:
         saved = find_checkpoints(run.config.run, run.history).current
     except CheckpointError:
         return None
-    fit = (one for one in saved if one.step < step - _STEPS_BEFORE and is_whole(one.path, one.manifest))
+    fit = (one for one in saved if one.step < step - _STEPS_BEFORE and one.is_whole())
     return next(fit, None)
 
 

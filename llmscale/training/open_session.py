@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from llmscale.checkpoint.initial_weights import complete_published_weights, keep_published
-from llmscale.checkpoint.inventory import Checkpoint, is_of_run
-from llmscale.checkpoint.manifest import load_pieces
+from llmscale.checkpoint.inventory import is_of_run
+from llmscale.checkpoint.manifest import Checkpoint, load_pieces
 from llmscale.config.hardware import has_bf16_instructions
 from llmscale.data.loader import Feed, FeedPlan
 from llmscale.data.mixture import MixedShards, keep_sets
@@ -169,7 +169,7 @@ def _find_unpublished(start: Start, world: World) -> Path | None:
     source = start.source
 
     def find() -> Path | None:
-        if source is None or not start.inputs.resumes or not is_of_run(source.path, start.config.run):
+        if source is None or not start.resumes or not is_of_run(source.path, start.config.run):
             return None
         pieces = load_pieces(source.path)
         return None if pieces and pieces.remote else source.path
@@ -215,7 +215,7 @@ def _join_ranks(start: Start, clock: StartupClock, progress: Callable[[], object
         return start, world
     with clock.phase("published weights", "fetching and checking the published weights"):
         weights = complete_published_weights(start.weights, start.sets.first, world, progress)
-    return replace(start, inputs=replace(start.inputs, weights=weights)), world
+    return replace(start, weights=weights), world
 
 
 def _on_cpu(start: Start, world: World, report: Callable[[str], None]) -> Start:
@@ -383,7 +383,7 @@ def _roll_back(session: Session) -> bool:
         return _stop_at_spike(session, before, spike, f"the run has gone back {_MAX_ROLLBACKS} times already")
     skipped = steps_to_skip(run, spike)
     config = run.config.model_copy(update={"skip_steps": [*run.config.skip_steps, skipped]})
-    start = replace(run.start, inputs=replace(run.start.inputs, config=config, repeats_flags=True))
+    start = replace(run.start, config=config, repeats_flags=True)
     io.report(f"going back from step {session.step} to {before.path.name}; the batches of steps {skipped} are left out")
     try:
         start = confirm_start(start, run.world, io.report, at=before.path)

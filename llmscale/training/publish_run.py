@@ -28,9 +28,8 @@ from llmscale.checkpoint.manifest import (
     STATE_NAME,
     Pieces,
     checkpoints_folder,
-    files_here,
-    load_manifest,
     load_pieces,
+    read_checkpoint,
     save_pieces,
     step_of,
 )
@@ -246,8 +245,9 @@ class RunPublisher:
         """Link the files of a checkpoint that this rank uploads, and its manifest."""
         aside.mkdir(parents=True)
         neighbours = self._world.disks.neighbours(self._world.rank)
-        manifest = load_manifest(checkpoint)
-        tensors = [file.name for file in files_here(checkpoint, manifest) if file.name.startswith("__")]
+        saved = read_checkpoint(checkpoint)
+        manifest = saved.manifest
+        tensors = [file.name for file in saved.files_here() if file.name.startswith("__")]
         others = [file.name for file in manifest.files if not file.name.startswith("__")]
         own = tensors[neighbours.index(self._world.rank) :: len(neighbours)]
         for name in (*own, *(others if self._lease else ()), MANIFEST_NAME):
@@ -447,7 +447,7 @@ class RunPublisher:
         # Its name may belong to a newer one by now.
         is_same = os.path.samefile(checkpoint / MANIFEST_NAME, self._aside / published / MANIFEST_NAME)
         if is_same and self._world.disks.mains[rank] == rank:
-            names = [file.name for file in files_here(checkpoint, load_manifest(checkpoint))]
+            names = [file.name for file in read_checkpoint(checkpoint).files_here()]
             save_pieces(checkpoint, Pieces(tuple(name for name in names if name != STATE_NAME), published))
             for path in folder.iterdir():
                 if CHECKPOINT_NAME.fullmatch(path.name) and path != checkpoint:

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 from llmscale.checkpoint.commit import point_latest
 from llmscale.checkpoint.initial_weights import load_published_weights
 from llmscale.checkpoint.inventory import (
-    Checkpoint,
     FoundCheckpoints,
-    find_checkpoint,
     find_checkpoints,
     history_after,
     is_of_run,
+    open_checkpoint,
     point_best,
     record_history,
     remove_leftovers,
@@ -28,10 +27,10 @@ from llmscale.checkpoint.load import (
     load_weights,
     share_descriptions,
 )
-from llmscale.checkpoint.manifest import CheckpointManifest, History, load_manifest
+from llmscale.checkpoint.manifest import MANIFEST_NAME, Checkpoint, History
 from llmscale.checkpoint.run_state import SavedRun, read_saved_run
 from llmscale.config.hf_model import is_published
-from llmscale.engine.collectives import on_all_ranks, on_each_disk, on_main_rank
+from llmscale.engine.collectives import on_each_disk, on_main_rank
 from llmscale.engine.process_group import World
 from llmscale.engine.train_step import get_scaler_state, set_scaler_state
 from llmscale.errors import CheckpointError
@@ -63,7 +62,18 @@ def confirm_start(start: Start, world: World, report: Callable[[str], None], at:
         if is_auto
         else _find_named(start, at, world, report)
     )
-    start = _begin_at(start, chosen, world, goes_back=at is not None)
+    resumes = at is not None or start.resumes
+
+    def read() -> SavedRun | None:
+        source = read_saved_run(chosen) if chosen else None
+        start.at(source, resumes=resumes)  # raises what all ranks would raise
+        return source
+
+    # Rank 0 reads it; hashes confirm later that the others see the same files.
+    source = on_main_rank(control, read)
+    if source is not None and chosen is not None:
+        source = replace(source, path=chosen.path)
+    start = start.at(source, resumes=resumes)
     for warning in start.warnings:
         report(f"WARNING: {warning}")
     check_same_checkpoint(chosen.path if chosen else None, world)
@@ -78,29 +88,6 @@ def confirm_start(start: Start, world: World, report: Callable[[str], None], at:
     return start
 
 
-def _begin_at(start: Start, chosen: Checkpoint | None, world: World, *, goes_back: bool) -> Start:
-    """Return the start from a verified checkpoint; `start` itself if it was resolved from this one. Collective."""
-
-    def read() -> SavedRun | None:
-        saved = start.source
-        # The manifest has the hash of the state that was read.
-        if chosen is not None and (saved is None or saved.manifest != chosen.manifest):
-            saved = read_saved_run(chosen.path, chosen.manifest)
-        saved = saved if chosen else None
-        if saved != start.source:
-            begin(saved)  # raises what all ranks would raise
-        return saved
-
-    def begin(saved: SavedRun | None) -> Start:
-        return start.at(saved, resumes=goes_back or start.inputs.resumes)
-
-    # Rank 0 reads it; hashes confirm later that the others see the same files.
-    saved = on_main_rank(world.control, read)
-    if saved is not None and chosen is not None:
-        saved = replace(saved, path=chosen.path)
-    return on_all_ranks(world.control, lambda: start if saved == start.source and not goes_back else begin(saved))
-
-
 def _find_named(start: Start, at: Path | None, world: World, report: Callable[[str], None]) -> Checkpoint | None:
     """Return the checkpoint that the user named, or `at`, verified; None without one. Collective."""
     config = start.config
@@ -109,22 +96,21 @@ def _find_named(start: Start, at: Path | None, world: World, report: Callable[[s
     if path is None or path in ("auto", "none") or is_published(path):
         return None
 
-    def look() -> tuple[str, CheckpointManifest | None]:
-        folder = find_checkpoint(Path(path), report)
+    def look() -> tuple[str, Checkpoint]:
         try:
-            manifest = load_manifest(folder)
-        except CheckpointError:
-            # Reported below, as all damage.
-            manifest = None
-        return os.path.relpath(folder, path), manifest
+            checkpoint = open_checkpoint(Path(path), report)
+        except CheckpointError as error:
+            if not (Path(path) / MANIFEST_NAME).is_file():
+                raise
+            raise CheckpointError(f"{flag} {path}: {error} Name another checkpoint.") from None
+        return os.path.relpath(checkpoint.path, path), checkpoint
 
     # Rank 0's answer counts: another rank might see a newer checkpoint of a run that trains.
-    inside, manifest = on_main_rank(world.control, look)
-    folder = Path(os.path.normpath(Path(path) / inside))
-    damage = find_damage_together(folder, world.control, world.disks, manifest)
-    if damage or manifest is None:
+    inside, checkpoint = on_main_rank(world.control, look)
+    checkpoint = replace(checkpoint, path=Path(os.path.normpath(Path(path) / inside)))
+    if damage := find_damage_together(checkpoint, world.control, world.disks):
         raise CheckpointError(f"{flag} {path}: {damage} Name another checkpoint.")
-    return Checkpoint(folder, manifest)
+    return checkpoint
 
 
 def enter_history(start: Start, world: World, report: Callable[[str], None]) -> History:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from llmscale.architecture.shape import SHAPE_KEYS, VOCAB_MULTIPLE
-from llmscale.checkpoint.initial_weights import PublishedWeights
 from llmscale.checkpoint.inventory import FoundCheckpoints
 from llmscale.checkpoint.run_state import RunState, SavedRun, check_identity
 from llmscale.config.resolve import ResolvedRun, resolve_run
 from llmscale.config.run_config import IDENTITY, RunConfig
-from llmscale.data.mixture import TrainingSets
 from llmscale.errors import CheckpointError, ConfigError
-from llmscale.evaluate.tasks import TaskFile
 from llmscale.keys import value_at
 from llmscale.memory.breakdown import format_size
 from llmscale.planning.compilation import EAGER, Compilation
@@ -23,11 +20,10 @@ from llmscale.training.inputs import Inputs, read_inputs
 from llmscale.training.sample_stream import SampleStream, build_stream, check_skips
 
 
-@dataclass(frozen=True)
-class Start:
-    """A start of a run whose inputs fit together: what it trains, and where it begins."""
+@dataclass(frozen=True, kw_only=True)
+class Start(Inputs):
+    """Inputs of a run that fit together, with what follows from them: what it trains, and where it begins."""
 
-    inputs: Inputs
     resolved: ResolvedRun
     """The resolved run, for GPUs until `on_cpu` is called."""
     stream: SampleStream
@@ -37,37 +33,6 @@ class Start:
     """How blocks are compiled; decided once the device is known."""
     found: FoundCheckpoints | None = None
     """The run's checkpoints as rank 0 listed them after the claim; None before."""
-
-    @property
-    def config(self) -> RunConfig:
-        return self.inputs.config
-
-    @property
-    def sets(self) -> TrainingSets:
-        return self.inputs.sets
-
-    @property
-    def weights(self) -> PublishedWeights | None:
-        """Published weights that the run begins with."""
-        return self.inputs.weights
-
-    @property
-    def tasks(self) -> tuple[TaskFile, ...]:
-        return self.inputs.tasks
-
-    @property
-    def prompts(self) -> tuple[str, ...]:
-        return self.inputs.prompts
-
-    @property
-    def source(self) -> SavedRun | None:
-        """Checkpoint whose tensors the engine loads."""
-        return self.inputs.source
-
-    @property
-    def state(self) -> RunState | None:
-        """State of the checkpoint that the run resumes; None for a new run."""
-        return self.source.state if self.source and self.inputs.resumes else None
 
     @property
     def first_step(self) -> int:
@@ -82,7 +47,7 @@ class Start:
     @cached_property
     def identity(self) -> dict[str, object]:
         """Everything that a checkpoint and the run that resumes it must share, and its stream's record."""
-        manifest = self.inputs.sets.manifest
+        manifest = self.sets.manifest
         return {
             **{name: value_at(place, self) for name, place in IDENTITY.items()},
             # Compared only when another run begins from these weights; on resume the fingerprint covers it.
@@ -100,8 +65,8 @@ class Start:
 
         Raises CheckpointError, ConfigError, DataError.
         """
-        again = _begin(replace(self.inputs, source=source, resumes=resumes), self.resolved)
-        return replace(self, inputs=again.inputs, stream=again.stream, warnings=again.warnings)
+        begun = _begin(replace(self, source=source, resumes=resumes), self.resolved)
+        return replace(begun, compilation=self.compilation, found=self.found)
 
 
 def prepare_start(config: RunConfig, world_size: int) -> Start:
@@ -127,19 +92,18 @@ def resolve_ranks(inputs: Inputs, world_size: int) -> ResolvedRun:
 
 def _begin(inputs: Inputs, resolved: ResolvedRun) -> Start:
     """Return the start at the inputs' checkpoint, none of whose values depends on the number of ranks."""
-    config, source = inputs.config, inputs.source
+    config, source, state = inputs.config, inputs.source, inputs.state
     if source is not None:
         _check_model(inputs, resolved, source)
-    state = source.state if source and inputs.resumes else None
     if source is not None and state is not None and state.step != source.step:
         raise CheckpointError(f"{source.path} says step {source.step} in one file and {state.step} in another.")
     stream = build_stream(config, inputs.sets, resolved, state)
-    warnings: list[str] = []
-    if state is not None:
-        identity = Start(inputs, resolved, stream).identity
-        warnings = check_identity(state.identity, identity, config.allow_changed)
+    values = {entry.name: getattr(inputs, entry.name) for entry in fields(Inputs)}
+    start = Start(**values, resolved=resolved, stream=stream)
     check_skips(config.skip_steps, state, resolved.total_steps, inputs.repeats_flags)
-    return Start(inputs, resolved, stream, tuple(warnings))
+    if state is None:
+        return start
+    return replace(start, warnings=tuple(check_identity(state.identity, start.identity, config.allow_changed)))
 
 
 def _check_model(inputs: Inputs, resolved: ResolvedRun, source: SavedRun) -> None:
@@ -184,7 +148,7 @@ def _describe_frozen(state: RunState, config: RunConfig, resolved: ResolvedRun) 
 def check_space(start: Start) -> None:
     """Raise ConfigError if the first checkpoints of a new run do not fit on its disk."""
     config, resolved = start.config, start.resolved
-    if start.inputs.has_checkpoints or config.overfit_batch is not None:
+    if start.has_checkpoints or config.overfit_batch is not None:
         return
     place = next(folder for folder in (config.run, *config.run.absolute().parents) if folder.exists())
     # Those of --keep-every can be moved away during a long run.

@@ -29,7 +29,7 @@ from llmscale.config.run_config import (
 from llmscale.config.run_flags import describe_keys, keys_asked_by, model_keys
 from llmscale.errors import ConfigError
 from llmscale.keys import Breaks, Command, Condition, MayDiffer, Ranks, Resume, value_at
-from llmscale.training.start import Start
+from llmscale.planning.compilation import EAGER
 
 WORDS = {kind: {word for part in get_args(kind) for word in get_args(part)} for kind in (Resume, Ranks)}
 
@@ -80,7 +80,7 @@ def test_pairs_of_units_and_names_of_changes_exist() -> None:
 def test_every_told_key_has_a_place_in_a_prepared_run() -> None:
     config = parse_run_config(["--steps=200"])
     resolved = resolve_run(config, read_ds_config(config.ds), SetFacts(1000, 64, 10**6, 0), 2)
-    run = Start(SimpleNamespace(config=config), resolved, None)  # type: ignore[arg-type]
+    run = SimpleNamespace(config=config, resolved=resolved, compilation=EAGER)
     for name, behaviour in KEYS.items():
         if behaviour.resume in ("logged", "weights"):
             value_at(place_of(name), run)
@@ -118,10 +118,8 @@ def test_what_breaks_a_run_is_in_its_identity() -> None:
         ["--steps=200", "--global-batch-size=8", "--batch-ramp-from=2", "--batch-ramp-tokens=999"]
     )
     resolved = resolve_run(config, read_ds_config(config.ds), SetFacts(1000, 64, 10**6, 0), 2)
-    inputs = SimpleNamespace(config=config, sets=SimpleNamespace(fingerprint="f"))
-    start = SimpleNamespace(
-        inputs=inputs, config=config, resolved=resolved, stream=SimpleNamespace(identity={"order": "o"})
-    )
+    sets, stream = SimpleNamespace(fingerprint="f"), SimpleNamespace(identity={"order": "o"})
+    start = SimpleNamespace(config=config, sets=sets, resolved=resolved, stream=stream)
     identity = {name: value_at(place, start) for name, place in IDENTITY.items()}
     ramp = "8, from 2 over 16 samples"
     assert identity == {"seed": 1337, "seq_len": 64, "data": "f", "order": "o", "global_batch_size": ramp}
