@@ -13,7 +13,7 @@ from llmscale.files.buffered_log import BufferedLog
 from llmscale.terminal.human_numbers import with_singulars
 from llmscale.training.live_view import Display, PlainLines
 from llmscale.training.run_folder import METRICS_NAME, METRICS_VERSION, without_nan
-from llmscale.training.step_metrics import OPTIONAL_FIELDS, StepMetrics
+from llmscale.training.step_metrics import StepMetrics
 from llmscale.training.trackers import Tracker
 from llmscale.untrusted.terminal import make_visible_line, print_visible
 
@@ -44,9 +44,7 @@ class MetricsLog:
 
     def log_step(self, metrics: StepMetrics) -> None:
         """Record a training step."""
-        values = asdict(metrics).items()
-        record = {key: value for key, value in values if key not in OPTIONAL_FIELDS or value is not None}
-        self._write({"kind": "train", **record})
+        self._write({"kind": "train", **metrics.as_record()})
         self.display.show_step(metrics)
         self._track("train", asdict(metrics), metrics.step)
 

@@ -25,7 +25,7 @@ from llmscale.engine.device_memory import device_memory_bytes, gpu_capability
 from llmscale.engine.device_settings import allow_tf32
 from llmscale.engine.network import find_node_network
 from llmscale.engine.process_group import World, is_gpu, join_world
-from llmscale.engine.train_step import get_scaler_state
+from llmscale.engine.train_step import PhaseTimer, get_scaler_state
 from llmscale.errors import CheckpointError
 from llmscale.planning.compilation import Compilation, decide_compilation
 from llmscale.terminal.status_line import REPEAT_S, StatusLine
@@ -129,7 +129,7 @@ def _open_session(
     clock.announcer.begin("opening the run's records", after_s=REPEAT_S)
     history = enter_history(start, world, report)
     on_each_disk(world.control, world.disks, lambda: claim.describe(lambda: _describe(start)))
-    meter = StepMeter(world.device)
+    meter = StepMeter(PhaseTimer(world.device))
     # Without the list of checkpoints, which is long in a long run.
     run = Run(replace(start, found=None), world, validation, history, estimate, clock.seconds)
     state = run.state

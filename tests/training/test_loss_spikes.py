@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from llmscale.checkpoint.inventory import list_checkpoints
+from llmscale.engine.train_step import PhaseTimer
 from llmscale.training import open_session
 from llmscale.training.loss_spikes import MIN_STEPS, QUIET_STEPS, Spike, SpikeDetector, rollback_advice
 from llmscale.training.sample_stream import Skip
@@ -179,7 +180,7 @@ def test_a_spike_at_the_last_step_is_left_out_too(ranks: Callable, train_command
 @pytest.mark.parametrize("outcome", [True, False])
 def test_going_back_is_a_start_for_the_clock_and_the_supervisor(outcome: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str | None] = []
-    meter = StepMeter(torch.device("cpu"))
+    meter = StepMeter(PhaseTimer(torch.device("cpu")))
 
     def note(session: Any) -> bool:
         seen.append(meter.pausing_for)
