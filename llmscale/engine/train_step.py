@@ -45,7 +45,7 @@ def train_step(
     """
     total = torch.zeros((), device=device)
     model = engine.module
-    model.routing = None
+    model.routing = model.head.z_squared = None
     for micro_step, tokens in enumerate(micro_batches):
         timer.mark("forward_backward")
         tokens = tokens.to(device, non_blocking=True)
@@ -71,12 +71,13 @@ def train_step(
 
 @contextmanager
 def _unrecorded(model: GPT) -> Iterator[None]:
-    """Leave out a filler of what the model records of its micro-batches: the experts' loads, and z^2."""
-    routing, z_squared = model.routing, model.head.mean_z_squared
+    """Leave a filler out of the model's sums over micro-batches: the experts' loads, and z^2."""
+    head, routing, z_squared = model.head, model.routing, model.head.z_squared
     yield
     if model.routing is not None:
         model.routing = torch.zeros_like(model.routing) if routing is None else routing
-    model.head.mean_z_squared = model.head.mean_z_squared if z_squared is None else z_squared
+    if head.z_squared is not None:
+        head.z_squared = torch.zeros_like(head.z_squared) if z_squared is None else z_squared
 
 
 def _balance_routers(model: GPT) -> None:

@@ -71,7 +71,7 @@ class StepMetrics:
     loss: float = metric(" | loss {:.4f}")
     """Mean over the global batch, in nats per token, without the z-loss; null in metrics.jsonl if NaN or infinite."""
     z_loss: float | None = metric(" | z-loss {:.2e}", chart=Chart("Optimisation", "Auxiliary z-loss", "nats per token"))
-    """--z-loss times the mean squared log-sum-exp of the logits, over every rank's last micro-batch; None without."""
+    """--z-loss times the mean squared log-sum-exp of the logits, over the global batch; None without."""
     lr: float = metric(
         " | lr {:.2e}", chart=Chart("Optimisation", "Learning rate", "per step", is_smoothed=False, is_pictured=True)
     )
