@@ -133,7 +133,8 @@ def train(start: Start, stop: StopRequest, heartbeat: Heartbeat, began: float, a
     """Train a run that passed the checks. `began` is the start of the process on perf_counter's clock."""
     set_allocator_default(os.environ)
     announcer.begin("importing torch and DeepSpeed")
-    from llmscale.training.open_session import open_session, roll_back
+    from llmscale.training.open_session import open_session
+    from llmscale.training.session import roll_back
 
     with explained_out_of_memory(start), open_session(start, stop, heartbeat, began, announcer) as session:
         is_starting = True

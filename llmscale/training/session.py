@@ -1,28 +1,54 @@
-"""One process's part of a training run, from the first step of this start to the last."""
+"""One process's part of a training run, from the first step of this start to the last, and its rollbacks."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import numpy as np
 import torch
 
+from llmscale.checkpoint.manifest import Checkpoint
 from llmscale.config.run_urls import shown
-from llmscale.data.loader import MicroBatch
+from llmscale.data.loader import Feed, FeedPlan, MicroBatch
+from llmscale.data.mixture import MixedShards
+from llmscale.data.order.sample_order import RankLayout
 from llmscale.data.sample_log import ids_checksum
-from llmscale.engine.collectives import StepVote, gather, vote
+from llmscale.data.shards.token_shards import TokenShards, WindowReader
+from llmscale.data.validation import ValidationSplit, open_validation
+from llmscale.engine.collectives import StepVote, gather, on_all_ranks, on_main_rank, vote
 from llmscale.engine.deepspeed_engine import set_learning_rate
-from llmscale.engine.process_group import leave_world
+from llmscale.engine.process_group import World, is_gpu, leave_world
 from llmscale.engine.train_step import explain_smallest_scale, seed_step, set_micro_steps, train_step
-from llmscale.errors import DataError
+from llmscale.errors import CheckpointError, DataError
+from llmscale.training.evaluate_steps import EvaluateTasks, SampleText, Validate
+from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
-from llmscale.training.log_steps import LogSteps
-from llmscale.training.loss_spikes import RollbackRequest, checkpoint_before, rollback_advice
+from llmscale.training.log_steps import LogSteps, RecordSamples
+from llmscale.training.loss_spikes import (
+    RollbackRequest,
+    WatchSpikes,
+    checkpoint_before,
+    rollback_advice,
+    steps_to_skip,
+)
+from llmscale.training.nonfinite import StopOnNonfinite
+from llmscale.training.overfit_check import JudgeOverfit
+from llmscale.training.profiler import ProfileSteps
+from llmscale.training.resume import confirm_start, enter_history, load_checkpoint
 from llmscale.training.run_folder import record_failure
+from llmscale.training.sample_stream import cache_limit_bytes
 from llmscale.training.save_checkpoints import SaveCheckpoints
+from llmscale.training.start import Start
+from llmscale.training.startup_reports import ReportCompilation, ReportMemory, ReportStartup
 from llmscale.training.stop_request import StopRequest
+from llmscale.training.stragglers import RecentSteps, WatchStragglers
+
+#: Rollbacks of one start; a run that needs more has another problem than a batch.
+_MAX_ROLLBACKS = 5
 
 
 @dataclass
@@ -179,3 +205,126 @@ class Session:
                 f"step {step}: the samples that the ranks hold are not the global batch of this step. Do all nodes "
                 "have the same dataset and the same version of llmscale?"
             )
+
+
+def build_actions(
+    run: Run, engine: Engine, io: RunIO, rollback: RollbackRequest, stop: StopRequest
+) -> tuple[list[StepAction], SaveCheckpoints]:
+    """Return the actions of a run in their order at one step, and the checkpoints, which come last. Collective."""
+    config, world = run.config, run.world
+    watchers = [WatchSpikes(run, io, rollback, stop).check] if world.is_main else []
+    watchers += [WatchStragglers(world, io.log, io.report).check] if world.world_size > 1 else []
+    log = LogSteps(run, engine, io, watchers)
+    actions: list[StepAction] = []
+    if config.profile:
+        actions.append(ProfileSteps(run, engine, io, config.profile, is_rollback=rollback.num_rollbacks > 0))
+    actions += [RecordSamples(run, io), ReportStartup(run, io)]
+    if engine.compiler is not None:
+        actions.append(ReportCompilation(run, io, engine.compiler))
+    actions += [ReportMemory(run, io), log, StopOnNonfinite(run, engine, io, judges_at=log.due)]
+    if config.overfit_batch is not None:
+        actions.append(JudgeOverfit(run, io))
+    if run.validation:
+        actions.append(Validate(run, engine, io))
+    if run.start.tasks:
+        actions.append(EvaluateTasks(run, engine, io))
+    if config.sample_every or config.eval_every:
+        actions.append(SampleText(run, engine, io))
+    return actions, SaveCheckpoints(run, engine, io, rollback, actions)
+
+
+def open_data(start: Start, world: World) -> tuple[Feed, tuple[ValidationSplit, ...]]:
+    """Return the feed at the run's position, and the validation splits if they are used. Collective."""
+    start_sample = start.state.samples_seen if start.state else 0
+    feed = on_all_ranks(world.control, lambda: open_feed(start, world, start_sample=start_sample))
+    if not start.config.val_every:
+        return feed, ()
+    sets = start.sets.as_recorded(start.stream.identity)
+    return feed, on_all_ranks(world.control, lambda: open_validation(sets, start.config.val_samples))
+
+
+def open_feed(start: Start, world: World, *, start_sample: int) -> Feed:
+    """Return this rank's micro-batches from sample `start_sample` on, those of all ranks that divide its sequences.
+
+    Raises DataError if a shard has changed.
+    """
+    plan, limit_bytes = start.resolved.plan, cache_limit_bytes(start.config)
+    layout = RankLayout(plan.ranks.group_of(world.rank), plan.ranks.groups_per_node(world.ranks_per_node))
+    shards: WindowReader
+    if start.sets.recipe is None:
+        shards = TokenShards(start.sets.first, "train", cache_limit_bytes=limit_bytes)
+    else:
+        shards = MixedShards(start.sets.locations, "train", limit_bytes)
+    return Feed(
+        shards,
+        start.stream.order,
+        FeedPlan(
+            layout,
+            plan.micro_batch_size,
+            plan.gradient_accumulation_steps,
+            start.stream.batches,
+            plan.global_batch_size,
+        ),
+        start_sample=start_sample,
+        num_workers=start.config.num_workers,
+        pin_memory=is_gpu(),
+    )
+
+
+def roll_back(session: Session, heartbeat: Heartbeat) -> bool:
+    """Go back to the checkpoint before a loss spike, within the same processes, and skip the spike's batches.
+
+    Does everything that a start with `--resume CHECKPOINT --skip-steps A:B` would do, with the same code; only the
+    process group and the engine stay. Returns whether the session is at an earlier step now; if not, rank 0 asks to
+    stop and reports how to continue by hand. Collective. Raises LlmscaleError like a start.
+    """
+    heartbeat.beat("starting")
+    publisher = session.io.publisher
+    with session.engine.meter.pause("starting"), publisher.dropping if publisher else nullcontext():
+        has_rolled_back = _roll_back(session)
+    heartbeat.beat("starting")
+    return has_rolled_back
+
+
+def _roll_back(session: Session) -> bool:
+    began, run, engine, io, rollback = time.perf_counter(), session.run, session.engine, session.io, session.rollback
+    control = run.world.control
+    spike = next(wanted for wanted in gather(control, rollback.rollback_from) if wanted is not None)
+    rollback.rollback_from = None
+    rollback.finish_saving()
+    before = on_main_rank(control, lambda: checkpoint_before(run, spike[0]))
+    if before is None:
+        return _stop_at_spike(session, None, spike, "no checkpoint is older")
+    if rollback.num_rollbacks >= _MAX_ROLLBACKS:
+        return _stop_at_spike(session, before, spike, f"the run has gone back {_MAX_ROLLBACKS} times already")
+    skipped = steps_to_skip(run, spike)
+    config = run.config.model_copy(update={"skip_steps": [*run.config.skip_steps, skipped]})
+    start = replace(run.start, config=config, repeats_flags=True)
+    io.report(f"going back from step {session.step} to {before.path.name}; the batches of steps {skipped} are left out")
+    try:
+        start = confirm_start(start, run.world, io.report, at=before.path)
+    except CheckpointError as error:
+        return _stop_at_spike(session, before, spike, str(error))
+    assert start.source is not None and start.state is not None
+    engine.feed.close()
+    feed, validation = open_data(start, run.world)
+    load_checkpoint(engine.deepspeed, start.source, run.world, engine.configured_scaler)
+    engine.deepspeed.skipped_steps = 0
+    history = enter_history(start, run.world, io.report)
+    io.log_event("go_back", step=session.step, to_step=start.state.step, spike=spike[0], skip_steps=skipped)
+    if io.log:
+        io.log.roll_back(start.state.step)
+    rollback.num_rollbacks += 1
+    seconds = {"going back": time.perf_counter() - began}
+    run = Run(replace(start, found=None), run.world, validation, history, run.estimate, seconds)
+    recent = RecentSteps(run.world)
+    engine = replace(engine, feed=feed, recent=recent, skipped_before=start.state.skipped_steps)
+    session.continue_from(run, engine, *build_actions(run, engine, io, rollback, session.stop))
+    return True
+
+
+def _stop_at_spike(session: Session, before: Checkpoint | None, spike: tuple[int, int], problem: str) -> bool:
+    if session.run.world.is_main:
+        session.stop.received.append(f"--on-spike skip, which cannot go back from step {spike[0]}: {problem}")
+        session.io.report(rollback_advice(session.run, before, spike))
+    return False

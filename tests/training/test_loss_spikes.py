@@ -13,7 +13,7 @@ import torch
 
 from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.engine.train_step import PhaseTimer
-from llmscale.training import open_session
+from llmscale.training import session as session_module
 from llmscale.training.loss_spikes import MIN_STEPS, QUIET_STEPS, Spike, SpikeDetector, rollback_advice
 from llmscale.training.sample_stream import Skip
 from llmscale.training.step_metrics import StepMeter
@@ -186,9 +186,9 @@ def test_going_back_is_a_start_for_the_clock_and_the_supervisor(outcome: bool, m
         seen.append(meter.pausing_for)
         return outcome
 
-    monkeypatch.setattr(open_session, "_roll_back", note)
+    monkeypatch.setattr(session_module, "_roll_back", note)
     session: Any = SimpleNamespace(engine=SimpleNamespace(meter=meter), io=SimpleNamespace(publisher=None))
     heartbeat: Any = SimpleNamespace(beat=lambda phase: seen.append(f"beat {phase}"))
-    assert open_session.roll_back(session, heartbeat) is outcome
+    assert session_module.roll_back(session, heartbeat) is outcome
     assert seen == ["beat starting", "starting", "beat starting"]
     assert meter.spent_s["starting"] > 0
