@@ -93,6 +93,7 @@ def _add_plan_flags(parser: FlagParser) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from llmscale.config.optimizers import get_optimizer
     from llmscale.config.run_config import build_run_config, keys_of_ladder, load_run_file
     from llmscale.training.inputs import read_inputs
     from llmscale.training.start import resolve_ranks
@@ -118,6 +119,7 @@ def _plan(args: argparse.Namespace) -> int:
         tokens_per_parameter=args.tokens_per_parameter,
         has_held_out=not args.no_held_out,
         lr=config.lr,
+        rate_factor=get_optimizer(config.optimizer).default_rate_factor,
     )
     ladder = plan_ladder(request, data, inputs.sets.manifest.tokenizer)
     save_ladder(args.out, ladder, keys)

@@ -268,5 +268,8 @@ def resolve_schedule(config: RunConfig, plan: BatchPlan, num_train_samples: int)
     min_lr_frac = config.min_lr_frac
     if min_lr_frac is None:
         min_lr_frac = 0.1 if config.schedule == "cosine" else 0.0
-    peak_lr = config.lr or get_preset(default_preset(config)).learning_rate
+    peak_lr = config.lr
+    if peak_lr is None:
+        factor = get_optimizer(config.optimizer).default_rate_factor
+        peak_lr = get_preset(default_preset(config)).learning_rate * factor
     return Schedule(config.schedule, peak_lr, warmup_steps, total_steps, decay_steps, min_lr_frac)

@@ -298,12 +298,13 @@ class RunConfig(ModelKeys):
         asked_by=("estimate",),
         asked_default="the largest that fits",
     )
-    """Sequences per rank and forward pass; default: the largest within 16,384 tokens."""
+    """Sequences per rank and forward pass; default: the largest within 16,384 tokens that needs the fewest
+    fillers (docs/checkpoints.md)."""
     batch_ramp_from: Sequences | None = key(
         None, ge=1, resume=BATCH, ranks="same", needs="batch_ramp_tokens, not overfit_batch", by_ladder=True
     )
-    """Sequences of the first step; the global batch grows by as many at a time to its full size. The number of ranks
-    must divide it."""
+    """Sequences of the first step; the global batch grows by as many at a time to its full size. The micro-batch must
+    divide it."""
     batch_ramp_tokens: Tokens | None = key(
         None, ge=1, resume=BATCH, ranks="same", needs="batch_ramp_from, not overfit_batch", by_ladder=True
     )
@@ -321,7 +322,7 @@ class RunConfig(ModelKeys):
     tokens: Tokens | None = key(None, ge=1, in_place_of="steps")
     """Training tokens, in place of steps; rounded up to complete steps."""
     lr: LearningRate | None = key(None, gt=0, resume="logged", ranks="resolved")
-    """Peak learning rate; default: the preset's."""
+    """Peak learning rate; default: the preset's, for adafactor divided by 0.02, as its rate is relative to weights."""
     schedule: ScheduleName = key("cosine", resume="logged", ranks="resolved")
     """Learning-rate schedule. cosine and linear decay to min_lr_frac; wsd: warm-up, stable, linear decay."""
     warmup_steps: Steps | None = key(None, ge=0, resume="logged", ranks="resolved", by_ladder=True)
@@ -353,7 +354,8 @@ class RunConfig(ModelKeys):
     )
     """Do not train the parameters whose names match, such as 'blocks.0.*': no gradients, no optimizer states."""
     weight_decay: WeightDecay = key(0.1, ge=0.0, resume="logged", ranks="same")
-    """Decoupled weight decay; applies to parameters of two or more dimensions."""
+    """Decoupled weight decay; applies to parameters of two or more dimensions. adafactor: a fiftieth of it, as its
+    learning rate is fifty times AdamW's."""
     beta1: BelowOne = key(0.9, ge=0.0, resume="logged", ranks="same", needs="not optimizer=adafactor")
     """AdamW: decay of the first moment; Muon's momentum is 0.95."""
     beta2: BelowOne = key(0.95, ge=0.0, resume="logged", ranks="same", needs="not optimizer=adafactor")
@@ -503,11 +505,12 @@ class RunConfig(ModelKeys):
     plain: bool = key(False, resume="free", ranks=RANK_0)
     """Print a line per logged step, also on a terminal, in place of the live view."""
     wandb: bool = key(False, resume="free", ranks=RANK_0)
-    """Log to Weights & Biases, from rank 0. WANDB_MODE=offline needs no account."""
+    """Log to Weights & Biases, from rank 0. Its variables count, such as WANDB_ENTITY; WANDB_MODE=offline needs no
+    account."""
     wandb_project: NonBlank = key("llmscale", resume="free", ranks=RANK_0, needs="wandb")
-    """Weights & Biases project."""
+    """Weights & Biases project; if it is not given, WANDB_PROJECT counts."""
     wandb_name: NonBlank | None = key(None, resume="free", ranks=RANK_0, needs="wandb")
-    """Weights & Biases run name; default: the run folder's name."""
+    """Weights & Biases run name; default: WANDB_NAME, else the run folder's name."""
     tensorboard: bool = key(False, resume="free", ranks=RANK_0)
     """Write TensorBoard event files to the run folder's tensorboard/."""
 

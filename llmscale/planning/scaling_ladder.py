@@ -128,6 +128,8 @@ class LadderRequest:
     has_held_out: bool = True
     lr: float | None = None
     """Learning rate of the least compute, from which the others follow; None for the rule."""
+    rate_factor: float = 1.0
+    """Ratio of the optimizer's learning rate to the rule's, which is AdamW's."""
 
 
 class _Relative(NamedTuple):
@@ -156,8 +158,8 @@ def plan_ladder(request: LadderRequest, data: str, tokenizer: str) -> Ladder:
     middle = math.sqrt(unit / (6 * request.tokens_per_parameter))
     # The rule's constant depends on model and text; its exponent is used with another one, too.
     least = unit * min(run.flops for run in planned)
-    factor = request.lr / least**_RATE_EXPONENT if request.lr else _RATE
-    rate = f"{request.lr:g} at the least compute, falling as" if request.lr else f"{_RATE}"
+    factor = request.lr / least**_RATE_EXPONENT if request.lr else _RATE * request.rate_factor
+    rate = f"{request.lr:g} at the least compute, falling as" if request.lr else f"{factor:g}"
     runs = [
         _build_run(run, unit * run.flops, nearest_shape(middle * run.size, request.like), factor) for run in planned
     ]

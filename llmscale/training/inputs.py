@@ -23,7 +23,6 @@ from llmscale.config.hf_model import (
     with_published_shape,
     with_saved_shape,
 )
-from llmscale.config.launcher_variables import is_restart
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import get_preset
 from llmscale.config.resolve import SetFacts, resolve_shape
@@ -35,7 +34,8 @@ from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_mat
 from llmscale.errors import CheckpointError, ConfigError
 from llmscale.evaluate.tasks import TaskFile, load_task_files
 from llmscale.terminal.status_line import REPEAT_S, SOON_S
-from llmscale.training.run_folder import check_own_files
+from llmscale.training.run_folder import check_own_files, repeats_last_start
+from llmscale.training.stop_request import repeating_launches
 from llmscale.untrusted.hub import forgotten_prefix
 
 #: A trace has some thousand events per step and rank, and somebody wants to open it.
@@ -64,8 +64,8 @@ class Inputs:
     """False when a new run takes nothing but the source's weights."""
     has_checkpoints: bool = False
     """True when the run folder holds a checkpoint of any history and in any state."""
-    repeats_flags: bool = False
-    """True for a restart, which gives the flags of the first start again."""
+    left_out: str = ""
+    """Flag of a restart that has acted already: --resume or --init-from, with its value."""
 
     @property
     def state(self) -> RunState | None:
@@ -93,6 +93,9 @@ def read_inputs(config: RunConfig) -> Inputs:
 
     Raises ConfigError, DataError or CheckpointError; writes nothing.
     """
+    left_out = ""
+    if (launches := repeating_launches(os.environ)) and repeats_last_start(fetch_run(config.run), launches):
+        config, left_out = _without_used_flags(config)
     config = fetch_runs(config)
     if config.overfit_batch is not None:
         config = _as_overfit_check(config)
@@ -116,7 +119,7 @@ def read_inputs(config: RunConfig) -> Inputs:
         source=source,
         resumes=config.init_from is None,
         has_checkpoints=has_checkpoints,
-        repeats_flags=is_restart(os.environ),
+        left_out=left_out,
     )
     if model is not None:
         weights = find_published_weights(model, resolve_shape(config, inputs.facts), sets.first)
@@ -126,6 +129,17 @@ def read_inputs(config: RunConfig) -> Inputs:
         state = source.state if source else load_run_state(find_checkpoint(Path(config.init_from)))
         _check_same_tokenizer(sets.manifest, config, state)
     return inputs
+
+
+def _without_used_flags(config: RunConfig) -> tuple[RunConfig, str]:
+    """Return the configuration of a restart, and the flag that it leaves out, as launch leaves it out.
+
+    --resume PATH and --init-from say where a launch begins: once it has checkpoints of its own, it continues from them.
+    """
+    named = f"--init-from {config.init_from}" if config.init_from is not None else f"--resume {config.resume}"
+    if named == "--resume auto" or not find_checkpoints(config.run).current:
+        return config, ""
+    return config.model_copy(update={"resume": "auto", "init_from": None}), named
 
 
 def _check_settings(config: RunConfig) -> DsConfig:

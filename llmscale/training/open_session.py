@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from llmscale.checkpoint.inventory import is_of_run
 from llmscale.checkpoint.manifest import load_pieces
 from llmscale.config.hardware import has_bf16_instructions
 from llmscale.data.mixture import keep_sets
-from llmscale.engine.collectives import on_all_ranks, on_each_disk, on_main_rank
+from llmscale.engine.collectives import gather, on_all_ranks, on_each_disk, on_main_rank
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_engine import build_engine, check_device
 from llmscale.engine.device_memory import device_memory_bytes, gpu_capability
@@ -43,7 +43,7 @@ from llmscale.training.session import Session, build_actions, open_data
 from llmscale.training.start import Start
 from llmscale.training.startup_reports import describe_run
 from llmscale.training.step_metrics import StepMeter
-from llmscale.training.stop_request import StopRequest
+from llmscale.training.stop_request import StopRequest, launch_names
 from llmscale.training.stragglers import RecentSteps
 from llmscale.training.trackers import StartedTrackers, start_trackers
 from llmscale.untrusted.terminal import print_visible
@@ -109,7 +109,8 @@ def _open_session(
         trackers = _start_trackers(start, world)
     clock.announcer.begin("opening the run's records", after_s=REPEAT_S)
     history = enter_history(start, world, report)
-    on_each_disk(world.control, world.disks, lambda: claim.describe(lambda: _describe(start)))
+    launches = sorted({name for names in gather(world.control, launch_names(os.environ)) for name in names})
+    on_each_disk(world.control, world.disks, lambda: claim.describe(lambda: _describe(start, launches)))
     meter = StepMeter(PhaseTimer(world.device))
     # Without the list of checkpoints, which is long in a long run.
     run = Run(replace(start, found=None), world, validation, history, estimate, clock.seconds)
@@ -227,11 +228,12 @@ def report_on_main(world: World, announcer: StatusLine) -> Callable[[str], None]
     return report
 
 
-def _describe(start: Start) -> None:
+def _describe(start: Start, launches: Sequence[str]) -> None:
     folder = start.config.run
     is_new = start.state is None or not (folder / CONFIG_NAME).exists()
     resolved = {**start.resolved.as_dict(), "dataset": start.sets.fingerprint}
-    save_run_description(folder, as_plain(start.config), resolved, start.resolved.ds_config, is_new=is_new)
+    config, ds_config = as_plain(start.config), start.resolved.ds_config
+    save_run_description(folder, config, resolved, ds_config, is_new=is_new, launches=launches)
     keep(lambda: keep_sets(start.sets, folder), folder, "the tokenizer", is_new=is_new)
 
     def keep_model() -> None:

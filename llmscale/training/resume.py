@@ -74,6 +74,8 @@ def confirm_start(start: Start, world: World, report: Callable[[str], None], at:
     if source is not None and chosen is not None:
         source = replace(source, path=chosen.path)
     start = start.at(source, resumes=resumes)
+    if start.left_out and at is None:
+        report(f"{start.left_out} has acted at an earlier start of this launch, and is left out")
     for warning in start.warnings:
         report(f"WARNING: {warning}")
     check_same_checkpoint(chosen.path if chosen else None, world)

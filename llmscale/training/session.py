@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -23,7 +24,7 @@ from llmscale.engine.collectives import StepVote, gather, on_all_ranks, on_main_
 from llmscale.engine.deepspeed_engine import set_learning_rate
 from llmscale.engine.process_group import World, is_gpu, leave_world
 from llmscale.engine.train_step import explain_smallest_scale, seed_step, set_micro_steps, train_step
-from llmscale.errors import CheckpointError, DataError
+from llmscale.errors import CheckpointError, DataError, LlmscaleError
 from llmscale.training.evaluate_steps import EvaluateTasks, SampleText, Validate
 from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
@@ -35,6 +36,7 @@ from llmscale.training.loss_spikes import (
     rollback_advice,
     steps_to_skip,
 )
+from llmscale.training.lost_peer import explain_lost_peer
 from llmscale.training.nonfinite import StopOnNonfinite
 from llmscale.training.overfit_check import JudgeOverfit
 from llmscale.training.profiler import ProfileSteps
@@ -44,7 +46,7 @@ from llmscale.training.sample_stream import cache_limit_bytes
 from llmscale.training.save_checkpoints import SaveCheckpoints
 from llmscale.training.start import Start
 from llmscale.training.startup_reports import ReportCompilation, ReportMemory, ReportStartup
-from llmscale.training.stop_request import StopRequest
+from llmscale.training.stop_request import EXIT_RESTART, StopOfRank, StopRequest, is_left_by_others
 from llmscale.training.stragglers import RecentSteps, WatchStragglers
 
 #: Rollbacks of one start; a run that needs more has another problem than a batch.
@@ -76,8 +78,12 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None and not self.stop.ends_early and self.io.claim.find_loss() is None:
-            record_failure(self.run.config.run, error, step=self.step, rank=self.run.world.rank)
+        lost = None
+        if error is not None and not self.stop.ends_early:
+            # Now: whoever ends later is not to blame.
+            lost = None if isinstance(error, LlmscaleError) else explain_lost_peer(error)
+            if self.io.claim.find_loss() is None:
+                record_failure(self.run.config.run, lost or error, step=self.step, rank=self.run.world.rank)
         self.engine.feed.close()
         for action in self.actions:
             action.close()
@@ -86,6 +92,8 @@ class Session:
         self.io.claim.close()
         if kind is None:
             leave_world()
+        if lost is not None:
+            raise lost from error
 
     def continue_from(
         self, run: Run, engine: Engine, actions: Sequence[StepAction], checkpoints: SaveCheckpoints
@@ -174,8 +182,11 @@ class Session:
         """Save a checkpoint between two steps, unless this step is saved."""
         self.checkpoints.save(self.step)
 
-    def finish(self) -> None:
-        """Save the last step unless it is saved, and wait until it is on disk. Raises CheckpointError on failure."""
+    def finish(self) -> int:
+        """Save the last step unless it is saved, wait until it is on disk, and return the exit status.
+
+        Collective. Raises CheckpointError on failure.
+        """
         run, io, total = self.run, self.io, self.run.resolved.total_steps
         if io.log:
             io.log.display.close()
@@ -183,18 +194,14 @@ class Session:
             self.checkpoints.finish(self.step)
         if io.publisher:
             io.publisher.finish()
-        why = "finished" if self.step >= total else f"stopped by {self._reason()}"
+        reasons = [] if self.step >= total else gather(run.world.control, self.stop.of_this_rank())
+        why = f"stopped by {_first_reason(reasons)}" if reasons else "finished"
         if spike := self.rollback.rollback_from:
             io.report(f"--on-spike skip did not go back from the loss spike at step {spike[0]}: the run stops")
             io.report(rollback_advice(run, checkpoint_before(run, spike[0]), spike))
         io.report(f"{why} at step {self.step} of {total}; run folder: {shown(run.config.run)}")
         io.log_event(why.split()[0], step=self.step, reason=why)
-
-    def _reason(self) -> str:
-        """Return why the ranks stop: rank 0's reason, or the first rank's that has one. Collective."""
-        reasons = gather(self.run.world.control, next(iter(self.stop.received), None))
-        rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
-        return f"{reason} on rank {rank}" if rank else reason
+        return EXIT_RESTART if reasons and is_left_by_others(reasons, os.environ) else 0
 
     def _check_ids(self, step: int, ids_sum: int) -> None:
         """Raise DataError unless the ranks' samples are exactly the global batch that the order gives this step."""
@@ -205,6 +212,12 @@ class Session:
                 f"step {step}: the samples that the ranks hold are not the global batch of this step. Do all nodes "
                 "have the same dataset and the same version of llmscale?"
             )
+
+
+def _first_reason(stops: Sequence[StopOfRank]) -> str:
+    """Return why the ranks stop: rank 0's reason, or the first rank's that has one."""
+    rank, reason = next((rank, stop.reason) for rank, stop in enumerate(stops) if stop.reason is not None)
+    return f"{reason} on rank {rank}" if rank else reason
 
 
 def build_actions(
@@ -299,7 +312,7 @@ def _roll_back(session: Session) -> bool:
         return _stop_at_spike(session, before, spike, f"the run has gone back {_MAX_ROLLBACKS} times already")
     skipped = steps_to_skip(run, spike)
     config = run.config.model_copy(update={"skip_steps": [*run.config.skip_steps, skipped]})
-    start = replace(run.start, config=config, repeats_flags=True)
+    start = replace(run.start, config=config)
     io.report(f"going back from step {session.step} to {before.path.name}; the batches of steps {skipped} are left out")
     try:
         start = confirm_start(start, run.world, io.report, at=before.path)

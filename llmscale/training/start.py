@@ -100,7 +100,7 @@ def _begin(inputs: Inputs, resolved: ResolvedRun) -> Start:
     stream = build_stream(config, inputs.sets, resolved, state)
     values = {entry.name: getattr(inputs, entry.name) for entry in fields(Inputs)}
     start = Start(**values, resolved=resolved, stream=stream)
-    check_skips(config.skip_steps, state, resolved.total_steps, inputs.repeats_flags)
+    check_skips(config.skip_steps, resolved.total_steps)
     if state is None:
         return start
     return replace(start, warnings=tuple(check_identity(state.identity, start.identity, config.allow_changed)))

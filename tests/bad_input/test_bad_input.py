@@ -174,7 +174,7 @@ def as_request(line: str) -> dict:
     program, *argv = words
     if program == "train" and "--data" not in argv and not any(word.startswith("--data=") for word in argv):
         argv += ["--data", "set"]
-    return {"program": program, "argv": argv, "env": environment, "time_limit_s": 30.0}
+    return {"program": program, "argv": argv, "env": environment, "time_limit_s": 300.0}
 
 
 ACCEPTED = (

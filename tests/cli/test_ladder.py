@@ -220,7 +220,7 @@ def test_a_ladder_is_killed_and_resumed(tiny_set: Path, base: Path, tmp_path: Pa
     second = others[0]
     wait_for(lambda: (read_run(folder / "runs" / second.name).step or 0) >= 1, process)
     process.terminate()
-    assert process.wait(120) == 128 + signal.SIGTERM
+    assert process.wait(300) == 128 + signal.SIGTERM
     assert read_run(folder / "runs" / first.name).state == "finished"
     assert read_run(folder / "runs" / second.name).state in ("stopped", "finished")
     assert subprocess.run(words, env=environment, cwd=tmp_path, timeout=900).returncode == 0

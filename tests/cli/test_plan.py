@@ -104,6 +104,13 @@ def test_gpt2_on_10b_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert "deepspeed llmscale/train.py --ds ds.json --model gpt2-124m --global-batch-size 512 --steps 19073\n" in out
 
 
+def test_gpus_that_do_not_divide_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model gpt2-124m --tokens 10B --gpu a100-80gb --num-gpus 7 --global-batch-size 64"
+    assert "accumulation (gradients summed in fp32), fillers 9.4% more work: " in plan(capsys, words)
+    assert plan_json(capsys, words)["run"]["filler_share"] == pytest.approx(6 / 64)
+    assert "fillers" not in plan(capsys, words.replace("--global-batch-size 64", ""))
+
+
 def test_1024_a100s_for_33_days_at_1_10(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan_json(capsys, "--gpu-hours 811,008 --gpu a100-80gb --num-nodes 128 --price-per-gpu-hour 1.10")
     assert found["run"]["cost_usd"] == pytest.approx(892e3, rel=0.001)

@@ -20,6 +20,15 @@ def resolve(
     return resolve_run(parse_run_config(flags), parse_ds_config(ds or {}, "my.json"), facts, world_size)
 
 
+@pytest.mark.parametrize(("optimizer", "rate"), [("adamw", 6e-4), ("muon", 6e-4), ("adafactor", 3e-2)])
+def test_every_optimizer_has_its_own_default_rate(optimizer: str, rate: float) -> None:
+    """Adafactor's is relative to the weights: with AdamW's it hardly trained."""
+    flags = ("--model", "gpt2-124m", "--optimizer", optimizer)
+    ds: dict[str, object] = {"zero_optimization": {"stage": 0}}
+    assert resolve(*flags, ds=ds).schedule.lr == pytest.approx(rate)
+    assert resolve(*flags, "--lr", "0.5", ds=ds).schedule.lr == 0.5
+
+
 def test_a_preset_brings_shape_batch_and_learning_rate() -> None:
     run = resolve("--model", "gpt2-124m")
     assert (run.shape.n_layer, run.shape.n_head, run.shape.n_embd) == (12, 12, 768)

@@ -71,6 +71,7 @@ def test_rates_and_batches_follow_the_compute() -> None:
     tokens = 0.2920 * last.flops**0.3271
     assert 0.7 < last.global_batch_size * 1024 / tokens < 1.5
     assert make(lr=1e-3).runs[0].lr == pytest.approx(1e-3, rel=0.01)
+    assert make(rate_factor=50.0).runs[0].lr == pytest.approx(50 * first.lr, rel=1e-3)
     assert make(lr=1e-3).runs[-1].lr / 1e-3 == pytest.approx(last.lr / first.lr, rel=0.01)
 
 

@@ -7,10 +7,13 @@ import struct
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from llmscale.config.run_config import parse_run_config
 from llmscale.errors import ConfigError
+from llmscale.training import trackers
 from llmscale.training.trackers import FaultTolerantTracker, Tracker, start_tensorboard, start_wandb
 from tests.conftest import read_losses
 
@@ -104,6 +107,43 @@ def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("a file")
     with pytest.raises(ConfigError, match=r"cannot be started.*Not a directory"):
         start_tensorboard(tmp_path, first_step=0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "expected"),
+    [
+        ((), {}, ("llmscale", "run", None)),
+        ((), {"WANDB_PROJECT": "mine", "WANDB_NAME": "first", "WANDB_DIR": "/wandb"}, ("mine", "first", "/wandb")),
+        (
+            ("--wandb-project", "p", "--wandb-name", "n"),
+            {"WANDB_PROJECT": "mine", "WANDB_NAME": "first"},
+            ("p", "n", None),
+        ),
+    ],
+)
+def test_variables_of_wandb_count_unless_a_flag_says_otherwise(
+    flags: tuple[str, ...],
+    variables: dict[str, str],
+    expected: tuple[str, str, str | None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    given: dict[str, object] = {}
+
+    def init(**words: object) -> SimpleNamespace:
+        given.update(words)
+        return SimpleNamespace(id="id")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = parse_run_config(["--data", "d", "--run", str(tmp_path / "run"), "--model", "tiny-1m", "--wandb", *flags])
+    trackers.start_trackers(config, dict, first_step=0, wandb_run_id=None)
+    project, name, folder = expected
+    assert (given["project"], given["name"], given["dir"]) == (project, name, folder or str(tmp_path / "run"))
+    assert "entity" not in given, "wandb reads WANDB_ENTITY itself"
 
 
 @pytest.mark.slow

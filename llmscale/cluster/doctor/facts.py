@@ -127,7 +127,8 @@ class NetworkFacts:
     routes: dict[str, Route]
     gloo_interface: str | None
     nccl_interface: str | None
-    """Values of GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."""
+    tp_interface: str | None
+    """Values of GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME and TP_SOCKET_IFNAME."""
     infiniband_bits_per_s: tuple[int, ...]
     """Rate of every active port."""
     port_free: bool

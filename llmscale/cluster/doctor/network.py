@@ -45,7 +45,7 @@ from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch.ranks import find_port
 from llmscale.cluster.remote import HostRunner, process_limit
 from llmscale.config.hardware import find_gpu
-from llmscale.engine.network import set_network_interface
+from llmscale.engine.network import NAMING_VARIABLES, named_interfaces, set_network_interface
 from llmscale.untrusted.interpreter import module_command
 
 
@@ -134,17 +134,15 @@ def _check_interfaces(networks: Mapping[str, NetworkFacts], first_host: str) -> 
 
 
 def _check_named_interfaces(host: str, network: NetworkFacts) -> Iterator[CheckRow]:
-    """Check the interfaces that variables name.
-
-    NCCL's variable may hold several prefixes, or begin with = (exact) or ^ (all except).
-    """
-    named = {"GLOO_SOCKET_IFNAME": network.gloo_interface, "NCCL_SOCKET_IFNAME": network.nccl_interface}
+    """Check the interfaces that variables name."""
+    values = (network.gloo_interface, network.nccl_interface, network.tp_interface)
+    named = dict(zip(NAMING_VARIABLES, values, strict=True))
     others = ", ".join(interface.name for interface in network.interfaces if interface.up and interface.address)
     for variable, name in named.items():
-        if not name or name.startswith("^"):
+        selected = named_interfaces(variable, name or "", [interface.name for interface in network.interfaces])
+        if selected is None:
             continue
-        prefixes = tuple(name.removeprefix("=").split(","))
-        found = [interface for interface in network.interfaces if interface.name.startswith(prefixes)]
+        found = [interface for interface in network.interfaces if interface.name in selected]
         where, fix = f"{host}: {variable}={name}, but", f"Name one of {others}, or unset the variable"
         if not found:
             yield red("interface", f"{where} there is no such interface", f"{fix}.")
@@ -238,6 +236,7 @@ def gather_network(request: ProbeRequest) -> NetworkFacts:
         routes={peer: _find_route(peer) for peer in request.peers},
         gloo_interface=os.environ.get("GLOO_SOCKET_IFNAME"),
         nccl_interface=os.environ.get("NCCL_SOCKET_IFNAME"),
+        tp_interface=os.environ.get("TP_SOCKET_IFNAME"),
         infiniband_bits_per_s=_infiniband_rates(_INFINIBAND),
         port_free=not taken,
         spare_port=spare_port,

@@ -15,6 +15,7 @@ from llmscale.cluster.launch.protocol import DumpStacks, FindPort, Port, RankSta
 from llmscale.cluster.launch.transport import HostConnection, HostPool
 from llmscale.files.atomic_write import write_durably
 from llmscale.terminal.human_numbers import with_singulars
+from llmscale.training.lost_peer import PEER_GONE
 
 
 @dataclass(frozen=True)
@@ -187,14 +188,6 @@ def describe_code(code: int) -> str:
 _SETTLE_S = 2.0
 #: Time limit of an agent's answer about a port or stacks.
 _ANSWER_S = 10.0
-#: Messages of gloo, the kernel and NCCL about a peer that has gone.
-_PEER_GONE = (
-    "closed by peer",
-    "reset by peer",
-    "Broken pipe",
-    "remote process exited",
-    "NCCL communicator was aborted",
-)
 #: Time limit for killing ranks and the launcher's last report. Lost hosts are not waited for.
 _DISBAND_S = 20.0
 
@@ -345,7 +338,7 @@ class AttemptRun:
 
     def _blames_a_peer(self, name: str, rank: int) -> bool:
         lines = self.pool.last_lines.get((name, rank), ())
-        return any(text in line for line in lines for text in _PEER_GONE)
+        return any(part in line.lower() for line in lines for part in PEER_GONE)
 
     def _explain_hang(self, hanging: list[int]) -> Outcome:
         """Collect the stacks of every rank before the ranks are ended."""

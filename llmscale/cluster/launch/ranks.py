@@ -27,6 +27,7 @@ from llmscale.cluster.launch.rank_output import RankOutput
 from llmscale.cluster.remote import search_path
 from llmscale.training.bottom_rows import GIVE_BACK
 from llmscale.training.heartbeat import STACKS_SIGNAL, WATCH_VARIABLE, heartbeat_path, output_path, stacks_path
+from llmscale.training.lost_peer import describe_death
 from llmscale.training.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS
 from llmscale.untrusted.interpreter import module_command
 
@@ -267,7 +268,8 @@ class LocalRanks:
         for number, rank in failed:
             if rank.returncode < 0:
                 _restore_terminal()
-                self.show(_describe_death(number, rank.pid, -rank.returncode))
+                death = describe_death(-rank.returncode)
+                self.show(f"rank {number} (process {rank.pid}) {death}; the other ranks were ended.")
                 return 128 - rank.returncode
         # One rank reports the user's mistakes for all.
         codes = [rank.returncode for _, rank in failed]
@@ -279,15 +281,6 @@ def _restore_terminal() -> None:
     with contextlib.suppress(AttributeError, OSError, ValueError):
         if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
             os.write(sys.stdout.fileno(), GIVE_BACK.encode())
-
-
-def _describe_death(rank: int, pid: int, number: int) -> str:
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = f"signal {number}"
-    cause = ", most likely by the kernel for lack of host memory (see dmesg)" if number == signal.SIGKILL else ""
-    return f"rank {rank} (process {pid}) was killed by {name}{cause}; the other ranks were ended."
 
 
 # ---------------------------------------------------------------- the ranks of one host in an attempt

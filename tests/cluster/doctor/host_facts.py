@@ -73,6 +73,7 @@ def build_host(name: str = "node-0", address: str = "10.0.0.1", num_gpus: int = 
             routes=routes,
             gloo_interface=None,
             nccl_interface=None,
+            tp_interface=None,
             infiniband_bits_per_s=(),
             port_free=True,
             spare_port=29500,
