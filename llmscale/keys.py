@@ -39,6 +39,7 @@ class Condition(NamedTuple):
 Resume = Literal["free", "logged", "weights", "refused", "resolved"] | Breaks
 Ranks = Literal["same", "resolved"] | MayDiffer
 Command = Literal["estimate", "plan"]
+Outside = Literal["value", "name", "private"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,9 @@ class Key:
     """Value under a flag that the key may not be given with; default: its default."""
     begins: bool = False
     """True if it decides where a run begins; a restart leaves it out."""
+    outside: Outside | None = None
+    """Part of a text that leaves the machine, in model cards, reports, trackers and messages. value: all of it. name:
+    the last part of a path or URL. private: nothing. Numbers and words of a list leave it as they are."""
     metavar: str = ""
     """Name of the value in help; default: from the type."""
     of_model: Literal["", "size", "block", "experts", "training"] = ""

@@ -27,6 +27,7 @@ if __name__ == "__main__":
     stop_request = StopRequest()
     stop_request.install()
 
+from llmscale.config.bundled_files import explain_missing
 from llmscale.config.launcher_variables import LauncherVariables, check_meeting_point, read_launcher_variables
 from llmscale.config.run_config import RunConfig, parse_run_config
 from llmscale.engine.device_settings import set_allocator_default
@@ -125,6 +126,7 @@ def _report_failure(
     reports = here is None or here.local_rank == 0
     if not stop.ends_early and not isinstance(error, LlmscaleError):
         error = explain_lost_peer(error) or error
+    error = explain_missing(error, "train") or error
     if isinstance(error, LlmscaleError):
         if reports or (isinstance(error, (MachineError, UnreachableError)) and not error.is_on_every_rank):
             print_error(str(error))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from llmscale import limits
 from llmscale.architecture.shape import SHAPE_KEYS
 from llmscale.cli.flags import (
+    ESTIMATED_GPUS,
     LIST,
     add_asked_flags,
     add_machine_flags,
@@ -55,7 +56,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     text = "transformers config.json, its folder, or a name on the Hub; for families that llmscale does not train, "
     flag(group, "--hf PATH|NAME", f"{text}model states only", nonblank)
     group = parser.add_argument_group("machines")
-    add_machine_flags(group, num_gpus=1, num_nodes=1, num_nodes_text="nodes")
+    add_machine_flags(group, num_gpus=ESTIMATED_GPUS, num_nodes=1, num_nodes_text="nodes")
     text = "memory of one node, for offload; default: not checked"
     flag(group, "--host-memory-gib GIB", text, number(0.01, limits.MAX_HOST_GIB))
     _add_run_flags(parser.add_argument_group("run"))

@@ -26,6 +26,7 @@ from llmscale.planning.scaling_ladder import (
     Ladder,
     LadderRequest,
     LadderRun,
+    doubts,
     load_ladder,
     plan_ladder,
     save_ladder,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
     from llmscale.config.command_line import FlagParser
 
+#: Status of `ladder fit` when the runs determine no law.
+EXIT_UNDETERMINED = 1
 #: Status of `ladder run` when another process trains some of the runs.
 _OTHERS_TRAIN = 3
 _SCRIPT, _ARRAY_NAME = Path("scripts", "slurm", "train.sbatch"), "array.sbatch"
@@ -66,7 +69,12 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     run.passes_on = "`llmscale train`"
     run.set_defaults(handler=_run)
     text = "fit the finished runs: law.json, fit.json, pictures (with matplotlib) and predictions of larger runs"
-    fit = actions.add_parser("fit", help=text, example="llmscale ladder fit ladder")
+    fit = actions.add_parser(
+        "fit",
+        help=text,
+        example="llmscale ladder fit ladder",
+        epilog=f"status: 0 fitted, {EXIT_UNDETERMINED} the runs do not determine a law, 2 they are too few.",
+    )
     fit.add_argument("folder", type=local_path, metavar="DIR", help="folder of `ladder plan`")
     text = "resamples of the residuals for intervals, which law.json keeps"
     flag(fit, "--resamples N", text, whole_number(LEAST_RESAMPLES, MOST_RESAMPLES), 400)
@@ -246,4 +254,4 @@ def _fit(args: argparse.Namespace) -> int:
         print(f"no pictures without matplotlib: {install_command('plot')}")
     else:
         plot_ladder(args.folder, fit)
-    return 0
+    return EXIT_UNDETERMINED if doubts(fit.parametric.law) else 0

@@ -7,6 +7,7 @@ from typing import cast
 
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
 from llmscale.config.batch_plan import DEFAULT_MICRO_BATCH_TOKENS, BatchPlan
+from llmscale.config.deepspeed.resolve import BATCH_KEYS, DsConfig
 from llmscale.config.hf_model import default_preset, is_published
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import PRESETS, nominal_parameters
@@ -72,11 +73,16 @@ def describe_gradients(plan: BatchPlan, ds_config: Mapping[str, object]) -> str:
     return ", ".join(words) or "one micro-step on one rank, nothing is summed"
 
 
-def describe_batch(config: RunConfig) -> Iterator[str]:
-    """Yield the sources of batch sizes that the user did not give."""
-    if config.global_batch_size is None and config.global_batch_tokens is None:
-        yield f"the global batch is {_default_of(config)}"
-    if config.micro_batch_size is None:
+def describe_batch(config: RunConfig, ds: DsConfig) -> Iterator[str]:
+    """Yield the sources of batch sizes that the user gave neither as flags nor in the ds_config."""
+    written = {name for name in BATCH_KEYS if isinstance(getattr(ds.keys, name), int)}
+    if config.micro_batch_size is not None:
+        written.add("train_micro_batch_size_per_gpu")
+    is_given = config.global_batch_size is not None or config.global_batch_tokens is not None
+    if not (is_given or "train_batch_size" in written or written >= {*BATCH_KEYS[1:]}):
+        near = "a multiple near " if written else ""
+        yield f"the global batch is {near}{_default_of(config)}"
+    if config.micro_batch_size is None and not written - {"train_batch_size"}:
         yield f"the micro-batch the largest within {DEFAULT_MICRO_BATCH_TOKENS:,} tokens that needs the fewest fillers"
 
 

@@ -25,7 +25,7 @@ from llmscale.config.hf_model import (
 )
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import get_preset
-from llmscale.config.resolve import SetFacts, resolve_shape
+from llmscale.config.resolve import SetFacts, resolve_shape, with_ds_keys
 from llmscale.config.run_config import RunConfig, without_effect_under
 from llmscale.config.run_urls import copy_of, shown, url_of
 from llmscale.config.user_paths import check_output_folder, read_prompts
@@ -36,7 +36,7 @@ from llmscale.evaluate.tasks import TaskFile, load_task_files
 from llmscale.terminal.status_line import REPEAT_S, SOON_S
 from llmscale.training.run_folder import check_own_files, repeats_last_start
 from llmscale.training.stop_request import repeating_launches
-from llmscale.untrusted.hub import forgotten_prefix
+from llmscale.untrusted.hub import forgotten_prefix, is_hub_name
 
 #: A trace has some thousand events per step and rank, and somebody wants to open it.
 _MAX_PROFILED_STEPS = 50
@@ -99,7 +99,9 @@ def read_inputs(config: RunConfig) -> Inputs:
     config = fetch_runs(config)
     if config.overfit_batch is not None:
         config = _as_overfit_check(config)
-    ds = _check_settings(config)
+    ds = read_ds_config(config.ds)
+    config = with_ds_keys(config, ds)
+    _check_settings(config, ds)
     sets = open_training_sets(config.data, config.data_cache)
     tasks = _load_tasks(config)
     prompts = (
@@ -110,6 +112,8 @@ def read_inputs(config: RunConfig) -> Inputs:
     _check_nvme_paths(ds)
     has_checkpoints = _check_run_folder(config)
     config, model, source = read_origin(config)
+    if config.init_from is None and source is not None:
+        config = _with_saved_batch(config, ds, source.state)
     inputs = Inputs(
         config=config,
         ds=ds,
@@ -142,15 +146,13 @@ def _without_used_flags(config: RunConfig) -> tuple[RunConfig, str]:
     return config.model_copy(update={"resume": "auto", "init_from": None}), named
 
 
-def _check_settings(config: RunConfig) -> DsConfig:
-    """Check what needs neither data nor a run folder, and return the ds_config. Raises ConfigError."""
-    ds = read_ds_config(config.ds)
+def _check_settings(config: RunConfig, ds: DsConfig) -> None:
+    """Check what needs neither data nor a run folder. Raises ConfigError."""
     get_optimizer(config.optimizer).check_stage(ds.zero_stage)
     for steps in config.skip_steps:
         parse_skip(steps)
     if config.profile is not None:
         parse_profiled(config.profile)
-    return ds
 
 
 #: Longest context that text is prepared for unless the user gives one.
@@ -181,10 +183,11 @@ def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> RunCon
         return config
     from llmscale.data.prepare.text_cache import DEFAULT_CACHE, TextRequest  # slow to import
 
-    _check_settings(config)
+    ds = read_ds_config(config.ds)
+    _check_settings(with_ds_keys(config, ds), ds)
     check_output_folder("--run", config.run)
     flag, name = ("--init-from", config.init_from) if config.init_from else ("--model", config.model)
-    published = read_published_model(flag, name) if is_published(name) else None
+    published = read_published_model(flag, name, config) if is_published(name) else None
     if config.init_from and not (published or config.tokenizer):
         raise ConfigError(
             f"--init-from {config.init_from} needs text with its own tokens, and --text would train other ones. Name "
@@ -196,6 +199,7 @@ def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> RunCon
         tokenizer=config.tokenizer or (name if published else None),
         seq_len=config.seq_len or min(context, _LONGEST_FOR_TEXT),
         cache=config.data_cache or DEFAULT_CACHE,
+        skip_undecodable=config.skip_undecodable,
     )
     return config.model_copy(update={"data": str(request.open(may_prepare=may_prepare)), "data_cache": None})
 
@@ -240,7 +244,7 @@ def read_origin(config: RunConfig) -> tuple[RunConfig, PublishedModel | None, Sa
     Raises ConfigError, CheckpointError.
     """
     if config.init_from is not None and is_published(config.init_from):
-        model = read_published_model("--init-from", config.init_from)
+        model = read_published_model("--init-from", config.init_from, config)
         return with_published_shape(config, model), model, None
     candidates = _candidates(config)
     # A damaged one is skipped or explained by `confirm_start`.
@@ -248,7 +252,30 @@ def read_origin(config: RunConfig) -> tuple[RunConfig, PublishedModel | None, Sa
     # Without a whole one the run is refused in the end, with the shape that it had.
     saved = source or _first_readable(candidates, _read_damaged)
     shaped = with_saved_shape(config, saved.state.config, str(saved.path)) if saved else None
-    return shaped or with_published_shape(config, None), None, source
+    config = shaped or with_published_shape(config, None)
+    return (with_saved_batch(config, saved.state) if saved else config), None, source
+
+
+def with_saved_batch(config: RunConfig, state: RunState) -> RunConfig:
+    """Return the configuration of a run that resumes with the global batch that it has, unless one is given.
+
+    The default depends on the number of ranks and on the version.
+    """
+    saved = str(state.identity.get("global_batch_size", "")).partition(",")[0]
+    is_given = config.global_batch_size is not None or config.global_batch_tokens is not None
+    if config.init_from is not None or is_given or not saved.isdecimal():
+        return config
+    return config.model_copy(update={"global_batch_size": int(saved)})
+
+
+def _with_saved_batch(config: RunConfig, ds: DsConfig, state: RunState) -> RunConfig:
+    """Return a resumed run's configuration with the checkpoint's batch, if the ds_config has that of a rank only."""
+    saved = state.identity.get("global_batch_size")
+    is_given = config.global_batch_size or config.global_batch_tokens or isinstance(ds.keys.train_batch_size, int)
+    is_per_rank = isinstance(ds.keys.gradient_accumulation_steps, int)
+    if is_given or not is_per_rank or type(saved) is not int:
+        return config
+    return config.model_copy(update={"global_batch_size": saved})
 
 
 def _read_damaged(checkpoint: Checkpoint) -> SavedRun:
@@ -337,8 +364,12 @@ def _check_run_folder(config: RunConfig) -> bool:
         )
     if config.init_from and config.resume not in ("auto", "none"):
         raise ConfigError("--init-from starts at step 0 and --resume PATH continues: give one of them.")
-    if config.init_from and not is_published(config.init_from) and (hint := forgotten_prefix(config.init_from)):
-        raise ConfigError(f"--init-from {config.init_from} does not exist.{hint}")
+    named = config.init_from
+    if named and not is_published(named) and is_hub_name(named) and not os.path.lexists(named):
+        hint = forgotten_prefix(named) or (
+            f" Name a run folder, one of its checkpoints/step-*, or a published model, such as hf:{named}."
+        )
+        raise ConfigError(f"--init-from {named} does not exist.{hint}")
     check_own_files(config.run)
     return existing is not None
 

@@ -13,6 +13,7 @@ from llmscale.checkpoint.initial_weights import complete_published_weights, keep
 from llmscale.checkpoint.inventory import is_of_run
 from llmscale.checkpoint.manifest import load_pieces
 from llmscale.config.hardware import has_bf16_instructions
+from llmscale.config.published import publish_keys
 from llmscale.data.mixture import keep_sets
 from llmscale.engine.collectives import gather, on_all_ranks, on_each_disk, on_main_rank
 from llmscale.engine.compilation import BlockCompiler
@@ -238,7 +239,7 @@ def _describe(start: Start, launches: Sequence[str]) -> None:
 
     def keep_model() -> None:
         source = start.source.path if start.source else None
-        keep_published(start.weights, start.resolved.plan.seq_len, source, folder)
+        keep_published(start.weights, start.resolved.plan.seq_len, source, folder, start.config)
 
     keep(keep_model, folder, "the published model's configuration", is_new=is_new)
 
@@ -249,7 +250,7 @@ def _start_trackers(start: Start, world: World) -> StartedTrackers:
     def begin() -> StartedTrackers:
         return start_trackers(
             start.config,
-            lambda: as_plain(start.config) | start.resolved.as_dict(),
+            lambda: publish_keys(as_plain(start.config)) | start.resolved.as_dict(),
             first_step=start.first_step,
             wandb_run_id=start.state.wandb_run_id if start.state else None,
         )

@@ -46,7 +46,7 @@ def describe_run(run: Run, report: Callable[[str], None]) -> None:
     manifest, num_samples = start.sets.manifest, start.sets.num_train_samples
     shape, plan, ds_config = resolved.shape, resolved.plan, resolved.ds_config
     hpz = hpz_warnings(resolved.ds.zero_hpz_partition_size, world.ranks_per_node)
-    for warning in (*resolved.ds.warnings, *hpz):
+    for warning in (*resolved.ds.warnings, *resolved.ds.batch_notices(plan), *hpz):
         report(f"WARNING: {warning}")
     report(
         f"model: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, context {shape.seq_len}, "
@@ -77,7 +77,7 @@ def describe_run(run: Run, report: Callable[[str], None]) -> None:
     report(f"blocks: {start.compilation.describe()}")
     if world.device.type != "cpu":
         report(describe_settings())
-    report("; ".join([f"batch: {plan.describe()}", *describe_batch(config)]))
+    report("; ".join([f"batch: {plan.describe()}", *describe_batch(config, resolved.ds)]))
     cheaper = plan.with_fewest_fillers()
     if cheaper is not None:
         size, share = cheaper.micro_batch_size, cheaper.filler_share

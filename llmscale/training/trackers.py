@@ -169,6 +169,8 @@ def start_wandb(
             config=dict(config),
             id=run_id,
             resume="allow",
+            # They would send the command line, paths and the user's address.
+            settings={"x_disable_meta": True} | ({} if "WANDB_CONSOLE" in os.environ else {"console": "off"}),
         )
     except (wandb.errors.Error, OSError) as error:
         raise ConfigError(

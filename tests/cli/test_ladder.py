@@ -23,7 +23,7 @@ from llmscale.report.history import load_history
 from llmscale.report.run_list import ListedRun, read_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SMALL = ("--flops", "2e9", "--tokens-per-parameter", "2", "--groups", "2", "--sizes", "3", "--no-held-out")
+SMALL = ("--flops", "1.6e10", "--tokens-per-parameter", "2", "--groups", "2", "--sizes", "4", "--no-held-out")
 
 
 @pytest.fixture
@@ -42,9 +42,9 @@ def plan(tiny_set: Path, base: Path, out: Path, *words: str) -> int:
 def test_a_plan_lists_its_cost_and_writes_files_that_train_reads(
     tiny_set: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan(tiny_set, base, tmp_path / "new", "--flops-per-second", "1e8") == 0
+    assert plan(tiny_set, base, tmp_path / "new", "--flops-per-second", "1e9") == 0
     out = capsys.readouterr().out
-    assert "FLOPs = 0.00" in out and "hours at 1e+08 FLOP/s" in out and "0.005 at the least compute" in out
+    assert "FLOPs = 0.00" in out and "hours at 1e+09 FLOP/s" in out and "0.005 at the least compute" in out
     ladder = load_ladder(tmp_path / "new")
     for run in ladder.runs:
         assert run.name in out

@@ -14,6 +14,7 @@ from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import load_manifest
 from llmscale.cli.main import main
 from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_flags import keys_asked_by
 from llmscale.planning.disk_usage import estimate_disk
 from llmscale.training.start import prepare_start
 
@@ -247,7 +248,7 @@ def test_what_fits_in_no_way_is_status_1_and_says_what_would(capsys: pytest.Capt
 
 def test_offload_says_how_much_host_memory_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     out = plan(capsys, "--model gpt3-13b --gpu t4 --num-gpus 1 --num-nodes 1")
-    assert re.search(r"offload: .* needs [\d.,]+ GiB of host memory per node, not checked here", out)
+    assert re.search(r"offload: .* needs [\d.,]+ GiB of host memory per node, and 1 x 4.00 GiB for processes", out)
 
 
 def test_it_answers_without_torch(llmscale: Callable) -> None:
@@ -261,3 +262,16 @@ def test_a_checkpoint_takes_what_the_plan_says(trained_run: Path) -> None:
     planned = estimate_disk(shape, 1, 1).checkpoint_bytes
     # 16 tensors, three states: names and headers are not in the plan.
     assert planned <= load_manifest(checkpoint).num_bytes <= planned + 3 * 20 * 2048
+
+
+def test_the_printed_command_has_every_key_that_was_given(capsys: pytest.CaptureFixture[str]) -> None:
+    given = {
+        **{"global_batch_size": "64", "optimizer": "muon", "loss_chunk_tokens": "1024", "keep_last": "5"},
+        **{"keep_every": "100", "expert_parallel_size": "2"},
+    }
+    assert given.keys() == set(keys_asked_by("plan")), "a new key of plan is given here too"
+    flags = [f"--{key.replace('_', '-')} {value}" for key, value in given.items()]
+    out = plan(capsys, f"--model tiny-moe-3m --tokens 1B --gpu h100-80gb --seq-len 512 {' '.join(flags)}")
+    (train,) = [line for line in out.splitlines() if "--ds ds.json" in line]
+    assert all(flag in train for flag in [*flags, "--model tiny-moe-3m", "--seq-len 512"])
+    assert "8 GPUs a node are assumed, where `estimate` assumes 1" in out

@@ -63,8 +63,11 @@ def test_what_the_default_steps_leave_unseen(num_samples: int, keys: dict, words
 
 
 def test_sizes_that_were_given_are_not_explained() -> None:
-    assert list(describe_batch(config_of(global_batch_size=8, micro_batch_size=1))) == []
-    assert list(describe_batch(config_of())) == [
+    empty = parse_ds_config({}, "test")
+    written = parse_ds_config({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1}, "test")
+    assert list(describe_batch(config_of(global_batch_size=8, micro_batch_size=1), empty)) == []
+    assert list(describe_batch(config_of(), written)) == []
+    assert list(describe_batch(config_of(), empty)) == [
         "the global batch is gpt2-124m's",
         "the micro-batch the largest within 16,384 tokens that needs the fewest fillers",
     ]

@@ -154,7 +154,7 @@ def test_offline_runs_leave_their_files_in_the_run_folder_and_continue_under_one
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = tmp_path / "run"
-    flags = ("--wandb", "--wandb-name", "a name", "--steps", "3", "--val-every", "3")
+    flags = ("--wandb", "--wandb-name", "a name", "--steps", "3", "--val-every", "3", "--notify", "true a-token")
     job = ranks([__file__, *train_command(*flags)[1:]], 2)
     outputs = job.wait()
     assert job.exit_codes == [0, 0], outputs
@@ -165,6 +165,10 @@ def test_offline_runs_leave_their_files_in_the_run_folder_and_continue_under_one
     content = files[0].read_bytes()
     for word in (b"train/loss", b"train/tokens_per_second", b"validation/loss", b"a name"):
         assert word in content
+    sent = [file for file in run.glob("wandb/offline-run-*/**/*") if file.is_file() and "logs" not in file.parts]
+    for file in sent:
+        for word in ("a-token", str(tmp_path), str(Path.cwd())):
+            assert word.encode() not in file.read_bytes(), f"{word} leaves the machine in {file.name}"
     state = json.loads((run / "checkpoints/step-00000003/state.json").read_text())
     assert state["wandb_run_id"] == files[0].stem.removeprefix("run-")
 

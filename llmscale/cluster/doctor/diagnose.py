@@ -56,6 +56,7 @@ from llmscale.cluster.doctor.system import build_on_hosts, check_system, gather_
 from llmscale.cluster.hostfile import Host, parse_hostfile
 from llmscale.cluster.remote import FAN_OUT, SSH_OPTIONS, Finished, HostRunner, is_this_machine, process_limit
 from llmscale.config.deepspeed.resolve import DsConfig, read_ds_config
+from llmscale.config.resolve import with_ds_keys
 from llmscale.config.run_config import RunConfig, parse_run_config
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.training.inputs import read_origin
@@ -150,6 +151,7 @@ def _read_run(options: DoctorOptions) -> _Run:
     with contextlib.suppress(ConfigError):
         ds = read_ds_config(ds_path) if ds_path else None
     try:
+        config = with_ds_keys(config, ds) if config and ds else config
         config = read_origin(config)[0] if config else None
     except LlmscaleError:
         # Every host reports this error.

@@ -29,6 +29,7 @@ from llmscale.cluster.doctor.facts import (
 from llmscale.cluster.hostfile import Host
 from llmscale.cluster.remote import HostRunner
 from llmscale.config.bundled_files import DS_CONFIGS
+from llmscale.config.deepspeed.foreign import read_foreign
 from llmscale.config.deepspeed.resolve import DsConfig, load_ds_config, parse_ds_config
 from llmscale.config.deepspeed.rules import find_problems
 from llmscale.config.hardware import find_gpu
@@ -48,7 +49,7 @@ from llmscale.memory.activations.recorded import NotRecorded
 from llmscale.memory.breakdown import describe_breakdown, format_size
 from llmscale.planning.disk_usage import checkpoints_at_once
 from llmscale.planning.recommend import find_smallest_change
-from llmscale.planning.search import Job, Machines, fit_at
+from llmscale.planning.search import MARGIN, Job, Machines, fit_at
 from llmscale.training.inputs import read_inputs, with_prepared_text
 from llmscale.training.start import resolve_start
 
@@ -62,7 +63,7 @@ def check_ds_config(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
     yield from wrong
     first = next(iter(files.values()))
     for warning in first.warnings if not wrong else ():
-        yield yellow("ds_config", f"{first.path}: {warning}", "Delete the key, or change the setting that disables it.")
+        yield yellow("ds_config", f"{first.path}: {warning}", "--fixed FILE writes the file without such keys.")
     if not wrong and not first.warnings:
         yield green("ds_config", f"{first.path}: every key is known and has an effect")
 
@@ -92,8 +93,8 @@ def check_run_config(facts: Mapping[str, HostFacts], reported: Collection[str] =
 
 
 def _is_reported(host: HostFacts, run: RunFacts, reported: Collection[str]) -> bool:
-    # train.py names the first problem of a ds_config, and how many more there are.
-    if host.ds and host.ds.problems and run.problem and run.problem.startswith(host.ds.problems[0]):
+    # train.py names all problems of a ds_config in one line.
+    if host.ds and host.ds.problems and run.problem and run.problem.startswith(f"{host.ds.path}: "):
         return True
     return run.problem in {*reported, run.data.problem if run.data else None}
 
@@ -228,7 +229,7 @@ def gather_ds(path: str) -> FileFacts:
         config = load_ds_config(Path(path))
     except LlmscaleError as error:
         return FileFacts(path, (str(error),), _hash(path))
-    problems = tuple(f"{path}: {problem}" for problem in find_problems(config))
+    problems = tuple(f"{path}: {problem.text}" for problem in find_problems(read_foreign(config)))
     return FileFacts(path, problems, _hash(path), () if problems else parse_ds_config(config, path).warnings)
 
 
@@ -336,8 +337,12 @@ def _check_memory(
         yield red("memory", *split_error(str(error)))
         return
     found = f"{format_size(fit.estimate.total_bytes)} of {format_size(smallest.memory_bytes)} on {smallest.name}"
-    if fit.fits:
+    if fit.has_margin:
         yield green("memory", found)
+        return
+    if fit.fits:
+        less = "Watch the first steps, or take a smaller --micro-batch-size."
+        yield yellow("memory", f"{found}, less than the margin of {MARGIN:.0%}", less)
         return
     host_spare = fit.host_spare_bytes
     if host_spare is not None and host_spare < 0:
@@ -363,7 +368,7 @@ def check_plan(
     known = SetFacts(data[0].vocab_size, data[0].seq_len, data[0].num_train_samples, data[0].eot_token)
     try:
         shape = resolve_shape(config, known)
-        plan = resolve_batch(config, shape.seq_len, sum(host.slots for host in hosts))
+        plan = resolve_batch(config, shape.seq_len, sum(host.slots for host in hosts), ds)
         total_steps = resolve_schedule(config, plan, known.num_train_samples).steps
         checkpoint_bytes = resolve_optimizer(config, shape).checkpoint_bytes(shape.architecture)
     except ConfigError as error:

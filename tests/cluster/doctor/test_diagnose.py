@@ -255,6 +255,8 @@ def test_json_and_exit_code(
         host: replace(facts, ds=FileFacts("ds.json", (f"{found} {fix}",), None)) for host, facts in build_pair().items()
     }
     monkeypatch.setattr("llmscale.cluster.doctor.diagnose.HostRunner", Cluster(pair).runner)
+    monkeypatch.chdir(hostfile.parent)
+    Path("ds.json").write_text("{}")
     assert main(["doctor", "--json", "--hostfile", str(hostfile), "--ds", "ds.json"]) == 1
     answer = json.loads(capsys.readouterr().out)
     assert answer["status"] == "fail"
