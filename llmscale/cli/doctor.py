@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 
 from llmscale.cli.flags import add_timeout
 from llmscale.config.command_line import Need, flag, local_path, nonblank, whole_number
-from llmscale.config.deepspeed.resolve import load_ds_config
 from llmscale.config.interconnect import INTERCONNECTS, get_interconnect
-from llmscale.config.run_config import load_run_file, parse_run_flags
 from llmscale.config.user_paths import check_output_file, write_output_file
 from llmscale.terminal.colour import Style, paint
 from llmscale.terminal.human_numbers import count_nouns, with_singulars
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llmscale.cluster.doctor.diagnose import Diagnosis, DoctorOptions
-    from llmscale.cluster.doctor.facts import CheckRow, Status
+    from llmscale.cluster.doctor.report import CheckRow, Status
     from llmscale.config.command_line import FlagParser
 
 _COLOURS: dict[Status, Style] = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -47,11 +45,10 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     flag(parser, "--fixed FILE", "write the file that llmscale takes in place of --ds, and check nothing", local_path)
     flag(parser, "--force", "let --fixed overwrite")
     flag(parser, "--run-config FILE", "run file to check (train.py's --config)", local_path)
-    flag(parser, "--json", "print rows and all facts as JSON")
-    flag(parser, "--build-ops", "build the DeepSpeed ops that the ds_config needs, now")
+    flag(parser, "--json", "print the rows as JSON")
     flag(parser, "--no-network-test", "leave out the timed all-reduce")
     networks = ", ".join(network.name for network in INTERCONNECTS)
-    text = f"expected network between hosts, to compare the all-reduce with: {networks}; default: as the links report"
+    text = f"expected network between hosts, to compare the all-reduce with: {networks}"
     flag(parser, "--interconnect NAME", text, nonblank)
     flag(parser, "--port N", "port where the ranks will meet", whole_number(1, 65535), 29500)
     add_timeout(parser, "--timeout", "seconds that a host may take", 60.0)
@@ -69,7 +66,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.fixed is not None:
         return _write_fixed(args.ds, args.fixed, overwrite=args.force)
     from llmscale.cluster.doctor.diagnose import diagnose
-    from llmscale.cluster.doctor.facts import worst
+    from llmscale.cluster.doctor.report import worst
 
     diagnosis = diagnose(_question(args))
     if args.json:
@@ -101,6 +98,8 @@ def _write_fixed(path: Path, out: Path, *, overwrite: bool) -> int:
 
 def _question(args: argparse.Namespace) -> DoctorOptions:
     from llmscale.cluster.doctor.diagnose import DoctorOptions
+    from llmscale.config.deepspeed.resolve import load_ds_config
+    from llmscale.config.run_config import load_run_file, parse_run_flags
 
     flags = list(args.flags)
     # Misspelt flags and missing files are refused before any host is asked.
@@ -122,19 +121,17 @@ def _question(args: argparse.Namespace) -> DoctorOptions:
         network_test=not args.no_network_test,
         # The rate of one adapter: a host with one per GPU is faster than promised.
         promised_bytes_per_s=network.bytes_per_s if network else None,
-        build_ops=args.build_ops,
         timeout_s=args.timeout,
     )
 
 
 def _as_plain(diagnosis: Diagnosis) -> dict[str, object]:
-    from llmscale.cluster.doctor.facts import worst
+    from llmscale.cluster.doctor.report import worst
 
     return {
         "status": worst(diagnosis.rows),
         "hosts": [asdict(host) for host in diagnosis.hosts],
         "rows": [asdict(row) for row in diagnosis.rows],
-        "facts": {host: asdict(facts) for host, facts in diagnosis.facts.items()},
     }
 
 

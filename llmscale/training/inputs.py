@@ -252,30 +252,19 @@ def read_origin(config: RunConfig) -> tuple[RunConfig, PublishedModel | None, Sa
     # Without a whole one the run is refused in the end, with the shape that it had.
     saved = source or _first_readable(candidates, _read_damaged)
     shaped = with_saved_shape(config, saved.state.config, str(saved.path)) if saved else None
-    config = shaped or with_published_shape(config, None)
-    return (with_saved_batch(config, saved.state) if saved else config), None, source
+    return shaped or with_published_shape(config, None), None, source
 
 
-def with_saved_batch(config: RunConfig, state: RunState) -> RunConfig:
-    """Return the configuration of a run that resumes with the global batch that it has, unless one is given.
+def _with_saved_batch(config: RunConfig, ds: DsConfig, state: RunState) -> RunConfig:
+    """Return a resumed run's configuration with the global batch that it has, unless a flag or the ds_config gives one.
 
     The default depends on the number of ranks and on the version.
     """
     saved = str(state.identity.get("global_batch_size", "")).partition(",")[0]
-    is_given = config.global_batch_size is not None or config.global_batch_tokens is not None
-    if config.init_from is not None or is_given or not saved.isdecimal():
+    is_given = config.global_batch_size or config.global_batch_tokens or isinstance(ds.keys.train_batch_size, int)
+    if is_given or not saved.isdecimal():
         return config
     return config.model_copy(update={"global_batch_size": int(saved)})
-
-
-def _with_saved_batch(config: RunConfig, ds: DsConfig, state: RunState) -> RunConfig:
-    """Return a resumed run's configuration with the checkpoint's batch, if the ds_config has that of a rank only."""
-    saved = state.identity.get("global_batch_size")
-    is_given = config.global_batch_size or config.global_batch_tokens or isinstance(ds.keys.train_batch_size, int)
-    is_per_rank = isinstance(ds.keys.gradient_accumulation_steps, int)
-    if is_given or not is_per_rank or type(saved) is not int:
-        return config
-    return config.model_copy(update={"global_batch_size": saved})
 
 
 def _read_damaged(checkpoint: Checkpoint) -> SavedRun:

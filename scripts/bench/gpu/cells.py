@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from llmscale.cluster.doctor.system import gather_system
+from llmscale.cluster.doctor.machine import host_memory_bytes
 from llmscale.config.hardware import GPU, find_gpu
 from llmscale.memory.estimate import MemoryEstimate
 from scripts.bench.harness import GIB, gpu_names, why_it_failed
@@ -192,7 +192,7 @@ def why_it_does_not_fit(estimate: MemoryEstimate | None, device: Device) -> str 
         return None
     if estimate.total_bytes > device.memory_bytes:
         return f"{estimate.total_bytes / GIB:.0f} GiB estimated, the GPU has {device.memory_bytes / GIB:.0f}"
-    host_bytes = gather_system().memory_bytes
+    host_bytes = host_memory_bytes()
     if estimate.host_bytes > 0.9 * host_bytes:
         return f"{estimate.host_bytes / GIB:.0f} GiB of host memory estimated, it has {host_bytes / GIB:.0f}"
     return None
