@@ -48,9 +48,9 @@ TORCH_FREE = (
     *("data.shards.manifest", "data.order.sample_order", "data.shards.cache", "data.sample_log"),
     *("checkpoint.manifest", "checkpoint.inventory", "checkpoint.run_state"),
     *("checkpoint.commit", "checkpoint.hf_write"),
-    *("training.inputs", "training.start", "training.changes"),
+    *("training.inputs", "training.start", "training.start"),
     *("training.stop_request", "training.sample_stream"),
-    *("training.run_folder", "training.heartbeat"),
+    *("training.run_folder", "training.stop_request"),
 )
 FLAG = re.compile(r"--[a-z][\w-]*")
 SUBCOMMANDS = (
@@ -390,7 +390,7 @@ def test_python_is_started_in_one_place() -> None:
 WRITES_RUN_FOLDERS = ("training", "cluster.launch", "checkpoint", "data.sample_log")
 WRITES_ELSEWHERE = {
     "training.run_folder": 1,  # the descriptor of open_own
-    "training.heartbeat": 3,  # the watch folder, which the agent made for itself
+    "training.stop_request": 3,  # the watch folder, which the agent made for itself
     "cluster.launch.ranks": 1,  # the pipe in it
     "checkpoint.tensor_files": 1,  # the folder of a checkpoint that is being made
     "checkpoint.hf_write": 2,  # the folder of an export that is being made

@@ -16,7 +16,7 @@ from llmscale.cli.flags import (
     add_shape_flags,
 )
 from llmscale.config.command_line import FlagContainer, Need, flag, local_path, nonblank, number
-from llmscale.config.interconnect import INTERCONNECTS
+from llmscale.config.hardware import INTERCONNECTS
 from llmscale.config.run_flags import keys_asked_by, model_keys
 from llmscale.errors import ConfigError
 

@@ -22,13 +22,12 @@ from llmscale.cli.flags import (
     resolve_model,
     train_command,
 )
+from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.bundled_files import is_in_checkout
 from llmscale.config.describe_defaults import SIZES, describe_parameters, describe_preset, shape_changes
-from llmscale.config.hardware import GPUS
+from llmscale.config.hardware import GPUS, get_interconnect
 from llmscale.config.hf_model import default_preset
-from llmscale.config.interconnect import get_interconnect
 from llmscale.config.optimizers import get_optimizer
-from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.presets import PRESETS
 from llmscale.config.run_config import RunConfig, build_run_config
 from llmscale.config.run_flags import keys_asked_by, model_keys

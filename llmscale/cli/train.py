@@ -30,9 +30,8 @@ from llmscale.limits import MAX_GPUS_PER_NODE
 from llmscale.report.run_list import notify_of_end
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.terminal.status_line import show_status
-from llmscale.training.changes import lines_at_end
 from llmscale.training.inputs import announce_after_s, with_prepared_text
-from llmscale.training.start import check_space, prepare_start
+from llmscale.training.start import check_space, lines_at_end, prepare_start
 from llmscale.training.stop_request import STOP_SIGNALS
 from llmscale.untrusted.interpreter import code_command
 from llmscale.untrusted.terminal import print_visible

@@ -17,16 +17,21 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from llmscale import __version__
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
-from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.batch_plan import BatchPlan, ParallelLayout
 from llmscale.config.command_line import FlagParser, Need
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import CHUNK_TOKENS, LossKernel
 from llmscale.config.optimizers import OptimizerName
-from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.run_flags import add_run_flags, describe_keys
-from llmscale.config.run_urls import check_other_run_or_name, check_own_run
 from llmscale.config.schedule import Schedule, ScheduleName
-from llmscale.config.user_paths import check_path, check_path_or_url, check_task_file, check_text
+from llmscale.config.user_paths import (
+    check_other_run_or_name,
+    check_own_run,
+    check_path,
+    check_path_or_url,
+    check_task_file,
+    check_text,
+)
 from llmscale.errors import ConfigError
 from llmscale.keys import Breaks, Command, Condition, Key, MayDiffer, Outside, Ranks, Resume
 from llmscale.limits import (

@@ -27,8 +27,7 @@ from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import get_preset
 from llmscale.config.resolve import SetFacts, resolve_shape, with_ds_keys
 from llmscale.config.run_config import RunConfig, without_effect_under
-from llmscale.config.run_urls import copy_of, shown, url_of
-from llmscale.config.user_paths import check_output_folder, read_prompts
+from llmscale.config.user_paths import check_output_folder, copy_of, read_prompts, shown, url_of
 from llmscale.data.mixture import TrainingSets, open_training_sets
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_matches
 from llmscale.errors import CheckpointError, ConfigError

@@ -7,11 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from llmscale.checkpoint.initial_weights import complete_published_weights, keep_published
-from llmscale.checkpoint.inventory import is_of_run
-from llmscale.checkpoint.manifest import load_pieces
 from llmscale.config.hardware import has_bf16_instructions
 from llmscale.config.published import publish_keys
 from llmscale.data.mixture import keep_sets
@@ -26,27 +23,27 @@ from llmscale.engine.train_step import PhaseTimer, get_scaler_state
 from llmscale.planning.compilation import Compilation, decide_compilation
 from llmscale.terminal.status_line import REPEAT_S, StatusLine
 from llmscale.terminal.table import output_width, wrap_line
-from llmscale.training.changes import change_lines, finished_lines, hyperparameters
-from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.inputs import as_plain
-from llmscale.training.live_run import Engine, Run, RunIO
+from llmscale.training.live_run import Engine, RecentSteps, Run, RunIO
 from llmscale.training.live_view import Display, open_display
 from llmscale.training.loss_spikes import (
     RollbackRequest,
 )
-from llmscale.training.memory_report import estimate_line, estimate_run
-from llmscale.training.metrics import MetricsLog
-from llmscale.training.publish_run import open_publisher
-from llmscale.training.rank_agreement import check_ranks_agree, claim_run_folder
-from llmscale.training.resume import confirm_start, enter_history, load_initial_state
+from llmscale.training.metrics import MetricsLog, StartedTrackers, start_trackers
+from llmscale.training.publish_run import find_unpublished, open_publisher
+from llmscale.training.reports import describe_run
+from llmscale.training.resume import (
+    check_ranks_agree,
+    claim_run_folder,
+    confirm_start,
+    enter_history,
+    load_initial_state,
+)
 from llmscale.training.run_folder import CONFIG_NAME, RunFolderClaim, keep, save_run_description
 from llmscale.training.session import Session, build_actions, open_data
-from llmscale.training.start import Start
-from llmscale.training.startup_reports import describe_run
+from llmscale.training.start import Start, change_lines, estimate_line, estimate_run, finished_lines, hyperparameters
 from llmscale.training.step_metrics import StepMeter
-from llmscale.training.stop_request import StopRequest, launch_names
-from llmscale.training.stragglers import RecentSteps
-from llmscale.training.trackers import StartedTrackers, start_trackers
+from llmscale.training.stop_request import Heartbeat, StopRequest, launch_names
 from llmscale.untrusted.terminal import print_visible
 
 
@@ -136,7 +133,8 @@ def _open_session(
         for action in session.actions:
             action.begin(run.first_step)
         if publisher:
-            publisher.start(_find_unpublished(start, world))
+            source = start.source if start.resumes else None
+            publisher.start(on_main_rank(world.control, lambda: find_unpublished(source, config.run)))
     if run.first_step < run.resolved.total_steps:
         clock.announcer.begin(f"{'compiling the blocks and ' if compiler else ''}taking the first step")
     return session
@@ -145,19 +143,6 @@ def _open_session(
 def _build_compiler(start: Start) -> BlockCompiler | None:
     backend, mode = start.compilation.backend, start.config.compile_mode
     return BlockCompiler(backend, mode) if backend else None
-
-
-def _find_unpublished(start: Start, world: World) -> Path | None:
-    """Return the checkpoint to resume if it is this run's and the store does not have it. Collective."""
-    source = start.source
-
-    def find() -> Path | None:
-        if source is None or not start.resumes or not is_of_run(source.path, start.config.run):
-            return None
-        pieces = load_pieces(source.path)
-        return None if pieces and pieces.remote else source.path
-
-    return on_main_rank(world.control, find)
 
 
 def _join_ranks(start: Start, clock: StartupClock, progress: Callable[[], object]) -> tuple[Start, World]:

@@ -21,11 +21,13 @@ from pathlib import Path
 import torch.distributed as dist
 import xxhash
 
+from llmscale.checkpoint.inventory import is_of_run
 from llmscale.checkpoint.manifest import (
     CHECKPOINT_NAME,
     CHECKPOINTS_NAME,
     MANIFEST_NAME,
     STATE_NAME,
+    Checkpoint,
     Pieces,
     checkpoints_folder,
     load_pieces,
@@ -48,7 +50,7 @@ from llmscale.checkpoint.remote_run import (
     update_copy,
 )
 from llmscale.checkpoint.run_lease import Lease, remove_folders, take_lease
-from llmscale.config.run_urls import url_of
+from llmscale.config.user_paths import url_of
 from llmscale.data.storage import faults
 from llmscale.data.storage.objects import Store
 from llmscale.data.storage.shared_object import Overtaken
@@ -537,3 +539,11 @@ def open_publisher(
         report=report,
         on_lost=on_lost,
     )
+
+
+def find_unpublished(source: Checkpoint | None, run: Path) -> Path | None:
+    """Return the checkpoint to resume if it is this run's and the store does not have it."""
+    if source is None or not is_of_run(source.path, run):
+        return None
+    pieces = load_pieces(source.path)
+    return None if pieces and pieces.remote else source.path

@@ -16,11 +16,10 @@ from llmscale.checkpoint.manifest import STATE_NAME, CheckpointManifest, checkpo
 from llmscale.checkpoint.run_state import RunState
 from llmscale.data.shards.manifest import load_manifest
 from llmscale.errors import CheckpointError, ConfigError
-from llmscale.training.changes import change_lines, finished_lines, hyperparameters, lines_at_end
 from llmscale.training.inputs import as_plain
 from llmscale.training.run_folder import save_run_description
 from llmscale.training.start import Start as ResolvedStart
-from llmscale.training.start import check_space
+from llmscale.training.start import change_lines, check_space, finished_lines, hyperparameters, lines_at_end
 from llmscale.training.stop_request import Launcher, launch_names
 from tests.runs_in_turn import train_in_turn
 from tests.training.test_inputs import prepare

@@ -12,9 +12,8 @@ import torch
 from llmscale.engine.train_step import PhaseTimer
 from llmscale.report.data import build_report
 from llmscale.report.history import COLUMNS
-from llmscale.training.metrics import MetricsLog
+from llmscale.training.metrics import MetricsLog, Tracker
 from llmscale.training.step_metrics import METRICS, StepMeter, format_duration, format_step
-from llmscale.training.trackers import Tracker
 from tests.conftest import HANG_S
 from tests.training.made_metrics import make_metrics
 

@@ -11,7 +11,7 @@ import yaml
 
 from llmscale.config.run_config import parse_run_config
 from llmscale.errors import ConfigError
-from llmscale.training.overfit_check import entropy, judge_overfit
+from llmscale.training.reports import entropy, judge_overfit
 from llmscale.training.start import prepare_start
 from tests.conftest import Ranks, read_losses
 

@@ -15,9 +15,8 @@ from llmscale.engine.train_step import PhaseTimer
 from llmscale.errors import LlmscaleError
 from llmscale.training import profiler
 from llmscale.training.live_run import StepResult
-from llmscale.training.profiler import ProfileSteps, table_lines
+from llmscale.training.profiler import PARTS, ProfileSteps, TraceShares, table_lines
 from llmscale.training.step_metrics import StepMeter
-from llmscale.training.trace_shares import PARTS, TraceShares
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from llmscale.engine.zero_shards import (
     state_views,
     write_back,
 )
-from llmscale.training.nonfinite import check_weights
+from llmscale.training.loss_spikes import check_weights
 from llmscale.training.start import prepare_start
 from scripts.bench.harness import REPOSITORY, folder_bytes, status_bytes
 from scripts.bench.resume.resume_matrix import end_on_warning
