@@ -48,9 +48,8 @@ TORCH_FREE = (
     *("data.shards.manifest", "data.order.sample_order", "data.shards.cache", "data.sample_log"),
     *("checkpoint.manifest", "checkpoint.inventory", "checkpoint.run_state"),
     *("checkpoint.commit", "checkpoint.hf_write"),
-    *("training.inputs", "training.start", "training.start"),
-    *("training.stop_request", "training.sample_stream"),
-    *("training.run_folder", "training.stop_request"),
+    *("training.inputs", "training.start", "training.stop_request", "training.sample_stream"),
+    *("training.run_folder", "training.step_metrics"),
 )
 FLAG = re.compile(r"--[a-z][\w-]*")
 SUBCOMMANDS = (
@@ -114,6 +113,26 @@ def test_no_module_imports_one_that_imports_it() -> None:
 
 def test_every_package_has_a_layer() -> None:
     assert {name.split(".")[0] for name in modules()} <= set(LAYERS)
+
+
+#: Packages whose page names every module in the order in which it is met.
+PAGED = ("training", "config")
+
+
+@pytest.mark.parametrize("package", PAGED)
+def test_a_package_has_few_modules_and_its_page_names_them_all(package: str) -> None:
+    page = ast.get_docstring(parsed(PACKAGE / package / "__init__.py")) or ""
+    listed = [
+        name for names in re.findall(r"^ *([a-z_]+(?:, [a-z_]+)*) {2,}\S", page, re.M) for name in names.split(", ")
+    ]
+    present = [path.stem for path in (PACKAGE / package).iterdir() if path.stem[0] != "_"]
+    assert sorted(listed) == sorted(present)
+    assert len(present) <= 18
+
+
+def test_opening_a_session_needs_at_most_thirty_modules() -> None:
+    imported = {name for name in imports_of(PACKAGE / "training" / "open_session.py") if name.startswith("llmscale.")}
+    assert len(imported) <= 30
 
 
 @pytest.fixture(scope="module")

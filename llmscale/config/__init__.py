@@ -12,6 +12,7 @@ optimizers            groups and states of AdamW, Muon and Adafactor
 loss_settings         settings of the loss and of routers
 deepspeed             keys, rules and defaults of a ds_config
 resolve               all of these for one dataset and number of ranks
+published             parts of a run's texts that leave the machine
 describe_defaults     sentences about what followed from what
 hardware              GPUs and networks, with peaks
 launcher_variables    ranks as launchers announce them
