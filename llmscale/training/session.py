@@ -175,7 +175,8 @@ class Session:
         with explain_smallest_scale(step):
             tokens, timer = [batch.tokens for batch in batches], engine.meter.phases
             seq_len = None if run.resolved.plan.lengths is None else run.seq_len(step)
-            weights = [0.0 if batch.is_filler else run.loss_weight(step) for batch in batches]
+            weight = run.loss_weight(step)
+            weights = [0.0 if batch.is_filler else weight for batch in batches]
             loss = train_step(deepspeed, tokens, run.world.device, timer, seq_len, weights)
         self.step = step + 1
         engine.meter.count_step()
