@@ -439,6 +439,11 @@ class RunConfig(ModelKeys):
     notify: NonBlank | None = key(None, resume="free", ranks="same", metavar="COMMAND")
     """Command for `sh -c` that is run when the run finishes, stops, fails or meets a loss spike, with the facts as JSON
     on its stdin. The run folder records it: keep secrets in variables."""
+    hang_timeout_s: float = key(1800.0, ge=0, le=limits.MAX_SECONDS, resume="free", ranks="same", metavar="SECONDS")
+    """Longest time of a step, with the validation and the save that follow it. A rank that takes longer writes its
+    stacks to the run folder's logs/ and ends. 0: unlimited."""
+    start_timeout_s: float = key(1800.0, ge=0, le=limits.MAX_SECONDS, resume="free", ranks="same", metavar="SECONDS")
+    """Longest time of a start, or of a download in it, likewise."""
     profile: NonBlank | None = key(None, resume="free", ranks=RANK_0, metavar="A:B")
     """Profile steps A to B-1: a trace and a table in the run folder's profile/."""
     plain: bool = key(False, resume="free", ranks=RANK_0)

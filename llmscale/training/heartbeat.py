@@ -1,132 +1,115 @@
-"""Supervision of a rank: heartbeats, its output, its stacks when it hangs, and its end with its launcher.
+"""Progress of a rank: noted for its watchdog, and reported to the launcher that asks for it. No torch: installed early.
 
-Except for the stacks, all of it is off unless the environment names a watch folder
-(llmscale/cluster/launch/ranks.py). No torch: installed before anything slow is imported.
+`llmscale launch` names a pipe in the environment, and ends the ranks that report to it with the process that reads it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import json
 import os
 import signal
-from pathlib import Path
-from typing import TextIO
+import stat
 
-from llmscale.files.buffered_log import warn_on_stderr
-from llmscale.training.stop_request import STOP_SIGNALS
+from llmscale.training.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS
 
-#: Names a folder on the host's own disk with a pipe per rank for its output; the rank adds its heartbeat and stacks.
-WATCH_VARIABLE = "LLMSCALE_WATCH"
+#: Names the descriptor of the pipe that takes the reports of all ranks of a host, one line of JSON each.
+REPORTS_VARIABLE = "LLMSCALE_REPORTS"
 #: Makes a rank write the stack of each of its threads.
 STACKS_SIGNAL = signal.SIGUSR2
-#: Size of a heartbeat: one write, so that no reader sees half of one.
-_HEARTBEAT_BYTES = 200
+#: In JSON a character may become six bytes; a pipe takes 4,096 bytes whole.
+_MAX_FAILURE_CHARACTERS = 500
 _PR_SET_PDEATHSIG = 1
 
 
-def heartbeat_path(folder: Path, rank: int) -> Path:
-    """Return the file of a rank's newest heartbeat: one JSON object, padded with spaces."""
-    return folder / f"rank-{rank:05d}.json"
-
-
-def output_path(folder: Path, rank: int) -> Path:
-    """Return the pipe that takes a rank's output."""
-    return folder / f"rank-{rank:05d}.pipe"
-
-
-def stacks_path(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank:05d}.stacks"
-
-
 class Heartbeat:
-    """Heartbeats of this rank. Without a watch folder every method does nothing."""
+    """Heartbeats of this rank. Without a pipe they are noted only."""
 
-    def __init__(self, folder: Path | None, rank: int) -> None:
-        self._folder, self._rank = folder, rank
-        self._file = -1
-        self._count = 0
-        self._phase = "starting"
-        self._first_step: int | None = None
-        self._step: int | None = None
-        self._stacks: TextIO | None = None
-        self._has_failed = False
+    def __init__(self, pipe: int | None, rank: int) -> None:
+        self._pipe, self._rank = pipe, rank
+        self.phase = "starting"
+        """"starting", "training", "stopped", "finished" or "failed"."""
+        self.step: int | None = None
+        """Number of finished optimizer steps; None before the first one of this start."""
+        self.count = 0
+        """Number of heartbeats; it grows for as long as the rank gets on."""
+        self.has_ended = False
+        """True once nothing follows but the end of the process."""
 
     @classmethod
     def from_environment(cls) -> Heartbeat:
-        """Return the heartbeat that the launcher's environment asks for."""
-        folder = os.environ.get(WATCH_VARIABLE)
-        return cls(Path(folder) if folder else None, int(os.environ.get("RANK", "0")))
+        """Return the heartbeat that the launcher's environment asks for. What this process starts does not see it."""
+        name = os.environ.pop(REPORTS_VARIABLE, "")
+        rank = os.environ.get("RANK", "0")
+        return cls(int(name) if _is_pipe(name) else None, int(rank) if rank.isdecimal() else 0)
 
     @property
     def is_supervised(self) -> bool:
-        """True if a supervisor started this rank and ends it together with its launcher."""
-        return self._folder is not None
+        """True if a launcher reads the reports, and restarts the run."""
+        return self._pipe is not None
 
     def install(self) -> None:
-        """Answer STACKS_SIGNAL; under a supervisor, also connect the output and write the first heartbeat."""
-        if self._folder is None:
-            # By number: sys.stderr may have been replaced by something without a file.
-            faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
-            _unblock_signals()
-            return
-        # A rank must not train on unwatched after its launcher was killed.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        output = os.open(output_path(self._folder, self._rank), os.O_WRONLY)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.close(output)
-        self._stacks = stacks_path(self._folder, self._rank).open("w")
-        faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
-        self._file = os.open(heartbeat_path(self._folder, self._rank), os.O_WRONLY | os.O_CREAT, 0o600)
+        """Answer STACKS_SIGNAL and stop signals; under a launcher, end with the process that started this one."""
+        # By number: sys.stderr may have been replaced by something without a file.
+        faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+        if self._pipe is not None:
+            os.set_inheritable(self._pipe, False)
+            # A rank must not train on unwatched: another one may be started in its place.
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.environ.get(LAUNCHER_VARIABLE) != str(os.getppid()):
+                os._exit(1)
         _unblock_signals()
         self.beat("starting")
 
     def beat(self, phase: str, step: int | None = None) -> None:
-        """Write a heartbeat: `phase` is "starting", "training" or "stopped"; `step` counts finished optimizer steps."""
-        self._phase, self._step = phase, step
-        if phase == "training" and self._first_step is None:
-            self._first_step = step
-        self._write(None)
+        """Note progress: `phase` is "starting", "training" or "stopped"; `step` counts finished optimizer steps."""
+        self.phase, self.step = phase, step
+        self.count += 1
+        self._report()
+
+    def fail(self, failure: str) -> None:
+        """Report an error before the end of this process breaks the connections of other ranks."""
+        self.phase = "failed"
+        self._report(failure)
 
     def end(self, exit_code: int) -> None:
-        """Write the last heartbeat, with the exit status of this rank."""
+        """Report the end of this rank."""
+        self.has_ended = True
         if exit_code:
-            self._phase = "failed"
-        elif self._phase != "stopped":
-            self._phase = "finished"
-        self._write(exit_code)
+            self.phase = "failed"
+        elif self.phase != "stopped":
+            self.phase = "finished"
+        self._report()
 
     def end_early(self) -> None:
-        """Write the last heartbeat of a rank that was asked to stop before its first step."""
-        self._phase = "stopped"
+        """Report the end of a rank that was asked to stop before its first step."""
+        self.phase = "stopped"
         self.end(0)
 
-    def _write(self, exit_code: int | None) -> None:
-        if self._file < 0:
+    def _report(self, failure: str | None = None) -> None:
+        if self._pipe is None:
             return
-        self._count += 1
-        beat = {
-            "pid": os.getpid(),
-            "count": self._count,
-            "phase": self._phase,
-            "first_step": self._first_step,
-            "step": self._step,
-            "exit_code": exit_code,
-        }
-        try:
-            os.pwrite(self._file, json.dumps(beat).ljust(_HEARTBEAT_BYTES).encode(), 0)
-        except OSError as error:
-            if not self._has_failed:
-                warn_on_stderr(f"WARNING: rank {self._rank} cannot write its heartbeat: {error.strerror}.")
-            self._has_failed = True
+        report = {"rank": self._rank, "pid": os.getpid(), "phase": self.phase, "step": self.step}
+        if failure is not None:
+            report["failure"] = failure[:_MAX_FAILURE_CHARACTERS]
+        # A pipe that nobody empties takes no more, and does not block.
+        with contextlib.suppress(OSError):
+            os.write(self._pipe, json.dumps(report).encode() + b"\n")
+
+
+def _is_pipe(name: str) -> bool:
+    """Return whether `name` is an open pipe's number, and not left over from another process."""
+    try:
+        return stat.S_ISFIFO(os.fstat(int(name)).st_mode)
+    except (ValueError, OSError, OverflowError):
+        return False
 
 
 def _unblock_signals() -> None:
     """Unblock signals, and deliver those that are pending.
 
-    `llmscale train` and the supervisor's launcher start ranks with these blocked, so that none is killed before it can
-    answer.
+    `llmscale train` and `llmscale launch` start ranks with these blocked, so that none is killed before it can answer.
     """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGHUP))
