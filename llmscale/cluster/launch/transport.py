@@ -147,8 +147,9 @@ class HostConnection:
             self.closed = True
         elif line.startswith(MARK):
             self.heard_s = time.monotonic()
-            with contextlib.suppress(ValueError):
-                return dict(json.loads(line[len(MARK) :]))
+            with contextlib.suppress(ValueError, RecursionError):
+                message = json.loads(line[len(MARK) :])
+                return message if isinstance(message, dict) else None
         elif text := line.decode(errors="replace").strip():
             self._error_lines.append(text[:_ERROR_CHARACTERS])
             show(f"{self.name}! {text}")
