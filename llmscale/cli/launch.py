@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from llmscale.cli.flags import add_timeout
 from llmscale.cluster.hostfile import Host, parse_hostfile
 from llmscale.cluster.launch.ranks import count_gpus
-from llmscale.cluster.launch.supervisor import LaunchOptions, RetryPolicy, Supervisor
+from llmscale.cluster.launch.supervisor import LaunchOptions, Supervisor
 from llmscale.cluster.launch.transport import LAUNCHERS, host_command_by, slurm_hosts
 from llmscale.cluster.remote import PACKAGE, deepspeed_env_files, gather_environment
 from llmscale.config import limits
@@ -88,7 +88,8 @@ def _launch(args: argparse.Namespace) -> int:
         script=str(PACKAGE / "train.py"),
         arguments=[*ours, *args.arguments],
         environment=gather_environment(os.environ, extra=args.env, env_files=deepspeed_env_files()),
-        policy=RetryPolicy(args.max_restarts, args.same_step_limit),
+        max_restarts=args.max_restarts,
+        same_step_limit=args.same_step_limit,
         connect_timeout_s=args.connect_timeout_s,
         lost_after_s=args.lost_after_s,
         wait_for_hosts_s=args.wait_for_hosts_s,

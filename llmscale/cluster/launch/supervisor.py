@@ -116,40 +116,21 @@ FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 60.0
 
 
-@dataclass(frozen=True)
-class RetryPolicy:
-    """Limits of restarts."""
-
-    max_restarts: int = 20
-    """Number of restarts in one launch."""
-    same_step_limit: int = 3
-    """Number of consecutive attempts that end after the same step before the launch gives up."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The next action after a failed attempt."""
-
-    wait_s: float = 0.0
-    give_up: str | None = None
-    """Reason to give up; None to try again after `wait_s`."""
-
-
-def decide(attempts: Sequence[Attempt], policy: RetryPolicy) -> Decision:
-    """Decide what follows the last of `attempts`, those of this launch, which has failed."""
+def decide(attempts: Sequence[Attempt], max_restarts: int, same_step_limit: int) -> float | str:
+    """Return the seconds until the next attempt of this launch, whose last one has failed, or why to give up."""
     last = attempts[-1]
     same = sum(1 for _ in takewhile(lambda one: (one.last_step, one.end) == (last.last_step, last.end), attempts[::-1]))
-    if same >= policy.same_step_limit:
+    if same >= same_step_limit:
         where = "before its first step" if last.last_step is None else f"after step {last.last_step}"
-        return Decision(give_up=f"{same} attempts in a row ended {where} ({last.end}: {last.reason})")
-    if len(attempts) > policy.max_restarts:
-        return Decision(give_up=f"{policy.max_restarts} restarts were not enough (--max-restarts)")
+        return f"{same} attempts in a row ended {where} ({last.end}: {last.reason})"
+    if len(attempts) > max_restarts:
+        return f"{max_restarts} restarts were not enough (--max-restarts)"
     furthest, fruitless = -1, 0
     for attempt in attempts:
         reached = -1 if attempt.last_step is None else attempt.last_step
         fruitless = 0 if reached > furthest else fruitless + 1
         furthest = max(furthest, reached)
-    return Decision(wait_s=min(FIRST_WAIT_S * 2**fruitless, LONGEST_WAIT_S))
+    return min(FIRST_WAIT_S * 2**fruitless, LONGEST_WAIT_S)
 
 
 # ---------------------------------------------------------------- arguments of a restart
@@ -207,7 +188,10 @@ class LaunchOptions:
     """Arguments of train.py."""
     environment: Mapping[str, str]
     """Variables for the ranks."""
-    policy: RetryPolicy
+    max_restarts: int
+    """Number of restarts in one launch."""
+    same_step_limit: int
+    """Number of consecutive attempts that end after the same step before the launch gives up."""
     connect_timeout_s: float
     lost_after_s: float
     wait_for_hosts_s: float
@@ -417,14 +401,14 @@ class Supervisor:
         if attempt.end == "no hosts":
             self._show(f"error: {attempt.reason}. Run `llmscale doctor` to find out why.")
             return 1
-        decision = decide(self._attempts, self._options.policy)
-        if decision.give_up:
-            self._show(f"error: giving up: {decision.give_up}. Evidence: {attempt.logs}; {self._run}/attempts.jsonl")
+        decision = decide(self._attempts, self._options.max_restarts, self._options.same_step_limit)
+        if isinstance(decision, str):
+            self._show(f"error: giving up: {decision}. Evidence: {attempt.logs}; {self._run}/attempts.jsonl")
             return 1
         if self._stop_signals:
             return self._stopped_between()
-        self._show(f"trying again in {decision.wait_s:.0f} s")
-        self._sleep(decision.wait_s)
+        self._show(f"trying again in {decision:.0f} s")
+        self._sleep(decision)
         return None
 
     def _trained_before(self, attempt: Attempt) -> bool:

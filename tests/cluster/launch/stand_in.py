@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmscale.cluster.hostfile import Host
-from llmscale.cluster.launch.supervisor import Attempt, LaunchOptions, RetryPolicy, Supervisor, read_attempts
+from llmscale.cluster.launch.supervisor import Attempt, LaunchOptions, Supervisor, read_attempts
 from llmscale.cluster.remote import gather_environment, module_argv
 from tests.conftest import TINY_MODEL
 
@@ -69,7 +69,8 @@ class StandIn:
             "script": str(self.folder / "train.py"),
             "arguments": [*arguments, *(flags if "--hang-timeout-s" in flags else (*limits, *flags))],
             "environment": gather_environment(environment, env_files=[]),
-            "policy": RetryPolicy(max_restarts=6),
+            "max_restarts": 6,
+            "same_step_limit": 3,
             "connect_timeout_s": 120.0,
             "lost_after_s": 60.0,
             "wait_for_hosts_s": 120.0,
