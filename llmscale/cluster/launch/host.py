@@ -67,12 +67,14 @@ class Launcher:
         return self._orders.get()
 
     def send(self, **message: object) -> None:
-        """Send a message, unless the launcher is gone."""
+        """Send a message, unless the launcher is gone and nobody reads any more."""
         rest = MARK + json.dumps(message).encode() + b"\n"
         with self._lock, contextlib.suppress(OSError):
-            while rest and not self.is_gone.is_set():
+            while rest:
                 if select.select([], [self._write], [], _TICK_S)[1]:
                     rest = rest[os.write(self._write, rest[:_CHUNK_BYTES]) :]
+                elif self.is_gone.is_set():
+                    return
 
     def _listen(self) -> None:
         _leave_signals_to_main_thread()
@@ -245,7 +247,9 @@ def main() -> int:
     client_address, own_address = connection_ends()
     launcher.send(port=find_port(None)[0], own_address=own_address, client_address=client_address)
     order = launcher.next_order()
-    return 0 if order is None else _run_ranks(launcher, order)
+    status = 0 if order is None else _run_ranks(launcher, order)
+    launcher.send(done=True)
+    return status
 
 
 if __name__ == "__main__":

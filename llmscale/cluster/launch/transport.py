@@ -17,7 +17,7 @@ from typing import Any
 
 from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch.host import MARK
-from llmscale.cluster.remote import SSH_FAILED, command_for, is_this_machine, module_argv
+from llmscale.cluster.remote import command_for, is_this_machine, module_argv
 from llmscale.errors import ConfigError
 
 #: Slurm's variables for the number of ranks per node, in the order of preference.
@@ -109,6 +109,8 @@ class HostConnection:
         """The host's first message: a free port, and addresses."""
         self.closed = False
         """True once the other side has closed the connection."""
+        self._is_done = False
+        """True once the host has confirmed that its ranks are gone."""
         self._error_lines: deque[str] = deque(maxlen=_ERROR_LINES)
         self.heard_s = self._pinged_s = time.monotonic()
         threading.Thread(target=self._read, args=(inbox,), name=host.name, daemon=True).start()
@@ -149,6 +151,7 @@ class HostConnection:
             self.heard_s = time.monotonic()
             with contextlib.suppress(ValueError, RecursionError):
                 message = json.loads(line[len(MARK) :])
+                self._is_done |= message == {"done": True}
                 return message if isinstance(message, dict) else None
         elif text := line.decode(errors="replace").strip():
             self._error_lines.append(text[:_ERROR_CHARACTERS])
@@ -170,10 +173,10 @@ class HostConnection:
             self._process.stdin.close()
 
     def close(self) -> bool:
-        """Kill what is left of the connection. Return whether the host had confirmed that its ranks are gone."""
+        """Kill what is left of the connection. Return whether the ranks of the host are surely gone."""
         self.hang_up()
         if not self.closed:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        status = self._process.wait()
-        return self.closed and status != SSH_FAILED
+        # Ranks are killed with a process of this machine that started them.
+        return (self._process.wait() < 0 and self.closed) or self._is_done

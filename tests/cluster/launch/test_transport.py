@@ -30,7 +30,7 @@ def test_lines_that_are_no_messages_are_shown_and_explain_the_end(tmp_path: Path
     assert [message for message in messages if message] == [{"port": 7}]
     assert shown == ["a! Welcome!", "a! \x1b[31mssh: no route to host"]
     assert host.why_lost() == "\x1b[31mssh: no route to host"
-    assert not host.close(), "ssh's status: the ranks there may still run"
+    assert not host.close(), "the ranks there may still run"
 
 
 @pytest.fixture
