@@ -159,8 +159,9 @@ def train(start: Start, stop: StopRequest, heartbeat: Heartbeat, began: float, a
                 break
             result = session.train(step, micro_batches)
             if is_starting:
-                announcer.end()
+                # At once: from here on there is something to save.
                 stop.leave_start_up()
+                announcer.end()
                 is_starting = False
             session.run_actions(result)
             heartbeat.beat("training", session.step)

@@ -1,15 +1,12 @@
 #!/usr/bin/env bash
-# From a fresh clone to a trained GPT: install, prepare the documentation of Python's standard library as text, train with
-# DeepSpeed ZeRO-2 on all GPUs (or two processes on the CPU), and show the loss curve and a sample.
+# From a fresh clone to a trained GPT: install, train with DeepSpeed ZeRO-2 on the documentation of Python, train.py's demo,
+# on all GPUs (or two processes on the CPU), and show the loss curve and a sample.
 # Arguments go to train.py: ./scripts/quickstart.sh --steps 1000
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/lib/environment.sh
 source scripts/lib/environment.sh
 
-TEXT=data/python-stdlib.jsonl
-TOKENIZER=data/python-stdlib-tokenizer-2048
-SET=data/python-stdlib # train.py's default
 RUN=runs/quickstart-$(date +%Y%m%d-%H%M%S)
 PROMPT='Return '
 # Takes two to three minutes on two CPU cores with bf16 instructions, twice that without, seconds on a GPU.
@@ -23,20 +20,6 @@ main() {
     ensure_environment "$FOR_TRAINING"
     SECONDS=0 # bash counts from here: the times do not include the installation
 
-    step "Text: the language reference and docstrings of the standard library"
-    [[ -f $TEXT ]] || python scripts/lib/stdlib_prose.py "$TEXT"
-    du -h "$TEXT"
-
-    step "Tokenizer: a BPE of 2,048 tokens, trained on this text"
-    if [[ -d $TOKENIZER ]]; then
-        echo "$TOKENIZER exists already."
-    else
-        llmscale data train-tokenizer --input "$TEXT" --vocab-size 2048 --out "$TOKENIZER"
-    fi
-
-    step "Data: the text in windows of 128 tokens"
-    llmscale data prepare --input "$TEXT" --tokenizer "$TOKENIZER" --seq-len 128 --val-fraction 0.03 --out "$SET"
-
     num_processes=$(python -c 'import torch; print(torch.cuda.device_count() or 2)')
     # The global batch must divide among the processes: round it up.
     SEQUENCES=$(((SEQUENCES + num_processes - 1) / num_processes * num_processes))
@@ -45,7 +28,7 @@ main() {
     # A run file, because the flags in "$@" override it.
     run_file=$(mktemp --suffix .yaml)
     trap 'rm -f "$run_file"' EXIT
-    printf '%s\n' "${RECIPE[@]}" "global_batch_size: $SEQUENCES" "data: $SET" >"$run_file"
+    printf '%s\n' "${RECIPE[@]}" "global_batch_size: $SEQUENCES" >"$run_file"
     llmscale train --nproc-per-node "$num_processes" --config "$run_file" --run "$RUN" "$@"
 
     step "Result"
@@ -57,7 +40,6 @@ main() {
     step "Done"
     cat <<END
 run folder   $RUN (configuration, metrics.jsonl, checkpoints)
-data         $SET, tokenizer $TOKENIZER
 environment  source .venv/bin/activate
 more         llmscale sample $RUN 'The '
              llmscale checkpoint list $RUN

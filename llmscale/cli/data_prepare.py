@@ -36,12 +36,12 @@ def add_input_flags(parser: FlagParser) -> None:
         type=path_or_url,
         required=True,
         action="append",
-        metavar="PATH|PATTERN|URL|-|hf:NAME[:CONFIG]|python-stdlib",
+        metavar="PATH|PATTERN|URL|-|hf:NAME[:CONFIG]|python-stdlib|python-docs",
         help="text (one document a file), .jsonl, .parquet or a .tar of them, also .gz/.zst/.bz2/.xz; a folder, or a "
         "pattern such as 'crawl/*.jsonl.zst' or 's3://bucket/crawl/*.jsonl.zst' (gs, az, "
         "hf://datasets/); tokens: .bin of nanoGPT or llm.c, or a folder of MDS shards; stdin; a Hugging "
-        "Face dataset; or the sources and docs of this Python's standard library. May be repeated; inputs are read in "
-        "this order",
+        "Face dataset; or this Python's standard library: its sources, or its documentation alone. May be repeated; "
+        "inputs are read in this order",
     )
     flag(parser, "--text-field NAME", "field of JSON, Parquet, MDS and hf; default: text", nonblank)
     flag(parser, "--hf-split NAME", "split of a hf: dataset", nonblank, "train")

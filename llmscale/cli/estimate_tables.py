@@ -30,7 +30,21 @@ _TEXT = {
 #: Columns to leave out of a table that is too wide, in this order; whether a row fits, and its rate, stay.
 _DROPPED_FIRST = (
     *("source", "preset", "peak in", "temp", "comm", "logits", "context", "reserve", "NVMe", "optim", "grad"),
-    *("param", "activ", "host", "loss", "tokens D", "D/N", "layers", "heads", "width", "MFU", "difference", "total"),
+    *(
+        "param",
+        "activ",
+        "host",
+        "loss",
+        "tokens D",
+        "D/N",
+        "layers",
+        "heads",
+        "width",
+        "MFU",
+        "difference",
+        "fillers",
+        "total",
+    ),
 )
 #: Smallest widths of columns that may be cut.
 _LEAST = {"source": 20, "ds_config": 16}
@@ -56,26 +70,32 @@ def row_lines(
     """
     some_host = any(row.fit.host_bytes_per_node for row in rows)
     some_nvme = any(row.fit.nvme_bytes_per_node for row in rows)
-    some_rate = any(row.throughput for row in rows)
+    some_rate, some_fillers = any(row.throughput for row in rows), any(row.fit.plan.filler_share for row in rows)
     head = ["", *(["ds_config"] if names else []), "ZeRO", "offload", "checkpt", "batch"]
+    head += ["fillers"] * some_fillers
     head += [*CATEGORIES, "reserve", "context"] * wide + ["total", "  fits"] + ["peak in"] * wide
     head += ["host"] * some_host + ["NVMe"] * some_nvme + ["tok/s", "MFU"] * some_rate
     table: list[list[str]] = []
     for index, row in enumerate(rows):
         if not names and index and row.fit.strategy.zero_stage != rows[index - 1].fit.strategy.zero_stage:
             table.append([])
-        cells = ["*" if index == recommended else "", *([names[index]] if names else []), *_row_cells(row, wide)]
+        cells = [
+            "*" if index == recommended else "",
+            *([names[index]] if names else []),
+            *_row_cells(row, wide, some_fillers),
+        ]
         cells += [gib(row.fit.host_bytes_per_node)] * some_host + [gib(row.fit.nvme_bytes_per_node)] * some_nvme
         table.append(cells + _rate_cells(row) * some_rate)
     yield from align(head, table, _ANY_WIDTH if wide else output_width() or _TABLE_WIDTH)
 
 
-def _row_cells(row: RankedConfig, wide: bool) -> list[str]:
+def _row_cells(row: RankedConfig, wide: bool, some_fillers: bool) -> list[str]:
     fit, estimate = row.fit, row.fit.estimate
     mode = fit.strategy.checkpointing
     return [
         *(fit.strategy.stage_words, fit.strategy.offload, "-" if mode == "none" else mode),
         f"{fit.plan.micro_batch_size} x {fit.plan.gradient_accumulation_steps}",
+        *[f"{fit.plan.filler_share:.0%}"] * some_fillers,
         *[*breakdown_cells(estimate.peak), gib(estimate.reserve_bytes), gib(estimate.context_bytes)] * wide,
         *(gib(estimate.total_bytes), f"  {verdict(fit)}"),
         *[estimate.peak_moment] * wide,
@@ -103,6 +123,8 @@ def verdict(fit: Candidate) -> str:
 def legend_lines(rows: Sequence[RankedConfig], *, wide: bool = False) -> Iterator[str]:
     """Yield the meaning of the columns, and their assumptions; `wide`: of all columns."""
     yield "GiB per GPU at the peak; host and NVMe in GiB per node; batch: micro-batch x accumulation."
+    if any(row.fit.plan.filler_share for row in rows):
+        yield "fillers: work beyond that of the batch, which does not divide over the GPUs; counted in tok/s and MFU."
     reserve = f"{RESERVED_PER_ALLOCATED - 1:.0%}"
     context = format_size(rows[0].fit.estimate.context_bytes)
     yield (
@@ -387,6 +409,7 @@ def _row_as_dict(row: RankedConfig) -> dict[str, object]:
         "precision": fit.step.precision,
         "micro_batch_size": fit.plan.micro_batch_size,
         "gradient_accumulation_steps": fit.plan.gradient_accumulation_steps,
+        "filler_share": fit.plan.filler_share,
         "grad_accum_dtype": fit.step.engine_config.grad_accum_dtype,
         "estimate": estimate_as_dict(fit.estimate),
         **_fit_as_dict(fit),

@@ -199,10 +199,12 @@ def _placement_lines(request: PlanRequest, plan: Plan, placement: GPUPlacement, 
         fit = placement.row.fit
         is_summed = fit.plan.gradient_accumulation_steps > 1
         summed = f" (gradients summed in {fit.step.engine_config.grad_accum_dtype})" if is_summed else ""
+        share = fit.plan.filler_share
+        fillers = f", fillers {share:.1%} more work" if share else ""
         yield _line(
             "ZeRO",
             f"{fit.strategy.describe()}, micro-batch {fit.plan.micro_batch_size} x "
-            f"{fit.plan.gradient_accumulation_steps} accumulation{summed}: {placement.why}",
+            f"{fit.plan.gradient_accumulation_steps} accumulation{summed}{fillers}: {placement.why}",
         )
         if fit.host_bytes_per_node:
             yield _line("", f"needs {_size(fit.host_bytes_per_node)} of host memory per node, not checked here")
@@ -403,6 +405,7 @@ def _run_as_dict(request: PlanRequest, plan: Plan) -> dict[str, object] | None:
         "strategy": strategy_as_dict(fit.strategy) if fit else None,
         "micro_batch_size": fit.plan.micro_batch_size if fit else None,
         "gradient_accumulation_steps": fit.plan.gradient_accumulation_steps if fit else None,
+        "filler_share": fit.plan.filler_share if fit else None,
         "grad_accum_dtype": fit.step.engine_config.grad_accum_dtype if fit else None,
         "why": placement.why,
         "store_requests_per_save": plan.disk.store_requests(placement.machines.world_size),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from llmscale.config.parallel_layout import ParallelLayout, divisors
@@ -11,6 +11,8 @@ from llmscale.errors import ConfigError
 #: Most tokens per forward pass of a default micro-batch: enough to fill a data-centre GPU for models up to about 1B
 #: parameters. `--micro-batch-size` overrides it.
 DEFAULT_MICRO_BATCH_TOKENS = 16_384
+#: Share of fillers that is not worth a word.
+_FEW_FILLERS = 0.02
 #: Most numbers that an error lists.
 _MOST_LISTED = 24
 #: Most sizes of a growing batch; a checkpoint lists them.
@@ -64,8 +66,11 @@ class LengthRamp:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Division of a global batch into micro-batches, which are dealt to the ranks. Where a round has fewer micro-batches
-    than ranks, the others run a filler, whose gradient is zero: ZeRO and divided experts need every rank."""
+    """Division of a global batch into micro-batches, of which any number of ranks gets a share.
+
+    All ranks run as many micro-steps, because ZeRO and divided experts need every rank. A rank without a micro-batch
+    runs a filler: a micro-batch whose loss has weight zero.
+    """
 
     global_batch_size: int
     """Sequences per optimizer step over all ranks, after a ramp; fixed for a run, whatever the number of ranks."""
@@ -122,19 +127,36 @@ class BatchPlan:
         """Tokens of a rank's forward pass."""
         return self.micro_batch_size * self.ranks.part_of(self.seq_len)
 
-    @property
-    def samples_per_rank(self) -> int:
-        """Sequences of one optimizer step on one rank; the last ranks may have fewer."""
-        return -(-self.global_batch_size // self.ranks.data_parallel_size)
-
     def micro_steps(self, size: int) -> int:
         """Return the forward passes of a rank in a step of `size` sequences."""
         return -(-size // (self.micro_batch_size * self.ranks.data_parallel_size))
 
+    def computed(self, size: int) -> int:
+        """Return the sequences that the ranks compute in a step of `size`, those of fillers included."""
+        return self.micro_batch_size * self.micro_steps(size) * self.ranks.data_parallel_size
+
+    def loss_weight(self, size: int) -> float:
+        """Return the weight of a micro-batch in a step of `size` sequences: DeepSpeed's mean is over fillers, too."""
+        return self.computed(size) / size
+
     @property
-    def places(self) -> int:
-        """Sequences of an optimizer step with those of fillers: DeepSpeed's train_batch_size of undivided sequences."""
-        return self.micro_batch_size * self.gradient_accumulation_steps * self.ranks.data_parallel_size
+    def train_batch_size(self) -> int:
+        """DeepSpeed's number of samples: with fillers, and a sequence once for every rank that has a part of it."""
+        return self.computed(self.global_batch_size) * self.ranks.sequence_parallel_size
+
+    @property
+    def filler_share(self) -> float:
+        """Work of fillers in a step, relative to that of the batch."""
+        return self.loss_weight(self.global_batch_size) - 1
+
+    def with_fewest_fillers(self) -> BatchPlan | None:
+        """Return the plan with the largest micro-batch that needs the fewest fillers; None if this one does."""
+        groups, first = self.ranks.data_parallel_size, self.ramp.first if self.ramp else self.global_batch_size
+        sizes = [size for size in cheapest_micro_batches(self.global_batch_size, groups) if first % size == 0]
+        if self.micro_batch_size in sizes:
+            return None
+        plan = replace(self, micro_batch_size=sizes[-1])
+        return replace(plan, gradient_accumulation_steps=plan.micro_steps(self.global_batch_size))
 
     def as_dict(self) -> dict[str, int]:
         """Return JSON values for the run folder."""
@@ -159,15 +181,16 @@ class BatchPlan:
             grows += f"{self.steps_for(self.lengths.samples):,}"
         return (
             f"global batch {self.global_batch_size} sequences = {self.micro_batch_size} micro-batch "
-            f"x {self.gradient_accumulation_steps} accumulation x {_count_groups(self.ranks)}{self._describe_fillers()} "
-            f"= {self.tokens_per_step:,} tokens per step{grows}"
+            f"x {self.gradient_accumulation_steps} accumulation x {_count_groups(self.ranks)}"
+            f"{self._describe_fillers()} = {self.tokens_per_step:,} tokens per step{grows}"
         )
 
     def _describe_fillers(self) -> str:
-        fillers = (self.places - self.global_batch_size) // self.micro_batch_size
+        fillers = (self.computed(self.global_batch_size) - self.global_batch_size) // self.micro_batch_size
         if not fillers:
             return ""
-        return f" - {fillers} filler{'s' * (fillers > 1)} ({self.places / self.global_batch_size - 1:.0%} more work)"
+        work = f" ({self.filler_share:.0%} more work)" if self.filler_share > _FEW_FILLERS else ""
+        return f" - {fillers} filler{'s' * (fillers > 1)}{work}"
 
 
 def build_batch_plan(
@@ -181,34 +204,45 @@ def build_batch_plan(
 ) -> BatchPlan:
     """Divide `global_batch_size` sequences over the data-parallel ranks.
 
-    The micro-batch must divide it, and with a ramp its first size. It defaults to the largest of those that need the
-    fewest fillers within DEFAULT_MICRO_BATCH_TOKENS. Raises ConfigError for other micro-batches, and for more ranks
-    than sequences.
+    The micro-batch must divide it, and with a ramp its first size. Of those that need the fewest fillers, the default
+    is the largest within DEFAULT_MICRO_BATCH_TOKENS. Raises ConfigError for a micro-batch that does not divide the
+    batch, and for more ranks than sequences.
     """
     if global_batch_size < 1:
         raise ConfigError(f"global_batch_size must be at least 1 sequence, not {global_batch_size}.")
     if lengths is not None:
         _check_lengths(lengths, seq_len)
-    size, smallest, key = ranks.data_parallel_size, global_batch_size, "global_batch_size"
+    groups, smallest, key = ranks.data_parallel_size, global_batch_size, "global_batch_size"
+    if groups > global_batch_size:
+        raise ConfigError(
+            f"global_batch_size {global_batch_size} has fewer sequences than there are ranks to train on them: "
+            f"{_count_groups(ranks)}. Use at most {global_batch_size * ranks.sequence_parallel_size} ranks, or give "
+            f"--global-batch-size {groups} or more."
+        )
     if ramp is not None:
         _check_ramp(ramp, global_batch_size)
         smallest, key = ramp.first, "batch_ramp_from"
-    if size > smallest:
-        raise ConfigError(
-            f"{key} {smallest} has fewer sequences than there are ranks to train on them: {_count_groups(ranks)}. Use at "
-            f"most {smallest * ranks.sequence_parallel_size} ranks, or give --{key.replace('_', '-')} {size} or more."
-        )
     legal = divisors(smallest)
     if micro_batch_size is None:
-        fitting = [fit for fit in legal if fit * ranks.part_of(seq_len) <= DEFAULT_MICRO_BATCH_TOKENS] or [1]
-        micro_batch_size = min(fitting, key=lambda fit: (-(-smallest // (fit * size)) * fit, -fit))
+        sizes = set(cheapest_micro_batches(global_batch_size, groups)).intersection(legal)
+        if groups <= smallest:
+            sizes.intersection_update(cheapest_micro_batches(smallest, groups))
+        micro_batch_size = max(
+            (s for s in sizes if s * ranks.part_of(seq_len) <= DEFAULT_MICRO_BATCH_TOKENS), default=1
+        )
     if micro_batch_size not in legal:
         raise ConfigError(
             f"micro_batch_size {micro_batch_size} does not divide {key} {smallest}. "
             f"Legal micro-batches: {_listed(legal)}."
         )
-    micro_steps = -(-global_batch_size // (size * micro_batch_size))
+    micro_steps = -(-global_batch_size // (groups * micro_batch_size))
     return BatchPlan(global_batch_size, micro_batch_size, micro_steps, ranks, seq_len, ramp, lengths)
+
+
+def cheapest_micro_batches(batch: int, groups: int) -> list[int]:
+    """Return the ascending micro-batches that divide a batch and need the fewest fillers on so many groups of ranks."""
+    share = -(-batch // groups)
+    return [size for size in divisors(batch) if -(-batch // (size * groups)) * size == share]
 
 
 def _check_ramp(ramp: BatchRamp, full: int) -> None:
@@ -239,8 +273,3 @@ def _count_groups(ranks: ParallelLayout) -> str:
 def _listed(numbers: list[int]) -> str:
     shown = ", ".join(map(str, numbers[:_MOST_LISTED]))
     return f"{shown}, ... {numbers[-1]}" if len(numbers) > _MOST_LISTED else shown
-
-
-def _nearest_multiples(number: int, factor: int) -> str:
-    below, above = number // factor * factor, -(-number // factor) * factor
-    return f"{below} or {above}" if below else str(above)

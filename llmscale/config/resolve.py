@@ -78,7 +78,7 @@ class ResolvedStep:
         batch = {
             "train_micro_batch_size_per_gpu": plan.micro_batch_size,
             "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-            "train_batch_size": plan.places * plan.ranks.sequence_parallel_size,
+            "train_batch_size": plan.train_batch_size,
         }
         return replace(self, plan=plan, ds_config={**self.ds_config, **batch})
 

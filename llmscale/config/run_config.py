@@ -174,7 +174,8 @@ class RunConfig(ModelKeys):
         metavar="FOLDER|URL",
     )
     """Folder made by `llmscale data prepare`, or its URL (s3://, gs://, hf://, ...), fetched shard by shard. A YAML
-    file mixes several datasets by weight (docs/data.md)."""
+    file mixes several datasets by weight (docs/data.md). Where the default does not exist: the demo, text=python-docs,
+    prepared by the first start."""
     text: PathOrUrl | None = key(
         None,
         resume="resolved",

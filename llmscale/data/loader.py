@@ -48,8 +48,10 @@ class MicroBatch(NamedTuple):
     tokens: Tensor
     """Windows, int64 [micro_batch_size, seq_len + 1]: inputs are [:, :-1], targets [:, 1:]."""
     sample_ids: Tensor
-    """Ids of the windows, int64 [micro_batch_size]; none for a filler, whose windows are those of another micro-batch of
-    its step, so that they overflow only where these do."""
+    """Ids of the windows, int64 [micro_batch_size]; none for a filler.
+
+    Its windows are those of another micro-batch of its step, so that they overflow only where these do.
+    """
 
     @property
     def is_filler(self) -> bool:

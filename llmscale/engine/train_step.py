@@ -40,12 +40,12 @@ def train_step(
 
     micro_batches: gradient_accumulation_steps tensors of token ids [micro_batch_size, T + 1], which are cut into
     sequences of `seq_len` tokens, T by default. `weights` of their losses are 1 by default, and 0 for a filler, which
-    only takes part in exchanges. Returns this rank's mean of the weighted losses in nats, a scalar on the device; reading
-    it would make the host wait. The mean over the ranks is the loss.
+    only takes part in exchanges. Returns this rank's mean of the weighted losses in nats, a scalar on the device;
+    reading it would make the host wait. The mean over the ranks is the loss.
     """
     total = torch.zeros((), device=device)
     model = engine.module
-    model.routing = None
+    model.routing = model.head.z_squared = None
     for micro_step, tokens in enumerate(micro_batches):
         timer.mark("forward_backward")
         tokens = tokens.to(device, non_blocking=True)
@@ -71,12 +71,13 @@ def train_step(
 
 @contextmanager
 def _unrecorded(model: GPT) -> Iterator[None]:
-    """Leave out a filler of what the model records of its micro-batches: the experts' loads, and z^2."""
-    routing, z_squared = model.routing, model.head.mean_z_squared
+    """Leave a filler out of the model's sums over micro-batches: the experts' loads, and z^2."""
+    head, routing, z_squared = model.head, model.routing, model.head.z_squared
     yield
     if model.routing is not None:
         model.routing = torch.zeros_like(model.routing) if routing is None else routing
-    model.head.mean_z_squared = model.head.mean_z_squared if z_squared is None else z_squared
+    if head.z_squared is not None:
+        head.z_squared = torch.zeros_like(head.z_squared) if z_squared is None else z_squared
 
 
 def _balance_routers(model: GPT) -> None:

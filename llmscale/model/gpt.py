@@ -161,8 +161,9 @@ class _Head(nn.Module):
     def __init__(self, weight: Tensor, vocab_size: int, loss: LossSettings) -> None:
         super().__init__()
         self.weight, self.vocab_size, self.loss = weight, vocab_size, loss
-        self.mean_z_squared: Tensor | None = None
-        """Mean z^2 of the last training micro-batch, a scalar in fp32; None without a z-loss."""
+        self.z_squared: Tensor | None = None
+        """Sum of mean z^2 over the training micro-batches since the last reset to None, a scalar in fp32; None without
+        a z-loss."""
         self.sequence_losses: deque[Tensor] | None = None
         """If set from outside, collects the nats per token of each sequence [batch] of micro-batches with targets."""
 
@@ -186,8 +187,9 @@ class _Head(nn.Module):
             x, self.weight, targets, self.vocab_size, settings, each_sequence=collected is not None
         )
         losses = losses.scaled(share)
-        if self.training:
-            self.mean_z_squared = losses.mean_z_squared
+        if self.training and losses.mean_z_squared is not None:
+            before = self.z_squared
+            self.z_squared = losses.mean_z_squared if before is None else before + losses.mean_z_squared
         if collected is not None and losses.of_sequences is not None:
             collected.append(losses.of_sequences)
         return losses.mean

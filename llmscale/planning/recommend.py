@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from llmscale.config.deepspeed.resolve import DsConfig
-from llmscale.config.deepspeed.schema import CheckpointingMode
+from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.hardware import Cluster
 from llmscale.config.interconnect import INTERCONNECTS, Interconnect
+from llmscale.config.presets import PRESETS
 from llmscale.memory.breakdown import format_size
 from llmscale.planning.calibration import SMALLEST_MICRO_BATCH_TOKENS
 from llmscale.planning.kernels import KernelSettings
@@ -22,10 +23,11 @@ from llmscale.planning.search import (
     Machines,
     Search,
     Strategy,
+    build_strategy,
     change_strategy,
+    cheapest_sizes,
     find_fits,
     fit_at,
-    legal_micro_batches,
     strategy_of,
 )
 from llmscale.planning.step_time import Throughput, estimate_step
@@ -112,7 +114,7 @@ def find_smallest_change(
     A smaller micro-batch costs least (the loss curve stays the same), then recomputation, then a higher stage, then
     offload. Raises ConfigError for a run that could not start anyway.
     """
-    sizes = [size for size in legal_micro_batches(job) if size <= micro_batch_size][::-1]
+    sizes = [micro_batch_size, *(size for size in reversed(cheapest_sizes(job)) if size < micro_batch_size)]
     now = strategy_of(ds, checkpointing)
     for size_steps, strategy in _alternatives(len(sizes), now):
         changed = ds if strategy == now else change_strategy(ds, strategy)
@@ -205,7 +207,7 @@ def find_enough_nodes(job: Job, fits: Sequence[Candidate]) -> tuple[Machines, Ca
     for _ in range(_MOST_DOUBLINGS):
         machines = replace(machines, num_nodes=2 * machines.num_nodes)
         larger = replace(job, machines=machines)
-        if job.global_batch_size % larger.ranks.data_parallel_size:
+        if job.global_batch_size < larger.ranks.data_parallel_size:
             return None
         more = [fit_at(fit.ds, larger, fit.strategy.checkpointing, 1) for fit in fits]
         fitting = [fit for fit in more if fit.fits]
@@ -217,6 +219,17 @@ def find_enough_nodes(job: Job, fits: Sequence[Candidate]) -> tuple[Machines, Ca
 def nearest_fit(fits: Sequence[Candidate]) -> Candidate:
     """Return the row that misses least."""
     return max(fits, key=lambda fit: fit.spare_bytes)
+
+
+def largest_preset(machines: Machines, precision: Precision) -> str | None:
+    """Return the largest GPT-2 or GPT-3 preset that these machines train without offload; None if none fits."""
+    ds = build_strategy(Strategy(max(STAGES), *OFFLOADS[0], CHECKPOINTING[-1]), precision)
+    plain = {name: preset.shape(preset.vocab_size) for name, preset in PRESETS.items() if not preset.block}
+    for name in sorted(plain, key=lambda name: plain[name].num_parameters, reverse=True):
+        batch = PRESETS[name].global_batch_tokens // plain[name].seq_len
+        if ds is not None and fit_at(ds, Job(plain[name], batch, machines), CHECKPOINTING[-1], 1).fits:
+            return name
+    return None
 
 
 @dataclass(frozen=True)
@@ -246,7 +259,7 @@ class Ranking:
 
 
 def rank_configs(search: Search) -> Ranking:
-    """Find rows, estimate their speed, and choose one. Raises ConfigError for an indivisible batch."""
+    """Find rows, estimate their speed, and choose one. Raises ConfigError for more ranks than sequences."""
     configs = tuple(RankedConfig(fit, _throughput(search, fit)) for fit in find_fits(search))
     rates = [config.throughput.tokens_per_second if config.throughput else None for config in configs]
     return Ranking(configs, recommend([config.fit for config in configs], rates))

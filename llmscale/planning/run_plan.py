@@ -96,16 +96,18 @@ def place(
     loss_chunk_tokens: int = CHUNK_TOKENS,
     expert_parallel_size: int = 1,
 ) -> GPUPlacement:
-    """Find the row to run. A batch that was not given is rounded up to a multiple of the GPUs.
+    """Find the row to run. A batch that was not given is rounded up to a multiple of the GPUs, which needs no fillers.
 
-    Raises ConfigError if a given batch cannot be divided over them.
+    Raises ConfigError if a given batch has fewer sequences than there are GPUs.
     """
 
     def job_on(num_nodes: int) -> Job:
         machines = gpus.machines(num_nodes)
-        divisible = batch if is_batch_given else -(-batch // machines.world_size) * machines.world_size
+        rounded = batch if is_batch_given else -(-batch // machines.world_size) * machines.world_size
         return Job(
-            *(shape, divisible, machines),
+            shape,
+            rounded,
+            machines,
             optimizer=optimizer,
             loss_chunk_tokens=loss_chunk_tokens,
             expert_parallel_size=expert_parallel_size,
@@ -146,7 +148,7 @@ def _fewest_nodes(job_on: Callable[[int], Job], precision: Precision, least: int
     num_nodes = 1
     while num_nodes <= _MOST_NODES:
         job = job_on(num_nodes)
-        if job.global_batch_size % job.machines.world_size:
+        if job.global_batch_size < job.machines.world_size:
             return None
         if num_nodes >= least and fit_at(ds, job, _SMALLEST.checkpointing, 1).fits:
             return num_nodes

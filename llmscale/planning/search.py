@@ -10,7 +10,7 @@ from typing import cast
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.hf_config import HFModel
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.batch_plan import BatchPlan, build_batch_plan
+from llmscale.config.batch_plan import BatchPlan, build_batch_plan, cheapest_micro_batches
 from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config, resolve_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode, OffloadDevice, Precision, ResolvedDsConfig
 from llmscale.config.hardware import GPU
@@ -275,12 +275,14 @@ class Candidate:
 
 
 def fit_at(ds: DsConfig, job: Job, checkpointing: CheckpointingMode, micro_batch_size: int) -> Candidate:
-    """Estimate one micro-batch. Raises ConfigError if it does not divide a rank's share of the global batch."""
+    """Estimate one micro-batch. Raises ConfigError if it does not divide the global batch."""
     return _fit(job, _step(ds, job, checkpointing, micro_batch_size))
 
 
 def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -> Candidate:
-    """Return the largest micro-batch that fits, else the smallest one. A fixed micro-batch is the only one tried.
+    """Return the largest micro-batch that fits of those with the fewest fillers, else the smallest one.
+
+    A fixed micro-batch is the only one tried.
 
     Memory grows with the micro-batch, except for the largest: without accumulation it needs fewer bytes for gradients,
     so it is tried separately. Raises ConfigError.
@@ -288,7 +290,7 @@ def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -
     fixed = _fixed_micro_batch(ds, job)
     if fixed is not None:
         return fit_at(ds, job, checkpointing, fixed)
-    sizes = legal_micro_batches(job)
+    sizes = cheapest_sizes(job)
     if len(sizes) == 1:
         return fit_at(ds, job, checkpointing, sizes[0])
     largest = _step(ds, job, checkpointing, sizes[-1])
@@ -316,12 +318,9 @@ def _configs(search: Search, hpz_ranks: int = 1) -> Sequence[tuple[DsConfig, Che
     return search.files or [(ds, mode) for ds, mode in legal if ds.zero_stage or not divides]
 
 
-def legal_micro_batches(job: Job) -> list[int]:
-    """Return the ascending divisors of a rank's share of the global batch. Raises ConfigError if it is fractional."""
-    plan = _plan(job, 1)
-    share, batch = plan.samples_per_rank, plan.global_batch_size
-    even = batch % plan.ranks.data_parallel_size == 0
-    return divisors(share) if even else [size for size in divisors(batch) if size <= share]
+def cheapest_sizes(job: Job) -> list[int]:
+    """Return the ascending micro-batches with the fewest fillers. Raises ConfigError for more ranks than sequences."""
+    return cheapest_micro_batches(job.global_batch_size, _plan(job, 1).ranks.data_parallel_size)
 
 
 def _bisect(job: Job, smallest: ResolvedStep, sizes: Sequence[int]) -> Candidate:
@@ -368,8 +367,11 @@ def _fixed_micro_batch(ds: DsConfig, job: Job) -> int | None:
     if isinstance(ds.keys.train_micro_batch_size_per_gpu, int):
         return ds.keys.train_micro_batch_size_per_gpu
     steps = ds.keys.gradient_accumulation_steps
-    # If it does not divide the share, the next micro-batch is refused with both numbers.
-    return max(1, _plan(job, None).samples_per_rank // steps) if isinstance(steps, int) else None
+    if not isinstance(steps, int):
+        return None
+    plans = (_plan(job, size) for size in divisors(job.global_batch_size))
+    # Without any, the first plan is refused with both numbers of micro-steps.
+    return next((plan.micro_batch_size for plan in plans if plan.gradient_accumulation_steps == steps), 1)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from llmscale.terminal.colour import can_redraw, is_terminal
 
@@ -18,13 +19,21 @@ SOON_S = 1.5
 _STDERR = 2
 
 
+@dataclass(frozen=True, eq=False)
+class _Phase:
+    """One phase: two of the same words are still two."""
+
+    words: str
+    after_s: float
+
+
 class StatusLine:
     """Shows one phase after the other. `is_silent` is for all ranks but rank 0; `is_plain` forces separate lines."""
 
     def __init__(self, *, is_silent: bool = False, is_plain: bool = False) -> None:
         self._is_silent, self._redraws = is_silent, not is_plain and can_redraw(sys.stderr)
         self._changed = threading.Condition()
-        self._words, self._after_s = "", 0.0
+        self._phase: _Phase | None = None
         self._thread: threading.Thread | None = None
 
     def begin(self, words: str, *, after_s: float = 0.0) -> None:
@@ -34,7 +43,7 @@ class StatusLine:
         if not after_s:
             self._say(f"{words} ...")
         with self._changed:
-            self._words, self._after_s = words, after_s
+            self._phase = _Phase(words, after_s)
             self._changed.notify()
         if self._thread is None:
             self._thread = threading.Thread(target=self._repeat, daemon=True)
@@ -55,7 +64,7 @@ class StatusLine:
         """End the last phase. A second call does nothing."""
         if self._thread is not None:
             with self._changed:
-                self._words = ""
+                self._phase = None
                 self._changed.notify()
             self._thread.join()
             self._thread = None
@@ -63,10 +72,13 @@ class StatusLine:
 
     def _repeat(self) -> None:
         with self._changed:
-            while words := self._words:
-                began_s, is_shown, wait_s = time.monotonic(), not self._after_s, self._after_s or REPEAT_S
-                while not self._changed.wait(wait_s):
-                    self._say(f"still {words}: {time.monotonic() - began_s:.0f} s" if is_shown else f"{words} ...")
+            while phase := self._phase:
+                began_s, is_shown, wait_s = time.monotonic(), not phase.after_s, phase.after_s or REPEAT_S
+                # A predicate: a notification that arrives while the wait times out is lost.
+                while not self._changed.wait_for(lambda phase=phase: self._phase is not phase, wait_s):
+                    self._say(
+                        f"still {phase.words}: {time.monotonic() - began_s:.0f} s" if is_shown else f"{phase.words} ..."
+                    )
                     is_shown, wait_s = True, REPEAT_S
 
     def _say(self, line: str) -> None:

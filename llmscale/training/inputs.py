@@ -135,18 +135,34 @@ def _check_settings(config: RunConfig) -> DsConfig:
 
 #: Longest context that text is prepared for unless the user gives one.
 _LONGEST_FOR_TEXT = 2048
+#: Text of a run without --data and --text, which every machine has.
+DEMO_TEXT = "python-docs"
+
+
+def _with_demo(config: RunConfig) -> RunConfig:
+    """Return the configuration with the demo as its text if it names no data, and the default set does not exist.
+
+    A run that begins with another run's weights needs that run's tokens, and gets no demo.
+    """
+    names_data = config.text is not None or "data" in config.model_fields_set or os.path.lexists(config.data)
+    if names_data or (config.init_from is not None and not is_published(config.init_from)):
+        return config
+    return config.model_copy(update={"text": DEMO_TEXT})
 
 
 def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> RunConfig:
-    """Return the configuration with the dataset of --text as its data; the first start prepares it into the cache.
+    """Return the configuration with the dataset of --text, or of the demo, as its data.
 
-    Raises ConfigError, before text is read; DataError, also unless this process `may_prepare` what is not prepared.
+    The first start prepares it into the cache. Raises ConfigError, before text is read; DataError, also unless this
+    process `may_prepare` what is not prepared.
     """
+    config = _with_demo(config)
     if config.text is None:
         return config
     from llmscale.data.prepare.text_cache import DEFAULT_CACHE, TextRequest  # slow to import
 
     _check_settings(config)
+    check_output_folder("--run", config.run)
     flag, name = ("--init-from", config.init_from) if config.init_from else ("--model", config.model)
     published = read_published_model(flag, name) if is_published(name) else None
     if config.init_from and not (published or config.tokenizer):

@@ -81,9 +81,8 @@ class Run:
         return self.samples_seen(step + 1) - self.samples_seen(step)
 
     def loss_weight(self, step: int) -> float:
-        """Return the weight of a micro-batch that counts: DeepSpeed's mean is over all, with fillers."""
-        plan, size = self.resolved.plan, self.batch_size(step)
-        return plan.micro_steps(size) * plan.micro_batch_size * plan.ranks.data_parallel_size / size
+        """Return the weight of a micro-batch, not a filler, in the step after `step` optimizer steps."""
+        return self.resolved.plan.loss_weight(self.batch_size(step))
 
     def seq_len(self, step: int) -> int:
         """Return the tokens of a sequence in the step after `step` optimizer steps."""
@@ -148,6 +147,8 @@ class StepResult:
     """This rank's mean loss in nats per token: a scalar on the device, not read yet."""
     was_skipped: bool
     """True if DeepSpeed left the weights unchanged because of overflow."""
+    grad_norm: Tensor | float | None = None
+    """Global norm before clipping, not read yet; None if DeepSpeed computed none."""
 
 
 class StepAction(ABC):

@@ -84,8 +84,10 @@ class LogSteps(StepAction):
 
     def run(self, result: StepResult) -> None:
         run, io = self._run, self._io
-        z_squared = self._engine.deepspeed.module.head.mean_z_squared
-        window = self._engine.recent.exchange(result.step, self._times(), [] if z_squared is None else [z_squared])
+        z_squared, before = self._engine.deepspeed.module.head.z_squared, result.step - 1
+        # The mean over this rank's micro-steps, weighted as the loss is.
+        means = [] if z_squared is None else [z_squared * run.loss_weight(before) / run.micro_steps(before)]
+        window = self._engine.recent.exchange(result.step, self._times(), means)
         z_loss = run.resolved.loss.z_loss * window.extra[0] if window.extra else None
         by_set = None
         if run.stream.mix and result.micro_batches:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,23 +38,31 @@ _ADVICE = {
     "gradients": "lower --lr, lengthen the warm-up, or look at the samples",
     "loss scale": "lower --lr, or use --precision bf16, which has no scale",
 }
+#: A scale that overflow does not lower: a static one, or one that waits out its hysteresis.
+_FIXED_SCALE_ADVICE = (
+    "lower fp16.loss_scale in the ds_config, or remove it for a dynamic scale, or use --precision bf16, which has none"
+)
+_HYSTERESIS_ADVICE = "lower fp16.hysteresis in the ds_config, or use --precision bf16, which has no scale"
 
 
 class StopOnNonfinite(StepAction):
     """Stop a run after `PATIENCE_STEPS` consecutive steps with a NaN or infinite loss or gradient.
 
-    Every step is recorded on the device; the count is read only at logged steps, where the host synchronises anyway.
-    After the first bad step, hooks on every module find the first parameter affected during the next step. They do so
-    again only after a good logged step.
+    Every step is recorded on the device; the count is read at logged steps, where the host synchronises anyway, and
+    after every step once one was bad. After the first bad step, hooks on every module find the first parameter affected
+    during the next step. They do so again only after a good step.
     """
 
     def __init__(self, run: Run, engine: Engine, io: RunIO, judges_at: Callable[[int], bool]) -> None:
         """`judges_at` tells whether a step is logged."""
         self._run, self._engine, self._io, self._judges_at = run, engine, io, judges_at
         self._counter = NonfiniteCounter(run.world.device)
+        self._scale = loss_scale(engine.deepspeed)
+        self._searches_scale = self._scale is not None and engine.deepspeed.dynamic_loss_scale()
         self._scales = LossScaleHistory()
-        self._is_fp16 = run.resolved.precision == "fp16"
         self._skipped = engine.skipped_steps
+        self._num_taken = 0
+        """Steps of this start that changed the weights."""
         self._search: tuple[NonfiniteSearch, str, int] | None = None
         """The search during the current step, its cause, and the first bad step."""
         self._is_reported = False
@@ -64,31 +72,42 @@ class StopOnNonfinite(StepAction):
         return True
 
     def run(self, result: StepResult) -> None:
-        # fp16 skips many consecutive steps while it searches for its scale; the smallest scale ends such a run.
-        self._counter.add(result.loss, result.was_skipped and not self._is_fp16)
-        if self._search is not None:
-            self._end_search()
-            self._judge(result.step)
-        elif self._judges_at(result.step):
-            self._judge(result.step)
+        before, self._scale = self._scale, loss_scale(self._engine.deepspeed)
+        # A skipped step that lowers fp16's scale belongs to the search for it; the smallest scale ends such a run.
+        self._counter.add(result, skipped=result.was_skipped and self._scale == before)
+        self._num_taken += not result.was_skipped
+        if self._search is not None or self._is_reported or self._judges_at(result.step):
+            self._judge(result)
 
     def close(self) -> None:
         if self._search is not None:
             self._search[0].close()
 
-    def _judge(self, step: int) -> None:
-        """Raise TrainingError after too many bad steps, or begin a search. Collective; equal on every rank."""
-        worst = self._counter.max_consecutive()
-        self._scales.add(step, loss_scale(self._engine.deepspeed))
-        if worst >= PATIENCE_STEPS and self._is_reported:
+    def _judge(self, result: StepResult) -> None:
+        """Raise TrainingError after too many bad steps, or begin or end a search. Collective; equal on every rank."""
+        step, worst = result.step, self._counter.max_consecutive()
+        is_last = step == self._run.resolved.total_steps
+        if self._search is not None:
+            self._end_search(is_bad=worst > 0 or result.was_skipped)
+        self._scales.add(step, self._scale)
+        if worst >= PATIENCE_STEPS and (self._is_reported or is_last):
             what = f"last {worst} steps had a loss or a gradient that is NaN or infinite"
-            raise _diverged(what, step, self._run.config.run, self._first_names)
-        found = self._find_cause(step, worst)
-        if found is None:
+            raise _diverged(what, step, self._run.config.run, self._first_names, self._scale_advice(result))
+        if is_last and not self._num_taken:
+            raise TrainingError(
+                f"step {step}: DeepSpeed skipped every step of this start, because gradients were NaN or infinite: "
+                f"nothing was trained. {_capitalised(self._scale_advice(result) or _ADVICE['gradients'])}; a dynamic "
+                "scale needs more steps."
+            )
+        cause = self._find_cause(step, worst)
+        if cause is None:
             self._is_reported = False
         elif not self._is_reported:
             self._is_reported = True
-            self._search = (NonfiniteSearch(self._engine.deepspeed, self._engine.compiler), *found)
+            if is_last:
+                self._report(*cause, "no step follows that could tell where", ())
+            else:
+                self._search = (NonfiniteSearch(self._engine.deepspeed, self._engine.compiler), *cause)
 
     def _find_cause(self, step: int, worst: int) -> tuple[str, int] | None:
         """Return what went wrong since the last call and the step where it began, or None."""
@@ -98,12 +117,13 @@ class StopOnNonfinite(StepAction):
             return "loss", bad[0]
         if self._scales.has_collapsed:
             return "loss scale", step
-        if worst or (skipped and not self._is_fp16):
+        # A search waits by default for a second overflow before it lowers the scale.
+        if worst > self._searches_scale or (skipped and not self._searches_scale):
             return "gradients", max(1, step - max(worst, 1) + 1)
         return None
 
-    def _end_search(self) -> None:
-        """Report and record the findings of the step that just ended. Collective."""
+    def _end_search(self, *, is_bad: bool) -> None:
+        """Report the findings of the step that just ended, which was bad too or not. Collective."""
         assert self._search is not None
         search, cause, step = self._search
         self._search = None
@@ -111,23 +131,51 @@ class StopOnNonfinite(StepAction):
         ranks = [rank for rank, found in enumerate(by_rank) if found.forward or found.backward]
         found = by_rank[ranks[0]] if ranks else NonfiniteParameters((), ())
         names = list((found.forward or found.backward)[:_MAX_NAMES])
-        where = "forward" if found.forward else "backward"
         self._first_names = ", ".join(names[:_MAX_LINE_NAMES])
-        first = f"first in {self._first_names} ({where} pass, rank {ranks[0]})" if names else "gone at the next step"
-        scales = f"; {self._scales.describe()}" if self._is_fp16 else ""
+        where = "forward" if found.forward else "backward"
+        if names:
+            place = f"first in {self._first_names} ({where} pass, rank {ranks[0]})"
+        elif is_bad:
+            place = "and again at the next step, in no gradient of a micro-batch but in their sum or norm"
+        else:
+            place = "gone at the next step"
+        self._report(cause, step, place, ranks, names, where if names else None)
+
+    def _report(
+        self,
+        cause: str,
+        step: int,
+        place: str,
+        ranks: Sequence[int],
+        names: Sequence[str] = (),
+        where: str | None = None,
+    ) -> None:
+        """Print and record a cause, the step where it began, and where."""
+        scales = f"; {self._scales.describe()}" if self._scale is not None else ""
         what = "the loss scale has collapsed" if cause == "loss scale" else f"{cause} NaN or infinite"
-        self._io.report(f"WARNING: step {step}: {what}, {first}{scales}. Try: {_ADVICE[cause]}")
+        advice = self._fixed_scale_advice if cause == "gradients" and self._scale is not None else _ADVICE[cause]
+        self._io.report(f"WARNING: step {step}: {what}, {place}{scales}. Try: {advice}")
         self._io.log_event(
             "nonfinite",
             step=step,
             cause=cause,
-            parameters=names,
-            **{"pass": where if names else None},
-            ranks=ranks,
-            loss_scale=loss_scale(self._engine.deepspeed),
+            parameters=list(names),
+            **{"pass": where},
+            ranks=list(ranks),
+            loss_scale=self._scale,
             loss_scale_history=self._scales.changes,
-            advice=_ADVICE[cause],
+            advice=advice,
         )
+
+    @property
+    def _fixed_scale_advice(self) -> str:
+        """What to try when gradients overflow and fp16's scale stays."""
+        return _HYSTERESIS_ADVICE if self._searches_scale else _FIXED_SCALE_ADVICE
+
+    def _scale_advice(self, result: StepResult) -> str:
+        """Return the advice about fp16's scale, if only the gradients overflow; else an empty string."""
+        is_finite = self._scale is not None and bool(torch.isfinite(result.loss))
+        return self._fixed_scale_advice if is_finite else ""
 
 
 class NonfiniteCounter:
@@ -136,9 +184,12 @@ class NonfiniteCounter:
     def __init__(self, device: torch.device) -> None:
         self._consecutive = torch.zeros((), dtype=torch.int64, device=device)
 
-    def add(self, loss: Tensor, skipped: bool) -> None:
-        """Add a step, bad if its loss (a scalar) is NaN or infinite or DeepSpeed skipped it."""
-        bad = ~torch.isfinite(loss) | skipped
+    def add(self, result: StepResult, *, skipped: bool) -> None:
+        """Add a step, bad if it was `skipped`, or if its loss or the norm that it was clipped by is NaN or infinite."""
+        bad = ~torch.isfinite(result.loss) | skipped
+        if result.grad_norm is not None and not result.was_skipped:
+            # Clipping by an infinite norm leaves nothing of the gradient.
+            bad = bad | ~torch.isfinite(torch.as_tensor(result.grad_norm, device=bad.device))
         self._consecutive = torch.where(bad, self._consecutive + 1, 0)
 
     def max_consecutive(self) -> int:
@@ -174,6 +225,10 @@ class LossScaleHistory:
     def describe(self) -> str:
         """Return the last few changes in one line."""
         return "loss scale " + " -> ".join(f"{scale:g} (step {step})" for step, scale in self.changes[-6:])
+
+
+def _capitalised(advice: str) -> str:
+    return advice[0].upper() + advice[1:]
 
 
 @dataclass(frozen=True)
@@ -258,10 +313,10 @@ def check_weights(weights: Iterable[Tensor], group: dist.ProcessGroup, step: int
         raise _diverged("weights are NaN or infinite, and are not saved", step, run_folder)
 
 
-def _diverged(what: str, step: int, run_folder: Path, first_names: str = "") -> TrainingError:
+def _diverged(what: str, step: int, run_folder: Path, first_names: str = "", scale_advice: str = "") -> TrainingError:
     where = f" It began in {first_names}." if first_names else ""
+    advice = _capitalised(scale_advice or "lower --lr, lengthen the warm-up or check the data")
     return TrainingError(
-        f"step {step}: the {what}. Lower --lr, lengthen the warm-up or check the data, and go back to an earlier "
-        f"checkpoint (--resume {checkpoints_folder(run_folder)}/step-...; those after it are kept as abandoned), or "
+        f"step {step}: the {what}. {advice}, and go back to an earlier checkpoint (--resume {checkpoints_folder(run_folder)}/step-...; those after it are kept as abandoned), or "
         f"start from scratch if none exists.{where}"
     )

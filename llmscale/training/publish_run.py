@@ -236,7 +236,8 @@ class RunPublisher:
         self._waiting.append(self._saved[-1])
         for remote in self._waiting[:-1]:
             if not self._keep_every or step_of(Path(local_name(remote))) % self._keep_every:
-                self._waiting.remove(remote)
+                with suppress(ValueError):  # published meanwhile
+                    self._waiting.remove(remote)
         for remote in self._saved[:-1]:
             if remote != self._uploading and remote not in self._waiting:
                 shutil.rmtree(self._aside / remote, ignore_errors=True)

@@ -128,8 +128,9 @@ class Session:
         self.step = step + 1
         engine.meter.count_step()
         engine.recent.losses.append(loss)
-        engine.recent.norms.append(deepspeed.get_global_grad_norm())
-        return StepResult(self.step, batches, loss, deepspeed.skipped_steps > skipped_before)
+        norm = deepspeed.get_global_grad_norm()
+        engine.recent.norms.append(norm)
+        return StepResult(self.step, batches, loss, deepspeed.skipped_steps > skipped_before, norm)
 
     def run_actions(self, result: StepResult) -> None:
         """Run everything that is due after a step: log, validate, sample, save."""

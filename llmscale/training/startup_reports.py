@@ -17,15 +17,19 @@ from llmscale.config.describe_defaults import (
     warn_of_learning_rate,
     warn_of_router,
 )
+from llmscale.config.hardware import GPU, find_gpu, has_bf16
 from llmscale.config.hf_model import is_published
 from llmscale.config.run_urls import shown
 from llmscale.data.validation import describe_samples
 from llmscale.engine.collectives import gather
 from llmscale.engine.compilation import BlockCompiler
-from llmscale.engine.device_memory import measured_memory
+from llmscale.engine.device_memory import device_memory_bytes, gpu_capability, measured_memory
 from llmscale.engine.device_settings import describe_settings
 from llmscale.files.buffered_log import warn_on_stderr
+from llmscale.planning.recommend import largest_preset
+from llmscale.planning.search import Machines
 from llmscale.terminal.human_numbers import count_nouns
+from llmscale.training.inputs import DEMO_TEXT
 from llmscale.training.live_run import Run, RunIO, StepAction, StepResult
 from llmscale.training.memory_report import measured_line
 from llmscale.training.rank_agreement import describe_ranks
@@ -73,6 +77,12 @@ def describe_run(run: Run, report: Callable[[str], None]) -> None:
     if world.device.type != "cpu":
         report(describe_settings())
     report("; ".join([f"batch: {plan.describe()}", *describe_batch(config)]))
+    cheaper = plan.with_fewest_fillers()
+    if cheaper is not None:
+        size, share = cheaper.micro_batch_size, cheaper.filler_share
+        report(
+            f"       --micro-batch-size {size} needs the fewest fillers: {share:.0%} more work than the batch itself"
+        )
     report(f"gradients: {describe_gradients(plan, ds_config)}")
     report(f"optimizer: {describe_optimizer(config, resolved.schedule, cast('float', ds_config['gradient_clipping']))}")
     for warning in filter(None, (warn_of_learning_rate(config, resolved.schedule), warn_of_router(shape))):
@@ -81,6 +91,10 @@ def describe_run(run: Run, report: Callable[[str], None]) -> None:
         f"data: {start.sets.name}, {num_samples:,} samples of {manifest.seq_len} tokens ({manifest.tokenizer}), "
         f"{num_samples / plan.global_batch_size:,.1f} steps per epoch; {_validation(run)}"
     )
+    if config.text == DEMO_TEXT:
+        gpu_bytes, nodes = device_memory_bytes(), world.ranks_per_node
+        machines = Machines(len(nodes), max(nodes), gpu_bytes, None, gpu_capability()) if gpu_bytes else None
+        report(f"      {describe_demo(config.model, machines, find_gpu(world.device_name))}")
     if start.tasks:
         tasks = ", ".join(f"{task.name} ({len(task.items):,} items)" for task in start.tasks)
         report(f"      evaluation every {config.eval_every:,} steps on {tasks}")
@@ -92,6 +106,22 @@ def describe_run(run: Run, report: Callable[[str], None]) -> None:
         f"run: {resolved.total_steps:,} steps{f' ({chosen})' if chosen else ''}, {total * plan.seq_len:,} tokens, "
         f"{total / num_samples:.2f} epochs; folder {shown(config.run)}, {_checkpoints(start)}"
     )
+
+
+def describe_demo(model: str, machines: Machines | None, gpu: GPU | None) -> str:
+    """Return a line that this run is a demo, with the flags of a real one on these GPUs; `machines` is None on CPUs."""
+    line = (
+        f"this is the demo: {model} on the documentation of Python. A real run has --data FOLDER (of `llmscale data "
+        "prepare`) or --text FOLDER"
+    )
+    if machines is None:
+        return f"{line}, and on GPUs a larger --model: `llmscale estimate --gpu list`"
+    largest = largest_preset(machines, "bf16" if has_bf16(machines.capability) else "fp16")
+    if gpu is None or largest is None:
+        return f"{line}, and a --model that `llmscale estimate` recommends for these GPUs"
+    nodes = f" --num-nodes {machines.num_nodes}" if machines.num_nodes > 1 else ""
+    command = f"llmscale estimate --model {largest} --gpu {gpu.name} --num-gpus {machines.gpus_per_node}{nodes}"
+    return f"{line}, and a larger --model: {machines.in_words(gpu.name)} train up to {largest} (`{command}`)"
 
 
 def _mix_lines(run: Run) -> Iterator[str]:

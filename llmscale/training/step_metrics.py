@@ -27,7 +27,7 @@ class StepMetrics:
     loss: float
     """Mean over the global batch, in nats per token, without the z-loss; null in metrics.jsonl if NaN or infinite."""
     z_loss: float | None
-    """--z-loss times the mean squared log-sum-exp of the logits, over every rank's last micro-batch; None without."""
+    """--z-loss times the mean squared log-sum-exp of the logits, over the global batch; None without."""
     lr: float
     grad_norm: float | None
     """Global norm before clipping; infinite if the step was skipped, null in metrics.jsonl."""

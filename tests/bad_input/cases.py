@@ -597,12 +597,12 @@ RUNS = [
         r"n_embd 32 is not divisible by n_head 5. Legal n_head for this width: 1, 2, 4, 8",
     ),
     (
-        f"{LAUNCHED} WORLD_SIZE=3 train --global-batch-size 8",
-        r"global_batch_size 8 cannot be divided over 3 ranks. Legal world sizes.*: 1, 2, 4, 8.",
+        f"{LAUNCHED} WORLD_SIZE=3 train --global-batch-size 2",
+        r"global_batch_size 2 has fewer sequences than there are ranks .*: 3 ranks. Use at most 2 ranks",
     ),
     (
         f"{LAUNCHED} WORLD_SIZE=2 train --global-batch-size 8 --micro-batch-size 3",
-        r"micro_batch_size 3 does not divide .* Legal.*: 1, 2, 4.",
+        r"micro_batch_size 3 does not divide .* Legal.*: 1, 2, 4, 8.",
     ),
     ("train --global-batch-tokens 100", r"multiple of seq_len 32. .* 96 or 128"),
     ("train --steps 5 --warmup-steps 5", r"warmup_steps 5 must be less than the 5 steps"),
@@ -683,7 +683,10 @@ PLANS = [
                 f"--model gpt2-1.5b {_MACHINES} --host-memory-gib 0",
                 r"--host-memory-gib: must be a number of at least 0.01",
             ),
-            (f"--model gpt2-1.5b {_MACHINES} --global-batch-size 12", r"cannot be divided over 8 ranks"),
+            (
+                f"--model gpt2-1.5b {_MACHINES} --global-batch-size 7",
+                r"fewer sequences than there are ranks .*: 8 ranks",
+            ),
             (f"--model gpt2-1.5b {_MACHINES} --micro-batch-size 3", r"Legal micro-batches: 1, 2, 4"),
             (f"--model gpt2-1.5b {_MACHINES} --interconnect ib-40g", r"Did you mean 'ib-400g'\?"),
             (f"--model gpt2-1.5b {_MACHINES} --precision fp8", r"precision = 'fp8'"),

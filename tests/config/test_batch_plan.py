@@ -1,4 +1,4 @@
-"""micro-batch x accumulation x data-parallel size = global batch, always; and what the errors propose is legal."""
+"""Any number of ranks divides a global batch, with the fewest fillers; and what the errors propose is legal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_plan_multiplies_to_the_global_batch(world_size: int, micro: int, accu
         )
         assert plan.micro_batch_size * plan.gradient_accumulation_steps * plan.ranks.data_parallel_size == total
         assert plan.global_batch_size == total
-        assert plan.samples_per_rank == micro * accumulation
+        assert plan.filler_share == 0
         assert plan.tokens_per_step == total * seq_len
         assert chosen in (None, plan.micro_batch_size)
 
@@ -36,21 +36,57 @@ def test_the_default_micro_batch_is_the_largest_that_fits(world_size: int, share
     assert all(size * seq_len > DEFAULT_MICRO_BATCH_TOKENS for size in larger)
 
 
+@given(st.integers(1, 300), st.data(), st.integers(1, 20_000))
+def test_the_default_micro_batch_has_the_fewest_fillers(total: int, data: st.DataObject, seq_len: int) -> None:
+    ranks = ParallelLayout(data.draw(st.integers(1, total)))
+    request = {"global_batch_size": total, "ranks": ranks, "seq_len": seq_len}
+    plan = build_batch_plan(**request)
+    others = [build_batch_plan(**request, micro_batch_size=size) for size in divisors(total)]
+    assert plan.filler_share == min(other.filler_share for other in others)
+    as_cheap = [other for other in others if other.filler_share == plan.filler_share]
+    fitting = [other for other in as_cheap if other.tokens_per_forward <= DEFAULT_MICRO_BATCH_TOKENS]
+    assert plan == (fitting or as_cheap)[-1 if fitting else 0]
+
+
+def test_seven_gpus_do_a_tenth_more_work_for_64_sequences() -> None:
+    def fillers(micro_batch_size: int | None) -> float:
+        plan = build_batch_plan(
+            global_batch_size=64, ranks=ParallelLayout(7), seq_len=1024, micro_batch_size=micro_batch_size
+        )
+        return plan.filler_share
+
+    assert [fillers(size) for size in (1, 2, 4, 8, None)] == pytest.approx(
+        [0.094, 0.094, 0.3125, 0.75, 0.094], abs=1e-3
+    )
+
+
+@given(st.integers(1, 300), st.data())
+def test_every_micro_batch_that_divides_the_batch_trains_on_any_number_of_ranks(
+    total: int, data: st.DataObject
+) -> None:
+    ranks, micro = data.draw(st.integers(1, total)), data.draw(st.sampled_from(divisors(total)))
+    plan = build_batch_plan(global_batch_size=total, ranks=ParallelLayout(ranks), seq_len=8, micro_batch_size=micro)
+    computed = plan.micro_batch_size * plan.gradient_accumulation_steps * ranks
+    assert 0 <= computed - total < micro * ranks
+    assert plan.train_batch_size == computed == pytest.approx(total * (1 + plan.filler_share))
+
+
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 50))
-def test_whatever_cannot_be_divided_gets_a_legal_proposal(total: int, world_size: int, micro: int) -> None:
+def test_whatever_is_refused_gets_a_legal_proposal(total: int, world_size: int, micro: int) -> None:
     request = {"global_batch_size": total, "ranks": ParallelLayout(world_size), "seq_len": 8, "micro_batch_size": micro}
     try:
         build_batch_plan(**request)
-        assert total % (world_size * micro) == 0
+        assert world_size <= total and total % micro == 0
     except ConfigError as error:
-        assert total % (world_size * micro) != 0
         text = str(error)
-        if "Legal world sizes" in text:
-            for legal in numbers(text, r"Legal world sizes for it: ([\d, .]+)\. "):
+        if "Use at most" in text:
+            assert world_size > total
+            for legal in numbers(text, r"Use at most (\d+) ranks"):
                 build_batch_plan(**{**request, "ranks": ParallelLayout(legal), "micro_batch_size": None})
-            for legal in numbers(text, r"--global-batch-size to ([\d or]+)\."):
+            for legal in numbers(text, r"give --global-batch-size (\d+) or more"):
                 build_batch_plan(**{**request, "global_batch_size": legal, "micro_batch_size": None})
         else:
+            assert total % micro
             for legal in numbers(text, r"Legal micro-batches: ([\d, .]+)\."):
                 build_batch_plan(**{**request, "micro_batch_size": legal})
 
@@ -64,12 +100,9 @@ def numbers(text: str, pattern: str) -> list[int]:
 @pytest.mark.parametrize(
     ("batch", "micro", "world_size", "said"),
     [
-        (10, None, 4, "global_batch_size 10 cannot be divided over 4 ranks"),
-        (10, None, 4, "Legal world sizes for it: 1, 2, 5, 10."),
-        (10, None, 4, "--global-batch-size to 8 or 12."),
-        (3, None, 4, "--global-batch-size to 4."),
-        (12, 4, 2, "Legal micro-batches: 1, 2, 3, 6."),
-        (12, 12, 2, "the 6 sequences that each of 2 ranks"),
+        (3, None, 4, "global_batch_size 3 has fewer sequences than there are ranks to train on them: 4 ranks."),
+        (3, None, 4, "Use at most 3 ranks, or give --global-batch-size 4 or more."),
+        (12, 5, 2, "micro_batch_size 5 does not divide global_batch_size 12. Legal micro-batches: 1, 2, 3, 4, 6, 12."),
         (0, None, 1, "at least 1 sequence, not 0"),
     ],
 )
@@ -88,6 +121,11 @@ def test_the_description_spells_the_multiplication_out() -> None:
     plan = build_batch_plan(global_batch_size=64, ranks=ParallelLayout(4), seq_len=128, micro_batch_size=8)
     assert plan.describe() == (
         "global batch 64 sequences = 8 micro-batch x 2 accumulation x 4 ranks = 8,192 tokens per step"
+    )
+    plan = build_batch_plan(global_batch_size=64, ranks=ParallelLayout(7), seq_len=128)
+    assert plan.describe() == (
+        "global batch 64 sequences = 2 micro-batch x 5 accumulation x 7 ranks - 3 fillers (9% more work) "
+        "= 8,192 tokens per step"
     )
 
 
@@ -116,13 +154,26 @@ def test_a_ramp_grows_linearly_and_is_the_same_from_any_step(first: int, parts: 
     [
         (5, 1, "batch_ramp_from 5 must divide the global batch of 16 sequences, in 2 to 1024 parts"),
         (16, 1, "Legal: 1, 2, 4, 8."),
-        (4, 8, "batch_ramp_from 4 cannot be divided over 8 ranks. Legal world sizes for it: 1, 2, 4."),
+        (4, 32, "global_batch_size 16 has fewer sequences than there are ranks to train on them: 32 ranks."),
     ],
 )
-def test_a_ramp_that_ranks_cannot_follow_is_refused(first: int, ranks: int, words: str) -> None:
+def test_a_ramp_to_an_illegal_batch_is_refused(first: int, ranks: int, words: str) -> None:
     with pytest.raises(ConfigError) as raised:
         build_batch_plan(global_batch_size=16, ranks=ParallelLayout(ranks), seq_len=8, ramp=BatchRamp(first, 100))
     assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "ranks", "micro"),
+    [(4, 8, 4), (4, 2, 2), (4, 3, 2), (6, 8, 6), (12, 8, 2), (8, 8, 1), (1, 8, 1)],
+)
+def test_a_ramp_may_begin_below_the_number_of_ranks(first: int, ranks: int, micro: int) -> None:
+    """The micro-batch divides the first size. Where every rank has a part of that, it has the fewest fillers, too."""
+    plan = build_batch_plan(
+        global_batch_size=24 * first, ranks=ParallelLayout(ranks), seq_len=8, ramp=BatchRamp(first, 100)
+    )
+    assert plan.micro_batch_size == micro
+    assert plan.micro_steps(first) == -(-first // (micro * ranks))
 
 
 def test_sequences_double_for_equal_shares_of_the_tokens() -> None:

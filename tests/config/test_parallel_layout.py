@@ -25,9 +25,14 @@ def test_groups_that_do_not_divide_the_ranks_are_refused(sequence_parallel_size:
         ParallelLayout(8, sequence_parallel_size)
 
 
-def test_legal_world_sizes_are_whole_groups() -> None:
-    with pytest.raises(ConfigError, match=r"Legal world sizes for it: 2, 4, 10, 20\."):
-        build_batch_plan(global_batch_size=10, ranks=ParallelLayout(8, 2), seq_len=8)
+def test_groups_share_a_batch_with_fillers() -> None:
+    plan = build_batch_plan(global_batch_size=10, ranks=ParallelLayout(8, 2), seq_len=8)
+    assert (plan.micro_batch_size, plan.gradient_accumulation_steps) == (1, 3)
+    assert plan.train_batch_size == 12 * 2
+    with pytest.raises(
+        ConfigError, match=r"4 groups of 2 ranks. Use at most 6 ranks, or give --global-batch-size 4 or"
+    ):
+        build_batch_plan(global_batch_size=3, ranks=ParallelLayout(8, 2), seq_len=8)
 
 
 @pytest.mark.parametrize(

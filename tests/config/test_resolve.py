@@ -164,7 +164,7 @@ def test_a_run_folder_names_all_ranks() -> None:
 def test_ranks_that_divide_sequences_count_in_deepspeeds_batch_alone() -> None:
     flags = ("--model", "gpt2-124m", "--global-batch-size", "8", "--sequence-parallel-size")
     run = resolve(*flags, "2")
-    assert (run.plan.global_batch_size, run.plan.samples_per_rank) == (8, 4)
+    assert (run.plan.global_batch_size, run.plan.ranks.data_parallel_size) == (8, 2)
     assert run.ds_config["train_batch_size"] == 16
     with pytest.raises(ConfigError, match="8 does not divide the 12 query heads"):
         resolve(*flags, "8", world_size=8)

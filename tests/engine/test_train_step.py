@@ -21,7 +21,7 @@ class RecordingEngine:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, list]] = []
-        self.module = SimpleNamespace(routing=None)
+        self.module = SimpleNamespace(routing=None, head=SimpleNamespace(z_squared=None))
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.calls.append(("forward", [tokens.tolist(), targets.tolist()]))

@@ -239,7 +239,9 @@ def test_with_targets_it_is_the_loss_and_a_z_loss_is_in_the_gradients_alone() ->
     loss = head(x, targets)
     assert torch.allclose(loss, F.cross_entropy(logits.flatten(0, 1), targets.flatten()), atol=1e-6)
     z_squared = logits.logsumexp(-1).square().mean()
-    assert torch.allclose(head.mean_z_squared, z_squared, atol=1e-6)
+    assert torch.allclose(head.z_squared, z_squared, atol=1e-6)
+    head(x, targets)
+    assert torch.allclose(head.z_squared, 2 * z_squared, atol=1e-6)
     wanted = torch.autograd.grad(
         F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + 0.5 * z_squared, embedding.weight
     )[0]
@@ -251,4 +253,4 @@ def test_a_validation_has_no_z_loss() -> None:
     _, head = random_head(LossSettings(z_loss=0.5))
     head.eval()
     head(torch.randn(2, 3, 4), torch.randint(7, (2, 3)))
-    assert head.mean_z_squared is None
+    assert head.z_squared is None

@@ -12,6 +12,7 @@ from llmscale.planning.recommend import (
     find_enough_nodes,
     find_misfit,
     find_smallest_change,
+    largest_preset,
     nearest_fit,
     rank_configs,
     recommend,
@@ -200,3 +201,10 @@ def test_what_is_missing_is_a_change_where_something_was_fixed_and_else_more_nod
     shortfall = find_misfit(large, rank_configs(large).fits)
     assert shortfall.change is None
     assert shortfall.more_nodes is not None and shortfall.more_nodes[1].fits
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "gib", "preset"), [(1, 24, "gpt2-774m"), (1, 80, "gpt3-2.7b"), (8, 80, "gpt3-13b"), (1, 0, None)]
+)
+def test_the_largest_preset_needs_no_offload(num_gpus: int, gib: int, preset: str | None) -> None:
+    assert largest_preset(Machines(1, num_gpus, gib * GIB), "bf16") == preset

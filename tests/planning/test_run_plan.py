@@ -155,9 +155,12 @@ def test_a_batch_nobody_gave_is_rounded_up_to_the_gpus() -> None:
     assert put(SMALL, gpus(per_node=6), batch=512).global_batch_size == 516
 
 
-def test_a_given_batch_is_not_changed_but_refused() -> None:
-    with pytest.raises(ConfigError, match="global_batch_size 512 cannot be divided over 6 ranks"):
-        put(SMALL, gpus(per_node=6), batch=512, is_batch_given=True)
+def test_a_given_batch_is_not_changed_but_filled() -> None:
+    found = put(SMALL, gpus(per_node=6), batch=512, is_batch_given=True)
+    assert found.global_batch_size == 512
+    assert found.row is not None and found.row.fit.plan.filler_share == pytest.approx(4 / 512)
+    with pytest.raises(ConfigError, match="global_batch_size 5 has fewer sequences than there are ranks"):
+        put(SMALL, gpus(per_node=6), batch=5, is_batch_given=True)
 
 
 def test_without_a_number_of_nodes_as_few_as_hold_the_model() -> None:

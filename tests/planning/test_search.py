@@ -24,13 +24,13 @@ from llmscale.planning.search import (
     Machines,
     Strategy,
     build_strategy,
+    cheapest_sizes,
     find_fits,
     find_hf_configs,
     find_largest_fit,
     find_largest_models,
     find_longest,
     fit_at,
-    legal_micro_batches,
     most_room,
 )
 from tests.planning.conftest import search
@@ -115,13 +115,23 @@ def test_the_flag_wins_over_the_search() -> None:
 
 
 def test_an_accumulation_that_does_not_divide_is_one_clear_error() -> None:
-    with pytest.raises(ConfigError, match=r"contradicts the batch plan|does not divide"):
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps 3 contradicts the batch plan's 8"):
         find_largest_fit(config(2, gradient_accumulation_steps=3), Job(SHAPE, 64, MACHINES), "none")
 
 
-def test_a_global_batch_that_cannot_be_shared_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot be divided over 8 ranks"):
-        legal_micro_batches(Job(SHAPE, 12, MACHINES))
+@pytest.mark.parametrize(
+    ("gpus", "batch", "sizes"), [(7, 64, [1, 2]), (8, 64, [1, 2, 4, 8]), (5, 48, [1, 2]), (7, 7, [1])]
+)
+def test_only_micro_batches_with_the_fewest_fillers_are_tried(gpus: int, batch: int, sizes: list[int]) -> None:
+    job = Job(SHAPE, batch, replace(MACHINES, num_nodes=1, gpus_per_node=gpus))
+    assert cheapest_sizes(job) == sizes
+    assert {fit.plan.micro_batch_size for fit in find_fits(search(job))} <= set(sizes)
+    assert find_largest_fit(config(2), job, "full").plan.micro_batch_size == sizes[-1]
+
+
+def test_more_gpus_than_sequences_are_refused() -> None:
+    with pytest.raises(ConfigError, match="global_batch_size 6 has fewer sequences than there are ranks"):
+        cheapest_sizes(Job(SHAPE, 6, MACHINES))
 
 
 def test_every_legal_strategy_is_a_row_once() -> None:

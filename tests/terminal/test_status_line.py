@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
+import time
 
 import pytest
 
 from llmscale.terminal import status_line
 from llmscale.terminal.status_line import StatusLine, show_status
+from tests.conftest import HANG_S
 
 
 @pytest.fixture
@@ -30,7 +33,7 @@ def test_a_phase_is_announced_before_it_begins_and_again_while_it_lasts(
     monkeypatch.setattr(StatusLine, "_say", say)
     with show_status("building"):
         assert said[0] == "building ..."
-        assert again.wait(60)
+        assert again.wait(HANG_S)
     assert said[1] == "still building: 0 s"
 
 
@@ -38,7 +41,7 @@ def test_a_quiet_phase_is_announced_when_it_lasts(said: list[str], monkeypatch: 
     spoken = threading.Event()
     monkeypatch.setattr(StatusLine, "_say", lambda _, line: (said.append(line), spoken.set()))
     with show_status("checking", after_s=0.01):
-        assert spoken.wait(60)
+        assert spoken.wait(HANG_S)
     assert said[0] == "checking ..."
 
 
@@ -52,6 +55,34 @@ def test_phases_follow_each_other_and_end_more_than_once(said: list[str]) -> Non
     busy.begin("four")
     busy.end()
     assert said == ["one ...", "three ...", "four ..."]
+
+
+def test_a_phase_ends_whenever_it_is_told_to(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notification that came while the thread's wait timed out was lost, and `end` waited for ever."""
+    monkeypatch.setattr(status_line, "REPEAT_S", 0.002)
+    draw = random.Random(0)
+    for _ in range(100):
+        line = StatusLine()
+        line.begin("working")
+        time.sleep(0.002 * draw.randint(1, 4) + draw.uniform(-2e-4, 2e-4))
+        ending = threading.Thread(target=line.end, daemon=True)
+        ending.start()
+        ending.join(HANG_S)
+        assert not ending.is_alive()
+
+
+def test_a_phase_follows_at_any_moment(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_line, "REPEAT_S", 0.002)
+    draw, deadline = random.Random(0), time.monotonic() + HANG_S
+    with StatusLine() as line:
+        for number in range(100):
+            line.begin(f"phase {number}")
+            said.clear()
+            time.sleep(0.002 * draw.randint(0, 2) + draw.uniform(0, 2e-4))
+            assert all(words.startswith(f"still phase {number}:") for words in list(said))
+        while not said:
+            assert time.monotonic() < deadline, "the last phase is not repeated"
+            time.sleep(0.002)
 
 
 def test_other_ranks_are_silent(said: list[str]) -> None:

@@ -3,6 +3,9 @@
 noise:STEP              the samples of that step are noise, whenever they are drawn
 nan:STEP:RANK:TIMES     on a rank, the last module of block 1's MLP puts out infinity in so many steps from that one
 stuck                   no step ever ends
+fp16                    none, on a CPU that is taken to have fp16's arithmetic
+huge-gradients:STEP     from that step on gradients are finite, and their norm is not
+slow-first-line         SIGTERM arrives after the first step, while its line takes longer to end than a start-up to stop
 slow-data:RANK          a rank waits 50 ms for every micro-batch
 slow-forward:RANK       a rank takes 50 ms longer for every forward pass; slow-head:RANK, for that of its head
 """
@@ -10,6 +13,7 @@ slow-forward:RANK       a rank takes 50 ms longer for every forward pass; slow-h
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -63,6 +67,46 @@ def stuck() -> None:
     Session.train = lambda *_: time.sleep(3600)  # type: ignore[method-assign]
 
 
+def fp16() -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    type(get_accelerator()).is_fp16_supported = lambda _: True
+
+
+def huge_gradients(step: str) -> None:
+    from llmscale.training.session import Session
+
+    train = Session.train
+
+    def train_with_factor(session: Session, number: int, batches: list):  # type: ignore[no-untyped-def]
+        handles = []
+        if number + 1 >= int(step):
+            parameters = session.engine.deepspeed.module.parameters()
+            handles = [one.register_hook(lambda gradient: gradient * 0 + 1e25) for one in parameters]
+        done = train(session, number, batches)
+        for handle in handles:
+            handle.remove()
+        return done
+
+    Session.train = train_with_factor  # type: ignore[method-assign]
+
+
+def slow_first_line() -> None:
+    from llmscale.terminal.status_line import StatusLine
+    from llmscale.training.stop_request import _MAIN_RANK_LATER_S, _START_GRACE_S
+
+    end, calls = StatusLine.end, list[StatusLine]()
+
+    def end_slowly(line: StatusLine) -> None:
+        if not calls:
+            calls.append(line)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(_START_GRACE_S + _MAIN_RANK_LATER_S + 1)
+        end(line)
+
+    StatusLine.end = end_slowly  # type: ignore[method-assign]
+
+
 def slow(owner: type, name: str, rank: str) -> None:
     method: Callable = getattr(owner, name)
 
@@ -85,6 +129,12 @@ def plant(fault: str) -> None:
         nan(*values)
     elif kind == "stuck":
         stuck()
+    elif kind == "fp16":
+        fp16()
+    elif kind == "huge-gradients":
+        huge_gradients(*values)
+    elif kind == "slow-first-line":
+        slow_first_line()
     else:
         slow(*{"slow-data": (Feed, "__next__"), "slow-forward": (GPT, "forward"), "slow-head": (TiedHead, "forward")}[kind], *values)  # fmt: skip  # noqa: E501
 

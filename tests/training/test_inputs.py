@@ -98,6 +98,39 @@ def test_text_becomes_the_data_of_every_rank(ranks: Callable[..., Ranks], tmp_pa
     assert described["data"].startswith(str(tmp_path / "cache" / "text"))
 
 
+def test_a_start_without_data_trains_the_demo(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+    """In a fresh clone there is no dataset: one rank prepares the documentation of Python, and one line says so."""
+    command = [
+        str(TRAIN),
+        "--model",
+        "tiny-1m",
+        "--run",
+        str(tmp_path / "run"),
+        "--data-cache",
+        str(tmp_path / "cache"),
+    ]
+    command += ["--val-every", "0", "--num-workers", "0", "--plain", "--log-every", "1", "--ds", "zero2", "--steps"]
+    for steps, prepared in (("1", 1), ("2", 0)):
+        job = ranks([*command, steps], 2)
+        output = "".join(job.wait())
+        assert job.exit_codes == [0, 0], output
+        assert output.count("preparing python-docs once") == prepared
+        (line,) = re.findall(r"this is the demo: tiny-1m .*--data FOLDER .*--text FOLDER", " ".join(output.split()))
+        assert line
+    assert list(read_losses(tmp_path / "run")) == [1, 2]
+
+
+def test_a_start_that_names_data_or_weights_gets_no_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (["--data", "data/python-stdlib"], ["--init-from", "runs/first"]):
+        config = parse_run_config([*words, "--data-cache", "cache"])
+        assert with_prepared_text(config) is config
+    (tmp_path / "data/python-stdlib").mkdir(parents=True)
+    config = parse_run_config(["--data-cache", "cache"])
+    assert with_prepared_text(config) is config
+    assert not (tmp_path / "cache").exists()
+
+
 @pytest.mark.slow
 def test_text_is_killed_while_it_is_prepared_and_while_it_trains(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
@@ -141,6 +174,7 @@ def test_text_is_killed_while_it_is_prepared_and_while_it_trains(ranks: Callable
         (["--data", "there"], "--data there has no effect with --text. Drop one of them."),
         (["--cache-limit-gib", "1"], "--cache-limit-gib 1.0 has no effect with --text. Drop one of them."),
         (["--ds", "zero9"], "zero9"),
+        (["--run", "/proc/run"], "/proc may not be written to"),
         (["--init-from", "runs/first"], "--init-from runs/first needs text with its own tokens"),
     ],
 )

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import re
 import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
-from llmscale.training.live_view import Curve, RunProgress, render_frame, sparkline
-from tests.conftest import REPOSITORY
+from llmscale.training import live_view
+from llmscale.training.bottom_rows import BottomRows
+from llmscale.training.live_view import Curve, LiveView, RunProgress, render_frame, sparkline
+from llmscale.training.step_metrics import StepMeter
+from tests.conftest import HANG_S, REPOSITORY
 from tests.terminal_screen import Terminal
 from tests.training.made_metrics import make_metrics
 
@@ -169,6 +175,26 @@ def test_no_colour_where_none_is_wanted(progress: RunProgress, monkeypatch: pyte
     assert any("\x1b[3" in line or "\x1b[9" in line for line in render_frame(progress, 80, 6))
     monkeypatch.setenv("NO_COLOR", "1")
     assert not any(re.search(r"\x1b\[[\d;]*[39]\dm", line) for line in render_frame(progress, 80, 6))
+
+
+def test_a_view_closes_whatever_its_thread_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rows(BottomRows):
+        def size(self) -> tuple[int, int]:
+            return 80, 0
+
+        def draw(self, lines: Sequence[str]) -> None:
+            assert lines == []
+
+    monkeypatch.setattr(live_view, "_FRAME_S", 0.002)
+    draw = random.Random(0)
+    for _ in range(50):
+        view = LiveView(Rows(2), "a run", 10, StepMeter(torch.device("cpu")))
+        view.begin(0)
+        time.sleep(0.002 * draw.randint(1, 2) + draw.uniform(-2e-4, 2e-4))
+        view.close()
+        assert view._thread is not None
+        view._thread.join(HANG_S)
+        assert not view._thread.is_alive()
 
 
 def test_sparklines() -> None:

@@ -22,7 +22,6 @@ from llmscale.model.gpt import GPT
 from llmscale.report.run_list import read_run
 from llmscale.training.live_run import StepResult
 from llmscale.training.nonfinite import (
-    PATIENCE_STEPS,
     LossScaleHistory,
     NonfiniteCounter,
     NonfiniteParameters,
@@ -45,24 +44,25 @@ def raises(action: Callable[[], None]) -> bool:
     return False
 
 
-def one_rank() -> list[bool]:
-    """Return which of the following checks end the run on this rank."""
+def one_rank() -> list[int]:
+    """Return the bad steps in a row after each of some, and which checks of weights end the run on this rank."""
     dist.init_process_group("gloo")
     group, rank, here = dist.group.WORLD, dist.get_rank(), Path("run")
     assert group is not None
     counter = NonfiniteCounter(torch.device("cpu"))
-    seen = []
+    seen: list[int] = []
     fine, broken = torch.tensor(1.0), torch.tensor(float("nan"))
-    for _ in range(PATIENCE_STEPS - 1):
-        counter.add(broken if rank else fine, skipped=False)
-    seen.append(counter.max_consecutive() >= PATIENCE_STEPS)
-    counter.add(torch.tensor(float("inf")) if rank else fine, skipped=False)
-    seen.append(counter.max_consecutive() >= PATIENCE_STEPS)
-    counter.add(fine, skipped=False)
-    seen.append(counter.max_consecutive() >= PATIENCE_STEPS)
-    for _ in range(PATIENCE_STEPS):
-        counter.add(fine, skipped=True)
-    seen.append(counter.max_consecutive() >= PATIENCE_STEPS)
+
+    def add(loss: torch.Tensor, *, skipped: bool = False, norm: float | None = None) -> None:
+        counter.add(StepResult(1, [], loss, skipped, norm), skipped=skipped)
+        seen.append(counter.max_consecutive())
+
+    add(broken if rank else fine)
+    add(torch.tensor(float("inf")) if rank else fine)
+    add(fine)
+    add(fine, skipped=True, norm=float("inf"))
+    add(fine, norm=float("inf"))
+    add(fine, norm=2.0)
     weights = [torch.ones(3), torch.tensor([1.0, float("nan") if rank else 1.0]), torch.empty(0)]
     seen.append(raises(lambda: check_weights(weights, group, 1, here)))
     seen.append(raises(lambda: check_weights([torch.ones(3), torch.empty(0)], group, 1, here)))
@@ -74,7 +74,7 @@ def test_all_ranks_judge_alike_by_the_rank_that_fares_worst(ranks: Callable) -> 
     job = ranks([__file__], 2)
     outputs = job.wait()
     assert job.exit_codes == [0, 0], outputs
-    assert [json.loads(output) for output in outputs] == [[False, True, False, True, True, False]] * 2
+    assert [json.loads(output) for output in outputs] == [[1, 2, 0, 1, 2, 0, True, False]] * 2
 
 
 @pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (2, 1)])
@@ -108,7 +108,7 @@ def test_a_search_goes_with_the_session_that_goes_back(monkeypatch: pytest.Monke
     model = torch.nn.Linear(2, 2)
     window = SimpleNamespace(steps=[SimpleNamespace(step=1, loss=float("nan"))])
     run: Any = SimpleNamespace(
-        world=SimpleNamespace(device=torch.device("cpu")), resolved=SimpleNamespace(precision="fp32")
+        world=SimpleNamespace(device=torch.device("cpu")), resolved=SimpleNamespace(total_steps=9)
     )
     engine: Any = SimpleNamespace(
         deepspeed=SimpleNamespace(module=model, fp16_enabled=lambda: False),
@@ -154,6 +154,74 @@ def test_one_lost_step_is_said_and_survived(ranks: Callable, train_command: Call
     (event,) = nonfinite_events(tmp_path / "run")
     assert (event["step"], event["cause"], event["parameters"]) == (6, "loss", [])
     assert "gone at the next step" in output
+
+
+@pytest.mark.parametrize(
+    ("stage", "fp16", "advice"),
+    [
+        (2, {"loss_scale": 2**24}, "Lower fp16.loss_scale"),
+        (1, {"hysteresis": 1000, "initial_scale_power": 30}, "Lower fp16.hysteresis"),
+        pytest.param(3, {"loss_scale": 2**22}, "Lower fp16.loss_scale", marks=pytest.mark.slow),
+    ],
+)
+def test_steps_that_fp16_skips_at_one_scale_end_the_run(
+    stage: int, fp16: dict, advice: str, ranks: Callable, train_command: Callable, tmp_path: Path
+) -> None:
+    """Every step was skipped, and the run "finished"."""
+    ds = {"zero_optimization": {"stage": stage}, "fp16": {"enabled": True, **fp16}}
+    (tmp_path / "ds.json").write_text(json.dumps(ds))
+    flags = ("--ds", str(tmp_path / "ds.json"), "--steps", "30", "--log-every", "4")
+    job = ranks([FAULT_JOB, "fp16", *train_command(*flags)[1:]], 1)
+    output = job.wait()[0]
+    assert job.exit_codes == [2], output
+    assert "step 10: the last 10 steps had a loss or a gradient that is NaN or infinite. " + advice in output
+
+
+@pytest.mark.parametrize(("steps", "error"), [(6, "nothing was trained"), (12, "the last 10 steps")])
+def test_a_run_that_skipped_every_step_has_not_finished(
+    steps: int, error: str, ranks: Callable, train_command: Callable, tmp_path: Path
+) -> None:
+    ds = {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True, "loss_scale": 2**24}}
+    (tmp_path / "ds.json").write_text(json.dumps(ds))
+    flags = ("--ds", str(tmp_path / "ds.json"), "--steps", str(steps), "--log-every", "100")
+    job = ranks([FAULT_JOB, "fp16", *train_command(*flags)[1:]], 1)
+    output = job.wait()[0]
+    assert job.exit_codes == [2], output
+    assert error in output
+    assert "fp16.loss_scale" in output.splitlines()[-1]
+
+
+def test_a_scale_that_is_searched_costs_steps_and_no_warning(
+    ranks: Callable, train_command: Callable, tmp_path: Path
+) -> None:
+    ds = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True, "initial_scale_power": 32}}
+    (tmp_path / "ds.json").write_text(json.dumps(ds))
+    job = ranks([FAULT_JOB, "fp16", *train_command("--ds", str(tmp_path / "ds.json"), "--steps", "24")[1:]], 1)
+    output = job.wait()[0]
+    assert job.exit_codes == [0], output
+    assert "skipped 12" in output
+    assert "WARNING: step" not in output
+
+
+def test_a_norm_beyond_fp32_is_no_gradient_that_was_gone(
+    ranks: Callable, train_command: Callable, tmp_path: Path
+) -> None:
+    """Each gradient is finite. The run said "gone at the next step", and trained nothing."""
+    job = ranks([FAULT_JOB, "huge-gradients:4", *train_command(*FP32, "--ds", "ds_configs/zero2.json")[1:]], 1)
+    output = job.wait()[0]
+    assert job.exit_codes == [2], output
+    assert "step 4: gradients NaN or infinite, and again at the next step, in no gradient of a micro-batch" in output
+    assert output.splitlines()[-1].startswith("error: step 13: the last 10 steps"), output
+
+
+def test_bad_steps_before_the_last_one_end_a_run_that_logs_rarely(
+    ranks: Callable, train_command: Callable, tmp_path: Path
+) -> None:
+    flags = (*FP32, "--ds", "ds_configs/zero2.json", "--steps", "16", "--log-every", "100")
+    job = ranks([FAULT_JOB, "nan:3:0:100", *train_command(*flags)[1:]], 1)
+    output = job.wait()[0]
+    assert job.exit_codes == [2], output
+    assert output.splitlines()[-1].startswith("error: step 16: the last 14 steps"), output
 
 
 def history(*scales: float | None) -> LossScaleHistory:

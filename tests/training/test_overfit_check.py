@@ -69,7 +69,8 @@ def test_keys_that_it_decides_are_refused(flags: str) -> None:
         parse_run_config(["--overfit-batch", "4", *flags.split()])
 
 
-def test_a_batch_that_ranks_cannot_share_is_refused(tiny_set: Path) -> None:
+def test_a_batch_of_fewer_samples_than_ranks_is_refused(tiny_set: Path) -> None:
     config = parse_run_config(["--overfit-batch", "4", "--data", str(tiny_set)])
-    with pytest.raises(ConfigError, match=r"cannot be divided over 3 ranks\. Give a multiple of 3, such as 3 or 6"):
-        prepare_start(config, world_size=3)
+    assert prepare_start(config, world_size=3).resolved.plan.train_batch_size == 6
+    with pytest.raises(ConfigError, match=r"overfit-batch 4 has fewer samples than there are ranks: give 5 or more"):
+        prepare_start(config, world_size=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import threading
@@ -29,6 +30,7 @@ from llmscale.errors import CheckpointError, ConfigError, DataError
 from llmscale.training import publish_run
 from llmscale.training.publish_run import RecordUploads, RunPublisher, open_publisher
 from tests.checkpoint.conftest import build_snapshot
+from tests.conftest import HANG_S
 from tests.object_store import ObjectStore
 
 URL = "s3://bucket/runs/x"
@@ -295,7 +297,7 @@ class Trainer:
             self._saver.save(build_snapshot(step))
 
     def wait_for(self, text: str) -> None:
-        deadline = faults.time.monotonic() + 60
+        deadline = faults.time.monotonic() + HANG_S
         while not any(text in line for line in self.lines):
             assert faults.time.monotonic() < deadline, self.lines
             faults.time.sleep(0.01)
@@ -331,6 +333,24 @@ def test_saved_checkpoints_are_published_and_kept_as_the_run_keeps_them(
     assert fetch_checkpoint(checkpoints_folder(view) / "step-00000002") is None
     tensors = [path for path in checkpoints_folder(run).glob("*/*.distcp")]
     assert {path.parent.name for path in tensors} == {"step-00000003"}, "the disk keeps the newest checkpoint's tensors"
+
+
+def test_publishing_ends_whatever_its_thread_waits_for(
+    run: Path, world: World, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish_run, "_RECORDS_S", 0.002)
+    monkeypatch.setattr(publish_run, "_LONGEST_S", 0.002)
+    monkeypatch.setattr(faults, "RETRY_PAUSES_S", (0.0, 0.002))
+    draw = random.Random(0)
+    for step in range(1, 11):
+        trainer = Trainer(run, world)
+        trainer.save(step)
+        faults.time.sleep(0.002 * draw.randint(0, 20))
+        ending = threading.Thread(target=trainer.end, daemon=True)
+        ending.start()
+        ending.join(HANG_S)
+        assert not ending.is_alive()
+        assert f"step-{step:08d}" in named(run)
 
 
 def test_a_step_that_is_saved_again_replaces_nothing_half(run: Path, world: World, object_store: ObjectStore) -> None:
@@ -388,12 +408,12 @@ def test_signs_of_life_do_not_wait_for_a_slow_upload(run: Path, world: World, ob
     def hold(method: str, path: str) -> bool:
         if method == "PUT" and path.endswith(".distcp"):
             held.set()
-            go_on.wait(60)
+            go_on.wait(HANG_S)
         return False
 
     object_store.fails = hold
     trainer.save(1)
-    assert held.wait(60)
+    assert held.wait(HANG_S)
     try:
         with pytest.raises(ConfigError, match="in use"):
             take(run)

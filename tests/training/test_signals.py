@@ -148,6 +148,18 @@ def test_during_start_up_nothing_is_trained_and_nothing_saved(start: Callable, t
     assert left != {".lock"}, "a shell of a run that never began"
 
 
+def test_after_the_first_step_the_run_saves_however_long_its_line_takes_to_end(
+    ranks: Callable, train_command: Callable, tmp_path: Path
+) -> None:
+    """The step counted as start-up until then, and the run ended with "nothing was trained"."""
+    fault_job = str(Path(__file__).with_name("fault_job.py"))
+    job = ranks([fault_job, "slow-first-line", *train_command("--steps", "1000000")[1:]], 1)
+    output = job.wait()[0]
+    assert job.exit_codes == [0], output
+    assert "stopped by SIGTERM at step 1 of 1000000" in output
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000001"]
+
+
 def test_during_validation(start: Callable, tmp_path: Path) -> None:
     job = start("--val-every", "2", "--val-samples", "100000", "--micro-batch-size", "1")
     job.wait_for_line("step      2/")

@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.training.startup_reports import hpz_warnings
+from llmscale.config.hardware import GPU, get_gpu
+from llmscale.planning.search import Machines
+from llmscale.training.startup_reports import describe_demo, hpz_warnings
+
+A100S = Machines(num_nodes=2, gpus_per_node=8, gpu_bytes=80 << 30)
 
 
 @pytest.mark.parametrize(
@@ -13,3 +17,20 @@ def test_groups_that_gain_nothing_are_said(group: int, ranks_per_node: list[int]
     found = list(hpz_warnings(group, ranks_per_node))
     assert len(found) == (words is not None)
     assert all(words in warning for warning in found if words)
+
+
+@pytest.mark.parametrize(
+    ("machines", "gpu", "words"),
+    [
+        (None, None, "`llmscale estimate --gpu list`"),
+        (
+            A100S,
+            get_gpu("a100-80gb"),
+            "--model gpt3-13b --gpu a100-80gb --num-gpus 8 --num-nodes 2`",
+        ),
+        (A100S, None, "a --model that `llmscale estimate` recommends for these GPUs"),
+    ],
+)
+def test_the_demo_says_what_a_real_run_has(machines: Machines | None, gpu: GPU | None, words: str) -> None:
+    line = describe_demo("tiny-10m", machines, gpu)
+    assert "--data FOLDER" in line and "--text FOLDER" in line and words in line

@@ -278,7 +278,8 @@ def _gather(groups: dict[str, Callable[[], object]], timeout_s: float) -> tuple[
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             late[name] = f"no answer within {timeout_s:.0f} s"
-    return {name: value for name, value in found.items() if name not in late}, late
+    # A late thread may still add to `found`.
+    return {name: found[name] for name in groups if name in found and name not in late}, late
 
 
 def main() -> None:

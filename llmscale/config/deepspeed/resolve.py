@@ -174,16 +174,7 @@ def resolve_ds_config(ds: DsConfig, model: ModelSize, plan: BatchPlan) -> dict[s
         _check_divided_experts(ds)
     keys = ds.keys
     config: dict[str, object] = keys.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-    config.update(
-        _batch_keys(
-            ds,
-            train_batch_size=plan.global_batch_size,
-            train_micro_batch_size_per_gpu=plan.micro_batch_size,
-            gradient_accumulation_steps=plan.gradient_accumulation_steps,
-        )
-    )
-    # DeepSpeed counts fillers, and a sample once for every rank that trains on a part of it.
-    config["train_batch_size"] = plan.places * plan.ranks.sequence_parallel_size
+    config.update(_batch_keys(ds, plan))
     config["gradient_clipping"] = DEFAULT_GRADIENT_CLIPPING if ds.gradient_clipping is None else ds.gradient_clipping
     config["zero_optimization"] = _zero_section(keys, model)
     config.update(_precision_sections(keys, plan.gradient_accumulation_steps))
@@ -229,16 +220,22 @@ def _check_divided_experts(ds: DsConfig) -> None:
             )
 
 
-def _batch_keys(ds: DsConfig, **planned: int) -> dict[str, object]:
-    """Return the plan's batch sizes. Raises ConfigError if a number in the file differs."""
-    for name, value in planned.items():
+def _batch_keys(ds: DsConfig, plan: BatchPlan) -> dict[str, object]:
+    """Return DeepSpeed's batch sizes. Raises ConfigError if a number in the file contradicts the plan."""
+    planned = {
+        # A file may have the batch itself, or DeepSpeed's number, as the ds_config.json of a run folder has.
+        "train_batch_size": (plan.global_batch_size, plan.train_batch_size),
+        "train_micro_batch_size_per_gpu": (plan.micro_batch_size,),
+        "gradient_accumulation_steps": (plan.gradient_accumulation_steps,),
+    }
+    for name, values in planned.items():
         written = getattr(ds.keys, name)
-        if written not in (None, AUTO, value):
+        if written not in (None, AUTO, *values):
             raise ConfigError(
-                f"{ds.source}: {name} {written} contradicts the batch plan's {value}. Delete it, or change "
+                f"{ds.source}: {name} {written} contradicts the batch plan's {values[0]}. Delete it, or change "
                 "--global-batch-size and --micro-batch-size."
             )
-    return dict(planned)
+    return {name: values[-1] for name, values in planned.items()}
 
 
 def _zero_section(keys: DsFile, model: ModelSize) -> dict[str, object]:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar, cast, get_args
 
-from llmscale.config.bundled_files import is_checkout
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json, parse_json
 from llmscale.untrusted.paths import find_link, read_regular
@@ -360,8 +359,10 @@ def _field(record: dict[str, object], name: str, kind: type[_T], where: str) -> 
 
 
 def _explain_missing(folder: Path) -> str:
-    corpus = "./scripts/quickstart.sh prepares a corpus that" if is_checkout() else "--input python-stdlib is text that"
-    make = f"Make it with `llmscale data prepare --input PATH --out {folder}`; {corpus} every machine has."
+    make = (
+        f"Make it with `llmscale data prepare --input PATH --out {folder}`; --input python-docs is text that every "
+        "machine has."
+    )
     partial = sorted(folder.parent.glob(f".{folder.name}.partial-*")) if folder.parent.is_dir() else []
     note = f" (an interrupted prepare left {partial[0].name} beside it: run it again)" if partial else ""
     if ".partial-" in folder.name:

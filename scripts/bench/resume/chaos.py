@@ -1,6 +1,7 @@
 """Kill a run at random moments, restart it elsewhere each time, and compare it with an untouched run.
 
     python -m scripts.bench.resume.chaos --faults 50 --seed 1
+    python -m scripts.bench.resume.chaos --faults 20 --worlds 1,3,5       # 5 ranks do not divide the batch of 12
 
 Each fault is SIGKILL of one rank or all, during start-up, training or the writing of a checkpoint. Each restart draws a
 ds_config, a number of ranks, and how many of them divide a sequence; with --block experts also how many divide the
@@ -56,7 +57,6 @@ BLOCKS = {
 }
 DS_CONFIGS = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 GLOBAL_BATCH = 12
-LEGAL_WORLDS = (1, 2, 3, 4)
 SAVE_EVERY = 5
 STEPS_PER_FAULT = 40
 #: Latest step of an attempt at which its fault comes, so that every fault finds a running attempt.
@@ -99,6 +99,7 @@ def main() -> int:
     parser.add_argument("--faults", type=whole_number, default=50)
     parser.add_argument("--seed", type=whole_or_zero, default=0)
     parser.add_argument("--block", choices=[*BLOCKS], default="gpt2", help="kind of layers (default: gpt2)")
+    parser.add_argument("--worlds", type=parse_worlds, default=[1, 2, 3, 4], help="numbers of ranks (default: 1,2,3,4)")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="relative difference of the last losses")
     parser.add_argument("--json", type=output_file, help="write the faults and the findings to this file")
     args = parser.parse_args()
@@ -111,7 +112,7 @@ def main() -> int:
         straight = run_to_end(folder, "straight", args.block, total_steps, Setting("zero1", 1))
         faults = []
         for number in range(1, args.faults + 1):
-            fault = inject(folder, draw, number, args.block, total_steps)
+            fault = inject(folder, draw_setting(draw, args), number, draw, args.block, total_steps)
             at = fault.setting
             print(
                 f"{number:>3} {at.ds_config:<14} x{at.world_size}/{at.split}/{at.experts} {fault.victims:<7} "
@@ -120,7 +121,7 @@ def main() -> int:
                 flush=True,
             )
             faults.append(fault)
-        broken = run_to_end(folder, "chaos", args.block, total_steps, draw_setting(draw, args.block))
+        broken = run_to_end(folder, "chaos", args.block, total_steps, draw_setting(draw, args))
         findings = compare(straight, broken, total_steps, args.tolerance)
     for line in findings.values():
         print(line)
@@ -133,11 +134,16 @@ def main() -> int:
     return int(failed)
 
 
-def draw_setting(draw: random.Random, block: str) -> Setting:
+def parse_worlds(text: str) -> list[int]:
+    """Return the numbers of `1,3,5`. Raises ValueError."""
+    return [whole_number(word) for word in text.split(",")]
+
+
+def draw_setting(draw: random.Random, args: argparse.Namespace) -> Setting:
     """Return a legal setting: the model has two heads, and stage 0 divides no experts."""
-    ds_config, world_size = draw.choice(DS_CONFIGS), draw.choice(LEGAL_WORLDS)
+    ds_config, world_size = draw.choice(DS_CONFIGS), draw.choice(args.worlds)
     sizes = [size for size in (1, 2) if world_size % size == 0]
-    split, divides_experts = draw.choice(sizes), block == "experts" and ds_config != "zero0"
+    split, divides_experts = draw.choice(sizes), args.block == "experts" and ds_config != "zero0"
     return Setting(ds_config, world_size, split, draw.choice(sizes) if divides_experts else 1)
 
 
@@ -178,10 +184,9 @@ def run_to_end(folder: Path, run: str, block: str, total_steps: int, setting: Se
     return folder / run
 
 
-def inject(folder: Path, draw: random.Random, number: int, block: str, total_steps: int) -> Fault:
+def inject(folder: Path, setting: Setting, number: int, draw: random.Random, block: str, total_steps: int) -> Fault:
     """Start an attempt and kill it at a random moment; return the fault."""
     began = time.monotonic()
-    setting = draw_setting(draw, block)
     moment = draw.choices(["start-up", "training", "saving"], weights=[1, 5, 4])[0]
     victims = draw.choice(["one", "all"])
     steps_before = len(read_losses(folder / "chaos"))

@@ -2,6 +2,7 @@
 
     python -m scripts.bench.resume.resume_matrix                          # the full matrix, 18 x 18 cells
     python -m scripts.bench.resume.resume_matrix --configs zero1,zero3 --worlds 1,2
+    python -m scripts.bench.resume.resume_matrix --worlds 1,3,5           # with fillers: ranks do not divide the batch
     python -m scripts.bench.resume.resume_matrix --worlds 1,2x2,4,4x2     # 4x2: four ranks, two for each sequence
     python -m scripts.bench.resume.resume_matrix --block experts --configs zero2,zero3 --worlds 1,4x1x2  # 2 for experts
 
@@ -182,12 +183,14 @@ def train(args: argparse.Namespace, config_name: str, world: World, source: Path
     engine = build_engine(run.config, run.resolved if is_gpu() else run.on_cpu().resolved)
     first_step = resume(engine, source, world) if source else 0
     feed = open_feed(run, world, start_sample=first_step * GLOBAL_BATCH)
-    losses, timer = [], PhaseTimer(world.device)
+    losses, timer, plan = [], PhaseTimer(world.device), run.resolved.plan
     for step in range(first_step, run.resolved.total_steps):
         seed_step(run.config.seed, step, world.rank)
         set_learning_rate(engine, run.resolved.optimizer, run.resolved.schedule.learning_rate(step))
-        micro_batches = [next(feed).tokens for _ in range(run.resolved.plan.gradient_accumulation_steps)]
-        loss = train_step(engine, micro_batches, world.device, timer) / world.world_size
+        batches = [next(feed) for _ in range(plan.gradient_accumulation_steps)]
+        weights = [0.0 if batch.is_filler else plan.loss_weight(GLOBAL_BATCH) for batch in batches]
+        tokens = [batch.tokens for batch in batches]
+        loss = train_step(engine, tokens, world.device, timer, weights=weights) / world.world_size
         dist.all_reduce(loss)
         losses.append(loss.item())
         if source is None and step + 1 == SAVE_AT:

@@ -301,13 +301,14 @@ def test_a_lock_that_the_other_host_holds_is_no_fault() -> None:
     assert worst(all_rows(pair)) == "ok"
 
 
-def test_a_batch_that_does_not_divide_is_said_once() -> None:
+def test_a_batch_of_fewer_sequences_than_ranks_is_said_once() -> None:
     pair = build_pair()
-    rows = not_green(all_rows(pair, batch=63))
+    assert not not_green(all_rows(pair, batch=63))
+    rows = not_green(all_rows(pair, batch=1))
     assert [row.name for row in rows] == ["batch"]
     text = f"{rows[0].found} {rows[0].fix}"
-    assert "global_batch_size 63 cannot be divided over 2 ranks." in rows[0].found
-    assert "Or change --global-batch-size to 62 or 64" in rows[0].fix
+    assert "global_batch_size 1 has fewer sequences than there are ranks to train on them: 2 ranks." in rows[0].found
+    assert "give --global-batch-size 2 or more" in rows[0].fix
     refused = {host: break_host(pair, host, "run", problem=text)[host] for host in pair}
     assert worst(check_run_config(refused, [text])) == "ok"
 

@@ -197,8 +197,10 @@ def test_building_without_a_config_is_refused(hostfile: Path) -> None:
 
 
 def test_the_run_is_resolved_for_all_slots(hostfile: Path) -> None:
-    flags = ("--model", "gpt2-124m", "--global-batch-size", "63", "--steps", "10")
-    assert "cannot be divided over 2 ranks" in reds(ask(Cluster(build_pair()), hostfile, train_flags=flags))["batch"]
+    flags = ("--model", "gpt2-124m", "--global-batch-size", "1", "--steps", "10")
+    assert (
+        "fewer sequences than there are ranks" in reds(ask(Cluster(build_pair()), hostfile, train_flags=flags))["batch"]
+    )
 
 
 def test_a_disk_that_is_too_small_for_the_run(hostfile: Path) -> None:

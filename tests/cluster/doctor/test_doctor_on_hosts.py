@@ -181,9 +181,7 @@ FAULTS = {
     "ds_config key unknown": Fault(nothing, "ds_config", "zero_optimisation", "Did you mean", ds="UNKNOWN"),
     "ds_config key ignored": Fault(nothing, "ds_config", "offload_param needs stage 3", "Set stage to 3", ds="IGNORED"),
     "ds_config missing": Fault(nothing, "ds_config", "does not exist", "Did you mean", ds="ds_configs/zero2.jsn"),
-    "batch does not divide": Fault(
-        nothing, "batch", "7 cannot be divided over 2 ranks", "--global-batch-size", batch=7
-    ),
+    "batch too small": Fault(nothing, "batch", "1 has fewer sequences than there are", "--global-batch-size", batch=1),
 }
 
 

@@ -259,8 +259,8 @@ def test_a_run_as_train_would_find_it(tiny_set: Path, tmp_path: Path) -> None:
     assert run.data is not None and run.data.problem is None
     assert (run.data.vocab_size, run.data.seq_len) == (257, 32)
     assert run.data.num_train_samples > 100
-    refused = gather_run([*flags, "--global-batch-size", "7"], world_size=2)
-    assert refused.problem is not None and "cannot be divided over 2 ranks" in refused.problem
+    refused = gather_run([*flags, "--global-batch-size", "1"], world_size=2)
+    assert refused.problem is not None and "fewer sequences than there are ranks" in refused.problem
     assert not (tmp_path / "r").exists()
 
 

@@ -100,11 +100,12 @@ def test_a_number_that_contradicts_the_plan_is_refused() -> None:
         resolve({"train_batch_size": 32})
 
 
-def test_an_inconsistent_plan_is_refused() -> None:
-    with pytest.raises(ConfigError, match="global_batch_size 10 is not micro_batch_size 4 x"):
-        resolve_ds_config(
-            parse_ds_config({}, "my.json"), Size(100, 1000), BatchPlan(10, 4, 2, ParallelLayout(1), seq_len=16)
-        )
+@pytest.mark.parametrize("written", [None, "auto", 10, 24])
+def test_deepspeed_counts_fillers_and_parts_of_sequences(written: object) -> None:
+    """10 sequences on 4 groups of 2 ranks. The file may have the batch, or DeepSpeed's number."""
+    ds = parse_ds_config({} if written is None else {"train_batch_size": written}, "my.json")
+    plan = BatchPlan(10, 1, 3, ParallelLayout(8, 2), seq_len=16)
+    assert resolve_ds_config(ds, Size(100, 1000), plan)["train_batch_size"] == 24
 
 
 def test_hpz_groups_must_divide_the_ranks() -> None:

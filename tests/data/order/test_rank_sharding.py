@@ -37,10 +37,22 @@ def test_nodes_keep_to_their_rows(nodes: tuple[int, ...]) -> None:
     assert [len(rows) for rows in rows_of_node] == [48 * ranks // world for ranks in nodes]
 
 
-def test_a_world_that_does_not_divide_the_batch_is_refused() -> None:
+@given(LAYOUTS, st.integers(1, 4), st.integers(1, 40), st.integers(0, 10**9), st.integers(1, 50))
+def test_any_number_of_ranks_gets_whole_micro_batches(
+    nodes: list[int], unit: int, count: int, start: int, num_rows: int
+) -> None:
+    positions = np.arange(start, start + count * unit)
+    layouts = [RankLayout(rank, tuple(nodes)) for rank in range(sum(nodes))]
+    shares = [shard_batch(positions, positions % num_rows, layout, unit) for layout in layouts]
+    sizes = [len(share) for share in shares]
+    assert all(size % unit == 0 for size in sizes) and max(sizes) - min(sizes) <= unit
+    assert np.array_equal(np.sort(np.concatenate(shares)), positions)
+
+
+def test_a_batch_of_broken_micro_batches_is_refused() -> None:
     positions = np.arange(8)
-    with pytest.raises(ConfigError, match="8 samples cannot be split equally over 3 ranks"):
-        shard_batch(positions, positions, RankLayout(0, (3,)))
+    with pytest.raises(ConfigError, match="8 samples is not a number of micro-batches of 3"):
+        shard_batch(positions, positions, RankLayout(0, (3,)), unit=3)
 
 
 @pytest.mark.parametrize(

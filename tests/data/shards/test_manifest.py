@@ -27,7 +27,7 @@ def test_reading_it_loads_neither_torch_nor_streaming(shared_set: Path) -> None:
 
 
 def test_missing_folders_say_what_makes_them(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"does not exist.*llmscale data prepare --input .* --out .*quickstart\.sh"):
+    with pytest.raises(DataError, match=r"does not exist.*llmscale data prepare --input .* --out .*python-docs"):
         load_manifest(tmp_path / "data")
     (tmp_path / "data").mkdir()
     with pytest.raises(DataError, match=r"is empty.*llmscale data prepare"):

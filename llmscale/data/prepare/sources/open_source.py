@@ -20,6 +20,7 @@ from llmscale.data.prepare.output_folder import rejected_path
 from llmscale.data.prepare.sources.clean_folder import load_clean_manifest, without_removed
 from llmscale.data.prepare.sources.file_source import STDIN, ConcatSource, FileSource, StandardInput
 from llmscale.data.prepare.sources.formats import TEXT, format_of
+from llmscale.data.prepare.sources.python_docs import PYTHON_DOCS, PythonDocs
 from llmscale.data.prepare.sources.remote_files import has_pattern, open_remote
 from llmscale.data.prepare.sources.source import (
     Document,
@@ -130,7 +131,7 @@ STDLIB = "python-stdlib"
 _STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
 _LEGAL = (
     "a file, a folder, a pattern such as 'crawl/*.jsonl.zst', s3:// or another store's URL, - for stdin, "
-    f"hf:NAME[:CONFIG] or {STDLIB}"
+    f"{PYTHON_DOCS}, hf:NAME[:CONFIG] or {STDLIB}"
 )
 
 
@@ -143,7 +144,7 @@ def open_source(
     out: Path | str | None = None,
 ) -> Source:
     """Open the inputs in the order given: each a file, a folder (recursive), a pattern, any of these in a store
-    (`s3://`), MDS shards, `-`, `hf:NAME[:CONFIG]` or `python-stdlib`.
+    (`s3://`), MDS shards, `-`, `hf:NAME[:CONFIG]`, `python-stdlib` or `python-docs`.
 
     `glob` selects a folder's files by name or relative path; by default those with a known suffix. Patterns skip files
     in and beside `out`, so that the same command finds the same files again. Raises DataError when there is nothing to
@@ -171,6 +172,8 @@ def _open_one(spec: str, options: ReadOptions, hf_split: str, glob: str | None, 
         return HuggingFaceSource(spec, hf_split, options)
     if spec == STDLIB:
         return _open_stdlib(options)
+    if spec == PYTHON_DOCS:
+        return PythonDocs()
     if spec == STDIN:
         return FileSource(spec, [StandardInput()], options)
     path = Path(spec)
@@ -270,7 +273,7 @@ def check_apart(specs: Sequence[str], out: Path | str) -> None:
         if is_url(spec) or isinstance(out, str) or spec.startswith(HF_PREFIX) or spec == STDIN:
             continue
         # os.path.realpath, because Path.resolve raises on a loop of links.
-        source = Path(os.path.realpath(sysconfig.get_path("stdlib") if spec == STDLIB else spec))
+        source = Path(os.path.realpath(sysconfig.get_path("stdlib") if spec in (STDLIB, PYTHON_DOCS) else spec))
         place = Path(os.path.realpath(out))
         if source == place or source in place.parents or place in source.parents:
             raise DataError(
@@ -284,7 +287,7 @@ def _check_file(path: Path, spec: str) -> None:
     try:
         check_regular(path, follow_links=True)
     except (FileNotFoundError, NotADirectoryError):
-        hint = forgotten_prefix(spec) or did_you_mean(spec, [STDLIB])
+        hint = forgotten_prefix(spec) or did_you_mean(spec, [STDLIB, PYTHON_DOCS])
         raise DataError(f"--input {spec} does not exist.{hint} Legal: {_LEGAL}.") from None
     except OSError as error:
         raise DataError(f"--input {spec} cannot be read: {error.strerror}.") from None
