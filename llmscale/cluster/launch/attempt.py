@@ -219,7 +219,8 @@ class AttemptRun:
         states = [*self.states.values()]
         for host in self.hosts.values():
             codes = [state.code for state in states if state.host == host.name]
-            if (host.closed and None in codes and not any(codes)) or host.silence_s > self.limit_s:
+            # A host whose ranks have all ended says no more.
+            if None in codes and not any(codes) and (host.closed or host.silence_s > self.limit_s):
                 return Outcome("host lost", f"{host.name}: {host.why_lost()}", host.name)
         ended = [state for state in self._failed if state.code]
         if ended:

@@ -44,11 +44,27 @@ def test_a_stopped_rank_explains_a_hang() -> None:
 
 
 class Reached:
-    """A host that has answered."""
+    """A host that has answered, and then said nothing more."""
+
+    closed, silence_s = False, 1e6
+
+    def why_lost(self) -> str:
+        return "gone"
 
     def __init__(self, name: str, own: str | None, client: str | None) -> None:
         self.name, self.host = name, Host(name, 1)
         self.ready = {"port": 7, "own_address": own, "client_address": client}
+
+
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize(("code", "end"), [(None, "host lost"), (0, None), (1, None)])
+def test_a_host_is_lost_only_while_its_ranks_should_run(closed: bool, code: int | None, end: str | None) -> None:
+    run: Any = AttemptRun(30.0, 60.0, 60.0, print)
+    run.hosts = {"a": Reached("a", None, None), "b": Reached("b", None, None)}
+    run.hosts["a"].silence_s, run.hosts["b"].closed = 0.0, closed
+    run.states = {0: RankState(0, "a"), 1: RankState(1, "b", code=code)}
+    outcome = run._find_outcome()
+    assert (outcome.end if outcome else None) == end
 
 
 @pytest.mark.parametrize(
