@@ -86,14 +86,14 @@ class RankState:
 def classify(failed: Sequence[RankState], states: Sequence[RankState]) -> Outcome:
     """Return the failure that explains all others. `failed`: the ranks in the order of their first signs of it."""
     cause = min(failed, key=lambda state: state.weight)
-    who = f"rank {cause.rank} on {cause.host}"
-    if cause.code == USER_ERROR_STATUS:
-        return Outcome("user error", f"{who} refused", cause.host, cause.rank)
-    if cause.code == HUNG_STATUS:
+    rank, host, code = cause.rank, cause.host, cause.code or 0
+    if code == USER_ERROR_STATUS:
+        return Outcome("user error", f"rank {rank} on {host} refused", host, rank)
+    if code == HUNG_STATUS:
         return explain_hang(states)
-    code = cause.code or 0
-    how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with status {code}"
-    return Outcome("failed", f"{who} {how}", cause.host, cause.rank)
+    if code < 0:
+        return Outcome("failed", f"rank {rank} on {host} was killed by {signal_name(-code)}", host, rank)
+    return Outcome("failed", f"rank {rank} on {host} ended with status {code}", host, rank)
 
 
 def explain_hang(states: Sequence[RankState]) -> Outcome:
@@ -102,8 +102,8 @@ def explain_hang(states: Sequence[RankState]) -> Outcome:
     reason = f"no progress after {'the start' if step is None else f'step {step}'}"
     for state in states:
         if state.is_stopped:
-            who = f"rank {state.rank} on {state.host}"
-            return Outcome("hung", f"{reason}: {who} is stopped (state T)", state.host, state.rank)
+            rank, host = state.rank, state.host
+            return Outcome("hung", f"{reason}: rank {rank} on {host} is stopped (state T)", host, rank)
     return Outcome("hung", f"{reason}; the stacks of all ranks show where they wait")
 
 
