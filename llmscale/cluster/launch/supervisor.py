@@ -5,6 +5,7 @@ Also the record of attempts (attempts.jsonl), the decision to try again, and the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -250,22 +251,20 @@ class Supervisor:
         if options.min_hosts > len(options.hosts):
             num_hosts = len(options.hosts)
             raise ConfigError(f"--min-hosts {options.min_hosts} is more than the number of hosts, {num_hosts}.")
-        used = self._choose_hosts(inputs, options.hosts)
+        # Of all hosts if it is divided over no number of them: train.py's error.
+        used = self._choose_hosts(inputs, options.hosts) or options.hosts
         check_space(resolve_start(inputs, sum(host.slots for host in used)))
         return inputs
 
     def _choose_hosts(self, inputs: Inputs, hosts: Sequence[Host]) -> Sequence[Host]:
         """Return the hosts to use: all, or those whose ranks the run can be divided over (sequence and expert groups).
 
-        Raises train.py's error if it cannot be divided over any number of at least `min_hosts`.
+        Empty if these are fewer than `min_hosts`.
         """
-        for count in range(len(hosts), 0, -1):
-            try:
+        for count in range(len(hosts), max(1, self._options.min_hosts) - 1, -1):
+            with contextlib.suppress(ConfigError):
                 resolve_ranks(inputs, sum(host.slots for host in hosts[:count]))
                 return hosts[:count]
-            except ConfigError:
-                if count <= max(1, self._options.min_hosts):
-                    raise
         return ()
 
     def _read_inputs(self) -> Inputs:
@@ -357,17 +356,14 @@ class Supervisor:
             run = AttemptRun(options.lost_after_s, config.start_timeout_s, config.hang_timeout_s, self._show)
             hosts = self._without_unreliable(run)
             run.gather(hosts, options.host_command, hello, options.connect_timeout_s, self._stop_signals)
-            if len(run.hosts) >= options.min_hosts:
-                reached = [host.host for host in run.hosts.values()]
-                used = self._choose_hosts(inputs or self._read_inputs(), reached)
-                for host in reached[len(used) :]:
-                    run.dismiss(host.name, "the run cannot be divided over its ranks, too")
+            reached = [host.host for host in run.hosts.values()]
+            used = self._choose_hosts(inputs or self._read_inputs(), reached)
+            for host in reached[len(used) :]:
+                why = "the run cannot be divided over its ranks, too" if used else "it is too little for the run"
+                run.dismiss(host.name, why)
+            if used or time.monotonic() > deadline or self._stop_signals:
                 return run
-            run.end()
-            run.hosts.clear()
-            if time.monotonic() > deadline or self._stop_signals:
-                return run
-            self._show(f"waiting for {options.min_hosts} of {len(options.hosts)} hosts")
+            self._show(f"waiting for {max(options.min_hosts, len(reached) + 1)} of {len(options.hosts)} hosts")
             self._sleep(_REGATHER_S)
 
     def _without_unreliable(self, run: AttemptRun) -> Sequence[Host]:

@@ -258,7 +258,8 @@ def test_a_host_that_is_lost_twice_in_a_row_is_left_out_once(stand_in: StandIn) 
     assert "two attempts in a row" in stand_in.attempts[2].left_out["b"]
 
 
-def test_hosts_that_do_not_answer_are_waited_for_on_a_restart_only(stand_in: StandIn) -> None:
+@pytest.mark.parametrize("why", ["--min-hosts", "--sequence-parallel-size"])
+def test_hosts_that_do_not_answer_are_waited_for_on_a_restart_only(stand_in: StandIn, why: str) -> None:
     asked: list[str] = []
 
     def command(host: Host) -> list[str]:
@@ -267,7 +268,8 @@ def test_hosts_that_do_not_answer_are_waited_for_on_a_restart_only(stand_in: Sta
         return host_command(host) if is_there else ["sh", "-c", "echo ssh: no route to host >&2; exit 255"]
 
     code = "if attempt == 1: fail('once') if rank else time.sleep(60)"
-    assert stand_in.launch(code, command=command, min_hosts=2) == 0
+    flags = (why, "2") if why == "--sequence-parallel-size" else ()
+    assert stand_in.launch(code, flags=flags, command=command, min_hosts=1 if flags else 2) == 0
     assert stand_in.ends == ["failed", "finished"]
     assert "WARNING: b is left out: ssh: no route to host" in stand_in.shown
     assert "waiting for 2 of 2 hosts" in stand_in.shown
@@ -325,7 +327,8 @@ def test_only_hosts_that_the_run_can_be_divided_over_are_used(stand_in: StandIn)
     slots = {"a": 1, "b": 1, "c": 1}
     assert stand_in.launch("train(1, 1)", slots, ("--sequence-parallel-size", "2")) == 0
     assert sorted(stand_in.attempts[0].hosts) == ["a", "b"]
-    with pytest.raises(ConfigError, match="--sequence-parallel-size: 1, 3"):
-        stand_in.launch("train(1, 1)", slots, ("--sequence-parallel-size", "2"), min_hosts=3)
+    for groups, min_hosts in (("2", 3), ("4", 1)):
+        with pytest.raises(ConfigError, match="--sequence-parallel-size: 1, 3"):
+            stand_in.launch("train(1, 1)", slots, ("--sequence-parallel-size", groups), min_hosts=min_hosts)
     with pytest.raises(ConfigError, match="--min-hosts 4 is more than the number of hosts, 3"):
         stand_in.launch("train(1, 1)", slots, min_hosts=4)
