@@ -251,7 +251,7 @@ class Supervisor:
         if options.min_hosts > len(options.hosts):
             num_hosts = len(options.hosts)
             raise ConfigError(f"--min-hosts {options.min_hosts} is more than the number of hosts, {num_hosts}.")
-        # Of all hosts if it is divided over no number of them: train.py's error.
+        # With all hosts, the error is train.py's.
         used = self._choose_hosts(inputs, options.hosts) or options.hosts
         check_space(resolve_start(inputs, sum(host.slots for host in used)))
         return inputs
