@@ -40,7 +40,7 @@ class Heartbeat:
 
     @classmethod
     def from_environment(cls) -> Heartbeat:
-        """Return the heartbeat that the launcher's environment asks for. What this process starts does not see it."""
+        """Return the heartbeat that the launcher's environment asks for. Child processes do not see it."""
         name = os.environ.pop(REPORTS_VARIABLE, "")
         rank = os.environ.get("RANK", "0")
         return cls(int(name) if _is_pipe(name) else None, int(rank) if rank.isdecimal() else 0)

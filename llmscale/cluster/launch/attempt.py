@@ -54,7 +54,7 @@ class Outcome:
 
 @dataclass
 class RankState:
-    """What a host has told of one of its ranks."""
+    """State of a rank, as its host last reported it."""
 
     rank: int
     host: str
