@@ -289,14 +289,17 @@ class Supervisor:
 
     def _wait_for_ranks_of_before(self) -> None:
         """Wait until ranks that have lost their launcher are gone. Raises ConfigError if the run is still in use."""
-        deadline = time.monotonic() + self._options.lost_after_s
+        began_s, is_shown = time.monotonic(), False
         while (self._run / LOCK_NAME).exists() and not self._stop_signals:
             try:
                 lock_run_folder(self._run).close()
                 return
-            except ConfigError:
-                if time.monotonic() > deadline:
+            except ConfigError as error:
+                if time.monotonic() - began_s > self._options.lost_after_s:
                     raise
+                if not is_shown:
+                    self._show(f"waiting for ranks of an earlier start: {error}")
+                is_shown = True
             self._sleep(0.5)
 
     def _one_attempt(self, inputs: Inputs | None) -> Attempt | None:

@@ -321,6 +321,7 @@ time.sleep(float(sys.argv[2]))
                     stand_in.launch("train(1, 2)", lost_after_s=limit_s)
             owner.kill()
     assert stand_in.ends == ["finished"]
+    assert sum("waiting for ranks of an earlier start" in line for line in stand_in.shown) >= 1
 
 
 def test_only_hosts_that_the_run_can_be_divided_over_are_used(stand_in: StandIn) -> None:
