@@ -217,10 +217,11 @@ class AttemptRun:
     def _find_outcome(self) -> Outcome | None:
         now = time.monotonic()
         states = [*self.states.values()]
+        running = {state.host for state in states if state.code is None}
+        running -= {state.host for state in states if state.code}
         for host in self.hosts.values():
-            codes = [state.code for state in states if state.host == host.name]
             # A host whose ranks have all ended says no more.
-            if None in codes and not any(codes) and (host.closed or host.silence_s > self.limit_s):
+            if host.name in running and (host.closed or host.silence_s > self.limit_s):
                 return Outcome("host lost", f"{host.name}: {host.why_lost()}", host.name)
         ended = [state for state in self._failed if state.code]
         if ended:
