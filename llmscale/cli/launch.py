@@ -41,7 +41,7 @@ def add_parser(subcommands: argparse._SubParsersAction[FlagParser]) -> None:
     flag(where, "--launcher", "how to reach the hosts; default: slurm in a job, else ssh", choices=LAUNCHERS)
     text = "ranks per host without a hostfile; default: its GPUs"
     flag(where, "--slots N", text, whole_number(1, limits.MAX_GPUS_PER_NODE))
-    flag(where, "--min-hosts N", "wait rather than continue with fewer", whole_number(1, limits.MAX_NODES), 1)
+    flag(where, "--min-hosts N", "wait rather than begin or continue with fewer", whole_number(1, limits.MAX_NODES), 1)
     flag(where, "--master-addr ADDRESS", "address of the first host; default: as the others reach it", nonblank)
     text = "port of the first host; default: a free one"
     flag(where, "--master-port PORT", text, whole_number(1, 65535))
@@ -68,7 +68,7 @@ def _add_limits(parser: FlagParser) -> None:
     flag(group, "--hang-timeout-s S", "train.py's flag, which is the time for a step", seconds)
     add_timeout(group, "--lost-after-s", "time without a sign of life after which a host is lost", 30.0, 4.0)
     add_timeout(group, "--connect-timeout-s", "time for a host to answer, or it is left out", 45.0)
-    add_timeout(group, "--wait-for-hosts-s", "time that a restart waits for --min-hosts", 1800.0, 0.0)
+    add_timeout(group, "--wait-for-hosts-s", "time to wait for --min-hosts; without it, on a restart", 1800.0, 0.0)
     flag(group, "--max-restarts N", "restarts in all", whole_number(0, 10**6), 20)
     text = "give up when this many attempts in a row end after the same step"
     flag(group, "--same-step-limit N", text, whole_number(1, 10**6), 3)

@@ -196,7 +196,7 @@ class LaunchOptions:
     connect_timeout_s: float
     lost_after_s: float
     wait_for_hosts_s: float
-    """Time limit of a restart for `min_hosts` to come back."""
+    """Time limit for `min_hosts` to answer."""
     min_hosts: int
     master_addr: str | None
     master_port: int | None
@@ -351,9 +351,11 @@ class Supervisor:
         return attempt
 
     def _gather(self, inputs: Inputs | None) -> AttemptRun:
-        """Reach the hosts; on a restart wait until there are enough. Returns no hosts if there never were."""
+        """Reach the hosts, and wait until there are enough. Returns no hosts if there never were."""
         options, config = self._options, self._config
-        deadline = time.monotonic() + (options.wait_for_hosts_s if self._attempts else 0.0)
+        # A first attempt that reaches no host at all is rather a mistake in the hostfile.
+        waits = self._attempts or options.min_hosts > 1
+        deadline = time.monotonic() + (options.wait_for_hosts_s if waits else 0.0)
         hello = {"cwd": os.getcwd(), "environment": dict(options.environment)}
         while True:
             run = AttemptRun(options.lost_after_s, config.start_timeout_s, config.hang_timeout_s, self._show)

@@ -259,7 +259,7 @@ def test_a_host_that_is_lost_twice_in_a_row_is_left_out_once(stand_in: StandIn) 
 
 
 @pytest.mark.parametrize("why", ["--min-hosts", "--sequence-parallel-size"])
-def test_hosts_that_do_not_answer_are_waited_for_on_a_restart_only(stand_in: StandIn, why: str) -> None:
+def test_hosts_that_do_not_answer_are_waited_for_on_a_restart(stand_in: StandIn, why: str) -> None:
     asked: list[str] = []
 
     def command(host: Host) -> list[str]:
@@ -273,6 +273,17 @@ def test_hosts_that_do_not_answer_are_waited_for_on_a_restart_only(stand_in: Sta
     assert stand_in.ends == ["failed", "finished"]
     assert "WARNING: b is left out: ssh: no route to host" in stand_in.shown
     assert "waiting for 2 of 2 hosts" in stand_in.shown
+
+
+def test_a_first_attempt_waits_for_min_hosts_and_not_for_any(stand_in: StandIn) -> None:
+    asked: list[str] = []
+
+    def command(host: Host) -> list[str]:
+        asked.append(host.name)
+        return host_command(host) if host.name == "a" or len(asked) > 4 else ["false"]
+
+    assert stand_in.launch("train(1, 1)", command=command, min_hosts=2) == 0
+    assert (stand_in.ends, asked) == (["finished"], ["a", "b"] * 3)
 
     stand_in.run_folder = stand_in.folder / "another"
     assert stand_in.launch("", command=lambda _: ["/nowhere/ssh"]) == 1
