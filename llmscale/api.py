@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from llmscale.checkpoint.remote_run import fetch_run
 from llmscale.cli import estimate_answers
 from llmscale.cli.estimate_tables import ranking_as_dict, search_as_dict
-from llmscale.cli.flags import flag_words
 from llmscale.cli.main import build_parser
+from llmscale.config.run_flags import flag_words
 from llmscale.config.run_urls import check_other_run, url_of
 from llmscale.data.shards.cache import fetch_tokenizer, open_set
 from llmscale.data.shards.manifest import Manifest

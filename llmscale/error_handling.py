@@ -141,11 +141,11 @@ def _keep_traceback(text: str, what: str, rank: str, run_folder: Path | None) ->
     import tempfile
 
     folders = [] if run_folder is None or (run_folder / "logs").is_symlink() else [run_folder / "logs"]
-    # The same name for all ranks of one launcher on this host with the same error.
-    digest = hashlib.blake2b(what.encode(errors="replace"), digest_size=4).hexdigest()
-    start = os.getppid() if rank else os.getpid()
+    # The same name for all ranks of one start on this host with the same error.
+    start = _start_of_ranks() if rank else str(os.getpid())
+    digest = hashlib.blake2b(f"{start} {what}".encode(errors="replace"), digest_size=4).hexdigest()
     for folder in (*folders, Path(tempfile.gettempdir())):
-        path = folder / f"llmscale-{start}-{digest}.traceback.txt"
+        path = folder / f"llmscale-{os.getppid() if rank else os.getpid()}-{digest}.traceback.txt"
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         except FileExistsError:
@@ -164,6 +164,19 @@ def _keep_traceback(text: str, what: str, rank: str, run_folder: Path | None) ->
         with contextlib.suppress(OSError):
             path.unlink()
     return None, True
+
+
+def _start_of_ranks() -> str:
+    """Return what the ranks of one start on this host share, and no other start has.
+
+    A launcher that restarts them stays their parent, and in containers every launcher has the same process id.
+    """
+    began = ""
+    with contextlib.suppress(OSError, IndexError):
+        # The command comes first, in parentheses, and may itself contain some.
+        began = Path(f"/proc/{os.getppid()}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+    names = ("TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
+    return " ".join([began, *(os.environ.get(name, "") for name in names)])
 
 
 def _is_ours(path: Path) -> bool:

@@ -37,6 +37,7 @@ class Condition(NamedTuple):
 Resume = Literal["free", "told", "weights", "refused", "resolved"] | Breaks
 Ranks = Literal["same", "resolved"] | MayDiffer
 Command = Literal["estimate", "plan"]
+Outside = Literal["value", "name", "private"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,9 @@ class Key:
     """Commands besides `train` that have this flag."""
     begins: bool = False
     """It says where a run begins, and a restart leaves it out."""
+    outside: Outside | None = None
+    """Part of a text that leaves the machine, in model cards, reports, trackers and messages. value: all of it. name:
+    the last part of a path or URL. private: nothing. Numbers and words of a list leave it as they are."""
     metavar: str = ""
     """Name of the value in help; default: from the type."""
     of_model: Literal["", "block", "experts", "training"] = ""

@@ -27,9 +27,11 @@ if __name__ == "__main__":
     stop_request = StopRequest()
     stop_request.install()
 
+from llmscale.config.bundled_files import explain_missing
 from llmscale.config.launcher_variables import LauncherVariables, check_meeting_point, read_launcher_variables
 from llmscale.config.run_config import RunConfig, parse_run_config
 from llmscale.engine.device_settings import set_allocator_default
+from llmscale.engine.network import check_interfaces
 from llmscale.error_handling import flush_stdout, prepare_streams, print_error, report_crash
 from llmscale.errors import LlmscaleError, MachineError, UnreachableError
 from llmscale.files.resilient_stdout import make_output_resilient
@@ -37,6 +39,7 @@ from llmscale.terminal.status_line import StatusLine
 from llmscale.training.changes import lines_at_end
 from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.inputs import announce_after_s, with_prepared_text
+from llmscale.training.lost_peer import explain_lost_peer
 from llmscale.training.memory_report import explained_out_of_memory
 from llmscale.training.start import Start, check_space, prepare_start
 from llmscale.training.watchdog import watch
@@ -48,8 +51,9 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
     """Run training, and return the exit status.
 
     0: the run is finished, or was asked to stop and has saved. 1: this machine failed it (memory, a killed data worker,
-    an occupied port), a store failed it for the moment, or something unexpected did. 2: a mistake of the user. A rank
-    that hangs ends with 76. `stop` is installed already; without one, signals act as before.
+    an occupied port), a store failed it for the moment, or something unexpected did. 2: a mistake of the user. 75: it
+    has saved, because another node leaves, and torchrun is to start it again. 76: it hung. `stop` is installed already;
+    without one, signals act as before.
     """
     began = time.perf_counter()
     prepare_streams()
@@ -113,6 +117,7 @@ def _check_and_train(
             return 0
         check_space(start)
         check_meeting_point(here, os.environ)
+        check_interfaces(os.environ)
         return train(start, stop, heartbeat, began, announcer)
 
 
@@ -122,6 +127,9 @@ def _report_failure(
     """Print the error on the ranks that report it, and return the exit status."""
     # Ranks of one host share files and flags, so one of them reports; a store may have failed any of them alone.
     reports = here is None or here.local_rank == 0
+    if not stop.ends_early and not isinstance(error, LlmscaleError):
+        error = explain_lost_peer(error) or error
+    error = explain_missing(error, "train") or error
     if isinstance(error, LlmscaleError):
         if reports or (isinstance(error, (MachineError, UnreachableError)) and not error.is_on_every_rank):
             print_error(str(error))
@@ -168,8 +176,7 @@ def train(start: Start, stop: StopRequest, heartbeat: Heartbeat, began: float, a
             del result, micro_batches  # frees them before the next fetch
         # A run without steps left ends its start here.
         announcer.end()
-        session.finish()
-    return 0
+        return session.finish()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ main() {
     SECONDS=0 # bash counts from here: the times do not include the installation
 
     num_processes=$(python -c 'import torch; print(torch.cuda.device_count() or 2)')
-    # The global batch must divide among the processes: round it up.
+    # A global batch that divides among the processes needs no fillers: round it up.
     SEQUENCES=$(((SEQUENCES + num_processes - 1) / num_processes * num_processes))
 
     step "Training: ZeRO-2 on $num_processes processes"

@@ -55,7 +55,8 @@ file's first line is `# yaml-language-server: $schema=run.schema.json`; in TOML 
 _DS = """\
 ## ds_config
 
-The JSON for `--ds`; `ds_configs/` has one for each ZeRO stage. Keys of DeepSpeed that are not listed are refused,
+The JSON for `--ds`; `ds_configs/` has one for each ZeRO stage, and files of Hugging Face, Megatron-DeepSpeed and the
+like are read ([ds_configs](../ds_configs/README.md#your-own-file)). Other keys of DeepSpeed are refused, all at once,
 because a run could not honour them. `"auto"` is resolved from the run. An absent section is off. Sizes are in elements.
 A key without a meaning is explained in [DeepSpeed's reference](https://www.deepspeed.ai/docs/config-json/).
 """

@@ -34,6 +34,13 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).resolve().parent.parent
 TRAIN = REPOSITORY / "llmscale" / "train.py"
 
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu` leave out files without such tests: a bare GPU machine lacks the libraries of the others."""
+    is_test = config.option.markexpr == "gpu" and collection_path.suffix == ".py" and collection_path != Path(__file__)
+    return True if is_test and "mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
+
+
 # Nothing here is compiled. DeepSpeed decorates its Muon with torch.compile all the same, and importing what that needs
 # takes more than a quarter of a rank's start.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

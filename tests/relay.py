@@ -55,7 +55,7 @@ class _Handler(BaseHTTPRequestHandler):
         harm = self.relay.harm(self.command, self.path)
         if harm == "hang":
             self.relay.released.wait(HANG_S)
-        upstream = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        upstream = http.client.HTTPConnection("127.0.0.1", self.port, timeout=HANG_S)
         headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP | self.relay.strips}
         upstream.request(self.command, self.path, body, {**headers, "Content-Length": str(len(body))})
         answer = upstream.getresponse()

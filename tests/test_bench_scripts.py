@@ -217,7 +217,7 @@ def test_what_is_wrong_is_said_before_anything_is_measured(
 ) -> None:
     result = tmp_path / "result.json"
     given = arguments if name == "gpu" or "--json" in arguments else [*arguments, "--json", str(result)]
-    answer = run_script(name, *given, timeout_s=60)
+    answer = run_script(name, *given, timeout_s=300)
     assert answer.returncode in (1, 2)
     assert said in " ".join(answer.stderr.split())
     assert "Traceback" not in answer.stderr

@@ -112,7 +112,7 @@ def start_script(tmp_path: Path) -> Iterator[Start]:
             # srun and the launchers are sessions of their own; SIGTERM reaches them through the script.
             process.terminate()
             try:
-                process.wait(60)
+                process.wait(HANG_S)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
         process.communicate()

@@ -103,6 +103,22 @@ def test_of_ranks_that_fail_alike_one_speaks_and_says_which(
     assert second.startswith("error: rank 3: unexpected ValueError: another.")
 
 
+def test_the_same_error_of_the_next_start_is_printed_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the same parent, as torchrun starts ranks again."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for attempt in ("0", "1", "2"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        for rank in ("1", "0"):
+            monkeypatch.setenv("RANK", rank)
+            report_crash(ValueError("same"))
+    monkeypatch.setenv("MASTER_PORT", "29999")
+    report_crash(ValueError("same"))
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(": unexpected")[0] for line in lines] == ["error: rank 1"] * 3 + ["error: rank 0"]
+
+
 def test_a_file_planted_in_the_temporary_folder_is_not_written_to(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -200,6 +200,16 @@ def readme() -> str:
     return (ROOT / "README.md").read_text()
 
 
+def test_home_folders_are_found_in_one_place() -> None:
+    """Path.expanduser and Path.home raise RuntimeError for a user without one."""
+    calls = {
+        path.name
+        for path in (ROOT / "llmscale").rglob("*.py")
+        if re.search(r"\)\.expanduser\(|\w\.expanduser\(\)|Path\.home\(", path.read_text(encoding="utf-8"))
+    }
+    assert calls == {"paths.py"}
+
+
 def code_blocks(text: str) -> Iterator[str]:
     yield from re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 

@@ -102,7 +102,7 @@ def ensure(place: Path, level: str, **environment: str) -> list[str]:
         cwd=place,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     log = place.parent / "pip.log"

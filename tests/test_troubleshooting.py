@@ -20,7 +20,7 @@ MAKERS = {
 #: Errors that are about machines if an OSError caused them, a file of `MACHINE_FILES` raises them, or they say so.
 ERRORS = ("ConfigError", "DataError", "CheckpointError", "DamagedError", "OSError")
 MACHINE_FILES = (
-    *("cluster/launch/*.py", "cluster/hostfile.py", "cluster/remote.py", "cluster/doctor/facts.py"),
+    *("cluster/launch/*.py", "cluster/hostfile.py", "cluster/remote.py", "cluster/doctor/report.py"),
     *("cluster/doctor/diagnose.py", "config/launcher_variables.py", "engine/process_group.py"),
     *("data/storage/shared_object.py", "data/storage/objects.py", "data/storage/faults.py", "data/shards/cache.py"),
     *("checkpoint/remote_run.py", "checkpoint/hub_download.py", "checkpoint/load.py", "untrusted/hub.py"),

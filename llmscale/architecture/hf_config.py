@@ -1,8 +1,8 @@
 """A transformers `config.json`: where it is found, the family and shape that it describes, its parameters. No torch.
 
-Families that llmscale trains are in architecture/families. Two more (`_opt` with every option, `_gpt_neox`) are only
-described by their layers, following `transformers.models.<family>.modeling_<family>` (4.57), to estimate model states.
-The tests compare every tensor with a model that transformers builds on torch's meta device.
+Families that llmscale trains are in architecture/families. More (`_opt` with every option, `_DECODERS`) are only
+described by their parameters, following `transformers.models.<family>.modeling_<family>` (4.57), to estimate model
+states. The tests compare every tensor with a model that transformers builds on torch's meta device.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from llmscale.architecture.families.llama import LLAMA_LIKE
 from llmscale.architecture.layers import (
     Architecture,
     Layer,
+    Parameter,
     attention,
     combined_layer,
     elementwise,
@@ -25,13 +26,14 @@ from llmscale.architecture.layers import (
     head,
     layer_norm,
     linear,
+    rms_norm,
 )
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.errors import ConfigError
-from llmscale.suggestions import did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, parse_json
 from llmscale.untrusted.hub import is_hub_name, read_hub_files
 from llmscale.untrusted.paths import read_regular
+from llmscale.untrusted.strangers import describe_stranger
 
 CONFIG_NAME = "config.json"
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, OPT, *LLAMA_LIKE, *WITH_EXPERTS)}
@@ -80,7 +82,7 @@ def get_family(config: Mapping[str, object], source: str) -> Family:
         raise ConfigError(f"{source}: model_type is missing or not a text; is this a transformers config.json?")
     if model_type not in FAMILIES:
         nearest, lacks = _OTHERS.get(model_type, ("", ""))
-        hint = f" The nearest is {nearest}, which has no {lacks}." if nearest else did_you_mean(model_type, FAMILIES)
+        hint = f" The nearest is {nearest}, which has no {lacks}." if nearest else ""
         raise ConfigError(
             f"{source}: llmscale has no model of type {model_type[:80]!r}.{hint} Supported: {', '.join(FAMILIES)}."
         )
@@ -106,6 +108,15 @@ def read_shape(config: Mapping[str, object], source: str) -> dict[str, object]:
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     return values
+
+
+def without_rope_scaling(config: Mapping[str, object]) -> dict[str, object]:
+    """Return the entries of a config.json with plain rotations, up to transformers 4 and from 5 on."""
+    parameters = config.get("rope_parameters")
+    plain: dict[str, object] = {"rope_scaling": None}
+    if isinstance(parameters, dict):
+        plain["rope_parameters"] = {"rope_theta": parameters["rope_theta"]} if "rope_theta" in parameters else None
+    return {**config, **plain}
 
 
 def family_of(shape: GPTShape) -> Family:
@@ -160,35 +171,152 @@ def _opt(keys: Keys) -> Architecture:
     )
 
 
-def _gpt_neox(keys: Keys) -> Architecture:
+@dataclass(frozen=True)
+class _Decoder:
+    """A decoder of transformers by its parameters alone."""
+
+    width: int
+    n_head: int
+    n_layer: int
+    vocab: int
+    inner: int
+    """Width of the MLP."""
+    qkv: tuple[int, ...]
+    """Rows of the matrices of query, key and value: one number for one matrix."""
+    has_bias: tuple[bool, bool, bool]
+    """Of query, key and value; of the attention's output; of the MLP."""
+    tied: bool
+    norms: int = 2
+    norm: Callable[[str, int], Layer] = layer_norm
+    up: int = 1
+    """Rows of the MLP's first matrix, as a multiple of `inner`."""
+    before: tuple[Layer, ...] = ()
+    """Layers between the token embedding and the first block."""
+    head_bias: bool = False
+
+    def describe(self) -> Architecture:
+        h, (qkv_bias, out_bias, mlp_bias) = self.width, self.has_bias
+        logits = head("head", self.vocab, h, tied_to="wte" if self.tied else "")
+        bias = [Layer("head_bias", (Parameter("bias", (self.vocab,), "vector"),))] if self.head_bias else []
+        norms = [self.norm(f"ln_{number}", h) for number in range(1, self.norms + 1)]
+        return Architecture(
+            before_blocks=(embedding("wte", self.vocab, h), *self.before),
+            block=(
+                norms[0],
+                combined_layer("attn.qkv", *(linear(f"qkv{rows}", h, rows, bias=qkv_bias) for rows in self.qkv)),
+                attention(self.n_head, h // self.n_head),
+                linear("attn.proj", h, h, bias=out_bias),
+                *norms[1:],
+                linear("mlp.up", h, self.up * self.inner, bias=mlp_bias),
+                elementwise(self.inner),
+                linear("mlp.down", self.inner, h, bias=mlp_bias),
+                elementwise(2 * h),
+            ),
+            n_layer=self.n_layer,
+            after_blocks=(combined_layer("ln_f", self.norm("ln_f", h), *bias), logits),
+            parameter_order=(*(norm.name for norm in norms), "attn.qkv", "attn.proj", "mlp.up", "mlp.down"),
+        )
+
+
+def _gpt_neox(keys: Keys) -> _Decoder:
     h, n_head = keys.heads()
-    vocab, inner = keys.count("vocab_size"), keys.count("intermediate_size")
     bias, tied = keys.flag("attention_bias", True), keys.flag("tie_word_embeddings", False)
-    return Architecture(
-        before_blocks=(embedding("wte", vocab, h),),
-        block=(
-            layer_norm("ln_1", h),
-            linear("attn.qkv", h, 3 * h, bias=bias),
-            attention(n_head, h // n_head),
-            linear("attn.proj", h, h, bias=bias),
-            layer_norm("ln_2", h),
-            linear("mlp.up", h, inner, bias=True),
-            elementwise(inner),
-            linear("mlp.down", inner, h, bias=True),
-            elementwise(2 * h),
-        ),
-        n_layer=keys.layers("num_hidden_layers"),
-        after_blocks=(layer_norm("ln_f", h), _head(tied, vocab, h)),
-        parameter_order=("ln_1", "ln_2", "attn.qkv", "attn.proj", "mlp.up", "mlp.down"),
-    )
+    sizes = keys.layers("num_hidden_layers"), keys.count("vocab_size"), keys.count("intermediate_size")
+    return _Decoder(h, n_head, *sizes, (3 * h,), (bias, bias, True), tied)
+
+
+def _falcon(keys: Keys) -> _Decoder:
+    h, n_head = keys.heads()
+    is_new, is_parallel = keys.flag("new_decoder_architecture", False), keys.flag("parallel_attn", True)
+    head_dim, bias = h // n_head, keys.flag("bias", False)
+    kv_heads = 1 if keys.flag("multi_query", True) else n_head
+    if is_new:
+        kv_heads = keys.count("num_kv_heads", n_head)
+    norms = keys.count("num_ln_in_parallel_attn", 2 if is_new else 1) if is_parallel else 2
+    sizes = keys.layers("num_hidden_layers"), keys.count("vocab_size"), keys.count("ffn_hidden_size", 4 * h)
+    tied = keys.flag("tie_word_embeddings", True)
+    return _Decoder(h, n_head, *sizes, (h + 2 * kv_heads * head_dim,), (bias, bias, bias), tied, min(norms, 2))
+
+
+def _bloom(keys: Keys) -> _Decoder:
+    h, n_head = keys.heads(heads="n_head")
+    sizes = keys.layers("n_layer"), keys.count("vocab_size"), 4 * h
+    tied, before = keys.flag("tie_word_embeddings", True), (layer_norm("ln_embedding", h),)
+    return _Decoder(h, n_head, *sizes, (3 * h,), (True, True, True), tied, before=before)
+
+
+def _mpt(keys: Keys) -> _Decoder:
+    h, n_head = keys.heads("d_model", "n_heads")
+    keys.require("no_bias", True)
+    inner = int(h * keys.number("expansion_ratio", 4))
+    sizes = keys.layers("n_layers"), keys.count("vocab_size"), inner
+    tied = keys.flag("tie_word_embeddings", True)
+    return _Decoder(h, n_head, *sizes, (3 * h,), (False, False, False), tied, norm=rms_norm)
+
+
+def _gptj(keys: Keys) -> _Decoder:
+    h, n_head = keys.heads("n_embd", "n_head")
+    sizes = keys.layers("n_layer"), keys.count("vocab_size"), keys.count("n_inner", 4 * h)
+    tied = keys.flag("tie_word_embeddings", False)
+    return _Decoder(h, n_head, *sizes, (h, h, h), (False, False, True), tied, norms=1, head_bias=True)
+
+
+def _gpt_neo(keys: Keys) -> _Decoder:
+    h, n_head = keys.heads(heads="num_heads")
+    sizes = keys.layers("num_layers"), keys.count("vocab_size"), keys.count("intermediate_size", 4 * h)
+    before = (embedding("wpe", keys.count("max_position_embeddings", 2048), h),)
+    tied = keys.flag("tie_word_embeddings", True)
+    return _Decoder(h, n_head, *sizes, (h, h, h), (False, True, True), tied, before=before)
+
+
+def _phi(keys: Keys) -> _Decoder:
+    h, n_head = keys.heads()
+    kv = keys.count("num_key_value_heads", n_head) * (h // n_head)
+    sizes = keys.layers("num_hidden_layers"), keys.count("vocab_size"), keys.count("intermediate_size")
+    keys.require("qk_layernorm", False)
+    tied = keys.flag("tie_word_embeddings", False)
+    return _Decoder(h, n_head, *sizes, (h, kv, kv), (True, True, True), tied, norms=1, head_bias=True)
+
+
+def _phi3(keys: Keys) -> _Decoder:
+    h, n_head = keys.heads()
+    kv = keys.count("num_key_value_heads", n_head) * (h // n_head)
+    sizes = keys.layers("num_hidden_layers"), keys.count("vocab_size"), keys.count("intermediate_size")
+    tied = keys.flag("tie_word_embeddings", False)
+    return _Decoder(h, n_head, *sizes, (h + 2 * kv,), (False, False, False), tied, norm=rms_norm, up=2)
+
+
+def _starcoder2(keys: Keys) -> _Decoder:
+    h, n_head = keys.heads()
+    kv = keys.count("num_key_value_heads", n_head) * (h // n_head)
+    sizes = keys.layers("num_hidden_layers"), keys.count("vocab_size"), keys.count("intermediate_size")
+    bias, tied = keys.flag("use_bias", True), keys.flag("tie_word_embeddings", True)
+    return _Decoder(h, n_head, *sizes, (h, kv, kv), (bias, bias, bias), tied)
 
 
 def _head(tied: bool, rows: int, width: int) -> Layer:
     return head("head", rows, width, tied_to="wte" if tied else "")
 
 
-#: Families that are described only by their layers, by model_type.
-_DESCRIPTIONS: dict[str, Callable[[Keys], Architecture]] = {"opt": _opt, "gpt_neox": _gpt_neox}
+#: Families that are described only by their parameters, by model_type.
+_DECODERS: dict[str, Callable[[Keys], _Decoder]] = {
+    "gpt_neox": _gpt_neox,
+    "falcon": _falcon,
+    "bloom": _bloom,
+    "mpt": _mpt,
+    "gptj": _gptj,
+    "gpt_neo": _gpt_neo,
+    "phi": _phi,
+    "phi3": _phi3,
+    "starcoder2": _starcoder2,
+}
+
+
+def _describe(family: str, keys: Keys) -> Architecture | None:
+    """Return the layers of a family that llmscale does not train; None for one that it does not know either."""
+    if family == "opt":
+        return _opt(keys)
+    return _DECODERS[family](keys).describe() if family in _DECODERS else None
 
 
 @dataclass(frozen=True)
@@ -243,9 +371,10 @@ def load_hf_model(path_or_name: str) -> HFModel | None:
         read_shape(config, source)
     except ConfigError:
         family = str(config.get("model_type"))
-        if family not in _DESCRIPTIONS:
+        architecture = _describe(family, Keys(config, source))
+        if architecture is None:
             raise
-        return HFModel(path_or_name, family, _DESCRIPTIONS[family](Keys(config, source)))
+        return HFModel(path_or_name, family, architecture)
     return None
 
 
@@ -258,8 +387,10 @@ def find_config(path_or_name: str, source: str) -> FoundConfig:
     if path.is_dir():
         path = path / CONFIG_NAME
         if not path.is_file():
-            raise ConfigError(f"{source}: the folder has no {CONFIG_NAME}.")
+            raise ConfigError(f"{source}: the folder has no {CONFIG_NAME}.{describe_stranger(path.parent)}")
     if path.is_file():
+        if path.suffix != ".json" and (stranger := describe_stranger(path)):
+            raise ConfigError(f"{source} is not a {CONFIG_NAME} or its folder.{stranger}")
         try:
             return FoundConfig(_parse(read_regular(path, CONFIG_MAX_BYTES), source), path.parent, None)
         except OSError as error:

@@ -11,6 +11,9 @@ from typing import Literal, TypeVar
 
 T = TypeVar("T")
 
+#: Standard deviation of every weight matrix and embedding (Radford et al. 2019, and OpenAI's code).
+INIT_STD = 0.02
+
 #: Kinds that optimizers distinguish: token and position tables, the output head and routers; matrices of linear layers
 #: and experts; biases and norms.
 ParameterKind = Literal["embedding", "matrix", "vector"]

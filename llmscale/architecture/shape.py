@@ -188,8 +188,19 @@ def shape_key(
         may_contradict=may_contradict,
         run_default=run_default,
         metavar=metavar,
+        outside="value",
         bounds=tuple(bounds.items()),
     )
+
+
+def shortest_interval(n_layer: int, dense_layers: int, expert_interval: int) -> tuple[int, int]:
+    """Return the dense_layers and the smallest expert_interval that give experts to the same blocks.
+
+    Two blocks with experts have one description. A single one has several, such as 2 and 1, or 0 and 3, of three.
+    """
+    first = dense_layers + expert_interval - 1
+    interval = min(expert_interval, n_layer - first)
+    return first + 1 - interval, interval
 
 
 @dataclass(frozen=True)
@@ -267,7 +278,8 @@ class GPTShape:
     dense_layers: Annotated[int, shape_key(resume="weights", of_model="experts", ge=0, le=limits.MAX_LAYERS)] = 0
     """Number of first blocks that have one MLP and no experts."""
     expert_interval: Annotated[int, shape_key(resume="weights", of_model="experts", ge=1, le=limits.MAX_LAYERS)] = 1
-    """1: all blocks after the first dense_layers have experts; N: the last of every N of them has."""
+    """1: all blocks after the first dense_layers have experts; N: the last of every N of them has. Kept as small as the
+    same blocks allow."""
     router_score: Annotated[RouterScore, shape_key(resume="weights", of_model="experts")] = "softmax"
     """Router's scores: the softmax over all experts, or each expert's sigmoid (DeepSeek V3)."""
     normalize_router: Annotated[bool, shape_key(resume="told", of_model="experts")] = True
@@ -372,6 +384,9 @@ class GPTShape:
                 f"none of the {self.n_layer} blocks has experts with dense_layers {self.dense_layers} and "
                 f"expert_interval {self.expert_interval}: their sum must be at most {self.n_layer}."
             )
+        layout = shortest_interval(self.n_layer, self.dense_layers, self.expert_interval)
+        for name, value in zip(("dense_layers", "expert_interval"), layout, strict=True):
+            object.__setattr__(self, name, value)
         if not (math.isfinite(self.router_scale) and self.router_scale > 0):
             raise ConfigError(f"router_scale must be a positive number, not {self.router_scale}.")
         if self.mlp_bias:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Protocol
 from llmscale.architecture.families.family import HFTensor
 from llmscale.errors import CheckpointError
 from llmscale.untrusted.documents import Rules, load_json
-from llmscale.untrusted.paths import RefusedFile, check_regular, is_plain_name
+from llmscale.untrusted.paths import RefusedFile, is_plain_name, open_regular
+from llmscale.untrusted.strangers import describe_stranger
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,21 +83,26 @@ class WeightsFiles:
 
 def find_weights_files(folder: Path) -> WeightsFiles:
     """Find the weights of a folder from `save_pretrained` or the Hub. Raises CheckpointError."""
-    main = choose_weights([name for name in _MAIN_FILES if (folder / name).exists()], str(folder))
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    main = choose_weights(names, str(folder), folder)
     if not main.endswith(INDEX_SUFFIX):
         return WeightsFiles(folder, (_checked(folder / main),), {})
     file_of = load_index(folder / main)
     return WeightsFiles(folder, tuple(_checked(folder / file) for file in sorted({*file_of.values()})), file_of)
 
 
-def choose_weights(names: Collection[str], source: str) -> str:
-    """Return which of a model's files holds its weights, or is their index. `source` names the model in messages.
+def choose_weights(names: Collection[str], source: str, folder: Path | None = None) -> str:
+    """Return which of a model's files holds its weights, or is their index.
+
+    `source` names the model in messages, and `folder` is where it lies on this machine.
 
     Raises CheckpointError when no file does.
     """
     for name in _MAIN_FILES:
         if name in names:
             return name
+    if folder and (stranger := describe_stranger(folder, flag_value=False)):
+        raise CheckpointError(f"{source} holds no weights of transformers.{stranger}")
     others = sorted(name for name in names if name.endswith(_OTHER_FORMATS))
     has = f", but {others[0][:80]}{f' and {len(others) - 1} more' if len(others) > 1 else ''}" if others else ""
     raise CheckpointError(
@@ -156,9 +162,9 @@ def load_index(path: Path) -> dict[str, str]:
 
 
 def _checked(path: Path) -> Path:
-    """Return the path of a file that exists and is a regular one."""
+    """Return the path of a file that exists, is a regular one and no Git LFS pointer."""
     try:
-        check_regular(path, follow_links=True)  # the Hub's cache is made of links
+        open_regular(path).close()  # follows links, of which the Hub's cache is made
     except RefusedFile as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
     except OSError:
@@ -259,6 +265,8 @@ def _explain_mismatch(
             f"{source} has no '{_HEAD}', and its config.json does not tie the head to the token embedding. If the "
             'model is a tied one, its config.json lacks "tie_word_embeddings": true.'
         )
+    if missing and (wrapped := _explain_wrappers(missing, stored, source)):
+        return wrapped
     if missing:
         names = [_without_prefix(name) for name in missing] if is_decoder else missing
         return (
@@ -269,6 +277,42 @@ def _explain_mismatch(
         f"{source} holds {_first(surplus)}, which the model of its config.json has no place for. Name a folder that "
         "save_pretrained wrote, of a causal language model."
     )
+
+
+#: Prefixes that wrappers of a model give to its tensors, each with the wrapper.
+_WRAPPERS = {
+    "_orig_mod.": "torch.compile",
+    "_fsdp_wrapped_module.": "FSDP",
+    "_checkpoint_wrapped_module.": "activation checkpointing",
+    "_forward_module.": "Lightning",
+    "base_model.model.": "peft",
+    "module.": "DistributedDataParallel or DeepSpeed",
+}
+
+
+def _explain_wrappers(missing: Sequence[str], stored: Mapping[str, StoredTensor], source: str) -> str:
+    """Return a message if the names become the missing ones without the prefixes of wrappers; else an empty string."""
+    wanted, used = {*missing, *map(_without_prefix, missing)}, []
+    names = set(stored)
+    for prefix in _WRAPPERS:
+        plain = {_strip(name, prefix) for name in names}
+        if plain != names:
+            used.append(prefix)
+        names = plain
+    if not used or not wanted & names:
+        return ""
+    prefixes = " and ".join(f"'{prefix}' (of {_WRAPPERS[prefix]})" for prefix in used)
+    strip = "".join(f".replace('{prefix}', '')" for prefix in used)
+    return (
+        f"{source}: the names of its tensors have {prefixes}, as in '{min(stored)}': a wrapper was saved in place of "
+        "the model. Save the model inside it with save_pretrained, or rename: `from safetensors.torch import "
+        f"load_file, save_file; save_file({{name{strip}: tensor for name, tensor in load_file(FILE).items()}}, FILE)`."
+    )
+
+
+def _strip(name: str, prefix: str) -> str:
+    """Return a tensor's name without a prefix, which may also be within it."""
+    return name.removeprefix(prefix).replace(f".{prefix}", ".")
 
 
 def _first(names: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ import xxhash
 from llmscale.architecture.families.family import HFTensor
 from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
 from llmscale.config.hf_model import PREFIX, PublishedModel, read_published_model
+from llmscale.config.run_config import RunConfig
 from llmscale.config.user_paths import check_output_folder
 from llmscale.data.prepare.output_folder import find_writer
 from llmscale.data.shards.verify_shards import hash_file
@@ -218,14 +219,14 @@ def _header(tensors: Sequence[HFTensor], dtype: ExportDtype) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def open_published(run: Path) -> PublishedModel | None:
+def open_published(run: Path, config: RunConfig) -> PublishedModel | None:
     """Return the published model whose description a run folder keeps, or None. Raises ConfigError."""
     folder = run / PUBLISHED_NAME
     # A link could make an export, or another run, contain any file of this machine: the run folder is not trusted.
     for path in (folder, *(folder / name for name in (CONFIG_NAME, GENERATION_NAME, POSITIONS_NAME))):
         if path.is_symlink():
             raise ConfigError(f"{path} is a symbolic link. Put what it leads to in its place.")
-    return read_published_model("the run's", f"{PREFIX}{folder}") if (folder / CONFIG_NAME).is_file() else None
+    return read_published_model("the run's", f"{PREFIX}{folder}", config) if (folder / CONFIG_NAME).is_file() else None
 
 
 def last_positions(model: PublishedModel, first: int) -> Tensor | None:

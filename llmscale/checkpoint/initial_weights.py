@@ -32,6 +32,7 @@ from llmscale.checkpoint.hf_write import (
     open_published,
 )
 from llmscale.config.hf_model import PREFIX, PublishedModel
+from llmscale.config.run_config import RunConfig
 from llmscale.data.prepare.output_folder import new_folder
 from llmscale.data.shards.cache import SetLocation
 from llmscale.data.tokenizers.hugging_face import VOCABULARY_NAMES
@@ -153,14 +154,18 @@ def load_published_weights(
     refresh_low_precision_weights(engine)
 
 
-def keep_published(weights: PublishedWeights | None, seq_len: int, source: Path | None, run: Path) -> None:
+def keep_published(
+    weights: PublishedWeights | None, seq_len: int, source: Path | None, run: Path, config: RunConfig
+) -> None:
     """Copy the published model's configurations, and its positions beyond seq_len, to a new run folder.
 
     A run that begins with the checkpoint `source` copies what that run kept. Raises LlmscaleError, OSError.
     """
     if (run / PUBLISHED_NAME).exists():
         return
-    model = open_published(source.resolve().parents[1]) if source is not None else weights.model if weights else None
+    model = weights.model if weights else None
+    if source is not None:
+        model = open_published(source.resolve().parents[1], config)
     place = model.folder if model is not None else None
     if place is None or not (place / CONFIG_NAME).is_file():
         return

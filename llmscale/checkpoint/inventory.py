@@ -44,6 +44,7 @@ from llmscale.checkpoint.manifest import (
 from llmscale.errors import CheckpointError
 from llmscale.files.atomic_write import write_durably
 from llmscale.untrusted.documents import Rules, load_json
+from llmscale.untrusted.strangers import describe_stranger
 
 HISTORY_NAME = "history.json"
 #: Names of the remains of an interrupted save or delete.
@@ -278,6 +279,8 @@ def find_checkpoint(path: Path, report: Callable[[str], None] = lambda line: Non
         if step is not None:
             raise CheckpointError(f"{path} is one checkpoint, and --step {step} chooses among those of a run folder.")
         return path
+    if path.is_file() and (stranger := describe_stranger(path)):
+        raise CheckpointError(f"{path} is no run folder.{stranger}")
     named = path.name if path.parent.name == CHECKPOINTS_NAME and path.name in (BEST_NAME, LATEST_NAME) else ""
     path = path.parent.parent if named else path
     found = find_checkpoints(path)
@@ -296,6 +299,13 @@ def find_checkpoint(path: Path, report: Callable[[str], None] = lambda line: Non
         others = find_checkpoints(path.parent.parent).current
         newest = f" The newest of its run is {others[0].path.name}." if others else ""
         raise CheckpointError(f"{path} does not exist: never saved, expired, or renamed.{newest}")
+    if stranger := describe_stranger(path):
+        raise CheckpointError(f"{path} is no run folder.{stranger}")
+    if str(path).startswith("hf:"):
+        raise CheckpointError(
+            f"{path} is a published model, and a run or a checkpoint is needed here. `train --init-from {path}` begins "
+            "a run with its weights; eval, sample and prune take its folder without hf:."
+        )
     raise CheckpointError(f"{path} {what}. Name a run folder of train.py (--run), or one of its checkpoints/step-*.")
 
 

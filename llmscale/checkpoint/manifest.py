@@ -29,7 +29,7 @@ from llmscale.data.shards.verify_shards import hash_file as hash_content
 from llmscale.errors import CheckpointError
 from llmscale.files.atomic_write import write_durably
 from llmscale.untrusted.documents import Rules, load_json
-from llmscale.untrusted.paths import check_regular
+from llmscale.untrusted.paths import check_regular, open_regular
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -297,6 +297,8 @@ def _file_damage(path: Path, stored: StoredFile, progress: Callable[[int], objec
 def _size_damage(path: Path, stored: StoredFile) -> str | None:
     try:
         num_bytes = check_regular(path, follow_links=False).st_size
+        if num_bytes != stored.num_bytes:
+            open_regular(path, follow_links=False).close()  # names a Git LFS pointer
     except OSError as error:
         return f"{path} cannot be read: {error.strerror or error}."
     if num_bytes != stored.num_bytes:

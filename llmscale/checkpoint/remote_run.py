@@ -183,9 +183,12 @@ def fetch_run(path: Path) -> Path:
 
 def fetch_runs_below(folder: Path, report: Callable[[str], None]) -> None:
     """Bring the copies of the run at the URL of which `folder` is the copy, or of all runs one level below it, up to
-    date; `report` gets a line for each that cannot be read. Raises DataError when the store cannot be."""
+    date; `report` gets a line for each that cannot be read. Raises DataError when the store cannot be read, and
+    CheckpointError when it has nothing there."""
     url = cast("str", url_of(folder))
     names = Store(url, for_reading=True).names_in(url)
+    if not names:
+        raise CheckpointError(f"{url} holds no run of llmscale: it has no {INDEX_NAME}, and nothing is below it.")
     for run in [folder] if INDEX_NAME in names else [folder / name for name in names if is_record_name(name)]:
         try:
             if read_index(run) is not None:

@@ -152,6 +152,7 @@ def _clean(args: argparse.Namespace) -> int:
     check_output_folder("--out", args.out)
     options, cluster = _options(args), _cluster(args)
     source = open_source_of(args)
+    told = set(source.passed_over)
     start_s = time.monotonic()
     result = clean(
         source,
@@ -176,9 +177,8 @@ def _clean(args: argparse.Namespace) -> int:
     )
     from llmscale.data.prepare.prepare_set import describe_reading
 
-    for line in describe_reading(
-        source.passed_over + result.passed_over, args.out, result.mark.num_rejected, result.mark.num_cut
-    ):
+    unread = (source.passed_over | result.passed_over) - told
+    for line in describe_reading(unread, args.out, result.mark.num_rejected, result.mark.num_cut):
         print_visible(line, file=sys.stderr)
     return 0
 

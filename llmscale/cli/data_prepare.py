@@ -20,16 +20,20 @@ if TYPE_CHECKING:  # imported when a command runs: --help must not load torch
 
     from llmscale.data.prepare.output_folder import Destination
     from llmscale.data.prepare.prepare_set import Prepared
-    from llmscale.data.prepare.sources.source import Source
+    from llmscale.data.prepare.sources.source import PassedOver, Source
     from llmscale.data.shards.manifest import Manifest
 
 TOKENIZER_METAVAR = "gpt2|bytes|FILE.tiktoken|FOLDER|NAME"
 
 
+def _may_have_splits(args: argparse.Namespace) -> bool:
+    return any(spec.startswith("hf:") or "://" in spec or Path(spec).is_dir() for spec in args.input)
+
+
 def add_input_flags(parser: FlagParser) -> None:
     """Add --input and the flags for reading it."""
     parser.needs = [
-        Need("hf_split", "an --input hf:NAME", lambda args: any(spec.startswith("hf:") for spec in args.input))
+        Need("hf_split", "an --input hf:NAME or a folder of save_to_disk", _may_have_splits),
     ]
     parser.add_argument(
         "--input",
@@ -37,16 +41,18 @@ def add_input_flags(parser: FlagParser) -> None:
         required=True,
         action="append",
         metavar="PATH|PATTERN|URL|-|hf:NAME[:CONFIG]|python-stdlib|python-docs",
-        help="text (one document a file), .jsonl, .parquet or a .tar of them, also .gz/.zst/.bz2/.xz; a folder, or a "
+        help="text (one document a file), .jsonl, .csv, .tsv, .parquet, .arrow or a .tar of them, also "
+        ".gz/.zst/.bz2/.xz; a folder (also of save_to_disk), or a "
         "pattern such as 'crawl/*.jsonl.zst' or 's3://bucket/crawl/*.jsonl.zst' (gs, az, "
-        "hf://datasets/); tokens: .bin of nanoGPT or llm.c, or a folder of MDS shards; stdin; a Hugging "
+        "hf://datasets/); tokens: .bin of nanoGPT or llm.c, .npy, or a folder of MDS shards; stdin; a Hugging "
         "Face dataset; or this Python's standard library: its sources, or its documentation alone. May be repeated; "
         "inputs are read in this order",
     )
-    flag(parser, "--text-field NAME", "field of JSON, Parquet, MDS and hf; default: text", nonblank)
-    flag(parser, "--hf-split NAME", "split of a hf: dataset", nonblank, "train")
+    text = "field or column with the text, in records of any format; page.text is a field within a field; default: text"
+    flag(parser, "--text-field NAME", text, nonblank)
+    flag(parser, "--hf-split NAME", "split of a hf: dataset, or of a folder of save_to_disk", nonblank, "train")
     flag(parser, "--glob PATTERN", "files to read from a folder, for example '*.py'", nonblank)
-    flag(parser, "--skip-undecodable", "skip and count text files that are not UTF-8")
+    flag(parser, "--skip-undecodable", "skip and count texts that are not UTF-8")
 
 
 def add_max_rejected(parser: FlagParser) -> None:
@@ -104,8 +110,9 @@ def add_train_tokenizer(commands: argparse._SubParsersAction[FlagParser]) -> Non
 
 
 def open_source_of(args: argparse.Namespace) -> Source:
-    """Open the inputs. Raises DataError, also if --out is among them."""
+    """Open the inputs, and print which files are not read. Raises DataError, also if --out is among them."""
     from llmscale.data.prepare.sources.open_source import check_apart, check_data_sets, open_source
+    from llmscale.data.prepare.sources.source import describe_passed_over
 
     check_apart(args.input, args.out)
     source = open_source(
@@ -117,8 +124,8 @@ def open_source_of(args: argparse.Namespace) -> Source:
         out=args.out,
     )
     check_data_sets(args.input)
-    if source.left_out:
-        print_visible(source.left_out, file=sys.stderr)
+    for line in describe_passed_over(source.passed_over):
+        print_visible(line, file=sys.stderr)
     return source
 
 
@@ -139,6 +146,7 @@ def _prepare(args: argparse.Namespace) -> int:
     )
     args.out = _check_out(args)
     source = open_source_of(args)
+    told = set(source.passed_over)
     destination = _open_destination(args)
     tokenizer = load_tokenizer(args.tokenizer, eot_token=args.eot_token or "", parse_special=args.parse_special_tokens)
     start_s = time.monotonic()
@@ -160,7 +168,7 @@ def _prepare(args: argparse.Namespace) -> int:
         print_visible(f"Prepared in {elapsed_s:.1f} s, {num_tokens / elapsed_s:,.0f} tokens/s.")
         if isinstance(tokenizer, HuggingFaceTokenizer):
             print_visible(tokenizer.describe_ends(), file=sys.stderr)
-        for line in _describe_choices(prepared, source, destination.beside, args.val_fraction):
+        for line in _describe_choices(prepared, source.passed_over - told, destination.beside, args.val_fraction):
             print_visible(line, file=sys.stderr)
     return 0
 
@@ -188,11 +196,13 @@ def _open_destination(args: argparse.Namespace) -> Destination:
     return LocalFolder(args.out, overwrite=args.overwrite)
 
 
-def _describe_choices(prepared: Prepared, source: Source, beside: Path, val_fraction: float) -> Iterator[str]:
+def _describe_choices(
+    prepared: Prepared, passed_over: set[PassedOver], beside: Path, val_fraction: float
+) -> Iterator[str]:
     """Yield notes on decisions that the user did not ask for."""
     from llmscale.data.prepare.prepare_set import describe_reading
 
-    yield from describe_reading(source.passed_over, beside, prepared.num_rejected, prepared.num_cut)
+    yield from describe_reading(passed_over, beside, prepared.num_rejected, prepared.num_cut)
     splits = prepared.manifest.splits
     num_tokens = sum(split.num_tokens for split in splits.values())
     if "val" not in splits:
@@ -236,6 +246,8 @@ def print_manifest(manifest: Manifest, folder: str) -> None:
         print("  training windows in the order of the text")
     if manifest.is_best_fit:
         print("  rows start at a document; ends of documents that fit into no row are left out")
+    if manifest.note_on_bytes:
+        print_visible_fitting(f"  {manifest.note_on_bytes}")
     if manifest.skipped_documents or manifest.empty_documents:
         print_visible(
             f"  left out: {count_nouns(manifest.skipped_documents, 'malformed record')}, "

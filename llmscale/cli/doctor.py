@@ -8,21 +8,24 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.cli.flags import add_timeout
 from llmscale.config.command_line import Need, flag, local_path, nonblank, whole_number
 from llmscale.config.interconnect import INTERCONNECTS, get_interconnect
+from llmscale.config.user_paths import check_output_file, write_output_file
 from llmscale.terminal.colour import Style, paint
-from llmscale.terminal.human_numbers import with_singulars
+from llmscale.terminal.human_numbers import count_nouns, with_singulars
 from llmscale.terminal.table import output_width
 from llmscale.untrusted.terminal import make_visible
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
+    from pathlib import Path
 
     from llmscale.cluster.doctor.diagnose import Diagnosis, DoctorOptions
-    from llmscale.cluster.doctor.facts import CheckRow, Status
+    from llmscale.cluster.doctor.report import CheckRow, Status
     from llmscale.config.command_line import FlagParser
 
 _COLOURS: dict[Status, Style] = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -39,24 +42,31 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     )
     flag(parser, "--hostfile FILE|NAME", "hosts to check; default: this machine", local_path)
     flag(parser, "--ds FILE|NAME", "ds_config to check, on every host", local_path)
+    flag(parser, "--fixed FILE", "write the file that llmscale takes in place of --ds, and check nothing", local_path)
+    flag(parser, "--force", "let --fixed overwrite")
     flag(parser, "--run-config FILE", "run file to check (train.py's --config)", local_path)
-    flag(parser, "--json", "print rows and all facts as JSON")
-    flag(parser, "--build-ops", "build the DeepSpeed ops that the ds_config needs, now")
+    flag(parser, "--json", "print the rows as JSON")
     flag(parser, "--no-network-test", "leave out the timed all-reduce")
     networks = ", ".join(network.name for network in INTERCONNECTS)
-    text = f"expected network between hosts, to compare the all-reduce with: {networks}; default: as the links report"
+    text = f"expected network between hosts, to compare the all-reduce with: {networks}"
     flag(parser, "--interconnect NAME", text, nonblank)
     flag(parser, "--port N", "port where the ranks will meet", whole_number(1, 65535), 29500)
     add_timeout(parser, "--timeout", "seconds that a host may take", 60.0)
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags for train.py, to check")
-    parser.needs = [Need("interconnect", "with --no-network-test", lambda args: not args.no_network_test)]
+    parser.needs = [
+        Need("interconnect", "with --no-network-test", lambda args: not args.no_network_test),
+        Need("fixed", "--ds FILE"),
+        Need("force", "--fixed FILE"),
+    ]
     parser.passes_on = "train.py"
     parser.set_defaults(handler=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.fixed is not None:
+        return _write_fixed(args.ds, args.fixed, overwrite=args.force)
     from llmscale.cluster.doctor.diagnose import diagnose
-    from llmscale.cluster.doctor.facts import worst
+    from llmscale.cluster.doctor.report import worst
 
     diagnosis = diagnose(_question(args))
     if args.json:
@@ -66,10 +76,38 @@ def _run(args: argparse.Namespace) -> int:
     return 1 if worst(diagnosis.rows) == "fail" else 0
 
 
+def _write_fixed(path: Path, out: Path, *, overwrite: bool) -> int:
+    """Write the ds_config that llmscale takes in place of another, and print what is changed. Raises ConfigError."""
+    from llmscale.config.deepspeed.foreign import DELETED
+    from llmscale.config.deepspeed.resolve import fix_ds_config, load_ds_config, parse_ds_config
+
+    check_output_file("--fixed", out, overwrite=overwrite)
+    fixed, changes = fix_ds_config(load_ds_config(path))
+    write_output_file("--fixed", out, json.dumps(fixed, indent=2) + "\n")
+    for change in changes:
+        edits = ", ".join(
+            f"{name} deleted" if value is DELETED else f"{name} is {json.dumps(value)}"
+            for name, value in change.edits.items()
+        )
+        print(make_visible(f"{edits}: {change.text}"))
+    for warning in parse_ds_config(fixed, str(out)).warnings:
+        print(make_visible(f"note: {warning}"))
+    print(f"written: {out}, with {count_nouns(len(changes), 'change')}")
+    return 0
+
+
 def _question(args: argparse.Namespace) -> DoctorOptions:
     from llmscale.cluster.doctor.diagnose import DoctorOptions
+    from llmscale.config.deepspeed.resolve import load_ds_config
+    from llmscale.config.run_config import load_run_file, parse_run_flags
 
     flags = list(args.flags)
+    # Misspelt flags and missing files are refused before any host is asked.
+    given = parse_run_flags(flags)
+    for path in filter(None, (args.ds, given.get("ds"))):
+        load_ds_config(Path(str(path)))
+    for path in filter(None, (args.run_config, given.get("config"))):
+        load_run_file(Path(str(path)))
     if args.run_config is not None:
         flags = ["--config", str(args.run_config), *flags]
     if flags and args.ds is not None:
@@ -83,19 +121,17 @@ def _question(args: argparse.Namespace) -> DoctorOptions:
         network_test=not args.no_network_test,
         # The rate of one adapter: a host with one per GPU is faster than promised.
         promised_bytes_per_s=network.bytes_per_s if network else None,
-        build_ops=args.build_ops,
         timeout_s=args.timeout,
     )
 
 
 def _as_plain(diagnosis: Diagnosis) -> dict[str, object]:
-    from llmscale.cluster.doctor.facts import worst
+    from llmscale.cluster.doctor.report import worst
 
     return {
         "status": worst(diagnosis.rows),
         "hosts": [asdict(host) for host in diagnosis.hosts],
         "rows": [asdict(row) for row in diagnosis.rows],
-        "facts": {host: asdict(facts) for host, facts in diagnosis.facts.items()},
     }
 
 

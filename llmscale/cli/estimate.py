@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from llmscale.cli.flags import (
+    ESTIMATED_GPUS,
     LIST,
     add_asked_flags,
     add_machine_flags,
@@ -54,7 +55,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     text = "transformers config.json, its folder, or a name on the Hub; for families that llmscale does not train, "
     flag(group, "--hf PATH|NAME", f"{text}model states only", nonblank)
     group = parser.add_argument_group("machines")
-    add_machine_flags(group, num_gpus=1, num_nodes=1, num_nodes_text="nodes")
+    add_machine_flags(group, num_gpus=ESTIMATED_GPUS, num_nodes=1, num_nodes_text="nodes")
     text = "memory of one node, for offload; default: not checked"
     flag(group, "--host-memory-gib GIB", text, number(0.01, limits.MAX_HOST_GIB))
     _add_run_flags(parser.add_argument_group("run"))
@@ -75,7 +76,7 @@ def _compares_nodes(args: argparse.Namespace) -> bool:
 
 def _add_run_flags(group: FlagContainer) -> None:
     texts = {
-        "global_batch_size": "sequences per step over all GPUs; default: the preset's",
+        "global_batch_size": "sequences per step over all GPUs; default: about the preset's",
         "micro_batch_size": "sequences per GPU and forward pass; default: the largest that fits",
         "precision": "bf16, fp16, fp32 or autocast; default: the ds_config's, else bf16, or fp16 on a GPU without bf16",
         "activation_checkpointing": "only none, selective or full; default: all of them",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,12 +22,14 @@ from llmscale.cli.estimate_tables import (
     estimate_as_dict,
     fastest_lines,
     gib,
+    host_words,
     largest_model_lines,
     largest_models_as_list,
     legend_lines,
     load_lines,
     longest_as_list,
     longest_lines,
+    margin_line,
     moment_lines,
     ranking_as_dict,
     row_lines,
@@ -35,7 +38,9 @@ from llmscale.cli.estimate_tables import (
 )
 from llmscale.cli.flags import (
     DEFAULT_INTERCONNECT,
+    ESTIMATED_GPUS,
     LIST,
+    PLANNED_GPUS,
     describe_data,
     describe_flags,
     given_keys,
@@ -99,6 +104,8 @@ class EstimateRequest:
     given: Mapping[str, object]
     """Keys of a run that the user gave, with their values."""
     search: Search
+    assumes_gpus: bool = False
+    """True if the user did not say how many GPUs a node has."""
 
     @property
     def model_keys(self) -> dict[str, object]:
@@ -113,6 +120,11 @@ class EstimateRequest:
     def machines_in_words(self) -> str:
         gpu = self.search.gpu
         return self.search.job.machines.in_words(f"{gpu.name} ({gpu.memory_gib:g} GiB)")
+
+    def assumption_lines(self) -> Iterator[str]:
+        """Yield the number of GPUs, if it is assumed."""
+        if self.assumes_gpus:
+            yield f"  {ESTIMATED_GPUS} GPU is assumed, where `plan` assumes {PLANNED_GPUS}: --num-gpus says how many"
 
 
 def read_request(args: argparse.Namespace) -> EstimateRequest:
@@ -133,18 +145,20 @@ def read_request(args: argparse.Namespace) -> EstimateRequest:
         args.nvme_path,
         [_read_ds_file(path, config, gpu) for path in args.ds or ()],
     )
-    return EstimateRequest({key: getattr(config, key) for key in given}, search)
+    return EstimateRequest({key: getattr(config, key) for key in given}, search, args.num_gpus is None)
 
 
 def _read_job(args: argparse.Namespace, config: RunConfig, machines: Machines) -> Job:
     """Return shape and global batch, resolved as for a training run."""
-    if args.model is None and config.global_batch_size is None:
-        world_size = machines.world_size
-        batch = -(-_MAX_MODEL_BATCH // world_size) * world_size
-        config = config.model_copy(update={"global_batch_size": batch})
     seq_len = config.seq_len if args.model else config.seq_len or _MAX_MODEL_SEQ_LEN
     config, shape = resolve_model(config, seq_len)
     plan = resolve_batch(config, shape.seq_len, machines.world_size)
+    is_default = config.global_batch_size is None
+    if is_default:
+        # As in `plan`: without fillers.
+        least = _MAX_MODEL_BATCH if args.model is None else plan.global_batch_size
+        unit = math.lcm(plan.ranks.data_parallel_size, config.micro_batch_size or 1)
+        plan = replace(plan, global_batch_size=-(-least // unit) * unit)
     plan.ranks.heads_of_rank(shape.n_head, shape.n_kv_head)
     plan.ranks.experts_of_rank(shape.num_experts)
     return Job(
@@ -156,6 +170,7 @@ def _read_job(args: argparse.Namespace, config: RunConfig, machines: Machines) -
         config.loss_chunk_tokens,
         config.sequence_parallel_size,
         config.expert_parallel_size,
+        is_default_batch=is_default,
     )
 
 
@@ -187,7 +202,9 @@ def read_machines(args: argparse.Namespace, gpu: GPU) -> Machines:
     """Return the machines that the flags describe."""
     host_gib = args.host_memory_gib
     host_bytes = None if host_gib is None else int(host_gib * GIB)
-    return Machines(args.num_nodes, args.num_gpus, int(gpu.memory_gib * GIB), host_bytes, gpu.capability)
+    return Machines(
+        args.num_nodes, args.num_gpus or ESTIMATED_GPUS, int(gpu.memory_gib * GIB), host_bytes, gpu.capability
+    )
 
 
 if TYPE_CHECKING:  # a plain estimate does not wait for what only --dry-run and --emit need
@@ -266,11 +283,14 @@ def _answer_lines(
     if tensors.frozen:
         frozen = shape.num_parameters - tensors.num_trainable
         yield f"  {frozen:,} of them frozen; activations are counted as if all were trained, which is an upper bound"
+    # ds_configs may set their own.
+    sizes = sorted({fit.plan.global_batch_size for fit in ranking.fits})
+    batches, tokens = (" or ".join(f"{size * each:,}" for size in sizes) for each in (1, shape.seq_len))
     optimizer = "" if job.optimizer.name == ADAMW.name else f"{job.optimizer.name}, "
     yield (
-        f"on {request.machines_in_words}, {precisions}, {optimizer}global batch {job.global_batch_size:,} sequences "
-        f"= {job.global_batch_size * shape.seq_len:,} tokens"
+        f"on {request.machines_in_words}, {precisions}, {optimizer}global batch {batches} sequences = {tokens} tokens"
     )
+    yield from request.assumption_lines()
     if job.sequence_parallel_size > 1:
         yield job.ranks.describe_split(shape.seq_len, shape.n_head, shape.n_kv_head)
     yield ""
@@ -297,7 +317,7 @@ def _explain(fit: Candidate, name: str) -> Iterator[str]:
         f"{name}: {fit.strategy.describe()}, {fit.step.precision}, "
         f"gradients summed in {fit.step.engine_config.grad_accum_dtype}; {fit.plan.describe()}"
     )
-    for warning in fit.ds.warnings:
+    for warning in (*fit.ds.warnings, *fit.ds.batch_notices(fit.plan)):
         yield f"  warning: {warning}"
     yield from moment_lines(fit.estimate.moments, fit.estimate.peak_moment)
 
@@ -390,9 +410,8 @@ def answer_largest(args: argparse.Namespace) -> int:
         said = [
             f"{_largest_of(model)} that fits {request.machines_in_words}, {search.precision}: sequences of "
             f"{job.shape.seq_len:,}, vocabulary {job.shape.vocab_size:,}, micro-batch {job.micro_batch_size or 1}",
-            *("", *largest_model_lines(models), ""),
+            *(*request.assumption_lines(), "", *largest_model_lines(models), ""),
         ]
-        host = "checked" if job.machines.host_bytes else "not checked: --host-memory-gib"
         fit = next((model.fit for model in models if model.fit), None)
         if fit is not None and fit.plan.gradient_accumulation_steps > 1:
             said.append(
@@ -401,8 +420,9 @@ def answer_largest(args: argparse.Namespace) -> int:
             )
         said += [
             _shapes_line(model, family),
-            f"total: GiB of one GPU; host and NVMe: GiB of one node, {host}.",
-            "preset: the largest that is not larger. A model that barely fits leaves no room for a larger micro-batch.",
+            f"total: GiB of one GPU; host and NVMe: GiB of one node, {host_words(job.machines)}.",
+            f"{margin_line()} A model that barely fits leaves no room for a larger micro-batch.",
+            "preset: the largest that is not larger.",
         ]
         print_fitting(said)
     return 0 if any(model.shape for model in models) else EXIT_NOTHING_FITS
@@ -426,7 +446,7 @@ def _shapes_line(model: str | None, family: str) -> str:
 def answer_longest(args: argparse.Namespace) -> int:
     """Print the longest sequence of each strategy by GPUs that divide it; return 0 if one fits, else 1."""
     # The batch does not matter: each group of GPUs has the micro-batch alone.
-    args.global_batch_size = read_machines(args, read_gpu(args)).world_size
+    args.global_batch_size = read_machines(args, read_gpu(args)).world_size * (args.micro_batch_size or 1)
     request = read_request(args)
     search, job = request.search, request.search.job
     every_size = sequence_parallel_sizes(job.machines.world_size, job.shape.n_head)
@@ -442,12 +462,11 @@ def answer_longest(args: argparse.Namespace) -> int:
             f"The longest sequence that fits {request.machines_in_words}, {search.precision}, in tokens: micro-batch "
             f"{job.micro_batch_size or 1}, no accumulation; by the number of GPUs that divide a sequence"
         )
-        host = "checked" if job.machines.host_bytes else "not checked: --host-memory-gib"
         speed = fastest_lines(fastest, job.shape.seq_len, search.interconnect.name)
-        notes = [f"Host memory is {host}."]
+        notes = [margin_line(), f"Host memory is {host_words(job.machines)}."]
         if any(row.ds.cpu_checkpointing for row in rows):
             notes.append('full, host: the ds_config has "activation_checkpointing": {"cpu_checkpointing": true}.')
-        print_fitting([head, "", *longest_lines(rows, sizes), "", *notes, "", *speed])
+        print_fitting([head, *request.assumption_lines(), "", *longest_lines(rows, sizes), "", *notes, "", *speed])
     return 0 if any(fit for row in rows for fit in row.fits.values()) else EXIT_NOTHING_FITS
 
 
@@ -478,7 +497,7 @@ def answer_networks(args: argparse.Namespace) -> int:
             f"{search.job.global_batch_size:,} x {shape.seq_len:,} tokens"
         )
         what = "Estimated tokens/s of each ZeRO stage's fastest row that fits; * the fastest of a line."
-        print_fitting([head, what, "", *_network_lines(rates)])
+        print_fitting([head, *request.assumption_lines(), what, "", *_network_lines(rates)])
     if any(best for _, best in rates):
         return 0
     print("Nothing fits: without --interconnect list the table says by how much.", file=sys.stderr)

@@ -12,7 +12,7 @@ from llmscale.config.hardware import GPU_TABLE_HEAD, gpu_table_rows
 from llmscale.memory.breakdown import GIB, Breakdown, format_size
 from llmscale.memory.estimate import RESERVED_PER_ALLOCATED, MemoryEstimate, estimate_memory
 from llmscale.planning.recommend import RankedConfig, Ranking
-from llmscale.planning.search import Candidate, Search, Strategy
+from llmscale.planning.search import MARGIN, PROCESS_BYTES, Candidate, Machines, Search, Strategy
 from llmscale.planning.step_time import Throughput
 from llmscale.terminal.table import Column, output_width, table_lines
 
@@ -117,7 +117,8 @@ def verdict(fit: Candidate) -> str:
     host = fit.host_spare_bytes
     if host is not None and host < 0:
         return f"no, host {-host / GIB:,.0f} over"
-    return f"{fit.spare_bytes / GIB:.1f} free"
+    tight = "" if fit.has_margin else ", host tight" if fit.has_gpu_margin else ", tight"
+    return f"{fit.spare_bytes / GIB:.1f} free{tight}"
 
 
 def legend_lines(rows: Sequence[RankedConfig], *, wide: bool = False) -> Iterator[str]:
@@ -139,15 +140,30 @@ def legend_lines(rows: Sequence[RankedConfig], *, wide: bool = False) -> Iterato
         yield from _gradient_lines([row.fit for row in rows])
     else:
         yield "--wide shows all parts of total, and the moment of the peak."
+    yield margin_line()
     if any(row.fit.host_bytes_per_node for row in rows):
-        host = rows[0].fit.machines.host_bytes
-        known = f"checked against {format_size(host)} (--host-memory-gib)" if host else "not checked: --host-memory-gib"
-        yield f"host is for what is offloaded, beyond the processes themselves; {known}."
+        yield f"host is for what is offloaded; {host_words(rows[0].fit.machines)}."
     if any(row.throughput for row in rows):
         estimates = [row.throughput for row in rows if row.throughput]
         yield "tok/s (all GPUs together) and MFU are estimated."
         yield _compiled_line(estimates)
         yield from _calibration_lines(estimates)
+
+
+def margin_line() -> str:
+    """Return a note on the memory that a row must leave."""
+    return (
+        f"Micro-batches leave {MARGIN:.0%} of a GPU and of a node free, because no GPU has calibrated these estimates; "
+        "tight: less is free."
+    )
+
+
+def host_words(machines: Machines) -> str:
+    """Return how the host memory of offloaded states is checked."""
+    if not machines.host_bytes:
+        return "not checked: --host-memory-gib"
+    processes = f"{machines.gpus_per_node} x {format_size(PROCESS_BYTES)} for processes (assumed)"
+    return f"with {processes} checked against {format_size(machines.host_bytes)} (--host-memory-gib)"
 
 
 def load_lines(fit: Candidate) -> Iterator[str]:
@@ -351,7 +367,11 @@ def search_as_dict(search: Search) -> dict[str, object]:
         "gpu": asdict(search.gpu),
         "interconnect": search.interconnect.name,
         "machines": {**asdict(machines), "world_size": machines.world_size},
-        "assumed": {"reserved_per_allocated": RESERVED_PER_ALLOCATED},
+        "assumed": {
+            "reserved_per_allocated": RESERVED_PER_ALLOCATED,
+            "margin": MARGIN,
+            "host_bytes_per_process": PROCESS_BYTES,
+        },
     }
 
 
@@ -420,6 +440,7 @@ def _row_as_dict(row: RankedConfig) -> dict[str, object]:
 def _fit_as_dict(fit: Candidate) -> dict[str, object]:
     return {
         "fits": fit.fits,
+        "has_margin": fit.has_margin,
         "spare_bytes": fit.spare_bytes,
         "host_bytes_per_node": fit.host_bytes_per_node,
         "nvme_bytes_per_node": fit.nvme_bytes_per_node,

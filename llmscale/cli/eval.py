@@ -168,6 +168,7 @@ def result_lines(evaluation: Evaluation) -> Iterator[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for name, metric, value, note in rows:
         yield f"{name:<{widths[0]}}  {metric:<{widths[1]}}  {value:<{widths[2]}}  {note}".rstrip()
+    yield from evaluation.notes
 
 
 def _task_rows(task: TaskResult) -> Iterator[tuple[str, str, str, str]]:

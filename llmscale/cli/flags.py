@@ -22,8 +22,8 @@ from llmscale.config.command_line import (
     run_place,
     whole_number,
 )
-from llmscale.config.optimizers import ADAMW, MODELLED_NAMES
-from llmscale.config.run_flags import add_run_flags, keys_asked_by, model_keys
+from llmscale.config.optimizers import ADAFACTOR, ADAMW, MODELLED_NAMES
+from llmscale.config.run_flags import add_run_flags, flag_words, keys_asked_by, model_keys
 
 if TYPE_CHECKING:  # pydantic is slow to import, and help does not need it
     from llmscale.config.run_config import RunConfig
@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # pydantic is slow to import, and help does not need it
 
 #: Name that lists all GPUs or networks.
 LIST = "list"
+#: GPUs of a node without --num-gpus: `estimate` answers for a machine, `plan` for a cluster.
+ESTIMATED_GPUS, PLANNED_GPUS = 1, 8
 DEFAULT_INTERCONNECT = "ib-400g"
 _MODEL_TEXTS = {
     "model": "preset (tiny-1m ... gpt3-175b, llama3-8b, qwen3-4b, ...), or hf:FOLDER or hf:NAME; the flags of the "
@@ -66,7 +68,7 @@ def resolve_model(config: RunConfig, seq_len: int | None) -> tuple[RunConfig, GP
     from llmscale.config.resolve import SetFacts, resolve_shape
 
     if is_published(config.model):
-        published = read_published_model("--model", config.model).shape
+        published = read_published_model("--model", config.model, config).shape
         positions, vocab_size = published.seq_len, published.vocab_size
         config = with_published_shape(config, None)
     else:
@@ -78,11 +80,12 @@ def resolve_model(config: RunConfig, seq_len: int | None) -> tuple[RunConfig, GP
 
 
 def add_machine_flags(group: FlagContainer, *, num_gpus: int, num_nodes: int | None, num_nodes_text: str) -> None:
-    """Add the flags of GPUs and nodes, with the defaults `num_gpus` and `num_nodes`."""
+    """Add the flags of GPUs and nodes, with the default `num_nodes`. The command assumes and names `num_gpus`."""
     flag(group, "--gpu NAME", "a GPU of the table (`llmscale estimate --gpu list`)", _name_or_list)
     flag(group, "--gpu-memory-gib GIB", "memory of a GPU not in the table", quantity(0.01, limits.MAX_GPU_GIB))
     flag(group, "--bf16-tflops X", "dense 16-bit rate of that GPU", quantity(0.001, limits.MAX_TFLOPS))
-    flag(group, "--num-gpus N", "GPUs per node", whole_number(1, limits.MAX_GPUS_PER_NODE), num_gpus)
+    text = f"GPUs per node; default: {num_gpus}"
+    flag(group, "--num-gpus N", text, whole_number(1, limits.MAX_GPUS_PER_NODE))
     flag(group, "--num-nodes N", num_nodes_text, whole_number(1, limits.MAX_NODES), num_nodes)
     text = "network between nodes; `estimate --interconnect list` compares all"
     flag(group, "--interconnect NAME", text, _name_or_list, DEFAULT_INTERCONNECT)
@@ -97,9 +100,19 @@ def add_asked_flags(group: FlagContainer, command: str, texts: Mapping[str, str]
     """Add the keys of a run that `command` takes, besides the model's; `texts` replace their documentation."""
     for key in keys_asked_by(command):
         if key == "optimizer":  # only some have a memory model
-            flag(group, "--optimizer", f"optimizer; default: {ADAMW.name}", choices=MODELLED_NAMES)
+            flag(group, "--optimizer", f"optimizer; default: {ADAMW.name}", _modelled, choices=MODELLED_NAMES)
         else:
             add_run_flags(group, [key], texts=texts)
+
+
+def _modelled(text: str) -> str:
+    """Refuse an optimizer that trains and whose memory is not known, with what bounds it."""
+    if text == ADAFACTOR.name:
+        raise argparse.ArgumentTypeError(
+            f"the memory of {text} is not modelled. It runs at ZeRO stage 0 only, with smaller states than AdamW's: "
+            "--optimizer adamw with --ds zero0 is an upper bound"
+        )
+    return text
 
 
 def add_run_argument(
@@ -178,13 +191,3 @@ def describe_data(shape: GPTShape, keys: Mapping[str, object]) -> str:
 def describe_flags(keys: Mapping[str, object]) -> str:
     """Return keys as flags: `--model gpt2-124m --norm rmsnorm`."""
     return shlex.join(word for key, value in keys.items() for word in flag_words(key, value))
-
-
-def flag_words(key: str, value: object) -> list[str]:
-    """Return `--key value` in train.py's spelling."""
-    name = key.replace("_", "-")
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no-{name}"]
-    if isinstance(value, list):
-        return [f"--{name}", ",".join(value)]
-    return [f"--{name}", str(value)]

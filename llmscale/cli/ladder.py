@@ -26,6 +26,7 @@ from llmscale.planning.scaling_ladder import (
     Ladder,
     LadderRequest,
     LadderRun,
+    doubts,
     load_ladder,
     plan_ladder,
     save_ladder,
@@ -50,6 +51,8 @@ _DECIDED = (
 )
 #: Flags of `llmscale train` that would change a run of the ladder for good.
 _FIXED = {f"--{key.replace('_', '-')}" for key in (*_DECIDED, "lr")}
+#: Status of `ladder fit` when the runs determine no law.
+EXIT_UNDETERMINED = 1
 #: Status of `ladder run` when another process trains some of the runs.
 _OTHERS_TRAIN = 3
 _SCRIPT, _ARRAY_NAME = Path("scripts", "slurm", "train.sbatch"), "array.sbatch"
@@ -75,7 +78,12 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     run.passes_on = "`llmscale train`"
     run.set_defaults(handler=_run)
     text = "fit the finished runs: law.json, fit.json, pictures (with matplotlib) and predictions of larger runs"
-    fit = actions.add_parser("fit", help=text, example="llmscale ladder fit ladder")
+    fit = actions.add_parser(
+        "fit",
+        help=text,
+        example="llmscale ladder fit ladder",
+        epilog=f"status: 0 fitted, {EXIT_UNDETERMINED} the runs do not determine a law, 2 they are too few.",
+    )
     fit.add_argument("folder", type=local_path, metavar="DIR", help="folder of `ladder plan`")
     text = "resamples of the residuals for intervals, which law.json keeps"
     flag(fit, "--resamples N", text, whole_number(LEAST_RESAMPLES, MOST_RESAMPLES), 400)
@@ -102,6 +110,7 @@ def _add_plan_flags(parser: FlagParser) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from llmscale.config.optimizers import get_optimizer
     from llmscale.config.run_config import build_run_config, load_run_file
     from llmscale.training.inputs import read_inputs
     from llmscale.training.start import resolve_ranks
@@ -127,6 +136,7 @@ def _plan(args: argparse.Namespace) -> int:
         tokens_per_parameter=args.tokens_per_parameter,
         has_held_out=not args.no_held_out,
         lr=config.lr,
+        rate_factor=get_optimizer(config.optimizer).default_rate_factor,
     )
     ladder = plan_ladder(request, data, inputs.sets.manifest.tokenizer)
     save_ladder(args.out, ladder, keys)
@@ -250,4 +260,4 @@ def _fit(args: argparse.Namespace) -> int:
         print(f"no pictures without matplotlib: {install_command('plot')}")
     else:
         plot_ladder(args.folder, fit)
-    return 0
+    return EXIT_UNDETERMINED if doubts(fit.parametric.law) else 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmscale import __version__
+from llmscale.config.bundled_files import explain_missing
 from llmscale.config.command_line import FlagParser
 from llmscale.config.run_urls import url_of
 from llmscale.error_handling import run_cli
@@ -194,9 +195,15 @@ def _run(argv: Sequence[str]) -> int:
     is_fast = command is not None and command.is_fast and "--dry-run" not in argv
     with fast_start() if is_fast else nullcontext():
         args = build_parser(argv).parse_args(argv)
-        if getattr(args, "is_of_runs", True):
-            _fetch_runs(args)
-        status: int = args.handler(args)
+        try:
+            if getattr(args, "is_of_runs", True):
+                _fetch_runs(args)
+            status: int = args.handler(args)
+        except ImportError as error:
+            name = _command_name(argv)
+            if (missing := explain_missing(error, name if name in ("data", "eval") else "train")) is None:
+                raise
+            raise missing from None
         return status
 
 

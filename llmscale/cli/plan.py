@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.cli.flags import (
+    PLANNED_GPUS,
     add_asked_flags,
     add_machine_flags,
     add_model_flag,
@@ -71,7 +72,7 @@ def _add_goal_flags(group: FlagContainer) -> None:
 
 def _add_machine_flags(group: FlagContainer) -> None:
     text = "nodes; default: the fewest that hold the model without offload"
-    add_machine_flags(group, num_gpus=8, num_nodes=None, num_nodes_text=text)
+    add_machine_flags(group, num_gpus=PLANNED_GPUS, num_nodes=None, num_nodes_text=text)
     flag(group, "--mfu F", "fraction of the peak rate; default: estimated", number(1e-4, 1))
     flag(group, "--price-per-gpu-hour USD", "price, for the cost", quantity(1e-4, 1e6))
     flag(group, "--usd-per-kwh X", "price of electricity, for its cost", quantity(1e-4, 100))
@@ -85,7 +86,7 @@ def _add_run_flags(group: FlagContainer) -> None:
     text = "scaling law that decides: besiroglu, hoffmann, or the law.json of `ladder fit`"
     flag(group, "--law NAME|FILE", text, _law, default="besiroglu")
     texts = {
-        "global_batch_size": "sequences per step; default: the nearest preset's",
+        "global_batch_size": "sequences per step; default: about the nearest preset's",
         "expert_parallel_size": "GPUs that divide the experts of a block; default: 1",
         "keep_last": "newest checkpoints to keep; default: 2",
         "keep_every": "also keep checkpoints at multiples of this step; default: none",
@@ -129,7 +130,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         print(plan_output.to_json(request, plan))
     else:
-        for line in plan_output.plan_lines(request, plan, is_pue_given=args.pue is not None):
+        assumed = [name for name in ("num_gpus", "pue") if getattr(args, name) is None]
+        for line in plan_output.plan_lines(request, plan, assumed):
             print(line)
     if args.plot is not None:
         plan_output.draw(args.plot, request, plan)

@@ -6,14 +6,22 @@ import argparse
 import json
 import math
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.cli.estimate_answers import read_gpu
 from llmscale.cli.estimate_tables import align, shape_as_dict, strategy_as_dict
-from llmscale.cli.flags import describe_data, describe_flags, given_keys, resolve_model, train_command
+from llmscale.cli.flags import (
+    ESTIMATED_GPUS,
+    PLANNED_GPUS,
+    describe_data,
+    describe_flags,
+    given_keys,
+    resolve_model,
+    train_command,
+)
 from llmscale.config.bundled_files import is_in_checkout
 from llmscale.config.describe_defaults import describe_parameters, describe_preset, shape_changes
 from llmscale.config.hardware import GPUS
@@ -46,6 +54,7 @@ from llmscale.planning.scaling import (
     suggest_shape,
 )
 from llmscale.planning.scaling_ladder import load_law
+from llmscale.planning.search import MARGIN, PROCESS_BYTES
 from llmscale.planning.serving import (
     BANDWIDTH_SHARE,
     MAX_SEQUENCES,
@@ -64,13 +73,13 @@ _SIZES = ("n_layer", "n_head", "n_embd")
 _MOST_WIDTH = 112
 
 
-def plan_lines(request: PlanRequest, plan: Plan, *, is_pue_given: bool) -> Iterator[str]:
-    """Yield the complete answer."""
+def plan_lines(request: PlanRequest, plan: Plan, assumed: Collection[str]) -> Iterator[str]:
+    """Yield the complete answer. `assumed`: flags that were not given and whose defaults it names."""
     yield from _law_lines(request, plan)
     yield ""
     yield from _run_lines(request, plan)
     if plan.placement is not None:
-        yield from _placement_lines(request, plan, plan.placement, is_pue_given)
+        yield from _placement_lines(request, plan, plan.placement, assumed)
     elif request.gpus is None:
         yield _line("GPUs", "--gpu NAME adds hours, energy, the ZeRO row, and with --price-per-gpu-hour the cost")
     if request.requests is not None:
@@ -187,12 +196,17 @@ def _run_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     )
 
 
-def _placement_lines(request: PlanRequest, plan: Plan, placement: GPUPlacement, is_pue_given: bool) -> Iterator[str]:
+def _placement_lines(
+    request: PlanRequest, plan: Plan, placement: GPUPlacement, assumed: Collection[str]
+) -> Iterator[str]:
     if request.gpus is None:
         return
     gpu, machines = request.gpus.gpu, placement.machines
     found = " (the fewest nodes that hold it)" if request.gpus.num_nodes is None and machines.num_nodes > 1 else ""
     yield _line("GPUs", f"{machines.in_words(gpu.name)}, {request.gpus.precision}{found}")
+    if "num_gpus" in assumed:
+        estimated = f"where `estimate` assumes {ESTIMATED_GPUS}"
+        yield _line("", f"{machines.gpus_per_node} GPUs a node are assumed, {estimated}: --num-gpus says how many")
     if placement.row is None:
         yield _line("ZeRO", f"nothing fits these GPUs: {placement.why}")
     else:
@@ -207,7 +221,10 @@ def _placement_lines(request: PlanRequest, plan: Plan, placement: GPUPlacement, 
             f"{fit.plan.gradient_accumulation_steps} accumulation{summed}{fillers}: {placement.why}",
         )
         if fit.host_bytes_per_node:
-            yield _line("", f"needs {_size(fit.host_bytes_per_node)} of host memory per node, not checked here")
+            processes = f"{machines.gpus_per_node} x {_size(PROCESS_BYTES)} for processes"
+            host = f"{_size(fit.host_bytes_per_node)} of host memory per node, and {processes}, assumed"
+            yield _line("", f"needs {host}; not checked here")
+        yield _line("", f"chosen with a margin of {MARGIN:.0%} of each GPU, because no GPU has calibrated the estimate")
     speed = placement.tokens_per_second(plan.shape, gpu)
     requests, step_bytes = plan.disk.store_requests(machines.world_size), plan.disk.checkpoint_bytes / SAVE_EVERY
     yield _line(
@@ -221,11 +238,11 @@ def _placement_lines(request: PlanRequest, plan: Plan, placement: GPUPlacement, 
     yield _line("speed", f"{speed:,.0f} tokens/s at {placement.mfu:.0%} MFU ({placement.calibration})")
     yield _line("time", f"{_duration(plan.hours)}; {plan.gpu_hours:,.0f} GPU-hours")
     if plan.energy_kwh is not None:
-        assumed = "" if is_pue_given else " (assumed)"
+        is_assumed = " (assumed)" if "pue" in assumed else ""
         yield _line(
             "energy",
             f"{_energy(plan.energy_kwh)}: boards at their limit of "
-            f"{gpu.power_w:g} W, PUE {request.pue:g}{assumed}; hosts and network not counted",
+            f"{gpu.power_w:g} W, PUE {request.pue:g}{is_assumed}; hosts and network not counted",
         )
     if plan.electricity_usd_per_gpu_hour is not None:
         electricity_usd = plan.gpu_hours * plan.electricity_usd_per_gpu_hour
@@ -506,7 +523,7 @@ def _read_gpus(args: argparse.Namespace) -> GPUs | None:
     if not _has_gpu(args):
         return None
     network = get_interconnect(args.interconnect)
-    return GPUs(read_gpu(args), args.num_gpus, args.num_nodes, network, args.mfu)
+    return GPUs(read_gpu(args), args.num_gpus or PLANNED_GPUS, args.num_nodes, network, args.mfu)
 
 
 def _read_chosen_model(args: argparse.Namespace, config: RunConfig, given: Mapping[str, object]) -> ChosenModel | None:

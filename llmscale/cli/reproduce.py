@@ -19,7 +19,6 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from llmscale.cli.flags import flag_words
 from llmscale.cluster.hostfile import parse_hostfile
 from llmscale.cluster.launch.ranks import count_gpus, end_with_parent
 from llmscale.cluster.remote import search_path
@@ -28,7 +27,7 @@ from llmscale.config.bundled_files import BundledFiles, install_command
 from llmscale.config.command_line import FlagParser, Need, flag, local_path, nonblank, quantity, whole_number
 from llmscale.config.launcher_variables import check_is_only_copy
 from llmscale.config.run_config import NonBlank, parse_run_config
-from llmscale.config.run_flags import model_keys
+from llmscale.config.run_flags import flag_words, model_keys
 from llmscale.config.user_paths import check_output_folder
 from llmscale.data.shards.manifest import MANIFEST_NAME
 from llmscale.errors import ConfigError, DataError, LlmscaleError, write_failure

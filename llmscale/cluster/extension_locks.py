@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmscale.untrusted.paths import in_home
+
 #: A younger lock that nobody holds may belong to a build that is beginning or ending.
 STALE_LOCK_S = 120.0
 
@@ -32,7 +34,7 @@ def extensions_folder() -> Path:
     if named:
         return Path(named)
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    return Path(cache).expanduser() / "torch_extensions"
+    return in_home(cache) / "torch_extensions"
 
 
 def find_locks(folder: Path) -> Iterator[ExtensionLock]:

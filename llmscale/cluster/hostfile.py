@@ -60,19 +60,40 @@ def parse_hostfile(path: str | Path) -> tuple[Host, ...]:
 def _parse_line(entry: str, where: str) -> Host:
     """Parse a line without its comment. Raises ConfigError whose text begins with `where`."""
     name, *rest = entry.split()
-    _check_name(name, where)
+    other_form = re.fullmatch(r"([A-Za-z0-9][\w.-]*)[:,;]([0-9]{1,4})", entry)
+    if other_form and int(other_form[2]) <= MAX_GPUS_PER_NODE:
+        raise ConfigError(f"{where}: '{entry}' is not `name slots=N`. Write `{other_form[1]} slots={other_form[2]}`.")
+    if not _COUNTS.match(name):
+        _check_name(name, where)
     if not rest:
-        raise ConfigError(f"{where}: '{entry}' does not say how many ranks to run there. Write `{name} slots=8`.")
+        raise ConfigError(f"{where}: '{entry}' does not say how many ranks to run there. {_advise(entry)}")
     slots = re.fullmatch(r"slots=([0-9]{1,6})", rest[0])
     if len(rest) > 1 or slots is None:
-        raise ConfigError(
-            f"{where}: '{entry}' is not `name slots=N`, with no space around the =. Write `{name} slots=8`."
-        )
+        raise ConfigError(f"{where}: '{entry}' is not `name slots=N`, with no space around the =. {_advise(entry)}")
     if int(slots.group(1)) > MAX_GPUS_PER_NODE:
         raise ConfigError(f"{where}: {rest[0]} is too many. At most {MAX_GPUS_PER_NODE} ranks run on one host.")
     if int(slots.group(1)) == 0:
         raise ConfigError(f"{where}: slots=0 runs nothing on '{name}'. Delete the line, or give at least one slot.")
     return Host(name, int(slots.group(1)))
+
+
+#: Words for a number of ranks in the files of other launchers, each with its value.
+_COUNTS = re.compile(r"(?i)\b(slots|max[-_]?slots|(?:num[-_]?|n)?gpus?|ppn|np|n?procs?|cpus?)\b(?:\s*[=:]\s*|\s+)(\S+)")
+#: A first word that is a command, and its options.
+_COMMAND = re.compile(r"(?:ssh|rsh|pdsh|mpirun|srun)\b(?:\s+-\w(?:\s+\S+)??)*(?:\s+|$)")
+
+
+def _advise(entry: str) -> str:
+    """Return the line that a wrong one probably means; N stands for a number that it does not hold."""
+    counts = {word.lower().replace("-", "_"): value.rstrip(",;") for word, value in _COUNTS.findall(entry)}
+    words = re.split(r"[\s,;]+", _COUNTS.sub(" ", _COMMAND.sub("", entry, count=1)).strip())
+    numbers = [word for word in words if word.isdecimal()]
+    names = [word for word in words if word not in numbers and _NAME.fullmatch(word)]
+    stated = [counts["slots"]] if "slots" in counts else [*counts.values(), *numbers]
+    count = stated[0] if len(stated) == 1 and stated[0].isdecimal() and 0 < int(stated[0]) <= MAX_GPUS_PER_NODE else "N"
+    if len(names) != 1:
+        return "Write one line `name slots=N` per host."
+    return f"Write `{names[0]} slots={count}`{', N being its GPUs' if count == 'N' else ''}."
 
 
 def _check_name(name: str, where: str) -> None:

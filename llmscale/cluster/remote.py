@@ -24,7 +24,7 @@ from pathlib import Path
 from llmscale.errors import ConfigError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES
 from llmscale.untrusted.interpreter import drop_empty, module_command
-from llmscale.untrusted.paths import read_regular
+from llmscale.untrusted.paths import in_home, read_regular
 
 #: Prefixes of the forwarded variables, by the software that reads them.
 _FORWARDED_PREFIXES = (
@@ -85,7 +85,7 @@ def search_path(given: str | None) -> str:
 
 def deepspeed_env_files() -> list[Path]:
     """Return the files that DeepSpeed reads: in the home folder, then in the current one, which wins."""
-    return [Path.home() / DEEPSPEED_ENV, Path.cwd() / DEEPSPEED_ENV]
+    return [in_home("~") / DEEPSPEED_ENV, Path.cwd() / DEEPSPEED_ENV]
 
 
 def parse_env_file(path: Path) -> dict[str, str]:

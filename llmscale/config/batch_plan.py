@@ -204,8 +204,8 @@ def build_batch_plan(
 ) -> BatchPlan:
     """Divide `global_batch_size` sequences over the data-parallel ranks.
 
-    The micro-batch must divide it, and with a ramp its first size. Of those that need the fewest fillers, the default
-    is the largest within DEFAULT_MICRO_BATCH_TOKENS. Raises ConfigError for a micro-batch that does not divide the
+    The micro-batch must divide it, and with a ramp its first size. The default needs the fewest fillers, and is the
+    largest such one within DEFAULT_MICRO_BATCH_TOKENS. Raises ConfigError for a micro-batch that does not divide the
     batch, and for more ranks than sequences.
     """
     if global_batch_size < 1:
@@ -240,7 +240,7 @@ def build_batch_plan(
 
 
 def cheapest_micro_batches(batch: int, groups: int) -> list[int]:
-    """Return the ascending micro-batches that divide a batch and need the fewest fillers on so many groups of ranks."""
+    """Return the ascending micro-batches that divide a batch and need the fewest fillers on `groups` of ranks."""
     share = -(-batch // groups)
     return [size for size in divisors(batch) if -(-batch // (size * groups)) * size == share]
 

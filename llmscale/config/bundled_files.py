@@ -11,6 +11,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmscale.errors import ConfigError
 from llmscale.suggestions import did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -87,4 +88,35 @@ def install_command(extras: str) -> str:
     pattern = rf"(([\w.-]+)[^;]*);.*extra == [\"']({extras.replace(',', '|')})[\"']"
     found = [match for need in metadata.requires("llmscale") or () if (match := re.match(pattern, need))]
     missing = [match for match in found if not [*metadata.distributions(name=match[2])]]
-    return f"pip install {shlex.join(dict.fromkeys(match[1].strip() for match in missing or found))}"
+    needed = shlex.join(dict.fromkeys(match[1].strip() for match in missing or found))
+    return f"pip install {needed}  # extra {extras}"
+
+
+#: Distributions of modules that are named otherwise; those of stores come with Streaming.
+_DISTRIBUTIONS = {"streaming": "mosaicml-streaming", "pynvml": "nvidia-ml-py"} | dict.fromkeys(
+    ("azure", "boto3", "botocore", "google"), "mosaicml-streaming"
+)
+
+
+def explain_missing(error: BaseException, extra: str) -> ConfigError | None:
+    """Return the error that names the extra of a module that is not installed, or None for any other error.
+
+    `extra` is named if the module is in several.
+    """
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return None
+    from importlib import metadata  # slow to import
+
+    module = error.name.partition(".")[0]
+    distribution = re.sub(r"[-_.]+", "-", _DISTRIBUTIONS.get(module, module)).lower()
+    try:
+        needs = metadata.requires("llmscale") or []
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        extras = [extra]
+    else:
+        matches = (re.match(r"([\w.-]+)[^;]*;.*extra == [\"']([\w-]+)[\"']", need) for need in needs)
+        extras = [match[2] for match in matches if match and match[1].lower().replace("_", "-") == distribution]
+    if not extras:
+        return None
+    extra = extra if extra in extras else extras[0]
+    return ConfigError(f"this needs {module}, which comes with the extra {extra}: `{install_command(extra)}`.")

@@ -146,7 +146,7 @@ class FlagParser(argparse.ArgumentParser):
         self._refuse_unknown([word for word in words if word.startswith("--")])
         known, unknown = super().parse_known_args(args, namespace)
         self._fill_optional_positional(known, unknown)
-        self._refuse_unknown(unknown)
+        self._refuse_unknown([*unknown, *self._stray_words(known, args)])
         for need in self.needs:
             need.check(given, known)
         return known, unknown  # type: ignore[return-value]
@@ -156,8 +156,19 @@ class FlagParser(argparse.ArgumentParser):
         if unknown:
             hint = did_you_mean(unknown[0], self._option_string_actions)
             if self.passes_on:
-                hint += f" Flags of {self.passes_on} follow a lone --: `{self.prog} ... -- {unknown[0]} ...`."
+                example = f": `{self.prog} ... -- {unknown[0]} ...`" if unknown[0].startswith("-") else ""
+                hint += f" Flags of {self.passes_on} follow a lone --{example}."
             raise ConfigError(f"unknown argument '{unknown[0]}'.{hint} `{self.prog} --help` lists all.")
+
+    def _stray_words(self, known: object, args: Sequence[str] | None) -> list[str]:
+        """Return the words for the program that `passes_on` names that do not follow `--`."""
+        if not self.passes_on:
+            return []
+        words = list(sys.argv[1:] if args is None else args)
+        num_passed_on = len(words) - words.index("--") - 1 if "--" in words else 0
+        rest = next(action.dest for action in self._get_positional_actions() if action.nargs == argparse.ZERO_OR_MORE)
+        given: list[str] = getattr(known, rest)
+        return given[: max(0, len(given) - num_passed_on)]
 
     def _fill_optional_positional(self, known: object, unknown: list[str]) -> None:
         """Set an optional positional argument that follows a flag, which argparse leaves among the unknown words."""

@@ -7,7 +7,9 @@ from typing import cast
 
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
 from llmscale.config.batch_plan import DEFAULT_MICRO_BATCH_TOKENS, BatchPlan
+from llmscale.config.deepspeed.resolve import BATCH_KEYS, DsConfig
 from llmscale.config.hf_model import default_preset, is_published
+from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import PRESETS, nominal_parameters
 from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import RunConfig
@@ -67,17 +69,22 @@ def describe_gradients(plan: BatchPlan, ds_config: Mapping[str, object]) -> str:
     return ", ".join(words) or "one micro-step on one rank, nothing is summed"
 
 
-def describe_batch(config: RunConfig) -> Iterator[str]:
-    """Yield the sources of batch sizes that the user did not give."""
-    if config.global_batch_size is None and config.global_batch_tokens is None:
-        yield f"the global batch is {_default_of(config)}"
-    if config.micro_batch_size is None:
-        yield f"the micro-batch the largest within {DEFAULT_MICRO_BATCH_TOKENS:,} tokens"
+def describe_batch(config: RunConfig, ds: DsConfig) -> Iterator[str]:
+    """Yield the sources of batch sizes that the user gave neither as flags nor in the ds_config."""
+    written = {name for name in BATCH_KEYS if isinstance(getattr(ds.keys, name), int)}
+    if config.micro_batch_size is not None:
+        written.add("train_micro_batch_size_per_gpu")
+    is_given = config.global_batch_size is not None or config.global_batch_tokens is not None
+    if not (is_given or "train_batch_size" in written or written >= {*BATCH_KEYS[1:]}):
+        near = "a multiple near " if written else ""
+        yield f"the global batch is {near}{_default_of(config)}"
+    if config.micro_batch_size is None and not written - {"train_batch_size"}:
+        yield f"the micro-batch the largest within {DEFAULT_MICRO_BATCH_TOKENS:,} tokens that needs the fewest fillers"
 
 
 def describe_optimizer(config: RunConfig, schedule: Schedule, gradient_clipping: float) -> str:
     """Describe optimizer and schedule, with all defaults."""
-    preset = "" if config.lr is not None else f" ({_default_of(config)})"
+    preset = "" if config.lr is not None else f" ({_rate_source(config)})"
     adam = f", betas {config.beta1:g} and {config.beta2:g}" if config.optimizer != "adafactor" else ""
     rules = f"; {', '.join(config.param_group)}" if config.param_group else ""
     rules += f"; frozen: {', '.join(config.freeze)}" if config.freeze else ""
@@ -95,7 +102,7 @@ def warn_of_learning_rate(config: RunConfig, schedule: Schedule) -> str | None:
     if config.init_from is None or config.lr is not None:
         return None
     return (
-        f"the weights are trained, and the peak learning rate of {schedule.peak_lr:.2e} is {_default_of(config)} for "
+        f"the weights are trained, and the peak learning rate of {schedule.peak_lr:.2e} is {_rate_source(config)}, for "
         f"training from scratch. Continue with less, such as --lr {schedule.peak_lr / 10:.1e}, or keep it with --lr "
         f"{schedule.peak_lr:.1e}"
     )
@@ -133,6 +140,11 @@ def describe_steps(config: RunConfig, resolved: ResolvedRun, num_samples: int) -
     if left > 0:
         return f"one pass over the data, of which the last {left:,} samples fill no batch and are not seen"
     return f"the {num_samples:,} samples are less than one batch: {-left:,} are seen again"
+
+
+def _rate_source(config: RunConfig) -> str:
+    """Return the preset and the optimizer's reason of the default learning rate."""
+    return " ".join((_default_of(config), get_optimizer(config.optimizer).rate_note)).rstrip()
 
 
 def _default_of(config: RunConfig) -> str:

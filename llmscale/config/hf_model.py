@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.architecture.families.family import HFTensor
-from llmscale.architecture.hf_config import CONFIG_NAME, find_config, get_family, read_shape
+from llmscale.architecture.hf_config import CONFIG_NAME, find_config, get_family, read_shape, without_rope_scaling
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
 from llmscale.config.presets import get_preset, nearest_preset
 from llmscale.config.run_config import KEYS, RunConfig, build_run_config
@@ -57,8 +57,11 @@ def is_published(name: str | None) -> bool:
     return name is not None and name.startswith(PREFIX)
 
 
-def read_published_model(flag: str, value: str) -> PublishedModel:
-    """Return the model that `FLAG hf:FOLDER|NAME` names. Raises ConfigError if llmscale cannot train it."""
+def read_published_model(flag: str, value: str, config: RunConfig | None = None) -> PublishedModel:
+    """Return the model that `FLAG hf:FOLDER|NAME` names. Raises ConfigError if llmscale cannot train it.
+
+    A rope_scaling of the run's `config` replaces that of the model, which may then be of any kind.
+    """
     # No shell expands the ~ in hf:~/models.
     source, name = f"{flag} {value}", os.path.expanduser(value.removeprefix(PREFIX))
     try:
@@ -72,12 +75,19 @@ def read_published_model(flag: str, value: str) -> PublishedModel:
             "merge_and_unload, then save_pretrained) and name that folder."
         )
     found = find_config(name, source)
-    shape = build_shape(read_shape(found.entries, source))
-    tensors = tuple(get_family(found.entries, source).tensors(shape))
+    entries = found.entries
+    try:
+        shape = build_shape(read_shape(entries, source))
+    except ConfigError:
+        if config is None or getattr(config, "rope_scaling", None) is None:
+            raise
+        entries = without_rope_scaling(entries)
+        shape = build_shape(read_shape(entries, source))
+    tensors = tuple(get_family(entries, source).tensors(shape))
     # For messages only, so an odd value does not matter.
     classes = found.entries.get("architectures")
     said = classes[0][:80] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
-    return PublishedModel(source, name, found.hub_name, found.folder, said, tensors, shape, found.entries)
+    return PublishedModel(source, name, found.hub_name, found.folder, said, tensors, shape, entries)
 
 
 def with_published_shape(config: RunConfig, weights: PublishedModel | None) -> RunConfig:
@@ -88,7 +98,7 @@ def with_published_shape(config: RunConfig, weights: PublishedModel | None) -> R
     """
     given = {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
     if is_published(config.model):
-        model = read_published_model("--model", config.model)
+        model = read_published_model("--model", config.model, config)
         wanted, said = _keys_of(model.shape.changed(given)), f"--model {config.model}"
     elif weights is not None and "model" in config.model_fields_set:
         shape = get_preset(config.model).shape(weights.shape.vocab_size, weights.shape.seq_len)

@@ -48,9 +48,9 @@ class LauncherVariables:
     """Address and port in MASTER_ADDR and MASTER_PORT; None without a launcher."""
 
 
-def is_restart(variables: Mapping[str, str]) -> bool:
-    """Return whether Slurm or torchrun has started the same command before."""
-    return any(variables.get(f"{name}_RESTART_COUNT", "0") != "0" for name in ("SLURM", "TORCHELASTIC"))
+def is_requeued(variables: Mapping[str, str]) -> bool:
+    """Return whether Slurm has started the same job before."""
+    return variables.get("SLURM_RESTART_COUNT", "0") != "0"
 
 
 def read_launcher_variables(variables: Mapping[str, str]) -> LauncherVariables:

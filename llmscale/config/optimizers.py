@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from llmscale.architecture.attention_kernels import ComputeCapability
-from llmscale.architecture.layers import Architecture, ParameterKind, ParameterTensor, ParameterTensors
+from llmscale.architecture.layers import INIT_STD, Architecture, ParameterKind, ParameterTensor, ParameterTensors
 from llmscale.config import limits
 from llmscale.config.hardware import has_bf16
 from llmscale.config.muon import matrices_of
@@ -93,6 +93,10 @@ class OptimizerSpec:
     """Parameter groups, in torch's order."""
     steps_shards: bool = True
     """True if it can step a flat shard of a tensor, as ZeRO stages 1 to 3 pass it."""
+    default_rate_factor: float = 1.0
+    """Ratio of its default learning rate to AdamW's, which presets hold."""
+    rate_note: str = ""
+    """Reason of that rate, in words that follow the preset's name."""
     frozen: tuple[str, ...] = ()
     """Patterns of the names of parameters without gradients and states."""
 
@@ -204,9 +208,17 @@ MUON = OptimizerSpec(
         replace(ADAMW.groups[0], kinds=frozenset({"embedding"})),
         ADAMW.groups[1],
     ),
+    rate_note="for AdamW, whose size of updates it has",
 )
-#: AdamW's states serve as an upper bound: the sums over rows and columns are smaller, and not modelled.
-ADAFACTOR = OptimizerSpec("adafactor", ADAMW.groups, steps_shards=False)
+#: AdamW's states serve as an upper bound: the sums over rows and columns are smaller, and not modelled. Its learning
+#: rate is relative to a weight's root mean square (Shazeer & Stern 2018, section 8), which begins at 0.02.
+ADAFACTOR = OptimizerSpec(
+    "adafactor",
+    ADAMW.groups,
+    steps_shards=False,
+    default_rate_factor=1 / INIT_STD,
+    rate_note=f"for AdamW, divided by the weights' first root mean square of {INIT_STD}, as it is relative to theirs",
+)
 _ALL = (ADAMW, MUON, ADAFACTOR)
 #: Optimizers whose memory `estimate` and `plan` know.
 MODELLED_NAMES = tuple(spec.name for spec in _ALL if spec.steps_shards)

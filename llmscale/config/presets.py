@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.errors import ConfigError
-from llmscale.suggestions import did_you_mean
+from llmscale.suggestions import OTHER_NAMES, did_you_mean
 from llmscale.terminal.human_numbers import parse_quantity
 from llmscale.untrusted.hub import forgotten_prefix
+from llmscale.untrusted.strangers import describe_stranger
 
 _GPT2_VOCAB = 50257
 
@@ -160,12 +163,58 @@ PRESETS: dict[str, Preset] = {
 def get_preset(name: str) -> Preset:
     """Return the preset of that name. Raises ConfigError with the closest and all legal names."""
     if name not in PRESETS:
-        hint = forgotten_prefix(name) or did_you_mean(name, PRESETS)
+        hint = describe_stranger(Path(name)) or forgotten_prefix(name) or _suggest(name)
         raise ConfigError(
             f"model '{name}' is not a preset.{hint} Presets: {', '.join(PRESETS)}. "
             "For any other shape give n_layer, n_head and n_embd."
         )
     return PRESETS[name]
+
+
+#: Families of published models that are not among the presets, in letters alone.
+_OTHER_FAMILIES = frozenset(
+    {
+        "mistral",
+        "ministral",
+        "falcon",
+        "phi",
+        "gemma",
+        "opt",
+        "bloom",
+        "pythia",
+        "olmo",
+        "deepseek",
+        "kimi",
+        "glm",
+        "gptj",
+    }
+    | {"gptneo", "gptneox", "gptoss", "cohere", "command", "granite", "stablelm", "starcoder", "mpt", "yi", "internlm"}
+    | {"baichuan", "chatglm", "codellama", "mamba", "rwkv"}
+)
+
+
+def _suggest(name: str) -> str:
+    """Return a hint at the preset that a name probably means: of the same family, and the nearest in size."""
+    plain = name.lower().replace("_", "-")
+    if plain in PRESETS or plain.replace("-", "_") in OTHER_NAMES:
+        return did_you_mean(name, PRESETS)
+    letters = _letters(plain)
+    if letters in _OTHER_FAMILIES:
+        return " A published model is named hf:ORGANISATION/NAME, or hf:FOLDER."
+    alike = [preset for preset in PRESETS if _letters(preset) == letters]
+    stem = plain.split("-")[0]
+    if stem != letters:  # gpt3, of gpt2 and gpt3
+        alike = [preset for preset in alike if preset.split("-")[0] == stem] or alike
+    size = re.search(r"-(\d+(?:\.\d+)?[mb])(?![a-z0-9])", plain)
+    if alike and size and float(size[1][:-1]) > 0:
+        wanted = parse_quantity(size[1])
+        nearest = min(alike, key=lambda preset: abs(math.log(nominal_parameters(preset) / wanted)))
+        return f" Did you mean {nearest!r}?"
+    return did_you_mean(name, alike or PRESETS)
+
+
+def _letters(name: str) -> str:
+    return name[: len(name) - len(name.lstrip("abcdefghijklmnopqrstuvwxyz"))]
 
 
 def nominal_parameters(name: str) -> float:

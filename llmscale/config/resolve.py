@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
@@ -9,14 +10,14 @@ from functools import cached_property, lru_cache
 from llmscale.architecture.layers import ParameterTensors
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
 from llmscale.config.batch_plan import BatchPlan, BatchRamp, LengthRamp, build_batch_plan
-from llmscale.config.deepspeed.resolve import DsConfig, resolve_ds_config, without_pinned_memory
+from llmscale.config.deepspeed.resolve import BatchFlags, DsConfig, resolve_ds_config, without_pinned_memory
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision, ResolvedDsConfig
 from llmscale.config.hf_model import default_preset
 from llmscale.config.loss_settings import BALANCE_LOSS, DEFAULT_LOSS, ROUTER_BIAS_SPEED, LossSettings
 from llmscale.config.optimizers import ADAMW, OptimizerSpec, get_optimizer, parse_rule
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.presets import get_preset
-from llmscale.config.run_config import KEYS, RunConfig
+from llmscale.config.run_config import EXCLUSIVE_KEYS, KEYS, RunConfig, build_run_config, needs
 from llmscale.config.schedule import Schedule
 from llmscale.errors import ConfigError
 
@@ -118,6 +119,28 @@ class ResolvedRun(ResolvedStep):
         return replace(self, ds=ds, ds_config=without_pinned_memory(resolve_ds_config(ds, self.shape, self.plan)))
 
 
+def with_ds_keys(config: RunConfig, ds: DsConfig) -> RunConfig:
+    """Return the configuration with the keys that its ds_config sets and the user does not. Raises ConfigError."""
+    given = config.model_fields_set
+    taken = {key: value for key, value in ds.run_keys.items() if key not in given}
+    for key, twin in EXCLUSIVE_KEYS:
+        if twin in given:
+            taken.pop(key, None)
+    if "optimizer" in given and config.optimizer != ds.run_keys.get("optimizer"):
+        # Its numbers are for another optimizer.
+        taken = {key: value for key, value in taken.items() if key not in _OF_OPTIMIZER}
+    if not taken:
+        return config
+    merged = {**config.model_dump(exclude_unset=True), **taken}
+    changed = build_run_config(merged, f"{ds.source}: ", given)
+    unmet = {need.keys for need in needs() if need.keys in taken and need.is_met and not need.is_met(changed)}
+    return build_run_config({key: value for key, value in merged.items() if key not in unmet}, f"{ds.source}: ", given)
+
+
+#: Keys of a run that an optimizer block of a ds_config sets.
+_OF_OPTIMIZER = ("lr", "beta1", "beta2", "eps", "weight_decay")
+
+
 def resolve_step(
     ds: DsConfig,
     shape: GPTShape,
@@ -133,7 +156,7 @@ def resolve_step(
 def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: int) -> ResolvedRun:
     """Fill every default that depends on another key, the ds_config, the data or the world size. Raises ConfigError."""
     shape = resolve_shape(config, facts)
-    plan = resolve_batch(config, shape.seq_len, world_size)
+    plan = resolve_batch(config, shape.seq_len, world_size, ds)
     plan.ranks.heads_of_rank(shape.n_head, shape.n_kv_head)
     plan.ranks.experts_of_rank(shape.num_experts)
     schedule = resolve_schedule(config, plan, facts.num_train_samples)
@@ -218,26 +241,56 @@ def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:
     return changed
 
 
-def resolve_batch(config: RunConfig, seq_len: int, world_size: int) -> BatchPlan:
-    """Divide the global batch of the flags or the preset over the ranks. Raises ConfigError."""
+def resolve_batch(config: RunConfig, seq_len: int, world_size: int, ds: DsConfig | None = None) -> BatchPlan:
+    """Divide the global batch of the flags, the ds_config or the preset over the ranks. Raises ConfigError."""
+    ranks = ParallelLayout(world_size, config.sequence_parallel_size, config.expert_parallel_size)
+    flags = BatchFlags(_given_batch_size(config, seq_len), config.micro_batch_size)
+    default = _default_batch_size(config, seq_len, ranks.data_parallel_size)
+    batch = ds.batch(flags, default, ranks.data_parallel_size) if ds else flags
     first, tokens = config.batch_ramp_from, config.batch_ramp_tokens
     shortest, until = config.seq_len_ramp_from, config.seq_len_ramp_tokens
     return build_batch_plan(
-        global_batch_size=_global_batch_size(config, get_preset(default_preset(config)).global_batch_tokens, seq_len),
-        ranks=ParallelLayout(world_size, config.sequence_parallel_size, config.expert_parallel_size),
+        global_batch_size=batch.total or default,
+        ranks=ranks,
         seq_len=seq_len,
-        micro_batch_size=config.micro_batch_size,
+        micro_batch_size=batch.micro,
         ramp=BatchRamp(first, -(-tokens // seq_len)) if first is not None and tokens is not None else None,
         lengths=LengthRamp(shortest, -(-until // seq_len)) if shortest is not None and until is not None else None,
     )
 
 
-def _global_batch_size(config: RunConfig, preset_tokens: int, seq_len: int) -> int:
-    """Return the sequences per step, from --global-batch-size, --global-batch-tokens or the preset."""
-    if config.global_batch_size is not None:
+#: Default batches are multiples of the first of these that is at most an eighth of them, or of the last: common numbers
+#: of ranks divide them.
+_BATCH_MULTIPLES = (64, 8)
+
+
+def default_batch_size(preset: str, seq_len: int, groups: int, of: int = 1) -> int:
+    """Return about a preset's tokens per step in sequences: a number that common numbers of ranks divide.
+
+    It is a multiple of `of`, and has at least one sequence for each of `groups` of ranks that train on different ones.
+    """
+    wanted = get_preset(preset).global_batch_tokens / seq_len
+    units = [math.lcm(multiple, of) for multiple in _BATCH_MULTIPLES]
+    unit = next((unit for unit in units if wanted >= 8 * unit), units[-1])
+    if wanted < unit:
+        unit = math.lcm(1 << max(0, round(math.log2(wanted))), of)
+    size = unit * max(1, round(wanted / unit))
+    return size if size >= groups else math.lcm(of, groups)
+
+
+def _default_batch_size(config: RunConfig, seq_len: int, groups: int) -> int:
+    """Return the sequences per step that the preset recommends for a run without a batch of its own."""
+    preset, first = default_preset(config), config.batch_ramp_from
+    if first is not None:
+        # A ramp begins with `first` sequences, and grows by as many at least once.
+        return default_batch_size(preset, seq_len, 2 * first, of=first)
+    return default_batch_size(preset, seq_len, groups, of=config.micro_batch_size or 1)
+
+
+def _given_batch_size(config: RunConfig, seq_len: int) -> int | None:
+    """Return the sequences per step of --global-batch-size or --global-batch-tokens; None without them."""
+    if config.global_batch_size is not None or config.global_batch_tokens is None:
         return config.global_batch_size
-    if config.global_batch_tokens is None:
-        return max(1, preset_tokens // seq_len)
     if config.global_batch_tokens % seq_len:
         below = config.global_batch_tokens // seq_len * seq_len
         nearest = f"{below} or {below + seq_len}" if below else str(seq_len)
@@ -268,5 +321,8 @@ def resolve_schedule(config: RunConfig, plan: BatchPlan, num_train_samples: int)
     min_lr_frac = config.min_lr_frac
     if min_lr_frac is None:
         min_lr_frac = 0.1 if config.schedule == "cosine" else 0.0
-    peak_lr = config.lr or get_preset(default_preset(config)).learning_rate
+    peak_lr = config.lr
+    if peak_lr is None:
+        factor = get_optimizer(config.optimizer).default_rate_factor
+        peak_lr = get_preset(default_preset(config)).learning_rate * factor
     return Schedule(config.schedule, peak_lr, warmup_steps, total_steps, decay_steps, min_lr_frac)

@@ -27,13 +27,13 @@ from llmscale.config.run_flags import add_run_flags, describe_keys
 from llmscale.config.run_urls import check_other_run_or_name, check_own_run
 from llmscale.config.user_paths import check_path, check_path_or_url, check_task_file, check_text
 from llmscale.errors import ConfigError
-from llmscale.keys import Breaks, Command, Condition, Key, MayDiffer, Ranks, Resume
+from llmscale.keys import Breaks, Command, Condition, Key, MayDiffer, Outside, Ranks, Resume
 from llmscale.suggestions import describe_invalid, did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_toml, load_yaml
 
 NonBlank = Annotated[str, AfterValidator(check_text)]
 TaskFile = Annotated[str, AfterValidator(check_task_file)]
-#: Marks the types of keys that name a file or folder: shells complete it, and a model card leaves out where it lies.
+#: Marks the types of keys that name a file or folder, which shells complete.
 IS_PATH = "is a path"
 OtherRunOrName = Annotated[str, AfterValidator(check_other_run_or_name), IS_PATH]
 OwnRun = Annotated[Path, BeforeValidator(check_own_run), IS_PATH]
@@ -70,12 +70,14 @@ def key(
     asked_by: tuple[Command, ...] = (),
     begins: bool = False,
     metavar: str = "",
+    outside: Outside | None = None,
     **field: Any,
 ) -> Any:
     """Declare a key: its default and legal values as pydantic's Field has them, and its behaviour (`keys.Key`).
 
     `resume` and `ranks` are needed, except beside `in_place_of` (the other key's value is told and compared) and
-    `told_at` (the value at that place is). The text below the key is its help, the comment above a group its section.
+    `told_at` (the value at that place is). A text needs `outside`. The text below the key is its help, the comment
+    above a group its section.
     `metavar` and `asked_by` must be literals: `run_flags.describe_keys` reads them without importing pydantic.
     """
     if in_place_of:
@@ -85,7 +87,18 @@ def key(
     if resume is None or ranks is None:
         raise TypeError("a key says what a resume may do with it, and whether it may differ between ranks")
     conditions = tuple(needs.split(", ")) if isinstance(needs, str) else needs
-    behaviour = Key(resume, ranks, conditions, needs_of_model, in_place_of, told_at, asked_by, begins, metavar)
+    behaviour = Key(
+        resume,
+        ranks,
+        conditions,
+        needs_of_model,
+        in_place_of,
+        told_at,
+        asked_by,
+        begins,
+        outside=outside,
+        metavar=metavar,
+    )
     return Field(*(() if "default_factory" in field else (default,)), json_schema_extra=behaviour, **field)
 
 
@@ -102,7 +115,11 @@ class FirstKeys(BaseModel):
 
     # run
     config: UserPath | None = key(
-        None, resume="free", ranks=MayDiffer("a path; the keys in the file are compared"), metavar="FILE"
+        None,
+        resume="free",
+        ranks=MayDiffer("a path; the keys in the file are compared"),
+        metavar="FILE",
+        outside="name",
     )
     """YAML or TOML run file with any of these keys."""
     run: OwnRun = key(
@@ -110,6 +127,7 @@ class FirstKeys(BaseModel):
         resume="free",
         ranks=MayDiffer("a path; the nodes may have separate disks"),
         metavar="FOLDER",
+        outside="name",
     )
     """Run folder, for configuration, metrics, checkpoints and samples; or its URL (s3://, gs://, az://): the nodes
     publish what is on their disks there (docs/checkpoints.md)."""
@@ -117,7 +135,7 @@ class FirstKeys(BaseModel):
     """Seed of initial weights, data order and dropout."""
 
     # model
-    model: NonBlank = key("tiny-10m", resume="resolved", ranks="resolved", metavar="PRESET|hf:NAME")
+    model: NonBlank = key("tiny-10m", resume="resolved", ranks="resolved", metavar="PRESET|hf:NAME", outside="name")
     """Preset (tiny-1m ... gpt3-175b, llama3-8b, qwen3-4b, ...), or hf:FOLDER or hf:NAME for the shape of a published
     model. The keys below override its values."""
 
@@ -172,6 +190,7 @@ class RunConfig(ModelKeys):
         ranks=MayDiffer("a path or URL, mounted elsewhere; the contents of the dataset are compared"),
         needs="not text",
         metavar="FOLDER|URL",
+        outside="name",
     )
     """Folder made by `llmscale data prepare`, or its URL (s3://, gs://, hf://, ...), fetched shard by shard. A YAML
     file mixes several datasets by weight (docs/data.md). Where the default does not exist: the demo, text=python-docs,
@@ -181,6 +200,7 @@ class RunConfig(ModelKeys):
         resume="resolved",
         ranks=MayDiffer("a path; the contents of its dataset are compared"),
         metavar="FOLDER|FILE",
+        outside="name",
     )
     """Text in place of data: a folder, a file or any other --input of `llmscale data prepare`. The first start prepares
     it into the cache, later ones find it there."""
@@ -190,10 +210,19 @@ class RunConfig(ModelKeys):
         ranks=MayDiffer("a path; that of the dataset is compared"),
         needs="text",
         metavar="gpt2|bytes|FILE.tiktoken|FOLDER|NAME",
+        outside="name",
     )
     """Tokenizer for text, as of `llmscale data prepare`; default: that of a published model, else one trained on the
     text."""
-    data_cache: UserPath | None = key(None, resume="free", ranks=LOCAL_DISK, metavar="FOLDER")
+    skip_undecodable: bool = key(
+        False,
+        resume="resolved",
+        ranks=MayDiffer("how text is read; the contents of its dataset are compared"),
+        needs="text",
+        outside="value",
+    )
+    """Skip and count texts that are not UTF-8."""
+    data_cache: UserPath | None = key(None, resume="free", ranks=LOCAL_DISK, metavar="FOLDER", outside="private")
     """Cache for the shards of a remote dataset, or for prepared text; default: ~/.cache/llmscale."""
     shuffle: bool = key(True, resume=ORDER, ranks="same")
     """Shuffle each epoch."""
@@ -211,7 +240,13 @@ class RunConfig(ModelKeys):
     )
     """Disk space for the shards of a remote dataset, in GiB; default: unlimited."""
     skip_steps: list[str] = key(
-        default_factory=list, resume="refused", ranks="same", begins=True, needs="not overfit_batch", metavar="A:B"
+        default_factory=list,
+        resume="refused",
+        ranks="same",
+        begins=True,
+        needs="not overfit_batch",
+        metavar="A:B",
+        outside="value",
     )
     """Leave out the batches of steps A to B-1, now and after every resume. Ranges are applied one after the other: of
     the steps in one log, give the later ones first."""
@@ -225,7 +260,8 @@ class RunConfig(ModelKeys):
     global_batch_size: Sequences | None = key(
         None, ge=1, resume=BATCH, ranks="resolved", needs="not overfit_batch", asked_by=("estimate", "plan")
     )
-    """Sequences per optimizer step over all ranks; default: the preset's tokens per step."""
+    """Sequences per optimizer step over all ranks; default: about the preset's tokens per step, in a number that common
+    numbers of ranks divide, and the checkpoint's for a run that resumes."""
     global_batch_tokens: int | None = key(
         None, ge=1, le=limits.MAX_BATCH_TOKENS, in_place_of="global_batch_size", needs="not overfit_batch"
     )
@@ -233,12 +269,13 @@ class RunConfig(ModelKeys):
     micro_batch_size: Sequences | None = key(
         None, ge=1, told_at="resolved.plan.micro_batch_size", asked_by=("estimate",)
     )
-    """Sequences per rank and forward pass; default: the largest within 16,384 tokens."""
+    """Sequences per rank and forward pass; default: the largest within 16,384 tokens that needs the fewest
+    fillers (docs/checkpoints.md)."""
     batch_ramp_from: Sequences | None = key(
         None, ge=1, resume=BATCH, ranks="same", needs="batch_ramp_tokens, not overfit_batch"
     )
-    """Sequences of the first step; the global batch grows by as many at a time to its full size. The number of ranks
-    must divide it."""
+    """Sequences of the first step; the global batch grows by as many at a time to its full size. The micro-batch must
+    divide it."""
     batch_ramp_tokens: Tokens | None = key(
         None, ge=1, resume=BATCH, ranks="same", needs="batch_ramp_from, not overfit_batch"
     )
@@ -256,7 +293,7 @@ class RunConfig(ModelKeys):
     tokens: Tokens | None = key(None, ge=1, in_place_of="steps")
     """Training tokens, in place of steps; rounded up to complete steps."""
     lr: float | None = key(None, gt=0, le=limits.MAX_LEARNING_RATE, told_at="resolved.schedule.peak_lr")
-    """Peak learning rate; default: the preset's."""
+    """Peak learning rate; default: the preset's, for adafactor divided by 0.02, as its rate is relative to weights."""
     schedule: ScheduleName = key("cosine", told_at="resolved.schedule.name")
     """Learning-rate schedule. cosine and linear decay to min_lr_frac; wsd: warm-up, stable, linear decay."""
     warmup_steps: Steps | None = key(None, ge=0, told_at="resolved.schedule.warmup_steps")
@@ -281,16 +318,17 @@ class RunConfig(ModelKeys):
     )
     """Muon: ratio of the blocks' matrices' learning rate to that of all other parameters; default: 1."""
     param_group: list[NonBlank] = key(
-        default_factory=list, resume="told", ranks="same", metavar="PATTERN:lr=Fx:decay=D"
+        default_factory=list, resume="told", ranks="same", metavar="PATTERN:lr=Fx:decay=D", outside="value"
     )
     """Learning rate and weight decay of the parameters whose names match: 'wte*:lr=0.1x:decay=0'. The first pattern
     that matches counts."""
     freeze: list[NonBlank] = key(
-        default_factory=list, resume="weights", ranks="same", asked_by=("estimate",), metavar="PATTERN"
+        default_factory=list, resume="weights", ranks="same", asked_by=("estimate",), metavar="PATTERN", outside="value"
     )
     """Do not train the parameters whose names match, such as 'blocks.0.*': no gradients, no optimizer states."""
     weight_decay: float = key(0.1, ge=0.0, le=limits.MAX_WEIGHT_DECAY, resume="told", ranks="same")
-    """Decoupled weight decay; applies to parameters of two or more dimensions."""
+    """Decoupled weight decay; applies to parameters of two or more dimensions. adafactor: a fiftieth of it, as its
+    learning rate is fifty times AdamW's."""
     beta1: float = key(0.9, ge=0.0, lt=1.0, resume="told", ranks="same", needs="not optimizer=adafactor")
     """AdamW: decay of the first moment; Muon's momentum is 0.95."""
     beta2: float = key(0.95, ge=0.0, lt=1.0, resume="told", ranks="same", needs="not optimizer=adafactor")
@@ -326,6 +364,7 @@ class RunConfig(ModelKeys):
         resume="resolved",
         ranks=MayDiffer("a path; the ds_config is compared"),
         metavar="FILE|NAME",
+        outside="name",
     )
     """DeepSpeed JSON: ZeRO stage, offload, precision, activation checkpointing. zero2, zero3_offload and the like
     are names of llmscale's own files."""
@@ -390,10 +429,13 @@ class RunConfig(ModelKeys):
         begins=True,
         needs="not overfit_batch",
         metavar="auto|none|best|CHECKPOINT",
+        outside="name",
     )
     """auto: resume if the run folder has a checkpoint; none: start from scratch in a new folder; best: go back to the
     run's lowest validation loss; or the folder of a checkpoint."""
-    init_from: OtherRunOrName | None = key(None, resume="refused", ranks="resolved", begins=True, metavar="RUN|hf:NAME")
+    init_from: OtherRunOrName | None = key(
+        None, resume="refused", ranks="resolved", begins=True, metavar="RUN|hf:NAME", outside="name"
+    )
     """Start at step 0 with the weights of a run, a checkpoint, or hf:FOLDER or hf:NAME, which also set the model."""
     allow_changed: list[str] = key(
         default_factory=list,
@@ -401,6 +443,7 @@ class RunConfig(ModelKeys):
         ranks="same",
         needs="not overfit_batch, not resume=none, not init_from",
         metavar="KEY",
+        outside="value",
     )
     """On resume, accept a change of this key: global_batch_size, seq_len, data, seed or order. The log names the
     consequences."""
@@ -415,17 +458,22 @@ class RunConfig(ModelKeys):
     sample_every: Steps = key(0, ge=0, resume="free", ranks="same")
     """Steps between printed text samples; 0: never."""
     sample_prompt: str = key(
-        "The ", resume="free", ranks="same", needs="sample_every or eval_every, not sample_prompts", metavar="TEXT"
+        "The ",
+        resume="free",
+        ranks="same",
+        needs="sample_every or eval_every, not sample_prompts",
+        metavar="TEXT",
+        outside="value",
     )
     """Prompt of the printed samples."""
     sample_prompts: UserPath | None = key(
-        None, resume="free", ranks="resolved", needs="sample_every or eval_every", metavar="FILE"
+        None, resume="free", ranks="resolved", needs="sample_every or eval_every", metavar="FILE", outside="name"
     )
     """File of prompts, in place of sample_prompt: one per line, or in FILE.jsonl objects with a "prompt"."""
     eval_every: Steps = key(0, ge=0, resume="free", ranks="same")
     """Steps between evaluations on eval_tasks, which also print text samples; 0: never."""
     eval_tasks: list[TaskFile] = key(
-        default_factory=list, resume="free", ranks="resolved", needs="eval_every", metavar="FORMAT=FILE"
+        default_factory=list, resume="free", ranks="resolved", needs="eval_every", metavar="FORMAT=FILE", outside="name"
     )
     """Evaluation items in JSON lines; FORMAT is hellaswag, multiple_choice, likelihood or text."""
 
@@ -437,7 +485,7 @@ class RunConfig(ModelKeys):
     on_spike: OnSpike = key("warn", resume="free", ranks="same")
     """Action after a loss spike. stop: end the run and print how to resume. skip: return to the checkpoint before it
     and leave out the batches."""
-    notify: NonBlank | None = key(None, resume="free", ranks="same", metavar="COMMAND")
+    notify: NonBlank | None = key(None, resume="free", ranks="same", metavar="COMMAND", outside="private")
     """Command for `sh -c` that is run when the run finishes, stops, fails or meets a loss spike, with the facts as JSON
     on its stdin. The run folder records it: keep secrets in variables."""
     hang_timeout_s: float = key(1800.0, ge=0, le=limits.MAX_SECONDS, resume="free", ranks="same", metavar="SECONDS")
@@ -445,16 +493,17 @@ class RunConfig(ModelKeys):
     stacks to the run folder's logs/ and ends. 0: unlimited."""
     start_timeout_s: float = key(1800.0, ge=0, le=limits.MAX_SECONDS, resume="free", ranks="same", metavar="SECONDS")
     """Longest time of a start, or of a download in it, likewise."""
-    profile: NonBlank | None = key(None, resume="free", ranks=RANK_0, metavar="A:B")
+    profile: NonBlank | None = key(None, resume="free", ranks=RANK_0, metavar="A:B", outside="value")
     """Profile steps A to B-1: a trace and a table in the run folder's profile/."""
     plain: bool = key(False, resume="free", ranks=RANK_0)
     """Print a line per logged step, also on a terminal, in place of the live view."""
     wandb: bool = key(False, resume="free", ranks=RANK_0)
-    """Log to Weights & Biases, from rank 0. WANDB_MODE=offline needs no account."""
-    wandb_project: NonBlank = key("llmscale", resume="free", ranks=RANK_0, needs="wandb")
-    """Weights & Biases project."""
-    wandb_name: NonBlank | None = key(None, resume="free", ranks=RANK_0, needs="wandb")
-    """Weights & Biases run name; default: the run folder's name."""
+    """Log to Weights & Biases, from rank 0. Its variables count, such as WANDB_ENTITY; WANDB_MODE=offline needs no
+    account."""
+    wandb_project: NonBlank = key("llmscale", resume="free", ranks=RANK_0, needs="wandb", outside="value")
+    """Weights & Biases project; if it is not given, WANDB_PROJECT counts."""
+    wandb_name: NonBlank | None = key(None, resume="free", ranks=RANK_0, needs="wandb", outside="value")
+    """Weights & Biases run name; default: WANDB_NAME, else the run folder's name."""
     tensorboard: bool = key(False, resume="free", ranks=RANK_0)
     """Write TensorBoard event files to the run folder's tensorboard/."""
 
@@ -534,17 +583,14 @@ def parse_run_config(argv: Sequence[str], parser: FlagParser | None = None) -> R
 
     `parser` names the command and may have further flags. Raises ConfigError, and SystemExit after --help.
     """
-    parser = parser or FlagParser(prog="train.py", example=_EXAMPLE)
-    add_run_config_flags(parser)
-    given = vars(parser.parse_args(_normalise_flags(argv)))
-    flags = {key: value for key, value in given.items() if value is not None and key in RunConfig.model_fields}
+    flags = parse_run_flags(argv, parser)
     for key, value in flags.items():
         # `null` and `[]` undo a key of the run file; a restart by `launch` needs that.
         if isinstance(value, list):
             flags[key] = [] if value == ["[]"] else [word for text in value for word in text.split(",")]
         elif value == "null":
             flags[key] = None
-    from_file = load_run_file(_path("config", flags["config"])) if "config" in flags else {}
+    from_file = load_run_file(_path("config", str(flags["config"]))) if "config" in flags else {}
     for key, twin in EXCLUSIVE_KEYS:
         for own, overridden in ((key, twin), (twin, key)):
             if own in flags and overridden not in flags:
@@ -552,6 +598,14 @@ def parse_run_config(argv: Sequence[str], parser: FlagParser | None = None) -> R
     config = build_run_config({**from_file, **flags}, f"--config {flags.get('config')}: ", flags)
     _check_needs(config, flags, from_file)
     return config
+
+
+def parse_run_flags(argv: Sequence[str], parser: FlagParser | None = None) -> dict[str, object]:
+    """Return the values of the keys that flags give. Raises ConfigError for words that are no flags of train.py."""
+    parser = parser or FlagParser(prog="train.py", example=_EXAMPLE)
+    add_run_config_flags(parser)
+    given = vars(parser.parse_args(_normalise_flags(argv)))
+    return {key: value for key, value in given.items() if value is not None and key in RunConfig.model_fields}
 
 
 def add_run_config_flags(parser: argparse.ArgumentParser) -> None:

@@ -99,6 +99,16 @@ def keys_asked_by(command: str) -> list[str]:
     return [key for key, documented in describe_keys().items() if command in documented.asked_by]
 
 
+def flag_words(key: str, value: object) -> list[str]:
+    """Return `--key value` in train.py's spelling."""
+    name = key.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    # argparse takes a word that begins with a dash as the next flag.
+    return [f"--{name}={text}"] if text.startswith("-") else [f"--{name}", text]
+
+
 def literal_words(annotation: object) -> Iterator[str]:
     """Yield the words of every Literal within a type."""
     if get_origin(annotation) is Literal:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from llmscale.config.user_paths import check_path, check_path_or_name, check_text
+from llmscale.untrusted.paths import in_home
 
 Kind = Literal["train", "view"]
 #: Folder of the copies, on a local disk.
@@ -26,7 +27,7 @@ _MAX_PART_BYTES = 200
 
 def copies_folder() -> Path:
     """Return the folder of the copies."""
-    return Path(os.path.abspath(Path(os.environ.get(COPIES_VARIABLE) or _COPIES).expanduser()))
+    return Path(os.path.abspath(in_home(os.environ.get(COPIES_VARIABLE) or _COPIES)))
 
 
 def copy_of(url: str, kind: Kind) -> Path:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llmscale.architecture.attention_kernels import ComputeCapability, attention_kernel
 from llmscale.config.hardware import has_bf16
 from llmscale.engine import optimizers
-from llmscale.model import gpt
+from llmscale.model import gpt, layers
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -51,6 +51,7 @@ def cuda_kernels(capability: ComputeCapability | None = None) -> Iterator[None]:
         mock.patch.object(F, "rms_norm", _rms_norm),
         mock.patch.object(torch, "log_softmax", _log_softmax),
         mock.patch.object(gpt, "device_capability", lambda _: capability),
+        mock.patch.object(layers, "sums_in_16_bit", lambda _: False),
         mock.patch.object(optimizers, "has_bf16", lambda: has_bf16(capability)),
         _RealTensors(),
     ):

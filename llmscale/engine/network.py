@@ -7,14 +7,20 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from llmscale.config.interconnect import Interconnect
+from llmscale.errors import ConfigError
+from llmscale.files.buffered_log import warn_on_stderr
 from llmscale.untrusted.paths import is_plain_name
 
 #: Variables that tell gloo and NCCL which interface to use.
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+#: Further ones that name interfaces: torch's RPC.
+NAMING_VARIABLES = (*VARIABLES, "TP_SOCKET_IFNAME")
+#: Device files of machines with GPUs, where NCCL is used.
+_GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
 _SIOCGIFCONF = 0x8912
 #: struct ifreq: 16 bytes of name, then a sockaddr_in whose address is at byte 20; 40 bytes on 64-bit Linux.
 _IFREQ_BYTES = 40
@@ -32,6 +38,36 @@ def set_network_interface() -> None:
     if name is not None and name != "lo":
         for variable in VARIABLES:
             os.environ.setdefault(variable, name)
+
+
+def check_interfaces(variables: Mapping[str, str]) -> None:
+    """Raise ConfigError if a variable names no interface of this host; where nothing reads it, warn."""
+    names = [name for _, name in socket.if_nameindex()]
+    for variable in NAMING_VARIABLES:
+        value = variables.get(variable, "")
+        if named_interfaces(variable, value, names) is None or named_interfaces(variable, value, names):
+            continue
+        words = (
+            f"{variable} is '{value}', and {socket.gethostname()} has no such network interface. It has "
+            f"{', '.join(names)}. Name one of them, or `unset {variable}`"
+        )
+        if variable == VARIABLES[0] or any(map(os.path.exists, _GPU_FILES)):
+            raise ConfigError(f"{words}.")
+        if variables.get("LOCAL_RANK", "0") == "0":
+            warn_on_stderr(f"WARNING: {words}. Nothing reads it in a run on CPUs.")
+
+
+def named_interfaces(variable: str, value: str, names: Iterable[str]) -> list[str] | None:
+    """Return which of the interfaces `names` a variable's value selects; None if it selects by exclusion or not at all.
+
+    NCCL's holds prefixes, or begins with = (exact) or ^ (all except). The others hold exact names.
+    """
+    if not value.strip() or (variable == VARIABLES[1] and value.startswith("^")):
+        return None
+    is_prefix = variable == VARIABLES[1] and not value.startswith("=")
+    # NCCL may add a port, as in eth0:5000.
+    wanted = [word.strip().partition(":")[0] for word in value.removeprefix("=").split(",") if word.strip()]
+    return [name for name in names if (name.startswith(tuple(wanted)) if is_prefix else name in wanted)]
 
 
 def interface_towards(host: str) -> str | None:

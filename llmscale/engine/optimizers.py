@@ -98,6 +98,9 @@ def build_optimizer(
     """
     groups = [dict(group) for group in build_parameter_groups(model.named_parameters(), kinds, spec, weight_decay)]
     if spec.name == "adafactor":
+        # torch multiplies the decay by the learning rate, which is larger here for updates as large as AdamW's.
+        for group in groups:
+            group["weight_decay"] = cast("float", group["weight_decay"]) / spec.default_rate_factor
         return torch.optim.Adafactor(groups, lr=lr, weight_decay=weight_decay)
     if spec.name == "muon":
         orthogonalised = {group.name for group in spec.groups if group.is_orthogonalised}

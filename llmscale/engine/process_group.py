@@ -56,9 +56,11 @@ def join_world() -> World:
     accelerator = get_accelerator()
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator.set_device(local_rank)
+    backend = accelerator.communication_backend_name() if is_gpu() else "gloo"
     try:
+        _meet_again(backend)
         deepspeed.init_distributed(
-            dist_backend=accelerator.communication_backend_name() if is_gpu() else "gloo",
+            dist_backend=backend,
             auto_mpi_discovery=False,
             timeout=COLLECTIVE_TIMEOUT,
             verbose=False,
@@ -75,6 +77,28 @@ def join_world() -> World:
         device_name=torch.cuda.get_device_name(local_rank) if torch.cuda.is_available() else "cpu",
         control=control,
         disks=Disks((0,) * dist.get_world_size()),
+    )
+
+
+def _meet_again(backend: str) -> None:
+    """Join the ranks that torchrun restarted on one node, at keys of their own in its store. Collective.
+
+    From torch 2.13 on, a restart finds the addresses of the ranks before it there, and waits for them. Of several nodes
+    each counts restarts for itself, so that they have no key in common: docs/cluster.md says what helps.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    has_agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if attempt == "0" or not has_agents_store or os.environ.get("GROUP_WORLD_SIZE") != "1" or dist.is_initialized():
+        return
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(address, port, world_size, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"attempt {attempt}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=COLLECTIVE_TIMEOUT,
     )
 
 

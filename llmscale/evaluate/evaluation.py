@@ -96,6 +96,8 @@ class Evaluation:
     tasks: Sequence[TaskResult]
     published: Sequence[PublishedResult] | None = None
     """HellaSwag results of models of that size; None unless all items were scored in the same way."""
+    notes: Sequence[str] = ()
+    """What limits the losses."""
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON values."""
@@ -179,4 +181,6 @@ def evaluate(source: ModelSource, request: Request, progress: Callable[[str, int
         results += request.harness.run(adapter, request.limit)
     is_comparable = request.limit is None and any(file.format == "hellaswag" for file in request.files)
     published = comparable_results(source.shape.active_parameters) if is_comparable else None
-    return Evaluation(source, losses, results, published)
+    locations = source.sets.locations if source.sets is not None and losses else ()
+    notes = [f"{at.folder}: {at.manifest.note_on_bytes}" for at in locations if at.manifest.note_on_bytes]
+    return Evaluation(source, losses, results, published, notes)

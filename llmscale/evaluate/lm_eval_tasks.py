@@ -42,9 +42,12 @@ class LmEvalTasks:
 
     def run(self, model: LlmscaleLM, limit: int | None) -> list[TaskResult]:
         """Run the tasks with at most `limit` items each. Raises ConfigError, DataError."""
-        from lm_eval import simple_evaluate
+        from lm_eval import evaluator
 
-        found = simple_evaluate(
+        # It would ask git about this folder, which may be in no repository, and pip about every package.
+        for name in ("get_git_commit_hash", "add_env_info"):
+            setattr(evaluator, name, lambda *_: None)
+        found = evaluator.simple_evaluate(
             model,
             tasks=list(self.names),
             task_manager=self.manager,

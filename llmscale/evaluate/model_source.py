@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from llmscale.architecture.hf_config import CONFIG_NAME
 from llmscale.architecture.shape import GPTShape
+from llmscale.checkpoint.hf_read import find_weights_files
 from llmscale.checkpoint.hf_write import open_published
 from llmscale.checkpoint.inventory import find_checkpoint
 from llmscale.checkpoint.manifest import STATE_NAME, CheckpointManifest, find_damage, load_manifest
@@ -98,7 +99,7 @@ def open_trained_checkpoint(
     made = sets.manifest
     tokenizer = load_set_tokenizer(sets.first.folder, made)
     shape = resolve_shape(config, SetFacts(made.vocab_size, made.seq_len, sets.num_train_samples, made.eot_token))
-    manifest, published = load_manifest(folder), open_published(run)
+    manifest, published = load_manifest(folder), open_published(run, config)
     return TrainedCheckpoint(folder, manifest, state, config, shape, sets, tokenizer, published)
 
 
@@ -133,6 +134,7 @@ def find_model(path: Path, report: Callable[[str], None], step: int | None = Non
         return find_checkpoint(path, report, step=step)
     if step is not None:
         raise CheckpointError(f"{path} is a folder of transformers, and --step chooses among a run's checkpoints.")
+    find_weights_files(path)
     return path
 
 
@@ -214,7 +216,7 @@ def _load_published(published: PublishedModel) -> GPT:
     """
     import torch
 
-    from llmscale.checkpoint.hf_read import fill_view, find_weights_files, list_tensors, match_tensors
+    from llmscale.checkpoint.hf_read import fill_view, list_tensors, match_tensors
     from llmscale.engine.zero_layout import ShardView
     from llmscale.model.gpt import GPT
 

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from llmscale.architecture.layers import INIT_STD
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.loss_settings import LossSettings
 from llmscale.model.attention_context import AttentionContext, compute_dtype
-from llmscale.model.layers import INIT_STD, MLP, activate, fill_normal_, residual_std
+from llmscale.model.layers import MLP, activate, fill_normal_, residual_std
 
 #: Columns after a block's tokens per expert in `GPT.routing`: sums over tokens of the router's entropy in nats, of
 #: tokens that its bias sent to another expert, of Switch's balance loss over sequences, of the logits' squared

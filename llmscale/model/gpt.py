@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmscale.architecture.attention_kernels import ComputeCapability, has_flash_attention
+from llmscale.architecture.layers import INIT_STD
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.loss_settings import DEFAULT_LOSS, LossSettings
 from llmscale.errors import DataError
@@ -30,7 +31,7 @@ from llmscale.model.attention_context import (
     positions_in_documents,
 )
 from llmscale.model.experts import BALANCE, Z_SQUARED, ExpertSplit, SparseMLP
-from llmscale.model.layers import INIT_STD, MLP, Embedding, Linear, RMSNorm, build_norm, fill_normal_, residual_std
+from llmscale.model.layers import MLP, Embedding, Linear, RMSNorm, build_norm, fill_normal_, residual_std
 from llmscale.model.loss import chunked_cross_entropy, score_tokens
 
 #: Stores a layer's new keys and values [batch, t, n_kv_head, head_dim], and returns all stored ones.

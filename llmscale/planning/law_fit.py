@@ -5,7 +5,9 @@
 3. `fit_parametric`: L = E + A / N^alpha + B / D^beta, by the Huber loss of ln L.
 
 Intervals hold 80 %. Those of 2 and 3 resample residuals, because a ladder has few runs: without some of them a parabola
-would not be determined. Residuals are inflated by sqrt(n / (n - p)) for the p numbers that were fitted.
+would not be determined. Residuals are inflated by sqrt(n / (n - p)) for the p numbers that were fitted, and by
+Student's t over the normal distribution, because their size is itself known from n - p errors alone.
+scripts/bench/learning/planted_ladders.py measures how often intervals then hold a planted law.
 
 A resample knows the scatter of the runs, but not that the law itself may bend. So intervals of losses also contain an
 error of a single run: the errors in the largest group of a law without this group, or the scatter if that is larger.
@@ -20,7 +22,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmscale.errors import ConfigError
-from llmscale.planning.scaling import Coefficients, Interval, ParametricLaw, interval_of, training_flops
+from llmscale.planning.scaling import (
+    EXPONENTS,
+    LEAST_IRREDUCIBLE_LOSS,
+    Z80,
+    Coefficients,
+    Interval,
+    ParametricLaw,
+    interval_of,
+    training_flops,
+)
 
 Floats = NDArray[np.float64]
 
@@ -30,10 +41,9 @@ _MOST_STEPS = 150
 _STARTS_OF_RESAMPLE = 3
 _SEED = 0
 _FEWEST_RUNS = 6
-#: Least irreducible loss, in nats per token.
-_LEAST_LN_E = float(np.log(1e-3))
+_LEAST_LN_E = float(np.log(LEAST_IRREDUCIBLE_LOSS))
 #: Logarithms of the least and the largest exponent; those beyond come from resamples that determine nothing.
-_LN_EXPONENTS = (float(np.log(0.01)), float(np.log(5)))
+_LN_EXPONENTS = (float(np.log(EXPONENTS[0])), float(np.log(EXPONENTS[1])))
 #: Points of compute at which the envelope is read.
 _ENVELOPE_POINTS = 60
 
@@ -66,6 +76,18 @@ def _inflated(residuals: Floats, num_fitted: int) -> Floats:
     """Return centred residuals with the spread of the errors, which a fit reduces."""
     n = len(residuals)
     return (residuals - residuals.mean()) * np.sqrt(n / max(1, n - num_fitted))
+
+
+def student_ratio(num_free: int) -> float:
+    """Return the 90 % quantile of Student's t over the normal distribution's, for residuals with degrees of freedom.
+
+    Source: Abramowitz and Stegun 1964, equation 26.7.5; 4 % too low for one degree, 0.1 % for three.
+    """
+    z, n = Z80, max(1, num_free)
+    first = (z**3 + z) / (4 * n)
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+    return 1 + (first + second + third) / z
 
 
 # Approach 3.
@@ -128,7 +150,8 @@ def _fit(runs: Sequence[FittedRun], resamples: int) -> tuple[Coefficients, tuple
     best = found[order[:1]]
     fitted = _predict(best, centred)[0]
     residuals = _inflated(ln_loss - fitted[0], 5)
-    drawn = fitted + np.random.default_rng(_SEED).choice(residuals, (resamples, len(runs)))
+    spread = residuals * student_ratio(len(runs) - 5)
+    drawn = fitted + np.random.default_rng(_SEED).choice(spread, (resamples, len(runs)))
     # Every resample starts at the fit itself and at other good starts.
     others = np.concatenate([best, starts[order[: _STARTS_OF_RESAMPLE - 1]]])
     found, values = _minimise(np.tile(others, (resamples, 1)), centred, np.repeat(drawn, len(others), axis=0))
@@ -226,7 +249,9 @@ def fit_isoflops(runs: Sequence[FittedRun], resamples: int) -> IsoflopFit | None
             errors.append(losses - fitted[-1][1])
     if len(flops) < 2:
         return None
-    residuals, rng = _inflated(np.concatenate(errors), 3 * len(flops)), np.random.default_rng(_SEED)
+    together, num_fitted = np.concatenate(errors), 3 * len(flops)
+    residuals = _inflated(together, num_fitted) * student_ratio(len(together) - num_fitted)
+    rng = np.random.default_rng(_SEED)
     resampled = [
         _lowest(np.polyfit(ln_sizes, (losses + rng.choice(residuals, (resamples, len(losses)))).T, 2))
         for ln_sizes, losses in fitted

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from llmscale.config.deepspeed.resolve import DsConfig
+from llmscale.config.deepspeed.resolve import BATCH_KEYS, DsConfig
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.hardware import Cluster
 from llmscale.config.interconnect import INTERCONNECTS, Interconnect
@@ -16,6 +16,7 @@ from llmscale.planning.calibration import SMALLEST_MICRO_BATCH_TOKENS
 from llmscale.planning.kernels import KernelSettings
 from llmscale.planning.search import (
     CHECKPOINTING,
+    MARGIN,
     OFFLOADS,
     STAGES,
     Candidate,
@@ -34,8 +35,6 @@ from llmscale.planning.step_time import Throughput, estimate_step
 
 #: Relative difference below which two rates count as equal, given the accuracy of the model.
 _SAME_RATE = 0.03
-#: Free share of the GPU below which a row is tight, given the accuracy of the estimate.
-_TIGHT = 0.05
 #: Doublings of the nodes to try when nothing fits.
 _MOST_DOUBLINGS = 10
 
@@ -64,9 +63,11 @@ class Change:
 def recommend(fits: Sequence[Candidate], tokens_per_second: Sequence[float | None]) -> Recommendation | None:
     """Return the fastest row that fits; of rows about as fast, the simplest. None if nothing fits.
 
+    Rows without MARGIN are taken only where no row has it.
     `tokens_per_second`: estimated rate of each row; without any rate the simplest row is taken.
     """
-    fitting = [index for index, fit in enumerate(fits) if fit.fits]
+    with_margin = [index for index, fit in enumerate(fits) if fit.has_margin]
+    fitting = with_margin or [index for index, fit in enumerate(fits) if fit.fits]
     if not fitting:
         return None
     rates = [tokens_per_second[index] or 0.0 for index in fitting]
@@ -76,14 +77,13 @@ def recommend(fits: Sequence[Candidate], tokens_per_second: Sequence[float | Non
     return Recommendation(chosen, _why(fits[chosen], len(fitting), len(near), known_rate=best > 0))
 
 
-def _complexity(fit: Candidate) -> tuple[int, int, bool, bool, int, int, int, int]:
-    """Return a sort key: less offload, less recomputation, neither tight nor small, lower stage, larger micro-batch."""
+def _complexity(fit: Candidate) -> tuple[int, int, bool, int, int, int, int]:
+    """Return a sort key: less offload, less recomputation, not small, lower stage, larger micro-batch."""
     strategy = fit.strategy
     offload = (strategy.offload_optimizer, strategy.offload_param)
     return (
         OFFLOADS.index(offload) if offload in OFFLOADS else len(OFFLOADS),
         CHECKPOINTING.index(strategy.checkpointing),
-        fit.spare_bytes < _TIGHT * fit.machines.gpu_bytes,
         fit.plan.micro_batch_size * fit.plan.seq_len < SMALLEST_MICRO_BATCH_TOKENS,
         strategy.zero_stage,
         strategy.zero_hpz_partition_size,
@@ -94,6 +94,8 @@ def _complexity(fit: Candidate) -> tuple[int, int, bool, bool, int, int, int, in
 
 def _why(fit: Candidate, num_fitting: int, num_near: int, *, known_rate: bool) -> str:
     spare = f"leaves {format_size(fit.spare_bytes)} of each GPU free"
+    if not fit.has_margin:
+        spare += f", and no row leaves the margin of {MARGIN:.0%}: try it for some steps before you count on it"
     if num_fitting == 1:
         return f"the only row that fits; it {spare}."
     if not known_rate:
@@ -121,7 +123,7 @@ def find_smallest_change(
         if changed is None:
             continue
         fit = fit_at(_without_batch(changed), job, strategy.checkpointing, sizes[size_steps])
-        if fit.fits:
+        if fit.has_margin:
             return Change(fit, tuple(_words(fit, now, micro_batch_size)))
     return None
 
@@ -178,8 +180,7 @@ def _alternatives(num_sizes: int, now: Strategy) -> Iterator[tuple[int, Strategy
 
 def _without_batch(ds: DsConfig) -> DsConfig:
     """Return the config without batch sizes, which follow from the plan."""
-    batch = {"train_batch_size": None, "train_micro_batch_size_per_gpu": None, "gradient_accumulation_steps": None}
-    return replace(ds, keys=ds.keys.model_copy(update=batch))
+    return replace(ds, keys=ds.keys.model_copy(update=dict.fromkeys(BATCH_KEYS)))
 
 
 def _words(fit: Candidate, now: Strategy, micro_batch_size: int) -> Iterator[str]:
@@ -210,7 +211,7 @@ def find_enough_nodes(job: Job, fits: Sequence[Candidate]) -> tuple[Machines, Ca
         if job.global_batch_size < larger.ranks.data_parallel_size:
             return None
         more = [fit_at(fit.ds, larger, fit.strategy.checkpointing, 1) for fit in fits]
-        fitting = [fit for fit in more if fit.fits]
+        fitting = [fit for fit in more if fit.has_margin]
         if fitting:
             return machines, min(fitting, key=_complexity)
     return None
@@ -227,7 +228,7 @@ def largest_preset(machines: Machines, precision: Precision) -> str | None:
     plain = {name: preset.shape(preset.vocab_size) for name, preset in PRESETS.items() if not preset.block}
     for name in sorted(plain, key=lambda name: plain[name].num_parameters, reverse=True):
         batch = PRESETS[name].global_batch_tokens // plain[name].seq_len
-        if ds is not None and fit_at(ds, Job(plain[name], batch, machines), CHECKPOINTING[-1], 1).fits:
+        if ds is not None and fit_at(ds, Job(plain[name], batch, machines), CHECKPOINTING[-1], 1).has_margin:
             return name
     return None
 

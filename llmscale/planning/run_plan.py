@@ -13,7 +13,7 @@ from llmscale.config.hardware import GPU, usable_precision
 from llmscale.config.interconnect import Interconnect
 from llmscale.config.loss_settings import CHUNK_TOKENS
 from llmscale.config.optimizers import ADAMW, OptimizerSpec
-from llmscale.config.presets import PRESETS
+from llmscale.config.resolve import default_batch_size
 from llmscale.errors import ConfigError
 from llmscale.planning.disk_usage import DiskSpace, estimate_disk
 from llmscale.planning.recommend import RankedConfig, nearest_fit, rank_configs
@@ -150,7 +150,7 @@ def _fewest_nodes(job_on: Callable[[int], Job], precision: Precision, least: int
         job = job_on(num_nodes)
         if job.global_batch_size < job.machines.world_size:
             return None
-        if num_nodes >= least and fit_at(ds, job, _SMALLEST.checkpointing, 1).fits:
+        if num_nodes >= least and fit_at(ds, job, _SMALLEST.checkpointing, 1).has_margin:
             return num_nodes
         num_nodes *= 2
     return None
@@ -355,7 +355,7 @@ def _find_model(request: PlanRequest, mfu: float | None) -> tuple[Point, GPTShap
 def _choose_batch(request: PlanRequest, shape: GPTShape) -> tuple[str, int]:
     """Return the nearest preset, and sequences per step: the user's, or those of the preset's tokens."""
     preset = request.chosen.preset if request.chosen else nearest_preset(shape.num_parameters, request.vocab_size)
-    return preset, request.global_batch_size or max(1, PRESETS[preset].global_batch_tokens // shape.seq_len)
+    return preset, request.global_batch_size or default_batch_size(preset, shape.seq_len, 1)
 
 
 def _place(request: PlanRequest, shape: GPTShape, batch: int) -> GPUPlacement | None:

@@ -48,6 +48,8 @@ FITTED_PARAMETERS = (44e6, 16e9)
 
 #: ln A, ln B, ln E, alpha, beta.
 Coefficients = tuple[float, float, float, float, float]
+#: Bounds of a fit's exponents and least irreducible loss in nats per token: a law that reaches one is not determined.
+EXPONENTS, LEAST_IRREDUCIBLE_LOSS = (0.01, 5.0), 1e-3
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ class ParametricLaw:
             for i in range(len(gradient))
             for j in range(len(gradient))
         )
-        value, factor = quantity(self), math.exp(_Z80 * math.sqrt(max(0.0, variance)))
+        value, factor = quantity(self), math.exp(Z80 * math.sqrt(max(0.0, variance)))
         return Interval(value, value / factor, value * factor)
 
     def estimate(self, quantity: Callable[[ParametricLaw], float]) -> Interval | float:
@@ -202,7 +204,7 @@ class ParametricLaw:
         if not found or not self.loss_error:
             return found or quantity(self)
         below, above = (
-            math.exp(math.hypot(math.log(end / found.value), _Z80 * self.loss_error)) for end in (found.low, found.high)
+            math.exp(math.hypot(math.log(end / found.value), Z80 * self.loss_error)) for end in (found.low, found.high)
         )
         return Interval(found.value, found.value / below, min(found.value * above, LARGEST))
 
@@ -219,7 +221,7 @@ class ParametricLaw:
 
 
 #: Standard deviations that hold 80 % of a normal distribution.
-_Z80 = 1.2816
+Z80 = 1.2816
 #: Value of a quantity that overflows for a resample, which determines nothing.
 LARGEST = 1e300
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,14 @@ from llmscale.config.deepspeed.schema import show
 from llmscale.config.user_paths import write_output_file
 from llmscale.errors import ConfigError
 from llmscale.files.atomic_write import write_durably
-from llmscale.planning.scaling import LARGEST, ParametricLaw, nearest_shape, training_flops
+from llmscale.planning.scaling import (
+    EXPONENTS,
+    LARGEST,
+    LEAST_IRREDUCIBLE_LOSS,
+    ParametricLaw,
+    nearest_shape,
+    training_flops,
+)
 from llmscale.suggestions import describe_invalid
 from llmscale.terminal.human_numbers import format_quantity
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json
@@ -42,6 +49,8 @@ _FEWEST_STEPS = 20
 #: least compute that they were fitted to.
 _RATE, _RATE_EXPONENT, _BATCH, _BATCH_EXPONENT = 0.3118, -0.1250, 0.2920, 0.3271
 LEAST_RULE_FLOPS = 1e17
+#: Runs that a ladder is planned with at least. Of six, the intervals of planted laws held 55 to 62 %.
+FEWEST_RUNS = 8
 #: Number of resamples of a law, which its file holds.
 LEAST_RESAMPLES, MOST_RESAMPLES = 50, 2_000
 #: Longest name of a law.
@@ -128,6 +137,8 @@ class LadderRequest:
     has_held_out: bool = True
     lr: float | None = None
     """Learning rate of the least compute, from which the others follow; None for the rule."""
+    rate_factor: float = 1.0
+    """Ratio of the optimizer's learning rate to the rule's, which is AdamW's."""
 
 
 class _Relative(NamedTuple):
@@ -156,8 +167,8 @@ def plan_ladder(request: LadderRequest, data: str, tokenizer: str) -> Ladder:
     middle = math.sqrt(unit / (6 * request.tokens_per_parameter))
     # The rule's constant depends on model and text; its exponent is used with another one, too.
     least = unit * min(run.flops for run in planned)
-    factor = request.lr / least**_RATE_EXPONENT if request.lr else _RATE
-    rate = f"{request.lr:g} at the least compute, falling as" if request.lr else f"{_RATE}"
+    factor = request.lr / least**_RATE_EXPONENT if request.lr else _RATE * request.rate_factor
+    rate = f"{request.lr:g} at the least compute, falling as" if request.lr else f"{factor:g}"
     runs = [
         _build_run(run, unit * run.flops, nearest_shape(middle * run.size, request.like), factor) for run in planned
     ]
@@ -168,9 +179,21 @@ def plan_ladder(request: LadderRequest, data: str, tokenizer: str) -> Ladder:
         vocab_size=request.like.vocab_size,
         seq_len=request.like.seq_len,
         rule=f"learning rate {rate} C^{_RATE_EXPONENT:g}, batch {_BATCH} C^{_BATCH_EXPONENT} tokens (DeepSeek-AI 2024)",
-        # Two sizes can have the same nearest shape.
-        runs=list({run.name: run for run in runs}.values()),
+        runs=_check_can_be_fitted(runs),
     )
+
+
+def _check_can_be_fitted(runs: Sequence[LadderRun]) -> list[LadderRun]:
+    """Return the different runs. Raises ConfigError if they are too few for a law of five numbers."""
+    # Two sizes can have the same nearest shape.
+    different = list({run.name: run for run in runs}.values())
+    count = sum(not run.is_held_out for run in different)
+    if count < FEWEST_RUNS:
+        raise ConfigError(
+            f"{count} different runs do not determine a law of five numbers: {FEWEST_RUNS} do, and the default has 15. "
+            "Give more --sizes or --groups, and a larger budget if sizes coincide."
+        )
+    return different
 
 
 def _relative_runs(request: LadderRequest) -> Iterator[_Relative]:
@@ -296,7 +319,34 @@ def load_law(path: Path) -> ParametricLaw:
     )
     if not all(_has_optimum(law, flops) for flops in _ANY_FLOPS):
         raise ConfigError(f"{path}: this law has no finite optimum. Fit it to more runs.")
+    if why := doubts(law):
+        raise ConfigError(f"{path}: the runs do not determine this law: {'; '.join(why)}. Fit it to more runs.")
     return law
+
+
+#: Share of a bound within which a fitted number counts as at it.
+_AT_BOUND = 0.01
+_MOST_DECADES = 10
+#: Chinchilla's, with which the compute of the largest model is that of a next group.
+_TOKENS_PER_PARAMETER = 20
+
+
+def doubts(law: ParametricLaw) -> list[str]:
+    """Return why runs do not determine a law: a number at its bound, or an interval over ten decades."""
+    _, _, ln_e, alpha, beta = law.coefficients
+    numbers = [("alpha", alpha, bound) for bound in EXPONENTS] + [("beta", beta, bound) for bound in EXPONENTS]
+    numbers.append(("E", math.exp(ln_e), LEAST_IRREDUCIBLE_LOSS))
+    at_bounds = [
+        f"{name} is at its bound, {bound:g}" for name, value, bound in numbers if abs(value / bound - 1) < _AT_BOUND
+    ]
+    largest = law.fitted_parameters[1]
+    flops = training_flops(largest, _TOKENS_PER_PARAMETER * largest)
+    return at_bounds + [
+        f"the best {name} for {flops:.2g} FLOPs is known as {interval.low:.1g} to {interval.high:.1g}"
+        for name, quantity in (("size", ParametricLaw.optimal_parameters), ("data", ParametricLaw.optimal_tokens))
+        if (interval := law.interval(partial(quantity, flops=flops)))
+        and interval.high > 10.0**_MOST_DECADES * interval.low
+    ]
 
 
 def _has_optimum(law: ParametricLaw, flops: float) -> bool:

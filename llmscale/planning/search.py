@@ -11,14 +11,14 @@ from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.hf_config import HFModel
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan, build_batch_plan, cheapest_micro_batches
-from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config, resolve_ds_config
+from llmscale.config.deepspeed.resolve import BatchFlags, DsConfig, parse_ds_config, resolve_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode, OffloadDevice, Precision, ResolvedDsConfig
 from llmscale.config.hardware import GPU
 from llmscale.config.interconnect import Interconnect
 from llmscale.config.limits import MAX_SEQ_LEN
 from llmscale.config.loss_settings import CHUNK_TOKENS, LossSettings
 from llmscale.config.optimizers import ADAMW, OptimizerSpec
-from llmscale.config.parallel_layout import ParallelLayout, divisors
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import ResolvedStep, default_balance_loss, resolve_step
 from llmscale.errors import ConfigError
 from llmscale.memory.estimate import HFStates, MemoryEstimate, estimate_hf_states, estimate_least, estimate_memory
@@ -164,6 +164,12 @@ def _checked(config: dict[str, object], source: str) -> DsConfig | None:
 _MANY_IN_A_NODE = 16
 
 
+#: ASSUMED: share of a GPU's and of a node's memory that an estimate leaves free. No GPU has calibrated estimates.
+MARGIN = 0.05
+#: ASSUMED: host memory of a rank's process and its data worker: CUDA, PyTorch, DeepSpeed and NCCL.
+PROCESS_BYTES = 4 * 2**30
+
+
 @dataclass(frozen=True)
 class Machines:
     """Nodes and memory of a run."""
@@ -206,6 +212,15 @@ class Job:
     """Ranks that divide a sequence."""
     expert_parallel_size: int = 1
     """Ranks that divide the experts of a block."""
+    is_default_batch: bool = False
+    """True if nobody gave the global batch, so that a ds_config may."""
+
+    def with_batch_of(self, ds: DsConfig) -> Job:
+        """Return the job with the batch sizes of a ds_config that no flag overrides."""
+        given = None if self.is_default_batch else self.global_batch_size
+        flags = BatchFlags(given, self.micro_batch_size)
+        batch = ds.batch(flags, self.global_batch_size, self.ranks.data_parallel_size)
+        return replace(self, global_batch_size=batch.total or self.global_batch_size, micro_batch_size=batch.micro)
 
     @property
     def ranks(self) -> ParallelLayout:
@@ -264,14 +279,31 @@ class Candidate:
 
     @property
     def host_spare_bytes(self) -> int | None:
-        """Return the bytes left of a node's memory; None if its size is unknown."""
-        limit = self.machines.host_bytes
-        return None if limit is None else limit - self.host_bytes_per_node
+        """Return the bytes that offloaded states and the processes leave of a node's memory.
+
+        None if its size is unknown, or nothing is offloaded.
+        """
+        limit, machines = self.machines.host_bytes, self.machines
+        if limit is None or not self.host_bytes_per_node:
+            return None
+        return limit - self.host_bytes_per_node - machines.gpus_per_node * PROCESS_BYTES
 
     @property
     def fits(self) -> bool:
+        """Return whether the estimate is within the memory, with or without the margin."""
         host = self.host_spare_bytes
         return self.spare_bytes >= 0 and (host is None or host >= 0)
+
+    @property
+    def has_gpu_margin(self) -> bool:
+        """Return whether the row fits, and MARGIN of the GPU is left: a smaller micro-batch helps no host."""
+        return self.fits and self.spare_bytes >= MARGIN * self.machines.gpu_bytes
+
+    @property
+    def has_margin(self) -> bool:
+        """Return whether MARGIN of the GPU and of the node is left."""
+        host, limit = self.host_spare_bytes, self.machines.host_bytes or 0
+        return self.has_gpu_margin and (host is None or host >= MARGIN * limit)
 
 
 def fit_at(ds: DsConfig, job: Job, checkpointing: CheckpointingMode, micro_batch_size: int) -> Candidate:
@@ -280,23 +312,23 @@ def fit_at(ds: DsConfig, job: Job, checkpointing: CheckpointingMode, micro_batch
 
 
 def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -> Candidate:
-    """Return the largest micro-batch that fits of those with the fewest fillers, else the smallest one.
+    """Return the largest micro-batch that fits with MARGIN of those with the fewest fillers, else the smallest one.
 
     A fixed micro-batch is the only one tried.
 
     Memory grows with the micro-batch, except for the largest: without accumulation it needs fewer bytes for gradients,
     so it is tried separately. Raises ConfigError.
     """
-    fixed = _fixed_micro_batch(ds, job)
-    if fixed is not None:
-        return fit_at(ds, job, checkpointing, fixed)
+    job = job.with_batch_of(ds)
+    if job.micro_batch_size is not None:
+        return fit_at(ds, job, checkpointing, job.micro_batch_size)
     sizes = cheapest_sizes(job)
     if len(sizes) == 1:
         return fit_at(ds, job, checkpointing, sizes[0])
     largest = _step(ds, job, checkpointing, sizes[-1])
     if estimate_least(largest, job.machines.capability) <= job.machines.gpu_bytes:
         fit = _fit(job, largest)
-        if fit.fits:
+        if fit.has_gpu_margin:
             return fit
     return _bisect(job, _step(ds, job, checkpointing, sizes[0]), sizes[:-1])
 
@@ -324,17 +356,17 @@ def cheapest_sizes(job: Job) -> list[int]:
 
 
 def _bisect(job: Job, smallest: ResolvedStep, sizes: Sequence[int]) -> Candidate:
-    """Return the largest of ascending `sizes` that fits, else the first, that of `smallest`. All accumulate."""
+    """Return the largest of ascending `sizes` that has MARGIN, else the first, that of `smallest`. All accumulate."""
 
     def fit(index: int) -> Candidate:
         return _fit(job, smallest.with_plan(_plan(job, sizes[index])))
 
     best = fit(0)
     low, high = 0, len(sizes)
-    while best.fits and high - low > 1:
+    while best.has_gpu_margin and high - low > 1:
         middle = (low + high) // 2
         found = fit(middle)
-        if found.fits:
+        if found.has_gpu_margin:
             low, best = middle, found
         else:
             high = middle
@@ -358,20 +390,6 @@ def _plan(job: Job, micro_batch_size: int | None) -> BatchPlan:
         seq_len=job.shape.seq_len,
         micro_batch_size=micro_batch_size,
     )
-
-
-def _fixed_micro_batch(ds: DsConfig, job: Job) -> int | None:
-    """Return the user's micro-batch: the flag, else a number in the file, directly or by the accumulation."""
-    if job.micro_batch_size is not None:
-        return job.micro_batch_size
-    if isinstance(ds.keys.train_micro_batch_size_per_gpu, int):
-        return ds.keys.train_micro_batch_size_per_gpu
-    steps = ds.keys.gradient_accumulation_steps
-    if not isinstance(steps, int):
-        return None
-    plans = (_plan(job, size) for size in divisors(job.global_batch_size))
-    # Without any, the first plan is refused with both numbers of micro-steps.
-    return next((plan.micro_batch_size for plan in plans if plan.gradient_accumulation_steps == steps), 1)
 
 
 @dataclass(frozen=True)
@@ -464,7 +482,7 @@ def _find_largest(
 def _bisect_from(
     start: int, fit: Callable[[int], Candidate], *, unit: int, largest: int
 ) -> tuple[int, Candidate] | None:
-    """Return the largest multiple of `unit` up to `largest` that fits, and its estimate."""
+    """Return the largest multiple of `unit` up to `largest` that fits with MARGIN, and its estimate."""
     low, high = 0, largest + unit
     best: Candidate | None = None
     size, step = start, unit
@@ -474,7 +492,7 @@ def _bisect_from(
 
     while high - low > unit:
         found = fit(size)
-        if found.fits:
+        if found.has_margin:
             low, best = size, found
             step = 2 * step if high > largest else half()
             size = min(low + step, high - unit)

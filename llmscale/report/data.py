@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from llmscale import __version__
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
+from llmscale.config.published import publish_keys, publish_text
 from llmscale.config.run_config import build_run_config
 from llmscale.data.mixture import is_mix
 from llmscale.data.shards.manifest import Manifest
@@ -76,7 +78,9 @@ def load_facts(run: Path, history: RunHistory) -> RunFacts:
         why_no_bytes="" if ratio else _why_unknown(config.get("data")),
         unigram_entropy=splits["train"].unigram_entropy_nats if "train" in splits else None,
         tables={
-            "Configuration": _table({key: value for key, value in config.items() if value not in (None, [])}),
+            "Configuration": _table(
+                {key: value for key, value in publish_keys(config).items() if value not in (None, [])}
+            ),
             "Model": _table(_mapping(resolved.get("shape"))),
             "Batch": _table(_mapping(resolved.get("plan"))),
             "Schedule": _table(_mapping(resolved.get("schedule"))),
@@ -88,8 +92,8 @@ def load_facts(run: Path, history: RunHistory) -> RunFacts:
 
 
 def show(value: object) -> str:
-    """Format a value of a file as one line of bounded length."""
-    text = value if isinstance(value, str) else json.dumps(value)
+    """Format a value of a file as one line of bounded length, without folders of this machine."""
+    text = publish_text(value if isinstance(value, str) else json.dumps(value))
     return make_visible_line(text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}…")
 
 
@@ -165,6 +169,8 @@ def _data_table(manifest: Manifest | None, data: object) -> Table:
             f"{split.num_tokens:,} tokens of {split.num_documents:,} documents, {split.bytes_per_token:.3f} bytes per "
             f"token, unigram entropy {split.unigram_entropy_nats:.3f} nats"
         )
+    if manifest.note_on_bytes:
+        table["bytes"] = manifest.note_on_bytes
     return table | {"fingerprint": manifest.fingerprint}
 
 
@@ -178,7 +184,9 @@ def _environment(run: Path) -> Table:
     if not starts:
         return {}
     hosts = sorted({show(start.get("host")) for start in starts[-_MOST_ENTRIES:]})
-    return {**_table(starts[-1]), "starts": str(len(starts)), "hosts of all starts": show(", ".join(hosts))}
+    # The command line may hold secrets; the configuration is in its own table.
+    last = {key: value for key, value in starts[-1].items() if key != "arguments"}
+    return {**_table(last), "starts": str(len(starts)), "hosts of all starts": show(", ".join(hosts))}
 
 
 MarkKind = Literal["start", "end", "spike", "nonfinite", "slow", "router"]
@@ -588,15 +596,18 @@ def build_report(folders: Sequence[Path], listed: Sequence[ListedRun] = ()) -> J
         "unit": unit,
         "notes": [*notes, *(note for run in runs for note in _notes(run, len(runs)))],
         "runs": [_describe(run, most) for run in runs],
-        "listed": [_listed(run, drawn) for run in listed],
+        "listed": [
+            _listed(run, name, drawn) for run, name in zip(listed, _names([run.path for run in listed]), strict=True)
+        ],
         "differences": _differences(runs),
     }
 
 
-def _listed(run: ListedRun, drawn: Mapping[Path, _Run]) -> Json:
+def _listed(run: ListedRun, name: str, drawn: Mapping[Path, _Run]) -> Json:
     """Return a run's row in the table of all runs of a folder, without control characters."""
     validations = drawn[run.path].history.validation.values() if run.path in drawn else ()
-    row = run.as_dict() | {
+    row = run.publish() | {
+        "run": name,
         "validation_loss": round_value(min((loss for loss in validations if not math.isnan(loss)), default=None)),
         "why": "; ".join(filter(None, (run.error, run.problem))),
     }
@@ -617,11 +628,12 @@ def _choose_unit(runs: Sequence[_Run]) -> tuple[str, list[str]]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the last part of each path, or the path where two have the same."""
-    short = [make_visible_line(folder.resolve().name) for folder in folders]
+    """Return the last part of each path, or where two have the same the path below the folder of all."""
+    paths = [folder.resolve() for folder in folders]
+    short = [path.name for path in paths]
+    above = os.path.commonpath([path.parent for path in paths]) if paths else ""
     return [
-        name if short.count(name) == 1 else make_visible_line(str(folder))
-        for name, folder in zip(short, folders, strict=True)
+        make_visible_line(path.name if short.count(path.name) == 1 else os.path.relpath(path, above)) for path in paths
     ]
 
 
@@ -632,7 +644,7 @@ def _describe(run: _Run, most: int) -> Json:
     law = _expectation(run)
     return {
         "name": run.name,
-        "folder": make_visible_line(str(run.folder)),
+        "folder": show(run.folder.resolve().name),
         "num_parameters": shape.num_parameters if shape else None,
         "flops_per_token": shape.flops_per_token if shape else None,
         "tokenizer": facts.tokenizer,

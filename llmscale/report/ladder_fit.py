@@ -26,7 +26,15 @@ from llmscale.planning.law_fit import (
     schedule_exponents,
 )
 from llmscale.planning.scaling import BESIROGLU, Interval, ParametricLaw
-from llmscale.planning.scaling_ladder import HELD_OUT_RATIO, LAW_NAME, RUNS_NAME, Ladder, LadderRun, save_law
+from llmscale.planning.scaling_ladder import (
+    HELD_OUT_RATIO,
+    LAW_NAME,
+    RUNS_NAME,
+    Ladder,
+    LadderRun,
+    doubts,
+    save_law,
+)
 from llmscale.report.history import load_history
 from llmscale.report.run_list import read_run
 from llmscale.terminal.human_numbers import count_nouns, format_quantity
@@ -188,6 +196,12 @@ def write_fit(folder: Path, fit: LadderFit) -> None:
 
 def fit_lines(folder: Path, ladder: Ladder, fit: LadderFit) -> Iterator[str]:
     """Yield the report."""
+    reasons = doubts(fit.parametric.law)
+    if reasons:
+        yield (
+            f"WARNING: these runs do not determine a law: {'; '.join(reasons)}. `llmscale plan` refuses it, and no "
+            "number of approach 3 below is of use. Train more runs, of more sizes or with more compute."
+        )
     yield from fit.notes
     ln_a, ln_b, ln_e, alpha, beta = fit.parametric.law.coefficients
     yield (
@@ -220,6 +234,8 @@ def fit_lines(folder: Path, ladder: Ladder, fit: LadderFit) -> Iterator[str]:
             f"{run.name}: {format_quantity(run.num_parameters)} parameters on {format_quantity(run.tokens)} tokens, "
             f"predicted {_range(item.predicted)}; {measured}"
         )
+    if reasons:
+        return
     best = fit.next_optimum()
     sizes = (best["num_parameters"], best["tokens"])
     size, tokens = (f"{format_quantity(v.value)} ({format_quantity(v.low)}-{format_quantity(v.high)})" for v in sizes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,7 +13,9 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_write import CARD_MARK
 from llmscale.checkpoint.inventory import find_checkpoints, is_of_run
 from llmscale.checkpoint.manifest import CheckpointManifest
-from llmscale.config.run_config import KEYS, RunConfig, path_keys
+from llmscale.config.published import last_part, publish_keys
+from llmscale.config.run_config import KEYS, RunConfig, build_run_config, needs
+from llmscale.config.run_flags import flag_words
 from llmscale.data.mixture import TrainingSets
 from llmscale.errors import LlmscaleError
 from llmscale.report.history import load_history
@@ -22,9 +23,6 @@ from llmscale.terminal.human_numbers import with_singulars
 from llmscale.training.run_folder import STARTS_NAME
 from llmscale.untrusted.documents import load_json_lines
 from llmscale.untrusted.terminal import make_visible_line
-
-#: hf:OWNER/NAME, as the Hub has it, or hf:FOLDER without a path.
-_HUB_NAME = re.compile(r"hf:[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ def build_model_card(facts: CardFacts, checkpoint: Path) -> str:
     """
     run = checkpoint.resolve().parent.parent
     in_run = is_of_run(checkpoint, run)
-    name = run.name if in_run else _last_part(facts.config.run)
+    name = run.name if in_run else last_part(facts.config.run)
     step = facts.checkpoint.step
     rows = [*_facts(facts), *(_losses(run, facts.checkpoint) if in_run else []), *_software(run, facts, in_run)]
     table = "\n".join(f"| {what} | {said} |" for what, said in rows)
@@ -90,16 +88,17 @@ data permits.
 
 
 def _facts(facts: CardFacts) -> Iterable[tuple[str, str]]:
-    shape, model = facts.shape, _last_part(facts.config.model)
+    shape, model = facts.shape, last_part(facts.config.model)
     num_tokens = sum(location.manifest.splits["train"].num_tokens for location in facts.data.locations)
     yield "model", f"{_code(model)}: {shape.n_layer} layers, width {shape.n_embd}, {shape.n_head} heads"
     active = f", of which a token uses {facts.shape.active_parameters:,}" if facts.shape.num_experts else ""
     yield "parameters", f"{facts.num_parameters:,}{active}, in {facts.dtype}"
     yield "context", f"{shape.seq_len:,} tokens"
-    yield "vocabulary", f"{shape.vocab_size:,} tokens, tokenizer {_code(_last_part(facts.data.manifest.tokenizer))}"
+    yield "vocabulary", f"{shape.vocab_size:,} tokens, tokenizer {_code(last_part(facts.data.manifest.tokenizer))}"
     yield (
         "data",
-        f"{_code(_last_part(facts.config.data))}, {num_tokens:,} tokens, fingerprint " + _code(facts.data.fingerprint),
+        f"{_code(last_part(facts.config.text or facts.config.data))}, {num_tokens:,} tokens, fingerprint "
+        + _code(facts.data.fingerprint),
     )
     yield "trained on", f"{facts.checkpoint.tokens_seen:,} tokens in {facts.checkpoint.step:,} steps"
     yield (
@@ -143,23 +142,13 @@ def _last_start(run: Path, before: str) -> Mapping[str, object]:
 
 
 def _command(config: RunConfig) -> str:
-    words = ["llmscale", "train"]
-    for key, value in config.model_dump(mode="json", exclude_defaults=True).items():
-        flag = f"--{key.replace('_', '-')}"
-        if KEYS[key].resume == "free" or value is None:
-            continue
-        if isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag.removeprefix('--')}")
-        else:
-            words += [flag, _last_part(value) if key in (*path_keys(), "model") else str(value)]
-    return make_visible_line(shlex.join(words))
-
-
-def _last_part(path: object) -> str:
-    """Return the last part of a path or URL; hf:OWNER/NAME stays complete."""
-    text = str(path)
-    prefix = "hf:" if text.startswith("hf:") and "://" not in text else ""
-    return text if _HUB_NAME.fullmatch(text) else prefix + text.removeprefix(prefix).rstrip("/").rpartition("/")[2]
+    """Return the command that trains such a run, which `train` accepts, with everything that another person needs."""
+    keys = config.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
+    keys = publish_keys({key: value for key, value in keys.items() if KEYS[key].resume != "free"})
+    alone = build_run_config(keys)
+    without_effect = {need.keys for need in needs() if need.is_met and not need.is_met(alone)}
+    words = [word for key, value in keys.items() if key not in without_effect for word in flag_words(key, value)]
+    return make_visible_line(shlex.join(["llmscale", "train", *words]))
 
 
 def _plain(text: str) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from llmscale.checkpoint.manifest import is_count
+from llmscale.config.published import last_part, publish_words
 from llmscale.config.run_config import RunConfig
 from llmscale.config.run_urls import shown, url_of
 from llmscale.errors import ConfigError, LlmscaleError
@@ -84,6 +85,12 @@ class ListedRun:
             "problem": self.problem or None,
         }
 
+    def publish(self) -> dict[str, object]:
+        """Return JSON values for others, without folders and secrets of this machine."""
+        words = None if self.command is None else shlex.split(self.command)
+        command = None if words is None else shlex.join([words[0], *publish_words(words[1:])])
+        return {**self.as_dict(), "run": last_part(shown(self.path)), "command": command}
+
 
 def find_runs(folder: Path) -> list[ListedRun]:
     """Return all runs at and below `folder`, the newest first. Raises ConfigError when the folder is missing."""
@@ -133,7 +140,7 @@ def notify_of_end(config: RunConfig, status: int, error: str | None = None, **mo
     if config.notify is None:
         return
     run = read_run(config.run)
-    facts = {key: value for key, value in run.as_dict().items() if key in ("step", "total_steps", "loss", "command")}
+    facts = {key: value for key, value in run.publish().items() if key in ("step", "total_steps", "loss", "command")}
     event = "failed" if status else "finished" if run.state == "finished" else "stopped"
     if status:
         why = f"the ranks ended with status {status}; their output says why"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from llmscale.terminal.colour import can_redraw, is_terminal
 
@@ -75,11 +76,14 @@ class StatusLine:
             while phase := self._phase:
                 began_s, is_shown, wait_s = time.monotonic(), not phase.after_s, phase.after_s or REPEAT_S
                 # A predicate: a notification that arrives while the wait times out is lost.
-                while not self._changed.wait_for(lambda phase=phase: self._phase is not phase, wait_s):
+                while not self._changed.wait_for(partial(self._is_over, phase), wait_s):
                     self._say(
                         f"still {phase.words}: {time.monotonic() - began_s:.0f} s" if is_shown else f"{phase.words} ..."
                     )
                     is_shown, wait_s = True, REPEAT_S
+
+    def _is_over(self, phase: _Phase) -> bool:
+        return self._phase is not phase
 
     def _say(self, line: str) -> None:
         if not self._redraws:

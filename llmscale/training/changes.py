@@ -9,7 +9,7 @@ from typing import cast
 from llmscale.checkpoint.manifest import find_damage, load_pieces
 from llmscale.checkpoint.run_state import RunState
 from llmscale.config.resolve import resolve_schedule
-from llmscale.config.run_config import KEYS, place_of
+from llmscale.config.run_config import CHANGES_THAT_BREAK, KEYS, place_of
 from llmscale.config.run_urls import shown, url_of
 from llmscale.config.schedule import Schedule
 from llmscale.keys import value_at
@@ -62,6 +62,7 @@ def change_lines(state: RunState, run: Start, now: Mapping[str, object]) -> Iter
     saved = state.hyperparameters
     changed = [f"{key} {_show(saved[key])} -> {_show(value)}" for key, value in now.items()
                if key in saved and saved[key] != value]  # fmt: skip
+    changed += _accepted_changes(state.identity, run.identity)
     if changed:
         yield f"changed since the checkpoint: {'; '.join(changed)}"
     if state.step >= run.resolved.total_steps:
@@ -73,6 +74,15 @@ def change_lines(state: RunState, run: Start, now: Mapping[str, object]) -> Iter
             f"the learning rate goes from {schedule.learning_rate(max(0, state.step - 1)):.2e} to {after:.2e} at "
             f"step {state.step + 1:,}, where the checkpoint's schedule had {before:.2e}"
         )
+
+
+def _accepted_changes(saved: Mapping[str, object], now: Mapping[str, object]) -> Iterator[str]:
+    """Yield the parts of a run's identity that --allow-changed has let differ; of hashes and tables only the name."""
+    for key in CHANGES_THAT_BREAK:
+        before, after = saved.get(key), now.get(key)
+        if key in saved and before != after:
+            are_plain = key != "data" and not any(isinstance(value, Mapping) for value in (before, after))
+            yield f"{key} {before} -> {after}" if are_plain else key
 
 
 def finished_lines(state: RunState, run: Start) -> Iterator[str]:

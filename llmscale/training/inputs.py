@@ -22,10 +22,9 @@ from llmscale.config.hf_model import (
     with_published_shape,
     with_saved_shape,
 )
-from llmscale.config.launcher_variables import is_restart
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import get_preset
-from llmscale.config.resolve import SetFacts, resolve_shape
+from llmscale.config.resolve import SetFacts, resolve_shape, with_ds_keys
 from llmscale.config.run_config import RunConfig
 from llmscale.config.run_urls import copy_of, shown, url_of
 from llmscale.config.user_paths import check_output_folder, read_prompts
@@ -34,8 +33,9 @@ from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_mat
 from llmscale.errors import CheckpointError, ConfigError
 from llmscale.evaluate.tasks import TaskFile, load_task_files
 from llmscale.terminal.status_line import REPEAT_S, SOON_S
-from llmscale.training.run_folder import check_own_files
-from llmscale.untrusted.hub import forgotten_prefix
+from llmscale.training.run_folder import check_own_files, repeats_last_start
+from llmscale.training.stop_request import repeating_launches
+from llmscale.untrusted.hub import forgotten_prefix, is_hub_name
 
 #: A trace has some thousand events per step and rank, and somebody wants to open it.
 _MAX_PROFILED_STEPS = 50
@@ -63,8 +63,8 @@ class Inputs:
     """False when a new run takes nothing but the source's weights."""
     has_checkpoints: bool = False
     """True when the run folder holds a checkpoint of any history and in any state."""
-    repeats_flags: bool = False
-    """True for a restart, which gives the flags of the first start again."""
+    left_out: str = ""
+    """Flag of a restart that has acted already: --resume or --init-from, with its value."""
 
     @property
     def facts(self) -> SetFacts:
@@ -87,10 +87,15 @@ def read_inputs(config: RunConfig) -> Inputs:
 
     Raises ConfigError, DataError or CheckpointError; writes nothing.
     """
+    left_out = ""
+    if (launches := repeating_launches(os.environ)) and repeats_last_start(fetch_run(config.run), launches):
+        config, left_out = _without_used_flags(config)
     config = fetch_runs(config)
     if config.overfit_batch is not None:
         config = _as_overfit_check(config)
-    ds = _check_settings(config)
+    ds = read_ds_config(config.ds)
+    config = with_ds_keys(config, ds)
+    _check_settings(config, ds)
     sets = open_training_sets(config.data, config.data_cache)
     tasks = _load_tasks(config)
     prompts = (
@@ -101,6 +106,8 @@ def read_inputs(config: RunConfig) -> Inputs:
     _check_nvme_paths(ds)
     has_checkpoints = _check_run_folder(config)
     config, model, source = read_origin(config)
+    if config.init_from is None and source is not None:
+        config = _with_saved_batch(config, ds, source.state)
     inputs = Inputs(
         config=config,
         ds=ds,
@@ -110,7 +117,7 @@ def read_inputs(config: RunConfig) -> Inputs:
         source=source,
         resumes=config.init_from is None,
         has_checkpoints=has_checkpoints,
-        repeats_flags=is_restart(os.environ),
+        left_out=left_out,
     )
     if model is not None:
         weights = find_published_weights(model, resolve_shape(config, inputs.facts), sets.first)
@@ -122,15 +129,24 @@ def read_inputs(config: RunConfig) -> Inputs:
     return inputs
 
 
-def _check_settings(config: RunConfig) -> DsConfig:
-    """Check what needs neither data nor a run folder, and return the ds_config. Raises ConfigError."""
-    ds = read_ds_config(config.ds)
+def _without_used_flags(config: RunConfig) -> tuple[RunConfig, str]:
+    """Return the configuration of a restart, and the flag that it leaves out, as launch leaves it out.
+
+    --resume PATH and --init-from say where a launch begins: once it has checkpoints of its own, it continues from them.
+    """
+    named = f"--init-from {config.init_from}" if config.init_from is not None else f"--resume {config.resume}"
+    if named == "--resume auto" or not find_checkpoints(config.run).current:
+        return config, ""
+    return config.model_copy(update={"resume": "auto", "init_from": None}), named
+
+
+def _check_settings(config: RunConfig, ds: DsConfig) -> None:
+    """Check what needs neither data nor a run folder. Raises ConfigError."""
     get_optimizer(config.optimizer).check_stage(ds.zero_stage)
     for steps in config.skip_steps:
         parse_skip(steps)
     if config.profile is not None:
         parse_profiled(config.profile)
-    return ds
 
 
 #: Longest context that text is prepared for unless the user gives one.
@@ -161,10 +177,11 @@ def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> RunCon
         return config
     from llmscale.data.prepare.text_cache import DEFAULT_CACHE, TextRequest  # slow to import
 
-    _check_settings(config)
+    ds = read_ds_config(config.ds)
+    _check_settings(with_ds_keys(config, ds), ds)
     check_output_folder("--run", config.run)
     flag, name = ("--init-from", config.init_from) if config.init_from else ("--model", config.model)
-    published = read_published_model(flag, name) if is_published(name) else None
+    published = read_published_model(flag, name, config) if is_published(name) else None
     if config.init_from and not (published or config.tokenizer):
         raise ConfigError(
             f"--init-from {config.init_from} needs text with its own tokens, and --text would train other ones. Name "
@@ -176,6 +193,7 @@ def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> RunCon
         tokenizer=config.tokenizer or (name if published else None),
         seq_len=config.seq_len or min(context, _LONGEST_FOR_TEXT),
         cache=config.data_cache or DEFAULT_CACHE,
+        skip_undecodable=config.skip_undecodable,
     )
     return config.model_copy(update={"data": str(request.open(may_prepare=may_prepare)), "data_cache": None})
 
@@ -223,7 +241,7 @@ def read_origin(config: RunConfig) -> tuple[RunConfig, PublishedModel | None, Sa
     Raises ConfigError, CheckpointError.
     """
     if config.init_from is not None and is_published(config.init_from):
-        model = read_published_model("--init-from", config.init_from)
+        model = read_published_model("--init-from", config.init_from, config)
         return with_published_shape(config, model), model, None
     candidates = _candidates(config)
     source: SavedRun | None = None
@@ -242,6 +260,18 @@ def read_origin(config: RunConfig) -> tuple[RunConfig, PublishedModel | None, Sa
                 break
     shaped = with_saved_shape(config, state.config, str(folder)) if state is not None else None
     return shaped or with_published_shape(config, None), None, source
+
+
+def _with_saved_batch(config: RunConfig, ds: DsConfig, state: RunState) -> RunConfig:
+    """Return a resumed run's configuration with the global batch that it has, unless a flag or the ds_config gives one.
+
+    The default depends on the number of ranks and on the version.
+    """
+    saved = str(state.identity.get("global_batch_size", "")).partition(",")[0]
+    is_given = config.global_batch_size or config.global_batch_tokens or isinstance(ds.keys.train_batch_size, int)
+    if is_given or not saved.isdecimal():
+        return config
+    return config.model_copy(update={"global_batch_size": int(saved)})
 
 
 def _load_tasks(config: RunConfig) -> tuple[TaskFile, ...]:
@@ -315,8 +345,12 @@ def _check_run_folder(config: RunConfig) -> bool:
         )
     if config.init_from and config.resume not in ("auto", "none"):
         raise ConfigError("--init-from starts at step 0 and --resume PATH continues: give one of them.")
-    if config.init_from and not is_published(config.init_from) and (hint := forgotten_prefix(config.init_from)):
-        raise ConfigError(f"--init-from {config.init_from} does not exist.{hint}")
+    named = config.init_from
+    if named and not is_published(named) and is_hub_name(named) and not os.path.lexists(named):
+        hint = forgotten_prefix(named) or (
+            f" Name a run folder, one of its checkpoints/step-*, or a published model, such as hf:{named}."
+        )
+        raise ConfigError(f"--init-from {named} does not exist.{hint}")
     check_own_files(config.run)
     return existing is not None
 

@@ -169,7 +169,7 @@ class StopOnNonfinite(StepAction):
 
     @property
     def _fixed_scale_advice(self) -> str:
-        """What to try when gradients overflow and fp16's scale stays."""
+        """Advice for gradients that overflow while fp16's scale stays."""
         return _HYSTERESIS_ADVICE if self._searches_scale else _FIXED_SCALE_ADVICE
 
     def _scale_advice(self, result: StepResult) -> str:
@@ -317,6 +317,7 @@ def _diverged(what: str, step: int, run_folder: Path, first_names: str = "", sca
     where = f" It began in {first_names}." if first_names else ""
     advice = _capitalised(scale_advice or "lower --lr, lengthen the warm-up or check the data")
     return TrainingError(
-        f"step {step}: the {what}. {advice}, and go back to an earlier checkpoint (--resume {checkpoints_folder(run_folder)}/step-...; those after it are kept as abandoned), or "
-        f"start from scratch if none exists.{where}"
+        f"step {step}: the {what}. {advice}, and go back to an earlier checkpoint (--resume "
+        f"{checkpoints_folder(run_folder)}/step-...; those after it are kept as abandoned), or start from scratch if "
+        f"none exists.{where}"
     )

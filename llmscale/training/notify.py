@@ -20,6 +20,7 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
+from llmscale.config.published import last_part, publish_texts
 from llmscale.config.run_urls import shown
 from llmscale.error_handling import say
 from llmscale.training.run_folder import without_nan
@@ -35,7 +36,8 @@ def notify(command: str | None, run: Path, event: str, facts: Mapping[str, objec
     if command is None:
         return
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    text = json.dumps(without_nan({"event": event, "run": shown(run), "host": platform.node(), "time": now, **facts}))
+    facts = {"event": event, "run": last_part(shown(run)), "host": platform.node(), "time": now, **facts}
+    text = json.dumps(without_nan(publish_texts(facts)))
     try:
         # Files, because a process that the command leaves in the background would hold pipes open.
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stderr:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from llmscale.checkpoint.initial_weights import complete_published_weights, keep
 from llmscale.checkpoint.inventory import Checkpoint, is_of_run
 from llmscale.checkpoint.manifest import load_pieces
 from llmscale.config.hardware import has_bf16_instructions
+from llmscale.config.published import publish_keys
 from llmscale.data.loader import Feed, FeedPlan
 from llmscale.data.mixture import MixedShards, keep_sets
 from llmscale.data.order.sample_order import RankLayout
@@ -59,7 +60,7 @@ from llmscale.training.session import Session
 from llmscale.training.start import Start
 from llmscale.training.startup_reports import ReportCompilation, ReportMemory, ReportStartup, describe_run
 from llmscale.training.step_metrics import StepMeter
-from llmscale.training.stop_request import StopRequest
+from llmscale.training.stop_request import StopRequest, launch_names
 from llmscale.training.stragglers import RecentSteps, WatchStragglers
 from llmscale.training.trackers import StartedTrackers, start_trackers
 from llmscale.untrusted.terminal import print_visible
@@ -128,7 +129,8 @@ def _open_session(
         trackers = _start_trackers(start, world)
     clock.announcer.begin("opening the run's records", after_s=REPEAT_S)
     history = enter_history(start, world, report)
-    on_each_disk(world.control, world.disks, lambda: claim.describe(lambda: _describe(start)))
+    launches = sorted({name for names in gather(world.control, launch_names(os.environ)) for name in names})
+    on_each_disk(world.control, world.disks, lambda: claim.describe(lambda: _describe(start, launches)))
     meter = StepMeter(world.device)
     # Without the list of checkpoints, which is long in a long run.
     run = Run(replace(start, found=None), world, validation, history, estimate, clock.seconds)
@@ -310,16 +312,17 @@ def report_on_main(world: World, announcer: StatusLine) -> Callable[[str], None]
     return report
 
 
-def _describe(start: Start) -> None:
+def _describe(start: Start, launches: Sequence[str]) -> None:
     folder = start.config.run
     is_new = start.state is None or not (folder / CONFIG_NAME).exists()
     resolved = {**start.resolved.as_dict(), "dataset": start.sets.fingerprint}
-    save_run_description(folder, as_plain(start.config), resolved, start.resolved.ds_config, is_new=is_new)
+    config, ds_config = as_plain(start.config), start.resolved.ds_config
+    save_run_description(folder, config, resolved, ds_config, is_new=is_new, launches=launches)
     keep(lambda: keep_sets(start.sets, folder), folder, "the tokenizer", is_new=is_new)
 
     def keep_model() -> None:
         source = start.source.path if start.source else None
-        keep_published(start.weights, start.resolved.plan.seq_len, source, folder)
+        keep_published(start.weights, start.resolved.plan.seq_len, source, folder, start.config)
 
     keep(keep_model, folder, "the published model's configuration", is_new=is_new)
 
@@ -330,7 +333,7 @@ def _start_trackers(start: Start, world: World) -> StartedTrackers:
     def begin() -> StartedTrackers:
         return start_trackers(
             start.config,
-            lambda: as_plain(start.config) | start.resolved.as_dict(),
+            lambda: publish_keys(as_plain(start.config)) | start.resolved.as_dict(),
             first_step=start.first_step,
             wandb_run_id=start.state.wandb_run_id if start.state else None,
         )
@@ -383,7 +386,7 @@ def _roll_back(session: Session) -> bool:
         return _stop_at_spike(session, before, spike, f"the run has gone back {_MAX_ROLLBACKS} times already")
     skipped = steps_to_skip(run, spike)
     config = run.config.model_copy(update={"skip_steps": [*run.config.skip_steps, skipped]})
-    start = replace(run.start, inputs=replace(run.start.inputs, config=config, repeats_flags=True))
+    start = replace(run.start, inputs=replace(run.start.inputs, config=config))
     io.report(f"going back from step {session.step} to {before.path.name}; the batches of steps {skipped} are left out")
     try:
         start = confirm_start(start, run.world, io.report, at=before.path)

@@ -64,6 +64,8 @@ def confirm_start(start: Start, world: World, report: Callable[[str], None], at:
         else _find_named(start, at, world, report)
     )
     start = _begin_at(start, chosen, world, goes_back=at is not None)
+    if start.inputs.left_out and at is None:
+        report(f"{start.inputs.left_out} has acted at an earlier start of this launch, and is left out")
     for warning in start.warnings:
         report(f"WARNING: {warning}")
     check_same_checkpoint(chosen.path if chosen else None, world)

@@ -12,7 +12,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from functools import cache
@@ -24,6 +24,7 @@ from llmscale import __version__
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.files.atomic_write import write_durably
 from llmscale.files.buffered_log import BufferedLog, warn_on_stderr
+from llmscale.untrusted.documents import load_json_lines
 from llmscale.untrusted.paths import open_own
 
 CONFIG_NAME = "config.json"
@@ -299,10 +300,12 @@ def save_run_description(
     ds_config: Mapping[str, object],
     *,
     is_new: bool,
+    launches: Sequence[str] = (),
 ) -> None:
     """Save the resolved configuration, the ds_config as DeepSpeed gets it, and one line about this start.
 
-    For rank 0. Raises ConfigError for a new run; a resumed run only prints a warning.
+    `launches` are the names of the launch on all ranks. For rank 0. Raises ConfigError for a new run; a resumed run
+    only prints a warning.
     """
 
     def write() -> None:
@@ -314,8 +317,8 @@ def save_run_description(
         "started": _now(),
         "host": platform.node(),
         "world_size": resolved.get("plan", {}).get("world_size"),  # type: ignore[attr-defined]  # a dict by as_dict
-        # DeepSpeed's launcher adds the local rank.
-        "arguments": [word for word in sys.argv[1:] if not re.match("--local[-_]rank=", word)],
+        "arguments": _arguments(),
+        "launches": list(launches),
         "python": platform.python_version(),
         "llmscale": __version__,
         "versions": library_versions(),
@@ -323,6 +326,22 @@ def save_run_description(
     starts = BufferedLog(run / STARTS_NAME, unit="start")
     starts.append(json.dumps(start).encode() + b"\n", 0)
     starts.close()
+
+
+def _arguments() -> list[str]:
+    """Return this process's arguments without the local rank, which DeepSpeed's launcher adds."""
+    return [word for word in sys.argv[1:] if not re.match("--local[-_]rank=", word)]
+
+
+def repeats_last_start(run: Path, launches: Sequence[str]) -> bool:
+    """Return whether the run's last start was of one of these launches, with the same arguments."""
+    try:
+        starts = list(load_json_lines(run / STARTS_NAME))
+    except (OSError, LlmscaleError):
+        return False
+    names = starts[-1].get("launches") if starts else None
+    is_same_launch = isinstance(names, list) and any(launch in names for launch in launches)
+    return is_same_launch and starts[-1].get("arguments") == _arguments()
 
 
 def keep(write: Callable[[], None], run: Path, what: str, *, is_new: bool) -> None:

@@ -273,23 +273,20 @@ def place_skips(wanted: Sequence[str], state: RunState | None, batches: Batches)
     return tuple(skips)
 
 
-def check_skips(wanted: Sequence[str], state: RunState | None, total_steps: int, is_restart: bool) -> None:
-    """Raise ConfigError for a range that skips nothing. A restart repeats the flags of the first start."""
-    known = {} if state is None or is_restart else dict.fromkeys(skip.steps for skip in saved_skips(state.identity))
+def check_skips(wanted: Sequence[str], total_steps: int) -> None:
+    """Raise ConfigError for a range that is given twice or beyond the run. A repeated command skips nothing more."""
+    known = set()
     for text in wanted:
         first, behind = parse_skip(text)
         name = f"{first}:{behind}"
         if name in known:
-            raise ConfigError(
-                f"--skip-steps {name}: the run leaves these steps out already, and the flag would do nothing. Drop it; "
-                f"to leave out what those steps are now, name another range, such as {first}:{behind + 1}."
-            )
+            raise ConfigError(f"--skip-steps {name} is given twice, and would do nothing more. Give it once.")
         if first > total_steps:
             raise ConfigError(
                 f"--skip-steps {name}: the run ends at step {total_steps}, and the flag would do nothing. Name steps "
                 "that the run has, or give more --steps."
             )
-        known[name] = None
+        known.add(name)
 
 
 def skipped_ranges(skips: Sequence[Skip]) -> Ranges:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,13 +17,14 @@ from llmscale.engine.collectives import StepVote, gather, vote
 from llmscale.engine.deepspeed_engine import set_learning_rate
 from llmscale.engine.process_group import leave_world
 from llmscale.engine.train_step import explain_smallest_scale, seed_step, set_micro_steps, train_step
-from llmscale.errors import DataError
+from llmscale.errors import DataError, LlmscaleError
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
 from llmscale.training.log_steps import LogSteps
 from llmscale.training.loss_spikes import RollbackRequest, checkpoint_before, rollback_advice
+from llmscale.training.lost_peer import explain_lost_peer
 from llmscale.training.run_folder import record_failure
 from llmscale.training.save_checkpoints import SaveCheckpoints
-from llmscale.training.stop_request import StopRequest
+from llmscale.training.stop_request import EXIT_RESTART, StopOfRank, StopRequest, is_left_by_others
 
 
 @dataclass
@@ -50,8 +52,12 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None and not self.stop.ends_early and self.io.claim.find_loss() is None:
-            record_failure(self.run.config.run, error, step=self.step, rank=self.run.world.rank)
+        lost = None
+        if error is not None and not self.stop.ends_early:
+            # Now: whoever ends later is not to blame.
+            lost = None if isinstance(error, LlmscaleError) else explain_lost_peer(error)
+            if self.io.claim.find_loss() is None:
+                record_failure(self.run.config.run, lost or error, step=self.step, rank=self.run.world.rank)
         self.engine.feed.close()
         for action in self.actions:
             action.close()
@@ -60,6 +66,8 @@ class Session:
         self.io.claim.close()
         if kind is None:
             leave_world()
+        if lost is not None:
+            raise lost from error
 
     def continue_from(
         self, run: Run, engine: Engine, actions: Sequence[StepAction], checkpoints: SaveCheckpoints
@@ -148,8 +156,11 @@ class Session:
         """Save a checkpoint between two steps, unless this step is saved."""
         self.checkpoints.save(self.step)
 
-    def finish(self) -> None:
-        """Save the last step unless it is saved, and wait until it is on disk. Raises CheckpointError on failure."""
+    def finish(self) -> int:
+        """Save the last step unless it is saved, wait until it is on disk, and return the exit status.
+
+        Collective. Raises CheckpointError on failure.
+        """
         run, io, total = self.run, self.io, self.run.resolved.total_steps
         if io.log:
             io.log.display.close()
@@ -157,18 +168,14 @@ class Session:
             self.checkpoints.finish(self.step)
         if io.publisher:
             io.publisher.finish()
-        why = "finished" if self.step >= total else f"stopped by {self._reason()}"
+        reasons = [] if self.step >= total else gather(run.world.control, self.stop.of_this_rank())
+        why = f"stopped by {_first_reason(reasons)}" if reasons else "finished"
         if spike := self.rollback.rollback_from:
             io.report(f"--on-spike skip did not go back from the loss spike at step {spike[0]}: the run stops")
             io.report(rollback_advice(run, checkpoint_before(run, spike[0]), spike))
         io.report(f"{why} at step {self.step} of {total}; run folder: {shown(run.config.run)}")
         io.log_event(why.split()[0], step=self.step, reason=why)
-
-    def _reason(self) -> str:
-        """Return why the ranks stop: rank 0's reason, or the first rank's that has one. Collective."""
-        reasons = gather(self.run.world.control, next(iter(self.stop.received), None))
-        rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
-        return f"{reason} on rank {rank}" if rank else reason
+        return EXIT_RESTART if reasons and is_left_by_others(reasons, os.environ) else 0
 
     def _check_ids(self, step: int, ids_sum: int) -> None:
         """Raise DataError unless the ranks' samples are exactly the global batch that the order gives this step."""
@@ -179,3 +186,9 @@ class Session:
                 f"step {step}: the samples that the ranks hold are not the global batch of this step. Do all nodes "
                 "have the same dataset and the same version of llmscale?"
             )
+
+
+def _first_reason(stops: Sequence[StopOfRank]) -> str:
+    """Return why the ranks stop: rank 0's reason, or the first rank's that has one."""
+    rank, reason = next((rank, stop.reason) for rank, stop in enumerate(stops) if stop.reason is not None)
+    return f"{reason} on rank {rank}" if rank else reason

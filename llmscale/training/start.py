@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from llmscale.architecture.shape import SHAPE_KEYS, VOCAB_MULTIPLE
+from llmscale.architecture.shape import SHAPE_KEYS, VOCAB_MULTIPLE, shortest_interval
 from llmscale.checkpoint.initial_weights import PublishedWeights
 from llmscale.checkpoint.inventory import FoundCheckpoints
 from llmscale.checkpoint.run_state import RunState, SavedRun, check_identity
@@ -129,7 +129,7 @@ def _begin(inputs: Inputs, resolved: ResolvedRun) -> Start:
     warnings: list[str] = []
     if state is not None:
         warnings = check_identity(state.identity, _identity(inputs, resolved, stream), config.allow_changed)
-    check_skips(config.skip_steps, state, resolved.total_steps, inputs.repeats_flags)
+    check_skips(config.skip_steps, resolved.total_steps)
     return Start(inputs, resolved, stream, tuple(warnings))
 
 
@@ -154,6 +154,9 @@ def _check_model(inputs: Inputs, resolved: ResolvedRun, source: SavedRun) -> Non
     fixed = [key for key, behaviour in SHAPE_KEYS.items() if behaviour.resume == "weights"]
     saved = {key: state.hyperparameters[key] for key in fixed if key in state.hyperparameters}
     now = {key: getattr(shape, key) for key in saved}
+    match [saved.get(key) for key in ("n_layer", "dense_layers", "expert_interval")]:
+        case [int(layers), int(dense), int(interval)] if dense + interval <= layers:
+            saved["dense_layers"], saved["expert_interval"] = shortest_interval(layers, dense, interval)
     vocab_size = state.config.get("vocab_size") or state.identity.get("vocab_size")
     if type(vocab_size) is int and -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE != shape.padded_vocab_size:
         saved["vocab_size"], now["vocab_size"] = vocab_size, shape.vocab_size

@@ -29,10 +29,11 @@ from llmscale.files.buffered_log import warn_on_stderr
 from llmscale.planning.recommend import largest_preset
 from llmscale.planning.search import Machines
 from llmscale.terminal.human_numbers import count_nouns
-from llmscale.training.inputs import DEMO_TEXT
+from llmscale.training.inputs import DEMO_TEXT, parse_skip
 from llmscale.training.live_run import Run, RunIO, StepAction, StepResult
 from llmscale.training.memory_report import measured_line
 from llmscale.training.rank_agreement import describe_ranks
+from llmscale.training.sample_stream import saved_skips
 from llmscale.training.start import Start
 
 #: Steps of this start after which memory is measured: DeepSpeed allocates more after the first.
@@ -45,7 +46,7 @@ def describe_run(run: Run, report: Callable[[str], None]) -> None:
     manifest, num_samples = start.sets.manifest, start.sets.num_train_samples
     shape, plan, ds_config = resolved.shape, resolved.plan, resolved.ds_config
     hpz = hpz_warnings(resolved.ds.zero_hpz_partition_size, world.ranks_per_node)
-    for warning in (*resolved.ds.warnings, *hpz):
+    for warning in (*resolved.ds.warnings, *resolved.ds.batch_notices(plan), *hpz):
         report(f"WARNING: {warning}")
     report(
         f"model: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, context {shape.seq_len}, "
@@ -76,7 +77,7 @@ def describe_run(run: Run, report: Callable[[str], None]) -> None:
     report(f"blocks: {start.compilation.describe()}")
     if world.device.type != "cpu":
         report(describe_settings())
-    report("; ".join([f"batch: {plan.describe()}", *describe_batch(config)]))
+    report("; ".join([f"batch: {plan.describe()}", *describe_batch(config, resolved.ds)]))
     cheaper = plan.with_fewest_fillers()
     if cheaper is not None:
         size, share = cheaper.micro_batch_size, cheaper.filler_share
@@ -144,8 +145,17 @@ def _mix_lines(run: Run) -> Iterator[str]:
 
 
 def _skip_lines(run: Run) -> Iterator[str]:
+    repeated = {skip.steps for skip in saved_skips(run.state.identity)} if run.state else set[str]()
+    repeated &= {f"{first}:{behind}" for first, behind in map(parse_skip, run.config.skip_steps)}
     for skip in run.stream.skips:
-        yield f"left out: steps {skip.steps} of --skip-steps, samples {skip.begin:,} to {skip.end - 1:,} of the stream"
+        line = f"left out: steps {skip.steps} of --skip-steps, samples {skip.begin:,} to {skip.end - 1:,} of the stream"
+        if skip.steps in repeated:
+            first, behind = parse_skip(skip.steps)
+            line += (
+                "; an earlier start left them out, and the repeated flag leaves out nothing more: for what those steps "
+                f"are now, name another range, such as {first}:{behind + 1}"
+            )
+        yield line
 
 
 def hpz_warnings(group: int, ranks_per_node: Sequence[int]) -> Iterator[str]:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
+from llmscale.config.launcher_variables import is_requeued
 from llmscale.untrusted.interpreter import RUN_MODULE
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -35,6 +38,11 @@ _MODULES = {
     "llmscale": "llmscale",
     "llmscale.cli.main": "llmscale",
 }
+#: torchrun's default of --rdzv-id.
+_NO_RUN_ID = "none"
+_SLURM_JOB = "Slurm job "
+#: Exit status of a rank that has saved and wants to be started again: EX_TEMPFAIL.
+EXIT_RESTART = 75
 _LAUNCHER_CHECK_S = 0.5
 #: Asked to stop during start-up, a rank that reaches no step boundary in this time exits. Rank 0 is last: the others'
 #: connections to it would break, with long messages.
@@ -43,6 +51,25 @@ _MAIN_RANK_LATER_S = 0.5
 #: A rank installs its handlers in its first tenth of a second; on a busy machine, later.
 _HANDLERS_PATIENCE_S = 10.0
 _HANDLERS_CHECK_S = 0.05
+
+
+class StopOfRank(NamedTuple):
+    """A rank's view of a stop."""
+
+    reason: str | None
+    """The first request that it received; None if another rank did."""
+    node: str
+    """torchrun's number of its node; empty under other launchers."""
+
+
+def is_left_by_others(stops: Sequence[StopOfRank], variables: Mapping[str, str]) -> bool:
+    """Return whether the ranks stop for another node alone, and torchrun can continue without it.
+
+    torchrun takes status 0 for a finished run. Without a rendezvous it cannot continue without a node.
+    """
+    node, restarts = variables.get("GROUP_RANK", ""), variables.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    is_elastic = restarts != "0" and variables.get("TORCHELASTIC_RUN_ID", _NO_RUN_ID) != _NO_RUN_ID
+    return is_elastic and not any(stop.reason for stop in stops if stop.node == node)
 
 
 @dataclass
@@ -87,6 +114,10 @@ class StopRequest:
 
         if launchers:
             threading.Thread(target=watch, name="launchers", daemon=True).start()
+
+    def of_this_rank(self) -> StopOfRank:
+        """Return what this rank knows of a stop."""
+        return StopOfRank(next(iter(self.received), None), os.environ.get("GROUP_RANK", ""))
 
     def leave_start_up(self) -> None:
         """Leave the end of the process to the loop: there is something to save, or all ranks agreed to stop."""
@@ -182,15 +213,20 @@ def _find_other_ranks() -> set[int]:
     """Return this job's other processes on this host: those with the same rendezvous and another rank."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return set()
+    our_rank = int(os.environ.get("RANK", "0"))
+    return {process for process, rank in find_ranks().items() if rank != our_rank}
+
+
+def find_ranks() -> dict[int, int]:
+    """Return the rank of each of this job's living processes on this host: those with the same rendezvous."""
     ours = {f"{name}={os.environ.get(name, '')}".encode() for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")}
-    our_rank = f"RANK={os.environ.get('RANK', '0')}".encode()
-    found = set()
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # another user's process, or one that ended
             variables = set((folder / "environ").read_bytes().split(b"\0"))
-            is_rank = any(word.startswith(b"RANK=") for word in variables)
-            if ours <= variables and is_rank and our_rank not in variables:
-                found.add(int(folder.name))
+            ranks = [word[5:] for word in variables if word.startswith(b"RANK=") and word[5:].isdigit()]
+            if ours <= variables and ranks:
+                found[int(folder.name)] = int(ranks[0])
     return found
 
 
@@ -216,7 +252,7 @@ class Launcher:
     @property
     def is_gone(self) -> bool:
         """True if it has ended, even if its parent has not noticed."""
-        stat = _stat(self.pid)
+        stat = read_stat(self.pid)
         return stat is None or stat.started != self.started or stat.state in "ZX"
 
 
@@ -224,11 +260,11 @@ def find_launchers() -> list[Launcher]:
     """Return the launchers above this rank, its parent first."""
     named = os.environ.get(LAUNCHER_VARIABLE, "")
     if named.isdigit():
-        stat = _stat(int(named)) if int(named) == os.getppid() else None
+        stat = read_stat(int(named)) if int(named) == os.getppid() else None
         return [Launcher(int(named), "llmscale train", stat.started if stat else "")]
     chain: list[Launcher] = []
     pid = os.getppid()
-    while pid > 0 and (stat := _stat(pid)) is not None:
+    while pid > 0 and (stat := read_stat(pid)) is not None:
         arguments = _arguments(pid)
         name = launcher_name(arguments)
         if name is not None:
@@ -239,6 +275,25 @@ def find_launchers() -> list[Launcher]:
     if chain and _has_lost_its_runner(chain[-1]):
         chain.append(Launcher(pid, "deepspeed", ""))
     return chain
+
+
+def launch_names(variables: Mapping[str, str]) -> list[str]:
+    """Return the names of this launch by torchrun and by Slurm, which all of its starts share.
+
+    torchrun's restart count differs between nodes, and stays 0 when ranks restart for a node that comes or goes.
+    """
+    names = [f"{_SLURM_JOB}{variables['SLURM_JOB_ID']}"] if "SLURM_JOB_ID" in variables else []
+    run_id = variables.get("TORCHELASTIC_RUN_ID")
+    if run_id not in (None, "", _NO_RUN_ID):
+        return [*names, f"torchrun --rdzv-id {run_id}"]
+    # The default is the same for all launches, but without a rendezvous the agent of a host never changes.
+    agents = [] if run_id is None else find_launchers()[:1]
+    return [*names, *(f"torchrun {agent.pid} of {platform.node()}, started {agent.started}" for agent in agents)]
+
+
+def repeating_launches(variables: Mapping[str, str]) -> list[str]:
+    """Return the names of a launch that may have started the same command before; a Slurm job only if requeued."""
+    return [name for name in launch_names(variables) if is_requeued(variables) or not name.startswith(_SLURM_JOB)]
 
 
 def launcher_name(arguments: Sequence[str]) -> str | None:
@@ -292,17 +347,23 @@ def _belongs_to_rank(pid: int) -> bool:
 
 
 @dataclass(frozen=True)
-class _Stat:
+class Stat:
+    """A process as the kernel shows it."""
+
     state: str
+    """One letter: T stopped, Z or X ended."""
     parent: int
     started: str
+    exit_code: int
+    """Status as of waitpid; 0 while it runs."""
 
 
-def _stat(pid: int) -> _Stat | None:
+def read_stat(pid: int) -> Stat | None:
+    """Return the state of a process, or None if there is none."""
     try:
         # The command comes first, in parentheses, and may itself contain some.
         words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return _Stat(words[0], int(words[1]), words[19])
+        return Stat(words[0], int(words[1]), words[19], int(words[49]))
     except (OSError, IndexError, ValueError):
         return None
 

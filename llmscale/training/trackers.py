@@ -5,6 +5,7 @@ A new tracker is a class here and a line in `start_trackers`.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -150,7 +151,9 @@ class WandbRun(Tracker):
 def start_wandb(
     run_folder: Path, *, project: str, name: str, config: Mapping[str, object], run_id: str | None
 ) -> WandbRun:
-    """Begin a wandb run, or continue `run_id`. WANDB_MODE=offline keeps everything in the run folder.
+    """Begin a wandb run, or continue `run_id`. WANDB_MODE=offline keeps everything in the folder.
+
+    Variables of wandb count for all that is not given here.
 
     Raises ConfigError if wandb is not installed, cannot log in or cannot write.
     """
@@ -160,7 +163,14 @@ def start_wandb(
         raise ConfigError(f"--wandb needs the wandb package: `{install_command('train')}`.") from None
     try:
         run = wandb.init(
-            project=project, name=name, dir=str(run_folder), config=dict(config), id=run_id, resume="allow"
+            project=project,
+            name=name,
+            dir=os.environ.get("WANDB_DIR") or str(run_folder),
+            config=dict(config),
+            id=run_id,
+            resume="allow",
+            # They would send the command line, paths and the user's address.
+            settings={"x_disable_meta": True} | ({} if "WANDB_CONSOLE" in os.environ else {"console": "off"}),
         )
     except (wandb.errors.Error, OSError) as error:
         raise ConfigError(
@@ -189,10 +199,11 @@ def start_trackers(
     if config.tensorboard:
         found.append(start_tensorboard(config.run, first_step=first_step))
     if config.wandb:
+        given_project = config.wandb_project if "wandb_project" in config.model_fields_set else None
         run = start_wandb(
             config.run,
-            project=config.wandb_project,
-            name=config.wandb_name or config.run.name,
+            project=given_project or os.environ.get("WANDB_PROJECT") or config.wandb_project,
+            name=config.wandb_name or os.environ.get("WANDB_NAME") or config.run.name,
             config=described(),
             run_id=wandb_run_id,
         )

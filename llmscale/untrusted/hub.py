@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from llmscale.errors import LlmscaleError
 from llmscale.untrusted.documents import Rules, parse_json
-from llmscale.untrusted.paths import is_plain_name, read_regular
+from llmscale.untrusted.paths import in_home, is_plain_name, read_regular
 
 if TYPE_CHECKING:
     import urllib.request
@@ -36,12 +36,12 @@ def is_commit(revision: str) -> bool:
 def hub_home() -> Path:
     """Return huggingface_hub's home folder."""
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("HF_HOME", f"{caches}/huggingface")).expanduser()
+    return in_home(os.environ.get("HF_HOME", f"{caches}/huggingface"))
 
 
 def hub_cache(model: str) -> Path:
     """Return the folder of a model in huggingface_hub's cache."""
-    return Path(os.environ.get("HF_HUB_CACHE", hub_home() / "hub")).expanduser() / f"models--{model.replace('/', '--')}"
+    return in_home(os.environ.get("HF_HUB_CACHE") or hub_home() / "hub") / f"models--{model.replace('/', '--')}"
 
 
 def find_snapshot(model: str, revision: str, needed: str) -> Path | None:
@@ -323,7 +323,7 @@ def read_token() -> str | None:
     """
     if _is_set("HF_HUB_DISABLE_IMPLICIT_TOKEN"):
         return None
-    path = Path(os.environ.get("HF_TOKEN_PATH", hub_home() / "token")).expanduser()
+    path = in_home(os.environ.get("HF_TOKEN_PATH") or hub_home() / "token")
     token, place = os.environ.get("HF_TOKEN", "").strip(), "HF_TOKEN"
     if not token:
         try:

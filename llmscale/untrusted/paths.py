@@ -13,8 +13,13 @@ from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
 
+from llmscale.errors import ConfigError
 from llmscale.untrusted.terminal import is_visible
 
+#: First line of the file that stands for one in Git LFS, and the largest size of such a file
+#: (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md).
+_POINTER_LINE, _MOST_POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
+POINTER = "is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository"
 #: Longest file name that file systems allow.
 _MAX_NAME_BYTES = 255
 _KINDS = {
@@ -28,7 +33,17 @@ _KINDS = {
 
 
 class RefusedFile(OSError):
-    """A path is not a regular file, or the file is too large; `strerror` says which."""
+    """A path is not a regular file, the file is too large, or a Git LFS pointer; `strerror` says which."""
+
+
+def in_home(path: Path | str) -> Path:
+    """Return a path whose `~` is the user's home folder. Raises ConfigError for a user who has none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{path} is in the home folder, and this user has none. Set HOME to a folder that may be written to."
+        ) from None
 
 
 def is_plain_name(name: object) -> bool:
@@ -57,14 +72,26 @@ def check_regular(path: Path, *, follow_links: bool) -> os.stat_result:
     return status
 
 
+def is_pointer(head: bytes) -> bool:
+    """Return whether a file that begins with `head` is a Git LFS pointer."""
+    return head.startswith(_POINTER_LINE)
+
+
 def open_regular(path: Path, *, follow_links: bool = True) -> BufferedReader:
     """Open a regular file for reading; never blocks. `follow_links`: whether its last part may be a symbolic link.
 
-    Raises OSError, and RefusedFile for a folder, a FIFO, a socket, a device, a link.
+    Raises OSError, and RefusedFile for a folder, a FIFO, a socket, a device, a link, a Git LFS pointer.
     """
     # Before it is opened: opening a device can have effects.
     check_regular(path, follow_links=follow_links)
-    return os.fdopen(_open(path, os.O_RDONLY | (0 if follow_links else os.O_NOFOLLOW), 0), "rb")
+    file = os.fdopen(_open(path, os.O_RDONLY | (0 if follow_links else os.O_NOFOLLOW), 0), "rb")
+    # Read at a position, which leaves that of the file at its beginning.
+    if os.fstat(file.fileno()).st_size <= _MOST_POINTER_BYTES and is_pointer(
+        os.pread(file.fileno(), len(_POINTER_LINE), 0)
+    ):
+        file.close()
+        raise RefusedFile(errno.EINVAL, POINTER, str(path))
+    return file
 
 
 def open_own(path: Path, flags: int, mode: int = 0o666) -> int:

@@ -178,9 +178,15 @@ def _known(get: Callable[[str], object], name: str) -> str:
 # Text, runs and processes.
 
 
+def python_path(*first: Path) -> str:
+    """Return PYTHONPATH with the folders `first` before those that it has, without this repository elsewhere."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join([*map(str, first), *(folder for folder in given if folder not in ("", str(REPOSITORY)))])
+
+
 def python_environment(**variables: str) -> dict[str, str]:
     """Return this process's environment with this repository first among the imports, and `variables`."""
-    return {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
+    return {**os.environ, "PYTHONPATH": python_path(REPOSITORY), **variables}
 
 
 def run_llmscale(*arguments: str) -> None:

@@ -16,6 +16,9 @@ from llmscale.architecture.hf_config import HFModel, load_hf_model
 from llmscale.errors import ConfigError
 from scripts.bench.transformers_package import import_transformers
 
+FALCON: dict[str, object] = {
+    **{"model_type": "falcon", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 131},
+}
 CONFIGS: dict[str, dict[str, object]] = {
     "opt-350m-like": {
         **{"model_type": "opt", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -34,6 +37,19 @@ CONFIGS: dict[str, dict[str, object]] = {
         **{"model_type": "gpt_neox", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4},
         **{"vocab_size": 128, "intermediate_size": 128, "tie_word_embeddings": True, "attention_bias": False},
     },
+    "falcon-7b": {**FALCON, "multi_query": True, "parallel_attn": True, "alibi": False, "bias": False},
+    "falcon-rw": {**FALCON, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True},
+    "falcon-40b": {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "parallel_attn": True},
+    "bloom": {"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 131},
+    "mpt": {"model_type": "mpt", "d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 131},
+    "gptj": {"model_type": "gptj", "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "vocab_size": 131},
+    "gpt_neo": {
+        **{"model_type": "gpt_neo", "hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 131},
+        **{"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 64},
+    },
+    "phi": {**FALCON, "model_type": "phi", "intermediate_size": 96, "num_key_value_heads": 2},
+    "phi3": {**FALCON, "model_type": "phi3", "intermediate_size": 96, "num_key_value_heads": 2, "pad_token_id": 0},
+    "starcoder2": {**FALCON, "model_type": "starcoder2", "intermediate_size": 96, "num_key_value_heads": 2},
 }
 
 
@@ -160,7 +176,7 @@ def test_a_name_is_fetched_from_the_hub(tmp_path: Path, monkeypatch: pytest.Monk
         ("{", "is not JSON"),
         ("[1]", "must hold a JSON object, not a list"),
         ("{}", "model_type is missing"),
-        ('{"model_type": "llamma"}', "Did you mean 'llama'?"),
+        ('{"model_type": "llamma"}', "no model of type 'llamma'. Supported: gpt2"),
         ('{"model_type": "mamba"}', "Supported: gpt2, opt, llama"),
         ('{"model_type": "gpt2", "n_embd": 48, "n_head": 5, "n_layer": 1}', "48 is not divisible by n_head 5"),
         ('{"model_type": "gpt2", "n_embd": 0}', "n_embd is 0; a positive integer"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -135,6 +136,20 @@ def test_a_window_pattern_is_kept_in_its_shortest_form() -> None:
     texts = ("L", "LLL", "GLGL", "LLLLLG", "GLGLGLGLLL")
     assert [pattern(text, 6) for text in texts] == ["L", "L", "GL", "LLLLLG", "GL"]
     assert pattern("LLG", 2) == "L"
+
+
+def test_descriptions_that_give_experts_to_the_same_blocks_are_one_shape() -> None:
+    shapes: dict[tuple[int, tuple[int, ...]], set[tuple[int, int]]] = {}
+    for n_layer, dense, interval in itertools.product(range(1, 8), range(8), range(1, 9)):
+        if dense + interval <= n_layer:
+            shape = GPTShape(
+                n_layer, 2, 16, 64, 8, bias=False, num_experts=2, dense_layers=dense, expert_interval=interval
+            )
+            sparse = tuple(block for block in range(n_layer) if (block - dense + 1) % interval == 0 and block >= dense)
+            assert tuple(filter(shape.is_sparse, range(n_layer))) == sparse
+            shapes.setdefault((n_layer, sparse), set()).add((shape.dense_layers, shape.expert_interval))
+    assert all(len(descriptions) == 1 for descriptions in shapes.values())
+    assert shapes[3, (2,)] == {(2, 1)}
 
 
 def test_flops_count_the_window_in_local_layers_alone() -> None:

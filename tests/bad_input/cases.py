@@ -612,7 +612,7 @@ RUNS = [
     ("train --ds top.json", r"'zero_optimisation' is not a key .* Did you mean 'zero_optimization'\?"),
     ("train --ds nested.json", r"'zero_optimization.overlap_com' .* mean 'overlap_comm'\?"),
     ("train --ds deep.json", r"'zero_optimization.offload_param.pin_mem' .* mean 'pin_memory'\?"),
-    ("train --global-batch-size 8 --ds batch.json", r"train_batch_size 9 contradicts the batch plan's 8"),
+    ("train --ds many.json", r"many.json: 2 problems. \(1\) 'zero_optimisation' .* \(2\) 'foo' .*--fixed OUT"),
     ("train --ds ds_configs/zero0.json --precision fp16", r"fp16 does not train at stage 0"),
     ("train --optimizer adafactor", r"'adafactor' cannot run at ZeRO stage 2: .* --optimizer adamw"),
     ("train --run empty/run", r"--run empty/run: empty is a file; name a folder"),

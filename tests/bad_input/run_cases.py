@@ -33,7 +33,8 @@ LATE_IMPORTS = (
 TORCH_STATUS = 77
 MEMORY_BYTES = 8 << 30
 FILE_BYTES = 256 << 20
-TIME_LIMIT_S = 60.0
+#: A command that takes longer hangs.
+TIME_LIMIT_S = 300.0
 #: Launchers' variables of whoever runs the tests.
 LAUNCHER_VARIABLES = (
     "RANK",

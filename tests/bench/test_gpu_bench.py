@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,10 +17,11 @@ from llmscale.config.run_config import parse_run_config
 from llmscale.planning.kernels import kernel_efficiency
 from llmscale.planning.step_time import estimate_compute_s
 from llmscale.training.start import prepare_start
+from scripts.bench.gpu import cells as cells_script
 from scripts.bench.gpu import gpu as gpu_script
 from scripts.bench.gpu.cells import Cell, Device, list_gpu_cells
-from scripts.bench.gpu.gpu import Bench
-from scripts.bench.gpu.processes import Step, Watched
+from scripts.bench.gpu.gpu import Bench, read_rows
+from scripts.bench.gpu.processes import OUT_OF_MEMORY, Step, Watched
 
 H100 = Device("cuda", "NVIDIA H100 80GB HBM3", int(79.1 * 2**30), (9, 0))
 GRID_ROW = {
@@ -93,9 +96,73 @@ def test_a_smaller_gpu_gets_a_smaller_micro_batch(bench: Bench, tmp_path: Path) 
         bench.device = replace(H100, memory_bytes=gib * 2**30)
         place = tmp_path / f"place-{gib}"
         place.mkdir()
-        plan = bench.choose_plan(cell, place)
+        plan = bench.choose_plan(cell, place, cell.micro_batch_sizes)
         assert not isinstance(plan, str) and plan.estimate is not None
         assert plan.estimate.total_bytes <= gib * 2**30
         chosen.append((plan.micro_batch_size, plan.checkpointing))
     assert chosen[0] == (2**10, "none")
     assert chosen[1] != chosen[0]
+
+
+def test_a_cell_that_runs_out_of_memory_is_tried_again_smaller(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def run(arguments: list[str], tokens: int, place: Path, *_: object) -> Watched:
+        tried.append(int(arguments[arguments.index("--micro-batch-size") + 1]))
+        (place / "log").write_text(f"output of {tried[-1]}")
+        return Watched([], OUT_OF_MEMORY) if tried[-1] > 4 else run_train(arguments, tokens)
+
+    monkeypatch.setattr(gpu_script, "run_train", run)
+    pair = [Cell(kind, "gpt2-124m", micro_batch_sizes=(16, 8, 4), compared=True) for kind in ("train", "nanogpt")]
+    bench.run_all(pair)
+    assert tried == [16, 8, 4]
+    # Both are compared at one micro-batch.
+    assert [row["micro_batch_size"] for row in bench.rows] == [4, 4]
+    log = (tmp_path / "gpu_h100-80gb.log").read_text()
+    assert "== gpt2-124m, ZeRO-1, eager, micro-batch 8: out of memory\noutput of 8\n" in log
+    monkeypatch.setattr(gpu_script, "run_train", lambda *_: Watched([], OUT_OF_MEMORY))
+    assert bench.attempt(pair[0], 9) == {"problem": "micro-batch 4: out of memory"}
+    monkeypatch.setattr(gpu_script, "run_train", lambda *_: Watched([], "ended with status 1"))
+    assert bench.attempt(Cell("train", "gpt2-124m"), 10)["problem"].endswith(": ended with status 1")
+
+
+def test_a_command_that_exits_is_a_problem_of_its_cell(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(bench: Bench, seq_len: int) -> Path:
+        sys.exit("llmscale data prepare ended with status 2")
+
+    monkeypatch.setattr(Bench, "prepared", refuse)
+    bench.run_all([Cell("train", "gpt2-124m")])
+    assert bench.rows[0]["problem"] == "SystemExit: llmscale data prepare ended with status 2"
+
+
+def test_what_an_earlier_command_measured_is_not_measured_again(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = [Cell("train", f"gpt2-{size}") for size in ("124m", "350m", "774m", "1.5b")]
+    bench.run_all(cells[:3])
+    written = tmp_path / "gpu_h100-80gb.json"
+    earlier = read_rows(written, H100)
+    assert [*earlier] == [cell.name for cell in cells[:3]]
+    efficiency = json.loads(written.read_text())["efficiency"]
+    again = Bench(bench.args, H100, tmp_path / "again", bench.deadline, bench.machine, "", resumed=earlier)
+    (tmp_path / "again").mkdir()
+    monkeypatch.setattr(gpu_script, "run_train", lambda *_: pytest.fail("measured again"))
+    again.run_all(cells[:3])
+    assert again.rows == bench.rows and again.efficiency() == efficiency
+    with pytest.raises(SystemExit, match="was measured on NVIDIA H100 80GB HBM3, and this is NVIDIA L4"):
+        read_rows(written, replace(H100, name="NVIDIA L4"))
+    written.write_text("[]")
+    with pytest.raises(SystemExit, match="is not a result of this script"):
+        read_rows(written, H100)
+
+
+def test_6_7b_with_offload_fits_a_host_of_128_gib(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cells_script, "gather_system", lambda: SimpleNamespace(memory_bytes=128 << 30))
+    (cell,) = [cell for cell in list_gpu_cells() if cell.model == "gpt3-6.7b"]
+    (tmp_path / "place").mkdir()
+    plan = bench.choose_plan(cell, tmp_path / "place", cell.micro_batch_sizes)
+    assert not isinstance(plan, str), plan

@@ -23,6 +23,7 @@ from scripts.bench.gpu.processes import (
     save_nanogpt_data,
     watch,
 )
+from scripts.bench.harness import REPOSITORY, python_environment, python_path, rank_environment
 
 STAND_IN = """
 import os, sys, time
@@ -80,6 +81,15 @@ def test_a_cells_children_end_with_it(watched: Callable[..., Watched], tmp_path:
             return
         time.sleep(0.05)
     pytest.fail("the child still runs")
+
+
+def test_folders_of_imports_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a bare machine what is missing may lie in a folder of PYTHONPATH."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/opt/wheels", str(REPOSITORY), "/opt/more"]))
+    wanted = os.pathsep.join([str(REPOSITORY), "/opt/wheels", "/opt/more"])
+    for environment in (cell_environment(tmp_path), python_environment(), rank_environment(0, 1, 29_700)):
+        assert environment["PYTHONPATH"] == wanted
+    assert python_path() == os.pathsep.join(["/opt/wheels", "/opt/more"])
 
 
 def test_the_first_steps_do_not_count() -> None:

@@ -119,7 +119,10 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
 
 def test_a_folder_without_weights_says_what_they_are_called(tmp_path: Path) -> None:
     write_file(tmp_path / "consolidated.safetensors", {"x": ("F32", [4])})
-    with pytest.raises(CheckpointError, match=r"holds no weights. Legal: model.safetensors or pytorch_model.bin"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds no weights, but consolidated.safetensors. Legal: model.safetensors or pytorch_model.bin",
+    ):
         find_weights_files(tmp_path)
 
 
@@ -325,3 +328,10 @@ def test_an_old_pickle_says_how_to_convert_it(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match="Save it as safetensors"):
         list_tensors(find_weights_files(tmp_path))
+
+
+@pytest.mark.parametrize("name", [SINGLE, "pytorch_model.bin"])
+def test_a_git_lfs_pointer_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'6' * 64}\nsize 9\n")
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read: is a Git LFS pointer, .*git lfs pull"):
+        find_weights_files(tmp_path)

@@ -57,6 +57,7 @@ def test_tasks_of_lm_eval_run_beside_those_of_files(trained_run: Path, items: Pa
     words = ("--task-folder", str(items / "tasks"), "--val-samples", "0", "--limit", "4")
     done = llmscale("eval", str(trained_run), "--tasks", *tasks, *words)
     assert done.returncode == 0, done.stderr
+    assert "fatal" not in done.stderr, "git is not asked about a folder that is in no repository"
     rows = [line.split() for line in done.stdout.splitlines()[1:]]
     values = {(row[0], row[1]): row[2] for row in rows}
     assert values["hella", "acc"] == values["hellaswag", "acc"]

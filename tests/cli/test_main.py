@@ -171,3 +171,17 @@ def test_an_estimate_imports_nothing_slow_that_it_does_not_need() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == ""
+
+
+@pytest.mark.parametrize(("command", "extra"), [("data inspect x", "data"), ("eval x", "eval"), ("train", "train")])
+def test_a_missing_package_is_one_line_that_names_its_extra(
+    command: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> int:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    for handler in ("llmscale.cli.data._inspect", "llmscale.cli.eval._run", "llmscale.cli.train._train"):
+        monkeypatch.setattr(handler, fail)
+    assert cli.main(command.split()) == 2
+    said = capsys.readouterr().err.strip()
+    assert f"this needs torch, which comes with the extra {extra}: `pip install" in said and "\n" not in said

@@ -14,6 +14,7 @@ from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import load_manifest
 from llmscale.cli.main import main
 from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_flags import keys_asked_by
 from llmscale.planning.disk_usage import estimate_disk
 from llmscale.training.start import prepare_start
 
@@ -102,6 +103,13 @@ def test_gpt2_on_10b_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert "10B tokens = 19,073 steps of 524,288 tokens (512 sequences of 1,024)" in out
     assert "that is the preset gpt2-124m" in out
     assert "deepspeed llmscale/train.py --ds ds.json --model gpt2-124m --global-batch-size 512 --steps 19073\n" in out
+
+
+def test_gpus_that_do_not_divide_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model gpt2-124m --tokens 10B --gpu a100-80gb --num-gpus 7 --global-batch-size 64"
+    assert "accumulation (gradients summed in fp32), fillers 9.4% more work: " in plan(capsys, words)
+    assert plan_json(capsys, words)["run"]["filler_share"] == pytest.approx(6 / 64)
+    assert "fillers" not in plan(capsys, words.replace("--global-batch-size 64", ""))
 
 
 def test_1024_a100s_for_33_days_at_1_10(capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,7 +248,7 @@ def test_what_fits_in_no_way_is_status_1_and_says_what_would(capsys: pytest.Capt
 
 def test_offload_says_how_much_host_memory_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     out = plan(capsys, "--model gpt3-13b --gpu t4 --num-gpus 1 --num-nodes 1")
-    assert re.search(r"offload: .* needs [\d.,]+ GiB of host memory per node, not checked here", out)
+    assert re.search(r"offload: .* needs [\d.,]+ GiB of host memory per node, and 1 x 4.00 GiB for processes", out)
 
 
 def test_it_answers_without_torch(llmscale: Callable) -> None:
@@ -254,3 +262,16 @@ def test_a_checkpoint_takes_what_the_plan_says(trained_run: Path) -> None:
     planned = estimate_disk(shape, 1, 1).checkpoint_bytes
     # 16 tensors, three states: names and headers are not in the plan.
     assert planned <= load_manifest(checkpoint).num_bytes <= planned + 3 * 20 * 2048
+
+
+def test_the_printed_command_has_every_key_that_was_given(capsys: pytest.CaptureFixture[str]) -> None:
+    given = {
+        **{"global_batch_size": "64", "optimizer": "muon", "loss_chunk_tokens": "1024", "keep_last": "5"},
+        **{"keep_every": "100", "expert_parallel_size": "2"},
+    }
+    assert given.keys() == set(keys_asked_by("plan")), "a new key of plan is given here too"
+    flags = [f"--{key.replace('_', '-')} {value}" for key, value in given.items()]
+    out = plan(capsys, f"--model tiny-moe-3m --tokens 1B --gpu h100-80gb --seq-len 512 {' '.join(flags)}")
+    (train,) = [line for line in out.splitlines() if "--ds ds.json" in line]
+    assert all(flag in train for flag in [*flags, "--model tiny-moe-3m", "--seq-len 512"])
+    assert "8 GPUs a node are assumed, where `estimate` assumes 1" in out

@@ -72,6 +72,35 @@ def test_what_cannot_be_used_is_named_with_its_line_and_the_fix(tmp_path: Path, 
     assert str(caught.value).startswith(f"{path}:2: ")
 
 
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("node1 4", "Write `node1 slots=4`."),
+        ("node1:4", "Write `node1 slots=4`."),
+        ("node1,4", "Write `node1 slots=4`."),
+        ("node1 slots = 2", "Write `node1 slots=2`."),
+        ("node1 slots: 2", "Write `node1 slots=2`."),
+        ("node1 gpus=16", "Write `node1 slots=16`."),
+        ("node1 slots=8 max_slots=9", "Write `node1 slots=8`."),
+        ("4 node1", "Write `node1 slots=4`."),
+        ("slots=4 node1", "Write `node1 slots=4`."),
+        ("ssh node1 slots=2", "Write `node1 slots=2`."),
+        ("ssh -p 2222 node1 slots=2", "Write `node1 slots=2`."),
+        ("ssh node1", "Write `node1 slots=N`, N being its GPUs."),
+        ("ssh", "Write one line `name slots=N` per host."),
+        ("node1", "Write `node1 slots=N`, N being its GPUs."),
+        ("node1 slots=eight", "Write `node1 slots=N`, N being its GPUs."),
+        ("node1 slots=-1", "Write `node1 slots=N`, N being its GPUs."),
+        ("node1 node2 node3", "Write one line `name slots=N` per host."),
+        ("ssh user@node1 slots=2", "Write one line `name slots=N` per host."),
+    ],
+)
+def test_the_advice_has_the_host_and_the_number_of_the_line(tmp_path: Path, line: str, advice: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_hostfile(write(tmp_path, f"{line}\n"))
+    assert str(caught.value).endswith(advice)
+
+
 def test_a_host_may_stand_there_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hosts:3: host 'a' is listed twice"):
         parse_hostfile(write(tmp_path, "a slots=1\nb slots=1\na slots=2\n"))

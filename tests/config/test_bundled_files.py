@@ -62,7 +62,33 @@ def test_the_advice_to_install_something_works_where_it_is_given(
     assert bundled_files.install_command("train,data") == f"pip install -e {shlex.quote(f'{root}[train,data]')}"
     # The name llmscale is on no index: a wheel's user installs what the extra consists of.
     monkeypatch.setattr(bundled_files, "is_checkout", lambda: False)
-    assert bundled_files.install_command("plot") == "pip install 'matplotlib>=3.8'"
+    assert bundled_files.install_command("plot") == "pip install 'matplotlib>=3.8'  # extra plot"
     needs = ["numpy", 'torch>=2.6; extra == "train"', "no-such>=1; python_version >= '3' and extra == 'train'"]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: needs)
-    assert bundled_files.install_command("train,data") == "pip install 'no-such>=1'"
+    assert bundled_files.install_command("train,data") == "pip install 'no-such>=1'  # extra train,data"
+
+
+@pytest.mark.parametrize(
+    ("module", "wanted", "extra"),
+    [
+        ("torch", "train", "train"),
+        ("torch._C", "eval", "eval"),
+        ("pyarrow.parquet", "train", "data"),
+        ("streaming.base", "data", "data"),
+        ("lm_eval", "train", "eval"),
+        ("tensorboardX", "train", "tensorboard"),
+        ("pynvml", "train", "nvml"),
+        ("liger_kernel", "train", "liger"),
+        ("botocore", "remote", "remote"),
+        ("ray", "data", "clean-cluster"),
+    ],
+)
+def test_a_module_of_an_extra_that_is_missing_names_it(module: str, wanted: str, extra: str) -> None:
+    error = bundled_files.explain_missing(ModuleNotFoundError(f"No module named '{module}'", name=module), wanted)
+    assert error is not None
+    assert f"needs {module.partition('.')[0]}, which comes with the extra {extra}: `pip install" in str(error)
+
+
+def test_errors_that_no_extra_explains_stay() -> None:
+    for error in (ModuleNotFoundError("no", name="nowhere"), ImportError("cannot import x", name="torch"), OSError()):
+        assert bundled_files.explain_missing(error, "train") is None

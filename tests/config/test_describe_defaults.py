@@ -63,10 +63,13 @@ def test_what_the_default_steps_leave_unseen(num_samples: int, keys: dict, words
 
 
 def test_sizes_that_were_given_are_not_explained() -> None:
-    assert list(describe_batch(config_of(global_batch_size=8, micro_batch_size=1))) == []
-    assert list(describe_batch(config_of())) == [
+    empty = parse_ds_config({}, "test")
+    written = parse_ds_config({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1}, "test")
+    assert list(describe_batch(config_of(global_batch_size=8, micro_batch_size=1), empty)) == []
+    assert list(describe_batch(config_of(), written)) == []
+    assert list(describe_batch(config_of(), empty)) == [
         "the global batch is gpt2-124m's",
-        "the micro-batch the largest within 16,384 tokens",
+        "the micro-batch the largest within 16,384 tokens that needs the fewest fillers",
     ]
 
 
@@ -90,10 +93,26 @@ def test_defaults_of_the_optimizer_are_written_out() -> None:
     assert words.endswith("no clipping, dropout 0.1")
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        ("muon", "muon, learning rate 6.00e-04 (gpt2-124m's for AdamW, whose size of updates it has), "),
+        (
+            "adafactor",
+            "adafactor, learning rate 3.00e-02 (gpt2-124m's for AdamW, divided by the weights' first root mean square "
+            "of 0.02, as it is relative to theirs), ",
+        ),
+    ],
+)
+def test_every_optimizer_says_where_its_rate_comes_from(optimizer: str, words: str) -> None:
+    config, run = resolved(optimizer=optimizer)
+    assert describe_optimizer(config, run.schedule, 1.0).startswith(words)
+
+
 def test_trained_weights_and_a_rate_for_new_ones_are_warned_of_once() -> None:
     config, run = resolved(init_from="runs/other")
     assert warn_of_learning_rate(config, run.schedule) == (
-        "the weights are trained, and the peak learning rate of 6.00e-04 is gpt2-124m's for training from scratch. "
+        "the weights are trained, and the peak learning rate of 6.00e-04 is gpt2-124m's, for training from scratch. "
         "Continue with less, such as --lr 6.0e-05, or keep it with --lr 6.0e-04"
     )
     for keys in ({"init_from": "runs/other", "lr": 6e-4}, {}):

@@ -87,7 +87,8 @@ def test_files_that_are_passed_over_and_a_large_validation_split_are_said(
     assert _call("prepare", "--input", folder, "--out", tmp_path / "set", "--tokenizer", "bytes", "--seq-len", "16",
                  "--workers", "1") == 0  # fmt: skip
     said = capsys.readouterr().err
-    assert "Skipped 3 files of unknown type (2 .bin, 1 LICENSE)" in said
+    assert "(.bin is read if --input or --glob names it): a.bin, b.bin." in said
+    assert "Skipped 1 file of unknown type (--glob chooses files): LICENSE." in said
     assert "Validation has 25% of the tokens, not 1%: 1 of 4 documents" in said
 
 

@@ -34,7 +34,7 @@ STEPS = 3
 
 
 #: How long another thread may keep a tensor: gloo's own hold a collective's a moment longer than its caller waits.
-PATIENCE_S = 10.0
+PATIENCE_S = 300.0
 
 
 def storages() -> dict[int, tuple[int, str]]:

@@ -56,7 +56,7 @@ DIVIDED = {
     "divided sequences": ("zero2", "--z-loss", "1e-2", "--sequence-parallel-size", "2"),
     "divided sequences at stage 3": ("zero3", "--z-loss", "1e-2", "--sequence-parallel-size", "2"),
     "divided experts": ("zero2", *EXPERTS, "--balance-loss", "0.02", "--expert-parallel-size", "2"),
-    "divided experts at stage 3": ("zero3", *EXPERTS, "--balance-loss", "0.02", "--expert-parallel-size", "3"),
+    "divided experts at stage 3": ("zero3", *EXPERTS, "--num-experts", "6", "--expert-parallel-size", "3"),
     "both": ("zero1", *EXPERTS, "--sequence-parallel-size", "2", "--expert-parallel-size", "2"),
 }
 

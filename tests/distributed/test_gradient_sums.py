@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import build_train_command, read_losses
+from tests.runs_in_turn import train_in_turn
+
 CPU = {"device": "cpu"}
 LAYOUTS = {
     "zero0": {"stage": 0},
@@ -49,3 +52,24 @@ def test_64_micro_batches_are_summed_in_fp32_at_every_stage(ranks: Callable, pre
         assert error < LEFT[precision], name
     assert errors[len(layouts)] > SUMMED_IN_16_BIT[precision], "the file's word holds; what is compared is no constant"
     assert max(errors[len(layouts) + 1 :]) < 1e-6, "reduced in fp32 too, nothing is lost"
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_one_micro_step_with_offload_has_the_same_losses_without_sums_in_fp32(
+    tiny_set: Path, tmp_path: Path, precision: str
+) -> None:
+    """The default keeps no fp32 gradients on the GPU; a filler of an odd batch changes nothing."""
+    commands = []
+    for name, types in (("default", {}), ("fp32", {"data_types": {"grad_accum_dtype": "fp32"}})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(ds_of("zero2-offload", precision, **types)))
+        for batch in ("4", "3"):
+            flags = ("--ds", str(tmp_path / f"{name}.json"), "--steps", "8", "--lr", "3e-3", "--save-every", "0")
+            sizes = ("--global-batch-size", batch, "--micro-batch-size", "2" if batch == "4" else "3")
+            commands.append(build_train_command(tiny_set, tmp_path / f"{name}-{batch}", *flags, *sizes))
+    train_in_turn(commands, 2)
+    for batch in ("4", "3"):
+        folders = [tmp_path / f"{name}-{batch}" for name in ("default", "fp32")]
+        types = [json.loads((folder / "ds_config.json").read_text())["data_types"] for folder in folders]
+        assert [of["grad_accum_dtype"] for of in types] == [precision, "fp32"]
+        losses = [read_losses(folder) for folder in folders]
+        assert losses[0] == losses[1] and len(losses[0]) == 8

@@ -17,9 +17,8 @@ from llmscale.checkpoint.manifest import find_damage
 from llmscale.cluster.launch.ranks import descendants, process_state
 from llmscale.training.run_folder import lock_run_folder
 from tests import warm_start
-from tests.conftest import REPOSITORY, free_port
+from tests.conftest import HANG_S, REPOSITORY, free_port
 
-PATIENCE_S = 90
 BIN = Path(sys.executable).parent
 
 
@@ -47,7 +46,7 @@ class Job:
         assert len(self.below) >= 2, self.output.read_text()
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + HANG_S
         while not condition():
             assert time.monotonic() < deadline, self.output.read_text()
             time.sleep(0.05)
@@ -58,7 +57,7 @@ class Job:
 
     def check_saved(self, why: str) -> None:
         """It has ended altogether, with a whole checkpoint."""
-        self.process.wait(PATIENCE_S)
+        self.process.wait(HANG_S)
         self.until(lambda: not self.alive)
         output = self.output.read_text()
         assert why in output, output
@@ -116,7 +115,7 @@ def test_a_killed_data_worker_ends_the_run_with_one_line(start: Callable) -> Non
     job.until(lambda: "step      3/" in job.output.read_text())
     [worker] = descendants(job.process.pid)
     os.kill(worker, signal.SIGKILL)
-    assert job.process.wait(PATIENCE_S) == 1, "2 would be the user's mistake, which launch does not try again"
+    assert job.process.wait(HANG_S) == 1, "2 would be the user's mistake, which launch does not try again"
     lines = [line for line in job.output.read_text().splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
     assert f"Data worker 0 (process {worker}) was killed by SIGKILL" in lines[0]
@@ -139,7 +138,7 @@ def test_a_terminal_that_is_closed(start: Callable) -> None:
     while b"step      3/" not in b"".join(said):
         said.append(os.read(master, 4096))
     os.close(master)
-    assert job.process.wait(PATIENCE_S) == 0
+    assert job.process.wait(HANG_S) == 0
     [newest] = list_checkpoints(job.run)
     assert find_damage(newest) is None
 
@@ -152,7 +151,7 @@ def test_a_reader_that_ends_first_does_not_end_the_run(start: Callable) -> None:
         if b"step      3/" in line:
             break
     job.process.stdout.close()
-    assert job.process.wait(PATIENCE_S) == 0
+    assert job.process.wait(HANG_S) == 0
     assert [path.name for path in list_checkpoints(job.run)] == ["step-00000060"]
 
 
@@ -164,7 +163,7 @@ def test_sigterm_during_start_up(start: Callable, launcher: str, when: float) ->
     time.sleep(when)
     job.below = descendants(job.process.pid)
     job.process.terminate()
-    job.process.wait(PATIENCE_S)
+    job.process.wait(HANG_S)
     job.until(lambda: not job.alive)
     assert len(job.output.read_text().splitlines()) < 60
     assert "Traceback" not in job.output.read_text() or launcher == "torchrun"  # its own
@@ -204,7 +203,7 @@ def test_a_shell_that_ends_leaves_a_run_as_it_is(start: Callable, train_command:
     flags = train_command("--steps", "1000000", "--run", str(tmp_path / "other"))
     words = " ".join(f"'{word}'" for word in [sys.executable, *flags])
     job = start("python", steps=1)
-    job.process.wait(PATIENCE_S)
+    job.process.wait(HANG_S)
     subprocess.run(
         ["bash", "-c", f"nohup {words} > {tmp_path}/out 2>&1 & echo $! > {pid_file}"],
         check=True,

@@ -104,6 +104,16 @@ print(json.dumps([kept.resident.optimizer_bytes, offloaded.resident.total_bytes,
     assert kept > 0 < offloaded
 
 
+def test_one_micro_step_keeps_no_gradients_in_fp32_on_the_gpu_when_the_host_has_the_optimizer() -> None:
+    one, two, parameters = in_a_process("""
+shape = GPTShape(n_layer=4, n_head=2, n_embd=256, vocab_size=100, seq_len=32)
+offload = {"device": "cpu"}
+results = [run(2, ranks=1, shape=shape, accumulation=steps, offload_optimizer=offload) for steps in (1, 2)]
+print(json.dumps([*(result.step.total_bytes for result in results), shape.num_parameters]))
+""")
+    assert one < 2.5 * parameters < 6 * parameters <= two
+
+
 def test_more_micro_steps_than_two_allocate_nothing_else() -> None:
     two, many = in_a_process("""
 print(json.dumps([numbers(run(2, shape=SMALL, accumulation=accumulation)) for accumulation in (2, 16)]))

@@ -5,13 +5,51 @@ from pathlib import Path
 
 import pytest
 
+from llmscale.engine import network
 from llmscale.engine.network import (
     VARIABLES,
+    check_interfaces,
     find_node_network,
     interface_addresses,
     interface_towards,
+    named_interfaces,
     set_network_interface,
 )
+from llmscale.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "selected"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth0", ["eth0"]),
+        ("GLOO_SOCKET_IFNAME", "eth0,ib0", ["eth0", "ib0"]),
+        ("GLOO_SOCKET_IFNAME", "eth", []),
+        ("NCCL_SOCKET_IFNAME", "eth", ["eth0", "eth1"]),
+        ("NCCL_SOCKET_IFNAME", "=eth", []),
+        ("NCCL_SOCKET_IFNAME", "=eth1,ib0:5000", ["eth1", "ib0"]),
+        ("NCCL_SOCKET_IFNAME", "^lo,docker", None),
+        ("TP_SOCKET_IFNAME", "wlan0", []),
+        ("GLOO_SOCKET_IFNAME", "", None),
+    ],
+)
+def test_what_a_variable_selects(variable: str, value: str, selected: list[str] | None) -> None:
+    assert named_interfaces(variable, value, ["lo", "eth0", "eth1", "ib0"]) == selected
+
+
+def test_a_variable_that_names_no_interface_is_refused_with_those_that_exist(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """gloo's own error was explained by a firewall."""
+    check_interfaces({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "^lo"})
+    with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME is 'eth9'.* It has .*lo.*unset GLOO_SOCKET_IFNAME"):
+        check_interfaces({"GLOO_SOCKET_IFNAME": "eth9"})
+    monkeypatch.setattr(network, "_GPU_FILES", ())
+    check_interfaces({"NCCL_SOCKET_IFNAME": "eth9"})
+    assert "WARNING: NCCL_SOCKET_IFNAME is 'eth9'" in capsys.readouterr().err
+    monkeypatch.setattr(network, "_GPU_FILES", ("/dev/null",))
+    for variable in ("NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        with pytest.raises(ConfigError, match=f"{variable} is 'eth9'"):
+            check_interfaces({variable: "eth9"})
 
 
 def test_loopback_leads_to_loopback() -> None:

@@ -84,6 +84,8 @@ def test_adafactor_factors_its_second_moment_at_stage_0() -> None:
     matrix = next(parameter for parameter in model.parameters() if parameter.ndim == 2)
     stored = sum(value.numel() for value in optimizer.state[matrix].values())
     assert stored <= sum(matrix.shape) + 1, "a row and a column, not a second matrix"
+    decays = {group["name"]: group["weight_decay"] for group in optimizer.param_groups}
+    assert decays["decay"] == pytest.approx(0.02 * SETTINGS["weight_decay"]), "its learning rate is 50 times AdamW's"
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (8, 40), (40, 8)])

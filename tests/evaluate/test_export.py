@@ -20,6 +20,7 @@ from llmscale.checkpoint.hf_read import fill_view, find_weights_files, list_tens
 from llmscale.checkpoint.hf_write import ExportDtype, open_published
 from llmscale.checkpoint.initial_weights import PublishedWeights, keep_published
 from llmscale.config.hf_model import read_published_model
+from llmscale.config.run_config import RunConfig
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer
 from llmscale.engine.zero_layout import ShardView
 from llmscale.errors import CheckpointError, ConfigError, DataError
@@ -59,6 +60,9 @@ SHAPES = {
     ("MixtralForCausalLM", "odd numbers"): GPTShape(2, 4, 32, 257, 40, num_experts=3, expert_width=20, **ROTARY),
     ("Qwen3MoeForCausalLM", "dense first"): GPTShape(
         *(3, 4, 32, 257, 40), num_experts=4, expert_width=8, qk_norm="head", dense_layers=1, mlp_width=56, **ROTARY
+    ),
+    ("Qwen3MoeForCausalLM", "the third block alone"): GPTShape(
+        *(3, 4, 32, 257, 40), num_experts=4, expert_width=8, qk_norm="head", expert_interval=3, mlp_width=56, **ROTARY
     ),
     ("OlmoeForCausalLM", "not normalised"): GPTShape(
         *(1, 2, 24, 300, 40), num_experts=4, normalize_router=False, mlp_width=16, qk_norm="width", **ROTARY
@@ -345,9 +349,9 @@ def test_an_export_says_what_the_published_model_said(name: str, tmp_path: Path)
     model = read_published_model("--init-from", f"hf:{tmp_path / 'published'}")
     stored = list_tensors(find_weights_files(tmp_path / "published"))
     pieces = match_tensors(stored, model.tensors, model.source)
-    keep_published(PublishedWeights(model, model.shape, pieces=pieces), 16, None, tmp_path / "run")
+    keep_published(PublishedWeights(model, model.shape, pieces=pieces), 16, None, tmp_path / "run", RunConfig())
     shape = replace(model.shape, seq_len=16)
-    exported = describe_export(shape, open_published(tmp_path / "run"), "fp32", 10**9)
+    exported = describe_export(shape, open_published(tmp_path / "run", RunConfig()), "fp32", 10**9)
     ours = GPT(shape, seed=0)
     with torch.no_grad():
         for parameter_name, parameter in ours.named_parameters():
@@ -394,7 +398,7 @@ def test_a_link_among_what_a_run_keeps_of_its_model_is_neither_exported_nor_copi
     (kept / name).unlink(missing_ok=True)
     (kept / name).symlink_to(tmp_path / "secret.json")
     with pytest.raises(ConfigError, match=f"published/{name} is a symbolic link"):
-        open_published(tmp_path / "run")
+        open_published(tmp_path / "run", RunConfig())
     with pytest.raises(ConfigError, match="is a symbolic link"):
-        keep_published(None, 16, tmp_path / "run" / "checkpoints" / "step_1", tmp_path / "new")
+        keep_published(None, 16, tmp_path / "run" / "checkpoints" / "step_1", tmp_path / "new", RunConfig())
     assert not (tmp_path / "new").exists()

@@ -17,8 +17,10 @@ from llmscale.planning.law_fit import (
     fit_parametric,
     longer_schedules,
     schedule_exponents,
+    student_ratio,
 )
 from llmscale.planning.scaling import BESIROGLU, Interval, ParametricLaw
+from scripts.bench.learning.planted_ladders import hold
 
 
 def made_runs(noise: float, seed: int = 0, groups: int = 3, sizes: int = 5) -> list[FittedRun]:
@@ -132,3 +134,18 @@ def test_what_cannot_be_fitted_says_so() -> None:
     assert fit_isoflops(made_runs(0.0, sizes=3), 50) is None
     upside_down = [replace(run, loss=6 - run.loss) for run in made_runs(0.0)]
     assert fit_isoflops(upside_down, 50) is None
+
+
+def test_intervals_of_few_runs_are_wider_by_student_s_t() -> None:
+    """Quantiles of 90 % from any table; the normal distribution's is 1.2816."""
+    for num_free, quantile in ((2, 1.886), (3, 1.638), (5, 1.476), (10, 1.372), (100, 1.290)):
+        assert student_ratio(num_free) * 1.2816 == pytest.approx(quantile, rel=0.01)
+    assert 2.2 < student_ratio(1) < 2.41
+
+
+@pytest.mark.slow
+def test_intervals_of_few_runs_hold_what_was_planted_more_often() -> None:
+    """Without Student's t those of 6 runs held 55 to 62 %, those of 8 runs 60 to 75 %."""
+    for sizes in (3, 4):
+        held = hold(2, sizes, ladders=60, resamples=100, noise=0.002, seed=0)
+        assert min(held.values()) > 0.62, held

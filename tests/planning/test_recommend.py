@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,7 @@ from llmscale.planning.recommend import (
     rank_configs,
     recommend,
 )
-from llmscale.planning.search import Candidate, Job, Machines, Strategy, find_fits, fit_at
+from llmscale.planning.search import MARGIN, PROCESS_BYTES, Candidate, Job, Machines, Strategy, find_fits, fit_at
 from tests.planning.conftest import search
 
 GIB = 2**30
@@ -52,6 +53,35 @@ def test_of_equally_fast_rows_the_simplest_is_taken(fits: list[Candidate]) -> No
     assert (strategy.offload, strategy.checkpointing) == ("-", "none")
     assert strategy.zero_stage < 3
     assert "equal within 3%" in chosen.why
+
+
+def test_a_row_without_margin_is_taken_only_where_none_has_it(fits: list[Candidate]) -> None:
+    roomy, other, *_ = (fit for fit in fits if fit.has_margin and fit.strategy.offload == "-")
+    for spare, has_margin in ((20 << 20, False), (round(0.06 * roomy.estimate.total_bytes), True)):
+        tight = replace(roomy, machines=replace(MACHINES, gpu_bytes=roomy.estimate.total_bytes + spare))
+        assert (tight.fits, tight.has_margin) == (True, has_margin)
+        chosen = recommend([tight, other], [200.0, 100.0])
+        assert chosen is not None and chosen.index == (0 if has_margin else 1)
+        alone = recommend([tight], [200.0])
+        assert alone is not None and ("no row leaves the margin of 5%" in alone.why) != has_margin
+
+
+def test_the_largest_micro_batch_leaves_the_margin() -> None:
+    for gib in range(14, 40, 3):
+        for fit in find_fits(search(replace(JOB, machines=replace(MACHINES, gpu_bytes=gib * GIB)))):
+            assert fit.has_gpu_margin or fit.plan.micro_batch_size == 1
+
+
+def test_host_memory_has_room_for_the_processes_and_the_margin() -> None:
+    offloaded = fit_at(config(2, offload_optimizer={"device": "cpu"}), JOB, "none", 1)
+    needed = offloaded.host_bytes_per_node + 8 * PROCESS_BYTES
+    for host_bytes, fits, has_margin in (
+        (needed - 1, False, False),
+        (needed, True, False),
+        (needed / 0.94, True, True),
+    ):
+        fit = replace(offloaded, machines=replace(MACHINES, host_bytes=int(host_bytes)))
+        assert (fit.fits, fit.has_margin) == (fits, has_margin)
 
 
 def test_of_equally_fast_rows_a_tight_one_is_not_taken(fits: list[Candidate]) -> None:
@@ -105,7 +135,9 @@ def test_a_smaller_micro_batch_is_the_smallest_change() -> None:
 
 
 def limited(gpu_bytes: int, share: int = 1) -> Job:
-    return replace(JOB, global_batch_size=8 * share, machines=replace(MACHINES, gpu_bytes=gpu_bytes))
+    """Machines whose GPUs have so many bytes beside the margin."""
+    whole = math.ceil(gpu_bytes / (1 - MARGIN))
+    return replace(JOB, global_batch_size=8 * share, machines=replace(MACHINES, gpu_bytes=whole))
 
 
 def needed(ds: DsConfig, mode: str, share: int = 1) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from llmscale.planning.scaling import BESIROGLU, nearest_shape
 from llmscale.planning.scaling_ladder import (
     Ladder,
     LadderRequest,
+    doubts,
     load_ladder,
     load_law,
     plan_ladder,
@@ -71,6 +73,7 @@ def test_rates_and_batches_follow_the_compute() -> None:
     tokens = 0.2920 * last.flops**0.3271
     assert 0.7 < last.global_batch_size * 1024 / tokens < 1.5
     assert make(lr=1e-3).runs[0].lr == pytest.approx(1e-3, rel=0.01)
+    assert make(rate_factor=50.0).runs[0].lr == pytest.approx(50 * first.lr, rel=1e-3)
     assert make(lr=1e-3).runs[-1].lr / 1e-3 == pytest.approx(last.lr / first.lr, rel=0.01)
 
 
@@ -199,3 +202,35 @@ def test_a_malformed_law_is_one_line(tmp_path: Path, key: str, value: object, sa
     path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
     with pytest.raises(ConfigError, match=said):
         load_law(path)
+
+
+def test_a_plan_of_too_few_runs_is_refused() -> None:
+    with pytest.raises(ConfigError, match="6 different runs do not determine a law of five numbers: 8 do"):
+        make(groups=2, sizes=3)
+    assert len(make(groups=2, sizes=4).runs) == 9
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({3: 5.0}, "alpha is at its bound, 5"),
+        ({4: 4.99}, "beta is at its bound, 5"),
+        ({3: 0.01}, "alpha is at its bound, 0.01"),
+        ({2: math.log(1e-3)}, "E is at its bound, 0.001"),
+    ],
+)
+def test_a_law_that_no_run_determines_is_refused(tmp_path: Path, change: dict[int, float], said: str) -> None:
+    row = [change.get(index, value) for index, value in enumerate(FITTED.coefficients)]
+    save_law(tmp_path / "law.json", replace(FITTED, coefficients=tuple(row)))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"the runs do not determine this law: .*{said}"):
+        load_law(tmp_path / "law.json")
+
+
+def test_a_law_whose_optimum_is_known_within_ten_decades_is_refused(tmp_path: Path) -> None:
+    rows = [[*FITTED.coefficients[:3], alpha, 0.3] for alpha in (0.02, 4.0)] * 25
+    law = replace(FITTED, resamples=tuple(map(tuple, rows)))  # type: ignore[arg-type]
+    assert doubts(law)[0].startswith("the best size for ")
+    save_law(tmp_path / "law.json", law)
+    with pytest.raises(ConfigError, match="the best size for"):
+        load_law(tmp_path / "law.json")
+    assert doubts(FITTED) == []

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import yaml
 from llmscale import __version__
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.manifest import CheckpointManifest, save_manifest
-from llmscale.config.run_config import build_run_config
+from llmscale.config.run_config import build_run_config, parse_run_config
 from llmscale.data.mixture import open_training_sets
 from llmscale.report.model_card import CardFacts, build_model_card
 
@@ -71,6 +72,37 @@ def test_no_path_of_the_machine_is_in_it(facts: CardFacts, checkpoint: Path, tin
     card = build_model_card(facts, checkpoint)
     for path in (tiny_set.parent, checkpoint.parents[3], "/home/me"):
         assert str(path) not in card
+
+
+#: Runs whose command once was refused, or named what concerns their machine.
+RUNS: list[dict[str, object]] = [
+    {"text": "/home/me/texts", "tokenizer": "/home/me/tokenizer.json", "seq_len": 64},
+    {"text": "s3://key:secret@bucket/texts?token=secret", "data": "/home/me/.cache/llmscale/text/0123"},
+    {"notify": "curl -H 'Authorization: secret' -d @- https://host", "sample_prompts": "/home/me/p.txt"},
+    {"param_group": ["wte*:lr=0.1x", "-x*:decay=0"], "freeze": ["blocks.0.*", "wpe*"], "skip_steps": ["3:5", "1:2"]},
+    {"data": "/home/me/-set", "ds": "/home/me/own.json", "init_from": "/home/me/runs/first"},
+    {"eval_every": 5, "eval_tasks": ["hellaswag=/home/me/h.jsonl"], "data_cache": "/home/me/cache"},
+    {"model": "hf:/home/me/q", "n_layer": 2, "bias": False, "shuffle": False, "global_batch_tokens": 4096},
+    {"optimizer": "muon", "muon_lr_factor": 2.0, "schedule": "constant", "batch_ramp_from": 2, "batch_ramp_tokens": 99},
+    {"num_experts": 4, "experts_per_token": 2, "expert_width": 64, "router_bias": True, "router_bias_speed": 0.01},
+    {"data": "/", "wandb": True, "wandb_name": "mine", "profile": "3:5", "config": "/home/me/run.yaml"},
+]
+
+
+@pytest.mark.parametrize("keys", RUNS, ids=lambda keys: ",".join(keys))
+def test_the_command_is_accepted_and_names_nothing_of_the_machine(
+    keys: dict[str, object], facts: CardFacts, checkpoint: Path
+) -> None:
+    config = facts.config.model_copy(update=build_run_config(keys).model_dump(include={*keys}))
+    card = build_model_card(replace(facts, config=config), checkpoint)
+    for secret in ("/home", "secret", "curl", "cache", "bucket"):
+        assert secret not in card
+    (command,) = [line for line in card.splitlines() if line.startswith("llmscale train")]
+    again = parse_run_config(shlex.split(command)[2:])
+    for key in ("param_group", "freeze", "skip_steps", "n_layer", "shuffle", "optimizer", "num_experts", "lr"):
+        assert getattr(again, key) == getattr(config, key)
+    assert str(again.text or "").endswith("texts" if config.text else "")
+    assert command.startswith("llmscale train --model") and ("--data" in command) != ("--text" in command)
 
 
 def test_the_lines_at_the_top_are_what_the_hub_reads_and_name_no_license(facts: CardFacts, checkpoint: Path) -> None:

@@ -11,6 +11,8 @@ from llmscale.errors import ConfigError
 from llmscale.report import data
 from llmscale.report.data import LEAST_POINTS, build_report, training_hours
 from llmscale.report.history import load_history
+from llmscale.report.html_page import build_page
+from llmscale.report.run_list import find_runs
 from tests.report.runs import full_run, hostile_run, start, train, write_run
 
 
@@ -67,7 +69,7 @@ def test_what_is_no_number_is_null(tmp_path: Path) -> None:
 
 def test_runs_and_their_differences(tmp_path: Path) -> None:
     report = report_of(full_run(tmp_path / "a", lr=1e-3), full_run(tmp_path / "b", lr=2e-3), full_run(tmp_path / "c/a"))
-    assert [run["name"] for run in report["runs"]] == [str(tmp_path / "a"), "b", str(tmp_path / "c/a")]
+    assert [run["name"] for run in report["runs"]] == ["a", "b", "c/a"]
     (difference,) = report["differences"]
     assert difference == {"section": "Configuration", "key": "lr", "values": ["0.001", "0.002", None]}
 
@@ -80,7 +82,7 @@ def test_other_tokenizers_are_compared_in_bits_per_byte(tmp_path: Path) -> None:
     assert report_of(one, other)["unit"] == "bits"
     report = report_of(one, unknown)
     assert report["unit"] == "bits"
-    assert any(note.startswith("unknown: ") and "/gone" in note for note in report["notes"])
+    assert any(note.startswith("unknown: ") and "(gone)" in note for note in report["notes"])
     assert report_of(unknown, unknown)["unit"] == "nats"
 
 
@@ -104,3 +106,22 @@ def _texts(value: object) -> list[str]:
 def test_one_run_without_metrics_refuses_all(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         build_report([full_run(tmp_path / "a"), tmp_path / "nowhere"])
+
+
+def test_no_secret_and_no_folder_of_the_machine_is_in_a_report(tmp_path: Path) -> None:
+    notify = "curl -H 'Authorization: a-token' https://chat/hook"
+    run = full_run(tmp_path / "runs" / "mine", notify=notify, data=str(tmp_path / "set"), text="s3://k:a-token@b/texts")
+    words = ["--notify", notify, "--data", str(tmp_path / "set"), "--steps", "9"]
+    spike = {"kind": "event", "event": "loss_spike", "step": 40, "loss": 9, "checkpoint": str(run / "checkpoints/s")}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(spike) + "\n")
+    (run / "starts.jsonl").write_text(json.dumps({"host": "vm", "arguments": words}) + "\n")
+    (run / "ds_config.json").write_text(json.dumps({"zero_optimization": {"nvme_path": str(tmp_path / "nvme")}}))
+    (run / "failure.json").write_text(json.dumps({"error": f"cannot read {tmp_path}/set", "step": 40, "rank": 0}))
+    report = build_report([run], find_runs(tmp_path))
+    text = json.dumps(report)
+    for secret in ("a-token", "curl", str(tmp_path)):
+        assert secret not in text and secret not in build_page(report, "mine")
+    (row,) = report["listed"]
+    assert (row["run"], row["command"]) == ("mine", "train.py --data set --steps 9")
+    assert report["runs"][0]["tables"]["DeepSpeed"] == {"zero_optimization.nvme_path": "nvme"}

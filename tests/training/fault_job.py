@@ -3,6 +3,7 @@
 noise:STEP              the samples of that step are noise, whenever they are drawn
 nan:STEP:RANK:TIMES     on a rank, the last module of block 1's MLP puts out infinity in so many steps from that one
 stuck                   no step ever ends
+crash:STEPS             every rank fails after so many steps of a start, once its checkpoint is written
 fp16                    none, on a CPU that is taken to have fp16's arithmetic
 huge-gradients:STEP     from that step on gradients are finite, and their norm is not
 slow-first-line         SIGTERM arrives after the first step, while its line takes longer to end than a start-up to stop
@@ -67,6 +68,20 @@ def stuck() -> None:
     Session.train = lambda *_: time.sleep(3600)  # type: ignore[method-assign]
 
 
+def crash(steps: str) -> None:
+    from llmscale.training.session import Session
+
+    decide = Session.decide
+
+    def decide_or_crash(session: Session, step: int):  # type: ignore[no-untyped-def]
+        if step - session.run.first_step == int(steps):
+            session.rollback.finish_saving()
+            raise RuntimeError("planted")
+        return decide(session, step)
+
+    Session.decide = decide_or_crash  # type: ignore[method-assign]
+
+
 def fp16() -> None:
     from deepspeed.accelerator import get_accelerator
 
@@ -129,6 +144,8 @@ def plant(fault: str) -> None:
         nan(*values)
     elif kind == "stuck":
         stuck()
+    elif kind == "crash":
+        crash(*values)
     elif kind == "fp16":
         fp16()
     elif kind == "huge-gradients":

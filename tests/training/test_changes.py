@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,8 +18,10 @@ from llmscale.data.shards.manifest import load_manifest
 from llmscale.errors import CheckpointError, ConfigError
 from llmscale.training.changes import change_lines, finished_lines, hyperparameters, lines_at_end
 from llmscale.training.inputs import as_plain
+from llmscale.training.run_folder import save_run_description
 from llmscale.training.start import Start as ResolvedStart
 from llmscale.training.start import check_space
+from llmscale.training.stop_request import Launcher, launch_names
 from tests.runs_in_turn import train_in_turn
 from tests.training.test_inputs import prepare
 
@@ -71,6 +74,20 @@ def test_every_hyperparameter_that_changed_is_listed(start: Start, flag: str, wo
     assert lines(saved(start(), 20), start(flag))[0] == f"changed since the checkpoint: {words}"
 
 
+def test_an_accepted_change_of_the_identity_is_listed(start: Start, begun: Path) -> None:
+    for flags, words in (
+        (
+            ("--global-batch-size=4", "--allow-changed=global_batch_size"),
+            "micro_batch_size 4 -> 2; global_batch_size 8 -> 4",
+        ),
+        (("--seed=3", "--allow-changed=seed"), "seed 1337 -> 3"),
+        (("--seed=3", "--lr=6e-4", "--allow-changed=seed"), "lr 0.001 -> 0.0006; seed 1337 -> 3"),
+    ):
+        run = start(*flags)
+        assert run.state is not None
+        assert lines(run.state, run)[0] == f"changed since the checkpoint: {words}"
+
+
 def test_a_learning_rate_that_jumps_is_said(start: Start) -> None:
     found = lines(saved(start(), 59), start(steps=120))
     assert found[0] == "changed since the checkpoint: steps 60 -> 120; warmup_steps 0 -> 1; decay_steps 60 -> 120"
@@ -118,8 +135,7 @@ def begun(start: Start) -> Path:
             ("--seed=3", "--global-batch-size=4"),
             r"seed was 1337 and is 3 .*--allow-changed seed.* global_batch_size was 8 and is 4 ",
         ),
-        (("--skip-steps=30:31",), "the run leaves these steps out already"),
-        (("--skip-steps=25:26", "--skip-steps=25:26"), "the run leaves these steps out already"),
+        (("--skip-steps=25:26", "--skip-steps=25:26"), "25:26 is given twice"),
         (("--skip-steps=61:62",), "the run ends at step 60"),
         (("--skip-steps=20:22",), "step 20 is done"),
     ],
@@ -131,16 +147,62 @@ def test_what_cannot_continue_is_refused_with_both_values(
         start(*flags)
 
 
-def test_what_can_continue_passes(start: Start, begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_continue_passes(start: Start, begun: Path) -> None:
     for flags in (
         (),
         ("--lr=1e-4", "--activation=relu"),
         ("--seed=3", "--allow-changed=seed"),
         ("--skip-steps=31:32",),
+        ("--skip-steps=30:31",),
+        ("--skip-steps=30:31", "--skip-steps=31:32"),
     ):
         assert lines_at_end(start(*flags)) == []
+
+
+@pytest.mark.parametrize("run_id", ["job-7", "none"])
+def test_where_a_launch_begins_counts_once(
+    start: Start, begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_id: str
+) -> None:
+    """As torchrun repeats its command: its count of restarts says nothing."""
+    run, other = begun.parent.parent, tmp_path / "other"
+    monkeypatch.setattr("llmscale.training.stop_request.find_launchers", lambda: [Launcher(7, "torchrun", "99")])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    shutil.copytree(run, other)
+    again = (f"--run={other}", f"--init-from={begun}", "--skip-steps=30:31")
+
+    with pytest.raises(ConfigError, match="--init-from begins a new run, but"):
+        start(*again)
+    save_run_description(other, {}, {}, {}, is_new=True, launches=launch_names(os.environ))
+    continued = start(*again)
+    assert continued.first_step == 20 and continued.inputs.left_out == f"--init-from {begun}"
+    assert start(f"--run={other}", f"--resume={begun}", "--skip-steps=30:31").inputs.left_out == f"--resume {begun}"
+    assert start(f"--run={other}", "--skip-steps=30:31").inputs.left_out == ""
+    # Nothing to continue from: it begins there again.
+    for folder in (other / "checkpoints").iterdir():
+        shutil.rmtree(folder)
+    assert start(f"--run={other}", f"--init-from={begun}", "--skip-steps=30:31").first_step == 0
+    # Other arguments, or another launch.
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "1"])
+    assert start(f"--run={other}", f"--resume={begun}").inputs.left_out == ""
+
+
+def test_another_launch_goes_back_again(
+    start: Start, begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begun.parent.parent
+    named = f"--resume={begun}"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    save_run_description(run, {}, {}, {}, is_new=True, launches=launch_names(os.environ))
+    assert start(named).inputs.left_out == f"--resume {begun}"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-8")
+    assert start(named).inputs.left_out == ""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    save_run_description(run, {}, {}, {}, is_new=True, launches=launch_names(os.environ))
+    assert start(named).inputs.left_out == "", "the same command twice in one job"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert lines_at_end(start("--skip-steps=30:31")) == [], "a requeued job repeats its flags"
+    assert start(named).inputs.left_out == f"--resume {begun}"
 
 
 def test_weights_of_another_shape_cannot_begin_a_run(start: Start, begun: Path, tmp_path: Path) -> None:

@@ -9,12 +9,16 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from llmscale.checkpoint.run_state import RunState
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.run_config import parse_run_config
 from llmscale.errors import ConfigError
-from llmscale.training.inputs import as_plain, with_prepared_text
+from llmscale.training.inputs import _with_saved_batch, as_plain, with_prepared_text
 from llmscale.training.start import Start, prepare_start
 from tests.conftest import HANG_S, TINY_MODEL, TRAIN, Ranks, assert_same_losses, last_wins, read_losses
 
@@ -183,3 +187,20 @@ def test_text_is_not_read_before_flags_are_right(words: list[str], said: str, tm
     with pytest.raises(ConfigError, match=re.escape(said)):
         with_prepared_text(parse_run_config(["--text", str(tmp_path), *cache, *words]))
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("batch", "flags", "expected"),
+    [
+        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, [], 8),
+        ({"train_micro_batch_size_per_gpu": 4}, [], None),
+        ({"train_batch_size": 16, "gradient_accumulation_steps": 2}, [], None),
+        ({"gradient_accumulation_steps": 2}, ["--global-batch-size", "4"], 4),
+    ],
+)
+def test_a_resumed_run_keeps_its_batch_where_the_ds_config_sizes_a_ranks_alone(
+    batch: dict[str, object], flags: list[str], expected: int | None
+) -> None:
+    state = cast("RunState", SimpleNamespace(identity={"global_batch_size": 8}))
+    config = _with_saved_batch(parse_run_config(flags), parse_ds_config(batch, "my.json"), state)
+    assert config.global_batch_size == expected

@@ -130,7 +130,7 @@ def test_train_py_refuses_and_leaves_nothing_behind(ranks: Callable, train_comma
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     job = ranks([str(wrapper), *train_command("--steps", "5")], 2)
-    outputs = job.wait(90)
+    outputs = job.wait()
     assert job.exit_codes == [2, 2], outputs
     assert "steps is 5 on rank 0, 7 on rank 1" in outputs[0]
     assert len([line for line in outputs[0].splitlines() if "error" in line]) == 1

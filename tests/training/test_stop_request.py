@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.training.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS, StopRequest, launcher_name
+from llmscale.training.stop_request import (
+    LAUNCHER_VARIABLE,
+    STOP_SIGNALS,
+    StopOfRank,
+    StopRequest,
+    is_left_by_others,
+    launcher_name,
+)
 from llmscale.untrusted.interpreter import module_command
 from tests.conftest import HANG_S
 
@@ -343,3 +350,23 @@ def test_a_module_that_llmscale_itself_starts_counts() -> None:
     command = module_command("deepspeed.launcher.launch", "--node_rank=0", "train.py", flags=["-u"])
     assert launcher_name(command) == "deepspeed.launcher.launch"
     assert launcher_name(module_command("json.tool")) is None
+
+
+@pytest.mark.parametrize(
+    ("reasons", "changes", "is_left"),
+    [
+        ((None, None, "SIGTERM"), {}, True),
+        ((None, "SIGTERM", None), {}, False),
+        ((None, "SIGTERM", "SIGTERM"), {}, False),
+        ((None, None, "SIGTERM"), {"TORCHELASTIC_MAX_RESTARTS": "0"}, False),
+        ((None, None, "SIGTERM"), {"TORCHELASTIC_RUN_ID": "none"}, False),
+    ],
+)
+def test_only_ranks_of_an_elastic_node_that_nobody_asked_start_again(
+    reasons: Sequence[str | None], changes: dict[str, str], is_left: bool
+) -> None:
+    """Two ranks of node 0, which asks, and one of node 1."""
+    stops = [StopOfRank(reason, node) for reason, node in zip(reasons, ("0", "0", "1"), strict=True)]
+    variables = {"GROUP_RANK": "0", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": "job-1"}
+    assert is_left_by_others(stops, variables | changes) == is_left
+    assert not is_left_by_others(stops, {})

@@ -7,10 +7,13 @@ import struct
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from llmscale.config.run_config import parse_run_config
 from llmscale.errors import ConfigError
+from llmscale.training import trackers
 from llmscale.training.trackers import FaultTolerantTracker, Tracker, start_tensorboard, start_wandb
 from tests.conftest import read_losses
 
@@ -106,6 +109,43 @@ def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path: Path) -> None:
         start_tensorboard(tmp_path, first_step=0)
 
 
+@pytest.mark.parametrize(
+    ("flags", "variables", "expected"),
+    [
+        ((), {}, ("llmscale", "run", None)),
+        ((), {"WANDB_PROJECT": "mine", "WANDB_NAME": "first", "WANDB_DIR": "/wandb"}, ("mine", "first", "/wandb")),
+        (
+            ("--wandb-project", "p", "--wandb-name", "n"),
+            {"WANDB_PROJECT": "mine", "WANDB_NAME": "first"},
+            ("p", "n", None),
+        ),
+    ],
+)
+def test_variables_of_wandb_count_unless_a_flag_says_otherwise(
+    flags: tuple[str, ...],
+    variables: dict[str, str],
+    expected: tuple[str, str, str | None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    given: dict[str, object] = {}
+
+    def init(**words: object) -> SimpleNamespace:
+        given.update(words)
+        return SimpleNamespace(id="id")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = parse_run_config(["--data", "d", "--run", str(tmp_path / "run"), "--model", "tiny-1m", "--wandb", *flags])
+    trackers.start_trackers(config, dict, first_step=0, wandb_run_id=None)
+    project, name, folder = expected
+    assert (given["project"], given["name"], given["dir"]) == (project, name, folder or str(tmp_path / "run"))
+    assert "entity" not in given, "wandb reads WANDB_ENTITY itself"
+
+
 @pytest.mark.slow
 def test_offline_runs_leave_their_files_in_the_run_folder_and_continue_under_one_id(
     ranks: Callable, train_command: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -114,7 +154,7 @@ def test_offline_runs_leave_their_files_in_the_run_folder_and_continue_under_one
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = tmp_path / "run"
-    flags = ("--wandb", "--wandb-name", "a name", "--steps", "3", "--val-every", "3")
+    flags = ("--wandb", "--wandb-name", "a name", "--steps", "3", "--val-every", "3", "--notify", "true a-token")
     job = ranks([__file__, *train_command(*flags)[1:]], 2)
     outputs = job.wait()
     assert job.exit_codes == [0, 0], outputs
@@ -125,6 +165,10 @@ def test_offline_runs_leave_their_files_in_the_run_folder_and_continue_under_one
     content = files[0].read_bytes()
     for word in (b"train/loss", b"train/tokens_per_second", b"validation/loss", b"a name"):
         assert word in content
+    sent = [file for file in run.glob("wandb/offline-run-*/**/*") if file.is_file() and "logs" not in file.parts]
+    for file in sent:
+        for word in ("a-token", str(tmp_path), str(Path.cwd())):
+            assert word.encode() not in file.read_bytes(), f"{word} leaves the machine in {file.name}"
     state = json.loads((run / "checkpoints/step-00000003/state.json").read_text())
     assert state["wandb_run_id"] == files[0].stem.removeprefix("run-")
 

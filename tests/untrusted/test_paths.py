@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from llmscale.errors import ConfigError
 from llmscale.untrusted.paths import (
     RefusedFile,
     find_link,
+    in_home,
     is_plain_name,
     open_regular,
     read_regular,
@@ -69,3 +71,13 @@ def test_links_are_followed_where_a_user_named_them_and_nowhere_else(tmp_path: P
         read_regular(tmp_path / "missing", 100)
     with pytest.raises(RefusedFile, match="larger than the limit of 7 bytes"):
         read_regular(tmp_path / "file", 7)
+
+
+def test_a_user_without_a_home_folder_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no entry in /etc/passwd."""
+    monkeypatch.setenv("HOME", "/home/me")
+    assert in_home("~/.cache") == Path("/home/me/.cache")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert in_home("/tmp/x") == Path("/tmp/x")
+    with pytest.raises(ConfigError, match=r"~/\.cache is in the home folder, and this user has none\. Set HOME"):
+        in_home("~/.cache")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
@@ -112,11 +112,11 @@ class Keys:
             raise ConfigError(f"{self.source}: {name} is {_shown(value)}, not an object.")
         return Keys(value, f"{self.source}: {name}")
 
-    def require_known(self, known: Collection[str]) -> None:
-        """Refuse unknown entries."""
-        for name in self._config:
-            if name not in known:
-                raise ConfigError(f"{self.source}: {_shown(name)} is not known; llmscale reads {', '.join(known)}.")
+    def require_flat(self) -> None:
+        """Refuse an object within the entries, such as one for each kind of layer."""
+        for name, value in self._config.items():
+            if isinstance(value, dict):
+                raise ConfigError(f"{self.source}: {_shown(name)} is an object of its own, which llmscale cannot read.")
 
     def texts(self, name: str) -> list[str]:
         """Return a list of texts; empty when it is missing."""
@@ -132,7 +132,8 @@ class Keys:
         value = self._config.get(name)
         # True equals 1.
         if value is not None and (value != only or isinstance(value, bool) != isinstance(only, bool)):
-            raise ConfigError(f"{self.source}: {name} is {_shown(value)}; llmscale's model has {only!r} alone.")
+            alone = "none" if only is None else f"{only!r} alone"
+            raise ConfigError(f"{self.source}: {name} is {_shown(value)}; llmscale's model has {alone}.")
 
     def heads(self, width: str = "hidden_size", heads: str = "num_attention_heads") -> tuple[int, int]:
         """Return the model's width and its number of query heads, a divisor of it unless head_dim is given."""

@@ -23,10 +23,15 @@ _ACTIVATIONS = {
     **{"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"},
 }
 _THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "relu": "relu", "gelu_tanh": "gelu_pytorch_tanh"}
-_ROPE_KEYS = (
-    *("rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
-    *("original_max_position_embeddings", "partial_rotary_factor", "beta_fast", "beta_slow"),
-)
+#: Entries of YaRN that transformers reads and llmscale's model does not compute with, each with its neutral value.
+_YARN_KEYS: dict[str, object] = {
+    "beta_fast": YARN_FAST,
+    "beta_slow": YARN_SLOW,
+    "attention_factor": None,
+    "mscale": None,
+    "mscale_all_dim": None,
+    "truncate": True,
+}
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,8 @@ def _read_rotary(keys: Keys, positions: int, default: float) -> tuple[float, str
     section = section or keys.section("rope_scaling")
     if section is None:
         return theta, "none"
-    section.require_known(_ROPE_KEYS)
+    # Each kind of layer may have its own rotations; transformers ignores other entries that it does not know.
+    section.require_flat()
     section.require("partial_rotary_factor", 1.0)
     name = "rope_type" if section.has("rope_type") or not section.has("type") else "type"
     kind = section.choice(name, _ROPE_TYPES, "default")
@@ -94,8 +100,8 @@ def _read_rotary(keys: Keys, positions: int, default: float) -> tuple[float, str
     if kind == "linear":
         return theta, str(LinearScaling(factor))
     if kind == "yarn":
-        section.require("beta_fast", YARN_FAST)
-        section.require("beta_slow", YARN_SLOW)
+        for entry, neutral in _YARN_KEYS.items():
+            section.require(entry, neutral)
         # Without the entry transformers takes the extended context.
         length = section.count("original_max_position_embeddings", keys.count("max_position_embeddings", positions))
         return theta, str(YarnScaling(factor, length))

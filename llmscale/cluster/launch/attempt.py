@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmscale.cluster.hostfile import Host
-from llmscale.cluster.launch.ranks import signal_name
 from llmscale.cluster.launch.transport import HostConnection, open_inbox
+from llmscale.training.lost_peer import PEER_GONE, signal_name
 from llmscale.training.watchdog import HUNG_STATUS
 
 #: train.py's exit status for an error that the user must repair: another attempt would end the same way.
@@ -31,14 +31,6 @@ _MAX_AT_ONCE = 1000
 #: Number and length of the lines of each rank that are kept as evidence.
 _KEPT_LINES = 12
 _KEPT_CHARACTERS = 2000
-#: Messages of gloo, the kernel and NCCL about a peer that has gone.
-_PEER_GONE = (
-    "closed by peer",
-    "reset by peer",
-    "Broken pipe",
-    "remote process exited",
-    "NCCL communicator was aborted",
-)
 
 
 @dataclass(frozen=True)
@@ -80,7 +72,7 @@ class RankState:
             return 1
         if self.code == HUNG_STATUS:
             return 2
-        return 3 + any(text in (self.failure or "") for text in _PEER_GONE)
+        return 3 + any(part in (self.failure or "").lower() for part in PEER_GONE)
 
 
 def classify(failed: Sequence[RankState], states: Sequence[RankState]) -> Outcome:

@@ -21,6 +21,7 @@ from pathlib import Path
 from llmscale.cluster.remote import search_path
 from llmscale.training.bottom_rows import GIVE_BACK
 from llmscale.training.heartbeat import REPORTS_VARIABLE, STACKS_SIGNAL
+from llmscale.training.lost_peer import describe_death
 from llmscale.training.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS
 
 # ---------------------------------------------------------------- processes by number, from /proc
@@ -273,7 +274,8 @@ class LocalRanks:
         for number, rank in failed:
             if rank.returncode < 0:
                 _restore_terminal()
-                self.show(_describe_death(self.environments[number]["RANK"], rank.pid, -rank.returncode))
+                who = f"rank {self.environments[number]['RANK']} (process {rank.pid})"
+                self.show(f"{who} {describe_death(-rank.returncode)}; the other ranks were ended.")
                 return 128 - rank.returncode
         # One rank reports the user's mistakes for all.
         codes = [rank.returncode for _, rank in failed]
@@ -285,17 +287,3 @@ def _restore_terminal() -> None:
     with contextlib.suppress(AttributeError, OSError, ValueError):
         if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
             os.write(sys.stdout.fileno(), GIVE_BACK.encode())
-
-
-def signal_name(number: int) -> str:
-    """Return `SIGKILL`, or `signal 99` for a number without a name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _describe_death(rank: str, pid: int, number: int) -> str:
-    name = signal_name(number)
-    cause = ", most likely by the kernel for lack of host memory (see dmesg)" if number == signal.SIGKILL else ""
-    return f"rank {rank} (process {pid}) was killed by {name}{cause}; the other ranks were ended."

@@ -6,13 +6,15 @@ and a run's saved config must describe how it was trained.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.bundled_files import DS_CONFIGS
+from llmscale.config.deepspeed.foreign import Change, apply_edits, read_foreign
 from llmscale.config.deepspeed.rules import find_problems, ignored_keys, refusals
 from llmscale.config.deepspeed.schema import (
     AUTO,
@@ -28,6 +30,7 @@ from llmscale.config.deepspeed.schema import (
     Section,
     TorchAutocast,
 )
+from llmscale.config.parallel_layout import divisors
 from llmscale.errors import ConfigError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json
 
@@ -41,7 +44,9 @@ class DsConfig:
     keys: DsFile
     """Typed contents of the file; absent sections are None."""
     warnings: tuple[str, ...]
-    """Messages about keys without effect."""
+    """Messages about keys without effect, and about those that are read in another way than written."""
+    run_keys: Mapping[str, object] = field(default_factory=dict)
+    """Keys of a run that the file sets: learning rate, schedule and the like."""
 
     @property
     def zero_stage(self) -> int:
@@ -93,6 +98,40 @@ class DsConfig:
             return ds
         return replace(ds, keys=ds.keys.model_copy(update={"gradient_clipping": gradient_clipping}))
 
+    def batch(self, flags: BatchFlags, default: int, groups: int) -> BatchFlags:
+        """Return global batch and micro-batch, in sequences, for `groups` data-parallel ranks.
+
+        Flags go before the file. Two of the file's three numbers give the third. Where all three disagree, the
+        accumulation gives way, and `batch_notices` has a message. A batch of neither flags nor file is a multiple of
+        the micro-batch near `default`.
+        """
+        total = flags.total or _number(self.keys.train_batch_size)
+        micro = flags.micro or _number(self.keys.train_micro_batch_size_per_gpu)
+        steps = _number(self.keys.gradient_accumulation_steps)
+        if total is None and steps is not None:
+            micro = micro or max(1, default // (steps * groups))
+            total = micro * steps * groups
+        elif total is None:
+            # A flag's micro-batch must divide the default, as it must without a file.
+            total = max(1, default // micro) * micro if micro and flags.micro is None else default
+        elif micro is None and steps is not None:
+            # The smallest needs the fewest fillers.
+            sizes = (size for size in divisors(total) if -(-total // (size * groups)) == steps)
+            micro = next(sizes, None)
+        return BatchFlags(total, micro)
+
+    def batch_notices(self, plan: BatchPlan) -> list[str]:
+        """Return a message for each batch size of the file that a flag or the number of ranks overrides."""
+        # A file may have the batch itself, or DeepSpeed's number, as the ds_config.json of a run folder has.
+        is_deepspeeds = self.keys.train_batch_size == plan.train_batch_size
+        batch = plan.train_batch_size if is_deepspeeds else plan.global_batch_size
+        planned = (batch, plan.micro_batch_size, plan.gradient_accumulation_steps)
+        return [
+            f"{name} {written} of {self.source} gives way to {value}: {plan.describe()}."
+            for name, value in zip(BATCH_KEYS, planned, strict=True)
+            if (written := _number(getattr(self.keys, name))) not in (None, value)
+        ]
+
     def with_precision(self, precision: Precision) -> DsConfig:
         """Return the config in another precision. Raises ConfigError if other keys forbid it."""
         bf16, fp16, autocast = self.keys.bf16, self.keys.fp16, self.keys.torch_autocast
@@ -103,8 +142,25 @@ class DsConfig:
                 "torch_autocast": _switch(autocast or TorchAutocast(enabled=False), precision == "autocast"),
             }
         )
-        _refuse_first(f"{self.source} with precision {precision}", list(refusals(keys)))
+        _raise_for(f"{self.source} with precision {precision}", [refusal.text for refusal in refusals(keys)])
         return replace(self, keys=keys)
+
+
+#: Keys of a ds_config for the sequences of a step: global batch, micro-batch, accumulation.
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+class BatchFlags(NamedTuple):
+    """Sequences of a step, as far as somebody has said how many."""
+
+    total: int | None
+    """Global batch."""
+    micro: int | None
+    """Sequences per rank and forward pass."""
+
+
+def _number(written: int | str | None) -> int | None:
+    return written if isinstance(written, int) else None
 
 
 def load_ds_config(path: Path) -> dict[str, object]:
@@ -117,10 +173,31 @@ def load_ds_config(path: Path) -> dict[str, object]:
 
 
 def parse_ds_config(config: dict[str, object], source: str) -> DsConfig:
-    """Check every key, type, value and combination. Raises ConfigError, prefixed with `source`."""
-    _refuse_first(source, find_problems(config))
-    keys = DsFile.model_validate(config)
-    return DsConfig(source, keys, tuple(ignored_keys(keys)))
+    """Check every key, type, value and combination. Raises ConfigError with all problems, prefixed with `source`."""
+    reading = read_foreign(config)
+    if problems := [problem.text for problem in find_problems(reading)]:
+        fix = f"`llmscale doctor --ds {source} --fixed OUT` writes the file that llmscale takes."
+        _raise_for(source, problems, fix)
+    keys = DsFile.model_validate(reading.config)
+    notices = (notice.text for notice in reading.notices)
+    return DsConfig(source, keys, (*notices, *ignored_keys(keys)), reading.run_keys)
+
+
+def fix_ds_config(config: Mapping[str, object]) -> tuple[dict[str, object], list[Change]]:
+    """Return the file that llmscale takes in place of `config`, and what was changed.
+
+    Entries that are taken as flags stay. Raises ConfigError if a problem remains.
+    """
+    fixed, changes = copy.deepcopy(dict(config)), list[Change]()
+    for _ in range(_MOST_ROUNDS):
+        reading = read_foreign(fixed)
+        todo = [*find_problems(reading), *(change for change in (*reading.notices, *reading.silent) if change.edits)]
+        if not todo:
+            return fixed, changes
+        for change in todo:
+            apply_edits(fixed, change.edits)
+        changes += todo
+    raise ConfigError(f"no edits make a ds_config of this file: {todo[0].text}")
 
 
 def read_ds_config(path: Path) -> DsConfig:
@@ -133,10 +210,13 @@ def _switch(section: Bf16 | Fp16 | TorchAutocast, enabled: bool) -> Section:
     return section.model_copy(update={"enabled": enabled})
 
 
-def _refuse_first(source: str, problems: list[str]) -> None:
+def _raise_for(source: str, problems: list[str], fix: str = "") -> None:
+    """Raise ConfigError with all problems, if there are any; `fix` follows several."""
+    if len(problems) == 1:
+        raise ConfigError(f"{source}: {problems[0]}")
     if problems:
-        more = f" (And {len(problems) - 1} more in this file.)" if len(problems) > 1 else ""
-        raise ConfigError(f"{source}: {problems[0]}{more}")
+        listed = " ".join(f"({number}) {problem}" for number, problem in enumerate(problems, 1))
+        raise ConfigError(f"{source}: {len(problems)} problems. {listed} {fix}".rstrip())
 
 
 DEFAULT_GRADIENT_CLIPPING = 1.0
@@ -149,6 +229,8 @@ MAX_BUCKET_SIZE = 500_000_000
 #: would synchronise the device twice per step.
 NEVER_PRINT = 10**9
 
+#: Most times that `fix_ds_config` reads what it has written: an edit may bring up another problem.
+_MOST_ROUNDS = 8
 #: Sections whose `pin_memory` page-locks host memory for copies to a GPU.
 _OFFLOADS = ("offload_optimizer", "offload_param")
 
@@ -166,15 +248,17 @@ class ModelSize(Protocol):
 def resolve_ds_config(ds: DsConfig, model: ModelSize, plan: BatchPlan) -> dict[str, object]:
     """Return JSON values for `deepspeed.initialize` on GPUs, none of them "auto".
 
-    Raises ConfigError if the file's batch sizes contradict the plan, or its hpZ group does not divide the ranks, or the
-    ranks divide experts with keys that DeepSpeed cannot do it with.
+    Raises ConfigError if the file's hpZ group does not divide the ranks, or the ranks divide experts with keys that
+    DeepSpeed cannot do it with.
     """
     _check_groups(ds, plan)
     if plan.ranks.expert_parallel_size > 1:
         _check_divided_experts(ds)
     keys = ds.keys
     config: dict[str, object] = keys.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-    config.update(_batch_keys(ds, plan))
+    config["train_micro_batch_size_per_gpu"] = plan.micro_batch_size
+    config["gradient_accumulation_steps"] = plan.gradient_accumulation_steps
+    config["train_batch_size"] = plan.train_batch_size
     config["gradient_clipping"] = DEFAULT_GRADIENT_CLIPPING if ds.gradient_clipping is None else ds.gradient_clipping
     config["zero_optimization"] = _zero_section(keys, model)
     config.update(_precision_sections(keys, plan.gradient_accumulation_steps))
@@ -218,24 +302,6 @@ def _check_divided_experts(ds: DsConfig) -> None:
                 f"{ds.source}: DeepSpeed cannot divide experts (--expert-parallel-size) with zero_optimization's "
                 f"{reason}, or drop --expert-parallel-size."
             )
-
-
-def _batch_keys(ds: DsConfig, plan: BatchPlan) -> dict[str, object]:
-    """Return DeepSpeed's batch sizes. Raises ConfigError if a number in the file contradicts the plan."""
-    planned = {
-        # A file may have the batch itself, or DeepSpeed's number, as the ds_config.json of a run folder has.
-        "train_batch_size": (plan.global_batch_size, plan.train_batch_size),
-        "train_micro_batch_size_per_gpu": (plan.micro_batch_size,),
-        "gradient_accumulation_steps": (plan.gradient_accumulation_steps,),
-    }
-    for name, values in planned.items():
-        written = getattr(ds.keys, name)
-        if written not in (None, AUTO, *values):
-            raise ConfigError(
-                f"{ds.source}: {name} {written} contradicts the batch plan's {values[0]}. Delete it, or change "
-                "--global-batch-size and --micro-batch-size."
-            )
-    return {name: values[-1] for name, values in planned.items()}
 
 
 def _zero_section(keys: DsFile, model: ModelSize) -> dict[str, object]:
@@ -314,8 +380,11 @@ def default_accumulation(keys: DsFile, gradient_accumulation_steps: int) -> Dtyp
     """Return the default type for summing gradients over micro-batches.
 
     With several micro-steps it is fp32, because a sum of many 16-bit gradients loses small terms. With one micro-step
-    nothing is summed, and it is fp32 only at stages 2 and 3: shards are small there, the step then needs no fp32 copy,
-    and the peak stays the same. At stage 1 in bf16, fp32 selects another optimizer class of DeepSpeed with an unsharded
-    buffer of 4 bytes per parameter. At stage 0 llmscale.engine.deepspeed_patches sums.
+    nothing is summed, and the losses are the same bits in either type: the memory decides. At stages 2 and 3 shards are
+    small, and with fp32 the step needs no fp32 copy. At stage 2 with offload_optimizer the host makes that copy, and
+    fp32 would keep a shard on the GPU for nothing. At stage 1 in bf16, fp32 selects another optimizer class of
+    DeepSpeed with an unsharded buffer of 4 bytes per parameter. At stage 0 llmscale.engine.deepspeed_patches sums.
     """
-    return "fp32" if keys.zero.stage >= 2 or gradient_accumulation_steps > 1 else keys.model_dtype
+    is_on_host = keys.zero.stage == 2 and keys.offload_optimizer_device != "none"
+    sums_in_fp32 = gradient_accumulation_steps > 1 or (keys.zero.stage >= 2 and not is_on_host)
+    return "fp32" if sums_in_fp32 else keys.model_dtype

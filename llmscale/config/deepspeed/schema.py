@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 AUTO = "auto"
 #: Largest values that DeepSpeed's arithmetic, in fp32 and 64 bits, can represent.
@@ -81,7 +81,7 @@ Auto = Literal["auto"]
 Stage = Annotated[Literal[0, 1, 2, 3], PlainValidator(_stage)]
 Flag = Annotated[bool, PlainValidator(_flag)]
 Text = Annotated[str, PlainValidator(_text)]
-Texts = Annotated[tuple[str, ...], PlainValidator(_texts)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 Number = Annotated[float, PlainValidator(_number)]
 Count = Annotated[int, PlainValidator(_whole(0))]
 Positive = Annotated[int, PlainValidator(_whole(1))]
@@ -369,6 +369,28 @@ class DsFile(Section):
     def offload_param_device(self) -> OffloadDevice:
         section = self.zero.offload_param
         return section.device if section else "none"
+
+
+#: Keys whose "auto" follows from the run. For any other key it is the default.
+AUTO_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "bf16.enabled",
+    "fp16.enabled",
+    "torch_autocast.enabled",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+)
+
+
+def section_at(section: type[Section], name: str) -> type[Section] | None:
+    """Return the type of an entry that is itself a section; None for any other entry."""
+    field = section.model_fields.get(name)
+    options = get_args(field.annotation) if field else ()
+    return next((option for option in options if isinstance(option, type) and issubclass(option, Section)), None)
 
 
 class ResolvedZero(ZeroOptimization):

@@ -116,7 +116,7 @@ def _band_keys(minima: NDArray[np.uint32], settings: NearSettings) -> NDArray[np
 
 def find_exact_key(text: Text) -> ExactKey:
     """Return a key that is equal for texts that differ only in runs of whitespace."""
-    return ExactKey(xxhash.xxh3_64_intdigest(" ".join(text.content.split())))
+    return ExactKey(xxhash.xxh3_64_intdigest(" ".join(text.content.split()).encode()))
 
 
 class SortedIndex:

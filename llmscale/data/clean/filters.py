@@ -74,7 +74,7 @@ class Text:
     def word_hashes(self) -> Hashes:
         """Hashes of the `plain_words`, [words]."""
         words = plain_words(self.content)
-        return np.fromiter(map(xxhash.xxh3_64_intdigest, words), np.uint64, len(words))
+        return np.fromiter(map(xxhash.xxh3_64_intdigest, map(str.encode, words)), np.uint64, len(words))
 
 
 def plain_words(text: str) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +21,7 @@ from llmscale.data.prepare.sources.clean_folder import (
     load_clean_manifest,
     request_of,
 )
-from llmscale.data.prepare.sources.source import Source
+from llmscale.data.prepare.sources.source import PassedOver, Source
 from llmscale.data.prepare.tokenise import ReadPosition
 from llmscale.errors import DataError
 
@@ -114,8 +113,8 @@ class CleanResult:
     """N-grams of evaluation text that occur in too many documents."""
     num_short_items: int = 0
     """Items of evaluation text with too few words to look for."""
-    passed_over: Counter[str] = field(default_factory=Counter)
-    """Files that other machines skipped, by suffix."""
+    passed_over: set[PassedOver] = field(default_factory=set)
+    """Files that other machines skipped."""
     reused: bool = False
     """True where the folder existed already and nothing was done."""
 

@@ -19,7 +19,6 @@ import pickle
 import secrets
 import shutil
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -37,7 +36,7 @@ from llmscale.data.clean.job import CleanResult
 from llmscale.data.clean.pipeline import DocumentCounts, FileFacts, Pipeline, StepReport, check_number
 from llmscale.data.prepare.output_folder import RejectedRecords, sync_tree
 from llmscale.data.prepare.sources.clean_folder import REMOVED_FOLDER, shard_name
-from llmscale.data.prepare.sources.source import Source
+from llmscale.data.prepare.sources.source import PassedOver, Source
 from llmscale.data.prepare.tokenise import ReadPosition, gather
 
 _TEXTS_NAME, _ANNOTATIONS_NAME, _FACTS_NAME = "texts.zst", "annotations.zst", "facts.json"
@@ -116,7 +115,7 @@ def annotate_part(work: PartedWork, part: int) -> None:
         np.save(folder / _EXACT_KEYS_NAME, np.array(exact_keys, np.uint64))
         # [bands, documents]: the next stage reads one band at a time.
         np.save(folder / _BAND_KEYS_NAME, np.ascontiguousarray(np.concatenate(band_keys).T))
-        facts = {"mark": asdict(replace(mark, place=())), "passed_over": source.passed_over}
+        facts = {"mark": asdict(replace(mark, place=())), "passed_over": sorted(source.passed_over)}
         (folder / _FACTS_NAME).write_text(json.dumps(facts))
 
 
@@ -213,10 +212,10 @@ def write_part(work: PartedWork, part: int) -> None:
         (folder / _FACTS_NAME).write_bytes(_WRITTEN.dump_json((pipeline.num_undelayed_files, result)))
 
 
-def read_position(work: PartedWork, part: int) -> tuple[ReadPosition, Counter[str]]:
-    """Return the end of an annotated part, with counts of its malformed records and skipped files. Raises OSError."""
+def read_position(work: PartedWork, part: int) -> tuple[ReadPosition, set[PassedOver]]:
+    """Return the end of an annotated part, with counts of its malformed records, and skipped files. Raises OSError."""
     facts = json.loads((work.annotated(part) / _FACTS_NAME).read_bytes())
-    return ReadPosition(**{**facts["mark"], "place": ()}), Counter(facts["passed_over"])
+    return ReadPosition(**{**facts["mark"], "place": ()}), {PassedOver(*one) for one in facts["passed_over"]}
 
 
 def join_parts(work: PartedWork, folder: Path) -> CleanResult:
@@ -227,7 +226,7 @@ def join_parts(work: PartedWork, folder: Path) -> CleanResult:
     (folder / REMOVED_FOLDER).mkdir(parents=True, exist_ok=True)
     taken_in, kept, mark = DocumentCounts(), DocumentCounts(), ReadPosition(is_end=True)
     reports = [StepReport(step) for step in work.options.steps]
-    passed_over: Counter[str] = Counter()
+    passed_over = set[PassedOver]()
     files, delayed, removed = list[tuple[Path, FileFacts]](), list[tuple[Path, FileFacts]](), list[FileFacts]()
     for part in range(len(work.parts)):
         source = work.written(part)
@@ -235,7 +234,7 @@ def join_parts(work: PartedWork, folder: Path) -> CleanResult:
         taken_in.add_all(result.taken_in)
         kept.add_all(result.kept)
         mark = replace(mark, **{name: getattr(mark, name) + getattr(result.mark, name) for name in _COUNTED})
-        passed_over.update(result.passed_over)
+        passed_over |= result.passed_over
         for report, of_part in zip(reports, result.reports, strict=True):
             report.add_all(of_part)
         documents = [(source / file.name, file) for file in result.documents]

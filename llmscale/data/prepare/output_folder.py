@@ -411,6 +411,7 @@ class TooManyRejected(DataError):
 
     def __init__(self, first: Rejected, most: int) -> None:
         remedy = f"To skip such records, give --max-rejected {max(100, 10 * most)}"
+        remedy += " or --skip-undecodable" * first.is_undecodable
         count = f" {most:,} were rejected before it, the limit." if most else ""
         super().__init__(f"{first.describe()}{count} {remedy}.")
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from llmscale.data.prepare.output_folder import (
 )
 from llmscale.data.prepare.packing import BestFitPacking, Packing, PackingState, StreamPacking
 from llmscale.data.prepare.sources.formats import MAX_TEXT_BYTES
-from llmscale.data.prepare.sources.source import Source
+from llmscale.data.prepare.sources.source import PassedOver, Source, describe_passed_over
 from llmscale.data.prepare.split_writer import ShardFiles, SplitWriter
 from llmscale.data.prepare.tokenise import ReadPosition, ResumeState, SplitRouter, load_resume_state, tokenise
 from llmscale.data.shards.manifest import (
@@ -136,15 +135,13 @@ def prepare(
     return prepared
 
 
-def describe_reading(passed_over: Counter[str], out: Path, num_rejected: int, num_cut: int) -> Iterator[str]:
-    """Yield notes on skipped and divided text; `passed_over` counts skipped files by suffix."""
+def describe_reading(passed_over: Collection[PassedOver], out: Path, num_rejected: int, num_cut: int) -> Iterator[str]:
+    """Yield notes on skipped and divided text."""
     if num_rejected:
         yield f"Skipped {count_nouns(num_rejected, 'malformed record')}; see {rejected_path(out)}."
     if num_cut:
         yield f"Divided {count_nouns(num_cut, 'text')} of more than {MAX_TEXT_BYTES >> 20} MiB into documents of 1 MiB."
-    if passed_over:
-        kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in passed_over.most_common(6))
-        yield f"Skipped {count_nouns(passed_over.total(), 'file')} of unknown type ({kinds}); --glob chooses files."
+    yield from describe_passed_over(passed_over)
 
 
 def _request(source: Source, tokenizer: Tokenizer, options: PrepareOptions) -> PrepareRequest:
@@ -197,7 +194,9 @@ def _write_set(
                 val_fraction=options.val_fraction,
                 window=options.seq_len + 1,
                 seed=options.seed,
+                tokenizer=tokenizer,
                 state=state,
+                keeps_order=not options.shuffle,
                 # An uploaded shard is removed here, so it must never be written again.
                 is_always_kept=destination.is_remote,
             )
@@ -241,6 +240,7 @@ def _write_manifest(
         skipped_documents=mark.num_skipped + mark.num_rejected,
         empty_documents=mark.num_empty,
         splits=splits,
+        counts_own_bytes=True,
     )
     (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     return manifest

@@ -42,6 +42,7 @@ from llmscale.data.storage.schemes import check_out_url, scheme_of
 from llmscale.data.storage.transport import open_uploader
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import MAX_BYTES
+from llmscale.untrusted.paths import in_home
 from llmscale.untrusted.terminal import print_visible
 
 DEFAULT_WORK_DIR = Path("~/.cache/llmscale/prepare")
@@ -72,7 +73,7 @@ class RemoteSet(Destination):
         invalid URL, missing credentials, no such bucket."""
         self.url = self._place = check_out_url(url)
         digest = hashlib.sha256(self.url.encode()).hexdigest()[:12]
-        self.beside = work_dir.expanduser() / f"{self.url.rpartition('/')[2]}-{digest}"
+        self.beside = in_home(work_dir) / f"{self.url.rpartition('/')[2]}-{digest}"
         self._overwrite = overwrite
         self._store = Store(self.url, remedy=_REMEDY)
         remedy = f"The bucket must exist and accept your credentials: {scheme_of(self.url).credentials}."

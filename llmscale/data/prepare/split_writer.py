@@ -358,10 +358,11 @@ class TokenisedDocument:
     def num_tokens(self) -> int:
         return len(self.tokens)
 
-    def cut_at(self, num_tokens: int) -> tuple[TokenisedDocument, TokenisedDocument]:
-        """Return the first `num_tokens` tokens and the rest as two documents, each with end-of-text, and bytes in
-        proportion."""
-        num_bytes = round(self.num_text_bytes * num_tokens / (len(self.tokens) - 1))
+    def cut_at(self, num_tokens: int, num_bytes: int) -> tuple[TokenisedDocument, TokenisedDocument]:
+        """Return the first `num_tokens` tokens and the rest as two documents, each with end-of-text.
+
+        `num_bytes`: UTF-8 bytes of the first one's text.
+        """
         first = np.append(self.tokens[:num_tokens], self.tokens[-1:])
         return (
             TokenisedDocument(first, num_bytes, self.text_hash),

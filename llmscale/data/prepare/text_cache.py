@@ -15,7 +15,7 @@ from pathlib import Path
 
 from llmscale.data.prepare.sources.file_source import STDIN, FileSource
 from llmscale.data.prepare.sources.open_source import check_apart, check_data_sets, open_source
-from llmscale.data.prepare.sources.source import LocalFile, Source, opened
+from llmscale.data.prepare.sources.source import LocalFile, Source, describe_passed_over, opened
 from llmscale.data.shards.manifest import MANIFEST_NAME
 from llmscale.data.tokenizers.hugging_face import load_huggingface
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
@@ -24,11 +24,12 @@ from llmscale.errors import DataError, write_failure
 from llmscale.files.atomic_write import write_durably
 from llmscale.terminal.progress import show_progress
 from llmscale.terminal.status_line import SOON_S
+from llmscale.untrusted.paths import in_home
 from llmscale.untrusted.terminal import print_visible
 
 DEFAULT_CACHE = Path("~/.cache/llmscale")
 #: Incremented when the same text and settings give another dataset.
-_VERSION = 1
+_VERSION = 2
 _KEY = re.compile(r"[0-9a-f]{24}")
 _CHUNK_BYTES = 1 << 20
 #: Bytes of text per token of a vocabulary trained on it. A text too small for the least vocabulary is read as bytes.
@@ -48,6 +49,8 @@ class TextRequest:
     seq_len: int
     cache: Path
     """Folder of caches."""
+    skip_undecodable: bool = False
+    """Skip and count texts that are not UTF-8."""
 
     def open(self, *, may_prepare: bool) -> Path:
         """Return the folder of the prepared text. One process prepares it, others on the same cache wait for that one.
@@ -59,16 +62,19 @@ class TextRequest:
         try:
             if self.text == STDIN:
                 raise DataError("stdin can be read only once, and every rank would read it.")
-            return self._open(self.cache.expanduser() / "text", may_prepare)
+            return self._open(in_home(self.cache) / "text", may_prepare)
         except DataError as error:
             remedy = "`llmscale data prepare` has the flags for reading text; train on its --out with --data."
             raise DataError(f"--text {self.text}: {error} ({remedy})") from error
         except OSError as error:
-            raise write_failure(error, self.cache) from None
+            raise DataError(
+                f"{write_failure(error, self.cache)} --text {self.text} is prepared there: name a folder with space "
+                "and permission with --data-cache."
+            ) from None
 
     def _open(self, cache: Path, may_prepare: bool) -> Path:
         check_apart([self.text], cache)
-        source = open_source(self.text)
+        source = open_source(self.text, skip_undecodable=self.skip_undecodable)
         note = cache / "known" / _hash(source.fingerprint(), self.tokenizer, self._tokenizer_files(), self.seq_len)
         if (found := _follow(note)) is None:
             if not may_prepare:
@@ -86,7 +92,12 @@ class TextRequest:
 
         check_data_sets([self.text])
         given = load_tokenizer(self.tokenizer) if self.tokenizer else None
-        folder = cache / _hash(_hash_contents(source), given.sha256 if given else "trained", self.seq_len)
+        folder = cache / _hash(
+            _hash_contents(source),
+            given.sha256 if given else "trained",
+            self.seq_len,
+            self.skip_undecodable,
+        )
         if (folder / MANIFEST_NAME).is_file():
             return folder
         made = "trained on it" if _vocab_size(source) else "bytes, for so little text"
@@ -94,13 +105,16 @@ class TextRequest:
             f"preparing {source.name} once: tokenizer {self.tokenizer or made}, seq_len {self.seq_len}, in "
             f"{folder}. Every host of a run does so, unless they share this folder"
         )
+        told = set(source.passed_over)
+        for line in describe_passed_over(told):
+            _announce(line)
         start_s = time.monotonic()
         tokenizer = given or _train(source, folder.with_name(f"{folder.name}-tokenizer"))
         prepared = prepare(source, folder, tokenizer, PrepareOptions(seq_len=self.seq_len))
         counts = [f"{split.num_tokens:,} tokens to {name}" for name, split in prepared.manifest.splits.items()]
         _announce(f"prepared {', '.join(counts)}, of {tokenizer.vocab_size:,}, in {time.monotonic() - start_s:.1f} s")
-        reading = describe_reading(source.passed_over, folder, prepared.num_rejected, prepared.num_cut)
-        for line in filter(None, (source.left_out, *reading, prepared.note)):
+        reading = describe_reading(source.passed_over - told, folder, prepared.num_rejected, prepared.num_cut)
+        for line in filter(None, (*reading, prepared.note)):
             _announce(line)
         return folder
 

@@ -24,6 +24,7 @@ from llmscale.data.prepare.packing import PackingState, Tokens
 from llmscale.data.prepare.sources.source import Place, Rejected, Source, TokenRules
 from llmscale.data.prepare.split_writer import SplitState, SplitWriter, TokenisedDocument
 from llmscale.data.prepare.train_val_split import (
+    MOST_WAITING_TOKENS,
     HeldBackDocument,
     SplitAssigner,
     ValidationKeeper,
@@ -273,6 +274,28 @@ def bytes_of_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
     return lengths
 
 
+#: Tokens whose bytes are looked up at a time.
+_PIECE_TOKENS = 1 << 20
+
+
+def cut_document(
+    document: TokenisedDocument, num_tokens: int, tokenizer: Tokenizer
+) -> tuple[TokenisedDocument, TokenisedDocument]:
+    """Return the first `num_tokens` tokens and the rest as two documents, each with end-of-text and its own bytes."""
+    num_before, lengths = len(tokenizer.bos_tokens), bytes_of_tokens(tokenizer)
+
+    def count(tokens: Tokens) -> int:
+        pieces = (tokens[first : first + _PIECE_TOKENS] for first in range(0, len(tokens), _PIECE_TOKENS))
+        return sum(int(lengths[piece].sum()) for piece in pieces)
+
+    num_bytes = count(document.tokens[num_before:num_tokens])
+    rest = document.tokens[num_tokens:-1]
+    if num_bytes + count(rest) != document.num_text_bytes:
+        # A normalised text, or tokens that are not byte-level: the shorter part is decoded.
+        num_bytes = max(0, document.num_text_bytes - len(tokenizer.decode(rest.tolist()).encode()))
+    return document.cut_at(num_tokens, num_bytes)
+
+
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 #: Batches in flight per worker, enough to keep it busy while others read and write.
@@ -343,17 +366,23 @@ class SplitRouter:
         val_fraction: float,
         window: int,
         seed: int,
+        tokenizer: Tokenizer,
         state: ResumeState | None,
+        keeps_order: bool = False,
         is_always_kept: bool = False,
     ) -> None:
-        """`window` is a window's number of tokens. `state` is from an interrupted run. With `is_always_kept` the final
-        state is saved even after a short run."""
+        """`window` is a window's number of tokens. `state` is from an interrupted run. With `keeps_order` documents of
+        a split stay in the order of the text. With `is_always_kept` the final state is saved even after a short run.
+        """
         self._writers = writers
         self._work = work
         self._rejected = rejected
         self._seed = seed
-        self._assigner = SplitAssigner[TokenisedDocument](val_fraction)
-        self._keeper = ValidationKeeper[TokenisedDocument](val_fraction, window)
+        self._assigner = SplitAssigner[TokenisedDocument](val_fraction, keeps_order=keeps_order)
+        self._keeper = ValidationKeeper[TokenisedDocument](
+            val_fraction, window, functools.partial(cut_document, tokenizer=tokenizer)
+        )
+        self._keeps_order = keeps_order
         self.mark = ReadPosition()
         if state is not None:
             self._assigner.resume(state.held)
@@ -377,6 +406,8 @@ class SplitRouter:
             for split, assigned in self._assigner.assign(float(scores[number]), batch.document(number)):
                 self._pass_on(split, assigned)
             number += 1
+        if sum(document.num_tokens for document in self._assigner.waiting_in_order()) > MOST_WAITING_TOKENS:
+            self._settle()
         self._pass_on_at_once(batch, scores, number)
         self.mark = batch.mark
         self._rejected.add(batch.rejected)
@@ -400,8 +431,7 @@ class SplitRouter:
 
     def finish(self) -> None:
         """Release held documents after the last batch, and end all splits. Raises OSError."""
-        for split, assigned in self._assigner.finish():
-            self._pass_on(split, assigned)
+        self._settle()
         for split, document in self._keeper.finish():
             self._writers[split].add_documents(document.tokens, 1, document.num_text_bytes)
         for writer in self._writers.values():
@@ -414,6 +444,11 @@ class SplitRouter:
         """Stop the writer thread."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
+    def _settle(self) -> None:
+        """Send the document that is held back to validation."""
+        for split, assigned in self._assigner.finish():
+            self._pass_on(split, assigned)
+
     def _pass_on(self, split: str, document: TokenisedDocument) -> None:
         for where, kept in self._keeper.add(split, document):
             self._writers[where].add_documents(kept.tokens, 1, kept.num_text_bytes)
@@ -423,7 +458,9 @@ class SplitRouter:
             self._wait()
         is_full = sum(w.waiting_bytes for w in self._writers.values()) >= split_writer.BUFFER_BYTES
         is_time = time.monotonic() - self._kept_s >= CHECKPOINT_INTERVAL_S and self._under_way is None
-        if self._keeper.is_settled and (is_full or is_time):
+        # Documents that wait for the one that is held back are in no state.
+        is_known = self._assigner.is_settled or not self._keeps_order
+        if is_known and self._keeper.is_settled and (is_full or is_time):
             self._keep(is_read=False)
 
     def _keep(self, *, is_read: bool) -> None:

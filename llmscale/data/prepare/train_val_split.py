@@ -5,7 +5,7 @@ If documents are too few or too short for validation, the end of the text is spl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -29,7 +29,7 @@ _DOMAIN = 0x5B11_7C0D_E5A1_D09E
 
 def hash_text(text: str) -> bytes:
     """Return a 128-bit hash of a document's text."""
-    return xxhash.xxh3_128_digest(text)
+    return xxhash.xxh3_128_digest(text.encode())
 
 
 def hash_tokens(tokens: TokenArray) -> bytes:
@@ -59,13 +59,15 @@ class SplitAssigner(Generic[_T]):
     """Assigns documents to train or val by score; among two or more different documents, at least one goes to val.
 
     Until a document scores below `val_fraction`, the one with the lowest score is held back, with the number of its
-    copies. It goes to val if no other does.
+    copies. It goes to val if no other does. With `keeps_order` all documents after it wait, too.
     """
 
-    def __init__(self, val_fraction: float) -> None:
+    def __init__(self, val_fraction: float, *, keeps_order: bool = False) -> None:
         self._val_fraction = val_fraction
+        self._keeps_order = keeps_order
         self._has_val = val_fraction == 0
-        self._held: list[_T] = []
+        self._waiting: list[tuple[_T, bool]] = []
+        """Documents from the first one with the lowest score on, and whether they have this score."""
         self._held_score = 1.0
         self._has_others = False
 
@@ -75,17 +77,16 @@ class SplitAssigner(Generic[_T]):
         return self._has_val
 
     def held(self) -> HeldBackDocument[_T]:
-        """Return the held-back document, for `resume`."""
-        return HeldBackDocument(
-            self._held[0] if self._held else None, len(self._held), self._held_score, self._has_others
-        )
+        """Return the held-back document, for `resume`; without `keeps_order`."""
+        document = self._waiting[0][0] if self._waiting else None
+        return HeldBackDocument(document, len(self._waiting), self._held_score, self._has_others)
 
     def resume(self, held: HeldBackDocument[_T] | None) -> None:
         """Restore the state of an assigner that held this back; None for a settled one."""
         if held is None:
             self._has_val = True
         else:
-            self._held = [held.document] * held.num_copies if held.document is not None else []
+            self._waiting = [(held.document, True)] * held.num_copies if held.document is not None else []
             self._held_score, self._has_others = held.score, held.has_others
 
     def is_val(self, scores: NDArray[np.float64]) -> NDArray[np.bool_]:
@@ -100,22 +101,31 @@ class SplitAssigner(Generic[_T]):
             yield ("val" if score < self._val_fraction else "train"), document
         elif score < self._held_score:
             yield from self._release("train")
-            self._held, self._held_score = [document], score
+            self._waiting, self._held_score = [(document, True)], score
         elif score == self._held_score:
-            self._held.append(self._held[0])
+            self._waiting.append(self._waiting[0])
         else:
             self._has_others = True
-            yield "train", document
+            if self._keeps_order:
+                self._waiting.append((document, False))
+            else:
+                yield "train", document
+
+    def waiting_in_order(self) -> Iterator[_T]:
+        """Yield the documents that wait for another one's split, for the sake of the order alone."""
+        return (document for document, is_held in self._waiting if not is_held)
 
     def finish(self) -> Iterator[tuple[str, _T]]:
-        """Yield the held-back documents; a corpus of one document is all train."""
+        """Yield the waiting documents, and let scores alone decide; a corpus of one document is all train."""
         yield from self._release("val" if self._has_others else "train")
+        self._has_val = True
 
     def _release(self, split: str) -> Iterator[tuple[str, _T]]:
-        self._has_others |= bool(self._held)
-        for document in self._held:
-            yield split, document
-        self._held = []
+        """Yield the waiting documents, those with the lowest score for `split` and all others for train."""
+        self._has_others |= bool(self._waiting)
+        for document, is_held in self._waiting:
+            yield (split if is_held else "train"), document
+        self._waiting = []
 
 
 class Text(Protocol):
@@ -129,9 +139,6 @@ class Text(Protocol):
     def num_tokens(self) -> int:
         """Number of tokens, end-of-text included."""
 
-    def cut_at(self: _D, num_tokens: int) -> tuple[_D, _D]:
-        """Return the first `num_tokens` tokens and the rest as two documents."""
-
 
 _D = TypeVar("_D", bound=Text)
 
@@ -144,9 +151,11 @@ class ValidationKeeper(Generic[_D]):
     text of less than two windows is left alone.
     """
 
-    def __init__(self, val_fraction: float, window: int) -> None:
+    def __init__(self, val_fraction: float, window: int, cut: Callable[[_D, int], tuple[_D, _D]]) -> None:
+        """`cut` returns the first tokens of a document, as many as it is given, and the rest as two documents."""
         self._val_fraction = val_fraction
         self._window = window
+        self._cut_at = cut
         self._waiting: list[tuple[str, _D]] = []
         self._num_tokens = {"train": 0, "val": 0}
         self.is_settled = val_fraction == 0
@@ -187,22 +196,21 @@ class ValidationKeeper(Generic[_D]):
             return None
         if all(document.text_hash == documents[0].text_hash for document in documents):
             for_val = -(-wanted // len(documents))
-            halves = documents[0].cut_at(documents[0].num_tokens - for_val)
+            halves = self._cut_at(documents[0], documents[0].num_tokens - for_val)
             found = [pair for _ in documents for pair in zip(("train", "val"), halves, strict=True)]
         else:
-            found = list(_cut_where(documents, num_tokens - wanted))
+            found = list(self._cut_where(documents, num_tokens - wanted))
         self.note = (
             f"Validation is the last {wanted:,} of the text's {num_tokens:,} tokens: it has too few documents to "
             "choose whole ones by --val-fraction and --seed."
         )
         return found
 
-
-def _cut_where(documents: list[_D], num_train_tokens: int) -> Iterator[tuple[str, _D]]:
-    left = num_train_tokens
-    for document in documents:
-        before, left = left, left - document.num_tokens
-        if left >= 0 or before <= 0:
-            yield ("train" if left >= 0 else "val"), document
-        else:
-            yield from zip(("train", "val"), document.cut_at(before), strict=True)
+    def _cut_where(self, documents: list[_D], num_train_tokens: int) -> Iterator[tuple[str, _D]]:
+        left = num_train_tokens
+        for document in documents:
+            before, left = left, left - document.num_tokens
+            if left >= 0 or before <= 0:
+                yield ("train" if left >= 0 else "val"), document
+            else:
+                yield from zip(("train", "val"), self._cut_at(document, before), strict=True)

@@ -40,7 +40,7 @@ from llmscale.data.storage.transport import Downloader, download, open_downloade
 from llmscale.errors import DataError, TransientError, UnreachableError
 from llmscale.files.atomic_write import write_durably
 from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
-from llmscale.untrusted.paths import RefusedFile, check_regular, open_regular, read_regular
+from llmscale.untrusted.paths import RefusedFile, check_regular, in_home, open_regular, read_regular
 
 _T = TypeVar("_T")
 DEFAULT_CACHE = Path("~/.cache/llmscale/data")
@@ -68,7 +68,7 @@ def open_set(data: str, cache: Path | None = None) -> SetLocation:
     data = data.removeprefix("file://")
     if "://" not in data and cache is None:
         return SetLocation(data, load_manifest(data), Path(data), remote=None)
-    cache = (cache or DEFAULT_CACHE).expanduser()
+    cache = in_home(cache or DEFAULT_CACHE)
     if "://" not in data:
         load_manifest(data)  # gives a better message than a failed download
     manifest, remote = _find_remote(data, cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _compression
 import bz2
+import codecs
 import gzip
 import io
 import lzma
@@ -39,6 +40,8 @@ MAX_RATIO = 256
 #: Any file may unpack to this.
 _ALWAYS_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
+#: First bytes of uncompressed files of other formats than text.
+_PLAIN_MAGIC = (b"PAR1", b"ARROW1\0\0", b"\xff\xff\xff\xff", b"\x93NUMPY")
 #: zstd returns all that a piece unpacks to, at most 128 KiB for every 4 bytes.
 _ZSTD_PIECE_BYTES = 1 << 10
 
@@ -93,13 +96,25 @@ def head_of(file: BinaryIO) -> bytes:
 
 
 def _compression_of(raw: BinaryIO, name: str) -> str:
-    """Return the compression of the contents, empty for none. Raises DamagedError for a false suffix."""
+    """Return the compression of the contents, empty for none. Raises DamagedError for binary contents that are not what
+    the suffix promises."""
     head, promised = head_of(raw), COMPRESSED_SUFFIXES.get(PurePath(name).suffix.lower(), "")
     if found := _MAGIC.match(head):
         return str(found.lastgroup)
-    if promised and promised != "brotli" and head:
+    if promised == "brotli" and head:  # it has no first bytes of its own
+        return promised
+    if promised and head and not _is_plain(head):
         raise DamagedError(f"its contents are not {promised}")
-    return promised if head else ""
+    return ""
+
+
+def _is_plain(head: bytes) -> bool:
+    """Return whether a file begins with UTF-8 text or as an uncompressed file of a known format."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return head.startswith(_PLAIN_MAGIC)
+    return True
 
 
 def _open_packed(raw: BinaryIO, kind: str, name: str) -> BinaryIO:

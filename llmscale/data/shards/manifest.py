@@ -177,6 +177,9 @@ class Manifest:
     empty_documents: int
     """Documents skipped because they are empty."""
     splits: dict[str, SplitManifest]
+    counts_own_bytes: bool = False
+    """True if each part of a document that was cut for validation has the bytes of its own tokens. Older datasets have
+    the average of the whole document there."""
 
     @property
     def fingerprint(self) -> str:
@@ -203,6 +206,21 @@ class Manifest:
     def is_best_fit(self) -> bool:
         """True if windows start at documents, False if they are consecutive parts of the text."""
         return self.request.get("--packing") == "best-fit"
+
+    @property
+    def note_on_bytes(self) -> str:
+        """Return a warning if bytes per token are an average of both splits, else an empty text."""
+        train, val = self.splits.get("train"), self.splits.get("val")
+        if self.counts_own_bytes or train is None or val is None or self.tokenizer == "bytes":
+            return ""
+        # True where a single document was cut; counts of whole documents agree so well by chance only.
+        average = (train.num_text_bytes + val.num_text_bytes) / (train.num_tokens + val.num_tokens)
+        if abs(val.num_text_bytes - average * val.num_tokens) > 2 * average * val.num_documents:
+            return ""
+        return (
+            "bytes per token, and so bits per byte, are an average of training and validation text: an older llmscale "
+            "cut a document for validation. `llmscale data prepare` counts those of each."
+        )
 
     @property
     def column_encoding(self) -> str:
@@ -340,7 +358,7 @@ def _build(kind: type[_T], record: object, where: str) -> _T:
     """A dataclass from a JSON object; every field without a default must be there with its type."""
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected an object, found {type(record).__name__}.")
-    kinds = {"str": str, "int": int, "float": float, "TokenDtype": str, "PrepareRequest": dict}
+    kinds = {"str": str, "int": int, "float": float, "bool": bool, "TokenDtype": str, "PrepareRequest": dict}
     values: dict[str, object] = {
         field.name: _field(record, field.name, kinds.get(str(field.type), object), where)
         for field in dataclasses.fields(cast(type, kind))

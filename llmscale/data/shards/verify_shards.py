@@ -146,6 +146,8 @@ def check_size(path: Path, expected_bytes: int) -> os.stat_result:
     """Return the status of a shard's file. Raises DataError if it is missing, not a file, or of another size."""
     try:
         status = check_regular(path, follow_links=False)
+        if status.st_size != expected_bytes:
+            open_regular(path, follow_links=False).close()  # names a Git LFS pointer
     except FileNotFoundError:
         raise DataError(f"Shard {path} is missing. {_REMEDY}") from None
     except RefusedFile as error:

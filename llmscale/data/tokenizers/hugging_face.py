@@ -32,6 +32,7 @@ from llmscale.suggestions import did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, MAX_BYTES, Rules, load_json, parse_json
 from llmscale.untrusted.hub import read_hub_files
 from llmscale.untrusted.paths import read_regular
+from llmscale.untrusted.strangers import describe_stranger
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
@@ -200,6 +201,8 @@ class ModelFiles:
 def read_folder(folder: Path) -> ModelFiles:
     """Read a folder's files. Raises DataError without a tokenizer.json, or for an unreadable file."""
     if not (folder / JSON_NAME).is_file():
+        if stranger := describe_stranger(folder, flag_value=False):
+            raise DataError(f"{folder} holds no {JSON_NAME}.{stranger}")
         slow = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).exists()]
         raise DataError(
             f"{folder} holds no {JSON_NAME}{f', only {slow[0]}' if slow else ''}. A slow tokenizer can be converted "

@@ -22,6 +22,7 @@ from llmscale.errors import DataError
 from llmscale.suggestions import did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json
 from llmscale.untrusted.hub import is_hub_name
+from llmscale.untrusted.strangers import describe_stranger
 
 
 def load_tokenizer(spec: str, *, eot_token: str = "", parse_special: bool = False) -> Tokenizer:
@@ -39,6 +40,8 @@ def load_tokenizer(spec: str, *, eot_token: str = "", parse_special: bool = Fals
     if of_model and is_hub_name(name) and (spec.startswith("hf:") or "/" in name):
         return HuggingFaceTokenizer(read_hub(name), asked_eot=eot_token, parse_special=parse_special)
     if of_model:
+        if stranger := describe_stranger(path):
+            raise DataError(f"Tokenizer '{spec}' holds no tokenizer.{stranger}")
         raise DataError(
             f"Tokenizer '{spec}' is neither gpt2, bytes, a FILE.tiktoken, a folder with a {JSON_NAME} nor a model's "
             f"name on the Hub (ORGANISATION/NAME, or hf:NAME).{did_you_mean(spec, ['gpt2', 'bytes'])} "

@@ -28,6 +28,7 @@ from llmscale.files.atomic_write import write_durably
 from llmscale.files.source_hashes import source_hashes
 from llmscale.memory.activations.symbols import BlockBranch, EndsBranch, related_branches
 from llmscale.memory.breakdown import allocated_bytes
+from llmscale.untrusted.paths import in_home
 
 #: Segments in the order of time. `end_forward`: the outermost autocast region ends and frees its cache of cast weights.
 SEGMENTS = (
@@ -288,7 +289,7 @@ def write_recordings(texts: Mapping[tuple[str, str], str]) -> None:
 
 def cache_folder() -> Path:
     """Return the folder for recordings of all versions."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "llmscale" / "recorded"
+    return in_home(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "llmscale" / "recorded"
 
 
 @cache

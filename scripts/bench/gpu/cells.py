@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from llmscale.cluster.doctor.system import gather_system
+from llmscale.cluster.doctor.machine import host_memory_bytes
 from llmscale.config.hardware import GPU, find_gpu
 from llmscale.memory.estimate import MemoryEstimate
 from scripts.bench.harness import GIB, gpu_names, why_it_failed
@@ -33,6 +33,8 @@ class Cell:
     compiled: bool = False
     offload: str = "none"
     """States in host memory: "none", "optimizer" or "parameters"."""
+    pins_memory: bool = True
+    """Whether offloaded states are in page-locked memory."""
     n_layer: int | None = None
     """Number of blocks instead of the preset's, for a model that does not fit completely."""
     micro_batch_sizes: Sequence[int] = (32, 16, 8, 4, 2, 1)
@@ -63,9 +65,10 @@ class Cell:
         """Return the ds_config that a user would write; `precision`: bf16 or fp32."""
         zero: dict[str, object] = {"stage": self.zero_stage}
         if self.offload != "none":
-            zero["offload_optimizer"] = {"device": "cpu"}
+            # Page-locked buffers are rounded up to a power of two, which 128 GiB have no space for at 6.7B.
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.pins_memory}
         if self.offload == "parameters":
-            zero["offload_param"] = {"device": "cpu"}
+            zero["offload_param"] = {"device": "cpu", "pin_memory": self.pins_memory}
         return {"zero_optimization": zero, **({"bf16": {"enabled": True}} if precision == "bf16" else {})}
 
 
@@ -73,6 +76,7 @@ class Cell:
 _124M = {"model": "gpt2-124m", "micro_batch_sizes": (16, 8, 4), "tokens_per_step": 2**18}
 _1_5B = {"model": "gpt2-1.5b"}
 _LLAMA_1B = {"model": "llama3-1b", "seq_len": 8192, "vocab_size": LLAMA_VOCAB, "micro_batch_sizes": (4, 2, 1)}
+_GPT3_6_7B = {"model": "gpt3-6.7b", "seq_len": 2048, "micro_batch_sizes": (8, 4, 2, 1)}
 _LLAMA_8B = {"model": "llama3-8b", "seq_len": 8192, "vocab_size": LLAMA_VOCAB, "micro_batch_sizes": (4, 2, 1)}
 #: Cells of memory_grid.py, small to large and of every stage, that calibrate context and reserve.
 _GRID = (
@@ -110,7 +114,7 @@ def list_gpu_cells() -> list[Cell]:
         Cell("train", **_124M),
         *again,
         *grid[2:4],
-        Cell("train", **_LLAMA_8B, zero_stage=2, offload="optimizer", compiled=True, least_s=240),
+        Cell("train", **_GPT3_6_7B, zero_stage=2, offload="optimizer", pins_memory=False, compiled=True, least_s=240),
         *stages,
         Cell("train", "olmoe-1b-7b", n_layer=4, compiled=True),
         Cell("train", **_LLAMA_1B, compiled=True),
@@ -188,7 +192,7 @@ def why_it_does_not_fit(estimate: MemoryEstimate | None, device: Device) -> str 
         return None
     if estimate.total_bytes > device.memory_bytes:
         return f"{estimate.total_bytes / GIB:.0f} GiB estimated, the GPU has {device.memory_bytes / GIB:.0f}"
-    host_bytes = gather_system().memory_bytes
+    host_bytes = host_memory_bytes()
     if estimate.host_bytes > 0.9 * host_bytes:
         return f"{estimate.host_bytes / GIB:.0f} GiB of host memory estimated, it has {host_bytes / GIB:.0f}"
     return None

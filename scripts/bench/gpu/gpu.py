@@ -9,8 +9,10 @@ same micro-batch and step, in turns; cells of memory_grid.py. Every cell is a pr
 command line, killed when enough steps are seen. Printed is the median over its steps after the first three. A failed
 cell is a line of the table. Cells without time left are listed.
 
-After every cell the result files are written again: gpu_NAME.json, .txt and .md (the README's table). The last lines of
-the table are the constants that estimates assume, beside their measured values.
+After every cell the result files are written again: gpu_NAME.json, .txt and .md (the README's table). Output of failed
+cells is in gpu_NAME.log. A cell that runs out of memory is tried again with a smaller micro-batch. --resume takes the
+measured cells of an earlier command's JSON. The last lines of the table are the constants that estimates assume, beside
+their measured values.
 """
 
 from __future__ import annotations
@@ -40,9 +42,11 @@ from llmscale.training.memory_report import estimate_run
 from llmscale.training.start import Start, prepare_start
 from scripts.bench.gpu.cells import Cell, Device, find_device, list_cpu_cells, list_gpu_cells, why_it_does_not_fit
 from scripts.bench.gpu.processes import (
+    OUT_OF_MEMORY,
     WARM_STEPS,
     Enough,
     Step,
+    Watched,
     cell_environment,
     find_nanogpt,
     nanogpt_options,
@@ -70,6 +74,8 @@ from scripts.bench.memory import memory_grid
 
 #: Longest time of a cell.
 CELL_LIMIT_S = 360.0
+#: Most bytes of a failed process's output that are kept.
+MAX_LOG_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -95,8 +101,8 @@ class Bench:
     nanogpt: Path | str
     """Folder of nanoGPT, or the reason why it is missing."""
     rows: list[dict] = field(default_factory=list)
-    works: list[tuple[TokenWork, float]] = field(default_factory=list)
-    """Work and seconds per token of eager passes on a GPU."""
+    resumed: dict[str, dict] = field(default_factory=dict)
+    """Rows that an earlier command measured, by cell."""
     sets: dict[int, Path] = field(default_factory=dict)
     """Prepared datasets by seq_len."""
 
@@ -108,11 +114,11 @@ class Bench:
         """Run every cell that there is time for."""
         for number, cell in enumerate(cells, 1):
             expected = expected_s(cell, self.rows)
-            row = {
+            row = self.resumed.get(cell.name) or {
                 **describe_cell(cell),
                 "problem": f"no time: {max(0, self.left_s):.0f} s left, {expected:.0f} needed",
             }
-            if self.left_s >= expected:
+            if cell.name not in self.resumed and self.left_s >= expected:
                 print(f"[{number}/{len(cells)}, {self.left_s / 60:.0f} min left] {cell.name} ...", flush=True)
                 began = time.monotonic()
                 row = {**describe_cell(cell), **self.attempt(cell, number)}
@@ -125,7 +131,8 @@ class Bench:
         """Measure a cell; any error becomes the problem of its row."""
         try:
             return self.measure(cell, number)
-        except Exception as error:
+        # A command of the toolkit that fails exits with its output.
+        except (Exception, SystemExit) as error:
             return {"problem": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
     def measure(self, cell: Cell, number: int) -> dict:
@@ -135,23 +142,45 @@ class Bench:
             return self.measure_grid(cell, limit_s)
         if cell.kind == "nanogpt" and isinstance(self.nanogpt, str):
             return {"problem": self.nanogpt}
-        place = self.folder / f"cell-{number}"
-        place.mkdir()
-        plan = self.choose_plan(cell, place)
-        if isinstance(plan, str):
-            return {"problem": plan}
+        sizes = self.micro_batch_sizes(cell)
+        for attempt in range(1, len(sizes) + 1):
+            place = self.folder / f"cell-{number}-{attempt}"
+            place.mkdir()
+            plan = self.choose_plan(cell, place, sizes)
+            if isinstance(plan, str):
+                return {"problem": plan}
+            watched = self.watch(cell, plan, place, limit_s)
+            if watched.problem is None:
+                return self.numbers(cell, plan, watched.steps)
+            self.keep_log(f"{cell.name}, micro-batch {plan.micro_batch_size}: {watched.problem}", place / "log")
+            sizes = [size for size in sizes if size < plan.micro_batch_size]
+            limit_s = min(self.left_s, CELL_LIMIT_S)
+            if watched.problem != OUT_OF_MEMORY or not sizes or limit_s < cell.least_s:
+                break
+        return {"problem": f"micro-batch {plan.micro_batch_size}: {watched.problem}"}
+
+    def micro_batch_sizes(self, cell: Cell) -> list[int]:
+        """Return the sizes to try, largest first; of compared cells none above that of another one."""
+        others = [row["micro_batch_size"] for row in self.rows if row["compared"] and "micro_batch_size" in row]
+        largest = min(others) if cell.compared and others else max(cell.micro_batch_sizes)
+        return [size for size in cell.micro_batch_sizes if size <= largest]
+
+    def watch(self, cell: Cell, plan: Plan, place: Path, limit_s: float) -> Watched:
+        """Run the process of a cell."""
         enough = Enough(self.args.measure_s)
         # The first turn of a cell begins with empty caches, its second turn with those of the first.
         environment = cell_environment(self.folder / "compiled" / replace(cell, turn=1).name.replace(" ", "-"))
-        tokens = plan.run.resolved.plan.tokens_per_step
         if cell.kind == "train":
-            watched = run_train(plan.arguments, tokens, place, enough, limit_s, environment)
-        else:
-            options = self.nanogpt_options(cell, plan, place)
-            watched = run_nanogpt(self.nanogpt, options, place, enough, limit_s, environment)
-        if watched.problem:
-            return {"problem": watched.problem}
-        return self.numbers(cell, plan, watched.steps)
+            tokens = plan.run.resolved.plan.tokens_per_step
+            return run_train(plan.arguments, tokens, place, enough, limit_s, environment)
+        options = self.nanogpt_options(cell, plan, place)
+        return run_nanogpt(self.nanogpt, options, place, enough, limit_s, environment)
+
+    def keep_log(self, title: str, log: Path) -> None:
+        """Append the end of a failed process's output to the log beside the results."""
+        if self.args.out and log.exists():
+            with (self.args.out / f"gpu_{self.device.label}.log").open("ab") as kept:
+                kept.write(f"== {title}\n".encode() + log.read_bytes()[-MAX_LOG_BYTES:] + b"\n")
 
     def measure_grid(self, cell: Cell, limit_s: float) -> dict:
         grid_cell = next(one for one in memory_grid.list_cells() if one.name == cell.model)
@@ -159,8 +188,8 @@ class Bench:
         estimates = row.get("estimates")
         return {**row, "cell": cell.name, **({"estimate_bytes": estimates["llmscale"]} if estimates else {})}
 
-    def choose_plan(self, cell: Cell, place: Path) -> Plan | str:
-        """Return the largest micro-batch that fits by the estimate, or why none does.
+    def choose_plan(self, cell: Cell, place: Path, sizes: Sequence[int]) -> Plan | str:
+        """Return the largest micro-batch of `sizes` that fits by the estimate, or why none does.
 
         Recomputation is used only where a micro-step without it has fewer than 8,192 tokens.
         """
@@ -168,7 +197,7 @@ class Bench:
         ds.write_text(json.dumps(cell.ds_config(self.device.precision)))
         # nanoGPT has no recomputation.
         modes = ("none",) if cell.compared else ("none", "selective", "full")
-        choices = [(mode, micro) for mode in modes for micro in cell.micro_batch_sizes]
+        choices = [(mode, micro) for mode in modes for micro in sizes]
         long_enough = [choice for choice in choices if choice[1] * cell.seq_len >= 8192]
         problem = "nothing fits"
         for mode, micro in [*long_enough, *(choice for choice in choices if choice not in long_enough)]:
@@ -226,8 +255,6 @@ class Bench:
         gpu = self.device.gpu
         micro_tokens = resolved.plan.micro_batch_size * resolved.shape.seq_len
         work = token_work(resolved.shape, micro_tokens, resolved.precision, resolved.checkpointing, OWN_KERNELS)
-        if is_ours and gpu and not cell.compiled and cell.offload == "none":
-            self.works.append((work, statistics.median(passes) / tokens))
         flops = resolved.shape.flops_per_token
         return {
             "micro_batch_size": plan.micro_batch_size,
@@ -237,6 +264,8 @@ class Bench:
             "tokens_per_second_range": [min(rates), max(rates)],
             "mfu": model_flops_utilisation(rate, flops, self.device.name, is_16bit=gpu is not None),
             "flops_per_token": flops,
+            "work": asdict(work),
+            "passes_s_per_token": statistics.median(passes) / tokens if is_ours else None,
             "elements_per_token": work.block_bytes / OWN_KERNELS.element_bytes,
             "peak_bytes": steps[-1].peak_bytes,
             "estimate_bytes": plan.estimate.allocated_bytes
@@ -275,7 +304,9 @@ class Bench:
         gpu = self.device.gpu
         if gpu is None:
             return {"measured": None}
-        assumed, fitted = kernel_efficiency(gpu), fit_efficiency(self.works, gpu)
+        eager = [row for row in self.rows if row.get("passes_s_per_token") and not row["compiled"]]
+        works = [(TokenWork(**row["work"]), row["passes_s_per_token"]) for row in eager if row["offload"] == "none"]
+        assumed, fitted = kernel_efficiency(gpu), fit_efficiency(works, gpu)
         measured = dict(zip(("matmul", "attention"), fitted, strict=True)) if fitted else None
         return {"home": "llmscale/planning/kernels.py", "assumed": asdict(assumed), "measured": measured}
 
@@ -352,6 +383,18 @@ def compile_pairs(rows: Sequence[dict]) -> list[tuple[dict, dict]]:
     ]
 
 
+def read_rows(path: Path, device: Device) -> dict[str, dict]:
+    """Return the measured rows of an earlier command's JSON, by cell. Exits if they are of another device."""
+    try:
+        result = json.loads(path.read_text())
+        name, rows = result["device"]["name"], {row["cell"]: row for row in result["rows"] if "problem" not in row}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"error: --resume {path} is not a result of this script: {error!r}") from None
+    if name != device.name:
+        raise SystemExit(f"error: --resume {path} was measured on {name}, and this is {device.name}")
+    return rows
+
+
 def main() -> int:
     args = parse_arguments()
     # SIGTERM ends cells like Ctrl-C: what was measured is kept.
@@ -363,13 +406,20 @@ def main() -> int:
     if not cells:
         print(f"--only {' '.join(args.only)}: no cell of {args.device} has these words in its name", file=sys.stderr)
         return 2
+    resumed = read_rows(args.resume, device) if args.resume else {}
+    # Those that --only leaves out are in the results, too.
+    every = list_gpu_cells() if device.kind == "cuda" else list_cpu_cells()
+    cells = [cell for cell in every if cell in cells or cell.name in resumed]
     print(f"{device.name}: {len(cells)} cells, {args.minutes:g} minutes, {args.spent_s:.0f} s of them gone", flush=True)
     status = 0
     with tempfile.TemporaryDirectory(prefix="gpu-bench-") as scratch:
         folder = Path(scratch)
         deadline = began + 60 * args.minutes - args.spent_s
         machine = describe_machine()
-        bench = Bench(args, device, folder, deadline, machine, find_nanogpt(args.nanogpt, device.kind, folder))
+        nanogpt: Path | str = "no cell of nanoGPT is chosen"
+        if any(cell.kind == "nanogpt" and cell.name not in resumed for cell in cells):
+            nanogpt = find_nanogpt(args.nanogpt, device.kind, folder)
+        bench = Bench(args, device, folder, deadline, machine, nanogpt, resumed=resumed)
         print(heading(), flush=True)
         try:
             bench.run_all(cells)
@@ -392,15 +442,23 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--nanogpt", type=Path, metavar="FOLDER", help="a clone of karpathy/nanoGPT")
     parser.add_argument("--only", nargs="+", metavar="WORDS", help="cells whose name has these words")
-    parser.add_argument("--out", type=Path, metavar="FOLDER",
-                        help="folder of the result files (default: scripts/bench/gpu; on a CPU none)")  # fmt: skip
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of the result files (default: TMPDIR/gpu-bench; on a CPU none)",
+    )
+    parser.add_argument("--resume", type=Path, metavar="JSON", help="take the cells that an earlier command measured")
     parser.add_argument("--write-readme", action="store_true", help="put the table between its markers in README.md")
     parser.add_argument("--spent-s", type=float, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure_s is None:
         args.measure_s = 15 if args.device == "cuda" else 1
     if args.out is None and args.device == "cuda":
-        args.out = Path(__file__).parent
+        args.out = Path(tempfile.gettempdir()) / "gpu-bench"
+        args.out.mkdir(exist_ok=True)
+    if args.resume and not args.resume.is_file():
+        parser.error(f"--resume {args.resume} is not a file: give the gpu_NAME.json of an earlier command")
     if args.out and not args.out.is_dir():
         parser.error(f"--out {args.out} is not a folder")
     if not (0 < args.minutes < math.inf and 0 < args.measure_s < math.inf):

@@ -19,11 +19,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from scripts.bench.harness import REPOSITORY
+from scripts.bench.harness import REPOSITORY, python_path
 
 #: Steps that are not counted: allocators settle and the compiler works in the first two.
 WARM_STEPS = 3
-_WORDS_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+OUT_OF_MEMORY = "out of memory"
+_WORDS_OF_MEMORY = (OUT_OF_MEMORY, "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def why_it_ended(log: Path, status: int) -> str:
     """Return "out of memory", or the last error line that the process printed."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     if any(words in line for line in lines for words in _WORDS_OF_MEMORY):
-        return "out of memory"
+        return OUT_OF_MEMORY
     errors = [line for line in lines if re.match(r"(error|\w*Error|\w*Exception)\b", line)]
     return f"ended with status {status}: {(errors or lines or ['it printed nothing'])[-1][:200]}"
 
@@ -105,7 +106,7 @@ def cell_environment(compiled: Path) -> dict[str, str]:
     places = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     kept = {key: value for key, value in os.environ.items() if key not in places}
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"), "TRITON_CACHE_DIR": str(compiled / "triton")}
-    said = {"PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    said = {"PYTHONPATH": python_path(REPOSITORY), "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     return {**kept, **said, **caches}
 
 
@@ -183,8 +184,8 @@ def run_nanogpt(
     for name in ("train.py", "model.py", "configurator.py"):
         shutil.copy(folder / name, place)
     command = [sys.executable, "train.py", *(f"--{key}={value}" for key, value in options.items())]
-    # Without PYTHONPATH it imports nanoGPT's model.py and no module of this repository.
-    theirs = {key: value for key, value in environment.items() if key != "PYTHONPATH"}
+    # Without this repository it imports nanoGPT's model.py and no module of ours.
+    theirs = {**environment, "PYTHONPATH": python_path()}
     log = place / "log"
     return watch(command, place, log, lambda: read_nanogpt_steps(log), enough, limit_s, theirs)
 

@@ -20,6 +20,7 @@ MFU_FORMULA = (
     "attention, not halved for the causal mask, recomputation not counted (PaLM, appendix B). Peak: dense 16-bit"
 )
 Row = Mapping[str, object]
+_7_TO_8B = ("gpt3-6.7b", "llama3-8b")
 
 
 def heading() -> str:
@@ -75,7 +76,7 @@ def judge_targets(rows: Sequence[Row], gpu: str | None, *, is_gpu: bool = True) 
     lines = [
         _judge_mfu(rows, "124M", 0.50, lambda row: row["model"] == "gpt2-124m"),
         _judge_mfu(rows, "1.5B", 0.55, lambda row: row["model"] == "gpt2-1.5b"),
-        _judge_mfu(rows, "7-8B", 0.58, lambda row: row["model"] == "llama3-8b" and not row["n_layer"]),
+        _judge_mfu(rows, "7-8B", 0.58, lambda row: row["model"] in _7_TO_8B and not row["n_layer"]),
     ]
     part = [row for row in rows if "tokens_per_second" in row and row["model"] == "llama3-8b" and row["n_layer"]]
     if part and part[0].get("mfu") is not None:
@@ -96,8 +97,11 @@ def _judge_mfu(rows: Sequence[Row], name: str, target: float, belongs) -> str:
 
 
 def _judge_nanogpt(rows: Sequence[Row]) -> str:
-    """Compare the same turns of both; the smallest ratio counts."""
-    ours, theirs = ({row["turn"]: row for row in rows if _is_of_pair(row, kind)} for kind in ("train", "nanogpt"))
+    """Compare the same turns of both, at the same micro-batch; the smallest ratio counts."""
+    ours, theirs = (
+        {(row["turn"], row.get("micro_batch_size")): row for row in rows if _is_of_pair(row, kind)}
+        for kind in ("train", "nanogpt")
+    )
     ratios = [
         ours[n]["tokens_per_second"] / theirs[n]["tokens_per_second"] for n in sorted(ours.keys() & theirs.keys())
     ]

@@ -29,7 +29,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from llmscale.cluster.doctor.system import NVME_OPS
 from scripts.bench.harness import (
     REPOSITORY,
     describe_machine,
@@ -116,7 +115,7 @@ def plant_lock(chaos: Chaos) -> int:
     cache, nvme = chaos.folder / "extensions", chaos.folder / "nvme"
     nvme.mkdir()
     shutil.copytree(chaos.set_folder / "extensions", cache)
-    for op in NVME_OPS:
+    for op in ("pin_memory", "async_io"):
         (cache / op / "lock").touch()
         os.utime(cache / op / "lock", (time.time() - 3600,) * 2)
     config = json.loads((REPOSITORY / "ds_configs" / "zero3_nvme.json").read_text())
@@ -192,7 +191,8 @@ def main() -> int:
 
 def build_ops(folder: Path) -> None:
     """Build the ops of NVMe offload, on which stale locks are planted."""
-    command = [sys.executable, "-m", "llmscale.cluster.doctor.system", *NVME_OPS]
+    build = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=False)"
+    command = [sys.executable, "-c", build]
     environment = python_environment(TORCH_EXTENSIONS_DIR=str(folder / "extensions"))
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:

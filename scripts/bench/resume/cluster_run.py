@@ -18,7 +18,7 @@ from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import checkpoints_folder, find_damage
 from llmscale.cluster.launch.supervisor import read_attempts
 from llmscale.data.sample_log import load_recorded
-from scripts.bench.harness import REPOSITORY, read_losses
+from scripts.bench.harness import REPOSITORY, python_path, read_losses
 from scripts.playground.hosts import Playground, PlaygroundHost
 from scripts.playground.kernel import command_line
 
@@ -133,7 +133,7 @@ class Chaos:
         command += [*flags, "--", *train_arguments(self.set_folder, self.run, ds)]
         shell = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONPATH": python_path(REPOSITORY),
             "OMP_NUM_THREADS": "1",
             **(environment or {}),
         }

@@ -300,13 +300,15 @@ def _contest_trainer(transformers, contest: Contest) -> type:
             super().__init__(**arguments)
             self.add_callback(EndOfStep)
 
-        def create_optimizer(self) -> torch.optim.Optimizer:
+        def create_optimizer(self, *_: object) -> torch.optim.Optimizer:
             self.optimizer = _build_optimizer(contest.run, self.model.gpt, lr=1.0)
             return self.optimizer
 
         def create_scheduler(
-            self, num_training_steps: int, optimizer: torch.optim.Optimizer
+            self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
         ) -> torch.optim.lr_scheduler.LambdaLR:
+            # transformers 5 gives none.
+            optimizer = optimizer or self.optimizer
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.learning_rate)
             return self.lr_scheduler
 

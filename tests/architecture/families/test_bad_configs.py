@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from llmscale.architecture.hf_config import FAMILIES, family_of, get_family, read_shape
+from llmscale.architecture.hf_config import FAMILIES, family_of, get_family, read_shape, without_rope_scaling
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.errors import ConfigError
 from tests.architecture.families.test_published import PUBLISHED, QWEN3_06B
@@ -63,6 +63,32 @@ def test_any_value_of_any_entry_gives_a_shape_or_one_line(model_type: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("entries", "scaling"),
+    [
+        ({"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096, "finetuned": True}, "yarn:16,4096"),
+        ({"type": "yarn", "factor": 2.0, "truncate": True, "attention_factor": None, "mscale": None}, "yarn:2,2048"),
+        ({"type": "linear", "factor": 2.0, "attention_factor": 3.0, "note": "x"}, "linear:2"),
+        ({"rope_type": "default", "mrope_section": [1, 2]}, "none"),
+    ],
+)
+def test_entries_that_transformers_ignores_are_ignored(entries: dict, scaling: str) -> None:
+    shape = build_shape(read_shape({**LLAMA, "max_position_embeddings": 2048, "rope_scaling": entries}, "config.json"))
+    assert shape.rope_scaling == scaling
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [{"rope_scaling": {"type": "dynamic"}}, {"rope_parameters": {"rope_type": "longrope", "rope_theta": 5e5}}],
+)
+def test_plain_rotations_replace_a_scaling_of_any_kind(entries: dict) -> None:
+    with pytest.raises(ConfigError):
+        read_shape({**LLAMA, **entries}, "config.json")
+    values = read_shape(without_rope_scaling({**LLAMA, **entries}), "config.json")
+    assert values["rope_scaling"] == "none"
+    assert values["rope_theta"] == (5e5 if "rope_parameters" in entries else 10_000.0)
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         *[
@@ -71,14 +97,13 @@ def test_any_value_of_any_entry_gives_a_shape_or_one_line(model_type: str) -> No
         ],
         ({"rope_scaling": {"type": "su", "factor": 4.0}}, "type is 'su'; llmscale has default, linear, llama3, yarn"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 8}}, "beta_fast"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1.0}}, "'attention_factor' is not known"),
-        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling 'linear:0.5' is not legal. Legal: none"),
         (
-            {"rope_scaling": {"type": "default", "mrope_section": [1, 2]}},
-            "'mrope_section' is not known; llmscale reads",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1.0}},
+            "attention_factor is 1.0; llmscale's model has none",
         ),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling 'linear:0.5' is not legal. Legal: none"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear', not an object"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "'full_attention' is not known"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "'full_attention' is an object of its own"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5; llmscale's model has 1.0"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25; llmscale's model has 1.0 alone"),
         ({"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'; llmscale has silu, "),
@@ -103,9 +128,9 @@ def test_any_value_of_any_entry_gives_a_shape_or_one_line(model_type: str) -> No
         ({**MOE, "mlp_only_layers": [0, 1]}, "mlp_only_layers and decoder_sparse_step leave no block with experts"),
         ({**MOE, "num_hidden_layers": 5, "mlp_only_layers": [1]}, "to the blocks 0, 2, 3, 4 of 5; llmscale has blocks"),
         ({**MOE, "mlp_only_layers": [-1]}, "mlp_only_layers is [-1], not a list of integers from 0"),
-        ({**MOE, "model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv is 8.0; llmscale's model has None alone"),
+        ({**MOE, "model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv is 8.0; llmscale's model has none"),
         ({**MOE, "model_type": "dots1", "n_group": 8}, "n_group is 8; llmscale's model has 1 alone"),
-        ({"model_type": "qwen"}, "no model of type 'qwen'. Did you mean 'qwen2'?"),
+        ({"model_type": "qwen"}, "no model of type 'qwen'. Supported: gpt2"),
         ({"model_type": "bert"}, "Supported: gpt2, opt, llama, mistral, qwen2, qwen3, olmo2, mixtral, qwen3_moe, "),
         ({"model_type": None}, "model_type is missing"),
     ],

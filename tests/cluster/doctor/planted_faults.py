@@ -118,24 +118,6 @@ def sshd_started_by(stage: Stage, script: str) -> Iterator[None]:
 
 
 @contextmanager
-def unknown_host_key(stage: Stage) -> Iterator[None]:
-    known = stage.first.etc_ssh / "ssh_known_hosts"
-    kept = [line for line in known.read_text().splitlines() if not line.startswith(stage.second.name)]
-    with edited(known, "\n".join(kept) + "\n"):
-        yield
-
-
-@contextmanager
-def changed_host_key(stage: Stage) -> Iterator[None]:
-    known = stage.first.etc_ssh / "ssh_known_hosts"
-    lines = known.read_text().splitlines()
-    own = next(line.split(" ", 1)[1] for line in lines if line.startswith(stage.first.name))
-    others = [line for line in lines if not line.startswith(stage.second.name)]
-    with edited(known, "\n".join([*others, f"{stage.second.name} {own}"]) + "\n"):
-        yield
-
-
-@contextmanager
 def key_not_accepted(stage: Stage) -> Iterator[None]:
     with edited(stage.second.etc_ssh / "authorized_keys", ""):
         yield
@@ -157,20 +139,6 @@ def power_off(stage: Stage) -> Iterator[None]:
         yield
     finally:
         stage.playground.power_on(stage.second)
-
-
-@contextmanager
-def wrong_clock(stage: Stage) -> Iterator[None]:
-    """Hosts on one machine share its clock, so the second one's `date` is what goes wrong."""
-    real = shutil.which("date") or "/bin/date"
-    copy = stage.scratch / "real-date"
-    shutil.copy(real, copy)
-    script = f'#!/bin/sh\nexec {copy} -d "+90 seconds" "$@"\n'
-    fake = stage.scratch / "date"
-    fake.write_text(script)
-    fake.chmod(0o755)
-    with mounted(stage.second, Path(real), "--bind", str(fake)):
-        yield
 
 
 @contextmanager
@@ -284,37 +252,3 @@ def resolves_to_nothing(stage: Stage) -> Iterator[None]:
     lines = [line for line in hosts.read_text().splitlines() if stage.first.name not in line.split()]
     with edited(hosts, "\n".join(lines) + "\n"):
         yield
-
-
-@contextmanager
-def other_mtu(stage: Stage) -> Iterator[None]:
-    must(stage.second, "ip", "link", "set", "eth0", "mtu", "1280")
-    try:
-        yield
-    finally:
-        must(stage.second, "ip", "link", "set", "eth0", "mtu", "1500")
-
-
-@contextmanager
-def slow_link(stage: Stage) -> Iterator[None]:
-    queue = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "100mbit", "burst", "64kb", "latency", "100ms"]
-    must(stage.second, *queue)
-    try:
-        yield
-    finally:
-        must(stage.second, "tc", "qdisc", "del", "dev", "eth0", "root")
-
-
-@contextmanager
-def no_ninja(stage: Stage) -> Iterator[None]:
-    folders = [str(Path(sys.executable).parent), *os.environ["PATH"].split(os.pathsep)]
-    found = {tool for folder in folders if (tool := shutil.which("ninja", path=folder))}
-    dead = stage.scratch / "not-executable"
-    dead.touch(mode=0o644)
-    for tool in sorted(found):
-        must(stage.second, "mount", "--bind", str(dead), tool)
-    try:
-        yield
-    finally:
-        for tool in sorted(found):
-            must(stage.second, "umount", tool)

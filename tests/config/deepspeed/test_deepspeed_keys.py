@@ -8,7 +8,8 @@ import pytest
 from pydantic import BaseModel
 
 from llmscale.config.deepspeed import schema as ds_schema
-from llmscale.config.deepspeed.rules import UNSUPPORTED
+from llmscale.config.deepspeed.foreign import READ_HERE, UNSUPPORTED, WITHOUT_EFFECT, read_foreign
+from llmscale.config.deepspeed.rules import find_problems
 from llmscale.config.deepspeed.schema import DsFile, Section
 
 deepspeed = pytest.importorskip("deepspeed")
@@ -17,15 +18,17 @@ deepspeed = pytest.importorskip("deepspeed")
 def known(prefix: str, section: type[Section]) -> set[str]:
     """Names that llmscale supports or refuses directly below a dotted prefix."""
     below = f"{prefix}." if prefix else ""
-    refused = {path.removeprefix(below) for path in UNSUPPORTED if path.startswith(below)}
+    read = {*UNSUPPORTED, *WITHOUT_EFFECT, *READ_HERE}
+    refused = {path.removeprefix(below) for path in read if path.startswith(below)}
     return set(section.model_fields) | {name.split(".")[0] for name in refused}
 
 
 def test_what_deepspeed_removed_is_refused_with_a_reason() -> None:
     from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS
 
-    assert set(_REMOVED_TOP_LEVEL_CONFIG_KEYS) <= set(UNSUPPORTED)
-    assert {f"zero_optimization.{name}" for name in _REMOVED_ZERO_CONFIG_KEYS} <= set(UNSUPPORTED)
+    known = {*UNSUPPORTED, *WITHOUT_EFFECT, *READ_HERE}
+    assert set(_REMOVED_TOP_LEVEL_CONFIG_KEYS) <= known
+    assert {f"zero_optimization.{name}" for name in _REMOVED_ZERO_CONFIG_KEYS} <= known
 
 
 def pydantic_sections() -> list[tuple[str, type[Section], type[BaseModel]]]:
@@ -64,6 +67,23 @@ def test_a_section_has_deepspeeds_keys_and_defaults(path: str, ours: type[Sectio
         if not field.is_required():
             default = fields[name].default
             assert field.default == (() if default == [] else default), name
+
+
+@pytest.mark.parametrize(("path", "ours", "theirs"), pydantic_sections(), ids=lambda value: str(value)[:40])
+def test_no_name_of_a_key_that_deepspeed_reads_is_called_unread(
+    path: str, ours: type[Section], theirs: type[BaseModel]
+) -> None:
+    """DeepSpeed reads a field under its own name, too, not only under its alias."""
+    for field, declared in theirs.model_fields.items():
+        for name in {field, declared.alias or field}:
+            section: dict[str, object] = {name: declared.get_default(call_default_factory=True)}
+            if "enabled" in ours.model_fields:
+                section = {"enabled": True, **section}
+            config: dict[str, object] = section
+            for parent in reversed(path.split(".")):
+                config = {parent: config}
+            config.setdefault("zero_optimization", {})["stage"] = 1  # type: ignore[index]
+            assert not [problem.text for problem in find_problems(read_foreign(config)) if "not a key" in problem.text]
 
 
 class Recorder(dict[str, object]):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from llmscale.config.deepspeed.foreign import UNSUPPORTED, WITHOUT_EFFECT
 from llmscale.config.deepspeed.resolve import DsConfig, load_ds_config, parse_ds_config, read_ds_config
-from llmscale.config.deepspeed.rules import UNSUPPORTED
 from llmscale.errors import ConfigError
 
 
@@ -115,11 +115,6 @@ def test_files_that_cannot_be_text(tmp_path: Path) -> None:
             "device",
         ),
         (
-            {"zero_optimization": {"stage": 3, "max_live_parameters": 1}},
-            "max_live_parameters'",
-            "stage3_max_live_parameters",
-        ),
-        (
             {"fp16": {"enabled": True, "initial_scale_pwr": 8}},
             "'fp16.initial_scale_pwr'",
             "initial_scale_power",
@@ -144,9 +139,12 @@ def test_an_unknown_key_close_to_none_lists_the_legal_ones() -> None:
     assert "Legal keys of aio: block_size, intra_op_parallelism, overlap_events" in text
 
 
-def test_several_problems_are_counted() -> None:
+def test_several_problems_are_listed() -> None:
     text = refusal(foo=1, bar=2, gradient_clipping="much")
-    assert text.endswith("(And 2 more in this file.)")
+    assert text.startswith("my.json: 3 problems. (1) gradient_clipping = ")
+    assert "(2) 'foo' is" in text
+    assert "(3) 'bar' is" in text
+    assert text.endswith("`llmscale doctor --ds my.json --fixed OUT` writes the file that llmscale takes.")
 
 
 # types and values
@@ -158,7 +156,7 @@ def test_several_problems_are_counted() -> None:
         ("zero_optimization.stage", 4, "= 4: must be 0, 1, 2 or 3"),
         ("zero_optimization.stage", "2", '= "2": must be 0, 1, 2 or 3'),
         ("zero_optimization.stage", True, "= true: must be 0, 1, 2 or 3"),
-        ("zero_optimization", True, "= true: must be an object {...}"),
+        ("zero_optimization", 2, "= 2: must be an object {...}"),
         ("zero_optimization", {}, "zero_optimization.stage is missing"),
         ("bf16", {}, "bf16.enabled is missing"),
         ("bf16.enabled", "true", '= "true": must be true or false'),
@@ -184,11 +182,16 @@ def test_people_write_sizes_as_floats() -> None:
     assert config.keys.zero.reduce_bucket_size == 500_000_000
 
 
-@pytest.mark.parametrize("dotted", ["zero_optimization.stage", "communication_data_type", "steps_per_print"])
-def test_auto_is_refused_where_nobody_fills_it(dotted: str) -> None:
-    text = refusal(**nested(dotted, "auto"))
-    assert f'{dotted} is "auto"' in text
-    assert "llmscale fills: train_batch_size" in text
+@pytest.mark.parametrize("dotted", ["communication_data_type", "steps_per_print", "zero_optimization.overlap_comm"])
+def test_auto_is_the_default_where_nothing_else_follows_from_the_run(dotted: str) -> None:
+    filled = {"zero_optimization": {"stage": 2}, **nested(dotted, "auto")}
+    if "." in dotted:
+        filled = {"zero_optimization": {"stage": 2, "overlap_comm": "auto"}}
+    assert parse(**filled).keys == parse(zero_optimization={"stage": 2}).keys
+
+
+def test_the_stage_is_never_auto() -> None:
+    assert '= "auto": must be 0, 1, 2 or 3' in refusal(zero_optimization={"stage": "auto"})
 
 
 def test_auto_is_taken_where_it_is_filled() -> None:
@@ -211,14 +214,32 @@ def test_auto_is_taken_where_it_is_filled() -> None:
     assert config.gradient_clipping is None
 
 
+#: A value that switches each entry on.
+ON = {"sparse_attention": {"mode": "fixed"}, "zero_optimization.mics_shard_size": 8}
+
+
 @pytest.mark.parametrize("dotted", UNSUPPORTED)
-def test_unsupported_sections_are_refused_by_name(dotted: str) -> None:
-    text = refusal(**nested(dotted, {}))
+def test_unsupported_entries_are_refused_by_name_unless_they_are_off(dotted: str) -> None:
+    text = refusal(**nested(dotted, ON.get(dotted, {"enabled": True})))
     assert f"'{dotted}' is not supported: " in text
+    zero = {"stage": 0} if dotted.startswith("zero_") else None
+    off = nested(dotted, 1 if dotted == "sequence_parallel_size" else False if zero is None else 0)
+    if zero is not None:
+        off = {"zero_optimization": {**zero, dotted.partition(".")[2]: False}}
+    if dotted.partition(".")[0] in ("fp16", "bf16"):
+        off = {dotted.partition(".")[0]: {"enabled": False, dotted.partition(".")[2]: False}}
+    if dotted != "zero_optimization.mics_shard_size":
+        assert parse(**off).warnings == ()
 
 
-def test_load_universal_is_explained() -> None:
-    assert "makes the next restart read an old one" in refusal(checkpoint={"load_universal": True})
+@pytest.mark.parametrize("dotted", WITHOUT_EFFECT)
+def test_entries_without_effect_are_named(dotted: str) -> None:
+    value = {"zero_allow_untested_optimizer": False, "zero_optimization.compute_grad_norm": False}.get(dotted)
+    config = nested(dotted, {"enabled": True} if value is None else value)
+    if "zero_optimization" in config:
+        config["zero_optimization"]["stage"] = 2  # type: ignore[index]
+    (warning,) = parse(**config).warnings
+    assert warning.startswith(f"{dotted} has no effect: ")
 
 
 # what it answers

@@ -147,7 +147,7 @@ def test_a_json_list_is_an_item_an_entry(tmp_path: Path, make_prose: MakeProse) 
         ("a.txt", b"\0" * 20, "zero bytes"),
         ("a.txt", b"few words", "no text of at least 13 words"),
         ("a.txt", b"", "no text of at least 13 words"),
-        ("a.txt.gz", b"no gzip", "damaged"),
+        ("a.txt.gz", b"no gzip\xff\xfe", "damaged"),
         ("missing.txt", None, "cannot be read"),
     ],
 )

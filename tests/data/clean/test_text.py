@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+import xxhash
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from llmscale.data.clean.duplicates import find_exact_key
 from llmscale.data.clean.filters import Text, hash_ngrams, number_words, plain_words, word_spans
+from llmscale.data.prepare.train_val_split import hash_text
 
 #: Letters, signs that are letters, signs that are punctuation (U+30A0, U+30FB, U+309B, U+3099) or unassigned, others.
 MIXED = st.text("aB\u00e9 \n.-'\u6f22\u30ab\u3042\u30a0\u30fb\u309b\u3099\u3040\u30fc\U0003134e!_1")
@@ -61,3 +66,18 @@ def test_hostile_text_takes_linear_time(text: str) -> None:
     long = Text(text * 300_000)
     assert "".join(long.words) == long.content.strip()
     assert len(long.word_hashes) == len(plain_words(long.content))
+
+
+def test_hashes_of_text_are_those_of_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """xxhash 4 takes no text; version 3 hashed its UTF-8."""
+    for name in ("xxh3_64_intdigest", "xxh3_128_digest"):
+        hash_bytes = getattr(xxhash, name)
+
+        def only_bytes(data: object, hash_bytes: Callable = hash_bytes) -> object:
+            assert not isinstance(data, str), "Strings must be encoded before hashing"
+            return hash_bytes(data)
+
+        monkeypatch.setattr(xxhash, name, only_bytes)
+    assert find_exact_key(Text("é  x")).key == 8932000399145522037
+    assert hash_text("é x").hex() == "8d29a8daf15b4c5013de9343d1d9eecf"
+    assert Text("é").word_hashes.tolist() == [xxhash.xxh3_64_intdigest("é".encode())]

@@ -76,7 +76,11 @@ def test_every_source_goes_on_from_every_place(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(_jsonl("four", "five")))
     parquet.write_table(pyarrow.table({"text": [f"row {n}" for n in range(150)]}), tmp_path / "c.parquet",
                         row_group_size=70)  # fmt: skip
-    members = {"x/1.txt": b"six", "x/2.jsonl": _jsonl("seven", "eight"), "x/3.txt.gz": gzip.compress(b"nine")}
+    members = {
+        "x/1.json": _jsonl("six"),
+        "x/2.jsonl": _jsonl("seven", "eight"),
+        "x/3.json.gz": gzip.compress(_jsonl("nine")),
+    }
     _tar(tmp_path / "d.tgz", members)
     source = open_source(*(str(tmp_path / name) for name in ("a.jsonl", "b.jsonl.gz", "c.parquet", "d.tgz")))
     whole = list(source.records((), None))
@@ -135,7 +139,9 @@ def test_of_an_archive_only_files_are_read_and_nothing_is_unpacked(tmp_path: Pat
     members = {"../../escape.txt": b"text", "/abs.txt": b"more", ".hidden.txt": b"no", "a.png": b"no"}
     source = open_source(str(_tar(tmp_path / "a.tar", members, _links)))
     assert list(source.documents()) == ["text", "more"]
-    assert source.passed_over == {".txt": 5, ".png": 1}
+    assert {one.name.partition(":")[2] for one in source.passed_over} == {
+        *("l.txt", "h.txt", "d.txt", "p.txt"), ".hidden.txt", "a.png"
+    }  # fmt: skip
     assert [path.name for path in tmp_path.iterdir()] == ["a.tar"]
 
 

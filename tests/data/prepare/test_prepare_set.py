@@ -10,15 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmscale.cli.main import main
 from llmscale.data.prepare import split_writer, tokenise
 from llmscale.data.prepare.prepare_set import Prepared, PrepareOptions, prepare
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.split_writer import Run, WindowShuffle, unigram_entropy_nats, window_keys
+from llmscale.data.prepare.train_val_split import hash_text, split_scores
 from llmscale.data.shards.cache import open_set
 from llmscale.data.shards.manifest import Manifest, load_manifest
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer, load_tokenizer
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
+from llmscale.data.tokenizers.train_tokenizer import train_tokenizer
 from llmscale.errors import DataError
 
 WriteDocuments = Callable[..., list[str]]
@@ -179,9 +182,12 @@ def test_unigram_entropy() -> None:
 
 def test_every_shard_is_a_random_part_of_the_text(write_documents: WriteDocuments, tmp_path: Path) -> None:
     """Of train; validation stays in the order of the text. The windows are those of the text, each once."""
-    write_documents(tmp_path / "in.jsonl", 400)
-    options = dataclasses.replace(SMALL, shuffle=False)
-    shuffled = _prepare(tmp_path / "in.jsonl", tmp_path / "shuffled").manifest
+    (first, *_) = write_documents(tmp_path / "in.jsonl", 400)
+    # The first document goes to val: none is held back, and put back later.
+    seed = next(seed for seed in range(1000) if split_scores([hash_text(first)], seed)[0] < SMALL.val_fraction)
+    options = dataclasses.replace(SMALL, seed=seed)
+    shuffled = _prepare(tmp_path / "in.jsonl", tmp_path / "shuffled", options).manifest
+    options = dataclasses.replace(options, shuffle=False)
     in_order = _prepare(tmp_path / "in.jsonl", tmp_path / "in_order", options).manifest
     assert (shuffled.is_shuffled, in_order.is_shuffled) == (True, False)
     assert shuffled.splits["val"] == in_order.splits["val"]
@@ -191,7 +197,7 @@ def test_every_shard_is_a_random_part_of_the_text(write_documents: WriteDocument
     stored = TokenShards(open_set(str(tmp_path / "shuffled")), "train").read(np.arange(len(train)))
     assert (stored == text).all(axis=1).mean() < 0.01
     assert np.array_equal(_windows_of_the_text(tmp_path / "shuffled", "train"), text)
-    places = np.argsort(window_keys(0, len(text), 0))
+    places = np.argsort(window_keys(0, len(text), seed))
     means = [
         part.mean()
         for part in np.split(places, np.cumsum([s.num_samples for s in shuffled.splits["train"].shards])[:-1])
@@ -328,6 +334,66 @@ def test_a_text_of_few_documents_is_cut_for_validation(tmp_path: Path, suffix: s
     assert 0.88 < text.encode().index(val[:100]) / len(text) < 0.91, "the end of the text"
     assert train[:100] not in val
     assert "too few documents" in prepared.note
+
+
+@pytest.mark.parametrize("normalizer", [None, "NFKC"])
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_each_part_of_a_cut_document_has_the_bytes_of_its_own_tokens(
+    tmp_path: Path, suffix: str, normalizer: str | None
+) -> None:
+    """The first nine tenths have words that the tokenizer knows, the end has none."""
+    known = "the same words again and again. " * 600
+    unknown = "".join(f"{number * 7919:x}q\u2460\u00fc" for number in range(400))
+    (tmp_path / "words.txt").write_text(known)
+    tokenizer = train_tokenizer(open_source(str(tmp_path / "words.txt")), tmp_path / "own", 270)
+    if normalizer:
+        stored = json.loads((tmp_path / "own" / "tokenizer.json").read_text())
+        stored["normalizer"] = {"type": normalizer}
+        (tmp_path / "own" / "tokenizer.json").write_text(json.dumps(stored))
+        tokenizer = load_tokenizer(str(tmp_path / "own"))
+    lines = [json.dumps({"text": part}) for part in ("ab", known + unknown, "cd")]
+    (tmp_path / f"in.{suffix}").write_text(known + unknown if suffix == "txt" else "\n".join(lines))
+    out = tmp_path / "set"
+    manifest = _prepare(
+        tmp_path / f"in.{suffix}", out, PrepareOptions(seq_len=32, val_fraction=0.3), tokenizer=str(tmp_path / "own")
+    ).manifest
+    val, total = manifest.splits["val"], sum(split.num_text_bytes for split in manifest.splits.values())
+    decoded = tokenizer.decode([token for token in _stream(out, "val") if token != manifest.eot_token])
+    # The tail fills no window, and a character may be cut.
+    per_token = len(decoded.encode()) / (val.num_tokens - val.tail_tokens)
+    assert val.num_text_bytes == pytest.approx(per_token * val.num_tokens, rel=0.03)
+    assert total == len((known + unknown).encode()) + (4 if suffix == "jsonl" else 0)
+    assert manifest.splits["train"].bytes_per_token > 1.5 * val.bytes_per_token
+    assert manifest.note_on_bytes == ""
+
+
+def test_an_older_set_says_that_its_bytes_are_an_average(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.txt").write_text("the same words again and again. " * 600 + "0123456789" * 100)
+    train_tokenizer(open_source(str(tmp_path / "in.txt")), tmp_path / "own", 270)
+    out = tmp_path / "set"
+    _prepare(tmp_path / "in.txt", out, PrepareOptions(seq_len=32), tokenizer=str(tmp_path / "own"))
+    manifest = json.loads((out / "manifest.json").read_text())
+    del manifest["counts_own_bytes"]
+    splits = manifest["splits"].values()
+    average = sum(split["num_text_bytes"] for split in splits) / (sum(split["num_tokens"] for split in splits) - 1)
+    for split in splits:
+        split["num_text_bytes"] = round(average * split["num_tokens"])
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    assert main(["data", "inspect", str(out)]) == 0
+    assert "are an average of training and validation text" in " ".join(capsys.readouterr().out.split())
+
+
+def test_no_shuffle_keeps_the_order_of_the_text(write_documents: WriteDocuments, tmp_path: Path) -> None:
+    documents = write_documents(tmp_path / "in.jsonl", 60)
+    places = {document: place for place, document in enumerate(documents)}
+    for seed in range(8):
+        options = dataclasses.replace(SMALL, shuffle=False, val_fraction=0.02, seed=seed)
+        _prepare(tmp_path / "in.jsonl", tmp_path / f"set{seed}", options)
+        manifest = load_manifest(tmp_path / f"set{seed}")
+        for split in ("train", "val"):
+            read = _documents_of(_stream(tmp_path / f"set{seed}", split), manifest)[:-1]
+            order = [places[bytes(tokens).decode()] for tokens in read]
+            assert order == sorted(order)
 
 
 def test_the_set_keeps_its_tokenizer(write_documents: WriteDocuments, tmp_path: Path) -> None:

@@ -105,3 +105,32 @@ def test_refusals_name_the_flag(request_: TextRequest, tmp_path: Path, text: str
     with pytest.raises(DataError, match=f"^--text .*{said}"):
         replace(request_, text=text.format(tmp_path)).open(may_prepare=True)
     assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_cache_that_cannot_be_written_names_the_flag(request_: TextRequest, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"Not a directory.* with --data-cache"):
+        replace(request_, cache=tmp_path / "file" / "cache").open(may_prepare=True)
+
+
+def test_text_that_is_not_utf8_is_skipped_if_asked(
+    request_: TextRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text" / "c.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(DataError, match=r"c\.txt is not UTF-8 text.*--skip-undecodable"):
+        request_.open(may_prepare=True)
+    manifest = load_manifest(replace(request_, skip_undecodable=True).open(may_prepare=True))
+    assert manifest.skipped_documents == 1
+    assert "Skipped 1 text (not UTF-8): c.txt." in capsys.readouterr().err
+    with pytest.raises(DataError, match="is not UTF-8 text"):
+        request_.open(may_prepare=True)
+
+
+def test_files_that_are_not_read_are_listed(
+    request_: TextRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = "".join(f"{number},words of row {number} of a table\n" for number in range(50))
+    (tmp_path / "text" / "c.csv").write_text(f"id,text\n{rows}")
+    manifest = load_manifest(request_.open(may_prepare=True))
+    assert sum(split.num_documents for split in manifest.splits.values()) == 50
+    assert "Skipped 2 files beside the records (--glob chooses files): a.txt, b.txt." in capsys.readouterr().err

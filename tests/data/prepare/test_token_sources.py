@@ -262,3 +262,17 @@ def test_a_prepared_set_in_a_store_is_no_input(object_store: ObjectStore, tmp_pa
     object_store.put("manifest.json", b"{}")
     with pytest.raises(DataError, match="give its original text"):
         open_source(url)
+
+
+def test_input_ids_are_tokens_whatever_the_flag(tmp_path: Path) -> None:
+    """transformers' name of the column: with and without --text-field the answer is the same."""
+    columns = {"input_ids": "ndarray:int32", "labels": "ndarray:int32"}
+    writer = streaming_module("format.mds").MDSWriter(columns=columns, out=str(tmp_path / "mds"))
+    for document in DOCUMENTS:
+        writer.write(dict.fromkeys(columns, np.array([*document, 256], np.int32)))
+    writer.finish()
+    for text_field in (None, "input_ids", "labels"):
+        documents = _read(open_source(str(tmp_path / "mds"), text_field=text_field))
+        assert [np.asarray(document.content).tolist() for document in documents] == DOCUMENTS
+    with pytest.raises(DataError, match="--text-field 'body' selects a field of"):
+        open_source(str(tmp_path / "mds"), text_field="body")

@@ -39,6 +39,22 @@ def test_copies_of_the_document_that_is_held_back_stay_together() -> None:
     assert _assign([0.4] * 4, 0.1)["val"] == []
 
 
+@given(st.lists(st.sampled_from([0.02, 0.2, 0.3, 0.5, 0.7, 0.9]), max_size=20), st.sampled_from([0.001, 0.1, 0.25]))
+def test_the_order_of_the_text_is_kept_where_it_is_wanted(scores: list[float], val_fraction: float) -> None:
+    found = {}
+    for keeps_order in (False, True):
+        assigner = SplitAssigner[tuple[float, int]](val_fraction, keeps_order=keeps_order)
+        assigned = [pair for number, score in enumerate(scores) for pair in assigner.assign(score, (score, number))]
+        found[keeps_order] = [*assigned, *assigner.finish()]
+    splits = {split: [document for where, document in found[True] if where == split] for split in ("train", "val")}
+    for split, documents in splits.items():
+        # Copies of a document that is held back are one object.
+        assert sorted(score for score, _ in documents) == sorted(s for where, (s, _) in found[False] if where == split)
+    is_val = [score in [score for score, _ in splits["val"]] for score in scores]
+    for split, wanted in (("train", False), ("val", True)):
+        assert [s for s, _ in splits[split]] == [s for s, val in zip(scores, is_val, strict=True) if val == wanted]
+
+
 def test_no_val_when_none_is_wanted() -> None:
     assert _assign([0.0, 0.5], 0.0) == {"train": [0, 1], "val": []}
 
@@ -82,7 +98,7 @@ class Numbers:
 
 
 def _keep(sizes: list[tuple[str, int]], fraction: float, window: int) -> tuple[dict[str, list[Numbers]], str]:
-    keeper = ValidationKeeper[Numbers](fraction, window)
+    keeper = ValidationKeeper[Numbers](fraction, window, Numbers.cut_at)
     found: dict[str, list[Numbers]] = {"train": [], "val": []}
     added = [pair for name, (split, size) in enumerate(sizes) for pair in keeper.add(split, Numbers(name, 0, size))]
     for split, part in [*added, *keeper.finish()]:
@@ -129,7 +145,7 @@ def test_a_document_that_is_most_of_the_text_is_not_all_for_validation() -> None
 
 
 def test_copies_of_the_only_document_are_cut_alike() -> None:
-    keeper = ValidationKeeper[Numbers](0.1, 20)
+    keeper = ValidationKeeper[Numbers](0.1, 20, Numbers.cut_at)
     assert not [pair for _ in range(3) for pair in keeper.add("train", Numbers(0, 0, 199))]
     found = keeper.finish()
     assert found == [("train", Numbers(0, 0, 180)), ("val", Numbers(0, 180, 199))] * 3

@@ -7,29 +7,54 @@ import json
 import os
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import PurePath
 from typing import BinaryIO
 
-from llmscale.data.prepare.sources.formats import FILE_FORMATS, OpenedContents, is_plain_name, opened_contents
+from llmscale.data.prepare.sources.foreign import refuse_foreign_names
+from llmscale.data.prepare.sources.formats import (
+    FILE_FORMATS,
+    TAR,
+    OpenedContents,
+    choose,
+    choose_members,
+    format_of,
+    is_beside_records,
+    is_plain_name,
+    opened_contents,
+    reason_of,
+    suffix_of,
+)
 from llmscale.data.prepare.sources.source import (
+    BESIDE_RECORDS,
+    BESIDE_TEXT,
+    UNDECODABLE,
+    Choice,
+    FileError,
     InputFile,
+    PassedOver,
     Place,
     ReadOptions,
     Record,
     Source,
     TokenRules,
     UndecodableError,
+    describe_passed_over,
+    join_errors,
+    matches,
     opened,
+    pass_over,
     within_budget,
+    without_undecodable,
 )
 from llmscale.errors import DataError
 
-#: Most files that are opened to find out whether records have fields.
+#: Most files that are opened to find out whether records have fields, or which others cannot be read.
 _MOST_LOOKED_AT = 1000
+#: Most bytes that are read to find out which other files cannot be read.
+_MOST_CHECKED_BYTES = 1 << 30
 
 
 class FileSource(Source):
@@ -38,36 +63,79 @@ class FileSource(Source):
     def __init__(self, name: str, files: Sequence[InputFile], options: ReadOptions) -> None:
         self.name = name
         self.files = files
-        self.passed_over = Counter()
-        has_plain = options.has_plain or any(is_plain_name(PurePath(file.name)) for file in files)
+        self.passed_over: set[PassedOver] = set()
+        if not options.is_plain:
+            refuse_foreign_names([(file.name, suffix_of(PurePath(file.name))) for file in files])
+        # Beside records a lone object is no record either.
+        has_plain = options.has_plain or (options.choice is not None and options.choice.are_records)
+        has_plain = has_plain or any(is_plain_name(PurePath(file.name)) for file in files)
+        self._is_part = False
         self._options = replace(options, passed_over=self.passed_over, has_plain=has_plain)
         self.total_bytes = sum(file.size_bytes for file in files)
 
     def records(self, start: Place, rules: TokenRules | None) -> Iterator[Record]:
         first, inner = (start[0], start[1:]) if start else (0, ())
         self.read_bytes = sum(file.size_bytes for file in self.files[:first])
+        is_empty = not start and not self._is_part
         for number in range(first, len(self.files)):
             file, done_bytes = self.files[number], self.read_bytes
             try:
-                yield from self._read(number, inner, rules)
-            except UndecodableError as error:
-                if not self._options.skip_undecodable:
-                    raise DataError(
-                        f"{error} Convert it to UTF-8, or skip such files with --skip-undecodable."
-                    ) from None
+                for record in without_undecodable(self, self._read(number, inner, rules), self._options):
+                    is_empty = False
+                    yield record
+            except FileError as error:
+                if not (isinstance(error, UndecodableError) and self._options.skip_undecodable):
+                    raise join_errors([error, *self._errors_after(number, rules)]) from None
                 self.skipped += 1
+                pass_over(self.passed_over, UNDECODABLE, PurePath(file.relative))
             self.read_bytes, inner = done_bytes + file.size_bytes, ()
+        if is_empty and self.passed_over:
+            raise DataError(f"--input {self.name} has no text. {' '.join(describe_passed_over(self.passed_over))}")
 
     def _read(self, number: int, start: Place, rules: TokenRules | None) -> Iterator[Record]:
         file, begin_bytes = self.files[number], self.read_bytes
         with opened(file) as raw, self._opened_contents(file, raw) as (kind, contents):
-            records = kind.read(contents, file.name, self._options, rules, start)
+            options = self._options
+            if kind is TAR:
+                options = replace(options, choice=self._choice_in(file))
+            if is_beside_records(kind, options):
+                pass_over(self.passed_over, BESIDE_RECORDS, PurePath(file.relative))
+                return
+            records = kind.read(contents, file.name, options, rules, start)
             for record in within_budget(records, file.name, file.size_bytes):
                 self.read_bytes = begin_bytes + _place_in(raw)
                 # Counted once per file, wherever reading began.
                 self.num_cut += not kind.makes_many and record.place == (2,)
                 record.place = (number, *record.place)
                 yield record
+
+    def _choice_in(self, archive: InputFile) -> Choice:
+        with opened(archive) as raw, self._opened_contents(archive, raw) as (_, contents):
+            return choose_members(contents, self._options)
+
+    def _errors_after(self, number: int, rules: TokenRules | None) -> Iterator[FileError]:
+        """Yield the errors of later files, so that a user sees all of them at once."""
+        left_bytes = _MOST_CHECKED_BYTES
+        for file in self.files[number + 1 :][:_MOST_LOOKED_AT]:
+            left_bytes -= file.size_bytes
+            if left_bytes < 0:
+                return
+            if error := self._error_of(file, rules):
+                yield error
+
+    def _error_of(self, file: InputFile, rules: TokenRules | None) -> FileError | None:
+        try:
+            with opened(file) as raw, self._opened_contents(file, raw) as (kind, contents):
+                # The first document is all of a text; the first record tells whether records have the field.
+                if not is_beside_records(kind, self._options):
+                    next(kind.read(contents, file.name, self._options, rules, ()), None)
+        except UndecodableError as error:
+            return None if self._options.skip_undecodable else error
+        except FileError as error:
+            return error
+        except DataError:
+            pass
+        return None
 
     def has_fields(self) -> bool:
         """Open the files, as text may be JSON; return True when there are more than _MOST_LOOKED_AT."""
@@ -76,7 +144,7 @@ class FileSource(Source):
         return any(map(self._holds_fields, self.files[:_MOST_LOOKED_AT])) or len(self.files) > _MOST_LOOKED_AT
 
     def _holds_fields(self, file: InputFile) -> bool:
-        with suppress(UndecodableError), opened(file) as raw, self._opened_contents(file, raw) as (kind, _):
+        with suppress(FileError), opened(file) as raw, self._opened_contents(file, raw) as (kind, _):
             return kind.has_fields
         return False
 
@@ -85,7 +153,10 @@ class FileSource(Source):
 
     def parts(self) -> list[Source]:
         """Return one source per file."""
-        return [FileSource(self.name, [file], self._options) for file in self.files]
+        parts = [FileSource(self.name, [file], self._options) for file in self.files]
+        for part in parts:
+            part._is_part = True
+        return list[Source](parts)
 
     def fingerprint(self) -> str:
         """Hash every file's path below the root, size and version."""
@@ -100,20 +171,92 @@ def _place_in(raw: BinaryIO) -> int:
     return raw.tell() if not raw.closed else 0
 
 
+def open_files(
+    spec: str, files: Sequence[InputFile], options: ReadOptions, glob: str | None, passed_over: set[PassedOver]
+) -> FileSource:
+    """Return the source of a folder's files: those that match `glob`, else its records, else its text.
+
+    `passed_over` are other names in the folder. Raises DataError when none of the files is read.
+    """
+    passed_over = set(passed_over)
+    if glob is not None:
+        files = [file for file in files if matches(PurePath(file.relative), glob)]
+    else:
+        files, options = _choose(_of_split(files, options, spec, passed_over), options, passed_over)
+    if not files:
+        wanted = (
+            f"match --glob '{glob}'" if glob else "have a known suffix (.txt, .jsonl, .parquet, .csv, ...; .gz, .zst)"
+        )
+        notes = " ".join(describe_passed_over(passed_over))
+        raise DataError(f"--input {spec}: none of its files {wanted}. {notes}".rstrip())
+    source = FileSource(spec, files, options)
+    source.passed_over |= passed_over
+    return source
+
+
+def _choose(
+    files: Sequence[InputFile], options: ReadOptions, passed_over: set[PassedOver]
+) -> tuple[list[InputFile], ReadOptions]:
+    """Return the files of a folder that are read, and options with that choice; add the others to `passed_over`."""
+    known, chosen = [], []
+    for file in files:
+        kind = format_of(PurePath(file.relative))
+        if kind is not None and kind.in_folders:
+            known.append(file)
+        else:
+            pass_over(passed_over, reason_of(PurePath(file.relative)), PurePath(file.relative))
+    choice = choose(((PurePath(file.relative), opened(file), file.size_bytes) for file in known), options)
+    for file in known:
+        if suffix_of(PurePath(file.relative)) in choice.suffixes:
+            chosen.append(file)
+        else:
+            reason = BESIDE_RECORDS if choice.are_records else BESIDE_TEXT
+            pass_over(passed_over, reason, PurePath(file.relative))
+    return chosen, replace(options, choice=choice)
+
+
+#: Files that `datasets` writes beside those of save_to_disk: the list of splits, and that of a split's files.
+SPLITS_NAME, STATE_NAME = "dataset_dict.json", "state.json"
+
+
+def _of_split(
+    files: Sequence[InputFile], options: ReadOptions, spec: str, passed_over: set[PassedOver]
+) -> list[InputFile]:
+    """Return the files without those of other splits in the folders of save_to_disk, and without `datasets`' caches."""
+    names = [PurePath(file.relative) for file in files]
+    saved = {name.parent for name in names if name.name == SPLITS_NAME}
+    splits = {name.parent for name in names if name.name == STATE_NAME and name.parent.parent in saved}
+    for folder in saved:
+        found = sorted(split.name for split in splits if split.parent == folder)
+        if options.hf_split not in found:
+            raise DataError(
+                f"--input {spec}: the dataset that save_to_disk wrote has no split '{options.hf_split}'. Its splits: "
+                f"{', '.join(found)}; name one with --hf-split."
+            )
+    wanted = []
+    for file, name in zip(files, names, strict=True):
+        if any(split in name.parents and split.name != options.hf_split for split in splits):
+            pass_over(passed_over, f"files of other splits than {options.hf_split} (--hf-split names one)", name)
+        elif name.match("cache-*.arrow") and name.parent / STATE_NAME in names:
+            pass_over(passed_over, "caches of `datasets`", name)
+        else:
+            wanted.append(file)
+    return wanted
+
+
 class ConcatSource(Source):
     """Several inputs, one after the other. Places are (input, ...)."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
         self.name = ", ".join(source.name for source in sources)
-        self.left_out = " ".join(source.left_out for source in sources if source.left_out) or None
         sizes = [source.total_bytes for source in sources]
         known = [size for size in sizes if size is not None]
         self.total_bytes = sum(known) if len(known) == len(sizes) else None
 
     @property
-    def passed_over(self) -> Counter[str]:  # type: ignore[override]  # known at the end
-        return sum((source.passed_over for source in self._sources), Counter())
+    def passed_over(self) -> set[PassedOver]:  # type: ignore[override]  # known at the end
+        return set().union(*(source.passed_over for source in self._sources))
 
     def records(self, start: Place, rules: TokenRules | None) -> Iterator[Record]:
         first, inner = (start[0], start[1:]) if start else (0, ())

@@ -1,4 +1,5 @@
-"""Read text files, JSON lines, Parquet and tar archives. A new format is a reader here and a line in `FORMATS`."""
+"""Read text files, JSON lines and tar archives; recognise every format. A new format is a reader and a line in
+`FORMATS`."""
 
 from __future__ import annotations
 
@@ -7,33 +8,43 @@ import io
 import json
 import re
 import tarfile
-import tempfile
 import tokenize
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import PurePath, PurePosixPath
-from typing import IO, TYPE_CHECKING, BinaryIO, NoReturn, cast
+from typing import IO, BinaryIO, NoReturn, cast
 
 from llmscale.data.prepare.sources import source
+from llmscale.data.prepare.sources.foreign import foreign_format, refuse_foreign_contents
 from llmscale.data.prepare.sources.source import (
+    BESIDE_RECORDS,
+    BESIDE_TEXT,
+    Choice,
     Document,
+    FileError,
     Place,
     ReadOptions,
     Record,
     Rejected,
     TokenRules,
     UndecodableError,
+    field_of,
     lacks_field,
     missing_field,
+    pass_over,
 )
-from llmscale.data.prepare.sources.tokens import read_tokens
-from llmscale.data.shards.compressed import COMPRESSED_SUFFIXES, head_of, most_unpacked_bytes, unfolds, unpacked
+from llmscale.data.prepare.sources.tables import has_csv_column, is_csv, read_arrow, read_csv, read_parquet
+from llmscale.data.prepare.sources.tokens import is_token_array, read_npy, read_tokens
+from llmscale.data.shards.compressed import COMPRESSED_SUFFIXES, head_of, unpacked
 from llmscale.errors import DataError
+from llmscale.untrusted.paths import POINTER, is_pointer
 
 _CHUNK_BYTES = 1 << 20
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _BOM = b"\xef\xbb\xbf"
+_NOT_UTF8 = "not UTF-8"
 _OBJECT_BEGINS = re.compile(r'\ufeff?\s*(\[\s*)?(?=\{\s*")')
 #: Parses integers as floats, which avoids Python's limit of 4,300 digits.
 _DECODER = json.JSONDecoder(parse_int=float)
@@ -52,18 +63,28 @@ def is_jsonl(head: bytes, name: str, options: ReadOptions) -> bool:
     try:
         record, end = _DECODER.raw_decode(text, begin.end())
         is_alone = begin[1] is not None or not text[end:].lstrip().startswith("{")
-        if is_alone and options.has_plain and options.text_field not in record:
+        if is_alone and options.has_plain and not has_field(record, options.text_field):
             return False
     except (ValueError, RecursionError):  # damaged, or longer than the head
-        if not re.search(rf"{re.escape(json.dumps(options.text_field))}\s*:", text):
+        last = options.text_field.rpartition(".")[2]
+        if not re.search(rf"{re.escape(json.dumps(last))}\s*:", text):
             return False
         end = line_end + text[begin.end() : line_end].rstrip().endswith(("{", "[", ","))
     if begin[1] is not None or end > line_end:
-        raise DataError(
-            f"{name} is a JSON array or document, but records are read from JSON lines. Write one record per line: `jq "
-            "-c '.[]' FILE` of an array, `jq -c . FILE` of objects."
+        raise FileError(
+            name,
+            " is a JSON array or document, but records are read from JSON lines",
+            "Write one record per line: `jq -c '.[]' FILE` of an array, `jq -c . FILE` of objects.",
         )
     return True
+
+
+def has_field(record: dict[str, object], name: str) -> bool:
+    """Return whether a record has a field, as field_of finds it."""
+    with suppress(KeyError):
+        field_of(record, name)
+        return True
+    return False
 
 
 def read_jsonl(
@@ -80,29 +101,30 @@ def read_jsonl(
         size_bytes = len(line)
         offset, number = offset + size_bytes, number + 1
         line = line.removeprefix(_BOM) if number == 1 else line
-        reason = ""
+        reason, is_undecodable = "", False
         if size_bytes > limit_bytes:
-            reason = f"longer than {limit_bytes >> 20} MiB, the longest document"
+            reason = source.describe_too_long()
             offset += _skip_line(file) if not line.endswith(b"\n") else 0
         elif line.isspace() or not line:
             continue
         if not reason:
             record = _parse(line, fast)
             if isinstance(record, dict):
-                text = record.get(field)
-                if isinstance(text, str):
-                    is_first = False
-                    yield Document(text, (offset, number))
-                    continue
-                if field in record:
-                    reason = f"the field '{field}' holds {type(text).__name__}, not text"
-                elif is_first:
-                    raise missing_field(f"{name}, line {number}", field, list(record))
+                try:
+                    text = field_of(record, field)
+                except KeyError:
+                    if is_first:
+                        raise missing_field(f"{name}, line {number}", field, record) from None
+                    reason = lacks_field(field, record)
                 else:
-                    reason = lacks_field(field, list(record))
+                    if isinstance(text, str):
+                        is_first = False
+                        yield Document(text, (offset, number))
+                        continue
+                    reason = f"the field '{field}' holds {type(text).__name__}, not text"
             else:
-                reason = record
-        yield Rejected(f"{name}, line {number}", reason, line, (offset, number))
+                reason, is_undecodable = record, record.startswith(_NOT_UTF8)
+        yield Rejected(f"{name}, line {number}", reason, line, (offset, number), is_undecodable)
 
 
 def _fast_parser() -> Callable[[bytes], object]:
@@ -124,7 +146,7 @@ def _parse(line: bytes, fast: Callable[[bytes], object]) -> dict[str, object] | 
     try:
         record = _DECODER.decode(line.decode())
     except UnicodeDecodeError as error:
-        return f"not UTF-8 ({error.reason} at byte {error.start})"
+        return f"{_NOT_UTF8} ({error.reason} at byte {error.start})"
     except json.JSONDecodeError as error:
         return f"not valid JSON ({error.msg} at character {error.pos + 1})"
     except ValueError as error:
@@ -205,7 +227,7 @@ def _read_texts(file: BinaryIO, name: str) -> Iterator[str]:
         parts.append(decoder.decode(b"", final=True))
     except (UnicodeError, SyntaxError, LookupError) as error:
         shown = "UTF-8" if encoding in ("utf-8-sig", "utf-8") else encoding
-        raise UndecodableError(f"{name} is not {shown} text: {error}.") from None
+        raise UndecodableError(name, f" is not {shown} text: {error}") from None
     yield without_lone_surrogates("".join(parts))
 
 
@@ -222,132 +244,7 @@ def _cut(text: str) -> Iterator[str]:
 
 def _refuse_zero_bytes(chunk: bytes, name: str) -> None:
     if b"\0" in chunk:
-        raise UndecodableError(f"{name} holds zero bytes: it is binary or UTF-16, not UTF-8 text.")
-
-
-if TYPE_CHECKING:
-    import pyarrow
-    from pyarrow import parquet
-
-#: Rows in memory at once, each at most MAX_DOCUMENT_BYTES: a column that repeats one text is tiny in the file.
-_BATCH_ROWS = 64
-
-
-def read_parquet(
-    file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
-) -> Iterator[Record]:
-    """Read a column of a Parquet file. Places are (next row,). A null is an empty text. Raises DataError."""
-    import pyarrow
-    from pyarrow import parquet
-
-    (row,) = start or (0,)
-    file = file if file.seekable() else _unpacked(file, name)
-    try:
-        table = parquet.ParquetFile(file)
-        column = _find_column(table, options.text_field, name)
-        coded = parquet.ParquetFile(
-            file, metadata=table.metadata, read_dictionary=[options.text_field], buffer_size=_CHUNK_BYTES
-        )
-        first = 0
-        for group in range(table.num_row_groups):
-            num_rows = table.metadata.row_group(group).num_rows
-            if row < first + num_rows:
-                batch_rows = _most_rows(coded, group, column, options.text_field, name)
-                # A resumed row group is read again from its start; finished rows are skipped.
-                for batch in table.iter_batches(batch_rows, row_groups=[group], columns=[options.text_field]):
-                    if row < first + len(batch):
-                        texts = batch.column(0).slice(row - first)
-                        if pyarrow.types.is_dictionary(texts.type):
-                            texts = texts.dictionary_decode()
-                        yield from _read_batch(texts, name, row)
-                        row = first + len(batch)
-                    first += len(batch)
-            else:
-                first += num_rows
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{name} is not a readable Parquet file: {str(error).rstrip('.')}.") from None
-
-
-def _find_column(table: parquet.ParquetFile, field: str, name: str) -> int:
-    """Return the index of the text column among the stored ones. Raises DataError."""
-    from pyarrow import types
-
-    schema = table.schema_arrow
-    if schema.names.count(field) != 1:
-        if field in schema.names:
-            raise DataError(f"{name} has {schema.names.count(field)} columns '{field}'. Rename all but one.")
-        raise missing_field(name, field, schema.names, "column")
-    kind = schema.field(field).type
-    value = kind.value_type if types.is_dictionary(kind) else kind
-    if not (types.is_string(value) or types.is_large_string(value)):
-        raise DataError(
-            f"{name}: the column '{field}' holds {kind}, not strings. Legal: string, large_string, a dictionary of "
-            "these. Convert it, or name another column with --text-field."
-        )
-    return next(k for k in range(len(table.schema)) if table.schema.column(k).path == field)
-
-
-def _most_rows(coded: parquet.ParquetFile, group: int, column: int, field: str, name: str) -> int:
-    """Return how many rows of a group may be in memory at once, as each may be the dictionary's longest value.
-
-    Raises DataError for a column that unpacks to more than its limit.
-    """
-    from pyarrow import compute
-
-    sizes = coded.metadata.row_group(group).column(column)
-    if sizes.total_uncompressed_size > most_unpacked_bytes(sizes.total_compressed_size):
-        raise unfolds(f"{name}, column '{field}',", sizes.total_compressed_size)
-    longest = 0
-    for batch in coded.iter_batches(1, row_groups=[group], columns=[field]):
-        longest = compute.max(compute.binary_length(batch.column(0).dictionary)).as_py() or 0
-        break
-    return max(1, min(_BATCH_ROWS, source.MAX_DOCUMENT_BYTES // max(1, longest)))
-
-
-def _read_batch(texts: pyarrow.Array, name: str, row: int) -> Iterator[Record]:
-    """Yield rows row, row + 1, ... of a column."""
-    import pyarrow
-    from pyarrow import compute
-
-    if texts.nbytes <= source.MAX_DOCUMENT_BYTES:
-        try:
-            for row, text in enumerate(texts.to_pylist(), start=row + 1):  # noqa: B020
-                yield Document(text or "", (row,))
-        except UnicodeDecodeError:
-            pass  # nothing was yielded yet: to_pylist builds the full list first
-        else:
-            return
-    lengths = compute.binary_length(texts).to_pylist()
-    for place, (value, length) in enumerate(zip(texts, lengths, strict=True), start=row + 1):
-        where = f"{name}, row {place - 1}"
-        if length is not None and length > source.MAX_DOCUMENT_BYTES:
-            beginning = bytes(value.as_buffer())[:_CHUNK_BYTES]
-            reason = f"longer than {source.MAX_DOCUMENT_BYTES >> 20} MiB, the longest document"
-            yield Rejected(where, reason, beginning, (place,))
-            continue
-        try:
-            yield Document(value.as_py() or "", (place,))
-        except UnicodeDecodeError as error:
-            contents = value.cast(pyarrow.large_binary()).as_py()
-            yield Rejected(where, f"not UTF-8 ({error.reason} at byte {error.start})", contents, (place,))
-
-
-def _unpacked(file: BinaryIO, name: str) -> BinaryIO:
-    """Unpack a compressed Parquet file into an unnamed temporary file, because Parquet is read from its end.
-
-    Raises DataError.
-    """
-    unpacked = tempfile.TemporaryFile()  # noqa: SIM115  # removed when it is closed
-    while chunk := file.read(_CHUNK_BYTES):
-        try:
-            unpacked.write(chunk)
-        except OSError as error:
-            where = tempfile.gettempdir()
-            raise DataError(
-                f"{name} cannot be unpacked in {where}: {error.strerror}. Set TMPDIR to a larger disk."
-            ) from None
-    unpacked.seek(0)
-    return cast(BinaryIO, unpacked)
+        raise UndecodableError(name, " holds zero bytes: it is binary or UTF-16, not UTF-8 text")
 
 
 #: Reads an open file, which may not be seekable, from a place on: (file, its name, options, rules, start).
@@ -367,26 +264,41 @@ class Format:
     """True if files of this format in a folder are read without --glob."""
     has_fields: bool = True
     """True if records have fields, one of which is the text."""
-    magic: tuple[int, bytes] = (0, b"\0no file")
-    """Offset and bytes that identify the format whatever the file's name."""
+    magic: tuple[int, tuple[bytes, ...]] = (0, ())
+    """Offset and bytes, any of which identify the format whatever the file's name."""
+    are_records: Callable[[bytes, str, ReadOptions], bool] | None = None
+    """Whether a file that begins with these bytes, of this name, is a folder's or an archive's set of records; None:
+    always."""
+
+
+def _never(_head: bytes, _name: str, _options: ReadOptions) -> bool:
+    return False
 
 
 #: Plain text: one document per file.
 TEXT = Format(
     read_text,
     frozenset(
-        {".txt", ".md", ".rst", ".org", ".tex", ".html", ".htm", ".xml", ".css", ".srt", ".csv", ".tsv", ".json"}
+        {".txt", ".md", ".rst", ".org", ".tex", ".css", ".srt", ".json"}
         | {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".php"}
         | {".pl", ".lua", ".r", ".jl", ".scala", ".kt", ".swift", ".sh", ".sql"}
         | {".toml", ".yaml", ".yml", ".ini", ".cfg"}
     ),
     makes_many=False,
     has_fields=False,
+    are_records=_never,
 )
+#: Names of text files that say nothing about their contents.
+_VAGUE = frozenset({".txt", ".json"})
 _JSONL = Format(read_jsonl, frozenset({".jsonl", ".ndjson"}))
+_CSV = Format(read_csv, frozenset({".csv", ".tsv", ".tab"}), are_records=has_csv_column)
+_PARQUET = Format(read_parquet, frozenset({".parquet"}), magic=(0, (b"PAR1\x15",)))
+# A stream begins with the mark of a message.
+_ARROW = Format(read_arrow, frozenset({".arrow", ".feather", ".ipc"}), magic=(0, (b"ARROW1\0\0", b"\xff\xff\xff\xff")))
+_ARRAY = Format(read_npy, frozenset({".npy"}), has_fields=False, magic=(0, (b"\x93NUMPY",)), are_records=is_token_array)
 # Not read from folders unasked: model weights have this suffix, too.
-_TOKENS = Format(read_tokens, frozenset({".bin"}), in_folders=False, has_fields=False)
-FORMATS = (TEXT, _JSONL, Format(read_parquet, frozenset({".parquet"}), magic=(0, b"PAR1\x15")), _TOKENS)
+_TOKENS = Format(read_tokens, frozenset({".bin"}), in_folders=False, has_fields=False, are_records=_never)
+FORMATS = (TEXT, _JSONL, _CSV, _PARQUET, _ARROW, _ARRAY, _TOKENS)
 
 
 def suffix_of(path: PurePath) -> str:
@@ -423,19 +335,92 @@ def opened_contents(
 
 
 def _kind_of(head: bytes, name: str, options: ReadOptions, known: Sequence[Format]) -> Format:
-    """Return the format of a file that begins with `head`. Raises UndecodableError for UTF-16."""
+    """Return the format of a file that begins with `head`. Raises FileError for a Git LFS pointer, a format that is
+    refused, and UTF-16."""
+    if options.is_plain:
+        return TEXT
     named = format_of(PurePath(name), known) or TEXT
-    if options.is_plain or named is _TOKENS:
+    if is_pointer(head):
+        raise FileError(name, f" {POINTER}", "")
+    if named is _TOKENS:
         return named
     for kind in known:
         begin, magic = kind.magic
         if head.startswith(magic, begin):
             return kind
-    if named not in (TEXT, _JSONL):
+    is_code = suffix_of(PurePath(name)) in TEXT.suffixes - _VAGUE
+    refuse_foreign_contents(head, name, is_code=is_code)
+    if named not in (TEXT, _JSONL, _CSV):
         return named
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head[:4]:
-        raise UndecodableError(f"{name} holds zero bytes or UTF-16 instead of UTF-8 text.")
-    return _JSONL if is_jsonl(head, name, options) else named
+        raise UndecodableError(name, " holds zero bytes or UTF-16 instead of UTF-8 text")
+    if is_jsonl(head, name, options):
+        return _JSONL
+    return _CSV if named is TEXT and not is_code and is_csv(head, options) else named
+
+
+def is_beside_records(kind: Format, options: ReadOptions) -> bool:
+    """Return whether a file of a folder or an archive turns out to be text among records."""
+    return kind is TEXT and options.choice is not None and options.choice.are_records
+
+
+#: Files of each suffix that are opened to find out whether they are records, and members of an archive that are seen.
+_MOST_LOOKED_AT, _MOST_MEMBERS = 8, 1000
+
+
+def choose(files: Iterable[tuple[PurePath, AbstractContextManager[BinaryIO], int]], options: ReadOptions) -> Choice:
+    """Choose which files of a folder or an archive are read: its records if it has any, else its text.
+
+    `files` are names of known formats, the files as they are stored, and their sizes.
+    """
+    options = replace(options, has_plain=True, passed_over=set())
+    num_looked_at: Counter[str] = Counter()
+    records: set[str] = set()
+    for path, file, size_bytes in files:
+        suffix, kind = suffix_of(path), format_of(path)
+        num_looked_at[suffix] += 1
+        if kind is not None and kind.are_records is None:
+            records.add(suffix)
+        elif (kind is TEXT and suffix not in _VAGUE) or num_looked_at[suffix] > _MOST_LOOKED_AT:
+            continue
+        elif suffix not in records and _are_records(str(path), file, size_bytes, options):
+            records.add(suffix)
+    if records:
+        always = (kind.suffixes for kind in FORMATS if kind.are_records is None)
+        return Choice(frozenset(records.union(*always)), are_records=True)
+    return Choice(TEXT.suffixes if TEXT.suffixes.intersection(num_looked_at) else frozenset(num_looked_at), False)
+
+
+def _are_records(name: str, file: AbstractContextManager[BinaryIO], size_bytes: int, options: ReadOptions) -> bool:
+    with suppress(DataError), file as raw, opened_contents(raw, name, size_bytes, options) as (kind, contents):
+        return kind.are_records is None or kind.are_records(head_of(contents), name, options)
+    return False
+
+
+def choose_members(file: BinaryIO, options: ReadOptions) -> Choice:
+    """Choose which members of a tar archive are read, by the first of them."""
+
+    def members() -> Iterator[tuple[PurePath, AbstractContextManager[BinaryIO], int]]:
+        with tarfile.open(fileobj=cast(IO[bytes], _Ending(file)), mode="r|", tarinfo=_Member) as archive:
+            for _, member in zip(range(_MOST_MEMBERS), archive, strict=False):
+                archive.members = []  # type: ignore[attr-defined]
+                path = PurePosixPath(member.name)
+                if member.isreg() and not _is_hidden(path) and format_of(path):
+                    yield path, nullcontext(_open_member(archive, member)), member.size
+
+    with suppress(*_TAR_ERRORS):  # reported when it is read
+        return choose(members(), options)
+    return Choice(frozenset(), False)
+
+
+def reason_of(path: PurePath) -> str:
+    """Return why a file of this name is not read from a folder or an archive."""
+    suffix = suffix_of(path)
+    if foreign := foreign_format(suffix):
+        return f"files ({foreign.what}: {foreign.tool})"
+    if suffix in _TOKENS.suffixes | TAR.suffixes:
+        return f"files ({suffix} is read if --input or --glob names it)"
+    return "files of unknown type (--glob chooses files)"
 
 
 _BUFFER_BYTES = 1 << 20
@@ -517,35 +502,65 @@ def read_tar(
             for number, member in enumerate(archive):
                 # tarfile would keep every member in memory.
                 archive.members = []  # type: ignore[attr-defined]
-                if number < first:
+                if number < first or member.isdir():
                     continue
-                path = PurePosixPath(member.name)
-                kind = format_of(path)
-                if not member.isreg() or kind is None or _is_hidden(path):
-                    if not member.isdir():
-                        options.passed_over[(path.suffix or path.name)[:80]] += 1
-                    continue
-                contents = cast(BinaryIO, io.BufferedReader(_Forward(archive, member), _BUFFER_BYTES))
                 where = f"{name}:{member.name}"
+                if reason := _reason_to_skip(archive, member, options):
+                    pass_over(options.passed_over, reason, PurePath(where))
+                    continue
+                contents = _open_member(archive, member)
                 for record in _read_member(contents, where, member.size, options, rules, inner):
                     record.place = (number, *record.place)
                     yield record
                 inner = ()
-    except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:  # the last two come from headers
+    except _TAR_ERRORS as error:
         raise DataError(f"{name} is damaged, truncated or not a tar: {error}.") from None
+
+
+#: Errors of tarfile; the last two come from headers.
+_TAR_ERRORS = (tarfile.TarError, EOFError, ValueError, RecursionError)
+
+
+def _open_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> BinaryIO:
+    return cast(BinaryIO, io.BufferedReader(_Forward(archive, member), _BUFFER_BYTES))
+
+
+def _reason_to_skip(archive: tarfile.TarFile, member: tarfile.TarInfo, options: ReadOptions) -> str:
+    """Return why a member is not read, empty if it is."""
+    path = PurePosixPath(member.name)
+    if not member.isreg() or _is_hidden(path):
+        return "files (links, devices or hidden names)"
+    kind, choice = format_of(path), options.choice
+    if kind is None:
+        with (
+            suppress(DataError),
+            opened_contents(_open_member(archive, member), member.name, member.size, options, FILE_FORMATS) as (
+                contained,
+                _,
+            ),
+        ):
+            if contained is TAR:
+                return "files (archives within an archive: unpack the outer one)"
+        return reason_of(path)
+    if choice is not None and suffix_of(path) not in choice.suffixes:
+        return BESIDE_RECORDS if choice.are_records else BESIDE_TEXT
+    return ""
 
 
 def _read_member(
     file: BinaryIO, where: str, size_bytes: int, options: ReadOptions, rules: TokenRules | None, start: Place
 ) -> Iterator[Record]:
-    """Read a member; one that is not UTF-8 becomes one rejected record."""
+    """Read a member; one that is refused or not UTF-8 becomes one rejected record."""
     try:
         with opened_contents(file, where, size_bytes, options) as (kind, contents):
-            yield from kind.read(contents, where, options, rules, start)
+            if is_beside_records(kind, options):
+                pass_over(options.passed_over, BESIDE_RECORDS, PurePath(where))
+            else:
+                yield from kind.read(contents, where, options, rules, start)
     except UndecodableError as error:
-        yield Rejected(where, str(error).removeprefix(f"{where} ").rstrip("."), b"", (1,))
+        yield Rejected(where, error.problem.strip(), b"", (1,), is_undecodable=True)
 
 
-TAR = Format(read_tar, frozenset({".tar"}), in_folders=False, magic=(257, b"ustar"))
+TAR = Format(read_tar, frozenset({".tar"}), in_folders=False, magic=(257, (b"ustar",)), are_records=_never)
 #: All formats that `--input` accepts.
 FILE_FORMATS = (*FORMATS, TAR)

@@ -11,27 +11,37 @@ import os
 import sys
 import sysconfig
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 
 from llmscale.config.bundled_files import install_command
 from llmscale.data.prepare.output_folder import rejected_path
 from llmscale.data.prepare.sources.clean_folder import load_clean_manifest, without_removed
-from llmscale.data.prepare.sources.file_source import STDIN, ConcatSource, FileSource, StandardInput
+from llmscale.data.prepare.sources.file_source import (
+    SPLITS_NAME,
+    STATE_NAME,
+    STDIN,
+    ConcatSource,
+    FileSource,
+    StandardInput,
+    open_files,
+)
 from llmscale.data.prepare.sources.formats import TEXT, format_of
 from llmscale.data.prepare.sources.python_docs import PYTHON_DOCS, PythonDocs
 from llmscale.data.prepare.sources.remote_files import has_pattern, open_remote
 from llmscale.data.prepare.sources.source import (
+    HIDDEN,
+    NOT_REGULAR,
     Document,
     LocalFile,
+    PassedOver,
     Place,
     ReadOptions,
     Record,
     Rejected,
     Source,
     TokenRules,
-    describe_left_out,
+    field_of,
     lacks_field,
     matches,
     missing_field,
@@ -63,10 +73,10 @@ def check_data_sets(specs: Iterable[str]) -> None:
 class HuggingFaceSource(Source):
     """One split of a dataset on the Hub or in a local folder, streamed. Places are (number of records read,)."""
 
-    def __init__(self, name: str, split: str, options: ReadOptions) -> None:
+    def __init__(self, name: str, options: ReadOptions) -> None:
         self.name = name
-        self._split = split
-        self.passed_over = Counter()
+        self._split = options.hf_split
+        self.passed_over = set()
         self._options = options
 
     def records(self, start: Place, rules: TokenRules | None) -> Iterator[Record]:
@@ -109,16 +119,16 @@ class HuggingFaceSource(Source):
 
     def _document(self, record: dict[str, object], number: int) -> Record:
         field, where = self._options.text_field, f"{self.name}, record {number}"
-        text = record.get(field)
-        if isinstance(text, str):
-            return Document(text, (number + 1,))
-        if field not in record and number == 0:
-            raise missing_field(where, field, list(record))
-        reason = (
-            f"the field '{field}' holds {type(text).__name__}, not text"
-            if field in record
-            else lacks_field(field, list(record))
-        )
+        try:
+            text = field_of(record, field)
+        except KeyError:
+            if number == 0:
+                raise missing_field(where, field, record) from None
+            reason = lacks_field(field, record)
+        else:
+            if isinstance(text, str):
+                return Document(text, (number + 1,))
+            reason = f"the field '{field}' holds {type(text).__name__}, not text"
         return Rejected(where, reason, str(record)[:10_000].encode(errors="replace"), (number + 1,))
 
     def fingerprint(self) -> str:
@@ -129,6 +139,8 @@ class HuggingFaceSource(Source):
 STDLIB = "python-stdlib"
 #: Subfolders of the standard library's folder that do not belong to it.
 _STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
+#: Its files that are read as text although the user's are not.
+_STDLIB_MARKUP = {".html", ".htm", ".xml", ".csv", ".tsv"}
 _LEGAL = (
     "a file, a folder, a pattern such as 'crawl/*.jsonl.zst', s3:// or another store's URL, - for stdin, "
     f"{PYTHON_DOCS}, hf:NAME[:CONFIG] or {STDLIB}"
@@ -146,30 +158,33 @@ def open_source(
     """Open the inputs in the order given: each a file, a folder (recursive), a pattern, any of these in a store
     (`s3://`), MDS shards, `-`, `hf:NAME[:CONFIG]`, `python-stdlib` or `python-docs`.
 
-    `glob` selects a folder's files by name or relative path; by default those with a known suffix. Patterns skip files
-    in and beside `out`, so that the same command finds the same files again. Raises DataError when there is nothing to
-    read, and for a `text_field` when no record has fields.
+    `glob` selects a folder's files by name or relative path; by default its records, or else its text. Patterns skip
+    files in and beside `out`, so that the same command finds the same files again. Raises DataError when there is
+    nothing to read, and for a `text_field` when no record has fields.
     """
     if glob is not None and not any(os.path.isdir(spec) or (is_url(spec) and not has_pattern(spec)) for spec in specs):
         raise DataError(
             f"--glob '{glob}' selects files of a folder, but --input {', '.join(specs)} is not a folder. Drop it."
         )
-    options = ReadOptions(text_field or "text", skip_undecodable)
-    sources = [_open_one(spec, options, hf_split, glob, out) for spec in specs]
+    options = ReadOptions(text_field or "text", skip_undecodable, hf_split)
+    sources = [_open_one(spec, options, glob, out) for spec in specs]
     if text_field is not None and not any(source.has_fields() for source in sources):
         raise DataError(
-            f"--text-field '{text_field}' selects a field of JSON, Parquet, MDS or hf: records, but --input "
-            f"{', '.join(specs)} has none. Drop it."
+            f"--text-field '{text_field}' selects a field of JSON, CSV, Parquet, Arrow, MDS or hf: records, but "
+            f"--input {', '.join(specs)} has none. Drop it."
         )
     return sources[0] if len(sources) == 1 else ConcatSource(sources)
 
 
-def _open_one(spec: str, options: ReadOptions, hf_split: str, glob: str | None, out: Path | str | None) -> Source:
+def _open_one(spec: str, options: ReadOptions, glob: str | None, out: Path | str | None) -> Source:
     if is_url(spec):
         return open_remote(spec, options, glob, out if isinstance(out, str) else None)
     check_not_forgotten(spec, "--input")
     if spec.startswith(HF_PREFIX):
-        return HuggingFaceSource(spec, hf_split, options)
+        saved = Path(spec.removeprefix(HF_PREFIX))
+        if any((saved / name).is_file() for name in (SPLITS_NAME, STATE_NAME)):
+            return _open_folder(saved, spec, options, glob)
+        return HuggingFaceSource(spec, options)
     if spec == STDLIB:
         return _open_stdlib(options)
     if spec == PYTHON_DOCS:
@@ -189,39 +204,25 @@ def _open_one(spec: str, options: ReadOptions, hf_split: str, glob: str | None, 
 
 def _open_stdlib(options: ReadOptions) -> Source:
     root = Path(sysconfig.get_path("stdlib"))
-    files, _ = walk(root, _STDLIB_EXCLUDED)
-    known = [LocalFile(path, root) for path in files if path.suffix in TEXT.suffixes]
+    files, _, _ = walk(root, _STDLIB_EXCLUDED)
+    known = [LocalFile(path, root) for path in files if path.suffix in TEXT.suffixes | _STDLIB_MARKUP]
     return FileSource(STDLIB, known, ReadOptions(options.text_field, skip_undecodable=True, is_plain=True))
 
 
 def _open_folder(path: Path, spec: str, options: ReadOptions, glob: str | None) -> Source:
-    found, others = walk(path)
+    found, others, hidden = walk(path)
     found = without_removed(found, path, _is_cleaned)
 
     def is_wanted(file: Path) -> bool:
         relative = file.relative_to(path)
-        return matches(relative, glob) if glob is not None else _is_read_unasked(relative)
+        return matches(relative, glob) if glob is not None else format_of(relative) is not None
 
-    files = [file for file in found if is_wanted(file)]
-    note = describe_left_out(path, [file for file in others if file.is_dir() or is_wanted(file)])
-    if not files:
-        wanted = (
-            f"match --glob '{glob}'"
-            if glob
-            else "have a known suffix (.txt, .md, .jsonl, .parquet, .py, ...; .gz, .zst)"
-        )
-        raise DataError(f"--input {spec}: none of its files {wanted}.{f' {note}' if note else ''}")
-    _refuse_shards(files, spec)
-    source = FileSource(spec, [LocalFile(file, path) for file in files], options)
-    source.left_out = note
+    _refuse_shards([file for file in found if is_wanted(file)], spec)
+    irregular = [other for other in others if other.is_dir() or is_wanted(other)]
+    passed_over = {PassedOver(NOT_REGULAR, str(other.relative_to(path))) for other in irregular}
     if glob is None:
-        source.passed_over.update(file.suffix or file.name for file in set(found) - set(files))
-    return source
-
-
-def _is_read_unasked(path: PurePath) -> bool:
-    kind = format_of(path)
-    return kind is not None and kind.in_folders
+        passed_over |= {PassedOver(HIDDEN, str(file.relative_to(path))) for file in hidden}
+    return open_files(spec, [LocalFile(file, path) for file in found], options, glob, passed_over)
 
 
 def _is_cleaned(folder: PurePath) -> bool:

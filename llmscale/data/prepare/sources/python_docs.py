@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 import sysconfig
-from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +29,7 @@ class PythonDocs(Source):
 
     def __init__(self) -> None:
         """Find the modules. Raises DataError for a Python without the sources of its library."""
-        self.passed_over = Counter()
+        self.passed_over = set()
         self._root = Path(sysconfig.get_path("stdlib"))
         self._modules = [path for path in walk(self._root, _EXCLUDED)[0] if path.suffix == ".py"]
         if not self._modules:

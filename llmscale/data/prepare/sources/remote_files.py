@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import queue
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import PurePath, PurePosixPath
@@ -13,9 +12,9 @@ from typing import BinaryIO
 
 from llmscale.data.prepare.sources.clean_folder import MANIFEST_NAME as CLEAN_MANIFEST_NAME
 from llmscale.data.prepare.sources.clean_folder import parse_clean_manifest, without_removed
-from llmscale.data.prepare.sources.file_source import FileSource
+from llmscale.data.prepare.sources.file_source import FileSource, open_files
 from llmscale.data.prepare.sources.formats import format_of
-from llmscale.data.prepare.sources.source import InputFile, ReadOptions, Source, matches, opened
+from llmscale.data.prepare.sources.source import HIDDEN, InputFile, PassedOver, ReadOptions, Source, matches, opened
 from llmscale.data.prepare.sources.tokens import INDEX_NAME, MdsFolder, MdsSource
 from llmscale.data.shards.manifest import MANIFEST_NAME
 from llmscale.data.storage.objects import Store, StoredObject
@@ -154,26 +153,29 @@ def open_remote(spec: str, options: ReadOptions, glob: str | None, out: str | No
         found = [one for one in found if not one.url.startswith(f"{out.rstrip('/')}/")]
     if not found:
         raise DataError(f"--input {spec}: nothing has that name. Patterns: * within a name, ** across /.")
-    root, passed_over = _root(spec), Counter[str]()
+    root = _root(spec)
     beside = [one for one in found if PurePosixPath(one.path).parent == PurePosixPath(root)]
     if not has_pattern(spec) and _is_foreign_mds(beside, store, spec):
         return MdsSource(spec, RemoteMdsFolder(store, spec.rstrip("/"), beside), options)
-    everything = found
     if [one.path for one in found] == [path_of(spec)]:
-        root = root.rpartition("/")[0]
         if glob is not None:
             raise DataError(f"--glob '{glob}' selects objects below a name, but {spec} is one object. Drop it.")
-    else:
-        found = _without_removed([one for one in found if not _is_hidden(_below(one, root))], store, root)
-        if not has_pattern(spec):
-            found, passed_over = _choose(found, root, glob)
-    _refuse_shards(found if found or glob else everything, everything, spec)
-    if not found:
-        wanted = f"match --glob '{glob}'" if glob else "have a known suffix (.txt, .jsonl, .parquet, ...; .gz, .zst)"
-        raise DataError(f"--input {spec}: none of its files {wanted}.")
-    source = FileSource(spec, [RemoteFile(store, one, root) for one in found], options)
-    source.passed_over.update(passed_over)
-    return source
+        _refuse_shards(found, found, spec)
+        return FileSource(spec, [RemoteFile(store, found[0], root.rpartition("/")[0])], options)
+    everything, found = found, [one for one in found if not _hidden_part(_below(one, root))]
+    found = _without_removed(found, store, root)
+    chosen = [one for one in found if has_pattern(spec) or _is_wanted(_below(one, root), glob)]
+    _refuse_shards(chosen if chosen or glob else everything, everything, spec)
+    files = [RemoteFile(store, one, root) for one in found]
+    if has_pattern(spec):
+        return FileSource(spec, files, options)
+    hidden = [path for one in everything if glob is None and (path := _hidden_part(_below(one, root)))]
+    passed_over = {PassedOver(HIDDEN, str(path)) for path in hidden}
+    return open_files(spec, files, options, glob, passed_over)
+
+
+def _is_wanted(path: PurePosixPath, glob: str | None) -> bool:
+    return matches(path, glob) if glob is not None else format_of(path) is not None
 
 
 def _is_foreign_mds(beside: Sequence[StoredObject], store: Store, spec: str) -> bool:
@@ -183,19 +185,6 @@ def _is_foreign_mds(beside: Sequence[StoredObject], store: Store, spec: str) -> 
         return False
     above = spec.rstrip("/").rpartition("/")[0]
     return not path_of(above) or not store.find(f"{above}/{MANIFEST_NAME}")
-
-
-def _choose(found: Sequence[StoredObject], root: str, glob: str | None) -> tuple[list[StoredObject], Counter[str]]:
-    """Select the objects below a name that are read, by pattern or format, and count the others by suffix."""
-    chosen, passed_over = [], Counter[str]()
-    for one in found:
-        relative = _below(one, root)
-        kind = format_of(relative)
-        if matches(relative, glob) if glob else kind is not None and kind.in_folders:
-            chosen.append(one)
-        elif not glob:
-            passed_over[(relative.suffix or relative.name)[:80]] += 1
-    return chosen, passed_over
 
 
 def _without_removed(found: Sequence[StoredObject], store: Store, root: str) -> list[StoredObject]:
@@ -216,8 +205,9 @@ def _below(one: StoredObject, root: str) -> PurePosixPath:
     return PurePosixPath(one.path.removeprefix(root).lstrip("/"))
 
 
-def _is_hidden(path: PurePosixPath) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _hidden_part(path: PurePosixPath) -> PurePosixPath | None:
+    """Return the path of the first hidden name, or None."""
+    return next((part for part in reversed((path, *path.parents)) if part.name.startswith(".")), None)
 
 
 def has_pattern(spec: str) -> bool:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import io
 import os
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path, PurePath
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from llmscale.data.shards.compressed import most_unpacked_bytes, unfolds
 from llmscale.data.tokenizers.tokenizer import TokenArray
 from llmscale.errors import DataError
-from llmscale.untrusted.paths import open_regular
+from llmscale.terminal.human_numbers import with_singulars
+from llmscale.untrusted.paths import RefusedFile, open_regular
 
 #: Place from which reading resumes: numbers that only their source interprets. () is the beginning.
 Place = tuple[int, ...]
@@ -26,6 +26,8 @@ MAX_DOCUMENT_BYTES = 64 << 20
 _RECORD_BYTES = 64
 #: Most field names that an error lists.
 _MOST_FIELDS = 20
+#: Most names of files that are not read which are kept; of more, the suffixes.
+_MOST_PASSED_OVER = 10_000
 
 
 @dataclass(slots=True)  # frozen ones take three times as long to make
@@ -49,6 +51,8 @@ class Rejected:
     """Content of the record, or its beginning."""
     place: Place
     """Place after this record."""
+    is_undecodable: bool = False
+    """True for text that is not UTF-8, which --skip-undecodable skips."""
 
     def describe(self) -> str:
         return f"{self.where}: {self.reason}."
@@ -68,24 +72,94 @@ class TokenRules:
     """Tokens that may precede a document."""
 
 
+class PassedOver(NamedTuple):
+    """A file that is not read."""
+
+    reason: str
+    """Noun in the plural, with why it is not read."""
+    name: str
+    """Path below the folder that the user named, or in its archive."""
+
+
+#: Reasons of a PassedOver.
+UNDECODABLE = "texts (not UTF-8)"
+BESIDE_RECORDS = "files beside the records (--glob chooses files)"
+BESIDE_TEXT = "files beside the text: arrays, or tables that lack its column (--glob chooses files)"
+HIDDEN = "files with hidden names"
+NOT_REGULAR = (
+    "files (links out of the folder or to a folder, pipes or devices: `cp -rL` makes a copy that includes them)"
+)
+
+
+def pass_over(passed_over: set[PassedOver], reason: str, path: PurePath) -> None:
+    """Add a file, or its suffix once there are very many."""
+    name = str(path) if len(passed_over) < _MOST_PASSED_OVER else f"*{path.suffix}"
+    passed_over.add(PassedOver(reason, name[-200:]))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which of the files of a folder or an archive are read."""
+
+    suffixes: frozenset[str]
+    """Suffixes of formats."""
+    are_records: bool
+    """True if they are records; then plain text is not read."""
+
+
 @dataclass(frozen=True)
 class ReadOptions:
     """Options for turning records into documents."""
 
     text_field: str = "text"
-    """Field that holds the text, in JSON lines, Parquet, MDS and Hugging Face datasets."""
+    """Field that holds the text, in records of any format; `page.text` is the field text within the field page."""
     skip_undecodable: bool = False
-    """Skip and count text files that are not UTF-8."""
-    passed_over: Counter[str] = field(default_factory=Counter)
-    """Counts of files that are not read, by suffix."""
+    """Skip and count text that is not UTF-8."""
+    hf_split: str = "train"
+    """Split of a Hugging Face dataset, on the Hub or from save_to_disk."""
+    passed_over: set[PassedOver] = field(default_factory=set)
+    """Files that are not read."""
     is_plain: bool = False
     """True if every file is text whatever its contents."""
     has_plain: bool = False
     """True if some names are those of plain text; then a lone JSON object without the field is text, too."""
+    choice: Choice | None = None
+    """Which files of a folder or an archive are read; None for those that the user named."""
 
 
-class UndecodableError(DataError):
+class FileError(DataError):
+    """A file cannot be read as it is. Those with the same remedy are reported together."""
+
+    def __init__(self, name: str, problem: str, remedy: str) -> None:
+        """`problem` follows the name, `remedy` is a sentence."""
+        super().__init__(f"{name}{problem}. {remedy}".rstrip())
+        self.name, self.problem, self.remedy = name, problem, remedy
+
+
+#: Most names in a message.
+MOST_NAMES = 20
+
+
+def join_errors(errors: Sequence[FileError]) -> FileError:
+    """Return one error for several files: those with the same remedy share it."""
+    if len(errors) == 1:
+        return errors[0]
+    by_remedy: dict[str, list[FileError]] = {}
+    for error in errors:
+        by_remedy.setdefault(error.remedy, []).append(error)
+    parts = []
+    for remedy, alike in by_remedy.items():
+        listed = "; ".join(f"{error.name}{error.problem}" for error in alike[:MOST_NAMES])
+        more = f"; and {len(alike) - MOST_NAMES:,} more" if len(alike) > MOST_NAMES else ""
+        parts.append(f"{listed}{more}. {remedy}".rstrip())
+    return FileError(f"{len(errors):,} files cannot be read", f": {' '.join(parts).removesuffix('.')}", "")
+
+
+class UndecodableError(FileError):
     """A text file is not in its expected encoding."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(name, problem, "Convert it to UTF-8, or skip such files with --skip-undecodable.")
 
 
 class Source(ABC):
@@ -97,14 +171,12 @@ class Source(ABC):
     """Bytes to read, as stored (compressed); None when unknown."""
     read_bytes: int = 0
     """Bytes that the latest pass has read so far."""
-    left_out: str | None = None
-    """One line on what `--input` names but is not read, or None."""
-    passed_over: Counter[str]
-    """Counts of files in folders that are not read, by suffix."""
+    passed_over: set[PassedOver]
+    """Files in folders and archives that are not read."""
     num_cut: int = 0
     """Texts that were cut into several documents because they are too long."""
     skipped: int = 0
-    """Documents skipped because they could not be decoded."""
+    """Documents skipped because they are not UTF-8."""
 
     @abstractmethod
     def records(self, start: Place, rules: TokenRules | None) -> Iterator[Record]:
@@ -146,19 +218,51 @@ def within_budget(records: Iterable[Record], name: str, size_bytes: int) -> Iter
         yield record
 
 
-def missing_field(where: str, text_field: str, fields: list[str], word: str = "field") -> DataError:
+def without_undecodable(source: Source, records: Iterable[Record], options: ReadOptions) -> Iterator[Record]:
+    """Yield records; with --skip-undecodable those that are not UTF-8 are counted in `source` instead."""
+    for record in records:
+        if options.skip_undecodable and isinstance(record, Rejected) and record.is_undecodable:
+            source.skipped += 1
+            pass_over(options.passed_over, UNDECODABLE, PurePath(record.where))
+        else:
+            yield record
+
+
+def describe_too_long() -> str:
+    return f"longer than {MAX_DOCUMENT_BYTES >> 20} MiB, the longest document"
+
+
+def field_of(record: Mapping[str, object], name: str) -> object:
+    """Return the value of a field by its name, or by the path `page.text` within fields. Raises KeyError."""
+    if name in record or "." not in name:
+        return record[name]
+    first, _, rest = name.partition(".")
+    inner = record[first]
+    if not isinstance(inner, Mapping):
+        raise KeyError(name)
+    return field_of(inner, rest)
+
+
+def missing_field(
+    where: str, text_field: str, record: Mapping[str, object] | list[str], word: str = "field"
+) -> FileError:
     """Return the error for a file whose first record lacks the text field."""
-    return DataError(
-        f"{where}: {lacks_field(text_field, fields, word)}; name one with --text-field, or leave the file out."
-    )
+    what = f": {lacks_field(text_field, record, word)}; name one with --text-field, or leave the file out"
+    return FileError(where, what, "")
 
 
-def lacks_field(text_field: str, fields: list[str], word: str = "field") -> str:
+def lacks_field(text_field: str, record: Mapping[str, object] | list[str], word: str = "field") -> str:
     """Return a sentence that a record lacks the text field, with the fields it has (the first of many)."""
-    ordered = sorted(fields)
+    ordered = sorted(_names_in(record) if isinstance(record, Mapping) else record)
     more = len(ordered) - _MOST_FIELDS
     listed = ", ".join(name[:80] for name in ordered[:_MOST_FIELDS]) + (f" and {more} more" if more > 0 else "")
     return f"no {word} '{text_field}'. Its {word}s: {listed}"
+
+
+def _names_in(record: Mapping[str, object]) -> Iterator[str]:
+    """Yield the names of fields, and of the fields within them."""
+    for name, value in record.items():
+        yield from (f"{name}.{inner}" for inner in value) if isinstance(value, Mapping) and value else [name]
 
 
 _BUFFER_BYTES = 1 << 20
@@ -199,31 +303,33 @@ def opened(file: InputFile) -> Iterator[BinaryIO]:
     """Open a file as it is stored. Raises DataError."""
     try:
         raw = file.open()
+    except RefusedFile as error:
+        raise FileError(file.name, f" {error.strerror}", "") from None
     except OSError as error:
         raise DataError(f"Cannot read {file.name}: {error.strerror or error}.") from None
     with raw:
         yield raw
 
 
-def walk(root: Path, skipped: Collection[str] = ()) -> tuple[list[Path], list[Path]]:
-    """Return all regular files below `root` in path order, and all else that is not a folder of this tree: links that
-    lead out of it or to a folder, FIFOs, sockets, devices. Hidden names and folders named in `skipped` are in neither
-    list."""
-    files, others = [], []
+def walk(root: Path, skipped: Collection[str] = ()) -> tuple[list[Path], list[Path], list[Path]]:
+    """Return all regular files below `root` in path order, all else that is not a folder of this tree (links that lead
+    out of it or to a folder, FIFOs, sockets, devices), and what has a hidden name. What is in hidden folders and in
+    those named in `skipped` is in no list."""
+    files, others, hidden = [], [], []
     inside = os.path.realpath(root)
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skipped]
         for name in [*names, *subfolders]:
             path = Path(folder, name)
             if name.startswith("."):
-                continue
-            if path.is_symlink() and (path.is_dir() or not Path(os.path.realpath(path)).is_relative_to(inside)):
+                hidden.append(path)
+            elif path.is_symlink() and (path.is_dir() or not Path(os.path.realpath(path)).is_relative_to(inside)):
                 others.append(path)
             elif path.is_file():
                 files.append(path)
             elif not path.is_dir():
                 others.append(path)
-    return sorted(files), sorted(others)
+    return sorted(files), sorted(others), sorted(hidden)
 
 
 def matches(relative: PurePath, glob: str) -> bool:
@@ -231,12 +337,11 @@ def matches(relative: PurePath, glob: str) -> bool:
     return fnmatch(relative.name, glob) or fnmatch(relative.as_posix(), glob)
 
 
-def describe_left_out(root: Path, paths: list[Path]) -> str | None:
-    """Return a line on the paths that `walk` found besides files, or None."""
-    if not paths:
-        return None
-    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    return (
-        f"Skipped {paths[0].relative_to(root)}{more}: not a regular file of this folder (a link out of it or to a "
-        "folder, a pipe, a device). Copy it with `cp -rL` to include it."
-    )
+def describe_passed_over(passed_over: Collection[PassedOver]) -> Iterator[str]:
+    """Yield a line for each reason, with the names of its files."""
+    by_reason: dict[str, list[str]] = {}
+    for reason, name in sorted(passed_over):
+        by_reason.setdefault(reason, []).append(name)
+    for reason, names in by_reason.items():
+        more = f" and {len(names) - MOST_NAMES:,} more" if len(names) > MOST_NAMES else ""
+        yield with_singulars(f"Skipped {len(names):,} {reason}: {', '.join(names[:MOST_NAMES])}{more}.")

@@ -1,9 +1,9 @@
-"""Read tokens that another program made, from MDS shards, nanoGPT's `.bin` or llm.c's files: the documents between
-end-of-text tokens.
+"""Read tokens that another program made, from MDS shards, nanoGPT's `.bin`, llm.c's files or `.npy`: the documents
+between end-of-text tokens.
 
-nanoGPT's files are uint16 and nothing else. llm.c's begin with 256 int32, of which the first three are a magic number,
-a version and the number of tokens (dev/data/data_common.py, write_datafile): 20240520, version 1, uint16 for GPT-2;
-20240801, version 7, uint32 for Llama 3.
+nanoGPT's files are uint16 and nothing else. `.npy` holds one row of integers. llm.c's begin with 256 int32, of which
+the first three are a magic number, a version and the number of tokens (dev/data/data_common.py, write_datafile):
+20240520, version 1, uint16 for GPT-2; 20240801, version 7, uint32 for Llama 3.
 
 MDS shards, such as llm-foundry's conversion, have a column of tokens or one of text. Streaming's readers are not used:
 an index names column encodings, one of which (`pkl`) runs code, and files anywhere. Only the one column is read. One
@@ -13,15 +13,15 @@ shard is in memory at a time.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import struct
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import BinaryIO, cast
+from typing import BinaryIO, NamedTuple, cast
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from llmscale.data.prepare.sources.source import (
     lacks_field,
     opened,
     within_budget,
+    without_undecodable,
 )
 from llmscale.data.shards.compressed import DamagedError, most_unpacked_bytes, open_zstd, unfolds
 from llmscale.data.tokenizers.tokenizer import TokenArray
@@ -122,13 +123,70 @@ def read_tokens(
                 f"{name} has no llm.c header, so it is read as nanoGPT's uint16, but the tokenizer has "
                 f"{rules.vocab_size:,} tokens. Give the tokenizer that it was made with."
             )
+        _refuse_wide(np.frombuffer(head[: len(head) // 2 * 2], "<u2"), name)
         yield from documents_in(_pieces(file, head, "<u2", name, None, piece), offset, rules, name)
     else:
         yield from documents_in(_pieces(file, b"", dtype, name, count, piece), offset, rules, name)
 
 
+def _refuse_wide(tokens: TokenArray, name: str) -> None:
+    """Raise DataError if every other number is 0: these are integers of 32 or 64 bits, such as Megatron's."""
+    if len(tokens) >= 64 and not tokens[1::2].any() and tokens.any():
+        raise DataError(
+            f"{name} has no llm.c header and holds integers of more than 16 bits, not nanoGPT's uint16. Save them as "
+            "one row with numpy.save, in a .npy file."
+        )
+
+
+class _ArrayHeader(NamedTuple):
+    """Header of a `.npy` file."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def is_tokens(self) -> bool:
+        return len(self.shape) == 1 and self.dtype.kind in "iu"
+
+
+def _read_array_header(file: BinaryIO) -> _ArrayHeader:
+    """Read the header of a `.npy` file, of which numpy evaluates literals only. Raises ValueError."""
+    version = np.lib.format.read_magic(file)
+    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+    if read is None:
+        raise ValueError(f"version {version} of the format")
+    shape, _, dtype = read(file)
+    return _ArrayHeader(shape, dtype)
+
+
+def is_token_array(head: bytes, _name: str, _options: ReadOptions) -> bool:
+    """Return whether a `.npy` file that begins with `head` holds a row of integers."""
+    try:
+        return _read_array_header(cast(BinaryIO, io.BytesIO(head))).is_tokens
+    except ValueError:
+        return False
+
+
+def read_npy(
+    file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
+) -> Iterator[Record]:
+    """Read a row of token ids that numpy saved, never with pickle. Places are (piece, token). Raises DataError."""
+    rules = need_rules(rules, name)
+    piece, offset = start or (0, 0)
+    try:
+        header = _read_array_header(file)
+    except ValueError as error:
+        raise DataError(f"{name} is not a readable .npy file: {str(error).rstrip('.')}.") from None
+    if not header.is_tokens:
+        raise DataError(
+            f"{name} holds an array of {header.dtype} of shape {header.shape}, not token ids: one row of integers."
+        )
+    pieces = _pieces(file, b"", header.dtype, name, header.shape[0], piece)
+    yield from documents_in(pieces, offset, rules, name)
+
+
 def _pieces(
-    file: BinaryIO, head: bytes, dtype: str, name: str, count: int | None, first: int
+    file: BinaryIO, head: bytes, dtype: str | np.dtype, name: str, count: int | None, first: int
 ) -> Iterator[tuple[Place, TokenArray]]:
     """Yield pieces from number `first` on; `head` was read before. Raises DataError unless there are `count` tokens."""
     piece_bytes = _PIECE_TOKENS * np.dtype(dtype).itemsize
@@ -158,7 +216,8 @@ def _read_bytes(file: BinaryIO, count: int) -> bytes:
 INDEX_NAME = "index.json"
 #: Largest shard, as it is read into memory; Streaming's default is 64 MiB.
 _MOST_SHARD_BYTES = 1 << 30
-_TOKENS_NAME = "tokens"
+#: Column of tokens, as llm-foundry names it, and as transformers does; the latter is read if no column is the text.
+_TOKENS_NAME, _INPUT_IDS_NAME = "tokens", "input_ids"
 #: Types by the byte before an array whose column leaves its type open, and by name.
 _ARRAY_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
 _ARRAY_TYPES = {"uint8": "u1", "int8": "i1", "uint16": "<u2", "int16": "<i2", "uint32": "<u4", "int32": "<i4",
@@ -223,16 +282,19 @@ class MdsSource(Source):
     def __init__(self, name: str, folder: MdsFolder, options: ReadOptions) -> None:
         """Read the index. Raises DataError for anything unexpected in it, and for a missing shard."""
         self.name = name
-        self.passed_over = Counter()
+        self.passed_over = set()
+        self._options = options
         self._shards = _load_index(folder, options.text_field)
         self.total_bytes = sum(shard.bytes for shard in self._shards)
 
     def has_fields(self) -> bool:
-        return self._shards[0].is_text
+        """Return whether the column that is read is text, or the one that the user named."""
+        return self._shards[0].is_text or self._shards[0].column_name == self._options.text_field
 
     def records(self, start: Place, rules: TokenRules | None) -> Iterator[Record]:
         size_bytes = sum(shard.file.size_bytes for shard in self._shards)
-        yield from within_budget(self._records(start, rules), self.name, size_bytes)
+        records = within_budget(self._records(start, rules), self.name, size_bytes)
+        yield from without_undecodable(self, records, self._options)
 
     def _records(self, start: Place, rules: TokenRules | None) -> Iterator[Record]:
         shard, sample, offset = (*start, 0)[:3] if start else (0, 0, 0)
@@ -245,7 +307,9 @@ class MdsSource(Source):
             try:
                 yield Document(data.decode(), place)
             except UnicodeDecodeError as error:
-                yield Rejected(where, f"not UTF-8 ({error.reason} at byte {error.start})", data, place)
+                yield Rejected(
+                    where, f"not UTF-8 ({error.reason} at byte {error.start})", data, place, is_undecodable=True
+                )
 
     def fingerprint(self) -> str:
         """Hash every shard's name, size and version, and which column is read."""
@@ -313,7 +377,7 @@ def _parse(entry: object, folder: MdsFolder, text_field: str, where: str) -> _Sh
             zip_data = cast(dict[str, object], entry).get("zip_data")
         case _:
             raise DataError(f"{where} does not describe an MDS shard.")
-    wanted = _TOKENS_NAME if _TOKENS_NAME in names else text_field
+    wanted = next((name for name in (_TOKENS_NAME, text_field, _INPUT_IDS_NAME) if name in names), text_field)
     if wanted not in names:
         raise DataError(f"{where}: {lacks_field(wanted, list(map(str, names)), 'column')}; name one with --text-field.")
     column = names.index(wanted)

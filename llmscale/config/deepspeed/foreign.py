@@ -1,0 +1,496 @@
+"""Read the ds_config of another program: "auto", what is off, old names, optimizer and scheduler. No torch.
+
+Hugging Face's Trainer, Megatron-DeepSpeed and DeepSpeed's own examples share one file format with llmscale. Entries in
+other words, or for another program, become llmscale's keys here, or are named as without effect.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
+
+from llmscale.config.deepspeed.schema import AUTO, AUTO_KEYS, DsFile, Section, ZeroOptimization, section_at, show
+from llmscale.config.run_config import build_run_config
+from llmscale.errors import ConfigError
+
+#: Value of an edit that deletes a key.
+DELETED = object()
+
+
+class Change(NamedTuple):
+    """A problem of a file, or the way in which an entry is read, and the edits for it."""
+
+    text: str
+    edits: Mapping[str, object]
+    """Values by dotted path; DELETED removes a key."""
+
+
+def delete(path: str, text: str) -> Change:
+    """Return a change that deletes a key."""
+    return Change(text, {path: DELETED})
+
+
+@dataclass
+class Reading:
+    """A ds_config in llmscale's keys."""
+
+    config: dict[str, object]
+    """The file after all edits but those of `problems`; its keys may still be unknown."""
+    run_keys: dict[str, object] = field(default_factory=dict)
+    """Keys of a run that the file sets."""
+    problems: list[Change] = field(default_factory=list)
+    """Entries that llmscale cannot train with."""
+    notices: list[Change] = field(default_factory=list)
+    """Entries that are read in another way than written, or have no effect."""
+    silent: list[Change] = field(default_factory=list)
+    """Entries that mean what llmscale does without them: off, "auto", or another name of a key."""
+
+
+_LOOP = "llmscale counts micro-batches itself"
+_CPU_ADAM = "it belongs to DeepSpeed's own CPU Adam, llmscale passes torch.optim.AdamW"
+_OWN_CHECKPOINTS = "llmscale writes its own checkpoints"
+_NO_MODEL_PARALLEL = "it divides among model-parallel ranks, and llmscale has none"
+_SET_BY_LLMSCALE = "llmscale sets it for its own optimizers"
+_QUANTISED = "ranks then exchange rounded numbers, which changes the loss curve. Delete it."
+_CHANGES_MODEL = "DeepSpeed removed it, and it changes what is trained. Delete it."
+
+#: Entries without effect on what llmscale trains, each with the reason.
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "checkpoint": _OWN_CHECKPOINTS,
+    "datastates_ckpt": _OWN_CHECKPOINTS,
+    "nebula": _OWN_CHECKPOINTS,
+    "comet": "metrics are in the run folder's metrics.jsonl",
+    "managed_gradient_accumulation": _LOOP,
+    "compile": "llmscale compiles the blocks itself, at every stage (--compile)",
+    "autotuning": "`llmscale estimate` chooses stage, offload and micro-batch",
+    "data_efficiency": "the order of samples is llmscale's own (--seed, --no-shuffle)",
+    "hybrid_engine": "it generates text during RLHF, llmscale pre-trains",
+    "weight_quantization": "it is for inference",
+    "seq_parallel_communication_data_type": "llmscale divides sequences itself",
+    "use_data_before_expert_parallelism": "llmscale divides experts itself",
+    "sparse_gradients": "no gradient of llmscale's models is sparse",
+    "graph_harvesting": "DeepSpeed removed it",
+    "zero_allow_untested_optimizer": _SET_BY_LLMSCALE,
+    "zero_force_ds_cpu_optimizer": _SET_BY_LLMSCALE,
+    "zero_optimization.legacy_stage1": "DeepSpeed has one stage 1 left",
+    "zero_optimization.elastic_checkpoint": _OWN_CHECKPOINTS,
+    "zero_optimization.pipeline_loading_checkpoint": _OWN_CHECKPOINTS,
+    "zero_optimization.compute_grad_norm": "llmscale clips by and logs the gradient norm",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "--optimizer muon is llmscale's own",
+    "zero_optimization.leaf_module": "llmscale's experts are one module",
+    "zero_optimization.mics_hierarchical_params_gather": "DeepSpeed removed it",
+    "zero_optimization.offload_optimizer.super_offload": _CPU_ADAM,
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": _CPU_ADAM,
+    "data_types.buffer_dtype": "the GPT has no buffers to keep in another type",
+    "activation_checkpointing.partition_activations": _NO_MODEL_PARALLEL,
+    "activation_checkpointing.contiguous_memory_optimization": _NO_MODEL_PARALLEL,
+}
+
+#: Entries that cannot be honoured, each with the reason and the fix.
+UNSUPPORTED: Mapping[str, str] = {
+    "pipeline": "llmscale is data parallel only (ZeRO). Delete it.",
+    "tensor_parallel": "llmscale is data parallel only (ZeRO). Delete it and set zero_optimization.stage to 3.",
+    "data_parallel_size": "the number of ranks is the launcher's. Delete it and use --nproc-per-node or a hostfile.",
+    "expert_parallel": "llmscale divides experts itself. Delete it and use --expert-parallel-size.",
+    "sequence_parallel_size": "llmscale divides sequences itself. Delete it and use --sequence-parallel-size.",
+    "allgather_size": "DeepSpeed gave up its format. Rename it to zero_optimization.allgather_bucket_size.",
+    "amp": "DeepSpeed removed Apex AMP in 2026. Delete it and use 'bf16', 'fp16' or 'torch_autocast'.",
+    "compression_training": _CHANGES_MODEL,
+    "quantize_training": _CHANGES_MODEL,
+    "eigenvalue": _CHANGES_MODEL,
+    "progressive_layer_drop": _CHANGES_MODEL,
+    "sparse_attention": "DeepSpeed removed it. Delete it and use --sliding-window N.",
+    "elasticity": "DeepSpeed removed it. Delete it and use --global-batch-size N: llmscale continues a run on any "
+    "number of ranks.",
+    "zero_optimization.mics_shard_size": "DeepSpeed removed it. Delete it and use zero_hpz_partition_size, the "
+    "ranks of a group that keeps a copy of the parameters.",
+    "zero_optimization.zeropp_loco_param": _QUANTISED,
+    "zero_optimization.zenflow": f"{_CPU_ADAM}. Delete it.",
+    "zero_optimization.zero_quantized_weights": _QUANTISED,
+    "zero_optimization.zero_quantized_nontrainable_weights": _QUANTISED,
+    "zero_optimization.zero_quantized_gradients": _QUANTISED,
+    "fp16.fp16_master_weights_and_grads": f"{_CPU_ADAM}. Delete it.",
+    "bf16.bf16_master_weights_and_grads": "checkpoints hold an fp32 master copy of the weights. Delete it.",
+    "bf16.bf16_optimizer_states": "checkpoints hold fp32 moments. Delete it.",
+    "data_types.keep_in_fp32_modules": "llmscale keeps an fp32 master copy of every weight. Delete it.",
+}
+
+#: Entries that one of the functions below reads.
+READ_HERE = frozenset(
+    {"bfloat16", "optimizer", "scheduler", "wandb", "curriculum_learning"}
+    | {f"zero_optimization.{name}" for name in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory")}
+    | {"zero_optimization.stage3_gather_fp16_weights_on_model_save"}
+)
+
+#: Values that are llmscale's own behaviour, where that is not "off".
+_AS_LLMSCALE: Mapping[str, tuple[object, ...]] = {
+    "zero_allow_untested_optimizer": (True,),
+    "zero_optimization.compute_grad_norm": (True,),
+    "zero_optimization.mics_shard_size": (-1, 0, 1),
+    "sequence_parallel_size": (1,),
+}
+#: Sections that do nothing unless "enabled" is true.
+_SWITCHED = frozenset(
+    {"amp", "autotuning", "comet", "curriculum_learning", "data_efficiency", "eigenvalue", "elasticity"}
+    | {"hybrid_engine", "nebula", "progressive_layer_drop", "quantize_training", "wandb"}
+)
+
+
+def read_foreign(config: Mapping[str, object]) -> Reading:
+    """Return a ds_config in llmscale's keys; `config` stays as it is."""
+    reading = Reading(copy.deepcopy(dict(config)))
+    for path in [name for name in config if name.startswith(("_", "//", "#"))]:
+        _apply(reading.config, delete(path, "a comment"), reading.silent)
+    _rename(reading)
+    _read_wandb(reading)
+    _read_curricula(reading)
+    for path in (*WITHOUT_EFFECT, *UNSUPPORTED):
+        if path in _paths(reading.config):
+            _read_entry(reading, path)
+    _read_scheduler(reading)
+    _read_optimizer(reading)
+    _drop_off_and_auto(reading, "", DsFile)
+    return reading
+
+
+def apply_edits(config: dict[str, object], edits: Mapping[str, object]) -> None:
+    """Write values at dotted paths, in sections that are made where they are missing."""
+    for path, value in edits.items():
+        section, key = config, path
+        # A key may itself contain dots.
+        while key not in section and "." in key:
+            name, _, key = key.partition(".")
+            inner = section.get(name)
+            if not isinstance(inner, dict):
+                inner = {}
+                if value is not DELETED:
+                    section[name] = inner
+            section = inner
+        if value is DELETED:
+            section.pop(key, None)
+        else:
+            section[key] = value
+
+
+def _apply(config: dict[str, object], change: Change, into: list[Change]) -> None:
+    apply_edits(config, change.edits)
+    into.append(change)
+
+
+def _paths(section: Mapping[str, object], prefix: str = "") -> set[str]:
+    """Return the dotted paths of all entries."""
+    paths = set()
+    for name, value in section.items():
+        paths.add(f"{prefix}{name}")
+        if isinstance(value, dict):
+            paths |= _paths(value, f"{prefix}{name}.")
+    return paths
+
+
+def _value_at(config: Mapping[str, object], path: str) -> object:
+    value: object = config
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def is_off(value: object) -> bool:
+    """Return whether an entry says nothing: false, "auto", empty, or a section that is not enabled."""
+    if isinstance(value, Mapping):
+        if "enabled" in value:
+            return is_off(value["enabled"])
+        switched = [inner for inner in value.values() if isinstance(inner, Mapping) and "enabled" in inner]
+        return all(map(is_off, switched or value.values()))
+    return value in (None, False, AUTO, [], "none", "dense")
+
+
+def _is_nothing(path: str, value: object) -> bool:
+    if path in _AS_LLMSCALE:
+        return value in _AS_LLMSCALE[path]
+    if path in _SWITCHED and isinstance(value, Mapping):
+        return is_off(value.get("enabled"))
+    if path == "sparse_attention" and isinstance(value, Mapping):
+        return is_off(value.get("mode"))
+    return is_off(value)
+
+
+def _read_entry(reading: Reading, path: str) -> None:
+    """Drop an entry of WITHOUT_EFFECT or UNSUPPORTED that is off or without effect; another one is a problem."""
+    value = _value_at(reading.config, path)
+    if _is_nothing(path, value):
+        _apply(reading.config, delete(path, f"{path} is off"), reading.silent)
+    elif path in WITHOUT_EFFECT:
+        _apply(reading.config, delete(path, f"{path} has no effect: {WITHOUT_EFFECT[path]}."), reading.notices)
+    else:
+        _apply(reading.config, delete(path, f"'{path}' is not supported: {UNSUPPORTED[path]}"), reading.problems)
+
+
+def _rename(reading: Reading) -> None:
+    """Give entries with an old name, or with a second one that DeepSpeed also reads, their usual name."""
+    config = reading.config
+    if isinstance(zero := config.get("zero_optimization"), bool):
+        edits: dict[str, object] = {"zero_optimization": {"stage": int(zero)}}
+        if "allgather_size" in config:
+            edits |= {"allgather_size": DELETED, "zero_optimization.allgather_bucket_size": config["allgather_size"]}
+        text = f"zero_optimization {show(zero)} is read as stage {int(zero)}"
+        _apply(config, Change(text, edits), reading.silent)
+    names = {"bfloat16": "bf16", "aio.thread_count": "aio.intra_op_parallelism"}
+    zero = config.get("zero_optimization")
+    if isinstance(zero, dict):
+        for name in zero:
+            usual = f"stage3_{name.removeprefix('stage3_').replace('_fp16_', '_16bit_')}"
+            if name not in ZeroOptimization.model_fields and usual in ZeroOptimization.model_fields:
+                names[f"zero_optimization.{name}"] = f"zero_optimization.{usual}"
+        _read_cpu_offload(reading, zero)
+    paths = _paths(config)
+    for old, new in names.items():
+        if old in paths:
+            edits = {old: DELETED} if new in paths else {old: DELETED, new: _value_at(config, old)}
+            _apply(config, Change(f"{old} is read as {new}", edits), reading.silent)
+    for path in ("data_types.grad_accum_dtype", "data_types.param_dtype"):
+        if dtype := {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}.get(
+            str(_value_at(config, path)).removeprefix("torch.")
+        ):
+            _apply(config, Change(f"{path} is read as {dtype}", {path: dtype}), reading.silent)
+
+
+def _read_cpu_offload(reading: Reading, zero: dict[str, object]) -> None:
+    """Read DeepSpeed's first keys for offload to host memory."""
+    pinned = zero.get("cpu_offload_use_pin_memory")
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        if old not in zero:
+            continue
+        path = f"zero_optimization.{old}"
+        edits: dict[str, object] = {path: DELETED}
+        if zero[old] is True and new not in zero:
+            section = {"device": "cpu"} | ({"pin_memory": pinned} if isinstance(pinned, bool) else {})
+            edits[f"zero_optimization.{new}"] = section
+        text = f'{path} {show(zero[old])} is read as {new} to "{"cpu" if zero[old] is True else "none"}"'
+        _apply(reading.config, Change(text, edits), reading.silent)
+    if "cpu_offload_use_pin_memory" in zero:
+        path = "zero_optimization.cpu_offload_use_pin_memory"
+        _apply(reading.config, delete(path, f"{path} is read as pin_memory"), reading.silent)
+
+
+def _read_wandb(reading: Reading) -> None:
+    """Read DeepSpeed's own logging to Weights & Biases as llmscale's."""
+    section = reading.config.get("wandb")
+    if not isinstance(section, dict) or _is_nothing("wandb", section):
+        if "wandb" in reading.config:
+            _apply(reading.config, delete("wandb", "wandb is off"), reading.silent)
+        return
+    keys: dict[str, object] = {"wandb": True}
+    if isinstance(project := section.get("project"), str) and project:
+        keys["wandb_project"] = project
+    rest = sorted(section.keys() - {"enabled", "project"})
+    variables = f" {', '.join(rest)}: set WANDB_ENTITY and WANDB_RUN_GROUP instead." if rest else ""
+    _take(reading, "wandb", keys, variables)
+
+
+def _read_curricula(reading: Reading) -> None:
+    """Refuse a curriculum over the lengths of sequences, in either of DeepSpeed's places, and random-LTD."""
+    sampling, routing = "data_efficiency.data_sampling", "data_efficiency.data_routing"
+    places = {
+        "curriculum_learning": ["curriculum_learning"],
+        "data_efficiency": [f"{sampling}.curriculum_learning", f"{routing}.random_ltd"],
+    }
+    for section, parts in places.items():
+        if _is_nothing(section, reading.config.get(section, {})):
+            if section in reading.config:
+                _apply(reading.config, delete(section, f"{section} is off"), reading.silent)
+            continue
+        for path in parts:
+            part = _value_at(reading.config, path)
+            if not isinstance(part, Mapping) or is_off(part.get("enabled")):
+                continue
+            is_ramp = path.endswith("curriculum_learning")
+            why = "llmscale orders samples itself" if is_ramp else "every layer of llmscale's models gets every token"
+            text = f"'{path}' is not supported: {why}. Delete it{_describe_ramp(part) if is_ramp else ''}."
+            _apply(reading.config, delete(path, text), reading.problems)
+
+
+def _describe_ramp(curriculum: Mapping[str, object]) -> str:
+    """Return the flags that make sequences grow as a curriculum over their lengths does."""
+    texts = [inner for inner in _leaves(curriculum) if inner[0] in ("min_difficulty", "total_curriculum_step")]
+    values = dict(reversed(texts))
+    steps = values.get("total_curriculum_step")
+    of_steps = f", the tokens of its {steps} steps" if steps else ""
+    return (
+        f" and give --seq-len-ramp-from {values.get('min_difficulty', 'N')} --seq-len-ramp-tokens N{of_steps}: "
+        "sequences then double in length"
+    )
+
+
+def _leaves(section: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value)
+        else:
+            yield name, value
+
+
+def _drop_off_and_auto(reading: Reading, prefix: str, kind: type[Section]) -> None:
+    """Drop "auto" where a key's default is meant, and unknown keys of known sections that are off."""
+    section = _value_at(reading.config, prefix.rstrip(".")) if prefix else reading.config
+    if not isinstance(section, dict):
+        return
+    for name, value in list(section.items()):
+        path, inner = f"{prefix}{name}", section_at(kind, name)
+        if value == AUTO and path not in AUTO_KEYS and name in kind.model_fields and path != "zero_optimization.stage":
+            _apply(reading.config, delete(path, f'{path} "auto" is llmscale\'s default'), reading.silent)
+        elif inner is not None and isinstance(value, dict):
+            if "enabled" in value and value["enabled"] != AUTO and is_off(value["enabled"]):
+                for unknown in value.keys() - inner.model_fields.keys():
+                    _apply(reading.config, delete(f"{path}.{unknown}", f"{path} is off"), reading.silent)
+            _drop_off_and_auto(reading, f"{path}.", inner)
+
+
+#: Types of optimizer that compute AdamW's update, in lower case.
+_ADAM = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam", "torchadam")
+#: Parameters of Adam that change nothing at these values.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "torch_adam": (True, False),
+    "fused": (True, False),
+    "foreach": (True, False),
+    "set_grad_none": (True, False),
+    "fp32_optimizer_states": (True,),
+    "adam_w_mode": (True,),
+    "bias_correction": (True,),
+    "amsgrad": (False,),
+    "maximize": (False,),
+}
+
+
+def _read_optimizer(reading: Reading) -> None:
+    """Read an optimizer block as flags would be read."""
+    kind, params = _block(reading, "optimizer")
+    if kind is None:
+        return
+    is_adam = kind.lower() in _ADAM
+    if is_adam and not params:
+        _say_nothing(
+            reading, "optimizer", "AdamW with llmscale's values; --lr, --beta1, --beta2, --weight-decay, --eps"
+        )
+        return
+    keys: dict[str, object] = {"optimizer": "muon" if kind.lower() == "muon" else "adamw"}
+    unknown = []
+    for name, value in params.items():
+        if name in ("lr", "eps", "weight_decay"):
+            keys[name] = value
+        elif name == "betas" and isinstance(value, list) and len(value) == 2:
+            keys |= {f"beta{place}": beta for place, beta in enumerate(value, 1) if beta != AUTO}
+        elif name == "max_grad_norm":
+            if reading.config.get("gradient_clipping") in (None, AUTO):
+                reading.config["gradient_clipping"] = value
+        elif name == "adam_w_mode" and value is False and not params.get("weight_decay"):
+            continue
+        elif value not in _NEUTRAL.get(name, ()):
+            unknown.append(name)
+    if not is_adam:
+        flags = _flags({name: value for name, value in keys.items() if name in ("optimizer", "lr", "weight_decay")})
+        text = f"optimizer.type {show(kind)} is not among adamw, muon and adafactor. Delete 'optimizer' and give "
+        _apply(reading.config, delete("optimizer", f"{text}{flags}."), reading.problems)
+        return
+    for name in unknown:
+        path = f"optimizer.params.{name}"
+        text = f"{path} = {show(params[name])} is not among AdamW's lr, betas, eps and weight_decay. Delete it."
+        reading.problems.append(delete(path, text))
+    _take(reading, "optimizer", keys)
+
+
+#: Schedules of DeepSpeed, each as llmscale's, and its parameters with the keys that they are.
+_SCHEDULES: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "WarmupLR": ("constant", {"warmup_max_lr": "lr", "warmup_num_steps": "warmup_steps"}),
+    "WarmupDecayLR": (
+        "linear",
+        {"warmup_max_lr": "lr", "warmup_num_steps": "warmup_steps", "total_num_steps": "decay_steps"},
+    ),
+    "WarmupCosineLR": (
+        "cosine",
+        {"warmup_num_steps": "warmup_steps", "total_num_steps": "decay_steps", "cos_min_ratio": "min_lr_frac"},
+    ),
+}
+#: Parameters of DeepSpeed's warm-up, which is another curve than llmscale's straight line from 0.
+_OF_WARMUP = ("warmup_min_lr", "warmup_min_ratio", "warmup_type", "last_batch_iteration")
+
+
+def _read_scheduler(reading: Reading) -> None:
+    """Read a scheduler block as flags would be read."""
+    kind, params = _block(reading, "scheduler")
+    if kind is None:
+        return
+    if kind not in _SCHEDULES:
+        lr = params.get("cycle_max_lr", params.get("warmup_max_lr", "X"))
+        legal = ", ".join(_SCHEDULES)
+        text = f"scheduler.type {show(kind)} is not one of {legal}. Delete 'scheduler' and give --schedule "
+        text += f"cosine, linear, constant or wsd, --lr {lr} and --warmup-steps N."
+        _apply(reading.config, delete("scheduler", text), reading.problems)
+        return
+    schedule, names = _SCHEDULES[kind]
+    if not params:
+        _say_nothing(reading, "scheduler", f"llmscale's schedule; --schedule {schedule} is {kind}'s shape")
+        return
+    keys: dict[str, object] = {"schedule": schedule}
+    for name, value in params.items():
+        if name in names:
+            keys[names[name]] = value
+        elif name not in _OF_WARMUP:
+            path = f"scheduler.params.{name}"
+            legal = ", ".join((*names, *_OF_WARMUP))
+            reading.problems.append(delete(path, f"{path} is not among {kind}'s {legal}. Delete it."))
+    warmup = [name for name in _OF_WARMUP if params.get(name) not in (None, 0, -1, "linear")]
+    line = f" {', '.join(warmup)}: the warm-up is a straight line from 0." if warmup else ""
+    _take(reading, "scheduler", keys, line)
+
+
+def _block(reading: Reading, name: str) -> tuple[str | None, dict[str, object]]:
+    """Return type and parameters of an optimizer or scheduler, without "auto"; a type of None for no block."""
+    block = reading.config.get(name)
+    if is_off(block):
+        if name in reading.config:
+            _say_nothing(reading, name, "llmscale's own")
+        return None, {}
+    kind = block.get("type") if isinstance(block, dict) else None
+    params = block.get("params", {}) if isinstance(block, dict) else None
+    if not isinstance(kind, str) or not isinstance(params, dict):
+        text = (
+            f'{name} = {show(block)}: must be an object {{"type": ..., "params": {{...}}}}. Write it so, or delete it.'
+        )
+        _apply(reading.config, delete(name, text), reading.problems)
+        return None, {}
+    for key in cast("dict[str, object]", block).keys() - {"type", "params", "legacy_fusion"}:
+        reading.problems.append(
+            delete(f"{name}.{key}", f"'{name}.{key}' is not a key that DeepSpeed reads. Delete it.")
+        )
+    said = {
+        key: value for key, value in params.items() if value != AUTO and value != [AUTO, AUTO] and value is not None
+    }
+    return ("AdamW" if name == "optimizer" else "WarmupLR") if kind == AUTO else kind, said
+
+
+def _say_nothing(reading: Reading, name: str, meaning: str) -> None:
+    text = f'{name} holds nothing but "auto", which is {meaning}.'
+    _apply(reading.config, delete(name, text), reading.notices)
+
+
+def _take(reading: Reading, path: str, keys: Mapping[str, object], more: str = "") -> None:
+    """Take an entry as keys of a run. A value that no run may have is a problem."""
+    for key, value in keys.items():
+        try:
+            build_run_config({key: value})
+        except ConfigError as error:
+            text = f"{path} sets a key of the run wrongly: {error} Delete it and give --{key.replace('_', '-')}."
+            reading.problems.append(delete(path, text))
+        else:
+            # DeepSpeed's scheduler sets the learning rate of its optimizer.
+            reading.run_keys.setdefault(key, value)
+    reading.config.pop(path, None)
+    text = f"{path} is taken as {_flags(keys)}; a flag or the run file overrides it.{more}"
+    reading.notices.append(Change(text, {}))
+
+
+def _flags(keys: Mapping[str, object]) -> str:
+    words = (f"--{key.replace('_', '-')}{'' if value is True else f' {value}'}" for key, value in keys.items())
+    return " ".join(words)

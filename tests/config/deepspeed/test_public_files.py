@@ -1,0 +1,154 @@
+"""Public ds_configs are taken as they are, or all that is wrong with them is said at once."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+
+from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.deepspeed.foreign import read_foreign
+from llmscale.config.deepspeed.resolve import fix_ds_config, parse_ds_config
+from llmscale.config.deepspeed.rules import find_problems
+from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run, with_ds_keys
+from llmscale.config.run_config import RunConfig, parse_run_config
+from llmscale.errors import ConfigError
+from tests.config.deepspeed.public_files import REFUSED, TAKEN
+
+FACTS = SetFacts(4096, 128, 100_000, 0)
+
+
+def train(file: dict[str, object], *flags: str, ranks: int = 1) -> tuple[RunConfig, ResolvedRun]:
+    ds = parse_ds_config(file, "my.json")
+    config = with_ds_keys(parse_run_config(["--model", "tiny-1m", *flags]), ds)
+    return config, resolve_run(config, ds, FACTS, ranks)
+
+
+def plan(file: dict[str, object], *flags: str, ranks: int = 1) -> tuple[int, int, int]:
+    batch: BatchPlan = train(file, *flags, ranks=ranks)[1].plan
+    return batch.micro_batch_size, batch.gradient_accumulation_steps, batch.global_batch_size
+
+
+def test_there_are_fifty() -> None:
+    assert len(TAKEN) + len(REFUSED) == 50
+    assert len(TAKEN) >= 40
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_public_file_is_taken_at_once(name: str) -> None:
+    before = copy.deepcopy(TAKEN[name])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resolved = train(TAKEN[name], "--steps", "20000")[1]
+        # What DeepSpeed gets has no "auto", and no key that it would not read.
+        assert resolved.engine_config.train_batch_size == resolved.ds_config["train_batch_size"]
+    assert '"auto"' not in repr(resolved.ds_config).replace("'", '"')
+    assert before == TAKEN[name]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_others_take_one_round(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_ds_config(REFUSED[name], "my.json")
+    text = str(error.value)
+    problems = find_problems(read_foreign(REFUSED[name]))
+    assert all(problem.text in text for problem in problems)
+    assert "\n" not in text
+    assert len(problems) == 1 or "doctor --ds my.json --fixed OUT" in text
+    fixed, changes = fix_ds_config(REFUSED[name])
+    train(fixed, "--steps", "20000")
+    assert {problem.text for problem in problems} <= {change.text for change in changes}
+
+
+@pytest.mark.parametrize("name", [*TAKEN, *REFUSED])
+def test_the_fixed_file_says_the_same_and_needs_no_further_change(name: str) -> None:
+    file = (TAKEN | REFUSED)[name]
+    fixed, _ = fix_ds_config(file)
+    assert fix_ds_config(fixed) == (fixed, [])
+    if name in TAKEN:
+        assert train(fixed, "--steps", "20000")[1].as_dict() == train(file, "--steps", "20000")[1].as_dict()
+        assert parse_ds_config(fixed, "my.json").run_keys == parse_ds_config(file, "my.json").run_keys
+
+
+@pytest.mark.parametrize("name", [*TAKEN, *REFUSED])
+def test_no_key_is_ignored_without_a_word(name: str) -> None:
+    """Every entry reaches DeepSpeed, or is named by a notice, a problem or what was left out as off."""
+    reading = read_foreign((TAKEN | REFUSED)[name])
+    edited = {path for change in (*reading.notices, *reading.silent, *reading.problems) for path in change.edits}
+    text = " ".join(change.text for change in (*reading.notices, *reading.problems))
+    for key in (TAKEN | REFUSED)[name]:
+        assert key in reading.config or key in edited or key in text, key
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "ranks", "expected"),
+    [
+        ({"train_micro_batch_size_per_gpu": 4}, (), 1, (4, 8, 32)),
+        ({"gradient_accumulation_steps": 4}, (), 1, (8, 4, 32)),
+        ({"train_batch_size": 64}, (), 2, (32, 1, 64)),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 4}, (), 2, (8, 4, 64)),
+        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}, (), 2, (4, 3, 24)),
+        ({"train_micro_batch_size_per_gpu": 6}, (), 1, (6, 5, 30)),
+        ({"train_batch_size": 64}, ("--global-batch-size", "16"), 1, (16, 1, 16)),
+        ({"train_batch_size": 64}, ("--global-batch-tokens", "2048"), 1, (16, 1, 16)),
+        ({"train_micro_batch_size_per_gpu": 4}, ("--micro-batch-size", "2"), 1, (2, 16, 32)),
+        ({"gradient_accumulation_steps": 4}, ("--micro-batch-size", "2"), 2, (2, 4, 16)),
+        # DeepSpeed would refuse these on one rank; the accumulation gives way, with a notice.
+        (
+            {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1},
+            (),
+            1,
+            (1, 16, 16),
+        ),
+    ],
+)
+def test_batch_sizes_of_the_file_count_as_flags_do(
+    file: dict[str, object], flags: tuple[str, ...], ranks: int, expected: tuple[int, int, int]
+) -> None:
+    assert plan(file, *flags, ranks=ranks) == expected
+
+
+def test_a_batch_size_that_gives_way_is_named() -> None:
+    file = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    resolved = train(file)[1]
+    (notice,) = resolved.ds.batch_notices(resolved.plan)
+    assert notice.startswith("gradient_accumulation_steps 1 of my.json gives way to 16: ")
+
+
+def test_optimizer_and_scheduler_are_read_as_flags() -> None:
+    file = TAKEN["cosine"]
+    config, resolved = train(file, "--steps", "20000")
+    assert (config.lr, config.beta1, config.beta2, config.weight_decay) == (1e-4, 0.9, 0.95, 0.1)
+    assert (config.schedule, config.warmup_steps, config.decay_steps) == ("cosine", 500, 10_000)
+    assert resolved.schedule.min_lr_frac == 0.1
+    notices = parse_ds_config(file, "my.json").warnings
+    assert any("optimizer is taken as --optimizer adamw --lr 0.0001 --beta1 0.9" in notice for notice in notices)
+
+
+def test_flags_go_before_the_file() -> None:
+    config, _ = train(TAKEN["cosine"], "--steps", "20000", "--lr", "1e-3", "--warmup-tokens", "1024")
+    assert (config.lr, config.warmup_steps, config.beta2) == (1e-3, None, 0.95)
+    # Numbers of the file's AdamW are not Muon's.
+    config, _ = train(TAKEN["cosine"], "--steps", "20000", "--optimizer", "muon")
+    assert config.lr is None
+    # Without effect under another schedule.
+    config, _ = train(TAKEN["cosine"], "--steps", "20000", "--schedule", "constant")
+    assert (config.schedule, config.decay_steps) == ("constant", None)
+
+
+def test_deepspeeds_scheduler_sets_the_learning_rate() -> None:
+    config, _ = train(
+        {
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-5, "warmup_num_steps": 10}},
+        }
+    )
+    assert (config.lr, config.schedule, config.warmup_steps) == (2e-5, "constant", 10)
+
+
+def test_a_curriculum_names_the_flags_for_growing_sequences() -> None:
+    with pytest.raises(
+        ConfigError, match="--seq-len-ramp-from 8 --seq-len-ramp-tokens N, the tokens of its 15000 steps"
+    ):
+        parse_ds_config(REFUSED["curriculum_tutorial"], "my.json")

@@ -1,0 +1,178 @@
+"""torchrun with restarts: a run continues after every one of them, also with fewer nodes. All tests are slow."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from llmscale.checkpoint.inventory import list_checkpoints
+from llmscale.checkpoint.manifest import checkpoints_folder
+from llmscale.cluster.launch.ranks import descendants, process_state
+from tests.conftest import REPOSITORY, free_port, read_losses, start_ranks
+
+pytestmark = pytest.mark.slow
+
+TORCHRUN = Path(sys.executable).with_name("torchrun")
+FAULT_JOB = REPOSITORY / "tests" / "training" / "fault_job.py"
+PATIENCE_S = 600
+FLAGS = ("--precision", "fp32", "--save-every", "2", "--keep-last", "9", "--steps", "8", "--lr", "1e-3")
+#: As in docs/cluster.md, with shorter waits.
+ELASTIC = ("--nnodes", "1:2", "--max-restarts", "9", "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1")
+WAITS = ("--rdzv-conf", "last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=4")
+
+
+class Agent:
+    """A torchrun and its ranks."""
+
+    def __init__(self, output: Path, *words: str, **variables: str) -> None:
+        self.output = output
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **variables}
+        with output.open("w") as file:
+            self.process = subprocess.Popen(
+                [str(TORCHRUN), *words],
+                env=environment,
+                cwd=REPOSITORY,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.05)
+
+    def wait(self) -> str:
+        """Return the output of an agent that ends well."""
+        assert self.process.wait(PATIENCE_S) == 0, self.output.read_text()
+        return self.output.read_text()
+
+    def kill(self) -> None:
+        """End it with all of its ranks, as a host that is powered off."""
+        for pid in (self.process.pid, *descendants(self.process.pid)):
+            if process_state(pid) not in ("", "Z"):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
+    agents: list[Agent] = []
+
+    def start(*words: str, **variables: str) -> Agent:
+        agents.append(Agent(tmp_path / f"agent-{len(agents)}.txt", *words, **variables))
+        return agents[-1]
+
+    yield start
+    for agent in agents:
+        agent.kill()
+
+
+def train(command: list[str]) -> None:
+    job = start_ranks(command, 1)
+    output = job.wait()[0]
+    assert job.exit_codes == [0], output
+
+
+def starts_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("launch", [("--master-port", "PORT"), ("--standalone",)])
+@pytest.mark.parametrize("flag", ["--resume", "--init-from"])
+def test_a_flag_that_begins_somewhere_acts_once(
+    torchrun: Callable, train_command: Callable, tmp_path: Path, flag: str, launch: tuple[str, ...]
+) -> None:
+    """Every start ends after three steps, and saves at every second: 2, then 4, 6 and 8 if restarts continue."""
+    train(train_command(*FLAGS, "--run", str(tmp_path / "straight")))
+    begun, run = checkpoints_folder(tmp_path / "straight") / "step-00000002", tmp_path / "run"
+    words = [str(free_port()) if word == "PORT" else word for word in launch]
+    flags = train_command(*FLAGS, flag, str(begun), "--run", str(run))[1:]
+    output = torchrun(
+        *words, "--nproc-per-node", "2", "--max-restarts", "5", "--", str(FAULT_JOB), "crash:3", *flags
+    ).wait()
+    steps = [int(path.name[-8:]) for path in list_checkpoints(run)]
+    assert steps == ([8, 6, 4] if flag == "--resume" else [8, 6, 4, 2])
+    restarts = len(steps) - 1
+    assert output.count(f"{flag} {begun} has acted at an earlier start of this launch, and is left out") == restarts
+    assert output.count("unexpected RuntimeError: planted") == restarts, "each start says its error, once"
+    if flag == "--resume":
+        losses, expected = read_losses(run), read_losses(tmp_path / "straight")
+        assert losses == pytest.approx({step: expected[step] for step in losses}, rel=1e-5)
+
+
+def test_the_same_command_of_another_launch_goes_back_again(
+    torchrun: Callable, train_command: Callable, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    train(train_command(*FLAGS, "--run", str(run)))
+    flags = train_command(*FLAGS, "--resume", str(checkpoints_folder(run) / "step-00000004"), "--run", str(run))
+    for _ in range(2):
+        output = torchrun("--standalone", "--max-restarts", "2", "--", *flags).wait()
+        assert "continuing from" in output and "step 4, " in output and "has acted" not in output
+    first, *others = [start["launches"] for start in starts_of(run)]
+    assert first == [] and len(others) == 2 and others[0] != others[1]
+
+
+def test_an_error_that_comes_back_is_printed_at_every_start(
+    torchrun: Callable, train_command: Callable, tmp_path: Path
+) -> None:
+    flags = train_command(*FLAGS, "--save-every", "0")[1:]
+    port = ("--master-port", str(free_port()))
+    agent = torchrun(*port, "--nproc-per-node", "2", "--max-restarts", "2", "--", str(FAULT_JOB), "crash:1", *flags)
+    assert agent.process.wait(PATIENCE_S) != 0
+    assert agent.output.read_text().count("unexpected RuntimeError: planted") == 3
+
+
+def test_a_node_that_is_lost_and_comes_back(torchrun: Callable, train_command: Callable, tmp_path: Path) -> None:
+    """Three ranks on two nodes, two on what is left, then three again; the batch of 8 is not divided over three."""
+    settings = (*FLAGS, "--steps", "4000", "--save-every", "20", "--check-every", "1")
+    run, store = tmp_path / "run", f"127.0.0.1:{free_port()}"
+    flags = train_command(*settings, "--run", str(run))
+    fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    rendezvous = (*ELASTIC, "--rdzv-endpoint", store, "--rdzv-id", "job-1", *WAITS)
+
+    def last_step() -> int:
+        return max(read_losses(run), default=0) if (run / "metrics.jsonl").exists() else 0
+
+    def wait_for_ranks(count: int) -> None:
+        stays.until(lambda: (run / "starts.jsonl").exists() and starts_of(run)[-1]["world_size"] == count)
+        begun = last_step()
+        stays.until(lambda: last_step() > begun + 5)
+
+    stays = torchrun(*rendezvous, "--nproc-per-node", "2", "--", *flags, **fresh)
+    lost = torchrun(*rendezvous, "--nproc-per-node", "1", "--", *flags, **fresh)
+    wait_for_ranks(3)
+    stays.until(lambda: bool(list_checkpoints(run)))
+    lost.kill()
+    wait_for_ranks(2)
+    torchrun(*rendezvous, "--nproc-per-node", "1", "--", *flags, **fresh)
+    wait_for_ranks(3)
+    assert [start["world_size"] for start in starts_of(run)] == [3, 2, 3]
+    assert all(start["launches"] == ["torchrun --rdzv-id job-1"] for start in starts_of(run))
+    last = last_step()
+    stays.process.terminate()
+    stays.process.wait(PATIENCE_S)
+    # The schedule depends on the steps of the run alone.
+    straight = train_command(*settings, "--run", str(tmp_path / "straight"))
+    job = start_ranks(straight, 1)
+    stays.until(
+        lambda: (
+            (tmp_path / "straight" / "metrics.jsonl").exists()
+            and max(read_losses(tmp_path / "straight"), default=0) >= last
+        )
+    )
+    job.kill()
+    losses, expected = read_losses(run), read_losses(tmp_path / "straight")
+    assert {step: losses[step] for step in range(1, last + 1)} == pytest.approx(
+        {step: expected[step] for step in range(1, last + 1)}, rel=1e-3
+    )
