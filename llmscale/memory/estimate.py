@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.hf_config import HFModel
 from llmscale.architecture.layers import ParameterTensors
-from llmscale.config.parallel_layout import ParallelLayout
+from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.resolve import ResolvedStep
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.layers import Activations, Moment, Pass, estimate_activations

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from llmscale.architecture.attention_kernels import AttentionKernel, ComputeCapability, attention_kernel
 from llmscale.architecture.shape import GPTShape
+from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import CHUNK_TOKENS, softmax_tokens
-from llmscale.config.parallel_layout import ParallelLayout
 
 _ONE_RANK = ParallelLayout(1)
 

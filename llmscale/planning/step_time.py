@@ -42,8 +42,7 @@ from functools import lru_cache
 from llmscale.architecture.layers import Architecture, ParameterTensors, sum_of_work
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
-from llmscale.config.hardware import GPU, Cluster
-from llmscale.config.interconnect import INTERCONNECTS, Interconnect
+from llmscale.config.hardware import GPU, INTERCONNECTS, Cluster, Interconnect
 from llmscale.config.resolve import ResolvedRun, ResolvedStep
 from llmscale.memory.gathers import Gathers, count_gathers, persistent_parameters
 from llmscale.memory.zero_setup import BYTES_PER_ELEMENT, zero_setup

@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import asdict, dataclass, field
 
-from llmscale.config.batch_plan import build_batch_plan
+from llmscale.config.batch_plan import ParallelLayout, build_batch_plan
 from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.config.loss_settings import LossSettings
 from llmscale.config.optimizers import ADAFACTOR, ADAMW, MUON
-from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.presets import PRESETS
 from llmscale.config.resolve import ResolvedStep, resolve_step
 from llmscale.errors import ConfigError
