@@ -92,7 +92,8 @@ def _advise(entry: str) -> str:
     numbers = [word for word in words if word.isdecimal()]
     names = [word for word in words if word not in numbers and _NAME.fullmatch(word)]
     stated = [counts["slots"]] if "slots" in counts else [*counts.values(), *numbers]
-    count = stated[0] if len(stated) == 1 and stated[0].isdecimal() and 0 < int(stated[0]) <= MAX_GPUS_PER_NODE else "N"
+    is_count = len(stated) == 1 and re.fullmatch("[1-9][0-9]{0,5}", stated[0]) is not None
+    count = stated[0] if is_count and int(stated[0]) <= MAX_GPUS_PER_NODE else "N"
     # A word that is neither belongs to a file of another kind.
     if len(names) != 1 or (not stated and len(words) > 1):
         return "Write one line `name slots=N` per host."
