@@ -45,8 +45,8 @@ def add_input_flags(parser: FlagParser) -> None:
         ".gz/.zst/.bz2/.xz; a folder (also of save_to_disk), or a "
         "pattern such as 'crawl/*.jsonl.zst' or 's3://bucket/crawl/*.jsonl.zst' (gs, az, "
         "hf://datasets/); tokens: .bin of nanoGPT or llm.c, .npy, or a folder of MDS shards; stdin; a Hugging "
-        "Face dataset; or this Python's standard library: its sources, or (python-docs) its documentation alone. May be "
-        "repeated; inputs are read in this order",
+        "Face dataset; or this Python's standard library: its sources, or (python-docs) its documentation alone. May "
+        "be repeated; inputs are read in this order",
     )
     text = "field or column with the text, in records of any format; page.text is a field within a field; default: text"
     flag(parser, "--text-field NAME", text, nonblank)
