@@ -36,12 +36,9 @@ from llmscale.error_handling import flush_stdout, prepare_streams, print_error, 
 from llmscale.errors import LlmscaleError, MachineError, UnreachableError
 from llmscale.files.resilient_stdout import make_output_resilient
 from llmscale.terminal.status_line import StatusLine
-from llmscale.training.changes import lines_at_end
-from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.inputs import announce_after_s, with_prepared_text
-from llmscale.training.lost_peer import explain_lost_peer
-from llmscale.training.memory_report import explained_out_of_memory
-from llmscale.training.start import Start, check_space, prepare_start
+from llmscale.training.start import Start, check_space, explained_out_of_memory, lines_at_end, prepare_start
+from llmscale.training.stop_request import Heartbeat, explain_lost_peer
 from llmscale.untrusted.interpreter import protect_children
 from llmscale.untrusted.terminal import print_visible
 
@@ -141,7 +138,8 @@ def train(start: Start, stop: StopRequest, heartbeat: Heartbeat, began: float, a
     """Train a run that passed the checks. `began` is the start of the process on perf_counter's clock."""
     set_allocator_default(os.environ)
     announcer.begin("importing torch and DeepSpeed")
-    from llmscale.training.open_session import open_session, roll_back
+    from llmscale.training.open_session import open_session
+    from llmscale.training.session import roll_back
 
     with explained_out_of_memory(start), open_session(start, stop, heartbeat, began, announcer) as session:
         is_starting = True

@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Sequence
 
+from llmscale import limits
 from llmscale.cli.flags import add_timeout
 from llmscale.cluster.hostfile import Host, parse_hostfile
 from llmscale.cluster.launch.attempt import Limits
@@ -15,7 +16,6 @@ from llmscale.cluster.launch.ranks import STARTERS, count_gpus
 from llmscale.cluster.launch.supervisor import LaunchOptions, RetryPolicy, Supervisor
 from llmscale.cluster.launch.transport import LAUNCHERS, agent_command_by, slurm_hosts
 from llmscale.cluster.remote import PACKAGE, deepspeed_env_files, gather_environment
-from llmscale.config import limits
 from llmscale.config.command_line import FlagParser, Need, flag, local_path, nonblank, whole_number
 from llmscale.config.launcher_variables import check_is_only_copy
 from llmscale.config.run_config import parse_run_config

@@ -19,10 +19,10 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
+from llmscale import limits
 from llmscale.cluster.hostfile import parse_hostfile
 from llmscale.cluster.launch.ranks import count_gpus, end_with_parent
 from llmscale.cluster.remote import search_path
-from llmscale.config import limits
 from llmscale.config.bundled_files import BundledFiles, install_command
 from llmscale.config.command_line import FlagParser, Need, flag, local_path, nonblank, quantity, whole_number
 from llmscale.config.launcher_variables import check_is_only_copy

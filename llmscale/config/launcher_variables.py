@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmscale.config.limits import MAX_RANKS
 from llmscale.errors import ConfigError, MachineError
+from llmscale.limits import MAX_RANKS
 from llmscale.suggestions import did_you_mean
 
 #: Variables that a launcher sets together; without RANK the process is a single rank.

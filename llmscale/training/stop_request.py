@@ -1,25 +1,44 @@
-"""Requests to stop: signals, and the end of the launcher that started this rank.
+"""Connect a rank with the processes around it: requests to stop, heartbeats, lost peers.
+
+Requests to stop are signals, and the end of the launcher that started this rank.
 
 No torch: installed before anything slow is imported. Linux' /proc. When a launcher ends, nobody forwards signals any
 more, and the ranks of a run that was meant to end would train on. Only launchers count, recognised by their command
 lines: a shell, `nohup`, tmux or ssh that ends leaves a run alone.
+
+Supervision of a rank: heartbeats, its output, its stacks when it hangs, and its end with its launcher.
+
+Except for the stacks, all of it is off unless the environment names a watch folder
+(llmscale/cluster/launch/ranks.py).
+
+Errors of connections between ranks, explained by the rank that has gone. Linux' /proc.
+
+A rank that is killed breaks the connections of all others, whose libraries name an address at best. Under any launcher
+the ranks of a host are processes of one job, and the launcher's children: who is missing, and how a child ended that
+nobody has waited for yet, is in /proc.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import faulthandler
+import json
 import os
 import platform
+import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from llmscale.config.launcher_variables import is_requeued
+from llmscale.errors import MachineError
+from llmscale.files.buffered_log import warn_on_stderr
 from llmscale.untrusted.interpreter import RUN_MODULE
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -374,3 +393,247 @@ def _arguments(pid: int) -> list[str]:
     except OSError:
         return []
     return [os.fsdecode(word) for word in words[:-1]]
+
+
+#: Names a folder on the host's own disk with a pipe per rank for its output; the rank adds its heartbeat and stacks.
+WATCH_VARIABLE = "LLMSCALE_WATCH"
+#: Makes a rank write the stack of each of its threads.
+STACKS_SIGNAL = signal.SIGUSR2
+#: Size of a heartbeat: one write, so that no reader sees half of one.
+_HEARTBEAT_BYTES = 200
+_PR_SET_PDEATHSIG = 1
+
+
+def heartbeat_path(folder: Path, rank: int) -> Path:
+    """Return the file of a rank's newest heartbeat: one JSON object, padded with spaces."""
+    return folder / f"rank-{rank:05d}.json"
+
+
+def output_path(folder: Path, rank: int) -> Path:
+    """Return the pipe that takes a rank's output."""
+    return folder / f"rank-{rank:05d}.pipe"
+
+
+def stacks_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.stacks"
+
+
+class Heartbeat:
+    """Heartbeats of this rank. Without a watch folder every method does nothing."""
+
+    def __init__(self, folder: Path | None, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+        self._file = -1
+        self._count = 0
+        self._phase = "starting"
+        self._first_step: int | None = None
+        self._step: int | None = None
+        self._stacks: TextIO | None = None
+        self._has_failed = False
+
+    @classmethod
+    def from_environment(cls) -> Heartbeat:
+        """Return the heartbeat that the launcher's environment asks for."""
+        folder = os.environ.get(WATCH_VARIABLE)
+        return cls(Path(folder) if folder else None, int(os.environ.get("RANK", "0")))
+
+    @property
+    def is_supervised(self) -> bool:
+        """True if a supervisor started this rank and ends it together with its launcher."""
+        return self._folder is not None
+
+    def install(self) -> None:
+        """Answer STACKS_SIGNAL; under a supervisor, also connect the output and write the first heartbeat."""
+        if self._folder is None:
+            # By number: sys.stderr may have been replaced by something without a file.
+            faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+            _unblock_signals()
+            return
+        # A rank must not train on unwatched after its launcher was killed.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        output = os.open(output_path(self._folder, self._rank), os.O_WRONLY)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+        self._stacks = stacks_path(self._folder, self._rank).open("w")
+        faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
+        self._file = os.open(heartbeat_path(self._folder, self._rank), os.O_WRONLY | os.O_CREAT, 0o600)
+        _unblock_signals()
+        self.beat("starting")
+
+    def beat(self, phase: str, step: int | None = None) -> None:
+        """Write a heartbeat: `phase` is "starting", "training" or "stopped"; `step` counts finished optimizer steps."""
+        self._phase, self._step = phase, step
+        if phase == "training" and self._first_step is None:
+            self._first_step = step
+        self._write(None)
+
+    def end(self, exit_code: int) -> None:
+        """Write the last heartbeat, with the exit status of this rank."""
+        if exit_code:
+            self._phase = "failed"
+        elif self._phase != "stopped":
+            self._phase = "finished"
+        self._write(exit_code)
+
+    def end_early(self) -> None:
+        """Write the last heartbeat of a rank that was asked to stop before its first step."""
+        self._phase = "stopped"
+        self.end(0)
+
+    def _write(self, exit_code: int | None) -> None:
+        if self._file < 0:
+            return
+        self._count += 1
+        beat = {
+            "pid": os.getpid(),
+            "count": self._count,
+            "phase": self._phase,
+            "first_step": self._first_step,
+            "step": self._step,
+            "exit_code": exit_code,
+        }
+        try:
+            os.pwrite(self._file, json.dumps(beat).ljust(_HEARTBEAT_BYTES).encode(), 0)
+        except OSError as error:
+            if not self._has_failed:
+                warn_on_stderr(f"WARNING: rank {self._rank} cannot write its heartbeat: {error.strerror}.")
+            self._has_failed = True
+
+
+def _unblock_signals() -> None:
+    """Unblock signals, and deliver those that are pending.
+
+    `llmscale train` and the supervisor's launcher start ranks with these blocked, so that none is killed before it can
+    answer.
+    """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGHUP))
+
+
+#: Parts of messages of gloo, NCCL, torch's store and the kernel about a peer that has gone or does not answer.
+PEER_GONE = (
+    "connection closed",
+    "closed by peer",
+    "connection reset",
+    "reset by peer",
+    "connection refused",
+    "connection was likely closed",
+    "broken pipe",
+    "recvvalue failed",
+    "sendbytes failed",
+    "failed to recv",
+    "socket timeout",
+    "wait timeout",
+    "timed out waiting",
+    "remote process exited",
+    "nccl communicator was aborted",
+    "no route to host",
+    "its connections broke",
+)
+#: torch's errors of process groups and stores, by name: this module imports no torch.
+_CLASSES = frozenset(("DistError", "DistBackendError", "DistNetworkError", "DistStoreError"))
+#: Errors of these classes that say nothing about a peer.
+_OWN_FAULTS = ("cuda error", "invalid usage", "invalid argument")
+#: Time in which a rank that ends is looked for: its data workers, which look like it, end within a second. All
+#: surviving ranks stay that long, so that none of them counts as missing.
+_LOOK_S, _LOOK_EVERY_S = 2.0, 0.02
+_MAX_REASON = 200
+
+
+class LostPeer(MachineError):
+    """Another rank has ended, or does not answer."""
+
+
+def explain_lost_peer(error: BaseException) -> LostPeer | None:
+    """Return the error for the user if the connection to another rank broke, else None. Takes `_LOOK_S`."""
+    reason = next((reason for one in _chain(error) if (reason := _reason_of(one))), None)
+    if reason is None or os.environ.get("WORLD_SIZE", "1") in ("", "1"):
+        return None
+    peers = _Peers()
+    words = f"{peers.describe(reason)} ({reason})"
+    lost = LostPeer(f"{words}. The same command continues from the last checkpoint.")
+    # The first rank of the host reports it, if it is there.
+    lost.is_on_every_rank = peers.first in peers.living
+    return lost
+
+
+def describe_death(number: int) -> str:
+    """Return `was killed by SIGKILL`, with the likely cause."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    cause = ", most likely by the kernel for lack of host memory (see dmesg)" if number == signal.SIGKILL else ""
+    return f"was killed by {name}{cause}"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _reason_of(error: BaseException) -> str | None:
+    """Return the text of an error about a peer without its place in torch's source, or None."""
+    text = " ".join(str(error).split())
+    is_of_ranks = any(kind.__name__ in _CLASSES for kind in type(error).__mro__)
+    if is_of_ranks and not any(fault in text.lower() for fault in _OWN_FAULTS):
+        pass
+    elif not isinstance(error, RuntimeError) or not any(part in text.lower() for part in PEER_GONE):
+        return None
+    text = re.sub(r"^\[[^\]]*\.(?:cc|cpp|h|hpp):\d+\] ", "", text)
+    return re.split(r"\. This is typically|[.,]? ?Exception raised from", text)[0][:_MAX_REASON]
+
+
+class _Peers:
+    """The ranks of this job on this host, while one of them may be ending."""
+
+    def __init__(self) -> None:
+        count = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        self.first = int(os.environ["RANK"]) - int(os.environ.get("LOCAL_RANK", "0"))
+        self._is_all = count == int(os.environ["WORLD_SIZE"])
+        expected = range(self.first, self.first + count)
+        killed: dict[int, int] = {}
+        deadline = time.monotonic() + _LOOK_S
+        self.living = set(find_ranks().values())
+        while time.monotonic() < deadline:
+            killed |= _killed_children(os.getppid())
+            if self.living.issuperset(expected):
+                self.living = set(find_ranks().values())
+            time.sleep(_LOOK_EVERY_S)
+        self._killed = killed
+        """Signal by process."""
+        self._missing = [rank for rank in expected if rank not in self.living]
+
+    def describe(self, reason: str) -> str:
+        """Return which rank has gone, why, and where to look."""
+        if len(self._missing) == len(self._killed) == 1:
+            ((process, number),) = self._killed.items()
+            return f"rank {self._missing[0]} (process {process}) {describe_death(number)}, and its connections broke"
+        if self._missing:
+            ranks = f"rank{'s' * (len(self._missing) > 1)} {', '.join(map(str, self._missing))}"
+            deaths = [f"process {process} {describe_death(number)}" for process, number in self._killed.items()]
+            why = "; ".join(deaths) or "its own error, or its launcher's report, says why: exit code -9 is SIGKILL"
+            return f"{ranks} on this host ended, and its connections broke; {why}"
+        for process, rank in find_ranks().items():
+            if (stat := read_stat(process)) and stat.state == "T":
+                return f"rank {rank} (process {process}) is stopped: `kill -CONT {process}` continues it"
+        if self._is_all:
+            return "a rank does not answer, and all of them still run"
+        address = re.search(r"\d+\.\d+\.\d+\.\d+", reason)
+        where = f" ({address.group()})" if address else ""
+        return (
+            f"a rank on another host{where} ended or cannot be reached, and its connections broke; that host's output "
+            "says why, and `llmscale doctor --hostfile FILE` checks the network"
+        )
+
+
+def _killed_children(parent: int) -> dict[int, int]:
+    """Return the signals by which children of a process ended that it has not waited for, by process."""
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (stat := read_stat(int(name))) and stat.parent == parent and stat.state in "ZX":
+            number = stat.exit_code & 0x7F
+            if number:
+                found[int(name)] = number
+    return found

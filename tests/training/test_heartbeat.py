@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from llmscale.training.heartbeat import STACKS_SIGNAL, WATCH_VARIABLE, heartbeat_path, output_path, stacks_path
+from llmscale.training.stop_request import STACKS_SIGNAL, WATCH_VARIABLE, heartbeat_path, output_path, stacks_path
 from tests.conftest import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +20,7 @@ def start(code: str, folder: Path | None) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": "3"}
     if folder:
         environment[WATCH_VARIABLE] = str(folder)
-    imports = "from llmscale.training.heartbeat import Heartbeat"
+    imports = "from llmscale.training.stop_request import Heartbeat"
     program = f"{imports}\nheartbeat = Heartbeat.from_environment()\nheartbeat.install()\n{code}"
     return subprocess.Popen(
         [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -75,7 +75,7 @@ def test_stacks_of_a_rank_that_hangs(tmp_path: Path) -> None:
 
 def test_a_rank_does_not_outlive_its_launcher(tmp_path: Path) -> None:
     make_pipe(tmp_path)
-    imports = "from llmscale.training.heartbeat import Heartbeat; import time"
+    imports = "from llmscale.training.stop_request import Heartbeat; import time"
     rank = f"{imports}; Heartbeat.from_environment().install(); time.sleep(99)"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": "3", WATCH_VARIABLE: str(tmp_path)}

@@ -16,8 +16,8 @@ import pytest
 from llmscale.cluster.launch.ranks import process_state
 from llmscale.cluster.launch.supervisor import Attempt, Supervisor
 from llmscale.config.run_config import RunConfig
-from llmscale.training import notify as notify_module
-from llmscale.training.notify import notify
+from llmscale.training import run_folder as notify_module
+from llmscale.training.run_folder import notify
 from tests import warm_start
 from tests.conftest import HANG_S, REPOSITORY, TRAIN, Ranks
 from tests.distributed.test_full_disk import read_until

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from llmscale.engine.train_step import PhaseTimer
 from llmscale.errors import LlmscaleError
 from llmscale.training import profiler
 from llmscale.training.live_run import StepResult
-from llmscale.training.profiler import ProfileSteps, table_lines
+from llmscale.training.profiler import PARTS, ProfileSteps, TraceShares, table_lines
 from llmscale.training.step_metrics import StepMeter
-from llmscale.training.trace_shares import PARTS, TraceShares
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def profiling(tmp_path: Path) -> Callable[..., tuple[ProfileSteps, list[str]]]:
             config=SimpleNamespace(run=tmp_path),
             resolved=SimpleNamespace(total_steps=9),
         )
-        engine: Any = SimpleNamespace(meter=StepMeter(device))
+        engine: Any = SimpleNamespace(meter=StepMeter(PhaseTimer(device)))
         io: Any = SimpleNamespace(report=reported.append)
         return ProfileSteps(run, engine, io, steps, is_rollback=is_rollback), reported
 

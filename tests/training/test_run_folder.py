@@ -21,6 +21,7 @@ from llmscale.data.mixture import KEPT_NAME
 from llmscale.data.sample_log import FOLDER as SAMPLES_NAME
 from llmscale.errors import ConfigError, DataError
 from llmscale.training import run_folder
+from llmscale.training.metrics import TENSORBOARD_NAME
 from llmscale.training.run_folder import (
     ATTEMPTS_NAME,
     FAILURE_NAME,
@@ -32,7 +33,6 @@ from llmscale.training.run_folder import (
     record_failure,
     save_run_description,
 )
-from llmscale.training.trackers import TENSORBOARD_NAME
 from tests import warm_start
 from tests.conftest import REPOSITORY
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.errors import LlmscaleError
-from llmscale.training.trace_shares import PARTS, PHASE, WHOLE, part_of, read_shares, shares_of_events
+from llmscale.training.profiler import PARTS, PHASE, WHOLE, part_of, read_shares, shares_of_events
 
 
 def event(name: str, begin: float, end: float, cat: str = "cpu_op", tid: int = 1, **args: object) -> dict:

@@ -15,7 +15,7 @@ from llmscale.cluster.launch.protocol import DumpStacks, FindPort, Port, RankSta
 from llmscale.cluster.launch.transport import HostConnection, HostPool
 from llmscale.files.atomic_write import write_durably
 from llmscale.terminal.human_numbers import with_singulars
-from llmscale.training.lost_peer import PEER_GONE
+from llmscale.training.stop_request import PEER_GONE
 
 
 @dataclass(frozen=True)

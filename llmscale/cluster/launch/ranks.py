@@ -25,10 +25,17 @@ from llmscale.cluster.extension_locks import HeldLocks
 from llmscale.cluster.launch.protocol import Output, RankStatus, Stacks, Start
 from llmscale.cluster.launch.rank_output import RankOutput
 from llmscale.cluster.remote import search_path
-from llmscale.training.bottom_rows import GIVE_BACK
-from llmscale.training.heartbeat import STACKS_SIGNAL, WATCH_VARIABLE, heartbeat_path, output_path, stacks_path
-from llmscale.training.lost_peer import describe_death
-from llmscale.training.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS
+from llmscale.training.live_view import GIVE_BACK
+from llmscale.training.stop_request import (
+    LAUNCHER_VARIABLE,
+    STACKS_SIGNAL,
+    STOP_SIGNALS,
+    WATCH_VARIABLE,
+    describe_death,
+    heartbeat_path,
+    output_path,
+    stacks_path,
+)
 from llmscale.untrusted.interpreter import module_command
 
 # ---------------------------------------------------------------- processes by number, from /proc
