@@ -57,7 +57,8 @@ def read_parquet(
                 # A resumed row group is read again from its start; finished rows are skipped.
                 for batch in table.iter_batches(batch_rows, row_groups=[group], columns=[path]):
                     if row < first + len(batch):
-                        yield from _read_texts(_strings_of(batch, column).slice(row - first), name, row)
+                        texts = _as_strings(_column_of(batch, column))
+                        yield from _read_texts(texts.slice(row - first), name, row)
                         row = first + len(batch)
                     first += len(batch)
             else:
@@ -152,10 +153,6 @@ def _column_of(batch: pyarrow.RecordBatch, column: Sequence[str]) -> pyarrow.Arr
 
     outer = batch.column(column[0])
     return compute.struct_field(outer, list(column[1:])) if column[1:] else outer
-
-
-def _strings_of(batch: pyarrow.RecordBatch, column: Sequence[str]) -> pyarrow.Array:
-    return _as_strings(_column_of(batch, column))
 
 
 def _as_strings(texts: pyarrow.Array) -> pyarrow.Array:
