@@ -409,8 +409,7 @@ def test_python_is_started_in_one_place() -> None:
 WRITES_RUN_FOLDERS = ("training", "cluster.launch", "checkpoint", "data.sample_log")
 WRITES_ELSEWHERE = {
     "training.run_folder": 1,  # the descriptor of open_own
-    "training.stop_request": 3,  # the watch folder, which the agent made for itself
-    "cluster.launch.ranks": 1,  # the pipe in it
+    "cluster.launch.host": 1,  # /dev/null
     "checkpoint.tensor_files": 1,  # the folder of a checkpoint that is being made
     "checkpoint.hf_write": 2,  # the folder of an export that is being made
     "checkpoint.hub_download": 1,  # the Hub's cache

@@ -51,6 +51,7 @@ from llmscale.limits import (
     Positions,
     Processes,
     Samples,
+    Seconds,
     Seed,
     Sequences,
     Steps,
@@ -538,6 +539,11 @@ class RunConfig(ModelKeys):
     notify: NonBlank | None = key(None, resume="free", ranks="same", metavar="COMMAND", outside="private")
     """Command for `sh -c` that is run when the run finishes, stops, fails or meets a loss spike, with the facts as JSON
     on its stdin. The run folder records it: keep secrets in variables."""
+    hang_timeout_s: Seconds = key(1800.0, ge=0, resume="free", ranks="same", metavar="SECONDS")
+    """Longest time of a step, with the validation and the save that follow it. A rank that takes longer writes its
+    stacks to the run folder's logs/ and ends. 0: unlimited."""
+    start_timeout_s: Seconds = key(1800.0, ge=0, resume="free", ranks="same", metavar="SECONDS")
+    """Longest time of a start, or of a download in it, likewise."""
     profile: NonBlank | None = key(None, resume="free", ranks=RANK_0, metavar="A:B", outside="value")
     """Profile steps A to B-1: a trace and a table in the run folder's profile/."""
     plain: bool = key(False, resume="free", ranks=RANK_0)

@@ -1,7 +1,8 @@
 """A training run, from its flags to its last checkpoint. A start meets these modules in this order.
 
 Before torch:
-    stop_request    signals and heartbeats: the run saves and ends, or its launcher hears that it lives
+    stop_request    signals: the run saves and ends; peers that are lost
+    watchdog        heartbeats for a launcher, and the end of a rank that hangs
     inputs          each small file of a run, read once: configuration, ds_config, data, checkpoint, tasks
     sample_stream   the samples of the run, a function of seed, data and checkpoint
     start           inputs resolved for a number of ranks; changes since the checkpoint; memory, disk space

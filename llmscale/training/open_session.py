@@ -43,7 +43,8 @@ from llmscale.training.run_folder import CONFIG_NAME, RunFolderClaim, keep, save
 from llmscale.training.session import Session, build_actions, open_data
 from llmscale.training.start import Start, change_lines, estimate_line, estimate_run, finished_lines, hyperparameters
 from llmscale.training.step_metrics import StepMeter
-from llmscale.training.stop_request import Heartbeat, StopRequest, launch_names
+from llmscale.training.stop_request import StopRequest, launch_names
+from llmscale.training.watchdog import Heartbeat
 from llmscale.untrusted.terminal import print_visible
 
 

@@ -59,7 +59,7 @@ OWN_FILES = (
 )
 #: Folders that describe what a run was made from: KEPT_NAME and PUBLISHED_NAME of modules that import numpy.
 ORIGIN_FOLDERS = ("dataset", "published")
-OWN_FOLDERS = ("checkpoints", LOGS_NAME, "profile", "samples", "tensorboard", "wandb", ".agents", *ORIGIN_FOLDERS)
+OWN_FOLDERS = ("checkpoints", LOGS_NAME, "profile", "samples", "tensorboard", "wandb", *ORIGIN_FOLDERS)
 #: Files and folders that a start writes before its first step.
 _START_FILES = (CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME, METRICS_NAME, FAILURE_NAME)
 _START_FOLDERS = ("samples", *ORIGIN_FOLDERS)

@@ -60,12 +60,12 @@ from llmscale.training.sample_stream import cache_limit_bytes
 from llmscale.training.start import Start, hyperparameters
 from llmscale.training.stop_request import (
     EXIT_RESTART,
-    Heartbeat,
     StopOfRank,
     StopRequest,
     explain_lost_peer,
     is_left_by_others,
 )
+from llmscale.training.watchdog import Heartbeat
 
 #: Rollbacks of one start; a run that needs more has another problem than a batch.
 _MAX_ROLLBACKS = 5

@@ -33,7 +33,7 @@ from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_mem
 from llmscale.planning.compilation import EAGER, Compilation
 from llmscale.planning.disk_usage import SPARE_BYTES, checkpoints_at_once
 from llmscale.planning.recommend import find_smallest_change
-from llmscale.planning.search import Job, Machines
+from llmscale.planning.search import MARGIN, Job, Machines
 from llmscale.training.inputs import Inputs, read_inputs
 from llmscale.training.sample_stream import SampleStream, build_stream, check_skips
 
@@ -389,7 +389,8 @@ def _is_lost_between_tensors(estimate: MemoryEstimate, gpu_bytes: int) -> bool:
 
 def _advice(run: Start, estimate: MemoryEstimate, gpu_bytes: int | None, capability: ComputeCapability | None) -> str:
     resolved, plan = run.resolved, run.resolved.plan
-    limit = estimate.total_bytes - round(_MIN_SAVING * estimate.reserved_bytes)
+    # A change leaves MARGIN of the GPU; what the run needs now, less the least saving, has no margin on top.
+    limit = round((estimate.total_bytes - _MIN_SAVING * estimate.reserved_bytes) / (1 - MARGIN))
     if gpu_bytes is not None:
         limit = min(limit, gpu_bytes)
     machines = _machines(plan, limit, capability)

@@ -193,12 +193,13 @@ def test_text_is_not_read_before_flags_are_right(words: list[str], said: str, tm
     ("batch", "flags", "expected"),
     [
         ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, [], 8),
-        ({"train_micro_batch_size_per_gpu": 4}, [], None),
+        ({"train_micro_batch_size_per_gpu": 4}, [], 8),
+        ({}, [], 8),
         ({"train_batch_size": 16, "gradient_accumulation_steps": 2}, [], None),
         ({"gradient_accumulation_steps": 2}, ["--global-batch-size", "4"], 4),
     ],
 )
-def test_a_resumed_run_keeps_its_batch_where_the_ds_config_sizes_a_ranks_alone(
+def test_a_resumed_run_keeps_its_batch_unless_one_is_given(
     batch: dict[str, object], flags: list[str], expected: int | None
 ) -> None:
     state = cast("RunState", SimpleNamespace(identity={"global_batch_size": 8}))
