@@ -238,7 +238,7 @@ def _of_split(
         if any(split in name.parents and split.name != options.hf_split for split in splits):
             pass_over(passed_over, f"files of other splits than {options.hf_split} (--hf-split names one)", name)
         elif name.match("cache-*.arrow") and name.parent / STATE_NAME in names:
-            pass_over(passed_over, "caches of `datasets`", name)
+            pass_over(passed_over, "files (caches of `datasets`)", name)
         else:
             wanted.append(file)
     return wanted

@@ -83,8 +83,9 @@ class PassedOver(NamedTuple):
 
 #: Reasons of a PassedOver.
 UNDECODABLE = "texts (not UTF-8)"
-BESIDE_RECORDS = "files beside the records (--glob chooses files)"
-BESIDE_TEXT = "files beside the text: arrays, or tables that lack its column (--glob chooses files)"
+GLOB_CHOOSES = " (--glob chooses files)"
+BESIDE_RECORDS = f"files beside the records{GLOB_CHOOSES}"
+BESIDE_TEXT = f"files beside the text: arrays, or tables that lack its column{GLOB_CHOOSES}"
 HIDDEN = "files with hidden names"
 NOT_REGULAR = (
     "files (links out of the folder or to a folder, pipes or devices: `cp -rL` makes a copy that includes them)"
