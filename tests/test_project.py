@@ -44,7 +44,7 @@ TORCH_FREE = (
     ),
     "report",
     *("cluster", "cli", "train"),
-    *("data.shards.manifest", "data.order.sample_order", "data.shards.cache", "data.sample_log"),
+    *("data.shards.manifest", "data.order.sample_order", "data.shards.cache"),
     *("checkpoint.manifest", "checkpoint.inventory", "checkpoint.run_state"),
     *("checkpoint.commit", "checkpoint.hf_write"),
     *("training.inputs", "training.start", "training.changes"),
@@ -386,7 +386,7 @@ def test_python_is_started_in_one_place() -> None:
 
 
 #: Modules that write into run folders, and calls in them that write elsewhere: to a private folder, or a new one.
-WRITES_RUN_FOLDERS = ("training", "cluster.launch", "checkpoint", "data.sample_log")
+WRITES_RUN_FOLDERS = ("training", "cluster.launch", "checkpoint")
 WRITES_ELSEWHERE = {
     "training.run_folder": 1,  # the descriptor of open_own
     "training.heartbeat": 3,  # the watch folder, which the agent made for itself

@@ -37,7 +37,7 @@ from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.inputs import as_plain
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction
 from llmscale.training.live_view import Display, open_display
-from llmscale.training.log_steps import LogSteps, RecordSamples
+from llmscale.training.log_steps import LogSteps
 from llmscale.training.loss_spikes import (
     RollbackRequest,
     WatchSpikes,
@@ -190,7 +190,7 @@ def _build_actions(
     actions: list[StepAction] = []
     if config.profile:
         actions.append(ProfileSteps(run, engine, io, config.profile, is_rollback=rollback.num_rollbacks > 0))
-    actions += [RecordSamples(run, io), ReportStartup(run, io)]
+    actions += [ReportStartup(run, io)]
     if engine.compiler is not None:
         actions.append(ReportCompilation(run, io, engine.compiler))
     actions += [ReportMemory(run, io), log, StopOnNonfinite(run, engine, io, judges_at=log.due)]

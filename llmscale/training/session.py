@@ -12,7 +12,7 @@ import torch
 
 from llmscale.config.run_urls import shown
 from llmscale.data.loader import MicroBatch
-from llmscale.data.sample_log import ids_checksum
+from llmscale.data.order.permutation import ids_checksum
 from llmscale.engine.collectives import StepVote, gather, vote
 from llmscale.engine.deepspeed_engine import set_learning_rate
 from llmscale.engine.process_group import leave_world
