@@ -1,32 +1,30 @@
-"""--profile A:B: a trace of those steps on rank 0, and a table of where their time went."""
+"""--profile A:B: a trace of those steps on rank 0, and torch's table of their operations."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from llmscale.config.hardware import find_gpu
 from llmscale.engine.train_step import Phase
-from llmscale.errors import LlmscaleError
-from llmscale.planning.step_time import predict_step_parts
+from llmscale.files.atomic_write import write_durably
 from llmscale.training.inputs import parse_profiled
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
-from llmscale.training.trace_shares import PARTS, PHASE, WHOLE, TraceShares, read_shares
 
 FOLDER = "profile"
-#: Parts that the throughput model predicts as one.
-_PREDICTED_TOGETHER = {"norms": "norms and other operations", "other operations": "norms and other operations"}
+#: Operations in the table, those with most time of their own first.
+_NUM_ROWS = 50
+#: Widest name in the table, in characters; the names of kernels are much longer.
+_NAME_WIDTH = 80
 
 
 class ProfileSteps(StepAction):
     """Profiles from the end of step A-1 to the end of step B-1, including logging, saving and validation.
 
-    On rank 0 alone: its waits for the others are in its `communication`.
+    On rank 0 alone: its waits for the others are part of its collectives.
     """
 
     def __init__(self, run: Run, engine: Engine, io: RunIO, steps: str, *, is_rollback: bool = False) -> None:
@@ -36,7 +34,7 @@ class ProfileSteps(StepAction):
         self._before, self._last = first - 1, min(behind - 1, run.resolved.total_steps)
         self._profiler: profile | None = None
         self._is_done = False
-        self._whole = record_function(WHOLE)
+        self._whole = record_function("profiled steps")
         self._phase: record_function | None = None
 
     def begin(self, step: int) -> None:
@@ -83,7 +81,7 @@ class ProfileSteps(StepAction):
     def _enter_phase(self, phase: Phase) -> None:
         if self._phase is not None:
             self._phase.__exit__(None, None, None)
-        self._phase = record_function(f"{PHASE}{phase}")
+        self._phase = record_function(f"phase: {phase}")
         self._phase.__enter__()
 
     def _finish(self) -> None:
@@ -100,71 +98,36 @@ class ProfileSteps(StepAction):
             # An error here would end rank 0 alone and leave the others waiting.
             try:
                 self._write(profiler)
-            except (OSError, LlmscaleError, KeyError, RuntimeError) as error:
+            except (OSError, RuntimeError) as error:
                 self._io.report(f"WARNING: --profile {self._steps}: nothing is written: {error}. Training continues")
 
     def _write(self, profiler: profile) -> None:
-        io, num_steps = self._io, self._last - self._before
-        folder = self._run.config.run / FOLDER
-        trace = folder / f"steps-{self._before + 1}-to-{self._last}.trace.json"
+        io, folder = self._io, self._run.config.run / FOLDER
+        name = f"steps-{self._before + 1}-to-{self._last}"
+        trace, table = folder / f"{name}.trace.json", folder / f"{name}.table.txt"
         folder.mkdir(exist_ok=True)
-        partial = trace.with_name(f".{trace.name}.partial")
-        partial.unlink(missing_ok=True)  # a link here would redirect the write
-        try:
-            profiler.export_chrome_trace(str(partial))
-            shares, predicted = read_shares(partial), self._predict()
-            os.replace(partial, trace)
-        finally:
-            partial.unlink(missing_ok=True)
+        _write_trace(profiler, trace)
+        column = "self_device_time_total" if self._run.world.device.type == "cuda" else "self_cpu_time_total"
+        rows = profiler.key_averages()
+        write_durably(table, rows.table(sort_by=column, row_limit=_NUM_ROWS, max_name_column_width=_NAME_WIDTH))
         io.report(
             f"profile of steps {self._before + 1} to {self._last} on rank 0, which the profiler itself slows down: "
-            f"{trace} (open it in chrome://tracing or ui.perfetto.dev)"
+            f"{trace} (open it in chrome://tracing or ui.perfetto.dev), {table.name} beside it"
         )
-        for line in table_lines(shares, num_steps, predicted):
-            io.report(f"  {line}")
-        io.log_event(
-            "profile",
-            step=self._last,
-            num_steps=num_steps,
-            trace=str(trace),
-            predicted_s=predicted,
-            **asdict(shares),
-        )
+        num_steps = self._last - self._before
+        io.log_event("profile", step=self._last, num_steps=num_steps, trace=str(trace), table=str(table))
 
-    def _predict(self) -> dict[str, float]:
-        world, resolved = self._run.world, self._run.resolved
-        gpu = find_gpu(world.device_name)
-        if gpu is None or not resolved.optimizer.steps_shards:
-            return {}
-        compiled = self._run.start.compilation.backend is not None
-        return predict_step_parts(resolved, gpu, gpus_per_node=max(world.ranks_per_node), compiled_blocks=compiled)
+
+def _write_trace(profiler: profile, trace: Path) -> None:
+    partial = trace.with_name(f".{trace.name}.partial")
+    partial.unlink(missing_ok=True)  # a link here would redirect the write
+    try:
+        profiler.export_chrome_trace(str(partial))
+        os.replace(partial, trace)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _synchronise() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def table_lines(shares: TraceShares, num_steps: int, predicted: Mapping[str, float]) -> Iterator[str]:
-    """Yield the table of measured parts beside those that `llmscale plan` predicts.
-
-    `predicted`: seconds per step by part, with the names of llmscale.planning.step_time; others are not modelled.
-    """
-    yield f"{'part':<18}{'share':>8}{'ms a step':>12}{'plan, ms':>12}"
-    for part in PARTS:
-        seconds = shares.seconds[part]
-        measured = f"{seconds / shares.wall_s:>8.1%}{_ms(seconds / num_steps):>12}"
-        yield f"{part:<18}{measured}{_predicted(part, predicted):>12}"
-    total = _ms(sum(predicted.values())) if predicted else "-"
-    yield f"{'a step':<18}{1:>8.1%}{_ms(shares.wall_s / num_steps):>12}{total:>12}"
-    if "norms and other operations" in predicted:
-        yield "plan predicts norms and other operations as one: its number is beside the latter"
-
-
-def _predicted(part: str, predicted: Mapping[str, float]) -> str:
-    name = _PREDICTED_TOGETHER.get(part, part)
-    return "-" if part == "norms" or name not in predicted else _ms(predicted[name])
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:,.2f}"
