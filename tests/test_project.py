@@ -54,7 +54,7 @@ TORCH_FREE = (
 FLAG = re.compile(r"--[a-z][\w-]*")
 SUBCOMMANDS = (
     *("plan", "estimate", "data", "data clean", "data prepare", "data verify", "doctor", "train", "launch", "eval"),
-    *("sample", "export", "prune", "report", "runs", "completion", "checkpoint", "checkpoint list", "reproduce"),
+    *("sample", "export", "prune", "report", "runs", "completion", "checkpoint", "checkpoint list"),
     *("ladder plan", "ladder run", "ladder fit", "schema", "data train-tokenizer", "data inspect", "data which"),
     *("checkpoint show", "checkpoint verify", "checkpoint prune", "checkpoint diff"),
 )

@@ -30,8 +30,6 @@ data train-tokenizer --input nope --out out --vocab-size 300
 ladder plan --flops 1e18 --data nope --out out
 ladder run nope
 ladder fit nope
-reproduce nope
-reproduce --recipe nope.toml
 doctor --hostfile nope
 doctor --ds nope.json
 doctor --run-config nope.yaml
