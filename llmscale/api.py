@@ -18,7 +18,7 @@ from llmscale.cli import estimate_answers
 from llmscale.cli.estimate_tables import ranking_as_dict, search_as_dict
 from llmscale.cli.main import build_parser
 from llmscale.config.run_flags import flag_words
-from llmscale.config.run_urls import check_other_run, url_of
+from llmscale.config.user_paths import check_other_run, url_of
 from llmscale.data.shards.cache import fetch_tokenizer, open_set
 from llmscale.data.shards.manifest import Manifest
 from llmscale.data.shards.token_shards import TokenShards

@@ -36,12 +36,10 @@ from llmscale.error_handling import flush_stdout, prepare_streams, print_error, 
 from llmscale.errors import LlmscaleError, MachineError, UnreachableError
 from llmscale.files.resilient_stdout import make_output_resilient
 from llmscale.terminal.status_line import StatusLine
-from llmscale.training.changes import lines_at_end
-from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.inputs import announce_after_s, with_prepared_text
-from llmscale.training.lost_peer import explain_lost_peer
-from llmscale.training.memory_report import explained_out_of_memory
-from llmscale.training.start import Start, check_space, prepare_start
+from llmscale.training.start import Start, check_space, explained_out_of_memory, lines_at_end, prepare_start
+from llmscale.training.stop_request import explain_lost_peer
+from llmscale.training.watchdog import Heartbeat, watch
 from llmscale.untrusted.interpreter import protect_children
 from llmscale.untrusted.terminal import print_visible
 
@@ -51,8 +49,8 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
 
     0: the run is finished, or was asked to stop and has saved. 1: this machine failed it (memory, a killed data worker,
     an occupied port), a store failed it for the moment, or something unexpected did. 2: a mistake of the user. 75: it
-    has saved, because another node leaves, and torchrun is to start it again. `stop` is installed already; without one,
-    signals act as before.
+    has saved, because another node leaves, and torchrun is to start it again. 76: it hung. `stop` is installed already;
+    without one, signals act as before.
     """
     began = time.perf_counter()
     prepare_streams()
@@ -80,8 +78,9 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
             raise
         status = 1
     except BaseException as error:
-        status = _report_failure(error, here, config.run if config else None, stop)
         failure = str(error) or type(error).__name__
+        heartbeat.fail(failure)
+        status = _report_failure(error, here, config.run if config else None, stop)
     if config and here:
         _notify(config, here, heartbeat, status, failure)
     heartbeat.end(status)
@@ -103,6 +102,7 @@ def _check_and_train(
 ) -> int:
     """Check the run, and train unless it is finished already. Collective."""
     config = with_prepared_text(config)
+    watch(heartbeat, config, here.rank, partial(_notify, config, here, heartbeat))
     with StatusLine(is_silent=here.rank != 0, is_plain=config.plain) as announcer:
         stop.before_early_end.append(announcer.clear)
         announcer.begin("checking the configuration and the data", after_s=announce_after_s(config))
@@ -141,7 +141,8 @@ def train(start: Start, stop: StopRequest, heartbeat: Heartbeat, began: float, a
     """Train a run that passed the checks. `began` is the start of the process on perf_counter's clock."""
     set_allocator_default(os.environ)
     announcer.begin("importing torch and DeepSpeed")
-    from llmscale.training.open_session import open_session, roll_back
+    from llmscale.training.open_session import open_session
+    from llmscale.training.session import roll_back
 
     with explained_out_of_memory(start), open_session(start, stop, heartbeat, began, announcer) as session:
         is_starting = True

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.batch_plan import BatchPlan, ParallelLayout
 from llmscale.config.deepspeed.resolve import read_ds_config, resolve_ds_config, without_pinned_memory
-from llmscale.config.parallel_layout import ParallelLayout
 from tests.config.deepspeed.test_resolve import Size
 
 ROOT = Path(__file__).parent.parent

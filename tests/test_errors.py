@@ -11,8 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from llmscale.config.bundled_files import DS_CONFIGS, HOSTFILES
-from llmscale.config.hardware import GPUS
-from llmscale.config.interconnect import INTERCONNECTS
+from llmscale.config.hardware import GPUS, INTERCONNECTS
 from llmscale.config.presets import PRESETS
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import write_failure

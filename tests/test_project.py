@@ -23,7 +23,7 @@ PACKAGE = ROOT / "llmscale"
 
 #: From the bottom to the top: each may import those before it. The tour in docs/development.md has the same order.
 LAYERS = (
-    *("__init__", "keys", "suggestions", "errors", "untrusted", "files", "terminal", "error_handling"),
+    *("__init__", "keys", "limits", "suggestions", "errors", "untrusted", "files", "terminal", "error_handling"),
     *("architecture", "config", "memory", "planning", "model"),
     *("engine", "dry_run", "data", "checkpoint", "evaluate", "training", "report", "cluster", "cli", "api", "train"),
     "__main__",
@@ -32,6 +32,7 @@ LAYERS = (
 TORCH_FREE = (
     *(
         "keys",
+        "limits",
         "suggestions",
         "errors",
         "files",
@@ -47,9 +48,8 @@ TORCH_FREE = (
     *("data.shards.manifest", "data.order.sample_order", "data.shards.cache"),
     *("checkpoint.manifest", "checkpoint.inventory", "checkpoint.run_state"),
     *("checkpoint.commit", "checkpoint.hf_write"),
-    *("training.inputs", "training.start", "training.changes"),
-    *("training.stop_request", "training.sample_stream"),
-    *("training.run_folder", "training.heartbeat"),
+    *("training.inputs", "training.start", "training.stop_request", "training.sample_stream"),
+    *("training.run_folder", "training.step_metrics"),
 )
 FLAG = re.compile(r"--[a-z][\w-]*")
 SUBCOMMANDS = (
@@ -113,6 +113,26 @@ def test_no_module_imports_one_that_imports_it() -> None:
 
 def test_every_package_has_a_layer() -> None:
     assert {name.split(".")[0] for name in modules()} <= set(LAYERS)
+
+
+#: Packages whose page names every module in the order in which it is met.
+PAGED = ("training", "config")
+
+
+@pytest.mark.parametrize("package", PAGED)
+def test_a_package_has_few_modules_and_its_page_names_them_all(package: str) -> None:
+    page = ast.get_docstring(parsed(PACKAGE / package / "__init__.py")) or ""
+    listed = [
+        name for names in re.findall(r"^ *([a-z_]+(?:, [a-z_]+)*) {2,}\S", page, re.M) for name in names.split(", ")
+    ]
+    present = [path.stem for path in (PACKAGE / package).iterdir() if path.stem[0] != "_"]
+    assert sorted(listed) == sorted(present)
+    assert len(present) <= 18
+
+
+def test_opening_a_session_needs_at_most_thirty_modules() -> None:
+    imported = {name for name in imports_of(PACKAGE / "training" / "open_session.py") if name.startswith("llmscale.")}
+    assert len(imported) <= 30
 
 
 @pytest.fixture(scope="module")
@@ -389,8 +409,7 @@ def test_python_is_started_in_one_place() -> None:
 WRITES_RUN_FOLDERS = ("training", "cluster.launch", "checkpoint")
 WRITES_ELSEWHERE = {
     "training.run_folder": 1,  # the descriptor of open_own
-    "training.heartbeat": 3,  # the watch folder, which the agent made for itself
-    "cluster.launch.ranks": 1,  # the pipe in it
+    "cluster.launch.host": 1,  # /dev/null
     "checkpoint.tensor_files": 1,  # the folder of a checkpoint that is being made
     "checkpoint.hf_write": 2,  # the folder of an export that is being made
     "checkpoint.hub_download": 1,  # the Hub's cache

@@ -177,6 +177,33 @@ def test_of_an_active_environment_the_python_it_was_made_of(tmp_path: Path) -> N
     assert tmp_path not in found.parents
 
 
+def test_a_list_of_keys_that_is_kept_by_hand_is_found(tmp_path: Path) -> None:
+    """Lists and texts alike; three flags in a sentence, or values by key, are none."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        from check_key_tables import tables
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+    source = tmp_path / "module.py"
+    names = {"lr", "steps", "tokens", "seed"}
+    source.write_text(
+        """
+_FREE = ("lr", "steps", "tokens")
+_FLAGS = "--lr --steps --seed"
+_TEXTS = {"lr": "rate", "steps": "number", "seed": "start"}
+_SAID = "Give lr, steps, tokens."
+_VALUES = {"lr": lr, "steps": steps, "seed": seed}
+_TWO = ("lr", "steps")
+"""
+    )
+    assert [where for _, where, _ in tables(source, names)] == ["_FREE", "_FLAGS", "_TEXTS"]
+
+
+def test_every_list_of_keys_has_a_reason() -> None:
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "check_key_tables.py"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
 @pytest.mark.parametrize("script", sorted((ROOT / "scripts/reproduce").glob("*.sh")), ids=lambda script: script.stem)
 def test_a_reproduction_gives_each_command_flags_that_it_takes(script: Path, tmp_path: Path) -> None:
     """Its commands are recorded in place of being run; items that exist are not downloaded."""

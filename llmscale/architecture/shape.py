@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Literal, get_type_hints
 
-from llmscale.architecture import limits
+from llmscale import limits
 from llmscale.architecture.layers import (
     Architecture,
     Layer,
@@ -170,8 +170,8 @@ VOCAB_MULTIPLE = 128
 
 def shape_key(
     *,
-    resume: Literal["told", "weights"],
-    of_model: Literal["block", "experts", "training"] = "block",
+    resume: Literal["logged", "weights"],
+    of_model: Literal["size", "block", "experts", "training"] = "block",
     may_contradict: bool = False,
     run_default: object = None,
     metavar: str = "",
@@ -211,43 +211,41 @@ class GPTShape:
     Sizes of 0 and biases of None are derived from the others. Raises ConfigError when the numbers cannot form a model.
     """
 
-    n_layer: Annotated[int, shape_key(resume="weights", ge=1, le=limits.MAX_LAYERS)]
+    n_layer: Annotated[limits.Blocks, shape_key(resume="weights", of_model="size", ge=1)]
     """Transformer blocks."""
-    n_head: Annotated[int, shape_key(resume="weights", ge=1, le=limits.MAX_HEADS)]
+    n_head: Annotated[limits.Heads, shape_key(resume="weights", of_model="size", ge=1)]
     """Query heads; must divide n_embd unless head_dim is given."""
-    n_embd: Annotated[int, shape_key(resume="weights", ge=1, le=limits.MAX_WIDTH)]
+    n_embd: Annotated[limits.Width, shape_key(resume="weights", of_model="size", ge=1)]
     """Width of the residual stream."""
     vocab_size: int
     """Token ids the tokenizer can produce; the table itself has padded_vocab_size rows."""
     seq_len: int
     """Longest sequence, in tokens."""
-    activation: Annotated[Activation, shape_key(resume="told")] = "gelu"
+    activation: Annotated[Activation, shape_key(resume="logged")] = "gelu"
     """MLP non-linearity: exact GELU, its tanh approximation (GPT-2's), ReLU (OPT's) or SiLU (Llama's)."""
-    dropout: Annotated[float, shape_key(resume="told", of_model="training", run_default=0.0, ge=0.0, lt=1.0)] = 0.0
+    dropout: Annotated[limits.BelowOne, shape_key(resume="logged", of_model="training", run_default=0.0, ge=0.0)] = 0.0
     """Probability of dropping an activation: embeddings, attention weights, residual branches."""
     bias: Annotated[bool, shape_key(resume="weights")] = True
     """Biases in linear layers and layer norms, as in GPT-2."""
-    n_kv_head: Annotated[int, shape_key(resume="weights", ge=1, le=limits.MAX_HEADS)] = 0
+    n_kv_head: Annotated[limits.Heads, shape_key(resume="weights", of_model="size", ge=1)] = 0
     """Key-value heads, each shared by n_head / n_kv_head query heads (Ainslie et al. 2023)."""
-    head_dim: Annotated[int, shape_key(resume="weights", ge=1, le=limits.MAX_WIDTH)] = 0
+    head_dim: Annotated[limits.Width, shape_key(resume="weights", of_model="size", ge=1)] = 0
     """Width of a head; default: the preset's, n_embd / n_head."""
-    mlp_width: Annotated[int, shape_key(resume="weights", ge=1, le=limits.MAX_WIDTH)] = 0
+    mlp_width: Annotated[limits.Width, shape_key(resume="weights", of_model="size", ge=1)] = 0
     """Hidden width of the MLP; default: the preset's, in its ratio to n_embd."""
     gated_mlp: Annotated[bool, shape_key(resume="weights")] = False
     """Gated MLP, whose hidden layer is activation(gate) x up (Shazeer 2020): SwiGLU with silu, GeGLU with gelu."""
     norm: Annotated[Norm, shape_key(resume="weights")] = "layernorm"
     """Layer norm (Ba et al. 2016) or RMS norm (Zhang and Sennrich 2019)."""
-    norm_eps: Annotated[float, shape_key(resume="told", gt=0, le=1)] = 1e-5
+    norm_eps: Annotated[limits.Fraction, shape_key(resume="logged", gt=0)] = 1e-5
     """Constant added to a norm's variance."""
     norm_placement: Annotated[NormPlacement, shape_key(resume="weights")] = "pre"
     """Norms before attention and MLP, or between these and the residual stream (OLMo 2)."""
     positions: Annotated[Positions, shape_key(resume="weights")] = "learned"
     """Learned position vectors, or rotations of queries and keys (Su et al. 2021)."""
-    rope_theta: Annotated[float, shape_key(resume="told", may_contradict=True, gt=0, le=limits.MAX_ROPE_THETA)] = (
-        10_000.0
-    )
+    rope_theta: Annotated[limits.Wavelength, shape_key(resume="logged", may_contradict=True, gt=0)] = 10_000.0
     """Base of the rotations' wavelengths."""
-    rope_scaling: Annotated[str, shape_key(resume="told", may_contradict=True, metavar="KIND[:NUMBERS]")] = "none"
+    rope_scaling: Annotated[str, shape_key(resume="logged", may_contradict=True, metavar="KIND[:NUMBERS]")] = "none"
     """Extension to longer contexts than the model was first trained on: none, linear:FACTOR,
     llama3:FACTOR,LOW,HIGH,ORIGINAL_SEQ_LEN, or yarn:FACTOR,ORIGINAL_SEQ_LEN."""
     qk_norm: Annotated[QKNorm, shape_key(resume="weights")] = "none"
@@ -258,33 +256,33 @@ class GPTShape:
     """Biases in the MLP, in place of `bias`."""
     tied: Annotated[bool, shape_key(resume="weights")] = True
     """Use the token embedding as output head."""
-    sliding_window: Annotated[int, shape_key(resume="told", may_contradict=True, ge=0, le=limits.MAX_SEQ_LEN)] = 0
+    sliding_window: Annotated[limits.Positions, shape_key(resume="logged", may_contradict=True, ge=0)] = 0
     """Positions that attention sees, its own included (Mistral); 0: all earlier ones."""
-    window_pattern: Annotated[str, shape_key(resume="told", may_contradict=True)] = "L"
+    window_pattern: Annotated[str, shape_key(resume="logged", may_contradict=True)] = "L"
     """Blocks with the sliding window (L, local) and without it (G, global), repeated: GL, LG or LLLLLG, as in GPT-3,
     Gemma 2 and Gemma 3. Kept in its shortest form."""
-    mlp_tile_tokens: Annotated[int, shape_key(resume="told", of_model="training", ge=0, le=limits.MAX_BATCH_TOKENS)] = 0
+    mlp_tile_tokens: Annotated[limits.BatchTokens, shape_key(resume="logged", of_model="training", ge=0)] = 0
     """Tokens of a micro-batch that an MLP computes at a time, such as 4096; default: all. Bounds its memory for long
     sequences, and computes it twice in the backward pass."""
-    num_experts: Annotated[int, shape_key(resume="weights", ge=0, le=limits.MAX_EXPERTS)] = 0
+    num_experts: Annotated[limits.Experts, shape_key(resume="weights", ge=0)] = 0
     """Experts: MLPs of a block among which a router chooses for each token (Shazeer et al. 2017, docs/models.md); 0:
     one MLP."""
-    experts_per_token: Annotated[int, shape_key(resume="told", of_model="experts", ge=0, le=limits.MAX_EXPERTS)] = 0
+    experts_per_token: Annotated[limits.Experts, shape_key(resume="logged", of_model="experts", ge=0)] = 0
     """Experts that a token is sent to; default: the preset's, 2."""
-    expert_width: Annotated[int, shape_key(resume="weights", of_model="experts", ge=0, le=limits.MAX_WIDTH)] = 0
+    expert_width: Annotated[limits.Width, shape_key(resume="weights", of_model="experts", ge=0)] = 0
     """Hidden width of an expert; default: the preset's, mlp_width."""
-    shared_expert_width: Annotated[int, shape_key(resume="weights", of_model="experts", ge=0, le=limits.MAX_WIDTH)] = 0
+    shared_expert_width: Annotated[limits.Width, shape_key(resume="weights", of_model="experts", ge=0)] = 0
     """Hidden width of a shared expert, an MLP that computes every token (DeepSeek-AI 2024); 0: none."""
-    dense_layers: Annotated[int, shape_key(resume="weights", of_model="experts", ge=0, le=limits.MAX_LAYERS)] = 0
+    dense_layers: Annotated[limits.Blocks, shape_key(resume="weights", of_model="experts", ge=0)] = 0
     """Number of first blocks that have one MLP and no experts."""
-    expert_interval: Annotated[int, shape_key(resume="weights", of_model="experts", ge=1, le=limits.MAX_LAYERS)] = 1
+    expert_interval: Annotated[limits.Blocks, shape_key(resume="weights", of_model="experts", ge=1)] = 1
     """1: all blocks after the first dense_layers have experts; N: the last of every N of them has. Kept as small as the
     same blocks allow."""
     router_score: Annotated[RouterScore, shape_key(resume="weights", of_model="experts")] = "softmax"
     """Router's scores: the softmax over all experts, or each expert's sigmoid (DeepSeek V3)."""
-    normalize_router: Annotated[bool, shape_key(resume="told", of_model="experts")] = True
+    normalize_router: Annotated[bool, shape_key(resume="logged", of_model="experts")] = True
     """Divide the scores of a token's experts by their sum."""
-    router_scale: Annotated[float, shape_key(resume="told", of_model="experts", gt=0, le=limits.MAX_FACTOR)] = 1.0
+    router_scale: Annotated[limits.Factor, shape_key(resume="logged", of_model="experts", gt=0)] = 1.0
     """Factor of the scores of a token's experts."""
     router_bias: Annotated[bool, shape_key(resume="weights", of_model="experts")] = False
     """Balance the experts' load by adding a bias to each score when experts are chosen, in place of a loss (Wang et al.
@@ -512,9 +510,10 @@ class GPTShape:
 
 #: Behaviour of the fields that a preset, a run's configuration or a published config.json sets.
 SHAPE_KEYS: Mapping[str, Key] = {
-    name: hint.__metadata__[0]
+    name: part
     for name, hint in get_type_hints(GPTShape, include_extras=True).items()
-    if hasattr(hint, "__metadata__")
+    for part in getattr(hint, "__metadata__", ())
+    if isinstance(part, Key)
 }
 
 

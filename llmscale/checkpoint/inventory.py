@@ -30,14 +30,14 @@ from llmscale.checkpoint.manifest import (
     LATEST_NAME,
     MANIFEST_NAME,
     STATE_NAME,
-    CheckpointManifest,
+    Checkpoint,
     History,
     checkpoint_name,
     checkpoints_folder,
     hash_json,
-    is_whole,
     load_manifest,
     parse_history,
+    read_checkpoint,
     signed_body,
     step_of,
 )
@@ -51,22 +51,6 @@ HISTORY_NAME = "history.json"
 LEFTOVER_NAME = re.compile(r"\.step-\d+(\.old-\d+)?\.(partial|deleted)(-\d+)?", re.ASCII)
 #: Names that are reported when they are not ours; others (`latest`, notes) are ignored.
 _LOOKS_LIKE_OURS = re.compile(r"\.?step-")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A folder whose name and manifest agree. Its files are not verified."""
-
-    path: Path
-    manifest: CheckpointManifest
-
-    @property
-    def step(self) -> int:
-        return self.manifest.step
-
-    @property
-    def history(self) -> History:
-        return self.manifest.history
 
 
 @dataclass
@@ -117,7 +101,7 @@ def find_checkpoints(run: Path, history: History | None = None) -> FoundCheckpoi
             found.passed_over.append((path, reason))
         elif not LEFTOVER_NAME.fullmatch(path.name):
             try:
-                readable.append(Checkpoint(path, load_manifest(path)))
+                readable.append(read_checkpoint(path))
             except CheckpointError as error:
                 # Unless the run's own retention has deleted it in the meantime.
                 if path.exists():
@@ -275,10 +259,22 @@ def find_checkpoint(path: Path, report: Callable[[str], None] = lambda line: Non
     checkpoints/best and checkpoints/latest name a checkpoint by what the manifests say, not by the file's text. Only
     the current history counts. `report` gets a line for every skipped entry. Raises CheckpointError.
     """
+    if not (path / MANIFEST_NAME).is_file():
+        return _choose_checkpoint(path, report, step).path
+    if step is not None:
+        raise CheckpointError(f"{path} is one checkpoint, and --step {step} chooses among those of a run folder.")
+    return path
+
+
+def open_checkpoint(path: Path, report: Callable[[str], None] = lambda line: None) -> Checkpoint:
+    """Return the checkpoint of `find_checkpoint`, with its manifest. Raises CheckpointError."""
     if (path / MANIFEST_NAME).is_file():
-        if step is not None:
-            raise CheckpointError(f"{path} is one checkpoint, and --step {step} chooses among those of a run folder.")
-        return path
+        return read_checkpoint(path)
+    return _choose_checkpoint(path, report, None)
+
+
+def _choose_checkpoint(path: Path, report: Callable[[str], None], step: int | None) -> Checkpoint:
+    """Return the newest checkpoint of a run folder, its best one, or the one of a step. Raises CheckpointError."""
     if path.is_file() and (stranger := describe_stranger(path)):
         raise CheckpointError(f"{path} is no run folder.{stranger}")
     named = path.name if path.parent.name == CHECKPOINTS_NAME and path.name in (BEST_NAME, LATEST_NAME) else ""
@@ -290,7 +286,7 @@ def find_checkpoint(path: Path, report: Callable[[str], None] = lambda line: Non
     if found.current and named == BEST_NAME:
         return _best_of(found, path)
     if found.current:
-        return found.current[0].path if step is None else _of_step(found, path, step)
+        return found.current[0] if step is None else _of_step(found, path, step)
     if found.abandoned or found.damaged:
         raise CheckpointError(explain_no_checkpoint(found, path))
     what = "has no checkpoints yet" if path.is_dir() else "does not exist"
@@ -309,20 +305,20 @@ def find_checkpoint(path: Path, report: Callable[[str], None] = lambda line: Non
     raise CheckpointError(f"{path} {what}. Name a run folder of train.py (--run), or one of its checkpoints/step-*.")
 
 
-def _of_step(found: FoundCheckpoints, run: Path, step: int) -> Path:
+def _of_step(found: FoundCheckpoints, run: Path, step: int) -> Checkpoint:
     """Return the current history's checkpoint of a step. Raises CheckpointError with the existing steps."""
     for checkpoint in found.current:
         if checkpoint.step == step:
-            return checkpoint.path
+            return checkpoint
     steps = ", ".join(str(checkpoint.step) for checkpoint in reversed(found.current))
     aside = [checkpoint.path for checkpoint in found.abandoned if checkpoint.step == step]
     where = f" {aside[0]} is of steps that the run went back from; name that folder to take it." if aside else ""
     raise CheckpointError(f"{run} has no checkpoint of step {step}. There are: {steps}.{where}")
 
 
-def _best_of(found: FoundCheckpoints, run: Path) -> Path:
+def _best_of(found: FoundCheckpoints, run: Path) -> Checkpoint:
     if best := find_best(found.current):
-        return best.path
+        return best
     raise CheckpointError(
         f"{run} has no best checkpoint: none was saved at a step with a validation. For later ones let --save-every be "
         "a multiple of --val-every."
@@ -358,7 +354,7 @@ def choose_expired(current: Sequence[Checkpoint], keep_last: int, keep_every: in
     expired, num_whole = [], 0
     for checkpoint in current:
         if num_whole < keep_last:
-            num_whole += is_whole(checkpoint.path, checkpoint.manifest)
+            num_whole += checkpoint.is_whole()
         elif not keep_every or checkpoint.step % keep_every:
             expired.append(checkpoint)
     return expired
@@ -370,7 +366,7 @@ def find_best(current: Sequence[Checkpoint]) -> Checkpoint | None:
     Only losses over the samples of the newest validation count. Raises CheckpointError.
     """
     known = [(saved.manifest.validation, saved) for saved in current if saved.manifest.validation]
-    whole = [(validation, saved) for validation, saved in known if is_whole(saved.path, saved.manifest)]
+    whole = [(validation, saved) for validation, saved in known if saved.is_whole()]
     comparable = [(validation.loss, saved) for validation, saved in whole if validation.samples == whole[0][0].samples]
     return min(comparable, key=lambda entry: entry[0])[1] if comparable else None
 

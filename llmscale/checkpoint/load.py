@@ -14,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 
 from llmscale.checkpoint.commit import set_aside_existing
 from llmscale.checkpoint.inventory import (
-    Checkpoint,
     FoundCheckpoints,
     explain_no_checkpoint,
     find_checkpoints,
@@ -24,15 +23,14 @@ from llmscale.checkpoint.inventory import (
 from llmscale.checkpoint.manifest import (
     MANIFEST_NAME,
     STATE_NAME,
-    CheckpointManifest,
+    Checkpoint,
     Pieces,
     StoredFile,
     checkpoints_folder,
-    files_here,
     find_damage,
     hash_file,
-    load_manifest,
     load_pieces,
+    read_checkpoint,
     save_pieces,
 )
 from llmscale.checkpoint.remote_run import CARRIED, fetch_chunks
@@ -79,11 +77,11 @@ def find_newest_good(
         report(f"WARNING: {folder.name} is damaged and passed over: {damage}")
     for checkpoint in found.current:
         # The copy of a remote run may have another path on another node.
-        path = checkpoints_folder(run) / checkpoint.path.name
-        problem = find_damage_together(path, group, disks, checkpoint.manifest)
+        checkpoint = replace(checkpoint, path=checkpoints_folder(run) / checkpoint.path.name)
+        problem = find_damage_together(checkpoint, group, disks)
         if problem is None:
-            return replace(checkpoint, path=path)
-        report(f"WARNING: {path.name} is damaged and passed over: {problem}")
+            return checkpoint
+        report(f"WARNING: {checkpoint.path.name} is damaged and passed over: {problem}")
     if found.current or found.abandoned or found.damaged or found.origin:
         raise CheckpointError(explain_no_checkpoint(found, run))
     nearly = [path for path, _ in found.passed_over if (path / MANIFEST_NAME).is_file()]
@@ -95,18 +93,20 @@ def find_newest_good(
     return None
 
 
-def find_damage_together(
-    folder: Path, group: dist.ProcessGroup, disks: Disks, manifest: CheckpointManifest | None = None
-) -> str | None:
-    """Run find_damage with the hashing shared by the ranks of each disk; all return the same. Collective.
+def find_damage_together(checkpoint: Checkpoint, group: dist.ProcessGroup, disks: Disks) -> str | None:
+    """Find damage, with the hashing shared by the ranks of each disk; all return the same. Collective.
 
-    `manifest` is what rank 0 has just read; another disk has its own.
+    `checkpoint` is as rank 0 has read it; another disk has its own manifest.
     """
-    rank, known = dist.get_rank(group), manifest if disks.is_one else None
+    rank = dist.get_rank(group)
     neighbours = disks.neighbours(rank)
     part, parts = neighbours.index(rank), len(neighbours)
-    findings = gather(group, on_all_ranks(group, lambda: find_damage(folder, part, parts, manifest=known)))
-    return next((finding for finding in findings if finding), None) or find_missing(folder, group, known)
+
+    def look() -> str | None:
+        return checkpoint.find_damage(part, parts) if disks.is_one else find_damage(checkpoint.path, part, parts)
+
+    findings = gather(group, on_all_ranks(group, look))
+    return next((finding for finding in findings if finding), None) or find_missing(checkpoint, group)
 
 
 def load_engine(engine: DeepSpeedEngine, folder: Path, state: RunState, group: dist.ProcessGroup, disks: Disks) -> None:
@@ -227,14 +227,15 @@ def load_full_weights(folder: Path) -> dict[str, torch.Tensor]:
 
     Raises CheckpointError.
     """
-    weights = {key: entry for key, entry in load_index(folder).items() if key.startswith(WEIGHTS)}
+    index = load_index(folder)
+    weights = {key: entry for key, entry in index.items() if key.startswith(WEIGHTS)}
     fetch_chunks(folder, (chunk for entry in weights.values() for chunk in stored_chunks(entry)))
     fragments = {
         key: Fragment(torch.empty(entry["size"], dtype=DTYPES[entry["dtype"]]), 0, entry["size"])
         for key, entry in weights.items()
     }
     try:
-        dcp.load(fragments, storage_reader=JsonIndexReader(folder), planner=FragmentLoadPlanner(), no_dist=True)
+        dcp.load(fragments, storage_reader=JsonIndexReader(folder, index), planner=FragmentLoadPlanner(), no_dist=True)
     except dcp.CheckpointException as error:
         raise _to_checkpoint_error(error, folder) from None
     return {key.partition("/")[2]: fragment.local for key, fragment in fragments.items()}
@@ -278,7 +279,7 @@ def share_descriptions(run: Path, group: dist.ProcessGroup, disks: Disks) -> Non
             if name not in own[1] or own[1][name][1][MANIFEST_NAME] != files[MANIFEST_NAME]:
                 _write_description(folder / name, files, remote)
             elif own[1][name][2] != remote:
-                held = [file.name for file in files_here(folder / name, load_manifest(folder / name))]
+                held = [file.name for file in read_checkpoint(folder / name).files_here()]
                 save_pieces(folder / name, Pieces(tuple(file for file in held if file != STATE_NAME), remote))
 
     on_each_disk(group, disks, write)
@@ -306,22 +307,20 @@ def _write_description(final: Path, files: dict[str, bytes], remote: str | None)
     partial.rename(final)
 
 
-def find_missing(folder: Path, group: dist.ProcessGroup, manifest: CheckpointManifest | None = None) -> str | None:
-    """Return which file of a checkpoint is on no disk and in no store, or None. Collective.
-
-    `manifest` if it was just read.
-    """
+def find_missing(checkpoint: Checkpoint, group: dist.ProcessGroup) -> str | None:
+    """Return which file of a checkpoint is on no disk and in no store, or None. Collective."""
+    folder = checkpoint.path
 
     def look() -> tuple[set[str], bool]:
-        pieces, listed = load_pieces(folder), files_here(folder, manifest or load_manifest(folder))
-        names = {file.name for file in listed if (folder / file.name).is_file()}
+        pieces = load_pieces(folder)
+        names = {file.name for file in checkpoint.files_here() if (folder / file.name).is_file()}
         return names, pieces is not None and pieces.remote is not None
 
     found = gather(group, on_all_ranks(group, look))
     if any(is_remote for _, is_remote in found):
         return None
     here = set().union(*(names for names, _ in found))
-    missing = sorted({file.name for file in (manifest or load_manifest(folder)).files} - here)
+    missing = sorted({file.name for file in checkpoint.manifest.files} - here)
     return f"{folder / missing[0]} is on no disk of these nodes." if missing else None
 
 
@@ -336,8 +335,9 @@ def share_files(folder: Path, names: Iterable[str], group: dist.ProcessGroup, di
     if pieces is not None and pieces.remote is not None:
         return
     rank = dist.get_rank(group)
-    stored = {file.name: file for file in load_manifest(folder).files}
-    held = gather(group, [file.name for file in files_here(folder, load_manifest(folder))])
+    checkpoint = read_checkpoint(folder)
+    stored = {file.name: file for file in checkpoint.manifest.files}
+    held = gather(group, [file.name for file in checkpoint.files_here()])
     wanted = gather(group, sorted(set(names) - set(held[rank])))
     for name in sorted(set().union(*wanted)):
         holders = [main for main in sorted(set(disks.mains)) if name in held[main]]

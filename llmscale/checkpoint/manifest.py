@@ -110,6 +110,48 @@ class CheckpointManifest:
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    """A folder whose name and manifest agree. Its files are not verified."""
+
+    path: Path
+    manifest: CheckpointManifest
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def history(self) -> History:
+        return self.manifest.history
+
+    def files_here(self) -> tuple[StoredFile, ...]:
+        """Return the files that should be on this disk. Raises CheckpointError."""
+        pieces = load_pieces(self.path)
+        if pieces is None:
+            return self.manifest.files
+        return tuple(file for file in self.manifest.files if file.name == STATE_NAME or file.name in pieces.files)
+
+    def is_whole(self) -> bool:
+        """Return whether every file of this disk exists at its full length, without reading it."""
+        return all(_size_damage(self.path / stored.name, stored) is None for stored in self.files_here())
+
+    def find_damage(
+        self, part: int = 0, parts: int = 1, progress: Callable[[int], object] = lambda num_bytes: None
+    ) -> str | None:
+        """Return what is damaged on this disk, or None: a file's presence, size or hash.
+
+        `part` of `parts` splits the hashing: rank r of N ranks checks every Nth file. `progress` gets numbers of hashed
+        bytes.
+        """
+        try:
+            files = self.files_here()
+        except CheckpointError as error:
+            return str(error)
+        damages = (_file_damage(self.path / stored.name, stored, progress) for stored in files[part::parts])
+        return next((damage for damage in damages if damage), None)
+
+
+@dataclass(frozen=True)
 class Pieces:
     """The part of a checkpoint that is on this disk."""
 
@@ -184,6 +226,11 @@ def load_manifest(folder: Path) -> CheckpointManifest:
     return manifest
 
 
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read a checkpoint's manifest. Raises CheckpointError."""
+    return Checkpoint(folder, load_manifest(folder))
+
+
 def save_pieces(folder: Path, pieces: Pieces) -> None:
     """Write pieces.json durably."""
     write_durably(folder / PIECES_NAME, json.dumps(asdict(pieces)) + "\n")
@@ -202,14 +249,6 @@ def load_pieces(folder: Path) -> Pieces | None:
                 check_stored_name(name, str(path))
             return Pieces(tuple(files), remote)
     raise CheckpointError(f"{path} must hold `files` and `remote`.")
-
-
-def files_here(folder: Path, manifest: CheckpointManifest) -> tuple[StoredFile, ...]:
-    """Return the files of a checkpoint that should be on this disk. Raises CheckpointError."""
-    pieces = load_pieces(folder)
-    if pieces is None:
-        return manifest.files
-    return tuple(file for file in manifest.files if file.name == STATE_NAME or file.name in pieces.files)
 
 
 def signed_body(stored: Mapping[str, object], name: str, where: str) -> dict[str, object]:
@@ -257,31 +296,13 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 def find_damage(
-    folder: Path,
-    part: int = 0,
-    parts: int = 1,
-    progress: Callable[[int], object] = lambda num_bytes: None,
-    manifest: CheckpointManifest | None = None,
+    folder: Path, part: int = 0, parts: int = 1, progress: Callable[[int], object] = lambda num_bytes: None
 ) -> str | None:
-    """Return what is damaged in a checkpoint on this disk, or None: the manifest, or a file's presence, size or hash.
-
-    `part` of `parts` splits the hashing: rank r of N ranks checks every Nth file. `progress` gets numbers of hashed
-    bytes. `manifest` if it was just read.
-    """
+    """Return what is damaged in a folder's manifest or files, or None. See Checkpoint.find_damage."""
     try:
-        files = files_here(folder, manifest or load_manifest(folder))
+        return read_checkpoint(folder).find_damage(part, parts, progress)
     except CheckpointError as error:
         return str(error)
-    for stored in files[part::parts]:
-        damage = _file_damage(folder / stored.name, stored, progress)
-        if damage:
-            return damage
-    return None
-
-
-def is_whole(folder: Path, manifest: CheckpointManifest) -> bool:
-    """Return whether every file of this disk exists at its full length, without reading it."""
-    return all(_size_damage(folder / stored.name, stored) is None for stored in files_here(folder, manifest))
 
 
 def _file_damage(path: Path, stored: StoredFile, progress: Callable[[int], object]) -> str | None:

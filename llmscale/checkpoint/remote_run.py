@@ -48,7 +48,7 @@ from llmscale.checkpoint.manifest import (
     save_pieces,
     signed_body,
 )
-from llmscale.config.run_urls import is_view, url_of
+from llmscale.config.user_paths import is_view, url_of
 from llmscale.data.storage.objects import Store
 from llmscale.data.storage.shared_object import SharedObject
 from llmscale.errors import CheckpointError, LlmscaleError

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
 from llmscale.checkpoint.remote_run import Holder, RunIndex, open_index, parse_index
-from llmscale.config.run_urls import url_of
+from llmscale.config.user_paths import url_of
 from llmscale.data.storage.objects import Store
 from llmscale.data.storage.shared_object import Overtaken, SharedObject, check_conditional
 from llmscale.errors import ConfigError

@@ -9,8 +9,8 @@ from typing import cast
 
 import xxhash
 
-from llmscale.checkpoint.inventory import Checkpoint, read_state
-from llmscale.checkpoint.manifest import STATE_NAME, CheckpointManifest, is_count, is_whole, load_manifest
+from llmscale.checkpoint.inventory import read_state
+from llmscale.checkpoint.manifest import STATE_NAME, Checkpoint, is_count
 from llmscale.config.run_config import CHANGES_THAT_BREAK
 from llmscale.errors import CheckpointError
 from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
@@ -62,14 +62,14 @@ class SavedRun(Checkpoint):
     state: RunState
 
 
-def read_saved_run(folder: Path, manifest: CheckpointManifest | None = None) -> SavedRun:
-    """Read a checkpoint's small files, each once; `manifest` if it is read already.
+def read_saved_run(checkpoint: Checkpoint) -> SavedRun:
+    """Read a checkpoint's state.
 
     Raises CheckpointError unless every file is there with its size, and the state with its hash. The tensors' hashes
     are not checked.
     """
-    manifest = manifest or load_manifest(folder)
-    if not is_whole(folder, manifest):
+    folder, manifest = checkpoint.path, checkpoint.manifest
+    if not checkpoint.is_whole():
         raise CheckpointError(f"{folder} lacks a part of a file.")
     path = folder / STATE_NAME
     try:

@@ -251,8 +251,8 @@ class JsonIndexReader(FileSystemReader):
     `check_archive` ensures that no tensor takes more memory than its bytes in the file.
     """
 
-    def __init__(self, path: Path, index: dict[str, dict] | None = None) -> None:
-        """`index` if it is loaded already."""
+    def __init__(self, path: Path, index: dict[str, dict]) -> None:
+        """`index` is the checkpoint's (`load_index`)."""
         super().__init__(path)
         self._index = index
 
@@ -261,10 +261,9 @@ class JsonIndexReader(FileSystemReader):
         return super()._slice_file(file, sinfo)
 
     def read_metadata(self, *_: object, **__: object) -> Metadata:
-        index = load_index(Path(self.path)) if self._index is None else self._index
         places: dict[MetadataIndex, _StorageInfo] = {}
         entries: dict[str, TensorStorageMetadata] = {}
-        for fqn, entry in index.items():
+        for fqn, entry in self._index.items():
             chunks = []
             for start, elements, file, offset, length, *_ in entry["chunks"]:
                 chunks.append(ChunkStorageMetadata(offsets=torch.Size([start]), sizes=torch.Size([elements])))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.checkpoint.inventory import (
-    Checkpoint,
     FoundCheckpoints,
     delete_checkpoint,
     find_best,
@@ -20,9 +19,9 @@ from llmscale.checkpoint.inventory import (
     read_state,
     report_passed_over,
 )
-from llmscale.checkpoint.manifest import checkpoints_folder, find_damage, load_manifest, load_pieces
+from llmscale.checkpoint.manifest import Checkpoint, checkpoints_folder, find_damage, load_manifest, load_pieces
 from llmscale.config.command_line import run_place
-from llmscale.config.run_urls import is_view, shown, url_of
+from llmscale.config.user_paths import is_view, shown, url_of
 from llmscale.errors import CheckpointError
 from llmscale.terminal.progress import show_progress
 from llmscale.terminal.table import Column, output_width, table_lines, wrap_line

@@ -94,8 +94,7 @@ def _known_names() -> Mapping[str, Iterable[str]]:
     """Return the names that complete a flag's value, by flag."""
     from llmscale.cli.flags import LIST
     from llmscale.config.bundled_files import DS_CONFIGS, HOSTFILES
-    from llmscale.config.hardware import GPUS
-    from llmscale.config.interconnect import INTERCONNECTS
+    from llmscale.config.hardware import GPUS, INTERCONNECTS
     from llmscale.config.presets import PRESETS
     from llmscale.config.run_config import RunConfig
     from llmscale.config.run_flags import literal_words

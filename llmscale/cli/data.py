@@ -9,10 +9,10 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmscale import limits
 from llmscale.cli import data_clean, data_prepare
 from llmscale.cli.data_prepare import print_manifest, print_visible_fitting
 from llmscale.cli.flags import add_own_data
-from llmscale.config import limits
 from llmscale.config.command_line import FlagParser, Need, flag, path_or_url, run_place, whole_number
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.terminal.progress import show_progress

@@ -7,13 +7,13 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from llmscale import limits
 from llmscale.cli.data_prepare import (
     TOKENIZER_METAVAR,
     add_input_flags,
     add_max_rejected,
     open_source_of,
 )
-from llmscale.config import limits
 from llmscale.config.command_line import FlagParser, Need, flag, local_path, nonblank, number, path_or_url, whole_number
 from llmscale.config.user_paths import check_output_folder
 from llmscale.errors import DataError

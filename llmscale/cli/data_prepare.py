@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.config import limits
+from llmscale import limits
 from llmscale.config.command_line import FlagParser, Need, flag, local_path, nonblank, number, path_or_url, whole_number
 from llmscale.config.user_paths import check_output_folder
 from llmscale.terminal.human_numbers import count_nouns

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from llmscale.cli.flags import add_timeout
 from llmscale.config.command_line import Need, flag, local_path, nonblank, whole_number
-from llmscale.config.interconnect import INTERCONNECTS, get_interconnect
+from llmscale.config.hardware import INTERCONNECTS, get_interconnect
 from llmscale.config.user_paths import check_output_file, write_output_file
 from llmscale.terminal.colour import Style, paint
 from llmscale.terminal.human_numbers import count_nouns, with_singulars

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from llmscale import limits
+from llmscale.architecture.shape import SHAPE_KEYS
 from llmscale.cli.flags import (
     ESTIMATED_GPUS,
     LIST,
@@ -13,9 +15,8 @@ from llmscale.cli.flags import (
     add_model_flag,
     add_shape_flags,
 )
-from llmscale.config import limits
 from llmscale.config.command_line import FlagContainer, Need, flag, local_path, nonblank, number
-from llmscale.config.interconnect import INTERCONNECTS
+from llmscale.config.hardware import INTERCONNECTS
 from llmscale.config.run_flags import keys_asked_by, model_keys
 from llmscale.errors import ConfigError
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from llmscale.config.command_line import FlagParser
 
-_SIZES = ("--n-layer", "--n-head", "--n-embd", "--head-dim", "--n-kv-head", "--mlp-width")
+_SIZES = tuple(f"--{key.replace('_', '-')}" for key, behaviour in SHAPE_KEYS.items() if behaviour.of_model == "size")
 #: Flags, each with the flags that it excludes.
 _EXCLUSIVE = (
     ("--max-model", ("--ds", "--hf", "--emit", "--plot", "--dry-run", "--max-seq-len", *_SIZES)),
@@ -75,15 +76,7 @@ def _compares_nodes(args: argparse.Namespace) -> bool:
 
 
 def _add_run_flags(group: FlagContainer) -> None:
-    texts = {
-        "global_batch_size": "sequences per step over all GPUs; default: about the preset's",
-        "micro_batch_size": "sequences per GPU and forward pass; default: the largest that fits",
-        "precision": "bf16, fp16, fp32 or autocast; default: the ds_config's, else bf16, or fp16 on a GPU without bf16",
-        "activation_checkpointing": "only none, selective or full; default: all of them",
-        "sequence_parallel_size": "GPUs that divide a sequence; default: 1, for --max-seq-len every number",
-        "expert_parallel_size": "GPUs that divide the experts of a block; default: 1",
-    }
-    add_asked_flags(group, "estimate", texts)
+    add_asked_flags(group, "estimate")
     text = "explain these ds_configs, side by side; zero2 and the like are llmscale's own"
     flag(group, "--ds FILE|NAME", text, local_path, nargs="+")
     flag(group, "--nvme-path DIR", "NVMe folder of every node, for --emit", nonblank, "/local_nvme")

@@ -47,14 +47,13 @@ from llmscale.cli.flags import (
     resolve_model,
     train_command,
 )
+from llmscale.config.batch_plan import sequence_parallel_sizes
 from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config, read_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.config.describe_defaults import describe_parameters, describe_preset
-from llmscale.config.hardware import GPU, custom_gpu, get_gpu, usable_precision
+from llmscale.config.hardware import GPU, Interconnect, custom_gpu, get_gpu, get_interconnect, usable_precision
 from llmscale.config.hf_model import is_published
-from llmscale.config.interconnect import Interconnect, get_interconnect
 from llmscale.config.optimizers import ADAMW
-from llmscale.config.parallel_layout import sequence_parallel_sizes
 from llmscale.config.presets import PRESETS
 from llmscale.config.resolve import resolve_batch, resolve_optimizer
 from llmscale.config.run_config import RunConfig, build_run_config

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from llmscale import limits
 from llmscale.cli import flags
-from llmscale.config import limits
 from llmscale.config.command_line import Need, flag, local_path, whole_number
 from llmscale.config.user_paths import check_output_file, check_task, write_output_file
 from llmscale.errors import ConfigError, DataError

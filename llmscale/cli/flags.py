@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, get_type_hints
 
+from llmscale import limits
 from llmscale.architecture.shape import GPTShape
-from llmscale.config import limits
 from llmscale.config.bundled_files import is_in_checkout
 from llmscale.config.command_line import (
     FlagContainer,
@@ -34,23 +34,17 @@ LIST = "list"
 #: GPUs of a node without --num-gpus: `estimate` answers for a machine, `plan` for a cluster.
 ESTIMATED_GPUS, PLANNED_GPUS = 1, 8
 DEFAULT_INTERCONNECT = "ib-400g"
-_MODEL_TEXTS = {
-    "model": "preset (tiny-1m ... gpt3-175b, llama3-8b, qwen3-4b, ...), or hf:FOLDER or hf:NAME; the flags of the "
-    "model override it",
-    "seq_len": "tokens per sequence; default: the model's",
-    "vocab_size": "size of the tokenizer's vocabulary; default: the published model's",
-}
 
 
 def add_shape_flags(group: FlagContainer) -> None:
     """Add the flags that change a model's shape."""
     keys = [key for key in model_keys() if key != "model"]
-    add_run_flags(group, keys, annotations=get_type_hints(GPTShape), texts=_MODEL_TEXTS)
+    add_run_flags(group, keys, annotations=get_type_hints(GPTShape), is_asked=True)
 
 
 def add_model_flag(group: FlagContainer) -> None:
     """Add --model."""
-    add_run_flags(group, ["model"], texts=_MODEL_TEXTS)
+    add_run_flags(group, ["model"], is_asked=True)
 
 
 def given_keys(args: argparse.Namespace, command: str = "") -> dict[str, object]:
@@ -96,13 +90,13 @@ def _name_or_list(text: str) -> str:
     return LIST if text.lower() == LIST else nonblank(text)
 
 
-def add_asked_flags(group: FlagContainer, command: str, texts: Mapping[str, str]) -> None:
-    """Add the keys of a run that `command` takes, besides the model's; `texts` replace their documentation."""
+def add_asked_flags(group: FlagContainer, command: str) -> None:
+    """Add the keys of a run that `command` takes, besides the model's."""
     for key in keys_asked_by(command):
         if key == "optimizer":  # only some have a memory model
             flag(group, "--optimizer", f"optimizer; default: {ADAMW.name}", _modelled, choices=MODELLED_NAMES)
         else:
-            add_run_flags(group, [key], texts=texts)
+            add_run_flags(group, [key], is_asked=True)
 
 
 def _modelled(text: str) -> str:

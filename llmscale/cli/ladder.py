@@ -48,15 +48,6 @@ if TYPE_CHECKING:
 
     from llmscale.config.command_line import FlagParser
 
-#: Keys of train.py that each run of a ladder has its own values of, or that change its size or tokens.
-_DECIDED = (
-    *("run", "config", "data", "text", "init_from", "resume", "n_layer", "n_head", "n_embd", "global_batch_size"),
-    *("n_kv_head", "head_dim", "mlp_width", "global_batch_tokens", "steps", "tokens", "warmup_steps", "warmup_tokens"),
-    *("decay_steps", "decay_tokens", "val_every", "batch_ramp_from", "batch_ramp_tokens", "seq_len_ramp_from"),
-    *("seq_len_ramp_tokens", "overfit_batch", "skip_steps"),
-)
-#: Flags of `llmscale train` that would change a run of the ladder for good.
-_FIXED = {f"--{key.replace('_', '-')}" for key in (*_DECIDED, "lr")}
 #: Status of `ladder fit` when the runs determine no law.
 EXIT_UNDETERMINED = 1
 #: Status of `ladder run` when another process trains some of the runs.
@@ -117,7 +108,7 @@ def _add_plan_flags(parser: FlagParser) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     from llmscale.config.optimizers import get_optimizer
-    from llmscale.config.run_config import build_run_config, load_run_file
+    from llmscale.config.run_config import build_run_config, keys_of_ladder, load_run_file
     from llmscale.training.inputs import read_inputs
     from llmscale.training.start import resolve_ranks
 
@@ -127,7 +118,7 @@ def _plan(args: argparse.Namespace) -> int:
     if (args.out / LADDER_NAME).exists():
         raise ConfigError(f"--out {args.out} holds a ladder. `llmscale ladder run` resumes it; name a new folder.")
     keys = load_run_file(args.config) if args.config else {}
-    if decided := [key for key in _DECIDED if key in keys]:
+    if decided := [key for key in keys_of_ladder() if key in keys]:
         raise ConfigError(f"--config {args.config}: the ladder decides {', '.join(decided)}. Remove that.")
     data = args.data if "://" in args.data else str(Path(args.data).absolute())
     own = {"data": data, "run": args.out / RUNS_NAME / "none"}
@@ -185,9 +176,12 @@ def _plan_lines(out: Path, ladder: Ladder, rate: float | None, available: int) -
 
 
 def _run(args: argparse.Namespace) -> int:
+    from llmscale.config.run_config import keys_of_ladder
+
     folder: Path = args.folder
     ladder = load_ladder(folder)
-    if fixed := [word for word in args.words if word.partition("=")[0] in _FIXED]:
+    decided = {f"--{key.replace('_', '-')}" for key in (*keys_of_ladder(), "lr")}
+    if fixed := [word for word in args.words if word.partition("=")[0] in decided]:
         raise ConfigError(f"{fixed[0]} follows --, but the run files of the ladder decide it. Remove that.")
     left = [run for run in sorted(ladder.runs, key=lambda r: (r.is_held_out, r.flops)) if not _is_done(folder, run)]
     if args.slurm:

@@ -8,15 +8,14 @@ import re
 import signal
 from collections.abc import Sequence
 
+from llmscale import limits
 from llmscale.cli.flags import add_timeout
 from llmscale.cluster.hostfile import Host, parse_hostfile
-from llmscale.cluster.launch.attempt import Limits
-from llmscale.cluster.launch.ranks import STARTERS, count_gpus
-from llmscale.cluster.launch.supervisor import LaunchOptions, RetryPolicy, Supervisor
-from llmscale.cluster.launch.transport import LAUNCHERS, agent_command_by, slurm_hosts
+from llmscale.cluster.launch.ranks import count_gpus
+from llmscale.cluster.launch.supervisor import LaunchOptions, Supervisor
+from llmscale.cluster.launch.transport import LAUNCHERS, host_command_by, slurm_hosts
 from llmscale.cluster.remote import PACKAGE, deepspeed_env_files, gather_environment
-from llmscale.config import limits
-from llmscale.config.command_line import FlagParser, Need, flag, local_path, nonblank, whole_number
+from llmscale.config.command_line import FlagParser, Need, flag, local_path, nonblank, number, whole_number
 from llmscale.config.launcher_variables import check_is_only_copy
 from llmscale.config.run_config import parse_run_config
 from llmscale.files.resilient_stdout import make_output_resilient
@@ -40,12 +39,11 @@ def add_parser(subcommands: argparse._SubParsersAction[FlagParser]) -> None:
     text = "`name slots=N` per host; 8xa100 and the like are llmscale's own; default: this machine"
     flag(where, "--hostfile FILE|NAME", text, local_path)
     flag(where, "--launcher", "how to reach the hosts; default: slurm in a job, else ssh", choices=LAUNCHERS)
-    flag(where, "--starter", "program that starts a host's ranks", default="deepspeed", choices=STARTERS)
     text = "ranks per host without a hostfile; default: its GPUs"
     flag(where, "--slots N", text, whole_number(1, limits.MAX_GPUS_PER_NODE))
-    flag(where, "--min-hosts N", "wait rather than continue with fewer", whole_number(1, limits.MAX_NODES), 1)
+    flag(where, "--min-hosts N", "wait rather than begin or continue with fewer", whole_number(1, limits.MAX_NODES), 1)
     flag(where, "--master-addr ADDRESS", "address of the first host; default: as the others reach it", nonblank)
-    text = "port of the first host; another one if it is taken; default: any"
+    text = "port of the first host; default: a free one"
     flag(where, "--master-port PORT", text, whole_number(1, 65535))
     text = (
         "one more variable for the ranks, besides NCCL_*, HF_*, WANDB_* and the like and .deepspeed_env. Give keys by "
@@ -65,11 +63,12 @@ def add_parser(subcommands: argparse._SubParsersAction[FlagParser]) -> None:
 
 def _add_limits(parser: FlagParser) -> None:
     group = parser.add_argument_group("what counts as a failure, and how often it is retried")
-    add_timeout(group, "--start-timeout-s", "time for a rank's first step, or for progress of a download", 1800.0)
-    add_timeout(group, "--hang-timeout-s", "longest time between two steps, validation and saves included", 600.0)
+    seconds = number(0.0, limits.MAX_SECONDS)
+    flag(group, "--start-timeout-s S", "train.py's flag, which is the time for a start", seconds)
+    flag(group, "--hang-timeout-s S", "train.py's flag, which is the time for a step", seconds)
     add_timeout(group, "--lost-after-s", "time without a sign of life after which a host is lost", 30.0, 4.0)
     add_timeout(group, "--connect-timeout-s", "time for a host to answer, or it is left out", 45.0)
-    add_timeout(group, "--wait-for-hosts-s", "time that a restart waits for --min-hosts", 1800.0, 0.0)
+    add_timeout(group, "--wait-for-hosts-s", "time to wait for --min-hosts; without it, on a restart", 1800.0, 0.0)
     flag(group, "--max-restarts N", "restarts in all", whole_number(0, 10**6), 20)
     text = "give up when this many attempts in a row end after the same step"
     flag(group, "--same-step-limit N", text, whole_number(1, 10**6), 3)
@@ -81,16 +80,18 @@ def _launch(args: argparse.Namespace) -> int:
     make_output_resilient()
     _warn_of_keys(args.env)
     launcher = args.launcher or ("slurm" if not args.hostfile and "SLURM_JOB_NODELIST" in os.environ else "ssh")
+    passed_on = {"--start-timeout-s": args.start_timeout_s, "--hang-timeout-s": args.hang_timeout_s}
+    ours = [word for name, value in passed_on.items() if value is not None for word in (name, f"{value:g}")]
     options = LaunchOptions(
         hosts=_hosts(args, launcher),
-        agent_command=agent_command_by(launcher),
+        host_command=host_command_by(launcher),
         script=str(PACKAGE / "train.py"),
-        arguments=args.arguments,
+        arguments=[*ours, *args.arguments],
         environment=gather_environment(os.environ, extra=args.env, env_files=deepspeed_env_files()),
-        starter=args.starter,
-        limits=Limits(args.start_timeout_s, args.hang_timeout_s, args.lost_after_s),
-        policy=RetryPolicy(args.max_restarts, args.same_step_limit),
+        max_restarts=args.max_restarts,
+        same_step_limit=args.same_step_limit,
         connect_timeout_s=args.connect_timeout_s,
+        lost_after_s=args.lost_after_s,
         wait_for_hosts_s=args.wait_for_hosts_s,
         min_hosts=args.min_hosts,
         master_addr=args.master_addr,
@@ -122,7 +123,7 @@ def _warn_of_keys(settings: Sequence[str]) -> None:
 def _note_signals() -> list[str]:
     """Install handlers that append SIGTERM, SIGINT, SIGUSR1 and SIGHUP to the returned list.
 
-    SIGHUP stays ignored under nohup. A second SIGINT ends the process at once; the agents then lose their connection
+    SIGHUP stays ignored under nohup. A second SIGINT ends the process at once; the hosts then lose their connection
     and end their ranks.
     """
     received: list[str] = []
@@ -133,9 +134,9 @@ def _note_signals() -> list[str]:
             os._exit(128 + number)
         received.append(name)
 
-    for number in (*STOP_SIGNALS, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, note)
+    for stop in (*STOP_SIGNALS, signal.SIGHUP):
+        if signal.getsignal(stop) is not signal.SIG_IGN:
+            signal.signal(stop, note)
     return received
 
 

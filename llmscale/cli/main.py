@@ -15,7 +15,7 @@ from typing import NamedTuple
 from llmscale import __version__
 from llmscale.config.bundled_files import explain_missing
 from llmscale.config.command_line import FlagParser
-from llmscale.config.run_urls import url_of
+from llmscale.config.user_paths import url_of
 from llmscale.error_handling import run_cli
 from llmscale.terminal.colour import paint
 

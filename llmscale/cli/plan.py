@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmscale import limits
 from llmscale.cli.flags import (
     PLANNED_GPUS,
     add_asked_flags,
@@ -14,7 +15,6 @@ from llmscale.cli.flags import (
     add_shape_flags,
     describe_flags,
 )
-from llmscale.config import limits
 from llmscale.config.command_line import FlagContainer, Need, flag, local_path, number, quantity
 from llmscale.errors import ConfigError
 from llmscale.report.save_figure import check_plot
@@ -85,13 +85,7 @@ def _add_machine_flags(group: FlagContainer) -> None:
 def _add_run_flags(group: FlagContainer) -> None:
     text = "scaling law that decides: besiroglu, hoffmann, or the law.json of `ladder fit`"
     flag(group, "--law NAME|FILE", text, _law, default="besiroglu")
-    texts = {
-        "global_batch_size": "sequences per step; default: about the nearest preset's",
-        "expert_parallel_size": "GPUs that divide the experts of a block; default: 1",
-        "keep_last": "newest checkpoints to keep; default: 2",
-        "keep_every": "also keep checkpoints at multiples of this step; default: none",
-    }
-    add_asked_flags(group, "plan", texts)
+    add_asked_flags(group, "plan")
     text = "tokens of a request's prompt and output, such as 1000:250: speed and price of serving"
     flag(group, "--serve IN:OUT", text, _token_pair)
     text = "tokens that the model will serve: gives a smaller model, trained longer"

@@ -22,13 +22,12 @@ from llmscale.cli.flags import (
     resolve_model,
     train_command,
 )
+from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.bundled_files import is_in_checkout
-from llmscale.config.describe_defaults import describe_parameters, describe_preset, shape_changes
-from llmscale.config.hardware import GPUS
+from llmscale.config.describe_defaults import SIZES, describe_parameters, describe_preset, shape_changes
+from llmscale.config.hardware import GPUS, get_interconnect
 from llmscale.config.hf_model import default_preset
-from llmscale.config.interconnect import get_interconnect
 from llmscale.config.optimizers import get_optimizer
-from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.presets import PRESETS
 from llmscale.config.run_config import RunConfig, build_run_config
 from llmscale.config.run_flags import keys_asked_by, model_keys
@@ -67,8 +66,6 @@ from llmscale.terminal.human_numbers import format_quantity
 from llmscale.terminal.table import output_width
 
 _TIB = 2**40
-#: Sizes of a model that a command names in addition to its preset.
-_SIZES = ("n_layer", "n_head", "n_embd")
 #: Longest line of text.
 _MOST_WIDTH = 112
 
@@ -175,7 +172,7 @@ def _run_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
         f"{shape.n_embd} (vocabulary {shape.vocab_size:,})",
     )
     changes = shape_changes(plan.preset, shape)
-    if {"n_layer", "n_head", "n_embd"} & changes.keys():
+    if changes.keys() & {*SIZES}:
         yield _line("", f"nearest preset: {plan.preset}, {preset.n_layer} layers, width {preset.n_embd}")
     else:
         yield _line("", describe_preset(plan.preset, shape, "a") or _preset_line(plan.preset, changes))
@@ -322,7 +319,7 @@ def _hint_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     keys = {**request.given, **request.given_of_run}
     if request.chosen is None:
         keys = {"model": plan.preset, **keys}
-        keys |= {name: getattr(shape, name) for name in _SIZES if getattr(shape, name) != getattr(preset, name)}
+        keys |= {name: getattr(shape, name) for name in SIZES if getattr(shape, name) != getattr(preset, name)}
     asked = {key: value for key, value in keys.items() if key in (*model_keys(), *keys_asked_by("estimate"))}
     asked |= {"seq_len": shape.seq_len, "vocab_size": shape.vocab_size}
     asked |= {"global_batch_size": plan.global_batch_size}

@@ -18,8 +18,7 @@ from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
 from llmscale.checkpoint.remote_run import fetch_run
 from llmscale.cli.runs import print_runs, runs_below
 from llmscale.config.command_line import flag, local_path, run_place
-from llmscale.config.run_urls import url_of
-from llmscale.config.user_paths import check_output_file, write_output_file
+from llmscale.config.user_paths import check_output_file, url_of, write_output_file
 from llmscale.error_handling import print_error
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.report.ascii_chart import draw_chart

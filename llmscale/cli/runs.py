@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.config.command_line import flag, run_place
-from llmscale.config.run_urls import shown, url_of
+from llmscale.config.user_paths import shown, url_of
 from llmscale.terminal.colour import Style, paint
 from llmscale.terminal.table import Column, output_width, table_lines, wrap_line
 from llmscale.untrusted.terminal import make_visible_line, print_visible

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llmscale import limits
 from llmscale.cli import flags
-from llmscale.config import limits
 from llmscale.config.command_line import Need, flag, local_path, number, whole_number
 from llmscale.errors import ConfigError
 

@@ -23,16 +23,15 @@ from llmscale.cluster.launch.ranks import (
 from llmscale.cluster.remote import PACKAGE
 from llmscale.config.command_line import FlagParser, whole_number
 from llmscale.config.launcher_variables import check_is_only_copy, read_launcher_variables
-from llmscale.config.limits import MAX_GPUS_PER_NODE
 from llmscale.config.run_config import parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.files.resilient_stdout import make_output_resilient
+from llmscale.limits import MAX_GPUS_PER_NODE
 from llmscale.report.run_list import notify_of_end
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.terminal.status_line import show_status
-from llmscale.training.changes import lines_at_end
 from llmscale.training.inputs import announce_after_s, with_prepared_text
-from llmscale.training.start import check_space, prepare_start
+from llmscale.training.start import check_space, lines_at_end, prepare_start
 from llmscale.training.stop_request import STOP_SIGNALS
 from llmscale.untrusted.interpreter import code_command
 from llmscale.untrusted.terminal import print_visible

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.config.bundled_files import HOSTFILES
-from llmscale.config.limits import MAX_GPUS_PER_NODE
 from llmscale.errors import ConfigError
+from llmscale.limits import MAX_GPUS_PER_NODE
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES
 from llmscale.untrusted.paths import read_regular
 

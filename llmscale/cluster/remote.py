@@ -39,7 +39,7 @@ _FORWARDED_PREFIXES = (
 )
 _FORWARDED_NAMES = frozenset(("CC", "CXX", "MAX_JOBS", "NINJA"))
 #: Each host's launcher sets these; a value from here would contradict it. CUDA_VISIBLE_DEVICES overrides the launcher.
-_NOT_FORWARDED = frozenset(("LLMSCALE_WATCH", "CUDA_VISIBLE_DEVICES"))
+_NOT_FORWARDED = frozenset(("LLMSCALE_REPORTS", "CUDA_VISIBLE_DEVICES"))
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 DEEPSPEED_ENV = ".deepspeed_env"
 #: Folder of this llmscale, which every host has at the same path.

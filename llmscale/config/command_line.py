@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
-from llmscale.config.run_urls import check_other_run
-from llmscale.config.user_paths import check_path, check_path_or_url, check_text
+from llmscale.config.user_paths import check_other_run, check_path, check_path_or_url, check_text
 from llmscale.errors import ConfigError
 from llmscale.suggestions import did_you_mean
 from llmscale.terminal.colour import paint

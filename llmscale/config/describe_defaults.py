@@ -42,13 +42,17 @@ def describe_parameters(shape: GPTShape) -> str:
     return f"{shape.num_parameters:,} parameters{active}"
 
 
+#: Numbers that name a model's size to people.
+SIZES = ("n_layer", "n_head", "n_embd")
+
+
 def shape_changes(name: str, shape: GPTShape) -> dict[str, object]:
     """Return the keys of a shape that differ from its preset's and do not follow from the sizes that differ.
 
     Vocabulary, context and settings of training are left out.
     """
     preset = PRESETS[name].shape(shape.vocab_size, shape.seq_len)
-    sizes = {key: getattr(shape, key) for key in ("n_layer", "n_head", "n_embd")}
+    sizes = {key: getattr(shape, key) for key in SIZES}
     changed = {key: value for key, value in sizes.items() if value != getattr(preset, key)}
     try:
         resized = preset.changed(changed)
@@ -90,7 +94,7 @@ def describe_optimizer(config: RunConfig, schedule: Schedule, gradient_clipping:
     rules += f"; frozen: {', '.join(config.freeze)}" if config.freeze else ""
     factor = f" ({config.muon_lr_factor:g} times that for matrices)" if config.muon_lr_factor else ""
     return (
-        f"{config.optimizer}, learning rate {schedule.peak_lr:.2e}{preset}{factor}, {describe_schedule(schedule)}, "
+        f"{config.optimizer}, learning rate {schedule.lr:.2e}{preset}{factor}, {describe_schedule(schedule)}, "
         f"weight decay {config.weight_decay:g}{adam}, "
         f"{f'clipping at {gradient_clipping:g}' if gradient_clipping else 'no clipping'}, "
         f"dropout {config.dropout:g}{rules}"
@@ -102,9 +106,9 @@ def warn_of_learning_rate(config: RunConfig, schedule: Schedule) -> str | None:
     if config.init_from is None or config.lr is not None:
         return None
     return (
-        f"the weights are trained, and the peak learning rate of {schedule.peak_lr:.2e} is {_rate_source(config)}, for "
-        f"training from scratch. Continue with less, such as --lr {schedule.peak_lr / 10:.1e}, or keep it with --lr "
-        f"{schedule.peak_lr:.1e}"
+        f"the weights are trained, and the peak learning rate of {schedule.lr:.2e} is {_rate_source(config)}, for "
+        f"training from scratch. Continue with less, such as --lr {schedule.lr / 10:.1e}, or keep it with --lr "
+        f"{schedule.lr:.1e}"
     )
 
 
@@ -120,11 +124,11 @@ def warn_of_router(shape: GPTShape) -> str | None:
 
 def describe_schedule(schedule: Schedule) -> str:
     """Return `117 warm-up steps, cosine to 6.00e-05`."""
-    floor = f" to {schedule.peak_lr * schedule.min_lr_frac:.2e}" if schedule.name != "constant" else ""
+    floor = f" to {schedule.lr * schedule.min_lr_frac:.2e}" if schedule.schedule != "constant" else ""
     over = {"constant": "", "wsd": f" in the last {schedule.decay_steps:,} steps"}.get(
-        schedule.name, f" by step {schedule.decay_steps:,}"
+        schedule.schedule, f" by step {schedule.decay_steps:,}"
     )
-    return f"{schedule.warmup_steps:,} warm-up steps, {schedule.name}{floor}{over}"
+    return f"{schedule.warmup_steps:,} warm-up steps, {schedule.schedule}{floor}{over}"
 
 
 def describe_steps(config: RunConfig, resolved: ResolvedRun, num_samples: int) -> str | None:

@@ -13,10 +13,9 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from llmscale.config.limits import MAX_RANKS
 from llmscale.errors import ConfigError, MachineError
+from llmscale.limits import MAX_RANKS
 from llmscale.suggestions import did_you_mean
 
 #: Variables that a launcher sets together; without RANK the process is a single rank.
@@ -156,11 +155,6 @@ def _find_plain_launcher(variables: Mapping[str, str]) -> tuple[str, str, str] |
 
 def _check_libraries(variables: Mapping[str, str]) -> None:
     """Check variables of libraries, which report mistakes late or not at all."""
-    if "LLMSCALE_WATCH" in variables and not Path(variables["LLMSCALE_WATCH"] or "-").is_dir():
-        raise ConfigError(
-            f"LLMSCALE_WATCH is '{variables['LLMSCALE_WATCH']}', which is not a folder here. `llmscale launch` sets it "
-            "for its ranks; `unset LLMSCALE_WATCH` to start without it."
-        )
     name = variables.get("DS_ACCELERATOR")
     if name is not None and name not in _ACCELERATORS:
         raise ConfigError(

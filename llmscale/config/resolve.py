@@ -9,13 +9,12 @@ from functools import cached_property, lru_cache
 
 from llmscale.architecture.layers import ParameterTensors
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
-from llmscale.config.batch_plan import BatchPlan, BatchRamp, LengthRamp, build_batch_plan
+from llmscale.config.batch_plan import BatchPlan, BatchRamp, LengthRamp, ParallelLayout, build_batch_plan
 from llmscale.config.deepspeed.resolve import BatchFlags, DsConfig, resolve_ds_config, without_pinned_memory
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision, ResolvedDsConfig
 from llmscale.config.hf_model import default_preset
 from llmscale.config.loss_settings import BALANCE_LOSS, DEFAULT_LOSS, ROUTER_BIAS_SPEED, LossSettings
 from llmscale.config.optimizers import ADAMW, OptimizerSpec, get_optimizer, parse_rule
-from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.presets import get_preset
 from llmscale.config.run_config import EXCLUSIVE_KEYS, KEYS, RunConfig, build_run_config, needs
 from llmscale.config.schedule import Schedule
@@ -98,7 +97,7 @@ class ResolvedRun(ResolvedStep):
 
     @property
     def total_steps(self) -> int:
-        return self.schedule.total_steps
+        return self.schedule.steps
 
     @property
     def total_tokens(self) -> int:

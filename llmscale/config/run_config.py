@@ -13,21 +13,52 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, get_type_hints
 
-from annotated_types import Le
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from llmscale import __version__
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
-from llmscale.config import limits
+from llmscale.config.batch_plan import BatchPlan, ParallelLayout
 from llmscale.config.command_line import FlagParser, Need
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import CHUNK_TOKENS, LossKernel
 from llmscale.config.optimizers import OptimizerName
 from llmscale.config.run_flags import add_run_flags, describe_keys
-from llmscale.config.run_urls import check_other_run_or_name, check_own_run
-from llmscale.config.user_paths import check_path, check_path_or_url, check_task_file, check_text
+from llmscale.config.schedule import Schedule, ScheduleName
+from llmscale.config.user_paths import (
+    check_other_run_or_name,
+    check_own_run,
+    check_path,
+    check_path_or_url,
+    check_task_file,
+    check_text,
+)
 from llmscale.errors import ConfigError
 from llmscale.keys import Breaks, Command, Condition, Key, MayDiffer, Outside, Ranks, Resume
+from llmscale.limits import (
+    BatchTokens,
+    BelowOne,
+    CacheGib,
+    Checkpoints,
+    Experts,
+    Factor,
+    Fraction,
+    GradientNorm,
+    Heads,
+    LearningRate,
+    LossWeight,
+    Minutes,
+    Nodes,
+    Positions,
+    Processes,
+    Samples,
+    Seconds,
+    Seed,
+    Sequences,
+    Steps,
+    TokenIds,
+    Tokens,
+    WeightDecay,
+)
 from llmscale.suggestions import describe_invalid, did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_toml, load_yaml
 
@@ -39,18 +70,22 @@ OtherRunOrName = Annotated[str, AfterValidator(check_other_run_or_name), IS_PATH
 OwnRun = Annotated[Path, BeforeValidator(check_own_run), IS_PATH]
 PathOrUrl = Annotated[str, AfterValidator(check_path_or_url), IS_PATH]
 UserPath = Annotated[Path, BeforeValidator(check_path), IS_PATH]
-Sequences = Annotated[int, Le(limits.MAX_BATCH)]
-Steps = Annotated[int, Le(limits.MAX_STEPS)]
-Tokens = Annotated[int, Le(limits.MAX_TOKENS)]
-ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
 CompileMode = Literal["auto", "on", "off"]
 CompileTuning = Literal["default", "max-autotune-no-cudagraphs"]
 OnSpike = Literal["warn", "stop", "skip"]
 
 _EXAMPLE = "deepspeed --num_gpus 8 llmscale/train.py --ds zero2 --data data/mine --model gpt2-124m"
 SEED = Breaks("the rest of the epoch has another order: some samples are seen twice, some never")
-ORDER = SEED._replace(under="order")
-BATCH = Breaks("a step has another number of samples, so the loss curve is not comparable", under="global_batch_size")
+ORDER = SEED._replace(under="order", at="stream.identity.order")
+BATCH = Breaks(
+    "a step has another number of samples, so the loss curve is not comparable",
+    under="global_batch_size",
+    at="resolved.plan.samples_per_step",
+)
+DATA = Breaks(
+    "the new set is read from the old position: its first samples are never seen in this epoch",
+    at="sets.fingerprint",
+)
 LOCAL_DISK = MayDiffer("a local disk")
 RANK_0 = MayDiffer("only rank 0's counts")
 A_CACHE = Condition(
@@ -66,8 +101,11 @@ def key(
     needs: str | tuple[str | Condition, ...] = (),
     needs_of_model: str = "",
     in_place_of: str = "",
-    told_at: str = "",
+    place: str = "",
     asked_by: tuple[Command, ...] = (),
+    asked_default: str = "",
+    by_ladder: bool = False,
+    off: object = None,
     begins: bool = False,
     metavar: str = "",
     outside: Outside | None = None,
@@ -75,27 +113,30 @@ def key(
 ) -> Any:
     """Declare a key: its default and legal values as pydantic's Field has them, and its behaviour (`keys.Key`).
 
-    `resume` and `ranks` are needed, except beside `in_place_of` (the other key's value is told and compared) and
-    `told_at` (the value at that place is). A text needs `outside`. The text below the key is its help, the comment
-    above a group its section.
-    `metavar` and `asked_by` must be literals: `run_flags.describe_keys` reads them without importing pydantic.
+    `resume` and `ranks` are needed, except beside `in_place_of` (the other key's value is reported and compared) and
+    `place` (the value at that place is). A text needs `outside`. The text below the key is its help, the comment above
+    a group its section. `metavar`, `asked_by` and `asked_default` must be literals, which `run_flags.describe_keys`
+    reads from the source.
     """
     if in_place_of:
         resume = ranks = "resolved"
-    if told_at:
-        resume, ranks = "told", ranks or "resolved"
+    if place:
+        resume, ranks = "logged", ranks or "resolved"
     if resume is None or ranks is None:
         raise TypeError("a key says what a resume may do with it, and whether it may differ between ranks")
     conditions = tuple(needs.split(", ")) if isinstance(needs, str) else needs
     behaviour = Key(
         resume,
         ranks,
-        conditions,
-        needs_of_model,
-        in_place_of,
-        told_at,
-        asked_by,
-        begins,
+        needs=conditions,
+        needs_of_model=needs_of_model,
+        in_place_of=in_place_of,
+        place=place,
+        asked_by=asked_by,
+        asked_default=asked_default,
+        by_ladder=by_ladder,
+        off=off,
+        begins=begins,
         outside=outside,
         metavar=metavar,
     )
@@ -118,12 +159,14 @@ class FirstKeys(BaseModel):
         None,
         resume="free",
         ranks=MayDiffer("a path; the keys in the file are compared"),
+        by_ladder=True,
         metavar="FILE",
         outside="name",
     )
     """YAML or TOML run file with any of these keys."""
     run: OwnRun = key(
         Path("runs/default"),
+        by_ladder=True,
         resume="free",
         ranks=MayDiffer("a path; the nodes may have separate disks"),
         metavar="FOLDER",
@@ -131,7 +174,7 @@ class FirstKeys(BaseModel):
     )
     """Run folder, for configuration, metrics, checkpoints and samples; or its URL (s3://, gs://, az://): the nodes
     publish what is on their disks there (docs/checkpoints.md)."""
-    seed: int = key(1337, ge=0, le=limits.MAX_SEED, resume=SEED, ranks="same")
+    seed: Seed = key(1337, ge=0, resume=SEED, ranks="same")
     """Seed of initial weights, data order and dropout."""
 
     # model
@@ -148,9 +191,11 @@ else:
 
     def _shape_fields() -> Iterator[tuple[str, tuple[object, object]]]:
         """Yield the fields of GPTShape as pydantic's."""
-        types = get_type_hints(GPTShape)
+        types = get_type_hints(GPTShape, include_extras=True)
         for name, behaviour in SHAPE_KEYS.items():
-            kind = NonBlank if types[name] is str else types[name]
+            kind = NonBlank if types[name].__origin__ is str else types[name].__origin__
+            for unit in types[name].__metadata__:
+                kind = kind if unit is behaviour else Annotated[kind, unit]
             default = behaviour.run_default
             bounds = dict(behaviour.bounds)
             yield (
@@ -165,30 +210,33 @@ class RunConfig(ModelKeys):
     """Configuration of a training run.
 
     Every key is a flag (`--global-batch-size 64`) and an entry of a YAML or TOML file; those of the model's block are
-    the fields of GPTShape. How a key behaves stands at its declaration; KEYS has it by name.
+    the fields of GPTShape. Each declaration has its key's behaviour; KEYS has it by name.
     """
 
     # model
-    seq_len: int | None = key(
+    seq_len: Positions | None = key(
         None,
         ge=1,
-        le=limits.MAX_SEQ_LEN,
+        asked_default="the model's",
         resume=Breaks("samples are other windows of the text: some are seen twice, some never"),
         ranks="resolved",
         metavar="T",
     )
     """Tokens per sequence; default: the dataset's, which it must equal; for text the model's, at most 2,048."""
-    document_mask: bool = key(False, resume="told", ranks="same")
+    document_mask: bool = key(False, resume="logged", ranks="same")
     """Restrict attention to one document, and restart positions at each document. Attention takes longer."""
-    vocab_size: int | None = key(None, ge=1, le=limits.MAX_VOCAB, resume="refused", ranks="resolved", metavar="V")
+    vocab_size: TokenIds | None = key(
+        None, ge=1, resume="refused", ranks="resolved", metavar="V", asked_default="the published model's"
+    )
     """Token ids of the model; default and minimum: those of the dataset."""
 
     # data
     data: PathOrUrl = key(
         "data/python-stdlib",
-        resume=Breaks("the new set is read from the old position: its first samples are never seen in this epoch"),
+        resume=DATA,
         ranks=MayDiffer("a path or URL, mounted elsewhere; the contents of the dataset are compared"),
         needs="not text",
+        by_ladder=True,
         metavar="FOLDER|URL",
         outside="name",
     )
@@ -199,6 +247,7 @@ class RunConfig(ModelKeys):
         None,
         resume="resolved",
         ranks=MayDiffer("a path; the contents of its dataset are compared"),
+        by_ladder=True,
         metavar="FOLDER|FILE",
         outside="name",
     )
@@ -226,17 +275,15 @@ class RunConfig(ModelKeys):
     """Cache for the shards of a remote dataset, or for prepared text; default: ~/.cache/llmscale."""
     shuffle: bool = key(True, resume=ORDER, ranks="same")
     """Shuffle each epoch."""
-    num_canonical_nodes: int | None = key(None, ge=1, le=limits.MAX_NODES, resume=ORDER, ranks="same", needs="shuffle")
+    num_canonical_nodes: Nodes | None = key(None, ge=1, resume=ORDER, ranks="same", needs="shuffle")
     """Rows of the sample order. If the number of nodes divides it, every node fetches only its own rows. Default: 48 if
     that does not change the order (docs/data.md), else 1."""
-    shuffle_block_size: int | None = key(None, ge=1, le=limits.MAX_SAMPLES, resume=ORDER, ranks="same", needs="shuffle")
+    shuffle_block_size: Samples | None = key(None, ge=1, resume=ORDER, ranks="same", needs="shuffle")
     """Samples of a row that are shuffled together; default: all, or 32,768 if the dataset is larger than 8 GiB."""
-    num_workers: int = key(
-        1, ge=0, le=limits.MAX_WORKERS, resume="free", ranks=MayDiffer("changes who reads a sample, not which")
-    )
+    num_workers: Processes = key(1, ge=0, resume="free", ranks=MayDiffer("changes who reads a sample, not which"))
     """Data-loading processes per rank; 0: read in the training process."""
-    cache_limit_gib: float | None = key(
-        None, gt=0, le=limits.MAX_CACHE_GIB, resume="free", ranks=LOCAL_DISK, needs=("not text", A_CACHE), metavar="GIB"
+    cache_limit_gib: CacheGib | None = key(
+        None, gt=0, resume="free", ranks=LOCAL_DISK, needs=("not text", A_CACHE), metavar="GIB"
     )
     """Disk space for the shards of a remote dataset, in GiB; default: unlimited."""
     skip_steps: list[str] = key(
@@ -250,73 +297,82 @@ class RunConfig(ModelKeys):
     )
     """Leave out the batches of steps A to B-1, now and after every resume. Ranges are applied one after the other: of
     the steps in one log, give the later ones first."""
-    overfit_batch: Sequences | None = key(None, ge=1, resume="refused", ranks="same")
+    overfit_batch: Sequences | None = key(None, ge=1, resume="refused", ranks="same", by_ladder=True)
     """Train on the run's first N samples in every step, as a first check that the model learns. Ends with a verdict,
     saves nothing; default: 200 steps."""
 
     # batch and schedule
     global_batch_size: Sequences | None = key(
-        None, ge=1, resume=BATCH, ranks="resolved", needs="not overfit_batch", asked_by=("estimate", "plan")
+        None,
+        ge=1,
+        resume=BATCH,
+        ranks="resolved",
+        needs="not overfit_batch",
+        asked_by=("estimate", "plan"),
+        by_ladder=True,
     )
     """Sequences per optimizer step over all ranks; default: about the preset's tokens per step, in a number that common
     numbers of ranks divide, and the checkpoint's for a run that resumes."""
-    global_batch_tokens: int | None = key(
-        None, ge=1, le=limits.MAX_BATCH_TOKENS, in_place_of="global_batch_size", needs="not overfit_batch"
+    global_batch_tokens: BatchTokens | None = key(
+        None, ge=1, in_place_of="global_batch_size", needs="not overfit_batch"
     )
     """Tokens per optimizer step, in place of global_batch_size; a multiple of seq_len."""
     micro_batch_size: Sequences | None = key(
-        None, ge=1, told_at="resolved.plan.micro_batch_size", asked_by=("estimate",)
+        None,
+        ge=1,
+        resume="logged",
+        ranks="resolved",
+        asked_by=("estimate",),
+        asked_default="the largest that fits",
     )
     """Sequences per rank and forward pass; default: the largest within 16,384 tokens that needs the fewest
     fillers (docs/checkpoints.md)."""
     batch_ramp_from: Sequences | None = key(
-        None, ge=1, resume=BATCH, ranks="same", needs="batch_ramp_tokens, not overfit_batch"
+        None, ge=1, resume=BATCH, ranks="same", needs="batch_ramp_tokens, not overfit_batch", by_ladder=True
     )
     """Sequences of the first step; the global batch grows by as many at a time to its full size. The micro-batch must
     divide it."""
     batch_ramp_tokens: Tokens | None = key(
-        None, ge=1, resume=BATCH, ranks="same", needs="batch_ramp_from, not overfit_batch"
+        None, ge=1, resume=BATCH, ranks="same", needs="batch_ramp_from, not overfit_batch", by_ladder=True
     )
     """Tokens over which the global batch grows, linearly, as GPT-3's did."""
-    seq_len_ramp_from: int | None = key(
-        None, ge=1, le=limits.MAX_SEQ_LEN, resume="told", ranks="same", needs="seq_len_ramp_tokens, not overfit_batch"
+    seq_len_ramp_from: Positions | None = key(
+        None, ge=1, resume="logged", ranks="same", needs="seq_len_ramp_tokens, not overfit_batch", by_ladder=True
     )
     """Tokens of the first sequences, into which samples are cut; the length doubles up to the dataset's seq_len."""
     seq_len_ramp_tokens: Tokens | None = key(
-        None, ge=1, resume="told", ranks="same", needs="seq_len_ramp_from, not overfit_batch"
+        None, ge=1, resume="logged", ranks="same", needs="seq_len_ramp_from, not overfit_batch", by_ladder=True
     )
     """Tokens over which sequences grow, as many at each length. Steps have the same samples and tokens throughout."""
-    steps: Steps | None = key(None, ge=1, told_at="resolved.schedule.total_steps")
+    steps: Steps | None = key(None, ge=1, resume="logged", ranks="resolved", by_ladder=True)
     """Optimizer steps of the run; default: one pass over the data."""
     tokens: Tokens | None = key(None, ge=1, in_place_of="steps")
     """Training tokens, in place of steps; rounded up to complete steps."""
-    lr: float | None = key(None, gt=0, le=limits.MAX_LEARNING_RATE, told_at="resolved.schedule.peak_lr")
+    lr: LearningRate | None = key(None, gt=0, resume="logged", ranks="resolved")
     """Peak learning rate; default: the preset's, for adafactor divided by 0.02, as its rate is relative to weights."""
-    schedule: ScheduleName = key("cosine", told_at="resolved.schedule.name")
+    schedule: ScheduleName = key("cosine", resume="logged", ranks="resolved")
     """Learning-rate schedule. cosine and linear decay to min_lr_frac; wsd: warm-up, stable, linear decay."""
-    warmup_steps: Steps | None = key(None, ge=0, told_at="resolved.schedule.warmup_steps")
+    warmup_steps: Steps | None = key(None, ge=0, resume="logged", ranks="resolved", by_ladder=True)
     """Steps of linear warm-up; default: 1 % of the run, at most 2,000."""
     warmup_tokens: Tokens | None = key(None, ge=0, in_place_of="warmup_steps")
     """Tokens of linear warm-up, in place of warmup_steps."""
-    decay_steps: Steps | None = key(None, ge=1, told_at="resolved.schedule.decay_steps", needs="not schedule=constant")
+    decay_steps: Steps | None = key(
+        None, ge=1, resume="logged", ranks="resolved", needs="not schedule=constant", by_ladder=True
+    )
     """wsd: steps of the final decay; default: 20 % of the run. Others: steps until min_lr_frac; default: all."""
     decay_tokens: Tokens | None = key(None, ge=1, in_place_of="decay_steps", needs="not schedule=constant")
     """Tokens of the decay, in place of decay_steps."""
-    min_lr_frac: float | None = key(
-        None, ge=0.0, le=1.0, told_at="resolved.schedule.min_lr_frac", needs="not schedule=constant"
-    )
+    min_lr_frac: Fraction | None = key(None, ge=0.0, resume="logged", ranks="resolved", needs="not schedule=constant")
     """Final learning rate as a fraction of the peak; default: 0.1 for cosine, 0 for linear and wsd."""
 
     # optimizer
     optimizer: OptimizerName = key("adamw", resume="weights", ranks="same", asked_by=("estimate", "plan"))
     """Optimizer. muon: orthogonalised momentum for the blocks' matrices, AdamW for the rest. adafactor: at ZeRO stage 0
     only."""
-    muon_lr_factor: float | None = key(
-        None, gt=0, le=limits.MAX_LEARNING_RATE_FACTOR, resume="told", ranks="same", needs="optimizer=muon"
-    )
+    muon_lr_factor: Factor | None = key(None, gt=0, resume="logged", ranks="same", needs="optimizer=muon")
     """Muon: ratio of the blocks' matrices' learning rate to that of all other parameters; default: 1."""
     param_group: list[NonBlank] = key(
-        default_factory=list, resume="told", ranks="same", metavar="PATTERN:lr=Fx:decay=D", outside="value"
+        default_factory=list, resume="logged", ranks="same", metavar="PATTERN:lr=Fx:decay=D", outside="value"
     )
     """Learning rate and weight decay of the parameters whose names match: 'wte*:lr=0.1x:decay=0'. The first pattern
     that matches counts."""
@@ -324,35 +380,29 @@ class RunConfig(ModelKeys):
         default_factory=list, resume="weights", ranks="same", asked_by=("estimate",), metavar="PATTERN", outside="value"
     )
     """Do not train the parameters whose names match, such as 'blocks.0.*': no gradients, no optimizer states."""
-    weight_decay: float = key(0.1, ge=0.0, le=limits.MAX_WEIGHT_DECAY, resume="told", ranks="same")
+    weight_decay: WeightDecay = key(0.1, ge=0.0, resume="logged", ranks="same")
     """Decoupled weight decay; applies to parameters of two or more dimensions. adafactor: a fiftieth of it, as its
     learning rate is fifty times AdamW's."""
-    beta1: float = key(0.9, ge=0.0, lt=1.0, resume="told", ranks="same", needs="not optimizer=adafactor")
+    beta1: BelowOne = key(0.9, ge=0.0, resume="logged", ranks="same", needs="not optimizer=adafactor")
     """AdamW: decay of the first moment; Muon's momentum is 0.95."""
-    beta2: float = key(0.95, ge=0.0, lt=1.0, resume="told", ranks="same", needs="not optimizer=adafactor")
+    beta2: BelowOne = key(0.95, ge=0.0, resume="logged", ranks="same", needs="not optimizer=adafactor")
     """AdamW: decay of the second moment."""
-    eps: float = key(1e-8, ge=1e-30, le=1.0, resume="told", ranks="same", needs="not optimizer=adafactor")
+    eps: Fraction = key(1e-8, ge=1e-30, resume="logged", ranks="same", needs="not optimizer=adafactor")
     """AdamW: constant added to the denominator."""
-    gradient_clipping: float | None = key(
-        None, ge=0.0, le=limits.MAX_CLIPPING, told_at="resolved.ds_config.gradient_clipping"
-    )
+    gradient_clipping: GradientNorm | None = key(None, ge=0.0, place="resolved.ds_config.gradient_clipping")
     """Largest global gradient norm; 0: no clipping; default: the ds_config's, else 1.0."""
-    keep_zeros: bool = key(False, resume="told", ranks="same")
+    keep_zeros: bool = key(False, resume="logged", ranks="same")
     """Keep zero elements of the blocks' matrices at zero, such as those of a pruned model given as --init-from."""
-    z_loss: float = key(0.0, ge=0.0, le=limits.MAX_Z_LOSS, resume="told", ranks="same")
+    z_loss: LossWeight = key(0.0, ge=0.0, resume="logged", ranks="same")
     """Weight of the mean squared log-sum-exp of the logits, such as 1e-4; 0: off. The printed loss does not include
     it."""
-    balance_loss: float | None = key(
-        None, ge=0.0, le=limits.MAX_Z_LOSS, resume="told", ranks="same", needs_of_model="num_experts"
-    )
+    balance_loss: LossWeight | None = key(None, ge=0.0, resume="logged", ranks="same", needs_of_model="num_experts")
     """Weight of the loss that balances the experts' load (Switch Transformer); the printed loss does not include it.
     Default: 0.01; 0 if router_bias is on."""
-    router_z_loss: float = key(
-        0.0, ge=0.0, le=limits.MAX_Z_LOSS, resume="told", ranks="same", needs_of_model="num_experts"
-    )
+    router_z_loss: LossWeight = key(0.0, ge=0.0, resume="logged", ranks="same", needs_of_model="num_experts")
     """Weight of the mean squared log-sum-exp of the routers' logits, such as 1e-3; 0: off. Not in the printed loss."""
-    router_bias_speed: float | None = key(
-        None, ge=0.0, le=limits.MAX_Z_LOSS, resume="told", ranks="same", needs_of_model="router_bias"
+    router_bias_speed: LossWeight | None = key(
+        None, ge=0.0, resume="logged", ranks="same", needs_of_model="router_bias"
     )
     """Amount by which a router's biases rise or fall in a step; default: 0.001."""
 
@@ -366,48 +416,50 @@ class RunConfig(ModelKeys):
     )
     """DeepSpeed JSON: ZeRO stage, offload, precision, activation checkpointing. zero2, zero3_offload and the like
     are names of llmscale's own files."""
-    precision: Precision | None = key(None, told_at="resolved.precision", asked_by=("estimate",))
-    """Precision; default: the ds_config's."""
-    activation_checkpointing: CheckpointingMode | None = key(
-        None, told_at="resolved.checkpointing", asked_by=("estimate",)
+    precision: Precision | None = key(
+        None,
+        place="resolved.precision",
+        asked_by=("estimate",),
+        asked_default="the ds_config's, else bf16, or fp16 on a GPU without bf16",
     )
-    """Activation checkpointing; default: the ds_config's."""
-    sequence_parallel_size: int = key(
-        1, ge=1, le=limits.MAX_HEADS, told_at="resolved.plan.ranks.sequence_parallel_size", asked_by=("estimate",)
+    """Precision: bf16, fp16, fp32 or autocast; default: the ds_config's."""
+    activation_checkpointing: CheckpointingMode | None = key(
+        None, place="resolved.checkpointing", asked_by=("estimate",), asked_default="all of them"
+    )
+    """Activation checkpointing: none, selective or full; default: the ds_config's."""
+    sequence_parallel_size: Heads = key(
+        1,
+        ge=1,
+        resume="logged",
+        ranks="resolved",
+        asked_by=("estimate",),
+        asked_default="1, for --max-seq-len every number",
     )
     """Neighbouring ranks that divide the tokens of a sequence, for contexts longer than one GPU holds; divides the
     ranks and the query heads (docs/long_sequences.md)."""
-    expert_parallel_size: int = key(
-        1,
-        ge=1,
-        le=limits.MAX_EXPERTS,
-        told_at="resolved.plan.ranks.expert_parallel_size",
-        asked_by=("estimate", "plan"),
-    )
+    expert_parallel_size: Experts = key(1, ge=1, resume="logged", ranks="resolved", asked_by=("estimate", "plan"))
     """Neighbouring ranks that divide the experts of a block and exchange tokens; divides the ranks and the experts
     (docs/models.md)."""
-    loss_chunk_tokens: int = key(
-        CHUNK_TOKENS, ge=1, le=limits.MAX_BATCH_TOKENS, resume="told", ranks="same", asked_by=("estimate", "plan")
+    loss_chunk_tokens: BatchTokens = key(
+        CHUNK_TOKENS, ge=1, resume="logged", ranks="same", asked_by=("estimate", "plan")
     )
     """Tokens of a micro-batch whose logits are in memory at a time. Fewer need less memory and more time."""
-    loss_kernel: LossKernel = key("torch", resume="told", ranks="same")
+    loss_kernel: LossKernel = key("torch", resume="logged", ranks="same")
     """Implementation of the loss. liger: Liger Kernel's fused Triton kernel, on GPUs with llmscale[liger] installed."""
-    compile: CompileMode = key("auto", ranks="same", told_at="compilation.setting")
+    compile: CompileMode = key("auto", ranks="same", place="compilation.setting")
     """Compile the blocks with torch.compile. auto: on GPUs, if the run is long enough for a net gain."""
-    compile_mode: CompileTuning = key("default", resume="free", ranks="same", needs="not compile=off")
+    compile_mode: CompileTuning = key("default", resume="logged", ranks="same", needs="not compile=off")
     """torch.compile's mode. max-autotune-no-cudagraphs tries more kernels, and compiles for minutes. Its modes that
     capture CUDA graphs are not offered: one graph runs once per block."""
 
     # checkpoints
-    save_every: Steps = key(500, ge=0, resume="free", ranks="same", needs="not overfit_batch")
+    save_every: Steps = key(500, ge=0, off=0, resume="free", ranks="same", needs="not overfit_batch")
     """Steps between checkpoints; the last step is always saved; 0: only the last."""
-    save_every_minutes: float | None = key(
-        None, gt=0, le=limits.MAX_MINUTES, resume="free", ranks="same", needs="not overfit_batch", metavar="MINUTES"
+    save_every_minutes: Minutes | None = key(
+        None, gt=0, resume="free", ranks="same", needs="not overfit_batch", metavar="MINUTES"
     )
     """Also save when this much time has passed since the last checkpoint."""
-    keep_last: int = key(
-        2, ge=1, le=limits.MAX_CHECKPOINTS, resume="free", ranks="same", needs="not overfit_batch", asked_by=("plan",)
-    )
+    keep_last: Checkpoints = key(2, ge=1, resume="free", ranks="same", needs="not overfit_batch", asked_by=("plan",))
     """Newest checkpoints to keep, beside the one with the lowest validation loss."""
     keep_every: Steps = key(
         0,
@@ -422,6 +474,7 @@ class RunConfig(ModelKeys):
     """Write checkpoints in the background."""
     resume: OtherRunOrName = key(
         "auto",
+        off="none",
         resume="free",
         ranks="resolved",
         begins=True,
@@ -447,11 +500,9 @@ class RunConfig(ModelKeys):
     consequences."""
 
     # evaluation
-    val_every: Steps = key(250, ge=0, resume="free", ranks="same", needs="not overfit_batch")
+    val_every: Steps = key(250, ge=0, off=0, resume="free", ranks="same", needs="not overfit_batch", by_ladder=True)
     """Steps between validations; 0: never."""
-    val_samples: int = key(
-        256, ge=1, le=limits.MAX_SAMPLES, resume="free", ranks="same", needs="val_every, not overfit_batch"
-    )
+    val_samples: Samples = key(256, ge=1, resume="free", ranks="same", needs="val_every, not overfit_batch")
     """Sequences per validation; all if the dataset has fewer."""
     sample_every: Steps = key(0, ge=0, resume="free", ranks="same")
     """Steps between printed text samples; 0: never."""
@@ -480,12 +531,17 @@ class RunConfig(ModelKeys):
     """Steps between log lines."""
     check_every: Steps = key(100, ge=0, resume="free", ranks="same")
     """Steps between checks that all ranks use the same sample ids; 0: never."""
-    on_spike: OnSpike = key("warn", resume="free", ranks="same")
+    on_spike: OnSpike = key("warn", resume="logged", ranks="same")
     """Action after a loss spike. stop: end the run and print how to resume. skip: return to the checkpoint before it
     and leave out the batches."""
     notify: NonBlank | None = key(None, resume="free", ranks="same", metavar="COMMAND", outside="private")
     """Command for `sh -c` that is run when the run finishes, stops, fails or meets a loss spike, with the facts as JSON
     on its stdin. The run folder records it: keep secrets in variables."""
+    hang_timeout_s: Seconds = key(1800.0, ge=0, resume="free", ranks="same", metavar="SECONDS")
+    """Longest time of a step, with the validation and the save that follow it. A rank that takes longer writes its
+    stacks to the run folder's logs/ and ends. 0: unlimited."""
+    start_timeout_s: Seconds = key(1800.0, ge=0, resume="free", ranks="same", metavar="SECONDS")
+    """Longest time of a start, or of a download in it, likewise."""
     profile: NonBlank | None = key(None, resume="free", ranks=RANK_0, metavar="A:B", outside="value")
     """Profile steps A to B-1: a trace and a table in the run folder's profile/."""
     plain: bool = key(False, resume="free", ranks=RANK_0)
@@ -510,8 +566,24 @@ KEYS: Mapping[str, Key] = {
 
 
 def keys_with(**behaviour: object) -> list[str]:
-    """Return the keys that behave so: `keys_with(resume="told")`."""
+    """Return the keys that behave so: `keys_with(resume="logged")`."""
     return [name for name, key in KEYS.items() if all(getattr(key, word) == said for word, said in behaviour.items())]
+
+
+def keys_of_ladder() -> list[str]:
+    """Return the keys of which each run of a ladder has its own value, or that change its size or its tokens."""
+    own = {name for name, key in KEYS.items() if key.by_ladder or key.begins or key.of_model == "size"}
+    return [name for name, key in KEYS.items() if name in own or key.in_place_of in own]
+
+
+def without_effect_under(flag: str) -> dict[str, object]:
+    """Return the keys that may not be given with `flag`, each with the value that it has then."""
+    fields = RunConfig.model_fields
+    return {
+        name: fields[name].get_default(call_default_factory=True) if key.off is None else key.off
+        for name, key in KEYS.items()
+        if f"not {flag}" in key.needs
+    }
 
 
 def path_keys() -> list[str]:
@@ -527,9 +599,19 @@ def path_keys() -> list[str]:
     ]
 
 
+#: Classes with resolved values of keys, whose fields have the keys' names, by their places in a Start.
+_RESOLVED: Mapping[str, Any] = {
+    "resolved.shape": GPTShape,
+    "resolved.schedule": Schedule,
+    "resolved.plan": BatchPlan,
+    "resolved.plan.ranks": ParallelLayout,
+}
+
+
 def place_of(key: str) -> str:
     """Return the place of a key's resolved value in a Start (`keys.value_at`)."""
-    return KEYS[key].told_at or f"{'resolved.shape' if key in SHAPE_KEYS else 'config'}.{key}"
+    places = (place for place, kind in _RESOLVED.items() if key in kind.__dataclass_fields__)
+    return KEYS[key].place or f"{next(places, 'config')}.{key}"
 
 
 def _read_need(name: str, condition: str | Condition) -> Need:
@@ -566,6 +648,12 @@ def needs() -> tuple[Need, ...]:
 #: Changes after a checkpoint that --allow-changed must permit, each with what it breaks.
 CHANGES_THAT_BREAK = {
     key.resume.under or name: key.resume.consequence for name, key in KEYS.items() if isinstance(key.resume, Breaks)
+}
+#: Places in a Start of what a checkpoint and the run that resumes it must share, by the names of CHANGES_THAT_BREAK.
+IDENTITY = {
+    key.resume.under or name: key.resume.at or place_of(name)
+    for name, key in KEYS.items()
+    if isinstance(key.resume, Breaks)
 }
 #: Keys for one quantity in two units. A flag for either overrides the file's entries for both.
 EXCLUSIVE_KEYS = tuple((key.in_place_of, name) for name, key in KEYS.items() if key.in_place_of)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import pairwise
@@ -18,12 +19,18 @@ from llmscale.config.command_line import FlagContainer
 
 #: Types that a key's annotation may name; all others are text.
 _TYPES = {"bool": bool, "list": list, "int": int, "float": float}
+#: File with the types of numbers.
+_UNITS = "limits.py"
 #: Classes that declare keys, in the order of the help: file, class, section of a file without comments.
 _CLASSES = (
     ("config/run_config.py", "FirstKeys", ""),
     ("architecture/shape.py", "GPTShape", "model"),
     ("config/run_config.py", "RunConfig", ""),
 )
+
+
+#: Where a text begins to say what the default is.
+_OWN_DEFAULT = re.compile(r"[;.]\s+[Dd]efault\b")
 
 
 class KeyText(NamedTuple):
@@ -38,6 +45,16 @@ class KeyText(NamedTuple):
     metavar: str
     asked_by: tuple[str, ...]
     """Commands besides `train` that have this flag."""
+    asked_default: str
+    """Its default in these commands; empty if it is the key's own."""
+    default: str
+    """Its own default, if that is a number in the source."""
+
+    @property
+    def asked_text(self) -> str:
+        """Documentation in these commands, with their default in place of the key's own."""
+        default = self.asked_default or self.default
+        return f"{_OWN_DEFAULT.split(self.text)[0].removesuffix('.')}; default: {default}." if default else self.text
 
 
 @cache
@@ -46,12 +63,13 @@ def describe_keys() -> dict[str, KeyText]:
     texts: dict[str, KeyText] = {}
     for file, name, section in _CLASSES:
         lines, named = _read_file(file)
+        named = {**_read_file(_UNITS)[1], **named}
         for key, text in pairwise(named[name].body):  # type: ignore[attr-defined]
             if not (isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name) and isinstance(text, ast.Expr)):
                 continue
             above = lines[key.lineno - 2].strip()
             section = above.removeprefix("# ") if above.startswith("# ") else section
-            # `key(...)` is the value, `shape_key(...)` within the type; a field with neither is no key.
+            # `key(...)` is the value, `shape_key(...)` within the type; other fields are not keys.
             for call in ast.walk(key):
                 if isinstance(call, ast.Call) and ast.unparse(call.func) in ("key", "shape_key"):
                     documented = inspect.cleandoc(ast.literal_eval(text.value))
@@ -77,16 +95,20 @@ def _kind(annotation: ast.AST, named: Mapping[str, ast.AST]) -> type:
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
         annotation = annotation.slice.elts[0]  # type: ignore[attr-defined]
     names = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(annotation) if isinstance(node, ast.Attribute)}
     kinds = [kind for name, kind in _TYPES.items() if name in names]
     return next(iter(kinds + [_kind(named[name], named) for name in names & named.keys()]), str)
 
 
 def _read_key(section: str, text: str, kind: type, call: ast.Call) -> KeyText:
-    said = {word.arg: word.value for word in call.keywords}
-    if ast.unparse(call.func) == "shape_key" and "run_default" not in said and "default:" not in text:
+    words = {word.arg: word.value for word in call.keywords}
+    if ast.unparse(call.func) == "shape_key" and "run_default" not in words and "default:" not in text:
         text = f"{text.removesuffix('.')}; default: the preset's."
-    metavar, asked_by = (ast.literal_eval(said[word]) if word in said else "" for word in ("metavar", "asked_by"))
-    return KeyText(section, text, kind, metavar, tuple(asked_by))
+    literals = ("metavar", "asked_by", "asked_default")
+    metavar, asked_by, asked_default = (ast.literal_eval(words[word]) if word in words else "" for word in literals)
+    value = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
+    default = show_default(value) if type(value) in (int, float) else ""
+    return KeyText(section, text, kind, metavar, tuple(asked_by), asked_default, default)
 
 
 def model_keys() -> list[str]:
@@ -95,7 +117,7 @@ def model_keys() -> list[str]:
 
 
 def keys_asked_by(command: str) -> list[str]:
-    """Return the other keys of a run that are flags of `command`, too."""
+    """Return the keys of a run that are flags of `command` besides the model's."""
     return [key for key, documented in describe_keys().items() if command in documented.asked_by]
 
 
@@ -124,13 +146,13 @@ def add_run_flags(
     *,
     annotations: Mapping[str, object] | None = None,
     defaults: Mapping[str, object] | None = None,
-    texts: Mapping[str, str] | None = None,
+    is_asked: bool = False,
 ) -> None:
     """Add a flag for each of these keys of a run.
 
     Values stay text (True or False for switches, lists for keys with several values), for `build_run_config` to check;
-    flags that are not given are None. The words of a Literal in `annotations` and the `defaults` are shown in the help;
-    `texts` replace the documentation of keys.
+    flags that are not given are None. The words of a Literal in `annotations` and the `defaults` are shown in the help.
+    `is_asked`: for a command besides `train`.
     """
     for key in keys:
         documented = describe_keys()[key]
@@ -142,7 +164,7 @@ def add_run_flags(
             settings["metavar"] = documented.metavar or _metavar(documented.kind, (annotations or {}).get(key))
             if documented.kind is list:
                 settings["action"] = "append"
-        text = (texts or {}).get(key) or documented.text
+        text = documented.asked_text if is_asked else documented.text
         if default not in (None, "", []):
             text += f" Default: {show_default(default)}."
         parser.add_argument(option, help=text.replace("%", "%%"), **settings)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from llmscale.architecture.attention_kernels import AttentionKernel
 from llmscale.architecture.shape import GPTShape, Positions, build_shape
+from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import BALANCE_LOSS, DEFAULT_LOSS, LossSettings
-from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.dry_run.fakes import fake_row_counts, fake_world
 from llmscale.dry_run.recording import MicroStepTrace, factor_traces, trace_micro_step
 from llmscale.engine.activation_checkpointing import build_block_checkpoint

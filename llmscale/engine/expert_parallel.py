@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from llmscale.config.parallel_layout import ParallelLayout
+from llmscale.config.batch_plan import ParallelLayout
 from llmscale.model.experts import Permute
 
 

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from llmscale.config.interconnect import Interconnect
+from llmscale.config.hardware import Interconnect
 from llmscale.errors import ConfigError
 from llmscale.files.buffered_log import warn_on_stderr
 from llmscale.untrusted.paths import is_plain_name
@@ -24,7 +24,7 @@ _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
 _SIOCGIFCONF = 0x8912
 #: struct ifreq: 16 bytes of name, then a sockaddr_in whose address is at byte 20; 40 bytes on 64-bit Linux.
 _IFREQ_BYTES = 40
-#: Seconds that a message to a neighbour takes: the technology's order of magnitude (llmscale.config.interconnect).
+#: Seconds that a message to a neighbour takes: the technology's order of magnitude (llmscale.config.hardware).
 _ADAPTER_LATENCY_S, _SOCKET_LATENCY_S = 5e-6, 50e-6
 
 

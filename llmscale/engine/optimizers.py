@@ -4,7 +4,7 @@ Muon (Jordan et al. 2024) updates the blocks' matrices, AdamW the rest. DeepSpee
 ZeRO, before the norm and the clipping, so stages 1 to 3 clip the orthogonalised update and stage 0 the gradient. This
 one is an ordinary torch optimizer: ZeRO steps it with reduced, unscaled and clipped gradients, as it steps AdamW. Its
 momentum is sharded like the master weights, so checkpoints cut both alike. A matrix must be orthogonalised whole: one
-rank gathers each matrix that ZeRO has cut, and sends every rank its part back (`llmscale.config.muon` plans who).
+rank gathers each matrix that ZeRO has cut, and sends every rank its part back (`llmscale.config.optimizers` plans who).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmscale.architecture.layers import ParameterKind, ParameterTensors
-from llmscale.config.muon import NEWTON_SCHULZ_STEPS, Matrix, matrices_of, plan_rounds
-from llmscale.config.optimizers import OptimizerSpec
+from llmscale.config.optimizers import NEWTON_SCHULZ_STEPS, Matrix, OptimizerSpec, matrices_of, plan_rounds
 from llmscale.engine.device_memory import has_bf16
 from llmscale.engine.process_group import is_gpu
 from llmscale.engine.zero_layout import (

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmscale.config.muon import Part
+from llmscale.config.optimizers import Part
 from llmscale.errors import CheckpointError
 
 if TYPE_CHECKING:

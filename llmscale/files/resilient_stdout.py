@@ -32,14 +32,14 @@ def _resilient(stream: TextIO) -> TextIO:
     with suppress(OSError):
         stream.flush()
     return io.TextIOWrapper(
-        io.BufferedWriter(_ResilientWriter(descriptor)),
+        io.BufferedWriter(ResilientWriter(descriptor)),
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=True,
     )
 
 
-class _ResilientWriter(io.RawIOBase):
+class ResilientWriter(io.RawIOBase):
     """Accept every byte, and drop those that the descriptor refuses."""
 
     def __init__(self, descriptor: int) -> None:

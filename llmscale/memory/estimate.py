@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.hf_config import HFModel
 from llmscale.architecture.layers import Architecture, ParameterTensors
-from llmscale.config.parallel_layout import ParallelLayout
+from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.resolve import ResolvedStep
 from llmscale.memory.activations.activation_memory import (
     ActivationMemory,

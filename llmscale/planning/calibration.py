@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from llmscale.config.hardware import GPU, Cluster
-from llmscale.config.interconnect import Interconnect, get_interconnect
+from llmscale.config.hardware import GPU, Cluster, Interconnect, get_interconnect
 from llmscale.config.optimizers import ADAMW
 from llmscale.config.resolve import ResolvedStep
 from llmscale.planning.kernels import kernel_efficiency

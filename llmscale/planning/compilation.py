@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from llmscale.config.hardware import GPUS, Cluster, find_gpu
-from llmscale.config.interconnect import INTERCONNECTS, Interconnect
+from llmscale.config.hardware import GPUS, INTERCONNECTS, Cluster, Interconnect, find_gpu
 from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import CompileMode
 from llmscale.planning.step_time import estimate_step

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from llmscale.config.deepspeed.resolve import BATCH_KEYS, DsConfig
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
-from llmscale.config.hardware import Cluster
-from llmscale.config.interconnect import INTERCONNECTS, Interconnect
+from llmscale.config.hardware import INTERCONNECTS, Cluster, Interconnect
 from llmscale.config.presets import PRESETS
 from llmscale.memory.breakdown import format_size
 from llmscale.planning.calibration import SMALLEST_MICRO_BATCH_TOKENS

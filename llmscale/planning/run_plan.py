@@ -9,8 +9,7 @@ from typing import Literal
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.schema import Precision
-from llmscale.config.hardware import GPU, usable_precision
-from llmscale.config.interconnect import Interconnect
+from llmscale.config.hardware import GPU, Interconnect, usable_precision
 from llmscale.config.loss_settings import CHUNK_TOKENS
 from llmscale.config.optimizers import ADAMW, OptimizerSpec
 from llmscale.config.resolve import default_batch_size

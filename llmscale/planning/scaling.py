@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from llmscale import limits
 from llmscale.architecture.shape import GPTShape
-from llmscale.config import limits
 from llmscale.config.presets import PRESETS
 from llmscale.errors import ConfigError
 from llmscale.terminal.human_numbers import format_quantity

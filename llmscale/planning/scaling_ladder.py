@@ -15,8 +15,8 @@ from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from llmscale import limits
 from llmscale.architecture.shape import GPTShape
-from llmscale.config import limits
 from llmscale.config.deepspeed.schema import show
 from llmscale.config.user_paths import write_output_file
 from llmscale.errors import ConfigError

@@ -10,17 +10,15 @@ from typing import cast
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.hf_config import HFModel
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.batch_plan import BatchPlan, build_batch_plan, cheapest_micro_batches
+from llmscale.config.batch_plan import BatchPlan, ParallelLayout, build_batch_plan, cheapest_micro_batches
 from llmscale.config.deepspeed.resolve import BatchFlags, DsConfig, parse_ds_config, resolve_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode, OffloadDevice, Precision, ResolvedDsConfig
-from llmscale.config.hardware import GPU
-from llmscale.config.interconnect import Interconnect
-from llmscale.config.limits import MAX_SEQ_LEN
+from llmscale.config.hardware import GPU, Interconnect
 from llmscale.config.loss_settings import CHUNK_TOKENS, LossSettings
 from llmscale.config.optimizers import ADAMW, OptimizerSpec
-from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import ResolvedStep, default_balance_loss, resolve_step
 from llmscale.errors import ConfigError
+from llmscale.limits import MAX_SEQ_LEN
 from llmscale.memory.estimate import HFStates, MemoryEstimate, estimate_hf_states, estimate_least, estimate_memory
 from llmscale.memory.states.state_memory import ZeroSetup
 from llmscale.planning.scaling import GPT3, LARGEST_WIDTH, WIDTH_MULTIPLE, interpolated_shape, preset_below

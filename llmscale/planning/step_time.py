@@ -42,8 +42,7 @@ from functools import lru_cache
 from llmscale.architecture.layers import Architecture, ParameterTensors, sum_of_work
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
-from llmscale.config.hardware import GPU, Cluster
-from llmscale.config.interconnect import Interconnect
+from llmscale.config.hardware import GPU, Cluster, Interconnect
 from llmscale.config.resolve import ResolvedStep
 from llmscale.memory.states.stage3 import count_gathers
 from llmscale.memory.states.stage3_gathers import Gathers, persistent_parameters

@@ -29,6 +29,7 @@ from llmscale.planning.scaling import BESIROGLU, FITTED_PARAMETERS, Interval, Pa
 from llmscale.report.history import OF_SET, Record, RunHistory, as_number, load_history, load_run_manifest
 from llmscale.report.run_list import ListedRun
 from llmscale.training.run_folder import CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME
+from llmscale.training.step_metrics import METRICS
 from llmscale.untrusted.documents import Rules, load_json, load_json_lines
 from llmscale.untrusted.terminal import make_visible, make_visible_line
 
@@ -595,6 +596,9 @@ def build_report(folders: Sequence[Path], listed: Sequence[ListedRun] = ()) -> J
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "unit": unit,
         "notes": [*notes, *(note for run in runs for note in _notes(run, len(runs)))],
+        "charts": [
+            {"name": name, **dataclasses.asdict(declared.chart)} for name, declared in METRICS.items() if declared.chart
+        ],
         "runs": [_describe(run, most) for run in runs],
         "listed": [
             _listed(run, name, drawn) for run, name in zip(listed, _names([run.path for run in listed]), strict=True)

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmscale.checkpoint.manifest import History, is_count, parse_history
-from llmscale.config.limits import MAX_STEPS, MAX_TOKENS
 from llmscale.data.shards.manifest import Manifest, load_manifest
 from llmscale.errors import CheckpointError, ConfigError, DataError
+from llmscale.limits import MAX_STEPS, MAX_TOKENS
 from llmscale.training.run_folder import CONFIG_NAME, METRICS_NAME, METRICS_VERSION
+from llmscale.training.step_metrics import METRICS
 from llmscale.untrusted.documents import BadLine, Rules, load_json, load_json_lines
 
 Record = Mapping[str, object]
@@ -72,13 +73,8 @@ def check_version(path: Path, record: Record) -> None:
         )
 
 
-#: Fields of a training record, with the names and units of training/metrics.py.
-COLUMNS = (
-    *("tokens_seen", "loss", "z_loss", "lr", "grad_norm", "loss_scale", "tokens_per_second", "mfu"),
-    *("peak_memory_bytes", "data_wait_s", "forward_backward_s", "optimizer_step_s", "other_s", "time"),
-    *("power_w", "temperature_c", "gpu_utilisation"),
-    *("router_loss", "expert_load_max", "expert_load_mean", "expert_load_min", "router_entropy", "tokens_moved"),
-)
+#: Fields of a training record that a report reads.
+COLUMNS = (*(name for name, declared in METRICS.items() if declared.is_column), "time")
 #: Prefix of the columns of the loss on each dataset of a mixture.
 OF_SET = "loss of "
 #: Limit of datasets of a mixture that have a column: a file may name any number.

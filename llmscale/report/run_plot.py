@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmscale.report.save_figure import import_pyplot, save_figure
+from llmscale.training.step_metrics import METRICS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,11 +43,11 @@ class _Panel:
 
 _PANELS = (
     _Panel("loss", "loss"),
-    _Panel("learning rate", "lr", is_smoothed=False),
-    _Panel("gradient norm before clipping", "grad_norm"),
-    _Panel("loss scale", "loss_scale", is_smoothed=False),
-    _Panel("tokens per second, all ranks", "tokens_per_second"),
-    _Panel("model FLOPs utilisation, %", "mfu", 100.0),
+    *(
+        _Panel(f"{chart.title}, {chart.unit}", name, chart.factor, chart.is_smoothed)
+        for name, declared in METRICS.items()
+        if (chart := declared.chart) and chart.is_pictured
+    ),
     _Panel("waiting for data, % of a step", _DATA_WAIT, 100.0),
     _Panel("peak memory of one rank, GiB (dashed: estimated)", "peak_memory_bytes", 1 / _GIB, is_smoothed=False),
 )

@@ -1,0 +1,26 @@
+"""A training run, from its flags to its last checkpoint. A start meets these modules in this order.
+
+Before torch:
+    stop_request    signals: the run saves and ends; peers that are lost
+    watchdog        heartbeats for a launcher, and the end of a rank that hangs
+    inputs          each small file of a run, read once: configuration, ds_config, data, checkpoint, tasks
+    sample_stream   the samples of the run, a function of seed, data and checkpoint
+    start           inputs resolved for a number of ranks; changes since the checkpoint; memory, disk space
+    run_folder      files of a run folder and their lock; --notify
+
+All ranks together:
+    open_session    everything up to the first step
+    resume          ranks that were started alike; the checkpoint that all see; its history
+    publish_run     copies to a run's store
+
+Each step:
+    session         train.py's loop: fetch, decide, train, act, save, go back
+    live_run        what a step changes, and actions after steps; times of all ranks
+    log_steps       the logged step: losses, experts, sensors
+    step_metrics    every metric, declared once; the clock
+    metrics         metrics.jsonl and trackers
+    live_view       the terminal
+    loss_spikes     spikes and steps without finite numbers
+    reports         start-up, memory, validation, tasks, sampled text, --overfit-batch
+    profiler        --profile and its tables
+"""

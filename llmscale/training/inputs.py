@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 from llmscale.checkpoint.initial_weights import PublishedWeights, find_published_weights
-from llmscale.checkpoint.inventory import find_any_checkpoint, find_checkpoint, find_checkpoints
-from llmscale.checkpoint.manifest import BEST_NAME, CheckpointManifest, checkpoints_folder
+from llmscale.checkpoint.inventory import find_any_checkpoint, find_checkpoint, find_checkpoints, open_checkpoint
+from llmscale.checkpoint.manifest import BEST_NAME, Checkpoint, checkpoints_folder
 from llmscale.checkpoint.remote_run import fetch_run
 from llmscale.checkpoint.run_state import RunState, SavedRun, load_run_state, read_saved_run
 from llmscale.config.command_line import parse_step_range
@@ -25,9 +26,8 @@ from llmscale.config.hf_model import (
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import get_preset
 from llmscale.config.resolve import SetFacts, resolve_shape, with_ds_keys
-from llmscale.config.run_config import RunConfig
-from llmscale.config.run_urls import copy_of, shown, url_of
-from llmscale.config.user_paths import check_output_folder, read_prompts
+from llmscale.config.run_config import RunConfig, without_effect_under
+from llmscale.config.user_paths import check_output_folder, copy_of, read_prompts, shown, url_of
 from llmscale.data.mixture import TrainingSets, open_training_sets
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_matches
 from llmscale.errors import CheckpointError, ConfigError
@@ -43,7 +43,7 @@ _MAX_PROFILED_STEPS = 50
 _OVERFIT_STEPS = 200
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Inputs:
     """Everything that a run reads before it is resolved; the same for any number of ranks."""
 
@@ -65,6 +65,11 @@ class Inputs:
     """True when the run folder holds a checkpoint of any history and in any state."""
     left_out: str = ""
     """Flag of a restart that has acted already: --resume or --init-from, with its value."""
+
+    @property
+    def state(self) -> RunState | None:
+        """State of the checkpoint that the run resumes; None for a new run."""
+        return self.source.state if self.source and self.resumes else None
 
     @property
     def facts(self) -> SetFacts:
@@ -199,13 +204,10 @@ def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> RunCon
 
 
 def _as_overfit_check(config: RunConfig) -> RunConfig:
-    """Return the configuration with every other key that --overfit-batch decides."""
-    decided: dict[str, object] = {"global_batch_size": config.overfit_batch}
-    decided |= {"batch_ramp_from": None, "batch_ramp_tokens": None}
-    decided |= {"seq_len_ramp_from": None, "seq_len_ramp_tokens": None}
-    decided |= {"val_every": 0, "save_every": 0, "resume": "none"}
+    """Return the configuration with the values of the keys that --overfit-batch leaves without effect."""
     steps = config.steps or (None if config.tokens else _OVERFIT_STEPS)
-    return config.model_copy(update={**decided, "steps": steps})
+    decided = {**without_effect_under("overfit_batch"), "global_batch_size": config.overfit_batch, "steps": steps}
+    return config.model_copy(update=decided)
 
 
 def fetch_runs(config: RunConfig) -> RunConfig:
@@ -244,21 +246,11 @@ def read_origin(config: RunConfig) -> tuple[RunConfig, PublishedModel | None, Sa
         model = read_published_model("--init-from", config.init_from, config)
         return with_published_shape(config, model), model, None
     candidates = _candidates(config)
-    source: SavedRun | None = None
-    state: RunState | None = None
-    for folder, manifest in candidates:
-        # A damaged one is skipped or explained by `confirm_start`.
-        with suppress(CheckpointError):
-            source = read_saved_run(folder, manifest)
-            state = source.state
-            break
-    else:
-        # Without a whole one the run is refused in the end, with the shape that it had.
-        for folder, _ in candidates:
-            with suppress(CheckpointError):
-                state = load_run_state(folder)
-                break
-    shaped = with_saved_shape(config, state.config, str(folder)) if state is not None else None
+    # A damaged one is skipped or explained by `confirm_start`.
+    source = _first_readable(candidates, read_saved_run)
+    # Without a whole one the run is refused in the end, with the shape that it had.
+    saved = source or _first_readable(candidates, _read_damaged)
+    shaped = with_saved_shape(config, saved.state.config, str(saved.path)) if saved else None
     return shaped or with_published_shape(config, None), None, source
 
 
@@ -274,6 +266,17 @@ def _with_saved_batch(config: RunConfig, ds: DsConfig, state: RunState) -> RunCo
     return config.model_copy(update={"global_batch_size": int(saved)})
 
 
+def _read_damaged(checkpoint: Checkpoint) -> SavedRun:
+    return SavedRun(checkpoint.path, checkpoint.manifest, load_run_state(checkpoint.path))
+
+
+def _first_readable(candidates: Iterable[Checkpoint], read: Callable[[Checkpoint], SavedRun]) -> SavedRun | None:
+    for checkpoint in candidates:
+        with suppress(CheckpointError):
+            return read(checkpoint)
+    return None
+
+
 def _load_tasks(config: RunConfig) -> tuple[TaskFile, ...]:
     """Load the tasks of --eval-tasks if the run evaluates. Raises ConfigError, DataError."""
     if not config.eval_every:
@@ -286,12 +289,16 @@ def _load_tasks(config: RunConfig) -> tuple[TaskFile, ...]:
     return load_task_files(config.eval_tasks)
 
 
-def _candidates(config: RunConfig) -> list[tuple[Path, CheckpointManifest | None]]:
+def _candidates(config: RunConfig) -> list[Checkpoint]:
     """Return the checkpoints that the run may begin with, newest first, not verified. Raises CheckpointError."""
     if config.init_from is None and config.resume in ("auto", "none"):
-        current = find_checkpoints(config.run).current if config.resume == "auto" else []
-        return [(checkpoint.path, checkpoint.manifest) for checkpoint in current]
-    return [(find_checkpoint(Path(config.init_from or config.resume)), None)]
+        return find_checkpoints(config.run).current if config.resume == "auto" else []
+    named = Path(config.init_from or config.resume)
+    with suppress(CheckpointError):
+        return [open_checkpoint(named)]
+    # Raises unless only the manifest is damaged, which `confirm_start` explains.
+    find_checkpoint(named)
+    return []
 
 
 def _check_same_tokenizer(manifest: Manifest, config: RunConfig, state: RunState) -> None:

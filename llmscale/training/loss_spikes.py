@@ -7,6 +7,8 @@ A loss or a gradient norm is compared with the steps before it by a robust z-sco
 over the last WINDOW steps. MAD is the median of the absolute differences from the median: 1.4826 times it is the
 standard deviation of a normal distribution (Hampel 1974; Iglewicz & Hoaglin 1993), and up to half of the steps may be
 spikes before it moves. The minimum share keeps a curve that hardly varies from calling everything a spike.
+
+NaN and infinity in losses, gradients or weights: where they begin, and the end of a run that cannot recover.
 """
 
 from __future__ import annotations
@@ -14,18 +16,29 @@ from __future__ import annotations
 import math
 import shlex
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from llmscale.checkpoint.inventory import Checkpoint, find_checkpoints, pin_checkpoint
-from llmscale.checkpoint.manifest import is_whole
-from llmscale.errors import CheckpointError
-from llmscale.training.live_run import Run, RunIO
-from llmscale.training.notify import notify_in_background
+from llmscale.checkpoint.inventory import find_checkpoints, pin_checkpoint
+from llmscale.checkpoint.manifest import Checkpoint, checkpoints_folder
+from llmscale.engine.collectives import gather
+from llmscale.engine.compilation import BlockCompiler
+from llmscale.engine.train_step import loss_scale
+from llmscale.errors import CheckpointError, TrainingError
+from llmscale.training.live_run import Engine, LoggedWindow, Run, RunIO, StepAction, StepResult
+from llmscale.training.run_folder import notify_in_background
 from llmscale.training.stop_request import StopRequest
-from llmscale.training.stragglers import LoggedWindow
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
 
 #: Steps that a step is compared with, and the fewest of them.
 WINDOW, MIN_STEPS = 128, 20
@@ -62,7 +75,7 @@ class SpikeDetector:
         """The newest step of the newest spike."""
 
     def add(self, step: int, loss: float, grad_norm: float | None) -> Spike | None:
-        """Judge the next step, and return the spike that begins with it. NaN is left to training/nonfinite.py."""
+        """Judge the next step, and return the spike that begins with it. NaN is left to training/loss_spikes.py."""
         if not math.isfinite(loss):
             return None
         loss_z = robust_z(loss, self._losses, _LOSS_MIN_SHARE)
@@ -157,7 +170,7 @@ def checkpoint_before(run: Run, step: int) -> Checkpoint | None:
         saved = find_checkpoints(run.config.run, run.history).current
     except CheckpointError:
         return None
-    fit = (one for one in saved if one.step < step - _STEPS_BEFORE and is_whole(one.path, one.manifest))
+    fit = (one for one in saved if one.step < step - _STEPS_BEFORE and one.is_whole())
     return next(fit, None)
 
 
@@ -183,3 +196,303 @@ def rollback_advice(run: Run, before: Checkpoint | None, spike: tuple[int, int])
 
 def _sigmas(z: float | None) -> str:
     return "" if z is None else f" ({z:+.1f} sigma)"
+
+
+#: Consecutive bad steps that end a run. One bad batch costs one step, which DeepSpeed skips. Ten different batches in a
+#: row are not to blame.
+PATIENCE_STEPS = 10
+#: Parameters that an event lists, and that a line lists.
+_MAX_NAMES, _MAX_LINE_NAMES = 8, 3
+#: Remembered changes of the loss scale.
+_MAX_CHANGES = 24
+#: A scale that is at most this, and has fallen by at least this factor, is about to reach its minimum, usually 1, where
+#: DeepSpeed gives up.
+_LOW_SCALE, _FALL = 16.0, 16.0
+_ADVICE = {
+    "loss": "lower --lr, lengthen the warm-up, or look at the samples",
+    "gradients": "lower --lr, lengthen the warm-up, or look at the samples",
+    "loss scale": "lower --lr, or use --precision bf16, which has no scale",
+}
+#: A scale that overflow does not lower: a static one, or one that waits out its hysteresis.
+_FIXED_SCALE_ADVICE = (
+    "lower fp16.loss_scale in the ds_config, or remove it for a dynamic scale, or use --precision bf16, which has none"
+)
+_HYSTERESIS_ADVICE = "lower fp16.hysteresis in the ds_config, or use --precision bf16, which has no scale"
+
+
+class StopOnNonfinite(StepAction):
+    """Stop a run after `PATIENCE_STEPS` consecutive steps with a NaN or infinite loss or gradient.
+
+    Every step is recorded on the device; the count is read at logged steps, where the host synchronises anyway, and
+    after every step once one was bad. After the first bad step, hooks on every module find the first parameter affected
+    during the next step. They do so again only after a good step.
+    """
+
+    def __init__(self, run: Run, engine: Engine, io: RunIO, judges_at: Callable[[int], bool]) -> None:
+        """`judges_at` tells whether a step is logged."""
+        self._run, self._engine, self._io, self._judges_at = run, engine, io, judges_at
+        self._counter = NonfiniteCounter(run.world.device)
+        self._scale = loss_scale(engine.deepspeed)
+        self._searches_scale = self._scale is not None and engine.deepspeed.dynamic_loss_scale()
+        self._scales = LossScaleHistory()
+        self._skipped = engine.skipped_steps
+        self._num_taken = 0
+        """Steps of this start that changed the weights."""
+        self._search: tuple[NonfiniteSearch, str, int] | None = None
+        """The search during the current step, its cause, and the first bad step."""
+        self._is_reported = False
+        self._first_names = ""
+
+    def due(self, step: int) -> bool:
+        return True
+
+    def run(self, result: StepResult) -> None:
+        before, self._scale = self._scale, loss_scale(self._engine.deepspeed)
+        # A skipped step that lowers fp16's scale belongs to the search for it; the smallest scale ends such a run.
+        self._counter.add(result, skipped=result.was_skipped and self._scale == before)
+        self._num_taken += not result.was_skipped
+        if self._search is not None or self._is_reported or self._judges_at(result.step):
+            self._judge(result)
+
+    def close(self) -> None:
+        if self._search is not None:
+            self._search[0].close()
+
+    def _judge(self, result: StepResult) -> None:
+        """Raise TrainingError after too many bad steps, or begin or end a search. Collective; equal on every rank."""
+        step, worst = result.step, self._counter.max_consecutive()
+        is_last = step == self._run.resolved.total_steps
+        if self._search is not None:
+            self._end_search(is_bad=worst > 0 or result.was_skipped)
+        self._scales.add(step, self._scale)
+        if worst >= PATIENCE_STEPS and (self._is_reported or is_last):
+            what = f"last {worst} steps had a loss or a gradient that is NaN or infinite"
+            raise _diverged(what, step, self._run.config.run, self._first_names, self._scale_advice(result))
+        if is_last and not self._num_taken:
+            raise TrainingError(
+                f"step {step}: DeepSpeed skipped every step of this start, because gradients were NaN or infinite: "
+                f"nothing was trained. {_capitalised(self._scale_advice(result) or _ADVICE['gradients'])}; a dynamic "
+                "scale needs more steps."
+            )
+        cause = self._find_cause(step, worst)
+        if cause is None:
+            self._is_reported = False
+        elif not self._is_reported:
+            self._is_reported = True
+            if is_last:
+                self._report(*cause, "no step follows that could tell where", ())
+            else:
+                self._search = (NonfiniteSearch(self._engine.deepspeed, self._engine.compiler), *cause)
+
+    def _find_cause(self, step: int, worst: int) -> tuple[str, int] | None:
+        """Return what went wrong since the last call and the step where it began, or None."""
+        skipped, self._skipped = self._engine.skipped_steps - self._skipped, self._engine.skipped_steps
+        bad = [known.step for known in self._engine.recent.window.steps if not math.isfinite(known.loss)]
+        if self._judges_at(step) and bad:
+            return "loss", bad[0]
+        if self._scales.has_collapsed:
+            return "loss scale", step
+        # A search waits by default for a second overflow before it lowers the scale.
+        if worst > self._searches_scale or (skipped and not self._searches_scale):
+            return "gradients", max(1, step - max(worst, 1) + 1)
+        return None
+
+    def _end_search(self, *, is_bad: bool) -> None:
+        """Report the findings of the step that just ended, which was bad too or not. Collective."""
+        assert self._search is not None
+        search, cause, step = self._search
+        self._search = None
+        by_rank = gather(self._run.world.control, search.end())
+        ranks = [rank for rank, found in enumerate(by_rank) if found.forward or found.backward]
+        found = by_rank[ranks[0]] if ranks else NonfiniteParameters((), ())
+        names = list((found.forward or found.backward)[:_MAX_NAMES])
+        self._first_names = ", ".join(names[:_MAX_LINE_NAMES])
+        where = "forward" if found.forward else "backward"
+        if names:
+            place = f"first in {self._first_names} ({where} pass, rank {ranks[0]})"
+        elif is_bad:
+            place = "and again at the next step, in no gradient of a micro-batch but in their sum or norm"
+        else:
+            place = "gone at the next step"
+        self._report(cause, step, place, ranks, names, where if names else None)
+
+    def _report(
+        self,
+        cause: str,
+        step: int,
+        place: str,
+        ranks: Sequence[int],
+        names: Sequence[str] = (),
+        where: str | None = None,
+    ) -> None:
+        """Print and record a cause, the step where it began, and where."""
+        scales = f"; {self._scales.describe()}" if self._scale is not None else ""
+        what = "the loss scale has collapsed" if cause == "loss scale" else f"{cause} NaN or infinite"
+        advice = self._fixed_scale_advice if cause == "gradients" and self._scale is not None else _ADVICE[cause]
+        self._io.report(f"WARNING: step {step}: {what}, {place}{scales}. Try: {advice}")
+        self._io.log_event(
+            "nonfinite",
+            step=step,
+            cause=cause,
+            parameters=list(names),
+            **{"pass": where},
+            ranks=list(ranks),
+            loss_scale=self._scale,
+            loss_scale_history=self._scales.changes,
+            advice=advice,
+        )
+
+    @property
+    def _fixed_scale_advice(self) -> str:
+        """Advice for gradients that overflow while fp16's scale stays."""
+        return _HYSTERESIS_ADVICE if self._searches_scale else _FIXED_SCALE_ADVICE
+
+    def _scale_advice(self, result: StepResult) -> str:
+        """Return the advice about fp16's scale, if only the gradients overflow; else an empty string."""
+        is_finite = self._scale is not None and bool(torch.isfinite(result.loss))
+        return self._fixed_scale_advice if is_finite else ""
+
+
+class NonfiniteCounter:
+    """Counts consecutive bad steps on the device, without synchronising with it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._consecutive = torch.zeros((), dtype=torch.int64, device=device)
+
+    def add(self, result: StepResult, *, skipped: bool) -> None:
+        """Add a step, bad if it was `skipped`, or if its loss or the norm that it was clipped by is NaN or infinite."""
+        bad = ~torch.isfinite(result.loss) | skipped
+        if result.grad_norm is not None and not result.was_skipped:
+            # Clipping by an infinite norm leaves nothing of the gradient.
+            bad = bad | ~torch.isfinite(torch.as_tensor(result.grad_norm, device=bad.device))
+        self._consecutive = torch.where(bad, self._consecutive + 1, 0)
+
+    def max_consecutive(self) -> int:
+        """Return the largest count of any rank. Collective. Synchronises with the device."""
+        worst = self._consecutive.clone()
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        return int(worst)
+
+
+class LossScaleHistory:
+    """Changes of fp16's loss scale, at the steps where it was read."""
+
+    def __init__(self) -> None:
+        self._changes: deque[tuple[int, float]] = deque(maxlen=_MAX_CHANGES)
+
+    def add(self, step: int, scale: float | None) -> None:
+        """Add the scale after `step`; None without fp16."""
+        if scale is not None and (not self._changes or self._changes[-1][1] != scale):
+            self._changes.append((step, scale))
+
+    @property
+    def changes(self) -> list[tuple[int, float]]:
+        """(step, scale), the newest last."""
+        return list(self._changes)
+
+    @property
+    def has_collapsed(self) -> bool:
+        if not self._changes:
+            return False
+        now, highest = self._changes[-1][1], max(scale for _, scale in self._changes)
+        return now <= _LOW_SCALE and now * _FALL <= highest
+
+    def describe(self) -> str:
+        """Return the last few changes in one line."""
+        return "loss scale " + " -> ".join(f"{scale:g} (step {step})" for step, scale in self.changes[-6:])
+
+
+def _capitalised(advice: str) -> str:
+    return advice[0].upper() + advice[1:]
+
+
+@dataclass(frozen=True)
+class NonfiniteParameters:
+    """Affected parameters of one step on one rank, each in the order of its pass."""
+
+    forward: tuple[str, ...]
+    """Parameters of modules whose output held NaN or infinity."""
+    backward: tuple[str, ...]
+    """Parameters whose gradient held NaN or infinity."""
+
+
+class NonfiniteSearch:
+    """Hooks on a model that find the first NaN or infinity of a forward or backward pass, until `end` or `close`.
+
+    Works at every ZeRO stage, because it reads outputs of modules and gradients of whole parameters, before DeepSpeed
+    reduces and shards them. Nothing is read until the pass is over. Compiled blocks run eagerly meanwhile, because
+    torch.compile reuses their graph without asking for hooks of the modules inside (skip_nnmodule_hook_guards).
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, compiler: BlockCompiler | None) -> None:
+        model: nn.Module = engine.module
+        self._compiler = compiler
+        if compiler is not None:
+            compiler.is_paused = True
+        self._forward: list[tuple[tuple[str, ...], Tensor]] = []
+        self._backward: list[tuple[str, Tensor]] = []
+        self._handles = []
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for module in model.modules():
+            names = tuple(self._names[id(own)] for own in module.parameters(recurse=False) if id(own) in self._names)
+            if names:
+                self._handles.append(module.register_forward_hook(self._note_output(names)))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_hook(self._note_gradient(name)))
+
+    def end(self) -> NonfiniteParameters:
+        """Remove the hooks and return the findings. Synchronises with the device."""
+        self.close()
+        forward = _names_of_bad([(name, is_good) for names, is_good in self._forward for name in names])
+        found = NonfiniteParameters(forward, _names_of_bad(self._backward))
+        self._forward, self._backward = [], []
+        return found
+
+    def close(self) -> None:
+        """Remove the hooks without reading anything."""
+        for handle in self._handles:
+            handle.remove()
+        if self._compiler is not None:
+            self._compiler.is_paused = False
+
+    def _note_output(self, names: tuple[str, ...]):  # type: ignore[no-untyped-def]  # torch's type of hooks is private
+        def note(_module: nn.Module, _inputs: object, output: object) -> None:
+            if isinstance(output, Tensor) and output.is_floating_point():
+                self._forward.append((names, torch.isfinite(output.detach()).all()))
+
+        return note
+
+    def _note_gradient(self, name: str):  # type: ignore[no-untyped-def]  # as above
+        def note(gradient: Tensor) -> None:
+            self._backward.append((name, torch.isfinite(gradient).all()))
+
+        return note
+
+
+def _names_of_bad(noted: list[tuple[str, Tensor]]) -> tuple[str, ...]:
+    """Return the names whose flag is false, once each."""
+    if not noted:
+        return ()
+    flags = torch.stack([is_good for _, is_good in noted]).tolist()
+    return tuple(dict.fromkeys(name for (name, _), is_good in zip(noted, flags, strict=True) if not is_good))
+
+
+def check_weights(weights: Iterable[Tensor], group: dist.ProcessGroup, step: int, run_folder: Path) -> None:
+    """Raise TrainingError on every rank if a weight of any rank is NaN or infinite. Collective over a host-side group.
+
+    Such weights never recover, and a checkpoint of them would displace a good one.
+    """
+    broken = not all(bool(weight.isfinite().all()) for weight in weights)
+    if any(gather(group, broken)):
+        raise _diverged("weights are NaN or infinite, and are not saved", step, run_folder)
+
+
+def _diverged(what: str, step: int, run_folder: Path, first_names: str = "", scale_advice: str = "") -> TrainingError:
+    where = f" It began in {first_names}." if first_names else ""
+    advice = _capitalised(scale_advice or "lower --lr, lengthen the warm-up or check the data")
+    return TrainingError(
+        f"step {step}: the {what}. {advice}, and go back to an earlier checkpoint (--resume "
+        f"{checkpoints_folder(run_folder)}/step-...; those after it are kept as abandoned), or start from scratch if "
+        f"none exists.{where}"
+    )

@@ -1,21 +1,35 @@
-"""metrics.jsonl: one record per logged step, also printed and sent to trackers. For rank 0."""
+"""metrics.jsonl: one record per logged step, also printed and sent to trackers. For rank 0.
+
+Trackers: services and files beside metrics.jsonl that draw a run's curves, only if asked for. For rank 0.
+
+A new tracker is a class here and a line in `start_trackers`.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from llmscale.config.bundled_files import install_command
+from llmscale.config.run_config import RunConfig
+from llmscale.errors import ConfigError
 from llmscale.evaluate.tasks import show_value
-from llmscale.files.buffered_log import BufferedLog
+from llmscale.files.buffered_log import BufferedLog, warn_on_stderr
 from llmscale.terminal.human_numbers import with_singulars
 from llmscale.training.live_view import Display, PlainLines
 from llmscale.training.run_folder import METRICS_NAME, METRICS_VERSION, without_nan
-from llmscale.training.step_metrics import OPTIONAL_FIELDS, StepMetrics
-from llmscale.training.trackers import Tracker
+from llmscale.training.step_metrics import StepMetrics
 from llmscale.untrusted.terminal import make_visible_line, print_visible
+
+if TYPE_CHECKING:
+    from tensorboardX import SummaryWriter
+    from wandb.sdk.wandb_run import Run
 
 
 class MetricsLog:
@@ -44,9 +58,7 @@ class MetricsLog:
 
     def log_step(self, metrics: StepMetrics) -> None:
         """Record a training step."""
-        values = asdict(metrics).items()
-        record = {key: value for key, value in values if key not in OPTIONAL_FIELDS or value is not None}
-        self._write({"kind": "train", **record})
+        self._write({"kind": "train", **metrics.as_record()})
         self.display.show_step(metrics)
         self._track("train", asdict(metrics), metrics.step)
 
@@ -125,3 +137,200 @@ def _numbers(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, f
             yield from _numbers(value, f"{prefix}/{key}")
         elif isinstance(value, (int, float)):
             yield f"{prefix}/{key}", value
+
+
+TENSORBOARD_NAME = "tensorboard"
+#: Seconds until a logged value is in TensorBoard's file.
+_FLUSH_S = 10
+
+
+class Tracker(ABC):
+    """A destination for numbers by name and step. May raise anything: FaultTolerantTracker wraps it."""
+
+    name: str
+    """Name for messages."""
+
+    @abstractmethod
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Log numbers of one step, such as "train/loss", NaN and infinity included."""
+
+    def roll_back(self, step: int) -> None:  # noqa: B027  most cannot
+        """Drop everything logged after `step`."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Send what is left."""
+
+
+class FaultTolerantTracker(Tracker):
+    """A tracker whose failures become warnings: its service dies, its disk fills, its server is gone."""
+
+    def __init__(self, inner: Tracker) -> None:
+        self._inner, self.name = inner, inner.name
+        self._missing: list[int] = []
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Log, and warn when values cease to arrive and when they arrive again."""
+        try:
+            self._inner.log(values, step)
+        except Exception as error:  # whatever a library and its service can raise
+            if not self._missing:
+                warn_on_stderr(f"WARNING: {self.name} failed at step {step}: {_one_line(error)}. Training continues.")
+            self._missing.append(step)
+            return
+        if self._missing:
+            warn_on_stderr(f"WARNING: {self.name} works again. {self._describe_missing()}")
+            self._missing.clear()
+
+    def roll_back(self, step: int) -> None:
+        try:
+            self._inner.roll_back(step)
+        except Exception as error:  # as above
+            warn_on_stderr(f"WARNING: {self.name} could not go back to step {step}: {_one_line(error)}.")
+
+    def finish(self) -> None:
+        try:
+            self._inner.finish()
+        except Exception as error:  # as above
+            warn_on_stderr(f"WARNING: {self.name} could not finish: {_one_line(error)}.")
+        if self._missing:
+            warn_on_stderr(f"WARNING: {self._describe_missing()}")
+
+    def _describe_missing(self) -> str:
+        first, last = self._missing[0], self._missing[-1]
+        return (
+            f"{self.name} lacks {len(self._missing)} records of steps {first} to {last}; metrics.jsonl has what was "
+            "measured."
+        )
+
+
+class TensorboardFiles(Tracker):
+    """TensorBoard event files, one per start; TensorBoard shows those of a folder as one curve.
+
+    Written by tensorboardX, which needs numpy and protobuf: torch's own writer needs all of tensorboard, with a web
+    server and gRPC, on the machine that trains.
+    """
+
+    name = "TensorBoard"
+
+    def __init__(self, open_writer: Callable[[int], SummaryWriter], first_step: int) -> None:
+        """`open_writer` begins a file after a number of steps."""
+        self._open, self._writer = open_writer, open_writer(first_step)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def roll_back(self, step: int) -> None:
+        self._writer.close()
+        self._writer = self._open(step)
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+def start_tensorboard(run_folder: Path, *, first_step: int) -> TensorboardFiles:
+    """Begin a file that continues the curves after `first_step` steps. Raises ConfigError.
+
+    TensorBoard drops later steps, logged by a start that was killed or that the run went back from.
+    """
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        raise ConfigError(f"--tensorboard needs tensorboardX: `{install_command('tensorboard')}`.") from None
+    folder = run_folder / TENSORBOARD_NAME
+
+    def begin(step: int) -> SummaryWriter:
+        # The suffix, because two files of one second would have one name.
+        return SummaryWriter(str(folder), purge_step=step + 1, flush_secs=_FLUSH_S, filename_suffix=f".step-{step}")
+
+    try:
+        return TensorboardFiles(begin, first_step)
+    except OSError as error:
+        raise ConfigError(f"--tensorboard: {folder} cannot be started: {_one_line(error)}.") from None
+
+
+class WandbRun(Tracker):
+    """A run of Weights & Biases, which draws nothing at steps below the newest that it has."""
+
+    name = "wandb"
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.run_id: str = run.id
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+def start_wandb(
+    run_folder: Path, *, project: str, name: str, config: Mapping[str, object], run_id: str | None
+) -> WandbRun:
+    """Begin a wandb run, or continue `run_id`. WANDB_MODE=offline keeps everything in the folder.
+
+    Variables of wandb count for all that is not given here.
+
+    Raises ConfigError if wandb is not installed, cannot log in or cannot write.
+    """
+    try:
+        import wandb
+    except ImportError:
+        raise ConfigError(f"--wandb needs the wandb package: `{install_command('train')}`.") from None
+    try:
+        run = wandb.init(
+            project=project,
+            name=name,
+            dir=os.environ.get("WANDB_DIR") or str(run_folder),
+            config=dict(config),
+            id=run_id,
+            resume="allow",
+            # They would send the command line, paths and the user's address.
+            settings={"x_disable_meta": True} | ({} if "WANDB_CONSOLE" in os.environ else {"console": "off"}),
+        )
+    except (wandb.errors.Error, OSError) as error:
+        raise ConfigError(
+            f"--wandb: {_one_line(error)} Log in with `wandb login`, or set WANDB_MODE=offline."
+        ) from None
+    return WandbRun(run)
+
+
+@dataclass(frozen=True)
+class StartedTrackers:
+    """Trackers of one start, on rank 0."""
+
+    trackers: tuple[Tracker, ...] = ()
+    wandb_run_id: str | None = None
+    """Id of the wandb run; None without --wandb."""
+
+
+def start_trackers(
+    config: RunConfig, described: Callable[[], Mapping[str, object]], *, first_step: int, wandb_run_id: str | None
+) -> StartedTrackers:
+    """Start the trackers that a run asks for; they continue an earlier start's curves after `first_step` steps.
+
+    `described` returns the run as plain values. Raises ConfigError.
+    """
+    found: list[Tracker] = []
+    if config.tensorboard:
+        found.append(start_tensorboard(config.run, first_step=first_step))
+    if config.wandb:
+        given_project = config.wandb_project if "wandb_project" in config.model_fields_set else None
+        run = start_wandb(
+            config.run,
+            project=given_project or os.environ.get("WANDB_PROJECT") or config.wandb_project,
+            name=config.wandb_name or os.environ.get("WANDB_NAME") or config.run.name,
+            config=described(),
+            run_id=wandb_run_id,
+        )
+        found.append(run)
+        wandb_run_id = run.run_id
+    trackers = tuple(FaultTolerantTracker(tracker) for tracker in found)
+    return StartedTrackers(trackers, wandb_run_id if config.wandb else None)
+
+
+def _one_line(error: Exception) -> str:
+    """Return an exception's message in one line, or its type's name if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__

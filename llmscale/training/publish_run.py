@@ -21,16 +21,17 @@ from pathlib import Path
 import torch.distributed as dist
 import xxhash
 
+from llmscale.checkpoint.inventory import is_of_run
 from llmscale.checkpoint.manifest import (
     CHECKPOINT_NAME,
     CHECKPOINTS_NAME,
     MANIFEST_NAME,
     STATE_NAME,
+    Checkpoint,
     Pieces,
     checkpoints_folder,
-    files_here,
-    load_manifest,
     load_pieces,
+    read_checkpoint,
     save_pieces,
     step_of,
 )
@@ -49,7 +50,7 @@ from llmscale.checkpoint.remote_run import (
     update_copy,
 )
 from llmscale.checkpoint.run_lease import Lease, remove_folders, take_lease
-from llmscale.config.run_urls import url_of
+from llmscale.config.user_paths import url_of
 from llmscale.data.storage import faults
 from llmscale.data.storage.objects import Store
 from llmscale.data.storage.shared_object import Overtaken
@@ -247,8 +248,9 @@ class RunPublisher:
         """Link the files of a checkpoint that this rank uploads, and its manifest."""
         aside.mkdir(parents=True)
         neighbours = self._world.disks.neighbours(self._world.rank)
-        manifest = load_manifest(checkpoint)
-        tensors = [file.name for file in files_here(checkpoint, manifest) if file.name.startswith("__")]
+        saved = read_checkpoint(checkpoint)
+        manifest = saved.manifest
+        tensors = [file.name for file in saved.files_here() if file.name.startswith("__")]
         others = [file.name for file in manifest.files if not file.name.startswith("__")]
         own = tensors[neighbours.index(self._world.rank) :: len(neighbours)]
         for name in (*own, *(others if self._lease else ()), MANIFEST_NAME):
@@ -448,7 +450,7 @@ class RunPublisher:
         # Its name may belong to a newer one by now.
         is_same = os.path.samefile(checkpoint / MANIFEST_NAME, self._aside / published / MANIFEST_NAME)
         if is_same and self._world.disks.mains[rank] == rank:
-            names = [file.name for file in files_here(checkpoint, load_manifest(checkpoint))]
+            names = [file.name for file in read_checkpoint(checkpoint).files_here()]
             save_pieces(checkpoint, Pieces(tuple(name for name in names if name != STATE_NAME), published))
             for path in folder.iterdir():
                 if CHECKPOINT_NAME.fullmatch(path.name) and path != checkpoint:
@@ -537,3 +539,11 @@ def open_publisher(
         report=report,
         on_lost=on_lost,
     )
+
+
+def find_unpublished(source: Checkpoint | None, run: Path) -> Path | None:
+    """Return the checkpoint to resume if it is this run's and the store does not have it."""
+    if source is None or not is_of_run(source.path, run):
+        return None
+    pieces = load_pieces(source.path)
+    return None if pieces and pieces.remote else source.path

@@ -18,7 +18,6 @@ from llmscale.checkpoint.inventory import find_checkpoint
 from llmscale.checkpoint.manifest import STATE_NAME
 from llmscale.checkpoint.run_state import RunState, load_run_state
 from llmscale.config.batch_plan import Batches, samples_after
-from llmscale.config.limits import MAX_BATCH
 from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import RunConfig, build_run_config
 from llmscale.data.mixture import (
@@ -44,6 +43,7 @@ from llmscale.data.order.sample_order import (
     stream_positions,
 )
 from llmscale.errors import CheckpointError, ConfigError, DataError
+from llmscale.limits import MAX_BATCH
 from llmscale.training.inputs import parse_skip
 
 #: Keys of a run's identity: a mixture's proportions, past and future; batch sizes; and skipped ranges.

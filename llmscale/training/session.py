@@ -1,30 +1,74 @@
-"""One process's part of a training run, from the first step of this start to the last."""
+"""One process's part of a training run, from the first step of this start to the last, and its rollbacks.
+
+Checkpoints: every --save-every steps, by the clock, and at the end.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import numpy as np
 import torch
 
-from llmscale.config.run_urls import shown
-from llmscale.data.loader import MicroBatch
+from llmscale.checkpoint.manifest import Checkpoint
+from llmscale.checkpoint.run_state import RunState
+from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
+from llmscale.checkpoint.tensor_files import engine_fragments
+from llmscale.config.user_paths import shown
+from llmscale.data.loader import Feed, FeedPlan, MicroBatch
+from llmscale.data.mixture import MixedShards
 from llmscale.data.order.permutation import ids_checksum
-from llmscale.engine.collectives import StepVote, gather, vote
+from llmscale.data.order.sample_order import RankLayout
+from llmscale.data.shards.token_shards import TokenShards, WindowReader
+from llmscale.data.validation import ValidationSplit, open_validation
+from llmscale.engine.collectives import StepVote, gather, on_all_ranks, on_main_rank, vote
 from llmscale.engine.deepspeed_engine import set_learning_rate
-from llmscale.engine.process_group import leave_world
-from llmscale.engine.train_step import explain_smallest_scale, seed_step, set_micro_steps, train_step
-from llmscale.errors import DataError, LlmscaleError
-from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
+from llmscale.engine.process_group import World, is_gpu, leave_world
+from llmscale.engine.train_step import explain_smallest_scale, get_scaler_state, seed_step, set_micro_steps, train_step
+from llmscale.engine.zero_shards import MASTER, group_scalars
+from llmscale.errors import CheckpointError, DataError, LlmscaleError
+from llmscale.training.inputs import as_plain
+from llmscale.training.live_run import Engine, RecentSteps, Run, RunIO, StepAction, StepResult, WatchStragglers
 from llmscale.training.log_steps import LogSteps
-from llmscale.training.loss_spikes import RollbackRequest, checkpoint_before, rollback_advice
-from llmscale.training.lost_peer import explain_lost_peer
+from llmscale.training.loss_spikes import (
+    RollbackRequest,
+    StopOnNonfinite,
+    WatchSpikes,
+    check_weights,
+    checkpoint_before,
+    rollback_advice,
+    steps_to_skip,
+)
+from llmscale.training.profiler import ProfileSteps
+from llmscale.training.reports import (
+    EvaluateTasks,
+    JudgeOverfit,
+    ReportCompilation,
+    ReportMemory,
+    ReportStartup,
+    SampleText,
+    Validate,
+)
+from llmscale.training.resume import confirm_start, enter_history, load_checkpoint
 from llmscale.training.run_folder import record_failure
-from llmscale.training.save_checkpoints import SaveCheckpoints
-from llmscale.training.stop_request import EXIT_RESTART, StopOfRank, StopRequest, is_left_by_others
+from llmscale.training.sample_stream import cache_limit_bytes
+from llmscale.training.start import Start, hyperparameters
+from llmscale.training.stop_request import (
+    EXIT_RESTART,
+    StopOfRank,
+    StopRequest,
+    explain_lost_peer,
+    is_left_by_others,
+)
+from llmscale.training.watchdog import Heartbeat
+
+#: Rollbacks of one start; a run that needs more has another problem than a batch.
+_MAX_ROLLBACKS = 5
 
 
 @dataclass
@@ -131,7 +175,8 @@ class Session:
         with explain_smallest_scale(step):
             tokens, timer = [batch.tokens for batch in batches], engine.meter.phases
             seq_len = None if run.resolved.plan.lengths is None else run.seq_len(step)
-            weights = [0.0 if batch.is_filler else run.loss_weight(step) for batch in batches]
+            weight = run.loss_weight(step)
+            weights = [0.0 if batch.is_filler else weight for batch in batches]
             loss = train_step(deepspeed, tokens, run.world.device, timer, seq_len, weights)
         self.step = step + 1
         engine.meter.count_step()
@@ -192,3 +237,226 @@ def _first_reason(stops: Sequence[StopOfRank]) -> str:
     """Return why the ranks stop: rank 0's reason, or the first rank's that has one."""
     rank, reason = next((rank, stop.reason) for rank, stop in enumerate(stops) if stop.reason is not None)
     return f"{reason} on rank {rank}" if rank else reason
+
+
+def build_actions(
+    run: Run, engine: Engine, io: RunIO, rollback: RollbackRequest, stop: StopRequest
+) -> tuple[list[StepAction], SaveCheckpoints]:
+    """Return the actions of a run in their order at one step, and the checkpoints, which come last. Collective."""
+    config, world = run.config, run.world
+    watchers = [WatchSpikes(run, io, rollback, stop).check] if world.is_main else []
+    watchers += [WatchStragglers(world, io.log, io.report).check] if world.world_size > 1 else []
+    log = LogSteps(run, engine, io, watchers)
+    actions: list[StepAction] = []
+    if config.profile:
+        actions.append(ProfileSteps(run, engine, io, config.profile, is_rollback=rollback.num_rollbacks > 0))
+    actions += [ReportStartup(run, io)]
+    if engine.compiler is not None:
+        actions.append(ReportCompilation(run, io, engine.compiler))
+    actions += [ReportMemory(run, io), log, StopOnNonfinite(run, engine, io, judges_at=log.due)]
+    if config.overfit_batch is not None:
+        actions.append(JudgeOverfit(run, io))
+    if run.validation:
+        actions.append(Validate(run, engine, io))
+    if run.start.tasks:
+        actions.append(EvaluateTasks(run, engine, io))
+    if config.sample_every or config.eval_every:
+        actions.append(SampleText(run, engine, io))
+    return actions, SaveCheckpoints(run, engine, io, rollback, actions)
+
+
+def open_data(start: Start, world: World) -> tuple[Feed, tuple[ValidationSplit, ...]]:
+    """Return the feed at the run's position, and the validation splits if they are used. Collective."""
+    start_sample = start.state.samples_seen if start.state else 0
+    feed = on_all_ranks(world.control, lambda: open_feed(start, world, start_sample=start_sample))
+    if not start.config.val_every:
+        return feed, ()
+    sets = start.sets.as_recorded(start.stream.identity)
+    return feed, on_all_ranks(world.control, lambda: open_validation(sets, start.config.val_samples))
+
+
+def open_feed(start: Start, world: World, *, start_sample: int) -> Feed:
+    """Return this rank's micro-batches from sample `start_sample` on, those of all ranks that divide its sequences.
+
+    Raises DataError if a shard has changed.
+    """
+    plan, limit_bytes = start.resolved.plan, cache_limit_bytes(start.config)
+    layout = RankLayout(plan.ranks.group_of(world.rank), plan.ranks.groups_per_node(world.ranks_per_node))
+    shards: WindowReader
+    if start.sets.recipe is None:
+        shards = TokenShards(start.sets.first, "train", cache_limit_bytes=limit_bytes)
+    else:
+        shards = MixedShards(start.sets.locations, "train", limit_bytes)
+    return Feed(
+        shards,
+        start.stream.order,
+        FeedPlan(
+            layout,
+            plan.micro_batch_size,
+            plan.gradient_accumulation_steps,
+            start.stream.batches,
+            plan.global_batch_size,
+        ),
+        start_sample=start_sample,
+        num_workers=start.config.num_workers,
+        pin_memory=is_gpu(),
+    )
+
+
+def roll_back(session: Session, heartbeat: Heartbeat) -> bool:
+    """Go back to the checkpoint before a loss spike, within the same processes, and skip the spike's batches.
+
+    Does everything that a start with `--resume CHECKPOINT --skip-steps A:B` would do, with the same code; only the
+    process group and the engine stay. Returns whether the session is at an earlier step now; if not, rank 0 asks to
+    stop and reports how to continue by hand. Collective. Raises LlmscaleError like a start.
+    """
+    heartbeat.beat("starting")
+    publisher = session.io.publisher
+    with session.engine.meter.pause("starting"), publisher.dropping if publisher else nullcontext():
+        has_rolled_back = _roll_back(session)
+    heartbeat.beat("starting")
+    return has_rolled_back
+
+
+def _roll_back(session: Session) -> bool:
+    began, run, engine, io, rollback = time.perf_counter(), session.run, session.engine, session.io, session.rollback
+    control = run.world.control
+    spike = next(wanted for wanted in gather(control, rollback.rollback_from) if wanted is not None)
+    rollback.rollback_from = None
+    rollback.finish_saving()
+    before = on_main_rank(control, lambda: checkpoint_before(run, spike[0]))
+    if before is None:
+        return _stop_at_spike(session, None, spike, "no checkpoint is older")
+    if rollback.num_rollbacks >= _MAX_ROLLBACKS:
+        return _stop_at_spike(session, before, spike, f"the run has gone back {_MAX_ROLLBACKS} times already")
+    skipped = steps_to_skip(run, spike)
+    config = run.config.model_copy(update={"skip_steps": [*run.config.skip_steps, skipped]})
+    start = replace(run.start, config=config)
+    io.report(f"going back from step {session.step} to {before.path.name}; the batches of steps {skipped} are left out")
+    try:
+        start = confirm_start(start, run.world, io.report, at=before.path)
+    except CheckpointError as error:
+        return _stop_at_spike(session, before, spike, str(error))
+    assert start.source is not None and start.state is not None
+    engine.feed.close()
+    feed, validation = open_data(start, run.world)
+    load_checkpoint(engine.deepspeed, start.source, run.world, engine.configured_scaler)
+    engine.deepspeed.skipped_steps = 0
+    history = enter_history(start, run.world, io.report)
+    io.log_event("go_back", step=session.step, to_step=start.state.step, spike=spike[0], skip_steps=skipped)
+    if io.log:
+        io.log.roll_back(start.state.step)
+    rollback.num_rollbacks += 1
+    seconds = {"going back": time.perf_counter() - began}
+    run = Run(replace(start, found=None), run.world, validation, history, run.estimate, seconds)
+    recent = RecentSteps(run.world)
+    engine = replace(engine, feed=feed, recent=recent, skipped_before=start.state.skipped_steps)
+    session.continue_from(run, engine, *build_actions(run, engine, io, rollback, session.stop))
+    return True
+
+
+def _stop_at_spike(session: Session, before: Checkpoint | None, spike: tuple[int, int], problem: str) -> bool:
+    if session.run.world.is_main:
+        session.stop.received.append(f"--on-spike skip, which cannot go back from step {spike[0]}: {problem}")
+        session.io.report(rollback_advice(session.run, before, spike))
+    return False
+
+
+class SaveCheckpoints(StepAction):
+    """Copies the state at a step and writes it in the background."""
+
+    def __init__(
+        self, run: Run, engine: Engine, io: RunIO, rollback: RollbackRequest, others: Sequence[StepAction]
+    ) -> None:
+        """`others` begin again in a run folder that had to be created again; one of them may validate."""
+        self._run, self._engine, self._io, self._others = run, engine, io, others
+        config = run.config
+        self._saver = CheckpointSaver(
+            config.run,
+            keep_last=config.keep_last,
+            keep_every=config.keep_every,
+            in_background=config.async_save,
+            report=io.report,
+            disks=run.world.disks,
+            history=run.history,
+            check_run_folder=io.claim.check,
+            on_saved=io.publisher.saved if io.publisher else lambda folder: None,
+        )
+        rollback.finish_saving = self._saver.wait
+        self._identity = run.start.identity
+        self._hyperparameters = hyperparameters(run.start)
+        self._saved_step: int | None = run.first_step or None
+        self._last_save_s = time.monotonic()
+
+    def due(self, step: int) -> bool:
+        every = self._run.config.save_every
+        return every > 0 and step % every == 0
+
+    def due_by_clock(self) -> bool:
+        """Return whether --save-every-minutes have passed on rank 0, whose clock counts."""
+        minutes = self._run.config.save_every_minutes
+        return self._run.world.is_main and minutes is not None and time.monotonic() - self._last_save_s > minutes * 60
+
+    def run(self, result: StepResult) -> None:
+        self.save(result.step)
+
+    def save(self, step: int) -> None:
+        """Copy the state and write it in the background, unless this step is saved."""
+        run, engine = self._run, self._engine
+        with engine.meter.pause("saving"):
+            self._saver.wait()
+            self._restore_run_folder(step)
+            if self._saved_step == step:
+                return
+            fragments = engine_fragments(engine.deepspeed)
+            weights = (fragment.local for key, fragment in fragments.items() if key.startswith(f"{MASTER}/"))
+            check_weights(weights, run.world.control, step, run.config.run)
+            snapshot = Snapshot(
+                step=step,
+                tokens_seen=run.tokens_seen(step),
+                zero_stage=run.resolved.zero_stage,
+                precision=run.resolved.precision,
+                state=self._run_state(step).as_dict(),
+                fragments=copy_out(fragments),
+                validation=next((other.after(step) for other in self._others if isinstance(other, Validate)), None),
+            )
+            self._saver.save(snapshot)
+        self._saved_step, self._last_save_s = step, time.monotonic()
+
+    def finish(self, step: int) -> None:
+        """Save the last step unless it is saved, and wait until it is on disk. Raises CheckpointError on failure."""
+        # Twice: the second does nothing, unless the run folder was removed during the first.
+        for _ in range(2):
+            self.save(step)
+            self._saver.wait()
+        if self._saver.last_saved_step != step:
+            raise CheckpointError(
+                f"training ended at step {step} of {self._run.resolved.total_steps}, but its last checkpoint "
+                "could not be saved (see the warning above). Make room or mend the folder, and start again to repeat "
+                "the steps since the last one."
+            )
+
+    def _restore_run_folder(self, step: int) -> None:
+        """Create a missing run folder again, complete, for the next checkpoint to be a run's. Collective."""
+        claim, report = self._io.claim, self._io.report
+        if not any(gather(self._run.world.control, claim.renew(report))):
+            return
+        self._saved_step = None
+        for action in self._others:
+            action.begin(step)
+
+    def _run_state(self, step: int) -> RunState:
+        run, engine = self._run, self._engine
+        return RunState(
+            step=step,
+            samples_seen=run.samples_seen(step),
+            tokens_seen=run.tokens_seen(step),
+            skipped_steps=engine.skipped_steps,
+            identity=self._identity,
+            precision=run.resolved.precision,
+            optimizer_scalars=group_scalars(engine.deepspeed),
+            loss_scaler=get_scaler_state(engine.deepspeed),
+            wandb_run_id=self._io.wandb_run_id,
+            config=as_plain(run.config),
+            hyperparameters=self._hyperparameters,
+        )

@@ -1,32 +1,50 @@
-"""A start of a run, resolved from inputs that are read already: nothing here opens a file. No torch."""
+"""A start of a run, resolved from inputs that are read already; what it changes since its checkpoint. No torch.
+
+Memory of a run: estimated before step 1, measured after step 2, explained if it runs out.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
+from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import SHAPE_KEYS, VOCAB_MULTIPLE, shortest_interval
-from llmscale.checkpoint.initial_weights import PublishedWeights
 from llmscale.checkpoint.inventory import FoundCheckpoints
+from llmscale.checkpoint.manifest import load_pieces
 from llmscale.checkpoint.run_state import RunState, SavedRun, check_identity
-from llmscale.config.resolve import ResolvedRun, resolve_run
-from llmscale.config.run_config import RunConfig
-from llmscale.data.mixture import TrainingSets
-from llmscale.errors import CheckpointError, ConfigError
-from llmscale.evaluate.tasks import TaskFile
-from llmscale.memory.breakdown import format_size
+from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.resolve import ResolvedRun, resolve_run, resolve_schedule
+from llmscale.config.run_config import CHANGES_THAT_BREAK, IDENTITY, KEYS, RunConfig, place_of
+from llmscale.config.schedule import Schedule
+from llmscale.config.user_paths import shown, url_of
+from llmscale.engine.device_settings import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, allocator_settings
+from llmscale.errors import CheckpointError, ConfigError, LlmscaleError, MachineError
+from llmscale.keys import value_at
+from llmscale.memory.activations.recorded import NotRecorded
+from llmscale.memory.breakdown import describe_breakdown, format_size
+from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_memory
 from llmscale.planning.compilation import EAGER, Compilation
 from llmscale.planning.disk_usage import SPARE_BYTES, checkpoints_at_once
+from llmscale.planning.recommend import find_smallest_change
+from llmscale.planning.search import Job, Machines
 from llmscale.training.inputs import Inputs, read_inputs
 from llmscale.training.sample_stream import SampleStream, build_stream, check_skips
 
+if TYPE_CHECKING:
+    from llmscale.engine.device_memory import MeasuredMemory
 
-@dataclass(frozen=True)
-class Start:
-    """A start of a run whose inputs fit together: what it trains, and where it begins."""
 
-    inputs: Inputs
+@dataclass(frozen=True, kw_only=True)
+class Start(Inputs):
+    """Inputs of a run that fit together, with what follows from them: what it trains, and where it begins."""
+
     resolved: ResolvedRun
     """The resolved run, for GPUs until `on_cpu` is called."""
     stream: SampleStream
@@ -36,37 +54,6 @@ class Start:
     """How blocks are compiled; decided once the device is known."""
     found: FoundCheckpoints | None = None
     """The run's checkpoints as rank 0 listed them after the claim; None before."""
-
-    @property
-    def config(self) -> RunConfig:
-        return self.inputs.config
-
-    @property
-    def sets(self) -> TrainingSets:
-        return self.inputs.sets
-
-    @property
-    def weights(self) -> PublishedWeights | None:
-        """Published weights that the run begins with."""
-        return self.inputs.weights
-
-    @property
-    def tasks(self) -> tuple[TaskFile, ...]:
-        return self.inputs.tasks
-
-    @property
-    def prompts(self) -> tuple[str, ...]:
-        return self.inputs.prompts
-
-    @property
-    def source(self) -> SavedRun | None:
-        """Checkpoint whose tensors the engine loads."""
-        return self.inputs.source
-
-    @property
-    def state(self) -> RunState | None:
-        """State of the checkpoint that the run resumes; None for a new run."""
-        return self.source.state if self.source and self.inputs.resumes else None
 
     @property
     def first_step(self) -> int:
@@ -80,8 +67,15 @@ class Start:
 
     @cached_property
     def identity(self) -> dict[str, object]:
-        """Everything that a checkpoint and the run that resumes it must share. See run_config.CHANGES_THAT_BREAK."""
-        return _identity(self.inputs, self.resolved, self.stream)
+        """Everything that a checkpoint and the run that resumes it must share, and its stream's record."""
+        manifest = self.sets.manifest
+        return {
+            **{name: value_at(place, self) for name, place in IDENTITY.items()},
+            # Compared only when another run begins from these weights; on resume the fingerprint covers it.
+            "vocab_size": manifest.vocab_size,
+            "tokenizer_sha256": manifest.tokenizer_sha256,
+            **self.stream.identity,
+        }
 
     def on_cpu(self, *, has_bf16: bool = True) -> Start:
         """Return the start for a CPU, with or without bf16 arithmetic."""
@@ -92,8 +86,8 @@ class Start:
 
         Raises CheckpointError, ConfigError, DataError.
         """
-        again = _begin(replace(self.inputs, source=source, resumes=resumes), self.resolved)
-        return replace(self, inputs=again.inputs, stream=again.stream, warnings=again.warnings)
+        begun = _begin(replace(self, source=source, resumes=resumes), self.resolved)
+        return replace(begun, compilation=self.compilation, found=self.found)
 
 
 def prepare_start(config: RunConfig, world_size: int) -> Start:
@@ -119,33 +113,18 @@ def resolve_ranks(inputs: Inputs, world_size: int) -> ResolvedRun:
 
 def _begin(inputs: Inputs, resolved: ResolvedRun) -> Start:
     """Return the start at the inputs' checkpoint, none of whose values depends on the number of ranks."""
-    config, source = inputs.config, inputs.source
+    config, source, state = inputs.config, inputs.source, inputs.state
     if source is not None:
         _check_model(inputs, resolved, source)
-    state = source.state if source and inputs.resumes else None
     if source is not None and state is not None and state.step != source.step:
         raise CheckpointError(f"{source.path} says step {source.step} in one file and {state.step} in another.")
     stream = build_stream(config, inputs.sets, resolved, state)
-    warnings: list[str] = []
-    if state is not None:
-        warnings = check_identity(state.identity, _identity(inputs, resolved, stream), config.allow_changed)
+    values = {entry.name: getattr(inputs, entry.name) for entry in fields(Inputs)}
+    start = Start(**values, resolved=resolved, stream=stream)
     check_skips(config.skip_steps, resolved.total_steps)
-    return Start(inputs, resolved, stream, tuple(warnings))
-
-
-def _identity(inputs: Inputs, resolved: ResolvedRun, stream: SampleStream) -> dict[str, object]:
-    plan, manifest = resolved.plan, inputs.sets.manifest
-    grows = f", from {plan.ramp.first} over {plan.ramp.samples} samples" if plan.ramp else ""
-    return {
-        "global_batch_size": f"{plan.global_batch_size}{grows}" if grows else plan.global_batch_size,
-        "seq_len": plan.seq_len,
-        "data": inputs.sets.fingerprint,
-        # Compared only when another run begins from these weights; on resume the fingerprint covers it.
-        "vocab_size": manifest.vocab_size,
-        "tokenizer_sha256": manifest.tokenizer_sha256,
-        "seed": inputs.config.seed,
-        **stream.identity,
-    }
+    if state is None:
+        return start
+    return replace(start, warnings=tuple(check_identity(state.identity, start.identity, config.allow_changed)))
 
 
 def _check_model(inputs: Inputs, resolved: ResolvedRun, source: SavedRun) -> None:
@@ -193,7 +172,7 @@ def _describe_frozen(state: RunState, config: RunConfig, resolved: ResolvedRun) 
 def check_space(start: Start) -> None:
     """Raise ConfigError if the first checkpoints of a new run do not fit on its disk."""
     config, resolved = start.config, start.resolved
-    if start.inputs.has_checkpoints or config.overfit_batch is not None:
+    if start.has_checkpoints or config.overfit_batch is not None:
         return
     place = next(folder for folder in (config.run, *config.run.absolute().parents) if folder.exists())
     # Those of --keep-every can be moved away during a long run.
@@ -207,3 +186,236 @@ def check_space(start: Start) -> None:
             f"{format_size(one)}: {place} has {format_size(free)} free, and {format_size(needed)} are needed with "
             "some to spare. Free some space, lower --keep-last, or name another --run."
         )
+
+
+#: Relative change of the learning rate up to which it counts as continuous.
+_SMOOTH = 0.05
+
+
+def lines_at_end(start: Start) -> list[str]:
+    """Return lines on how to continue a run that is finished, and none for one that trains.
+
+    Reads the whole checkpoint of a finished run: a start skips a damaged one, and takes the previous one.
+    """
+    source, state, run = start.source, start.state, start.config.run
+    if source is None or state is None or not start.is_finished:
+        return []
+    end = f"finished at step {state.step} of {start.resolved.total_steps}; run folder: {shown(run)}"
+    is_done = source.find_damage() is None and _is_settled(source.path, run)
+    return [*finished_lines(state, start), end] if is_done else []
+
+
+def _is_settled(checkpoint: Path, run: Path) -> bool:
+    """Return whether this disk or the run's store has all of a checkpoint: the ranks need not meet."""
+    pieces = load_pieces(checkpoint)
+    return pieces.remote is not None if pieces else url_of(run) is None
+
+
+def hyperparameters(run: Start) -> dict[str, object]:
+    """Return everything that decides how steps are made and may change on resume, as plain values without defaults.
+
+    The run's identity (run_config.CHANGES_THAT_BREAK) may not change.
+    """
+    resolved, ds_config = run.resolved, run.resolved.ds_config
+    types = cast("Mapping[str, object]", ds_config["data_types"])
+    told = [key for key, behaviour in KEYS.items() if behaviour.resume in ("logged", "weights")]
+    return {
+        "zero_stage": resolved.zero_stage,
+        "world_size": resolved.plan.ranks.world_size,
+        **{key: value_at(place_of(key), run) for key in told},
+        "grad_accum_dtype": types["grad_accum_dtype"],
+        "communication_data_type": ds_config["communication_data_type"],
+    }
+
+
+def change_lines(state: RunState, run: Start, now: Mapping[str, object]) -> Iterator[str]:
+    """Yield the hyperparameters that differ from the checkpoint's, and a jump of the learning rate."""
+    saved = state.hyperparameters
+    changed = [f"{key} {_show(saved[key])} -> {_show(value)}" for key, value in now.items()
+               if key in saved and saved[key] != value]  # fmt: skip
+    changed += _accepted_changes(state.identity, run.identity)
+    if changed:
+        yield f"changed since the checkpoint: {'; '.join(changed)}"
+    if state.step >= run.resolved.total_steps:
+        return
+    schedule = _schedule_of(state)
+    before, after = schedule.learning_rate(state.step), run.resolved.schedule.learning_rate(state.step)
+    if abs(after - before) > _SMOOTH * max(before, after):
+        yield (
+            f"the learning rate goes from {schedule.learning_rate(max(0, state.step - 1)):.2e} to {after:.2e} at "
+            f"step {state.step + 1:,}, where the checkpoint's schedule had {before:.2e}"
+        )
+
+
+def _accepted_changes(saved: Mapping[str, object], now: Mapping[str, object]) -> Iterator[str]:
+    """Yield the parts of a run's identity that --allow-changed has let differ; of hashes and tables only the name."""
+    for key in CHANGES_THAT_BREAK:
+        before, after = saved.get(key), now.get(key)
+        if key in saved and before != after:
+            are_plain = key != "data" and not any(isinstance(value, Mapping) for value in (before, after))
+            yield f"{key} {before} -> {after}" if are_plain else key
+
+
+def finished_lines(state: RunState, run: Start) -> Iterator[str]:
+    """Yield how to continue a finished run; nothing if there are steps left."""
+    total, config = run.resolved.total_steps, run.config
+    if state.step < total:
+        return
+    more = 2 * state.step
+    wanted = config.model_copy(update={"steps": more, "tokens": None})
+    longer = resolve_schedule(wanted, run.resolved.plan, run.sets.num_train_samples)
+    last, following = _schedule_of(state).learning_rate(state.step - 1), longer.learning_rate(state.step)
+    yield (
+        f"nothing to do: the checkpoint is at step {state.step:,} of {total:,}. To continue, give "
+        f"{'more --tokens' if config.tokens else f'more --steps, such as --steps {more}'}"
+    )
+    if abs(following - last) > _SMOOTH * last:
+        yield (
+            f"with {more:,} steps the {longer.schedule} schedule runs over all of them: the learning rate goes from "
+            f"{last:.2e} to {following:.2e} at step {state.step + 1:,}. --schedule constant --lr {last:.2e} "
+            "--warmup-steps 0 continues at the last one instead"
+        )
+
+
+def _schedule_of(state: RunState) -> Schedule:
+    return Schedule(**{entry.name: state.hyperparameters[entry.name] for entry in fields(Schedule)})  # type: ignore[arg-type]
+
+
+def _show(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+#: Fraction of memory that a change must save at least for a run that the estimate expected to fit.
+_MIN_SAVING = 0.1
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+class OutOfMemory(MachineError):
+    """A rank ran out of memory."""
+
+
+def estimate_run(run: Start, capability: ComputeCapability | None) -> MemoryEstimate | None:
+    """Estimate one rank's memory on a GPU of that compute capability.
+
+    None with Adafactor, whose states are not modelled, and for a block without recorded activations.
+    """
+    if not run.resolved.optimizer.steps_shards:
+        return None
+    try:
+        return estimate_memory(run.resolved, capability)
+    except NotRecorded:
+        return None
+
+
+def estimate_line(estimate: MemoryEstimate | None, gpu_bytes: int | None) -> str:
+    """Return the line printed before step 1. `gpu_bytes` is None on a CPU."""
+    if estimate is None:
+        return (
+            "memory: no estimate. It covers AdamW and Muon, and some blocks (tiles, divided sequences or experts, "
+            "unpublished families) must be recorded first: run `llmscale estimate` with this model and these flags once"
+        )
+    where = "per GPU" if gpu_bytes else "if each rank were a GPU"
+    line = f"memory: estimated peak {format_size(estimate.allocated_bytes)} {where}, in {estimate.peak_moment} "
+    line += f"({describe_breakdown(estimate.peak)})"
+    if gpu_bytes is None:
+        return f"{line}; nothing to compare it with on a CPU"
+    total = f"{format_size(estimate.total_bytes)} of {format_size(gpu_bytes)}"
+    return f"{line}; {total} with the allocator's reserve and the CUDA context"
+
+
+def measured_line(estimate: MemoryEstimate | None, measured: MeasuredMemory) -> str:
+    """Return the line printed after the first steps."""
+    line = (
+        f"memory: measured peak {format_size(measured.allocated_bytes)} allocated, "
+        f"{format_size(measured.reserved_bytes)} reserved on the main rank"
+    )
+    if estimate is None:
+        return line
+    error = estimate.allocated_bytes / measured.allocated_bytes - 1
+    side = "above" if error >= 0 else "below"
+    return f"{line}; the estimate of {format_size(estimate.allocated_bytes)} is {abs(error):.1%} {side}"
+
+
+@contextmanager
+def explained_out_of_memory(run: Start) -> Iterator[None]:
+    """Turn an out-of-memory error into OutOfMemory with a breakdown and the smallest change that fits."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        # torch is imported already when memory runs out.
+        from llmscale.engine.device_memory import device_memory_bytes, gpu_capability
+
+        words = explain_out_of_memory(run, str(error), device_memory_bytes(), gpu_capability())
+        raise OutOfMemory(words) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Recognise errors of torch's GPU and CPU allocators, of cuBLAS and of Python."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+def explain_out_of_memory(
+    run: Start, message: str, gpu_bytes: int | None, capability: ComputeCapability | None = None
+) -> str:
+    """Return three lines: the error, the estimated breakdown, and the smallest change that fits.
+
+    A fourth line names the allocator's setting if the tensors alone would fit.
+    """
+    rank = os.environ.get("RANK", "0")
+    what = " ".join(message.split()) or "MemoryError"
+    lines = [f"rank {rank} ran out of memory: {what[:300]}"]
+    estimate = estimate_run(run, capability)
+    if estimate is None:
+        return lines[0]
+    lines.append(f"  {estimate_line(estimate, gpu_bytes)}")
+    lines.append(f"  {_advice(run, estimate, gpu_bytes, capability)}")
+    if gpu_bytes is not None and _is_lost_between_tensors(estimate, gpu_bytes):
+        lines.append(
+            f"  or first {ALLOCATOR_VARIABLES[0]}={EXPANDABLE_SEGMENTS}: all tensors together would fit, and the "
+            "allocator loses less memory between them with it"
+        )
+    return "\n".join(lines)
+
+
+def _is_lost_between_tensors(estimate: MemoryEstimate, gpu_bytes: int) -> bool:
+    fits = estimate.allocated_bytes + CONTEXT_BYTES <= gpu_bytes
+    return fits and "expandable_segments" not in allocator_settings(os.environ)
+
+
+def _advice(run: Start, estimate: MemoryEstimate, gpu_bytes: int | None, capability: ComputeCapability | None) -> str:
+    resolved, plan = run.resolved, run.resolved.plan
+    limit = estimate.total_bytes - round(_MIN_SAVING * estimate.reserved_bytes)
+    if gpu_bytes is not None:
+        limit = min(limit, gpu_bytes)
+    machines = _machines(plan, limit, capability)
+    job = Job(
+        resolved.shape,
+        plan.global_batch_size,
+        machines,
+        optimizer=resolved.optimizer,
+        loss_chunk_tokens=resolved.loss.chunk_tokens,
+        sequence_parallel_size=plan.ranks.sequence_parallel_size,
+        expert_parallel_size=plan.ranks.expert_parallel_size,
+    )
+    try:
+        change = find_smallest_change(resolved.ds, job, resolved.checkpointing, plan.micro_batch_size)
+    except LlmscaleError as error:
+        return f"no change was found: {error}"
+    if change is None:
+        return (
+            "no smaller micro-batch, recomputation, higher stage or offload to the host is enough: it takes more GPUs, "
+            "a shorter seq_len or a smaller model"
+        )
+    saved = estimate.total_bytes - change.fit.estimate.total_bytes
+    return f"the smallest change that fits: {' and '.join(change.words)} ({format_size(saved)} less)"
+
+
+def _machines(plan: BatchPlan, gpu_bytes: int, capability: ComputeCapability | None) -> Machines:
+    ranks_per_node = int(os.environ.get("LOCAL_SIZE", plan.ranks.world_size))
+    num_nodes = max(1, plan.ranks.world_size // ranks_per_node)
+    return Machines(num_nodes, ranks_per_node, gpu_bytes, capability=capability)

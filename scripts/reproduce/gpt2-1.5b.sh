@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train GPT-2's largest model on 34 billion tokens of FineWeb-Edu, with the settings of llm.c (scripts/run_gpt2_1558M.sh).
+# Train GPT-2's largest model on 34 billion tokens of FineWeb-Edu, with the settings of llm.c (run_gpt2_1558M.sh).
 # Needs `pip install -e '.[train,data]'`. Arguments are further flags of `llmscale train`: --num-gpus 8, --micro-batch-size 16
 # Interrupt it at any place: the same command continues. OUT is the folder of everything.
 set -euo pipefail

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train GPT-3's smallest model on 300 billion tokens, with the settings of Brown et al. 2020 (table 2.1, appendix B) and the
-# text of llm.c (scripts/run_gpt3_125M.sh): three passes over 100 billion tokens of FineWeb.
-# Needs `pip install -e '.[train,data]'`. Arguments are further flags of `llmscale train`: --num-gpus 8, --micro-batch-size 16
+# text of llm.c (run_gpt3_125M.sh): three passes over 100 billion tokens of FineWeb.
+# Needs `pip install -e '.[train,data]'`. Arguments are further flags of `llmscale train`: --num-gpus 8
 # Interrupt it at any place: the same command continues. OUT is the folder of everything.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

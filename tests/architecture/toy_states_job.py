@@ -15,9 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from llmscale.architecture.layers import ParameterTensors
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.batch_plan import BatchPlan, ParallelLayout
 from llmscale.config.deepspeed.resolve import parse_ds_config
-from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import resolve_step
 from llmscale.dry_run.engine import dry_run
 from llmscale.memory.estimate import estimate_states

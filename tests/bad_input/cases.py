@@ -50,7 +50,6 @@ LAUNCHER_VARIABLES = [
     ("OMP_NUM_THREADS=abc train", r"OMP_NUM_THREADS is 'abc'"),
     ("OMP_NUM_THREADS=0 train", r"OMP_NUM_THREADS is '0'"),
     ("CUDA_VISIBLE_DEVICES=foo train", r"CUDA_VISIBLE_DEVICES is 'foo'"),
-    ("LLMSCALE_WATCH=/no/such train", r"LLMSCALE_WATCH is '/no/such'"),
     ("DS_ACCELERATOR=foo llmscale train --data set --run r", r"DS_ACCELERATOR is 'foo'"),
     ("OMP_NUM_THREADS=0 llmscale train --data set --run r", r"OMP_NUM_THREADS is '0'"),
     ("CUDA_VISIBLE_DEVICES=foo llmscale train --data set --run r", r"CUDA_VISIBLE_DEVICES is 'foo'"),

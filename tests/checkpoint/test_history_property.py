@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from llmscale.checkpoint.commit import Retention, commit_checkpoint, point_latest
 from llmscale.checkpoint.inventory import (
-    Checkpoint,
     delete_checkpoint,
     find_best,
     find_checkpoints,
@@ -25,6 +24,7 @@ from llmscale.checkpoint.inventory import (
     remove_leftovers,
 )
 from llmscale.checkpoint.manifest import (
+    Checkpoint,
     CheckpointManifest,
     History,
     Validation,

@@ -12,7 +12,6 @@ import pytest
 from llmscale.checkpoint.inventory import (
     MAX_PINNED,
     PINNED_NAME,
-    Checkpoint,
     FoundCheckpoints,
     choose_expired,
     find_any_checkpoint,
@@ -28,6 +27,7 @@ from llmscale.checkpoint.inventory import (
     remove_leftovers,
 )
 from llmscale.checkpoint.manifest import (
+    Checkpoint,
     CheckpointManifest,
     History,
     StoredFile,

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from llmscale.checkpoint.inventory import Checkpoint, find_checkpoints, list_checkpoints, record_history
+from llmscale.checkpoint.inventory import find_checkpoints, list_checkpoints, record_history
 from llmscale.checkpoint.load import (
     check_nothing_is_dropped,
     check_same_scalars,
     find_newest_good,
     load_full_weights,
 )
-from llmscale.checkpoint.manifest import History
+from llmscale.checkpoint.manifest import Checkpoint, History
 from llmscale.checkpoint.tensor_files import Fragment, FragmentLoadPlanner, JsonIndexReader, load_index
 from llmscale.engine.collectives import Disks
 from llmscale.errors import CheckpointError
@@ -37,7 +37,7 @@ def checkpoint(save_steps: Callable, tmp_path: Path) -> Path:
 
 
 def _load(folder: Path, fragments: dict[str, Fragment]) -> None:
-    dcp.load(fragments, storage_reader=JsonIndexReader(folder), planner=FragmentLoadPlanner())
+    dcp.load(fragments, storage_reader=JsonIndexReader(folder, load_index(folder)), planner=FragmentLoadPlanner())
 
 
 def test_any_cut_of_a_tensor_can_be_loaded(checkpoint: Path) -> None:

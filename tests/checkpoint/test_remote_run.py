@@ -40,7 +40,7 @@ from llmscale.checkpoint.remote_run import (
     update_copy,
 )
 from llmscale.checkpoint.tensor_files import StoredWeights, fetch_checkpoint, load_index, stored_chunks
-from llmscale.config.run_urls import copy_of
+from llmscale.config.user_paths import copy_of
 from llmscale.errors import CheckpointError, LlmscaleError
 from tests.object_store import BUCKET, ObjectStore
 

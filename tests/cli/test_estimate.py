@@ -16,8 +16,8 @@ import pytest
 from llmscale.cli.main import main
 from llmscale.config.bundled_files import install_command
 from llmscale.config.deepspeed.resolve import read_ds_config
+from llmscale.config.hardware import INTERCONNECTS
 from llmscale.config.hf_model import with_published_shape
-from llmscale.config.interconnect import INTERCONNECTS
 from llmscale.config.resolve import SetFacts, resolve_shape
 from llmscale.config.run_config import parse_run_config
 from llmscale.training.start import prepare_start

@@ -80,7 +80,7 @@ data clean --input URL --out out
 @pytest.fixture(autouse=True)
 def no_host_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("llmscale.cluster.doctor.diagnose._log_in", lambda *_: pytest.fail("a host was asked"))
+    monkeypatch.setattr("llmscale.cluster.doctor.diagnose._probe", lambda *_: pytest.fail("a host was asked"))
 
 
 @pytest.mark.parametrize("words", [line for line in (MISSING + STRAY).splitlines() if line])

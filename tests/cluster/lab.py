@@ -105,8 +105,8 @@ class Lab:
             time.sleep(0.05)
 
     def ranks_of(self, host: PlaygroundHost) -> list[int]:
-        """Its training processes, without their launcher and their data workers."""
-        # python -u /path/train.py ...: the launcher's line goes on with -m, the supervisor's too.
+        """Its training processes, without what started them and their data workers."""
+        # python -u /path/train.py ...: the supervisor's line goes on with -m.
         trainers = {pid for pid in host.pids_running("train.py") if command_line(pid).split()[2].endswith("train.py")}
         return sorted(pid for pid in trainers if _parent(pid) not in trainers)
 

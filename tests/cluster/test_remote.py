@@ -143,7 +143,7 @@ def test_what_training_needs_goes_along_unchanged(name: str) -> None:
     "name",
     [
         *("HOME", "SSH_CONNECTION", "RANK", "WORLD_SIZE", "MASTER_ADDR", "HOSTNAME", "CUDA_VISIBLE_DEVICES", "TERM"),
-        *("LLMSCALE_WATCH", "CCACHE_DIR", "SLURM_JOB_ID"),
+        *("LLMSCALE_REPORTS", "CCACHE_DIR", "SLURM_JOB_ID"),
     ],
 )
 def test_what_belongs_to_one_host_or_shell_stays(name: str) -> None:

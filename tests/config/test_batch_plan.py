@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmscale.config.batch_plan import DEFAULT_MICRO_BATCH_TOKENS, BatchRamp, LengthRamp, build_batch_plan
-from llmscale.config.parallel_layout import ParallelLayout, divisors
+from llmscale.config.batch_plan import (
+    DEFAULT_MICRO_BATCH_TOKENS,
+    BatchRamp,
+    LengthRamp,
+    ParallelLayout,
+    build_batch_plan,
+    divisors,
+)
 from llmscale.errors import ConfigError
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.config.interconnect import get_interconnect
+from llmscale.config.hardware import get_interconnect
 from llmscale.errors import ConfigError
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
@@ -11,11 +12,24 @@ import pytest
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
 from llmscale.config.deepspeed.resolve import read_ds_config
 from llmscale.config.resolve import SetFacts, resolve_run
-from llmscale.config.run_config import KEYS, RunConfig, build_run_config, key, needs, parse_run_config, place_of
+from llmscale.config.run_config import (
+    CHANGES_THAT_BREAK,
+    IDENTITY,
+    KEYS,
+    RunConfig,
+    build_run_config,
+    key,
+    keys_of_ladder,
+    keys_with,
+    needs,
+    parse_run_config,
+    path_keys,
+    place_of,
+)
 from llmscale.config.run_flags import describe_keys, keys_asked_by, model_keys
 from llmscale.errors import ConfigError
 from llmscale.keys import Breaks, Command, Condition, MayDiffer, Ranks, Resume, value_at
-from llmscale.training.start import Start
+from llmscale.planning.compilation import EAGER
 
 WORDS = {kind: {word for part in get_args(kind) for word in get_args(part)} for kind in (Resume, Ranks)}
 
@@ -66,20 +80,66 @@ def test_pairs_of_units_and_names_of_changes_exist() -> None:
 def test_every_told_key_has_a_place_in_a_prepared_run() -> None:
     config = parse_run_config(["--steps=200"])
     resolved = resolve_run(config, read_ds_config(config.ds), SetFacts(1000, 64, 10**6, 0), 2)
-    run = Start(SimpleNamespace(config=config), resolved, None)  # type: ignore[arg-type]
+    run = SimpleNamespace(config=config, resolved=resolved, compilation=EAGER)
     for name, behaviour in KEYS.items():
-        if behaviour.resume in ("told", "weights"):
+        if behaviour.resume in ("logged", "weights"):
             value_at(place_of(name), run)
 
 
-def test_commands_take_what_the_keys_say() -> None:
+@pytest.mark.parametrize("command", get_args(Command))
+def test_commands_take_what_the_keys_say(command: str) -> None:
     from llmscale.cli.main import build_parser
 
-    for command in get_args(Command):
-        parser = build_parser([command])
-        (inner,) = (action.choices[command] for action in parser._actions if isinstance(action.choices, dict))
-        flags = {action.dest for action in inner._actions}
-        assert {*keys_asked_by(command), *model_keys()} <= flags
+    parser = build_parser([command])
+    (inner,) = (action.choices[command] for action in parser._actions if isinstance(action.choices, dict))
+    helps = {action.dest: action.help for action in inner._actions}
+    for name in {*keys_asked_by(command), *model_keys()} - {"optimizer"}:
+        assert helps[name] == describe_keys()[name].asked_text.replace("%", "%%")
+
+
+def test_a_commands_own_default_takes_the_place_of_the_keys() -> None:
+    documented = describe_keys()
+    assert documented["micro_batch_size"].asked_text.endswith("forward pass; default: the largest that fits.")
+    assert documented["vocab_size"].asked_text == "Token ids of the model; default: the published model's."
+    assert documented["keep_last"].asked_text.endswith("validation loss; default: 2.")
+    assert documented["freeze"].asked_text == documented["freeze"].text
+
+
+def test_every_number_has_a_unit() -> None:
+    """An upper bound that comes with the type, for a value beyond it is a typing error."""
+    for name, documented in describe_keys().items():
+        if documented.kind in (int, float):
+            with pytest.raises(ConfigError, match=rf"{name} = .*less than"):
+                build_run_config({name: 10**19 if documented.kind is int else 1e39})
+
+
+def test_what_breaks_a_run_is_in_its_identity() -> None:
+    config = parse_run_config(
+        ["--steps=200", "--global-batch-size=8", "--batch-ramp-from=2", "--batch-ramp-tokens=999"]
+    )
+    resolved = resolve_run(config, read_ds_config(config.ds), SetFacts(1000, 64, 10**6, 0), 2)
+    sets, stream = SimpleNamespace(fingerprint="f"), SimpleNamespace(identity={"order": "o"})
+    start = SimpleNamespace(config=config, sets=sets, resolved=resolved, stream=stream)
+    identity = {name: value_at(place, start) for name, place in IDENTITY.items()}
+    ramp = "8, from 2 over 16 samples"
+    assert identity == {"seed": 1337, "seq_len": 64, "data": "f", "order": "o", "global_batch_size": ramp}
+    assert identity.keys() == CHANGES_THAT_BREAK.keys()
+
+
+def test_the_ladder_decides_sizes_tokens_and_where_runs_begin() -> None:
+    decided = {*keys_of_ladder()}
+    assert {name for name, key in SHAPE_KEYS.items() if key.of_model == "size"} | {*keys_with(begins=True)} <= decided
+    for name, behaviour in KEYS.items():
+        assert not behaviour.in_place_of or (name in decided) == (behaviour.in_place_of in decided)
+    assert not decided & {"seed", "lr", "num_experts", "micro_batch_size", "save_every", "keep_last"}
+
+
+def test_nodes_may_differ_in_the_keys_that_the_page_lists() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+    table = page.partition("These may differ:")[2].partition("\n| the way a value is given")[0]
+    listed = {flag.replace("-", "_") for flag in re.findall(r"`--([a-z-]+)[^`]*`", table)}
+    paths = {name for name in path_keys() if KEYS[name].ranks == "resolved"}
+    assert listed == {name for name, key in KEYS.items() if isinstance(key.ranks, MayDiffer)} | paths
 
 
 def test_a_key_without_effect_on_the_model_is_refused() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from llmscale.config.muon import Matrix, Part, matrices_of, plan_rounds
+from llmscale.config.optimizers import Matrix, Part, matrices_of, plan_rounds
 
 
 def test_a_parameter_of_several_matrices_is_taken_apart() -> None:

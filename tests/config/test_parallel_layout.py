@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from llmscale.config.batch_plan import build_batch_plan
-from llmscale.config.parallel_layout import ParallelLayout
+from llmscale.config.batch_plan import ParallelLayout, build_batch_plan
 from llmscale.errors import ConfigError
 
 

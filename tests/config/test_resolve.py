@@ -25,15 +25,15 @@ def test_every_optimizer_has_its_own_default_rate(optimizer: str, rate: float) -
     """Adafactor's is relative to the weights: with AdamW's it hardly trained."""
     flags = ("--model", "gpt2-124m", "--optimizer", optimizer)
     ds: dict[str, object] = {"zero_optimization": {"stage": 0}}
-    assert resolve(*flags, ds=ds).schedule.peak_lr == pytest.approx(rate)
-    assert resolve(*flags, "--lr", "0.5", ds=ds).schedule.peak_lr == 0.5
+    assert resolve(*flags, ds=ds).schedule.lr == pytest.approx(rate)
+    assert resolve(*flags, "--lr", "0.5", ds=ds).schedule.lr == 0.5
 
 
 def test_a_preset_brings_shape_batch_and_learning_rate() -> None:
     run = resolve("--model", "gpt2-124m")
     assert (run.shape.n_layer, run.shape.n_head, run.shape.n_embd) == (12, 12, 768)
     assert run.plan.tokens_per_step == 2**19
-    assert run.schedule.peak_lr == 6e-4
+    assert run.schedule.lr == 6e-4
     assert run.total_steps == 10_000 // 512, "one pass over the data"
 
 
@@ -68,7 +68,7 @@ def test_flags_override_the_preset() -> None:
     )
     shape = run.shape
     assert (shape.n_layer, shape.n_head, shape.n_embd, shape.activation) == (3, 2, 64, "relu")
-    assert (shape.dropout, shape.bias, run.schedule.peak_lr) == (0.1, False, 0.5)
+    assert (shape.dropout, shape.bias, run.schedule.lr) == (0.1, False, 0.5)
 
 
 def test_batch_and_duration_in_tokens() -> None:
@@ -80,7 +80,7 @@ def test_batch_and_duration_in_tokens() -> None:
 
 def test_schedule_defaults() -> None:
     cosine = resolve("--global-batch-size", "8", "--steps", "1000").schedule
-    assert (cosine.name, cosine.warmup_steps, cosine.decay_steps, cosine.min_lr_frac) == ("cosine", 10, 1000, 0.1)
+    assert (cosine.schedule, cosine.warmup_steps, cosine.decay_steps, cosine.min_lr_frac) == ("cosine", 10, 1000, 0.1)
     wsd = resolve("--global-batch-size", "8", "--steps", "1000", "--schedule", "wsd").schedule
     assert (wsd.decay_steps, wsd.min_lr_frac) == (200, 0.0)
     assert resolve("--global-batch-size=8", "--steps=1000000").schedule.warmup_steps == 2000
@@ -109,7 +109,7 @@ def test_it_can_be_saved_as_json() -> None:
     saved = json.loads(json.dumps(resolve("--global-batch-size", "8").as_dict()))
     assert saved["plan"]["global_batch_size"] == 8
     assert saved["shape"]["n_embd"] == 384
-    assert saved["schedule"]["peak_lr"] == 1e-3
+    assert saved["schedule"]["lr"] == 1e-3
 
 
 def test_the_ds_config_is_resolved_with_the_run_and_flags_override_it() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.config.run_urls import (
+from llmscale.config.user_paths import (
     check_other_run,
     check_other_run_or_name,
     check_own_run,

@@ -15,9 +15,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.batch_plan import BatchPlan, ParallelLayout
 from llmscale.config.deepspeed.resolve import parse_ds_config
-from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import resolve_step
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import build_engine

@@ -18,7 +18,7 @@ from llmscale.checkpoint.inventory import find_checkpoints
 from llmscale.checkpoint.remote_run import fetch_run, read_index
 from llmscale.checkpoint.tensor_files import fetch_checkpoint
 from llmscale.cli import main as cli
-from llmscale.config.run_urls import copy_of
+from llmscale.config.user_paths import copy_of
 from tests.azure_store import AzureStore
 from tests.conftest import TRAIN, Ranks, assert_same_losses, read_losses
 from tests.distributed.test_full_disk import read_until

@@ -110,7 +110,9 @@ def read_all(folder: Path) -> dict[str, Tensor]:
         key: Fragment(torch.empty(entry["size"], dtype=getattr(torch, entry["dtype"])), 0, entry["size"])
         for key, entry in load_index(folder).items()
     }
-    dcp.load(wanted, storage_reader=JsonIndexReader(folder), planner=FragmentLoadPlanner(), no_dist=True)
+    dcp.load(
+        wanted, storage_reader=JsonIndexReader(folder, load_index(folder)), planner=FragmentLoadPlanner(), no_dist=True
+    )
     return {key: fragment.local for key, fragment in wanted.items()}
 
 

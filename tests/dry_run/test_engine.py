@@ -18,7 +18,7 @@ import gc, json, os, sys, warnings
 warnings.simplefilter("ignore")
 import torch
 import torch.distributed as dist
-from llmscale.config.parallel_layout import ParallelLayout
+from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.resolve import resolve_step

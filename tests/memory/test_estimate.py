@@ -9,10 +9,9 @@ import pytest
 
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape, build_shape
-from llmscale.config.batch_plan import build_batch_plan
+from llmscale.config.batch_plan import ParallelLayout, build_batch_plan
 from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
-from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import resolve_step
 from llmscale.dry_run.engine import dry_run
 from llmscale.dry_run.on_demand import compare_with_dry_run, with_recordings

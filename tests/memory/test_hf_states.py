@@ -7,9 +7,8 @@ import pytest
 from llmscale.architecture.hf_config import HFModel, read_shape
 from llmscale.architecture.layers import ParameterTensors
 from llmscale.architecture.shape import GPTShape, build_shape, describe_gpt
-from llmscale.config.batch_plan import build_batch_plan
+from llmscale.config.batch_plan import ParallelLayout, build_batch_plan
 from llmscale.config.deepspeed.resolve import parse_ds_config
-from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import resolve_step
 from llmscale.memory.estimate import CONTEXT_BYTES, estimate_hf_states, estimate_states
 from llmscale.memory.states.state_memory import ZeroSetup, zero_setup

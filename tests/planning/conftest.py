@@ -10,8 +10,7 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
-from llmscale.config.hardware import get_gpu
-from llmscale.config.interconnect import get_interconnect
+from llmscale.config.hardware import get_gpu, get_interconnect
 from llmscale.config.optimizers import ADAMW, OptimizerSpec
 from llmscale.config.resolve import ResolvedStep, resolve_step
 from llmscale.planning.search import Job, Search

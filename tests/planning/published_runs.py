@@ -29,11 +29,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.batch_plan import build_batch_plan
+from llmscale.config.batch_plan import ParallelLayout, build_batch_plan
 from llmscale.config.deepspeed.schema import CheckpointingMode
-from llmscale.config.hardware import Cluster, get_gpu
-from llmscale.config.interconnect import Interconnect
-from llmscale.config.parallel_layout import ParallelLayout
+from llmscale.config.hardware import Cluster, Interconnect, get_gpu
 from llmscale.config.resolve import ResolvedStep
 from llmscale.planning.calibration import extrapolations
 from llmscale.planning.kernels import KernelSettings

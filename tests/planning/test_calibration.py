@@ -7,11 +7,9 @@ from dataclasses import replace
 import pytest
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.batch_plan import build_batch_plan
-from llmscale.config.hardware import Cluster, get_gpu
-from llmscale.config.interconnect import get_interconnect
+from llmscale.config.batch_plan import ParallelLayout, build_batch_plan
+from llmscale.config.hardware import Cluster, get_gpu, get_interconnect
 from llmscale.config.optimizers import ADAMW, MUON, OptimizerSpec
-from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.planning.calibration import FITTED, SEEN_BEYOND, SMALLEST_MICRO_BATCH_TOKENS
 from llmscale.planning.step_time import Throughput, estimate_step
 from tests.planning.published_runs import published_runs, read_rows

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from llmscale.config.deepspeed.resolve import parse_ds_config
-from llmscale.config.interconnect import get_interconnect
+from llmscale.config.hardware import get_interconnect
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import CompileMode, RunConfig
 from llmscale.planning.compilation import Compilation, decide_compilation

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.hardware import get_gpu
-from llmscale.config.interconnect import get_interconnect
+from llmscale.config.hardware import get_gpu, get_interconnect
 from llmscale.config.presets import PRESETS
 from llmscale.errors import ConfigError
 from llmscale.planning.run_plan import Goal, GPUPlacement, GPUs, PlanRequest, make_plan, place, usual_mfu

@@ -9,8 +9,8 @@ import pytest
 
 from llmscale.architecture.hf_config import load_hf_model
 from llmscale.architecture.shape import GPTShape
+from llmscale.config.batch_plan import divisors
 from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
-from llmscale.config.parallel_layout import divisors
 from llmscale.config.presets import PRESETS
 from llmscale.config.resolve import resolve_step
 from llmscale.dry_run.on_demand import with_recordings

@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.batch_plan import BatchPlan, build_batch_plan
+from llmscale.config.batch_plan import BatchPlan, ParallelLayout, build_batch_plan
 from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode
-from llmscale.config.hardware import Cluster, custom_gpu, get_gpu
-from llmscale.config.interconnect import get_interconnect
+from llmscale.config.hardware import Cluster, custom_gpu, get_gpu, get_interconnect
 from llmscale.config.optimizers import ADAMW, MUON, OptimizerSpec
-from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import ResolvedStep, resolve_step
 from llmscale.planning.calibration import nearest_rows
 from llmscale.planning.kernels import KernelSettings

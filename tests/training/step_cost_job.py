@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import llmscale
 from llmscale.train import main
-from llmscale.training.heartbeat import Heartbeat
+from llmscale.training.stop_request import Heartbeat
 
 PACKAGE = str(Path(llmscale.__file__).parent) + "/"
 MODEL = (PACKAGE + "model/", PACKAGE + "architecture/")

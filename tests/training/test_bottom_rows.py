@@ -10,7 +10,7 @@ from tests.terminal_screen import Terminal
 #: Draws two rows when it is told to on stdin, and prints what it is told otherwise, a line or a part of one.
 PROGRAM = """
 import os, sys
-from llmscale.training.bottom_rows import BottomRows
+from llmscale.training.live_view import BottomRows
 rows = BottomRows(1)
 os.write(1, b"ready\\n")
 for number, line in enumerate(sys.stdin):

@@ -16,11 +16,10 @@ from llmscale.checkpoint.manifest import STATE_NAME, CheckpointManifest, checkpo
 from llmscale.checkpoint.run_state import RunState
 from llmscale.data.shards.manifest import load_manifest
 from llmscale.errors import CheckpointError, ConfigError
-from llmscale.training.changes import change_lines, finished_lines, hyperparameters, lines_at_end
 from llmscale.training.inputs import as_plain
 from llmscale.training.run_folder import save_run_description
 from llmscale.training.start import Start as ResolvedStart
-from llmscale.training.start import check_space
+from llmscale.training.start import change_lines, check_space, finished_lines, hyperparameters, lines_at_end
 from llmscale.training.stop_request import Launcher, launch_names
 from tests.runs_in_turn import train_in_turn
 from tests.training.test_inputs import prepare
@@ -175,16 +174,16 @@ def test_where_a_launch_begins_counts_once(
         start(*again)
     save_run_description(other, {}, {}, {}, is_new=True, launches=launch_names(os.environ))
     continued = start(*again)
-    assert continued.first_step == 20 and continued.inputs.left_out == f"--init-from {begun}"
-    assert start(f"--run={other}", f"--resume={begun}", "--skip-steps=30:31").inputs.left_out == f"--resume {begun}"
-    assert start(f"--run={other}", "--skip-steps=30:31").inputs.left_out == ""
+    assert continued.first_step == 20 and continued.left_out == f"--init-from {begun}"
+    assert start(f"--run={other}", f"--resume={begun}", "--skip-steps=30:31").left_out == f"--resume {begun}"
+    assert start(f"--run={other}", "--skip-steps=30:31").left_out == ""
     # Nothing to continue from: it begins there again.
     for folder in (other / "checkpoints").iterdir():
         shutil.rmtree(folder)
     assert start(f"--run={other}", f"--init-from={begun}", "--skip-steps=30:31").first_step == 0
     # Other arguments, or another launch.
     monkeypatch.setattr("sys.argv", ["train.py", "--lr", "1"])
-    assert start(f"--run={other}", f"--resume={begun}").inputs.left_out == ""
+    assert start(f"--run={other}", f"--resume={begun}").left_out == ""
 
 
 def test_another_launch_goes_back_again(
@@ -194,15 +193,15 @@ def test_another_launch_goes_back_again(
     named = f"--resume={begun}"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
     save_run_description(run, {}, {}, {}, is_new=True, launches=launch_names(os.environ))
-    assert start(named).inputs.left_out == f"--resume {begun}"
+    assert start(named).left_out == f"--resume {begun}"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-8")
-    assert start(named).inputs.left_out == ""
+    assert start(named).left_out == ""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     save_run_description(run, {}, {}, {}, is_new=True, launches=launch_names(os.environ))
-    assert start(named).inputs.left_out == "", "the same command twice in one job"
+    assert start(named).left_out == "", "the same command twice in one job"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert start(named).inputs.left_out == f"--resume {begun}"
+    assert start(named).left_out == f"--resume {begun}"
 
 
 def test_weights_of_another_shape_cannot_begin_a_run(start: Start, begun: Path, tmp_path: Path) -> None:

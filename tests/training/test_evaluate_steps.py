@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmscale.data.validation import ValidationBatch
-from llmscale.training import evaluate_steps
-from llmscale.training.evaluate_steps import validation_loss
+from llmscale.training import reports
+from llmscale.training.reports import validation_loss
 from llmscale.training.run_folder import METRICS_VERSION
 from tests.conftest import read_losses
 from tests.runs_in_turn import train_in_turn
@@ -96,11 +96,11 @@ def test_sharded_weights_give_the_text_of_whole_ones_and_training_does_not_notic
 
 def test_text_is_sampled_wherever_the_model_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the last step too, whatever it is a multiple of."""
-    monkeypatch.setattr(evaluate_steps, "on_all_ranks", lambda *_: None)
+    monkeypatch.setattr(reports, "on_all_ranks", lambda *_: None)
     config, resolved = SimpleNamespace(sample_every=0, eval_every=4), SimpleNamespace(total_steps=10)
     start, world = SimpleNamespace(sets=SimpleNamespace(first=None)), SimpleNamespace(control=None)
     run: Any = SimpleNamespace(config=config, resolved=resolved, start=start, world=world)
-    action = evaluate_steps.SampleText(run, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    action = reports.SampleText(run, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
     assert [step for step in range(1, 11) if action.due(step)] == [4, 8, 10]
     config.sample_every, config.eval_every = 3, 0
     assert [step for step in range(1, 11) if action.due(step)] == [3, 6, 9]

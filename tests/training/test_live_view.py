@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from llmscale.training import live_view
-from llmscale.training.bottom_rows import BottomRows
-from llmscale.training.live_view import Curve, LiveView, RunProgress, render_frame, sparkline
+from llmscale.training.live_view import BottomRows, Curve, LiveView, RunProgress, render_frame, sparkline
 from llmscale.training.step_metrics import StepMeter
 from tests.conftest import HANG_S, REPOSITORY
 from tests.terminal_screen import Terminal

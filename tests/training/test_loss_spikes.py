@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from llmscale.checkpoint.inventory import list_checkpoints
-from llmscale.training import open_session
+from llmscale.engine.train_step import PhaseTimer
+from llmscale.training import session as session_module
 from llmscale.training.loss_spikes import MIN_STEPS, QUIET_STEPS, Spike, SpikeDetector, rollback_advice
 from llmscale.training.sample_stream import Skip
 from llmscale.training.step_metrics import StepMeter
@@ -179,15 +180,15 @@ def test_a_spike_at_the_last_step_is_left_out_too(ranks: Callable, train_command
 @pytest.mark.parametrize("outcome", [True, False])
 def test_going_back_is_a_start_for_the_clock_and_the_supervisor(outcome: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str | None] = []
-    meter = StepMeter(torch.device("cpu"))
+    meter = StepMeter(PhaseTimer(torch.device("cpu")))
 
     def note(session: Any) -> bool:
         seen.append(meter.pausing_for)
         return outcome
 
-    monkeypatch.setattr(open_session, "_roll_back", note)
+    monkeypatch.setattr(session_module, "_roll_back", note)
     session: Any = SimpleNamespace(engine=SimpleNamespace(meter=meter), io=SimpleNamespace(publisher=None))
     heartbeat: Any = SimpleNamespace(beat=lambda phase: seen.append(f"beat {phase}"))
-    assert open_session.roll_back(session, heartbeat) is outcome
+    assert session_module.roll_back(session, heartbeat) is outcome
     assert seen == ["beat starting", "starting", "beat starting"]
     assert meter.spent_s["starting"] > 0

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.training import lost_peer
-from llmscale.training.lost_peer import PEER_GONE, explain_lost_peer
-from llmscale.training.stop_request import find_ranks
+from llmscale.training import stop_request
+from llmscale.training.stop_request import PEER_GONE, explain_lost_peer, find_ranks
 from tests.conftest import HANG_S, REPOSITORY, TRAIN, free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -46,9 +45,9 @@ def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(lost_peer, "_LOOK_S", 0.2)
+    monkeypatch.setattr(stop_request, "_LOOK_S", 0.2)
     # The environment of this process in /proc is that of its start.
-    monkeypatch.setattr(lost_peer, "find_ranks", lambda: {os.getpid(): 0, **find_ranks()})
+    monkeypatch.setattr(stop_request, "find_ranks", lambda: {os.getpid(): 0, **find_ranks()})
     monkeypatch.setattr(os, "getppid", os.getpid)
     process = subprocess.Popen(["sleep", "3600"], env={**os.environ, "RANK": "1"})
     yield process
@@ -102,7 +101,7 @@ def test_a_rank_that_is_stopped_and_one_elsewhere(
     os.waitid(os.P_PID, peer.pid, os.WCONTINUED | os.WNOWAIT)
     assert str(explain_lost_peer(timeout)).startswith("a rank does not answer, and all of them still run (")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr(lost_peer, "find_ranks", lambda: {os.getpid(): 0, peer.pid: 1})
+    monkeypatch.setattr(stop_request, "find_ranks", lambda: {os.getpid(): 0, peer.pid: 1})
     assert str(explain_lost_peer(RuntimeError(BROKEN[1]))).startswith("a rank on another host (10.0.0.7) ended or")
 
 

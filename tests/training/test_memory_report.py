@@ -11,16 +11,17 @@ import pytest
 from llmscale.config.run_config import parse_run_config
 from llmscale.engine.device_memory import MeasuredMemory
 from llmscale.planning.search import Job, Machines, find_largest_fit
-from llmscale.training.memory_report import (
+from llmscale.training.start import (
     OutOfMemory,
+    Start,
     estimate_line,
     estimate_run,
     explain_out_of_memory,
     explained_out_of_memory,
     is_out_of_memory,
     measured_line,
+    prepare_start,
 )
-from llmscale.training.start import Start, prepare_start
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[2]
@@ -206,9 +207,9 @@ _MEASURES = """
 import os, sys
 from llmscale.engine.device_memory import MeasuredMemory
 from llmscale.train import main
-from llmscale.training import startup_reports
+from llmscale.training import reports
 
-startup_reports.measured_memory = lambda: MeasuredMemory(3 * 2**30, 4 * 2**30)
+reports.measured_memory = lambda: MeasuredMemory(3 * 2**30, 4 * 2**30)
 status = main(sys.argv[1:])
 sys.stdout.flush()
 os._exit(status)

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmscale.engine.train_step import PhaseTimer
 from llmscale.report.data import build_report
-from llmscale.training.metrics import MetricsLog
-from llmscale.training.step_metrics import StepMeter, format_duration, format_step
-from llmscale.training.trackers import Tracker
+from llmscale.report.history import COLUMNS
+from llmscale.training.metrics import MetricsLog, Tracker
+from llmscale.training.step_metrics import METRICS, StepMeter, format_duration, format_step
 from tests.conftest import HANG_S
 from tests.training.made_metrics import make_metrics
 
@@ -49,6 +50,23 @@ def test_the_console_line() -> None:
     unknown = make_metrics(grad_norm=None, mfu=None, loss_scale=65536.0, skipped_steps=2)
     assert "| norm - | scale 65536 | skipped 2 | 12,346" in format_step(unknown, 100)
     assert "| mfu - |" in format_step(unknown, 100)
+
+
+def test_the_line_of_experts_and_fp16() -> None:
+    sparse = make_metrics(expert_load_min=0.5, expert_load_max=1.5, tokens_moved=0.25, loss_scale=1024.0)
+    assert "| scale 1024 | experts 0.50 to 1.50, 25.0% moved | 12,346" in format_step(sparse, 100)
+
+
+def test_a_declared_metric_is_in_the_line_the_record_and_the_report(tmp_path: Path) -> None:
+    """One declaration is all: its column, its chart with unit, and its part of the line follow."""
+    numbers = {name for name, declared in METRICS.items() if declared.is_column}
+    assert {*COLUMNS} == numbers | {"time"}
+    log = MetricsLog(tmp_path, 30)
+    log.log_step(make_metrics())
+    log.close()
+    charts = {chart["name"]: chart for chart in build_report([tmp_path])["charts"]}  # type: ignore[attr-defined]
+    assert charts.keys() == {name for name, declared in METRICS.items() if declared.chart} <= numbers
+    assert (charts["mfu"]["unit"], charts["mfu"]["factor"]) == ("% of the hardware's peak", 100)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +165,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_pauses_are_taken_out_and_phases_divided_by_steps(clock: list[float]) -> None:
-    meter = StepMeter(torch.device("cpu"))
+    meter = StepMeter(PhaseTimer(torch.device("cpu")))
     for _ in range(2):
         for phase, seconds in (("data_wait", 1.0), ("forward_backward", 4.0), ("optimizer_step", 2.0), ("other", 0.5)):
             meter.phases.mark(phase)
@@ -162,7 +180,7 @@ def test_pauses_are_taken_out_and_phases_divided_by_steps(clock: list[float]) ->
 
 
 def test_each_reading_begins_anew(clock: list[float]) -> None:
-    meter = StepMeter(torch.device("cpu"))
+    meter = StepMeter(PhaseTimer(torch.device("cpu")))
     clock[0] += 9
     meter.count_step()
     assert meter.read().step_s == 9
@@ -173,7 +191,7 @@ def test_each_reading_begins_anew(clock: list[float]) -> None:
 
 
 def test_a_pause_that_fails_still_ends(clock: list[float]) -> None:
-    meter = StepMeter(torch.device("cpu"))
+    meter = StepMeter(PhaseTimer(torch.device("cpu")))
     with pytest.raises(ValueError, match="disk"), meter.pause("saving"):
         clock[0] += 5
         raise ValueError("disk")

@@ -21,7 +21,7 @@ from llmscale.errors import TrainingError
 from llmscale.model.gpt import GPT
 from llmscale.report.run_list import read_run
 from llmscale.training.live_run import StepResult
-from llmscale.training.nonfinite import (
+from llmscale.training.loss_spikes import (
     LossScaleHistory,
     NonfiniteCounter,
     NonfiniteParameters,

@@ -16,8 +16,8 @@ import pytest
 from llmscale.cluster.launch.ranks import process_state
 from llmscale.cluster.launch.supervisor import Attempt, Supervisor
 from llmscale.config.run_config import RunConfig
-from llmscale.training import notify as notify_module
-from llmscale.training.notify import notify
+from llmscale.training import run_folder as notify_module
+from llmscale.training.run_folder import notify
 from tests import warm_start
 from tests.conftest import HANG_S, REPOSITORY, TRAIN, Ranks
 from tests.distributed.test_full_disk import read_until
@@ -106,7 +106,7 @@ def test_a_killed_rank_is_told_of_by_llmscale_train(train_command: Callable[...,
 def test_the_supervisor_tells_of_each_attempt(tmp_path: Path) -> None:
     config = RunConfig(run=tmp_path, notify=f"cat >> {tmp_path}/told")
     supervisor = SimpleNamespace(_config=config)
-    attempt = Attempt(3, "now", {}, 2, "", {}, "torchrun", "", end="failed", reason="rank 1 on b ended with status 1")
+    attempt = Attempt(3, "now", {}, 2, "", {}, "", end="failed", reason="rank 1 on b ended with status 1")
     Supervisor._notify(supervisor, attempt, None)  # type: ignore[arg-type]
     Supervisor._notify(supervisor, replace(attempt, number=4, end="stopped", reason="SIGTERM"), 0)  # type: ignore[arg-type]
     first, second = told(tmp_path / "told")

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from llmscale.config.run_config import parse_run_config
 from llmscale.errors import ConfigError
-from llmscale.training.overfit_check import entropy, judge_overfit
+from llmscale.training.reports import entropy, judge_overfit
 from llmscale.training.start import prepare_start
 from tests.conftest import Ranks, read_losses
 
@@ -67,6 +68,21 @@ def test_a_batch_is_learned_by_two_ranks_and_nothing_is_saved(
 def test_keys_that_it_decides_are_refused(flags: str) -> None:
     with pytest.raises(ConfigError, match=r"has no effect with --overfit-batch\. Drop one of them"):
         parse_run_config(["--overfit-batch", "4", *flags.split()])
+
+
+def test_keys_of_the_run_file_that_it_decides_are_off(tiny_set: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    values = {"save_every": 5, "save_every_minutes": 1, "skip_steps": ["2:3"], "val_every": 5, "val_samples": 8}
+    file.write_text(yaml.safe_dump(values | {"global_batch_tokens": 512, "keep_every": 10, "data": str(tiny_set)}))
+    argv = ["--config", str(file), "--overfit-batch", "4", "--run", str(tmp_path / "run")]
+    config = prepare_start(parse_run_config(argv), world_size=1).config
+    assert (config.save_every, config.save_every_minutes, config.skip_steps, config.val_every) == (0, None, [], 0)
+    assert (config.global_batch_size, config.global_batch_tokens, config.keep_every, config.resume) == (
+        4,
+        None,
+        0,
+        "none",
+    )
 
 
 def test_a_batch_of_fewer_samples_than_ranks_is_refused(tiny_set: Path) -> None:

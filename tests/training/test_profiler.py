@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from llmscale.engine.train_step import PhaseTimer
 from llmscale.training.live_run import StepResult
 from llmscale.training.profiler import ProfileSteps
 from llmscale.training.step_metrics import StepMeter
@@ -59,7 +60,7 @@ def profiling(tmp_path: Path) -> Callable[..., tuple[ProfileSteps, list[str]]]:
             config=SimpleNamespace(run=tmp_path),
             resolved=SimpleNamespace(total_steps=9),
         )
-        engine: Any = SimpleNamespace(meter=StepMeter(device))
+        engine: Any = SimpleNamespace(meter=StepMeter(PhaseTimer(device)))
         io: Any = SimpleNamespace(report=reported.append)
         return ProfileSteps(run, engine, io, steps, is_rollback=is_rollback), reported
 

@@ -21,7 +21,7 @@ from llmscale.checkpoint.remote_run import TOKEN_NAME, fetch_run, read_index, up
 from llmscale.checkpoint.run_lease import BEAT_VARIABLE, BEATS_MISSED, Lease, prune_run, take_lease
 from llmscale.checkpoint.save import CheckpointSaver
 from llmscale.checkpoint.tensor_files import fetch_checkpoint
-from llmscale.config.run_urls import copy_of
+from llmscale.config.user_paths import copy_of
 from llmscale.data.storage import faults
 from llmscale.data.storage.shared_object import Overtaken
 from llmscale.engine.collectives import Disks

@@ -1,4 +1,4 @@
-"""Metrics of routers, and the warning of one that has collapsed."""
+"""Metrics of log_steps, and the warning of one that has collapsed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.loss_settings import LossSettings
 from llmscale.model.gpt import GPT
-from llmscale.training import routers
+from llmscale.training import log_steps
 from llmscale.training.live_run import Engine, Run, RunIO
-from llmscale.training.routers import MIN_READINGS, PATIENCE_STEPS, CollapseDetector, RouterLog
+from llmscale.training.log_steps import MIN_READINGS, PATIENCE_STEPS, CollapseDetector, RouterLog
 
 SHAPE = GPTShape(3, 2, 16, 64, 40, num_experts=4, dense_layers=1, bias=False, router_bias=True)
 #: Of two blocks with four experts each, 40 tokens sent to two.
@@ -50,7 +50,7 @@ def lines() -> Lines:
 @pytest.fixture
 def log(model: GPT, lines: Lines, monkeypatch: pytest.MonkeyPatch) -> RouterLog:
     """A log of one of two ranks with the same tokens, whose sequences have half of their final length."""
-    monkeypatch.setattr(routers.dist, "all_reduce", lambda tensor: tensor.mul_(2))
+    monkeypatch.setattr(log_steps.dist, "all_reduce", lambda tensor: tensor.mul_(2))
     resolved = SimpleNamespace(shape=SHAPE, loss=model.loss, total_steps=500)
     run = cast("Run", SimpleNamespace(resolved=resolved, seq_len=lambda step: 20))
     engine = cast("Engine", SimpleNamespace(deepspeed=SimpleNamespace(module=model)))

@@ -15,11 +15,11 @@ import pytest
 from llmscale import __version__
 from llmscale.checkpoint.hf_write import PUBLISHED_NAME
 from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
-from llmscale.cluster.launch.agent import CLAIMS_NAME
 from llmscale.cluster.launch.supervisor import LAUNCH_LOCK_NAME
 from llmscale.data.mixture import KEPT_NAME
 from llmscale.errors import ConfigError, DataError
 from llmscale.training import run_folder
+from llmscale.training.metrics import TENSORBOARD_NAME
 from llmscale.training.run_folder import (
     ATTEMPTS_NAME,
     FAILURE_NAME,
@@ -31,7 +31,6 @@ from llmscale.training.run_folder import (
     record_failure,
     save_run_description,
 )
-from llmscale.training.trackers import TENSORBOARD_NAME
 from tests import warm_start
 from tests.conftest import REPOSITORY
 
@@ -116,7 +115,7 @@ def test_a_lock_that_its_owner_removes_meanwhile_is_not_taken_for_one(
 
 def test_every_name_that_a_run_writes_to_is_guarded() -> None:
     assert {FAILURE_NAME, ATTEMPTS_NAME, LAUNCH_LOCK_NAME} < set(run_folder.OWN_FILES)
-    folders = {CHECKPOINTS_NAME, LOGS_NAME, CLAIMS_NAME, TENSORBOARD_NAME}
+    folders = {CHECKPOINTS_NAME, LOGS_NAME, TENSORBOARD_NAME}
     assert folders < set(run_folder.OWN_FOLDERS)
     assert run_folder.ORIGIN_FOLDERS == (KEPT_NAME, PUBLISHED_NAME)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from llmscale.engine.train_step import PhaseTimer
 from llmscale.errors import DataError
 from llmscale.training import session as session_module
 from llmscale.training.live_run import StepAction, StepResult
@@ -55,7 +56,7 @@ def session(
         config=SimpleNamespace(check_every=1, run=run_folder),
         world=SimpleNamespace(control=None, rank=1),
     )
-    engine: Any = SimpleNamespace(feed=BrokenFeed(), meter=StepMeter(torch.device("cpu")))
+    engine: Any = SimpleNamespace(feed=BrokenFeed(), meter=StepMeter(PhaseTimer(torch.device("cpu"))))
     io: Any = SimpleNamespace(claim=SimpleNamespace(close=lambda: None, find_loss=lambda: None), log=None)
     return Session(run, engine, io, RollbackRequest(), stop or StopRequest(), actions, checkpoints)
 

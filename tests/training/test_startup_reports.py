@@ -4,7 +4,7 @@ import pytest
 
 from llmscale.config.hardware import GPU, get_gpu
 from llmscale.planning.search import Machines
-from llmscale.training.startup_reports import describe_demo, hpz_warnings
+from llmscale.training.reports import describe_demo, hpz_warnings
 
 A100S = Machines(num_nodes=2, gpus_per_node=8, gpu_bytes=80 << 30)
 

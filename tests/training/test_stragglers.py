@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.training.stragglers import READINGS, StragglerDetector
+from llmscale.training.live_run import READINGS, StragglerDetector
 
 
 def test_a_rank_is_named_once_when_most_readings_say_so() -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from llmscale.config.run_config import parse_run_config
 from llmscale.errors import ConfigError
-from llmscale.training import trackers
-from llmscale.training.trackers import FaultTolerantTracker, Tracker, start_tensorboard, start_wandb
+from llmscale.training import metrics
+from llmscale.training.metrics import FaultTolerantTracker, Tracker, start_tensorboard, start_wandb
 from tests.conftest import read_losses
 
 
@@ -140,7 +140,7 @@ def test_variables_of_wandb_count_unless_a_flag_says_otherwise(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     config = parse_run_config(["--data", "d", "--run", str(tmp_path / "run"), "--model", "tiny-1m", "--wandb", *flags])
-    trackers.start_trackers(config, dict, first_step=0, wandb_run_id=None)
+    metrics.start_trackers(config, dict, first_step=0, wandb_run_id=None)
     project, name, folder = expected
     assert (given["project"], given["name"], given["dir"]) == (project, name, folder or str(tmp_path / "run"))
     assert "entity" not in given, "wandb reads WANDB_ENTITY itself"

@@ -1,35 +1,27 @@
 """Processes of the ranks on one host: start them, pass signals on, and leave nothing running. Linux only.
 
-`LocalRanks` are the ranks of `llmscale train`, started as DeepSpeed's launcher would. `NodeRanks` are one host's ranks
-of `llmscale launch`, started through DeepSpeed's launcher or torchrun.
+`llmscale train` and every host of `llmscale launch` start their ranks here, as DeepSpeed's launcher would.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import ctypes
-import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmscale.cluster.extension_locks import HeldLocks
-from llmscale.cluster.launch.protocol import Output, RankStatus, Stacks, Start
-from llmscale.cluster.launch.rank_output import RankOutput
 from llmscale.cluster.remote import search_path
-from llmscale.training.bottom_rows import GIVE_BACK
-from llmscale.training.heartbeat import STACKS_SIGNAL, WATCH_VARIABLE, heartbeat_path, output_path, stacks_path
-from llmscale.training.lost_peer import describe_death
-from llmscale.training.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS
-from llmscale.untrusted.interpreter import module_command
+from llmscale.training.live_view import GIVE_BACK
+from llmscale.training.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS, describe_death
+from llmscale.training.watchdog import REPORTS_VARIABLE, STACKS_SIGNAL
 
 # ---------------------------------------------------------------- processes by number, from /proc
 
@@ -48,16 +40,6 @@ def adopt_orphans() -> None:
 def end_with_parent() -> None:
     """Ask this process to stop when its parent thread dies, as Popen's preexec_fn."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def become_launcher() -> None:
-    """Prepare a launcher, as Popen's preexec_fn: it dies with its parent thread, and blocks the stop signals.
-
-    Slurm sends those to every process of a job, and a launcher that took one would kill its ranks while they save. The
-    ranks unblock them: `Heartbeat.install`.
-    """
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def process_state(pid: int) -> str:
@@ -214,6 +196,14 @@ class LocalRanks:
     """Variables of each rank."""
     show: Callable[[str], None]
     """Prints one line of an error."""
+    outputs: Sequence[int] = ()
+    """Descriptor of each rank's output, closed here once the ranks have it; none: this process's own."""
+    reports: int | None = None
+    """Descriptor that ranks report their progress to, closed here likewise. Such ranks are killed with this process."""
+    note_end: Callable[[int, int], None] = lambda _number, _code: None
+    """Called with the number and the return code of each rank that ends by itself."""
+    should_end: threading.Event = field(default_factory=threading.Event)
+    """Set to kill all ranks."""
 
     def run(self) -> int:
         """Wait until all ranks have ended; return their exit status, or 128 + n if signal n killed one first."""
@@ -225,8 +215,10 @@ class LocalRanks:
         signal.pthread_sigmask(signal.SIG_BLOCK, handled - {STACKS_SIGNAL, signal.SIGCHLD})
         # Blocked signals wait for sigtimedwait, which does not take ignored ones.
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
-        ranks = [self._start(environment) for environment in self.environments]
+        ranks = [self._start(number) for number in range(len(self.environments))]
         signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+        for descriptor in (*self.outputs, *([] if self.reports is None else [self.reports])):
+            os.close(descriptor)
         try:
             return self._follow(ranks, handled)
         finally:
@@ -238,12 +230,22 @@ class LocalRanks:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
 
-    def _start(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        # In a separate session, Ctrl-C in the terminal reaches this process alone, which passes it on once.
-        return subprocess.Popen(self.command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+    def _start(self, number: int) -> subprocess.Popen[bytes]:
+        reports = {} if self.reports is None else {REPORTS_VARIABLE: str(self.reports)}
+        output = self.outputs[number] if self.outputs else None
+        return subprocess.Popen(
+            self.command,
+            env={**self.environments[number], **reports},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=() if self.reports is None else (self.reports,),
+            # In a separate session, Ctrl-C in the terminal reaches this process alone, which passes it on once.
+            start_new_session=True,
+        )
 
     def _follow(self, ranks: Sequence[subprocess.Popen[bytes]], handled: set[signal.Signals]) -> int:
-        failed: list[int] = []
+        ended: list[int] = []
         deadline = float("inf")
         num_sigints = 0
         while True:
@@ -255,12 +257,15 @@ class LocalRanks:
                 for rank in ranks:
                     if rank.poll() is None:
                         rank.send_signal(received.si_signo)
-            ended = [number for number, rank in enumerate(ranks) if rank.poll() is not None]
-            failed += [number for number in ended if ranks[number].returncode and number not in failed]
+            for number, rank in enumerate(ranks):
+                if number not in ended and (code := rank.poll()) is not None:
+                    ended.append(number)
+                    self.note_end(number, code)
+            failed = [(number, ranks[number]) for number in ended if ranks[number].returncode]
             if failed and deadline == float("inf"):
                 deadline = time.monotonic() + _LAST_ERRORS_S
-            if len(ended) == len(ranks) or time.monotonic() > deadline:
-                return self._exit_status([(number, ranks[number]) for number in failed])
+            if len(ended) == len(ranks) or time.monotonic() > deadline or self.should_end.is_set():
+                return self._exit_status(failed)
 
     def _exit_status(self, failed: Sequence[tuple[int, subprocess.Popen[bytes]]]) -> int:
         """Return the exit status for the ranks that failed by themselves, in the order in which they were seen."""
@@ -268,8 +273,8 @@ class LocalRanks:
         for number, rank in failed:
             if rank.returncode < 0:
                 _restore_terminal()
-                death = describe_death(-rank.returncode)
-                self.show(f"rank {number} (process {rank.pid}) {death}; the other ranks were ended.")
+                who = f"rank {self.environments[number]['RANK']} (process {rank.pid})"
+                self.show(f"{who} {describe_death(-rank.returncode)}; the other ranks were ended.")
                 return 128 - rank.returncode
         # One rank reports the user's mistakes for all.
         codes = [rank.returncode for _, rank in failed]
@@ -281,159 +286,3 @@ def _restore_terminal() -> None:
     with contextlib.suppress(AttributeError, OSError, ValueError):
         if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
             os.write(sys.stdout.fileno(), GIVE_BACK.encode())
-
-
-# ---------------------------------------------------------------- the ranks of one host in an attempt
-
-#: Launchers of one host's ranks: DeepSpeed's per-host launcher, or torchrun.
-STARTERS = ("deepspeed", "torchrun")
-#: Time that the launcher has to report how its ranks died.
-_LAUNCHER_REPORT_S = 2.5
-#: Time that a rank has to write its stacks.
-_STACKS_WAIT_S = 2.0
-
-
-class NodeRanks:
-    """The launcher and the ranks of this host in one attempt."""
-
-    def __init__(self, start: Start, environment: Mapping[str, str], folder: Path) -> None:
-        """Start the launcher; `close` removes the watch folder `folder`. Raises OSError if it cannot be started."""
-        self.ranks = start.ranks
-        self._folder = folder
-        self._output = RankOutput()
-        logs = Path(start.log_folder)
-        for rank in self.ranks:
-            self._output.add(rank, self._make_pipe(rank), logs / f"rank-{rank:05d}.log")
-        self._deferred: list[signal.Signals] = []
-        self._locks = HeldLocks()
-        self._launcher = subprocess.Popen(
-            starter_command(start),
-            env={**os.environ, **environment, WATCH_VARIABLE: str(self._folder)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=become_launcher,
-        )
-        assert self._launcher.stdout is not None
-        launcher_log = logs / f"launcher-{start.hosts[start.node_rank]}.log"
-        self._output.add(None, os.dup(self._launcher.stdout.fileno()), launcher_log)
-
-    def _make_pipe(self, rank: int) -> int:
-        path = output_path(self._folder, rank)
-        os.mkfifo(path, 0o600)
-        # Also open for writing, so that it neither ends between two writers nor blocks the first one.
-        return os.open(path, os.O_RDWR)
-
-    @property
-    def launcher_code(self) -> int | None:
-        """Return the launcher's exit status; negative for a signal, None while it runs.
-
-        Leaves it unreaped, so that its number, which is its process group's too, cannot name another process.
-        """
-        if self._launcher.returncode is not None:
-            return self._launcher.returncode
-        ended = os.waitid(os.P_PID, self._launcher.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
-            return None
-        if ended.si_code != os.CLD_EXITED:
-            return -ended.si_status
-        # The launcher passes a signal on as an exit status of -9, which arrives as 247.
-        return ended.si_status - 256 if ended.si_status >= 192 else ended.si_status
-
-    def read_output(self, is_last: bool = False) -> list[Output]:
-        """Return the lines since the last call, the newest ones of a flood; with `is_last` unfinished ones too."""
-        return self._output.read(is_last)
-
-    def statuses(self) -> list[RankStatus]:
-        """Return the newest heartbeat of every rank that has given one."""
-        found = []
-        for rank in self.ranks:
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                status = json.loads(heartbeat_path(self._folder, rank).read_text())
-                state = process_state(status["pid"])
-                found.append(RankStatus(rank=rank, alive=state not in ("", "Z"), state=state, **status))
-        return found
-
-    def note_locks(self) -> None:
-        """Record the locks that starting ranks hold: extensions are built during the start."""
-        self._locks.note(status.pid for status in self.statuses() if status.phase == "starting")
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the ranks, not to the launcher, which would end them. Late ranks get it once they run."""
-        statuses = self.statuses()
-        _kill_ranks(statuses, number)
-        if len(statuses) < len(self.ranks):
-            self._deferred.append(number)
-
-    def deliver_deferred(self) -> None:
-        """Send again the signals that came before every rank could take them; a second time does no harm."""
-        if self._deferred and len(self.statuses()) == len(self.ranks):
-            waiting, self._deferred = self._deferred, []
-            for number in waiting:
-                self.send_signal(number)
-
-    def dump_stacks(self) -> list[Stacks]:
-        """Return the stacks of every rank's threads. A stopped (state T) or dead rank cannot answer."""
-        statuses = self.statuses()
-        _kill_ranks(statuses, STACKS_SIGNAL)
-        time.sleep(_STACKS_WAIT_S)
-        stacks = []
-        for status in statuses:
-            text = ""
-            with contextlib.suppress(OSError):
-                text = stacks_path(self._folder, status.rank).read_text(errors="replace")
-            stacks.append(Stacks(status.rank, status.state, text))
-        return stacks
-
-    def end(self) -> int | None:
-        """Kill all processes of the attempt, and return the launcher's exit status.
-
-        The ranks die first: the launcher then reports how the first of them ended.
-        """
-        had_ranks = kill_descendants(self._launcher.pid)
-        deadline = time.monotonic() + _LAUNCHER_REPORT_S
-        while had_ranks and self.launcher_code is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        code = self.launcher_code
-        if code is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._launcher.pid, signal.SIGKILL)
-        # Processes that left the group are now children of this process, which adopts orphans.
-        kill_descendants(os.getpid())
-        self._locks.remove()
-        self._launcher.wait()
-        return code
-
-    def close(self) -> None:
-        """Remove the watch folder and close the logs."""
-        self._output.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _kill_ranks(statuses: Sequence[RankStatus], number: signal.Signals) -> None:
-    for status in statuses:
-        if status.alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(status.pid, number)
-
-
-def starter_command(start: Start) -> list[str]:
-    """Return the command of host number `start.node_rank`."""
-    program = [start.script, *start.arguments]
-    if start.starter == "torchrun":
-        # Without -- torchrun would take --run for an abbreviation of one of its own flags.
-        return [
-            *module_command("torch.distributed.run", f"--nnodes={len(start.hosts)}"),
-            *(f"--node-rank={start.node_rank}", f"--nproc-per-node={start.ranks_per_host}", "--max-restarts=0"),
-            *(f"--master-addr={start.master_addr}", f"--master-port={start.master_port}", "--"),
-            *program,
-        ]
-    # The command that `deepspeed` starts on each host. `deepspeed` itself would return 0 when this was killed.
-    world = {host: list(range(start.ranks_per_host)) for host in start.hosts}
-    encoded = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
-    return [
-        *module_command("deepspeed.launcher.launch", f"--world_info={encoded}", flags=["-u"]),
-        *(f"--node_rank={start.node_rank}", f"--master_addr={start.master_addr}"),
-        *(f"--master_port={start.master_port}", "--log_level=warning", *program),
-    ]

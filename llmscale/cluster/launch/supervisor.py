@@ -5,6 +5,7 @@ Also the record of attempts (attempts.jsonl), the decision to try again, and the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -19,16 +20,16 @@ from pydantic import TypeAdapter, ValidationError
 from llmscale.checkpoint.inventory import find_checkpoints, list_checkpoints
 from llmscale.checkpoint.remote_run import fetch_run
 from llmscale.cluster.hostfile import Host
-from llmscale.cluster.launch.attempt import AttemptRun, Layout, Limits, Outcome, choose_layout
-from llmscale.cluster.launch.protocol import Hello
-from llmscale.cluster.launch.transport import HostPool
+from llmscale.cluster.launch.attempt import AttemptRun, Outcome
 from llmscale.config.run_config import RunConfig, keys_with, parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.files.buffered_log import BufferedLog
 from llmscale.report.run_list import notify_of_end
+from llmscale.terminal.human_numbers import count_nouns
 from llmscale.training.inputs import Inputs, read_inputs, with_prepared_text
-from llmscale.training.run_folder import ATTEMPTS_NAME, LOGS_NAME, RunFolderClaim
+from llmscale.training.run_folder import ATTEMPTS_NAME, LOCK_NAME, LOGS_NAME, RunFolderClaim, lock_run_folder
 from llmscale.training.start import check_space, resolve_ranks, resolve_start
+from llmscale.training.watchdog import stacks_path
 from llmscale.untrusted.documents import load_json_lines
 
 # ---------------------------------------------------------------- the record of attempts
@@ -49,7 +50,6 @@ class Attempt:
     """Rendezvous of the ranks, address:port."""
     left_out: dict[str, str]
     """Hosts that were not used, with the reason."""
-    starter: str
     logs: str
     """Folder of this attempt's logs, one file per rank."""
     seconds: float | None = None
@@ -117,40 +117,21 @@ FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 60.0
 
 
-@dataclass(frozen=True)
-class RetryPolicy:
-    """Limits of restarts."""
-
-    max_restarts: int = 20
-    """Number of restarts in one launch."""
-    same_step_limit: int = 3
-    """Number of consecutive attempts that end after the same step before the launch gives up."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The next action after a failed attempt."""
-
-    wait_s: float = 0.0
-    give_up: str | None = None
-    """Reason to give up; None to try again after `wait_s`."""
-
-
-def decide(attempts: Sequence[Attempt], policy: RetryPolicy) -> Decision:
-    """Decide what follows the last of `attempts`, those of this launch, which has failed."""
+def decide(attempts: Sequence[Attempt], max_restarts: int, same_step_limit: int) -> float | str:
+    """Return the seconds until the next attempt of this launch, whose last one has failed, or why to give up."""
     last = attempts[-1]
     same = sum(1 for _ in takewhile(lambda one: (one.last_step, one.end) == (last.last_step, last.end), attempts[::-1]))
-    if same >= policy.same_step_limit:
+    if same >= same_step_limit:
         where = "before its first step" if last.last_step is None else f"after step {last.last_step}"
-        return Decision(give_up=f"{same} attempts in a row ended {where} ({last.end}: {last.reason})")
-    if len(attempts) > policy.max_restarts:
-        return Decision(give_up=f"{policy.max_restarts} restarts were not enough (--max-restarts)")
+        return f"{same} attempts in a row ended {where} ({last.end}: {last.reason})"
+    if len(attempts) > max_restarts:
+        return f"{max_restarts} restarts were not enough (--max-restarts)"
     furthest, fruitless = -1, 0
     for attempt in attempts:
         reached = -1 if attempt.last_step is None else attempt.last_step
         fruitless = 0 if reached > furthest else fruitless + 1
         furthest = max(furthest, reached)
-    return Decision(wait_s=min(FIRST_WAIT_S * 2**fruitless, LONGEST_WAIT_S))
+    return min(FIRST_WAIT_S * 2**fruitless, LONGEST_WAIT_S)
 
 
 # ---------------------------------------------------------------- arguments of a restart
@@ -200,20 +181,22 @@ class LaunchOptions:
     """The resolved arguments of `llmscale launch`."""
 
     hosts: Sequence[Host]
-    agent_command: Callable[[Host], list[str]]
-    """Function from a host to the command that starts its agent."""
+    host_command: Callable[[Host], list[str]]
+    """Function from a host to the command that serves the launch there."""
     script: str
     """Path of train.py on every host."""
     arguments: Sequence[str]
     """Arguments of train.py."""
     environment: Mapping[str, str]
     """Variables for the ranks."""
-    starter: str
-    limits: Limits
-    policy: RetryPolicy
+    max_restarts: int
+    """Number of restarts in one launch."""
+    same_step_limit: int
+    """Number of consecutive attempts that end after the same step before the launch gives up."""
     connect_timeout_s: float
+    lost_after_s: float
     wait_for_hosts_s: float
-    """Time limit of a restart for `min_hosts` to come back."""
+    """Time limit for `min_hosts` to answer."""
     min_hosts: int
     master_addr: str | None
     master_port: int | None
@@ -229,6 +212,8 @@ class Supervisor:
         self._run = self._config.run.absolute()
         self._attempts: list[Attempt] = []
         """Attempts of this launch, oldest first."""
+        self._lost: list[str | None] = []
+        """The host whose loss ended each attempt."""
 
     def run(self) -> int:
         """Run all attempts and return the exit status. Raises ConfigError or DataError before anything is started.
@@ -242,6 +227,7 @@ class Supervisor:
             self._saved_before = saved_checkpoints(self._config)
             self._close_open_attempt()
             while True:
+                self._wait_for_ranks_of_before()
                 attempt = self._one_attempt(inputs)
                 inputs = None
                 if attempt is None:
@@ -261,30 +247,25 @@ class Supervisor:
 
     def _check_before_start(self) -> Inputs:
         """Raise all errors that can be found without asking a host, as if all hosts answer; return what was read."""
-        inputs = self._read_inputs()
-        layout = self._choose_layout(inputs, self._options.hosts)
-        if layout is None:
-            num_hosts = len(self._options.hosts)
-            raise ConfigError(f"--min-hosts {self._options.min_hosts} is more than the number of hosts, {num_hosts}.")
-        check_space(resolve_start(inputs, layout.world_size))
+        options, inputs = self._options, self._read_inputs()
+        if options.min_hosts > len(options.hosts):
+            num_hosts = len(options.hosts)
+            raise ConfigError(f"--min-hosts {options.min_hosts} is more than the number of hosts, {num_hosts}.")
+        # With all hosts, the error is train.py's.
+        used = self._choose_hosts(inputs, options.hosts) or options.hosts
+        check_space(resolve_start(inputs, sum(host.slots for host in used)))
         return inputs
 
-    def _choose_layout(self, inputs: Inputs, hosts: Sequence[Host]) -> Layout | None:
-        """Return the layout that the run allows on these hosts. Raises train.py's error if it allows none."""
-        refusals: list[ConfigError] = []
+    def _choose_hosts(self, inputs: Inputs, hosts: Sequence[Host]) -> Sequence[Host]:
+        """Return the hosts to use: all, or those whose ranks the run can be divided over (sequence and expert groups).
 
-        def is_legal(world_size: int) -> bool:
-            try:
-                resolve_ranks(inputs, world_size)
-            except ConfigError as error:
-                refusals.append(error)
-                return False
-            return True
-
-        layout = choose_layout(hosts, is_legal, self._options.min_hosts)
-        if layout is None and refusals:
-            raise refusals[0]
-        return layout
+        Empty if these are fewer than `min_hosts`.
+        """
+        for count in range(len(hosts), max(1, self._options.min_hosts) - 1, -1):
+            with contextlib.suppress(ConfigError):
+                resolve_ranks(inputs, sum(host.slots for host in hosts[:count]))
+                return hosts[:count]
+        return ()
 
     def _read_inputs(self) -> Inputs:
         """Return the inputs of the next attempt, whose text `llmscale launch` has prepared."""
@@ -303,102 +284,102 @@ class Supervisor:
                 lost = replace(
                     attempt, end="supervisor lost", reason="its `llmscale launch` ended without an error message"
                 )
-                write_attempt(self._run, lost)
+                self._write(lost)
                 self._show(f"attempt {attempt.number} lost its supervisor; continuing")
+
+    def _wait_for_ranks_of_before(self) -> None:
+        """Wait until ranks that have lost their launcher are gone. Raises ConfigError if the run is still in use."""
+        began_s, is_shown = time.monotonic(), False
+        while (self._run / LOCK_NAME).exists() and not self._stop_signals:
+            try:
+                lock_run_folder(self._run).close()
+                return
+            except ConfigError as error:
+                if time.monotonic() - began_s > self._options.lost_after_s:
+                    raise
+                if not is_shown:
+                    self._show(f"waiting for ranks of an earlier start: {error}")
+                is_shown = True
+            self._sleep(0.5)
 
     def _one_attempt(self, inputs: Inputs | None) -> Attempt | None:
         """Run one attempt; None when asked to stop before ranks were started. `inputs` if they were just read."""
         began, began_utc = time.monotonic(), datetime.now(timezone.utc).isoformat(timespec="seconds")
         number = max([next_number(self._run), *(attempt.number + 1 for attempt in self._attempts)])
-        pool, layout = self._gather(inputs)
-        attempt = Attempt(
-            number=number,
-            began=began_utc,
-            hosts={name: layout.ranks_per_host for name in layout.hosts} if layout else {},
-            world_size=layout.world_size if layout else 0,
-            master="",
-            left_out=dict(pool.left_out),
-            starter=self._options.starter,
-            logs=str(attempt_logs(self._run, number)) if layout else "",
-        )
-        run: AttemptRun | None = None
+        run = self._gather(inputs)
+        hosts = {name: host.host.slots for name, host in run.hosts.items()}
+        logs = str(attempt_logs(self._run, number)) if hosts else ""
+        attempt = Attempt(number, began_utc, hosts, sum(hosts.values()), "", dict(run.left_out), logs)
         try:
             if self._stop_signals:
                 return None
-            if layout is None:
+            if not hosts:
                 return self._no_hosts(attempt)
-            run = AttemptRun(pool, layout, self._options.limits, self._stop_signals, self._show)
             rendezvous = run.find_rendezvous(self._options.master_addr, self._options.master_port)
-            attempt = replace(attempt, master=":".join(map(str, rendezvous or ("", ""))))
+            attempt = replace(attempt, master=":".join(map(str, rendezvous)))
             self._write(attempt)
-            self._show(f"attempt {number}: {layout.describe()}; rendezvous {attempt.master}; logs in {attempt.logs}")
-            if rendezvous is None:
-                outcome = Outcome("host lost", f"{layout.hosts[0]} did not answer", host=layout.hosts[0])
-            else:
-                script, arguments = self._options.script, self._arguments()
-                run.start(rendezvous, self._options.starter, script, arguments, attempt.logs)
-                outcome = run.follow()
+            where = ", ".join(f"{count} on {name}" for name, count in hosts.items())
+            ranks = count_nouns(attempt.world_size, "rank")
+            self._show(f"attempt {number}: {ranks}, {where}; rendezvous {attempt.master}; logs in {logs}")
+            run.start(rendezvous, self._options.script, self._arguments(), logs)
+            outcome = run.follow(self._stop_signals)
         finally:
-            if run is not None:
-                run.end()
-            else:
-                pool.disband(5.0, self._options.limits.lost_after_s)
-                pool.close()
+            run.end()
+        self._lost.append(outcome.host if outcome.end == "host lost" else None)
         return self._closed(attempt, run, outcome, began)
 
     def _closed(self, attempt: Attempt, run: AttemptRun, outcome: Outcome, began: float) -> Attempt:
-        """Record how an attempt ended, with the evidence."""
-        progress = run.progress
-        training_since = progress.training_since_s if progress else None
-        stacks = run.save_stacks(Path(attempt.logs))
+        """Record how an attempt ended, and show the evidence."""
+        training_s = run.training_since_s
         attempt = replace(
             attempt,
             seconds=round(time.monotonic() - began, 3),
-            training_after_s=None if training_since is None else round(training_since - began, 3),
-            first_step=progress.first_step if progress else None,
-            last_step=progress.last_step if progress else None,
+            training_after_s=None if training_s is None else round(training_s - began, 3),
+            first_step=run.first_step,
+            last_step=run.last_step,
             end=outcome.end,
             reason=outcome.reason,
         )
         self._write(attempt)
         self._show(f"attempt {attempt.number}: {attempt.end} after {_step_words(attempt)}: {attempt.reason}")
-        if stacks:
-            self._show(f"the stacks of all ranks: {stacks}")
-        if outcome.end not in ("finished", "stopped"):
-            for line in self._evidence(run.pool, outcome):
-                self._show(line)
+        if outcome.end == "hung":
+            self._show(f"the stacks of all ranks: {stacks_path(self._run, 0).parent}/stacks-rank-*.txt")
+        elif outcome.rank is not None:
+            # The last lines of the rank that failed.
+            for line in run.last_lines.get(outcome.rank, ()):
+                self._show(f"  {outcome.host} | {line}")
         return attempt
 
-    def _gather(self, inputs: Inputs | None) -> tuple[HostPool, Layout | None]:
-        """Reach the hosts; on a restart wait until there are enough. The layout is None if there never were."""
-        deadline = time.monotonic() + (self._options.wait_for_hosts_s if self._attempts else 0.0)
+    def _gather(self, inputs: Inputs | None) -> AttemptRun:
+        """Reach the hosts, and wait until there are enough. Returns no hosts if there never were."""
+        options, config = self._options, self._config
+        # A first attempt that reaches no host at all is rather a mistake in the hostfile.
+        waits = self._attempts or options.min_hosts > 1
+        deadline = time.monotonic() + (options.wait_for_hosts_s if waits else 0.0)
+        hello = {"cwd": os.getcwd(), "environment": dict(options.environment)}
         while True:
-            hello = Hello(
-                cwd=os.getcwd(),
-                environment=dict(self._options.environment),
-                run=str(self._run),
-                lease_s=self._options.limits.lease_s,
-            )
-            pool = HostPool(self._options.hosts, self._options.agent_command, hello, self._show)
-            pool.gather(self._options.connect_timeout_s, lambda: bool(self._stop_signals))
-            for name, why in pool.left_out.items():
-                self._show(f"WARNING: {name} is left out: {why}")
-            reached = [host for host in self._options.hosts if host.name in pool.nodes]
-            layout = None
-            if len(reached) >= max(1, self._options.min_hosts):
-                inputs = inputs or self._read_inputs()
-                layout = self._choose_layout(inputs, reached)
-            if layout is not None:
-                for host in reached:
-                    if host.name not in layout.hosts:
-                        pool.dismiss(host.name, "not needed: the global batch cannot be divided over more ranks")
-                return pool, layout
-            if time.monotonic() > deadline or self._stop_signals:
-                return pool, None
-            pool.disband(5.0, self._options.limits.lost_after_s)
-            pool.close()
-            self._show(f"waiting for {self._options.min_hosts} of {len(self._options.hosts)} hosts")
+            run = AttemptRun(options.lost_after_s, config.start_timeout_s, config.hang_timeout_s, self._show)
+            hosts = self._without_unreliable(run)
+            run.gather(hosts, options.host_command, hello, options.connect_timeout_s, self._stop_signals)
+            reached = [host.host for host in run.hosts.values()]
+            used = self._choose_hosts(inputs or self._read_inputs(), reached)
+            for host in reached[len(used) :]:
+                why = "the run cannot be divided over its ranks, too" if used else "it is too little for the run"
+                run.dismiss(host.name, why)
+            if used or time.monotonic() > deadline or self._stop_signals:
+                return run
+            self._show(f"waiting for {max(options.min_hosts, len(reached) + 1)} of {len(options.hosts)} hosts")
             self._sleep(_REGATHER_S)
+
+    def _without_unreliable(self, run: AttemptRun) -> Sequence[Host]:
+        """Return the hosts to ask: not the one whose loss ended the last two attempts, if there are enough others."""
+        hosts, lost = self._options.hosts, self._lost[-1] if len(set(self._lost[-2:])) == 1 else None
+        others = [host for host in hosts if host.name != lost]
+        if lost is None or len(self._lost) < 2 or len(others) < self._options.min_hosts:
+            return hosts
+        run.left_out[lost] = "its loss ended two attempts in a row; the next restart uses it again"
+        self._show(f"WARNING: {lost} is left out: {run.left_out[lost]}")
+        return others
 
     def _no_hosts(self, attempt: Attempt) -> Attempt:
         """Record that too few hosts could be reached."""
@@ -421,14 +402,14 @@ class Supervisor:
         if attempt.end == "no hosts":
             self._show(f"error: {attempt.reason}. Run `llmscale doctor` to find out why.")
             return 1
-        decision = decide(self._attempts, self._options.policy)
-        if decision.give_up:
-            self._show(f"error: giving up: {decision.give_up}. Evidence: {attempt.logs}; {self._run}/attempts.jsonl")
+        decision = decide(self._attempts, self._options.max_restarts, self._options.same_step_limit)
+        if isinstance(decision, str):
+            self._show(f"error: giving up: {decision}. Evidence: {attempt.logs}; {self._run}/attempts.jsonl")
             return 1
         if self._stop_signals:
             return self._stopped_between()
-        self._show(f"trying again in {decision.wait_s:.0f} s")
-        self._sleep(decision.wait_s)
+        self._show(f"trying again in {decision:.0f} s")
+        self._sleep(decision)
         return None
 
     def _trained_before(self, attempt: Attempt) -> bool:
@@ -450,13 +431,6 @@ class Supervisor:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self._stop_signals:
             time.sleep(0.1)
-
-    def _evidence(self, pool: HostPool, outcome: Outcome) -> list[str]:
-        """Return the last lines of the rank or launcher that failed, unless the screen shows them already."""
-        if outcome.host is None or outcome.end in ("host lost", "hung"):
-            return []
-        lines = pool.last_lines.get((outcome.host, outcome.rank)) or pool.last_lines.get((outcome.host, None)) or ()
-        return [f"  {outcome.host} | {line}" for line in list(lines)[-12:]]
 
     def _write(self, attempt: Attempt) -> None:
         problem = write_attempt(self._run, attempt)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.batch_plan import BatchPlan, divisors
 from llmscale.config.bundled_files import DS_CONFIGS
 from llmscale.config.deepspeed.foreign import Change, apply_edits, read_foreign
 from llmscale.config.deepspeed.rules import find_problems, ignored_keys, refusals
@@ -30,7 +30,6 @@ from llmscale.config.deepspeed.schema import (
     Section,
     TorchAutocast,
 )
-from llmscale.config.parallel_layout import divisors
 from llmscale.errors import ConfigError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json
 

@@ -14,9 +14,9 @@ from itertools import accumulate
 
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape
+from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import CHUNK_TOKENS
-from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.memory.activations.recorded import (
     MicroStep,
     Moment,

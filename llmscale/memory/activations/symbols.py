@@ -14,9 +14,9 @@ from typing import Literal, get_args
 
 from llmscale.architecture.attention_kernels import AttentionKernel, ComputeCapability, attention_kernel
 from llmscale.architecture.shape import AttentionBias, GPTShape, NormPlacement, Positions, QKNorm, RouterScore
+from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import softmax_tokens
-from llmscale.config.parallel_layout import ParallelLayout
 
 #: bf16 and fp16 run the same operators on tensors of the same sizes.
 PrecisionKind = Literal["fp32", "16bit", "autocast"]

@@ -11,8 +11,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from llmscale.architecture.layers import ParameterTensor, ParameterTensors
-from llmscale.config.muon import Part
-from llmscale.config.optimizers import OptimizerGroup
+from llmscale.config.optimizers import OptimizerGroup, Part
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.states.stage3_gathers import (
     Gathers,

@@ -13,8 +13,7 @@ from functools import cached_property
 
 from llmscale.architecture.layers import ParameterTensor, ParameterTensors
 from llmscale.config.deepspeed.schema import Dtype
-from llmscale.config.muon import Part
-from llmscale.config.optimizers import OptimizerGroup
+from llmscale.config.optimizers import OptimizerGroup, Part
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.states.state_memory import (
     HostMemory,

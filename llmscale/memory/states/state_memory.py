@@ -10,8 +10,7 @@ from typing import Literal, NamedTuple
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.layers import ParameterTensor, ParameterTensors
 from llmscale.config.deepspeed.schema import Dtype, ResolvedDsConfig, ResolvedZero
-from llmscale.config.muon import Part, matrices_of, plan_rounds
-from llmscale.config.optimizers import OptimizerGroup, OptimizerSpec
+from llmscale.config.optimizers import OptimizerGroup, OptimizerSpec, Part, matrices_of, plan_rounds
 from llmscale.config.resolve import ResolvedStep
 from llmscale.memory.breakdown import ALLOCATION_BYTES, Breakdown, allocated_bytes
 

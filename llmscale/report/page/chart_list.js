@@ -19,6 +19,7 @@ const LOG_FROM = 300; // a norm whose values differ by more than this factor has
 class ChartList {
   constructor(data, view) {
     this.view = view;
+    this.charts = data.charts;
     this.runs = data.runs.filter((run) => !view.hidden.has(run.index));
     this.several = data.runs.length > 1;
     if (view.axis === "flops") this.runs = this.runs.filter((run) => run.flops_per_token);
@@ -120,7 +121,11 @@ class ChartList {
     const common = { group: "x", whole: this.whole, xLabel: this.xLabel, wholeTicks: this.view.axis === "steps", ticksX: this.view.axis === "flops" ? exponents : null, formatX: this.formatX, marks };
     const logY = this.view.logLoss;
     const chart = (section, title, unit, curves, more = {}) => ({ section, title, unit, curves, ...common, ...more });
-    const norms = this.lines("grad_norm", undefined, { positive: true });
+    // Charts of one number each, as training/step_metrics.py declares them.
+    const declared = this.charts.map(({ name, section, title, unit: of, factor, is_smoothed: smoothed, is_positive: positive, is_stepped: stepped, log_axis: axis }) => {
+      const curves = this.lines(name, (run, value) => value * factor, { smoothed, positive, stepped });
+      return chart(section, title, of, curves, { logY: axis === "always" || (axis === "wide" && isWide(curves)) });
+    });
     const training = this.losses("loss");
     if (!this.several) training.filter((curve) => !curve.quiet).forEach((curve) => (curve.label = "training"));
     // Of several runs the validation has a chart of its own alone: twice as many curves are too many.
@@ -134,23 +139,12 @@ class ChartList {
       this.againstLaw(),
       ...this.ofSets(chart, unit, logY),
       ...this.evaluations(chart),
-      chart("Optimisation", "Learning rate", "per step", this.lines("lr", undefined, { smoothed: false })),
-      chart("Optimisation", "Gradient norm", "before clipping", norms, { logY: isWide(norms) }),
-      chart("Optimisation", "Loss scale", "fp16", this.lines("loss_scale", undefined, { smoothed: false, positive: true, stepped: true }), { logY: true }),
-      chart("Optimisation", "Auxiliary z-loss", "nats per token", this.lines("z_loss")),
-      chart("Experts", "Load of the busiest expert", "times the mean, worst block", this.lines("expert_load_max")),
-      chart("Experts", "Load of the idlest expert", "times the mean, worst block", this.lines("expert_load_min")),
-      chart("Experts", "Entropy of routers", "nats per token", this.lines("router_entropy")),
-      chart("Experts", "Loss of routers", "nats per token, beside the loss", this.lines("router_loss")),
-      chart("Experts", "Tokens moved by the routers' biases", "%", this.lines("tokens_moved", (run, value) => value * 100)),
-      chart("Speed and memory", "Throughput", "tokens per second, all ranks", this.lines("tokens_per_second")),
-      chart("Speed and memory", "Model FLOPs utilisation", "% of the hardware's peak", this.lines("mfu", (run, value) => value * 100)),
+      ...declared.filter((spec) => spec.section !== "Speed and memory" && !spec.section.startsWith("GPU")),
+      ...declared.filter((spec) => spec.section === "Speed and memory"),
       this.phases(common),
       this.dataWait(chart),
       this.memory(chart),
-      chart("GPU of rank 0", "Power", "W", this.lines("power_w")),
-      chart("GPU of rank 0", "Temperature", "°C", this.lines("temperature_c")),
-      chart("GPU of rank 0", "Utilisation", "% of the time with a kernel", this.lines("gpu_utilisation", (run, value) => value * 100)),
+      ...declared.filter((spec) => spec.section.startsWith("GPU")),
     ];
     return list.filter((spec) => spec && spec.curves.length);
   }

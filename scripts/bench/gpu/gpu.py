@@ -38,8 +38,7 @@ from llmscale.memory.estimate import CONTEXT_BYTES, RESERVED_PER_ALLOCATED, Memo
 from llmscale.planning import compilation, kernels
 from llmscale.planning.kernels import kernel_efficiency
 from llmscale.planning.step_time import OWN_KERNELS, TokenWork, token_work
-from llmscale.training.memory_report import estimate_run
-from llmscale.training.start import Start, prepare_start
+from llmscale.training.start import Start, estimate_run, prepare_start
 from scripts.bench.gpu.cells import Cell, Device, find_device, list_cpu_cells, list_gpu_cells, why_it_does_not_fit
 from scripts.bench.gpu.processes import (
     OUT_OF_MEMORY,

@@ -13,10 +13,9 @@ import warnings
 from dataclasses import dataclass
 
 from llmscale.architecture.shape import GPTShape, build_shape
-from llmscale.config.batch_plan import build_batch_plan
+from llmscale.config.batch_plan import ParallelLayout, build_batch_plan
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import LossSettings
-from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import ResolvedStep, default_balance_loss, resolve_step
 from llmscale.dry_run.engine import dry_run
 from llmscale.dry_run.on_demand import with_recordings

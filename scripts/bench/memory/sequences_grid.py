@@ -11,9 +11,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from llmscale.config.batch_plan import build_batch_plan
+from llmscale.config.batch_plan import ParallelLayout, build_batch_plan
 from llmscale.config.deepspeed.schema import CheckpointingMode
-from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.presets import PRESETS
 from llmscale.config.resolve import ResolvedStep, resolve_step
 from llmscale.planning.search import Strategy, build_strategy

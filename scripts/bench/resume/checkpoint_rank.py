@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from llmscale.checkpoint.inventory import find_checkpoint
 from llmscale.checkpoint.load import find_damage_together, load_engine
+from llmscale.checkpoint.manifest import read_checkpoint
 from llmscale.checkpoint.run_state import RunState, load_run_state
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
 from llmscale.checkpoint.tensor_files import Fragment, FragmentLoadPlanner, FragmentSavePlanner, engine_fragments
@@ -37,7 +38,7 @@ from llmscale.engine.zero_shards import (
     state_views,
     write_back,
 )
-from llmscale.training.nonfinite import check_weights
+from llmscale.training.loss_spikes import check_weights
 from llmscale.training.start import prepare_start
 from scripts.bench.harness import REPOSITORY, folder_bytes, status_bytes
 from scripts.bench.resume.resume_matrix import end_on_warning
@@ -166,7 +167,7 @@ class CheckpointRank:
             if whose == "ours":
                 began = time.perf_counter()
                 checkpoint = find_checkpoint(self._folder / f"ours-{saved_by}")
-                damage = find_damage_together(checkpoint, self._world.control, self._world.disks)
+                damage = find_damage_together(read_checkpoint(checkpoint), self._world.control, self._world.disks)
                 if damage:
                     raise SystemExit(damage)
                 taken["verify_s"] = time.perf_counter() - began

@@ -3,7 +3,7 @@
     sudo python -m scripts.bench.resume.cluster_chaos --faults 32 --seed 1
 
 The hosts are the playground's: namespaces with their own addresses, sshd and processes; the supervisor runs on node-0.
-Each fault has its own run, with a ds_config, a number of hosts, a way to start ranks and a moment drawn from the seed.
+Each fault has its own run, with a ds_config, a number of hosts and a moment drawn from the seed.
 Each run must end with status 0, with exactly the untouched run's samples at every step and its losses within
 --tolerance (relative, fp32), and must leave no process, watch folder or shared memory on any host, or the exit status
 is 1.
@@ -126,18 +126,14 @@ def plant_lock(chaos: Chaos) -> int:
     return chaos.wait(chaos.launch(ds=ds, environment={"TORCH_EXTENSIONS_DIR": str(cache)}))
 
 
-def take_port(chaos: Chaos) -> int:
-    chaos.fault.moment, chaos.fault.host = "start-up", "node-0"
-    port = chaos.draw.randrange(20000, 30000)
-    code = f"import socket, time; s = socket.create_server(('', {port})); print(1, flush=True); time.sleep(1000)"
-    squatter = chaos.playground.hosts[0].popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert squatter.stdout is not None
-    squatter.stdout.readline()
-    status = chaos.wait(chaos.launch("--master-port", str(port)))
-    for pid in chaos.playground.hosts[0].pids_running("create_server"):
-        os.kill(pid, signal.SIGKILL)
-    squatter.wait()
-    return status
+def power_off(chaos: Chaos) -> int:
+    """Power off the machine of the supervisor, and launch again on another one."""
+    chaos.fault.host = "node-0"
+    launch = chaos.launch()
+    chaos.wait_for_moment()
+    chaos.victim.power_off()
+    launch.wait()
+    return chaos.wait(chaos.launch(on=1))
 
 
 STRIKES: dict[str, Callable[[Chaos], int]] = {
@@ -148,7 +144,7 @@ STRIKES: dict[str, Callable[[Chaos], int]] = {
     "supervisor killed": kill_supervisor,
     "disk full": fill_disk,
     "stale lock": plant_lock,
-    "port taken": take_port,
+    "machine off": power_off,
 }
 
 
@@ -215,7 +211,7 @@ def train_untouched(folder: Path) -> Path:
 
 def print_head() -> None:
     print(
-        f"{'':>3} {'fault':<17} {'moment':<8} {'host':<6} {'hosts':<5} {'ds':<10} {'starter':<10} {'step':>4} "
+        f"{'':>3} {'fault':<17} {'moment':<8} {'host':<6} {'hosts':<5} {'ds':<10} {'step':>4} "
         f"{'noticed':>7} {'training again':>14} {'total':>6}  ends"
     )
 
@@ -226,7 +222,7 @@ def print_row(fault: Fault) -> None:
     hosts = f"{fault.num_hosts}->{fault.hosts_at_the_end}"
     print(
         f"{fault.number:>3} {fault.kind:<17} {fault.moment:<8} {fault.host:<6} {hosts:<5} {fault.ds_config:<10} "
-        f"{fault.starter:<10} {fault.at_step or '-':>4} {noticed:>7} {again:>14} "
+        f"{fault.at_step or '-':>4} {noticed:>7} {again:>14} "
         f"{fault.total_s:5.1f} s  {', '.join(fault.ends)}; {fault.verdict}",
         flush=True,
     )

@@ -40,7 +40,6 @@ class Fault:
     host: str
     num_hosts: int
     ds_config: str
-    starter: str
     at_step: int | None = None
     """Last step in metrics.jsonl when it struck."""
     ends: list[str] = field(default_factory=list)
@@ -85,7 +84,6 @@ class Chaos:
             host=f"node-{draw.randrange(num_hosts)}",
             num_hosts=num_hosts,
             ds_config=draw.choice(["zero1", "zero2", "zero3"]),
-            starter=draw.choice(["deepspeed", "deepspeed", "torchrun"]),
         )
         self.struck, self.ended_before = 0.0, 0
 
@@ -121,8 +119,17 @@ class Chaos:
     ) -> subprocess.Popen[str]:
         hostfile = self.playground.write_hostfile(self.folder / "hostfile", 1)
         ds = ds or REPOSITORY / "ds_configs" / f"{self.fault.ds_config}.json"
-        ways = ["--launcher", "ssh", "--starter", self.fault.starter]
-        command = [sys.executable, "-m", "llmscale.cli.main", "launch", "--hostfile", str(hostfile), *LIMITS, *ways]
+        command = [
+            sys.executable,
+            "-m",
+            "llmscale.cli.main",
+            "launch",
+            "--hostfile",
+            str(hostfile),
+            *LIMITS,
+            "--launcher",
+            "ssh",
+        ]
         command += [*flags, "--", *train_arguments(self.set_folder, self.run, ds)]
         shell = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

@@ -41,7 +41,7 @@ from llmscale.engine.process_group import World, is_gpu, join_world, leave_world
 from llmscale.engine.train_step import PhaseTimer, get_scaler_state, seed_step, set_scaler_state, train_step
 from llmscale.engine.zero_shards import group_scalars
 from llmscale.training.inputs import read_inputs
-from llmscale.training.open_session import open_feed
+from llmscale.training.session import open_feed
 from llmscale.training.start import Start, resolve_start
 from scripts.bench.harness import (
     REPOSITORY,

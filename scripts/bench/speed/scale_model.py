@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from llmscale.config import command_line, limits
-from llmscale.config.hardware import get_gpu
-from llmscale.config.interconnect import Interconnect, get_interconnect
+from llmscale.config.hardware import Interconnect, get_gpu, get_interconnect
 from llmscale.config.presets import get_preset
 from llmscale.planning.calibration import nearest_rows
 from llmscale.planning.recommend import RankedConfig, rank_configs

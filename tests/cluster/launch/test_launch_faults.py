@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from llmscale.training.watchdog import stacks_path
 from scripts.playground.kernel import command_line
 from tests.cluster.conftest import SHELL
 from tests.cluster.lab import Lab, train_alone
@@ -44,16 +45,14 @@ def finish(lab: Lab, launch: subprocess.Popen[str], ends: list[str]) -> None:
     lab.check_nothing_left()
 
 
-@pytest.mark.parametrize("starter", ["deepspeed", "torchrun"])
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_killed_rank(lab: Lab, starter: str, node: int) -> None:
-    launch = lab.launch(lab.train_arguments(*FLAGS), flags=["--starter", starter])
+def test_a_killed_rank(lab: Lab, node: int) -> None:
+    launch = lab.launch(lab.train_arguments(*FLAGS))
     lab.until_step(25)
     os.kill(lab.ranks_of(lab.hosts[node])[0], signal.SIGKILL)
     finish(lab, launch, ["failed", "finished"])
     reason = lab.attempts()[0].reason
-    assert reason is not None
-    assert f"rank {node} on node-{node}" in reason
+    assert reason == f"rank {node} on node-{node} was killed by SIGKILL"
 
 
 def test_a_hanging_rank_and_the_stacks_of_all(lab: Lab) -> None:
@@ -64,9 +63,9 @@ def test_a_hanging_rank_and_the_stacks_of_all(lab: Lab) -> None:
     first = lab.attempts()[0]
     assert first.reason is not None
     assert first.reason.endswith("rank 1 on node-1 is stopped (state T)")
-    stacks = (Path(first.logs) / "stacks.txt").read_text()
-    assert "==== rank 1 on node-1, state T\n(no answer)" in stacks
+    stacks = stacks_path(lab.run, 0).read_text()
     assert "llmscale/train.py" in stacks, "which line rank 0 waits at"
+    assert not stacks_path(lab.run, 1).exists(), "a stopped rank cannot write"
 
 
 def test_a_host_that_dies_is_left_out_and_taken_in_again(lab: Lab) -> None:
@@ -111,13 +110,42 @@ def test_a_killed_supervisor_leaves_nothing_and_the_next_one_goes_on(lab: Lab) -
     finish(lab, lab.launch(lab.train_arguments(*FLAGS)), ["supervisor lost", "finished"])
 
 
-def test_a_killed_agent_takes_its_ranks_with_it(lab: Lab) -> None:
+def test_the_launchers_own_machine_is_powered_off(make_lab: Callable[..., Lab], alone: Path) -> None:
+    lab = make_lab(3)
+    lab.reference = alone
+    (lab.folder / "two").write_text("node-1 slots=1\nnode-2 slots=1\n")
+    launch = lab.launch(lab.train_arguments(*FLAGS), hostfile="two")
+    lab.until_step(25)
+    lab.hosts[0].power_off()
+    launch.wait(60)
+    lab.until(lambda: not any(lab.ranks_of(host) for host in lab.hosts[1:]), timeout_s=30)
+    lab.playground.power_on(lab.hosts[0])
+    finish(lab, lab.launch(lab.train_arguments(*FLAGS), hostfile="two"), ["supervisor lost", "finished"])
+
+
+def test_one_of_three_hosts_comes_and_goes(make_lab: Callable[..., Lab], alone: Path) -> None:
+    lab = make_lab(3)
+    lab.reference = alone
+    launch = lab.launch(lab.train_arguments(*FLAGS))
+    lab.until_step(5)
+    while launch.poll() is None:
+        lab.hosts[2].power_off()
+        time.sleep(3)
+        lab.playground.power_on(lab.hosts[2])
+        time.sleep(10)
+    assert launch.returncode == 0, lab.output.read_text()[-4000:]
+    assert [attempt.end for attempt in lab.attempts()][-1] == "finished"
+    assert len(lab.attempts()) <= 4
+    lab.check_equal(lab.reference, STEPS)
+
+
+def test_a_killed_process_between_launcher_and_ranks_takes_its_ranks_with_it(lab: Lab) -> None:
     launch = lab.launch(lab.train_arguments(*FLAGS))
     lab.until_step(25)
-    agents = lab.hosts[1].pids_running("llmscale.cluster.launch.agent")
-    for pid in agents:
+    between = lab.hosts[1].pids_running("llmscale.cluster.launch.host")
+    for pid in between:
         os.kill(pid, signal.SIGKILL)
-    assert agents
+    assert between
     lab.until(lambda: not lab.ranks_of(lab.hosts[1]), timeout_s=10)
     finish(lab, launch, ["host lost", "finished"])
 
@@ -136,11 +164,11 @@ def test_a_signal_saves_and_ends_with_0_and_the_next_launch_goes_on(lab: Lab, nu
 
 
 def test_a_signal_to_every_process_of_a_job_does_the_same(lab: Lab) -> None:
-    """What Slurm does: the agents, the launchers and the ranks all get it."""
+    """What Slurm does: the ranks and what started them all get it."""
     launch = lab.launch(lab.train_arguments(*FLAGS))
     lab.until_step(25)
     for host in lab.hosts:
-        for pid in [*host.pids_running("llmscale.cluster.launch.agent"), *host.pids_running("train.py")]:
+        for pid in [*host.pids_running("llmscale.cluster.launch.host"), *host.pids_running("train.py")]:
             if "llmscale.cli.main" not in command_line(pid) and "ssh" not in command_line(pid).split()[0]:
                 os.kill(pid, signal.SIGTERM)
     assert lab.wait(launch, 30) == 0
@@ -210,7 +238,7 @@ def test_a_fault_that_comes_back_at_the_same_step_stops_with_the_evidence(lab: L
         """
 import os, sys
 if os.environ.get("RANK") == "1":
-    from llmscale.training.heartbeat import Heartbeat
+    from llmscale.training.stop_request import Heartbeat
     beat = Heartbeat.beat
     def die(self, phase, step=None):
         beat(self, phase, step)
@@ -241,13 +269,37 @@ def test_what_the_user_must_mend_is_not_tried_again(lab: Lab) -> None:
     assert "seed" in lab.output.read_text()
 
 
-def test_a_taken_port_is_replaced(lab: Lab) -> None:
+def test_a_refusal_before_the_first_step_is_not_tried_again(lab: Lab) -> None:
+    """One that only the ranks can find."""
+    refusing = lab.folder / "refusing"
+    refusing.mkdir()
+    (refusing / "sitecustomize.py").write_text(
+        """
+import os
+if os.environ.get("RANK") == "1":
+    from llmscale.config import launcher_variables
+    from llmscale.errors import ConfigError
+    def refuse(*values):
+        raise ConfigError("this host lacks a driver")
+    launcher_variables.check_meeting_point = refuse
+"""
+    )
+    environment = {"PYTHONPATH": f"{refusing}:{SHELL['PYTHONPATH']}"}
+    launch = lab.launch(lab.train_arguments(*FLAGS), environment=environment)
+    assert lab.wait(launch) == 2
+    assert [(attempt.end, attempt.reason) for attempt in lab.attempts()] == [("user error", "rank 1 on node-1 refused")]
+    assert "this host lacks a driver" in lab.output.read_text()
+    lab.check_nothing_left()
+
+
+def test_a_taken_port_is_named(lab: Lab) -> None:
     code = "import socket, time; s = socket.create_server(('', 29511)); time.sleep(300)"
     squatter = lab.hosts[0].popen([sys.executable, "-c", code])
     launch = lab.launch(lab.train_arguments(*FLAGS), flags=["--master-port", "29511"])
-    assert lab.wait(launch) == 0
+    assert lab.wait(launch) == 1
     squatter.kill()
-    assert "port 29511 is in use on node-0; using" in lab.output.read_text()
+    assert "MASTER_PORT 29511 is taken on this host" in lab.output.read_text()
+    assert [attempt.end for attempt in lab.attempts()] == ["failed"] * 3
 
 
 def test_two_supervisors_of_one_run_exclude_each_other(lab: Lab) -> None:

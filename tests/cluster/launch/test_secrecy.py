@@ -134,7 +134,7 @@ def test_keys_reach_the_ranks_and_nobody_else(make_lab: Callable[..., Lab], spie
 
     seen, sniffed = spy.seen.read_bytes(), spy.sniffed.read_bytes()
     # The spies were awake.
-    assert b"llmscale.cluster.launch.agent" in seen
+    assert b"llmscale.cluster.launch.host" in seen
     assert said.encode() in sniffed
     for name, key in KEYS.items():
         assert f"{name}={key}".encode() in environment, name
@@ -143,7 +143,7 @@ def test_keys_reach_the_ranks_and_nobody_else(make_lab: Callable[..., Lab], spie
         assert key not in lab.output.read_text(), name
         for path in filter(Path.is_file, lab.run.rglob("*")):
             assert key.encode() not in path.read_bytes(), f"{name} in {path}"
-    # Whatever the supervisor and its agents say to each other.
+    # Whatever the launcher and its hosts say to each other.
     assert b"@llmscale" not in sniffed
 
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.batch_plan import BatchPlan, ParallelLayout
 from llmscale.config.deepspeed.resolve import parse_ds_config, resolve_ds_config, without_pinned_memory
 from llmscale.config.deepspeed.schema import Precision
-from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.errors import ConfigError
 
 AUTO_EVERYWHERE: dict[str, object] = {

@@ -13,10 +13,9 @@ import warnings
 
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.batch_plan import BatchPlan, ParallelLayout
 from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.optimizers import get_optimizer
-from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import ResolvedStep, resolve_step
 from llmscale.memory.estimate import estimate_states
 from llmscale.memory.states.state_memory import StateMemory, zero_setup

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.batch_plan import BatchPlan, ParallelLayout
 from llmscale.config.deepspeed.resolve import parse_ds_config
-from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.presets import get_preset
 from llmscale.config.resolve import resolve_step
 from llmscale.memory.estimate import estimate_states

@@ -1,12 +1,20 @@
-"""Reports of a start: the summary before step 1, then start-up times, compilation and measured memory."""
+"""Reports while a run trains: start-up, compilation, memory, validation, tasks, sampled text, --overfit-batch."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from llmscale.checkpoint.manifest import Validation
 from llmscale.config.describe_defaults import (
     describe_batch,
     describe_gradients,
@@ -19,22 +27,35 @@ from llmscale.config.describe_defaults import (
 )
 from llmscale.config.hardware import GPU, find_gpu, has_bf16
 from llmscale.config.hf_model import is_published
-from llmscale.config.run_urls import shown
-from llmscale.data.validation import describe_samples
-from llmscale.engine.collectives import gather
+from llmscale.config.user_paths import shown
+from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
+from llmscale.data.validation import (
+    ValidationBatch,
+    ValidationSplit,
+    describe_samples,
+    mean_bits_per_byte,
+    validation_batches,
+)
+from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.device_memory import device_memory_bytes, gpu_capability, measured_memory
 from llmscale.engine.device_settings import describe_settings
+from llmscale.evaluate.generate import SamplingSettings, encode_prompt, generate_text
+from llmscale.evaluate.scoring import Row, RowScore, batches_by_length, in_order, score_batch
+from llmscale.evaluate.tasks import EncodedTask, TaskFile, encode_task
 from llmscale.files.buffered_log import warn_on_stderr
 from llmscale.planning.recommend import largest_preset
 from llmscale.planning.search import Machines
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.training.inputs import DEMO_TEXT, parse_skip
-from llmscale.training.live_run import Run, RunIO, StepAction, StepResult
-from llmscale.training.memory_report import measured_line
-from llmscale.training.rank_agreement import describe_ranks
+from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
+from llmscale.training.resume import describe_ranks
 from llmscale.training.sample_stream import saved_skips
-from llmscale.training.start import Start
+from llmscale.training.start import Start, measured_line
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
 
 #: Steps of this start after which memory is measured: DeepSpeed allocates more after the first.
 _MEASURED_STEP = 2
@@ -262,3 +283,213 @@ class ReportMemory(StepAction):
         self._io.report(measured_line(estimate, measured))
         estimated = estimate.allocated_bytes if estimate else None
         self._io.log_event("memory", step=result.step, estimated_bytes=estimated, **asdict(measured))
+
+
+#: Share of H at or below which a batch counts as learned, and the loss that suffices for repetitive text.
+_LEARNED_SHARE, _LEARNED_LOSS = 0.5, 0.1
+#: Relative fall below which a loss counts as unchanged.
+_UNCHANGED = 0.02
+
+
+class JudgeOverfit(StepAction):
+    """Compares the last step's loss with the first step's, and reports the verdict."""
+
+    def __init__(self, run: Run, io: RunIO) -> None:
+        self._run, self._io = run, io
+        self._first_loss = self._entropy = math.nan
+
+    def due(self, step: int) -> bool:
+        return step in (1, self._run.resolved.total_steps)
+
+    def run(self, result: StepResult) -> None:
+        """Read the loss of all ranks, and judge the last one. Collective. Synchronises with the device."""
+        run, control = self._run, self._run.world.control
+        loss = float(np.mean(gather(control, float(result.loss))))
+        if result.step == 1:
+            size = run.resolved.shape.padded_vocab_size
+            batches = [batch.tokens[:, 1:].numpy().ravel() for batch in result.micro_batches if not batch.is_filler]
+            counts = np.bincount(np.concatenate([np.empty(0, np.int64), *batches]), minlength=size)
+            self._first_loss, self._entropy = loss, entropy(np.sum(gather(control, counts), axis=0))
+        if result.step == run.resolved.total_steps:
+            has_learned, why = judge_overfit(self._first_loss, loss, self._entropy)
+            samples, steps = run.resolved.plan.global_batch_size, count_nouns(result.step, "step")
+            verdict = f"{'learned' if has_learned else 'did not learn'}: the loss of the same {samples:,} samples {why}"
+            self._io.report(f"{verdict} ({steps}, --lr {run.resolved.schedule.lr:g})")
+            self._io.log_event("overfit", step=result.step, has_learned=has_learned, reason=why)
+
+
+def entropy(counts: NDArray[np.int64]) -> float:
+    """Return the entropy in nats of a distribution given by counts, [n]."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def judge_overfit(first: float, last: float, context_free: float) -> tuple[bool, str]:
+    """Return whether a batch was learned, and what its loss did. Losses are in nats per token; `context_free` is H."""
+    moved = f"from {first:.4f} to {last:.4f}"
+    if not last <= first * (1 + _UNCHANGED):
+        return False, f"rose {moved}. Lower --lr, or raise --warmup-steps"
+    if last > first * (1 - _UNCHANGED):
+        return False, f"stayed ({moved}). Likely causes: --lr is far too low, or no gradient reaches the weights"
+    fell = f"fell {moved}, and a model that ignores the context stays above {context_free:.4f}"
+    if last <= max(_LEARNED_SHARE * context_free, _LEARNED_LOSS):
+        return True, fell
+    if last < context_free:
+        return False, f"{fell}. It learns, but has not memorised the batch: give more --steps, or another --lr"
+    return False, (
+        f"{fell}. Give more --steps or a higher --lr; if that does not help, attention or positions pass nothing on, "
+        "or the targets do not follow from the context"
+    )
+
+
+_SAMPLING = SamplingSettings(max_new_tokens=48, temperature=0.8, top_k=50, top_p=None)
+
+
+class Validate(StepAction):
+    """Measures the validation loss every --val-every steps and after the last one."""
+
+    def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
+        self._run, self._engine, self._io, self._splits = run, engine, io, run.validation
+        self._newest: tuple[int, Validation] | None = None
+
+    def due(self, step: int) -> bool:
+        return step % self._run.config.val_every == 0 or step == self._run.resolved.total_steps
+
+    def run(self, result: StepResult) -> None:
+        world = self._run.world
+        with self._engine.meter.pause("evaluating"):
+            # Everything is read first: a rank that cannot read must not leave the others in a forward pass.
+            batches = on_all_ranks(world.control, lambda: [self._read(split) for split in self._splits])
+            size = self._run.resolved.plan.ranks.sequence_parallel_size
+            losses = [validation_loss(self._engine.deepspeed, of_split, world.device, size) for of_split in batches]
+        total = sum(num_samples for _, num_samples in losses)
+        mean = sum(loss * num_samples for loss, num_samples in losses) / total
+        samples = f"{total} of {self._run.start.sets.fingerprint}"
+        self._newest = (result.step, Validation(mean, samples)) if math.isfinite(mean) else None
+        if self._io.log:
+            names = [split.name for split in self._splits]
+            by_set = {name: loss for name, (loss, _) in zip(names, losses, strict=True) if name}
+            in_bits = mean_bits_per_byte(losses, [split.bytes_per_token for split in self._splits])
+            self._io.log.log_validation(result.step, mean, total, by_set, in_bits, describe_samples(self._splits))
+
+    def after(self, step: int) -> Validation | None:
+        """Return the validation after a step, if it was measured there and is finite."""
+        return self._newest[1] if self._newest and self._newest[0] == step else None
+
+    def _read(self, split: ValidationSplit) -> list[ValidationBatch]:
+        layout, micro_batch_size = self._engine.feed.plan.layout, self._run.resolved.plan.micro_batch_size
+        return list(validation_batches(split.shards, layout, micro_batch_size, split.num_samples))
+
+
+def validation_loss(
+    engine: DeepSpeedEngine, batches: Iterable[ValidationBatch], device: torch.device, ranks_of_sequence: int = 1
+) -> tuple[float, int]:
+    """Return the mean loss in nats per token over all ranks' batches, and the number of sequences. Collective.
+
+    Every rank must bring equally many batches: ZeRO-3 gathers weights in every forward pass.
+    """
+    totals = torch.zeros(2, dtype=torch.float64)
+    engine.eval()
+    with torch.no_grad():
+        for batch in batches:
+            tokens = batch.tokens.to(device)
+            loss = engine(tokens[:, :-1], tokens[:, 1:])
+            totals += torch.tensor([float(loss) * batch.weight, batch.weight], dtype=torch.float64)
+    engine.train()
+    totals = totals.to(device)
+    dist.all_reduce(totals)
+    return float(totals[0] / totals[1]), int(totals[1]) // ranks_of_sequence
+
+
+class EvaluateTasks(StepAction):
+    """Evaluates tasks every --eval-every steps and after the last one, their items distributed over all ranks.
+
+    Every rank gets all scores and computes the same results. A forward pass has at most the tokens of one of training,
+    and the logits of as many at a time as the loss: it takes no more memory than a validation.
+    """
+
+    def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
+        self._run, self._engine, self._io = run, engine, io
+        self._tasks = on_all_ranks(run.world.control, lambda: self._encode(run.start.tasks))
+
+    def due(self, step: int) -> bool:
+        return step % self._run.config.eval_every == 0 or step == self._run.resolved.total_steps
+
+    def run(self, result: StepResult) -> None:
+        with self._engine.meter.pause("evaluating"):
+            results = [task.values(self._score(task.rows)) for task in self._tasks]
+        if self._io.log:
+            for task, values in zip(self._tasks, results, strict=True):
+                self._io.log.log_evaluation(result.step, task.file.name, values, len(task.file.items))
+
+    def _encode(self, files: Sequence[TaskFile]) -> list[EncodedTask]:
+        location, seq_len = self._run.start.sets.first, self._run.resolved.shape.seq_len
+        tokenizer = load_set_tokenizer(location.folder, location.manifest)
+        return [encode_task(file, tokenizer, seq_len) for file in files]
+
+    def _score(self, rows: Sequence[Row]) -> list[RowScore]:
+        """Score rows in batches that the ranks take in turn. Collective.
+
+        A rank without a batch left scores one that does not count: ZeRO-3 gathers weights in every forward pass.
+        """
+        plan, world = self._run.resolved.plan, self._run.world
+        group, num_groups = plan.ranks.group_of(world.rank), plan.ranks.data_parallel_size
+        max_tokens = plan.micro_batch_size * plan.seq_len
+        batches = batches_by_length(rows, max_tokens, max_tokens)
+        mine: list[tuple[int, RowScore]] = []
+        self._engine.deepspeed.eval()
+        with torch.no_grad():
+            for start in range(0, len(batches), num_groups):
+                number = start + group
+                batch = batches[number if number < len(batches) else 0]
+                scores = score_batch(self._forward, [rows[index] for index in batch], world.device)
+                if number < len(batches) and plan.ranks.is_first(world.rank):
+                    mine += zip(batch, scores, strict=True)
+        self._engine.deepspeed.train()
+        return in_order(pair for of_rank in gather(world.control, mine) for pair in of_rank)
+
+    def _forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        scores: Tensor = self._engine.deepspeed(tokens, targets, each_token=True)
+        split = self._engine.deepspeed.module.split
+        return scores if split is None else split.gather_scores(scores, targets.shape[1])
+
+
+class SampleText(StepAction):
+    """Samples text every --sample-every steps, and whenever the model is evaluated; rank 0 prints.
+
+    Every rank generates, because ZeRO-3 gathers weights in every forward pass. All use rank 0's choice of each token:
+    ranks that rounded differently would end at different tokens, and one would wait for weights indefinitely.
+    """
+
+    def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
+        self._run, self._engine, self._io = run, engine, io
+        location = run.start.sets.first
+        self._tokenizer = on_all_ranks(
+            run.world.control, lambda: load_set_tokenizer(location.folder, location.manifest)
+        )
+
+    def due(self, step: int) -> bool:
+        config, total_steps = self._run.config, self._run.resolved.total_steps
+        if config.eval_every and step == total_steps:
+            return True
+        return any(every and step % every == 0 for every in (config.sample_every, config.eval_every))
+
+    def run(self, result: StepResult) -> None:
+        run, prompts = self._run, self._run.start.prompts
+        # The model would not see more than its context.
+        tokens_of = [encode_prompt(self._tokenizer, prompt)[-run.resolved.shape.seq_len :] for prompt in prompts]
+        texts = [""] * len(prompts)
+        with self._engine.meter.pause("evaluating"):
+            chunks = generate_text(
+                self._engine.deepspeed.module,
+                self._tokenizer,
+                tokens_of,
+                _SAMPLING,
+                seeds=[run.config.seed] * len(prompts),
+                agree=lambda tokens: on_main_rank(run.world.control, lambda: tokens),
+            )
+            for chunk in chunks:
+                texts[chunk.number] += chunk.text
+        if self._io.log:
+            for prompt, text in zip(prompts, texts, strict=True):
+                self._io.log.log_sample(result.step, prompt, prompt + text)
