@@ -300,8 +300,6 @@ class RunConfig(ModelKeys):
     overfit_batch: Sequences | None = key(None, ge=1, resume="refused", ranks="same", by_ladder=True)
     """Train on the run's first N samples in every step, as a first check that the model learns. Ends with a verdict,
     saves nothing; default: 200 steps."""
-    record_samples: bool = key(False, resume="free", ranks="same")
-    """Write the sample ids of every step to the run folder."""
 
     # batch and schedule
     global_batch_size: Sequences | None = key(
