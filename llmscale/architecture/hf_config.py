@@ -206,14 +206,20 @@ _DECODERS: dict[str, _Decoder] = {
     "falcon": _Decoder(inner="ffn_hidden_size", is_fused=True, biases=("bias", "bias", "bias"), bias_default=False),
     "bloom": _Decoder(width="n_embed", heads="n_head", layers="n_layer", inner="", is_fused=True),
     "mpt": _Decoder(
-        *("d_model", "n_heads", "n_layers", ""),
+        width="d_model",
+        heads="n_heads",
+        layers="n_layers",
+        inner="",
         is_fused=True,
         biases=(False, False, False),
         norm=rms_norm,
         required={"no_bias": True},
     ),
     "gptj": _Decoder(
-        *("n_embd", "n_head", "n_layer", "n_inner"),
+        width="n_embd",
+        heads="n_head",
+        layers="n_layer",
+        inner="n_inner",
         biases=(False, False, True),
         tied=False,
         norms=1,
@@ -341,7 +347,7 @@ def load_hf_model(path_or_name: str) -> HFModel | None:
     source = f"--hf {path_or_name}"
     config = find_config(path_or_name, source).entries
     try:
-        # Of a kind that llmscale lacks, --rope-scaling may replace it.
+        # For a kind that llmscale lacks, --rope-scaling may replace it.
         read_shape(without_rope_scaling(config), source)
     except ConfigError:
         family = str(config.get("model_type"))

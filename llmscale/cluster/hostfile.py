@@ -86,7 +86,7 @@ _COMMAND = re.compile(r"(?:ssh|rsh|pdsh|mpirun|srun)\b(?:\s+-\w+(?:\s+[0-9]+)?)*
 
 
 def _advise(entry: str) -> str:
-    """Return the line that a wrong one probably means; N stands for a number that it does not hold."""
+    """Return the line that a wrong one probably means; N is a number that it does not hold."""
     counts = {word.lower().replace("-", "_"): value.rstrip(",;") for word, value in _COUNTS.findall(entry)}
     words = re.split(r"[\s,;]+", _COUNTS.sub(" ", _COMMAND.sub("", entry, count=1)).strip())
     numbers = [word for word in words if word.isdecimal()]

@@ -682,7 +682,7 @@ def parse_run_config(argv: Sequence[str], parser: FlagParser | None = None) -> R
 
 
 def parse_run_flags(argv: Sequence[str], parser: FlagParser | None = None) -> dict[str, object]:
-    """Return the values of the keys that flags give. Raises ConfigError for words that are no flags of train.py."""
+    """Return the values of the keys that flags give. Raises ConfigError for words other than flags of train.py."""
     parser = parser or FlagParser(prog="train.py", example=_EXAMPLE)
     add_run_config_flags(parser)
     given = vars(parser.parse_args(_normalise_flags(argv)))

@@ -16,7 +16,7 @@ class ForeignFormat(NamedTuple):
     """Noun in the plural."""
     suffixes: frozenset[str]
     tool: str
-    """What to do, as an order."""
+    """Fix, as an order."""
     begins: re.Pattern[bytes] | None = None
     """First bytes of such a file, whatever its name."""
     is_markup: bool = False

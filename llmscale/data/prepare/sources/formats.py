@@ -275,8 +275,8 @@ class Format:
     magic: tuple[int, tuple[bytes, ...]] = (0, ())
     """Offset and bytes, any of which identify the format whatever the file's name."""
     are_records: Callable[[bytes, str, ReadOptions], bool] | None = None
-    """Whether a file that begins with these bytes, of this name, is a folder's or an archive's set of records; None:
-    always."""
+    """Function that tells whether a file with these first bytes and this name holds records in a folder or an archive;
+    None: always."""
 
 
 def _never(_head: bytes, _name: str, _options: ReadOptions) -> bool:

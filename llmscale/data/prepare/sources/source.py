@@ -100,7 +100,7 @@ def pass_over(passed_over: set[PassedOver], reason: str, path: PurePath) -> None
 
 @dataclass(frozen=True)
 class Choice:
-    """Which of the files of a folder or an archive are read."""
+    """Choice of the files of a folder or an archive to read."""
 
     suffixes: frozenset[str]
     """Suffixes of formats."""
@@ -125,7 +125,7 @@ class ReadOptions:
     has_plain: bool = False
     """True if some names are those of plain text; then a lone JSON object without the field is text, too."""
     choice: Choice | None = None
-    """Which files of a folder or an archive are read; None for those that the user named."""
+    """Choice of files of a folder or an archive; None for those that the user named."""
 
 
 class FileError(DataError):
