@@ -30,6 +30,7 @@ _NAMES = (
         "micro_batch_size train_micro_batch_size_per_gpu",
         "micro_batch microbatch_size per_device_batch_size per_device_train_batch_size per_gpu_train_batch_size",
     ),
+    ("train_micro_batch_size_per_gpu", "micro_batch_size train_micro_batch_size_per_device"),
     ("global_batch_size", "train_batch_size gbs gradient_accumulation_steps"),
     ("global_batch_tokens train_batch_size", "total_batch_size"),
     (

@@ -30,7 +30,6 @@ _REASONS = {
     "architecture/shape.py: GPTShape.changed": "widths that follow n_embd in their ratio",
     "cli/estimate.py: _EXCLUSIVE": "flags of estimate, which the keys are among",
     "cli/estimate.py: _OF_STATES": "what a model has of which only the states are known",
-    "cli/reproduce.py: _DECIDED": "flags that a recipe gives itself",
     "config/deepspeed/foreign.py": "keys that DeepSpeed's own optimizer and scheduler blocks set",
     "config/resolve.py: _OF_OPTIMIZER": "keys that an optimizer block of a ds_config sets",
     "training/start.py: _check_model": "numbers that name the same blocks in several ways",

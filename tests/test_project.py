@@ -45,7 +45,7 @@ TORCH_FREE = (
     ),
     "report",
     *("cluster", "cli", "train"),
-    *("data.shards.manifest", "data.order.sample_order", "data.shards.cache", "data.sample_log"),
+    *("data.shards.manifest", "data.order.sample_order", "data.shards.cache"),
     *("checkpoint.manifest", "checkpoint.inventory", "checkpoint.run_state"),
     *("checkpoint.commit", "checkpoint.hf_write"),
     *("training.inputs", "training.start", "training.stop_request", "training.sample_stream"),
@@ -54,7 +54,7 @@ TORCH_FREE = (
 FLAG = re.compile(r"--[a-z][\w-]*")
 SUBCOMMANDS = (
     *("plan", "estimate", "data", "data clean", "data prepare", "data verify", "doctor", "train", "launch", "eval"),
-    *("sample", "export", "prune", "report", "runs", "completion", "checkpoint", "checkpoint list", "reproduce"),
+    *("sample", "export", "prune", "report", "runs", "completion", "checkpoint", "checkpoint list"),
     *("ladder plan", "ladder run", "ladder fit", "schema", "data train-tokenizer", "data inspect", "data which"),
     *("checkpoint show", "checkpoint verify", "checkpoint prune", "checkpoint diff"),
 )
@@ -406,7 +406,7 @@ def test_python_is_started_in_one_place() -> None:
 
 
 #: Modules that write into run folders, and calls in them that write elsewhere: to a private folder, or a new one.
-WRITES_RUN_FOLDERS = ("training", "cluster.launch", "checkpoint", "data.sample_log")
+WRITES_RUN_FOLDERS = ("training", "cluster.launch", "checkpoint")
 WRITES_ELSEWHERE = {
     "training.run_folder": 1,  # the descriptor of open_own
     "cluster.launch.host": 1,  # /dev/null

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from llmscale.cli.main import build_parser
+from llmscale.config.run_config import parse_run_config
+
 ROOT = Path(__file__).resolve().parent.parent
 ENTRY_POINTS = ("scripts/quickstart.sh", "scripts/test.sh", "scripts/check.sh", "scripts/bench/gpu.sh", ".ci/run")
 
@@ -199,3 +202,43 @@ _TWO = ("lr", "steps")
 def test_every_list_of_keys_has_a_reason() -> None:
     done = subprocess.run([sys.executable, ROOT / "scripts" / "check_key_tables.py"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts/reproduce").glob("*.sh")), ids=lambda script: script.stem)
+def test_a_reproduction_gives_each_command_flags_that_it_takes(script: Path, tmp_path: Path) -> None:
+    """Its commands are recorded in place of being run; items that exist are not downloaded."""
+    log, out, program = tmp_path / "log", tmp_path / "out", tmp_path / "bin" / "llmscale"
+    out.mkdir()
+    (out / "hellaswag.jsonl").write_text("")
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/bash\nprintf "%s\\0" "$@" >>{log}\necho >>{log}\n')
+    program.chmod(0o755)
+    path = f"{program.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [script, "--num-workers", "2"],
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OUT": str(out)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    commands = [line.rstrip("\0").split("\0") for line in log.read_text().splitlines()]
+    prepare, train, *reports = commands
+    for words in (prepare, *reports):
+        build_parser(words).parse_args(words)
+    config = parse_run_config(train[1:])
+    assert config.num_workers == 2
+    every = 100 if script.stem == "nano" else 250
+    assert (config.val_every, config.eval_every) == (every, every)
+    assert [words[0] for words in commands] == ["data", "train", "report", "report"]
+    assert "validation loss" in done.stdout or "HellaSwag" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_small_reproduction_ends_and_may_be_repeated(tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "OUT": str(tmp_path / "out"), "OMP_NUM_THREADS": "1"}
+    words = [ROOT / "scripts/reproduce/nano.sh", "--nproc-per-node", "1"]
+    for _ in range(2):
+        done = subprocess.run(words, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "out" / "report.html").is_file()

@@ -17,12 +17,11 @@ import pytest
 from packaging.requirements import Requirement
 
 import llmscale
-from llmscale.cli.reproduce import RECIPES
 from llmscale.config.bundled_files import DS_CONFIGS, HOSTFILES
 
 ROOT = Path(__file__).resolve().parent.parent
 #: What a wheel is made of.
-SOURCES = ("llmscale", "ds_configs", "hostfiles", "recipes", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("llmscale", "ds_configs", "hostfiles", "pyproject.toml", "README.md", "LICENSE")
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
@@ -66,12 +65,12 @@ def run(installed: Path, *words: str, cwd: Path) -> subprocess.CompletedProcess[
 
 def test_every_ds_config_and_hostfile_is_in_it_as_a_file(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        for shipped in (DS_CONFIGS, HOSTFILES, RECIPES):
+        for shipped in (DS_CONFIGS, HOSTFILES):
             for name in shipped.names():
                 path = f"{shipped.folder_name}/{name}{shipped.suffix}"
                 assert archive.read(f"llmscale/{path}") == (ROOT / path).read_bytes()
         names = archive.namelist()
-    assert {"llmscale/py.typed", "llmscale/recipes/nano.jsonl"} <= {*names}
+    assert "llmscale/py.typed" in names
     assert "llmscale/memory/activations/tables/ends.json" in names
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"llmscale"}
 

@@ -8,7 +8,7 @@ states. The tests compare every tensor with a model that transformers builds on 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmscale.architecture.families.experts import WITH_EXPERTS
@@ -171,144 +171,64 @@ def _opt(keys: Keys) -> Architecture:
     )
 
 
-@dataclass(frozen=True)
-class _Decoder:
-    """A decoder of transformers by its parameters alone."""
-
-    width: int
-    n_head: int
-    n_layer: int
-    vocab: int
-    inner: int
-    """Width of the MLP."""
-    qkv: tuple[int, ...]
-    """Rows of the matrices of query, key and value: one number for one matrix."""
-    has_bias: tuple[bool, bool, bool]
-    """Of query, key and value; of the attention's output; of the MLP."""
-    tied: bool
-    norms: int = 2
-    norm: Callable[[str, int], Layer] = layer_norm
-    up: int = 1
-    """Rows of the MLP's first matrix, as a multiple of `inner`."""
-    before: tuple[Layer, ...] = ()
-    """Layers between the token embedding and the first block."""
-    head_bias: bool = False
-
-    def describe(self) -> Architecture:
-        h, (qkv_bias, out_bias, mlp_bias) = self.width, self.has_bias
-        logits = head("head", self.vocab, h, tied_to="wte" if self.tied else "")
-        bias = [Layer("head_bias", (Parameter("bias", (self.vocab,), "vector"),))] if self.head_bias else []
-        norms = [self.norm(f"ln_{number}", h) for number in range(1, self.norms + 1)]
-        return Architecture(
-            before_blocks=(embedding("wte", self.vocab, h), *self.before),
-            block=(
-                norms[0],
-                combined_layer("attn.qkv", *(linear(f"qkv{rows}", h, rows, bias=qkv_bias) for rows in self.qkv)),
-                attention(self.n_head, h // self.n_head),
-                linear("attn.proj", h, h, bias=out_bias),
-                *norms[1:],
-                linear("mlp.up", h, self.up * self.inner, bias=mlp_bias),
-                elementwise(self.inner),
-                linear("mlp.down", self.inner, h, bias=mlp_bias),
-                elementwise(2 * h),
-            ),
-            n_layer=self.n_layer,
-            after_blocks=(combined_layer("ln_f", self.norm("ln_f", h), *bias), logits),
-            parameter_order=(*(norm.name for norm in norms), "attn.qkv", "attn.proj", "mlp.up", "mlp.down"),
-        )
-
-
-def _gpt_neox(keys: Keys) -> _Decoder:
-    h, n_head = keys.heads()
-    bias, tied = keys.flag("attention_bias", True), keys.flag("tie_word_embeddings", False)
-    sizes = keys.layers("num_hidden_layers"), keys.count("vocab_size"), keys.count("intermediate_size")
-    return _Decoder(h, n_head, *sizes, (3 * h,), (bias, bias, True), tied)
-
-
-def _falcon(keys: Keys) -> _Decoder:
-    h, n_head = keys.heads()
-    is_new, is_parallel = keys.flag("new_decoder_architecture", False), keys.flag("parallel_attn", True)
-    head_dim, bias = h // n_head, keys.flag("bias", False)
-    kv_heads = 1 if keys.flag("multi_query", True) else n_head
-    if is_new:
-        kv_heads = keys.count("num_kv_heads", n_head)
-    norms = keys.count("num_ln_in_parallel_attn", 2 if is_new else 1) if is_parallel else 2
-    sizes = keys.layers("num_hidden_layers"), keys.count("vocab_size"), keys.count("ffn_hidden_size", 4 * h)
-    tied = keys.flag("tie_word_embeddings", True)
-    return _Decoder(h, n_head, *sizes, (h + 2 * kv_heads * head_dim,), (bias, bias, bias), tied, min(norms, 2))
-
-
-def _bloom(keys: Keys) -> _Decoder:
-    h, n_head = keys.heads(heads="n_head")
-    sizes = keys.layers("n_layer"), keys.count("vocab_size"), 4 * h
-    tied, before = keys.flag("tie_word_embeddings", True), (layer_norm("ln_embedding", h),)
-    return _Decoder(h, n_head, *sizes, (3 * h,), (True, True, True), tied, before=before)
-
-
-def _mpt(keys: Keys) -> _Decoder:
-    h, n_head = keys.heads("d_model", "n_heads")
-    keys.require("no_bias", True)
-    inner = int(h * keys.number("expansion_ratio", 4))
-    sizes = keys.layers("n_layers"), keys.count("vocab_size"), inner
-    tied = keys.flag("tie_word_embeddings", True)
-    return _Decoder(h, n_head, *sizes, (3 * h,), (False, False, False), tied, norm=rms_norm)
-
-
-def _gptj(keys: Keys) -> _Decoder:
-    h, n_head = keys.heads("n_embd", "n_head")
-    sizes = keys.layers("n_layer"), keys.count("vocab_size"), keys.count("n_inner", 4 * h)
-    tied = keys.flag("tie_word_embeddings", False)
-    return _Decoder(h, n_head, *sizes, (h, h, h), (False, False, True), tied, norms=1, head_bias=True)
-
-
-def _gpt_neo(keys: Keys) -> _Decoder:
-    h, n_head = keys.heads(heads="num_heads")
-    sizes = keys.layers("num_layers"), keys.count("vocab_size"), keys.count("intermediate_size", 4 * h)
-    before = (embedding("wpe", keys.count("max_position_embeddings", 2048), h),)
-    tied = keys.flag("tie_word_embeddings", True)
-    return _Decoder(h, n_head, *sizes, (h, h, h), (False, True, True), tied, before=before)
-
-
-def _phi(keys: Keys) -> _Decoder:
-    h, n_head = keys.heads()
-    kv = keys.count("num_key_value_heads", n_head) * (h // n_head)
-    sizes = keys.layers("num_hidden_layers"), keys.count("vocab_size"), keys.count("intermediate_size")
-    keys.require("qk_layernorm", False)
-    tied = keys.flag("tie_word_embeddings", False)
-    return _Decoder(h, n_head, *sizes, (h, kv, kv), (True, True, True), tied, norms=1, head_bias=True)
-
-
-def _phi3(keys: Keys) -> _Decoder:
-    h, n_head = keys.heads()
-    kv = keys.count("num_key_value_heads", n_head) * (h // n_head)
-    sizes = keys.layers("num_hidden_layers"), keys.count("vocab_size"), keys.count("intermediate_size")
-    tied = keys.flag("tie_word_embeddings", False)
-    return _Decoder(h, n_head, *sizes, (h + 2 * kv,), (False, False, False), tied, norm=rms_norm, up=2)
-
-
-def _starcoder2(keys: Keys) -> _Decoder:
-    h, n_head = keys.heads()
-    kv = keys.count("num_key_value_heads", n_head) * (h // n_head)
-    sizes = keys.layers("num_hidden_layers"), keys.count("vocab_size"), keys.count("intermediate_size")
-    bias, tied = keys.flag("use_bias", True), keys.flag("tie_word_embeddings", True)
-    return _Decoder(h, n_head, *sizes, (h, kv, kv), (bias, bias, bias), tied)
-
-
 def _head(tied: bool, rows: int, width: int) -> Layer:
     return head("head", rows, width, tied_to="wte" if tied else "")
 
 
+@dataclass(frozen=True)
+class _Decoder:
+    """Entries of config.json that determine a family's parameters, and what is the same in all its models."""
+
+    width: str = "hidden_size"
+    heads: str = "num_attention_heads"
+    layers: str = "num_hidden_layers"
+    inner: str = "intermediate_size"
+    """Width of the MLP, four times the model's if there is no such entry; empty if there never is."""
+    has_kv_heads: bool = False
+    is_fused: bool = False
+    """True if query, key and value are one matrix."""
+    biases: tuple[bool | str, bool | str, bool | str] = (True, True, True)
+    """Of query, key and value; of the attention's output; of the MLP. A text is the entry that decides."""
+    bias_default: bool = True
+    tied: bool = True
+    norms: int = 2
+    norm: Callable[[str, int], Layer] = layer_norm
+    up: int = 1
+    """Rows of the MLP's first matrix, as a multiple of its width."""
+    head_bias: bool = False
+    required: Mapping[str, bool] = field(default_factory=dict)
+    """The only legal values of other entries."""
+
+
 #: Families that are described only by their parameters, by model_type.
-_DECODERS: dict[str, Callable[[Keys], _Decoder]] = {
-    "gpt_neox": _gpt_neox,
-    "falcon": _falcon,
-    "bloom": _bloom,
-    "mpt": _mpt,
-    "gptj": _gptj,
-    "gpt_neo": _gpt_neo,
-    "phi": _phi,
-    "phi3": _phi3,
-    "starcoder2": _starcoder2,
+_DECODERS: dict[str, _Decoder] = {
+    "gpt_neox": _Decoder(is_fused=True, biases=("attention_bias", "attention_bias", True), tied=False),
+    "falcon": _Decoder(inner="ffn_hidden_size", is_fused=True, biases=("bias", "bias", "bias"), bias_default=False),
+    "bloom": _Decoder(width="n_embed", heads="n_head", layers="n_layer", inner="", is_fused=True),
+    "mpt": _Decoder(
+        width="d_model",
+        heads="n_heads",
+        layers="n_layers",
+        inner="",
+        is_fused=True,
+        biases=(False, False, False),
+        norm=rms_norm,
+        required={"no_bias": True},
+    ),
+    "gptj": _Decoder(
+        width="n_embd",
+        heads="n_head",
+        layers="n_layer",
+        inner="n_inner",
+        biases=(False, False, True),
+        tied=False,
+        norms=1,
+        head_bias=True,
+    ),
+    "gpt_neo": _Decoder(heads="num_heads", layers="num_layers", biases=(False, True, True)),
+    "phi": _Decoder(has_kv_heads=True, tied=False, norms=1, head_bias=True, required={"qk_layernorm": False}),
+    "phi3": _Decoder(has_kv_heads=True, is_fused=True, biases=(False, False, False), tied=False, norm=rms_norm, up=2),
+    "starcoder2": _Decoder(has_kv_heads=True, biases=("use_bias", "use_bias", "use_bias")),
 }
 
 
@@ -316,7 +236,66 @@ def _describe(family: str, keys: Keys) -> Architecture | None:
     """Return the layers of a family that llmscale does not train; None for one that it does not know either."""
     if family == "opt":
         return _opt(keys)
-    return _DECODERS[family](keys).describe() if family in _DECODERS else None
+    if family not in _DECODERS:
+        return None
+    names = _DECODERS[family]
+    for entry, legal in names.required.items():
+        keys.require(entry, legal)
+    # transformers knows these entries by its usual names too.
+    usual = _Decoder()
+    width = names.width if keys.has(names.width) else usual.width
+    h, n_head = keys.heads(width, names.heads if keys.has(names.heads) else usual.heads)
+    n_layer = keys.layers(names.layers if keys.has(names.layers) else usual.layers)
+    kv_heads, norms, before = n_head, names.norms, tuple[Layer, ...]()
+    if family == "falcon":
+        kv_heads, norms = _falcon(keys, n_head)
+    elif family == "bloom":
+        before = (layer_norm("ln_embedding", h),)
+    elif family == "gpt_neo":
+        before = (embedding("wpe", keys.count("max_position_embeddings", 2048), h),)
+    elif names.has_kv_heads:
+        kv_heads = keys.count("num_key_value_heads", n_head)
+    inner = keys.count(names.inner, 4 * h) if names.inner else 4 * h
+    if family == "mpt":
+        inner = int(h * keys.number("expansion_ratio", 4))
+    kv = kv_heads * (h // n_head)
+    rows = (h + 2 * kv,) if names.is_fused else (h, kv, kv)
+    qkv_bias, out_bias, mlp_bias = (
+        keys.flag(bias, names.bias_default) if isinstance(bias, str) else bias for bias in names.biases
+    )
+    vocab = keys.count("vocab_size")
+    head_bias = [Layer("head_bias", (Parameter("bias", (vocab,), "vector"),))] if names.head_bias else []
+    norm_layers = [names.norm(f"ln_{number}", h) for number in range(1, norms + 1)]
+    return Architecture(
+        before_blocks=(embedding("wte", vocab, h), *before),
+        block=(
+            norm_layers[0],
+            combined_layer("attn.qkv", *(linear(f"qkv{count}", h, count, bias=qkv_bias) for count in rows)),
+            attention(n_head, h // n_head),
+            linear("attn.proj", h, h, bias=out_bias),
+            *norm_layers[1:],
+            linear("mlp.up", h, names.up * inner, bias=mlp_bias),
+            elementwise(inner),
+            linear("mlp.down", inner, h, bias=mlp_bias),
+            elementwise(2 * h),
+        ),
+        n_layer=n_layer,
+        after_blocks=(
+            combined_layer("ln_f", names.norm("ln_f", h), *head_bias),
+            _head(keys.flag("tie_word_embeddings", names.tied), vocab, h),
+        ),
+        parameter_order=(*(norm.name for norm in norm_layers), "attn.qkv", "attn.proj", "mlp.up", "mlp.down"),
+    )
+
+
+def _falcon(keys: Keys, n_head: int) -> tuple[int, int]:
+    """Return Falcon's key-value heads and norms of a block."""
+    is_new, is_parallel = keys.flag("new_decoder_architecture", False), keys.flag("parallel_attn", True)
+    kv_heads = 1 if keys.flag("multi_query", True) else n_head
+    if is_new:
+        kv_heads = keys.count("num_kv_heads", n_head)
+    norms = keys.count("num_ln_in_parallel_attn", 2 if is_new else 1) if is_parallel else 2
+    return kv_heads, min(norms, 2)
 
 
 @dataclass(frozen=True)
@@ -368,7 +347,8 @@ def load_hf_model(path_or_name: str) -> HFModel | None:
     source = f"--hf {path_or_name}"
     config = find_config(path_or_name, source).entries
     try:
-        read_shape(config, source)
+        # For a kind that llmscale lacks, --rope-scaling may replace it.
+        read_shape(without_rope_scaling(config), source)
     except ConfigError:
         family = str(config.get("model_type"))
         architecture = _describe(family, Keys(config, source))

@@ -94,7 +94,7 @@ def find_weights_files(folder: Path) -> WeightsFiles:
 def choose_weights(names: Collection[str], source: str, folder: Path | None = None) -> str:
     """Return which of a model's files holds its weights, or is their index.
 
-    `source` names the model in messages, and `folder` is where it lies on this machine.
+    `source` names the model in messages, and `folder` is its place on this machine.
 
     Raises CheckpointError when no file does.
     """

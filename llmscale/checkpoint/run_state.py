@@ -95,6 +95,9 @@ def parse_run_state(values: Mapping[str, object], where: str) -> RunState:
     """
     names = {f.name for f in fields(RunState)}
     values = {key: value for key, value in values.items() if key not in _DROPPED}
+    config = values.get("config")
+    if isinstance(config, Mapping):
+        values["config"] = {key: value for key, value in config.items() if key not in _DROPPED_KEYS}
     if set(values) - names:
         raise CheckpointError(
             f"{where} holds {', '.join(sorted(set(values) - names))}, which this version does not know: "
@@ -112,6 +115,8 @@ def parse_run_state(values: Mapping[str, object], where: str) -> RunState:
 
 #: In older checkpoints, and never read: the optimizer's groups are built from the configuration.
 _DROPPED = ("optimizer_groups",)
+#: Keys of runs in older checkpoints that this version does not have.
+_DROPPED_KEYS = ("record_samples",)
 
 
 def _is_table_of_numbers(value: object) -> bool:

@@ -40,13 +40,13 @@ def add_input_flags(parser: FlagParser) -> None:
         type=path_or_url,
         required=True,
         action="append",
-        metavar="PATH|PATTERN|URL|-|hf:NAME[:CONFIG]|python-stdlib|python-docs",
+        metavar="PATH|PATTERN|URL|-|hf:NAME[:CONFIG]|python-stdlib",
         help="text (one document a file), .jsonl, .csv, .tsv, .parquet, .arrow or a .tar of them, also "
         ".gz/.zst/.bz2/.xz; a folder (also of save_to_disk), or a "
         "pattern such as 'crawl/*.jsonl.zst' or 's3://bucket/crawl/*.jsonl.zst' (gs, az, "
         "hf://datasets/); tokens: .bin of nanoGPT or llm.c, .npy, or a folder of MDS shards; stdin; a Hugging "
-        "Face dataset; or this Python's standard library: its sources, or its documentation alone. May be repeated; "
-        "inputs are read in this order",
+        "Face dataset; or this Python's standard library: its sources, or (python-docs) its documentation alone. May "
+        "be repeated; inputs are read in this order",
     )
     text = "field or column with the text, in records of any format; page.text is a field within a field; default: text"
     flag(parser, "--text-field NAME", text, nonblank)

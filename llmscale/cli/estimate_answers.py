@@ -145,7 +145,7 @@ def _read_job(args: argparse.Namespace, config: RunConfig, machines: Machines) -
     """Return shape and global batch, resolved as for a training run."""
     seq_len = config.seq_len if args.model else config.seq_len or _MAX_MODEL_SEQ_LEN
     config, shape = resolve_model(config, seq_len)
-    plan = resolve_batch(config, shape.seq_len, machines.world_size)
+    plan = resolve_batch(config, shape.seq_len, machines.world_size, None)
     is_default = config.global_batch_size is None
     if is_default:
         # As in `plan`: without fillers.

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.cli.reproduce import run_command
+from llmscale.cluster.launch.ranks import end_with_parent
+from llmscale.cluster.remote import search_path
 from llmscale.config.bundled_files import install_command, is_in_checkout
 from llmscale.config.command_line import Need, flag, local_path, number, path_or_url, quantity, whole_number
 from llmscale.config.user_paths import check_output_folder, write_output_file
@@ -34,6 +38,8 @@ from llmscale.planning.scaling_ladder import (
 from llmscale.report.run_list import read_run
 from llmscale.terminal.human_numbers import count_nouns, format_quantity
 from llmscale.terminal.table import Column, output_width, print_fitting, table_lines
+from llmscale.training.stop_request import STOP_SIGNALS
+from llmscale.untrusted.interpreter import module_command
 from llmscale.untrusted.paths import check_regular
 from llmscale.untrusted.terminal import print_visible
 
@@ -255,3 +261,28 @@ def _fit(args: argparse.Namespace) -> int:
     else:
         plot_ladder(args.folder, fit)
     return EXIT_UNDETERMINED if doubts(fit.parametric.law) else 0
+
+
+def run_command(words: Sequence[str], received: list[int]) -> int:
+    """Run `llmscale ...`, note signals in `received` and pass them on, and return its status, 128 + N for signal N."""
+    # In a separate session, Ctrl-C in the terminal reaches this process alone, which passes it on once.
+    process = subprocess.Popen(
+        module_command("llmscale", *words),
+        env={**os.environ, "PYTHONPATH": search_path(os.environ.get("PYTHONPATH"))},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=end_with_parent,
+    )
+
+    def pass_on(number: int, _frame: object) -> None:
+        received.append(number)
+        process.send_signal(number)
+
+    numbers = [number for number in (*STOP_SIGNALS, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, pass_on) for number in numbers}
+    try:
+        status = process.wait()
+        return status if status >= 0 else 128 - status
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -76,9 +76,6 @@ COMMANDS = {
         "prune runs/default --to pruned",
     ),
     "checkpoint": Command("list, show, verify and compare checkpoints", "checkpoint list runs/default"),
-    "reproduce": Command(
-        "GPT-2 and GPT-3 again, from data to a table beside the published numbers, in one command", "reproduce nano"
-    ),
     "schema": Command("JSON schema of a run file or a mixture, for editors", "schema run"),
     "completion": Command("print the script that completes all of this in bash, zsh or fish", "completion bash"),
 }

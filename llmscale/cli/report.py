@@ -19,8 +19,6 @@ from llmscale.checkpoint.remote_run import fetch_run
 from llmscale.cli.runs import print_runs, runs_below
 from llmscale.config.command_line import flag, local_path, run_place
 from llmscale.config.user_paths import check_output_file, url_of, write_output_file
-from llmscale.data.sample_log import FOLDER as SAMPLES_NAME
-from llmscale.data.sample_log import read_recorded
 from llmscale.error_handling import print_error
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.report.ascii_chart import draw_chart
@@ -178,7 +176,7 @@ def check_apart(said: str, place: Path, run: Path, proposed: str = "report.html"
     if not place.is_relative_to(folder):
         return
     name, *inner = place.relative_to(folder).parts
-    if name in ((CHECKPOINTS_NAME, SAMPLES_NAME, LOGS_NAME, *ORIGIN_FOLDERS) if inner else files):
+    if name in ((CHECKPOINTS_NAME, LOGS_NAME, *ORIGIN_FOLDERS) if inner else files):
         raise ConfigError(f"{said} is a file of the run itself; name another file, such as {folder / proposed}.")
 
 
@@ -236,7 +234,7 @@ def _print_run(run: Path) -> None:
     print_fitting(lines)
     saved = list_checkpoints(run)
     print_visible(f"checkpoint       {saved[0] if saved else 'none yet'}")
-    _print_gaps(run, history)
+    print_fitting(f"metrics          {note}" for note in history.notes())
 
 
 def _wall_time(history: RunHistory) -> list[str]:
@@ -244,14 +242,6 @@ def _wall_time(history: RunHistory) -> list[str]:
     shares = history.wall_shares()
     said = [f"{share:.1%} {WALL_TIME[use]}" for use, share in shares.items() if share >= 0.0005 or use == "steps"]
     return [f"wall time        {', '.join(said)}"] if said else []
-
-
-def _print_gaps(run: Path, history: RunHistory) -> None:
-    """Print what is missing from the run's records."""
-    print_fitting(f"metrics          {note}" for note in history.notes())
-    gaps = read_recorded(run).gaps
-    if gaps:
-        print_visible(f"sample record    INCOMPLETE: {'; '.join(gaps)} missing")
 
 
 def _entropy(manifest: Manifest | None, split: str) -> float | None:

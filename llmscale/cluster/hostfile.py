@@ -78,20 +78,24 @@ def _parse_line(entry: str, where: str) -> Host:
 
 
 #: Words for a number of ranks in the files of other launchers, each with its value.
-_COUNTS = re.compile(r"(?i)\b(slots|max[-_]?slots|(?:num[-_]?|n)?gpus?|ppn|np|n?procs?|cpus?)\b(?:\s*[=:]\s*|\s+)(\S+)")
+_COUNTS = re.compile(
+    r"(?i)\b(slots?|max[-_]?slots|(?:num[-_]?|n)?gpus?|ppn|np|n?procs?|cpus?)\b(?:\s*[=:]\s*|\s+)(\S+)"
+)
 #: A first word that is a command, and its options.
-_COMMAND = re.compile(r"(?:ssh|rsh|pdsh|mpirun|srun)\b(?:\s+-\w(?:\s+\S+)??)*(?:\s+|$)")
+_COMMAND = re.compile(r"(?:ssh|rsh|pdsh|mpirun|srun)\b(?:\s+-\w+(?:\s+[0-9]+)?)*(?:\s+|$)")
 
 
 def _advise(entry: str) -> str:
-    """Return the line that a wrong one probably means; N stands for a number that it does not hold."""
+    """Return the line that a wrong one probably means; N is a number that it does not hold."""
     counts = {word.lower().replace("-", "_"): value.rstrip(",;") for word, value in _COUNTS.findall(entry)}
     words = re.split(r"[\s,;]+", _COUNTS.sub(" ", _COMMAND.sub("", entry, count=1)).strip())
     numbers = [word for word in words if word.isdecimal()]
     names = [word for word in words if word not in numbers and _NAME.fullmatch(word)]
     stated = [counts["slots"]] if "slots" in counts else [*counts.values(), *numbers]
-    count = stated[0] if len(stated) == 1 and stated[0].isdecimal() and 0 < int(stated[0]) <= MAX_GPUS_PER_NODE else "N"
-    if len(names) != 1:
+    is_count = len(stated) == 1 and re.fullmatch("[1-9][0-9]{0,5}", stated[0]) is not None
+    count = stated[0] if is_count and int(stated[0]) <= MAX_GPUS_PER_NODE else "N"
+    # A word that is neither belongs to a file of another kind.
+    if len(names) != 1 or (not stated and len(words) > 1):
         return "Write one line `name slots=N` per host."
     return f"Write `{names[0]} slots={count}`{', N being its GPUs' if count == 'N' else ''}."
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Mapping
@@ -171,26 +172,8 @@ def get_preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-#: Families of published models that are not among the presets, in letters alone.
-_OTHER_FAMILIES = frozenset(
-    {
-        "mistral",
-        "ministral",
-        "falcon",
-        "phi",
-        "gemma",
-        "opt",
-        "bloom",
-        "pythia",
-        "olmo",
-        "deepseek",
-        "kimi",
-        "glm",
-        "gptj",
-    }
-    | {"gptneo", "gptneox", "gptoss", "cohere", "command", "granite", "stablelm", "starcoder", "mpt", "yi", "internlm"}
-    | {"baichuan", "chatglm", "codellama", "mamba", "rwkv"}
-)
+#: Similarity of a misspelt preset (gtp2-124m) to the one that is meant; opt-125m and gpt3-125m have 0.82.
+_MISSPELT = 0.85
 
 
 def _suggest(name: str) -> str:
@@ -198,23 +181,30 @@ def _suggest(name: str) -> str:
     plain = name.lower().replace("_", "-")
     if plain in PRESETS or plain.replace("-", "_") in OTHER_NAMES:
         return did_you_mean(name, PRESETS)
-    letters = _letters(plain)
-    if letters in _OTHER_FAMILIES:
-        return " A published model is named hf:ORGANISATION/NAME, or hf:FOLDER."
-    alike = [preset for preset in PRESETS if _letters(preset) == letters]
-    stem = plain.split("-")[0]
-    if stem != letters:  # gpt3, of gpt2 and gpt3
-        alike = [preset for preset in alike if preset.split("-")[0] == stem] or alike
+    family = _family(plain)
+    alike = [preset for preset in PRESETS if _family(preset) == family]
+    if not alike:
+        meant = difflib.get_close_matches(plain, PRESETS, n=1, cutoff=_MISSPELT)
+        return (
+            f" Did you mean {meant[0]!r}?"
+            if meant
+            else " A published model is named hf:ORGANISATION/NAME, or hf:FOLDER."
+        )
+    generation = plain.split("-")[0]
+    if generation != family:  # gpt3, of gpt2 and gpt3
+        alike = [preset for preset in alike if preset.split("-")[0] == generation] or alike
     size = re.search(r"-(\d+(?:\.\d+)?[mb])(?![a-z0-9])", plain)
-    if alike and size and float(size[1][:-1]) > 0:
+    if size and float(size[1][:-1]) > 0:
         wanted = parse_quantity(size[1])
         nearest = min(alike, key=lambda preset: abs(math.log(nominal_parameters(preset) / wanted)))
         return f" Did you mean {nearest!r}?"
-    return did_you_mean(name, alike or PRESETS)
+    return did_you_mean(name, alike)
 
 
-def _letters(name: str) -> str:
-    return name[: len(name) - len(name.lstrip("abcdefghijklmnopqrstuvwxyz"))]
+def _family(name: str) -> str:
+    """Return the words of a name before its first number: gpt of gpt2-124m, gpt-j of gpt-j-6b."""
+    words = re.match("[a-z]+(?:-[a-z]+(?![a-z0-9.]))*", name)
+    return words[0] if words else ""
 
 
 def nominal_parameters(name: str) -> float:

@@ -240,8 +240,11 @@ def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:
     return changed
 
 
-def resolve_batch(config: RunConfig, seq_len: int, world_size: int, ds: DsConfig | None = None) -> BatchPlan:
-    """Divide the global batch of the flags, the ds_config or the preset over the ranks. Raises ConfigError."""
+def resolve_batch(config: RunConfig, seq_len: int, world_size: int, ds: DsConfig | None) -> BatchPlan:
+    """Divide the global batch of the flags, the ds_config or the preset over the ranks. Raises ConfigError.
+
+    `ds` is None where several ds_configs are compared, and each is asked afterwards.
+    """
     ranks = ParallelLayout(world_size, config.sequence_parallel_size, config.expert_parallel_size)
     flags = BatchFlags(_given_batch_size(config, seq_len), config.micro_batch_size)
     default = _default_batch_size(config, seq_len, ranks.data_parallel_size)

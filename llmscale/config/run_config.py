@@ -300,8 +300,6 @@ class RunConfig(ModelKeys):
     overfit_batch: Sequences | None = key(None, ge=1, resume="refused", ranks="same", by_ladder=True)
     """Train on the run's first N samples in every step, as a first check that the model learns. Ends with a verdict,
     saves nothing; default: 200 steps."""
-    record_samples: bool = key(False, resume="free", ranks="same")
-    """Write the sample ids of every step to the run folder."""
 
     # batch and schedule
     global_batch_size: Sequences | None = key(
@@ -684,7 +682,7 @@ def parse_run_config(argv: Sequence[str], parser: FlagParser | None = None) -> R
 
 
 def parse_run_flags(argv: Sequence[str], parser: FlagParser | None = None) -> dict[str, object]:
-    """Return the values of the keys that flags give. Raises ConfigError for words that are no flags of train.py."""
+    """Return the values of the keys that flags give. Raises ConfigError for words other than flags of train.py."""
     parser = parser or FlagParser(prog="train.py", example=_EXAMPLE)
     add_run_config_flags(parser)
     given = vars(parser.parse_args(_normalise_flags(argv)))

@@ -7,7 +7,8 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from llmscale.config.hardware import Interconnect
@@ -22,6 +23,8 @@ NAMING_VARIABLES = (*VARIABLES, "TP_SOCKET_IFNAME")
 #: Device files of machines with GPUs, where NCCL is used.
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
 _SIOCGIFCONF = 0x8912
+#: A line for each IPv6 address, which ends with the interface's name.
+_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 #: struct ifreq: 16 bytes of name, then a sockaddr_in whose address is at byte 20; 40 bytes on 64-bit Linux.
 _IFREQ_BYTES = 40
 #: Seconds that a message to a neighbour takes: the technology's order of magnitude (llmscale.config.hardware).
@@ -42,14 +45,14 @@ def set_network_interface() -> None:
 
 def check_interfaces(variables: Mapping[str, str]) -> None:
     """Raise ConfigError if a variable names no interface of this host; where nothing reads it, warn."""
-    names = [name for _, name in socket.if_nameindex()]
+    names = usable_interfaces()
     for variable in NAMING_VARIABLES:
         value = variables.get(variable, "")
-        if named_interfaces(variable, value, names) is None or named_interfaces(variable, value, names):
+        if not lacks_interface(variable, value, names):
             continue
         words = (
-            f"{variable} is '{value}', and {socket.gethostname()} has no such network interface. It has "
-            f"{', '.join(names)}. Name one of them, or `unset {variable}`"
+            f"{variable} is '{value}', and {socket.gethostname()} has no such network interface with an address. "
+            f"It has {', '.join(names)}. Name one of them, or `unset {variable}`"
         )
         if variable == VARIABLES[0] or any(map(os.path.exists, _GPU_FILES)):
             raise ConfigError(f"{words}.")
@@ -68,6 +71,24 @@ def named_interfaces(variable: str, value: str, names: Iterable[str]) -> list[st
     # NCCL may add a port, as in eth0:5000.
     wanted = [word.strip().partition(":")[0] for word in value.removeprefix("=").split(",") if word.strip()]
     return [name for name in names if (name.startswith(tuple(wanted)) if is_prefix else name in wanted)]
+
+
+def lacks_interface(variable: str, value: str, names: Sequence[str]) -> bool:
+    """Return whether a variable selects none of the interfaces `names`, or gloo's one that is not among them."""
+    if variable == VARIABLES[0]:  # gloo opens each
+        return any(word.strip() not in names for word in value.split(",") if word.strip())
+    return named_interfaces(variable, value, names) == []
+
+
+def usable_interfaces() -> list[str]:
+    """Return the names of the interfaces that have an address."""
+    names = [name for _, name in socket.if_nameindex()]
+    with suppress(OSError):
+        addressed = {name for name, _ in interface_addresses()}
+        with suppress(FileNotFoundError):  # no IPv6
+            addressed |= {line.split()[-1] for line in _IPV6_ADDRESSES.read_text().splitlines()}
+        return [name for name in names if name in addressed]
+    return names
 
 
 def interface_towards(host: str) -> str | None:

@@ -37,7 +37,7 @@ class World:
     control: dist.ProcessGroup
     """A gloo group over all ranks for small host-side messages, which never wait for a GPU's queue."""
     disks: Disks
-    """Which ranks share a disk for the run folder; one until `claim_run_folder` has looked."""
+    """Ranks that share a disk for the run folder; one until `claim_run_folder` has looked."""
 
     @property
     def is_main(self) -> bool:

@@ -97,7 +97,7 @@ class Evaluation:
     published: Sequence[PublishedResult] | None = None
     """HellaSwag results of models of that size; None unless all items were scored in the same way."""
     notes: Sequence[str] = ()
-    """What limits the losses."""
+    """Limit of the losses."""
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON values."""

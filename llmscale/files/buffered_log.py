@@ -86,13 +86,6 @@ class BufferedLog:
         """Records dropped for lack of memory, or still waiting when the log was closed."""
         self._try()
 
-    @property
-    def first_missing(self) -> int | None:
-        """Return the label of the first record that is not in the file, or None."""
-        labels = [missing.first for missing in self.lost[:1]]
-        labels += [self._held[0][0]] if self._held else []
-        return min(labels, default=None)
-
     def append(self, record: bytes, label: int) -> None:
         """Add one record. The caller includes the newline."""
         if self._error is not None:
@@ -105,17 +98,6 @@ class BufferedLog:
             self._held_bytes += len(record)
         if self._error is None or time.monotonic() >= self._retry_at:
             self._try()
-
-    def overwrite(self, offset: int, content: bytes) -> bool:
-        """Overwrite bytes already in the file, which needs no space; return whether it worked."""
-        try:
-            descriptor = open_own(self._path, os.O_WRONLY)
-            try:
-                return os.pwrite(descriptor, content, offset) == len(content)
-            finally:
-                os.close(descriptor)
-        except OSError:
-            return False
 
     def close(self) -> None:
         """Write the waiting records, fsync, and report the missing ones."""

@@ -42,8 +42,8 @@ from functools import lru_cache
 from llmscale.architecture.layers import Architecture, ParameterTensors, sum_of_work
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
-from llmscale.config.hardware import GPU, INTERCONNECTS, Cluster, Interconnect
-from llmscale.config.resolve import ResolvedRun, ResolvedStep
+from llmscale.config.hardware import GPU, Cluster, Interconnect
+from llmscale.config.resolve import ResolvedStep
 from llmscale.memory.gathers import Gathers, count_gathers, persistent_parameters
 from llmscale.memory.zero_setup import BYTES_PER_ELEMENT, zero_setup
 from llmscale.planning.calibration import calibrate
@@ -531,31 +531,3 @@ def _optimizer_s(step: ResolvedStep, gpu: GPU) -> float:
         summed_bytes = _WRITTEN_BYTES + 2 * BYTES_PER_ELEMENT[step.engine_config.grad_accum_dtype]
         moved_bytes += micro_steps * summed_bytes * step.rank_tensors.num_trainable
     return seconds + moved_bytes / memory_bytes_per_s(gpu)
-
-
-def predict_step_parts(
-    resolved: ResolvedRun, gpu: GPU, *, gpus_per_node: int, compiled_blocks: bool
-) -> dict[str, float]:
-    """Return seconds of an optimizer step on one GPU by part; empty if the GPU's rate in this precision is unknown.
-
-    "communication" is missing for a step that offloads, and for one across nodes, whose network is unknown.
-    """
-    plan, kernels = resolved.plan, KernelSettings(compiled_blocks=compiled_blocks)
-    sequences = plan.micro_batch_size / plan.ranks.sequence_parallel_size
-    args = (resolved.shape, sequences, resolved.precision, resolved.checkpointing, gpu, kernels)
-    compute = compute_parts(*args)
-    # Within a node the network is not used.
-    throughput = estimate_step(resolved, Cluster(gpu, gpus_per_node, INTERCONNECTS[0]), kernels)
-    if compute is None or throughput is None:
-        return {}
-    micro_steps = plan.gradient_accumulation_steps
-    parts = {
-        "matrix products": micro_steps * compute.matmul_s,
-        "attention": micro_steps * compute.attention_s,
-        "norms and other operations": micro_steps * compute.block_traffic_s,
-        "loss": micro_steps * compute.loss_s,
-        "optimizer": throughput.optimizer_s,
-    }
-    if plan.ranks.world_size <= gpus_per_node and not throughput.offload_s:
-        parts["communication"] = throughput.communication_s
-    return parts

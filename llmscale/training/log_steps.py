@@ -1,4 +1,4 @@
-"""Records of steps: metrics and sensors every --log-every steps, and with --record-samples the samples of each step.
+"""Records of steps: metrics and sensors every --log-every steps.
 
 Routers of experts at logged steps: their metrics, each expert's load, and a warning of one that has collapsed.
 """
@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llmscale.config.hardware import model_flops_utilisation
-from llmscale.data.sample_log import SampleRecorder, begin_session
-from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
+from llmscale.engine.collectives import gather
 from llmscale.engine.device_memory import peak_memory_bytes
 from llmscale.engine.train_step import loss_scale
 from llmscale.model.experts import BALANCE, ENTROPY, MOVED, Z_SQUARED
@@ -201,45 +200,6 @@ def _facts(run: Run) -> dict[str, object]:
         # A mixture has no single ratio: its weights may change from stage to stage.
         "bytes_per_token": None if sets.recipe else sets.manifest.splits["train"].bytes_per_token,
     }
-
-
-class RecordSamples(StepAction):
-    """Writes this rank's part of the record of samples. A start without the flag only marks its beginning there."""
-
-    def __init__(self, run: Run, io: RunIO) -> None:
-        self._run, self._io = run, io
-        self._recorder: SampleRecorder | None = None
-
-    def begin(self, step: int) -> None:
-        self.close()
-        world, config, history = self._run.world, self._run.config, self._run.history.as_dict()
-        records = config.record_samples
-        # All ranks share one session number.
-        number = on_main_rank(world.control, lambda: begin_session(config.run, step, history, records=records))
-        # Ranks that divide sequences have the same samples.
-        ranks = self._run.resolved.plan.ranks
-        place = {"rank": ranks.group_of(world.rank), "world_size": ranks.data_parallel_size}
-        place |= {"session": number, "start_step": step}
-
-        def open_recorder() -> SampleRecorder | None:
-            is_first = ranks.is_first(world.rank)
-            return SampleRecorder(config.run, **place, check=self._io.claim.check) if is_first else None
-
-        if records:
-            self._recorder = on_all_ranks(world.control, open_recorder)
-
-    def due(self, step: int) -> bool:
-        return self._recorder is not None
-
-    def run(self, result: StepResult) -> None:
-        assert self._recorder is not None
-        for batch in result.micro_batches:
-            self._recorder.add(batch.sample_ids.numpy())
-        self._recorder.end_step(result.step - 1)
-
-    def close(self) -> None:
-        if self._recorder:
-            self._recorder.close()
 
 
 #: A router has collapsed when an expert is unused, or gets nearly all tokens, for this number of steps and of readings.

@@ -59,10 +59,9 @@ OWN_FILES = (
 )
 #: Folders that describe what a run was made from: KEPT_NAME and PUBLISHED_NAME of modules that import numpy.
 ORIGIN_FOLDERS = ("dataset", "published")
-OWN_FOLDERS = ("checkpoints", LOGS_NAME, "profile", "samples", "tensorboard", "wandb", *ORIGIN_FOLDERS)
-#: Files and folders that a start writes before its first step.
+OWN_FOLDERS = ("checkpoints", LOGS_NAME, "profile", "tensorboard", "wandb", *ORIGIN_FOLDERS)
+#: Files that a start writes before its first step.
 _START_FILES = (CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME, METRICS_NAME, FAILURE_NAME)
-_START_FOLDERS = ("samples", *ORIGIN_FOLDERS)
 #: Libraries whose version can change a result.
 LIBRARIES = ("torch", "deepspeed", "mosaicml-streaming", "numpy", "tiktoken", "tokenizers")
 #: Space that a new run folder needs for the description of the run.
@@ -290,12 +289,12 @@ class RunFolderClaim:
         """Release the lock of a run that never began; remove its files, and the folders created for it if empty."""
         own = {self._path.name}
         if self._made:
-            own |= {*_START_FILES, *_START_FOLDERS}
+            own |= {*_START_FILES, *ORIGIN_FOLDERS}
         with suppress(OSError):
             if self._lock and {path.name for path in self._run.iterdir()} <= own:
-                for name in own & {*_START_FOLDERS}:
+                for name in own & {*ORIGIN_FOLDERS}:
                     shutil.rmtree(self._run / name, ignore_errors=True)
-                for name in own - {*_START_FOLDERS}:
+                for name in own - {*ORIGIN_FOLDERS}:
                     (self._run / name).unlink(missing_ok=True)
         self.close()
         _remove_empty(self._made)

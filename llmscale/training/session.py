@@ -22,8 +22,8 @@ from llmscale.checkpoint.tensor_files import engine_fragments
 from llmscale.config.user_paths import shown
 from llmscale.data.loader import Feed, FeedPlan, MicroBatch
 from llmscale.data.mixture import MixedShards
+from llmscale.data.order.permutation import ids_checksum
 from llmscale.data.order.sample_order import RankLayout
-from llmscale.data.sample_log import ids_checksum
 from llmscale.data.shards.token_shards import TokenShards, WindowReader
 from llmscale.data.validation import ValidationSplit, open_validation
 from llmscale.engine.collectives import StepVote, gather, on_all_ranks, on_main_rank, vote
@@ -34,7 +34,7 @@ from llmscale.engine.zero_shards import MASTER, group_scalars
 from llmscale.errors import CheckpointError, DataError, LlmscaleError
 from llmscale.training.inputs import as_plain
 from llmscale.training.live_run import Engine, RecentSteps, Run, RunIO, StepAction, StepResult, WatchStragglers
-from llmscale.training.log_steps import LogSteps, RecordSamples
+from llmscale.training.log_steps import LogSteps
 from llmscale.training.loss_spikes import (
     RollbackRequest,
     StopOnNonfinite,
@@ -250,7 +250,7 @@ def build_actions(
     actions: list[StepAction] = []
     if config.profile:
         actions.append(ProfileSteps(run, engine, io, config.profile, is_rollback=rollback.num_rollbacks > 0))
-    actions += [RecordSamples(run, io), ReportStartup(run, io)]
+    actions += [ReportStartup(run, io)]
     if engine.compiler is not None:
         actions.append(ReportCompilation(run, io, engine.compiler))
     actions += [ReportMemory(run, io), log, StopOnNonfinite(run, engine, io, judges_at=log.due)]

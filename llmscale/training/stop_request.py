@@ -369,7 +369,7 @@ class Stat:
 
 
 def read_stat(pid: int) -> Stat | None:
-    """Return the state of a process, or None if there is none."""
+    """Return the state of a process; None without one."""
     try:
         # The command comes first, in parentheses, and may itself contain some.
         words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

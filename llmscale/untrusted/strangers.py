@@ -6,6 +6,7 @@ Nothing is unpickled: of a torch file only the list of its parts and the text of
 from __future__ import annotations
 
 import json
+import re
 import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,6 +17,8 @@ _PICKLE_BYTES = 1 << 20
 #: Largest config.json that is looked into.
 _CONFIG_BYTES = 1 << 20
 _TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
+#: Beginnings of the names of weights of transformers.
+_WEIGHTS = ("model.safetensors", "model-0", "pytorch_model.bin", "pytorch_model-0")
 _TO_HUGGING_FACE = "Convert it to a folder of transformers (config.json, model.safetensors) and give hf:FOLDER"
 
 
@@ -32,8 +35,12 @@ def describe_stranger(path: Path, *, flag_value: bool = True) -> str:
     return ""
 
 
-def _describe_folder(folder: Path, flag_value: bool) -> str:
+def _describe_folder(folder: Path, flag_value: bool, depth: int = 1) -> str:
     names = {entry.name for entry in folder.iterdir()}
+    is_transformers = _is_transformers(folder)
+    has_weights = any(name.startswith(_WEIGHTS) for name in names)
+    if flag_value and is_transformers and has_weights:
+        return f" It is a folder of transformers. Did you mean 'hf:{folder}'?"
     if sharded := _find_deepspeed(folder, names):
         return sharded
     if ".metadata" in names and any(name.endswith(".distcp") for name in names):
@@ -47,16 +54,18 @@ def _describe_folder(folder: Path, flag_value: bool) -> str:
         return f" It holds Meta's own files of Llama. {_TO_HUGGING_FACE}, with convert_llama_weights_to_hf.py."
     if "adapter_config.json" in names:
         return " It is an adapter (peft), not a model: merge it into its model (merge_and_unload) and give that folder."
-    if flag_value and _is_transformers(folder):
-        return f" It is a folder of transformers. Did you mean 'hf:{folder}'?"
-    inner = sorted(name for name in names if name.startswith("checkpoint-") and _is_transformers(folder / name))
-    if inner and not _is_transformers(folder):
-        newest = max(inner, key=lambda name: (len(name), name))
-        return f" It holds checkpoints of Hugging Face's Trainer. Did you mean 'hf:{folder / newest}'?"
-    if not _is_transformers(folder):
-        for name in sorted(name for name in names if name.endswith(_TORCH_SUFFIXES)):
-            if known := _describe_file(folder / name):
-                return f" It holds {name}.{known}"
+    if is_transformers:
+        return f" It is a folder of transformers. Did you mean 'hf:{folder}'?" if flag_value else ""
+    for name in sorted(name for name in names if name.endswith((*_TORCH_SUFFIXES, ".gguf"))):
+        if known := _describe_file(folder / name):
+            return f" It holds {name}.{known}"
+    if has_weights:
+        return " It holds weights without their config.json: put the model's config.json and tokenizer beside them."
+    # checkpoint-1000 comes after checkpoint-500.
+    steps = sorted((name for name in names if re.search("[0-9]$", name)), key=lambda name: (len(name), name))
+    if depth and steps and (folder / steps[-1]).is_dir():
+        inner = _describe_folder(folder / steps[-1], True, depth - 1)
+        return f" It holds {steps[-1]}.{inner}" if inner else ""
     return ""
 
 

@@ -108,6 +108,24 @@ def test_of_a_model_that_llmscale_trains_more_is_known(tmp_path: Path) -> None:
     assert load_hf_model(str(tmp_path)) is None
 
 
+def test_a_kind_of_rotations_that_a_flag_replaces_is_no_obstacle(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config |= {"vocab_size": 131, "intermediate_size": 96, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_hf_model(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("names", [("hidden_size", "n_head"), ("n_embed", "num_attention_heads")])
+def test_blooms_entries_have_two_names(names: tuple[str, str], tmp_path: Path) -> None:
+    width, heads = names
+    config = {"model_type": "bloom", width: 1024, heads: 16, "n_layer": 24, "vocab_size": 250_880}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load_hf_model(str(tmp_path))
+    assert model is not None
+    # bigscience/bloom-560m
+    assert model.num_parameters == 559_214_592
+
+
 def test_a_name_is_found_in_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, commit = tmp_path / "hub" / "models--someone--small", "0123456789" * 4
     (cache / "snapshots" / commit).mkdir(parents=True)

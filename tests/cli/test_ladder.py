@@ -234,3 +234,9 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes] | N
     while not condition():
         assert time.monotonic() < deadline and (process is None or process.poll() is None)
         time.sleep(0.2)
+
+
+def test_a_command_that_a_signal_ends_has_the_status_of_shells(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    monkeypatch.setattr(ladder, "module_command", lambda *_: ends)
+    assert ladder.run_command(["train"], []) == 128 + signal.SIGKILL

@@ -30,8 +30,6 @@ data train-tokenizer --input nope --out out --vocab-size 300
 ladder plan --flops 1e18 --data nope --out out
 ladder run nope
 ladder fit nope
-reproduce nope
-reproduce --recipe nope.toml
 doctor --hostfile nope
 doctor --ds nope.json
 doctor --run-config nope.yaml
@@ -82,7 +80,7 @@ data clean --input URL --out out
 @pytest.fixture(autouse=True)
 def no_host_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("llmscale.cluster.doctor.diagnose._log_in", lambda *_: pytest.fail("a host was asked"))
+    monkeypatch.setattr("llmscale.cluster.doctor.diagnose._probe", lambda *_: pytest.fail("a host was asked"))
 
 
 @pytest.mark.parametrize("words", [line for line in (MISSING + STRAY).splitlines() if line])

@@ -53,6 +53,7 @@ def test_what_is_wrong_is_said_without_torch(
     (tmp_path / "full" / "mine").touch()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": 1}')
+    (tmp_path / "model" / "model.safetensors").touch()
     done = llmscale("prune", *(word.replace("RUN", str(trained_run)) for word in words), torch_free=True)
     assert done.returncode == 2
     assert told in done.stderr

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmscale.cluster.launch.supervisor import Attempt, read_attempts
-from llmscale.data.sample_log import load_recorded
+from scripts.bench.resume.samples import read_samples
 from scripts.playground.hosts import Playground, PlaygroundHost
 from scripts.playground.kernel import command_line
 from tests import warm_start
@@ -23,11 +23,11 @@ GLOBAL_BATCH = 12
 
 
 def train_arguments(data: Path, run: Path, *flags: str, ds_config: str = "zero2") -> list[str]:
-    """A tiny model in fp32 on `data`, with a ledger of its samples."""
+    """A tiny model in fp32 on `data`, whose samples are checked at every step."""
     return [
         *("--ds", f"ds_configs/{ds_config}.json", "--data", str(data), *TINY_MODEL, "--precision", "fp32"),
         *("--global-batch-size", str(GLOBAL_BATCH), "--log-every", "1", "--val-every", "0", "--num-workers", "0"),
-        *("--record-samples", "--lr", "1e-3", "--run", str(run), *flags),
+        *("--check-every", "1", "--lr", "1e-3", "--run", str(run), *flags),
     ]
 
 
@@ -118,7 +118,7 @@ class Lab:
 
     def check_equal(self, reference: Path, steps: int) -> None:
         """The same samples at every step, none lost and none twice, and the same losses."""
-        expected, consumed = load_recorded(reference), load_recorded(self.run)
+        expected, consumed = read_samples(reference), read_samples(self.run)
         assert sorted(consumed) == list(range(steps))
         for step in range(steps):
             assert consumed[step].tolist() == expected[step].tolist()

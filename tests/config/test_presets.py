@@ -70,3 +70,41 @@ def test_a_token_uses_as_many_parameters_as_the_model_card_says(name: str, billi
 def test_a_modern_gpt_is_as_large_as_gpt_2(size: str) -> None:
     modern, gpt2 = (get_preset(f"{family}-{size}").shape(50257) for family in ("gpt-modern", "gpt2"))
     assert modern.num_parameters == pytest.approx(gpt2.num_parameters, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mistral-7b",
+        "gpt-j-6b",
+        "gpt-neo-1.3b",
+        "gpt-oss-20b",
+        "opt-1.3b",
+        "olmo-1b",
+        "tinyllama-1.1b",
+        "vicuna-7b",
+        "deepseek-r1-distill-llama-8b",
+    ],
+)
+def test_a_model_of_another_family_is_no_preset(name: str) -> None:
+    with pytest.raises(ConfigError, match="named hf:ORGANISATION/NAME") as error:
+        get_preset(name)
+    assert "Did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("llama-7b", "llama3-8b"),
+        ("llama-2-65b", "llama3-70b"),
+        ("qwen2.5-coder-7b", "qwen3-8b"),
+        ("mixtral-8x22b", "mixtral-8x7b"),
+        ("gpt3-7b", "gpt3-6.7b"),
+        ("gtp2-124m", "gpt2-124m"),
+        ("lama3-8b", "llama3-8b"),
+        ("tiny-moe", "tiny-moe-3m"),
+    ],
+)
+def test_the_nearest_of_a_family_is_meant(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"Did you mean '{meant}'"):
+        get_preset(name)

@@ -69,6 +69,7 @@ def test_the_last_part_of_a_path_or_url(path: str, part: str) -> None:
         ("see https://me:pw@host/a/b?key=1, then ~/runs/x", "see b, then x"),
         ("10,205 tok/s and 3/4 in runs/x; a / b", "10,205 tok/s and 3/4 in runs/x; a / b"),
         ("--run=/home/me/x", "--run=x"),
+        ("<b>no memory</b> in </home/me/x>", "<b>no memory</b> in <x>"),
     ],
 )
 def test_text_keeps_its_words_and_loses_folders(text: str, published: str) -> None:

@@ -221,7 +221,7 @@ def test_gpt2_in_llama_s_dress_is_one_flag_each() -> None:
 OLD = {
     **{"config": None, "ds": "ds_configs/zero1.json", "model": "tiny-1m", "n_layer": 2, "n_head": 2, "n_embd": 32},
     **{"seq_len": None, "activation": None, "dropout": 0.1, "bias": True, "data": "set", "data_cache": None},
-    **{"shuffle": True, "num_workers": 1, "record_samples": False, "global_batch_size": 8, "steps": 20, "seed": 1337},
+    **{"shuffle": True, "num_workers": 1, "global_batch_size": 8, "steps": 20, "seed": 1337},
     **{"optimizer": "adamw", "lr": 0.003, "schedule": "cosine", "weight_decay": 0.1, "precision": "fp32"},
 }
 

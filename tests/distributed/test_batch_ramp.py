@@ -12,8 +12,8 @@ import pytest
 
 from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import step_of
-from llmscale.data.sample_log import load_recorded
 from llmscale.training.sample_stream import find_step_samples
+from scripts.bench.resume.samples import read_samples
 from tests.conftest import build_train_command, read_losses
 
 #: Seven steps of 4 sequences, four of 8, two of 12, then of 16.
@@ -29,7 +29,8 @@ FLAGS = (
     "9",
     "--lr",
     "3e-3",
-    "--record-samples",
+    "--check-every",
+    "1",
     "--steps=16",
 )
 
@@ -63,9 +64,9 @@ def test_losses_and_samples_are_those_of_one_rank(ranks: Callable, tiny_set: Pat
     assert "grown from 4 sequences in 4 sizes by step 14, cut into sequences of 8 to 16 tokens until step 11" in output
     lines = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
     assert [line["seq_len"] for line in lines if line["kind"] == "train"] == [8] * 8 + [16] * 3 + [32] * 5
-    sizes = [len(ids) for _, ids in sorted(load_recorded(straight).items())]
+    sizes = [len(ids) for _, ids in sorted(read_samples(straight).items())]
     assert sizes == [4] * 7 + [8] * 4 + [12] * 2 + [16] * 3
-    seen = np.concatenate([*load_recorded(straight).values()])
+    seen = np.concatenate([*read_samples(straight).values()])
     assert len(seen) == len({*seen.tolist()}) == 132
     for folder in (again, moved):
         shutil.copytree(straight, folder)
@@ -76,7 +77,7 @@ def test_losses_and_samples_are_those_of_one_rank(ranks: Callable, tiny_set: Pat
         forget_after(moved, step)
         train(ranks, tiny_set, moved, stage, world_size, "--sequence-parallel-size", str(split))
         assert read_losses(moved) == pytest.approx(read_losses(straight), rel=1e-6), stage
-    assert all(np.array_equal(ids, load_recorded(straight)[step]) for step, ids in load_recorded(moved).items())
+    assert all(np.array_equal(ids, read_samples(straight)[step]) for step, ids in read_samples(moved).items())
     found = find_step_samples(moved, 8)
     assert [sample.position for sample in found.samples] == list(range(28, 36))
     output = train(ranks, tiny_set, moved, "zero0", 1, "--batch-ramp-from=8", "--steps=17", expect=2)

@@ -15,19 +15,19 @@ import torch.nn.functional as F
 
 from llmscale.architecture.layers import ParameterTensors
 from llmscale.config.run_config import parse_run_config
-from llmscale.data.sample_log import load_recorded
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.validation import validation_sample_ids
 from llmscale.engine.optimizers import build_optimizer
 from llmscale.model.gpt import GPT
 from llmscale.training.start import Start, prepare_start
+from scripts.bench.resume.samples import read_samples
 from tests.conftest import REPOSITORY, TRAIN, build_train_command, read_losses
 from tests.distributed.test_resume import forget_after
 
 STEPS = 10
 FLAGS = (
     *("--document-mask", "--precision", "fp32", "--steps", str(STEPS), "--save-every", "5", "--keep-last", "9"),
-    *("--lr", "3e-3", "--record-samples", "--val-every", str(STEPS), "--val-samples", "16"),
+    *("--lr", "3e-3", "--check-every", "1", "--val-every", str(STEPS), "--val-samples", "16"),
 )
 #: Llama's layers.
 LLAMA_FLAGS = (
@@ -49,7 +49,7 @@ def test_losses_are_those_of_a_plain_loop_over_single_documents(
     assert "documents do not see each other: 2" in output
     run = prepare_start(parse_run_config([word for word in command if word != str(TRAIN)]), 2)
     assert run.resolved.shape.document_end == 256
-    losses, validation = plain_losses(run, load_recorded(tmp_path / "run"))
+    losses, validation = plain_losses(run, read_samples(tmp_path / "run"))
     found = read_losses(tmp_path / "run")
     assert [found[step] for step in range(1, STEPS + 1)] == pytest.approx(losses, rel=1e-5)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

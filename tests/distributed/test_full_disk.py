@@ -10,11 +10,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
-
-from llmscale.data.sample_log import load_recorded, read_recorded
-from llmscale.errors import DataError
-
 #: A checkpoint asks for 64 MiB of spare room.
 DISK_BYTES = 80 << 20
 
@@ -51,35 +46,27 @@ def test_metrics_and_records_outlive_a_full_disk(
 ) -> None:
     disk = small_disk(DISK_BYTES)
     run, ballast = disk / "run", Ballast(disk)
-    job = ranks(
-        train_command("--steps", "1000000", "--record-samples", "--global-batch-size", "128", "--run", str(run)), 2
-    )
+    job = ranks(train_command("--steps", "1000000", "--global-batch-size", "128", "--run", str(run)), 2)
     read_until(job, "step      5/")
     ballast.fill()
     seen = read_until(job, "metrics.jsonl cannot be written: No space left on device. Training continues")
     seen += read_until(job, "step ")
     ballast.free()
     read_until(job, "metrics.jsonl is written again")
-    recorded = read_recorded(run).steps
-    assert list(recorded) == list(range(len(recorded)))
     ballast.fill()
     read_until(job, "metrics.jsonl cannot be written")
     step = int(read_until(job, "step ").splitlines()[-1].split("step")[1].split("/")[0])
-    # The record of 64 samples a step fills its page of the disk within 15 steps.
-    read_until(job, f"step {step + 30:>6}/")
+    read_until(job, f"step {step + 10:>6}/")
     job.send(signal.SIGTERM)
     outputs = job.wait()
     assert job.exit_codes == [2, 2], "its last checkpoint could not be saved"
     assert "NOT saved" in outputs[0]
     (lacks,) = [line for line in outputs[0].splitlines() if "metrics.jsonl lacks" in line]
     assert "No space left on device" in lacks
-    assert "rank-00001.bin lacks" in outputs[1]
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     logged = [record["step"] for record in records if record["kind"] == "train"]
     assert logged == list(range(1, len(logged) + 1)), "whole lines, without a gap before the second outage"
     assert f"of steps {logged[-1] + 1} to " in lacks
-    with pytest.raises(DataError, match=r"samples is incomplete.*Missing: step \d+ and all later steps"):
-        load_recorded(run)
 
 
 def test_a_run_that_cannot_begin_leaves_nothing_behind(

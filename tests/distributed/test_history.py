@@ -139,7 +139,7 @@ def test_a_run_folder_that_is_removed_is_made_again_as_a_whole(
     ranks: Callable[..., Ranks], train_command: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    flags = ("--save-every", "20", "--record-samples", "--schedule", "constant")
+    flags = ("--save-every", "20", "--schedule", "constant")
     job = ranks(train_command("--steps", "1000000", *flags), 2)
     lines = iter(job.processes[0].stdout or ())
     assert any("saved" in line for line in lines)
@@ -153,7 +153,7 @@ def test_a_run_folder_that_is_removed_is_made_again_as_a_whole(
     rest = "".join(lines)
     job.wait()
     assert job.exit_codes == [0, 0], rest
-    whole = {"config.json", "ds_config.json", "starts.jsonl", "metrics.jsonl", "checkpoints", "samples", ".lock"}
+    whole = {"config.json", "ds_config.json", "starts.jsonl", "metrics.jsonl", "checkpoints", ".lock"}
     assert {path.name for path in run.iterdir()} >= whole
     newest = find_checkpoints(run).current[0]
     assert find_damage(newest.path) is None

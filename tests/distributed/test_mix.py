@@ -13,8 +13,8 @@ import pytest
 
 from llmscale.cli.main import main
 from llmscale.data.mixture import TrainingSets
-from llmscale.data.sample_log import load_recorded
 from llmscale.training.sample_stream import find_step_samples
+from scripts.bench.resume.samples import read_samples
 from tests import warm_start
 from tests.conftest import REPOSITORY
 
@@ -56,7 +56,7 @@ def mix(tiny_set: Path, tmp_path: Path) -> Path:
 def train(ranks: Callable, train_command: Callable, mix: Path) -> Callable[..., str]:
     def run(folder: Path, world_size: int, *flags: str, expect: int = 0) -> str:
         command = train_command("--data", str(mix), "--run", str(folder), "--steps", str(STEPS), "--precision", "fp32")
-        job = ranks([*command, "--record-samples", "--save-every", "3", "--val-every", "8", *flags], world_size)
+        job = ranks([*command, "--check-every", "1", "--save-every", "3", "--val-every", "8", *flags], world_size)
         output = job.wait()[0]
         assert job.exit_codes == [expect] * world_size, output
         return output
@@ -85,7 +85,7 @@ def test_the_same_samples_and_losses_at_any_ranks_and_through_a_restart(
     elsewhere = ("--ds", "ds_configs/zero3.json", "--sequence-parallel-size", "2")
     again = train(two, 2, "--resume", str(two / "checkpoints" / "step-00000003"), *elsewhere)
     assert "continuing from" in again
-    expected, got = load_recorded(one), load_recorded(two)
+    expected, got = read_samples(one), read_samples(two)
     assert list(expected) == list(got) == list(range(STEPS))
     assert all(np.array_equal(expected[step], got[step]) for step in expected)
     for step, record in records(one, "train").items():
@@ -117,6 +117,6 @@ def test_steps_that_are_left_out_stay_left_out(train: Callable, tiny_set: Path, 
     train(cut, 2, "--data", str(tiny_set), "--steps", "4", "--skip-steps", "3:5")
     output = train(cut, 1, "--data", str(tiny_set), "--steps", "6")
     assert "left out: steps 3:5" in output, "the run keeps it"
-    seen, kept = load_recorded(whole), load_recorded(cut)
+    seen, kept = read_samples(whole), read_samples(cut)
     assert sorted(sample.sample_id for sample in find_step_samples(cut, 3).samples) == kept[2].tolist()
     assert [kept[step].tolist() for step in range(6)] == [seen[step].tolist() for step in (0, 1, 4, 5, 6, 7)]

@@ -16,7 +16,7 @@ import pytest
 from llmscale.architecture.shape import SHAPE_KEYS
 from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import STATE_NAME, hash_file, load_manifest, save_manifest, step_of
-from llmscale.data.sample_log import load_recorded
+from scripts.bench.resume.samples import read_samples
 from tests import warm_start
 from tests.conftest import REPOSITORY, build_train_command, read_losses, start_ranks
 
@@ -26,7 +26,7 @@ FLAGS = ("--precision", "fp32", "--steps", "20", "--save-every", "5", "--keep-la
 
 
 def flags_of(ds_config: str, *flags: str) -> tuple[str, ...]:
-    return ("--ds", f"ds_configs/{ds_config}.json", *FLAGS, "--record-samples", *flags)
+    return ("--ds", f"ds_configs/{ds_config}.json", *FLAGS, "--check-every", "1", *flags)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_goes_on_at_other_stages_and_world_sizes(train: Train, tmp_path: Path) -
     expected, losses = read_losses(straight), read_losses(broken)
     assert losses.keys() == expected.keys() == set(range(1, 21))
     assert max(abs(losses[step] - expected[step]) / expected[step] for step in expected) <= 1e-5
-    consumed, wanted = load_recorded(broken), load_recorded(straight)
+    consumed, wanted = read_samples(broken), read_samples(straight)
     assert consumed.keys() == wanted.keys()
     assert all(np.array_equal(consumed[step], wanted[step]) for step in wanted)
 
@@ -137,6 +137,7 @@ def test_a_gpt2_of_before_there_were_other_blocks_goes_on(train: Train, trained:
             for key in new:
                 state[section].pop(key, None)
             state[section]["bias"] = True
+        state["config"]["record_samples"] = True
 
     _rewrite(list_checkpoints(trained)[0], make_old)
     assert "changed since" not in train("zero1", 1)
@@ -146,7 +147,7 @@ def test_a_gpt2_of_before_there_were_other_blocks_goes_on(train: Train, trained:
 def test_a_changed_global_batch_goes_on_behind_the_last_sample(train: Train, trained: Path) -> None:
     forget_after(trained, 15)
     train("zero1", 1, "--global-batch-size", "4", "--allow-changed", "global_batch_size", "--steps", "24")
-    consumed = load_recorded(trained)
+    consumed = read_samples(trained)
     first = np.concatenate([consumed[step] for step in range(15)])
     rest = np.concatenate([consumed[step] for step in range(15, 24)])
     assert len(first) == 120

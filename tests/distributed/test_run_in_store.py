@@ -92,9 +92,9 @@ def steps_in(view: Path) -> list[int]:
 def test_a_run_goes_on_on_other_machines(
     machines: Machines, object_store: ObjectStore, straight: dict[int, float]
 ) -> None:
-    machines.kill_after("a", 2, "step-00000004\n", "--ds", "zero2", "--record-samples")
-    machines.kill_after("b", 1, "published", "--ds", "zero3", "--record-samples")
-    machines.train("c", 2, "--ds", "zero1", "--record-samples")
+    machines.kill_after("a", 2, "step-00000004\n", "--ds", "zero2")
+    machines.kill_after("b", 1, "published", "--ds", "zero3")
+    machines.train("c", 2, "--ds", "zero1")
     view = machines.look()
     assert_same_losses(read_losses(view), straight)
     assert steps_in(view) == [12, 8]

@@ -43,6 +43,11 @@ def test_a_variable_that_names_no_interface_is_refused_with_those_that_exist(
     check_interfaces({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "^lo"})
     with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME is 'eth9'.* It has .*lo.*unset GLOO_SOCKET_IFNAME"):
         check_interfaces({"GLOO_SOCKET_IFNAME": "eth9"})
+    with pytest.raises(ConfigError, match="GLOO_SOCKET_IFNAME is 'lo,eth9'"):  # gloo opens each
+        check_interfaces({"GLOO_SOCKET_IFNAME": "lo,eth9"})
+    monkeypatch.setattr(network.socket, "if_nameindex", lambda: [(1, "lo"), (2, "ifb7")])
+    with pytest.raises(ConfigError, match=r"is 'ifb7', .* It has lo\."):  # without an address
+        check_interfaces({"GLOO_SOCKET_IFNAME": "ifb7"})
     monkeypatch.setattr(network, "_GPU_FILES", ())
     check_interfaces({"NCCL_SOCKET_IFNAME": "eth9"})
     assert "WARNING: NCCL_SOCKET_IFNAME is 'eth9'" in capsys.readouterr().err

@@ -78,7 +78,6 @@ def test_what_fails_is_said_once_waits_and_is_written_whole(
     disk.error, disk.takes_bytes, disk.truncates = getattr(errno, number), taken_bytes, truncates
     for step in range(2, 10):
         log.append(line(step), step)
-    assert log.first_missing == 2
     if truncates:
         assert steps_in(tmp_path / "log") == [1], "no reader ever sees part of a line"
     assert len(said) == 1
@@ -91,7 +90,6 @@ def test_what_fails_is_said_once_waits_and_is_written_whole(
     assert said[1:] == [f"WARNING: {tmp_path}/log is written again: {waited}. Nothing is missing."]
     log.close()
     assert len(said) == 2
-    assert log.first_missing is None
 
 
 def test_what_waits_at_the_end_is_missing_and_said(disk: Disk, tmp_path: Path) -> None:
@@ -114,7 +112,6 @@ def test_memory_is_bounded_and_what_it_could_not_hold_is_named(disk: Disk, tmp_p
     disk.error = None
     log.append(line(21), 21)
     log.append(line(22), 22)
-    assert log.first_missing == 6
     disk.error = errno.EIO
     for step in range(23, 31):
         log.append(line(step), step)

@@ -47,7 +47,6 @@ DIFFERENT = {
     "checkpointing": (["--activation-checkpointing", "full"], "activation_checkpointing is none on rank 0, full on"),
     "beta": (["--beta2", "0.99"], "beta2 is 0.95 on rank 0, 0.99 on rank 1"),
     "schedule": (["--schedule", "linear"], "schedule is cosine on rank 0, linear on rank 1"),
-    "records": (["--record-samples"], "record_samples is false on rank 0, true on rank 1"),
     "resume": (["--resume", "none"], "resume is auto on rank 0, none on rank 1"),
     "allowed": (["--allow-changed", "seed"], 'allow_changed is [] on rank 0, ["seed"] on rank 1'),
     "one token": (["--data", "{changed}"], "dataset: train/shard.00000.mds is"),

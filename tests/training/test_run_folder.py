@@ -17,7 +17,6 @@ from llmscale.checkpoint.hf_write import PUBLISHED_NAME
 from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
 from llmscale.cluster.launch.supervisor import LAUNCH_LOCK_NAME
 from llmscale.data.mixture import KEPT_NAME
-from llmscale.data.sample_log import FOLDER as SAMPLES_NAME
 from llmscale.errors import ConfigError, DataError
 from llmscale.training import run_folder
 from llmscale.training.metrics import TENSORBOARD_NAME
@@ -116,7 +115,7 @@ def test_a_lock_that_its_owner_removes_meanwhile_is_not_taken_for_one(
 
 def test_every_name_that_a_run_writes_to_is_guarded() -> None:
     assert {FAILURE_NAME, ATTEMPTS_NAME, LAUNCH_LOCK_NAME} < set(run_folder.OWN_FILES)
-    folders = {CHECKPOINTS_NAME, LOGS_NAME, SAMPLES_NAME, TENSORBOARD_NAME}
+    folders = {CHECKPOINTS_NAME, LOGS_NAME, TENSORBOARD_NAME}
     assert folders < set(run_folder.OWN_FOLDERS)
     assert run_folder.ORIGIN_FOLDERS == (KEPT_NAME, PUBLISHED_NAME)
 
@@ -285,7 +284,7 @@ def test_a_claim_given_up_leaves_what_was_there(tmp_path: Path) -> None:
     claim = RunFolderClaim(tmp_path / "a" / "b" / "run")
     claim.take()
     save_run_description(tmp_path / "a" / "b" / "run", {}, {"plan": {"world_size": 2}}, {}, is_new=True)
-    (tmp_path / "a" / "b" / "run" / "samples" / "session-0000").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "run" / KEPT_NAME).mkdir()
     claim.give_up()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "mine").mkdir()

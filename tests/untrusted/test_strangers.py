@@ -142,6 +142,27 @@ def test_a_folder_of_transformers_gets_its_prefix(tmp_path: Path) -> None:
     assert "checkpoint-1000'" in describe_stranger(tmp_path / "trainer")
 
 
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("step-5/.metadata", "step-5/__0_0.distcp"), "It holds step-5. It is a checkpoint of torch.distributed"),
+        (("m.gguf",), "It holds m.gguf. It is a GGUF file"),
+        (("model.safetensors",), "weights without their config.json"),
+        (
+            ("checkpoint-500/config.json", "checkpoint-500/global_step500/mp_rank_00_model_states.pt"),
+            "It holds checkpoint-500. It holds a checkpoint of DeepSpeed's engine",
+        ),
+        # Trainer's checkpoint, with complete weights beside DeepSpeed's.
+        (("config.json", "model.safetensors", "global_step5/mp_rank_00_model_states.pt"), "Did you mean 'hf:{}'?"),
+    ],
+)
+def test_what_lies_a_level_below_is_named(tmp_path: Path, names: tuple[str, ...], words: str) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"model_type": "llama"}' if name.endswith("config.json") else "GGUF")
+    assert words.format(tmp_path) in describe_stranger(tmp_path)
+
+
 @pytest.mark.parametrize("contents", ['{"config": {}}', "[1]", "not json", "[" * 5000])
 def test_a_run_folder_and_broken_files_are_no_strangers(tmp_path: Path, contents: str) -> None:
     (tmp_path / "config.json").write_text(contents)

@@ -96,11 +96,11 @@ class Keys:
             raise ConfigError(f"{self.source}: {name} is {_shown(value)}, not true or false.")
         return value
 
-    def choice(self, name: str, legal: Mapping[str, str], default: str) -> str:
-        """Return the value of `legal` for this entry's text."""
+    def choice(self, name: str, legal: Mapping[str, str], default: str, fix: str = "") -> str:
+        """Return the value of `legal` for this entry's text. An error ends with `fix`."""
         value = self._get(name, default)
         if not isinstance(value, str) or value not in legal:
-            raise ConfigError(f"{self.source}: {name} is {_shown(value)}; llmscale has {', '.join(legal)}.")
+            raise ConfigError(f"{self.source}: {name} is {_shown(value)}; llmscale has {', '.join(legal)}.{fix}")
         return legal[value]
 
     def section(self, name: str) -> Keys | None:

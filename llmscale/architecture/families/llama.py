@@ -93,7 +93,7 @@ def _read_rotary(keys: Keys, positions: int, default: float) -> tuple[float, str
     section.require_flat()
     section.require("partial_rotary_factor", 1.0)
     name = "rope_type" if section.has("rope_type") or not section.has("type") else "type"
-    kind = section.choice(name, _ROPE_TYPES, "default")
+    kind = section.choice(name, _ROPE_TYPES, "default", " --rope-scaling none takes the model without it.")
     if kind == "none":
         return theta, kind
     factor = section.number("factor", 1.0)

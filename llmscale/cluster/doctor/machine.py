@@ -23,7 +23,13 @@ from llmscale.cluster.extension_locks import STALE_LOCK_S, extensions_folder, fi
 from llmscale.cluster.launch.ranks import is_free
 from llmscale.cluster.remote import PACKAGE
 from llmscale.config.bundled_files import install_command
-from llmscale.engine.network import NAMING_VARIABLES, interface_addresses, named_interfaces, source_address
+from llmscale.engine.network import (
+    NAMING_VARIABLES,
+    interface_addresses,
+    lacks_interface,
+    source_address,
+    usable_interfaces,
+)
 from llmscale.files.source_hashes import source_hashes
 from llmscale.training.run_folder import library_versions
 from llmscale.untrusted.interpreter import code_command
@@ -180,10 +186,10 @@ def _run_lines(command: list[str], timeout_s: float) -> tuple[list[str], str | N
 
 def check_network(request: ProbeRequest) -> Iterator[CheckRow | SharedValue]:
     """Check the ways to the other hosts, the interfaces that variables name, and the rendezvous port."""
-    names = [name for name, _ in interface_addresses()]
+    names = usable_interfaces()
     for variable in NAMING_VARIABLES:
         value = os.environ.get(variable, "")
-        if named_interfaces(variable, value, names) == []:
+        if lacks_interface(variable, value, names):
             fix = f"Name one of {', '.join(names)}, or unset the variable."
             yield red("address", f"{variable}={value}, but there is no such interface that is up", fix)
     faults = [fault for host in request.hosts if host != request.host and (fault := _find_name_fault(host))]

@@ -1,4 +1,4 @@
-"""What a host reports of itself, and the table that the reports of all hosts make together. No torch."""
+"""Reports of hosts about themselves, and the table that they make together. No torch."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class SharedValue:
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """What the probe of one host is asked."""
+    """Question to the probe of one host."""
 
     hosts: tuple[str, ...] = ()
     """Names of all hosts, as in the hostfile; ranks meet on the first."""

@@ -106,7 +106,7 @@ def _check_data(config: RunConfig, sets: TrainingSets | None) -> Iterator[CheckR
     except LlmscaleError as error:
         yield red("data", *split_error(str(error)))
         return
-    # Of a mixture, datasets and proportions must be the same.
+    # Datasets and proportions of a mixture must be the same.
     stages = sets.recipe.stages if sets.recipe else ()
     content = hashlib.sha256(f"{sets.fingerprint} {stages}".encode()).hexdigest()[:12]
     yield SharedValue(

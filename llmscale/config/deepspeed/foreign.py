@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
-from llmscale.config.deepspeed.schema import AUTO, AUTO_KEYS, DsFile, Section, ZeroOptimization, section_at, show
+from llmscale.config.deepspeed.schema import AUTO, AUTO_KEYS, DsFile, Fp16, Section, ZeroOptimization, section_at, show
 from llmscale.config.run_config import build_run_config
 from llmscale.errors import ConfigError
 
@@ -88,6 +88,15 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "activation_checkpointing.contiguous_memory_optimization": _NO_MODEL_PARALLEL,
 }
 
+#: Entries of public files that DeepSpeed does not read either, each with the reason.
+_READ_BY_NOBODY: Mapping[str, str] = {
+    "fp16.opt_level": "it is Apex's",
+    "fp16.fp16": "it is GPT-NeoX's; fp16.enabled decides",
+    "bf16.bf16": "it is GPT-NeoX's; bf16.enabled decides",
+} | {
+    f"bf16.{name}": "bf16 needs no loss scale" for name in Fp16.model_fields if "scale" in name or "hysteresis" in name
+}
+
 #: Entries that cannot be honoured, each with the reason and the fix.
 UNSUPPORTED: Mapping[str, str] = {
     "pipeline": "llmscale is data parallel only (ZeRO). Delete it.",
@@ -96,6 +105,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "expert_parallel": "llmscale divides experts itself. Delete it and use --expert-parallel-size.",
     "sequence_parallel_size": "llmscale divides sequences itself. Delete it and use --sequence-parallel-size.",
     "allgather_size": "DeepSpeed gave up its format. Rename it to zero_optimization.allgather_bucket_size.",
+    "moe": "a ds_config has no experts. Delete it and use --num-experts and --expert-parallel-size.",
     "amp": "DeepSpeed removed Apex AMP in 2026. Delete it and use 'bf16', 'fp16' or 'torch_autocast'.",
     "compression_training": _CHANGES_MODEL,
     "quantize_training": _CHANGES_MODEL,
@@ -141,16 +151,17 @@ _SWITCHED = frozenset(
 def read_foreign(config: Mapping[str, object]) -> Reading:
     """Return a ds_config in llmscale's keys; `config` stays as it is."""
     reading = Reading(copy.deepcopy(dict(config)))
-    for path in [name for name in config if name.startswith(("_", "//", "#"))]:
+    for path in [path for path in _paths(config) if path.rpartition(".")[2].startswith(("_", "//", "#"))]:
         _apply(reading.config, delete(path, "a comment"), reading.silent)
     _rename(reading)
     _read_wandb(reading)
     _read_curricula(reading)
-    for path in (*WITHOUT_EFFECT, *UNSUPPORTED):
+    for path in (*WITHOUT_EFFECT, *_READ_BY_NOBODY, *UNSUPPORTED):
         if path in _paths(reading.config):
             _read_entry(reading, path)
     _read_scheduler(reading)
     _read_optimizer(reading)
+    _read_stage(reading)
     _drop_off_and_auto(reading, "", DsFile)
     return reading
 
@@ -221,8 +232,8 @@ def _read_entry(reading: Reading, path: str) -> None:
     value = _value_at(reading.config, path)
     if _is_nothing(path, value):
         _apply(reading.config, delete(path, f"{path} is off"), reading.silent)
-    elif path in WITHOUT_EFFECT:
-        _apply(reading.config, delete(path, f"{path} has no effect: {WITHOUT_EFFECT[path]}."), reading.notices)
+    elif reason := WITHOUT_EFFECT.get(path, _READ_BY_NOBODY.get(path)):
+        _apply(reading.config, delete(path, f"{path} has no effect: {reason}."), reading.notices)
     else:
         _apply(reading.config, delete(path, f"'{path}' is not supported: {UNSUPPORTED[path]}"), reading.problems)
 
@@ -254,6 +265,28 @@ def _rename(reading: Reading) -> None:
             str(_value_at(config, path)).removeprefix("torch.")
         ):
             _apply(config, Change(f"{path} is read as {dtype}", {path: dtype}), reading.silent)
+
+
+def _read_stage(reading: Reading) -> None:
+    """Read stage "auto" as Accelerate does, stage 0 in fp16 as stage 1, and sub-groups of 0 as DeepSpeed does."""
+    zero = reading.config.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        return
+    stage, sub_group = "zero_optimization.stage", "zero_optimization.sub_group_size"
+    if zero.get("stage") == AUTO:
+        text = f'{stage} "auto" is read as 2, Accelerate\'s default.'
+        _apply(reading.config, Change(text, {stage: 2}), reading.notices)
+    switches = {name: _value_at(reading.config, f"{name}.enabled") for name in ("bf16", "fp16", "torch_autocast")}
+    precision = next((name for wanted in (True, AUTO) for name, on in switches.items() if on == wanted), None)
+    if precision == "fp16" and ("zero_optimization" not in reading.config or zero.get("stage") == 0):
+        text = (
+            f"{stage} 0 is read as 1, which trains the same: at stage 0 in fp16 DeepSpeed divides the gradients by a "
+            "loss scale that it never applied to the loss."
+        )
+        _apply(reading.config, Change(text, {stage: 1}), reading.notices)
+    if zero.get("sub_group_size") == 0:
+        text = f"{sub_group} 0 is read as 1: a sub-group for each parameter, as in DeepSpeed"
+        _apply(reading.config, Change(text, {sub_group: 1}), reading.silent)
 
 
 def _read_cpu_offload(reading: Reading, zero: dict[str, object]) -> None:
@@ -338,8 +371,10 @@ def _drop_off_and_auto(reading: Reading, prefix: str, kind: type[Section]) -> No
         return
     for name, value in list(section.items()):
         path, inner = f"{prefix}{name}", section_at(kind, name)
-        if value == AUTO and path not in AUTO_KEYS and name in kind.model_fields and path != "zero_optimization.stage":
+        if value == AUTO and path not in AUTO_KEYS and name in kind.model_fields:
             _apply(reading.config, delete(path, f'{path} "auto" is llmscale\'s default'), reading.silent)
+        elif name not in kind.model_fields and isinstance(value, dict) and "enabled" in value and is_off(value):
+            _apply(reading.config, delete(path, f"{path} is off"), reading.silent)
         elif inner is not None and isinstance(value, dict):
             if "enabled" in value and value["enabled"] != AUTO and is_off(value["enabled"]):
                 for unknown in value.keys() - inner.model_fields.keys():
@@ -349,6 +384,8 @@ def _drop_off_and_auto(reading: Reading, prefix: str, kind: type[Section]) -> No
 
 #: Types of optimizer that compute AdamW's update, in lower case.
 _ADAM = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam", "torchadam")
+#: Types whose parameters are AdamW's.
+_LIKE_ADAM = ("onebitadam", "zerooneadam")
 #: Parameters of Adam that change nothing at these values.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "torch_adam": (True, False),
@@ -389,9 +426,10 @@ def _read_optimizer(reading: Reading) -> None:
         elif value not in _NEUTRAL.get(name, ()):
             unknown.append(name)
     if not is_adam:
-        flags = _flags({name: value for name, value in keys.items() if name in ("optimizer", "lr", "weight_decay")})
-        text = f"optimizer.type {show(kind)} is not among adamw, muon and adafactor. Delete 'optimizer' and give "
-        _apply(reading.config, delete("optimizer", f"{text}{flags}."), reading.problems)
+        flags = _flags(keys if kind.lower() in _LIKE_ADAM else {"optimizer": keys["optimizer"]})
+        other = "" if kind.lower() in _LIKE_ADAM else ", with --lr N where llmscale's own default is not meant"
+        text = f"optimizer.type {show(kind)} is not Adam or AdamW. Delete 'optimizer' and give {flags}{other}."
+        _apply(reading.config, delete("optimizer", text), reading.problems)
         return
     for name in unknown:
         path = f"optimizer.params.{name}"

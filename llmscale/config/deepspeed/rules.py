@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -245,7 +247,7 @@ def find_problems(reading: Reading) -> list[Change]:
         wrong = error.errors()
     legal = copy.deepcopy(config)
     apply_edits(legal, {_dotted(detail): DELETED for detail in wrong})
-    return reading.problems + [_explain(detail, config) for detail in wrong] + _refusals_of_the_rest(legal)
+    return reading.problems + list(_explain_all(wrong, config)) + _refusals_of_the_rest(legal)
 
 
 def _refusals_of_the_rest(config: dict[str, object]) -> list[Change]:
@@ -260,6 +262,18 @@ def _dotted(detail: ErrorDetails) -> str:
     return ".".join(str(part) for part in detail["loc"])
 
 
+def _explain_all(wrong: list[ErrorDetails], config: dict[str, object]) -> Iterator[Change]:
+    """Yield pydantic's errors as sentences. Those about unknown keys list a section's legal keys once."""
+    listed = set()
+    for detail in wrong:
+        change = _explain(detail, config)
+        text, _, legal = change.text.partition(" Legal ")
+        if detail["type"] == "extra_forbidden" and legal in listed:
+            change = change._replace(text=text)
+        listed.add(legal)
+        yield change
+
+
 def _explain(detail: ErrorDetails, config: dict[str, object]) -> Change:
     """Return one of pydantic's errors as a sentence with the path, the value and the legal values."""
     dotted, kind = _dotted(detail), detail["type"]
@@ -269,7 +283,23 @@ def _explain(detail: ErrorDetails, config: dict[str, object]) -> Change:
         default = 0 if dotted.endswith("stage") else False
         means = "0 (nothing is sharded)" if dotted.endswith("stage") else "false"
         return Change(f"{dotted} is missing, DeepSpeed would silently take {means}. Write it.", {dotted: default})
+    meant = _meant(dotted, detail["input"])
+    if meant is not None:
+        return Change(f"{describe_invalid(dotted, detail, show)} Write {show(meant)}.", {dotted: meant})
     return delete(dotted, f"{describe_invalid(dotted, detail, show)} Write another, or delete it.")
+
+
+def _meant(dotted: str, value: object) -> object:
+    """Return the legal value for one that is quoted, or for a section that is a boolean or a stage; None for others."""
+    config: dict[str, object] = {"zero_optimization": {"stage": 0}}
+    with suppress(ValueError, RecursionError):
+        meant = json.loads(value.lower()) if isinstance(value, str) else None
+        if isinstance(value, int):
+            meant = {"enabled": value} if isinstance(value, bool) else {"stage": value}
+        apply_edits(config, {dotted: meant})
+        DsFile.model_validate(config)
+        return meant
+    return None
 
 
 def _unknown_key(dotted: str, value: object, config: dict[str, object]) -> Change:

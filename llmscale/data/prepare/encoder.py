@@ -7,16 +7,19 @@ for the first documents of the input.
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
 from llmscale.config.bundled_files import install_command
-from llmscale.data.tokenizers.hugging_face import HuggingFaceTokenizer, without_panics
+from llmscale.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from llmscale.data.tokenizers.tiktoken_tokenizer import RANKS_NAME, TiktokenTokenizer
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, TokenArray, Tokenizer, cut_text
 from llmscale.errors import DataError
@@ -125,7 +128,7 @@ def choose_encoder(tokenizer: Tokenizer, wanted: EncoderName, first_texts: Seque
         why_not = "it encodes byte-level BPE only"
     else:
         try:
-            with without_panics():
+            with _without_panics():
                 native, is_nfc = _load(tokenizer)
                 encoder = GigatokenEncoder(tokenizer, native, is_nfc=is_nfc)
                 why_not = _find_difference(encoder, reference, [*_HARD_TEXTS, *_first_characters(first_texts)])
@@ -139,6 +142,20 @@ def choose_encoder(tokenizer: Tokenizer, wanted: EncoderName, first_texts: Seque
         raise DataError(f"--encoder gigatoken cannot encode with {tokenizer.spec}: {why_not}.")
     is_bpe = isinstance(tokenizer, (TiktokenTokenizer, HuggingFaceTokenizer))
     return reference, f"Encoding with {reference.name}, not gigatoken: {why_not}." if is_bpe else ""
+
+
+@contextmanager
+def _without_panics() -> Iterator[None]:
+    """Suppress the report that Rust writes to stderr when it panics; the exception has the message."""
+    sys.stderr.flush()
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
 
 
 def _first_characters(texts: Sequence[str]) -> Iterator[str]:

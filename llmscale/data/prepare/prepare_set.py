@@ -307,6 +307,8 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
 def _check_sizes(writers: dict[str, SplitWriter], source: Source, options: PrepareOptions) -> None:
     """Check before shards are written that every split holds a window. Raises DataError."""
     made = {split: writer for split, writer in writers.items() if writer.num_documents or split == "train"}
+    if not any(writer.num_documents for writer in made.values()):
+        raise DataError(f"--input {source.name} has no text: it holds no documents, or all are empty or left out.")
     for split, writer in made.items():
         if writer.num_windows:
             continue

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
-import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -340,18 +337,6 @@ def find_beginning(
     return beginning
 
 
-#: Limits on time and memory. WordPiece takes quadratic time in a word's length, Unigram time in its longest token's and
-#: 340 bytes per character of all tokens. Finding added tokens takes quadratic time in their lengths.
-_MOST_TOKEN_CHARACTERS, _MOST_WORD_CHARACTERS, _MOST_TRIE_CHARACTERS = 1 << 15, 1000, 4 << 20
-_MOST_ADDED_SQUARES = 1 << 27
-#: Published rules make at most 36 characters of one (ALBERT's); nine hostile rules can fill any memory.
-_MOST_RULES, _MOST_GROWTH = 64, 64
-#: Text with runs of every printable ASCII character and of whitespace.
-_PROBE = "".join(f"{chr(code) * 40} " for code in range(32, 127)) + "\n" * 40 + "0a" * 40
-#: Keys under which rules contain rules.
-_INNER = ("normalizers", "pretokenizers", "processors", "decoders")
-
-
 @dataclass(frozen=True)
 class Ends:
     """Tokens before and after every document."""
@@ -379,13 +364,10 @@ class HuggingFaceTokenizer(Tokenizer):
         record = parse_json(files.tokenizer_json, Rules(DataError), where)
         tokens = tokens_by_id(record, where)
         _check_runs_nothing(files)
-        _check_model(record, tokens, where)
+        _check_no_dropout(record, where)
         plain = record if parse_special else with_special_markers(record, files.chat_template())
         self._fast = _build(files.tokenizer_json if plain is record else json.dumps(plain).encode(), where)
         self._fast.encode_special_tokens = not parse_special
-        # A pattern with exponential time on a run of letters fails here, before anything is written.
-        with _told(f"{where} cannot encode a text"), without_panics(), suppress(Exception):
-            self._fast.encode(_PROBE, add_special_tokens=False)
         self.files, self.spec, self._parse_special = files, files.name, parse_special
         self.vocab_size = max(tokens, default=0) + 1
         _check_same_tokens(self.tokens(), tokens, where)
@@ -416,7 +398,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return f"Documents{begin} end with {tokens[self.eot_token]!r} ({self.eot_token}, {self.ends.origin})."
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
-        with _told(f"{self.spec}/{JSON_NAME} cannot encode the text"):
+        with _one_line(f"{self.spec}/{JSON_NAME} cannot encode the text"):
             encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)
         arrays = [np.array(encoding.ids, np.uint32) for encoding in encodings]
         return [
@@ -426,7 +408,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encode_cut(self, text: str) -> list[int]:
         """Encode text whose characters the model would turn into a special token, by cutting it within."""
-        with _told(f"{self.spec}/{JSON_NAME} cannot encode the text"):
+        with _one_line(f"{self.spec}/{JSON_NAME} cannot encode the text"):
             encoding = self._fast.encode(text, add_special_tokens=False)
         cuts = {0, len(text)}
         for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
@@ -458,7 +440,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _decide_ends(self, tokens: dict[int, str], asked_eot: str) -> Ends:
         eot = find_end_of_text(self.files, tokens, asked_eot)
-        with _told(f"{self.spec}/{JSON_NAME} cannot encode a text"), without_panics():
+        with _one_line(f"{self.spec}/{JSON_NAME} cannot encode a text"):
             encoding = self._fast.encode("a", add_special_tokens=True)
         # The mask is 0 at the text's own tokens; the template's are before them.
         mask = encoding.special_tokens_mask
@@ -487,7 +469,7 @@ def load_saved(path: Path) -> HuggingFaceTokenizer:
 def _build(contents: bytes, where: str) -> FastTokenizer:
     from tokenizers import Tokenizer as FastTokenizer
 
-    with _told(f"{where} is not a tokenizer that `tokenizers` can read"), without_panics():
+    with _one_line(f"{where} is not a tokenizer that `tokenizers` can read"):
         fast = FastTokenizer.from_buffer(contents)
         fast.no_truncation()
         fast.no_padding()
@@ -495,28 +477,14 @@ def _build(contents: bytes, where: str) -> FastTokenizer:
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Turn errors of `tokenizers` into one-line DataErrors: it raises plain Exception, and BaseException for panics."""
+def _one_line(what: str) -> Iterator[None]:
+    """Turn errors of `tokenizers`, which raises plain Exception, into one-line DataErrors."""
     try:
         yield
-    except (DataError, KeyboardInterrupt, SystemExit, MemoryError):
+    except DataError:
         raise
-    except BaseException as error:
+    except Exception as error:
         raise DataError(f"{what}: {' '.join(str(error).split())[:200]}.") from None
-
-
-@contextmanager
-def without_panics() -> Iterator[None]:
-    """Suppress the report that Rust writes to stderr when it panics; the exception has the message."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def _check_runs_nothing(files: ModelFiles) -> None:
@@ -528,75 +496,13 @@ def _check_runs_nothing(files: ModelFiles) -> None:
         )
 
 
-def _check_model(record: dict[str, object], tokens: dict[int, str], where: str) -> None:
-    """Raise DataError for dropout, and for sizes that take unbounded memory or time."""
+def _check_no_dropout(record: dict[str, object], where: str) -> None:
     model = record.get("model")
-    model = model if isinstance(model, dict) else {}
-    if model.get("dropout"):
+    if isinstance(model, dict) and model.get("dropout"):
         raise DataError(
             f"{where}: model.dropout is {str(model['dropout'])[:40]}, so a text gets different tokens each time. Set "
             "it to null in a copy of the folder."
         )
-    lengths, is_unigram = list(map(len, tokens.values())), model.get("type") == "Unigram"
-    longest = _MOST_WORD_CHARACTERS if is_unigram else _MOST_TOKEN_CHARACTERS
-    listed = record.get("added_tokens")
-    added = sum(len(str(entry.get("content"))) ** 2 for entry in listed) if isinstance(listed, list) else 0
-    bounded = [
-        ("the longest token's length", max(lengths, default=0), longest),
-        ("the sum of the added tokens' squared lengths", added, _MOST_ADDED_SQUARES),
-        ("max_input_chars_per_word", model.get("max_input_chars_per_word"), _MOST_WORD_CHARACTERS),
-        ("the length of all tokens", sum(lengths) if is_unigram else 0, _MOST_TRIE_CHARACTERS),
-    ]
-    with _told(f"{where} is not a tokenizer that `tokenizers` can read"):
-        for parts in (("normalizer", "pre_tokenizer"), ("post_processor",), ("decoder",)):
-            rules, said = [rule for part in parts for rule in _rules(record.get(part))], " with ".join(parts)
-            bounded.append((f"the number of rules of {said}", len(rules), _MOST_RULES))
-            growth = _growth(rules[:_MOST_RULES])
-            bounded.append((f"the number of characters that {said} makes of one", growth, _MOST_GROWTH))
-    for what, value, most in bounded:
-        if isinstance(value, (int, float)) and value > most:
-            raise DataError(
-                f"{where}: {what} is {value:,.0f}. Legal: at most {most:,}; published tokenizers are far below."
-            )
-
-
-def _rules(section: object) -> Iterator[dict]:
-    """Yield every rule of a section in order, also those within a Sequence."""
-    waiting = [section]
-    while waiting:
-        rule = waiting.pop()
-        if isinstance(rule, dict):
-            yield rule
-            waiting += [part for key in _INNER if isinstance(rule.get(key), list) for part in reversed(rule[key])]
-
-
-def _growth(rules: Sequence[dict]) -> float:
-    """Return how many characters the rules can make of one. Raises KeyError and similar for damaged rules."""
-    growth, is_plain = 1.0, True
-    for rule in rules:
-        kind = str(rule.get("type"))
-        growth *= max(1.0, _rule_growth(rule, kind, is_plain))
-        # Unicode normalisation lengthens a text once, unless another rule composes characters again.
-        is_plain = is_plain and kind.startswith(("NF", "Sequence"))
-    return growth
-
-
-def _rule_growth(rule: dict, kind: str, is_plain: bool) -> float:
-    if kind == "Replace":
-        literal = rule["pattern"].get("String")
-        return len(rule["content"]) / max(1, len(literal)) if literal else 1 + len(rule["content"])
-    if kind == "Prepend":
-        return 1 + len(rule["prepend"])
-    if kind == "Precompiled":
-        table = base64.b64decode(rule["precompiled_charsmap"])
-        texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
-        return max(len(text.decode(errors="replace")) for text in texts)
-    if kind == "TemplateProcessing":
-        sizes = {name: len(special["ids"]) for name, special in rule["special_tokens"].items()}
-        return sum(sizes[piece["SpecialToken"]["id"]] if "SpecialToken" in piece else 1 for piece in rule["single"])
-    if kind.startswith("NF"):
-        return 1 if is_plain else 18
-    return {"ByteLevel": 4, "BertNormalizer": 3}.get(kind, 1)
 
 
 def _check_same_tokens(built: dict[int, str], stated: dict[int, str], where: str) -> None:

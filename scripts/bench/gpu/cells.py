@@ -34,7 +34,7 @@ class Cell:
     offload: str = "none"
     """States in host memory: "none", "optimizer" or "parameters"."""
     pins_memory: bool = True
-    """Whether offloaded states are in page-locked memory."""
+    """True if offloaded states are in page-locked memory."""
     n_layer: int | None = None
     """Number of blocks instead of the preset's, for a model that does not fit completely."""
     micro_batch_sizes: Sequence[int] = (32, 16, 8, 4, 2, 1)

@@ -32,7 +32,6 @@ import numpy as np
 
 from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import checkpoints_folder, find_damage, step_of
-from llmscale.data.sample_log import load_recorded
 from scripts.bench.harness import (
     REPOSITORY,
     describe_machine,
@@ -46,6 +45,7 @@ from scripts.bench.harness import (
     whole_number,
     whole_or_zero,
 )
+from scripts.bench.resume.samples import read_samples
 
 #: Flags of a run by kind of block; "experts" has DeepSeek V3's router.
 BLOCKS = {
@@ -156,7 +156,7 @@ def start(folder: Path, run: str, block: str, total_steps: int, setting: Setting
     command += BLOCKS[block]
     command += ["--global-batch-size", str(GLOBAL_BATCH), "--steps", str(total_steps), "--lr", "1e-3"]
     command += ["--log-every", "1", "--save-every", str(SAVE_EVERY), "--val-every", "0", "--num-workers", "0"]
-    command += ["--record-samples", "--run", str(folder / run), "--sequence-parallel-size", str(setting.split)]
+    command += ["--check-every", "1", "--run", str(folder / run), "--sequence-parallel-size", str(setting.split)]
     command += ["--expert-parallel-size", str(setting.experts)]
     ranks = []
     for rank in range(setting.world_size):
@@ -260,7 +260,7 @@ def check_checkpoints(folder: Path) -> int | None:
 
 def compare(straight: Path, broken: Path, total_steps: int, tolerance: float) -> dict[str, str]:
     """Return the findings, one line each."""
-    expected, consumed = load_recorded(straight), load_recorded(broken)
+    expected, consumed = read_samples(straight), read_samples(broken)
     wrong = [s for s in range(total_steps) if s not in consumed or not np.array_equal(consumed[s], expected[s])]
     counts = np.bincount(np.concatenate([consumed[step] for step in sorted(consumed)]))
     samples = (

@@ -17,8 +17,8 @@ import numpy as np
 from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import checkpoints_folder, find_damage
 from llmscale.cluster.launch.supervisor import read_attempts
-from llmscale.data.sample_log import load_recorded
 from scripts.bench.harness import REPOSITORY, python_path, read_losses
+from scripts.bench.resume.samples import read_samples
 from scripts.playground.hosts import Playground, PlaygroundHost
 from scripts.playground.kernel import command_line
 
@@ -57,12 +57,12 @@ class Fault:
 
 
 def train_arguments(folder: Path, run: Path, ds: Path) -> list[str]:
-    """Return train.py's arguments: a tiny fp32 model, every step logged, samples recorded."""
+    """Return train.py's arguments: a tiny fp32 model, every step logged, samples checked."""
     return [
         *("--ds", str(ds), "--data", str(folder / "set"), "--model", "tiny-1m", "--n-layer", "2", "--n-head", "2"),
         *("--n-embd", "32", "--precision", "fp32", "--global-batch-size", str(GLOBAL_BATCH), "--steps", str(STEPS)),
         *("--lr", "1e-3", "--log-every", "1", "--save-every", str(SAVE_EVERY), "--val-every", "0"),
-        *("--num-workers", "0", "--record-samples", "--run", str(run)),
+        *("--num-workers", "0", "--check-every", "1", "--run", str(run)),
     ]
 
 
@@ -198,7 +198,7 @@ class Chaos:
         """Return GOOD, or what is wrong with the run."""
         if code:
             return f"FAILED: exit status {code}"
-        expected, consumed = load_recorded(self.reference), load_recorded(self.run)
+        expected, consumed = read_samples(self.reference), read_samples(self.run)
         wrong = [s for s in range(STEPS) if s not in consumed or not np.array_equal(consumed[s], expected[s])]
         if wrong or len(consumed) != STEPS:
             return f"FAILED: steps {wrong[:5]} consumed other samples"

@@ -158,7 +158,7 @@ def measure(run: Path, faults: int, args: argparse.Namespace) -> dict:
     (_, first), *_ = history.of_kind("event", "start")
     steps = history.steps.steps[-1]
     step_s = (seconds["steps"] + seconds["waiting"]) / steps
-    # The first start is no fault's cost.
+    # The first start costs no fault anything.
     first_s = float(str(first["startup_s"]))
     restart_s = (seconds["starts"] - first_s) / max(1, faults)
     overhead_s = seconds["waiting"] + seconds["other"]

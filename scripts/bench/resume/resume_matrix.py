@@ -177,7 +177,7 @@ def report(args: argparse.Namespace, machine: dict[str, object], losses: dict[st
 
 def train(args: argparse.Namespace, config_name: str, world: World, source: Path | None) -> list[float]:
     """Return the losses after step SAVE_AT: uninterrupted and saving there, or resumed from `source`."""
-    # A cell begins where it is told, not where an earlier one has saved.
+    # A cell begins at its given place, not where an earlier one has saved.
     inputs = replace(read_inputs(cell_config(args, config_name)), source=None)
     run = resolve_start(inputs, world.world_size)
     engine = build_engine(run.config, run.resolved if is_gpu() else run.on_cpu().resolved)

@@ -126,7 +126,7 @@ TAKEN: dict[str, dict[str, Any]] = {
         "train_micro_batch_size_per_gpu": A,
         "bf16": {"enabled": A},
         "zero_optimization": {
-            "stage": 3,
+            "stage": A,
             "overlap_comm": A,
             "offload_optimizer": {"device": A, "pin_memory": A},
             "offload_param": {"device": A, "nvme_path": A},
@@ -190,7 +190,7 @@ TAKEN: dict[str, dict[str, Any]] = {
     },
     "axolotl_zero3_bf16": {
         **_BATCH,
-        "zero_optimization": {**_ZERO3, "sub_group_size": 0 + 1, "reduce_bucket_size": A},
+        "zero_optimization": {**_ZERO3, "sub_group_size": 0, "reduce_bucket_size": A},
         "bf16": {"enabled": True},
         "fp16": {"enabled": False, "auto_cast": False, "opt_level": "O2"},
     },
@@ -258,7 +258,7 @@ TAKEN: dict[str, dict[str, Any]] = {
         "bf16": {"enabled": False},
         "fp16": {**_FP16, "fp16_master_weights_and_grads": False, "initial_scale_power": 15},
         "wall_clock_breakdown": False,
-        "zero_optimization": {**_ZERO2, "stage": 1, "allgather_bucket_size": 50000000, "cpu_offload": False},
+        "zero_optimization": {**_ZERO2, "stage": 0, "allgather_bucket_size": 50000000, "cpu_offload": False},
     },
     "chat_actor": {
         "train_batch_size": 64,
@@ -356,7 +356,7 @@ TAKEN: dict[str, dict[str, Any]] = {
         "train_batch_size": 512,
         "train_micro_batch_size_per_gpu": 4,
         "steps_per_print": 10,
-        "zero_optimization": {"stage": 1, "elastic_checkpoint": True},
+        "zero_optimization": {"stage": 0, "elastic_checkpoint": True},
         "gradient_clipping": 1.0,
         "prescale_gradients": True,
         "fp16": {**_FP16, "initial_scale_power": 11},
@@ -384,7 +384,7 @@ TAKEN: dict[str, dict[str, Any]] = {
         "gradient_accumulation_steps": 1,
         "optimizer": _adam(lr=6e-4),
         "zero_optimization": {**_ZERO2, "stage": 1, "allgather_bucket_size": 5e8, "cpu_offload": False},
-        "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
+        "fp16": {"fp16": True, "enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2},
         "gradient_clipping": 1.0,
         "steps_per_print": 10,
         "wall_clock_breakdown": True,
@@ -439,8 +439,9 @@ TAKEN: dict[str, dict[str, Any]] = {
     },
     "cosine": {
         "train_batch_size": 128,
-        "zero_optimization": {"stage": 2},
-        "bf16": {"enabled": True},
+        "zero_optimization": {"_comment": "ZeRO-2", "stage": 2},
+        "bf16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
+        "moe": {"enabled": False, "ep_size": 1},
         "optimizer": _adam("FusedAdam", adam_w_mode=True),
         "scheduler": {
             "type": "WarmupCosineLR",

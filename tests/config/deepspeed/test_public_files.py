@@ -152,3 +152,56 @@ def test_a_curriculum_names_the_flags_for_growing_sequences() -> None:
         ConfigError, match="--seq-len-ramp-from 8 --seq-len-ramp-tokens N, the tokens of its 15000 steps"
     ):
         parse_ds_config(REFUSED["curriculum_tutorial"], "my.json")
+
+
+@pytest.mark.parametrize(
+    ("file", "expected", "line"),
+    [
+        ({"fp16": {"enabled": True}}, ("fp16", 1), "stage 0 is read as 1"),
+        ({"fp16": {"enabled": "auto"}, "zero_optimization": {"stage": 0}}, ("fp16", 1), "stage 0 is read as 1"),
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, ("bf16", 0), ""),
+        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": "auto"}}, ("bf16", 2), 'stage "auto" is read as 2'),
+    ],
+)
+def test_a_stage_that_cannot_be_meant_is_read_as_the_one_that_is(
+    file: dict[str, object], expected: tuple[str, int], line: str
+) -> None:
+    ds = parse_ds_config(file, "my.json")
+    assert (ds.precision, ds.zero_stage) == expected
+    assert any(line in warning for warning in ds.warnings) or not line
+
+
+def test_a_fix_keeps_quoted_numbers_and_bare_switches() -> None:
+    """Deleting them would train another stage in another precision."""
+    file = {"zero_optimization": {"stage": "2", "overlap_comm": "true"}, "bf16": True, "train_batch_size": "16"}
+    fixed, _ = fix_ds_config(file)
+    assert fixed == {
+        "zero_optimization": {"stage": 2, "overlap_comm": True},
+        "bf16": {"enabled": True},
+        "train_batch_size": 16,
+    }
+    fixed, _ = fix_ds_config({"zero_optimization": 3, "bf16": {"enabled": "true"}})
+    assert fixed == {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+    with pytest.raises(ConfigError, match=r'stage = "2": must be 0, 1, 2 or 3\. Write 2\.'):
+        parse_ds_config(file, "my.json")
+
+
+@pytest.mark.parametrize("kind", ["Lamb", "Lion", "SGD", "Adagrad"])
+def test_another_optimizers_learning_rate_is_not_advised_for_adamw(kind: str) -> None:
+    with pytest.raises(ConfigError, match="give --optimizer adamw, with --lr N") as error:
+        parse_ds_config({"optimizer": {"type": kind, "params": {"lr": 0.011}}}, "my.json")
+    assert "0.011" not in str(error.value)
+
+
+def test_legal_keys_are_listed_once() -> None:
+    file: dict[str, object] = {name: 1 for name in ("pipe_parallel_size", "model_parallel_size", "hidden_size")}
+    with pytest.raises(ConfigError, match="3 problems") as error:
+        parse_ds_config(file, "my.json")
+    assert str(error.value).count("Legal top-level keys") == 1
+
+
+@pytest.mark.parametrize("section", ["moe", "some_new_section"])
+def test_a_section_that_is_off_is_nothing(section: str) -> None:
+    assert parse_ds_config({section: {"enabled": False, "ep_size": 1}}, "my.json").warnings == ()
+    with pytest.raises(ConfigError, match=section):
+        parse_ds_config({section: {"enabled": True, "ep_size": 1}}, "my.json")

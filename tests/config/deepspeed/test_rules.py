@@ -33,7 +33,6 @@ def zero(stage: int, **keys: object) -> dict[str, object]:
         (zero(3, offload_optimizer={**CPU, "ratio": 0.5}), "ratio 0.5 needs DeepSpeed's own CPU Adam"),
         ({**zero(1), **BF16, **FP16}, "bf16 and fp16 are both enabled"),
         ({**BF16, "torch_autocast": {"enabled": True}}, "bf16 and torch_autocast are both enabled"),
-        (FP16, "fp16 does not train at stage 0"),
         (
             {**zero(1), "fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}},
             "above the first scale",

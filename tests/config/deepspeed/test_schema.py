@@ -190,10 +190,6 @@ def test_auto_is_the_default_where_nothing_else_follows_from_the_run(dotted: str
     assert parse(**filled).keys == parse(zero_optimization={"stage": 2}).keys
 
 
-def test_the_stage_is_never_auto() -> None:
-    assert '= "auto": must be 0, 1, 2 or 3' in refusal(zero_optimization={"stage": "auto"})
-
-
 def test_auto_is_taken_where_it_is_filled() -> None:
     zero = {
         "stage": 3,

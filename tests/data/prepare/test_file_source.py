@@ -130,6 +130,12 @@ FOREIGN = {
     "a.xlsx": (b"PK\x03\x04", "CSV"),
     "a.db": (b"SQLite format 3\0", "CSV or Parquet"),
     "a.pkl": (b"\x80\x04]", "never loaded"),
+    "a.gguf": (b"GGUF\x03\0", "--init-from"),
+    "b.txt": (b"<mediawiki xmlns='http://www.mediawiki.org/xml/export-0.11/'>", "wikiextractor"),
+    "c.txt": (b"\n<head><title>A page</title></head>", "trafilatura"),
+    "model": (b'\x10\0\0\0\0\0\0\0{"a": 1}', "--init-from"),
+    "old.feather": (b"FEA1\0\0\0\0", "as Parquet"),
+    "a.json": (b'["one", "two"]', "text: ."),
 }
 
 
@@ -212,6 +218,44 @@ def test_an_archive_within_an_archive_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(_tar({"subset_data.xz": inner, "b.txt": b"text"}))
     source = open_source(str(tmp_path / "a.tar"))
     assert list(source.documents()) == ["text"] and len(source.passed_over) == 1
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.npy", "a.csv", "a.jsonl.zst"])
+@pytest.mark.parametrize("contents", [LINES, b"id,text\n1,one\n2,two\n", _parquet()], ids=["jsonl", "csv", "parquet"])
+def test_records_are_read_whatever_the_name(name: str, contents: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(contents)
+    assert _read(tmp_path / name) == _read(tmp_path) == ["one", "two"]
+
+
+def test_an_empty_table_has_no_records(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"")
+    assert _read(tmp_path / "a.csv") == []
+
+
+def test_a_table_without_texts_says_so(tmp_path: Path) -> None:
+    parquet.write_table(pyarrow.table({"input_ids": [[1, 2]]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"columns: input_ids \(list<.*int64>\); none holds text\. .*numpy\.save"):
+        _read(tmp_path / "a.parquet")
+
+
+def test_glob_is_not_offered_for_an_archive(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(_tar({"a.jsonl": LINES, "README.md": b"card", "b.jpg": b"x"}))
+    source = open_source(str(tmp_path / "a.tar"))
+    assert list(source.documents()) == ["one", "two"]
+    assert "--glob" not in " ".join(describe_passed_over(source.passed_over)) and len(source.passed_over) == 2
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.bin", "a"])
+def test_tokens_with_the_header_of_llm_c_are_read_whatever_the_name(name: str, tmp_path: Path) -> None:
+    header = np.array([20240520, 1, 160] + [0] * 253, "<i4")
+    tokens = np.array([*b"one", 256] * 40, "<u2")
+    (tmp_path / name).write_bytes(header.tobytes() + tokens.tobytes())
+    specs = [tmp_path / name, tmp_path] if name == "a.npy" else [tmp_path / name]
+    for number, spec in enumerate(specs):
+        out = tmp_path.parent / f"{tmp_path.name}-{number}"
+        options = PrepareOptions(seq_len=8, val_fraction=0)
+        prepared = prepare(open_source(str(spec)), out, load_tokenizer("bytes"), options)
+        assert prepared.manifest.splits["train"].num_documents == 40
 
 
 def test_token_shards_of_a_folder(tmp_path: Path) -> None:

@@ -310,6 +310,14 @@ def test_too_little_text(tmp_path: Path) -> None:
     assert not (tmp_path / "set").exists()
 
 
+@pytest.mark.parametrize("name", ["in.txt", "in.csv", "in.jsonl"])
+def test_no_text_at_all(name: str, tmp_path: Path) -> None:
+    """A shorter seq_len would not help."""
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(DataError, match=r"in\.\w+ has no text: it holds no documents"):
+        _prepare(tmp_path / name, tmp_path / "set", PrepareOptions())
+
+
 def test_too_little_text_leaves_nothing_of_what_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenise, "CHECKPOINT_INTERVAL_S", 0.0)
     (tmp_path / "in.txt").write_text("tiny")

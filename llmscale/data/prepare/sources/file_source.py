@@ -66,7 +66,7 @@ class FileSource(Source):
         self.passed_over: set[PassedOver] = set()
         if not options.is_plain:
             refuse_foreign_names([(file.name, suffix_of(PurePath(file.name))) for file in files])
-        # Beside records a lone object is no record either.
+        # Beside records a lone object is skipped too.
         has_plain = options.has_plain or (options.choice is not None and options.choice.are_records)
         has_plain = has_plain or any(is_plain_name(PurePath(file.name)) for file in files)
         self._is_part = False
@@ -238,7 +238,7 @@ def _of_split(
         if any(split in name.parents and split.name != options.hf_split for split in splits):
             pass_over(passed_over, f"files of other splits than {options.hf_split} (--hf-split names one)", name)
         elif name.match("cache-*.arrow") and name.parent / STATE_NAME in names:
-            pass_over(passed_over, "caches of `datasets`", name)
+            pass_over(passed_over, "files (caches of `datasets`)", name)
         else:
             wanted.append(file)
     return wanted

@@ -16,7 +16,7 @@ class ForeignFormat(NamedTuple):
     """Noun in the plural."""
     suffixes: frozenset[str]
     tool: str
-    """What to do, as an order."""
+    """Fix, as an order."""
     begins: re.Pattern[bytes] | None = None
     """First bytes of such a file, whatever its name."""
     is_markup: bool = False
@@ -38,14 +38,18 @@ _FORMATS = (
         "HTML pages",
         frozenset({".html", ".htm", ".xhtml", ".mhtml", ".mht"}),
         "extract the text with trafilatura, and write it as JSON lines",
-        _begins(rb"(?:\xef\xbb\xbf)?\s*(?:<!--(?s:.{0,500}?)-->\s*)?(?:<!doctype\s+html|<html[\s>])"),
+        _begins(
+            rb"(?:\xef\xbb\xbf)?\s*(?:<!--(?s:.{0,500}?)-->\s*)?"
+            rb"(?:<!doctype\s+html|<(?:html|head|body|title|meta|div)[\s>])"
+        ),
         is_markup=True,
     ),
     ForeignFormat(
         "XML documents",
         frozenset({".xml", ".rss", ".atom", ".tei"}),
         "extract the text (of a wiki's dump with wikiextractor, else with pandoc), and write it as JSON lines",
-        _begins(rb"(?:\xef\xbb\xbf)?\s*<\?xml\s"),
+        # A dump of Wikipedia begins with its namespace.
+        _begins(rb"(?:\xef\xbb\xbf)?\s*<(?:\?xml\s|[a-z][\w:-]{0,40}\s[^<>]{0,500}?\bxmlns\b)"),
         is_markup=True,
     ),
     ForeignFormat("PDF files", frozenset({".pdf"}), "extract the text with pdftotext", _begins(rb"%PDF-")),
@@ -74,13 +78,19 @@ _FORMATS = (
         "tables of other formats",
         frozenset({".avro", ".orc", ".tfrecord", ".h5", ".hdf5", ".rds", ".sas7bdat", ".dta"}),
         "write them as Parquet",
-        _begins(rb"Obj\x01|ORC[\x00-\x08]|\x89HDF\r\n"),
+        _begins(rb"Obj\x01|ORC[\x00-\x08]|\x89HDF\r\n|FEA1"),
     ),
     ForeignFormat(
         "pickles, which are never loaded",
         frozenset({".pkl", ".pickle", ".pt", ".pth", ".npz", ".joblib"}),
         "write text as JSON lines, and tokens with numpy.save",
         _begins(rb"\x80[\x02-\x05][\x00-\xff]{0,10}[.c(}\]X\x8c\x95]"),
+    ),
+    ForeignFormat(
+        "weights of a model",
+        frozenset({".safetensors", ".gguf", ".onnx"}),
+        "give the text that it is to be trained on; train takes a model with --init-from",
+        _begins(rb"GGUF[\x01-\x04]\0|[\x00-\xff]{4}\0{4}\{\""),
     ),
     ForeignFormat(
         "archives of another kind",

@@ -21,6 +21,7 @@ from llmscale.data.prepare.sources.foreign import foreign_format, refuse_foreign
 from llmscale.data.prepare.sources.source import (
     BESIDE_RECORDS,
     BESIDE_TEXT,
+    GLOB_CHOOSES,
     Choice,
     Document,
     FileError,
@@ -36,7 +37,7 @@ from llmscale.data.prepare.sources.source import (
     pass_over,
 )
 from llmscale.data.prepare.sources.tables import has_csv_column, is_csv, read_arrow, read_csv, read_parquet
-from llmscale.data.prepare.sources.tokens import is_token_array, read_npy, read_tokens
+from llmscale.data.prepare.sources.tokens import LLMC_MAGIC, has_header, is_token_array, read_npy, read_tokens
 from llmscale.data.shards.compressed import COMPRESSED_SUFFIXES, head_of, unpacked
 from llmscale.errors import DataError
 from llmscale.untrusted.paths import POINTER, is_pointer
@@ -46,6 +47,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _BOM = b"\xef\xbb\xbf"
 _NOT_UTF8 = "not UTF-8"
 _OBJECT_BEGINS = re.compile(r'\ufeff?\s*(\[\s*)?(?=\{\s*")')
+_TEXTS_BEGIN = re.compile(r'\ufeff?\s*\[\s*"')
 #: Parses integers as floats, which avoids Python's limit of 4,300 digits.
 _DECODER = json.JSONDecoder(parse_int=float)
 
@@ -57,6 +59,12 @@ def is_jsonl(head: bytes, name: str, options: ReadOptions) -> bool:
     code. Raises DataError for JSON records that are not one per line.
     """
     text = head.decode(errors="ignore")
+    if not options.has_plain and suffix_of(PurePath(name)) == ".json" and _TEXTS_BEGIN.match(text):
+        raise FileError(
+            name,
+            " is a JSON array of texts, but records are read from JSON lines",
+            "Write one record per line: `jq -c '.[] | {text: .}' FILE`.",
+        )
     if (begin := _OBJECT_BEGINS.match(text)) is None:
         return False
     line_end = text.find("\n", begin.end()) % (len(text) + 1)
@@ -267,8 +275,8 @@ class Format:
     magic: tuple[int, tuple[bytes, ...]] = (0, ())
     """Offset and bytes, any of which identify the format whatever the file's name."""
     are_records: Callable[[bytes, str, ReadOptions], bool] | None = None
-    """Whether a file that begins with these bytes, of this name, is a folder's or an archive's set of records; None:
-    always."""
+    """Function that tells whether a file with these first bytes and this name holds records in a folder or an archive;
+    None: always."""
 
 
 def _never(_head: bytes, _name: str, _options: ReadOptions) -> bool:
@@ -297,7 +305,9 @@ _PARQUET = Format(read_parquet, frozenset({".parquet"}), magic=(0, (b"PAR1\x15",
 _ARROW = Format(read_arrow, frozenset({".arrow", ".feather", ".ipc"}), magic=(0, (b"ARROW1\0\0", b"\xff\xff\xff\xff")))
 _ARRAY = Format(read_npy, frozenset({".npy"}), has_fields=False, magic=(0, (b"\x93NUMPY",)), are_records=is_token_array)
 # Not read from folders unasked: model weights have this suffix, too.
-_TOKENS = Format(read_tokens, frozenset({".bin"}), in_folders=False, has_fields=False, are_records=_never)
+_TOKENS = Format(
+    read_tokens, frozenset({".bin"}), in_folders=False, has_fields=False, magic=(0, LLMC_MAGIC), are_records=has_header
+)
 FORMATS = (TEXT, _JSONL, _CSV, _PARQUET, _ARROW, _ARRAY, _TOKENS)
 
 
@@ -342,21 +352,20 @@ def _kind_of(head: bytes, name: str, options: ReadOptions, known: Sequence[Forma
     named = format_of(PurePath(name), known) or TEXT
     if is_pointer(head):
         raise FileError(name, f" {POINTER}", "")
-    if named is _TOKENS:
-        return named
     for kind in known:
         begin, magic = kind.magic
         if head.startswith(magic, begin):
             return kind
+    if named is _TOKENS:
+        return named
     is_code = suffix_of(PurePath(name)) in TEXT.suffixes - _VAGUE
     refuse_foreign_contents(head, name, is_code=is_code)
-    if named not in (TEXT, _JSONL, _CSV):
-        return named
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head[:4]:
+    is_binary = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head[:4]
+    if is_binary and named in (TEXT, _JSONL, _CSV):
         raise UndecodableError(name, " holds zero bytes or UTF-16 instead of UTF-8 text")
-    if is_jsonl(head, name, options):
+    if not is_binary and is_jsonl(head, name, options):
         return _JSONL
-    return _CSV if named is TEXT and not is_code and is_csv(head, options) else named
+    return _CSV if not is_binary and not is_code and is_csv(head, options) else named
 
 
 def is_beside_records(kind: Format, options: ReadOptions) -> bool:
@@ -420,7 +429,7 @@ def reason_of(path: PurePath) -> str:
         return f"files ({foreign.what}: {foreign.tool})"
     if suffix in _TOKENS.suffixes | TAR.suffixes:
         return f"files ({suffix} is read if --input or --glob names it)"
-    return "files of unknown type (--glob chooses files)"
+    return f"files of unknown type{GLOB_CHOOSES}"
 
 
 _BUFFER_BYTES = 1 << 20
@@ -506,7 +515,8 @@ def read_tar(
                     continue
                 where = f"{name}:{member.name}"
                 if reason := _reason_to_skip(archive, member, options):
-                    pass_over(options.passed_over, reason, PurePath(where))
+                    # --glob chooses files of a folder only.
+                    pass_over(options.passed_over, reason.removesuffix(GLOB_CHOOSES), PurePath(where))
                     continue
                 contents = _open_member(archive, member)
                 for record in _read_member(contents, where, member.size, options, rules, inner):
@@ -554,7 +564,7 @@ def _read_member(
     try:
         with opened_contents(file, where, size_bytes, options) as (kind, contents):
             if is_beside_records(kind, options):
-                pass_over(options.passed_over, BESIDE_RECORDS, PurePath(where))
+                pass_over(options.passed_over, BESIDE_RECORDS.removesuffix(GLOB_CHOOSES), PurePath(where))
             else:
                 yield from kind.read(contents, where, options, rules, start)
     except UndecodableError as error:

@@ -83,8 +83,9 @@ class PassedOver(NamedTuple):
 
 #: Reasons of a PassedOver.
 UNDECODABLE = "texts (not UTF-8)"
-BESIDE_RECORDS = "files beside the records (--glob chooses files)"
-BESIDE_TEXT = "files beside the text: arrays, or tables that lack its column (--glob chooses files)"
+GLOB_CHOOSES = " (--glob chooses files)"
+BESIDE_RECORDS = f"files beside the records{GLOB_CHOOSES}"
+BESIDE_TEXT = f"files beside the text: arrays, or tables that lack its column{GLOB_CHOOSES}"
 HIDDEN = "files with hidden names"
 NOT_REGULAR = (
     "files (links out of the folder or to a folder, pipes or devices: `cp -rL` makes a copy that includes them)"
@@ -99,7 +100,7 @@ def pass_over(passed_over: set[PassedOver], reason: str, path: PurePath) -> None
 
 @dataclass(frozen=True)
 class Choice:
-    """Which of the files of a folder or an archive are read."""
+    """Choice of the files of a folder or an archive to read."""
 
     suffixes: frozenset[str]
     """Suffixes of formats."""
@@ -124,7 +125,7 @@ class ReadOptions:
     has_plain: bool = False
     """True if some names are those of plain text; then a lone JSON object without the field is text, too."""
     choice: Choice | None = None
-    """Which files of a folder or an archive are read; None for those that the user named."""
+    """Choice of files of a folder or an archive; None for those that the user named."""
 
 
 class FileError(DataError):

@@ -19,6 +19,7 @@ from llmscale.data.prepare.sources.source import (
     Record,
     Rejected,
     TokenRules,
+    lacks_field,
     missing_field,
 )
 from llmscale.data.shards.compressed import most_unpacked_bytes, unfolds
@@ -56,7 +57,8 @@ def read_parquet(
                 # A resumed row group is read again from its start; finished rows are skipped.
                 for batch in table.iter_batches(batch_rows, row_groups=[group], columns=[path]):
                     if row < first + len(batch):
-                        yield from _read_texts(_strings_of(batch, column).slice(row - first), name, row)
+                        texts = _as_strings(_column_of(batch, column))
+                        yield from _read_texts(texts.slice(row - first), name, row)
                         row = first + len(batch)
                     first += len(batch)
             else:
@@ -108,12 +110,10 @@ def _find_column(schema: pyarrow.Schema, field: str, name: str) -> Sequence[str]
         if names.count(part) != 1:
             if part in names:
                 raise DataError(f"{name} has {names.count(part)} columns '{part}'. Rename all but one.")
-            raise missing_field(name, field, _list_columns(schema), "column")
+            raise _missing_column(schema, field, name)
         kind = fields.field(part).type
         fields = kind if types.is_struct(kind) else ()
-    value = kind.value_type if types.is_dictionary(kind) else kind
-    # pyarrow below 16 has no views, and cannot ask for them.
-    if not (types.is_string(value) or types.is_large_string(value) or str(value) == "string_view"):
+    if not _is_text(kind):
         raise FileError(
             name,
             f": the column '{field}' holds {kind}, not strings",
@@ -123,15 +123,29 @@ def _find_column(schema: pyarrow.Schema, field: str, name: str) -> Sequence[str]
     return path
 
 
-def _list_columns(schema: pyarrow.Schema) -> list[str]:
-    """Return the names of columns, and of those within them."""
+def _is_text(kind: pyarrow.DataType) -> bool:
     from pyarrow import types
 
-    names = []
+    value = kind.value_type if types.is_dictionary(kind) else kind
+    # pyarrow below 16 has no views, and cannot ask for them.
+    return types.is_string(value) or types.is_large_string(value) or str(value) == "string_view"
+
+
+def _missing_column(schema: pyarrow.Schema, field: str, name: str) -> FileError:
+    """Return the error for a table that lacks the text column, with the columns it has and those within them."""
+    from pyarrow import types
+
+    columns: dict[str, pyarrow.DataType] = {}
     for column in schema:
         is_struct = types.is_struct(column.type) and column.type.num_fields
-        names += [f"{column.name}.{inner.name}" for inner in column.type] if is_struct else [column.name]
-    return names
+        inner = {f"{column.name}.{one.name}": one.type for one in column.type} if is_struct else {}
+        columns |= inner or {column.name: column.type}
+    if any(map(_is_text, columns.values())):
+        return missing_field(name, field, list(columns), "column")
+    what = lacks_field(field, [f"{column} ({kind})" for column, kind in columns.items()], "column")
+    return FileError(
+        name, f": {what}; none holds text", "Leave the file out, or save token ids with numpy.save as one row."
+    )
 
 
 def _column_of(batch: pyarrow.RecordBatch, column: Sequence[str]) -> pyarrow.Array:
@@ -139,10 +153,6 @@ def _column_of(batch: pyarrow.RecordBatch, column: Sequence[str]) -> pyarrow.Arr
 
     outer = batch.column(column[0])
     return compute.struct_field(outer, list(column[1:])) if column[1:] else outer
-
-
-def _strings_of(batch: pyarrow.RecordBatch, column: Sequence[str]) -> pyarrow.Array:
-    return _as_strings(_column_of(batch, column))
 
 
 def _as_strings(texts: pyarrow.Array) -> pyarrow.Array:
@@ -263,7 +273,8 @@ def read_csv(
     number = 0
     try:
         rows = csv.reader(lines, delimiter=_delimiter_of(lines.first, options.text_field))
-        header = next(rows, [])
+        if (header := next(rows, None)) is None:
+            return
         column = _find_in_header(header, options.text_field, name)
         lines.row_size = 0
         for row in rows:

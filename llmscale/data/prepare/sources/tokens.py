@@ -102,6 +102,8 @@ def _check(tokens: TokenArray, rules: TokenRules, name: str) -> None:
 
 _HEADER_BYTES = 256 * 4
 _DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+#: First bytes of llm.c's files, whatever their names.
+LLMC_MAGIC = tuple(struct.pack("<2i", magic, version) for magic, version in _DTYPES)
 _PIECE_TOKENS = 1 << 20
 
 
@@ -127,6 +129,11 @@ def read_tokens(
         yield from documents_in(_pieces(file, head, "<u2", name, None, piece), offset, rules, name)
     else:
         yield from documents_in(_pieces(file, b"", dtype, name, count, piece), offset, rules, name)
+
+
+def has_header(head: bytes, _name: str, _options: ReadOptions) -> bool:
+    """Return whether a file of tokens that begins with `head` has llm.c's header."""
+    return head.startswith(LLMC_MAGIC)
 
 
 def _refuse_wide(tokens: TokenArray, name: str) -> None:
@@ -179,7 +186,8 @@ def read_npy(
         raise DataError(f"{name} is not a readable .npy file: {str(error).rstrip('.')}.") from None
     if not header.is_tokens:
         raise DataError(
-            f"{name} holds an array of {header.dtype} of shape {header.shape}, not token ids: one row of integers."
+            f"{name} holds an array of {header.dtype} of shape {header.shape}, not token ids: one row of integers. "
+            "Save token ids with numpy.save(FILE, ids.reshape(-1))."
         )
     pieces = _pieces(file, b"", header.dtype, name, header.shape[0], piece)
     yield from documents_in(pieces, offset, rules, name)
