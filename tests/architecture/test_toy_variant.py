@@ -108,7 +108,7 @@ def test_training_flops_are_6_n_and_attention() -> None:
 
 @pytest.mark.parametrize("stages", [("1", "3"), pytest.param(("0", "2"), marks=pytest.mark.slow)])
 def test_states_are_what_the_engine_allocates(stages: tuple[str, ...]) -> None:
-    """DeepSpeed's own, around the toy on fake tensors: exact but for scalars of 512 bytes each. In a process of its
+    """DeepSpeed's own, around the toy on fake tensors, but for roundings to 512 bytes. In a process of its
     own: a dry run patches DeepSpeed."""
     command = [sys.executable, str(STATES_JOB), *stages]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
