@@ -35,7 +35,6 @@ _REASONS = {
     "training/start.py: _check_model": "numbers that name the same blocks in several ways",
     "cli/ladder.py: _COLUMNS": "columns of a table for people",
     "config/describe_defaults.py: SIZES": "the numbers that name a model's size to people",
-    "dry_run/gpt_recording.py": "the shapes whose activations are recorded",
     "planning/scaling_ladder.py": "what a run file of the ladder sets",
     "training/run_folder.py: OWN_FOLDERS": "names of folders, which some keys share",
 }

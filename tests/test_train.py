@@ -32,7 +32,7 @@ def test_nothing_is_announced_while_the_last_checkpoint_is_written(
         rolls_back_at_end=lambda: False,
         log_last=lambda: None,
         save=note("save"),
-        finish=note("finish"),
+        finish=lambda: happened.append("finish") or 0,  # type: ignore[func-returns-value]
     )
     opened: Any = SimpleNamespace(open_session=lambda *parts: nullcontext(session), roll_back=None)
     monkeypatch.setitem(sys.modules, "llmscale.training.open_session", opened)

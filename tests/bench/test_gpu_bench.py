@@ -8,7 +8,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -161,7 +160,7 @@ def test_what_an_earlier_command_measured_is_not_measured_again(
 def test_6_7b_with_offload_fits_a_host_of_128_gib(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cells_script, "gather_system", lambda: SimpleNamespace(memory_bytes=128 << 30))
+    monkeypatch.setattr(cells_script, "host_memory_bytes", lambda: 128 << 30)
     (cell,) = [cell for cell in list_gpu_cells() if cell.model == "gpt3-6.7b"]
     (tmp_path / "place").mkdir()
     plan = bench.choose_plan(cell, tmp_path / "place", cell.micro_batch_sizes)

@@ -43,7 +43,8 @@ def storages() -> dict[int, tuple[int, str]]:
     for thing in gc.get_objects():
         if type(thing) in (Tensor, torch.nn.Parameter) and thing.device.type != "meta":
             storage = thing.untyped_storage()
-            found[storage.data_ptr()] = (storage.nbytes(), f"{thing.dtype} {tuple(thing.shape)}")
+            if storage.nbytes():
+                found[storage.data_ptr()] = (storage.nbytes(), f"{thing.dtype} {tuple(thing.shape)}")
     return found
 
 

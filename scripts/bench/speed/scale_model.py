@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from llmscale.config import command_line, limits
+from llmscale import limits
+from llmscale.config import command_line
 from llmscale.config.hardware import Interconnect, get_gpu, get_interconnect
 from llmscale.config.presets import get_preset
 from llmscale.planning.calibration import nearest_rows
