@@ -238,7 +238,7 @@ def test_a_fault_that_comes_back_at_the_same_step_stops_with_the_evidence(lab: L
         """
 import os, sys
 if os.environ.get("RANK") == "1":
-    from llmscale.training.stop_request import Heartbeat
+    from llmscale.training.watchdog import Heartbeat
     beat = Heartbeat.beat
     def die(self, phase, step=None):
         beat(self, phase, step)
