@@ -22,7 +22,6 @@ from llmscale.untrusted.terminal import make_visible
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
-    from pathlib import Path
 
     from llmscale.cluster.doctor.diagnose import Diagnosis, DoctorOptions
     from llmscale.cluster.doctor.report import CheckRow, Status
