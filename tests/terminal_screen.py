@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import select
 import signal
 import struct
@@ -35,6 +36,8 @@ class Terminal:
         self.screen = pyte.HistoryScreen(columns, rows, history=1000)
         self._stream = pyte.ByteStream(self.screen)
         self.raw = b""
+        self._unread: list[bytes] = []
+        """Pieces of `raw` that the screen does not show yet."""
         self._master, slave = pty.openpty()
         self._set_size(columns, rows)
         # What is typed is not shown.
@@ -74,19 +77,25 @@ class Terminal:
         self.screen.resize(rows, columns)
 
     def read_until(self, seen: Callable[[], object], timeout_s: float = 300.0) -> bool:
-        """Show what the program draws until `seen` says so; False when the program ended before."""
+        """Show what the program draws until `seen` says so; False when the program ended before.
+
+        `seen` is asked after each line or cursor movement, so that a late reader misses no frame.
+        """
         deadline = time.monotonic() + timeout_s
         while not seen():
             assert time.monotonic() < deadline, "\n".join(self.lines())
-            if select.select([self._master], [], [], 0.1)[0]:
+            if not self._unread:
+                if not select.select([self._master], [], [], 0.1)[0]:
+                    if self.process.poll() is not None:
+                        return bool(seen())
+                    continue
                 try:
                     data = os.read(self._master, 65536)
                 except OSError:  # nobody has it open any more
                     return bool(seen())
                 self.raw += data
-                self._stream.feed(data)
-            elif self.process.poll() is not None:
-                return bool(seen())
+                self._unread += re.findall(rb"\n|[^\n\x1b]+|\x1b[^\n\x1b]*", data)
+            self._stream.feed(self._unread.pop(0))
         return True
 
     def wait(self) -> int:

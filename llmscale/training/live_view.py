@@ -159,6 +159,8 @@ class LiveView(Display):
         self._steps_before = step - self._meter.done_steps
         if self._thread is None:
             self._began = time.monotonic()
+            # A short run may end before the thread's first frame.
+            self._draw_frame()
             self._thread = threading.Thread(target=self._draw_frames, name="live view", daemon=True)
             self._thread.start()
 
@@ -180,13 +182,17 @@ class LiveView(Display):
             print(format_step(self._progress.metrics, self._progress.total_steps), flush=True)
 
     def _draw_frames(self) -> None:
-        while not self._ended.is_set():
-            try:
-                columns, rows = self._rows.size()
-                self._rows.draw(render_frame(self._now(), columns, min(rows, _MAX_ROWS)))
-            except OSError:
-                return  # the terminal is gone
-            self._ended.wait(_FRAME_S)
+        while not self._ended.wait(_FRAME_S) and self._draw_frame():
+            pass
+
+    def _draw_frame(self) -> bool:
+        """Return False if the terminal is gone."""
+        try:
+            columns, rows = self._rows.size()
+            self._rows.draw(render_frame(self._now(), columns, min(rows, _MAX_ROWS)))
+        except OSError:
+            return False
+        return True
 
     def _now(self) -> RunProgress:
         progress = self._progress

@@ -65,7 +65,11 @@ def nan(step: str, rank: str, times: str) -> None:
 def stuck() -> None:
     from llmscale.training.session import Session
 
-    Session.train = lambda *_: time.sleep(3600)  # type: ignore[method-assign]
+    def train(*_: object) -> None:
+        print("the first step is stuck", flush=True)
+        time.sleep(3600)
+
+    Session.train = train  # type: ignore[method-assign,assignment]
 
 
 def crash(steps: str) -> None:

@@ -51,10 +51,11 @@ def assert_sane(terminal: Terminal) -> None:
 
 
 def test_a_run_is_one_view_and_ends_as_lines(on_terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    """It may end before the second frame, so only the first is waited for."""
     with on_terminal("--steps", "80", ranks=0) as terminal:
-        assert terminal.read_until(lambda: has_view(terminal)), terminal.text()
+        assert terminal.read_until(lambda: terminal.screen.margins is not None), terminal.text()
         margins = terminal.screen.margins
-        assert margins is not None and margins.bottom == 17, "six of 24 rows"
+        assert margins is not None and 17 <= margins.bottom < 23, "at most six of 24 rows"
         assert terminal.wait() == 0
         text = terminal.text()
         assert_sane(terminal)
@@ -83,7 +84,8 @@ def test_a_run_that_is_stopped_before_its_first_step_leaves_the_terminal_sane(tr
     job = str(Path(__file__).with_name("fault_job.py"))
     command = [sys.executable, job, "stuck", *train_command(*FLAGS, "--steps", "9")[1:]]
     with Terminal(command, 100, 24, is_warm=True, OMP_NUM_THREADS="1", PYTHONPATH=str(REPOSITORY)) as terminal:
-        assert terminal.read_until(lambda: terminal.screen.margins is not None), terminal.text()
+        assert terminal.read_until(lambda: "the first step is stuck" in terminal.text()), terminal.text()
+        assert terminal.screen.margins is not None
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.wait() == 0, terminal.text()
         assert_sane(terminal)
