@@ -73,8 +73,7 @@ def _run_ranks(words: Sequence[str]) -> int:
         return 0
     for lock in remove_stale_locks():
         _show(f"removed {lock}, left by a build that was killed")
-    port, _ = find_port(None)
-    environments = rank_environment(os.environ, num_ranks, port, count_cpus())
+    environments = rank_environment(os.environ, num_ranks, find_port(), count_cpus())
     read_launcher_variables(environments[0])
     _show(f"starting {count_nouns(num_ranks, 'rank')} ...")
     deaths: list[str] = []

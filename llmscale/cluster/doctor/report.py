@@ -7,12 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from llmscale.errors import ConfigError
-
-#: Precedes the JSON in the probe's output: a login script may print text before it.
-REPORT_MARK = "llmscale-report "
 #: Default rendezvous port of DeepSpeed's launcher.
 DEFAULT_PORT = 29500
 Status = Literal["ok", "warn", "fail"]
@@ -33,19 +29,19 @@ class CheckRow:
     """One or two sentences; never empty in a red row."""
 
 
-def green(name: str, found: str) -> CheckRow:
+def green(name: str, text: str) -> CheckRow:
     """Return a row for a check that passed."""
-    return CheckRow(name, "ok", found)
+    return CheckRow(name, "ok", text)
 
 
-def yellow(name: str, found: str, fix: str) -> CheckRow:
+def yellow(name: str, text: str, fix: str) -> CheckRow:
     """Return a row for a fault with which a run starts, but slower or less safely."""
-    return CheckRow(name, "warn", found, fix)
+    return CheckRow(name, "warn", text, fix)
 
 
-def red(name: str, found: str, fix: str) -> CheckRow:
+def red(name: str, text: str, fix: str) -> CheckRow:
     """Return a row for a fault with which a run does not start, or will not finish."""
-    return CheckRow(name, "fail", found, fix)
+    return CheckRow(name, "fail", text, fix)
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ class ProbeRequest:
     train_flags: tuple[str, ...] | None = None
     """Flags for train.py; None without a run to check."""
     timeout_s: float = 60.0
-    """Time limit of every group of checks; a group that exceeds it is reported as late."""
+    """Time limit of the probe."""
 
 
 @dataclass(frozen=True)
@@ -98,37 +94,7 @@ class HostReport:
     """The run folder, which need not exist yet."""
 
 
-_REPORT = TypeAdapter(HostReport)
-_REQUEST = TypeAdapter(ProbeRequest)
-
-
-def print_report(report: HostReport) -> str:
-    """Return one line for `parse_report`."""
-    return REPORT_MARK + _REPORT.dump_json(report).decode()
-
-
-def parse_report(output: str) -> HostReport:
-    """Return the report in a probe's output. Raises ConfigError if it is missing or from another llmscale."""
-    lines = [line for line in output.splitlines() if line.startswith(REPORT_MARK)]
-    if not lines:
-        raise ConfigError("the probe printed no report")
-    try:
-        return _REPORT.validate_json(lines[-1].removeprefix(REPORT_MARK))
-    except ValidationError as error:
-        raise ConfigError(f"the probe belongs to another llmscale ({error.error_count()} entries differ)") from None
-
-
-def print_request(request: ProbeRequest) -> str:
-    """Return JSON for the probe's command line."""
-    return _REQUEST.dump_json(request).decode()
-
-
-def parse_request(text: str) -> ProbeRequest:
-    """Return the request on the probe's command line. Raises ConfigError."""
-    try:
-        return _REQUEST.validate_json(text)
-    except ValidationError as error:
-        raise ConfigError(f"the request is from another llmscale ({error.error_count()} entries differ).") from None
+REPORT = TypeAdapter(HostReport)
 
 
 def merge_reports(reports: Mapping[str, HostReport]) -> Iterator[CheckRow]:
@@ -159,18 +125,18 @@ def _compare_shared(reports: Mapping[str, HostReport]) -> Iterator[CheckRow]:
     equal: dict[str, list[str]] = {}
     for (name, what), by_host in values.items():
         first = next(iter(by_host.values()))
-        found = format_by_host({host: shared.value for host, shared in by_host.items()})
+        text = format_by_host({host: shared.value for host, shared in by_host.items()})
         if len({shared.value for shared in by_host.values()}) > 1:
-            yield CheckRow(name, first.status, f"{what}: {found}" if what else found, first.fix)
+            yield CheckRow(name, first.status, f"{what}: {text}" if what else text, first.fix)
         else:
-            equal.setdefault(name, []).append(f"{what} {found}".strip())
+            equal.setdefault(name, []).append(f"{what} {text}".strip())
     yield from (green(name, ", ".join(values_of_row)) for name, values_of_row in equal.items())
 
 
 def split_error(text: str) -> tuple[str, str]:
     """Split an error's text into finding and fix: its first sentence, and the others."""
-    found, *rest = re.split(r"(?<=[.!?]) (?=[A-Z`'(])", text, maxsplit=1)
-    return found, rest[0] if rest else "Correct the value that it names."
+    first, *rest = re.split(r"(?<=[.!?]) (?=[A-Z`'(])", text, maxsplit=1)
+    return first, rest[0] if rest else "Correct the value that it names."
 
 
 def worst(rows: Iterable[CheckRow]) -> Status:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import queue
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,12 +23,10 @@ _SETTLE_S = 2.0
 _WATCHDOGS_S = 15.0
 #: Time limit for killing ranks. Lost hosts are not waited for.
 _END_S = 20.0
-_POLL_S = 0.2
-#: Messages between two signs of life to the hosts.
-_MAX_AT_ONCE = 1000
-#: Number and length of the lines of each rank that are kept as evidence.
-_KEPT_LINES = 12
-_KEPT_CHARACTERS = 2000
+#: Time between two signs of life to the hosts.
+_POLL_S = 0.5
+#: Number of newest lines of a rank that are shown when it fails.
+_EVIDENCE_LINES = 12
 
 
 @dataclass(frozen=True)
@@ -164,15 +160,7 @@ class AttemptRun:
         if master_addr or not others:
             return master_addr or "127.0.0.1", port
         # A host that was not reached through ssh is this machine, and the others know where they were reached from.
-        for address in (first.ready["own_address"], *reached_from):
-            if _is_address(address):
-                return str(address), port
-        try:
-            # Its name may resolve to 127.0.1.1 there.
-            return socket.gethostbyname(first.name), port
-        except OSError:
-            # Only ssh knows this name; the ranks will report that they do not.
-            return first.name, port
+        return next(filter(None, (first.ready["own_address"], *reached_from)), first.name), port
 
     def start(self, rendezvous: tuple[str, int], script: str, arguments: Sequence[str], logs: str) -> None:
         """Start as many ranks on every host as it has slots."""
@@ -202,8 +190,7 @@ class AttemptRun:
                 for host in self.hosts.values():
                     host.send("stop")
                 num_sent += 1
-            outcome = self._find_outcome()
-            if outcome is not None:
+            if outcome := self._find_outcome():
                 return outcome
 
     def _find_outcome(self) -> Outcome | None:
@@ -226,27 +213,28 @@ class AttemptRun:
         return explain_hang(states) if limit_s and now - self._progress_s > limit_s + _WATCHDOGS_S else None
 
     def _poll(self) -> None:
-        """Wait for messages, and handle those that have come."""
+        """Handle the messages of the next `_POLL_S`, and give the hosts a sign of life."""
+        deadline = time.monotonic() + _POLL_S
         with contextlib.suppress(queue.Empty):
-            for number in range(_MAX_AT_ONCE):
-                host, line = self._inbox.get(block=number == 0, timeout=_POLL_S)
+            while (rest_s := deadline - time.monotonic()) > 0:
+                host, line = self._inbox.get(timeout=rest_s)
                 message = host.take(line, self.show)
-                if message is not None and host.name in self.hosts:
+                if message is not None:
                     self._note(host, message)
         for host in self.hosts.values():
-            host.ping()
+            host.send()
 
     def _note(self, host: HostConnection, message: Mapping[str, Any]) -> None:
         if "port" in message:
-            host.ready = host.ready or dict(message)
-        for its in self.states.values():
-            if "stopped" in message and its.host == host.name:
-                its.is_stopped = its.pid in message["stopped"]
-        state = self.states.get(message.get("rank", -1))
-        if state is None or state.host != host.name:
+            host.ready = dict(message)
+        for state in self.states.values():
+            if "stopped" in message and state.host == host.name:
+                state.is_stopped = state.pid in message["stopped"]
+        if "rank" not in message:
             return
+        state = self.states[message["rank"]]
         if "text" in message:
-            self.last_lines.setdefault(state.rank, deque(maxlen=_KEPT_LINES)).append(message["text"][:_KEPT_CHARACTERS])
+            self.last_lines.setdefault(state.rank, deque(maxlen=_EVIDENCE_LINES)).append(message["text"])
             self.show(f"{host.name} rank {state.rank}: {message['text']}")
         elif "code" in message:
             state.code = message["code"]
@@ -277,11 +265,3 @@ class AttemptRun:
         lost = [host for host in self.hosts.values() if not host.close()]
         for host in lost:
             time.sleep(max(0.0, self.limit_s / 2 + 2.0 - host.silence_s))
-
-
-def _is_address(text: object) -> bool:
-    """Return whether a host's report is an address: it reaches the command lines of all other hosts."""
-    try:
-        return bool(ipaddress.ip_address(str(text)))
-    except ValueError:
-        return False

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -74,17 +73,12 @@ def host_command_by(launcher: str) -> Callable[[Host], list[str]]:
 
 def _srun_command(host: str, argv: list[str]) -> list[str]:
     """Return the command that runs `argv` as one task on one node of the job, as ssh would."""
-    return [
-        *("srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--unbuffered", "--quiet"),
-        # The node's full memory and cores; otherwise a step gets the share of one task.
-        *("--mem=0", "--cpu-bind=none", "--export=ALL", "--kill-on-bad-exit=0", *argv),
-    ]
+    # The node's full memory and cores; otherwise a step gets the share of one task.
+    share = ["--mem=0", "--cpu-bind=none"]
+    where = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap"]
+    return ["srun", *where, *share, "--unbuffered", "--quiet", "--export=ALL", "--kill-on-bad-exit=0", *argv]
 
 
-#: Number and length of the lines that are kept to explain why a host was lost.
-_ERROR_LINES = 20
-_ERROR_CHARACTERS = 1000
-_PING_S = 1.0
 #: Messages that wait to be handled, before hosts wait.
 _MAX_WAITING = 10_000
 
@@ -100,7 +94,7 @@ class HostConnection:
 
     def __init__(self, host: Host, argv: Sequence[str], inbox: Inbox) -> None:
         """Start the command `argv`, whose lines go to `inbox`, None at the end. Raises OSError."""
-        self.host = host
+        self.host, self.name = host, host.name
         # In a separate session: Ctrl-C in the terminal reaches the launcher alone, which tells the hosts what to do.
         self._process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
@@ -109,10 +103,9 @@ class HostConnection:
         """The host's first message: a free port, and addresses."""
         self.closed = False
         """True once the other side has closed the connection."""
-        self._is_done = False
-        """True once the host has confirmed that its ranks are gone."""
-        self._error_lines: deque[str] = deque(maxlen=_ERROR_LINES)
-        self.heard_s = self._pinged_s = time.monotonic()
+        self._last_line = ""
+        """Newest line that is no message, such as ssh's error."""
+        self.heard_s = time.monotonic()
         threading.Thread(target=self._read, args=(inbox,), name=host.name, daemon=True).start()
 
     def _read(self, inbox: Inbox) -> None:
@@ -122,14 +115,10 @@ class HostConnection:
         inbox.put((self, None))
 
     @property
-    def name(self) -> str:
-        return self.host.name
-
-    @property
     def silence_s(self) -> float:
         return time.monotonic() - self.heard_s
 
-    def send(self, message: object = "") -> None:
+    def send(self, message: object = None) -> None:
         """Send a message, or an empty line as a sign of life; a closed connection drops it."""
         assert self._process.stdin
         line = json.dumps(message) if message else ""
@@ -137,31 +126,23 @@ class HostConnection:
             self._process.stdin.write(f"{line}\n".encode())
             self._process.stdin.flush()
 
-    def ping(self) -> None:
-        """Give a sign of life, at most once a second."""
-        if time.monotonic() - self._pinged_s >= _PING_S:
-            self._pinged_s = time.monotonic()
-            self.send()
-
     def take(self, line: bytes | None, show: Callable[[str], None]) -> dict[str, Any] | None:
         """Return the message in a line from the inbox; show any other line."""
         if line is None:
             self.closed = True
         elif line.startswith(MARK):
             self.heard_s = time.monotonic()
-            with contextlib.suppress(ValueError, RecursionError):
-                message = json.loads(line[len(MARK) :])
-                self._is_done |= message == {"done": True}
-                return message if isinstance(message, dict) else None
+            with contextlib.suppress(ValueError):  # cut off by the end of the host
+                return dict(json.loads(line[len(MARK) :]))
         elif text := line.decode(errors="replace").strip():
-            self._error_lines.append(text[:_ERROR_CHARACTERS])
+            self._last_line = text
             show(f"{self.name}! {text}")
         return None
 
     def why_lost(self) -> str:
         """Return one line that explains why the host is lost."""
-        if self._error_lines:
-            return self._error_lines[-1]
+        if self._last_line:
+            return self._last_line
         if self.closed:
             return f"its connection closed (exit status {self._process.wait()})"
         return f"no message from it for {self.silence_s:.0f} s"
@@ -179,4 +160,4 @@ class HostConnection:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         # Ranks are killed with a process of this machine that started them.
-        return (self._process.wait() < 0 and self.closed) or self._is_done
+        return self._process.wait() <= 0 and self.closed

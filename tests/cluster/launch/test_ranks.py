@@ -158,16 +158,11 @@ def test_what_a_rank_leaves_behind_is_ended(start: Callable) -> None:
         assert not Path(f"/proc/{line.split()[1]}").exists()
 
 
-def test_a_wanted_port_is_kept_when_it_is_free_and_replaced_when_it_is_taken() -> None:
-    port, was_taken = find_port(None)
-    assert not was_taken
-    assert find_port(port) == (port, False)
+def test_a_free_port() -> None:
+    port = find_port()
+    assert is_free(port)
     with socket.create_server(("127.0.0.1", port)):
         assert not is_free(port)
-        other, was_taken = find_port(port)
-        assert was_taken
-        assert other != port
-    assert not is_free(99_999)
 
 
 def test_a_tree_is_ended_by_its_numbers() -> None:

@@ -20,7 +20,7 @@ from llmscale.errors import ConfigError
 
 def test_lines_that_are_no_messages_are_shown_and_explain_the_end(tmp_path: Path) -> None:
     (tmp_path / "lines").write_text(
-        'Welcome!\n@llmscale {"port": 7}\n@llmscale [[[\n@llmscale 7\n\n\x1b[31mssh: no route to host\n'
+        'Welcome!\n@llmscale {"port": 7}\n@llmscale {"po\n\n\x1b[31mssh: no route to host\n'
     )
     inbox, shown = open_inbox(), []
     host = HostConnection(Host("a", 1), ["sh", "-c", f"cat '{tmp_path}/lines'; exit 255"], inbox)
