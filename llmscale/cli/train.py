@@ -14,8 +14,8 @@ from llmscale.cluster.extension_locks import remove_stale_locks
 from llmscale.cluster.launch.ranks import (
     LocalRanks,
     count_cpus,
-    count_gpus,
     find_port,
+    list_gpus,
     rank_command,
     rank_environment,
     visible_gpus,
@@ -153,7 +153,7 @@ def _split_flags(words: Sequence[str]) -> tuple[int | None, list[str]]:
 def _count_ranks(asked: int | None) -> int:
     """Return the number of ranks. Raises ConfigError for more ranks than GPUs, on a machine with GPUs."""
     visible = visible_gpus(os.environ)
-    num_gpus = count_gpus() or _count_gpus_with_torch() if visible is None else len(visible)
+    num_gpus = len(list_gpus()[0]) or _count_gpus_with_torch() if visible is None else len(visible)
     if asked is None:
         return num_gpus or 1
     if 0 < num_gpus < asked:

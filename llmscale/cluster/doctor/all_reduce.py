@@ -1,4 +1,4 @@
-"""A timed all-reduce over all hosts. No torch but in the ranks.
+"""A timed all-reduce over all hosts, whose ranks also find out whether they share a folder. No torch but in the ranks.
 
 `python -m llmscale.cluster.doctor.all_reduce`, on every host at once, starts one process per rank; rank 0 prints the
 result.
@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-from llmscale.cluster.doctor.report import CheckRow, HostReport, format_by_host, green, red, yellow
-from llmscale.cluster.hostfile import Host
+from llmscale.cluster.doctor.report import CheckRow, HostReport, format_by_host, format_hosts, green, red, yellow
 from llmscale.cluster.remote import ask_hosts, read_request
 from llmscale.engine.network import set_network_interface
 from llmscale.untrusted.interpreter import module_command
@@ -39,11 +40,13 @@ _LONG_S = 0.25
 _MAX_BYTES = {"gloo": 64 * 2**20, "nccl": 1024 * 2**20}
 _FIRST_BYTES = 2**20
 _REPEATS = 3
+#: Time for a network file system to show a new file to another host.
+_LOOK_S = 5.0
 
 
 @dataclass(frozen=True)
 class AllReduceResult:
-    """A timed all-reduce over all hosts."""
+    """What rank 0 reports."""
 
     backend: str
     """gloo or nccl."""
@@ -51,6 +54,8 @@ class AllReduceResult:
     num_bytes: int
     seconds: float
     """Median time of one all-reduce of num_bytes."""
+    sees: list[bool]
+    """True for a rank that sees a file of rank 0 in the run folder."""
 
     @property
     def bus_bytes_per_s(self) -> float:
@@ -62,36 +67,51 @@ class AllReduceResult:
 
 
 def measure_all_reduce(
-    hosts: Sequence[Host], reports: Mapping[str, HostReport], promised_bytes_per_s: float | None
-) -> CheckRow | None:
+    hosts: Mapping[str, int], reports: Mapping[str, HostReport], promised_bytes_per_s: float | None
+) -> Iterator[CheckRow]:
     """Time an all-reduce over all GPUs of the hosts with reports, or over one process per host without GPUs.
 
-    `promised_bytes_per_s`: of the network per host; None if unknown. Returns None for a single rank.
+    `hosts` has the slots; `promised_bytes_per_s` is of the network per host, None if unknown. No row for a single rank.
     """
-    ready = [host for host in hosts if host.name in reports]
     on_gpus = all(report.num_gpus for report in reports.values())
-    ranks = {host.name: host.slots if on_gpus else 1 for host in ready}
-    world_size, first = sum(ranks.values()), ready[0].name
-    if world_size < 2:
-        return None
+    ranks = {host: slots if on_gpus else 1 for host, slots in hosts.items() if host in reports}
+    first = next(iter(ranks))
+    if sum(ranks.values()) < 2:
+        return
     job = {
         "backend": "nccl" if on_gpus else "gloo",
-        "master": (reports[first].address or first) if len(ready) > 1 else "127.0.0.1",
+        "master": (reports[first].address or first) if len(ranks) > 1 else "127.0.0.1",
         "port": reports[first].spare_port,
-        "world_size": world_size,
+        "world_size": sum(ranks.values()),
         "timeout_s": _TIMEOUT_S,
+        "folder": reports[first].folder if len(ranks) > 1 else None,
+        "file": f".llmscale-doctor-{secrets.token_hex(8)}",
     }
-    requests: dict[str, dict[str, object]] = {}
-    begin = 0
-    for name, count in ranks.items():
-        requests[name] = {**job, "ranks": [*range(begin, begin + count)]}
-        begin += count
+    host_of = [host for host, count in ranks.items() for _ in range(count)]
+    requests = {host: {**job, "ranks": [r for r, at in enumerate(host_of) if at == host]} for host in ranks}
     answers = ask_hosts(_MODULE, requests, _TIMEOUT_S + 3 * _SPARE_S)
-    failed = {name: answer.describe() for name, answer in answers.items() if answer.returncode}
+    failed = {host: answer.describe() for host, answer in answers.items() if answer.returncode}
     lines = [line for line in answers[first].stdout.splitlines() if line.startswith(_RESULT_MARK)]
     if failed or not lines:
-        return explain_failure(failed or {first: "no result"})
-    return check_all_reduce(AllReduceResult(**json.loads(lines[-1].removeprefix(_RESULT_MARK))), promised_bytes_per_s)
+        yield explain_failure(failed or {first: "no result"})
+        return
+    result = AllReduceResult(**json.loads(lines[-1].removeprefix(_RESULT_MARK)))
+    yield check_all_reduce(result, promised_bytes_per_s)
+    if job["folder"]:
+        blind = dict.fromkeys(host for host, sees in zip(host_of, result.sees, strict=True) if not sees)
+        yield check_shared_folder(reports[first].folder, first, blind)
+
+
+def check_shared_folder(folder: str | None, writer: str, blind: Iterable[str]) -> CheckRow:
+    """Return the row for a run folder that the hosts in `blind` do not share."""
+    if not (hosts := format_hosts(blind)):
+        return green("run folder", f"{folder} is on one shared file system")
+    return yellow(
+        "run folder",
+        f"{folder} is not on one shared file system: a file of {writer} is not there on {hosts}. Each host keeps its "
+        "own ranks' part of every checkpoint",
+        "To survive the loss of a host, put --run on NFS, Lustre or the like, or in a store (--run s3://...).",
+    )
 
 
 def check_all_reduce(result: AllReduceResult, promised_bytes_per_s: float | None) -> CheckRow:
@@ -179,10 +199,33 @@ def _time_all_reduce(job: Mapping[str, Any]) -> None:
     while reduce_once(num_bytes) < _LONG_S and num_bytes < _MAX_BYTES[backend]:
         num_bytes *= 4
     seconds = statistics.median(reduce_once(num_bytes) for _ in range(_REPEATS))
+    sees: list[bool] = [True] * world_size
+    if job["folder"]:
+        parent = next(path for path in (Path(job["folder"]), *Path(job["folder"]).parents) if path.is_dir())
+        file = parent / job["file"]
+        dist.all_gather_object(sees, _sees_file(file, rank))
+        if rank == 0:
+            file.unlink()
     if rank == 0:
-        print(_RESULT_MARK + json.dumps(asdict(AllReduceResult(backend, world_size, num_bytes, seconds))), flush=True)
+        result = AllReduceResult(backend, world_size, num_bytes, seconds, sees)
+        print(_RESULT_MARK + json.dumps(asdict(result)), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _sees_file(file: Path, rank: int) -> bool:
+    """Return whether this rank sees a file that rank 0 writes. Collective; rank 0 removes it at the end."""
+    import torch.distributed as dist
+
+    if rank == 0:
+        file.touch()
+    dist.barrier()
+    deadline_s = time.monotonic() + _LOOK_S
+    while not file.exists() and time.monotonic() < deadline_s:
+        # Opening the folder asks a network file system's server again.
+        os.listdir(file.parent)
+        time.sleep(0.5)
+    return file.exists()
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
+import selectors
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmscale.cluster.hostfile import Host
-from llmscale.cluster.launch.transport import HostConnection, open_inbox
+from llmscale.cluster.launch.transport import HostConnection
 from llmscale.training.stop_request import PEER_GONE, signal_name
 from llmscale.training.watchdog import HUNG_STATUS
 
@@ -117,9 +116,9 @@ class AttemptRun:
 
     def __post_init__(self) -> None:
         self.hosts: dict[str, HostConnection] = {}
-        self._inbox = open_inbox()
+        self._selector = selectors.DefaultSelector()
         self._failed: list[RankState] = []
-        self._failing_since_s = self._progress_s = time.monotonic()
+        self._failing_since_s = self._progress_s = self._pinged_s = time.monotonic()
 
     def gather(
         self,
@@ -132,10 +131,13 @@ class AttemptRun:
         """Reach the hosts, and leave out those that do not answer in time. Returns early when there is a `stop`."""
         for host in hosts:
             try:
-                self.hosts[host.name] = HostConnection(host, command(host), self._inbox)
-                self.hosts[host.name].send({**hello, "limit_s": self.limit_s / 2})
+                connection = HostConnection(host, command(host))
             except OSError as error:
                 self.left_out[host.name] = f"it cannot be reached from here: {error}"
+                continue
+            connection.send({**hello, "limit_s": self.limit_s / 2})
+            self._selector.register(connection, selectors.EVENT_READ)
+            self.hosts[host.name] = connection
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and not stop:
             if all(host.ready or host.closed for host in self.hosts.values()):
@@ -213,16 +215,17 @@ class AttemptRun:
         return explain_hang(states) if limit_s and now - self._progress_s > limit_s + _WATCHDOGS_S else None
 
     def _poll(self) -> None:
-        """Handle the messages of the next `_POLL_S`, and give the hosts a sign of life."""
-        deadline = time.monotonic() + _POLL_S
-        with contextlib.suppress(queue.Empty):
-            while (rest_s := deadline - time.monotonic()) > 0:
-                host, line = self._inbox.get(timeout=rest_s)
-                message = host.take(line, self.show)
-                if message is not None:
-                    self._note(host, message)
-        for host in self.hosts.values():
-            host.send()
+        """Wait for messages, and handle those that have come; give the hosts a sign of life."""
+        for key, _ in self._selector.select(_POLL_S):
+            host: HostConnection = key.fileobj  # type: ignore[assignment]
+            for message in host.read(self.show):
+                self._note(host, message)
+            if host.closed:
+                self._selector.unregister(host)
+        if time.monotonic() - self._pinged_s >= _POLL_S:
+            self._pinged_s = time.monotonic()
+            for host in self.hosts.values():
+                host.send()
 
     def _note(self, host: HostConnection, message: Mapping[str, Any]) -> None:
         if "port" in message:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -126,13 +127,45 @@ def visible_gpus(variables: Mapping[str, str]) -> list[str] | None:
     return names
 
 
-def count_gpus() -> int:
-    """Return the number of GPUs from nvidia-smi, without torch; 0 without the tool."""
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, as nvidia-smi describes it. Sizes in bytes."""
+
+    index: int
+    name: str
+    memory_bytes: int
+    used_bytes: int
+    driver: str
+
+
+def list_gpus(timeout_s: float = 30.0) -> tuple[list[Gpu], str | None]:
+    """Return the GPUs of this host, without torch, none without nvidia-smi; and its error if it fails."""
+    if shutil.which("nvidia-smi") is None:
+        return [], None
+    fields = "index,name,memory.total,memory.used,driver_version"
+    lines, problem = run_lines(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"], timeout_s)
+    rows = [line.split(", ") for line in lines]
+    return [
+        Gpu(int(index), name, _mebibytes(total), _mebibytes(used), driver)
+        for index, name, total, used, driver in (row for row in rows if len(row) == fields.count(",") + 1)
+    ], problem
+
+
+def _mebibytes(text: str) -> int:
+    """Return the bytes of a number of MiB; 0 for `[N/A]`."""
+    return int(text) * 2**20 if text.isdigit() else 0
+
+
+def run_lines(command: list[str], timeout_s: float) -> tuple[list[str], str | None]:
+    """Return the lines that a command prints, and the last line of its error if it fails. Raises OSError."""
     try:
-        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines()) if done.returncode == 0 else 0
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, errors="replace")
+    except subprocess.TimeoutExpired:
+        return [], f"no answer within {timeout_s:.0f} s"
+    if done.returncode:
+        messages = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        return [], messages[-1] if messages else f"ended with status {done.returncode}"
+    return done.stdout.splitlines(), None
 
 
 def count_cpus() -> int:

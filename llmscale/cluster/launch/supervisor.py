@@ -99,7 +99,7 @@ def write_attempt(run: Path, attempt: Attempt) -> str | None:
 
 # ---------------------------------------------------------------- when to try again
 
-#: Wait before the first restart. It doubles with each attempt without a new step.
+#: Wait before a restart. It doubles with each attempt that ends as the one before.
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 60.0
 
@@ -113,12 +113,7 @@ def decide(attempts: Sequence[Attempt], max_restarts: int, same_step_limit: int)
         return f"{same} attempts in a row ended {where} ({last.end}: {last.reason})"
     if len(attempts) > max_restarts:
         return f"{max_restarts} restarts were not enough (--max-restarts)"
-    furthest, fruitless = -1, 0
-    for attempt in attempts:
-        reached = -1 if attempt.last_step is None else attempt.last_step
-        fruitless = 0 if reached > furthest else fruitless + 1
-        furthest = max(furthest, reached)
-    return min(FIRST_WAIT_S * 2**fruitless, LONGEST_WAIT_S)
+    return min(FIRST_WAIT_S * 2 ** (same - 1), LONGEST_WAIT_S)
 
 
 # ---------------------------------------------------------------- one launch

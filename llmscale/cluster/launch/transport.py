@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import re
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from llmscale.cluster.hostfile import Host
@@ -79,40 +77,31 @@ def _srun_command(host: str, argv: list[str]) -> list[str]:
     return ["srun", *where, *share, "--unbuffered", "--quiet", "--export=ALL", "--kill-on-bad-exit=0", *argv]
 
 
-#: Messages that wait to be handled, before hosts wait.
-_MAX_WAITING = 10_000
-
-Inbox = queue.Queue["tuple[HostConnection, bytes | None]"]
-
-
-def open_inbox() -> Inbox:
-    return queue.Queue(_MAX_WAITING)
-
-
 class HostConnection:
     """The launcher's side of one host of an attempt."""
 
-    def __init__(self, host: Host, argv: Sequence[str], inbox: Inbox) -> None:
-        """Start the command `argv`, whose lines go to `inbox`, None at the end. Raises OSError."""
+    def __init__(self, host: Host, argv: Sequence[str]) -> None:
+        """Start the command `argv`. Raises OSError."""
         self.host, self.name = host, host.name
         # In a separate session: Ctrl-C in the terminal reaches the launcher alone, which tells the hosts what to do.
         self._process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
+        assert self._process.stdin and self._process.stdout
+        self._input, self._output = self._process.stdin, self._process.stdout.fileno()
         self.ready: dict[str, Any] | None = None
         """The host's first message: a free port, and addresses."""
         self.closed = False
         """True once the other side has closed the connection."""
+        self._rest = b""
+        """What has come of the next line."""
         self._last_line = ""
         """Newest line that is no message, such as ssh's error."""
         self.heard_s = time.monotonic()
-        threading.Thread(target=self._read, args=(inbox,), name=host.name, daemon=True).start()
 
-    def _read(self, inbox: Inbox) -> None:
-        assert self._process.stdout
-        for line in self._process.stdout:
-            inbox.put((self, line))
-        inbox.put((self, None))
+    def fileno(self) -> int:
+        """Return the descriptor to wait for, as selectors ask for it."""
+        return self._output
 
     @property
     def silence_s(self) -> float:
@@ -120,24 +109,23 @@ class HostConnection:
 
     def send(self, message: object = None) -> None:
         """Send a message, or an empty line as a sign of life; a closed connection drops it."""
-        assert self._process.stdin
         line = json.dumps(message) if message else ""
         with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(f"{line}\n".encode())
-            self._process.stdin.flush()
+            self._input.write(f"{line}\n".encode())
+            self._input.flush()
 
-    def take(self, line: bytes | None, show: Callable[[str], None]) -> dict[str, Any] | None:
-        """Return the message in a line from the inbox; show any other line."""
-        if line is None:
-            self.closed = True
-        elif line.startswith(MARK):
-            self.heard_s = time.monotonic()
-            with contextlib.suppress(ValueError):  # cut off by the end of the host
-                return dict(json.loads(line[len(MARK) :]))
-        elif text := line.decode(errors="replace").strip():
-            self._last_line = text
-            show(f"{self.name}! {text}")
-        return None
+    def read(self, show: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+        """Yield the messages that have come, and show all other lines."""
+        data = os.read(self._output, 1 << 16)
+        self.closed = not data
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(MARK):
+                self.heard_s = time.monotonic()
+                yield json.loads(line[len(MARK) :])
+            elif text := line.decode(errors="replace").strip():
+                self._last_line = text
+                show(f"{self.name}! {text}")
 
     def why_lost(self) -> str:
         """Return one line that explains why the host is lost."""
@@ -149,9 +137,8 @@ class HostConnection:
 
     def hang_up(self) -> None:
         """Close this side of the connection, which ends the ranks of the host."""
-        assert self._process.stdin
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
+            self._input.close()
 
     def close(self) -> bool:
         """Kill what is left of the connection. Return whether the ranks of the host are surely gone."""

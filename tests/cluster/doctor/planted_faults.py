@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from pathlib import Path
 import deepspeed
 
 from scripts.playground.hosts import Playground, PlaygroundHost
-from scripts.playground.kernel import listens_on_ssh_port, until
 
 SITE_PACKAGES = Path(deepspeed.__file__).resolve().parents[1]
 
@@ -44,12 +42,6 @@ class Stage:
 def must(host: PlaygroundHost, *argv: str) -> None:
     done = host.run(argv)
     assert done.returncode == 0, f"{argv}: {done.stderr}"
-
-
-def start_sshd(host: PlaygroundHost) -> None:
-    """Returns when it listens: the command does so before."""
-    host.start_sshd()
-    until(lambda: listens_on_ssh_port(host.init_pid), f"sshd of {host.name}")
 
 
 @contextmanager
@@ -83,15 +75,6 @@ def edited(path: Path, text: str) -> Iterator[None]:
 
 
 @contextmanager
-def no_sshd(stage: Stage) -> Iterator[None]:
-    stage.second.kill_sshd()
-    try:
-        yield
-    finally:
-        start_sshd(stage.second)
-
-
-@contextmanager
 def frozen_sshd(stage: Stage) -> Iterator[None]:
     """The kernel still takes connections, nobody answers."""
     daemons = stage.second.pids_running("sshd")
@@ -105,40 +88,9 @@ def frozen_sshd(stage: Stage) -> Iterator[None]:
 
 
 @contextmanager
-def sshd_started_by(stage: Stage, script: str) -> Iterator[None]:
-    """Every login inherits what `script` sets for the second host's sshd."""
-    stage.second.kill_sshd()
-    must(stage.second, "sh", "-c", f"{script}; exec /usr/sbin/sshd -f /etc/ssh/sshd_config")
-    until(lambda: listens_on_ssh_port(stage.second.init_pid), f"sshd of {stage.second.name}")
-    try:
-        yield
-    finally:
-        stage.second.kill_sshd()
-        start_sshd(stage.second)
-
-
-@contextmanager
 def key_not_accepted(stage: Stage) -> Iterator[None]:
     with edited(stage.second.etc_ssh / "authorized_keys", ""):
         yield
-
-
-@contextmanager
-def cut_link(stage: Stage) -> Iterator[None]:
-    stage.second.cut_link()
-    try:
-        yield
-    finally:
-        stage.second.restore_link()
-
-
-@contextmanager
-def power_off(stage: Stage) -> Iterator[None]:
-    stage.second.power_off()
-    try:
-        yield
-    finally:
-        stage.playground.power_on(stage.second)
 
 
 @contextmanager
@@ -176,19 +128,6 @@ def small_shared_memory(stage: Stage) -> Iterator[None]:
         yield
     finally:
         must(stage.second, "mount", "-o", "remount,size=50%", "/dev/shm")
-
-
-@contextmanager
-def stale_lock(cache: Path) -> Iterator[None]:
-    lock = cache / "async_io" / "lock"
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    lock.touch()
-    long_ago = time.time() - 3600
-    os.utime(lock, (long_ago, long_ago))
-    try:
-        yield
-    finally:
-        lock.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -243,12 +182,4 @@ def disk_that_hangs(stage: Stage, file: Path) -> Iterator[None]:
 def resolves_to_loopback(stage: Stage) -> Iterator[None]:
     hosts = stage.second.folder / "hosts"
     with edited(hosts, hosts.read_text().replace(f"{stage.first.address} ", "127.0.1.1 ")):
-        yield
-
-
-@contextmanager
-def resolves_to_nothing(stage: Stage) -> Iterator[None]:
-    hosts = stage.second.folder / "hosts"
-    lines = [line for line in hosts.read_text().splitlines() if stage.first.name not in line.split()]
-    with edited(hosts, "\n".join(lines) + "\n"):
         yield

@@ -94,7 +94,7 @@ def test_a_reader_that_does_not_read_cannot_keep_ranks_alive(serve: Callable[...
     assert served.process.stdin
     served.process.stdin.close()
     assert served.process.wait(HANG_S) == 0
-    assert process_state(pids[0]) == ""
+    assert process_state(pids[0]) in ("", "Z"), "nobody has waited for it yet"
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
