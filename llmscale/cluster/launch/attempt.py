@@ -18,8 +18,9 @@ from llmscale.training.watchdog import HUNG_STATUS
 USER_ERROR_STATUS = 2
 #: Wait after the first sign of a failure: another rank's may explain it.
 _SETTLE_S = 2.0
-#: Time that the ranks' own watchdogs have for an attempt that hangs. They do not help if the only rank is stopped.
-_WATCHDOGS_S = 15.0
+#: Time that the ranks' own watchdogs have for an attempt that hangs: on a busy machine they count slowly. They do not
+#: help if the only rank is stopped.
+_WATCHDOGS_S = 60.0
 #: Time limit for killing ranks. Lost hosts are not waited for.
 _END_S = 20.0
 #: Time between two signs of life to the hosts.
