@@ -95,14 +95,6 @@ def test_a_cut_link_ends_the_ranks_on_both_sides(lab: Lab) -> None:
     finish(lab, launch, ["host lost", "finished"])
 
 
-def test_a_killed_sshd_with_all_processes_of_its_host(lab: Lab) -> None:
-    launch = lab.launch(lab.train_arguments(*FLAGS))
-    lab.until_step(25)
-    for pid in lab.hosts[1].pids():
-        os.kill(pid, signal.SIGKILL)
-    finish(lab, launch, ["host lost", "finished"])
-
-
 def test_a_killed_supervisor_leaves_nothing_and_the_next_one_goes_on(lab: Lab) -> None:
     lab.launch(lab.train_arguments(*FLAGS))
     lab.until_step(25)
