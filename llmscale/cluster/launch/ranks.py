@@ -20,7 +20,7 @@ from pathlib import Path
 
 from llmscale.cluster.remote import search_path
 from llmscale.training.live_view import GIVE_BACK
-from llmscale.training.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS, describe_death
+from llmscale.training.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS, describe_death, read_stat
 from llmscale.training.watchdog import REPORTS_VARIABLE, STACKS_SIGNAL
 
 # ---------------------------------------------------------------- processes by number, from /proc
@@ -47,11 +47,8 @@ def process_state(pid: int) -> str:
 
     R, S and D run or wait, T is stopped, Z has ended and is not reaped.
     """
-    try:
-        # After the command in parentheses, which may itself hold some.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    stat = read_stat(pid)
+    return stat.state if stat else ""
 
 
 def descendants(pid: int) -> list[int]:

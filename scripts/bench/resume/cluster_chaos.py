@@ -106,7 +106,9 @@ def fill_disk(chaos: Chaos) -> int:
                     raise
     time.sleep(chaos.draw.uniform(2.0, 8.0))
     filler.unlink()
-    return chaos.wait(launch)
+    code = chaos.wait(launch)
+    # A run that has ended before there was room again asks the user for another start, to save its last steps.
+    return chaos.wait(chaos.launch()) if code == 2 else code
 
 
 def plant_lock(chaos: Chaos) -> int:
