@@ -111,11 +111,9 @@ def _check_memory(start: Start, request: ProbeRequest) -> Iterator[CheckRow]:
         return
     smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
     known = find_gpu(smallest.name)
-    nodes, rest = divmod(request.world_size, request.hosts[request.host])
+    nodes, rest = divmod(request.world_size, request.slots)
     # Hosts of different sizes: offloaded states are then not compared with the host's memory.
-    nodes, per_node, host_bytes = (
-        (request.world_size, 1, None) if rest else (nodes, request.hosts[request.host], host_memory_bytes())
-    )
+    nodes, per_node, host_bytes = (request.world_size, 1, None) if rest else (nodes, request.slots, host_memory_bytes())
     machines = Machines(nodes, per_node, smallest.memory_bytes, host_bytes, known.capability if known else None)
     run, plan = start.resolved, start.resolved.plan
     sizes = plan.ranks.sequence_parallel_size, plan.ranks.expert_parallel_size
