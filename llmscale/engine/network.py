@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from llmscale.config.hardware import Interconnect
+from llmscale.error_handling import say
 from llmscale.errors import ConfigError
-from llmscale.files.buffered_log import warn_on_stderr
 from llmscale.untrusted.paths import is_plain_name
 
 #: Variables that tell gloo and NCCL which interface to use.
@@ -57,7 +57,7 @@ def check_interfaces(variables: Mapping[str, str]) -> None:
         if variable == VARIABLES[0] or any(map(os.path.exists, _GPU_FILES)):
             raise ConfigError(f"{words}.")
         if variables.get("LOCAL_RANK", "0") == "0":
-            warn_on_stderr(f"WARNING: {words}. Nothing reads it in a run on CPUs.")
+            say(f"WARNING: {words}. Nothing reads it in a run on CPUs.")
 
 
 def named_interfaces(variable: str, value: str, names: Iterable[str]) -> list[str] | None:

@@ -174,7 +174,7 @@ class StepAction(ABC):
     """Something that happens after some steps, such as logging. Every rank calls every method at the same step."""
 
     def begin(self, step: int) -> None:  # noqa: B027  most need no beginning
-        """Training begins after `step`, or its run folder was created again there."""
+        """Training begins after `step`."""
 
     @abstractmethod
     def due(self, step: int) -> bool:

@@ -113,8 +113,6 @@ class LogSteps(StepAction):
             newest = window.steps[-1]
             metrics = self._metrics(result.step, newest.loss, z_loss, by_set, newest.grad_norm, self._interval)
             io.log.log_step(replace(metrics, **routers))
-            if loss_of_folder := io.claim.find_loss():
-                io.report(f"WARNING: {loss_of_folder}")
         for watch in self._watchers:
             watch(result.step, window)
 

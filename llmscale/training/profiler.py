@@ -33,15 +33,11 @@ class ProfileSteps(StepAction):
         first, behind = parse_profiled(steps)
         self._before, self._last = first - 1, min(behind - 1, run.resolved.total_steps)
         self._profiler: profile | None = None
-        self._is_done = False
         self._whole = record_function("profiled steps")
         self._phase: record_function | None = None
 
     def begin(self, step: int) -> None:
-        if self._profiler is not None or self._is_done:
-            return  # repeated for a run folder that was created again
         if step > self._before or self._last <= self._before:
-            self._is_done = True
             if self._is_rollback:
                 return
             self._io.report(f"WARNING: --profile {self._steps}: this start goes from step {step + 1} to "
@@ -94,7 +90,7 @@ class ProfileSteps(StepAction):
         self._whole.__exit__(None, None, None)
         with meter.pause("profiling"):
             profiler.stop()
-            self._profiler, self._is_done = None, True
+            self._profiler = None
             # An error here would end rank 0 alone and leave the others waiting.
             try:
                 self._write(profiler)

@@ -295,12 +295,8 @@ def claim_run_folder(claim: RunFolderClaim, world: World) -> Disks:
     starts = itertools.accumulate((0, *world.ranks_per_node[:-1]))
     firsts = [start for start, node in zip(starts, world.ranks_per_node, strict=True) for _ in range(node)]
     disks = Disks(tuple(0 if sees else first for sees, first in zip(sees_main, firsts, strict=True)))
-    if disks.is_one:
-        return disks
     is_own_main = not world.is_main and disks.mains[world.rank] == world.rank
-    owners = gather(world.control, on_all_ranks(world.control, lambda: claim.take() if is_own_main else None))
-    if not is_own_main and (own := owners[disks.mains[world.rank]]) is not None:
-        claim.join(own)
+    on_all_ranks(world.control, lambda: claim.take() if is_own_main else None)
     return disks
 
 

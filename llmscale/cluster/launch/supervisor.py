@@ -23,7 +23,7 @@ from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch.attempt import AttemptRun, Outcome
 from llmscale.config.run_config import RunConfig, keys_with, parse_run_config
 from llmscale.errors import ConfigError
-from llmscale.files.buffered_log import BufferedLog
+from llmscale.files.record_log import RecordLog
 from llmscale.report.run_list import notify_of_end
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.training.inputs import Inputs, read_inputs, with_prepared_text
@@ -104,8 +104,8 @@ def next_number(run: Path) -> int:
 def write_attempt(run: Path, attempt: Attempt) -> str | None:
     """Append an attempt. Return the problem if it cannot be written: the disk may be full, and training continue."""
     problems: list[str] = []
-    file = BufferedLog(run / ATTEMPTS_NAME, warn=problems.append, unit="attempt")
-    file.append(json.dumps(asdict(attempt)).encode() + b"\n", attempt.number)
+    file = RecordLog(run / ATTEMPTS_NAME, problems.append)
+    file.append(json.dumps(asdict(attempt)).encode() + b"\n")
     file.close()
     return problems[-1] if problems else None
 
