@@ -34,7 +34,7 @@ class RecordLog:
         """Write the waiting records, make all durable, and report the missing ones."""
         self._write_waiting()
         if self._waiting:
-            self._warn(f"WARNING: {self._path} lacks its last {len(self._waiting)} records.")
+            self._warn(f"WARNING: {self._path} lacks its last records: {len(self._waiting)}.")
         if self._descriptor is None:
             return
         try:

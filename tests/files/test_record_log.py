@@ -76,7 +76,7 @@ def test_what_never_was_a_place_for_a_log_does_not_end_training(tmp_path: Path, 
     log.append(line(2))
     log.close()
     assert len(warnings) == 2
-    assert "lacks its last 2 records" in warnings[1]
+    assert "lacks its last records: 2" in warnings[1]
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def write_attempt(run: Path, attempt: Attempt) -> str | None:
     file = RecordLog(run / ATTEMPTS_NAME, problems.append)
     file.append(json.dumps(asdict(attempt)).encode() + b"\n")
     file.close()
-    return problems[-1] if problems else None
+    return problems[0] if problems else None
 
 
 # ---------------------------------------------------------------- when to try again
