@@ -90,9 +90,9 @@ class MetricsLog:
         """Record a task's results."""
         record = {"kind": "evaluation", "step": step, "task": task, "values": dict(values), "num_items": num_items}
         self._write(record)
-        shown = "".join(f" | {name} {show_value(value)}" for name, value in values.items())
+        results = "".join(f" | {name} {show_value(value)}" for name, value in values.items())
         over = with_singulars(f"over {num_items} items")
-        print(f"step {step:>6}/{self._total_steps} | {make_visible_line(task)}{shown} {over}", flush=True)
+        print(f"step {step:>6}/{self._total_steps} | {make_visible_line(task)}{results} {over}", flush=True)
         self._track(f"evaluation/{task}", values, step)
 
     def log_sample(self, step: int, prompt: str, text: str) -> None:
@@ -310,9 +310,9 @@ def start_trackers(
 
     `described` returns the run as plain values. Raises ConfigError.
     """
-    found: list[Tracker] = []
+    started: list[Tracker] = []
     if config.tensorboard:
-        found.append(start_tensorboard(config.run, first_step=first_step))
+        started.append(start_tensorboard(config.run, first_step=first_step))
     if config.wandb:
         given_project = config.wandb_project if "wandb_project" in config.model_fields_set else None
         run = start_wandb(
@@ -322,9 +322,9 @@ def start_trackers(
             config=described(),
             run_id=wandb_run_id,
         )
-        found.append(run)
+        started.append(run)
         wandb_run_id = run.run_id
-    trackers = tuple(FaultTolerantTracker(tracker) for tracker in found)
+    trackers = tuple(FaultTolerantTracker(tracker) for tracker in started)
     return StartedTrackers(trackers, wandb_run_id if config.wandb else None)
 
 

@@ -103,7 +103,7 @@ def _open_session(
     clock.announcer.begin("opening the run's records", after_s=REPEAT_S)
     history = enter_history(start, world, report)
     # Without the list of checkpoints, which is long in a long run.
-    run = Run(replace(start, found=None), world, validation, history, estimate, clock.seconds)
+    run = Run(replace(start, listing=None), world, validation, history, estimate, clock.seconds)
     io = _open_io(run, engine.meter, trackers, claim, publisher, report, stop)
     clock.announcer.begin("preparing what happens at steps", after_s=REPEAT_S)
     with engine.meter.pause("starting"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -60,8 +58,7 @@ class ProfileSteps(StepAction):
             self._engine.meter.phases.listener = None
             self._io.report(f"WARNING: --profile {self._steps}: the run left these steps before the last, so "
                             "nothing is written")  # fmt: skip
-            with suppress(Exception):  # the error that ended the run counts
-                self._profiler.stop()
+            self._profiler.stop()
 
     def _start(self) -> None:
         if not self._run.world.is_main:
@@ -117,11 +114,8 @@ class ProfileSteps(StepAction):
 def _write_trace(profiler: profile, trace: Path) -> None:
     partial = trace.with_name(f".{trace.name}.partial")
     partial.unlink(missing_ok=True)  # a link here would redirect the write
-    try:
-        profiler.export_chrome_trace(str(partial))
-        os.replace(partial, trace)
-    finally:
-        partial.unlink(missing_ok=True)
+    profiler.export_chrome_trace(str(partial))
+    partial.replace(trace)
 
 
 def _synchronise() -> None:

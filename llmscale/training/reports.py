@@ -215,8 +215,8 @@ def _checkpoints(run: Start) -> str:
         return f"no checkpoints: each step trains on the same {count_nouns(config.overfit_batch, 'sample')}"
     every = [f"every {config.save_every:,} steps"] if config.save_every else []
     every += [f"every {config.save_every_minutes:g} minutes"] if config.save_every_minutes else []
-    kept = f", those of every {config.keep_every:,} steps permanently" if config.keep_every else ""
-    return f"checkpoints {' and '.join([*every, 'at the end'])}, the last {config.keep_last} kept{kept}"
+    permanent = f", those of every {config.keep_every:,} steps permanently" if config.keep_every else ""
+    return f"checkpoints {' and '.join([*every, 'at the end'])}, the last {config.keep_last} kept{permanent}"
 
 
 class ReportStartup(StepAction):

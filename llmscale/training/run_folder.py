@@ -91,7 +91,7 @@ def create_run_folder(run: Path) -> list[Path]:
             file.write(b"" if (run / CONFIG_NAME).exists() else bytes(_PROBE_BYTES))
         probe.unlink()
     except OSError as error:
-        with suppress(OSError):
+        if probe.exists():
             probe.unlink()
         _remove_empty(made)
         raise ConfigError(
@@ -200,12 +200,11 @@ class RunFolderClaim:
         own = {self._path.name}
         if self._made:
             own |= {*_START_FILES, *ORIGIN_FOLDERS}
-        with suppress(OSError):
-            if self._lock and {path.name for path in self._run.iterdir()} <= own:
-                for name in own & {*ORIGIN_FOLDERS}:
-                    shutil.rmtree(self._run / name, ignore_errors=True)
-                for name in own - {*ORIGIN_FOLDERS}:
-                    (self._run / name).unlink(missing_ok=True)
+        if self._lock and self._run.is_dir() and {path.name for path in self._run.iterdir()} <= own:
+            for name in own & {*ORIGIN_FOLDERS}:
+                shutil.rmtree(self._run / name, ignore_errors=True)
+            for name in own - {*ORIGIN_FOLDERS}:
+                (self._run / name).unlink(missing_ok=True)
         self.close()
         _remove_empty(self._made)
 

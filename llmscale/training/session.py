@@ -351,7 +351,7 @@ def _roll_back(session: Session) -> bool:
         io.log.roll_back(start.state.step)
     rollback.num_rollbacks += 1
     seconds = {"going back": time.perf_counter() - began}
-    run = Run(replace(start, found=None), run.world, validation, history, run.estimate, seconds)
+    run = Run(replace(start, listing=None), run.world, validation, history, run.estimate, seconds)
     recent = RecentSteps(run.world)
     engine = replace(engine, feed=feed, recent=recent, skipped_before=start.state.skipped_steps)
     session.continue_from(run, engine, *build_actions(run, engine, io, rollback, session.stop))
