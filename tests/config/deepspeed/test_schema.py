@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.config.deepspeed.foreign import UNSUPPORTED, WITHOUT_EFFECT
+from llmscale.config.deepspeed.foreign import ENTRIES
 from llmscale.config.deepspeed.resolve import DsConfig, load_ds_config, parse_ds_config, read_ds_config
 from llmscale.errors import ConfigError
 
@@ -214,7 +214,7 @@ def test_auto_is_taken_where_it_is_filled() -> None:
 ON = {"sparse_attention": {"mode": "fixed"}, "zero_optimization.mics_shard_size": 8}
 
 
-@pytest.mark.parametrize("dotted", UNSUPPORTED)
+@pytest.mark.parametrize("dotted", [path for path, entry in ENTRIES.items() if entry.is_refused])
 def test_unsupported_entries_are_refused_by_name_unless_they_are_off(dotted: str) -> None:
     text = refusal(**nested(dotted, ON.get(dotted, {"enabled": True})))
     assert f"'{dotted}' is not supported: " in text
@@ -228,7 +228,7 @@ def test_unsupported_entries_are_refused_by_name_unless_they_are_off(dotted: str
         assert parse(**off).warnings == ()
 
 
-@pytest.mark.parametrize("dotted", WITHOUT_EFFECT)
+@pytest.mark.parametrize("dotted", [path for path, entry in ENTRIES.items() if not entry.is_refused])
 def test_entries_without_effect_are_named(dotted: str) -> None:
     value = {"zero_allow_untested_optimizer": False, "zero_optimization.compute_grad_norm": False}.get(dotted)
     config = nested(dotted, {"enabled": True} if value is None else value)
