@@ -79,8 +79,8 @@ class Llama3Scaling:
             return frequency
         if turns < self.low_freq_factor:
             return frequency / self.factor
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        return (1 - kept) * frequency / self.factor + kept * frequency
+        share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return (1 - share) * frequency / self.factor + share * frequency
 
 
 @dataclass(frozen=True)
@@ -560,7 +560,9 @@ def _attention_layers(shape: GPTShape) -> tuple[Layer, ...]:
     turned = (elementwise(queries + keys),) if shape.positions == "rotary" else ()
     return (
         linear(
-            *("attn.qkv", shape.n_embd, queries + 2 * keys),
+            "attn.qkv",
+            shape.n_embd,
+            queries + 2 * keys,
             bias=shape.attention_bias != "none",
             row_blocks=(queries, keys, keys),
         ),
@@ -590,7 +592,12 @@ def _expert_layers(shape: GPTShape) -> tuple[Layer, ...]:
     return (
         replace(router, parameters=(replace(router.parameters[0], kind="embedding"),)),
         experts(
-            *("mlp.experts", shape.n_embd, shape.expert_width, count, shape.experts_per_token), gated=shape.gated_mlp
+            "mlp.experts",
+            shape.n_embd,
+            shape.expert_width,
+            count,
+            shape.experts_per_token,
+            gated=shape.gated_mlp,
         ),
         *(_mlp_layers(shape, "mlp.shared", width) if width else ()),
     )

@@ -100,10 +100,10 @@ def _check_apart(out: Path, model: Path, items: Sequence[Path]) -> None:
     from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
     from llmscale.cli.report import check_apart
 
-    place, whole = out.resolve(), model.resolve()
+    place, folder = out.resolve(), model.resolve()
     if place in (path.resolve() for path in items):
         raise ConfigError(f"--json {out} is a file of items; name another file.")
-    run = whole.parent.parent if whole.parent.name == CHECKPOINTS_NAME else whole
+    run = folder.parent.parent if folder.parent.name == CHECKPOINTS_NAME else folder
     check_apart(f"--json {out}", place, run, "evaluation.json")
 
 
@@ -128,13 +128,13 @@ def _evaluate(source: ModelSource, request: Request) -> Evaluation:
     from llmscale.evaluate.evaluation import evaluate
     from llmscale.terminal.progress import Progress, count_words, show_progress
 
-    with ExitStack() as shown:
+    with ExitStack() as stack:
         bars: list[tuple[str, Progress]] = []
 
         def add(what: str, total: int | None, count: int) -> None:
             if not bars or bars[-1][0] != what:
-                shown.close()
-                bars.append((what, shown.enter_context(show_progress(what, total, count_words("sequences")))))
+                stack.close()
+                bars.append((what, stack.enter_context(show_progress(what, total, count_words("sequences")))))
             bars[-1][1].add(count)
 
         return evaluate(source, request, add)
@@ -175,8 +175,8 @@ def _task_rows(task: TaskResult) -> Iterator[tuple[str, str, str, str]]:
     from llmscale.evaluate.tasks import show_value
 
     for metric, value in task.values.items():
-        shown = show_value(value)
+        text = show_value(value)
         if metric.partition(" ")[0] in _SHARES and task.num_items > 1:
             # The sample standard error of a mean of zeros and ones, as in lm-eval.
-            shown += f" +- {math.sqrt(max(0.0, value * (1 - value)) / (task.num_items - 1)):.4f}"
-        yield task.task, metric, shown, f"{task.num_items:,} items" if task.num_items else ""
+            text += f" +- {math.sqrt(max(0.0, value * (1 - value)) / (task.num_items - 1)):.4f}"
+        yield task.task, metric, text, f"{task.num_items:,} items" if task.num_items else ""

@@ -55,11 +55,11 @@ class Need(NamedTuple):
         for key in self.keys.split():
             if key in given and not (self.is_met(settings) if self.is_met else getattr(settings, *self.others())):
                 value, flag = getattr(settings, key), f"--{key.replace('_', '-')}"
-                shown = " ".join(map(str, value)) if isinstance(value, list) else "" if value is True else value
+                words = " ".join(map(str, value)) if isinstance(value, list) else "" if value is True else value
                 if self.other.startswith("with "):
-                    raise ConfigError(f"{where}{flag} {shown} has no effect {self.other}. Drop one of them.")
-                shown = f"{shown or 'it'} has no effect: add it, or drop {flag}"
-                raise ConfigError(f"{where}{flag} needs {self.other}. Without that {shown}.")
+                    raise ConfigError(f"{where}{flag} {words} has no effect {self.other}. Drop one of them.")
+                words = f"{words or 'it'} has no effect: add it, or drop {flag}"
+                raise ConfigError(f"{where}{flag} needs {self.other}. Without that {words}.")
 
 
 class FittingHelp(argparse.HelpFormatter):

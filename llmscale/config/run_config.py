@@ -567,7 +567,7 @@ KEYS: Mapping[str, Key] = {
 
 def keys_with(**behaviour: object) -> list[str]:
     """Return the keys that behave so: `keys_with(resume="logged")`."""
-    return [name for name, key in KEYS.items() if all(getattr(key, word) == said for word, said in behaviour.items())]
+    return [name for name, key in KEYS.items() if all(getattr(key, word) == value for word, value in behaviour.items())]
 
 
 def keys_of_ladder() -> list[str]:

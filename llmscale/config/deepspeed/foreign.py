@@ -521,10 +521,10 @@ def _block(reading: Reading, name: str) -> tuple[str | None, dict[str, object]]:
         reading.problems.append(
             delete(f"{name}.{key}", f"'{name}.{key}' is not a key that DeepSpeed reads. Delete it.")
         )
-    said = {
+    given = {
         key: value for key, value in params.items() if value != AUTO and value != [AUTO, AUTO] and value is not None
     }
-    return ("AdamW" if name == "optimizer" else "WarmupLR") if kind == AUTO else kind, said
+    return ("AdamW" if name == "optimizer" else "WarmupLR") if kind == AUTO else kind, given
 
 
 def _say_nothing(reading: Reading, name: str, meaning: str) -> None:

@@ -106,7 +106,7 @@ def test_plain_rotations_replace_a_scaling_of_any_kind(entries: dict) -> None:
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "'full_attention' is an object of its own"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5; llmscale's model has 1.0"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25; llmscale's model has 1.0 alone"),
-        ({"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'; llmscale has silu, "),
+        ({"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'; llmscale has gelu_new, "),
         ({"num_attention_heads": 7}, "hidden_size 64 is not divisible by num_attention_heads 7"),
         ({"num_key_value_heads": 3}, "n_kv_head 3 does not divide n_head 8. Legal: 1, 2, 4, 8"),
         ({"head_dim": 5}, "rotary positions turn pairs of numbers, and a head of 5"),
