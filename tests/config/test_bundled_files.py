@@ -71,16 +71,11 @@ def test_the_advice_to_install_something_works_where_it_is_given(
 @pytest.mark.parametrize(
     ("module", "wanted", "extra"),
     [
-        ("torch", "train", "train"),
         ("torch._C", "eval", "eval"),
         ("pyarrow.parquet", "train", "data"),
-        ("streaming.base", "data", "data"),
         ("lm_eval", "train", "eval"),
-        ("tensorboardX", "train", "tensorboard"),
         ("pynvml", "train", "nvml"),
-        ("liger_kernel", "train", "liger"),
         ("botocore", "remote", "remote"),
-        ("ray", "data", "clean-cluster"),
     ],
 )
 def test_a_module_of_an_extra_that_is_missing_names_it(module: str, wanted: str, extra: str) -> None:

@@ -10,7 +10,6 @@ import pytest
 from llmscale.config.hf_model import (
     PUBLISHED_KEYS,
     default_preset,
-    is_published,
     read_published_model,
     with_published_shape,
     with_saved_shape,
@@ -20,8 +19,15 @@ from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
 
 LLAMA: dict[str, object] = {
-    **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 300},
-    **{"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 256, "rope_theta": 5e5},
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "vocab_size": 300,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rope_theta": 5e5,
 }
 
 
@@ -109,9 +115,7 @@ def test_rates_and_batches_are_those_of_the_preset_nearest_in_size(folder: Path)
         ({"model_type": "llama4"}, "no model of type 'llama4'.*The nearest is mixtral"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"auto_map": {"AutoModel": "code.py"}}, "auto_map names code of its own, which is never run"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, "dynamic"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
-        ({"hidden_size": 10**12}, "hidden_size"),
     ],
 )
 def test_models_that_cannot_be_trained_are_refused_by_flag_and_entry(
@@ -149,12 +153,6 @@ def test_a_name_is_looked_up_in_the_hubs_cache(folder: Path, tmp_path: Path, mon
 def test_a_folder_may_lie_in_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder.parent))
     assert read_published_model("--model", "hf:~/llama").folder == folder
-
-
-def test_only_the_prefix_makes_a_published_model() -> None:
-    assert is_published("hf:gpt2")
-    assert not is_published("runs/hf")
-    assert not is_published(None)
 
 
 def test_experts_may_be_added_to_dense_weights_as_copies_of_the_mlp(folder: Path) -> None:

@@ -80,9 +80,7 @@ def test_a_place_without_permission_is_refused(
         check("--to", Path("folder/new"))
 
 
-@pytest.mark.parametrize(
-    "task", ["items.jsonl", "items.json", "dir/items", "file", "helaswag=x.jsonl", "=x", "text=", "text= ", "a b", ""]
-)
+@pytest.mark.parametrize("task", ["items.jsonl", "dir/items", "file", "helaswag=x.jsonl", "text= ", "a b"])
 def test_a_task_that_is_none_is_refused_with_the_formats(task: str, place: Path) -> None:
     for check in (check_task, check_task_file):
         with pytest.raises(ConfigError, match=r"is not a task.*hellaswag=FILE\.jsonl"):
@@ -115,11 +113,9 @@ def test_lines_and_objects_are_prompts(tmp_path: Path) -> None:
         ("nul.txt", b"a\nb\0c\n", "nul.txt, line 2 holds a NUL character"),
         ("latin.txt", b"ok\n\xe9\xe8\n", "latin.txt, line 2 is not UTF-8 text"),
         ("long.txt", b"x" * (1 << 20) + b"x", "line 1 has 1,048,577 characters; at most 1,048,576 are read"),
-        ("list.jsonl", b"[1]\n", "list.jsonl, line 1"),
         ("other.jsonl", b'{"text": "a"}\n', 'other.jsonl, line 1 has no text in "prompt"'),
         ("number.jsonl", b'{"prompt": 3}\n', 'has no text in "prompt"'),
         ("surrogate.jsonl", b'{"prompt": "\\ud800"}\n', "is not UTF-8 text"),
-        ("deep.jsonl", b"[" * 100_000, "deep.jsonl, line 1"),
     ],
 )
 def test_what_is_no_prompt_is_one_clear_line(tmp_path: Path, name: str, contents: bytes, said: str) -> None:
