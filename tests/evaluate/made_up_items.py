@@ -20,11 +20,17 @@ _TASKS = {
     "likely": ("loglikelihood", "likelihood.jsonl", "{{context}}", "{{continuation}}", ""),
     "rolling": ("loglikelihood_rolling", "text.jsonl", "", "{{text}}", ""),
     "written": (
-        *("generate_until", "likelihood.jsonl", "{{context}}", "{{continuation}}"),
+        "generate_until",
+        "likelihood.jsonl",
+        "{{context}}",
+        "{{continuation}}",
         'generation_kwargs: {until: ["e"], max_gen_toks: 9}',
     ),
     "written_on": (
-        *("generate_until", "text.jsonl", "{{text}}", "{{text}}"),
+        "generate_until",
+        "text.jsonl",
+        "{{text}}",
+        "{{text}}",
         "generation_kwargs: {max_gen_toks: 20}",
     ),
 }

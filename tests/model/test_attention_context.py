@@ -69,8 +69,8 @@ def test_positions_begin_anew_behind_each_end() -> None:
     assert positions_in_documents(tokens, END).tolist() == expected
 
 
-@pytest.mark.parametrize("t", [1, 7, 8, 24])
-@pytest.mark.parametrize("window", [0, 1, 3])
+@pytest.mark.parametrize("t", [1, 8, 24])
+@pytest.mark.parametrize("window", [0, 3])
 def test_mask_is_what_its_words_say(t: int, window: int) -> None:
     tokens = packed_tokens()[:, :t]
     shape = replace(GPT2_LIKE, sliding_window=window)
@@ -205,14 +205,6 @@ def test_some_sequences_go_on_without_the_others() -> None:
     logits = model(torch.stack([tokens[2, 7:8], tokens[0, 10:11]]), cache=cache)
     torch.testing.assert_close(logits[0, 0], model(tokens[2:3, :8])[0, -1], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(logits[1, 0], model(tokens[0:1, :11])[0, -1], atol=1e-5, rtol=1e-5)
-
-
-@every_shape
-@torch.no_grad()
-def test_logits_at_one_place_of_each_row_are_those_of_all(shape: GPTShape) -> None:
-    model, tokens = build_spread_gpt(shape), random_tokens(shape, 3, 8)
-    chosen = model(tokens, at=torch.tensor([7, 0, 4]))
-    torch.testing.assert_close(chosen[:, 0], model(tokens)[range(3), [7, 0, 4]])
 
 
 @torch.no_grad()

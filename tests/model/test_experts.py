@@ -20,8 +20,17 @@ from llmscale.model.gpt import GPT
 from llmscale.model.layers import activate
 
 SHAPE = GPTShape(
-    **{"n_layer": 3, "n_head": 2, "n_embd": 24, "vocab_size": 90, "seq_len": 12, "num_experts": 5},
-    **{"norm": "rmsnorm", "bias": False, "positions": "rotary", "activation": "silu", "gated_mlp": True},
+    n_layer=3,
+    n_head=2,
+    n_embd=24,
+    vocab_size=90,
+    seq_len=12,
+    num_experts=5,
+    norm="rmsnorm",
+    bias=False,
+    positions="rotary",
+    activation="silu",
+    gated_mlp=True,
 )
 LOSSES = LossSettings(balance_loss=0.01, router_z_loss=0.001)
 

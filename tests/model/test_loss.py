@@ -23,8 +23,8 @@ from llmscale.model.loss import check_fused_loss, chunked_cross_entropy, score_t
 
 BATCH, T, WIDTH, VOCABULARY, ROWS = 3, 50, 64, 1001, 1024
 TOKENS = BATCH * T
-#: One token, no divisor of the number of tokens, a divisor, all, more than all.
-CHUNKS = (1, 64, 50, TOKENS, 10 * TOKENS)
+#: One token, no divisor of the number of tokens, more than all.
+CHUNKS = (1, 64, 10 * TOKENS)
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def chunked(dtype: torch.dtype, chunk_tokens: int, *, z_loss: float = 0.0, gradi
     return Result(loss.detach(), x.grad / gradient, weight.grad / gradient, z_squared)
 
 
-def error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
+def error(computed: Tensor, exact: Tensor) -> float:
+    return float((computed.double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
@@ -104,20 +104,6 @@ def test_under_autocast_products_are_in_16_bit_and_gradients_in_the_type_of_the_
     assert loss.dtype == x.grad.dtype == weight.grad.dtype == torch.float32
     assert 1e-4 < error(weight.grad, exact.weight_gradient) < 0.01
     assert error(x.grad, exact.x_gradient) < 0.01
-
-
-@pytest.mark.parametrize("chunk_tokens", [64, TOKENS])
-def test_padding_rows_take_no_part_whatever_is_in_them(chunk_tokens: int) -> None:
-    x, weight, targets = inputs(torch.float32)
-    with torch.no_grad():
-        weight[VOCABULARY:] = 1000.0
-    loss, _, _ = chunked_cross_entropy(x, weight, targets, VOCABULARY, LossSettings(chunk_tokens))
-    loss.backward()
-    usual = chunked(torch.float32, chunk_tokens)
-    assert torch.equal(loss, usual.loss)
-    assert torch.equal(weight.grad[:VOCABULARY], usual.weight_gradient[:VOCABULARY])
-    assert not weight.grad[VOCABULARY:].any()
-    assert torch.allclose(x.grad, usual.x_gradient, atol=1e-9)
 
 
 def test_a_sure_and_right_guess_keeps_its_small_gradient() -> None:
