@@ -96,7 +96,9 @@ def start_script(tmp_path: Path) -> Iterator[Start]:
             env={
                 **inherited,
                 "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-                **{"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                **environment,
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -392,8 +394,11 @@ def vast(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.run(
             ["bash", str(script)],
             env={
-                **{"HOME": str(tmp_path), "PATH": f"{programs}:{os.environ['PATH']}", "RECORDS": str(records)},
-                **{"RUN": "runs/one", **environment},
+                "HOME": str(tmp_path),
+                "PATH": f"{programs}:{os.environ['PATH']}",
+                "RECORDS": str(records),
+                "RUN": "runs/one",
+                **environment,
             },
             capture_output=True,
             text=True,

@@ -202,8 +202,16 @@ def run_llmscale(*arguments: str) -> None:
 def prepare_text(folder: Path, seq_len: int) -> Path:
     """Prepare the Python standard library as bytes, which every machine has; return the dataset."""
     run_llmscale(
-        *("data", "prepare", "--input", "python-stdlib", "--out", str(folder / "set")),
-        *("--tokenizer", "bytes", "--seq-len", str(seq_len)),
+        "data",
+        "prepare",
+        "--input",
+        "python-stdlib",
+        "--out",
+        str(folder / "set"),
+        "--tokenizer",
+        "bytes",
+        "--seq-len",
+        str(seq_len),
     )
     return folder / "set"
 
@@ -211,8 +219,20 @@ def prepare_text(folder: Path, seq_len: int) -> Path:
 def prepare_small_text(folder: Path, seq_len: int = 32) -> Path:
     """Prepare a small fixed part of the standard library without a validation split; return the dataset."""
     run_llmscale(
-        *("data", "prepare", "--input", json.__path__[0], "--out", str(folder / "set"), "--tokenizer", "bytes"),
-        *("--seq-len", str(seq_len), "--val-fraction", "0", "--workers", "1"),
+        "data",
+        "prepare",
+        "--input",
+        json.__path__[0],
+        "--out",
+        str(folder / "set"),
+        "--tokenizer",
+        "bytes",
+        "--seq-len",
+        str(seq_len),
+        "--val-fraction",
+        "0",
+        "--workers",
+        "1",
     )
     return folder / "set"
 

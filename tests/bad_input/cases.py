@@ -56,38 +56,41 @@ LAUNCHER_VARIABLES = [
     ("SLURM_STEP_NUM_TASKS=4 train", r"SLURM_STEP_NUM_TASKS is 4, but RANK is not set"),
 ]
 
+
+def pairs(text: str) -> list[tuple[str, str]]:
+    """Split words such as `seed=-1`."""
+    return [(word.partition("=")[0], word.partition("=")[2]) for word in text.split()]
+
+
 _TOO_LARGE = "999999999999999999999999999999"
 NUMBERS = [
     *[
         (f"train --{key} {value}", rf"{key.replace('-', '_')} = '{value.replace('.', '[.]')}'")
-        for key, value in (
-            *(("lr", "1e308"), ("lr", "nan"), ("lr", "inf"), ("lr", "1e400"), ("lr", "0"), ("lr", "1,5")),
-            *(("steps", "1e3"), ("steps", "1.5"), ("steps", "9223372036854775808"), ("steps", _TOO_LARGE)),
-            *(("tokens", _TOO_LARGE), ("n-layer", "1000000"), ("n-embd", _TOO_LARGE)),
-            *(("n-head", _TOO_LARGE), ("global-batch-size", "1000000000000000003"), ("micro-batch-size", "0")),
-            *(("global-batch-tokens", _TOO_LARGE), ("micro-batch-size", _TOO_LARGE), ("seq-len", _TOO_LARGE)),
-            *(("seq-len", "0"), ("num-workers", "100000"), ("num-workers", "-2"), ("seed", _TOO_LARGE)),
-            *(("seed", "-1"), ("num-canonical-nodes", _TOO_LARGE), ("shuffle-block-size", _TOO_LARGE)),
-            *(("cache-limit-gib", "inf"), ("cache-limit-gib", "nan"), ("cache-limit-gib", "1e300")),
-            *(("warmup-steps", _TOO_LARGE), ("decay-steps", _TOO_LARGE), ("weight-decay", "inf")),
-            *(("weight-decay", "nan"), ("weight-decay", "1e308"), ("eps", "inf"), ("eps", "1e-400")),
-            *(("gradient-clipping", "nan"), ("gradient-clipping", "inf"), ("gradient-clipping", "1e308")),
-            *(("beta1", "nan"), ("beta2", "1"), ("dropout", "nan"), ("min-lr-frac", "nan"), ("min-lr-frac", "2")),
-            *(("log-every", _TOO_LARGE), ("save-every-minutes", "inf"), ("save-every-minutes", "nan")),
-            *(("save-every-minutes", "1e308"), ("keep-last", _TOO_LARGE), ("keep-last", "0")),
-            *(("val-samples", _TOO_LARGE), ("check-every", "-1")),
+        for key, value in pairs(
+            "lr=1e308 lr=nan lr=inf lr=1e400 lr=0 lr=1,5 steps=1e3 steps=1.5 "
+            f"steps=9223372036854775808 steps={_TOO_LARGE} tokens={_TOO_LARGE} n-layer=1000000 "
+            f"n-embd={_TOO_LARGE} n-head={_TOO_LARGE} global-batch-size=1000000000000000003 "
+            f"micro-batch-size=0 global-batch-tokens={_TOO_LARGE} micro-batch-size={_TOO_LARGE} "
+            f"seq-len={_TOO_LARGE} seq-len=0 num-workers=100000 num-workers=-2 seed={_TOO_LARGE} "
+            f"seed=-1 num-canonical-nodes={_TOO_LARGE} shuffle-block-size={_TOO_LARGE} "
+            f"cache-limit-gib=inf cache-limit-gib=nan cache-limit-gib=1e300 warmup-steps={_TOO_LARGE} "
+            f"decay-steps={_TOO_LARGE} weight-decay=inf weight-decay=nan weight-decay=1e308 eps=inf "
+            "eps=1e-400 gradient-clipping=nan gradient-clipping=inf gradient-clipping=1e308 beta1=nan "
+            f"beta2=1 dropout=nan min-lr-frac=nan min-lr-frac=2 log-every={_TOO_LARGE} "
+            "save-every-minutes=inf save-every-minutes=nan save-every-minutes=1e308 "
+            f"keep-last={_TOO_LARGE} keep-last=0 val-samples={_TOO_LARGE} check-every=-1"
         )
     ],
     ("train --steps NINES", r"steps = '9+\.\.\.9+'?.* \(5,00[0-9] characters\)"),
     ("train --lr ''", r"lr = '': must be a valid number"),
     *[
         (f"{ESTIMATE} --{flag} {value}", refusal(flag, value))
-        for flag, value in (
-            *(("seq-len", "0"), ("seq-len", _TOO_LARGE), ("n-layer", "1000000"), ("n-layer", "1e3")),
-            *(("n-embd", _TOO_LARGE), ("vocab-size", "0"), ("vocab-size", _TOO_LARGE), ("num-gpus", "-1")),
-            *(("num-gpus", _TOO_LARGE), ("num-nodes", "1000000000"), ("host-memory-gib", "nan")),
-            *(("host-memory-gib", "inf"), ("host-memory-gib", "1e300"), ("dropout", "nan"), ("dropout", "2")),
-            *(("global-batch-size", _TOO_LARGE), ("micro-batch-size", "0"), ("micro-batch-size", "1.5")),
+        for flag, value in pairs(
+            f"seq-len=0 seq-len={_TOO_LARGE} n-layer=1000000 n-layer=1e3 n-embd={_TOO_LARGE} "
+            f"vocab-size=0 vocab-size={_TOO_LARGE} num-gpus=-1 num-gpus={_TOO_LARGE} "
+            "num-nodes=1000000000 host-memory-gib=nan host-memory-gib=inf host-memory-gib=1e300 "
+            f"dropout=nan dropout=2 global-batch-size={_TOO_LARGE} micro-batch-size=0 "
+            "micro-batch-size=1.5"
         )
     ],
     *[
@@ -97,28 +100,25 @@ NUMBERS = [
     ("llmscale estimate --model gpt2-1.5b --gpu-memory-gib 80 --bf16-tflops 1e308", "--bf16-tflops: .*not '1e308'"),
     *[
         (f"llmscale plan --{flag} {value}", rf"--{flag}: .*not '{value}'")
-        for flag, value in (
-            *(("flops", "nan"), ("flops", "inf"), ("flops", "1e400"), ("flops", "1e300"), ("flops", "1.2.3")),
-            *(("flops", "..."), ("flops", "_"), ("params", "1e300"), ("tokens", "1e300"), ("loss", "1e300")),
-            *(("pf-days", "1e308"), ("tokens", "1e-5")),
+        for flag, value in pairs(
+            "flops=nan flops=inf flops=1e400 flops=1e300 flops=1.2.3 flops=... flops=_ params=1e300 "
+            "tokens=1e300 loss=1e300 pf-days=1e308 tokens=1e-5"
         )
     ],
     *[
         (f"{PLAN} --gpu-hours 10 --{flag} {value}", refusal(flag, value))
-        for flag, value in (
-            *(("num-nodes", "1000000000"), ("num-gpus", _TOO_LARGE), ("seq-len", _TOO_LARGE)),
-            *(("vocab-size", "1e30"), ("global-batch-size", _TOO_LARGE), ("mfu", "nan"), ("mfu", "1e-300")),
-            *(("pue", "nan"), ("pue", "1e300"), ("keep-last", _TOO_LARGE), ("inference-tokens", "1e300")),
-            ("price-per-gpu-hour", "1e-300"),
+        for flag, value in pairs(
+            f"num-nodes=1000000000 num-gpus={_TOO_LARGE} seq-len={_TOO_LARGE} vocab-size=1e30 "
+            f"global-batch-size={_TOO_LARGE} mfu=nan mfu=1e-300 pue=nan pue=1e300 "
+            f"keep-last={_TOO_LARGE} inference-tokens=1e300 price-per-gpu-hour=1e-300"
         )
     ],
     *[
         (f"llmscale data prepare --input texts --out o --{flag} {value}", rf"--{flag}: .*not '{value}'")
-        for flag, value in (
-            *(("workers", "-2"), ("workers", "0"), ("workers", "100000"), ("workers", _TOO_LARGE), ("workers", "1.5")),
-            *(("seq-len", "0"), ("seq-len", _TOO_LARGE), ("seq-len", "1e3"), ("val-fraction", "nan")),
-            *(("val-fraction", "inf"), ("val-fraction", "1"), ("val-fraction", "-0.1"), ("seed", "-1")),
-            *(("seed", _TOO_LARGE), ("shard-mb", "0"), ("shard-mb", _TOO_LARGE)),
+        for flag, value in pairs(
+            f"workers=-2 workers=0 workers=100000 workers={_TOO_LARGE} workers=1.5 seq-len=0 "
+            f"seq-len={_TOO_LARGE} seq-len=1e3 val-fraction=nan val-fraction=inf val-fraction=1 "
+            f"val-fraction=-0.1 seed=-1 seed={_TOO_LARGE} shard-mb=0 shard-mb={_TOO_LARGE}"
         )
     ],
     (
@@ -151,10 +151,10 @@ NUMBERS = [
     ],
     *[
         (f"llmscale launch --{flag} {value}", rf"--{flag}: .*not '{value}'")
-        for flag, value in (
-            *(("slots", "0"), ("slots", _TOO_LARGE), ("slots", "100000"), ("master-port", "0"), ("min-hosts", "0")),
-            *(("hang-timeout-s", "nan"), ("start-timeout-s", "inf"), ("lost-after-s", "nan"), ("lost-after-s", "1")),
-            *(("wait-for-hosts-s", "nan"), ("max-restarts", "-1"), ("same-step-limit", "0")),
+        for flag, value in pairs(
+            f"slots=0 slots={_TOO_LARGE} slots=100000 master-port=0 min-hosts=0 hang-timeout-s=nan "
+            "start-timeout-s=inf lost-after-s=nan lost-after-s=1 wait-for-hosts-s=nan max-restarts=-1 "
+            "same-step-limit=0"
         )
     ],
     *[
@@ -403,37 +403,20 @@ REPEATED = [
 SUGGESTIONS = [
     *[
         (f"train --{word} 5", rf"unknown argument '--{word.replace('_', '-')}'\. Did you mean '--{meant}'")
-        for word, meant in (
-            *(
-                ("learning-rate", "lr"),
-                ("learning_rate", "lr"),
-                ("LR", "lr"),
-                ("Steps", "steps"),
-                ("max-iters", "steps"),
-            ),
-            *(
-                ("max_iters", "steps"),
-                ("max_steps", "steps"),
-                ("epochs", "steps' or '--tokens"),
-                ("block-size", "seq-len"),
-            ),
-            *(("batch-size", "micro-batch-size' or '--global-batch-size"), ("n_layers", "n-layer")),
-            *(("num-layers", "n-layer"), ("hidden-size", "n-embd"), ("lr-schedule", "schedule")),
-            *(("lr_scheduler_type", "schedule"), ("per_device_train_batch_size", "micro-batch-size")),
-            *(
-                ("gradient_accumulation_steps", "global-batch-size"),
-                ("eval_interval", "val-every"),
-                ("bf16", "precision"),
-            ),
-            *(("dtype", "precision"), ("deepspeed_config", "ds"), ("output_dir", "run"), ("out_dir", "run")),
-            *(("grad_clip", "gradient-clipping"), ("max_grad_norm", "gradient-clipping"), ("adam_beta1", "beta1")),
-            *(
-                ("save_steps", "save-every"),
-                ("warmup_iters", "warmup-steps"),
-                ("gradient_checkpointing", "activation-checkpointing"),
-            ),
+        for word, meant in pairs(
+            "learning-rate=lr learning_rate=lr LR=lr Steps=steps max-iters=steps max_iters=steps "
+            "max_steps=steps block-size=seq-len n_layers=n-layer num-layers=n-layer "
+            "hidden-size=n-embd lr-schedule=schedule lr_scheduler_type=schedule "
+            "per_device_train_batch_size=micro-batch-size "
+            "gradient_accumulation_steps=global-batch-size eval_interval=val-every bf16=precision "
+            "dtype=precision deepspeed_config=ds output_dir=run out_dir=run "
+            "grad_clip=gradient-clipping max_grad_norm=gradient-clipping adam_beta1=beta1 "
+            "save_steps=save-every warmup_iters=warmup-steps "
+            "gradient_checkpointing=activation-checkpointing"
         )
     ],
+    ("train --epochs 5", "unknown argument '--epochs'. Did you mean '--steps' or '--tokens'"),
+    ("train --batch-size 5", "'--batch-size'. Did you mean '--micro-batch-size' or '--global-batch-size'"),
     ("llmscale train --nproc 2", r"unknown argument '--nproc'\. Did you mean '--nproc-per-node'\?"),
     ("llmscale train --num_processes 2", r"Did you mean '--nproc-per-node'\?"),
     ("llmscale train --learning_rate 1", r"unknown argument '--learning-rate'\. Did you mean '--lr'\?"),
@@ -557,12 +540,12 @@ BLOCKS = [
     ("train --model qwen3", r"Did you mean 'qwen3-"),
     *[
         (f"train --{other} 8", rf"Did you mean '--{ours}'\?")
-        for other, ours in (
-            *(("num-key-value-heads", "n-kv-head"), ("num-query-groups", "n-kv-head"), ("head-size", "head-dim")),
-            *(("intermediate-size", "mlp-width"), ("ffn-dim", "mlp-width"), ("hidden-act", "activation")),
-            *(("rms-norm-eps", "norm-eps"), ("layer-norm-eps", "norm-eps"), ("rope-base", "rope-theta")),
-            *(("tie-word-embeddings", "tied"), ("qkv-bias", "attention-bias"), ("window-size", "sliding-window")),
-            *(("swiglu", "gated-mlp"), ("qk-layernorm", "qk-norm"), ("position-embedding-type", "positions")),
+        for other, ours in pairs(
+            "num-key-value-heads=n-kv-head num-query-groups=n-kv-head head-size=head-dim "
+            "intermediate-size=mlp-width ffn-dim=mlp-width hidden-act=activation "
+            "rms-norm-eps=norm-eps layer-norm-eps=norm-eps rope-base=rope-theta "
+            "tie-word-embeddings=tied qkv-bias=attention-bias window-size=sliding-window "
+            "swiglu=gated-mlp qk-layernorm=qk-norm position-embedding-type=positions"
         )
     ],
 ]

@@ -26,9 +26,17 @@ from types import ModuleType
 from llmscale.config.run_flags import describe_keys
 
 LATE_IMPORTS = (
-    *("llmscale.cli.estimate_answers", "llmscale.cli.plan_output", "llmscale.data.prepare.prepare_set"),
-    *("llmscale.data.prepare.sources.open_source", "llmscale.data.tokenizers.train_tokenizer", "tarfile", "grp", "pwd"),
-    *("llmscale.data.tokenizers.load_tokenizer", "llmscale.evaluate.model_source", "llmscale.cluster.doctor.run"),
+    "llmscale.cli.estimate_answers",
+    "llmscale.cli.plan_output",
+    "llmscale.data.prepare.prepare_set",
+    "llmscale.data.prepare.sources.open_source",
+    "llmscale.data.tokenizers.train_tokenizer",
+    "tarfile",
+    "grp",
+    "pwd",
+    "llmscale.data.tokenizers.load_tokenizer",
+    "llmscale.evaluate.model_source",
+    "llmscale.cluster.doctor.run",
 )
 TORCH_STATUS = 77
 MEMORY_BYTES = 8 << 30

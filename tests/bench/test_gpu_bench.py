@@ -24,7 +24,9 @@ from scripts.bench.gpu.processes import OUT_OF_MEMORY, Step, Watched
 
 H100 = Device("cuda", "NVIDIA H100 80GB HBM3", int(79.1 * 2**30), (9, 0))
 GRID_ROW = {
-    **{"peak_bytes": 10 * 2**30, "reserved_bytes": 12 * 2**30, "outside_torch_bytes": 600 * 2**20},
+    "peak_bytes": 10 * 2**30,
+    "reserved_bytes": 12 * 2**30,
+    "outside_torch_bytes": 600 * 2**20,
     "estimates": {"llmscale": 11 * 2**30},
 }
 

@@ -13,9 +13,28 @@ from tests.conftest import read_losses
 
 STEPS = 6
 FLAGS = (
-    *("--steps", str(STEPS), "--warmup-steps", "2", "--lr", "3e-3", "--precision", "fp32", "--dropout", "0.1"),
-    *("--n-layer", "2", "--micro-batch-size", "2", "--val-every", "3", "--val-samples", "7", "--sample-every", "3"),
-    *("--save-every", "3"),
+    "--steps",
+    str(STEPS),
+    "--warmup-steps",
+    "2",
+    "--lr",
+    "3e-3",
+    "--precision",
+    "fp32",
+    "--dropout",
+    "0.1",
+    "--n-layer",
+    "2",
+    "--micro-batch-size",
+    "2",
+    "--val-every",
+    "3",
+    "--val-samples",
+    "7",
+    "--sample-every",
+    "3",
+    "--save-every",
+    "3",
 )
 #: Steps whose losses and validation agree to the sixth decimal.
 TOLERANCE = 1e-6

@@ -26,13 +26,39 @@ from tests.distributed.test_resume import forget_after
 
 STEPS = 10
 FLAGS = (
-    *("--document-mask", "--precision", "fp32", "--steps", str(STEPS), "--save-every", "5", "--keep-last", "9"),
-    *("--lr", "3e-3", "--check-every", "1", "--val-every", str(STEPS), "--val-samples", "16"),
+    "--document-mask",
+    "--precision",
+    "fp32",
+    "--steps",
+    str(STEPS),
+    "--save-every",
+    "5",
+    "--keep-last",
+    "9",
+    "--lr",
+    "3e-3",
+    "--check-every",
+    "1",
+    "--val-every",
+    str(STEPS),
+    "--val-samples",
+    "16",
 )
 #: Llama's layers.
 LLAMA_FLAGS = (
-    *("--positions", "rotary", "--norm", "rmsnorm", "--gated-mlp", "--activation", "silu", "--n-kv-head", "1"),
-    *("--sliding-window", "9", "--no-bias", "--no-tied"),
+    "--positions",
+    "rotary",
+    "--norm",
+    "rmsnorm",
+    "--gated-mlp",
+    "--activation",
+    "silu",
+    "--n-kv-head",
+    "1",
+    "--sliding-window",
+    "9",
+    "--no-bias",
+    "--no-tied",
 )
 
 

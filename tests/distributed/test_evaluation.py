@@ -14,8 +14,20 @@ from tests.evaluate.made_up_items import write_items
 
 STEPS = 4
 FLAGS = (
-    *("--steps", str(STEPS), "--lr", "3e-3", "--precision", "fp32", "--save-every", "0", "--val-every", "2"),
-    *("--val-samples", "9", "--micro-batch-size", "2"),
+    "--steps",
+    str(STEPS),
+    "--lr",
+    "3e-3",
+    "--precision",
+    "fp32",
+    "--save-every",
+    "0",
+    "--val-every",
+    "2",
+    "--val-samples",
+    "9",
+    "--micro-batch-size",
+    "2",
 )
 FORMATS = {"hellaswag": "hellaswag", "multiple_choice": "choice", "likelihood": "likelihood", "text": "text"}
 Train = Callable[..., tuple[Path, str]]

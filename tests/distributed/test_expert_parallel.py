@@ -83,8 +83,17 @@ def test_runs_are_equal_and_continue_with_other_divisions(tiny_set: Path, tmp_pa
     judging = ("--sample-every", "2", "--eval-every", "2", "--eval-tasks", f"hellaswag={task}")
     commands = [
         build_train_command(
-            *(tiny_set, tmp_path / run, *FIXED, *BIASED, *VALIDATED, *judging, "--ds", ds_config),
-            *("--expert-parallel-size", size, *more),
+            tiny_set,
+            tmp_path / run,
+            *FIXED,
+            *BIASED,
+            *VALIDATED,
+            *judging,
+            "--ds",
+            ds_config,
+            "--expert-parallel-size",
+            size,
+            *more,
         )
         for run, (ds_config, size, *more) in runs.items()
     ]

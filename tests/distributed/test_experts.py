@@ -21,13 +21,29 @@ from tests.runs_in_turn import train_in_turn
 STEPS = 12
 FP32 = ("--precision", "fp32")
 EXPERTS = (
-    *("--num-experts", "4", "--expert-width", "40", "--shared-expert-width", "24", "--n-layer", "3"),
-    *("--dense-layers", "1", "--router-z-loss", "1e-3"),
+    "--num-experts",
+    "4",
+    "--expert-width",
+    "40",
+    "--shared-expert-width",
+    "24",
+    "--n-layer",
+    "3",
+    "--dense-layers",
+    "1",
+    "--router-z-loss",
+    "1e-3",
 )
 #: DeepSeek V3's router.
 BIASED = (
-    *(*EXPERTS, "--router-bias", "--router-score", "sigmoid", "--router-bias-speed", "0.001"),
-    *("--balance-loss", "1e-3"),
+    *EXPERTS,
+    "--router-bias",
+    "--router-score",
+    "sigmoid",
+    "--router-bias-speed",
+    "0.001",
+    "--balance-loss",
+    "1e-3",
 )
 
 

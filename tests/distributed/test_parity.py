@@ -14,9 +14,26 @@ STEPS = 12
 FP32 = ("--precision", "fp32")
 #: What Llama, Qwen and Mistral have and GPT-2 has not.
 LLAMA = (
-    *("--norm", "rmsnorm", "--no-bias", "--positions", "rotary", "--activation", "silu", "--gated-mlp"),
-    *("--n-head", "4", "--n-kv-head", "2", "--qk-norm", "head", "--mlp-width", "85", "--no-tied"),
-    *("--sliding-window", "12", *FP32),
+    "--norm",
+    "rmsnorm",
+    "--no-bias",
+    "--positions",
+    "rotary",
+    "--activation",
+    "silu",
+    "--gated-mlp",
+    "--n-head",
+    "4",
+    "--n-kv-head",
+    "2",
+    "--qk-norm",
+    "head",
+    "--mlp-width",
+    "85",
+    "--no-tied",
+    "--sliding-window",
+    "12",
+    *FP32,
 )
 
 

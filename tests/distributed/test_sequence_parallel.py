@@ -91,7 +91,7 @@ def test_runs_have_the_losses_of_complete_sequences(
     sizes = (1, 2, 4)
     commands = [
         build_train_command(
-            *(tiny_set, tmp_path / str(size), "--ds", config, *fixed, *flags, "--sequence-parallel-size", str(size))
+            tiny_set, tmp_path / str(size), "--ds", config, *fixed, *flags, "--sequence-parallel-size", str(size)
         )
         for size in sizes
     ]

@@ -36,7 +36,8 @@ def count_exchanged(ranks: Callable, flags: list[str]) -> tuple[dict[str, int], 
 #: Stage 3 that keeps nothing between modules, and looks ahead by so many elements with every one.
 def nothing_kept(bucket: int = 50_000_000) -> dict[str, int]:
     return {
-        **{"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0},
+        "stage3_max_reuse_distance": 0,
+        "stage3_param_persistence_threshold": 0,
         "stage3_prefetch_bucket_size": bucket,
     }
 

@@ -19,8 +19,10 @@ from llmscale.training.session import Session
 SMALLEST = 64
 #: Function of torch.distributed -> which argument is the whole tensor.
 WHOLE = {
-    **{"all_reduce": (0, "tensor"), "all_gather_into_tensor": (0, "output_tensor")},
-    **{"reduce_scatter_tensor": (1, "input"), "all_to_all_single": (1, "input")},
+    "all_reduce": (0, "tensor"),
+    "all_gather_into_tensor": (0, "output_tensor"),
+    "reduce_scatter_tensor": (1, "input"),
+    "all_to_all_single": (1, "input"),
 }
 carried: Counter[str] = Counter()
 calls: Counter[str] = Counter()

@@ -30,8 +30,16 @@ SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 300, "seq_len": 
 BLOCKS: dict[str, dict[str, object]] = {
     "gpt2": {},
     "llama": {
-        **{"norm": "rmsnorm", "bias": False, "positions": "rotary", "activation": "silu", "gated_mlp": True},
-        **{"n_kv_head": 2, "qk_norm": "head", "mlp_width": 90, "tied": False, "sliding_window": 9},
+        "norm": "rmsnorm",
+        "bias": False,
+        "positions": "rotary",
+        "activation": "silu",
+        "gated_mlp": True,
+        "n_kv_head": 2,
+        "qk_norm": "head",
+        "mlp_width": 90,
+        "tied": False,
+        "sliding_window": 9,
     },
 }
 
@@ -106,7 +114,8 @@ def test_selective_recomputes_to_the_end_before_gradients_enter() -> None:
 @pytest.mark.parametrize(
     ("block", "zero_stage", "world_size"),
     [
-        *[("gpt2", 0, 2), ("gpt2", 2, 2)],
+        ("gpt2", 0, 2),
+        ("gpt2", 2, 2),
         *[pytest.param("gpt2", 3, world, marks=pytest.mark.slow) for world in (1, 2)],
         *[
             pytest.param("llama", stage, world, marks=pytest.mark.slow)
@@ -213,8 +222,11 @@ def train_two_steps(
 def compare_ways(block: str, zero_stage: int) -> dict[str, list[float]]:
     """Every way where everything is on, and one of each mode where less is."""
     settings = {
-        **{"fp32": (0.0, False, False), "dropout": (0.1, False, False), "autocast": (0.1, True, False)},
-        **{"mask": (0.0, False, True), "all": (0.1, True, True)},
+        "fp32": (0.0, False, False),
+        "dropout": (0.1, False, False),
+        "autocast": (0.1, True, False),
+        "mask": (0.0, False, True),
+        "all": (0.1, True, True),
     }
     return {
         f"{setting}/{way}": train_two_steps(block, zero_stage, way, dropout=dropout, autocast=autocast, mask=mask)

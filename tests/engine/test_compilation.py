@@ -30,12 +30,26 @@ SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": 300, "seq_len": 
 BLOCKS: dict[str, dict[str, object]] = {
     "gpt2": {"dropout": 0.1},
     "llama": {
-        **{"norm": "rmsnorm", "bias": False, "positions": "rotary", "activation": "silu", "gated_mlp": True},
-        **{"n_kv_head": 2, "qk_norm": "head", "mlp_width": 90, "tied": False, "sliding_window": 9, "document_end": 3},
+        "norm": "rmsnorm",
+        "bias": False,
+        "positions": "rotary",
+        "activation": "silu",
+        "gated_mlp": True,
+        "n_kv_head": 2,
+        "qk_norm": "head",
+        "mlp_width": 90,
+        "tied": False,
+        "sliding_window": 9,
+        "document_end": 3,
     },
     "experts": {
-        **{"n_layer": 4, "num_experts": 4, "shared_expert_width": 24, "expert_width": 40, "gated_mlp": True},
-        **{"dense_layers": 1, "router_bias": True},
+        "n_layer": 4,
+        "num_experts": 4,
+        "shared_expert_width": 24,
+        "expert_width": 40,
+        "gated_mlp": True,
+        "dense_layers": 1,
+        "router_bias": True,
     },
 }
 STEPS = 4

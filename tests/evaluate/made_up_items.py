@@ -7,7 +7,19 @@ import random
 from pathlib import Path
 
 _WORDS = [
-    *["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "many", "small", "models", "learn"],
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "many",
+    "small",
+    "models",
+    "learn",
     "naïve",
     "你好",
     "it's",

@@ -311,9 +311,15 @@ def test_a_data_set_that_cannot_be_read_is_known_after_one_request(
 @pytest.mark.parametrize(
     ("text", "is_forgotten"),
     [
-        *(("Qwen/Qwen3-0.6B", True), ("HuggingFaceFW/fineweb-edu", True), ("meta-llama/Llama-3.1-8B", True)),
-        *(("gpt2", False), ("runs/first", False), ("crawl/text.jsonl", False), ("here/model", False)),
-        *(("../x/y", False), ("hf:a/b", False)),
+        ("Qwen/Qwen3-0.6B", True),
+        ("HuggingFaceFW/fineweb-edu", True),
+        ("meta-llama/Llama-3.1-8B", True),
+        ("gpt2", False),
+        ("runs/first", False),
+        ("crawl/text.jsonl", False),
+        ("here/model", False),
+        ("../x/y", False),
+        ("hf:a/b", False),
     ],
 )
 def test_a_name_of_the_hub_without_its_prefix_is_known(

@@ -100,8 +100,20 @@ def make_data(folder: Path, args: argparse.Namespace) -> None:
     text = np.random.default_rng(0).integers(97, 123, args.megabytes << 19, np.uint8)
     (folder / "text.txt").write_bytes(text.tobytes())
     run_llmscale(
-        *("data", "prepare", "--input", str(folder / "text.txt"), "--out", str(folder / "set"), "--tokenizer", "bytes"),
-        *("--seq-len", str(args.seq_len), "--val-fraction", "0", "--shard-mb", "16"),
+        "data",
+        "prepare",
+        "--input",
+        str(folder / "text.txt"),
+        "--out",
+        str(folder / "set"),
+        "--tokenizer",
+        "bytes",
+        "--seq-len",
+        str(args.seq_len),
+        "--val-fraction",
+        "0",
+        "--shard-mb",
+        "16",
     )
     text.astype(np.uint16).tofile(folder / "train.bin")
 

@@ -203,12 +203,12 @@ def nanogpt_options(
 ) -> dict[str, object]:
     """Return nanoGPT's settings for a step like ours: biases, every step's time printed, no checkpoint."""
     return {
-        **{"dataset": "bench", "device": device, "compile": compiled},
-        **{"dtype": "bfloat16" if device == "cuda" else "float32"},
-        **{"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": seq_len, "bias": True},
-        **{"batch_size": micro_batch, "gradient_accumulation_steps": micro_steps, "log_interval": 1},
-        **{"eval_interval": 10**9, "eval_iters": 1, "always_save_checkpoint": False, "max_iters": 10**9},
-        **{"warmup_iters": 10},
+        "dataset": "bench", "device": device, "compile": compiled,
+        "dtype": "bfloat16" if device == "cuda" else "float32",
+        "n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": seq_len, "bias": True,
+        "batch_size": micro_batch, "gradient_accumulation_steps": micro_steps, "log_interval": 1,
+        "eval_interval": 10**9, "eval_iters": 1, "always_save_checkpoint": False, "max_iters": 10**9,
+        "warmup_iters": 10,
     }  # fmt: skip
 
 

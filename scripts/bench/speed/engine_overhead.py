@@ -136,12 +136,32 @@ def train_arguments(args: argparse.Namespace, name: str, folder: Path) -> list[s
     stage = CONTESTANTS[name][1]
     total_steps = WARMUP_STEPS + args.rounds * args.steps
     return [
-        *("--ds", str(REPOSITORY / "ds_configs" / f"zero{stage}.json"), "--data", str(args.data)),
-        *("--model", args.model, "--n-layer", str(args.layers), "--precision", args.precision),
-        *("--global-batch-size", str(args.batch), "--micro-batch-size", str(args.batch // args.world_size)),
-        *("--steps", str(total_steps), "--warmup-steps", "2", "--num-workers", "0", "--save-every", "0"),
-        *("--val-every", "0"),
-        *("--run", str(folder / name)),
+        "--ds",
+        str(REPOSITORY / "ds_configs" / f"zero{stage}.json"),
+        "--data",
+        str(args.data),
+        "--model",
+        args.model,
+        "--n-layer",
+        str(args.layers),
+        "--precision",
+        args.precision,
+        "--global-batch-size",
+        str(args.batch),
+        "--micro-batch-size",
+        str(args.batch // args.world_size),
+        "--steps",
+        str(total_steps),
+        "--warmup-steps",
+        "2",
+        "--num-workers",
+        "0",
+        "--save-every",
+        "0",
+        "--val-every",
+        "0",
+        "--run",
+        str(folder / name),
     ]
 
 
