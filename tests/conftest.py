@@ -119,12 +119,12 @@ def last_wins(words: Sequence[str]) -> list[str]:
             groups.append([])
         groups[-1].append(word)
     names = [group[0].partition("=")[0] if group else "" for group in groups]
-    kept = [
+    remaining = [
         g
         for i, g in enumerate(groups)
         if names[i] not in names[i + 1 :] or names[i] in ("--allow-changed", "--skip-steps")
     ]
-    return [word for group in kept for word in group]
+    return [word for group in remaining for word in group]
 
 
 _jobs = itertools.count()

@@ -228,7 +228,7 @@ def test_scale_model_says_when_nothing_fits(few_points: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "said"),
+    ("name", "arguments", "message"),
     [
         ("scale_model", ["--model", "gpt2-125m"], "Did you mean 'gpt2-124m'?"),
         ("scale_model", ["--gpu", "nosuch"], "GPU 'nosuch' is not in the table"),
@@ -243,12 +243,12 @@ def test_scale_model_says_when_nothing_fits(few_points: None) -> None:
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_measured(
-    name: str, arguments: list[str], said: str, tmp_path: Path
+    name: str, arguments: list[str], message: str, tmp_path: Path
 ) -> None:
     result = tmp_path / "result.json"
     given = arguments if name == "gpu" or "--json" in arguments else [*arguments, "--json", str(result)]
     answer = run_script(name, *given, timeout_s=300)
     assert answer.returncode in (1, 2)
-    assert said in " ".join(answer.stderr.split())
+    assert message in " ".join(answer.stderr.split())
     assert "Traceback" not in answer.stderr
     assert not result.exists()

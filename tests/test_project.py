@@ -489,7 +489,7 @@ def _writes(tree: ast.AST) -> Iterator[ast.Call]:
 def test_what_a_run_folder_holds_is_written_in_one_way() -> None:
     for name, path in modules().items():
         if name.startswith(WRITES_RUN_FOLDERS):
-            found = list(_writes(parsed(path)))
-            assert len(found) == WRITES_ELSEWHERE.get(name, 0), (
-                f"{name} writes at lines {[call.lineno for call in found]}; use open_own, BufferedLog or write_durably"
+            actual = list(_writes(parsed(path)))
+            assert len(actual) == WRITES_ELSEWHERE.get(name, 0), (
+                f"{name} writes at lines {[call.lineno for call in actual]}; use open_own, BufferedLog or write_durably"
             )

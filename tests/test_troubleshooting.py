@@ -186,9 +186,9 @@ def contains(text: str, fixed: list[str]) -> bool:
     """Return whether a text has all parts, in their order."""
     at = 0
     for part in fixed:
-        if (found := text.find(part, at)) < 0:
+        if (actual := text.find(part, at)) < 0:
             return False
-        at = found + len(part)
+        at = actual + len(part)
     return True
 
 

@@ -75,13 +75,13 @@ def machine_line(machine: Mapping[str, object]) -> str:
 
 def median_and_range(values: Iterable[float]) -> dict[str, float]:
     """Return the median of repeated measurements with the smallest and the largest one."""
-    found = list(values)
-    return {"median": statistics.median(found), "min": min(found), "max": max(found)}
+    numbers = list(values)
+    return {"median": statistics.median(numbers), "min": min(numbers), "max": max(numbers)}
 
 
-def show_range(found: Mapping[str, float], form: str = ".2f") -> str:
+def show_range(spread: Mapping[str, float], form: str = ".2f") -> str:
     """Return "median (smallest-largest)"."""
-    return f"{found['median']:{form}} ({found['min']:{form}}-{found['max']:{form}})"
+    return f"{spread['median']:{form}} ({spread['min']:{form}}-{spread['max']:{form}})"
 
 
 def save_result(path: Path | None, result: Mapping[str, object]) -> None:

@@ -348,8 +348,8 @@ DATA = [
     ),
     ("llmscale data train-tokenizer --input texts --out '' --vocab-size 260", r"--out: must not be empty"),
     *[
-        (f"{PREPARE[:22]} --input texts --out o --tokenizer {name}", said)
-        for name, said in (
+        (f"{PREPARE[:22]} --input texts --out o --tokenizer {name}", expected)
+        for name, expected in (
             ("models/slow", r"models/slow holds no tokenizer\.json, only vocab\.json\. .*save_pretrained"),
             ("models/beyond", r"models/beyond/tokenizer\.json has the token id 1099511627776"),
             ("models/own_code", r"models/own_code/tokenizer_config\.json has an auto_map: .*never run"),
@@ -613,8 +613,8 @@ RUNS = [
     ("LOCAL_RANK=0 llmscale train --data set --run r", r"a launcher started this"),
     ("OMPI_COMM_WORLD_SIZE=2 llmscale launch -- --steps 1", r"mpirun started as many copies of `llmscale launch`"),
     *[
-        (f"llmscale launch {flags} -- --data set --run r", said)
-        for flags, said in (
+        (f"llmscale launch {flags} -- --data set --run r", expected)
+        for flags, expected in (
             ("--hostfile gone", r"gone.* does not exist"),
             ("--hostfile empty", r"names no host"),
             ("--hostfile onehost --slots 2", r"--slots 2 has no effect with --hostfile"),
@@ -650,8 +650,8 @@ RUNS = [
 _MACHINES = "--gpu a100-40gb --num-gpus 8"
 PLANS = [
     *[
-        (f"llmscale estimate {words}", said)
-        for words, said in (
+        (f"llmscale estimate {words}", expected)
+        for words, expected in (
             (f"--model gpt2-1.5 {_MACHINES}", r"Did you mean 'gpt2-1.5b'\?"),
             ("--model gpt2-1.5b --gpu h100-80", r"Did you mean 'h100-80gb'\?"),
             ("--model gpt2-1.5b", r"which GPU\?"),
@@ -687,8 +687,8 @@ PLANS = [
         )
     ],
     *[
-        (f"llmscale plan {words}", f"^error: {said}")
-        for words, said in (
+        (f"llmscale plan {words}", f"^error: {expected}")
+        for words, expected in (
             ("", r"plan for what\? Give one of --budget-usd, --gpu-hours, --flops, "),
             ("--flops 1e21 --pf-days 3", r"--flops and --pf-days are two goals that contradict each other"),
             ("--model gpt2-124m --params 1B", r"--model and --params are two goals that contradict each other"),

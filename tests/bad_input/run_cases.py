@@ -62,12 +62,12 @@ class _NoTorch(importlib.abc.MetaPathFinder):
 
 
 def _tree(folder: Path) -> dict[str, tuple[int, int]]:
-    found = {}
+    actual = {}
     for path in folder.rglob("*"):
         status = path.lstat()
         # A folder's own time says what its entries say too.
-        found[str(path.relative_to(folder))] = (0, 0) if path.is_dir() else (status.st_size, status.st_mtime_ns)
-    return found
+        actual[str(path.relative_to(folder))] = (0, 0) if path.is_dir() else (status.st_size, status.st_mtime_ns)
+    return actual
 
 
 def _child(case: dict, scratch: Path) -> None:

@@ -73,8 +73,8 @@ def test_a_run_on_a_gpu_says_everything(bench: Bench, tmp_path: Path) -> None:
     assert constants["RESERVED_PER_ALLOCATED"] == pytest.approx(1.2)
     assert constants["_COMPILED_SAVES_BYTES"] > 0
     assert constants["_COMPILE_S"] == pytest.approx(40, rel=0.1)
-    expected, found = kernel_efficiency(get_gpu("h100-80gb")), result["efficiency"]["measured"]
-    assert found is None or found["matmul"] == pytest.approx(expected.matmul, rel=1e-2)
+    expected, actual = kernel_efficiency(get_gpu("h100-80gb")), result["efficiency"]["measured"]
+    assert actual is None or actual["matmul"] == pytest.approx(expected.matmul, rel=1e-2)
     assert "nanoGPT gpt2-124m, compiled" in (tmp_path / "gpu_h100-80gb.md").read_text()
     text = (tmp_path / "gpu_h100-80gb.txt").read_text()
     assert "989 TFLOP/s" in text

@@ -88,7 +88,7 @@ def test_folders_that_hold_something_else_are_refused(
     file.write_text("")
     link.symlink_to(home)
     checkpoints = trained_run / "checkpoints"
-    for out, said in (
+    for out, message in (
         (home, " holds 'thesis.tex', which no export wrote"),
         (trained_run, " holds '.lock', which no export wrote"),
         (file, f": {file} is a file; name a folder"),
@@ -99,7 +99,7 @@ def test_folders_that_hold_something_else_are_refused(
         assert main(["export", str(trained_run), "--to", str(out), "--overwrite"]) == 2
         stdout, err = capsys.readouterr()
         assert stdout == ""
-        assert err.startswith(f"error: --to {out}{said}")
+        assert err.startswith(f"error: --to {out}{message}")
         assert len(err.splitlines()) == 1
     assert (home / "thesis.tex").read_text() == "years of work"
 
@@ -112,10 +112,10 @@ def test_damage_and_a_full_disk_leave_nothing(
     shard = next((run / "checkpoints/step-00000003").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     disk = small_disk(64 << 10)
-    for source, out, said in ((run, tmp_path / "out", str(shard)), (trained_run, disk / "out", "Cannot write")):
+    for source, out, message in ((run, tmp_path / "out", str(shard)), (trained_run, disk / "out", "Cannot write")):
         assert main(["export", str(source), "--to", str(out)]) == 2
         err = capsys.readouterr().err
-        assert err.startswith(f"error: {said}")
+        assert err.startswith(f"error: {message}")
         assert len(err.splitlines()) == 1
         assert not list(out.parent.glob("*out*"))
     assert "are needed and 0.00 GiB are free" in err
@@ -133,12 +133,12 @@ def test_a_step_is_chosen_and_a_wrong_one_is_answered_with_those_there_are(
     assert {path.name: path.read_bytes() for path in named.iterdir()} == {
         path.name: path.read_bytes() for path in given.iterdir()
     }
-    for run, said in (
+    for run, message in (
         (trained_run, f"{trained_run} has no checkpoint of step 7. There are: 2, 3."),
         (checkpoint, f"{checkpoint} is one checkpoint, and --step 7 chooses among those of a run folder."),
     ):
         done = llmscale("export", str(run), "--to", str(tmp_path / "out"), "--step", "7", torch_free=True)
-        assert (done.returncode, done.stderr) == (2, f"error: {said}\n")
+        assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
     assert not (tmp_path / "out").exists()
 
 

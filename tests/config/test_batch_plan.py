@@ -77,13 +77,13 @@ def test_whatever_is_refused_gets_a_legal_proposal(total: int, world_size: int, 
 
 
 def numbers(text: str, pattern: str) -> list[int]:
-    found = re.search(pattern, text)
-    assert found, text
-    return [int(number) for number in re.findall(r"\d+", found.group(1))]
+    actual = re.search(pattern, text)
+    assert actual, text
+    return [int(number) for number in re.findall(r"\d+", actual.group(1))]
 
 
 @pytest.mark.parametrize(
-    ("batch", "micro", "world_size", "said"),
+    ("batch", "micro", "world_size", "message"),
     [
         (3, None, 4, "global_batch_size 3 has fewer sequences than there are ranks to train on them: 4 ranks."),
         (3, None, 4, "Use at most 3 ranks, or give --global-batch-size 4 or more."),
@@ -91,10 +91,12 @@ def numbers(text: str, pattern: str) -> list[int]:
         (0, None, 1, "at least 1 sequence, not 0"),
     ],
 )
-def test_errors_name_both_numbers_and_the_legal_ones(batch: int, micro: int | None, world_size: int, said: str) -> None:
+def test_errors_name_both_numbers_and_the_legal_ones(
+    batch: int, micro: int | None, world_size: int, message: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         build_batch_plan(global_batch_size=batch, ranks=ParallelLayout(world_size), seq_len=8, micro_batch_size=micro)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_the_description_spells_the_multiplication_out() -> None:

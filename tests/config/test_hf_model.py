@@ -44,8 +44,8 @@ def write(folder: Path, **entries: object) -> Path:
 
 def begun(folder: Path, **keys: object) -> RunConfig:
     """The configuration of a run that begins from the folder's weights."""
-    said = f"hf:{folder}"
-    return with_published_shape(RunConfig(init_from=said, **keys), read_published_model("--init-from", said))
+    message = f"hf:{folder}"
+    return with_published_shape(RunConfig(init_from=message, **keys), read_published_model("--init-from", message))
 
 
 def test_weights_set_every_key_of_the_model_and_its_vocabulary(folder: Path) -> None:
@@ -109,7 +109,7 @@ def test_rates_and_batches_are_those_of_the_preset_nearest_in_size(folder: Path)
 
 
 @pytest.mark.parametrize(
-    ("entries", "said"),
+    ("entries", "message"),
     [
         ({"model_type": "mamba"}, "no model of type 'mamba'.*Supported: gpt2, opt, llama"),
         ({"model_type": "llama4"}, "no model of type 'llama4'.*The nearest is mixtral"),
@@ -119,10 +119,10 @@ def test_rates_and_batches_are_those_of_the_preset_nearest_in_size(folder: Path)
     ],
 )
 def test_models_that_cannot_be_trained_are_refused_by_flag_and_entry(
-    folder: Path, entries: dict[str, object], said: str
+    folder: Path, entries: dict[str, object], message: str
 ) -> None:
     write(folder, **entries)
-    with pytest.raises(ConfigError, match=rf"^--init-from hf:{folder}.*{said}") as caught:
+    with pytest.raises(ConfigError, match=rf"^--init-from hf:{folder}.*{message}") as caught:
         read_published_model("--init-from", f"hf:{folder}")
     assert len(str(caught.value).splitlines()) == 1
 
@@ -141,8 +141,8 @@ def test_a_name_is_looked_up_in_the_hubs_cache(folder: Path, tmp_path: Path, mon
     snapshot = tmp_path / "hub" / "models--own--model" / "snapshots" / commit
     snapshot.parent.mkdir(parents=True)
     folder.rename(snapshot)
-    found = read_published_model("--init-from", f"hf:own/model@{commit}")
-    assert (found.folder, found.hub_name) == (snapshot, f"own/model@{commit}")
+    actual = read_published_model("--init-from", f"hf:own/model@{commit}")
+    assert (actual.folder, actual.hub_name) == (snapshot, f"own/model@{commit}")
     with pytest.raises(ConfigError, match=r"--init-from hf:own/other is not a file or folder here.*HF_HUB_OFFLINE"):
         read_published_model("--init-from", "hf:own/other")
     for name in ("", "/no/such", "x" * 300, "../../etc"):

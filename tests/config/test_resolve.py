@@ -139,7 +139,7 @@ def test_a_cpu_without_bf16_arithmetic_takes_fp32_where_nothing_names_bf16(
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--global-batch-tokens", "5000"], "not a multiple of seq_len 1024. The nearest legal values are 4096 or 51"),
         (["--global-batch-tokens", "500"], "The nearest legal values are 1024."),
@@ -147,10 +147,10 @@ def test_a_cpu_without_bf16_arithmetic_takes_fp32_where_nothing_names_bf16(
         (["--keep-zeros", "--optimizer", "muon"], "--keep-zeros does not work with --optimizer muon"),
     ],
 )
-def test_what_cannot_work_is_refused(flags: list[str], said: str) -> None:
+def test_what_cannot_work_is_refused(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         resolve(*flags)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_muons_matrices_have_a_learning_rate_of_their_own() -> None:

@@ -53,9 +53,9 @@ def test_a_flag_overrides_the_file_s_entry_in_the_other_unit(key: str, twin: str
 def test_both_units_at_once_are_refused(key: str, twin: str, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(f"{key} = 8\n{twin} = 8\n")
-    said = f"{key} and {twin} say the same thing in other units. Give one of them."
+    message = f"{key} and {twin} say the same thing in other units. Give one of them."
     for argv in ([f"--{key}=8", f"--{twin}=8"], ["--config", str(path)]):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             parse_run_config(argv)
 
 
@@ -108,19 +108,19 @@ def test_values_that_look_like_flags_or_hold_underscores_stay_as_they_are() -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("run.toml", "[train]\nlr = 1\n", "unknown key 'train'."),
         ("run.yaml", "lr: {peak: 1}\n", "lr = {'peak': 1}: must be a valid number"),
         ("run.yaml", b"lr: \xff\xfe\n", "run.yaml is not valid yaml: "),
     ],
 )
-def test_wrong_run_files(name: str, text: str | bytes, said: str, tmp_path: Path) -> None:
+def test_wrong_run_files(name: str, text: str | bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError) as raised:
         parse_run_config(["--config", str(path)])
-    assert said in str(raised.value)
+    assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
@@ -146,7 +146,7 @@ def test_a_saved_config_can_be_read_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "file", "said"),
+    ("flags", "file", "message"),
     [
         (["--eval-tasks", "text=a"], "", "--eval-tasks needs --eval-every N"),
         (["--val-every", "0", "--val-samples", "5"], "", "--val-samples needs --val-every N"),
@@ -167,14 +167,14 @@ def test_a_saved_config_can_be_read_back() -> None:
         (["--keep-every", "0", "--save-every", "0"], "", None),
     ],
 )
-def test_a_key_without_effect_is_refused(tmp_path: Path, flags: list[str], file: str, said: str | None) -> None:
+def test_a_key_without_effect_is_refused(tmp_path: Path, flags: list[str], file: str, message: str | None) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(file or "steps: 3")
     argv = [*flags, "--config", str(path)]
-    if said is None:
+    if message is None:
         parse_run_config(argv)
         return
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         parse_run_config(argv)
 
 

@@ -107,7 +107,7 @@ def test_lines_and_objects_are_prompts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "contents", "said"),
+    ("name", "contents", "message"),
     [
         ("empty.txt", b"\n\n", "holds no prompt. Write one a line"),
         ("nul.txt", b"a\nb\0c\n", "nul.txt, line 2 holds a NUL character"),
@@ -118,11 +118,11 @@ def test_lines_and_objects_are_prompts(tmp_path: Path) -> None:
         ("surrogate.jsonl", b'{"prompt": "\\ud800"}\n', "is not UTF-8 text"),
     ],
 )
-def test_what_is_no_prompt_is_one_clear_line(tmp_path: Path, name: str, contents: bytes, said: str) -> None:
+def test_what_is_no_prompt_is_one_clear_line(tmp_path: Path, name: str, contents: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(contents)
     with pytest.raises(ConfigError) as caught:
         read_prompts(tmp_path / name)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -130,6 +130,6 @@ def test_a_file_that_is_none_or_too_large_is_refused(tmp_path: Path) -> None:
     large = tmp_path / "large.txt"
     with large.open("wb") as file:
         file.truncate((64 << 20) + 1)
-    for path, said in ((tmp_path, "is a folder"), (tmp_path / "gone", "No such file"), (large, "is larger than")):
-        with pytest.raises(ConfigError, match=rf"--prompts {path} cannot be read: {said}"):
+    for path, message in ((tmp_path, "is a folder"), (tmp_path / "gone", "No such file"), (large, "is larger than")):
+        with pytest.raises(ConfigError, match=rf"--prompts {path} cannot be read: {message}"):
             read_prompts(path)

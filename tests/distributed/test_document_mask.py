@@ -76,8 +76,8 @@ def test_losses_are_those_of_a_plain_loop_over_single_documents(
     run = prepare_start(parse_run_config([word for word in command if word != str(TRAIN)]), 2)
     assert run.resolved.shape.document_end == 256
     losses, validation = plain_losses(run, read_samples(tmp_path / "run"))
-    found = read_losses(tmp_path / "run")
-    assert [found[step] for step in range(1, STEPS + 1)] == pytest.approx(losses, rel=1e-5)
+    actual = read_losses(tmp_path / "run")
+    assert [actual[step] for step in range(1, STEPS + 1)] == pytest.approx(losses, rel=1e-5)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["loss"] for record in records if record["kind"] == "validation"] == pytest.approx(
         [validation], rel=1e-5

@@ -153,8 +153,8 @@ def test_a_run_folder_that_is_removed_is_made_again_as_a_whole(
     rest = "".join(lines)
     job.wait()
     assert job.exit_codes == [0, 0], rest
-    whole = {"config.json", "ds_config.json", "starts.jsonl", "metrics.jsonl", "checkpoints", ".lock"}
-    assert {path.name for path in run.iterdir()} >= whole
+    complete = {"config.json", "ds_config.json", "starts.jsonl", "metrics.jsonl", "checkpoints", ".lock"}
+    assert {path.name for path in run.iterdir()} >= complete
     newest = find_checkpoints(run).current[0]
     assert find_damage(newest.path) is None
     assert load_history(run).train

@@ -32,11 +32,11 @@ def count(name: str, place: int, keyword: str) -> None:
     collective: Callable[..., object] = getattr(dist, name)
 
     def counted(*args: object, **kwargs: object) -> object:
-        whole = args[place] if len(args) > place else kwargs[keyword]
-        assert isinstance(whole, Tensor)
+        complete = args[place] if len(args) > place else kwargs[keyword]
+        assert isinstance(complete, Tensor)
         calls[name] += 1
-        if whole.numel() > SMALLEST:
-            carried[name] += whole.nbytes
+        if complete.numel() > SMALLEST:
+            carried[name] += complete.nbytes
         return collective(*args, **kwargs)
 
     setattr(dist, name, counted)

@@ -141,7 +141,7 @@ def test_cpu_checkpointing_takes_activations_off_the_gpu(run_ranks) -> None:
     saved = outcome["full"]["bytes"] - outcome["full, on the host"]["bytes"]
     assert saved > 0.5 * inputs_bytes
     assert outcome["full"]["bytes"] < outcome["selective"]["bytes"] < outcome["none"]["bytes"]
-    assert all(outcome[way]["gradients"] == outcome["none"]["gradients"] for way in outcome)
+    assert all(outcome[variant]["gradients"] == outcome["none"]["gradients"] for variant in outcome)
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def count_operators_in_backward(mode, dropout: float) -> Counter[str]:
 
 
 def train_two_steps(
-    block: str, zero_stage: int, way: str, *, dropout: float, autocast: bool, mask: bool
+    block: str, zero_stage: int, variant: str, *, dropout: float, autocast: bool, mask: bool
 ) -> list[float]:
     """Losses and the sums of every gradient, in full fp64 digits."""
     import deepspeed
@@ -189,7 +189,7 @@ def train_two_steps(
         "zero_optimization": {"stage": zero_stage, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
     }
-    mode, section = WAYS[way]
+    mode, section = WAYS[variant]
     masked: dict = {"document_end": 0, "sliding_window": 11, "positions": "rotary", "n_kv_head": 2} if mask else {}
     shape = build_shape({**SIZES, **BLOCKS[block], "dropout": dropout, **masked})
     sharded = deepspeed.zero.Init(config_dict_or_path=ds_config) if zero_stage == 3 else contextlib.nullcontext()
@@ -229,9 +229,11 @@ def compare_ways(block: str, zero_stage: int) -> dict[str, list[float]]:
         "all": (0.1, True, True),
     }
     return {
-        f"{setting}/{way}": train_two_steps(block, zero_stage, way, dropout=dropout, autocast=autocast, mask=mask)
+        f"{setting}/{variant}": train_two_steps(
+            block, zero_stage, variant, dropout=dropout, autocast=autocast, mask=mask
+        )
         for setting, (dropout, autocast, mask) in settings.items()
-        for way in (WAYS if setting == "all" else ("none", "full", "selective"))
+        for variant in (WAYS if setting == "all" else ("none", "full", "selective"))
     }
 
 
@@ -242,16 +244,16 @@ GPU_BATCH = 8
 def measure_on_gpu() -> dict[str, dict]:
     outcome = {}
     tokens = torch.randint(300, (GPU_BATCH, 257), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-    for way, (mode, section) in WAYS.items():
+    for variant, (mode, section) in WAYS.items():
         model = GPT(GPU_SHAPE, seed=7, checkpoint=build_block_checkpoint(mode, section)).cuda()
         torch.manual_seed(0)
         before = torch.cuda.memory_allocated()
         loss = model(tokens[:, :-1], tokens[:, 1:])
         torch.cuda.synchronize()
-        kept = torch.cuda.memory_allocated() - before
+        remaining = torch.cuda.memory_allocated() - before
         loss.backward()
         gradients = [parameter.grad.double().sum().item() for parameter in model.parameters()]
-        outcome[way] = {"bytes": kept, "gradients": gradients}
+        outcome[variant] = {"bytes": remaining, "gradients": gradients}
     return outcome
 
 

@@ -176,7 +176,7 @@ def test_weights_that_diverged_are_refused(model: GPT, write: Callable[..., Path
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda tensors: tensors.pop("master/wpe.weight"), "lacks 'wpe.weight'"),
         (lambda tensors: tensors.update({"master/more": torch.ones(3)}), "holds 'more'"),
@@ -186,12 +186,12 @@ def test_weights_that_diverged_are_refused(model: GPT, write: Callable[..., Path
         ),
     ],
 )
-def test_tensors_of_another_model_are_refused(change: Callable, said: str, model: GPT, tmp_path: Path) -> None:
+def test_tensors_of_another_model_are_refused(change: Callable, message: str, model: GPT, tmp_path: Path) -> None:
     tensors = {f"master/{name}": parameter.detach() for name, parameter in model.named_parameters()}
     change(tensors)
     checkpoint = write_tensors(tmp_path / "checkpoint", tensors)
     exported = ExportedModel(model.shape, family_of(model.shape), "fp32", 10**9)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         export_model(checkpoint, exported, ByteTokenizer(), tmp_path / "out", card="", overwrite=False)
     assert not (tmp_path / "out").exists()
 
@@ -294,11 +294,11 @@ def test_special_tokens_that_the_model_lacks_are_replaced(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "positions.safetensors"])
 def test_a_link_among_what_a_run_keeps_of_its_model_is_neither_exported_nor_copied(name: str, tmp_path: Path) -> None:
     (tmp_path / "secret.json").write_text('{"auth": "secret"}')
-    kept = tmp_path / "run" / "published"
-    kept.mkdir(parents=True)
-    (kept / "config.json").write_text("{}")
-    (kept / name).unlink(missing_ok=True)
-    (kept / name).symlink_to(tmp_path / "secret.json")
+    remaining = tmp_path / "run" / "published"
+    remaining.mkdir(parents=True)
+    (remaining / "config.json").write_text("{}")
+    (remaining / name).unlink(missing_ok=True)
+    (remaining / name).symlink_to(tmp_path / "secret.json")
     with pytest.raises(ConfigError, match=f"published/{name} is a symbolic link"):
         open_published(tmp_path / "run", RunConfig())
     with pytest.raises(ConfigError, match="is a symbolic link"):

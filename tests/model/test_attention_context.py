@@ -188,8 +188,8 @@ def test_sequences_of_different_lengths_go_on_where_each_one_ends(shape: GPTShap
         more = torch.stack([row[end : end + t] for row, end in zip(tokens, ends, strict=True)])
         logits = model(more, cache=cache)
         for row, end in enumerate(ends):
-            whole = model(tokens[row : row + 1, : end + t])[0, end:]
-            torch.testing.assert_close(logits[row], whole, atol=1e-5, rtol=1e-5)
+            complete = model(tokens[row : row + 1, : end + t])[0, end:]
+            torch.testing.assert_close(logits[row], complete, atol=1e-5, rtol=1e-5)
     assert cache.lengths == [end + 5 for end in begun]
 
 
@@ -213,9 +213,9 @@ def test_a_cache_is_of_the_precision_of_its_keys() -> None:
     model, tokens = build_spread_gpt(shape).bfloat16(), random_tokens(shape, 2, 12)
     cache = KVCache(shape, 2, 12)
     logits = torch.cat([model(tokens[:, :11], cache=cache), model(tokens[:, 11:], cache=cache)], dim=1)
-    whole = model(tokens)
+    complete = model(tokens)
     assert logits.dtype == torch.bfloat16
-    assert (logits - whole).abs().mean() < 0.02 * whole.abs().mean()
+    assert (logits - complete).abs().mean() < 0.02 * complete.abs().mean()
 
 
 @torch.no_grad()
@@ -233,8 +233,8 @@ def test_its_bytes_are_what_it_takes() -> None:
     keys = torch.zeros(3, 5, shape.n_kv_head, shape.head_dim)
     for layer in range(shape.n_layer):
         cache.append(layer, torch.arange(5), keys, keys)
-    kept = [tensor for pair in cache._kept if pair for tensor in pair]
-    assert kv_cache_bytes(shape, 3, 17, 4) == sum(tensor.numel() * 4 for tensor in kept)
+    remaining = [tensor for pair in cache._kept if pair for tensor in pair]
+    assert kv_cache_bytes(shape, 3, 17, 4) == sum(tensor.numel() * 4 for tensor in remaining)
     assert kv_cache_bytes(shape, 3, 10**6, 4) == kv_cache_bytes(shape, 3, shape.seq_len, 4)
 
 

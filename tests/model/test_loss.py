@@ -71,15 +71,15 @@ def error(computed: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
 def test_loss_and_gradients_in_fp32_are_the_whole_ones(chunk_tokens: int, z_loss: float) -> None:
     exact = whole(torch.float64, inputs_in=torch.float32, z_loss=z_loss)
-    found = chunked(torch.float32, chunk_tokens, z_loss=z_loss, gradient=0.25)
-    assert found.loss.dtype == torch.float32
-    assert abs(float(found.loss - exact.loss)) < 1e-6
-    assert error(found.x_gradient, exact.x_gradient) < 1e-6
-    assert error(found.weight_gradient, exact.weight_gradient) < 1e-6
+    actual = chunked(torch.float32, chunk_tokens, z_loss=z_loss, gradient=0.25)
+    assert actual.loss.dtype == torch.float32
+    assert abs(float(actual.loss - exact.loss)) < 1e-6
+    assert error(actual.x_gradient, exact.x_gradient) < 1e-6
+    assert error(actual.weight_gradient, exact.weight_gradient) < 1e-6
     if z_loss:
-        assert error(found.z_squared, exact.z_squared) < 1e-6
+        assert error(actual.z_squared, exact.z_squared) < 1e-6
     else:
-        assert found.z_squared is None
+        assert actual.z_squared is None
 
 
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
@@ -87,10 +87,10 @@ def test_loss_and_gradients_in_fp32_are_the_whole_ones(chunk_tokens: int, z_loss
 def test_16_bit_is_as_near_as_without_chunks(dtype: torch.dtype, scale: float, chunk_tokens: int) -> None:
     """fp16 with a loss scale, without which its gradients are too small to be numbers."""
     exact = whole(torch.float64, inputs_in=dtype)
-    plain, found = whole(dtype, gradient=scale), chunked(dtype, chunk_tokens, gradient=scale)
-    assert error(found.loss, exact.loss) < 1e-5
-    assert error(found.x_gradient, exact.x_gradient) < 1.5 * error(plain.x_gradient, exact.x_gradient)
-    assert error(found.weight_gradient, exact.weight_gradient) < 1.5 * error(
+    plain, actual = whole(dtype, gradient=scale), chunked(dtype, chunk_tokens, gradient=scale)
+    assert error(actual.loss, exact.loss) < 1e-5
+    assert error(actual.x_gradient, exact.x_gradient) < 1.5 * error(plain.x_gradient, exact.x_gradient)
+    assert error(actual.weight_gradient, exact.weight_gradient) < 1.5 * error(
         plain.weight_gradient, exact.weight_gradient
     )
 

@@ -104,10 +104,10 @@ def why_it_ended(log: Path, status: int) -> str:
 def cell_environment(compiled: Path) -> dict[str, str]:
     """Return the environment of a cell: no launcher's variables, compiler caches in the folder `compiled`."""
     places = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {key: value for key, value in os.environ.items() if key not in places}
+    inherited = {key: value for key, value in os.environ.items() if key not in places}
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"), "TRITON_CACHE_DIR": str(compiled / "triton")}
-    said = {"PYTHONPATH": python_path(REPOSITORY), "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return {**kept, **said, **caches}
+    settings = {"PYTHONPATH": python_path(REPOSITORY), "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**inherited, **settings, **caches}
 
 
 def read_train_steps(run: Path, tokens_per_step: int) -> list[Step]:

@@ -78,7 +78,7 @@ def main() -> int:
         print_lead(curves, args.seeds, MODERN, GPT2)
     elif args.question == "lengths":
         print_lead(curves, args.seeds, GROWING, COMPLETE)
-        shares = (mine / whole for mine, whole in zip(seconds[GROWING], seconds[COMPLETE], strict=True))
+        shares = (mine / constant_s for mine, constant_s in zip(seconds[GROWING], seconds[COMPLETE], strict=True))
         print("processor seconds of growing over complete sequences: " + ", ".join(f"{share:.3f}" for share in shares))
     else:
         print_shares(curves, args)

@@ -115,9 +115,9 @@ def print_grid(cells: list[tuple[str, int, ResolvedStep]]) -> None:
         estimate = estimate_memory(step)
         simulated = dry_run(step)
         counted = {phase: getattr(simulated, phase).total_bytes for phase in PHASES}
-        found = {phase: estimate.phase(phase).total_bytes / num_bytes - 1 for phase, num_bytes in counted.items()}
-        errors += map(abs, found.values())
-        cells = "".join(f"{counted[phase] / 2**30:11.3f} {found[phase]:+8.3%}" for phase in PHASES)
+        errors_of = {phase: estimate.phase(phase).total_bytes / num_bytes - 1 for phase, num_bytes in counted.items()}
+        errors += map(abs, errors_of.values())
+        cells = "".join(f"{counted[phase] / 2**30:11.3f} {errors_of[phase]:+8.3%}" for phase in PHASES)
         row = f"{model:18} {step.zero_stage:4} {step.plan.ranks.world_size:5} {divided:7} "
         row += f"{step.checkpointing:9} {step.precision:9} "
         print(f"{row}{cells}", flush=True)
