@@ -21,8 +21,9 @@ sys.path.insert(0, str(REPOSITORY))
 
 from llmscale.cli.schema import mix_schema, run_file_schema  # noqa: E402
 from llmscale.config.deepspeed import schema as deepspeed  # noqa: E402
-from llmscale.config.run_config import EXCLUSIVE_KEYS, needs  # noqa: E402
+from llmscale.config.run_config import EXCLUSIVE_KEYS  # noqa: E402
 from llmscale.config.run_flags import describe_keys, show_default  # noqa: E402
+from llmscale.config.run_keys import needs  # noqa: E402
 
 _FAR = 100_000
 PAGE = REPOSITORY / "docs" / "configuration.md"

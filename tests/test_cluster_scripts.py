@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from llmscale.checkpoint.manifest import checkpoint_name, checkpoints_folder
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
 from scripts.slurm.job_arguments import job_arguments
 from tests.checkpoint.written import sign
 from tests.conftest import HANG_S, free_port, last_wins

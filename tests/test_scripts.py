@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.cli.main import build_parser
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
 
 ROOT = Path(__file__).resolve().parent.parent
 ENTRY_POINTS = ("scripts/quickstart.sh", "scripts/test.sh", "scripts/check.sh", "scripts/bench/gpu.sh", ".ci/run")

@@ -34,7 +34,7 @@ MACHINE_FILES = (
     "cluster/remote.py",
     "cluster/doctor/report.py",
     "cluster/doctor/diagnose.py",
-    "config/launcher_variables.py",
+    "engine/launcher_variables.py",
     "engine/process_group.py",
     "data/storage/shared_object.py",
     "data/storage/objects.py",

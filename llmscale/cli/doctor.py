@@ -98,7 +98,7 @@ def _write_fixed(path: Path, out: Path, *, overwrite: bool) -> int:
 def _question(args: argparse.Namespace) -> DoctorOptions:
     from llmscale.cluster.doctor.diagnose import DoctorOptions
     from llmscale.config.deepspeed.resolve import load_ds_config
-    from llmscale.config.run_config import load_run_file, parse_run_flags
+    from llmscale.config.run_arguments import load_run_file, parse_run_flags
 
     flags = list(args.flags)
     # Misspelt flags and missing files are refused before any host is asked.

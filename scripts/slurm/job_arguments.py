@@ -18,7 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from llmscale.cluster.launch.supervisor import begins_somewhere, restart_arguments, saved_checkpoints
-from llmscale.config.run_config import RunConfig, parse_run_config
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.config.run_config import RunConfig
 from llmscale.errors import LlmscaleError
 from llmscale.files.atomic_write import write_durably
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.config.hardware import get_gpu
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
 from llmscale.planning.kernels import kernel_efficiency
 from llmscale.planning.step_time import estimate_compute_s
 from llmscale.training.start import prepare_start

@@ -14,7 +14,8 @@ import pytest
 
 from llmscale import __version__
 from llmscale.cli import main as cli
-from llmscale.config.run_config import RunConfig, parse_run_config
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.config.run_config import RunConfig
 
 
 def test_help_names_every_command_and_how_to_train_without_torch(llmscale: Callable) -> None:

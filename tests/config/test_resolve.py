@@ -6,7 +6,8 @@ from llmscale.architecture.hf_config import family_of
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
-from llmscale.config.run_config import RunConfig, parse_run_config
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
 
 FACTS = SetFacts(vocab_size=50257, seq_len=1024, num_train_samples=10_000, eot_token=50256)

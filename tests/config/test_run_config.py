@@ -7,13 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.config.run_config import (
-    CHANGES_THAT_BREAK,
-    EXCLUSIVE_KEYS,
-    build_run_config,
-    load_run_file,
-    parse_run_config,
-)
+from llmscale.config.run_arguments import load_run_file, parse_run_config
+from llmscale.config.run_config import CHANGES_THAT_BREAK, EXCLUSIVE_KEYS, build_run_config
 from llmscale.config.run_flags import describe_keys
 from llmscale.errors import ConfigError
 

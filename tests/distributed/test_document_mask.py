@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from llmscale.architecture.layers import ParameterTensors
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.validation import validation_sample_ids
 from llmscale.engine.optimizers import build_optimizer

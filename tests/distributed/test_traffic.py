@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.config.hardware import get_gpu, get_interconnect
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
 from llmscale.planning.step_time import Traffic, count_traffic, estimate_exchange_s
 from llmscale.training.start import prepare_start
 from tests.conftest import build_train_command

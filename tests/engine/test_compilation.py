@@ -15,7 +15,8 @@ from torch import Tensor
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.config.loss_settings import LossSettings
-from llmscale.config.run_config import CompileTuning, parse_run_config
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.config.run_config import CompileTuning
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_patches import quiet_libraries

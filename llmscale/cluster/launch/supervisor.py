@@ -21,7 +21,9 @@ from llmscale.checkpoint.inventory import find_checkpoints, list_checkpoints
 from llmscale.checkpoint.remote_run import fetch_run
 from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch.attempt import AttemptRun, Outcome
-from llmscale.config.run_config import RunConfig, keys_with, parse_run_config
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.config.run_config import RunConfig
+from llmscale.config.run_keys import keys_with
 from llmscale.errors import ConfigError
 from llmscale.files.buffered_log import BufferedLog
 from llmscale.report.run_list import notify_of_end

@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from llmscale.config.hardware import model_flops_utilisation
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
 from llmscale.files.atomic_write import write_output
 from llmscale.memory.estimate import CONTEXT_BYTES, RESERVED_PER_ALLOCATED, MemoryEstimate
 from llmscale.planning import compilation, kernels

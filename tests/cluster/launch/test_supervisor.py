@@ -22,7 +22,7 @@ from llmscale.cluster.launch.supervisor import (
     restart_arguments,
     write_attempt,
 )
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.training.run_folder import ATTEMPTS_NAME
 from tests.cluster.launch.stand_in import StandIn, host_command

@@ -12,7 +12,8 @@ from llmscale.config.deepspeed.foreign import read_foreign
 from llmscale.config.deepspeed.resolve import fix_ds_config, parse_ds_config
 from llmscale.config.deepspeed.rules import find_problems
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run, with_ds_keys
-from llmscale.config.run_config import RunConfig, parse_run_config
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
 from tests.config.deepspeed.public_files import REFUSED, TAKEN
 
