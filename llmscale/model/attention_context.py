@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmscale.architecture.shape import GPTShape, rotary_factor, rotary_frequencies
+from llmscale.architecture.rope_scaling import rotary_factor, rotary_frequencies
+from llmscale.architecture.shape import GPTShape
 from llmscale.errors import DataError
 
 #: The memory-efficient kernel needs a mask's rows a multiple of this many elements apart

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from llmscale.architecture.families.family import ACTIVATIONS, Family, HFTensor, Keys, stacked
-from llmscale.architecture.shape import (
+from llmscale.architecture.rope_scaling import (
     YARN_FAST,
     YARN_SLOW,
-    GPTShape,
     LinearScaling,
     Llama3Scaling,
     YarnScaling,
     parse_rope_scaling,
 )
+from llmscale.architecture.shape import GPTShape
 from llmscale.errors import ConfigError
 
 _THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "relu": "relu", "gelu_tanh": "gelu_pytorch_tanh"}
