@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +24,7 @@ from llmscale.config.user_paths import is_view, shown, url_of
 from llmscale.errors import CheckpointError
 from llmscale.terminal.progress import show_progress
 from llmscale.terminal.table import Column, output_width, table_lines, wrap_line
-from llmscale.untrusted.terminal import print_visible
+from llmscale.untrusted.terminal import print_to_stderr, print_visible
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -109,18 +108,14 @@ def _row(saved: Checkpoint, mark: str) -> list[str]:
 def _find(run: Path) -> FoundCheckpoints:
     """Return a run's checkpoints, and report skipped ones on stderr. Raises CheckpointError without any."""
     checkpoints = find_checkpoints(run)
-    report_passed_over(checkpoints, _to_stderr)
+    report_passed_over(checkpoints, print_to_stderr)
     if not (checkpoints.current or checkpoints.abandoned or checkpoints.damaged):
         raise CheckpointError(f"{run} has no checkpoints. Is it a run folder (one that train.py's --run named)?")
     return checkpoints
 
 
-def _to_stderr(line: str) -> None:
-    print_visible(line, file=sys.stderr)
-
-
 def _show(args: argparse.Namespace) -> int:
-    folder = find_checkpoint(args.run, _to_stderr)
+    folder = find_checkpoint(args.run, print_to_stderr)
     manifest = load_manifest(folder)
     print_visible(shown(folder))
     for key in ("step", "tokens_seen", "world_size", "zero_stage", "precision", "created"):
@@ -133,7 +128,7 @@ def _show(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     checkpoints = find_checkpoints(args.run)
-    report_passed_over(checkpoints, _to_stderr)
+    report_passed_over(checkpoints, print_to_stderr)
     folders = [saved.path for saved in [*checkpoints.current, *checkpoints.abandoned]] + [
         path for path, _ in checkpoints.damaged
     ]
@@ -180,7 +175,7 @@ def _prune(args: argparse.Namespace) -> int:
     if url_of(args.run) and folders:
         from llmscale.checkpoint.run_lease import prune_run
 
-        prune_run(args.run, [folder.name for folder in folders], _to_stderr)
+        prune_run(args.run, [folder.name for folder in folders], print_to_stderr)
     for folder in folders:
         try:
             delete_checkpoint(folder)
@@ -193,7 +188,7 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    a, b = find_checkpoint(args.a, _to_stderr), find_checkpoint(args.b, _to_stderr)
+    a, b = find_checkpoint(args.a, print_to_stderr), find_checkpoint(args.b, print_to_stderr)
     left, right = dict(_flatten(read_state(a))), dict(_flatten(read_state(b)))
     print_visible(f"- {a}\n+ {b}")
     for key in sorted(left.keys() | right.keys()):

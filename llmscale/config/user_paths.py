@@ -158,7 +158,8 @@ def read_prompts(path: Path, flag: str = "--prompts") -> list[str]:
     for number, line in enumerate(contents.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if (line := line.removesuffix(b"\r")).strip():
             where = f"{flag} {path}, line {number}"
-            prompts.append(_json_prompt(line, where) if path.suffix == ".jsonl" else _text_prompt(line, where))
+            text = _json_prompt(line, where) if path.suffix == ".jsonl" else line.decode(errors="surrogateescape")
+            prompts.append(check_prompt_text(text, where))
     if not prompts:
         raise ConfigError(f'{flag} {path} holds no prompt. Write one a line, or objects {{"prompt": ...}} in a .jsonl.')
     return prompts
@@ -177,15 +178,11 @@ def check_prompt_text(text: str, where: str) -> str:
     return text
 
 
-def _text_prompt(line: bytes, where: str) -> str:
-    return check_prompt_text(line.decode(errors="surrogateescape"), where)
-
-
 def _json_prompt(line: bytes, where: str) -> str:
     prompt = parse_json(line, Rules(ConfigError), where).get("prompt")
     if not isinstance(prompt, str):
         raise ConfigError(f'{where} has no text in "prompt". Write objects such as {{"prompt": "Once upon"}}.')
-    return check_prompt_text(prompt, where)
+    return prompt
 
 
 Kind = Literal["train", "view"]

@@ -189,12 +189,9 @@ class _Record:
 
 
 def _choices(record: _Record, context: str, choices: tuple[str, ...]) -> Item:
-    return _item(context, choices, record.index("label", len(choices)), record.line)
-
-
-def _item(context: str, choices: tuple[str, ...], label: int, line: int) -> Item:
     continuations = tuple(f" {choice}" for choice in choices)
-    return Item(context, continuations, tuple(_lengths(choice) for choice in choices), label, line)
+    label = record.index("label", len(choices))
+    return Item(context, continuations, tuple(map(_lengths, choices)), label, record.line)
 
 
 def _lengths(text: str) -> tuple[int, int]:
