@@ -381,8 +381,8 @@ def find_config(path_or_name: str, source: str) -> FoundConfig:
             f"{source} does not exist. Give a {CONFIG_NAME}, its folder, or a name on the Hub such as gpt2 or "
             "ORGANISATION/NAME@REVISION."
         )
-    found = read_hub_files(path_or_name, CONFIG_NAME, (), CONFIG_MAX_BYTES, ConfigError, source)
-    return FoundConfig(_parse(found.contents[CONFIG_NAME], source), found.folder, found.name)
+    files = read_hub_files(path_or_name, CONFIG_NAME, (), CONFIG_MAX_BYTES, ConfigError, source)
+    return FoundConfig(_parse(files.contents[CONFIG_NAME], source), files.folder, files.name)
 
 
 def _parse(contents: bytes, source: str) -> dict[str, object]:

@@ -21,7 +21,8 @@ from llmscale.checkpoint.manifest import load_pieces
 from llmscale.checkpoint.run_state import RunState, SavedRun, check_identity
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.resolve import ResolvedRun, resolve_run, resolve_schedule
-from llmscale.config.run_config import CHANGES_THAT_BREAK, IDENTITY, KEYS, RunConfig, place_of
+from llmscale.config.run_config import CHANGES_THAT_BREAK, KEYS, RunConfig
+from llmscale.config.run_keys import IDENTITY, place_of
 from llmscale.config.schedule import Schedule
 from llmscale.config.user_paths import shown, url_of
 from llmscale.engine.device_settings import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, allocator_settings

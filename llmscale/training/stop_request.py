@@ -28,7 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from llmscale.config.launcher_variables import is_requeued
+from llmscale.engine.launcher_variables import is_requeued
 from llmscale.errors import MachineError
 from llmscale.untrusted.interpreter import RUN_MODULE
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
 from llmscale.engine.device_memory import MeasuredMemory
 from llmscale.planning.search import Job, Machines, find_largest_fit
 from llmscale.training.start import (

@@ -22,7 +22,7 @@ from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch.attempt import AttemptRun, Outcome
 from llmscale.cluster.remote import place
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.files.record_log import RecordLog
 from llmscale.report.run_list import notify_of_end
