@@ -92,7 +92,9 @@ def start_script(tmp_path: Path) -> Iterator[Start]:
             env={
                 **inherited,
                 "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-                **{"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                **environment,
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -352,8 +354,11 @@ def vast(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.run(
             ["bash", str(script)],
             env={
-                **{"HOME": str(tmp_path), "PATH": f"{programs}:{os.environ['PATH']}", "RECORDS": str(records)},
-                **{"RUN": "runs/one", **environment},
+                "HOME": str(tmp_path),
+                "PATH": f"{programs}:{os.environ['PATH']}",
+                "RECORDS": str(records),
+                "RUN": "runs/one",
+                **environment,
             },
             capture_output=True,
             text=True,
@@ -460,9 +465,9 @@ def test_a_recipe_starts_each_node_in_its_place(nodes: Start, tmp_path: Path, re
     first = "127.0.0.1" if recipe == "sky" else "localhost"
     for node in (0, 1):
         process = nodes(recipe, node)
-        said = process.communicate(timeout=HANG_S)[0].splitlines()
+        message = process.communicate(timeout=HANG_S)[0].splitlines()
         assert process.returncode == 3, "the launcher's status"
-        launcher, script = said[: said.index("--")], said[said.index("--") + 1 :]
+        launcher, script = message[: message.index("--")], message[message.index("--") + 1 :]
         given = dict(zip(launcher[::2], launcher[1::2], strict=True))
         expected = {"--nnodes": "2", "--nproc-per-node": "1", "--node-rank": str(node), "--master-addr": first}
         assert given == expected | {"--master-port": "29500"}
@@ -538,9 +543,9 @@ def test_the_sky_task_names_what_skypilot_knows() -> None:
 
 def test_the_filtered_environment_example_is_what_deepspeed_reads() -> None:
     lines = (ROOT / ".deepspeed_env.example").read_text().splitlines(keepends=True)
-    kept = [line for line in lines if not line.startswith("#") and line.strip()]
-    assert len(kept) > 8
-    for line in kept:
+    remaining = [line for line in lines if not line.startswith("#") and line.strip()]
+    assert len(remaining) > 8
+    for line in remaining:
         # As in deepspeed/launcher/runner.py; what is not plain would reach a remote shell.
         key, value = line.split("=", maxsplit=1)
         assert re.fullmatch(r"[A-Z][A-Z0-9_]*", key), line

@@ -111,7 +111,7 @@ def _request(args: argparse.Namespace) -> ProbeRequest:
     from llmscale.cluster.hostfile import parse_hostfile
     from llmscale.cluster.launch.ranks import list_gpus
     from llmscale.config.deepspeed.resolve import load_ds_config
-    from llmscale.config.run_config import load_run_file, parse_run_flags
+    from llmscale.config.run_arguments import load_run_file, parse_run_flags
 
     flags = list(args.flags)
     given = parse_run_flags(flags)

@@ -16,8 +16,8 @@ from llmscale.cluster.launch.supervisor import LaunchOptions, Supervisor
 from llmscale.cluster.launch.transport import LAUNCHERS, host_command_by, slurm_hosts
 from llmscale.cluster.remote import PACKAGE, deepspeed_env_files, gather_environment
 from llmscale.config.command_line import FlagParser, Need, flag, local_path, nonblank, number, whole_number
-from llmscale.config.launcher_variables import check_is_only_copy
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.engine.launcher_variables import check_is_only_copy
 from llmscale.files.resilient_stdout import make_output_resilient
 from llmscale.training.inputs import with_prepared_text
 from llmscale.training.stop_request import STOP_SIGNALS

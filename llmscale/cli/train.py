@@ -22,8 +22,8 @@ from llmscale.cluster.launch.ranks import (
 )
 from llmscale.cluster.remote import PACKAGE
 from llmscale.config.command_line import FlagParser, whole_number
-from llmscale.config.launcher_variables import check_is_only_copy, read_launcher_variables
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.engine.launcher_variables import check_is_only_copy, read_launcher_variables
 from llmscale.errors import ConfigError
 from llmscale.files.resilient_stdout import make_output_resilient
 from llmscale.limits import MAX_GPUS_PER_NODE

@@ -156,11 +156,11 @@ def test_an_overfit_check_and_bf16_on_three_ranks(
 def test_three_groups_of_ranks_train_as_one_rank(tiny_set: Path, mix: Path, tmp_path: Path) -> None:
     """Neighbours divide sequences or experts, and 8 samples are not divided over 3 groups, or 6 ranks."""
     divides = ("--sequence-parallel-size", "--expert-parallel-size")
-    whole = {
+    complete = {
         name: [word for before, word in zip(("", *case), case, strict=False) if not {before, word} & {*divides}]
         for name, case in DIVIDED.items()
     }
-    references = train(whole, 1, tmp_path, tiny_set, mix)
+    references = train(complete, 1, tmp_path, tiny_set, mix)
     for name, run in train(DIVIDED, 6, tmp_path, tiny_set, mix).items():
         check_equal(run, references[name])
 

@@ -46,7 +46,7 @@ _LOOK_S = 5.0
 
 @dataclass(frozen=True)
 class AllReduceResult:
-    """What rank 0 reports."""
+    """Report of rank 0."""
 
     backend: str
     """gloo or nccl."""

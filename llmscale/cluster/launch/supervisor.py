@@ -22,9 +22,9 @@ from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch.attempt import AttemptRun, Outcome
 from llmscale.cluster.remote import place
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
 from llmscale.errors import ConfigError
-from llmscale.files.buffered_log import BufferedLog
+from llmscale.files.record_log import RecordLog
 from llmscale.report.run_list import notify_of_end
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.training.inputs import Inputs, read_inputs, with_prepared_text
@@ -87,10 +87,10 @@ def read_attempts(run: Path) -> list[Attempt]:
 def write_attempt(run: Path, attempt: Attempt) -> str | None:
     """Append an attempt. Return the problem if it cannot be written: the disk may be full, and training continue."""
     problems: list[str] = []
-    file = BufferedLog(run / ATTEMPTS_NAME, warn=problems.append, unit="attempt")
-    file.append(json.dumps(asdict(attempt)).encode() + b"\n", attempt.number)
+    file = RecordLog(run / ATTEMPTS_NAME, problems.append)
+    file.append(json.dumps(asdict(attempt)).encode() + b"\n")
     file.close()
-    return problems[-1] if problems else None
+    return problems[0] if problems else None
 
 
 # ---------------------------------------------------------------- when to try again

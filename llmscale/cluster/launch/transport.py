@@ -87,9 +87,9 @@ class HostConnection:
         self.closed = False
         """True once the other side has closed the connection."""
         self._rest = b""
-        """What has come of the next line."""
+        """Received part of the next line."""
         self._last_line = ""
-        """Newest line that is no message, such as ssh's error."""
+        """Newest line that is not a message, such as ssh's error."""
         self.heard_s = time.monotonic()
 
     def fileno(self) -> int:

@@ -270,7 +270,7 @@ def test_a_refusal_before_the_first_step_is_not_tried_again(lab: Lab) -> None:
         """
 import os
 if os.environ.get("RANK") == "1":
-    from llmscale.config import launcher_variables
+    from llmscale.engine import launcher_variables
     from llmscale.errors import ConfigError
     def refuse(*values):
         raise ConfigError("this host lacks a driver")
