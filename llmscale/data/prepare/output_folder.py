@@ -400,5 +400,5 @@ class TooManyRejected(DataError):
 
 
 def _line(record: Rejected) -> bytes:
-    kept = record.contents[:_KEPT_BYTES].rstrip(b"\r\n").decode(errors="backslashreplace")
-    return json.dumps({"where": record.where, "reason": record.reason, "contents": kept}).encode() + b"\n"
+    contents = record.contents[:_KEPT_BYTES].rstrip(b"\r\n").decode(errors="backslashreplace")
+    return json.dumps({"where": record.where, "reason": record.reason, "contents": contents}).encode() + b"\n"

@@ -105,8 +105,8 @@ def _compression_of(raw: BinaryIO, name: str) -> str:
     """Return the compression of the contents, empty for none. Raises DamagedError for binary contents that are not what
     the suffix promises."""
     head, promised = head_of(raw), COMPRESSED_SUFFIXES.get(PurePath(name).suffix.lower(), "")
-    if found := _MAGIC.match(head):
-        return str(found.lastgroup)
+    if magic := _MAGIC.match(head):
+        return str(magic.lastgroup)
     if promised == "brotli" and head:  # it has no first bytes of its own
         return promised
     if promised and head and not _is_plain(head):

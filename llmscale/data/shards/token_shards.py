@@ -154,10 +154,10 @@ class TokenShards:
         """Check a shard's file and return its identity. Raises DataError."""
         shard, path = self._shards[shard_id], self._paths[shard_id]
         # Taken before the file is read: a write meanwhile changes the identity.
-        found = _identify(check_size(path, shard.bytes))
+        identity = _identify(check_size(path, shard.bytes))
         check_hash(path, self.manifest.hash_algorithm, shard.hash)
         check_offsets(path, shard, self.manifest)
-        return found
+        return identity
 
 
 def _identify(status: os.stat_result) -> _Identity:

@@ -227,8 +227,8 @@ def _read_texts(file: BinaryIO, name: str) -> Iterator[str]:
                 parts = [rest]
         parts.append(decoder.decode(b"", final=True))
     except (UnicodeError, SyntaxError, LookupError) as error:
-        shown = "UTF-8" if encoding in ("utf-8-sig", "utf-8") else encoding
-        raise UndecodableError(name, f" is not {shown} text: {error}") from None
+        expected = "UTF-8" if encoding in ("utf-8-sig", "utf-8") else encoding
+        raise UndecodableError(name, f" is not {expected} text: {error}") from None
     yield without_lone_surrogates("".join(parts))
 
 

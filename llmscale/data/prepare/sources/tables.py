@@ -254,7 +254,12 @@ def read_csv(
         rows = csv.reader(lines, delimiter=_delimiter_of(lines.first, options.text_field))
         if (header := next(rows, None)) is None:
             return
-        column = _find_in_header(header, options.text_field, name)
+        field = options.text_field
+        if header.count(field) > 1:
+            raise DataError(f"{name} has {header.count(field)} columns '{field}'. Rename all but one.")
+        if field not in header:
+            raise missing_field(name, field, header, "column")
+        column = header.index(field)
         lines.row_size = 0
         for row in rows:
             if lines.are_over:
@@ -268,15 +273,6 @@ def read_csv(
     finally:
         with suppress(ValueError):  # closed before, where reading was given up
             text.detach()
-
-
-def _find_in_header(header: list[str], field: str, name: str) -> int:
-    """Return the index of the text column. Raises DataError."""
-    if header.count(field) > 1:
-        raise DataError(f"{name} has {header.count(field)} columns '{field}'. Rename all but one.")
-    if field not in header:
-        raise missing_field(name, field, header, "column")
-    return header.index(field)
 
 
 def _read_row(row: list[str], column: int, num_columns: int, where: str, place: int) -> Record:
