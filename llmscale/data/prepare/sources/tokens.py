@@ -400,14 +400,14 @@ def _parse(entry: object, folder: MdsFolder, text_field: str, where: str) -> _Sh
         raise DataError(f"{where} has {num_bytes:,} bytes and {samples:,} samples. Legal: up to 1 GiB.")
     if not all(size is None or (type(size) is int and 0 <= size <= num_bytes) for size in sizes):
         raise DataError(f"{where}: a column's size is invalid.")
-    found, is_compressed = folder.find(basename), False
-    if found is None and zip_name is not None:
-        found, is_compressed = folder.find(str(zip_name)), True
-    if found is None:
+    file, is_compressed = folder.find(basename), False
+    if file is None and zip_name is not None:
+        file, is_compressed = folder.find(str(zip_name)), True
+    if file is None:
         raise DataError(f"{where}: {zip_name or basename} is missing beside it.")
-    if num_bytes > most_unpacked_bytes(found.size_bytes):
-        raise unfolds(found.name, found.size_bytes)
-    return _Shard(f"{folder.name}/{basename}", found, is_compressed, num_bytes, samples, column, wanted,
+    if num_bytes > most_unpacked_bytes(file.size_bytes):
+        raise unfolds(file.name, file.size_bytes)
+    return _Shard(f"{folder.name}/{basename}", file, is_compressed, num_bytes, samples, column, wanted,
                   tuple(cast(list[int | None], sizes)), encoding)  # fmt: skip
 
 
