@@ -121,19 +121,6 @@ def test_the_same_error_of_the_next_start_is_printed_again(
     assert [line.partition(": unexpected")[0] for line in lines] == ["error: rank 1"] * 3 + ["error: rank 0"]
 
 
-def test_a_file_planted_in_the_temporary_folder_is_not_written_to(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    report_crash(ValueError("x"))
-    (file,) = tmp_path.iterdir()
-    file.unlink()
-    (tmp_path / "victim").write_text("mine")
-    file.symlink_to(tmp_path / "victim")
-    report_crash(ValueError("x"))
-    assert (tmp_path / "victim").read_text() == "mine"
-    assert "The traceback is in" in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_long_words_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
     print_error(f"steps = {'9' * 5000}: too large.")
     message = capsys.readouterr().err

@@ -464,7 +464,6 @@ def test_python_is_started_in_one_place() -> None:
 #: Modules that write into run folders, and calls in them that write elsewhere: to a private folder, or a new one.
 WRITES_RUN_FOLDERS = ("training", "cluster.launch", "checkpoint")
 WRITES_ELSEWHERE = {
-    "training.run_folder": 1,  # the descriptor of open_own
     "cluster.launch.host": 1,  # /dev/null
     "checkpoint.tensor_files": 1,  # the folder of a checkpoint that is being made
     "checkpoint.hf_write": 2,  # the folder of an export that is being made
@@ -491,5 +490,5 @@ def test_what_a_run_folder_holds_is_written_in_one_way() -> None:
         if name.startswith(WRITES_RUN_FOLDERS):
             actual = list(_writes(parsed(path)))
             assert len(actual) == WRITES_ELSEWHERE.get(name, 0), (
-                f"{name} writes at lines {[call.lineno for call in actual]}; use open_own, BufferedLog or write_durably"
+                f"{name} writes at lines {[call.lineno for call in actual]}; use open_own, RecordLog or write_durably"
             )

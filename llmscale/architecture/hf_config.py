@@ -188,7 +188,7 @@ class _Decoder:
     is_fused: bool = False
     """True if query, key and value are one matrix."""
     biases: tuple[bool | str, bool | str, bool | str] = (True, True, True)
-    """Of query, key and value; of the attention's output; of the MLP. A text is the entry that decides."""
+    """Biases of query, key and value; of the attention's output; of the MLP. A text is the entry that decides."""
     bias_default: bool = True
     tied: bool = True
     norms: int = 2

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from llmscale import limits
 from llmscale.cli.flags import add_timeout
 from llmscale.cluster.hostfile import Host, parse_hostfile
-from llmscale.cluster.launch.ranks import count_gpus
+from llmscale.cluster.launch.ranks import list_gpus
 from llmscale.cluster.launch.supervisor import LaunchOptions, Supervisor
 from llmscale.cluster.launch.transport import LAUNCHERS, host_command_by, slurm_hosts
 from llmscale.cluster.remote import PACKAGE, deepspeed_env_files, gather_environment
@@ -107,7 +107,7 @@ def _hosts(args: argparse.Namespace, launcher: str) -> tuple[Host, ...]:
         return parse_hostfile(args.hostfile)
     if launcher == "slurm":
         return slurm_hosts(os.environ, args.slots)
-    return (Host("localhost", args.slots or count_gpus() or 1),)
+    return (Host("localhost", args.slots or len(list_gpus()[0]) or 1),)
 
 
 def _warn_of_keys(settings: Sequence[str]) -> None:

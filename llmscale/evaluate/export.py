@@ -164,7 +164,7 @@ def _configs(model: ExportedModel, tokenizer: Tokenizer) -> tuple[dict[str, obje
     else:
         config = _changed_entries(model.published, model)
         path = (model.published.folder or Path()) / GENERATION_NAME
-        generation = load_json(path, Rules(ConfigError, large_numbers=True)) if path.is_file() else {}
+        generation = load_json(path, Rules(ConfigError)) if path.is_file() else {}
         _check_tokens((config, generation), own, tokenizer.eot_token, model.shape.vocab_size)
     dtype = "dtype" if "dtype" in config else "torch_dtype"
     config.pop("torch_dtype", None)

@@ -130,7 +130,7 @@ def _items(contents: bytes, format_name: str, path: Path) -> Iterator[Item]:
     for number, line in enumerate(contents.split(b"\n"), start=1):
         if line.strip():
             where = f"{path}, line {number}"
-            rules = Rules(DataError, large_numbers=True)
+            rules = Rules(DataError)
             yield FORMATS[format_name](_Record(parse_json(line, rules, where), number, where, format_name))
 
 

@@ -40,10 +40,10 @@ from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.device_memory import device_memory_bytes, gpu_capability, measured_memory
 from llmscale.engine.device_settings import describe_settings
+from llmscale.error_handling import say
 from llmscale.evaluate.generate import SamplingSettings, encode_prompt, generate_text
 from llmscale.evaluate.scoring import Row, RowScore, batches_by_length, in_order, score_batch
 from llmscale.evaluate.tasks import EncodedTask, TaskFile, encode_task
-from llmscale.files.buffered_log import warn_on_stderr
 from llmscale.planning.recommend import largest_preset
 from llmscale.planning.search import Machines
 from llmscale.terminal.human_numbers import count_nouns
@@ -246,8 +246,8 @@ def _checkpoints(run: Start) -> str:
         return f"no checkpoints: each step trains on the same {count_nouns(config.overfit_batch, 'sample')}"
     every = [f"every {config.save_every:,} steps"] if config.save_every else []
     every += [f"every {config.save_every_minutes:g} minutes"] if config.save_every_minutes else []
-    kept = f", those of every {config.keep_every:,} steps permanently" if config.keep_every else ""
-    return f"checkpoints {' and '.join([*every, 'at the end'])}, the last {config.keep_last} kept{kept}"
+    permanent = f", those of every {config.keep_every:,} steps permanently" if config.keep_every else ""
+    return f"checkpoints {' and '.join([*every, 'at the end'])}, the last {config.keep_last} kept{permanent}"
 
 
 class ReportStartup(StepAction):
@@ -293,7 +293,7 @@ class ReportCompilation(StepAction):
             graphs = f"{compiler.graphs} graph{'s' if compiler.graphs > 1 else ''}"
             report(f"blocks: {graphs} compiled in {compiler.compile_s:.1f} s")
         # Ranks do not meet at a later failure, so each reports its own.
-        compiler.on_failure = lambda failure: warn_on_stderr(
+        compiler.on_failure = lambda failure: say(
             f"WARNING: the compiler failed on rank {rank}, whose blocks run eagerly from now on: {failure}."
         )
 

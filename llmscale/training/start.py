@@ -52,7 +52,7 @@ class Start(Inputs):
     """Allowed changes of the checkpoint's identity, each with its consequence."""
     compilation: Compilation = EAGER
     """How blocks are compiled; decided once the device is known."""
-    found: FoundCheckpoints | None = None
+    listing: FoundCheckpoints | None = None
     """The run's checkpoints as rank 0 listed them after the claim; None before."""
 
     @property
@@ -87,7 +87,7 @@ class Start(Inputs):
         Raises CheckpointError, ConfigError, DataError.
         """
         begun = _begin(replace(self, source=source, resumes=resumes), self.resolved)
-        return replace(begun, compilation=self.compilation, found=self.found)
+        return replace(begun, compilation=self.compilation, listing=self.listing)
 
 
 def prepare_start(config: RunConfig, world_size: int) -> Start:
@@ -218,11 +218,11 @@ def hyperparameters(run: Start) -> dict[str, object]:
     """
     resolved, ds_config = run.resolved, run.resolved.ds_config
     types = cast("Mapping[str, object]", ds_config["data_types"])
-    told = [key for key, behaviour in KEYS.items() if behaviour.resume in ("logged", "weights")]
+    logged = [key for key, behaviour in KEYS.items() if behaviour.resume in ("logged", "weights")]
     return {
         "zero_stage": resolved.zero_stage,
         "world_size": resolved.plan.ranks.world_size,
-        **{key: value_at(place_of(key), run) for key in told},
+        **{key: value_at(place_of(key), run) for key in logged},
         "grad_accum_dtype": types["grad_accum_dtype"],
         "communication_data_type": ds_config["communication_data_type"],
     }

@@ -246,14 +246,13 @@ def load_manifest(folder: Path | str) -> Manifest:
     folder = Path(folder)
     path = folder / MANIFEST_NAME
     try:
-        contents = read_regular(path, Rules.max_bytes, follow_links=False)
+        contents = read_regular(path, Rules.max_bytes)
     except FileNotFoundError:
         raise DataError(_explain_missing(folder)) from None
     except NotADirectoryError:
         raise DataError(f"{folder} is a file; --data takes the folder that `llmscale data prepare` wrote.") from None
     except (OSError, ValueError) as error:
-        remedy = f" {LINK_REMEDY}" if path.is_symlink() else ""
-        raise DataError(f"Cannot read {path}: {getattr(error, 'strerror', None) or error}.{remedy}") from None
+        raise DataError(f"Cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
     return parse_manifest(contents, str(path))
 
 
@@ -487,7 +486,7 @@ def _sha256(contents: bytes) -> str:
 def load_origin(path: Path) -> TokenizerOrigin:
     """Read origin.json. Raises DataError for anything that `prepare` does not write."""
     try:
-        record = load_json(path, Rules(DataError, REMEDY, max_bytes=CONFIG_MAX_BYTES, follow_links=False))
+        record = load_json(path, Rules(DataError, REMEDY, max_bytes=CONFIG_MAX_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{path} does not exist. {REMEDY}") from None
     eot_token, bos_tokens, files = record.get("eot_token"), record.get("bos_tokens"), record.get("files")
