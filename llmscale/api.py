@@ -18,7 +18,7 @@ from llmscale.cli import estimate_answers
 from llmscale.cli.estimate_tables import ranking_as_dict, search_as_dict
 from llmscale.cli.main import build_parser
 from llmscale.config.run_flags import flag_words
-from llmscale.config.user_paths import check_other_run, url_of
+from llmscale.config.user_paths import check_other_run, checked, url_of
 from llmscale.data.shards.cache import fetch_tokenizer, open_set
 from llmscale.data.shards.manifest import Manifest
 from llmscale.data.shards.token_shards import TokenShards
@@ -118,10 +118,7 @@ def read_metrics(run: str | Path, kind: str = "train") -> dict[str, NDArray[np.f
 
 def _folder_of(run: str | Path) -> Path:
     """Return the folder of a run, after fetching the copy of a URL. Raises ConfigError."""
-    try:
-        folder = check_other_run(run)
-    except ValueError as error:
-        raise ConfigError(f"run = {str(run)[:200]!r}: {error}.") from None
+    folder = checked(check_other_run, run, f"run = {str(run)[:200]!r}")
     if url_of(folder):
         fetch_run(folder)
     return folder

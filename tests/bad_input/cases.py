@@ -540,8 +540,8 @@ RUNS = [
 _MACHINES = "--gpu a100-40gb --num-gpus 8"
 PLANS = [
     *[
-        (f"llmscale estimate {words}", said)
-        for words, said in (
+        (f"llmscale estimate {words}", expected)
+        for words, expected in (
             ("--model gpt2-1.5b --gpu h100-80", r"Did you mean 'h100-80gb'\?"),
             ("--model gpt2-1.5b", r"which GPU\?"),
             (f"{_MACHINES}", r"which model\?"),
