@@ -426,8 +426,8 @@ def _why_lines(rows: Sequence[Row], cluster: Cluster) -> Iterator[str]:
     """Yield what the numbers rest on, and what is assumed."""
     yield (
         f"Two parts of total are assumed, not measured: {RESERVED_PER_ALLOCATED - 1:.0%} that the allocator holds "
-        f"beyond the tensors, and {format_size(CONTEXT_BYTES)} for CUDA, its libraries and NCCL. The tensors are DeepSpeed's "
-        "and the model's, by formulas (docs/memory.md)."
+        f"beyond the tensors, and {format_size(CONTEXT_BYTES)} for CUDA, its libraries and NCCL. The tensors are "
+        "DeepSpeed's and the model's, by formulas (docs/memory.md)."
     )
     yield (
         "activ counts blocks that run eagerly; compiled ones (train's --compile) keep no more, and at stage 3 gather a "
@@ -460,8 +460,8 @@ def _explain_lines(fit: Candidate) -> Iterator[str]:
     plan, shape = fit.plan, fit.step.shape
     yield (
         f"Activations of micro-batch b = {plan.micro_batch_size}, s = {shape.seq_len:,} tokens, width h = "
-        f"{shape.n_embd}, a = {shape.n_head} heads, {shape.n_layer} layers, {fit.step.precision}, in GiB. By Korthikanti et al. 2022 a "
-        "layer saves s b h (34 + 5 a s / h) bytes in 16 bit, twice that in fp32:"
+        f"{shape.n_embd}, a = {shape.n_head} heads, {shape.n_layer} layers, {fit.step.precision}, in GiB. By "
+        "Korthikanti et al. 2022 a layer saves s b h (34 + 5 a s / h) bytes in 16 bit, twice that in fp32:"
     )
     for term in explain_activations(fit.step, fit.cluster.gpu.capability):
         yield f"{'= ' if term.is_sum else '  '}{term.num_bytes / GIB:8,.1f}  {term.words}"

@@ -201,23 +201,26 @@ def find_enough_nodes(fits: Sequence[Candidate]) -> Candidate | None:
     None if no number of nodes helps, because the memory that does not shrink with them is already too large.
     """
     cluster = fits[0].cluster
+    # One of those that keep the fewest activations fits first.
+    most = max(CHECKPOINTING.index(fit.step.checkpointing) for fit in fits)
+    smallest = [fit for fit in fits if fit.step.checkpointing == CHECKPOINTING[most]]
     for _ in range(_MOST_DOUBLINGS):
         cluster = replace(cluster, num_nodes=2 * cluster.num_nodes)
-        more = [on_cluster(fit.step, cluster) for fit in fits]
-        if None in more:
+        if any(fit.plan.global_batch_size < _ranks_on(fit.step, cluster).data_parallel_size for fit in fits):
             return None
-        fitting = [fit for fit in more if fit and fit.has_margin]
-        if fitting:
-            return min(fitting, key=_complexity)
+        if any(_fit_on(fit.step, cluster).has_margin for fit in smallest):
+            more = (_fit_on(fit.step, cluster) for fit in fits)
+            return min((fit for fit in more if fit.has_margin), key=_complexity)
     return None
 
 
-def on_cluster(step: ResolvedStep, cluster: Cluster) -> Candidate | None:
-    """Return a step on another cluster, with a micro-batch of 1; None for more ranks than sequences."""
-    ranks = replace(step.plan.ranks, world_size=cluster.world_size)
-    if step.plan.global_batch_size < ranks.data_parallel_size:
-        return None
-    return evaluate(with_micro_batch(step, 1, ranks), cluster)
+def _ranks_on(step: ResolvedStep, cluster: Cluster) -> ParallelLayout:
+    return replace(step.plan.ranks, world_size=cluster.world_size)
+
+
+def _fit_on(step: ResolvedStep, cluster: Cluster) -> Candidate:
+    """Estimate a step on another cluster, with a micro-batch of 1."""
+    return evaluate(with_micro_batch(step, 1, _ranks_on(step, cluster)), cluster)
 
 
 def nearest_fit(fits: Sequence[Candidate]) -> Candidate:

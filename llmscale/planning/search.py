@@ -410,7 +410,7 @@ def find_largest_models(trials: Sequence[Trial], cluster: Cluster, family: str =
     for trial in trials:
         step = trial.step if trial.is_fixed else with_micro_batch(trial.step, 1)
         fit_width = partial(_evaluate_width, step, cluster, family)
-        best = _find_boundary(width, fit_width, unit=WIDTH_MULTIPLE, largest=LARGEST_WIDTH)
+        best = _find_boundary(width, fit_width, unit=WIDTH_MULTIPLE, largest=LARGEST_WIDTH, power=3)
         # Neighbouring strategies have similar answers, so the next search begins at this one.
         width = best[0] if best else WIDTH_MULTIPLE
         fit = best[1] if best else None
@@ -424,12 +424,12 @@ def _evaluate_width(step: ResolvedStep, cluster: Cluster, family: str, width: in
 
 
 def _find_boundary(
-    start: int, fit: Callable[[int], Candidate], *, unit: int, largest: int
+    start: int, fit: Callable[[int], Candidate], *, unit: int, largest: int, power: int
 ) -> tuple[int, Candidate] | None:
     """Return the largest multiple of `unit` up to `largest` that fits with MARGIN, and its estimate.
 
-    Memory grows about in proportion: a step goes where the line through the last two estimates leaves just the margin.
-    Every third one doubles, or halves the range, in case it does not.
+    Memory grows about as the `power` of the size, and locally in proportion: a step goes where the line through the
+    last two estimates leaves just the margin. Every third one doubles, or halves the range, in case it does not.
     """
     low, high = 0, largest + unit
     best: Candidate | None = None
@@ -445,7 +445,9 @@ def _find_boundary(
         if len(points) % 3 == 0:
             size = 2 * low if high > largest else (low + high) // 2
         else:
-            size = int(_zero_of_line(*points[-2:])) if len(points) > 1 else size + (unit if best else -unit)
+            limit = (1 - MARGIN) * candidate.cluster.gpu_bytes
+            alone = size * (limit / candidate.estimate.total_bytes) ** (1 / power)
+            size = int(_zero_of_line(*points[-2:]) if len(points) > 1 else alone)
         size = min(max(size // unit * unit, low + unit), high - unit)
     return None if best is None else (low, best)
 
@@ -495,7 +497,7 @@ def find_longest(trials: Sequence[Trial], cluster: Cluster, sizes: Sequence[int]
         fits: dict[int, Candidate | None] = {}
         for size in sizes:
             fit_length = partial(_evaluate_length, trial, cluster, size)
-            best = _find_boundary(start[size], fit_length, unit=_LENGTH_UNIT, largest=MAX_SEQ_LEN)
+            best = _find_boundary(start[size], fit_length, unit=_LENGTH_UNIT, largest=MAX_SEQ_LEN, power=1)
             # Neighbouring strategies have similar answers, so the next search begins at this one.
             start[size] = best[0] if best else _LENGTH_UNIT
             fits[size] = best[1] if best else None

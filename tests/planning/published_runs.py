@@ -28,12 +28,13 @@ import csv
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llmscale.planning.calibration import extrapolations
+
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import ParallelLayout, build_batch_plan
 from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.config.hardware import Cluster, Interconnect, get_gpu
 from llmscale.config.resolve import ResolvedStep
-from llmscale.planning.calibration import extrapolations
 from llmscale.planning.kernels import KernelSettings
 from llmscale.planning.step_time import Throughput, Traffic, count_traffic, estimate_step
 from tests.planning.conftest import StepOf

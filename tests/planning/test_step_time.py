@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from llmscale.planning.calibration import nearest_rows
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan, ParallelLayout, build_batch_plan
@@ -14,7 +15,6 @@ from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.config.hardware import Cluster, custom_gpu, get_gpu, get_interconnect
 from llmscale.config.optimizers import ADAMW, MUON, OptimizerSpec
 from llmscale.config.resolve import ResolvedStep, resolve_step
-from llmscale.planning.calibration import nearest_rows
 from llmscale.planning.kernels import KernelSettings
 from llmscale.planning.step_time import (
     OWN_KERNELS,
