@@ -33,24 +33,9 @@ from llmscale.report.history import load_history
 
 __all__ = ["Dataset", "LlmscaleError", "estimate", "load_run", "open_dataset", "read_metrics"]
 #: Flags of `llmscale estimate` that change its answer into another one.
-_OTHER_ANSWERS = frozenset(
-    (
-        "hf",
-        "ds",
-        "emit",
-        "force",
-        "plot",
-        "json",
-        "all",
-        "wide",
-        "why",
-        "explain",
-        "dry_run",
-        "max_model",
-        "max_seq_len",
-    )
-    + ("nvme_path",)
-)
+_OTHER_ANSWERS = {
+    "hf", "ds", "emit", "force", "plot", "json", "all", "wide", "why", "explain", "dry_run", "max_model", "max_seq_len"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -295,8 +295,11 @@ def distinct_rows(ranking: Ranking) -> list[int]:
 
 
 def choose_between(ranking: Ranking) -> list[int]:
-    """Return the rows that one would choose between: the recommended one, the fastest of every other stage that fits
-    (on one GPU: of every mode of checkpointing), and if these are few, the fastest others. Where nothing fits, those that miss least."""
+    """Return the rows to choose between, those that miss least where nothing fits.
+
+    These are the recommended one, the fastest of every other stage (on one GPU: of every mode of checkpointing), and if
+    that is few, the fastest others.
+    """
     rows = ranking.configs
     distinct = set(distinct_rows(ranking))
     order = [index for index in _by_preference(ranking) if index in distinct]

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from llmscale.planning.calibration import nearest_rows
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan, ParallelLayout, build_batch_plan
@@ -73,7 +72,7 @@ def predict(row: dict[str, str], step_of) -> float:
     )
     found = estimate_step(
         step_of(STAGE_3, shape, plan, "full" if row["recompute"] == "1" else "none"),
-        Cluster(get_gpu(row["gpu"]), 8, nearest_rows(get_gpu(row["gpu"])).network),
+        Cluster(get_gpu(row["gpu"]), 8, get_interconnect("roce-200g" if row["gpu"].startswith("a100") else "ib-400g")),
         KernelSettings("flash-1", loss_chunk_tokens=None),
         traffic,
     )
