@@ -46,7 +46,7 @@ def find(nodes: int, gpus: int, tile: int) -> tuple[Candidate, str]:
     trials = [*with_inputs_on_host(request.trials, request.nvme_path)]
     rows = find_longest(trials, request.cluster, [nodes * gpus])
     fits = [(fit, row.checkpointing) for row in rows if (fit := row.fits[nodes * gpus])]
-    return max(fits, key=lambda found: found[0].plan.seq_len)
+    return max(fits, key=lambda candidate: candidate[0].plan.seq_len)
 
 
 if __name__ == "__main__":

@@ -94,10 +94,10 @@ def estimate(args: argparse.Namespace, interconnect: Interconnect, gpus: int) ->
 
 def lines_of(points: list[Point]) -> dict[tuple[str, str], dict[int, Point]]:
     """Return the points by network and stage, then by number of GPUs."""
-    found: dict[tuple[str, str], dict[int, Point]] = {}
+    lines: dict[tuple[str, str], dict[int, Point]] = {}
     for point in points:
-        found.setdefault((point.network, point.stage), {})[point.gpus] = point
-    return found
+        lines.setdefault((point.network, point.stage), {})[point.gpus] = point
+    return lines
 
 
 def print_table(points: list[Point], args: argparse.Namespace) -> None:
