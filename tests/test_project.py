@@ -25,8 +25,8 @@ PACKAGE = ROOT / "llmscale"
 LAYERS = (
     *("__init__", "keys", "limits", "suggestions", "errors", "untrusted", "files", "terminal", "error_handling"),
     *("architecture", "config", "memory", "planning", "model"),
-    *("engine", "dry_run", "data", "checkpoint", "evaluate", "training", "report", "cluster", "cli", "api", "train"),
-    "__main__",
+    *("engine", "dry_run", "data", "checkpoint", "evaluate", "numerics", "training", "report", "cluster", "cli"),
+    *("api", "train", "__main__"),
 )
 #: Answer without torch: modules, or packages as a whole.
 TORCH_FREE = (

@@ -15,6 +15,7 @@ from llmscale.cli.flags import add_timeout
 from llmscale.config.command_line import Need, flag, local_path, nonblank, whole_number
 from llmscale.config.hardware import INTERCONNECTS, get_interconnect
 from llmscale.config.user_paths import check_output_file, write_output_file
+from llmscale.limits import MAX_GPUS_PER_NODE
 from llmscale.terminal.colour import Style, paint
 from llmscale.terminal.human_numbers import count_nouns, with_singulars
 from llmscale.terminal.table import output_width
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 _COLOURS: dict[Status, Style] = {"ok": "green", "warn": "yellow", "fail": "red"}
 _MAX_WIDTH = 120
 _LEAST_TEXT = 24
+#: Ranks of --numerics on a machine without GPUs.
+_RANKS_ON_CPU = 2
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
@@ -46,6 +49,13 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     flag(parser, "--run-config FILE", "run file to check (train.py's --config)", local_path)
     flag(parser, "--json", "print the rows as JSON")
     flag(parser, "--no-network-test", "leave out the timed all-reduce")
+    flag(parser, "--numerics", "instead compare what the run's engine computes with the truth, on the run's own ranks")
+    flag(
+        parser,
+        "--ranks N",
+        "ranks of --numerics on this machine; default: its GPUs, else 2",
+        whole_number(1, MAX_GPUS_PER_NODE),
+    )
     networks = ", ".join(network.name for network in INTERCONNECTS)
     text = f"expected network between hosts, to compare the all-reduce with: {networks}"
     flag(parser, "--interconnect NAME", text, nonblank)
@@ -55,6 +65,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     parser.needs = [
         Need("interconnect", "with --no-network-test", lambda args: not args.no_network_test),
         Need("fixed", "--ds FILE"),
+        Need("ranks", "--numerics"),
         Need("force", "--fixed FILE"),
     ]
     parser.passes_on = "train.py"
@@ -64,6 +75,8 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 def _run(args: argparse.Namespace) -> int:
     if args.fixed is not None:
         return _write_fixed(args.ds, args.fixed, overwrite=args.force)
+    if args.numerics:
+        return _prove_numbers(args)
     from llmscale.cluster.doctor.diagnose import diagnose
     from llmscale.cluster.doctor.report import worst
 
@@ -73,6 +86,36 @@ def _run(args: argparse.Namespace) -> int:
     else:
         _print_table(diagnosis)
     return 1 if worst(diagnosis.rows) == "fail" else 0
+
+
+def _prove_numbers(args: argparse.Namespace) -> int:
+    """Check the run's numbers on its ranks, print the report, and return 1 if a link is wrong. Raises LlmscaleError."""
+    from llmscale.cluster.doctor.machine import list_gpus
+    from llmscale.cluster.hostfile import parse_hostfile
+    from llmscale.cluster.launch.ranks import find_port
+    from llmscale.cluster.remote import HostRunner
+    from llmscale.numerics.prove import prove
+    from llmscale.numerics.report import table_lines
+
+    flags = _train_flags(args)
+    if args.ds is not None and not args.flags and args.run_config is None:
+        flags += ["--ds", str(args.ds)]
+    hosts = {host.name: host.slots for host in parse_hostfile(args.hostfile)} if args.hostfile else {}
+    if not hosts:
+        hosts = {"localhost": args.ranks or len(list_gpus(args.timeout)[0]) or _RANKS_ON_CPU}
+    report = prove(
+        HostRunner().modules,
+        hosts,
+        flags,
+        master="127.0.0.1" if len(hosts) == 1 else next(iter(hosts)),
+        find_port=lambda: find_port(args.port)[0],
+    )
+    if args.json:
+        print(json.dumps({**asdict(report), "setting": report.setting}, indent=1))
+    else:
+        for line in table_lines(report):
+            print(make_visible(line))
+    return 1 if report.first_wrong else 0
 
 
 def _write_fixed(path: Path, out: Path, *, overwrite: bool) -> int:
@@ -97,6 +140,23 @@ def _write_fixed(path: Path, out: Path, *, overwrite: bool) -> int:
 
 def _question(args: argparse.Namespace) -> DoctorOptions:
     from llmscale.cluster.doctor.diagnose import DoctorOptions
+
+    flags = _train_flags(args)
+    network = get_interconnect(args.interconnect) if args.interconnect else None
+    return DoctorOptions(
+        hostfile=args.hostfile,
+        ds=args.ds,
+        train_flags=tuple(flags),
+        port=args.port,
+        network_test=not args.no_network_test,
+        # The rate of one adapter: a host with one per GPU is faster than promised.
+        promised_bytes_per_s=network.bytes_per_s if network else None,
+        timeout_s=args.timeout,
+    )
+
+
+def _train_flags(args: argparse.Namespace) -> list[str]:
+    """Return the flags of the run to check; empty without a run. Raises ConfigError."""
     from llmscale.config.deepspeed.resolve import load_ds_config
     from llmscale.config.run_config import load_run_file, parse_run_flags
 
@@ -111,17 +171,7 @@ def _question(args: argparse.Namespace) -> DoctorOptions:
         flags = ["--config", str(args.run_config), *flags]
     if flags and args.ds is not None:
         flags += ["--ds", str(args.ds)]
-    network = get_interconnect(args.interconnect) if args.interconnect else None
-    return DoctorOptions(
-        hostfile=args.hostfile,
-        ds=args.ds,
-        train_flags=tuple(flags),
-        port=args.port,
-        network_test=not args.no_network_test,
-        # The rate of one adapter: a host with one per GPU is faster than promised.
-        promised_bytes_per_s=network.bytes_per_s if network else None,
-        timeout_s=args.timeout,
-    )
+    return flags
 
 
 def _as_plain(diagnosis: Diagnosis) -> dict[str, object]:
