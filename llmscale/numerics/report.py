@@ -144,16 +144,21 @@ def _row_line(row: Row) -> str:
     return f"{line}  WRONG  {row.parameter}, step {row.step}" if row.verdict == "wrong" else line
 
 
+def describe_wrong(row: Row) -> str:
+    """Return sentences about a wrong comparison, without its step."""
+    where = "" if row.parameter == "all" else f", first {row.parameter}"
+    size = "" if row.share is None else f", {row.share:.3g} times what is allowed"
+    note = f" ({row.note})" if row.note else ""
+    rank = "" if row.rank is None else f" Only rank {row.rank} is wrong."
+    return f"{_WRONG[row.link]}{where}{size}{note}.{rank}"
+
+
 def _verdict_lines(report: Report) -> list[str]:
     first = report.first_wrong
     if first is None:
         nearest = max((row for one in report.passes for row in one.rows), key=lambda row: row.share or 0.0)
         return [f"RIGHT: every link is within what rounding explains, at most {nearest.share or 0:.2f} of it."]
-    where = "" if first.parameter == "all" else f", first {first.parameter}"
-    size = "" if first.share is None else f", {first.share:.3g} times what is allowed"
-    note = f" ({first.note})" if first.note else ""
-    rank = "" if first.rank is None else f" Only rank {first.rank} is wrong."
-    lines = [f"WRONG: {_WRONG[first.link]}{where} in step {first.step}{size}{note}.{rank}"]
+    lines = [f"WRONG in step {first.step}: {describe_wrong(first)}"]
     wrong = ", ".join(attempt.setting for attempt in report.tries if attempt.verdict == "wrong")
     if report.setting:
         lines.append(f"Right with: {report.setting}.")
