@@ -66,6 +66,10 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         Need("interconnect", "with --no-network-test", lambda args: not args.no_network_test),
         Need("fixed", "--ds FILE"),
         Need("ranks", "--numerics"),
+        Need("ranks", "with --hostfile", lambda args: args.hostfile is None),
+        Need("numerics", "with --fixed", lambda args: args.fixed is None),
+        Need("interconnect", "with --numerics", lambda args: not args.numerics),
+        Need("no_network_test", "with --numerics", lambda args: not args.numerics),
         Need("force", "--fixed FILE"),
     ]
     parser.passes_on = "train.py"

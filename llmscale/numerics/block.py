@@ -103,7 +103,9 @@ def cut_block(case: Case, world_size: int, *, on_gpu: bool) -> Block:
     update |= _shorter(case, full, seq_len, sequences * seq_len)
     micro_steps = min(full.plan.gradient_accumulation_steps, case.micro_steps)
     groups = ranks.data_parallel_size
-    fillers = int(groups > 1 and full.plan.computed(full.plan.global_batch_size) > full.plan.global_batch_size)
+    # Without accumulation none: a rank without gradients would hide what it does to them.
+    has_fillers = full.plan.computed(full.plan.global_batch_size) > full.plan.global_batch_size
+    fillers = int(has_fillers and groups > 1 and micro_steps > 1)
     update |= {
         "micro_batch_size": sequences,
         "global_batch_size": sequences * (micro_steps * groups - fillers),

@@ -127,7 +127,7 @@ def _describe(block: Block, case: Case) -> str:
     return (
         f"{resolved.precision}: {resolved.shape.n_layer} of {full.shape.n_layer} layers, width {full.shape.n_embd}, "
         f"vocabulary {resolved.shape.vocab_size:,}, {plan.ranks.world_size} x {plan.gradient_accumulation_steps} "
-        f"micro-batches{fillers} of {plan.micro_batch_size} x {plan.seq_len} tokens{clip}, {case.steps} steps"
+        f"micro-batches of {plan.micro_batch_size} x {plan.seq_len} tokens{fillers}{clip}, {case.steps} steps"
     )
 
 
@@ -162,8 +162,8 @@ def _check_steps(
         clock.mark("plain model")
         comparison = _Comparison(watched, truth, near, probe.starts)
         means = MeanGradients(watched, probe)
-        found = judge.judge(step, block.lr, gradient_norm(engine), comparison.seen(means))
-        findings += [*comparison.findings(step), _compare_losses(step, watched, loss, truth, near), *found]
+        links = judge.judge(step, block.lr, gradient_norm(engine), comparison.seen(means))
+        findings += [*comparison.findings(step), _compare_losses(step, watched, loss, truth, near), *links]
         clock.mark("comparison")
     probe.close()
     return findings
@@ -285,7 +285,7 @@ def _compare_losses(step: int, watched: Watched, loss: Tensor, truth: Gradients,
     return Finding(step, "loss", "all", abs(engine - plain), bound, f"{engine:.6f} for {plain:.6f}")
 
 
-def kind_of(name: str) -> str:
+def _pool_of(name: str) -> str:
     """Return a parameter's name without the number of its block."""
     return re.sub(r"^blocks\.\d+\.", "blocks.*.", name)
 
@@ -330,13 +330,13 @@ class _Comparison:
         pooled: dict[str, float] = {}
         for index, name in enumerate(watched.shapes):
             share = float(rounding[index].sqrt() / sizes[index])
-            pooled[kind_of(name)] = max(pooled.get(kind_of(name), 0.0), share)
+            pooled[_pool_of(name)] = max(pooled.get(_pool_of(name), 0.0), share)
         note = _common_factor(float(product.sum()), float(size.sum()), float(square.sum()))
         plan = watched.resolved.plan
         # A kernel may add up the tokens of a micro-batch one after the other, in fp32.
         serial = 0.5 * UNIT * math.sqrt(plan.micro_batch_size * plan.seq_len)
         unit = _UNITS[watched.resolved.precision]
-        bounds = torch.tensor([_FACTOR * (pooled[kind_of(name)] + unit / 2) + serial for name in watched.shapes])
+        bounds = torch.tensor([_FACTOR * (pooled[_pool_of(name)] + unit / 2) + serial for name in watched.shapes])
         shares = watched.gather(torch.stack(self._own)).sqrt() / sizes / bounds
         rank = None if self._is_divided else wrong_alone(shares)
         return [

@@ -42,7 +42,7 @@ def choose_strides(elements: Mapping[str, int], copies: int, budget_bytes: int) 
 def select(part: Tensor, start: int, stride: int) -> tuple[Tensor, int]:
     """Return the selected elements of a flat part that begins at element `start`, and the number of those before it."""
     offset = -start % stride
-    return part.detach().view(-1)[offset::stride], (start + offset) // stride
+    return part.detach().reshape(-1)[offset::stride], (start + offset) // stride
 
 
 @dataclass
