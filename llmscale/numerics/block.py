@@ -15,7 +15,8 @@ from llmscale.config.deepspeed.resolve import DsConfig, read_ds_config
 from llmscale.config.deepspeed.schema import Precision
 from llmscale.config.hf_model import is_published, read_published_model, with_published_shape
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run, with_ds_keys
-from llmscale.config.run_config import RunConfig, parse_run_config
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.config.run_config import RunConfig
 
 #: Samples of the data that a check pretends to have: more than any schedule needs.
 _SAMPLES = 10**9
@@ -40,9 +41,9 @@ class Case:
     micro_steps: int = _MICRO_STEPS
     steps: int = 2
     math_attention: bool = False
-    """Whether attention takes torch's plain kernel."""
+    """True if attention takes torch's plain kernel."""
     one_chunk: bool = False
-    """Whether the loss of a micro-batch is computed at once."""
+    """True if the loss of a micro-batch is computed at once."""
     vocab_size: int = 1000
     seq_len: int | None = None
     """Tokens of a sequence; None for as many as the machine computes in seconds."""

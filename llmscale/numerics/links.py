@@ -85,7 +85,7 @@ def first_wrong(findings: Iterable[Finding]) -> Finding | None:
 
 @dataclass(frozen=True)
 class Watched:
-    """What is watched, and on which ranks. Sums over ranks go through gloo, not through the network that is checked."""
+    """Watched parameters and ranks. Sums over ranks go through gloo, not through the network that is checked."""
 
     config: RunConfig
     resolved: ResolvedRun

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmscale.architecture.shape import GPTShape, rotary_factor, rotary_frequencies
+from llmscale.architecture.rope_scaling import rotary_factor, rotary_frequencies
+from llmscale.architecture.shape import GPTShape
 from llmscale.config.loss_settings import LossSettings
 
 

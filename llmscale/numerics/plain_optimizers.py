@@ -22,7 +22,7 @@ _ADAFACTOR_FACTOR = 50.0
 
 @dataclass(frozen=True)
 class Rule:
-    """What a run's flags say about one parameter."""
+    """Settings of one parameter in a run's flags."""
 
     lr_factor: float
     weight_decay: float

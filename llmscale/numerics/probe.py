@@ -5,7 +5,7 @@ reduced, or values that are not unscaled, depending on stage and precision. The 
 autograd's gradients of the parameters, and the step of the optimizer that DeepSpeed wraps, which gets gradients
 reduced, unscaled and clipped.
 
-Of large models every n-th element is copied. Any element then stands for its neighbours, and memory is bounded.
+Of large models every n-th element is copied. Memory is bounded then.
 """
 
 from __future__ import annotations

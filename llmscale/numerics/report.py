@@ -1,4 +1,4 @@
-"""What a check found, as a table for a reader and as JSON. No torch."""
+"""Report a check as a table for a reader, and as JSON. No torch."""
 
 from __future__ import annotations
 

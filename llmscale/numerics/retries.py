@@ -1,4 +1,4 @@
-"""Settings with which a wrong check is repeated, until one makes the difference: the likeliest and cheapest first."""
+"""Check a run in its precision and in fp32; repeat what is wrong with other settings until one makes the difference."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from llmscale.config.deepspeed.resolve import DsConfig
-from llmscale.engine.process_group import is_gpu
+from llmscale.engine.process_group import World, is_gpu
+from llmscale.errors import ConfigError
 from llmscale.numerics.block import Case
-from llmscale.numerics.report import LAST
+from llmscale.numerics.check import CaseResult, check_case
+from llmscale.numerics.report import LAST, Report, Try
 
 _Change = Callable[[Case], Case]
 
@@ -89,6 +91,7 @@ _CHANGES: dict[str, _Change] = {
     "--optimizer adamw": _with_keys(optimizer="adamw"),
     "--precision fp32": lambda case: case if case.chosen_precision == "fp32" else replace(case, precision="fp32"),
 }
+#: The likeliest and cheapest first.
 _OF_ENGINE = (
     "overlap_comm off",
     "gradient accumulation 1",
@@ -124,3 +127,32 @@ def changed_cases(case: Case, settings: tuple[str, ...]) -> Iterator[tuple[str, 
         changed = _CHANGES[setting](case)
         if changed != case:
             yield setting, changed
+
+
+def check_run(case: Case, world: World, tries: tuple[str, ...] | None) -> Report:
+    """Check a run in its own precision and in fp32, and try other settings for the first wrong one. Collective."""
+    results = [(case, check_case(case, world))]
+    if results[0][1].precision != "fp32":
+        # Another size of vocabulary, without padding.
+        in_fp32 = replace(case, precision="fp32", vocab_size=1024)
+        results.insert(0, (in_fp32, check_case(in_fp32, world)))
+    passes = tuple(result.summary for _, result in results)
+    wrong = next((pair for pair in results if pair[1].summary.first_wrong), None)
+    return Report(passes) if wrong is None else Report(passes, _try_settings(*wrong, world, tries))
+
+
+def _try_settings(case: Case, result: CaseResult, world: World, tries: tuple[str, ...] | None) -> tuple[Try, ...]:
+    """Repeat a wrong case with other settings until one is right, up to its first wrong step. Collective."""
+    first = result.summary.first_wrong
+    assert first is not None
+    settings = settings_for(first.link, world.world_size) if tries is None else tries
+    done: list[Try] = []
+    for setting, changed in changed_cases(replace(case, steps=first.step), settings):
+        try:
+            again = check_case(changed, world)
+        except ConfigError:
+            continue  # the run cannot have it
+        done.append(Try(setting, "wrong" if again.summary.first_wrong else "right"))
+        if done[-1].verdict == "right":
+            break
+    return tuple(done)

@@ -20,7 +20,7 @@ from llmscale.engine.process_group import World, join_world
 from llmscale.numerics.block import read_case
 from llmscale.numerics.check import check_case
 from llmscale.numerics.links import LINKS, first_wrong
-from llmscale.numerics.prove import check_run
+from llmscale.numerics.retries import check_run
 from tests.numerics.honest import with_own_ds
 from tests.numerics.mutants import MUTANTS, planted
 from tests.rank_end import end_rank

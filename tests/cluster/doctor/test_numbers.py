@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from llmscale.cli.main import main
+from llmscale.cluster.doctor import numbers
 from llmscale.errors import ConfigError, MachineError
 from llmscale.numerics.links import LINKS, Finding, first_wrong
-from llmscale.numerics.prove import prove
 from llmscale.numerics.report import ONE_RANK, Pass, Report, Try, as_row, table_lines, worst_rows
 
 FLAGS = ("--n-layer", "2", "--n-head", "2", "--n-embd", "32", "--ds", "zero2", "--precision", "bf16")
@@ -86,27 +86,33 @@ class Reply:
         return self.stdout
 
 
-def test_one_rank_is_tried_after_the_settings_of_all_and_before_another_stage() -> None:
+def answer_with(monkeypatch: pytest.MonkeyPatch, reply: Callable[[str, dict], Reply]) -> None:
+    """Let `reply` answer in place of every host."""
+
+    def ask(module: str, requests: Mapping[str, dict], timeout_s: float) -> dict[str, Reply]:
+        return {host: reply(host, request) for host, request in requests.items()}
+
+    monkeypatch.setattr(numbers, "ask_hosts", ask)
+
+
+def test_one_rank_is_tried_after_the_settings_of_all_and_before_another_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong, asked = finding("norm", 5.0), []
     broken = {"precision": "bf16", "description": "", "rows": [], "seconds": {}, "first_wrong": vars(as_row(wrong))}
     right = {**broken, "first_wrong": None}
 
-    def run(module: str, arguments: Mapping[str, Sequence[str]], timeout_s: float) -> dict[str, Reply]:
-        requests = {host: json.loads(words[0]) for host, words in arguments.items()}
-        asked.append({host: (request["first_rank"], request["ranks"]) for host, request in requests.items()})
-        one = right if next(iter(requests.values()))["world_size"] == 1 else broken
-        line = "llmscale-numerics " + json.dumps({"passes": [one], "tries": []})
-        return {host: Reply(line if not number else "") for number, host in enumerate(arguments)}
+    def reply(host: str, request: dict) -> Reply:
+        asked.append((host, request["ranks"], request["tries"]))
+        one = right if request["world_size"] == 1 else broken
+        return Reply("llmscale-numerics " + json.dumps({"passes": [one], "tries": []}))
 
-    report = prove(run, {"a": 2, "b": 3}, (), master="a", find_port=lambda: 1)
-    assert asked == [{"a": (0, 2), "b": (2, 3)}, {"a": (0, 1)}]
+    answer_with(monkeypatch, reply)
+    report = numbers.prove({"a": 2, "b": 3}, ())
+    assert asked == [("a", [0, 1], None), ("b", [2, 3, 4], None), ("a", [0], ())]
     assert report.setting == ONE_RANK
 
 
 @pytest.mark.parametrize(("code", "error"), [(2, ConfigError), (1, MachineError)])
-def test_ranks_that_fail_are_no_report(code: int, error: type[Exception]) -> None:
-    def run(module: str, arguments: Mapping[str, Sequence[str]], timeout_s: float) -> dict[str, Reply]:
-        return {host: Reply("error: no such thing", code) for host in arguments}
-
+def test_ranks_that_fail_are_no_report(monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception]) -> None:
+    answer_with(monkeypatch, lambda host, request: Reply("error: no such thing", code))
     with pytest.raises(error, match="no such thing"):
-        prove(run, {"a": 1}, (), master="a", find_port=lambda: 1)
+        numbers.prove({"a": 1}, ())
