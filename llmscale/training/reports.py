@@ -44,6 +44,7 @@ from llmscale.error_handling import say
 from llmscale.evaluate.generate import SamplingSettings, encode_prompt, generate_text
 from llmscale.evaluate.scoring import Row, RowScore, batches_by_length, in_order, score_batch
 from llmscale.evaluate.tasks import EncodedTask, TaskFile, encode_task
+from llmscale.numerics.first_steps import FirstSteps
 from llmscale.planning.recommend import largest_preset
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.training.inputs import DEMO_TEXT, parse_skip
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
+#: Steps of this start that --check-numerics compares, if fp16 skips none.
+_COMPARED_STEPS = 2
 #: Steps of this start after which memory is measured: DeepSpeed allocates more after the first.
 _MEASURED_STEP = 2
 
@@ -267,6 +270,58 @@ class ReportStartup(StepAction):
         seconds = {**self._run.startup_s, "first step": time.perf_counter() - self._began}
         phases = " + ".join(f"{name} {taken:.1f}" for name, taken in seconds.items())
         self._io.report(f"start-up: {phases} = {sum(seconds.values()):.1f} s")
+
+
+class CheckNumerics(StepAction):
+    """Compares the first steps of this start with plain arithmetic, and prints one line."""
+
+    def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
+        self._run, self._engine, self._io = run, engine, io
+        self._watch: FirstSteps | None = None
+        self._left = _COMPARED_STEPS
+
+    def begin(self, step: int) -> None:
+        run = self._run
+        if step >= run.resolved.total_steps:
+            return
+        self._watch = FirstSteps(
+            run.config,
+            run.resolved,
+            self._engine.deepspeed,
+            run.world.control,
+            micro_steps=run.micro_steps(step),
+            is_compiled=self._engine.compiler is not None,
+            is_new=run.state is None,
+        )
+        size = self._watch.copies_bytes / 2**30
+        share = self._watch.share_copied
+        self._io.report(
+            f"--check-numerics copies {share:.0%} of the weights and their gradients: {size:.2f} GiB a rank"
+        )
+
+    def due(self, step: int) -> bool:
+        return self._watch is not None
+
+    def run(self, result: StepResult) -> None:
+        watch = self._watch
+        assert watch is not None
+        if result.was_skipped:
+            watch.skip()
+            return
+        step = result.step - 1
+        with self._engine.meter.pause("profiling"):
+            watch.judge(step, self._run.resolved.schedule.learning_rate(step))
+        self._left -= 1
+        if not self._left or result.step == self._run.resolved.total_steps:
+            self.close()
+            line = watch.describe()
+            self._io.report(line)
+            self._io.log_event("numerics", step=result.step, result=line)
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
 
 class ReportCompilation(StepAction):
