@@ -111,10 +111,9 @@ def _check_memory(start: Start, request: ProbeRequest) -> Iterator[CheckRow]:
     if not gpus:
         return
     smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
-    slots = request.hosts[request.host]
-    nodes, rest = divmod(request.world_size, slots)
+    nodes, rest = divmod(request.world_size, request.slots)
     # Hosts of different sizes: offloaded states are then not compared with the host's memory.
-    nodes, per_node, host_bytes = (request.world_size, 1, None) if rest else (nodes, slots, host_memory_bytes())
+    nodes, per_node, host_bytes = (request.world_size, 1, None) if rest else (nodes, request.slots, host_memory_bytes())
     gpu = measured_gpu(smallest.name, smallest.memory_bytes, None)
     fit = evaluate(start.resolved, Cluster(gpu, per_node, num_nodes=nodes, host_bytes=host_bytes))
     change = None if fit.fits else find_smallest_change(fit.step, fit.cluster)
