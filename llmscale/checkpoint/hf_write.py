@@ -39,9 +39,19 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 #: Names that `llmscale export` writes, tokenizers' files included, and the only ones that --overwrite deletes.
 _FILE_NAMES = (
-    *(CONFIG_NAME, GENERATION_NAME, CARD_NAME, WEIGHTS_NAME, INDEX_NAME),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model"),
+    CONFIG_NAME,
+    GENERATION_NAME,
+    CARD_NAME,
+    WEIGHTS_NAME,
+    INDEX_NAME,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
 )
 #: Line in every exported model card.
 CARD_MARK = "- llmscale"
