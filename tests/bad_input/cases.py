@@ -452,7 +452,7 @@ RUNS = [
     ("train --data none", r"none does not exist. Make it with `llmscale data prepare --input PATH"),
     ("train --data adir", r"adir is empty. Make it with `llmscale data prepare --input PATH"),
     ("train --data empty", r"empty is a file; --data takes the folder"),
-    ("train --data texts", r"is not a prepared dataset: it has no manifest.json. Make it with"),
+    ("train --data texts", r"is not a prepared dataset: it has no manifest.json. If it holds text"),
     ("train --data damaged", r"manifest.json is not JSON"),
     ("train --seq-len 64", r"seq_len 64 does not match the dataset in .*, whose samples have 32 tokens"),
     (

@@ -389,12 +389,17 @@ def _explain_missing(folder: Path) -> str:
         return f"Data folder {folder} does not exist{note}. {make}"
     if not any(folder.iterdir()):
         return f"Data folder {folder} is empty{note}. {make}"
+    if (folder.parent / MANIFEST_NAME).is_file():
+        return f"{folder} is a part of the dataset in {folder.parent}. Give that folder."
     if (folder / "index.json").exists() or any(folder.glob("*/index.json")):
         return (
             f"{folder} holds MDS shards but no {MANIFEST_NAME}: they were not written by `llmscale data prepare`, so "
             "their tokenizer and windows are unknown. Prepare the dataset from its text."
         )
-    return f"{folder} is not a prepared dataset: it has no {MANIFEST_NAME}. {make}"
+    return (
+        f"{folder} is not a prepared dataset: it has no {MANIFEST_NAME}. If it holds text, train on it with `--text "
+        f"{folder}`, or make a dataset with `llmscale data prepare --input {folder} --out OUT`."
+    )
 
 
 def get_split(manifest: Manifest, split: str, where: str) -> SplitManifest:
