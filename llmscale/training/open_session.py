@@ -24,7 +24,7 @@ from llmscale.terminal.status_line import REPEAT_S, StatusLine
 from llmscale.terminal.table import output_width, wrap_line
 from llmscale.training.inputs import as_plain
 from llmscale.training.live_run import Engine, RecentSteps, Run, RunIO
-from llmscale.training.live_view import Display, open_display
+from llmscale.training.live_view import open_display
 from llmscale.training.loss_spikes import RollbackRequest
 from llmscale.training.metrics import MetricsLog, StartedTrackers, start_trackers
 from llmscale.training.publish_run import RunPublisher, find_unpublished, open_publisher
@@ -255,14 +255,10 @@ def _start_trackers(start: Start, world: World) -> StartedTrackers:
 
 def _open_log(start: Start, meter: StepMeter, trackers: StartedTrackers, stop: StopRequest) -> MetricsLog:
     """Open the log with its display, which is closed however the process ends."""
-    display = _open_display(start, meter)
-    stop.before_sudden_end.append(display.close)
-    stop.before_early_end.insert(0, display.close)
-    return MetricsLog(start.config.run, start.resolved.total_steps, trackers.trackers, display)
-
-
-def _open_display(start: Start, meter: StepMeter) -> Display:
     resolved, ranks = start.resolved, start.resolved.plan.ranks.world_size
     words = [start.config.run.name, start.config.model, f"ZeRO-{resolved.zero_stage}", resolved.precision]
     title = " · ".join([*words, f"{ranks} rank{'s' if ranks > 1 else ''}"])
-    return open_display(title, resolved.total_steps, meter, plain=start.config.plain, variables=os.environ)
+    display = open_display(title, resolved.total_steps, meter, plain=start.config.plain, variables=os.environ)
+    stop.before_sudden_end.append(display.close)
+    stop.before_early_end.insert(0, display.close)
+    return MetricsLog(start.config.run, start.resolved.total_steps, trackers.trackers, display)

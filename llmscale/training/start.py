@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from llmscale.architecture.attention_kernels import ComputeCapability
@@ -201,14 +200,10 @@ def lines_at_end(start: Start) -> list[str]:
     if source is None or state is None or not start.is_finished:
         return []
     end = f"finished at step {state.step} of {start.resolved.total_steps}; run folder: {shown(run)}"
-    is_done = source.find_damage() is None and _is_settled(source.path, run)
-    return [*finished_lines(state, start), end] if is_done else []
-
-
-def _is_settled(checkpoint: Path, run: Path) -> bool:
-    """Return whether this disk or the run's store has all of a checkpoint: the ranks need not meet."""
-    pieces = load_pieces(checkpoint)
-    return pieces.remote is not None if pieces else url_of(run) is None
+    pieces = load_pieces(source.path)
+    # All of it is on this disk, or in the run's store: the ranks need not meet.
+    is_settled = pieces.remote is not None if pieces else url_of(run) is None
+    return [*finished_lines(state, start), end] if is_settled and source.find_damage() is None else []
 
 
 def hyperparameters(run: Start) -> dict[str, object]:
@@ -368,17 +363,13 @@ def explain_out_of_memory(
         return lines[0]
     lines.append(f"  {estimate_line(estimate, gpu_bytes)}")
     lines.append(f"  {_advice(run, estimate, gpu_bytes, capability)}")
-    if gpu_bytes is not None and _is_lost_between_tensors(estimate, gpu_bytes):
+    would_fit = gpu_bytes is not None and estimate.allocated_bytes + CONTEXT_BYTES <= gpu_bytes
+    if would_fit and "expandable_segments" not in allocator_settings(os.environ):
         lines.append(
             f"  or first {ALLOCATOR_VARIABLES[0]}={EXPANDABLE_SEGMENTS}: all tensors together would fit, and the "
             "allocator loses less memory between them with it"
         )
     return "\n".join(lines)
-
-
-def _is_lost_between_tensors(estimate: MemoryEstimate, gpu_bytes: int) -> bool:
-    fits = estimate.allocated_bytes + CONTEXT_BYTES <= gpu_bytes
-    return fits and "expandable_segments" not in allocator_settings(os.environ)
 
 
 def _advice(run: Start, estimate: MemoryEstimate, gpu_bytes: int | None, capability: ComputeCapability | None) -> str:

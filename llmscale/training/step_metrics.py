@@ -86,7 +86,9 @@ class StepMetrics:
     loss_scale: float | None = metric(
         " | scale {:g}",
         chart=Chart(
-            *("Optimisation", "Loss scale", "fp16"),
+            "Optimisation",
+            "Loss scale",
+            "fp16",
             is_smoothed=False,
             is_positive=True,
             is_stepped=True,
