@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from importlib import resources
 
 #: In this order; each uses what those before it define.
-_SCRIPTS = ("numbers.js", "elements.js", "chart.js", "chart_list.js", "tables.js", "main.js")
+_SCRIPTS = ("numbers.js", "elements.js", "chart.js", "tables.js", "main.js")
 _STYLES = ("uplot/uPlot.min.css", "page.css")
 #: Characters that could end a script element, or begin a comment in one.
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}

@@ -37,7 +37,7 @@ addEventListener("load", () => setTimeout(() => {
     { clientX: box.left + box.width * part, clientY: box.top + 20, bubbles: true, button: 0, movementX: 9 }));
   mouse(over, "mouseenter", 0.5);
   mouse(over, "mousemove", 0.5);
-  const tip = document.querySelector(".tip").textContent;
+  const tip = document.querySelector(".u-legend").textContent;
   const heads = () => [...document.querySelectorAll("button.head")];
   const cells = () => heads().slice(0, 1).flatMap((head) => [...head.closest("table").tBodies[0].rows])
     .map((row) => row.cells[0].textContent);

@@ -16,10 +16,6 @@ const COLOURS = {
   light: ["#0072b2", "#d55e00", "#00805d", "#b3478f", "#8a6d00", "#3aa0dc", "#5b3fa0", "#4d4d4d"],
   dark: ["#58b4f0", "#ff8f3f", "#2ed3a3", "#f09ac9", "#f0e442", "#a9dcff", "#b9a2ff", "#c4c9cf"],
 };
-const PHASE_COLOURS = {
-  light: ["#d55e00", "#5aa7d6", "#0b5c8f", "#a7adb5"],
-  dark: ["#ff8f3f", "#6fbaf0", "#2b7fc0", "#6a727c"],
-};
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
 
 const theme = () => document.documentElement.dataset.theme;
@@ -27,12 +23,12 @@ const variable = (name) => getComputedStyle(document.documentElement).getPropert
 const colourOf = (index) => COLOURS[theme()][index % 8];
 const dashOf = (index) => DASHES[Math.floor(index / 8) % DASHES.length];
 
-function swatch(colour, dash, width = 2.5) {
+function swatch(colour, dash) {
   const namespace = "http://www.w3.org/2000/svg";
   const picture = document.createElementNS(namespace, "svg");
   const line = document.createElementNS(namespace, "line");
   for (const [key, value] of Object.entries({ class: "swatch", width: 24, height: 10 })) picture.setAttribute(key, value);
-  const drawn = { x1: 1, x2: 23, y1: 5, y2: 5, stroke: colour, "stroke-width": width, "stroke-dasharray": dash.join(" ") };
+  const drawn = { x1: 1, x2: 23, y1: 5, y2: 5, stroke: colour, "stroke-width": 2.5, "stroke-dasharray": dash.join(" ") };
   for (const [key, value] of Object.entries(drawn)) line.setAttribute(key, value);
   picture.append(line);
   return picture;

@@ -23,7 +23,7 @@ const linked = {
     zoom = [min, max];
     isZooming = true;
     for (const chart of charts)
-      if (chart !== source && chart.plot && chart.spec.group) chart.plot.setScale("x", { min, max });
+      if (chart !== source && chart.plot) chart.plot.setScale("x", { min, max });
     queueMicrotask(() => (isZooming = false));
     byId("whole").disabled = false;
   },
@@ -42,18 +42,26 @@ function drawAll() {
   main.style.minHeight = `${main.offsetHeight}px`;
   main.replaceChildren(summary(data.runs));
   section("All runs", allRuns(data.listed, view));
-  const list = new ChartList(data, view);
-  const sections = new Map();
-  for (const spec of list.all()) {
-    if (!sections.has(spec.section)) sections.set(spec.section, section(spec.section, element("div", { class: "charts" })).lastChild);
-    charts.push(new Chart(spec, sections.get(spec.section), linked));
+  view.halfLife = Math.max(1, ...data.runs.map((run) => run.axis.steps.at(-1))) * 0.08 * (view.smoothing / 100) ** 2.5;
+  view.xLabel = X_AXES[view.axis].label;
+  const marks = drawnMarks(data.runs, view), sections = new Map();
+  for (const chart of data.charts) {
+    const curves = drawnCurves(chart, data.runs, view);
+    if (!curves.length) continue;
+    if (!sections.has(chart.section)) sections.set(chart.section, section(chart.section, element("div", { class: "charts" })).lastChild);
+    charts.push(new Chart(chart, curves, marks, view, sections.get(chart.section), linked));
+  }
+  if (charts.length) {
+    charts[0].card.classList.add("wide");
+    charts[0].hasWords = true;
   }
   for (const box of sections.values()) {
     const narrow = [...box.children].filter((card) => !card.classList.contains("wide"));
     if (narrow.length % 2) narrow.at(-1).classList.add("wide");
   }
   isZooming = true;
-  charts.forEach((chart) => chart.draw(chart.spec.group ? zoom : null));
+  const whole = wholeAxis();
+  charts.forEach((chart) => chart.draw(zoom || whole));
   queueMicrotask(() => (isZooming = false));
   section("Beside Chinchilla's law", lawTable(data.runs));
   section("Load of experts", expertLoads(data.runs, view.one, view.choose));
@@ -64,6 +72,13 @@ function drawAll() {
   main.style.minHeight = "";
   scrollTo(0, scrolled);
   drawControls();
+}
+
+// The part of the horizontal axis that the charts have together: all show it.
+function wholeAxis() {
+  const ends = charts.flatMap(({ curves }) => curves.map(({ xs }) => [xs[0], xs.at(-1)]));
+  const low = Math.min(...ends.map(([first]) => first)), high = Math.max(...ends.map(([, last]) => last));
+  return high > low ? [low, high] : [low - 0.5, high + 0.5];
 }
 
 function section(title, content) {
@@ -78,12 +93,12 @@ function drawControls() {
   const axes = [["steps", "steps"], ["tokens", "tokens"], ["hours", "time"], ["flops", "FLOPs"]];
   choice(byId("x-axis"), axes.map(([key, label]) => ({ key, label, why: key === "flops" && !known.length ? "no run says the shape of its model" : "" })), view.axis,
     (key) => { view.axis = key; zoom = null; drawAll(); });
-  const able = data.runs.filter((run) => run.bytes_per_token || run.validation.bits_per_byte);
+  const able = data.runs.filter((run) => run.bytes_per_token || run.validation_bytes_per_token);
   choice(byId("unit"), [{ key: "nats", label: "nats/token" }, { key: "bits", label: "bits/byte", why: able.length ? "" : data.runs[0].why_no_bytes_per_token }], view.unit,
     (key) => { view.unit = key; drawAll(); });
   choice(byId("theme"), [["auto", "auto"], ["light", "light"], ["dark", "dark"]].map(([key, label]) => ({ key, label })), view.theme,
     (key) => { view.theme = key; drawAll(); });
-  byId("half-life").textContent = view.smoothing > 0 ? `± ${quantity(new ChartList(data, view).halfLife, 2)} steps` : "off";
+  byId("half-life").textContent = view.smoothing > 0 ? `± ${quantity(view.halfLife, 2)} steps` : "off";
   byId("whole").disabled = !zoom;
   byId("legend").replaceChildren(...(data.runs.length > 1 ? data.runs.map(legendEntry) : []));
 }

@@ -74,7 +74,7 @@ function lawTable(runs) {
   const rows = known.map((run) => {
     const { summary: s, num_parameters: n } = run;
     const range = s.expected_loss_low == null ? "" : ` (${trimmed(s.expected_loss_low, 3)} to ${trimmed(s.expected_loss_high, 3)})`;
-    const expected = run.law.tokens.length ? `${trimmed(s.expected_loss, 4)}${range}` : "not below a uniform guess";
+    const expected = run.law.applies ? `${trimmed(s.expected_loss, 4)}${range}` : "not below a uniform guess";
     return [runLabel(run), quantity(n), quantity(s.tokens), quantity(s.tokens / n), format(s.loss), format(s.validation_loss), expected, quantity(s.optimal_parameters), quantity(s.optimal_tokens)];
   });
   const { name, source } = known[0].law;
