@@ -65,7 +65,7 @@ def build_report(folders: Sequence[Path], listed: Sequence[ListedRun] = ()) -> J
         "unit": unit,
         "notes": [*notes, *(note for run in runs for note in _notes(run, len(runs)))],
         "charts": build_charts(runs, most),
-        "runs": [_describe(run, most) for run in runs],
+        "runs": [{"index": index, **_describe(run, most)} for index, run in enumerate(runs)],
         "listed": [
             _listed(run, name, drawn) for run, name in zip(listed, _names([run.path for run in listed]), strict=True)
         ],

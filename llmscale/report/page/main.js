@@ -2,11 +2,9 @@
 
 const began = performance.now();
 const data = JSON.parse(document.getElementById("data").textContent);
-data.runs.forEach((run, index) => (run.index = index));
 const byId = (id) => document.getElementById(id);
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const view = { axis: "steps", unit: "nats", smoothing: 0, logLoss: false, hidden: new Set(), one: 0, theme: "auto", sort: null, isDown: false, filter: "" };
-view.choose = (index) => { view.one = index; drawAll(); };
+const view = { axis: "steps", unit: "nats", smoothing: 0, logLoss: false, hidden: new Set(), theme: "auto" };
 
 // report.html#axis=tokens&unit=bits&theme=dark opens with these.
 const CHOICES = { axis: Object.keys(X_AXES), unit: ["nats", "bits"], theme: ["auto", "light", "dark"] };
@@ -38,17 +36,16 @@ function drawAll() {
   const scrolled = scrollY;
   charts.forEach((chart) => chart.plot && chart.plot.destroy());
   charts = [];
-  const main = byId("main");
+  const main = byId("charts");
   main.style.minHeight = `${main.offsetHeight}px`;
-  main.replaceChildren(summary(data.runs));
-  section("All runs", allRuns(data.listed, view));
+  main.replaceChildren();
   view.halfLife = Math.max(1, ...data.runs.map((run) => run.axis.steps.at(-1))) * 0.08 * (view.smoothing / 100) ** 2.5;
   view.xLabel = X_AXES[view.axis].label;
   const marks = drawnMarks(data.runs, view), sections = new Map();
   for (const chart of data.charts) {
     const curves = drawnCurves(chart, data.runs, view);
     if (!curves.length) continue;
-    if (!sections.has(chart.section)) sections.set(chart.section, section(chart.section, element("div", { class: "charts" })).lastChild);
+    if (!sections.has(chart.section)) sections.set(chart.section, section(chart.section));
     charts.push(new Chart(chart, curves, marks, view, sections.get(chart.section), linked));
   }
   if (charts.length) {
@@ -63,12 +60,6 @@ function drawAll() {
   const whole = wholeAxis();
   charts.forEach((chart) => chart.draw(zoom || whole));
   queueMicrotask(() => (isZooming = false));
-  section("Beside Chinchilla's law", lawTable(data.runs));
-  section("Load of experts", expertLoads(data.runs, view.one, view.choose));
-  section("What happened", timeline(data.runs));
-  section("Text over time", samples(data.runs, view.one, view.choose));
-  section("Differences between the runs", differences(data));
-  section("Settings", settings(data.runs));
   main.style.minHeight = "";
   scrollTo(0, scrolled);
   drawControls();
@@ -81,11 +72,25 @@ function wholeAxis() {
   return high > low ? [low, high] : [low - 0.5, high + 0.5];
 }
 
-function section(title, content) {
-  if (!content || (Array.isArray(content) && !content.length)) return null;
-  const made = element("section", null, element("h2", null, title), content);
-  byId("main").append(made);
-  return made;
+function section(title) {
+  const box = element("div", { class: "charts" });
+  byId("charts").append(element("section", null, element("h2", null, title), box));
+  return box;
+}
+
+// A click on a head sorts its table, unknown values last; the field filters it.
+function sortBy(head) {
+  const cell = head.closest("th"), body = head.closest("table").tBodies[0], isDown = cell.ariaSort === "ascending";
+  for (const other of cell.parentNode.cells) other.removeAttribute("aria-sort");
+  cell.ariaSort = isDown ? "descending" : "ascending";
+  const valueOf = (row) => row.cells[cell.cellIndex].dataset.value ?? (cell.className === "number" ? "" : row.cells[cell.cellIndex].textContent);
+  const order = (a, b) => (a === "") - (b === "") || (isNaN(a - b) ? a.localeCompare(b) : a - b) * (isDown ? -1 : 1);
+  body.append(...[...body.rows].sort((a, b) => order(valueOf(a), valueOf(b))));
+}
+
+function filterRuns({ target }) {
+  const wanted = target.value.toLowerCase();
+  for (const row of target.closest("section").querySelector("tbody").rows) row.hidden = !row.textContent.toLowerCase().includes(wanted);
 }
 
 function drawControls() {
@@ -111,15 +116,11 @@ function legendEntry(run) {
     drawAll();
   };
   return element("button", { type: "button", "aria-pressed": String(isShown), title: run.folder, on: { click: toggle } },
-    swatch(colourOf(run.index), dashOf(run.index)), element("span", null, run.name));
+    element("i", { class: "swatch", style: `background:var(--c${run.index % 8})` }), element("span", null, run.name));
 }
 
 function begin() {
   document.documentElement.dataset.theme = dark.matches ? "dark" : "light";
-  const [first] = data.runs;
-  byId("title").textContent = data.runs.length === 1 ? first.name : `${data.runs.length} runs`;
-  byId("subtitle").textContent = `${data.runs.length === 1 ? `${first.folder} · ${first.summary.ended} · ` : ""}report of llmscale ${data.llmscale}, ${data.created.replace("T", " ").replace("+00:00", " UTC")}`;
-  if (data.notes.length) document.querySelector("header").append(element("ul", { class: "notes" }, data.notes.map((note) => element("li", null, note))));
   view.unit = data.unit;
   for (const [key, value] of new URLSearchParams(location.hash.slice(1)))
     if (Object.hasOwn(CHOICES, key) && CHOICES[key].includes(value)) view[key] = value;
@@ -136,8 +137,10 @@ function begin() {
   });
   byId("log-loss").addEventListener("change", (event) => { view.logLoss = event.target.checked; drawAll(); });
   byId("whole").addEventListener("click", linked.whole);
+  for (const head of document.querySelectorAll("button.head")) head.addEventListener("click", () => sortBy(head));
+  document.querySelector('input[type="search"]')?.addEventListener("input", filterRuns);
   dark.addEventListener("change", () => view.theme === "auto" && drawAll());
-  new ResizeObserver(() => charts.forEach((chart) => chart.resize())).observe(byId("main"));
+  new ResizeObserver(() => charts.forEach((chart) => chart.resize())).observe(byId("charts"));
   drawAll();
   // uPlot draws when this task is over.
   setTimeout(() => {

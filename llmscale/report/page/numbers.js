@@ -23,13 +23,6 @@ function quantity(value, digits = 3) {
   return trimmed(value, digits);
 }
 
-function bytes(value) {
-  if (value == null) return "–";
-  return value >= 2 ** 30 ? `${trimmed(value / 2 ** 30, 3)} GiB` : `${trimmed(value / 2 ** 20, 3)} MiB`;
-}
-
-const percent = (value) => (value == null ? "–" : `${trimmed(value * 100, 3)} %`);
-
 function duration(hours) {
   if (hours == null) return "–";
   const s = hours * 3600;
