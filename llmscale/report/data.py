@@ -92,8 +92,10 @@ def _choose_unit(runs: Sequence[ReportedRun]) -> tuple[str, list[str]]:
     unknown = [run for run in runs if run.facts.bytes_per_token is None]
     why = [f"{run.name}: bits per byte are not known, because {run.facts.why_no_bytes}." for run in unknown]
     if len(unknown) == len(runs):
-        said = "Which tokenizers the runs have is not known" if tokenizers == {None} else "The runs' tokenizers differ"
-        return "nats", [f"{said}: losses in nats per token compare only runs of the same one.", *why]
+        reason = (
+            "Which tokenizers the runs have is not known" if tokenizers == {None} else "The runs' tokenizers differ"
+        )
+        return "nats", [f"{reason}: losses in nats per token compare only runs of the same one.", *why]
     return "bits", ["The runs' tokenizers differ or are not known: losses are drawn in bits per byte.", *why]
 
 

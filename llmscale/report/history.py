@@ -354,9 +354,9 @@ def load_run_manifest(run: Path) -> Manifest | None:
     try:
         described = load_json(run / CONFIG_NAME, Rules(ConfigError, not_finite=True))
         config, resolved = described.get("config"), described.get("resolved")
-        kept = open_kept_sets(run, str(resolved.get("dataset")), "") if isinstance(resolved, dict) else None
-        if kept is not None:
-            return None if kept.recipe else kept.manifest
+        sets = open_kept_sets(run, str(resolved.get("dataset")), "") if isinstance(resolved, dict) else None
+        if sets is not None:
+            return None if sets.recipe else sets.manifest
         data = config.get("data") if isinstance(config, dict) else None
         return load_manifest(data) if isinstance(data, str) else None
     except (OSError, ConfigError, DataError):

@@ -96,18 +96,18 @@ def _label(run: Run) -> Html:
 def _summary(runs: Sequence[Run]) -> Html:
     """Return a tile for each number of one run, a row for each of several runs."""
     rows = [_numbers(run) for run in runs]
-    shown = [label for label in rows[0] if any(row[label] != _UNKNOWN for row in rows)]
+    labels = [label for label in rows[0] if any(row[label] != _UNKNOWN for row in rows)]
     if len(runs) == 1:
         return tag(
             "div",
-            *(tag("div", tag("b", rows[0][label]), tag("span", label), class_="tile") for label in shown),
+            *(tag("div", tag("b", rows[0][label]), tag("span", label), class_="tile") for label in labels),
             class_="tiles",
         )
-    columns = [("run", _NAME), *((label.partition(",")[0], _NUMBER) for label in shown), ("ended", _NAME)]
+    columns = [("run", _NAME), *((label.partition(",")[0], _NUMBER) for label in labels), ("ended", _NAME)]
     return table(
         columns,
         (
-            [_label(run), *(row[label] for label in shown), run["summary"]["ended"][:_LONGEST_END]]
+            [_label(run), *(row[label] for label in labels), run["summary"]["ended"][:_LONGEST_END]]
             for run, row in zip(runs, rows, strict=True)
         ),
     )

@@ -73,7 +73,7 @@ _SAID = {
 
 
 def _start(record: Record, before: Record) -> tuple[str, str]:
-    said = [
+    parts = [
         f"{words} {f'{show(before[key])} → ' if before.get(key, record[key]) != record[key] else ''}{show(record[key])}"
         for key, words in _SAID.items()
         if record.get(key) is not None
@@ -81,7 +81,7 @@ def _start(record: Record, before: Record) -> tuple[str, str]:
     verb = "restart" if before else "start"
     ranks, stage = record.get("world_size"), record.get("zero_stage")
     short = f"{show(ranks)} rank{'' if ranks == 1 else 's'}, stage {show(stage)}"
-    return (f"{verb}: {', '.join(said)}", short) if said else (verb, verb)
+    return (f"{verb}: {', '.join(parts)}", short) if parts else (verb, verb)
 
 
 def _lost_stretches(history: RunHistory) -> Iterator[Mark]:
@@ -103,18 +103,18 @@ _SPIKE = {"loss_z": "z-score of the loss", "grad_norm": "gradient norm", "grad_n
 
 
 def _spike(record: Record) -> tuple[str, str]:
-    said = [f"loss {as_number(record.get('loss')):.4g}"]
+    parts = [f"loss {as_number(record.get('loss')):.4g}"]
     for key, words in _SPIKE.items():
         if not math.isnan(value := as_number(record.get(key))):
-            said.append(f"{words} {value:.3g}")
-    said += [f"{key} {show(record[key])}" for key in ("samples", "checkpoint") if record.get(key) is not None]
-    return f"loss spike: {', '.join(said)}", "spike"
+            parts.append(f"{words} {value:.3g}")
+    parts += [f"{key} {show(record[key])}" for key in ("samples", "checkpoint") if record.get(key) is not None]
+    return f"loss spike: {', '.join(parts)}", "spike"
 
 
 def _nonfinite(record: Record) -> tuple[str, str]:
     known = {key: record[key] for key in ("parameters", "loss_scale") if record.get(key) is not None}
-    said = ", ".join(f"{key.replace('_', ' ')} {show(value)}" for key, value in known.items())
-    return f"NaN or infinite gradients{': ' if said else ''}{said}", "NaN"
+    parts = ", ".join(f"{key.replace('_', ' ')} {show(value)}" for key, value in known.items())
+    return f"NaN or infinite gradients{': ' if parts else ''}{parts}", "NaN"
 
 
 def _slow(record: Record) -> tuple[str, str]:
@@ -125,8 +125,8 @@ def _slow(record: Record) -> tuple[str, str]:
 
 
 def _collapsed(record: Record) -> tuple[str, str]:
-    said = [show(record.get(key)) for key in ("what", "experts", "blocks", "since")]
-    return "collapsed router: {} experts {} of blocks {} since step {}".format(*said), "router"
+    parts = [show(record.get(key)) for key in ("what", "experts", "blocks", "since")]
+    return "collapsed router: {} experts {} of blocks {} since step {}".format(*parts), "router"
 
 
 def _end(record: Record) -> tuple[str, str]:

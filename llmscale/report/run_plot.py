@@ -111,8 +111,8 @@ def _smooth(steps: np.ndarray, values: np.ndarray, half_life: float) -> np.ndarr
         for index in order:
             if np.isnan(values[index]):
                 continue
-            kept = 1.0 if last is None else 2.0 ** (-abs(steps[index] - last) / half_life)
-            total, weight, last = total * kept, weight * kept, steps[index]
+            decay = 1.0 if last is None else 2.0 ** (-abs(steps[index] - last) / half_life)
+            total, weight, last = total * decay, weight * decay, steps[index]
             sums[index] += total
             weights[index] += weight
             total, weight = total + values[index], weight + 1
