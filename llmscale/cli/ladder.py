@@ -108,7 +108,9 @@ def _add_plan_flags(parser: FlagParser) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     from llmscale.config.optimizers import get_optimizer
-    from llmscale.config.run_config import build_run_config, keys_of_ladder, load_run_file
+    from llmscale.config.run_arguments import load_run_file
+    from llmscale.config.run_config import build_run_config
+    from llmscale.config.run_keys import keys_of_ladder
     from llmscale.training.inputs import read_inputs
     from llmscale.training.start import resolve_ranks
 
@@ -189,7 +191,7 @@ def _plan_lines(out: Path, ladder: Ladder, rate: float | None, available: int) -
 
 
 def _run(args: argparse.Namespace) -> int:
-    from llmscale.config.run_config import keys_of_ladder
+    from llmscale.config.run_keys import keys_of_ladder
 
     folder: Path = args.folder
     ladder = load_ladder(folder)
