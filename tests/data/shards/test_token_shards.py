@@ -217,9 +217,7 @@ def test_a_damaged_remote_shard_is_an_error_and_never_stays_in_the_cache(copied:
     _flip_byte(copied / "train" / "shard.00001.mds")
     location = open_set(str(copied), tmp_path / "cache")
     for _ in range(2):
-        with pytest.raises(
-            DataError, match=r"shard shard\.00001\.mds of .* is damaged at its source, twice"
-        ):
+        with pytest.raises(DataError, match=r"shard shard\.00001\.mds of .* is damaged at its source, twice"):
             _all(location)
         assert not list(location.folder.glob("train/shard.00001*"))
 
