@@ -117,20 +117,20 @@ def _check_memory(start: Start, request: ProbeRequest) -> Iterator[CheckRow]:
     gpu = measured_gpu(smallest.name, smallest.memory_bytes, None)
     fit = evaluate(start.resolved, Cluster(gpu, per_node, num_nodes=nodes, host_bytes=host_bytes))
     change = None if fit.fits else find_smallest_change(fit.step, fit.cluster)
-    found = f"{format_size(fit.estimate.total_bytes)} of {format_size(smallest.memory_bytes)} on {smallest.name}"
+    size = f"{format_size(fit.estimate.total_bytes)} of {format_size(smallest.memory_bytes)} on {smallest.name}"
     if fit.has_margin:
-        yield green("memory", found)
+        yield green("memory", size)
         return
     if fit.fits:
         less = "Watch the first steps, or take a smaller --micro-batch-size."
-        yield yellow("memory", f"{found}, less than the margin of {MARGIN:.0%}", less)
+        yield yellow("memory", f"{size}, less than the margin of {MARGIN:.0%}", less)
         return
     if fit.host_spare_bytes is not None and fit.host_spare_bytes < 0:
-        found += (
+        size += (
             f"; {format_size(fit.host_bytes_per_node)} of host memory, {format_size(-fit.host_spare_bytes)} too much"
         )
     fix = change.describe() if change else "No strategy fits. Use more or larger GPUs, or a smaller model."
-    yield red("memory", f"{found}: {describe_breakdown(fit.estimate.peak)}", fix)
+    yield red("memory", f"{size}: {describe_breakdown(fit.estimate.peak)}", fix)
 
 
 def read_run(flags: Sequence[str]) -> RunConfig:
