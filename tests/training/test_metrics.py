@@ -155,6 +155,17 @@ def test_pauses_are_taken_out_and_phases_divided_by_steps(clock: list[float]) ->
     assert interval.other_s == 0.5
 
 
+def test_each_reading_begins_anew(clock: list[float]) -> None:
+    meter = StepMeter(PhaseTimer(torch.device("cpu")))
+    clock[0] += 9
+    meter.count_step()
+    assert meter.read().step_s == 9
+    clock[0] += 3
+    meter.count_step()
+    meter.count_step()
+    assert meter.read().step_s == 1.5
+
+
 def test_a_pause_that_fails_still_ends(clock: list[float]) -> None:
     meter = StepMeter(PhaseTimer(torch.device("cpu")))
     with pytest.raises(ValueError, match="disk"), meter.pause("saving"):
