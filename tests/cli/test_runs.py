@@ -17,7 +17,7 @@ def test_a_real_run_is_listed_without_torch(trained_run: Path, llmscale: Callabl
     head, line = done.stdout.splitlines()
     assert head.split() == ["run", "state", "step", "loss", "goodput", "last", "seen", "command"]
     assert line.split()[:5] == ["run", "finished", "3", "of", "3"]
-    assert "train.py --data " in line and line.endswith("--num-workers 0")
+    assert "train.py --data=" in line and line.endswith("--num-workers=0")
     (run,) = json.loads(llmscale("runs", str(trained_run.parent), "--json").stdout)
     assert (run["run"], run["state"], run["step"], run["total_steps"]) == (str(trained_run), "finished", 3, 3)
     assert 4 < run["loss"] < 7 and 0 < run["goodput"] < 1 and run["problem"] is None
