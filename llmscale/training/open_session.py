@@ -91,7 +91,7 @@ def _open_session(
     start = replace(start, compilation=_decide_compilation(start, world))
     with clock.phase("estimate", "estimating the memory", after_s=REPEAT_S):
         estimate = estimate_run(start, gpu_capability())
-    with clock.phase("data", "opening the data"):
+    with clock.phase("data", "opening the validation data", after_s=REPEAT_S):
         validation = open_validation_splits(start, world)
     engine = _open_engine(start, world, clock)
     after_s = 0.0 if start.source is not None or start.weights is not None else REPEAT_S

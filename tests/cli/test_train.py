@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,12 +44,15 @@ def test_one_rank_in_a_folder_with_spaces_from_elsewhere(tiny_set: Path, tmp_pat
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "finished at step 2 of 2; run folder: my run" in done.stdout
-    phases = [line for line in done.stderr.splitlines() if not line.startswith("still ")]
-    assert phases == [
+    phases = [
         "starting 1 rank ...",
         "importing torch and DeepSpeed ...",
         "joining the ranks ...",
         "opening the data ...",
         "building the engine, ZeRO stage 1 ...",
         "taking the first step ...",
-    ], "and no launcher's noise"
+    ]
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if line in phases] == phases
+    # A slow machine also announces phases that are usually short, and those that last.
+    assert [line for line in lines if not re.search(r" \.\.\.$|^still ", line)] == [], "no launcher's noise"
