@@ -92,10 +92,14 @@ def install_command(extras: str) -> str:
     return f"pip install {needed}  # extra {extras}"
 
 
-#: Distributions of modules that are named otherwise; those of stores come with Streaming.
-_DISTRIBUTIONS = {"streaming": "mosaicml-streaming", "pynvml": "nvidia-ml-py"} | dict.fromkeys(
-    ("azure", "boto3", "botocore", "google"), "mosaicml-streaming"
-)
+#: Distributions of modules that are named otherwise.
+_DISTRIBUTIONS = {
+    "azure": "azure-storage-blob",
+    "botocore": "boto3",
+    "google": "google-cloud-storage",
+    "pynvml": "nvidia-ml-py",
+    "streaming": "mosaicml-streaming",
+}
 
 
 def explain_missing(error: BaseException, extra: str) -> ConfigError | None:

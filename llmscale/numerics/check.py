@@ -107,15 +107,7 @@ def _compiler(case: Case, block: Block, world: World) -> BlockCompiler | None:
     """Return the compiler that the run would use; in fp32 for the arithmetic of a 16-bit run none."""
     if case.precision is not None:
         return None
-    decision = decide_compilation(
-        block.config.compile,
-        block.full,
-        device_type=world.device.type,
-        device_name=world.device_name,
-        steps_left=block.full.total_steps,
-        gpus_per_node=max(world.ranks_per_node),
-        network=None,
-    )
+    decision = decide_compilation(block.config.compile, block.full, world.device.type, block.full.total_steps)
     return BlockCompiler(decision.backend, block.config.compile_mode) if decision.backend else None
 
 

@@ -90,32 +90,32 @@ def with_retries(
     stop = stop or threading.Event()
     limit_s = STALL_S + num_bytes / _BYTES_PER_S
     for number, pause_s in enumerate((*RETRY_PAUSES_S, None), start=1):
-        try:
-            return _within_limit(action, what, limit_s, stop, progress)
-        except DataError:
-            raise
-        except Exception as error:  # each client raises its own classes
-            if isinstance(error, OSError) and error.errno in _DISK_FAULTS:
-                raise
-            explained = explain(error, what, url=url, remedy=remedy)
-            if pause_s is None or stop.is_set() or not isinstance(explained, TransientError):
-                raise explained from error
-            print_visible(
-                f"{what}: {_summarise(error)[:200]}. Trying again in {pause_s:g} s ({number} of "
-                f"{len(RETRY_PAUSES_S)}).",
-                file=sys.stderr,
-                flush=True,
-            )
-            if stop.wait(pause_s):
-                raise explained from error
+        # Never raised here before it is classified: its context would be what this thread is handling.
+        answer = _within_limit(action, what, limit_s, stop, progress)
+        error = answer.exception()
+        if error is None:
+            return answer.result()
+        is_of_disk = isinstance(error, OSError) and error.errno in _DISK_FAULTS
+        if is_of_disk or isinstance(error, DataError) or not isinstance(error, Exception):
+            raise error
+        explained = explain(error, what, url=url, remedy=remedy)
+        if pause_s is None or stop.is_set() or not isinstance(explained, TransientError):
+            raise explained from error
+        print_visible(
+            f"{what}: {_summarise(error)[:200]}. Trying again in {pause_s:g} s ({number} of {len(RETRY_PAUSES_S)}).",
+            file=sys.stderr,
+            flush=True,
+        )
+        if stop.wait(pause_s):
+            raise explained from error
     raise AssertionError("the last attempt returns or raises")
 
 
 def _within_limit(
     action: Callable[[], _T], what: str, limit_s: float, stop: threading.Event, progress: Callable[[], int]
-) -> _T:
-    """Return the result of `action`, run in a thread because some clients' requests have no timeout; an abandoned
-    thread ends with the process. Raises TimeoutError, and whatever the action raises."""
+) -> Future[_T]:
+    """Return the outcome of `action`, run in a thread because some clients' requests have no timeout; an abandoned
+    thread ends with the process, and the outcome is then a TimeoutError."""
     answer: Future[_T] = Future()
 
     def run() -> None:
@@ -131,7 +131,9 @@ def _within_limit(
             seen, since_s, line_s = now, time.monotonic(), _LINE_S[0]
         waited_s = time.monotonic() - since_s
         if waited_s >= limit_s or stop.is_set():
-            raise TimeoutError(f"no answer within {waited_s:.0f} s")
+            timed_out: Future[_T] = Future()
+            timed_out.set_exception(TimeoutError(f"no answer within {waited_s:.0f} s"))
+            return timed_out
         if waited_s >= line_s:
             line_s += _LINE_S[1]
             print_visible(
@@ -140,7 +142,7 @@ def _within_limit(
                 file=sys.stderr,
                 flush=True,
             )
-    return answer.result()
+    return answer
 
 
 def explain(error: BaseException, what: str, *, url: str, remedy: str = "") -> DataError:
