@@ -137,8 +137,8 @@ def _check_steps(
     weights.load_into(engine)
     elements = {name: math.prod(shape) for name, shape in weights.trained.items()}
     strides = choose_strides(elements, resolved.plan.gradient_accumulation_steps + 6, _COPIES_BYTES)
-    whole = frozenset(name for name, stride in strides.items() if stride == 1)
-    watched = Watched(block.config, resolved, world.control, strides, whole)
+    complete = frozenset(name for name, stride in strides.items() if stride == 1)
+    watched = Watched(block.config, resolved, world.control, strides, complete)
     probe = Probe(engine, strides, is_compiled=is_compiled)
     judge = LinkJudge(watched, probe, steps_counted=0)
     clock.mark("engine")

@@ -17,9 +17,9 @@ RIGHT = re.compile(r"numbers: steps (\d+) to (\d+) are right on 2 ranks; shares 
 
 def right_steps(output: str) -> tuple[int, int]:
     text = " ".join(output.split())
-    found = RIGHT.search(text)
-    assert found, output
-    return int(found[1]), int(found[2])
+    match = RIGHT.search(text)
+    assert match, output
+    return int(match[1]), int(match[2])
 
 
 @pytest.mark.parametrize(
