@@ -17,7 +17,6 @@ from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_engine import build_engine, check_device
 from llmscale.engine.device_memory import device_memory_bytes, gpu_capability
 from llmscale.engine.device_settings import allow_tf32
-from llmscale.engine.network import find_node_network
 from llmscale.engine.process_group import World, is_gpu, join_world
 from llmscale.engine.train_step import PhaseTimer, get_scaler_state
 from llmscale.planning.compilation import Compilation, decide_compilation
@@ -195,15 +194,7 @@ def _decide_compilation(start: Start, world: World) -> Compilation:
     steps_left = start.resolved.total_steps - start.first_step
     decision = on_main_rank(
         world.control,
-        lambda: decide_compilation(
-            start.config.compile,
-            start.resolved,
-            device_type=world.device.type,
-            device_name=world.device_name,
-            steps_left=steps_left,
-            gpus_per_node=max(world.ranks_per_node),
-            network=find_node_network(),
-        ),
+        lambda: decide_compilation(start.config.compile, start.resolved, world.device.type, steps_left),
     )
     if start.config.compile_mode == "default":
         return decision

@@ -46,7 +46,7 @@ from llmscale.checkpoint.load import (
 from llmscale.checkpoint.manifest import MANIFEST_NAME, Checkpoint, History
 from llmscale.checkpoint.run_state import SavedRun, read_saved_run
 from llmscale.config.hf_model import is_published
-from llmscale.config.run_config import keys_with
+from llmscale.config.run_keys import keys_with
 from llmscale.data.mixture import TrainingSets
 from llmscale.data.shards.manifest import Manifest
 from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_each_disk, on_main_rank

@@ -263,15 +263,18 @@ def _arguments() -> list[str]:
     return [word for word in sys.argv[1:] if not re.match("--local[-_]rank=", word)]
 
 
-def repeats_last_start(run: Path, launches: Sequence[str]) -> bool:
-    """Return whether the run's last start was of one of these launches, with the same arguments."""
+def repeats_last_start(run: Path, launches: Sequence[str], arguments: Sequence[str] | None = None) -> bool:
+    """Return whether the run's last start was of one of these launches, with the same arguments.
+
+    `arguments` are train.py's; default: those of this process.
+    """
     try:
         starts = list(load_json_lines(run / STARTS_NAME))
     except (OSError, LlmscaleError):
         return False
     names = starts[-1].get("launches") if starts else None
     is_same_launch = isinstance(names, list) and any(launch in names for launch in launches)
-    return is_same_launch and starts[-1].get("arguments") == _arguments()
+    return is_same_launch and starts[-1].get("arguments") == (_arguments() if arguments is None else list(arguments))
 
 
 def keep(write: Callable[[], None], run: Path, what: str, *, is_new: bool) -> None:

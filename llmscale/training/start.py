@@ -18,8 +18,10 @@ from llmscale.architecture.shape import SHAPE_KEYS, VOCAB_MULTIPLE, shortest_int
 from llmscale.checkpoint.inventory import FoundCheckpoints
 from llmscale.checkpoint.manifest import load_pieces
 from llmscale.checkpoint.run_state import RunState, SavedRun, check_identity
+from llmscale.config.hardware import Cluster, measured_gpu
 from llmscale.config.resolve import ResolvedRun, resolve_run, resolve_schedule
-from llmscale.config.run_config import CHANGES_THAT_BREAK, IDENTITY, KEYS, RunConfig, place_of
+from llmscale.config.run_config import CHANGES_THAT_BREAK, KEYS, RunConfig
+from llmscale.config.run_keys import IDENTITY, place_of
 from llmscale.config.schedule import Schedule
 from llmscale.config.user_paths import shown, url_of
 from llmscale.engine.device_settings import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, allocator_settings
@@ -30,7 +32,7 @@ from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_mem
 from llmscale.planning.compilation import EAGER, Compilation
 from llmscale.planning.disk_usage import SPARE_BYTES, checkpoints_at_once
 from llmscale.planning.recommend import find_smallest_change
-from llmscale.planning.search import MARGIN, Job, Machines
+from llmscale.planning.search import MARGIN
 from llmscale.training.inputs import Inputs, read_inputs
 from llmscale.training.sample_stream import SampleStream, build_stream, check_skips
 
@@ -376,20 +378,11 @@ def _advice(run: Start, estimate: MemoryEstimate, gpu_bytes: int | None, capabil
     limit = round((estimate.total_bytes - _MIN_SAVING * estimate.reserved_bytes) / (1 - MARGIN))
     if gpu_bytes is not None:
         limit = min(limit, gpu_bytes)
-    world_size = plan.ranks.world_size
-    ranks_per_node = int(os.environ.get("LOCAL_SIZE", world_size))
-    machines = Machines(max(1, world_size // ranks_per_node), ranks_per_node, limit, capability=capability)
-    job = Job(
-        resolved.shape,
-        plan.global_batch_size,
-        machines,
-        optimizer=resolved.optimizer,
-        loss_chunk_tokens=resolved.loss.chunk_tokens,
-        sequence_parallel_size=plan.ranks.sequence_parallel_size,
-        expert_parallel_size=plan.ranks.expert_parallel_size,
-    )
+    ranks_per_node = int(os.environ.get("LOCAL_SIZE", plan.ranks.world_size))
+    num_nodes = max(1, plan.ranks.world_size // ranks_per_node)
+    cluster = Cluster(measured_gpu("", limit, capability), ranks_per_node, num_nodes=num_nodes)
     try:
-        change = find_smallest_change(resolved.ds, job, resolved.checkpointing, plan.micro_batch_size)
+        change = find_smallest_change(resolved, cluster)
     except LlmscaleError as error:
         return f"no change was found: {error}"
     if change is None:

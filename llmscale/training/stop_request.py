@@ -29,13 +29,15 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from llmscale.config.launcher_variables import is_requeued
+from llmscale.engine.launcher_variables import is_requeued
 from llmscale.errors import MachineError
 from llmscale.untrusted.interpreter import RUN_MODULE
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 #: Set by `llmscale train` for its ranks: its process id. A rank whose parent is another process has lost it already.
 LAUNCHER_VARIABLE = "LLMSCALE_LAUNCHER"
+#: Set by `llmscale launch` for its ranks: the name of the launch, which all of its attempts share.
+LAUNCH_VARIABLE = "LLMSCALE_LAUNCH"
 _COMMANDS = frozenset(("deepspeed", "ds", "torchrun", "accelerate", "llmscale"))
 #: Modules that run these commands, or are run by them -> the name to show.
 _MODULES = {
@@ -280,11 +282,12 @@ def find_launchers() -> list[Launcher]:
 
 
 def launch_names(variables: Mapping[str, str]) -> list[str]:
-    """Return the names of this launch by torchrun and by Slurm, which all of its starts share.
+    """Return the names of this launch by torchrun, Slurm and `llmscale launch`, which all of its starts share.
 
     torchrun's restart count differs between nodes, and stays 0 when ranks restart for a node that comes or goes.
     """
     names = [f"{_SLURM_JOB}{variables['SLURM_JOB_ID']}"] if "SLURM_JOB_ID" in variables else []
+    names += [variables[LAUNCH_VARIABLE]] if LAUNCH_VARIABLE in variables else []
     run_id = variables.get("TORCHELASTIC_RUN_ID")
     if run_id not in (None, "", _NO_RUN_ID):
         return [*names, f"torchrun --rdzv-id {run_id}"]

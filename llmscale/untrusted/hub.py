@@ -59,8 +59,8 @@ def find_snapshot(model: str, revision: str, needed: str) -> Path | None:
 
 def cached_commits(model: str, needed: str) -> str:
     """Return a hint that names a cached commit with that file; empty when the cache has none."""
-    found = (hub_cache(model) / "snapshots").glob("*")
-    commits = [path.name for path in found if is_commit(path.name) and (path / needed).is_file()]
+    snapshots = (hub_cache(model) / "snapshots").glob("*")
+    commits = [path.name for path in snapshots if is_commit(path.name) and (path / needed).is_file()]
     return f"The cache has {model}@{min(commits)}, which you can name. " if commits else ""
 
 
@@ -360,7 +360,7 @@ def _ask_about(model: str, revision: str, error: type[LlmscaleError]) -> dict[st
     answer = fetch_from_hub(f"api/models/{model}/revision/{revision}", _INFO_BYTES)
     if answer is None:
         raise OSError(f"the Hub knows no model {model} with a revision {revision}")
-    rules = Rules(error, max_bytes=_INFO_BYTES, not_finite=True, large_numbers=True)
+    rules = Rules(error, max_bytes=_INFO_BYTES, not_finite=True)
     return parse_json(answer, rules, f"The Hub's answer about {model}")
 
 

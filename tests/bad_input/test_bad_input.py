@@ -111,12 +111,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_set: Path) -> Path:
 
 GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 260}
 _GPT2_SIZES = {
-    **{"wte.weight": [260, 8], "wpe.weight": [64, 8], "ln_f.weight": [8], "ln_f.bias": [8]},
+    "wte.weight": [260, 8],
+    "wpe.weight": [64, 8],
+    "ln_f.weight": [8],
+    "ln_f.bias": [8],
     **{f"h.0.ln_{n}.{kind}": [8] for n in (1, 2) for kind in ("weight", "bias")},
-    **{"h.0.attn.c_attn.weight": [8, 24], "h.0.attn.c_attn.bias": [24]},
-    **{"h.0.attn.c_proj.weight": [8, 8], "h.0.attn.c_proj.bias": [8]},
-    **{"h.0.mlp.c_fc.weight": [8, 32], "h.0.mlp.c_fc.bias": [32]},
-    **{"h.0.mlp.c_proj.weight": [32, 8], "h.0.mlp.c_proj.bias": [8]},
+    "h.0.attn.c_attn.weight": [8, 24],
+    "h.0.attn.c_attn.bias": [24],
+    "h.0.attn.c_proj.weight": [8, 8],
+    "h.0.attn.c_proj.bias": [8],
+    "h.0.mlp.c_fc.weight": [8, 32],
+    "h.0.mlp.c_fc.bias": [32],
+    "h.0.mlp.c_proj.weight": [32, 8],
+    "h.0.mlp.c_proj.bias": [8],
 }
 GPT2_TENSORS = {f"transformer.{name}": ("F32", size) for name, size in _GPT2_SIZES.items()}
 
@@ -163,8 +170,11 @@ def as_request(line: str) -> dict:
 
 
 ACCEPTED = (
-    *("train", "train --init-from hf:hub/good", "train --model hf:hub/good --n-layer 3"),
-    *("train --steps 1_000 --lr 1e-3 --seed 0", "OMP_NUM_THREADS=4,2 CUDA_VISIBLE_DEVICES= train"),
+    "train",
+    "train --init-from hf:hub/good",
+    "train --model hf:hub/good --n-layer 3",
+    "train --steps 1_000 --lr 1e-3 --seed 0",
+    "OMP_NUM_THREADS=4,2 CUDA_VISIBLE_DEVICES= train",
 )
 
 
@@ -184,9 +194,9 @@ def answers(folder: Path) -> dict[str, dict]:
     return dict(zip(lines, json.loads(done.stdout), strict=True))
 
 
-@pytest.mark.parametrize(("line", "said"), CASES, ids=[line[:90] for line, _ in CASES])
+@pytest.mark.parametrize(("line", "message"), CASES, ids=[line[:90] for line, _ in CASES])
 def test_one_line_says_what_is_wrong_and_nothing_is_written(
-    line: str, said: str | None, answers: dict[str, dict]
+    line: str, message: str | None, answers: dict[str, dict]
 ) -> None:
     answer = answers[line]
     error = answer["stderr"]
@@ -194,7 +204,7 @@ def test_one_line_says_what_is_wrong_and_nothing_is_written(
     assert error.startswith("error: ")
     assert len(error.splitlines()) == 1, error
     assert len(error) < 2000
-    assert re.search(said or "^error: ", error), error
+    assert re.search(message or "^error: ", error), error
     assert answer["written"] == []
     if line.split()[0] not in ("llmscale",):
         assert not answer["torch"]

@@ -127,7 +127,7 @@ def test_train_py_refuses_and_leaves_nothing_behind(ranks: Callable, train_comma
 def one_rank(places: dict[str, str]) -> dict[str, str | None]:
     """What this rank hears in each case; rank 1 is the one that differs."""
     import llmscale
-    from llmscale.config.run_config import parse_run_config
+    from llmscale.config.run_arguments import parse_run_config
     from llmscale.engine.process_group import join_world
     from llmscale.errors import LlmscaleError
     from llmscale.training import resume

@@ -246,14 +246,13 @@ def load_manifest(folder: Path | str) -> Manifest:
     folder = Path(folder)
     path = folder / MANIFEST_NAME
     try:
-        contents = read_regular(path, Rules.max_bytes, follow_links=False)
+        contents = read_regular(path, Rules.max_bytes)
     except FileNotFoundError:
         raise DataError(_explain_missing(folder)) from None
     except NotADirectoryError:
         raise DataError(f"{folder} is a file; --data takes the folder that `llmscale data prepare` wrote.") from None
     except (OSError, ValueError) as error:
-        remedy = f" {LINK_REMEDY}" if path.is_symlink() else ""
-        raise DataError(f"Cannot read {path}: {getattr(error, 'strerror', None) or error}.{remedy}") from None
+        raise DataError(f"Cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
     return parse_manifest(contents, str(path))
 
 
@@ -268,8 +267,8 @@ def parse_manifest(contents: bytes | str, where: str) -> Manifest:
     if version == _POINTER_VERSION:
         raise DataError(f"{where} belongs to a store: it names the folder with the dataset. Name that folder.")
     if version != FORMAT_VERSION:
-        shown = str(version)[:20]
-        raise DataError(f"{where} has format version {shown}; this llmscale reads version {FORMAT_VERSION}. {REMEDY}")
+        stated = str(version)[:20]
+        raise DataError(f"{where} has format version {stated}; this llmscale reads version {FORMAT_VERSION}. {REMEDY}")
     splits = _field(record, "splits", dict, where)
     check_split_names(splits, where)
     parsed = {name: _parse_split(split, f"{where}, split {name}") for name, split in splits.items()}
@@ -487,7 +486,7 @@ def _sha256(contents: bytes) -> str:
 def load_origin(path: Path) -> TokenizerOrigin:
     """Read origin.json. Raises DataError for anything that `prepare` does not write."""
     try:
-        record = load_json(path, Rules(DataError, REMEDY, max_bytes=CONFIG_MAX_BYTES, follow_links=False))
+        record = load_json(path, Rules(DataError, REMEDY, max_bytes=CONFIG_MAX_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{path} does not exist. {REMEDY}") from None
     eot_token, bos_tokens, files = record.get("eot_token"), record.get("bos_tokens"), record.get("files")

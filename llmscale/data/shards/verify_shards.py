@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmscale.data.shards.manifest import HASH, LINK_REMEDY, Manifest, ShardInfo, check_no_links, get_split
+from llmscale.data.shards.manifest import HASH, Manifest, ShardInfo, get_split
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import Rules, load_json, parse_json
 from llmscale.untrusted.paths import RefusedFile, check_regular, open_regular
@@ -30,7 +30,6 @@ def load_index(folder: Path, split: str, manifest: Manifest) -> list[IndexEntry]
     Raises DataError when the index is missing, damaged or describes other shards or another column.
     """
     path = folder / split / INDEX_NAME
-    check_no_links(folder, f"{split}/{INDEX_NAME}")
     try:
         index = load_json(path, _rules(split, manifest))
     except (FileNotFoundError, NotADirectoryError):
@@ -50,21 +49,21 @@ def parse_index(contents: bytes, split: str, manifest: Manifest, where: str) -> 
 
 def _rules(split: str, manifest: Manifest) -> Rules:
     num_shards = len(get_split(manifest, split, "the dataset").shards)
-    return Rules(DataError, _REMEDY, max_bytes=_ENTRY_BYTES * (num_shards + 16), follow_links=False)
+    return Rules(DataError, _REMEDY, max_bytes=_ENTRY_BYTES * (num_shards + 16))
 
 
 def _check_index(index: dict[str, object], split: str, manifest: Manifest, where: str) -> list[IndexEntry]:
     shards = get_split(manifest, split, where).shards
-    found = index.get("shards")
-    if not isinstance(found, list):
+    listed = index.get("shards")
+    if not isinstance(listed, list):
         raise DataError(f"{where} is damaged: it lists no shards. {_REMEDY}")
-    if len(found) != len(shards):
+    if len(listed) != len(shards):
         raise DataError(
-            f"{where} does not describe the shards of the manifest beside it: {len(found)} instead of {len(shards)}. "
+            f"{where} does not describe the shards of the manifest beside it: {len(listed)} instead of {len(shards)}. "
             f"{_REMEDY}"
         )
     entries = [_expected_entry(shard, manifest) for shard in shards]
-    for number, (entry, expected, shard) in enumerate(zip(found, entries, shards, strict=True)):
+    for number, (entry, expected, shard) in enumerate(zip(listed, entries, shards, strict=True)):
         if not isinstance(entry, dict):
             raise DataError(f"{where}, shard {number} is damaged: no object. {_REMEDY}")
         if manifest.compression:
@@ -100,15 +99,15 @@ def _expected_entry(shard: ShardInfo, manifest: Manifest) -> IndexEntry:
     }
 
 
-def _parse_zip_data(found: object, shard: ShardInfo, manifest: Manifest, where: str) -> dict[str, object]:
+def _parse_zip_data(entry: object, shard: ShardInfo, manifest: Manifest, where: str) -> dict[str, object]:
     """Return size and hash of a shard's compressed file, whose name follows from the shard's."""
     name = f"{shard.name}.{manifest.compression}"
-    match found:
+    match entry:
         case {"basename": str(basename), "bytes": int(num_bytes), "hashes": {manifest.hash_algorithm: str(digest)}}:
             # zstd adds less than this to incompressible data.
             if basename == name and 0 < num_bytes <= shard.bytes + shard.bytes // 128 + 1024 and HASH.fullmatch(digest):
                 return {"basename": name, "bytes": num_bytes, "hashes": {manifest.hash_algorithm: digest}}
-    raise DataError(f"{where} is damaged: {str(found)[:200]!r} does not describe the file {name}. {_REMEDY}")
+    raise DataError(f"{where} is damaged: {str(entry)[:200]!r} does not describe the file {name}. {_REMEDY}")
 
 
 @dataclass(frozen=True)
@@ -119,6 +118,10 @@ class ShardFile:
     path: Path
     bytes: int
     hash: str
+
+    @property
+    def is_compressed(self) -> bool:
+        return self.path.name != self.shard.name
 
 
 def shard_files(
@@ -145,13 +148,13 @@ def check_files(folder: Path, split: str, manifest: Manifest, entries: list[Inde
 def check_size(path: Path, expected_bytes: int) -> os.stat_result:
     """Return the status of a shard's file. Raises DataError if it is missing, not a file, or of another size."""
     try:
-        status = check_regular(path, follow_links=False)
+        status = check_regular(path, follow_links=True)
         if status.st_size != expected_bytes:
-            open_regular(path, follow_links=False).close()  # names a Git LFS pointer
+            open_regular(path).close()  # names a Git LFS pointer
     except FileNotFoundError:
         raise DataError(f"Shard {path} is missing. {_REMEDY}") from None
     except RefusedFile as error:
-        raise DataError(f"Shard {path} {error.strerror}. {LINK_REMEDY if path.is_symlink() else _REMEDY}") from None
+        raise DataError(f"Shard {path} {error.strerror}. {_REMEDY}") from None
     except OSError as error:
         raise DataError(f"Shard {path} cannot be read: {error.strerror}. {_REMEDY}") from None
     if status.st_size != expected_bytes:
@@ -178,7 +181,7 @@ def hash_file(path: Path, algorithm: str, progress: Callable[[int], object] = la
     import xxhash
 
     digest = getattr(xxhash, algorithm)()
-    with open_regular(path, follow_links=False) as file:
+    with open_regular(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
             progress(len(chunk))
@@ -192,7 +195,7 @@ def check_offsets(path: Path, shard: ShardInfo, manifest: Manifest) -> None:
     Streaming trusts these offsets and would read up to 4 GiB for a sample. Raises DataError.
     """
     try:
-        with open_regular(path, follow_links=False) as file:
+        with open_regular(path) as file:
             head = np.frombuffer(file.read(4 * (shard.num_samples + 2)), "<u4").astype(np.int64)
     except OSError as error:
         raise DataError(f"Shard {path} cannot be read: {error.strerror}. {_REMEDY}") from None

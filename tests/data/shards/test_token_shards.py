@@ -14,7 +14,6 @@ import pytest
 
 from llmscale.cli.main import main
 from llmscale.data.shards import token_shards
-from llmscale.data.shards import verify_shards as preflight
 from llmscale.data.shards.cache import SetLocation, fetch_tokenizer, open_set
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.shards.verify_shards import find_damage
@@ -89,32 +88,6 @@ def test_damage_after_opening_is_seen_before_a_sample_is_used(
     damage(copied / "train" / "shard.00001.mds")
     with pytest.raises(DataError, match=rf"shard\.00001\.mds {text}"):
         shards.read(np.arange(len(shards)))
-
-
-@pytest.mark.parametrize("look", range(3))
-def test_a_shard_that_goes_while_it_is_checked(copied: Path, monkeypatch: pytest.MonkeyPatch, look: int) -> None:
-    """Its size, its hash and its offsets are read one after the other; whichever finds it gone says so."""
-    shards = TokenShards(open_set(str(copied)), "train")
-    shard = copied / "train" / "shard.00000.mds"
-    looks = iter(range(100))
-
-    def remove_before(real: Callable, *args: object, **options: object) -> object:
-        if next(looks) == look:
-            shard.unlink()
-        return real(*args, **options)
-
-    for name in ("check_regular", "open_regular"):
-        monkeypatch.setattr(preflight, name, partial(remove_before, getattr(preflight, name)))
-    with pytest.raises(DataError, match=r"shard\.00000\.mds (is missing|cannot be read: No such file or directory)"):
-        shards.read(np.array([0]))
-
-
-def test_a_shard_cut_while_it_is_in_use(copied: Path) -> None:
-    shards = TokenShards(open_set(str(copied)), "train")
-    shards.read(np.array([0]))
-    os.truncate(copied / "train" / "shard.00000.mds", 1000)
-    with pytest.raises(DataError, match=r"shard\.00000\.mds is truncated"):
-        shards.read(np.arange(60))
 
 
 def _replace(shard: Path, change: Callable[[bytes], bytes]) -> None:
@@ -217,14 +190,14 @@ def test_a_damaged_remote_shard_is_an_error_and_never_stays_in_the_cache(copied:
     _flip_byte(copied / "train" / "shard.00001.mds")
     location = open_set(str(copied), tmp_path / "cache")
     for _ in range(2):
-        with pytest.raises(DataError, match=r"checksum of shard shard\.00001\.mds of .* is wrong at its source"):
+        with pytest.raises(DataError, match=r"shard shard\.00001\.mds of .* is damaged at its source, twice"):
             _all(location)
         assert not list(location.folder.glob("train/shard.00001*"))
 
 
 def test_a_missing_remote_shard(copied: Path, tmp_path: Path) -> None:
     _delete(copied / "train" / "shard.00001.mds")
-    with pytest.raises(DataError, match=r"Cannot fetch shard shard\.00001\.mds"):
+    with pytest.raises(DataError, match=r"Cannot fetch .*/train/shard\.00001\.mds: there is no such file"):
         _all(open_set(str(copied), tmp_path / "cache"))
 
 
@@ -353,7 +326,7 @@ def test_verify_reads_a_remote_set_where_it_lies(
 
 
 def test_unreachable_remotes(bucket: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"Cannot fetch s3://bucket/other/manifest\.json"):
+    with pytest.raises(DataError, match=r"Cannot find s3://bucket/other/manifest\.json"):
         open_set("s3://bucket/other", tmp_path / "cache")
-    with pytest.raises(DataError, match=r"Cannot fetch nonsense://x/manifest\.json.*Unsupported remote path"):
+    with pytest.raises(DataError, match=r"nonsense://x begins with nonsense://, which is unknown\. Legal: s3://BUCKET"):
         open_set("nonsense://x", tmp_path / "cache")
