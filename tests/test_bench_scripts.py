@@ -65,6 +65,7 @@ def test_readme_describes_every_script_and_every_result_has_a_script() -> None:
         assert f"({result.relative_to(BENCH)})" in readme, result
 
 
+@pytest.mark.slow
 def test_init_from_memory_measures_every_rank(tmp_path: Path) -> None:
     answer = run_script("init_from_memory", "--folder", str(tmp_path / "model"), "--model", "tiny-1m", "--ranks", "2")
     assert answer.returncode == 0, answer.stderr
