@@ -26,7 +26,6 @@ _LEAST = 3
 #: Tables that stay, by file and name, each with the reason.
 _REASONS = {
     "architecture/shape.py: GPTShape.__post_init__": "numbers that a shape needs, vocabulary and context among them",
-    "architecture/shape.py: GPTShape._check_experts": "numbers that a model with experts needs",
     "architecture/shape.py: GPTShape.changed": "widths that follow n_embd in their ratio",
     "cli/estimate.py: _EXCLUSIVE": "flags of estimate, which the keys are among",
     "cli/estimate.py: _OF_STATES": "what a model has of which only the states are known",
@@ -36,6 +35,8 @@ _REASONS = {
     "cli/ladder.py: _COLUMNS": "columns of a table for people",
     "config/describe_defaults.py: SIZES": "the numbers that name a model's size to people",
     "planning/scaling_ladder.py": "what a run file of the ladder sets",
+    "numerics/block.py: cut_block.neutral": "keys of length and batch, for which a check has its own values",
+    "numerics/retries.py: _OF_MODEL": "settings that may make a difference, for people",
     "training/run_folder.py: OWN_FOLDERS": "names of folders, which some keys share",
 }
 

@@ -73,17 +73,11 @@ def test_init_from_memory_measures_every_rank(tmp_path: Path) -> None:
     assert all("MiB more while reading" in line for line in lines)
 
 
-def test_engine_overhead_needs_the_plain_loop_to_compare_with() -> None:
-    answer = run_script("engine_overhead", "--only", "train.py, ZeRO-2")
-    assert answer.returncode == 2
-    assert "--only must keep 'plain loop'" in answer.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("cells", [["gpt2-124m-z0-bf16-mb4"], ["gpt2-124m-z0-bf16-mb4", "gpt2-124m-z3-bf16-mb16-full"]])
 def test_memory_grid_compares_every_estimator_with_the_same_peak(cells: list[str], tmp_path: Path) -> None:
     answer = run_script(
-        *("memory_grid", "--measure", "dry-run", "--json", str(tmp_path / "result.json"), "--only", *cells)
+        "memory_grid", "--measure", "dry-run", "--json", str(tmp_path / "result.json"), "--only", *cells
     )
     assert answer.returncode == 0, answer.stderr
     result = json.loads((tmp_path / "result.json").read_text())
@@ -105,14 +99,6 @@ def test_memory_grid_compares_every_estimator_with_the_same_peak(cells: list[str
     }
 
 
-def test_memory_grid_says_that_there_is_no_gpu_to_measure_on() -> None:
-    answer = run_script("memory_grid", "--measure", "gpu", "--only", "gpt2-124m-z0-bf16-mb4")
-    if answer.returncode == 0:
-        pytest.skip("this machine has a GPU")
-    assert answer.returncode == 2
-    assert "--measure gpu: this machine has no GPU; --measure dry-run needs none" in answer.stderr
-
-
 def test_memory_grid_has_at_least_forty_cells_of_every_stage() -> None:
     answer = run_script("memory_grid", "--only", "no-such-cell")
     assert answer.returncode == 2
@@ -129,10 +115,29 @@ def test_engine_overhead_compares_loops_that_train_the_same(tiny_set: Path, tmp_
     if importlib.util.find_spec("accelerate"):
         contestants.append("Trainer, ZeRO-2")
     answer = run_script(
-        *("engine_overhead", "--data", str(tiny_set), "--seq-len", "32", "--model", "tiny-1m", "--layers", "1"),
-        *("--batch", "4", "--sets", "1", "--rounds", "1", "--steps", "3", "--starts", "1"),
-        *("--json", str(tmp_path / "result.json")),
-        *("--only", *contestants),
+        "engine_overhead",
+        "--data",
+        str(tiny_set),
+        "--seq-len",
+        "32",
+        "--model",
+        "tiny-1m",
+        "--layers",
+        "1",
+        "--batch",
+        "4",
+        "--sets",
+        "1",
+        "--rounds",
+        "1",
+        "--steps",
+        "3",
+        "--starts",
+        "1",
+        "--json",
+        str(tmp_path / "result.json"),
+        "--only",
+        *contestants,
         timeout_s=300,
     )
     assert answer.returncode == 0, answer.stderr
@@ -150,8 +155,19 @@ def test_engine_overhead_compares_loops_that_train_the_same(tiny_set: Path, tmp_
 @pytest.mark.slow
 def test_checkpoint_measures_both_ways_of_saving_and_resuming(tmp_path: Path) -> None:
     answer = run_script(
-        *("checkpoint", "--stages", "2", "--worlds", "2,1", "--rounds", "1", "--layers", "1", "--width", "64"),
-        *("--json", str(tmp_path / "result.json")),
+        "checkpoint",
+        "--stages",
+        "2",
+        "--worlds",
+        "2,1",
+        "--rounds",
+        "1",
+        "--layers",
+        "1",
+        "--width",
+        "64",
+        "--json",
+        str(tmp_path / "result.json"),
         timeout_s=300,
     )
     assert answer.returncode == 0, answer.stderr
@@ -192,13 +208,8 @@ def test_scale_model_estimates_every_number_of_gpus_and_says_what_is_beyond_the_
     assert "4,096" in output and "Nothing is measured" in output
 
 
-def test_scale_model_says_when_nothing_fits(few_points: None) -> None:
-    with pytest.raises(SystemExit, match="llama3-70b fits at no stage on up to 4,096 GPUs"):
-        scale_model.main(["--model", "llama3-70b", "--gpu", "t4"])
-
-
 @pytest.mark.parametrize(
-    ("name", "arguments", "said"),
+    ("name", "arguments", "message"),
     [
         ("scale_model", ["--model", "gpt2-125m"], "Did you mean 'gpt2-124m'?"),
         ("scale_model", ["--gpu", "nosuch"], "GPU 'nosuch' is not in the table"),
@@ -213,12 +224,12 @@ def test_scale_model_says_when_nothing_fits(few_points: None) -> None:
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_measured(
-    name: str, arguments: list[str], said: str, tmp_path: Path
+    name: str, arguments: list[str], message: str, tmp_path: Path
 ) -> None:
     result = tmp_path / "result.json"
     given = arguments if name == "gpu" or "--json" in arguments else [*arguments, "--json", str(result)]
     answer = run_script(name, *given, timeout_s=300)
     assert answer.returncode in (1, 2)
-    assert said in " ".join(answer.stderr.split())
+    assert message in " ".join(answer.stderr.split())
     assert "Traceback" not in answer.stderr
     assert not result.exists()

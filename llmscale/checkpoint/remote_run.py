@@ -50,11 +50,10 @@ from llmscale.checkpoint.manifest import (
 )
 from llmscale.config.user_paths import is_view, url_of
 from llmscale.data.storage.objects import Store
-from llmscale.data.storage.shared_object import SharedObject
 from llmscale.errors import CheckpointError, LlmscaleError
 from llmscale.files.atomic_write import write_durably
 from llmscale.suggestions import describe_invalid
-from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
+from llmscale.untrusted.documents import Rules, parse_json
 from llmscale.untrusted.paths import open_own
 
 INDEX_NAME, RECORDS_NAME = "latest.json", "records"
@@ -141,17 +140,11 @@ def _run_of(path: Path) -> Path:
     return path.parent.parent if path.parent.name == CHECKPOINTS_NAME else path
 
 
-def open_index(run: Path) -> SharedObject:
-    """Return latest.json of the run whose copy is `run`. Raises DataError."""
-    url = url_of(run)
-    assert url is not None
-    return SharedObject(f"{url}/{INDEX_NAME}")
-
-
 def read_index(run: Path) -> RunIndex | None:
     """Return the description of the run whose copy is `run`; None if the URL holds no run. Raises LlmscaleError."""
-    found = open_index(run).read()
-    return parse_index(found[0], f"{url_of(run)}/{INDEX_NAME}") if found else None
+    url = f"{url_of(run)}/{INDEX_NAME}"
+    stored = Store(url).read_versioned(url)
+    return parse_index(stored[0], url) if stored else None
 
 
 # The copy
@@ -186,7 +179,7 @@ def fetch_runs_below(folder: Path, report: Callable[[str], None]) -> None:
     date; `report` gets a line for each that cannot be read. Raises DataError when the store cannot be read, and
     CheckpointError when it has nothing there."""
     url = cast("str", url_of(folder))
-    names = Store(url, for_reading=True).names_in(url)
+    names = Store(url, for_reading=True).list_names(url)
     if not names:
         raise CheckpointError(f"{url} holds no run of llmscale: it has no {INDEX_NAME}, and nothing is below it.")
     for run in [folder] if INDEX_NAME in names else [folder / name for name in names if is_record_name(name)]:
@@ -280,7 +273,7 @@ def _parts(
     )
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="records") as pool:
         while some := list(itertools.islice(names, 8 * _THREADS)):
-            yield from pool.map(lambda name: store.read_small(name, MAX_BYTES), some)
+            yield from pool.map(store.read_small, some)
 
 
 def record_url(url: str, epoch: int, rank: int, number: int) -> str:
@@ -417,7 +410,7 @@ def _fetch_chunks(checkpoint: Path, remote: str, chunks: list[Chunk], target: st
     sizes = {file.name: file.num_bytes for file in load_manifest(checkpoint).files}
     for name in sorted({chunk.file for chunk in chunks}):
         check_stored_name(name, place)
-        there = store.describe(f"{place}/{name}").size_bytes
+        there = store.head(f"{place}/{name}").size_bytes
         if there != sizes.get(name):
             raise CheckpointError(f"{place}/{name} has {there:,} bytes instead of {sizes.get(name, 0):,}.")
         with open(open_own(checkpoint / (target or name), os.O_RDWR | os.O_CREAT), "r+b") as file:

@@ -17,10 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
-from llmscale.checkpoint.remote_run import Holder, RunIndex, open_index, parse_index
+from llmscale.checkpoint.remote_run import INDEX_NAME, Holder, RunIndex, parse_index
 from llmscale.config.user_paths import url_of
-from llmscale.data.storage.objects import Store
-from llmscale.data.storage.shared_object import Overtaken, SharedObject, check_conditional
+from llmscale.data.storage.faults import Overtaken
+from llmscale.data.storage.objects import Store, probe_conditions
 from llmscale.errors import ConfigError
 
 #: Seconds between two signs of life, unless the environment shortens them, and how many may be missed.
@@ -48,8 +48,9 @@ def _beat_seconds() -> float:
 class Lease:
     """Rank 0's hold on a run in a store."""
 
-    def __init__(self, shared: SharedObject, index: RunIndex, version: str) -> None:
-        self._shared, self._version = shared, version
+    def __init__(self, store: Store, url: str, index: RunIndex, version: str) -> None:
+        """`url` is that of latest.json, `version` its own."""
+        self._store, self._url, self._version = store, url, version
         self.index = index
         """Content of latest.json as this trainer wrote it."""
         self._turn = threading.Lock()
@@ -61,13 +62,13 @@ class Lease:
             if changed.holder is not None:
                 changed = replace(changed, holder=replace(changed.holder, beat=changed.holder.beat + 1))
             try:
-                self._version = self._shared.write(changed.encode(), self._version)
+                self._version = self._store.replace(self._url, changed.encode(), self._version)
             except Overtaken:
                 # An earlier write, whose answer never came, may have arrived.
-                found = self._shared.read()
-                if found is None or parse_index(found[0], "latest.json").epoch != self.index.epoch:
+                stored = self._store.read_versioned(self._url)
+                if stored is None or parse_index(stored[0], self._url).epoch != self.index.epoch:
                     raise
-                self._version = self._shared.write(changed.encode(), found[1])
+                self._version = self._store.replace(self._url, changed.encode(), stored[1])
             self.index = changed
 
     def release(self) -> None:
@@ -78,33 +79,35 @@ class Lease:
 def take_lease(run: Path, report: Callable[[str], None]) -> tuple[Lease, RunIndex | None]:
     """Take the run whose copy is `run`; return the lease and the description before. Waits for a holder that may be
     gone. Raises ConfigError when another trainer holds it."""
-    url, shared = str(url_of(run)), open_index(run)
-    before, version = None, None
-    if found := _wait_until_free(shared, url, report):
-        before, version = found
-    else:
-        check_conditional(url)
+    url = str(url_of(run))
+    store, index_url = Store(url), f"{url}/{INDEX_NAME}"
+    before, version = _wait_until_free(store, url, report) or (None, "")
+    if before is None:
+        probe_conditions(url)
     token = secrets.token_hex(8)
     holder = Holder(token, platform.node(), os.getpid(), boot_name(), 0, _beat_seconds())
     index = before or RunIndex(secrets.token_hex(8))
     index = replace(index, epoch=index.epoch + 1, last_token=token, holder=holder)
     try:
-        return Lease(shared, index, shared.write(index.encode(), version)), before
+        version = (
+            store.replace(index_url, index.encode(), version) if before else store.create(index_url, index.encode())
+        )
     except Overtaken:
         raise _in_use(url, "another start, which was faster") from None
+    return Lease(store, index_url, index, version), before
 
 
-def _wait_until_free(shared: SharedObject, url: str, report: Callable[[str], None]) -> tuple[RunIndex, str] | None:
+def _wait_until_free(store: Store, url: str, report: Callable[[str], None]) -> tuple[RunIndex, str] | None:
     """Return the newest description of a run and its version, None for a new run, once no trainer holds it.
 
     Raises ConfigError when its holder is alive.
     """
     first, end = None, 0.0
-    while found := shared.read():
-        index = parse_index(found[0], url)
+    while stored := store.read_versioned(f"{url}/{INDEX_NAME}"):
+        index = parse_index(stored[0], url)
         holder = index.holder
         if holder is None or (holder.boot == boot_name() and not os.path.exists(f"/proc/{holder.pid}")):
-            return index, found[1]
+            return index, stored[1]
         named = f"process {holder.pid} on host {holder.host}"
         if first is None:
             first, limit_s = holder, BEATS_MISSED * holder.beat_s
@@ -113,7 +116,7 @@ def _wait_until_free(shared: SharedObject, url: str, report: Callable[[str], Non
         elif holder != first:
             raise _in_use(url, named)
         elif time.monotonic() >= end:
-            return index, found[1]
+            return index, stored[1]
         time.sleep(min(holder.beat_s, max(0.0, end - time.monotonic())))
     return None
 
@@ -125,8 +128,8 @@ def _in_use(url: str, who: str) -> ConfigError:
 def remove_folders(store: Store, url: str, folders: Iterable[str]) -> None:
     """Remove folders of a run that latest.json does not name any more. Raises DataError."""
     for folder in folders:
-        for stored in store.find(f"{url}/{folder}"):
-            store.remove(stored.url)
+        for stored in store.list_objects(f"{url}/{folder}"):
+            store.delete(stored.url)
 
 
 def prune_run(run: Path, names: Sequence[str], report: Callable[[str], None]) -> None:

@@ -86,16 +86,20 @@ def install_command(extras: str) -> str:
     from importlib import metadata  # slow to import
 
     pattern = rf"(([\w.-]+)[^;]*);.*extra == [\"']({extras.replace(',', '|')})[\"']"
-    found = [match for need in metadata.requires("llmscale") or () if (match := re.match(pattern, need))]
-    missing = [match for match in found if not [*metadata.distributions(name=match[2])]]
-    needed = shlex.join(dict.fromkeys(match[1].strip() for match in missing or found))
+    of_extras = [match for need in metadata.requires("llmscale") or () if (match := re.match(pattern, need))]
+    missing = [match for match in of_extras if not [*metadata.distributions(name=match[2])]]
+    needed = shlex.join(dict.fromkeys(match[1].strip() for match in missing or of_extras))
     return f"pip install {needed}  # extra {extras}"
 
 
-#: Distributions of modules that are named otherwise; those of stores come with Streaming.
-_DISTRIBUTIONS = {"streaming": "mosaicml-streaming", "pynvml": "nvidia-ml-py"} | dict.fromkeys(
-    ("azure", "boto3", "botocore", "google"), "mosaicml-streaming"
-)
+#: Distributions of modules that are named otherwise.
+_DISTRIBUTIONS = {
+    "azure": "azure-storage-blob",
+    "botocore": "boto3",
+    "google": "google-cloud-storage",
+    "pynvml": "nvidia-ml-py",
+    "streaming": "mosaicml-streaming",
+}
 
 
 def explain_missing(error: BaseException, extra: str) -> ConfigError | None:

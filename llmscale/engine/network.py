@@ -1,20 +1,15 @@
-"""The network between nodes, from the kernel: the interface that ranks use, and its speed. No torch."""
+"""The network between nodes: the interface that ranks use. No torch."""
 
 from __future__ import annotations
 
-import array
-import fcntl
 import os
 import socket
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 
-from llmscale.config.hardware import Interconnect
+import psutil
+
+from llmscale.error_handling import say
 from llmscale.errors import ConfigError
-from llmscale.files.buffered_log import warn_on_stderr
-from llmscale.untrusted.paths import is_plain_name
 
 #: Variables that tell gloo and NCCL which interface to use.
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -22,13 +17,6 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 NAMING_VARIABLES = (*VARIABLES, "TP_SOCKET_IFNAME")
 #: Device files of machines with GPUs, where NCCL is used.
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
-_SIOCGIFCONF = 0x8912
-#: A line for each IPv6 address, which ends with the interface's name.
-_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
-#: struct ifreq: 16 bytes of name, then a sockaddr_in whose address is at byte 20; 40 bytes on 64-bit Linux.
-_IFREQ_BYTES = 40
-#: Seconds that a message to a neighbour takes: the technology's order of magnitude (llmscale.config.hardware).
-_ADAPTER_LATENCY_S, _SOCKET_LATENCY_S = 5e-6, 50e-6
 
 
 def set_network_interface() -> None:
@@ -57,7 +45,7 @@ def check_interfaces(variables: Mapping[str, str]) -> None:
         if variable == VARIABLES[0] or any(map(os.path.exists, _GPU_FILES)):
             raise ConfigError(f"{words}.")
         if variables.get("LOCAL_RANK", "0") == "0":
-            warn_on_stderr(f"WARNING: {words}. Nothing reads it in a run on CPUs.")
+            say(f"WARNING: {words}. Nothing reads it in a run on CPUs.")
 
 
 def named_interfaces(variable: str, value: str, names: Iterable[str]) -> list[str] | None:
@@ -82,19 +70,15 @@ def lacks_interface(variable: str, value: str, names: Sequence[str]) -> bool:
 
 def usable_interfaces() -> list[str]:
     """Return the names of the interfaces that have an address."""
-    names = [name for _, name in socket.if_nameindex()]
-    with suppress(OSError):
-        addressed = {name for name, _ in interface_addresses()}
-        with suppress(FileNotFoundError):  # no IPv6
-            addressed |= {line.split()[-1] for line in _IPV6_ADDRESSES.read_text().splitlines()}
-        return [name for name in names if name in addressed]
-    return names
+    families = (socket.AF_INET, socket.AF_INET6)
+    listed = psutil.net_if_addrs().items()
+    return [name for name, addresses in listed if any(address.family in families for address in addresses)]
 
 
 def interface_towards(host: str) -> str | None:
     """Return the interface that packets to `host` leave from.
 
-    None when it is unknown: no route, a name that does not resolve, IPv6, or another system than Linux.
+    None when it is unknown: no route, a name that does not resolve, or IPv6.
     """
     try:
         address = source_address(host)
@@ -112,73 +96,6 @@ def source_address(host: str) -> str:
 
 
 def interface_addresses() -> list[tuple[str, str]]:
-    """Return name and IPv4 address of every interface that is up. Raises OSError where the kernel has no such list."""
-    table = array.array("B", bytes(_IFREQ_BYTES * 256))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("iL", len(table), table.buffer_info()[0])
-        num_bytes = struct.unpack("iL", fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, request))[0]
-    records = [table[start : start + _IFREQ_BYTES].tobytes() for start in range(0, num_bytes, _IFREQ_BYTES)]
-    return [(record[:16].split(b"\0")[0].decode(), socket.inet_ntoa(record[20:24])) for record in records]
-
-
-def find_node_network(sys_class: Path = Path("/sys/class")) -> Interconnect | None:
-    """Return this node's link to the others: all active ports of InfiniBand, RoCE and similar adapters.
-
-    Without such ports, or with NCCL_IB_DISABLE=1, the interface of NCCL's sockets. None where neither reports a speed,
-    as on virtual machines.
-    """
-    adapters = 0.0 if os.environ.get("NCCL_IB_DISABLE") == "1" else sum(_port_rates(sys_class / "infiniband"))
-    rate, latency_s = adapters, _ADAPTER_LATENCY_S
-    if not adapters:
-        rate, latency_s = _interface_rate(sys_class / "net"), _SOCKET_LATENCY_S
-    if not rate:
-        return None
-    return Interconnect("this node's", rate, True, latency_s, f"{8 * rate / 1e9:.0f} Gbit/s per node")
-
-
-def _port_rates(adapters: Path) -> Iterator[float]:
-    """Yield bytes per second of each active port: `rate` holds `400 Gb/sec (4X NDR)`, `state` `4: ACTIVE`."""
-    selection = os.environ.get("NCCL_IB_HCA", "")
-    for port in adapters.glob("*/ports/*"):
-        if _is_selected(port.parts[-3], port.name, selection) and "ACTIVE" in _read(port / "state"):
-            yield _number(_read(port / "rate").partition(" Gb/sec")[0]) * 1e9 / 8
-
-
-def _is_selected(adapter: str, port: str, selection: str) -> bool:
-    """Return whether NCCL_IB_HCA lets NCCL use a port.
-
-    The variable lists prefixes of names, perhaps with `:PORT`. A leading `=` asks for exact names, `^` for all others.
-    """
-    named = selection.lstrip("^=")
-    if not named:
-        return True
-    entries = [entry.strip().partition(":")[::2] for entry in named.split(",")]
-    is_exact = "=" in selection[:2]
-    is_named = any(
-        (adapter == name if is_exact else adapter.startswith(name)) and number in ("", port) for name, number in entries
-    )
-    return is_named != selection.startswith("^")
-
-
-def _interface_rate(interfaces: Path) -> float:
-    """Return bytes per second of the interface selected for NCCL or gloo; 0 where it is unknown."""
-    for variable in reversed(VARIABLES):
-        name = os.environ.get(variable, "")
-        if is_plain_name(name) and (interfaces / name).exists():
-            # In Mbit/s; -1 where the driver does not know it.
-            return max(0.0, _number(_read(interfaces / name / "speed"))) * 1e6 / 8
-    return 0.0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0
+    """Return name and address of every interface with an IPv4 address."""
+    listed = psutil.net_if_addrs().items()
+    return [(name, one.address) for name, addresses in listed for one in addresses if one.family == socket.AF_INET]

@@ -14,8 +14,9 @@ from llmscale.checkpoint.hf_write import CARD_MARK
 from llmscale.checkpoint.inventory import find_checkpoints, is_of_run
 from llmscale.checkpoint.manifest import CheckpointManifest
 from llmscale.config.published import last_part, publish_keys
-from llmscale.config.run_config import KEYS, RunConfig, build_run_config, needs
+from llmscale.config.run_config import KEYS, RunConfig, build_run_config
 from llmscale.config.run_flags import flag_words
+from llmscale.config.run_keys import needs
 from llmscale.data.mixture import TrainingSets
 from llmscale.errors import LlmscaleError
 from llmscale.report.history import load_history
@@ -54,7 +55,7 @@ def build_model_card(facts: CardFacts, checkpoint: Path) -> str:
     name = run.name if in_run else last_part(facts.config.run)
     step = facts.checkpoint.step
     rows = [*_facts(facts), *(_losses(run, facts.checkpoint) if in_run else []), *_software(run, facts, in_run)]
-    table = "\n".join(f"| {what} | {said} |" for what, said in rows)
+    table = "\n".join(f"| {what} | {value} |" for what, value in rows)
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -127,8 +128,8 @@ def _software(run: Path, facts: CardFacts, in_run: bool) -> Iterable[tuple[str, 
     versions = start.get("versions")
     if isinstance(versions, Mapping):
         known = {"llmscale": start.get("llmscale"), **{name: versions.get(name) for name in ("torch", "deepspeed")}}
-        said = ", ".join(f"{name} {_plain(str(version))}" for name, version in known.items() if version)
-        yield "trained with", said
+        software = ", ".join(f"{name} {_plain(str(version))}" for name, version in known.items() if version)
+        yield "trained with", software
     yield "exported with", f"llmscale {__version__}"
 
 

@@ -100,7 +100,10 @@ class LogSteps(StepAction):
         z_squared, before = self._engine.deepspeed.module.head.z_squared, result.step - 1
         # The mean over this rank's micro-steps, weighted as the loss is.
         means = [] if z_squared is None else [z_squared * run.loss_weight(before) / run.micro_steps(before)]
-        window = self._engine.recent.exchange(result.step, self._times(), means)
+        last, times = self._interval, RankTimes(0.0, 0.0, 0.0)
+        if last is not None:
+            times = RankTimes(last.step_s, last.data_wait_s, self._probe.read())
+        window = self._engine.recent.exchange(result.step, times, means)
         z_loss = run.resolved.loss.z_loss * window.extra[0] if window.extra else None
         by_set = None
         if run.stream.mix and result.micro_batches:
@@ -113,14 +116,8 @@ class LogSteps(StepAction):
             newest = window.steps[-1]
             metrics = self._metrics(result.step, newest.loss, z_loss, by_set, newest.grad_norm, self._interval)
             io.log.log_step(replace(metrics, **routers))
-            if loss_of_folder := io.claim.find_loss():
-                io.report(f"WARNING: {loss_of_folder}")
         for watch in self._watchers:
             watch(result.step, window)
-
-    def _times(self) -> RankTimes:
-        last = self._interval
-        return RankTimes(last.step_s, last.data_wait_s, self._probe.read()) if last else RankTimes(0.0, 0.0, 0.0)
 
     def _metrics(
         self,
@@ -254,10 +251,10 @@ class RouterLog:
         return {name: float(value) for name, value in values.items()}
 
     def _warn(self, step: int, loads: NDArray[np.float64], tokens: float) -> None:
-        found = self._detector.add(step, loads, tokens)
-        if found is None:
+        collapse = self._detector.add(step, loads, tokens)
+        if collapse is None:
             return
-        rows, experts, what, since = found
+        rows, experts, what, since = collapse
         loss, shape = self._run.resolved.loss, self._run.resolved.shape
         blocks = [self._blocks[row] for row in rows]
         others = f"; so have those of blocks {_listed(blocks[1:])}" if len(blocks) > 1 else ""

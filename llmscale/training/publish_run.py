@@ -52,9 +52,8 @@ from llmscale.checkpoint.remote_run import (
 from llmscale.checkpoint.run_lease import Lease, remove_folders, take_lease
 from llmscale.config.user_paths import url_of
 from llmscale.data.storage import faults
+from llmscale.data.storage.faults import Overtaken
 from llmscale.data.storage.objects import Store
-from llmscale.data.storage.shared_object import Overtaken
-from llmscale.data.storage.transport import Uploader, open_uploader
 from llmscale.engine.collectives import gather, on_all_ranks, on_each_disk, on_main_rank
 from llmscale.engine.process_group import World
 from llmscale.errors import CheckpointError, LlmscaleError
@@ -105,13 +104,13 @@ class RecordUploads:
         """Return whether the store needs no parts of earlier starts any more."""
         return self._is_complete and bool(self._sent)
 
-    def send(self, put: Callable[[bytes, str], None]) -> None:
-        """Send what changed since the last time, with `put`. Raises DataError."""
+    def send(self, put: Callable[[str, bytes], None]) -> None:
+        """Send what changed since the last time, with `put`(URL, contents). Raises DataError."""
         with self._turn:
             part: list[tuple[str, int, bytes, bool]] = []
 
             def put_part() -> None:
-                put(encode_part(part), record_url(self._url, self._epoch, self._rank, self.num_parts))
+                put(record_url(self._url, self._epoch, self._rank, self.num_parts), encode_part(part))
                 self.num_parts += 1
                 part.clear()
 
@@ -195,8 +194,7 @@ class RunPublisher:
         self._keep_every = keep_every
         self._url = str(url_of(run))
         self._aside = run / UPLOADS / f"rank-{world.rank:05d}"
-        self._store: Store | None = None
-        self._uploader: Uploader | None = None
+        self._store = Store(self._url)
         self._ending, self._closing, self._wake = threading.Event(), threading.Event(), threading.Event()
         self._saved: list[str] = []
         self._uploading = ""
@@ -373,7 +371,8 @@ class RunPublisher:
         self._clear_up(published)
 
     def _publish(self, remote: str) -> None:
-        self._upload(self._aside / remote / MANIFEST_NAME, f"{self._url}/{CHECKPOINTS_NAME}/{remote}/{MANIFEST_NAME}")
+        manifest = self._aside / remote / MANIFEST_NAME
+        self._store.upload(manifest, f"{self._url}/{CHECKPOINTS_NAME}/{remote}/{MANIFEST_NAME}")
         folder = checkpoints_folder(self._run)
         local = {path.name: _remote_of(path) for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name)}
         expired: set[str] = set()
@@ -393,7 +392,7 @@ class RunPublisher:
 
     def _remove(self, folders: Iterable[str]) -> None:
         with suppress(LlmscaleError):  # the next start removes it
-            remove_folders(self._opened(), self._url, folders)
+            remove_folders(self._store, self._url, folders)
 
     def remove_unnamed(self) -> None:
         """Remove what earlier starts uploaded and latest.json does not name, or not any more."""
@@ -401,7 +400,7 @@ class RunPublisher:
         index = self._lease.index
         starts = {f"e{int(epoch):05d}" for epoch in index.records}
         for folder, named in ((CHECKPOINTS_NAME, set(index.checkpoints.values())), (RECORDS_NAME, starts)):
-            for name in self._opened().names_in(f"{self._url}/{folder}"):
+            for name in self._store.list_names(f"{self._url}/{folder}"):
                 if name not in named and name.startswith("e") and name < f"e{self._epoch:05d}":
                     self._remove([f"{folder}/{name}"])
 
@@ -425,7 +424,7 @@ class RunPublisher:
                 raise CheckpointError(_REPLACED)
             for path in sorted((self._aside / remote).iterdir()):
                 if path.name != MANIFEST_NAME:
-                    self._upload(path, f"{self._url}/{CHECKPOINTS_NAME}/{remote}/{path.name}")
+                    self._store.upload(path, f"{self._url}/{CHECKPOINTS_NAME}/{remote}/{path.name}")
             if self._records:
                 self._send_records()
                 count = self._records.num_parts
@@ -458,40 +457,7 @@ class RunPublisher:
 
     def _send_records(self) -> None:
         if self._records:
-            self._records.send(self._put)
-
-    def _put(self, contents: bytes, url: str) -> None:
-        path = self._aside / f".part-{threading.get_ident()}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, contents)
-        try:
-            self._upload(path, url)
-        finally:
-            path.unlink(missing_ok=True)
-
-    def _upload(self, path: Path, url: str) -> None:
-        """Upload a file, and compare the size that the store reports. Raises DataError."""
-        size = path.stat().st_size
-
-        def upload() -> None:
-            try:
-                if self._uploader is None:
-                    self._uploader = open_uploader(url)
-                self._uploader.upload(path, url)
-                there = self._opened().describe(url).size_bytes
-            except Exception:
-                # Credentials may have been renewed meanwhile.
-                self._uploader = self._store = None
-                raise
-            if there != size:
-                raise faults.DamagedInTransit(f"{there:,} bytes came there instead of {size:,}")
-
-        faults.with_retries(upload, f"Cannot upload {url}", url=url, num_bytes=size)
-
-    def _opened(self) -> Store:
-        if self._store is None:
-            self._store = Store(self._url)
-        return self._store
+            self._records.send(self._store.write)
 
 
 def open_publisher(

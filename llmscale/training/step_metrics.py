@@ -32,6 +32,8 @@ class Chart:
     """When the axis is logarithmic; wide: if the values are far apart."""
     is_pictured: bool = False
     """True if --png and --svg draw it, too."""
+    note: str = ""
+    """Sentence below the chart."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Metric:
     without: str = ""
     """The part in place of None."""
     chart: Chart | None = None
-    """Its own chart; None if none, or one that page/chart_list.js draws from several numbers."""
+    """Its own chart; None if none, or one that report/charts.py draws from several numbers."""
     is_column: bool = True
     """False if the report does not read it."""
 
@@ -86,7 +88,9 @@ class StepMetrics:
     loss_scale: float | None = metric(
         " | scale {:g}",
         chart=Chart(
-            *("Optimisation", "Loss scale", "fp16"),
+            "Optimisation",
+            "Loss scale",
+            "fp16",
             is_smoothed=False,
             is_positive=True,
             is_stepped=True,
@@ -187,14 +191,14 @@ def format_step(m: StepMetrics, total_steps: int) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format seconds as 45s, 3m20s, 5h07m or 2d04h."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded}s"
+    if rounded < 3600:
+        return f"{rounded // 60}m{rounded % 60:02d}s"
+    if rounded < 86400:
+        return f"{rounded // 3600}h{rounded % 3600 // 60:02d}m"
+    return f"{rounded // 86400}d{rounded % 86400 // 3600:02d}h"
 
 
 @dataclass(frozen=True)

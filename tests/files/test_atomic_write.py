@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.files.atomic_write import write_durably, write_output
-from llmscale.files.buffered_log import BufferedLog
+from llmscale.files.record_log import RecordLog
 from llmscale.untrusted.paths import open_own
 
 
@@ -105,8 +105,8 @@ def test_a_link_is_not_opened_for_writing(tmp_path: Path, kind: str) -> None:
     with pytest.raises(OSError, match="not a regular file"):
         open_own(path, os.O_RDWR | os.O_CREAT)
     warnings: list[str] = []
-    file = BufferedLog(path, warn=warnings.append)
-    file.append(b"{}\n", 1)
+    file = RecordLog(path, warnings.append)
+    file.append(b"{}\n")
     file.close()
     assert "not a regular file" in warnings[0]
     assert mine.read_text() == "last line without its end"

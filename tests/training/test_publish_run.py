@@ -23,7 +23,7 @@ from llmscale.checkpoint.save import CheckpointSaver
 from llmscale.checkpoint.tensor_files import fetch_checkpoint
 from llmscale.config.user_paths import copy_of
 from llmscale.data.storage import faults
-from llmscale.data.storage.shared_object import Overtaken
+from llmscale.data.storage.faults import Overtaken
 from llmscale.engine.collectives import Disks
 from llmscale.engine.process_group import World
 from llmscale.errors import CheckpointError, ConfigError, DataError
@@ -143,16 +143,16 @@ def test_a_write_whose_answer_never_came_is_no_other_trainer(
     run: Path, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = take(run)
-    shared, write = lease._shared, lease._shared.write
+    store, replace_it = lease._store, lease._store.replace
 
-    def lose(contents: bytes, version: str | None) -> str:
-        write(contents, version)
+    def lose(url: str, contents: bytes, version: str) -> str:
+        replace_it(url, contents, version)
         raise DataError("no answer")
 
-    monkeypatch.setattr(shared, "write", lose)
+    monkeypatch.setattr(store, "replace", lose)
     with pytest.raises(DataError):
         lease.update(lambda index: index)
-    monkeypatch.setattr(shared, "write", write)
+    monkeypatch.setattr(store, "replace", replace_it)
     lease.update(lambda index: index)
     lease.release()
     index = read_index(run)
@@ -163,7 +163,7 @@ def test_a_write_whose_answer_never_came_is_no_other_trainer(
 
 
 def send(records: RecordUploads, object_store: ObjectStore) -> None:
-    records.send(lambda contents, url: object_store.put(url.removeprefix("s3://bucket/"), contents))
+    records.send(lambda url, contents: object_store.put(url.removeprefix("s3://bucket/"), contents))
 
 
 def publish_records(lease: Lease, **by_rank: RecordUploads) -> None:

@@ -102,12 +102,6 @@ def test_no_child_of_a_rank_reports_to_the_launcher(pipe: Pipe) -> None:
     assert REPORTS_VARIABLE not in pipe.start(code).communicate()[0]
 
 
-@pytest.mark.parametrize("left_over", ["", "7", "-1", "x", "999999999999999999999"])
-def test_a_variable_left_over_from_a_launcher_is_no_pipe(left_over: str) -> None:
-    rank = start("print(heartbeat.is_supervised)", variables={REPORTS_VARIABLE: left_over})
-    assert rank.communicate() == ("False\n", "")
-
-
 def test_a_rank_does_not_outlive_the_process_that_started_it(pipe: Pipe) -> None:
     code = """
 import os, subprocess, sys

@@ -105,6 +105,6 @@ def test_damaged_lines_of_a_log_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     lines = [b'{"a": 1}', b"\xff\xfe", b'{"a": 2', b"[3]", b"", b"x" * (3 * LINE_MAX_BYTES), b'{"a": NaN}']
     path.write_bytes(b"\n".join([*lines, b'{"a": 4}']))
-    found = list(load_json_lines(path))
-    assert [record["a"] for record in found if record["a"] == record["a"]] == [1, 4]
-    assert len(found) == 3
+    actual = list(load_json_lines(path))
+    assert [record["a"] for record in actual if record["a"] == record["a"]] == [1, 4]
+    assert len(actual) == 3

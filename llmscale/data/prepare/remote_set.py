@@ -17,7 +17,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -36,12 +35,9 @@ from llmscale.data.shards.manifest import (
     parse_manifest,
 )
 from llmscale.data.shards.verify_shards import INDEX_NAME
-from llmscale.data.storage import faults
 from llmscale.data.storage.objects import Store
 from llmscale.data.storage.schemes import check_out_url, scheme_of
-from llmscale.data.storage.transport import open_uploader
 from llmscale.errors import DataError
-from llmscale.untrusted.documents import MAX_BYTES
 from llmscale.untrusted.paths import in_home
 from llmscale.untrusted.terminal import print_visible
 
@@ -51,11 +47,7 @@ _JOURNAL_NAME = "uploaded.txt"
 _HUB_NAMES = (".gitattributes", "README.md")
 #: Concurrent uploads, and most finished shards on this disk, those included.
 _THREADS, _MOST_WAITING = 2, 4
-#: Size of parts in which longer files are uploaded; S3's ETag depends on it.
-_PART_BYTES = 8 << 20
 _REMEDY = "Finished work stays on this disk and in the store: once it can be reached, the same command continues."
-
-
 #: Names that `prepare` writes below a URL.
 _OURS = re.compile(
     rf"(?:{GENERATION}/)?(?:{re.escape(MANIFEST_NAME)}|{re.escape(UNFINISHED_NAME)}|{TOKENIZER_FOLDER}/[^/]+|"
@@ -75,12 +67,10 @@ class RemoteSet(Destination):
         digest = hashlib.sha256(self.url.encode()).hexdigest()[:12]
         self.beside = in_home(work_dir) / f"{self.url.rpartition('/')[2]}-{digest}"
         self._overwrite = overwrite
-        self._store = Store(self.url, remedy=_REMEDY)
         remedy = f"The bucket must exist and accept your credentials: {scheme_of(self.url).credentials}."
-        self._uploader = faults.with_retries(
-            lambda: open_uploader(self.url), f"Cannot write to {self.url}", url=self.url, remedy=remedy
-        )
+        Store(self.url, remedy=remedy).list_names(self.url)
         self._stop = threading.Event()
+        self._store = Store(self.url, remedy=_REMEDY, stop=self._stop)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="upload")
         self._under_way: collections.deque[Future[None]] = collections.deque()
         self._uploaded: set[str] = set()
@@ -88,9 +78,9 @@ class RemoteSet(Destination):
         self._folder = self._journal = Path()
 
     def find(self, request: PrepareRequest) -> Manifest | None:
-        names = [name for name in self._store.names_in(self.url) if name not in _HUB_NAMES]
+        names = [name for name in self._store.list_names(self.url) if name not in _HUB_NAMES]
         if MANIFEST_NAME in names:
-            return self._find_whole(request)
+            return self._find_finished(request)
         if UNFINISHED_NAME in names:
             different = self._find_differences(request)
             if different and not self._overwrite:
@@ -108,16 +98,16 @@ class RemoteSet(Destination):
             )
         return None
 
-    def _find_whole(self, request: PrepareRequest) -> Manifest | None:
+    def _find_finished(self, request: PrepareRequest) -> Manifest | None:
         """Return the finished dataset if it matches the request and is not to be replaced. Raises DataError."""
-        contents = self._store.read_small(f"{self.url}/{MANIFEST_NAME}", MAX_BYTES)
+        contents = self._store.read_small(f"{self.url}/{MANIFEST_NAME}")
         try:
             generation = parse_generation(contents, f"{self.url}/{MANIFEST_NAME}")
             place = f"{self.url}/{generation}" if generation else self.url
             where = f"{place}/{MANIFEST_NAME}"
-            manifest = parse_manifest(self._store.read_small(where, MAX_BYTES) if generation else contents, where)
+            manifest = parse_manifest(self._store.read_small(where) if generation else contents, where)
             check_same(manifest, request, self.url, "Replace it with --overwrite")
-            is_cleared_up = UNFINISHED_NAME not in self._store.names_in(place)
+            is_cleared_up = UNFINISHED_NAME not in self._store.list_names(place)
         except DataError:
             if not self._overwrite:
                 raise
@@ -128,11 +118,11 @@ class RemoteSet(Destination):
         self._place = place
         if not is_cleared_up:
             self._clear_up()
-        self._tell_of_unfinished()
+        self._report_unfinished()
         return manifest
 
-    def _tell_of_unfinished(self) -> None:
-        for name in self._store.names_in(self.url):
+    def _report_unfinished(self) -> None:
+        for name in self._store.list_names(self.url):
             if re.fullmatch(GENERATION, name) and self._place != f"{self.url}/{name}":
                 print_visible(
                     f"{self.url}/{name} belongs to an unfinished --overwrite. If none is running, give that command "
@@ -146,7 +136,7 @@ class RemoteSet(Destination):
         continues there."""
         digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode() + replaced).hexdigest()[:12]
         self._place = f"{self.url}/set-{digest}"
-        self._is_begun = UNFINISHED_NAME in self._store.names_in(self._place)
+        self._is_begun = UNFINISHED_NAME in self._store.list_names(self._place)
 
     def begin(self, work: WorkFolder, request: PrepareRequest) -> None:
         """Upload the marker, which also tests the permission to write."""
@@ -156,7 +146,7 @@ class RemoteSet(Destination):
         if self._journal.exists():
             *lines, _ = self._journal.read_text().split("\n")
             self._uploaded = set(lines)
-        self._upload_text(json.dumps(request), f"{self._place}/{UNFINISHED_NAME}", work.path)
+        self._store.write(f"{self._place}/{UNFINISHED_NAME}", json.dumps(request).encode())
 
     def keep_shard(self, path: Path) -> None:
         """Upload a shard in the background and remove it here. Waits while too many are queued."""
@@ -173,10 +163,10 @@ class RemoteSet(Destination):
         order = sorted(names, key=lambda name: (last.index(Path(name).name) if Path(name).name in last else -1, name))
         self._check_all_there()
         for name in order:
-            self._upload(self._folder / name, f"{self._place}/{name}")
+            self._store.upload(self._folder / name, f"{self._place}/{name}")
         if self._place != self.url:
             pointer = generation_json(self._place.removeprefix(f"{self.url}/"))
-            self._upload_text(pointer, f"{self.url}/{MANIFEST_NAME}", work.path)
+            self._store.write(f"{self.url}/{MANIFEST_NAME}", pointer.encode())
         self._clear_up()
 
     def close(self) -> None:
@@ -186,16 +176,16 @@ class RemoteSet(Destination):
     def _clear_up(self) -> None:
         """Remove the replaced files, then the marker, so that a killed run resumes here."""
         if self._place != self.url:
-            for one in self._store.find(self.url):
-                name = one.url.removeprefix(f"{self.url}/")
-                if _OURS.fullmatch(name) and name != MANIFEST_NAME and not one.url.startswith(f"{self._place}/"):
-                    self._store.remove(one.url)
-        self._store.remove(f"{self._place}/{UNFINISHED_NAME}")
+            for stored in self._store.list_objects(self.url):
+                name = stored.url.removeprefix(f"{self.url}/")
+                if _OURS.fullmatch(name) and name != MANIFEST_NAME and not stored.url.startswith(f"{self._place}/"):
+                    self._store.delete(stored.url)
+        self._store.delete(f"{self._place}/{UNFINISHED_NAME}")
 
     def _check_all_there(self) -> None:
         """Raise DataError when uploaded shards have been removed."""
-        there = {one.url.removeprefix(f"{self._place}/") for one in self._store.find(self._place)}
-        if missing := self._uploaded - there:
+        stored = {stored.url.removeprefix(f"{self._place}/") for stored in self._store.list_objects(self._place)}
+        if missing := self._uploaded - stored:
             raise DataError(
                 f"{self._place}/{min(missing)} was uploaded and is missing now. Remove everything there; the same "
                 "command then starts over."
@@ -205,7 +195,7 @@ class RemoteSet(Destination):
         """Upload a shard, record it in the journal, and remove it here."""
         path = self._folder / name
         if name not in self._uploaded:
-            self._upload(path, f"{self._place}/{name}")
+            self._store.upload(path, f"{self._place}/{name}")
             with open(self._journal, "a", encoding="utf-8") as journal:
                 journal.write(f"{name}\n")
                 journal.flush()
@@ -213,61 +203,10 @@ class RemoteSet(Destination):
             self._uploaded.add(name)
         path.unlink(missing_ok=True)
 
-    def _upload_text(self, text: str, url: str, scratch: Path) -> None:
-        with tempfile.TemporaryDirectory(dir=scratch) as folder:
-            path = Path(folder) / url.rpartition("/")[2]
-            path.write_text(text)
-            self._upload(path, url)
-
-    def _upload(self, path: Path, url: str) -> None:
-        """Upload a file and verify it. Raises DataError."""
-
-        def upload() -> None:
-            self._uploader.upload(path, url)
-            self._check(path, url)
-
-        faults.with_retries(
-            upload,
-            f"Cannot upload {url}",
-            url=url,
-            remedy=_REMEDY,
-            stop=self._stop,
-            num_bytes=path.stat().st_size,
-        )
-
-    def _check(self, path: Path, url: str) -> None:
-        """Compare the uploaded object with the file. Raises DamagedInTransit, DataError."""
-        stored, size_bytes = self._store.describe(url, stop=self._stop), path.stat().st_size
-        if stored.size_bytes != size_bytes:
-            raise faults.DamagedInTransit(f"{stored.size_bytes:,} bytes came there instead of {size_bytes:,}")
-        # Other stores and encrypted objects have other ETags: then compare the bytes.
-        if url.startswith("s3:") and stored.etag != etag_of(path) and not self._is_equal(path, url):
-            raise faults.DamagedInTransit("other bytes came there")
-
-    def _is_equal(self, path: Path, url: str) -> bool:
-        place = 0
-        with path.open("rb") as file:
-            while part := file.read(_PART_BYTES):
-                if self._store.read(url, place, place + len(part), stop=self._stop) != part:
-                    return False
-                place += len(part)
-        return True
-
     def _find_differences(self, request: PrepareRequest) -> str:
         """Return how the unfinished dataset's request differs, or an empty string. Raises DataError."""
         try:
-            there = json.loads(self._store.read_small(f"{self.url}/{UNFINISHED_NAME}", MAX_BYTES))
+            unfinished = json.loads(self._store.read_small(f"{self.url}/{UNFINISHED_NAME}"))
         except ValueError:
-            there = None
-        return describe_differences(there, request) if isinstance(there, dict) else "unreadable"
-
-
-def etag_of(path: Path) -> str:
-    """Return the ETag that S3 gives a file: its MD5, or for several parts the MD5 of theirs and their number."""
-    parts = []
-    with path.open("rb") as file:
-        while part := file.read(_PART_BYTES):
-            parts.append(hashlib.md5(part, usedforsecurity=False).digest())
-    if path.stat().st_size < _PART_BYTES:
-        return (b"".join(parts) or hashlib.md5(usedforsecurity=False).digest()).hex()
-    return f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
+            unfinished = None
+        return describe_differences(unfinished, request) if isinstance(unfinished, dict) else "unreadable"

@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 from llmscale.data.order.permutation import UInt64Array, fold64, key64
 from llmscale.data.prepare.packing import Packing, PackingState, Tokens, Windows
 from llmscale.data.shards.manifest import HASH_ALGORITHM, ShardInfo, SplitManifest, TokenDtype
-from llmscale.data.shards.streaming_import import streaming_module
 from llmscale.data.shards.verify_shards import INDEX_NAME
 from llmscale.files.atomic_write import write_durably
 
@@ -146,11 +145,18 @@ class ShardFiles:
         name = f"shard.{number:05}.mds"
         raw, zip_info = _describe_contents(contents, name), None
         if self._compression:
-            contents = [streaming_module("compression").compress(self._compression, b"".join(contents))]
+            contents = [_compress(b"".join(contents))]
             zip_info = _describe_contents(contents, f"{name}.{self._compression}")
         entry: Entry = {"samples": num_samples, "raw_data": raw, "zip_data": zip_info, **self._config}
         write_durably(self._folder / _stored_name(entry), *contents)
         return entry
+
+
+def _compress(contents: bytes) -> bytes:
+    """Return a zstd frame as Streaming's writer makes it: level 3, by a worker thread, whatever their number."""
+    import zstandard
+
+    return zstandard.ZstdCompressor(level=3, threads=1).compress(contents)
 
 
 def _describe_contents(contents: Sequence[bytes | memoryview], name: str) -> Entry:

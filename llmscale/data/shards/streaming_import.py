@@ -2,9 +2,9 @@
 
 `import streaming` runs `streaming/__init__.py`, which pulls in `streaming.vision` (torchvision: fails to import beside
 a CPU build of torch), `streaming.text` (transformers) and the dataset and loader classes: 1.5 to 6 s. llmscale needs
-shard readers, transport and hashes. These are submodules of `streaming.base` that import none of that (0.1 s). So both
-packages are entered without running their `__init__`: placeholder modules with the right `__path__` replace them while
-the submodules load. A later `import streaming` runs the real `__init__` and finds these submodules loaded.
+what decodes and unpacks other programs' shards. These are submodules of `streaming.base` that import none of that (0.1
+s). So both packages are entered without running their `__init__`: placeholder modules with the right `__path__` replace
+them while the submodules load. A later `import streaming` runs the real `__init__` and finds these submodules loaded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import functools
 import importlib
 import importlib.machinery
 import importlib.util
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,23 +24,12 @@ from llmscale.errors import DataError
 _PACKAGES = ("streaming", "streaming.base")
 
 
-def set_local_world_size() -> None:
-    """Set LOCAL_WORLD_SIZE, which Streaming reads, to this node's number of ranks.
-
-    DeepSpeed's launcher exports LOCAL_SIZE instead. Without LOCAL_WORLD_SIZE, Streaming takes 1, and every rank is a
-    local leader.
-    """
-    if "LOCAL_WORLD_SIZE" not in os.environ and "LOCAL_SIZE" in os.environ:
-        os.environ["LOCAL_WORLD_SIZE"] = os.environ["LOCAL_SIZE"]
-
-
 @functools.cache
 def streaming_module(name: str) -> ModuleType:
     """Return the module `streaming.base.<name>`, imported without its packages' `__init__`.
 
     Raises DataError when mosaicml-streaming is not installed.
     """
-    set_local_world_size()
     with _bare_packages():
         # Its modules import each other in a circle, which works only when entered here.
         importlib.import_module("streaming.base.format")
@@ -61,7 +49,7 @@ def _bare_packages() -> Iterator[None]:
             spec = importlib.machinery.PathFinder.find_spec(name, path)
             if spec is None or spec.submodule_search_locations is None:
                 raise DataError(
-                    "mosaicml-streaming is not installed, and the data shards are its format. "
+                    "mosaicml-streaming is not installed, and only it reads these shards. "
                     f"Install it with `{install_command('train,data')}`."
                 )
             sys.modules[name] = importlib.util.module_from_spec(spec)

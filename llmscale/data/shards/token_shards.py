@@ -22,10 +22,16 @@ from typing import BinaryIO, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.data.shards.cache import SetLocation, ShardFetcher, ShardFile
+from llmscale.data.shards.cache import SetLocation, ShardFetcher
 from llmscale.data.shards.manifest import get_split
-from llmscale.data.shards.streaming_import import streaming_module
-from llmscale.data.shards.verify_shards import check_files, check_hash, check_offsets, check_size, load_index
+from llmscale.data.shards.verify_shards import (
+    check_files,
+    check_hash,
+    check_offsets,
+    check_size,
+    load_index,
+    shard_files,
+)
 from llmscale.errors import DataError
 from llmscale.untrusted.paths import open_regular
 
@@ -69,8 +75,7 @@ class TokenShards:
         entries = load_index(location.folder, split, location.manifest)
         self._fetcher: ShardFetcher | None = None
         if location.remote is not None or location.manifest.compression:
-            from_json = streaming_module("format").reader_from_json
-            self._sources: list[ShardFile] = [from_json(str(location.folder), split, entry) for entry in entries]
+            self._stored = shard_files(location.folder, split, location.manifest, entries)
             limit_bytes = None if cache_limit_bytes is None else cache_limit_bytes // num_sets
             self._fetcher = ShardFetcher(location, split, limit_bytes)
         # An open file takes disk space even after the cache has evicted it.
@@ -138,16 +143,15 @@ class TokenShards:
     def verify(self, shard_id: int) -> _Identity:
         """Fetch the shard if needed, check all of it, and return the checked file's identity. A damaged one is fetched
         again. Raises DataError."""
-        shard = self._shards[shard_id]
         if self._fetcher is None:
             return self._check(shard_id)
-        source = self._sources[shard_id]
-        self._fetcher.fetch(shard, source)
+        stored = self._stored[shard_id]
+        self._fetcher.fetch(stored)
         try:
             return self._check(shard_id)
         except DataError:
-            self._fetcher.discard(shard, source)
-            self._fetcher.fetch(shard, source)
+            self._fetcher.discard(stored)
+            self._fetcher.fetch(stored)
             return self._check(shard_id)
 
     def _check(self, shard_id: int) -> _Identity:

@@ -119,6 +119,10 @@ class ShardFile:
     bytes: int
     hash: str
 
+    @property
+    def is_compressed(self) -> bool:
+        return self.path.name != self.shard.name
+
 
 def shard_files(
     folder: Path, split: str, manifest: Manifest, entries: list[IndexEntry] | None = None

@@ -6,13 +6,13 @@ along the chain of causes.
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from functools import partial
 from typing import TypeVar
 
 from llmscale.config.bundled_files import install_command
@@ -29,34 +29,46 @@ STALL_S = 30.0
 _BYTES_PER_S = 128 << 10
 #: A waiting attempt prints a line after this time, then at this interval.
 _LINE_S = 5.0, 10.0
-_TRANSIENT = {
-    # Connection errors and timeouts.
-    *("ConnectionError", "TimeoutError", "Timeout", "TimeoutException", "TransportError", "HTTPClientError"),
-    *("ClientConnectionError", "ServerDisconnectedError", "ServiceRequestError", "ServiceResponseError"),
-    *("RetriesExceededError", "RetryError"),
-    # Bytes lost or changed in transit, in a body or an answer.
-    *("IncompleteRead", "IncompleteReadError", "ProtocolError", "ResponseStreamingError", "ClientPayloadError"),
-    *("PayloadEncodingError", "ChecksumError", "FlexibleChecksumError", "DataCorruption", "DamagedInTransit"),
-    *("ChunkedEncodingError", "ContentDecodingError", "DecodeError", "ResponseParserError", "InvalidJSONError"),
-}
+#: Classes of connection errors and timeouts, and of bytes that were lost or changed in transit.
+_TRANSIENT = re.compile(
+    "ConnectionError|TimeoutError|Timeout|TransportError|HTTPClientError|ServiceRequestError|ServiceResponseError|"
+    "RetriesExceededError|RetryError|IncompleteRead|IncompleteReadError|ProtocolError|ChecksumError|DataCorruption|"
+    "FlexibleChecksumError|DamagedInTransit|ChunkedEncodingError|ContentDecodingError|DecodeError|ResponseParserError|"
+    "InvalidJSONError"
+)
 #: Codes or texts of a store's answer 400 to bytes that arrived damaged or late, S3's answer 409 to two conditional
 #: writes at once, and the Hub client's text for a short download, for which it has no class.
 _TRANSIENT_WORDS = re.compile(
     "BadDigest|IncompleteBody|RequestTimeout|XAmzContentSHA256Mismatch|XAmzContentChecksumMismatch|Md5Mismatch|"
     "Crc64Mismatch|ConditionalRequestConflict|doesn't match calculated|Consistency check failed"
 )
-#: Codes of S3's answer 400 to temporary credentials that have expired.
-_EXPIRED_WORDS = re.compile(r"\((ExpiredToken|TokenRefreshRequired)\)")
-_CREDENTIALS = {
-    *("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound"),
-    *("TokenRetrievalError", "UnauthorizedSSOTokenError", "DefaultCredentialsError", "RefreshError"),
-    *("ClientAuthenticationError", "CredentialUnavailableError", "LocalTokenNotFoundError", "PermissionError"),
-    "Unauthenticated",
-}
+#: Classes of missing or refused credentials.
+_CREDENTIALS = re.compile(
+    "NoCredentialsError|PartialCredentialsError|CredentialRetrievalError|ProfileNotFound|TokenRetrievalError|"
+    "SSOTokenLoadError|UnauthorizedSSOTokenError|DefaultCredentialsError|RefreshError|ClientAuthenticationError|"
+    "CredentialUnavailableError|LocalTokenNotFoundError"
+)
+_OFFLINE = re.compile("SSLCertVerificationError|OfflineModeIsEnabled")
+#: S3's answer 400 to temporary credentials that have expired; an answer to HEAD has no body with a code.
+_EXPIRED_WORDS = re.compile(r"\((ExpiredToken|TokenRefreshRequired)\)|\(400\) when calling the HeadObject")
+#: Faults of this machine's disk.
+_DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
 
 class DamagedInTransit(Exception):
     """A store returned or stored other bytes than it should have."""
+
+
+class Missing(DataError):
+    """No object has that name."""
+
+
+class Overtaken(DataError):
+    """Another writer has changed the object since it was read."""
+
+
+class Denied(UnreachableError):
+    """Credentials are missing, have expired or lack permission."""
 
 
 def with_retries(
@@ -66,47 +78,44 @@ def with_retries(
     url: str,
     remedy: str = "",
     stop: threading.Event | None = None,
-    to_error: Callable[[Exception], Exception] | None = None,
     num_bytes: int = 0,
-    progress: Callable[[], int] | None = None,
+    progress: Callable[[], int] = lambda: 0,
 ) -> _T:
     """Return the result of `action`, retried after a pause with one printed line per transient error, until `stop` is
     set.
 
     Each attempt may take STALL_S without a change of `progress`, or STALL_S plus the time for `num_bytes`. `what`
-    begins with "Cannot" and opens every message. Raises DataError with the cause and either `remedy` or how to give
-    credentials; `to_error` can replace that error.
+    begins with "Cannot" and opens every message. Raises what `explain` returns, and OSError of this machine's disk.
     """
     stop = stop or threading.Event()
-    to_error = to_error or partial(explain, what=what, url=url, remedy=remedy)
     limit_s = STALL_S + num_bytes / _BYTES_PER_S
     for number, pause_s in enumerate((*RETRY_PAUSES_S, None), start=1):
-        try:
-            return _within_limit(action, what, limit_s, stop, progress or (lambda: 0))
-        except DataError:
-            raise
-        except Exception as error:  # each client raises its own classes
-            if pause_s is not None and is_transient(error, url) and not stop.is_set():
-                print_visible(
-                    f"{what}: {summarise(error)[:200]}. Trying again in {pause_s:g} s ({number} of "
-                    f"{len(RETRY_PAUSES_S)}).",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                if not stop.wait(pause_s):
-                    continue
-            explained = to_error(error)
-            if explained is error:
-                raise
+        # Never raised here before it is classified: its context would be what this thread is handling.
+        answer = _within_limit(action, what, limit_s, stop, progress)
+        error = answer.exception()
+        if error is None:
+            return answer.result()
+        is_of_disk = isinstance(error, OSError) and error.errno in _DISK_FAULTS
+        if is_of_disk or isinstance(error, DataError) or not isinstance(error, Exception):
+            raise error
+        explained = explain(error, what, url=url, remedy=remedy)
+        if pause_s is None or stop.is_set() or not isinstance(explained, TransientError):
+            raise explained from error
+        print_visible(
+            f"{what}: {_summarise(error)[:200]}. Trying again in {pause_s:g} s ({number} of {len(RETRY_PAUSES_S)}).",
+            file=sys.stderr,
+            flush=True,
+        )
+        if stop.wait(pause_s):
             raise explained from error
     raise AssertionError("the last attempt returns or raises")
 
 
 def _within_limit(
     action: Callable[[], _T], what: str, limit_s: float, stop: threading.Event, progress: Callable[[], int]
-) -> _T:
-    """Return the result of `action`, run in a thread because some clients' requests have no timeout; an abandoned
-    thread ends with the process. Raises TimeoutError, and whatever the action raises."""
+) -> Future[_T]:
+    """Return the outcome of `action`, run in a thread because some clients' requests have no timeout; an abandoned
+    thread ends with the process, and the outcome is then a TimeoutError."""
     answer: Future[_T] = Future()
 
     def run() -> None:
@@ -122,7 +131,9 @@ def _within_limit(
             seen, since_s, line_s = now, time.monotonic(), _LINE_S[0]
         waited_s = time.monotonic() - since_s
         if waited_s >= limit_s or stop.is_set():
-            raise TimeoutError(f"no answer within {waited_s:.0f} s")
+            timed_out: Future[_T] = Future()
+            timed_out.set_exception(TimeoutError(f"no answer within {waited_s:.0f} s"))
+            return timed_out
         if waited_s >= line_s:
             line_s += _LINE_S[1]
             print_visible(
@@ -131,50 +142,70 @@ def _within_limit(
                 file=sys.stderr,
                 flush=True,
             )
-    return answer.result()
+    return answer
 
 
-def explain(error: Exception, what: str, *, url: str, remedy: str = "") -> DataError:
-    """Return the error for the user: UnreachableError when it says nothing about the data itself."""
-    scheme = SCHEMES.get(url.partition("://")[0])
-    said = f"{what}: {summarise(error)[:300]}."
-    if scheme is not None and lacks_credentials(error):
-        return UnreachableError(f"{said} Credentials are missing or lack permission. Give {scheme.credentials}.")
+def explain(error: BaseException, what: str, *, url: str, remedy: str = "") -> DataError:
+    """Return the error for the user: UnreachableError or a subclass if it says nothing about the data itself."""
+    kind = Denied if lacks_credentials(error) else _classify(error, url)
+    text, scheme = f"{what}: {_summarise(error)[:300]}.", url.partition("://")[0]
+    if kind is Denied and scheme in SCHEMES:
+        return Denied(f"{text} Credentials are missing or lack permission. Give {SCHEMES[scheme].credentials}.")
+    if kind is Overtaken:
+        return Overtaken(f"Another writer has changed {url} since it was read. Run the command again.")
     if isinstance(error, ImportError):
-        needed = f"Install what {url.partition('://')[0]}:// needs: `{install_command('remote')}`."
-        return UnreachableError(f"{said} {needed}")
-    kind = TransientError if is_transient(error, url) else DataError
-    return kind(f"{said} {remedy}".rstrip())
+        return UnreachableError(f"{text} Install what {scheme}:// needs: `{install_command('remote')}`.")
+    return kind(f"{text} {remedy}".rstrip())
 
 
 def is_transient(error: BaseException, url: str = "") -> bool:
     """Return whether an error is transient: of the connection, of bytes in transit, or a temporary one of the store."""
-    if _names(_chain(error)) & {*_CREDENTIALS, "SSLCertVerificationError", "OfflineModeIsEnabled"}:
-        return False
-    for cause in _chain(error):
-        # glibc's text for NXDOMAIN: a misspelt name, or no network.
-        if "Name or service not known" in str(cause):
-            return False
-        # Checked before the status, because aiohttp gives a broken connection a status.
-        if _names([cause]) & _TRANSIENT or _TRANSIENT_WORDS.search(str(cause)):
-            return True
-        if (status := _status(cause)) is not None:
-            # The Hub refuses a commit while another one is being made.
-            is_overtaken = status in (409, 412) and url.startswith("hf://")
-            return status in (408, 429) or status >= 500 or is_overtaken
-    return False
+    return not lacks_credentials(error) and _classify(error, url) is TransientError
 
 
 def lacks_credentials(error: BaseException) -> bool:
     """Return whether credentials are missing or refused."""
-    # A PermissionError with a file name is a local one, not the store's.
-    names = _names(cause for cause in _chain(error) if getattr(cause, "filename", None) is None)
     statuses = (status for cause in _chain(error) if (status := _status(cause)) is not None)
-    is_expired = any(_EXPIRED_WORDS.search(str(cause)) for cause in _chain(error))
-    return is_expired or next(statuses, None) in (401, 403) or bool(names & _CREDENTIALS)
+    is_named = any(_is(cause, _CREDENTIALS) or _EXPIRED_WORDS.search(str(cause)) for cause in _chain(error))
+    return is_named or next(statuses, None) in (401, 403)
 
 
-def summarise(error: BaseException) -> str:
+def is_unsupported(error: BaseException) -> bool:
+    """Return whether a store does not know what was asked of it (501)."""
+    return any(_status(cause) == 501 for cause in _chain(error))
+
+
+def _classify(error: BaseException, url: str) -> type[DataError]:
+    """Return the class of an error that is not about credentials."""
+    if any(_is(cause, _OFFLINE) for cause in _chain(error)):
+        return UnreachableError
+    for cause in _chain(error):
+        # glibc's text for NXDOMAIN: a misspelt name, or no network.
+        if "Name or service not known" in str(cause):
+            return UnreachableError
+        # Checked before the status: an answer that was cut has a good one.
+        if _is(cause, _TRANSIENT) or _TRANSIENT_WORDS.search(str(cause)):
+            return TransientError
+        if (status := _status(cause)) is not None:
+            return _class_of(status, cause, url)
+    is_missing = isinstance(error, FileNotFoundError) and error.filename is None
+    return Missing if is_missing else DataError
+
+
+def _class_of(status: int, error: BaseException, url: str) -> type[DataError]:
+    """Return the class of an answer with an HTTP status."""
+    # The Hub refuses a commit while another one is being made.
+    if status in (408, 429) or (status >= 500 and status != 501) or (status in (409, 412) and url.startswith("hf:")):
+        return TransientError
+    if status == 404:
+        return Missing
+    # 416: it has become shorter than the range that was asked for.
+    if status in (412, 416) or getattr(error, "error_code", None) == "BlobAlreadyExists":
+        return Overtaken
+    return DataError
+
+
+def _summarise(error: BaseException) -> str:
     """Return the class and first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
@@ -190,19 +221,15 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or getattr(error, "last_exception", None) or error.__context__
 
 
-def _names(errors: Iterable[BaseException]) -> set[str]:
-    return {kind.__name__ for error in errors for kind in type(error).__mro__}
+def _is(error: BaseException, names: re.Pattern[str]) -> bool:
+    """Return whether the class of an error, or one that it is derived from, has one of these names."""
+    return any(names.fullmatch(kind.__name__) for kind in type(error).__mro__)
 
 
 def _status(error: BaseException) -> int | None:
     """Return the HTTP status of the answer that an exception reports."""
     response = getattr(error, "response", None)
-    found = (
-        response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        if isinstance(response, dict)
-        else getattr(response, "status_code", None)
-    )
-    for status in (found, *(getattr(error, name, None) for name in ("status_code", "status", "code"))):
-        if isinstance(status, int) and 300 <= status < 600:
-            return int(status)
-    return None
+    if isinstance(response, dict):
+        return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
+    codes = (getattr(response, "status_code", None), getattr(error, "status_code", None), getattr(error, "code", None))
+    return next((int(code) for code in codes if isinstance(code, int) and 300 <= code < 600), None)

@@ -1,40 +1,29 @@
-"""Objects of a store through fsspec: list in a fixed order, describe, read in parts, upload, remove."""
+"""Objects of a store: list, describe, read in parts, write, replace by condition, delete, download, upload."""
 
 from __future__ import annotations
 
 import os
+import re
+import secrets
+import tempfile
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict, TypeVar, cast
+from pathlib import Path
+from typing import TypeVar
 
 from llmscale.data.storage import faults
-from llmscale.data.storage.schemes import SCHEMES, path_of, scheme_of
+from llmscale.data.storage.clients import Client, Entry, has_hmac_key, open_client
+from llmscale.data.storage.faults import Missing, Overtaken
+from llmscale.data.storage.schemes import SCHEMES, folder_of, has_pattern, path_of, root_of, scheme_of
 from llmscale.errors import DataError
+from llmscale.untrusted.documents import MAX_BYTES
 
 _T = TypeVar("_T")
-GOOGLE_S3_URL = "https://storage.googleapis.com"
-#: Settings of Amazon's clients. Their own retries are off: faults.with_retries does them.
-S3_LIMITS = {"connect_timeout": faults.STALL_S, "read_timeout": faults.STALL_S, "retries": {"total_max_attempts": 1}}
-
-
-class FileSystem(Protocol):
-    """The methods of fsspec's file systems that are used here."""
-
-    def info(self, path: str) -> dict[str, Any]: ...
-
-    def ls(self, path: str, detail: bool = True) -> list[dict[str, Any]]: ...
-
-    def find(self, path: str, *, detail: bool) -> dict[str, dict[str, Any]]: ...
-
-    def glob(self, path: str, *, detail: bool) -> dict[str, dict[str, Any]]: ...
-
-    def cat_file(self, path: str, *, start: int | None, end: int | None) -> bytes: ...
-
-    def rm_file(self, path: str) -> None: ...
-
-    def invalidate_cache(self) -> None: ...
+#: Parts of a pattern, and what each matches.
+_WILDCARD = re.compile(r"\*\*/?|\*|\?|\[[^\]]+\]")
+_MATCHES = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 
 
 @dataclass(frozen=True)
@@ -42,165 +31,267 @@ class StoredObject:
     """An object as listed."""
 
     url: str
-    path: str
-    """BUCKET/NAME."""
     size_bytes: int
-    etag: str
-    """The store's ETag, else the time of modification; changes with the contents."""
+    version: str
+    """Changes with the contents."""
+
+    @property
+    def path(self) -> str:
+        """BUCKET/NAME."""
+        return path_of(self.url)
 
 
 class Store:
-    """The store that a URL names. Every method retries transient errors and raises DataError."""
+    """The objects of the bucket that a URL names, each by its URL. Thread-safe; a fork may use it.
 
-    def __init__(self, url: str, *, for_reading: bool = False, remedy: str = "") -> None:
-        """With `for_reading`, public objects need no credentials. `remedy` ends every message."""
-        self._remedy = remedy
-        self._prefix = url.partition("://")[0]
-        # The Hub's client answers from a listing that another thread may have begun before the object was there.
-        self._listing = threading.Lock() if scheme_of(url).kind == "hf" else nullcontext()
-        self._files = faults.with_retries(
-            lambda: _open_filesystem(url, for_reading=for_reading), f"Cannot open {url}", url=url
+    The store is opened when it is first used, and again when its credentials have expired. Every method retries
+    transient errors and raises DataError: Missing, Overtaken, or UnreachableError if it says nothing about the data.
+    """
+
+    def __init__(
+        self, url: str, *, for_reading: bool = False, remedy: str = "", stop: threading.Event | None = None
+    ) -> None:
+        """With `for_reading`, public objects need no credentials. `remedy` ends every message. `stop` ends retries."""
+        self._root = root_of(url)
+        self._for_reading, self._remedy, self._stop = for_reading, remedy, stop
+        self._opened: tuple[int, Client] | None = None
+        """Process id and client."""
+        self._opening = threading.Lock()
+
+    def head(self, url: str) -> StoredObject:
+        """Return the current state of an object. Raises Missing."""
+        return self._ask(lambda client: self._stored(client.head(self._name(url))), "find", url)
+
+    def list_objects(self, url: str) -> list[StoredObject]:
+        """Return the object of that name, those that match a pattern, or all below it, sorted by name."""
+        name, pattern = self._name(url), None
+        if has_pattern(url):
+            pattern = _compile(name)
+            name = self._name(f"{url.partition('://')[0]}://{folder_of(url)}")
+        elif name:
+            with suppress(Missing):
+                return [self.head(url)]
+        prefix = f"{name}/" if name else ""
+        entries = self._ask(lambda client: list(client.list(prefix, "")), "list", url)
+        objects = [entry for entry in entries if not entry.name.endswith("/")]
+        return [self._stored(entry) for entry in sorted(objects) if pattern is None or pattern.fullmatch(entry.name)]
+
+    def list_names(self, url: str) -> list[str]:
+        """Return the names of the objects and folders one level below a URL."""
+        prefix = f"{name}/" if (name := self._name(url)) else ""
+        entries = self._ask(lambda client: list(client.list(prefix, "/")), "list", url)
+        names = (entry.name.removeprefix(prefix).rstrip("/") for entry in entries)
+        return sorted({name for name in names if name})
+
+    def read(self, url: str, begin: int, end: int, *, version: str = "", stop: threading.Event | None = None) -> bytes:
+        """Return bytes begin .. end - 1 of an object. Raises Overtaken unless it has `version`, if given."""
+
+        def fetch(client: Client) -> bytes:
+            data, current = client.read(self._name(url), begin, end)
+            if version and _bare(current) != version:
+                raise self._overtaken(url)
+            if len(data) != end - begin:
+                raise faults.DamagedInTransit(f"{len(data):,} bytes instead of {end - begin:,}")
+            return data
+
+        return self._ask(fetch, "read", url, num_bytes=end - begin, stop=stop) if end > begin else b""
+
+    def read_small(self, url: str, max_bytes: int = MAX_BYTES) -> bytes:
+        """Return the contents of an object of llmscale. Raises DataError if it is longer than `max_bytes`."""
+        return self._read_all(url, max_bytes)[0]
+
+    def read_versioned(self, url: str) -> tuple[bytes, str] | None:
+        """Return the contents and their version, for `replace`; None for a missing object."""
+        self._check_conditional(url)
+        try:
+            return self._read_all(url, MAX_BYTES)
+        except Missing:
+            self.list_names(url)  # fails without the bucket
+            return None
+
+    def _read_all(self, url: str, max_bytes: int) -> tuple[bytes, str]:
+        size_bytes = self.head(url).size_bytes
+        if size_bytes > max_bytes:
+            raise DataError(f"{url} has {size_bytes:,} bytes; llmscale writes at most {max_bytes:,} there.")
+        return self._ask(lambda client: client.read(self._name(url), 0, None), "read", url, num_bytes=size_bytes)
+
+    def write(self, url: str, contents: bytes) -> None:
+        """Write an object, whatever was there, and compare its size."""
+
+        def put(client: Client) -> None:
+            client.put(self._name(url), contents, None)
+            self._check_size(client, url, len(contents))
+
+        self._ask(put, "upload", url, num_bytes=len(contents))
+
+    def create(self, url: str, contents: bytes) -> str:
+        """Write a new object of at most MAX_BYTES and return its version. Raises Overtaken if there is one.
+
+        Callers make contents unique, so that an earlier attempt whose answer was lost is recognised. After
+        UnreachableError the contents may have been written, or may still arrive.
+        """
+        return self._put_if(url, contents, "")
+
+    def replace(self, url: str, contents: bytes, version: str) -> str:
+        """Replace this version and return the new one, as `create` does. Raises Overtaken for another version."""
+        return self._put_if(url, contents, version)
+
+    def _put_if(self, url: str, contents: bytes, condition: str) -> str:
+        self._check_conditional(url)
+        if len(contents) > MAX_BYTES:
+            raise DataError(f"{url} would have {len(contents):,} bytes. At most {MAX_BYTES:,} are written.")
+        try:
+            return self._ask(
+                lambda client: client.put(self._name(url), contents, condition), "write", url, num_bytes=len(contents)
+            )
+        except (Missing, Overtaken) as error:
+            stored = self.read_versioned(url)  # fails without the bucket
+            if stored is None or stored[0] != contents:
+                raise self._overtaken(url) from error
+            return stored[1]
+        except DataError as error:
+            if faults.is_unsupported(error):
+                raise _unconditional(url) from error
+            raise
+
+    def delete(self, url: str) -> None:
+        """Remove an object; a missing one is fine, as an attempt without an answer may have removed it."""
+        with suppress(Missing):
+            self._ask(lambda client: client.delete(self._name(url)), "remove", url)
+
+    def download(self, url: str, path: Path) -> None:
+        """Write an object to a local path atomically; its bytes on this disk show progress. OSError comes from the
+        folder."""
+        with tempfile.TemporaryDirectory(
+            prefix=f".download-{path.name}-", dir=path.parent, ignore_cleanup_errors=True
+        ) as folder:
+
+            def fetch(client: Client) -> None:
+                # An abandoned attempt may still write, so each has its own folder.
+                target = Path(tempfile.mkdtemp(dir=folder), path.name)
+                client.download(self._name(url), target)
+                target.replace(path)
+
+            self._ask(fetch, "fetch", url, progress=lambda: _count_bytes(Path(folder)))
+
+    def upload(self, path: Path, url: str) -> None:
+        """Write a file to an object, whatever was there, and compare its size."""
+        size_bytes = path.stat().st_size
+
+        def send(client: Client) -> None:
+            client.upload(path, self._name(url))
+            self._check_size(client, url, size_bytes)
+
+        self._ask(send, "upload", url, num_bytes=size_bytes)
+
+    def _check_size(self, client: Client, url: str, size_bytes: int) -> None:
+        stored_bytes = client.head(self._name(url)).size_bytes
+        if stored_bytes != size_bytes:
+            raise faults.DamagedInTransit(f"{stored_bytes:,} bytes came there instead of {size_bytes:,}")
+
+    def _ask(
+        self,
+        request: Callable[[Client], _T],
+        verb: str,
+        url: str,
+        *,
+        num_bytes: int = 0,
+        progress: Callable[[], int] = lambda: 0,
+        stop: threading.Event | None = None,
+    ) -> _T:
+        """Return the answer to a request, from a new client if the credentials of the open one have expired."""
+
+        def attempt() -> _T:
+            client = self._open(None)
+            try:
+                return request(client)
+            except Exception as error:  # each client raises its own classes
+                if not faults.lacks_credentials(error):
+                    raise
+            return request(self._open(client))
+
+        return faults.with_retries(
+            attempt,
+            f"Cannot {verb} {url}",
+            url=url,
+            remedy=self._remedy,
+            stop=stop or self._stop,
+            num_bytes=num_bytes,
+            progress=progress,
         )
 
-    def find(self, url: str) -> list[StoredObject]:
-        """Return the object of that name, those that match a pattern, or all below it, sorted by name."""
-        path = path_of(url)
+    def _open(self, expired: Client | None) -> Client:
+        """Return a client of this process, and another one than `expired`."""
+        with self._opening:
+            opened = self._opened
+            if opened is None or opened[0] != os.getpid() or opened[1] is expired:
+                opened = self._opened = os.getpid(), open_client(self._root, for_reading=self._for_reading)
+            return opened[1]
 
-        def look() -> Iterable[dict[str, Any]]:
-            self._files.invalidate_cache()
-            if any(letter in path for letter in "*?["):
-                return self._files.glob(path, detail=True).values()
-            try:
-                found = self._files.info(path)
-            except FileNotFoundError:
-                return []
-            if found["type"] != "directory":
-                return [found]
-            return self._files.find(path, detail=True).values()
+    def _name(self, url: str) -> str:
+        """Return an object's name within the bucket."""
+        return url.removeprefix(self._root).strip("/")
 
-        infos = self._retried(look, f"Cannot list {url}", url)
-        return sorted((self._describe(info) for info in infos if info["type"] == "file"), key=lambda o: o.path)
+    def _stored(self, entry: Entry) -> StoredObject:
+        return StoredObject(f"{self._root}/{entry.name}", entry.size_bytes, _bare(entry.version))
 
-    def names_in(self, url: str) -> list[str]:
-        """Return the names one level below a URL."""
-        path = path_of(url)
+    def _check_conditional(self, url: str) -> None:
+        """Raise DataError for a store without conditional writes."""
+        kind = scheme_of(url).kind
+        if kind == "hf" or not self._name(url):
+            legal = ", ".join(SCHEMES[name].example for name in ("s3", "gs", "az"))
+            raise DataError(f"{url} cannot be shared by several writers. Legal: {legal}.")
+        if kind == "gs" and has_hmac_key():
+            raise DataError(
+                f"Cannot open {url} with GCS_KEY and GCS_SECRET: requests with an HMAC key have no conditional writes. "
+                "Unset both, and give GOOGLE_APPLICATION_CREDENTIALS (a key file) or `gcloud auth application-default "
+                "login`."
+            )
 
-        def look() -> list[str]:
-            self._files.invalidate_cache()
-            try:
-                return [str(info["name"]) for info in self._files.ls(path, detail=True)]
-            except FileNotFoundError:
-                return []
-
-        found = self._retried(look, f"Cannot list {url}", url)
-        inside = (name.strip("/").removeprefix(f"{path}/") for name in found if name.strip("/").startswith(f"{path}/"))
-        return sorted(name for name in inside if name)
-
-    def describe(self, url: str, *, stop: threading.Event | None = None) -> StoredObject:
-        """Return the current state of one object. `stop` ends the retries."""
-
-        def look() -> StoredObject:
-            with self._listing:
-                self._files.invalidate_cache()
-                return self._describe(self._files.info(path_of(url)))
-
-        return self._retried(look, f"Cannot find {url}", url, stop)
-
-    def read(self, url: str, begin: int = 0, end: int | None = None, *, stop: threading.Event | None = None) -> bytes:
-        """Return bytes begin .. end - 1 of an object. `stop` ends the retries."""
-
-        def fetch() -> bytes:
-            data = self._files.cat_file(path_of(url), start=begin, end=end)
-            if end is not None and len(data) != end - begin:
-                raise faults.DamagedInTransit(f"{len(data):,} bytes instead of {end - begin:,}")
-            return bytes(data)
-
-        where = f", from byte {begin:,}" if begin else ""
-        return self._retried(fetch, f"Cannot read {url}{where}", url, stop, (end or begin) - begin)
-
-    def read_small(self, url: str, max_bytes: int) -> bytes:
-        """Return the contents of an object of llmscale. Raises DataError if it is longer than `max_bytes`."""
-        size_bytes = self.describe(url).size_bytes
-        if size_bytes > max_bytes:
-            raise DataError(f"{url} has {size_bytes:,} bytes, so llmscale did not write it.")
-        return self.read(url, 0, size_bytes)
-
-    def remove(self, url: str) -> None:
-        """Remove an object; a missing one is fine, as an attempt without an answer may have removed it."""
-
-        def remove() -> None:
-            with suppress(FileNotFoundError):
-                self._files.rm_file(path_of(url))
-
-        self._retried(remove, f"Cannot remove {url}", url)
-
-    def _retried(
-        self, action: Callable[[], _T], what: str, url: str, stop: threading.Event | None = None, num_bytes: int = 0
-    ) -> _T:
-        return faults.with_retries(action, what, url=url, remedy=self._remedy, stop=stop, num_bytes=num_bytes)
-
-    def _describe(self, info: dict[str, Any]) -> StoredObject:
-        path = str(info["name"]).strip("/")
-        etags = (info.get(name) for name in ("ETag", "etag", "blob_id", "LastModified", "last_modified", "mtime"))
-        etag = next((str(etag) for etag in etags if etag), "")
-        return StoredObject(f"{self._prefix}://{path}", path, int(info["size"] or 0), etag.strip('"'))
+    def _overtaken(self, url: str) -> Overtaken:
+        return Overtaken(f"Another writer has changed {url} since it was read. Run the command again.")
 
 
-def _open_filesystem(url: str, *, for_reading: bool) -> FileSystem:
-    """Open a file system with the credentials that Streaming's transport reads. Raises whatever the client raises."""
-    kind = scheme_of(url).kind
-    if kind == "s3":
-        return _open_s3(os.environ.get("S3_ENDPOINT_URL"), for_reading=for_reading)
-    if kind == "gs":
-        key, secret = os.environ.get("GCS_KEY"), os.environ.get("GCS_SECRET")
-        if key and secret:
-            return _open_s3(GOOGLE_S3_URL, key=key, secret=secret)
-        from llmscale.data.storage.google_files import GoogleFiles
-
-        return cast(FileSystem, GoogleFiles(for_reading=for_reading))
-    if kind == "azure":
-        from adlfs import AzureBlobFileSystem
-
-        return cast(FileSystem, AzureBlobFileSystem(**find_azure_login(url), anon=False, skip_instance_cache=True))
-    from huggingface_hub import HfFileSystem
-
-    return cast(FileSystem, HfFileSystem(token=os.environ.get("HF_TOKEN"), skip_instance_cache=True))
+def probe_conditions(url: str) -> None:
+    """Check with a probe object below `url` that the store honours the conditions of writes. Raises DataError."""
+    probe_url, store = f"{url.rstrip('/')}/.conditional-{secrets.token_hex(8)}", Store(url)
+    first = store.create(probe_url, secrets.token_bytes(16))
+    try:
+        store.replace(probe_url, secrets.token_bytes(16), first)
+        with suppress(Overtaken):
+            store.create(probe_url, secrets.token_bytes(16))
+            raise _unconditional(probe_url)
+        with suppress(Overtaken):
+            store.replace(probe_url, secrets.token_bytes(16), first)
+            raise _unconditional(probe_url)
+    finally:
+        store.delete(probe_url)
 
 
-def _open_s3(
-    endpoint_url: str | None, *, key: str | None = None, secret: str | None = None, for_reading: bool = False
-) -> FileSystem:
-    from botocore.session import get_session
-    from s3fs import S3FileSystem
-
-    is_public = for_reading and key is None and get_session().get_credentials() is None
-    made = S3FileSystem(
-        anon=is_public,
-        key=key,
-        secret=secret,
-        endpoint_url=endpoint_url,
-        config_kwargs=S3_LIMITS,
-        use_listings_cache=False,
-        skip_instance_cache=True,
+def _unconditional(url: str) -> DataError:
+    return DataError(
+        f"The store of {url} ignores or refuses conditional writes (If-Match, If-None-Match), so two runs could "
+        "overwrite each other. Update the server, or use another store."
     )
-    made.retries = 1
-    return cast(FileSystem, made)
 
 
-class AzureLogin(TypedDict, total=False):
-    """Azure credentials, by adlfs's names."""
-
-    connection_string: str
-    account_name: str
-    account_key: str | None
+def _bare(version: str) -> str:
+    """Return a version without quotes, which Azure's listings leave out."""
+    return version.strip('"')
 
 
-def find_azure_login(url: str) -> AzureLogin:
-    """Return the Azure credentials in the environment. Raises DataError without any."""
-    if connection := os.environ.get("AZURE_STORAGE_CONNECTION_STRING"):
-        return {"connection_string": connection}
-    account = os.environ.get("AZURE_ACCOUNT_NAME") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
-    if not account:
-        raise DataError(f"Cannot open {url}: AZURE_ACCOUNT_NAME is not set. Give {SCHEMES['az'].credentials}.")
-    key = os.environ.get("AZURE_ACCOUNT_ACCESS_KEY") or os.environ.get("AZURE_STORAGE_ACCOUNT_KEY")
-    return {"account_name": account, "account_key": key}
+def _compile(pattern: str) -> re.Pattern[str]:
+    """Return the expression of a pattern: * within a name, ** across /."""
+    parts, place = [], 0
+    for wildcard in _WILDCARD.finditer(pattern):
+        parts.append(re.escape(pattern[place : wildcard.start()]))
+        parts.append(_MATCHES.get(wildcard[0], wildcard[0].replace("[!", "[^", 1)))
+        place = wildcard.end()
+    return re.compile("".join(parts) + re.escape(pattern[place:]))
+
+
+def _count_bytes(folder: Path) -> int:
+    """Return the bytes of all files below a folder, or -1 if one is removed meanwhile."""
+    with suppress(OSError):
+        return sum(path.stat().st_size for path in folder.rglob("*"))
+    return -1

@@ -66,8 +66,31 @@ def scheme_of(url: str) -> Scheme:
 
 
 def path_of(url: str) -> str:
-    """Return BUCKET/NAME, as fsspec takes it."""
+    """Return BUCKET/NAME."""
     return url.partition(_SEPARATOR)[2].strip("/")
+
+
+def root_of(url: str) -> str:
+    """Return the URL of the bucket, container or repository of the Hub. Raises DataError for an unknown scheme."""
+    parts = path_of(url).split("/")
+    depth = 1
+    if scheme_of(url).kind == "hf":  # models have no type before their name
+        depth = 3 if parts[0] in ("datasets", "spaces") else 2
+        # A revision may be refs/convert/parquet.
+        depth += 2 if "@refs" in "/".join(parts[:depth]) else 0
+    return f"{url.partition(_SEPARATOR)[0]}{_SEPARATOR}{'/'.join(parts[:depth])}"
+
+
+def has_pattern(spec: str) -> bool:
+    """Return whether a name is a pattern."""
+    return any(letter in spec for letter in "*?[")
+
+
+def folder_of(spec: str) -> str:
+    """Return the path above the first part with a pattern, or all of it."""
+    parts = path_of(spec).split("/")
+    fixed = next((number for number, part in enumerate(parts) if has_pattern(part)), len(parts))
+    return "/".join(parts[:fixed])
 
 
 def check_out_url(url: str) -> str:
@@ -92,6 +115,6 @@ def check_out_url(url: str) -> str:
 
 def check_not_forgotten(text: str, flag: str) -> None:
     """Refuse s3:bucket and s3:/bucket, which would name a local folder. Raises DataError."""
-    found = _FORGOTTEN.match(text)
-    if found:
-        raise DataError(f"{flag} {text} is neither a path nor a URL. Legal: {SCHEMES[found[1]].example}.")
+    forgotten = _FORGOTTEN.match(text)
+    if forgotten:
+        raise DataError(f"{flag} {text} is neither a path nor a URL. Legal: {SCHEMES[forgotten[1]].example}.")

@@ -86,9 +86,11 @@ def test_patterns_and_folders_choose_as_on_a_disk_and_in_order(object_store: Obj
     assert found("s3://bucket/in2/z.txt") == ["in2/z.txt"]
     assert {one.name for one in open_source("s3://bucket/in").passed_over} == {"a.exe", "a.bin", ".hidden"}
     assert found("s3://bucket/in/**/*.txt", out="s3://bucket/in/b/") == ["in/a.txt"]
-    for spec in ("s3://bucket/nothing/", "s3://bucket/in/*.jsonl", "s3://none/x"):
+    for spec in ("s3://bucket/nothing/", "s3://bucket/in/*.jsonl"):
         with pytest.raises(DataError, match="nothing has that name"):
             open_source(spec)
+    with pytest.raises(DataError, match=r"Cannot list s3://none/x: .*The specified bucket does not exist"):
+        open_source("s3://none/x")
 
 
 def test_an_object_that_changes_is_noticed(object_store: ObjectStore) -> None:
@@ -123,7 +125,7 @@ def test_a_file_that_is_let_go_of_asks_no_more(
     monkeypatch.setattr(faults, "RETRY_PAUSES_S", (2.0 * HANG_S,))
     object_store.put("in/a.txt", bytes(3000))
     store = Store("s3://bucket")
-    file = RemoteFile(store, store.find("s3://bucket/in/a.txt")[0], "bucket/in").open()
+    file = RemoteFile(store, store.list_objects("s3://bucket/in/a.txt")[0], "bucket/in").open()
     object_store.requests.clear()
     object_store.fails = lambda method, _: sum(asked == "GET" for asked, _ in object_store.requests) > 1
     assert file.raw.read(10) == bytes(10)  # type: ignore[attr-defined]

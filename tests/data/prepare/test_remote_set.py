@@ -19,7 +19,7 @@ import pytest
 from llmscale.cli.main import main
 from llmscale.data.prepare import remote_set
 from llmscale.data.prepare.prepare_set import Prepared, PrepareOptions, prepare
-from llmscale.data.prepare.remote_set import RemoteSet, etag_of
+from llmscale.data.prepare.remote_set import RemoteSet
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.shards.cache import open_set
 from llmscale.data.shards.manifest import MANIFEST_NAME, UNFINISHED_NAME
@@ -201,22 +201,6 @@ def test_what_somebody_removed_meanwhile_is_noticed(
         assert object_store.files("sets/a/") == _local(corpus, tmp_path / "set")
 
 
-def test_an_etag_is_known_beforehand(object_store: ObjectStore, tmp_path: Path) -> None:
-    for size_bytes in (0, 1000, (8 << 20) - 1, 8 << 20, (20 << 20) + 1):
-        (tmp_path / "file").write_bytes(random.Random(0).randbytes(size_bytes))
-        object_store.client.upload_file(str(tmp_path / "file"), BUCKET, "file")
-        found = object_store.client.head_object(Bucket=BUCKET, Key="file")
-        assert found["ETag"].strip('"') == etag_of(tmp_path / "file")
-
-
-def test_another_stores_etag_is_no_fault(
-    corpus: Path, object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote_set, "etag_of", lambda path: "of a store that has its own")
-    _prepare(corpus, tmp_path / "work")
-    assert object_store.files("sets/a/") == _local(corpus, tmp_path / "set")
-
-
 #: Few shards, so that there are few moments.
 OLD, NEW = (PrepareOptions(seq_len=seq_len, val_fraction=0.1, shard_bytes=8192) for seq_len in (16, 8))
 
@@ -228,22 +212,17 @@ class Killed(BaseException):
 def _kill_at(moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the change of the store of that number, from then on."""
     changes = itertools.count()
-    upload, remove = RemoteSet._upload, Store.remove
 
-    def kill() -> None:
-        if next(changes) >= moment:
-            raise Killed
+    def or_die(change: Callable[..., None]) -> Callable[..., None]:
+        def change_or_die(self: Store, *arguments: object) -> None:
+            if next(changes) >= moment:
+                raise Killed
+            change(self, *arguments)
 
-    def upload_or_die(self: RemoteSet, path: Path, url: str) -> None:
-        kill()
-        upload(self, path, url)
+        return change_or_die
 
-    def remove_or_die(self: Store, url: str) -> None:
-        kill()
-        remove(self, url)
-
-    monkeypatch.setattr(RemoteSet, "_upload", upload_or_die)
-    monkeypatch.setattr(Store, "remove", remove_or_die)
+    for name in ("upload", "write", "delete"):
+        monkeypatch.setattr(Store, name, or_die(getattr(Store, name)))
 
 
 @pytest.mark.slow
@@ -409,15 +388,17 @@ from llmscale.data.prepare import tokenise
 from llmscale.data.prepare.prepare_set import (PrepareOptions, prepare)
 from llmscale.data.prepare.remote_set import RemoteSet
 from llmscale.data.prepare.sources.open_source import open_source
+from llmscale.data.storage.objects import Store
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 tokenise.CHECKPOINT_INTERVAL_S = 0.02
 tokenise.BATCH_CHARACTERS = 2000
-upload = RemoteSet._upload
-def upload_slowly(self, path, url):
-    time.sleep(0.03)
-    upload(self, path, url)
-    time.sleep(0.03)
-RemoteSet._upload = upload_slowly
+def slowly(change):
+    def change_slowly(self, *arguments):
+        time.sleep(0.03)
+        change(self, *arguments)
+        time.sleep(0.03)
+    return change_slowly
+Store.upload, Store.write = slowly(Store.upload), slowly(Store.write)
 source, url, work, *flags = sys.argv[1:]
 options = PrepareOptions(seq_len=16, val_fraction=0.1, shard_bytes=4096)
 print("ready", flush=True)
@@ -569,7 +550,7 @@ def test_a_store_that_stalls_is_given_up_and_no_shard_is_called_damaged(
         _harm(relay, harm, name, 1000)
         assert main(["data", "verify", URL]) == 2
         said = capsys.readouterr()
-        assert "Waiting to fetch " in said.err
+        assert "Waiting to " in said.err
         assert "no answer" in said.err.splitlines()[-1] and "damaged" not in said.out
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmscale.data.prepare.split_writer import ShardFiles
+from llmscale.data.prepare.split_writer import ShardFiles, _compress
 from llmscale.data.shards.streaming_import import streaming_module
 
 
@@ -37,6 +37,12 @@ def test_shards_and_index_are_those_of_streamings_own_writer(
     ours.write(lambda first: (windows[k : k + 7] for k in range(first, len(windows), 7)), told.append)
     assert _files(tmp_path / "theirs") == _files(tmp_path / "ours")
     assert len(told) == sum("mds" in name for name in _files(tmp_path / "ours"))
+
+
+def test_a_compressed_shard_of_some_megabytes_is_streamings_too(tmp_path: Path) -> None:
+    """Streaming's library compresses longer contents in threads, which makes other frames."""
+    contents = np.random.default_rng(0).integers(0, 5000, 3 << 20).astype(np.uint16).tobytes()
+    assert _compress(contents) == streaming_module("compression").compress("zstd", contents)
 
 
 def test_whole_shards_are_kept_and_what_was_torn_is_not(tmp_path: Path) -> None:

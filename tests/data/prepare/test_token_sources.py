@@ -65,6 +65,9 @@ KINDS = {
     "mds ndarray:int32": lambda folder: _write_mds(folder, "ndarray:int32", np.int32),
     "mds ndarray": lambda folder: _write_mds(folder, "ndarray", np.uint16),
     "mds zstd": lambda folder: _write_mds(folder, "bytes", np.int64, compression="zstd"),
+    "mds br": lambda folder: _write_mds(folder, "bytes", np.int64, compression="br"),
+    "mds gz": lambda folder: _write_mds(folder, "bytes", np.int64, compression="gz"),
+    "mds json": lambda folder: _write_mds(folder, "json", np.int64),
 }
 
 
@@ -204,7 +207,7 @@ def test_shards_of_tokens_behind_those_of_text_are_refused(tmp_path: Path) -> No
         ({"raw_data": {"basename": "shard.00000.mds", "bytes": 1 << 40}}, "Legal: up to 1 GiB"),
         ({"samples": 10**9}, "Legal: up to 1 GiB"),
         ({"samples": 900}, "is outside of it|is not an array"),
-        ({"zip_data": {"basename": "shard.00000.mds.br"}}, "not compressed by zstd"),
+        ({"zip_data": {"basename": "shard.00000.mds.lz4"}}, "not compressed by .zstd, .br"),
         ({"column_sizes": [None, -5]}, "a column's size is invalid"),
         ({"format": "csv"}, "does not describe an MDS shard"),
     ],

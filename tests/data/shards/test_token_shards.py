@@ -190,14 +190,14 @@ def test_a_damaged_remote_shard_is_an_error_and_never_stays_in_the_cache(copied:
     _flip_byte(copied / "train" / "shard.00001.mds")
     location = open_set(str(copied), tmp_path / "cache")
     for _ in range(2):
-        with pytest.raises(DataError, match=r"checksum of shard shard\.00001\.mds of .* is wrong at its source"):
+        with pytest.raises(DataError, match=r"shard shard\.00001\.mds of .* is damaged at its source, twice"):
             _all(location)
         assert not list(location.folder.glob("train/shard.00001*"))
 
 
 def test_a_missing_remote_shard(copied: Path, tmp_path: Path) -> None:
     _delete(copied / "train" / "shard.00001.mds")
-    with pytest.raises(DataError, match=r"Cannot fetch shard shard\.00001\.mds"):
+    with pytest.raises(DataError, match=r"Cannot fetch .*/train/shard\.00001\.mds: there is no such file"):
         _all(open_set(str(copied), tmp_path / "cache"))
 
 
@@ -326,7 +326,7 @@ def test_verify_reads_a_remote_set_where_it_lies(
 
 
 def test_unreachable_remotes(bucket: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"Cannot fetch s3://bucket/other/manifest\.json"):
+    with pytest.raises(DataError, match=r"Cannot find s3://bucket/other/manifest\.json"):
         open_set("s3://bucket/other", tmp_path / "cache")
-    with pytest.raises(DataError, match=r"Cannot fetch nonsense://x/manifest\.json.*Unsupported remote path"):
+    with pytest.raises(DataError, match=r"nonsense://x begins with nonsense://, which is unknown\. Legal: s3://BUCKET"):
         open_set("nonsense://x", tmp_path / "cache")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from email.message import Message
 from pathlib import Path
 from typing import Protocol
 
@@ -20,8 +21,8 @@ from llmscale.data.prepare.remote_set import RemoteSet
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.shards.cache import open_set
 from llmscale.data.shards.token_shards import TokenShards
-from llmscale.data.storage import faults, transport
-from llmscale.data.storage.transport import open_uploader
+from llmscale.data.storage import clients, faults
+from llmscale.data.storage.objects import Store as OneStore
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
 from tests.azure_store import AzureStore
@@ -63,6 +64,9 @@ class _Emulated:
     def fail(self, fails: Failing) -> None:
         self._server.relay.fails = fails
 
+    def refuse(self, refuses: Callable[[str, Message], tuple[int, bytes] | None]) -> None:
+        self._server.relay.refuses = refuses
+
     def damage(self, harm: Callable[[str, str], str]) -> None:
         self._server.relay.harm = harm
 
@@ -102,6 +106,7 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     yield _Emulated(server)
     server.relay.fails = lambda method, path: False
     server.relay.harm = lambda method, path: ""
+    server.relay.refuses = lambda method, headers: None
     server.clear()
 
 
@@ -215,8 +220,8 @@ def test_the_hub_is_asked_for_one_commit_at_a_time(tmp_path: Path, monkeypatch: 
         # The other one, if it does not wait, comes while this one does.
         hub.during_commit = lambda: hub.has_overlapped.wait(0.2)
         url = f"hf://datasets/{NAME}"
-        uploader = open_uploader(url)
-        for sent in [pool.submit(uploader.upload, tmp_path / name, f"{url}/{name}") for name in names]:
+        one = OneStore(url)
+        for sent in [pool.submit(one.upload, tmp_path / name, f"{url}/{name}") for name in names]:
             sent.result()
         assert hub.files() == {name: name.encode() for name in names}
 
@@ -286,6 +291,8 @@ def test_missing_credentials_are_named(
     kind = request.node.callspec.params["store"]
     said = MISSING[kind][1]
     _take_credentials(kind, tmp_path, monkeypatch)
+    if kind == "google":  # its emulator lets everybody in
+        store.refuse(lambda method, headers: None if "Authorization" in headers else (401, b"{}"))
     with pytest.raises(DataError, match=said):
         RemoteSet(store.out, work_dir=tmp_path / "work")
     with pytest.raises(DataError, match=said):
@@ -316,7 +323,7 @@ def test_the_hub_client_warns_of_no_retry_of_its_own(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("HF_HUB_VERBOSITY", raising=False)
     try:
         hub.set_verbosity_warning()
-        transport._quieten_hub()
+        clients._quieten_hub()
         assert hub.get_verbosity() == hub.ERROR
     finally:
         hub.set_verbosity(before)

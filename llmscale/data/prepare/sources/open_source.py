@@ -28,7 +28,7 @@ from llmscale.data.prepare.sources.file_source import (
 )
 from llmscale.data.prepare.sources.formats import TEXT, format_of
 from llmscale.data.prepare.sources.python_docs import PYTHON_DOCS, PythonDocs
-from llmscale.data.prepare.sources.remote_files import has_pattern, open_remote
+from llmscale.data.prepare.sources.remote_files import open_remote
 from llmscale.data.prepare.sources.source import (
     HIDDEN,
     NOT_REGULAR,
@@ -50,7 +50,7 @@ from llmscale.data.prepare.sources.source import (
 from llmscale.data.prepare.sources.tokens import INDEX_NAME, LocalMdsFolder, MdsSource
 from llmscale.data.shards.manifest import MANIFEST_NAME
 from llmscale.data.storage.faults import is_transient
-from llmscale.data.storage.schemes import check_not_forgotten, is_url
+from llmscale.data.storage.schemes import check_not_forgotten, has_pattern, is_url
 from llmscale.errors import DataError
 from llmscale.suggestions import did_you_mean
 from llmscale.untrusted.hub import check_data_set, forgotten_prefix, is_offline

@@ -17,8 +17,9 @@ from llmscale.data.prepare.sources.formats import format_of
 from llmscale.data.prepare.sources.source import HIDDEN, InputFile, PassedOver, ReadOptions, Source, matches, opened
 from llmscale.data.prepare.sources.tokens import INDEX_NAME, MdsFolder, MdsSource
 from llmscale.data.shards.manifest import MANIFEST_NAME
+from llmscale.data.storage.faults import Missing
 from llmscale.data.storage.objects import Store, StoredObject
-from llmscale.data.storage.schemes import path_of
+from llmscale.data.storage.schemes import folder_of, has_pattern, path_of
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
 
@@ -30,30 +31,24 @@ _BUFFER_BYTES = 1 << 20
 class RemoteFile(InputFile):
     """An object of a store."""
 
-    def __init__(self, store: Store, found: StoredObject, root: str) -> None:
+    def __init__(self, store: Store, stored: StoredObject, root: str) -> None:
         """`root` is the folder in the store that the user named."""
         self._store = store
-        self._found = found
-        self.name = found.url
-        self.relative = found.path.removeprefix(root).lstrip("/")
-        self.size_bytes, self.version = found.size_bytes, found.etag
+        self._stored = stored
+        self.name = stored.url
+        self.relative = stored.path.removeprefix(root).lstrip("/")
+        self.size_bytes, self.version = stored.size_bytes, stored.version
 
     def open(self) -> BinaryIO:
-        _check_same(self._found, self._store.describe(self.name))
-        return io.BufferedReader(_Parts(self._store, self._found), _BUFFER_BYTES)
-
-
-def _check_same(found: StoredObject, now: StoredObject) -> None:
-    if (now.size_bytes, now.etag) != (found.size_bytes, found.etag):
-        raise DataError(f"{found.url} has changed since this command began. Run it again; it will start over.")
+        return io.BufferedReader(_Parts(self._store, self._stored), _BUFFER_BYTES)
 
 
 class _Parts(io.RawIOBase):
-    """An object, read in parts with one part read ahead."""
+    """An object, read in parts with one part read ahead. Reading raises DataError once it has changed."""
 
-    def __init__(self, store: Store, found: StoredObject) -> None:
-        self._store, self._found = store, found
-        self._size_bytes = found.size_bytes
+    def __init__(self, store: Store, stored: StoredObject) -> None:
+        self._store, self._stored = store, stored
+        self._size_bytes = stored.size_bytes
         self._stop = threading.Event()
         self._place = 0
         self._begin, self._part = 0, b""
@@ -113,11 +108,8 @@ class _Parts(io.RawIOBase):
             del wanted, part  # free it before the next part
 
     def _read_part(self, begin: int) -> bytes:
-        url, end = self._found.url, min(begin + _PART_BYTES, self._size_bytes)
-        part = self._store.read(url, begin, end, stop=self._stop)
-        # Checked after the read: an object that is unchanged since the listing is not a mixture of two versions.
-        _check_same(self._found, self._store.describe(url, stop=self._stop))
-        return part
+        end = min(begin + _PART_BYTES, self._size_bytes)
+        return self._store.read(self._stored.url, begin, end, version=self._stored.version, stop=self._stop)
 
     def close(self) -> None:
         self._stop.set()
@@ -129,9 +121,9 @@ class _Parts(io.RawIOBase):
 class RemoteMdsFolder(MdsFolder):
     """A folder in a store, as listed."""
 
-    def __init__(self, store: Store, url: str, found: Sequence[StoredObject]) -> None:
+    def __init__(self, store: Store, url: str, objects: Sequence[StoredObject]) -> None:
         self.name = url
-        self._files = {PurePosixPath(one.path).name: RemoteFile(store, one, path_of(url)) for one in found}
+        self._files = {PurePosixPath(stored.path).name: RemoteFile(store, stored, path_of(url)) for stored in objects}
 
     def read_index(self) -> dict[str, object]:
         index = self._files[INDEX_NAME]
@@ -148,28 +140,27 @@ def open_remote(spec: str, options: ReadOptions, glob: str | None, out: str | No
     """Open an object, those that match a pattern and are not below `out`, MDS shards, or all files of known formats
     below a name. Raises DataError."""
     store = Store(spec, for_reading=True)
-    found = store.find(spec)
+    objects = store.list_objects(spec)
     if out is not None and has_pattern(spec):
-        found = [one for one in found if not one.url.startswith(f"{out.rstrip('/')}/")]
-    if not found:
+        objects = [stored for stored in objects if not stored.url.startswith(f"{out.rstrip('/')}/")]
+    if not objects:
         raise DataError(f"--input {spec}: nothing has that name. Patterns: * within a name, ** across /.")
-    root = _root(spec)
-    beside = [one for one in found if PurePosixPath(one.path).parent == PurePosixPath(root)]
+    root = folder_of(spec)
+    beside = [stored for stored in objects if PurePosixPath(stored.path).parent == PurePosixPath(root)]
     if not has_pattern(spec) and _is_foreign_mds(beside, store, spec):
         return MdsSource(spec, RemoteMdsFolder(store, spec.rstrip("/"), beside), options)
-    if [one.path for one in found] == [path_of(spec)]:
+    if [stored.path for stored in objects] == [path_of(spec)]:
         if glob is not None:
             raise DataError(f"--glob '{glob}' selects objects below a name, but {spec} is one object. Drop it.")
-        _refuse_shards(found, found, spec)
-        return FileSource(spec, [RemoteFile(store, found[0], root.rpartition("/")[0])], options)
-    everything, found = found, [one for one in found if not _hidden_part(_below(one, root))]
-    found = _without_removed(found, store, root)
-    chosen = [one for one in found if has_pattern(spec) or _is_wanted(_below(one, root), glob)]
-    _refuse_shards(chosen if chosen or glob else everything, everything, spec)
-    files = [RemoteFile(store, one, root) for one in found]
+        _refuse_shards(objects, objects, spec)
+        return FileSource(spec, [RemoteFile(store, objects[0], root.rpartition("/")[0])], options)
+    visible = _without_removed([stored for stored in objects if not _hidden_part(_below(stored, root))], store, root)
+    chosen = [stored for stored in visible if has_pattern(spec) or _is_wanted(_below(stored, root), glob)]
+    _refuse_shards(chosen if chosen or glob else objects, objects, spec)
+    files = [RemoteFile(store, stored, root) for stored in visible]
     if has_pattern(spec):
         return FileSource(spec, files, options)
-    hidden = [path for one in everything if glob is None and (path := _hidden_part(_below(one, root)))]
+    hidden = [path for stored in objects if glob is None and (path := _hidden_part(_below(stored, root)))]
     passed_over = {PassedOver(HIDDEN, str(path)) for path in hidden}
     return open_files(spec, files, options, glob, passed_over)
 
@@ -180,29 +171,30 @@ def _is_wanted(path: PurePosixPath, glob: str | None) -> bool:
 
 def _is_foreign_mds(beside: Sequence[StoredObject], store: Store, spec: str) -> bool:
     """Return whether a folder holds MDS shards and an index that `llmscale data prepare` did not write."""
-    names = {PurePosixPath(one.path).name for one in beside}
-    if INDEX_NAME not in names or MANIFEST_NAME in names or not any(_is_shard(one) for one in beside):
+    names = {PurePosixPath(stored.path).name for stored in beside}
+    if INDEX_NAME not in names or MANIFEST_NAME in names or not any(map(_is_shard, beside)):
         return False
     above = spec.rstrip("/").rpartition("/")[0]
-    return not path_of(above) or not store.find(f"{above}/{MANIFEST_NAME}")
+    return not path_of(above) or not store.list_objects(f"{above}/{MANIFEST_NAME}")
 
 
-def _without_removed(found: Sequence[StoredObject], store: Store, root: str) -> list[StoredObject]:
+def _without_removed(objects: Sequence[StoredObject], store: Store, root: str) -> list[StoredObject]:
     """Return the objects without those that `data clean` removed."""
 
     def is_cleaned(folder: PurePath) -> bool:
-        there = store.find(f"{scheme}://{folder}/{CLEAN_MANIFEST_NAME}")
-        if len(there) != 1 or there[0].size_bytes > MAX_BYTES:
+        url = f"{scheme}://{folder}/{CLEAN_MANIFEST_NAME}"
+        try:
+            return parse_clean_manifest(store.read_small(url), url) is not None
+        except Missing:
             return False
-        return parse_clean_manifest(store.read(there[0].url, 0, there[0].size_bytes), there[0].url) is not None
 
-    scheme = found[0].url.partition("://")[0] if found else ""
-    by_path = {PurePosixPath(one.path): one for one in found}
+    scheme = objects[0].url.partition("://")[0] if objects else ""
+    by_path = {PurePosixPath(stored.path): stored for stored in objects}
     return [by_path[path] for path in without_removed(by_path, PurePosixPath(root), is_cleaned)]
 
 
-def _below(one: StoredObject, root: str) -> PurePosixPath:
-    return PurePosixPath(one.path.removeprefix(root).lstrip("/"))
+def _below(stored: StoredObject, root: str) -> PurePosixPath:
+    return PurePosixPath(stored.path.removeprefix(root).lstrip("/"))
 
 
 def _hidden_part(path: PurePosixPath) -> PurePosixPath | None:
@@ -210,31 +202,19 @@ def _hidden_part(path: PurePosixPath) -> PurePosixPath | None:
     return next((part for part in reversed((path, *path.parents)) if part.name.startswith(".")), None)
 
 
-def has_pattern(spec: str) -> bool:
-    """Return whether a name is a pattern."""
-    return any(letter in spec for letter in "*?[")
-
-
-def _root(spec: str) -> str:
-    """Return the path above the first part with a pattern, or all of it."""
-    parts = path_of(spec).split("/")
-    fixed = next((k for k, part in enumerate(parts) if has_pattern(part)), None)
-    return "/".join(parts[:fixed]) if fixed is not None else "/".join(parts)
-
-
-def _refuse_shards(chosen: Sequence[StoredObject], found: Sequence[StoredObject], spec: str) -> None:
+def _refuse_shards(chosen: Sequence[StoredObject], objects: Sequence[StoredObject], spec: str) -> None:
     """Refuse MDS shards and the JSON files beside them, which would be read as text. Raises DataError."""
-    folders = {PurePosixPath(one.path).parent for one in found if _is_shard(one)}
+    folders = {PurePosixPath(stored.path).parent for stored in objects if _is_shard(stored)}
     folders |= {folder.parent for folder in folders}
-    for one in chosen:
-        path = PurePosixPath(one.path)
-        if _is_shard(one) or (path.suffix == ".json" and path.parent in folders):
+    for stored in chosen:
+        path = PurePosixPath(stored.path)
+        if _is_shard(stored) or (path.suffix == ".json" and path.parent in folders):
             raise DataError(
-                f"--input {spec}: {one.url} is an MDS shard or belongs to one, not text. For a prepared dataset give "
-                "its original text, for another program's shards the folder of their index.json, or select files with "
-                "--glob."
+                f"--input {spec}: {stored.url} is an MDS shard or belongs to one, not text. For a prepared dataset "
+                "give its original text, for another program's shards the folder of their index.json, or select files "
+                "with --glob."
             )
 
 
-def _is_shard(one: StoredObject) -> bool:
-    return ".mds" in PurePosixPath(one.path).suffixes
+def _is_shard(stored: StoredObject) -> bool:
+    return ".mds" in PurePosixPath(stored.path).suffixes

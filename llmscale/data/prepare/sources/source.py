@@ -312,7 +312,7 @@ def opened(file: InputFile) -> Iterator[BinaryIO]:
 
 def walk(root: Path, skipped: Collection[str] = ()) -> tuple[list[Path], list[Path], list[Path]]:
     """Return all files below `root` in path order, all else that is not a folder of this tree (links to folders, pipes,
-    devices), and what has a hidden name. What is in hidden folders and in those named in `skipped` is in no list."""
+    devices), and what has a hidden name. Files in hidden folders and in those named in `skipped` is in no list."""
     files, others, hidden = [], [], []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skipped]

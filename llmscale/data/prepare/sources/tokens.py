@@ -5,9 +5,9 @@ nanoGPT's files are uint16 and nothing else. `.npy` holds one row of integers. l
 the first three are a magic number, a version and the number of tokens (dev/data/data_common.py, write_datafile):
 20240520, version 1, uint16 for GPT-2; 20240801, version 7, uint32 for Llama 3.
 
-MDS shards, such as llm-foundry's conversion, have a column of tokens or one of text. Streaming's readers are not used:
-an index names column encodings, one of which (`pkl`) runs code, and files anywhere. Only the one column is read. One
-shard is in memory at a time.
+MDS shards, such as llm-foundry's conversion, have a column of tokens or one of text. Only the one column is read. One
+shard is in memory at a time. An index names files anywhere and column encodings, one of which (`pkl`) runs code: names
+are checked, and Streaming's own readers serve only the encoding `json` and compressions other than zstd.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from llmscale.data.prepare.sources.source import (
     without_undecodable,
 )
 from llmscale.data.shards.compressed import DamagedError, most_unpacked_bytes, open_zstd, unfolds
+from llmscale.data.shards.streaming_import import streaming_module
 from llmscale.data.tokenizers.tokenizer import TokenArray
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import Rules, load_json
@@ -221,6 +222,8 @@ def _read_bytes(file: BinaryIO, count: int) -> bytes:
 
 
 INDEX_NAME = "index.json"
+#: Of the suffixes of Streaming's compressions, only zstd is read here.
+_COMPRESSIONS = (".zstd", ".br", ".bz2", ".gz", ".snappy")
 #: Largest shard, as it is read into memory; Streaming's default is 64 MiB.
 _MOST_SHARD_BYTES = 1 << 30
 #: Column of tokens, as llm-foundry names it, and as transformers does; the latter is read if no column is the text.
@@ -266,7 +269,8 @@ class _Shard:
     name: str
     """Name for messages."""
     file: InputFile
-    is_compressed: bool
+    compression: str
+    """Suffix of the compression, or an empty string."""
     bytes: int
     """Uncompressed size."""
     samples: int
@@ -394,31 +398,32 @@ def _parse(entry: object, folder: MdsFolder, text_field: str, where: str) -> _Sh
     for name in (basename, zip_name):
         if name is not None and not is_plain_name(name):
             raise DataError(f"{where} names the file {str(name)[:80]!r}, which does not name a file beside it.")
-    if zip_name is not None and not str(zip_name).endswith(".zstd"):
-        raise DataError(f"{where}: {zip_name} is not compressed by zstd. Uncompress it.")
+    compression = "" if zip_name is None else PurePath(str(zip_name)).suffix
+    if compression and compression not in _COMPRESSIONS:
+        raise DataError(f"{where}: {zip_name} is not compressed by {', '.join(_COMPRESSIONS)}. Uncompress it.")
     if not 0 < num_bytes <= _MOST_SHARD_BYTES or not 0 <= samples <= num_bytes:
         raise DataError(f"{where} has {num_bytes:,} bytes and {samples:,} samples. Legal: up to 1 GiB.")
     if not all(size is None or (type(size) is int and 0 <= size <= num_bytes) for size in sizes):
         raise DataError(f"{where}: a column's size is invalid.")
-    file, is_compressed = folder.find(basename), False
-    if file is None and zip_name is not None:
-        file, is_compressed = folder.find(str(zip_name)), True
+    plain = folder.find(basename)
+    file = plain or (folder.find(str(zip_name)) if compression else None)
     if file is None:
         raise DataError(f"{where}: {zip_name or basename} is missing beside it.")
     if num_bytes > most_unpacked_bytes(file.size_bytes):
         raise unfolds(file.name, file.size_bytes)
-    return _Shard(f"{folder.name}/{basename}", file, is_compressed, num_bytes, samples, column, wanted,
+    compression = "" if plain else compression
+    return _Shard(f"{folder.name}/{basename}", file, compression, num_bytes, samples, column, wanted,
                   tuple(cast(list[int | None], sizes)), encoding)  # fmt: skip
 
 
 def _check_encoding(encoding: str, name: str, where: str) -> None:
     kind, _, rest = encoding.partition(":")
     dtype = rest.partition(":")[0]
-    if encoding in ("str", "bytes") or (kind == "ndarray" and (not dtype or dtype in _ARRAY_TYPES)):
+    if encoding in ("str", "bytes", "json") or (kind == "ndarray" and (not dtype or dtype in _ARRAY_TYPES)):
         return
     raise DataError(
         f"{where}: the column {name} is {encoding[:60]!r}. Legal: bytes (of int64, as llm-foundry writes) or ndarray "
-        "for tokens, str for text."
+        "for tokens, str for text, json for a list of tokens."
     )
 
 
@@ -426,9 +431,14 @@ def _read_shard(shard: _Shard) -> bytes:
     """Return a shard's uncompressed contents. Raises DataError: unreadable, of another size, damaged."""
     try:
         with opened(shard.file) as raw:
-            contents = open_zstd(raw) if shard.is_compressed else raw
-            data = contents.read(shard.bytes + 1)
-    except (OSError, DamagedError) as error:
+            if shard.compression in ("", ".zstd"):
+                data = (open_zstd(raw) if shard.compression else raw).read(shard.bytes + 1)
+            else:
+                decompress = streaming_module("compression").decompress
+                data = decompress(shard.compression[1:], raw.read(shard.file.size_bytes + 1))
+    except DataError:
+        raise
+    except (OSError, EOFError, DamagedError) as error:
         raise DataError(f"{shard.name} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     if len(data) != shard.bytes:
         raise DataError(f"{shard.name} has another size than its index states.")
@@ -457,6 +467,8 @@ def _decode(data: bytes, encoding: str) -> TokenArray:
     """Return an array of tokens. Raises ValueError, IndexError."""
     if encoding == "bytes":
         return np.frombuffer(data, "<i8")
+    if encoding == "json":
+        return np.array(streaming_module("format.mds.encodings").mds_decode(encoding, data), np.int64)
     _, dtype, shape = (*encoding.split(":", 2), "", "")[:3]
     code = _ARRAY_TYPES[dtype] if dtype else _ARRAY_DTYPES.get(data[0], "")
     place = 0 if dtype else 1
