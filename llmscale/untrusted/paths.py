@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 from io import BufferedReader
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from llmscale.errors import ConfigError
 from llmscale.untrusted.terminal import is_visible
@@ -51,16 +51,6 @@ def is_plain_name(name: object) -> bool:
     if "/" in name or "\\" in name or not is_visible(name):
         return False
     return len(name.encode()) <= _MAX_NAME_BYTES
-
-
-def find_link(folder: Path, relative: str) -> Path | None:
-    """Return the first part of `relative` below `folder` that is a symbolic link, or None."""
-    path = folder
-    for part in PurePosixPath(relative).parts:
-        path = path / part
-        if path.is_symlink():
-            return path
-    return None
 
 
 def check_regular(path: Path, *, follow_links: bool) -> os.stat_result:

@@ -26,7 +26,6 @@ from llmscale.data.shards.manifest import (
     UNFINISHED_NAME,
     Manifest,
     ShardInfo,
-    check_no_links,
     load_manifest,
     load_origin,
     parse_generation,
@@ -112,10 +111,9 @@ class Origin:
             raise Missing(f"Cannot fetch {self.place}/{relative}: there is no such file.") from None
 
     def _check(self, relative: str) -> Path:
-        """Return the path of a file in a folder. Raises DataError for a link, OSError for what is not a file."""
-        check_no_links(Path(self.place), relative)
+        """Return the path of a file in a folder. Raises OSError for what is not a file."""
         path = Path(self.place, relative)
-        check_regular(path, follow_links=False)
+        check_regular(path, follow_links=True)
         return path
 
 
@@ -236,7 +234,6 @@ class ShardFetcher:
         """Fetch and unpack a shard unless it exists. Raises DataError: unreachable, damaged, cache disk full."""
         shard = file.shard
         # A compressed local dataset is unpacked, with locks, in its own folder.
-        check_no_links(self._location.folder, f".locks/{self._split}/{shard.name}.lock", f"{self._split}/{shard.name}")
         with self._locked(shard):
             if not _has_size(self._folder / shard.name, shard.bytes):
                 self._remove(file)

@@ -17,7 +17,7 @@ from typing import Literal, TypeVar, cast, get_args
 
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json, parse_json
-from llmscale.untrusted.paths import find_link, read_regular
+from llmscale.untrusted.paths import read_regular
 
 TokenDtype = Literal["uint16", "uint32"]
 Compression = Literal["", "zstd"]
@@ -55,7 +55,6 @@ SHARD_NAME = re.compile(r"shard\.[0-9]{5,9}\.mds")
 #: Form of a hash by HASH_ALGORITHM.
 HASH = re.compile(r"[0-9a-f]{16}")
 REMEDY = "Prepare the dataset again with --overwrite."
-LINK_REMEDY = "A dataset holds regular files only; copy one made of links with `cp -rL`."
 
 
 def check_split_names(splits: Iterable[str], where: str) -> None:
@@ -76,17 +75,6 @@ def check_choice(where: str, name: str, value: object, legal: Iterable[object]) 
     if value not in legal:
         known = ", ".join(repr(choice) for choice in legal)
         raise DataError(f"{where}: {name} is {str(value)[:80]!r}. Legal: {known}. {REMEDY}")
-
-
-def check_no_links(folder: Path, *names: str) -> None:
-    """Refuse symbolic links among files of a dataset, `names` relative to its folder, because they lead out of it.
-
-    Raises DataError.
-    """
-    for name in names:
-        link = find_link(folder, name)
-        if link is not None:
-            raise DataError(f"{link} is a symbolic link. {LINK_REMEDY}")
 
 
 MANIFEST_NAME = "manifest.json"
