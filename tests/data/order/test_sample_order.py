@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 
 import numpy as np
 import pytest
@@ -192,6 +193,7 @@ def test_rows_are_alike() -> None:
         assert means.var() < np.var(positions) / 70
 
 
+@pytest.mark.skipif(importlib.util.find_spec("streaming") is None, reason="needs mosaicml-streaming")
 def test_mixes_shards_as_well_as_streaming() -> None:
     """With the same rows and block as Streaming's py1br and py1e, averaged over seeds: as many shards in a batch, as
     few held at a time, neighbours as far apart."""
