@@ -24,9 +24,9 @@ from llmscale.data.shards.manifest import Manifest
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
 from llmscale.data.tokenizers.tokenizer import Tokenizer
+from llmscale.error_handling import say
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.evaluate.model_source import ModelSource, find_model, open_model
-from llmscale.files.buffered_log import warn_on_stderr
 from llmscale.planning.recommend import rank_configs
 from llmscale.report.history import load_history
 
@@ -69,7 +69,7 @@ def load_run(run: str | Path, step: int | None = None) -> ModelSource:
     `.load_model()` of the result gives the model, in fp32 and eval mode; `.tokenizer`, `.shape`, `.step` and `.folder`
     need no torch. All bytes of the checkpoint are verified. Raises CheckpointError, ConfigError, DataError.
     """
-    return open_model(find_model(_folder_of(run), warn_on_stderr, step))
+    return open_model(find_model(_folder_of(run), say, step))
 
 
 def estimate(model: str, *, gpu: str, num_gpus: int = 1, num_nodes: int = 1, **keys: object) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import re
 import sys
@@ -68,8 +69,8 @@ def prepare_streams() -> None:
         pass
     os.close(descriptor)
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, ValueError, OSError):
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # not every stream has it
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def flush_stdout() -> bool:
@@ -138,32 +139,29 @@ def report_crash(error: BaseException, run_folder: Path | None = None) -> None:
 def _keep_traceback(text: str, what: str, rank: str, run_folder: Path | None) -> tuple[Path | None, bool]:
     """Return the file with the traceback, or None, and whether this is the first rank of this start to write it."""
     import hashlib
+    import secrets
     import tempfile
 
     folders = [] if run_folder is None or (run_folder / "logs").is_symlink() else [run_folder / "logs"]
     # The same name for all ranks of one start on this host with the same error.
-    start = _start_of_ranks() if rank else str(os.getpid())
+    start = _start_of_ranks() if rank else secrets.token_hex()
     digest = hashlib.blake2b(f"{start} {what}".encode(errors="replace"), digest_size=4).hexdigest()
     for folder in (*folders, Path(tempfile.gettempdir())):
         path = folder / f"llmscale-{os.getppid() if rank else os.getpid()}-{digest}.traceback.txt"
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            # "x": never through a link. A traceback may show secrets, so its owner alone reads it.
+            with open(path, "x", encoding="utf-8", errors="backslashreplace", opener=_open_for_owner) as file:
+                file.write(text)
         except FileExistsError:
-            if rank and _is_ours(path):
-                return path, False
-            with contextlib.suppress(OSError):
-                descriptor, name = tempfile.mkstemp(prefix="llmscale-", suffix=".traceback.txt", dir=folder)
-                path = Path(name)
-                if _write(descriptor, text):
-                    return path, True
-            continue
+            return path, False
         except OSError:
             continue
-        if _write(descriptor, text):
-            return path, True
-        with contextlib.suppress(OSError):
-            path.unlink()
+        return path, True
     return None, True
+
+
+def _open_for_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _start_of_ranks() -> str:
@@ -177,21 +175,6 @@ def _start_of_ranks() -> str:
         began = Path(f"/proc/{os.getppid()}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
     names = ("TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
     return " ".join([began, *(os.environ.get(name, "") for name in names)])
-
-
-def _is_ours(path: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return path.lstat().st_uid == os.getuid()
-    return False
-
-
-def _write(descriptor: int, text: str) -> bool:
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-    except OSError:
-        return False
-    return True
 
 
 def _discard_output() -> None:

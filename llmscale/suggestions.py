@@ -230,13 +230,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         return ""
     meant = [name for name in OTHER_NAMES.get(plain, ()) if _plain(name) in names]
     if plain in names:
-        found = [plain]
+        nearest = [plain]
     elif meant:
-        found = [_plain(name) for name in meant]
+        nearest = [_plain(name) for name in meant]
     else:
-        found = _nearest(plain, list(reversed(names)))
+        nearest = _nearest(plain, list(reversed(names)))
     # `word` itself was refused by the caller.
-    meant = [names[name] for name in found if names[name] != word]
+    meant = [names[name] for name in nearest if names[name] != word]
     return f" Did you mean {' or '.join(map(repr, meant))}?" if meant else ""
 
 
@@ -247,14 +247,14 @@ def _plain(name: str) -> str:
 def _nearest(plain: str, names: list[str]) -> list[str]:
     long_enough = [name for name in names if min(len(plain), len(name)) > 1]
     # 0.75: two letters of four changed places (fats, fast); "epochs" and "eps" have 0.67.
-    found = (
+    nearest = (
         [name for name in long_enough if name.startswith(f"{plain}_")]
         or [name for name in long_enough if _is_one_edit(plain, name)]
         or [name for name in long_enough if name.startswith(plain)]
         or difflib.get_close_matches(plain, names, n=1, cutoff=0.75)
         or sorted((name for name in long_enough if plain.startswith(f"{name}_")), key=len, reverse=True)
     )
-    return found[:1]
+    return nearest[:1]
 
 
 def _is_one_edit(word: str, name: str) -> bool:

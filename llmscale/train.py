@@ -28,9 +28,10 @@ if __name__ == "__main__":
     stop_request.install()
 
 from llmscale.config.bundled_files import explain_missing
-from llmscale.config.launcher_variables import LauncherVariables, check_meeting_point, read_launcher_variables
-from llmscale.config.run_config import RunConfig, parse_run_config
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.config.run_config import RunConfig
 from llmscale.engine.device_settings import set_allocator_default
+from llmscale.engine.launcher_variables import LauncherVariables, check_meeting_point, read_launcher_variables
 from llmscale.engine.network import check_interfaces
 from llmscale.error_handling import flush_stdout, prepare_streams, print_error, report_crash
 from llmscale.errors import LlmscaleError, MachineError, UnreachableError

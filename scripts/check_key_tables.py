@@ -26,7 +26,6 @@ _LEAST = 3
 #: Tables that stay, by file and name, each with the reason.
 _REASONS = {
     "architecture/shape.py: GPTShape.__post_init__": "numbers that a shape needs, vocabulary and context among them",
-    "architecture/shape.py: GPTShape._check_experts": "numbers that a model with experts needs",
     "architecture/shape.py: GPTShape.changed": "widths that follow n_embd in their ratio",
     "cli/estimate.py: _EXCLUSIVE": "flags of estimate, which the keys are among",
     "cli/estimate.py: _OF_STATES": "what a model has of which only the states are known",

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Count phrases that docs/development.md asks to avoid, and fail above the limits.
+"""Count phrases, names and tricks that docs/development.md asks to avoid, and fail above the limits.
 
 usage: check_prose.py [--list] [FILE...]
 
-Without FILE: llmscale/, scripts/, docs/ and the READMEs. --list prints every place.
+Without FILE: phrases in llmscale/, scripts/, docs/ and the READMEs; names and tricks in llmscale/, scripts/ and tests/,
+with their number in each room. --list prints every place.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 #: Docstrings that begin with a word of `STARTS`, in percent of all docstrings.
 MAX_START_PERCENT = 0.5
 MAX_PLACES = 20
+MAX_NAMES_AND_TRICKS = 616
 
+#: Names that say what happened to a value, not what it holds.
+EMPTY_NAMES = frozenset({"found", "kept", "said", "shown", "told", "way", "ask", "whole"})
 STARTS = re.compile(r"(Of|As|The same|That|Those|These|What|Where|Whether|Whose|Which|So)\b")
 PHRASES = {
     "is none / is no X (is missing)": (
@@ -81,14 +85,29 @@ def read_prose(text: str, tree: ast.Module) -> list[tuple[int, str]]:
     ]
 
 
-def main(words: list[str]) -> int:
-    named = [Path(word) for word in words if word != "--list"]
-    files = named or [
-        *REPOSITORY.glob("llmscale/**/*.py"),
-        *(file for file in REPOSITORY.glob("scripts/**/*.py") if file != Path(__file__).resolve()),
-        *REPOSITORY.glob("docs/*.md"),
-        *(REPOSITORY / folder / "README.md" for folder in (".", "ds_configs", "hostfiles", "scripts/bench")),
-    ]
+def find_names_and_tricks(tree: ast.Module, file: Path) -> Iterator[Place]:
+    """Yield variables and parameters with a name of EMPTY_NAMES, and literals that unpack another literal."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in EMPTY_NAMES:
+            yield Place("name without content", file, node.lineno, node.id)
+        elif isinstance(node, ast.arg) and node.arg in EMPTY_NAMES:
+            yield Place("name without content", file, node.lineno, node.arg)
+        elif isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple | ast.List):
+            yield Place("literal unpacked into another", file, node.lineno, ast.unparse(node)[:60])
+        elif isinstance(node, ast.Dict):
+            inner = [value for key, value in zip(node.keys, node.values, strict=True) if key is None]
+            for value in inner:
+                if isinstance(value, ast.Dict):
+                    yield Place("literal unpacked into another", file, value.lineno, ast.unparse(value)[:60])
+
+
+def room_of(file: Path) -> str:
+    """Return the folder of a file, at most two levels deep: llmscale/data, tests/data, scripts."""
+    return "/".join(file.relative_to(REPOSITORY).parent.parts[:2])
+
+
+def check_phrases(files: Iterable[Path], *, lists: bool) -> bool:
+    """Print the phrases to avoid in files, and return whether they are within the limits."""
     places: list[Place] = []
     num_docstrings = 0
     for file in files:
@@ -100,13 +119,53 @@ def main(words: list[str]) -> int:
         docstrings = read_docstrings(tree)
         num_docstrings += len(docstrings)
         places += [*find_docstring_starts(docstrings, file), *find_phrases(read_prose(text, tree), file)]
-    if "--list" in words:
-        print(*(f"{place.file}:{place.line}: {place.kind}: {place.excerpt!r}" for place in places), sep="\n")
+    if lists:
+        print_places(places)
     counts = Counter(place.kind for place in places)
     percent = 100 * counts["docstring's start"] / max(num_docstrings, 1)
-    print(f"{num_docstrings} docstrings, {percent:.1f} % with a start to avoid; {len(places)} places in all")
-    print(*(f"{count:6} {kind}" for kind, count in counts.most_common()), sep="\n")
-    return int(percent > MAX_START_PERCENT or len(places) > MAX_PLACES)
+    print(
+        f"{num_docstrings} docstrings, {percent:.1f} % with a start to avoid (limit {MAX_START_PERCENT} %); "
+        f"{len(places)} places in all (limit {MAX_PLACES})"
+    )
+    print_counts(counts)
+    return percent <= MAX_START_PERCENT and len(places) <= MAX_PLACES
+
+
+def check_names_and_tricks(files: Iterable[Path], *, lists: bool) -> bool:
+    """Print the names and tricks to avoid in files, and return whether they are within the limit."""
+    places = [
+        place for file in files for place in find_names_and_tricks(ast.parse(file.read_text(encoding="utf-8")), file)
+    ]
+    if lists:
+        print_places(places)
+    print(f"{len(places)} names without content and unpacked literals (limit {MAX_NAMES_AND_TRICKS})")
+    print_counts(Counter(room_of(place.file) for place in places))
+    return len(places) <= MAX_NAMES_AND_TRICKS
+
+
+def print_places(places: Iterable[Place]) -> None:
+    for place in places:
+        print(f"{place.file}:{place.line}: {place.kind}: {place.excerpt!r}")
+
+
+def print_counts(counts: Counter[str]) -> None:
+    for name, count in counts.most_common():
+        print(f"{count:6} {name}")
+
+
+def main(words: list[str]) -> int:
+    named = [Path(word).resolve() for word in words if word != "--list"]
+    scripts = [file for file in REPOSITORY.glob("scripts/**/*.py") if file != Path(__file__).resolve()]
+    code = [*REPOSITORY.glob("llmscale/**/*.py"), *scripts]
+    readmes = [REPOSITORY / folder / "README.md" for folder in (".", "ds_configs", "hostfiles", "scripts/bench")]
+    of_phrases = named or [*code, *REPOSITORY.glob("docs/*.md"), *readmes]
+    of_names = named or [*code, *REPOSITORY.glob("tests/**/*.py")]
+    lists = "--list" in words
+    is_within_limits = [
+        check_phrases(of_phrases, lists=lists),
+        check_names_and_tricks([file for file in of_names if file.suffix == ".py"], lists=lists),
+    ]
+    return 0 if all(is_within_limits) else 1
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ sys.path.insert(0, str(REPOSITORY))
 
 from llmscale.cli.schema import mix_schema, run_file_schema  # noqa: E402
 from llmscale.config.deepspeed import schema as deepspeed  # noqa: E402
-from llmscale.config.run_config import EXCLUSIVE_KEYS, needs  # noqa: E402
+from llmscale.config.run_config import EXCLUSIVE_KEYS  # noqa: E402
 from llmscale.config.run_flags import describe_keys, show_default  # noqa: E402
+from llmscale.config.run_keys import needs  # noqa: E402
 
 _FAR = 100_000
 PAGE = REPOSITORY / "docs" / "configuration.md"
@@ -127,8 +128,8 @@ def _default(entry: Mapping[str, Any]) -> str:
 def _values(entry: Mapping[str, Any]) -> str:
     """Return the legal values of an entry of a JSON schema, in words."""
     if "anyOf" in entry:
-        found = [_values(inner) for inner in entry["anyOf"] if inner.get("type") != "null"]
-        return " or ".join(dict.fromkeys(found))
+        alternatives = [_values(inner) for inner in entry["anyOf"] if inner.get("type") != "null"]
+        return " or ".join(dict.fromkeys(alternatives))
     if "$ref" in entry:
         return "section"
     if "enum" in entry or "const" in entry:
@@ -172,11 +173,11 @@ def _table_lines(rows: list[tuple[str, str, str, str]]) -> Iterator[str]:
     """Yield a table, without columns that are empty in every row."""
     cells = [("key", "values", "default", "meaning")]
     cells += [(f"`{key}`", values, default, " ".join(text.split())) for key, values, default, text in rows]
-    kept = [place for place in range(4) if any(row[place] for row in cells[1:])]
+    columns = [place for place in range(4) if any(row[place] for row in cells[1:])]
     for number, row in enumerate(cells):
-        yield "| " + " | ".join(row[place].replace("|", "\\|") for place in kept) + " |"
+        yield "| " + " | ".join(row[place].replace("|", "\\|") for place in columns) + " |"
         if number == 0:
-            yield "| " + " | ".join("---" for _ in kept) + " |"
+            yield "| " + " | ".join("---" for _ in columns) + " |"
 
 
 if __name__ == "__main__":

@@ -33,11 +33,11 @@ class AzureStore:
         from azure.storage.blob import ContainerClient
 
         self.relay = relay
-        said = (
+        message = (
             f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={KEY};BlobEndpoint={relay.url}/{ACCOUNT};"
         )
-        self.environment = {"AZURE_STORAGE_CONNECTION_STRING": said}
-        self._client = ContainerClient.from_connection_string(said, CONTAINER)
+        self.environment = {"AZURE_STORAGE_CONNECTION_STRING": message}
+        self._client = ContainerClient.from_connection_string(message, CONTAINER)
         self._client.create_container()
 
     def put(self, name: str, contents: bytes) -> None:

@@ -119,12 +119,12 @@ def last_wins(words: Sequence[str]) -> list[str]:
             groups.append([])
         groups[-1].append(word)
     names = [group[0].partition("=")[0] if group else "" for group in groups]
-    kept = [
+    remaining = [
         g
         for i, g in enumerate(groups)
         if names[i] not in names[i + 1 :] or names[i] in ("--allow-changed", "--skip-steps")
     ]
-    return [word for group in kept for word in group]
+    return [word for group in remaining for word in group]
 
 
 _jobs = itertools.count()
@@ -244,9 +244,23 @@ def short_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = ["".join(draw.choice("abcde ") for _ in range(draw.randint(1, 40))) for _ in range(600)]
     (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text + "."}) for text in texts))
     command = [
-        *(sys.executable, "-m", "llmscale.cli.main", "data", "prepare", "--input", str(folder / "text.jsonl")),
-        *("--out", str(folder / "set"), "--tokenizer", "bytes", "--seq-len", "32", "--val-fraction", "0.1"),
-        *("--workers", "1"),
+        sys.executable,
+        "-m",
+        "llmscale.cli.main",
+        "data",
+        "prepare",
+        "--input",
+        str(folder / "text.jsonl"),
+        "--out",
+        str(folder / "set"),
+        "--tokenizer",
+        "bytes",
+        "--seq-len",
+        "32",
+        "--val-fraction",
+        "0.1",
+        "--workers",
+        "1",
     ]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     warm_start.run(command, check=True, cwd=REPOSITORY, env=environment, capture_output=True)
@@ -280,9 +294,23 @@ def tiny_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.jsonl").write_text("\n".join(lines))
     warm_start.run(
         [
-            *(sys.executable, "-m", "llmscale.cli.main", "data", "prepare", "--input", str(folder / "text.jsonl")),
-            *("--out", str(folder / "set"), "--tokenizer", "bytes", "--seq-len", "32", "--val-fraction", "0.1"),
-            *("--workers", "1"),
+            sys.executable,
+            "-m",
+            "llmscale.cli.main",
+            "data",
+            "prepare",
+            "--input",
+            str(folder / "text.jsonl"),
+            "--out",
+            str(folder / "set"),
+            "--tokenizer",
+            "bytes",
+            "--seq-len",
+            "32",
+            "--val-fraction",
+            "0.1",
+            "--workers",
+            "1",
         ],
         check=True,
         cwd=REPOSITORY,
@@ -299,8 +327,20 @@ TINY_MODEL = ("--model", "tiny-1m", "--n-layer", "2", "--n-head", "2", "--n-embd
 def build_train_command(data: Path, run: Path, *flags: str) -> list[str]:
     """train.py with a tiny model and quiet extras off; `flags` win."""
     settings = [
-        *(str(TRAIN), "--data", str(data), *TINY_MODEL, "--run", str(run)),
-        *("--log-every", "1", "--val-every", "0", "--num-workers", "0", "--global-batch-size", "8"),
+        str(TRAIN),
+        "--data",
+        str(data),
+        *TINY_MODEL,
+        "--run",
+        str(run),
+        "--log-every",
+        "1",
+        "--val-every",
+        "0",
+        "--num-workers",
+        "0",
+        "--global-batch-size",
+        "8",
     ]
     return last_wins([*settings, *flags])
 

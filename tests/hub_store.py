@@ -43,8 +43,8 @@ class Hub:
 
     def files(self, prefix: str = "") -> dict[str, bytes]:
         """Everything below a prefix, by the name behind it, but for what every dataset has."""
-        found = {name: data for name, data in self.contents.items() if name != ".gitattributes"}
-        return {name.removeprefix(prefix): data for name, data in found.items() if name.startswith(prefix)}
+        actual = {name: data for name, data in self.contents.items() if name != ".gitattributes"}
+        return {name.removeprefix(prefix): data for name, data in actual.items() if name.startswith(prefix)}
 
     def put(self, name: str, contents: bytes) -> None:
         with self.lock:
@@ -52,26 +52,26 @@ class Hub:
 
     def describe(self, name: str) -> dict[str, object]:
         data = self.contents[name]
-        found: dict[str, object] = {
+        actual: dict[str, object] = {
             "type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest(),
         }  # fmt: skip
         if name.endswith(".mds"):
-            found["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
-        return found
+            actual["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+        return actual
 
     def list(self, folder: str, *, recursive: bool) -> list[dict[str, object]]:
         prefix = f"{folder}/" if folder else ""
-        found: dict[str, dict[str, object]] = {}
+        actual: dict[str, dict[str, object]] = {}
         for name in sorted(self.contents):
             if not name.startswith(prefix):
                 continue
             parts = name.removeprefix(prefix).split("/")
             for depth in range(1, len(parts) if recursive else min(2, len(parts))):
                 path = prefix + "/".join(parts[:depth])
-                found[path] = {"type": "directory", "path": path, "oid": "0" * 40}
+                actual[path] = {"type": "directory", "path": path, "oid": "0" * 40}
             if recursive or len(parts) == 1:
-                found[name] = self.describe(name)
-        return list(found.values())
+                actual[name] = self.describe(name)
+        return list(actual.values())
 
     def commit(self, body: bytes) -> bool:
         """False: one is under way."""
@@ -131,8 +131,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_json({"id": NAME, "sha": "0" * 40, "private": True, "tags": [], "siblings": []})
         elif path.startswith(f"{api}/tree/main"):
             folder = path.removeprefix(f"{api}/tree/main").strip("/")
-            found = hub.list(folder, recursive=query.get("recursive") == ["True"])
-            self._send_json(found) if found or not folder else self._send_missing()
+            actual = hub.list(folder, recursive=query.get("recursive") == ["True"])
+            self._send_json(actual) if actual or not folder else self._send_missing()
         elif path == f"{api}/paths-info/main":
             self._send_json(self._find_paths(parse_qs(body.decode()).get("paths", [])))
         elif path == f"{api}/preupload/main":
@@ -159,13 +159,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
 
     def _find_paths(self, names: list[str]) -> list[dict[str, object]]:
-        found = []
+        actual = []
         for name in names:
             if name in self.hub.contents:
-                found.append(self.hub.describe(name))
+                actual.append(self.hub.describe(name))
             elif any(other.startswith(f"{name}/") for other in self.hub.contents):
-                found.append({"type": "directory", "path": name, "oid": "0" * 40})
-        return found
+                actual.append({"type": "directory", "path": name, "oid": "0" * 40})
+        return actual
 
     def _send_file(self, name: str) -> None:
         if name not in self.hub.contents:

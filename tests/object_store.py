@@ -53,7 +53,7 @@ class ObjectStore:
         """Everything below a prefix, by the name behind it."""
         client = self.client
         pages = client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
-        names = [found["Key"] for page in pages for found in page.get("Contents", [])]
+        names = [actual["Key"] for page in pages for actual in page.get("Contents", [])]
         return {name.removeprefix(prefix): client.get_object(Bucket=BUCKET, Key=name)["Body"].read() for name in names}
 
 

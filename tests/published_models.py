@@ -11,14 +11,24 @@ from scripts.bench.transformers_package import import_transformers
 #: Rows for the `bytes` tokenizer's tokens and a few more, as published tables have.
 VOCAB_SIZE = 260
 _LLAMA = {
-    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False},
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
 }
 CONFIGS: dict[str, dict[str, object]] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "opt": {
-        **{"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2},
-        **{"num_attention_heads": 4, "max_position_embeddings": 64, "dropout": 0.0},
+        "hidden_size": 32,
+        "word_embed_proj_dim": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "dropout": 0.0,
     },
     "llama": _LLAMA,
     "mistral": {**_LLAMA, "sliding_window": 16},
@@ -27,8 +37,14 @@ CONFIGS: dict[str, dict[str, object]] = {
     "olmo2": _LLAMA,
     "mixtral": {**_LLAMA, "num_local_experts": 4},
     "dots1": {
-        **{**_LLAMA, "n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2, "norm_topk_prob": True},
-        **{"moe_intermediate_size": 16, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
+        **_LLAMA,
+        "n_routed_experts": 4,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
     },
 }
 

@@ -83,7 +83,7 @@ def test_engine_overhead_needs_the_plain_loop_to_compare_with() -> None:
 @pytest.mark.parametrize("cells", [["gpt2-124m-z0-bf16-mb4"], ["gpt2-124m-z0-bf16-mb4", "gpt2-124m-z3-bf16-mb16-full"]])
 def test_memory_grid_compares_every_estimator_with_the_same_peak(cells: list[str], tmp_path: Path) -> None:
     answer = run_script(
-        *("memory_grid", "--measure", "dry-run", "--json", str(tmp_path / "result.json"), "--only", *cells)
+        "memory_grid", "--measure", "dry-run", "--json", str(tmp_path / "result.json"), "--only", *cells
     )
     assert answer.returncode == 0, answer.stderr
     result = json.loads((tmp_path / "result.json").read_text())
@@ -129,10 +129,29 @@ def test_engine_overhead_compares_loops_that_train_the_same(tiny_set: Path, tmp_
     if importlib.util.find_spec("accelerate"):
         contestants.append("Trainer, ZeRO-2")
     answer = run_script(
-        *("engine_overhead", "--data", str(tiny_set), "--seq-len", "32", "--model", "tiny-1m", "--layers", "1"),
-        *("--batch", "4", "--sets", "1", "--rounds", "1", "--steps", "3", "--starts", "1"),
-        *("--json", str(tmp_path / "result.json")),
-        *("--only", *contestants),
+        "engine_overhead",
+        "--data",
+        str(tiny_set),
+        "--seq-len",
+        "32",
+        "--model",
+        "tiny-1m",
+        "--layers",
+        "1",
+        "--batch",
+        "4",
+        "--sets",
+        "1",
+        "--rounds",
+        "1",
+        "--steps",
+        "3",
+        "--starts",
+        "1",
+        "--json",
+        str(tmp_path / "result.json"),
+        "--only",
+        *contestants,
         timeout_s=300,
     )
     assert answer.returncode == 0, answer.stderr
@@ -150,8 +169,19 @@ def test_engine_overhead_compares_loops_that_train_the_same(tiny_set: Path, tmp_
 @pytest.mark.slow
 def test_checkpoint_measures_both_ways_of_saving_and_resuming(tmp_path: Path) -> None:
     answer = run_script(
-        *("checkpoint", "--stages", "2", "--worlds", "2,1", "--rounds", "1", "--layers", "1", "--width", "64"),
-        *("--json", str(tmp_path / "result.json")),
+        "checkpoint",
+        "--stages",
+        "2",
+        "--worlds",
+        "2,1",
+        "--rounds",
+        "1",
+        "--layers",
+        "1",
+        "--width",
+        "64",
+        "--json",
+        str(tmp_path / "result.json"),
         timeout_s=300,
     )
     assert answer.returncode == 0, answer.stderr
@@ -198,7 +228,7 @@ def test_scale_model_says_when_nothing_fits(few_points: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "said"),
+    ("name", "arguments", "message"),
     [
         ("scale_model", ["--model", "gpt2-125m"], "Did you mean 'gpt2-124m'?"),
         ("scale_model", ["--gpu", "nosuch"], "GPU 'nosuch' is not in the table"),
@@ -213,12 +243,12 @@ def test_scale_model_says_when_nothing_fits(few_points: None) -> None:
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_measured(
-    name: str, arguments: list[str], said: str, tmp_path: Path
+    name: str, arguments: list[str], message: str, tmp_path: Path
 ) -> None:
     result = tmp_path / "result.json"
     given = arguments if name == "gpu" or "--json" in arguments else [*arguments, "--json", str(result)]
     answer = run_script(name, *given, timeout_s=300)
     assert answer.returncode in (1, 2)
-    assert said in " ".join(answer.stderr.split())
+    assert message in " ".join(answer.stderr.split())
     assert "Traceback" not in answer.stderr
     assert not result.exists()

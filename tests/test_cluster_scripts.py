@@ -18,10 +18,6 @@ from typing import Any
 import pytest
 import yaml
 
-from llmscale.checkpoint.manifest import checkpoint_name, checkpoints_folder
-from llmscale.config.run_config import parse_run_config
-from scripts.slurm.job_arguments import job_arguments
-from tests.checkpoint.written import sign
 from tests.conftest import HANG_S, free_port, last_wins
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,7 +92,9 @@ def start_script(tmp_path: Path) -> Iterator[Start]:
             env={
                 **inherited,
                 "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-                **{"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                **environment,
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -173,42 +171,6 @@ def test_the_url_of_a_run_is_no_folder(slurm: Start, tmp_path: Path) -> None:
     arguments = json.loads((tmp_path / "records" / "arguments").read_text())
     assert arguments[-2:] == ["--run", "s3://bucket/runs/a"]
     assert not list(tmp_path.rglob("s3:*"))
-
-
-def test_a_requeued_job_does_not_begin_its_run_again(slurm: Start, tmp_path: Path) -> None:
-    """Once the beginning has been saved: with --init-from the run would be refused, with --resume go back each time."""
-    run, weights = tmp_path / "run", tmp_path / "weights"
-
-    def save(step: int) -> None:
-        saved = checkpoints_folder(run) / checkpoint_name(step)
-        saved.mkdir(parents=True)
-        sign(saved, step)
-
-    def arguments(flag: str, restart: int, job_id: str) -> list[str]:
-        return job_arguments(["--run", str(run), flag, str(weights)], tmp_path / job_id, restart)
-
-    for flag, job_id in (("--init-from", "1"), ("--resume", "2")):
-        begun = ["--run", str(run), flag, str(weights)]
-        assert arguments(flag, 0, job_id) == begun
-        assert arguments(flag, 1, job_id) == begun, "nothing was saved, so it has not begun"
-        save(int(job_id))
-        continued = arguments(flag, 2, job_id)
-        assert continued[:4] == ["--run", str(run), "--resume", "auto"]
-        assert parse_run_config(continued).init_from is None
-    assert arguments("--resume", 0, "3") == begun, "another job that goes back"
-    assert arguments("--resume", 1, "4") == begun, "one that was requeued before it noted what was saved"
-
-    # The job script hands over its number and how often it was restarted.
-    for restart in (0, 1):
-        given = ("--run", str(run), "--resume", str(weights))
-        job = slurm("train.sbatch", *given, SLURM_RESTART_COUNT=str(restart), SLURM_JOB_ID="5")
-        output = job.communicate(timeout=HANG_S)[0]
-        assert job.returncode == 0, output
-        passed: list[str] = json.loads((tmp_path / "records" / "arguments").read_text())
-        expected = ["--run", str(run), "--resume", "auto"] if restart else [*given]
-        assert passed[passed.index("--") + 1 :] == expected
-        if not restart:
-            save(5)
 
 
 @pytest.mark.parametrize("status", [1, 2, 137])
@@ -392,8 +354,11 @@ def vast(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.run(
             ["bash", str(script)],
             env={
-                **{"HOME": str(tmp_path), "PATH": f"{programs}:{os.environ['PATH']}", "RECORDS": str(records)},
-                **{"RUN": "runs/one", **environment},
+                "HOME": str(tmp_path),
+                "PATH": f"{programs}:{os.environ['PATH']}",
+                "RECORDS": str(records),
+                "RUN": "runs/one",
+                **environment,
             },
             capture_output=True,
             text=True,
@@ -500,9 +465,9 @@ def test_a_recipe_starts_each_node_in_its_place(nodes: Start, tmp_path: Path, re
     first = "127.0.0.1" if recipe == "sky" else "localhost"
     for node in (0, 1):
         process = nodes(recipe, node)
-        said = process.communicate(timeout=HANG_S)[0].splitlines()
+        message = process.communicate(timeout=HANG_S)[0].splitlines()
         assert process.returncode == 3, "the launcher's status"
-        launcher, script = said[: said.index("--")], said[said.index("--") + 1 :]
+        launcher, script = message[: message.index("--")], message[message.index("--") + 1 :]
         given = dict(zip(launcher[::2], launcher[1::2], strict=True))
         expected = {"--nnodes": "2", "--nproc-per-node": "1", "--node-rank": str(node), "--master-addr": first}
         assert given == expected | {"--master-port": "29500"}
@@ -578,9 +543,9 @@ def test_the_sky_task_names_what_skypilot_knows() -> None:
 
 def test_the_filtered_environment_example_is_what_deepspeed_reads() -> None:
     lines = (ROOT / ".deepspeed_env.example").read_text().splitlines(keepends=True)
-    kept = [line for line in lines if not line.startswith("#") and line.strip()]
-    assert len(kept) > 8
-    for line in kept:
+    remaining = [line for line in lines if not line.startswith("#") and line.strip()]
+    assert len(remaining) > 8
+    for line in remaining:
         # As in deepspeed/launcher/runner.py; what is not plain would reach a remote shell.
         key, value = line.split("=", maxsplit=1)
         assert re.fullmatch(r"[A-Z][A-Z0-9_]*", key), line

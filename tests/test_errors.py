@@ -80,7 +80,7 @@ def test_a_suggestion_is_never_the_word_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("named", "said"),
+    ("named", "message"),
     [
         (None, "Cannot write /data/out: "),
         ("/data/out/shard", "Cannot write /data/out: "),
@@ -90,5 +90,5 @@ def test_a_suggestion_is_never_the_word_itself() -> None:
         ("/dat", "/dat: "),
     ],
 )
-def test_a_failed_write_names_the_file_that_failed(named: str | None, said: str) -> None:
-    assert str(write_failure(OSError(errno.EACCES, "Denied", named), Path("/data/out"))).startswith(said)
+def test_a_failed_write_names_the_file_that_failed(named: str | None, message: str) -> None:
+    assert str(write_failure(OSError(errno.EACCES, "Denied", named), Path("/data/out"))).startswith(message)

@@ -23,40 +23,96 @@ PACKAGE = ROOT / "llmscale"
 
 #: From the bottom to the top: each may import those before it. The tour in docs/development.md has the same order.
 LAYERS = (
-    *("__init__", "keys", "limits", "suggestions", "errors", "untrusted", "files", "terminal", "error_handling"),
-    *("architecture", "config", "memory", "planning", "model"),
-    *("engine", "dry_run", "data", "checkpoint", "evaluate", "training", "report", "cluster", "cli", "api", "train"),
+    "__init__",
+    "keys",
+    "limits",
+    "suggestions",
+    "errors",
+    "untrusted",
+    "files",
+    "terminal",
+    "error_handling",
+    "architecture",
+    "config",
+    "memory",
+    "planning",
+    "model",
+    "engine",
+    "dry_run",
+    "data",
+    "checkpoint",
+    "evaluate",
+    "training",
+    "report",
+    "cluster",
+    "cli",
+    "api",
+    "train",
     "__main__",
 )
 #: Answer without torch: modules, or packages as a whole.
 TORCH_FREE = (
-    *(
-        "keys",
-        "limits",
-        "suggestions",
-        "errors",
-        "files",
-        "untrusted",
-        "error_handling",
-        "architecture",
-        "config",
-        "memory",
-        "planning",
-    ),
+    "keys",
+    "limits",
+    "suggestions",
+    "errors",
+    "files",
+    "untrusted",
+    "error_handling",
+    "architecture",
+    "config",
+    "memory",
+    "planning",
     "report",
-    *("cluster", "cli", "train"),
-    *("data.shards.manifest", "data.order.sample_order", "data.shards.cache"),
-    *("checkpoint.manifest", "checkpoint.inventory", "checkpoint.run_state"),
-    *("checkpoint.commit", "checkpoint.hf_write"),
-    *("training.inputs", "training.start", "training.stop_request", "training.sample_stream"),
-    *("training.run_folder", "training.step_metrics"),
+    "cluster",
+    "cli",
+    "train",
+    "data.shards.manifest",
+    "data.order.sample_order",
+    "data.shards.cache",
+    "checkpoint.manifest",
+    "checkpoint.inventory",
+    "checkpoint.run_state",
+    "checkpoint.commit",
+    "checkpoint.hf_write",
+    "training.inputs",
+    "training.start",
+    "training.stop_request",
+    "training.sample_stream",
+    "training.run_folder",
+    "training.step_metrics",
 )
 FLAG = re.compile(r"--[a-z][\w-]*")
 SUBCOMMANDS = (
-    *("plan", "estimate", "data", "data clean", "data prepare", "data verify", "doctor", "train", "launch", "eval"),
-    *("sample", "export", "prune", "report", "runs", "completion", "checkpoint", "checkpoint list"),
-    *("ladder plan", "ladder run", "ladder fit", "schema", "data train-tokenizer", "data inspect", "data which"),
-    *("checkpoint show", "checkpoint verify", "checkpoint prune", "checkpoint diff"),
+    "plan",
+    "estimate",
+    "data",
+    "data clean",
+    "data prepare",
+    "data verify",
+    "doctor",
+    "train",
+    "launch",
+    "eval",
+    "sample",
+    "export",
+    "prune",
+    "report",
+    "runs",
+    "completion",
+    "checkpoint",
+    "checkpoint list",
+    "ladder plan",
+    "ladder run",
+    "ladder fit",
+    "schema",
+    "data train-tokenizer",
+    "data inspect",
+    "data which",
+    "checkpoint show",
+    "checkpoint verify",
+    "checkpoint prune",
+    "checkpoint diff",
 )
 
 
@@ -408,7 +464,6 @@ def test_python_is_started_in_one_place() -> None:
 #: Modules that write into run folders, and calls in them that write elsewhere: to a private folder, or a new one.
 WRITES_RUN_FOLDERS = ("training", "cluster.launch", "checkpoint")
 WRITES_ELSEWHERE = {
-    "training.run_folder": 1,  # the descriptor of open_own
     "cluster.launch.host": 1,  # /dev/null
     "checkpoint.tensor_files": 1,  # the folder of a checkpoint that is being made
     "checkpoint.hf_write": 2,  # the folder of an export that is being made
@@ -433,7 +488,7 @@ def _writes(tree: ast.AST) -> Iterator[ast.Call]:
 def test_what_a_run_folder_holds_is_written_in_one_way() -> None:
     for name, path in modules().items():
         if name.startswith(WRITES_RUN_FOLDERS):
-            found = list(_writes(parsed(path)))
-            assert len(found) == WRITES_ELSEWHERE.get(name, 0), (
-                f"{name} writes at lines {[call.lineno for call in found]}; use open_own, BufferedLog or write_durably"
+            actual = list(_writes(parsed(path)))
+            assert len(actual) == WRITES_ELSEWHERE.get(name, 0), (
+                f"{name} writes at lines {[call.lineno for call in actual]}; use open_own, RecordLog or write_durably"
             )

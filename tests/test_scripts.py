@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.cli.main import build_parser
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
 
 ROOT = Path(__file__).resolve().parent.parent
 ENTRY_POINTS = ("scripts/quickstart.sh", "scripts/test.sh", "scripts/check.sh", "scripts/bench/gpu.sh", ".ci/run")
@@ -172,9 +172,9 @@ def test_no_python_at_all_is_one_line(tmp_path: Path) -> None:
 def test_of_an_active_environment_the_python_it_was_made_of(tmp_path: Path) -> None:
     """Made anew by its own Python, an environment would be cleared with that Python in it."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "active")], check=True)
-    found = Path(find_python(tmp_path / "active" / "bin").stdout.strip())
-    assert found.is_file()
-    assert tmp_path not in found.parents
+    actual = Path(find_python(tmp_path / "active" / "bin").stdout.strip())
+    assert actual.is_file()
+    assert tmp_path not in actual.parents
 
 
 def test_a_list_of_keys_that_is_kept_by_hand_is_found(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import llmscale.train as program
-from llmscale.config.launcher_variables import LauncherVariables
+from llmscale.engine.launcher_variables import LauncherVariables
 from llmscale.errors import DataError, TransientError, UnreachableError
 from llmscale.training.stop_request import StopRequest
 

@@ -14,16 +14,36 @@ PACKAGE = ROOT / "llmscale"
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 #: Calls that make a message about machines, each with the place of the message among the arguments.
 MAKERS = {
-    **{"red": 1, "yellow": 1, "Outcome": 1, "_refuse": 0, "Refused": 0, "_Refused": 0, "_on_lost": 0},
-    **{"MachineError": 0, "UnreachableError": 0, "TransientError": 0, "OutOfMemory": 0},
+    "red": 1,
+    "yellow": 1,
+    "Outcome": 1,
+    "_refuse": 0,
+    "Refused": 0,
+    "_Refused": 0,
+    "_on_lost": 0,
+    "MachineError": 0,
+    "UnreachableError": 0,
+    "TransientError": 0,
+    "OutOfMemory": 0,
 }
 #: Errors that are about machines if an OSError caused them, a file of `MACHINE_FILES` raises them, or they say so.
 ERRORS = ("ConfigError", "DataError", "CheckpointError", "DamagedError", "OSError")
 MACHINE_FILES = (
-    *("cluster/launch/*.py", "cluster/hostfile.py", "cluster/remote.py", "cluster/doctor/report.py"),
-    *("cluster/doctor/diagnose.py", "config/launcher_variables.py", "engine/process_group.py"),
-    *("data/storage/shared_object.py", "data/storage/objects.py", "data/storage/faults.py", "data/shards/cache.py"),
-    *("checkpoint/remote_run.py", "checkpoint/hub_download.py", "checkpoint/load.py", "untrusted/hub.py"),
+    "cluster/launch/*.py",
+    "cluster/hostfile.py",
+    "cluster/remote.py",
+    "cluster/doctor/report.py",
+    "cluster/doctor/diagnose.py",
+    "engine/launcher_variables.py",
+    "engine/process_group.py",
+    "data/storage/shared_object.py",
+    "data/storage/objects.py",
+    "data/storage/faults.py",
+    "data/shards/cache.py",
+    "checkpoint/remote_run.py",
+    "checkpoint/hub_download.py",
+    "checkpoint/load.py",
+    "untrusted/hub.py",
 )
 ABOUT_MACHINES = re.compile(
     r"damaged|altered|truncated|changed (\.\.\. times|since this)|was replaced|nother (process|writer)|\bof memory\b|"
@@ -31,9 +51,18 @@ ABOUT_MACHINES = re.compile(
 )
 #: Beginnings of messages about a good end, or about a flag or file that the message itself corrects.
 EXEMPT = (
-    *("every rank ended with status 0", "WARNING: --env", "WARNING: --profile", "WARNING: this machine has no NVIDIA"),
-    *("ds_config ... does not exist", "--config ...", "--input ... does not exist", "Shards of ... bytes cannot hold"),
-    *("Start one, with", "Give the launcher", "WARNING: torch compiled nothing", " by process "),
+    "every rank ended with status 0",
+    "WARNING: --env",
+    "WARNING: --profile",
+    "WARNING: this machine has no NVIDIA",
+    "ds_config ... does not exist",
+    "--config ...",
+    "--input ... does not exist",
+    "Shards of ... bytes cannot hold",
+    "Start one, with",
+    "Give the launcher",
+    "WARNING: torch compiled nothing",
+    " by process ",
 )
 OS_ERRORS = re.compile(r"\b(OSError|\w*(Permission|NotFound|Timeout|Connection|BlockingIO)\w*)\b")
 #: Shortest text that identifies a message.
@@ -157,9 +186,9 @@ def contains(text: str, fixed: list[str]) -> bool:
     """Return whether a text has all parts, in their order."""
     at = 0
     for part in fixed:
-        if (found := text.find(part, at)) < 0:
+        if (actual := text.find(part, at)) < 0:
             return False
-        at = found + len(part)
+        at = actual + len(part)
     return True
 
 

@@ -26,12 +26,12 @@ def shape(line: str) -> str:
     return " ".join(re.sub(r"\d[\d,.]*(e[+-]\d+)?", "#", line).split())
 
 
-def find_missing(shown: str, printed: str) -> list[str]:
-    """Return the lines of `shown` that `printed` lacks in this order. "..." ends a line or stands for lines."""
+def find_missing(text: str, printed: str) -> list[str]:
+    """Return the lines of `text` that `printed` lacks in this order. "..." ends a line or stands for lines."""
     missing, rest = [], [shape(line) for line in printed.splitlines()]
-    for line in filter(None, map(shape, shown.splitlines())):
+    for line in filter(None, map(shape, text.splitlines())):
         start, is_cut = line.removesuffix("...").strip(), line.endswith("...")
-        places = [n for n, found in enumerate(rest) if found == line or (is_cut and found.startswith(start))]
+        places = [n for n, actual in enumerate(rest) if actual == line or (is_cut and actual.startswith(start))]
         if not places and start:
             missing.append(line)
         elif start:
@@ -69,8 +69,8 @@ def test_the_tutorial_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
     )
     printed = done.stdout.split(f"{END_OF_STEP}\n")[:-1]
     assert len(printed) == len(commands), done.stdout
-    for (command, shown), output in zip(steps(), printed, strict=True):
-        assert find_missing(shown, output) == [], f"{command}\n{output}"
+    for (command, shown_lines), output in zip(steps(), printed, strict=True):
+        assert find_missing(shown_lines, output) == [], f"{command}\n{output}"
     losses = re.findall(r"validation +loss +(\d+\.\d+)", printed[-2] + printed[-1])
     assert len(losses) == 2
     assert float(losses[0]) == pytest.approx(float(losses[1]), abs=2e-4)

@@ -31,7 +31,10 @@ def test_what_it_sees_is_what_a_started_one_sees(tmp_path: Path) -> None:
     variables = {**warm_start.ENVIRONMENT, "HOME": "/nowhere", "COLUMNS": "71", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     safe = ("PYTHONSAFEPATH", "1")
     for words, more in (
-        *((["-c", SHOW, "a b"], ()), ([str(script), "--x"], ()), (["show.py"], ()), (["-m", "shown", "y"], ())),
+        (["-c", SHOW, "a b"], ()),
+        ([str(script), "--x"], ()),
+        (["show.py"], ()),
+        (["-m", "shown", "y"], ()),
         ([str(script)], (safe,)),
     ):
         warm, cold = (

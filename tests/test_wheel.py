@@ -96,7 +96,7 @@ def find_requirements(wheel: Path, extra: str) -> set[str]:
         name = next(name for name in archive.namelist() if name.endswith("/METADATA"))
         lines = archive.read(name).decode().splitlines()
     wanted = [(line.removeprefix("Requires-Dist: "), extra) for line in lines if line.startswith("Requires-Dist: ")]
-    found: set[str] = set()
+    actual: set[str] = set()
     asked = set()
     while wanted:
         if (entry := wanted.pop()) in asked:
@@ -107,10 +107,10 @@ def find_requirements(wheel: Path, extra: str) -> set[str]:
             continue
         if requirement.name != "torchvision":
             assert requirement.specifier.contains(importlib.metadata.version(requirement.name), prereleases=True), entry
-            found.add(requirement.name)
+            actual.add(requirement.name)
             needed = importlib.metadata.requires(requirement.name) or []
             wanted += [(line, extra) for line in needed for extra in ("", *requirement.extras)]
-    return found
+    return actual
 
 
 def make_environment(home: Path, distributions: set[str]) -> None:
@@ -154,8 +154,8 @@ def test_a_wheel_with_its_extra_train_runs_the_commands_of_the_readme(wheel: Pat
     commands = [line for line in section.splitlines() if re.match("llmscale (?!doctor|launch)", line)]
     assert len(commands) >= 8
     printed = {command: call(command) for command in commands}
-    found = "\n".join(printed.values())
+    actual = "\n".join(printed.values())
     for words in ("finished at step", "validation loss", "The history of science", "Wrote exported", "ZeRO offload"):
-        assert words in found
+        assert words in actual
     assert (folder / "report.html").stat().st_size > 50_000
     assert (folder / "exported" / "model.safetensors").exists()

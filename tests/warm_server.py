@@ -33,20 +33,39 @@ from typing import Any, NoReturn
 
 #: Modules that training imports while it builds its engine.
 LATE_IMPORTS = (
-    *("torch._dynamo", "torch._inductor.utils", "torch._inductor.test_operators", "torch.onnx", "torch.nn.utils"),
-    *("deepspeed.runtime.engine", "deepspeed.runtime.bf16_optimizer", "deepspeed.runtime.zero.stage_1_and_2"),
-    *("deepspeed.runtime.zero.stage3", "deepspeed.ops.op_builder.all_ops", "deepspeed.ops.adam"),
-    *("deepspeed.runtime.fp16.fused_optimizer", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.comm.mori"),
-    *("deepspeed.module_inject.auto_ep_layer", "deepspeed.module_inject.auto_ep_presets.registry"),
-    *("deepspeed.moe.ep_repack", "deepspeed.ops.triton_ops", "torch._inductor.compiler_bisector"),
-    *("torch.utils.serialization.config", "torch.profiler._cupti_monitor", "encodings.idna", "encodings.utf_8_sig"),
-    *("setuptools", "distutils.sysconfig", "distutils.ccompiler"),
+    "torch._dynamo",
+    "torch._inductor.utils",
+    "torch._inductor.test_operators",
+    "torch.onnx",
+    "torch.nn.utils",
+    "deepspeed.runtime.engine",
+    "deepspeed.runtime.bf16_optimizer",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.ops.adam",
+    "deepspeed.runtime.fp16.fused_optimizer",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.comm.mori",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.module_inject.auto_ep_presets.registry",
+    "deepspeed.moe.ep_repack",
+    "deepspeed.ops.triton_ops",
+    "torch._inductor.compiler_bisector",
+    "torch.utils.serialization.config",
+    "torch.profiler._cupti_monitor",
+    "encodings.idna",
+    "encodings.utf_8_sig",
+    "setuptools",
+    "distutils.sysconfig",
+    "distutils.ccompiler",
     *(f"distutils.compilers.C.{name}" for name in ("unix", "msvc", "cygwin", "zos")),
 )
 #: Need packages that few processes need, or are what is started.
 NOT_IMPORTED = (
     "llmscale.__main__",
-    *("llmscale.evaluate.lm_eval_model", "llmscale.evaluate.lm_eval_tasks"),
+    "llmscale.evaluate.lm_eval_model",
+    "llmscale.evaluate.lm_eval_tasks",
 )
 _PR_SET_PDEATHSIG = 1
 

@@ -33,14 +33,36 @@ SERVER = Path(__file__).with_name("warm_server.py")
 
 #: Beginnings of variables that the interpreter or libraries read once, when they start.
 READ_AT_IMPORT = (
-    *("PYTHON", "LD_", "LC_", "LANG", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "CUDA", "TRITON"),
-    *("DS_", "DEEPSPEED", "LOGLEVEL", "KINETO", "PYDANTIC", "CXX"),
+    "PYTHON",
+    "LD_",
+    "LC_",
+    "LANG",
+    "OMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "TORCH",
+    "PYTORCH",
+    "CUDA",
+    "TRITON",
+    "DS_",
+    "DEEPSPEED",
+    "LOGLEVEL",
+    "KINETO",
+    "PYDANTIC",
+    "CXX",
 )
 #: Variables that a forked process may have with any value: the server sets them up, or they are read later.
 SET_AFTER_IMPORT = (
-    *("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_USE_AGENT_STORE", "TORCH_EXTENSIONS_DIR"),
-    *("TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_CACHE_DIR"),
-    *("PYTORCH_NVML_BASED_CUDA_CHECK", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    "PYTHONPATH",
+    "PYTHONSAFEPATH",
+    "PYTHONUNBUFFERED",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCH_EXTENSIONS_DIR",
+    "TORCHDYNAMO_DISABLE",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
 )
 #: What DeepSpeed finds by itself where there is no GPU.
 DS_ACCELERATOR = None if Path("/dev/nvidiactl").exists() else "cpu"

@@ -188,7 +188,7 @@ class _Decoder:
     is_fused: bool = False
     """True if query, key and value are one matrix."""
     biases: tuple[bool | str, bool | str, bool | str] = (True, True, True)
-    """Of query, key and value; of the attention's output; of the MLP. A text is the entry that decides."""
+    """Biases of query, key and value; of the attention's output; of the MLP. A text is the entry that decides."""
     bias_default: bool = True
     tied: bool = True
     norms: int = 2
@@ -381,8 +381,8 @@ def find_config(path_or_name: str, source: str) -> FoundConfig:
             f"{source} does not exist. Give a {CONFIG_NAME}, its folder, or a name on the Hub such as gpt2 or "
             "ORGANISATION/NAME@REVISION."
         )
-    found = read_hub_files(path_or_name, CONFIG_NAME, (), CONFIG_MAX_BYTES, ConfigError, source)
-    return FoundConfig(_parse(found.contents[CONFIG_NAME], source), found.folder, found.name)
+    files = read_hub_files(path_or_name, CONFIG_NAME, (), CONFIG_MAX_BYTES, ConfigError, source)
+    return FoundConfig(_parse(files.contents[CONFIG_NAME], source), files.folder, files.name)
 
 
 def _parse(contents: bytes, source: str) -> dict[str, object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,136 +23,9 @@ from llmscale.architecture.layers import (
     linear,
     rms_norm,
 )
+from llmscale.architecture.rope_scaling import parse_rope_scaling
 from llmscale.errors import ConfigError
 from llmscale.keys import Key
-
-_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
-_LINEAR = re.compile(rf"linear:({_NUMBER})")
-_LLAMA3 = re.compile(rf"llama3:({_NUMBER}),({_NUMBER}),({_NUMBER}),([0-9]+)")
-_YARN = re.compile(rf"yarn:({_NUMBER}),([0-9]+)")
-LEGAL_SCALINGS = (
-    "none, linear:FACTOR, llama3:FACTOR,LOW,HIGH,ORIGINAL_SEQ_LEN such as llama3:8,1,4,8192, or "
-    "yarn:FACTOR,ORIGINAL_SEQ_LEN"
-)
-
-
-#: Turns within the original context from which YaRN keeps a pair, and up to which it slows one.
-YARN_FAST, YARN_SLOW = 32, 1
-
-
-@dataclass(frozen=True)
-class LinearScaling:
-    """Positions are divided by `factor` (Chen et al. 2023, position interpolation)."""
-
-    factor: float
-
-    def __str__(self) -> str:
-        return f"linear:{_plain(self.factor)}"
-
-    def scale(self, frequencies: list[float]) -> list[float]:
-        return [frequency / self.factor for frequency in frequencies]
-
-
-@dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3.1's scaling: slow rotations are divided by `factor`, fast ones kept, others interpolated
-    (Grattafiori et al. 2024, section 3.4; `apply_scaling` of Meta's llama-models)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_seq_len: int
-    """Context in tokens that the model was first trained on."""
-
-    def __str__(self) -> str:
-        factors = (self.factor, self.low_freq_factor, self.high_freq_factor)
-        return f"llama3:{','.join(map(_plain, factors))},{self.original_seq_len}"
-
-    def scale(self, frequencies: list[float]) -> list[float]:
-        return [self._scale(frequency) for frequency in frequencies]
-
-    def _scale(self, frequency: float) -> float:
-        wavelength = 2 * math.pi / frequency
-        turns = self.original_seq_len / wavelength
-        if turns > self.high_freq_factor:
-            return frequency
-        if turns < self.low_freq_factor:
-            return frequency / self.factor
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        return (1 - kept) * frequency / self.factor + kept * frequency
-
-
-@dataclass(frozen=True)
-class YarnScaling:
-    """YaRN: pairs that turn seldom are slowed by `factor`, fast ones kept, others interpolated by their number, and
-    attention is sharpened (Peng et al. 2023; `_compute_yarn_parameters` of transformers with its defaults)."""
-
-    factor: float
-    original_seq_len: int
-    """Context in tokens that the model was first trained on."""
-
-    def __str__(self) -> str:
-        return f"yarn:{_plain(self.factor)},{self.original_seq_len}"
-
-    def scale(self, frequencies: list[float]) -> list[float]:
-        # A pair turns original_seq_len x frequency / 2 pi times; the logarithm of that is linear in its number.
-        step = math.log(frequencies[0] / frequencies[-1]) / max(1, len(frequencies) - 1)
-
-        def number_of(turns: float) -> float:
-            return math.log(self.original_seq_len / (turns * 2 * math.pi)) / step if step else 0.0
-
-        low = max(0, math.floor(number_of(YARN_FAST)))
-        high = min(2 * len(frequencies) - 1, math.ceil(number_of(YARN_SLOW)))
-        width = high - low or 0.001
-        slowed = [min(1.0, max(0.0, (number - low) / width)) for number in range(len(frequencies))]
-        return [f / self.factor * s + f * (1 - s) for f, s in zip(frequencies, slowed, strict=True)]
-
-    @property
-    def attention_factor(self) -> float:
-        """Factor of rotated queries and of keys."""
-        return 0.1 * math.log(self.factor) + 1.0
-
-
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
-
-
-def parse_rope_scaling(text: str) -> RopeScaling | None:
-    """Parse the `rope_scaling` setting; None for `none`. Raises ConfigError."""
-    if text == "none":
-        return None
-    if match := _LINEAR.fullmatch(text):
-        factor = float(match[1])
-        if 1 <= factor <= 1e6:
-            return LinearScaling(factor)
-    elif match := _LLAMA3.fullmatch(text):
-        factor, low, high = (float(match[n]) for n in (1, 2, 3))
-        if 1 <= factor <= 1e6 and 0 < low < high <= 1e6 and 1 <= int(match[4]) <= 1 << 30:
-            return Llama3Scaling(factor, low, high, int(match[4]))
-    elif match := _YARN.fullmatch(text):
-        factor = float(match[1])
-        if 1 <= factor <= 1e6 and 1 <= int(match[2]) <= 1 << 30:
-            return YarnScaling(factor, int(match[2]))
-    raise ConfigError(
-        f"rope_scaling '{text}' is not legal. Legal: {LEGAL_SCALINGS}; FACTOR at least 1, LOW below HIGH."
-    )
-
-
-def _plain(number: float) -> str:
-    return str(int(number)) if number == int(number) else repr(number)
-
-
-def rotary_frequencies(head_dim: int, theta: float, scaling: str) -> list[float]:
-    """Return the radians per position of a head's head_dim / 2 pairs, fastest first. Raises ConfigError."""
-    rule = parse_rope_scaling(scaling)
-    frequencies = [theta ** (-pair / head_dim) for pair in range(0, head_dim, 2)]
-    return rule.scale(frequencies) if rule else frequencies
-
-
-def rotary_factor(scaling: str) -> float:
-    """Return the factor of rotated queries and keys: 1 without YaRN. Raises ConfigError."""
-    rule = parse_rope_scaling(scaling)
-    return rule.attention_factor if isinstance(rule, YarnScaling) else 1.0
-
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 AttentionBias = Literal["none", "qkv", "all"]
@@ -298,25 +170,14 @@ class GPTShape:
                 raise ConfigError(f"{name} must be at least 1, not {value}.")
         self._fill_in()
         self._check_heads()
+        self._check_bounds()
         self._check_experts()
         self._shorten_pattern()
-        if not 0.0 <= self.dropout < 1.0:
-            raise ConfigError(f"dropout must be in [0, 1), not {self.dropout}.")
-        for name in ("norm_eps", "rope_theta"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name} must be a positive number, not {value}.")
-        if self.norm_eps > 1:
-            raise ConfigError(f"norm_eps must be at most 1, not {self.norm_eps}.")
         if self.mlp_tile_tokens and self.dropout:
             raise ConfigError(
                 f"mlp_tile_tokens {self.mlp_tile_tokens} does not work with dropout {self.dropout:g}: tiles run again "
                 "in the backward pass, and would draw other numbers. Give --dropout 0, or no tiles."
             )
-        for name in ("mlp_width", "sliding_window", "mlp_tile_tokens"):
-            value = getattr(self, name)
-            if value < 0:
-                raise ConfigError(f"{name} must be at least 0, not {value}.")
         if self.document_end is not None and not 0 <= self.document_end < self.vocab_size:
             raise ConfigError(
                 f"document_end {self.document_end} is not a token: the vocabulary is 0 to {self.vocab_size - 1}."
@@ -343,6 +204,20 @@ class GPTShape:
         for name, value in follows.items():
             object.__setattr__(self, name, value)
 
+    def _check_bounds(self) -> None:
+        """Raise ConfigError for a number outside of the bounds that are declared with it."""
+        for name, key in SHAPE_KEYS.items():
+            value = getattr(self, name)
+            for bound, limit in key.bounds:
+                is_enough = value > limit if bound == "gt" else value >= limit
+                if not is_enough or value == math.inf:
+                    words = "a number above" if bound == "gt" else "at least"
+                    raise ConfigError(f"{name} must be {words} {limit:g}, not {value}.")
+        if self.dropout >= 1:
+            raise ConfigError(f"dropout must be below 1, not {self.dropout}.")
+        if self.norm_eps > 1:
+            raise ConfigError(f"norm_eps must be at most 1, not {self.norm_eps}.")
+
     def _check_heads(self) -> None:
         if self.head_dim < 1 or self.n_kv_head < 1 or self.n_head % self.n_kv_head:
             # A run can have at most 65,536 heads.
@@ -366,12 +241,6 @@ class GPTShape:
                         f"{name} {value} has no effect without experts. Give num_experts too, or drop it."
                     )
             return
-        for name in ("num_experts", "experts_per_token", "expert_width", "expert_interval"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
-        for name in ("shared_expert_width", "dense_layers"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}.")
         if self.experts_per_token > self.num_experts:
             raise ConfigError(
                 f"experts_per_token {self.experts_per_token} is more than there are experts: num_experts is "
@@ -385,8 +254,6 @@ class GPTShape:
         layout = shortest_interval(self.n_layer, self.dense_layers, self.expert_interval)
         for name, value in zip(("dense_layers", "expert_interval"), layout, strict=True):
             object.__setattr__(self, name, value)
-        if not (math.isfinite(self.router_scale) and self.router_scale > 0):
-            raise ConfigError(f"router_scale must be a positive number, not {self.router_scale}.")
         if self.mlp_bias:
             raise ConfigError("mlp_bias does not work with num_experts: experts have no biases. Give --no-mlp-bias.")
         if self.mlp_tile_tokens:
@@ -560,7 +427,9 @@ def _attention_layers(shape: GPTShape) -> tuple[Layer, ...]:
     turned = (elementwise(queries + keys),) if shape.positions == "rotary" else ()
     return (
         linear(
-            *("attn.qkv", shape.n_embd, queries + 2 * keys),
+            "attn.qkv",
+            shape.n_embd,
+            queries + 2 * keys,
             bias=shape.attention_bias != "none",
             row_blocks=(queries, keys, keys),
         ),
@@ -590,7 +459,12 @@ def _expert_layers(shape: GPTShape) -> tuple[Layer, ...]:
     return (
         replace(router, parameters=(replace(router.parameters[0], kind="embedding"),)),
         experts(
-            *("mlp.experts", shape.n_embd, shape.expert_width, count, shape.experts_per_token), gated=shape.gated_mlp
+            "mlp.experts",
+            shape.n_embd,
+            shape.expert_width,
+            count,
+            shape.experts_per_token,
+            gated=shape.gated_mlp,
         ),
         *(_mlp_layers(shape, "mlp.shared", width) if width else ()),
     )

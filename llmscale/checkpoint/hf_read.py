@@ -216,7 +216,7 @@ def match_tensors(
     class in config.json) are for messages. Raises CheckpointError for a tensor that is missing, surplus, of another
     shape, or not of a floating-point type.
     """
-    found: dict[str, list[TensorSlice]] = {}
+    pieces: dict[str, list[TensorSlice]] = {}
     rest = dict(stored)
     missing = []
     for tensor in wanted:
@@ -227,11 +227,11 @@ def match_tensors(
         piece = TensorSlice(tensor, rest.pop(names[0]))
         _check_tensor(piece, source)
         if tensor.parameter:
-            found.setdefault(tensor.parameter, []).append(piece)
+            pieces.setdefault(tensor.parameter, []).append(piece)
     surplus = sorted(name for name in rest if name != _HEAD and not _HARMLESS.fullmatch(name))
     if missing or surplus:
         raise CheckpointError(_explain_mismatch(missing, surplus, stored, source, architecture))
-    return {parameter: tuple(pieces) for parameter, pieces in found.items()}
+    return {parameter: tuple(slices) for parameter, slices in pieces.items()}
 
 
 def has_unused_head(stored: Mapping[str, StoredTensor], pieces: Mapping[str, tuple[TensorSlice, ...]]) -> bool:

@@ -231,17 +231,17 @@ def _copy_to_experts(
     pieces: Mapping[str, tuple[TensorSlice, ...]], shape: GPTShape
 ) -> dict[str, tuple[TensorSlice, ...]]:
     """Return sources that make each expert a copy of the MLP in its place (Komatsuzaki et al. 2022)."""
-    found = dict(pieces)
+    sources = dict(pieces)
     for block in filter(shape.is_sparse, range(shape.n_layer)):
         for layer in ("up", "down"):
-            copied = found.pop(f"blocks.{block}.mlp.{layer}.weight")
+            copied = sources.pop(f"blocks.{block}.mlp.{layer}.weight")
             rows = sum(piece.num_rows for piece in copied)
-            found[f"blocks.{block}.mlp.experts.{layer}"] = tuple(
+            sources[f"blocks.{block}.mlp.experts.{layer}"] = tuple(
                 replace(piece, wanted=replace(piece.wanted, first_row=piece.first_row + expert * rows))
                 for expert in range(shape.num_experts)
                 for piece in copied
             )
-    return found
+    return sources
 
 
 def _describe_copies(shape: GPTShape) -> str:

@@ -93,26 +93,26 @@ def find_checkpoints(run: Path, history: History | None = None) -> FoundCheckpoi
     Raises CheckpointError when the folder exists and cannot be read: a run must not restart or go back because a disk
     did not answer.
     """
-    found = FoundCheckpoints()
+    listing = FoundCheckpoints()
     readable: list[Checkpoint] = []
     for path in _entries(checkpoints_folder(run)):
         reason = _why_not_ours(path)
         if reason is not None:
-            found.passed_over.append((path, reason))
+            listing.passed_over.append((path, reason))
         elif not LEFTOVER_NAME.fullmatch(path.name):
             try:
                 readable.append(read_checkpoint(path))
             except CheckpointError as error:
                 # Unless the run's own retention has deleted it in the meantime.
                 if path.exists():
-                    found.damaged.append((path, str(error)))
-    found.damaged.sort(key=lambda entry: entry[0].name, reverse=True)
+                    listing.damaged.append((path, str(error)))
+    listing.damaged.sort(key=lambda entry: entry[0].name, reverse=True)
     if history is None:
-        _read_history(run, readable, found)
+        _read_history(run, readable, listing)
     else:
-        found.history = history
-    found._sort_out(readable)
-    return found
+        listing.history = history
+    listing._sort_out(readable)
+    return listing
 
 
 def list_checkpoints(run: Path) -> list[Path]:
@@ -141,24 +141,25 @@ def is_of_run(folder: Path, run: Path) -> bool:
         return False
 
 
-def history_after(found: FoundCheckpoints, start: Path, run: Path) -> History:
+def history_after(listing: FoundCheckpoints, start: Path, run: Path) -> History:
     """Return the history of a start from the checkpoint `start`: the current one when that ends there, else a new one.
 
     `found` are the run's checkpoints.
     """
-    number = 1 + max([found.history.number, *(saved.history.number for saved in [*found.current, *found.abandoned])])
+    of_histories = [*listing.current, *listing.abandoned]
+    number = 1 + max([listing.history.number, *(saved.history.number for saved in of_histories)])
     if not is_of_run(start, run):
-        is_empty = not (found.current or found.abandoned or found.damaged)
-        return found.history if is_empty and not found.history.branches else History(number)
-    known = {saved.path: saved.manifest for saved in [*found.current, *found.abandoned]}
+        is_empty = not (listing.current or listing.abandoned or listing.damaged)
+        return listing.history if is_empty and not listing.history.branches else History(number)
+    known = {saved.path: saved.manifest for saved in of_histories}
     manifest = known.get(start) or load_manifest(start)
     here = (manifest.history.number, manifest.step)
-    begun_here = found.history.branches[-1:] == (here,)
-    later = [saved for saved in found.current if saved.step > manifest.step]
+    begun_here = listing.history.branches[-1:] == (here,)
+    later = [saved for saved in listing.current if saved.step > manifest.step]
     # A checkpoint that is unreadable today may be readable tomorrow, and must not be the newest then.
-    unknown = [path for path, _ in found.damaged if step_of(path) > manifest.step]
-    if found.history.includes(*here) and not later and (begun_here or not unknown):
-        return found.history
+    unknown = [path for path, _ in listing.damaged if step_of(path) > manifest.step]
+    if listing.history.includes(*here) and not later and (begun_here or not unknown):
+        return listing.history
     return History(number, (*manifest.history.branches, here))
 
 
@@ -174,11 +175,11 @@ def record_history(run: Path, history: History, origin: Path) -> None:
     write_durably(checkpoints_folder(run) / HISTORY_NAME, text + "\n")
 
 
-def report_passed_over(found: FoundCheckpoints, report: Callable[[str], None]) -> None:
+def report_passed_over(listing: FoundCheckpoints, report: Callable[[str], None]) -> None:
     """Report every name that only resembles a checkpoint's, and the notes."""
-    for path, reason in found.passed_over:
+    for path, reason in listing.passed_over:
         report(f"WARNING: {path} is passed over: {reason}")
-    for note in found.notes:
+    for note in listing.notes:
         report(f"WARNING: {note}")
 
 
@@ -206,19 +207,19 @@ def _why_not_ours(path: Path) -> str | None:
     return None
 
 
-def _read_history(run: Path, readable: list[Checkpoint], found: FoundCheckpoints) -> None:
+def _read_history(run: Path, readable: list[Checkpoint], listing: FoundCheckpoints) -> None:
     """Read the current history from history.json; without a readable one, from the manifests."""
-    found.history = max((saved.history for saved in readable), key=lambda history: history.number, default=History())
+    listing.history = max((saved.history for saved in readable), key=lambda history: history.number, default=History())
     path = checkpoints_folder(run) / HISTORY_NAME
     try:
         body = signed_body(load_json(path, Rules(CheckpointError, follow_links=False)), "current", str(path))
-        found.history = parse_history(body.get("history"), body.get("branches"), str(path))
-        found.origin = str(body.get("began_from"))
+        listing.history = parse_history(body.get("history"), body.get("branches"), str(path))
+        listing.origin = str(body.get("began_from"))
     except (FileNotFoundError, NotADirectoryError):
         return
     except CheckpointError as error:
-        found.notes.append(
-            f"{error} Using the newest history that saved a checkpoint, history {found.history.number}, as the "
+        listing.notes.append(
+            f"{error} Using the newest history that saved a checkpoint, history {listing.history.number}, as the "
             "current one; choose another with --resume PATH."
         )
 
@@ -247,9 +248,9 @@ def pinned_checkpoints(run: Path) -> dict[str, str]:
 def pin_checkpoint(checkpoint: Path, why: str) -> None:
     """Protect one of a run's own checkpoints from retention. Raises OSError, CheckpointError."""
     folder = checkpoint.parent
-    kept = {name: known for name, known in pinned_checkpoints(folder.parent).items() if (folder / name).is_dir()}
-    kept.setdefault(checkpoint.name, why)
-    newest = dict(list(kept.items())[-MAX_PINNED:])
+    pinned = {name: known for name, known in pinned_checkpoints(folder.parent).items() if (folder / name).is_dir()}
+    pinned.setdefault(checkpoint.name, why)
+    newest = dict(list(pinned.items())[-MAX_PINNED:])
     write_durably(folder / PINNED_NAME, json.dumps(newest, indent=1) + "\n")
 
 
@@ -279,16 +280,16 @@ def _choose_checkpoint(path: Path, report: Callable[[str], None], step: int | No
         raise CheckpointError(f"{path} is no run folder.{stranger}")
     named = path.name if path.parent.name == CHECKPOINTS_NAME and path.name in (BEST_NAME, LATEST_NAME) else ""
     path = path.parent.parent if named else path
-    found = find_checkpoints(path)
-    report_passed_over(found, report)
-    for damaged, why in found.damaged:
+    listing = find_checkpoints(path)
+    report_passed_over(listing, report)
+    for damaged, why in listing.damaged:
         report(f"WARNING: {damaged.name} is damaged and passed over: {why}")
-    if found.current and named == BEST_NAME:
-        return _best_of(found, path)
-    if found.current:
-        return found.current[0] if step is None else _of_step(found, path, step)
-    if found.abandoned or found.damaged:
-        raise CheckpointError(explain_no_checkpoint(found, path))
+    if listing.current and named == BEST_NAME:
+        return _best_of(listing, path)
+    if listing.current:
+        return listing.current[0] if step is None else _of_step(listing, path, step)
+    if listing.abandoned or listing.damaged:
+        raise CheckpointError(explain_no_checkpoint(listing, path))
     what = "has no checkpoints yet" if path.is_dir() else "does not exist"
     what = "holds checkpoints, and is not a run folder" if path.is_dir() and path.name == CHECKPOINTS_NAME else what
     if path.parent.name == CHECKPOINTS_NAME and not path.is_dir():
@@ -305,19 +306,19 @@ def _choose_checkpoint(path: Path, report: Callable[[str], None], step: int | No
     raise CheckpointError(f"{path} {what}. Name a run folder of train.py (--run), or one of its checkpoints/step-*.")
 
 
-def _of_step(found: FoundCheckpoints, run: Path, step: int) -> Checkpoint:
+def _of_step(listing: FoundCheckpoints, run: Path, step: int) -> Checkpoint:
     """Return the current history's checkpoint of a step. Raises CheckpointError with the existing steps."""
-    for checkpoint in found.current:
+    for checkpoint in listing.current:
         if checkpoint.step == step:
             return checkpoint
-    steps = ", ".join(str(checkpoint.step) for checkpoint in reversed(found.current))
-    aside = [checkpoint.path for checkpoint in found.abandoned if checkpoint.step == step]
+    steps = ", ".join(str(checkpoint.step) for checkpoint in reversed(listing.current))
+    aside = [checkpoint.path for checkpoint in listing.abandoned if checkpoint.step == step]
     where = f" {aside[0]} is of steps that the run went back from; name that folder to take it." if aside else ""
     raise CheckpointError(f"{run} has no checkpoint of step {step}. There are: {steps}.{where}")
 
 
-def _best_of(found: FoundCheckpoints, run: Path) -> Checkpoint:
-    if best := find_best(found.current):
+def _best_of(listing: FoundCheckpoints, run: Path) -> Checkpoint:
+    if best := find_best(listing.current):
         return best
     raise CheckpointError(
         f"{run} has no best checkpoint: none was saved at a step with a validation. For later ones let --save-every be "
@@ -325,15 +326,15 @@ def _best_of(found: FoundCheckpoints, run: Path) -> Checkpoint:
     )
 
 
-def explain_no_checkpoint(found: FoundCheckpoints, run: Path) -> str:
+def explain_no_checkpoint(listing: FoundCheckpoints, run: Path) -> str:
     """Explain why a run with checkpoints has none to continue from."""
     folder = checkpoints_folder(run)
-    num_of_history = len(found.current) + len(found.damaged)
+    num_of_history = len(listing.current) + len(listing.damaged)
     if num_of_history:
         why = f"none of the {num_of_history} checkpoints in {folder} is intact"
     else:
-        why = f"the history that began from {found.origin} has no checkpoints"
-    others = f" {len(found.abandoned)} abandoned ones can be named with --resume PATH." if found.abandoned else ""
+        why = f"the history that began from {listing.origin} has no checkpoints"
+    others = f" {len(listing.abandoned)} abandoned ones can be named with --resume PATH." if listing.abandoned else ""
     return f"{why}.{others} To start from scratch, use another --run folder."
 
 
@@ -351,10 +352,10 @@ def choose_expired(current: Sequence[Checkpoint], keep_last: int, keep_every: in
 
     The newest ones up to `keep_last` (at least 1) complete ones stay, and multiples of `keep_every` (0: none).
     """
-    expired, num_whole = [], 0
+    expired, num_complete = [], 0
     for checkpoint in current:
-        if num_whole < keep_last:
-            num_whole += checkpoint.is_whole()
+        if num_complete < keep_last:
+            num_complete += checkpoint.is_whole()
         elif not keep_every or checkpoint.step % keep_every:
             expired.append(checkpoint)
     return expired
@@ -366,8 +367,9 @@ def find_best(current: Sequence[Checkpoint]) -> Checkpoint | None:
     Only losses over the samples of the newest validation count. Raises CheckpointError.
     """
     known = [(saved.manifest.validation, saved) for saved in current if saved.manifest.validation]
-    whole = [(validation, saved) for validation, saved in known if saved.is_whole()]
-    comparable = [(validation.loss, saved) for validation, saved in whole if validation.samples == whole[0][0].samples]
+    complete = [(validation, saved) for validation, saved in known if saved.is_whole()]
+    samples = complete[0][0].samples if complete else ""
+    comparable = [(validation.loss, saved) for validation, saved in complete if validation.samples == samples]
     return min(comparable, key=lambda entry: entry[0])[1] if comparable else None
 
 
@@ -389,16 +391,16 @@ def apply_retention(run: Path, current: Sequence[Checkpoint], keep_last: int, ke
 
     Pinned, abandoned, unreadable and foreign folders stay, and always the newest complete and the best checkpoint.
     """
-    kept, best = pinned_checkpoints(run), find_best(current)
+    pinned, best = pinned_checkpoints(run), find_best(current)
     for checkpoint in choose_expired(current, keep_last, keep_every):
-        if checkpoint.path.name not in kept and checkpoint is not best:
+        if checkpoint.path.name not in pinned and checkpoint is not best:
             delete_checkpoint(checkpoint.path)
 
 
-def prunable(found: FoundCheckpoints) -> list[Path]:
+def prunable(listing: FoundCheckpoints) -> list[Path]:
     """List the checkpoints that no run needs: abandoned ones, and damaged ones that were replaced (`.old-1`)."""
-    names = ((path, CHECKPOINT_NAME.fullmatch(path.name)) for path, _ in found.damaged)
-    return [*(checkpoint.path for checkpoint in found.abandoned), *(path for path, name in names if name and name[3])]
+    names = ((path, CHECKPOINT_NAME.fullmatch(path.name)) for path, _ in listing.damaged)
+    return [*(checkpoint.path for checkpoint in listing.abandoned), *(path for path, name in names if name and name[3])]
 
 
 def delete_checkpoint(path: Path) -> None:

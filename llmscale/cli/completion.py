@@ -48,7 +48,7 @@ def _run(args: argparse.Namespace) -> int:
     except ImportError:
         raise ConfigError("completion needs shtab: `pip install shtab`.") from None
     parser = _full_parser()
-    from llmscale.config.run_config import path_keys
+    from llmscale.config.run_keys import path_keys
 
     names, paths = _known_names(), {f"--{key.replace('_', '-')}" for key in path_keys()}
     for action in _actions(parser):
@@ -66,7 +66,7 @@ def _full_parser() -> FlagParser:
     """Return the parser with all commands and flags, those of a run included."""
     from llmscale.cli.main import COMMANDS, add_command, new_parser
     from llmscale.cli.train import add_own_flags
-    from llmscale.config.run_config import add_run_config_flags
+    from llmscale.config.run_arguments import add_run_config_flags
 
     parser, subcommands = new_parser()
     for name in COMMANDS:

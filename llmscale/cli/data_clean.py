@@ -23,9 +23,9 @@ if TYPE_CHECKING:  # imported when a command runs
     from collections.abc import Callable, Iterator
 
     from llmscale.data.clean.annotate import CleanOptions, TokenizerName
-    from llmscale.data.clean.job import CleanResult
     from llmscale.data.clean.on_ray import RayCluster
-    from llmscale.data.clean.pipeline import DocumentCounts, StepReport
+    from llmscale.data.clean.stages import CleanResult
+    from llmscale.data.clean.write import DocumentCounts, StepReport
 
 #: Copy of the names in llmscale.data.clean.annotate, which --help must not import.
 _STEPS = "exact,language,gopher-repetition,gopher-quality,c4,fineweb,near,decontaminate"

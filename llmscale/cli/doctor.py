@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -23,13 +24,14 @@ from llmscale.untrusted.terminal import make_visible
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from llmscale.cluster.doctor.diagnose import Diagnosis, DoctorOptions
-    from llmscale.cluster.doctor.report import CheckRow, Status
+    from llmscale.cluster.doctor.report import CheckRow, ProbeRequest, Status
     from llmscale.config.command_line import FlagParser
 
 _COLOURS: dict[Status, Style] = {"ok": "green", "warn": "yellow", "fail": "red"}
 _MAX_WIDTH = 120
 _LEAST_TEXT = 24
+#: Fields of a row that --json prints.
+_JSON_KEYS = ("name", "status", "found", "fix")
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
@@ -67,12 +69,20 @@ def _run(args: argparse.Namespace) -> int:
     from llmscale.cluster.doctor.diagnose import diagnose
     from llmscale.cluster.doctor.report import worst
 
-    diagnosis = diagnose(_question(args))
+    request = _request(args)
+    # The rate of one adapter: a host with one per GPU is faster than promised.
+    network = get_interconnect(args.interconnect) if args.interconnect else None
+    promised = network.bytes_per_s if network else None
+    rows = diagnose(request, network_test=not args.no_network_test, promised_bytes_per_s=promised)
     if args.json:
-        print(json.dumps(_as_plain(diagnosis), indent=1))
+        hosts = [{"name": name, "slots": slots} for name, slots in request.hosts.items()]
+        plain = [{key: value for key, value in asdict(row).items() if key in _JSON_KEYS} for row in rows]
+        print(json.dumps({"status": worst(rows), "hosts": hosts, "rows": plain}, indent=1))
     else:
-        _print_table(diagnosis)
-    return 1 if worst(diagnosis.rows) == "fail" else 0
+        for line in table_lines(rows, width=min(_MAX_WIDTH, output_width() or _MAX_WIDTH)):
+            print(line)
+        print(_summary(request, rows))
+    return 1 if worst(rows) == "fail" else 0
 
 
 def _write_fixed(path: Path, out: Path, *, overwrite: bool) -> int:
@@ -95,13 +105,15 @@ def _write_fixed(path: Path, out: Path, *, overwrite: bool) -> int:
     return 0
 
 
-def _question(args: argparse.Namespace) -> DoctorOptions:
-    from llmscale.cluster.doctor.diagnose import DoctorOptions
+def _request(args: argparse.Namespace) -> ProbeRequest:
+    """Return the question to the hosts. Raises ConfigError for misspelt flags and missing files."""
+    from llmscale.cluster.doctor.report import ProbeRequest
+    from llmscale.cluster.hostfile import parse_hostfile
+    from llmscale.cluster.launch.ranks import list_gpus
     from llmscale.config.deepspeed.resolve import load_ds_config
-    from llmscale.config.run_config import load_run_file, parse_run_flags
+    from llmscale.config.run_arguments import load_run_file, parse_run_flags
 
     flags = list(args.flags)
-    # Misspelt flags and missing files are refused before any host is asked.
     given = parse_run_flags(flags)
     for path in filter(None, (args.ds, given.get("ds"))):
         load_ds_config(Path(str(path)))
@@ -111,33 +123,12 @@ def _question(args: argparse.Namespace) -> DoctorOptions:
         flags = ["--config", str(args.run_config), *flags]
     if flags and args.ds is not None:
         flags += ["--ds", str(args.ds)]
-    network = get_interconnect(args.interconnect) if args.interconnect else None
-    return DoctorOptions(
-        hostfile=args.hostfile,
-        ds=args.ds,
-        train_flags=tuple(flags),
-        port=args.port,
-        network_test=not args.no_network_test,
-        # The rate of one adapter: a host with one per GPU is faster than promised.
-        promised_bytes_per_s=network.bytes_per_s if network else None,
-        timeout_s=args.timeout,
-    )
-
-
-def _as_plain(diagnosis: Diagnosis) -> dict[str, object]:
-    from llmscale.cluster.doctor.report import worst
-
-    return {
-        "status": worst(diagnosis.rows),
-        "hosts": [asdict(host) for host in diagnosis.hosts],
-        "rows": [asdict(row) for row in diagnosis.rows],
-    }
-
-
-def _print_table(diagnosis: Diagnosis) -> None:
-    for line in table_lines(diagnosis.rows, width=min(_MAX_WIDTH, output_width() or _MAX_WIDTH)):
-        print(line)
-    print(_summary(diagnosis))
+    if args.hostfile is None:
+        hosts = {socket.gethostname(): max(1, len(list_gpus()[0]))}
+    else:
+        hosts = {host.name: host.slots for host in parse_hostfile(args.hostfile)}
+    ds = str(args.ds) if args.ds else None
+    return ProbeRequest(hosts=hosts, port=args.port, ds=ds, train_flags=tuple(flags), timeout_s=args.timeout)
 
 
 def table_lines(rows: Sequence[CheckRow], *, width: int) -> list[str]:
@@ -157,8 +148,8 @@ def table_lines(rows: Sequence[CheckRow], *, width: int) -> list[str]:
     return lines
 
 
-def _summary(diagnosis: Diagnosis) -> str:
-    count = {status: sum(row.status == status for row in diagnosis.rows) for status in _COLOURS}
-    machines = f"{len(diagnosis.hosts)} hosts, {sum(host.slots for host in diagnosis.hosts)} ranks"
+def _summary(request: ProbeRequest, rows: Sequence[CheckRow]) -> str:
+    count = {status: sum(row.status == status for row in rows) for status in _COLOURS}
+    machines = f"{len(request.hosts)} hosts, {request.world_size} ranks"
     findings = f"{count['ok']} ok, {count['warn']} warnings, {count['fail']} to repair"
     return with_singulars(f"\n{machines}: {findings}")

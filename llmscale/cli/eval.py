@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -49,37 +48,19 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from llmscale.evaluate.lm_eval_tasks import go_offline
-    from llmscale.evaluate.model_source import find_model, open_model
-    from llmscale.evaluate.tasks import is_task_file, load_task_files
-    from llmscale.untrusted.terminal import print_visible
-
-    def report(line: str) -> None:
-        print_visible(line, file=sys.stderr, flush=True)
+    from llmscale.evaluate.model_source import find_model
+    from llmscale.terminal.status_line import show_if_slow
+    from llmscale.untrusted.terminal import print_to_stderr, print_visible
 
     go_offline()
-    if args.json is not None:
-        check_output_file("--json", args.json, overwrite=True)
-    files = load_task_files(spec for spec in args.tasks if is_task_file(spec))
-    if args.json is not None:
-        _check_apart(args.json, args.run, [file.path for file in files])
-    folder = find_model(args.run, report, args.step)
-    named = [spec for spec in args.tasks if not is_task_file(spec)]
-    if args.task_folder is not None and not named:
-        raise ConfigError("--task-folder holds tasks that --tasks can name, and it names none. Add a task's name.")
-    if not args.tasks and not args.val_samples:
-        raise ConfigError("nothing to do: --val-samples 0 leaves the loss out, and --tasks names no task.")
+    files = _read_files(args)
+    folder = find_model(args.run, print_to_stderr, args.step)
+    named = _named_tasks(args)
     from llmscale.engine.deepspeed_patches import quiet_libraries
-    from llmscale.terminal.progress import show_progress
-    from llmscale.terminal.status_line import show_if_slow
 
     quiet_libraries()
     harness = _find_harness(named, args, files) if named else None
-    with show_progress("Verifying the checkpoint") as verified:
-        source = open_model(folder, args.data, verified.add, with_sets=args.val_samples > 0)
-    if source.sets is None and args.val_samples:
-        if not args.tasks:
-            raise DataError(source.no_sets)
-        report(f"no validation loss: {source.no_sets}")
+    source = _open_model(folder, args)
     with show_if_slow("importing torch"):
         from llmscale.evaluate.evaluation import Request
 
@@ -95,15 +76,54 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _read_files(args: argparse.Namespace) -> tuple[TaskFile, ...]:
+    """Read the files of items, and check that the results can be written. Raises ConfigError, DataError."""
+    from llmscale.evaluate.tasks import is_task_file, load_task_files
+
+    if args.json is not None:
+        check_output_file("--json", args.json, overwrite=True)
+    files = load_task_files(spec for spec in args.tasks if is_task_file(spec))
+    if args.json is not None:
+        _check_apart(args.json, args.run, [file.path for file in files])
+    return files
+
+
+def _named_tasks(args: argparse.Namespace) -> list[str]:
+    """Return the tasks of lm-eval. Raises ConfigError for a folder of tasks without one, and for no task or loss."""
+    from llmscale.evaluate.tasks import is_task_file
+
+    named = [spec for spec in args.tasks if not is_task_file(spec)]
+    if args.task_folder is not None and not named:
+        raise ConfigError("--task-folder holds tasks that --tasks can name, and it names none. Add a task's name.")
+    if not args.tasks and not args.val_samples:
+        raise ConfigError("nothing to do: --val-samples 0 leaves the loss out, and --tasks names no task.")
+    return named
+
+
+def _open_model(folder: Path, args: argparse.Namespace) -> ModelSource:
+    """Verify the model, and open its datasets. Raises DataError if there are none, and nothing else is asked for."""
+    from llmscale.evaluate.model_source import open_model
+    from llmscale.terminal.progress import show_progress
+    from llmscale.untrusted.terminal import print_to_stderr
+
+    with show_progress("Verifying the checkpoint") as verified:
+        source = open_model(folder, args.data, verified.add, with_sets=args.val_samples > 0)
+    if source.sets is None and args.val_samples:
+        if not args.tasks:
+            raise DataError(source.no_sets)
+        print_to_stderr(f"no validation loss: {source.no_sets}")
+    return source
+
+
 def _check_apart(out: Path, model: Path, items: Sequence[Path]) -> None:
     """Refuse to write the results over items, or over a file of the run. Raises ConfigError."""
     from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
     from llmscale.cli.report import check_apart
 
-    place, whole = out.resolve(), model.resolve()
+    place, folder = out.resolve(), model.resolve()
     if place in (path.resolve() for path in items):
         raise ConfigError(f"--json {out} is a file of items; name another file.")
-    run = whole.parent.parent if whole.parent.name == CHECKPOINTS_NAME else whole
+    run = folder.parent.parent if folder.parent.name == CHECKPOINTS_NAME else folder
     check_apart(f"--json {out}", place, run, "evaluation.json")
 
 
@@ -128,13 +148,13 @@ def _evaluate(source: ModelSource, request: Request) -> Evaluation:
     from llmscale.evaluate.evaluation import evaluate
     from llmscale.terminal.progress import Progress, count_words, show_progress
 
-    with ExitStack() as shown:
+    with ExitStack() as stack:
         bars: list[tuple[str, Progress]] = []
 
         def add(what: str, total: int | None, count: int) -> None:
             if not bars or bars[-1][0] != what:
-                shown.close()
-                bars.append((what, shown.enter_context(show_progress(what, total, count_words("sequences")))))
+                stack.close()
+                bars.append((what, stack.enter_context(show_progress(what, total, count_words("sequences")))))
             bars[-1][1].add(count)
 
         return evaluate(source, request, add)
@@ -175,8 +195,8 @@ def _task_rows(task: TaskResult) -> Iterator[tuple[str, str, str, str]]:
     from llmscale.evaluate.tasks import show_value
 
     for metric, value in task.values.items():
-        shown = show_value(value)
+        text = show_value(value)
         if metric.partition(" ")[0] in _SHARES and task.num_items > 1:
             # The sample standard error of a mean of zeros and ones, as in lm-eval.
-            shown += f" +- {math.sqrt(max(0.0, value * (1 - value)) / (task.num_items - 1)):.4f}"
-        yield task.task, metric, shown, f"{task.num_items:,} items" if task.num_items else ""
+            text += f" +- {math.sqrt(max(0.0, value * (1 - value)) / (task.num_items - 1)):.4f}"
+        yield task.task, metric, text, f"{task.num_items:,} items" if task.num_items else ""

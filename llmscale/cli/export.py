@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
 from llmscale.cli import flags
@@ -13,6 +12,8 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from llmscale.config.command_line import FlagParser
+    from llmscale.evaluate.export import ExportedModel
+    from llmscale.evaluate.model_source import TrainedCheckpoint
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
@@ -33,9 +34,9 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 def _run(args: argparse.Namespace) -> int:
     from llmscale.checkpoint.hf_write import check_hf_folder
     from llmscale.checkpoint.inventory import find_checkpoint
-    from llmscale.untrusted.terminal import make_visible_line, print_visible
+    from llmscale.untrusted.terminal import make_visible_line, print_to_stderr
 
-    checkpoint = find_checkpoint(args.run, lambda line: print_visible(line, file=sys.stderr), step=args.step)
+    checkpoint = find_checkpoint(args.run, print_to_stderr, step=args.step)
     check_hf_folder(args.to, checkpoint, overwrite=args.overwrite)
     # torch is imported after the checks, which answer at once.
     from llmscale.terminal.progress import show_progress
@@ -45,28 +46,17 @@ def _run(args: argparse.Namespace) -> int:
         from llmscale.checkpoint.manifest import load_manifest
         from llmscale.evaluate.export import describe_export, export_model
         from llmscale.evaluate.model_source import open_trained_checkpoint
-        from llmscale.report.model_card import CardFacts, build_model_card
 
     with show_progress("Verifying the checkpoint", load_manifest(checkpoint).num_bytes) as verified:
         trained = open_trained_checkpoint(checkpoint, verified.add, given=args.data)
     model = describe_export(trained.shape, trained.published, args.dtype, args.shard_size)
-    facts = CardFacts(
-        model_type=model.family.model_type,
-        architecture=model.family.architecture,
-        dtype=args.dtype,
-        num_parameters=model.num_parameters,
-        shape=trained.shape,
-        checkpoint=trained.manifest,
-        config=trained.config,
-        data=trained.sets,
-    )
     with show_progress("Writing weights", model.weight_bytes) as written:
         export_model(
             checkpoint,
             model,
             trained.tokenizer,
             args.to,
-            card=build_model_card(facts, checkpoint),
+            card=_model_card(model, trained),
             overwrite=args.overwrite,
             progress=written.add,
         )
@@ -74,3 +64,19 @@ def _run(args: argparse.Namespace) -> int:
     step = trained.state.step
     print(f"Wrote {out}: {model.num_parameters:,} weights in {args.dtype} of step {step}, tokenizer and model card.")
     return 0
+
+
+def _model_card(model: ExportedModel, trained: TrainedCheckpoint) -> str:
+    from llmscale.report.model_card import CardFacts, build_model_card
+
+    facts = CardFacts(
+        model_type=model.family.model_type,
+        architecture=model.family.architecture,
+        dtype=model.dtype,
+        num_parameters=model.num_parameters,
+        shape=trained.shape,
+        checkpoint=trained.manifest,
+        config=trained.config,
+        data=trained.sets,
+    )
+    return build_model_card(facts, trained.folder)

@@ -108,7 +108,9 @@ def _add_plan_flags(parser: FlagParser) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     from llmscale.config.optimizers import get_optimizer
-    from llmscale.config.run_config import build_run_config, keys_of_ladder, load_run_file
+    from llmscale.config.run_arguments import load_run_file
+    from llmscale.config.run_config import build_run_config
+    from llmscale.config.run_keys import keys_of_ladder
     from llmscale.training.inputs import read_inputs
     from llmscale.training.start import resolve_ranks
 
@@ -144,8 +146,15 @@ def _plan(args: argparse.Namespace) -> int:
 
 _COLUMNS = (
     Column("run", is_text=True, least=12),
-    *(Column("N"), Column("layers x width", drop=3), Column("tokens D"), Column("D/N"), Column("steps", drop=1)),
-    *(Column("batch", drop=4), Column("lr", drop=2), Column("FLOPs"), Column("hours")),
+    Column("N"),
+    Column("layers x width", drop=3),
+    Column("tokens D"),
+    Column("D/N"),
+    Column("steps", drop=1),
+    Column("batch", drop=4),
+    Column("lr", drop=2),
+    Column("FLOPs"),
+    Column("hours"),
 )
 
 
@@ -153,9 +162,15 @@ def _plan_lines(out: Path, ladder: Ladder, rate: float | None, available: int) -
     """Yield the table of runs, their cost, and what to do next."""
     rows = [
         [
-            *(run.name, format_quantity(run.num_parameters), f"{run.n_layer} x {run.n_embd}"),
-            *(format_quantity(run.tokens), f"{run.tokens / run.num_parameters:.3g}", f"{run.steps:,}"),
-            *(f"{run.global_batch_size:,}", f"{run.lr:.2e}", f"{run.flops:.2e}"),
+            run.name,
+            format_quantity(run.num_parameters),
+            f"{run.n_layer} x {run.n_embd}",
+            format_quantity(run.tokens),
+            f"{run.tokens / run.num_parameters:.3g}",
+            f"{run.steps:,}",
+            f"{run.global_batch_size:,}",
+            f"{run.lr:.2e}",
+            f"{run.flops:.2e}",
             f"{run.flops / rate / 3600:.2g}" if rate else "-",
         ]
         for run in ladder.runs
@@ -176,7 +191,7 @@ def _plan_lines(out: Path, ladder: Ladder, rate: float | None, available: int) -
 
 
 def _run(args: argparse.Namespace) -> int:
-    from llmscale.config.run_config import keys_of_ladder
+    from llmscale.config.run_keys import keys_of_ladder
 
     folder: Path = args.folder
     ladder = load_ladder(folder)
@@ -210,8 +225,8 @@ def _is_taken(folder: Path, run: LadderRun) -> bool:
 
 
 def _is_done(folder: Path, run: LadderRun) -> bool:
-    found = read_run(folder / RUNS_NAME / run.name)
-    return found.state == "finished" and found.step == run.steps
+    listed = read_run(folder / RUNS_NAME / run.name)
+    return listed.state == "finished" and listed.step == run.steps
 
 
 def _words(folder: Path, run: LadderRun) -> list[str]:

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from llmscale import limits
 from llmscale.cli.flags import add_timeout
 from llmscale.cluster.hostfile import Host, parse_hostfile
-from llmscale.cluster.launch.ranks import count_gpus
+from llmscale.cluster.launch.ranks import list_gpus
 from llmscale.cluster.launch.supervisor import LaunchOptions, Supervisor
 from llmscale.cluster.launch.transport import LAUNCHERS, host_command_by, slurm_hosts
 from llmscale.cluster.remote import PACKAGE, deepspeed_env_files, gather_environment
 from llmscale.config.command_line import FlagParser, Need, flag, local_path, nonblank, number, whole_number
-from llmscale.config.launcher_variables import check_is_only_copy
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.engine.launcher_variables import check_is_only_copy
 from llmscale.files.resilient_stdout import make_output_resilient
 from llmscale.training.inputs import with_prepared_text
 from llmscale.training.stop_request import STOP_SIGNALS
@@ -107,7 +107,7 @@ def _hosts(args: argparse.Namespace, launcher: str) -> tuple[Host, ...]:
         return parse_hostfile(args.hostfile)
     if launcher == "slurm":
         return slurm_hosts(os.environ, args.slots)
-    return (Host("localhost", args.slots or count_gpus() or 1),)
+    return (Host("localhost", args.slots or len(list_gpus()[0]) or 1),)
 
 
 def _warn_of_keys(settings: Sequence[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
 from llmscale.cli import flags
@@ -41,9 +40,9 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 def _run(args: argparse.Namespace) -> int:
     from llmscale.checkpoint.hf_write import check_hf_folder
     from llmscale.evaluate.model_source import find_model, open_model
-    from llmscale.untrusted.terminal import make_visible_line, print_visible
+    from llmscale.untrusted.terminal import make_visible_line, print_to_stderr
 
-    folder = find_model(args.run, lambda line: print_visible(line, file=sys.stderr), args.step)
+    folder = find_model(args.run, print_to_stderr, args.step)
     check_hf_folder(args.to, folder, overwrite=args.overwrite)
     gpu = None if args.gpu is None else get_gpu(args.gpu, other="")
     from llmscale.engine.deepspeed_patches import quiet_libraries

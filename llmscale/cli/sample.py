@@ -65,10 +65,10 @@ def _run(args: argparse.Namespace) -> int:
     from llmscale.evaluate.model_source import find_model, open_model
     from llmscale.terminal.progress import count_words, show_progress
     from llmscale.terminal.status_line import show_if_slow
-    from llmscale.untrusted.terminal import print_visible
+    from llmscale.untrusted.terminal import print_to_stderr
 
     prompts = _prompts(args)
-    folder = find_model(args.run, lambda line: print_visible(line, file=sys.stderr))
+    folder = find_model(args.run, print_to_stderr)
     from llmscale.engine.deepspeed_patches import quiet_libraries
 
     with show_if_slow("importing torch"):

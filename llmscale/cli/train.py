@@ -14,16 +14,16 @@ from llmscale.cluster.extension_locks import remove_stale_locks
 from llmscale.cluster.launch.ranks import (
     LocalRanks,
     count_cpus,
-    count_gpus,
     find_port,
+    list_gpus,
     rank_command,
     rank_environment,
     visible_gpus,
 )
 from llmscale.cluster.remote import PACKAGE
 from llmscale.config.command_line import FlagParser, whole_number
-from llmscale.config.launcher_variables import check_is_only_copy, read_launcher_variables
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.engine.launcher_variables import check_is_only_copy, read_launcher_variables
 from llmscale.errors import ConfigError
 from llmscale.files.resilient_stdout import make_output_resilient
 from llmscale.limits import MAX_GPUS_PER_NODE
@@ -73,8 +73,7 @@ def _run_ranks(words: Sequence[str]) -> int:
         return 0
     for lock in remove_stale_locks():
         _show(f"removed {lock}, left by a build that was killed")
-    port, _ = find_port(None)
-    environments = rank_environment(os.environ, num_ranks, port, count_cpus())
+    environments = rank_environment(os.environ, num_ranks, find_port(), count_cpus())
     read_launcher_variables(environments[0])
     _show(f"starting {count_nouns(num_ranks, 'rank')} ...")
     deaths: list[str] = []
@@ -154,7 +153,7 @@ def _split_flags(words: Sequence[str]) -> tuple[int | None, list[str]]:
 def _count_ranks(asked: int | None) -> int:
     """Return the number of ranks. Raises ConfigError for more ranks than GPUs, on a machine with GPUs."""
     visible = visible_gpus(os.environ)
-    num_gpus = count_gpus() or _count_gpus_with_torch() if visible is None else len(visible)
+    num_gpus = len(list_gpus()[0]) or _count_gpus_with_torch() if visible is None else len(visible)
     if asked is None:
         return num_gpus or 1
     if 0 < num_gpus < asked:

@@ -59,54 +59,31 @@ def parse_hostfile(path: str | Path) -> tuple[Host, ...]:
 
 def _parse_line(entry: str, where: str) -> Host:
     """Parse a line without its comment. Raises ConfigError whose text begins with `where`."""
-    name, *rest = entry.split()
-    other_form = re.fullmatch(r"([A-Za-z0-9][\w.-]*)[:,;]([0-9]{1,4})", entry)
-    if other_form and int(other_form[2]) <= MAX_GPUS_PER_NODE:
-        raise ConfigError(f"{where}: '{entry}' is not `name slots=N`. Write `{other_form[1]} slots={other_form[2]}`.")
-    if not _COUNTS.match(name):
-        _check_name(name, where)
-    if not rest:
-        raise ConfigError(f"{where}: '{entry}' does not say how many ranks to run there. {_advise(entry)}")
-    slots = re.fullmatch(r"slots=([0-9]{1,6})", rest[0])
-    if len(rest) > 1 or slots is None:
-        raise ConfigError(f"{where}: '{entry}' is not `name slots=N`, with no space around the =. {_advise(entry)}")
-    if int(slots.group(1)) > MAX_GPUS_PER_NODE:
-        raise ConfigError(f"{where}: {rest[0]} is too many. At most {MAX_GPUS_PER_NODE} ranks run on one host.")
-    if int(slots.group(1)) == 0:
+    line = re.fullmatch(r"(\S+)\s+slots=([0-9]{1,6})", entry)
+    if line is None:
+        raise ConfigError(f"{where}: '{entry}' is not `name slots=N`. {_advise(entry)}")
+    name, slots = line[1], int(line[2])
+    if "," in name or ("[" in name and "]:" not in name):
+        raise ConfigError(f"{where}: '{name}' looks like a range or a list. Write one line per host.")
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{where}: '{name}' is not a plain host name. Use letters, digits, dots, dashes and underscores; begin "
+            "with a letter or digit. Set a user, a port or an IPv6 address for it in ~/.ssh/config (User, Port, "
+            "HostName)."
+        )
+    if slots > MAX_GPUS_PER_NODE:
+        raise ConfigError(f"{where}: slots={slots} is too many. At most {MAX_GPUS_PER_NODE} ranks run on one host.")
+    if slots == 0:
         raise ConfigError(f"{where}: slots=0 runs nothing on '{name}'. Delete the line, or give at least one slot.")
-    return Host(name, int(slots.group(1)))
-
-
-#: Words for a number of ranks in the files of other launchers, each with its value.
-_COUNTS = re.compile(
-    r"(?i)\b(slots?|max[-_]?slots|(?:num[-_]?|n)?gpus?|ppn|np|n?procs?|cpus?)\b(?:\s*[=:]\s*|\s+)(\S+)"
-)
-#: A first word that is a command, and its options.
-_COMMAND = re.compile(r"(?:ssh|rsh|pdsh|mpirun|srun)\b(?:\s+-\w+(?:\s+[0-9]+)?)*(?:\s+|$)")
+    return Host(name, slots)
 
 
 def _advise(entry: str) -> str:
-    """Return the line that a wrong one probably means; N is a number that it does not hold."""
-    counts = {word.lower().replace("-", "_"): value.rstrip(",;") for word, value in _COUNTS.findall(entry)}
-    words = re.split(r"[\s,;]+", _COUNTS.sub(" ", _COMMAND.sub("", entry, count=1)).strip())
-    numbers = [word for word in words if word.isdecimal()]
-    names = [word for word in words if word not in numbers and _NAME.fullmatch(word)]
-    stated = [counts["slots"]] if "slots" in counts else [*counts.values(), *numbers]
-    is_count = len(stated) == 1 and re.fullmatch("[1-9][0-9]{0,5}", stated[0]) is not None
-    count = stated[0] if is_count and int(stated[0]) <= MAX_GPUS_PER_NODE else "N"
-    # A word that is neither belongs to a file of another kind.
-    if len(names) != 1 or (not stated and len(words) > 1):
-        return "Write one line `name slots=N` per host."
-    return f"Write `{names[0]} slots={count}`{', N being its GPUs' if count == 'N' else ''}."
-
-
-def _check_name(name: str, where: str) -> None:
-    """Raise ConfigError for a name that ssh, pdsh or DeepSpeed would misread."""
-    if _NAME.fullmatch(name):
-        return
-    if "," in name or ("[" in name and "]:" not in name):
-        raise ConfigError(f"{where}: '{name}' looks like a range or a list. Write one line per host.")
-    raise ConfigError(
-        f"{where}: '{name}' is not a plain host name. Use letters, digits, dots, dashes and underscores; begin with a "
-        "letter or digit. Set a user, a port or an IPv6 address for it in ~/.ssh/config (User, Port, HostName)."
+    """Return the line that a wrong one probably means: its only host, with the number of slots, or its only number."""
+    name = re.match(r"[A-Za-z][\w.-]*(?=[\s:,;]|$)", entry)
+    counts = re.findall(r"\bslots\s*[=:]\s*([1-9][0-9]{0,2})\b", entry) or re.findall(
+        r"[\s:,;=]([1-9][0-9]{0,2})\b", entry
     )
+    if name is None or len(counts) > 1:
+        return "Write one line `name slots=N` per host."
+    return f"Write `{name[0]} slots={counts[0]}`." if counts else f"Write `{name[0]} slots=N`, N being its GPUs."

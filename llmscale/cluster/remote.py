@@ -7,6 +7,7 @@ Here the values travel inside the connection, never on a command line: nothing i
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -15,11 +16,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llmscale.errors import ConfigError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES
@@ -27,16 +28,16 @@ from llmscale.untrusted.interpreter import drop_empty, module_command
 from llmscale.untrusted.paths import in_home, read_regular
 
 #: Prefixes of the forwarded variables, by the software that reads them.
-_FORWARDED_PREFIXES = (
-    *("DS_", "DEEPSPEED_", "LLMSCALE_", "PYTHON", "TORCH", "PYTORCH", "TRITON_"),
-    *("CUDA_", "NVIDIA_", "HIP_", "ROCR_", "ROCM_", "HSA_", "ASCEND_", "ZE_", "CCL_", "HABANA_"),
-    *("NCCL_", "RCCL_", "GLOO_", "UCX_", "FI_", "OMPI_", "TP_SOCKET_IFNAME"),
-    *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "NUMEXPR_", "MALLOC_"),
-    *("HF_", "HUGGING", "TRANSFORMERS_", "TOKENIZERS_", "TIKTOKEN_", "WANDB_"),
-    *("AWS_", "S3_", "GOOGLE_", "GCS_", "AZURE_", "OCI_", "STREAMING_"),
-    *("LD_LIBRARY_PATH", "XDG_CACHE_HOME", "http_proxy", "https_proxy", "no_proxy"),
-    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
-)
+_FORWARDED = """
+DS_ DEEPSPEED_ LLMSCALE_ PYTHON TORCH PYTORCH TRITON_
+CUDA_ NVIDIA_ HIP_ ROCR_ ROCM_ HSA_ ASCEND_ ZE_ CCL_ HABANA_
+NCCL_ RCCL_ GLOO_ UCX_ FI_ OMPI_ TP_SOCKET_IFNAME
+OMP_ MKL_ KMP_ GOMP_ OPENBLAS_ NUMEXPR_ MALLOC_
+HF_ HUGGING TRANSFORMERS_ TOKENIZERS_ TIKTOKEN_ WANDB_
+AWS_ S3_ GOOGLE_ GCS_ AZURE_ OCI_ STREAMING_
+LD_LIBRARY_PATH XDG_CACHE_HOME http_proxy https_proxy no_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY
+"""
+_FORWARDED_PREFIXES = tuple(_FORWARDED.split())
 _FORWARDED_NAMES = frozenset(("CC", "CXX", "MAX_JOBS", "NINJA"))
 #: Each host's launcher sets these; a value from here would contradict it. CUDA_VISIBLE_DEVICES overrides the launcher.
 _NOT_FORWARDED = frozenset(("LLMSCALE_REPORTS", "CUDA_VISIBLE_DEVICES"))
@@ -53,10 +54,13 @@ def gather_environment(
 
     An entry of `extra` is NAME=VALUE, or NAME for the value in `variables`. Raises ConfigError for anything else.
     """
-    chosen = {name: value for name, value in variables.items() if _is_forwarded(name)}
-    for path in env_files:
-        if path.is_file():
-            chosen.update(parse_env_file(path))
+    chosen = {
+        name: value
+        for name, value in variables.items()
+        if name not in _NOT_FORWARDED and (name in _FORWARDED_NAMES or name.startswith(_FORWARDED_PREFIXES))
+    }
+    for path in filter(Path.is_file, env_files):
+        chosen.update(parse_env_file(path))
     given: set[str] = set()
     for word in extra:
         name, equals, value = word.partition("=")
@@ -72,10 +76,6 @@ def gather_environment(
     # A remote shell does not know this virtual environment: ninja is beside its Python.
     chosen.setdefault("PATH", f"{Path(sys.executable).parent}{os.pathsep}{variables.get('PATH', os.defpath)}")
     return chosen
-
-
-def _is_forwarded(name: str) -> bool:
-    return name not in _NOT_FORWARDED and (name in _FORWARDED_NAMES or name.startswith(_FORWARDED_PREFIXES))
 
 
 def search_path(given: str | None) -> str:
@@ -110,10 +110,7 @@ def parse_env_file(path: Path) -> dict[str, str]:
 
 #: Never ask for a password or about a host key, give up on a host that does not answer, and notice a silent one within
 #: 15 s (ssh itself would wait for hours).
-SSH_OPTIONS = (
-    *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
-    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
-)
+SSH_OPTIONS = ("-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=5", "-oServerAliveCountMax=3")
 #: ssh's exit status for a host that it could not reach, or lost.
 SSH_FAILED = 255
 #: `timeout`'s exit status for a command that took too long; used here too.
@@ -132,31 +129,59 @@ class Finished:
     stderr: str
     seconds: float
 
-    @property
-    def timed_out(self) -> bool:
-        return self.returncode == TIMED_OUT
-
     def describe(self) -> str:
-        """Return the last line of the output, or the reason for its absence."""
-        if self.timed_out:
-            return f"no answer within {self.seconds:.0f} s"
+        """Return the last line of the output, after the time if the command took too long."""
         lines = (self.stderr.strip() or self.stdout.strip()).splitlines()
-        return " ".join(lines[-1].split()) if lines else f"ended with status {self.returncode}"
+        last = " ".join(lines[-1].split()) if lines else ""
+        if self.returncode == TIMED_OUT:
+            return f"no answer within {self.seconds:.0f} s" + (f", after `{last}`" if last else "")
+        return last or f"ended with status {self.returncode}"
 
 
 def run_on_hosts(
-    hosts: Sequence[str], argv: Sequence[str], *, timeout_s: float, stdin: str | None = None
+    commands: Mapping[str, Sequence[str]], timeout_s: float, stdin: Mapping[str, str] | None = None
 ) -> dict[str, Finished]:
-    """Run `argv` on all hosts at the same time, each with `stdin`; return the results by host, in the given order.
+    """Run a command on each host, all at the same time, and return the results by host, in the given order.
 
     This machine (by any of its names) runs it directly, without ssh. Failures of a host are in `Finished.returncode`,
     never raised. The remote login shell must be a POSIX one (sh, bash, dash, zsh).
     """
-    if not hosts:
-        return {}
-    with ThreadPoolExecutor(min(len(hosts), FAN_OUT)) as pool:
-        answers = pool.map(lambda host: _run(command_for(host, argv), timeout_s, stdin), hosts)
-        return dict(zip(hosts, answers, strict=True))
+    with ThreadPoolExecutor(FAN_OUT) as pool:
+        answers = pool.map(
+            lambda host: _run(command_for(host, commands[host]), timeout_s, stdin[host] if stdin else None), commands
+        )
+        return dict(zip(commands, answers, strict=True))
+
+
+def ask_hosts(module: str, requests: Mapping[str, Mapping[str, object]], timeout_s: float) -> dict[str, Finished]:
+    """Run a module of llmscale on several hosts at once; each gets its request by `read_request`.
+
+    Raises ConfigError for an unreadable .deepspeed_env.
+    """
+    here = place(gather_environment(os.environ, env_files=deepspeed_env_files()))
+    messages = {host: json.dumps({**here, "request": request}) for host, request in requests.items()}
+    return run_on_hosts({host: module_argv(module) for host in requests}, timeout_s, messages)
+
+
+def read_request() -> dict[str, Any]:
+    """Return the request of `ask_hosts`, after `take_place`."""
+    message = json.load(sys.stdin)
+    take_place(message)
+    return dict(message["request"])
+
+
+def place(environment: Mapping[str, str]) -> dict[str, object]:
+    """Return this working folder and the ranks' variables, for `take_place` on another host."""
+    return {"cwd": os.getcwd(), "environment": dict(environment)}
+
+
+def take_place(message: Mapping[str, Any]) -> None:
+    """Enter the working folder of another host, and take over the ranks' variables."""
+    os.environ.update(message["environment"])
+    try:
+        os.chdir(message["cwd"])
+    except OSError as error:
+        sys.exit(f"{message['cwd']}: {error.strerror}. Every host needs the code at the same path")
 
 
 def command_for(host: str, argv: Sequence[str]) -> list[str]:
@@ -175,21 +200,17 @@ def is_this_machine(host: str) -> bool:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
         return False
-    return any(_is_own_address(family, address[0]) for family, _, _, _, address in addresses)
-
-
-def _is_own_address(family: socket.AddressFamily, address: str | int) -> bool:
-    """Return whether the address can be bound to: only a machine's own addresses can."""
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.bind((address, 0))
-        return True
+    for family, _, _, _, address in addresses:
+        # Only a machine's own addresses can be bound to.
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address[0], 0))
+            return True
     return False
 
 
-def module_argv(module: str, arguments: Sequence[str] = ()) -> list[str]:
+def module_argv(module: str) -> list[str]:
     """Return the command of `python -m module` with this Python and this llmscale, at the same path on every host."""
-    path = search_path(os.environ.get("PYTHONPATH"))
-    return ["env", f"PYTHONPATH={path}", *module_command(module, *arguments)]
+    return ["env", f"PYTHONPATH={search_path(os.environ.get('PYTHONPATH'))}", *module_command(module)]
 
 
 def _run(command: Sequence[str], timeout_s: float, stdin: str | None) -> Finished:
@@ -216,47 +237,3 @@ def _run(command: Sequence[str], timeout_s: float, stdin: str | None) -> Finishe
         stdout, stderr = process.communicate()
         code = TIMED_OUT
     return Finished(code, stdout, stderr, time.monotonic() - began)
-
-
-#: Changes to the folder in its first argument, sets the variables that come through stdin, and becomes the rest.
-_PREPARE = 'cd "$0" && eval "$(cat)" && exec "$@"'
-
-
-@dataclass(frozen=True)
-class HostRunner:
-    """Runs modules of llmscale and lines of shell on hosts, in this working folder, with the ranks' variables."""
-
-    run: Callable[..., dict[str, Finished]] = run_on_hosts
-    """`run_on_hosts`, or a stand-in in tests."""
-
-    def module(
-        self, hosts: Sequence[str], module: str, arguments: Sequence[str], timeout_s: float
-    ) -> dict[str, Finished]:
-        """Run a module on every host. Raises ConfigError for an unreadable .deepspeed_env."""
-        command = ["sh", "-c", _PREPARE, os.getcwd(), *module_command(module, *arguments)]
-        variables = gather_environment(os.environ, env_files=deepspeed_env_files())
-        # Through stdin: no `ps` shows a key.
-        exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
-        return self.run(hosts, command, timeout_s=timeout_s, stdin=exports)
-
-    def modules(self, module: str, arguments: Mapping[str, Sequence[str]], timeout_s: float) -> dict[str, Finished]:
-        """Run one module on several hosts at once, each with the arguments given for it."""
-        with ThreadPoolExecutor(min(len(arguments), FAN_OUT)) as pool:
-            answers = pool.map(lambda host: self.module([host], module, arguments[host], timeout_s)[host], arguments)
-            return dict(zip(arguments, answers, strict=True))
-
-    def shell(
-        self, hosts: Sequence[str], script: str, arguments: Sequence[str], timeout_s: float
-    ) -> dict[str, Finished]:
-        """Run a line of `sh` on every host, with its arguments as $1, $2 and so on."""
-        return self.run(hosts, ["sh", "-c", script, "sh", *arguments], timeout_s=timeout_s)
-
-
-@contextmanager
-def process_limit(limit_s: int) -> Iterator[None]:
-    """Let the kernel kill this process if the block takes longer, even where no thread of Python can run."""
-    signal.alarm(limit_s)
-    try:
-        yield
-    finally:
-        signal.alarm(0)

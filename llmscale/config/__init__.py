@@ -1,7 +1,9 @@
 """Configuration of a run: from flags and files to one resolved object. No torch. Read them in this order.
 
-run_config            every key with its unit, default and behaviour; parsing
+run_config            every key with its unit, default and behaviour; a run's configuration from plain values
+run_keys              groups of keys, places of their resolved values, conditions
 run_flags             keys as flags, for help without pydantic
+run_arguments         a configuration from flags and a run file
 command_line          flags of all commands, and their errors
 user_paths            paths, URLs and prompts that a user names
 bundled_files         files that come with llmscale
@@ -15,5 +17,4 @@ resolve               all of these for one dataset and number of ranks
 published             parts of a run's texts that leave the machine
 describe_defaults     sentences about what followed from what
 hardware              GPUs and networks, with peaks
-launcher_variables    ranks as launchers announce them
 """

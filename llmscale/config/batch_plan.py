@@ -103,14 +103,14 @@ class BatchPlan:
         full, ramp = self.global_batch_size, self.ramp
         if ramp is None:
             return ((step, seen, full),)
-        found = [(step, seen, ramp.size(full, seen))]
-        while (size := found[-1][-1]) < full:
+        batches = [(step, seen, ramp.size(full, seen))]
+        while (size := batches[-1][-1]) < full:
             # The batch grows by another `first` once this many samples are seen.
             until = -(-size * ramp.samples // (full - ramp.first))
             steps = -(-(until - seen) // size)
             step, seen = step + steps, seen + steps * size
-            found.append((step, seen, ramp.size(full, seen)))
-        return tuple(found)
+            batches.append((step, seen, ramp.size(full, seen)))
+        return tuple(batches)
 
     @cached_property
     def _batches(self) -> Batches:
@@ -279,8 +279,8 @@ def _count_groups(ranks: ParallelLayout) -> str:
 
 
 def _listed(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:_MOST_LISTED]))
-    return f"{shown}, ... {numbers[-1]}" if len(numbers) > _MOST_LISTED else shown
+    first = ", ".join(map(str, numbers[:_MOST_LISTED]))
+    return f"{first}, ... {numbers[-1]}" if len(numbers) > _MOST_LISTED else first
 
 
 def divisors(number: int) -> list[int]:

@@ -86,9 +86,9 @@ def install_command(extras: str) -> str:
     from importlib import metadata  # slow to import
 
     pattern = rf"(([\w.-]+)[^;]*);.*extra == [\"']({extras.replace(',', '|')})[\"']"
-    found = [match for need in metadata.requires("llmscale") or () if (match := re.match(pattern, need))]
-    missing = [match for match in found if not [*metadata.distributions(name=match[2])]]
-    needed = shlex.join(dict.fromkeys(match[1].strip() for match in missing or found))
+    of_extras = [match for need in metadata.requires("llmscale") or () if (match := re.match(pattern, need))]
+    missing = [match for match in of_extras if not [*metadata.distributions(name=match[2])]]
+    needed = shlex.join(dict.fromkeys(match[1].strip() for match in missing or of_extras))
     return f"pip install {needed}  # extra {extras}"
 
 

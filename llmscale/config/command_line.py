@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 #: Headings of a help text, and the words that its first paragraphs begin with.
 _HEADING = re.compile(r"^(?:example|usage):|^[a-z][^\n]*:$", re.MULTILINE)
-#: Part of a usage that must stay on one line: a flag with its values.
-_USAGE_PART = re.compile(r"\[[^][]*(?:\[[^][]*\][^][]*)*\](?=\s|$)|--?[a-z][\w-]* [A-Z]\S*")
-_USAGE_INDENT = " " * 4
 _NEXT_LINE = " \\"
 #: Smallest width of help, as in argparse.
 _LEAST_WIDTH = 11
@@ -58,15 +55,15 @@ class Need(NamedTuple):
         for key in self.keys.split():
             if key in given and not (self.is_met(settings) if self.is_met else getattr(settings, *self.others())):
                 value, flag = getattr(settings, key), f"--{key.replace('_', '-')}"
-                shown = " ".join(map(str, value)) if isinstance(value, list) else "" if value is True else value
+                words = " ".join(map(str, value)) if isinstance(value, list) else "" if value is True else value
                 if self.other.startswith("with "):
-                    raise ConfigError(f"{where}{flag} {shown} has no effect {self.other}. Drop one of them.")
-                shown = f"{shown or 'it'} has no effect: add it, or drop {flag}"
-                raise ConfigError(f"{where}{flag} needs {self.other}. Without that {shown}.")
+                    raise ConfigError(f"{where}{flag} {words} has no effect {self.other}. Drop one of them.")
+                words = f"{words or 'it'} has no effect: add it, or drop {flag}"
+                raise ConfigError(f"{where}{flag} needs {self.other}. Without that {words}.")
 
 
 class FittingHelp(argparse.HelpFormatter):
-    """Help whose usage and example fit the terminal, too: argparse indents usage so far that long flags stick out."""
+    """Help whose usage and example fit the terminal, too."""
 
     def fit_example(self, command: str) -> str:
         """Return the paragraph of an example, on several lines of a shell if the terminal is narrow."""
@@ -80,7 +77,7 @@ class FittingHelp(argparse.HelpFormatter):
         for part in parts:
             if len(lines[-1]) + len(part) + len(" " + _NEXT_LINE) > max(self._width, _LEAST_WIDTH):
                 lines[-1] += _NEXT_LINE
-                lines.append(_USAGE_INDENT[1:])
+                lines.append("   ")
             lines[-1] += f" {part}"
         return "\n".join(lines) + "\n\n"
 
@@ -91,22 +88,18 @@ class FittingHelp(argparse.HelpFormatter):
         groups: Iterable[argparse._MutuallyExclusiveGroup],
         prefix: str | None,
     ) -> str:
-        text = super()._format_usage(usage, actions, groups, prefix)
+        """Return the usage with required flags alone: the help lists all."""
+        required = [action for action in actions if action.required or not action.option_strings]
+        text = super()._format_usage(usage, required, (), prefix)
         # argparse passes an empty prefix when it computes the names of subcommands.
-        width = max(self._width, _LEAST_WIDTH)
-        if prefix == "" or max(map(len, text.splitlines())) <= width:
+        if prefix == "" or usage:
             return text
         import textwrap  # as in argparse: only help needs it
 
-        def keep_together(part: re.Match[str]) -> str:
-            fits = len(_USAGE_INDENT + part.group()) <= width
-            return part.group().replace(" ", "\0") if fits else part.group()
-
-        joined = _USAGE_PART.sub(keep_together, " ".join(text.split()))
-        lines = textwrap.wrap(
-            joined, width, subsequent_indent=_USAGE_INDENT, break_long_words=False, break_on_hyphens=False
-        )
-        return "\n".join(lines).replace("\0", " ") + "\n\n"
+        words = " ".join(text.replace(self._prog, f"{self._prog} [FLAGS]", 1).split())
+        width = max(self._width, _LEAST_WIDTH)
+        lines = textwrap.wrap(words, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        return "\n".join(lines) + "\n\n"
 
 
 class FlagParser(argparse.ArgumentParser):

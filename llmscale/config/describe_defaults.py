@@ -93,9 +93,11 @@ def describe_optimizer(config: RunConfig, schedule: Schedule, gradient_clipping:
     rules = f"; {', '.join(config.param_group)}" if config.param_group else ""
     rules += f"; frozen: {', '.join(config.freeze)}" if config.freeze else ""
     factor = f" ({config.muon_lr_factor:g} times that for matrices)" if config.muon_lr_factor else ""
+    divisor = get_optimizer(config.optimizer).default_rate_factor
+    decay = f"{config.weight_decay / divisor:g}{f' ({config.weight_decay:g} / {divisor:g})' if divisor != 1 else ''}"
     return (
         f"{config.optimizer}, learning rate {schedule.lr:.2e}{preset}{factor}, {describe_schedule(schedule)}, "
-        f"weight decay {config.weight_decay:g}{adam}, "
+        f"weight decay {decay}{adam}, "
         f"{f'clipping at {gradient_clipping:g}' if gradient_clipping else 'no clipping'}, "
         f"dropout {config.dropout:g}{rules}"
     )

@@ -74,8 +74,8 @@ def read_published_model(flag: str, value: str, config: RunConfig | None = None)
             f"{source} holds {_ADAPTER_CONFIG}: an adapter, not a model. Merge it into its model (peft: "
             "merge_and_unload, then save_pretrained) and name that folder."
         )
-    found = find_config(name, source)
-    entries = found.entries
+    files = find_config(name, source)
+    entries = files.entries
     try:
         shape = build_shape(read_shape(entries, source))
     except ConfigError:
@@ -85,9 +85,9 @@ def read_published_model(flag: str, value: str, config: RunConfig | None = None)
         shape = build_shape(read_shape(entries, source))
     tensors = tuple(get_family(entries, source).tensors(shape))
     # For messages only, so an odd value does not matter.
-    classes = found.entries.get("architectures")
-    said = classes[0][:80] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
-    return PublishedModel(source, name, found.hub_name, found.folder, said, tensors, shape, entries)
+    classes = files.entries.get("architectures")
+    class_name = classes[0][:80] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
+    return PublishedModel(source, name, files.hub_name, files.folder, class_name, tensors, shape, entries)
 
 
 def with_published_shape(config: RunConfig, weights: PublishedModel | None) -> RunConfig:
@@ -99,17 +99,17 @@ def with_published_shape(config: RunConfig, weights: PublishedModel | None) -> R
     given = {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
     if is_published(config.model):
         model = read_published_model("--model", config.model, config)
-        wanted, said = _keys_of(model.shape.changed(given)), f"--model {config.model}"
+        wanted, whose = _keys_of(model.shape.changed(given)), f"--model {config.model}"
     elif weights is not None and "model" in config.model_fields_set:
         shape = get_preset(config.model).shape(weights.shape.vocab_size, weights.shape.seq_len)
-        wanted, said = _keys_of(shape.changed(given)), f"--model {config.model}"
+        wanted, whose = _keys_of(shape.changed(given)), f"--model {config.model}"
     else:
-        wanted, said = given, "the run"
+        wanted, whose = given, "the run"
     if weights is None:
         return _with_keys(config, config.model, wanted) if is_published(config.model) else config
     added = _added_experts(weights, given)
     wanted = {key: value for key, value in wanted.items() if key not in added}
-    _check_same(wanted, weights.keys, said, f"{weights.source} ({CONFIG_NAME})", given)
+    _check_same(wanted, weights.keys, whose, f"{weights.source} ({CONFIG_NAME})", given)
     model_name = config.model if "model" in config.model_fields_set else PREFIX + weights.name
     return _with_keys(config, model_name, {**weights.keys, **_free(given), **added})
 
@@ -172,13 +172,13 @@ def _with_keys(config: RunConfig, model: str, keys: Mapping[str, object]) -> Run
 
 
 def _check_same(
-    wanted: Mapping[str, object], keys: Mapping[str, object], said: str, source: str, given: Mapping[str, object]
+    wanted: Mapping[str, object], keys: Mapping[str, object], other: str, source: str, given: Mapping[str, object]
 ) -> None:
     """Raise ConfigError for the first key that contradicts what `source` says."""
     for key, value in wanted.items():
         if value != keys[key] and not (KEYS[key].may_contradict and key in given):
             flag = f"--{key.replace('_', '-')}"
-            whose, remedy = (flag, f"Drop {flag}") if key in given else (said, f"Drop {said.split()[0]}")
+            whose, remedy = (flag, f"Drop {flag}") if key in given else (other, f"Drop {other.split()[0]}")
             raise ConfigError(
                 f"{key} is {value} by {whose} and {keys[key]} by {source}: the weights fit one shape. {remedy}."
             )

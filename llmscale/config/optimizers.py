@@ -114,10 +114,10 @@ class OptimizerSpec:
         self, tensors: Iterable[ParameterTensor]
     ) -> tuple[tuple[OptimizerGroup, tuple[ParameterTensor, ...]], ...]:
         """Return each group with its parameters, in order. Empty groups are left out, as in torch and DeepSpeed."""
-        found: dict[str, list[ParameterTensor]] = {group.name: [] for group in self.groups}
+        members: dict[str, list[ParameterTensor]] = {group.name: [] for group in self.groups}
         for tensor in tensors:
-            found[self.group_of(tensor.kind, tensor.name).name].append(tensor)
-        return tuple((group, tuple(found[group.name])) for group in self.groups if found[group.name])
+            members[self.group_of(tensor.kind, tensor.name).name].append(tensor)
+        return tuple((group, tuple(members[group.name])) for group in self.groups if members[group.name])
 
     def state_bytes(self, model: Architecture) -> int:
         """Return the bytes of fp32 master weights and states of all parameters that are trained."""
@@ -238,7 +238,7 @@ def get_optimizer(name: OptimizerName) -> OptimizerSpec:
 def parse_rule(text: str) -> ParameterRule:
     """Parse PATTERN:lr=0.1x:decay=0 of --param-group, with either setting or both. Raises ConfigError."""
     pattern, *settings = text.split(":")
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
         try:
@@ -247,12 +247,12 @@ def parse_rule(text: str) -> ParameterRule:
             number = math.nan
         most = {"lr": limits.MAX_FACTOR, "decay": limits.MAX_WEIGHT_DECAY}.get(key, -1.0)
         is_legal = 0 <= number <= most and (key == "decay" or value.endswith("x"))
-        if not is_legal or key in found:
+        if not is_legal or key in values:
             raise ConfigError(_ill_formed(text))
-        found[key] = number
-    if not pattern or not found:
+        values[key] = number
+    if not pattern or not values:
         raise ConfigError(_ill_formed(text))
-    return ParameterRule(pattern, found.get("lr", 1.0), found.get("decay"))
+    return ParameterRule(pattern, values.get("lr", 1.0), values.get("decay"))
 
 
 def _ill_formed(text: str) -> str:
@@ -265,9 +265,9 @@ def _ill_formed(text: str) -> str:
 
 def _take_matching(flag: str, pattern: str, left: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return the names in `left` that do not match. Raises ConfigError if all do not."""
-    kept = [name for name in left if not fnmatchcase(name, pattern)]
-    if len(kept) < len(left):
-        return kept
+    others = [name for name in left if not fnmatchcase(name, pattern)]
+    if len(others) < len(left):
+        return others
     if any(fnmatchcase(name, pattern) for name in names):
         raise ConfigError(f"{flag} '{pattern}' matches only parameters that an earlier pattern or --freeze has taken.")
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)

@@ -44,9 +44,13 @@ class Preset:
         """Return the model's shape for a vocabulary and, if given, another context."""
         return build_shape(
             {
-                **{"activation": "gelu_tanh", **self.block},
-                **{"n_layer": self.n_layer, "n_head": self.n_head, "n_embd": self.n_embd},
-                **{"vocab_size": vocab_size, "seq_len": seq_len or self.seq_len},
+                "activation": "gelu_tanh",
+                **self.block,
+                "n_layer": self.n_layer,
+                "n_head": self.n_head,
+                "n_embd": self.n_embd,
+                "vocab_size": vocab_size,
+                "seq_len": seq_len or self.seq_len,
             }
         )
 
@@ -65,7 +69,11 @@ _MIXTRAL = "Jiang et al. 2024, table 1; learning rate and batch of Llama 3 8B"
 _MODERN = "GPT-2's depth, width and heads with Llama's norm, rotations and gated MLP, and Qwen 3's query-key norm"
 
 _LLAMA_BLOCK: Mapping[str, object] = {
-    **{"norm": "rmsnorm", "bias": False, "positions": "rotary", "activation": "silu", "gated_mlp": True}
+    "norm": "rmsnorm",
+    "bias": False,
+    "positions": "rotary",
+    "activation": "silu",
+    "gated_mlp": True,
 }
 _llama3 = partial(Preset, seq_len=8192, global_batch_tokens=2**22, vocab_size=128_256)
 _qwen3 = partial(Preset, seq_len=4096, global_batch_tokens=2**22, vocab_size=151_936, source=_QWEN3)
@@ -80,8 +88,13 @@ def _llama3_block(n_kv_head: int, mlp_width: int, *, tied: bool) -> dict[str, ob
 def _qwen3_block(mlp_width: int, *, tied: bool, n_kv_head: int = 8) -> dict[str, object]:
     return {
         **_LLAMA_BLOCK,
-        **{"n_kv_head": n_kv_head, "head_dim": 128, "mlp_width": mlp_width, "tied": tied},
-        **{"qk_norm": "head", "norm_eps": 1e-6, "rope_theta": 10_000.0},
+        "n_kv_head": n_kv_head,
+        "head_dim": 128,
+        "mlp_width": mlp_width,
+        "tied": tied,
+        "qk_norm": "head",
+        "norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
     }
 
 
@@ -105,7 +118,7 @@ PRESETS: dict[str, Preset] = {
     "tiny-3m": Preset(6, 6, 192, 256, 1e-3, 8192, _TINY),
     "tiny-10m": Preset(6, 6, 384, 256, 1e-3, 16384, _TINY),
     "tiny-modern-10m": Preset(6, 6, 384, 256, 1e-3, 16384, _TINY, _modern_block(1024)),
-    "tiny-moe-3m": Preset(*(4, 4, 128, 128, 1e-3, 4096, _TINY), {**_modern_block(384), **_experts(8, 2, 192)}),
+    "tiny-moe-3m": Preset(4, 4, 128, 128, 1e-3, 4096, _TINY, _modern_block(384) | _experts(8, 2, 192)),
     "gpt2-124m": Preset(12, 12, 768, 1024, 6e-4, 2**19, _GPT2),
     "gpt2-350m": Preset(24, 16, 1024, 1024, 3e-4, 2**19, _GPT2),
     "gpt2-774m": Preset(36, 20, 1280, 1024, 2.5e-4, 2**19, _GPT2),
@@ -133,23 +146,45 @@ PRESETS: dict[str, Preset] = {
     "qwen3-8b": _qwen3(36, 32, 4096, learning_rate=3e-4, block=_qwen3_block(12288, tied=False)),
     "qwen3-32b": _qwen3(64, 64, 5120, learning_rate=1.5e-4, block=_qwen3_block(25600, tied=False)),
     "qwen3-30b-a3b": _qwen3(
-        *(48, 32, 2048),
+        48,
+        32,
+        2048,
         learning_rate=3e-4,
-        block={**_qwen3_block(6144, tied=False, n_kv_head=4), **_experts(128, 8, 768)},
+        block=_qwen3_block(6144, tied=False, n_kv_head=4) | _experts(128, 8, 768),
     ),
     "mixtral-8x7b": Preset(
-        *(32, 32, 4096, 32_768, 3e-4, 2**22, _MIXTRAL),
-        {
-            **{**_LLAMA_BLOCK, "n_kv_head": 8, "mlp_width": 14336, "tied": False, "rope_theta": 1e6},
+        32,
+        32,
+        4096,
+        seq_len=32_768,
+        learning_rate=3e-4,
+        global_batch_tokens=2**22,
+        source=_MIXTRAL,
+        block={
+            **_LLAMA_BLOCK,
+            "n_kv_head": 8,
+            "mlp_width": 14336,
+            "tied": False,
+            "rope_theta": 1e6,
             **_experts(8, 2, 14336),
         },
         vocab_size=32_000,
     ),
     "olmoe-1b-7b": Preset(
-        *(16, 16, 2048, 4096, 4e-4, 2**22, _OLMOE),
-        {
-            **{**_LLAMA_BLOCK, "mlp_width": 1024, "tied": False, "qk_norm": "width"},
-            **{**_experts(64, 8, 1024), "normalize_router": False},
+        16,
+        16,
+        2048,
+        seq_len=4096,
+        learning_rate=4e-4,
+        global_batch_tokens=2**22,
+        source=_OLMOE,
+        block={
+            **_LLAMA_BLOCK,
+            "mlp_width": 1024,
+            "tied": False,
+            "qk_norm": "width",
+            **_experts(64, 8, 1024),
+            "normalize_router": False,
         },
         vocab_size=50_304,
     ),

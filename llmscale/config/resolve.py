@@ -16,7 +16,8 @@ from llmscale.config.hf_model import default_preset
 from llmscale.config.loss_settings import BALANCE_LOSS, DEFAULT_LOSS, ROUTER_BIAS_SPEED, LossSettings
 from llmscale.config.optimizers import ADAMW, OptimizerSpec, get_optimizer, parse_rule
 from llmscale.config.presets import get_preset
-from llmscale.config.run_config import EXCLUSIVE_KEYS, KEYS, RunConfig, build_run_config, needs
+from llmscale.config.run_config import EXCLUSIVE_KEYS, KEYS, RunConfig, build_run_config
+from llmscale.config.run_keys import needs
 from llmscale.config.schedule import Schedule
 from llmscale.errors import ConfigError
 

@@ -1,29 +1,19 @@
-"""RunConfig: every key of a training run, with its default and meaning, from flags and a run file. No torch.
-
-Flags override the run file, and the file overrides the defaults. Every mistake gives one clear line.
-"""
+"""RunConfig: every key of a training run, with its default, meaning and behaviour. No torch."""
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cache
-from itertools import groupby
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
-from llmscale import __version__
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
-from llmscale.config.batch_plan import BatchPlan, ParallelLayout
-from llmscale.config.command_line import FlagParser, Need
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import CHUNK_TOKENS, LossKernel
 from llmscale.config.optimizers import OptimizerName
-from llmscale.config.run_flags import add_run_flags, describe_keys
-from llmscale.config.schedule import Schedule, ScheduleName
+from llmscale.config.schedule import ScheduleName
 from llmscale.config.user_paths import (
     check_other_run_or_name,
     check_own_run,
@@ -60,7 +50,6 @@ from llmscale.limits import (
     WeightDecay,
 )
 from llmscale.suggestions import describe_invalid, did_you_mean
-from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_toml, load_yaml
 
 NonBlank = Annotated[str, AfterValidator(check_text)]
 TaskFile = Annotated[str, AfterValidator(check_task_file)]
@@ -74,7 +63,6 @@ CompileMode = Literal["auto", "on", "off"]
 CompileTuning = Literal["default", "max-autotune-no-cudagraphs"]
 OnSpike = Literal["warn", "stop", "skip"]
 
-_EXAMPLE = "deepspeed --num_gpus 8 llmscale/train.py --ds zero2 --data data/mine --model gpt2-124m"
 SEED = Breaks("the rest of the epoch has another order: some samples are seen twice, some never")
 ORDER = SEED._replace(under="order", at="stream.identity.order")
 BATCH = Breaks(
@@ -565,158 +553,12 @@ KEYS: Mapping[str, Key] = {
 }
 
 
-def keys_with(**behaviour: object) -> list[str]:
-    """Return the keys that behave so: `keys_with(resume="logged")`."""
-    return [name for name, key in KEYS.items() if all(getattr(key, word) == said for word, said in behaviour.items())]
-
-
-def keys_of_ladder() -> list[str]:
-    """Return the keys of which each run of a ladder has its own value, or that change its size or its tokens."""
-    own = {name for name, key in KEYS.items() if key.by_ladder or key.begins or key.of_model == "size"}
-    return [name for name, key in KEYS.items() if name in own or key.in_place_of in own]
-
-
-def without_effect_under(flag: str) -> dict[str, object]:
-    """Return the keys that may not be given with `flag`, each with the value that it has then."""
-    fields = RunConfig.model_fields
-    return {
-        name: fields[name].get_default(call_default_factory=True) if key.off is None else key.off
-        for name, key in KEYS.items()
-        if f"not {flag}" in key.needs
-    }
-
-
-def path_keys() -> list[str]:
-    """Return the keys whose type says that they name a file or a folder."""
-
-    def names_path(kind: object) -> bool:
-        return IS_PATH in getattr(kind, "__metadata__", ()) or any(map(names_path, get_args(kind)))
-
-    return [
-        name
-        for name, field in RunConfig.model_fields.items()
-        if IS_PATH in field.metadata or names_path(field.annotation)
-    ]
-
-
-#: Classes with resolved values of keys, whose fields have the keys' names, by their places in a Start.
-_RESOLVED: Mapping[str, Any] = {
-    "resolved.shape": GPTShape,
-    "resolved.schedule": Schedule,
-    "resolved.plan": BatchPlan,
-    "resolved.plan.ranks": ParallelLayout,
-}
-
-
-def place_of(key: str) -> str:
-    """Return the place of a key's resolved value in a Start (`keys.value_at`)."""
-    places = (place for place, kind in _RESOLVED.items() if key in kind.__dataclass_fields__)
-    return KEYS[key].place or f"{next(places, 'config')}.{key}"
-
-
-def _read_need(name: str, condition: str | Condition) -> Need:
-    """Return a condition of a key with its message."""
-    if isinstance(condition, Condition):
-        return Need(name, *condition)
-    is_excluded = condition.startswith("not ")
-    other, _, wanted = condition.removeprefix("not ").partition("=")
-    first, *others = other.split(" or ")
-    flag = f"--{first.replace('_', '-')}"
-    if wanted:
-        words = f"{flag} {wanted}"
-        is_met = lambda run: (getattr(run, first) == wanted) != is_excluded  # noqa: E731
-    elif is_excluded:
-        words = flag
-        is_met = lambda run: getattr(run, first) is None  # noqa: E731
-    elif RunConfig.model_fields[first].default is True:
-        words, is_excluded = f"--no-{flag.removeprefix('--')}", True
-        is_met = lambda run: getattr(run, first)  # noqa: E731
-    else:
-        documented = describe_keys()[first]
-        value = documented.metavar.partition("|")[0] or {bool: "", str: "NAME"}.get(documented.kind, "N")
-        words = f"{flag} {value}".rstrip()
-        is_met = lambda run: any(getattr(run, one) for one in (first, *others))  # noqa: E731
-    return Need(name, f"with {words}" if is_excluded else words, is_met)
-
-
-@cache
-def needs() -> tuple[Need, ...]:
-    """Return the conditions without which keys have no effect."""
-    return tuple(_read_need(name, condition) for name, key in KEYS.items() for condition in key.needs)
-
-
 #: Changes after a checkpoint that --allow-changed must permit, each with what it breaks.
 CHANGES_THAT_BREAK = {
     key.resume.under or name: key.resume.consequence for name, key in KEYS.items() if isinstance(key.resume, Breaks)
 }
-#: Places in a Start of what a checkpoint and the run that resumes it must share, by the names of CHANGES_THAT_BREAK.
-IDENTITY = {
-    key.resume.under or name: key.resume.at or place_of(name)
-    for name, key in KEYS.items()
-    if isinstance(key.resume, Breaks)
-}
 #: Keys for one quantity in two units. A flag for either overrides the file's entries for both.
 EXCLUSIVE_KEYS = tuple((key.in_place_of, name) for name, key in KEYS.items() if key.in_place_of)
-
-
-def parse_run_config(argv: Sequence[str], parser: FlagParser | None = None) -> RunConfig:
-    """Return the run's configuration: flags override the `--config` file, and that the defaults.
-
-    `parser` names the command and may have further flags. Raises ConfigError, and SystemExit after --help.
-    """
-    flags = parse_run_flags(argv, parser)
-    for key, value in flags.items():
-        # `null` and `[]` undo a key of the run file; a restart by `launch` needs that.
-        if isinstance(value, list):
-            flags[key] = [] if value == ["[]"] else [word for text in value for word in text.split(",")]
-        elif value == "null":
-            flags[key] = None
-    from_file = load_run_file(_path("config", str(flags["config"]))) if "config" in flags else {}
-    for key, twin in EXCLUSIVE_KEYS:
-        for own, overridden in ((key, twin), (twin, key)):
-            if own in flags and overridden not in flags:
-                from_file.pop(overridden, None)
-    config = build_run_config({**from_file, **flags}, f"--config {flags.get('config')}: ", flags)
-    _check_needs(config, flags, from_file)
-    return config
-
-
-def parse_run_flags(argv: Sequence[str], parser: FlagParser | None = None) -> dict[str, object]:
-    """Return the values of the keys that flags give. Raises ConfigError for words other than flags of train.py."""
-    parser = parser or FlagParser(prog="train.py", example=_EXAMPLE)
-    add_run_config_flags(parser)
-    given = vars(parser.parse_args(_normalise_flags(argv)))
-    return {key: value for key, value in given.items() if value is not None and key in RunConfig.model_fields}
-
-
-def add_run_config_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every key of a run as a flag, in the sections of RunConfig, and --version."""
-    parser.usage = "%(prog)s [FLAGS]"
-    parser.description = parser.description or "Train a GPT under DeepSpeed ZeRO. --config FILE holds any of the flags."
-    parser.add_argument("--version", action="version", version=f"llmscale {__version__}")
-    fields = RunConfig.model_fields
-    for section, keys in groupby(describe_keys().items(), lambda item: item[1].section):
-        names = [key for key, _ in keys]
-        add_run_flags(
-            parser.add_argument_group(section),
-            names,
-            annotations={key: fields[key].annotation for key in names},
-            defaults={key: fields[key].default for key in names if fields[key].default_factory is None},
-        )
-
-
-def _check_needs(config: RunConfig, flags: Collection[str], from_file: Collection[str]) -> None:
-    """Raise ConfigError for a key without effect.
-
-    A run file's key may equal its default, and a flag may switch off a feature that the file configures.
-    """
-    fields = RunConfig.model_fields
-    defaults = {key: fields[key].get_default(call_default_factory=True) for key in (*flags, *from_file)}
-    changed = [key for key in defaults if getattr(config, key) != defaults[key]]
-    for need in needs():
-        need.check([key for key in flags if key in changed or defaults[key]], config)
-        if not need.others() & {*flags}:
-            need.check(changed, config, f"--config {config.config}: ")
 
 
 def build_run_config(values: dict[str, object], where: str = "", flags: Collection[str] = ()) -> RunConfig:
@@ -763,40 +605,3 @@ def build_run_config(values: dict[str, object], where: str = "", flags: Collecti
 def _kind(key: str) -> str:
     annotation = str(RunConfig.model_fields[key].annotation)
     return "a number" if "int" in annotation or "float" in annotation else "text"
-
-
-def _path(key: str, text: str) -> Path:
-    try:
-        return check_path(text)
-    except ValueError as error:
-        raise ConfigError(f"{key} = {text!r}: {error}.") from None
-
-
-def load_run_file(path: Path) -> dict[str, object]:
-    """Return the keys of a YAML or TOML run file. Raises ConfigError if it is missing, malformed or not a mapping."""
-    if path.suffix not in {".yaml", ".yml", ".toml"}:
-        raise ConfigError(f"--config {path}: the suffix says the format, and must be .yaml, .yml or .toml.")
-    load = load_toml if path.suffix == ".toml" else load_yaml
-    try:
-        values = load(path, Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES), f"--config {path}")
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(f"--config {path}: {error.strerror or error}.") from None
-    keys = {str(key).replace("-", "_"): value for key, value in values.items()}
-    if len(keys) < len(values):
-        twice = next(key for key in keys if sum(str(other).replace("-", "_") == key for other in values) > 1)
-        raise ConfigError(f"--config {path}: the key '{twice}' is given twice. Keep one of them.")
-    if "config" in keys:
-        raise ConfigError(f"--config {path}: a run file cannot name another one ('config'). Copy its keys here.")
-    return keys
-
-
-def _normalise_flags(argv: Sequence[str]) -> list[str]:
-    """Accept --snake_case for --kebab-case, and drop --local_rank=N, which DeepSpeed's launcher adds."""
-    flags = []
-    for word in argv:
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            word = name.replace("_", "-") + equals + value
-        if re.fullmatch(r"--local-rank=[0-9]+", word) is None:
-            flags.append(word)
-    return flags

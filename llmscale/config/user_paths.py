@@ -98,19 +98,19 @@ def check_task(text: str) -> str:
 
 def check_output_file(flag: str, path: Path, *, overwrite: bool) -> None:
     """Raise ConfigError for an output file that cannot be written, before anything is computed."""
-    said = f"{flag} {path}"
+    named = f"{flag} {path}"
     if os.path.isdir(path):
-        raise ConfigError(f"{said} is a folder; name a file.")
+        raise ConfigError(f"{named} is a folder; name a file.")
     if os.path.islink(path) and not os.path.exists(path):
-        raise ConfigError(f"{said} is a symbolic link to nothing; name a file.")
-    if _check_place(said, path) != path.parent:
-        raise ConfigError(f"{said}: the folder {path.parent} does not exist.")
+        raise ConfigError(f"{named} is a symbolic link to nothing; name a file.")
+    if _check_place(named, path) != path.parent:
+        raise ConfigError(f"{named}: the folder {path.parent} does not exist.")
     if os.path.exists(path):
         kind = _SPECIAL.get(stat.S_IFMT(os.stat(path).st_mode))
         if kind:
-            raise ConfigError(f"{said} is {kind}; name a file.")
+            raise ConfigError(f"{named} is {kind}; name a file.")
         if not overwrite:
-            raise ConfigError(f"{said} exists already. Name another file, or overwrite it with --force.")
+            raise ConfigError(f"{named} exists already. Name another file, or overwrite it with --force.")
 
 
 def check_output_folder(flag: str, path: Path) -> None:
@@ -118,18 +118,16 @@ def check_output_folder(flag: str, path: Path) -> None:
     _check_place(f"{flag} {path}", path / "_" if os.path.lexists(path) else path)
 
 
-def _check_place(said: str, path: Path) -> Path:
+def _check_place(named: str, path: Path) -> Path:
     """Return the nearest existing folder above `path`. Raises ConfigError if it is not writable; creates nothing."""
     place = path.parent
     while not os.path.lexists(place):
         place = place.parent
     if not os.path.isdir(place):
         what = "a file" if os.path.exists(place) else "a symbolic link to nothing"
-        raise ConfigError(f"{said}: {place} is {what}; name a folder.")
-    # For root even /proc and /sys seem writable. They have no blocks, and their mode is read-only.
-    is_kernels = os.statvfs(place).f_blocks == 0 and not os.stat(place).st_mode & 0o222
-    if is_kernels or not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(f"{said}: {place} may not be written to; name a folder elsewhere.")
+        raise ConfigError(f"{named}: {place} is {what}; name a folder.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"{named}: {place} may not be written to; name a folder elsewhere.")
     return place
 
 
@@ -160,7 +158,8 @@ def read_prompts(path: Path, flag: str = "--prompts") -> list[str]:
     for number, line in enumerate(contents.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if (line := line.removesuffix(b"\r")).strip():
             where = f"{flag} {path}, line {number}"
-            prompts.append(_json_prompt(line, where) if path.suffix == ".jsonl" else _text_prompt(line, where))
+            text = _json_prompt(line, where) if path.suffix == ".jsonl" else line.decode(errors="surrogateescape")
+            prompts.append(check_prompt_text(text, where))
     if not prompts:
         raise ConfigError(f'{flag} {path} holds no prompt. Write one a line, or objects {{"prompt": ...}} in a .jsonl.')
     return prompts
@@ -179,15 +178,11 @@ def check_prompt_text(text: str, where: str) -> str:
     return text
 
 
-def _text_prompt(line: bytes, where: str) -> str:
-    return check_prompt_text(line.decode(errors="surrogateescape"), where)
-
-
 def _json_prompt(line: bytes, where: str) -> str:
     prompt = parse_json(line, Rules(ConfigError), where).get("prompt")
     if not isinstance(prompt, str):
         raise ConfigError(f'{where} has no text in "prompt". Write objects such as {{"prompt": "Once upon"}}.')
-    return check_prompt_text(prompt, where)
+    return prompt
 
 
 Kind = Literal["train", "view"]

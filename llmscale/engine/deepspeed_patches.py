@@ -95,8 +95,8 @@ def needs_own_sums(step: ResolvedStep) -> bool:
 def without_sum_dtype(ds_config: Mapping[str, object]) -> dict[str, object]:
     """Return a resolved ds_config without `data_types.grad_accum_dtype`."""
     types = cast("Mapping[str, object]", ds_config["data_types"])
-    kept = {key: value for key, value in types.items() if key != "grad_accum_dtype"}
-    return {**ds_config, "data_types": kept}
+    others = {key: value for key, value in types.items() if key != "grad_accum_dtype"}
+    return {**ds_config, "data_types": others}
 
 
 def sum_gradients_in_fp32(engine: DeepSpeedEngine) -> None:

@@ -36,8 +36,8 @@ class RankExperts:
         """Ranks that hold all experts together."""
         from deepspeed.utils import groups
 
-        found: dist.ProcessGroup = groups._get_expert_parallel_group(self.name)
-        return found
+        group: dist.ProcessGroup = groups._get_expert_parallel_group(self.name)
+        return group
 
     def mark(self, parameter: nn.Parameter) -> None:
         """Tell DeepSpeed that only some ranks hold the parameter of this rank's experts."""

@@ -97,5 +97,5 @@ class _InTiles(torch.autograd.Function):
             for total, of_weight in zip(sums, of_weights, strict=True):
                 total.add_(of_weight)
             del y, of_weights
-        found = iter(total.to(weight.dtype) for total, weight in zip(sums, trained, strict=True))
-        return None, None, None, of_x, *(next(found) if weight.requires_grad else None for weight in weights)
+        gradients = iter(total.to(weight.dtype) for total, weight in zip(sums, trained, strict=True))
+        return None, None, None, of_x, *(next(gradients) if weight.requires_grad else None for weight in weights)

@@ -1,19 +1,17 @@
-"""The network between nodes, from the kernel: the interface that ranks use, and its speed. No torch."""
+"""The network between nodes: the interface that ranks use, and its speed. No torch."""
 
 from __future__ import annotations
 
-import array
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from llmscale.config.hardware import Interconnect
+from llmscale.error_handling import say
 from llmscale.errors import ConfigError
-from llmscale.files.buffered_log import warn_on_stderr
 from llmscale.untrusted.paths import is_plain_name
 
 #: Variables that tell gloo and NCCL which interface to use.
@@ -22,11 +20,6 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 NAMING_VARIABLES = (*VARIABLES, "TP_SOCKET_IFNAME")
 #: Device files of machines with GPUs, where NCCL is used.
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
-_SIOCGIFCONF = 0x8912
-#: A line for each IPv6 address, which ends with the interface's name.
-_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
-#: struct ifreq: 16 bytes of name, then a sockaddr_in whose address is at byte 20; 40 bytes on 64-bit Linux.
-_IFREQ_BYTES = 40
 #: Seconds that a message to a neighbour takes: the technology's order of magnitude (llmscale.config.hardware).
 _ADAPTER_LATENCY_S, _SOCKET_LATENCY_S = 5e-6, 50e-6
 
@@ -57,7 +50,7 @@ def check_interfaces(variables: Mapping[str, str]) -> None:
         if variable == VARIABLES[0] or any(map(os.path.exists, _GPU_FILES)):
             raise ConfigError(f"{words}.")
         if variables.get("LOCAL_RANK", "0") == "0":
-            warn_on_stderr(f"WARNING: {words}. Nothing reads it in a run on CPUs.")
+            say(f"WARNING: {words}. Nothing reads it in a run on CPUs.")
 
 
 def named_interfaces(variable: str, value: str, names: Iterable[str]) -> list[str] | None:
@@ -82,19 +75,15 @@ def lacks_interface(variable: str, value: str, names: Sequence[str]) -> bool:
 
 def usable_interfaces() -> list[str]:
     """Return the names of the interfaces that have an address."""
-    names = [name for _, name in socket.if_nameindex()]
-    with suppress(OSError):
-        addressed = {name for name, _ in interface_addresses()}
-        with suppress(FileNotFoundError):  # no IPv6
-            addressed |= {line.split()[-1] for line in _IPV6_ADDRESSES.read_text().splitlines()}
-        return [name for name in names if name in addressed]
-    return names
+    families = (socket.AF_INET, socket.AF_INET6)
+    listed = psutil.net_if_addrs().items()
+    return [name for name, addresses in listed if any(address.family in families for address in addresses)]
 
 
 def interface_towards(host: str) -> str | None:
     """Return the interface that packets to `host` leave from.
 
-    None when it is unknown: no route, a name that does not resolve, IPv6, or another system than Linux.
+    None when it is unknown: no route, a name that does not resolve, or IPv6.
     """
     try:
         address = source_address(host)
@@ -112,13 +101,9 @@ def source_address(host: str) -> str:
 
 
 def interface_addresses() -> list[tuple[str, str]]:
-    """Return name and IPv4 address of every interface that is up. Raises OSError where the kernel has no such list."""
-    table = array.array("B", bytes(_IFREQ_BYTES * 256))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("iL", len(table), table.buffer_info()[0])
-        num_bytes = struct.unpack("iL", fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, request))[0]
-    records = [table[start : start + _IFREQ_BYTES].tobytes() for start in range(0, num_bytes, _IFREQ_BYTES)]
-    return [(record[:16].split(b"\0")[0].decode(), socket.inet_ntoa(record[20:24])) for record in records]
+    """Return name and address of every interface with an IPv4 address."""
+    listed = psutil.net_if_addrs().items()
+    return [(name, one.address) for name, addresses in listed for one in addresses if one.family == socket.AF_INET]
 
 
 def find_node_network(sys_class: Path = Path("/sys/class")) -> Interconnect | None:

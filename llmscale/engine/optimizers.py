@@ -208,7 +208,7 @@ class Muon(torch.optim.AdamW):
         self._device = torch.device(engine.device)
         parameters = {tensor.name: tensor.parameter for tensor in tensors.all}
         parts = parts_of_all_ranks(engine)
-        found: dict[int, list[tuple[int, Matrix]]] = {}
+        by_flat: dict[int, list[tuple[int, Matrix]]] = {}
         groups: dict[int, dist.ProcessGroup | None] = {}
         for shard in parameter_shards(engine):
             if shard.group in self._orthogonalised:
@@ -216,9 +216,9 @@ class Muon(torch.optim.AdamW):
                 first, elements, _ = held_range(held)
                 matrices = matrices_of(parameter.matrix_rows, parameter.columns, parts.get(shard.name, ()))
                 own = ((begin, matrix) for begin, matrix in matrices if first <= begin < first + elements)
-                found.setdefault(id(shard.flat), []).extend(_with_offsets(shard, own))
+                by_flat.setdefault(id(shard.flat), []).extend(_with_offsets(shard, own))
                 groups[id(shard.flat)] = shard_group(engine, held)
-        self._plans = {flat: _plan_matrices(matrices, groups[flat]) for flat, matrices in found.items()}
+        self._plans = {flat: _plan_matrices(matrices, groups[flat]) for flat, matrices in by_flat.items()}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch's is untyped

@@ -11,9 +11,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from llmscale.config.launcher_variables import check_started_alone
 from llmscale.engine.collectives import Disks, gather
 from llmscale.engine.deepspeed_patches import quiet_libraries
+from llmscale.engine.launcher_variables import check_started_alone
 from llmscale.engine.network import set_network_interface
 from llmscale.errors import MachineError
 

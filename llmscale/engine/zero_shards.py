@@ -112,7 +112,7 @@ def materialise_optimizer_state(engine: DeepSpeedEngine) -> None:
 @contextmanager
 def _only(optimizer: torch.optim.Optimizer, name: str, flat: Tensor) -> Iterator[None]:
     """Reduce the optimizer to one tensor with a zero gradient and a learning rate of 0; restore it at the end."""
-    kept = [(group, group["params"], group["lr"]) for group in optimizer.param_groups]
+    before = [(group, group["params"], group["lr"]) for group in optimizer.param_groups]
     gradient = flat.grad
     for group in optimizer.param_groups:
         group["params"], group["lr"] = [], 0.0
@@ -123,7 +123,7 @@ def _only(optimizer: torch.optim.Optimizer, name: str, flat: Tensor) -> Iterator
         yield
     finally:
         flat.grad = gradient
-        for group, params, lr in kept:
+        for group, params, lr in before:
             group["params"], group["lr"] = params, lr
 
 

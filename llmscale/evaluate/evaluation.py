@@ -42,13 +42,13 @@ class ValidationLoss:
 
 def open_validation_sets(sets: TrainingSets, max_samples: int) -> tuple[ValidationSplit, ...]:
     """Open the splits as training does. Raises DataError when no dataset has one."""
-    found = open_validation(sets, max_samples)
-    if not found:
+    splits = open_validation(sets, max_samples)
+    if not splits:
         raise DataError(
             f"{sets.name} has no validation split. Name a set that has one with --data, or leave the loss out with "
             "--val-samples 0."
         )
-    return found
+    return splits
 
 
 def validation_loss(

@@ -164,7 +164,7 @@ def _configs(model: ExportedModel, tokenizer: Tokenizer) -> tuple[dict[str, obje
     else:
         config = _changed_entries(model.published, model)
         path = (model.published.folder or Path()) / GENERATION_NAME
-        generation = load_json(path, Rules(ConfigError, large_numbers=True)) if path.is_file() else {}
+        generation = load_json(path, Rules(ConfigError)) if path.is_file() else {}
         _check_tokens((config, generation), own, tokenizer.eot_token, model.shape.vocab_size)
     dtype = "dtype" if "dtype" in config else "torch_dtype"
     config.pop("torch_dtype", None)
@@ -178,8 +178,8 @@ def _changed_entries(published: PublishedModel, model: ExportedModel) -> dict[st
     before, now = (model.family.write(shape) for shape in (published.shape, model.shape))
     changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
     gone = changed | ({"rope_parameters"} if changed & {"rope_theta", "rope_scaling"} else set())
-    kept = {key: value for key, value in published.entries.items() if key not in gone}
-    return kept | {key: now[key] for key in changed & now.keys()}
+    unchanged = {key: value for key, value in published.entries.items() if key not in gone}
+    return unchanged | {key: now[key] for key in changed & now.keys()}
 
 
 def _check_tokens(

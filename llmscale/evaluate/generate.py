@@ -115,7 +115,7 @@ class _Reader:
         # Padded at the end; causal attention keeps padding from the tokens before it.
         tokens = torch.tensor([[*row, *(0,) * (longest - len(row))] for row in rows], device=device)
         ends = torch.tensor([len(row) - 1 for row in rows], device=device)
-        lengths = [kept + len(row) for kept, row in zip(cache.lengths, rows, strict=True)] if cache else []
+        lengths = [cached + len(row) for cached, row in zip(cache.lengths, rows, strict=True)] if cache else []
         was_training = self._model.training
         self._model.eval()
         try:
@@ -274,8 +274,8 @@ class _Decoder:
 
     def rest(self) -> str:
         """Return the text that no chunk contains yet."""
-        whole = self._tokenizer.decode([*self._before, *self._pending])
-        return whole[len(self._tokenizer.decode(self._before)) :]
+        text = self._tokenizer.decode([*self._before, *self._pending])
+        return text[len(self._tokenizer.decode(self._before)) :]
 
 
 _FP32_BYTES = 4
@@ -306,5 +306,5 @@ def batch_bytes(shape: GPTShape, batch: int, prompt_len: int, max_new_tokens: in
     width = max(in_experts if shape.is_sparse(block) else shape.mlp_width for block in range(shape.n_layer))
     hidden = width * (3 if shape.gated_mlp else 2)
     widest = 2 * shape.n_embd + max(hidden, 2 * shape.qkv_heads * shape.head_dim)
-    kept = kv_cache_bytes(shape, batch, longest, _FP32_BYTES) if use_cache else 0
-    return kept + together * widest * _FP32_BYTES
+    cache_bytes = kv_cache_bytes(shape, batch, longest, _FP32_BYTES) if use_cache else 0
+    return cache_bytes + together * widest * _FP32_BYTES

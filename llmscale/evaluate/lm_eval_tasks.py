@@ -47,7 +47,7 @@ class LmEvalTasks:
         # It would ask git about this folder, which may be in no repository, and pip about every package.
         for name in ("get_git_commit_hash", "add_env_info"):
             setattr(evaluator, name, lambda *_: None)
-        found = evaluator.simple_evaluate(
+        results = evaluator.simple_evaluate(
             model,
             tasks=list(self.names),
             task_manager=self.manager,
@@ -56,10 +56,10 @@ class LmEvalTasks:
             # Bootstrapped standard errors take minutes and process pools.
             bootstrap_iters=0,
         )
-        counts = found["n-samples"]
+        counts = results["n-samples"]
         return [
             TaskResult(name, _numbers(values), counts[name]["effective"] if name in counts else 0)
-            for name, values in found["results"].items()
+            for name, values in results["results"].items()
         ]
 
 
@@ -86,10 +86,10 @@ def find_tasks(specs: Sequence[str], task_folder: Path | None, limit: int | None
         _check_mentioned(own, task_folder)
         # lm-eval's own 14,000 tasks take half a minute to parse.
         manager = TaskManager(include_path=task_folder)
-    found: list[str] = []
+    result_names: list[str] = []
     for spec in specs:
-        found += _check_task(manager, spec, task_folder, limit)
-    return LmEvalTasks(manager, tuple(specs), tuple(found))
+        result_names += _check_task(manager, spec, task_folder, limit)
+    return LmEvalTasks(manager, tuple(specs), tuple(result_names))
 
 
 def go_offline() -> None:
@@ -180,9 +180,9 @@ def _unknown(known: Sequence[str], spec: str, task_folder: Path | None) -> str:
 
 def _numbers(values: dict[str, object]) -> dict[str, float]:
     """Return metrics by name: `acc,none` becomes acc, a metric with another filter keeps both names."""
-    found = {}
+    numbers = {}
     for key, value in values.items():
         metric, _, name = key.partition(",")
         if name and isinstance(value, (int, float)) and not metric.endswith("_stderr"):
-            found[metric if name == "none" else f"{metric} ({name})"] = float(value)
-    return found
+            numbers[metric if name == "none" else f"{metric} ({name})"] = float(value)
+    return numbers

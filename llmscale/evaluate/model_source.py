@@ -125,7 +125,7 @@ def is_hf_folder(path: Path) -> bool:
     config = path / CONFIG_NAME
     if not config.is_file():
         return False
-    return "model_type" in load_json(config, Rules(ConfigError, not_finite=True, large_numbers=True))
+    return "model_type" in load_json(config, Rules(ConfigError, not_finite=True))
 
 
 def find_model(path: Path, report: Callable[[str], None], step: int | None = None) -> Path:

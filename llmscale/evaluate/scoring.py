@@ -54,9 +54,9 @@ def pair_row(tokenizer: Tokenizer, seq_len: int, context: str, continuation: str
     """
     if context:
         moved = len(context) - len(context.rstrip())
-        whole = encode_text(tokenizer, context + continuation)
+        together = encode_text(tokenizer, context + continuation)
         before = encode_text(tokenizer, context[: len(context) - moved])
-        scored = whole[len(before) :]
+        scored = together[len(before) :]
     else:
         before, scored = [prefix_token(tokenizer)], tokenizer.encode(continuation)
         if scored[:1] == before:
@@ -119,7 +119,7 @@ def score_batch(scorer: TokenScorer, rows: Sequence[Row], device: torch.device) 
     filled = torch.tensor([[*row.tokens, *(0,) * (longest - len(row))] for row in rows], device=device)
     scores = scorer(filled[:, :-1], filled[:, 1:]).double().cpu()
     of_rows = (of_row[len(row) - row.num_scored : len(row)] for of_row, row in zip(scores, rows, strict=True))
-    return [RowScore(float(kept[:, 0].sum()), bool(kept[:, 1].all())) for kept in of_rows]
+    return [RowScore(float(scored[:, 0].sum()), bool(scored[:, 1].all())) for scored in of_rows]
 
 
 def score_rows(

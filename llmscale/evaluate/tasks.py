@@ -122,15 +122,15 @@ def _load(spec: str) -> TaskFile:
     items = tuple(_items(contents, name, path))
     if not items:
         raise DataError(f"{path} holds no item. Write a line for each: {_EXAMPLES[name]}.")
-    shown = name if name == "hellaswag" else path.stem
-    return TaskFile(shown, name, path, items, hashlib.sha256(contents).hexdigest())
+    task_name = name if name == "hellaswag" else path.stem
+    return TaskFile(task_name, name, path, items, hashlib.sha256(contents).hexdigest())
 
 
 def _items(contents: bytes, format_name: str, path: Path) -> Iterator[Item]:
     for number, line in enumerate(contents.split(b"\n"), start=1):
         if line.strip():
             where = f"{path}, line {number}"
-            rules = Rules(DataError, large_numbers=True)
+            rules = Rules(DataError)
             yield FORMATS[format_name](_Record(parse_json(line, rules, where), number, where, format_name))
 
 
@@ -161,10 +161,10 @@ class _Record:
     def index(self, field: str, num_choices: int) -> int:
         """Return an index, which HellaSwag has as a number on GitHub and as text on the Hub."""
         value = self._get(field)
-        found = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
-        if type(found) is not int or not 0 <= found < num_choices:
+        number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
+        if type(number) is not int or not 0 <= number < num_choices:
             raise self._wrong(field, value, f"the index of the right one, from 0 to {num_choices - 1}")
-        return found
+        return number
 
     def _get(self, field: str) -> object:
         value = self.values.get(field, _MISSING)
@@ -189,12 +189,9 @@ class _Record:
 
 
 def _choices(record: _Record, context: str, choices: tuple[str, ...]) -> Item:
-    return _item(context, choices, record.index("label", len(choices)), record.line)
-
-
-def _item(context: str, choices: tuple[str, ...], label: int, line: int) -> Item:
     continuations = tuple(f" {choice}" for choice in choices)
-    return Item(context, continuations, tuple(_lengths(choice) for choice in choices), label, line)
+    label = record.index("label", len(choices))
+    return Item(context, continuations, tuple(map(_lengths, choices)), label, record.line)
 
 
 def _lengths(text: str) -> tuple[int, int]:

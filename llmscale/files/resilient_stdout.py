@@ -10,63 +10,48 @@ from typing import TextIO
 
 
 def make_output_resilient() -> None:
-    """Make stdout and stderr drop what cannot be written, and report the loss once writing works again.
+    """Make stdout and stderr drop what cannot be written, with one warning on stderr.
 
     A stream that other code has put in the place of stdout or stderr is left alone. A stream that was closed before the
     process started drops everything.
     """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
+        stream = getattr(sys, name)
+        if stream is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # for as long as the process lasts
-    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
-        sys.stdout = _resilient(sys.stdout)
-    if sys.stderr is sys.__stderr__ and sys.stderr is not None:
-        sys.stderr = _resilient(sys.stderr)
+        elif stream is getattr(sys, f"__{name}__"):
+            setattr(sys, name, _resilient(stream))
 
 
 def _resilient(stream: TextIO) -> TextIO:
-    try:
-        descriptor = stream.fileno()
-    except (OSError, ValueError):
-        return stream
     with suppress(OSError):
         stream.flush()
     return io.TextIOWrapper(
-        io.BufferedWriter(ResilientWriter(descriptor)),
+        io.BufferedWriter(ResilientWriter(stream.fileno())),
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=True,
     )
 
 
-class ResilientWriter(io.RawIOBase):
+class ResilientWriter(io.FileIO):
     """Accept every byte, and drop those that the descriptor refuses."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._dropped_bytes = 0
-        self._why = ""
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def isatty(self) -> bool:
-        return os.isatty(self._descriptor)
-
-    def writable(self) -> bool:
-        return True
+        super().__init__(descriptor, "wb", closefd=False)
+        self._has_failed = False
 
     def write(self, data) -> int:  # type: ignore[no-untyped-def]  # a buffer, as typeshed's ReadableBuffer
         rest = memoryview(data).cast("B")
         size = len(rest)
         try:
-            if self._dropped_bytes:
-                note = f"\n[{self._dropped_bytes:,} bytes of output are missing here: {self._why}]\n".encode()
-                if os.write(self._descriptor, note) == len(note):
-                    self._dropped_bytes = 0
             while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
+                rest = rest[os.write(self.fileno(), rest) :]
         except OSError as error:
-            self._dropped_bytes += len(rest)
-            self._why = error.strerror or str(error)
+            if not self._has_failed:
+                self._has_failed = True
+                with suppress(OSError):
+                    os.write(
+                        2, f"WARNING: the output cannot be written: {error.strerror}. The run continues.\n".encode()
+                    )
         return size

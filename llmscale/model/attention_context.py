@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmscale.architecture.shape import GPTShape, rotary_factor, rotary_frequencies
+from llmscale.architecture.rope_scaling import rotary_factor, rotary_frequencies
+from llmscale.architecture.shape import GPTShape
 from llmscale.errors import DataError
 
 #: The memory-efficient kernel needs a mask's rows a multiple of this many elements apart
@@ -243,21 +244,21 @@ class KVCache:
 
         Returns [batch, kept, n_kv_head, head_dim] each. Slots after the end of a shorter sequence hold finite numbers.
         """
-        kept = self._kept[layer]
-        if kept is None:
+        cached = self._kept[layer]
+        if cached is None:
             batch, _, heads, head_dim = k.shape
             # Zeros: a slot that the mask hides still takes part, with the weight 0.
             size = (batch, heads, self._max_len, head_dim)
-            kept = k.new_zeros(size), v.new_zeros(size)
-            self._kept[layer] = kept
+            cached = k.new_zeros(size), v.new_zeros(size)
+            self._kept[layer] = cached
         end = max(self.lengths) + k.shape[1]
-        for stored, new in zip(kept, (k, v), strict=True):
+        for stored, new in zip(cached, (k, v), strict=True):
             if self._is_even:
                 stored[:, :, self.lengths[0] : end] = new.transpose(1, 2)
             else:
                 rows = torch.arange(len(self.lengths), device=slots.device)[:, None]
                 stored[rows, :, slots] = new
-        return kept[0][:, :, :end].transpose(1, 2), kept[1][:, :, :end].transpose(1, 2)
+        return cached[0][:, :, :end].transpose(1, 2), cached[1][:, :, :end].transpose(1, 2)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these sequences of the batch, in this order."""
@@ -265,10 +266,10 @@ class KVCache:
             return
         self.lengths = [self.lengths[row] for row in rows]
         self._tokens = self._tokens[torch.tensor(rows, dtype=torch.long, device=self._tokens.device)]
-        for layer, kept in enumerate(self._kept):
-            if kept is not None:
-                chosen = torch.tensor(rows, dtype=torch.long, device=kept[0].device)
-                self._kept[layer] = kept[0][chosen], kept[1][chosen]
+        for layer, stored in enumerate(self._kept):
+            if stored is not None:
+                chosen = torch.tensor(rows, dtype=torch.long, device=stored[0].device)
+                self._kept[layer] = stored[0][chosen], stored[1][chosen]
 
     @property
     def _is_even(self) -> bool:

@@ -52,11 +52,11 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool) -> 
 def grouped_mm_of_weight(y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """Multiply each expert's rows of y [rows, out], transposed, with those of x [rows, in]: [experts, out, in]."""
     if _suits_kernel(y, x):
-        found = F.grouped_mm(y.t(), x, offs=ends)
+        product = F.grouped_mm(y.t(), x, offs=ends)
         if x.is_cuda and torch.cuda.get_device_capability(x.device) >= _BLACKWELL:
             # There the kernel leaves the gradients of an expert without rows as they were in memory (pytorch#172439).
-            found.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0.0)
-        return found
+            product.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0.0)
+        return product
     return torch.stack([torch.mm(y[rows].t(), x[rows]) for rows in _rows_of(ends)])
 
 

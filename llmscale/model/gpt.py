@@ -361,8 +361,8 @@ class GPT(nn.Module):
             # A part of nothing but padding takes the loss of any token, zero times.
             targets = own if own.shape[1] else targets[:, :1]
             x = x[:, : targets.shape[1]]
-        found: Tensor = self.head(x, targets, each_token=each_token, share=share)
-        return found
+        scores: Tensor = self.head(x, targets, each_token=each_token, share=share)
+        return scores
 
     def _run_with_cache(self, x: Tensor, contexts: AttentionContexts, cache: KVCache, slots: Tensor) -> Tensor:
         """Run all blocks on [batch, t, n_embd], whose tokens take `slots` of the cache."""

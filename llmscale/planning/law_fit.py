@@ -1,11 +1,10 @@
-"""Fit scaling laws to the final losses of a ladder's runs by Chinchilla's three approaches (Hoffmann et al. 2022).
+"""Fit scaling laws to the final losses of a ladder's runs by Chinchilla's approaches 2 and 3 (Hoffmann et al. 2022).
 
-1. `fit_envelope`: the run with the lowest loss at each compute, over the curves of all runs.
 2. `fit_isoflops`: a parabola of the loss over ln N in each group of equal compute; its minimum is the optimal size.
-3. `fit_parametric`: L = E + A / N^alpha + B / D^beta, by the Huber loss of ln L.
+3. `fit_parametric`: L = E + A / N^alpha + B / D^beta, by the Huber loss of ln L. Needs scipy.
 
-Intervals hold 80 %. Those of 2 and 3 resample residuals, because a ladder has few runs: without some of them a parabola
-would not be determined. Residuals are inflated by sqrt(n / (n - p)) for the p numbers that were fitted, and by
+Intervals hold 80 %. Both resample residuals, because a ladder has few runs: without some of them a parabola would not
+be determined. Residuals are inflated by sqrt(n / (n - p)) for the p numbers that were fitted, and by
 Student's t over the normal distribution, because their size is itself known from n - p errors alone.
 scripts/bench/learning/planted_ladders.py measures how often intervals then hold a planted law.
 
@@ -17,15 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmscale.config.bundled_files import install_command
 from llmscale.errors import ConfigError
 from llmscale.planning.scaling import (
     EXPONENTS,
     LEAST_IRREDUCIBLE_LOSS,
-    Z80,
     Coefficients,
     Interval,
     ParametricLaw,
@@ -37,15 +38,12 @@ Floats = NDArray[np.float64]
 
 #: End of the Huber loss's quadratic part, in ln L (Hoffmann et al. 2022, section 3.3).
 _HUBER_DELTA = 1e-3
-_MOST_STEPS = 150
-_STARTS_OF_RESAMPLE = 3
 _SEED = 0
 _FEWEST_RUNS = 6
-_LEAST_LN_E = float(np.log(LEAST_IRREDUCIBLE_LOSS))
-#: Logarithms of the least and the largest exponent; those beyond come from resamples that determine nothing.
-_LN_EXPONENTS = (float(np.log(EXPONENTS[0])), float(np.log(EXPONENTS[1])))
-#: Points of compute at which the envelope is read.
-_ENVELOPE_POINTS = 60
+#: Bounds of a, b, ln E, ln alpha, ln beta; numbers at them come from resamples that determine nothing.
+_LN_LEAST, _LN_MOST = np.log(EXPONENTS)
+_LOWER = [-np.inf, -np.inf, np.log(LEAST_IRREDUCIBLE_LOSS), _LN_LEAST, _LN_LEAST]
+_UPPER = [np.inf, np.inf, np.inf, _LN_MOST, _LN_MOST]
 
 
 @dataclass(frozen=True)
@@ -79,15 +77,10 @@ def _inflated(residuals: Floats, num_fitted: int) -> Floats:
 
 
 def student_ratio(num_free: int) -> float:
-    """Return the 90 % quantile of Student's t over the normal distribution's, for residuals with degrees of freedom.
+    """Return the 90 % quantile of Student's t over the normal distribution's, for residuals with degrees of freedom."""
+    from scipy import stats
 
-    Source: Abramowitz and Stegun 1964, equation 26.7.5; 4 % too low for one degree, 0.1 % for three.
-    """
-    z, n = Z80, max(1, num_free)
-    first = (z**3 + z) / (4 * n)
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-    return 1 + (first + second + third) / z
+    return float(stats.t.ppf(0.9, max(1, num_free)) / stats.norm.ppf(0.9))
 
 
 # Approach 3.
@@ -119,13 +112,19 @@ def _as_interval(value: Interval | float) -> Interval:
 
 
 def fit_parametric(runs: Sequence[FittedRun], resamples: int, name: str, source: str) -> ParametricFit:
-    """Fit approach 3. Raises ConfigError for fewer runs than it needs."""
-    coefficients, resampled, residuals = _fit(runs, resamples)
+    """Fit approach 3. Raises ConfigError for fewer runs than it needs, and without scipy."""
+    if find_spec("scipy") is None:
+        raise ConfigError(f"`llmscale ladder fit` needs scipy: `{install_command('ladder')}`.")
+    if len(runs) < _FEWEST_RUNS:
+        raise ConfigError(f"{len(runs)} finished runs are too few for 5 coefficients; {_FEWEST_RUNS} are needed.")
+    fit = _Fit(runs)
     sizes = [run.num_parameters for run in runs]
-    law = ParametricLaw(name, coefficients, None, source, (min(sizes), max(sizes)), resampled)
+    law = ParametricLaw(
+        name, fit.coefficients(fit.best), None, source, (min(sizes), max(sizes)), fit.resample(resamples)
+    )
     misses = _backtest(runs)
-    error = max(float(residuals.std()), float(np.sqrt(np.mean(np.log1p(misses) ** 2))) if misses else 0.0)
-    return ParametricFit(replace(law, loss_error=error), residuals, misses)
+    error = max(float(fit.residuals.std()), float(np.sqrt(np.mean(np.log1p(misses) ** 2))) if misses else 0.0)
+    return ParametricFit(replace(law, loss_error=error), fit.residuals, misses)
 
 
 def _backtest(runs: Sequence[FittedRun]) -> list[float]:
@@ -134,91 +133,71 @@ def _backtest(runs: Sequence[FittedRun]) -> list[float]:
     smaller = [run for run in runs if run.group < last]
     if len(smaller) < _FEWEST_RUNS:
         return []
-    law = ParametricLaw("", _fit(smaller, 1)[0], None, "")
+    fit = _Fit(smaller)
+    law = ParametricLaw("", fit.coefficients(fit.best), None, "")
     return [run.loss / law.loss(run.num_parameters, run.tokens) - 1 for run in runs if run.group == last]
 
 
-def _fit(runs: Sequence[FittedRun], resamples: int) -> tuple[Coefficients, tuple[Coefficients, ...], Floats]:
-    """Return coefficients, those of the resamples, and the inflated residuals of ln L [runs]. Raises ConfigError."""
-    if len(runs) < _FEWEST_RUNS:
-        raise ConfigError(f"{len(runs)} finished runs are too few for 5 coefficients; {_FEWEST_RUNS} are needed.")
-    ln_sizes = np.log([(run.num_parameters, run.tokens) for run in runs])
-    ln_loss, means = np.log([run.loss for run in runs]), ln_sizes.mean(axis=0)
-    starts, centred = _starting_points(ln_loss), ln_sizes - means
-    found, values = _minimise(starts, centred, ln_loss[None])
-    order = np.argsort(values)
-    best = found[order[:1]]
-    fitted = _predict(best, centred)[0]
-    residuals = _inflated(ln_loss - fitted[0], 5)
-    spread = residuals * student_ratio(len(runs) - 5)
-    drawn = fitted + np.random.default_rng(_SEED).choice(spread, (resamples, len(runs)))
-    # Every resample starts at the fit itself and at other good starts.
-    others = np.concatenate([best, starts[order[: _STARTS_OF_RESAMPLE - 1]]])
-    found, values = _minimise(np.tile(others, (resamples, 1)), centred, np.repeat(drawn, len(others), axis=0))
-    chosen = values.reshape(resamples, -1).argmin(axis=1) + np.arange(resamples) * len(others)
-    rows = _coefficients(np.concatenate([best, found[chosen]]), means)
-    rows[:, 2] = np.maximum(rows[:, 2], _LEAST_LN_E)
-    first, *others = ((row[0], row[1], row[2], row[3], row[4]) for row in rows.tolist())
-    return first, tuple(others), residuals
+class _Fit:
+    """The five numbers a, b, ln E, ln alpha, ln beta with the least Huber loss.
 
-
-def _coefficients(x: Floats, means: Floats) -> Floats:
-    """Return ln A, ln B, ln E, alpha, beta [batch, 5] of x [batch, 5].
-
-    x is a, b, ln E, ln alpha, ln beta. a and b are the logarithms of both terms at the mean ln N and ln D, so that they
-    hardly depend on the exponents.
+    a and b are the logarithms of both terms at the mean ln N and ln D, so that they hardly depend on the exponents.
     """
-    exponents = np.exp(x[:, 3:])
-    return np.concatenate([x[:, :2] + exponents * means, x[:, 2:3], exponents], axis=1)
 
+    def __init__(self, runs: Sequence[FittedRun]) -> None:
+        ln_sizes = np.log([(run.num_parameters, run.tokens) for run in runs])
+        ln_loss = np.log([run.loss for run in runs])
+        self._means = ln_sizes.mean(axis=0)
+        self._centred = ln_sizes - self._means
+        fits = [self._minimise(start, ln_loss) for start in _starting_points(ln_loss)]
+        self.best: Floats = min(fits, key=lambda fit: fit.cost).x
+        self._fitted = self._predict(self.best)[0]
+        self.residuals = _inflated(ln_loss - self._fitted, 5)
+        """[runs]: errors of ln L, inflated."""
 
-def _predict(x: Floats, ln_sizes: Floats) -> tuple[Floats, Floats]:
-    """Return ln L [batch, runs] and its slopes [batch, runs, 5] for x [batch, 5] and centred ln N, ln D [runs, 2]."""
-    by_size = -np.exp(x[:, None, 3:]) * ln_sizes
-    irreducible = np.broadcast_to(x[:, None, 2:3], (*by_size.shape[:2], 1))
-    terms = np.concatenate([x[:, None, :2] + by_size, irreducible], axis=2)
-    ln_loss = np.logaddexp.reduce(terms, axis=2)
-    shares = np.exp(terms - ln_loss[:, :, None])
-    return ln_loss, np.concatenate([shares, shares[:, :, :2] * by_size], axis=2)
+    def resample(self, count: int) -> tuple[Coefficients, ...]:
+        """Return the coefficients of fits to losses with other errors; each fit starts at the best one."""
+        num_runs = len(self.residuals)
+        spread = self.residuals * student_ratio(num_runs - 5)
+        errors = np.random.default_rng(_SEED).choice(spread, (count, num_runs))
+        return tuple(self.coefficients(self._minimise(self.best, self._fitted + row).x) for row in errors)
+
+    def coefficients(self, x: Floats) -> Coefficients:
+        """Return ln A, ln B, ln E, alpha, beta."""
+        alpha, beta = np.exp(x[3:]).tolist()
+        ln_a, ln_b = (x[:2] + (alpha, beta) * self._means).tolist()
+        return ln_a, ln_b, float(x[2]), alpha, beta
+
+    def _minimise(self, start: Floats, ln_loss: Floats) -> Any:
+        from scipy.optimize import least_squares
+
+        return least_squares(
+            lambda x: (self._predict(x)[0] - ln_loss) / _HUBER_DELTA,
+            start,
+            lambda x: self._predict(x)[1] / _HUBER_DELTA,
+            bounds=(_LOWER, _UPPER),
+            loss="huber",
+        )
+
+    def _predict(self, x: Floats) -> tuple[Floats, Floats]:
+        """Return ln L [runs] and its slopes [runs, 5]."""
+        by_size = -np.exp(x[3:]) * self._centred
+        terms = np.column_stack([x[:2] + by_size, np.full(len(by_size), x[2])])
+        ln_loss = np.logaddexp.reduce(terms, axis=1)
+        shares = np.exp(terms - ln_loss[:, None])
+        return ln_loss, np.column_stack([shares, shares[:, :2] * by_size])
 
 
 def _starting_points(ln_loss: Floats) -> Floats:
     """Return a grid of starts [grid, 5]: shares of E, A and B in the loss, and exponents."""
     lowest, middle = np.exp(ln_loss.min()), np.exp(np.median(ln_loss))
-    grid = np.meshgrid([0.2, 0.5, 0.8], [0.25, 0.75], [0.2, 0.5, 1.0], [0.2, 0.5, 1.0])
+    grid = np.meshgrid([0.2, 0.5, 0.8], [0.25, 0.75], [0.25, 0.8], [0.25, 0.8])
     share, of_size, alpha, beta = (axis.ravel() for axis in grid)
     rest = middle - share * lowest
     return np.log([rest * of_size, rest * (1 - of_size), share * lowest, alpha, beta]).T
 
 
-def _minimise(x: Floats, ln_sizes: Floats, ln_loss: Floats) -> tuple[Floats, Floats]:
-    """Minimise the Huber loss from starts x [batch, 5], each for its ln L [batch or 1, runs]; return both.
-
-    Levenberg and Marquardt's steps, with squares weighted to the Huber loss's slope (Holland and Welsch 1977).
-    """
-    x = x.copy()
-    values, damping, tried = np.full(len(x), np.inf), np.full(len(x), 1e-2), x
-    errors, slopes = np.zeros((len(x), len(ln_sizes))), np.zeros((len(x), len(ln_sizes), 5))
-    for _ in range(_MOST_STEPS):
-        predicted, new_slopes = _predict(tried, ln_sizes)
-        new_errors = (predicted - ln_loss) / _HUBER_DELTA
-        size = np.abs(new_errors)
-        new_values = np.where(size > 1, size - 0.5, new_errors**2 / 2).sum(axis=1)
-        is_better = new_values < values
-        x[is_better], values[is_better] = tried[is_better], new_values[is_better]
-        errors[is_better], slopes[is_better] = new_errors[is_better], new_slopes[is_better]
-        damping = np.clip(np.where(is_better, damping / 3, damping * 5), 1e-9, 1e9)
-        weighted = slopes / np.maximum(1, np.abs(errors))[:, :, None]
-        curvature = weighted.transpose(0, 2, 1) @ slopes
-        damped = damping[:, None] * np.einsum("bii->bi", curvature) + 1e-12
-        gradient = np.einsum("bni,bn->bi", weighted, errors) * _HUBER_DELTA
-        step = np.linalg.solve(curvature + damped[:, :, None] * np.eye(5), gradient[:, :, None])[:, :, 0]
-        tried = x - np.clip(step, -1, 1)
-        tried[:, 3:] = np.clip(tried[:, 3:], *_LN_EXPONENTS)
-    return x, values
-
-
-# Approaches 1 and 2.
+# Approach 2.
 
 
 @dataclass(frozen=True)
@@ -274,22 +253,6 @@ def _slope(flops: Sequence[float] | Floats, ln_sizes: Floats) -> float:
     return float((ln_sizes * centred).sum() / (centred**2).sum())
 
 
-def fit_envelope(runs: Sequence[FittedRun], resamples: int) -> Interval | None:
-    """Return the exponent a by approach 1, resampling runs; None if one size is best at all amounts of compute."""
-    ends, ln_sizes = [run.flops for run in runs], np.log([run.num_parameters for run in runs])
-    flops = np.geomspace(min(ends), max(ends), _ENVELOPE_POINTS)
-    losses = np.array([run.losses_at(flops / (6 * run.num_parameters)) for run in runs])
-
-    def exponent(rows: NDArray[np.int64]) -> float:
-        is_known = np.isfinite(losses[rows].min(axis=0))
-        best = ln_sizes[rows][losses[rows].argmin(axis=0)][is_known]
-        return _slope(flops[is_known], best) if len(set(best)) > 1 else np.nan
-
-    value = exponent(np.arange(len(runs)))
-    drawn = np.random.default_rng(_SEED).integers(0, len(runs), (resamples, len(runs)))
-    return None if np.isnan(value) else interval_of(value, [exponent(rows) for rows in drawn])
-
-
 # A schedule longer than the run.
 
 
@@ -299,14 +262,14 @@ def longer_schedules(runs: Sequence[FittedRun]) -> dict[str, float]:
     A run counts that is at least half as long again and was validated before: there its learning rate was still high.
     The longest of them is read.
     """
-    found = {}
+    losses = {}
     for run in runs:
         for other in sorted(runs, key=lambda run: run.tokens):
             loss = float(other.losses_at(np.array(run.tokens)))
             is_longer = other.num_parameters == run.num_parameters and other.tokens >= 1.5 * run.tokens
             if is_longer and np.isfinite(loss):
-                found[run.name] = loss
-    return found
+                losses[run.name] = loss
+    return losses
 
 
 def schedule_exponents(runs: Sequence[FittedRun], longer: Mapping[str, float]) -> tuple[float, float] | None:

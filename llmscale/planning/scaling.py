@@ -200,13 +200,13 @@ class ParametricLaw:
 
         The interval combines the fit's error and `loss_error`, as independent errors of ln L.
         """
-        found = self.interval(quantity)
-        if not found or not self.loss_error:
-            return found or quantity(self)
+        fit = self.interval(quantity)
+        if not fit or not self.loss_error:
+            return fit or quantity(self)
         below, above = (
-            math.exp(math.hypot(math.log(end / found.value), Z80 * self.loss_error)) for end in (found.low, found.high)
+            math.exp(math.hypot(math.log(end / fit.value), Z80 * self.loss_error)) for end in (fit.low, fit.high)
         )
-        return Interval(found.value, found.value / below, min(found.value * above, LARGEST))
+        return Interval(fit.value, fit.value / below, min(fit.value * above, LARGEST))
 
     def _slope(self, quantity: Callable[[ParametricLaw], float], index: int) -> float:
         step = 1e-5
@@ -309,8 +309,11 @@ def law_with_experts(expansion: float) -> ParametricLaw:
     return ParametricLaw(
         f"Ludziejewski 2025, {expansion:.3g} x experts",
         _logs(
-            *(a * math.exp(delta * log), b * math.exp(omega * log), _JOINT_C),
-            *(-alpha - gamma * log, -beta - zeta * log),
+            a * math.exp(delta * log),
+            b * math.exp(omega * log),
+            _JOINT_C,
+            -alpha - gamma * log,
+            -beta - zeta * log,
         ),
         None,
         "Ludziejewski et al. 2025, arXiv:2502.05172: N are active parameters",
@@ -429,10 +432,10 @@ def optimal_point(
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if _measure(point(middle), kind) < value else (low, middle)
-    found = point((low + high) / 2)
-    if not math.isclose(_measure(found, kind), value, rel_tol=1e-3):
+    optimum = point((low + high) / 2)
+    if not math.isclose(_measure(optimum, kind), value, rel_tol=1e-3):
         raise ConfigError(f"no model of {value:.3g} {kind} is optimal for {inference_tokens:.3g} tokens of inference.")
-    return found
+    return optimum
 
 
 def _training_optimum(law: ParametricLaw, kind: GoalKind, value: float) -> Point:

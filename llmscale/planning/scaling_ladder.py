@@ -307,15 +307,15 @@ def save_law(path: Path, law: ParametricLaw) -> None:
 
 def load_law(path: Path) -> ParametricLaw:
     """Read the law of `llmscale ladder fit`. Raises ConfigError if it is missing or malformed."""
-    found = _load(_LawFile, path, "`llmscale ladder fit` writes it.")
+    content = _load(_LawFile, path, "`llmscale ladder fit` writes it.")
     law = ParametricLaw(
-        found.name,
-        found.coefficients,
+        content.name,
+        content.coefficients,
         None,
-        found.source,
-        found.fitted_parameters,
-        tuple(found.resamples),
-        found.loss_error,
+        content.source,
+        content.fitted_parameters,
+        tuple(content.resamples),
+        content.loss_error,
     )
     if not all(_has_optimum(law, flops) for flops in _ANY_FLOPS):
         raise ConfigError(f"{path}: this law has no finite optimum. Fit it to more runs.")
@@ -353,10 +353,10 @@ def _has_optimum(law: ParametricLaw, flops: float) -> bool:
     """Return whether size, tokens and loss of a budget's optimum have finite intervals."""
     quantities = (ParametricLaw.optimal_parameters, ParametricLaw.optimal_tokens, ParametricLaw.optimal_loss)
     try:
-        found = [law.interval(partial(quantity, flops=flops)) for quantity in quantities]
+        intervals = [law.interval(partial(quantity, flops=flops)) for quantity in quantities]
     except (OverflowError, ValueError, ZeroDivisionError):
         return False
-    return all(one is not None and one.high < LARGEST for one in found)
+    return all(interval is not None and interval.high < LARGEST for interval in intervals)
 
 
 _ModelT = TypeVar("_ModelT", bound=BaseModel)

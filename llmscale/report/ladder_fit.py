@@ -19,7 +19,6 @@ from llmscale.planning.law_fit import (
     FittedRun,
     IsoflopFit,
     ParametricFit,
-    fit_envelope,
     fit_isoflops,
     fit_parametric,
     longer_schedules,
@@ -78,8 +77,6 @@ class LadderFit:
     runs: list[FittedRun]
     parametric: ParametricFit
     isoflops: IsoflopFit | None
-    envelope: Interval | None
-    """Exponent a by approach 1."""
     longer: dict[str, float]
     """Loss in the middle of a longer schedule, by the name of the run that ended there."""
     exponents_by_schedule: tuple[float, float] | None
@@ -94,10 +91,8 @@ class LadderFit:
 
     def exponents(self) -> dict[str, Interval]:
         """Return the exponent a of N* ~ C^a by approach."""
-        isoflop = self.isoflops.exponent if self.isoflops else None
-        parametric = self.parametric.interval(lambda law: law.size_exponent)
-        found = {"1, envelope": self.envelope, "2, isoFLOP": isoflop, "3, parametric": parametric}
-        return {name: interval for name, interval in found.items() if interval}
+        of_isoflops = {"2, isoFLOP": self.isoflops.exponent} if self.isoflops else {}
+        return {**of_isoflops, "3, parametric": self.parametric.interval(lambda law: law.size_exponent)}
 
     def next_optimum(self) -> dict[str, Interval]:
         """Return the optimal size, its tokens and its loss for the next group's compute, by approach 3."""
@@ -112,12 +107,10 @@ class LadderFit:
 def fit_ladder(folder: Path, ladder: Ladder, resamples: int) -> LadderFit:
     """Fit the finished runs of a ladder. Raises ConfigError if they are too few or determine no law."""
     notes: list[str] = []
-    found = {run.name: _read_finished(folder / RUNS_NAME / run.name, run, notes) for run in ladder.runs}
-    runs = [done for run in ladder.runs if not run.is_held_out and (done := found[run.name])]
-    name, source = (
-        folder.resolve().name or "ladder",
-        f"{count_nouns(len(runs), 'run')} on {ladder.data} ({ladder.tokenizer})",
-    )
+    finished = {run.name: _read_finished(folder / RUNS_NAME / run.name, run, notes) for run in ladder.runs}
+    runs = [done for run in ladder.runs if not run.is_held_out and (done := finished[run.name])]
+    name = folder.resolve().name or "ladder"
+    source = f"{count_nouns(len(runs), 'run')} on {ladder.data} ({ladder.tokenizer})"
     try:
         parametric = fit_parametric(runs, resamples, name, source)
     except ConfigError as error:
@@ -129,10 +122,9 @@ def fit_ladder(folder: Path, ladder: Ladder, resamples: int) -> LadderFit:
         runs=runs,
         parametric=parametric,
         isoflops=fit_isoflops(runs, resamples) if has_groups else None,
-        envelope=fit_envelope(runs, resamples),
         longer=longer,
         exponents_by_schedule=schedule_exponents(runs, longer) if has_groups else None,
-        predictions=[Prediction(run, parametric.predict(_loss_of(run)), found[run.name]) for run in held_out],
+        predictions=[Prediction(run, parametric.predict(_loss_of(run)), finished[run.name]) for run in held_out],
         notes=notes,
     )
     try:
@@ -181,7 +173,9 @@ def write_fit(folder: Path, fit: LadderFit) -> None:
         "next": {"flops": fit.next_flops, **{key: asdict(value) for key, value in fit.next_optimum().items()}},
         "predictions": [
             {
-                **{"run": item.planned.name, "predicted": asdict(item.predicted), "is_inside": item.is_inside},
+                "run": item.planned.name,
+                "predicted": asdict(item.predicted),
+                "is_inside": item.is_inside,
                 "measured": item.measured and item.measured.loss,
             }
             for item in fit.predictions

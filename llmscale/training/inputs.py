@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,8 @@ from llmscale.config.hf_model import (
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import get_preset
 from llmscale.config.resolve import SetFacts, resolve_shape, with_ds_keys
-from llmscale.config.run_config import RunConfig, without_effect_under
+from llmscale.config.run_config import RunConfig
+from llmscale.config.run_keys import without_effect_under
 from llmscale.config.user_paths import check_output_folder, copy_of, read_prompts, shown, url_of
 from llmscale.data.mixture import TrainingSets, open_training_sets
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_matches
@@ -87,13 +88,15 @@ def announce_after_s(config: RunConfig) -> float:
     return SOON_S if asks_others else REPEAT_S
 
 
-def read_inputs(config: RunConfig) -> Inputs:
+def read_inputs(config: RunConfig, arguments: Sequence[str] | None = None) -> Inputs:
     """Read each small file of a run once, and check what needs no number of ranks.
 
-    Raises ConfigError, DataError or CheckpointError; writes nothing.
+    `arguments` are train.py's, if this process has others. Raises ConfigError, DataError or CheckpointError; writes
+    nothing.
     """
     left_out = ""
-    if (launches := repeating_launches(os.environ)) and repeats_last_start(fetch_run(config.run), launches):
+    launches = repeating_launches(os.environ)
+    if launches and repeats_last_start(fetch_run(config.run), launches, arguments):
         config, left_out = _without_used_flags(config)
     config = fetch_runs(config)
     if config.overfit_batch is not None:
@@ -135,7 +138,7 @@ def read_inputs(config: RunConfig) -> Inputs:
 
 
 def _without_used_flags(config: RunConfig) -> tuple[RunConfig, str]:
-    """Return the configuration of a restart, and the flag that it leaves out, as launch leaves it out.
+    """Return the configuration of a restart, and the flag that it leaves out.
 
     --resume PATH and --init-from say where a launch begins: once it has checkpoints of its own, it continues from them.
     """

@@ -174,7 +174,7 @@ class StepAction(ABC):
     """Something that happens after some steps, such as logging. Every rank calls every method at the same step."""
 
     def begin(self, step: int) -> None:  # noqa: B027  most need no beginning
-        """Training begins after `step`, or its run folder was created again there."""
+        """Training begins after `step`."""
 
     @abstractmethod
     def due(self, step: int) -> bool:
@@ -361,7 +361,7 @@ class StragglerDetector:
         Without `of_s` the ratio is relative to the others' median. With it, the ratio tells how much longer something
         that takes `of_s` becomes.
         """
-        found = []
+        stragglers = []
         for rank, own in enumerate(seconds):
             others = [*seconds[:rank], *seconds[rank + 1 :]]
             ratios = self._ratios.get((phase, rank))
@@ -374,9 +374,9 @@ class StragglerDetector:
                 continue
             is_slow = median(ratios) >= SLOW_RATIO
             if is_slow and (phase, rank) not in self._named:
-                found.append(Straggler(rank, phase, median(ratios)))
+                stragglers.append(Straggler(rank, phase, median(ratios)))
             (self._named.add if is_slow else self._named.discard)((phase, rank))
-        return found
+        return stragglers
 
 
 class WatchStragglers:
@@ -390,12 +390,12 @@ class WatchStragglers:
         """Judge the timings exchanged at `step`. Collective."""
         times = window.rank_times
         # Ranks measure a step a little differently and must agree on the result: rank 0's measurement counts.
-        found = self._detector.observe("arithmetic", [time.arithmetic_s for time in times])
-        found += self._detector.observe("data wait", [time.data_wait_s for time in times], times[0].step_s)
-        if not found:
+        stragglers = self._detector.observe("arithmetic", [time.arithmetic_s for time in times])
+        stragglers += self._detector.observe("data wait", [time.data_wait_s for time in times], times[0].step_s)
+        if not stragglers:
             return
         hosts = gather(self._world.control, os.uname().nodename)
-        for slow in found:
+        for slow in stragglers:
             host = hosts[slow.rank]
             cause = "waits for data: steps take" if slow.phase == "data wait" else "is slow: its arithmetic takes"
             where = f"rank {slow.rank} on host {host}"

@@ -1,52 +1,54 @@
-"""How a run is shown while it trains: a line per logged step, or a view in a terminal's last rows.
+"""How a run is shown while it trains: a line per logged step, or a view in a terminal's last rows, drawn by rich.
 
-A thread draws the view twice a second. `rich` is imported for the first frame.
-
-The last rows of a terminal, reserved for a view that is drawn repeatedly.
-
-The rows above become the terminal's scrolling region (DECSTBM), and the cursor always stays in it. Everything printed
-by Python, a C++ library, another rank or the launcher scrolls above the view and tears nothing. The cursor is never
-hidden, so it need not be restored. Lines that scroll off the top go to the terminal's history as usual.
+The rows above the view become the terminal's scrolling region (DECSTBM), and the cursor stays there. So what Python, a
+C++ library, another rank or the launcher prints scrolls above the view. The cursor is never hidden.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
-import itertools
 import math
 import os
 import sys
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from llmscale.terminal.colour import is_terminal
 from llmscale.training.step_metrics import StepMeter, StepMetrics, format_duration, format_step
 from llmscale.untrusted.terminal import make_visible_line
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.text import Text
 
-
-#: Between two frames. Drawing one takes milliseconds of the interpreter, which the training thread may need.
+#: Seconds between two frames. Drawing one takes milliseconds of the interpreter, which the training thread may need.
 _FRAME_S = 0.5
-_MAX_ROWS = 6
+#: Rows left to all other output.
+_MIN_OTHER_ROWS = 4
 _BARS = "▁▂▃▄▅▆▇█"
-#: Fraction of the drawn values below the top of a sparkline: one spike must not flatten the others.
-_TOP = 0.95
-#: Names and colours of the shares of time, in the order of the bar.
+#: Values that a sparkline remembers; beyond, every second one is dropped.
+_MAX_VALUES = 4096
+#: Names and colours of the shares of time, by phase and pause.
 _SHARES = {
     "forward_backward": ("forward/backward", "green"),
     "optimizer_step": ("step", "cyan"),
     "data_wait": ("data wait", "red"),
     "saving": ("save", "magenta"),
     "evaluating": ("evaluation", "blue"),
+    "starting": ("start", "yellow"),
+    "profiling": ("profile", "white"),
     "other": ("other", "bright_black"),
 }
-#: Logged values that a sparkline remembers; beyond, every second one is dropped.
-_MAX_VALUES = 4096
+#: Percentile of the drawn values that has the highest bar: one spike must not flatten the others.
+_TOP = 95
+#: Frees the view's rows, whoever reserved them: the whole screen scrolls, and nothing is below the cursor.
+GIVE_BACK = "\x1b7\x1b[r\x1b8\x1b[J"
 
 
 class Display(ABC):
@@ -79,315 +81,177 @@ class PlainLines(Display):
 def open_display(
     title: str, total_steps: int, meter: StepMeter, *, plain: bool, variables: Mapping[str, str]
 ) -> Display:
-    """Return a view if stdout is a suitable terminal and `rich` is installed, else or if `plain` lines."""
-    terminal = None if plain else find_terminal(variables)
-    if terminal is None:
-        return PlainLines(total_steps)
-    try:
-        import rich  # noqa: F401  # is it installed?
-    except ImportError:
-        return PlainLines(total_steps)
-    return LiveView(BottomRows(terminal), title, total_steps, meter)
+    """Return a view if stdout is a terminal that can show it and `rich` is installed, else or if `plain` lines.
 
-
-def find_terminal(variables: Mapping[str, str]) -> int | None:
-    """Return the descriptor of the terminal that this process prints to, or None if it cannot show a view.
-
-    A pipe, a file, a terminal that cannot move the cursor and one without Unicode cannot. `llmscale train`, deepspeed
-    and torchrun let ranks print straight to their terminal; `llmscale launch`, srun and ssh put a pipe between.
+    `llmscale train`, deepspeed and torchrun let ranks print straight to their terminal; `llmscale launch`, srun and ssh
+    put a pipe between.
     """
-    stream = sys.stdout
-    try:
-        is_fit = stream.isatty() and variables.get("TERM", "dumb") not in ("", "dumb", "unknown")
-        if not is_fit or "utf" not in (stream.encoding or "").lower() or not all(os.get_terminal_size(stream.fileno())):
-            return None
-        return stream.fileno()
-    except (AttributeError, OSError, ValueError):
-        return None
+    if plain or not _can_draw(variables) or find_spec("rich") is None:
+        return PlainLines(total_steps)
+    return LiveView(title, total_steps, meter)
+
+
+def _can_draw(variables: Mapping[str, str]) -> bool:
+    """Return whether stdout is a terminal of known size that can move the cursor and has Unicode."""
+    if not is_terminal(sys.stdout) or variables.get("TERM", "dumb") in ("", "dumb", "unknown"):
+        return False
+    return "utf" in sys.stdout.encoding.lower() and all(os.get_terminal_size(sys.stdout.fileno()))
 
 
 @dataclass
 class Curve:
-    """Values over the steps of this start, thinned out as they grow."""
+    """Finite values over the steps of this start, thinned out as they grow."""
 
     values: list[float] = field(default_factory=list)
     _stride: int = 1
     _seen: int = 0
 
     def add(self, value: float) -> None:
-        if self._seen % self._stride == 0:
+        if self._seen % self._stride == 0 and math.isfinite(value):
             self.values.append(value)
         self._seen += 1
         if len(self.values) > _MAX_VALUES:
             self.values, self._stride = self.values[::2], self._stride * 2
 
 
-@dataclass
-class RunProgress:
-    """Contents of a frame, all about this start."""
-
-    title: str
-    """Name of the run, and its hardware."""
-    total_steps: int
-    step: int = 0
-    elapsed_s: float = 0.0
-    doing: str = ""
-    """Current interruption of training, if any."""
-    metrics: StepMetrics | None = None
-    """Metrics of the newest logged step."""
-    validation: tuple[int, float] | None = None
-    """Step, and loss in nats per token."""
-    loss: Curve = field(default_factory=Curve)
-    learning_rate: Curve = field(default_factory=Curve)
-    spent_s: dict[str, float] = field(default_factory=dict)
-    """Seconds by phase and pause."""
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return values as one row of at most `width` bars, means of neighbours if there are more."""
+    if not values:
+        return ""
+    means = [float(part.mean()) for part in np.array_split(np.array(values), min(width, len(values)))]
+    low, high = min(means), float(np.percentile(means, _TOP, method="higher"))
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[min(7, round((mean - low) * scale))] for mean in means)
 
 
 class LiveView(Display):
     """A view that reads the meter's counters; everything else comes from the methods."""
 
-    def __init__(self, rows: BottomRows, title: str, total_steps: int, meter: StepMeter) -> None:
-        self._rows, self._meter = rows, meter
-        self._progress = RunProgress(title, total_steps)
+    def __init__(self, title: str, total_steps: int, meter: StepMeter, terminal: int = 1) -> None:
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+        self._title, self._total_steps, self._meter, self._terminal = title, total_steps, meter, terminal
+        self._bar = Progress(
+            TextColumn("[bold]step {task.completed:,}/{task.total:,}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]} {task.fields[pause]}"),
+        )
+        self._task = self._bar.add_task("", total=total_steps, left="", pause="")
         self._steps_before = 0
         """Steps done before this start."""
-        self._began = time.monotonic()
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def begin(self, step: int) -> None:
-        self._steps_before = step - self._meter.done_steps
-        if self._thread is None:
-            self._began = time.monotonic()
-            # A short run may end before the thread's first frame.
-            self._draw_frame()
-            self._thread = threading.Thread(target=self._draw_frames, name="live view", daemon=True)
-            self._thread.start()
-
-    def show_step(self, metrics: StepMetrics) -> None:
-        self._progress.loss.add(metrics.loss)
-        self._progress.learning_rate.add(metrics.lr)
-        self._progress.metrics = metrics
-
-    def show_validation(self, step: int, loss: float) -> None:
-        self._progress.validation = (step, loss)
-
-    def close(self) -> None:
-        """Free the rows, and print the newest step's line; a second call does nothing."""
-        if self._ended.is_set():
-            return
-        self._ended.set()
-        self._rows.close()
-        if self._progress.metrics is not None:
-            print(format_step(self._progress.metrics, self._progress.total_steps), flush=True)
-
-    def _draw_frames(self) -> None:
-        while not self._ended.wait(_FRAME_S) and self._draw_frame():
-            pass
-
-    def _draw_frame(self) -> bool:
-        """Return False if the terminal is gone."""
-        try:
-            columns, rows = self._rows.size()
-            self._rows.draw(render_frame(self._now(), columns, min(rows, _MAX_ROWS)))
-        except OSError:
-            return False
-        return True
-
-    def _now(self) -> RunProgress:
-        progress = self._progress
-        progress.step = self._steps_before + self._meter.done_steps
-        progress.elapsed_s = time.monotonic() - self._began
-        progress.doing = self._meter.pausing_for or ""
-        progress.spent_s = dict(self._meter.spent_s)
-        return progress
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """Return values as one row of at most `width` bars, means of neighbours if there are more, blank for NaN."""
-    width = min(width, len(values))
-    if width < 1:
-        return ""
-    edges = [number * len(values) // width for number in range(width + 1)]
-    means = []
-    for begin, end in itertools.pairwise(edges):
-        numbers = [value for value in values[begin:end] if math.isfinite(value)]
-        means.append(sum(numbers) / len(numbers) if numbers else math.nan)
-    finite = sorted(mean for mean in means if math.isfinite(mean))
-    if not finite:
-        return " " * width
-    low, high = finite[0], finite[min(len(finite) - 1, math.ceil(_TOP * len(finite)) - 1)]
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[min(7, round((mean - low) * scale))] if math.isfinite(mean) else " " for mean in means)
-
-
-def render_frame(progress: RunProgress, columns: int, rows: int) -> list[str]:
-    """Return at most `rows` lines of at most `columns` characters, with the terminal's colour codes."""
-    from rich.console import Console
-
-    file = io.StringIO()
-    # rich reads TERM, COLORTERM and NO_COLOR itself.
-    console = Console(file=file, width=columns, height=rows, force_terminal=True, legacy_windows=False, highlight=False)
-    lines = _lines(progress, columns)
-    # A low terminal keeps the most important lines.
-    kept = sorted(sorted(lines, key=lambda line: line[0])[:rows], key=lambda line: lines.index(line))
-    for _, line in kept:
-        _print_line(console, line)
-    return file.getvalue().splitlines()
-
-
-def _print_line(console: Console, line: RenderableType) -> None:
-    console.print(line, no_wrap=True, overflow="ellipsis", crop=True, end="\n")
-
-
-def _lines(progress: RunProgress, columns: int) -> list[tuple[int, RenderableType]]:
-    """Return the lines with their priority: the lowest number stays longest in a low terminal."""
-    from rich.rule import Rule
-    from rich.text import Text
-
-    lines: list[tuple[int, RenderableType]] = [
-        (5, Rule(Text(make_visible_line(progress.title), style="bold"), align="left", style="bright_black")),
-        (0, _progress_line(progress, columns)),
-    ]
-    m = progress.metrics
-    if m is None:
-        return [*lines, (1, Text("no step is logged yet", style="bright_black"))]
-    width = max(8, columns // 2)
-    validation = ""
-    if progress.validation:
-        validation = f"  validation {progress.validation[1]:.4f} at {progress.validation[0]:,}"
-    scale = "" if m.loss_scale is None else f"  loss scale {m.loss_scale:g}"
-    scale += f" ({m.skipped_steps} skipped)" if m.skipped_steps else ""
-    norm = "" if m.grad_norm is None else f"gradient norm {m.grad_norm:.3f}"
-    return [
-        *lines,
-        (1, _curve_line("loss", f"{m.loss:.4f}", progress.loss, width, validation)),
-        (3, _curve_line("lr", f"{m.lr:.2e}", progress.learning_rate, width, f"  {norm}{scale}")),
-        (2, _speed_line(m)),
-        (4, _shares_line(progress.spent_s, columns)),
-    ]
-
-
-def _progress_line(progress: RunProgress, columns: int) -> RenderableType:
-    from rich.text import Text
-
-    part = min(1.0, progress.step / max(1, progress.total_steps))
-    left = format_duration(progress.metrics.eta_s) + " left" if progress.metrics else ""
-    words = [f"{part:.1%}", f"{format_duration(progress.elapsed_s)} gone", left, progress.doing]
-    width = max(4, min(40, columns // 4))
-    done = round(part * width)
-    return Text.assemble(
-        (f"step {progress.step:,}/{progress.total_steps:,} ", "bold"),
-        ("━" * done, "magenta"),
-        ("━" * (width - done), "bright_black"),
-        " " + "  ".join(word for word in words if word),
-    )
-
-
-def _curve_line(name: str, value: str, curve: Curve, width: int, rest: str) -> RenderableType:
-    from rich.text import Text
-
-    return Text.assemble(
-        (f"{name:<5}", "bright_black"), (f"{value:<9}", "bold"), (sparkline(curve.values, width), "yellow"), rest
-    )
-
-
-def _speed_line(m: StepMetrics) -> RenderableType:
-    from rich.text import Text
-
-    mfu = "" if m.mfu is None else f"   mfu {m.mfu:.1%}"
-    gpu = "" if m.power_w is None else f"   {m.power_w:.0f} W"
-    gpu += "" if m.temperature_c is None else f"   {m.temperature_c:.0f} °C"
-    return Text.assemble(
-        ("speed ", "bright_black"),
-        (f"{m.tokens_per_second:,.0f} tokens/s", "bold"),
-        f"   {m.tokens_per_second_per_device:,.0f} per device{mfu}   memory {m.peak_memory_bytes / 2**30:.2f} GiB"
-        f"{gpu}   {m.tokens_seen:,} tokens seen",
-    )
-
-
-def _shares_line(spent_s: dict[str, float], columns: int) -> RenderableType:
-    from rich.text import Text
-
-    known = {name: spent_s.get(name, 0.0) for name in _SHARES}
-    total = sum(spent_s.values()) or 1.0
-    known["other"] += total - sum(known.values())
-    shown = {name: seconds for name, seconds in known.items() if seconds >= 0.005 * total}
-    words = Text()
-    for name, seconds in shown.items():
-        words.append(f"  {_SHARES[name][0]} ", style=_SHARES[name][1])
-        words.append(f"{seconds / total:.0%}")
-    line = Text("time ", style="bright_black")
-    width, edge = max(0, min(40, columns - len(words) - len(line))), 0.0
-    for name, seconds in shown.items():
-        begin, edge = round(edge), edge + seconds / total * width
-        line.append("█" * (round(edge) - begin), style=_SHARES[name][1])
-    return line + words
-
-
-_SAVE_CURSOR, _RESTORE_CURSOR = "\x1b7", "\x1b8"
-_ERASE_LINE, _ERASE_BELOW = "\x1b[2K", "\x1b[J"
-_NO_STYLE, _WHOLE_SCREEN = "\x1b[0m", "\x1b[r"
-#: One row down in the same column; at the bottom everything scrolls.
-_INDEX = "\x1bD"
-#: Frees the reserved rows, whoever reserved them.
-GIVE_BACK = f"{_SAVE_CURSOR}{_WHOLE_SCREEN}{_RESTORE_CURSOR}{_ERASE_BELOW}"
-#: Rows left to all other output.
-_MIN_OTHER_ROWS = 4
-
-
-class BottomRows:
-    """The reserved rows of one terminal. Every change is one write, which no other process can interrupt."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self._metrics: StepMetrics | None = None
+        self._losses, self._rates = Curve(), Curve()
+        self._validation = ""
         self._reserved: tuple[int, int, int] | None = None
         """Columns and rows of the terminal, and the number of reserved rows."""
         self._lock = threading.Lock()
-        self._is_closed = False
+        self._ended = threading.Event()
 
-    def size(self) -> tuple[int, int]:
-        """Return (columns, rows that a view may have) of the terminal. Raises OSError if it is gone."""
-        columns, rows = os.get_terminal_size(self._descriptor)
-        return columns, max(0, rows - _MIN_OTHER_ROWS)
+    def begin(self, step: int) -> None:
+        self._steps_before = step - self._meter.done_steps
+        if self._reserved is None:
+            # A short run may end before the thread's first frame.
+            self._bar.reset(self._task)
+            self.draw()
+            threading.Thread(target=self._draw_frames, name="live view", daemon=True).start()
 
-    def draw(self, lines: Sequence[str]) -> None:
-        """Show as many lines as fit, each no wider than the terminal. Raises OSError."""
-        with self._lock:
-            if self._is_closed:
-                return
-            columns, rows = os.get_terminal_size(self._descriptor)
-            lines = lines[: max(0, rows - _MIN_OTHER_ROWS)]
-            wanted = (columns, rows, len(lines))
-            text = "" if wanted == self._reserved else self._reserve(rows, len(lines))
-            self._reserved = wanted
-            first = rows - len(lines) + 1
-            drawn = "".join(
-                f"\x1b[{first + number};1H{_NO_STYLE}{_ERASE_LINE}{line}" for number, line in enumerate(lines)
-            )
-            self._write(f"{text}{_SAVE_CURSOR}{drawn}{_NO_STYLE}{_RESTORE_CURSOR}")
+    def show_step(self, metrics: StepMetrics) -> None:
+        self._losses.add(metrics.loss)
+        self._rates.add(metrics.lr)
+        self._metrics = metrics
+
+    def show_validation(self, step: int, loss: float) -> None:
+        self._validation = f"validation {loss:.4f} at {step:,}"
 
     def close(self) -> None:
-        """Free the rows. Never raises; safe from any thread, even while another one hangs in `draw`."""
-        held = self._lock.acquire(timeout=1.0)
-        try:
-            if not self._is_closed and self._reserved is not None:
+        """Free the rows, and print the newest step's line; a second call does nothing."""
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._ended.set()
+            if self._reserved is not None:
                 self._write(GIVE_BACK)
-        except OSError:
-            pass
-        finally:
-            self._is_closed = True
-            if held:
-                self._lock.release()
+        if self._metrics is not None:
+            print(format_step(self._metrics, self._total_steps), flush=True)
 
-    def _reserve(self, rows: int, height: int) -> str:
-        # Only an older view can be below the cursor, wherever a change of size moved it.
-        if not height:
-            return GIVE_BACK
-        room = _INDEX * height + f"\x1b[{height}A"
-        return f"{GIVE_BACK}{room}{_SAVE_CURSOR}\x1b[1;{rows - height}r{_RESTORE_CURSOR}"
+    def _draw_frames(self) -> None:
+        while not self._ended.wait(_FRAME_S):
+            self.draw()
+
+    def draw(self) -> None:
+        """Draw a frame by one write, which no other process can interrupt."""
+        columns, rows = os.get_terminal_size(self._terminal)
+        lines, room = self.render(columns), max(0, rows - _MIN_OTHER_ROWS)
+        if len(lines) > room:
+            lines = lines[1 : room + 1]  # the title goes first
+        last = rows - len(lines)
+        with self._lock:
+            if self._ended.is_set():
+                return
+            reserve = ""
+            if self._reserved != (columns, rows, len(lines)):
+                # Only an older view can be below the cursor, wherever a change of size moved it. An index (ESC D) makes
+                # room below the cursor.
+                scrolled = "\x1bD" * len(lines) + f"\x1b[{len(lines)}A" if lines else ""
+                reserve = f"{GIVE_BACK}{scrolled}\x1b7\x1b[1;{last}r\x1b8"
+                self._reserved = (columns, rows, len(lines))
+            drawn = "".join(f"\x1b[{last + number};1H\x1b[0m\x1b[2K{line}" for number, line in enumerate(lines, 1))
+            self._write(f"{reserve}\x1b7{drawn}\x1b[0m\x1b8")
 
     def _write(self, text: str) -> None:
-        rest = text.encode()
-        while rest:
-            rest = rest[os.write(self._descriptor, rest) :]
+        # A terminal that was closed ends no run.
+        with contextlib.suppress(OSError):
+            os.write(self._terminal, text.encode())
+
+    def render(self, columns: int) -> list[str]:
+        """Return lines of at most `columns` characters, with the terminal's colour codes."""
+        from rich.console import Console
+        from rich.rule import Rule
+        from rich.text import Text
+
+        left = f"{format_duration(self._metrics.eta_s)} left" if self._metrics else ""
+        done = self._steps_before + self._meter.done_steps
+        self._bar.update(self._task, completed=done, left=left, pause=self._meter.pausing_for or "")
+        title = Rule(Text(make_visible_line(self._title), style="bold"), align="left", style="bright_black")
+        numbers = self._numbers(self._metrics, columns) if self._metrics else [Text("no step is logged yet")]
+        file = io.StringIO()
+        # rich reads TERM, COLORTERM and NO_COLOR itself.
+        console = Console(file=file, width=columns, force_terminal=True, legacy_windows=False, highlight=False)
+        for part in (title, self._bar.get_renderable(), *numbers):
+            console.print(part, no_wrap=True, overflow="ellipsis", crop=True)
+        return file.getvalue().splitlines()
+
+    def _numbers(self, m: StepMetrics, columns: int) -> list[Text]:
+        """Return the lines on loss, learning rate, speed and time."""
+        from rich.text import Text
+
+        def line(name: str, value: str, rest: str, curve: Curve | None = None) -> Text:
+            bars = f"{sparkline(curve.values, columns // 3)} " if curve else ""
+            return Text.assemble((f"{name:<6}", "bright_black"), (f"{value:<9}", "bold"), (bars, "yellow"), f" {rest}")
+
+        norm = "" if m.grad_norm is None else f"gradient norm {m.grad_norm:.3f}"
+        scale = "" if m.loss_scale is None else f"  loss scale {m.loss_scale:g}"
+        skipped = f" ({m.skipped_steps} skipped)" if m.skipped_steps else ""
+        mfu = "" if m.mfu is None else f"  mfu {m.mfu:.1%}"
+        power = "" if m.power_w is None else f"  {m.power_w:.0f} W"
+        heat = "" if m.temperature_c is None else f"  {m.temperature_c:.0f} °C"
+        memory = f"memory {m.peak_memory_bytes / 2**30:.2f} GiB"
+        of_each = f" {m.tokens_per_second_per_device:,.0f} per device"
+        spent_s = dict(self._meter.spent_s)
+        total_s = sum(spent_s.values()) or 1.0
+        shares = Text("time ", style="bright_black")
+        for name, (words, colour) in _SHARES.items():
+            if spent_s.get(name, 0.0) >= 0.005 * total_s:
+                shares.append(f" {words} ", colour).append(f"{spent_s[name] / total_s:.0%} ", "default")
+        return [
+            line("loss", f"{m.loss:.4f}", self._validation, self._losses),
+            line("lr", f"{m.lr:.2e}", f"{norm}{scale}{skipped}", self._rates),
+            line(
+                "speed",
+                f"{m.tokens_per_second:,.0f} tokens/s",
+                f"{of_each}{mfu}  {memory}{power}{heat}  {m.tokens_seen:,} tokens seen",
+            ),
+            shares,
+        ]

@@ -113,8 +113,6 @@ class LogSteps(StepAction):
             newest = window.steps[-1]
             metrics = self._metrics(result.step, newest.loss, z_loss, by_set, newest.grad_norm, self._interval)
             io.log.log_step(replace(metrics, **routers))
-            if loss_of_folder := io.claim.find_loss():
-                io.report(f"WARNING: {loss_of_folder}")
         for watch in self._watchers:
             watch(result.step, window)
 
@@ -254,10 +252,10 @@ class RouterLog:
         return {name: float(value) for name, value in values.items()}
 
     def _warn(self, step: int, loads: NDArray[np.float64], tokens: float) -> None:
-        found = self._detector.add(step, loads, tokens)
-        if found is None:
+        collapse = self._detector.add(step, loads, tokens)
+        if collapse is None:
             return
-        rows, experts, what, since = found
+        rows, experts, what, since = collapse
         loss, shape = self._run.resolved.loss, self._run.resolved.shape
         blocks = [self._blocks[row] for row in rows]
         others = f"; so have those of blocks {_listed(blocks[1:])}" if len(blocks) > 1 else ""

@@ -303,11 +303,11 @@ class StopOnNonfinite(StepAction):
         search, cause, step = self._search
         self._search = None
         by_rank = gather(self._run.world.control, search.end())
-        ranks = [rank for rank, found in enumerate(by_rank) if found.forward or found.backward]
-        found = by_rank[ranks[0]] if ranks else NonfiniteParameters((), ())
-        names = list((found.forward or found.backward)[:_MAX_NAMES])
+        ranks = [rank for rank, of_rank in enumerate(by_rank) if of_rank.forward or of_rank.backward]
+        parameters = by_rank[ranks[0]] if ranks else NonfiniteParameters((), ())
+        names = list((parameters.forward or parameters.backward)[:_MAX_NAMES])
         self._first_names = ", ".join(names[:_MAX_LINE_NAMES])
-        where = "forward" if found.forward else "backward"
+        where = "forward" if parameters.forward else "backward"
         if names:
             place = f"first in {self._first_names} ({where} pass, rank {ranks[0]})"
         elif is_bad:
@@ -445,9 +445,9 @@ class NonfiniteSearch:
         """Remove the hooks and return the findings. Synchronises with the device."""
         self.close()
         forward = _names_of_bad([(name, is_good) for names, is_good in self._forward for name in names])
-        found = NonfiniteParameters(forward, _names_of_bad(self._backward))
+        parameters = NonfiniteParameters(forward, _names_of_bad(self._backward))
         self._forward, self._backward = [], []
-        return found
+        return parameters
 
     def close(self) -> None:
         """Remove the hooks without reading anything."""

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 
 from llmscale.config.bundled_files import install_command
 from llmscale.config.run_config import RunConfig
+from llmscale.error_handling import say
 from llmscale.errors import ConfigError
 from llmscale.evaluate.tasks import show_value
-from llmscale.files.buffered_log import BufferedLog, warn_on_stderr
+from llmscale.files.record_log import RecordLog
 from llmscale.terminal.human_numbers import with_singulars
 from llmscale.training.live_view import Display, PlainLines
 from llmscale.training.run_folder import METRICS_NAME, METRICS_VERSION, without_nan
@@ -41,18 +42,15 @@ class MetricsLog:
         total_steps: int,
         trackers: Sequence[Tracker] = (),
         display: Display | None = None,
-        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`display` None prints a line per step. While `check` raises OSError, because the folder is not this run's any
-        more, records wait in memory."""
+        """`display` None prints a line per step."""
         self._total_steps, self._trackers = total_steps, trackers
         self.display = display or PlainLines(total_steps)
         # Unbuffered: a record survives whatever happens after its step.
-        self._file = BufferedLog(run_folder / METRICS_NAME, check=check)
-        self._step = 0
+        self._file = RecordLog(run_folder / METRICS_NAME, say)
 
     def begin(self, step: int, **values: object) -> None:
-        """Record that training begins after `step`, with facts about this start. Repeated for a folder made again."""
+        """Record that training begins after `step`, with facts about this start."""
         self.log_event("start", step=step, metrics_version=METRICS_VERSION, **values)
         self.display.begin(step)
 
@@ -92,9 +90,9 @@ class MetricsLog:
         """Record a task's results."""
         record = {"kind": "evaluation", "step": step, "task": task, "values": dict(values), "num_items": num_items}
         self._write(record)
-        shown = "".join(f" | {name} {show_value(value)}" for name, value in values.items())
+        results = "".join(f" | {name} {show_value(value)}" for name, value in values.items())
         over = with_singulars(f"over {num_items} items")
-        print(f"step {step:>6}/{self._total_steps} | {make_visible_line(task)}{shown} {over}", flush=True)
+        print(f"step {step:>6}/{self._total_steps} | {make_visible_line(task)}{results} {over}", flush=True)
         self._track(f"evaluation/{task}", values, step)
 
     def log_sample(self, step: int, prompt: str, text: str) -> None:
@@ -124,10 +122,9 @@ class MetricsLog:
             tracker.log(numbers, step)
 
     def _write(self, record: dict[str, object]) -> None:
-        self._step = int(str(record.get("step", self._step)))
         record["time"] = round(time.time(), 3)
         # JSON has no NaN and no infinity; a gradient norm is infinite whenever fp16 overflows.
-        self._file.append(json.dumps(without_nan(record), allow_nan=False).encode() + b"\n", self._step)
+        self._file.append(json.dumps(without_nan(record), allow_nan=False).encode() + b"\n")
 
 
 def _numbers(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, float]]:
@@ -175,26 +172,26 @@ class FaultTolerantTracker(Tracker):
             self._inner.log(values, step)
         except Exception as error:  # whatever a library and its service can raise
             if not self._missing:
-                warn_on_stderr(f"WARNING: {self.name} failed at step {step}: {_one_line(error)}. Training continues.")
+                say(f"WARNING: {self.name} failed at step {step}: {_one_line(error)}. Training continues.")
             self._missing.append(step)
             return
         if self._missing:
-            warn_on_stderr(f"WARNING: {self.name} works again. {self._describe_missing()}")
+            say(f"WARNING: {self.name} works again. {self._describe_missing()}")
             self._missing.clear()
 
     def roll_back(self, step: int) -> None:
         try:
             self._inner.roll_back(step)
         except Exception as error:  # as above
-            warn_on_stderr(f"WARNING: {self.name} could not go back to step {step}: {_one_line(error)}.")
+            say(f"WARNING: {self.name} could not go back to step {step}: {_one_line(error)}.")
 
     def finish(self) -> None:
         try:
             self._inner.finish()
         except Exception as error:  # as above
-            warn_on_stderr(f"WARNING: {self.name} could not finish: {_one_line(error)}.")
+            say(f"WARNING: {self.name} could not finish: {_one_line(error)}.")
         if self._missing:
-            warn_on_stderr(f"WARNING: {self._describe_missing()}")
+            say(f"WARNING: {self._describe_missing()}")
 
     def _describe_missing(self) -> str:
         first, last = self._missing[0], self._missing[-1]
@@ -313,9 +310,9 @@ def start_trackers(
 
     `described` returns the run as plain values. Raises ConfigError.
     """
-    found: list[Tracker] = []
+    started: list[Tracker] = []
     if config.tensorboard:
-        found.append(start_tensorboard(config.run, first_step=first_step))
+        started.append(start_tensorboard(config.run, first_step=first_step))
     if config.wandb:
         given_project = config.wandb_project if "wandb_project" in config.model_fields_set else None
         run = start_wandb(
@@ -325,9 +322,9 @@ def start_trackers(
             config=described(),
             run_id=wandb_run_id,
         )
-        found.append(run)
+        started.append(run)
         wandb_run_id = run.run_id
-    trackers = tuple(FaultTolerantTracker(tracker) for tracker in found)
+    trackers = tuple(FaultTolerantTracker(tracker) for tracker in started)
     return StartedTrackers(trackers, wandb_run_id if config.wandb else None)
 
 

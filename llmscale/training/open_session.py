@@ -26,11 +26,9 @@ from llmscale.terminal.table import output_width, wrap_line
 from llmscale.training.inputs import as_plain
 from llmscale.training.live_run import Engine, RecentSteps, Run, RunIO
 from llmscale.training.live_view import Display, open_display
-from llmscale.training.loss_spikes import (
-    RollbackRequest,
-)
+from llmscale.training.loss_spikes import RollbackRequest
 from llmscale.training.metrics import MetricsLog, StartedTrackers, start_trackers
-from llmscale.training.publish_run import find_unpublished, open_publisher
+from llmscale.training.publish_run import RunPublisher, find_unpublished, open_publisher
 from llmscale.training.reports import describe_run
 from llmscale.training.resume import (
     check_ranks_agree,
@@ -40,7 +38,7 @@ from llmscale.training.resume import (
     load_initial_state,
 )
 from llmscale.training.run_folder import CONFIG_NAME, RunFolderClaim, keep, save_run_description
-from llmscale.training.session import Session, build_actions, open_data
+from llmscale.training.session import Session, build_actions, open_data, open_validation_splits
 from llmscale.training.start import Start, change_lines, estimate_line, estimate_run, finished_lines, hyperparameters
 from llmscale.training.step_metrics import StepMeter
 from llmscale.training.stop_request import StopRequest, launch_names
@@ -85,65 +83,85 @@ def _open_session(
     start, world = _join_ranks(start, clock, progress)
     report = report_on_main(world, clock.announcer)
     with clock.phase("ranks", "claiming the run folder", after_s=REPEAT_S):
-        config, world = start.config, replace(world, disks=claim_run_folder(claim, world))
-        publisher = open_publisher(config.run, config.keep_every, world, report, stop.received.append)
+        world = replace(world, disks=claim_run_folder(claim, world))
+        publisher = open_publisher(start.config.run, start.config.keep_every, world, report, stop.received.append)
         if publisher:
             claim.before_release.append(publisher.close)
     with clock.phase("checkpoint check", "looking for a checkpoint to resume", after_s=REPEAT_S):
         start = confirm_start(start, world, report)
     start = replace(start, compilation=_decide_compilation(start, world))
-    with clock.phase("data", "opening the data"):
-        # Before the engine: the feed's workers are forked while this process is small, and read ahead meanwhile.
-        feed, validation = open_data(start, world)
     with clock.phase("estimate", "estimating the memory", after_s=REPEAT_S):
         estimate = estimate_run(start, gpu_capability())
-    with clock.phase("engine", f"building the engine, ZeRO stage {start.resolved.zero_stage}"):
-        compiler = _build_compiler(start)
-        deepspeed = build_engine(start.config, start.resolved, compiler)
-        configured_scaler = get_scaler_state(deepspeed)
+    with clock.phase("data", "opening the data"):
+        validation = open_validation_splits(start, world)
+    engine = _open_engine(start, world, clock)
     after_s = 0.0 if start.source is not None or start.weights is not None else REPEAT_S
     with clock.phase("checkpoint load", "loading the weights", after_s=after_s):
-        load_initial_state(start, deepspeed, world, report, progress)
+        load_initial_state(start, engine.deepspeed, world, report, progress)
     with clock.phase("trackers", "starting the trackers", after_s=REPEAT_S):
         trackers = _start_trackers(start, world)
     clock.announcer.begin("opening the run's records", after_s=REPEAT_S)
     history = enter_history(start, world, report)
-    launches = sorted({name for names in gather(world.control, launch_names(os.environ)) for name in names})
-    on_each_disk(world.control, world.disks, lambda: claim.describe(lambda: _describe(start, launches)))
-    meter = StepMeter(PhaseTimer(world.device))
     # Without the list of checkpoints, which is long in a long run.
-    run = Run(replace(start, found=None), world, validation, history, estimate, clock.seconds)
-    state = run.state
-    engine = Engine(
-        deepspeed=deepspeed,
-        compiler=compiler,
-        configured_scaler=configured_scaler,
-        feed=feed,
-        meter=meter,
-        recent=RecentSteps(world),
-        skipped_before=state.skipped_steps if state else 0,
-    )
-    log = _open_log(start, meter, trackers, claim, stop) if world.is_main else None
-    wandb_run_id = trackers.wandb_run_id or (state.wandb_run_id if state else None)
-    io = RunIO(claim, log, wandb_run_id, report, publisher)
+    run = Run(replace(start, listing=None), world, validation, history, estimate, clock.seconds)
+    io = _open_io(run, engine.meter, trackers, claim, publisher, report, stop)
     clock.announcer.begin("preparing what happens at steps", after_s=REPEAT_S)
-    with meter.pause("starting"):
-        _announce(run, io)
-        rollback = RollbackRequest()
-        session = Session(run, engine, io, rollback, stop, *build_actions(run, engine, io, rollback, stop))
-        for action in session.actions:
-            action.begin(run.first_step)
-        if publisher:
-            source = start.source if start.resumes else None
-            publisher.start(on_main_rank(world.control, lambda: find_unpublished(source, config.run)))
+    with engine.meter.pause("starting"):
+        session = _begin(run, engine, io, stop)
     if run.first_step < run.resolved.total_steps:
-        clock.announcer.begin(f"{'compiling the blocks and ' if compiler else ''}taking the first step")
+        clock.announcer.begin(f"{'compiling the blocks and ' if engine.compiler else ''}taking the first step")
     return session
 
 
-def _build_compiler(start: Start) -> BlockCompiler | None:
-    backend, mode = start.compilation.backend, start.config.compile_mode
-    return BlockCompiler(backend, mode) if backend else None
+def _open_engine(start: Start, world: World, clock: StartupClock) -> Engine:
+    """Open the data, and build the engine with random weights. Collective."""
+    with clock.phase("data", "opening the data"):
+        # First: the feed's workers are forked while this process is small, and read ahead meanwhile.
+        feed = open_data(start, world)
+    with clock.phase("engine", f"building the engine, ZeRO stage {start.resolved.zero_stage}"):
+        backend = start.compilation.backend
+        compiler = BlockCompiler(backend, start.config.compile_mode) if backend else None
+        deepspeed = build_engine(start.config, start.resolved, compiler)
+    return Engine(
+        deepspeed=deepspeed,
+        compiler=compiler,
+        configured_scaler=get_scaler_state(deepspeed),
+        feed=feed,
+        meter=StepMeter(PhaseTimer(world.device)),
+        recent=RecentSteps(world),
+        skipped_before=start.state.skipped_steps if start.state else 0,
+    )
+
+
+def _open_io(
+    run: Run,
+    meter: StepMeter,
+    trackers: StartedTrackers,
+    claim: RunFolderClaim,
+    publisher: RunPublisher | None,
+    report: Callable[[str], None],
+    stop: StopRequest,
+) -> RunIO:
+    """Describe the run in its folder, and open the log there on rank 0. Collective."""
+    world = run.world
+    launches = sorted({name for names in gather(world.control, launch_names(os.environ)) for name in names})
+    on_each_disk(world.control, world.disks, lambda: _describe(run.start, launches))
+    log = _open_log(run.start, meter, trackers, stop) if world.is_main else None
+    wandb_run_id = trackers.wandb_run_id or (run.state.wandb_run_id if run.state else None)
+    return RunIO(claim, log, wandb_run_id, report, publisher)
+
+
+def _begin(run: Run, engine: Engine, io: RunIO, stop: StopRequest) -> Session:
+    """Announce the run, and begin its actions and its publication. Collective."""
+    _announce(run, io)
+    rollback = RollbackRequest()
+    session = Session(run, engine, io, rollback, stop, *build_actions(run, engine, io, rollback, stop))
+    for action in session.actions:
+        action.begin(run.first_step)
+    if io.publisher:
+        source = run.start.source if run.start.resumes else None
+        io.publisher.start(on_main_rank(run.world.control, lambda: find_unpublished(source, run.config.run)))
+    return session
 
 
 def _join_ranks(start: Start, clock: StartupClock, progress: Callable[[], object]) -> tuple[Start, World]:
@@ -244,14 +262,12 @@ def _start_trackers(start: Start, world: World) -> StartedTrackers:
     return on_all_ranks(world.control, lambda: begin() if world.is_main else StartedTrackers())
 
 
-def _open_log(
-    start: Start, meter: StepMeter, trackers: StartedTrackers, claim: RunFolderClaim, stop: StopRequest
-) -> MetricsLog:
+def _open_log(start: Start, meter: StepMeter, trackers: StartedTrackers, stop: StopRequest) -> MetricsLog:
     """Open the log with its display, which is closed however the process ends."""
     display = _open_display(start, meter)
     stop.before_sudden_end.append(display.close)
     stop.before_early_end.insert(0, display.close)
-    return MetricsLog(start.config.run, start.resolved.total_steps, trackers.trackers, display, check=claim.check)
+    return MetricsLog(start.config.run, start.resolved.total_steps, trackers.trackers, display)
 
 
 def _open_display(start: Start, meter: StepMeter) -> Display:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -33,15 +31,11 @@ class ProfileSteps(StepAction):
         first, behind = parse_profiled(steps)
         self._before, self._last = first - 1, min(behind - 1, run.resolved.total_steps)
         self._profiler: profile | None = None
-        self._is_done = False
         self._whole = record_function("profiled steps")
         self._phase: record_function | None = None
 
     def begin(self, step: int) -> None:
-        if self._profiler is not None or self._is_done:
-            return  # repeated for a run folder that was created again
         if step > self._before or self._last <= self._before:
-            self._is_done = True
             if self._is_rollback:
                 return
             self._io.report(f"WARNING: --profile {self._steps}: this start goes from step {step + 1} to "
@@ -64,8 +58,7 @@ class ProfileSteps(StepAction):
             self._engine.meter.phases.listener = None
             self._io.report(f"WARNING: --profile {self._steps}: the run left these steps before the last, so "
                             "nothing is written")  # fmt: skip
-            with suppress(Exception):  # the error that ended the run counts
-                self._profiler.stop()
+            self._profiler.stop()
 
     def _start(self) -> None:
         if not self._run.world.is_main:
@@ -94,7 +87,7 @@ class ProfileSteps(StepAction):
         self._whole.__exit__(None, None, None)
         with meter.pause("profiling"):
             profiler.stop()
-            self._profiler, self._is_done = None, True
+            self._profiler = None
             # An error here would end rank 0 alone and leave the others waiting.
             try:
                 self._write(profiler)
@@ -121,11 +114,8 @@ class ProfileSteps(StepAction):
 def _write_trace(profiler: profile, trace: Path) -> None:
     partial = trace.with_name(f".{trace.name}.partial")
     partial.unlink(missing_ok=True)  # a link here would redirect the write
-    try:
-        profiler.export_chrome_trace(str(partial))
-        os.replace(partial, trace)
-    finally:
-        partial.unlink(missing_ok=True)
+    profiler.export_chrome_trace(str(partial))
+    partial.replace(trace)
 
 
 def _synchronise() -> None:

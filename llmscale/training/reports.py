@@ -40,10 +40,10 @@ from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.device_memory import device_memory_bytes, gpu_capability, measured_memory
 from llmscale.engine.device_settings import describe_settings
+from llmscale.error_handling import say
 from llmscale.evaluate.generate import SamplingSettings, encode_prompt, generate_text
 from llmscale.evaluate.scoring import Row, RowScore, batches_by_length, in_order, score_batch
 from llmscale.evaluate.tasks import EncodedTask, TaskFile, encode_task
-from llmscale.files.buffered_log import warn_on_stderr
 from llmscale.planning.recommend import largest_preset
 from llmscale.planning.search import Machines
 from llmscale.terminal.human_numbers import count_nouns
@@ -63,13 +63,22 @@ _MEASURED_STEP = 2
 
 def describe_run(run: Run, report: Callable[[str], None]) -> None:
     """Print the run before step 1, with every choice that the user did not make."""
-    start, world, config, resolved = run.start, run.world, run.config, run.resolved
-    manifest, num_samples = start.sets.manifest, start.sets.num_train_samples
-    shape, plan, ds_config = resolved.shape, resolved.plan, resolved.ds_config
-    hpz = hpz_warnings(resolved.ds.zero_hpz_partition_size, world.ranks_per_node)
-    for warning in (*resolved.ds.warnings, *resolved.ds.batch_notices(plan), *hpz):
-        report(f"WARNING: {warning}")
-    report(
+    parts = (_ds_warnings, _model_lines, _engine_lines, _batch_lines, _optimizer_lines, _data_lines, _length_line)
+    for describe in parts:
+        for line in describe(run):
+            report(line)
+
+
+def _ds_warnings(run: Run) -> Iterator[str]:
+    ds = run.resolved.ds
+    hpz = hpz_warnings(ds.zero_hpz_partition_size, run.world.ranks_per_node)
+    for warning in (*ds.warnings, *ds.batch_notices(run.resolved.plan), *hpz):
+        yield f"WARNING: {warning}"
+
+
+def _model_lines(run: Run) -> Iterator[str]:
+    config, resolved, shape = run.config, run.resolved, run.resolved.shape
+    yield (
         f"model: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, context {shape.seq_len}, "
         f"{describe_parameters(shape)}, {shape.flops_per_token:.3e} FLOPs per token"
     )
@@ -77,56 +86,78 @@ def describe_run(run: Run, report: Callable[[str], None]) -> None:
         f"its shape is from {config.model}" if is_published(config.model) else describe_preset(config.model, shape)
     )
     if reshaped:
-        report(f"       {reshaped}")
+        yield f"       {reshaped}"
     if resolved.tensors.frozen:
-        report(f"       {resolved.tensors.num_trainable:,} parameters are trained, the others frozen")
+        yield f"       {resolved.tensors.num_trainable:,} parameters are trained, the others frozen"
     if shape.has_document_mask:
-        report(f"       {_documents(start)}")
-    report(
+        yield f"       {_documents(run.start)}"
+
+
+def _engine_lines(run: Run) -> Iterator[str]:
+    world, resolved, shape, ranks = run.world, run.resolved, run.resolved.shape, run.resolved.plan.ranks
+    yield (
         f"engine: ZeRO stage {resolved.zero_stage}, {resolved.precision}, activation checkpointing "
         f"{resolved.checkpointing}, {world.world_size} ranks on {len(world.ranks_per_node)} nodes, "
         f"{world.device_name}"
     )
-    if plan.ranks.sequence_parallel_size > 1:
-        report(f"        {plan.ranks.describe_split(shape.seq_len, shape.n_head, shape.n_kv_head)}")
-    if plan.ranks.expert_parallel_size > 1:
-        report(
-            f"        {plan.ranks.expert_parallel_size} ranks divide the experts of a block: "
-            f"{plan.ranks.experts_of_rank(shape.num_experts)} of {shape.num_experts} each, held by "
-            f"{plan.ranks.expert_shard_ranks} ranks"
+    if ranks.sequence_parallel_size > 1:
+        yield f"        {ranks.describe_split(shape.seq_len, shape.n_head, shape.n_kv_head)}"
+    if ranks.expert_parallel_size > 1:
+        yield (
+            f"        {ranks.expert_parallel_size} ranks divide the experts of a block: "
+            f"{ranks.experts_of_rank(shape.num_experts)} of {shape.num_experts} each, held by "
+            f"{ranks.expert_shard_ranks} ranks"
         )
-    report(f"blocks: {start.compilation.describe()}")
+    yield f"blocks: {run.start.compilation.describe()}"
     if world.device.type != "cpu":
-        report(describe_settings())
-    report("; ".join([f"batch: {plan.describe()}", *describe_batch(config, resolved.ds)]))
+        yield describe_settings()
+
+
+def _batch_lines(run: Run) -> Iterator[str]:
+    resolved, plan = run.resolved, run.resolved.plan
+    yield "; ".join([f"batch: {plan.describe()}", *describe_batch(run.config, resolved.ds)])
     cheaper = plan.with_fewest_fillers()
     if cheaper is not None:
         size, share = cheaper.micro_batch_size, cheaper.filler_share
-        report(
-            f"       --micro-batch-size {size} needs the fewest fillers: {share:.0%} more work than the batch itself"
-        )
-    report(f"gradients: {describe_gradients(plan, ds_config)}")
-    report(f"optimizer: {describe_optimizer(config, resolved.schedule, cast('float', ds_config['gradient_clipping']))}")
-    for warning in filter(None, (warn_of_learning_rate(config, resolved.schedule), warn_of_router(shape))):
-        report(f"WARNING: {warning}")
-    report(
+        yield f"       --micro-batch-size {size} needs the fewest fillers: {share:.0%} more work than the batch itself"
+    yield f"gradients: {describe_gradients(plan, resolved.ds_config)}"
+
+
+def _optimizer_lines(run: Run) -> Iterator[str]:
+    config, schedule = run.config, run.resolved.schedule
+    clipping = cast("float", run.resolved.ds_config["gradient_clipping"])
+    yield f"optimizer: {describe_optimizer(config, schedule, clipping)}"
+    for warning in (warn_of_learning_rate(config, schedule), warn_of_router(run.resolved.shape)):
+        if warning:
+            yield f"WARNING: {warning}"
+
+
+def _data_lines(run: Run) -> Iterator[str]:
+    start, config, world = run.start, run.config, run.world
+    manifest, num_samples = start.sets.manifest, start.sets.num_train_samples
+    yield (
         f"data: {start.sets.name}, {num_samples:,} samples of {manifest.seq_len} tokens ({manifest.tokenizer}), "
-        f"{num_samples / plan.global_batch_size:,.1f} steps per epoch; {_validation(run)}"
+        f"{num_samples / run.resolved.plan.global_batch_size:,.1f} steps per epoch; {_validation(run)}"
     )
     if config.text == DEMO_TEXT:
         gpu_bytes, nodes = device_memory_bytes(), world.ranks_per_node
         machines = Machines(len(nodes), max(nodes), gpu_bytes, None, gpu_capability()) if gpu_bytes else None
-        report(f"      {describe_demo(config.model, machines, find_gpu(world.device_name))}")
+        yield f"      {describe_demo(config.model, machines, find_gpu(world.device_name))}"
     if start.tasks:
         tasks = ", ".join(f"{task.name} ({len(task.items):,} items)" for task in start.tasks)
-        report(f"      evaluation every {config.eval_every:,} steps on {tasks}")
+        yield f"      evaluation every {config.eval_every:,} steps on {tasks}"
     for line in (*_mix_lines(run), *_skip_lines(run)):
-        report(f"      {line}")
-    chosen = describe_steps(config, resolved, num_samples)
+        yield f"      {line}"
+
+
+def _length_line(run: Run) -> Iterator[str]:
+    resolved, num_samples = run.resolved, run.start.sets.num_train_samples
+    chosen = describe_steps(run.config, resolved, num_samples)
     total = run.stream.samples_after(resolved.total_steps)
-    report(
-        f"run: {resolved.total_steps:,} steps{f' ({chosen})' if chosen else ''}, {total * plan.seq_len:,} tokens, "
-        f"{total / num_samples:.2f} epochs; folder {shown(config.run)}, {_checkpoints(start)}"
+    yield (
+        f"run: {resolved.total_steps:,} steps{f' ({chosen})' if chosen else ''}, "
+        f"{total * resolved.plan.seq_len:,} tokens, {total / num_samples:.2f} epochs; folder {shown(run.config.run)}, "
+        f"{_checkpoints(run.start)}"
     )
 
 
@@ -215,8 +246,8 @@ def _checkpoints(run: Start) -> str:
         return f"no checkpoints: each step trains on the same {count_nouns(config.overfit_batch, 'sample')}"
     every = [f"every {config.save_every:,} steps"] if config.save_every else []
     every += [f"every {config.save_every_minutes:g} minutes"] if config.save_every_minutes else []
-    kept = f", those of every {config.keep_every:,} steps permanently" if config.keep_every else ""
-    return f"checkpoints {' and '.join([*every, 'at the end'])}, the last {config.keep_last} kept{kept}"
+    permanent = f", those of every {config.keep_every:,} steps permanently" if config.keep_every else ""
+    return f"checkpoints {' and '.join([*every, 'at the end'])}, the last {config.keep_last} kept{permanent}"
 
 
 class ReportStartup(StepAction):
@@ -262,7 +293,7 @@ class ReportCompilation(StepAction):
             graphs = f"{compiler.graphs} graph{'s' if compiler.graphs > 1 else ''}"
             report(f"blocks: {graphs} compiled in {compiler.compile_s:.1f} s")
         # Ranks do not meet at a later failure, so each reports its own.
-        compiler.on_failure = lambda failure: warn_on_stderr(
+        compiler.on_failure = lambda failure: say(
             f"WARNING: the compiler failed on rank {rank}, whose blocks run eagerly from now on: {failure}."
         )
 

@@ -46,7 +46,7 @@ from llmscale.checkpoint.load import (
 from llmscale.checkpoint.manifest import MANIFEST_NAME, Checkpoint, History
 from llmscale.checkpoint.run_state import SavedRun, read_saved_run
 from llmscale.config.hf_model import is_published
-from llmscale.config.run_config import keys_with
+from llmscale.config.run_keys import keys_with
 from llmscale.data.mixture import TrainingSets
 from llmscale.data.shards.manifest import Manifest
 from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_each_disk, on_main_rank
@@ -76,10 +76,10 @@ def confirm_start(start: Start, world: World, report: Callable[[str], None], at:
     if is_auto:
         share_descriptions(config.run, control, world.disks)
     # Rank 0 reads the folder for all: another rank might read it later and choose another checkpoint.
-    found = on_main_rank(control, lambda: find_checkpoints(config.run))
-    start = replace(start, found=found)
+    listing = on_main_rank(control, lambda: find_checkpoints(config.run))
+    start = replace(start, listing=listing)
     chosen = (
-        find_newest_good(found, config.run, control, world.disks, report)
+        find_newest_good(listing, config.run, control, world.disks, report)
         if is_auto
         else _find_named(start, at, world, report)
     )
@@ -146,34 +146,34 @@ def enter_history(start: Start, world: World, report: Callable[[str], None]) -> 
     def enter() -> History:
         try:
             # Another disk has its own list; nobody else has written to this one since it was listed.
-            found = start.found if start.found and world.disks.is_one else find_checkpoints(start.config.run)
-            return _enter(start, found, report)
+            listing = start.listing if start.listing and world.disks.is_one else find_checkpoints(start.config.run)
+            return _enter(start, listing, report)
         except (CheckpointError, OSError) as error:
             raise CheckpointError(f"the run cannot go back: {error}") from error
 
     return on_each_disk(world.control, world.disks, enter)
 
 
-def _enter(start: Start, found: FoundCheckpoints, report: Callable[[str], None]) -> History:
+def _enter(start: Start, listing: FoundCheckpoints, report: Callable[[str], None]) -> History:
     run, source, state = start.config.run, start.source, start.state
     if source is None or state is None:
-        return found.history
-    history = history_after(found, source.path, run)
-    if history != found.history or not is_of_run(source.path, run) or found.notes:
-        _begin_history(run, history, found, source, report)
+        return listing.history
+    history = history_after(listing, source.path, run)
+    if history != listing.history or not is_of_run(source.path, run) or listing.notes:
+        _begin_history(run, history, listing, source, report)
     try:
-        point_best(run, found.under(history).current)
+        point_best(run, listing.under(history).current)
     except (CheckpointError, OSError) as error:
         report(f"WARNING: `best` may not name the best checkpoint: {error}")
     return history
 
 
 def _begin_history(
-    run: Path, history: History, found: FoundCheckpoints, source: Checkpoint, report: Callable[[str], None]
+    run: Path, history: History, listing: FoundCheckpoints, source: Checkpoint, report: Callable[[str], None]
 ) -> None:
     record_history(run, history, source.path)
-    current = {checkpoint.path for checkpoint in found.under(history).current}
-    abandoned = [checkpoint for checkpoint in found.current if checkpoint.path not in current]
+    current = {checkpoint.path for checkpoint in listing.under(history).current}
+    abandoned = [checkpoint for checkpoint in listing.current if checkpoint.path not in current]
     if abandoned:
         report(_describe_abandoned(abandoned, history, source, run))
     try:
@@ -295,12 +295,8 @@ def claim_run_folder(claim: RunFolderClaim, world: World) -> Disks:
     starts = itertools.accumulate((0, *world.ranks_per_node[:-1]))
     firsts = [start for start, node in zip(starts, world.ranks_per_node, strict=True) for _ in range(node)]
     disks = Disks(tuple(0 if sees else first for sees, first in zip(sees_main, firsts, strict=True)))
-    if disks.is_one:
-        return disks
     is_own_main = not world.is_main and disks.mains[world.rank] == world.rank
-    owners = gather(world.control, on_all_ranks(world.control, lambda: claim.take() if is_own_main else None))
-    if not is_own_main and (own := owners[disks.mains[world.rank]]) is not None:
-        claim.join(own)
+    on_all_ranks(world.control, lambda: claim.take() if is_own_main else None)
     return disks
 
 
@@ -338,14 +334,14 @@ def _configuration(run: Start) -> dict[str, str]:
     config = as_plain(run.config)
     # The number of steps is the schedule's, too.
     resolved = {name: values for name, values in run.resolved.as_dict().items() if name != "total_steps"}
-    kept = {key: config[key] for key in keys_with(ranks="same")}
+    compared = {key: config[key] for key in keys_with(ranks="same")}
     # The content of checkpoints, weights, items and prompts is compared, not their paths.
-    kept["resume"] = config["resume"] if config["resume"] in ("auto", "none") else "a checkpoint"
-    kept["init_from"] = None if run.config.init_from is None else "weights"
-    kept["eval_tasks"] = [f"{task.name} {task.sha256[:16]}" for task in run.tasks]
-    kept["sample_prompts"] = hashlib.sha256(json.dumps(run.prompts).encode()).hexdigest()[:16]
-    kept |= {"precision": run.resolved.precision, "activation_checkpointing": run.resolved.checkpointing}
-    values = {key: _text(value) for key, value in kept.items()}
+    compared["resume"] = config["resume"] if config["resume"] in ("auto", "none") else "a checkpoint"
+    compared["init_from"] = None if run.config.init_from is None else "weights"
+    compared["eval_tasks"] = [f"{task.name} {task.sha256[:16]}" for task in run.tasks]
+    compared["sample_prompts"] = hashlib.sha256(json.dumps(run.prompts).encode()).hexdigest()[:16]
+    compared |= {"precision": run.resolved.precision, "activation_checkpointing": run.resolved.checkpointing}
+    values = {key: _text(value) for key, value in compared.items()}
     for path, text in _flatten(resolved).items():
         values[path.rpartition(".")[2]] = text
     return values
@@ -408,12 +404,12 @@ def digest(sections: Mapping[str, Section]) -> RankDigest:
 def representatives(digests: Sequence[RankDigest]) -> dict[str, set[int]]:
     """Return for each section that differs the first rank of each group of equal ranks."""
     names = {name: None for rank in digests for name in rank.digests}
-    found: dict[str, set[int]] = {}
+    speakers: dict[str, set[int]] = {}
     for name in names:
         groups = _ranks_by([rank.digests.get(name) for rank in digests])
         if len(groups) > 1:
-            found[name] = {ranks[0] for ranks in groups.values()}
-    return found
+            speakers[name] = {ranks[0] for ranks in groups.values()}
+    return speakers
 
 
 def describe_differences(digests: Sequence[RankDigest], details: Sequence[Mapping[str, Section]]) -> LlmscaleError:
@@ -452,15 +448,15 @@ def _ranks_by(values: Sequence[object]) -> dict[object, list[int]]:
 
 
 def _describe_values(by_value: Mapping[object, list[int]], hosts: Sequence[str], *, is_hash: bool) -> str:
-    shown: list[str] = []
+    words: list[str] = []
     for value, ranks in list(by_value.items())[:_MAX_VALUES]:
         text = str(value)
         text = text[:_HASH_DIGITS] if is_hash and len(text) > _MAX_VALUE_LENGTH else text
         text = text if len(text) <= _MAX_VALUE_LENGTH else f"{text[: _MAX_VALUE_LENGTH - 3]}..."
-        where = _describe_hosts(ranks, hosts) if len(set(hosts)) > 1 and shown else ""
-        shown.append(f"{text} on {describe_ranks(ranks)}{where}")
+        where = _describe_hosts(ranks, hosts) if len(set(hosts)) > 1 and words else ""
+        words.append(f"{text} on {describe_ranks(ranks)}{where}")
     more = f" and {len(by_value) - _MAX_VALUES} other values elsewhere" if len(by_value) > _MAX_VALUES else ""
-    return ", ".join(shown) + more
+    return ", ".join(words) + more
 
 
 def _describe_hosts(ranks: Sequence[int], hosts: Sequence[str]) -> str:

@@ -38,7 +38,7 @@ from llmscale.config.user_paths import shown
 from llmscale.error_handling import say
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.files.atomic_write import write_durably
-from llmscale.files.buffered_log import BufferedLog, warn_on_stderr
+from llmscale.files.record_log import RecordLog
 from llmscale.untrusted.documents import load_json_lines
 from llmscale.untrusted.paths import open_own
 from llmscale.untrusted.terminal import make_visible_line
@@ -91,7 +91,7 @@ def create_run_folder(run: Path) -> list[Path]:
             file.write(b"" if (run / CONFIG_NAME).exists() else bytes(_PROBE_BYTES))
         probe.unlink()
     except OSError as error:
-        with suppress(OSError):
+        if probe.exists():
             probe.unlink()
         _remove_empty(made)
         raise ConfigError(
@@ -108,13 +108,12 @@ def check_own_files(run: Path) -> None:
     """
     for names, is_right, kind in ((OWN_FILES, stat.S_ISREG, "file"), (OWN_FOLDERS, stat.S_ISDIR, "folder")):
         for path in (run / name for name in names):
-            with suppress(OSError):
-                if not is_right(path.lstat().st_mode):
-                    what = "a symbolic link" if path.is_symlink() else f"not a {kind}"
-                    raise ConfigError(
-                        f"--run {run}: {path.name} is {what}, and training would write to it. Put a {kind} in its "
-                        "place, or name another --run folder, which may itself be a link to another disk."
-                    )
+            if os.path.lexists(path) and not is_right(path.lstat().st_mode):
+                what = "a symbolic link" if path.is_symlink() else f"not a {kind}"
+                raise ConfigError(
+                    f"--run {run}: {path.name} is {what}, and training would write to it. Put a {kind} in its place, "
+                    "or name another --run folder, which may itself be a link to another disk."
+                )
 
 
 def _remove_empty(made: list[Path]) -> None:
@@ -133,19 +132,13 @@ def lock_run_folder(run: Path, name: str = LOCK_NAME) -> TextIO:
     """
     path = run / name
     try:
-        while True:
-            file = os.fdopen(_open_for_owner(path), "a+")
-            if not _lock(file):
-                file.seek(0)
-                owner = file.read().strip() or "another process"
-                file.close()
-                raise ConfigError(
-                    f"--run {run} is in use by {owner}. Wait for it to end, or name another folder."
-                ) from None
-            if _is_same_file(file, path):
-                break
-            # The previous owner removed it after we opened it and before we locked it.
+        # For its owner alone: whoever can read a file can lock it.
+        file = os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "a+")
+        if not _lock(file):
+            file.seek(0)
+            owner = file.read().strip() or "another process"
             file.close()
+            raise ConfigError(f"--run {run} is in use by {owner}. Wait for it to end, or name another folder.")
     except OSError as error:
         raise ConfigError(f"--run {run}: {path.name} cannot be written: {error.strerror or error}.") from None
     with suppress(OSError):  # a full disk may have no space for the text; the lock holds without it
@@ -167,35 +160,13 @@ def _lock(file: TextIO) -> bool:
     return True
 
 
-def _is_same_file(file: TextIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _open_for_owner(path: Path) -> int:
-    """Open a lock file that only its owner can read: whoever can read a file can lock it."""
-    descriptor = open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-    with suppress(PermissionError):
-        os.fchmod(descriptor, 0o600)
-    return descriptor
-
-
 class RunFolderClaim:
-    """One run's claim on its folder: one process takes it, every other rank checks that it is taken.
-
-    Somebody may remove, rename or replace the folder while the run trains. The folder is still ours while its lock file
-    is the one that was locked, or has the same text: inode numbers change on some network file systems, and a restored
-    copy is as good. A failed start leaves no empty folder.
-    """
+    """One run's claim on its folder, for the process that takes it. A failed start leaves no empty folder."""
 
     def __init__(self, run: Path, lock_name: str = LOCK_NAME) -> None:
         self._run, self._path = run, run / lock_name
         self._made: list[Path] = []
         self._lock: TextIO | None = None
-        self._owner: str | None = None
-        self._describe: Callable[[], None] = lambda: None
         self.before_release: list[Callable[[], object]] = []
         """Called when the claim ends."""
 
@@ -204,12 +175,10 @@ class RunFolderClaim:
         self._made = create_run_folder(self._run)
         self._lock = lock_run_folder(self._run, self._path.name)
         self._lock.seek(0)
-        self._owner = self._lock.read()
-        return self._owner
+        return self._lock.read()
 
     def is_visible(self, owner: str) -> bool:
         """Return whether this host sees the folder that another process, `owner`, has taken."""
-        self.join(owner)
         # A network file system may show a new file late; listing the folder asks the server again.
         for _ in range(_VISIBLE_TRIES):
             with suppress(OSError):
@@ -219,83 +188,23 @@ class RunFolderClaim:
             time.sleep(_VISIBLE_PAUSE_S)
         return False
 
-    def join(self, owner: str) -> None:
-        """Watch the folder as one that another process on this disk, `owner`, has taken."""
-        self._owner = owner
-
-    def describe(self, action: Callable[[], None]) -> None:
-        """Call `action`, which writes the description of the run, now and whenever the folder is created again."""
-        self._describe = action
-        action()
-
-    def find_loss(self) -> str | None:
-        """Return one line about what happened to the folder, or None if it is still ours or nobody has taken it."""
-        if self._owner is None:
-            return None
-        try:
-            if self._lock and os.path.samestat(os.stat(self._path), os.fstat(self._lock.fileno())):
-                return None
-            # Not earlier: closing a second handle of a locked file releases the lock.
-            owner = self._path.read_text(encoding="utf-8", errors="replace")
-        except (FileNotFoundError, NotADirectoryError):
-            gone = self._path if self._run.is_dir() else self._run
-            return f"{gone} was removed or renamed during training; the next checkpoint creates it again"
-        except OSError:
-            # The disk does not answer. Writing will report it.
-            return None
-        if owner == self._owner:
-            return None
-        return (
-            f"{self._run} now belongs to {owner.strip() or 'another process'} and not to this run: nothing is saved "
-            "there. Move it away, and the next checkpoint creates a new one"
-        )
-
     def check(self) -> None:
-        """Raise OSError if the folder is not this run's any more."""
-        loss = self.find_loss()
-        if loss:
-            raise OSError(loss)
-
-    def renew(self, report: Callable[[str], None]) -> bool:
-        """Create a missing folder again, with lock and description, and return whether that was done.
-
-        For the process that took it. `check` reports what cannot be repaired.
-        """
-        if self._lock is None or self.find_loss() is None or os.path.lexists(self._path):
-            return False
-        again = RunFolderClaim(self._run, self._path.name)
-        try:
-            again.take()
-            again.describe(self._describe)
-        except (ConfigError, OSError) as error:
-            # Without its description a folder is useless: the next checkpoint tries again.
-            if again._lock:
-                self._path.unlink(missing_ok=True)
-            again.give_up()
-            report(f"WARNING: the run folder is gone and cannot be created again: {error}")
-            return False
-        self._lock.close()
-        self._lock, self._owner = again._lock, again._owner
-        if again._made:
-            report(
-                f"WARNING: {self._run} was removed or renamed during training. It was created again, and everything "
-                "that follows is saved there; earlier checkpoints and metrics are where it was moved to"
-            )
-        else:
-            report(f"WARNING: {self._path} was missing; {self._run} is claimed again")
-        return True
+        """Raise OSError if the folder that this process has taken is not there any more."""
+        if self._lock is None:
+            return
+        if not self._path.exists() or not os.path.samestat(self._path.stat(), os.fstat(self._lock.fileno())):
+            raise OSError(f"{self._run} was removed, renamed or replaced during training")
 
     def give_up(self) -> None:
         """Release the lock of a run that never began; remove its files, and the folders created for it if empty."""
         own = {self._path.name}
         if self._made:
             own |= {*_START_FILES, *ORIGIN_FOLDERS}
-        with suppress(OSError):
-            if self._lock and {path.name for path in self._run.iterdir()} <= own:
-                for name in own & {*ORIGIN_FOLDERS}:
-                    shutil.rmtree(self._run / name, ignore_errors=True)
-                for name in own - {*ORIGIN_FOLDERS}:
-                    (self._run / name).unlink(missing_ok=True)
+        if self._lock and self._run.is_dir() and {path.name for path in self._run.iterdir()} <= own:
+            for name in own & {*ORIGIN_FOLDERS}:
+                shutil.rmtree(self._run / name, ignore_errors=True)
+            for name in own - {*ORIGIN_FOLDERS}:
+                (self._run / name).unlink(missing_ok=True)
         self.close()
         _remove_empty(self._made)
 
@@ -338,8 +247,8 @@ def save_run_description(
         "llmscale": __version__,
         "versions": library_versions(),
     }
-    starts = BufferedLog(run / STARTS_NAME, unit="start")
-    starts.append(json.dumps(start).encode() + b"\n", 0)
+    starts = RecordLog(run / STARTS_NAME, say)
+    starts.append(json.dumps(start).encode() + b"\n")
     starts.close()
 
 
@@ -348,15 +257,18 @@ def _arguments() -> list[str]:
     return [word for word in sys.argv[1:] if not re.match("--local[-_]rank=", word)]
 
 
-def repeats_last_start(run: Path, launches: Sequence[str]) -> bool:
-    """Return whether the run's last start was of one of these launches, with the same arguments."""
+def repeats_last_start(run: Path, launches: Sequence[str], arguments: Sequence[str] | None = None) -> bool:
+    """Return whether the run's last start was of one of these launches, with the same arguments.
+
+    `arguments` are train.py's; default: those of this process.
+    """
     try:
         starts = list(load_json_lines(run / STARTS_NAME))
     except (OSError, LlmscaleError):
         return False
     names = starts[-1].get("launches") if starts else None
     is_same_launch = isinstance(names, list) and any(launch in names for launch in launches)
-    return is_same_launch and starts[-1].get("arguments") == _arguments()
+    return is_same_launch and starts[-1].get("arguments") == (_arguments() if arguments is None else list(arguments))
 
 
 def keep(write: Callable[[], None], run: Path, what: str, *, is_new: bool) -> None:
@@ -368,7 +280,7 @@ def keep(write: Callable[[], None], run: Path, what: str, *, is_new: bool) -> No
         failed = f"{what} cannot be written to {run}: {getattr(error, 'strerror', None) or error}".rstrip(".")
         if is_new:
             raise ConfigError(f"--run {run}: {failed}. Free some space, or name a folder on another disk.") from None
-        warn_on_stderr(f"WARNING: {failed}. The folder keeps that of an earlier start, if there is one.")
+        say(f"WARNING: {failed}. The folder keeps that of an earlier start, if there is one.")
 
 
 def library_versions() -> dict[str, str | None]:
@@ -453,8 +365,7 @@ def _run(command: str, stdin: int, stderr: int) -> str:
     try:
         status = process.wait(HOOK_S)
     except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         return f"took longer than {HOOK_S:.0f} s and was killed"
     return f"ended with status {status}" if status else ""

@@ -210,14 +210,14 @@ def saved_stages(identity: Mapping[str, object], num_sets: int) -> tuple[PlacedS
     Raises CheckpointError.
     """
     listed = identity.get(STAGES_KEY, [])
-    found: list[PlacedStage] = []
+    stages: list[PlacedStage] = []
     for entry in listed if isinstance(listed, list) else [None]:
         stage = _parse_stage(entry)
-        if stage is None or (stage.begin <= found[-1].begin if found else stage.begin != 0):
+        if stage is None or (stage.begin <= stages[-1].begin if stages else stage.begin != 0):
             raise CheckpointError(f"the checkpoint's state is damaged: {STAGES_KEY} is {str(listed)[:80]!r}.")
-        found.append(stage)
+        stages.append(stage)
     # Other datasets are reported where identities are compared.
-    return tuple(found) if all(len(stage.shares) == num_sets for stage in found) else ()
+    return tuple(stages) if all(len(stage.shares) == num_sets for stage in stages) else ()
 
 
 def _parse_stage(entry: object) -> PlacedStage | None:

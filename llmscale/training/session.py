@@ -100,8 +100,7 @@ class Session:
         if error is not None and not self.stop.ends_early:
             # Now: whoever ends later is not to blame.
             lost = None if isinstance(error, LlmscaleError) else explain_lost_peer(error)
-            if self.io.claim.find_loss() is None:
-                record_failure(self.run.config.run, lost or error, step=self.step, rank=self.run.world.rank)
+            record_failure(self.run.config.run, lost or error, step=self.step, rank=self.run.world.rank)
         self.engine.feed.close()
         for action in self.actions:
             action.close()
@@ -265,14 +264,18 @@ def build_actions(
     return actions, SaveCheckpoints(run, engine, io, rollback, actions)
 
 
-def open_data(start: Start, world: World) -> tuple[Feed, tuple[ValidationSplit, ...]]:
-    """Return the feed at the run's position, and the validation splits if they are used. Collective."""
+def open_data(start: Start, world: World) -> Feed:
+    """Return the feed at the run's position. Collective."""
     start_sample = start.state.samples_seen if start.state else 0
-    feed = on_all_ranks(world.control, lambda: open_feed(start, world, start_sample=start_sample))
+    return on_all_ranks(world.control, lambda: open_feed(start, world, start_sample=start_sample))
+
+
+def open_validation_splits(start: Start, world: World) -> tuple[ValidationSplit, ...]:
+    """Return the validation splits; none without validation. Collective."""
     if not start.config.val_every:
-        return feed, ()
+        return ()
     sets = start.sets.as_recorded(start.stream.identity)
-    return feed, on_all_ranks(world.control, lambda: open_validation(sets, start.config.val_samples))
+    return on_all_ranks(world.control, lambda: open_validation(sets, start.config.val_samples))
 
 
 def open_feed(start: Start, world: World, *, start_sample: int) -> Feed:
@@ -339,7 +342,7 @@ def _roll_back(session: Session) -> bool:
         return _stop_at_spike(session, before, spike, str(error))
     assert start.source is not None and start.state is not None
     engine.feed.close()
-    feed, validation = open_data(start, run.world)
+    feed, validation = open_data(start, run.world), open_validation_splits(start, run.world)
     load_checkpoint(engine.deepspeed, start.source, run.world, engine.configured_scaler)
     engine.deepspeed.skipped_steps = 0
     history = enter_history(start, run.world, io.report)
@@ -348,7 +351,7 @@ def _roll_back(session: Session) -> bool:
         io.log.roll_back(start.state.step)
     rollback.num_rollbacks += 1
     seconds = {"going back": time.perf_counter() - began}
-    run = Run(replace(start, found=None), run.world, validation, history, run.estimate, seconds)
+    run = Run(replace(start, listing=None), run.world, validation, history, run.estimate, seconds)
     recent = RecentSteps(run.world)
     engine = replace(engine, feed=feed, recent=recent, skipped_before=start.state.skipped_steps)
     session.continue_from(run, engine, *build_actions(run, engine, io, rollback, session.stop))
@@ -368,7 +371,7 @@ class SaveCheckpoints(StepAction):
     def __init__(
         self, run: Run, engine: Engine, io: RunIO, rollback: RollbackRequest, others: Sequence[StepAction]
     ) -> None:
-        """`others` begin again in a run folder that had to be created again; one of them may validate."""
+        """One of the `others` may validate."""
         self._run, self._engine, self._io, self._others = run, engine, io, others
         config = run.config
         self._saver = CheckpointSaver(
@@ -405,7 +408,6 @@ class SaveCheckpoints(StepAction):
         run, engine = self._run, self._engine
         with engine.meter.pause("saving"):
             self._saver.wait()
-            self._restore_run_folder(step)
             if self._saved_step == step:
                 return
             fragments = engine_fragments(engine.deepspeed)
@@ -425,25 +427,14 @@ class SaveCheckpoints(StepAction):
 
     def finish(self, step: int) -> None:
         """Save the last step unless it is saved, and wait until it is on disk. Raises CheckpointError on failure."""
-        # Twice: the second does nothing, unless the run folder was removed during the first.
-        for _ in range(2):
-            self.save(step)
-            self._saver.wait()
+        self.save(step)
+        self._saver.wait()
         if self._saver.last_saved_step != step:
             raise CheckpointError(
                 f"training ended at step {step} of {self._run.resolved.total_steps}, but its last checkpoint "
                 "could not be saved (see the warning above). Make room or mend the folder, and start again to repeat "
                 "the steps since the last one."
             )
-
-    def _restore_run_folder(self, step: int) -> None:
-        """Create a missing run folder again, complete, for the next checkpoint to be a run's. Collective."""
-        claim, report = self._io.claim, self._io.report
-        if not any(gather(self._run.world.control, claim.renew(report))):
-            return
-        self._saved_step = None
-        for action in self._others:
-            action.begin(step)
 
     def _run_state(self, step: int) -> RunState:
         run, engine = self._run, self._engine

@@ -21,7 +21,8 @@ from llmscale.checkpoint.manifest import load_pieces
 from llmscale.checkpoint.run_state import RunState, SavedRun, check_identity
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.resolve import ResolvedRun, resolve_run, resolve_schedule
-from llmscale.config.run_config import CHANGES_THAT_BREAK, IDENTITY, KEYS, RunConfig, place_of
+from llmscale.config.run_config import CHANGES_THAT_BREAK, KEYS, RunConfig
+from llmscale.config.run_keys import IDENTITY, place_of
 from llmscale.config.schedule import Schedule
 from llmscale.config.user_paths import shown, url_of
 from llmscale.engine.device_settings import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, allocator_settings
@@ -51,7 +52,7 @@ class Start(Inputs):
     """Allowed changes of the checkpoint's identity, each with its consequence."""
     compilation: Compilation = EAGER
     """How blocks are compiled; decided once the device is known."""
-    found: FoundCheckpoints | None = None
+    listing: FoundCheckpoints | None = None
     """The run's checkpoints as rank 0 listed them after the claim; None before."""
 
     @property
@@ -86,7 +87,7 @@ class Start(Inputs):
         Raises CheckpointError, ConfigError, DataError.
         """
         begun = _begin(replace(self, source=source, resumes=resumes), self.resolved)
-        return replace(begun, compilation=self.compilation, found=self.found)
+        return replace(begun, compilation=self.compilation, listing=self.listing)
 
 
 def prepare_start(config: RunConfig, world_size: int) -> Start:
@@ -217,11 +218,11 @@ def hyperparameters(run: Start) -> dict[str, object]:
     """
     resolved, ds_config = run.resolved, run.resolved.ds_config
     types = cast("Mapping[str, object]", ds_config["data_types"])
-    told = [key for key, behaviour in KEYS.items() if behaviour.resume in ("logged", "weights")]
+    logged = [key for key, behaviour in KEYS.items() if behaviour.resume in ("logged", "weights")]
     return {
         "zero_stage": resolved.zero_stage,
         "world_size": resolved.plan.ranks.world_size,
-        **{key: value_at(place_of(key), run) for key in told},
+        **{key: value_at(place_of(key), run) for key in logged},
         "grad_accum_dtype": types["grad_accum_dtype"],
         "communication_data_type": ds_config["communication_data_type"],
     }

@@ -187,14 +187,14 @@ def format_step(m: StepMetrics, total_steps: int) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format seconds as 45s, 3m20s, 5h07m or 2d04h."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded}s"
+    if rounded < 3600:
+        return f"{rounded // 60}m{rounded % 60:02d}s"
+    if rounded < 86400:
+        return f"{rounded // 3600}h{rounded % 3600 // 60:02d}m"
+    return f"{rounded // 86400}d{rounded % 86400 // 3600:02d}h"
 
 
 @dataclass(frozen=True)

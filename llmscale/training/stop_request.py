@@ -28,13 +28,15 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from llmscale.config.launcher_variables import is_requeued
+from llmscale.engine.launcher_variables import is_requeued
 from llmscale.errors import MachineError
 from llmscale.untrusted.interpreter import RUN_MODULE
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 #: Set by `llmscale train` for its ranks: its process id. A rank whose parent is another process has lost it already.
 LAUNCHER_VARIABLE = "LLMSCALE_LAUNCHER"
+#: Set by `llmscale launch` for its ranks: the name of the launch, which all of its attempts share.
+LAUNCH_VARIABLE = "LLMSCALE_LAUNCH"
 _COMMANDS = frozenset(("deepspeed", "ds", "torchrun", "accelerate", "llmscale"))
 #: Modules that run these commands, or are run by them -> the name to show.
 _MODULES = {
@@ -204,40 +206,32 @@ def _tell_other_ranks() -> None:
 
     Before that it would die of the signal, and the job would count as failed.
     """
-    told: set[int] = set()
+    signalled: set[int] = set()
     deadline = time.monotonic() + _HANDLERS_PATIENCE_S
-    while True:
-        others = _find_other_ranks() - told
+    own_rank = int(os.environ.get("RANK", "0"))
+    while os.environ.get("WORLD_SIZE", "1") != "1":
+        others = {pid for pid, rank in find_ranks().items() if rank != own_rank} - signalled
         late = time.monotonic() > deadline
         for pid in others:
             if late or _catches_sigterm(pid):
-                told.add(pid)
+                signalled.add(pid)
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGTERM)
-        if late or others <= told:
+        if late or others <= signalled:
             return
         time.sleep(_HANDLERS_CHECK_S)
-
-
-def _find_other_ranks() -> set[int]:
-    """Return this job's other processes on this host: those with the same rendezvous and another rank."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        return set()
-    our_rank = int(os.environ.get("RANK", "0"))
-    return {process for process, rank in find_ranks().items() if rank != our_rank}
 
 
 def find_ranks() -> dict[int, int]:
     """Return the rank of each of this job's living processes on this host: those with the same rendezvous."""
     ours = {f"{name}={os.environ.get(name, '')}".encode() for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")}
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # another user's process, or one that ended
-            variables = set((folder / "environ").read_bytes().split(b"\0"))
-            ranks = [word[5:] for word in variables if word.startswith(b"RANK=") and word[5:].isdigit()]
-            if ours <= variables and ranks:
-                found[int(folder.name)] = int(ranks[0])
-    return found
+    ranks_by_pid = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        variables = set(_read_list(int(name), "environ"))
+        ranks = [word[5:] for word in variables if word.startswith(b"RANK=") and word[5:].isdigit()]
+        if ours <= variables and ranks:
+            ranks_by_pid[int(name)] = int(ranks[0])
+    return ranks_by_pid
 
 
 def _catches_sigterm(pid: int) -> bool:
@@ -279,20 +273,24 @@ def find_launchers() -> list[Launcher]:
         name = launcher_name(arguments)
         if name is not None:
             chain.append(Launcher(pid, name, stat.started))
-        elif chain or not _belongs_to_rank(pid):
+        elif chain or f"RANK={os.environ.get('RANK', '')}".encode() not in _read_list(pid, "environ"):
+            # Not a wrapper with the rank's environment either, such as a shell script that binds cores.
             break
         pid = stat.parent
-    if chain and _has_lost_its_runner(chain[-1]):
+    # On one node `deepspeed` starts its launcher without --node_rank, and everybody else with that flag.
+    lacks_runner = bool(chain) and chain[-1].name == "deepspeed.launcher.launch"
+    if lacks_runner and not any(word.startswith("--node_rank") for word in _arguments(chain[-1].pid)):
         chain.append(Launcher(pid, "deepspeed", ""))
     return chain
 
 
 def launch_names(variables: Mapping[str, str]) -> list[str]:
-    """Return the names of this launch by torchrun and by Slurm, which all of its starts share.
+    """Return the names of this launch by torchrun, Slurm and `llmscale launch`, which all of its starts share.
 
     torchrun's restart count differs between nodes, and stays 0 when ranks restart for a node that comes or goes.
     """
     names = [f"{_SLURM_JOB}{variables['SLURM_JOB_ID']}"] if "SLURM_JOB_ID" in variables else []
+    names += [variables[LAUNCH_VARIABLE]] if LAUNCH_VARIABLE in variables else []
     run_id = variables.get("TORCHELASTIC_RUN_ID")
     if run_id not in (None, "", _NO_RUN_ID):
         return [*names, f"torchrun --rdzv-id {run_id}"]
@@ -334,26 +332,8 @@ def _script_name(script: str) -> str | None:
     if name in _COMMANDS:
         return name
     dotted = script.removesuffix(".py").replace("/", ".")
-    return next((shown for module, shown in _MODULES.items() if "." in module and dotted.endswith(f".{module}")), None)
-
-
-def _has_lost_its_runner(last: Launcher) -> bool:
-    """Return whether `deepspeed` died before deepspeed.launcher.launch, which it started, had started its ranks.
-
-    On one node `deepspeed` starts it without --node_rank; everybody else passes that flag.
-    """
-    if last.name != "deepspeed.launcher.launch":
-        return False
-    return not any(word.startswith("--node_rank") for word in _arguments(last.pid))
-
-
-def _belongs_to_rank(pid: int) -> bool:
-    """Return whether a process is a wrapper with the rank's environment, such as a shell script that binds cores."""
-    try:
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return f"RANK={os.environ.get('RANK', '')}".encode() in variables
+    launchers = (name for module, name in _MODULES.items() if "." in module and dotted.endswith(f".{module}"))
+    return next(launchers, None)
 
 
 @dataclass(frozen=True)
@@ -379,11 +359,15 @@ def read_stat(pid: int) -> Stat | None:
 
 
 def _arguments(pid: int) -> list[str]:
+    return [os.fsdecode(word) for word in _read_list(pid, "cmdline")[:-1]]
+
+
+def _read_list(pid: int, name: str) -> list[bytes]:
+    """Return the environment or the command line of a process; nothing of another user's, or of one that ended."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0")
     except OSError:
         return []
-    return [os.fsdecode(word) for word in words[:-1]]
 
 
 #: Parts of messages of gloo, NCCL, torch's store and the kernel about a peer that has gone or does not answer.
@@ -510,10 +494,10 @@ class _Peers:
 
 def _killed_children(parent: int) -> dict[int, int]:
     """Return the signals by which children of a process ended that it has not waited for, by process."""
-    found = {}
+    signals = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and (stat := read_stat(int(name))) and stat.parent == parent and stat.state in "ZX":
             number = stat.exit_code & 0x7F
             if number:
-                found[int(name)] = number
-    return found
+                signals[int(name)] = number
+    return signals

@@ -14,7 +14,6 @@ import faulthandler
 import json
 import os
 import signal
-import stat
 import threading
 import time
 from collections.abc import Callable
@@ -58,7 +57,7 @@ class Heartbeat:
         """Return the heartbeat that the launcher's environment asks for. Child processes do not see it."""
         name = os.environ.pop(REPORTS_VARIABLE, "")
         rank = os.environ.get("RANK", "0")
-        return cls(int(name) if _is_pipe(name) else None, int(rank) if rank.isdecimal() else 0)
+        return cls(int(name) if name.isdecimal() else None, int(rank) if rank.isdecimal() else 0)
 
     @property
     def is_supervised(self) -> bool:
@@ -75,7 +74,8 @@ class Heartbeat:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.environ.get(LAUNCHER_VARIABLE) != str(os.getppid()):
                 os._exit(1)
-        _unblock_signals()
+        # `llmscale train` and `launch` start ranks with these blocked, so that none is killed before it can answer.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGHUP))
         self.beat("starting")
 
     def beat(self, phase: str, step: int | None = None) -> None:
@@ -112,22 +112,6 @@ class Heartbeat:
         # A pipe that nobody empties takes no more, and does not block.
         with contextlib.suppress(OSError):
             os.write(self._pipe, json.dumps(report).encode() + b"\n")
-
-
-def _is_pipe(name: str) -> bool:
-    """Return whether `name` is an open pipe's number, and not left over from another process."""
-    try:
-        return stat.S_ISFIFO(os.fstat(int(name)).st_mode)
-    except (ValueError, OSError, OverflowError):
-        return False
-
-
-def _unblock_signals() -> None:
-    """Unblock signals, and deliver those that are pending.
-
-    `llmscale train` and `llmscale launch` start ranks with these blocked, so that none is killed before it can answer.
-    """
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGHUP))
 
 
 # ---------------------------------------------------------------- the watchdog

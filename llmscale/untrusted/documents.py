@@ -1,19 +1,17 @@
-"""Parse JSON, YAML and TOML of bounded size and depth into plain values; nothing else in llmscale parses them.
+"""Parse JSON, YAML and TOML of bounded size into plain values; nothing else in llmscale parses them.
 
-Any content gives a value or a one-line error that names the file: invalid UTF-8, deep nesting, integers beyond 64 bits,
-duplicate keys, YAML aliases, a list instead of an object. Callers explain a missing file themselves (FileNotFoundError,
-NotADirectoryError).
+Any content gives a value or a one-line error that names the file: invalid UTF-8, duplicate keys, a list instead of an
+object. Callers explain a missing file themselves (FileNotFoundError, NotADirectoryError).
 """
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from llmscale.errors import LlmscaleError
 from llmscale.untrusted.paths import open_regular, read_regular
@@ -27,9 +25,6 @@ CONFIG_MAX_BYTES = 1 << 20
 MAX_BYTES = 64 << 20
 #: Longest line of a log.
 LINE_MAX_BYTES = 1 << 20
-_MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
-#: Deepest nesting of objects and lists. Files of llmscale and of the Hub have at most a dozen levels.
-MAX_DEPTH = 64
 
 
 @dataclass(frozen=True)
@@ -42,11 +37,9 @@ class Rules:
     """Sentence at the end of every message."""
     max_bytes: int = MAX_BYTES
     follow_links: bool = True
-    """Accept a symbolic link: yes for a file that the user named, no inside a dataset or a checkpoint."""
+    """Accept a symbolic link: not inside a run."""
     not_finite: bool = False
     """Accept NaN and Infinity, which Python writes and JSON lacks."""
-    large_numbers: bool = False
-    """Accept JSON integers beyond 64 bits, as floats: transformers writes 10^30 for "no limit"."""
 
 
 def load_json(path: Path, rules: Rules, where: str = "") -> dict[str, object]:
@@ -69,7 +62,7 @@ def load_toml(path: Path, rules: Rules, where: str = "") -> dict[str, object]:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A log line that is not a JSON object: damaged, not UTF-8, too long, nested too deeply, or half-written."""
+    """A log line that is not a JSON object: damaged, not UTF-8, too long, or half-written."""
 
     number: int
     """Line number, from 1."""
@@ -83,13 +76,15 @@ def load_json_lines(path: Path, on_bad: Callable[[BadLine], None] | None = None)
     NaN and Infinity are accepted. Raises OSError, and RefusedFile for anything but a regular file.
     """
     rules = Rules(LlmscaleError, max_bytes=LINE_MAX_BYTES, not_finite=True)
+    number = 0
     with open_regular(path) as file:
-        for number, (line, is_whole) in enumerate(_lines(file), 1):
+        while line := file.readline(LINE_MAX_BYTES):
+            number += 1
             try:
                 yield parse_json(line, rules, "")
             except LlmscaleError:
                 if on_bad and not line.isspace():
-                    on_bad(BadLine(number, is_torn=not is_whole))
+                    on_bad(BadLine(number, is_torn=not line.endswith(b"\n")))
 
 
 def parse_json(contents: bytes | str, rules: Rules, where: str) -> dict[str, object]:
@@ -100,8 +95,6 @@ def parse_json(contents: bytes | str, rules: Rules, where: str) -> dict[str, obj
             text,
             object_pairs_hook=_without_duplicates,
             parse_constant=None if rules.not_finite else _refuse_constant,
-            parse_int=_parse_any_int if rules.large_numbers else _parse_int,
-            parse_float=None if rules.not_finite else _parse_float,
         )
     except json.JSONDecodeError as error:
         hint = ""
@@ -109,24 +102,20 @@ def parse_json(contents: bytes | str, rules: Rules, where: str) -> dict[str, obj
             hint = ". (JSON has no comments and no comma after the last entry.)"
         place = f"{error.msg.removesuffix(' at')} at line {error.lineno}, column {error.colno}"
         raise _fault(rules, f"{where} is not JSON: {place}{hint}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _fault(rules, f"{where}: {error}") from None
-    except RecursionError:
-        raise _too_deep(rules, where) from None
     return _checked(value, rules, where, "a JSON object")
 
 
 def parse_yaml(contents: bytes | str, rules: Rules, where: str) -> dict[str, object]:
-    """Return the mapping in `contents`: safe YAML without aliases and duplicate keys. Raises `rules.error`."""
+    """Return the mapping in `contents`: safe YAML without duplicate keys. Raises `rules.error`."""
     import yaml
 
     text = _decode(contents, rules, where, "valid yaml")
     try:
         value = yaml.load(text, Loader=_strict_loader())
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise _fault(rules, f"{where} is not valid yaml: {_yaml_problem(error)}") from None
-    except RecursionError:
-        raise _too_deep(rules, where) from None
     return {} if value is None else _checked(value, rules, where, "keys and values")
 
 
@@ -140,10 +129,8 @@ def parse_toml(contents: bytes | str, rules: Rules, where: str) -> dict[str, obj
     text = _decode(contents, rules, where, "valid toml")
     try:
         value = tomllib.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _fault(rules, f"{where} is not valid toml: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise _too_deep(rules, where) from None
     return _checked(value, rules, where, "keys and values")
 
 
@@ -155,21 +142,6 @@ def _read(path: Path, rules: Rules, where: str) -> bytes:
     except (OSError, ValueError) as error:
         # ValueError: a NUL in the path.
         raise _fault(rules, f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-
-
-def _lines(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """Yield each line and whether it ends with a newline; a line that is too long is given as empty."""
-    is_inside = False
-    while piece := file.readline(LINE_MAX_BYTES + 1):
-        ends = piece.endswith(b"\n")
-        is_long = is_inside or (not ends and len(piece) > LINE_MAX_BYTES)
-        is_inside = is_long and not ends
-        if not is_long:
-            yield piece, ends
-        elif ends:
-            yield b"", True
-    if is_inside:
-        yield b"", False
 
 
 def _decode(contents: bytes | str, rules: Rules, where: str, kind: str) -> str:
@@ -184,19 +156,10 @@ def _decode(contents: bytes | str, rules: Rules, where: str, kind: str) -> str:
 
 
 def _checked(value: object, rules: Rules, where: str, wanted: str) -> dict[str, object]:
-    """Return `value` if it is a mapping of bounded depth, with its keys as text."""
+    """Return `value` if it is a mapping, with its keys as text."""
     if not isinstance(value, dict):
         raise _fault(rules, f"{where} must hold {wanted}, not {_describe(value)}")
-    level: list[object] = [value]
-    for _ in range(MAX_DEPTH + 1):
-        inner = [item for item in level if isinstance(item, (dict, list))]
-        if not inner:
-            return {str(key): entry for key, entry in value.items()}
-        level = [child for item in inner for child in (item.values() if isinstance(item, dict) else item)]
-        for number in level:
-            if type(number) is int and not _MIN_INT <= number <= _MAX_INT:
-                raise _fault(rules, f"{where}: a number of {number.bit_length()} bits does not fit 64")
-    raise _too_deep(rules, where)
+    return {str(key): entry for key, entry in value.items()}
 
 
 def _describe(value: object) -> str:
@@ -219,33 +182,10 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _parse_int(digits: str) -> int:
-    # The length first: converting a million digits takes minutes.
-    if len(digits) > 20:
-        raise ValueError(f"the number {digits[:24]}... does not fit 64 bits")
-    return int(digits)
-
-
-def _parse_any_int(digits: str) -> int | float:
-    value = int(digits) if len(digits) <= 20 else None
-    return value if value is not None and _MIN_INT <= value <= _MAX_INT else float(digits)
-
-
-def _parse_float(digits: str) -> float:
-    value = float(digits)
-    if math.isinf(value):
-        raise ValueError(f"the number {digits[:24]} does not fit a double")
-    return value
-
-
 def _yaml_problem(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
     return " ".join(str(getattr(error, "problem", None) or error).split()) + place
-
-
-def _too_deep(rules: Rules, where: str) -> LlmscaleError:
-    return _fault(rules, f"{where} nests objects and lists more than {MAX_DEPTH} levels deep")
 
 
 def _fault(rules: Rules, what: str) -> LlmscaleError:
@@ -258,14 +198,7 @@ def _strict_loader() -> type[yaml.SafeLoader]:
     import yaml
 
     class StrictLoader(yaml.SafeLoader):
-        """Safe YAML without aliases, which can expand to gigabytes, and without duplicate keys."""
-
-        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-            if self.check_event(yaml.AliasEvent):
-                event = self.peek_event()
-                raise yaml.composer.ComposerError(None, None, "aliases (*name) are not supported", event.start_mark)
-            node: yaml.Node | None = super().compose_node(parent, index)
-            return node
+        """Safe YAML without duplicate keys."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
             seen: set[str] = set()

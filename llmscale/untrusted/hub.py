@@ -360,7 +360,7 @@ def _ask_about(model: str, revision: str, error: type[LlmscaleError]) -> dict[st
     answer = fetch_from_hub(f"api/models/{model}/revision/{revision}", _INFO_BYTES)
     if answer is None:
         raise OSError(f"the Hub knows no model {model} with a revision {revision}")
-    rules = Rules(error, max_bytes=_INFO_BYTES, not_finite=True, large_numbers=True)
+    rules = Rules(error, max_bytes=_INFO_BYTES, not_finite=True)
     return parse_json(answer, rules, f"The Hub's answer about {model}")
 
 

@@ -1,7 +1,7 @@
 """Check untrusted file names and files before they are used.
 
 A name from a manifest decides which file is opened or written, so it is checked before it becomes a path. Only regular
-files are opened: a FIFO would block, and a device may never end.
+files are opened: a FIFO would block.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
 
@@ -25,7 +24,6 @@ _MAX_NAME_BYTES = 255
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
     stat.S_IFLNK: "a symbolic link",
@@ -68,7 +66,9 @@ def find_link(folder: Path, relative: str) -> Path | None:
 def check_regular(path: Path, *, follow_links: bool) -> os.stat_result:
     """Return the status of a regular file. Raises OSError, and RefusedFile for anything else."""
     status = os.stat(path, follow_symlinks=follow_links)
-    _refuse_other_kinds(path, status)
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise RefusedFile(errno.EINVAL, f"is {kind}, not a regular file", str(path))
     return status
 
 
@@ -78,17 +78,14 @@ def is_pointer(head: bytes) -> bool:
 
 
 def open_regular(path: Path, *, follow_links: bool = True) -> BufferedReader:
-    """Open a regular file for reading; never blocks. `follow_links`: whether its last part may be a symbolic link.
+    """Open a regular file for reading. `follow_links`: whether its last part may be a symbolic link.
 
-    Raises OSError, and RefusedFile for a folder, a FIFO, a socket, a device, a link, a Git LFS pointer.
+    Raises OSError, and RefusedFile for a folder, a FIFO, a device, a link, a Git LFS pointer.
     """
-    # Before it is opened: opening a device can have effects.
-    check_regular(path, follow_links=follow_links)
-    file = os.fdopen(_open(path, os.O_RDONLY | (0 if follow_links else os.O_NOFOLLOW), 0), "rb")
+    status = check_regular(path, follow_links=follow_links)
+    file = path.open("rb")
     # Read at a position, which leaves that of the file at its beginning.
-    if os.fstat(file.fileno()).st_size <= _MOST_POINTER_BYTES and is_pointer(
-        os.pread(file.fileno(), len(_POINTER_LINE), 0)
-    ):
+    if status.st_size <= _MOST_POINTER_BYTES and is_pointer(os.pread(file.fileno(), len(_POINTER_LINE), 0)):
         file.close()
         raise RefusedFile(errno.EINVAL, POINTER, str(path))
     return file
@@ -97,27 +94,14 @@ def open_regular(path: Path, *, follow_links: bool = True) -> BufferedReader:
 def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
     """Open a run's file for writing and return its descriptor. `flags` and `mode` are os.open's.
 
-    The folder is untrusted: the name may be a link that leads elsewhere, or a pipe that blocks. Raises OSError, and
-    RefusedFile for anything but a regular file.
+    Raises OSError, and RefusedFile for a symbolic link.
     """
-    with suppress(FileNotFoundError):
-        check_regular(path, follow_links=False)
-    return _open(path, flags | os.O_NOFOLLOW, mode)
-
-
-def _open(path: Path, flags: int, mode: int) -> int:
     try:
-        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, mode)
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     except OSError as error:
-        if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
+        if error.errno == errno.ELOOP:
             raise RefusedFile(errno.ELOOP, "is a symbolic link, not a regular file", str(path)) from None
         raise
-    try:
-        _refuse_other_kinds(path, os.fstat(descriptor))
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def read_regular(path: Path, max_bytes: int, *, follow_links: bool = True) -> bytes:
@@ -127,9 +111,3 @@ def read_regular(path: Path, max_bytes: int, *, follow_links: bool = True) -> by
     if len(contents) > max_bytes:
         raise RefusedFile(errno.EFBIG, f"is larger than the limit of {max_bytes:,} bytes", str(path))
     return contents
-
-
-def _refuse_other_kinds(path: Path, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise RefusedFile(errno.EINVAL, f"is {kind}, not a regular file", str(path))

@@ -39,5 +39,10 @@ def print_visible(text: object, *, file: TextIO | None = None, flush: bool = Fal
     print(make_visible(str(text)), file=file or sys.stdout, flush=flush)
 
 
+def print_to_stderr(line: str) -> None:
+    """Print a line as `print_visible` does, on stderr and at once."""
+    print_visible(line, file=sys.stderr, flush=True)
+
+
 def _escape(match: re.Match[str]) -> str:
     return match.group().encode("unicode_escape").decode("ascii")

@@ -75,13 +75,13 @@ def machine_line(machine: Mapping[str, object]) -> str:
 
 def median_and_range(values: Iterable[float]) -> dict[str, float]:
     """Return the median of repeated measurements with the smallest and the largest one."""
-    found = list(values)
-    return {"median": statistics.median(found), "min": min(found), "max": max(found)}
+    numbers = list(values)
+    return {"median": statistics.median(numbers), "min": min(numbers), "max": max(numbers)}
 
 
-def show_range(found: Mapping[str, float], form: str = ".2f") -> str:
+def show_range(spread: Mapping[str, float], form: str = ".2f") -> str:
     """Return "median (smallest-largest)"."""
-    return f"{found['median']:{form}} ({found['min']:{form}}-{found['max']:{form}})"
+    return f"{spread['median']:{form}} ({spread['min']:{form}}-{spread['max']:{form}})"
 
 
 def save_result(path: Path | None, result: Mapping[str, object]) -> None:
@@ -202,8 +202,16 @@ def run_llmscale(*arguments: str) -> None:
 def prepare_text(folder: Path, seq_len: int) -> Path:
     """Prepare the Python standard library as bytes, which every machine has; return the dataset."""
     run_llmscale(
-        *("data", "prepare", "--input", "python-stdlib", "--out", str(folder / "set")),
-        *("--tokenizer", "bytes", "--seq-len", str(seq_len)),
+        "data",
+        "prepare",
+        "--input",
+        "python-stdlib",
+        "--out",
+        str(folder / "set"),
+        "--tokenizer",
+        "bytes",
+        "--seq-len",
+        str(seq_len),
     )
     return folder / "set"
 
@@ -211,8 +219,20 @@ def prepare_text(folder: Path, seq_len: int) -> Path:
 def prepare_small_text(folder: Path, seq_len: int = 32) -> Path:
     """Prepare a small fixed part of the standard library without a validation split; return the dataset."""
     run_llmscale(
-        *("data", "prepare", "--input", json.__path__[0], "--out", str(folder / "set"), "--tokenizer", "bytes"),
-        *("--seq-len", str(seq_len), "--val-fraction", "0", "--workers", "1"),
+        "data",
+        "prepare",
+        "--input",
+        json.__path__[0],
+        "--out",
+        str(folder / "set"),
+        "--tokenizer",
+        "bytes",
+        "--seq-len",
+        str(seq_len),
+        "--val-fraction",
+        "0",
+        "--workers",
+        "1",
     )
     return folder / "set"
 

@@ -46,7 +46,7 @@ def main() -> int:
 def mount_own_folders(spec: HostSpec) -> None:
     """Mount the host's own folders; `--mount-proc` has made the mounts private already."""
     # Kept open: a mount over /tmp hides the paths, and /proc/self/fd still reaches them.
-    kept = {path: os.open(path, os.O_PATH) for path in spec.shared}
+    descriptors = {path: os.open(path, os.O_PATH) for path in spec.shared}
     own = {path: Path(spec.disk) / str(index) for index, path in enumerate(spec.private)}
     for folder in own.values():
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def mount_own_folders(spec: HostSpec) -> None:
         mount("tmpfs", target, "tmpfs")
     os.chmod("/tmp", 0o1777)
     os.chmod("/dev/shm", 0o1777)
-    for path, descriptor in {**kept, **private}.items():
+    for path, descriptor in {**descriptors, **private}.items():
         os.makedirs(path, exist_ok=True)
         mount(f"/proc/self/fd/{descriptor}", path)
     mount(f"/proc/self/fd/{etc_ssh}", "/etc/ssh")

@@ -72,8 +72,8 @@ def run_command(args: argparse.Namespace) -> int:
         print("error: no command. Give one after --: playground.sh run -- hostname", file=sys.stderr)
         return 2
     host = find_host(load(), args.on)
-    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "TERM") if name in os.environ}
-    return subprocess.run(host.command(command, cwd=Path.cwd()), env=login_environment(kept)).returncode
+    environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "TERM") if name in os.environ}
+    return subprocess.run(host.command(command, cwd=Path.cwd()), env=login_environment(environment)).returncode
 
 
 def change_host(args: argparse.Namespace) -> int:

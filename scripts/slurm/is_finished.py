@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from llmscale.checkpoint.remote_run import fetch_run
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
 
 
 def is_finished(run: Path) -> bool:

@@ -37,15 +37,6 @@ pass_on() {
     fi
 }
 
-# choose_arguments ARGUMENTS OF TRAIN.PY...: set TRAIN_ARGUMENTS for this start of the job.
-choose_arguments() {
-    mapfile -d '' -t TRAIN_ARGUMENTS < <(python scripts/slurm/job_arguments.py "$@")
-    # If it failed, it has printed why; train.py then gets the arguments unchanged.
-    if ((${#TRAIN_ARGUMENTS[@]} == 0)); then
-        TRAIN_ARGUMENTS=("$@")
-    fi
-}
-
 # run_training COMMAND...: run it and return its exit status, whatever signals arrive meanwhile.
 run_training() {
     local status name

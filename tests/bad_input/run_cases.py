@@ -26,9 +26,17 @@ from types import ModuleType
 from llmscale.config.run_flags import describe_keys
 
 LATE_IMPORTS = (
-    *("llmscale.cli.estimate_answers", "llmscale.cli.plan_output", "llmscale.data.prepare.prepare_set"),
-    *("llmscale.data.prepare.sources.open_source", "llmscale.data.tokenizers.train_tokenizer", "tarfile", "grp", "pwd"),
-    *("llmscale.data.tokenizers.load_tokenizer", "llmscale.evaluate.model_source", "llmscale.cluster.doctor.run"),
+    "llmscale.cli.estimate_answers",
+    "llmscale.cli.plan_output",
+    "llmscale.data.prepare.prepare_set",
+    "llmscale.data.prepare.sources.open_source",
+    "llmscale.data.tokenizers.train_tokenizer",
+    "tarfile",
+    "grp",
+    "pwd",
+    "llmscale.data.tokenizers.load_tokenizer",
+    "llmscale.evaluate.model_source",
+    "llmscale.cluster.doctor.run",
 )
 TORCH_STATUS = 77
 MEMORY_BYTES = 8 << 30
@@ -54,12 +62,12 @@ class _NoTorch(importlib.abc.MetaPathFinder):
 
 
 def _tree(folder: Path) -> dict[str, tuple[int, int]]:
-    found = {}
+    actual = {}
     for path in folder.rglob("*"):
         status = path.lstat()
         # A folder's own time says what its entries say too.
-        found[str(path.relative_to(folder))] = (0, 0) if path.is_dir() else (status.st_size, status.st_mtime_ns)
-    return found
+        actual[str(path.relative_to(folder))] = (0, 0) if path.is_dir() else (status.st_size, status.st_mtime_ns)
+    return actual
 
 
 def _child(case: dict, scratch: Path) -> None:

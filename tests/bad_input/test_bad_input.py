@@ -112,12 +112,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_set: Path) -> Path:
 
 GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 260}
 _GPT2_SIZES = {
-    **{"wte.weight": [260, 8], "wpe.weight": [64, 8], "ln_f.weight": [8], "ln_f.bias": [8]},
+    "wte.weight": [260, 8],
+    "wpe.weight": [64, 8],
+    "ln_f.weight": [8],
+    "ln_f.bias": [8],
     **{f"h.0.ln_{n}.{kind}": [8] for n in (1, 2) for kind in ("weight", "bias")},
-    **{"h.0.attn.c_attn.weight": [8, 24], "h.0.attn.c_attn.bias": [24]},
-    **{"h.0.attn.c_proj.weight": [8, 8], "h.0.attn.c_proj.bias": [8]},
-    **{"h.0.mlp.c_fc.weight": [8, 32], "h.0.mlp.c_fc.bias": [32]},
-    **{"h.0.mlp.c_proj.weight": [32, 8], "h.0.mlp.c_proj.bias": [8]},
+    "h.0.attn.c_attn.weight": [8, 24],
+    "h.0.attn.c_attn.bias": [24],
+    "h.0.attn.c_proj.weight": [8, 8],
+    "h.0.attn.c_proj.bias": [8],
+    "h.0.mlp.c_fc.weight": [8, 32],
+    "h.0.mlp.c_fc.bias": [32],
+    "h.0.mlp.c_proj.weight": [32, 8],
+    "h.0.mlp.c_proj.bias": [8],
 }
 GPT2_TENSORS = {f"transformer.{name}": ("F32", size) for name, size in _GPT2_SIZES.items()}
 
@@ -149,9 +156,9 @@ def make_published_models(hub: Path) -> None:
     make("rope", model_type="llama", hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
          rope_scaling={"rope_type": "dynamic", "factor": 4.0})  # fmt: skip
     make("overlapping", header={fc: {"dtype": "F32", "shape": [8, 32], "data_offsets": [0, 1024]}})
-    whole = make("truncated").read_bytes()
-    (hub / "truncated" / "model.safetensors").write_bytes(whole[:-100])
-    make("huge").write_bytes(b"\xff" * 7 + b"\x0f" + whole[8:])
+    complete = make("truncated").read_bytes()
+    (hub / "truncated" / "model.safetensors").write_bytes(complete[:-100])
+    make("huge").write_bytes(b"\xff" * 7 + b"\x0f" + complete[8:])
     (hub / "adapter").mkdir()
     (hub / "adapter" / "adapter_config.json").write_text("{}")
     for name, file in (("escaping", "../good/model.safetensors"), ("incomplete", "model-1.safetensors")):
@@ -178,8 +185,11 @@ def as_request(line: str) -> dict:
 
 
 ACCEPTED = (
-    *("train", "train --init-from hf:hub/good", "train --model hf:hub/good --n-layer 3"),
-    *("train --steps 1_000 --lr 1e-3 --seed 0", "OMP_NUM_THREADS=4,2 CUDA_VISIBLE_DEVICES= train"),
+    "train",
+    "train --init-from hf:hub/good",
+    "train --model hf:hub/good --n-layer 3",
+    "train --steps 1_000 --lr 1e-3 --seed 0",
+    "OMP_NUM_THREADS=4,2 CUDA_VISIBLE_DEVICES= train",
 )
 
 
@@ -199,9 +209,9 @@ def answers(folder: Path) -> dict[str, dict]:
     return dict(zip(lines, json.loads(done.stdout), strict=True))
 
 
-@pytest.mark.parametrize(("line", "said"), CASES, ids=[line[:90] for line, _ in CASES])
+@pytest.mark.parametrize(("line", "message"), CASES, ids=[line[:90] for line, _ in CASES])
 def test_one_line_says_what_is_wrong_and_nothing_is_written(
-    line: str, said: str | None, answers: dict[str, dict]
+    line: str, message: str | None, answers: dict[str, dict]
 ) -> None:
     answer = answers[line]
     error = answer["stderr"]
@@ -209,7 +219,7 @@ def test_one_line_says_what_is_wrong_and_nothing_is_written(
     assert error.startswith("error: ")
     assert len(error.splitlines()) == 1, error
     assert len(error) < 2000
-    assert re.search(said or "^error: ", error), error
+    assert re.search(message or "^error: ", error), error
     assert answer["written"] == []
     if line.split()[0] not in ("llmscale",):
         assert not answer["torch"]

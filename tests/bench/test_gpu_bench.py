@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.config.hardware import get_gpu
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
 from llmscale.planning.kernels import kernel_efficiency
 from llmscale.planning.step_time import estimate_compute_s
 from llmscale.training.start import prepare_start
@@ -24,7 +24,9 @@ from scripts.bench.gpu.processes import OUT_OF_MEMORY, Step, Watched
 
 H100 = Device("cuda", "NVIDIA H100 80GB HBM3", int(79.1 * 2**30), (9, 0))
 GRID_ROW = {
-    **{"peak_bytes": 10 * 2**30, "reserved_bytes": 12 * 2**30, "outside_torch_bytes": 600 * 2**20},
+    "peak_bytes": 10 * 2**30,
+    "reserved_bytes": 12 * 2**30,
+    "outside_torch_bytes": 600 * 2**20,
     "estimates": {"llmscale": 11 * 2**30},
 }
 
@@ -71,8 +73,8 @@ def test_a_run_on_a_gpu_says_everything(bench: Bench, tmp_path: Path) -> None:
     assert constants["RESERVED_PER_ALLOCATED"] == pytest.approx(1.2)
     assert constants["_COMPILED_SAVES_BYTES"] > 0
     assert constants["_COMPILE_S"] == pytest.approx(40, rel=0.1)
-    expected, found = kernel_efficiency(get_gpu("h100-80gb")), result["efficiency"]["measured"]
-    assert found is None or found["matmul"] == pytest.approx(expected.matmul, rel=1e-2)
+    expected, actual = kernel_efficiency(get_gpu("h100-80gb")), result["efficiency"]["measured"]
+    assert actual is None or actual["matmul"] == pytest.approx(expected.matmul, rel=1e-2)
     assert "nanoGPT gpt2-124m, compiled" in (tmp_path / "gpu_h100-80gb.md").read_text()
     text = (tmp_path / "gpu_h100-80gb.txt").read_text()
     assert "989 TFLOP/s" in text

@@ -54,11 +54,11 @@ def test_nanogpt_is_watched_and_ended(tmp_path: Path) -> None:
     save_nanogpt_data(np.arange(6).reshape(2, 3), place / "data" / "bench", 64)
     shape = {"n_layer": 1, "n_head": 1, "n_embd": 8, "seq_len": 4}
     options = nanogpt_options(device="cpu", compiled=False, **shape, micro_batch=2, micro_steps=1)
-    found = run_nanogpt(theirs, options, place, Enough(0.2), 60, cell_environment(tmp_path))
-    assert found.problem is None
-    assert found.steps[0].seconds == 9
-    assert {step.seconds for step in found.steps[1:]} == {0.0505}
-    assert len(found.steps) >= 3 + 4
+    actual = run_nanogpt(theirs, options, place, Enough(0.2), 60, cell_environment(tmp_path))
+    assert actual.problem is None
+    assert actual.steps[0].seconds == 9
+    assert {step.seconds for step in actual.steps[1:]} == {0.0505}
+    assert len(actual.steps) >= 3 + 4
 
 
 def test_a_cell_without_memory_a_crash_and_a_late_one_are_told_apart(watched: Callable[..., Watched]) -> None:

@@ -25,15 +25,19 @@ from scripts.bench.gpu.results import (
 
 def row(**values: object) -> dict[str, object]:
     usual = {
-        **{"kind": "train", "cell": "cell", "model": "gpt2-124m", "n_layer": None, "turn": 1, "compared": True},
-        **{
-            "micro_batch_size": 16,
-            "checkpointing": "none",
-            "tokens_per_second": 5e5,
-            "mfu": 0.45,
-            "first_step_s": 40.0,
-        },
-        **{"peak_bytes": 8 * 2**30, "estimate_bytes": 9 * 2**30},
+        "kind": "train",
+        "cell": "cell",
+        "model": "gpt2-124m",
+        "n_layer": None,
+        "turn": 1,
+        "compared": True,
+        "micro_batch_size": 16,
+        "checkpointing": "none",
+        "tokens_per_second": 5e5,
+        "mfu": 0.45,
+        "first_step_s": 40.0,
+        "peak_bytes": 8 * 2**30,
+        "estimate_bytes": 9 * 2**30,
     }
     return {**usual, **values}
 

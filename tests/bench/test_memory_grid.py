@@ -19,7 +19,7 @@ def test_a_child_that_dies_has_a_reason(ending: str, why: str) -> None:
 
 
 def test_rows_that_were_measured_stay_when_the_grid_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names, found = [cell.name for cell in memory_grid.list_cells()[:2]], tmp_path / "grid.json"
+    names, actual = [cell.name for cell in memory_grid.list_cells()[:2]], tmp_path / "grid.json"
 
     def measure(cell: memory_grid.Cell, how: str, timeout_s: float) -> memory_grid.Row:
         if cell.name == names[1]:
@@ -27,10 +27,10 @@ def test_rows_that_were_measured_stay_when_the_grid_ends_early(tmp_path: Path, m
         return {"cell": cell.name, "problem": "ended with status -9"}
 
     monkeypatch.setattr(memory_grid, "measure", measure)
-    monkeypatch.setattr(sys, "argv", ["memory_grid.py", "--measure", "dry-run", "--json", str(found)])
+    monkeypatch.setattr(sys, "argv", ["memory_grid.py", "--measure", "dry-run", "--json", str(actual)])
     with pytest.raises(KeyboardInterrupt):
         memory_grid.main()
-    assert [row["cell"] for row in json.loads(found.read_text())["rows"]] == names[:1]
+    assert [row["cell"] for row in json.loads(actual.read_text())["rows"]] == names[:1]
 
 
 def test_a_cell_sets_its_allocator_before_it_imports_torch() -> None:

@@ -202,31 +202,6 @@ def test_another_class_of_the_family_is_named(architecture: str, lacks: list[str
     assert ("tie_word_embeddings" in str(caught.value)) == (architecture == "LlamaForCausalLM" and bool(lacks))
 
 
-def test_an_expert_that_is_missing_surplus_or_of_another_width_is_named() -> None:
-    rotary = {"norm": "rmsnorm", "bias": False, "positions": "rotary", "gated_mlp": True}
-    wanted = list(FAMILIES["mixtral"].tensors(GPTShape(2, 2, 8, 20, 16, num_experts=4, mlp_width=12, **rotary)))
-    stored = {t.name: StoredTensor(t.name, Path("f"), t.shape, "F32") for t in wanted}
-    expert = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
-    assert len(match_tensors(stored, wanted, "hf:x")["blocks.1.mlp.experts.up"]) == 8
-    fifth = expert.replace("s.3.", "s.4.")
-    for changed, said in (
-        ({name: tensor for name, tensor in stored.items() if name != expert}, f"hf:x has no '{expert}' among its"),
-        ({**stored, fifth: stored[expert]}, f"hf:x holds '{fifth}', which the model of its config.json has no place"),
-        (
-            {**stored, expert: StoredTensor(expert, Path("f"), (8, 13), "F32")},
-            r"has the shape \[8, 13\], and \[8, 12\] by",
-        ),
-    ):
-        with pytest.raises(CheckpointError, match=said):
-            match_tensors(changed, wanted, "hf:x")
-
-
-def test_an_untied_model_without_a_head_says_what_may_be_wrong() -> None:
-    untied = GPTShape(n_layer=1, n_head=2, n_embd=8, vocab_size=20, seq_len=16, tied=False)
-    with pytest.raises(CheckpointError, match=r'lacks "tie_word_embeddings": true'):
-        match_tensors(stored_tensors(), FAMILIES["gpt2"].tensors(untied), "hf:x")
-
-
 #: (how the files have our rows 0 to 6 of [7, 5], how many rows of padding ours has behind them)
 LAYOUTS: dict[str, list[HFTensor]] = {
     "whole": [HFTensor("a", "p", (7, 5))],

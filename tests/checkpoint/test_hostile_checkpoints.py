@@ -60,7 +60,7 @@ _NAMES = (
     "change",
     [
         *(set_at("files", 0, "name", to=name) for name in _NAMES),
-        *(set_at("files", 0, "num_bytes", to=value) for value in (-1, 10**30, "9", None, True)),
+        *(set_at("files", 0, "num_bytes", to=value) for value in (-1, "9", None, True)),
         *(set_at("files", to=value) for value in ({}, None, [None], [[]], "x")),
         *(set_at("step", to=value) for value in (-1, "7", None, 1.5, [], True)),
         *(set_at("history", to=value) for value in (-1, "1", None, True)),

@@ -22,9 +22,19 @@ def trained_run(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     run = tmp_path_factory.mktemp("trained") / "run"
     warm_start.run(
         [
-            *(sys.executable, "llmscale/train.py", "--data", str(tiny_set), "--run", str(run), "--model", "tiny-1m"),
-            *("--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--global-batch-size", "4", "--steps", "3"),
-            *("--save-every", "2", "--val-every", "0", "--num-workers", "0"),
+            sys.executable,
+            "llmscale/train.py",
+            f"--data={tiny_set}",
+            f"--run={run}",
+            "--model=tiny-1m",
+            "--n-layer=1",
+            "--n-head=2",
+            "--n-embd=32",
+            "--global-batch-size=4",
+            "--steps=3",
+            "--save-every=2",
+            "--val-every=0",
+            "--num-workers=0",
         ],
         check=True,
         cwd=REPOSITORY,
@@ -88,8 +98,8 @@ def llmscale(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., su
             server.stdin.write(json.dumps([words, str(tmp_path), environment]) + "\n")
             server.stdin.flush()
             status = int(server.stdout.readline())
-            said = ((tmp_path / "blocked" / name).read_text() for name in ("stdout", "stderr"))
-            return subprocess.CompletedProcess(words, status, *said)
+            outputs = ((tmp_path / "blocked" / name).read_text() for name in ("stdout", "stderr"))
+            return subprocess.CompletedProcess(words, status, *outputs)
         return warm_start.run(
             [sys.executable, "-m", "llmscale.cli.main", *words],
             env=environment,

@@ -18,7 +18,7 @@ from llmscale.config.deepspeed.resolve import read_ds_config
 from llmscale.config.hardware import INTERCONNECTS
 from llmscale.config.hf_model import with_published_shape
 from llmscale.config.resolve import SetFacts, resolve_shape
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
 from llmscale.training.start import prepare_start
 
 ROOT = Path(__file__).resolve().parents[2]

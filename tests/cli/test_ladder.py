@@ -17,7 +17,9 @@ import pytest
 
 from llmscale.cli import ladder
 from llmscale.cli.main import main
-from llmscale.config.run_config import RunConfig, keys_of_ladder, parse_run_config
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.config.run_config import RunConfig
+from llmscale.config.run_keys import keys_of_ladder
 from llmscale.planning.scaling_ladder import load_ladder
 from llmscale.report.history import load_history
 from llmscale.report.run_list import ListedRun, read_run

@@ -13,7 +13,7 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import load_manifest
 from llmscale.cli.main import main
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
 from llmscale.config.run_flags import keys_asked_by
 from llmscale.planning.disk_usage import estimate_disk
 from llmscale.training.start import prepare_start

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.cli.main import main
 from llmscale.cli.train import _split_flags
 from llmscale.errors import ConfigError
 from tests.conftest import HANG_S, REPOSITORY
@@ -32,15 +31,6 @@ def test_its_own_flag_is_taken_out(words: list[str], asked: int | None, rest: li
 def test_a_wrong_number_is_one_line(value: str) -> None:
     with pytest.raises(ConfigError, match=r"must be a whole number of at least 1, not"):
         _split_flags([f"--nproc-per-node={value}"])
-
-
-def test_help_lists_its_own_flag_and_those_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["train", "--help"])
-    assert end.value.code == 0
-    text = capsys.readouterr().out
-    assert "--nproc-per-node" in text
-    assert "--global-batch-size" in text
 
 
 def test_one_rank_in_a_folder_with_spaces_from_elsewhere(tiny_set: Path, tmp_path: Path) -> None:

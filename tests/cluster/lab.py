@@ -20,6 +20,8 @@ from tests.cluster.conftest import SHELL
 from tests.conftest import REPOSITORY, TINY_MODEL, read_losses
 
 GLOBAL_BATCH = 12
+#: Time after which something that must happen has not; only a failure takes as long.
+PATIENCE_S = 600.0
 
 
 def train_arguments(data: Path, run: Path, *flags: str, ds_config: str = "zero2") -> list[str]:
@@ -67,10 +69,11 @@ class Lab:
         flags: Sequence[str] = (),
         environment: dict[str, str] | None = None,
         hostfile: str = "hostfile",
+        hang_timeout_s: int = 120,
     ) -> subprocess.Popen[str]:
         """Start it on the first host with a hostfile of `folder`, "" for none; `output` gets all that it prints."""
         self.playground.write_hostfile(self.folder / "hostfile", slots=1)
-        limits = ["--lost-after-s", "6", "--hang-timeout-s", "10", "--start-timeout-s", "120"]
+        limits = ["--lost-after-s", "12", "--hang-timeout-s", str(hang_timeout_s), "--start-timeout-s", "300"]
         command = [sys.executable, "-m", "llmscale.cli.main", "launch", *limits]
         command += [*(["--hostfile", str(self.folder / hostfile)] if hostfile else []), *flags]
         with self.output.open("a") as output:
@@ -82,7 +85,7 @@ class Lab:
                 stderr=output,
             )
 
-    def wait(self, launch: subprocess.Popen[str], timeout_s: float = 180) -> int:
+    def wait(self, launch: subprocess.Popen[str], timeout_s: float = PATIENCE_S) -> int:
         try:
             return launch.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -98,7 +101,7 @@ class Lab:
             )
         )
 
-    def until(self, condition: Callable[[], bool], timeout_s: float = 90) -> None:
+    def until(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, self.output.read_text()[-4000:]

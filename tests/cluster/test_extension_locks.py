@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.cluster.extension_locks import HeldLocks, remove_stale_locks
+from llmscale.cluster.extension_locks import remove_stale_locks
 
 
 def test_stale_locks_go_and_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,17 +23,10 @@ def test_stale_locks_go_and_others_stay(tmp_path: Path, monkeypatch: pytest.Monk
         assert remove_stale_locks() == [str(tmp_path / "dead" / "lock")]
 
 
-def test_a_lock_that_was_held_goes_and_a_successor_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_of_processes_that_have_ended_goes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    for name in ("killed", "taken_anew"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "lock").touch()
-    held = HeldLocks()
-    with (tmp_path / "killed" / "lock").open(), (tmp_path / "taken_anew" / "lock").open():
-        held.note([os.getpid()])
-    (tmp_path / "taken_anew" / "lock").unlink()
-    (tmp_path / "taken_anew" / "new").touch()
-    (tmp_path / "taken_anew" / "new").rename(tmp_path / "taken_anew" / "lock")
-    held.remove()
-    assert not (tmp_path / "killed" / "lock").exists()
-    assert (tmp_path / "taken_anew" / "lock").exists()
+    (tmp_path / "py311_cpu" / "async_io").mkdir(parents=True)
+    lock = tmp_path / "py311_cpu" / "async_io" / "lock"
+    lock.touch()
+    assert remove_stale_locks(since_s=time.time() + 1) == []
+    assert remove_stale_locks(since_s=lock.stat().st_mtime) == [str(lock)]

@@ -17,9 +17,9 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("given", ["zero2", "zero2.json", "ds_configs/zero2.json", "./zero2", "ds_configs/zero2"])
 def test_a_name_is_found_anywhere(given: str) -> None:
-    found = DS_CONFIGS.find(Path(given))
-    assert found.name == "zero2.json"
-    assert json.loads(found.read_text())["zero_optimization"]["stage"] == 2
+    actual = DS_CONFIGS.find(Path(given))
+    assert actual.name == "zero2.json"
+    assert json.loads(actual.read_text())["zero_optimization"]["stage"] == 2
 
 
 @pytest.mark.parametrize("given", ["zero4", "other/zero2.json", "../zero2", "/zero2", "zero2.json.json", "README.md"])
@@ -71,16 +71,11 @@ def test_the_advice_to_install_something_works_where_it_is_given(
 @pytest.mark.parametrize(
     ("module", "wanted", "extra"),
     [
-        ("torch", "train", "train"),
         ("torch._C", "eval", "eval"),
         ("pyarrow.parquet", "train", "data"),
-        ("streaming.base", "data", "data"),
         ("lm_eval", "train", "eval"),
-        ("tensorboardX", "train", "tensorboard"),
         ("pynvml", "train", "nvml"),
-        ("liger_kernel", "train", "liger"),
         ("botocore", "remote", "remote"),
-        ("ray", "data", "clean-cluster"),
     ],
 )
 def test_a_module_of_an_extra_that_is_missing_names_it(module: str, wanted: str, extra: str) -> None:

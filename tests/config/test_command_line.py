@@ -24,7 +24,7 @@ def test_a_correct_line_is_parsed(parser: FlagParser) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["prepare", "x", "--seqlen=5"], "unknown argument '--seqlen'. Did you mean '--seq-len'? `tool prepare"),
         (["prepare", "x", "y"], "unknown argument 'y'. `tool prepare --help` lists all."),
@@ -36,10 +36,10 @@ def test_a_correct_line_is_parsed(parser: FlagParser) -> None:
         ([], "the following arguments are required: COMMAND."),
     ],
 )
-def test_mistakes_are_one_clear_line(parser: FlagParser, argv: list[str], said: str) -> None:
+def test_mistakes_are_one_clear_line(parser: FlagParser, argv: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parser.parse_args(argv)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
@@ -58,7 +58,7 @@ def test_a_word_that_may_be_absent_may_stand_behind_flags(argv: list[str], word:
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["--force"], "--force needs --emit FILE. Without that it has no effect: add it, or drop --force."),
         (["--top-k", "50"], "--top-k 50 has no effect with --cold. Drop one of them."),
@@ -75,7 +75,7 @@ def test_a_word_that_may_be_absent_may_stand_behind_flags(argv: list[str], word:
         (["--emit", "x", "--", "--force", "--force"], None),
     ],
 )
-def test_a_flag_without_effect_is_refused(argv: list[str], said: str | None) -> None:
+def test_a_flag_without_effect_is_refused(argv: list[str], message: str | None) -> None:
     parser = FlagParser(prog="tool")
     for flag in ("--emit", "--top-k", "--seed"):
         parser.add_argument(flag, default=50 if flag == "--top-k" else None)
@@ -84,9 +84,9 @@ def test_a_flag_without_effect_is_refused(argv: list[str], said: str | None) -> 
     parser.add_argument("rest", nargs="*")
     parser.needs = [Need("force", "--emit FILE"), Need("top_k", "with --cold", lambda args: args.warm)]
     parser.passes_on = "train.py"
-    if said is None:
+    if message is None:
         parser.parse_args(argv)
         return
     with pytest.raises(ConfigError) as raised:
         parser.parse_args(argv)
-    assert str(raised.value).startswith(said)
+    assert str(raised.value).startswith(message)

@@ -93,6 +93,11 @@ def test_defaults_of_the_optimizer_are_written_out() -> None:
     assert words.endswith("no clipping, dropout 0.1")
 
 
+def test_adafactor_s_weight_decay_is_the_one_that_it_uses() -> None:
+    config, run = resolved(optimizer="adafactor")
+    assert ", weight decay 0.002 (0.1 / 50), clipping" in describe_optimizer(config, run.schedule, 1.0)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [

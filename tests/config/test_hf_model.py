@@ -10,7 +10,6 @@ import pytest
 from llmscale.config.hf_model import (
     PUBLISHED_KEYS,
     default_preset,
-    is_published,
     read_published_model,
     with_published_shape,
     with_saved_shape,
@@ -20,8 +19,15 @@ from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
 
 LLAMA: dict[str, object] = {
-    **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 300},
-    **{"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 256, "rope_theta": 5e5},
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "vocab_size": 300,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rope_theta": 5e5,
 }
 
 
@@ -38,8 +44,8 @@ def write(folder: Path, **entries: object) -> Path:
 
 def begun(folder: Path, **keys: object) -> RunConfig:
     """The configuration of a run that begins from the folder's weights."""
-    said = f"hf:{folder}"
-    return with_published_shape(RunConfig(init_from=said, **keys), read_published_model("--init-from", said))
+    message = f"hf:{folder}"
+    return with_published_shape(RunConfig(init_from=message, **keys), read_published_model("--init-from", message))
 
 
 def test_weights_set_every_key_of_the_model_and_its_vocabulary(folder: Path) -> None:
@@ -103,22 +109,20 @@ def test_rates_and_batches_are_those_of_the_preset_nearest_in_size(folder: Path)
 
 
 @pytest.mark.parametrize(
-    ("entries", "said"),
+    ("entries", "message"),
     [
         ({"model_type": "mamba"}, "no model of type 'mamba'.*Supported: gpt2, opt, llama"),
         ({"model_type": "llama4"}, "no model of type 'llama4'.*The nearest is mixtral"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"auto_map": {"AutoModel": "code.py"}}, "auto_map names code of its own, which is never run"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, "dynamic"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
-        ({"hidden_size": 10**12}, "hidden_size"),
     ],
 )
 def test_models_that_cannot_be_trained_are_refused_by_flag_and_entry(
-    folder: Path, entries: dict[str, object], said: str
+    folder: Path, entries: dict[str, object], message: str
 ) -> None:
     write(folder, **entries)
-    with pytest.raises(ConfigError, match=rf"^--init-from hf:{folder}.*{said}") as caught:
+    with pytest.raises(ConfigError, match=rf"^--init-from hf:{folder}.*{message}") as caught:
         read_published_model("--init-from", f"hf:{folder}")
     assert len(str(caught.value).splitlines()) == 1
 
@@ -137,8 +141,8 @@ def test_a_name_is_looked_up_in_the_hubs_cache(folder: Path, tmp_path: Path, mon
     snapshot = tmp_path / "hub" / "models--own--model" / "snapshots" / commit
     snapshot.parent.mkdir(parents=True)
     folder.rename(snapshot)
-    found = read_published_model("--init-from", f"hf:own/model@{commit}")
-    assert (found.folder, found.hub_name) == (snapshot, f"own/model@{commit}")
+    actual = read_published_model("--init-from", f"hf:own/model@{commit}")
+    assert (actual.folder, actual.hub_name) == (snapshot, f"own/model@{commit}")
     with pytest.raises(ConfigError, match=r"--init-from hf:own/other is not a file or folder here.*HF_HUB_OFFLINE"):
         read_published_model("--init-from", "hf:own/other")
     for name in ("", "/no/such", "x" * 300, "../../etc"):
@@ -149,12 +153,6 @@ def test_a_name_is_looked_up_in_the_hubs_cache(folder: Path, tmp_path: Path, mon
 def test_a_folder_may_lie_in_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder.parent))
     assert read_published_model("--model", "hf:~/llama").folder == folder
-
-
-def test_only_the_prefix_makes_a_published_model() -> None:
-    assert is_published("hf:gpt2")
-    assert not is_published("runs/hf")
-    assert not is_published(None)
 
 
 def test_experts_may_be_added_to_dense_weights_as_copies_of_the_mlp(folder: Path) -> None:

@@ -12,21 +12,10 @@ import pytest
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
 from llmscale.config.deepspeed.resolve import read_ds_config
 from llmscale.config.resolve import SetFacts, resolve_run
-from llmscale.config.run_config import (
-    CHANGES_THAT_BREAK,
-    IDENTITY,
-    KEYS,
-    RunConfig,
-    build_run_config,
-    key,
-    keys_of_ladder,
-    keys_with,
-    needs,
-    parse_run_config,
-    path_keys,
-    place_of,
-)
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.config.run_config import CHANGES_THAT_BREAK, KEYS, RunConfig, build_run_config, key
 from llmscale.config.run_flags import describe_keys, keys_asked_by, model_keys
+from llmscale.config.run_keys import IDENTITY, keys_of_ladder, keys_with, needs, path_keys, place_of
 from llmscale.errors import ConfigError
 from llmscale.keys import Breaks, Command, Condition, MayDiffer, Ranks, Resume, value_at
 from llmscale.planning.compilation import EAGER

@@ -6,9 +6,9 @@ from llmscale.config.optimizers import Matrix, Part, matrices_of, plan_rounds
 def test_a_parameter_of_several_matrices_is_taken_apart() -> None:
     """q of 4 rows, k and v of 2, on two ranks whose border lies within k."""
     parts = (Part(0, 0, 13), Part(1, 13, 11))
-    found = list(matrices_of((4, 2, 2), 3, parts))
-    assert [(begin, matrix.rows, matrix.columns) for begin, matrix in found] == [(0, 4, 3), (12, 2, 3), (18, 2, 3)]
-    q, k, v = (matrix for _, matrix in found)
+    actual = list(matrices_of((4, 2, 2), 3, parts))
+    assert [(begin, matrix.rows, matrix.columns) for begin, matrix in actual] == [(0, 4, 3), (12, 2, 3), (18, 2, 3)]
+    q, k, v = (matrix for _, matrix in actual)
     assert q.parts == (Part(0, 0, 12),)
     assert k.parts == (Part(0, 0, 1), Part(1, 1, 5))
     assert v.parts == (Part(1, 0, 6),)

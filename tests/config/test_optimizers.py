@@ -4,7 +4,7 @@ import pytest
 
 from llmscale.architecture.layers import ParameterTensors
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.optimizers import ADAFACTOR, ADAMW, MUON, OptimizerGroup, OptimizerSpec, parse_rule
+from llmscale.config.optimizers import ADAFACTOR, ADAMW, MUON, parse_rule
 from llmscale.errors import ConfigError
 
 MODEL = GPTShape(2, 2, 8, 100, 4).architecture
@@ -25,37 +25,16 @@ def test_what_has_one_dimension_does_not_decay() -> None:
     assert sum(map(len, groups.values())) == len(ParameterTensors(MODEL).all)
 
 
-def test_an_optimizer_may_keep_less_of_some_parameters() -> None:
-    """As Muon does of matrices: momentum alone."""
-    momentum = OptimizerGroup("momentum", frozenset({"matrix"}), True, ("momentum_buffer",), ())
-    adam = OptimizerGroup("adam", frozenset({"embedding", "vector"}), False, ("exp_avg", "exp_avg_sq"), ("step",))
-    mixed = OptimizerSpec("adamw", (momentum, adam))
-    in_blocks = [t for t in ParameterTensors(MODEL).all if t.block is not None and len(t.parameter.shape) > 1]
-    matrices = sum(tensor.elements for tensor in in_blocks)
-    assert mixed.state_bytes(MODEL) == 12 * MODEL.num_parameters - 4 * matrices
-    assert (
-        sum(tensor.elements for tensor in dict(mixed.group_tensors(ParameterTensors(MODEL).all))[momentum]) == matrices
-    )
-
-
 def test_a_group_without_parameters_is_left_out() -> None:
     vectors = [tensor for tensor in ParameterTensors(MODEL).all if tensor.kind == "vector"]
     assert [group.name for group, _ in ADAMW.group_tensors(vectors)] == ["no_decay"]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_adafactor_is_refused_under_zero_and_told_what_to_use(stage: int) -> None:
-    ADAMW.check_stage(stage)
-    with pytest.raises(ConfigError) as raised:
-        ADAFACTOR.check_stage(stage)
-    text = str(raised.value)
-    assert f"'adafactor' cannot run at ZeRO stage {stage}" in text
-    assert "--optimizer adamw" in text
-    assert "--ds zero0" in text
-
-
-def test_adafactor_runs_at_stage_0() -> None:
+def test_adafactor_is_refused_under_zero_and_told_what_to_use() -> None:
+    ADAMW.check_stage(1)
     ADAFACTOR.check_stage(0)
+    with pytest.raises(ConfigError, match=r"'adafactor' cannot run at ZeRO stage 1.*--optimizer adamw.*--ds zero0"):
+        ADAFACTOR.check_stage(1)
 
 
 def test_muon_holds_four_bytes_less_of_every_matrix_element() -> None:
@@ -73,12 +52,6 @@ def test_muons_matrix_products_are_counted_per_q_k_and_v() -> None:
     square, wide = (5 * (4 * 8 * 8 * columns + 2 * 8**3) for columns in (8, 32))
     assert MUON.step_flops(MODEL) == 2 * (4 * square + 2 * wide)
     assert ADAMW.step_flops(MODEL) == 0
-
-
-def test_the_factor_is_for_matrices_alone() -> None:
-    changed = MUON.with_matrix_factor(2.5)
-    assert [group.learning_rate_factor for group in changed.groups] == [2.5, 1.0, 1.0]
-    assert changed.state_bytes(MODEL) == MUON.state_bytes(MODEL)
 
 
 TENSORS = ParameterTensors(MODEL)

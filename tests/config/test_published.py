@@ -7,8 +7,9 @@ from typing import get_args
 import pytest
 
 from llmscale.config.published import last_part, publish_keys, publish_text, publish_texts, publish_words
-from llmscale.config.run_config import KEYS, RunConfig, path_keys
+from llmscale.config.run_config import KEYS, RunConfig
 from llmscale.config.run_flags import literal_words
+from llmscale.config.run_keys import path_keys
 from llmscale.keys import Outside
 
 

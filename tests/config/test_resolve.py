@@ -1,14 +1,13 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from llmscale.architecture.hf_config import family_of
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
-from llmscale.config.run_config import RunConfig, parse_run_config
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
 
 FACTS = SetFacts(vocab_size=50257, seq_len=1024, num_train_samples=10_000, eot_token=50256)
@@ -37,8 +36,8 @@ def test_a_preset_brings_shape_batch_and_learning_rate() -> None:
     assert run.total_steps == 10_000 // 512, "one pass over the data"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8, 12, 64])
-@pytest.mark.parametrize("seq_len", [96, 128, 170, 1000, 1024, 3000, 50_000])
+@pytest.mark.parametrize("world_size", [1, 8, 12])
+@pytest.mark.parametrize("seq_len", [96, 1000, 1024, 50_000])
 @pytest.mark.parametrize("model", ["tiny-1m", "gpt2-124m"])
 @pytest.mark.parametrize(
     "flags", [[], ["--micro-batch-size", "3"], ["--batch-ramp-from=64", "--batch-ramp-tokens=1000000000"]]
@@ -62,10 +61,8 @@ def test_vocabulary_and_context_are_the_data_set_s() -> None:
 
 
 def test_flags_override_the_preset() -> None:
-    run = resolve(
-        *("--model", "gpt2-124m", "--n-layer", "3", "--n-head", "2", "--n-embd", "64", "--activation", "relu"),
-        *("--lr", "0.5", "--dropout", "0.1", "--no-bias"),
-    )
+    flags = "--model gpt2-124m --n-layer 3 --n-head 2 --n-embd 64 --activation relu --lr 0.5 --dropout 0.1 --no-bias"
+    run = resolve(*flags.split())
     shape = run.shape
     assert (shape.n_layer, shape.n_head, shape.n_embd, shape.activation) == (3, 2, 64, "relu")
     assert (shape.dropout, shape.bias, run.schedule.lr) == (0.1, False, 0.5)
@@ -103,13 +100,6 @@ def test_the_world_size_changes_the_accumulation_and_nothing_else() -> None:
 
 def test_a_set_smaller_than_a_batch_still_gives_a_step() -> None:
     assert resolve("--global-batch-size", "64", facts=SetFacts(257, 8, 10, 256)).total_steps == 1
-
-
-def test_it_can_be_saved_as_json() -> None:
-    saved = json.loads(json.dumps(resolve("--global-batch-size", "8").as_dict()))
-    assert saved["plan"]["global_batch_size"] == 8
-    assert saved["shape"]["n_embd"] == 384
-    assert saved["schedule"]["lr"] == 1e-3
 
 
 def test_the_ds_config_is_resolved_with_the_run_and_flags_override_it() -> None:
@@ -150,7 +140,7 @@ def test_a_cpu_without_bf16_arithmetic_takes_fp32_where_nothing_names_bf16(
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--global-batch-tokens", "5000"], "not a multiple of seq_len 1024. The nearest legal values are 4096 or 51"),
         (["--global-batch-tokens", "500"], "The nearest legal values are 1024."),
@@ -158,10 +148,10 @@ def test_a_cpu_without_bf16_arithmetic_takes_fp32_where_nothing_names_bf16(
         (["--keep-zeros", "--optimizer", "muon"], "--keep-zeros does not work with --optimizer muon"),
     ],
 )
-def test_what_cannot_work_is_refused(flags: list[str], said: str) -> None:
+def test_what_cannot_work_is_refused(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         resolve(*flags)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_muons_matrices_have_a_learning_rate_of_their_own() -> None:
@@ -209,20 +199,21 @@ def test_flags_of_the_block_override_the_preset_s() -> None:
     assert (plain.sliding_window, plain.rope_scaling, plain.norm, plain.bias) == (16, "linear:2", "layernorm", True)
 
 
-def test_gpt2_in_llama_s_dress_is_one_flag_each() -> None:
-    shape = resolve(
-        *("--model", "tiny-1m", "--norm", "rmsnorm", "--no-bias", "--positions", "rotary", "--activation", "silu"),
-        *("--gated-mlp", "--mlp-width", "344", "--qk-norm", "width", "--norm-placement", "post"),
-    ).shape
-    assert (shape.attention_bias, shape.mlp_bias, shape.mlp_width, shape.norm_placement) == ("none", False, 344, "post")
-
-
 #: The configuration in a checkpoint that was made before shapes had more than these fields.
 OLD = {
-    **{"config": None, "ds": "ds_configs/zero1.json", "model": "tiny-1m", "n_layer": 2, "n_head": 2, "n_embd": 32},
-    **{"seq_len": None, "activation": None, "dropout": 0.1, "bias": True, "data": "set", "data_cache": None},
-    **{"shuffle": True, "num_workers": 1, "global_batch_size": 8, "steps": 20, "seed": 1337},
-    **{"optimizer": "adamw", "lr": 0.003, "schedule": "cosine", "weight_decay": 0.1, "precision": "fp32"},
+    "config": None,
+    "ds": "ds_configs/zero1.json",
+    "model": "tiny-1m",
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 32,
+    "seq_len": None,
+    "activation": None,
+    "dropout": 0.1,
+    "data": "set",
+    "global_batch_size": 8,
+    "steps": 20,
+    "lr": 0.003,
 }
 
 
@@ -247,5 +238,5 @@ def test_keys_that_deepspeed_cannot_divide_experts_with_are_refused(zero: dict[s
     flags = ("--model", "gpt2-124m", "--global-batch-size", "8", "--num-experts", "4", "--expert-parallel-size", "2")
     with pytest.raises(ConfigError, match=rf"my.json: DeepSpeed cannot divide experts .*{reason}.*or drop"):
         resolve(*flags, ds={"zero_optimization": zero})
-    whole = resolve(*flags, ds={"zero_optimization": {"stage": 3, "reduce_scatter": False}})
-    assert (whole.plan.ranks.expert_shard_ranks, whole.plan.ranks.experts_of_rank(4)) == (2, 2)
+    resolved = resolve(*flags, ds={"zero_optimization": {"stage": 3, "reduce_scatter": False}})
+    assert (resolved.plan.ranks.expert_shard_ranks, resolved.plan.ranks.experts_of_rank(4)) == (2, 2)

@@ -38,10 +38,16 @@ def test_a_url_and_its_copies_lead_to_each_other(url: str, copies: Path) -> None
 @pytest.mark.parametrize(
     "url",
     [
-        *("hf://user/run", "https://host/run", "file:///run", "S3://b/run", "s3://b", "s3://b/", "s3:///run", "s3://"),
-        *("s3://b//run", "s3://b/./run", "s3://b/../run", "s3://b/a/..", "s3://../../etc", "s3://b/a?version=1"),
-        *("s3://b/a#b", "s3://b/a*", "s3://b/a[1]", "s3://b/a\\b", "s3://key:secret@b/run", f"s3://b/{'x' * 201}"),
-        *("s3://b/a\nb", "s3://b/a\x00", "s3://b/\x1b[31m"),
+        "hf://user/run",
+        "S3://b/run",
+        "s3://b/",
+        "s3:///run",
+        "s3://b//run",
+        "s3://b/../run",
+        "s3://b/a?version=1",
+        "s3://key:secret@b/run",
+        f"s3://b/{'x' * 201}",
+        "s3://b/\x1b[31m",
     ],
 )
 def test_no_run_can_have_this_url(url: str, copies: Path) -> None:

@@ -76,13 +76,13 @@ def test_never_above_the_peak_never_below_the_floor_and_never_rising_after_warm_
 
 
 @pytest.mark.parametrize(
-    ("name", "warmup", "decay", "said"),
+    ("name", "warmup", "decay", "message"),
     [
         ("wsd", 100, 20, "warmup_steps 100 + decay_steps 20 is more than the 110 steps of the run"),
         ("cosine", 110, 110, "warmup_steps 110 must be less than the 110 steps over which the cosine schedule decays"),
         ("linear", 50, 40, "warmup_steps 50 must be less than the 40 steps over which the linear schedule decays"),
     ],
 )
-def test_schedules_that_do_not_fit_are_refused(name: str, warmup: int, decay: int, said: str) -> None:
-    with pytest.raises(ConfigError, match=said.replace("+", r"\+")):
+def test_schedules_that_do_not_fit_are_refused(name: str, warmup: int, decay: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("+", r"\+")):
         schedule(name, warmup=warmup, decay=decay)

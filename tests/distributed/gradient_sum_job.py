@@ -68,7 +68,7 @@ if __name__ == "__main__":
     world = join_world()
     for ds_config, name in json.loads(sys.argv[1]):
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
-        found = error_of(ds_config, world.rank, world.world_size, exact_gradients(dtype, world.world_size))
+        errors = error_of(ds_config, world.rank, world.world_size, exact_gradients(dtype, world.world_size))
         if world.is_main:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(errors), flush=True)
     end_rank()

@@ -108,13 +108,13 @@ def run(cell: dict, rank: int, world_size: int) -> dict[str, float]:
         parse_ds_config(config, "job").with_flags(None, 0.0), shape, plan, cell["checkpointing"], loss=settings
     )
     engine = build_engine(RunConfig.model_validate({"seed": 0}), resolved)
-    found, error = watched_step(engine, tokens_of(group, accumulation, shape), exact)
+    actual, error = watched_step(engine, tokens_of(group, accumulation, shape), exact)
     if split := engine.module.split:
-        total = torch.tensor(found)
+        total = torch.tensor(actual)
         dist.all_reduce(total, group=split.group)
-        found = float(total) / split.size
+        actual = float(total) / split.size
     engine.destroy()
-    return {"loss": abs(found - loss), "gradient": error}
+    return {"loss": abs(actual - loss), "gradient": error}
 
 
 ON = {"enabled": True}

@@ -59,17 +59,17 @@ def train(cell: dict, rank: int, world_size: int) -> dict[str, list[float]]:
     optimizer = inner_optimizer(engine)
     assert isinstance(optimizer, Muon)
     optimizer.dtype = getattr(torch, cell.get("dtype", "float32"))
-    found: dict[str, list[float]] = {"loss": [], "norm": [], "skipped": []}
+    actual: dict[str, list[float]] = {"loss": [], "norm": [], "skipped": []}
     for step in range(cell["steps"]):
         mine = samples_of(step)[rank * micro * accumulation :][: micro * accumulation]
         set_learning_rate(engine, OPTIMIZER, LR)
         loss = train_step(engine, mine.split(micro), torch.device("cpu"), PhaseTimer(torch.device("cpu")))
         dist.all_reduce(loss)
-        found["loss"].append(float(loss) / world_size)
-        found["norm"].append(gradient_norm(engine) or 0.0)
-    found["skipped"] = [engine.skipped_steps]
+        actual["loss"].append(float(loss) / world_size)
+        actual["norm"].append(gradient_norm(engine) or 0.0)
+    actual["skipped"] = [engine.skipped_steps]
     engine.destroy()
-    return found
+    return actual
 
 
 def train_plainly(steps: int) -> dict[str, list[float]]:
@@ -89,7 +89,7 @@ def train_plainly(steps: int) -> dict[str, list[float]]:
         ),
         torch.optim.AdamW(adam, lr=LR, betas=(0.9, 0.95), eps=1e-8),
     ]
-    found: dict[str, list[float]] = {"loss": [], "norm": []}
+    actual: dict[str, list[float]] = {"loss": [], "norm": []}
     for step in range(steps):
         tokens = samples_of(step)
         loss = model(tokens[:, :-1], tokens[:, 1:])
@@ -104,9 +104,9 @@ def train_plainly(steps: int) -> dict[str, list[float]]:
             for optimizer in optimizers:
                 optimizer.step()
         model.zero_grad()
-        found["loss"].append(float(loss.detach()))
-        found["norm"].append(float(norm))
-    return found
+        actual["loss"].append(float(loss.detach()))
+        actual["norm"].append(float(norm))
+    return actual
 
 
 def matrices_in(model: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
@@ -116,12 +116,12 @@ def matrices_in(model: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
     for tensor in SHAPE.tensors.all:
         if tensor.kind != "matrix":
             continue
-        whole, begin = parameters[tensor.name], 0
+        complete, begin = parameters[tensor.name], 0
         width = tensor.parameter.columns
         for rows in tensor.parameter.matrix_rows:
             block = slice(begin, begin + rows)
-            own = nn.Parameter(whole.data.view(-1, width)[block])
-            yield own, lambda whole=whole, block=block, width=width: whole.grad.view(-1, width)[block]
+            own = nn.Parameter(complete.data.view(-1, width)[block])
+            yield own, lambda complete=complete, block=block, width=width: complete.grad.view(-1, width)[block]
             begin += rows
 
 

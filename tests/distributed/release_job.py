@@ -39,20 +39,20 @@ PATIENCE_S = 300.0
 def storages() -> dict[int, tuple[int, str]]:
     """Address -> (bytes, what has it) of all memory that a living tensor has."""
     gc.collect()
-    found = {}
+    actual = {}
     for thing in gc.get_objects():
         if type(thing) in (Tensor, torch.nn.Parameter) and thing.device.type != "meta":
             storage = thing.untyped_storage()
             if storage.nbytes():
-                found[storage.data_ptr()] = (storage.nbytes(), f"{thing.dtype} {tuple(thing.shape)}")
-    return found
+                actual[storage.data_ptr()] = (storage.nbytes(), f"{thing.dtype} {tuple(thing.shape)}")
+    return actual
 
 
 def left_since(before: Collection[int]) -> list[tuple[int, str]]:
     """What has memory now and had none before, once no other thread is about to let go of it."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
-        left = [found for address, found in storages().items() if address not in before]
+        left = [actual for address, actual in storages().items() if address not in before]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.05)
@@ -80,14 +80,14 @@ def main() -> None:
         losses = [train(ds, optimizer, world) for _ in range(2)]
         left: list[list[tuple[int, str]]] = [[]] * world.world_size
         dist.all_gather_object(left, left_since(before))
-        found = {
+        actual = {
             "left_bytes": [sum(num_bytes for num_bytes, _ in of_rank) for of_rank in left],
             "left": [[what for _, what in of_rank] for of_rank in left],
             "gpu_bytes": torch.cuda.memory_allocated() - allocated if torch.cuda.is_available() else 0,
             "losses": losses,
         }
         if world.is_main:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(actual), flush=True)
     end_rank()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests import warm_start
-from tests.conftest import REPOSITORY, build_train_command
+from tests.conftest import REPOSITORY, build_train_command, read_losses
 from tests.runs_in_turn import train_in_turn
 
 #: Values of a logged step that no number of ranks may change.
@@ -133,14 +133,34 @@ def test_every_setting_on_one_to_five_ranks(tiny_set: Path, mix: Path, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "tolerance"),
+    [(("--overfit-batch", "4"), TOLERANCE), (("--precision", "bf16"), 2e-4), (("--precision", "autocast"), 2e-4)],
+)
+def test_an_overfit_check_and_bf16_on_three_ranks(
+    tiny_set: Path, tmp_path: Path, flags: tuple[str, ...], tolerance: float
+) -> None:
+    fixed = ("--steps", "20", "--lr", "1e-3", "--precision", "fp32", "--n-head", "2", "--check-every", "1")
+    losses = []
+    for world_size in (1, 3):
+        command = build_train_command(tiny_set, tmp_path / str(world_size), *fixed, *flags)
+        for flag in ("--global-batch-size", "--val-every") if "--overfit-batch" in flags else ():
+            place = command.index(flag)
+            del command[place : place + 2]  # it has no effect there, and is refused
+        train_in_turn([command], world_size)
+        losses.append(read_losses(tmp_path / str(world_size)))
+    assert losses[1] == pytest.approx(losses[0], rel=tolerance)
+
+
+@pytest.mark.slow
 def test_three_groups_of_ranks_train_as_one_rank(tiny_set: Path, mix: Path, tmp_path: Path) -> None:
     """Neighbours divide sequences or experts, and 8 samples are not divided over 3 groups, or 6 ranks."""
     divides = ("--sequence-parallel-size", "--expert-parallel-size")
-    whole = {
+    complete = {
         name: [word for before, word in zip(("", *case), case, strict=False) if not {before, word} & {*divides}]
         for name, case in DIVIDED.items()
     }
-    references = train(whole, 1, tmp_path, tiny_set, mix)
+    references = train(complete, 1, tmp_path, tiny_set, mix)
     for name, run in train(DIVIDED, 6, tmp_path, tiny_set, mix).items():
         check_equal(run, references[name])
 

@@ -78,7 +78,7 @@ def test_losses_and_samples_are_those_of_one_rank(ranks: Callable, tiny_set: Pat
         train(ranks, tiny_set, moved, stage, world_size, "--sequence-parallel-size", str(split))
         assert read_losses(moved) == pytest.approx(read_losses(straight), rel=1e-6), stage
     assert all(np.array_equal(ids, read_samples(straight)[step]) for step, ids in read_samples(moved).items())
-    found = find_step_samples(moved, 8)
-    assert [sample.position for sample in found.samples] == list(range(28, 36))
+    actual = find_step_samples(moved, 8)
+    assert [sample.position for sample in actual.samples] == list(range(28, 36))
     output = train(ranks, tiny_set, moved, "zero0", 1, "--batch-ramp-from=8", "--steps=17", expect=2)
     assert "global_batch_size was '16, from 4 over 80 samples' and is '16, from 8 over 80 samples'" in output

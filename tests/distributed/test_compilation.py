@@ -13,9 +13,28 @@ from tests.conftest import read_losses
 
 STEPS = 6
 FLAGS = (
-    *("--steps", str(STEPS), "--warmup-steps", "2", "--lr", "3e-3", "--precision", "fp32", "--dropout", "0.1"),
-    *("--n-layer", "2", "--micro-batch-size", "2", "--val-every", "3", "--val-samples", "7", "--sample-every", "3"),
-    *("--save-every", "3"),
+    "--steps",
+    str(STEPS),
+    "--warmup-steps",
+    "2",
+    "--lr",
+    "3e-3",
+    "--precision",
+    "fp32",
+    "--dropout",
+    "0.1",
+    "--n-layer",
+    "2",
+    "--micro-batch-size",
+    "2",
+    "--val-every",
+    "3",
+    "--val-samples",
+    "7",
+    "--sample-every",
+    "3",
+    "--save-every",
+    "3",
 )
 #: Steps whose losses and validation agree to the sixth decimal.
 TOLERANCE = 1e-6
@@ -72,12 +91,12 @@ def samples(output: str) -> list[str]:
 @pytest.mark.slow
 def test_a_run_at_stage_3_goes_on_compiled(train: Callable) -> None:
     selective = ("--activation-checkpointing", "selective")
-    eager, said = train("eager", 3, *selective, world_size=1)
-    assert "blocks: eager (--compile auto compiles on GPUs" in said
+    eager, message = train("eager", 3, *selective, world_size=1)
+    assert "blocks: eager (--compile auto compiles on GPUs" in message
     checkpoint = str(eager / "checkpoints" / "step-00000003")
     compiled, output = train("compiled", 3, *selective, "--resume", checkpoint, "--compile", "on", world_size=1)
     assert_same(compiled, eager, first_step=4)
-    assert samples(output) == samples(said)[1:]
+    assert samples(output) == samples(message)[1:]
     assert "blocks: compiled with inductor (--compile on)" in output
     assert re.search(r"blocks: 1 graph compiled in [\d.]+ s", output)
     assert "changed since the checkpoint: compile off -> inductor" in output
@@ -89,11 +108,11 @@ def test_a_run_at_stage_3_goes_on_compiled(train: Callable) -> None:
 def test_every_stage_and_mode(train: Callable, stage: int, mode: str, graphs: str) -> None:
     """DeepSpeed's checkpointing runs a block twice, the first time without gradients: a graph each."""
     flags = ("--activation-checkpointing", mode)
-    eager, said = train("eager", stage, *flags)
+    eager, message = train("eager", stage, *flags)
     compiled, output = train("compiled", stage, *flags, "--compile", "on")
     assert f"blocks: {graphs} compiled in" in output
     assert_same(compiled, eager)
-    assert samples(output) == samples(said)
+    assert samples(output) == samples(message)
     resumed, _ = train("resumed", stage, *flags, "--resume", str(compiled / "checkpoints" / "step-00000003"))
     assert_same(resumed, eager, first_step=4)
 

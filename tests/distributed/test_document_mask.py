@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from llmscale.architecture.layers import ParameterTensors
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.validation import validation_sample_ids
 from llmscale.engine.optimizers import build_optimizer
@@ -26,13 +26,39 @@ from tests.distributed.test_resume import forget_after
 
 STEPS = 10
 FLAGS = (
-    *("--document-mask", "--precision", "fp32", "--steps", str(STEPS), "--save-every", "5", "--keep-last", "9"),
-    *("--lr", "3e-3", "--check-every", "1", "--val-every", str(STEPS), "--val-samples", "16"),
+    "--document-mask",
+    "--precision",
+    "fp32",
+    "--steps",
+    str(STEPS),
+    "--save-every",
+    "5",
+    "--keep-last",
+    "9",
+    "--lr",
+    "3e-3",
+    "--check-every",
+    "1",
+    "--val-every",
+    str(STEPS),
+    "--val-samples",
+    "16",
 )
 #: Llama's layers.
 LLAMA_FLAGS = (
-    *("--positions", "rotary", "--norm", "rmsnorm", "--gated-mlp", "--activation", "silu", "--n-kv-head", "1"),
-    *("--sliding-window", "9", "--no-bias", "--no-tied"),
+    "--positions",
+    "rotary",
+    "--norm",
+    "rmsnorm",
+    "--gated-mlp",
+    "--activation",
+    "silu",
+    "--n-kv-head",
+    "1",
+    "--sliding-window",
+    "9",
+    "--no-bias",
+    "--no-tied",
 )
 
 
@@ -50,8 +76,8 @@ def test_losses_are_those_of_a_plain_loop_over_single_documents(
     run = prepare_start(parse_run_config([word for word in command if word != str(TRAIN)]), 2)
     assert run.resolved.shape.document_end == 256
     losses, validation = plain_losses(run, read_samples(tmp_path / "run"))
-    found = read_losses(tmp_path / "run")
-    assert [found[step] for step in range(1, STEPS + 1)] == pytest.approx(losses, rel=1e-5)
+    actual = read_losses(tmp_path / "run")
+    assert [actual[step] for step in range(1, STEPS + 1)] == pytest.approx(losses, rel=1e-5)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["loss"] for record in records if record["kind"] == "validation"] == pytest.approx(
         [validation], rel=1e-5

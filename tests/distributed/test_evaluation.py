@@ -14,8 +14,20 @@ from tests.evaluate.made_up_items import write_items
 
 STEPS = 4
 FLAGS = (
-    *("--steps", str(STEPS), "--lr", "3e-3", "--precision", "fp32", "--save-every", "0", "--val-every", "2"),
-    *("--val-samples", "9", "--micro-batch-size", "2"),
+    "--steps",
+    str(STEPS),
+    "--lr",
+    "3e-3",
+    "--precision",
+    "fp32",
+    "--save-every",
+    "0",
+    "--val-every",
+    "2",
+    "--val-samples",
+    "9",
+    "--micro-batch-size",
+    "2",
 )
 FORMATS = {"hellaswag": "hellaswag", "multiple_choice": "choice", "likelihood": "likelihood", "text": "text"}
 Train = Callable[..., tuple[Path, str]]
@@ -67,19 +79,19 @@ def check_same(runs: list[Path]) -> None:
 def test_sharded_and_whole_weights_have_the_same_results_and_training_does_not_notice(
     train: Train, tasks: list[str]
 ) -> None:
-    whole, output = train(0, 1, *tasks)
+    complete, output = train(0, 1, *tasks)
     sharded, _ = train(3, 2, *tasks, "--sequence-parallel-size", "2")
-    check_same([whole, sharded])
-    counts = {record["task"]: record["num_items"] for record in read_records(whole, "evaluation")}
+    check_same([complete, sharded])
+    counts = {record["task"]: record["num_items"] for record in read_records(complete, "evaluation")}
     assert set(counts.values()) == {7}
     assert "| hellaswag | acc " in output
     assert "evaluation every 2 steps on hellaswag (7 items), " in output
     samples = read_records(sharded, "sample")
     assert [(sample["step"], sample["prompt"]) for sample in samples] == [(2, "The "), (4, "The ")]
     assert all(sample["text"] for sample in samples)
-    assert all(record["bits_per_byte"] > 0 for record in read_records(whole, "validation"))
+    assert all(record["bits_per_byte"] > 0 for record in read_records(complete, "validation"))
     # As without evaluations, where stages and numbers of ranks agree so, too.
-    assert read_losses(sharded) == pytest.approx(read_losses(whole), abs=1e-5)
+    assert read_losses(sharded) == pytest.approx(read_losses(complete), abs=1e-5)
 
 
 @pytest.mark.slow

@@ -39,9 +39,9 @@ def test_gradients_are_those_of_one_rank_without_deepspeed(ranks: Callable) -> N
 def numbers_of(run: Path) -> dict[tuple[str, int], list[float]]:
     """Losses and gradient norms of a run by kind of record and step."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    found = [record for record in records if record["kind"] in ("train", "validation")]
+    actual = [record for record in records if record["kind"] in ("train", "validation")]
     keys = ("loss", "grad_norm")
-    return {(one["kind"], one["step"]): [one[key] for key in keys if key in one] for one in found}
+    return {(one["kind"], one["step"]): [one[key] for key in keys if key in one] for one in actual}
 
 
 def judged(run: Path) -> dict[tuple[str, int], object]:
@@ -60,9 +60,9 @@ def check_runs(runs: list[Path], first_steps: list[int]) -> None:
     assert len(expected) >= 4
     weights = load_full_weights(runs[0] / "checkpoints" / "step-00000004")
     for run, first in zip(runs[1:], first_steps, strict=True):
-        found = numbers_of(run)
-        assert found.keys() == {key for key in expected if key[1] > first}, run
-        for key, numbers in found.items():
+        actual = numbers_of(run)
+        assert actual.keys() == {key for key in expected if key[1] > first}, run
+        for key, numbers in actual.items():
             assert numbers == pytest.approx(expected[key], rel=1e-6), (run, key)
         for name, weight in load_full_weights(run / "checkpoints" / "step-00000004").items():
             # Adam divides gradients near 0 by their own size.
@@ -83,8 +83,17 @@ def test_runs_are_equal_and_continue_with_other_divisions(tiny_set: Path, tmp_pa
     judging = ("--sample-every", "2", "--eval-every", "2", "--eval-tasks", f"hellaswag={task}")
     commands = [
         build_train_command(
-            *(tiny_set, tmp_path / run, *FIXED, *BIASED, *VALIDATED, *judging, "--ds", ds_config),
-            *("--expert-parallel-size", size, *more),
+            tiny_set,
+            tmp_path / run,
+            *FIXED,
+            *BIASED,
+            *VALIDATED,
+            *judging,
+            "--ds",
+            ds_config,
+            "--expert-parallel-size",
+            size,
+            *more,
         )
         for run, (ds_config, size, *more) in runs.items()
     ]
@@ -92,8 +101,8 @@ def test_runs_are_equal_and_continue_with_other_divisions(tiny_set: Path, tmp_pa
     assert "2 ranks divide the experts of a block: 2 of 4 each, held by 1 rank" in output[1]
     assert "changed since the checkpoint: zero_stage 1 -> 2; expert_parallel_size 1 -> 2" in output[2]
     check_runs([tmp_path / run for run in runs], [0, 2, 2])
-    whole, divided = (judged(tmp_path / run) for run in ("whole", "divided"))
-    assert len(whole) == 4 and divided == whole
+    complete, divided = (judged(tmp_path / run) for run in ("whole", "divided"))
+    assert len(complete) == 4 and divided == complete
 
 
 @pytest.mark.slow

@@ -21,13 +21,29 @@ from tests.runs_in_turn import train_in_turn
 STEPS = 12
 FP32 = ("--precision", "fp32")
 EXPERTS = (
-    *("--num-experts", "4", "--expert-width", "40", "--shared-expert-width", "24", "--n-layer", "3"),
-    *("--dense-layers", "1", "--router-z-loss", "1e-3"),
+    "--num-experts",
+    "4",
+    "--expert-width",
+    "40",
+    "--shared-expert-width",
+    "24",
+    "--n-layer",
+    "3",
+    "--dense-layers",
+    "1",
+    "--router-z-loss",
+    "1e-3",
 )
 #: DeepSeek V3's router.
 BIASED = (
-    *(*EXPERTS, "--router-bias", "--router-score", "sigmoid", "--router-bias-speed", "0.001"),
-    *("--balance-loss", "1e-3"),
+    *EXPERTS,
+    "--router-bias",
+    "--router-score",
+    "sigmoid",
+    "--router-bias-speed",
+    "0.001",
+    "--balance-loss",
+    "1e-3",
 )
 
 
@@ -99,13 +115,13 @@ def test_every_stage_offload_optimizer_and_precision(tiny_set: Path, tmp_path: P
     ]
     orthogonalised = [(ds_config, *EXPERTS, *FP32, "--optimizer", "muon") for ds_config in ("zero2", "zero3")]
     for world_size in (2, 4):
-        found = train(tiny_set, tmp_path, world_size, *exact, *near, ("zero3", *EXPERTS, *FP32), *orthogonalised)
-        for name, losses in zip(exact, found, strict=False):
+        actual = train(tiny_set, tmp_path, world_size, *exact, *near, ("zero3", *EXPERTS, *FP32), *orthogonalised)
+        for name, losses in zip(exact, actual, strict=False):
             assert losses == pytest.approx(reference, rel=1e-5), (world_size, name)
-        for name, losses in zip(near, found[len(exact) :], strict=False):
+        for name, losses in zip(near, actual[len(exact) :], strict=False):
             assert losses == pytest.approx(reference, rel=0.02), (world_size, name)
-        assert found[-3] == pytest.approx(balanced, rel=1e-5)
-        for losses in found[-2:]:
+        assert actual[-3] == pytest.approx(balanced, rel=1e-5)
+        for losses in actual[-2:]:
             assert losses == pytest.approx(muon, rel=1e-4), world_size
 
 

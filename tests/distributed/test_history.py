@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,33 +131,6 @@ def sign(folder: Path) -> None:
     files: list[StoredFile] = [hash_file(folder / entry["name"]) for entry in body["files"]]
     body["files"] = [vars(file) for file in files]
     (folder / "manifest.json").write_text(json.dumps({"manifest": body, "xxh3_128": hash_json(body)}))
-
-
-def test_a_run_folder_that_is_removed_is_made_again_as_a_whole(
-    ranks: Callable[..., Ranks], train_command: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    flags = ("--save-every", "20", "--schedule", "constant")
-    job = ranks(train_command("--steps", "1000000", *flags), 2)
-    lines = iter(job.processes[0].stdout or ())
-    assert any("saved" in line for line in lines)
-    # All at once for the run, as by a rename: not while it writes there.
-    job.send(signal.SIGSTOP)
-    shutil.rmtree(run)
-    job.send(signal.SIGCONT)
-    assert any("was created again" in line for line in lines)
-    assert any("saved" in line for line in lines)
-    job.send(signal.SIGTERM)
-    rest = "".join(lines)
-    job.wait()
-    assert job.exit_codes == [0, 0], rest
-    whole = {"config.json", "ds_config.json", "starts.jsonl", "metrics.jsonl", "checkpoints", ".lock"}
-    assert {path.name for path in run.iterdir()} >= whole
-    newest = find_checkpoints(run).current[0]
-    assert find_damage(newest.path) is None
-    assert load_history(run).train
-    job = ranks(train_command("--steps", str(newest.step + 1), *flags), 2)
-    assert f"continuing from {newest.path}" in job.wait()[0]
 
 
 @pytest.mark.slow

@@ -13,8 +13,16 @@ from tests.runs_in_turn import train_in_turn
 
 RANKS = 4
 FLAGS = (
-    *("--precision", "fp32", "--micro-batch-size", "1", "--save-every", "2"),
-    *("--schedule", "constant", "--lr", "3e-3"),
+    "--precision",
+    "fp32",
+    "--micro-batch-size",
+    "1",
+    "--save-every",
+    "2",
+    "--schedule",
+    "constant",
+    "--lr",
+    "3e-3",
 )
 
 

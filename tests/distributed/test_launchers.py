@@ -124,7 +124,7 @@ def test_a_killed_data_worker_ends_the_run_with_one_line(start: Callable) -> Non
 def test_a_terminal_that_is_closed(start: Callable) -> None:
     """Nothing can be printed any more: not even that must cost the save."""
     master, terminal = os.openpty()
-    said: list[bytes] = []
+    message: list[bytes] = []
 
     def control() -> None:
         os.setsid()
@@ -135,8 +135,8 @@ def test_a_terminal_that_is_closed(start: Callable) -> None:
 
     job = start("python", stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=False, preexec_fn=control)
     os.close(terminal)
-    while b"step      3/" not in b"".join(said):
-        said.append(os.read(master, 4096))
+    while b"step      3/" not in b"".join(message):
+        message.append(os.read(master, 4096))
     os.close(master)
     assert job.process.wait(HANG_S) == 0
     [newest] = list_checkpoints(job.run)

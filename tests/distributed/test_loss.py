@@ -22,9 +22,9 @@ def errors_of(ranks: Callable, cells: list[dict[str, object]]) -> list[dict[str,
     job = ranks([str(Path(__file__).with_name("loss_job.py")), json.dumps(cells)], 2)
     outputs = job.wait()
     assert job.exit_codes == [0, 0], outputs
-    found = [json.loads(line) for line in outputs[0].splitlines() if line.startswith('{"loss"')]
-    assert len(found) == len(cells), outputs[0]
-    return found
+    actual = [json.loads(line) for line in outputs[0].splitlines() if line.startswith('{"loss"')]
+    assert len(actual) == len(cells), outputs[0]
+    return actual
 
 
 def check(ranks: Callable, cells: list[dict[str, object]]) -> None:
@@ -55,8 +55,8 @@ def test_gradients_exchanged_in_16_bit_are_hardly_further_from_exact_than_autoca
         cell(stage, precision="autocast", accumulation=4, exchange=exchange)
         for stage, exchange in itertools.product(stages, exchanges)
     ]
-    found = [errors["gradient"] for errors in errors_of(ranks, cells)]
-    for stage, in_bf16, in_fp32 in zip(stages, found[::2], found[1::2], strict=True):
+    actual = [errors["gradient"] for errors in errors_of(ranks, cells)]
+    for stage, in_bf16, in_fp32 in zip(stages, actual[::2], actual[1::2], strict=True):
         assert in_bf16 != in_fp32, f"stage {stage}: the file's word holds"
         assert in_bf16 < 1.3 * in_fp32, f"stage {stage}"
 

@@ -104,19 +104,19 @@ def test_the_same_samples_and_losses_at_any_ranks_and_through_a_restart(
     assert evaluated["loss"] == pytest.approx(losses[1]["loss"], abs=1e-4)
     mix.unlink()
     for step in (1, 5, STEPS):
-        found = find_step_samples(two, step)
-        ids = sorted(sample.sample_id + offsets(found.sets)[sample.set_name] for sample in found.samples)
+        actual = find_step_samples(two, step)
+        ids = sorted(sample.sample_id + offsets(actual.sets)[sample.set_name] for sample in actual.samples)
         assert ids == expected[step - 1].tolist()
     assert losses[0]["loss_by_set"] == pytest.approx(losses[1]["loss_by_set"], abs=1e-4)
     assert set(losses[0]["loss_by_set"]) == {"words", "digits"}
 
 
 def test_steps_that_are_left_out_stay_left_out(train: Callable, tiny_set: Path, tmp_path: Path) -> None:
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    train(whole, 1, "--data", str(tiny_set))
+    complete, cut = tmp_path / "whole", tmp_path / "cut"
+    train(complete, 1, "--data", str(tiny_set))
     train(cut, 2, "--data", str(tiny_set), "--steps", "4", "--skip-steps", "3:5")
     output = train(cut, 1, "--data", str(tiny_set), "--steps", "6")
     assert "left out: steps 3:5" in output, "the run keeps it"
-    seen, kept = read_samples(whole), read_samples(cut)
-    assert sorted(sample.sample_id for sample in find_step_samples(cut, 3).samples) == kept[2].tolist()
-    assert [kept[step].tolist() for step in range(6)] == [seen[step].tolist() for step in (0, 1, 4, 5, 6, 7)]
+    seen, remaining = read_samples(complete), read_samples(cut)
+    assert sorted(sample.sample_id for sample in find_step_samples(cut, 3).samples) == remaining[2].tolist()
+    assert [remaining[step].tolist() for step in range(6)] == [seen[step].tolist() for step in (0, 1, 4, 5, 6, 7)]

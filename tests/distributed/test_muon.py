@@ -41,21 +41,21 @@ def train(ranks: Callable, world_size: int, *cells: dict, model: Sequence[str] =
     job = ranks([str(script), json.dumps(cells), *model], world_size)
     outputs = job.wait()
     assert job.exit_codes == [0] * world_size, outputs
-    found = [json.loads(line) for line in outputs[0].splitlines() if line.startswith('{"loss"')]
-    assert len(found) == len(cells), outputs[0]
-    return found
+    actual = [json.loads(line) for line in outputs[0].splitlines() if line.startswith('{"loss"')]
+    assert len(actual) == len(cells), outputs[0]
+    return actual
 
 
-def largest_difference(found: dict[str, list[float]], reference: dict[str, list[float]], key: str) -> float:
-    return max(abs(a - b) / b for a, b in zip(found[key], reference[key], strict=True))
+def largest_difference(actual: dict[str, list[float]], reference: dict[str, list[float]], key: str) -> float:
+    return max(abs(a - b) / b for a, b in zip(actual[key], reference[key], strict=True))
 
 
 def check_equals_the_plain_loop(ranks: Callable, world_size: int, *cells: dict, model: Sequence[str] = ()) -> None:
     steps = cells[0]["steps"]
-    reference, *found = train(ranks, world_size, {**PLAIN, "steps": steps}, *cells, model=model)
+    reference, *actual = train(ranks, world_size, {**PLAIN, "steps": steps}, *cells, model=model)
     assert reference["loss"][-1] < reference["loss"][0] - 0.5, "nothing was learnt, so nothing is compared"
     assert sum(norm > 1 for norm in reference["norm"]) > steps // 2, "clipping is what DeepSpeed's own Muon gets wrong"
-    for wanted, result in zip(cells, found, strict=True):
+    for wanted, result in zip(cells, actual, strict=True):
         assert largest_difference(result, reference, "loss") <= 1e-5, wanted
         assert largest_difference(result, reference, "norm") <= 1e-6, wanted
 
@@ -87,8 +87,8 @@ def test_16_bit_stays_close(ranks: Callable) -> None:
     stages = ("zero0", "zero1", "zero2", "zero3")
     cells = [cell(name, 2, **section) for name in (*stages, "zero1-offload") for section in (bf16, autocast)]
     iterated = [cell(name, 1, dtype="bfloat16") for name in stages]
-    reference, *found = train(ranks, 2, PLAIN, *cells, *iterated)
-    for wanted, result in zip((*cells, *iterated), found, strict=True):
+    reference, *actual = train(ranks, 2, PLAIN, *cells, *iterated)
+    for wanted, result in zip((*cells, *iterated), actual, strict=True):
         limit = 1e-3 if wanted in cells else 1e-5
         assert largest_difference(result, reference, "loss") <= limit, wanted
 
@@ -98,12 +98,12 @@ def test_fp16_skips_steps_and_then_trains_as_fp32_does(ranks: Callable) -> None:
     """A skipped step leaves weights and momentum alone: after it, everything is as if it had not been."""
     fp16 = {"enabled": True, "initial_scale_power": 18, "hysteresis": 1, "loss_scale_window": 1000}
     stages = ("zero1", "zero2", "zero3", "zero3-offload")
-    found = train(ranks, 2, *(cell(name, 2, fp16=fp16) for name in stages))
-    assert found[0]["skipped"][0] > 0
-    for result in found[1:]:
-        assert result["skipped"] == found[0]["skipped"]
-        assert result["loss"] == pytest.approx(found[0]["loss"], rel=1e-3)
-    assert found[0]["loss"][-1] < found[0]["loss"][0] - 0.5
+    actual = train(ranks, 2, *(cell(name, 2, fp16=fp16) for name in stages))
+    assert actual[0]["skipped"][0] > 0
+    for result in actual[1:]:
+        assert result["skipped"] == actual[0]["skipped"]
+        assert result["loss"] == pytest.approx(actual[0]["loss"], rel=1e-3)
+    assert actual[0]["loss"][-1] < actual[0]["loss"][0] - 0.5
 
 
 @pytest.fixture

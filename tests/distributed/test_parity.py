@@ -14,9 +14,26 @@ STEPS = 12
 FP32 = ("--precision", "fp32")
 #: What Llama, Qwen and Mistral have and GPT-2 has not.
 LLAMA = (
-    *("--norm", "rmsnorm", "--no-bias", "--positions", "rotary", "--activation", "silu", "--gated-mlp"),
-    *("--n-head", "4", "--n-kv-head", "2", "--qk-norm", "head", "--mlp-width", "85", "--no-tied"),
-    *("--sliding-window", "12", *FP32),
+    "--norm",
+    "rmsnorm",
+    "--no-bias",
+    "--positions",
+    "rotary",
+    "--activation",
+    "silu",
+    "--gated-mlp",
+    "--n-head",
+    "4",
+    "--n-kv-head",
+    "2",
+    "--qk-norm",
+    "head",
+    "--mlp-width",
+    "85",
+    "--no-tied",
+    "--sliding-window",
+    "12",
+    *FP32,
 )
 
 
@@ -64,7 +81,7 @@ def check_learning(losses: list[float], nats: float = 1.0) -> None:
 def test_every_stage_and_checkpointing_mode_gives_the_same_losses_in_fp32(curves: Callable) -> None:
     stages = ("zero1", "zero3", "zero2_offload", "zero3_offload")
     modes = ("selective", "full")
-    reference, kept, *others = curves(
+    reference, remaining, *others = curves(
         2,
         ("zero0", *FP32),
         ("zero2", *FP32),
@@ -72,9 +89,9 @@ def test_every_stage_and_checkpointing_mode_gives_the_same_losses_in_fp32(curves
         *[("zero2", *FP32, "--activation-checkpointing", mode) for mode in modes],
     )
     check_learning(reference)
-    for name, losses in zip(("zero2", *stages, *modes), (kept, *others), strict=True):
+    for name, losses in zip(("zero2", *stages, *modes), (remaining, *others), strict=True):
         assert largest_difference(losses, reference) <= 1e-5, name
-    assert others[-len(modes) :] == [kept] * len(modes)
+    assert others[-len(modes) :] == [remaining] * len(modes)
 
 
 def test_world_size_changes_nothing(curves: Callable) -> None:
@@ -108,8 +125,8 @@ def test_todays_blocks_offloaded_recomputed_and_in_16_bit(curves: Callable) -> N
         assert largest_difference(losses, reference) <= 1e-5
     for ds in ("zero2", "zero3"):
         recomputed = [(ds, *LLAMA, "--activation-checkpointing", mode) for mode in ("selective", "full")]
-        kept, *others = curves(2, (ds, *LLAMA), *recomputed)
-        assert others == [kept] * len(recomputed), ds
+        remaining, *others = curves(2, (ds, *LLAMA), *recomputed)
+        assert others == [remaining] * len(recomputed), ds
     cells = [("zero1", "bf16"), ("zero3", "bf16"), ("zero2", "autocast"), ("zero3", "autocast")]
     for losses in curves(2, *[(ds, *LLAMA[:-2], "--precision", precision) for ds, precision in cells]):
         assert largest_difference(losses, reference) <= 0.01

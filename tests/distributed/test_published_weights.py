@@ -149,14 +149,14 @@ def hub(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_exactly_what_is_needed_of_a_name_is_fetched_once(
     train: Callable[..., str], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = f"weights from hf:own/model@{COMMIT}"
-    assert said in train(2, "--init-from", "hf:own/model@main", "--steps", "1")
+    message = f"weights from hf:own/model@{COMMIT}"
+    assert message in train(2, "--init-from", "hf:own/model@main", "--steps", "1")
     assert hub.asked.count(f"/own/model/resolve/{COMMIT}/config.json") == 1
     weights = {path.name for path in hub.files.glob("model*.safetensors*")}
     assert hub.cached == {*weights, "config.json", "generation_config.json"}
     shutil.rmtree(tmp_path / "run")
     asked = len(hub.asked)
-    assert said in train(1, "--init-from", "hf:own/model", "--steps", "1")
+    assert message in train(1, "--init-from", "hf:own/model", "--steps", "1")
     assert len(hub.asked) == asked, "everything is in the cache, and that there is no tokenizer is known"
     shutil.rmtree(tmp_path / "home")
     shutil.rmtree(tmp_path / "run")

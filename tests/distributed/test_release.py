@@ -36,9 +36,9 @@ def release(ranks: Callable, engines: list[list[object]], world_size: int) -> li
     job = ranks([str(Path(__file__).with_name("release_job.py")), json.dumps(engines)], world_size)
     outputs = job.wait()
     assert job.exit_codes == [0] * world_size, outputs
-    found = [json.loads(line) for line in outputs[0].splitlines() if line.startswith('{"left_bytes"')]
-    assert len(found) == len(engines), outputs[0]
-    return found
+    actual = [json.loads(line) for line in outputs[0].splitlines() if line.startswith('{"left_bytes"')]
+    assert len(actual) == len(engines), outputs[0]
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -52,15 +52,15 @@ def release(ranks: Callable, engines: list[list[object]], world_size: int) -> li
 def test_nothing_is_left_and_the_next_engine_trains_as_the_first(
     ranks: Callable, engines: list[list[object]], world_size: int
 ) -> None:
-    for wanted, found in zip(engines, release(ranks, engines, world_size), strict=True):
-        assert found["left_bytes"] == [0] * world_size, (wanted, found["left"])
-        first, second = found["losses"]
+    for wanted, actual in zip(engines, release(ranks, engines, world_size), strict=True):
+        assert actual["left_bytes"] == [0] * world_size, (wanted, actual["left"])
+        first, second = actual["losses"]
         assert first == second, wanted
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gpu_memory_is_given_back(ranks: Callable) -> None:
-    for wanted, found in zip(ENGINES, release(ranks, ENGINES, 1), strict=True):
-        assert found["left_bytes"] == [0], (wanted, found["left"])
+    for wanted, actual in zip(ENGINES, release(ranks, ENGINES, 1), strict=True):
+        assert actual["left_bytes"] == [0], (wanted, actual["left"])
         # Libraries' own work space, such as cuBLAS's, is made once.
-        assert found["gpu_bytes"] < 64 * 2**20, wanted
+        assert actual["gpu_bytes"] < 64 * 2**20, wanted

@@ -18,7 +18,7 @@ from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import STATE_NAME, hash_file, load_manifest, save_manifest, step_of
 from scripts.bench.resume.samples import read_samples
 from tests import warm_start
-from tests.conftest import REPOSITORY, build_train_command, read_losses, start_ranks
+from tests.conftest import REPOSITORY, assert_same_losses, build_train_command, read_losses, start_ranks
 
 Train = Callable[..., str]
 #: 20 steps in fp32, saving every fifth.
@@ -142,6 +142,21 @@ def test_a_gpt2_of_before_there_were_other_blocks_goes_on(train: Train, trained:
     _rewrite(list_checkpoints(trained)[0], make_old)
     assert "changed since" not in train("zero1", 1)
     assert read_losses(trained) == straight
+
+
+def test_a_checkpoint_of_0_1_0_continues_as_that_version_did(
+    ranks: Callable, train_command: Callable, tmp_path: Path
+) -> None:
+    """tests/checkpoint/run-0.1.0 is of two ranks at stage 1."""
+    shutil.copytree(REPOSITORY / "tests" / "checkpoint" / "run-0.1.0", tmp_path / "run")
+    shape = ("--n-layer", "1", "--n-head", "2", "--n-embd", "8")
+    flags = ("--precision", "fp32", "--lr", "3e-3", "--steps", "8", "--ds", "ds_configs/zero3.json")
+    job = ranks(train_command(*shape, *flags), 1)
+    output = job.wait()[0]
+    assert job.exit_codes == [0], output
+    assert "changed since" in output and "zero_stage 1 -> 3" in output
+    expected = {5: 5.414912700653076, 6: 5.389516830444336, 7: 5.379880905151367, 8: 5.358550071716309}
+    assert_same_losses(read_losses(tmp_path / "run"), expected)
 
 
 def test_a_changed_global_batch_goes_on_behind_the_last_sample(train: Train, trained: Path) -> None:

@@ -302,9 +302,9 @@ def test_a_run_goes_back_and_is_pruned_in_the_store(
     back = f"{URL}/checkpoints/step-00000004"
     machines.train("b", 1, *flags, "--steps", "6", "--resume", back)
     view = machines.look()
-    found = find_checkpoints(view)
-    assert ([saved.step for saved in found.current], found.history.number) == ([6, 4, 2], 2)
-    assert sorted(saved.step for saved in found.abandoned) == [6, 8]
+    actual = find_checkpoints(view)
+    assert ([saved.step for saved in actual.current], actual.history.number) == ([6, 4, 2], 2)
+    assert sorted(saved.step for saved in actual.abandoned) == [6, 8]
     assert cli.main(["checkpoint", "list", URL]) == 0 and "step-00000008" in capsys.readouterr().out
     assert cli.main(["checkpoint", "verify", URL]) == 0
     assert cli.main(["checkpoint", "prune", URL]) == 0

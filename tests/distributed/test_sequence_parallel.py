@@ -26,8 +26,8 @@ def check(ranks: Callable, world_size: int, cells: list[dict[str, object]], time
     job = ranks([str(Path(__file__).with_name("loss_job.py")), json.dumps(cells)], world_size)
     outputs = job.wait(timeout_s)
     assert job.exit_codes == [0] * world_size, outputs
-    found = [json.loads(line) for line in outputs[0].splitlines() if line.startswith('{"loss"')]
-    for wanted, errors in zip(cells, found, strict=True):
+    actual = [json.loads(line) for line in outputs[0].splitlines() if line.startswith('{"loss"')]
+    for wanted, errors in zip(cells, actual, strict=True):
         loss, gradient = SPLIT_ERRORS[str(wanted["precision"])]
         assert errors["loss"] < loss, wanted
         assert errors["gradient"] < gradient, wanted
@@ -91,7 +91,7 @@ def test_runs_have_the_losses_of_complete_sequences(
     sizes = (1, 2, 4)
     commands = [
         build_train_command(
-            *(tiny_set, tmp_path / str(size), "--ds", config, *fixed, *flags, "--sequence-parallel-size", str(size))
+            tiny_set, tmp_path / str(size), "--ds", config, *fixed, *flags, "--sequence-parallel-size", str(size)
         )
         for size in sizes
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.config.hardware import get_gpu, get_interconnect
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
 from llmscale.planning.step_time import Traffic, count_traffic, estimate_exchange_s
 from llmscale.training.start import prepare_start
 from tests.conftest import build_train_command
@@ -36,7 +36,8 @@ def count_exchanged(ranks: Callable, flags: list[str]) -> tuple[dict[str, int], 
 #: Stage 3 that keeps nothing between modules, and looks ahead by so many elements with every one.
 def nothing_kept(bucket: int = 50_000_000) -> dict[str, int]:
     return {
-        **{"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0},
+        "stage3_max_reuse_distance": 0,
+        "stage3_param_persistence_threshold": 0,
         "stage3_prefetch_bucket_size": bucket,
     }
 

@@ -30,8 +30,16 @@ def test_adam_counts_only_the_steps_of_the_run(tiny_set: Path, tmp_path: Path) -
     train_in_turn(
         [
             build_train_command(
-                *(tiny_set, run, "--ds", f"ds_configs/{ds_config}.json", "--precision", precision),
-                *("--steps", "2", "--save-every", "2"),
+                tiny_set,
+                run,
+                "--ds",
+                f"ds_configs/{ds_config}.json",
+                "--precision",
+                precision,
+                "--steps",
+                "2",
+                "--save-every",
+                "2",
             )
             for run, (ds_config, precision) in zip(runs, cells, strict=True)
         ],

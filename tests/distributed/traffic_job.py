@@ -19,8 +19,10 @@ from llmscale.training.session import Session
 SMALLEST = 64
 #: Function of torch.distributed -> which argument is the whole tensor.
 WHOLE = {
-    **{"all_reduce": (0, "tensor"), "all_gather_into_tensor": (0, "output_tensor")},
-    **{"reduce_scatter_tensor": (1, "input"), "all_to_all_single": (1, "input")},
+    "all_reduce": (0, "tensor"),
+    "all_gather_into_tensor": (0, "output_tensor"),
+    "reduce_scatter_tensor": (1, "input"),
+    "all_to_all_single": (1, "input"),
 }
 carried: Counter[str] = Counter()
 calls: Counter[str] = Counter()
@@ -30,11 +32,11 @@ def count(name: str, place: int, keyword: str) -> None:
     collective: Callable[..., object] = getattr(dist, name)
 
     def counted(*args: object, **kwargs: object) -> object:
-        whole = args[place] if len(args) > place else kwargs[keyword]
-        assert isinstance(whole, Tensor)
+        complete = args[place] if len(args) > place else kwargs[keyword]
+        assert isinstance(complete, Tensor)
         calls[name] += 1
-        if whole.numel() > SMALLEST:
-            carried[name] += whole.nbytes
+        if complete.numel() > SMALLEST:
+            carried[name] += complete.nbytes
         return collective(*args, **kwargs)
 
     setattr(dist, name, counted)

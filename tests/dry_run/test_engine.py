@@ -90,7 +90,7 @@ print(json.dumps([result.forward.activations_bytes for result in results]))
 @pytest.mark.slow
 def test_offload_moves_bytes_to_the_host() -> None:
     """tests/memory/test_estimate.py compares offload in the default suite."""
-    kept, offloaded, checkpoints, host = in_a_process("""
+    remaining, offloaded, checkpoints, host = in_a_process("""
 shape = GPTShape(n_layer=4, n_head=2, n_embd=64, vocab_size=100, seq_len=128)
 kept = run(2, shape=shape, checkpointing="full", section={})
 offloaded = run(2, shape=SMALL, offload_optimizer={"device": "cpu"})
@@ -101,7 +101,7 @@ print(json.dumps([kept.resident.optimizer_bytes, offloaded.resident.total_bytes,
 """)
     assert host[0] == 0 < host[1]
     assert checkpoints[1] < checkpoints[0]
-    assert kept > 0 < offloaded
+    assert remaining > 0 < offloaded
 
 
 def test_one_micro_step_keeps_no_gradients_in_fp32_on_the_gpu_when_the_host_has_the_optimizer() -> None:
@@ -135,14 +135,14 @@ print(json.dumps([numbers(run(2, shape=SMALL, accumulation=accumulation)) for ac
     ],
 )
 def test_what_cannot_be_simulated_is_refused(code: str, message: str) -> None:
-    said = in_a_process(f"""
+    error_text = in_a_process(f"""
 try:
     {code}
 except ConfigError as error:
     print(json.dumps(str(error)))
 """)
-    assert isinstance(said, str)
-    assert message in said
+    assert isinstance(error_text, str)
+    assert message in error_text
 
 
 @pytest.mark.slow

@@ -135,9 +135,9 @@ def test_the_first_tensor_can_tell_the_category(fake: None) -> None:
         return Category.LOGITS if tensor.shape[-1] == 1000 else None
 
     with MemoryTracker(classify=classify) as tracker, tracker.phase("forward", Category.ACTIVATIONS):
-        kept = torch.empty(2, 1000, dtype=torch.uint8), empty(KIB)
+        remaining = torch.empty(2, 1000, dtype=torch.uint8), empty(KIB)
         assert (tracker.live.logits_bytes, tracker.live.activations_bytes) == (2 * KIB, KIB)
-        del kept
+        del remaining
 
 
 def test_work_space_counts_beside_the_result_and_only_while_the_operator_runs(fake: None) -> None:

@@ -30,8 +30,16 @@ SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 300, "seq_len": 
 BLOCKS: dict[str, dict[str, object]] = {
     "gpt2": {},
     "llama": {
-        **{"norm": "rmsnorm", "bias": False, "positions": "rotary", "activation": "silu", "gated_mlp": True},
-        **{"n_kv_head": 2, "qk_norm": "head", "mlp_width": 90, "tied": False, "sliding_window": 9},
+        "norm": "rmsnorm",
+        "bias": False,
+        "positions": "rotary",
+        "activation": "silu",
+        "gated_mlp": True,
+        "n_kv_head": 2,
+        "qk_norm": "head",
+        "mlp_width": 90,
+        "tied": False,
+        "sliding_window": 9,
     },
 }
 
@@ -106,7 +114,8 @@ def test_selective_recomputes_to_the_end_before_gradients_enter() -> None:
 @pytest.mark.parametrize(
     ("block", "zero_stage", "world_size"),
     [
-        *[("gpt2", 0, 2), ("gpt2", 2, 2)],
+        ("gpt2", 0, 2),
+        ("gpt2", 2, 2),
         *[pytest.param("gpt2", 3, world, marks=pytest.mark.slow) for world in (1, 2)],
         *[
             pytest.param("llama", stage, world, marks=pytest.mark.slow)
@@ -132,7 +141,7 @@ def test_cpu_checkpointing_takes_activations_off_the_gpu(run_ranks) -> None:
     saved = outcome["full"]["bytes"] - outcome["full, on the host"]["bytes"]
     assert saved > 0.5 * inputs_bytes
     assert outcome["full"]["bytes"] < outcome["selective"]["bytes"] < outcome["none"]["bytes"]
-    assert all(outcome[way]["gradients"] == outcome["none"]["gradients"] for way in outcome)
+    assert all(outcome[variant]["gradients"] == outcome["none"]["gradients"] for variant in outcome)
 
 
 @pytest.fixture
@@ -168,7 +177,7 @@ def count_operators_in_backward(mode, dropout: float) -> Counter[str]:
 
 
 def train_two_steps(
-    block: str, zero_stage: int, way: str, *, dropout: float, autocast: bool, mask: bool
+    block: str, zero_stage: int, variant: str, *, dropout: float, autocast: bool, mask: bool
 ) -> list[float]:
     """Losses and the sums of every gradient, in full fp64 digits."""
     import deepspeed
@@ -180,7 +189,7 @@ def train_two_steps(
         "zero_optimization": {"stage": zero_stage, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
     }
-    mode, section = WAYS[way]
+    mode, section = WAYS[variant]
     masked: dict = {"document_end": 0, "sliding_window": 11, "positions": "rotary", "n_kv_head": 2} if mask else {}
     shape = build_shape({**SIZES, **BLOCKS[block], "dropout": dropout, **masked})
     sharded = deepspeed.zero.Init(config_dict_or_path=ds_config) if zero_stage == 3 else contextlib.nullcontext()
@@ -213,13 +222,18 @@ def train_two_steps(
 def compare_ways(block: str, zero_stage: int) -> dict[str, list[float]]:
     """Every way where everything is on, and one of each mode where less is."""
     settings = {
-        **{"fp32": (0.0, False, False), "dropout": (0.1, False, False), "autocast": (0.1, True, False)},
-        **{"mask": (0.0, False, True), "all": (0.1, True, True)},
+        "fp32": (0.0, False, False),
+        "dropout": (0.1, False, False),
+        "autocast": (0.1, True, False),
+        "mask": (0.0, False, True),
+        "all": (0.1, True, True),
     }
     return {
-        f"{setting}/{way}": train_two_steps(block, zero_stage, way, dropout=dropout, autocast=autocast, mask=mask)
+        f"{setting}/{variant}": train_two_steps(
+            block, zero_stage, variant, dropout=dropout, autocast=autocast, mask=mask
+        )
         for setting, (dropout, autocast, mask) in settings.items()
-        for way in (WAYS if setting == "all" else ("none", "full", "selective"))
+        for variant in (WAYS if setting == "all" else ("none", "full", "selective"))
     }
 
 
@@ -230,16 +244,16 @@ GPU_BATCH = 8
 def measure_on_gpu() -> dict[str, dict]:
     outcome = {}
     tokens = torch.randint(300, (GPU_BATCH, 257), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-    for way, (mode, section) in WAYS.items():
+    for variant, (mode, section) in WAYS.items():
         model = GPT(GPU_SHAPE, seed=7, checkpoint=build_block_checkpoint(mode, section)).cuda()
         torch.manual_seed(0)
         before = torch.cuda.memory_allocated()
         loss = model(tokens[:, :-1], tokens[:, 1:])
         torch.cuda.synchronize()
-        kept = torch.cuda.memory_allocated() - before
+        remaining = torch.cuda.memory_allocated() - before
         loss.backward()
         gradients = [parameter.grad.double().sum().item() for parameter in model.parameters()]
-        outcome[way] = {"bytes": kept, "gradients": gradients}
+        outcome[variant] = {"bytes": remaining, "gradients": gradients}
     return outcome
 
 

@@ -66,14 +66,14 @@ def test_no_rank_ever_comes_to_another_conclusion(ranks: Callable) -> None:
     seen = [json.loads(output) for output in outputs]
     assert [rank.pop("together") for rank in seen] == [f"fine on {rank}" for rank in range(3)]
     # The traceback stays where it happened; the others hear of it in one line, and wait for nobody.
-    told = "MachineError: unexpected KeyError: 'no key' (rank 1)"
-    assert [rank.pop("unforeseen") for rank in seen] == [told, "KeyError: 'no key'", told]
-    told = "MachineError: unexpected OSError: gone (rank 2)"
-    assert [rank.pop("unforeseen vote") for rank in seen] == [told, told, "OSError: gone"]
-    told = "DataError: x (rank 0); unexpected KeyError: 'x' (rank 1)"
-    assert [rank.pop("unforeseen and foreseen") for rank in seen] == [told, "KeyError: 'x'", told]
-    told = "MachineError: unexpected TypeError: x"
-    assert [rank.pop("main unforeseen") for rank in seen] == ["TypeError: x", told, told]
+    message = "MachineError: unexpected KeyError: 'no key' (rank 1)"
+    assert [rank.pop("unforeseen") for rank in seen] == [message, "KeyError: 'no key'", message]
+    message = "MachineError: unexpected OSError: gone (rank 2)"
+    assert [rank.pop("unforeseen vote") for rank in seen] == [message, message, "OSError: gone"]
+    message = "DataError: x (rank 0); unexpected KeyError: 'x' (rank 1)"
+    assert [rank.pop("unforeseen and foreseen") for rank in seen] == [message, "KeyError: 'x'", message]
+    message = "MachineError: unexpected TypeError: x"
+    assert [rank.pop("main unforeseen") for rank in seen] == ["TypeError: x", message, message]
     assert seen[0] == seen[1] == seen[2]
     calm = {"stop": False, "save": False, "rollback": False, "ids_sum": 0}
     assert seen[0] == {

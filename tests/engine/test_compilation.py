@@ -15,7 +15,8 @@ from torch import Tensor
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.config.loss_settings import LossSettings
-from llmscale.config.run_config import CompileTuning, parse_run_config
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.config.run_config import CompileTuning
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_patches import quiet_libraries
@@ -30,12 +31,26 @@ SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": 300, "seq_len": 
 BLOCKS: dict[str, dict[str, object]] = {
     "gpt2": {"dropout": 0.1},
     "llama": {
-        **{"norm": "rmsnorm", "bias": False, "positions": "rotary", "activation": "silu", "gated_mlp": True},
-        **{"n_kv_head": 2, "qk_norm": "head", "mlp_width": 90, "tied": False, "sliding_window": 9, "document_end": 3},
+        "norm": "rmsnorm",
+        "bias": False,
+        "positions": "rotary",
+        "activation": "silu",
+        "gated_mlp": True,
+        "n_kv_head": 2,
+        "qk_norm": "head",
+        "mlp_width": 90,
+        "tied": False,
+        "sliding_window": 9,
+        "document_end": 3,
     },
     "experts": {
-        **{"n_layer": 4, "num_experts": 4, "shared_expert_width": 24, "expert_width": 40, "gated_mlp": True},
-        **{"dense_layers": 1, "router_bias": True},
+        "n_layer": 4,
+        "num_experts": 4,
+        "shared_expert_width": 24,
+        "expert_width": 40,
+        "gated_mlp": True,
+        "dense_layers": 1,
+        "router_bias": True,
     },
 }
 STEPS = 4
@@ -51,14 +66,14 @@ def run_job(cache: Path, *arguments: str, **variables: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def assert_one_graph_and_the_losses_of_eager(found: dict) -> None:
+def assert_one_graph_and_the_losses_of_eager(actual: dict) -> None:
     """Between steps there were validation, with a smaller last batch, and sampling with a cache."""
-    assert (found["graphs"], found["compiled"]["failure"]) == (found["kinds"], None)
-    assert found["breaks"] == 0
-    assert found["compiled"]["text"] == found["eager"]["text"]
+    assert (actual["graphs"], actual["compiled"]["failure"]) == (actual["kinds"], None)
+    assert actual["breaks"] == 0
+    assert actual["compiled"]["text"] == actual["eager"]["text"]
     for name in ("losses", "norms", "validation"):
-        assert len(found["eager"][name]) == STEPS
-        assert found["compiled"][name] == pytest.approx(found["eager"][name], abs=1e-6), name
+        assert len(actual["eager"][name]) == STEPS
+        assert actual["compiled"][name] == pytest.approx(actual["eager"][name], abs=1e-6), name
 
 
 @pytest.mark.parametrize(("mode", "is_tuned"), [("default", False), ("max-autotune-no-cudagraphs", True)])
@@ -104,8 +119,11 @@ def test_one_graph_whatever_the_blocks_and_what_they_keep(without_compiler: dict
         assert_one_graph_and_the_losses_of_eager(without_compiler[name])
     # Selective checkpointing saves as much memory of compiled blocks as of eager ones.
     for name in ("llama", "experts"):
-        kept = {way: without_compiler[f"aot_eager/{name}/selective"][way]["kept"] for way in ("eager", "compiled")}
-        assert kept["compiled"] <= kept["eager"]
+        remaining = {
+            variant: without_compiler[f"aot_eager/{name}/selective"][variant]["kept"]
+            for variant in ("eager", "compiled")
+        }
+        assert remaining["compiled"] <= remaining["eager"]
 
 
 @pytest.mark.slow
@@ -119,11 +137,11 @@ def test_inductor_computes_every_kind_of_block_as_eager_does(tmp_path: Path) -> 
 
 
 def test_blocks_go_on_eagerly_where_there_is_no_compiler(without_compiler: dict) -> None:
-    found = without_compiler["inductor/gpt2/selective"]
-    assert found["compiled"]["failure"]
-    assert "\n" not in found["compiled"]["failure"]
-    assert found["compiled"]["losses"] == found["eager"]["losses"]
-    assert found["compiled"]["norms"] == found["eager"]["norms"]
+    actual = without_compiler["inductor/gpt2/selective"]
+    assert actual["compiled"]["failure"]
+    assert "\n" not in actual["compiled"]["failure"]
+    assert actual["compiled"]["losses"] == actual["eager"]["losses"]
+    assert actual["compiled"]["norms"] == actual["eager"]["norms"]
 
 
 def main(names: Iterable[str]) -> None:
@@ -158,22 +176,22 @@ def train(model: GPT, shape: GPTShape) -> dict[str, object]:
     """Steps with what a run does between them: validation, and a sample that grows token by token."""
     draw = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    found: dict[str, list] = {"losses": [], "norms": [], "validation": [], "text": []}
+    actual: dict[str, list] = {"losses": [], "norms": [], "validation": [], "text": []}
     for step in range(STEPS):
         tokens = torch.randint(0, shape.vocab_size, (4, shape.seq_len + 1), generator=draw)
         torch.manual_seed(step)
         loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
-        found["losses"].append(loss.item())
-        found["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        actual["losses"].append(loss.item())
+        actual["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
         optimizer.zero_grad()
         model.eval()
         with torch.no_grad():
-            found["validation"].append(sum(model(t[:, :-1], t[:, 1:]).item() for t in (tokens[:2], tokens[3:])))
-            found["text"].append(sample(model, shape))
+            actual["validation"].append(sum(model(t[:, :-1], t[:, 1:]).item() for t in (tokens[:2], tokens[3:])))
+            actual["text"].append(sample(model, shape))
         model.train()
-    return {**found, "kept": kept_for_backward(model, shape)}
+    return {**actual, "kept": kept_for_backward(model, shape)}
 
 
 def sample(model: GPT, shape: GPTShape) -> list[int]:

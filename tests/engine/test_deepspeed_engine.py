@@ -53,11 +53,11 @@ def test_the_norm_of_large_gradients_is_exact_and_what_is_above_the_limit_is_sca
     draw = torch.Generator().manual_seed(0)
     gradients = [torch.randn(4096, 384, generator=draw), torch.randn(384, generator=draw)]
     exact = torch.cat([gradient.double().view(-1) for gradient in gradients]).norm()
-    kept = [gradient.clone() for gradient in gradients]
+    remaining = [gradient.clone() for gradient in gradients]
     assert float(clip_gradients(gradients, 1e9)) == pytest.approx(float(exact), rel=1e-7)
-    assert all(torch.equal(old, new) for old, new in zip(kept, gradients, strict=True))
+    assert all(torch.equal(old, new) for old, new in zip(remaining, gradients, strict=True))
     clip_gradients(gradients, 0)
-    assert all(torch.equal(old, new) for old, new in zip(kept, gradients, strict=True))
+    assert all(torch.equal(old, new) for old, new in zip(remaining, gradients, strict=True))
     clip_gradients(gradients, 2.0)
     assert float(torch.cat([gradient.double().view(-1) for gradient in gradients]).norm()) == pytest.approx(2, rel=1e-6)
 

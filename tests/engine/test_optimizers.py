@@ -104,10 +104,10 @@ def test_in_bf16_it_is_torchs_own(shape: tuple[int, int]) -> None:
 
     iterate: FunctionType = _muon._zeropower_via_newtonschulz
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    kept = matrix.clone()
+    remaining = matrix.clone()
     result = newton_schulz(matrix, torch.bfloat16)
-    assert torch.equal(matrix, kept)
-    assert torch.equal(result, iterate(kept, (3.4445, -4.7750, 2.0315), 5, 1e-7))
+    assert torch.equal(matrix, remaining)
+    assert torch.equal(result, iterate(remaining, (3.4445, -4.7750, 2.0315), 5, 1e-7))
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (16, 256), (256, 16)])

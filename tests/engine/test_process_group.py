@@ -49,11 +49,13 @@ def test_one_of_several_processes_does_not_train_alone(
         set_default_environment()
 
 
-@pytest.mark.parametrize(("said", "copied"), [("LOCAL_SIZE", "LOCAL_WORLD_SIZE"), ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")])
+@pytest.mark.parametrize(
+    ("message", "copied"), [("LOCAL_SIZE", "LOCAL_WORLD_SIZE"), ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")]
+)
 def test_each_launcher_s_word_for_the_ranks_of_a_node_is_understood(
-    environment: pytest.MonkeyPatch, said: str, copied: str
+    environment: pytest.MonkeyPatch, message: str, copied: str
 ) -> None:
-    for key, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1"), (said, "4")):
+    for key, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1"), (message, "4")):
         environment.setenv(key, value)
     set_default_environment()
     assert (os.environ[copied], os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("4", "5", "8")

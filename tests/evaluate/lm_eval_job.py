@@ -34,10 +34,10 @@ def main(models: list[str], specs: list[str]) -> None:
         both = [simple_evaluate(lm, tasks=list(tasks.names), **settings) for lm in (ours, theirs)]
         answers[Path(folder).name] = {
             "samples": [
-                {name: [sample["resps"] for sample in samples] for name, samples in found["samples"].items()}
-                for found in both
+                {name: [sample["resps"] for sample in samples] for name, samples in actual["samples"].items()}
+                for actual in both
             ],
-            "results": [found["results"] for found in both],
+            "results": [actual["results"] for actual in both],
             "run": [[result.task, result.values, result.num_items] for result in tasks.run(ours, None)],
         }
     print(json.dumps(answers, default=float))

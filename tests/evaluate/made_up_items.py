@@ -7,7 +7,19 @@ import random
 from pathlib import Path
 
 _WORDS = [
-    *["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "many", "small", "models", "learn"],
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "many",
+    "small",
+    "models",
+    "learn",
     "naïve",
     "你好",
     "it's",
@@ -20,11 +32,17 @@ _TASKS = {
     "likely": ("loglikelihood", "likelihood.jsonl", "{{context}}", "{{continuation}}", ""),
     "rolling": ("loglikelihood_rolling", "text.jsonl", "", "{{text}}", ""),
     "written": (
-        *("generate_until", "likelihood.jsonl", "{{context}}", "{{continuation}}"),
+        "generate_until",
+        "likelihood.jsonl",
+        "{{context}}",
+        "{{continuation}}",
         'generation_kwargs: {until: ["e"], max_gen_toks: 9}',
     ),
     "written_on": (
-        *("generate_until", "text.jsonl", "{{text}}", "{{text}}"),
+        "generate_until",
+        "text.jsonl",
+        "{{text}}",
+        "{{text}}",
         "generation_kwargs: {max_gen_toks: 20}",
     ),
 }

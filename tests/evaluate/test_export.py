@@ -3,8 +3,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,59 +27,27 @@ from llmscale.evaluate.export import ExportedModel, describe_export, export_mode
 from llmscale.evaluate.prune import ModelWeights
 from llmscale.model.gpt import GPT
 from scripts.bench.transformers_package import import_transformers
-from tests import warm_start
 from tests.checkpoint.written import write_tensors
-from tests.conftest import REPOSITORY
 from tests.published_models import save_model
 
 ROTARY = {"norm": "rmsnorm", "positions": "rotary", "gated_mlp": True, "bias": False, "activation": "silu"}
-#: By transformers' class, and what is odd about them.
+MODERN = {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": 257, "seq_len": 40, **ROTARY}
+OLMO = {**MODERN, "qk_norm": "width"}
+DOTS = {**MODERN, "n_layer": 3, "num_experts": 4, "expert_width": 8, "shared_expert_width": 16, "qk_norm": "head"}
+#: By transformers' class: one shape each, with what a file could get wrong.
 SHAPES = {
-    ("GPT2LMHeadModel", "dropout"): GPTShape(2, 4, 48, 257, 40, activation="gelu_tanh", dropout=0.1),
-    ("GPT2LMHeadModel", "three heads"): GPTShape(1, 3, 24, 300, 8, activation="relu"),
-    ("GPT2LMHeadModel", "no biases, untied"): GPTShape(2, 2, 16, 257, 24, bias=False, tied=False, mlp_width=56),
-    ("OPTForCausalLM", "its own positions"): GPTShape(2, 4, 32, 300, 24, activation="relu", mlp_width=40),
-    ("LlamaForCausalLM", "shared keys"): GPTShape(2, 6, 48, 257, 40, n_kv_head=2, mlp_width=100, tied=False, **ROTARY),
-    ("LlamaForCausalLM", "long"): GPTShape(
-        *(1, 2, 32, 300, 96), head_dim=24, rope_theta=500_000.0, rope_scaling="llama3:8,1,4,32", **ROTARY
-    ),
-    ("LlamaForCausalLM", "four times as long"): GPTShape(
-        *(2, 4, 32, 300, 96), n_kv_head=2, rope_scaling="linear:4", **ROTARY
-    ),
-    ("Qwen3ForCausalLM", "yarn"): GPTShape(
-        *(2, 4, 32, 300, 96), n_kv_head=2, qk_norm="head", rope_scaling="yarn:4,24", **ROTARY
-    ),
-    ("MistralForCausalLM", "window"): GPTShape(2, 4, 32, 257, 40, n_kv_head=1, sliding_window=8, **ROTARY),
-    ("Qwen2ForCausalLM", "biases"): GPTShape(2, 4, 32, 257, 40, n_kv_head=2, attention_bias="qkv", **ROTARY),
-    ("Qwen3ForCausalLM", "wide heads"): GPTShape(2, 2, 24, 257, 40, head_dim=20, qk_norm="head", **ROTARY),
-    ("Olmo2ForCausalLM", "untied"): GPTShape(
-        *(2, 4, 32, 257, 40), n_kv_head=2, qk_norm="width", norm_placement="post", tied=False, **ROTARY
-    ),
-    ("MixtralForCausalLM", "odd numbers"): GPTShape(2, 4, 32, 257, 40, num_experts=3, expert_width=20, **ROTARY),
-    ("Qwen3MoeForCausalLM", "dense first"): GPTShape(
-        *(3, 4, 32, 257, 40), num_experts=4, expert_width=8, qk_norm="head", dense_layers=1, mlp_width=56, **ROTARY
-    ),
-    ("Qwen3MoeForCausalLM", "the third block alone"): GPTShape(
-        *(3, 4, 32, 257, 40), num_experts=4, expert_width=8, qk_norm="head", expert_interval=3, mlp_width=56, **ROTARY
-    ),
-    ("OlmoeForCausalLM", "not normalised"): GPTShape(
-        *(1, 2, 24, 300, 40), num_experts=4, normalize_router=False, mlp_width=16, qk_norm="width", **ROTARY
-    ),
-    ("FlexOlmoForCausalLM", "one expert"): GPTShape(
-        *(1, 4, 32, 257, 40), num_experts=4, experts_per_token=1, qk_norm="width", norm_placement="post", **ROTARY
-    ),
-    ("Dots1ForCausalLM", "biases of routers"): GPTShape(
-        *(3, 4, 32, 257, 40),
-        num_experts=4,
-        expert_width=8,
-        shared_expert_width=16,
-        qk_norm="head",
-        dense_layers=1,
-        router_score="sigmoid",
-        router_bias=True,
-        router_scale=2.5,
-        **ROTARY,
-    ),
+    "GPT2LMHeadModel": GPTShape(2, 2, 16, 257, 24, bias=False, tied=False, mlp_width=56),
+    "OPTForCausalLM": GPTShape(2, 4, 32, 300, 24, activation="relu", mlp_width=40),
+    "LlamaForCausalLM": GPTShape(**{**MODERN, "seq_len": 96}, n_kv_head=2, rope_scaling="llama3:8,1,4,32"),
+    "MistralForCausalLM": GPTShape(**MODERN, n_kv_head=1, sliding_window=8, rope_scaling="linear:4"),
+    "Qwen2ForCausalLM": GPTShape(**MODERN, n_kv_head=2, attention_bias="qkv"),
+    "Qwen3ForCausalLM": GPTShape(**MODERN, head_dim=20, qk_norm="head", rope_scaling="yarn:4,24"),
+    "Olmo2ForCausalLM": GPTShape(**OLMO, n_kv_head=2, norm_placement="post", tied=False),
+    "MixtralForCausalLM": GPTShape(**MODERN, num_experts=3, expert_width=20),
+    "Qwen3MoeForCausalLM": GPTShape(**MODERN, num_experts=4, expert_width=8, qk_norm="head", dense_layers=1),
+    "OlmoeForCausalLM": GPTShape(**OLMO, num_experts=4, normalize_router=False, mlp_width=16),
+    "FlexOlmoForCausalLM": GPTShape(**OLMO, num_experts=4, experts_per_token=1, norm_placement="post"),
+    "Dots1ForCausalLM": GPTShape(**DOTS, dense_layers=1, router_score="sigmoid", router_bias=True, router_scale=2.5),
 }
 
 
@@ -137,20 +103,20 @@ def continue_greedily(model: GPT, tokens: torch.Tensor, count: int) -> torch.Ten
     return tokens
 
 
-@pytest.mark.parametrize("name", SHAPES, ids=" ".join)
-def test_transformers_computes_the_same(name: tuple[str, str], write: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("name", SHAPES)
+def test_transformers_computes_the_same(name: str, write: Callable[..., Path]) -> None:
     pytest.importorskip("transformers")
     transformers = import_transformers()
     ours = random_model(SHAPES[name])
-    family = next(family for family in FAMILIES.values() if family.architecture == name[0])
+    family = next(family for family in FAMILIES.values() if family.architecture == name)
     # What OPT computes GPT-2 computes too, and comes first.
-    assert family_of(ours.shape) is (family if name[0] != "OPTForCausalLM" else FAMILIES["gpt2"])
+    assert family_of(ours.shape) is (family if name != "OPTForCausalLM" else FAMILIES["gpt2"])
     out = write(ours, world_size=3, shard_bytes=20_000, family=family)
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert not info["mismatched_keys"]
-    assert type(theirs).__name__ == name[0]
+    assert type(theirs).__name__ == name
     shape = ours.shape
     tokens = torch.randint(shape.vocab_size, (2, shape.seq_len), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -174,7 +140,7 @@ def test_what_is_no_tensor_is_in_the_configuration(write: Callable[..., Path]) -
     assert (config["torch_dtype"], config["architectures"]) == ("bfloat16", ["GPT2LMHeadModel"])
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_same_weights_give_the_same_bytes_however_they_were_stored(
     dtype: ExportDtype, model: GPT, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,13 +158,6 @@ def test_the_same_weights_give_the_same_bytes_however_they_were_stored(
         assert contents(out) == first
 
 
-def test_masters_in_bf16_are_exported_as_they_are(model: GPT, write: Callable[..., Path]) -> None:
-    load_file = pytest.importorskip("safetensors.torch").load_file
-    weights = load_file(write(model.bfloat16(), dtype="fp32") / "model.safetensors")
-    assert torch.equal(weights["transformer.wte.weight"], model.wte.weight[:257].float())
-    assert torch.equal(weights["transformer.h.0.mlp.c_fc.weight"], model.blocks[0].mlp.up.weight.t().float())
-
-
 def test_weights_that_fp16_cannot_hold_are_refused(model: GPT, write: Callable[..., Path], tmp_path: Path) -> None:
     with torch.no_grad():
         model.blocks[0].mlp.up.weight[3, 4] = -7e4
@@ -208,19 +167,16 @@ def test_weights_that_fp16_cannot_hold_are_refused(model: GPT, write: Callable[.
     write(model, dtype="bf16")
 
 
-@pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_weights_that_diverged_are_refused_whatever_the_dtype(
-    number: float, model: GPT, write: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_weights_that_diverged_are_refused(model: GPT, write: Callable[..., Path], tmp_path: Path) -> None:
     with torch.no_grad():
-        model.blocks[0].mlp.up.weight[3, 4] = number
+        model.blocks[0].mlp.up.weight[3, 4] = torch.inf
     with pytest.raises(ConfigError, match=r"'transformer.h.0.mlp.c_fc.weight' holds NaN"):
         write(model)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda tensors: tensors.pop("master/wpe.weight"), "lacks 'wpe.weight'"),
         (lambda tensors: tensors.update({"master/more": torch.ones(3)}), "holds 'more'"),
@@ -230,12 +186,12 @@ def test_weights_that_diverged_are_refused_whatever_the_dtype(
         ),
     ],
 )
-def test_tensors_of_another_model_are_refused(change: Callable, said: str, model: GPT, tmp_path: Path) -> None:
+def test_tensors_of_another_model_are_refused(change: Callable, message: str, model: GPT, tmp_path: Path) -> None:
     tensors = {f"master/{name}": parameter.detach() for name, parameter in model.named_parameters()}
     change(tensors)
     checkpoint = write_tensors(tmp_path / "checkpoint", tensors)
     exported = ExportedModel(model.shape, family_of(model.shape), "fp32", 10**9)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         export_model(checkpoint, exported, ByteTokenizer(), tmp_path / "out", card="", overwrite=False)
     assert not (tmp_path / "out").exists()
 
@@ -261,65 +217,6 @@ def test_nothing_is_left_of_a_write_that_fails_midway(
         assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from llmscale.architecture.hf_config import family_of
-from llmscale.architecture.shape import GPTShape
-from llmscale.config.hf_model import read_published_model
-from llmscale.data.tokenizers.tokenizer import ByteTokenizer
-from llmscale.engine.zero_layout import ShardView
-from llmscale.evaluate.export import ExportedModel, describe_export, export_model, write_model
-from llmscale.evaluate.prune import ModelWeights
-shape = GPTShape(1, 2, 16, 257, 8)
-done = []
-def progress(num_bytes):
-    done.append(num_bytes)
-    if len(done) == 9:
-        os.kill(os.getpid(), signal.SIGKILL)
-exported = ExportedModel(shape, family_of(shape), "fp32", 10_000)
-export_model(Path(sys.argv[1]), exported, ByteTokenizer(), Path("out"), card="", overwrite=False, progress=progress)
-"""
-
-
-def test_what_a_killed_export_leaves_does_not_look_whole_and_the_next_one_clears_it(
-    model: GPT, write: Callable[..., Path], tmp_path: Path
-) -> None:
-    checkpoint = save(model, tmp_path.with_name(f"{tmp_path.name}-checkpoint"))
-    done = warm_start.run(
-        [sys.executable, "-c", KILLED, str(checkpoint)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    (left,) = tmp_path.iterdir()
-    assert left.name.startswith(".out.partial-")
-    assert not (left / "config.json").exists()
-    assert list(left.glob("*.safetensors"))
-    write(model)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_what_appeared_meanwhile_is_not_replaced(model: GPT, write: Callable[..., Path], tmp_path: Path) -> None:
-    """Between the check of the folder and the end of the export; an empty folder is no loss."""
-    (tmp_path / "out").mkdir()
-    write(model)
-    with pytest.raises(DataError, match="Cannot write"):
-        write(model)
-
-
-def test_a_disk_without_the_room_is_refused_before_anything_is_written(
-    model: GPT, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda place: type("Usage", (), {"free": 32 << 20})())
-    monkeypatch.setattr(export, "new_folder", lambda *_, **__: pytest.fail("it was begun"))
-    with pytest.raises(DataError, match=r"Cannot write .*out: 0.03 GiB are needed and 0.03 GiB are free"):
-        write(model, out=tmp_path / "made" / "out")
-    assert not list(tmp_path.iterdir())
-
-
 def test_who_may_read_one_file_may_read_all(model: GPT, write: Callable[..., Path]) -> None:
     assert len({path.stat().st_mode for path in write(model, dtype="bf16").iterdir()}) == 1
 
@@ -329,13 +226,18 @@ PUBLISHED = {
     "gpt2": {"resid_pdrop": 0.1, "eos_token_id": 256, "bos_token_id": 256, "summary_type": "cls_index"},
     "opt": {"eos_token_id": 256, "bos_token_id": 2, "pad_token_id": 1},
     "llama": {
-        **{"bos_token_id": 255, "eos_token_id": [256, 257], "rope_theta": 5e5, "max_position_embeddings": 128},
+        "bos_token_id": 255,
+        "eos_token_id": [256, 257],
+        "rope_theta": 5e5,
+        "max_position_embeddings": 128,
         "rope_scaling": {
-            **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
             "original_max_position_embeddings": 64,
         },
     },
-    "mistral": {"sliding_window": None, "eos_token_id": 256},
     "qwen2": {"bos_token_id": None, "eos_token_id": 256, "initializer_range": 0.5},
     "qwen3": {"eos_token_id": None},
     "olmo2": {"eos_token_id": 256, "pad_token_id": 258},
@@ -392,11 +294,11 @@ def test_special_tokens_that_the_model_lacks_are_replaced(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "positions.safetensors"])
 def test_a_link_among_what_a_run_keeps_of_its_model_is_neither_exported_nor_copied(name: str, tmp_path: Path) -> None:
     (tmp_path / "secret.json").write_text('{"auth": "secret"}')
-    kept = tmp_path / "run" / "published"
-    kept.mkdir(parents=True)
-    (kept / "config.json").write_text("{}")
-    (kept / name).unlink(missing_ok=True)
-    (kept / name).symlink_to(tmp_path / "secret.json")
+    remaining = tmp_path / "run" / "published"
+    remaining.mkdir(parents=True)
+    (remaining / "config.json").write_text("{}")
+    (remaining / name).unlink(missing_ok=True)
+    (remaining / name).symlink_to(tmp_path / "secret.json")
     with pytest.raises(ConfigError, match=f"published/{name} is a symbolic link"):
         open_published(tmp_path / "run", RunConfig())
     with pytest.raises(ConfigError, match="is a symbolic link"):

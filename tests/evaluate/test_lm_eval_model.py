@@ -97,8 +97,8 @@ def answers(models: dict[str, tuple[GPT, Tokenizer]], items: Path) -> dict[str, 
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    actual: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return actual
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -141,7 +141,7 @@ def test_every_result_is_that_of_lm_evals_own_backend(answers: dict[str, Any], n
 def test_items_from_files_have_the_results_of_lm_evals_tasks(
     answers: dict[str, Any], models: dict[str, tuple[GPT, Tokenizer]], items: Path, name: str
 ) -> None:
-    model, tokenizer = next(found for folder, found in models.items() if folder.endswith(f"/{name}"))
+    model, tokenizer = next(actual for folder, actual in models.items() if folder.endswith(f"/{name}"))
     specs = ("hellaswag=hellaswag", "multiple_choice=choice", "likelihood=likelihood", "text=text")
     files = load_task_files(f"{kind}={items / file}.jsonl" for kind, _, file in (spec.partition("=") for spec in specs))
     tasks = [encode_task(file, tokenizer, model.shape.seq_len) for file in files]
@@ -164,8 +164,8 @@ def test_a_score_is_that_of_the_whole_logits_whatever_the_batch(models: dict[str
             *rolling_rows(tokenizer, seq_len, "many small models learn " * 20),
         ]
         assert len(rows) > 4
-        found = [score_rows(model, rows, batch_size=size) for size in (1, 5)]
-        for row, alone, together in zip(rows, *found, strict=True):
+        actual = [score_rows(model, rows, batch_size=size) for size in (1, 5)]
+        for row, alone, together in zip(rows, *actual, strict=True):
             with torch.no_grad():
                 log_probs = model(torch.tensor([row.tokens[:-1]])).log_softmax(-1)[0, -row.num_scored :].double()
             targets = torch.tensor(row.tokens[-row.num_scored :])

@@ -26,9 +26,9 @@ def test_of_every_four_weights_the_two_smallest_are_zero(experts: dict[str, Any]
         if name not in layers:
             assert torch.equal(after[name], weight)
             continue
-        groups, kept = weight.view(-1, 4), after[name].detach().view(-1, 4)
+        groups, pruned_groups = weight.view(-1, 4), after[name].detach().view(-1, 4)
         largest = groups.abs().topk(2, dim=1).indices
-        assert torch.equal(kept, torch.zeros_like(groups).scatter(1, largest, groups.gather(1, largest)))
+        assert torch.equal(pruned_groups, torch.zeros_like(groups).scatter(1, largest, groups.gather(1, largest)))
     flat = ModelWeights(model).read("blocks.0.mlp.up.weight", 3, 8)
     assert torch.equal(flat, after["blocks.0.mlp.up.weight"].detach().flatten()[3:11])
 

@@ -10,8 +10,8 @@ import pytest
 from llmscale.config.presets import get_preset
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer
 from llmscale.errors import ConfigError, DataError
-from llmscale.evaluate.scoring import RowScore, in_order
-from llmscale.evaluate.tasks import EncodedTask, comparable_results, encode_task, load_task_files, show_value
+from llmscale.evaluate.scoring import RowScore
+from llmscale.evaluate.tasks import EncodedTask, comparable_results, encode_task, load_task_files
 
 GOOD = {
     "hellaswag": {"ctx": "A man", "endings": ["runs.", "sits."], "label": 1},
@@ -54,15 +54,12 @@ def test_a_likelihoods_continuation_is_the_text_that_was_given(continuation: str
     ("name", "wrong", "words"),
     [
         ("hellaswag", {"ctx": None}, r'"ctx" is \'None\', and must be text'),
-        ("hellaswag", {"endings": "runs"}, r'"endings" is \'runs\', and must be a list of 2 to 64 texts'),
         ("hellaswag", {"endings": ["runs"]}, r'"endings" is .* must be a list of 2 to 64'),
         ("hellaswag", {"endings": ["runs", 3]}, r"'3' is not one"),
         ("hellaswag", {"label": 2}, r'"label" is \'2\', and must be the index of the right one, from 0 to 1'),
-        ("hellaswag", {"label": "x"}, r'"label" is \'x\''),
         ("hellaswag", {"label": True}, r'"label" is \'True\''),
         ("hellaswag", {"ctx": "\ud800"}, r"surrogate"),
         ("multiple_choice", {"context": " "}, r'"context" is \' \''),
-        ("likelihood", {"continuation": 1}, r'"continuation" is \'1\''),
         ("text", {"text": ""}, r'"text" is \'\''),
     ],
 )
@@ -125,8 +122,8 @@ def test_lengths_are_counted_in_characters_bytes_and_tokens(tmp_path: Path) -> N
     scores = [RowScore(-10.0, False), RowScore(-18.0, False)] * 2
     assert task.values(scores) == {"acc": 0.5, "acc_norm": 0.5, "acc_bytes": 0.5, "acc_tokens": 0.5}
     one = encoded(tmp_path, "hellaswag", {**record, "label": 0})
-    found = one.values([RowScore(-10.0, False), RowScore(-36.0, False)])
-    assert found == {"acc": 1.0, "acc_norm": 1.0, "acc_bytes": 0.0, "acc_tokens": 1.0 if 10 / 3 < 36 / 9 else 0.0}
+    values = one.values([RowScore(-10.0, False), RowScore(-36.0, False)])
+    assert values == {"acc": 1.0, "acc_norm": 1.0, "acc_bytes": 0.0, "acc_tokens": 1.0 if 10 / 3 < 36 / 9 else 0.0}
 
 
 def test_of_equally_likely_choices_the_first_is_taken(tmp_path: Path) -> None:
@@ -145,16 +142,6 @@ def test_bits_are_of_all_bytes_of_all_texts(tmp_path: Path) -> None:
     assert task.num_rows == (2, 1)
     scores = [RowScore(-64 * math.log(2), False), RowScore(-16 * math.log(2), False), RowScore(-2 * math.log(2), True)]
     assert task.values(scores) == pytest.approx({"bits_per_byte": 1.0, "loss": math.log(2)})
-
-
-def test_scores_come_back_in_the_order_of_their_rows() -> None:
-    assert in_order([(1, RowScore(-2.0, True)), (0, RowScore(-1.0, False))])[1].log_likelihood == -2.0
-
-
-def test_values_for_people() -> None:
-    assert [show_value(value) for value in (0.25, 123.456, 2081005.06, math.inf)] == [
-        *("0.2500", "123.4560", "2.081e+06", "inf"),
-    ]
 
 
 def test_a_model_stands_beside_those_of_its_size() -> None:

@@ -3,9 +3,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
 
 CODE = """
 import sys
@@ -29,32 +26,19 @@ def run(stdout: object, middle: str = "", **options: object) -> subprocess.Compl
 
 
 def test_a_full_disk_behind_stdout_ends_nothing() -> None:
-    if not Path("/dev/full").is_char_device():
-        pytest.skip("this machine lacks the device")
     with open("/dev/full", "w") as full:
-        done = run(full)
-    assert (done.returncode, done.stderr) == (0, b"error\n")
+        done = run(full, 'print("again", flush=True)')
+    warning = b"WARNING: the output cannot be written: No space left on device. The run continues.\n"
+    assert (done.returncode, done.stderr) == (0, warning + b"error\n")
 
 
-def test_nobody_reads(tmp_path: Path) -> None:
+def test_nobody_reads() -> None:
     read, write = os.pipe()
     os.close(read)
     done = run(write)
     os.close(write)
-    assert (done.returncode, done.stderr) == (0, b"error\n")
-
-
-def test_what_is_missing_is_said_in_its_place(tmp_path: Path) -> None:
-    middle = """
-import resource
-resource.setrlimit(resource.RLIMIT_FSIZE, (6, resource.RLIM_INFINITY))
-print("lost", flush=True)
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-"""
-    with open(tmp_path / "out", "w") as file:
-        done = run(file, middle)
     assert done.returncode == 0
-    assert (tmp_path / "out").read_text() == ("first\n\n[5 bytes of output are missing here: File too large]\nlast\n")
+    assert done.stderr.endswith(b"Broken pipe. The run continues.\nerror\n")
 
 
 def test_all_is_as_before_on_a_healthy_stream() -> None:

@@ -26,19 +26,19 @@ def run(kernel: LossKernel, dtype: torch.dtype, z_loss: float, chunk: int, *, tr
     x, weight = (tensor.bfloat16().to(dtype).requires_grad_(train) for tensor in (x[None], weight))
     settings = LossSettings(chunk, z_loss, kernel)
     losses = chunked_cross_entropy(x, weight, targets, VOCABULARY, settings, each_sequence=True)
-    found = [losses.mean.detach()]
+    actual = [losses.mean.detach()]
     assert losses.of_sequences is not None
-    assert torch.allclose(losses.of_sequences, found[0], atol=1e-6)
+    assert torch.allclose(losses.of_sequences, actual[0], atol=1e-6)
     if train:
         losses.mean.backward()
         assert x.grad is not None
         assert weight.grad is not None
-        found += [x.grad, weight.grad]
-    return found if losses.mean_z_squared is None else [*found, losses.mean_z_squared]
+        actual += [x.grad, weight.grad]
+    return actual if losses.mean_z_squared is None else [*actual, losses.mean_z_squared]
 
 
-def error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact.double()).norm() / exact.double().norm())
+def error(actual: Tensor, exact: Tensor) -> float:
+    return float((actual.double() - exact.double()).norm() / exact.double().norm())
 
 
 def main() -> None:

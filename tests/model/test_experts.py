@@ -20,8 +20,17 @@ from llmscale.model.gpt import GPT
 from llmscale.model.layers import activate
 
 SHAPE = GPTShape(
-    **{"n_layer": 3, "n_head": 2, "n_embd": 24, "vocab_size": 90, "seq_len": 12, "num_experts": 5},
-    **{"norm": "rmsnorm", "bias": False, "positions": "rotary", "activation": "silu", "gated_mlp": True},
+    n_layer=3,
+    n_head=2,
+    n_embd=24,
+    vocab_size=90,
+    seq_len=12,
+    num_experts=5,
+    norm="rmsnorm",
+    bias=False,
+    positions="rotary",
+    activation="silu",
+    gated_mlp=True,
 )
 LOSSES = LossSettings(balance_loss=0.01, router_z_loss=0.001)
 
@@ -208,13 +217,13 @@ def test_experts_run_on_fake_tensors_and_in_a_graph(dtype: torch.dtype) -> None:
     mlp = SparseMLP(SHAPE, torch.Generator().manual_seed(1), LOSSES).to(dtype)
     x = torch.randn(2, 12, 24).to(dtype)
     compiled = torch.compile(lambda x: mlp(x, AttentionContext()), backend="aot_eager", fullgraph=True)
-    found = []
+    actual = []
     for run in (lambda x: mlp(x, AttentionContext()), compiled):
         y, row = run(x)
         (y.float().sum() + row[BALANCE]).backward()
-        found.append([y.detach(), row.detach(), *(of.grad.clone() for of in mlp.parameters())])
+        actual.append([y.detach(), row.detach(), *(of.grad.clone() for of in mlp.parameters())])
         mlp.zero_grad()
-    assert all(torch.equal(own, other) for own, other in zip(*found, strict=True))
+    assert all(torch.equal(own, other) for own, other in zip(*actual, strict=True))
     with FakeTensorMode(), torch.device("cpu"):
         fake = SparseMLP(SHAPE, torch.Generator(), LOSSES)
         for module in (fake.router, fake.experts):

@@ -16,9 +16,20 @@ from tests.rank_end import end_rank
 
 SHAPE = GPTShape(n_layer=8, n_head=4, n_embd=64, vocab_size=300, seq_len=32)
 LLAMA = GPTShape(
-    *(8, 4, 64, 300, 32, "silu"),
-    **{"norm": "rmsnorm", "bias": False, "positions": "rotary", "gated_mlp": True, "n_kv_head": 2, "mlp_width": 90},
-    **{"qk_norm": "width", "tied": False},
+    8,
+    4,
+    64,
+    300,
+    32,
+    "silu",
+    norm="rmsnorm",
+    bias=False,
+    positions="rotary",
+    gated_mlp=True,
+    n_kv_head=2,
+    mlp_width=90,
+    qk_norm="width",
+    tied=False,
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

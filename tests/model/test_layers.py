@@ -112,5 +112,5 @@ def test_gradients_are_summed_over_tokens_in_fp32(build: Callable[[], nn.Module]
         return [parameter.grad.double() for parameter in model.parameters() if parameter.grad is not None]
 
     rounding = torch.finfo(dtype).eps
-    for found, expected in zip(gradients(module, x), gradients(exact, x.double()), strict=True):
-        assert (found - expected).norm() <= rounding * expected.norm()
+    for actual, expected in zip(gradients(module, x), gradients(exact, x.double()), strict=True):
+        assert (actual - expected).norm() <= rounding * expected.norm()

@@ -11,7 +11,8 @@ import yaml
 from llmscale import __version__
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.manifest import CheckpointManifest, save_manifest
-from llmscale.config.run_config import build_run_config, parse_run_config
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.config.run_config import build_run_config
 from llmscale.data.mixture import open_training_sets
 from llmscale.report.model_card import CardFacts, build_model_card
 

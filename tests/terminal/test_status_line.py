@@ -13,39 +13,39 @@ from tests.conftest import HANG_S
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def lines_said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
     monkeypatch.setattr(StatusLine, "_say", lambda _, line: lines.append(line))
     return lines
 
 
 def test_a_phase_is_announced_before_it_begins_and_again_while_it_lasts(
-    said: list[str], monkeypatch: pytest.MonkeyPatch
+    lines_said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status_line, "REPEAT_S", 0.01)
     again = threading.Event()
 
     def say(_: StatusLine, line: str) -> None:
-        said.append(line)
-        if len(said) == 3:
+        lines_said.append(line)
+        if len(lines_said) == 3:
             again.set()
 
     monkeypatch.setattr(StatusLine, "_say", say)
     with show_status("building"):
-        assert said[0] == "building ..."
+        assert lines_said[0] == "building ..."
         assert again.wait(HANG_S)
-    assert said[1] == "still building: 0 s"
+    assert lines_said[1] == "still building: 0 s"
 
 
-def test_a_quiet_phase_is_announced_when_it_lasts(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quiet_phase_is_announced_when_it_lasts(lines_said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     spoken = threading.Event()
-    monkeypatch.setattr(StatusLine, "_say", lambda _, line: (said.append(line), spoken.set()))
+    monkeypatch.setattr(StatusLine, "_say", lambda _, line: (lines_said.append(line), spoken.set()))
     with show_status("checking", after_s=0.01):
         assert spoken.wait(HANG_S)
-    assert said[0] == "checking ..."
+    assert lines_said[0] == "checking ..."
 
 
-def test_phases_follow_each_other_and_end_more_than_once(said: list[str]) -> None:
+def test_phases_follow_each_other_and_end_more_than_once(lines_said: list[str]) -> None:
     busy = StatusLine()
     busy.begin("one")
     busy.begin("two", after_s=3600)
@@ -54,10 +54,10 @@ def test_phases_follow_each_other_and_end_more_than_once(said: list[str]) -> Non
     busy.end()
     busy.begin("four")
     busy.end()
-    assert said == ["one ...", "three ...", "four ..."]
+    assert lines_said == ["one ...", "three ...", "four ..."]
 
 
-def test_a_phase_ends_whenever_it_is_told_to(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_phase_ends_whenever_it_is_told_to(lines_said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A notification that came while the thread's wait timed out was lost, and `end` waited for ever."""
     monkeypatch.setattr(status_line, "REPEAT_S", 0.002)
     draw = random.Random(0)
@@ -71,25 +71,25 @@ def test_a_phase_ends_whenever_it_is_told_to(said: list[str], monkeypatch: pytes
         assert not ending.is_alive()
 
 
-def test_a_phase_follows_at_any_moment(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_phase_follows_at_any_moment(lines_said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_line, "REPEAT_S", 0.002)
     draw, deadline = random.Random(0), time.monotonic() + HANG_S
     with StatusLine() as line:
         for number in range(100):
             line.begin(f"phase {number}")
-            said.clear()
+            lines_said.clear()
             time.sleep(0.002 * draw.randint(0, 2) + draw.uniform(0, 2e-4))
-            assert all(words.startswith(f"still phase {number}:") for words in list(said))
-        while not said:
+            assert all(words.startswith(f"still phase {number}:") for words in list(lines_said))
+        while not lines_said:
             assert time.monotonic() < deadline, "the last phase is not repeated"
             time.sleep(0.002)
 
 
-def test_other_ranks_are_silent(said: list[str]) -> None:
+def test_other_ranks_are_silent(lines_said: list[str]) -> None:
     busy = StatusLine(is_silent=True)
     busy.begin("one")
     busy.end()
-    assert said == []
+    assert lines_said == []
 
 
 def test_it_speaks_past_python_s_buffer(capfd: pytest.CaptureFixture[str]) -> None:

@@ -45,10 +45,10 @@ def test_text_is_wrapped_behind_its_indent_and_words_stay_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "width"), [("80", 80), ("", None), ("0", None), ("-5", None), ("abc", None), ("³", None), ("3", 40)]
+    ("message", "width"), [("80", 80), ("", None), ("0", None), ("-5", None), ("abc", None), ("³", None), ("3", 40)]
 )
 def test_the_width_of_a_pipe_is_what_columns_says(
-    said: str, width: int | None, monkeypatch: pytest.MonkeyPatch
+    message: str, width: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", said)
+    monkeypatch.setenv("COLUMNS", message)
     assert output_width() == width

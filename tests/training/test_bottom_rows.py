@@ -10,13 +10,22 @@ from tests.terminal_screen import Terminal
 #: Draws two rows when it is told to on stdin, and prints what it is told otherwise, a line or a part of one.
 PROGRAM = """
 import os, sys
-from llmscale.training.live_view import BottomRows
-rows = BottomRows(1)
+from llmscale.training.live_view import LiveView
+
+class View(LiveView):
+    def __init__(self):
+        super().__init__("", 1, None)
+        self.number = 0
+
+    def render(self, columns):
+        return [f"view {self.number}", "=" * columns]
+
+view = View()
 os.write(1, b"ready\\n")
-for number, line in enumerate(sys.stdin):
+for view.number, line in enumerate(sys.stdin):
     word = line.strip()
     if word == "draw":
-        rows.draw([f"view {number}", "=" * os.get_terminal_size(1)[0]])
+        view.draw()
     elif word == "flood":
         # Not by Python's streams, as a C++ library prints.
         os.write(1, "".join(f"line {i}\\n" for i in range(50)).encode())
@@ -25,14 +34,12 @@ for number, line in enumerate(sys.stdin):
     elif word == "rest":
         os.write(1, b" and the rest\\n")
     elif word == "close":
-        rows.close()
-    elif word == "end":
-        break
-    os.write(1, b"\\x1b]0;done " + str(number).encode() + b"\\x07")
+        view.close()
+    os.write(1, b"\\x1b]0;done " + str(view.number).encode() + b"\\x07")
 """
 
 
-class Told(Terminal):
+class ViewTerminal(Terminal):
     """Runs PROGRAM, word by word."""
 
     def __init__(self, columns: int = 40, rows: int = 12) -> None:
@@ -51,7 +58,7 @@ class Told(Terminal):
 
 
 def test_what_is_printed_scrolls_above_and_tears_nothing() -> None:
-    with Told() as terminal:
+    with ViewTerminal() as terminal:
         lines = terminal.tell("draw", "flood", "draw")
         assert lines[-2:] == ["view 2", "=" * 40]
         assert lines[:9] == [f"line {i}" for i in range(41, 50)]
@@ -62,14 +69,14 @@ def test_what_is_printed_scrolls_above_and_tears_nothing() -> None:
 
 
 def test_half_a_line_is_left_where_it_is() -> None:
-    with Told() as terminal:
+    with ViewTerminal() as terminal:
         lines = terminal.tell("flood", "part", "draw", "rest", "draw")
         assert "a part and the rest" in lines
         assert lines[-2:] == ["view 4", "=" * 40]
 
 
 def test_closing_gives_everything_back() -> None:
-    with Told() as terminal:
+    with ViewTerminal() as terminal:
         lines = terminal.tell("draw", "close", "draw", "flood")
         assert not [line for line in lines if line.startswith(("view", "="))]
         assert lines[10] == "line 49"
@@ -78,7 +85,7 @@ def test_closing_gives_everything_back() -> None:
 
 
 def test_a_terminal_that_changes_its_size_gets_one_view_at_its_bottom() -> None:
-    with Told() as terminal:
+    with ViewTerminal() as terminal:
         terminal.tell("draw", "flood")
         for columns, rows in ((30, 20), (60, 9), (40, 12)):
             terminal.resize(columns, rows)
@@ -89,7 +96,7 @@ def test_a_terminal_that_changes_its_size_gets_one_view_at_its_bottom() -> None:
 
 
 def test_a_terminal_of_few_rows_is_left_to_the_others() -> None:
-    with Told(40, 5) as terminal:
-        assert terminal.tell("draw")[-1].startswith("view")
+    with ViewTerminal(40, 5) as terminal:
+        assert terminal.tell("draw")[-1] == "=" * 40
         terminal.resize(40, 4)
-        assert not [line for line in terminal.tell("draw", "flood") if line.startswith("view")]
+        assert not [line for line in terminal.tell("draw", "flood") if line.startswith("=")]

@@ -130,7 +130,8 @@ def test_stop_says_how_to_go_on_and_that_works(ranks: Callable, train_command: C
 
 
 @pytest.mark.parametrize(
-    ("stage", "world_size"), [*(pytest.param(*of, marks=pytest.mark.slow) for of in ((0, 1), (1, 2), (2, 1))), (3, 2)]
+    ("stage", "world_size"),
+    [*(pytest.param(*of, marks=pytest.mark.slow) for of in ((0, 1), (1, 2), (2, 1), (2, 3))), (3, 2)],
 )
 def test_skip_goes_on_as_a_new_start_from_that_checkpoint_would(
     stage: int, world_size: int, ranks: Callable, train_command: Callable, tmp_path: Path

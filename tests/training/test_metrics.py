@@ -77,18 +77,6 @@ def test_durations(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
-def test_records_of_all_kinds_are_on_disk_before_the_log_is_closed(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, 100)
-    log.log_step(make_metrics())
-    log.log_validation(20, 2.5, 64)
-    log.log_event("finished", step=20)
-    train, validation, event = read(tmp_path)
-    assert (train["kind"], train["step"], train["loss"], train["mfu"]) == ("train", 20, 3.14159, 0.415)
-    assert validation == {"kind": "validation", "step": 20, "loss": 2.5, "num_samples": 64}
-    assert event == {"kind": "event", "event": "finished", "step": 20}
-    log.close()
-
-
 def test_sensors_are_in_the_record_and_the_report_where_there_are_some(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, 30)
     log.log_step(make_metrics(step=1))
@@ -142,21 +130,6 @@ def test_trackers_get_the_same_numbers_at_the_same_step(tmp_path: Path) -> None:
     assert run.finished
 
 
-def test_a_z_loss_is_shown_beside_the_loss() -> None:
-    assert "| loss 3.1416 | z-loss 2.50e-03 |" in format_step(make_metrics(z_loss=0.0025), total_steps=100)
-    assert "z-loss" not in format_step(make_metrics(), total_steps=100)
-
-
-def test_a_set_whose_loss_is_nan_does_not_end_the_run(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, 100)
-    log.log_step(make_metrics(loss=math.nan, loss_by_set={"web": math.nan, "code": 2.0}))
-    log.log_validation(20, math.inf, 8, {"web": math.inf})
-    log.close()
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert records[0]["loss_by_set"] == {"web": None, "code": 2.0}
-    assert records[1]["loss_by_set"] == {"web": None}
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [50.0]
@@ -177,17 +150,6 @@ def test_pauses_are_taken_out_and_phases_divided_by_steps(clock: list[float]) ->
     assert (interval.step_s, interval.data_wait_s) == (7.5, 1.0)
     assert (interval.forward_backward_s, interval.optimizer_step_s) == (4.0, 2.0)
     assert interval.other_s == 0.5
-
-
-def test_each_reading_begins_anew(clock: list[float]) -> None:
-    meter = StepMeter(PhaseTimer(torch.device("cpu")))
-    clock[0] += 9
-    meter.count_step()
-    assert meter.read().step_s == 9
-    clock[0] += 3
-    meter.count_step()
-    meter.count_step()
-    assert meter.read().step_s == 1.5
 
 
 def test_a_pause_that_fails_still_ends(clock: list[float]) -> None:

@@ -245,10 +245,6 @@ def test_a_collapse_is_low_and_a_fall() -> None:
     assert not history(65536.0, 16.0, 1024.0).has_collapsed, "it has recovered"
 
 
-def test_it_is_said_in_one_line() -> None:
-    assert history(64.0, 32.0).describe() == "loss scale 64 (step 1) -> 32 (step 2)"
-
-
 SHAPE = build_shape({"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 100, "seq_len": 16})
 
 
@@ -275,16 +271,6 @@ def test_the_first_parameters_are_those_of_the_module_that_puts_it_out() -> None
     assert search(model, None) == NonfiniteParameters((), ())
     name = spoil(model)
     assert search(model, None).forward[0] == name
-
-
-def test_a_search_that_is_given_up_leaves_no_hook() -> None:
-    model, compiler = GPT(SHAPE, seed=1), BlockCompiler("aot_eager")
-    looking = NonfiniteSearch(SimpleNamespace(module=model), compiler)  # type: ignore[arg-type]
-    assert compiler.is_paused
-    looking.close()
-    assert not compiler.is_paused
-    assert not any(module._forward_hooks for module in model.modules())
-    assert not any(parameter._backward_hooks for parameter in model.parameters())
 
 
 def test_compiled_blocks_are_searched_like_others_and_compiled_again_afterwards() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.training.reports import entropy, judge_overfit
 from llmscale.training.start import prepare_start

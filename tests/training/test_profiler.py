@@ -82,19 +82,10 @@ def test_a_folder_that_cannot_be_written_ends_no_training(profiling: Callable, t
     assert len(reported) == 1 and "nothing is written: " in reported[0], reported
 
 
-def test_a_profile_that_begins_again_continues_and_one_that_is_cut_short_is_reported(profiling: Callable) -> None:
-    """Actions begin again in a run folder that had to be created again."""
+def test_a_profile_that_is_cut_short_is_reported(profiling: Callable) -> None:
     action, reported = profiling("2:5")
     action.begin(0)
     finish_step(action, 1)
-    for step in (1, 2):
-        action.begin(step)
     assert reported == []
     action.close()
     assert len(reported) == 1 and reported[0].startswith("WARNING: --profile 2:5"), reported
-
-
-def test_a_rollback_to_after_the_profiled_steps_reports_nothing(profiling: Callable) -> None:
-    action, reported = profiling("2:5", is_rollback=True)
-    action.begin(6)
-    assert reported == []

@@ -30,25 +30,15 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 DIFFERENT = {
     "lr": (["--lr", "0.0006"], "configuration: lr is 0.001 on rank 0, 0.0006 on rank 1"),
     "steps": (["--steps", "20"], "steps is 10 on rank 0, 20 on rank 1"),
-    "log": (["--log-every", "3"], "log_every is 1 on rank 0, 3 on rank 1"),
     "validation": (["--val-every", "5"], "val_every is 0 on rank 0, 5 on rank 1"),
-    "save": (["--save-every", "5"], "save_every is 500 on rank 0, 5 on rank 1"),
-    "minutes": (["--save-every-minutes", "5"], "save_every_minutes is null on rank 0, 5.0 on rank 1"),
-    "text": (["--sample-every", "5"], "sample_every is 0 on rank 0, 5 on rank 1"),
     "seed": (["--seed", "5"], "seed is 1337 on rank 0, 5 on rank 1"),
     "order": (["--no-shuffle"], "shuffle is true on rank 0, false on rank 1"),
     "micro-batch": (["--micro-batch-size", "2"], "micro_batch_size is 4 on rank 0, 2 on rank 1"),
     "global batch": (["--global-batch-size", "16"], "global_batch_size is 8 on rank 0, 16 on rank 1"),
-    "shape": (["--n-layer", "3"], "n_layer is 2 on rank 0, 3 on rank 1"),
-    "dropout": (["--dropout", "0.1"], "dropout is 0.0 on rank 0, 0.1 on rank 1"),
     "stage": (["--ds", "ds_configs/zero3.json"], "zero_optimization.stage is 2 on rank 0, 3 on rank 1"),
     "precision": (["--precision", "fp32"], "precision is bf16 on rank 0, fp32 on rank 1"),
-    "clipping": (["--gradient-clipping", "0.5"], "ds_config: gradient_clipping is 1.0 on rank 0, 0.5 on rank 1"),
     "checkpointing": (["--activation-checkpointing", "full"], "activation_checkpointing is none on rank 0, full on"),
-    "beta": (["--beta2", "0.99"], "beta2 is 0.95 on rank 0, 0.99 on rank 1"),
-    "schedule": (["--schedule", "linear"], "schedule is cosine on rank 0, linear on rank 1"),
     "resume": (["--resume", "none"], "resume is auto on rank 0, none on rank 1"),
-    "allowed": (["--allow-changed", "seed"], 'allow_changed is [] on rank 0, ["seed"] on rank 1'),
     "one token": (["--data", "{changed}"], "dataset: train/shard.00000.mds is"),
     "sources": (["SOURCES"], "sources: training/session.py is"),
     "version": (["VERSION"], "versions: numpy is "),
@@ -63,8 +53,6 @@ ALIKE = {
     "tokens for steps": ["--tokens", str(10 * 8 * 32)],
     "tokens for sequences": ["--global-batch-tokens", str(8 * 32)],
     "the default, said": ["--gradient-clipping", "1.0"],
-    "wandb and its name": ["--wandb", "--wandb-name", "x"],
-    "lines": ["--plain"],
 }
 FLAGS = {"--steps": "10", "--lr": "0.001", "--global-batch-size": "8"}
 
@@ -139,7 +127,7 @@ def test_train_py_refuses_and_leaves_nothing_behind(ranks: Callable, train_comma
 def one_rank(places: dict[str, str]) -> dict[str, str | None]:
     """What this rank hears in each case; rank 1 is the one that differs."""
     import llmscale
-    from llmscale.config.run_config import parse_run_config
+    from llmscale.config.run_arguments import parse_run_config
     from llmscale.engine.process_group import join_world
     from llmscale.errors import LlmscaleError
     from llmscale.training import resume
@@ -197,10 +185,6 @@ def compare(ranks: Sequence[Mapping[str, Section]], ranks_per_host: int = 8) -> 
     return describe_differences(digests, details)
 
 
-def test_ranks_that_are_alike_have_nothing_to_say() -> None:
-    assert compare([SECTIONS] * 64) is None
-
-
 def test_an_error_names_what_differs_the_values_the_ranks_and_the_host() -> None:
     error = compare([SECTIONS] * 4 + [changed("configuration", lr="0.0006")], ranks_per_host=2)
     assert isinstance(error, ConfigError)
@@ -208,11 +192,6 @@ def test_an_error_names_what_differs_the_values_the_ranks_and_the_host() -> None
         "the ranks were not started alike, so they cannot train together. "
         "configuration: lr is 0.0003 on ranks 0-3, 0.0006 on rank 4 (host node-2). Start every rank with"
     )
-
-
-def test_on_one_host_the_host_is_not_named_and_the_smaller_group_comes_second() -> None:
-    error = compare([changed("configuration", steps="200"), SECTIONS, SECTIONS])
-    assert "steps is 100 on ranks 1-2, 200 on rank 0. Start" in str(error)
 
 
 def test_only_data_is_a_data_error_and_hashes_are_short() -> None:
@@ -235,10 +214,9 @@ def test_what_only_some_have_is_absent_on_the_others() -> None:
     assert "module_3.py is absent on ranks 0-1, bbbbbbbbbbbb on rank 2" in str(compare([shorter, shorter, SECTIONS]))
 
 
-@pytest.mark.parametrize("world_size", [64, 1000])
-def test_a_thousand_ranks_stay_short_and_quick(world_size: int) -> None:
+def test_a_thousand_ranks_stay_short_and_quick() -> None:
     other = changed("configuration", lr="0.1", steps="7")
-    every_third = [other if rank % 3 == 0 else SECTIONS for rank in range(world_size)]
+    every_third = [other if rank % 3 == 0 else SECTIONS for rank in range(1000)]
     every_third[-2] = changed("sources", module_0="x" * 64)
     every_third[5] = changed("configuration", **{f"key_{number}": "y" * 500 for number in range(60)})
     began = time.process_time()
@@ -246,11 +224,6 @@ def test_a_thousand_ranks_stay_short_and_quick(world_size: int) -> None:
     assert time.process_time() - began < 10, "seconds would be minutes at 10,000 ranks"
     assert len(str(error)) < 2000
     assert len(pickle.dumps(digest(SECTIONS))) < 1000, "what every rank sends when all is well"
-
-
-def test_every_rank_its_own_value() -> None:
-    error = compare([changed("configuration", lr=str(rank)) for rank in range(64)])
-    assert "lr is 0 on rank 0, 1 on rank 1 (host node-0), 2 on rank 2 (host node-0) and 61 other values" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
 
 import pytest
 
@@ -31,8 +28,6 @@ from llmscale.training.run_folder import (
     record_failure,
     save_run_description,
 )
-from tests import warm_start
-from tests.conftest import REPOSITORY
 
 RESOLVED = {"plan": {"world_size": 2}}
 
@@ -94,25 +89,6 @@ def test_a_full_disk_refuses_a_new_run_and_lets_one_go_on(small_disk: Callable[[
     ballast.unlink()
 
 
-def test_a_lock_that_its_owner_removes_meanwhile_is_not_taken_for_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between our opening the file and our locking it, its last owner gives up and removes it."""
-    lock, opened = run_folder._lock, []
-
-    def lock_late(file: TextIO) -> bool:
-        if not opened:
-            (tmp_path / ".lock").unlink()
-        opened.append(file)
-        return lock(file)
-
-    monkeypatch.setattr(run_folder, "_lock", lock_late)
-    file = lock_run_folder(tmp_path)
-    assert len(opened) == 2
-    assert os.fstat(file.fileno()).st_nlink == 1
-    file.close()
-
-
 def test_every_name_that_a_run_writes_to_is_guarded() -> None:
     assert {FAILURE_NAME, ATTEMPTS_NAME, LAUNCH_LOCK_NAME} < set(run_folder.OWN_FILES)
     folders = {CHECKPOINTS_NAME, LOGS_NAME, TENSORBOARD_NAME}
@@ -153,131 +129,22 @@ def test_the_probe_of_the_disk_does_not_follow_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "mine").read_text() == "mine"
 
 
-CLAIM_ELSEWHERE = """
-import sys, pathlib
-from llmscale.training.run_folder import lock_run_folder
-held = lock_run_folder(pathlib.Path(sys.argv[1]))
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    create_run_folder(tmp_path / "run")
-    return tmp_path / "run"
-
-
-@pytest.fixture
-def claim(run: Path) -> Iterator[RunFolderClaim]:
+@pytest.mark.parametrize("how", ["removed", "renamed", "replaced"])
+def test_nothing_is_saved_to_a_folder_that_is_not_this_runs_any_more(tmp_path: Path, how: str) -> None:
+    run = tmp_path / "run"
     claim = RunFolderClaim(run)
+    claim.check()
     claim.take()
-    claim.describe((run / "config.json").touch)
-    yield claim
+    claim.check()
+    shutil.rmtree(run) if how == "removed" else run.rename(run.with_name("renamed"))
+    other = RunFolderClaim(run)
+    if how == "replaced":
+        other.take()
+        other.check()
+    with pytest.raises(OSError, match=f"{run} was removed, renamed or replaced during training"):
+        claim.check()
     claim.close()
-
-
-def claim_elsewhere(run: Path) -> subprocess.Popen[str]:
-    """Another process that claims a folder, until its stdin is closed."""
-    command = [sys.executable, "-c", CLAIM_ELSEWHERE, str(run)]
-    return warm_start.Process(
-        command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def is_claimed(run: Path) -> bool:
-    """Whether another process is refused."""
-    return "is in use by process" in claim_elsewhere(run).communicate("")[1]
-
-
-def test_looking_does_not_give_the_folder_up(run: Path, claim: RunFolderClaim) -> None:
-    for _ in range(3):
-        assert claim.find_loss() is None
-        claim.check()
-    assert not claim.renew(print)
-    assert is_claimed(run)
-
-
-@pytest.mark.parametrize("how", ["remove", "rename"])
-def test_a_folder_that_is_gone_is_made_again_as_a_whole(run: Path, claim: RunFolderClaim, how: str) -> None:
-    shutil.rmtree(run) if how == "remove" else run.rename(run.with_name("renamed"))
-    assert f"{run} was removed or renamed" in str(claim.find_loss())
-    with pytest.raises(OSError, match="was removed or renamed during training"):
-        claim.check()
-    lines: list[str] = []
-    assert claim.renew(lines.append)
-    assert "It was created again" in lines[0]
-    assert sorted(path.name for path in run.iterdir()) == [".lock", "config.json"]
-    assert claim.find_loss() is None
-    assert is_claimed(run)
-    assert not claim.renew(lines.append)
-    assert len(lines) == 1
-
-
-def test_a_lock_file_that_was_deleted_is_taken_again(run: Path, claim: RunFolderClaim) -> None:
-    (run / ".lock").unlink()
-    assert f"{run / '.lock'} was removed" in str(claim.find_loss())
-    assert claim.renew(lambda _: None)
-    assert is_claimed(run)
-
-
-def test_a_copy_that_was_put_back_is_as_good(run: Path, claim: RunFolderClaim) -> None:
-    copy = shutil.copytree(run, run.with_name("copy"))
-    shutil.rmtree(run)
-    Path(copy).rename(run)
-    assert claim.find_loss() is None
-
-
-def test_another_runs_folder_of_the_same_name_gets_nothing(run: Path, claim: RunFolderClaim) -> None:
-    seen = RunFolderClaim(run)
-    assert seen.find_loss() is None
-    assert seen.is_visible((run / ".lock").read_text())
-    assert seen.find_loss() is None
-    assert not seen.renew(print)
-    run.rename(run.with_name("renamed"))
-    run.mkdir()
-    other = claim_elsewhere(run)
-    assert other.stdout is not None
-    assert other.stdout.readline() == "held\n"
-    assert f"now belongs to process {other.pid}" in str(claim.find_loss())
-    assert f"belongs to process {other.pid}" in str(seen.find_loss()), "nor do the other ranks write there"
-    assert not claim.renew(print)
-    assert [path.name for path in run.iterdir()] == [".lock"]
-    other.communicate("")
-
-
-def test_a_folder_that_cannot_be_described_is_tried_again(run: Path) -> None:
-    """The disk is full at the first attempt, and not at the second."""
-    claim = RunFolderClaim(run)
-    claim.take()
-    failures = [OSError(28, "No space left on device")]
-
-    def describe() -> None:
-        if lines and failures:
-            raise failures.pop()
-        (run / "config.json").touch()
-
-    lines: list[str] = []
-    claim.describe(describe)
-    shutil.rmtree(run)
-    lines.append("removed")
-    assert not claim.renew(lines.append)
-    assert "No space left on device" in lines[-1]
-    assert claim.renew(lines.append)
-    assert (run / "config.json").exists()
-    claim.close()
-
-
-def test_a_folder_that_cannot_be_made_again_is_said(run: Path, claim: RunFolderClaim) -> None:
-    shutil.rmtree(run)
-    run.write_text("a file")
-    lines: list[str] = []
-    assert not claim.renew(lines.append)
-    assert "cannot be created again" in lines[0]
-    with pytest.raises(OSError, match="was removed or renamed"):
-        claim.check()
-    with pytest.raises(ConfigError):
-        create_run_folder(run)
+    other.close()
 
 
 def test_a_claim_given_up_leaves_what_was_there(tmp_path: Path) -> None:
@@ -304,7 +171,7 @@ def test_a_claim_given_up_leaves_what_was_there(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "new").iterdir()} >= {"notes.txt"}
 
 
-def test_a_claim_is_seen_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_is_visible_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "_VISIBLE_PAUSE_S", 0.001)
     claim = RunFolderClaim(tmp_path / "run")
     taken_by = claim.take()

@@ -57,7 +57,7 @@ def session(
         world=SimpleNamespace(control=None, rank=1),
     )
     engine: Any = SimpleNamespace(feed=BrokenFeed(), meter=StepMeter(PhaseTimer(torch.device("cpu"))))
-    io: Any = SimpleNamespace(claim=SimpleNamespace(close=lambda: None, find_loss=lambda: None), log=None)
+    io: Any = SimpleNamespace(claim=SimpleNamespace(close=lambda: None), log=None)
     return Session(run, engine, io, RollbackRequest(), stop or StopRequest(), actions, checkpoints)
 
 

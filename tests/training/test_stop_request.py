@@ -20,7 +20,6 @@ from llmscale.training.stop_request import (
     is_left_by_others,
     launcher_name,
 )
-from llmscale.untrusted.interpreter import module_command
 from tests.conftest import HANG_S
 
 
@@ -37,16 +36,10 @@ def stop() -> Iterator[StopRequest]:
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_is_noted_and_nothing_dies(stop: StopRequest, number: signal.Signals) -> None:
-    os.kill(os.getpid(), number)
-    assert stop.received == [signal.Signals(number).name]
-
-
-def test_sigterm_may_come_as_often_as_it_likes(stop: StopRequest) -> None:
-    for _ in range(3):
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.received == ["SIGTERM"] * 3
+def test_signals_are_noted_and_nothing_dies(stop: StopRequest) -> None:
+    for number in (*STOP_SIGNALS, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+    assert stop.received == ["SIGTERM", "SIGINT", "SIGUSR1", "SIGTERM"]
 
 
 START = """
@@ -74,18 +67,6 @@ def run_python(code: str, start: str = START + IN_TRAINING, **variables: str) ->
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_second_sigint_ends_the_process_at_once() -> None:
-    code = (
-        "os.kill(os.getpid(), signal.SIGINT)\n"
-        "time.sleep(0.2)\n"
-        "print('first', flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGINT)\n"
-        "time.sleep(50)\n"
-        "print('second', flush=True)\n"
-    )
-    assert run_python(code) == (130, "first\n", "")
-
-
 def test_it_ends_a_main_thread_that_runs_no_python() -> None:
     code = (
         "def twice():\n"
@@ -104,18 +85,17 @@ def test_a_closed_terminal_is_noted_unless_nohup_said_otherwise() -> None:
     assert run_python(code, start=ignored) == (0, "[]\n", "")
 
 
-EARLY = "threading.Timer(0.2, os.kill, (os.getpid(), signal.{name})).start()\n"
+EARLY = "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_before_the_first_step_it_ends_by_itself_wherever_it_is(name: str) -> None:
+def test_before_the_first_step_it_ends_by_itself_wherever_it_is() -> None:
     """As in the rendezvous, which waits for half an hour and runs no Python."""
-    said = f"stopped by {name} before the first step: nothing was trained, nothing to save\n"
-    assert run_python(EARLY.format(name=name) + WAIT_FOR_EVER, start=START) == (0, said, "")
+    line = "stopped by SIGTERM before the first step: nothing was trained, nothing to save\n"
+    assert run_python(EARLY + WAIT_FOR_EVER, start=START) == (0, line, "")
 
 
 def test_a_start_up_that_gets_to_a_step_in_time_ends_in_order() -> None:
-    code = EARLY.format(name="SIGTERM") + "time.sleep(0.5)\nstop.leave_start_up()\ntime.sleep(4)\nprint(stop.received)"
+    code = EARLY + "time.sleep(0.5)\nstop.leave_start_up()\ntime.sleep(4)\nprint(stop.received)"
     assert run_python(code, start=START) == (0, "['SIGTERM']\n", "")
 
 
@@ -219,17 +199,11 @@ subprocess.Popen(sys.argv[1:], env=variables).wait()
         ("/venv/bin/python -u -m deepspeed.launcher.launch --world_info=e30= train.py", "deepspeed.launcher.launch"),
         ("python -X dev -W error /venv/bin/torchrun --nproc-per-node 2 train.py", "torchrun"),
         ("python3 /lib/python3.11/site-packages/torch/distributed/run.py train.py", "torchrun"),
-        ("python -m torch.distributed.run train.py", "torchrun"),
         ("python /venv/bin/accelerate launch train.py", "accelerate"),
         ("python -m llmscale train", "llmscale"),
-        ("-bash", None),
-        ("bash -c deepspeed llmscale/train.py", None),
         ("nohup deepspeed llmscale/train.py", None),
-        ("tmux new deepspeed", None),
         ("python -c import deepspeed deepspeed", None),
-        ("python my_torchrun.py", None),
         ("python llmscale/train.py --run deepspeed", None),
-        ("srun torchrun", None),
         ("", None),
     ],
 )
@@ -271,8 +245,7 @@ def said(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("number", "depth"), [(signal.SIGTERM, 0), (signal.SIGKILL, 1)])
 def test_the_end_of_any_launcher_in_a_row_is_noticed(start: Callable, number: signal.Signals, depth: int) -> None:
     top = start("deepspeed", "torchrun")
     assert said(top) == "watching"
@@ -281,15 +254,6 @@ def test_the_end_of_any_launcher_in_a_row_is_noticed(start: Callable, number: si
     if not depth:
         top.wait()
     assert said(top) == f"the end of its launcher ({'torchrun' if depth else 'deepspeed'}, process {victim})"
-    top.wait()
-
-
-def test_a_launcher_that_nobody_reaps_has_ended(start: Callable) -> None:
-    """As in a container whose first process is no init."""
-    top = start("deepspeed")
-    assert said(top) == "watching"
-    os.kill(top.pid, signal.SIGKILL)
-    assert "process" in said(top)
     top.wait()
 
 
@@ -344,12 +308,6 @@ def test_deepspeed_that_died_before_it_had_ranks(tmp_path: Path) -> None:
             launch.kill()
             assert said(launch).startswith("the end of its launcher (deepspeed.launcher.launch")
         launch.wait()
-
-
-def test_a_module_that_llmscale_itself_starts_counts() -> None:
-    command = module_command("deepspeed.launcher.launch", "--node_rank=0", "train.py", flags=["-u"])
-    assert launcher_name(command) == "deepspeed.launcher.launch"
-    assert launcher_name(module_command("json.tool")) is None
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,6 @@ def test_a_rank_is_named_once_when_most_readings_say_so() -> None:
     assert [entry.rank for found in later for entry in found] == [2], "another one, later"
 
 
-def test_a_hiccup_is_nothing() -> None:
-    slow = StragglerDetector(2)
-    times = [[0.1, 5.0] if number % 3 == 0 else [0.1, 0.1] for number in range(5 * READINGS)]
-    assert not [found for reading in times for found in slow.observe("arithmetic", reading)]
-
-
 def test_waiting_for_data_counts_by_the_step() -> None:
     """Twice as long, and yet nothing beside a step of a second; half of a step is much."""
     slow = StragglerDetector(2)
@@ -44,12 +38,6 @@ def test_of_two_ranks_one_can_be_slow_and_of_one_none() -> None:
     found = [found for _ in range(READINGS) for found in two.observe("arithmetic", [0.2, 0.1])]
     assert [entry.rank for entry in found] == [0]
     assert not [found for _ in range(READINGS) for found in one.observe("arithmetic", [0.2])]
-
-
-def test_what_was_not_timed_is_nothing() -> None:
-    slow = StragglerDetector(2)
-    assert not [found for _ in range(READINGS) for found in slow.observe("arithmetic", [0.0, 0.0])]
-    assert not [found for _ in range(READINGS) for found in slow.observe("data wait", [0.0, 1.0], 0.0)]
 
 
 JOB = str(Path(__file__).with_name("fault_job.py"))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.training import metrics
 from llmscale.training.metrics import FaultTolerantTracker, Tracker, start_tensorboard, start_wandb

@@ -69,16 +69,16 @@ class _Hub(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[str, str | None]]]:
     """What a Hub on this machine was asked, with the token it was given."""
-    found: list[tuple[str, str | None]] = []
+    actual: list[tuple[str, str | None]] = []
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.delenv("HF_TOKEN_PATH", raising=False)
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    with serving(type("Hub", (_Hub,), {"asked": found})) as url:
+    with serving(type("Hub", (_Hub,), {"asked": actual})) as url:
         monkeypatch.setenv("HF_ENDPOINT", url)
-        yield found
+        yield actual
 
 
 def _read(name: str) -> HubFiles:
@@ -86,8 +86,8 @@ def _read(name: str) -> HubFiles:
 
 
 def test_files_come_from_one_commit_and_the_token_stays_with_the_hub(asked: list[tuple[str, str | None]]) -> None:
-    found = _read("org/model")
-    assert (found.name, found.contents) == (f"org/model@{COMMIT}", {"tokenizer.json": b"{}"})
+    actual = _read("org/model")
+    assert (actual.name, actual.contents) == (f"org/model@{COMMIT}", {"tokenizer.json": b"{}"})
     assert dict(asked) == {
         "/api/models/org/model/revision/main": f"Bearer {TOKEN}",
         f"/org/model/resolve/{COMMIT}/tokenizer.json": f"Bearer {TOKEN}",
@@ -101,15 +101,15 @@ def test_what_was_fetched_is_asked_for_once_and_found_by_huggingface_hub(
 ) -> None:
     """That a file is missing, too."""
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(_read, ["org/model"] * 4))
+        actual = list(pool.map(_read, ["org/model"] * 4))
     assert len(asked) == 4
-    assert all(files == found[0] for files in found)
-    assert _read(f"org/model@{COMMIT}") == found[0]
+    assert all(files == actual[0] for files in actual)
+    assert _read(f"org/model@{COMMIT}") == actual[0]
     assert len(asked) == 4
     from huggingface_hub import _CACHED_NO_EXIST, try_to_load_from_cache
 
     cached = partial(try_to_load_from_cache, "org/model", cache_dir=tmp_path / "hub")
-    assert cached("tokenizer.json") == str(found[0].folder / "tokenizer.json")
+    assert cached("tokenizer.json") == str(actual[0].folder / "tokenizer.json")
     assert cached("tokenizer_config.json", revision=COMMIT) is _CACHED_NO_EXIST
 
 
@@ -278,7 +278,7 @@ def test_what_is_no_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         (None, "hf:org/set: the Hub has no dataset org/set"),
         (b'{"gated": "auto"}', "needs permission. Accept its conditions at .*org/set, and set HF_TOKEN"),
@@ -287,7 +287,7 @@ def test_what_is_no_name(name: str) -> None:
     ],
 )
 def test_a_data_set_that_cannot_be_read_is_known_after_one_request(
-    monkeypatch: pytest.MonkeyPatch, answer: bytes | Exception | None, said: str
+    monkeypatch: pytest.MonkeyPatch, answer: bytes | Exception | None, message: str
 ) -> None:
     asked: list[str] = []
 
@@ -300,7 +300,7 @@ def test_a_data_set_that_cannot_be_read_is_known_after_one_request(
     monkeypatch.setattr(hub, "fetch_from_hub", fetch)
     monkeypatch.setattr(hub, "read_token", lambda: None)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         hub.check_data_set("org/set", "hf:org/set", DataError)
     assert len(asked) == 1
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -311,9 +311,15 @@ def test_a_data_set_that_cannot_be_read_is_known_after_one_request(
 @pytest.mark.parametrize(
     ("text", "is_forgotten"),
     [
-        *(("Qwen/Qwen3-0.6B", True), ("HuggingFaceFW/fineweb-edu", True), ("meta-llama/Llama-3.1-8B", True)),
-        *(("gpt2", False), ("runs/first", False), ("crawl/text.jsonl", False), ("here/model", False)),
-        *(("../x/y", False), ("hf:a/b", False)),
+        ("Qwen/Qwen3-0.6B", True),
+        ("HuggingFaceFW/fineweb-edu", True),
+        ("meta-llama/Llama-3.1-8B", True),
+        ("gpt2", False),
+        ("runs/first", False),
+        ("crawl/text.jsonl", False),
+        ("here/model", False),
+        ("../x/y", False),
+        ("hf:a/b", False),
     ],
 )
 def test_a_name_of_the_hub_without_its_prefix_is_known(

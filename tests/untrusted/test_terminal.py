@@ -8,7 +8,7 @@ from llmscale.untrusted.terminal import is_visible, make_visible, make_visible_l
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "output"),
     [
         ("\x1b]0;owned\x07", r"\x1b]0;owned\x07"),
         ("\x1b[2J\x1b[H", r"\x1b[2J\x1b[H"),
@@ -27,9 +27,9 @@ from llmscale.untrusted.terminal import is_visible, make_visible, make_visible_l
     ],
     ids=ascii,
 )
-def test_controls_are_written_out(text: str, shown: str) -> None:
-    assert make_visible(text) == shown
-    shown.encode()
+def test_controls_are_written_out(text: str, output: str) -> None:
+    assert make_visible(text) == output
+    output.encode()
 
 
 def test_a_line_stays_one() -> None:

@@ -58,7 +58,8 @@ def _read_qwen3_moe(keys: Keys) -> dict[str, object]:
     has_window = keys.flag("use_sliding_window", False) and not has_null_window(keys)
     return {
         **read_shared(keys, positions=32_768, kv_heads=4),
-        **{"qk_norm": "head", "attention_bias": read_attention_bias(keys)},
+        "qk_norm": "head",
+        "attention_bias": read_attention_bias(keys),
         **({"sliding_window": keys.count("sliding_window", 4096)} if has_window else {}),
         **_read_experts(keys, 128, 8, name="num_experts"),
         **_read_places(keys),
@@ -138,7 +139,8 @@ def _read_dots1(keys: Keys) -> dict[str, object]:
     width = keys.count("moe_intermediate_size", 1408)
     return {
         **read_shared(keys, positions=2048, kv_heads=32),
-        **{"qk_norm": "head", "attention_bias": read_attention_bias(keys)},
+        "qk_norm": "head",
+        "attention_bias": read_attention_bias(keys),
         **read_windows(keys, 62, has_window=True),
         "num_experts": keys.experts("n_routed_experts", keys.layers("num_hidden_layers")),
         "experts_per_token": keys.count("num_experts_per_tok"),
@@ -156,7 +158,8 @@ def _write_dots1(shape: GPTShape) -> dict[str, object]:
     return {
         **write_shared(shape),
         "attention_bias": shape.attention_bias == "all",
-        **{"sliding_window": None, **write_windows(shape)},
+        "sliding_window": None,
+        **write_windows(shape),
         "n_routed_experts": shape.num_experts,
         "num_experts_per_tok": shape.experts_per_token,
         "moe_intermediate_size": shape.expert_width,
@@ -164,7 +167,8 @@ def _write_dots1(shape: GPTShape) -> dict[str, object]:
         "first_k_dense_replace": shape.dense_layers,
         "norm_topk_prob": shape.normalize_router,
         "routed_scaling_factor": shape.router_scale,
-        **{"n_group": 1, "topk_group": 1},
+        "n_group": 1,
+        "topk_group": 1,
     }
 
 

@@ -11,6 +11,15 @@ from llmscale.errors import ConfigError
 
 #: Upper limits of widths and vocabularies, of layers, of a layer's experts, and of all layers' experts.
 _MOST, _MOST_LAYERS, _MOST_EXPERTS, _MOST_EXPERTS_OF_ALL = 1 << 30, 10_000, 4096, 1 << 16
+#: Our activations by their names in transformers.
+ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
 #: Characters of a value shown in an error.
 _MOST_SHOWN = 80
 
@@ -46,8 +55,8 @@ class Keys:
         """Return a positive integer."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            found = "is missing" if value is None else f"is {_shown(value)}"
-            raise ConfigError(f"{self.source}: {name} {found}; a positive integer is needed to count parameters.")
+            problem = "is missing" if value is None else f"is {_shown(value)}"
+            raise ConfigError(f"{self.source}: {name} {problem}; a positive integer is needed to count parameters.")
         if value > _MOST:
             raise ConfigError(f"{self.source}: {name} is {value}, more than the {_MOST:,} of any model.")
         return value

@@ -5,13 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmscale.architecture.families.family import Family, HFTensor, Keys, stacked
+from llmscale.architecture.families.family import ACTIVATIONS, Family, HFTensor, Keys, stacked
 from llmscale.architecture.shape import GPTShape
 
-_GPT2_ACTIVATIONS = {
-    **{"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"},
-    **{"silu": "silu", "swish": "silu"},
-}
 _OPT_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "silu": "silu"}
 #: Our activations by their names in both families.
 _WRITTEN_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu", "silu": "silu"}
@@ -32,7 +28,7 @@ def _read_gpt2(keys: Keys) -> dict[str, object]:
         "vocab_size": keys.count("vocab_size"),
         "seq_len": keys.count("n_positions", 1024),
         "mlp_width": keys.count("n_inner", 4 * n_embd),
-        "activation": keys.choice("activation_function", _GPT2_ACTIVATIONS, "gelu_new"),
+        "activation": keys.choice("activation_function", ACTIVATIONS, "gelu_new"),
         "norm_eps": keys.number("layer_norm_epsilon", 1e-5),
         "tied": keys.flag("tie_word_embeddings", True),
     }

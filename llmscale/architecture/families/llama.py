@@ -6,22 +6,18 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from llmscale.architecture.families.family import Family, HFTensor, Keys, stacked
-from llmscale.architecture.shape import (
+from llmscale.architecture.families.family import ACTIVATIONS, Family, HFTensor, Keys, stacked
+from llmscale.architecture.rope_scaling import (
     YARN_FAST,
     YARN_SLOW,
-    GPTShape,
     LinearScaling,
     Llama3Scaling,
     YarnScaling,
     parse_rope_scaling,
 )
+from llmscale.architecture.shape import GPTShape
 from llmscale.errors import ConfigError
 
-_ACTIVATIONS = {
-    **{"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu"},
-    **{"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"},
-}
 _THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "relu": "relu", "gelu_tanh": "gelu_pytorch_tanh"}
 #: Entries of YaRN that transformers reads and llmscale's model does not compute with, each with its neutral value.
 _YARN_KEYS: dict[str, object] = {
@@ -71,7 +67,7 @@ def read_shared(
         "head_dim": keys.count("head_dim", n_embd // n_head),
         "mlp_width": keys.count("intermediate_size"),
         "gated_mlp": True,
-        "activation": keys.choice("hidden_act", _ACTIVATIONS, "silu"),
+        "activation": keys.choice("hidden_act", ACTIVATIONS, "silu"),
         "norm": "rmsnorm",
         "norm_eps": keys.number("rms_norm_eps", eps),
         "bias": False,
@@ -210,7 +206,8 @@ def has_null_window(keys: Keys) -> bool:
 def _read_llama(keys: Keys) -> dict[str, object]:
     return {
         **read_shared(keys, positions=2048),
-        **{"attention_bias": read_attention_bias(keys), "mlp_bias": keys.flag("mlp_bias", False)},
+        "attention_bias": read_attention_bias(keys),
+        "mlp_bias": keys.flag("mlp_bias", False),
     }
 
 

@@ -1,28 +1,27 @@
-"""A timed all-reduce over all hosts. No torch but in the ranks.
+"""A timed all-reduce over all hosts, whose ranks also find out whether they share a folder. No torch but in the ranks.
 
-`python -m llmscale.cluster.doctor.all_reduce ...`, on every host at once, starts one process per rank; rank 0 prints
-the result.
+`python -m llmscale.cluster.doctor.all_reduce`, on every host at once, starts one process per rank; rank 0 prints the
+result.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import secrets
+import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from llmscale.cluster.doctor.report import CheckRow, HostReport, format_by_host, green, red, yellow
-from llmscale.cluster.hostfile import Host
-from llmscale.cluster.remote import HostRunner, process_limit
+from llmscale.cluster.doctor.report import CheckRow, HostReport, format_by_host, format_hosts, green, red, yellow
+from llmscale.cluster.remote import ask_hosts, read_request
 from llmscale.engine.network import set_network_interface
 from llmscale.untrusted.interpreter import module_command
 
@@ -33,17 +32,21 @@ _TIMEOUT_S = 60
 _SPARE_S = 5
 #: Precedes the JSON of the result.
 _RESULT_MARK = "llmscale-all-reduce "
-_RANK_VARIABLE = "LLMSCALE_ALL_REDUCE_RANK"
+_MODULE = "llmscale.cluster.doctor.all_reduce"
+#: Holds the job of a rank, in JSON.
+_JOB_VARIABLE = "LLMSCALE_ALL_REDUCE"
 #: Buffers grow until one all-reduce takes this long, or up to these sizes.
 _LONG_S = 0.25
 _MAX_BYTES = {"gloo": 64 * 2**20, "nccl": 1024 * 2**20}
 _FIRST_BYTES = 2**20
 _REPEATS = 3
+#: Time for a network file system to show a new file to another host.
+_LOOK_S = 5.0
 
 
 @dataclass(frozen=True)
 class AllReduceResult:
-    """A timed all-reduce over all hosts."""
+    """Report of rank 0."""
 
     backend: str
     """gloo or nccl."""
@@ -51,6 +54,8 @@ class AllReduceResult:
     num_bytes: int
     seconds: float
     """Median time of one all-reduce of num_bytes."""
+    sees: list[bool]
+    """True for a rank that sees a file of rank 0 in the run folder."""
 
     @property
     def bus_bytes_per_s(self) -> float:
@@ -62,61 +67,70 @@ class AllReduceResult:
 
 
 def measure_all_reduce(
-    runner: HostRunner, hosts: Sequence[Host], reports: Mapping[str, HostReport], promised_bytes_per_s: float | None
-) -> CheckRow | None:
+    hosts: Mapping[str, int], reports: Mapping[str, HostReport], promised_bytes_per_s: float | None
+) -> Iterator[CheckRow]:
     """Time an all-reduce over all GPUs of the hosts with reports, or over one process per host without GPUs.
 
-    `promised_bytes_per_s`: of the network per host; None if unknown. Returns None for a single rank.
+    `hosts` has the slots; `promised_bytes_per_s` is of the network per host, None if unknown. No row for a single rank.
     """
-    ready = [host for host in hosts if host.name in reports]
     on_gpus = all(report.num_gpus for report in reports.values())
-    ranks = {host.name: host.slots if on_gpus else 1 for host in ready}
-    world_size, first = sum(ranks.values()), reports[ready[0].name]
-    if world_size < 2:
-        return None
-    master = (first.address or ready[0].name) if len(ready) > 1 else "127.0.0.1"
-    arguments: dict[str, list[str]] = {}
-    first_rank = 0
-    for name, count in ranks.items():
-        arguments[name] = [
-            f"--backend={'nccl' if on_gpus else 'gloo'}",
-            f"--master={master}",
-            f"--port={first.spare_port}",
-            f"--first-rank={first_rank}",
-            f"--ranks={count}",
-            f"--world-size={world_size}",
-            f"--timeout-s={_TIMEOUT_S}",
-        ]
-        first_rank += count
-    answers = runner.modules("llmscale.cluster.doctor.all_reduce", arguments, _TIMEOUT_S + _SPARE_S + 10)
-    failed = {name: answer.describe() for name, answer in answers.items() if answer.returncode}
-    lines = [line for line in answers[ready[0].name].stdout.splitlines() if line.startswith(_RESULT_MARK)]
+    ranks = {host: slots if on_gpus else 1 for host, slots in hosts.items() if host in reports}
+    first = next(iter(ranks))
+    if sum(ranks.values()) < 2:
+        return
+    job = {
+        "backend": "nccl" if on_gpus else "gloo",
+        "master": (reports[first].address or first) if len(ranks) > 1 else "127.0.0.1",
+        "port": reports[first].spare_port,
+        "world_size": sum(ranks.values()),
+        "timeout_s": _TIMEOUT_S,
+        "folder": reports[first].folder if len(ranks) > 1 else None,
+        "file": f".llmscale-doctor-{secrets.token_hex(8)}",
+    }
+    host_of = [host for host, count in ranks.items() for _ in range(count)]
+    requests = {host: {**job, "ranks": [r for r, at in enumerate(host_of) if at == host]} for host in ranks}
+    answers = ask_hosts(_MODULE, requests, _TIMEOUT_S + 3 * _SPARE_S)
+    failed = {host: answer.describe() for host, answer in answers.items() if answer.returncode}
+    lines = [line for line in answers[first].stdout.splitlines() if line.startswith(_RESULT_MARK)]
     if failed or not lines:
-        return explain_failure(failed or {ready[0].name: "no result"})
-    try:
-        result = TypeAdapter(AllReduceResult).validate_json(lines[-1].removeprefix(_RESULT_MARK))
-    except ValidationError:
-        return explain_failure({ready[0].name: "an invalid result"})
-    return check_all_reduce(result, promised_bytes_per_s)
+        yield explain_failure(failed or {first: "no result"})
+        return
+    result = AllReduceResult(**json.loads(lines[-1].removeprefix(_RESULT_MARK)))
+    yield check_all_reduce(result, promised_bytes_per_s)
+    if job["folder"]:
+        blind = dict.fromkeys(host for host, sees in zip(host_of, result.sees, strict=True) if not sees)
+        yield check_shared_folder(reports[first].folder, first, blind)
+
+
+def check_shared_folder(folder: str | None, writer: str, blind: Iterable[str]) -> CheckRow:
+    """Return the row for a run folder that the hosts in `blind` do not share."""
+    if not (hosts := format_hosts(blind)):
+        return green("run folder", f"{folder} is on one shared file system")
+    return yellow(
+        "run folder",
+        f"{folder} is not on one shared file system: a file of {writer} is not there on {hosts}. Each host keeps its "
+        "own ranks' part of every checkpoint",
+        "To survive the loss of a host, put --run on NFS, Lustre or the like, or in a store (--run s3://...).",
+    )
 
 
 def check_all_reduce(result: AllReduceResult, promised_bytes_per_s: float | None) -> CheckRow:
     """Compare the bus bandwidth with the promised one (bytes/s, one direction)."""
-    found = (
+    speed = (
         f"{_format_speed(result.bus_bytes_per_s)} over {result.world_size} ranks on {result.backend} "
         f"({result.num_bytes / 2**20:.0f} MiB in {result.seconds * 1e3:.0f} ms)"
     )
     if promised_bytes_per_s is None:
-        return green("all-reduce", found)
-    found += f"; --interconnect promises {_format_speed(promised_bytes_per_s)}"
+        return green("all-reduce", speed)
+    speed += f"; --interconnect promises {_format_speed(promised_bytes_per_s)}"
     frac = result.bus_bytes_per_s / promised_bytes_per_s
     if frac >= _SLOW_WARN_FRAC:
-        return green("all-reduce", found)
+        return green("all-reduce", speed)
     fix = (
         "Check which interface it uses (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO prints NET/IB or "
         "NET/Socket), and test the link with iperf3."
     )
-    return (red if frac < _SLOW_FAIL_FRAC else yellow)("all-reduce", found, fix)
+    return (red if frac < _SLOW_FAIL_FRAC else yellow)("all-reduce", speed, fix)
 
 
 def _format_speed(bytes_per_s: float) -> str:
@@ -133,68 +147,40 @@ def explain_failure(reasons: Mapping[str, str]) -> CheckRow:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Start this host's ranks of the all-reduce, or be one of them (its variable is set)."""
-    parser = argparse.ArgumentParser(description="Time an all-reduce over several hosts.")
-    parser.add_argument("--backend", choices=("gloo", "nccl"), required=True)
-    parser.add_argument("--master", required=True, help="address of the first host")
-    for name in ("--port", "--first-rank", "--ranks", "--world-size", "--timeout-s"):
-        parser.add_argument(name, type=int, required=True)
-    args = parser.parse_args(argv)
-    with process_limit(args.timeout_s + _SPARE_S):
-        if _RANK_VARIABLE in os.environ:
-            _exit_after(args.timeout_s)
-            _time_all_reduce(args, int(os.environ[_RANK_VARIABLE]))
-            return 0
-        return _start_ranks(args, list(sys.argv[1:] if argv is None else argv))
-
-
-def _exit_after(seconds: float) -> None:
-    """End this process with an error message when time is up.
-
-    A thread does it, because the rendezvous keeps the main thread outside of Python.
-    """
-
-    def give_up() -> None:
-        print(f"the ranks did not finish within {seconds:.0f} s", file=sys.stderr, flush=True)
-        os._exit(1)
-
-    timer = threading.Timer(seconds, give_up)
-    timer.daemon = True
-    timer.start()
-
-
-def _start_ranks(args: argparse.Namespace, argv: list[str]) -> int:
-    """Run this host's ranks as children. Their alarm ends them even if this process is killed."""
-    children = [
-        subprocess.Popen(
-            module_command("llmscale.cluster.doctor.all_reduce", *argv),
-            env={**os.environ, _RANK_VARIABLE: str(args.first_rank + local)},
-        )
-        for local in range(args.ranks)
+    if _JOB_VARIABLE in os.environ:
+        job = json.loads(os.environ[_JOB_VARIABLE])
+        # The kernel ends a rank that hangs outside of Python, also if its parent was killed.
+        signal.alarm(job["timeout_s"] + _SPARE_S)
+        _time_all_reduce(job)
+        return 0
+    request = read_request()
+    jobs = [{**request, "rank": rank} for rank in request["ranks"]]
+    ranks = [
+        subprocess.Popen(module_command(_MODULE), env={**os.environ, _JOB_VARIABLE: json.dumps(job)}) for job in jobs
     ]
-    codes = [child.wait() for child in children]
-    return int(any(codes))
+    return int(any([rank.wait() for rank in ranks]))
 
 
-def _time_all_reduce(args: argparse.Namespace, rank: int) -> None:
+def _time_all_reduce(job: Mapping[str, Any]) -> None:
     """Join the other ranks, measure, and print the result on rank 0. Imports torch. Collective."""
     import torch
     import torch.distributed as dist
 
     # The interface that a run's ranks would use.
-    os.environ["MASTER_ADDR"] = args.master
+    os.environ["MASTER_ADDR"] = job["master"]
     set_network_interface()
-    device = torch.device("cpu")
-    if args.backend == "nccl":
-        device = torch.device("cuda", rank - args.first_rank)
+    backend, world_size, rank, device = job["backend"], job["world_size"], job["rank"], torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank - job["ranks"][0])
         torch.cuda.set_device(device)
     dist.init_process_group(
-        args.backend,
-        init_method=f"tcp://{args.master}:{args.port}",
+        backend,
+        init_method=f"tcp://{job['master']}:{job['port']}",
         rank=rank,
-        world_size=args.world_size,
-        timeout=timedelta(seconds=args.timeout_s),
+        world_size=world_size,
+        timeout=timedelta(seconds=job["timeout_s"]),
     )
 
     def reduce_once(num_bytes: int) -> float:
@@ -210,15 +196,36 @@ def _time_all_reduce(args: argparse.Namespace, rank: int) -> None:
         return float(seconds)
 
     num_bytes = _FIRST_BYTES
-    while reduce_once(num_bytes) < _LONG_S and num_bytes < _MAX_BYTES[args.backend]:
+    while reduce_once(num_bytes) < _LONG_S and num_bytes < _MAX_BYTES[backend]:
         num_bytes *= 4
-    num_bytes = min(num_bytes, _MAX_BYTES[args.backend])
     seconds = statistics.median(reduce_once(num_bytes) for _ in range(_REPEATS))
+    sees: list[bool] = [True] * world_size
+    if job["folder"]:
+        parent = next(path for path in (Path(job["folder"]), *Path(job["folder"]).parents) if path.is_dir())
+        file = parent / job["file"]
+        dist.all_gather_object(sees, _sees_file(file, rank))
+        if rank == 0:
+            file.unlink()
     if rank == 0:
-        result = AllReduceResult(args.backend, args.world_size, num_bytes, seconds)
+        result = AllReduceResult(backend, world_size, num_bytes, seconds, sees)
         print(_RESULT_MARK + json.dumps(asdict(result)), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _sees_file(file: Path, rank: int) -> bool:
+    """Return whether this rank sees a file that rank 0 writes. Collective; rank 0 removes it at the end."""
+    import torch.distributed as dist
+
+    if rank == 0:
+        file.touch()
+    dist.barrier()
+    deadline_s = time.monotonic() + _LOOK_S
+    while not file.exists() and time.monotonic() < deadline_s:
+        # Opening the folder asks a network file system's server again.
+        os.listdir(file.parent)
+        time.sleep(0.5)
+    return file.exists()
 
 
 if __name__ == "__main__":

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import platform
-import re
-import resource
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
-from llmscale.cluster.doctor.report import CheckRow, ProbeRequest, SharedValue, green, red
-from llmscale.cluster.extension_locks import STALE_LOCK_S, extensions_folder, find_locks
-from llmscale.cluster.launch.ranks import is_free
+from llmscale.cluster.doctor.report import CheckRow, ProbeRequest, green, red, shared, split_error
+from llmscale.cluster.launch.ranks import is_free, list_gpus, run_lines
 from llmscale.cluster.remote import PACKAGE
 from llmscale.config.bundled_files import install_command
-from llmscale.engine.network import (
-    NAMING_VARIABLES,
-    interface_addresses,
-    lacks_interface,
-    source_address,
-    usable_interfaces,
-)
+from llmscale.engine.network import check_interfaces, interface_addresses, source_address
+from llmscale.errors import ConfigError
 from llmscale.files.source_hashes import source_hashes
 from llmscale.training.run_folder import library_versions
 from llmscale.untrusted.interpreter import code_command
@@ -39,44 +26,17 @@ _STRICT = ("torch", "deepspeed", "mosaicml-streaming")
 _SAME_ENVIRONMENT = "Put one environment and one source tree at the same path on every host (rsync -a --delete)."
 
 
-def check_software() -> Iterator[CheckRow | SharedValue]:
+def check_software() -> Iterator[CheckRow]:
     """Check which Python, sources and libraries are installed, without importing them."""
     sources = hashlib.sha256(json.dumps(source_hashes(PACKAGE)).encode()).hexdigest()
-    yield SharedValue("versions", platform.python_version(), _SAME_ENVIRONMENT, "python")
-    yield SharedValue("versions", f"sources {sources[:12]}", _SAME_ENVIRONMENT, "llmscale")
+    yield shared("versions", "python", platform.python_version(), _SAME_ENVIRONMENT)
+    yield shared("versions", "llmscale", f"sources {sources[:12]}", _SAME_ENVIRONMENT)
     for library, version in library_versions().items():
         if version is None and library in _STRICT:
             yield red("versions", f"{library} is not installed", f"Install it: {install_command('train')}")
         elif version is not None:
             fix = f"Install one version on every host: pip install {library}=={version}"
-            yield SharedValue("versions", version, fix, library, "fail" if library in _STRICT else "warn")
-    if cuda := _cuda_of_torch():
-        fix = "Install the same torch wheel on every host: the versions of NCCL must be equal."
-        yield SharedValue("versions", f"{cuda}, NCCL {_nccl_version() or 'of the system'}", fix, "CUDA")
-    elif not re.search(r"\+cpu\b", _version_file("torchvision")):
-        yield green("torchvision", "llmscale needs none; `import streaming` elsewhere needs its CPU build")
-
-
-def _cuda_of_torch() -> str | None:
-    """Return the CUDA version that torch was built for, from its version.py; None for a CPU build."""
-    build = re.search(r"^cuda\b[^=]*= *'([^']+)'", _version_file("torch"), flags=re.MULTILINE)
-    return build.group(1) if build else None
-
-
-def _version_file(package: str) -> str:
-    """Return the text of a package's version.py; empty if the package is not installed."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        return ""
-    return (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
-
-
-def _nccl_version() -> str | None:
-    """Return the version of NCCL's wheel beside torch."""
-    for distribution in metadata.distributions():
-        if (distribution.metadata["Name"] or "").startswith("nvidia-nccl-"):
-            return distribution.version
-    return None
+            yield shared("versions", library, version, fix, "fail" if library in _STRICT else "warn")
 
 
 #: Run in a separate process: an import can hang, crash, or take GPU memory.
@@ -93,7 +53,7 @@ os._exit(0)
 
 def check_imports(timeout_s: float) -> Iterator[CheckRow]:
     """Check train.py's imports, and that torch sees the GPUs that the driver lists. Raises OSError."""
-    answer, problem = _run_lines(code_command(_IMPORT_CODE), timeout_s)
+    answer, problem = run_lines(code_command(_IMPORT_CODE), timeout_s)
     if problem or not answer:
         problem = problem or "no output"
         yield red(
@@ -103,31 +63,18 @@ def check_imports(timeout_s: float) -> Iterator[CheckRow]:
     yield green("imports", "train.py's imports work")
     gpus, _ = list_gpus(timeout_s)
     if gpus and answer[-1] == "gpus 0":
-        cuda = _cuda_of_torch()
-        found = f"torch for CUDA {cuda} finds no GPU with driver {gpus[0].driver}"
         yield red(
             "gpus",
-            found if cuda else "torch was built without CUDA, and would train on the CPU",
+            f"torch finds no GPU with driver {gpus[0].driver}, and would train on the CPU",
             "Update the driver, or install a torch build for its CUDA; CUDA_VISIBLE_DEVICES must not be empty.",
         )
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU, as nvidia-smi describes it. Sizes in bytes."""
-
-    index: int
-    name: str
-    memory_bytes: int
-    used_bytes: int
-    driver: str
 
 
 #: Memory that an idle GPU may hold: the driver's own.
 _IDLE_BYTES = 2 * 2**30
 
 
-def check_gpus(slots: int, timeout_s: float) -> Iterator[CheckRow | SharedValue]:
+def check_gpus(slots: int, timeout_s: float) -> Iterator[CheckRow]:
     """Check that each slot has a free GPU; a host without any is fine as long as no other host has one."""
     gpus, problem = list_gpus(timeout_s)
     if problem:
@@ -135,13 +82,12 @@ def check_gpus(slots: int, timeout_s: float) -> Iterator[CheckRow | SharedValue]
         yield red("gpus", f"nvidia-smi fails: {problem}", fix)
         return
     fix = "Install the NVIDIA driver where GPUs are missing, or delete these hosts from the hostfile."
-    yield SharedValue("gpus", "training on GPUs over NCCL" if gpus else "none: training on CPUs over gloo", fix)
+    yield shared("gpus", "training", "on GPUs over NCCL" if gpus else "on CPUs over gloo, without GPUs", fix)
     if not gpus:
         return
     kinds = ", ".join(sorted({f"{gpu.name} {gpu.memory_bytes / 2**30:.0f} GiB" for gpu in gpus}))
     slowest = "All ranks run at the speed of the slowest GPU and within the memory of the smallest."
-    yield SharedValue("gpus", kinds, slowest, "kind", "warn")
-    yield SharedValue("gpus", gpus[0].driver, "Install the same NVIDIA driver on every host.", "driver", "warn")
+    yield shared("gpus", "kind", kinds, slowest, "warn")
     if len(gpus) < slots:
         fix = f"Write slots={len(gpus)} for it in the hostfile, or find out where the others are."
         yield red("gpus", f"{len(gpus)} GPUs for {slots} slots", fix)
@@ -149,68 +95,30 @@ def check_gpus(slots: int, timeout_s: float) -> Iterator[CheckRow | SharedValue]
     if busy:
         indices, used = ", ".join(str(gpu.index) for gpu in busy), max(gpu.used_bytes for gpu in busy) / 2**30
         fix = "Wait until they are free, or end the processes that nvidia-smi lists."
-        yield red("gpus free", f"GPU {indices} in use, up to {used:.1f} GiB", fix)
-    else:
-        yield green("gpus free", "no GPU is used by another process")
+        yield red("gpus", f"GPU {indices} in use, up to {used:.1f} GiB", fix)
 
 
-def list_gpus(timeout_s: float) -> tuple[list[Gpu], str | None]:
-    """Return the GPUs of this host, none without nvidia-smi, and its error if it fails."""
-    if shutil.which("nvidia-smi") is None:
-        return [], None
-    fields = "index,name,memory.total,memory.used,driver_version"
-    lines, problem = _run_lines(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"], timeout_s)
-    rows = [line.split(", ") for line in lines]
-    return [
-        Gpu(int(index), name, _mebibytes(total), _mebibytes(used), driver)
-        for index, name, total, used, driver in (row for row in rows if len(row) == fields.count(",") + 1)
-    ], problem
-
-
-def _mebibytes(text: str) -> int:
-    """Return the bytes of a number of MiB; 0 for `[N/A]`."""
-    return int(text) * 2**20 if text.isdigit() else 0
-
-
-def _run_lines(command: list[str], timeout_s: float) -> tuple[list[str], str | None]:
-    """Return the lines that a command prints, and the last line of its error if it fails. Raises OSError."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, errors="replace")
-    except subprocess.TimeoutExpired:
-        return [], f"no answer within {timeout_s:.0f} s"
-    if done.returncode:
-        messages = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        return [], messages[-1] if messages else f"ended with status {done.returncode}"
-    return done.stdout.splitlines(), None
-
-
-def check_network(request: ProbeRequest) -> Iterator[CheckRow | SharedValue]:
+def check_network(request: ProbeRequest) -> Iterator[CheckRow]:
     """Check the ways to the other hosts, the interfaces that variables name, and the rendezvous port."""
-    names = usable_interfaces()
-    for variable in NAMING_VARIABLES:
-        value = os.environ.get(variable, "")
-        if lacks_interface(variable, value, names):
-            fix = f"Name one of {', '.join(names)}, or unset the variable."
-            yield red("address", f"{variable}={value}, but there is no such interface that is up", fix)
+    try:
+        check_interfaces(os.environ)
+    except ConfigError as error:
+        yield red("address", *split_error(str(error)))
     faults = [fault for host in request.hosts if host != request.host and (fault := _find_name_fault(host))]
     yield from faults
     if not faults and len(request.hosts) > 1:
         yield green("address", "every host resolves and reaches every other")
-    if first := request.hosts[:1]:
-        is_first = first[0] == request.host
-        address = first_address() if is_first else _resolve(first[0])
-        if address and not address.startswith("127.") and len(request.hosts) > 1:
-            fix = f"Give deepspeed --master_addr with the address by which the others reach {first[0]}."
-            yield SharedValue("address", address, fix, f"{first[0]} is", "warn")
-        if is_first and is_free(request.port):
-            yield green("port", f"{request.port} is free on {request.host}")
-        elif is_first:
-            yield red(
-                "port",
-                f"{request.port} is in use on {request.host}",
-                "Choose another one (--port here, --master_port for deepspeed), or end the process that uses it: "
-                f"ss -ltnp 'sport = :{request.port}'",
-            )
+    if request.host != next(iter(request.hosts)):
+        return
+    if is_free(request.port):
+        yield green("port", f"{request.port} is free on {request.host}")
+    else:
+        yield red(
+            "port",
+            f"{request.port} is in use on {request.host}",
+            "Choose another one (--port here, --master_port for deepspeed), or end the process that uses it: "
+            f"ss -ltnp 'sport = :{request.port}'",
+        )
 
 
 def _find_name_fault(host: str) -> CheckRow | None:
@@ -243,41 +151,18 @@ def first_address() -> str | None:
 
 #: Docker's default is 64 MiB, too little for NCCL's buffers and the data workers' batches.
 _SHM_BYTES = 256 * 2**20
-#: Descriptors of one rank besides its connections: shards, libraries, logs.
-_OPEN_FILES_BASE = 512
-#: Connections per peer: NCCL or gloo for tensors, gloo for control, the store, the group of checkpoints.
-_OPEN_FILES_PER_RANK = 8
 
 
-def check_limits(world_size: int) -> Iterator[CheckRow]:
-    """Check open files, shared memory, and locks that a killed build of an extension left behind."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _OPEN_FILES_BASE + _OPEN_FILES_PER_RANK * world_size
-    if resource.RLIM_INFINITY != limit < needed:
-        yield red(
-            "open files",
-            f"the limit is {limit}, {world_size} ranks need about {needed:,}",
-            f"ulimit -n {max(65536, needed)} before the start; for logins through ssh in /etc/security/limits.conf "
-            "(nofile), for services LimitNOFILE=.",
-        )
-    else:
-        yield green("open files", f"enough for {world_size} ranks")
+def check_shared_memory() -> CheckRow:
+    """Check that /dev/shm has space."""
     shm = shutil.disk_usage("/dev/shm")
-    if shm.free < _SHM_BYTES:
-        sizes = f"{shm.free / 2**20:.0f} of {shm.total / 2**20:.0f} MiB free"
-        fix = (
-            "docker run --shm-size=8g (or --ipc=host), else mount -o remount,size=8G /dev/shm; or remove files of dead "
-        )
-        yield red("/dev/shm", sizes, f"{fix}processes (deepspeed_*, nccl-*, torch_*).")
-    else:
-        yield green("/dev/shm", f"{shm.free / 2**30:.1f} GiB free")
-    for lock in find_locks(extensions_folder()):
-        if not lock.held and lock.age_s > STALE_LOCK_S:
-            yield red(
-                "extension locks",
-                f"{lock.path} was left by a killed build: every start would wait for it endlessly",
-                f"rm {lock.path}, unless another host that shares the folder builds now.",
-            )
+    if shm.free >= _SHM_BYTES:
+        return green("/dev/shm", f"{shm.free / 2**30:.1f} GiB free")
+    fix = (
+        "docker run --shm-size=8g (or --ipc=host), else mount -o remount,size=8G /dev/shm; or remove files of dead "
+        "processes (deepspeed_*, nccl-*, torch_*)."
+    )
+    return red("/dev/shm", f"{shm.free / 2**20:.0f} of {shm.total / 2**20:.0f} MiB free", fix)
 
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -290,22 +175,3 @@ def host_memory_bytes() -> int:
         text = path.read_text().strip() if path.is_file() else ""
         limits += [int(text)] if text.isdigit() else []
     return min(limits)
-
-
-_LIBAIO_HEADERS = ("/usr/include/libaio.h", "/usr/local/include/libaio.h")
-
-
-def check_nvme_tools() -> CheckRow:
-    """Check what DeepSpeed needs to build its op for NVMe at the first start."""
-    # pip puts ninja beside this Python, which need not be on the search path.
-    ninja = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
-    tools = {
-        os.environ.get("CXX", "c++"): shutil.which(os.environ.get("CXX", "c++")),
-        "ninja": ninja,
-        "libaio.h": next(filter(os.path.exists, _LIBAIO_HEADERS), None),
-    }
-    missing = ", ".join(tool for tool, path in tools.items() if path is None)
-    if missing:
-        fix = "apt-get install g++ libaio-dev, and pip install ninja in the environment of the ranks."
-        return red("nvme", f"DeepSpeed cannot build what NVMe offload needs: {missing} missing", fix)
-    return green("nvme", "a compiler, ninja and libaio are there")

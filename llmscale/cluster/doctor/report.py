@@ -7,14 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from llmscale.errors import ConfigError
-
-#: Precedes the JSON in the probe's output: a login script may print text before it.
-REPORT_MARK = "llmscale-report "
-#: Default rendezvous port of DeepSpeed's launcher.
-DEFAULT_PORT = 29500
 Status = Literal["ok", "warn", "fail"]
 #: From green to red.
 SEVERITY: tuple[Status, ...] = ("ok", "warn", "fail")
@@ -24,153 +18,115 @@ _MAX_NAMES = 6
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One row of the table: a check, its result, and the fix."""
+    """One row of the table: a check, its result, and the fix. Rows of one name are shown as one if all are green."""
 
     name: str
     status: Status
     found: str
     fix: str = ""
     """One or two sentences; never empty in a red row."""
-
-
-def green(name: str, found: str) -> CheckRow:
-    """Return a row for a check that passed."""
-    return CheckRow(name, "ok", found)
-
-
-def yellow(name: str, found: str, fix: str) -> CheckRow:
-    """Return a row for a fault with which a run starts, but slower or less safely."""
-    return CheckRow(name, "warn", found, fix)
-
-
-def red(name: str, found: str, fix: str) -> CheckRow:
-    """Return a row for a fault with which a run does not start, or will not finish."""
-    return CheckRow(name, "fail", found, fix)
-
-
-@dataclass(frozen=True)
-class SharedValue:
-    """A value that all hosts must have in common."""
-
-    name: str
-    """Name of its row."""
-    value: str
-    fix: str
     what: str = ""
-    """Name within the row, such as a library's."""
-    status: Status = "fail"
-    """Status of the row if hosts differ."""
+    """Name of a value that all hosts must have in common, such as a library's."""
+    status_if_other: Status = "ok"
+    """Status of the row if hosts differ in that value."""
 
 
-@dataclass(frozen=True)
+def green(name: str, text: str) -> CheckRow:
+    """Return a row for a check that passed."""
+    return CheckRow(name, "ok", text)
+
+
+def yellow(name: str, text: str, fix: str) -> CheckRow:
+    """Return a row for a fault with which a run starts, but slower or less safely."""
+    return CheckRow(name, "warn", text, fix)
+
+
+def red(name: str, text: str, fix: str) -> CheckRow:
+    """Return a row for a fault with which a run does not start, or will not finish."""
+    return CheckRow(name, "fail", text, fix)
+
+
+def shared(name: str, what: str, value: str, fix: str, status_if_other: Status = "fail") -> CheckRow:
+    """Return a row for a value that all hosts must have in common."""
+    return CheckRow(name, "ok", value, fix, what, status_if_other)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProbeRequest:
-    """Question to the probe of one host."""
+    """Question to the probe of a host."""
 
-    hosts: tuple[str, ...] = ()
-    """Names of all hosts, as in the hostfile; ranks meet on the first."""
+    hosts: Mapping[str, int]
+    """Slots of all hosts, as in the hostfile; ranks meet on the first."""
     host: str = ""
     """Name of the asked one."""
-    slots: int = 1
-    """Ranks on it."""
-    world_size: int = 1
-    port: int = DEFAULT_PORT
+    port: int
     """Rendezvous port of the ranks on the first host."""
     ds: str | None = None
-    """Path of a ds_config on the host."""
-    train_flags: tuple[str, ...] | None = None
-    """Flags for train.py; None without a run to check."""
+    """Path of a ds_config."""
+    train_flags: tuple[str, ...] = ()
+    """Flags of train.py, among them --config; empty without a run to check."""
     timeout_s: float = 60.0
-    """Time limit of every group of checks; a group that exceeds it is reported as late."""
+    """Time limit of the probe."""
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.hosts.values())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HostReport:
     """Findings of one host."""
 
     rows: tuple[CheckRow, ...] = ()
-    shared: tuple[SharedValue, ...] = ()
     num_gpus: int = 0
     address: str | None = None
     """First address that is not a loopback's."""
-    spare_port: int = DEFAULT_PORT
+    spare_port: int = 0
     """The requested port if it is free, else another free one."""
     folder: str | None = None
     """The run folder, which need not exist yet."""
 
 
-_REPORT = TypeAdapter(HostReport)
-_REQUEST = TypeAdapter(ProbeRequest)
-
-
-def print_report(report: HostReport) -> str:
-    """Return one line for `parse_report`."""
-    return REPORT_MARK + _REPORT.dump_json(report).decode()
-
-
-def parse_report(output: str) -> HostReport:
-    """Return the report in a probe's output. Raises ConfigError if it is missing or from another llmscale."""
-    lines = [line for line in output.splitlines() if line.startswith(REPORT_MARK)]
-    if not lines:
-        raise ConfigError("the probe printed no report")
-    try:
-        return _REPORT.validate_json(lines[-1].removeprefix(REPORT_MARK))
-    except ValidationError as error:
-        raise ConfigError(f"the probe belongs to another llmscale ({error.error_count()} entries differ)") from None
-
-
-def print_request(request: ProbeRequest) -> str:
-    """Return JSON for the probe's command line."""
-    return _REQUEST.dump_json(request).decode()
-
-
-def parse_request(text: str) -> ProbeRequest:
-    """Return the request on the probe's command line. Raises ConfigError."""
-    try:
-        return _REQUEST.validate_json(text)
-    except ValidationError as error:
-        raise ConfigError(f"the request is from another llmscale ({error.error_count()} entries differ).") from None
+REPORT = TypeAdapter(HostReport)
 
 
 def merge_reports(reports: Mapping[str, HostReport]) -> Iterator[CheckRow]:
-    """Yield the rows of all hosts, equal ones once, and a row for each value that hosts must share and do not.
-
-    Values that are equal get a row where no other row has their name.
-    """
-    names = dict.fromkeys(row.name for report in reports.values() for row in report.rows)
-    for name in names:
+    """Yield the rows of all hosts: every fault and every difference, and one green row for a name without any."""
+    for name in dict.fromkeys(row.name for report in reports.values() for row in report.rows):
         rows = {host: [row for row in report.rows if row.name == name] for host, report in reports.items()}
-        faults = dict.fromkeys(row for host_rows in rows.values() for row in host_rows if row.status != "ok")
-        for fault in faults:
-            hosts = [host for host, host_rows in rows.items() if fault in host_rows]
-            where = f"on {format_hosts(hosts)}: " if len(hosts) < len(reports) else ""
-            yield CheckRow(name, fault.status, where + fault.found, fault.fix)
-        if not faults:
-            yield green(
-                name, format_by_host({host: host_rows[0].found for host, host_rows in rows.items() if host_rows})
-            )
-    yield from (row for row in _compare_shared(reports) if row.status != "ok" or row.name not in names)
+        merged = [*_faults(rows), *_differences(rows)]
+        yield from merged
+        if not merged:
+            whats = dict.fromkeys(row.what for host_rows in rows.values() for row in host_rows)
+            yield green(name, ", ".join(f"{what} {format_by_host(_values(rows, what))}".strip() for what in whats))
 
 
-def _compare_shared(reports: Mapping[str, HostReport]) -> Iterator[CheckRow]:
-    values: dict[tuple[str, str], dict[str, SharedValue]] = {}
-    for host, report in reports.items():
-        for shared in report.shared:
-            values.setdefault((shared.name, shared.what), {})[host] = shared
-    equal: dict[str, list[str]] = {}
-    for (name, what), by_host in values.items():
-        first = next(iter(by_host.values()))
-        found = format_by_host({host: shared.value for host, shared in by_host.items()})
-        if len({shared.value for shared in by_host.values()}) > 1:
-            yield CheckRow(name, first.status, f"{what}: {found}" if what else found, first.fix)
-        else:
-            equal.setdefault(name, []).append(f"{what} {found}".strip())
-    yield from (green(name, ", ".join(values_of_row)) for name, values_of_row in equal.items())
+def _faults(rows: Mapping[str, list[CheckRow]]) -> Iterator[CheckRow]:
+    for fault in dict.fromkeys(row for host_rows in rows.values() for row in host_rows if row.status != "ok"):
+        hosts = [host for host, host_rows in rows.items() if fault in host_rows]
+        where = f"on {format_hosts(hosts)}: " if len(hosts) < len(rows) else ""
+        yield CheckRow(fault.name, fault.status, where + fault.found, fault.fix)
+
+
+def _differences(rows: Mapping[str, list[CheckRow]]) -> Iterator[CheckRow]:
+    firsts: dict[str, CheckRow] = {}
+    for row in (row for host_rows in rows.values() for row in host_rows):
+        firsts.setdefault(row.what, row)
+    for what, first in firsts.items():
+        values = _values(rows, what)
+        if what and len(set(values.values())) > 1:
+            yield CheckRow(first.name, first.status_if_other, f"{what}: {format_by_host(values)}", first.fix)
+
+
+def _values(rows: Mapping[str, list[CheckRow]], what: str) -> dict[str, str]:
+    """Return the text of the rows about a value, by host."""
+    return {host: row.found for host, host_rows in rows.items() for row in host_rows if row.what == what}
 
 
 def split_error(text: str) -> tuple[str, str]:
     """Split an error's text into finding and fix: its first sentence, and the others."""
-    found, *rest = re.split(r"(?<=[.!?]) (?=[A-Z`'(])", text, maxsplit=1)
-    return found, rest[0] if rest else "Correct the value that it names."
+    first, *rest = re.split(r"(?<=[.!?]) (?=[A-Z`'(])", text, maxsplit=1)
+    return first, rest[0] if rest else "Correct the value that it names."
 
 
 def worst(rows: Iterable[CheckRow]) -> Status:

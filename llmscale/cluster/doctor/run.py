@@ -7,15 +7,17 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from llmscale.cluster.doctor.machine import check_nvme_tools, host_memory_bytes, list_gpus
-from llmscale.cluster.doctor.report import CheckRow, ProbeRequest, SharedValue, green, red, split_error, yellow
+from llmscale.cluster.doctor.machine import host_memory_bytes
+from llmscale.cluster.doctor.report import CheckRow, ProbeRequest, green, red, shared, split_error, worst, yellow
+from llmscale.cluster.launch.ranks import list_gpus
 from llmscale.config.bundled_files import DS_CONFIGS
 from llmscale.config.deepspeed.foreign import read_foreign
-from llmscale.config.deepspeed.resolve import load_ds_config, parse_ds_config, read_ds_config
+from llmscale.config.deepspeed.resolve import load_ds_config, parse_ds_config
 from llmscale.config.deepspeed.rules import find_problems
 from llmscale.config.hardware import find_gpu
-from llmscale.config.run_config import RunConfig, parse_run_config
-from llmscale.data.mixture import TrainingSets, open_training_sets
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.config.run_config import RunConfig
+from llmscale.data.mixture import open_training_sets
 from llmscale.data.shards.verify_shards import check_files
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.memory.breakdown import describe_breakdown, format_size
@@ -28,7 +30,7 @@ _COPY_FILE = "Copy one of them to all hosts: every rank reads the file of its ho
 _COPY_DATA = "Copy one of them to all hosts (rsync -a --delete), or share its disk."
 
 
-def check_ds_config(path: Path) -> Iterator[CheckRow | SharedValue]:
+def check_ds_config(path: Path) -> Iterator[CheckRow]:
     """Check a ds_config against the closed schema: all problems, where train.py would stop at the first."""
     path = DS_CONFIGS.find(path)
     try:
@@ -47,36 +49,26 @@ def check_ds_config(path: Path) -> Iterator[CheckRow | SharedValue]:
         yield yellow("ds_config", f"{path}: {warning}", "--fixed FILE writes the file without such keys.")
     if not ds.warnings:
         yield green("ds_config", f"{path}: every key is known and has an effect")
-    if "nvme" in (ds.offload_optimizer_device, ds.offload_param_device):
-        yield check_nvme_tools()
 
 
-def _shared_file(name: str, path: Path) -> SharedValue:
+def _shared_file(name: str, path: Path) -> CheckRow:
     content = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    return SharedValue(name, f"{path} {content}", _COPY_FILE, "file")
+    return shared(name, "file", f"{path} {content}", _COPY_FILE)
 
 
-def check_run(config: RunConfig, request: ProbeRequest) -> Iterator[CheckRow | SharedValue]:
+def check_run(config: RunConfig, request: ProbeRequest) -> Iterator[CheckRow]:
     """Check everything that train.py checks before it starts, and whether the run fits GPUs, host and disk."""
     if config.config is not None:
         yield _shared_file("run config", config.config)
-    start, sets, refusal = None, None, ""
-    try:
-        inputs = read_inputs(config)
-        sets = inputs.sets
-        start = resolve_start(inputs, request.world_size)
-    except LlmscaleError as error:
-        refusal = str(error)
-    data = list(_check_data(config, sets))
-    yield from data
-    if (
-        refusal
-        and _is_valid(config.ds)
-        and split_error(refusal) not in [(row.found, row.fix) for row in data if isinstance(row, CheckRow)]
-    ):
-        yield red("run config", *split_error(refusal))
     yield _check_folder(config.run)
-    if start is None:
+    files = [*check_ds_config(config.ds), *_check_data(config)]
+    yield from files
+    if worst(files) == "fail":
+        return
+    try:
+        start = resolve_start(read_inputs(config), request.world_size)
+    except LlmscaleError as error:
+        yield red("run config", *split_error(str(error)))
         return
     yield green("run config", start.resolved.plan.describe())
     try:
@@ -87,19 +79,10 @@ def check_run(config: RunConfig, request: ProbeRequest) -> Iterator[CheckRow | S
     yield from _check_memory(start, request)
 
 
-def _is_valid(ds_config: Path) -> bool:
-    """Return whether the rows of `check_ds_config` are not red."""
-    try:
-        read_ds_config(ds_config)
-    except LlmscaleError:
-        return False
-    return True
-
-
-def _check_data(config: RunConfig, sets: TrainingSets | None) -> Iterator[CheckRow | SharedValue]:
+def _check_data(config: RunConfig) -> Iterator[CheckRow]:
     """Check the datasets, with one stat for every shard of a local one."""
     try:
-        sets = sets or open_training_sets(config.data, config.data_cache)
+        sets = open_training_sets(config.data, config.data_cache)
         for location in sets.locations:
             for split in location.manifest.splits if location.remote is None else ():
                 check_files(location.folder, split, location.manifest)
@@ -109,9 +92,8 @@ def _check_data(config: RunConfig, sets: TrainingSets | None) -> Iterator[CheckR
     # Datasets and proportions of a mixture must be the same.
     stages = sets.recipe.stages if sets.recipe else ()
     content = hashlib.sha256(f"{sets.fingerprint} {stages}".encode()).hexdigest()[:12]
-    yield SharedValue(
-        "data", f"{sets.num_train_samples:,} samples of {sets.manifest.seq_len} tokens, {content}", _COPY_DATA
-    )
+    size = f"{sets.num_train_samples:,} samples of {sets.manifest.seq_len} tokens"
+    yield shared("data", "all", f"{size}, {content}", _COPY_DATA)
 
 
 def _check_folder(run: Path) -> CheckRow:
@@ -130,9 +112,11 @@ def _check_memory(start: Start, request: ProbeRequest) -> Iterator[CheckRow]:
         return
     smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
     known = find_gpu(smallest.name)
-    nodes, rest = divmod(request.world_size, request.slots)
+    nodes, rest = divmod(request.world_size, request.hosts[request.host])
     # Hosts of different sizes: offloaded states are then not compared with the host's memory.
-    nodes, per_node, host_bytes = (request.world_size, 1, None) if rest else (nodes, request.slots, host_memory_bytes())
+    nodes, per_node, host_bytes = (
+        (request.world_size, 1, None) if rest else (nodes, request.hosts[request.host], host_memory_bytes())
+    )
     machines = Machines(nodes, per_node, smallest.memory_bytes, host_bytes, known.capability if known else None)
     run, plan = start.resolved, start.resolved.plan
     sizes = plan.ranks.sequence_parallel_size, plan.ranks.expert_parallel_size

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
-import queue
-import socket
+import selectors
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmscale.cluster.hostfile import Host
-from llmscale.cluster.launch.transport import HostConnection, open_inbox
+from llmscale.cluster.launch.transport import HostConnection
 from llmscale.training.stop_request import PEER_GONE, signal_name
 from llmscale.training.watchdog import HUNG_STATUS
 
@@ -21,16 +18,15 @@ from llmscale.training.watchdog import HUNG_STATUS
 USER_ERROR_STATUS = 2
 #: Wait after the first sign of a failure: another rank's may explain it.
 _SETTLE_S = 2.0
-#: Time that the ranks' own watchdogs have for an attempt that hangs. They do not help if the only rank is stopped.
-_WATCHDOGS_S = 15.0
+#: Time that the ranks' own watchdogs have for an attempt that hangs: on a busy machine they count slowly. They do not
+#: help if the only rank is stopped.
+_WATCHDOGS_S = 60.0
 #: Time limit for killing ranks. Lost hosts are not waited for.
 _END_S = 20.0
-_POLL_S = 0.2
-#: Messages between two signs of life to the hosts.
-_MAX_AT_ONCE = 1000
-#: Number and length of the lines of each rank that are kept as evidence.
-_KEPT_LINES = 12
-_KEPT_CHARACTERS = 2000
+#: Time between two signs of life to the hosts.
+_POLL_S = 0.5
+#: Number of newest lines of a rank that are shown when it fails.
+_EVIDENCE_LINES = 12
 
 
 @dataclass(frozen=True)
@@ -121,9 +117,9 @@ class AttemptRun:
 
     def __post_init__(self) -> None:
         self.hosts: dict[str, HostConnection] = {}
-        self._inbox = open_inbox()
+        self._selector = selectors.DefaultSelector()
         self._failed: list[RankState] = []
-        self._failing_since_s = self._progress_s = time.monotonic()
+        self._failing_since_s = self._progress_s = self._pinged_s = time.monotonic()
 
     def gather(
         self,
@@ -136,10 +132,13 @@ class AttemptRun:
         """Reach the hosts, and leave out those that do not answer in time. Returns early when there is a `stop`."""
         for host in hosts:
             try:
-                self.hosts[host.name] = HostConnection(host, command(host), self._inbox)
-                self.hosts[host.name].send({**hello, "limit_s": self.limit_s / 2})
+                connection = HostConnection(host, command(host))
             except OSError as error:
                 self.left_out[host.name] = f"it cannot be reached from here: {error}"
+                continue
+            connection.send({**hello, "limit_s": self.limit_s / 2})
+            self._selector.register(connection, selectors.EVENT_READ)
+            self.hosts[host.name] = connection
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and not stop:
             if all(host.ready or host.closed for host in self.hosts.values()):
@@ -164,15 +163,7 @@ class AttemptRun:
         if master_addr or not others:
             return master_addr or "127.0.0.1", port
         # A host that was not reached through ssh is this machine, and the others know where they were reached from.
-        for address in (first.ready["own_address"], *reached_from):
-            if _is_address(address):
-                return str(address), port
-        try:
-            # Its name may resolve to 127.0.1.1 there.
-            return socket.gethostbyname(first.name), port
-        except OSError:
-            # Only ssh knows this name; the ranks will report that they do not.
-            return first.name, port
+        return next(filter(None, (first.ready["own_address"], *reached_from)), first.name), port
 
     def start(self, rendezvous: tuple[str, int], script: str, arguments: Sequence[str], logs: str) -> None:
         """Start as many ranks on every host as it has slots."""
@@ -202,8 +193,7 @@ class AttemptRun:
                 for host in self.hosts.values():
                     host.send("stop")
                 num_sent += 1
-            outcome = self._find_outcome()
-            if outcome is not None:
+            if outcome := self._find_outcome():
                 return outcome
 
     def _find_outcome(self) -> Outcome | None:
@@ -226,27 +216,29 @@ class AttemptRun:
         return explain_hang(states) if limit_s and now - self._progress_s > limit_s + _WATCHDOGS_S else None
 
     def _poll(self) -> None:
-        """Wait for messages, and handle those that have come."""
-        with contextlib.suppress(queue.Empty):
-            for number in range(_MAX_AT_ONCE):
-                host, line = self._inbox.get(block=number == 0, timeout=_POLL_S)
-                message = host.take(line, self.show)
-                if message is not None and host.name in self.hosts:
-                    self._note(host, message)
-        for host in self.hosts.values():
-            host.ping()
+        """Wait for messages, and handle those that have come; give the hosts a sign of life."""
+        for key, _ in self._selector.select(_POLL_S):
+            host: HostConnection = key.fileobj  # type: ignore[assignment]
+            for message in host.read(self.show):
+                self._note(host, message)
+            if host.closed:
+                self._selector.unregister(host)
+        if time.monotonic() - self._pinged_s >= _POLL_S:
+            self._pinged_s = time.monotonic()
+            for host in self.hosts.values():
+                host.send()
 
     def _note(self, host: HostConnection, message: Mapping[str, Any]) -> None:
         if "port" in message:
-            host.ready = host.ready or dict(message)
-        for its in self.states.values():
-            if "stopped" in message and its.host == host.name:
-                its.is_stopped = its.pid in message["stopped"]
-        state = self.states.get(message.get("rank", -1))
-        if state is None or state.host != host.name:
+            host.ready = dict(message)
+        for state in self.states.values():
+            if "stopped" in message and state.host == host.name:
+                state.is_stopped = state.pid in message["stopped"]
+        if "rank" not in message:
             return
+        state = self.states[message["rank"]]
         if "text" in message:
-            self.last_lines.setdefault(state.rank, deque(maxlen=_KEPT_LINES)).append(message["text"][:_KEPT_CHARACTERS])
+            self.last_lines.setdefault(state.rank, deque(maxlen=_EVIDENCE_LINES)).append(message["text"])
             self.show(f"{host.name} rank {state.rank}: {message['text']}")
         elif "code" in message:
             state.code = message["code"]
@@ -277,11 +269,3 @@ class AttemptRun:
         lost = [host for host in self.hosts.values() if not host.close()]
         for host in lost:
             time.sleep(max(0.0, self.limit_s / 2 + 2.0 - host.silence_s))
-
-
-def _is_address(text: object) -> bool:
-    """Return whether a host's report is an address: it reaches the command lines of all other hosts."""
-    try:
-        return bool(ipaddress.ip_address(str(text)))
-    except ValueError:
-        return False

@@ -8,19 +8,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.cluster.remote import search_path
 from llmscale.training.live_view import GIVE_BACK
-from llmscale.training.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS, describe_death
+from llmscale.training.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS, describe_death, read_stat
 from llmscale.training.watchdog import REPORTS_VARIABLE, STACKS_SIGNAL
 
 # ---------------------------------------------------------------- processes by number, from /proc
@@ -47,29 +47,23 @@ def process_state(pid: int) -> str:
 
     R, S and D run or wait, T is stopped, Z has ended and is not reaped.
     """
-    try:
-        # After the command in parentheses, which may itself hold some.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    stat = read_stat(pid)
+    return stat.state if stat else ""
 
 
 def descendants(pid: int) -> list[int]:
     """Return all processes below `pid`, parents first."""
-    found = []
-    for child in _children(pid):
-        found += [child, *descendants(child)]
-    return found
+    return [process for child in _children(pid) for process in (child, *descendants(child))]
 
 
 def _children(pid: int) -> list[int]:
     """Return the children of every thread of a process."""
-    found = []
-    with contextlib.suppress(OSError):
+    children = []
+    with contextlib.suppress(OSError):  # it has ended
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):
-                found += [int(word) for word in Path(f"/proc/{pid}/task/{thread}/children").read_text().split()]
-    return found
+                children += [int(word) for word in Path(f"/proc/{pid}/task/{thread}/children").read_text().split()]
+    return children
 
 
 def kill_descendants(pid: int) -> int:
@@ -93,17 +87,14 @@ def kill_descendants(pid: int) -> int:
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
-def find_port(preferred: int | None) -> tuple[int, bool]:
-    """Return a free TCP port of this host, and whether `preferred` was given and is in use.
+def find_port() -> int:
+    """Return a TCP port of this host that nobody listens at, on any address.
 
-    Nobody listens at a free port on any address. Another program may still take it before the ranks do: they fail at
-    once, and the next attempt asks again.
+    Another program may still take it before the ranks do: they fail at once, and the next attempt asks again.
     """
-    if preferred is not None and is_free(preferred):
-        return preferred, False
     with socket.socket() as probe:
         probe.bind(("", 0))
-        return probe.getsockname()[1], preferred is not None
+        return int(probe.getsockname()[1])
 
 
 def is_free(port: int) -> bool:
@@ -133,13 +124,45 @@ def visible_gpus(variables: Mapping[str, str]) -> list[str] | None:
     return names
 
 
-def count_gpus() -> int:
-    """Return the number of GPUs from nvidia-smi, without torch; 0 without the tool."""
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, as nvidia-smi describes it. Sizes in bytes."""
+
+    index: int
+    name: str
+    memory_bytes: int
+    used_bytes: int
+    driver: str
+
+
+def list_gpus(timeout_s: float = 30.0) -> tuple[list[Gpu], str | None]:
+    """Return the GPUs of this host, without torch, none without nvidia-smi; and its error if it fails."""
+    if shutil.which("nvidia-smi") is None:
+        return [], None
+    fields = "index,name,memory.total,memory.used,driver_version"
+    lines, problem = run_lines(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"], timeout_s)
+    rows = [line.split(", ") for line in lines]
+    return [
+        Gpu(int(index), name, _mebibytes(total), _mebibytes(used), driver)
+        for index, name, total, used, driver in (row for row in rows if len(row) == fields.count(",") + 1)
+    ], problem
+
+
+def _mebibytes(text: str) -> int:
+    """Return the bytes of a number of MiB; 0 for `[N/A]`."""
+    return int(text) * 2**20 if text.isdigit() else 0
+
+
+def run_lines(command: list[str], timeout_s: float) -> tuple[list[str], str | None]:
+    """Return the lines that a command prints, and the last line of its error if it fails. Raises OSError."""
     try:
-        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines()) if done.returncode == 0 else 0
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, errors="replace")
+    except subprocess.TimeoutExpired:
+        return [], f"no answer within {timeout_s:.0f} s"
+    if done.returncode:
+        messages = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        return [], messages[-1] if messages else f"ended with status {done.returncode}"
+    return done.stdout.splitlines(), None
 
 
 def count_cpus() -> int:
@@ -157,6 +180,8 @@ def count_cpus() -> int:
 #: Time that the other ranks have to report their errors after one rank has failed.
 _LAST_ERRORS_S = 5.0
 _TICK_S = 0.5
+#: Signals that are answered by whoever runs the ranks. Every thread of it must block them.
+RANK_SIGNALS = frozenset({*STOP_SIGNALS, STACKS_SIGNAL, signal.SIGCHLD})
 
 
 def rank_environment(variables: Mapping[str, str], num_ranks: int, port: int, num_cpus: int) -> list[dict[str, str]]:
@@ -202,17 +227,15 @@ class LocalRanks:
     """Descriptor that ranks report their progress to, closed here likewise. Such ranks are killed with this process."""
     note_end: Callable[[int, int], None] = lambda _number, _code: None
     """Called with the number and the return code of each rank that ends by itself."""
-    should_end: threading.Event = field(default_factory=threading.Event)
-    """Set to kill all ranks."""
 
     def run(self) -> int:
         """Wait until all ranks have ended; return their exit status, or 128 + n if signal n killed one first."""
         adopt_orphans()
-        handled = {*STOP_SIGNALS, STACKS_SIGNAL, signal.SIGCHLD}
+        handled = {*RANK_SIGNALS}
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
             handled.add(signal.SIGHUP)
         # The ranks inherit the mask: stop signals are blocked until a rank can handle them, and nothing else.
-        signal.pthread_sigmask(signal.SIG_BLOCK, handled - {STACKS_SIGNAL, signal.SIGCHLD})
+        signal.pthread_sigmask(signal.SIG_SETMASK, handled - {STACKS_SIGNAL, signal.SIGCHLD})
         # Blocked signals wait for sigtimedwait, which does not take ignored ones.
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         ranks = [self._start(number) for number in range(len(self.environments))]
@@ -264,7 +287,7 @@ class LocalRanks:
             failed = [(number, ranks[number]) for number in ended if ranks[number].returncode]
             if failed and deadline == float("inf"):
                 deadline = time.monotonic() + _LAST_ERRORS_S
-            if len(ended) == len(ranks) or time.monotonic() > deadline or self.should_end.is_set():
+            if len(ended) == len(ranks) or time.monotonic() > deadline:
                 return self._exit_status(failed)
 
     def _exit_status(self, failed: Sequence[tuple[int, subprocess.Popen[bytes]]]) -> int:

@@ -1,6 +1,6 @@
 """`llmscale launch`: start attempts until the run is finished, is asked to stop, or fails for good.
 
-Also the record of attempts (attempts.jsonl), the decision to try again, and the arguments of a restart.
+Also the record of attempts (attempts.jsonl) and the decision to try again.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from itertools import takewhile
@@ -17,18 +18,19 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from llmscale.checkpoint.inventory import find_checkpoints, list_checkpoints
-from llmscale.checkpoint.remote_run import fetch_run
+from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch.attempt import AttemptRun, Outcome
-from llmscale.config.run_config import RunConfig, keys_with, parse_run_config
+from llmscale.cluster.remote import place
+from llmscale.config.run_arguments import parse_run_config
 from llmscale.errors import ConfigError
-from llmscale.files.buffered_log import BufferedLog
+from llmscale.files.record_log import RecordLog
 from llmscale.report.run_list import notify_of_end
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.training.inputs import Inputs, read_inputs, with_prepared_text
 from llmscale.training.run_folder import ATTEMPTS_NAME, LOCK_NAME, LOGS_NAME, RunFolderClaim, lock_run_folder
 from llmscale.training.start import check_space, resolve_ranks, resolve_start
+from llmscale.training.stop_request import LAUNCH_VARIABLE
 from llmscale.training.watchdog import stacks_path
 from llmscale.untrusted.documents import load_json_lines
 
@@ -76,43 +78,28 @@ def attempt_logs(run: Path, number: int) -> Path:
 
 
 def read_attempts(run: Path) -> list[Attempt]:
-    """Return all attempts, each as it was last recorded.
-
-    Damaged lines and an unreadable file are skipped: the record explains a run, and must not stop it.
-    """
+    """Return all attempts, each as it was last recorded. Damaged lines are skipped: the record must not stop a run."""
     attempts: dict[int, Attempt] = {}
-    try:
-        records = list(load_json_lines(run / ATTEMPTS_NAME))
-    except OSError:
-        return []
-    for record in records:
-        try:
-            attempt = _ATTEMPT.validate_python(record)
-        except ValidationError:
-            continue
-        attempts[attempt.number] = attempt
+    with contextlib.suppress(FileNotFoundError):
+        for record in load_json_lines(run / ATTEMPTS_NAME):
+            with contextlib.suppress(ValidationError):
+                attempt = _ATTEMPT.validate_python(record)
+                attempts[attempt.number] = attempt
     return [attempts[number] for number in sorted(attempts)]
-
-
-def next_number(run: Path) -> int:
-    """Return the number of the next attempt. It overwrites no logs, even of an attempt whose record is lost."""
-    logs = [path.name.removeprefix("attempt-") for path in (run / LOGS_NAME).glob("attempt-*")]
-    numbers = [attempt.number for attempt in read_attempts(run)]
-    return max([0, *numbers, *(int(name) for name in logs if name.isascii() and name.isdigit())]) + 1
 
 
 def write_attempt(run: Path, attempt: Attempt) -> str | None:
     """Append an attempt. Return the problem if it cannot be written: the disk may be full, and training continue."""
     problems: list[str] = []
-    file = BufferedLog(run / ATTEMPTS_NAME, warn=problems.append, unit="attempt")
-    file.append(json.dumps(asdict(attempt)).encode() + b"\n", attempt.number)
+    file = RecordLog(run / ATTEMPTS_NAME, problems.append)
+    file.append(json.dumps(asdict(attempt)).encode() + b"\n")
     file.close()
-    return problems[-1] if problems else None
+    return problems[0] if problems else None
 
 
 # ---------------------------------------------------------------- when to try again
 
-#: Wait before the first restart. It doubles with each attempt without a new step.
+#: Wait before a restart. It doubles with each attempt that ends as the one before.
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 60.0
 
@@ -126,47 +113,7 @@ def decide(attempts: Sequence[Attempt], max_restarts: int, same_step_limit: int)
         return f"{same} attempts in a row ended {where} ({last.end}: {last.reason})"
     if len(attempts) > max_restarts:
         return f"{max_restarts} restarts were not enough (--max-restarts)"
-    furthest, fruitless = -1, 0
-    for attempt in attempts:
-        reached = -1 if attempt.last_step is None else attempt.last_step
-        fruitless = 0 if reached > furthest else fruitless + 1
-        furthest = max(furthest, reached)
-    return min(FIRST_WAIT_S * 2**fruitless, LONGEST_WAIT_S)
-
-
-# ---------------------------------------------------------------- arguments of a restart
-
-
-def restart_arguments(arguments: Sequence[str], config: RunConfig) -> list[str]:
-    """Return train.py's arguments for a restart after the run has saved a checkpoint. `arguments` parse to `config`."""
-    if not begins_somewhere(config):
-        return list(arguments)
-    kept, value_follows = [], False
-    for word in arguments:
-        name, equals, _ = word.partition("=")
-        if value_follows:
-            value_follows = False
-        elif name.removeprefix("--").replace("-", "_") in keys_with(begins=True):
-            value_follows = not equals
-        else:
-            kept.append(word)
-    kept += ["--resume", "auto"]
-    # A run file may set them too.
-    kept += [] if config.init_from is None else ["--init-from", "null"]
-    return [*kept, "--skip-steps", "[]"] if config.skip_steps else kept
-
-
-def saved_checkpoints(config: RunConfig) -> set[tuple[int, int]]:
-    """Return (history, step) of the saved checkpoints, if a restart needs other arguments once there are more."""
-    if not begins_somewhere(config):
-        return set()
-    return {(saved.history.number, saved.step) for saved in find_checkpoints(fetch_run(config.run)).current}
-
-
-def begins_somewhere(config: RunConfig) -> bool:
-    """Return whether the flags start or rewind the run instead of continuing it."""
-    defaults = RunConfig()
-    return any(getattr(config, key) != getattr(defaults, key) for key in keys_with(begins=True))
+    return min(FIRST_WAIT_S * 2 ** (same - 1), LONGEST_WAIT_S)
 
 
 # ---------------------------------------------------------------- one launch
@@ -187,7 +134,7 @@ class LaunchOptions:
     """Path of train.py on every host."""
     arguments: Sequence[str]
     """Arguments of train.py."""
-    environment: Mapping[str, str]
+    environment: dict[str, str]
     """Variables for the ranks."""
     max_restarts: int
     """Number of restarts in one launch."""
@@ -210,6 +157,7 @@ class Supervisor:
         self._options, self._stop_signals, self._show = options, stop_signals, show
         self._config = parse_run_config(options.arguments)
         self._run = self._config.run.absolute()
+        self._name = f"llmscale launch {os.getpid()} of {platform.node()}, started {_now()}"
         self._attempts: list[Attempt] = []
         """Attempts of this launch, oldest first."""
         self._lost: list[str | None] = []
@@ -220,16 +168,14 @@ class Supervisor:
 
         0: the run is finished, or was asked to stop and has saved. 2: the user must repair something. 1: anything else.
         """
-        inputs: Inputs | None = self._check_before_start()
+        inputs = self._check_before_start()
         claim = RunFolderClaim(self._run, LAUNCH_LOCK_NAME)
         try:
             claim.take()
-            self._saved_before = saved_checkpoints(self._config)
             self._close_open_attempt()
             while True:
                 self._wait_for_ranks_of_before()
                 attempt = self._one_attempt(inputs)
-                inputs = None
                 if attempt is None:
                     return self._stopped_between()
                 status = self._after(attempt)
@@ -247,7 +193,9 @@ class Supervisor:
 
     def _check_before_start(self) -> Inputs:
         """Raise all errors that can be found without asking a host, as if all hosts answer; return what was read."""
-        options, inputs = self._options, self._read_inputs()
+        options = self._options
+        # `llmscale launch` has prepared the text.
+        inputs = read_inputs(with_prepared_text(self._config), options.arguments)
         if options.min_hosts > len(options.hosts):
             num_hosts = len(options.hosts)
             raise ConfigError(f"--min-hosts {options.min_hosts} is more than the number of hosts, {num_hosts}.")
@@ -266,16 +214,6 @@ class Supervisor:
                 resolve_ranks(inputs, sum(host.slots for host in hosts[:count]))
                 return hosts[:count]
         return ()
-
-    def _read_inputs(self) -> Inputs:
-        """Return the inputs of the next attempt, whose text `llmscale launch` has prepared."""
-        return read_inputs(with_prepared_text(parse_run_config(self._arguments())))
-
-    def _arguments(self) -> list[str]:
-        """Return train.py's arguments for the next attempt."""
-        if not self._attempts or saved_checkpoints(self._config) <= self._saved_before:
-            return list(self._options.arguments)
-        return restart_arguments(self._options.arguments, self._config)
 
     def _close_open_attempt(self) -> None:
         """Record the end of an attempt whose supervisor was killed."""
@@ -302,10 +240,11 @@ class Supervisor:
                 is_shown = True
             self._sleep(0.5)
 
-    def _one_attempt(self, inputs: Inputs | None) -> Attempt | None:
-        """Run one attempt; None when asked to stop before ranks were started. `inputs` if they were just read."""
-        began, began_utc = time.monotonic(), datetime.now(timezone.utc).isoformat(timespec="seconds")
-        number = max([next_number(self._run), *(attempt.number + 1 for attempt in self._attempts)])
+    def _one_attempt(self, inputs: Inputs) -> Attempt | None:
+        """Run one attempt; None when asked to stop before ranks were started."""
+        began, began_utc = time.monotonic(), _now()
+        # The record of this launch's last one may be lost on a full disk.
+        number = 1 + max((attempt.number for attempt in (*read_attempts(self._run), *self._attempts)), default=0)
         run = self._gather(inputs)
         hosts = {name: host.host.slots for name, host in run.hosts.items()}
         logs = str(attempt_logs(self._run, number)) if hosts else ""
@@ -321,7 +260,7 @@ class Supervisor:
             where = ", ".join(f"{count} on {name}" for name, count in hosts.items())
             ranks = count_nouns(attempt.world_size, "rank")
             self._show(f"attempt {number}: {ranks}, {where}; rendezvous {attempt.master}; logs in {logs}")
-            run.start(rendezvous, self._options.script, self._arguments(), logs)
+            run.start(rendezvous, self._options.script, self._options.arguments, logs)
             outcome = run.follow(self._stop_signals)
         finally:
             run.end()
@@ -350,19 +289,19 @@ class Supervisor:
                 self._show(f"  {outcome.host} | {line}")
         return attempt
 
-    def _gather(self, inputs: Inputs | None) -> AttemptRun:
+    def _gather(self, inputs: Inputs) -> AttemptRun:
         """Reach the hosts, and wait until there are enough. Returns no hosts if there never were."""
         options, config = self._options, self._config
         # A first attempt that reaches no host at all is rather a mistake in the hostfile.
         waits = self._attempts or options.min_hosts > 1
         deadline = time.monotonic() + (options.wait_for_hosts_s if waits else 0.0)
-        hello = {"cwd": os.getcwd(), "environment": dict(options.environment)}
+        hello = place(options.environment | {LAUNCH_VARIABLE: self._name})
         while True:
             run = AttemptRun(options.lost_after_s, config.start_timeout_s, config.hang_timeout_s, self._show)
             hosts = self._without_unreliable(run)
             run.gather(hosts, options.host_command, hello, options.connect_timeout_s, self._stop_signals)
             reached = [host.host for host in run.hosts.values()]
-            used = self._choose_hosts(inputs or self._read_inputs(), reached)
+            used = self._choose_hosts(inputs, reached)
             for host in reached[len(used) :]:
                 why = "the run cannot be divided over its ranks, too" if used else "it is too little for the run"
                 run.dismiss(host.name, why)
@@ -436,6 +375,10 @@ class Supervisor:
         problem = write_attempt(self._run, attempt)
         if problem:
             self._show(problem)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _step_words(attempt: Attempt) -> str:

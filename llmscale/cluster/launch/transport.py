@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import re
 import signal
 import subprocess
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from llmscale.cluster.hostfile import Host
@@ -74,103 +71,74 @@ def host_command_by(launcher: str) -> Callable[[Host], list[str]]:
 
 def _srun_command(host: str, argv: list[str]) -> list[str]:
     """Return the command that runs `argv` as one task on one node of the job, as ssh would."""
-    return [
-        *("srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--unbuffered", "--quiet"),
-        # The node's full memory and cores; otherwise a step gets the share of one task.
-        *("--mem=0", "--cpu-bind=none", "--export=ALL", "--kill-on-bad-exit=0", *argv),
-    ]
-
-
-#: Number and length of the lines that are kept to explain why a host was lost.
-_ERROR_LINES = 20
-_ERROR_CHARACTERS = 1000
-_PING_S = 1.0
-#: Messages that wait to be handled, before hosts wait.
-_MAX_WAITING = 10_000
-
-Inbox = queue.Queue["tuple[HostConnection, bytes | None]"]
-
-
-def open_inbox() -> Inbox:
-    return queue.Queue(_MAX_WAITING)
+    # The node's full memory and cores; otherwise a step gets the share of one task.
+    share = ["--mem=0", "--cpu-bind=none"]
+    where = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap"]
+    return ["srun", *where, *share, "--unbuffered", "--quiet", "--export=ALL", "--kill-on-bad-exit=0", *argv]
 
 
 class HostConnection:
     """The launcher's side of one host of an attempt."""
 
-    def __init__(self, host: Host, argv: Sequence[str], inbox: Inbox) -> None:
-        """Start the command `argv`, whose lines go to `inbox`, None at the end. Raises OSError."""
-        self.host = host
+    def __init__(self, host: Host, argv: Sequence[str]) -> None:
+        """Start the command `argv`. Raises OSError."""
+        self.host, self.name = host, host.name
         # In a separate session: Ctrl-C in the terminal reaches the launcher alone, which tells the hosts what to do.
         self._process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
+        assert self._process.stdin and self._process.stdout
+        self._input, self._output = self._process.stdin, self._process.stdout.fileno()
         self.ready: dict[str, Any] | None = None
         """The host's first message: a free port, and addresses."""
         self.closed = False
         """True once the other side has closed the connection."""
-        self._is_done = False
-        """True once the host has confirmed that its ranks are gone."""
-        self._error_lines: deque[str] = deque(maxlen=_ERROR_LINES)
-        self.heard_s = self._pinged_s = time.monotonic()
-        threading.Thread(target=self._read, args=(inbox,), name=host.name, daemon=True).start()
+        self._rest = b""
+        """Received part of the next line."""
+        self._last_line = ""
+        """Newest line that is not a message, such as ssh's error."""
+        self.heard_s = time.monotonic()
 
-    def _read(self, inbox: Inbox) -> None:
-        assert self._process.stdout
-        for line in self._process.stdout:
-            inbox.put((self, line))
-        inbox.put((self, None))
-
-    @property
-    def name(self) -> str:
-        return self.host.name
+    def fileno(self) -> int:
+        """Return the descriptor to wait for, as selectors ask for it."""
+        return self._output
 
     @property
     def silence_s(self) -> float:
         return time.monotonic() - self.heard_s
 
-    def send(self, message: object = "") -> None:
+    def send(self, message: object = None) -> None:
         """Send a message, or an empty line as a sign of life; a closed connection drops it."""
-        assert self._process.stdin
         line = json.dumps(message) if message else ""
         with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(f"{line}\n".encode())
-            self._process.stdin.flush()
+            self._input.write(f"{line}\n".encode())
+            self._input.flush()
 
-    def ping(self) -> None:
-        """Give a sign of life, at most once a second."""
-        if time.monotonic() - self._pinged_s >= _PING_S:
-            self._pinged_s = time.monotonic()
-            self.send()
-
-    def take(self, line: bytes | None, show: Callable[[str], None]) -> dict[str, Any] | None:
-        """Return the message in a line from the inbox; show any other line."""
-        if line is None:
-            self.closed = True
-        elif line.startswith(MARK):
-            self.heard_s = time.monotonic()
-            with contextlib.suppress(ValueError, RecursionError):
-                message = json.loads(line[len(MARK) :])
-                self._is_done |= message == {"done": True}
-                return message if isinstance(message, dict) else None
-        elif text := line.decode(errors="replace").strip():
-            self._error_lines.append(text[:_ERROR_CHARACTERS])
-            show(f"{self.name}! {text}")
-        return None
+    def read(self, show: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+        """Yield the messages that have come, and show all other lines."""
+        data = os.read(self._output, 1 << 16)
+        self.closed = not data
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(MARK):
+                self.heard_s = time.monotonic()
+                yield json.loads(line[len(MARK) :])
+            elif text := line.decode(errors="replace").strip():
+                self._last_line = text
+                show(f"{self.name}! {text}")
 
     def why_lost(self) -> str:
         """Return one line that explains why the host is lost."""
-        if self._error_lines:
-            return self._error_lines[-1]
+        if self._last_line:
+            return self._last_line
         if self.closed:
             return f"its connection closed (exit status {self._process.wait()})"
         return f"no message from it for {self.silence_s:.0f} s"
 
     def hang_up(self) -> None:
         """Close this side of the connection, which ends the ranks of the host."""
-        assert self._process.stdin
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
+            self._input.close()
 
     def close(self) -> bool:
         """Kill what is left of the connection. Return whether the ranks of the host are surely gone."""
@@ -179,4 +147,4 @@ class HostConnection:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         # Ranks are killed with a process of this machine that started them.
-        return (self._process.wait() < 0 and self.closed) or self._is_done
+        return self._process.wait() <= 0 and self.closed

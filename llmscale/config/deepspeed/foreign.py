@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
-from llmscale.config.deepspeed.schema import AUTO, AUTO_KEYS, DsFile, Fp16, Section, ZeroOptimization, section_at, show
+from llmscale.config.deepspeed.schema import AUTO, DsFile, Fp16, Section, ZeroOptimization, fills_auto, section_at, show
 from llmscale.config.run_config import build_run_config
 from llmscale.errors import ConfigError
 
@@ -47,6 +47,49 @@ class Reading:
     silent: list[Change] = field(default_factory=list)
     """Entries that mean what llmscale does without them: off, "auto", or another name of a key."""
 
+    def value_at(self, path: str) -> object:
+        """Return the value at a dotted path; None if there is none."""
+        value: object = self.config
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
+
+    def change(self, changes: list[Change], text: str, edits: Mapping[str, object]) -> None:
+        """Edit the file, and note why."""
+        apply_edits(self.config, edits)
+        changes.append(Change(text, edits))
+
+    def drop(self, changes: list[Change], path: str, text: str) -> None:
+        """Delete an entry, and note why."""
+        self.change(changes, text, {path: DELETED})
+
+    def drop_off(self, path: str) -> None:
+        """Delete an entry that is off, if there is one."""
+        if path in _paths(self.config):
+            self.drop(self.silent, path, f"{path} is off")
+
+
+class Entry(NamedTuple):
+    """Treatment of an entry that llmscale does not train with."""
+
+    reason: str
+    """Reason why it has no effect; for a refused one the reason and the fix."""
+    is_refused: bool = False
+    switch: str = ""
+    """Name of the entry without which the section does nothing."""
+    neutral: tuple[object, ...] = ()
+    """Values that are llmscale's own behaviour, where that is not "off"."""
+
+    def is_nothing(self, value: object) -> bool:
+        """Return whether the entry says nothing with this value."""
+        if self.neutral:
+            return value in self.neutral
+        return is_off(value.get(self.switch) if self.switch and isinstance(value, Mapping) else value)
+
+
+def _refused(reason: str, *, switch: str = "", neutral: tuple[object, ...] = ()) -> Entry:
+    return Entry(reason, True, switch, neutral)
+
 
 _LOOP = "llmscale counts micro-batches itself"
 _CPU_ADAM = "it belongs to DeepSpeed's own CPU Adam, llmscale passes torch.optim.AdamW"
@@ -56,109 +99,102 @@ _SET_BY_LLMSCALE = "llmscale sets it for its own optimizers"
 _QUANTISED = "ranks then exchange rounded numbers, which changes the loss curve. Delete it."
 _CHANGES_MODEL = "DeepSpeed removed it, and it changes what is trained. Delete it."
 
-#: Entries without effect on what llmscale trains, each with the reason.
-WITHOUT_EFFECT: Mapping[str, str] = {
-    "checkpoint": _OWN_CHECKPOINTS,
-    "datastates_ckpt": _OWN_CHECKPOINTS,
-    "nebula": _OWN_CHECKPOINTS,
-    "comet": "metrics are in the run folder's metrics.jsonl",
-    "managed_gradient_accumulation": _LOOP,
-    "compile": "llmscale compiles the blocks itself, at every stage (--compile)",
-    "autotuning": "`llmscale estimate` chooses stage, offload and micro-batch",
-    "data_efficiency": "the order of samples is llmscale's own (--seed, --no-shuffle)",
-    "hybrid_engine": "it generates text during RLHF, llmscale pre-trains",
-    "weight_quantization": "it is for inference",
-    "seq_parallel_communication_data_type": "llmscale divides sequences itself",
-    "use_data_before_expert_parallelism": "llmscale divides experts itself",
-    "sparse_gradients": "no gradient of llmscale's models is sparse",
-    "graph_harvesting": "DeepSpeed removed it",
-    "zero_allow_untested_optimizer": _SET_BY_LLMSCALE,
-    "zero_force_ds_cpu_optimizer": _SET_BY_LLMSCALE,
-    "zero_optimization.legacy_stage1": "DeepSpeed has one stage 1 left",
-    "zero_optimization.elastic_checkpoint": _OWN_CHECKPOINTS,
-    "zero_optimization.pipeline_loading_checkpoint": _OWN_CHECKPOINTS,
-    "zero_optimization.compute_grad_norm": "llmscale clips by and logs the gradient norm",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": "--optimizer muon is llmscale's own",
-    "zero_optimization.leaf_module": "llmscale's experts are one module",
-    "zero_optimization.mics_hierarchical_params_gather": "DeepSpeed removed it",
-    "zero_optimization.offload_optimizer.super_offload": _CPU_ADAM,
-    "zero_optimization.offload_optimizer.cpuadam_cores_perc": _CPU_ADAM,
-    "data_types.buffer_dtype": "the GPT has no buffers to keep in another type",
-    "activation_checkpointing.partition_activations": _NO_MODEL_PARALLEL,
-    "activation_checkpointing.contiguous_memory_optimization": _NO_MODEL_PARALLEL,
+#: Entries that DeepSpeed reads and llmscale does not train with.
+ENTRIES: Mapping[str, Entry] = {
+    "checkpoint": Entry(_OWN_CHECKPOINTS),
+    "datastates_ckpt": Entry(_OWN_CHECKPOINTS),
+    "nebula": Entry(_OWN_CHECKPOINTS, switch="enabled"),
+    "comet": Entry("metrics are in the run folder's metrics.jsonl", switch="enabled"),
+    "managed_gradient_accumulation": Entry(_LOOP),
+    "compile": Entry("llmscale compiles the blocks itself, at every stage (--compile)"),
+    "autotuning": Entry("`llmscale estimate` chooses stage, offload and micro-batch", switch="enabled"),
+    "data_efficiency": Entry("the order of samples is llmscale's own (--seed, --no-shuffle)", switch="enabled"),
+    "hybrid_engine": Entry("it generates text during RLHF, llmscale pre-trains", switch="enabled"),
+    "weight_quantization": Entry("it is for inference"),
+    "seq_parallel_communication_data_type": Entry("llmscale divides sequences itself"),
+    "use_data_before_expert_parallelism": Entry("llmscale divides experts itself"),
+    "sparse_gradients": Entry("no gradient of llmscale's models is sparse"),
+    "graph_harvesting": Entry("DeepSpeed removed it"),
+    "zero_allow_untested_optimizer": Entry(_SET_BY_LLMSCALE, neutral=(True,)),
+    "zero_force_ds_cpu_optimizer": Entry(_SET_BY_LLMSCALE),
+    "zero_optimization.legacy_stage1": Entry("DeepSpeed has one stage 1 left"),
+    "zero_optimization.elastic_checkpoint": Entry(_OWN_CHECKPOINTS),
+    "zero_optimization.pipeline_loading_checkpoint": Entry(_OWN_CHECKPOINTS),
+    "zero_optimization.compute_grad_norm": Entry("llmscale clips by and logs the gradient norm", neutral=(True,)),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": Entry("--optimizer muon is llmscale's own"),
+    "zero_optimization.leaf_module": Entry("llmscale's experts are one module"),
+    "zero_optimization.mics_hierarchical_params_gather": Entry("DeepSpeed removed it"),
+    "zero_optimization.offload_optimizer.super_offload": Entry(_CPU_ADAM),
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": Entry(_CPU_ADAM),
+    "data_types.buffer_dtype": Entry("the GPT has no buffers to keep in another type"),
+    "activation_checkpointing.partition_activations": Entry(_NO_MODEL_PARALLEL),
+    "activation_checkpointing.contiguous_memory_optimization": Entry(_NO_MODEL_PARALLEL),
+    "pipeline": _refused("llmscale is data parallel only (ZeRO). Delete it."),
+    "tensor_parallel": _refused(
+        "llmscale is data parallel only (ZeRO). Delete it and set zero_optimization.stage to 3."
+    ),
+    "data_parallel_size": _refused(
+        "the number of ranks is the launcher's. Delete it and use --nproc-per-node or a hostfile."
+    ),
+    "expert_parallel": _refused("llmscale divides experts itself. Delete it and use --expert-parallel-size."),
+    "sequence_parallel_size": _refused(
+        "llmscale divides sequences itself. Delete it and use --sequence-parallel-size.", neutral=(1,)
+    ),
+    "allgather_size": _refused("DeepSpeed gave up its format. Rename it to zero_optimization.allgather_bucket_size."),
+    "moe": _refused("a ds_config has no experts. Delete it and use --num-experts and --expert-parallel-size."),
+    "amp": _refused(
+        "DeepSpeed removed Apex AMP in 2026. Delete it and use 'bf16', 'fp16' or 'torch_autocast'.", switch="enabled"
+    ),
+    "compression_training": _refused(_CHANGES_MODEL),
+    "quantize_training": _refused(_CHANGES_MODEL, switch="enabled"),
+    "eigenvalue": _refused(_CHANGES_MODEL, switch="enabled"),
+    "progressive_layer_drop": _refused(_CHANGES_MODEL, switch="enabled"),
+    "sparse_attention": _refused("DeepSpeed removed it. Delete it and use --sliding-window N.", switch="mode"),
+    "elasticity": _refused(
+        "DeepSpeed removed it. Delete it and use --global-batch-size N: llmscale continues a run on any "
+        "number of ranks.",
+        switch="enabled",
+    ),
+    "zero_optimization.mics_shard_size": _refused(
+        "DeepSpeed removed it. Delete it and use zero_hpz_partition_size, the "
+        "ranks of a group that keeps a copy of the parameters.",
+        neutral=(-1, 0, 1),
+    ),
+    "zero_optimization.zeropp_loco_param": _refused(_QUANTISED),
+    "zero_optimization.zenflow": _refused(f"{_CPU_ADAM}. Delete it."),
+    "zero_optimization.zero_quantized_weights": _refused(_QUANTISED),
+    "zero_optimization.zero_quantized_nontrainable_weights": _refused(_QUANTISED),
+    "zero_optimization.zero_quantized_gradients": _refused(_QUANTISED),
+    "fp16.fp16_master_weights_and_grads": _refused(f"{_CPU_ADAM}. Delete it."),
+    "bf16.bf16_master_weights_and_grads": _refused("checkpoints hold an fp32 master copy of the weights. Delete it."),
+    "bf16.bf16_optimizer_states": _refused("checkpoints hold fp32 moments. Delete it."),
+    "data_types.keep_in_fp32_modules": _refused("llmscale keeps an fp32 master copy of every weight. Delete it."),
 }
 
 #: Entries of public files that DeepSpeed does not read either, each with the reason.
-_READ_BY_NOBODY: Mapping[str, str] = {
-    "fp16.opt_level": "it is Apex's",
-    "fp16.fp16": "it is GPT-NeoX's; fp16.enabled decides",
-    "bf16.bf16": "it is GPT-NeoX's; bf16.enabled decides",
+_READ_BY_NOBODY: Mapping[str, Entry] = {
+    "fp16.opt_level": Entry("it is Apex's"),
+    "fp16.fp16": Entry("it is GPT-NeoX's; fp16.enabled decides"),
+    "bf16.bf16": Entry("it is GPT-NeoX's; bf16.enabled decides"),
 } | {
-    f"bf16.{name}": "bf16 needs no loss scale" for name in Fp16.model_fields if "scale" in name or "hysteresis" in name
+    f"bf16.{name}": Entry("bf16 needs no loss scale")
+    for name in Fp16.model_fields
+    if "scale" in name or "hysteresis" in name
 }
-
-#: Entries that cannot be honoured, each with the reason and the fix.
-UNSUPPORTED: Mapping[str, str] = {
-    "pipeline": "llmscale is data parallel only (ZeRO). Delete it.",
-    "tensor_parallel": "llmscale is data parallel only (ZeRO). Delete it and set zero_optimization.stage to 3.",
-    "data_parallel_size": "the number of ranks is the launcher's. Delete it and use --nproc-per-node or a hostfile.",
-    "expert_parallel": "llmscale divides experts itself. Delete it and use --expert-parallel-size.",
-    "sequence_parallel_size": "llmscale divides sequences itself. Delete it and use --sequence-parallel-size.",
-    "allgather_size": "DeepSpeed gave up its format. Rename it to zero_optimization.allgather_bucket_size.",
-    "moe": "a ds_config has no experts. Delete it and use --num-experts and --expert-parallel-size.",
-    "amp": "DeepSpeed removed Apex AMP in 2026. Delete it and use 'bf16', 'fp16' or 'torch_autocast'.",
-    "compression_training": _CHANGES_MODEL,
-    "quantize_training": _CHANGES_MODEL,
-    "eigenvalue": _CHANGES_MODEL,
-    "progressive_layer_drop": _CHANGES_MODEL,
-    "sparse_attention": "DeepSpeed removed it. Delete it and use --sliding-window N.",
-    "elasticity": "DeepSpeed removed it. Delete it and use --global-batch-size N: llmscale continues a run on any "
-    "number of ranks.",
-    "zero_optimization.mics_shard_size": "DeepSpeed removed it. Delete it and use zero_hpz_partition_size, the "
-    "ranks of a group that keeps a copy of the parameters.",
-    "zero_optimization.zeropp_loco_param": _QUANTISED,
-    "zero_optimization.zenflow": f"{_CPU_ADAM}. Delete it.",
-    "zero_optimization.zero_quantized_weights": _QUANTISED,
-    "zero_optimization.zero_quantized_nontrainable_weights": _QUANTISED,
-    "zero_optimization.zero_quantized_gradients": _QUANTISED,
-    "fp16.fp16_master_weights_and_grads": f"{_CPU_ADAM}. Delete it.",
-    "bf16.bf16_master_weights_and_grads": "checkpoints hold an fp32 master copy of the weights. Delete it.",
-    "bf16.bf16_optimizer_states": "checkpoints hold fp32 moments. Delete it.",
-    "data_types.keep_in_fp32_modules": "llmscale keeps an fp32 master copy of every weight. Delete it.",
-}
-
-#: Entries that one of the functions below reads.
-READ_HERE = frozenset(
-    {"bfloat16", "optimizer", "scheduler", "wandb", "curriculum_learning"}
-    | {f"zero_optimization.{name}" for name in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory")}
-    | {"zero_optimization.stage3_gather_fp16_weights_on_model_save"}
-)
-
-#: Values that are llmscale's own behaviour, where that is not "off".
-_AS_LLMSCALE: Mapping[str, tuple[object, ...]] = {
-    "zero_allow_untested_optimizer": (True,),
-    "zero_optimization.compute_grad_norm": (True,),
-    "zero_optimization.mics_shard_size": (-1, 0, 1),
-    "sequence_parallel_size": (1,),
-}
-#: Sections that do nothing unless "enabled" is true.
-_SWITCHED = frozenset(
-    {"amp", "autotuning", "comet", "curriculum_learning", "data_efficiency", "eigenvalue", "elasticity"}
-    | {"hybrid_engine", "nebula", "progressive_layer_drop", "quantize_training", "wandb"}
-)
 
 
 def read_foreign(config: Mapping[str, object]) -> Reading:
     """Return a ds_config in llmscale's keys; `config` stays as it is."""
     reading = Reading(copy.deepcopy(dict(config)))
-    for path in [path for path in _paths(config) if path.rpartition(".")[2].startswith(("_", "//", "#"))]:
-        _apply(reading.config, delete(path, "a comment"), reading.silent)
+    for path in _paths(config):
+        if path.rpartition(".")[2].startswith(("_", "//", "#")):
+            reading.drop(reading.silent, path, "a comment")
     _rename(reading)
     _read_wandb(reading)
     _read_curricula(reading)
-    for path in (*WITHOUT_EFFECT, *_READ_BY_NOBODY, *UNSUPPORTED):
+    for path, entry in {**ENTRIES, **_READ_BY_NOBODY}.items():
         if path in _paths(reading.config):
-            _read_entry(reading, path)
+            _read_entry(reading, path, entry)
     _read_scheduler(reading)
     _read_optimizer(reading)
     _read_stage(reading)
@@ -185,11 +221,6 @@ def apply_edits(config: dict[str, object], edits: Mapping[str, object]) -> None:
             section[key] = value
 
 
-def _apply(config: dict[str, object], change: Change, into: list[Change]) -> None:
-    apply_edits(config, change.edits)
-    into.append(change)
-
-
 def _paths(section: Mapping[str, object], prefix: str = "") -> set[str]:
     """Return the dotted paths of all entries."""
     paths = set()
@@ -198,13 +229,6 @@ def _paths(section: Mapping[str, object], prefix: str = "") -> set[str]:
         if isinstance(value, dict):
             paths |= _paths(value, f"{prefix}{name}.")
     return paths
-
-
-def _value_at(config: Mapping[str, object], path: str) -> object:
-    value: object = config
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
 
 
 def is_off(value: object) -> bool:
@@ -217,25 +241,14 @@ def is_off(value: object) -> bool:
     return value in (None, False, AUTO, [], "none", "dense")
 
 
-def _is_nothing(path: str, value: object) -> bool:
-    if path in _AS_LLMSCALE:
-        return value in _AS_LLMSCALE[path]
-    if path in _SWITCHED and isinstance(value, Mapping):
-        return is_off(value.get("enabled"))
-    if path == "sparse_attention" and isinstance(value, Mapping):
-        return is_off(value.get("mode"))
-    return is_off(value)
-
-
-def _read_entry(reading: Reading, path: str) -> None:
-    """Drop an entry of WITHOUT_EFFECT or UNSUPPORTED that is off or without effect; another one is a problem."""
-    value = _value_at(reading.config, path)
-    if _is_nothing(path, value):
-        _apply(reading.config, delete(path, f"{path} is off"), reading.silent)
-    elif reason := WITHOUT_EFFECT.get(path, _READ_BY_NOBODY.get(path)):
-        _apply(reading.config, delete(path, f"{path} has no effect: {reason}."), reading.notices)
+def _read_entry(reading: Reading, path: str, entry: Entry) -> None:
+    """Drop an entry that is off or without effect; another one is a problem."""
+    if entry.is_nothing(reading.value_at(path)):
+        reading.drop_off(path)
+    elif entry.is_refused:
+        reading.drop(reading.problems, path, f"'{path}' is not supported: {entry.reason}")
     else:
-        _apply(reading.config, delete(path, f"'{path}' is not supported: {UNSUPPORTED[path]}"), reading.problems)
+        reading.drop(reading.notices, path, f"{path} has no effect: {entry.reason}.")
 
 
 def _rename(reading: Reading) -> None:
@@ -246,7 +259,7 @@ def _rename(reading: Reading) -> None:
         if "allgather_size" in config:
             edits |= {"allgather_size": DELETED, "zero_optimization.allgather_bucket_size": config["allgather_size"]}
         text = f"zero_optimization {show(zero)} is read as stage {int(zero)}"
-        _apply(config, Change(text, edits), reading.silent)
+        reading.change(reading.silent, text, edits)
     names = {"bfloat16": "bf16", "aio.thread_count": "aio.intra_op_parallelism"}
     zero = config.get("zero_optimization")
     if isinstance(zero, dict):
@@ -258,13 +271,13 @@ def _rename(reading: Reading) -> None:
     paths = _paths(config)
     for old, new in names.items():
         if old in paths:
-            edits = {old: DELETED} if new in paths else {old: DELETED, new: _value_at(config, old)}
-            _apply(config, Change(f"{old} is read as {new}", edits), reading.silent)
+            edits = {old: DELETED} if new in paths else {old: DELETED, new: reading.value_at(old)}
+            reading.change(reading.silent, f"{old} is read as {new}", edits)
     for path in ("data_types.grad_accum_dtype", "data_types.param_dtype"):
         if dtype := {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}.get(
-            str(_value_at(config, path)).removeprefix("torch.")
+            str(reading.value_at(path)).removeprefix("torch.")
         ):
-            _apply(config, Change(f"{path} is read as {dtype}", {path: dtype}), reading.silent)
+            reading.change(reading.silent, f"{path} is read as {dtype}", {path: dtype})
 
 
 def _read_stage(reading: Reading) -> None:
@@ -275,18 +288,18 @@ def _read_stage(reading: Reading) -> None:
     stage, sub_group = "zero_optimization.stage", "zero_optimization.sub_group_size"
     if zero.get("stage") == AUTO:
         text = f'{stage} "auto" is read as 2, Accelerate\'s default.'
-        _apply(reading.config, Change(text, {stage: 2}), reading.notices)
-    switches = {name: _value_at(reading.config, f"{name}.enabled") for name in ("bf16", "fp16", "torch_autocast")}
+        reading.change(reading.notices, text, {stage: 2})
+    switches = {name: reading.value_at(f"{name}.enabled") for name in ("bf16", "fp16", "torch_autocast")}
     precision = next((name for wanted in (True, AUTO) for name, on in switches.items() if on == wanted), None)
     if precision == "fp16" and ("zero_optimization" not in reading.config or zero.get("stage") == 0):
         text = (
             f"{stage} 0 is read as 1, which trains the same: at stage 0 in fp16 DeepSpeed divides the gradients by a "
             "loss scale that it never applied to the loss."
         )
-        _apply(reading.config, Change(text, {stage: 1}), reading.notices)
+        reading.change(reading.notices, text, {stage: 1})
     if zero.get("sub_group_size") == 0:
         text = f"{sub_group} 0 is read as 1: a sub-group for each parameter, as in DeepSpeed"
-        _apply(reading.config, Change(text, {sub_group: 1}), reading.silent)
+        reading.change(reading.silent, text, {sub_group: 1})
 
 
 def _read_cpu_offload(reading: Reading, zero: dict[str, object]) -> None:
@@ -301,18 +314,21 @@ def _read_cpu_offload(reading: Reading, zero: dict[str, object]) -> None:
             section = {"device": "cpu"} | ({"pin_memory": pinned} if isinstance(pinned, bool) else {})
             edits[f"zero_optimization.{new}"] = section
         text = f'{path} {show(zero[old])} is read as {new} to "{"cpu" if zero[old] is True else "none"}"'
-        _apply(reading.config, Change(text, edits), reading.silent)
+        reading.change(reading.silent, text, edits)
     if "cpu_offload_use_pin_memory" in zero:
         path = "zero_optimization.cpu_offload_use_pin_memory"
-        _apply(reading.config, delete(path, f"{path} is read as pin_memory"), reading.silent)
+        reading.drop(reading.silent, path, f"{path} is read as pin_memory")
+
+
+def _is_disabled(section: object) -> bool:
+    return is_off(section.get("enabled") if isinstance(section, Mapping) else section)
 
 
 def _read_wandb(reading: Reading) -> None:
     """Read DeepSpeed's own logging to Weights & Biases as llmscale's."""
     section = reading.config.get("wandb")
-    if not isinstance(section, dict) or _is_nothing("wandb", section):
-        if "wandb" in reading.config:
-            _apply(reading.config, delete("wandb", "wandb is off"), reading.silent)
+    if not isinstance(section, dict) or _is_disabled(section):
+        reading.drop_off("wandb")
         return
     keys: dict[str, object] = {"wandb": True}
     if isinstance(project := section.get("project"), str) and project:
@@ -324,24 +340,27 @@ def _read_wandb(reading: Reading) -> None:
 
 def _read_curricula(reading: Reading) -> None:
     """Refuse a curriculum over the lengths of sequences, in either of DeepSpeed's places, and random-LTD."""
-    sampling, routing = "data_efficiency.data_sampling", "data_efficiency.data_routing"
-    places = {
-        "curriculum_learning": ["curriculum_learning"],
-        "data_efficiency": [f"{sampling}.curriculum_learning", f"{routing}.random_ltd"],
-    }
-    for section, parts in places.items():
-        if _is_nothing(section, reading.config.get(section, {})):
-            if section in reading.config:
-                _apply(reading.config, delete(section, f"{section} is off"), reading.silent)
-            continue
-        for path in parts:
-            part = _value_at(reading.config, path)
-            if not isinstance(part, Mapping) or is_off(part.get("enabled")):
-                continue
-            is_ramp = path.endswith("curriculum_learning")
-            why = "llmscale orders samples itself" if is_ramp else "every layer of llmscale's models gets every token"
-            text = f"'{path}' is not supported: {why}. Delete it{_describe_ramp(part) if is_ramp else ''}."
-            _apply(reading.config, delete(path, text), reading.problems)
+    for section in ("curriculum_learning", "data_efficiency"):
+        if _is_disabled(reading.config.get(section)):
+            reading.drop_off(section)
+    _refuse_curriculum(reading, "curriculum_learning")
+    _refuse_curriculum(reading, "data_efficiency.data_sampling.curriculum_learning")
+    routing = "data_efficiency.data_routing.random_ltd"
+    if _is_on(reading.value_at(routing)):
+        text = f"'{routing}' is not supported: every layer of llmscale's models gets every token. Delete it."
+        reading.drop(reading.problems, routing, text)
+
+
+def _is_on(section: object) -> bool:
+    return isinstance(section, Mapping) and not is_off(section.get("enabled"))
+
+
+def _refuse_curriculum(reading: Reading, path: str) -> None:
+    curriculum = reading.value_at(path)
+    if isinstance(curriculum, Mapping) and _is_on(curriculum):
+        flags = _describe_ramp(curriculum)
+        text = f"'{path}' is not supported: llmscale orders samples itself. Delete it{flags}."
+        reading.drop(reading.problems, path, text)
 
 
 def _describe_ramp(curriculum: Mapping[str, object]) -> str:
@@ -366,19 +385,19 @@ def _leaves(section: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 def _drop_off_and_auto(reading: Reading, prefix: str, kind: type[Section]) -> None:
     """Drop "auto" where a key's default is meant, and unknown keys of known sections that are off."""
-    section = _value_at(reading.config, prefix.rstrip(".")) if prefix else reading.config
+    section = reading.value_at(prefix.rstrip(".")) if prefix else reading.config
     if not isinstance(section, dict):
         return
     for name, value in list(section.items()):
         path, inner = f"{prefix}{name}", section_at(kind, name)
-        if value == AUTO and path not in AUTO_KEYS and name in kind.model_fields:
-            _apply(reading.config, delete(path, f'{path} "auto" is llmscale\'s default'), reading.silent)
+        if value == AUTO and name in kind.model_fields and not fills_auto(kind, name):
+            reading.drop(reading.silent, path, f'{path} "auto" is llmscale\'s default')
         elif name not in kind.model_fields and isinstance(value, dict) and "enabled" in value and is_off(value):
-            _apply(reading.config, delete(path, f"{path} is off"), reading.silent)
+            reading.drop(reading.silent, path, f"{path} is off")
         elif inner is not None and isinstance(value, dict):
             if "enabled" in value and value["enabled"] != AUTO and is_off(value["enabled"]):
                 for unknown in value.keys() - inner.model_fields.keys():
-                    _apply(reading.config, delete(f"{path}.{unknown}", f"{path} is off"), reading.silent)
+                    reading.drop(reading.silent, f"{path}.{unknown}", f"{path} is off")
             _drop_off_and_auto(reading, f"{path}.", inner)
 
 
@@ -429,7 +448,7 @@ def _read_optimizer(reading: Reading) -> None:
         flags = _flags(keys if kind.lower() in _LIKE_ADAM else {"optimizer": keys["optimizer"]})
         other = "" if kind.lower() in _LIKE_ADAM else ", with --lr N where llmscale's own default is not meant"
         text = f"optimizer.type {show(kind)} is not Adam or AdamW. Delete 'optimizer' and give {flags}{other}."
-        _apply(reading.config, delete("optimizer", text), reading.problems)
+        reading.drop(reading.problems, "optimizer", text)
         return
     for name in unknown:
         path = f"optimizer.params.{name}"
@@ -464,7 +483,7 @@ def _read_scheduler(reading: Reading) -> None:
         legal = ", ".join(_SCHEDULES)
         text = f"scheduler.type {show(kind)} is not one of {legal}. Delete 'scheduler' and give --schedule "
         text += f"cosine, linear, constant or wsd, --lr {lr} and --warmup-steps N."
-        _apply(reading.config, delete("scheduler", text), reading.problems)
+        reading.drop(reading.problems, "scheduler", text)
         return
     schedule, names = _SCHEDULES[kind]
     if not params:
@@ -496,21 +515,21 @@ def _block(reading: Reading, name: str) -> tuple[str | None, dict[str, object]]:
         text = (
             f'{name} = {show(block)}: must be an object {{"type": ..., "params": {{...}}}}. Write it so, or delete it.'
         )
-        _apply(reading.config, delete(name, text), reading.problems)
+        reading.drop(reading.problems, name, text)
         return None, {}
     for key in cast("dict[str, object]", block).keys() - {"type", "params", "legacy_fusion"}:
         reading.problems.append(
             delete(f"{name}.{key}", f"'{name}.{key}' is not a key that DeepSpeed reads. Delete it.")
         )
-    said = {
+    given = {
         key: value for key, value in params.items() if value != AUTO and value != [AUTO, AUTO] and value is not None
     }
-    return ("AdamW" if name == "optimizer" else "WarmupLR") if kind == AUTO else kind, said
+    return ("AdamW" if name == "optimizer" else "WarmupLR") if kind == AUTO else kind, given
 
 
 def _say_nothing(reading: Reading, name: str, meaning: str) -> None:
     text = f'{name} holds nothing but "auto", which is {meaning}.'
-    _apply(reading.config, delete(name, text), reading.notices)
+    reading.drop(reading.notices, name, text)
 
 
 def _take(reading: Reading, path: str, keys: Mapping[str, object], more: str = "") -> None:

@@ -164,9 +164,9 @@ def _number(written: int | str | None) -> int | None:
 
 def load_ds_config(path: Path) -> dict[str, object]:
     """Return the unchecked JSON object of a file, or of the bundled file that `path` names. Raises ConfigError."""
-    found = DS_CONFIGS.find(path)
+    file = DS_CONFIGS.find(path)
     try:
-        return load_json(found, Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES), f"ds_config {found}")
+        return load_json(file, Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES), f"ds_config {file}")
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"ds_config {path} does not exist.{DS_CONFIGS.why_missing(path)}") from None
 
@@ -201,8 +201,8 @@ def fix_ds_config(config: Mapping[str, object]) -> tuple[dict[str, object], list
 
 def read_ds_config(path: Path) -> DsConfig:
     """Load and check a file, or the bundled file that `path` names. Raises ConfigError."""
-    found = DS_CONFIGS.find(path)
-    return parse_ds_config(load_ds_config(path), str(path) if found == path else found.name)
+    file = DS_CONFIGS.find(path)
+    return parse_ds_config(load_ds_config(path), str(path) if file == path else file.name)
 
 
 def _switch(section: Bf16 | Fp16 | TorchAutocast, enabled: bool) -> Section:

@@ -20,62 +20,21 @@ from llmscale.config.deepspeed.schema import (
     OffloadOptimizer,
     OffloadParam,
     Section,
-    ZeroOptimization,
+    marks_of,
     section_at,
     show,
 )
 from llmscale.config.optimizers import ADAMW
 from llmscale.suggestions import describe_invalid, did_you_mean
 
-_EVERY_STAGE = frozenset({1, 2, 3})
-_FLAT_STAGES = frozenset({1, 2})
-_STAGE_3 = frozenset({3})
-_NO_STAGE: frozenset[int] = frozenset()
-
-#: Stages at which each key of zero_optimization has an effect.
-EFFECTIVE_STAGES: dict[str, frozenset[int]] = {
-    "contiguous_gradients": _EVERY_STAGE,
-    "reduce_scatter": _EVERY_STAGE,
-    "reduce_bucket_size": _EVERY_STAGE,
-    "overlap_comm": _EVERY_STAGE,
-    "allgather_bucket_size": _FLAT_STAGES,
-    "use_multi_rank_bucket_allreduce": _FLAT_STAGES,
-    "round_robin_gradients": _FLAT_STAGES,
-    "parameter_alignment": _FLAT_STAGES,
-    "ignore_unused_parameters": _FLAT_STAGES,
-    "allgather_partitions": _NO_STAGE,
-    "load_from_fp32_weights": _NO_STAGE,
-    "sub_group_size": _STAGE_3,
-    "zero_hpz_partition_size": _STAGE_3,
-    "memory_efficient_linear": _STAGE_3,
-    "override_module_apply": _STAGE_3,
-    "log_trace_cache_warnings": _STAGE_3,
-    "enable_sanity_checks": _STAGE_3,
-} | {name: _STAGE_3 for name in ZeroOptimization.model_fields if name.startswith("stage3_")}
-
-_NVME_KEYS = (
-    "nvme_path",
-    "buffer_count",
-    "buffer_size",
-    "max_in_cpu",
-    "pipeline_read",
-    "pipeline_write",
-    "fast_init",
-)
 #: Tensors of a sub-group that DeepSpeed swaps at once: parameter, gradient and AdamW's states.
 _SWAP_BUFFERS = 2 + max(len(group.states) for group in ADAMW.groups)
-_DYNAMIC_SCALE_KEYS = (
-    "initial_scale_power",
-    "loss_scale_window",
-    "hysteresis",
-    "consecutive_hysteresis",
-    "min_loss_scale",
-)
 
 
 def refusals(keys: DsFile) -> Iterator[Change]:
     """Yield each combination of keys that DeepSpeed cannot train as written."""
     yield from _offload_refusals(keys)
+    yield from _host_state_refusals(keys)
     yield from _precision_refusals(keys)
     yield from _gradient_refusals(keys)
 
@@ -118,17 +77,20 @@ def _offload_refusals(keys: DsFile) -> Iterator[Change]:
                 "of every host.",
                 {f"{zero}.{name}.nvme_path": "/local_nvme"},
             )
-    states = keys.zero.offload_optimizer
+
+
+def _host_state_refusals(keys: DsFile) -> Iterator[Change]:
+    zero, states = "zero_optimization", keys.zero.offload_optimizer
     if states and states.ratio != 1.0:
         yield delete(
             f"{zero}.offload_optimizer.ratio",
-            f"zero_optimization.offload_optimizer.ratio {states.ratio} needs DeepSpeed's own CPU Adam, "
+            f"{zero}.offload_optimizer.ratio {states.ratio} needs DeepSpeed's own CPU Adam, "
             "llmscale passes torch.optim.AdamW. Delete it: all states are offloaded.",
         )
     if states and states.device == "nvme" and states.buffer_count < _SWAP_BUFFERS:
         yield delete(
             f"{zero}.offload_optimizer.buffer_count",
-            f"zero_optimization.offload_optimizer.buffer_count {states.buffer_count} is too small: AdamW "
+            f"{zero}.offload_optimizer.buffer_count {states.buffer_count} is too small: AdamW "
             f"needs {_SWAP_BUFFERS} (parameter, gradient, two moments). Delete it, or write {_SWAP_BUFFERS}.",
         )
 
@@ -206,36 +168,19 @@ def _gradient_refusals(keys: DsFile) -> Iterator[Change]:
 
 def ignored_keys(keys: DsFile) -> Iterator[str]:
     """Yield a message for each written key that has no effect."""
-    stage = keys.zero.stage
-    for name in sorted(keys.zero.model_fields_set & EFFECTIVE_STAGES.keys()):
-        if stage not in EFFECTIVE_STAGES[name]:
-            stages = sorted(EFFECTIVE_STAGES[name])
-            where = f"only at stage {', '.join(map(str, stages))}" if stages else "nowhere in DeepSpeed 0.19.8"
-            yield f"zero_optimization.{name} has no effect at stage {stage} (read {where})."
-    for name in ("offload_optimizer", "offload_param"):
-        section = getattr(keys.zero, name)
-        if section and section.device != "nvme":
-            for key in sorted(section.model_fields_set & set(_NVME_KEYS)):
-                yield (f'zero_optimization.{name}.{key} has no effect with device "{section.device}" (NVMe only).')
-    if keys.aio and "nvme" not in (keys.offload_optimizer_device, keys.offload_param_device):
-        yield "aio has no effect without NVMe offload."
-    if keys.torch_autocast and keys.torch_autocast.lower_precision_safe_modules is not None:
-        yield "torch_autocast.lower_precision_safe_modules has no effect: communication_data_type is for all modules."
-    for name in sorted(keys.model_fields_set & {"disable_allgather", "dataloader_drop_last", "vocabulary_size"}):
-        yield f"{name} has no effect."
-    if keys.fp16 and keys.fp16.loss_scale:
-        for name in sorted(keys.fp16.model_fields_set & set(_DYNAMIC_SCALE_KEYS)):
-            yield f"fp16.{name} has no effect with a static loss_scale."
-    if keys.bf16 and keys.bf16.immediate_grad_update and not _dedicated_bf16_optimizer(keys):
-        yield "bf16.immediate_grad_update has no effect except at stage 1 with fp32 gradient accumulation."
-    if keys.activation_checkpointing and keys.activation_checkpointing.number_checkpoints:
-        yield ("activation_checkpointing.number_checkpoints has no effect without contiguous_memory_optimization.")
+    for prefix, section in _written_sections("", keys):
+        for name in sorted(section.model_fields_set):
+            for mark in marks_of(type(section), name):
+                if mark.when(keys, section):
+                    yield f"{prefix}{name} has no effect{mark.why.format(section)}."
 
 
-def _dedicated_bf16_optimizer(keys: DsFile) -> bool:
-    """Return whether DeepSpeed uses its BF16_Optimizer: stage 1, bf16, fp32 accumulation, no offload."""
-    accumulation = keys.data_types.grad_accum_dtype if keys.data_types else None
-    return keys.zero.stage == 1 and keys.precision == "bf16" and accumulation == "fp32"
+def _written_sections(prefix: str, section: Section) -> Iterator[tuple[str, Section]]:
+    """Yield a section and those within it, each with the beginning of its keys' paths."""
+    yield prefix, section
+    for name in sorted(section.model_fields_set):
+        if isinstance(inner := getattr(section, name), Section):
+            yield from _written_sections(f"{prefix}{name}.", inner)
 
 
 def find_problems(reading: Reading) -> list[Change]:

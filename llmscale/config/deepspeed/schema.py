@@ -1,4 +1,4 @@
-"""Every legal key of a ds_config, its type and its default; strict where pydantic would convert.
+"""Every legal key of a ds_config: type, default, and when it has an effect; strict where pydantic would convert.
 
 Each validator raises ValueError with the rule that a value breaks: 'must be true or false'.
 """
@@ -6,8 +6,9 @@ Each validator raises ValueError with the rule that a value breaks: 'must be tru
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Annotated, Literal, get_args
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
@@ -51,8 +52,8 @@ def _whole(minimum: int, maximum: int = _MAX_COUNT) -> Callable[[object], int]:
     """Return a validator of whole numbers. `5e8` is accepted, because people write it."""
 
     def check(value: object) -> int:
-        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-        if isinstance(value, bool) or not whole or not minimum <= int(value) <= maximum:  # type: ignore[call-overload]
+        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if isinstance(value, bool) or not is_whole or not minimum <= int(value) <= maximum:  # type: ignore[call-overload]
             raise ValueError(f"must be a whole number of at least {minimum}{_most(value, maximum)}")
         return int(value)  # type: ignore[call-overload]
 
@@ -102,6 +103,46 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 
 
+@dataclass(frozen=True)
+class NoEffect:
+    """Mark of a key that a file may have and DeepSpeed then does not use."""
+
+    when: Callable[[DsFile, Any], object]
+    """Condition on the file and on the section of the key."""
+    why: str
+    """End of the sentence `KEY has no effect`; {0} is the section."""
+
+
+def _read_at(*stages: int) -> NoEffect:
+    where = f"only at stage {', '.join(map(str, stages))}" if stages else "nowhere in DeepSpeed 0.19.8"
+    return NoEffect(lambda file, zero: zero.stage not in stages, f" at stage {{0.stage}} (read {where})")
+
+
+_SHARDED, _FLAT, _STAGE_3, _NOWHERE = _read_at(1, 2, 3), _read_at(1, 2), _read_at(3), _read_at()
+_NVME = NoEffect(lambda file, offload: offload.device != "nvme", ' with device "{0.device}" (NVMe only)')
+_AIO = NoEffect(
+    lambda file, _: file.aio and "nvme" not in (file.offload_optimizer_device, file.offload_param_device),
+    " without NVMe offload",
+)
+_DYNAMIC_SCALE = NoEffect(lambda file, fp16: fp16.loss_scale, " with a static loss_scale")
+_UNREAD = NoEffect(lambda file, section: True, "")
+_ALL_MODULES = NoEffect(
+    lambda file, autocast: autocast.lower_precision_safe_modules is not None,
+    ": communication_data_type is for all modules",
+)
+_NOT_CONTIGUOUS = NoEffect(lambda file, section: section.number_checkpoints, " without contiguous_memory_optimization")
+
+
+def _has_no_bf16_optimizer(file: DsFile, bf16: Bf16) -> bool:
+    """Return whether DeepSpeed does not use its BF16_Optimizer: stage 1, bf16, fp32 accumulation, no offload."""
+    accumulation = file.data_types.grad_accum_dtype if file.data_types else None
+    is_used = file.zero.stage == 1 and file.precision == "bf16" and accumulation == "fp32"
+    return bf16.immediate_grad_update and not is_used
+
+
+_NOT_DEDICATED = NoEffect(_has_no_bf16_optimizer, " except at stage 1 with fp32 gradient accumulation")
+
+
 class Section(BaseModel):
     """JSON object of a ds_config. Undeclared keys are an error."""
 
@@ -113,15 +154,15 @@ class OffloadOptimizer(Section):
 
     device: OffloadDevice = "none"
     """cpu: host memory; nvme: the states on disk."""
-    nvme_path: Text | None = None
+    nvme_path: Annotated[Text | None, _NVME] = None
     """NVMe: folder on the disk."""
-    buffer_count: Count = 4
+    buffer_count: Annotated[Count, _NVME] = 4
     """NVMe: buffers of the largest partition; parameter, gradient and Adam's two moments need 4."""
     pin_memory: Flag = True
     """Page-locked host memory, for faster copies."""
-    pipeline_read: Flag = False
-    pipeline_write: Flag = False
-    fast_init: Flag = False
+    pipeline_read: Annotated[Flag, _NVME] = False
+    pipeline_write: Annotated[Flag, _NVME] = False
+    fast_init: Annotated[Flag, _NVME] = False
     ratio: Number = 1.0
     """Share of the parameters whose states are on the host; below 1 only at stage 3."""
 
@@ -131,12 +172,12 @@ class OffloadParam(Section):
 
     device: OffloadDevice = "none"
     """cpu: host memory; nvme: disk."""
-    nvme_path: Text | None = None
+    nvme_path: Annotated[Text | None, _NVME] = None
     """NVMe: folder on the disk."""
-    buffer_count: Count = 5
-    buffer_size: Count = 100_000_000
+    buffer_count: Annotated[Count, _NVME] = 5
+    buffer_size: Annotated[Count, _NVME] = 100_000_000
     """NVMe: elements per buffer."""
-    max_in_cpu: Count = 1_000_000_000
+    max_in_cpu: Annotated[Count, _NVME] = 1_000_000_000
     """NVMe: elements kept in host memory."""
     pin_memory: Flag = True
     """Page-locked host memory, for faster copies."""
@@ -147,50 +188,50 @@ class ZeroOptimization(Section):
 
     stage: Stage
     """Division among ranks: 1 of optimizer states, 2 of gradients too, 3 of parameters too; 0 of nothing."""
-    contiguous_gradients: Flag = True
+    contiguous_gradients: Annotated[Flag, _SHARDED] = True
     """Copy gradients into one buffer as they come, against fragmented memory."""
-    reduce_scatter: Flag = True
+    reduce_scatter: Annotated[Flag, _SHARDED] = True
     """Each rank gets the sum of its own gradients alone, not of all."""
-    reduce_bucket_size: PositiveOrAuto = 500_000_000
+    reduce_bucket_size: Annotated[PositiveOrAuto, _SHARDED] = 500_000_000
     """Elements of gradients exchanged at a time; a smaller bucket takes less memory and more calls."""
-    use_multi_rank_bucket_allreduce: Flag = True
-    allgather_partitions: Flag = True
-    allgather_bucket_size: Count = 500_000_000
+    use_multi_rank_bucket_allreduce: Annotated[Flag, _FLAT] = True
+    allgather_partitions: Annotated[Flag, _NOWHERE] = True
+    allgather_bucket_size: Annotated[Count, _FLAT] = 500_000_000
     """Elements of parameters gathered at a time after a step, at stages 1 and 2."""
-    overlap_comm: Flag | None = None
+    overlap_comm: Annotated[Flag | None, _SHARDED] = None
     """Exchange gradients during the backward pass; takes a second bucket. Default: DeepSpeed's, on at stage 3."""
-    load_from_fp32_weights: Flag = True
+    load_from_fp32_weights: Annotated[Flag, _NOWHERE] = True
     offload_param: OffloadParam | None = None
     offload_optimizer: OffloadOptimizer | None = None
-    sub_group_size: Positive = 1_000_000_000
+    sub_group_size: Annotated[Positive, _STAGE_3] = 1_000_000_000
     """Stage 3: elements of an optimizer step at a time."""
-    stage3_prefetch_bucket_size: CountOrAuto = 50_000_000
+    stage3_prefetch_bucket_size: Annotated[CountOrAuto, _STAGE_3] = 50_000_000
     """Elements gathered ahead of their use."""
-    stage3_param_persistence_threshold: CountOrAuto = 100_000
+    stage3_param_persistence_threshold: Annotated[CountOrAuto, _STAGE_3] = 100_000
     """Parameters with fewer elements stay gathered."""
-    stage3_model_persistence_threshold: Count = 2**63 - 1
+    stage3_model_persistence_threshold: Annotated[Count, _STAGE_3] = 2**63 - 1
     """Most elements that stay gathered in all."""
-    stage3_max_live_parameters: Count = 1_000_000_000
+    stage3_max_live_parameters: Annotated[Count, _STAGE_3] = 1_000_000_000
     """Most elements gathered at a time."""
-    stage3_max_reuse_distance: Count = 1_000_000_000
+    stage3_max_reuse_distance: Annotated[Count, _STAGE_3] = 1_000_000_000
     """Largest distance, in elements, to its next use at which a parameter stays gathered."""
-    stage3_gather_16bit_weights_on_model_save: Flag = False
-    stage3_module_granularity_threshold: Count = 0
-    stage3_use_all_reduce_for_fetch_params: Flag = False
-    stage3_allgather_sequential: Flag = False
-    ignore_unused_parameters: Flag = True
-    round_robin_gradients: Flag = False
+    stage3_gather_16bit_weights_on_model_save: Annotated[Flag, _STAGE_3] = False
+    stage3_module_granularity_threshold: Annotated[Count, _STAGE_3] = 0
+    stage3_use_all_reduce_for_fetch_params: Annotated[Flag, _STAGE_3] = False
+    stage3_allgather_sequential: Annotated[Flag, _STAGE_3] = False
+    ignore_unused_parameters: Annotated[Flag, _FLAT] = True
+    round_robin_gradients: Annotated[Flag, _FLAT] = False
     """Stages 1 and 2 with offload: spread the copies of gradients over the ranks."""
-    parameter_alignment: Flag = False
-    zero_hpz_partition_size: Positive = 1
+    parameter_alignment: Annotated[Flag, _FLAT] = False
+    zero_hpz_partition_size: Annotated[Positive, _STAGE_3] = 1
     """Ranks of a group that keeps a second copy of the parameters: ZeRO++'s hpZ (arXiv:2306.10209, section 3.2).
 
     After the first use in a step, parameters are gathered within the group. 1 switches it off.
     """
-    memory_efficient_linear: Flag = True
-    override_module_apply: Flag = True
-    log_trace_cache_warnings: Flag = False
-    enable_sanity_checks: Flag = False
+    memory_efficient_linear: Annotated[Flag, _STAGE_3] = True
+    override_module_apply: Annotated[Flag, _STAGE_3] = True
+    log_trace_cache_warnings: Annotated[Flag, _STAGE_3] = False
+    enable_sanity_checks: Annotated[Flag, _STAGE_3] = False
 
 
 class Fp16(Section):
@@ -200,14 +241,14 @@ class Fp16(Section):
     auto_cast: Flag = False
     loss_scale: Number = 0.0
     """Constant loss scale; 0: dynamic."""
-    initial_scale_power: Power = 16
+    initial_scale_power: Annotated[Power, _DYNAMIC_SCALE] = 16
     """Power of 2 of the first dynamic scale."""
-    loss_scale_window: Positive = 1000
+    loss_scale_window: Annotated[Positive, _DYNAMIC_SCALE] = 1000
     """Steps without overflow before the scale is doubled."""
-    hysteresis: Positive = 2
+    hysteresis: Annotated[Positive, _DYNAMIC_SCALE] = 2
     """Overflows before the scale is halved."""
-    consecutive_hysteresis: Flag = False
-    min_loss_scale: Positive = 1
+    consecutive_hysteresis: Annotated[Flag, _DYNAMIC_SCALE] = False
+    min_loss_scale: Annotated[Positive, _DYNAMIC_SCALE] = 1
     """Least dynamic scale."""
 
 
@@ -215,7 +256,7 @@ class Bf16(Section):
     """bf16 weights, fp32 master."""
 
     enabled: FlagOrAuto
-    immediate_grad_update: Flag = False
+    immediate_grad_update: Annotated[Flag, _NOT_DEDICATED] = False
     check_grad_overflow: Flag = True
     """Skip a step with NaN or infinite gradients."""
 
@@ -225,7 +266,7 @@ class TorchAutocast(Section):
 
     enabled: FlagOrAuto
     dtype: Literal["bfloat16", "bf16"] = "bfloat16"
-    lower_precision_safe_modules: Texts | None = None
+    lower_precision_safe_modules: Annotated[Texts | None, _ALL_MODULES] = None
 
 
 class DataTypes(Section):
@@ -241,7 +282,7 @@ class ActivationCheckpointing(Section):
     contiguous_memory_optimization: Flag = False
     cpu_checkpointing: Flag = False
     """Keep the saved activations in host memory."""
-    number_checkpoints: Positive | None = None
+    number_checkpoints: Annotated[Positive | None, _NOT_CONTIGUOUS] = None
     synchronize_checkpoint_boundary: Flag = False
     profile: Flag = False
 
@@ -308,7 +349,7 @@ class DsFile(Section):
     torch_autocast: TorchAutocast | None = None
     data_types: DataTypes | None = None
     activation_checkpointing: ActivationCheckpointing | None = None
-    aio: Aio | None = None
+    aio: Annotated[Aio | None, _AIO] = None
     communication_data_type: Dtype | None = None
     prescale_gradients: Flag = False
     gradient_predivide_factor: Number = 1.0
@@ -320,9 +361,9 @@ class DsFile(Section):
     memory_breakdown: Flag = False
     dump_state: Flag = False
     disable_python_gc: Flag = False
-    disable_allgather: Flag = False
-    dataloader_drop_last: Flag = False
-    vocabulary_size: Positive | None = None
+    disable_allgather: Annotated[Flag, _UNREAD] = False
+    dataloader_drop_last: Annotated[Flag, _UNREAD] = False
+    vocabulary_size: Annotated[Positive | None, _UNREAD] = None
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
     comms_logger: CommsLogger | None = None
     flops_profiler: FlopsProfiler | None = None
@@ -371,26 +412,28 @@ class DsFile(Section):
         return section.device if section else "none"
 
 
-#: Keys whose "auto" follows from the run. For any other key it is the default.
-AUTO_KEYS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "bf16.enabled",
-    "fp16.enabled",
-    "torch_autocast.enabled",
-    "zero_optimization.reduce_bucket_size",
-    "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.stage3_param_persistence_threshold",
-)
-
-
 def section_at(section: type[Section], name: str) -> type[Section] | None:
     """Return the type of an entry that is itself a section; None for any other entry."""
     field = section.model_fields.get(name)
     options = get_args(field.annotation) if field else ()
     return next((option for option in options if isinstance(option, type) and issubclass(option, Section)), None)
+
+
+def fills_auto(section: type[Section], name: str) -> bool:
+    """Return whether a key's "auto" follows from the run. For any other key it is the default."""
+    field = section.model_fields.get(name)
+    return field is not None and Auto in _types_within(field.annotation)
+
+
+def _types_within(annotation: object) -> Iterator[object]:
+    yield annotation
+    for inner in get_args(annotation):
+        yield from _types_within(inner)
+
+
+def marks_of(section: type[Section], name: str) -> list[NoEffect]:
+    """Return the marks of a key that is not always used."""
+    return [part for part in section.model_fields[name].metadata if isinstance(part, NoEffect)]
 
 
 class ResolvedZero(ZeroOptimization):

@@ -271,32 +271,20 @@ def start_workers(options: CleanOptions, hashes_path: Path | None, num_workers: 
         return
     # Not fork: this process has threads.
     context = multiprocessing.get_context("spawn")
-    try:
-        pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin_worker)
-    except OSError as error:  # semaphores are files in /dev/shm
-        raise _cannot_work(error) from error
+    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin_worker) as pool:
 
-    def annotate(contents: Sequence[str]) -> Annotations:
+        def annotate(contents: Sequence[str]) -> Annotations:
+            try:
+                return pool.submit(_annotate_in_worker, options, hashes_path, contents).result()
+            except BrokenProcessPool:
+                raise MachineError(
+                    "A worker process died, probably out of memory. Give fewer --workers, or more memory."
+                ) from None
+
         try:
-            return pool.submit(functools.partial(_annotate_in_worker, options, hashes_path), contents).result()
-        except BrokenProcessPool:
-            raise MachineError(
-                "A worker process died, probably out of memory. Give fewer --workers, or more memory."
-            ) from None
-        except OSError as error:
-            raise _cannot_work(error) from error
-
-    try:
-        yield annotate
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _cannot_work(error: OSError) -> MachineError:
-    return MachineError(
-        f"Worker processes cannot work: {error}. They need room in /dev/shm and open files (`ulimit -n`); --workers 1 "
-        "needs neither."
-    )
+            yield annotate
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _begin_worker() -> None:

@@ -3,15 +3,11 @@
 Common n-grams of 13 words are cut out with 200 characters on either side, which splits the document. Pieces of fewer
 than 200 characters are removed, and so is a document that splits into more than 10 pieces, short ones included. N-grams
 in more than 10 documents are ignored as phrases or boilerplate.
-
-How many documents contain an n-gram is known only at the end. So documents that contain any wait in a file until then,
-and come last in the output.
 """
 
 from __future__ import annotations
 
 import codecs
-import io
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -159,13 +155,6 @@ def _decode(contents: bytes, where: str) -> str:
         ) from None
 
 
-def save_hashes(ngrams: EvaluationNgrams, path: Path) -> None:
-    """Write the hashes to a file that all workers map into memory. Raises OSError."""
-    buffer = io.BytesIO()
-    np.save(buffer, ngrams.hashes)
-    path.write_bytes(buffer.getvalue())
-
-
 WINDOW_CHARACTERS = 200
 MIN_PIECE_CHARACTERS = 200
 MAX_PIECES = 10
@@ -191,9 +180,6 @@ def find_overlaps(text: Text, hashes: Hashes) -> Overlaps | None:
 class Decontaminated:
     """Result for a document with n-grams of evaluation text."""
 
-    number: int
-    text: str
-    """Original text."""
     pieces: list[str]
     """Text to keep: the original if all its n-grams are ignored, nothing if the document is removed."""
     cuts: list[tuple[str, Why]]
@@ -201,55 +187,24 @@ class Decontaminated:
 
 
 class Decontaminator:
-    """Hold documents back until all have been seen."""
+    """Cut evaluation text out of documents."""
 
-    def __init__(
-        self, ngrams: EvaluationNgrams, path: Path, max_documents: int, counts: NDArray[np.uint32] | None = None
-    ) -> None:
-        """Store documents in the file `path`. `counts` are the documents per n-gram, if they are known already."""
+    def __init__(self, ngrams: EvaluationNgrams, counts: NDArray[np.uint32], max_documents: int) -> None:
+        """Ignore n-grams that `counts` finds in more than `max_documents` documents."""
         self._ngrams = ngrams
-        self._is_counted = counts is not None
-        self._counts = counts if counts is not None else np.zeros(len(ngrams.hashes), np.uint32)
-        self._max_documents = max_documents
-        self._path = path
-        self._file = path.open("w", encoding="utf-8")
+        self._is_common = counts > max_documents
 
-    def hold(self, number: int, text: str, overlaps: Overlaps) -> None:
-        """Store a document until `finish`. Raises OSError."""
-        if not self._is_counted:
-            self._counts[overlaps.ngrams] += 1
-        self._file.write(json.dumps([number, text, overlaps.matches], ensure_ascii=False) + "\n")
-
-    @property
-    def num_ignored(self) -> int:
-        """N-grams found in too many documents."""
-        return int((self._counts > self._max_documents).sum())
-
-    def finish(self) -> Iterator[Decontaminated]:
-        """Yield the result for every document held, in order. Raises OSError."""
-        self._file.close()
-        # Not splitlines, which also ends a line at characters of the text.
-        with self._path.open(encoding="utf-8", newline="\n") as file:
-            for line in file:
-                number, text, matches = json.loads(line)
-                yield self._judge(number, text, matches)
-        self._path.unlink()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _judge(self, number: int, text: str, matches: Sequence[tuple[int, int, int]]) -> Decontaminated:
-        counted = [match for match in matches if self._counts[match[0]] <= self._max_documents]
+    def __call__(self, text: str, overlaps: Overlaps) -> Decontaminated:
+        counted = [match for match in overlaps.matches if not self._is_common[match[0]]]
         if not counted:
-            return Decontaminated(number, text, [text], [])
+            return Decontaminated([text], [])
         cuts = _join(counted, len(text))
         pieces = _between(text, [(begin, end) for begin, end, _ in cuts])
         long = [piece for piece in pieces if len(piece) >= MIN_PIECE_CHARACTERS]
         if len(pieces) > MAX_PIECES or not long:
             rule = "too_many_pieces" if len(pieces) > MAX_PIECES else "no_piece_is_long_enough"
             why: Why = {"rule": rule, "pieces": len(pieces), **self._describe(text, counted[0])}
-            return Decontaminated(number, text, [], [(text, why)])
+            return Decontaminated([], [(text, why)])
         parts: list[tuple[str, Why]] = [
             (text[begin:end], {"rule": "evaluation_ngram", **self._describe(text, match)}) for begin, end, match in cuts
         ]
@@ -258,7 +213,7 @@ class Decontaminator:
             for piece in pieces
             if len(piece) < MIN_PIECE_CHARACTERS
         ]
-        return Decontaminated(number, text, long, parts)
+        return Decontaminated(long, parts)
 
     def _describe(self, text: str, match: tuple[int, int, int]) -> dict[str, str]:
         ngram, begin, end = match

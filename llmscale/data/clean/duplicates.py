@@ -9,30 +9,29 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from llmscale.data.clean.filters import HASH_MULTIPLIER, ExactKey, Hashes, Removed, SketchRow, Text, hash_ngrams
+from llmscale.data.clean.filters import HASH_MULTIPLIER, ExactKey, Hashes, Removed, Text, hash_ngrams
 from llmscale.errors import DataError
 
 MAX_PERMUTATIONS = 1024
 #: 64 bits of hash and 32 of a document's number. Among 100 M documents, the probability that two different ones have
 #: the same hash is 0.03 %: n^2 / 2^65.
 _EXACT_BYTES = 12
-#: Documents to collect before they are sorted into an index. A sketch takes about 6 KB until then.
-_MOST_RECENT_EXACT, _MOST_RECENT_NEAR = 1 << 14, 1 << 11
+#: Sketches to collect before they are sorted into an index. One takes about 6 KB until then.
+_MOST_RECENT = 1 << 11
 #: Candidates to compare a document with, the earliest ones: bounds the time where thousands share a template.
 _MOST_COMPARED = 1 << 10
 _BLOCK_DOCUMENTS = 1 << 12
 
 Keys = NDArray[np.unsignedinteger]
 Numbers = NDArray[np.uint32]
-#: Return the removal decision for a document, by its number in the input and a finding, or None to keep it.
-Decide = Callable[[int, ExactKey | SketchRow], Removed | None]
+_NO_DOCUMENT = np.iinfo(np.uint32).max
 
 
 @dataclass(frozen=True)
@@ -163,30 +162,33 @@ def _sorted(keys: Keys, numbers: Numbers) -> tuple[Keys, Numbers]:
 
 
 class ExactIndex:
-    """Keys of all documents that were kept."""
+    """First document of each key that several documents have."""
 
-    def __init__(self) -> None:
-        self._index = SortedIndex()
-        self._recent: dict[int, int] = {}
-        """First document of each key that is not in the index yet."""
-        self._older: dict[int, int] = {}
-        """First document of each key of this batch that is in the index."""
-
-    def begin_batch(self, keys: Sequence[int]) -> None:
-        """Look up the keys that `decide` will get next."""
-        if len(self._recent) >= _MOST_RECENT_EXACT:
-            entries = len(self._recent)
-            self._index.add(
-                np.fromiter(self._recent, np.uint64, entries), np.fromiter(self._recent.values(), np.uint32, entries)
-            )
-            self._recent = {}
-        positions, numbers = self._index.find(np.array(keys, np.uint64))
-        self._older = {keys[at]: number for at, number in zip(positions.tolist(), numbers.tolist(), strict=True)}
+    def __init__(self, keys: Hashes) -> None:
+        """Take the keys of all documents."""
+        values, counts = np.unique(keys, return_counts=True)
+        self._keys = values[counts > 1]
+        self._first = np.full(len(self._keys), _NO_DOCUMENT, np.uint32)
 
     def decide(self, number: int, key: int) -> Removed | None:
         """Remove document `number` if it copies an earlier one; otherwise remember it."""
-        first = self._older[key] if key in self._older else self._recent.setdefault(key, number)
-        return None if first == number else Removed({"rule": "exact_duplicate", "duplicate_of": first})
+        place = np.searchsorted(self._keys, np.uint64(key))
+        if place == len(self._keys) or self._keys[place] != key:
+            return None
+        if self._first[place] == _NO_DOCUMENT:
+            self._first[place] = number
+            return None
+        return Removed({"rule": "exact_duplicate", "duplicate_of": int(self._first[place])})
+
+
+def find_repeated(keys: NDArray[np.unsignedinteger]) -> NDArray[np.bool_]:
+    """Return which of the keys occur more than once, [keys]."""
+    order = np.argsort(keys, kind="stable")
+    same = keys[order[1:]] == keys[order[:-1]]
+    repeated = np.zeros(len(keys), np.bool_)
+    repeated[order[1:][same]] = True
+    repeated[order[:-1][same]] = True
+    return repeated
 
 
 class NearIndex:
@@ -208,7 +210,7 @@ class NearIndex:
 
     def begin_batch(self, sketches: Sketches) -> None:
         """Look up the documents that `decide` will get next."""
-        if len(self._numbers) - self._first_recent >= _MOST_RECENT_NEAR:
+        if len(self._numbers) - self._first_recent >= _MOST_RECENT:
             self._sort_recent()
         keys = sketches.band_keys
         self._keys, self._minima = keys.tolist(), sketches.minima
@@ -254,22 +256,3 @@ class NearIndex:
             self._bands[band].add(keys, numbers)
             recent.clear()
         self._first_recent = len(self._numbers)
-
-
-class Comparison:
-    """Compare documents with all earlier ones that were kept, exactly and by sketches."""
-
-    def __init__(self, near: NearSettings) -> None:
-        self._exact = ExactIndex()
-        self._near = NearIndex(near)
-
-    def begin_batch(self, exact_keys: Sequence[int], sketches: Sketches) -> None:
-        """Look up the documents that `decide` will get next."""
-        self._exact.begin_batch(exact_keys)
-        self._near.begin_batch(sketches)
-
-    def decide(self, number: int, finding: ExactKey | SketchRow) -> Removed | None:
-        """Remove document `number` if it is a duplicate; otherwise remember it."""
-        if isinstance(finding, ExactKey):
-            return self._exact.decide(number, finding.key)
-        return self._near.decide(number, finding.row)

@@ -1,7 +1,8 @@
-"""Run `data clean` on a Ray cluster whose machines share a disk: split the input, run the tasks, join their files."""
+"""Run the tasks of `data clean` on a Ray cluster whose machines share a disk."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import pickle
@@ -9,21 +10,17 @@ import socket
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import llmscale
 from llmscale.config.bundled_files import install_command
-from llmscale.data.clean.annotate import CleanOptions
-from llmscale.data.clean.duplicates import index_bytes_per_document
-from llmscale.data.clean.job import CleanJob, CleanResult, version_of, write_manifest
-from llmscale.data.clean.stages import PartedWork, Stage, join_parts, join_rejected, plan_stages, read_position
-from llmscale.data.prepare.output_folder import open_work_folder, put_in_place, rejected_path, sync_tree
+from llmscale.data.clean.stages import CleanJob, Stage, plan_stages
 from llmscale.data.prepare.sources.file_source import ConcatSource
 from llmscale.data.prepare.sources.source import Source
 from llmscale.errors import DataError, LlmscaleError, MachineError
 from llmscale.suggestions import did_you_mean
-from llmscale.terminal.progress import Progress, count_words, show_progress
+from llmscale.terminal.progress import Progress
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_yaml
 
 _MOST_PARTS = 256
@@ -31,7 +28,8 @@ _MOST_PARTS = 256
 _MOST_TRIES = 3
 _CONNECT_S, _SHOW_S = 10.0, 0.5
 _LEGAL = ("address", "memory_gb")
-_RunStages = Callable[[PartedWork, Progress], Iterator[Stage]]
+#: Runs the stages, and yields each when it is complete.
+RunStages = Callable[[CleanJob, Progress], Iterator[Stage]]
 
 
 @dataclass(frozen=True)
@@ -70,46 +68,8 @@ def read_cluster(path: Path | None, num_parts: int | None, at_once: int | None) 
     return RayCluster(address, memory_gb, num_parts, at_once)
 
 
-def clean_on_ray(job: CleanJob, cluster: RayCluster) -> CleanResult:
-    """Clean as a local run does: the same documents in the same order, but files end where parts end.
-
-    Finished tasks of a run that fails or is killed are kept in a hidden folder beside `job.out`, for the next run of
-    the same job. Raises DataError when the cluster or the input cannot be used; MachineError when a task fails.
-    """
-    job = replace(job, out=Path(os.path.abspath(job.out)))
-    parts = cut(job.source, cluster.num_parts or _MOST_PARTS)
-    request = {**job.request, "tasks": len(parts), "llmscale": llmscale.__version__}
-    name, options = job.source.name, job.options
-    with (
-        _connected(cluster) as run_stages,
-        open_work_folder(job.out, request, "clean") as folder,
-        show_progress(f"Cleaning {name}", words=count_words("tasks")) as progress,
-    ):
-        folder.save_state({}, {})  # from now on the folder survives an error
-        work = PartedWork(folder.path, parts, options, job.ngrams, job.max_rejected, job.shard_bytes)
-        progress.say(_describe_plan(cluster, len(parts), options))
-        for stage in run_stages(work, progress):
-            num_rejected = 0
-            if stage.name == "1-annotate":
-                num_rejected = sum(read_position(work, part)[0].num_rejected for part in range(len(parts)))
-            if num_rejected > job.max_rejected:
-                raise DataError(
-                    f"{name} has {num_rejected:,} malformed records, more than --max-rejected {job.max_rejected}. "
-                    "Raise it to skip them."
-                )
-        result = join_parts(work, folder.set_folder)
-        result.check_anything_left(name)
-        facts = {"executor": "ray", "tasks": len(parts), "ray": version_of("ray")}
-        write_manifest(folder.set_folder, result, job, facts)
-        sync_tree(folder.set_folder)
-        # Until here the records beside `out` are those of the folder that it holds.
-        join_rejected(work, rejected_path(job.out))
-        put_in_place(folder.set_folder, job.out, replace=job.overwrite)
-        return result
-
-
-def cut(source: Source, most: int) -> list[Source]:
-    """Return at most `most` sources that hold its documents in order, as equal in bytes as its files allow.
+def cut(source: Source, num_parts: int | None) -> list[Source]:
+    """Return at most `num_parts` sources that hold its documents in order, as equal in bytes as its files allow.
 
     Raises DataError for a source that other machines cannot read.
     """
@@ -120,6 +80,7 @@ def cut(source: Source, most: int) -> list[Source]:
         raise DataError(
             f"--input {source.name} cannot be read from other machines. Write it to files that they share."
         ) from None
+    most = num_parts or _MOST_PARTS
     if len(parts) <= most:
         return parts
     sizes = [part.total_bytes or 1 for part in parts]
@@ -131,18 +92,8 @@ def cut(source: Source, most: int) -> list[Source]:
     return [group[0] if len(group) == 1 else ConcatSource(group) for group in chosen]
 
 
-def _describe_plan(cluster: RayCluster, num_parts: int, options: CleanOptions) -> str:
-    line = f"{num_parts} parts" if num_parts > 1 else "1 part"
-    if num_parts < (cluster.num_parts or 2):
-        line += f", not {cluster.num_parts or 'more'}, because files are not split"
-    per_document = index_bytes_per_document(options.steps, options.near)
-    if per_document:
-        line += f"; the task that finds duplicates takes up to {per_document} bytes of memory per document kept"
-    return f"{line}."
-
-
 @contextmanager
-def _connected(cluster: RayCluster) -> Iterator[_RunStages]:
+def connected(cluster: RayCluster) -> Iterator[RunStages]:
     """Connect to the cluster; yield a function that runs the stages and yields each when it is complete.
 
     Raises DataError when Ray is missing, no cluster answers, or no machine has room for a task.
@@ -181,7 +132,7 @@ def _connected(cluster: RayCluster) -> Iterator[_RunStages]:
                 f"--executor ray: a task asks for {cluster.memory_gb} GiB, and no machine of the cluster has more "
                 f"than {largest / 2**30:.1f} GiB. Set memory_gb in --executor-options."
             )
-        yield lambda work, progress: _run_stages(cluster, work, progress)
+        yield functools.partial(_run_stages, cluster)
     finally:
         ray.shutdown()  # disconnects; the cluster keeps running
 
@@ -195,16 +146,16 @@ def _check_answers(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
 
 
-def _run_stages(cluster: RayCluster, work: PartedWork, progress: Progress) -> Iterator[Stage]:
+def _run_stages(cluster: RayCluster, job: CleanJob, progress: Progress) -> Iterator[Stage]:
     """Run the tasks that are not complete; yield each stage when it is. Raises DataError, MachineError."""
     import ray
     from ray.exceptions import RayError
 
     # Each task has a process of its own, and frees its memory with it.
     remote = ray.remote(max_retries=0, max_calls=1, num_cpus=1, memory=cluster.memory_gb << 30)(_run_task)
-    shared = ray.put(work)
-    stages = plan_stages(len(work.parts))
-    left = [deque(task for task in range(stage.num_tasks) if not stage.result(work, task).exists()) for stage in stages]
+    shared = ray.put(job)
+    stages = plan_stages(len(job.parts))
+    left = [deque(task for task in range(stage.num_tasks) if not stage.result(job, task).exists()) for stage in stages]
     total = sum(stage.num_tasks for stage in stages)
     done = total - sum(map(len, left))
     for stage, waiting in zip(stages, left, strict=True):
@@ -242,12 +193,12 @@ def _run_stages(cluster: RayCluster, work: PartedWork, progress: Progress) -> It
 
 
 def _run_task(
-    work: PartedWork, run: Callable[[PartedWork, int], None], task: int, directory: Path
+    job: CleanJob, run: Callable[[CleanJob, int], None], task: int, directory: Path
 ) -> tuple[bool, str] | None:
     """Run a task in a worker; return whether its error is a DataError, and the message, or None."""
     os.chdir(directory)  # where relative paths of the input begin
     try:
-        run(work, task)
+        run(job, task)
     except LlmscaleError as error:
         return isinstance(error, DataError), str(error)
     except Exception as error:

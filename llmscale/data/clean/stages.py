@@ -1,55 +1,57 @@
-"""Clean many parts of an input in three stages of tasks: annotate each part, find the duplicates, write each part.
+"""Clean an input in three stages: annotate each part, find the duplicates, write each part.
 
-All machines share the work folder. Each folder in it appears by one rename, so a folder that exists is complete:
+A local run has one part, and on Ray all machines share the job's folder. Each folder in it appears by one rename, so a
+folder that exists is complete:
 
     annotated/00003/  texts of part 3, their annotations, the keys that they are compared by
     duplicates/       duplicates among the documents of each part, counts of n-grams
     written/00003/    documents of part 3 that were kept and removed, and a report
 
-A document that shares neither its text's hash nor a band with another has no duplicate. So the second
-stage, a single task, compares only the others in input order, and decides what a local run decides.
+A document that shares neither its text's hash nor a band with another has no duplicate. So the second stage, a single
+task, compares only the others, in input order.
 """
 
 from __future__ import annotations
 
+import functools
 import io
-import json
 import os
 import pickle
 import secrets
 import shutil
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import zstandard
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
 
-from llmscale.data.clean.annotate import Annotations, Annotator, CleanOptions
-from llmscale.data.clean.decontaminate import EvaluationNgrams
-from llmscale.data.clean.duplicates import Comparison
-from llmscale.data.clean.filters import ExactKey, Overlaps, Removed, SketchRow, Why
-from llmscale.data.clean.job import CleanResult
-from llmscale.data.clean.pipeline import DocumentCounts, FileFacts, Pipeline, StepReport, check_number
+from llmscale.data.clean.annotate import Annotate, Annotations, Annotator, CleanOptions, StepName
+from llmscale.data.clean.decontaminate import Decontaminator, EvaluationNgrams
+from llmscale.data.clean.duplicates import ExactIndex, NearIndex, find_repeated
+from llmscale.data.clean.filters import ExactKey, Overlaps, Removed, SketchRow
+from llmscale.data.clean.write import DocumentCounts, FileFacts, StepReport, Writer
 from llmscale.data.prepare.output_folder import RejectedRecords, sync_tree
 from llmscale.data.prepare.sources.clean_folder import REMOVED_FOLDER, shard_name
 from llmscale.data.prepare.sources.source import PassedOver, Source
-from llmscale.data.prepare.tokenise import ReadPosition, gather
+from llmscale.data.prepare.tokenise import Batch, ReadPosition, gather
+from llmscale.errors import DataError
 
-_TEXTS_NAME, _ANNOTATIONS_NAME, _FACTS_NAME = "texts.zst", "annotations.zst", "facts.json"
+_TEXTS_NAME, _ANNOTATIONS_NAME, _RESULT_NAME = "texts.zst", "annotations.zst", "result.pickle"
 _EXACT_KEYS_NAME, _BAND_KEYS_NAME, _COUNTS_NAME = "exact_keys.npy", "band_keys.npy", "ngram_counts.npy"
 _REJECTED_NAME = "rejected.jsonl"
 _COUNTED = ("num_empty", "num_rejected", "num_cut", "num_skipped")
-#: JSON of a written part: how many of its files hold no evaluation text, and its result.
-_WRITTEN = TypeAdapter(tuple[int, CleanResult])
+#: Indexes hold numbers of documents in 32 bits.
+MAX_DOCUMENTS = 1 << 32
 
 
 @dataclass(frozen=True)
-class PartedWork:
-    """Work that tasks share: the input in parts, the settings, and the folder for results. It is pickled to workers."""
+class CleanJob:
+    """Input in parts, settings, and the folder for results. It is pickled to the workers of a cluster."""
 
     folder: Path
     """Absolute path that all machines can reach."""
@@ -57,6 +59,7 @@ class PartedWork:
     """Consecutive parts of the input."""
     options: CleanOptions
     ngrams: EvaluationNgrams | None
+    """N-grams of evaluation text, for the step decontaminate."""
     max_rejected: int
     shard_bytes: int
 
@@ -72,39 +75,87 @@ class PartedWork:
 
 
 @dataclass(frozen=True)
+class CleanResult:
+    """Counts, reports and files of a finished job, or of a part."""
+
+    taken_in: DocumentCounts
+    kept: DocumentCounts
+    reports: list[StepReport]
+    mark: ReadPosition
+    """Reader position after the last record, with the counts of empty and rejected records."""
+    documents: Sequence[FileFacts] = ()
+    """Files of the documents that were kept."""
+    removed: Sequence[FileFacts] = ()
+    """Files of the text that was removed."""
+    num_ignored_ngrams: int = 0
+    """N-grams of evaluation text that occur in too many documents."""
+    num_short_items: int = 0
+    """Items of evaluation text with too few words to look for."""
+    passed_over: set[PassedOver] = field(default_factory=set)
+    """Files that other machines skipped."""
+    reused: bool = False
+    """True where the folder existed already and nothing was done."""
+
+    def check_anything_left(self, name: str) -> None:
+        """Raise DataError when no document of the source `name` was kept."""
+        if self.kept.documents:
+            return
+        if not self.taken_in.documents:
+            raise DataError(f"{name} has no text.")
+        worst = max(self.reports, key=lambda report: report.removed.documents)
+        rules = ", ".join(f"{rule} {count:,}" for rule, count in worst.rules.most_common(3))
+        raise DataError(
+            f"{name}: nothing is left of {self.taken_in.documents:,} documents. The step {worst.step} took "
+            f"{worst.removed.documents:,} of them ({rules}). Leave it out of --steps, or change its settings."
+        )
+
+
+AnnotatedBatch = tuple[Batch, list[str], Annotations]
+#: Annotates batches, and yields each with its texts and their annotations, in order.
+AnnotateBatches = Callable[[Iterable[Batch]], Iterator[AnnotatedBatch]]
+
+
+@dataclass(frozen=True)
 class Stage:
     """Tasks that do not depend on each other, and that start when the previous stage is complete."""
 
     name: str
     num_tasks: int
-    run: Callable[[PartedWork, int], None]
-    result: Callable[[PartedWork, int], Path]
+    run: Callable[[CleanJob, int], None]
+    result: Callable[[CleanJob, int], Path]
     """Folder that a task leaves; it exists if and only if the task is complete."""
 
 
-def plan_stages(num_parts: int) -> list[Stage]:
-    """Return the stages in order."""
+def plan_stages(num_parts: int, annotate_batches: AnnotateBatches | None = None) -> list[Stage]:
+    """Return the stages in order. Without `annotate_batches` a task annotates in its own process."""
+    annotate = annotate_part if annotate_batches is None else functools.partial(annotate_part, using=annotate_batches)
     return [
-        Stage("1-annotate", num_parts, annotate_part, PartedWork.annotated),
-        Stage("2-duplicates", 1, find_duplicates, lambda work, task: work.duplicates),
-        Stage("3-write", num_parts, write_part, PartedWork.written),
+        Stage("1-annotate", num_parts, annotate, CleanJob.annotated),
+        Stage("2-duplicates", 1, find_duplicates, lambda job, task: job.duplicates),
+        Stage("3-write", num_parts, write_part, CleanJob.written),
     ]
 
 
-def annotate_part(work: PartedWork, part: int) -> None:
-    """First stage: annotate a part's documents as a local run's workers do. Raises DataError, OSError."""
-    annotate = Annotator(work.options, work.ngrams.hashes if work.ngrams else None)
-    source, mark, num_documents = work.parts[part], ReadPosition(), 0
+def annotate_batch(batch: Batch, annotate: Annotate) -> AnnotatedBatch:
+    """Annotate a batch."""
+    texts = [document for document in batch.documents if isinstance(document, str)]
+    return batch, texts, annotate(texts)
+
+
+def annotate_part(job: CleanJob, part: int, using: AnnotateBatches | None = None) -> None:
+    """First stage: annotate a part's documents. Raises DataError, OSError, MachineError."""
+    if using is None:
+        annotator = Annotator(job.options, job.ngrams.hashes if job.ngrams else None)
+        using = functools.partial(map, lambda batch: annotate_batch(batch, annotator))
+    source, mark, num_documents = job.parts[part], ReadPosition(), 0
     exact_keys, band_keys = array("Q"), list[NDArray[np.uint32]]()
     with (
-        _new_folder(work.annotated(part)) as folder,
+        _new_folder(job.annotated(part)) as folder,
         _pickle_file(folder / _TEXTS_NAME) as save_texts,
         _pickle_file(folder / _ANNOTATIONS_NAME) as save_annotations,
     ):
-        rejected = RejectedRecords(folder / _REJECTED_NAME, work.max_rejected)
-        for batch in gather(source, None, mark):
-            texts = [document for document in batch.documents if isinstance(document, str)]
-            annotations = annotate(texts)
+        rejected = RejectedRecords(folder / _REJECTED_NAME, job.max_rejected)
+        for batch, texts, annotations in using(gather(source, None, mark)):
             save_texts(texts)
             save_annotations(annotations)
             exact_keys.extend(annotations.exact_keys)
@@ -115,142 +166,135 @@ def annotate_part(work: PartedWork, part: int) -> None:
         np.save(folder / _EXACT_KEYS_NAME, np.array(exact_keys, np.uint64))
         # [bands, documents]: the next stage reads one band at a time.
         np.save(folder / _BAND_KEYS_NAME, np.ascontiguousarray(np.concatenate(band_keys).T))
-        facts = {"mark": asdict(replace(mark, place=())), "passed_over": sorted(source.passed_over)}
-        (folder / _FACTS_NAME).write_text(json.dumps(facts))
+        result = num_documents, replace(mark, place=()), source.passed_over
+        (folder / _RESULT_NAME).write_bytes(pickle.dumps(result))
 
 
-def find_duplicates(work: PartedWork, _task: int = 0) -> None:
+def find_duplicates(job: CleanJob, _task: int = 0) -> None:
     """Second stage (a single task): decide in input order which documents are duplicates, and count n-grams.
 
     Raises DataError, OSError.
     """
-    parts = [work.annotated(part) for part in range(len(work.parts))]
-    exact, near = _find_shared_keys(parts, work.options.near.bands)
-    counts = np.zeros(len(work.ngrams.hashes) if work.ngrams else 0, np.uint32)
-    comparison = Comparison(work.options.near)
+    parts = [job.annotated(part) for part in range(len(job.parts))]
+    exact_index = ExactIndex(np.concatenate([np.load(part / _EXACT_KEYS_NAME) for part in parts]))
+    near_index, has_near = NearIndex(job.options.near), _find_shared_bands(parts, job.options.near.bands)
+    counts = np.zeros(len(job.ngrams.hashes) if job.ngrams else 0, np.uint32)
     number = 0
-    with _new_folder(work.duplicates) as folder:
+    with _new_folder(job.duplicates) as folder:
         for part, annotated in enumerate(parts):
-            first_number, removed = number, dict[int, Why]()
-            for annotations in _read_annotations(annotated):
-                comparison.begin_batch(annotations.exact_keys, annotations.sketches)
-                for document in annotations.documents:
-                    for finding in document.findings.values():
-                        if isinstance(finding, (ExactKey, SketchRow)):
-                            is_shared = next(exact if isinstance(finding, ExactKey) else near)
-                            if is_shared and number not in removed:
-                                decision = comparison.decide(number, finding)
-                                removed |= {number: decision.why} if decision else {}
-                        elif isinstance(finding, Overlaps) and number not in removed:
-                            counts[finding.ngrams] += 1
-                    number += 1
-            facts = {"first_number": first_number, "removed": list(removed.items())}
-            (folder / f"{part:05}.json").write_text(json.dumps(facts))
-        check_number(number - 1)
+            with _pickle_file(folder / f"{part:05}.zst") as save:
+                for annotations in _read_annotations(annotated):
+                    near_index.begin_batch(annotations.sketches)
+                    removed = dict[tuple[int, StepName], Removed]()
+                    for document in annotations.documents:
+                        is_kept = True
+                        for step, finding in document.findings.items():
+                            decision = None
+                            if isinstance(finding, SketchRow):
+                                # The next of all sketches, also of a document that is removed already.
+                                is_shared = next(has_near)
+                                decision = near_index.decide(number, finding.row) if is_kept and is_shared else None
+                            elif isinstance(finding, ExactKey) and is_kept:
+                                decision = exact_index.decide(number, finding.key)
+                            elif isinstance(finding, Overlaps) and is_kept:
+                                counts[finding.ngrams] += 1
+                            if decision is not None:
+                                removed[number, step] = decision
+                                is_kept = False
+                        number += 1
+                    save(removed)
+        if number > MAX_DOCUMENTS:
+            raise DataError(f"The input has more than {MAX_DOCUMENTS:,} documents. Clean it in parts.")
         np.save(folder / _COUNTS_NAME, counts)
 
 
-def _find_shared_keys(parts: Sequence[Path], num_bands: int) -> tuple[Iterator[bool], Iterator[bool]]:
-    """Return for each exact key, and for each sketch, whether another document has it or shares a band with it."""
-    exact = find_repeated(np.concatenate([np.load(part / _EXACT_KEYS_NAME) for part in parts]))
-    bands = [_map_array(part / _BAND_KEYS_NAME) for part in parts]
-    near = np.zeros(sum(keys.shape[1] for keys in bands), np.bool_)
+def _find_shared_bands(parts: Sequence[Path], num_bands: int) -> Iterator[bool]:
+    """Yield for each sketch whether it shares a band with another document's."""
+    bands = [np.load(part / _BAND_KEYS_NAME, mmap_mode="r") for part in parts]
+    is_shared = np.zeros(sum(keys.shape[1] for keys in bands), np.bool_)
     for band in range(num_bands):
-        near |= find_repeated(np.concatenate([keys[band] for keys in bands]))
-    return map(bool, exact), map(bool, near)
+        is_shared |= find_repeated(np.concatenate([keys[band] for keys in bands]))
+    return map(bool, is_shared)
 
 
-def find_repeated(keys: NDArray[np.unsignedinteger]) -> NDArray[np.bool_]:
-    """Return which of the keys occur more than once, [keys]."""
-    order = np.argsort(keys, kind="stable")
-    same = keys[order[1:]] == keys[order[:-1]]
-    repeated = np.zeros(len(keys), np.bool_)
-    repeated[order[1:][same]] = True
-    repeated[order[:-1][same]] = True
-    return repeated
-
-
-def _map_array(path: Path) -> NDArray[np.uint32]:
-    """Map an array into memory; an empty one cannot be mapped."""
-    with suppress(ValueError):
-        return np.load(path, mmap_mode="r")
-    return np.load(path)
-
-
-def write_part(work: PartedWork, part: int) -> None:
+def write_part(job: CleanJob, part: int) -> None:
     """Third stage: write a part's documents that are kept, and those that were removed. Raises DataError, OSError."""
-    facts = json.loads((work.duplicates / f"{part:05}.json").read_bytes())
-    duplicates: dict[int, Why] = dict(facts["removed"])
-
-    def decide(number: int, finding: ExactKey | SketchRow) -> Removed | None:
-        why = duplicates.get(number)
-        step = "near_duplicate" if isinstance(finding, SketchRow) else "exact_duplicate"
-        return Removed(why) if why is not None and why["rule"] == step else None
-
-    first_number, counts = facts["first_number"], np.load(work.duplicates / _COUNTS_NAME)
-    with (
-        _new_folder(work.written(part)) as folder,
-        closing(
-            Pipeline(
-                folder,
-                work.options,
-                work.shard_bytes,
-                decide,
-                work.ngrams,
-                first_number=first_number,
-                ngram_counts=counts,
-            )
-        ) as pipeline,
-    ):
-        texts = _read_pickles(work.annotated(part) / _TEXTS_NAME)
-        for contents, annotations in zip(texts, _read_annotations(work.annotated(part)), strict=True):
-            pipeline.add(contents, annotations.documents)  # type: ignore[arg-type]  # a list of texts
-        documents, removed = pipeline.finish()
-        mark, passed_over = read_position(work, part)
-        counted = (pipeline.taken_in, pipeline.kept, pipeline.reports)
+    first_number = sum(read_annotated(job, earlier)[0] for earlier in range(part))
+    _, mark, passed_over = read_annotated(job, part)
+    decontaminator = None
+    if job.ngrams is not None:
+        counts = np.load(job.duplicates / _COUNTS_NAME)
+        decontaminator = Decontaminator(job.ngrams, counts, job.options.max_ngram_documents)
+    with _new_folder(job.written(part)) as folder:
+        with closing(Writer(folder, job.options, job.shard_bytes, first_number, decontaminator)) as writer:
+            texts = _read_pickles(job.annotated(part) / _TEXTS_NAME)
+            duplicates = _read_pickles(job.duplicates / f"{part:05}.zst")
+            annotated = _read_annotations(job.annotated(part))
+            for contents, annotations, copies in zip(texts, annotated, duplicates, strict=True):
+                writer.add(contents, annotations.documents, copies)
+            documents, removed = writer.finish()
+        counted = writer.taken_in, writer.kept, writer.reports
         result = CleanResult(*counted, mark, documents, removed, passed_over=passed_over)
-        (folder / _FACTS_NAME).write_bytes(_WRITTEN.dump_json((pipeline.num_undelayed_files, result)))
+        (folder / _RESULT_NAME).write_bytes(pickle.dumps(result))
 
 
-def read_position(work: PartedWork, part: int) -> tuple[ReadPosition, set[PassedOver]]:
-    """Return the end of an annotated part, with counts of its malformed records, and skipped files. Raises OSError."""
-    facts = json.loads((work.annotated(part) / _FACTS_NAME).read_bytes())
-    return ReadPosition(**{**facts["mark"], "place": ()}), {PassedOver(*one) for one in facts["passed_over"]}
+def read_annotated(job: CleanJob, part: int) -> tuple[int, ReadPosition, set[PassedOver]]:
+    """Return an annotated part's documents, its end with counts of malformed records, and skipped files.
+
+    Raises OSError.
+    """
+    result: tuple[int, ReadPosition, set[PassedOver]] = pickle.loads((job.annotated(part) / _RESULT_NAME).read_bytes())
+    return result
 
 
-def join_parts(work: PartedWork, folder: Path) -> CleanResult:
+def join_parts(job: CleanJob, folder: Path) -> CleanResult:
     """Move the files of all parts into `folder` and add up their results. It can be repeated after a kill.
 
-    Documents with evaluation text come last, as in a local run. Raises OSError.
+    Raises OSError.
     """
     (folder / REMOVED_FOLDER).mkdir(parents=True, exist_ok=True)
     taken_in, kept, mark = DocumentCounts(), DocumentCounts(), ReadPosition(is_end=True)
-    reports = [StepReport(step) for step in work.options.steps]
+    reports = [StepReport(step) for step in job.options.steps]
     passed_over = set[PassedOver]()
-    files, delayed, removed = list[tuple[Path, FileFacts]](), list[tuple[Path, FileFacts]](), list[FileFacts]()
-    for part in range(len(work.parts)):
-        source = work.written(part)
-        num_undelayed, result = _WRITTEN.validate_json((source / _FACTS_NAME).read_bytes())
+    documents, removed = list[FileFacts](), list[FileFacts]()
+    for part in range(len(job.parts)):
+        source = job.written(part)
+        result: CleanResult = pickle.loads((source / _RESULT_NAME).read_bytes())
         taken_in.add_all(result.taken_in)
         kept.add_all(result.kept)
         mark = replace(mark, **{name: getattr(mark, name) + getattr(result.mark, name) for name in _COUNTED})
         passed_over |= result.passed_over
         for report, of_part in zip(reports, result.reports, strict=True):
             report.add_all(of_part)
-        documents = [(source / file.name, file) for file in result.documents]
-        files += documents[:num_undelayed]
-        delayed += documents[num_undelayed:]
-        for file in result.removed:
-            if file.records:
-                removed.append(replace(file, name=file.name.replace(".", f"-{part:05}.", 1)))
-                _move(source / REMOVED_FOLDER / file.name, folder / REMOVED_FOLDER / removed[-1].name)
-    kept_files = [replace(file, name=shard_name(number)) for number, (_, file) in enumerate(files + delayed)]
-    for (path, _), file in zip(files + delayed, kept_files, strict=True):
-        _move(path, folder / file.name)
+        for file in result.documents:
+            documents.append(replace(file, name=shard_name(len(documents))))
+            _move(source / file.name, folder / documents[-1].name)
+        removed += _move_removed(job, part, result.removed, folder)
     removed.sort(key=lambda file: file.name)
-    num_ignored = int((np.load(work.duplicates / _COUNTS_NAME) > work.options.max_ngram_documents).sum())
-    num_short = work.ngrams.num_short if work.ngrams else 0
-    return CleanResult(taken_in, kept, reports, mark, kept_files, removed, num_ignored, num_short, passed_over)
+    num_ignored = int((np.load(job.duplicates / _COUNTS_NAME) > job.options.max_ngram_documents).sum())
+    return CleanResult(
+        taken_in,
+        kept,
+        reports,
+        mark,
+        documents,
+        removed,
+        num_ignored_ngrams=num_ignored,
+        num_short_items=job.ngrams.num_short if job.ngrams else 0,
+        passed_over=passed_over,
+    )
+
+
+def _move_removed(job: CleanJob, part: int, files: Sequence[FileFacts], folder: Path) -> Iterator[FileFacts]:
+    """Move a part's files of removed text, and yield each with its new name; of several parts without empty ones."""
+    for file in files:
+        moved = file
+        if len(job.parts) > 1:
+            if not file.records:
+                continue
+            moved = replace(file, name=file.name.replace(".", f"-{part:05}.", 1))
+        _move(job.written(part) / REMOVED_FOLDER / file.name, folder / REMOVED_FOLDER / moved.name)
+        yield moved
 
 
 def _move(source: Path, target: Path) -> None:
@@ -259,11 +303,11 @@ def _move(source: Path, target: Path) -> None:
         os.replace(source, target)
 
 
-def join_rejected(work: PartedWork, path: Path) -> None:
+def join_rejected(job: CleanJob, path: Path) -> None:
     """Write the malformed records of all parts to `path`. Raises OSError."""
     path.unlink(missing_ok=True)
-    for part in range(len(work.parts)):
-        rejected = work.annotated(part) / _REJECTED_NAME
+    for part in range(len(job.parts)):
+        rejected = job.annotated(part) / _REJECTED_NAME
         if rejected.exists():
             with rejected.open("rb") as source, path.open("ab") as target:
                 shutil.copyfileobj(source, target)
@@ -290,22 +334,18 @@ def _new_folder(path: Path) -> Iterator[Path]:
 @contextmanager
 def _pickle_file(path: Path) -> Iterator[Callable[[object], None]]:
     """Yield a function that appends a pickle to a new compressed file. Raises OSError."""
-    import zstandard
-
     with path.open("xb") as file, zstandard.ZstdCompressor(1).stream_writer(file) as out:
         yield lambda value: pickle.dump(value, out, pickle.HIGHEST_PROTOCOL)
 
 
-def _read_pickles(path: Path) -> Iterator[object]:
+def _read_pickles(path: Path) -> Iterator[Any]:
     """Yield what was written to a `_pickle_file`. Raises OSError."""
-    import zstandard
-
-    with path.open("rb") as file:
-        contents = io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file))
+    with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as compressed:
+        contents = io.BufferedReader(compressed)
         while contents.peek(1):
             # Tasks run code that Ray pickles: whoever can write to this folder can run code here anyway.
             yield pickle.load(contents)
 
 
 def _read_annotations(folder: Path) -> Iterator[Annotations]:
-    yield from _read_pickles(folder / _ANNOTATIONS_NAME)  # type: ignore[misc]  # as the first stage wrote them
+    yield from _read_pickles(folder / _ANNOTATIONS_NAME)

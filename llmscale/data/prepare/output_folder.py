@@ -153,7 +153,7 @@ def sync_tree(folder: Path) -> None:
 
 
 #: Incremented when the meaning of the folder's files changes.
-_VERSION = 4
+_VERSION = 5
 _REQUEST_NAME, _STATE_NAME, _LOCK_NAME = "request.json", "state.npz", "lock"
 
 

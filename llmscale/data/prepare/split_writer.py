@@ -354,11 +354,10 @@ def _read_into(file: BinaryIO, place: int, into: NDArray[np.generic]) -> None:
 
 @dataclass(frozen=True)
 class TokenisedDocument:
-    """A document's tokens, with begin-of-text and end-of-text, and its text hash."""
+    """A document's tokens, with begin-of-text and end-of-text."""
 
     tokens: Tokens
     num_text_bytes: int
-    text_hash: bytes
 
     @property
     def num_tokens(self) -> int:
@@ -371,8 +370,8 @@ class TokenisedDocument:
         """
         first = np.append(self.tokens[:num_tokens], self.tokens[-1:])
         return (
-            TokenisedDocument(first, num_bytes, self.text_hash),
-            TokenisedDocument(self.tokens[num_tokens:], self.num_text_bytes - num_bytes, self.text_hash),
+            TokenisedDocument(first, num_bytes),
+            TokenisedDocument(self.tokens[num_tokens:], self.num_text_bytes - num_bytes),
         )
 
 

@@ -23,15 +23,7 @@ from llmscale.data.prepare.output_folder import RejectedRecords, WorkFolder
 from llmscale.data.prepare.packing import PackingState, Tokens
 from llmscale.data.prepare.sources.source import Place, Rejected, Source, TokenRules
 from llmscale.data.prepare.split_writer import SplitState, SplitWriter, TokenisedDocument
-from llmscale.data.prepare.train_val_split import (
-    MOST_WAITING_TOKENS,
-    HeldBackDocument,
-    SplitAssigner,
-    ValidationKeeper,
-    hash_text,
-    hash_tokens,
-    split_scores,
-)
+from llmscale.data.prepare.train_val_split import SplitAssigner, hash_text, hash_tokens, split_scores
 from llmscale.data.shards.manifest import TokenDtype
 from llmscale.data.tokenizers.tokenizer import TokenArray, Tokenizer, letters_of_bytes
 from llmscale.terminal.progress import Progress
@@ -43,8 +35,6 @@ class _Facts(TypedDict):
     note: str
     is_read: bool
     splits: dict[str, tuple[int, tuple[int, int, list[int]]]]
-    held: tuple[int, float, bool] | None
-    held_document: tuple[int, str] | None
 
 
 @dataclass(frozen=True)
@@ -56,8 +46,6 @@ class ResumeState:
     rejected: tuple[int, int]
     """Bytes and records in the file of rejected records."""
     splits: dict[str, SplitState]
-    held: HeldBackDocument[TokenisedDocument] | None
-    """Document held back for validation; None once scores alone decide."""
     note: str = ""
     """How validation was split off."""
     is_read: bool = False
@@ -70,8 +58,6 @@ class ResumeState:
 
 def save_resume_state(work: WorkFolder, state: ResumeState) -> None:
     """Raises OSError."""
-    held = state.held
-    document = held.document if held is not None else None
     facts: _Facts = {
         "mark": asdict(state.mark),
         "quarantine": list(state.rejected),
@@ -81,10 +67,8 @@ def save_resume_state(work: WorkFolder, state: ResumeState) -> None:
             name: (split.packing.num_cropped, (split.num_documents, split.num_text_bytes, split.run_begins))
             for name, split in state.splits.items()
         },
-        "held": None if held is None else (held.num_copies, held.score, held.has_others),
-        "held_document": None if document is None else (document.num_text_bytes, document.text_hash.hex()),
     }
-    arrays: dict[str, NDArray[np.generic]] = {} if document is None else {"held": document.tokens}
+    arrays: dict[str, NDArray[np.generic]] = {}
     for name, split in state.splits.items():
         packing = split.packing
         arrays |= {f"{name}_rest": packing.tokens, f"{name}_lengths": packing.lengths, f"{name}_counts": split.counts}
@@ -97,12 +81,6 @@ def load_resume_state(work: WorkFolder) -> ResumeState | None:
     if saved is None:
         return None
     facts, arrays = cast(_Facts, saved[0]), saved[1]
-    document = None
-    if facts["held_document"] is not None:
-        num_bytes, digest = facts["held_document"]
-        document = TokenisedDocument(
-            cast(NDArray[np.unsignedinteger], arrays["held"]), num_bytes, bytes.fromhex(digest)
-        )
     mark = facts["mark"]
     place = tuple(cast(list[int], mark.pop("place")))
     [size_bytes, num_rejected] = facts["quarantine"]
@@ -121,7 +99,6 @@ def load_resume_state(work: WorkFolder) -> ResumeState | None:
             )
             for name, (num_cropped, numbers) in facts["splits"].items()
         },
-        held=None if facts["held"] is None else HeldBackDocument(document, *facts["held"]),
         note=facts["note"],
         is_read=facts["is_read"],
     )
@@ -217,8 +194,7 @@ class TokenisedBatch:
         return part if 2 * len(part) > len(self.tokens) else part.copy()
 
     def document(self, number: int) -> TokenisedDocument:
-        tokens = self.tokens_of(number, number + 1)
-        return TokenisedDocument(tokens, self.num_text_bytes[number], self.text_hashes[number])
+        return TokenisedDocument(self.tokens_of(number, number + 1), self.num_text_bytes[number])
 
 
 class BatchTokeniser:
@@ -350,7 +326,7 @@ def ordered_parallel_map(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-#: Most work that an interruption loses, once no document is held back for validation.
+#: Most work that an interruption loses, once no document waits for validation.
 CHECKPOINT_INTERVAL_S = 30.0
 
 
@@ -371,22 +347,21 @@ class SplitRouter:
         keeps_order: bool = False,
         is_always_kept: bool = False,
     ) -> None:
-        """`window` is a window's number of tokens. `state` is from an interrupted run. With `keeps_order` documents of
-        a split stay in the order of the text. With `is_always_kept` the final state is saved even after a short run.
+        """`window` is a window's number of tokens. `state` is from an interrupted run.
+
+        With `keeps_order` documents of a split stay in the order of the text. With `is_always_kept` the final state is
+        saved even after a short run.
         """
         self._writers = writers
         self._work = work
         self._rejected = rejected
         self._seed = seed
-        self._assigner = SplitAssigner[TokenisedDocument](val_fraction, keeps_order=keeps_order)
-        self._keeper = ValidationKeeper[TokenisedDocument](
-            val_fraction, window, functools.partial(cut_document, tokenizer=tokenizer)
+        self._assigner = SplitAssigner[TokenisedDocument](
+            val_fraction, window, functools.partial(cut_document, tokenizer=tokenizer), keeps_order=keeps_order
         )
-        self._keeps_order = keeps_order
         self.mark = ReadPosition()
         if state is not None:
-            self._assigner.resume(state.held)
-            self._keeper.is_settled = True
+            self._assigner.is_settled, self._assigner.note = True, state.note
             self.mark = state.mark
         self._has_runs = is_always_kept or state is not None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="write")
@@ -396,44 +371,37 @@ class SplitRouter:
     @property
     def note(self) -> str:
         """How validation was split off, if not by documents."""
-        return self._keeper.note
+        return self._assigner.note
 
     def add(self, batch: TokenisedBatch) -> None:
         """Route a batch. Raises OSError, DataError for too many rejected records."""
         scores = split_scores(batch.text_hashes, self._seed)
         number = 0
-        while number < len(scores) and not self._is_settled:
-            for split, assigned in self._assigner.assign(float(scores[number]), batch.document(number)):
-                self._pass_on(split, assigned)
+        while number < len(scores) and not self._assigner.is_settled:
+            self._write(self._assigner.add(float(scores[number]), batch.document(number)))
             number += 1
-        if sum(document.num_tokens for document in self._assigner.waiting_in_order()) > MOST_WAITING_TOKENS:
-            self._settle()
-        self._pass_on_at_once(batch, scores, number)
+        self._write_at_once(batch, self._assigner.is_val(scores), number)
         self.mark = batch.mark
         self._rejected.add(batch.rejected)
         self._keep_now_and_then()
 
-    def _pass_on_at_once(self, batch: TokenisedBatch, scores: NDArray[np.float64], first: int) -> None:
+    def _write(self, assigned: Iterable[tuple[str, TokenisedDocument]]) -> None:
+        for split, document in assigned:
+            self._writers[split].add_documents(document.tokens, 1, document.num_text_bytes)
+
+    def _write_at_once(self, batch: TokenisedBatch, is_val: NDArray[np.bool_], first: int) -> None:
         """Write the documents from `first` on, neighbours of one split together."""
-        if first == len(scores):
+        if first == len(is_val):
             return
-        is_val = self._assigner.is_val(scores)
         changes = np.flatnonzero(is_val[first + 1 :] != is_val[first:-1]) + first + 1
-        for begin, end in pairwise([first, *changes.tolist(), len(scores)]):
+        for begin, end in pairwise([first, *changes.tolist(), len(is_val)]):
             self._writers["val" if is_val[begin] else "train"].add_documents(
                 batch.tokens_of(begin, end), end - begin, sum(batch.num_text_bytes[begin:end])
             )
 
-    @property
-    def _is_settled(self) -> bool:
-        """True once a document's score alone decides its split."""
-        return self._assigner.is_settled and self._keeper.is_settled
-
     def finish(self) -> None:
-        """Release held documents after the last batch, and end all splits. Raises OSError."""
-        self._settle()
-        for split, document in self._keeper.finish():
-            self._writers[split].add_documents(document.tokens, 1, document.num_text_bytes)
+        """Write the documents that wait after the last batch, and end all splits. Raises OSError."""
+        self._write(self._assigner.finish())
         for writer in self._writers.values():
             writer.end_text()
         if self._has_runs:
@@ -444,23 +412,12 @@ class SplitRouter:
         """Stop the writer thread."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _settle(self) -> None:
-        """Send the document that is held back to validation."""
-        for split, assigned in self._assigner.finish():
-            self._pass_on(split, assigned)
-
-    def _pass_on(self, split: str, document: TokenisedDocument) -> None:
-        for where, kept in self._keeper.add(split, document):
-            self._writers[where].add_documents(kept.tokens, 1, kept.num_text_bytes)
-
     def _keep_now_and_then(self) -> None:
         if self._under_way is not None and self._under_way[0].done():
             self._wait()
         is_full = sum(w.waiting_bytes for w in self._writers.values()) >= split_writer.BUFFER_BYTES
         is_time = time.monotonic() - self._kept_s >= CHECKPOINT_INTERVAL_S and self._under_way is None
-        # Documents that wait for the one that is held back are in no state.
-        is_known = self._assigner.is_settled or not self._keeps_order
-        if is_known and self._keeper.is_settled and (is_full or is_time):
+        if self._assigner.is_settled and (is_full or is_time):
             self._keep(is_read=False)
 
     def _keep(self, *, is_read: bool) -> None:
@@ -472,7 +429,6 @@ class SplitRouter:
             self.mark,
             (self._rejected.size_bytes, self._rejected.num_records),
             {name: split for name, (_, split) in taken.items()},
-            None if self._assigner.is_settled or is_read else self._assigner.held(),
             self.note,
             is_read,
         )

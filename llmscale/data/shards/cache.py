@@ -112,7 +112,7 @@ class Origin:
             raise Missing(f"Cannot fetch {self.place}/{relative}: there is no such file.") from None
 
     def _check(self, relative: str) -> Path:
-        """Return the path of a file in a folder. Raises DataError for a link, OSError for what is no file."""
+        """Return the path of a file in a folder. Raises DataError for a link, OSError for what is not a file."""
         check_no_links(Path(self.place), relative)
         path = Path(self.place, relative)
         check_regular(path, follow_links=False)

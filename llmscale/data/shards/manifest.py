@@ -246,14 +246,13 @@ def load_manifest(folder: Path | str) -> Manifest:
     folder = Path(folder)
     path = folder / MANIFEST_NAME
     try:
-        contents = read_regular(path, Rules.max_bytes, follow_links=False)
+        contents = read_regular(path, Rules.max_bytes)
     except FileNotFoundError:
         raise DataError(_explain_missing(folder)) from None
     except NotADirectoryError:
         raise DataError(f"{folder} is a file; --data takes the folder that `llmscale data prepare` wrote.") from None
     except (OSError, ValueError) as error:
-        remedy = f" {LINK_REMEDY}" if path.is_symlink() else ""
-        raise DataError(f"Cannot read {path}: {getattr(error, 'strerror', None) or error}.{remedy}") from None
+        raise DataError(f"Cannot read {path}: {getattr(error, 'strerror', None) or error}.") from None
     return parse_manifest(contents, str(path))
 
 
@@ -389,12 +388,17 @@ def _explain_missing(folder: Path) -> str:
         return f"Data folder {folder} does not exist{note}. {make}"
     if not any(folder.iterdir()):
         return f"Data folder {folder} is empty{note}. {make}"
+    if (folder.parent / MANIFEST_NAME).is_file():
+        return f"{folder} is a part of the dataset in {folder.parent}. Give that folder."
     if (folder / "index.json").exists() or any(folder.glob("*/index.json")):
         return (
             f"{folder} holds MDS shards but no {MANIFEST_NAME}: they were not written by `llmscale data prepare`, so "
             "their tokenizer and windows are unknown. Prepare the dataset from its text."
         )
-    return f"{folder} is not a prepared dataset: it has no {MANIFEST_NAME}. {make}"
+    return (
+        f"{folder} is not a prepared dataset: it has no {MANIFEST_NAME}. If it holds text, train on it with `--text "
+        f"{folder}`, or make a dataset with `llmscale data prepare --input {folder} --out OUT`."
+    )
 
 
 def get_split(manifest: Manifest, split: str, where: str) -> SplitManifest:
@@ -482,7 +486,7 @@ def _sha256(contents: bytes) -> str:
 def load_origin(path: Path) -> TokenizerOrigin:
     """Read origin.json. Raises DataError for anything that `prepare` does not write."""
     try:
-        record = load_json(path, Rules(DataError, REMEDY, max_bytes=CONFIG_MAX_BYTES, follow_links=False))
+        record = load_json(path, Rules(DataError, REMEDY, max_bytes=CONFIG_MAX_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{path} does not exist. {REMEDY}") from None
     eot_token, bos_tokens, files = record.get("eot_token"), record.get("bos_tokens"), record.get("files")

@@ -179,7 +179,7 @@ class _OpenFiles:
         """Return a file descriptor for positioned reads. Raises OSError."""
         file = self._files.get(shard_id)
         if file is None:
-            file = self._files[shard_id] = open_regular(self._paths[shard_id], follow_links=False)
+            file = self._files[shard_id] = open_regular(self._paths[shard_id])
             if len(self._files) > self._limit:
                 self._files.popitem(last=False)[1].close()
         else:

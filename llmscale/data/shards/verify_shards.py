@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmscale.data.shards.manifest import HASH, LINK_REMEDY, Manifest, ShardInfo, check_no_links, get_split
+from llmscale.data.shards.manifest import HASH, Manifest, ShardInfo, get_split
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import Rules, load_json, parse_json
 from llmscale.untrusted.paths import RefusedFile, check_regular, open_regular
@@ -30,7 +30,6 @@ def load_index(folder: Path, split: str, manifest: Manifest) -> list[IndexEntry]
     Raises DataError when the index is missing, damaged or describes other shards or another column.
     """
     path = folder / split / INDEX_NAME
-    check_no_links(folder, f"{split}/{INDEX_NAME}")
     try:
         index = load_json(path, _rules(split, manifest))
     except (FileNotFoundError, NotADirectoryError):
@@ -50,7 +49,7 @@ def parse_index(contents: bytes, split: str, manifest: Manifest, where: str) -> 
 
 def _rules(split: str, manifest: Manifest) -> Rules:
     num_shards = len(get_split(manifest, split, "the dataset").shards)
-    return Rules(DataError, _REMEDY, max_bytes=_ENTRY_BYTES * (num_shards + 16), follow_links=False)
+    return Rules(DataError, _REMEDY, max_bytes=_ENTRY_BYTES * (num_shards + 16))
 
 
 def _check_index(index: dict[str, object], split: str, manifest: Manifest, where: str) -> list[IndexEntry]:
@@ -149,13 +148,13 @@ def check_files(folder: Path, split: str, manifest: Manifest, entries: list[Inde
 def check_size(path: Path, expected_bytes: int) -> os.stat_result:
     """Return the status of a shard's file. Raises DataError if it is missing, not a file, or of another size."""
     try:
-        status = check_regular(path, follow_links=False)
+        status = check_regular(path, follow_links=True)
         if status.st_size != expected_bytes:
-            open_regular(path, follow_links=False).close()  # names a Git LFS pointer
+            open_regular(path).close()  # names a Git LFS pointer
     except FileNotFoundError:
         raise DataError(f"Shard {path} is missing. {_REMEDY}") from None
     except RefusedFile as error:
-        raise DataError(f"Shard {path} {error.strerror}. {LINK_REMEDY if path.is_symlink() else _REMEDY}") from None
+        raise DataError(f"Shard {path} {error.strerror}. {_REMEDY}") from None
     except OSError as error:
         raise DataError(f"Shard {path} cannot be read: {error.strerror}. {_REMEDY}") from None
     if status.st_size != expected_bytes:
@@ -182,7 +181,7 @@ def hash_file(path: Path, algorithm: str, progress: Callable[[int], object] = la
     import xxhash
 
     digest = getattr(xxhash, algorithm)()
-    with open_regular(path, follow_links=False) as file:
+    with open_regular(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
             progress(len(chunk))
@@ -196,7 +195,7 @@ def check_offsets(path: Path, shard: ShardInfo, manifest: Manifest) -> None:
     Streaming trusts these offsets and would read up to 4 GiB for a sample. Raises DataError.
     """
     try:
-        with open_regular(path, follow_links=False) as file:
+        with open_regular(path) as file:
             head = np.frombuffer(file.read(4 * (shard.num_samples + 2)), "<u4").astype(np.int64)
     except OSError as error:
         raise DataError(f"Shard {path} cannot be read: {error.strerror}. {_REMEDY}") from None

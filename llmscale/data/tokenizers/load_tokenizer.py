@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmscale.data.shards.manifest import ORIGIN_NAME, TOKENIZER_FILES, Manifest, check_no_links, load_manifest
+from llmscale.data.shards.manifest import ORIGIN_NAME, Manifest, load_manifest
 from llmscale.data.tokenizers.hugging_face import (
     JSON_NAME,
     HuggingFaceTokenizer,
@@ -59,7 +59,6 @@ def load_tokenizer(spec: str, *, eot_token: str = "", parse_special: bool = Fals
 def load_set_tokenizer(folder: Path | str, manifest: Manifest | None = None) -> Tokenizer:
     """Load the tokenizer that a prepared dataset keeps. Raises DataError when it does not match the manifest."""
     manifest = manifest or load_manifest(folder)
-    check_no_links(Path(folder), *TOKENIZER_FILES[manifest.tokenizer_files])
     if not manifest.tokenizer_files and manifest.tokenizer != "bytes":
         # Any other name would be a file of this machine.
         raise DataError(f"{folder} keeps no copy of its tokenizer. Prepare the dataset again with --overwrite.")

@@ -151,13 +151,13 @@ def kept_by(name: str, out: Path) -> set[int]:
 
     import zstandard
 
-    kept: set[int] = set()
+    ids: set[int] = set()
     for path in sorted((out / "clean").glob("*.jsonl.*")):
         raw = path.read_bytes()
         contents = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(raw)).read() if name == "llmscale" else None
         lines = (gzip.decompress(raw) if contents is None else contents).decode().split("\n")
-        kept |= {int(json.loads(line)["id"]) for line in lines if line}
-    return kept
+        ids |= {int(json.loads(line)["id"]) for line in lines if line}
+    return ids
 
 
 def main() -> None:
@@ -195,20 +195,20 @@ def measure(args: argparse.Namespace, names: list[str], folder: Path) -> dict[st
     tasks = {}
     for task in STEPS:
         runs: dict[str, list[float]] = {name: [] for name in names}
-        kept: dict[str, set[int]] = {}
+        ids_kept: dict[str, set[int]] = {}
         for _ in range(args.rounds):
             for name in names:
                 with tempfile.TemporaryDirectory(dir=folder) as out:
                     runs[name].append(run_one(args, name, task, folder / "text", Path(out)))
-                    kept[name] = kept_by(name, Path(out))
-        tasks[task] = describe(task, runs, kept, num_documents, size_bytes, planted)
+                    ids_kept[name] = kept_by(name, Path(out))
+        tasks[task] = describe(task, runs, ids_kept, num_documents, size_bytes, planted)
     return {"documents": num_documents, "text_bytes": size_bytes, "planted": len(planted), "tasks": tasks}
 
 
 def describe(
     task: str,
     runs: dict[str, list[float]],
-    kept: dict[str, set[int]],
+    ids_kept: dict[str, set[int]],
     num_documents: int,
     size_bytes: int,
     planted: list[int],
@@ -218,18 +218,18 @@ def describe(
     for name, wall_s in best_s.items():
         print(
             f"{name:10}{num_documents / wall_s:14.0f}{size_bytes / 1e6 / wall_s:8.1f}"
-            f"{wall_s / best_s['llmscale']:12.2f} x{len(kept[name]):10,}"
+            f"{wall_s / best_s['llmscale']:12.2f} x{len(ids_kept[name]):10,}"
         )
     result: dict[str, object] = {
         "best_s": best_s,
         "runs_s": runs,
-        "kept": {name: len(found) for name, found in kept.items()},
+        "kept": {name: len(ids) for name, ids in ids_kept.items()},
     }
-    if len(kept) > 1:
-        result["agreement"] = 1 - len(kept["llmscale"] ^ kept["datatrove"]) / num_documents
+    if len(ids_kept) > 1:
+        result["agreement"] = 1 - len(ids_kept["llmscale"] ^ ids_kept["datatrove"]) / num_documents
         print(f"the same documents are kept or not: {result['agreement']:.2%}")
     if task == "near":
-        shares = {name: len(set(planted) - found) / len(planted) for name, found in kept.items()}
+        shares = {name: len(set(planted) - ids) / len(planted) for name, ids in ids_kept.items()}
         print("planted copies found:", ", ".join(f"{name} {share:.1%}" for name, share in shares.items()))
         result["planted_found"] = shares
     return result

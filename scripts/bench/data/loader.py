@@ -100,8 +100,20 @@ def make_data(folder: Path, args: argparse.Namespace) -> None:
     text = np.random.default_rng(0).integers(97, 123, args.megabytes << 19, np.uint8)
     (folder / "text.txt").write_bytes(text.tobytes())
     run_llmscale(
-        *("data", "prepare", "--input", str(folder / "text.txt"), "--out", str(folder / "set"), "--tokenizer", "bytes"),
-        *("--seq-len", str(args.seq_len), "--val-fraction", "0", "--shard-mb", "16"),
+        "data",
+        "prepare",
+        "--input",
+        str(folder / "text.txt"),
+        "--out",
+        str(folder / "set"),
+        "--tokenizer",
+        "bytes",
+        "--seq-len",
+        str(args.seq_len),
+        "--val-fraction",
+        "0",
+        "--shard-mb",
+        "16",
     )
     text.astype(np.uint16).tofile(folder / "train.bin")
 
@@ -137,14 +149,16 @@ def summarize(
     rounds: dict[str, list[dict[str, float]]], facts: dict[str, dict[str, object]]
 ) -> dict[str, dict[str, dict[str, object]]]:
     """Return ratios of tokens/s to the baselines' of the same round, and the rest."""
-    found: dict[str, dict[str, object]] = {}
+    ratios_of: dict[str, dict[str, object]] = {}
     for name, fact in facts.items():
-        found[name] = dict(fact)
+        ratios_of[name] = dict(fact)
         for base in (base for base in BASELINES if name in rounds and BASELINES[base] in rounds):
             for clock, words in CLOCKS.items():
                 pairs = zip(rounds[BASELINES[base]], rounds[name], strict=True)
-                found[name][f"{words}_{base}"] = median_and_range(theirs[clock] / own[clock] for theirs, own in pairs)
-    return {"contestants": found}
+                ratios_of[name][f"{words}_{base}"] = median_and_range(
+                    theirs[clock] / own[clock] for theirs, own in pairs
+                )
+    return {"contestants": ratios_of}
 
 
 def print_table(result: dict[str, dict[str, dict[str, object]]]) -> None:
@@ -152,13 +166,13 @@ def print_table(result: dict[str, dict[str, dict[str, object]]]) -> None:
     print(f"{'tokens/s, as a multiple of':30}{BASELINES['once']:^40}{BASELINES['each']:^40}")
     heading = "".join(f"{words + ' (range)':>20}" for _ in BASELINES for words in CLOCKS.values())
     print(f"{'':30}{heading}{'first batch s':>15}{'resident MiB':>14}")
-    for name, found in result["contestants"].items():
-        if "problem" in found:
-            print(f"{name:30}  {found['problem']}")
+    for name, numbers in result["contestants"].items():
+        if "problem" in numbers:
+            print(f"{name:30}  {numbers['problem']}")
             continue
-        ratios = "".join(f"{show_range(found[key]) if key in found else '-':>20}" for key in columns)  # type: ignore[arg-type]
-        resident = found["resident_bytes"] / 2**20  # type: ignore[operator]
-        print(f"{name:30}{ratios}{found['first_batch_s']:15.3f}{resident:14.0f}")
+        ratios = "".join(f"{show_range(numbers[key]) if key in numbers else '-':>20}" for key in columns)  # type: ignore[arg-type]
+        resident = numbers["resident_bytes"] / 2**20  # type: ignore[operator]
+        print(f"{name:30}{ratios}{numbers['first_batch_s']:15.3f}{resident:14.0f}")
     resume = result["resume"]
     print(f"llmscale's first ids at 90 % of {resume['samples']:,} samples: {resume['seconds']:.4f} s")
 

@@ -114,8 +114,8 @@ def spread(places: np.ndarray, n: int, batch: int) -> tuple[float, float]:
 def measure_batches(orderer: Orderer, sizes: np.ndarray) -> dict[str, dict[str, float]]:
     """Return by batch size: root mean square of the ratio, median and range of the autocorrelation over seeds."""
     n = int(sizes.sum())
-    found = [[spread(places, n, batch) for batch in BATCHES] for places in (orderer(sizes, s) for s in range(SEEDS))]
-    ratios, lags = np.moveaxis(np.array(found), 2, 0)
+    spreads = [[spread(places, n, batch) for batch in BATCHES] for places in (orderer(sizes, s) for s in range(SEEDS))]
+    ratios, lags = np.moveaxis(np.array(spreads), 2, 0)
     return {
         str(batch): {"ratio": float(np.sqrt((ratios[:, i] ** 2).mean())), "lag": median_and_range(lags[:, i].tolist())}
         for i, batch in enumerate(BATCHES)

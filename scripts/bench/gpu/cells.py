@@ -100,7 +100,8 @@ def list_gpu_cells() -> list[Cell]:
     sizes = [Cell("train", model, compiled=True) for model in ("gpt2-350m", "gpt2-774m")]
     eager = [
         *(Cell("train", model) for model in ("gpt2-350m", "gpt2-774m")),
-        *(Cell("train", **_1_5B), Cell("train", **_LLAMA_1B)),
+        Cell("train", **_1_5B),
+        Cell("train", **_LLAMA_1B),
     ]
     offload = [
         Cell("train", **_1_5B, zero_stage=2, offload="optimizer", compiled=True, least_s=60),

@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from llmscale.config.hardware import model_flops_utilisation
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
 from llmscale.files.atomic_write import write_output
 from llmscale.memory.estimate import CONTEXT_BYTES, RESERVED_PER_ALLOCATED, MemoryEstimate
 from llmscale.planning import compilation, kernels
@@ -178,8 +178,8 @@ class Bench:
     def keep_log(self, title: str, log: Path) -> None:
         """Append the end of a failed process's output to the log beside the results."""
         if self.args.out and log.exists():
-            with (self.args.out / f"gpu_{self.device.label}.log").open("ab") as kept:
-                kept.write(f"== {title}\n".encode() + log.read_bytes()[-MAX_LOG_BYTES:] + b"\n")
+            with (self.args.out / f"gpu_{self.device.label}.log").open("ab") as all_logs:
+                all_logs.write(f"== {title}\n".encode() + log.read_bytes()[-MAX_LOG_BYTES:] + b"\n")
 
     def measure_grid(self, cell: Cell, limit_s: float) -> dict:
         grid_cell = next(one for one in memory_grid.list_cells() if one.name == cell.model)
@@ -212,12 +212,37 @@ class Bench:
         global_batch = cell.tokens_per_step // cell.seq_len
         layers = ["--n-layer", str(cell.n_layer)] if cell.n_layer else []
         return [
-            *("--ds", str(ds), "--data", str(self.prepared(cell.seq_len)), "--model", cell.model, *layers),
-            *("--vocab-size", str(cell.vocab_size), "--precision", self.device.precision),
-            *("--global-batch-size", str(global_batch), "--micro-batch-size", str(micro)),
-            *("--activation-checkpointing", mode, "--compile", "on" if cell.compiled else "off"),
-            *("--steps", "1000000", "--warmup-steps", "10", "--log-every", "1", "--save-every", "0"),
-            *("--val-every", "0", "--run", str(place / "run")),
+            "--ds",
+            str(ds),
+            "--data",
+            str(self.prepared(cell.seq_len)),
+            "--model",
+            cell.model,
+            *layers,
+            "--vocab-size",
+            str(cell.vocab_size),
+            "--precision",
+            self.device.precision,
+            "--global-batch-size",
+            str(global_batch),
+            "--micro-batch-size",
+            str(micro),
+            "--activation-checkpointing",
+            mode,
+            "--compile",
+            "on" if cell.compiled else "off",
+            "--steps",
+            "1000000",
+            "--warmup-steps",
+            "10",
+            "--log-every",
+            "1",
+            "--save-every",
+            "0",
+            "--val-every",
+            "0",
+            "--run",
+            str(place / "run"),
         ]
 
     def prepared(self, seq_len: int) -> Path:
@@ -342,13 +367,13 @@ class Bench:
         """Return the lines below the table."""
         efficiency = self.efficiency()
         fitted = efficiency["measured"]
-        found = "not measured" if not fitted else ", ".join(f"{key} {value:.2f}" for key, value in fitted.items())
+        parts = "not measured" if not fitted else ", ".join(f"{key} {value:.2f}" for key, value in fitted.items())
         gpu = self.device.gpu
         peak = f"{gpu.dense_16bit_flops / 1e12:g} TFLOP/s" if gpu else "not known for this device"
         return [
             *self.targets(),
             *constant_lines([asdict(constant) for constant in self.constants()]),
-            f"parts of the peak that eager kernels reached: {found}",
+            f"parts of the peak that eager kernels reached: {parts}",
             f"{MFU_FORMULA} rate: {peak}",
             machine_line(self.machine),
         ]

@@ -104,10 +104,10 @@ def why_it_ended(log: Path, status: int) -> str:
 def cell_environment(compiled: Path) -> dict[str, str]:
     """Return the environment of a cell: no launcher's variables, compiler caches in the folder `compiled`."""
     places = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {key: value for key, value in os.environ.items() if key not in places}
+    inherited = {key: value for key, value in os.environ.items() if key not in places}
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"), "TRITON_CACHE_DIR": str(compiled / "triton")}
-    said = {"PYTHONPATH": python_path(REPOSITORY), "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return {**kept, **said, **caches}
+    settings = {"PYTHONPATH": python_path(REPOSITORY), "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**inherited, **settings, **caches}
 
 
 def read_train_steps(run: Path, tokens_per_step: int) -> list[Step]:
@@ -203,12 +203,12 @@ def nanogpt_options(
 ) -> dict[str, object]:
     """Return nanoGPT's settings for a step like ours: biases, every step's time printed, no checkpoint."""
     return {
-        **{"dataset": "bench", "device": device, "compile": compiled},
-        **{"dtype": "bfloat16" if device == "cuda" else "float32"},
-        **{"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": seq_len, "bias": True},
-        **{"batch_size": micro_batch, "gradient_accumulation_steps": micro_steps, "log_interval": 1},
-        **{"eval_interval": 10**9, "eval_iters": 1, "always_save_checkpoint": False, "max_iters": 10**9},
-        **{"warmup_iters": 10},
+        "dataset": "bench", "device": device, "compile": compiled,
+        "dtype": "bfloat16" if device == "cuda" else "float32",
+        "n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": seq_len, "bias": True,
+        "batch_size": micro_batch, "gradient_accumulation_steps": micro_steps, "log_interval": 1,
+        "eval_interval": 10**9, "eval_iters": 1, "always_save_checkpoint": False, "max_iters": 10**9,
+        "warmup_iters": 10,
     }  # fmt: skip
 
 

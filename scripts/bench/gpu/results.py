@@ -89,11 +89,11 @@ def judge_targets(rows: Sequence[Row], gpu: str | None, *, is_gpu: bool = True) 
 
 
 def _judge_mfu(rows: Sequence[Row], name: str, target: float, belongs) -> str:
-    found = [row["mfu"] for row in rows if row.get("mfu") is not None and row["kind"] == "train" and belongs(row)]
+    mfus = [row["mfu"] for row in rows if row.get("mfu") is not None and row["kind"] == "train" and belongs(row)]
     words = f"MFU at {name}, bf16, at least {target:.0%}:"
-    if not found:
+    if not mfus:
         return f"{words} not measured"
-    return f"{words} {'met' if max(found) >= target else 'NOT met'}, {max(found):.1%}"
+    return f"{words} {'met' if max(mfus) >= target else 'NOT met'}, {max(mfus):.1%}"
 
 
 def _judge_nanogpt(rows: Sequence[Row]) -> str:
@@ -108,8 +108,8 @@ def _judge_nanogpt(rows: Sequence[Row]) -> str:
     words = "ZeRO-1 at least as fast as nanoGPT, same card, micro-batch and step:"
     if not ratios:
         return f"{words} not measured"
-    shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-    return f"{words} {'met' if min(ratios) >= 1 else 'NOT met'}, {shown} times its tokens/s"
+    ratio_texts = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    return f"{words} {'met' if min(ratios) >= 1 else 'NOT met'}, {ratio_texts} times its tokens/s"
 
 
 def _is_of_pair(row: Row, kind: str) -> bool:
@@ -155,20 +155,20 @@ class Constant:
 
 def context_bytes(rows: Sequence[Mapping[str, object]]) -> float | None:
     """Return the most bytes that a GPU's row of memory_grid.py held outside PyTorch's allocator, in whole MiB."""
-    found = [row["outside_torch_bytes"] for row in rows if isinstance(row.get("outside_torch_bytes"), int)]
-    return math.ceil(max(found) / MIB) * MIB if found else None
+    sizes = [row["outside_torch_bytes"] for row in rows if isinstance(row.get("outside_torch_bytes"), int)]
+    return math.ceil(max(sizes) / MIB) * MIB if sizes else None
 
 
 def reserved_per_allocated(rows: Sequence[Mapping[str, object]]) -> float | None:
     """Return the 90th percentile of reserved over allocated bytes of a GPU's rows, rounded up to a hundredth."""
-    found = [row["reserved_bytes"] / row["peak_bytes"] for row in rows if "reserved_bytes" in row]
-    return math.ceil(round(100 * float(np.quantile(found, 0.9)), 6)) / 100 if found else None
+    ratios = [row["reserved_bytes"] / row["peak_bytes"] for row in rows if "reserved_bytes" in row]
+    return math.ceil(round(100 * float(np.quantile(ratios, 0.9)), 6)) / 100 if ratios else None
 
 
 def compile_seconds(pairs: Sequence[tuple[float, float]]) -> float | None:
     """Return the seconds of compiling from pairs of first steps (eager, compiled); None if it took none."""
-    found = statistics.median(compiled - eager for eager, compiled in pairs) if pairs else 0.0
-    return found if found > 0 else None
+    median_s = statistics.median(compiled - eager for eager, compiled in pairs) if pairs else 0.0
+    return median_s if median_s > 0 else None
 
 
 def saved_element_bytes(pairs: Sequence[tuple[float, float, float]], gpu: GPU) -> float | None:
@@ -178,8 +178,8 @@ def saved_element_bytes(pairs: Sequence[tuple[float, float, float]], gpu: GPU) -
     """
     if not pairs or statistics.median(1 - compiled / eager for _, eager, compiled in pairs) < _LEAST_SAVED:
         return None
-    found = statistics.median((eager - compiled) / elements for elements, eager, compiled in pairs)
-    return found * memory_bytes_per_s(gpu)
+    saved_per_element = statistics.median((eager - compiled) / elements for elements, eager, compiled in pairs)
+    return saved_per_element * memory_bytes_per_s(gpu)
 
 
 def fit_efficiency(runs: Sequence[tuple[TokenWork, float]], gpu: GPU) -> tuple[float, float] | None:

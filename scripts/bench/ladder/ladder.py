@@ -253,11 +253,22 @@ def train_arguments(
     """Return train.py's command line for a rung; a lower rung takes its shape and samples from it."""
     shape = MODELS[model]
     values = {
-        **{"--data": args.data, "--model": shape.preset, "--vocab-size": VOCAB_SIZE, "--n-layer": shape.n_layer},
-        **{"--n-head": shape.n_head, "--n-embd": shape.n_embd, "--precision": "fp32" if "bf16" in off else "bf16"},
-        **{"--global-batch-size": batch * ranks, "--micro-batch-size": batch, "--warmup-steps": 1},
-        **{"--steps": WARMUP_STEPS + args.rounds * args.steps + 1, "--num-workers": 0, "--save-every": 0},
-        **{"--val-every": 0, "--compile": "off", "--run": args.folder / "run"},
+        "--data": args.data,
+        "--model": shape.preset,
+        "--vocab-size": VOCAB_SIZE,
+        "--n-layer": shape.n_layer,
+        "--n-head": shape.n_head,
+        "--n-embd": shape.n_embd,
+        "--precision": "fp32" if "bf16" in off else "bf16",
+        "--global-batch-size": batch * ranks,
+        "--micro-batch-size": batch,
+        "--warmup-steps": 1,
+        "--steps": WARMUP_STEPS + args.rounds * args.steps + 1,
+        "--num-workers": 0,
+        "--save-every": 0,
+        "--val-every": 0,
+        "--compile": "off",
+        "--run": args.folder / "run",
         **flags(RUNGS, number, off),
     }
     return [str(word) for pair in values.items() for word in pair]

@@ -92,13 +92,13 @@ def is_parallel(rungs: list[Rung], number: int) -> bool:
 def switches(rungs: list[Rung], number: int, left_out: set[str]) -> dict[str, object]:
     """Return the arguments of ladder_gpt.Ways for a lower rung, without those that need what is `left_out`."""
     on = [rung.way for rung in rungs[1 : number + 1] if rung.way and rung.needs not in left_out]
-    return {way: 10 if way == "reads_loss_every" else True for way in on}
+    return {name: 10 if name == "reads_loss_every" else True for name in on}
 
 
 def flags(rungs: list[Rung], number: int, left_out: set[str]) -> dict[str, str]:
     """Return the flags that a rung and those below it add to train.py's command line."""
-    found = dict([rungs[FIRST_OF_TRAIN_PY].flags])
+    merged = dict([rungs[FIRST_OF_TRAIN_PY].flags])
     for rung in rungs[: number + 1]:
         if rung.needs not in left_out and rung.flags:
-            found |= dict([rung.flags])
-    return found
+            merged |= dict([rung.flags])
+    return merged

@@ -29,14 +29,14 @@ def judge(rows: Sequence[Row], *, is_gpu: bool) -> dict[str, object]:
     memory = [(row["memory_ratio"], row["rung"]) for row in rows if "memory_ratio" in row]
     dry = [(row["dry_run"]["ratio"], row["rung"]) for row in rows if "ratio" in row["dry_run"]]
     return {
-        name: {"times": max(found)[0], "rung": max(found)[1], "met": max(found)[0] >= CLAIM, "on": where}
-        for name, found, where in (
+        name: {"times": max(ratios)[0], "rung": max(ratios)[1], "met": max(ratios)[0] >= CLAIM, "on": where}
+        for name, ratios, where in (
             ("speed", speed, "this GPU, measured" if is_gpu else "this CPU, measured; a GPU: not measured"),
             ("speed by processor time", processor, "this CPU, measured; a GPU: not measured"),
             ("memory", memory, "this GPU, measured" if is_gpu else "this CPU, measured"),
             ("GPU memory by the dry run", dry, "a GPU, counted; not measured"),
         )
-        if found
+        if ratios
     }
 
 
@@ -121,9 +121,9 @@ def draw_memory(axis, rows: Sequence[dict]) -> None:
         (-0.2, "tab:orange", "measured here, at this run's batch", [row.get("memory_bytes") for row in rows]),
         (0.2, "tab:green", f"a GPU's by the dry run, batch {batch}", [row["dry_run"].get("bytes") for row in rows]),
     ):
-        found = [(place, value / GIB) for place, value in enumerate(values) if value]
-        if found:
-            places, sizes = zip(*found, strict=True)
+        sizes_at = [(place, value / GIB) for place, value in enumerate(values) if value]
+        if sizes_at:
+            places, sizes = zip(*sizes_at, strict=True)
             bars = axis.barh([place + offset for place in places], sizes, height=0.38, color=color, label=label)
             axis.bar_label(bars, fmt=" %.2f", fontsize=7)
     axis.margins(x=0.12)

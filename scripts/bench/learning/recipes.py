@@ -78,7 +78,7 @@ def main() -> int:
         print_lead(curves, args.seeds, MODERN, GPT2)
     elif args.question == "lengths":
         print_lead(curves, args.seeds, GROWING, COMPLETE)
-        shares = (mine / whole for mine, whole in zip(seconds[GROWING], seconds[COMPLETE], strict=True))
+        shares = (mine / constant_s for mine, constant_s in zip(seconds[GROWING], seconds[COMPLETE], strict=True))
         print("processor seconds of growing over complete sequences: " + ", ".join(f"{share:.3f}" for share in shares))
     else:
         print_shares(curves, args)
@@ -119,8 +119,17 @@ def prepare(folder: Path, args: argparse.Namespace) -> Path:
     source, tokenizer = ("--input", "python-stdlib"), str(folder / "tokenizer")
     run_llmscale("data", "train-tokenizer", *source, "--vocab-size", str(args.vocabulary), "--out", tokenizer)
     run_llmscale(
-        *("data", "prepare", *source, "--tokenizer", tokenizer, "--workers", "1"),
-        *("--seq-len", str(LONG if args.question == "lengths" else SEQ_LEN), "--out", str(folder / "set")),
+        "data",
+        "prepare",
+        *source,
+        "--tokenizer",
+        tokenizer,
+        "--workers",
+        "1",
+        "--seq-len",
+        str(LONG if args.question == "lengths" else SEQ_LEN),
+        "--out",
+        str(folder / "set"),
     )
     return folder / "set"
 
@@ -135,13 +144,43 @@ def train(args: argparse.Namespace, data: Path, name: str, rate: str, seed: int)
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         run_llmscale(
-            *("train", "--nproc-per-node", "1", "--ds", str(REPOSITORY / "ds_configs" / "zero0.json")),
-            *("--model", model, "--data", str(data), "--run", str(run), *(growth if name == GROWING else ())),
-            *("--optimizer", MUON if name in (MUON, SHORT) else ADAMW, "--seed", str(seed)),
-            *("--lr", rate, "--schedule", "cosine", "--warmup-steps", str(max(1, steps // 10))),
-            *("--steps", str(steps), "--global-batch-tokens", str(args.batch_tokens)),
-            *("--precision", args.precision, "--num-workers", "0", "--save-every", "0", "--no-async-save"),
-            *("--val-every", str(max(1, full // args.validations)), "--val-samples", str(args.val_samples)),
+            "train",
+            "--nproc-per-node",
+            "1",
+            "--ds",
+            str(REPOSITORY / "ds_configs" / "zero0.json"),
+            "--model",
+            model,
+            "--data",
+            str(data),
+            "--run",
+            str(run),
+            *(growth if name == GROWING else ()),
+            "--optimizer",
+            MUON if name in (MUON, SHORT) else ADAMW,
+            "--seed",
+            str(seed),
+            "--lr",
+            rate,
+            "--schedule",
+            "cosine",
+            "--warmup-steps",
+            str(max(1, steps // 10)),
+            "--steps",
+            str(steps),
+            "--global-batch-tokens",
+            str(args.batch_tokens),
+            "--precision",
+            args.precision,
+            "--num-workers",
+            "0",
+            "--save-every",
+            "0",
+            "--no-async-save",
+            "--val-every",
+            str(max(1, full // args.validations)),
+            "--val-samples",
+            str(args.val_samples),
         )
         return read_losses(run, "validation"), processor_seconds() - before
 

@@ -35,13 +35,29 @@ SHAPES: dict[str, GPTShape] = {
     for name, values in {
         "small": {**_SMALL, "n_kv_head": 2, "num_experts": 8, "expert_width": 512},
         "dots.llm1, small": {
-            **{**_SMALL, "qk_norm": "head", "num_experts": 16, "experts_per_token": 4, "expert_width": 256},
-            **{"dense_layers": 1, "shared_expert_width": 512, "router_score": "sigmoid"},
-            **{"router_scale": 2.5, "router_bias": True},
+            **_SMALL,
+            "qk_norm": "head",
+            "num_experts": 16,
+            "experts_per_token": 4,
+            "expert_width": 256,
+            "dense_layers": 1,
+            "shared_expert_width": 512,
+            "router_score": "sigmoid",
+            "router_scale": 2.5,
+            "router_bias": True,
         },
         "OLMoE 1B-7B": {
-            **{"n_layer": 16, "n_head": 16, "n_embd": 2048, "mlp_width": 1024, "vocab_size": 50_304, "seq_len": 4096},
-            **{**_LLAMA, "qk_norm": "width", "num_experts": 64, "experts_per_token": 8, "normalize_router": False},
+            "n_layer": 16,
+            "n_head": 16,
+            "n_embd": 2048,
+            "mlp_width": 1024,
+            "vocab_size": 50_304,
+            "seq_len": 4096,
+            **_LLAMA,
+            "qk_norm": "width",
+            "num_experts": 64,
+            "experts_per_token": 8,
+            "normalize_router": False,
         },
     }.items()
 }
@@ -99,9 +115,9 @@ def print_grid(cells: list[tuple[str, int, ResolvedStep]]) -> None:
         estimate = estimate_memory(step)
         simulated = dry_run(step)
         counted = {phase: getattr(simulated, phase).total_bytes for phase in PHASES}
-        found = {phase: estimate.phase(phase).total_bytes / num_bytes - 1 for phase, num_bytes in counted.items()}
-        errors += map(abs, found.values())
-        cells = "".join(f"{counted[phase] / 2**30:11.3f} {found[phase]:+8.3%}" for phase in PHASES)
+        errors_of = {phase: estimate.phase(phase).total_bytes / num_bytes - 1 for phase, num_bytes in counted.items()}
+        errors += map(abs, errors_of.values())
+        cells = "".join(f"{counted[phase] / 2**30:11.3f} {errors_of[phase]:+8.3%}" for phase in PHASES)
         row = f"{model:18} {step.zero_stage:4} {step.plan.ranks.world_size:5} {divided:7} "
         row += f"{step.checkpointing:9} {step.precision:9} "
         print(f"{row}{cells}", flush=True)

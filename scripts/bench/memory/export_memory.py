@@ -26,7 +26,11 @@ from scripts.bench.harness import GIB, describe_machine, machine_line, status_by
 SHAPES = {
     "gpt2": GPTShape(18, 16, 2048, 50_257, 1024, activation="gelu_tanh"),
     "llama": GPTShape(
-        *(14, 32, 2048, 128_256, 8192),
+        14,
+        32,
+        2048,
+        128_256,
+        8192,
         **{"n_kv_head": 8, "mlp_width": 8192, "gated_mlp": True, "norm": "rmsnorm", "positions": "rotary"},
         **{"bias": False, "activation": "silu", "rope_theta": 500_000.0},
     ),

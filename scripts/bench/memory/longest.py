@@ -43,7 +43,7 @@ def find(nodes: int, gpus: int, tile: int) -> tuple[Candidate, str]:
     request = read_request(build_parser(words).parse_args([*words, "--global-batch-size", str(nodes * gpus)]))
     rows = find_longest(request.search, [nodes * gpus])
     fits = [(fit, row.checkpointing) for row in rows if (fit := row.fits[nodes * gpus])]
-    return max(fits, key=lambda found: found[0].plan.seq_len)
+    return max(fits, key=lambda candidate: candidate[0].plan.seq_len)
 
 
 if __name__ == "__main__":

@@ -202,13 +202,13 @@ def relative_reserve(row: Row) -> float | None:
 
 def summarize_reserve(rows: Sequence[Row]) -> dict[str, float | int]:
     """Return number, median and range over all measured cells."""
-    found = [reserve for row in rows if (reserve := relative_reserve(row)) is not None]
-    return {"cells": len(found), **_median_and_worst(found)} if found else {"cells": 0}
+    reserves = [reserve for row in rows if (reserve := relative_reserve(row)) is not None]
+    return {"cells": len(reserves), **_median_and_worst(reserves)} if reserves else {"cells": 0}
 
 
 def _median_and_worst(values: Sequence[float]) -> dict[str, float]:
-    found = median_and_range(values)
-    return {"median": found["median"], "least": found["min"], "worst": found["max"]}
+    spread = median_and_range(values)
+    return {"median": spread["median"], "least": spread["min"], "worst": spread["max"]}
 
 
 def heading() -> str:
@@ -220,8 +220,8 @@ def table_line(row: Row) -> str:
     if not isinstance(peak, int):
         return f"{row['cell']:44} {row['problem']}"
     errors = [*(relative_error(row, name) for name in ESTIMATORS), relative_reserve(row)]
-    shown = "".join(f"{'-' if error is None else f'{error:+.1%}':>13}" for error in errors)
-    return f"{row['cell']:44}{peak / GIB:10.2f}{shown}"
+    error_cells = "".join(f"{'-' if error is None else f'{error:+.1%}':>13}" for error in errors)
+    return f"{row['cell']:44}{peak / GIB:10.2f}{error_cells}"
 
 
 def summary_line(name: str, errors: dict[str, float | int]) -> str:

@@ -51,8 +51,15 @@ from scripts.bench.resume.samples import read_samples
 BLOCKS = {
     "gpt2": (),
     "experts": (
-        *("--num-experts", "4", "--expert-width", "40", "--router-score", "sigmoid", "--router-bias"),
-        *("--balance-loss", "1e-3"),
+        "--num-experts",
+        "4",
+        "--expert-width",
+        "40",
+        "--router-score",
+        "sigmoid",
+        "--router-bias",
+        "--balance-loss",
+        "1e-3",
     ),
 }
 DS_CONFIGS = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")

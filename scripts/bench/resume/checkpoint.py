@@ -209,20 +209,20 @@ def run_rank_job(args: argparse.Namespace) -> None:
 def format_result(args: argparse.Namespace, result: dict) -> str:
     saver, *others = args.worlds
     lines = []
-    for stage, found in result["stages"].items():
+    for stage, result_of in result["stages"].items():
 
-        def median(name: str, key: str = "seconds", taken: Taken = found["measurements"]) -> float:
+        def median(name: str, key: str = "seconds", taken: Taken = result_of["measurements"]) -> float:
             return statistics.median(values[key] for values in taken[name])
 
-        def spread(name: str, taken: Taken = found["measurements"]) -> str:
+        def spread(name: str, taken: Taken = result_of["measurements"]) -> str:
             peak = max(values["peak_rss_bytes"] for values in taken[name]) / 2**20
             return f"{seconds(name)}, largest process {peak:,.0f} MiB"
 
-        def seconds(name: str, key: str = "seconds", taken: Taken = found["measurements"]) -> str:
-            shown = show_range(median_and_range(values[key] for values in taken[name])).partition(" ")
-            return f"{shown[0]:>6} s {shown[2]}"
+        def seconds(name: str, key: str = "seconds", taken: Taken = result_of["measurements"]) -> str:
+            parts = show_range(median_and_range(values[key] for values in taken[name])).partition(" ")
+            return f"{parts[0]:>6} s {parts[2]}"
 
-        lines.append(f"{stage} x{saver}, {found['parameters'] / 1e6:.1f}M parameters, {args.precision}")
+        lines.append(f"{stage} x{saver}, {result_of['parameters'] / 1e6:.1f}M parameters, {args.precision}")
         lines.append(
             f"  save ours        {spread('save ours')}; training held up for {seconds('save ours', 'held_s').strip()}; "
             f"{median('save ours', 'bytes') / 2**20:,.0f} MiB on disk"

@@ -106,7 +106,9 @@ def fill_disk(chaos: Chaos) -> int:
                     raise
     time.sleep(chaos.draw.uniform(2.0, 8.0))
     filler.unlink()
-    return chaos.wait(launch)
+    code = chaos.wait(launch)
+    # A run that has ended before there was room again asks the user for another start, to save its last steps.
+    return chaos.wait(chaos.launch()) if code == 2 else code
 
 
 def plant_lock(chaos: Chaos) -> int:
@@ -171,11 +173,13 @@ def main() -> int:
         folder = Path(scratch)
         prepare_small_text(folder)
         reference = train_untouched(folder)
-        build_ops(folder)
+        kinds = args.kind or list(STRIKES)
+        if "stale lock" in kinds:
+            build_ops(folder)
         draw = random.Random(args.seed)
         print_head()
         for number in range(1, args.faults + 1):
-            chaos = Chaos(folder, reference, draw, number, args.kind or list(STRIKES))
+            chaos = Chaos(folder, reference, draw, number, kinds)
             fault = chaos.play(STRIKES[chaos.fault.kind], args.tolerance)
             faults.append(fault)
             print_row(fault)

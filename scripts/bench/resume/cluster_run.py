@@ -59,10 +59,38 @@ class Fault:
 def train_arguments(folder: Path, run: Path, ds: Path) -> list[str]:
     """Return train.py's arguments: a tiny fp32 model, every step logged, samples checked."""
     return [
-        *("--ds", str(ds), "--data", str(folder / "set"), "--model", "tiny-1m", "--n-layer", "2", "--n-head", "2"),
-        *("--n-embd", "32", "--precision", "fp32", "--global-batch-size", str(GLOBAL_BATCH), "--steps", str(STEPS)),
-        *("--lr", "1e-3", "--log-every", "1", "--save-every", str(SAVE_EVERY), "--val-every", "0"),
-        *("--num-workers", "0", "--check-every", "1", "--run", str(run)),
+        "--ds",
+        str(ds),
+        "--data",
+        str(folder / "set"),
+        "--model",
+        "tiny-1m",
+        "--n-layer",
+        "2",
+        "--n-head",
+        "2",
+        "--n-embd",
+        "32",
+        "--precision",
+        "fp32",
+        "--global-batch-size",
+        str(GLOBAL_BATCH),
+        "--steps",
+        str(STEPS),
+        "--lr",
+        "1e-3",
+        "--log-every",
+        "1",
+        "--save-every",
+        str(SAVE_EVERY),
+        "--val-every",
+        "0",
+        "--num-workers",
+        "0",
+        "--check-every",
+        "1",
+        "--run",
+        str(run),
     ]
 
 
@@ -209,7 +237,7 @@ class Chaos:
         self.fault.worst_loss_difference = worst
         if worst > tolerance:
             return f"FAILED: a loss differs by {worst:.1e}"
-        damage = [found for found in map(find_damage, list_checkpoints(self.run)) if found]
+        damage = [problem for problem in map(find_damage, list_checkpoints(self.run)) if problem]
         if damage:
             return f"FAILED: a finished checkpoint is damaged: {damage[0]}"
         left = self.left_behind()
@@ -237,14 +265,14 @@ class Chaos:
 
     def rank_of(self, host: PlaygroundHost) -> int:
         """Wait for the process that trains on a host; return its id."""
-        found: list[int] = []
+        ranks: list[int] = []
 
         def is_found() -> bool:
-            found[:] = [p for p in host.pids_running("train.py") if is_rank(command_line(p))]
-            return bool(found)
+            ranks[:] = [p for p in host.pids_running("train.py") if is_rank(command_line(p))]
+            return bool(ranks)
 
         self.until(is_found)
-        return found[0]
+        return ranks[0]
 
 
 def is_rank(line: str) -> bool:

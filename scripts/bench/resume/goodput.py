@@ -135,10 +135,10 @@ def num_steps(run: Path) -> int:
 def kill_rank(run: Path, draw: random.Random) -> int:
     """SIGKILL a random rank as soon as there is one; return 1."""
     while True:
-        found = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_ours(pid, run)]
-        if found:
+        pids = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_ours(pid, run)]
+        if pids:
             with suppress(ProcessLookupError):
-                os.kill(draw.choice(found), signal.SIGKILL)
+                os.kill(draw.choice(pids), signal.SIGKILL)
                 return 1
         time.sleep(0.05)
 

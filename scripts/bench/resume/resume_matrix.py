@@ -65,12 +65,26 @@ SAVE_AT = 10
 BLOCKS: dict[str, dict[str, object]] = {
     "gpt2": {},
     "llama": {
-        **{"norm": "rmsnorm", "bias": False, "positions": "rotary", "activation": "silu", "gated_mlp": True},
-        **{"mlp_width": 75, "n_kv_head": 1, "qk_norm": "head", "tied": False, "sliding_window": 12},
+        "norm": "rmsnorm",
+        "bias": False,
+        "positions": "rotary",
+        "activation": "silu",
+        "gated_mlp": True,
+        "mlp_width": 75,
+        "n_kv_head": 1,
+        "qk_norm": "head",
+        "tied": False,
+        "sliding_window": 12,
     },
     "experts": {
-        **{"num_experts": 4, "expert_width": 40, "shared_expert_width": 24, "dense_layers": 1, "balance_loss": 1e-3},
-        **{"router_score": "sigmoid", "router_bias": True, "router_z_loss": 1e-3},
+        "num_experts": 4,
+        "expert_width": 40,
+        "shared_expert_width": 24,
+        "dense_layers": 1,
+        "balance_loss": 1e-3,
+        "router_score": "sigmoid",
+        "router_bias": True,
+        "router_z_loss": 1e-3,
     },
 }
 

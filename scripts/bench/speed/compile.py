@@ -78,37 +78,37 @@ def compete(args: argparse.Namespace, stage: int, mode: str, folder: Path) -> di
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     jobs, rounds = {}, []
     try:
-        for way in WAYS:
-            options = rank_options(args, stage, mode, way, folder)
-            log = folder / f"{way}.log"
-            jobs[way] = Job(__spec__.name, options, args.world_size, threads=args.threads, log=log)
-            jobs[way].answers()  # warm
+        for setting in WAYS:
+            options = rank_options(args, stage, mode, setting, folder)
+            log = folder / f"{setting}.log"
+            jobs[setting] = Job(__spec__.name, options, args.world_size, threads=args.threads, log=log)
+            jobs[setting].answers()  # warm
         for number in range(args.rounds):
             order = WAYS if number % 2 else WAYS[::-1]
-            taken = {way: slowest(jobs[way].order("steps"))["seconds"] for way in order}
+            taken = {setting: slowest(jobs[setting].order("steps"))["seconds"] for setting in order}
             rounds.append(taken)
-        losses = {way: job.order("end")[0]["loss"] for way, job in jobs.items()}
+        losses = {setting: job.order("end")[0]["loss"] for setting, job in jobs.items()}
         for job in jobs.values():
             job.finish()
     finally:
         for job in jobs.values():
             job.kill()
     ratios = [taken["off"] / taken["on"] for taken in rounds]
-    said = {way: (folder / f"{way}.log").read_text() for way in WAYS}
-    first_steps = {way: float(re.findall(r"first step (\d+\.\d+)", said[way])[0]) for way in WAYS}
+    logs = {setting: (folder / f"{setting}.log").read_text() for setting in WAYS}
+    first_steps = {setting: float(re.findall(r"first step (\d+\.\d+)", logs[setting])[0]) for setting in WAYS}
     return {
         "ratio": median_and_range(ratios),
         "eager_tokens_per_second": median_and_range(args.steps * args.batch * args.seq_len / r["off"] for r in rounds),
         "first_step_s": first_steps,
-        "blocks": re.findall(r"(?:blocks: |WARNING: )(.*compiled? .*|.*compiled nothing.*)", said["on"])[-1],
+        "blocks": re.findall(r"(?:blocks: |WARNING: )(.*compiled? .*|.*compiled nothing.*)", logs["on"])[-1],
         "last_losses": losses,
     }
 
 
-def rank_options(args: argparse.Namespace, stage: int, mode: str, way: str, folder: Path) -> list[str]:
+def rank_options(args: argparse.Namespace, stage: int, mode: str, setting: str, folder: Path) -> list[str]:
     passed_on = ("model", "layers", "seq_len", "precision", "batch", "world_size", "rounds", "steps", "data")
     options = [[f"--{key.replace('_', '-')}", str(getattr(args, key))] for key in passed_on]
-    places = ["--rank-job", str(stage), mode, way, "--folder", str(folder)]
+    places = ["--rank-job", str(stage), mode, setting, "--folder", str(folder)]
     return [*places, *(text for option in options for text in option)]
 
 
@@ -116,14 +116,38 @@ def run_rank_job(args: argparse.Namespace) -> None:
     """Run train.py as one rank."""
     from scripts.bench.speed.training_loops import Contest, Pace, prepare, run_train_py
 
-    orders, (stage, mode, way) = Orders(), args.rank_job
+    orders, (stage, mode, setting) = Orders(), args.rank_job
     arguments = [
-        *("--ds", str(REPOSITORY / "ds_configs" / f"zero{stage}.json"), "--data", str(args.data)),
-        *("--model", args.model, "--n-layer", str(args.layers), "--precision", args.precision),
-        *("--activation-checkpointing", mode, "--compile", way),
-        *("--global-batch-size", str(args.batch), "--micro-batch-size", str(args.batch // args.world_size)),
-        *("--steps", str(WARMUP_STEPS + args.rounds * args.steps), "--warmup-steps", "2", "--num-workers", "0"),
-        *("--save-every", "0", "--val-every", "0", "--run", str(args.folder / way)),
+        "--ds",
+        str(REPOSITORY / "ds_configs" / f"zero{stage}.json"),
+        "--data",
+        str(args.data),
+        "--model",
+        args.model,
+        "--n-layer",
+        str(args.layers),
+        "--precision",
+        args.precision,
+        "--activation-checkpointing",
+        mode,
+        "--compile",
+        setting,
+        "--global-batch-size",
+        str(args.batch),
+        "--micro-batch-size",
+        str(args.batch // args.world_size),
+        "--steps",
+        str(WARMUP_STEPS + args.rounds * args.steps),
+        "--warmup-steps",
+        "2",
+        "--num-workers",
+        "0",
+        "--save-every",
+        "0",
+        "--val-every",
+        "0",
+        "--run",
+        str(args.folder / setting),
     ]
     pace = Pace(orders, WARMUP_STEPS, args.steps)
     contest = Contest(prepare(arguments, args.world_size), arguments, args.folder / "unused", pace)

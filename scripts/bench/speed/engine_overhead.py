@@ -136,12 +136,32 @@ def train_arguments(args: argparse.Namespace, name: str, folder: Path) -> list[s
     stage = CONTESTANTS[name][1]
     total_steps = WARMUP_STEPS + args.rounds * args.steps
     return [
-        *("--ds", str(REPOSITORY / "ds_configs" / f"zero{stage}.json"), "--data", str(args.data)),
-        *("--model", args.model, "--n-layer", str(args.layers), "--precision", args.precision),
-        *("--global-batch-size", str(args.batch), "--micro-batch-size", str(args.batch // args.world_size)),
-        *("--steps", str(total_steps), "--warmup-steps", "2", "--num-workers", "0", "--save-every", "0"),
-        *("--val-every", "0"),
-        *("--run", str(folder / name)),
+        "--ds",
+        str(REPOSITORY / "ds_configs" / f"zero{stage}.json"),
+        "--data",
+        str(args.data),
+        "--model",
+        args.model,
+        "--n-layer",
+        str(args.layers),
+        "--precision",
+        args.precision,
+        "--global-batch-size",
+        str(args.batch),
+        "--micro-batch-size",
+        str(args.batch // args.world_size),
+        "--steps",
+        str(total_steps),
+        "--warmup-steps",
+        "2",
+        "--num-workers",
+        "0",
+        "--save-every",
+        "0",
+        "--val-every",
+        "0",
+        "--run",
+        str(folder / name),
     ]
 
 
@@ -246,18 +266,18 @@ def own_shares(sets: list[list[Round]]) -> dict[str, dict[str, dict[str, float]]
     inside: its processor seconds outside the engine; wall, processor: (its step - the engine's alone) / its step.
     """
     shares: dict[str, dict[str, dict[str, float]]] = {}
-    for whole, engine in ((f"train.py, ZeRO-{stage}", f"engine, ZeRO-{stage}") for stage in range(4)):
-        if whole not in sets[0][0]:
+    for train, engine in ((f"train.py, ZeRO-{stage}", f"engine, ZeRO-{stage}") for stage in range(4)):
+        if train not in sets[0][0]:
             continue
         inside = [
-            statistics.median(1 - taken[whole]["engine_cpu_s"] / taken[whole]["cpu_s"] for taken in rounds)
+            statistics.median(1 - taken[train]["engine_cpu_s"] / taken[train]["cpu_s"] for taken in rounds)
             for rounds in sets
         ]
-        shares[whole] = {"inside": {"share": statistics.median(inside), "min": min(inside), "max": max(inside)}}
+        shares[train] = {"inside": {"share": statistics.median(inside), "min": min(inside), "max": max(inside)}}
         for clock, key in (("wall", "seconds"), ("processor", "cpu_s")) if engine in sets[0][0] else ():
-            of_engine = ratio(sets, key, whole, engine)
+            of_engine = ratio(sets, key, train, engine)
             share = {"share": 1 - of_engine["ratio"], "min": 1 - of_engine["max"], "max": 1 - of_engine["min"]}
-            shares[whole][clock] = share
+            shares[train][clock] = share
     return shares
 
 
@@ -278,10 +298,10 @@ def format_result(result: dict) -> str:
         lines.append(f"train.py of Trainer, both at ZeRO-2: wall {column(pair[0])}, processor {column(pair[1])}")
     names = {"inside": "outside of its engine", "wall": "beside the engine alone, wall", "processor": "processor"}
     for name, shares in result["own_share"].items():
-        found = [
+        texts = [
             f"{names[kind]} {own['share']:.1%} ({own['min']:.1%} to {own['max']:.1%})" for kind, own in shares.items()
         ]
-        lines.append(f"{name}'s own share of a step: {', '.join(found)}")
+        lines.append(f"{name}'s own share of a step: {', '.join(texts)}")
     for start in result["first_step"]:
         lines.append(f"command to first step, {start['ranks']} ranks: {start['seconds']:.1f} s | {start['phases']}")
     lines.append(machine_line(result["machine"]))

@@ -92,10 +92,10 @@ def estimate(args: argparse.Namespace, interconnect: Interconnect, gpus: int) ->
 
 def lines_of(points: list[Point]) -> dict[tuple[str, str], dict[int, Point]]:
     """Return the points by network and stage, then by number of GPUs."""
-    found: dict[tuple[str, str], dict[int, Point]] = {}
+    lines: dict[tuple[str, str], dict[int, Point]] = {}
     for point in points:
-        found.setdefault((point.network, point.stage), {})[point.gpus] = point
-    return found
+        lines.setdefault((point.network, point.stage), {})[point.gpus] = point
+    return lines
 
 
 def print_table(points: list[Point], args: argparse.Namespace) -> None:
@@ -109,10 +109,10 @@ def print_table(points: list[Point], args: argparse.Namespace) -> None:
         print(f"{network:<14}{stage:<7}" + "".join(f"{rate:>8}" for rate in rates))
         print(" " * 21 + "".join(f"{share:>8}" for share in shares))
     print("\nWhat published runs like it reached of the estimate:")
-    said: dict[str, dict[str, list[int]]] = {}
+    failures: dict[str, dict[str, list[int]]] = {}
     for point in points:
-        said.setdefault(point.error, {}).setdefault(point.stage, []).append(point.gpus)
-    for error, stages in said.items():
+        failures.setdefault(point.error, {}).setdefault(point.stage, []).append(point.gpus)
+    for error, stages in failures.items():
         for stage, gpus in stages.items():
             print(f"  ZeRO {stage} on {min(gpus):,} to {max(gpus):,} GPUs: {error}")
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llmscale.architecture.layers import ParameterTensors
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_arguments import parse_run_config
 from llmscale.training.start import Start, prepare_start
 from scripts.bench.harness import Orders, read_losses
 from scripts.bench.transformers_package import import_transformers

@@ -47,15 +47,15 @@ def differences(ours: GPT, theirs: nn.Module, family: Family) -> tuple[float, fl
     ours.eval()
     theirs.eval()
     tokens = torch.randint(ours.shape.vocab_size, (2, ours.shape.seq_len), generator=torch.Generator().manual_seed(1))
-    found = []
+    logits_of = []
     for model in (ours, theirs):
         model.zero_grad()
         logits = model(tokens) if model is ours else model(tokens).logits
         loss_of(logits, tokens).backward()
-        found.append(logits.detach())
+        logits_of.append(logits.detach())
     gradients = {name: torch.zeros_like(value) for name, value in theirs.state_dict().items()}
     gradients |= {name: parameter.grad for name, parameter in theirs.named_parameters() if parameter.grad is not None}
     expected = to_ours(ours.shape, gradients, family)
     largest = max(gradient.abs().max().item() for gradient in expected.values())
     apart = [(parameter.grad - expected[name]).abs().max().item() for name, parameter in ours.named_parameters()]
-    return (found[0] - found[1]).abs().max().item(), max(apart) / largest
+    return (logits_of[0] - logits_of[1]).abs().max().item(), max(apart) / largest

@@ -9,12 +9,17 @@ import pytest
 from llmscale.architecture.hf_config import FAMILIES, family_of, get_family, read_shape, without_rope_scaling
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.errors import ConfigError
-from tests.architecture.families.test_published import PUBLISHED, QWEN3_06B
+from tests.architecture.families.test_published import CONFIGS as PUBLISHED
+from tests.architecture.families.test_published import read
 
-CONFIGS = {config["model_type"]: config for config, _, _ in PUBLISHED.values()}
+CONFIGS = {config["model_type"]: config for name, config in PUBLISHED.items() if name != "OPT 350M"}
 LLAMA = {
-    **{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8},
-    **{"vocab_size": 100, "intermediate_size": 176},
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "vocab_size": 100,
+    "intermediate_size": 176,
 }
 MOE = {"model_type": "qwen3_moe", "moe_intermediate_size": 32}
 QWEN2 = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 8}
@@ -89,12 +94,9 @@ def test_plain_rotations_replace_a_scaling_of_any_kind(entries: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "words"),
     [
-        *[
-            ({"rope_scaling": {"rope_type": kind, "factor": 4.0}}, rf"config.json: rope_scaling: rope_type is '{kind}'")
-            for kind in ("dynamic", "longrope", "su")
-        ],
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling: rope_type is 'dynamic'"),
         ({"rope_scaling": {"type": "su", "factor": 4.0}}, "type is 'su'; llmscale has default, linear, llama3, yarn"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 8}}, "beta_fast"),
         (
@@ -106,22 +108,17 @@ def test_plain_rotations_replace_a_scaling_of_any_kind(entries: dict) -> None:
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "'full_attention' is an object of its own"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5; llmscale's model has 1.0"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25; llmscale's model has 1.0 alone"),
-        ({"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'; llmscale has silu, "),
+        ({"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'; llmscale has gelu_new, "),
         ({"num_attention_heads": 7}, "hidden_size 64 is not divisible by num_attention_heads 7"),
         ({"num_key_value_heads": 3}, "n_kv_head 3 does not divide n_head 8. Legal: 1, 2, 4, 8"),
         ({"head_dim": 5}, "rotary positions turn pairs of numbers, and a head of 5"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, more than the 10,000 of any model"),
         ({"hidden_size": 1 << 31}, "hidden_size is 2147483648, more than the "),
-        ({"hidden_size": 64.0}, "hidden_size is 64.0; a positive integer is needed"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5', not a positive number"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, not true or false"),
         ({"auto_map": {"AutoModel": "modeling.X"}}, "auto_map names code of its own, which is never run"),
         ({"quantization_config": {"bits": 4}}, "the weights are quantised"),
         ({"model_type": "gemma"}, "no model of type 'gemma'. The nearest is llama, which has no scaled embeddings"),
-        ({"model_type": "phi"}, "no model of type 'phi'. The nearest is llama, which has no attention and MLP side"),
-        ({"model_type": "deepseek_v3"}, "'deepseek_v3'. The nearest is dots1, which has no latent attention (MLA)"),
-        ({"model_type": "gpt_oss"}, "'gpt_oss'. The nearest is mixtral, which has no attention sinks, "),
         ({"model_type": "mixtral", "num_local_experts": 10**6}, "num_local_experts is 1000000, more than the 4,096 of"),
         ({"model_type": "mixtral", "num_hidden_layers": 64, "num_local_experts": 1025}, "1025, more than the 1,024 of"),
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "experts_per_token 9 is more than there are experts"),
@@ -130,13 +127,12 @@ def test_plain_rotations_replace_a_scaling_of_any_kind(entries: dict) -> None:
         ({**MOE, "mlp_only_layers": [-1]}, "mlp_only_layers is [-1], not a list of integers from 0"),
         ({**MOE, "model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv is 8.0; llmscale's model has none"),
         ({**MOE, "model_type": "dots1", "n_group": 8}, "n_group is 8; llmscale's model has 1 alone"),
-        ({"model_type": "qwen"}, "no model of type 'qwen'. Supported: gpt2"),
         ({"model_type": "bert"}, "Supported: gpt2, opt, llama, mistral, qwen2, qwen3, olmo2, mixtral, qwen3_moe, "),
         ({"model_type": None}, "model_type is missing"),
     ],
 )
-def test_what_ours_does_not_compute_is_named(change: dict, said: str) -> None:
-    assert said.replace("config.json: ", "") in refusal({**LLAMA, **change})
+def test_what_ours_does_not_compute_is_named(change: dict, words: str) -> None:
+    assert words in refusal({**LLAMA, **change})
 
 
 def test_windows_of_layers_are_read() -> None:
@@ -146,10 +142,12 @@ def test_windows_of_layers_are_read() -> None:
     short = {**QWEN2, **mixed, "layer_types": ["full_attention"]}
     assert "layer_types has 1 entries for 2 layers" in refusal(short)
     assert "layer_types has 'linear_attention'; llmscale has full_attention and sliding_attention" in refusal(
-        {**QWEN3_06B, "layer_types": ["linear_attention"] * 28}
+        {**PUBLISHED["Qwen 3 0.6B"], "layer_types": ["linear_attention"] * 28}
     )
     windows = [
-        *({"max_window_layers": 0}, {"layer_types": ["sliding_attention"] * 2}, {"max_window_layers": 2}),
+        {"max_window_layers": 0},
+        {"layer_types": ["sliding_attention"] * 2},
+        {"max_window_layers": 2},
         {"use_sliding_window": False, "max_window_layers": 0},
     ]
     read = [read_shape({**QWEN2, **mixed, **change}, "config.json") for change in windows]
@@ -169,13 +167,7 @@ def test_what_no_family_has_is_named() -> None:
     ):
         family_of(GPTShape(2, 4, 32, 100, 16, qk_norm="width"))
     with pytest.raises(ConfigError, match="Olmo2ForCausalLM, the nearest, lacks rope_scaling llama3:8,1,4,16"):
-        family_of(
-            GPTShape(
-                *(2, 4, 32, 100, 16, "silu"),
-                **{"norm": "rmsnorm", "bias": False, "positions": "rotary", "gated_mlp": True, "qk_norm": "width"},
-                **{"norm_placement": "post", "rope_scaling": "llama3:8,1,4,16"},
-            )
-        )
+        family_of(read(PUBLISHED["OLMo 2 7B"]).changed({"rope_scaling": "llama3:8,1,4,16"}))
 
 
 def test_a_shape_without_biases_is_written_by_the_family_that_has_none() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from llmscale.cluster.hostfile import Host
-from llmscale.cluster.launch import attempt as attempt_run
 from llmscale.cluster.launch.attempt import AttemptRun, Outcome, RankState, classify
 from llmscale.training.watchdog import HUNG_STATUS
 
@@ -69,16 +68,9 @@ def test_a_host_is_lost_only_while_its_ranks_should_run(closed: bool, code: int 
 
 @pytest.mark.parametrize(
     ("own", "client", "expected"),
-    [
-        ("10.0.0.1", "10.0.0.9", "10.0.0.1"),
-        (None, "10.0.0.9", "10.0.0.9"),
-        *((own, own, "address of a") for own in ("10.0.0.1 --evil", "$(id)", "a" * 300, "", "evil.example", None)),
-    ],
+    [("10.0.0.1", "10.0.0.9", "10.0.0.1"), (None, "10.0.0.9", "10.0.0.9"), (None, None, "a")],
 )
-def test_only_an_address_becomes_the_meeting_point(
-    own: str | None, client: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attempt_run.socket, "gethostbyname", lambda name: f"address of {name}")
+def test_the_ranks_meet_where_the_others_see_the_first_host(own: str | None, client: str | None, expected: str) -> None:
     run: Any = AttemptRun(30.0, 60.0, 60.0, print)
     run.hosts = {"a": Reached("a", own, None), "b": Reached("b", None, client)}
     assert run.find_rendezvous(None, None) == (expected, 7)

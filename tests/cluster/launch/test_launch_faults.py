@@ -15,7 +15,7 @@ import pytest
 from llmscale.training.watchdog import stacks_path
 from scripts.playground.kernel import command_line
 from tests.cluster.conftest import SHELL
-from tests.cluster.lab import Lab, train_alone
+from tests.cluster.lab import PATIENCE_S, Lab, train_alone
 from tests.conftest import REPOSITORY, read_losses
 
 pytestmark = pytest.mark.slow
@@ -56,7 +56,8 @@ def test_a_killed_rank(lab: Lab, node: int) -> None:
 
 
 def test_a_hanging_rank_and_the_stacks_of_all(lab: Lab) -> None:
-    launch = lab.launch(lab.train_arguments(*FLAGS))
+    # A step of milliseconds takes seconds where other tests run.
+    launch = lab.launch(lab.train_arguments(*FLAGS), hang_timeout_s=20)
     lab.until_step(25)
     os.kill(lab.ranks_of(lab.hosts[1])[0], signal.SIGSTOP)
     finish(lab, launch, ["hung", "finished"])
@@ -75,7 +76,7 @@ def test_a_host_that_dies_is_left_out_and_taken_in_again(lab: Lab) -> None:
     lab.until_step(60, times=2)
     lab.playground.power_on(lab.hosts[1])
     os.kill(lab.ranks_of(lab.hosts[0])[0], signal.SIGKILL)
-    lab.until(lambda: len(lab.attempts()) == 3, timeout_s=60)
+    lab.until(lambda: len(lab.attempts()) == 3)
     assert lab.wait(launch) == 0
     lost, alone, both = lab.attempts()
     assert (lost.end, lost.hosts) == ("host lost", {"node-0": 1, "node-1": 1})
@@ -90,15 +91,7 @@ def test_a_cut_link_ends_the_ranks_on_both_sides(lab: Lab) -> None:
     lab.until_step(25)
     cut_off = lab.hosts[1]
     cut_off.cut_link()
-    lab.until(lambda: not lab.ranks_of(cut_off), timeout_s=6)
-    finish(lab, launch, ["host lost", "finished"])
-
-
-def test_a_killed_sshd_with_all_processes_of_its_host(lab: Lab) -> None:
-    launch = lab.launch(lab.train_arguments(*FLAGS))
-    lab.until_step(25)
-    for pid in lab.hosts[1].pids():
-        os.kill(pid, signal.SIGKILL)
+    lab.until(lambda: not lab.ranks_of(cut_off))
     finish(lab, launch, ["host lost", "finished"])
 
 
@@ -106,7 +99,7 @@ def test_a_killed_supervisor_leaves_nothing_and_the_next_one_goes_on(lab: Lab) -
     lab.launch(lab.train_arguments(*FLAGS))
     lab.until_step(25)
     lab.signal_supervisor(signal.SIGKILL)
-    lab.until(lambda: not any(lab.ranks_of(host) for host in lab.hosts), timeout_s=10)
+    lab.until(lambda: not any(lab.ranks_of(host) for host in lab.hosts))
     finish(lab, lab.launch(lab.train_arguments(*FLAGS)), ["supervisor lost", "finished"])
 
 
@@ -117,8 +110,8 @@ def test_the_launchers_own_machine_is_powered_off(make_lab: Callable[..., Lab], 
     launch = lab.launch(lab.train_arguments(*FLAGS), hostfile="two")
     lab.until_step(25)
     lab.hosts[0].power_off()
-    launch.wait(60)
-    lab.until(lambda: not any(lab.ranks_of(host) for host in lab.hosts[1:]), timeout_s=30)
+    launch.wait()
+    lab.until(lambda: not any(lab.ranks_of(host) for host in lab.hosts[1:]))
     lab.playground.power_on(lab.hosts[0])
     finish(lab, lab.launch(lab.train_arguments(*FLAGS), hostfile="two"), ["supervisor lost", "finished"])
 
@@ -146,7 +139,7 @@ def test_a_killed_process_between_launcher_and_ranks_takes_its_ranks_with_it(lab
     for pid in between:
         os.kill(pid, signal.SIGKILL)
     assert between
-    lab.until(lambda: not lab.ranks_of(lab.hosts[1]), timeout_s=10)
+    lab.until(lambda: not lab.ranks_of(lab.hosts[1]))
     finish(lab, launch, ["host lost", "finished"])
 
 
@@ -155,7 +148,7 @@ def test_a_signal_saves_and_ends_with_0_and_the_next_launch_goes_on(lab: Lab, nu
     launch = lab.launch(lab.train_arguments(*FLAGS))
     lab.until_step(25)
     lab.signal_supervisor(number)
-    assert lab.wait(launch, 30) == 0
+    assert lab.wait(launch) == 0
     assert "asked to stop; the ranks have saved, at step" in lab.output.read_text()
     stopped_at = lab.attempts()[0].last_step
     finish(lab, lab.launch(lab.train_arguments(*FLAGS)), ["stopped", "finished"])
@@ -171,7 +164,7 @@ def test_a_signal_to_every_process_of_a_job_does_the_same(lab: Lab) -> None:
         for pid in [*host.pids_running("llmscale.cluster.launch.host"), *host.pids_running("train.py")]:
             if "llmscale.cli.main" not in command_line(pid) and "ssh" not in command_line(pid).split()[0]:
                 os.kill(pid, signal.SIGTERM)
-    assert lab.wait(launch, 30) == 0
+    assert lab.wait(launch) == 0
     finish(lab, lab.launch(lab.train_arguments(*FLAGS)), ["stopped", "finished"])
 
 
@@ -216,7 +209,7 @@ def test_a_signal_during_the_start_ends_it(lab: Lab) -> None:
     launch = lab.launch(lab.train_arguments(*FLAGS))
     lab.until(lambda: lab.output.exists() and "attempt 1" in lab.output.read_text())
     lab.signal_supervisor(signal.SIGTERM)
-    assert lab.wait(launch, 60) == 0
+    assert lab.wait(launch) == 0
     lab.check_nothing_left()
 
 
@@ -227,8 +220,8 @@ def test_a_second_ctrl_c_ends_everything_at_once(lab: Lab) -> None:
     lab.signal_supervisor(signal.SIGINT)
     time.sleep(1)
     lab.signal_supervisor(signal.SIGINT)
-    assert lab.wait(launch, 10) == 130
-    lab.until(lambda: not any(lab.ranks_of(host) for host in lab.hosts), timeout_s=10)
+    assert lab.wait(launch) == 130
+    lab.until(lambda: not any(lab.ranks_of(host) for host in lab.hosts))
 
 
 def test_a_fault_that_comes_back_at_the_same_step_stops_with_the_evidence(lab: Lab) -> None:
@@ -262,7 +255,7 @@ def test_what_the_user_must_mend_is_not_tried_again(lab: Lab) -> None:
     launch = lab.launch(lab.train_arguments(*FLAGS))
     lab.until_step(5)
     lab.signal_supervisor(signal.SIGTERM)
-    assert lab.wait(launch, 30) == 0
+    assert lab.wait(launch) == 0
     launch = lab.launch(lab.train_arguments(*FLAGS, "--seed", "7"))
     assert lab.wait(launch) == 2
     assert [attempt.end for attempt in lab.attempts()] == ["stopped"], "refused before ranks start"
@@ -277,7 +270,7 @@ def test_a_refusal_before_the_first_step_is_not_tried_again(lab: Lab) -> None:
         """
 import os
 if os.environ.get("RANK") == "1":
-    from llmscale.config import launcher_variables
+    from llmscale.engine import launcher_variables
     from llmscale.errors import ConfigError
     def refuse(*values):
         raise ConfigError("this host lacks a driver")
@@ -305,7 +298,7 @@ def test_a_taken_port_is_named(lab: Lab) -> None:
 def test_two_supervisors_of_one_run_exclude_each_other(lab: Lab) -> None:
     launch = lab.launch(lab.train_arguments(*FLAGS))
     lab.until_step(5)
-    assert lab.wait(lab.launch(lab.train_arguments(*FLAGS)), 30) == 2
+    assert lab.wait(lab.launch(lab.train_arguments(*FLAGS))) == 2
     assert "is in use by process" in lab.output.read_text()
     assert lab.wait(launch) == 0
 
@@ -323,7 +316,7 @@ def test_hosts_together_do_what_one_does(
     else:
         hostfile = lab.playground.write_hostfile(lab.folder / "hostfile", 1)
         command = ["deepspeed", "--hostfile", str(hostfile), "--launcher", "pdsh", "llmscale/train.py", *arguments]
-        done = lab.hosts[0].run(command, cwd=REPOSITORY, environment=SHELL, timeout_s=180)
+        done = lab.hosts[0].run(command, cwd=REPOSITORY, environment=SHELL, timeout_s=PATIENCE_S)
         assert done.returncode == 0, done.stdout + done.stderr
     lab.check_equal(train_alone(lab.data, lab.folder / "alone", "--steps", "12"), 12)
     assert len(read_losses(lab.run)) == 12

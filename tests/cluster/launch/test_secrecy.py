@@ -47,6 +47,9 @@ while True:
 """
 
 
+_WHOLE_PACKETS = ("-iany", "-s0", "-U", "-B32768")
+
+
 class Spies:
     """On the machine and on the switch; what they have found is read after the launch."""
 
@@ -58,25 +61,8 @@ class Spies:
             # -I -S: nothing of this environment is read, which the other user may not.
             self._processes = [
                 subprocess.Popen([sys.executable, "-I", "-S", "-c", WATCH_ALL], stdout=seen),
-                subprocess.Popen(
-                    # Whole packets, at once, by any port of the switch; as root, for the file is ours.
-                    [
-                        *on_switch,
-                        "tcpdump",
-                        "-i",
-                        "any",
-                        "-s",
-                        "0",
-                        "-U",
-                        "-B",
-                        "32768",
-                        "-Z",
-                        "root",
-                        "-w",
-                        self.sniffed,
-                    ],
-                    stderr=log,
-                ),
+                # Whole packets, at once, by any port of the switch; as root, for the file is ours.
+                subprocess.Popen([*on_switch, "tcpdump", *_WHOLE_PACKETS, "-Zroot", "-w", self.sniffed], stderr=log),
             ]
         until(lambda: "listening on" in errors.read_text() and self.seen.stat().st_size, "the spies")
 
@@ -119,8 +105,8 @@ def listening_addresses(pid: int) -> list[str]:
 def test_keys_reach_the_ranks_and_nobody_else(make_lab: Callable[..., Lab], spies: Callable[[Lab], Spies]) -> None:
     lab = make_lab(2)
     spy = spies(lab)
-    said = f"said-{secrets.token_hex(16)}"
-    say_in_the_clear(lab.hosts[0], lab.hosts[1].address, said)
+    spoken = f"spoken-{secrets.token_hex(16)}"
+    say_in_the_clear(lab.hosts[0], lab.hosts[1].address, spoken)
     launch = lab.launch(
         lab.train_arguments("--steps", "60", "--save-every", "20"), flags=["--env", "MY_OWN_SECRET"], environment=KEYS
     )
@@ -135,7 +121,7 @@ def test_keys_reach_the_ranks_and_nobody_else(make_lab: Callable[..., Lab], spie
     seen, sniffed = spy.seen.read_bytes(), spy.sniffed.read_bytes()
     # The spies were awake.
     assert b"llmscale.cluster.launch.host" in seen
-    assert said.encode() in sniffed
+    assert spoken.encode() in sniffed
     for name, key in KEYS.items():
         assert f"{name}={key}".encode() in environment, name
         assert key.encode() not in seen, name

@@ -13,21 +13,21 @@ import pytest
 from llmscale.cluster import remote
 from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch import transport
-from llmscale.cluster.launch.transport import HostConnection, host_command_by, open_inbox, slurm_hosts
+from llmscale.cluster.launch.transport import HostConnection, host_command_by, slurm_hosts
 from llmscale.cluster.remote import PACKAGE
 from llmscale.errors import ConfigError
 
 
 def test_lines_that_are_no_messages_are_shown_and_explain_the_end(tmp_path: Path) -> None:
     (tmp_path / "lines").write_text(
-        'Welcome!\n@llmscale {"port": 7}\n@llmscale [[[\n@llmscale 7\n\n\x1b[31mssh: no route to host\n'
+        'Welcome!\n@llmscale {"port": 7}\n\n\x1b[31mssh: no route to host\n@llmscale {"cut o'
     )
-    inbox, shown = open_inbox(), []
-    host = HostConnection(Host("a", 1), ["sh", "-c", f"cat '{tmp_path}/lines'; exit 255"], inbox)
+    shown: list[str] = []
+    host = HostConnection(Host("a", 1), ["sh", "-c", f"cat '{tmp_path}/lines'; exit 255"])
     messages = []
     while not host.closed:
-        messages.append(host.take(inbox.get(timeout=60)[1], shown.append))
-    assert [message for message in messages if message] == [{"port": 7}]
+        messages += host.read(shown.append)
+    assert messages == [{"port": 7}]
     assert shown == ["a! Welcome!", "a! \x1b[31mssh: no route to host"]
     assert host.why_lost() == "\x1b[31mssh: no route to host"
     assert not host.close(), "the ranks there may still run"
@@ -42,18 +42,13 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize(("launcher", "first"), [("ssh", "ssh"), ("slurm", "srun")])
-def test_ways_to_a_host(launcher: str, first: str) -> None:
-    argv = host_command_by(launcher)(Host("127.0.0.1", 1))
-    assert argv[0] == first
-    assert any("llmscale.cluster.launch.host" in word for word in argv)
-
-
-@pytest.mark.usefixtures("elsewhere")
-def test_no_command_line_has_a_secret() -> None:
+def test_a_host_is_reached_by_a_command_without_a_secret(launcher: str, first: str) -> None:
     """The host is all that differs from one command to the next: no word is known to one host alone."""
-    first, second = (host_command_by("ssh")(Host(f"127.0.0.{number}", 1)) for number in (3, 4))
-    assert [word.replace("127.0.0.4", "127.0.0.3") for word in second] == first
-    assert not re.findall(r"[0-9a-zA-Z_-]{30,}", " ".join(first).replace(str(PACKAGE.parent), ""))
+    one, other = (host_command_by(launcher)(Host(f"127.0.0.{number}", 1)) for number in (3, 4))
+    assert one[0] == first
+    assert any("llmscale.cluster.launch.host" in word for word in one)
+    assert [word.replace("127.0.0.4", "127.0.0.3") for word in other] == one
+    assert not re.findall(r"[0-9a-zA-Z_-]{30,}", " ".join(one).replace(str(PACKAGE.parent), ""))
 
 
 def test_a_host_answers_without_torch() -> None:

@@ -1,4 +1,4 @@
-"""Fifty ds_configs with the keys of public ones: name, file, and whether llmscale takes it at once."""
+"""ds_configs with the keys of public ones, each with something that the others lack: taken at once, or refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ _OLD_ZERO3 = {
 }
 _LOG = {"steps_per_print": 2000, "wall_clock_breakdown": False}
 _NVME = {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True, "buffer_count": 4, "fast_init": False}
-_NVME_PARAM = {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True, "buffer_count": 5}
 _CHECKPOINTING = {
     "partition_activations": True,
     "cpu_checkpointing": True,
@@ -73,14 +72,6 @@ def _warmup(kind: str = "WarmupLR", **params: object) -> dict[str, object]:
 
 TAKEN: dict[str, dict[str, Any]] = {
     # Hugging Face: documentation and tests
-    "hf_zero2_offload": {
-        **_BATCH,
-        "fp16": _FP16_AUTO,
-        "optimizer": _ADAMW_AUTO,
-        "scheduler": _WARMUP_AUTO,
-        "zero_optimization": {**_ZERO2, "offload_optimizer": _CPU},
-        **_LOG,
-    },
     "hf_zero3_offload": {
         **_BATCH,
         "fp16": _FP16_AUTO,
@@ -90,7 +81,6 @@ TAKEN: dict[str, dict[str, Any]] = {
         "zero_optimization": {**_ZERO3, "offload_optimizer": _CPU, "offload_param": _CPU},
         **_LOG,
     },
-    "hf_zero3_old_names": {**_BATCH, "fp16": _FP16_AUTO, "optimizer": _ADAMW_AUTO, "zero_optimization": _OLD_ZERO3},
     "hf_amp_auto": {**_BATCH, "amp": {"enabled": A, "opt_level": A}, "zero_optimization": _ZERO2},
     "hf_infinity": {
         **_BATCH,
@@ -114,14 +104,6 @@ TAKEN: dict[str, dict[str, Any]] = {
             "overlap_events": True,
         },
     },
-    "hf_fp32": {**_BATCH, "fp16": {"enabled": False}, "zero_optimization": {"stage": 1}},
-    "hf_real_optimizer": {
-        "optimizer": _adam("AdamW", betas=[0.8, 0.999], weight_decay=3e-7),
-        "scheduler": _warmup(),
-        "zero_optimization": _ZERO2,
-        "fp16": _FP16_AUTO,
-        "train_micro_batch_size_per_gpu": 4,
-    },
     "accelerate": {
         "train_micro_batch_size_per_gpu": A,
         "bf16": {"enabled": A},
@@ -136,43 +118,6 @@ TAKEN: dict[str, dict[str, Any]] = {
         "steps_per_print": A,
     },
     # Alpaca, FastChat, LLaMA-Factory, axolotl, open-instruct, TRL
-    "alpaca_opt": {
-        **_BATCH,
-        "bf16": {"enabled": "auto"},
-        "optimizer": _ADAMW_AUTO,
-        "zero_optimization": _ZERO3,
-        **_LOG,
-    },
-    "fastchat_s2": {**_BATCH, "bf16": {"enabled": A}, "zero_optimization": {"stage": 2, "overlap_comm": False}},
-    "fastchat_s3": {
-        **_BATCH,
-        "optimizer": {"type": "AdamW", "params": {"lr": A, "betas": A, "eps": A, "weight_decay": A}},
-        "bf16": {"enabled": True},
-        "zero_optimization": {**_ZERO3, "offload_optimizer": _NONE, "offload_param": _NONE},
-        "steps_per_print": 5,
-        "wall_clock_breakdown": False,
-    },
-    "llama_factory_z0": {
-        **_BATCH,
-        "zero_allow_untested_optimizer": True,
-        "fp16": _FP16_AUTO,
-        "bf16": {"enabled": A},
-        "zero_optimization": {**_ZERO2, "stage": 0, "round_robin_gradients": True},
-    },
-    "llama_factory_z2": {
-        **_BATCH,
-        "zero_allow_untested_optimizer": True,
-        "fp16": _FP16_AUTO,
-        "bf16": {"enabled": A},
-        "zero_optimization": {**_ZERO2, "round_robin_gradients": True, "offload_optimizer": _CPU},
-    },
-    "llama_factory_z3": {
-        **_BATCH,
-        "zero_allow_untested_optimizer": True,
-        "fp16": _FP16_AUTO,
-        "bf16": {"enabled": A},
-        "zero_optimization": {**_ZERO3, "offload_param": _CPU},
-    },
     "axolotl_zero1": {
         **_BATCH,
         "zero_optimization": {"stage": 1, "overlap_comm": True},
@@ -181,39 +126,11 @@ TAKEN: dict[str, dict[str, Any]] = {
         "compile": {"disable": False, "backend": "inductor"},
         "wall_clock_breakdown": False,
     },
-    "axolotl_zero2": {
-        **_BATCH,
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "contiguous_gradients": True},
-        "bf16": {"enabled": A},
-        "fp16": {**_FP16_AUTO, "auto_cast": False},
-        "optimizer": {"type": "AdamW", "params": {"lr": A, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": A}},
-    },
     "axolotl_zero3_bf16": {
         **_BATCH,
         "zero_optimization": {**_ZERO3, "sub_group_size": 0, "reduce_bucket_size": A},
         "bf16": {"enabled": True},
         "fp16": {"enabled": False, "auto_cast": False, "opt_level": "O2"},
-    },
-    "open_instruct": {
-        **_BATCH,
-        "bf16": {"enabled": A},
-        "zero_optimization": {**_ZERO3, "overlap_comm": True},
-        "steps_per_print": 1e5,
-        "wall_clock_breakdown": False,
-    },
-    "baichuan": {
-        **_BATCH,
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none"}, "overlap_comm": True},
-    },
-    "qwen_finetune": {
-        **_BATCH,
-        "fp16": _FP16_AUTO,
-        "optimizer": _ADAMW_AUTO,
-        "scheduler": _WARMUP_AUTO,
-        "zero_optimization": {**_ZERO2, "offload_optimizer": _NONE},
-        "steps_per_print": 100,
     },
     "dolly": {
         **_BATCH,
@@ -221,21 +138,6 @@ TAKEN: dict[str, dict[str, Any]] = {
         "zero_optimization": {**_OLD_ZERO3, "round_robin_gradients": True},
         "optimizer": _ADAMW_AUTO,
         "scheduler": _WARMUP_AUTO,
-    },
-    "chatglm": {
-        "train_micro_batch_size_per_gpu": A,
-        "zero_allow_untested_optimizer": True,
-        "fp16": {**_FP16_AUTO},
-        "zero_optimization": {**_ZERO2, "allgather_bucket_size": 5e8, "reduce_bucket_size": 5e8, "overlap_comm": False},
-    },
-    "internlm_xtuner": {
-        **_BATCH,
-        "gradient_clipping": 1,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": True},
-        "fp16": {"enabled": False, "initial_scale_power": 16},
-        "zero_optimization": {"stage": 2, "overlap_comm": False},
     },
     # DeepSpeedExamples and DeepSpeed's tutorials
     "megatron_gpt2_tutorial": {
@@ -285,12 +187,6 @@ TAKEN: dict[str, dict[str, Any]] = {
             "release_inference_cache": False,
         },
         "tensorboard": {"enabled": False, "output_path": "step3/ds_tensorboard_logs/", "job_name": "actor"},
-    },
-    "hello_deepspeed": {
-        "train_micro_batch_size_per_gpu": 8,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
-        "fp16": {"enabled": True},
-        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
     },
     "bing_bert_true": {
         "train_batch_size": 4096,
@@ -364,43 +260,11 @@ TAKEN: dict[str, dict[str, Any]] = {
         "wall_clock_breakdown": False,
         "zero_allow_untested_optimizer": False,
     },
-    "bloom_176b": {
-        "train_micro_batch_size_per_gpu": 2,
-        "train_batch_size": 2048,
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 0},
-        "bf16": {"enabled": True},
-        "steps_per_print": 2000,
-        "wall_clock_breakdown": False,
-    },
     "megatron_bfloat16": {
         "train_batch_size": 256,
         "bfloat16": {"enabled": True},
         "zero_optimization": {"stage": 1},
         "data_types": {"grad_accum_dtype": "float32"},
-    },
-    "neox_125m": {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 1,
-        "optimizer": _adam(lr=6e-4),
-        "zero_optimization": {**_ZERO2, "stage": 1, "allgather_bucket_size": 5e8, "cpu_offload": False},
-        "fp16": {"fp16": True, "enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2},
-        "gradient_clipping": 1.0,
-        "steps_per_print": 10,
-        "wall_clock_breakdown": True,
-    },
-    "neox_20b": {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 32,
-        "optimizer": _adam(lr=0.97e-4),
-        "zero_optimization": {
-            **_ZERO2,
-            "stage": 1,
-            "allgather_bucket_size": 1260000000,
-            "reduce_bucket_size": 1260000000,
-        },
-        "fp16": {**_FP16, "initial_scale_power": 12},
-        "gradient_clipping": 1.0,
     },
     "zeropp_hpz": {
         "train_batch_size": 256,

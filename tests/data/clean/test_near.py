@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from llmscale.data.clean import duplicates
-from llmscale.data.clean.duplicates import NearIndex, NearSettings, SortedIndex, index_bytes_per_document, sketch
+from llmscale.data.clean.duplicates import (
+    ExactIndex,
+    NearIndex,
+    NearSettings,
+    SortedIndex,
+    find_exact_key,
+    find_repeated,
+    index_bytes_per_document,
+    sketch,
+)
 from llmscale.data.clean.filters import Removed, Text
 from llmscale.errors import DataError
 from tests.data.clean.conftest import MakeProse
@@ -60,7 +69,7 @@ def test_batches_and_sorted_runs_change_nothing(make_prose: MakeProse, monkeypat
     rng.shuffle(texts)
     whole = _decide(texts, 300)
     assert sum(decision is not None for decision in whole) > 100
-    monkeypatch.setattr(duplicates, "_MOST_RECENT_NEAR", 8)
+    monkeypatch.setattr(duplicates, "_MOST_RECENT", 8)
     monkeypatch.setattr(duplicates, "_BLOCK_DOCUMENTS", 16)
     assert _decide(texts, 7) == whole == _decide(texts, 1)
 
@@ -83,7 +92,7 @@ def test_settings_that_cannot_work() -> None:
 
 
 def test_index_takes_the_bytes_that_are_stated(make_prose: MakeProse, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(duplicates, "_MOST_RECENT_NEAR", 1)
+    monkeypatch.setattr(duplicates, "_MOST_RECENT", 1)
     monkeypatch.setattr(duplicates, "_BLOCK_DOCUMENTS", 50)
     rng = random.Random(3)
     index = NearIndex(SETTINGS)
@@ -112,21 +121,23 @@ def test_sorted_index_is_a_map_to_many(dtype: type[np.unsignedinteger]) -> None:
     assert len(index) == len(entries) == 251 and len(index._runs) <= 8
 
 
-def test_exact_duplicates_are_found_across_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(duplicates, "_MOST_RECENT_EXACT", 3)
+def test_exact_duplicates_are_found() -> None:
     rng = random.Random(4)
-    texts = [f"text {rng.randrange(40)}" for _ in range(200)]
-    index, kept = duplicates.ExactIndex(), {}
-    for begin in range(0, 200, 9):
-        keys = [duplicates.find_exact_key(Text(text)).key for text in texts[begin : begin + 9]]
-        index.begin_batch(keys)
-        for number, key in enumerate(keys, start=begin):
-            first = kept.setdefault(texts[number], number)
-            decision = index.decide(number, key)
-            assert (decision is None) == (first == number)
-            assert decision is None or decision.why["duplicate_of"] == first
-    assert (
-        duplicates.find_exact_key(Text("a  b\n"))
-        == duplicates.find_exact_key(Text(" a b"))
-        != duplicates.find_exact_key(Text("ab"))
-    )
+    texts = [f"text {rng.randrange(400)}" for _ in range(200)]
+    keys = [find_exact_key(Text(text)).key for text in texts]
+    index, first = ExactIndex(np.array(keys, np.uint64)), dict[str, int]()
+    for number, key in enumerate(keys):
+        original = first.setdefault(texts[number], number)
+        decision = index.decide(number, key)
+        assert (decision is None) == (original == number)
+        assert decision is None or decision.why["duplicate_of"] == original
+    assert find_exact_key(Text("a  b\n")) == find_exact_key(Text(" a b")) != find_exact_key(Text("ab"))
+
+
+def test_repeated_keys_are_all_found() -> None:
+    keys = np.random.default_rng(0).integers(0, 300, 400, np.uint64)
+    values, counts = np.unique(keys, return_counts=True)
+    expected = np.isin(keys, values[counts > 1])
+    assert expected.any() and not expected.all()
+    np.testing.assert_array_equal(find_repeated(keys), expected)
+    assert find_repeated(keys[:0]).shape == (0,)

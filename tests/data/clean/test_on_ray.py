@@ -23,7 +23,7 @@ from llmscale.data.clean import on_ray
 from llmscale.data.clean.annotate import CleanOptions
 from llmscale.data.clean.on_ray import RayCluster, read_cluster
 from llmscale.data.clean.run import clean
-from llmscale.data.clean.stages import PartedWork, Stage
+from llmscale.data.clean.stages import CleanJob, Stage
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.errors import DataError, LlmscaleError, MachineError
 from llmscale.terminal.progress import show_progress
@@ -153,7 +153,7 @@ def test_a_killed_run_resumes(ray_address: str, crawl_files: Crawl, tmp_path: Pa
     assert not list(tmp_path.glob(".out*"))
 
 
-def _die(work: PartedWork, task: int) -> None:
+def _die(work: CleanJob, task: int) -> None:
     """End as a task that runs out of memory; task 1 always, the others at the first try."""
     tried = work.folder / f"tried-{task}"
     if task == 1 or not tried.exists():
@@ -162,7 +162,7 @@ def _die(work: PartedWork, task: int) -> None:
     (work.folder / f"done-{task}").touch()
 
 
-def _fail(work: PartedWork, task: int) -> None:
+def _fail(work: CleanJob, task: int) -> None:
     raise DataError("line 7: bad input") if task == 0 else OSError("no disk")
 
 
@@ -171,15 +171,15 @@ def _run_stages(address: str, folder: str, kind: str) -> None:
     stage = Stage("1-test", 3 if kind == "die" else 1, _die if kind == "die" else _fail, _done_file)
     after = Stage("2-after", 1, _fail, _done_file)
     on_ray.plan_stages = lambda num_parts: [stage, after]  # type: ignore[assignment]
-    work = PartedWork(Path(folder), (), CleanOptions(), None, 0, 1)
+    work = CleanJob(Path(folder), (), CleanOptions(), None, 0, 1)
     try:
-        with on_ray._connected(RayCluster(address, memory_gb=1)) as run_stages, show_progress("") as progress:
+        with on_ray.connected(RayCluster(address, memory_gb=1)) as run_stages, show_progress("") as progress:
             list(run_stages(work, progress))
     except (DataError, MachineError) as error:
         print(type(error).__name__, error)
 
 
-def _done_file(work: PartedWork, task: int) -> Path:
+def _done_file(work: CleanJob, task: int) -> Path:
     return work.folder / f"done-{task}"
 
 

@@ -264,9 +264,9 @@ def test_token_shards_of_a_folder(tmp_path: Path) -> None:
     np.save(tmp_path / "val_000.npy", np.array(tokens, np.uint16))
     np.save(tmp_path / "train_001.npy", np.array(tokens, ">u4"))
     _write(tmp_path, {"README.md": b"card"})
-    bytes_tokenizer = load_tokenizer("bytes")
-    prepared = prepare(open_source(str(tmp_path)), tmp_path.parent / "set", bytes_tokenizer, PrepareOptions(seq_len=8))
-    assert sum(split.num_documents for split in prepared.manifest.splits.values()) == 80
+    options = PrepareOptions(seq_len=8, val_fraction=0)
+    prepared = prepare(open_source(str(tmp_path)), tmp_path.parent / "set", load_tokenizer("bytes"), options)
+    assert prepared.manifest.splits["train"].num_documents == 80
     with pytest.raises(DataError, match="holds tokens, but text is needed"):
         _read(tmp_path)
     for path in tmp_path.iterdir():

@@ -183,7 +183,7 @@ def test_unigram_entropy() -> None:
 def test_every_shard_is_a_random_part_of_the_text(write_documents: WriteDocuments, tmp_path: Path) -> None:
     """Of train; validation stays in the order of the text. The windows are those of the text, each once."""
     (first, *_) = write_documents(tmp_path / "in.jsonl", 400)
-    # The first document goes to val: none is held back, and put back later.
+    # The first document goes to val, so that the order before it is the text's.
     seed = next(seed for seed in range(1000) if split_scores([hash_text(first)], seed)[0] < SMALL.val_fraction)
     options = dataclasses.replace(SMALL, seed=seed)
     shuffled = _prepare(tmp_path / "in.jsonl", tmp_path / "shuffled", options).manifest
@@ -394,8 +394,8 @@ def test_an_older_set_says_that_its_bytes_are_an_average(tmp_path: Path, capsys:
 def test_no_shuffle_keeps_the_order_of_the_text(write_documents: WriteDocuments, tmp_path: Path) -> None:
     documents = write_documents(tmp_path / "in.jsonl", 60)
     places = {document: place for place, document in enumerate(documents)}
-    for seed in range(8):
-        options = dataclasses.replace(SMALL, shuffle=False, val_fraction=0.02, seed=seed)
+    for seed in range(3):
+        options = dataclasses.replace(SMALL, shuffle=False, val_fraction=0.2, seed=seed)
         _prepare(tmp_path / "in.jsonl", tmp_path / f"set{seed}", options)
         manifest = load_manifest(tmp_path / f"set{seed}")
         for split in ("train", "val"):

@@ -8,55 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmscale.data.prepare.train_val_split import (
-    SplitAssigner,
-    ValidationKeeper,
-    hash_text,
-    hash_tokens,
-    split_scores,
-)
-
-
-def _assign(scores: list[float], val_fraction: float) -> dict[str, list[int]]:
-    assigner = SplitAssigner[int](val_fraction)
-    assigned = [pair for number, score in enumerate(scores) for pair in assigner.assign(score, number)]
-    assigned += assigner.finish()
-    return {split: sorted(n for where, n in assigned if where == split) for split in ("train", "val")}
-
-
-@given(st.lists(st.floats(0, 0.999), max_size=30, unique=True), st.floats(0.001, 0.5))
-def test_every_document_once_and_at_least_one_for_val(scores: list[float], val_fraction: float) -> None:
-    splits = _assign(scores, val_fraction)
-    assert sorted(splits["train"] + splits["val"]) == list(range(len(scores)))
-    chosen = [n for n, score in enumerate(scores) if score < val_fraction]
-    lowest = [scores.index(min(scores))] if len(scores) > 1 else []
-    assert splits["val"] == (chosen or lowest)
-
-
-def test_copies_of_the_document_that_is_held_back_stay_together() -> None:
-    splits = _assign([0.9, 0.4, 0.7, 0.4, 0.4], 0.1)
-    assert (len(splits["train"]), len(splits["val"])) == (2, 3)
-    assert _assign([0.4] * 4, 0.1)["val"] == []
-
-
-@given(st.lists(st.sampled_from([0.02, 0.2, 0.3, 0.5, 0.7, 0.9]), max_size=20), st.sampled_from([0.001, 0.1, 0.25]))
-def test_the_order_of_the_text_is_kept_where_it_is_wanted(scores: list[float], val_fraction: float) -> None:
-    found = {}
-    for keeps_order in (False, True):
-        assigner = SplitAssigner[tuple[float, int]](val_fraction, keeps_order=keeps_order)
-        assigned = [pair for number, score in enumerate(scores) for pair in assigner.assign(score, (score, number))]
-        found[keeps_order] = [*assigned, *assigner.finish()]
-    splits = {split: [document for where, document in found[True] if where == split] for split in ("train", "val")}
-    for split, documents in splits.items():
-        # Copies of a document that is held back are one object.
-        assert sorted(score for score, _ in documents) == sorted(s for where, (s, _) in found[False] if where == split)
-    is_val = [score in [score for score, _ in splits["val"]] for score in scores]
-    for split, wanted in (("train", False), ("val", True)):
-        assert [s for s, _ in splits[split]] == [s for s, val in zip(scores, is_val, strict=True) if val == wanted]
-
-
-def test_no_val_when_none_is_wanted() -> None:
-    assert _assign([0.0, 0.5], 0.0) == {"train": [0, 1], "val": []}
+from llmscale.data.prepare.train_val_split import SplitAssigner, hash_text, hash_tokens, split_scores
 
 
 def test_scores_are_uniform_and_follow_seed_and_text() -> None:
@@ -84,10 +36,6 @@ class Numbers:
     end: int
 
     @property
-    def text_hash(self) -> bytes:
-        return str(self.name).encode()
-
-    @property
     def num_tokens(self) -> int:
         return self.end - self.first + 1
 
@@ -97,13 +45,21 @@ class Numbers:
         return Numbers(self.name, self.first, middle), Numbers(self.name, middle, self.end)
 
 
-def _keep(sizes: list[tuple[str, int]], fraction: float, window: int) -> tuple[dict[str, list[Numbers]], str]:
-    keeper = ValidationKeeper[Numbers](fraction, window, Numbers.cut_at)
-    found: dict[str, list[Numbers]] = {"train": [], "val": []}
-    added = [pair for name, (split, size) in enumerate(sizes) for pair in keeper.add(split, Numbers(name, 0, size))]
-    for split, part in [*added, *keeper.finish()]:
-        found[split].append(part)
-    return found, keeper.note
+def _assign(
+    documents: list[tuple[float, int]], fraction: float, window: int, *, keeps_order: bool = True
+) -> tuple[dict[str, list[Numbers]], str]:
+    """Return the documents of each split, given their scores and sizes, and the note."""
+    assigner = SplitAssigner[Numbers](fraction, window, Numbers.cut_at, keeps_order=keeps_order)
+    splits: dict[str, list[Numbers]] = {"train": [], "val": []}
+    for name, (score, size) in enumerate(documents):
+        document = Numbers(name, 0, size)
+        is_val = assigner.is_val(np.array([score]))[0]
+        assigned = [("val" if is_val else "train", document)]
+        for split, part in assigned if assigner.is_settled else assigner.add(score, document):
+            splits[split].append(part)
+    for split, part in assigner.finish():
+        splits[split].append(part)
+    return splits, assigner.note
 
 
 def _count(parts: list[Numbers]) -> int:
@@ -111,41 +67,59 @@ def _count(parts: list[Numbers]) -> int:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["train", "val"]), st.integers(1, 60)), min_size=1, max_size=12),
+    st.lists(st.tuples(st.floats(0, 0.999), st.integers(1, 60)), min_size=1, max_size=12),
     st.floats(0.001, 0.5),
     st.integers(2, 40),
+    st.booleans(),
 )
 def test_both_splits_hold_a_window_wherever_there_is_text_enough(
-    sizes: list[tuple[str, int]], fraction: float, window: int
+    documents: list[tuple[float, int]], fraction: float, window: int, keeps_order: bool
 ) -> None:
-    found, note = _keep(sizes, fraction, window)
-    seen = {(part.name, token) for parts in found.values() for part in parts for token in range(part.first, part.end)}
-    assert len(seen) == sum(size for _, size in sizes), "no token is lost"
-    assert sum(part.end - part.first for parts in found.values() for part in parts) == len(seen), "or there twice"
-    if sum(size + 1 for _, size in sizes) >= 2 * window:
-        assert min(map(_count, found.values())) >= window or not note
-        whole = {split: sum(size + 1 for where, size in sizes if where == split) for split in found}
-        assert min(map(_count, found.values())) >= window or min(whole.values()) >= window
+    splits, note = _assign(documents, fraction, window, keeps_order=keeps_order)
+    tokens = [
+        (part.name, token) for parts in splits.values() for part in parts for token in range(part.first, part.end)
+    ]
+    assert len(set(tokens)) == len(tokens) == sum(size for _, size in documents), "no token is lost or there twice"
+    if sum(size + 1 for _, size in documents) >= 2 * window:
+        assert min(map(_count, splits.values())) >= window
     if not note:
-        assert all(part.first == 0 and part.end == sizes[part.name][1] for part in (*found["train"], *found["val"]))
+        assert all(
+            (documents[part.name][0] < fraction) == (part in splits["val"])
+            for parts in splits.values()
+            for part in parts
+        )
+    if note or keeps_order:
+        assert all([part.name for part in split] == sorted(part.name for part in split) for split in splits.values())
 
 
-def test_a_split_that_is_good_is_left_alone_and_in_order() -> None:
-    sizes = [("train", 50), ("val", 30), ("train", 9), ("val", 400), ("train", 3)]
-    found, note = _keep(sizes, 0.1, 20)
-    assert [part.name for part in found["train"]] == [0, 2, 4]
-    assert [part.name for part in found["val"]] == [1, 3]
-    assert note == ""
+def test_a_good_split_is_by_score_and_in_order() -> None:
+    documents = [(0.9, 50), (0.05, 30), (0.5, 9), (0.01, 400), (0.2, 3)]
+    splits, note = _assign(documents, 0.1, 20)
+    assert [[part.name for part in parts] for parts in splits.values()] == [[0, 2, 4], [1, 3]] and note == ""
+    assert _assign(documents, 0.0, 20)[0]["val"] == []
+
+
+def test_the_order_of_a_shuffled_set_is_that_of_older_versions() -> None:
+    """A document with the lowest score so far comes last of those before the next such one."""
+    documents = [(0.9, 9), (0.5, 9), (0.7, 9), (0.5, 9), (0.3, 9), (0.8, 9), (0.05, 30), (0.2, 9)]
+    splits, _ = _assign(documents, 0.1, 20, keeps_order=False)
+    assert [part.name for part in splits["train"]] == [0, 2, 1, 3, 5, 4, 7]
+
+
+@pytest.mark.parametrize("scores", [(0.5, 0.5), (0.5, 0.01), (0.01, 0.5)])
+def test_without_a_good_split_validation_is_the_end_of_the_text(scores: tuple[float, float]) -> None:
+    splits, note = _assign([(scores[0], 900), (scores[1], 900)], 0.05, 20)
+    balanced = scores[0] != scores[1]
+    assert _count(splits["val"]) == (901 if balanced else round(0.05 * 1802))
+    assert ("too few documents" in note) != balanced
 
 
 def test_a_document_that_is_most_of_the_text_is_not_all_for_validation() -> None:
-    found, note = _keep([("train", 300), ("val", 900)], 0.05, 20)
-    assert _count(found["val"]) == round(0.05 * 1202)
-    assert "too few documents" in note
+    splits, note = _assign([(0.5, 300), (0.01, 900)], 0.05, 20)
+    assert _count(splits["val"]) == round(0.05 * 1202) and "too few documents" in note
 
 
-def test_copies_of_the_only_document_are_cut_alike() -> None:
-    keeper = ValidationKeeper[Numbers](0.1, 20, Numbers.cut_at)
-    assert not [pair for _ in range(3) for pair in keeper.add("train", Numbers(0, 0, 199))]
-    found = keeper.finish()
-    assert found == [("train", Numbers(0, 0, 180)), ("val", Numbers(0, 180, 199))] * 3
+def test_documents_do_not_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmscale.data.prepare.train_val_split.MOST_WAITING_TOKENS", 1000)
+    splits, note = _assign([(0.5, 99)] * 20, 0.05, 20)
+    assert [part.name for part in splits["val"]] == [10] and "the text's first 1,100 tokens" in note

@@ -39,6 +39,11 @@ def test_missing_folders_say_what_makes_them(tmp_path: Path) -> None:
         load_manifest(tmp_path / "data" / "x")
 
 
+def test_a_split_of_a_dataset_is_told_from_the_dataset(shared_set: Path) -> None:
+    with pytest.raises(DataError, match=rf"is a part of the dataset in {shared_set}\."):
+        load_manifest(shared_set / "train")
+
+
 def test_somebody_elses_shards_and_half_written_sets(shared_set: Path, tmp_path: Path) -> None:
     for name, text in [("copy", "MDS shards but no manifest"), (".set.partial-host-1", "an interrupted")]:
         shutil.copytree(shared_set, tmp_path / name)

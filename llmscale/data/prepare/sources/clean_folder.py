@@ -31,7 +31,7 @@ def load_clean_manifest(folder: Path) -> dict[str, object] | None:
     """Return the manifest of a folder that `data clean` wrote, else None. Raises DataError for a newer version."""
     path = folder / MANIFEST_NAME
     try:
-        manifest = load_json(path, Rules(DataError, follow_links=False))
+        manifest = load_json(path, Rules(DataError))
     except (OSError, DataError):
         return None
     return _of_known_version(manifest, str(path))

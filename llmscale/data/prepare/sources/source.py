@@ -87,9 +87,7 @@ GLOB_CHOOSES = " (--glob chooses files)"
 BESIDE_RECORDS = f"files beside the records{GLOB_CHOOSES}"
 BESIDE_TEXT = f"files beside the text: arrays, or tables that lack its column{GLOB_CHOOSES}"
 HIDDEN = "files with hidden names"
-NOT_REGULAR = (
-    "files (links out of the folder or to a folder, pipes or devices: `cp -rL` makes a copy that includes them)"
-)
+NOT_REGULAR = "files (links to folders, pipes or devices: `cp -rL` makes a copy that includes them)"
 
 
 def pass_over(passed_over: set[PassedOver], reason: str, path: PurePath) -> None:
@@ -288,15 +286,15 @@ class InputFile(ABC):
 class LocalFile(InputFile):
     """A regular file on this machine."""
 
-    def __init__(self, path: Path, root: Path, *, follow_links: bool = True) -> None:
-        status = path.stat(follow_symlinks=follow_links)
-        self._path, self._follow_links = path, follow_links
+    def __init__(self, path: Path, root: Path) -> None:
+        status = path.stat()
+        self._path = path
         self.name, self.relative = str(path), path.relative_to(root).as_posix()
         self.size_bytes, self.version = status.st_size, status.st_mtime_ns
 
     def open(self) -> BinaryIO:
         # Lines are longer than Python's default buffer of 8 KiB.
-        return io.BufferedReader(open_regular(self._path, follow_links=self._follow_links).detach(), _BUFFER_BYTES)
+        return io.BufferedReader(open_regular(self._path).detach(), _BUFFER_BYTES)
 
 
 @contextmanager
@@ -313,22 +311,18 @@ def opened(file: InputFile) -> Iterator[BinaryIO]:
 
 
 def walk(root: Path, skipped: Collection[str] = ()) -> tuple[list[Path], list[Path], list[Path]]:
-    """Return all regular files below `root` in path order, all else that is not a folder of this tree (links that lead
-    out of it or to a folder, FIFOs, sockets, devices), and what has a hidden name. What is in hidden folders and in
-    those named in `skipped` is in no list."""
+    """Return all files below `root` in path order, all else that is not a folder of this tree (links to folders, pipes,
+    devices), and what has a hidden name. Files in hidden folders and in those named in `skipped` is in no list."""
     files, others, hidden = [], [], []
-    inside = os.path.realpath(root)
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skipped]
         for name in [*names, *subfolders]:
             path = Path(folder, name)
             if name.startswith("."):
                 hidden.append(path)
-            elif path.is_symlink() and (path.is_dir() or not Path(os.path.realpath(path)).is_relative_to(inside)):
-                others.append(path)
             elif path.is_file():
                 files.append(path)
-            elif not path.is_dir():
+            elif path.is_symlink() or not path.is_dir():
                 others.append(path)
     return sorted(files), sorted(others), sorted(hidden)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -251,7 +250,7 @@ class MdsFolder(ABC):
 
 
 class LocalMdsFolder(MdsFolder):
-    """A local folder; symbolic links to shards are not followed."""
+    """A local folder."""
 
     def __init__(self, folder: Path) -> None:
         self.name = str(folder)
@@ -262,7 +261,7 @@ class LocalMdsFolder(MdsFolder):
 
     def find(self, name: str) -> InputFile | None:
         path = self._folder / name
-        return LocalFile(path, self._folder, follow_links=False) if os.path.lexists(path) else None
+        return LocalFile(path, self._folder) if path.exists() else None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Decide in input order what annotated documents lose, and write documents, removed text and a report of each step."""
+"""Write documents that are kept, the text that each step removed, and a report of each step."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
+import zstandard
 
 from llmscale.data.clean.annotate import CleanOptions, DocumentAnnotations, Measure, Size, StepName
-from llmscale.data.clean.decontaminate import Decontaminated, Decontaminator, EvaluationNgrams
-from llmscale.data.clean.duplicates import Decide
-from llmscale.data.clean.filters import Changed, ExactKey, Finding, Overlaps, Removed, SketchRow, Why
+from llmscale.data.clean.decontaminate import Decontaminator
+from llmscale.data.clean.filters import Changed, Overlaps, Removed, Why
 from llmscale.data.prepare.sources.clean_folder import REMOVED_FOLDER, shard_name
 from llmscale.data.shards.compressed import most_unpacked_bytes
-from llmscale.errors import DataError
 from llmscale.untrusted.terminal import make_visible_line
 
 _LEVEL = 3
@@ -41,8 +37,6 @@ class JsonlFile:
 
     def __init__(self, path: Path) -> None:
         """Create the file. Raises OSError."""
-        import zstandard
-
         self._path = path
         self._file = path.open("xb")
         self._compressor = zstandard.ZstdCompressor(_LEVEL).compressobj()
@@ -71,10 +65,9 @@ class JsonlFile:
         self._file.close()
 
     def _put(self, contents: bytes) -> None:
-        if contents:
-            self._file.write(contents)
-            self._digest.update(contents)
-            self._num_bytes += len(contents)
+        self._file.write(contents)
+        self._digest.update(contents)
+        self._num_bytes += len(contents)
 
 
 class DocumentShards:
@@ -216,67 +209,50 @@ class RemovedFile:
         self._file.close()
 
 
-#: Indexes hold numbers of documents in 32 bits.
-MAX_DOCUMENTS = 1 << 32
-_SCRATCH_HELD = "held.jsonl"
+#: Removed documents that copy another, by number and step.
+Duplicates = Mapping[tuple[int, StepName], Removed]
 
 
-class Pipeline:
-    """Write documents that are kept, and removed text, into a folder."""
+class Writer:
+    """Write a part's documents that are kept, and removed text, into a folder."""
 
     def __init__(
         self,
         folder: Path,
         options: CleanOptions,
         shard_bytes: int,
-        decide: Decide,
-        ngrams: EvaluationNgrams | None,
-        *,
-        first_number: int = 0,
-        ngram_counts: NDArray[np.uint32] | None = None,
+        first_number: int,
+        decontaminator: Decontaminator | None,
     ) -> None:
-        """Decide duplicates by `decide`.
-
-        For a part of a larger input, `first_number` is its first document's number, and `ngram_counts` are the
-        documents of the whole input that contain each n-gram. Raises OSError, DataError.
-        """
+        """Number documents from `first_number` on. Raises OSError, DataError."""
         self.taken_in, self.kept = DocumentCounts(), DocumentCounts()
-        self._first_number, self._is_part = first_number, ngram_counts is not None
-        self._decide_comparing = decide
+        self._number = first_number
         self._shards = DocumentShards(folder, shard_bytes)
         (folder / REMOVED_FOLDER).mkdir()
         self._files: dict[StepName, RemovedFile] = {
             step: RemovedFile(folder / REMOVED_FOLDER, place, step) for place, step in enumerate(options.steps, start=1)
         }
-        self.num_undelayed_files = 0
-        """Files of documents without evaluation text, which come first; known after `finish`."""
-        self._decontaminator: Decontaminator | None = None
-        if ngrams is not None:
-            held = folder / _SCRATCH_HELD
-            self._decontaminator = Decontaminator(ngrams, held, options.max_ngram_documents, ngram_counts)
+        self._decontaminator = decontaminator
+        if decontaminator is not None:
             self._measure = Measure(options.tokenizer)
 
     @property
     def reports(self) -> list[StepReport]:
         return [file.report for file in self._files.values()]
 
-    @property
-    def num_ignored_ngrams(self) -> int:
-        return self._decontaminator.num_ignored if self._decontaminator else 0
-
-    def add(self, contents: Sequence[str], documents: Sequence[DocumentAnnotations]) -> None:
+    def add(self, contents: Sequence[str], documents: Sequence[DocumentAnnotations], duplicates: Duplicates) -> None:
         """Add consecutive documents with their annotations. Raises DataError, OSError."""
         for content, document in zip(contents, documents, strict=True):
-            check_number(self._first_number + self.taken_in.documents)
-            self._add(content, document)
+            self._add(content, document, duplicates)
+            self._number += 1
 
-    def _add(self, content: str, document: DocumentAnnotations) -> None:
-        number, sizes = self._first_number + self.taken_in.documents, iter(document.sizes)
+    def _add(self, content: str, document: DocumentAnnotations, duplicates: Duplicates) -> None:
+        number, sizes = self._number, iter(document.sizes)
         size = next(sizes)
         self.taken_in.add(1, size)
         for step, file in self._files.items():
             file.report.taken_in.add(1, size)
-            finding = self._decide(number, document.findings.get(step))
+            finding = duplicates.get((number, step)) or document.findings.get(step)
             if isinstance(finding, Removed):
                 file.remove(number, content, finding.why, size)
                 return
@@ -285,32 +261,14 @@ class Pipeline:
                 file.change(number, finding.parts, size.less(left))
                 content, size = finding.text, left
             elif isinstance(finding, Overlaps):
-                assert self._decontaminator is not None
-                self._decontaminator.hold(number, content, finding)
+                self._decontaminate(number, content, finding)
                 return
         self._keep({"id": number, "text": content}, size)
 
-    def _decide(self, number: int, finding: Finding | None) -> Finding | None:
-        return self._decide_comparing(number, finding) if isinstance(finding, (ExactKey, SketchRow)) else finding
-
-    def _keep(self, record: dict[str, str | int], size: Size) -> None:
-        self._shards.write(record)
-        self.kept.add(1, size)
-
-    def finish(self) -> tuple[list[FileFacts], list[FileFacts]]:
-        """Return the files of documents that were kept, and of removed text. Raises OSError."""
-        if self._is_part:
-            self._shards.finish_file()
-        self.num_undelayed_files = len(self._shards.files)
-        if self._decontaminator is not None:
-            for document in self._decontaminator.finish():
-                self._add_decontaminated(document)
-        self._shards.finish_file()
-        return self._shards.files, [file.finish() for file in self._files.values()]
-
-    def _add_decontaminated(self, document: Decontaminated) -> None:
-        file, number = self._files["decontaminate"], document.number
-        size, *sizes = self._measure([document.text, *document.pieces])
+    def _decontaminate(self, number: int, content: str, overlaps: Overlaps) -> None:
+        assert self._decontaminator is not None
+        file, document = self._files["decontaminate"], self._decontaminator(content, overlaps)
+        size, *sizes = self._measure([content, *document.pieces])
         if not document.pieces:
             [(text, why)] = document.cuts
             file.remove(number, text, why, size)
@@ -322,17 +280,17 @@ class Pipeline:
                 record = {"id": number, "piece": index, "text": piece}
             self._keep(record, piece_size)
 
+    def _keep(self, record: dict[str, str | int], size: Size) -> None:
+        self._shards.write(record)
+        self.kept.add(1, size)
+
+    def finish(self) -> tuple[list[FileFacts], list[FileFacts]]:
+        """Return the files of documents that were kept, and of removed text. Raises OSError."""
+        self._shards.finish_file()
+        return self._shards.files, [file.finish() for file in self._files.values()]
+
     def close(self) -> None:
         """Close all files, complete or not."""
-        with suppress(OSError):
-            for file in self._files.values():
-                file.close()
-            self._shards.close()
-            if self._decontaminator is not None:
-                self._decontaminator.close()
-
-
-def check_number(number: int) -> None:
-    """Raise DataError for a document number of more than 32 bits."""
-    if number >= MAX_DOCUMENTS:
-        raise DataError(f"The input has more than {MAX_DOCUMENTS:,} documents. Clean it in parts.")
+        for file in self._files.values():
+            file.close()
+        self._shards.close()

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from llmscale.config import launcher_variables
-from llmscale.config.launcher_variables import check_is_only_copy
+from llmscale.engine import launcher_variables
+from llmscale.engine.launcher_variables import check_is_only_copy
 from llmscale.errors import ConfigError
 
 SRUN = {"SLURM_STEP_NUM_TASKS": "4"}

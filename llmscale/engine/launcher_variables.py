@@ -9,7 +9,6 @@ import errno
 import os
 import re
 import socket
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,8 +30,6 @@ _ACCELERATORS = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa
 #: Numbers, or UUIDs; Slurm writes NoDevFiles for a job without GPUs.
 _DEVICE = r"(-?\d+|(GPU|MIG)-[\w/-]+)"
 _DEVICES = re.compile(rf"\s*({_DEVICE}(\s*,\s*{_DEVICE})*|NoDevFiles|none|void)?\s*", re.IGNORECASE)
-#: Time limit for name resolution, longer than a slow name server takes with its retries.
-_RESOLVE_S = 30.0
 #: Delay of the other copies, so that one process can report the problem first.
 _FIRST_SPEAKS_S = 2.0
 
@@ -97,8 +94,8 @@ def check_started_alone(variables: Mapping[str, str]) -> None:
 
     Each process would train alone, in the same folder.
     """
-    if said := _find_plain_launcher(variables):
-        name, launcher, _ = said
+    if launch := _find_plain_launcher(variables):
+        name, launcher, _ = launch
         raise ConfigError(
             f"{name} is {variables[name]}, but RANK is not set: {launcher} alone tells its processes nothing of each "
             "other. Use `llmscale launch`, which takes the hosts of a Slurm job, deepspeed or torchrun."
@@ -117,8 +114,8 @@ def check_is_only_copy(variables: Mapping[str, str], command: str) -> None:
     All copies would train in the same folder and on the same GPUs. Raises ConfigError in the first copy and SystemExit
     with the same status in the others, so that one line is printed.
     """
-    if said := _find_plain_launcher(variables):
-        name, launcher, place = said
+    if launch := _find_plain_launcher(variables):
+        name, launcher, place = launch
         fix = "`srun --ntasks=1`" if launcher == "srun" else f"{launcher} left out"
         what = (
             f"{name} is {variables[name]}: {launcher} started as many copies of `{command}`, which starts ranks itself."
@@ -187,28 +184,16 @@ def _whole(variables: Mapping[str, str], name: str, lowest: int, highest: int, w
 
 
 def _resolve(address: str) -> None:
-    answer: list[OSError | None] = []
-
-    def ask() -> None:
-        try:
-            socket.getaddrinfo(address, None)
-            answer.append(None)
-        except (OSError, UnicodeError) as error:
-            answer.append(error if isinstance(error, OSError) else OSError(errno.EINVAL, str(error)))
-
-    # In a thread, because the resolver's own time limit cannot be changed.
-    thread = threading.Thread(target=ask, name="resolve MASTER_ADDR", daemon=True)
-    thread.start()
-    thread.join(_RESOLVE_S)
-    if not answer:
-        raise MachineError(f"MASTER_ADDR {address}: the name server did not answer within {_RESOLVE_S:g} s.")
-    if isinstance(answer[0], socket.gaierror) and answer[0].errno == socket.EAI_AGAIN:
-        raise MachineError(f"MASTER_ADDR {address} cannot be resolved now: {answer[0].strerror}. Try again.")
-    if answer[0] is not None:
+    try:
+        socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
+            raise MachineError(f"MASTER_ADDR {address} cannot be resolved now: {reason}. Try again.") from None
         raise ConfigError(
-            f"MASTER_ADDR {address} does not resolve on this host: {answer[0].strerror}. Give the launcher an address, "
+            f"MASTER_ADDR {address} does not resolve on this host: {reason}. Give the launcher an address, "
             "or put the name into DNS or /etc/hosts (deepspeed --master_addr, torchrun --master-addr)."
-        )
+        ) from None
 
 
 def _check_free(port: int) -> None:

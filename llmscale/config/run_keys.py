@@ -1,0 +1,103 @@
+"""Groups of a run's keys, the places of their resolved values and their conditions, from the declarations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, get_args
+
+from llmscale.architecture.shape import GPTShape
+from llmscale.config.batch_plan import BatchPlan, ParallelLayout
+from llmscale.config.command_line import Need
+from llmscale.config.run_config import IS_PATH, KEYS, RunConfig
+from llmscale.config.run_flags import describe_keys
+from llmscale.config.schedule import Schedule
+from llmscale.keys import Breaks, Condition
+
+
+def keys_with(**behaviour: object) -> list[str]:
+    """Return the keys that behave so: `keys_with(resume="logged")`."""
+    return [name for name, key in KEYS.items() if all(getattr(key, word) == value for word, value in behaviour.items())]
+
+
+def keys_of_ladder() -> list[str]:
+    """Return the keys of which each run of a ladder has its own value, or that change its size or its tokens."""
+    own = {name for name, key in KEYS.items() if key.by_ladder or key.begins or key.of_model == "size"}
+    return [name for name, key in KEYS.items() if name in own or key.in_place_of in own]
+
+
+def without_effect_under(flag: str) -> dict[str, object]:
+    """Return the keys that may not be given with `flag`, each with the value that it has then."""
+    fields = RunConfig.model_fields
+    return {
+        name: fields[name].get_default(call_default_factory=True) if key.off is None else key.off
+        for name, key in KEYS.items()
+        if f"not {flag}" in key.needs
+    }
+
+
+def path_keys() -> list[str]:
+    """Return the keys whose type says that they name a file or a folder."""
+
+    def names_path(kind: object) -> bool:
+        return IS_PATH in getattr(kind, "__metadata__", ()) or any(map(names_path, get_args(kind)))
+
+    return [
+        name
+        for name, field in RunConfig.model_fields.items()
+        if IS_PATH in field.metadata or names_path(field.annotation)
+    ]
+
+
+#: Classes with resolved values of keys, whose fields have the keys' names, by their places in a Start.
+_RESOLVED: Mapping[str, Any] = {
+    "resolved.shape": GPTShape,
+    "resolved.schedule": Schedule,
+    "resolved.plan": BatchPlan,
+    "resolved.plan.ranks": ParallelLayout,
+}
+
+
+def place_of(key: str) -> str:
+    """Return the place of a key's resolved value in a Start (`keys.value_at`)."""
+    places = (place for place, kind in _RESOLVED.items() if key in kind.__dataclass_fields__)
+    return KEYS[key].place or f"{next(places, 'config')}.{key}"
+
+
+def _read_need(name: str, condition: str | Condition) -> Need:
+    """Return a condition of a key with its message."""
+    if isinstance(condition, Condition):
+        return Need(name, *condition)
+    is_excluded = condition.startswith("not ")
+    other, _, wanted = condition.removeprefix("not ").partition("=")
+    first, *others = other.split(" or ")
+    flag = f"--{first.replace('_', '-')}"
+    if wanted:
+        words = f"{flag} {wanted}"
+        is_met = lambda run: (getattr(run, first) == wanted) != is_excluded  # noqa: E731
+    elif is_excluded:
+        words = flag
+        is_met = lambda run: getattr(run, first) is None  # noqa: E731
+    elif RunConfig.model_fields[first].default is True:
+        words, is_excluded = f"--no-{flag.removeprefix('--')}", True
+        is_met = lambda run: getattr(run, first)  # noqa: E731
+    else:
+        documented = describe_keys()[first]
+        value = documented.metavar.partition("|")[0] or {bool: "", str: "NAME"}.get(documented.kind, "N")
+        words = f"{flag} {value}".rstrip()
+        is_met = lambda run: any(getattr(run, one) for one in (first, *others))  # noqa: E731
+    return Need(name, f"with {words}" if is_excluded else words, is_met)
+
+
+@cache
+def needs() -> tuple[Need, ...]:
+    """Return the conditions without which keys have no effect."""
+    return tuple(_read_need(name, condition) for name, key in KEYS.items() for condition in key.needs)
+
+
+#: Places in a Start of what a checkpoint and the run that resumes it must share, by the names of CHANGES_THAT_BREAK.
+IDENTITY = {
+    key.resume.under or name: key.resume.at or place_of(name)
+    for name, key in KEYS.items()
+    if isinstance(key.resume, Breaks)
+}
