@@ -71,7 +71,12 @@ class _Handler(SimpleHTTPRequestHandler):
         entries = []
         for path in Path(self.directory).iterdir():
             contents = path.read_bytes()
-            entry = {"type": "file", "path": path.name, "size": len(contents), "oid": hashlib.sha1(contents).hexdigest()}
+            entry = {
+                "type": "file",
+                "path": path.name,
+                "size": len(contents),
+                "oid": hashlib.sha1(contents).hexdigest(),
+            }
             if path.suffix in (".safetensors", ".bin"):
                 entry["lfs"] = {"oid": hashlib.sha256(contents).hexdigest(), "size": len(contents), "pointerSize": 130}
             entries.append(entry)
