@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmscale.checkpoint.remote_run import fetch_run
-from llmscale.cli import estimate_answers
-from llmscale.cli.estimate_tables import ranking_as_dict, search_as_dict
+from llmscale.cli.answers import as_json
+from llmscale.cli.estimate_answers import find_rows
+from llmscale.cli.estimate_request import read_request
+from llmscale.cli.flags import read_gpus
 from llmscale.cli.main import build_parser
 from llmscale.config.run_flags import flag_words
-from llmscale.config.user_paths import check_other_run, url_of
+from llmscale.config.user_paths import check_other_run, checked, url_of
 from llmscale.data.shards.cache import fetch_tokenizer, open_set
 from llmscale.data.shards.manifest import Manifest
 from llmscale.data.shards.token_shards import TokenShards
@@ -27,14 +29,13 @@ from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.error_handling import say
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.evaluate.model_source import ModelSource, find_model, open_model
-from llmscale.planning.recommend import rank_configs
 from llmscale.report.history import load_history
 
 __all__ = ["Dataset", "LlmscaleError", "estimate", "load_run", "open_dataset", "read_metrics"]
 #: Flags of `llmscale estimate` that change its answer into another one.
-_OTHER_ANSWERS = frozenset(
-    ("hf", "ds", "emit", "force", "plot", "json", "wide", "dry_run", "max_model", "max_seq_len", "nvme_path")
-)
+_OTHER_ANSWERS = {
+    "hf", "ds", "emit", "force", "plot", "json", "all", "wide", "why", "explain", "dry_run", "max_model", "max_seq_len"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,9 @@ def estimate(model: str, *, gpu: str, num_gpus: int = 1, num_nodes: int = 1, **k
     given = {"model": model, "gpu": gpu, "num_gpus": num_gpus, "num_nodes": num_nodes, **keys}
     for key, value in given.items():
         words += flag_words(key, value)
-    request = estimate_answers.read_request(build_parser(words).parse_args(words))
-    ranking = rank_configs(request.search)
-    return search_as_dict(request.search) | ranking_as_dict(ranking, None)
+    args = build_parser(words).parse_args(words)
+    answer: Any = as_json(find_rows(read_request(args, read_gpus(args)[0])).values())
+    return dict(answer)
 
 
 def open_dataset(data: str | Path, split: str = "train", cache: Path | None = None) -> Dataset:
@@ -118,10 +119,7 @@ def read_metrics(run: str | Path, kind: str = "train") -> dict[str, NDArray[np.f
 
 def _folder_of(run: str | Path) -> Path:
     """Return the folder of a run, after fetching the copy of a URL. Raises ConfigError."""
-    try:
-        folder = check_other_run(run)
-    except ValueError as error:
-        raise ConfigError(f"run = {str(run)[:200]!r}: {error}.") from None
+    folder = checked(check_other_run, run, f"run = {str(run)[:200]!r}")
     if url_of(folder):
         fetch_run(folder)
     return folder

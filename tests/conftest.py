@@ -271,24 +271,8 @@ def short_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared set of English-like text: bytes, seq_len 32, about 2,400 training samples."""
     folder = tmp_path_factory.mktemp("tiny")
-    words = [
-        "the",
-        "quick",
-        "brown",
-        "fox",
-        "jumps",
-        "over",
-        "a",
-        "lazy",
-        "dog",
-        "while",
-        "many",
-        "small",
-        "models",
-        "learn",
-        "to",
-        "read",
-    ]
+    sentence = "the quick brown fox jumps over a lazy dog while many small models learn to read"
+    words = sentence.split()
     draw = random.Random(0)
     lines = [json.dumps({"text": " ".join(draw.choice(words) for _ in range(80))}) for _ in range(200)]
     (folder / "text.jsonl").write_text("\n".join(lines))

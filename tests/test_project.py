@@ -42,6 +42,7 @@ LAYERS = (
     "data",
     "checkpoint",
     "evaluate",
+    "numerics",
     "training",
     "report",
     "cluster",

@@ -79,13 +79,12 @@ def commit_checkpoint(
 
 def set_aside_existing(final: Path) -> None:
     """Rename an existing checkpoint of the same step, from another history, to `.old-1` or the next free number."""
+    if not os.path.lexists(final):
+        return
     number = 1
     while os.path.lexists(final.with_name(f"{final.name}.old-{number}")):
         number += 1
-    try:
-        final.rename(final.with_name(f"{final.name}.old-{number}"))
-    except FileNotFoundError:
-        return
+    final.rename(final.with_name(f"{final.name}.old-{number}"))
 
 
 def point_latest(run: Path, checkpoint: Path) -> None:

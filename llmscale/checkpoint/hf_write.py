@@ -39,9 +39,19 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 #: Names that `llmscale export` writes, tokenizers' files included, and the only ones that --overwrite deletes.
 _FILE_NAMES = (
-    *(CONFIG_NAME, GENERATION_NAME, CARD_NAME, WEIGHTS_NAME, INDEX_NAME),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model"),
+    CONFIG_NAME,
+    GENERATION_NAME,
+    CARD_NAME,
+    WEIGHTS_NAME,
+    INDEX_NAME,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
 )
 #: Line in every exported model card.
 CARD_MARK = "- llmscale"
@@ -87,7 +97,8 @@ def check_hf_folder(out: Path, checkpoint: Path, *, overwrite: bool) -> None:
             f"--to {out} is being written: another process is at {writer}. Wait for it to end, or name another folder."
         )
     # Every export has a configuration: a README.md alone is somebody's project.
-    foreign = [name for name in names if not _is_ours(name) or CONFIG_NAME not in names]
+    ours = {name for name in names if name in _FILE_NAMES or _SHARD_NAME.fullmatch(name)}
+    foreign = [name for name in names if name not in ours or CONFIG_NAME not in names]
     if foreign:
         raise ConfigError(
             f"--to {out} holds '{foreign[0]}', which no export wrote, so it will not be replaced. Name another folder."
@@ -103,14 +114,9 @@ def check_hf_folder(out: Path, checkpoint: Path, *, overwrite: bool) -> None:
 
 def _is_marked(card: Path) -> bool:
     """Return whether a model card has the tag of an export."""
-    try:
-        return CARD_MARK in read_regular(card, _CARD_BYTES).decode(errors="replace").splitlines()
-    except OSError:
+    if not card.is_file() or card.stat().st_size > _CARD_BYTES:
         return False
-
-
-def _is_ours(name: str) -> bool:
-    return name in _FILE_NAMES or _SHARD_NAME.fullmatch(name) is not None
+    return CARD_MARK in read_regular(card, _CARD_BYTES).decode(errors="replace").splitlines()
 
 
 def check_space(out: Path, weight_bytes: int) -> None:

@@ -35,6 +35,7 @@ from llmscale.checkpoint.manifest import (
     checkpoint_name,
     checkpoints_folder,
     hash_json,
+    load_if_there,
     load_manifest,
     parse_history,
     read_checkpoint,
@@ -43,7 +44,6 @@ from llmscale.checkpoint.manifest import (
 )
 from llmscale.errors import CheckpointError
 from llmscale.files.atomic_write import write_durably
-from llmscale.untrusted.documents import Rules, load_json
 from llmscale.untrusted.strangers import describe_stranger
 
 HISTORY_NAME = "history.json"
@@ -135,10 +135,7 @@ def find_any_checkpoint(run: Path) -> Path | None:
 
 def is_of_run(folder: Path, run: Path) -> bool:
     """Return whether a checkpoint is in the run's own checkpoints/."""
-    try:
-        return os.path.samefile(folder.resolve().parent, checkpoints_folder(run))
-    except OSError:
-        return False
+    return os.path.dirname(os.path.realpath(folder)) == os.path.realpath(checkpoints_folder(run))
 
 
 def history_after(listing: FoundCheckpoints, start: Path, run: Path) -> History:
@@ -212,11 +209,10 @@ def _read_history(run: Path, readable: list[Checkpoint], listing: FoundCheckpoin
     listing.history = max((saved.history for saved in readable), key=lambda history: history.number, default=History())
     path = checkpoints_folder(run) / HISTORY_NAME
     try:
-        body = signed_body(load_json(path, Rules(CheckpointError, follow_links=False)), "current", str(path))
-        listing.history = parse_history(body.get("history"), body.get("branches"), str(path))
-        listing.origin = str(body.get("began_from"))
-    except (FileNotFoundError, NotADirectoryError):
-        return
+        if (stored := load_if_there(path)) is not None:
+            body = signed_body(stored, "current", str(path))
+            listing.history = parse_history(body.get("history"), body.get("branches"), str(path))
+            listing.origin = str(body.get("began_from"))
     except CheckpointError as error:
         listing.notes.append(
             f"{error} Using the newest history that saved a checkpoint, history {listing.history.number}, as the "
@@ -235,10 +231,7 @@ def pinned_checkpoints(run: Path) -> dict[str, str]:
     Raises CheckpointError when kept.json cannot be read: then nothing may be deleted.
     """
     path = checkpoints_folder(run) / PINNED_NAME
-    try:
-        listed = load_json(path, Rules(CheckpointError, follow_links=False))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
+    listed = load_if_there(path) or {}
     for name, why in listed.items():
         if not CHECKPOINT_NAME.fullmatch(name) or not isinstance(why, str):
             raise CheckpointError(f"{path} names {name[:80]!r}, which is not a checkpoint. Remove the file.")
@@ -341,10 +334,10 @@ def explain_no_checkpoint(listing: FoundCheckpoints, run: Path) -> str:
 def read_state(folder: Path) -> dict[str, object]:
     """Read a checkpoint's plain values: counters, optimizer groups, identity, configuration. Raises CheckpointError."""
     path = folder / STATE_NAME
-    try:
-        return load_json(path, Rules(CheckpointError, follow_links=False, not_finite=True))
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{path} cannot be read: it is missing.") from None
+    state = load_if_there(path, not_finite=True)
+    if state is None:
+        raise CheckpointError(f"{path} cannot be read: it is missing.")
+    return state
 
 
 def choose_expired(current: Sequence[Checkpoint], keep_last: int, keep_every: int) -> list[Checkpoint]:

@@ -125,7 +125,8 @@ def load_engine(engine: DeepSpeedEngine, folder: Path, state: RunState, group: d
     if has_optimizer_state or state.optimizer_scalars:
         check_same_scalars(state.optimizer_scalars, group_scalars(engine), folder)
     _fetch_pieces(folder, stored, fragments, group, disks)
-    _fill(folder, stored, fragments, group)
+    # Empty ones, too, because DCP's planning is collective.
+    _read(folder, stored, fragments, group)
     write_back(engine, fragments)
     set_group_scalars(engine, state.optimizer_scalars)
     refresh_low_precision_weights(engine)
@@ -172,7 +173,7 @@ def load_weights(engine: DeepSpeedEngine, folder: Path, group: dist.ProcessGroup
     fragments = {_stored_key(key, stored): value for key, value in own.items()}
     check_nothing_is_dropped((key for key in stored if key.startswith(WEIGHTS)), fragments, folder)
     _fetch_pieces(folder, stored, fragments, group, disks)
-    _fill(folder, stored, fragments, group)
+    _read(folder, stored, fragments, group)
     write_back(engine, own)
     refresh_low_precision_weights(engine)
 
@@ -202,14 +203,20 @@ def _fetch_pieces(
     share_files(folder, {chunk.file for chunk in chunks}, group, disks)
 
 
-def _fill(folder: Path, stored: dict[str, dict], fragments: dict[str, Fragment], group: dist.ProcessGroup) -> None:
-    """Read every fragment from the checkpoint in place, empty ones included because DCP's planning is collective."""
+def _read(
+    folder: Path,
+    stored: dict[str, dict],
+    fragments: dict[str, Fragment],
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Read fragments in place, together with the ranks of a group or, without one, alone. Raises CheckpointError."""
     try:
         dcp.load(
             fragments,
             storage_reader=JsonIndexReader(folder, stored),
             planner=FragmentLoadPlanner(),
-            process_group=group,
+            process_group=process_group,
+            no_dist=process_group is None,
         )
     except dcp.CheckpointException as error:
         raise _to_checkpoint_error(error, folder) from None
@@ -234,10 +241,7 @@ def load_full_weights(folder: Path) -> dict[str, torch.Tensor]:
         key: Fragment(torch.empty(entry["size"], dtype=DTYPES[entry["dtype"]]), 0, entry["size"])
         for key, entry in weights.items()
     }
-    try:
-        dcp.load(fragments, storage_reader=JsonIndexReader(folder, index), planner=FragmentLoadPlanner(), no_dist=True)
-    except dcp.CheckpointException as error:
-        raise _to_checkpoint_error(error, folder) from None
+    _read(folder, index, fragments)
     return {key.partition("/")[2]: fragment.local for key, fragment in fragments.items()}
 
 

@@ -28,7 +28,7 @@ import xxhash
 from llmscale.data.shards.verify_shards import hash_file as hash_content
 from llmscale.errors import CheckpointError
 from llmscale.files.atomic_write import write_durably
-from llmscale.untrusted.documents import Rules, load_json
+from llmscale.untrusted.documents import MAX_BYTES, Rules, load_json
 from llmscale.untrusted.paths import check_regular, open_regular
 
 FORMAT_VERSION = 1
@@ -197,10 +197,9 @@ def load_manifest(folder: Path) -> CheckpointManifest:
     Raises CheckpointError when it is missing, damaged, of another format, or of another step than the folder's name.
     """
     path = folder / MANIFEST_NAME
-    try:
-        stored = load_json(path, Rules(CheckpointError, follow_links=False))
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{folder} is not a finished checkpoint: {MANIFEST_NAME} is missing.") from None
+    stored = load_if_there(path)
+    if stored is None:
+        raise CheckpointError(f"{folder} is not a finished checkpoint: {MANIFEST_NAME} is missing.")
     body = signed_body(stored, "manifest", str(path))
     if body.pop("format", None) != FORMAT_VERSION:
         raise CheckpointError(f"{path} has another format than {FORMAT_VERSION}; use the llmscale that wrote it.")
@@ -239,9 +238,8 @@ def save_pieces(folder: Path, pieces: Pieces) -> None:
 def load_pieces(folder: Path) -> Pieces | None:
     """Return the part of a checkpoint that is on this disk; None if all of it is. Raises CheckpointError."""
     path = folder / PIECES_NAME
-    try:
-        stored = load_json(path, Rules(CheckpointError, follow_links=False))
-    except (FileNotFoundError, NotADirectoryError):
+    stored = load_if_there(path)
+    if stored is None:
         return None
     match stored:
         case {"files": list(files), "remote": None | str() as remote}:
@@ -249,6 +247,14 @@ def load_pieces(folder: Path) -> Pieces | None:
                 check_stored_name(name, str(path))
             return Pieces(tuple(files), remote)
     raise CheckpointError(f"{path} must hold `files` and `remote`.")
+
+
+def load_if_there(path: Path, *, max_bytes: int = MAX_BYTES, not_finite: bool = False) -> dict[str, object] | None:
+    """Return the JSON object in a checkpoint's file, or None without the file. Raises CheckpointError."""
+    try:
+        return load_json(path, Rules(CheckpointError, max_bytes=max_bytes, follow_links=False, not_finite=not_finite))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def signed_body(stored: Mapping[str, object], name: str, where: str) -> dict[str, object]:

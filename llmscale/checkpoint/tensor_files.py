@@ -44,12 +44,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from llmscale.checkpoint.manifest import check_stored_name, load_manifest, load_pieces
+from llmscale.checkpoint.manifest import check_stored_name, load_if_there, load_manifest, load_pieces
 from llmscale.checkpoint.remote_run import Chunk, fetch_chunks, fetch_file
 from llmscale.engine.zero_layout import ShardView
 from llmscale.engine.zero_shards import MASTER, state_views
 from llmscale.errors import CheckpointError, LlmscaleError
-from llmscale.untrusted.documents import Rules, load_json
 from llmscale.untrusted.paths import check_regular, open_regular
 
 #: Types of stored tensors, by torch's names.
@@ -107,9 +106,10 @@ class _Part(io.RawIOBase):
         return len(contents)
 
 
-def check_archive(file: IO[bytes], offset: int, num_bytes: int, where: str) -> None:
+def check_archive(file: IO[bytes], offset: int, num_bytes: int, where: str) -> tuple[zipfile.ZipInfo, bytes, bytes]:
     """Raise CheckpointError unless `num_bytes` of a file from `offset` are a plain archive of one tensor.
 
+    Returns the member with its numbers, its pickle, and the order of bytes.
     Nothing may be compressed, so its content has at most `num_bytes`. Its pickle may contain only the names
     that rebuild a tensor, and no number beyond the stored elements: torch trusts it, and would read past the end.
     """
@@ -122,7 +122,10 @@ def check_archive(file: IO[bytes], offset: int, num_bytes: int, where: str) -> N
                 raise CheckpointError(f"{where} holds a tensor of more bytes than it has.")
             if members["data.pkl"].file_size > _MAX_PICKLE_BYTES:
                 raise CheckpointError(f"{where} holds more than one tensor.")
-            _check_pickle(archive.read(members["data.pkl"]), members["data/0"].file_size, where)
+            pickled = archive.read(members["data.pkl"])
+            _check_pickle(pickled, members["data/0"].file_size, where)
+            order = archive.read(members["byteorder"]) if "byteorder" in members else b"little"
+            return members["data/0"], pickled, order
     except KeyError as error:
         raise CheckpointError(f"{where} holds no tensor as torch.save writes it: no {error}.") from None
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
@@ -135,23 +138,18 @@ def find_elements(file: IO[bytes], offset: int, num_bytes: int, dtype: str, elem
     The archive has `num_bytes` from `offset`. A part of a tensor can thus be read without the rest, and without
     unpickling. Raises CheckpointError for anything but a flat tensor of that type and size as torch.save writes it.
     """
-    check_archive(file, offset, num_bytes, where)
-    try:
-        with zipfile.ZipFile(_Part(file, offset, num_bytes)) as archive:
-            members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
-            pickled = _list_opcodes(archive.read(members["data.pkl"]))
-            order = archive.read(members["byteorder"]) if "byteorder" in members else b"little"
-        header = offset + members["data/0"].header_offset
-        file.seek(header)
-        name_bytes, extra_bytes = _ZIP_HEADER.unpack(file.read(_ZIP_HEADER.size))
-    except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError, struct.error) as error:
-        raise CheckpointError(f"{where} holds no tensor as torch.save writes it: {error}.") from None
+    member, pickled, order = check_archive(file, offset, num_bytes, where)
+    header = offset + member.header_offset
+    if not offset <= header <= offset + num_bytes - _ZIP_HEADER.size:
+        raise CheckpointError(f"{where} holds no tensor as torch.save writes it: a header is outside of it.")
+    file.seek(header)
+    name_bytes, extra_bytes = _ZIP_HEADER.unpack(file.read(_ZIP_HEADER.size))
     storage = next(name for name, kind in _STORAGES.items() if kind == dtype)
-    if pickled != _flat_tensor_opcodes(storage, elements) or order != b"little":
+    if _list_opcodes(pickled) != _flat_tensor_opcodes(storage, elements) or order != b"little":
         raise CheckpointError(f"{where} does not hold a flat tensor of {elements:,} {dtype} numbers.")
     begin = header + _ZIP_HEADER.size + name_bytes + extra_bytes
     stored_bytes = elements * DTYPES[dtype].itemsize
-    if members["data/0"].file_size != stored_bytes or begin + stored_bytes > offset + num_bytes:
+    if member.file_size != stored_bytes or begin + stored_bytes > offset + num_bytes:
         raise CheckpointError(f"{where} has other bytes than the {elements:,} {dtype} numbers that it describes.")
     return begin
 
@@ -286,10 +284,9 @@ def load_index(folder: Path) -> dict[str, dict]:
     """
     path = folder / INDEX_NAME
     fetch_file(folder, INDEX_NAME)
-    try:
-        index = load_json(path, Rules(CheckpointError, max_bytes=_MAX_INDEX_BYTES, follow_links=False))
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{path} cannot be read: it is missing.") from None
+    index = load_if_there(path, max_bytes=_MAX_INDEX_BYTES)
+    if index is None:
+        raise CheckpointError(f"{path} cannot be read: it is missing.")
     extents: dict[str, list[tuple[int, int]]] = {}
     for name, entry in index.items():
         for file, offset, length in _chunk_places(entry, f"{path}, tensor {name[:200]!r},"):

@@ -100,12 +100,14 @@ def _print_statistics(location: SetLocation, split: str, tokenizer: Tokenizer, n
     if not len(shards):
         return
     with show_if_slow(f"reading samples of {split}"):
-        found = read_statistics(shards, choose_windows(shards.samples_per_shard, num_windows), tokenizer.decode)
-    most = f", of sample {found.most_copied[0]:,} alone {found.most_copied[1]:,}" if found.most_copied else ""
+        statistics = read_statistics(shards, choose_windows(shards.samples_per_shard, num_windows), tokenizer.decode)
+    most = ""
+    if statistics.most_copied is not None:
+        most = ", of sample {:,} alone {:,}".format(*statistics.most_copied)
     print()
     print_visible_fitting(
-        f"{split}, {found.num_windows:,} of {len(shards):,} samples: {found.num_copies:,} are copies of another"
-        f"{most}; {found.num_undecodable:,} hold replacement characters (U+FFFD)"
+        f"{split}, {statistics.num_windows:,} of {len(shards):,} samples: {statistics.num_copies:,} are copies of "
+        f"another{most}; {statistics.num_undecodable:,} hold replacement characters (U+FFFD)"
     )
     if split == "train" and manifest.is_shuffled:
         return
@@ -124,8 +126,8 @@ def _print_examples(location: SetLocation, split: str, tokenizer: Tokenizer, num
     for sample_id, window in zip(ids, shards.read(ids), strict=True):
         text = _decode_documents(window.tolist(), tokenizer, location.manifest.eot_token)
         more = f" ... ({len(text):,} characters)" if len(text) > _EXAMPLE_CHARACTERS else ""
-        shown = text[:_EXAMPLE_CHARACTERS] + more
-        print_visible(f"\n--- {split} sample {sample_id} ---\n{shown}")
+        excerpt = text[:_EXAMPLE_CHARACTERS] + more
+        print_visible(f"\n--- {split} sample {sample_id} ---\n{excerpt}")
 
 
 def _decode_documents(tokens: list[int], tokenizer: Tokenizer, eot_token: int) -> str:
@@ -187,12 +189,12 @@ def _find_remote_damage(location: SetLocation) -> Iterator[tuple[int, str]]:
                 yield shard.bytes, ""
 
 
-def _report(folder: str, manifest: Manifest, found: Iterator[tuple[int, str]]) -> int:
+def _report(folder: str, manifest: Manifest, files: Iterator[tuple[int, str]]) -> int:
     num_files = num_damaged = num_bytes = 0
     total_bytes = sum(shard.bytes for split in manifest.splits.values() for shard in split.shards)
     # Compressed shards are smaller, so the total is unknown.
     with show_progress("Verifying", None if manifest.compression else total_bytes) as progress:
-        for file_bytes, damage in found:
+        for file_bytes, damage in files:
             num_files += 1
             num_bytes += file_bytes
             progress.add(file_bytes)
@@ -214,28 +216,28 @@ def _which(args: argparse.Namespace) -> int:
     from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
     from llmscale.training.sample_stream import find_step_samples
 
-    found = find_step_samples(args.run, args.step, args.data)
-    fetch_tokenizer(found.sets.first)
-    tokenizer = load_set_tokenizer(found.sets.first.folder, found.sets.manifest)
+    step = find_step_samples(args.run, args.step, args.data)
+    fetch_tokenizer(step.sets.first)
+    tokenizer = load_set_tokenizer(step.sets.first.folder, step.sets.manifest)
     if args.json:
-        for sample in found.samples:
+        for sample in step.samples:
             print(json.dumps(_as_plain(sample, tokenizer)))
         return 0
-    counts = Counter(sample.set_name for sample in found.samples)
-    first, last = found.samples[0].position, found.samples[-1].position
+    counts = Counter(sample.set_name for sample in step.samples)
+    first, last = step.samples[0].position, step.samples[-1].position
     print_visible(
-        f"step {args.step:,}: {count_nouns(len(found.samples), 'sample')}, {first:,} to {last:,} of the run: "
+        f"step {args.step:,}: {count_nouns(len(step.samples), 'sample')}, {first:,} to {last:,} of the run: "
         + ", ".join(f"{count:,} of {name}" for name, count in counts.items())
     )
-    for sample in found.samples[: args.samples]:
+    for sample in step.samples[: args.samples]:
         text = tokenizer.decode(sample.tokens.tolist())
         print_visible(
             f"{sample.set_name} sample {sample.sample_id:,} ({sample.shard} [{sample.index:,}]): "
             f"{text[:_TEXT_CHARACTERS]!r}{' ...' if len(text) > _TEXT_CHARACTERS else ''}"
         )
-    left = len(found.samples) - args.samples
+    left = len(step.samples) - args.samples
     if left > 0:
-        print(f"and {left:,} more; --samples {len(found.samples)} shows them, --json the complete texts")
+        print(f"and {left:,} more; --samples {len(step.samples)} shows them, --json the complete texts")
     return 0
 
 

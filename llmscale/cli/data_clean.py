@@ -22,7 +22,7 @@ from llmscale.untrusted.terminal import print_visible
 if TYPE_CHECKING:  # imported when a command runs
     from collections.abc import Callable, Iterator
 
-    from llmscale.data.clean.annotate import CleanOptions, TokenizerName
+    from llmscale.data.clean.annotate import CleanOptions
     from llmscale.data.clean.on_ray import RayCluster
     from llmscale.data.clean.stages import CleanResult
     from llmscale.data.clean.write import DocumentCounts, StepReport
@@ -103,7 +103,7 @@ def _add_step_flags(parser: FlagParser) -> None:
 
 
 def _options(args: argparse.Namespace) -> CleanOptions:
-    from llmscale.data.clean.annotate import CleanOptions, default_steps, parse_steps
+    from llmscale.data.clean.annotate import CleanOptions, TokenizerName, default_steps, parse_steps
     from llmscale.data.clean.duplicates import NearSettings
 
     languages = tuple(_listed(args.languages or ""))
@@ -116,14 +116,8 @@ def _options(args: argparse.Namespace) -> CleanOptions:
         near=NearSettings(args.permutations, args.bands, args.similarity, args.shingle_words, args.seed),
         decontaminate=tuple(args.decontaminate),
         max_ngram_documents=args.max_ngram_documents,
-        tokenizer=_tokenizer(args),
+        tokenizer=TokenizerName(args.tokenizer, args.eot_token or "") if args.tokenizer is not None else None,
     )
-
-
-def _tokenizer(args: argparse.Namespace) -> TokenizerName | None:
-    from llmscale.data.clean.annotate import TokenizerName
-
-    return None if args.tokenizer is None else TokenizerName(args.tokenizer, args.eot_token or "")
 
 
 def _cluster(args: argparse.Namespace) -> RayCluster | None:
@@ -152,7 +146,7 @@ def _clean(args: argparse.Namespace) -> int:
     check_output_folder("--out", args.out)
     options, cluster = _options(args), _cluster(args)
     source = open_source_of(args)
-    told = set(source.passed_over)
+    already_listed = set(source.passed_over)
     start_s = time.monotonic()
     result = clean(
         source,
@@ -177,7 +171,7 @@ def _clean(args: argparse.Namespace) -> int:
     )
     from llmscale.data.prepare.prepare_set import describe_reading
 
-    unread = (source.passed_over | result.passed_over) - told
+    unread = (source.passed_over | result.passed_over) - already_listed
     for line in describe_reading(unread, args.out, result.mark.num_rejected, result.mark.num_cut):
         print_visible(line, file=sys.stderr)
     return 0
@@ -203,9 +197,9 @@ def _describe(result: CleanResult, counted: _Counted) -> Iterator[str]:
             f"{report.step:18}{taken_in.documents:14,}{_share(removed.documents, taken_in.documents):>12}"
             f"{report.num_changed:12,}{counted.of(taken_in):16,}{_share(counted.of(removed), counted.of(taken_in)):>16}"
         )
-    kept, whole = counted.of(result.kept), counted.of(result.taken_in)
+    units_left, units = counted.of(result.kept), counted.of(result.taken_in)
     yield (
-        f"{'left':18}{result.kept.documents:14,}{'':24}{kept:16,}   {kept / max(whole, 1):.1%} of the "
+        f"{'left':18}{result.kept.documents:14,}{'':24}{units_left:16,}   {units_left / max(units, 1):.1%} of the "
         f"{counted.explanation}"
     )
     for report in result.reports:

@@ -146,7 +146,7 @@ def _prepare(args: argparse.Namespace) -> int:
     )
     args.out = _check_out(args)
     source = open_source_of(args)
-    told = set(source.passed_over)
+    already_listed = set(source.passed_over)
     destination = _open_destination(args)
     tokenizer = load_tokenizer(args.tokenizer, eot_token=args.eot_token or "", parse_special=args.parse_special_tokens)
     start_s = time.monotonic()
@@ -168,7 +168,8 @@ def _prepare(args: argparse.Namespace) -> int:
         print_visible(f"Prepared in {elapsed_s:.1f} s, {num_tokens / elapsed_s:,.0f} tokens/s.")
         if isinstance(tokenizer, HuggingFaceTokenizer):
             print_visible(tokenizer.describe_ends(), file=sys.stderr)
-        for line in _describe_choices(prepared, source.passed_over - told, destination.beside, args.val_fraction):
+        unread = source.passed_over - already_listed
+        for line in _describe_choices(prepared, unread, destination.beside, args.val_fraction):
             print_visible(line, file=sys.stderr)
     return 0
 

@@ -16,6 +16,7 @@ from llmscale.cli.flags import add_timeout
 from llmscale.config.command_line import Need, flag, local_path, nonblank, whole_number
 from llmscale.config.hardware import INTERCONNECTS, get_interconnect
 from llmscale.config.user_paths import check_output_file, write_output_file
+from llmscale.limits import MAX_GPUS_PER_NODE
 from llmscale.terminal.colour import Style, paint
 from llmscale.terminal.human_numbers import count_nouns, with_singulars
 from llmscale.terminal.table import output_width
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 _COLOURS: dict[Status, Style] = {"ok": "green", "warn": "yellow", "fail": "red"}
 _MAX_WIDTH = 120
 _LEAST_TEXT = 24
+#: Ranks of --numerics on a machine without GPUs.
+_RANKS_ON_CPU = 2
 #: Fields of a row that --json prints.
 _JSON_KEYS = ("name", "status", "found", "fix")
 
@@ -48,6 +51,13 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     flag(parser, "--run-config FILE", "run file to check (train.py's --config)", local_path)
     flag(parser, "--json", "print the rows as JSON")
     flag(parser, "--no-network-test", "leave out the timed all-reduce")
+    flag(parser, "--numerics", "instead compare what the run's engine computes with the truth, on the run's own ranks")
+    flag(
+        parser,
+        "--ranks N",
+        "ranks of --numerics on this machine; default: its GPUs, else 2",
+        whole_number(1, MAX_GPUS_PER_NODE),
+    )
     networks = ", ".join(network.name for network in INTERCONNECTS)
     text = f"expected network between hosts, to compare the all-reduce with: {networks}"
     flag(parser, "--interconnect NAME", text, nonblank)
@@ -57,6 +67,11 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     parser.needs = [
         Need("interconnect", "with --no-network-test", lambda args: not args.no_network_test),
         Need("fixed", "--ds FILE"),
+        Need("ranks", "--numerics"),
+        Need("ranks", "with --hostfile", lambda args: args.hostfile is None),
+        Need("numerics", "with --fixed", lambda args: args.fixed is None),
+        Need("interconnect", "with --numerics", lambda args: not args.numerics),
+        Need("no_network_test", "with --numerics", lambda args: not args.numerics),
         Need("force", "--fixed FILE"),
     ]
     parser.passes_on = "train.py"
@@ -66,6 +81,8 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 def _run(args: argparse.Namespace) -> int:
     if args.fixed is not None:
         return _write_fixed(args.ds, args.fixed, overwrite=args.force)
+    if args.numerics:
+        return _prove_numbers(args)
     from llmscale.cluster.doctor.diagnose import diagnose
     from llmscale.cluster.doctor.report import worst
 
@@ -83,6 +100,27 @@ def _run(args: argparse.Namespace) -> int:
             print(line)
         print(_summary(request, rows))
     return 1 if worst(rows) == "fail" else 0
+
+
+def _prove_numbers(args: argparse.Namespace) -> int:
+    """Check the run's numbers on its ranks, print the report, and return 1 if a link is wrong. Raises LlmscaleError."""
+    from llmscale.cluster.doctor.numbers import prove
+    from llmscale.cluster.launch.ranks import list_gpus
+    from llmscale.numerics.report import table_lines
+
+    request = _request(args)
+    hosts, flags = request.hosts, list(request.train_flags)
+    if request.ds is not None and not flags:
+        flags = ["--ds", request.ds]
+    if args.hostfile is None:
+        hosts = {"localhost": args.ranks or len(list_gpus()[0]) or _RANKS_ON_CPU}
+    report = prove(hosts, flags)
+    if args.json:
+        print(json.dumps({**asdict(report), "setting": report.setting}, indent=1))
+    else:
+        for line in table_lines(report):
+            print(make_visible(line))
+    return 1 if report.first_wrong else 0
 
 
 def _write_fixed(path: Path, out: Path, *, overwrite: bool) -> int:

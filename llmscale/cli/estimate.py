@@ -14,8 +14,9 @@ from llmscale.cli.flags import (
     add_machine_flags,
     add_model_flag,
     add_shape_flags,
+    read_gpus,
 )
-from llmscale.config.command_line import FlagContainer, Need, flag, local_path, nonblank, number
+from llmscale.config.command_line import FlagContainer, Need, flag, local_path, nonblank, number, quantity
 from llmscale.config.hardware import INTERCONNECTS
 from llmscale.config.run_flags import keys_asked_by, model_keys
 from llmscale.errors import ConfigError
@@ -26,18 +27,25 @@ if TYPE_CHECKING:
     from llmscale.config.command_line import FlagParser
 
 _SIZES = tuple(f"--{key.replace('_', '-')}" for key, behaviour in SHAPE_KEYS.items() if behaviour.of_model == "size")
+#: Switches that add lines or columns to the text.
+_TEXT_KEYS = ("all", "wide", "why", "explain")
+_OF_TEXT = tuple(f"--{key}" for key in _TEXT_KEYS)
+#: Flags that concern the rows of one model on one kind of GPU.
+_OF_ROWS = ("--emit", "--plot", "--dry-run", *_OF_TEXT)
 #: Flags, each with the flags that it excludes.
 _EXCLUSIVE = (
-    ("--max-model", ("--ds", "--hf", "--emit", "--plot", "--dry-run", "--max-seq-len", *_SIZES)),
-    ("--max-seq-len", ("--emit", "--plot", "--dry-run", "--global-batch-size")),
+    ("--max-model", ("--ds", "--hf", *_OF_ROWS, "--price", "--max-seq-len", *_SIZES)),
+    ("--max-seq-len", (*_OF_ROWS, "--price", "--global-batch-size")),
     ("--hf", ("--model",)),
-    ("--ds", ("--emit",)),
-    ("--wide", ("--json", "--max-model", "--max-seq-len")),
+    ("--ds", ("--emit", "--all")),
+    ("--json", _OF_TEXT),
 )
 #: Flags that `--interconnect list` excludes, because they concern one row for one network.
-_OF_ONE_NETWORK = ("--hf", "--max-model", "--max-seq-len", "--emit", "--plot", "--dry-run", "--wide")
+_OF_ONE_NETWORK = ("--hf", "--max-model", "--max-seq-len", *_OF_ROWS, "--price")
+#: Flags that several values of --gpu exclude, because they concern one GPU.
+_OF_ONE_GPU = ("--hf", "--max-model", "--max-seq-len", *_OF_ROWS)
 #: Flags of this command without a meaning for a model of which only the states are known.
-_OF_OWN_MODEL = ("ds", "emit", "plot", "dry_run", "wide", "max_seq_len")
+_OF_OWN_MODEL = ("ds", "emit", "plot", "dry_run", *_TEXT_KEYS, "max_seq_len", "price")
 #: Keys of a run that have one.
 _OF_STATES = ("model", "precision", "global_batch_size")
 
@@ -47,8 +55,8 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     parser = subparsers.add_parser(
         "estimate",
         usage="%(prog)s [FLAGS]",
-        description="Every ZeRO stage, offload and activation checkpointing at the largest micro-batch that fits, from "
-        "closed formulas. Exit status: 0 something fits, 1 nothing fits, 2 wrong flags.",
+        description="The ZeRO stage, offload and activation checkpointing to take, at the largest micro-batch that "
+        "fits, from closed formulas. Exit status: 0 something fits, 1 nothing fits, 2 wrong flags.",
     )
     group = parser.add_argument_group("model")
     add_model_flag(group)
@@ -56,14 +64,16 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     text = "transformers config.json, its folder, or a name on the Hub; for families that llmscale does not train, "
     flag(group, "--hf PATH|NAME", f"{text}model states only", nonblank)
     group = parser.add_argument_group("machines")
-    add_machine_flags(group, num_gpus=ESTIMATED_GPUS, num_nodes=1, num_nodes_text="nodes")
+    add_machine_flags(group, num_gpus=ESTIMATED_GPUS, num_nodes=1, num_nodes_text="nodes", compares=True)
     text = "memory of one node, for offload; default: not checked"
     flag(group, "--host-memory-gib GIB", text, number(0.01, limits.MAX_HOST_GIB))
+    text = "price of a GPU-hour, for that of a billion tokens; one for each --gpu"
+    flag(group, "--price USD", text, quantity(1e-4, 1e6), nargs="+")
     _add_run_flags(parser.add_argument_group("run"))
     _add_output_flags(parser.add_argument_group("output"))
     others = [action.dest for action in parser._actions if action.dest not in ("gpu", "help")]
     parser.needs = [
-        Need(" ".join(others), f"with --gpu {LIST}", lambda args: args.gpu != LIST),
+        Need(" ".join(others), f"with --gpu {LIST}", lambda args: args.gpu != [LIST]),
         Need("force nvme_path", "--emit FILE"),
         Need("interconnect", "--num-nodes of 2 or more", _compares_nodes),
     ]
@@ -89,13 +99,16 @@ def _add_output_flags(group: FlagContainer) -> None:
     flag(group, "--max-seq-len", "find the longest sequence that fits, by GPUs that divide it")
     flag(group, "--dry-run", "simulate the recommended row, or --ds, with the real DeepSpeed: about a minute")
     flag(group, "--plot FILE", "draw the rows as stacked bars (needs matplotlib)", local_path)
+    flag(group, "--all", "show every row, not only those to choose between")
     flag(group, "--wide", "show all columns: what a GPU's total consists of, and the moment of the peak")
+    flag(group, "--why", "show what the numbers rest on, and what is assumed")
+    flag(group, "--explain", "show the known formula of activations beside this one, and what is saved of it")
     flag(group, "--json", "print JSON")
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.gpu == LIST:
-        from llmscale.cli.estimate_tables import gpu_lines
+    if args.gpu == [LIST]:
+        from llmscale.cli.estimate_answers import gpu_lines
         from llmscale.terminal.table import print_fitting
 
         print_fitting(gpu_lines())
@@ -103,6 +116,9 @@ def _run(args: argparse.Namespace) -> int:
     _check_combination(args)
     from llmscale.cli import estimate_answers as answers
 
+    gpus = read_gpus(args)
+    if args.price is not None and len(args.price) != len(gpus):
+        raise ConfigError(f"--price has {len(args.price)} prices for {len(gpus)} GPUs. Give one for each --gpu.")
     if args.hf is not None:
         from llmscale.architecture.hf_config import load_hf_model
         from llmscale.config.hf_model import PREFIX
@@ -110,19 +126,25 @@ def _run(args: argparse.Namespace) -> int:
         model = load_hf_model(args.hf)
         if model is not None:
             _check_states_only(args)
-            return answers.answer_states(args, model)
+            return answers.answer_states(args, gpus[0], model)
         args.model = f"{PREFIX}{args.hf}"
+    if len(gpus) > 1:
+        return answers.answer_gpus(args, gpus)
     if args.max_model:
-        return answers.answer_largest(args)
+        return answers.answer_largest(args, gpus[0])
     if args.max_seq_len:
-        return answers.answer_longest(args)
-    return answers.answer_networks(args) if args.interconnect == LIST else answers.answer_rows(args)
+        return answers.answer_longest(args, gpus[0])
+    return (answers.answer_networks if args.interconnect == LIST else answers.answer_rows)(args, gpus[0])
 
 
 def _check_combination(args: argparse.Namespace) -> None:
     given: list[tuple[str, tuple[str, ...]]] = [(name, others) for name, others in _EXCLUSIVE if _is_given(args, name)]
     if args.interconnect == LIST:
         given.append((f"--interconnect {LIST}", _OF_ONE_NETWORK))
+    if args.gpu and len(args.gpu) > 1:
+        if LIST in args.gpu:
+            raise ConfigError(f"--gpu {LIST} shows the table, and compares nothing. Drop it, or the other GPUs.")
+        given.append((f"--gpu {' '.join(args.gpu)}", _OF_ONE_GPU))
     for name, others in given:
         for other in others:
             if _is_given(args, other):

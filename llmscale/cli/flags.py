@@ -22,12 +22,14 @@ from llmscale.config.command_line import (
     run_place,
     whole_number,
 )
+from llmscale.config.hardware import GPU, Cluster, custom_gpu, get_gpu
 from llmscale.config.optimizers import ADAFACTOR, ADAMW, MODELLED_NAMES
 from llmscale.config.run_flags import add_run_flags, flag_words, keys_asked_by, model_keys
+from llmscale.errors import ConfigError
 
 if TYPE_CHECKING:  # pydantic is slow to import, and help does not need it
     from llmscale.config.run_config import RunConfig
-    from llmscale.planning.search import Candidate, Machines
+    from llmscale.planning.search import Candidate
 
 #: Name that lists all GPUs or networks.
 LIST = "list"
@@ -73,9 +75,16 @@ def resolve_model(config: RunConfig, seq_len: int | None) -> tuple[RunConfig, GP
     return config, resolve_shape(config, facts)
 
 
-def add_machine_flags(group: FlagContainer, *, num_gpus: int, num_nodes: int | None, num_nodes_text: str) -> None:
-    """Add the flags of GPUs and nodes, with the default `num_nodes`. The command assumes and names `num_gpus`."""
-    flag(group, "--gpu NAME", "a GPU of the table (`llmscale estimate --gpu list`)", _name_or_list)
+def add_machine_flags(
+    group: FlagContainer, *, num_gpus: int, num_nodes: int | None, num_nodes_text: str, compares: bool = False
+) -> None:
+    """Add the flags of GPUs and nodes, with the default `num_nodes`. The command assumes and names `num_gpus`.
+
+    `compares`: it takes several GPUs.
+    """
+    text = "a GPU of the table (`llmscale estimate --gpu list`), or of a size: 24gb"
+    text = f"{text}; several are compared" if compares else text
+    flag(group, "--gpu NAME", text, _name_or_list, nargs="+" if compares else None)
     flag(group, "--gpu-memory-gib GIB", "memory of a GPU not in the table", quantity(0.01, limits.MAX_GPU_GIB))
     flag(group, "--bf16-tflops X", "dense 16-bit rate of that GPU", quantity(0.001, limits.MAX_TFLOPS))
     text = f"GPUs per node; default: {num_gpus}"
@@ -144,44 +153,59 @@ def add_timeout(parser: FlagContainer, name: str, text: str, default: float, low
     flag(parser, f"{name} S", text, number(lowest, limits.MAX_SECONDS), default)
 
 
+def read_gpus(args: argparse.Namespace) -> list[GPU]:
+    """Return the GPUs of --gpu, or the one that other flags describe. Raises ConfigError."""
+    described = [args.gpu_memory_gib, args.bf16_tflops]
+    if args.gpu is not None:
+        if any(value is not None for value in described):
+            raise ConfigError(
+                "--gpu names a GPU of the table, --gpu-memory-gib and --bf16-tflops one that is not in it."
+            )
+        return [get_gpu(name) for name in ([args.gpu] if isinstance(args.gpu, str) else args.gpu)]
+    if None in described:
+        raise ConfigError(
+            "which GPU? Give --gpu NAME (--gpu list shows the table), or --gpu-memory-gib and --bf16-tflops for a GPU "
+            "that is not in it."
+        )
+    return [custom_gpu(args.gpu_memory_gib, args.bf16_tflops)]
+
+
 def train_command(ds: str, fit: Candidate, keys: Mapping[str, object]) -> str:
     """Return the command that trains with the ds_config `ds` and the settings of `fit`.
 
-    `keys` are further keys of the run, of which `fit` overrides some. Without vocabulary and context among them, the
-    dataset determines these.
+    `keys` are the keys of the run that the user set, of which `fit` overrides some. Without vocabulary and context
+    among them, the dataset determines these.
     """
-    plan, checkpointing = fit.plan, fit.strategy.checkpointing
+    plan, ranks, checkpointing = fit.plan, fit.plan.ranks, fit.step.checkpointing
     of_row = {
         "global_batch_size": plan.global_batch_size,
         "micro_batch_size": plan.micro_batch_size,
-        "sequence_parallel_size": plan.ranks.sequence_parallel_size if plan.ranks.sequence_parallel_size > 1 else None,
-        "expert_parallel_size": plan.ranks.expert_parallel_size if plan.ranks.expert_parallel_size > 1 else None,
+        "sequence_parallel_size": ranks.sequence_parallel_size if ranks.sequence_parallel_size > 1 else None,
+        "expert_parallel_size": ranks.expert_parallel_size if ranks.expert_parallel_size > 1 else None,
         # DeepSpeed has a section for `full`, but none for `selective`.
         "activation_checkpointing": checkpointing if checkpointing != fit.ds.checkpointing else None,
     }
-    words = [*launcher_words(fit.machines, in_checkout=is_in_checkout()), "--ds", ds]
-    given = {key: value for key, value in keys.items() if key not in of_row}
-    for key, value in (given | of_row).items():
-        words += [] if value is None else flag_words(key, value)
-    return shlex.join(words)
+    given = {key: value for key, value in keys.items() if key not in of_row} | of_row
+    launcher = shlex.join(_launcher_words(fit.cluster))
+    return f"{launcher} --ds {shlex.quote(ds)} {describe_flags(given)}"
 
 
-def launcher_words(machines: Machines, *, in_checkout: bool) -> list[str]:
+def _launcher_words(cluster: Cluster) -> list[str]:
     """Return the words that start the ranks: deepspeed in a checkout, otherwise llmscale."""
-    if in_checkout:
-        where = ["--hostfile", "HOSTFILE"] if machines.num_nodes > 1 else ["--num_gpus", str(machines.gpus_per_node)]
+    if is_in_checkout():
+        where = ["--hostfile", "HOSTFILE"] if cluster.num_nodes > 1 else ["--num_gpus", str(cluster.gpus_per_node)]
         return ["deepspeed", *where, "llmscale/train.py"]
-    if machines.num_nodes > 1:
+    if cluster.num_nodes > 1:
         return ["llmscale", "launch", "--hostfile", "HOSTFILE", "--"]
-    return ["llmscale", "train", "--num-gpus", str(machines.gpus_per_node)]
+    return ["llmscale", "train", "--num-gpus", str(cluster.gpus_per_node)]
 
 
 def describe_data(shape: GPTShape, keys: Mapping[str, object]) -> str:
     """Return a note on the data that the command with `keys` needs."""
     most = "at most " if "vocab_size" in keys else ""
-    return f"(on data prepared with --seq-len {shape.seq_len} and a tokenizer of {most}{shape.vocab_size:,} tokens)"
+    return f"on data prepared with --seq-len {shape.seq_len} and a tokenizer of {most}{shape.vocab_size:,} tokens"
 
 
 def describe_flags(keys: Mapping[str, object]) -> str:
     """Return keys as flags: `--model gpt2-124m --norm rmsnorm`."""
-    return shlex.join(word for key, value in keys.items() for word in flag_words(key, value))
+    return shlex.join(word for key, value in keys.items() if value is not None for word in flag_words(key, value))

@@ -134,22 +134,22 @@ def _describe(parser: argparse.ArgumentParser, purpose: str) -> None:
                 _describe(action.choices[listed.dest], listed.help or listed.dest)
 
 
-def _overview() -> Iterator[str]:
-    """Yield the lines for `llmscale` alone: every command with an example."""
+def _show_overview() -> int:
+    """Print every command with an example."""
     import textwrap  # slow to import, like the next one
 
     from llmscale.terminal.table import output_width
 
-    yield f"llmscale {__version__}. {_DESCRIPTION}"
-    yield ""
+    print(f"llmscale {__version__}. {_DESCRIPTION}\n")
     indent = " " * (max(map(len, COMMANDS)) + 4)
     for name, command in COMMANDS.items():
         first, *rest = textwrap.wrap(command.purpose, max(30, (output_width() or 120) - len(indent)))
-        yield f"  {paint(name, 'bold', sys.stdout)}{indent[len(name) + 2 :]}{first}"
-        yield from (indent + line for line in rest)
-        yield f"{indent}{paint(f'llmscale {command.example}', 'dim', sys.stdout)}"
-    yield ""
-    yield "llmscale COMMAND --help lists every flag of a command."
+        print(f"  {paint(name, 'bold', sys.stdout)}{indent[len(name) + 2 :]}{first}")
+        for line in rest:
+            print(indent + line)
+        print(indent + paint(f"llmscale {command.example}", "dim", sys.stdout))
+    print("\nllmscale COMMAND --help lists every flag of a command.")
+    return 0
 
 
 @contextmanager
@@ -178,12 +178,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # cli/train.py parses all other words, with train.py's flags.
         argv = ["train", "--", *argv[1:]]
     return run_cli(lambda: _run(argv))
-
-
-def _show_overview() -> int:
-    for line in _overview():
-        print(line)
-    return 0
 
 
 def _run(argv: Sequence[str]) -> int:

@@ -112,20 +112,15 @@ def _token_pair(text: str) -> tuple[int, int]:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from llmscale.cli import plan_output
+    from llmscale.cli.answers import show
+    from llmscale.cli.plan_answers import draw, plan_lines, read_request
     from llmscale.planning.run_plan import make_plan
 
     if args.plot is not None:
         check_plot(args.plot)
-    request = plan_output.read_request(args)
+    request = read_request(args)
     plan = make_plan(request)
-    if args.json:
-        print(plan_output.to_json(request, plan))
-    else:
-        assumed = [name for name in ("num_gpus", "pue") if getattr(args, name) is None]
-        for line in plan_output.plan_lines(request, plan, assumed):
-            print(line)
+    show(plan, plan_lines(request, plan), is_json=args.json)
     if args.plot is not None:
-        plan_output.draw(args.plot, request, plan)
-    nothing_fits = plan.placement is not None and plan.placement.row is None
-    return 1 if nothing_fits else 0
+        draw(args.plot, request, plan)
+    return 1 if plan.run is not None and plan.run.strategy is None else 0

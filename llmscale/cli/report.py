@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 #: Pauses between two looks at the records, on this disk and in a store, and what clears a terminal.
 _WATCH_S, _WATCH_REMOTE_S, _CLEAR = 2.0, 30.0, "\x1b[H\x1b[2J\x1b[3J"
 #: Places that the user named, each with the runs below it; none below a run.
-_Found = list[tuple[Path, list[ListedRun]]]
+_Selection = list[tuple[Path, list[ListedRun]]]
 _OUTPUTS = ("html", "png", "svg", "json")
 #: Largest width of the chart, and width of its axis.
 _CHART_WIDTH, _CHART_MARGIN = 64, 12
@@ -76,33 +76,33 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 def _run(args: argparse.Namespace) -> int:
     wanted = {name: path for name in _OUTPUTS if (path := getattr(args, name)) is not None}
     _check(args.runs, wanted)
-    found = _find(args.runs)
-    _check([run.path for _, runs in found for run in runs][:MOST_RUNS], wanted)
+    selection = _find(args.runs)
+    _check([run.path for _, runs in selection for run in runs][:MOST_RUNS], wanted)
     # Before the report, so that what is written while it is made counts as a change.
-    seen = _stamps(found)
-    _report(found, wanted)
+    seen = _stamps(selection)
+    _report(selection, wanted)
     if args.watch:
         with suppress(KeyboardInterrupt):
             _watch(args.runs, seen, wanted)
     return 0
 
 
-def _find(places: Sequence[Path]) -> _Found:
+def _find(places: Sequence[Path]) -> _Selection:
     """Return each place with the runs below it, none for a run itself. Raises LlmscaleError."""
-    found: _Found = []
+    selection: _Selection = []
     for place in places:
         runs = runs_below(place) if url_of(place) or (place.is_dir() and not is_run_folder(place)) else []
         # Without runs it counts as one, whose reading explains what is missing.
         is_run = not runs or [run.path for run in runs] == [place]
-        found.append((fetch_run(place), []) if is_run else (place, runs))
-    return found
+        selection.append((fetch_run(place), []) if is_run else (place, runs))
+    return selection
 
 
-def _report(found: _Found, wanted: Mapping[str, Path]) -> None:
+def _report(selection: _Selection, wanted: Mapping[str, Path]) -> None:
     """Print or write the report of runs, and of runs below folders."""
     if not wanted:
-        for number, (place, runs) in enumerate(found):
-            if len(found) > 1:
+        for number, (place, runs) in enumerate(selection):
+            if len(selection) > 1:
                 print_visible(f"{'' if number == 0 else chr(10)}{make_visible_line(str(place))}")
             if runs:
                 print_runs(runs, place)
@@ -112,9 +112,9 @@ def _report(found: _Found, wanted: Mapping[str, Path]) -> None:
     # Importing this takes longer than a report in the terminal.
     from llmscale.report.data import build_report
 
-    folders = list(dict.fromkeys(_paths(found)))
+    folders = list(dict.fromkeys(_paths(selection)))
     with _announced_reading(folders):
-        report = build_report(folders[:MOST_RUNS], [run for _, runs in found for run in runs])
+        report = build_report(folders[:MOST_RUNS], [run for _, runs in selection for run in runs])
     for name, path in wanted.items():
         _WRITERS[name](path, report)
         print_visible(f"{path}: {path.stat().st_size / 1e3:,.0f} KB" if path.is_file() else f"{path}")
@@ -130,11 +130,11 @@ def _watch(places: Sequence[Path], seen: list[object], wanted: Mapping[str, Path
         time.sleep(max(pause_s, 9 * took_s))
         began = time.monotonic()
         try:
-            found = _find(places)
-            if seen != (seen := _stamps(found)):
+            selection = _find(places)
+            if seen != (seen := _stamps(selection)):
                 if not wanted:
                     print(_CLEAR if sys.stdout.isatty() else "\n", end="")
-                _report(found, wanted)
+                _report(selection, wanted)
         except BrokenPipeError:
             raise
         except (LlmscaleError, OSError) as error:
@@ -143,12 +143,12 @@ def _watch(places: Sequence[Path], seen: list[object], wanted: Mapping[str, Path
         took_s = time.monotonic() - began
 
 
-def _stamps(found: _Found) -> list[object]:
-    return [(path, stamp_run(path)) for path in _paths(found)]
+def _stamps(selection: _Selection) -> list[object]:
+    return [(path, stamp_run(path)) for path in _paths(selection)]
 
 
-def _paths(found: _Found) -> list[Path]:
-    return [path for place, runs in found for path in ([run.path for run in runs] or [place])]
+def _paths(selection: _Selection) -> list[Path]:
+    return [path for place, runs in selection for path in ([run.path for run in runs] or [place])]
 
 
 def _check(runs: Sequence[Path], wanted: Mapping[str, Path]) -> None:

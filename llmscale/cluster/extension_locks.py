@@ -19,7 +19,9 @@ def remove_stale_locks(since_s: float = float("inf")) -> list[str]:
     They must be old, or not older than `since_s` (Unix time), when processes began that have ended now.
     """
     removed = []
-    folder = _extensions_folder()
+    # A folder with one subfolder per Python and CUDA version, unless a variable names it.
+    cache = in_home(os.environ.get("XDG_CACHE_HOME", "~/.cache"))
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions")
     for path in (*folder.glob("*/lock"), *folder.glob("*/*/lock")):
         with contextlib.suppress(FileNotFoundError):  # the build has ended in between
             made_s = path.stat().st_mtime
@@ -27,12 +29,6 @@ def remove_stale_locks(since_s: float = float("inf")) -> list[str]:
                 path.unlink()
                 removed.append(str(path))
     return removed
-
-
-def _extensions_folder() -> Path:
-    """Return torch's cache: a folder with one subfolder per Python and CUDA version, unless a variable names it."""
-    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or in_home(cache) / "torch_extensions")
 
 
 def _is_held(lock: Path) -> bool:

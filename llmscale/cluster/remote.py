@@ -1,4 +1,4 @@
-"""Run commands on hosts through ssh, with the variables that ranks get. Arguments arrive unchanged.
+"""Run modules of llmscale on hosts through ssh, with the variables that ranks get.
 
 ssh starts programs with none of the caller's variables, and DeepSpeed's launcher forwards PYTHON* and NCCL* only.
 Here the values travel inside the connection, never on a command line: nothing is expanded, and no `ps` shows a key.
@@ -138,29 +138,20 @@ class Finished:
         return last or f"ended with status {self.returncode}"
 
 
-def run_on_hosts(
-    commands: Mapping[str, Sequence[str]], timeout_s: float, stdin: Mapping[str, str] | None = None
-) -> dict[str, Finished]:
-    """Run a command on each host, all at the same time, and return the results by host, in the given order.
-
-    This machine (by any of its names) runs it directly, without ssh. Failures of a host are in `Finished.returncode`,
-    never raised. The remote login shell must be a POSIX one (sh, bash, dash, zsh).
-    """
-    with ThreadPoolExecutor(FAN_OUT) as pool:
-        answers = pool.map(
-            lambda host: _run(command_for(host, commands[host]), timeout_s, stdin[host] if stdin else None), commands
-        )
-        return dict(zip(commands, answers, strict=True))
-
-
 def ask_hosts(module: str, requests: Mapping[str, Mapping[str, object]], timeout_s: float) -> dict[str, Finished]:
     """Run a module of llmscale on several hosts at once; each gets its request by `read_request`.
 
-    Raises ConfigError for an unreadable .deepspeed_env.
+    This machine (by any of its names) runs it directly, without ssh. Failures of a host are in `Finished.returncode`,
+    never raised. Raises ConfigError for an unreadable .deepspeed_env.
     """
     here = place(gather_environment(os.environ, env_files=deepspeed_env_files()))
-    messages = {host: json.dumps({**here, "request": request}) for host, request in requests.items()}
-    return run_on_hosts({host: module_argv(module) for host in requests}, timeout_s, messages)
+
+    def ask(host: str) -> Finished:
+        message = json.dumps({**here, "request": requests[host]})
+        return _run(command_for(host, module_argv(module)), message, timeout_s)
+
+    with ThreadPoolExecutor(FAN_OUT) as pool:
+        return dict(zip(requests, pool.map(ask, requests), strict=True))
 
 
 def read_request() -> dict[str, Any]:
@@ -213,23 +204,18 @@ def module_argv(module: str) -> list[str]:
     return ["env", f"PYTHONPATH={search_path(os.environ.get('PYTHONPATH'))}", *module_command(module)]
 
 
-def _run(command: Sequence[str], timeout_s: float, stdin: str | None) -> Finished:
+def _run(command: Sequence[str], message: str, timeout_s: float) -> Finished:
+    """Run a command with a message on its stdin, and end it with its children when it takes too long."""
     began = time.monotonic()
+    pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
+            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
         )
     except OSError as error:
-        # A shell's status for a missing command.
-        return Finished(127, "", f"{command[0]}: {error.strerror}\n", time.monotonic() - began)
+        return Finished(SSH_FAILED, "", f"{command[0]}: {error.strerror}", 0.0)
     try:
-        stdout, stderr = process.communicate(stdin, timeout=timeout_s)
+        stdout, stderr = process.communicate(message, timeout=timeout_s)
         code = process.returncode
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):

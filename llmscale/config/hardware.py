@@ -6,7 +6,8 @@ Named networks between nodes, with the bandwidth for each GPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -150,6 +151,10 @@ GPUS = (
 _OTHER_GPU = {"mig", "nvl", "laptop", "max", "d", "ti", "super", "ls"}
 
 
+#: Share of the memory in its name that CUDA reports of a GPU, at least.
+_LEAST_REPORTED = 0.9
+
+
 def find_gpu(device_name: str) -> GPU | None:
     """Return the GPU with the driver's name `device_name`, or None if it is not in the table.
 
@@ -166,7 +171,7 @@ def get_gpu(name: str, other: str = " For any other GPU give --gpu-memory-gib an
 
     Raises ConfigError with the closest and all legal names, and `other`: what the command takes for other GPUs.
     """
-    for gpu in GPUS:
+    for gpu in (*GPUS, *_gpus_of_size(name.lower())):
         if gpu.name == name.lower():
             return gpu
     names = [gpu.name for gpu in GPUS]
@@ -174,6 +179,16 @@ def get_gpu(name: str, other: str = " For any other GPU give --gpu-memory-gib an
     meant = find_gpu(name)
     hint = f" Did you mean '{meant.name}'?" if meant else did_you_mean(name, names)
     raise ConfigError(f"GPU '{name}' is not in the table.{hint} GPUs: {', '.join(names)}.{other}")
+
+
+def _gpus_of_size(name: str) -> list[GPU]:
+    """Return a GPU called `24gb`: the slowest of the table with so much memory, with the least memory of them."""
+    size = re.fullmatch(r"(\d{1,4})gb", name)
+    gib = int(size[1]) if size else 0
+    alike = [gpu for gpu in GPUS if _LEAST_REPORTED * gib <= gpu.memory_gib <= gib]
+    slowest = sorted(alike, key=lambda gpu: (gpu.dense_16bit_flops, gpu.link_bytes_per_s))[:1]
+    memory_gib = min((gpu.memory_gib for gpu in alike), default=0.0)
+    return [replace(gpu, name=name, memory_gib=memory_gib, source=f"as {gpu.name}") for gpu in slowest]
 
 
 def usable_precision(wanted: Precision | None, gpu: GPU, where: str = "") -> Precision:
@@ -252,15 +267,6 @@ def model_flops_utilisation(
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """GPUs that a run trains on, and the network between their nodes."""
-
-    gpu: GPU
-    gpus_per_node: int
-    interconnect: Interconnect
-
-
-@dataclass(frozen=True)
 class Interconnect:
     """A network between nodes. Rates are those of the line; planning/ estimates what collectives reach."""
 
@@ -308,3 +314,42 @@ def get_interconnect(name: str) -> Interconnect:
     raise ConfigError(
         f"interconnect '{name}' is not known.{did_you_mean(name.lower(), names)} Legal: {', '.join(names)}."
     )
+
+
+#: GPUs of the largest common nodes, such as DGX-2.
+_MANY_IN_A_NODE = 16
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines of a run: GPUs, nodes, the network between them, and the memory of a node."""
+
+    gpu: GPU
+    gpus_per_node: int
+    interconnect: Interconnect = INTERCONNECTS[0]
+    num_nodes: int = 1
+    host_bytes: int | None = None
+    """Memory of one node for offloaded states; None if unknown, and then not checked."""
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.gpus_per_node
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Return the memory of one GPU, as CUDA reports it."""
+        return int(self.gpu.memory_gib * 2**30)
+
+    def in_words(self, gpu: str = "") -> str:
+        """Return `2 nodes x 8 x h100-80gb`, with a hint at --num-nodes for an unusually large node."""
+        gpu = gpu or self.gpu.name
+        if self.num_nodes > 1:
+            return f"{self.num_nodes} nodes x {self.gpus_per_node} x {gpu}"
+        one = " in one node (of several nodes: --num-nodes)" if self.gpus_per_node > _MANY_IN_A_NODE else ""
+        return f"{self.gpus_per_node} x {gpu}{one}"
+
+
+def measured_gpu(device_name: str, memory_bytes: int, capability: ComputeCapability | None) -> GPU:
+    """Return the GPU of a machine: its rates from the table if they are known, its memory as the driver reports it."""
+    gpu = find_gpu(device_name) or replace(custom_gpu(1, 1), capability=capability or AMPERE)
+    return replace(gpu, memory_gib=memory_bytes / 2**30)

@@ -16,7 +16,7 @@ from llmscale.architecture.hf_config import CONFIG_NAME, find_config, get_family
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
 from llmscale.config.presets import get_preset, nearest_preset
 from llmscale.config.run_config import KEYS, RunConfig, build_run_config
-from llmscale.config.user_paths import check_path
+from llmscale.config.user_paths import check_path, checked
 from llmscale.errors import ConfigError
 
 PREFIX = "hf:"
@@ -64,11 +64,7 @@ def read_published_model(flag: str, value: str, config: RunConfig | None = None)
     """
     # No shell expands the ~ in hf:~/models.
     source, name = f"{flag} {value}", os.path.expanduser(value.removeprefix(PREFIX))
-    try:
-        check_path(name)
-    except ValueError as error:
-        raise ConfigError(f"{source}: {error}.") from None
-    path = Path(name)
+    path = checked(check_path, name, source)
     if ((path.parent if path.is_file() else path) / _ADAPTER_CONFIG).exists():
         raise ConfigError(
             f"{source} holds {_ADAPTER_CONFIG}: an adapter, not a model. Merge it into its model (peft: "

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from llmscale.architecture.layers import ParameterTensors
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
@@ -75,13 +76,20 @@ class ResolvedStep:
         return self.ds.zero_stage
 
     def with_plan(self, plan: BatchPlan) -> ResolvedStep:
-        """Return the step with another micro-batch. `plan` must accumulate gradients exactly if this step does."""
+        """Return the step with another division of its batch. Raises ConfigError."""
+        if (plan.gradient_accumulation_steps > 1) != (self.plan.gradient_accumulation_steps > 1):
+            return self.changed(plan=plan)
         batch = {
             "train_micro_batch_size_per_gpu": plan.micro_batch_size,
             "gradient_accumulation_steps": plan.gradient_accumulation_steps,
             "train_batch_size": plan.train_batch_size,
         }
         return replace(self, plan=plan, ds_config={**self.ds_config, **batch})
+
+    def changed(self, **fields: Any) -> ResolvedStep:
+        """Return the step with other fields, and the open keys of its ds_config filled again. Raises ConfigError."""
+        step = replace(self, **fields)
+        return replace(step, ds_config=resolve_ds_config(step.ds, step.shape, step.plan))
 
 
 @lru_cache(maxsize=16)

@@ -13,7 +13,7 @@ from llmscale.config.command_line import FlagParser
 from llmscale.config.run_config import EXCLUSIVE_KEYS, RunConfig, build_run_config
 from llmscale.config.run_flags import add_run_flags, describe_keys
 from llmscale.config.run_keys import needs
-from llmscale.config.user_paths import check_path
+from llmscale.config.user_paths import check_path, checked
 from llmscale.errors import ConfigError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_toml, load_yaml
 
@@ -32,7 +32,8 @@ def parse_run_config(argv: Sequence[str], parser: FlagParser | None = None) -> R
             flags[key] = [] if value == ["[]"] else [word for text in value for word in text.split(",")]
         elif value == "null":
             flags[key] = None
-    from_file = load_run_file(_path("config", str(flags["config"]))) if "config" in flags else {}
+    file = flags.get("config")
+    from_file = {} if file is None else load_run_file(checked(check_path, file, f"config = {file!r}"))
     for key, twin in EXCLUSIVE_KEYS:
         for own, overridden in ((key, twin), (twin, key)):
             if own in flags and overridden not in flags:
@@ -78,13 +79,6 @@ def _check_needs(config: RunConfig, flags: Collection[str], from_file: Collectio
         need.check([key for key in flags if key in changed or defaults[key]], config)
         if not need.others() & {*flags}:
             need.check(changed, config, f"--config {config.config}: ")
-
-
-def _path(key: str, text: str) -> Path:
-    try:
-        return check_path(text)
-    except ValueError as error:
-        raise ConfigError(f"{key} = {text!r}: {error}.") from None
 
 
 def load_run_file(path: Path) -> dict[str, object]:

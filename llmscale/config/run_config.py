@@ -519,6 +519,9 @@ class RunConfig(ModelKeys):
     """Steps between log lines."""
     check_every: Steps = key(100, ge=0, resume="free", ranks="same")
     """Steps between checks that all ranks use the same sample ids; 0: never."""
+    check_numerics: bool = key(False, resume="free", ranks="same")
+    """Compare the first two steps of this start with plain arithmetic, and print one line: the weights in use, the
+    reduction of gradients, norm and clipping, the optimizer's step (docs/numerics.md). Takes up to 1 GiB a rank."""
     on_spike: OnSpike = key("warn", resume="logged", ranks="same")
     """Action after a loss spike. stop: end the run and print how to resume. skip: return to the checkpoint before it
     and leave out the batches."""

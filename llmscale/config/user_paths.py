@@ -6,9 +6,10 @@ import codecs
 import os
 import re
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from llmscale.errors import ConfigError
 from llmscale.suggestions import did_you_mean
@@ -16,6 +17,7 @@ from llmscale.untrusted.documents import LINE_MAX_BYTES, MAX_BYTES, Rules, parse
 from llmscale.untrusted.paths import in_home, read_regular
 from llmscale.untrusted.terminal import is_visible
 
+_T = TypeVar("_T")
 #: Formats of evaluation items in JSON lines (llmscale.evaluate.tasks).
 TASK_FORMATS = ("hellaswag", "multiple_choice", "likelihood", "text")
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -37,6 +39,14 @@ def check_text(text: str) -> str:
     if not is_visible(encoded.decode(errors="replace")):
         raise ValueError("must not hold control characters or line breaks")
     return text
+
+
+def checked(check: Callable[[Any], _T], value: object, where: str) -> _T:
+    """Return the value that one of these checks returns. Raises ConfigError, which begins with `where`."""
+    try:
+        return check(value)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}.") from None
 
 
 def check_path(value: object) -> Path:

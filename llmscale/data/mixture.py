@@ -208,22 +208,22 @@ def _locate(where: str, written: MixFile, folder: Path) -> dict[str, str]:
         raise ConfigError(
             f"{where}: {len(written.sets)} datasets are listed. Give 1 to {_MAX_SETS}, such as `web: data/web`."
         )
-    found: dict[str, str] = {}
+    sets: dict[str, str] = {}
     for name, data in written.sets.items():
         try:
-            found[name] = data if "://" in data else check_path_or_url(str(folder / data))
+            sets[name] = data if "://" in data else check_path_or_url(str(folder / data))
         except ValueError as error:
             raise ConfigError(f"{where}: sets.{name} = {data[:80]!r}: {error}.") from None
-    return found
+    return sets
 
 
 def _stages(where: str, listed: Sequence[MixFileStage], names: tuple[str, ...]) -> tuple[MixStage, ...]:
     if not listed:
         raise ConfigError(f"{where}: `stages` must be a list, each with `weights` and all but the last with `until`.")
-    found: list[MixStage] = []
+    stages: list[MixStage] = []
     for number, stage in enumerate(listed, 1):
         spot = f"{where}: stage {number}" if len(listed) > 1 else where
-        begin = found[-1].until if found else Fraction(0)
+        begin = stages[-1].until if stages else Fraction(0)
         is_last = number == len(listed)
         until = Fraction(1) if is_last and stage.until is None else stage.until
         if is_last and until != 1:
@@ -234,8 +234,8 @@ def _stages(where: str, listed: Sequence[MixFileStage], names: tuple[str, ...]) 
                 f"{spot}: `until` is {given}, and must be the part of the run where the stage ends, more than "
                 f"{float(begin):g} and less than 1."
             )
-        found.append(MixStage(until, _shares(spot, stage.weights, names)))
-    return tuple(found)
+        stages.append(MixStage(until, _shares(spot, stage.weights, names)))
+    return tuple(stages)
 
 
 def _shares(where: str, given: Mapping[str, Fraction], names: tuple[str, ...]) -> tuple[int, ...]:
@@ -583,7 +583,7 @@ class MixedOrder:
         stages = np.searchsorted(self._begins, positions, side="right") - 1
         for number in np.unique(stages):
             stage, chosen = self.stages[number], np.flatnonzero(stages == number)
-            found, before = build_pattern(stage.shares).owners_at(positions[chosen] - stage.begin)
-            owners[chosen], places[chosen] = found, self._drawn_before[number][found] + before
+            owners_here, before = build_pattern(stage.shares).owners_at(positions[chosen] - stage.begin)
+            owners[chosen], places[chosen] = owners_here, self._drawn_before[number][owners_here] + before
         by_set = ((int(owner), np.flatnonzero(owners == owner)) for owner in np.unique(owners))
         return [(owner, chosen, places[chosen]) for owner, chosen in by_set]

@@ -36,14 +36,14 @@ def open_validation(sets: TrainingSets, max_samples: int) -> tuple[ValidationSpl
     """Open the existing validation splits. `max_samples` is divided over a mixture's datasets as the run's samples are,
     at least one each. Raises DataError."""
     parts = sets.recipe.parts if sets.recipe else (Fraction(1),)
-    found = []
+    splits = []
     for name, location, part in zip(sets.names, sets.locations, parts, strict=True):
         split = location.manifest.splits.get("val")
         if split is not None and split.num_samples:
             num_samples = min(max(1, round(part * max_samples)), split.num_samples)
-            shown = name if sets.recipe else ""
-            found.append(ValidationSplit(shown, TokenShards(location, "val"), num_samples, split.bytes_per_token))
-    return tuple(found)
+            label = name if sets.recipe else ""
+            splits.append(ValidationSplit(label, TokenShards(location, "val"), num_samples, split.bytes_per_token))
+    return tuple(splits)
 
 
 def describe_samples(splits: Sequence[ValidationSplit]) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmscale.architecture.shape import GPTShape
 from llmscale.config.bundled_files import install_command
 from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import Breakdown
@@ -51,9 +50,9 @@ class Comparison:
         return {phase: (counted[phase], self.fit.estimate.phase(phase)) for phase in PHASES}
 
 
-def compare_with_dry_run(fit: Candidate, shape: GPTShape) -> Comparison:
+def compare_with_dry_run(fit: Candidate) -> Comparison:
     """Run the real engine on fake tensors. Raises ConfigError without torch or DeepSpeed, and for NVMe offload."""
     with quiet_torch("--dry-run"):
         from llmscale.dry_run.engine import dry_run
 
-        return Comparison(fit, dry_run(fit.step, fit.machines.capability))
+        return Comparison(fit, dry_run(fit.step, fit.cluster.gpu.capability))

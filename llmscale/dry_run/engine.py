@@ -225,7 +225,7 @@ def _label(engine: DeepSpeedEngine, tracker: MemoryTracker) -> None:
     """Assign categories to the tensors that DeepSpeed keeps between steps."""
     zero = engine.optimizer
     parameters = list(engine.module.parameters())
-    kept = {
+    by_category = {
         Category.PARAMETERS: [*parameters, *(getattr(parameter, "ds_tensor", None) for parameter in parameters)],
         Category.GRADIENTS: [
             getattr(zero, "grad_partitions_flat_buffer", None),
@@ -236,7 +236,7 @@ def _label(engine: DeepSpeedEngine, tracker: MemoryTracker) -> None:
             *(getattr(bucket, "buffer", None) for bucket in getattr(zero, "ipg_buckets", {}).values()),
         ],
     }
-    for category, tensors in kept.items():
+    for category, tensors in by_category.items():
         on_gpu = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.device == GPU]
         tracker.assign([tensor for tensor in on_gpu if tensor.numel()], category)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
+import psutil
 import torch
 
 from llmscale.architecture.attention_kernels import ComputeCapability
@@ -65,9 +64,5 @@ def free_memory_bytes() -> int:
     """Return how many bytes this process could still allocate on its GPU, or on a host without one."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    try:
-        # Includes the part of the file cache that Linux would release.
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Includes the part of the file cache that Linux would release.
+    return int(psutil.virtual_memory().available)

@@ -44,9 +44,11 @@ class RankExperts:
         from deepspeed.utils import groups
 
         marks = {
-            **{"allreduce": False, "group_name": self.name},
+            "allreduce": False,
+            "group_name": self.name,
             # Stage 3 reads these: zero.Init the group, and the reduction of gradients the rest.
-            **{"ds_zero_placement_family": "autoep_expert", "ds_zero_partition_group_name": self.name},
+            "ds_zero_placement_family": "autoep_expert",
+            "ds_zero_partition_group_name": self.name,
             "ds_zero_partition_process_group": groups._get_expert_data_parallel_group(self.name),
         }
         for key, value in marks.items():

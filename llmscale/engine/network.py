@@ -1,18 +1,15 @@
-"""The network between nodes: the interface that ranks use, and its speed. No torch."""
+"""The network between nodes: the interface that ranks use. No torch."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 
 import psutil
 
-from llmscale.config.hardware import Interconnect
 from llmscale.error_handling import say
 from llmscale.errors import ConfigError
-from llmscale.untrusted.paths import is_plain_name
 
 #: Variables that tell gloo and NCCL which interface to use.
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -20,8 +17,6 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 NAMING_VARIABLES = (*VARIABLES, "TP_SOCKET_IFNAME")
 #: Device files of machines with GPUs, where NCCL is used.
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
-#: Seconds that a message to a neighbour takes: the technology's order of magnitude (llmscale.config.hardware).
-_ADAPTER_LATENCY_S, _SOCKET_LATENCY_S = 5e-6, 50e-6
 
 
 def set_network_interface() -> None:
@@ -104,66 +99,3 @@ def interface_addresses() -> list[tuple[str, str]]:
     """Return name and address of every interface with an IPv4 address."""
     listed = psutil.net_if_addrs().items()
     return [(name, one.address) for name, addresses in listed for one in addresses if one.family == socket.AF_INET]
-
-
-def find_node_network(sys_class: Path = Path("/sys/class")) -> Interconnect | None:
-    """Return this node's link to the others: all active ports of InfiniBand, RoCE and similar adapters.
-
-    Without such ports, or with NCCL_IB_DISABLE=1, the interface of NCCL's sockets. None where neither reports a speed,
-    as on virtual machines.
-    """
-    adapters = 0.0 if os.environ.get("NCCL_IB_DISABLE") == "1" else sum(_port_rates(sys_class / "infiniband"))
-    rate, latency_s = adapters, _ADAPTER_LATENCY_S
-    if not adapters:
-        rate, latency_s = _interface_rate(sys_class / "net"), _SOCKET_LATENCY_S
-    if not rate:
-        return None
-    return Interconnect("this node's", rate, True, latency_s, f"{8 * rate / 1e9:.0f} Gbit/s per node")
-
-
-def _port_rates(adapters: Path) -> Iterator[float]:
-    """Yield bytes per second of each active port: `rate` holds `400 Gb/sec (4X NDR)`, `state` `4: ACTIVE`."""
-    selection = os.environ.get("NCCL_IB_HCA", "")
-    for port in adapters.glob("*/ports/*"):
-        if _is_selected(port.parts[-3], port.name, selection) and "ACTIVE" in _read(port / "state"):
-            yield _number(_read(port / "rate").partition(" Gb/sec")[0]) * 1e9 / 8
-
-
-def _is_selected(adapter: str, port: str, selection: str) -> bool:
-    """Return whether NCCL_IB_HCA lets NCCL use a port.
-
-    The variable lists prefixes of names, perhaps with `:PORT`. A leading `=` asks for exact names, `^` for all others.
-    """
-    named = selection.lstrip("^=")
-    if not named:
-        return True
-    entries = [entry.strip().partition(":")[::2] for entry in named.split(",")]
-    is_exact = "=" in selection[:2]
-    is_named = any(
-        (adapter == name if is_exact else adapter.startswith(name)) and number in ("", port) for name, number in entries
-    )
-    return is_named != selection.startswith("^")
-
-
-def _interface_rate(interfaces: Path) -> float:
-    """Return bytes per second of the interface selected for NCCL or gloo; 0 where it is unknown."""
-    for variable in reversed(VARIABLES):
-        name = os.environ.get(variable, "")
-        if is_plain_name(name) and (interfaces / name).exists():
-            # In Mbit/s; -1 where the driver does not know it.
-            return max(0.0, _number(_read(interfaces / name / "speed"))) * 1e6 / 8
-    return 0.0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0

@@ -124,8 +124,6 @@ def _check_task(manager: TaskManager, spec: str, task_folder: Path | None, limit
         raise ConfigError(_unknown(manager.all_tasks, spec, task_folder))
     try:
         loaded = manager.load([spec])
-    except (KeyboardInterrupt, MemoryError):
-        raise
     except Exception as error:  # a task's code, its YAML or `datasets` raise many kinds
         raise ConfigError(
             f"task {spec} cannot be loaded: {_reason(error)} Nothing is fetched from the network: a task's data must "
@@ -152,8 +150,6 @@ def _check_documents(name: str, task: Task, limit: int | None) -> None:
     task.construct_requests = construct_counting
     try:
         task.build_all_requests(limit=limit)
-    except (KeyboardInterrupt, MemoryError):
-        raise
     except Exception as error:  # as above
         raise ConfigError(
             f"task {name}: document {count}, counted from 0, does not fit the task: {_reason(error)} Does it have "

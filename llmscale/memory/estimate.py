@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import ClassVar
 
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.hf_config import HFModel
@@ -40,6 +41,9 @@ PHASES: dict[str, tuple[str, ...]] = {
 @dataclass(frozen=True)
 class MemoryEstimate:
     """One rank's memory."""
+
+    #: Properties that JSON has beside the fields.
+    DERIVED: ClassVar = ("peak_moment", "peak", "allocated_bytes", "reserved_bytes", "context_bytes", "total_bytes")
 
     moments: Mapping[str, Breakdown]
     """Peak of each part of a step, in the order of time."""

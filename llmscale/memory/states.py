@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -116,6 +116,8 @@ class States:
     """Return how many of a number of gradients belong to trained parameters."""
     host_bytes: float = 0.0
     nvme_bytes: float = 0.0
+    known: dict[tuple[float, float], Added] = field(default_factory=dict)
+    """Results of `in_backward`."""
 
     def in_forward(self, place: int) -> Added:
         """Return the addition in the forward pass of the embeddings (0), a block (from 1), the final norm, the loss."""
@@ -124,7 +126,16 @@ class States:
         return self.before._replace(parameters=self.before.parameters + self.gathered.forward[place])
 
     def in_backward(self, done: float, own: float = 0) -> Added:
-        """Return the addition after `done` gradients, while a layer hands `own` over."""
+        """Return the addition after `done` gradients, while a layer hands `own` over.
+
+        Other lengths and micro-batches of the same states ask for the same again.
+        """
+        added = self.known.get((done, own))
+        if added is None:
+            added = self.known[done, own] = self._count_in_backward(done, own)
+        return added
+
+    def _count_in_backward(self, done: float, own: float) -> Added:
         begin = self.trained(done)
         added = self.gradients(begin)
         if own:

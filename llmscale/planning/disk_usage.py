@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.optimizers import ADAMW, OptimizerSpec
+from llmscale.config.optimizers import get_optimizer
 from llmscale.config.run_config import RunConfig
 
 #: Bytes of a 16-bit weight.
@@ -24,6 +25,8 @@ SPARE_BYTES = 64 * 2**20
 @dataclass(frozen=True)
 class DiskSpace:
     """Bytes of a run on the shared disk."""
+
+    DERIVED: ClassVar = ("checkpoints_bytes", "total_bytes")
 
     checkpoint_bytes: int
     """Bytes of a checkpoint at any stage: master weights and states, once over all ranks. Names and headers add about
@@ -51,20 +54,14 @@ class DiskSpace:
         return self.checkpoints_bytes + self.data_bytes + self.weights_bytes
 
 
-def estimate_disk(
-    shape: GPTShape,
-    steps: int,
-    tokens: float,
-    optimizer: OptimizerSpec = ADAMW,
-    keep_last: int = 2,
-    keep_every: int = 0,
-) -> DiskSpace:
-    """Estimate the disk of a run of `steps` steps; keep_last and keep_every as in train.py."""
+def estimate_disk(shape: GPTShape, steps: int, tokens: float, config: RunConfig) -> DiskSpace:
+    """Estimate the disk of a run of `steps` steps, with the optimizer and the checkpoints to keep of `config`."""
     token_bytes = 2 if shape.vocab_size <= 1 << 16 else 4
     sample_bytes = (shape.seq_len + 1) * token_bytes + _SAMPLE_OVERHEAD_BYTES
+    for_good = steps // config.keep_every if config.keep_every else 0
     return DiskSpace(
-        checkpoint_bytes=optimizer.checkpoint_bytes(shape.architecture),
-        kept_checkpoints=keep_last + 1 + (steps // keep_every if keep_every else 0),
+        checkpoint_bytes=get_optimizer(config.optimizer).checkpoint_bytes(shape.architecture),
+        kept_checkpoints=config.keep_last + 1 + for_good,
         data_bytes=round(tokens / shape.seq_len * sample_bytes),
         weights_bytes=_EXPORT_BYTES * shape.num_parameters,
     )

@@ -88,8 +88,6 @@ class KernelEfficiency:
     matmul: float
     flash_1: float
     """Fraction of FlashAttention 1, with all products counted and not the causal half."""
-    source: str
-    """Rows of the fit, or the GPU whose efficiency is assumed."""
 
     def attention(self, kernels: KernelSettings, shape: GPTShape, precision: Precision, gpu: GPU) -> float:
         """Return the fraction of attention, with all products counted and not the causal half.
@@ -117,22 +115,15 @@ def _interpolate(rates: dict[int, int], seq_len: int) -> float:
     return rates[lengths[0] if seq_len < lengths[0] else lengths[-1]]
 
 
-_A100 = KernelEfficiency("A100", 0.86, 0.55, "A100 rows of llm-foundry")
-_H100 = KernelEfficiency("H100", 0.74, 0.315, "H100 rows of llm-foundry")
-_CALIBRATED = {"a100-40gb": _A100, "a100-80gb": _A100, "h100-80gb": _H100}
+_A100 = KernelEfficiency("A100", 0.86, 0.55)
+_H100 = KernelEfficiency("H100", 0.74, 0.315)
 #: GPUs as fast as an H100, which are as hard to keep busy: the A100's fractions would be too high.
-_LIKE_H100 = {"h100-80gb-pcie", "h200", "b200"}
+_LIKE_H100 = {"h100-80gb", "h100-80gb-pcie", "h200", "b200"}
 
 
 def kernel_efficiency(gpu: GPU) -> KernelEfficiency:
-    """Return the fit of this GPU, or the nearest GPU's with a note."""
-    if gpu.name in _CALIBRATED:
-        return _CALIBRATED[gpu.name]
-    like = _H100 if gpu.name in _LIKE_H100 else _A100
-    text = f"not calibrated, with the {like.like}'s efficiency"
-    if gpu.memory_bytes_per_s is None:
-        text += ", and memory as fast for its arithmetic as an A100's"
-    return KernelEfficiency(like.like, like.matmul, like.flash_1, text)
+    """Return the fit of this GPU, or the nearest GPU's."""
+    return _H100 if gpu.name in _LIKE_H100 else _A100
 
 
 def memory_bytes_per_s(gpu: GPU) -> float:

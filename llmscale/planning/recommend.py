@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from llmscale.config.batch_plan import BatchPlan, ParallelLayout
 from llmscale.config.deepspeed.resolve import BATCH_KEYS, DsConfig
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.hardware import INTERCONNECTS, Cluster, Interconnect
 from llmscale.config.presets import PRESETS
+from llmscale.config.resolve import ResolvedStep, resolve_step
 from llmscale.memory.breakdown import format_size
-from llmscale.planning.calibration import SMALLEST_MICRO_BATCH_TOKENS
 from llmscale.planning.kernels import KernelSettings
 from llmscale.planning.search import (
     CHECKPOINTING,
@@ -19,18 +20,17 @@ from llmscale.planning.search import (
     OFFLOADS,
     STAGES,
     Candidate,
-    Job,
-    Machines,
-    Search,
     Strategy,
+    Trial,
     build_strategy,
     change_strategy,
     cheapest_sizes,
-    find_fits,
-    fit_at,
+    evaluate,
+    find_largest_fit,
     strategy_of,
+    with_micro_batch,
 )
-from llmscale.planning.step_time import Throughput, estimate_step
+from llmscale.planning.step_time import SMALLEST_MICRO_BATCH_TOKENS, Throughput, estimate_step
 
 #: Relative difference below which two rates count as equal, given the accuracy of the model.
 _SAME_RATE = 0.03
@@ -82,7 +82,7 @@ def _complexity(fit: Candidate) -> tuple[int, int, bool, int, int, int, int]:
     offload = (strategy.offload_optimizer, strategy.offload_param)
     return (
         OFFLOADS.index(offload) if offload in OFFLOADS else len(OFFLOADS),
-        CHECKPOINTING.index(strategy.checkpointing),
+        CHECKPOINTING.index(strategy.activation_checkpointing),
         fit.plan.micro_batch_size * fit.plan.seq_len < SMALLEST_MICRO_BATCH_TOKENS,
         strategy.zero_stage,
         strategy.zero_hpz_partition_size,
@@ -107,21 +107,20 @@ def _why(fit: Candidate, num_fitting: int, num_near: int, *, known_rate: bool) -
     )
 
 
-def find_smallest_change(
-    ds: DsConfig, job: Job, checkpointing: CheckpointingMode, micro_batch_size: int
-) -> Change | None:
+def find_smallest_change(step: ResolvedStep, cluster: Cluster) -> Change | None:
     """Return the fewest and cheapest changes that make this run fit; None if it needs more GPUs.
 
     A smaller micro-batch costs least (the loss curve stays the same), then recomputation, then a higher stage, then
     offload. Raises ConfigError for a run that could not start anyway.
     """
-    sizes = [micro_batch_size, *(size for size in reversed(cheapest_sizes(job)) if size < micro_batch_size)]
-    now = strategy_of(ds, checkpointing)
+    now, micro_batch_size = strategy_of(step.ds, step.checkpointing), step.plan.micro_batch_size
+    sizes = [micro_batch_size, *(size for size in reversed(cheapest_sizes(step)) if size < micro_batch_size)]
     for size_steps, strategy in _alternatives(len(sizes), now):
-        changed = ds if strategy == now else change_strategy(ds, strategy)
-        if changed is None:
+        ds = step.ds if strategy == now else change_strategy(step.ds, strategy)
+        if ds is None:
             continue
-        fit = fit_at(_without_batch(changed), job, strategy.checkpointing, sizes[size_steps])
+        changed = step.changed(ds=_without_batch(ds), checkpointing=strategy.activation_checkpointing)
+        fit = evaluate(with_micro_batch(changed, sizes[size_steps]), cluster)
         if fit.has_margin:
             return Change(fit, tuple(_words(fit, now, micro_batch_size)))
     return None
@@ -135,30 +134,28 @@ class Misfit:
     """Row that misses least."""
     change: Change | None
     """Cheapest change of the user's settings that makes a row fit."""
-    more_nodes: tuple[Machines, Candidate] | None
-    """Fewest nodes with a row that fits, if no change helps; None if no number of nodes does."""
+    more_nodes: Candidate | None
+    """Row that fits on the fewest nodes, if no change helps; None if no number of nodes does."""
 
 
-def find_misfit(search: Search, fits: Sequence[Candidate]) -> Misfit:
-    """Return how far the rows of a search miss, and a remedy."""
-    job, change = search.job, None
+def find_misfit(fits: Sequence[Candidate], *, is_restricted: bool) -> Misfit:
+    """Return how far these rows miss, and a remedy. `is_restricted`: the user fixed some of the settings."""
     # A setting that the user fixed may be changed; with all strategies tried, only more GPUs help.
-    if search.files or job.micro_batch_size is not None or tuple(search.modes) != CHECKPOINTING:
-        change = find_cheapest_change(job, fits)
-    return Misfit(nearest_fit(fits), change, find_enough_nodes(job, fits) if change is None else None)
+    change = find_cheapest_change(fits) if is_restricted else None
+    return Misfit(nearest_fit(fits), change, find_enough_nodes(fits) if change is None else None)
 
 
-def find_cheapest_change(job: Job, fits: Sequence[Candidate]) -> Change | None:
+def find_cheapest_change(fits: Sequence[Candidate]) -> Change | None:
     """Return the fewest and cheapest changes that make any row fit; None if all need more GPUs."""
-    changes = [find_smallest_change(fit.ds, job, fit.strategy.checkpointing, fit.plan.micro_batch_size) for fit in fits]
-    found = [change for change in changes if change is not None]
-    return min(found, key=lambda change: (len(change.words), _complexity(change.fit)), default=None)
+    changes = [find_smallest_change(fit.step, fit.cluster) for fit in fits]
+    helping = [change for change in changes if change is not None]
+    return min(helping, key=lambda change: (len(change.words), _complexity(change.fit)), default=None)
 
 
 def _alternatives(num_sizes: int, now: Strategy) -> Iterator[tuple[int, Strategy]]:
     """Yield (index of a descending micro-batch, strategy), by the number of changes, then by their cost."""
     stages = [stage for stage in STAGES if stage >= now.zero_stage]
-    modes = CHECKPOINTING[CHECKPOINTING.index(now.checkpointing) :]
+    modes = CHECKPOINTING[CHECKPOINTING.index(now.activation_checkpointing) :]
     offload_now = (now.offload_optimizer, now.offload_param)
     start = OFFLOADS.index(offload_now) if offload_now in OFFLOADS else None
     # NVMe is never proposed, as the user must name its folder.
@@ -186,8 +183,8 @@ def _words(fit: Candidate, now: Strategy, micro_batch_size: int) -> Iterator[str
     then = fit.strategy
     if fit.plan.micro_batch_size != micro_batch_size:
         yield f"--micro-batch-size {fit.plan.micro_batch_size} instead of {micro_batch_size}"
-    if then.checkpointing != now.checkpointing:
-        yield f"--activation-checkpointing {then.checkpointing}"
+    if then.activation_checkpointing != now.activation_checkpointing:
+        yield f"--activation-checkpointing {then.activation_checkpointing}"
     if then.zero_stage != now.zero_stage:
         yield f"ZeRO stage {then.zero_stage} instead of {now.zero_stage}"
     if then.zero_hpz_partition_size != now.zero_hpz_partition_size:
@@ -198,22 +195,32 @@ def _words(fit: Candidate, now: Strategy, micro_batch_size: int) -> Iterator[str
         yield f'offload_param to "{then.offload_param}"'
 
 
-def find_enough_nodes(job: Job, fits: Sequence[Candidate]) -> tuple[Machines, Candidate] | None:
-    """Return the fewest nodes, doubling, on which one of the rows' ds_configs fits.
+def find_enough_nodes(fits: Sequence[Candidate]) -> Candidate | None:
+    """Return the row that fits on the fewest nodes, doubling.
 
     None if no number of nodes helps, because the memory that does not shrink with them is already too large.
     """
-    machines = job.machines
+    cluster = fits[0].cluster
+    # One of those that keep the fewest activations fits first.
+    most = max(CHECKPOINTING.index(fit.step.checkpointing) for fit in fits)
+    smallest = [fit for fit in fits if fit.step.checkpointing == CHECKPOINTING[most]]
     for _ in range(_MOST_DOUBLINGS):
-        machines = replace(machines, num_nodes=2 * machines.num_nodes)
-        larger = replace(job, machines=machines)
-        if job.global_batch_size < larger.ranks.data_parallel_size:
+        cluster = replace(cluster, num_nodes=2 * cluster.num_nodes)
+        if any(fit.plan.global_batch_size < _ranks_on(fit.step, cluster).data_parallel_size for fit in fits):
             return None
-        more = [fit_at(fit.ds, larger, fit.strategy.checkpointing, 1) for fit in fits]
-        fitting = [fit for fit in more if fit.has_margin]
-        if fitting:
-            return machines, min(fitting, key=_complexity)
+        if any(_fit_on(fit.step, cluster).has_margin for fit in smallest):
+            more = (_fit_on(fit.step, cluster) for fit in fits)
+            return min((fit for fit in more if fit.has_margin), key=_complexity)
     return None
+
+
+def _ranks_on(step: ResolvedStep, cluster: Cluster) -> ParallelLayout:
+    return replace(step.plan.ranks, world_size=cluster.world_size)
+
+
+def _fit_on(step: ResolvedStep, cluster: Cluster) -> Candidate:
+    """Estimate a step on another cluster, with a micro-batch of 1."""
+    return evaluate(with_micro_batch(step, 1, _ranks_on(step, cluster)), cluster)
 
 
 def nearest_fit(fits: Sequence[Candidate]) -> Candidate:
@@ -221,14 +228,19 @@ def nearest_fit(fits: Sequence[Candidate]) -> Candidate:
     return max(fits, key=lambda fit: fit.spare_bytes)
 
 
-def largest_preset(machines: Machines, precision: Precision) -> str | None:
-    """Return the largest GPT-2 or GPT-3 preset that these machines train without offload; None if none fits."""
+def largest_preset(cluster: Cluster, precision: Precision) -> str | None:
+    """Return the largest GPT-2 or GPT-3 preset that a cluster trains without offload; None if none fits."""
     ds = build_strategy(Strategy(max(STAGES), *OFFLOADS[0], CHECKPOINTING[-1]), precision)
     plain = {name: preset.shape(preset.vocab_size) for name, preset in PRESETS.items() if not preset.block}
     for name in sorted(plain, key=lambda name: plain[name].num_parameters, reverse=True):
-        batch = PRESETS[name].global_batch_tokens // plain[name].seq_len
-        if ds is not None and fit_at(ds, Job(plain[name], batch, machines), CHECKPOINTING[-1], 1).has_margin:
-            return name
+        shape = plain[name]
+        batch = PRESETS[name].global_batch_tokens // shape.seq_len
+        if ds is not None:
+            plan = BatchPlan(
+                batch, 1, -(-batch // cluster.world_size), ParallelLayout(cluster.world_size), shape.seq_len
+            )
+            if evaluate(resolve_step(ds, shape, plan, CHECKPOINTING[-1]), cluster).has_margin:
+                return name
     return None
 
 
@@ -258,36 +270,90 @@ class Ranking:
         return [config.fit for config in self.configs]
 
 
-def rank_configs(search: Search) -> Ranking:
-    """Find rows, estimate their speed, and choose one. Raises ConfigError for more ranks than sequences."""
-    configs = tuple(RankedConfig(fit, _throughput(search, fit)) for fit in find_fits(search))
+def rank_trials(trials: Sequence[Trial], cluster: Cluster) -> Ranking:
+    """Fit every trial, estimate its speed, and choose one. Raises ConfigError for more ranks than sequences."""
+    fits = [find_largest_fit(trial, cluster) for trial in trials]
+    configs = tuple(RankedConfig(fit, _throughput(fit, cluster)) for fit in fits)
     rates = [config.throughput.tokens_per_second if config.throughput else None for config in configs]
-    return Ranking(configs, recommend([config.fit for config in configs], rates))
+    return Ranking(configs, recommend(fits, rates))
 
 
-def fastest_by_link(search: Search) -> list[tuple[Interconnect, dict[str, float]]] | None:
+#: Fewest and most rows to choose between, if so many fit.
+_FEWEST_CHOICES, _MOST_CHOICES = 3, 5
+
+
+def distinct_rows(ranking: Ranking) -> list[int]:
+    """Return all rows, on one GPU only the best of the stages, which divide nothing there."""
+    rows = ranking.configs
+    if rows[0].fit.cluster.world_size > 1:
+        return [*range(len(rows))]
+    best: dict[tuple[str, str], int] = {}
+    for index in _by_preference(ranking):
+        strategy = rows[index].fit.strategy
+        best.setdefault((strategy.offload, strategy.activation_checkpointing), index)
+    return sorted(best.values())
+
+
+def choose_between(ranking: Ranking) -> list[int]:
+    """Return the rows to choose between, those that miss least where nothing fits.
+
+    These are the recommended one, the fastest of every other stage (on one GPU: of every mode of checkpointing), and if
+    that is few, the fastest others.
+    """
+    rows = ranking.configs
+    distinct = set(distinct_rows(ranking))
+    order = [index for index in _by_preference(ranking) if index in distinct]
+    fitting = [index for index in order if rows[index].fit.fits]
+    best: dict[str, int] = {}
+    for index in fitting:
+        strategy = rows[index].fit.strategy
+        divides = rows[index].fit.cluster.world_size > 1
+        best.setdefault(strategy.stage_words if divides else strategy.activation_checkpointing, index)
+    count = min(max(len(best), _FEWEST_CHOICES), _MOST_CHOICES)
+    return sorted([*dict.fromkeys([*best.values(), *(fitting or order)])][:count])
+
+
+def _by_preference(ranking: Ranking) -> list[int]:
+    """Return the rows: the recommended one first, then those with margin by their rate, then by the bytes they miss."""
+    chosen = ranking.recommendation.index if ranking.recommendation else None
+
+    def key(index: int) -> tuple[bool, bool, float, int]:
+        row = ranking.configs[index]
+        rate = row.throughput.tokens_per_second if row.throughput else 0.0
+        return index != chosen, not row.fit.has_margin, -rate if row.fit.fits else -row.fit.spare_bytes, index
+
+    return sorted(range(len(ranking.configs)), key=key)
+
+
+def fastest_by_link(trials: Sequence[Trial], cluster: Cluster) -> list[tuple[Interconnect, dict[str, float]]] | None:
     """Return tokens per second over every network, by stage, of the fastest row that fits; None at an unknown rate."""
-    fits = [fit for fit in find_fits(search) if fit.fits]
-    found = []
+    fits = [fit for fit in (find_largest_fit(trial, cluster) for trial in trials) if fit.fits]
+    rates = []
     for interconnect in INTERCONNECTS:
         best: dict[str, float] = {}
         for fit in fits:
-            throughput = _throughput(replace(search, interconnect=interconnect), fit)
+            throughput = _throughput(fit, replace(cluster, interconnect=interconnect))
             if throughput is None:
                 return None
             stage = fit.strategy.stage_words
             best[stage] = max(best.get(stage, 0.0), throughput.tokens_per_second)
-        found.append((interconnect, best))
-    return found
+        rates.append((interconnect, best))
+    return rates
 
 
-def fastest_by_split(search: Search, sizes: Sequence[int]) -> dict[int, RankedConfig | None]:
+def fastest_by_split(trials: Sequence[Trial], cluster: Cluster, sizes: Sequence[int]) -> dict[int, RankedConfig | None]:
     """Return the recommended row by the number of GPUs that divide a sequence; None where nothing fits."""
-    jobs = {size: replace(search.job, sequence_parallel_size=size) for size in sizes}
-    return {size: rank_configs(replace(search, job=job)).recommended for size, job in jobs.items()}
+    rows = {}
+    for size in sizes:
+        split = [replace(trial, step=_split(trial.step, size)) for trial in trials]
+        rows[size] = rank_trials(split, cluster).recommended
+    return rows
 
 
-def _throughput(search: Search, fit: Candidate) -> Throughput | None:
-    job = search.job
-    cluster = Cluster(search.gpu, job.machines.gpus_per_node, search.interconnect)
+def _split(step: ResolvedStep, size: int) -> ResolvedStep:
+    ranks = replace(step.plan.ranks, sequence_parallel_size=size)
+    return with_micro_batch(step, step.plan.micro_batch_size, ranks)
+
+
+def _throughput(fit: Candidate, cluster: Cluster) -> Throughput | None:
     return estimate_step(fit.step, cluster, KernelSettings(loss_chunk_tokens=fit.step.loss.chunk_tokens))

@@ -4,33 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.deepspeed.schema import Precision
-from llmscale.config.hardware import GPU, Interconnect, usable_precision
-from llmscale.config.loss_settings import CHUNK_TOKENS
-from llmscale.config.optimizers import ADAMW, OptimizerSpec
-from llmscale.config.resolve import default_batch_size
+from llmscale.config.batch_plan import ParallelLayout, build_batch_plan
+from llmscale.config.deepspeed.schema import Dtype, Precision
+from llmscale.config.hardware import GPU, Cluster, usable_precision
+from llmscale.config.resolve import ResolvedStep, default_batch_size, resolve_loss, resolve_optimizer, resolve_step
+from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
-from llmscale.planning.disk_usage import DiskSpace, estimate_disk
-from llmscale.planning.recommend import RankedConfig, nearest_fit, rank_configs
+from llmscale.planning.disk_usage import SAVE_EVERY, DiskSpace, estimate_disk
+from llmscale.planning.recommend import RankedConfig, nearest_fit, rank_trials
 from llmscale.planning.scaling import (
+    PF_DAY_FLOPS,
     Interval,
+    LawRow,
     ParametricLaw,
     Point,
     affordable_tokens,
     dense_equivalent,
     expansion_of,
     inference_flops,
+    law_rows,
     law_with_experts,
     nearest_preset,
     optimal_point,
     suggest_shape,
     training_flops,
 )
-from llmscale.planning.search import Candidate, Job, Machines, Search, Strategy, build_strategy, fit_at
+from llmscale.planning.search import Candidate, Strategy, Trial, build_strategy, evaluate, try_strategies
 from llmscale.planning.serving import Serving, estimate_serving, owning_usd_per_gpu_hour
 from llmscale.planning.step_time import estimate_compute_s
 
@@ -43,30 +46,10 @@ _USUAL_MICRO_BATCH_TOKENS = 8192
 
 
 @dataclass(frozen=True)
-class GPUs:
-    """GPUs to plan for."""
+class Placement:
+    """Layout of a model on a cluster."""
 
-    gpu: GPU
-    gpus_per_node: int
-    num_nodes: int | None
-    """Number of nodes; None for the fewest that fit without offload."""
-    interconnect: Interconnect
-    mfu: float | None
-    """MFU given by the user; None to estimate it."""
-
-    @property
-    def precision(self) -> Precision:
-        return usable_precision(None, self.gpu)
-
-    def machines(self, num_nodes: int) -> Machines:
-        return Machines(num_nodes, self.gpus_per_node, int(self.gpu.memory_gib * _GIB), capability=self.gpu.capability)
-
-
-@dataclass(frozen=True)
-class GPUPlacement:
-    """Layout of a model on a number of nodes."""
-
-    machines: Machines
+    cluster: Cluster
     global_batch_size: int
     """Sequences per step."""
     row: RankedConfig | None
@@ -75,81 +58,78 @@ class GPUPlacement:
     """Reason for this row; or how much the nearest row misses, and how many nodes are enough."""
     mfu: float | None
     """MFU; None if nothing fits and none was given."""
-    calibration: str
-    """Basis of the MFU."""
 
-    def tokens_per_second(self, shape: GPTShape, gpu: GPU) -> float | None:
+    def tokens_per_second(self, shape: GPTShape) -> float | None:
         """Return the rate of all GPUs together."""
         if self.mfu is None:
             return None
-        return self.mfu * gpu.dense_16bit_flops * self.machines.world_size / shape.flops_per_token
+        return self.mfu * self.cluster.gpu.dense_16bit_flops * self.cluster.world_size / shape.flops_per_token
 
 
-def place(
-    shape: GPTShape,
-    batch: int,
-    *,
-    is_batch_given: bool,
-    gpus: GPUs,
-    optimizer: OptimizerSpec = ADAMW,
-    loss_chunk_tokens: int = CHUNK_TOKENS,
-    expert_parallel_size: int = 1,
-) -> GPUPlacement:
+def place(request: PlanRequest, cluster: Cluster, shape: GPTShape, batch: int) -> Placement:
     """Find the row to run. A batch that was not given is rounded up to a multiple of the GPUs, which needs no fillers.
 
     Raises ConfigError if a given batch has fewer sequences than there are GPUs.
     """
 
-    def job_on(num_nodes: int) -> Job:
-        machines = gpus.machines(num_nodes)
-        rounded = batch if is_batch_given else -(-batch // machines.world_size) * machines.world_size
-        return Job(
-            shape,
-            rounded,
-            machines,
-            optimizer=optimizer,
-            loss_chunk_tokens=loss_chunk_tokens,
-            expert_parallel_size=expert_parallel_size,
-        )
+    def step_on(num_nodes: int) -> ResolvedStep:
+        return _smallest_step(request, replace(cluster, num_nodes=num_nodes), shape, batch)
 
-    job = job_on(gpus.num_nodes or _fewest_nodes(job_on, gpus.precision, 1) or 1)
-    ranking = rank_configs(Search(job, gpus.gpu, gpus.interconnect, gpus.precision))
+    most_ranks = request.config.global_batch_size or math.inf
+    num_nodes = request.num_nodes or _fewest_nodes(step_on, cluster, 1, most_ranks) or 1
+    cluster, step = replace(cluster, num_nodes=num_nodes), step_on(num_nodes)
+    hpz_ranks = cluster.gpus_per_node if num_nodes > 1 else 1
+    ranking = rank_trials(try_strategies(Trial(step), hpz_ranks=hpz_ranks), cluster)
     row = ranking.recommended
     if row is not None and ranking.recommendation is not None:
         why = ranking.recommendation.why
     else:
-        enough = _fewest_nodes(job_on, gpus.precision, job.machines.num_nodes + 1)
+        enough = _fewest_nodes(step_on, cluster, num_nodes + 1, most_ranks)
         why = _what_is_missing(nearest_fit(ranking.fits), enough)
-    mfu, calibration = gpus.mfu, "given by --mfu"
-    if mfu is None:
-        throughput = row.throughput if row else None
-        mfu = throughput.mfu if throughput else None
-        calibration = throughput.calibration if throughput else "nothing fits"
-    return GPUPlacement(job.machines, job.global_batch_size, row, why, mfu, calibration)
+    estimated = row.throughput.mfu if row and row.throughput else None
+    mfu = estimated if request.mfu is None else request.mfu
+    return Placement(cluster, step.plan.global_batch_size, row, why, mfu)
 
 
-def usual_mfu(shape: GPTShape, gpus: GPUs) -> float:
+def _smallest_step(request: PlanRequest, cluster: Cluster, shape: GPTShape, batch: int) -> ResolvedStep:
+    """Return the run with the smallest layout on a cluster, at a micro-batch of 1. Raises ConfigError."""
+    config, world_size = request.config, cluster.world_size
+    plan = build_batch_plan(
+        global_batch_size=batch if config.global_batch_size else -(-batch // world_size) * world_size,
+        ranks=ParallelLayout(world_size, expert_parallel_size=config.expert_parallel_size),
+        seq_len=shape.seq_len,
+        micro_batch_size=1,
+    )
+    ds = build_strategy(_SMALLEST, usable_precision(None, cluster.gpu))
+    assert ds is not None
+    mode, optimizer, loss = (
+        _SMALLEST.activation_checkpointing,
+        resolve_optimizer(config, shape),
+        resolve_loss(config, shape),
+    )
+    return resolve_step(ds, shape, plan, mode, optimizer, loss)
+
+
+def usual_mfu(shape: GPTShape, gpu: GPU) -> float:
     """Return the MFU of the arithmetic alone, which is assumed before memory is estimated."""
-    if gpus.mfu is not None:
-        return gpus.mfu
     micro_batch_size = max(1, _USUAL_MICRO_BATCH_TOKENS // shape.seq_len)
-    seconds = estimate_compute_s(shape, micro_batch_size, gpus.precision, "none", gpus.gpu)
+    seconds = estimate_compute_s(shape, micro_batch_size, usable_precision(None, gpu), "none", gpu)
     if seconds is None:
         raise ValueError("16-bit rates are known for every GPU")
-    return shape.flops_per_token * micro_batch_size * shape.seq_len / seconds / gpus.gpu.dense_16bit_flops
+    return shape.flops_per_token * micro_batch_size * shape.seq_len / seconds / gpu.dense_16bit_flops
 
 
-def _fewest_nodes(job_on: Callable[[int], Job], precision: Precision, least: int) -> int | None:
-    """Return the fewest nodes, doubling, on which the smallest layout fits; None if no number helps."""
-    ds = build_strategy(_SMALLEST, precision)
-    if ds is None:
-        return None
+def _fewest_nodes(
+    step_on: Callable[[int], ResolvedStep], cluster: Cluster, least: int, most_ranks: float
+) -> int | None:
+    """Return the fewest nodes, doubling from 1, that are at least `least` and on which the smallest layout fits.
+
+    None if no number helps, or the batch has fewer sequences than they have GPUs.
+    """
     num_nodes = 1
-    while num_nodes <= _MOST_NODES:
-        job = job_on(num_nodes)
-        if job.global_batch_size < job.machines.world_size:
-            return None
-        if num_nodes >= least and fit_at(ds, job, _SMALLEST.checkpointing, 1).has_margin:
+    while num_nodes <= _MOST_NODES and num_nodes * cluster.gpus_per_node <= most_ranks:
+        larger = replace(cluster, num_nodes=num_nodes)
+        if num_nodes >= least and evaluate(step_on(num_nodes), larger).has_margin:
             return num_nodes
         num_nodes *= 2
     return None
@@ -193,65 +173,101 @@ class PlanRequest:
     """Inputs of a plan."""
 
     goal: Goal
+    config: RunConfig
+    """Keys of the run: of its model, its batch, its optimizer and the like."""
+    keys: Mapping[str, object]
+    """Those of them that the user set."""
     shape: GPTShape | None
     """Model, if the user chose it or its size."""
     law: ParametricLaw
     vocab_size: int
     seq_len: int
-    global_batch_size: int | None
-    """Sequences per step; None for those of the preset nearest in size."""
-    gpus: GPUs | None
+    cluster: Cluster | None = None
+    """GPUs to plan for, on one node until their number is known."""
+    num_nodes: int | None = None
+    """Number of nodes; None for the fewest that fit without offload."""
+    mfu: float | None = None
+    """MFU given by the user; None to estimate it."""
     inference_tokens: float = 0.0
     inference_mfu: float | None = None
     """MFU of inference; None for that of training."""
-    keep_last: int = 2
-    keep_every: int = 0
     usd_per_gpu_hour: float | None = None
-    pue: float = DEFAULT_PUE
+    pue: float | None = None
+    """Power of the data centre per watt of its computers; None for DEFAULT_PUE."""
     requests: tuple[int, int] | None = None
     """Tokens of prompt and output of a request to serve."""
     usd_per_kwh: float | None = None
     usd_per_bought_gpu: float | None = None
     years: float = 4.0
     """Years until a bought GPU is worth nothing, an assumption."""
-    optimizer: OptimizerSpec = ADAMW
-    loss_chunk_tokens: int = CHUNK_TOKENS
-    expert_parallel_size: int = 1
-    """GPUs that divide the experts of a block."""
-    chosen: ChosenModel | None = None
-    """Model that the user named."""
-    given: Mapping[str, object] = field(default_factory=dict)
-    """Keys of train.py given for the model."""
-    given_of_run: Mapping[str, object] = field(default_factory=dict)
-    """Keys of train.py given for the optimizer and the loss."""
+    assumes_gpus: bool = False
+    """True if the user did not say how many GPUs a node has."""
+    preset: str | None = None
+    """Preset of a model that the user named; None for the one nearest in size."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A planned run on its GPUs."""
+
+    gpu: str
+    gpus_per_node: int
+    num_nodes: int
+    precision: Precision
+    strategy: Strategy | None
+    """Memory settings of the row of `llmscale estimate` to run; None, as the next four, if nothing fits."""
+    micro_batch_size: int | None
+    gradient_accumulation_steps: int | None
+    filler_share: float | None
+    grad_accum_dtype: Dtype | None
+    host_bytes_per_node: int
+    why: str
+    """Reason for this row; or how much the nearest row misses, and how many nodes are enough."""
+    store_requests_per_save: int
+    store_bytes_per_step: float
+    mfu: float | None
+    """MFU; None, as all that follows from it, if nothing fits and none was given."""
+    tokens_per_second: float | None
+    """Rate of all GPUs together."""
+    hours: float | None
+    """Hours by the wall clock."""
+    gpu_hours: float | None
+    energy_kwh: float | None
+    """Energy at the boards' power limit with the data centre's overhead, without hosts and network; None if unknown."""
+    pue: float
+    cost_usd: float | None
+    """Cost of training; None if the time or the price is unknown."""
+    electricity_usd_per_gpu_hour: float | None
+    """Price of a GPU's power at its limit, with the data centre's overhead."""
+    owning_usd_per_gpu_hour: float | None
+    """Price of an hour of a bought GPU that never idles, with electricity; None without its price, or its power."""
+    placement: Placement = field(repr=False)
 
 
 @dataclass(frozen=True)
 class Plan:
     """A plan for a run."""
 
-    shape: GPTShape
-    preset: str
-    """Nearest preset by number of parameters."""
+    DERIVED: ClassVar = ("flops", "pf_days", "tokens", "tokens_per_step")
+
+    goal: Goal
+    laws: list[LawRow]
+    """Optimum for the plan's FLOPs by every law."""
+    law: str
+    """Name of the law that decides."""
     optimum: Point
-    """Optimum of the law for the goal, which the shape approximates."""
+    """Optimum of that law for the goal, which the shape approximates."""
+    shape: GPTShape
+    nearest_preset: str
+    """Nearest preset by number of parameters."""
     global_batch_size: int
     steps: int
     loss: Interval | float
     """Loss of shape and tokens by the law."""
     disk: DiskSpace
-    placement: GPUPlacement | None
-    gpu_hours: float | None
-    energy_kwh: float | None
-    """Energy at the boards' power limit with the data centre's overhead, without hosts and network; None if unknown."""
-    cost_usd: float | None
-    """Cost of training; None if the time or the price is unknown."""
+    run: RunPlan | None
     lifetime: Lifetime | None
-    serving: Serving | None = None
-    electricity_usd_per_gpu_hour: float | None = None
-    """Price of a GPU's power at its limit, with the data centre's overhead."""
-    owning_usd_per_gpu_hour: float | None = None
-    """Price of an hour of a bought GPU that never idles, with electricity; None without its price, or its power."""
+    serving: Serving | None
 
     @property
     def tokens_per_step(self) -> int:
@@ -268,16 +284,13 @@ class Plan:
         return training_flops(self.shape.active_parameters, self.tokens)
 
     @property
-    def usd_per_flop(self) -> float | None:
-        """Return the price of a FLOP of 6 N D at this plan's speed."""
-        return None if self.cost_usd is None else self.cost_usd / self.flops
+    def pf_days(self) -> float:
+        return self.flops / PF_DAY_FLOPS
 
     @property
-    def hours(self) -> float | None:
-        """Return hours by the wall clock."""
-        if self.gpu_hours is None or self.placement is None:
-            return None
-        return self.gpu_hours / self.placement.machines.world_size
+    def usd_per_flop(self) -> float | None:
+        """Return the price of a FLOP of 6 N D at this plan's speed."""
+        return None if self.run is None or self.run.cost_usd is None else self.run.cost_usd / self.flops
 
 
 @dataclass(frozen=True)
@@ -295,14 +308,14 @@ def make_plan(request: PlanRequest) -> Plan:
     """Plan a run. Raises ConfigError if the goal cannot be reached or is less than one step."""
     optimum, shape = _find_model(request, None)
     preset, batch = _choose_batch(request, shape)
-    placement = _place(request, shape, batch)
+    placement = place(request, request.cluster, shape, batch) if request.cluster else None
     if placement is not None and placement.mfu is not None and _depends_on_speed(request):
         # The layout's speed changes the model a little, which hardly changes the speed.
         optimum, changed = _find_model(request, placement.mfu)
         if changed != shape:
             shape = changed
             preset, batch = _choose_batch(request, shape)
-            placement = _place(request, shape, batch)
+            placement = place(request, placement.cluster, shape, batch)
     batch = placement.global_batch_size if placement else batch
     wanted = _tokens(request, shape, optimum, placement)
     steps = int(wanted // (batch * shape.seq_len))
@@ -312,36 +325,68 @@ def make_plan(request: PlanRequest) -> Plan:
             "or give a smaller --global-batch-size."
         )
     tokens = steps * batch * shape.seq_len
-    hours = _gpu_hours(request, shape, placement, tokens)
-    price, power_w = request.usd_per_gpu_hour, request.gpus.gpu.power_w if request.gpus else None
-    kw = None if power_w is None else power_w * request.pue / 1000
-    electricity = None if kw is None or request.usd_per_kwh is None else kw * request.usd_per_kwh
-    bought = request.usd_per_bought_gpu
+    flops = training_flops(shape.active_parameters, tokens)
+    disk = estimate_disk(shape, steps, tokens, request.config)
     return Plan(
-        shape=shape,
-        preset=preset,
+        goal=request.goal,
+        laws=law_rows(flops, request.law, expansion_of(shape)),
+        law=request.law.name,
         optimum=optimum,
+        shape=shape,
+        nearest_preset=preset,
         global_batch_size=batch,
         steps=steps,
         loss=_loss(request.law, shape, tokens),
-        disk=estimate_disk(shape, steps, tokens, request.optimizer, request.keep_last, request.keep_every),
-        placement=placement,
-        gpu_hours=hours,
-        energy_kwh=None if hours is None or kw is None else hours * kw,
-        cost_usd=None if hours is None or price is None else hours * price,
+        disk=disk,
+        run=None if placement is None else _plan_run(request, placement, shape, tokens, disk),
         lifetime=_lifetime(request, shape, tokens, placement),
         serving=_serving(request, shape),
+    )
+
+
+def _plan_run(request: PlanRequest, placement: Placement, shape: GPTShape, tokens: int, disk: DiskSpace) -> RunPlan:
+    cluster, fit = placement.cluster, placement.row.fit if placement.row else None
+    pue = DEFAULT_PUE if request.pue is None else request.pue
+    speed = placement.tokens_per_second(shape)
+    hours = None if speed is None else tokens / speed / 3600
+    gpu_hours = None if hours is None else hours * cluster.world_size
+    kw = None if cluster.gpu.power_w is None else cluster.gpu.power_w * pue / 1000
+    electricity = None if kw is None or request.usd_per_kwh is None else kw * request.usd_per_kwh
+    price, bought = request.usd_per_gpu_hour, request.usd_per_bought_gpu
+    owning = owning_usd_per_gpu_hour(bought, request.years, electricity) if bought and electricity else None
+    return RunPlan(
+        gpu=cluster.gpu.name,
+        gpus_per_node=cluster.gpus_per_node,
+        num_nodes=cluster.num_nodes,
+        precision=usable_precision(None, cluster.gpu),
+        strategy=fit.strategy if fit else None,
+        micro_batch_size=fit.plan.micro_batch_size if fit else None,
+        gradient_accumulation_steps=fit.plan.gradient_accumulation_steps if fit else None,
+        filler_share=fit.plan.filler_share if fit else None,
+        grad_accum_dtype=fit.step.engine_config.grad_accum_dtype if fit else None,
+        host_bytes_per_node=fit.host_bytes_per_node if fit else 0,
+        why=placement.why,
+        store_requests_per_save=disk.store_requests(cluster.world_size),
+        store_bytes_per_step=disk.checkpoint_bytes / SAVE_EVERY,
+        mfu=placement.mfu,
+        tokens_per_second=speed,
+        hours=hours,
+        gpu_hours=gpu_hours,
+        energy_kwh=None if gpu_hours is None or kw is None else gpu_hours * kw,
+        pue=pue,
+        cost_usd=None if gpu_hours is None or price is None else gpu_hours * price,
         electricity_usd_per_gpu_hour=electricity,
-        owning_usd_per_gpu_hour=(
-            owning_usd_per_gpu_hour(bought, request.years, electricity) if bought and electricity else None
-        ),
+        owning_usd_per_gpu_hour=owning,
+        placement=placement,
     )
 
 
 def _serving(request: PlanRequest, shape: GPTShape) -> Serving | None:
-    if request.requests is None or request.gpus is None:
+    cluster = request.cluster
+    if request.requests is None or cluster is None:
         return None
-    return estimate_serving(shape, request.gpus.gpu, request.gpus.gpus_per_node, *request.requests)
+    serving = estimate_serving(shape, cluster.gpu, cluster.gpus_per_node, *request.requests)
+    return serving.with_prices(request.usd_per_gpu_hour) if serving else None
 
 
 def _find_model(request: PlanRequest, mfu: float | None) -> tuple[Point, GPTShape]:
@@ -353,22 +398,8 @@ def _find_model(request: PlanRequest, mfu: float | None) -> tuple[Point, GPTShap
 
 def _choose_batch(request: PlanRequest, shape: GPTShape) -> tuple[str, int]:
     """Return the nearest preset, and sequences per step: the user's, or those of the preset's tokens."""
-    preset = request.chosen.preset if request.chosen else nearest_preset(shape.num_parameters, request.vocab_size)
-    return preset, request.global_batch_size or default_batch_size(preset, shape.seq_len, 1)
-
-
-def _place(request: PlanRequest, shape: GPTShape, batch: int) -> GPUPlacement | None:
-    if request.gpus is None:
-        return None
-    return place(
-        shape,
-        batch,
-        is_batch_given=request.global_batch_size is not None,
-        gpus=request.gpus,
-        optimizer=request.optimizer,
-        loss_chunk_tokens=request.loss_chunk_tokens,
-        expert_parallel_size=request.expert_parallel_size,
-    )
+    preset = request.preset or nearest_preset(shape.num_parameters, request.vocab_size)
+    return preset, request.config.global_batch_size or default_batch_size(preset, shape.seq_len, 1)
 
 
 def _depends_on_speed(request: PlanRequest) -> bool:
@@ -378,14 +409,14 @@ def _depends_on_speed(request: PlanRequest) -> bool:
 
 def _find_optimum(request: PlanRequest, mfu: float | None) -> Point:
     """Return the law's optimum. `mfu` None: assume that of the arithmetic alone."""
-    if request.gpus is None or not _depends_on_speed(request):
+    if request.cluster is None or not _depends_on_speed(request):
         return _optimum_at(request, 1.0, 1.0)
     point = _optimum_at(request, mfu or _FIRST_MFU, 1.0)
     for _ in range(_ROUNDS):
         shape = request.shape or suggest_shape(point.num_parameters, request.vocab_size, request.seq_len)
         # MFU counts attention and omits positions; 6 N D does neither.
         share = 6 * shape.active_parameters / shape.flops_per_token
-        point = _optimum_at(request, mfu or usual_mfu(shape, request.gpus), share)
+        point = _optimum_at(request, mfu or request.mfu or usual_mfu(shape, request.cluster.gpu), share)
     return point
 
 
@@ -397,23 +428,23 @@ def _optimum_at(request: PlanRequest, mfu: float, share: float) -> Point:
     weight = _inference_weight(request, mfu)
     if goal.kind != "gpu_hours":
         return optimal_point(law, goal.kind, goal.value, served, weight)
-    if request.gpus is None:
+    if request.cluster is None:
         raise ConfigError("GPU-hours of which GPU? Give --gpu NAME.")
-    flops = goal.value * 3600 * request.gpus.gpu.dense_16bit_flops * mfu * share
+    flops = goal.value * 3600 * request.cluster.gpu.dense_16bit_flops * mfu * share
     return optimal_point(law, "flops", flops, served, weight)
 
 
-def _tokens(request: PlanRequest, shape: GPTShape, optimum: Point, placement: GPUPlacement | None) -> float:
+def _tokens(request: PlanRequest, shape: GPTShape, optimum: Point, placement: Placement | None) -> float:
     goal = request.goal
-    if goal.kind == "gpu_hours" and placement is not None and request.gpus is not None:
-        speed = placement.tokens_per_second(shape, request.gpus.gpu)
+    if goal.kind == "gpu_hours" and placement is not None:
+        speed = placement.tokens_per_second(shape)
         if speed is None:
             raise ConfigError(
                 f"the {shape.num_parameters:,} parameters that this budget trains best do not fit "
-                f"{placement.machines.world_size} x {request.gpus.gpu.name}, so their speed is not known: "
+                f"{placement.cluster.world_size} x {placement.cluster.gpu.name}, so their speed is not known: "
                 f"{placement.why} --mfu plans with an assumption."
             )
-        return goal.value * 3600 / placement.machines.world_size * speed
+        return goal.value * 3600 / placement.cluster.world_size * speed
     if goal.kind == "flops":
         return affordable_tokens(goal.value, shape.active_parameters)
     if goal.kind == "tokens":
@@ -452,19 +483,12 @@ def _tokens_for_loss(law: ParametricLaw, shape: GPTShape, loss: float) -> float 
     return math.exp(high) if high < math.log(_MOST_TOKENS) else None
 
 
-def _gpu_hours(request: PlanRequest, shape: GPTShape, placement: GPUPlacement | None, tokens: float) -> float | None:
-    if placement is None or request.gpus is None:
-        return None
-    speed = placement.tokens_per_second(shape, request.gpus.gpu)
-    return None if speed is None else tokens / speed / 3600 * placement.machines.world_size
-
-
 def _inference_weight(request: PlanRequest, mfu: float | None) -> float:
     """Return the cost of a FLOP of inference in FLOPs of training."""
     return 1.0 if request.inference_mfu is None or mfu is None else mfu / request.inference_mfu
 
 
-def _lifetime(request: PlanRequest, shape: GPTShape, tokens: float, placement: GPUPlacement | None) -> Lifetime | None:
+def _lifetime(request: PlanRequest, shape: GPTShape, tokens: float, placement: Placement | None) -> Lifetime | None:
     """Return training and inference beside the compute-optimal model of the same loss."""
     if not request.inference_tokens:
         return None

@@ -14,7 +14,7 @@ import bisect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from llmscale import limits
 from llmscale.architecture.shape import GPTShape
@@ -76,6 +76,8 @@ def interval_of(value: float, samples: Iterable[float]) -> Interval:
 @dataclass(frozen=True)
 class Point:
     """Model of N parameters trained on D tokens."""
+
+    DERIVED: ClassVar = ("flops",)
 
     num_parameters: float
     tokens: float

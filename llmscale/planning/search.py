@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import ClassVar, cast
 
-from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.hf_config import HFModel
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan, ParallelLayout, build_batch_plan, cheapest_micro_batches
-from llmscale.config.deepspeed.resolve import BatchFlags, DsConfig, parse_ds_config, resolve_ds_config
+from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config, resolve_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode, OffloadDevice, Precision, ResolvedDsConfig
-from llmscale.config.hardware import GPU, Interconnect
-from llmscale.config.loss_settings import CHUNK_TOKENS, LossSettings
-from llmscale.config.optimizers import ADAMW, OptimizerSpec
-from llmscale.config.resolve import ResolvedStep, default_balance_loss, resolve_step
+from llmscale.config.hardware import Cluster
+from llmscale.config.optimizers import ADAMW
+from llmscale.config.resolve import ResolvedStep
 from llmscale.errors import ConfigError
 from llmscale.limits import MAX_SEQ_LEN
-from llmscale.memory.estimate import HFStates, MemoryEstimate, estimate_hf_states, estimate_least, estimate_memory
+from llmscale.memory.estimate import MemoryEstimate, estimate_hf_states, estimate_least, estimate_memory
 from llmscale.memory.zero_setup import ZeroSetup
 from llmscale.planning.scaling import GPT3, LARGEST_WIDTH, WIDTH_MULTIPLE, interpolated_shape, preset_below
 
@@ -44,7 +43,7 @@ class Strategy:
     zero_stage: int
     offload_optimizer: OffloadDevice
     offload_param: OffloadDevice
-    checkpointing: CheckpointingMode
+    activation_checkpointing: CheckpointingMode
     zero_hpz_partition_size: int = 1
     """Ranks that share a second copy of the parameters; 1 without hpZ."""
 
@@ -73,7 +72,8 @@ class Strategy:
             parts.append(f"hpZ within {self.zero_hpz_partition_size} GPUs")
         if self.offload != "-":
             parts.append(f"offload: {self.offload}")
-        parts.append("no recomputation" if self.checkpointing == "none" else f"{self.checkpointing} checkpointing")
+        mode = self.activation_checkpointing
+        parts.append("no recomputation" if mode == "none" else f"{mode} checkpointing")
         return ", ".join(parts)
 
 
@@ -112,9 +112,9 @@ def legal_strategies(
 ) -> Iterator[tuple[DsConfig, CheckpointingMode]]:
     """Yield the ds_config of every strategy with one of these checkpointing modes that DeepSpeed can train."""
     for strategy in all_strategies(hpz_ranks):
-        ds = build_strategy(strategy, precision, nvme_path) if strategy.checkpointing in modes else None
+        ds = build_strategy(strategy, precision, nvme_path) if strategy.activation_checkpointing in modes else None
         if ds is not None:
-            yield ds, strategy.checkpointing
+            yield ds, strategy.activation_checkpointing
 
 
 def change_strategy(ds: DsConfig, strategy: Strategy) -> DsConfig | None:
@@ -140,7 +140,7 @@ def _with_strategy(keys: dict[str, object], strategy: Strategy, nvme_path: str) 
         zero[name] = section
     checkpointing = changed.pop("activation_checkpointing", None)
     changed = {"zero_optimization": zero, **changed}
-    if strategy.checkpointing == "full":
+    if strategy.activation_checkpointing == "full":
         changed["activation_checkpointing"] = checkpointing or {"cpu_checkpointing": False}
     return changed
 
@@ -158,10 +158,6 @@ def _checked(config: dict[str, object], source: str) -> DsConfig | None:
         return None
 
 
-#: GPUs of the largest common nodes, such as DGX-2.
-_MANY_IN_A_NODE = 16
-
-
 #: ASSUMED: share of a GPU's and of a node's memory that an estimate leaves free. No GPU has calibrated estimates.
 MARGIN = 0.05
 #: ASSUMED: host memory of a rank's process and its data worker: CUDA, PyTorch, DeepSpeed and NCCL.
@@ -169,85 +165,12 @@ PROCESS_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
-class Machines:
-    """Nodes and memory of a run."""
-
-    num_nodes: int
-    gpus_per_node: int
-    gpu_bytes: int
-    """Memory of one GPU, as CUDA reports it."""
-    host_bytes: int | None = None
-    """Memory of one node for offloaded states; None if unknown, and then not checked."""
-    capability: ComputeCapability | None = None
-    """Compute capability of the GPUs; None for Ampere or newer."""
-
-    @property
-    def world_size(self) -> int:
-        return self.num_nodes * self.gpus_per_node
-
-    def in_words(self, gpu: str) -> str:
-        """Return `2 nodes x 8 x h100-80gb`, with a hint at --num-nodes for an unusually large node."""
-        if self.num_nodes > 1:
-            return f"{self.num_nodes} nodes x {self.gpus_per_node} x {gpu}"
-        one = " in one node (of several nodes: --num-nodes)" if self.gpus_per_node > _MANY_IN_A_NODE else ""
-        return f"{self.gpus_per_node} x {gpu}{one}"
-
-
-@dataclass(frozen=True)
-class Job:
-    """Model, batch and machines of a run."""
-
-    shape: GPTShape
-    global_batch_size: int
-    """Sequences per optimizer step over all ranks."""
-    machines: Machines
-    micro_batch_size: int | None = None
-    """Micro-batch fixed by the user; None for the largest that fits."""
-    optimizer: OptimizerSpec = ADAMW
-    loss_chunk_tokens: int = CHUNK_TOKENS
-    """Value of --loss-chunk-tokens."""
-    sequence_parallel_size: int = 1
-    """Ranks that divide a sequence."""
-    expert_parallel_size: int = 1
-    """Ranks that divide the experts of a block."""
-    is_default_batch: bool = False
-    """True if nobody gave the global batch, so that a ds_config may."""
-
-    def with_batch_of(self, ds: DsConfig) -> Job:
-        """Return the job with the batch sizes of a ds_config that no flag overrides."""
-        given = None if self.is_default_batch else self.global_batch_size
-        flags = BatchFlags(given, self.micro_batch_size)
-        batch = ds.batch(flags, self.global_batch_size, self.ranks.data_parallel_size)
-        return replace(self, global_batch_size=batch.total or self.global_batch_size, micro_batch_size=batch.micro)
-
-    @property
-    def ranks(self) -> ParallelLayout:
-        """Return the layout of all GPUs. Raises ConfigError if they cannot divide sequences or experts so."""
-        return ParallelLayout(self.machines.world_size, self.sequence_parallel_size, self.expert_parallel_size)
-
-
-@dataclass(frozen=True)
-class Search:
-    """Inputs of the rows of `llmscale estimate`."""
-
-    job: Job
-    gpu: GPU
-    interconnect: Interconnect
-    precision: Precision
-    modes: Sequence[CheckpointingMode] = CHECKPOINTING
-    """Modes of activation checkpointing to try."""
-    nvme_path: str = DEFAULT_NVME_PATH
-    files: Sequence[tuple[DsConfig, CheckpointingMode]] = ()
-    """ds_configs of the user, the only ones to try; empty for every strategy in `precision`."""
-
-
-@dataclass(frozen=True)
 class Candidate:
-    """A ds_config at a micro-batch on a job's machines."""
+    """A step on the machines that it would run on, and its memory there."""
 
     step: ResolvedStep
     estimate: MemoryEstimate
-    machines: Machines
+    cluster: Cluster
 
     @property
     def ds(self) -> DsConfig:
@@ -264,16 +187,16 @@ class Candidate:
     @property
     def spare_bytes(self) -> int:
         """Return the bytes left on the GPU, negative if it is too small."""
-        return self.machines.gpu_bytes - self.estimate.total_bytes
+        return self.cluster.gpu_bytes - self.estimate.total_bytes
 
     @property
     def host_bytes_per_node(self) -> int:
         """Return the host memory of offloaded states on a node, without the processes."""
-        return self.estimate.host_bytes * self.machines.gpus_per_node
+        return self.estimate.host_bytes * self.cluster.gpus_per_node
 
     @property
     def nvme_bytes_per_node(self) -> int:
-        return self.estimate.nvme_bytes * self.machines.gpus_per_node
+        return self.estimate.nvme_bytes * self.cluster.gpus_per_node
 
     @property
     def host_spare_bytes(self) -> int | None:
@@ -281,10 +204,10 @@ class Candidate:
 
         None if its size is unknown, or nothing is offloaded.
         """
-        limit, machines = self.machines.host_bytes, self.machines
+        limit, cluster = self.cluster.host_bytes, self.cluster
         if limit is None or not self.host_bytes_per_node:
             return None
-        return limit - self.host_bytes_per_node - machines.gpus_per_node * PROCESS_BYTES
+        return limit - self.host_bytes_per_node - cluster.gpus_per_node * PROCESS_BYTES
 
     @property
     def fits(self) -> bool:
@@ -295,21 +218,70 @@ class Candidate:
     @property
     def has_gpu_margin(self) -> bool:
         """Return whether the row fits, and MARGIN of the GPU is left: a smaller micro-batch helps no host."""
-        return self.fits and self.spare_bytes >= MARGIN * self.machines.gpu_bytes
+        return self.fits and self.spare_bytes >= MARGIN * self.cluster.gpu_bytes
+
+    @property
+    def beyond_margin_bytes(self) -> float:
+        """Return the bytes that are left beyond MARGIN of the GPU and of the node, of that which has fewer."""
+        host, limit = self.host_spare_bytes, self.cluster.host_bytes or 0
+        on_gpu = self.spare_bytes - MARGIN * self.cluster.gpu_bytes
+        return on_gpu if host is None else min(on_gpu, host - MARGIN * limit)
 
     @property
     def has_margin(self) -> bool:
         """Return whether MARGIN of the GPU and of the node is left."""
-        host, limit = self.host_spare_bytes, self.machines.host_bytes or 0
-        return self.has_gpu_margin and (host is None or host >= MARGIN * limit)
+        return self.beyond_margin_bytes >= 0
 
 
-def fit_at(ds: DsConfig, job: Job, checkpointing: CheckpointingMode, micro_batch_size: int) -> Candidate:
-    """Estimate one micro-batch. Raises ConfigError if it does not divide the global batch."""
-    return _fit(job, _step(ds, job, checkpointing, micro_batch_size))
+def evaluate(step: ResolvedStep, cluster: Cluster) -> Candidate:
+    """Estimate a step's memory on a cluster."""
+    return Candidate(step, estimate_memory(step, cluster.gpu.capability), cluster)
 
 
-def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -> Candidate:
+def with_micro_batch(step: ResolvedStep, micro_batch_size: int, ranks: ParallelLayout | None = None) -> ResolvedStep:
+    """Return the step with another micro-batch, and on other ranks. Raises ConfigError if they do not fit its batch."""
+    plan = build_batch_plan(
+        global_batch_size=step.plan.global_batch_size,
+        ranks=ranks or step.plan.ranks,
+        seq_len=step.plan.seq_len,
+        micro_batch_size=micro_batch_size,
+    )
+    return step.with_plan(plan) if ranks is None else step.changed(plan=plan)
+
+
+def cheapest_sizes(step: ResolvedStep) -> list[int]:
+    """Return the ascending micro-batches with the fewest fillers. Raises ConfigError for more ranks than sequences."""
+    return cheapest_micro_batches(step.plan.global_batch_size, step.plan.ranks.data_parallel_size)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run to try on a cluster."""
+
+    step: ResolvedStep
+    is_fixed: bool = False
+    """True if the user chose its micro-batch; else the largest that fits is looked for."""
+
+
+def try_strategies(
+    trial: Trial,
+    modes: Sequence[CheckpointingMode] = CHECKPOINTING,
+    hpz_ranks: int = 1,
+    nvme_path: str = DEFAULT_NVME_PATH,
+) -> list[Trial]:
+    """Return the run with every strategy that DeepSpeed can train in its precision, in these modes of checkpointing."""
+    step = trial.step
+    divides = step.plan.ranks.expert_parallel_size > 1
+    trials = []
+    for ds, mode in legal_strategies(step.precision, nvme_path, modes, 1 if divides else hpz_ranks):
+        can_train = step.optimizer.steps_shards or not ds.zero_stage
+        can_train = can_train and not (step.optimizer.frozen and ds.offload_param_device == "nvme")
+        if can_train and (ds.zero_stage or not divides):
+            trials.append(replace(trial, step=step.changed(ds=ds, checkpointing=mode)))
+    return trials
+
+
+def find_largest_fit(trial: Trial, cluster: Cluster) -> Candidate:
     """Return the largest micro-batch that fits with MARGIN of those with the fewest fillers, else the smallest one.
 
     A fixed micro-batch is the only one tried.
@@ -317,188 +289,175 @@ def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -
     Memory grows with the micro-batch, except for the largest: without accumulation it needs fewer bytes for gradients,
     so it is tried separately. Raises ConfigError.
     """
-    job = job.with_batch_of(ds)
-    if job.micro_batch_size is not None:
-        return fit_at(ds, job, checkpointing, job.micro_batch_size)
-    sizes = cheapest_sizes(job)
-    if len(sizes) == 1:
-        return fit_at(ds, job, checkpointing, sizes[0])
-    largest = _step(ds, job, checkpointing, sizes[-1])
-    if estimate_least(largest, job.machines.capability) <= job.machines.gpu_bytes:
-        fit = _fit(job, largest)
-        if fit.has_gpu_margin:
+    step, sizes = trial.step, cheapest_sizes(trial.step)
+    if trial.is_fixed:
+        return evaluate(step, cluster)
+    largest = with_micro_batch(step, sizes[-1])
+    if len(sizes) == 1 or estimate_least(largest, cluster.gpu.capability) <= cluster.gpu_bytes:
+        fit = evaluate(largest, cluster)
+        if len(sizes) == 1 or fit.has_gpu_margin:
             return fit
-    return _bisect(job, _step(ds, job, checkpointing, sizes[0]), sizes[:-1])
+    return _bisect(step, cluster, sizes[:-1])
 
 
-def find_fits(search: Search) -> list[Candidate]:
-    """Return the user's ds_configs, else every strategy that DeepSpeed can train, each at its largest micro-batch.
-
-    hpZ is tried on several nodes, where GPUs of a node gather faster from each other.
-    """
-    machines = search.job.machines
-    hpz_ranks = machines.gpus_per_node if machines.num_nodes > 1 else 1
-    return [find_largest_fit(ds, search.job, mode) for ds, mode in _configs(search, hpz_ranks)]
-
-
-def _configs(search: Search, hpz_ranks: int = 1) -> Sequence[tuple[DsConfig, CheckpointingMode]]:
-    """Return the user's ds_configs, else those of every strategy that DeepSpeed can train."""
-    divides = search.job.expert_parallel_size > 1
-    legal = legal_strategies(search.precision, search.nvme_path, search.modes, 1 if divides else hpz_ranks)
-    return search.files or [(ds, mode) for ds, mode in legal if ds.zero_stage or not divides]
-
-
-def cheapest_sizes(job: Job) -> list[int]:
-    """Return the ascending micro-batches with the fewest fillers. Raises ConfigError for more ranks than sequences."""
-    return cheapest_micro_batches(job.global_batch_size, _plan(job, 1).ranks.data_parallel_size)
-
-
-def _bisect(job: Job, smallest: ResolvedStep, sizes: Sequence[int]) -> Candidate:
-    """Return the largest of ascending `sizes` that has MARGIN, else the first, that of `smallest`. All accumulate."""
-
-    def fit(index: int) -> Candidate:
-        return _fit(job, smallest.with_plan(_plan(job, sizes[index])))
-
-    best = fit(0)
+def _bisect(step: ResolvedStep, cluster: Cluster, sizes: Sequence[int]) -> Candidate:
+    """Return the largest of ascending `sizes` that has MARGIN, else the first. All accumulate."""
+    best = evaluate(with_micro_batch(step, sizes[0]), cluster)
     low, high = 0, len(sizes)
     while best.has_gpu_margin and high - low > 1:
         middle = (low + high) // 2
-        found = fit(middle)
-        if found.has_gpu_margin:
-            low, best = middle, found
+        fit = evaluate(with_micro_batch(step, sizes[middle]), cluster)
+        if fit.has_gpu_margin:
+            low, best = middle, fit
         else:
             high = middle
     return best
-
-
-def _step(ds: DsConfig, job: Job, checkpointing: CheckpointingMode, micro_batch_size: int) -> ResolvedStep:
-    optimizer = job.optimizer.on_gpu(job.machines.capability)
-    loss = LossSettings(job.loss_chunk_tokens, balance_loss=default_balance_loss(job.shape))
-    return resolve_step(ds, job.shape, _plan(job, micro_batch_size), checkpointing, optimizer, loss)
-
-
-def _fit(job: Job, step: ResolvedStep) -> Candidate:
-    return Candidate(step, estimate_memory(step, job.machines.capability), job.machines)
-
-
-def _plan(job: Job, micro_batch_size: int | None) -> BatchPlan:
-    return build_batch_plan(
-        global_batch_size=job.global_batch_size,
-        ranks=job.ranks,
-        seq_len=job.shape.seq_len,
-        micro_batch_size=micro_batch_size,
-    )
 
 
 @dataclass(frozen=True)
 class HFConfig:
     """A ds_config for a transformers model, of which only the states are known."""
 
+    DERIVED: ClassVar = ("fits",)
+
     strategy: Strategy
-    states: HFStates
-    room_bytes: int
+    estimate: MemoryEstimate
+    room_for_activations_bytes: int
     """Bytes left for activations, negative if the states do not fit."""
-    ds_config: ResolvedDsConfig
+    ds_config: ResolvedDsConfig = field(repr=False)
+    host_bytes_per_node: int
+    nvme_bytes_per_node: int
 
     @property
     def fits(self) -> bool:
-        return self.room_bytes > 0
+        return self.room_for_activations_bytes > 0
+
+    @property
+    def verdict(self) -> str:
+        """Return the room for activations, or the bytes that the states are too large."""
+        room = abs(self.room_for_activations_bytes) / 2**30
+        return f"  {room:,.1f}" if self.fits else f"  no, {room:,.1f} over"
 
 
 def find_hf_configs(
-    model: HFModel, machines: Machines, precision: Precision, global_batch_size: int | None
+    model: HFModel, cluster: Cluster, precision: Precision, global_batch_size: int | None
 ) -> list[HFConfig]:
     """Return every stage and offload that DeepSpeed can train, without activation checkpointing."""
-    ranks = ParallelLayout(machines.world_size)
+    ranks = ParallelLayout(cluster.world_size)
     # The states depend only on whether there is accumulation; most runs have it.
     plan = build_batch_plan(
         global_batch_size=global_batch_size or 2 * ranks.data_parallel_size, ranks=ranks, seq_len=1, micro_batch_size=1
     )
-    found = []
+    configs = []
     for ds, mode in legal_strategies(precision, DEFAULT_NVME_PATH, ("none",)):
         resolved = ResolvedDsConfig.model_validate(resolve_ds_config(ds, model, plan))
         states = estimate_hf_states(model, ZeroSetup(resolved, ranks.world_size, ADAMW))
-        room = states.room_bytes(machines.gpu_bytes)
-        spare = machines.gpu_bytes - states.estimate.total_bytes
-        found.append(HFConfig(strategy_of(ds, mode), states, min(room, spare) if spare < 0 else room, resolved))
-    return found
+        estimate, room = states.estimate, states.room_bytes(cluster.gpu_bytes)
+        spare = cluster.gpu_bytes - estimate.total_bytes
+        room = min(room, spare) if spare < 0 else room
+        host, nvme = (size * cluster.gpus_per_node for size in (estimate.host_bytes, estimate.nvme_bytes))
+        configs.append(HFConfig(strategy_of(ds, mode), estimate, room, resolved, host, nvme))
+    return configs
 
 
 def most_room(configs: list[HFConfig]) -> HFConfig:
     """Return the config with most room for activations, without offload if one fits; else the nearest."""
     fitting = [config for config in configs if config.fits]
     on_gpu = [config for config in fitting if config.strategy.offload == "-"]
-    return max(on_gpu or fitting or configs, key=lambda config: config.room_bytes)
+    return max(on_gpu or fitting or configs, key=lambda config: config.room_for_activations_bytes)
 
 
 @dataclass(frozen=True)
 class LargestModel:
-    """Largest model that a strategy can train on a job's machines."""
+    """Largest model that a strategy can train on a cluster."""
+
+    DERIVED: ClassVar = ("shape", "num_parameters", "total_bytes")
 
     strategy: Strategy
-    fit: Candidate | None
+    fit: Candidate | None = field(repr=False)
     """Estimate of that model; None if not even the family's smallest fits."""
-    shape: GPTShape | None
     preset: str | None
     """Largest preset that is not larger."""
 
+    @property
+    def shape(self) -> GPTShape | None:
+        return self.fit.step.shape if self.fit else None
 
-def find_largest_models(search: Search, family: str = GPT3) -> list[LargestModel]:
-    """Return the largest model of every strategy that DeepSpeed can train, at the job's micro-batch or 1.
+    @property
+    def num_parameters(self) -> int | None:
+        return self.fit.step.shape.num_parameters if self.fit else None
 
-    Properties that the family does not scale are those of the job's shape.
+    @property
+    def total_bytes(self) -> int | None:
+        return self.fit.estimate.total_bytes if self.fit else None
+
+    @property
+    def size(self) -> str:
+        """Return the number of parameters in a few characters."""
+        if self.num_parameters is None:
+            return "nothing fits"
+        billions = self.num_parameters / 1e9
+        return f"{billions:.3g}B" if billions < 1000 else f"{billions / 1000:.3g}T"
+
+
+def find_largest_models(trials: Sequence[Trial], cluster: Cluster, family: str = GPT3) -> list[LargestModel]:
+    """Return the largest model of every trial, at its micro-batch if that is fixed, or 1.
+
+    Properties that the family does not scale are those of the trial's shape.
     """
-    job = search.job
-    found: list[LargestModel] = []
+    models: list[LargestModel] = []
     width = WIDTH_MULTIPLE
-    for ds, mode in _configs(search):
-        best = _find_largest(ds, job, mode, width, family)
-        shape = None if best is None else interpolated_shape(best[0], job.shape, family)
+    for trial in trials:
+        step = trial.step if trial.is_fixed else with_micro_batch(trial.step, 1)
+        fit_width = partial(_evaluate_width, step, cluster, family)
+        best = _find_boundary(width, fit_width, unit=WIDTH_MULTIPLE, largest=LARGEST_WIDTH, power=3)
         # Neighbouring strategies have similar answers, so the next search begins at this one.
-        width = WIDTH_MULTIPLE if best is None else best[0]
-        found.append(
-            LargestModel(strategy_of(ds, mode), None if best is None else best[1], shape, preset_below(shape, family))
-        )
-    return found
+        width = best[0] if best else WIDTH_MULTIPLE
+        fit = best[1] if best else None
+        shape = fit.step.shape if fit else None
+        models.append(LargestModel(strategy_of(step.ds, step.checkpointing), fit, preset_below(shape, family)))
+    return models
 
 
-def _find_largest(
-    ds: DsConfig, job: Job, mode: CheckpointingMode, start: int, family: str
+def _evaluate_width(step: ResolvedStep, cluster: Cluster, family: str, width: int) -> Candidate:
+    return evaluate(step.changed(shape=interpolated_shape(width, step.shape, family)), cluster)
+
+
+def _find_boundary(
+    start: int, fit: Callable[[int], Candidate], *, unit: int, largest: int, power: int
 ) -> tuple[int, Candidate] | None:
-    """Return the largest width that fits and its estimate.
+    """Return the largest multiple of `unit` up to `largest` that fits with MARGIN, and its estimate.
 
-    Steps from `start` double until they enclose the answer, then halve: models far too large take long to estimate.
+    Memory grows about as the `power` of the size, and locally in proportion: a step goes where the line through the
+    last two estimates leaves just the margin. Every third one doubles, or halves the range, in case it does not.
     """
-
-    def fit(width: int) -> Candidate:
-        shape = interpolated_shape(width, job.shape, family)
-        return fit_at(ds, replace(job, shape=shape), mode, job.micro_batch_size or 1)
-
-    return _bisect_from(start, fit, unit=WIDTH_MULTIPLE, largest=LARGEST_WIDTH)
-
-
-def _bisect_from(
-    start: int, fit: Callable[[int], Candidate], *, unit: int, largest: int
-) -> tuple[int, Candidate] | None:
-    """Return the largest multiple of `unit` up to `largest` that fits with MARGIN, and its estimate."""
     low, high = 0, largest + unit
     best: Candidate | None = None
-    size, step = start, unit
-
-    def half() -> int:
-        return max(unit, (high - low) // 2 // unit * unit)
-
+    points: list[tuple[int, float]] = []
+    size = start
     while high - low > unit:
-        found = fit(size)
-        if found.has_margin:
-            low, best = size, found
-            step = 2 * step if high > largest else half()
-            size = min(low + step, high - unit)
+        candidate = fit(size)
+        points.append((size, candidate.beyond_margin_bytes))
+        if candidate.has_margin:
+            low, best = size, candidate
         else:
             high = size
-            step = 2 * step if low == 0 else half()
-            size = max(high - step, low + unit)
+        if len(points) % 3 == 0:
+            size = 2 * low if high > largest else (low + high) // 2
+        else:
+            limit = (1 - MARGIN) * candidate.cluster.gpu_bytes
+            alone = size * (limit / candidate.estimate.total_bytes) ** (1 / power)
+            size = int(_zero_of_line(*points[-2:]) if len(points) > 1 else alone)
+        size = min(max(size // unit * unit, low + unit), high - unit)
     return None if best is None else (low, best)
+
+
+def _zero_of_line(first: tuple[int, float], second: tuple[int, float]) -> float:
+    """Return where the line through two points is zero; far away if it is level."""
+    (x0, y0), (x1, y1) = first, second
+    if y0 == y1:
+        return 2 * max(x0, x1)
+    return x1 - y1 * (x1 - x0) / (y1 - y0)
 
 
 #: Lengths of sequences to try are multiples of this many tokens.
@@ -509,53 +468,64 @@ _LENGTH_UNIT = 1024
 class LongestSequences:
     """The longest sequence that a strategy can train, by GPUs that divide it."""
 
-    ds: DsConfig
+    DERIVED: ClassVar = ("seq_len",)
+
     strategy: Strategy
-    fits: dict[int, Candidate | None]
+    cpu_checkpointing: bool
+    fits: dict[int, Candidate | None] = field(repr=False)
     """Estimates at that length; None if not even _LENGTH_UNIT tokens fit."""
+
+    @property
+    def seq_len(self) -> dict[int, int | None]:
+        """Return the lengths by GPUs."""
+        return {size: fit.plan.seq_len if fit else None for size, fit in self.fits.items()}
 
     @property
     def checkpointing(self) -> str:
         """Return the mode of checkpointing, `full, host` if the host keeps the blocks' inputs, or `-`."""
-        mode = self.strategy.checkpointing
-        on_host = mode == "full" and self.ds.cpu_checkpointing
+        mode = self.strategy.activation_checkpointing
+        on_host = mode == "full" and self.cpu_checkpointing
         return "-" if mode == "none" else f"{mode}{', host' if on_host else ''}"
 
 
-def find_longest(search: Search, sizes: Sequence[int]) -> list[LongestSequences]:
-    """Return the longest sequences of the user's ds_configs, else of every strategy that DeepSpeed can train, at the
-    job's micro-batch or 1, without accumulation.
-
-    Strategies that offload are also tried with the inputs of checkpointed blocks on the host.
-    """
-    job, found = search.job, []
+def find_longest(trials: Sequence[Trial], cluster: Cluster, sizes: Sequence[int]) -> list[LongestSequences]:
+    """Return the longest sequences of every trial by the GPUs that divide one, without accumulation, at the trial's
+    micro-batch if that is fixed, or 1."""
+    rows = []
     start = dict.fromkeys(sizes, _LENGTH_UNIT)
-    for ds, mode in _configs_to_lengthen(search):
+    for trial in trials:
         fits: dict[int, Candidate | None] = {}
         for size in sizes:
-            best = _find_longest(ds, replace(job, sequence_parallel_size=size), mode, start[size])
+            fit_length = partial(_evaluate_length, trial, cluster, size)
+            best = _find_boundary(start[size], fit_length, unit=_LENGTH_UNIT, largest=MAX_SEQ_LEN, power=1)
             # Neighbouring strategies have similar answers, so the next search begins at this one.
             start[size] = best[0] if best else _LENGTH_UNIT
             fits[size] = best[1] if best else None
-        found.append(LongestSequences(ds, strategy_of(ds, mode), fits))
-    return found
+        ds = trial.step.ds
+        rows.append(LongestSequences(strategy_of(ds, trial.step.checkpointing), ds.cpu_checkpointing, fits))
+    return rows
 
 
-def _configs_to_lengthen(search: Search) -> Iterator[tuple[DsConfig, CheckpointingMode]]:
+def with_inputs_on_host(trials: Sequence[Trial], nvme_path: str) -> Iterator[Trial]:
+    """Yield the trials; those that offload and checkpoint also with the inputs of checkpointed blocks on the host."""
     on_host = {"activation_checkpointing": {"cpu_checkpointing": True}}
-    for ds, mode in _configs(search):
-        yield ds, mode
-        strategy = strategy_of(ds, mode)
-        if mode == "full" and strategy.offload != "-" and not search.files:
-            keys = strategy_ds_config(strategy, search.precision, search.nvme_path)
-            yield parse_ds_config(keys | on_host, ds.source), mode
+    for trial in trials:
+        yield trial
+        step = trial.step
+        strategy = strategy_of(step.ds, step.checkpointing)
+        if step.checkpointing == "full" and strategy.offload != "-":
+            keys = strategy_ds_config(strategy, step.precision, nvme_path)
+            yield replace(trial, step=step.changed(ds=parse_ds_config(keys | on_host, step.ds.source)))
 
 
-def _find_longest(ds: DsConfig, job: Job, mode: CheckpointingMode, start: int) -> tuple[int, Candidate] | None:
-    micro_batch_size = job.micro_batch_size or 1
-    job = replace(job, global_batch_size=micro_batch_size * job.ranks.data_parallel_size)
-
-    def fit(seq_len: int) -> Candidate:
-        return fit_at(ds, replace(job, shape=replace(job.shape, seq_len=seq_len)), mode, micro_batch_size)
-
-    return _bisect_from(start, fit, unit=_LENGTH_UNIT, largest=MAX_SEQ_LEN)
+def _evaluate_length(trial: Trial, cluster: Cluster, split: int, seq_len: int) -> Candidate:
+    step = trial.step
+    micro_batch_size = step.plan.micro_batch_size if trial.is_fixed else 1
+    ranks = replace(step.plan.ranks, sequence_parallel_size=split)
+    plan = build_batch_plan(
+        global_batch_size=micro_batch_size * ranks.data_parallel_size,
+        ranks=ranks,
+        seq_len=seq_len,
+        micro_batch_size=micro_batch_size,
+    )
+    return evaluate(step.changed(shape=replace(step.shape, seq_len=seq_len), plan=plan), cluster)

@@ -13,7 +13,7 @@ uses. Traffic between GPUs, speculative decoding, prefix caches and quantisation
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.hardware import GPU
@@ -43,15 +43,22 @@ class Serving:
     """Rate of requests, whose prompts and outputs share the GPUs."""
     is_memory_bound: bool
     """True if generation waits for memory, False for arithmetic."""
+    usd_per_day: float | None = None
+    """Price of a day of the replica; None, as the next two, without the price of a GPU-hour."""
+    usd_per_million_prompt_tokens: float | None = None
+    usd_per_million_output_tokens: float | None = None
 
-    def prices(self, usd_per_gpu_hour: float) -> dict[str, float]:
-        """Return the price of a day of the replica, and of a million tokens of prompts and of output."""
-        per_s = self.num_gpus * usd_per_gpu_hour / 3600
-        return {
-            "usd_per_day": per_s * 86400,
-            "usd_per_million_prompt_tokens": 1e6 * per_s / self.prompt_tokens_per_s,
-            "usd_per_million_output_tokens": 1e6 * per_s / self.output_tokens_per_s,
-        }
+    def with_prices(self, usd_per_gpu_hour: float | None) -> Serving:
+        """Return the replica with its prices."""
+        if usd_per_gpu_hour is None:
+            return self
+        usd_per_s = self.num_gpus * usd_per_gpu_hour / 3600
+        return replace(
+            self,
+            usd_per_day=usd_per_s * 86400,
+            usd_per_million_prompt_tokens=1e6 * usd_per_s / self.prompt_tokens_per_s,
+            usd_per_million_output_tokens=1e6 * usd_per_s / self.output_tokens_per_s,
+        )
 
 
 def estimate_serving(shape: GPTShape, gpu: GPU, gpus_per_node: int, prompt: int, output: int) -> Serving | None:

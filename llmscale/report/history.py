@@ -92,8 +92,8 @@ class StepColumns:
         """Add a record of a later step than the last."""
         by_set = record.get("loss_by_set")
         losses = {f"{OF_SET}{name}": value for name, value in by_set.items()} if isinstance(by_set, dict) else {}
-        for name in losses.keys() - self.values.keys():
-            if len(self.values) < len(COLUMNS) + MAX_SETS:
+        for name in losses:
+            if name not in self.values and len(self.values) < len(COLUMNS) + MAX_SETS:
                 self.values[name] = _unknown(len(self.steps))
         self.steps.append(step)
         for name, column in self.values.items():
@@ -102,16 +102,16 @@ class StepColumns:
     def cut(self, last_step: int) -> None:
         """Forget what lies beyond a step."""
         if self.steps and self.steps[-1] > last_step:
-            kept = bisect_right(self.steps, last_step)
-            del self.steps[kept:]
+            end = bisect_right(self.steps, last_step)
+            del self.steps[end:]
             for column in self.values.values():
-                del column[kept:]
+                del column[end:]
 
     def extend(self, other: StepColumns) -> None:
         """Append later steps of another part."""
         first = bisect_right(other.steps, self.steps[-1]) if self.steps else 0
-        for name in other.values.keys() - self.values.keys():
-            self.values[name] = _unknown(len(self.steps))
+        for name in other.values:
+            self.values.setdefault(name, _unknown(len(self.steps)))
         self.steps.extend(other.steps[first:])
         for name, column in self.values.items():
             column.extend(other.values[name][first:] if name in other.values else _unknown(len(other.steps) - first))
@@ -257,18 +257,18 @@ class RunHistory:
 
     def wall_shares(self) -> dict[str, float]:
         """Return the shares of the wall time since the first start by WALL_TIME; empty if the records have no times."""
-        found = dict(self.wall.seconds)
-        total_s = sum(found.values())
+        seconds = dict(self.wall.seconds)
+        total_s = sum(seconds.values())
         if total_s <= 0:
             return {}
         counted_s, waiting_s = self._counted_seconds()
         # Steps after the last record before a crash, if a checkpoint kept them, are within the time to the next start.
-        counted_s = min(counted_s, found["steps"] + found["starts"])
-        found["redone"] = max(0.0, found["steps"] - counted_s)
-        found["starts"] = max(0.0, found["starts"] - max(0.0, counted_s - found["steps"]))
-        found["waiting"] = min(waiting_s, counted_s)
-        found["steps"] = counted_s - found["waiting"]
-        return {use: seconds / total_s for use, seconds in found.items()}
+        counted_s = min(counted_s, seconds["steps"] + seconds["starts"])
+        seconds["redone"] = max(0.0, seconds["steps"] - counted_s)
+        seconds["starts"] = max(0.0, seconds["starts"] - max(0.0, counted_s - seconds["steps"]))
+        seconds["waiting"] = min(waiting_s, counted_s)
+        seconds["steps"] = counted_s - seconds["waiting"]
+        return {use: spent_s / total_s for use, spent_s in seconds.items()}
 
     def _counted_seconds(self) -> tuple[float, float]:
         """Return the seconds of the steps of this history, each once, and the part that waited for data."""
@@ -354,9 +354,9 @@ def load_run_manifest(run: Path) -> Manifest | None:
     try:
         described = load_json(run / CONFIG_NAME, Rules(ConfigError, not_finite=True))
         config, resolved = described.get("config"), described.get("resolved")
-        kept = open_kept_sets(run, str(resolved.get("dataset")), "") if isinstance(resolved, dict) else None
-        if kept is not None:
-            return None if kept.recipe else kept.manifest
+        sets = open_kept_sets(run, str(resolved.get("dataset")), "") if isinstance(resolved, dict) else None
+        if sets is not None:
+            return None if sets.recipe else sets.manifest
         data = config.get("data") if isinstance(config, dict) else None
         return load_manifest(data) if isinstance(data, str) else None
     except (OSError, ConfigError, DataError):

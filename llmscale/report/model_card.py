@@ -55,7 +55,7 @@ def build_model_card(facts: CardFacts, checkpoint: Path) -> str:
     name = run.name if in_run else last_part(facts.config.run)
     step = facts.checkpoint.step
     rows = [*_facts(facts), *(_losses(run, facts.checkpoint) if in_run else []), *_software(run, facts, in_run)]
-    table = "\n".join(f"| {what} | {said} |" for what, said in rows)
+    table = "\n".join(f"| {what} | {value} |" for what, value in rows)
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -128,8 +128,8 @@ def _software(run: Path, facts: CardFacts, in_run: bool) -> Iterable[tuple[str, 
     versions = start.get("versions")
     if isinstance(versions, Mapping):
         known = {"llmscale": start.get("llmscale"), **{name: versions.get(name) for name in ("torch", "deepspeed")}}
-        said = ", ".join(f"{name} {_plain(str(version))}" for name, version in known.items() if version)
-        yield "trained with", said
+        software = ", ".join(f"{name} {_plain(str(version))}" for name, version in known.items() if version)
+        yield "trained with", software
     yield "exported with", f"llmscale {__version__}"
 
 

@@ -172,12 +172,12 @@ def is_run_folder(folder: Path) -> bool:
 
 def stamp_run(path: Path) -> tuple[tuple[int, int], ...]:
     """Return what changes with a run's records: time and size of each file that a report reads."""
-    found = []
+    stamps = []
     for name in (*_MARKS, CONFIG_NAME, FAILURE_NAME):
         with suppress(OSError):
             status = os.lstat(path / name)
-            found.append((status.st_mtime_ns, status.st_size))
-    return tuple(found)
+            stamps.append((status.st_mtime_ns, status.st_size))
+    return tuple(stamps)
 
 
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
@@ -208,15 +208,16 @@ def _progress(path: Path, problems: list[str]) -> tuple[int | None, float | None
     """Return the last step and loss, and the last event, of metrics.jsonl."""
     step, event, losses = None, "", dict[int, float | None]()
     for record in _tail(path / METRICS_NAME, problems, _tells_progress):
-        found = record.get("step")
-        if not is_count(found):
+        record_step = record.get("step")
+        if not is_count(record_step):
             continue
         if record.get("kind") == "train":
-            step, losses[found] = found, _loss(record.get("loss"))
+            step, losses[record_step] = record_step, _loss(record.get("loss"))
         elif record.get("kind") == "event" and record.get("event") in ("start", "finished", "stopped"):
             event = str(record["event"])
             # A start from an earlier checkpoint discards later records.
-            step, losses = found or None, {at: loss for at, loss in losses.items() if at <= found}
+            step = record_step or None
+            losses = {at: loss for at, loss in losses.items() if at <= record_step}
     return step, next(reversed(losses.values()), None), event
 
 
@@ -261,13 +262,13 @@ def _tail(
 def _error(path: Path, problems: list[str]) -> str | None:
     """Return the error that ended the last start, if one did."""
     try:
-        said = load_json(path / FAILURE_NAME, _RULES, FAILURE_NAME).get("error")
+        error = load_json(path / FAILURE_NAME, _RULES, FAILURE_NAME).get("error")
     except OSError:
         return None
     except LlmscaleError:
-        said = None
-    if isinstance(said, str):
-        return said
+        error = None
+    if isinstance(error, str):
+        return error
     problems.append(f"{FAILURE_NAME} is damaged")
     return None
 

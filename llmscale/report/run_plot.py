@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from llmscale.report.save_figure import import_pyplot, save_figure
-from llmscale.training.step_metrics import METRICS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,33 +22,8 @@ _SMOOTHING = 0.01
 #: Most runs whose restarts are drawn: of more they could not be told apart.
 _MOST_MARKED = 3
 _SIGNS = {"spike": "^", "nonfinite": "x", "slow": "d", "router": "s"}
-_GIB = 2**30
-Run = Mapping[str, Any]  # as data.build_report builds it
-
-
-#: Column that a report has among the shares of time, not among the curves.
-_DATA_WAIT = "data_wait"
 _UNITS = {"nats": "nats per token", "bits": "bits per byte"}
-
-
-@dataclass(frozen=True)
-class _Panel:
-    title: str
-    column: str
-    scale: float = 1.0
-    is_smoothed: bool = True
-
-
-_PANELS = (
-    _Panel("loss", "loss"),
-    *(
-        _Panel(f"{chart.title}, {chart.unit}", name, chart.factor, chart.is_smoothed)
-        for name, declared in METRICS.items()
-        if (chart := declared.chart) and chart.is_pictured
-    ),
-    _Panel("waiting for data, % of a step", _DATA_WAIT, 100.0),
-    _Panel("peak memory of one rank, GiB (dashed: estimated)", "peak_memory_bytes", 1 / _GIB, is_smoothed=False),
-)
+Json = Mapping[str, Any]  # as data.build_report builds it
 
 
 def plot_runs(path: Path, report: Mapping[str, object], format: str) -> None:
@@ -59,28 +32,29 @@ def plot_runs(path: Path, report: Mapping[str, object], format: str) -> None:
     pyplot = import_pyplot("--png and --svg need")
     from matplotlib import ticker
 
-    runs: Sequence[Run] = report["runs"]  # type: ignore[assignment]  # as data.build_report builds it
-    panels = [panel for panel in _PANELS if any(_curve(panel, run) for run in runs)]
-    rows = -(-len(panels) // 2)
+    runs: Sequence[Json] = report["runs"]  # type: ignore[assignment]  # as data.build_report builds it
+    charts: Sequence[Json] = [chart for chart in report["charts"] if chart["is_pictured"]]  # type: ignore[attr-defined]
+    rows = -(-len(charts) // 2)
     figure, grid = pyplot.subplots(rows, 2, figsize=(12, 3.1 * rows + 0.4), layout="constrained", squeeze=False)
     cells: list[Axes] = list(grid.flat)
-    for axes, panel in zip(cells, panels, strict=False):
+    for axes, chart in zip(cells, charts, strict=False):
+        unit = str(report["unit"]) if any(curve.get("bytes_per_token") for curve in chart["curves"]) else ""
+        for curve in chart["curves"]:
+            _draw(axes, curve, runs[curve["run"]], unit)
         is_first = axes is cells[0]
-        for number, run in enumerate(runs):
-            colour = _COLOURS[number % 8]
-            _draw(axes, panel, run, colour, _DASHES[number // 8 % 4], is_in_bits=report["unit"] == "bits")
-            if len(runs) <= _MOST_MARKED:
-                _draw_marks(axes, run, colour if len(runs) > 1 else "0.45", with_words=is_first)
-        if panel.column == "peak_memory_bytes":
-            axes.set_ylim(bottom=0)
-        unit = f", {_UNITS[str(report['unit'])]} (dashed: validation)" if panel.column == "loss" else ""
-        axes.set_title(f"{panel.title}{unit}", fontsize=10, loc="left")
+        for number, run in enumerate(runs if len(runs) <= _MOST_MARKED else ()):
+            _draw_marks(axes, run, _COLOURS[number % 8] if len(runs) > 1 else "0.45", with_words=is_first)
+        if chart["log_axis"] == "always":
+            axes.set_yscale("log")
+        if any(curve["label"] not in [run["name"] for run in runs] for curve in chart["curves"]):
+            axes.legend(fontsize=7, frameon=False)
+        axes.set_title(f"{chart['title']}, {_UNITS.get(unit, chart['unit'])}", fontsize=10, loc="left")
         axes.set_xlabel("step", fontsize=9)
         axes.set_xlim(0, max(run["axis"]["steps"][-1] for run in runs) * 1.02)
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.25)
-    for axes in cells[len(panels) :]:
+    for axes in cells[len(charts) :]:
         axes.remove()
     handles = [
         pyplot.Line2D([], [], color=_COLOURS[number % 8], linestyle=_DASHES[number // 8 % 4], label=_plain(run["name"]))
@@ -90,38 +64,18 @@ def plot_runs(path: Path, report: Mapping[str, object], format: str) -> None:
     save_figure(figure, path, f"--{format}", format)
 
 
-def _curve(panel: _Panel, run: Run) -> Mapping[str, Any] | None:
-    """Return a panel's curve: `values`, and `steps` if they are not those of the axis."""
-    if panel.column != _DATA_WAIT:
-        return run["curves"].get(panel.column)
-    shares = run["time_shares"]
-    return {"steps": shares["steps"], "values": shares[_DATA_WAIT]} if shares else None
-
-
-def _draw(axes: Axes, panel: _Panel, run: Run, colour: str, dash: str, *, is_in_bits: bool) -> None:
-    curve = _curve(panel, run)
-    factors = [1.0, 1.0]
-    if panel.column == "loss" and is_in_bits:
-        factors = [_bits_per_nat(run[key]) for key in ("bytes_per_token", "validation_bytes_per_token")]
-    if curve is None:
-        return
+def _draw(axes: Axes, curve: Json, run: Json, unit: str) -> None:
+    number = curve["run"] if curve["colour"] is None else curve["colour"]
     steps = np.array(curve.get("steps", run["axis"]["steps"]), dtype=float)
-    values = _numbers(curve["values"]) * panel.scale * factors[0]
-    if panel.is_smoothed and len(steps) >= 100:
-        axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.25)
+    values = _numbers(curve["values"]) * (_bits_per_nat(curve.get("bytes_per_token")) if unit == "bits" else 1.0)
+    style: dict[str, Any] = {"color": _COLOURS[number % 8], "label": _plain(curve["label"])}
+    if curve.get("is_smoothed") and len(steps) >= 100:
+        axes.plot(steps, values, color=style["color"], linewidth=0.6, alpha=0.25)
         values = _smooth(steps, values, _SMOOTHING * steps[-1])
-    marker = "o" if len(steps) <= 20 else None
-    axes.plot(steps, values, marker=marker, markersize=3, linestyle=dash, color=colour, linewidth=1.4)
-    dashed: dict[str, Any] = {"color": colour, "linewidth": 1.2, "linestyle": (0, (5, 3))}
-    if panel.column == "loss" and run["validation"]["steps"]:
-        validation = run["validation"]
-        losses = _numbers(validation["loss"]) * factors[1]
-        axes.plot(validation["steps"], losses, marker="o", markersize=3, **dashed)
-    if panel.column == "peak_memory_bytes" and run["estimated_memory"]:
-        starts = run["estimated_memory"]
-        at = [start["step"] for start in starts]
-        sizes = [start["bytes"] / _GIB for start in starts]
-        axes.step([*at, max(at[-1], steps[-1])], [*sizes, sizes[-1]], where="post", **dashed)
+    style["drawstyle"] = "steps-post" if curve.get("is_stepped") else "default"
+    style["linestyle"] = (0, (5, 3)) if curve.get("is_dashed") else _DASHES[number // 8 % 4]
+    style["marker"] = "o" if curve.get("has_points") or 2 < len(steps) <= 20 else None
+    axes.plot(steps, values, markersize=3, linewidth=1.4, **style)
 
 
 def _bits_per_nat(bytes_per_token: float | None) -> float:
@@ -129,7 +83,7 @@ def _bits_per_nat(bytes_per_token: float | None) -> float:
     return 1 / math.log(2) / bytes_per_token if bytes_per_token else math.nan
 
 
-def _draw_marks(axes: Axes, run: Run, colour: str, *, with_words: bool) -> None:
+def _draw_marks(axes: Axes, run: Json, colour: str, *, with_words: bool) -> None:
     """Draw labelled lines at restarts, and signs above the plot at spikes, NaN losses and slow ranks."""
     starts = [mark for mark in run["marks"] if mark["kind"] == "start"]
     for mark in starts[1:]:
@@ -157,8 +111,8 @@ def _smooth(steps: np.ndarray, values: np.ndarray, half_life: float) -> np.ndarr
         for index in order:
             if np.isnan(values[index]):
                 continue
-            kept = 1.0 if last is None else 2.0 ** (-abs(steps[index] - last) / half_life)
-            total, weight, last = total * kept, weight * kept, steps[index]
+            decay = 1.0 if last is None else 2.0 ** (-abs(steps[index] - last) / half_life)
+            total, weight, last = total * decay, weight * decay, steps[index]
             sums[index] += total
             weights[index] += weight
             total, weight = total + values[index], weight + 1

@@ -32,9 +32,9 @@ class Column:
 
 def output_width() -> int | None:
     """Return the width of stdout: COLUMNS, else the terminal's; None, for no limit, if it is a file or a pipe."""
-    said = os.environ.get("COLUMNS", "")
-    if said.isascii() and said.isdecimal() and int(said[:6]) > 0:
-        return max(_LEAST_WIDTH, int(said[:6]))
+    width_text = os.environ.get("COLUMNS", "")
+    if width_text.isascii() and width_text.isdecimal() and int(width_text[:6]) > 0:
+        return max(_LEAST_WIDTH, int(width_text[:6]))
     try:
         if is_terminal(sys.stdout) and (columns := os.get_terminal_size(sys.stdout.fileno()).columns):
             return max(_LEAST_WIDTH, columns)
@@ -53,14 +53,14 @@ def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], width:
     longest = [
         max(len(cell) for cell in (column.name, *(row[i] for row in rows if row))) for i, column in enumerate(columns)
     ]
-    kept = _choose(columns, longest, width)
-    widths = _shorten(columns, longest, kept, width)
+    visible = _choose(columns, longest, width)
+    widths = _shorten(columns, longest, visible, width)
     for number, row in enumerate(([column.name for column in columns], *rows)):
-        cells = (_cell(row[i], columns[i], widths[i]) for i in kept) if row else ()
+        cells = (_cell(row[i], columns[i], widths[i]) for i in visible) if row else ()
         line = " ".join(cells).rstrip()
         yield paint(line, "bold", sys.stdout) if number == 0 else line
-    if len(kept) < len(columns):
-        names = ", ".join(column.name.strip() for i, column in enumerate(columns) if i not in kept)
+    if len(visible) < len(columns):
+        names = ", ".join(column.name.strip() for i, column in enumerate(columns) if i not in visible)
         yield from wrap_line(f"  (too narrow for: {names}; COLUMNS=200 before the command shows all)", width)
 
 
@@ -88,30 +88,30 @@ def wrap_lines(lines: Iterable[str], width: int | None) -> Iterator[str]:
 
 def _choose(columns: Sequence[Column], longest: Sequence[int], width: int | None) -> list[int]:
     """Return the indices of the columns to show."""
-    kept = list(range(len(columns)))
+    visible = list(range(len(columns)))
     narrow = [min(size, column.least or size) for size, column in zip(longest, columns, strict=True)]
-    while width is not None and _total(columns, narrow, kept) > width:
-        last = max(kept, key=lambda i: (columns[i].drop, i))
+    while width is not None and _total(columns, narrow, visible) > width:
+        last = max(visible, key=lambda i: (columns[i].drop, i))
         if not columns[last].drop:
             break
-        kept.remove(last)
-    return kept
+        visible.remove(last)
+    return visible
 
 
-def _shorten(columns: Sequence[Column], longest: Sequence[int], kept: Sequence[int], width: int | None) -> list[int]:
+def _shorten(columns: Sequence[Column], longest: Sequence[int], visible: Sequence[int], width: int | None) -> list[int]:
     """Return the width of every column."""
     widths = list(longest)
-    for i in reversed(kept):
-        excess = 0 if width is None else _total(columns, widths, kept) - width
+    for i in reversed(visible):
+        excess = 0 if width is None else _total(columns, widths, visible) - width
         if excess > 0 and columns[i].least:
             widths[i] = max(columns[i].least, widths[i] - excess)
     return widths
 
 
-def _total(columns: Sequence[Column], widths: Sequence[int], kept: Sequence[int]) -> int:
+def _total(columns: Sequence[Column], widths: Sequence[int], visible: Sequence[int]) -> int:
     """Return the length of the longest line, without the space that follows a last column of text."""
-    size = sum(widths[i] + columns[i].is_text + 1 for i in kept) - 1
-    return size - (columns[kept[-1]].is_text if kept else 0)
+    size = sum(widths[i] + columns[i].is_text + 1 for i in visible) - 1
+    return size - (columns[visible[-1]].is_text if visible else 0)
 
 
 def _cell(text: str, column: Column, width: int) -> str:

@@ -252,7 +252,9 @@ def read_origin(config: RunConfig) -> tuple[RunConfig, PublishedModel | None, Sa
     # A damaged one is skipped or explained by `confirm_start`.
     source = _first_readable(candidates, read_saved_run)
     # Without a whole one the run is refused in the end, with the shape that it had.
-    saved = source or _first_readable(candidates, _read_damaged)
+    saved = source or _first_readable(
+        candidates, lambda one: SavedRun(one.path, one.manifest, load_run_state(one.path))
+    )
     shaped = with_saved_shape(config, saved.state.config, str(saved.path)) if saved else None
     return shaped or with_published_shape(config, None), None, source
 
@@ -267,10 +269,6 @@ def _with_saved_batch(config: RunConfig, ds: DsConfig, state: RunState) -> RunCo
     if is_given or not saved.isdecimal():
         return config
     return config.model_copy(update={"global_batch_size": int(saved)})
-
-
-def _read_damaged(checkpoint: Checkpoint) -> SavedRun:
-    return SavedRun(checkpoint.path, checkpoint.manifest, load_run_state(checkpoint.path))
 
 
 def _first_readable(candidates: Iterable[Checkpoint], read: Callable[[Checkpoint], SavedRun]) -> SavedRun | None:

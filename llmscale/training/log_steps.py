@@ -100,7 +100,10 @@ class LogSteps(StepAction):
         z_squared, before = self._engine.deepspeed.module.head.z_squared, result.step - 1
         # The mean over this rank's micro-steps, weighted as the loss is.
         means = [] if z_squared is None else [z_squared * run.loss_weight(before) / run.micro_steps(before)]
-        window = self._engine.recent.exchange(result.step, self._times(), means)
+        last, times = self._interval, RankTimes(0.0, 0.0, 0.0)
+        if last is not None:
+            times = RankTimes(last.step_s, last.data_wait_s, self._probe.read())
+        window = self._engine.recent.exchange(result.step, times, means)
         z_loss = run.resolved.loss.z_loss * window.extra[0] if window.extra else None
         by_set = None
         if run.stream.mix and result.micro_batches:
@@ -115,10 +118,6 @@ class LogSteps(StepAction):
             io.log.log_step(replace(metrics, **routers))
         for watch in self._watchers:
             watch(result.step, window)
-
-    def _times(self) -> RankTimes:
-        last = self._interval
-        return RankTimes(last.step_s, last.data_wait_s, self._probe.read()) if last else RankTimes(0.0, 0.0, 0.0)
 
     def _metrics(
         self,

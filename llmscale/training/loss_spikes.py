@@ -330,17 +330,17 @@ class StopOnNonfinite(StepAction):
         what = "the loss scale has collapsed" if cause == "loss scale" else f"{cause} NaN or infinite"
         advice = self._fixed_scale_advice if cause == "gradients" and self._scale is not None else _ADVICE[cause]
         self._io.report(f"WARNING: step {step}: {what}, {place}{scales}. Try: {advice}")
-        self._io.log_event(
-            "nonfinite",
-            step=step,
-            cause=cause,
-            parameters=list(names),
-            **{"pass": where},
-            ranks=list(ranks),
-            loss_scale=self._scale,
-            loss_scale_history=self._scales.changes,
-            advice=advice,
-        )
+        facts = {
+            "step": step,
+            "cause": cause,
+            "parameters": list(names),
+            "pass": where,
+            "ranks": list(ranks),
+            "loss_scale": self._scale,
+            "loss_scale_history": self._scales.changes,
+            "advice": advice,
+        }
+        self._io.log_event("nonfinite", **facts)
 
     @property
     def _fixed_scale_advice(self) -> str:

@@ -17,7 +17,6 @@ from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_engine import build_engine, check_device
 from llmscale.engine.device_memory import device_memory_bytes, gpu_capability
 from llmscale.engine.device_settings import allow_tf32
-from llmscale.engine.network import find_node_network
 from llmscale.engine.process_group import World, is_gpu, join_world
 from llmscale.engine.train_step import PhaseTimer, get_scaler_state
 from llmscale.planning.compilation import Compilation, decide_compilation
@@ -25,7 +24,7 @@ from llmscale.terminal.status_line import REPEAT_S, StatusLine
 from llmscale.terminal.table import output_width, wrap_line
 from llmscale.training.inputs import as_plain
 from llmscale.training.live_run import Engine, RecentSteps, Run, RunIO
-from llmscale.training.live_view import Display, open_display
+from llmscale.training.live_view import open_display
 from llmscale.training.loss_spikes import RollbackRequest
 from llmscale.training.metrics import MetricsLog, StartedTrackers, start_trackers
 from llmscale.training.publish_run import RunPublisher, find_unpublished, open_publisher
@@ -195,15 +194,7 @@ def _decide_compilation(start: Start, world: World) -> Compilation:
     steps_left = start.resolved.total_steps - start.first_step
     decision = on_main_rank(
         world.control,
-        lambda: decide_compilation(
-            start.config.compile,
-            start.resolved,
-            device_type=world.device.type,
-            device_name=world.device_name,
-            steps_left=steps_left,
-            gpus_per_node=max(world.ranks_per_node),
-            network=find_node_network(),
-        ),
+        lambda: decide_compilation(start.config.compile, start.resolved, world.device.type, steps_left),
     )
     if start.config.compile_mode == "default":
         return decision
@@ -264,14 +255,10 @@ def _start_trackers(start: Start, world: World) -> StartedTrackers:
 
 def _open_log(start: Start, meter: StepMeter, trackers: StartedTrackers, stop: StopRequest) -> MetricsLog:
     """Open the log with its display, which is closed however the process ends."""
-    display = _open_display(start, meter)
-    stop.before_sudden_end.append(display.close)
-    stop.before_early_end.insert(0, display.close)
-    return MetricsLog(start.config.run, start.resolved.total_steps, trackers.trackers, display)
-
-
-def _open_display(start: Start, meter: StepMeter) -> Display:
     resolved, ranks = start.resolved, start.resolved.plan.ranks.world_size
     words = [start.config.run.name, start.config.model, f"ZeRO-{resolved.zero_stage}", resolved.precision]
     title = " · ".join([*words, f"{ranks} rank{'s' if ranks > 1 else ''}"])
-    return open_display(title, resolved.total_steps, meter, plain=start.config.plain, variables=os.environ)
+    display = open_display(title, resolved.total_steps, meter, plain=start.config.plain, variables=os.environ)
+    stop.before_sudden_end.append(display.close)
+    stop.before_early_end.insert(0, display.close)
+    return MetricsLog(start.config.run, start.resolved.total_steps, trackers.trackers, display)

@@ -25,7 +25,7 @@ from llmscale.config.describe_defaults import (
     warn_of_learning_rate,
     warn_of_router,
 )
-from llmscale.config.hardware import GPU, find_gpu, has_bf16
+from llmscale.config.hardware import Cluster, measured_gpu, usable_precision
 from llmscale.config.hf_model import is_published
 from llmscale.config.user_paths import shown
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
@@ -44,8 +44,8 @@ from llmscale.error_handling import say
 from llmscale.evaluate.generate import SamplingSettings, encode_prompt, generate_text
 from llmscale.evaluate.scoring import Row, RowScore, batches_by_length, in_order, score_batch
 from llmscale.evaluate.tasks import EncodedTask, TaskFile, encode_task
+from llmscale.numerics.first_steps import FirstSteps
 from llmscale.planning.recommend import largest_preset
-from llmscale.planning.search import Machines
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.training.inputs import DEMO_TEXT, parse_skip
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
+#: Steps of this start that --check-numerics compares, if fp16 skips none.
+_COMPARED_STEPS = 2
 #: Steps of this start after which memory is measured: DeepSpeed allocates more after the first.
 _MEASURED_STEP = 2
 
@@ -141,8 +143,8 @@ def _data_lines(run: Run) -> Iterator[str]:
     )
     if config.text == DEMO_TEXT:
         gpu_bytes, nodes = device_memory_bytes(), world.ranks_per_node
-        machines = Machines(len(nodes), max(nodes), gpu_bytes, None, gpu_capability()) if gpu_bytes else None
-        yield f"      {describe_demo(config.model, machines, find_gpu(world.device_name))}"
+        gpu = measured_gpu(world.device_name, gpu_bytes, gpu_capability()) if gpu_bytes else None
+        yield f"      {describe_demo(config.model, Cluster(gpu, max(nodes), num_nodes=len(nodes)) if gpu else None)}"
     if start.tasks:
         tasks = ", ".join(f"{task.name} ({len(task.items):,} items)" for task in start.tasks)
         yield f"      evaluation every {config.eval_every:,} steps on {tasks}"
@@ -161,20 +163,21 @@ def _length_line(run: Run) -> Iterator[str]:
     )
 
 
-def describe_demo(model: str, machines: Machines | None, gpu: GPU | None) -> str:
-    """Return a line that this run is a demo, with the flags of a real one on these GPUs; `machines` is None on CPUs."""
+def describe_demo(model: str, cluster: Cluster | None) -> str:
+    """Return a line that this run is a demo, with the flags of a real one on these GPUs; `cluster` is None on CPUs."""
     line = (
         f"this is the demo: {model} on the documentation of Python. A real run has --data FOLDER (of `llmscale data "
         "prepare`) or --text FOLDER"
     )
-    if machines is None:
+    if cluster is None:
         return f"{line}, and on GPUs a larger --model: `llmscale estimate --gpu list`"
-    largest = largest_preset(machines, "bf16" if has_bf16(machines.capability) else "fp16")
-    if gpu is None or largest is None:
+    gpu = cluster.gpu
+    largest = largest_preset(cluster, usable_precision(None, gpu))
+    if not gpu.pattern or largest is None:
         return f"{line}, and a --model that `llmscale estimate` recommends for these GPUs"
-    nodes = f" --num-nodes {machines.num_nodes}" if machines.num_nodes > 1 else ""
-    command = f"llmscale estimate --model {largest} --gpu {gpu.name} --num-gpus {machines.gpus_per_node}{nodes}"
-    return f"{line}, and a larger --model: {machines.in_words(gpu.name)} train up to {largest} (`{command}`)"
+    nodes = f" --num-nodes {cluster.num_nodes}" if cluster.num_nodes > 1 else ""
+    command = f"llmscale estimate --model {largest} --gpu {gpu.name} --num-gpus {cluster.gpus_per_node}{nodes}"
+    return f"{line}, and a larger --model: {cluster.in_words()} train up to {largest} (`{command}`)"
 
 
 def _mix_lines(run: Run) -> Iterator[str]:
@@ -267,6 +270,58 @@ class ReportStartup(StepAction):
         seconds = {**self._run.startup_s, "first step": time.perf_counter() - self._began}
         phases = " + ".join(f"{name} {taken:.1f}" for name, taken in seconds.items())
         self._io.report(f"start-up: {phases} = {sum(seconds.values()):.1f} s")
+
+
+class CheckNumerics(StepAction):
+    """Compares the first steps of this start with plain arithmetic, and prints one line."""
+
+    def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
+        self._run, self._engine, self._io = run, engine, io
+        self._watch: FirstSteps | None = None
+        self._left = _COMPARED_STEPS
+
+    def begin(self, step: int) -> None:
+        run = self._run
+        if step >= run.resolved.total_steps:
+            return
+        self._watch = FirstSteps(
+            run.config,
+            run.resolved,
+            self._engine.deepspeed,
+            run.world.control,
+            micro_steps=run.micro_steps(step),
+            is_compiled=self._engine.compiler is not None,
+            is_new=run.state is None,
+        )
+        size = self._watch.copies_bytes / 2**30
+        share = self._watch.share_copied
+        self._io.report(
+            f"--check-numerics copies {share:.0%} of the weights and their gradients: {size:.2f} GiB a rank"
+        )
+
+    def due(self, step: int) -> bool:
+        return self._watch is not None
+
+    def run(self, result: StepResult) -> None:
+        watch = self._watch
+        assert watch is not None
+        if result.was_skipped:
+            watch.skip()
+            return
+        step = result.step - 1
+        with self._engine.meter.pause("profiling"):
+            watch.judge(step, self._run.resolved.schedule.learning_rate(step))
+        self._left -= 1
+        if not self._left or result.step == self._run.resolved.total_steps:
+            self.close()
+            line = watch.describe()
+            self._io.report(line)
+            self._io.log_event("numerics", step=result.step, result=line)
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
 
 class ReportCompilation(StepAction):

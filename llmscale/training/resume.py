@@ -252,8 +252,11 @@ Section = Mapping[str, str]
 
 #: Variables that change the arithmetic of a rank, or let NCCL's ranks wait for each other in different algorithms.
 _VARIABLES = (
-    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
-    *("NCCL_ALGO", "NCCL_PROTO"),
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
 )
 #: Sections whose values are long hashes.
 _DATA_SECTION, _SOURCES_SECTION = "dataset", "sources"

@@ -54,8 +54,14 @@ METRICS_VERSION = 1
 LOCK_NAME = ".lock"
 #: Files that a run writes to in its folder.
 OWN_FILES = (
-    *(CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME, METRICS_NAME, LOCK_NAME),
-    *(".launch.lock", ATTEMPTS_NAME, FAILURE_NAME),
+    CONFIG_NAME,
+    DS_CONFIG_NAME,
+    STARTS_NAME,
+    METRICS_NAME,
+    LOCK_NAME,
+    ".launch.lock",
+    ATTEMPTS_NAME,
+    FAILURE_NAME,
 )
 #: Folders that describe what a run was made from: KEPT_NAME and PUBLISHED_NAME of modules that import numpy.
 ORIGIN_FOLDERS = ("dataset", "published")

@@ -297,18 +297,15 @@ def skipped_ranges(skips: Sequence[Skip]) -> Ranges:
 def saved_skips(identity: Mapping[str, object]) -> tuple[Skip, ...]:
     """Return the ranges that a checkpoint's run skipped. Raises CheckpointError."""
     listed = identity.get(SKIPPED_KEY, [])
-    try:
-        skips = tuple(Skip(**entry) for entry in listed)  # type: ignore[attr-defined]
-        if all(
-            isinstance(skip.steps, str)
-            and type(skip.begin) is type(skip.end) is int
-            and 0 <= skip.begin < skip.end <= MOST_POSITIONS
-            for skip in skips
-        ):
-            return skips
-    except TypeError:
-        pass
-    raise CheckpointError(f"the checkpoint's state is damaged: {SKIPPED_KEY} is {str(listed)[:80]!r}.")
+    skips = []
+    for entry in listed if isinstance(listed, list) else [listed]:
+        match entry:
+            case {"steps": str(steps), "begin": int(begin), "end": int(end), **others} if not others:
+                skips.append(Skip(steps, begin, end))
+                if type(begin) is type(end) is int and 0 <= begin < end <= MOST_POSITIONS:
+                    continue
+        raise CheckpointError(f"the checkpoint's state is damaged: {SKIPPED_KEY} is {str(listed)[:80]!r}.")
+    return tuple(skips)
 
 
 def as_plain_skips(skips: Sequence[Skip]) -> list[dict[str, object]]:

@@ -46,6 +46,7 @@ from llmscale.training.loss_spikes import (
 )
 from llmscale.training.profiler import ProfileSteps
 from llmscale.training.reports import (
+    CheckNumerics,
     EvaluateTasks,
     JudgeOverfit,
     ReportCompilation,
@@ -249,6 +250,8 @@ def build_actions(
     actions: list[StepAction] = []
     if config.profile:
         actions.append(ProfileSteps(run, engine, io, config.profile, is_rollback=rollback.num_rollbacks > 0))
+    if config.check_numerics and not rollback.num_rollbacks:
+        actions.append(CheckNumerics(run, engine, io))
     actions += [ReportStartup(run, io)]
     if engine.compiler is not None:
         actions.append(ReportCompilation(run, io, engine.compiler))

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from llmscale.architecture.attention_kernels import ComputeCapability
@@ -19,7 +18,7 @@ from llmscale.architecture.shape import SHAPE_KEYS, VOCAB_MULTIPLE, shortest_int
 from llmscale.checkpoint.inventory import FoundCheckpoints
 from llmscale.checkpoint.manifest import load_pieces
 from llmscale.checkpoint.run_state import RunState, SavedRun, check_identity
-from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.hardware import Cluster, measured_gpu
 from llmscale.config.resolve import ResolvedRun, resolve_run, resolve_schedule
 from llmscale.config.run_config import CHANGES_THAT_BREAK, KEYS, RunConfig
 from llmscale.config.run_keys import IDENTITY, place_of
@@ -33,7 +32,7 @@ from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_mem
 from llmscale.planning.compilation import EAGER, Compilation
 from llmscale.planning.disk_usage import SPARE_BYTES, checkpoints_at_once
 from llmscale.planning.recommend import find_smallest_change
-from llmscale.planning.search import MARGIN, Job, Machines
+from llmscale.planning.search import MARGIN
 from llmscale.training.inputs import Inputs, read_inputs
 from llmscale.training.sample_stream import SampleStream, build_stream, check_skips
 
@@ -201,14 +200,10 @@ def lines_at_end(start: Start) -> list[str]:
     if source is None or state is None or not start.is_finished:
         return []
     end = f"finished at step {state.step} of {start.resolved.total_steps}; run folder: {shown(run)}"
-    is_done = source.find_damage() is None and _is_settled(source.path, run)
-    return [*finished_lines(state, start), end] if is_done else []
-
-
-def _is_settled(checkpoint: Path, run: Path) -> bool:
-    """Return whether this disk or the run's store has all of a checkpoint: the ranks need not meet."""
-    pieces = load_pieces(checkpoint)
-    return pieces.remote is not None if pieces else url_of(run) is None
+    pieces = load_pieces(source.path)
+    # All of it is on this disk, or in the run's store: the ranks need not meet.
+    is_settled = pieces.remote is not None if pieces else url_of(run) is None
+    return [*finished_lines(state, start), end] if is_settled and source.find_damage() is None else []
 
 
 def hyperparameters(run: Start) -> dict[str, object]:
@@ -368,17 +363,13 @@ def explain_out_of_memory(
         return lines[0]
     lines.append(f"  {estimate_line(estimate, gpu_bytes)}")
     lines.append(f"  {_advice(run, estimate, gpu_bytes, capability)}")
-    if gpu_bytes is not None and _is_lost_between_tensors(estimate, gpu_bytes):
+    would_fit = gpu_bytes is not None and estimate.allocated_bytes + CONTEXT_BYTES <= gpu_bytes
+    if would_fit and "expandable_segments" not in allocator_settings(os.environ):
         lines.append(
             f"  or first {ALLOCATOR_VARIABLES[0]}={EXPANDABLE_SEGMENTS}: all tensors together would fit, and the "
             "allocator loses less memory between them with it"
         )
     return "\n".join(lines)
-
-
-def _is_lost_between_tensors(estimate: MemoryEstimate, gpu_bytes: int) -> bool:
-    fits = estimate.allocated_bytes + CONTEXT_BYTES <= gpu_bytes
-    return fits and "expandable_segments" not in allocator_settings(os.environ)
 
 
 def _advice(run: Start, estimate: MemoryEstimate, gpu_bytes: int | None, capability: ComputeCapability | None) -> str:
@@ -387,18 +378,11 @@ def _advice(run: Start, estimate: MemoryEstimate, gpu_bytes: int | None, capabil
     limit = round((estimate.total_bytes - _MIN_SAVING * estimate.reserved_bytes) / (1 - MARGIN))
     if gpu_bytes is not None:
         limit = min(limit, gpu_bytes)
-    machines = _machines(plan, limit, capability)
-    job = Job(
-        resolved.shape,
-        plan.global_batch_size,
-        machines,
-        optimizer=resolved.optimizer,
-        loss_chunk_tokens=resolved.loss.chunk_tokens,
-        sequence_parallel_size=plan.ranks.sequence_parallel_size,
-        expert_parallel_size=plan.ranks.expert_parallel_size,
-    )
+    ranks_per_node = int(os.environ.get("LOCAL_SIZE", plan.ranks.world_size))
+    num_nodes = max(1, plan.ranks.world_size // ranks_per_node)
+    cluster = Cluster(measured_gpu("", limit, capability), ranks_per_node, num_nodes=num_nodes)
     try:
-        change = find_smallest_change(resolved.ds, job, resolved.checkpointing, plan.micro_batch_size)
+        change = find_smallest_change(resolved, cluster)
     except LlmscaleError as error:
         return f"no change was found: {error}"
     if change is None:
@@ -408,9 +392,3 @@ def _advice(run: Start, estimate: MemoryEstimate, gpu_bytes: int | None, capabil
         )
     saved = estimate.total_bytes - change.fit.estimate.total_bytes
     return f"the smallest change that fits: {' and '.join(change.words)} ({format_size(saved)} less)"
-
-
-def _machines(plan: BatchPlan, gpu_bytes: int, capability: ComputeCapability | None) -> Machines:
-    ranks_per_node = int(os.environ.get("LOCAL_SIZE", plan.ranks.world_size))
-    num_nodes = max(1, plan.ranks.world_size // ranks_per_node)
-    return Machines(num_nodes, ranks_per_node, gpu_bytes, capability=capability)

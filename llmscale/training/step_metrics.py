@@ -32,6 +32,8 @@ class Chart:
     """When the axis is logarithmic; wide: if the values are far apart."""
     is_pictured: bool = False
     """True if --png and --svg draw it, too."""
+    note: str = ""
+    """Sentence below the chart."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Metric:
     without: str = ""
     """The part in place of None."""
     chart: Chart | None = None
-    """Its own chart; None if none, or one that page/chart_list.js draws from several numbers."""
+    """Its own chart; None if none, or one that report/charts.py draws from several numbers."""
     is_column: bool = True
     """False if the report does not read it."""
 
@@ -86,7 +88,9 @@ class StepMetrics:
     loss_scale: float | None = metric(
         " | scale {:g}",
         chart=Chart(
-            *("Optimisation", "Loss scale", "fp16"),
+            "Optimisation",
+            "Loss scale",
+            "fp16",
             is_smoothed=False,
             is_positive=True,
             is_stepped=True,

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -146,14 +147,14 @@ class StopRequest:
         with self._lock:
             if not self._starting:
                 return
-            for action in self.before_early_end:
+            line = f"stopped by {self._early_reason} before the first step: nothing was trained, nothing to save\n"
+            actions: list[Callable[[], object]] = [*self.before_early_end]
+            if os.environ.get("RANK", "0") == "0":
+                # Not print: the main thread may be inside one.
+                actions.append(partial(os.write, 1, line.encode()))
+            for action in actions:
                 with contextlib.suppress(OSError):
                     action()
-            if os.environ.get("RANK", "0") == "0":
-                line = f"stopped by {self._early_reason} before the first step: nothing was trained, nothing to save\n"
-                # Not print: the main thread may be inside one.
-                with contextlib.suppress(OSError):
-                    os.write(1, line.encode())
             os._exit(0)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
@@ -236,12 +237,8 @@ def find_ranks() -> dict[int, int]:
 
 def _catches_sigterm(pid: int) -> bool:
     """Return whether a process has a handler for SIGTERM, or has ended."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return True
-    caught = int(status.partition("SigCgt:")[2].split(maxsplit=1)[0], 16)
-    return bool(caught >> (signal.SIGTERM - 1) & 1)
+    caught = b"".join(_read_list(pid, "status")).partition(b"SigCgt:")[2].split()
+    return not caught or bool(int(caught[0], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 @dataclass(frozen=True)
@@ -350,12 +347,9 @@ class Stat:
 
 def read_stat(pid: int) -> Stat | None:
     """Return the state of a process; None without one."""
-    try:
-        # The command comes first, in parentheses, and may itself contain some.
-        words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return Stat(words[0], int(words[1]), words[19], int(words[49]))
-    except (OSError, IndexError, ValueError):
-        return None
+    # The command comes first, in parentheses, and may itself contain some.
+    words = b"".join(_read_list(pid, "stat")).decode(errors="replace").rpartition(")")[2].split()
+    return Stat(words[0], int(words[1]), words[19], int(words[49])) if words else None
 
 
 def _arguments(pid: int) -> list[str]:
@@ -363,7 +357,7 @@ def _arguments(pid: int) -> list[str]:
 
 
 def _read_list(pid: int, name: str) -> list[bytes]:
-    """Return the environment or the command line of a process; nothing of another user's, or of one that ended."""
+    """Return a file of a process in /proc, cut at its NULs; nothing of another user's, or of one that ended."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0")
     except OSError:

@@ -59,8 +59,8 @@ def find_snapshot(model: str, revision: str, needed: str) -> Path | None:
 
 def cached_commits(model: str, needed: str) -> str:
     """Return a hint that names a cached commit with that file; empty when the cache has none."""
-    found = (hub_cache(model) / "snapshots").glob("*")
-    commits = [path.name for path in found if is_commit(path.name) and (path / needed).is_file()]
+    snapshots = (hub_cache(model) / "snapshots").glob("*")
+    commits = [path.name for path in snapshots if is_commit(path.name) and (path / needed).is_file()]
     return f"The cache has {model}@{min(commits)}, which you can name. " if commits else ""
 
 

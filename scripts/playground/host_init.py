@@ -23,10 +23,7 @@ class HostSpec:
     address: str
     etc_ssh: str
     hosts_file: str
-    disk: str
-    """Folder that holds the private folders while the host is off."""
     shared: list[str]
-    private: list[str]
 
 
 def main() -> int:
@@ -46,18 +43,14 @@ def main() -> int:
 def mount_own_folders(spec: HostSpec) -> None:
     """Mount the host's own folders; `--mount-proc` has made the mounts private already."""
     # Kept open: a mount over /tmp hides the paths, and /proc/self/fd still reaches them.
-    descriptors = {path: os.open(path, os.O_PATH) for path in spec.shared}
-    own = {path: Path(spec.disk) / str(index) for index, path in enumerate(spec.private)}
-    for folder in own.values():
-        folder.mkdir(parents=True, exist_ok=True)
-    private = {path: os.open(folder, os.O_PATH) for path, folder in own.items()}
+    shared = {path: os.open(path, os.O_PATH) for path in spec.shared}
     etc_ssh, hosts_file = os.open(spec.etc_ssh, os.O_PATH), os.open(spec.hosts_file, os.O_PATH)
     home_ssh = os.path.expanduser("~root/.ssh")
     for target in ("/tmp", "/run", "/dev/shm", *([home_ssh] if os.path.isdir(home_ssh) else [])):
         mount("tmpfs", target, "tmpfs")
     os.chmod("/tmp", 0o1777)
     os.chmod("/dev/shm", 0o1777)
-    for path, descriptor in {**descriptors, **private}.items():
+    for path, descriptor in shared.items():
         os.makedirs(path, exist_ok=True)
         mount(f"/proc/self/fd/{descriptor}", path)
     mount(f"/proc/self/fd/{etc_ssh}", "/etc/ssh")

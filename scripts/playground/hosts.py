@@ -70,7 +70,7 @@ class PlaygroundHost:
     name: str
     address: str
     folder: Path
-    """Folder of its files on the machine: etc_ssh, hosts, disk/, spec.json."""
+    """Folder of its files on the machine: etc_ssh, hosts, spec.json."""
     outer_pid: int = 0
     """Process of `unshare`, parent of the host's first process; killing it switches the host off. 0 when off."""
     init_pid: int = 0
@@ -173,8 +173,6 @@ class Playground:
     """Scratch folder for keys, settings and all other files."""
     shared: Sequence[Path] = ()
     """Folders below /tmp, /run or /dev/shm that hosts share with the machine. Other folders are shared anyway."""
-    private: Sequence[Path] = ()
-    """Folders that are separate on each host, for example a run folder that is not on a shared file system."""
     detached: bool = False
     """True for hosts that outlive this process. Otherwise they die with it, however it ends."""
     hosts: list[PlaygroundHost] = field(default_factory=list)
@@ -205,15 +203,13 @@ class Playground:
             self.power_on(host)
 
     def power_on(self, host: PlaygroundHost) -> None:
-        """Start a host that is off, with an empty /tmp and /dev/shm, and the same disk and keys."""
+        """Start a host that is off, with an empty /tmp and /dev/shm, and the same keys."""
         spec = HostSpec(
             name=host.name,
             address=host.address,
             etc_ssh=str(host.etc_ssh),
             hosts_file=str(host.folder / "hosts"),
-            disk=str(host.folder / "disk"),
             shared=[str(path) for path in self._shared_paths()],
-            private=[str(path) for path in self.private],
         )
         spec_path = host.folder / "spec.json"
         spec_path.write_text(json.dumps(vars(spec)))

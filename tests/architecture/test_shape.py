@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from llmscale.architecture.shape import VOCAB_MULTIPLE, GPTShape
 from llmscale.config.presets import PRESETS
@@ -57,6 +58,33 @@ def test_flops_per_token_by_hand() -> None:
     assert shape.flops_per_token == 6 * (48 + 26 + 4 + 256) + 12 * 1 * 2 * 4
     # GPT-2 124M: 6 x (124,475,904 - 1024 x 768) + 12 x 12 x 768 x 1024.
     assert GPT2.flops_per_token == 6 * 123_689_472 + 113_246_208
+
+
+MODERN = {"norm": "rmsnorm", "bias": False, "positions": "rotary", "activation": "silu", "gated_mlp": True}
+VARIANTS = [
+    GPTShape(2, 4, 32, 128, 16),
+    GPTShape(2, 4, 32, 256, 24, n_kv_head=2, mlp_width=40, tied=False, qk_norm="head", **MODERN),
+    GPTShape(2, 4, 32, 128, 16, norm_placement="post", qk_norm="width", **MODERN),
+]
+
+
+@pytest.mark.parametrize("shape", VARIANTS)
+def test_flops_are_those_that_torch_counts(shape: GPTShape) -> None:
+    """Torch counts matrix products and attention, without the causal half taken off, as we do."""
+    model, tokens = GPT(shape, seed=0), torch.zeros(3, shape.seq_len, dtype=torch.long)
+    with FlopCounterMode(display=False) as counted, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        model(tokens, tokens).backward()
+    assert counted.get_total_flops() == 3 * tokens.numel() * shape.architecture.work.flops(shape.seq_len)
+
+
+@pytest.mark.parametrize("shape", VARIANTS)
+def test_gradients_come_in_the_described_order(shape: GPTShape) -> None:
+    model, tokens = GPT(shape, seed=0), torch.zeros(1, shape.seq_len, dtype=torch.long)
+    arrived: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+    model(tokens, tokens).backward()
+    assert arrived == [tensor.name for layer in shape.tensors.gradient_order for tensor in layer]
 
 
 @given(st.integers(1, 200_000))

@@ -27,7 +27,7 @@ from llmscale.config.run_flags import describe_keys
 
 LATE_IMPORTS = (
     "llmscale.cli.estimate_answers",
-    "llmscale.cli.plan_output",
+    "llmscale.cli.plan_answers",
     "llmscale.data.prepare.prepare_set",
     "llmscale.data.prepare.sources.open_source",
     "llmscale.data.tokenizers.train_tokenizer",

@@ -76,25 +76,69 @@ def test_it_answers_without_torch(llmscale: Run, words: tuple[str, ...]) -> None
     assert done.stderr == ""
 
 
-def test_nothing_heavy_is_imported(llmscale: Run, tmp_path: Path) -> None:
-    for name in ("transformers", "deepspeed", "matplotlib"):
-        folder = tmp_path / "blocked" / name
-        folder.mkdir(parents=True)
-        (folder / "__init__.py").write_text(f"raise SystemExit('{name} was imported')\n")
-    done = llmscale(*COMMAND, torch_free=True)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("columns", ["", "100", "200"])
-def test_the_table_has_the_columns_to_decide_by_in_100_characters(
+@pytest.mark.parametrize("columns", ["", "100"])
+def test_the_answer_comes_first_and_few_rows_after_it(
     run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, columns: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     lines = run(*COMMAND)[1].splitlines()
-    (head,) = (line for line in lines if " ZeRO offload" in line)
-    assert head.split() == ["ZeRO", "offload", "checkpt", "batch", "total", "fits", "host", "NVMe", "tok/s", "MFU"]
-    assert max(len(line) for line in lines if " x " in line or line == head) <= 100
-    assert "--wide shows all parts of total" in "\n".join(lines)
+    answer = next(i for i, line in enumerate(lines) if line.startswith("* ZeRO stage 1, "))
+    assert "GiB, 12.0 free; 127,616 tokens/s, 53% MFU" in " ".join(" ".join(lines[answer : answer + 2]).split())
+    command = next(i for i, line in enumerate(lines) if "llmscale/train.py --ds zero1" in line)
+    head = next(i for i, line in enumerate(lines) if " ZeRO offload" in line)
+    assert answer < command < head
+    assert lines[head].split() == ["ZeRO", "offload", "checkpt", "batch", "total", "fits", "tok/s", "MFU"]
+    rows = lines[head + 1 : lines.index("", head)]
+    assert [row.strip("* ")[0] for row in rows] == ["0", "1", "2", "3"]
+    assert max(map(len, rows)) <= 100
+    text = " ".join(" ".join(lines).split())
+    assert "--all: 23 more rows" in text and "allocator" not in text
+
+
+def test_all_rows_and_what_is_assumed_are_flags(run: Callable[..., tuple[int, str, str]]) -> None:
+    lines = run("estimate", "--model", "gpt3-6.7b", *MACHINES, "--all", "--why")[1].splitlines()
+    rows = [line for line in lines if re.search(r" \d+ x \d+ ", line) and "GiB" not in line]
+    assert len(rows) == 27 and any(re.search(r" no, [\d.,]+ over ", line) for line in rows)
+    text = " ".join(lines)
+    assert "10% that the allocator holds beyond the tensors" in text
+    assert "on 51 other published runs within 8 % in the median" in text
+
+
+def test_one_gpu_has_one_row_for_stages_that_divide_nothing(run: Callable[..., tuple[int, str, str]]) -> None:
+    lines = run("estimate", "--model", "gpt2-124m", "--gpu", "24gb", "--all")[1].splitlines()
+    assert len([line for line in lines if re.search(r" \d+ x \d+ ", line) and "GiB" not in line]) == 12
+
+
+def test_the_known_formula_stands_beside_ours(run: Callable[..., tuple[int, str, str]]) -> None:
+    """69 GB of activations are what a loop without fused attention needs."""
+    words = ("estimate", "--model", "gpt2-124m", "--gpu", "a100-80gb", "--precision", "fp32")
+    output = run(*words, "--micro-batch-size", "32", "--explain")[1]
+    lines = [line for line in output.splitlines() if re.match(r"[= ] +-?\d+\.\d  ", line)]
+    numbers = [float(line[1:10]) for line in lines]
+    stream, scores, logits, naive = numbers[:4]
+    assert (stream + scores) * 2**30 / 1e9 == pytest.approx(69, abs=0.3)
+    assert naive == pytest.approx(stream + scores + logits, abs=0.2)
+    assert numbers[-1] == pytest.approx(sum(numbers[3:-1]), abs=0.3)
+    assert 0 < numbers[-1] < naive / 4
+
+
+def test_several_gpus_are_compared_with_their_prices(
+    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]]
+) -> None:
+    words = ("estimate", "--model", "gpt2-1.5b", "--num-gpus", "8", "--gpu", "a100-40gb", "h100-80gb")
+    status, values = read_json(*words, "--price", "1", "2")
+    assert status == 0
+    assert [row["gpu"] for row in values["gpus"]] == ["a100-40gb", "h100-80gb"]
+    for row, price in zip(values["gpus"], (1, 2), strict=True):
+        rate = row["throughput"]["tokens_per_second"]
+        assert row["usd_per_billion_tokens"] == pytest.approx(8 * price / 3600 / rate * 1e9)
+    alone = read_json(*COMMAND, "--price", "1")[1]
+    row = alone["rows"][alone["recommended"]["row"]]
+    assert row["usd_per_billion_tokens"] == values["gpus"][0]["usd_per_billion_tokens"]
+    assert re.search(r"^\* +h100-80gb .* 14.2$", run(*words, "--price", "1", "2")[1], re.MULTILINE)
+    for more, words_of_error in (("--price 3 2 1", "3 prices for 2 GPUs"), ("--emit ds.json", "exclude each other")):
+        status, _, error = run(*words, *more.split())
+        assert status == 2 and words_of_error in error
 
 
 def test_the_wide_table_has_a_row_for_every_strategy_and_all_columns_at_any_width(
@@ -108,13 +152,11 @@ def test_the_wide_table_has_a_row_for_every_strategy_and_all_columns_at_any_widt
     for name in ("param", "grad", "optim", "activ", "logits", "comm", "temp", "reserve", "context", "total", "fits"):
         assert name in head.split()
     assert {"host", "NVMe", "tok/s", "MFU", "peak", "batch"} <= set(head.split())
-    rows = [line for line in lines if "GiB" not in line and " x " in line]
+    rows = [line for line in lines if "GiB" not in line and re.search(r" \d+ x \d", line)]
     assert len(rows) == 27
     assert max(len(line) for line in (head, *rows)) <= 160
-    marked = [line for line in rows if line.startswith("*")]
-    assert len(marked) == 1
-    assert " free" in marked[0]
-    assert len([line for line in lines if line.startswith("* ZeRO stage ")]) == 1
+    (marked,) = [line for line in rows if line.startswith("*")]
+    assert " free" in marked
 
 
 def test_the_numbers_of_a_row_add_up(read_json: Callable[..., tuple[int, dict]]) -> None:
@@ -134,18 +176,6 @@ def test_the_numbers_of_a_row_add_up(read_json: Callable[..., tuple[int, dict]])
     assert chosen["fits"]
     rates = [row["throughput"]["tokens_per_second"] for row in values["rows"] if row["fits"]]
     assert chosen["throughput"]["tokens_per_second"] >= 0.97 * max(rates)
-
-
-def test_rows_that_do_not_fit_say_by_how_much(
-    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]]
-) -> None:
-    words = ("estimate", "--model", "gpt3-6.7b", *MACHINES)
-    status, values = read_json(*words)
-    assert status == 0
-    over = [-row["spare_bytes"] / 2**30 for row in values["rows"] if not row["fits"]]
-    assert 0 < len(over) < len(values["rows"])
-    written = re.findall(r" no, ([\d.,]+) over  ", run(*words)[1])
-    assert written == [f"{gib:,.1f}" for gib in over]
 
 
 def test_nothing_fits_is_status_1_with_the_cheapest_change(run: Callable[..., tuple[int, str, str]]) -> None:
@@ -191,7 +221,7 @@ def test_gpus_that_do_not_divide_the_batch(
     run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]]
 ) -> None:
     words = ("estimate", "--model", "gpt2-124m", "--gpu", "a100-80gb", "--num-gpus", "7", "--global-batch-size", "64")
-    status, out, _ = run(*words)
+    status, out, _ = run(*words, "--why")
     assert status == 0
     assert re.search(r"^\* +0 +- +- +2 x 5 +9% ", out, re.MULTILINE)
     assert "fillers: work beyond that of the batch" in out
@@ -203,15 +233,6 @@ def test_gpus_that_do_not_divide_the_batch(
     assert slower < read_json(*words)[1]["rows"][0]["throughput"]["tokens_per_second"], "fillers are no tokens"
     _, out, _ = run(*COMMAND)
     assert "fillers" not in out
-
-
-def test_the_micro_batch_of_a_ds_config_is_kept(read_json: Callable[..., tuple[int, dict]], tmp_path: Path) -> None:
-    path = tmp_path / "mine.json"
-    path.write_text(
-        json.dumps({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2})
-    )
-    _, values = read_json(*COMMAND, "--ds", str(path))
-    assert [(row["ds_config"], row["micro_batch_size"]) for row in values["rows"]] == [("mine.json", 2)]
 
 
 def test_emit_writes_what_train_py_takes(
@@ -305,12 +326,6 @@ def test_the_largest_model_of_each_strategy(
     assert all(model["total_bytes"] <= 39.25 * 2**30 for model in models)
 
 
-def test_gpu_list_has_sources(run: Callable[..., tuple[int, str, str]]) -> None:
-    status, output, _ = run("estimate", "--gpu", "list")
-    assert status == 0
-    assert any(line.startswith("h100-80gb ") and "datasheet" in line for line in output.splitlines())
-
-
 def test_a_gpu_that_is_not_in_the_table(read_json: Callable[..., tuple[int, dict]]) -> None:
     _, values = read_json("estimate", "--model", "gpt2-124m", "--gpu-memory-gib", "48", "--bf16-tflops", "200")
     assert values["machines"]["gpu_bytes"] == 48 * 2**30
@@ -367,24 +382,6 @@ def test_a_transformers_model_that_is_not_ours(
     assert "--seq-len has no effect with --hf" in error
 
 
-def test_a_transformers_model_that_is_too_large_is_status_1(
-    run: Callable[..., tuple[int, str, str]], tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(NEOX | {"hidden_size": 2**16, "intermediate_size": 2**18}))
-    status, output, _ = run("estimate", "--hf", str(tmp_path), "--gpu", "t4")
-    assert status == 1
-    assert "Nothing fits, not even without activations" in output
-
-
-def test_the_command_repeats_the_model_that_was_given(run: Callable[..., tuple[int, str, str]]) -> None:
-    given = ("--n-kv-head", "4", "--no-tied", "--qk-norm", "head", "--sliding-window", "512")
-    words = ("estimate", "--model", "gpt-modern-124m", *given, *MACHINES)
-    _, output, _ = run(*words, "--ds", str(ROOT / "ds_configs/zero2.json"))
-    command = next(line for line in output.splitlines() if "llmscale/train.py" in line)
-    for flag in ("--model gpt-modern-124m", "--n-kv-head 4", "--no-tied", "--qk-norm head", "--sliding-window 512"):
-        assert flag in command
-
-
 def test_the_command_builds_the_shape_that_was_estimated(
     run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]], tmp_path: Path
 ) -> None:
@@ -411,27 +408,12 @@ def test_a_block_of_no_family_needs_no_torch(
         assert run(*words)[0] == 0
 
 
-def test_a_gpu_before_ampere_repeats_shared_keys(read_json: Callable[..., tuple[int, dict]]) -> None:
-    words = ("estimate", "--model", "llama3-1b", "--seq-len", "2048", "--micro-batch-size", "2", "--precision", "fp16")
-    words = (*words, "--global-batch-size", "2", "--activation-checkpointing", "none")
-    old, new = (read_json(*words, "--gpu", gpu)[1]["rows"] for gpu in ("v100-32gb", "a100-40gb"))
-    before, after = (
-        max(moment["activations_bytes"] for moment in rows[0]["estimate"]["moments"].values()) for rows in (old, new)
-    )
-    assert before > after > 0
-
-
 def test_the_largest_model_of_a_family_is_scaled_by_its_presets(run: Callable[..., tuple[int, str, str]]) -> None:
     words = ("estimate", "--max-model", *MACHINES, "--activation-checkpointing", "full")
     output = run(*words, "--model", "llama3-8b")[1]
     assert "llama3-3b" in output
     assert "gpt3" not in output.lower() and "gpt-3" not in output.lower()
     assert "blocks are gpt-modern-124m's" in run(*words, "--model", "gpt-modern-124m")[1]
-
-
-def test_the_vocabulary_is_the_preset_s_published_one(read_json: Callable[..., tuple[int, dict]]) -> None:
-    for words, size in (((), 49_152), (("--vocab-size", "1000"), 1000)):
-        assert read_json("estimate", "--model", "smollm2-135m", *MACHINES, *words)[1]["shape"]["vocab_size"] == size
 
 
 def test_the_picture(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
@@ -465,12 +447,6 @@ def test_bf16_in_a_file_on_a_card_without_it(run: Callable[..., tuple[int, str, 
     assert run(*words, str(ROOT / "ds_configs/zero2_fp16.json"))[0] == 0
 
 
-def test_without_a_precision_the_gpu_decides(read_json: Callable[..., tuple[int, dict]]) -> None:
-    _, values = read_json("estimate", "--model", "gpt2-124m", "--gpu", "t4")
-    assert {row["precision"] for row in values["rows"]} == {"fp16"}
-    assert {row["strategy"]["zero_stage"] for row in values["rows"]} == {1, 2, 3}
-
-
 def test_which_stage_for_which_network(run: Callable[..., tuple[int, str, str]]) -> None:
     words = ("--model", "gpt3-13b", "--gpu", "h100-80gb", "--num-gpus", "8", "--num-nodes", "4")
     status, output, _ = run("estimate", *words, "--interconnect", "list", "--json")
@@ -487,39 +463,16 @@ def test_which_stage_for_which_network(run: Callable[..., tuple[int, str, str]])
     assert 1 < gains[0] < gains[1] < gains[2]
 
 
-def test_one_node_has_no_network_to_choose(run: Callable[..., tuple[int, str, str]]) -> None:
-    status, _, error = run(*COMMAND, "--interconnect", "list")
-    assert (status, error.count("\n")) == (2, 1)
-    assert "--num-nodes" in error
-
-
-def test_muon_needs_less_memory_and_adafactor_has_no_estimate(
+def test_muons_states_are_smaller_and_adafactor_has_no_estimate(
     run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]]
 ) -> None:
-    flags = (*COMMAND, "--ds", str(ROOT / "ds_configs" / "zero0.json"), "--micro-batch-size", "1")
-    found = {name: read_json(*flags, "--optimizer", name)[1] for name in ("adamw", "muon")}
-    held = {
-        name: values["rows"][0]["estimate"]["moments"]["forward"]["optimizer_bytes"] for name, values in found.items()
-    }
-    assert {name: values["optimizer"] for name, values in found.items()} == {"adamw": "adamw", "muon": "muon"}
-    matrices = 48 * 12 * 1600**2
-    assert held["adamw"] - held["muon"] == pytest.approx(4 * matrices, rel=1e-3)
+    flags = (*COMMAND, "--ds", "zero0", "--micro-batch-size", "1")
+    values = {name: read_json(*flags, "--optimizer", name)[1]["rows"][0] for name in ("adamw", "muon")}
+    held = {name: row["estimate"]["moments"]["forward"]["optimizer_bytes"] for name, row in values.items()}
+    assert held["adamw"] - held["muon"] == pytest.approx(4 * 48 * 12 * 1600**2, rel=1e-3)
     status, _, error = run(*flags, "--optimizer", "adafactor")
     assert status == 2
     assert "the memory of adafactor is not modelled" in error and "--optimizer adamw with --ds zero0" in error
-
-
-def test_smaller_chunks_of_the_loss_have_fewer_logits_and_the_command_repeats_them(
-    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]]
-) -> None:
-    words = ("estimate", "--model", "gpt2-124m", *MACHINES, "--micro-batch-size", "16", "--global-batch-size", "128")
-    peaks = {}
-    for chunk in (512, 2048):
-        _, values = read_json(*words, "--loss-chunk-tokens", str(chunk))
-        peaks[chunk] = values["rows"][0]["estimate"]["moments"]["loss forward"]["logits_bytes"]
-    assert 0 < peaks[512] < peaks[2048]
-    _, output, _ = run(*words, "--ds", "ds_configs/zero2.json", "--loss-chunk-tokens", "512")
-    assert "--loss-chunk-tokens 512" in next(line for line in output.splitlines() if "llmscale/train.py" in line)
 
 
 LONGEST = ("estimate", "--max-seq-len", "--model", "llama3-8b", "--gpu", "h100-80gb")
@@ -543,10 +496,3 @@ def test_the_longest_sequences_are_in_the_json_as_in_the_table(
     assert [
         int(line.split()[-1].strip("*").replace(",", "").replace("-", "0")) for line in table[: len(rows)]
     ] == lengths
-
-
-def test_no_sequence_fits_is_status_1(read_json: Callable[..., tuple[int, dict]]) -> None:
-    status, values = read_json(*LONGEST, "--activation-checkpointing", "full", "--ds", "zero0")
-    assert status == 1
-    assert [row["seq_len"] for row in values["longest"]] == [{"1": None}]
-    assert values["tokens_per_second"] == {}

@@ -14,6 +14,7 @@ from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import load_manifest
 from llmscale.cli.main import main
 from llmscale.config.run_arguments import parse_run_config
+from llmscale.config.run_config import RunConfig
 from llmscale.config.run_flags import keys_asked_by
 from llmscale.planning.disk_usage import estimate_disk
 from llmscale.training.start import prepare_start
@@ -59,10 +60,6 @@ def test_experts_are_compared_with_dense_models(capsys: pytest.CaptureFixture[st
     assert f"{found['shape']['active_parameters']:,}" in out and "the same loss after as many tokens" in out
 
 
-def test_petaflop_days_are_flops(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan_json(capsys, "--pf-days 100") == plan_json(capsys, "--flops 8.64e21")
-
-
 def test_serving_electricity_and_buying(capsys: pytest.CaptureFixture[str]) -> None:
     words = (
         "--model llama3-8b --tokens 160B --gpu h100-80gb --price-per-gpu-hour 2.5 --serve 1000:250 --usd-per-kwh 0.1"
@@ -77,7 +74,7 @@ def test_serving_electricity_and_buying(capsys: pytest.CaptureFixture[str]) -> N
     assert "requests of 1,000 + 250 tokens on 1 x h100-80gb, 256 at a time: " in out
     assert f"output ${serving['usd_per_million_output_tokens']:.3f}" in out
     assert "; cheaper, if they work more than 41% of that time, than renting at $2.5" in out
-    assert "usd_per_day" not in plan_json(capsys, "--model gpt2-124m --tokens 1B --gpu l4 --serve 9:9")["serving"]
+    assert plan_json(capsys, "--model gpt2-124m --tokens 1B --gpu l4 --serve 9:9")["serving"]["usd_per_day"] is None
 
 
 @pytest.mark.parametrize(
@@ -126,7 +123,6 @@ def test_money_buys_hours_and_a_layout(capsys: pytest.CaptureFixture[str]) -> No
     assert run["micro_batch_size"] * run["gradient_accumulation_steps"] > 1
     assert run["grad_accum_dtype"] == "fp32"
     assert re.search(r"rows?\b", run["why"])
-    assert re.match(r"(calibrated:|extrapolated beyond the) H100 rows of llm-foundry \(8-512 GPUs", run["calibration"])
     assert (run["hours"], run["gpu_hours"]) == pytest.approx((500, 4000), rel=0.001)
     assert (run["energy_kwh"], run["pue"], run["cost_usd"]) == pytest.approx((3360, 1.2, 10_000), rel=0.001)
     out = plan(capsys, words)
@@ -181,11 +177,6 @@ def test_muons_states_and_the_losss_chunk_are_planned_for(capsys: pytest.Capture
         assert "--optimizer muon --loss-chunk-tokens 512" in command
 
 
-def test_a_card_that_was_not_calibrated_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    run = plan_json(capsys, "--model gpt2-124m --gpu l4 --num-gpus 1")["run"]
-    assert run["calibration"].startswith("not calibrated, with the A100's efficiency: ")
-
-
 def test_a_card_that_is_described(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--model gpt2-124m --gpu-memory-gib 48 --bf16-tflops 150 --num-gpus 1"
     run = plan_json(capsys, words)["run"]
@@ -211,21 +202,6 @@ def test_total_cost_of_ownership(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"inference +1T tokens: \S+ FLOPs", out)
     assert re.search(r"lifetime +\S+ FLOPs = \$[\d,]+ for training and inference together \d+% less than", out)
     assert "--inference-mfu" in out
-
-
-def test_json_has_what_the_text_has(capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan_json(capsys, "--flops 1e21 --gpu a100-80gb --num-nodes 1 --inference-tokens 1T")
-    assert found["flops"] == pytest.approx(1e21, rel=0.01)
-    assert [row["name"] for row in found["laws"]] == [
-        "Besiroglu 2024",
-        "Hoffmann 2022",
-        "Hoffmann 2022, rounded",
-        "Kaplan 2020",
-    ]
-    assert found["steps"] * found["tokens_per_step"] == found["tokens"]
-    assert found["run"]["strategy"]["zero_stage"] in (0, 1, 2, 3)
-    assert found["lifetime"]["inference_flops"] > 0
-    assert found["disk"]["total_bytes"] > found["disk"]["checkpoints_bytes"]
 
 
 def test_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -259,7 +235,7 @@ def test_it_answers_without_torch(llmscale: Callable) -> None:
 def test_a_checkpoint_takes_what_the_plan_says(trained_run: Path) -> None:
     checkpoint = list_checkpoints(trained_run)[0]
     shape = GPTShape(**json.loads((trained_run / "config.json").read_text())["resolved"]["shape"])
-    planned = estimate_disk(shape, 1, 1).checkpoint_bytes
+    planned = estimate_disk(shape, 1, 1, RunConfig()).checkpoint_bytes
     # 16 tensors, three states: names and headers are not in the plan.
     assert planned <= load_manifest(checkpoint).num_bytes <= planned + 3 * 20 * 2048
 

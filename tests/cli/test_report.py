@@ -83,7 +83,7 @@ def test_writes_what_is_asked_for_and_nothing_else(
     assert main(["report", str(run), *flags]) == 0
     assert sorted(path.name for path in out.iterdir()) == ["report.html", "report.json", "report.png", "report.svg"]
     report = json.loads((out / "report.json").read_text())
-    assert report["runs"][0]["curves"]["loss"]["values"] == [5.5, 1.25]
+    assert report["charts"][0]["curves"][0]["values"] == [5.5, 1.25]
     assert (out / "report.html").read_text().startswith("<!doctype html>")
     assert capsys.readouterr().out.count(" KB") == 4
 
@@ -141,7 +141,7 @@ def test_watch_reports_again_when_records_change(run: Path, end: str, tmp_path_f
         assert process.stdout.readline().startswith(f"{out}: ")
         train(30)
         assert process.stdout.readline().startswith(f"{out}: ")
-        assert json.loads(out.read_text())["runs"][0]["curves"]["loss"]["values"] == [5.5, 1.25, 0.75]
+        assert json.loads(out.read_text())["charts"][0]["curves"][0]["values"] == [5.5, 1.25, 0.75]
         if end == "Ctrl-C":
             process.send_signal(signal.SIGINT)
             assert process.communicate(timeout=HANG_S)[0] == ""

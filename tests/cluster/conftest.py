@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,9 +32,9 @@ def make_playground(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
         pytest.skip(reason)
     made: list[Playground] = []
 
-    def make(num_hosts: int, private: Sequence[Path] = ()) -> Playground:
+    def make(num_hosts: int) -> Playground:
         folder = tmp_path / f"playground-{len(made)}"
-        playground = Playground(num_hosts, folder, shared=[tmp_path_factory.getbasetemp()], private=private)
+        playground = Playground(num_hosts, folder, shared=[tmp_path_factory.getbasetemp()])
         made.append(playground)
         return playground.__enter__()
 

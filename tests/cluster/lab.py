@@ -26,11 +26,9 @@ PATIENCE_S = 600.0
 
 def train_arguments(data: Path, run: Path, *flags: str, ds_config: str = "zero2") -> list[str]:
     """A tiny model in fp32 on `data`, whose samples are checked at every step."""
-    return [
-        *("--ds", f"ds_configs/{ds_config}.json", "--data", str(data), *TINY_MODEL, "--precision", "fp32"),
-        *("--global-batch-size", str(GLOBAL_BATCH), "--log-every", "1", "--val-every", "0", "--num-workers", "0"),
-        *("--check-every", "1", "--lr", "1e-3", "--run", str(run), *flags),
-    ]
+    settings = f"--ds ds_configs/{ds_config}.json --precision fp32 --global-batch-size {GLOBAL_BATCH} --lr 1e-3"
+    watched = "--log-every 1 --val-every 0 --num-workers 0 --check-every 1"
+    return [*settings.split(), *watched.split(), *TINY_MODEL, "--data", str(data), "--run", str(run), *flags]
 
 
 def train_alone(data: Path, run: Path, *flags: str) -> Path:

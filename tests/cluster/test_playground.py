@@ -23,21 +23,6 @@ def test_each_host_has_its_own_name_address_processes_and_tmp(make_playground: C
     assert not list(Path("/tmp").glob("of-node-*"))
 
 
-def test_a_host_comes_back_with_its_disk_and_without_its_tmp(
-    make_playground: Callable[..., Playground], tmp_path: Path
-) -> None:
-    own = tmp_path / "own"
-    own.mkdir()
-    playground = make_playground(2, private=[own])
-    first, second = playground.hosts
-    second.run(["touch", f"{own}/kept", "/tmp/lost"])
-    assert first.run(["ls", str(own)]).stdout == ""
-    second.power_off()
-    assert first.run(["ssh", "-oConnectTimeout=1", "node-1", "true"]).returncode == 255
-    playground.power_on(second)
-    assert first.run(["ssh", "node-1", "ls", str(own), "/tmp/lost"]).stdout.split() == [f"{own}:", "kept"]
-
-
 def test_nothing_is_left(make_playground: Callable[..., Playground]) -> None:
     playground = make_playground(2)
     host = playground.hosts[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,47 +18,12 @@ from llmscale.cluster.remote import (
     is_this_machine,
     module_argv,
     parse_env_file,
-    run_on_hosts,
 )
 from llmscale.errors import ConfigError
 from scripts.playground.hosts import Playground
 from tests.conftest import HANG_S
 
 ROOT = PACKAGE.parent
-HOSTILE = [
-    "a b",
-    "",
-    "'single'",
-    '"double"',
-    "$(touch /tmp/executed)",
-    "; touch /tmp/executed",
-    "*",
-    "two\nlines",
-    "ü€",
-]
-ECHO = [sys.executable, "-c", "import json, sys; print(json.dumps([sys.argv[1:], sys.stdin.read()]))"]
-
-
-def test_this_machine_needs_no_ssh() -> None:
-    hosts = ["localhost", "127.0.0.1"]
-    done = run_on_hosts({host: [*ECHO, *HOSTILE] for host in hosts}, HANG_S, dict.fromkeys(hosts, "in"))
-    assert list(done) == hosts
-    for finished in done.values():
-        assert (finished.returncode, json.loads(finished.stdout)) == (0, [HOSTILE, "in"])
-    assert run_on_hosts({}, 1) == {}
-
-
-def test_a_command_that_takes_too_long_is_ended_with_its_children() -> None:
-    began = time.monotonic()
-    finished = run_on_hosts({"localhost": ["sh", "-c", "echo out; sleep 60 | sleep 60"]}, 0.5)["localhost"]
-    assert (finished.returncode, finished.stdout) == (TIMED_OUT, "out\n")
-    assert finished.describe().endswith("s, after `out`")
-    assert time.monotonic() - began < 50, "sooner than its children would have ended"
-
-
-def test_a_missing_command_is_127_as_in_a_shell() -> None:
-    finished = run_on_hosts({"localhost": ["no-such-command"]}, 300)["localhost"]
-    assert (finished.returncode, finished.stderr) == (127, "no-such-command: No such file or directory\n")
 
 
 def test_names_of_this_machine() -> None:
@@ -69,39 +33,57 @@ def test_names_of_this_machine() -> None:
     assert not is_this_machine("no-such-host.invalid")
 
 
-def test_a_module_gets_folder_variables_and_request_through_stdin(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    code = "import os; from llmscale.cluster.remote import read_request\n"
-    (tmp_path / "echo.py").write_text(code + "print(read_request(), os.getcwd(), os.environ['NCCL_DEBUG'])")
-    monkeypatch.setenv("NCCL_DEBUG", "it's $HOME; `x`")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+#: A module that can be asked.
+ECHO = """
+import os, subprocess
+from llmscale.cluster.remote import read_request
+print(read_request(), os.getcwd(), os.environ["NCCL_DEBUG"], flush=True)
+subprocess.run(["sleep", os.environ["NCCL_SLEEP"]])
+"""
+
+
+@pytest.fixture
+def echo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of the module `echo`."""
+    (tmp_path / "echo.py").write_text(ECHO)
+    values = {"PYTHONPATH": str(tmp_path), "NCCL_DEBUG": "it's $HOME; `x`", "NCCL_SLEEP": "0"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
-    answer = ask_hosts("echo", {"localhost": {"a": 1}}, HANG_S)["localhost"]
-    assert answer.stdout == f"{{'a': 1}} {tmp_path} it's $HOME; `x`\n", answer.stderr
+    return tmp_path
+
+
+def test_a_module_gets_folder_variables_and_request_through_stdin(echo: Path) -> None:
+    answers = ask_hosts("echo", {"localhost": {"a": 1}, "127.0.0.1": {"a": 2}}, HANG_S)
+    here = f"{echo} it's $HOME; `x`\n"
+    assert [answer.stdout for answer in answers.values()] == [f"{{'a': 1}} {here}", f"{{'a': 2}} {here}"]
     assert not any("it's" in word for word in module_argv("echo"))
 
 
-def test_arguments_arrive_unchanged_and_answers_come_per_host(make_playground: Callable[..., Playground]) -> None:
-    first, second, dead = make_playground(3).hosts
+@pytest.mark.usefixtures("echo")
+def test_a_host_that_takes_too_long_is_ended_with_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SLEEP", "600")
+    answer = ask_hosts("echo", {"localhost": {}}, 5)["localhost"]
+    assert answer.returncode == TIMED_OUT
+    assert "no answer within" in answer.describe()
+    assert answer.seconds < 300, "sooner than its children would have ended"
+
+
+def test_answers_come_per_host(make_playground: Callable[..., Playground]) -> None:
+    first, _, dead = make_playground(3).hosts
     dead.cut_link()
-    program = f"""
-import json, sys
-from llmscale.cluster.remote import run_on_hosts
-hosts = ["node-0", "node-1", "node-2", "node-9"]
-done = run_on_hosts({{host: {[*ECHO, *HOSTILE]!r} for host in hosts}}, 120, dict.fromkeys(hosts, "x"))
-print(json.dumps([[name, d.returncode, d.stdout, d.stderr] for name, d in done.items()]))
+    code = """
+import json
+from llmscale.cluster.remote import ask_hosts
+request = {"hosts": {"node-1": 1}, "host": "node-1", "port": 1, "timeout_s": 0.001}
+requests = dict.fromkeys(["node-0", "node-1", "node-2", "node-9"], request)
+answers = ask_hosts("llmscale.cluster.doctor.diagnose", requests, 120)
+print(json.dumps([answer.returncode for answer in answers.values()]))
 """
-    done = first.run([sys.executable, "-c", program], environment={"PYTHONPATH": str(ROOT)}, timeout_s=120)
+    done = first.run([sys.executable, "-c", code], environment={"PYTHONPATH": str(ROOT)}, timeout_s=300)
     assert done.returncode == 0, done.stderr
-    here, there, silent, nowhere = json.loads(done.stdout)
-    assert (here[:2], there[:2]) == (["node-0", 0], ["node-1", 0])
-    assert json.loads(here[2]) == json.loads(there[2]) == [HOSTILE, "x"]
-    assert silent[:2] == ["node-2", SSH_FAILED], "without a limit, TCP tries for minutes"
-    assert nowhere[:2] == ["node-9", SSH_FAILED]
-    assert "resolve" in nowhere[3]
-    for host in (first, second):
-        assert "executed" not in host.run(["ls", "/tmp"]).stdout
+    # Without a limit, TCP tries a host without a link for minutes.
+    assert json.loads(done.stdout) == [TIMED_OUT, TIMED_OUT, SSH_FAILED, SSH_FAILED]
 
 
 def gather(variables: dict[str, str], extra: tuple[str, ...] = (), files: tuple[Path, ...] = ()) -> dict[str, str]:

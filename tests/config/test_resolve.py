@@ -190,15 +190,6 @@ def test_a_document_ends_with_the_data_set_s_token_when_it_is_asked_for() -> Non
     assert family_of(shape).model_type == "llama", "which documents see each other is not the weights' business"
 
 
-def test_flags_of_the_block_override_the_preset_s() -> None:
-    modern = resolve("--model", "tiny-modern-10m", "--n-embd", "96", "--n-head", "4", "--n-kv-head", "2").shape
-    assert (modern.head_dim, modern.mlp_width, modern.n_kv_head, modern.qk_norm) == (24, 256, 2, "head")
-    flags = ("--model", "tiny-modern-10m", "--no-gated-mlp", "--no-tied", "--bias", "--sliding-window", "16")
-    plain = resolve(*flags, "--rope-scaling", "linear:2.0", "--norm", "layernorm").shape
-    assert (plain.gated_mlp, plain.tied, plain.attention_bias, plain.mlp_bias) == (False, False, "all", True)
-    assert (plain.sliding_window, plain.rope_scaling, plain.norm, plain.bias) == (16, "linear:2", "layernorm", True)
-
-
 #: The configuration in a checkpoint that was made before shapes had more than these fields.
 OLD = {
     "config": None,

@@ -50,16 +50,6 @@ def test_wsd_stays_at_the_peak_until_the_last_decay_steps() -> None:
     assert s.learning_rate(110) == 0
 
 
-def test_decay_may_end_before_the_run() -> None:
-    s = schedule("cosine", decay=60)
-    assert s.learning_rate(35) == pytest.approx(0.55e-3)
-    assert s.learning_rate(60) == s.learning_rate(109) == pytest.approx(1e-4)
-
-
-def test_without_warm_up_the_first_step_has_the_peak() -> None:
-    assert schedule("cosine", warmup=0).learning_rate(0) == 1e-3
-
-
 @given(
     st.sampled_from(["cosine", "linear", "constant", "wsd"]), st.integers(0, 50), st.integers(1, 60), st.floats(0, 1)
 )

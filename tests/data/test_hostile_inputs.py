@@ -75,12 +75,6 @@ def test_a_long_record_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         list(open_source(str(tmp_path / "a.parquet")).documents())
 
 
-def test_deep_records_are_one_line(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("[" * 100_000)
-    with pytest.raises(DataError, match="line 1: "):
-        list(open_source(str(tmp_path / "a.jsonl")).documents())
-
-
 @pytest.mark.parametrize("coding", ["zlib", "unicode_escape", "nonsense"])
 def test_codings_that_are_none(coding: str, tmp_path: Path) -> None:
     """Of a Python file: what its first line declares must not unpack it."""

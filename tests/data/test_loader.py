@@ -303,11 +303,6 @@ def test_an_order_of_another_set_is_refused(location: SetLocation) -> None:
         Feed(TokenShards(location, "train"), SampleOrder([5], seed=0), FeedPlan(RankLayout(0, (1,)), 1, 1))
 
 
-def test_plans_need_positive_numbers() -> None:
-    with pytest.raises(ConfigError, match="micro_batch_size must be at least 1, not 0"):
-        FeedPlan(RankLayout(0, (1,)), 0, 1)
-
-
 # Which order a run gets, from what its set is and where it lies.
 
 MakeLocation = Callable[..., SetLocation]

@@ -106,13 +106,9 @@ def test_a_set_whose_tokenizer_does_not_say_where_documents_end_is_refused(prepa
     [
         ({"eot_token": 7}, r"is not the tokenizer with which .* was prepared"),
         ({"eot_token": 70_000}, r"lacks the token 70000"),
-        ({"eot_token": "601"}, r"was altered: eot_token, bos_tokens or files is wrong"),
         ({"bos_tokens": [99_999]}, r"lacks the token 99999"),
-        ({"bos_tokens": [-1]}, r"lacks the token -1"),
         ({"bos_tokens": ["x"]}, r"'x' of bos_tokens is not a token"),
         ({"files": ["../../secret"]}, r"names the file '\.\./\.\./secret'\. Legal: tokenizer_config\.json, "),
-        ({"files": [["a"]]}, r"names the file "),
-        ({"files": "tokenizer_config.json"}, r"was altered"),
         ({"sha256": {"tokenizer_config.json": "0" * 64}}, r"tokenizer_config\.json was altered"),
         ({"sha256": 7}, r"sha256 must be an object of hashes"),
     ],

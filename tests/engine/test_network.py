@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -9,7 +8,6 @@ from llmscale.engine import network
 from llmscale.engine.network import (
     VARIABLES,
     check_interfaces,
-    find_node_network,
     interface_addresses,
     interface_towards,
     named_interfaces,
@@ -85,72 +83,3 @@ def test_the_users_word_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     set_network_interface()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
     assert os.environ["NCCL_SOCKET_IFNAME"] == interface_towards(outside[0])
-
-
-@pytest.fixture
-def sys_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """As the kernel has it on a host with four adapters, one of them not plugged in, and an interface of 25 Gbit/s."""
-    for variable in (*VARIABLES, "NCCL_IB_DISABLE", "NCCL_IB_HCA"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    for name, state in (
-        ("mlx5_0", "4: ACTIVE"),
-        ("mlx5_1", "4: ACTIVE"),
-        ("mlx5_2", "4: ACTIVE"),
-        ("mlx5_3", "1: DOWN"),
-    ):
-        port = tmp_path / "infiniband" / name / "ports" / "1"
-        port.mkdir(parents=True)
-        (port / "state").write_text(f"{state}\n")
-        (port / "rate").write_text("200 Gb/sec (4X HDR)\n")
-    (tmp_path / "net" / "eth0").mkdir(parents=True)
-    (tmp_path / "net" / "eth0" / "speed").write_text("25000\n")
-    return tmp_path
-
-
-def test_adapters_that_are_up_add_up(sys_class: Path) -> None:
-    network = find_node_network(sys_class)
-    assert network is not None
-    assert network.bytes_per_s_per_node(8) == pytest.approx(3 * 25e9)
-    assert network.description == "600 Gbit/s per node"
-
-
-@pytest.mark.parametrize(
-    ("wanted", "adapters"),
-    [
-        ("mlx5", 3),
-        ("mlx5_0,mlx5_1:1", 2),
-        ("=mlx5_0", 1),
-        ("^mlx5_0", 2),
-        ("^=mlx5_0,mlx5_1", 1),
-        ("mlx5_0:2,mlx5_1", 1),
-    ],
-)
-def test_only_those_count_that_nccl_may_use(
-    sys_class: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, adapters: int
-) -> None:
-    monkeypatch.setenv("NCCL_IB_HCA", wanted)
-    network = find_node_network(sys_class)
-    assert network is not None
-    assert network.bytes_per_s_per_node(8) == pytest.approx(adapters * 25e9)
-
-
-def test_without_them_it_is_the_interface_of_the_sockets(sys_class: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
-    network = find_node_network(sys_class)
-    assert network is not None
-    assert network.bytes_per_s_per_node(8) == pytest.approx(25e9 / 8)
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^docker,lo")
-    assert find_node_network(sys_class) == network, "a pattern names no interface"
-
-
-@pytest.mark.parametrize("speed", ["-1", ""])
-def test_what_the_kernel_does_not_know_is_not_guessed(
-    sys_class: Path, monkeypatch: pytest.MonkeyPatch, speed: str
-) -> None:
-    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
-    (sys_class / "net" / "eth0" / "speed").write_text(speed)
-    assert find_node_network(sys_class) is None
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "../../etc")
-    assert find_node_network(sys_class) is None
-    assert find_node_network(sys_class / "nowhere") is None

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import errno
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +11,6 @@ import torch
 from llmscale.architecture.families.family import Family
 from llmscale.architecture.hf_config import FAMILIES, family_of
 from llmscale.architecture.shape import GPTShape
-from llmscale.checkpoint import hf_write
 from llmscale.checkpoint.hf_read import fill_view, find_weights_files, list_tensors, match_tensors
 from llmscale.checkpoint.hf_write import ExportDtype, open_published
 from llmscale.checkpoint.initial_weights import PublishedWeights, keep_published
@@ -21,7 +18,7 @@ from llmscale.config.hf_model import read_published_model
 from llmscale.config.run_config import RunConfig
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer
 from llmscale.engine.zero_layout import ShardView
-from llmscale.errors import CheckpointError, ConfigError, DataError
+from llmscale.errors import CheckpointError, ConfigError
 from llmscale.evaluate import export
 from llmscale.evaluate.export import ExportedModel, describe_export, export_model, write_model
 from llmscale.evaluate.prune import ModelWeights
@@ -194,27 +191,6 @@ def test_tensors_of_another_model_are_refused(change: Callable, message: str, mo
     with pytest.raises(CheckpointError, match=message):
         export_model(checkpoint, exported, ByteTokenizer(), tmp_path / "out", card="", overwrite=False)
     assert not (tmp_path / "out").exists()
-
-
-def test_nothing_is_left_of_a_write_that_fails_midway(
-    model: GPT, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The earlier export stays, whether the disk fills or somebody presses Ctrl-C."""
-    out = write(model)
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    for raised, caught in (
-        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), DataError),
-        (KeyboardInterrupt(), KeyboardInterrupt),
-    ):
-
-        def fails(path: Path, algorithm: str, error: BaseException = raised) -> str:
-            raise error
-
-        monkeypatch.setattr(hf_write, "hash_file", fails)
-        with pytest.raises(caught):
-            write(model, dtype="bf16", overwrite=True)
-        assert list(tmp_path.iterdir()) == [out]
-        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
 def test_who_may_read_one_file_may_read_all(model: GPT, write: Callable[..., Path]) -> None:

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape, build_shape
-from llmscale.config.batch_plan import ParallelLayout, build_batch_plan
+from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
-from llmscale.config.resolve import resolve_step
+from llmscale.config.resolve import ResolvedStep
 from llmscale.dry_run.comparison import compare_with_dry_run
 from llmscale.dry_run.engine import dry_run
 from llmscale.errors import ConfigError
@@ -28,7 +27,8 @@ from llmscale.memory.estimate import (
 from llmscale.memory.layers import most_rows
 from llmscale.memory.states import zero_states
 from llmscale.memory.zero_setup import zero_setup
-from llmscale.planning.search import Candidate, Job, Machines, fit_at
+from llmscale.planning.search import Candidate, evaluate
+from tests.planning.conftest import cluster_of, step_on
 
 GIB = 2**30
 #: Tolerated relative difference from the dry run in a phase.
@@ -78,23 +78,23 @@ def fit(
     world_size: int = 8,
     accumulation: int = 2,
     size: int = 4,
-    capability: ComputeCapability | None = None,
+    gpu: str = "a100-80gb",
 ) -> Candidate:
-    machines = Machines(1, world_size, 80 * GIB, capability=capability)
-    return fit_at(ds, Job(shape, size * accumulation * world_size, machines), mode, size)
+    cluster = cluster_of(80, world_size, gpu=gpu)
+    return evaluate(step_on(cluster, ds, shape, size * accumulation * world_size, mode, size), cluster)
 
 
-def peak_of_dry_run(fit: Candidate, shape: GPTShape) -> dict[str, Breakdown]:
-    result = compare_with_dry_run(fit, shape).dry_run
+def peak_of_dry_run(fit: Candidate) -> dict[str, Breakdown]:
+    result = compare_with_dry_run(fit).dry_run
     return {"forward": result.forward, "backward": result.backward, "step": result.step}
 
 
 def check(ds: DsConfig, shape: GPTShape, mode: CheckpointingMode, world_size: int = 8, accumulation: int = 2) -> None:
-    check_fit(fit(ds, shape, mode, world_size, accumulation), shape)
+    check_fit(fit(ds, shape, mode, world_size, accumulation))
 
 
-def check_fit(found: Candidate, shape: GPTShape) -> None:
-    counted = peak_of_dry_run(found, shape)
+def check_fit(found: Candidate) -> None:
+    counted = peak_of_dry_run(found)
     for phase, breakdown in counted.items():
         assert found.estimate.phase(phase).total_bytes == pytest.approx(breakdown.total_bytes, rel=TOLERANCE), phase
     peak = max(breakdown.total_bytes for breakdown in counted.values())
@@ -143,9 +143,10 @@ def test_every_phase_of_every_family_is_that_of_the_dry_run(
 
 @pytest.mark.usefixtures("libraries_are_frozen")
 def test_every_phase_on_a_gpu_without_flash_attention_is_that_of_the_dry_run() -> None:
-    check_fit(fit(config(2, "fp16"), FAMILIES["llama"], "none", capability=(7, 5)), FAMILIES["llama"])
+    check_fit(fit(config(2, "fp16"), FAMILIES["llama"], "none", gpu="t4"))
 
 
+EIGHT = cluster_of(80)
 EXPERTS: dict[str, object] = {**LLAMA, "tied": False, "num_experts": 8, "expert_width": 352}
 SPARSE = {
     "mixtral": build_shape({**ODD, **EXPERTS}),
@@ -175,8 +176,7 @@ SPARSE = {
 def test_every_phase_with_experts_is_that_of_the_dry_run(
     stage: int, precision: Precision, mode: CheckpointingMode, family: str
 ) -> None:
-    shape = SPARSE[family]
-    check_fit(fit(config(stage, precision), shape, mode), shape)
+    check_fit(fit(config(stage, precision), SPARSE[family], mode))
 
 
 def test_blocks_without_experts_are_counted_as_those_of_a_dense_model() -> None:
@@ -189,21 +189,23 @@ def test_blocks_without_experts_are_counted_as_those_of_a_dense_model() -> None:
     assert others[0] == step_activations(fit(config(2, "bf16"), sparse, "none").step).blocks[0]
 
 
+def divided_experts(stage: int, size: int) -> ResolvedStep:
+    """Return a step of 8 ranks of which `size` divide the experts."""
+    return step_on(EIGHT, config(stage, "bf16"), SPARSE["mixtral"], 64, "none", 4, experts=size)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "size"), [(1, 2), (2, 4), (3, 4), (3, 8)])
 @pytest.mark.usefixtures("libraries_are_frozen")
 def test_every_phase_with_divided_experts_is_that_of_the_dry_run(stage: int, size: int) -> None:
-    shape = SPARSE["mixtral"]
-    job = Job(shape, 64, Machines(1, 8, 80 * GIB), expert_parallel_size=size)
-    check_fit(fit_at(config(stage, "bf16"), job, "none", 4), shape)
+    check_fit(evaluate(divided_experts(stage, size), EIGHT))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "size"), [(1, 2), (3, 4)])
 @pytest.mark.usefixtures("libraries_are_frozen")
 def test_every_phase_of_a_gpu_that_gets_all_tokens_of_its_group_is_that_of_the_dry_run(stage: int, size: int) -> None:
-    job = Job(SPARSE["mixtral"], 64, Machines(1, 8, 80 * GIB), expert_parallel_size=size)
-    step = fit_at(config(stage, "bf16"), job, "none", 4).step
+    step = divided_experts(stage, size)
     estimated, simulated = estimate_memory(step, worst_load=True), dry_run(step, worst_load=True)
     for phase in PHASES:
         counted = getattr(simulated, phase).total_bytes
@@ -217,23 +219,14 @@ def test_a_rank_receives_no_more_rows_than_its_experts_can_take() -> None:
 
 
 def test_divided_experts_have_a_part_of_the_parameters_and_as_many_states() -> None:
-    shape, machines = SPARSE["mixtral"], Machines(1, 8, 80 * GIB)
-    steps = [
-        resolve_step(
-            config(1, "bf16"),
-            shape,
-            build_batch_plan(global_batch_size=64, ranks=ParallelLayout(8, 1, size), seq_len=104, micro_batch_size=4),
-            "none",
-        )
-        for size in (1, 4)
-    ]
+    shape = SPARSE["mixtral"]
+    steps = [divided_experts(1, size) for size in (1, 4)]
     whole, part = (zero_states(step.rank_tensors, zero_setup(step)).resident for step in steps)
     experts = sum(tensor.elements for tensor in shape.tensors.all if tensor.parameter.is_stacked)
     assert whole.parameters_bytes - part.parameters_bytes == pytest.approx(2 * experts * 3 / 4, rel=1e-3)
     assert part.optimizer_bytes == pytest.approx(whole.optimizer_bytes, rel=1e-3)
-    job = Job(shape, 64, machines, expert_parallel_size=4)
     with pytest.raises(ConfigError, match=r"cannot divide experts .* stage 0"):
-        fit_at(config(0, "bf16"), job, "none", 4)
+        divided_experts(0, 4)
 
 
 #: Stage, checkpointing, family, ranks that divide a sequence, and tokens of an MLP's tile.
@@ -251,8 +244,8 @@ SPLIT_CELLS: list[tuple[int, CheckpointingMode, str, int, int]] = [
 
 def fit_divided(stage: int, mode: CheckpointingMode, shape: GPTShape, size: int, ranks: int) -> Candidate:
     """Return the estimate where `size` of the ranks divide a sequence."""
-    job = Job(shape, 4 * ranks // size, Machines(1, ranks, 80 * GIB), sequence_parallel_size=size)
-    return fit_at(config(stage, "bf16"), job, mode, 4)
+    cluster = cluster_of(80, ranks)
+    return evaluate(step_on(cluster, config(stage, "bf16"), shape, 4 * ranks // size, mode, 4, split=size), cluster)
 
 
 @pytest.mark.slow
@@ -263,7 +256,7 @@ def test_every_phase_of_a_divided_sequence_is_that_of_the_dry_run(
 ) -> None:
     """Key-value heads are divided, repeated, and repeated for each query head; three ranks do not divide the tokens."""
     shape = replace(FAMILIES[family], mlp_tile_tokens=tile)
-    check_fit(fit_divided(stage, mode, shape, size, 12), shape)
+    check_fit(fit_divided(stage, mode, shape, size, 12))
 
 
 @pytest.mark.slow
@@ -290,7 +283,7 @@ def test_every_family_s_whole_grid_is_that_of_the_dry_run(stage: int, precision:
 def test_optimizer_offload_is_that_of_the_dry_run(stage: int) -> None:
     """DeepSpeed frees the buffers of a gradient's copy to the host before the block's activations peak."""
     ds, shape = config(stage, "bf16", offload_optimizer={"device": "cpu"}), SHAPES["many parameters"]
-    check_fit(fit(ds, shape, "full", world_size=1, size=64), shape)
+    check_fit(fit(ds, shape, "full", world_size=1, size=64))
 
 
 @pytest.mark.slow

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.deepspeed.resolve import parse_ds_config
+from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.config.hardware import get_gpu
 from llmscale.config.presets import PRESETS
 from llmscale.memory.estimate import RESERVED_PER_ALLOCATED
-from llmscale.planning.search import Job, Machines, fit_at
-from tests.planning.test_step_time import BF16, MPT, fitted_to
+from llmscale.planning.search import evaluate
+from tests.planning.conftest import cluster_of, ds_of, step_on
+from tests.planning.test_step_time import MPT, fitted_to
 
 GIB = 2**30
 
@@ -26,9 +27,9 @@ def test_llama3_8b_in_torchtitan(gpus: int, published_gib: float) -> None:
     the tensors are assumed to be reserved beyond them.
     """
     shape, sequences = PRESETS["llama3-8b"].shape(128_256), 2
-    ds = parse_ds_config({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}, "test")
-    machines = Machines(gpus // 8, 8, 96 * GIB)
-    estimate = fit_at(ds, Job(shape, sequences * gpus, machines), "selective", sequences).estimate
+    ds = ds_of(3)
+    cluster = cluster_of(96, num_nodes=gpus // 8)
+    estimate = evaluate(step_on(cluster, ds, shape, sequences * gpus, "selective", sequences), cluster).estimate
     loss = estimate.moments["loss forward"]
     # Theirs is whole: logits and their gradient in 16 bit, log-probabilities and their gradient in fp32.
     theirs = loss.total_bytes - loss.logits_bytes + 12 * sequences * shape.seq_len * shape.vocab_size
@@ -49,10 +50,10 @@ def test_what_ran_in_llm_foundry_fits() -> None:
     for row in rows:
         gpus, micro_batch_size, gpu = int(row["gpus"]), int(row["micro_batch_size"]), get_gpu(row["gpu"])
         shape = GPTShape(*MPT[row["model"]], 50368, int(row["seq_len"]), bias=False)
-        machines = Machines(gpus // 8, 8, int(gpu.memory_gib * GIB))
-        job = Job(shape, gpus * micro_batch_size * int(row["accumulation"]), machines)
-        ds = parse_ds_config(BF16 | {"zero_optimization": {"stage": 3}}, "test")
-        fit = fit_at(ds, job, "full" if row["recompute"] == "1" else "none", micro_batch_size)
+        cluster = cluster_of(gpu.memory_gib, num_nodes=gpus // 8)
+        batch = gpus * micro_batch_size * int(row["accumulation"])
+        mode: CheckpointingMode = "full" if row["recompute"] == "1" else "none"
+        fit = evaluate(step_on(cluster, ds_of(3), shape, batch, mode, micro_batch_size), cluster)
         fitting += fit.fits
-        assert fit.estimate.allocated_bytes < machines.gpu_bytes, row
+        assert fit.estimate.allocated_bytes < cluster.gpu_bytes, row
     assert fitting >= 120

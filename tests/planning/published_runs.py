@@ -33,7 +33,6 @@ from llmscale.config.batch_plan import ParallelLayout, build_batch_plan
 from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.config.hardware import Cluster, Interconnect, get_gpu
 from llmscale.config.resolve import ResolvedStep
-from llmscale.planning.calibration import extrapolations
 from llmscale.planning.kernels import KernelSettings
 from llmscale.planning.step_time import Throughput, Traffic, count_traffic, estimate_step
 from tests.planning.conftest import StepOf
@@ -152,17 +151,6 @@ class PublishedRun:
         """Published over estimated rate: below 1 the model is too fast."""
         return self.tokens_per_second_per_gpu / self.estimate(step_of)
 
-    def beyond_kinds(self, step_of: StepOf) -> tuple[str, ...]:
-        """The kinds of ways in which it lies beyond the rows of the fit, sorted."""
-        cluster = Cluster(get_gpu(self.row["gpu"]), self._ranks_per_node, self._network)
-        ways = extrapolations(self._resolve(step_of, "none"), cluster)
-        return tuple(sorted({way.kind for way in ways}))
-
-    @property
-    def tells_of_larger(self) -> bool:
-        """Data-parallel alone, at a scale beyond the rows': of these all are taken, with whatever attention."""
-        return self.is_expressible and self.row["gpus_per_sequence"] == "1" and "scores" in self.row["counts"]
-
     def _resolve(self, step_of: StepOf, checkpointing: CheckpointingMode) -> ResolvedStep:
         row, ranks = self.row, self.gpus // int(self.row["gpus_per_sequence"])
         micro, steps = int(row["micro_batch_size"]), int(row["accumulation"])
@@ -215,7 +203,7 @@ class PublishedRun:
             elements = shape.num_parameters
             gathered = 2.0 * elements if self._stage else 0.0
             traffic = Traffic(gathered, 2.0 * elements * gradient_bytes, 3 * shape.n_layer)
-        found = estimate_step(
+        throughput = estimate_step(
             step,
             Cluster(gpu, per_node, self._network),
             KernelSettings(
@@ -225,8 +213,8 @@ class PublishedRun:
             ),
             traffic,
         )
-        assert found is not None
-        return found
+        assert throughput is not None
+        return throughput
 
 
 def published_runs() -> list[PublishedRun]:

@@ -3,26 +3,8 @@ from __future__ import annotations
 import pytest
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.hardware import custom_gpu, get_gpu
+from llmscale.config.hardware import get_gpu
 from llmscale.planning.kernels import KernelSettings, kernel_efficiency
-
-
-@pytest.mark.parametrize(
-    ("gpu", "text"),
-    [
-        ("a100-40gb", "A100 rows of llm-foundry"),
-        ("h100-80gb", "H100 rows of llm-foundry"),
-        ("h200", "not calibrated, with the H100's efficiency"),
-        ("b200", "not calibrated, with the H100's efficiency"),
-        ("l4", "not calibrated, with the A100's efficiency"),
-    ],
-)
-def test_every_gpu_says_what_its_efficiency_rests_on(gpu: str, text: str) -> None:
-    assert kernel_efficiency(get_gpu(gpu)).source == text
-
-
-def test_a_gpu_of_unknown_bandwidth_says_what_is_assumed() -> None:
-    assert "memory as fast for its arithmetic as an A100's" in kernel_efficiency(custom_gpu(80, 312)).source
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,18 @@ from dataclasses import replace
 import pytest
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.hardware import get_gpu, get_interconnect
+from llmscale.config.hardware import Cluster, get_gpu, get_interconnect
 from llmscale.config.presets import PRESETS
+from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
-from llmscale.planning.run_plan import Goal, GPUPlacement, GPUs, PlanRequest, make_plan, place, usual_mfu
+from llmscale.planning.run_plan import Goal, Placement, PlanRequest, make_plan, place, usual_mfu
 from llmscale.planning.scaling import BESIROGLU, HOFFMANN, Interval
 
-A100S = GPUs(get_gpu("a100-80gb"), 8, 1, get_interconnect("ib-200g"), None)
+A100S = {"cluster": Cluster(get_gpu("a100-80gb"), 8, get_interconnect("ib-200g")), "num_nodes": 1}
 
 
 def request(kind: str, value: float, **changes) -> PlanRequest:
-    plain = PlanRequest(Goal(kind, value), None, BESIROGLU, 50257, 2048, None, None)  # type: ignore[arg-type]
+    plain = PlanRequest(Goal(kind, value), RunConfig(), {}, None, BESIROGLU, 50257, 2048)  # type: ignore[arg-type]
     return replace(plain, **changes)
 
 
@@ -29,20 +30,21 @@ def test_chinchillas_budget_is_about_70b_on_1_4t() -> None:
 
 
 def test_money_buys_gpu_hours_and_energy_and_inference_cost_by_them() -> None:
-    priced = request("gpu_hours", 500.0, gpus=A100S, usd_per_gpu_hour=2.0, pue=1.5)
+    priced = request("gpu_hours", 500.0, **A100S, usd_per_gpu_hour=2.0, pue=1.5)
     plan = make_plan(priced)
-    assert plan.gpu_hours is not None and plan.usd_per_flop is not None
-    assert plan.cost_usd == pytest.approx(2 * plan.gpu_hours)
-    assert plan.energy_kwh == pytest.approx(plan.gpu_hours * 400 * 1.5 / 1000)
-    assert plan.usd_per_flop * plan.flops == pytest.approx(plan.cost_usd)
+    run = plan.run
+    assert run is not None and run.gpu_hours is not None and plan.usd_per_flop is not None
+    assert run.cost_usd == pytest.approx(2 * run.gpu_hours)
+    assert run.energy_kwh == pytest.approx(run.gpu_hours * 400 * 1.5 / 1000)
+    assert plan.usd_per_flop * plan.flops == pytest.approx(run.cost_usd)
     free = make_plan(request("flops", 5.76e23))
-    assert (free.energy_kwh, free.cost_usd, free.usd_per_flop) == (None, None, None)
+    assert (free.run, free.usd_per_flop) == (None, None)
 
 
 def test_gpt2_on_10b_tokens_is_19073_steps() -> None:
     plan = make_plan(request("tokens", 10e9, shape=PRESETS["gpt2-124m"].shape(50257), seq_len=1024))
     assert (plan.steps, plan.tokens_per_step) == (19_073, 524_288)
-    assert plan.preset == "gpt2-124m"
+    assert plan.nearest_preset == "gpt2-124m"
 
 
 def test_gpt3_on_300b_tokens_costs_3640_petaflop_days() -> None:
@@ -51,18 +53,18 @@ def test_gpt3_on_300b_tokens_costs_3640_petaflop_days() -> None:
 
 
 def test_a_budget_of_gpu_hours_is_spent_and_not_exceeded() -> None:
-    plan = make_plan(request("gpu_hours", 500.0, gpus=A100S))
-    assert plan.gpu_hours is not None and plan.hours is not None
-    one_step_hours = plan.gpu_hours / plan.steps
-    assert 500 - one_step_hours <= plan.gpu_hours <= 500 * (1 + 1e-9)
-    assert plan.hours == pytest.approx(plan.gpu_hours / 8)
+    plan = make_plan(request("gpu_hours", 500.0, **A100S))
+    assert plan.run is not None and plan.run.gpu_hours is not None
+    one_step_hours = plan.run.gpu_hours / plan.steps
+    assert 500 - one_step_hours <= plan.run.gpu_hours <= 500 * (1 + 1e-9)
+    assert plan.run.hours == pytest.approx(plan.run.gpu_hours / 8)
     # The model is the best one for the FLOPs that this bought.
     assert plan.shape.num_parameters == pytest.approx(BESIROGLU.optimal_parameters(plan.flops), rel=0.05)
 
 
 def test_a_given_mfu_says_how_far_gpu_hours_go() -> None:
-    slow = make_plan(request("gpu_hours", 500.0, gpus=replace(A100S, mfu=0.2)))
-    fast = make_plan(request("gpu_hours", 500.0, gpus=replace(A100S, mfu=0.4)))
+    slow = make_plan(request("gpu_hours", 500.0, **A100S, mfu=0.2))
+    fast = make_plan(request("gpu_hours", 500.0, **A100S, mfu=0.4))
     assert fast.flops == pytest.approx(2 * slow.flops, rel=0.1)
     spent = 500 * 3600 * 312e12 * 0.4
     assert fast.tokens * fast.shape.flops_per_token == pytest.approx(spent, rel=0.001)
@@ -70,9 +72,9 @@ def test_a_given_mfu_says_how_far_gpu_hours_go() -> None:
 
 def test_a_model_and_hours_leave_only_the_tokens() -> None:
     shape = PRESETS["gpt2-124m"].shape(50257)
-    plan = make_plan(request("gpu_hours", 10.0, shape=shape, seq_len=1024, gpus=A100S))
+    plan = make_plan(request("gpu_hours", 10.0, shape=shape, seq_len=1024, **A100S))
     assert plan.shape == shape
-    assert plan.gpu_hours == pytest.approx(10, rel=0.01)
+    assert plan.run is not None and plan.run.gpu_hours == pytest.approx(10, rel=0.01)
 
 
 def test_a_loss_is_reached() -> None:
@@ -98,11 +100,11 @@ def test_gpu_hours_of_no_gpu_are_refused() -> None:
 
 
 def test_hours_on_gpus_that_cannot_hold_the_model_are_refused_with_a_way_out() -> None:
-    t4 = GPUs(get_gpu("t4"), 1, 1, get_interconnect("ib-100g"), None)
+    t4 = Cluster(get_gpu("t4"), 1)
     giant = PRESETS["gpt3-175b"].shape(50257)
     with pytest.raises(ConfigError, match=r"do not fit 1 x t4, .*GiB more per GPU.* --mfu plans with an assumption\."):
-        make_plan(request("gpu_hours", 1e6, shape=giant, gpus=t4))
-    assert make_plan(request("gpu_hours", 1e6, shape=giant, gpus=replace(t4, mfu=0.3))).steps > 0
+        make_plan(request("gpu_hours", 1e6, shape=giant, cluster=t4, num_nodes=1))
+    assert make_plan(request("gpu_hours", 1e6, shape=giant, cluster=t4, num_nodes=1, mfu=0.3)).steps > 0
 
 
 def test_inference_makes_the_model_smaller_and_its_life_cheaper() -> None:
@@ -116,7 +118,7 @@ def test_inference_makes_the_model_smaller_and_its_life_cheaper() -> None:
 
 
 def test_slow_serving_makes_it_smaller_still() -> None:
-    served = request("flops", 1e22, inference_tokens=1e12, gpus=replace(A100S, mfu=0.5))
+    served = request("flops", 1e22, inference_tokens=1e12, **A100S, mfu=0.5)
     slow = make_plan(replace(served, inference_mfu=0.05))
     assert slow.shape.num_parameters < make_plan(served).shape.num_parameters
     assert slow.lifetime is not None
@@ -127,68 +129,65 @@ SMALL = GPTShape(12, 12, 768, 50257, 1024)
 LARGE = GPTShape(40, 40, 5120, 50257, 2048)
 
 
-def gpus(name: str = "a100-80gb", *, per_node: int = 8, num_nodes: int | None = 1, mfu: float | None = None) -> GPUs:
-    return GPUs(get_gpu(name), per_node, num_nodes, get_interconnect("ib-200g"), mfu)
-
-
-def put(shape: GPTShape, machines: GPUs, batch: int = 512, *, is_batch_given: bool = False) -> GPUPlacement:
-    return place(shape, batch, is_batch_given=is_batch_given, gpus=machines)
+def put(
+    shape: GPTShape,
+    gpu: str = "a100-80gb",
+    batch: int = 512,
+    *,
+    per_node: int = 8,
+    num_nodes: int | None = 1,
+    mfu: float | None = None,
+    is_batch_given: bool = False,
+) -> Placement:
+    cluster = Cluster(get_gpu(gpu), per_node, get_interconnect("ib-200g"))
+    config = RunConfig(global_batch_size=batch) if is_batch_given else RunConfig()
+    asked = request("tokens", 1e9, config=config, cluster=cluster, num_nodes=num_nodes, mfu=mfu)
+    return place(asked, cluster, shape, batch)
 
 
 def test_the_row_is_the_one_that_estimate_recommends() -> None:
-    found = put(SMALL, gpus())
-    assert found.row is not None and found.row.fit.fits and found.row.throughput is not None
-    assert found.mfu == found.row.throughput.mfu
-    assert found.calibration == found.row.throughput.calibration
-    assert "A100 rows of llm-foundry" in found.calibration
-    speed = found.tokens_per_second(SMALL, get_gpu("a100-80gb"))
-    assert speed == pytest.approx(found.row.throughput.tokens_per_second)
-
-
-def test_a_given_mfu_wins_over_the_estimate() -> None:
-    found = put(SMALL, gpus(mfu=0.25))
-    assert (found.mfu, found.calibration) == (0.25, "given by --mfu")
+    placement = put(SMALL)
+    assert placement.row is not None and placement.row.fit.fits and placement.row.throughput is not None
+    assert placement.mfu == placement.row.throughput.mfu
+    speed = placement.tokens_per_second(SMALL)
+    assert speed == pytest.approx(placement.row.throughput.tokens_per_second)
+    assert placement.mfu is not None
+    assert placement.mfu <= usual_mfu(SMALL, get_gpu("a100-80gb")) * 1.0001, "that of the arithmetic alone"
+    assert put(SMALL, mfu=0.25).mfu == 0.25, "a given one wins"
 
 
 def test_a_batch_nobody_gave_is_rounded_up_to_the_gpus() -> None:
-    assert put(SMALL, gpus(per_node=6), batch=512).global_batch_size == 516
+    assert put(SMALL, batch=512, per_node=6).global_batch_size == 516
 
 
 def test_a_given_batch_is_not_changed_but_filled() -> None:
-    found = put(SMALL, gpus(per_node=6), batch=512, is_batch_given=True)
-    assert found.global_batch_size == 512
-    assert found.row is not None and found.row.fit.plan.filler_share == pytest.approx(4 / 512)
+    placement = put(SMALL, batch=512, per_node=6, is_batch_given=True)
+    assert placement.global_batch_size == 512
+    assert placement.row is not None and placement.row.fit.plan.filler_share == pytest.approx(4 / 512)
     with pytest.raises(ConfigError, match="global_batch_size 5 has fewer sequences than there are ranks"):
-        put(SMALL, gpus(per_node=6), batch=5, is_batch_given=True)
+        put(SMALL, batch=5, per_node=6, is_batch_given=True)
 
 
 def test_without_a_number_of_nodes_as_few_as_hold_the_model() -> None:
-    assert put(SMALL, gpus(num_nodes=None)).machines.num_nodes == 1
-    found = put(LARGE, gpus("a100-40gb", per_node=1, num_nodes=None))
-    assert found.machines.num_nodes > 1
+    assert put(SMALL, num_nodes=None).cluster.num_nodes == 1
+    placement = put(LARGE, "a100-40gb", per_node=1, num_nodes=None)
+    assert placement.cluster.num_nodes > 1
     # On half of them only offload would do.
-    half = put(LARGE, gpus("a100-40gb", per_node=1, num_nodes=found.machines.num_nodes // 2))
+    half = put(LARGE, "a100-40gb", per_node=1, num_nodes=placement.cluster.num_nodes // 2)
     assert half.row is None or half.row.fit.strategy.offload != "-"
 
 
 def test_what_fits_in_no_way_says_what_is_missing_and_what_helps() -> None:
     giant = GPTShape(96, 96, 12288, 50257, 8192)
-    found = put(giant, gpus("t4", per_node=8), batch=1600)
-    assert found.row is None and found.mfu is None
-    assert re.search(r"needs [\d.]+ GiB more per GPU. More GPUs alone do not help; a shorter --seq-len", found.why)
-    assert found.tokens_per_second(giant, get_gpu("t4")) is None
+    placement = put(giant, "t4", batch=1600)
+    assert placement.row is None and placement.mfu is None
+    assert re.search(r"needs [\d.]+ GiB more per GPU. More GPUs alone do not help; a shorter --seq-len", placement.why)
+    assert placement.tokens_per_second(giant) is None
 
 
 def test_a_card_without_bf16_runs_fp16() -> None:
-    found = put(SMALL, gpus("t4"))
-    assert found.row is not None and found.row.fit.step.precision == "fp16"
-
-
-def test_the_usual_mfu_is_that_of_the_arithmetic() -> None:
-    found = put(SMALL, gpus())
-    assert found.mfu is not None
-    assert found.mfu <= usual_mfu(SMALL, gpus()) * 1.0001
-    assert usual_mfu(SMALL, gpus(mfu=0.3)) == 0.3
+    placement = put(SMALL, "t4")
+    assert placement.row is not None and placement.row.fit.step.precision == "fp16"
 
 
 def test_experts_cost_the_parameters_that_a_token_uses() -> None:
@@ -202,5 +201,6 @@ def test_experts_cost_the_parameters_that_a_token_uses() -> None:
     assert reached.tokens == pytest.approx(plan.tokens, rel=1e-3)
     modern = PRESETS["gpt-modern-124m"].shape(50257)
     shapes = replace(modern, num_experts=8), modern
-    hours = [make_plan(request("tokens", 1e10, shape=shape, gpus=A100S)).gpu_hours for shape in shapes]
+    runs = [make_plan(request("tokens", 1e10, shape=shape, **A100S)).run for shape in shapes]
+    hours = [run.gpu_hours for run in runs if run]
     assert hours[0] is not None and hours[1] is not None and hours[1] < hours[0] < 3 * hours[1]

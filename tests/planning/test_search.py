@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits: maximal, legal, and resolved as train.py resolves it."""
+"""The largest micro-batch, model and sequence that fit: maximal, legal, and resolved as train.py resolves them."""
 
 from __future__ import annotations
 
@@ -10,156 +10,123 @@ import pytest
 from llmscale.architecture.hf_config import load_hf_model
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import divisors
-from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
+from llmscale.config.hardware import get_gpu
+from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import PRESETS
-from llmscale.config.resolve import resolve_step
 from llmscale.errors import ConfigError
 from llmscale.memory.estimate import estimate_memory
 from llmscale.planning.scaling import WIDTH_MULTIPLE, interpolated_shape, scaling_family
 from llmscale.planning.search import (
     MARGIN,
     PROCESS_BYTES,
-    Candidate,
-    Job,
+    LargestModel,
     LongestSequences,
-    Machines,
     Strategy,
-    build_strategy,
+    Trial,
     cheapest_sizes,
-    find_fits,
+    evaluate,
     find_hf_configs,
     find_largest_fit,
     find_largest_models,
     find_longest,
-    fit_at,
     most_room,
+    try_strategies,
+    with_inputs_on_host,
+    with_micro_batch,
 )
-from tests.planning.conftest import search
+from tests.planning.conftest import cluster_of, ds_of, step_on, strategies_on
 
 GIB = 2**30
 SHAPE = GPTShape(n_layer=12, n_head=12, n_embd=768, vocab_size=50257, seq_len=1024)
-MACHINES = Machines(num_nodes=1, gpus_per_node=8, gpu_bytes=24 * GIB)
-
-
-def config(stage: int, offload_optimizer: dict[str, object] | None = None, **sections: object) -> DsConfig:
-    zero = {"stage": stage} | ({"offload_optimizer": offload_optimizer} if offload_optimizer else {})
-    return parse_ds_config({"zero_optimization": zero, "bf16": {"enabled": True}, **sections}, "test")
+CLUSTER = cluster_of()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("gib", [4, 8, 24, 80])
-@pytest.mark.parametrize("mode", ["none", "full"])
-def test_the_next_larger_micro_batch_does_not_fit(stage: int, gib: int, mode: str) -> None:
-    job = Job(SHAPE, 8 * 60, replace(MACHINES, gpu_bytes=gib * GIB))
-    found = find_largest_fit(config(stage), job, mode)  # type: ignore[arg-type]
-    fitting = [size for size in divisors(60) if fit_at(config(stage), job, mode, size).has_gpu_margin]  # type: ignore[arg-type]
-    assert found.has_gpu_margin == bool(fitting)
-    assert found.plan.micro_batch_size == max(fitting, default=1)
+def test_the_next_larger_micro_batch_does_not_fit(stage: int, gib: int) -> None:
+    cluster = cluster_of(gib)
+    step = step_on(cluster, ds_of(stage), SHAPE, 8 * 60, "full")
+    largest = find_largest_fit(Trial(step), cluster)
+    fitting = [size for size in divisors(60) if evaluate(with_micro_batch(step, size), cluster).has_gpu_margin]
+    assert largest.has_gpu_margin == bool(fitting)
+    assert largest.plan.micro_batch_size == max(fitting, default=1)
 
 
 def test_without_accumulation_a_larger_batch_may_fit_where_a_smaller_one_does_not() -> None:
     """A micro-batch that is a rank's whole share needs no sum of gradients from one micro-step to the next."""
-    ds = config(1, offload_optimizer={"device": "cpu"})
-    job = Job(GPTShape(n_layer=24, n_head=16, n_embd=1024, vocab_size=512, seq_len=8), 2, Machines(1, 1, 80 * GIB))
-    half, whole = (fit_at(ds, job, "full", size).estimate.total_bytes for size in (1, 2))
+    shape, cluster = GPTShape(n_layer=24, n_head=16, n_embd=1024, vocab_size=512, seq_len=8), cluster_of(80, 1)
+    step = step_on(cluster, ds_of(1, offload_optimizer={"device": "cpu"}), shape, 2, "full")
+    half, whole = (evaluate(with_micro_batch(step, size), cluster).estimate.total_bytes for size in (1, 2))
     assert whole < half
-    between = replace(job, machines=replace(job.machines, gpu_bytes=(half + whole) // 2))
-    found = find_largest_fit(ds, between, "full")
-    assert found.fits
-    assert found.plan.micro_batch_size == 2
+    between = cluster_of((half + whole) / 2 / GIB / (1 - MARGIN), 1)
+    largest = find_largest_fit(Trial(step), between)
+    assert (largest.fits, largest.plan.micro_batch_size) == (True, 2)
 
 
 def test_a_row_is_the_estimate_of_what_train_py_would_resolve() -> None:
-    job = Job(SHAPE, 64, MACHINES)
-    fit = find_largest_fit(config(2), job, "selective")
-    assert fit.plan.global_batch_size == 64
-    assert fit.step == resolve_step(config(2), SHAPE, fit.plan, "selective")
+    step = step_on(CLUSTER, ds_of(2), SHAPE, 64, "selective")
+    fit = find_largest_fit(Trial(step), CLUSTER)
+    assert fit.step == step_on(CLUSTER, ds_of(2), SHAPE, 64, "selective", fit.plan.micro_batch_size)
     assert fit.estimate == estimate_memory(fit.step)
-
-
-def test_nothing_fits_gives_the_smallest_and_what_is_missing() -> None:
-    job = Job(SHAPE, 64, replace(MACHINES, gpu_bytes=2 * GIB))
-    fit = find_largest_fit(config(0), job, "none")
-    assert not fit.fits
-    assert fit.plan.micro_batch_size == 1
-    assert fit.spare_bytes == 2 * GIB - fit.estimate.total_bytes < 0
+    small = find_largest_fit(Trial(step), cluster_of(2))
+    assert not small.fits
+    assert small.plan.micro_batch_size == 1
+    assert small.spare_bytes == 2 * GIB - small.estimate.total_bytes < 0
 
 
 def test_host_memory_is_counted_per_node_and_checked_when_it_is_known() -> None:
-    ds = parse_ds_config(
-        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True}}, "test"
-    )
-    fit = find_largest_fit(ds, Job(SHAPE, 64, MACHINES), "none")
-    assert fit.host_bytes_per_node == 8 * fit.estimate.host_bytes
-    assert fit.host_bytes_per_node >= 12 * SHAPE.num_parameters
+    trial = Trial(step_on(CLUSTER, ds_of(2, offload_optimizer={"device": "cpu"}), SHAPE, 64))
+    fit = find_largest_fit(trial, CLUSTER)
+    assert fit.host_bytes_per_node == 8 * fit.estimate.host_bytes >= 12 * SHAPE.num_parameters
     assert fit.host_spare_bytes is None
-    small = Job(SHAPE, 64, replace(MACHINES, host_bytes=GIB))
-    assert not find_largest_fit(ds, small, "none").fits
-
-
-@pytest.mark.parametrize(
-    ("keys", "micro_batch_size"),
-    [
-        ({"train_micro_batch_size_per_gpu": 2}, 2),
-        ({"gradient_accumulation_steps": 2}, 4),
-        ({"train_micro_batch_size_per_gpu": "auto"}, 8),
-    ],
-)
-def test_a_batch_size_in_the_file_is_kept(keys: dict[str, object], micro_batch_size: int) -> None:
-    fit = find_largest_fit(config(2, **keys), Job(SHAPE, 64, MACHINES), "full")
-    assert fit.plan.micro_batch_size == micro_batch_size
-
-
-def test_the_flag_wins_over_the_search() -> None:
-    fit = find_largest_fit(config(2), Job(SHAPE, 64, MACHINES, micro_batch_size=2), "none")
-    assert fit.plan.micro_batch_size == 2
-
-
-def test_an_accumulation_that_does_not_divide_gives_way_to_the_batch_of_a_flag_only() -> None:
-    ds = config(2, gradient_accumulation_steps=3)
-    fit = find_largest_fit(ds, Job(SHAPE, 64, MACHINES), "none")
-    assert fit.plan.global_batch_size == 64
-    assert ds.batch_notices(fit.plan)
-    fit = find_largest_fit(ds, Job(SHAPE, 64, MACHINES, is_default_batch=True), "none")
-    assert (fit.plan.global_batch_size % 3, fit.plan.gradient_accumulation_steps) == (0, 3)
+    assert not find_largest_fit(trial, replace(CLUSTER, host_bytes=GIB)).fits
 
 
 @pytest.mark.parametrize(
     ("gpus", "batch", "sizes"), [(7, 64, [1, 2]), (8, 64, [1, 2, 4, 8]), (5, 48, [1, 2]), (7, 7, [1])]
 )
 def test_only_micro_batches_with_the_fewest_fillers_are_tried(gpus: int, batch: int, sizes: list[int]) -> None:
-    job = Job(SHAPE, batch, replace(MACHINES, num_nodes=1, gpus_per_node=gpus))
-    assert cheapest_sizes(job) == sizes
-    assert {fit.plan.micro_batch_size for fit in find_fits(search(job))} <= set(sizes)
-    assert find_largest_fit(config(2), job, "full").plan.micro_batch_size == sizes[-1]
+    cluster = cluster_of(24, gpus)
+    step = step_on(cluster, ds_of(2), SHAPE, batch, "full")
+    assert cheapest_sizes(step) == sizes
+    assert find_largest_fit(Trial(step), cluster).plan.micro_batch_size == sizes[-1]
+    assert find_largest_fit(Trial(step, is_fixed=True), cluster).plan.micro_batch_size == 1
 
 
-def test_more_gpus_than_sequences_are_refused() -> None:
-    with pytest.raises(ConfigError, match="global_batch_size 6 has fewer sequences than there are ranks"):
-        cheapest_sizes(Job(SHAPE, 6, MACHINES))
-
-
-def test_every_legal_strategy_is_a_row_once() -> None:
-    fits = find_fits(search(Job(SHAPE, 64, MACHINES)))
-    strategies = [fit.strategy for fit in fits]
+def test_every_legal_strategy_is_tried_once() -> None:
+    trials = strategies_on(CLUSTER, SHAPE, 64)
+    strategies = [evaluate(trial.step, CLUSTER).strategy for trial in trials]
     assert len(set(strategies)) == len(strategies) == 27
     assert {s.zero_stage for s in strategies if s.offload_param != "none"} == {3}
     assert {s.zero_stage for s in strategies if s.offload_optimizer == "cpu"} == {1, 2, 3}
     assert {s.offload for s in strategies} == {"-", "optim cpu", "both cpu", "both nvme"}
+    assert {trial.step.zero_stage for trial in strategies_on(CLUSTER, SHAPE, 64, "fp16")} == {1, 2, 3}
 
 
-def test_fp16_has_no_row_at_stage_0() -> None:
-    fits = find_fits(search(Job(SHAPE, 64, MACHINES), "fp16"))
-    assert {fit.strategy.zero_stage for fit in fits} == {1, 2, 3}
-    assert {fit.step.precision for fit in fits} == {"fp16"}
+def test_strategies_that_train_py_refuses_are_left_out() -> None:
+    step = step_on(CLUSTER, ds_of(3), SHAPE, 64)
+    frozen = replace(step.optimizer, frozen=("wte*",))
+    trials = try_strategies(Trial(step.changed(optimizer=frozen)))
+    assert "nvme" not in {trial.step.ds.offload_param_device for trial in trials}
+    step = step_on(CLUSTER, ds_of(0), SHAPE, 64).changed(optimizer=get_optimizer("adafactor"))
+    assert {trial.step.zero_stage for trial in try_strategies(Trial(step))} == {0}
 
 
 @pytest.mark.parametrize(
     ("num_nodes", "gpus", "words"),
     [(1, 8, "8 x t4"), (2, 8, "2 nodes x 8 x t4"), (1, 64, "64 x t4 in one node (of several nodes: --num-nodes)")],
 )
-def test_machines_in_words(num_nodes: int, gpus: int, words: str) -> None:
-    assert Machines(num_nodes, gpus, 16 * GIB).in_words("t4") == words
+def test_a_cluster_in_words(num_nodes: int, gpus: int, words: str) -> None:
+    assert cluster_of(16, gpus, num_nodes, gpu="t4").in_words() == words
+
+
+@pytest.mark.parametrize(("name", "like"), [("24gb", "a10g"), ("80gb", "a100-80gb-pcie"), ("16gb", "t4")])
+def test_a_size_is_the_slowest_gpu_that_has_it_with_the_least_memory(name: str, like: str) -> None:
+    gpu = get_gpu(name)
+    assert (gpu.name, gpu.dense_16bit_flops) == (name, get_gpu(like).dense_16bit_flops)
+    assert gpu.memory_gib <= get_gpu(like).memory_gib
+    with pytest.raises(ConfigError, match="GPU '12gb' is not in the table"):
+        get_gpu("12gb")
 
 
 LIKE = GPTShape(n_layer=1, n_head=1, n_embd=64, vocab_size=50257, seq_len=2048, dropout=0.1)
@@ -216,82 +183,68 @@ def test_wider_is_always_larger_and_heads_divide() -> None:
     assert {shape.head_dim for shape in shapes} == {64, 128}
 
 
+EIGHT = cluster_of(40)
+
+
 @pytest.fixture(scope="module")
-def job() -> Job:
-    return Job(LIKE, 64, Machines(1, 8, 40 * GIB))
+def models() -> list[LargestModel]:
+    return find_largest_models(strategies_on(EIGHT, LIKE, 64, modes=("full",)), EIGHT)
 
 
-def test_the_next_width_does_not_fit(job: Job) -> None:
-    models = find_largest_models(search(job, modes=("full",)))
+def test_the_next_width_does_not_fit(models: list[LargestModel]) -> None:
     assert len(models) == 9
     for model in models:
-        assert model.shape is not None
-        assert model.fit is not None
-        assert model.fit.has_margin
+        assert model.shape is not None and model.fit is not None and model.fit.has_margin
         wider = interpolated_shape(model.shape.n_embd + WIDTH_MULTIPLE, LIKE)
-        ds = build_strategy(model.strategy, "bf16")
-        assert ds is not None
-        assert not fit_at(ds, replace(job, shape=wider), "full", 1).has_margin
-
-
-def test_sharding_and_offload_make_room_for_more(job: Job) -> None:
-    models = {model.strategy: model.shape for model in find_largest_models(search(job, modes=("full",)))}
-    order = [
-        *(Strategy(stage, "none", "none", "full") for stage in (0, 1, 2, 3)),
-        Strategy(3, "cpu", "none", "full"),
-        Strategy(3, "cpu", "cpu", "full"),
-    ]
-    sizes = [shape.num_parameters for strategy in order if (shape := models[strategy]) is not None]
-    assert len(sizes) == len(order)
-    assert sizes == sorted(sizes)
-
-
-def test_the_preset_named_is_not_larger(job: Job) -> None:
-    for model in find_largest_models(search(job, modes=("full",))):
-        assert model.shape is not None
+        assert not evaluate(model.fit.step.changed(shape=wider), EIGHT).has_margin
         assert model.preset is not None
         preset = PRESETS[model.preset]
         like = replace(LIKE, n_layer=preset.n_layer, n_head=preset.n_head, n_embd=preset.n_embd)
         assert like.num_parameters <= model.shape.num_parameters
 
 
-def test_nothing_fits_a_card_that_is_too_small(job: Job) -> None:
-    tiny = replace(job, machines=replace(job.machines, gpu_bytes=GIB))
-    assert all(model.shape is None and model.fit is None for model in find_largest_models(search(tiny)))
+def test_sharding_and_offload_make_room_for_more(models: list[LargestModel]) -> None:
+    of_strategy = {model.strategy: model.num_parameters or 0 for model in models}
+    order = [
+        *(Strategy(stage, "none", "none", "full") for stage in (0, 1, 2, 3)),
+        Strategy(3, "cpu", "none", "full"),
+        Strategy(3, "cpu", "cpu", "full"),
+    ]
+    sizes = [of_strategy[strategy] for strategy in order]
+    assert sizes == sorted(sizes)
+
+
+def test_nothing_fits_a_card_that_is_too_small() -> None:
+    tiny = cluster_of(1)
+    assert all(model.fit is None for model in find_largest_models(strategies_on(tiny, LIKE, 64), tiny))
 
 
 LLAMA_8B = PRESETS["llama3-8b"].shape(128256)
+ONE = cluster_of(80, 1)
 
 
 @pytest.fixture(scope="module")
 def longest() -> list[LongestSequences]:
-    return find_longest(search(Job(LLAMA_8B, 1, Machines(1, 1, 80 * GIB))), [1])
-
-
-def fit_of_length(row: LongestSequences, fit: Candidate | None, length: int) -> bool:
-    """Return whether a sequence of another length fits, of the job of `fit` or of one GPU."""
-    machines = fit.machines if fit else Machines(1, 1, 80 * GIB)
-    size = fit.plan.ranks.sequence_parallel_size if fit else 1
-    shape = replace(fit.step.shape if fit else LLAMA_8B, seq_len=length)
-    job = Job(shape, machines.world_size // size, machines, sequence_parallel_size=size)
-    return fit_at(row.ds, job, row.strategy.checkpointing, 1).has_margin
+    trials = [*with_inputs_on_host(strategies_on(ONE, LLAMA_8B, 1), "/local_nvme")]
+    return find_longest(trials, ONE, [1])
 
 
 def test_the_longest_sequence_fits_and_the_next_length_does_not(longest: list[LongestSequences]) -> None:
     assert {row.fits[1] is None for row in longest} == {True, False}
     for row in longest:
-        fit = row.fits[1]
-        assert fit is None or fit.fits
-        length = fit.plan.seq_len if fit else 0
-        assert length % 1024 == 0
-        assert not fit_of_length(row, fit, length + 1024), row
+        if fit := row.fits[1]:
+            length = fit.plan.seq_len
+            assert fit.fits and length % 1024 == 0
+            shape = replace(fit.step.shape, seq_len=length + 1024)
+            longer = fit.step.changed(shape=shape, plan=replace(fit.plan, seq_len=length + 1024))
+            assert not evaluate(longer, ONE).has_margin, row
 
 
 def test_every_mode_of_checkpointing_makes_room_for_longer_sequences(longest: list[LongestSequences]) -> None:
     lengths = {
-        (row.strategy.zero_stage, row.strategy.offload, row.checkpointing): fit.plan.seq_len if fit else 0
+        (row.strategy.zero_stage, row.strategy.offload, row.checkpointing): row.seq_len[1] or 0
         for row in longest
-        if (fit := row.fits[1]) or row.strategy.offload != "-"
+        if row.seq_len[1] or row.strategy.offload != "-"
     }
     assert len(lengths) == 5 * 4, "with offload, blocks' inputs are tried on the host too"
     for stage, offload in {key[:2] for key in lengths}:
@@ -299,13 +252,13 @@ def test_every_mode_of_checkpointing_makes_room_for_longer_sequences(longest: li
         assert all(longer > 1.5 * shorter for shorter, longer in itertools.pairwise(of_modes))
 
 
-def test_the_longest_of_a_file_is_the_file_s_and_host_memory_bounds_it() -> None:
-    ds, lengths = config(3, {"device": "cpu"}, activation_checkpointing={"cpu_checkpointing": True}), []
+def test_host_memory_bounds_the_longest() -> None:
+    on_host, lengths = {"activation_checkpointing": {"cpu_checkpointing": True}}, []
     for host_bytes in (None, 200 * GIB):
-        job = Job(LLAMA_8B, 1, Machines(1, 1, 80 * GIB, host_bytes))
-        (row,) = find_longest(search(job, files=[(ds, "full")]), [1])
+        cluster = cluster_of(80, 1, host_bytes=host_bytes)
+        ds = ds_of(3, sections=on_host, offload_optimizer={"device": "cpu"})
+        (row,) = find_longest([Trial(step_on(cluster, ds, LLAMA_8B, 1, "full"))], cluster, [1])
         fit = row.fits[1]
-        assert row.ds is ds
         assert fit is not None
         lengths.append(fit.plan.seq_len)
     assert lengths[0] > 1.5 * lengths[1]
@@ -313,24 +266,15 @@ def test_the_longest_of_a_file_is_the_file_s_and_host_memory_bounds_it() -> None
     assert counted <= (1 - MARGIN) * 200 * GIB < counted + 32 * 1024 * 4096 * 2
 
 
-@pytest.mark.slow
 def test_the_longest_sequence_grows_with_the_gpus_that_divide_it_and_with_tiles() -> None:
-    """Blocks of divided sequences, and with tiles, are recorded on demand."""
-    machines, sizes = Machines(1, 8, 80 * GIB), (1, 2, 4, 8)
-    lengths = []
+    cluster, lengths = cluster_of(80), []
     for tile in (0, 4096):
-        job = Job(replace(LLAMA_8B, mlp_tile_tokens=tile), 8, machines)
-        rows = find_longest(search(job, modes=("full",)), sizes)
-        for row, size in itertools.product(rows, sizes):
-            if fit := row.fits[size]:
-                assert fit.fits and fit.plan.ranks.sequence_parallel_size == size
-                assert not fit_of_length(row, fit, fit.plan.seq_len + 1024), (row.strategy, size)
-        lengths.append([[fit.plan.seq_len if fit else 0 for fit in row.fits.values()] for row in rows])
-        for of_row in lengths[-1]:
-            assert of_row == sorted(of_row)
-            assert of_row[-1] == 0 or of_row[-1] > 6 * of_row[0]
-    for without, tiled in zip(*lengths, strict=True):
-        assert all(more > less or more == less == 0 for less, more in zip(without, tiled, strict=True))
+        step = step_on(cluster, ds_of(3), replace(LLAMA_8B, mlp_tile_tokens=tile), 8, "full")
+        (row,) = find_longest([Trial(step)], cluster, (1, 2, 8))
+        lengths.append([row.seq_len[size] or 0 for size in (1, 2, 8)])
+        assert lengths[-1] == sorted(lengths[-1])
+        assert lengths[-1][-1] > 6 * lengths[-1][0]
+    assert all(tiled > without for without, tiled in zip(*lengths, strict=True))
 
 
 NEOX_8B = """{"model_type": "gpt_neox", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
@@ -341,14 +285,14 @@ def test_room_and_the_layout_that_leaves_most(tmp_path) -> None:
     (tmp_path / "config.json").write_text(NEOX_8B)
     model = load_hf_model(str(tmp_path))
     assert model is not None
-    configs = find_hf_configs(model, Machines(1, 8, 80 * GIB), "bf16", None)
-    assert [config.strategy.checkpointing for config in configs] == ["none"] * len(configs)
+    configs = find_hf_configs(model, cluster_of(80), "bf16", None)
     assert {config.ds_config.gradient_accumulation_steps for config in configs} == {2}, "most runs accumulate"
     best = most_room(configs)
     assert best.fits
     assert (best.strategy.zero_stage, best.strategy.offload) == (3, "-")
-    small = find_hf_configs(model, Machines(1, 1, 8 * GIB), "bf16", 1)
+    small = find_hf_configs(model, cluster_of(8, 1), "bf16", 1)
     assert {config.ds_config.gradient_accumulation_steps for config in small} == {1}
     missing = [config for config in small if not config.fits]
-    assert missing and all(config.room_bytes <= 0 for config in missing)
-    assert most_room(missing).room_bytes == max(config.room_bytes for config in missing)
+    assert missing and most_room(missing).room_for_activations_bytes == max(
+        config.room_for_activations_bytes for config in missing
+    )

@@ -23,9 +23,10 @@ def test_a_small_batch_is_bound_by_reading_the_weights() -> None:
     assert found.prompt_tokens_per_s == pytest.approx(0.5 * 989e12 / flops)
     seconds = 7000 / found.prompt_tokens_per_s + 1000 / found.output_tokens_per_s
     assert found.requests_per_s == pytest.approx(1 / seconds)
-    prices = found.prices(2.5)
-    assert prices["usd_per_day"] == pytest.approx(60)
-    prompt, output = prices["usd_per_million_prompt_tokens"], prices["usd_per_million_output_tokens"]
+    priced = found.with_prices(2.5)
+    assert priced.usd_per_day == pytest.approx(60)
+    prompt, output = priced.usd_per_million_prompt_tokens, priced.usd_per_million_output_tokens
+    assert prompt is not None and output is not None
     # A day of nothing but output costs what its tokens cost.
     assert output * found.output_tokens_per_s * 86400 / 1e6 == pytest.approx(60)
     assert prompt < output / 5

@@ -14,7 +14,6 @@ from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.config.hardware import Cluster, custom_gpu, get_gpu, get_interconnect
 from llmscale.config.optimizers import ADAMW, MUON, OptimizerSpec
 from llmscale.config.resolve import ResolvedStep, resolve_step
-from llmscale.planning.calibration import nearest_rows
 from llmscale.planning.kernels import KernelSettings
 from llmscale.planning.step_time import (
     OWN_KERNELS,
@@ -73,7 +72,7 @@ def predict(row: dict[str, str], step_of) -> float:
     )
     found = estimate_step(
         step_of(STAGE_3, shape, plan, "full" if row["recompute"] == "1" else "none"),
-        Cluster(get_gpu(row["gpu"]), 8, nearest_rows(get_gpu(row["gpu"])).network),
+        Cluster(get_gpu(row["gpu"]), 8, get_interconnect("roce-200g" if row["gpu"].startswith("a100") else "ib-400g")),
         KernelSettings("flash-1", loss_chunk_tokens=None),
         traffic,
     )

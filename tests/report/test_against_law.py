@@ -5,7 +5,7 @@ import math
 import pytest
 
 from llmscale.planning.scaling import BESIROGLU, HOFFMANN, Interval
-from llmscale.report.data import expect
+from llmscale.report.charts import expect
 
 
 def test_is_the_law_at_the_runs_size() -> None:

@@ -37,9 +37,10 @@ addEventListener("load", () => setTimeout(() => {
     { clientX: box.left + box.width * part, clientY: box.top + 20, bubbles: true, button: 0, movementX: 9 }));
   mouse(over, "mouseenter", 0.5);
   mouse(over, "mousemove", 0.5);
-  const tip = document.querySelector(".tip").textContent;
+  const tip = document.querySelector(".u-legend").textContent;
   const heads = () => [...document.querySelectorAll("button.head")];
-  const cells = () => heads().slice(0, 1).flatMap((head) => [...head.closest("table").tBodies[0].rows])
+  const rows = () => heads().slice(0, 1).flatMap((head) => [...head.closest("table").tBodies[0].rows]);
+  const cells = () => rows().filter((row) => !row.hidden)
     .map((row) => row.cells[0].textContent);
   const press = (label) => heads().find((head) => head.textContent.startsWith(label))?.click();
   const orders = [];

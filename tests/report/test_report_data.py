@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 
 from llmscale.errors import ConfigError
 from llmscale.report import data
-from llmscale.report.data import LEAST_POINTS, build_report, training_hours
-from llmscale.report.history import load_history
+from llmscale.report.charts import training_hours
+from llmscale.report.data import LEAST_POINTS, build_report
+from llmscale.report.history import RunHistory, load_history
 from llmscale.report.html_page import build_page
+from llmscale.report.run_facts import load_facts
 from llmscale.report.run_list import find_runs
 from tests.report.runs import full_run, hostile_run, start, train, write_run
 
@@ -22,19 +25,48 @@ def report_of(*folders: Path) -> Any:
     return report
 
 
+def curves_of(report: Any) -> dict[str, list[dict]]:
+    """Curves by the title of their chart."""
+    return {chart["title"]: chart["curves"] for chart in report["charts"]}
+
+
 def test_every_kind_of_record_is_in_it(tmp_path: Path) -> None:
-    run = report_of(full_run(tmp_path))["runs"][0]
+    report = report_of(full_run(tmp_path))
+    (run,), curves = report["runs"], curves_of(report)
     assert run["axis"]["steps"] == list(range(1, 41))
-    assert run["curves"]["loss"]["values"][0] == 8
-    assert run["validation"] == {"steps": [40], "loss": [3.5], "bits_per_byte": [1.3], "by_set": {}}
-    assert run["evaluations"] == [{"task": "hellaswag", "value": "acc", "steps": [40], "values": [0.3]}]
+    training, validation = curves["Training and validation loss"]
+    assert training["values"][0] == 8 and "steps" not in training
+    assert (validation["steps"], validation["values"]) == ([40], [3.5])
+    assert validation["bytes_per_token"] == pytest.approx(3.5 / 1.3 / math.log(2))
+    (evaluation,) = curves["hellaswag"]
+    assert (evaluation["steps"], evaluation["values"]) == ([40], [0.3])
     assert run["samples"] == [{"step": 40, "prompt": "The ", "text": "The end"}]
-    assert [at["step"] for at in run["estimated_memory"]] == [0, 20]
+    _, estimated = curves["Memory of one rank"]
+    assert (estimated["steps"], estimated["values"]) == ([0, 20, 40], [0.25, 0.25, 0.25])
     assert run["summary"]["starts"] == 2
     assert run["summary"]["tokens"] == 40 * 1024
-    assert run["time_shares"]["data_wait"] == pytest.approx([0.2] * 40)
-    # What no record says has no curve.
-    assert not {"z_loss", "loss_scale", "mfu"} & run["curves"].keys()
+    assert curves["Waiting for data"][0]["values"] == pytest.approx([20] * 40)
+    # What no record says has no chart.
+    assert not {"Auxiliary z-loss", "Loss scale", "Model FLOPs utilisation"} & curves.keys()
+
+
+def test_a_published_result_is_a_line_in_the_charts_of_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = replace(load_facts(full_run(tmp_path), RunHistory()), model="gpt2-124m", source="hf:a/fineweb-edu:b")
+    monkeypatch.setattr(data, "load_facts", lambda *_: facts)
+    (_, line) = curves_of(report_of(tmp_path))["Validation loss"]
+    assert (line["steps"], line["values"]) == ([40, 40], [3.2924, 3.2924])
+    facts = replace(facts, source="hf:another/text")
+    assert len(curves_of(report_of(tmp_path))["Validation loss"]) == 1
+
+
+def test_parts_of_a_run_have_charts_of_their_own_in_a_comparison(tmp_path: Path) -> None:
+    records = [start(), *(train(step, loss_by_set={"web": 3.0, "code": 2.0}) for step in (1, 2))]
+    runs = [write_run(tmp_path / name, records) for name in ("a", "b")]
+    units = [chart["unit"] for chart in report_of(*runs)["charts"] if chart["title"] == "Loss by set"]
+    assert units == ["nats per token, a", "nats per token, b"]
+    assert [curve["label"] for curve in curves_of(report_of(runs[0]))["Loss by set"]] == ["web", "code"]
 
 
 def test_hours_are_those_of_steps_and_of_this_history(tmp_path: Path) -> None:
@@ -54,17 +86,17 @@ def test_a_long_run_keeps_its_spikes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(data, "MOST_POINTS", LEAST_POINTS)
     num_steps = 3 * LEAST_POINTS
     records = (train(step, 99.0 if step == 1_234 else 2.0) for step in range(1, num_steps + 1))
-    run = report_of(write_run(tmp_path, records))["runs"][0]
-    curve = run["curves"]["loss"]
+    report = report_of(write_run(tmp_path, records))
+    run, (curve,) = report["runs"][0], curves_of(report)["Training loss"]
     assert len(curve["values"]) == len(curve["steps"]) <= LEAST_POINTS + 3
     assert curve["values"][curve["steps"].index(1_234)] == 99
     assert run["axis"]["tokens"][-1] == num_steps * 1024
 
 
 def test_what_is_no_number_is_null(tmp_path: Path) -> None:
-    run = report_of(write_run(tmp_path, [train(1), train(2, math.nan), train(3)]))["runs"][0]
-    assert run["curves"]["loss"]["values"][1] is None
-    assert run["summary"]["loss"] is not None
+    report = report_of(write_run(tmp_path, [train(1), train(2, math.nan), train(3)]))
+    assert curves_of(report)["Training loss"][0]["values"][1] is None
+    assert report["runs"][0]["summary"]["loss"] is not None
 
 
 def test_runs_and_their_differences(tmp_path: Path) -> None:

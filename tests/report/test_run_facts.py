@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from llmscale.data.shards.manifest import load_manifest
-from llmscale.report.data import load_facts
 from llmscale.report.history import RunHistory, load_history
+from llmscale.report.run_facts import load_facts
 from tests.report.runs import HOSTILE, SHAPE, full_run, hostile_run, start, train, write_run
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from llmscale.report.data import MOST_MARKS, find_marks, how_it_ended
 from llmscale.report.history import load_history
+from llmscale.report.run_marks import MOST_MARKS, find_marks, how_it_ended
 from tests.report.runs import HOSTILE, full_run, start, train, write_run
 
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from llmscale.report.data import spread, thin
+from llmscale.report.charts import spread, thin
 
 
 def test_few_values_are_all_kept() -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from llmscale.config.hardware import Cluster, measured_gpu
 from llmscale.config.run_arguments import parse_run_config
 from llmscale.engine.device_memory import MeasuredMemory
-from llmscale.planning.search import Job, Machines, find_largest_fit
+from llmscale.planning.search import Trial, find_largest_fit
 from llmscale.training.start import (
     OutOfMemory,
     Start,
@@ -44,8 +45,8 @@ def prepared(tiny_set: Path, tmp_path: Path) -> Callable[..., Start]:
 def test_the_estimate_is_that_of_the_command_line(prepared: Callable[..., Start]) -> None:
     run = prepared("--micro-batch-size", "32")
     estimate = estimate_run(run, None)
-    job = Job(run.resolved.shape, 2048, Machines(1, 2, 80 * GIB), micro_batch_size=32)
-    assert estimate == find_largest_fit(run.resolved.ds, job, "none").estimate
+    cluster = Cluster(measured_gpu("", 80 * GIB, None), 2)
+    assert estimate == find_largest_fit(Trial(run.resolved, is_fixed=True), cluster).estimate
 
 
 def test_flags_that_override_the_ds_config_count(prepared: Callable[..., Start]) -> None:

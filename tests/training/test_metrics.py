@@ -64,9 +64,12 @@ def test_a_declared_metric_is_in_the_line_the_record_and_the_report(tmp_path: Pa
     log = MetricsLog(tmp_path, 30)
     log.log_step(make_metrics())
     log.close()
-    charts = {chart["name"]: chart for chart in build_report([tmp_path])["charts"]}  # type: ignore[attr-defined]
-    assert charts.keys() == {name for name, declared in METRICS.items() if declared.chart} <= numbers
-    assert (charts["mfu"]["unit"], charts["mfu"]["factor"]) == ("% of the hardware's peak", 100)
+    charts = {chart["title"]: chart for chart in build_report([tmp_path])["charts"]}  # type: ignore[attr-defined]
+    declared = {name: metric.chart for name, metric in METRICS.items() if metric.chart}
+    assert declared.keys() <= numbers
+    given = {chart.title for name, chart in declared.items() if getattr(make_metrics(), name) is not None}
+    assert given and given <= charts.keys()
+    assert charts["Model FLOPs utilisation"]["curves"][0]["values"] == [41.5]
 
 
 @pytest.mark.parametrize(
@@ -85,8 +88,8 @@ def test_sensors_are_in_the_record_and_the_report_where_there_are_some(tmp_path:
     first, second = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert not {"power_w", "temperature_c", "gpu_utilisation"} & first.keys()
     assert (second["power_w"], second["temperature_c"], second["gpu_utilisation"]) == (650.0, 63, 0.97)
-    curves = build_report([tmp_path])["runs"][0]["curves"]  # type: ignore[index]
-    assert curves["power_w"]["values"] == [None, 650.0]
+    charts = {chart["title"]: chart for chart in build_report([tmp_path])["charts"]}  # type: ignore[attr-defined]
+    assert charts["Power"]["curves"][0]["values"] == [None, 650.0]
 
 
 def test_what_is_no_number_is_null_and_the_file_stays_json(tmp_path: Path) -> None:
@@ -150,6 +153,17 @@ def test_pauses_are_taken_out_and_phases_divided_by_steps(clock: list[float]) ->
     assert (interval.step_s, interval.data_wait_s) == (7.5, 1.0)
     assert (interval.forward_backward_s, interval.optimizer_step_s) == (4.0, 2.0)
     assert interval.other_s == 0.5
+
+
+def test_each_reading_begins_anew(clock: list[float]) -> None:
+    meter = StepMeter(PhaseTimer(torch.device("cpu")))
+    clock[0] += 9
+    meter.count_step()
+    assert meter.read().step_s == 9
+    clock[0] += 3
+    meter.count_step()
+    meter.count_step()
+    assert meter.read().step_s == 1.5
 
 
 def test_a_pause_that_fails_still_ends(clock: list[float]) -> None:

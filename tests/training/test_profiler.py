@@ -89,3 +89,9 @@ def test_a_profile_that_is_cut_short_is_reported(profiling: Callable) -> None:
     assert reported == []
     action.close()
     assert len(reported) == 1 and reported[0].startswith("WARNING: --profile 2:5"), reported
+
+
+def test_a_rollback_to_after_the_profiled_steps_reports_nothing(profiling: Callable) -> None:
+    action, reported = profiling("2:5", is_rollback=True)
+    action.begin(6)
+    assert reported == []

@@ -226,6 +226,11 @@ def test_a_thousand_ranks_stay_short_and_quick() -> None:
     assert len(pickle.dumps(digest(SECTIONS))) < 1000, "what every rank sends when all is well"
 
 
+def test_every_rank_its_own_value() -> None:
+    error = compare([changed("configuration", lr=str(rank)) for rank in range(64)])
+    assert "lr is 0 on rank 0, 1 on rank 1 (host node-0), 2 on rank 2 (host node-0) and 61 other values" in str(error)
+
+
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.config.hardware import GPU, get_gpu
-from llmscale.planning.search import Machines
+from llmscale.config.hardware import Cluster, measured_gpu
 from llmscale.training.reports import describe_demo, hpz_warnings
 
-A100S = Machines(num_nodes=2, gpus_per_node=8, gpu_bytes=80 << 30)
+A100S, UNKNOWN = (
+    Cluster(measured_gpu(name, 80 << 30, (8, 0)), 8, num_nodes=2) for name in ("NVIDIA A100-SXM4-80GB", "A GPU")
+)
 
 
 @pytest.mark.parametrize(
@@ -20,17 +21,13 @@ def test_groups_that_gain_nothing_are_said(group: int, ranks_per_node: list[int]
 
 
 @pytest.mark.parametrize(
-    ("machines", "gpu", "words"),
+    ("cluster", "words"),
     [
-        (None, None, "`llmscale estimate --gpu list`"),
-        (
-            A100S,
-            get_gpu("a100-80gb"),
-            "--model gpt3-13b --gpu a100-80gb --num-gpus 8 --num-nodes 2`",
-        ),
-        (A100S, None, "a --model that `llmscale estimate` recommends for these GPUs"),
+        (None, "`llmscale estimate --gpu list`"),
+        (A100S, "--model gpt3-13b --gpu a100-80gb --num-gpus 8 --num-nodes 2`"),
+        (UNKNOWN, "a --model that `llmscale estimate` recommends for these GPUs"),
     ],
 )
-def test_the_demo_says_what_a_real_run_has(machines: Machines | None, gpu: GPU | None, words: str) -> None:
-    line = describe_demo("tiny-10m", machines, gpu)
+def test_the_demo_says_what_a_real_run_has(cluster: Cluster | None, words: str) -> None:
+    line = describe_demo("tiny-10m", cluster)
     assert "--data FOLDER" in line and "--text FOLDER" in line and words in line

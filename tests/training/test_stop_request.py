@@ -20,6 +20,7 @@ from llmscale.training.stop_request import (
     is_left_by_others,
     launcher_name,
 )
+from llmscale.untrusted.interpreter import module_command
 from tests.conftest import HANG_S
 
 
@@ -257,6 +258,15 @@ def test_the_end_of_any_launcher_in_a_row_is_noticed(start: Callable, number: si
     top.wait()
 
 
+def test_a_launcher_that_nobody_reaps_has_ended(start: Callable) -> None:
+    """As in a container whose first process is no init."""
+    top = start("deepspeed")
+    assert said(top) == "watching"
+    os.kill(top.pid, signal.SIGKILL)
+    assert "process" in said(top)
+    top.wait()
+
+
 @pytest.mark.parametrize("names", [("bash",), ("deepspeed", "a_users_own.py")])
 def test_the_end_of_anything_else_changes_nothing(start: Callable, names: Sequence[str]) -> None:
     """Nor that of a launcher above it: what a user's own program starts is not that launcher's rank."""
@@ -308,6 +318,12 @@ def test_deepspeed_that_died_before_it_had_ranks(tmp_path: Path) -> None:
             launch.kill()
             assert said(launch).startswith("the end of its launcher (deepspeed.launcher.launch")
         launch.wait()
+
+
+def test_a_module_that_llmscale_itself_starts_counts() -> None:
+    command = module_command("deepspeed.launcher.launch", "--node_rank=0", "train.py", flags=["-u"])
+    assert launcher_name(command) == "deepspeed.launcher.launch"
+    assert launcher_name(module_command("json.tool")) is None
 
 
 @pytest.mark.parametrize(

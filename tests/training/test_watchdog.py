@@ -92,6 +92,11 @@ def test_a_failure_and_a_stop_are_told_apart(pipe: Pipe, code: str, phase: str) 
     assert pipe.reports()[-1]["phase"] == phase
 
 
+def test_a_launcher_that_does_not_read_delays_no_step(pipe: Pipe) -> None:
+    rank = pipe.start("for step in range(20_000): heartbeat.beat('training', step)")
+    assert rank.wait(HANG_S) == 0
+
+
 def test_no_child_of_a_rank_reports_to_the_launcher(pipe: Pipe) -> None:
     code = "import subprocess; subprocess.run([sys.executable, '-c', 'import os; print(os.environ)'])"
     assert REPORTS_VARIABLE not in pipe.start(code).communicate()[0]

@@ -105,10 +105,11 @@ def examine(request: ProbeRequest) -> HostReport:
     """Run all checks, each announced on stderr: the last line tells what a stuck disk or driver has stopped."""
     _announce("looking at the installed software")
     rows = [*check_software()]
-    _announce("importing what train.py imports")
-    rows += check_imports(request.timeout_s)
     _announce("asking the GPU driver")
-    rows += check_gpus(request.hosts[request.host], request.timeout_s)
+    gpus, problem = list_gpus(request.timeout_s)
+    rows += check_gpus(gpus, problem, request.slots)
+    _announce("importing what train.py imports")
+    rows += check_imports(gpus, request.timeout_s)
     _announce("looking up names and addresses")
     rows += [*check_network(request), check_shared_memory()]
     _announce("reading the run's configuration, data and folder")
@@ -123,7 +124,7 @@ def examine(request: ProbeRequest) -> HostReport:
         rows += check_ds_config(Path(request.ds))
     return HostReport(
         rows=tuple(rows),
-        num_gpus=len(list_gpus(request.timeout_s)[0]),
+        num_gpus=len(gpus),
         address=first_address(),
         spare_port=request.port if is_free(request.port) else find_port(),
         folder=os.path.abspath(config.run) if config else None,

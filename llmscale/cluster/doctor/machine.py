@@ -8,11 +8,11 @@ import os
 import platform
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llmscale.cluster.doctor.report import CheckRow, ProbeRequest, green, red, shared, split_error
-from llmscale.cluster.launch.ranks import is_free, list_gpus, run_lines
+from llmscale.cluster.launch.ranks import Gpu, is_free, run_lines
 from llmscale.cluster.remote import PACKAGE
 from llmscale.config.bundled_files import install_command
 from llmscale.engine.network import check_interfaces, interface_addresses, source_address
@@ -51,8 +51,8 @@ os._exit(0)
 """
 
 
-def check_imports(timeout_s: float) -> Iterator[CheckRow]:
-    """Check train.py's imports, and that torch sees the GPUs that the driver lists. Raises OSError."""
+def check_imports(gpus: Sequence[Gpu], timeout_s: float) -> Iterator[CheckRow]:
+    """Check train.py's imports, and that torch sees the GPUs that the driver lists."""
     answer, problem = run_lines(code_command(_IMPORT_CODE), timeout_s)
     if problem or not answer:
         problem = problem or "no output"
@@ -61,7 +61,6 @@ def check_imports(timeout_s: float) -> Iterator[CheckRow]:
         )
         return
     yield green("imports", "train.py's imports work")
-    gpus, _ = list_gpus(timeout_s)
     if gpus and answer[-1] == "gpus 0":
         yield red(
             "gpus",
@@ -74,9 +73,11 @@ def check_imports(timeout_s: float) -> Iterator[CheckRow]:
 _IDLE_BYTES = 2 * 2**30
 
 
-def check_gpus(slots: int, timeout_s: float) -> Iterator[CheckRow]:
-    """Check that each slot has a free GPU; a host without any is fine as long as no other host has one."""
-    gpus, problem = list_gpus(timeout_s)
+def check_gpus(gpus: Sequence[Gpu], problem: str | None, slots: int) -> Iterator[CheckRow]:
+    """Check that each slot has a free GPU; a host without any is fine as long as no other host has one.
+
+    `problem` is nvidia-smi's, if it fails.
+    """
     if problem:
         fix = "sudo modprobe nvidia, or reboot after a driver update; dmesg | grep -i nvrm says why."
         yield red("gpus", f"nvidia-smi fails: {problem}", fix)

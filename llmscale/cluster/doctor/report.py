@@ -69,6 +69,10 @@ class ProbeRequest:
     """Time limit of the probe."""
 
     @property
+    def slots(self) -> int:
+        return self.hosts[self.host]
+
+    @property
     def world_size(self) -> int:
         return sum(self.hosts.values())
 

@@ -14,7 +14,7 @@ from llmscale.config.bundled_files import DS_CONFIGS
 from llmscale.config.deepspeed.foreign import read_foreign
 from llmscale.config.deepspeed.resolve import load_ds_config, parse_ds_config
 from llmscale.config.deepspeed.rules import find_problems
-from llmscale.config.hardware import find_gpu
+from llmscale.config.hardware import Cluster, measured_gpu
 from llmscale.config.run_arguments import parse_run_config
 from llmscale.config.run_config import RunConfig
 from llmscale.data.mixture import open_training_sets
@@ -22,7 +22,7 @@ from llmscale.data.shards.verify_shards import check_files
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.memory.breakdown import describe_breakdown, format_size
 from llmscale.planning.recommend import find_smallest_change
-from llmscale.planning.search import MARGIN, Job, Machines, fit_at
+from llmscale.planning.search import MARGIN, evaluate
 from llmscale.training.inputs import read_inputs, with_prepared_text
 from llmscale.training.start import Start, check_space, resolve_start
 
@@ -111,26 +111,12 @@ def _check_memory(start: Start, request: ProbeRequest) -> Iterator[CheckRow]:
     if not gpus:
         return
     smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
-    known = find_gpu(smallest.name)
-    nodes, rest = divmod(request.world_size, request.hosts[request.host])
+    nodes, rest = divmod(request.world_size, request.slots)
     # Hosts of different sizes: offloaded states are then not compared with the host's memory.
-    nodes, per_node, host_bytes = (
-        (request.world_size, 1, None) if rest else (nodes, request.hosts[request.host], host_memory_bytes())
-    )
-    machines = Machines(nodes, per_node, smallest.memory_bytes, host_bytes, known.capability if known else None)
-    run, plan = start.resolved, start.resolved.plan
-    sizes = plan.ranks.sequence_parallel_size, plan.ranks.expert_parallel_size
-    job = Job(
-        run.shape,
-        plan.global_batch_size,
-        machines,
-        plan.micro_batch_size,
-        run.optimizer,
-        run.loss.chunk_tokens,
-        *sizes,
-    )
-    fit = fit_at(run.ds, job, run.checkpointing, plan.micro_batch_size)
-    change = None if fit.fits else find_smallest_change(run.ds, job, run.checkpointing, plan.micro_batch_size)
+    nodes, per_node, host_bytes = (request.world_size, 1, None) if rest else (nodes, request.slots, host_memory_bytes())
+    gpu = measured_gpu(smallest.name, smallest.memory_bytes, None)
+    fit = evaluate(start.resolved, Cluster(gpu, per_node, num_nodes=nodes, host_bytes=host_bytes))
+    change = None if fit.fits else find_smallest_change(fit.step, fit.cluster)
     found = f"{format_size(fit.estimate.total_bytes)} of {format_size(smallest.memory_bytes)} on {smallest.name}"
     if fit.has_margin:
         yield green("memory", found)

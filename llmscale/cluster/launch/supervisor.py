@@ -73,10 +73,6 @@ class Attempt:
 _ATTEMPT = TypeAdapter(Attempt)
 
 
-def attempt_logs(run: Path, number: int) -> Path:
-    return run / LOGS_NAME / f"attempt-{number:04d}"
-
-
 def read_attempts(run: Path) -> list[Attempt]:
     """Return all attempts, each as it was last recorded. Damaged lines are skipped: the record must not stop a run."""
     attempts: dict[int, Attempt] = {}
@@ -247,7 +243,7 @@ class Supervisor:
         number = 1 + max((attempt.number for attempt in (*read_attempts(self._run), *self._attempts)), default=0)
         run = self._gather(inputs)
         hosts = {name: host.host.slots for name, host in run.hosts.items()}
-        logs = str(attempt_logs(self._run, number)) if hosts else ""
+        logs = str(self._run / LOGS_NAME / f"attempt-{number:04d}") if hosts else ""
         attempt = Attempt(number, began_utc, hosts, sum(hosts.values()), "", dict(run.left_out), logs)
         try:
             if self._stop_signals:

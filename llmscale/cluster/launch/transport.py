@@ -48,7 +48,6 @@ def _slots(variables: Mapping[str, str]) -> int:
 
 
 LAUNCHERS = ("ssh", "slurm")
-_HOST = "llmscale.cluster.launch.host"
 
 
 def host_command_by(launcher: str) -> Callable[[Host], list[str]]:
@@ -58,23 +57,17 @@ def host_command_by(launcher: str) -> Callable[[Host], list[str]]:
     """
 
     def host_command(host: Host) -> list[str]:
-        argv = module_argv(_HOST)
+        argv = module_argv("llmscale.cluster.launch.host")
         if launcher == "slurm":
-            return _srun_command(host.name, argv)
+            # One task on the node, as ssh would, with its full memory and cores, not the share of one task.
+            where = ["--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap", "--mem=0", "--cpu-bind=none"]
+            return ["srun", *where, "--unbuffered", "--quiet", "--export=ALL", "--kill-on-bad-exit=0", *argv]
         if is_this_machine(host.name):
             # This shell's own ssh connection says nothing about how the hosts reach each other.
             return ["env", "--unset=SSH_CONNECTION", *argv]
         return command_for(host.name, argv)
 
     return host_command
-
-
-def _srun_command(host: str, argv: list[str]) -> list[str]:
-    """Return the command that runs `argv` as one task on one node of the job, as ssh would."""
-    # The node's full memory and cores; otherwise a step gets the share of one task.
-    share = ["--mem=0", "--cpu-bind=none"]
-    where = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap"]
-    return ["srun", *where, *share, "--unbuffered", "--quiet", "--export=ALL", "--kill-on-bad-exit=0", *argv]
 
 
 class HostConnection:

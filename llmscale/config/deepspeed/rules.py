@@ -237,7 +237,7 @@ def _explain(detail: ErrorDetails, config: dict[str, object]) -> Change:
 def _meant(dotted: str, value: object) -> object:
     """Return the legal value for one that is quoted, or for a section that is a boolean or a stage; None for others."""
     config: dict[str, object] = {"zero_optimization": {"stage": 0}}
-    with suppress(ValueError, RecursionError):
+    with suppress(ValueError):
         meant = json.loads(value.lower()) if isinstance(value, str) else None
         if isinstance(value, int):
             meant = {"enabled": value} if isinstance(value, bool) else {"stage": value}

@@ -191,8 +191,8 @@ class Annotations:
     @property
     def exact_keys(self) -> list[int]:
         """Keys of the documents that reached the step exact."""
-        found = (finding for document in self.documents for finding in document.findings.values())
-        return [finding.key for finding in found if isinstance(finding, ExactKey)]
+        findings = (finding for document in self.documents for finding in document.findings.values())
+        return [finding.key for finding in findings if isinstance(finding, ExactKey)]
 
 
 class Annotator:

@@ -11,7 +11,6 @@ import codecs
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -53,11 +52,11 @@ def read_evaluation_text(paths: Sequence[Path]) -> EvaluationNgrams:
     for path in paths:
         before = len(labels)
         for where, text in _read_items(path):
-            found = np.unique(hash_ngrams(Text(text).word_hashes, NGRAM_WORDS))
-            num_short += not len(found)
-            if len(found):
-                hashes.append(found)
-                items.append(np.full(len(found), len(labels), np.uint32))
+            ngrams = np.unique(hash_ngrams(Text(text).word_hashes, NGRAM_WORDS))
+            num_short += not len(ngrams)
+            if len(ngrams):
+                hashes.append(ngrams)
+                items.append(np.full(len(ngrams), len(labels), np.uint32))
                 labels.append(where)
         if len(labels) == before:
             raise DataError(
@@ -79,19 +78,12 @@ def _read_items(path: Path) -> Iterator[tuple[str, str]]:
     suffix, file = suffix_of(path), LocalFile(path, path.parent)
     with opened(file) as raw, unpacked(raw, file.name, file.size_bytes) as contents:
         head = head_of(contents).removeprefix(codecs.BOM_UTF8).lstrip()
-        if suffix in _JSONL_SUFFIXES or _is_json(head.partition(b"\n")[0]):
+        if suffix in _JSONL_SUFFIXES or re.fullmatch(rb"\{.*\}\s*", head.partition(b"\n")[0]):
             yield from _read_lines(contents, str(path))
         elif suffix == ".json" or re.match(rb'\[\s*[{"]|\{\s*"', head):
             yield from _read_json(contents, str(path))
         else:
             yield str(path), _decode(contents.read(MAX_DOCUMENT_BYTES + 1), str(path))
-
-
-def _is_json(line: bytes) -> bool:
-    """Return whether a line is a JSON object."""
-    with suppress(ValueError, RecursionError):
-        return isinstance(json.loads(line), dict)
-    return False
 
 
 def _read_lines(file: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
@@ -102,7 +94,7 @@ def _read_lines(file: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
         text = _decode(line, where)
         if not text.strip():
             continue
-        yield where, _text_of(_parse(text, where), where)
+        yield where, "\n".join(_strings(_parse(text, where)))
 
 
 def _read_json(file: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
@@ -110,25 +102,16 @@ def _read_json(file: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
     items = enumerate(value, start=1) if isinstance(value, list) else [(0, value)]
     for number, item in items:
         where = f"{name}, entry {number}" if number else name
-        yield where, _text_of(item, where)
+        yield where, "\n".join(_strings(item))
 
 
 def _parse(text: str, where: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _no_json(where, error) from None
-
-
-def _text_of(value: object, where: str) -> str:
-    try:
-        return "\n".join(_strings(value))
-    except RecursionError as error:
-        raise _no_json(where, error) from None
-
-
-def _no_json(where: str, error: Exception) -> DataError:
-    return DataError(f"--decontaminate {where} is not JSON: {error}. Correct it, so that no item is missed.")
+        raise DataError(
+            f"--decontaminate {where} is not JSON: {error}. Correct it, so that no item is missed."
+        ) from None
 
 
 def _strings(value: object) -> Iterator[str]:

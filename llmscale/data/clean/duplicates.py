@@ -7,6 +7,7 @@ count. So each removed document has a near duplicate among those kept, and the r
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -216,13 +217,14 @@ class NearIndex:
         self._keys, self._minima = keys.tolist(), sketches.minima
         older: dict[int, set[int]] = defaultdict(set)
         for band, index in enumerate(self._bands):
-            for row, found in zip(*(found.tolist() for found in index.find(keys[:, band])), strict=True):
-                older[row].add(found)
-        self._older = {row: sorted(found) for row, found in older.items()}
+            rows, documents = index.find(keys[:, band])
+            for row, document in zip(rows.tolist(), documents.tolist(), strict=True):
+                older[row].add(document)
+        self._older = {row: sorted(documents) for row, documents in older.items()}
 
     def decide(self, number: int, row: int) -> Removed | None:
         """Remove document `number`, in `row` of the batch, if it is near an earlier one; otherwise remember it."""
-        recent = {kept for band, key in enumerate(self._keys[row]) for kept in self._recent[band].get(key, ())}
+        recent = {document for band, key in enumerate(self._keys[row]) for document in self._recent[band].get(key, ())}
         candidates = [*self._older.get(row, ()), *sorted(recent)][:_MOST_COMPARED]
         if candidates:
             similarities = self._compare(row, candidates)
@@ -236,23 +238,24 @@ class NearIndex:
 
     def _compare(self, row: int, candidates: list[int]) -> NDArray[np.float64]:
         """Estimate similarities, [candidates], by minima that agree in a byte, minus those that agree by chance."""
-        others = np.stack([self._blocks[kept // _BLOCK_DOCUMENTS][kept % _BLOCK_DOCUMENTS] for kept in candidates])
+        places = [divmod(document, _BLOCK_DOCUMENTS) for document in candidates]
+        others = np.stack([self._blocks[block][place] for block, place in places])
         return ((others == self._minima[row]).mean(axis=1) - 1 / 256) / (1 - 1 / 256)
 
     def _add(self, number: int, row: int) -> None:
-        kept = len(self._numbers)
-        if kept % _BLOCK_DOCUMENTS == 0:
+        document = len(self._numbers)
+        if document % _BLOCK_DOCUMENTS == 0:
             self._blocks.append(np.empty((_BLOCK_DOCUMENTS, self._settings.permutations), np.uint8))
-        self._blocks[-1][kept % _BLOCK_DOCUMENTS] = self._minima[row]
+        self._blocks[-1][document % _BLOCK_DOCUMENTS] = self._minima[row]
         self._numbers.append(number)
         for band, key in enumerate(self._keys[row]):
-            self._recent[band][key].append(kept)
+            self._recent[band][key].append(document)
 
     def _sort_recent(self) -> None:
         for band, recent in enumerate(self._recent):
-            lengths = [len(found) for found in recent.values()]
+            lengths = [len(documents) for documents in recent.values()]
             keys = np.repeat(np.fromiter(recent, np.uint32, len(recent)), lengths)
-            numbers = np.fromiter((kept for found in recent.values() for kept in found), np.uint32, sum(lengths))
+            numbers = np.fromiter(itertools.chain.from_iterable(recent.values()), np.uint32, sum(lengths))
             self._bands[band].add(keys, numbers)
             recent.clear()
         self._first_recent = len(self._numbers)

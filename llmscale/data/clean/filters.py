@@ -116,12 +116,12 @@ def hash_ngrams(word_hashes: Hashes, n: int) -> Hashes:
 def number_words(words: Sequence[str]) -> Hashes:
     """Hash each word, [words], comparably within one document only, which is far cheaper than a global hash."""
     numbers: dict[str, int] = {}
-    found = np.fromiter((numbers.setdefault(word, len(numbers)) for word in words), np.uint64, len(words))
-    found += np.uint64(1)
-    found *= np.uint64(0xD6E8FEB86659FD93)
-    found ^= found >> np.uint64(32)
-    found *= np.uint64(0xD6E8FEB86659FD93)
-    return found
+    hashes = np.fromiter((numbers.setdefault(word, len(numbers)) for word in words), np.uint64, len(words))
+    hashes += np.uint64(1)
+    hashes *= np.uint64(0xD6E8FEB86659FD93)
+    hashes ^= hashes >> np.uint64(32)
+    hashes *= np.uint64(0xD6E8FEB86659FD93)
+    return hashes
 
 
 #: Why text was removed, as written to the files of removed documents: `rule`, then the evidence.
@@ -450,7 +450,7 @@ class C4Filter:
         self._needs_end = terminal_punctuation
 
     def __call__(self, text: Text) -> Removed | Changed | None:
-        kept: list[str] = []
+        lines_left: list[str] = []
         parts: list[tuple[str, Why]] = []
         num_sentences = 0
         for raw in text.content.splitlines():
@@ -461,14 +461,14 @@ class C4Filter:
                 return why
             if why is None:
                 num_sentences += max(1, len(_SENTENCE_END.findall(line)))
-                kept.append(line)
+                lines_left.append(line)
                 if line != full:
                     parts.append((" ".join(_CITATION.findall(full)), {"rule": "citation"}))
             elif full:
                 parts.append((full, why))
         if num_sentences < MIN_SENTENCES:
             return Removed(limit_exceeded("too_few_sentences", num_sentences, MIN_SENTENCES))
-        content = "\n".join(kept).strip()
+        content = "\n".join(lines_left).strip()
         if content == text.content:
             return None
         return Changed(content, parts)

@@ -175,7 +175,11 @@ def _run_stages(cluster: RayCluster, job: CleanJob, progress: Progress) -> Itera
                     if message is None:
                         done += 1
                     else:
-                        failure = _to_error(stage, task, *message)
+                        is_data_error, reason = message
+                        again = "Run the same command again; finished tasks are kept."
+                        failure = MachineError(f"Stage {stage.name}: task {task} failed: {reason}. {again}")
+                        if is_data_error:
+                            failure = DataError(reason)
                 except RayError as error:  # its process or its machine died
                     if num_tries[task] < _MOST_TRIES:
                         waiting.append(task)
@@ -204,11 +208,3 @@ def _run_task(
     except Exception as error:
         return False, f"{type(error).__name__}: {error}"
     return None
-
-
-def _to_error(stage: Stage, task: int, is_data_error: bool, message: str) -> LlmscaleError:
-    if is_data_error:
-        return DataError(message)
-    return MachineError(
-        f"Stage {stage.name}: task {task} failed: {message}. Run the same command again; finished tasks are kept."
-    )

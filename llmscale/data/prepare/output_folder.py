@@ -108,7 +108,7 @@ def _held(folder: Path) -> Iterator[None]:
     """Lock the folder, whatever it is renamed to, until the block or the process ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # no locks on folders on this file system: the name identifies the process
+        with suppress(OSError):  # no locks on this file system
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
@@ -116,34 +116,17 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def _is_held(folder: Path) -> bool:
-    """Return whether a live process holds the folder, or may hold it."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return True
+    """Return whether a live process holds the folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
-        before, _, pid = folder.name.rpartition("-")
-        return not before.endswith(f"-{socket.gethostname()}") or _is_alive(pid)
+        return False  # no locks on this file system
     finally:
         os.close(descriptor)
     return False
-
-
-def _is_alive(pid: str) -> bool:
-    """Return whether another live process has this id; our own id was reused from a dead process."""
-    if not pid.isdecimal() or int(pid) == os.getpid():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def sync_tree(folder: Path) -> None:
@@ -417,5 +400,5 @@ class TooManyRejected(DataError):
 
 
 def _line(record: Rejected) -> bytes:
-    kept = record.contents[:_KEPT_BYTES].rstrip(b"\r\n").decode(errors="backslashreplace")
-    return json.dumps({"where": record.where, "reason": record.reason, "contents": kept}).encode() + b"\n"
+    contents = record.contents[:_KEPT_BYTES].rstrip(b"\r\n").decode(errors="backslashreplace")
+    return json.dumps({"where": record.where, "reason": record.reason, "contents": contents}).encode() + b"\n"

@@ -105,19 +105,21 @@ class BestFitPacking:
             (self._whole if length > 0 else self._ends).append(piece)
 
     def cut(self, tokens: Tokens) -> Windows:
-        found = [np.empty((0, self._seq_len + 1), self._dtype)]
+        rows = [np.empty((0, self._seq_len + 1), self._dtype)]
         ends = np.flatnonzero(tokens == self._eot_token) + 1
         for document in np.split(tokens, ends[:-1]):
-            found.append(self._add(document))
-            while self._is_full():
-                found.append(self._fill_row())
-        return np.concatenate(found)
+            rows.append(self._add(document))
+            while self._num_waiting >= _LEAST_WAITING_ROWS * (self._seq_len + 1) and (
+                len(self._whole) + len(self._ends) > _MOST_WAITING or self._num_waiting > _MOST_WAITING_TOKENS
+            ):
+                rows.append(self._fill_row())
+        return np.concatenate(rows)
 
     def finish(self) -> Windows:
-        found = [np.empty((0, self._seq_len + 1), self._dtype)]
+        rows = [np.empty((0, self._seq_len + 1), self._dtype)]
         while self._num_waiting > self._seq_len:
-            found.append(self._fill_row())
-        return np.concatenate(found)
+            rows.append(self._fill_row())
+        return np.concatenate(rows)
 
     def state(self) -> PackingState:
         tokens = np.concatenate([np.zeros(0, self._dtype), *self._whole, *self._ends])
@@ -138,20 +140,16 @@ class BestFitPacking:
             self._num_waiting += len(rest)
         return windows
 
-    def _is_full(self) -> bool:
-        is_much = len(self._whole) + len(self._ends) > _MOST_WAITING or self._num_waiting > _MOST_WAITING_TOKENS
-        return is_much and self._num_waiting >= _LEAST_WAITING_ROWS * (self._seq_len + 1)
-
     def _fill_row(self) -> Windows:
         """Return a row [1, T + 1] of waiting documents, which must hold as many tokens."""
         row, place = np.empty(self._seq_len + 1, self._dtype), 0
         while place < len(row):
             piece = self._take(len(row) - place, starts_row=place == 0)
-            kept = piece[: len(row) - place]
-            row[place : place + len(kept)] = kept
-            place += len(kept)
+            beginning = piece[: len(row) - place]
+            row[place : place + len(beginning)] = beginning
+            place += len(beginning)
             self._num_waiting -= len(piece)
-            self.num_cropped += len(piece) - len(kept)
+            self.num_cropped += len(piece) - len(beginning)
         return row[None]
 
     def _take(self, room: int, *, starts_row: bool) -> Tokens:
@@ -160,7 +158,7 @@ class BestFitPacking:
         if starts_row:
             kinds = kinds[:1]
         fitting = [(kind, bisect_right(kind, room, key=len) - 1) for kind in kinds]
-        kind, place = max(fitting, key=lambda found: len(found[0][found[1]]) if found[1] >= 0 else 0)
+        kind, place = max(fitting, key=lambda choice: len(choice[0][choice[1]]) if choice[1] >= 0 else 0)
         if place < 0:
             kind, place = min(kinds, key=lambda kind: len(kind[0])), 0
         return kind.pop(place)

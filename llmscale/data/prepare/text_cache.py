@@ -76,15 +76,15 @@ class TextRequest:
         check_apart([self.text], cache)
         source = open_source(self.text, skip_undecodable=self.skip_undecodable)
         note = cache / "known" / _hash(source.fingerprint(), self.tokenizer, self._tokenizer_files(), self.seq_len)
-        if (found := _follow(note)) is None:
+        if (folder := _follow(note)) is None:
             if not may_prepare:
                 raise DataError("it is not prepared on this host yet; the first start does that.")
             note.parent.mkdir(parents=True, exist_ok=True)
             with _alone(note):
-                if (found := _follow(note)) is None:
-                    found = self._prepare(source, cache)
-                    write_durably(note, found.name)
-        return found
+                if (folder := _follow(note)) is None:
+                    folder = self._prepare(source, cache)
+                    write_durably(note, folder.name)
+        return folder
 
     def _prepare(self, source: Source, cache: Path) -> Path:
         """Prepare a text that no note leads to, unless a copy of it was prepared."""
@@ -105,15 +105,15 @@ class TextRequest:
             f"preparing {source.name} once: tokenizer {self.tokenizer or made}, seq_len {self.seq_len}, in "
             f"{folder}. Every host of a run does so, unless they share this folder"
         )
-        told = set(source.passed_over)
-        for line in describe_passed_over(told):
+        passed_over = set(source.passed_over)
+        for line in describe_passed_over(passed_over):
             _announce(line)
         start_s = time.monotonic()
         tokenizer = given or _train(source, folder.with_name(f"{folder.name}-tokenizer"))
         prepared = prepare(source, folder, tokenizer, PrepareOptions(seq_len=self.seq_len))
         counts = [f"{split.num_tokens:,} tokens to {name}" for name, split in prepared.manifest.splits.items()]
         _announce(f"prepared {', '.join(counts)}, of {tokenizer.vocab_size:,}, in {time.monotonic() - start_s:.1f} s")
-        reading = describe_reading(source.passed_over - told, folder, prepared.num_rejected, prepared.num_cut)
+        reading = describe_reading(source.passed_over - passed_over, folder, prepared.num_rejected, prepared.num_cut)
         for line in filter(None, (*reading, prepared.note)):
             _announce(line)
         return folder

@@ -226,14 +226,14 @@ class BatchTokeniser:
         """Concatenate documents with begin-of-text and end-of-text, and return their offsets."""
         num_before = len(self._before)
         begins = [0, *itertools.accumulate(num_before + len(part) + 1 for part in parts)]
-        whole: Tokens = np.empty(begins[-1], self._dtype)
+        tokens: Tokens = np.empty(begins[-1], self._dtype)
         for part, begin in zip(parts, begins, strict=False):
-            whole[begin + num_before : begin + num_before + len(part)] = part
+            tokens[begin + num_before : begin + num_before + len(part)] = part
         edges = np.array(begins)
-        whole[edges[1:] - 1] = self._tokenizer.eot_token
+        tokens[edges[1:] - 1] = self._tokenizer.eot_token
         for number, token in enumerate(self._before):
-            whole[edges[:-1] + number] = token
-        return whole, begins
+            tokens[edges[:-1] + number] = token
+        return tokens, begins
 
     @functools.cached_property
     def _token_bytes(self) -> NDArray[np.int64]:
@@ -463,8 +463,12 @@ def tokenise(
     first = next(batches, None)
     if first is None:
         return
+    texts = [document for document in first.documents if isinstance(document, str)]
+    chosen, why_slow = choose_encoder(tokenizer, encoder, texts)
+    if why_slow:
+        progress.say(why_slow)
     num_text_bytes = num_tokens = 0
-    work = BatchTokeniser(tokenizer, _choose(tokenizer, encoder, first, progress), dtype)
+    work = BatchTokeniser(tokenizer, chosen, dtype)
     all_batches = _chain(first, batches)
     with closing(ordered_parallel_map(all_batches, work, num_workers, weigh=lambda batch: batch.weight)) as tokenised:
         for batch in tokenised:
@@ -481,11 +485,3 @@ def _chain(first: Batch, rest: Generator[Batch]) -> Generator[Batch]:
     with closing(rest):
         yield first
         yield from rest
-
-
-def _choose(tokenizer: Tokenizer, wanted: EncoderName, first: Batch, progress: Progress) -> Encoder:
-    texts = [document for document in first.documents if isinstance(document, str)]
-    encoder, why_slow = choose_encoder(tokenizer, wanted, texts)
-    if why_slow:
-        progress.say(why_slow)
-    return encoder

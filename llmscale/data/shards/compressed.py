@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _compression
 import bz2
 import codecs
 import gzip
@@ -12,7 +11,6 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import PurePath
 from typing import BinaryIO, cast
 
@@ -20,8 +18,18 @@ from llmscale.errors import DataError
 
 #: Compression suffixes and the format that each promises. The contents decide.
 COMPRESSED_SUFFIXES = {
-    **{".gz": "gzip", ".tgz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".tzst": "zstd", ".bz2": "bzip2"},
-    **{".tbz2": "bzip2", ".tbz": "bzip2", ".xz": "xz", ".txz": "xz", ".lzma": "xz", ".br": "brotli"},
+    ".gz": "gzip",
+    ".tgz": "gzip",
+    ".zst": "zstd",
+    ".zstd": "zstd",
+    ".tzst": "zstd",
+    ".bz2": "bzip2",
+    ".tbz2": "bzip2",
+    ".tbz": "bzip2",
+    ".xz": "xz",
+    ".txz": "xz",
+    ".lzma": "xz",
+    ".br": "brotli",
 }
 #: First bytes of compressed files and archives, with which no text begins.
 _MAGIC = re.compile(
@@ -32,8 +40,6 @@ _MAGIC = re.compile(
     rb"|(?P<seven_zip>7z\xbc\xaf\x27\x1c)",
     re.DOTALL,
 )
-#: Memory limit of xz, which can ask for 4 GiB; `xz -9` asks for 65 MiB.
-_MOST_XZ_BYTES = 256 << 20
 #: Largest ratio of unpacked to packed bytes. Text shrinks 3 to 10 times, repetitive logs 100 times; gzip allows 1,000
 #: times and zstd far more, so that a megabyte could fill a disk.
 MAX_RATIO = 256
@@ -99,8 +105,8 @@ def _compression_of(raw: BinaryIO, name: str) -> str:
     """Return the compression of the contents, empty for none. Raises DamagedError for binary contents that are not what
     the suffix promises."""
     head, promised = head_of(raw), COMPRESSED_SUFFIXES.get(PurePath(name).suffix.lower(), "")
-    if found := _MAGIC.match(head):
-        return str(found.lastgroup)
+    if magic := _MAGIC.match(head):
+        return str(magic.lastgroup)
     if promised == "brotli" and head:  # it has no first bytes of its own
         return promised
     if promised and head and not _is_plain(head):
@@ -125,9 +131,8 @@ def _open_packed(raw: BinaryIO, kind: str, name: str) -> BinaryIO:
             return open_zstd(raw)
         case "bzip2":
             return cast(BinaryIO, bz2.BZ2File(raw))
-        case "xz":  # LZMAFile has no memory limit
-            decompress = partial(lzma.LZMADecompressor, memlimit=_MOST_XZ_BYTES)
-            return cast(BinaryIO, _compression.DecompressReader(raw, decompress, lzma.LZMAError))
+        case "xz":
+            return cast(BinaryIO, lzma.LZMAFile(raw))
         case _:
             kind = kind.replace("seven_zip", "7z")
             raise DataError(

@@ -267,8 +267,8 @@ def parse_manifest(contents: bytes | str, where: str) -> Manifest:
     if version == _POINTER_VERSION:
         raise DataError(f"{where} belongs to a store: it names the folder with the dataset. Name that folder.")
     if version != FORMAT_VERSION:
-        shown = str(version)[:20]
-        raise DataError(f"{where} has format version {shown}; this llmscale reads version {FORMAT_VERSION}. {REMEDY}")
+        stated = str(version)[:20]
+        raise DataError(f"{where} has format version {stated}; this llmscale reads version {FORMAT_VERSION}. {REMEDY}")
     splits = _field(record, "splits", dict, where)
     check_split_names(splits, where)
     parsed = {name: _parse_split(split, f"{where}, split {name}") for name, split in splits.items()}

@@ -54,16 +54,16 @@ def _rules(split: str, manifest: Manifest) -> Rules:
 
 def _check_index(index: dict[str, object], split: str, manifest: Manifest, where: str) -> list[IndexEntry]:
     shards = get_split(manifest, split, where).shards
-    found = index.get("shards")
-    if not isinstance(found, list):
+    listed = index.get("shards")
+    if not isinstance(listed, list):
         raise DataError(f"{where} is damaged: it lists no shards. {_REMEDY}")
-    if len(found) != len(shards):
+    if len(listed) != len(shards):
         raise DataError(
-            f"{where} does not describe the shards of the manifest beside it: {len(found)} instead of {len(shards)}. "
+            f"{where} does not describe the shards of the manifest beside it: {len(listed)} instead of {len(shards)}. "
             f"{_REMEDY}"
         )
     entries = [_expected_entry(shard, manifest) for shard in shards]
-    for number, (entry, expected, shard) in enumerate(zip(found, entries, shards, strict=True)):
+    for number, (entry, expected, shard) in enumerate(zip(listed, entries, shards, strict=True)):
         if not isinstance(entry, dict):
             raise DataError(f"{where}, shard {number} is damaged: no object. {_REMEDY}")
         if manifest.compression:
@@ -99,15 +99,15 @@ def _expected_entry(shard: ShardInfo, manifest: Manifest) -> IndexEntry:
     }
 
 
-def _parse_zip_data(found: object, shard: ShardInfo, manifest: Manifest, where: str) -> dict[str, object]:
+def _parse_zip_data(entry: object, shard: ShardInfo, manifest: Manifest, where: str) -> dict[str, object]:
     """Return size and hash of a shard's compressed file, whose name follows from the shard's."""
     name = f"{shard.name}.{manifest.compression}"
-    match found:
+    match entry:
         case {"basename": str(basename), "bytes": int(num_bytes), "hashes": {manifest.hash_algorithm: str(digest)}}:
             # zstd adds less than this to incompressible data.
             if basename == name and 0 < num_bytes <= shard.bytes + shard.bytes // 128 + 1024 and HASH.fullmatch(digest):
                 return {"basename": name, "bytes": num_bytes, "hashes": {manifest.hash_algorithm: digest}}
-    raise DataError(f"{where} is damaged: {str(found)[:200]!r} does not describe the file {name}. {_REMEDY}")
+    raise DataError(f"{where} is damaged: {str(entry)[:200]!r} does not describe the file {name}. {_REMEDY}")
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,9 @@ def with_special_markers(record: dict[str, object], template: str) -> dict[str, 
     <|fim_prefix|> and <tool_call>. Other added tokens (runs of spaces, HTML tags, words) belong to ordinary text.
     """
     entries = _added(record)
-    marks = [not entry.get("special") and _is_marker(str(entry.get("content")), template) for entry in entries]
+    texts = [str(entry.get("content")) for entry in entries]
+    are_markers = [_MARKER.fullmatch(text) or (_BRACKETED.fullmatch(text) and text in template) for text in texts]
+    marks = [bool(mark) and not entry.get("special") for mark, entry in zip(are_markers, entries, strict=True)]
     if not any(marks):
         return record
     special = [{**entry, "special": True} if mark else entry for entry, mark in zip(entries, marks, strict=True)]
@@ -75,10 +77,6 @@ def are_all_special(record: dict[str, object]) -> bool:
 def _added(record: dict[str, object]) -> list[dict[str, object]]:
     added = record.get("added_tokens")
     return added if isinstance(added, list) else []
-
-
-def _is_marker(text: str, template: str) -> bool:
-    return bool(_MARKER.fullmatch(text)) or (bool(_BRACKETED.fullmatch(text)) and text in template)
 
 
 JSON_NAME = "tokenizer.json"
@@ -211,8 +209,8 @@ def read_folder(folder: Path) -> ModelFiles:
 
 def read_hub(name: str) -> ModelFiles:
     """Read a model's files from the Hub. Raises DataError when it is unavailable or has no tokenizer.json."""
-    found = read_hub_files(name, JSON_NAME, (*TOKENIZER_EXTRAS, *_MODEL_NAMES), MAX_BYTES, DataError)
-    return ModelFiles(found.name, found.contents.pop(JSON_NAME), found.contents)
+    fetched = read_hub_files(name, JSON_NAME, (*TOKENIZER_EXTRAS, *_MODEL_NAMES), MAX_BYTES, DataError)
+    return ModelFiles(fetched.name, fetched.contents.pop(JSON_NAME), fetched.contents)
 
 
 def _read(path: Path) -> bytes:
@@ -284,7 +282,7 @@ def _examples(ids: dict[str, int]) -> str:
 
 def _named(files: ModelFiles, ids: dict[str, int]) -> list[tuple[int, str]]:
     """Return the ids that files name as end-of-text, each with its origin. Raises DataError."""
-    found: list[tuple[int, str]] = []
+    ends: list[tuple[int, str]] = []
     for name in (CONFIG_NAME, _MAP_NAME):
         text = token_text(files, name, "eos_token")
         if not text:
@@ -294,7 +292,7 @@ def _named(files: ModelFiles, ids: dict[str, int]) -> list[tuple[int, str]]:
                 f"{files.name}/{JSON_NAME} has no end-of-text token: '{text[:80]}' is not in its vocabulary, but "
                 f"eos_token of {name} names it. Name one with --eot-token."
             )
-        found.append((ids[text], f"eos_token of {name}"))
+        ends.append((ids[text], f"eos_token of {name}"))
         break
     for name in ("config.json", "generation_config.json"):
         named = files.record(name).get("eos_token_id")
@@ -303,8 +301,8 @@ def _named(files: ModelFiles, ids: dict[str, int]) -> list[tuple[int, str]]:
                 continue
             if type(token) is not int:
                 raise DataError(f"{files.name}/{name}: eos_token_id is {str(token)[:40]!r}, not a token's number.")
-            found.append((token, f"eos_token_id of {name}"))
-    return found
+            ends.append((token, f"eos_token_id of {name}"))
+    return ends
 
 
 def token_text(files: ModelFiles, name: str, key: str) -> str:
@@ -433,8 +431,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def save(self, folder: Path) -> str:
         self.files.write(folder)
         ends, extras = self.ends, self.files.extras()
-        kept = (tuple(extras), hash_files(extras))
-        TokenizerOrigin(self.spec, ends.eot_token, ends.bos_tokens, ends.origin, *kept).save(folder)
+        extra_facts = (tuple(extras), hash_files(extras))
+        TokenizerOrigin(self.spec, ends.eot_token, ends.bos_tokens, ends.origin, *extra_facts).save(folder)
         return ORIGIN_NAME
 
     def _decide_ends(self, tokens: dict[int, str], asked_eot: str) -> Ends:
@@ -459,9 +457,9 @@ def load_saved(path: Path) -> HuggingFaceTokenizer:
     files = read_folder(path.parent)
     for name in origin.files:
         origin.check(name, files.others.get(name), str(path.parent))
-    kept = {name: files.others[name] for name in origin.files}
+    extras = {name: files.others[name] for name in origin.files}
     ends = Ends(origin.eot_token, origin.bos_tokens, origin.eot_origin)
-    return HuggingFaceTokenizer(ModelFiles(files.name, files.tokenizer_json, kept), ends=ends)
+    return HuggingFaceTokenizer(ModelFiles(files.name, files.tokenizer_json, extras), ends=ends)
 
 
 def _build(contents: bytes, where: str) -> FastTokenizer:

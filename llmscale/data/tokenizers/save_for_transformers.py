@@ -79,8 +79,8 @@ def _last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     parts = [token[i : i + 1] for i in range(len(token))]
     # This takes quadratic time in the token's length, and a long token is encoded without merges, too.
     while 1 < len(parts) <= _LONGEST_MERGED_BYTES:
-        found = [(ranks.get(parts[i] + parts[i + 1], len(ranks)), i) for i in range(len(parts) - 1)]
-        rank, place = min(found)
+        pairs = [(ranks.get(parts[i] + parts[i + 1], len(ranks)), i) for i in range(len(parts) - 1)]
+        rank, place = min(pairs)
         if rank >= ranks[token]:
             break
         parts[place : place + 2] = [parts[place] + parts[place + 1]]

@@ -37,7 +37,8 @@ class TiktokenTokenizer(Tokenizer):
         self.ranks = ranks
         self.parse_special = parse_special
         self._allowed = {END_OF_TEXT} if parse_special else set[str]()
-        self._ranks_text = _format_ranks(ranks)
+        ordered = sorted(ranks.items(), key=lambda item: item[1])
+        self._ranks_text = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ordered)
         self.sha256 = hashlib.sha256(f"{GPT2_PATTERN}\n{self._ranks_text}".encode()).hexdigest()
         self._encoding = tiktoken.Encoding(
             spec,
@@ -102,8 +103,3 @@ def load_ranks_file(path: Path, *, parse_special: bool = False) -> TiktokenToken
     if missing:
         raise DataError(f"{path}: every single byte must be a token, but {len(missing)} of 256 are missing.")
     return TiktokenTokenizer(str(path), ranks, parse_special=parse_special)
-
-
-def _format_ranks(ranks: dict[bytes, int]) -> str:
-    ordered = sorted(ranks.items(), key=lambda item: item[1])
-    return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ordered)

@@ -2,11 +2,9 @@
 
 const began = performance.now();
 const data = JSON.parse(document.getElementById("data").textContent);
-data.runs.forEach((run, index) => (run.index = index));
 const byId = (id) => document.getElementById(id);
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const view = { axis: "steps", unit: "nats", smoothing: 0, logLoss: false, hidden: new Set(), one: 0, theme: "auto", sort: null, isDown: false, filter: "" };
-view.choose = (index) => { view.one = index; drawAll(); };
+const view = { axis: "steps", unit: "nats", smoothing: 0, logLoss: false, hidden: new Set(), theme: "auto" };
 
 // report.html#axis=tokens&unit=bits&theme=dark opens with these.
 const CHOICES = { axis: Object.keys(X_AXES), unit: ["nats", "bits"], theme: ["auto", "light", "dark"] };
@@ -23,7 +21,7 @@ const linked = {
     zoom = [min, max];
     isZooming = true;
     for (const chart of charts)
-      if (chart !== source && chart.plot && chart.spec.group) chart.plot.setScale("x", { min, max });
+      if (chart !== source && chart.plot) chart.plot.setScale("x", { min, max });
     queueMicrotask(() => (isZooming = false));
     byId("whole").disabled = false;
   },
@@ -38,39 +36,61 @@ function drawAll() {
   const scrolled = scrollY;
   charts.forEach((chart) => chart.plot && chart.plot.destroy());
   charts = [];
-  const main = byId("main");
+  const main = byId("charts");
   main.style.minHeight = `${main.offsetHeight}px`;
-  main.replaceChildren(summary(data.runs));
-  section("All runs", allRuns(data.listed, view));
-  const list = new ChartList(data, view);
-  const sections = new Map();
-  for (const spec of list.all()) {
-    if (!sections.has(spec.section)) sections.set(spec.section, section(spec.section, element("div", { class: "charts" })).lastChild);
-    charts.push(new Chart(spec, sections.get(spec.section), linked));
+  main.replaceChildren();
+  view.halfLife = Math.max(1, ...data.runs.map((run) => run.axis.steps.at(-1))) * 0.08 * (view.smoothing / 100) ** 2.5;
+  view.xLabel = X_AXES[view.axis].label;
+  const marks = drawnMarks(data.runs, view), sections = new Map();
+  for (const chart of data.charts) {
+    const curves = drawnCurves(chart, data.runs, view);
+    if (!curves.length) continue;
+    if (!sections.has(chart.section)) sections.set(chart.section, section(chart.section));
+    charts.push(new Chart(chart, curves, marks, view, sections.get(chart.section), linked));
+  }
+  if (charts.length) {
+    charts[0].card.classList.add("wide");
+    charts[0].hasWords = true;
   }
   for (const box of sections.values()) {
     const narrow = [...box.children].filter((card) => !card.classList.contains("wide"));
     if (narrow.length % 2) narrow.at(-1).classList.add("wide");
   }
   isZooming = true;
-  charts.forEach((chart) => chart.draw(chart.spec.group ? zoom : null));
+  const whole = wholeAxis();
+  charts.forEach((chart) => chart.draw(zoom || whole));
   queueMicrotask(() => (isZooming = false));
-  section("Beside Chinchilla's law", lawTable(data.runs));
-  section("Load of experts", expertLoads(data.runs, view.one, view.choose));
-  section("What happened", timeline(data.runs));
-  section("Text over time", samples(data.runs, view.one, view.choose));
-  section("Differences between the runs", differences(data));
-  section("Settings", settings(data.runs));
   main.style.minHeight = "";
   scrollTo(0, scrolled);
   drawControls();
 }
 
-function section(title, content) {
-  if (!content || (Array.isArray(content) && !content.length)) return null;
-  const made = element("section", null, element("h2", null, title), content);
-  byId("main").append(made);
-  return made;
+// The part of the horizontal axis that the charts have together: all show it.
+function wholeAxis() {
+  const ends = charts.flatMap(({ curves }) => curves.map(({ xs }) => [xs[0], xs.at(-1)]));
+  const low = Math.min(...ends.map(([first]) => first)), high = Math.max(...ends.map(([, last]) => last));
+  return high > low ? [low, high] : [low - 0.5, high + 0.5];
+}
+
+function section(title) {
+  const box = element("div", { class: "charts" });
+  byId("charts").append(element("section", null, element("h2", null, title), box));
+  return box;
+}
+
+// A click on a head sorts its table, unknown values last; the field filters it.
+function sortBy(head) {
+  const cell = head.closest("th"), body = head.closest("table").tBodies[0], isDown = cell.ariaSort === "ascending";
+  for (const other of cell.parentNode.cells) other.removeAttribute("aria-sort");
+  cell.ariaSort = isDown ? "descending" : "ascending";
+  const valueOf = (row) => row.cells[cell.cellIndex].dataset.value ?? (cell.className === "number" ? "" : row.cells[cell.cellIndex].textContent);
+  const order = (a, b) => (a === "") - (b === "") || (isNaN(a - b) ? a.localeCompare(b) : a - b) * (isDown ? -1 : 1);
+  body.append(...[...body.rows].sort((a, b) => order(valueOf(a), valueOf(b))));
+}
+
+function filterRuns({ target }) {
+  const wanted = target.value.toLowerCase();
+  for (const row of target.closest("section").querySelector("tbody").rows) row.hidden = !row.textContent.toLowerCase().includes(wanted);
 }
 
 function drawControls() {
@@ -78,12 +98,12 @@ function drawControls() {
   const axes = [["steps", "steps"], ["tokens", "tokens"], ["hours", "time"], ["flops", "FLOPs"]];
   choice(byId("x-axis"), axes.map(([key, label]) => ({ key, label, why: key === "flops" && !known.length ? "no run says the shape of its model" : "" })), view.axis,
     (key) => { view.axis = key; zoom = null; drawAll(); });
-  const able = data.runs.filter((run) => run.bytes_per_token || run.validation.bits_per_byte);
+  const able = data.runs.filter((run) => run.bytes_per_token || run.validation_bytes_per_token);
   choice(byId("unit"), [{ key: "nats", label: "nats/token" }, { key: "bits", label: "bits/byte", why: able.length ? "" : data.runs[0].why_no_bytes_per_token }], view.unit,
     (key) => { view.unit = key; drawAll(); });
   choice(byId("theme"), [["auto", "auto"], ["light", "light"], ["dark", "dark"]].map(([key, label]) => ({ key, label })), view.theme,
     (key) => { view.theme = key; drawAll(); });
-  byId("half-life").textContent = view.smoothing > 0 ? `± ${quantity(new ChartList(data, view).halfLife, 2)} steps` : "off";
+  byId("half-life").textContent = view.smoothing > 0 ? `± ${quantity(view.halfLife, 2)} steps` : "off";
   byId("whole").disabled = !zoom;
   byId("legend").replaceChildren(...(data.runs.length > 1 ? data.runs.map(legendEntry) : []));
 }
@@ -96,15 +116,11 @@ function legendEntry(run) {
     drawAll();
   };
   return element("button", { type: "button", "aria-pressed": String(isShown), title: run.folder, on: { click: toggle } },
-    swatch(colourOf(run.index), dashOf(run.index)), element("span", null, run.name));
+    element("i", { class: "swatch", style: `background:var(--c${run.index % 8})` }), element("span", null, run.name));
 }
 
 function begin() {
   document.documentElement.dataset.theme = dark.matches ? "dark" : "light";
-  const [first] = data.runs;
-  byId("title").textContent = data.runs.length === 1 ? first.name : `${data.runs.length} runs`;
-  byId("subtitle").textContent = `${data.runs.length === 1 ? `${first.folder} · ${first.summary.ended} · ` : ""}report of llmscale ${data.llmscale}, ${data.created.replace("T", " ").replace("+00:00", " UTC")}`;
-  if (data.notes.length) document.querySelector("header").append(element("ul", { class: "notes" }, data.notes.map((note) => element("li", null, note))));
   view.unit = data.unit;
   for (const [key, value] of new URLSearchParams(location.hash.slice(1)))
     if (Object.hasOwn(CHOICES, key) && CHOICES[key].includes(value)) view[key] = value;
@@ -121,8 +137,10 @@ function begin() {
   });
   byId("log-loss").addEventListener("change", (event) => { view.logLoss = event.target.checked; drawAll(); });
   byId("whole").addEventListener("click", linked.whole);
+  for (const head of document.querySelectorAll("button.head")) head.addEventListener("click", () => sortBy(head));
+  document.querySelector('input[type="search"]')?.addEventListener("input", filterRuns);
   dark.addEventListener("change", () => view.theme === "auto" && drawAll());
-  new ResizeObserver(() => charts.forEach((chart) => chart.resize())).observe(byId("main"));
+  new ResizeObserver(() => charts.forEach((chart) => chart.resize())).observe(byId("charts"));
   drawAll();
   // uPlot draws when this task is over.
   setTimeout(() => {

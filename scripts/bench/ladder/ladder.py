@@ -307,7 +307,7 @@ def run_rank_job(args: argparse.Namespace) -> None:
     from scripts.bench.ladder.ladder_gpt import Ways
     from scripts.bench.speed.training_loops import Contest, Pace, prepare, run_train_py
 
-    if not RUNGS[number].way:
+    if not RUNGS[number].switch:
         # Imports that every rank of train.py holds before it begins.
         import deepspeed  # noqa: F401
 
@@ -319,7 +319,7 @@ def run_rank_job(args: argparse.Namespace) -> None:
     batch, off = measured_batch(args, args.model), left_out(args)
     arguments = train_arguments(args, args.model, number, batch=batch, ranks=ranks, off=off)
     contest = Contest(prepare(arguments, ranks), arguments, args.windows, Pace(orders, WARMUP_STEPS, args.steps))
-    if RUNGS[number].way:
+    if RUNGS[number].switch:
         train_plain(contest, Ways(**switches(RUNGS, number, off)))
     else:
         run_train_py(contest)
@@ -333,7 +333,7 @@ def count_here(args: argparse.Namespace, number: int) -> Row:
     batch, ranks = MODELS[args.model].batch, args.gpus if is_parallel(RUNGS, number) else 1
     arguments = train_arguments(args, args.model, number, batch=batch, ranks=ranks, off=set())
     resolved = prepare(arguments, ranks).resolved
-    if RUNGS[number].way:
+    if RUNGS[number].switch:
         counted = count_plain(resolved, Ways(**switches(RUNGS, number, set())))
     else:
         counted = count_product(resolved)

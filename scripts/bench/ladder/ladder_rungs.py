@@ -31,7 +31,7 @@ MODELS = {
 @dataclass(frozen=True)
 class Rung:
     name: str
-    way: str | None = None
+    switch: str | None = None
     """Field of ladder_gpt.Ways that it turns on; None for train.py."""
     flags: tuple[str, str] | tuple[()] = ()
     """Flag and value that it adds to train.py's command line."""
@@ -74,7 +74,7 @@ def list_rungs(configs: Path) -> list[Rung]:
 def why_not(rung: Rung, *, is_gpu: bool, world_size: int, precision: str) -> str | None:
     """Return why this rung is not run on this machine, or None."""
     if rung.needs == "gpu" and not is_gpu:
-        waits = rung.way == "reads_loss_every"
+        waits = rung.switch == "reads_loss_every"
         return "a CPU has nothing to wait for" if waits else "a CPU's tensors are in the host's memory already"
     if rung.needs == "bf16" and precision == "fp32":
         return "no instructions for bf16 here, or --precision fp32"
@@ -91,7 +91,7 @@ def is_parallel(rungs: list[Rung], number: int) -> bool:
 
 def switches(rungs: list[Rung], number: int, left_out: set[str]) -> dict[str, object]:
     """Return the arguments of ladder_gpt.Ways for a lower rung, without those that need what is `left_out`."""
-    on = [rung.way for rung in rungs[1 : number + 1] if rung.way and rung.needs not in left_out]
+    on = [rung.switch for rung in rungs[1 : number + 1] if rung.switch and rung.needs not in left_out]
     return {name: 10 if name == "reads_loss_every" else True for name in on}
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 
-from llmscale.cli.estimate_answers import read_request
+from llmscale.cli.estimate_request import read_request
+from llmscale.cli.flags import read_gpus
 from llmscale.cli.main import build_parser
-from llmscale.planning.search import Candidate, find_longest
+from llmscale.planning.search import Candidate, find_longest, with_inputs_on_host
 from scripts.bench.harness import describe_machine, machine_line
 
 COMMAND = ("estimate", "--model", "llama3-8b", "--gpu", "h100-80gb", "--precision", "bf16", "--max-seq-len")
@@ -40,8 +41,10 @@ def find(nodes: int, gpus: int, tile: int) -> tuple[Candidate, str]:
     """Return the longest row that fits, and its checkpointing."""
     words = [*COMMAND, "--num-nodes", str(nodes), "--num-gpus", str(gpus), "--activation-checkpointing", "full"]
     words += ["--sequence-parallel-size", str(nodes * gpus), "--mlp-tile-tokens", str(tile)]
-    request = read_request(build_parser(words).parse_args([*words, "--global-batch-size", str(nodes * gpus)]))
-    rows = find_longest(request.search, [nodes * gpus])
+    args = build_parser(words).parse_args([*words, "--global-batch-size", str(nodes * gpus)])
+    request = read_request(args, read_gpus(args)[0])
+    trials = [*with_inputs_on_host(request.trials, request.nvme_path)]
+    rows = find_longest(trials, request.cluster, [nodes * gpus])
     fits = [(fit, row.checkpointing) for row in rows if (fit := row.fits[nodes * gpus])]
     return max(fits, key=lambda candidate: candidate[0].plan.seq_len)
 

@@ -4,7 +4,7 @@
 
 Every GPU has the same number of sequences in a step, whatever the number of GPUs (weak scaling). Each point is the
 fastest row of `llmscale estimate` that fits without offload. Printed are tokens/s per GPU, its share of the rate of 8
-GPUs, and what published runs like it reached of the estimate. `--plot` needs matplotlib (`pip install -e '.[plot]'`).
+GPUs, and the known error. `--plot` needs matplotlib (`pip install -e '.[plot]'`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ from pathlib import Path
 
 from llmscale import limits
 from llmscale.config import command_line
-from llmscale.config.hardware import Interconnect, get_gpu, get_interconnect
+from llmscale.config.batch_plan import ParallelLayout, build_batch_plan
+from llmscale.config.hardware import Cluster, Interconnect, get_gpu, get_interconnect
 from llmscale.config.presets import get_preset
-from llmscale.planning.calibration import nearest_rows
-from llmscale.planning.recommend import RankedConfig, rank_configs
-from llmscale.planning.search import Job, Machines, Search
+from llmscale.config.resolve import resolve_step
+from llmscale.planning.recommend import RankedConfig, rank_trials
+from llmscale.planning.search import Strategy, Trial, build_strategy, try_strategies
+from llmscale.planning.step_time import RATE_ERROR
 from llmscale.report.save_figure import save_figure
 from scripts.bench.harness import describe_machine, gpu_name, output_file, picture_file, preset_name, save_result
 
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 GPUS_PER_NODE = 8
+#: GPUs of the largest run that the throughput model was fitted to.
+LARGEST_FITTED_GPUS = 512
 NETWORKS = ("ib-400g", "ib-100g", "roce-100g", "ethernet-25g")
 sequences = command_line.whole_number(1, limits.MAX_BATCH // GPUS[-1])
 #: Okabe and Ito's.
@@ -44,9 +48,6 @@ class Point:
     checkpointing: str
     tokens_per_second_per_gpu: float
     mfu: float | None
-    rests_on: str
-    beyond: tuple[str, ...]
-    error: str
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -62,11 +63,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def estimate(args: argparse.Namespace, interconnect: Interconnect, gpus: int) -> Iterator[Point]:
     """Return a point for every stage that fits."""
     preset, gpu = get_preset(args.model), get_gpu(args.gpu)
-    machines = Machines(gpus // GPUS_PER_NODE, GPUS_PER_NODE, round(gpu.memory_gib * 2**30), None, gpu.capability)
-    shape = preset.shape(preset.vocab_size)
-    search = Search(Job(shape, args.sequences_per_gpu * gpus, machines), gpu, interconnect, "bf16")
+    cluster = Cluster(gpu, GPUS_PER_NODE, interconnect, gpus // GPUS_PER_NODE)
+    shape, ds = preset.shape(preset.vocab_size), build_strategy(Strategy(3, "none", "none", "none"), "bf16")
+    assert ds is not None
+    batch, ranks = args.sequences_per_gpu * gpus, ParallelLayout(gpus)
+    plan = build_batch_plan(global_batch_size=batch, ranks=ranks, seq_len=shape.seq_len, micro_batch_size=1)
+    trial = Trial(resolve_step(ds, shape, plan, "none"))
+    hpz_ranks = GPUS_PER_NODE if cluster.num_nodes > 1 else 1
     best: dict[str, RankedConfig] = {}
-    for config in rank_configs(search).configs:
+    for config in rank_trials(try_strategies(trial, hpz_ranks=hpz_ranks), cluster).configs:
         stage, throughput = config.fit.strategy.stage_words, config.throughput
         if throughput is None or not config.fit.fits or config.fit.strategy.offload != "-":
             continue
@@ -81,12 +86,9 @@ def estimate(args: argparse.Namespace, interconnect: Interconnect, gpus: int) ->
             stage=stage,
             gpus=gpus,
             micro_batch_size=config.fit.plan.micro_batch_size,
-            checkpointing=config.fit.strategy.checkpointing,
+            checkpointing=config.fit.step.checkpointing,
             tokens_per_second_per_gpu=throughput.tokens_per_second / gpus,
             mfu=throughput.mfu,
-            rests_on=throughput.rests_on,
-            beyond=throughput.beyond,
-            error=throughput.error,
         )
 
 
@@ -108,13 +110,7 @@ def print_table(points: list[Point], args: argparse.Namespace) -> None:
         shares = [f"{line[gpus].tokens_per_second_per_gpu / first:.0%}" if gpus in line else "" for gpus in GPUS]
         print(f"{network:<14}{stage:<7}" + "".join(f"{rate:>8}" for rate in rates))
         print(" " * 21 + "".join(f"{share:>8}" for share in shares))
-    print("\nWhat published runs like it reached of the estimate:")
-    failures: dict[str, dict[str, list[int]]] = {}
-    for point in points:
-        failures.setdefault(point.error, {}).setdefault(point.stage, []).append(point.gpus)
-    for error, stages in failures.items():
-        for stage, gpus in stages.items():
-            print(f"  ZeRO {stage} on {min(gpus):,} to {max(gpus):,} GPUs: {error}")
+    print(f"\nError of tokens/s: {RATE_ERROR}.")
 
 
 def plot(path: Path, points: list[Point], args: argparse.Namespace) -> None:
@@ -127,7 +123,6 @@ def plot(path: Path, points: list[Point], args: argparse.Namespace) -> None:
     figure, panels = pyplot.subplots(1, len(NETWORKS), figsize=(14, 4.2), sharey=True, layout="constrained")
     stages = list(dict.fromkeys(point.stage for point in points))
     lines = lines_of(points)
-    last_row = nearest_rows(get_gpu(args.gpu)).gpus[1]
     for axes, network in zip(panels, NETWORKS, strict=True):
         for stage, colour in zip(stages, COLOURS, strict=False):
             line = lines.get((network, stage), {})
@@ -137,7 +132,9 @@ def plot(path: Path, points: list[Point], args: argparse.Namespace) -> None:
         axes.set_xticks(GPUS[::3], [f"{gpus:,}" for gpus in GPUS[::3]])
         axes.minorticks_off()
         axes.grid(alpha=0.25)
-        axes.axvspan(last_row, 1.3 * GPUS[-1], color="0.5", alpha=0.12, label="more GPUs than any row of the fit")
+        axes.axvspan(
+            LARGEST_FITTED_GPUS, 1.3 * GPUS[-1], color="0.5", alpha=0.12, label="more GPUs than any row of the fit"
+        )
         axes.set_title(f"{network}\n{get_interconnect(network).description}", fontsize=8, loc="left")
     panels[0].set_ylabel("tokens/s per GPU, estimated")
     panels[-1].legend(fontsize=8, frameon=False)

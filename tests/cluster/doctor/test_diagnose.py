@@ -46,17 +46,17 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return Cluster(monkeypatch)
 
 
-def ask(slots: int = 1, **options: object) -> dict[str, CheckRow]:
+def check(slots: int = 1, **options: object) -> dict[str, CheckRow]:
     request = ProbeRequest(hosts={"node-0": slots, "node-1": slots}, port=29500)
     return {row.name: row for row in diagnose.diagnose(request, **options)}  # type: ignore[arg-type]
 
 
 def test_a_healthy_pair(cluster: Cluster) -> None:
-    rows = ask()
+    rows = check()
     assert {name: row.status for name, row in rows.items()} == dict.fromkeys(
         ("reach", "port", "all-reduce", "run folder"), "ok"
     )
-    assert "all-reduce" not in ask(network_test=False)
+    assert "all-reduce" not in check(network_test=False)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_host_without_an_answer_does_not_hide_the_others(
 ) -> None:
     cluster.reports["node-0"] = HostReport(rows=(red("/dev/shm", "1 MiB free", "Make room."),))
     cluster.failing["node-1"] = answer
-    rows = {name: row for name, row in ask().items() if row.status == "fail"}
+    rows = {name: row for name, row in check().items() if row.status == "fail"}
     assert set(rows) == {"reach", "/dev/shm"}
     assert rows["reach"].found.startswith("node-1: ") and text in rows["reach"].found
     assert fix in rows["reach"].fix
@@ -82,32 +82,32 @@ def test_a_host_without_an_answer_does_not_hide_the_others(
 
 def test_rows_go_from_green_to_red(cluster: Cluster) -> None:
     cluster.reports["node-0"] = HostReport(rows=(red("a", "x", "y"), green("b", "x"), yellow("c", "x", "y")))
-    statuses = [row.status for row in ask().values()]
+    statuses = [row.status for row in check().values()]
     assert statuses == sorted(statuses, key=("ok", "warn", "fail").index)
     assert {"ok", "warn", "fail"} == set(statuses)
 
 
 def test_no_network_test_is_run_when_it_cannot_work(cluster: Cluster) -> None:
     cluster.reports["node-1"] = HostReport(rows=(red("imports", "ImportError: libtorch.so", "Repair it."),))
-    row = ask()["all-reduce"]
+    row = check()["all-reduce"]
     assert (row.status, row.fix) == ("warn", "First repair: imports.")
     assert not cluster.jobs
 
 
 def test_ranks_that_do_not_meet_slow_ones_and_a_folder_of_each_host(cluster: Cluster) -> None:
-    row = ask(promised_bytes_per_s=50e9)["all-reduce"]
+    row = check(promised_bytes_per_s=50e9)["all-reduce"]
     assert row.status == "fail" and "promises 50.00 GB/s" in row.found
     cluster.all_reduce = Finished(0, f"llmscale-all-reduce {json.dumps({**RESULT, 'sees': [True, False]})}", "", 1.0)
-    row = ask()["run folder"]
+    row = check()["run folder"]
     assert row.status == "warn" and "a file of node-0 is not there on node-1" in row.found
     cluster.all_reduce = Finished(1, "", "Timed out waiting for clients\n", 60.0)
-    assert "Timed out waiting for clients" in ask()["all-reduce"].found
+    assert "Timed out waiting for clients" in check()["all-reduce"].found
 
 
 def test_the_measured_ranks_are_numbered_over_all_hosts(cluster: Cluster) -> None:
     cluster.reports = {"node-0": HostReport(num_gpus=2, address="10.0.0.1"), "node-1": HostReport(num_gpus=2)}
     cluster.all_reduce = Finished(1, "", "", 1.0)
-    ask(slots=2)
+    check(slots=2)
     assert [job["ranks"] for job in cluster.jobs.values()] == [[0, 1], [2, 3]]
     job = cluster.jobs["node-1"]
     assert (job["backend"], job["master"], job["world_size"]) == ("nccl", "10.0.0.1", 4)

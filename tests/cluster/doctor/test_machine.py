@@ -42,10 +42,10 @@ def test_versions_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatch) 
 
 def test_imports_that_fail_or_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_IMPORT_CODE", "raise OSError('libcudart.so.12')")
-    (row,) = check_imports(300)
+    (row,) = check_imports([], 300)
     assert "libcudart.so.12" in row.found
     monkeypatch.setattr(machine, "_IMPORT_CODE", "import time; time.sleep(600)")
-    (row,) = check_imports(0.5)
+    (row,) = check_imports([], 0.5)
     assert "no answer within" in row.found
 
 
@@ -68,7 +68,7 @@ def test_gpus_as_nvidia_smi_lists_them(tmp_path: Path, monkeypatch: pytest.Monke
         (0, 81559 * 2**20, 512 * 2**20),
         (1, 81559 * 2**20, 40000 * 2**20),
     ]
-    findings = list(check_gpus(4, 300))
+    findings = list(check_gpus(gpus, None, 4))
     assert [row.found for row in reds(findings)] == ["2 GPUs for 4 slots", "GPU 1 in use, up to 39.1 GiB"]
     assert values(findings)["kind"] == "NVIDIA H100 80GB HBM3 80 GiB"
 
@@ -76,7 +76,7 @@ def test_gpus_as_nvidia_smi_lists_them(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_torch_that_does_not_see_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvidia_smi(tmp_path, TWO_GPUS, monkeypatch)
     monkeypatch.setattr(machine, "_IMPORT_CODE", "print('gpus 0')")
-    (row,) = reds(check_imports(300))
+    (row,) = reds(check_imports(list_gpus(300)[0], 300))
     assert "torch" in row.found and row.name == "gpus"
 
 
@@ -89,14 +89,14 @@ def test_a_torch_that_does_not_see_the_gpus(tmp_path: Path, monkeypatch: pytest.
 )
 def test_a_driver_that_fails(script: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvidia_smi(tmp_path, script, monkeypatch)
-    (row,) = reds(check_gpus(1, 0.5 if "sleep" in script else 300))
+    (row,) = reds(check_gpus(*list_gpus(0.5 if "sleep" in script else 300), 1))
     assert problem in row.found
 
 
 def test_no_nvidia_smi_is_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert list_gpus(1) == ([], None)
-    assert reds(check_gpus(4, 1)) == []
+    assert reds(check_gpus([], None, 4)) == []
 
 
 @pytest.mark.parametrize(

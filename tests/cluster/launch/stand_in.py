@@ -42,7 +42,7 @@ class StandIn:
 
     folder: Path
     data: Path
-    shown: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
     stop_signals: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class StandIn:
             "master_port": None,
             **options,
         }
-        supervisor = Supervisor(LaunchOptions(**values), self.stop_signals, show or self.shown.append)  # type: ignore[arg-type]
+        supervisor = Supervisor(LaunchOptions(**values), self.stop_signals, show or self.lines.append)  # type: ignore[arg-type]
         return supervisor.run()
 
     @property

@@ -67,12 +67,12 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
         one.process.wait()
 
 
-@pytest.mark.parametrize("way", ["connection closed", "silence"])
-def test_nothing_outlives_the_launcher(serve: Callable[..., Served], way: str) -> None:
-    served = serve(300.0 if way == "connection closed" else 3.0)
+@pytest.mark.parametrize("end", ["connection closed", "silence"])
+def test_nothing_outlives_the_launcher(serve: Callable[..., Served], end: str) -> None:
+    served = serve(300.0 if end == "connection closed" else 3.0)
     pids = [int(word) for _ in range(2) for word in str(served.read("text")["text"]).split()]
     assert len(pids) == 4
-    if way == "connection closed":
+    if end == "connection closed":
         assert served.process.stdin
         served.process.stdin.close()
     assert served.process.wait(HANG_S) == 0

@@ -22,13 +22,13 @@ def test_lines_that_are_no_messages_are_shown_and_explain_the_end(tmp_path: Path
     (tmp_path / "lines").write_text(
         'Welcome!\n@llmscale {"port": 7}\n\n\x1b[31mssh: no route to host\n@llmscale {"cut o'
     )
-    shown: list[str] = []
+    lines: list[str] = []
     host = HostConnection(Host("a", 1), ["sh", "-c", f"cat '{tmp_path}/lines'; exit 255"])
     messages = []
     while not host.closed:
-        messages += host.read(shown.append)
+        messages += host.read(lines.append)
     assert messages == [{"port": 7}]
-    assert shown == ["a! Welcome!", "a! \x1b[31mssh: no route to host"]
+    assert lines == ["a! Welcome!", "a! \x1b[31mssh: no route to host"]
     assert host.why_lost() == "\x1b[31mssh: no route to host"
     assert not host.close(), "the ranks there may still run"
 

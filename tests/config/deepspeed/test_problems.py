@@ -10,25 +10,6 @@ def problems_of(config: dict[str, object]) -> list[str]:
     return [problem.text for problem in find_problems(read_foreign(config))]
 
 
-def test_keys_values_and_combinations_are_found_together_and_once_each() -> None:
-    problems = problems_of(
-        {
-            "amp": {"enabled": True},
-            "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}, "reduce_bucket_sise": 5},
-            "gradient_clipping": "much",
-            "fp16": {"enabled": True},
-            "bf16": {"enabled": True},
-        }
-    )
-    assert [problem.split()[0] for problem in problems] == [
-        "'amp'",
-        "gradient_clipping",
-        "'zero_optimization.reduce_bucket_sise'",
-        "zero_optimization.offload_param",
-        "bf16",
-    ]
-
-
 def test_a_section_that_is_none_hides_no_other_problem() -> None:
     problems = problems_of({"zero_optimization": 3, "fp16": {"enabled": True}, "bf16": {"enabled": True}})
     assert problems[0].startswith("zero_optimization = 3: must be an object {...}.")

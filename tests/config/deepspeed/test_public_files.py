@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +17,11 @@ from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run, with_ds_
 from llmscale.config.run_arguments import parse_run_config
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
-from tests.config.deepspeed.public_files import REFUSED, TAKEN
 
+#: Files with the keys of public ones, each with something that the others lack.
+FILES = json.loads(Path(__file__).with_name("public_files.json").read_text())
+TAKEN: dict[str, dict[str, object]] = FILES["taken"]
+REFUSED: dict[str, dict[str, object]] = FILES["refused"]
 FACTS = SetFacts(4096, 128, 100_000, 0)
 
 

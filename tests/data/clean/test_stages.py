@@ -163,13 +163,6 @@ def test_malformed_records_are_counted_over_all_parts(here: _Here, crawl_files: 
     assert [json.loads(line)["contents"] for line in rejected] == ["no record"] * 2
 
 
-def test_nothing_left_is_an_error(here: _Here, crawl_files: Crawl, tmp_path: Path) -> None:
-    options = CleanOptions(steps=("language",), languages=("zh",))
-    with pytest.raises(DataError, match=r"nothing is left of 250 documents\. The step language"):
-        _clean(crawl_files.folder, tmp_path / "parts", options, 2)
-    assert not (tmp_path / "parts").exists()
-
-
 def test_input_is_cut_at_files_into_parts_of_equal_size(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     for number, size in enumerate([10, 400, 10, 10, 300, 100, 200, 1]):

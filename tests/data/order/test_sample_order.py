@@ -183,16 +183,6 @@ def test_aligned_batches_need_each_node_equally_in_every_epoch(sizes: list[int],
         assert (np.sort(rows % nodes, axis=1) == np.arange(nodes)).all()
 
 
-def test_rows_are_alike() -> None:
-    """Their means differ by far less than with shards drawn blindly: 1/8 of the variance for eight to a row."""
-    for sizes in ([312] * 384, _uneven(10_000, 4)):
-        order = SampleOrder(sizes, seed=1)
-        positions = np.arange(order.num_samples)
-        ids, rows = order.sample_ids(positions), order.rows(positions)
-        means = np.bincount(rows, ids) / np.bincount(rows)
-        assert means.var() < np.var(positions) / 70
-
-
 @pytest.mark.skipif(importlib.util.find_spec("streaming") is None, reason="needs mosaicml-streaming")
 def test_mixes_shards_as_well_as_streaming() -> None:
     """With the same rows and block as Streaming's py1br and py1e, averaged over seeds: as many shards in a batch, as
@@ -228,25 +218,6 @@ def _mean_gap(ids: np.ndarray) -> float:
     place = np.argsort(ids)
     neighbours = np.abs(np.diff(place))[np.arange(len(ids) - 1) % 100 != 99]
     return float(neighbours.mean())
-
-
-@pytest.mark.parametrize("num_rows", [1, 2])
-def test_the_first_sample_is_uniform(num_rows: int) -> None:
-    """No sample prefers a place: which comes first, over many seeds."""
-    zero = np.array([0])
-    orders = (SampleOrder([8] * 4, seed=seed, num_canonical_nodes=num_rows, block_size=64) for seed in range(400))
-    counts = np.bincount([int(order.sample_ids(zero)[0]) for order in orders], minlength=32)
-    assert ((counts - 12.5) ** 2 / 12.5).sum() < 62  # chi-square, 31 degrees of freedom: p < 0.001
-
-
-def test_too_many_rows_are_refused() -> None:
-    with pytest.raises(ConfigError, match="num_canonical_nodes must be at most 1048576, not 1000000000000"):
-        SampleOrder([4], seed=0, num_canonical_nodes=10**12)
-
-
-def test_any_block_size_is_taken() -> None:
-    whole = SampleOrder([40], seed=0).sample_ids(np.arange(40))
-    assert np.array_equal(SampleOrder([40], seed=0, block_size=10**30).sample_ids(np.arange(40)), whole)
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_canonical_nodes", 0), ("block_size", -1)])

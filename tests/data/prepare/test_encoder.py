@@ -174,12 +174,3 @@ def test_what_it_cannot_or_gets_wrong_falls_back_with_a_word(
     encoder, why_slow = choose_encoder(good, "auto", ["fine", "hello world"])
     assert isinstance(encoder, ReferenceEncoder)
     assert "'hello world'" in why_slow
-
-
-def test_what_gigatoken_does_not_take_is_a_sentence_and_no_panic(capfd: pytest.CaptureFixture[str]) -> None:
-    """A token that is no merge of two others."""
-    ranks = {bytes([value]): value for value in range(256)} | {b"abc": 256}
-    chosen, why = choose_encoder(TiktokenTokenizer("ranks", ranks), "auto", ["abc"])
-    assert isinstance(chosen, ReferenceEncoder)
-    assert "not gigatoken: it does not accept this tokenizer" in why
-    assert capfd.readouterr().err == ""

@@ -20,8 +20,6 @@ from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.sources.source import describe_passed_over
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
-from llmscale.untrusted.documents import Rules, load_json
-from llmscale.untrusted.paths import open_regular
 from tests.object_store import ObjectStore
 
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
@@ -149,13 +147,6 @@ def test_formats_of_other_tools_are_refused_with_the_tool(name: str, tmp_path: P
         assert name in str(caught.value)
 
 
-def test_markup_among_code_is_code(tmp_path: Path) -> None:
-    _write(tmp_path, {"a.php": b"<!DOCTYPE html>\n<?php ?>", "b.md": b"<html>\n# x", "c.html": b"<html>"})
-    source = open_source(str(tmp_path))
-    assert len(list(source.documents())) == 2
-    assert [one.name for one in source.passed_over] == ["c.html"]
-
-
 def test_all_files_that_cannot_be_read_are_listed_at_once(tmp_path: Path) -> None:
     bad = {"b.jsonl": POINTER, "c.txt": b"<html>", "d.txt": b"caf\xe9", "e.txt": b"w\xf6rd", "f.csv": b"id,body\n1,x\n"}
     _write(tmp_path, {"a.txt": b"good", **bad, "g.jsonl": LINES})
@@ -199,17 +190,6 @@ def test_a_git_lfs_pointer_is_named(name: str, tmp_path: Path, object_store: Obj
             _read(spec)
 
 
-def test_a_git_lfs_pointer_is_named_wherever_a_file_is_opened(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_bytes(POINTER)
-    with pytest.raises(DataError, match="is a Git LFS pointer"):
-        load_json(path, Rules(DataError))
-    with pytest.raises(OSError, match="git lfs pull"):
-        open_regular(path)
-    path.write_bytes(POINTER[:30])
-    assert open_regular(path).read() == POINTER[:30]
-
-
 def test_an_archive_within_an_archive_is_named(tmp_path: Path) -> None:
     inner = lzma.compress(_tar({"a.txt": b"text"}))
     (tmp_path / "a.tar").write_bytes(_tar({"openwebtext/subset_data.xz": inner}))
@@ -227,22 +207,10 @@ def test_records_are_read_whatever_the_name(name: str, contents: bytes, tmp_path
     assert _read(tmp_path / name) == _read(tmp_path) == ["one", "two"]
 
 
-def test_an_empty_table_has_no_records(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_bytes(b"")
-    assert _read(tmp_path / "a.csv") == []
-
-
 def test_a_table_without_texts_says_so(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"input_ids": [[1, 2]]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"columns: input_ids \(list<.*int64>\); none holds text\. .*numpy\.save"):
         _read(tmp_path / "a.parquet")
-
-
-def test_glob_is_not_offered_for_an_archive(tmp_path: Path) -> None:
-    (tmp_path / "a.tar").write_bytes(_tar({"a.jsonl": LINES, "README.md": b"card", "b.jpg": b"x"}))
-    source = open_source(str(tmp_path / "a.tar"))
-    assert list(source.documents()) == ["one", "two"]
-    assert "--glob" not in " ".join(describe_passed_over(source.passed_over)) and len(source.passed_over) == 2
 
 
 @pytest.mark.parametrize("name", ["a.npy", "a.bin", "a"])

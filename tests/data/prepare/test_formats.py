@@ -144,10 +144,9 @@ def _repeated(text: str, rows: int) -> pa.Table:
     "table",
     [
         _repeated("x" * (100 * MIB), 64),
-        _repeated("x" * (40 * MIB), 1000),
         pa.table({"text": pa.nulls(1 << 21, "string")}),
     ],
-    ids=["long", "many", "nothing"],
+    ids=["long", "nothing"],
 )
 def test_a_parquet_bomb_is_refused_in_little_memory(table: pa.Table, tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
@@ -157,35 +156,6 @@ def test_a_parquet_bomb_is_refused_in_little_memory(table: pa.Table, tmp_path: P
         for _ in opening.open_source(str(path)).documents():
             pass
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 800 * 1024  # KiB
-
-
-def _header(name: str, size: int, kind: bytes = tarfile.REGTYPE, pax: dict[str, str] | None = None) -> bytes:
-    member = tarfile.TarInfo(name)
-    member.size, member.type, member.pax_headers = size, kind, pax or {}
-    return member.tobuf(tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT)
-
-
-_SPARSE = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": str(1 << 50)}
-
-
-@pytest.mark.parametrize(
-    "contents",
-    [
-        _header("a.txt", 512, pax=_SPARSE) + b"1\n0\n0\n".ljust(512, b"\0"),
-        _header("a.txt", 0, pax={"GNU.sparse.map": "0,0", "GNU.sparse.size": str(1 << 50)}),
-        _header("a.txt", 0, tarfile.GNUTYPE_SPARSE),
-        _header("a.txt", 1 << 50) + bytes(512),
-        _header("a.png", 1 << 50) + bytes(512),
-        _header("p", 0, tarfile.XHDTYPE) * 3000,
-        _header("a.txt", 0) + b"damage".ljust(512),
-        _header("a.txt", 0),
-    ],
-    ids=["sparse-1.0", "sparse-0.1", "sparse-old", "too-long", "too-long-skipped", "chain", "damaged", "cut"],
-)
-def test_hostile_tars_end_at_once(contents: bytes, tmp_path: Path) -> None:
-    (tmp_path / "a.tar").write_bytes(contents)
-    with pytest.raises(DataError, match="damaged, truncated or not a tar"):
-        _read(tmp_path / "a.tar")
 
 
 def test_members_of_a_tar_by_their_contents(tmp_path: Path) -> None:

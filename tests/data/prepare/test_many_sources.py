@@ -145,14 +145,10 @@ def test_of_an_archive_only_files_are_read_and_nothing_is_unpacked(tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["a.tar"]
 
 
-@pytest.mark.parametrize("kind", ["header", "bomb", "cut", "none"])
+@pytest.mark.parametrize("kind", ["bomb", "cut", "none"])
 def test_hostile_archives_are_one_line(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
-    if kind == "header":
-        info = tarfile.TarInfo("x")
-        info.type, info.size = tarfile.XHDTYPE, 1 << 40
-        path.write_bytes(info.tobuf() + b"0" * 2000)
-    elif kind == "bomb":
+    if kind == "bomb":
         _tar(path, {"a.txt.gz": gzip.compress(b"a" * (80 << 20), 9)})
     elif kind == "cut":
         _tar(path, {"a.txt": b"x" * 5000})

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from unittest import mock
 
@@ -86,16 +85,6 @@ def test_it_goes_on_where_a_process_was_killed(tmp_path: Path, seed: int | None)
             found = np.concatenate([windows[:0], *again.drain(first)])
         order = np.arange(500) if seed is None else np.argsort(window_keys(0, 500, seed), kind="stable")
         assert np.array_equal(found, windows[order][first:])
-
-
-def test_windows_that_are_gone_from_the_file_are_missed(tmp_path: Path) -> None:
-    shuffle = WindowShuffle(tmp_path / "scratch", window_length=3, dtype="uint16", seed=1)
-    for _ in range(2):
-        shuffle.add(np.arange(300, dtype=np.uint16).reshape(100, 3))
-        shuffle.write_run(shuffle.take_run())
-    os.truncate(tmp_path / "scratch", (tmp_path / "scratch").stat().st_size - 1)
-    with pytest.raises(OSError, match="missing"):
-        list(shuffle.drain())
 
 
 def test_a_buffer_that_is_written_is_used_again(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from llmscale.cli.main import main
 from llmscale.data.shards import token_shards
-from llmscale.data.shards import verify_shards as preflight
 from llmscale.data.shards.cache import SetLocation, fetch_tokenizer, open_set
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.shards.verify_shards import find_damage
@@ -89,32 +88,6 @@ def test_damage_after_opening_is_seen_before_a_sample_is_used(
     damage(copied / "train" / "shard.00001.mds")
     with pytest.raises(DataError, match=rf"shard\.00001\.mds {text}"):
         shards.read(np.arange(len(shards)))
-
-
-@pytest.mark.parametrize("look", range(3))
-def test_a_shard_that_goes_while_it_is_checked(copied: Path, monkeypatch: pytest.MonkeyPatch, look: int) -> None:
-    """Its size, its hash and its offsets are read one after the other; whichever finds it gone says so."""
-    shards = TokenShards(open_set(str(copied)), "train")
-    shard = copied / "train" / "shard.00000.mds"
-    looks = iter(range(100))
-
-    def remove_before(real: Callable, *args: object, **options: object) -> object:
-        if next(looks) == look:
-            shard.unlink()
-        return real(*args, **options)
-
-    for name in ("check_regular", "open_regular"):
-        monkeypatch.setattr(preflight, name, partial(remove_before, getattr(preflight, name)))
-    with pytest.raises(DataError, match=r"shard\.00000\.mds (is missing|cannot be read: No such file or directory)"):
-        shards.read(np.array([0]))
-
-
-def test_a_shard_cut_while_it_is_in_use(copied: Path) -> None:
-    shards = TokenShards(open_set(str(copied)), "train")
-    shards.read(np.array([0]))
-    os.truncate(copied / "train" / "shard.00000.mds", 1000)
-    with pytest.raises(DataError, match=r"shard\.00000\.mds is truncated"):
-        shards.read(np.arange(60))
 
 
 def _replace(shard: Path, change: Callable[[bytes], bytes]) -> None:

@@ -144,15 +144,10 @@ def test_a_folder_without_a_tokenizer(data_set: Path, model: Path) -> None:
     ("name", "contents", "text"),
     [
         ("config.json", '{"vocab_size": "many"}', r"config\.json: vocab_size is 'many'"),
-        ("config.json", '{"vocab_size": true}', r"config\.json: vocab_size is 'True'"),
-        ("tokenizer.json", "[" * 9999, r"tokenizer\.json nests"),
-        ("tokenizer.json", '{"model": {"vocab": {"a": NaN}}}', r"NaN is not a JSON number"),
         ("tokenizer.json", '{"model": {"vocab": {"a": 1.5}}}', r"has the token id 1\.5\. Legal: whole numbers below"),
-        ("tokenizer.json", '{"model": {"vocab": {"a": 99999999999}}}', r"has the token id 99999999999\."),
         ("tokenizer.json", '{"model": {"vocab": {"a": 1, "b": 1}}}', r"the tokens 'a' and 'b' have one id"),
         ("tokenizer.json", '{"model": {"vocab": 7}}', r"model\.vocab or added_tokens is wrong"),
         ("tokenizer.json", '{"model": {"vocab": [["a"]]}}', r"entry 0 of model\.vocab"),
-        ("tokenizer.json", '{"model": {"vocab": [[1, 2]]}}', r"has '1' where a token's text"),
         ("tokenizer.json", '{"model": {"vocab": {}}, "added_tokens": [7]}', r"an entry of added_tokens is '7'"),
         (
             "tokenizer.json",

@@ -92,9 +92,3 @@ def test_a_folder_of_tokenizer_json_alone_gets_a_configuration(make_model: MakeM
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert {name: getattr(theirs, name) for name in ("bos_token_id", "eos_token_id")} == generation_ids(tokenizer)
     assert theirs("hi").input_ids == [600, *tokenizer.encode("hi")]
-
-
-def test_a_token_of_any_length_takes_no_time(tmp_path: Path) -> None:
-    ranks = {bytes([value]): value for value in range(256)} | {b"ab" * 10_000: 256}
-    save_for_transformers(TiktokenTokenizer("made", ranks), tmp_path)
-    assert load_huggingface(tmp_path).encode("ab" * 10_000) == [256]

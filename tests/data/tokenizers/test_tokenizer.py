@@ -170,15 +170,6 @@ def test_ranks_file_damage_is_located(ranks_file: Path, tmp_path: Path) -> None:
             load_tokenizer(str(path))
 
 
-def test_a_changed_ranks_file_is_read_anew(ranks_file: Path, tmp_path: Path) -> None:
-    """tiktoken's own loader would answer from its cache."""
-    path = tmp_path / "ranks.tiktoken"
-    path.write_bytes(ranks_file.read_bytes())
-    before = load_tokenizer(str(path))
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    assert load_tokenizer(str(path)).vocab_size == before.vocab_size - 1
-
-
 @pytest.mark.parametrize(
     ("spec", "text"),
     [

@@ -67,11 +67,11 @@ def without_removed(files: Iterable[_P], root: PurePath, is_cleaned: Callable[[P
 
     `is_cleaned` tells whether `data clean` wrote a folder. Its manifest need not be among the files.
     """
-    found = list(files)
-    folders = {path.parent for path in found if path.name == MANIFEST_NAME}
-    folders |= {path.parent.parent for path in found if path.parent.name == REMOVED_FOLDER}
+    paths = list(files)
+    folders = {path.parent for path in paths if path.name == MANIFEST_NAME}
+    folders |= {path.parent.parent for path in paths if path.parent.name == REMOVED_FOLDER}
     cleaned: set[PurePath] = {folder for folder in folders if folder.is_relative_to(root) and is_cleaned(folder)}
-    return [path for path in found if _is_document(path, cleaned)] if cleaned else found
+    return [path for path in paths if _is_document(path, cleaned)] if cleaned else paths
 
 
 def _is_document(path: PurePath, cleaned: set[PurePath]) -> bool:

@@ -31,7 +31,6 @@ from llmscale.data.prepare.sources.source import (
     BESIDE_RECORDS,
     BESIDE_TEXT,
     UNDECODABLE,
-    Choice,
     FileError,
     InputFile,
     PassedOver,
@@ -97,21 +96,18 @@ class FileSource(Source):
         with opened(file) as raw, self._opened_contents(file, raw) as (kind, contents):
             options = self._options
             if kind is TAR:
-                options = replace(options, choice=self._choice_in(file))
+                with opened(file) as again, self._opened_contents(file, again) as (_, archive):
+                    options = replace(options, choice=choose_members(archive, options))
             if is_beside_records(kind, options):
                 pass_over(self.passed_over, BESIDE_RECORDS, PurePath(file.relative))
                 return
             records = kind.read(contents, file.name, options, rules, start)
             for record in within_budget(records, file.name, file.size_bytes):
-                self.read_bytes = begin_bytes + _place_in(raw)
+                self.read_bytes = begin_bytes + (raw.tell() if not raw.closed else 0)
                 # Counted once per file, wherever reading began.
                 self.num_cut += not kind.makes_many and record.place == (2,)
                 record.place = (number, *record.place)
                 yield record
-
-    def _choice_in(self, archive: InputFile) -> Choice:
-        with opened(archive) as raw, self._opened_contents(archive, raw) as (_, contents):
-            return choose_members(contents, self._options)
 
     def _errors_after(self, number: int, rules: TokenRules | None) -> Iterator[FileError]:
         """Yield the errors of later files, so that a user sees all of them at once."""
@@ -165,10 +161,6 @@ class FileSource(Source):
         for file in self.files:
             digest.update(json.dumps([file.relative, file.size_bytes, file.version]).encode())
         return digest.hexdigest()
-
-
-def _place_in(raw: BinaryIO) -> int:
-    return raw.tell() if not raw.closed else 0
 
 
 def open_files(
@@ -227,11 +219,11 @@ def _of_split(
     saved = {name.parent for name in names if name.name == SPLITS_NAME}
     splits = {name.parent for name in names if name.name == STATE_NAME and name.parent.parent in saved}
     for folder in saved:
-        found = sorted(split.name for split in splits if split.parent == folder)
-        if options.hf_split not in found:
+        names_of_splits = sorted(split.name for split in splits if split.parent == folder)
+        if options.hf_split not in names_of_splits:
             raise DataError(
                 f"--input {spec}: the dataset that save_to_disk wrote has no split '{options.hf_split}'. Its splits: "
-                f"{', '.join(found)}; name one with --hf-split."
+                f"{', '.join(names_of_splits)}; name one with --hf-split."
             )
     wanted = []
     for file, name in zip(files, names, strict=True):

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import PurePath, PurePosixPath
-from typing import IO, BinaryIO, NoReturn, cast
+from typing import BinaryIO, cast
+
+import orjson
 
 from llmscale.data.prepare.sources import source
 from llmscale.data.prepare.sources.foreign import foreign_format, refuse_foreign_contents
@@ -104,7 +106,7 @@ def read_jsonl(
     skip_bytes(file, offset)
     is_first = not offset
     limit_bytes = source.MAX_DOCUMENT_BYTES
-    field, fast = options.text_field, _fast_parser()
+    field = options.text_field
     while line := file.readline(limit_bytes + 1):
         size_bytes = len(line)
         offset, number = offset + size_bytes, number + 1
@@ -116,7 +118,7 @@ def read_jsonl(
         elif line.isspace() or not line:
             continue
         if not reason:
-            record = _parse(line, fast)
+            record = _parse(line)
             if isinstance(record, dict):
                 try:
                     text = field_of(record, field)
@@ -135,20 +137,13 @@ def read_jsonl(
         yield Rejected(f"{name}, line {number}", reason, line, (offset, number), is_undecodable)
 
 
-def _fast_parser() -> Callable[[bytes], object]:
-    """Return orjson's parser if installed. `json` parses what it accepts to the same value. `json` handles what it
-    refuses (NaN, half a surrogate pair, deep nesting) and gives the reason of an error."""
-    try:
-        import orjson
-    except ImportError:
-        return lambda _: None
-    return cast(Callable[[bytes], object], orjson.loads)
+def _parse(line: bytes) -> dict[str, object] | str:
+    """Return the JSON object in a line, or the reason why it is not one.
 
-
-def _parse(line: bytes, fast: Callable[[bytes], object]) -> dict[str, object] | str:
-    """Return the JSON object in a line, or the reason why it is not one."""
+    `json` parses what orjson refuses (NaN, half a surrogate pair), and gives the reason of an error.
+    """
     with suppress(ValueError):
-        record = fast(line)
+        record = orjson.loads(line)
         if isinstance(record, dict):
             return record
     try:
@@ -157,10 +152,8 @@ def _parse(line: bytes, fast: Callable[[bytes], object]) -> dict[str, object] | 
         return f"{_NOT_UTF8} ({error.reason} at byte {error.start})"
     except json.JSONDecodeError as error:
         return f"not valid JSON ({error.msg} at character {error.pos + 1})"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"not valid JSON ({error})"
-    except RecursionError:
-        return "nested too deeply"
     if not isinstance(record, dict):
         return f"expected a JSON object, found {type(record).__name__}"
     # Only an escape can hold half a surrogate pair.
@@ -234,8 +227,8 @@ def _read_texts(file: BinaryIO, name: str) -> Iterator[str]:
                 parts = [rest]
         parts.append(decoder.decode(b"", final=True))
     except (UnicodeError, SyntaxError, LookupError) as error:
-        shown = "UTF-8" if encoding in ("utf-8-sig", "utf-8") else encoding
-        raise UndecodableError(name, f" is not {shown} text: {error}") from None
+        expected = "UTF-8" if encoding in ("utf-8-sig", "utf-8") else encoding
+        raise UndecodableError(name, f" is not {expected} text: {error}") from None
     yield without_lone_surrogates("".join(parts))
 
 
@@ -410,7 +403,7 @@ def choose_members(file: BinaryIO, options: ReadOptions) -> Choice:
     """Choose which members of a tar archive are read, by the first of them."""
 
     def members() -> Iterator[tuple[PurePath, AbstractContextManager[BinaryIO], int]]:
-        with tarfile.open(fileobj=cast(IO[bytes], _Ending(file)), mode="r|", tarinfo=_Member) as archive:
+        with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as archive:
             for _, member in zip(range(_MOST_MEMBERS), archive, strict=False):
                 archive.members = []  # type: ignore[attr-defined]
                 path = PurePosixPath(member.name)
@@ -433,16 +426,10 @@ def reason_of(path: PurePath) -> str:
 
 
 _BUFFER_BYTES = 1 << 20
-#: Limit of a name or an attribute list before a member, which tarfile reads into memory.
-_MOST_HEADER_BYTES = 1 << 20
-_HEADER_TYPES = (
-    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
-    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
-)
 
 
 class _Member(tarfile.TarInfo):
-    """Refuses headers that would fill memory, and damaged ones that tarfile would treat as the end."""
+    """Refuses damaged headers, which tarfile would treat as the end."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
@@ -452,31 +439,6 @@ class _Member(tarfile.TarInfo):
             if isinstance(error, tarfile.EOFHeaderError):  # type: ignore[attr-defined]
                 raise
             raise tarfile.ReadError(str(error)) from None
-
-    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
-        if self.type in _HEADER_TYPES and self.size > _MOST_HEADER_BYTES:
-            raise tarfile.HeaderError(f"a header of {self.size:,} bytes")
-        return cast(tarfile.TarInfo, super()._proc_member(archive))  # type: ignore[misc]
-
-    def _refuse_sparse(self, *_: object) -> NoReturn:
-        raise tarfile.ReadError("a sparse file, which is not supported: pack it without --sparse")
-
-    _proc_sparse = _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_sparse
-
-
-class _Ending:
-    """A file that refuses repeated reads at its end, with which tarfile skips any stated size."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._num_ends = 0
-
-    def read(self, size: int) -> bytes:
-        """Read up to `size` bytes. Raises ReadError."""
-        self._num_ends += not (contents := self._file.read(size))
-        if self._num_ends > 2:
-            raise tarfile.ReadError("unexpected end of data")
-        return contents
 
 
 class _Forward(io.RawIOBase):
@@ -507,7 +469,7 @@ def read_tar(
     unknown members are skipped and counted. Raises DataError."""
     first, inner = (start[0], start[1:]) if start else (0, ())
     try:
-        with tarfile.open(fileobj=cast(IO[bytes], _Ending(file)), mode="r|", tarinfo=_Member) as archive:
+        with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as archive:
             for number, member in enumerate(archive):
                 # tarfile would keep every member in memory.
                 archive.members = []  # type: ignore[attr-defined]
@@ -527,8 +489,8 @@ def read_tar(
         raise DataError(f"{name} is damaged, truncated or not a tar: {error}.") from None
 
 
-#: Errors of tarfile; the last two come from headers.
-_TAR_ERRORS = (tarfile.TarError, EOFError, ValueError, RecursionError)
+#: Errors of tarfile; the last comes from headers.
+_TAR_ERRORS = (tarfile.TarError, EOFError, ValueError)
 
 
 def _open_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> BinaryIO:
@@ -542,14 +504,9 @@ def _reason_to_skip(archive: tarfile.TarFile, member: tarfile.TarInfo, options: 
         return "files (links, devices or hidden names)"
     kind, choice = format_of(path), options.choice
     if kind is None:
-        with (
-            suppress(DataError),
-            opened_contents(_open_member(archive, member), member.name, member.size, options, FILE_FORMATS) as (
-                contained,
-                _,
-            ),
-        ):
-            if contained is TAR:
+        contents = _open_member(archive, member)
+        with suppress(DataError), opened_contents(contents, member.name, member.size, options, FILE_FORMATS) as opened:
+            if opened[0] is TAR:
                 return "files (archives within an archive: unpack the outer one)"
         return reason_of(path)
     if choice is not None and suffix_of(path) not in choice.suffixes:

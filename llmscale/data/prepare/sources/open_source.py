@@ -210,19 +210,19 @@ def _open_stdlib(options: ReadOptions) -> Source:
 
 
 def _open_folder(path: Path, spec: str, options: ReadOptions, glob: str | None) -> Source:
-    found, others, hidden = walk(path)
-    found = without_removed(found, path, _is_cleaned)
+    regular, others, hidden = walk(path)
+    regular = without_removed(regular, path, _is_cleaned)
 
     def is_wanted(file: Path) -> bool:
         relative = file.relative_to(path)
         return matches(relative, glob) if glob is not None else format_of(relative) is not None
 
-    _refuse_shards([file for file in found if is_wanted(file)], spec)
+    _refuse_shards([file for file in regular if is_wanted(file)], spec)
     irregular = [other for other in others if other.is_dir() or is_wanted(other)]
     passed_over = {PassedOver(NOT_REGULAR, str(other.relative_to(path))) for other in irregular}
     if glob is None:
         passed_over |= {PassedOver(HIDDEN, str(file.relative_to(path))) for file in hidden}
-    return open_files(spec, [LocalFile(file, path) for file in found], options, glob, passed_over)
+    return open_files(spec, [LocalFile(file, path) for file in regular], options, glob, passed_over)
 
 
 def _is_cleaned(folder: PurePath) -> bool:
@@ -239,26 +239,19 @@ def _open_pattern(spec: str, options: ReadOptions, out: Path | None) -> Source:
     """Open the matching files, sorted; `**` descends into folders."""
     files = [Path(name) for name in sorted(globbing.glob(spec, recursive=True)) if os.path.isfile(name)]
     if out is not None:
-        files = [file for file in files if not _is_written_to(out, file)]
+        ours = Path(os.path.realpath(out))
+        places = [Path(os.path.realpath(file)) for file in files]
+        is_ours = [ours in place.parents or place == rejected_path(ours) for place in places]
+        files = [file for file, written_here in zip(files, is_ours, strict=True) if not written_here]
     if not files:
         raise DataError(f"--input {spec}: no file matches. Legal: {_LEGAL}.")
-    files = without_removed(files, _before_pattern(Path(spec)), _is_cleaned)
+    above = next(folder for folder in Path(spec).parents if not globbing.has_magic(str(folder)))
+    files = without_removed(files, above, _is_cleaned)
     if not files:
         raise DataError(f"--input {spec}: only files that `data clean` removed match. Name its folder.")
     _refuse_shards(files, spec)
     root = Path(os.path.commonpath([file.parent for file in files]))
     return FileSource(spec, [LocalFile(file, root) for file in files], options)
-
-
-def _is_written_to(out: Path, file: Path) -> bool:
-    """Return whether a file belongs to what a command writes to `out`."""
-    ours, place = Path(os.path.realpath(out)), Path(os.path.realpath(file))
-    return ours in place.parents or place == rejected_path(ours)
-
-
-def _before_pattern(path: Path) -> Path:
-    """Return the folder above the first part with a pattern."""
-    return next(folder for folder in path.parents if not globbing.has_magic(str(folder)))
 
 
 def check_apart(specs: Sequence[str], out: Path | str) -> None:

@@ -27,10 +27,9 @@ from llmscale.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow
-    from pyarrow import parquet
 
 _CHUNK_BYTES = 1 << 20
-#: Rows in memory at once, each at most MAX_DOCUMENT_BYTES: a column that repeats one text is tiny in the file.
+#: Rows in memory at once.
 _BATCH_ROWS = 64
 
 
@@ -48,14 +47,15 @@ def read_parquet(
         column = _find_column(table.schema_arrow, options.text_field, name)
         path = ".".join(column)
         index = next(k for k in range(len(table.schema)) if table.schema.column(k).path == path)
-        coded = parquet.ParquetFile(file, metadata=table.metadata, read_dictionary=[path], buffer_size=_CHUNK_BYTES)
         first = 0
         for group in range(table.num_row_groups):
             num_rows = table.metadata.row_group(group).num_rows
             if row < first + num_rows:
-                batch_rows = _most_rows(coded, group, index, column, name)
+                sizes = table.metadata.row_group(group).column(index)
+                if sizes.total_uncompressed_size > most_unpacked_bytes(sizes.total_compressed_size):
+                    raise unfolds(f"{name}, column '{path}',", sizes.total_compressed_size)
                 # A resumed row group is read again from its start; finished rows are skipped.
-                for batch in table.iter_batches(batch_rows, row_groups=[group], columns=[path]):
+                for batch in table.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[path]):
                     if row < first + len(batch):
                         texts = _as_strings(_column_of(batch, column))
                         yield from _read_texts(texts.slice(row - first), name, row)
@@ -72,7 +72,7 @@ def read_arrow(
 ) -> Iterator[Record]:
     """Read a column of an Arrow file or stream, as `datasets` saves them. Places are (next row,). Raises DataError."""
     import pyarrow
-    from pyarrow import compute, ipc
+    from pyarrow import ipc
 
     (row,) = start or (0,)
     first = 0
@@ -88,10 +88,6 @@ def read_arrow(
             values = _column_of(batch, column)
             for begin in range(max(0, row - first), len(batch), _BATCH_ROWS):
                 part = values.slice(begin, _BATCH_ROWS)
-                if pyarrow.types.is_dictionary(part.type):
-                    longest = compute.max(compute.binary_length(part.dictionary)).as_py() or 0
-                    if longest * len(part) > most_unpacked_bytes(batch.nbytes):
-                        raise unfolds(f"{name}, column '{'.'.join(column)}',", batch.nbytes)
                 yield from _read_texts(_as_strings(part), name, first + begin)
             first += len(batch)
     except (pyarrow.ArrowException, OSError) as error:
@@ -162,23 +158,6 @@ def _as_strings(texts: pyarrow.Array) -> pyarrow.Array:
     if pyarrow.types.is_dictionary(texts.type):
         texts = texts.dictionary_decode()
     return texts.cast(pyarrow.large_string()) if str(texts.type) == "string_view" else texts
-
-
-def _most_rows(coded: parquet.ParquetFile, group: int, index: int, column: Sequence[str], name: str) -> int:
-    """Return how many rows of a group may be in memory at once, as each may be the dictionary's longest value.
-
-    Raises DataError for a column that unpacks to more than its limit.
-    """
-    from pyarrow import compute
-
-    sizes = coded.metadata.row_group(group).column(index)
-    if sizes.total_uncompressed_size > most_unpacked_bytes(sizes.total_compressed_size):
-        raise unfolds(f"{name}, column '{'.'.join(column)}',", sizes.total_compressed_size)
-    longest = 0
-    for batch in coded.iter_batches(1, row_groups=[group], columns=[".".join(column)]):
-        longest = compute.max(compute.binary_length(_column_of(batch, column).dictionary)).as_py() or 0
-        break
-    return max(1, min(_BATCH_ROWS, source.MAX_DOCUMENT_BYTES // max(1, longest)))
 
 
 def _read_texts(texts: pyarrow.Array, name: str, row: int) -> Iterator[Record]:
@@ -275,7 +254,12 @@ def read_csv(
         rows = csv.reader(lines, delimiter=_delimiter_of(lines.first, options.text_field))
         if (header := next(rows, None)) is None:
             return
-        column = _find_in_header(header, options.text_field, name)
+        field = options.text_field
+        if header.count(field) > 1:
+            raise DataError(f"{name} has {header.count(field)} columns '{field}'. Rename all but one.")
+        if field not in header:
+            raise missing_field(name, field, header, "column")
+        column = header.index(field)
         lines.row_size = 0
         for row in rows:
             if lines.are_over:
@@ -289,15 +273,6 @@ def read_csv(
     finally:
         with suppress(ValueError):  # closed before, where reading was given up
             text.detach()
-
-
-def _find_in_header(header: list[str], field: str, name: str) -> int:
-    """Return the index of the text column. Raises DataError."""
-    if header.count(field) > 1:
-        raise DataError(f"{name} has {header.count(field)} columns '{field}'. Rename all but one.")
-    if field not in header:
-        raise missing_field(name, field, header, "column")
-    return header.index(field)
 
 
 def _read_row(row: list[str], column: int, num_columns: int, where: str, place: int) -> Record:

@@ -1,0 +1,452 @@
+"""`llmscale plan`: from flags to a request, and from a plan to text, JSON or a picture. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from llmscale.architecture.shape import GPTShape
+from llmscale.cli.answers import align
+from llmscale.cli.flags import (
+    ESTIMATED_GPUS,
+    PLANNED_GPUS,
+    describe_data,
+    describe_flags,
+    given_keys,
+    read_gpus,
+    resolve_model,
+    train_command,
+)
+from llmscale.config.batch_plan import ParallelLayout
+from llmscale.config.bundled_files import is_in_checkout
+from llmscale.config.describe_defaults import SIZES, describe_parameters, describe_preset, shape_changes
+from llmscale.config.hardware import Cluster, get_interconnect
+from llmscale.config.hf_model import default_preset
+from llmscale.config.presets import PRESETS
+from llmscale.config.run_config import RunConfig, build_run_config
+from llmscale.config.run_flags import keys_asked_by, model_keys
+from llmscale.errors import ConfigError
+from llmscale.memory.breakdown import format_size
+from llmscale.planning.disk_usage import SAVE_EVERY
+from llmscale.planning.run_plan import Goal, Lifetime, Plan, PlanRequest, RunPlan
+from llmscale.planning.scaling import (
+    BESIROGLU,
+    FITTED_EXPANSION,
+    HOFFMANN,
+    KAPLAN,
+    PF_DAY_FLOPS,
+    Interval,
+    Point,
+    central,
+    dense_equivalent,
+    expansion_of,
+    inference_flops,
+    law_with_experts,
+    suggest_shape,
+)
+from llmscale.planning.scaling_ladder import load_law
+from llmscale.planning.search import MARGIN, PROCESS_BYTES
+from llmscale.planning.serving import BANDWIDTH_SHARE, MAX_SEQUENCES, MEMORY_SHARE, PROMPT_MFU, break_even_share
+from llmscale.planning.step_time import RATE_ERROR
+from llmscale.terminal.human_numbers import format_quantity
+from llmscale.terminal.table import output_width
+
+_TIB = 2**40
+#: Longest line of text.
+_MOST_WIDTH = 112
+
+
+def plan_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
+    """Yield the complete answer."""
+    yield f"Optimal for {plan.flops:.3g} FLOPs = {plan.pf_days:,.4g} PF-days (C = 6 N D) of training:"
+    yield from _law_lines(request, plan)
+    for text in _law_notes(request, plan):
+        yield from textwrap.wrap(text, _width())
+    yield ""
+    for name, text in _parts(request, plan):
+        yield from textwrap.wrap(text, _width(), initial_indent=f"{name:11}", subsequent_indent=" " * 11)
+    yield ""
+    yield from _command_lines(request, plan)
+
+
+def _width() -> int:
+    return min(_MOST_WIDTH, output_width() or _MOST_WIDTH)
+
+
+def _parts(request: PlanRequest, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield the name of every part of the plan, empty for a further line of the one before, and its text."""
+    yield from _model_parts(request, plan)
+    if plan.run is not None:
+        yield from _placement_parts(request, plan, plan.run)
+        yield from _price_parts(request, plan.run)
+    else:
+        yield "GPUs", "--gpu NAME adds hours, energy, the ZeRO row, and with --price-per-gpu-hour the cost"
+    if request.requests is not None:
+        yield from _serving_parts(request, plan, *request.requests)
+    if plan.lifetime is not None:
+        yield from _lifetime_parts(request, plan, plan.lifetime)
+
+
+def _law_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
+    cells = [
+        [
+            "*" if row.name == request.law.name else "",
+            row.name,
+            _with_range(row.num_parameters),
+            _with_range(row.tokens),
+            f"{central(row.tokens) / central(row.num_parameters):.2g}",
+            "-" if row.loss is None else f"{central(row.loss):.3f}",
+        ]
+        for row in plan.laws
+    ]
+    yield from align(["", "by", "parameters N", "tokens D", "D/N", "loss"], cells)
+
+
+def _law_notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
+    yield (
+        "In brackets: 80 % by the errors of the fit alone. Hoffmann et al. print none for these numbers; all their "
+        "approaches together put the optimum of 5.76e23 FLOPs between 40B and 70B."
+    )
+    if error := request.law.loss_error:
+        yield f"Losses by {request.law.name} also contain the error of a single run in its ladder, {error:.1%}."
+    yield f"{KAPLAN.name} differs because {KAPLAN.why_it_differs}."
+    expansion = expansion_of(plan.shape)
+    if expansion > 1:
+        yield from _expert_notes(plan, expansion)
+        return
+    low, high = request.law.fitted_parameters
+    if not low <= plan.shape.num_parameters <= high:
+        sizes = f"{format_quantity(low)} to {format_quantity(high)}"
+        yield f"The fits rest on models of {sizes} parameters; this is an extrapolation."
+
+
+def _expert_notes(plan: Plan, expansion: float) -> Iterator[str]:
+    """Yield how a model with experts is compared with dense ones, and what lies beyond the runs of that law."""
+    joint, equal = law_with_experts(expansion), dense_equivalent(plan.shape, plan.tokens)
+    as_good = "no dense model" if math.isinf(equal) else f"a dense model of {format_quantity(equal)} parameters"
+    yield (
+        f"Experts: N counts the {format_quantity(plan.shape.active_parameters)} active parameters, those that a token "
+        f"uses; there are {expansion:.3g} times as many experts as a token takes. By {joint.name.partition(',')[0]} "
+        f"{as_good} has the same loss after as many tokens. The other laws are of dense models, and that law's losses "
+        "are of its own text."
+    )
+    low, high = joint.fitted_parameters
+    if not low <= plan.shape.active_parameters <= high or expansion > FITTED_EXPANSION or plan.tokens > 80e9:
+        yield (
+            f"It rests on {format_quantity(low)} to {format_quantity(high)} active parameters, up to "
+            f"{FITTED_EXPANSION} times as many experts as a token takes, and 80B tokens; this is an extrapolation."
+        )
+
+
+def _with_range(value: Interval | float) -> str:
+    if isinstance(value, Interval):
+        return f"{format_quantity(value.value)} ({format_quantity(value.low)}-{format_quantity(value.high)})"
+    return format_quantity(value)
+
+
+def _model_parts(request: PlanRequest, plan: Plan) -> Iterator[tuple[str, str]]:
+    shape, preset = plan.shape, PRESETS[plan.nearest_preset]
+    yield (
+        "model",
+        f"{describe_parameters(shape)}: {shape.n_layer} layers, {shape.n_head} heads of {shape.head_dim}, width "
+        f"{shape.n_embd} (vocabulary {shape.vocab_size:,})",
+    )
+    changes = shape_changes(plan.nearest_preset, shape)
+    if changes.keys() & {*SIZES}:
+        yield "", f"nearest preset: {plan.nearest_preset}, {preset.n_layer} layers, width {preset.n_embd}"
+    else:
+        same = f"that is the preset {plan.nearest_preset}"
+        if changes:
+            same = f"the preset {plan.nearest_preset} with {', '.join(f'{key} {changes[key]}' for key in changes)}"
+        yield "", describe_preset(plan.nearest_preset, shape, "a") or same
+    yield (
+        "training",
+        f"{format_quantity(plan.tokens)} tokens = {plan.steps:,} steps of {plan.tokens_per_step:,} tokens "
+        f"({plan.global_batch_size:,} sequences of {shape.seq_len:,})",
+    )
+    loss = f"{central(plan.loss):.3f}"
+    if isinstance(plan.loss, Interval):
+        loss += f" ({plan.loss.low:.3f}-{plan.loss.high:.3f})"
+    yield "loss", f"{loss} nats per token by {plan.law}, on text and a tokenizer like theirs"
+    disk = plan.disk
+    yield (
+        "disk",
+        f"{_size(disk.total_bytes)}: checkpoints of {_size(disk.checkpoint_bytes)}, {disk.kept_checkpoints} kept and "
+        f"one being written; data {_size(disk.data_bytes)}; 16-bit weights {_size(disk.weights_bytes)}",
+    )
+
+
+def _placement_parts(request: PlanRequest, plan: Plan, run: RunPlan) -> Iterator[tuple[str, str]]:
+    fewest = " (the fewest nodes that hold it)" if request.num_nodes is None and run.num_nodes > 1 else ""
+    yield "GPUs", f"{run.placement.cluster.in_words()}, {run.precision}{fewest}"
+    if request.assumes_gpus:
+        estimated = f"where `estimate` assumes {ESTIMATED_GPUS}"
+        yield "", f"{run.gpus_per_node} GPUs a node are assumed, {estimated}: --num-gpus says how many"
+    if run.strategy is None:
+        yield "ZeRO", f"nothing fits these GPUs: {run.why}"
+    else:
+        is_summed = (run.gradient_accumulation_steps or 1) > 1
+        summed = f" (gradients summed in {run.grad_accum_dtype})" if is_summed else ""
+        fillers = f", fillers {run.filler_share:.1%} more work" if run.filler_share else ""
+        yield (
+            "ZeRO",
+            f"{run.strategy.describe()}, micro-batch {run.micro_batch_size} x {run.gradient_accumulation_steps} "
+            f"accumulation{summed}{fillers}: {run.why}",
+        )
+        if run.host_bytes_per_node:
+            processes = f"{run.gpus_per_node} x {_size(PROCESS_BYTES)} for processes"
+            host = f"{_size(run.host_bytes_per_node)} of host memory per node, and {processes}, assumed"
+            yield "", f"needs {host}; not checked here"
+        yield "", f"chosen with a margin of {MARGIN:.0%} of each GPU, because no GPU has calibrated the estimate"
+    yield (
+        "store",
+        f"with --run s3://BUCKET/NAME {run.store_requests_per_save:,} requests a save, and "
+        f"{_size(run.store_bytes_per_step)} a step at --save-every {SAVE_EVERY}",
+    )
+
+
+def _price_parts(request: PlanRequest, run: RunPlan) -> Iterator[tuple[str, str]]:
+    """Yield speed, time, energy and money."""
+    if run.mfu is None or run.hours is None or run.gpu_hours is None:
+        yield "speed", "not known: more nodes, or --mfu for an assumption"
+        return
+    basis = "given by --mfu" if request.mfu is not None else f"estimated, {RATE_ERROR}"
+    yield "speed", f"{run.tokens_per_second:,.0f} tokens/s at {run.mfu:.0%} MFU ({basis})"
+    yield "time", f"{_duration(run.hours)}; {run.gpu_hours:,.0f} GPU-hours"
+    if run.energy_kwh is not None:
+        is_assumed = " (assumed)" if request.pue is None else ""
+        yield (
+            "energy",
+            f"{_energy(run.energy_kwh)}: boards at their limit of {run.placement.cluster.gpu.power_w:g} W, PUE "
+            f"{run.pue:g}{is_assumed}; hosts and network not counted",
+        )
+    electricity = run.electricity_usd_per_gpu_hour
+    if electricity is not None:
+        yield "", f"${run.gpu_hours * electricity:,.2f} at ${request.usd_per_kwh:g} per kWh"
+    if run.cost_usd is not None:
+        yield "cost", f"${run.cost_usd:,.0f} at ${request.usd_per_gpu_hour:g} per GPU-hour"
+    owning, bought = run.owning_usd_per_gpu_hour, request.usd_per_bought_gpu
+    if bought is not None and (owning is None or electricity is None):
+        yield "buying", "not known: the GPU's power limit is not published"
+    elif bought is not None and owning is not None and electricity is not None:
+        yield (
+            "buying",
+            f"${run.placement.cluster.world_size * bought:,.0f} for all GPUs; over {request.years:g} years without a "
+            f"pause ${owning:.2f} per GPU-hour with electricity, staff not counted; this run "
+            f"${run.gpu_hours * owning:,.0f}{_beside_renting(owning, electricity, request.usd_per_gpu_hour)}",
+        )
+
+
+def _beside_renting(owning: float, electricity: float, rent: float | None) -> str:
+    if rent is None:
+        return ""
+    share = break_even_share(owning, electricity, rent)
+    what = "never cheaper" if share is None else f"cheaper, if they work more than {share:.0%} of that time,"
+    return f"; {what} than renting at ${rent:g}"
+
+
+def _serving_parts(request: PlanRequest, plan: Plan, prompt: int, output: int) -> Iterator[tuple[str, str]]:
+    assert request.cluster is not None
+    gpu, serving = request.cluster.gpu.name, plan.serving
+    asked = f"requests of {prompt:,} + {output:,} tokens"
+    if serving is None:
+        node = f"{request.cluster.gpus_per_node} x {gpu}"
+        yield "serving", f"{asked}: no replica fits {node}, or the bandwidth of their memory is unknown"
+        return
+    yield (
+        "serving",
+        f"{asked} on {serving.num_gpus} x {gpu}, {serving.num_sequences} at a time: "
+        f"{serving.requests_per_s * 86400:,.0f} a day; alone, prompts {serving.prompt_tokens_per_s:,.0f} tokens/s and "
+        f"output {serving.output_tokens_per_s:,.0f}, bound by {'memory' if serving.is_memory_bound else 'arithmetic'}",
+    )
+    if serving.usd_per_day is not None:
+        yield (
+            "",
+            f"${serving.usd_per_day:,.0f} a day; a million tokens: prompts "
+            f"${serving.usd_per_million_prompt_tokens:,.3f}, output ${serving.usd_per_million_output_tokens:,.3f}",
+        )
+    yield (
+        "",
+        f"assumed: 16-bit weights, full load, {BANDWIDTH_SHARE:.0%} of the bandwidth and {PROMPT_MFU:.0%} of the peak "
+        f"rate reached, {MEMORY_SHARE:.0%} of the memory, at most {MAX_SEQUENCES} sequences",
+    )
+
+
+def _lifetime_parts(request: PlanRequest, plan: Plan, lifetime: Lifetime) -> Iterator[tuple[str, str]]:
+    other, mfu = lifetime.training_optimal, plan.run.mfu if plan.run else None
+    served = format_quantity(request.inference_tokens)
+    yield "inference", f"{served} tokens: {lifetime.inference_flops:.3g} FLOPs (2 N D, attention not counted)"
+    unit = "FLOPs"
+    if request.inference_mfu is not None and mfu is not None:
+        unit = f"FLOPs of training (serving at {request.inference_mfu:.0%} MFU, training at {mfu:.0%})"
+    total = f"{lifetime.total_flops:.3g} {unit}"
+    if plan.usd_per_flop is not None:
+        total += f" = ${lifetime.total_flops * plan.usd_per_flop:,.0f}"
+    yield "lifetime", f"{total} for training and inference together"
+    saved = 1 - lifetime.total_flops / lifetime.training_optimal_total_flops
+    more = f"{saved:.0%} less" if saved >= 0 else f"{-saved:.0%} more"
+    cheapest = f"{format_quantity(other.num_parameters)} on {format_quantity(other.tokens)} tokens"
+    yield (
+        "",
+        f"{more} than the model of the same loss that is cheapest to train, {cheapest}: {other.flops:.3g} + "
+        f"{inference_flops(other.num_parameters, request.inference_tokens):.3g} FLOPs",
+    )
+    if request.inference_mfu is None:
+        yield "", "served at the MFU of training; producing one token at a time is slower by far: --inference-mfu"
+
+
+def _command_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
+    """Yield the commands that come next, from the keys that were set."""
+    shape, preset = plan.shape, PRESETS[plan.nearest_preset]
+    keys = dict(request.keys)
+    if request.preset is None:
+        keys = {"model": plan.nearest_preset, **keys}
+        keys |= {name: getattr(shape, name) for name in SIZES if getattr(shape, name) != getattr(preset, name)}
+    asked = {key: value for key, value in keys.items() if key in (*model_keys(), *keys_asked_by("estimate"))}
+    asked |= {"seq_len": shape.seq_len, "vocab_size": shape.vocab_size, "global_batch_size": plan.global_batch_size}
+    if plan.run is None:
+        yield f"llmscale estimate {describe_flags(asked)} --gpu NAME --emit ds.json"
+        trained = keys | {"global_batch_size": plan.global_batch_size, "steps": plan.steps}
+        start = "deepspeed llmscale/train.py" if is_in_checkout() else "llmscale train"
+        yield f"{start} --ds ds.json {describe_flags(trained)}"
+        return
+    cluster = plan.run.placement.cluster
+    if cluster.gpu.source.startswith("given"):
+        asked["gpu_memory_gib"] = f"{cluster.gpu.memory_gib:g}"
+        asked["bf16_tflops"] = f"{cluster.gpu.dense_16bit_flops / 1e12:g}"
+    else:
+        asked["gpu"] = cluster.gpu.name
+    asked |= {"num_gpus": cluster.gpus_per_node, "num_nodes": cluster.num_nodes}
+    if cluster.num_nodes > 1:
+        asked["interconnect"] = cluster.interconnect.name
+    yield f"llmscale estimate {describe_flags(asked)} --emit ds.json"
+    if plan.run.placement.row is not None:
+        yield train_command("ds.json", plan.run.placement.row.fit, keys | {"steps": plan.steps})
+        yield f"({describe_data(shape, keys)})"
+
+
+def _energy(kwh: float) -> str:
+    return f"{kwh:.3g} kWh" if kwh < 1000 else f"{kwh / 1000:,.4g} MWh"
+
+
+def _size(num_bytes: float) -> str:
+    return format_size(num_bytes) if num_bytes < _TIB else f"{num_bytes / _TIB:,.2f} TiB"
+
+
+def _duration(hours: float) -> str:
+    if hours < 1:
+        return f"{hours * 60:.3g} minutes"
+    return f"{hours:.3g} hours" if hours < 48 else f"{hours / 24:,.1f} days"
+
+
+def draw(path: Path, request: PlanRequest, plan: Plan) -> None:
+    """Draw iso-FLOP curves with the chosen point. Raises ConfigError without matplotlib."""
+    from llmscale.report.isoflop_plot import plot_isoflops
+
+    chosen = Point(plan.shape.active_parameters, plan.tokens, central(plan.loss))
+    law = request.law
+    interval = law.interval(lambda moved: moved.optimal_parameters(plan.flops))
+    plot_isoflops(
+        path, law, chosen, interval or law.optimal_parameters(plan.flops), f"{law.name}: loss at equal training FLOPs"
+    )
+
+
+_LAWS = {"besiroglu": BESIROGLU, "hoffmann": HOFFMANN}
+_MODELS = ("--model", "--params")
+_OTHERS = ("--budget-usd", "--gpu-hours", "--flops", "--pf-days", "--tokens", "--loss")
+#: Keys of the model that do not need --model.
+_OF_ANY_MODEL = ("vocab_size", "seq_len")
+_DEFAULT_SEQ_LEN = 2048
+#: Preset whose vocabulary a planned model has by default.
+_SIZED_LIKE = "gpt3-125m"
+
+
+def read_request(args: argparse.Namespace) -> PlanRequest:
+    """Check all flags. Raises ConfigError."""
+    _check_goals(args)
+    keys = given_keys(args, "plan")
+    config = build_run_config(keys)
+    shape, preset = _read_model(args, config, given_keys(args))
+    ParallelLayout(config.expert_parallel_size, 1, config.expert_parallel_size).experts_of_rank(
+        shape.num_experts if shape else 0
+    )
+    has_gpu = bool(_given(args, ("--gpu", "--gpu-memory-gib", "--bf16-tflops")))
+    gpus = (args.num_gpus or PLANNED_GPUS, get_interconnect(args.interconnect))
+    return PlanRequest(
+        goal=_read_goal(args, shape),
+        config=config,
+        keys={key: getattr(config, key) for key in keys},
+        shape=shape,
+        preset=preset,
+        law=_LAWS.get(args.law) or load_law(args.law),
+        vocab_size=_vocab_size(config),
+        seq_len=shape.seq_len if shape else config.seq_len or _DEFAULT_SEQ_LEN,
+        cluster=Cluster(read_gpus(args)[0], *gpus) if has_gpu else None,
+        assumes_gpus=args.num_gpus is None,
+        num_nodes=args.num_nodes,
+        mfu=args.mfu,
+        inference_tokens=args.inference_tokens or 0.0,
+        inference_mfu=args.inference_mfu,
+        usd_per_gpu_hour=args.price_per_gpu_hour,
+        pue=args.pue,
+        requests=args.serve,
+        usd_per_kwh=args.usd_per_kwh,
+        usd_per_bought_gpu=args.buy_usd_per_gpu,
+        years=args.years,
+    )
+
+
+def _given(args: argparse.Namespace, flags: tuple[str, ...]) -> list[str]:
+    return [flag for flag in flags if getattr(args, flag.removeprefix("--").replace("-", "_")) is not None]
+
+
+def _check_goals(args: argparse.Namespace) -> None:
+    models, others = _given(args, _MODELS), _given(args, _OTHERS)
+    for flags in (models, others):
+        if len(flags) > 1:
+            raise ConfigError(f"{' and '.join(flags)} are two goals that contradict each other. Give one of them.")
+    if not models and not others:
+        raise ConfigError(
+            f"plan for what? Give one of {', '.join((*_OTHERS, *_MODELS))}, or a model and one of the others."
+        )
+
+
+def _read_model(
+    args: argparse.Namespace, config: RunConfig, keys: Mapping[str, object]
+) -> tuple[GPTShape | None, str | None]:
+    """Return the shape of the user's model or size, and the preset of the model that --model names."""
+    if args.model is not None:
+        config, shape = resolve_model(config, config.seq_len)
+        return shape, default_preset(config)
+    others = [key for key in keys if key not in _OF_ANY_MODEL]
+    if others:
+        raise ConfigError(f"--{others[0].replace('_', '-')} changes a model: it needs --model PRESET.")
+    if args.params is None:
+        return None, None
+    return suggest_shape(args.params, _vocab_size(config), config.seq_len or _DEFAULT_SEQ_LEN), None
+
+
+def _vocab_size(config: RunConfig) -> int:
+    """Return the vocabulary size of a model that the plan chooses."""
+    return config.vocab_size or PRESETS[_SIZED_LIKE].vocab_size
+
+
+def _read_goal(args: argparse.Namespace, shape: GPTShape | None) -> Goal:
+    if args.budget_usd is not None:
+        return Goal("gpu_hours", args.budget_usd / args.price_per_gpu_hour)
+    if args.gpu_hours is not None:
+        return Goal("gpu_hours", args.gpu_hours)
+    if args.pf_days is not None:
+        return Goal("flops", args.pf_days * PF_DAY_FLOPS)
+    if args.flops is not None:
+        return Goal("flops", args.flops)
+    if args.tokens is not None:
+        return Goal("tokens", args.tokens)
+    if args.loss is not None:
+        return Goal("loss", args.loss)
+    if shape is None:
+        raise ConfigError("plan for what? Give a goal.")
+    return Goal("parameters", float(shape.active_parameters))

@@ -1,0 +1,357 @@
+"""Check an engine on this rank: a few steps of the run's own block, every link of each step by itself.
+
+Loss and gradient are compared with a plain GPT in fp64 at the weights of the step. Their bound is what rounding
+explains: the error of the same plain GPT in the run's type, never anything of the engine, which may have the bug.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from llmscale.config.deepspeed.schema import Precision
+from llmscale.engine.compilation import BlockCompiler
+from llmscale.engine.deepspeed_engine import build_engine, gradient_norm, release_engine, set_learning_rate
+from llmscale.engine.device_settings import allow_tf32
+from llmscale.engine.process_group import World, is_gpu
+from llmscale.engine.train_step import PhaseTimer, explain_smallest_scale, seed_step, train_step
+from llmscale.engine.zero_shards import refresh_low_precision_weights, weights_to_fill
+from llmscale.model.experts import Router
+from llmscale.numerics.block import Block, Case, Share, cut_block, first_weights, global_batch, share_of, with_clipping
+from llmscale.numerics.links import (
+    DTYPES,
+    LINKS,
+    UNIT,
+    Finding,
+    LinkJudge,
+    MeanGradients,
+    PlainMean,
+    Watched,
+    first_wrong,
+    wrong_alone,
+)
+from llmscale.numerics.plain_model import PlainGPT
+from llmscale.numerics.probe import Probe, choose_strides, select
+from llmscale.numerics.report import Pass, as_row, worst_rows
+from llmscale.planning.compilation import decide_compilation
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+#: Bound of `loss` and `gradient` over the rounding of the plain model in the run's type.
+_FACTOR = 3.0
+#: Unit roundoffs of the types of products.
+_UNITS = {"fp32": UNIT, "bf16": 2.0**-8, "fp16": 2.0**-11, "autocast": 2.0**-8}
+#: Memory of a rank for copies of what the engine computes. Larger blocks are compared at every n-th element.
+_COPIES_BYTES = 4 * 2**30
+#: Steps that fp16 may skip until its loss scale fits.
+_SKIPS = 40
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """Comparisons of one case, with facts about it."""
+
+    precision: Precision
+    description: str
+    findings: list[Finding]
+    seconds: dict[str, float]
+
+    @cached_property
+    def summary(self) -> Pass:
+        """Return the rows of a table."""
+        first = first_wrong(self.findings)
+        rows = worst_rows(self.findings, LINKS)
+        return Pass(self.precision, self.description, rows, self.seconds, as_row(first) if first else None)
+
+
+def check_case(case: Case, world: World) -> CaseResult:
+    """Build the case's engine, take its steps, and judge each. Collective. Raises ConfigError."""
+    clock = _Clock()
+    block = cut_block(case, world.world_size, on_gpu=is_gpu())
+    allow_tf32(block.resolved.precision)
+    weights = _Weights(block)
+    batch = global_batch(0, block.resolved)
+    truth = Gradients(block, weights, world, share_of(world.rank, block.resolved, batch), "fp64")
+    clock.mark("plain model")
+    block = with_clipping(block, truth.global_norm())
+    compiler = _compiler(case, block, world)
+    _forget_groups_of_hpz()
+    engine = build_engine(block.config, block.resolved, compiler)
+    try:
+        with sdpa_kernel(SDPBackend.MATH) if case.math_attention else nullcontext():
+            findings = _check_steps(case, block, world, engine, weights, truth, compiler is not None, clock)
+    finally:
+        release_engine(engine)
+    return CaseResult(block.resolved.precision, _describe(block, case), findings, clock.seconds)
+
+
+def _forget_groups_of_hpz() -> None:
+    """Let DeepSpeed make hpZ's groups once more, which it refuses to a second engine of a process."""
+    from deepspeed.utils import groups
+
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+
+
+def _compiler(case: Case, block: Block, world: World) -> BlockCompiler | None:
+    """Return the compiler that the run would use; in fp32 for the arithmetic of a 16-bit run none."""
+    if case.precision is not None:
+        return None
+    decision = decide_compilation(block.config.compile, block.full, world.device.type, block.full.total_steps)
+    return BlockCompiler(decision.backend, block.config.compile_mode) if decision.backend else None
+
+
+def _describe(block: Block, case: Case) -> str:
+    resolved, full = block.resolved, block.full
+    plan = resolved.plan
+    clip = ", clipping at half of the first norm" if resolved.ds_config["gradient_clipping"] else ""
+    fillers = f", {block.fillers} of them a filler" if block.fillers else ""
+    return (
+        f"{resolved.precision}: {resolved.shape.n_layer} of {full.shape.n_layer} layers, width {full.shape.n_embd}, "
+        f"vocabulary {resolved.shape.vocab_size:,}, {plan.ranks.world_size} x {plan.gradient_accumulation_steps} "
+        f"micro-batches of {plan.micro_batch_size} x {plan.seq_len} tokens{fillers}{clip}, {case.steps} steps"
+    )
+
+
+def _check_steps(
+    case: Case,
+    block: Block,
+    world: World,
+    engine: DeepSpeedEngine,
+    weights: _Weights,
+    truth: Gradients,
+    is_compiled: bool,
+    clock: _Clock,
+) -> list[Finding]:
+    resolved, findings = block.resolved, []
+    weights.load_into(engine)
+    elements = {name: math.prod(shape) for name, shape in weights.trained.items()}
+    strides = choose_strides(elements, resolved.plan.gradient_accumulation_steps + 6, _COPIES_BYTES)
+    whole = frozenset(name for name, stride in strides.items() if stride == 1)
+    watched = Watched(block.config, resolved, world.control, strides, whole)
+    probe = Probe(engine, strides, is_compiled=is_compiled)
+    judge = LinkJudge(watched, probe, steps_counted=0)
+    clock.mark("engine")
+    for step in range(case.steps):
+        share = share_of(world.rank, resolved, global_batch(step, resolved))
+        if step:
+            weights.read_from(engine, watched)
+            truth = Gradients(block, weights, world, share, "fp64")
+            clock.mark("plain model")
+        loss = _take_step(block, world, engine, probe, share, step)
+        clock.mark("engine")
+        near = Gradients(block, weights, world, share, resolved.precision, probe.scale)
+        clock.mark("plain model")
+        comparison = _Comparison(watched, truth, near, probe.starts)
+        means = MeanGradients(watched, probe)
+        links = judge.judge(step, block.lr, gradient_norm(engine), comparison.seen(means))
+        findings += [*comparison.findings(step), _compare_losses(step, watched, loss, truth, near), *links]
+        clock.mark("comparison")
+    probe.close()
+    return findings
+
+
+def _take_step(block: Block, world: World, engine: DeepSpeedEngine, probe: Probe, share: Share, step: int) -> Tensor:
+    """Take one step, again with the same data while fp16 skips it, and return this rank's loss."""
+    loss = torch.zeros(())
+    for _ in range(_SKIPS):
+        probe.reset()
+        skipped = engine.skipped_steps
+        seed_step(block.config.seed, step, world.rank)
+        set_learning_rate(engine, block.resolved.optimizer, block.lr)
+        with explain_smallest_scale(step):
+            timer = PhaseTimer(world.device)
+            loss = train_step(engine, share.micro_batches, world.device, timer, weights=share.weights)
+        if engine.skipped_steps == skipped:
+            break
+    return loss
+
+
+class _Weights:
+    """Complete weights of the block in fp32, as the engine's master weights are."""
+
+    def __init__(self, block: Block) -> None:
+        tensors = block.resolved.tensors
+        self.trained = {tensor.name: tuple(tensor.parameter.shape) for tensor in tensors.trainable}
+        frozen = {tensor.name: tuple(tensor.parameter.shape) for tensor in tensors.frozen_tensors}
+        seed, shape = block.config.seed, block.resolved.shape
+        self.values = first_weights(self.trained, seed) | first_weights(frozen, seed + 1)
+        self.biases: list[Tensor] = []
+        if shape.router_bias:
+            sparse = [layer for layer in range(shape.n_layer) if shape.is_sparse(layer)]
+            self.biases = [torch.zeros(shape.num_experts) for _ in sparse]
+
+    def load_into(self, engine: DeepSpeedEngine) -> None:
+        """Give the engine these weights, at any stage. Collective."""
+        for views in weights_to_fill(engine):
+            for name, view in views.items():
+                if name in self.values:
+                    flat = self.values[name].view(-1)
+                    view.local.copy_(flat[view.start : view.start + view.local.numel()])
+        refresh_low_precision_weights(engine)
+
+    def read_from(self, engine: DeepSpeedEngine, watched: Watched) -> None:
+        """Take over the engine's master weights, and its routers' biases, whose rule is a sign. Collective."""
+        if watched.resolved.zero_stage:
+            for name in self.trained:
+                self.values[name].zero_()
+        for views in weights_to_fill(engine):
+            for name, view in views.items():
+                if name in self.trained:
+                    self.values[name].view(-1)[view.start : view.start + view.local.numel()] = view.local.cpu()
+        if watched.resolved.zero_stage:
+            for name in self.trained:
+                watched.sum(self.values[name])
+        routers = (module for module in engine.module.modules() if isinstance(module, Router))
+        for bias, router in zip(self.biases, routers, strict=False):
+            bias.copy_(router.get_buffer("bias"))
+
+
+class Gradients:
+    """Gradients and losses of the plain model on this rank's share, in fp64 or in the run's precision."""
+
+    def __init__(
+        self, block: Block, weights: _Weights, world: World, share: Share, precision: str, scale: float = 1.0
+    ) -> None:
+        resolved, device = block.resolved, world.device
+        low = DTYPES[resolved.precision]
+        dtype = torch.float64 if precision == "fp64" else DTYPES[precision]
+        # At the weights that the engine computes with: rounded.
+        values = {
+            name: value.to(low).to(device, dtype, copy=True).requires_grad_() for name, value in weights.values.items()
+        }
+        plan, self._group = resolved.plan, world.control
+        self._world_size = world.world_size
+        self.sums = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in weights.trained.items()}
+        """Summands of the mean over all ranks."""
+        biases = [bias.to(device) for bias in weights.biases]
+        trained = [values[name] for name in weights.trained]
+        losses = []
+        # In the engine's order: a mean over micro-batches, scaled, so that fp16 has the same range; ranks divide last.
+        # Fillers do not count, and ranks that divide sequences have one share of the data together.
+        ranks = plan.ranks.data_parallel_size
+        factor = ranks * plan.micro_batch_size / plan.global_batch_size * scale
+        for tokens in share.to_verify:
+            model = PlainGPT(values, resolved.shape, resolved.loss, biases)
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "autocast"):
+                each, loss = model.losses(tokens.to(device))
+            gradients = torch.autograd.grad(loss * factor, trained, allow_unused=True)
+            for total, gradient in zip(self.sums.values(), gradients, strict=True):
+                if gradient is not None:
+                    total += gradient.cpu().double() / (scale * ranks)
+            losses.append(each.detach().double().cpu().view(-1))
+        self.losses = torch.cat(losses) if losses else torch.zeros(0, dtype=torch.float64)
+
+    def global_norm(self) -> float:
+        """Return the norm of the gradient over all ranks. Collective."""
+        return math.sqrt(sum(float(self.mean(name).square().sum()) for name in self.sums))
+
+    def mean(self, name: str) -> Tensor:
+        """Return a parameter's gradient over all ranks. Collective."""
+        total = self.sums[name].clone()
+        if self._world_size > 1:
+            torch.distributed.all_reduce(total, group=self._group)
+        return total
+
+
+def _compare_losses(step: int, watched: Watched, loss: Tensor, truth: Gradients, near: Gradients) -> Finding:
+    """Compare the mean loss over all tokens; rounding explains its mean and, token by token, its noise. Collective."""
+    errors = near.losses - truth.losses
+    numbers = [loss.detach().cpu().double(), truth.losses.sum(), errors.sum(), errors.square().sum()]
+    numbers.append(torch.tensor(float(len(errors)), dtype=torch.float64))
+    total = watched.sum(torch.stack(numbers))
+    count = float(total[4])
+    engine, plain = float(total[0]) / watched.size, float(total[1]) / count
+    spread = math.sqrt(float(total[3]) / count / count)
+    bound = _FACTOR * (abs(float(total[2])) / count + spread) + 2 * UNIT * plain
+    return Finding(step, "loss", "all", abs(engine - plain), bound, f"{engine:.6f} for {plain:.6f}")
+
+
+def _pool_of(name: str) -> str:
+    """Return a parameter's name without the number of its block."""
+    return re.sub(r"^blocks\.\d+\.", "blocks.*.", name)
+
+
+class _Comparison:
+    """Compares the engine's mean gradients with the plain model's, while a judge asks for one after the other."""
+
+    def __init__(self, watched: Watched, truth: Gradients, near: Gradients, starts: Mapping[str, int]) -> None:
+        self._watched, self._truth, self._near = watched, truth, near
+        ranks = watched.resolved.plan.ranks
+        self._is_divided = ranks.sequence_parallel_size > 1 or ranks.expert_parallel_size > 1
+        self._numbers: list[Tensor] = []
+        """By parameter: squares of the error, of the plain model's own, and of the truth; product with the truth."""
+        self._own: list[Tensor] = []
+        """By parameter: square of the error of this rank's summand."""
+
+    def seen(self, means: MeanGradients) -> Callable[[str], PlainMean]:
+        """Return a function that reduces a parameter's gradients, and compares them on the way."""
+
+        def mean_of(name: str) -> PlainMean:
+            plain = means.of(name)
+            truth, near = self._select(name, self._truth.mean(name)), self._select(name, self._near.mean(name))
+            mean = plain.mean
+            pairs = ((mean - truth, mean - truth), (near - truth, near - truth), (truth, truth), (mean, truth))
+            self._numbers.append(torch.stack([(a * b).sum() for a, b in pairs] + [(mean * mean).sum()]))
+            self._own.append((plain.own - self._select(name, self._truth.sums[name])).square().sum())
+            return plain
+
+        return mean_of
+
+    def _select(self, name: str, gradient: Tensor) -> Tensor:
+        return select(gradient, 0, self._watched.strides[name])[0]
+
+    def findings(self, step: int) -> list[Finding]:
+        """Return the comparisons of all parameters. Collective."""
+        watched = self._watched
+        error, rounding, size, product, square = torch.stack(self._numbers).T
+        counts = torch.tensor([watched.selected(name) for name in watched.shapes], dtype=torch.float64)
+        typical = float(size.sum() / counts.sum()) ** 0.5
+        # Gradients that are zero but for rounding (biases of keys, unused experts) are measured by a typical one.
+        sizes = size.sqrt() + 1e-3 * typical * counts.sqrt()
+        pooled: dict[str, float] = {}
+        for index, name in enumerate(watched.shapes):
+            share = float(rounding[index].sqrt() / sizes[index])
+            pooled[_pool_of(name)] = max(pooled.get(_pool_of(name), 0.0), share)
+        note = _common_factor(float(product.sum()), float(size.sum()), float(square.sum()))
+        plan = watched.resolved.plan
+        # A kernel may add up the tokens of a micro-batch one after the other, in fp32.
+        serial = 0.5 * UNIT * math.sqrt(plan.micro_batch_size * plan.seq_len)
+        unit = _UNITS[watched.resolved.precision]
+        bounds = torch.tensor([_FACTOR * (pooled[_pool_of(name)] + unit / 2) + serial for name in watched.shapes])
+        shares = watched.gather(torch.stack(self._own)).sqrt() / sizes / bounds
+        rank = None if self._is_divided else wrong_alone(shares)
+        return [
+            Finding(step, "gradient", name, float(difference), float(bound), note, rank)
+            for name, difference, bound in zip(watched.shapes, error.sqrt() / sizes, bounds, strict=True)
+        ]
+
+
+def _common_factor(product: float, size: float, square: float) -> str:
+    """Return a note if all gradients are the true ones times a factor, up to a fifth of it."""
+    factor = product / size if size else 1.0
+    rest = math.sqrt(max(0.0, square / factor**2 - 2 * product / factor + size)) if factor else math.inf
+    is_common = abs(factor - 1) > 0.02 and rest < 0.2 * abs(factor - 1) * math.sqrt(size)
+    return f"all gradients x {factor:.4g}" if is_common else ""
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._began = time.perf_counter()
+
+    def mark(self, name: str) -> None:
+        """Add the time since the last mark to `name`."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._began
+        self._began = now

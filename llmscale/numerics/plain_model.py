@@ -1,0 +1,187 @@
+"""A GPT written for reading, from the papers: one expert at a time, every score of attention in memory.
+
+It shares nothing with `llmscale.model` but the table of rotary frequencies, so that a bug there cannot hide here. In
+fp64 it is the truth that an engine is compared with, in the run's type the measure of what rounding explains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmscale.architecture.rope_scaling import rotary_factor, rotary_frequencies
+from llmscale.architecture.shape import GPTShape
+from llmscale.config.loss_settings import LossSettings
+
+
+@dataclass
+class PlainGPT:
+    """One forward pass: weights in any type, the complete vocabulary, no ranks."""
+
+    weights: Mapping[str, Tensor]
+    shape: GPTShape
+    loss: LossSettings
+    router_biases: Sequence[Tensor]
+    """Bias of each sparse block's router; empty without."""
+    router_loss: Tensor | float = field(init=False, default=0.0)
+
+    def losses(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return every token's cross-entropy [batch, t], and the loss that trains; tokens: ids [batch, t + 1]."""
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        logits = self._logits(inputs)
+        z = torch.logsumexp(logits, -1)
+        each = z - logits.gather(-1, targets[..., None])[..., 0]
+        return each, each.mean() + self.loss.z_loss * z.square().mean() + self.router_loss
+
+    def _logits(self, inputs: Tensor) -> Tensor:
+        shape, weights = self.shape, self.weights
+        index = torch.arange(inputs.shape[1], device=inputs.device)
+        first = self._first_of_document(inputs, index)
+        places = index - first
+        distance = index[:, None] - index[None, :]
+        dense = (distance >= 0) & (index >= first[:, :, None])
+        local = dense & (distance < shape.sliding_window) if shape.sliding_window else dense
+        x = F.embedding(inputs, weights["wte.weight"])
+        if shape.positions == "learned":
+            x = x + F.embedding(places, weights["wpe.weight"])
+        sparse_blocks = 0
+        for layer in range(shape.n_layer):
+            is_local = shape.window_pattern[layer % len(shape.window_pattern)] == "L"
+            bias = None
+            if shape.is_sparse(layer):
+                bias = self.router_biases[sparse_blocks] if self.router_biases else None
+                sparse_blocks += 1
+            x = self._block(x, layer, places, local if is_local else dense, bias)
+        x = self._norm(x, "ln_f")
+        head = weights["wte.weight" if shape.tied else "head.weight"]
+        return _wide(F.linear(x, head[: shape.vocab_size]))
+
+    def _first_of_document(self, inputs: Tensor, index: Tensor) -> Tensor:
+        """Return the first position of each token's document, [batch, t]."""
+        begins = torch.zeros_like(inputs, dtype=torch.bool)
+        if self.shape.document_end is not None:
+            begins[:, 1:] = inputs[:, :-1] == self.shape.document_end
+        return torch.where(begins, index, 0).cummax(1).values
+
+    def _block(self, x: Tensor, layer: int, places: Tensor, visible: Tensor, bias: Tensor | None) -> Tensor:
+        name = f"blocks.{layer}."
+        is_sparse = self.shape.is_sparse(layer)
+
+        def mlp(x: Tensor) -> Tensor:
+            return self._experts(x, f"{name}mlp.", bias) if is_sparse else self._mlp(x, f"{name}mlp.")
+
+        if self.shape.norm_placement == "pre":
+            x = x + self._attention(self._norm(x, f"{name}ln_1"), f"{name}attn.", places, visible)
+            return x + mlp(self._norm(x, f"{name}ln_2"))
+        x = x + self._norm(self._attention(x, f"{name}attn.", places, visible), f"{name}ln_1")
+        return x + self._norm(mlp(x), f"{name}ln_2")
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
+        if self.shape.norm == "rmsnorm":
+            return self._rms_norm(x, weight)
+        wide = _wide(x)
+        wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.shape.norm_eps) * _wide(weight)
+        return (wide if bias is None else wide + _wide(bias)).to(weight.dtype)
+
+    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        wide = _wide(x)
+        mean_square = wide.square().mean(-1, keepdim=True)
+        return (wide * torch.rsqrt(mean_square + self.shape.norm_eps) * _wide(weight)).to(weight.dtype)
+
+    def _attention(self, x: Tensor, name: str, places: Tensor, visible: Tensor) -> Tensor:
+        shape = self.shape
+        heads, kv_heads, width = shape.n_head, shape.n_kv_head, shape.head_dim
+        q, k, v = self._linear(x, f"{name}qkv").split((heads * width, kv_heads * width, kv_heads * width), -1)
+        if shape.qk_norm == "width":
+            q, k = self._norm_of_heads(q, k, name)
+        q, k, v = (
+            q.unflatten(-1, (heads, width)),
+            k.unflatten(-1, (kv_heads, width)),
+            v.unflatten(-1, (kv_heads, width)),
+        )
+        if shape.qk_norm == "head":
+            q, k = self._norm_of_heads(q, k, name)
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        if shape.positions == "rotary":
+            q, k = self._rotate(q, places), self._rotate(k, places)
+        k, v = k.repeat_interleave(heads // kv_heads, 2), v.repeat_interleave(heads // kv_heads, 2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # each [batch, heads, t, width]
+        scores = _wide(q @ k.transpose(2, 3)) / math.sqrt(width)
+        shares = torch.softmax(scores.masked_fill(~visible[:, None], -math.inf), -1).to(v.dtype)
+        return self._linear((shares @ v).transpose(1, 2).flatten(2), f"{name}proj")
+
+    def _norm_of_heads(self, q: Tensor, k: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        q = self._rms_norm(q, self.weights[f"{name}q_norm.weight"])
+        return q, self._rms_norm(k, self.weights[f"{name}k_norm.weight"])
+
+    def _rotate(self, x: Tensor, places: Tensor) -> Tensor:
+        """Rotate halves of [batch, t, heads, head_dim] by the places [batch, t] (Su et al. 2021)."""
+        shape = self.shape
+        turns = rotary_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
+        angles = places[..., None].double() * torch.tensor(turns, dtype=torch.float64, device=x.device)
+        factor = rotary_factor(shape.rope_scaling)
+        cos = (angles.cos() * factor).to(x.dtype)[:, :, None]
+        sin = (angles.sin() * factor).to(x.dtype)[:, :, None]
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    def _activate(self, hidden: Tensor) -> Tensor:
+        if not self.shape.gated_mlp:
+            return self._nonlinear(hidden)
+        gate, value = hidden.chunk(2, -1)
+        return self._nonlinear(gate) * value
+
+    def _nonlinear(self, x: Tensor) -> Tensor:
+        if self.shape.activation == "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        functions: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "silu": F.silu, "gelu": F.gelu}
+        return functions[self.shape.activation](x)
+
+    def _mlp(self, x: Tensor, name: str) -> Tensor:
+        return self._linear(self._activate(self._linear(x, f"{name}up")), f"{name}down")
+
+    def _experts(self, x: Tensor, name: str, bias: Tensor | None) -> Tensor:
+        """Compute a mixture of experts, and add the losses of its router (Fedus et al. 2021, Zoph et al. 2022)."""
+        shape, flat = self.shape, x.flatten(0, 1)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(_wide(flat), _wide(self.weights[f"{name}router.weight"]))
+        scores = logits.sigmoid() if shape.router_score == "sigmoid" else logits.softmax(-1)
+        chosen = (scores.detach() + (0 if bias is None else bias)).topk(shape.experts_per_token).indices
+        factors = scores.gather(1, chosen)
+        if shape.normalize_router:
+            factors = factors / factors.sum(1, keepdim=True)
+        factors = factors * shape.router_scale
+        up, down = self.weights[f"{name}experts.up"], self.weights[f"{name}experts.down"]
+        y = torch.zeros((), dtype=flat.dtype, device=x.device)
+        for expert in range(shape.num_experts):
+            token, slot = (chosen == expert).nonzero(as_tuple=True)
+            rows = F.linear(self._activate(F.linear(flat[token], up[expert])), down[expert])
+            rows = rows * factors[token, slot][:, None].to(rows.dtype)
+            y = y + torch.zeros(flat.shape, dtype=rows.dtype, device=x.device).index_add(0, token, rows)
+        if shape.shared_expert_width:
+            y = y + self._mlp(flat, f"{name}shared.")
+        self.router_loss = self.router_loss + self._router_loss(logits, scores, chosen, x.shape[0])
+        return y.view(x.shape).to(x.dtype)
+
+    def _router_loss(self, logits: Tensor, scores: Tensor, chosen: Tensor, batch: int) -> Tensor:
+        shape = self.shape
+        share = (scores / scores.sum(-1, keepdim=True)).unflatten(0, (batch, -1)).mean(1)
+        load = F.one_hot(chosen, shape.num_experts).to(share.dtype).unflatten(0, (batch, -1)).sum(2).mean(1)
+        balance = (shape.num_experts * (load / shape.experts_per_token * share).sum(1)).mean()
+        z_squared = torch.logsumexp(logits, -1).square().mean()
+        return self.loss.balance_loss * balance + self.loss.router_z_loss * z_squared
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return x in fp32, or in fp64 if it is."""
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,0 +1,182 @@
+"""Read the facts of a run folder besides its metrics: model, data, settings, environment. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
+from llmscale.config.published import publish_keys, publish_text
+from llmscale.config.run_config import build_run_config
+from llmscale.data.mixture import is_mix
+from llmscale.data.shards.manifest import Manifest
+from llmscale.errors import ConfigError, LlmscaleError
+from llmscale.report.history import Record, RunHistory, as_number, load_run_manifest
+from llmscale.training.run_folder import CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME
+from llmscale.untrusted.documents import Rules, load_json, load_json_lines
+from llmscale.untrusted.terminal import make_visible_line
+
+#: Limits of entries per table and letters per entry: a file may have any number.
+_MOST_ENTRIES, _MOST_LETTERS = 400, 300
+_RULES = Rules(ConfigError, not_finite=True)
+Table = dict[str, str]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts of one run folder."""
+
+    model: str
+    """Preset; empty if config.json lacks it."""
+    source: str
+    """Source of the dataset's documents; empty if its manifest cannot be read."""
+    shape: GPTShape | None
+    """Model's shape; None if config.json lacks it."""
+    total_steps: int | None
+    """Steps that the last start was to reach."""
+    tokenizer: str | None
+    bytes_per_token: float | None
+    """UTF-8 bytes of text per token of the training split."""
+    validation_bytes_per_token: float | None
+    why_no_bytes: str
+    """Reason why bytes_per_token is unknown; empty otherwise."""
+    unigram_entropy: float | None
+    """Entropy of the training split's token frequencies, nats."""
+    tables: dict[str, Table]
+    """Settings by section, without control characters."""
+
+
+def load_facts(run: Path, history: RunHistory) -> RunFacts:
+    """Read everything except the metrics, which are in `history`."""
+    described, ds_config = _load(run / CONFIG_NAME), _load(run / DS_CONFIG_NAME)
+    config, resolved = _mapping(described.get("config")), _mapping(described.get("resolved"))
+    manifest = load_run_manifest(run)
+    start = (history.of_kind("event", "start") or [(0, {})])[-1][1]
+    splits = manifest.splits if manifest else {}
+    total = resolved.get("total_steps")
+    tokenizer = manifest.tokenizer if manifest else start.get("tokenizer")
+    ratios = {name: split.bytes_per_token for name, split in splits.items()}
+    ratio = ratios.get("train") or _positive(start.get("bytes_per_token"))
+    return RunFacts(
+        model=str(config.get("model") or ""),
+        source=manifest.source if manifest else "",
+        shape=_parse_shape(resolved.get("shape")),
+        total_steps=total if isinstance(total, int) and total > 0 else None,
+        tokenizer=show(tokenizer) if isinstance(tokenizer, str) else None,
+        bytes_per_token=ratio,
+        validation_bytes_per_token=ratios.get("val") or _measured_ratio(history) or ratio,
+        why_no_bytes="" if ratio else _why_unknown(config.get("data")),
+        unigram_entropy=splits["train"].unigram_entropy_nats if "train" in splits else None,
+        tables={
+            "Configuration": _table(
+                {key: value for key, value in publish_keys(config).items() if value not in (None, [])}
+            ),
+            "Model": _table(_mapping(resolved.get("shape"))),
+            "Batch": _table(_mapping(resolved.get("plan"))),
+            "Schedule": _table(_mapping(resolved.get("schedule"))),
+            "DeepSpeed": _table(ds_config),
+            "Data": _data_table(manifest, config.get("data")),
+            "Environment": _environment(run),
+        },
+    )
+
+
+def show(value: object) -> str:
+    """Format a value of a file as one line of bounded length, without folders of this machine."""
+    text = publish_text(value if isinstance(value, str) else json.dumps(value))
+    return make_visible_line(text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}…")
+
+
+def _load(path: Path) -> Mapping[str, object]:
+    try:
+        return load_json(path, _RULES)
+    except (OSError, LlmscaleError):
+        return {}
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, dict) else {}
+
+
+def _positive(value: object) -> float | None:
+    number = as_number(value)
+    return number if number > 0 else None
+
+
+def _parse_shape(values: object) -> GPTShape | None:
+    """Return a shape from untrusted values, checked like a user's input, or None."""
+    known = {key: value for key, value in _mapping(values).items() if value is not None}
+    keys = {key: known[key] for key in (*SHAPE_KEYS, "vocab_size", "seq_len") if key in known}
+    try:
+        config = build_run_config(keys)
+        return build_shape({key: getattr(config, key) for key in keys})
+    except (LlmscaleError, TypeError):
+        return None
+
+
+def _measured_ratio(history: RunHistory) -> float | None:
+    """Compute bytes per token from a validation that recorded both units."""
+    for _, record in history.of_kind("validation"):
+        loss, bits = as_number(record.get("loss")), as_number(record.get("bits_per_byte"))
+        if loss > 0 and bits > 0:
+            return loss / math.log(2) / bits
+    return None
+
+
+def _why_unknown(data: object) -> str:
+    if not isinstance(data, str):
+        return "the run folder does not say what it trained on"
+    if is_mix(data):
+        return "it trained on a mix, whose sets may differ in it"
+    return f"its dataset ({show(data)}) cannot be read from here"
+
+
+def _table(values: Mapping[str, object]) -> Table:
+    """Flatten nested settings to one level, a.b.c."""
+    table: Table = {}
+    for key, value in _flat("", values):
+        if len(table) == _MOST_ENTRIES:
+            break
+        table[show(key)] = show(value)
+    return table
+
+
+def _flat(prefix: str, values: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(f"{prefix}{key}.", value)
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _data_table(manifest: Manifest | None, data: object) -> Table:
+    if manifest is None:
+        return {"set": f"{show(data)} (its manifest cannot be read from here)"} if isinstance(data, str) else {}
+    table = {"set": show(data), "source": show(manifest.source), "tokenizer": show(manifest.tokenizer)}
+    table |= {"vocabulary": f"{manifest.vocab_size:,} tokens", "sequence": f"{manifest.seq_len:,} tokens"}
+    for name, split in manifest.splits.items():
+        table[f"{show(name)} split"] = (
+            f"{split.num_tokens:,} tokens of {split.num_documents:,} documents, {split.bytes_per_token:.3f} bytes per "
+            f"token, unigram entropy {split.unigram_entropy_nats:.3f} nats"
+        )
+    if manifest.note_on_bytes:
+        table["bytes"] = manifest.note_on_bytes
+    return table | {"fingerprint": manifest.fingerprint}
+
+
+def _environment(run: Path) -> Table:
+    """Describe the last start, and how many there were."""
+    starts: list[Record] = []
+    try:
+        starts.extend(load_json_lines(run / STARTS_NAME))
+    except (OSError, LlmscaleError):
+        return {}
+    if not starts:
+        return {}
+    hosts = sorted({show(start.get("host")) for start in starts[-_MOST_ENTRIES:]})
+    # The command line may hold secrets; the configuration is in its own table.
+    last = {key: value for key, value in starts[-1].items() if key != "arguments"}
+    return {**_table(last), "starts": str(len(starts)), "hosts of all starts": show(", ".join(hosts))}

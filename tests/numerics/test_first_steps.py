@@ -1,0 +1,65 @@
+"""`train --check-numerics`: the first steps of real runs, and of one with a rank that computes wrongly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmscale.numerics.probe import choose_strides
+from tests.conftest import Ranks, read_losses
+
+WRONG_RANK = Path(__file__).with_name("wrong_rank.py")
+RIGHT = re.compile(r"numbers: steps (\d+) to (\d+) are right on 2 ranks; shares of what rounding explains: (.*)")
+
+
+def right_steps(output: str) -> tuple[int, int]:
+    text = " ".join(output.split())
+    found = RIGHT.search(text)
+    assert found, output
+    return int(found[1]), int(found[2])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--ds", "zero2", "--precision", "bf16", "--global-batch-size", "7", "--micro-batch-size", "1"),
+        pytest.param(("--ds", "zero3", "--precision", "fp32", "--optimizer", "muon"), marks=pytest.mark.slow),
+        pytest.param(("--ds", "zero1", "--precision", "bf16", "--document-mask"), marks=pytest.mark.slow),
+        pytest.param(("--ds", "zero0", "--optimizer", "adafactor"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_check_finds_a_run_right_and_changes_no_loss(
+    ranks: Callable[..., Ranks], train_command: Callable[..., list[str]], tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """After a resume too."""
+    job = ranks(train_command(*flags, "--steps", "3", "--check-numerics"), 2)
+    output = job.wait()[0]
+    assert job.exit_codes == [0, 0], output
+    assert right_steps(output) == (1, 2)
+    plain = ranks(train_command(*flags, "--steps", "3", "--run", str(tmp_path / "plain")), 2)
+    plain.wait()
+    assert read_losses(tmp_path / "run") == read_losses(tmp_path / "plain")
+    job = ranks(train_command(*flags, "--steps", "6", "--check-numerics"), 2)
+    assert right_steps(job.wait()[0]) == (4, 5)
+
+
+def test_a_rank_that_computes_wrongly_is_named(
+    ranks: Callable[..., Ranks], train_command: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    words = train_command("--ds", "zero2", "--precision", "fp32", "--steps", "2", "--check-numerics")
+    job = ranks([str(WRONG_RANK), *words[1:]], 2)
+    text = " ".join(job.wait()[0].split())
+    assert job.exit_codes == [0, 0], text
+    assert "WARNING: the numbers of step 1 are wrong: the optimizer's step is not that of the plain optimizer" in text
+    assert "Only rank 1 is wrong." in text
+
+
+def test_copies_keep_to_their_budget() -> None:
+    elements = {"large": 10**9, "small": 768}
+    strides = choose_strides(elements, 10, 2**30)
+    assert strides["small"] == 1 and strides["large"] % 2 == 1
+    assert 4 * 10 * sum(count / strides[name] for name, count in elements.items()) <= 2**30
+    assert choose_strides(elements, 10, 2**40)["large"] == 1

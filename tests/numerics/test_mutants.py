@@ -1,0 +1,105 @@
+"""Every planted bug is found, by the right link; engines without a bug raise no alarm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Ranks
+from tests.numerics.honest import Setting, honest_settings
+from tests.numerics.mutants import MUTANTS, Mutant
+
+SCRIPT = Path(__file__).with_name("numerics_job.py")
+#: Bugs of the default suite: one of each link, a rank, sequences, experts, fillers, Muon, hpZ.
+QUICK = (
+    "stale secondary copies",
+    "mask sees one ahead",
+    "norm lacks a third (DeepSpeed #7718)",
+    "micro-step lost, stage 2",
+    "cut matrices not orthogonalised",
+    "tokens of others without gradient",
+    "heads in another order",
+    "fillers in the mean",
+    "one rank multiplies wrongly",
+    "moments changed between steps",
+)
+#: Settings of the default suite, whose engines have no bug.
+QUIET = (
+    "--ds zero2 --precision bf16 --global-batch-size 10",
+    "--ds zero3 --precision fp32 --optimizer muon",
+    "--ds zero0 --precision bf16 --document-mask",
+    "--ds zero1 --precision bf16 --expert-parallel-size 2",
+    "--ds hpz3 --precision bf16",
+)
+#: The setting that makes the difference for bugs that one can separate.
+SETTINGS = {
+    "race of overlap_comm (DeepSpeed #7965)": "overlap_comm off",
+    "micro-step lost, stage 3": "gradient accumulation 1",
+    "sums in bf16": "gradient accumulation 1",
+    "offload copies a part": "offload off",
+    "mean of means": "sequences and experts undivided",
+    "experts averaged among holders": "sequences and experts undivided",
+    "attention kernel": "attention by torch's math kernel",
+    "q, k, v as one matrix": "--optimizer adamw",
+    "layer norm sums in 16 bit (torch on CPUs)": "--precision fp32",
+    "mask sees one ahead": None,
+    "weight decay on norms": None,
+}
+
+
+def run_jobs(ranks: Callable[..., Ranks], jobs: Sequence[dict], world_size: int) -> list[dict]:
+    """Rows that the ranks print, one for each job."""
+    job = ranks([str(SCRIPT), json.dumps(list(jobs))], world_size)
+    output = job.wait()[0]
+    rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"')]
+    assert len(rows) == len(jobs), output
+    return rows
+
+
+def plant(mutant: Mutant) -> dict[str, object]:
+    return {"flags": mutant.flags, "seq_len": mutant.seq_len, "steps": mutant.steps, "mutant": mutant.name}
+
+
+def check_mutants(ranks: Callable[..., Ranks], mutants: Sequence[Mutant]) -> None:
+    rows = run_jobs(ranks, [plant(mutant) for mutant in mutants], 2)
+    for mutant, row in zip(mutants, rows, strict=True):
+        assert (row["link"] or "") == mutant.link, row
+        assert mutant.parameter in ("", row["parameter"]), row
+        assert row["rank"] == mutant.rank, row
+
+
+def check_honest(ranks: Callable[..., Ranks], settings: Sequence[Setting], world_size: int) -> None:
+    chosen = [setting for setting in settings if setting.ranks == world_size]
+    rows = run_jobs(ranks, [{"flags": setting.flags, "seq_len": setting.seq_len} for setting in chosen], world_size)
+    assert not [row for row in rows if row["link"]]
+
+
+def test_a_bug_of_each_kind_is_found_where_it_is(ranks: Callable[..., Ranks]) -> None:
+    check_mutants(ranks, [mutant for mutant in MUTANTS if mutant.name in QUICK])
+
+
+def test_engines_without_a_bug_raise_no_alarm(ranks: Callable[..., Ranks]) -> None:
+    settings = [setting for setting in honest_settings() if setting.flags.endswith(QUIET)]
+    assert len(settings) >= len(QUIET)
+    check_honest(ranks, settings, 2)
+
+
+@pytest.mark.slow
+def test_every_bug_is_found_or_known_to_hide(ranks: Callable[..., Ranks]) -> None:
+    check_mutants(ranks, MUTANTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_honest_setting_raises_an_alarm(ranks: Callable[..., Ranks], world_size: int) -> None:
+    check_honest(ranks, honest_settings(), world_size)
+
+
+@pytest.mark.slow
+def test_the_setting_that_makes_the_difference_is_named(ranks: Callable[..., Ranks]) -> None:
+    mutants = [mutant for mutant in MUTANTS if mutant.name in SETTINGS]
+    rows = run_jobs(ranks, [{**plant(mutant), "finds_setting": True} for mutant in mutants], 2)
+    assert {row["mutant"]: row["setting"] for row in rows} == SETTINGS
