@@ -55,13 +55,32 @@ class _Handler(SimpleHTTPRequestHandler):
         if not self.path.startswith("/api/models/own/model"):
             super().do_GET()
             return
-        files = [{"rfilename": path.name} for path in Path(self.directory).iterdir()]
-        answer = json.dumps({"id": "own/model", "sha": COMMIT, "siblings": files}).encode()
+        answer = json.dumps(self._list_tree() if "/tree/" in self.path else self._describe()).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer)
+
+    def _describe(self) -> dict[str, object]:
+        files = [{"rfilename": path.name} for path in Path(self.directory).iterdir()]
+        return {"id": "own/model", "sha": COMMIT, "siblings": files}
+
+    def _list_tree(self) -> list[dict[str, object]]:
+        """Return what huggingface_hub 1 and later ask for."""
+        entries = []
+        for path in Path(self.directory).iterdir():
+            contents = path.read_bytes()
+            entry = {
+                "type": "file",
+                "path": path.name,
+                "size": len(contents),
+                "oid": hashlib.sha1(contents).hexdigest(),
+            }
+            if path.suffix in (".safetensors", ".bin"):
+                entry["lfs"] = {"oid": hashlib.sha256(contents).hexdigest(), "size": len(contents), "pointerSize": 130}
+            entries.append(entry)
+        return entries
 
     def translate_path(self, path: str) -> str:
         return str(Path(self.directory) / path.rpartition("/")[2])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 
 import numpy as np
 import pytest
@@ -182,6 +183,7 @@ def test_aligned_batches_need_each_node_equally_in_every_epoch(sizes: list[int],
         assert (np.sort(rows % nodes, axis=1) == np.arange(nodes)).all()
 
 
+@pytest.mark.skipif(importlib.util.find_spec("streaming") is None, reason="needs mosaicml-streaming")
 def test_mixes_shards_as_well_as_streaming() -> None:
     """With the same rows and block as Streaming's py1br and py1e, averaged over seeds: as many shards in a batch, as
     few held at a time, neighbours as far apart."""

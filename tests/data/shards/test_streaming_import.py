@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import importlib.util
 import sys
 
 import pytest
 
 from tests import warm_start
+
+if importlib.util.find_spec("streaming") is None:
+    pytest.skip("needs mosaicml-streaming", allow_module_level=True)
 
 MODULES = ["compression", "format.mds", "format.mds.encodings", "partition", "shuffle"]
 

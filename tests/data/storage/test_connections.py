@@ -139,8 +139,8 @@ def test_an_sso_login_signs_and_an_expired_one_is_named(
     (without_keys / "config").write_text(
         f"[profile mine]\nsso_start_url = {start}\nsso_region = us-east-1\nsso_account_id = 1\nsso_role_name = role\n"
     )
-    cache = without_keys / "sso" / "cache" / f"{sha1(start.encode()).hexdigest()}.json"
-    cache.parent.mkdir(parents=True)
+    cache = without_keys / f"{sha1(start.encode()).hexdigest()}.json"
+    monkeypatch.setattr("botocore.credentials.SSOProvider._SSO_TOKEN_CACHE_DIR", str(without_keys))
 
     def log_in(hours: int) -> None:
         expires = datetime.now(timezone.utc) + timedelta(hours=hours)
@@ -160,12 +160,12 @@ def test_an_sso_login_signs_and_an_expired_one_is_named(
 
 
 def test_a_proxy_of_the_environment_is_used(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("S3_ENDPOINT_URL", "http://store.invalid")
+    monkeypatch.setenv("S3_ENDPOINT_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("HTTP_PROXY", relay.url)
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
     assert _read() == b"contents"
-    assert any(path == f"http://store.invalid/{BUCKET}/a" for _, path in relay.requests)
+    assert any(path == f"http://127.0.0.1:1/{BUCKET}/a" for _, path in relay.requests)
 
 
 class _Contents(BaseHTTPRequestHandler):

@@ -7,7 +7,7 @@ the first three are a magic number, a version and the number of tokens (dev/data
 
 MDS shards, such as llm-foundry's conversion, have a column of tokens or one of text. Only the one column is read. One
 shard is in memory at a time. An index names files anywhere and column encodings, one of which (`pkl`) runs code: names
-are checked, and Streaming's own readers serve only the encoding `json` and compressions other than zstd.
+are checked, and Streaming's own readers serve only the encoding `json` and the compressions brotli and snappy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from llmscale.data.prepare.sources.source import (
     within_budget,
     without_undecodable,
 )
-from llmscale.data.shards.compressed import DamagedError, most_unpacked_bytes, open_zstd, unfolds
+from llmscale.data.shards.compressed import DamagedError, most_unpacked_bytes, open_zstd, unfolds, unpacked
 from llmscale.data.shards.streaming_import import streaming_module
 from llmscale.data.tokenizers.tokenizer import TokenArray
 from llmscale.errors import DataError
@@ -433,6 +433,9 @@ def _read_shard(shard: _Shard) -> bytes:
         with opened(shard.file) as raw:
             if shard.compression in ("", ".zstd"):
                 data = (open_zstd(raw) if shard.compression else raw).read(shard.bytes + 1)
+            elif shard.compression in (".gz", ".bz2"):
+                with unpacked(raw, shard.name, shard.file.size_bytes) as contents:
+                    data = contents.read(shard.bytes + 1)
             else:
                 decompress = streaming_module("compression").decompress
                 data = decompress(shard.compression[1:], raw.read(shard.file.size_bytes + 1))
