@@ -12,9 +12,12 @@ from llmscale.config.run_config import CompileMode
 #: time, but works where inductor fails.
 CompileBackend = Literal["inductor", "aot_eager"]
 
-#: Steps that a start must have left for `auto` to compile. nanoGPT's train.py announces about a minute of compiling,
-#: and torchtitan's compiled blocks saved a seventh of a step: a thousand steps of half a second earn that minute.
-FEWEST_STEPS = 1000
+#: Seconds of compiling that nanoGPT's train.py announces.
+_COMPILE_S = 60.0
+#: Seconds that compiled blocks are taken to save of a step of half a second; torchtitan's saved a seventh.
+_SAVED_S = 0.06
+#: Steps that a start must have left for `auto` to compile.
+FEWEST_STEPS = round(_COMPILE_S / _SAVED_S)
 
 
 @dataclass(frozen=True)
