@@ -493,3 +493,12 @@ def test_what_a_run_folder_holds_is_written_in_one_way() -> None:
             assert len(actual) == WRITES_ELSEWHERE.get(name, 0), (
                 f"{name} writes at lines {[call.lineno for call in actual]}; use open_own, RecordLog or write_durably"
             )
+
+
+def test_engine_is_train_without_streaming() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    train, engine = (
+        set(re.findall(r'^ +"([^"]+)"', re.search(rf"^{extra} = \[$(.*?)^\]", text, re.DOTALL | re.MULTILINE)[1], re.M))  # type: ignore[index]
+        for extra in ("train", "engine")
+    )
+    assert train - engine == {"mosaicml-streaming>=0.13,<0.14"} and engine < train
