@@ -102,7 +102,9 @@ def parse_json(contents: bytes | str, rules: Rules, where: str) -> dict[str, obj
             hint = ". (JSON has no comments and no comma after the last entry.)"
         place = f"{error.msg.removesuffix(' at')} at line {error.lineno}, column {error.colno}"
         raise _fault(rules, f"{where} is not JSON: {place}{hint}") from None
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise _fault(rules, f"{where} nests objects and lists too deeply") from None
+    except ValueError as error:
         raise _fault(rules, f"{where}: {error}") from None
     return _checked(value, rules, where, "a JSON object")
 

@@ -39,7 +39,7 @@ RULES = Rules(ConfigError, "Mend it.")
         (b'{"a": NaN}', "NaN is not a JSON number"),
         (b'{"a": 1, "a": 2}', "the key 'a' occurs twice"),
         (b'{"b": {"a": 1, "a": 2}}', "the key 'a' occurs twice"),
-        (b"[" * 1_000_000, "recursion"),
+        (b"[" * 1_000_000, "nests objects and lists too deeply"),
     ],
     ids=lambda value: ascii(value)[:24],
 )

@@ -146,6 +146,12 @@ def _check_answers(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
 
 
+def _task_error(stage: str, task: int, reason: str) -> MachineError:
+    return MachineError(
+        f"Stage {stage}: task {task} failed: {reason}. Run the same command again; finished tasks are kept."
+    )
+
+
 def _run_stages(cluster: RayCluster, job: CleanJob, progress: Progress) -> Iterator[Stage]:
     """Run the tasks that are not complete; yield each stage when it is. Raises DataError, MachineError."""
     import ray
@@ -176,10 +182,7 @@ def _run_stages(cluster: RayCluster, job: CleanJob, progress: Progress) -> Itera
                         done += 1
                     else:
                         is_data_error, reason = message
-                        again = "Run the same command again; finished tasks are kept."
-                        failure = MachineError(f"Stage {stage.name}: task {task} failed: {reason}. {again}")
-                        if is_data_error:
-                            failure = DataError(reason)
+                        failure = DataError(reason) if is_data_error else _task_error(stage.name, task, reason)
                 except RayError as error:  # its process or its machine died
                     if num_tries[task] < _MOST_TRIES:
                         waiting.append(task)
