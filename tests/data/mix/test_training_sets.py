@@ -93,11 +93,11 @@ def test_no_address_is_asked_that_only_a_checkpoint_names(
 ) -> None:
     asked: list[str] = []
 
-    def refuse(url: str, *_: object) -> object:
+    def refuse(url: str, **_: object) -> object:
         asked.append(url)
         raise DataError(f"no answer from {url}")
 
-    monkeypatch.setattr("llmscale.data.shards.cache.open_downloader", refuse)
+    monkeypatch.setattr("llmscale.data.shards.cache.Store", refuse)
     mix.write_text(f"sets:\n  theirs: {address}\n  b: b\nweights: {{theirs: 1, b: 1}}\n")
     for data in (address, str(mix)):
         for given in (None, "elsewhere", "s3://mine/set"):
