@@ -220,6 +220,37 @@ for name in {names!r}:
     run_python(code, bare_environment)
 
 
+#: Packages that the extra `train` does not bring.
+OTHER_EXTRAS = (
+    "boto3",
+    "datasets",
+    "fsspec",
+    "gigatoken",
+    "lm_eval",
+    "matplotlib",
+    "orjson",
+    "py3langid",
+    "pyarrow",
+    "ray",
+    "rensa",
+    "scipy",
+    "streaming",
+    "transformers",
+)
+
+
+def test_no_module_of_a_training_run_needs_another_extra(bare_environment: dict[str, str]) -> None:
+    """`llmscale train --text` and the demo prepare a dataset with the packages of `train`, or of `engine`, alone."""
+    names = [f"llmscale.{m}" for m in modules() if not m.startswith(("evaluate.lm_eval", "__main__"))]
+    code = f"""
+import importlib, sys
+sys.modules.update(dict.fromkeys({OTHER_EXTRAS!r}))
+for name in {names!r}:
+    importlib.import_module(name)
+"""
+    run_python(code, bare_environment)
+
+
 @pytest.fixture(scope="module")
 def help_texts(bare_environment: dict[str, str]) -> dict[str, str]:
     """The help of every command, "" for `llmscale` and "train.py", from one process that may not import torch."""

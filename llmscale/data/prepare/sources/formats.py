@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath, PurePosixPath
 from typing import BinaryIO, cast
 
-import orjson
-
 from llmscale.data.prepare.sources import source
 from llmscale.data.prepare.sources.foreign import foreign_format, refuse_foreign_contents
 from llmscale.data.prepare.sources.source import (
@@ -106,7 +104,7 @@ def read_jsonl(
     skip_bytes(file, offset)
     is_first = not offset
     limit_bytes = source.MAX_DOCUMENT_BYTES
-    field = options.text_field
+    field, parse_fast = options.text_field, _fast_parser()
     while line := file.readline(limit_bytes + 1):
         size_bytes = len(line)
         offset, number = offset + size_bytes, number + 1
@@ -118,7 +116,7 @@ def read_jsonl(
         elif line.isspace() or not line:
             continue
         if not reason:
-            record = _parse(line)
+            record = _parse(line, parse_fast)
             if isinstance(record, dict):
                 try:
                     text = field_of(record, field)
@@ -137,13 +135,22 @@ def read_jsonl(
         yield Rejected(f"{name}, line {number}", reason, line, (offset, number), is_undecodable)
 
 
-def _parse(line: bytes) -> dict[str, object] | str:
+def _fast_parser() -> Callable[[bytes], object]:
+    """Return orjson's parser, or one that parses nothing where the extra `data` is not installed."""
+    try:
+        import orjson
+    except ImportError:
+        return lambda _: None
+    return cast(Callable[[bytes], object], orjson.loads)
+
+
+def _parse(line: bytes, parse_fast: Callable[[bytes], object]) -> dict[str, object] | str:
     """Return the JSON object in a line, or the reason why it is not one.
 
     `json` parses what orjson refuses (NaN, half a surrogate pair), and gives the reason of an error.
     """
     with suppress(ValueError):
-        record = orjson.loads(line)
+        record = parse_fast(line)
         if isinstance(record, dict):
             return record
     try:
