@@ -236,46 +236,8 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
         job.kill()
 
 
-@pytest.fixture(scope="session")
-def short_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared set of bytes in samples of 32, whose documents have 1 to 40."""
-    folder = tmp_path_factory.mktemp("short")
-    draw = random.Random(0)
-    texts = ["".join(draw.choice("abcde ") for _ in range(draw.randint(1, 40))) for _ in range(600)]
-    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text + "."}) for text in texts))
-    command = [
-        sys.executable,
-        "-m",
-        "llmscale.cli.main",
-        "data",
-        "prepare",
-        "--input",
-        str(folder / "text.jsonl"),
-        "--out",
-        str(folder / "set"),
-        "--tokenizer",
-        "bytes",
-        "--seq-len",
-        "32",
-        "--val-fraction",
-        "0.1",
-        "--workers",
-        "1",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    warm_start.run(command, check=True, cwd=REPOSITORY, env=environment, capture_output=True)
-    return folder / "set"
-
-
-@pytest.fixture(scope="session")
-def tiny_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared set of English-like text: bytes, seq_len 32, about 2,400 training samples."""
-    folder = tmp_path_factory.mktemp("tiny")
-    sentence = "the quick brown fox jumps over a lazy dog while many small models learn to read"
-    words = sentence.split()
-    draw = random.Random(0)
-    lines = [json.dumps({"text": " ".join(draw.choice(words) for _ in range(80))}) for _ in range(200)]
-    (folder / "text.jsonl").write_text("\n".join(lines))
+def prepare_bytes(text: Path, out: Path) -> None:
+    """Make a dataset of bytes in samples of 32, a tenth of it for validation."""
     warm_start.run(
         [
             sys.executable,
@@ -284,9 +246,9 @@ def tiny_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "data",
             "prepare",
             "--input",
-            str(folder / "text.jsonl"),
+            str(text),
             "--out",
-            str(folder / "set"),
+            str(out),
             "--tokenizer",
             "bytes",
             "--seq-len",
@@ -301,6 +263,29 @@ def tiny_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
     )
+
+
+@pytest.fixture(scope="session")
+def short_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared set of bytes in samples of 32, whose documents have 1 to 40."""
+    folder = tmp_path_factory.mktemp("short")
+    draw = random.Random(0)
+    texts = ["".join(draw.choice("abcde ") for _ in range(draw.randint(1, 40))) for _ in range(600)]
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text + "."}) for text in texts))
+    prepare_bytes(folder / "text.jsonl", folder / "set")
+    return folder / "set"
+
+
+@pytest.fixture(scope="session")
+def tiny_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared set of English-like text: bytes, seq_len 32, about 2,400 training samples."""
+    folder = tmp_path_factory.mktemp("tiny")
+    sentence = "the quick brown fox jumps over a lazy dog while many small models learn to read"
+    words = sentence.split()
+    draw = random.Random(0)
+    lines = [json.dumps({"text": " ".join(draw.choice(words) for _ in range(80))}) for _ in range(200)]
+    (folder / "text.jsonl").write_text("\n".join(lines))
+    prepare_bytes(folder / "text.jsonl", folder / "set")
     return folder / "set"
 
 

@@ -118,7 +118,7 @@ class Row:
     usd_per_billion_tokens: float | None
     """Price of the GPUs for a billion tokens; None if it does not fit, or without the price of a GPU-hour."""
     verdict: str
-    """Whether it fits, and by how much."""
+    """Sentence on whether it fits, and by how much."""
 
     @property
     def batch(self) -> str:

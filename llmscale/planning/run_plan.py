@@ -176,7 +176,7 @@ class PlanRequest:
     config: RunConfig
     """Keys of the run: of its model, its batch, its optimizer and the like."""
     keys: Mapping[str, object]
-    """Those of them that the user set."""
+    """Keys of `config` that the user set."""
     shape: GPTShape | None
     """Model, if the user chose it or its size."""
     law: ParametricLaw

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -15,8 +14,7 @@ from llmscale.cli.main import main
 from llmscale.data.mixture import TrainingSets
 from llmscale.training.sample_stream import find_step_samples
 from scripts.bench.resume.samples import read_samples
-from tests import warm_start
-from tests.conftest import REPOSITORY
+from tests.conftest import prepare_bytes
 
 STEPS, BATCH = 8, 8
 
@@ -26,24 +24,7 @@ def mix(tiny_set: Path, tmp_path: Path) -> Path:
     """The tiny set, and one of other letters; the proportions change after step 4."""
     text = tmp_path / "digits.jsonl"
     text.write_text("\n".join(json.dumps({"text": f"{number} " * 60}) for number in range(120)))
-    command = ["-m", "llmscale", "data", "prepare", "--input", str(text), "--out", str(tmp_path / "digits")]
-    warm_start.run(
-        [
-            sys.executable,
-            *command,
-            "--tokenizer",
-            "bytes",
-            "--seq-len",
-            "32",
-            "--val-fraction",
-            "0.1",
-            "--workers",
-            "1",
-        ],
-        check=True,
-        cwd=REPOSITORY,
-        capture_output=True,
-    )
+    prepare_bytes(text, tmp_path / "digits")
     path = tmp_path / "mix.yaml"
     path.write_text(
         f"sets: {{words: {tiny_set}, digits: digits}}\n"
