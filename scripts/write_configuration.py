@@ -64,7 +64,7 @@ _DS = """\
 The JSON for `--ds`; `ds_configs/` has one for each ZeRO stage, and files of Hugging Face, Megatron-DeepSpeed and the
 like are read ([ds_configs](../ds_configs/README.md#your-own-file)). Other keys of DeepSpeed are refused, all at once,
 because a run could not honour them. `"auto"` is resolved from the run. An absent section is off. Sizes are in elements.
-A key without a meaning is explained in [DeepSpeed's reference](https://www.deepspeed.ai/docs/config-json/).
+A key without a meaning, its default in brackets, is in [DeepSpeed's reference](https://www.deepspeed.ai/docs/config-json/).
 """
 _MIX = """\
 ## Mixture
@@ -107,7 +107,21 @@ def _ds_sections(file: Mapping[str, Any], texts: Mapping[tuple[str, str], str]) 
         yield f"### `{path}`\n" if path else "### Top level\n"
         if path and "description" in model:
             yield f"{model['description']}\n"
-        yield _table(rows)
+        yield from _ds_rows(rows)
+
+
+def _ds_rows(rows: list[tuple[str, str, str, str]]) -> Iterator[str]:
+    """Yield a table of the keys with a meaning, and a sentence with the others and their defaults or values."""
+    explained = [row for row in rows if row[3]]
+    others = [
+        f"`{key}` ({default or values})" if default or values.startswith("`") else f"`{key}`"
+        for key, values, default, text in rows
+        if not text and values != "section"
+    ]
+    if explained:
+        yield _table(explained)
+    if others:
+        yield f"{'Also' if explained else 'Keys'}: {', '.join(others)}.\n"
 
 
 def _run_row(key: str, entry: Mapping[str, Any]) -> tuple[str, str, str, str]:
