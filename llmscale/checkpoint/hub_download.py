@@ -29,8 +29,15 @@ from llmscale.untrusted.hub import (
 
 #: Files that describe a model and its tokenizer, without code.
 _DESCRIPTION = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
 )
 #: Interval at which ranks exchange whether the downloads have ended, so that no collective waits longer.
 _FIRST_POLL_S, _POLL_S = 0.05, 2.0
@@ -73,10 +80,10 @@ class _Download(threading.Thread):
             note, seen = self._cache / _VERIFIED_NAME / blob.name, f"{status.st_size} {status.st_mtime_ns}"
             if note.is_file() and note.read_text(errors="replace") == seen:
                 continue
-            if (found := self._hash(blob)) != blob.name:
+            if (digest := self._hash(blob)) != blob.name:
                 raise CheckpointError(
-                    f"{self._source}: {blob} is damaged: its sha256 is {found[:12]}..., the Hub's {blob.name[:12]}.... "
-                    "Remove it and run again, which downloads it again."
+                    f"{self._source}: {blob} is damaged: its sha256 is {digest[:12]}..., "
+                    f"the Hub's {blob.name[:12]}.... Remove it and run again, which downloads it again."
                 )
             with contextlib.suppress(OSError):  # an unwritable cache only costs another verification
                 note.parent.mkdir(exist_ok=True)

@@ -166,10 +166,29 @@ def _list_opcodes(contents: bytes) -> list[object]:
 def _flat_tensor_opcodes(storage: str, elements: int) -> list[object]:
     """Return the opcodes of a tensor [elements] that covers a storage of the same size."""
     return [
-        *(2, "torch._utils _rebuild_tensor_v2", "MARK"),
-        *("MARK", "storage", storage, "0", "cpu", elements, "TUPLE", "BINPERSID"),
-        *(0, elements, "TUPLE1", 1, "TUPLE1", "NEWFALSE"),
-        *("collections OrderedDict", "EMPTY_TUPLE", "REDUCE", "TUPLE", "REDUCE", "STOP"),
+        2,
+        "torch._utils _rebuild_tensor_v2",
+        "MARK",
+        "MARK",
+        "storage",
+        storage,
+        "0",
+        "cpu",
+        elements,
+        "TUPLE",
+        "BINPERSID",
+        0,
+        elements,
+        "TUPLE1",
+        1,
+        "TUPLE1",
+        "NEWFALSE",
+        "collections OrderedDict",
+        "EMPTY_TUPLE",
+        "REDUCE",
+        "TUPLE",
+        "REDUCE",
+        "STOP",
     ]
 
 
