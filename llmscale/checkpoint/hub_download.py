@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from llmscale.checkpoint.hf_read import INDEX_SUFFIX, choose_weights, find_weights_files, load_index
+from llmscale.config.bundled_files import import_extra
 from llmscale.data.tokenizers.hugging_face import VOCABULARY_NAMES
 from llmscale.engine.collectives import gather, on_all_ranks
 from llmscale.engine.process_group import World
-from llmscale.errors import CheckpointError, ConfigError
+from llmscale.errors import CheckpointError
 from llmscale.untrusted.hub import (
     find_snapshot,
     hub_cache,
@@ -139,10 +140,7 @@ def provide_model(
 def _fetch(name: str, source: str) -> Path:
     """Fetch the description of NAME@COMMIT and its weights in one format, safetensors if available."""
     model, _, commit = name.partition("@")
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise ConfigError(f"{source}: the Hub needs huggingface_hub: pip install huggingface_hub.") from None
+    snapshot_download = import_extra("huggingface_hub", source, "remote").snapshot_download
 
     def fetch(names: Iterable[str]) -> Path:
         # snapshot_download takes patterns; a file name may contain their characters.
