@@ -72,12 +72,11 @@ def time_steps(
         set_micro_steps(engine, len(micro_batches))
         set_learning_rate(engine, resolved.optimizer, resolved.schedule.lr * _LOW_RATE)
         step()
-        began = time.perf_counter()
-        for count in range(1, _MOST_STEPS + 1):
+        began, seconds, count = time.perf_counter(), 0.0, 0
+        while count == 0 or (seconds < limit_s and count < _MOST_STEPS):
             step()
+            count += 1
             seconds = on_main_rank(world.control, lambda: time.perf_counter() - began)
-            if seconds >= limit_s:
-                break
     return TimedSteps(seconds / count, count)
 
 

@@ -277,9 +277,7 @@ def finished_lines(state: RunState, run: Start) -> Iterator[str]:
         longer_by = "another --minutes, which counts from there"
     longer = resolve_schedule(wanted, run.resolved.plan, run.sets.num_train_samples)
     last, following = _schedule_of(state).learning_rate(state.step - 1), longer.learning_rate(state.step)
-    yield (
-        f"nothing to do: the checkpoint is at step {state.step:,} of {total:,}. To continue, give {longer_by}"
-    )
+    yield (f"nothing to do: the checkpoint is at step {state.step:,} of {total:,}. To continue, give {longer_by}")
     if abs(following - last) > _SMOOTH * last:
         yield (
             f"with {more:,} steps the {longer.schedule} schedule runs over all of them: the learning rate goes from "
