@@ -33,7 +33,7 @@ class RecordLog:
         """Add one record. The caller includes the newline."""
         if len(self._waiting) == _MOST_WAITING:
             if not self._num_dropped:
-                self._warn(f"WARNING: {self._path}: {_MOST_WAITING:,} records wait, and older ones are dropped.")
+                self._warn(f"WARNING: {self._path}: {_MOST_WAITING:,} records wait for the disk; older ones are dropped.")
             self._num_dropped += 1
         self._waiting.append(record)
         self._write_waiting()
@@ -41,10 +41,8 @@ class RecordLog:
     def close(self) -> None:
         """Write the waiting records, make all durable, and report the missing ones."""
         self._write_waiting()
-        if self._waiting:
-            self._warn(f"WARNING: {self._path} lacks its last records: {len(self._waiting) + self._num_dropped}.")
-        elif self._num_dropped:
-            self._warn(f"WARNING: {self._path} lacks records of an outage: {self._num_dropped}.")
+        if missing := len(self._waiting) + self._num_dropped:
+            self._warn(f"WARNING: {self._path} lacks records that the disk refused: {missing}.")
         if self._descriptor is None:
             return
         try:

@@ -155,8 +155,9 @@ class Session:
             ids_checksum=self._ids_checksum,
             failure=self._fetch_failure,
         )
-        for log in self._logs if decision.log else []:
-            log.add(step + 1)
+        for log in self._logs:
+            if decision.log:
+                log.add(step + 1)
         if self._checks_ids:
             self._check_ids(step, decision.ids_sum)
         return decision

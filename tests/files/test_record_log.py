@@ -62,7 +62,7 @@ def test_of_a_long_outage_the_newest_records_are_written(tmp_path: Path, monkeyp
     log.append(line(6))
     assert steps_in(tmp_path / "missing" / "log") == [4, 5, 6]
     log.close()
-    assert "lacks records of an outage: 4" in warnings[2]
+    assert "refused: 4" in warnings[2]
 
 
 def test_no_reader_sees_part_of_a_line(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_what_never_was_a_place_for_a_log_does_not_end_training(tmp_path: Path, 
     log.append(line(2))
     log.close()
     assert len(warnings) == 2
-    assert "lacks its last records: 2" in warnings[1]
+    assert "lacks records that the disk refused: 2" in warnings[1]
 
 
 @pytest.mark.parametrize(
