@@ -115,7 +115,7 @@ def _parser() -> FlagParser:
         prog="llmscale train",
         example=f"llmscale {COMMANDS['train'].example}",
         description="Train on this machine: one process per GPU, or on the CPU. All other flags are train.py's. "
-        "SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and end the run with exit status 0; of three SIGINTs the third ends it at once.",
+        "SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and end the run with exit status 0; a third SIGINT ends it at once.",
     )
     add_own_flags(parser)
     return parser
