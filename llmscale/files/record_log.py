@@ -33,9 +33,7 @@ class RecordLog:
         """Add one record. The caller includes the newline."""
         if len(self._waiting) == _MOST_WAITING:
             if not self._num_dropped:
-                self._warn(
-                    f"WARNING: {self._path}: {_MOST_WAITING:,} records wait for the disk; older ones are dropped."
-                )
+                self._warn(f"WARNING: {self._path}: {_MOST_WAITING:,} records wait; older ones are dropped.")
             self._num_dropped += 1
         self._waiting.append(record)
         self._write_waiting()

@@ -103,7 +103,7 @@ def test_early_lines_are_ten_seconds_apart_or_a_step_and_later_ones_as_asked(
     monkeypatch.setattr(log_steps, "ArithmeticProbe", lambda *parts: None)
     log = LogSteps(made_run(tmp_path), SimpleNamespace(deepspeed=None), SimpleNamespace(log="rank 0"))
     steps = []
-    for step in range(1, 201):
+    for step in range(1, 401):
         if log.due_by_clock():
             log.add(step)
         clock.now += step_s
@@ -112,7 +112,7 @@ def test_early_lines_are_ten_seconds_apart_or_a_step_and_later_ones_as_asked(
             steps.append(step)
     assert steps[:3] == logged
     after = [step for step in steps if step * step_s > log_steps._EARLY_S + 10]
-    assert after == [step for step in range(10, 201, 10) if step >= after[0]]
+    assert after == [step for step in range(10, 401, 10) if step >= after[0]]
 
 
 def test_a_start_says_once_how_long_the_run_takes_without_pauses(
