@@ -116,7 +116,7 @@ def _parser() -> FlagParser:
         example=f"llmscale {COMMANDS['train'].example}",
         epilog="Words such as nats, MFU and micro-batch are explained in docs/glossary.md.",
         description="Train on this machine: one process per GPU, or on the CPU. All other flags are train.py's. "
-        "SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and end the run with exit status 0; a second SIGINT ends it at once.",
+        "SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and end the run with exit status 0; a third SIGINT ends it at once.",
     )
     add_own_flags(parser)
     return parser

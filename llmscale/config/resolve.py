@@ -317,10 +317,16 @@ def _steps_of(tokens: int | None, plan: BatchPlan) -> int | None:
 
 
 def resolve_schedule(config: RunConfig, plan: BatchPlan, num_train_samples: int) -> Schedule:
-    """Return the steps of the run, by default one pass over the dataset, and its learning-rate schedule."""
+    """Return the steps of the run, by default one pass over the dataset, and its learning-rate schedule.
+
+    Until --minutes has set the steps, they are so many that the schedule is legal.
+    """
     total_steps = config.steps or _steps_of(config.tokens, plan)
     if total_steps is None:
         total_steps = max(1, plan.steps_for(num_train_samples + 1) - 1)
+        if config.minutes is not None:
+            tokens = (config.warmup_tokens or 0) + (config.decay_tokens or 0)
+            total_steps += (config.warmup_steps or 0) + (config.decay_steps or 0) + (_steps_of(tokens, plan) or 0)
     warmup_steps = config.warmup_steps if config.warmup_steps is not None else _steps_of(config.warmup_tokens, plan)
     if warmup_steps is None:
         warmup_steps = min(2000, total_steps // 100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_type_hints
 
@@ -336,6 +337,9 @@ class RunConfig(ModelKeys):
     """Optimizer steps of the run; default: one pass over the data."""
     tokens: Tokens | None = key(None, ge=1, in_place_of="steps")
     """Training tokens, in place of steps; rounded up to complete steps."""
+    minutes: Minutes | None = key(None, gt=0, in_place_of="steps", needs="not overfit_batch", metavar="MINUTES")
+    """Minutes from the start of the ranks to the last checkpoint, in place of steps: the first start times some steps,
+    undoes them, and sets the steps of the run."""
     lr: LearningRate | None = key(None, gt=0, resume="logged", ranks="resolved")
     """Peak learning rate; default: the preset's, for adafactor divided by 0.02, as its rate is relative to weights."""
     schedule: ScheduleName = key("cosine", resume="logged", ranks="resolved")
@@ -444,9 +448,9 @@ class RunConfig(ModelKeys):
     save_every: Steps = key(500, ge=0, off=0, resume="free", ranks="same", needs="not overfit_batch")
     """Steps between checkpoints; the last step is always saved; 0: only the last."""
     save_every_minutes: Minutes | None = key(
-        None, gt=0, resume="free", ranks="same", needs="not overfit_batch", metavar="MINUTES"
+        10.0, ge=0, off=0.0, resume="free", ranks="same", needs="not overfit_batch", metavar="MINUTES"
     )
-    """Also save when this much time has passed since the last checkpoint."""
+    """Also save when this much time has passed since the last checkpoint; 0: never."""
     keep_last: Checkpoints = key(2, ge=1, resume="free", ranks="same", needs="not overfit_batch", asked_by=("plan",))
     """Newest checkpoints to keep, beside the one with the lowest validation loss."""
     keep_every: Steps = key(
@@ -560,8 +564,12 @@ KEYS: Mapping[str, Key] = {
 CHANGES_THAT_BREAK = {
     key.resume.under or name: key.resume.consequence for name, key in KEYS.items() if isinstance(key.resume, Breaks)
 }
-#: Keys for one quantity in two units. A flag for either overrides the file's entries for both.
-EXCLUSIVE_KEYS = tuple((key.in_place_of, name) for name, key in KEYS.items() if key.in_place_of)
+#: Pairs of keys for one quantity in two units. A flag for either overrides the file's entries for both.
+EXCLUSIVE_KEYS = tuple(
+    pair
+    for first in dict.fromkeys(key.in_place_of for key in KEYS.values() if key.in_place_of)
+    for pair in combinations((first, *(name for name, key in KEYS.items() if key.in_place_of == first)), 2)
+)
 
 
 def build_run_config(values: dict[str, object], where: str = "", flags: Collection[str] = ()) -> RunConfig:

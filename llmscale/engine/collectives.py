@@ -28,6 +28,8 @@ class StepVote:
     """A checkpoint is due by rank 0's clock."""
     rollback: bool
     """Rank 0 saw a loss spike that the run rolls back from."""
+    log: bool
+    """The next step is to be logged, by rank 0's clock."""
     ids_sum: int
     """Sum over ranks of the sample-id checksums, modulo 2^62."""
 
@@ -55,6 +57,7 @@ def vote(
     stop: bool = False,
     save: bool = False,
     rollback: bool = False,
+    log: bool = False,
     ids_checksum: int = 0,
     failure: Exception | None = None,
 ) -> StepVote:
@@ -64,12 +67,13 @@ def vote(
     none of them is a user's error. A rank with an unforeseen exception raises that one.
     """
     votes = torch.tensor(
-        [int(stop), int(save), int(failure is not None), ids_checksum % 2**62, int(rollback)], dtype=torch.int64
+        [int(stop), int(save), int(failure is not None), ids_checksum % 2**62, int(rollback), int(log)],
+        dtype=torch.int64,
     )
     dist.all_reduce(votes, group=group)
     if votes[2]:
         _raise_on_all_ranks(group, failure)
-    return StepVote(bool(votes[0]), bool(votes[1]), bool(votes[4]), int(votes[3]) % 2**62)
+    return StepVote(bool(votes[0]), bool(votes[1]), bool(votes[4]), bool(votes[5]), int(votes[3]) % 2**62)
 
 
 def on_all_ranks(group: dist.ProcessGroup, action: Callable[[], _T]) -> _T:

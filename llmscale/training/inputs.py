@@ -73,6 +73,19 @@ class Inputs:
         return self.source.state if self.source and self.resumes else None
 
     @property
+    def steps_of_minutes(self) -> int | None:
+        """Steps that an earlier start of the run set for the same --minutes; None without."""
+        if self.config.minutes is None or self.state is None or self.state.config.get("minutes") != self.config.minutes:
+            return None
+        steps = self.state.hyperparameters.get("steps")
+        return steps if type(steps) is int else None
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether --minutes is still to set the steps of the run."""
+        return self.config.minutes is not None and self.steps_of_minutes is None
+
+    @property
     def facts(self) -> SetFacts:
         """Properties of the dataset that the run depends on."""
         manifest = self.sets.manifest
