@@ -67,7 +67,7 @@ COMMANDS = {
         "validation loss, HellaSwag and lm-eval's tasks, straight from a checkpoint",
         "eval runs/default --tasks hellaswag=hellaswag_val.jsonl",
     ),
-    "sample": Command("generate text from a run's newest weights", "sample runs/default 'Once upon a time'"),
+    "sample": Command("talk to a model, or generate text from a run's newest weights", "sample runs/default"),
     "export": Command(
         "a run's newest weights and tokenizer for Hugging Face transformers", "export runs/default --to exported"
     ),
