@@ -14,7 +14,7 @@ from tests import warm_start
 from tests.conftest import REPOSITORY
 
 #: Context of the sets.
-T = 95
+T = 96
 #: An assistant's turn with its end in the text of the default template.
 TURN = re.compile(r"(?<=<\|assistant\|>\n).*?<\|end\|>", re.DOTALL)
 

@@ -118,8 +118,8 @@ def check_cases(data: Path, folder: Path, *flags: str) -> None:
     "flags",
     [
         ("--z-loss", "1e-2"),
-        ("--batch-ramp-from", "4", "--batch-ramp-tokens", "1000", "--loss-chunk-tokens", "7"),
-        ("--seq-len-ramp-from", "19", "--seq-len-ramp-tokens", "1900"),
+        ("--batch-ramp-from", "5", "--batch-ramp-tokens", "960", "--loss-chunk-tokens", "7", "--micro-batch-size", "1"),
+        ("--seq-len-ramp-from", "24", "--seq-len-ramp-tokens", "1920"),
     ],
     ids=["z-loss", "ramp", "growing sequences"],
 )

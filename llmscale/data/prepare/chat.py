@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from llmscale.data.shards.manifest import TrainOn
-from llmscale.data.shards.target_mask import BEGIN, TARGET, Marked
+from llmscale.data.shards.target_mask import BEGIN, TARGET, Marked, ids_of
 from llmscale.data.tokenizers.hugging_face import CONFIG_NAME, TEMPLATE_NAME, HuggingFaceTokenizer, token_text
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import DataError
@@ -271,6 +271,16 @@ class ChatEncoder:
         tokens = tokens[: self._length]
         tokens[0] = tokens[0] & ~TARGET | BEGIN
         return (tokens, "") if (tokens & TARGET).any() else (nothing, NO_TARGET)
+
+    def prompt_tokens(self, messages: Messages) -> list[int]:
+        """Return the token ids that the assistant's next turn continues, encoded as in training. Raises DataError."""
+        template = self._settings.template
+        try:
+            _, turns = template.find_turns(messages, None, self._special_texts)
+        except _Refused as refused:
+            raise DataError(f"{template.name} refuses the conversation: {refused}.") from None
+        tokens: list[int] = ids_of(self._encode(template.prompt(messages), turns)).tolist()
+        return tokens
 
     @cached_property
     def _special_texts(self) -> tuple[str, ...]:

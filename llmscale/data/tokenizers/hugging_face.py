@@ -409,6 +409,10 @@ class HuggingFaceTokenizer(Tokenizer):
             encoding = self._fast.encode(text, add_special_tokens=False)
         return list(encoding.ids), [end for _, end in encoding.offsets]
 
+    def parsing_special(self) -> HuggingFaceTokenizer:
+        """Return the tokenizer that encodes special tokens in a text as such."""
+        return HuggingFaceTokenizer(self.files, ends=self.ends, parse_special=True)
+
     def special_texts(self) -> tuple[str, ...]:
         """Return the texts of the special tokens."""
         return tuple(str(entry["content"]) for entry in _added(self._plain) if entry.get("special"))
