@@ -52,11 +52,11 @@ def prepare(text: Path, out: Path, *flags: str) -> None:
 
 def conversations_in(row: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the bytes and targets of each conversation in a row of the default template, told by its text."""
-    found = []
+    conversations = []
     for text in bytes(255 if token == 256 else token for token in row).split(b"\xff"):
         is_target = torch.zeros(len(text), dtype=torch.bool)
         for turn in TURN.finditer(text.decode()):
             is_target[turn.start() : turn.end()] = True
         if len(text):
-            found.append((torch.tensor(list(text)), is_target))
-    return found
+            conversations.append((torch.tensor(list(text)), is_target))
+    return conversations

@@ -86,10 +86,10 @@ def add_prepare(commands: argparse._SubParsersAction[FlagParser]) -> None:
     flag(parser, "--no-shuffle", "keep training windows in the order of the text; default: shards are random samples")
     flag(parser, "--shard-mb MIB", "largest shard in MiB", whole_number(1, 4095), 64)
     text = "stream: windows of the text as a whole; best-fit: rows that start at a document and are filled with others "
-    text += "that fit, without the ends of some; pad: one conversation a row; default: stream, of conversations best-fit"
+    text += "that fit, without the ends of some; pad: one conversation a row; default: stream, with --chat best-fit"
     flag(parser, "--packing", text, choices=["stream", "best-fit", "pad"])
-    text = "records are conversations: messages with role and content, prompt and completion, or ShareGPT's conversations"
-    flag(parser, "--chat", f"{text}; the tokens of the assistant's turns are the targets")
+    text = "records are conversations: messages of role and content, prompt and completion, or ShareGPT's "
+    flag(parser, "--chat", f"{text}conversations; the tokens of the assistant's turns are the targets")
     text = "targets: the assistant's turns with their ends, or all tokens"
     flag(parser, "--train-on", text, default="assistant", choices=["assistant", "all"])
     flag(parser, "--chat-template FILE", "Jinja template; default: the tokenizer's own, else a simple one", local_path)
@@ -196,7 +196,9 @@ def _chat_settings(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatSettin
 
     if args.packing == ("stream" if args.chat else "pad"):
         legal = "best-fit and pad" if args.chat else "stream and best-fit; pad needs --chat"
-        raise ConfigError(f"--packing {args.packing} is for {'text' if args.chat else 'conversations'}. Legal: {legal}.")
+        raise ConfigError(
+            f"--packing {args.packing} is for {'text' if args.chat else 'conversations'}. Legal: {legal}."
+        )
     if not args.chat:
         return None
     source = None

@@ -57,9 +57,9 @@ def describe_samples(splits: Sequence[ValidationSplit]) -> str:
 class ValidationBatch(NamedTuple):
     """One forward pass of one rank.
 
-    The split's loss is sum(loss x weight) / sum(weight) over all ranks; with a mask, the sum of the targets' losses over
-    their number.
+    The split's loss is sum(loss x weight) / sum(target_weight) over all ranks.
     """
+
     tokens: Tensor
     """Windows, int64 [b, seq_len + 1] with 1 <= b <= micro_batch_size."""
     sample_ids: Tensor

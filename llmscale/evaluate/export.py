@@ -145,8 +145,9 @@ def write_model(
     progress: Callable[[int], object] = lambda num_bytes: None,
     chat_template: str | None = None,
 ) -> None:
-    """Write configurations, weights, tokenizer and the model card `card` to `out`, all of it or nothing. A chat template
-    replaces the tokenizer's own.
+    """Write configurations, weights, tokenizer and the model card `card` to `out`, all of it or nothing.
+
+    A chat template replaces the tokenizer's own.
 
     `overwrite` replaces the folder, which was checked (checkpoint/hf_write.py). Every file of weights is read back and
     compared. Raises ConfigError for weights that `dtype` cannot hold, DataError when `out` cannot be written,

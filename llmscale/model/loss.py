@@ -81,9 +81,7 @@ def chunked_cross_entropy(
     )
     with torch.autocast(device, enabled=False):
         counted = None if is_target is None else is_target.flatten()
-        loss, z_squared, each = _ChunkedCrossEntropy.apply(
-            x.flatten(0, -2), weight, targets.flatten(), inputs, counted
-        )
+        loss, z_squared, each = _ChunkedCrossEntropy.apply(x.flatten(0, -2), weight, targets.flatten(), inputs, counted)
     return Losses(loss, z_squared, None if each is None else each.view(targets.shape).mean(1))
 
 

@@ -146,8 +146,8 @@ def _with_document_mask(config: RunConfig, sets: TrainingSets) -> RunConfig:
     padded = [name for name, chat in chats if not chat.masks_documents]
     if padded:
         raise ConfigError(
-            f"{padded[0]} has one conversation a row, which may hold end-of-text tokens, so no document mask can be used "
-            "with it. Leave out --document-mask, and in a mixture prepare all conversations with --packing pad."
+            f"{padded[0]} has one conversation a row, which may hold end-of-text tokens, so no document mask can be "
+            "used with it. Leave out --document-mask, and in a mixture prepare all conversations with --packing pad."
         )
     return config.model_copy(update={"document_mask": True})
 

@@ -17,14 +17,14 @@ llmscale train --run "$OUT/base" --data "$OUT/text" --ds zero1 \
 # Questions about 200 functions, each with a second turn, which needs the first.
 python - "$OUT/chats.jsonl" <<'PYTHON'
 import importlib, inspect, json, random, sys
-found = {}
+functions = {}
 for name in "builtins math os os.path random re shutil statistics string textwrap itertools functools json".split():
     for function, value in sorted(vars(importlib.import_module(name)).items()):
         says = (inspect.getdoc(value) or "").split("\n\n")[0].replace("\n", " ")
         if callable(value) and function.islower() and function[0] != "_" and 10 < len(says) < 120:
-            found.setdefault(function, (name, says))
+            functions.setdefault(function, (name, says))
 with open(sys.argv[1], "w") as file:
-    for function, (name, says) in random.Random(0).sample(sorted(found.items()), 200):
+    for function, (name, says) in random.Random(0).sample(sorted(functions.items()), 200):
         turns = [f"What does {function} do?", says, "Which module is it in?", f"It is in {name}."]
         file.write(json.dumps({"prompt": [{"role": "user", "content": turns[0]}, {"role": "assistant", "content": turns[1]}, {"role": "user", "content": turns[2]}], "completion": turns[3]}) + "\n")
 PYTHON

@@ -12,6 +12,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ DEFAULT_TEMPLATE = (
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _HAS_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 #: Reasons for which a conversation is left out.
 TOO_LONG, NO_TARGET = "longer than a row", "without a target"
 
@@ -84,7 +85,7 @@ def find_problem(messages: Messages) -> str:
     spoken = [role for role in roles if role not in ("system", "developer", "tool")]
     if spoken[:1] != ["user"]:
         return "that no user begins"
-    if any(role == after for role, after in zip(roles, roles[1:], strict=False) if role != "tool"):
+    if any(role == after for role, after in pairwise(roles) if role != "tool"):
         return "with two turns of one role after another"
     return ""
 
@@ -207,7 +208,8 @@ def find_template(tokenizer: Tokenizer, source: str | None = None) -> ChatTempla
         special = {key: token_text(files, CONFIG_NAME, key) for key in ("bos_token", "eos_token", "pad_token")}
         named = files.record(CONFIG_NAME).get("chat_template")
         if isinstance(named, list):  # several by name
-            named = next((one.get("template") for one in named if isinstance(one, dict) and one.get("name") == "default"), None)
+            by_name = {one.get("name"): one.get("template") for one in named if isinstance(one, dict)}
+            named = by_name.get("default")
         own = files.others[TEMPLATE_NAME].decode(errors="replace") if TEMPLATE_NAME in files.others else named
     if source is not None:
         return ChatTemplate(source, special, "the chat template")
@@ -297,5 +299,5 @@ class ChatEncoder:
             is_target = [bisect_left(borders, end) % 2 == 1 for end in ends]
             return np.array(ids, np.uint32) | np.where(is_target, TARGET, np.uint32(0)).astype(np.uint32)
         borders = [0, *(place for turn in turns for place in turn), len(text)]
-        pieces = self._tokenizer.encode_batch([text[a:b] for a, b in zip(borders, borders[1:], strict=False)])
+        pieces = self._tokenizer.encode_batch([text[a:b] for a, b in pairwise(borders)])
         return np.concatenate([piece | (TARGET * np.uint32(number % 2)) for number, piece in enumerate(pieces)])

@@ -341,7 +341,8 @@ def _check_sizes(
 ) -> None:
     """Check before shards are written that every split holds a window. Raises DataError."""
     if left_out and not any(writer.num_documents for writer in writers.values()):
-        raise DataError(f"--input {source.name} has no conversation to train on. " + " ".join(describe_left_out(left_out)))
+        reasons = " ".join(describe_left_out(left_out))
+        raise DataError(f"--input {source.name} has no conversation to train on. {reasons}")
     made = {split: writer for split, writer in writers.items() if writer.num_documents or split == "train"}
     if not any(writer.num_documents for writer in made.values()):
         raise DataError(f"--input {source.name} has no text: it holds no documents, or all are empty or left out.")

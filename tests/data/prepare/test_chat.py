@@ -95,8 +95,10 @@ def encode(
 
 def test_tokens_and_mask_are_those_of_transformers(model: Any) -> None:
     folder = model(MARKED)
-    theirs = import_transformers().AutoTokenizer.from_pretrained(folder).apply_chat_template(
-        DIALOGUE, return_assistant_tokens_mask=True, return_dict=True
+    theirs = (
+        import_transformers()
+        .AutoTokenizer.from_pretrained(folder)
+        .apply_chat_template(DIALOGUE, return_assistant_tokens_mask=True, return_dict=True)
     )
     ids, targets, _ = encode(folder, DIALOGUE)
     assert ids == [*theirs["input_ids"], 0], "and end-of-text"
@@ -208,8 +210,8 @@ def test_rows_hold_complete_conversations(monkeypatch: pytest.MonkeyPatch, alone
             packed = ConversationPacking(32, 9, packed.state(), alone=alone)
         rows.append(np.concatenate([*parts, packed.finish()]))
     assert np.array_equal(rows[0], rows[1]), "whatever the groups"
-    kept = rows[0][rows[0] != 9]
-    assert sorted(kept.tolist()) == sorted(np.concatenate(made).tolist())
+    tokens_in_rows = rows[0][rows[0] != 9]
+    assert sorted(tokens_in_rows.tolist()) == sorted(np.concatenate(made).tolist())
     for row in rows[0]:
         conversations = np.unique(ids_of(row[row != 9]))
         assert all((ids_of(row) == number).sum() == len(made[number - 1000]) for number in conversations)

@@ -41,7 +41,6 @@ from llmscale.data.prepare.sources.source import (
     Rejected,
     Source,
     TokenRules,
-    field_of,
     lacks_field,
     matches,
     missing_field,
