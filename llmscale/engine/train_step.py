@@ -61,7 +61,7 @@ def train_step(
 
     micro_batches: gradient_accumulation_steps tensors of token ids [micro_batch_size, T + 1], which are cut into
     sequences of `seq_len` tokens, T by default. `weights` of their losses are 1 by default, and 0 for a filler, which
-    only takes part in exchanges. All tokens are targets unless `targets` says otherwise. Returns this rank's mean of the
+    only takes part in exchanges. `targets` tells which tokens count, all by default. Returns this rank's mean of the
     weighted losses in nats, a scalar on the device; reading it would make the host wait. The mean over the ranks is the
     loss.
     """

@@ -57,5 +57,5 @@ class Conversation:
         self._turns.append({"role": "assistant", "content": text[:done].strip() or " "})
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Begin another conversation."""
         self._turns.clear()

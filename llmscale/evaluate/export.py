@@ -165,7 +165,7 @@ def write_model(
         if chat_template is not None:
             path = folder / TOKENIZER_CONFIG_NAME
             _write_json(path, {**load_json(path, Rules(ConfigError)), "chat_template": chat_template})
-            # Of a newer transformers, where it would win.
+            # A newer transformers would take this file instead.
             (folder / TEMPLATE_NAME).unlink(missing_ok=True)
         (folder / CARD_NAME).write_text(card, encoding="utf-8")
         config, generation = _configs(model, tokenizer)

@@ -53,7 +53,7 @@ class ModelSource:
     published: PublishedModel | None
     """Published model that it is, or was initialised from."""
     chat_template: str | None
-    """Template of the conversations that it was trained on; None if there were none."""
+    """Template of the conversations that it was trained on; None without conversations."""
     load_model: Callable[[], GPT]
     """Load it onto this machine's GPU, or its CPU, in eval mode and fp32."""
 
@@ -75,7 +75,7 @@ class TrainedCheckpoint:
 
     @property
     def chat_template(self) -> str | None:
-        """Template of the conversations that it was trained on; None if there were none."""
+        """Template of the conversations that it was trained on; None without conversations."""
         chats = (at.manifest.chat for at in self.sets.locations)
         return next((chat.template for chat in chats if chat is not None), None)
 

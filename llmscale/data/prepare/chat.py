@@ -59,7 +59,7 @@ def conversation_text(record: Mapping[str, object], field: str) -> str:
 
 
 def _turns(value: object, role: str) -> list[dict[str, str]]:
-    """Return turns with a role and a content; a text is one of `role`. What is no turn becomes one without a role."""
+    """Return turns with a role and a content; a text is one of `role`. Anything else becomes a turn without a role."""
     turns = [{"role": role, "content": value}] if isinstance(value, str) else value
     return [_turn(turn if isinstance(turn, dict) else {}) for turn in (turns if isinstance(turns, list) else [])]
 
@@ -76,7 +76,7 @@ def _turn(turn: Mapping[str, object]) -> dict[str, str]:
 
 
 def find_problem(messages: Messages) -> str:
-    """Return why turns are no conversation, or an empty text."""
+    """Return what is wrong with the turns of a conversation, or an empty text."""
     roles = [message["role"] for message in messages]
     if unknown := [role for role in roles if role not in _ROLES]:
         return f"with a turn of the role {unknown[0][:40]!r}" if unknown[0] else "with a turn without a role"
@@ -239,7 +239,7 @@ class ChatEncoder:
     def encode_conversation(self, conversation: str) -> tuple[Marked, str]:
         """Return the marked tokens of a conversation, given as JSON, with end-of-text; or why it is left out.
 
-        Its first token is no target, since nothing precedes it. Raises DataError.
+        Nothing precedes its first token, which does not count as a target. Raises DataError.
         """
         settings, nothing = self._settings, np.zeros(0, np.uint32)
         try:

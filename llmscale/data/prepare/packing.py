@@ -166,7 +166,7 @@ class BestFitPacking:
 
 
 class ConversationPacking:
-    """Rows of complete conversations, whose tokens have marks; the rest of a row is padding, which is no target.
+    """Rows of complete conversations, whose tokens have marks; the rest of a row is padding without targets.
 
     The longest that waits begins a row, then comes again and again the longest that fits: none is cut. With `alone`, a
     row has one. No conversation may be longer than a row.
