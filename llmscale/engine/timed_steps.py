@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,7 +39,8 @@ _MOST_STEPS = 50
 _LOW_RATE = 1e-3
 
 
-class TimedSteps(NamedTuple):
+@dataclass(frozen=True)
+class TimedSteps:
     """Seconds of a step of the full batch, equal on every rank."""
 
     step_s: float

@@ -52,6 +52,8 @@ class ModelSource:
     """Reason why `sets` is None, with the remedy; empty otherwise."""
     published: PublishedModel | None
     """Published model that it is, or was initialised from."""
+    chat_template: str | None
+    """Template of the conversations that it was trained on; None without conversations."""
     load_model: Callable[[], GPT]
     """Load it onto this machine's GPU, or its CPU, in eval mode and fp32."""
 
@@ -70,6 +72,12 @@ class TrainedCheckpoint:
     tokenizer: Tokenizer
     published: PublishedModel | None
     """Published model that it was initialised from."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """Template of the conversations that it was trained on; None without conversations."""
+        chats = (at.manifest.chat for at in self.sets.locations)
+        return next((chat.template for chat in chats if chat is not None), None)
 
     def open_sets(self) -> TrainingSets:
         """Open the datasets that it was trained on. Raises DataError when they are missing."""
@@ -172,7 +180,17 @@ def open_model(
             no_sets = str(error)
     state, shape = trained.state, trained.shape
     load_model = partial(_load_checkpoint, folder, shape)
-    return ModelSource(folder, state.step, shape, trained.tokenizer, sets, no_sets, trained.published, load_model)
+    return ModelSource(
+        folder,
+        state.step,
+        shape,
+        trained.tokenizer,
+        sets,
+        no_sets,
+        trained.published,
+        trained.chat_template,
+        load_model,
+    )
 
 
 def _open_hf_folder(folder: Path, data: str | None) -> ModelSource:
@@ -190,7 +208,7 @@ def _open_hf_folder(folder: Path, data: str | None) -> ModelSource:
 
     no_sets = "" if sets else f"{folder} is a folder of transformers, which names no dataset. Name one with --data SET."
     load_model = partial(_load_published, published)
-    return ModelSource(folder, None, published.shape, tokenizer, sets, no_sets, published, load_model)
+    return ModelSource(folder, None, published.shape, tokenizer, sets, no_sets, published, None, load_model)
 
 
 def _load_checkpoint(folder: Path, shape: GPTShape) -> GPT:

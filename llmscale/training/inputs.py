@@ -118,6 +118,7 @@ def read_inputs(config: RunConfig, arguments: Sequence[str] | None = None) -> In
     config = with_ds_keys(config, ds)
     _check_settings(config, ds)
     sets = open_training_sets(config.data, config.data_cache)
+    config = _with_document_mask(config, sets)
     tasks = _load_tasks(config)
     prompts = (
         (config.sample_prompt,)
@@ -148,6 +149,20 @@ def read_inputs(config: RunConfig, arguments: Sequence[str] | None = None) -> In
         state = source.state if source else load_run_state(find_checkpoint(Path(config.init_from)))
         _check_same_tokenizer(sets.manifest, config, state)
     return inputs
+
+
+def _with_document_mask(config: RunConfig, sets: TrainingSets) -> RunConfig:
+    """Return the configuration with a document mask if rows hold several conversations. Raises ConfigError."""
+    chats = [(at.name, at.manifest.chat) for at in sets.locations if at.manifest.chat is not None]
+    if not config.document_mask and not any(chat.masks_documents for _, chat in chats):
+        return config
+    padded = [name for name, chat in chats if not chat.masks_documents]
+    if padded:
+        raise ConfigError(
+            f"{padded[0]} has one conversation a row, which may hold end-of-text tokens, so no document mask can be "
+            "used with it. Leave out --document-mask, and in a mixture prepare all conversations with --packing pad."
+        )
+    return config.model_copy(update={"document_mask": True})
 
 
 def _without_used_flags(config: RunConfig) -> tuple[RunConfig, str]:
