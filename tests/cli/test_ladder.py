@@ -58,7 +58,7 @@ def test_a_plan_lists_its_cost_and_writes_files_that_train_reads(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ((), "a ladder of which budget?"),
         (("--hours", "1"), "--hours needs --flops-per-second"),
@@ -66,10 +66,10 @@ def test_a_plan_lists_its_cost_and_writes_files_that_train_reads(
     ],
 )
 def test_a_ladder_without_a_budget_is_refused(
-    tiny_set: Path, tmp_path: Path, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    tiny_set: Path, tmp_path: Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["ladder", "plan", "--data", str(tiny_set), "--out", str(tmp_path / "new"), *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
@@ -146,9 +146,9 @@ def test_runs_that_another_process_trains_are_left_alone(
     assert taken not in array and all(name in array for name in (*free, taken_later))
     capsys.readouterr()
     assert main(["ladder", "run", str(tmp_path / "new")]) == 3
-    said = capsys.readouterr().out
-    assert all(f"{name} is running already" in said for name in (taken, taken_later))
-    assert f"left: {taken}, {taken_later}" in said
+    out = capsys.readouterr().out
+    assert all(f"{name} is running already" in out for name in (taken, taken_later))
+    assert f"left: {taken}, {taken_later}" in out
     assert all(states[name] == "finished" for name in free)
 
 
