@@ -77,7 +77,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     )
     run.add_argument("folder", type=local_path, metavar="DIR", help="folder of `ladder plan`")
     _add_train_flags(run)
-    run.set_defaults(handler=_run)
+    run.set_defaults(handler=lambda args: _train(args, load_ladder(args.folder)))
     _add_sweep(actions)
     text = "fit the finished runs: law.json, fit.json, pictures (with matplotlib) and predictions of larger runs"
     fit = actions.add_parser(
@@ -93,9 +93,8 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 
 def _add_train_flags(parser: FlagParser) -> None:
-    flag(
-        parser, "--slurm", f"write DIR/{_ARRAY_NAME}, a job array with a task per unfinished run, in place of training"
-    )
+    text = f"write DIR/{_ARRAY_NAME}, a job array with a task per unfinished run, in place of training"
+    flag(parser, "--slurm", text)
     parser.add_argument("words", nargs="*", metavar="-- FLAGS", help="flags of `llmscale train`, such as --num-gpus 8")
     parser.passes_on = "`llmscale train`"
 
@@ -118,10 +117,7 @@ def _add_sweep(actions: _SubParsersAction[FlagParser]) -> None:
     text = "learning rates, also further ones of a sweep; default: five, from an eighth to twice that of the rule"
     flag(sweep, "--rates LR", text, number(0, limits.MAX_LEARNING_RATE, above=True), nargs="+")
     _add_train_flags(sweep)
-    sweep.needs = [
-        Need("flops config tokens_per_parameter", "--data FOLDER|URL"),
-        Need("data", "--flops C"),
-    ]
+    sweep.needs = [Need("flops config tokens_per_parameter", "--data FOLDER|URL"), Need("data", "--flops C")]
     sweep.set_defaults(handler=_sweep)
 
 
@@ -159,15 +155,11 @@ def _plan(args: argparse.Namespace) -> int:
         sizes=args.sizes,
         has_held_out=not args.no_held_out,
     )
-    ladder = plan_ladder(request, _place_of_data(args), inputs.sets.manifest.tokenizer)
+    ladder = plan_ladder(request, inputs.config.data, inputs.sets.manifest.tokenizer)
     save_ladder(args.out, ladder, keys)
     available = inputs.sets.num_train_samples * request.like.seq_len
     print_fitting(_plan_lines(args.out, ladder, args.flops_per_second, available))
     return 0
-
-
-def _place_of_data(args: argparse.Namespace) -> str:
-    return args.data if "://" in args.data else str(Path(args.data).absolute())
 
 
 def _read_request(
@@ -184,7 +176,8 @@ def _read_request(
     keys = load_run_file(args.config) if args.config else {}
     if decided := [key for key in keys_of_ladder() if key in keys]:
         raise ConfigError(f"--config {args.config}: the ladder decides {', '.join(decided)}. Remove that.")
-    own = {"data": _place_of_data(args), "run": folder / RUNS_NAME / "none"}
+    data = args.data if "://" in args.data else str(Path(args.data).absolute())
+    own = {"data": data, "run": folder / RUNS_NAME / "none"}
     config = build_run_config({**keys, **own}, f"--config {args.config}: ", own)
     inputs = read_inputs(config)
     request = LadderRequest(
@@ -214,7 +207,7 @@ def _read_sweep(args: argparse.Namespace) -> Ladder:
     if args.data is not None:
         check_output_folder("DIR", folder)
         request, keys, inputs = _read_request(args, folder, args.flops)
-        planned = plan_sweep(request, rates, _place_of_data(args), inputs.sets.manifest.tokenizer)
+        planned = plan_sweep(request, rates, inputs.config.data, inputs.sets.manifest.tokenizer)
         if ladder is not None and not is_same_sweep(ladder, planned):
             raise ConfigError(f"{folder} holds a sweep of other data, compute or model. Name a new folder.")
     elif ladder is None:
@@ -286,10 +279,6 @@ def _plan_lines(out: Path, ladder: Ladder, rate: float | None, available: int) -
     if passes > 1:
         yield f"WARNING: the largest run reads {ladder.data} {passes:.1f} times; repeated tokens teach less."
     yield f"llmscale ladder run {shlex.quote(str(out))}"
-
-
-def _run(args: argparse.Namespace) -> int:
-    return _train(args, load_ladder(args.folder))
 
 
 def _train(args: argparse.Namespace, ladder: Ladder) -> int:

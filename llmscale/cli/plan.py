@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from llmscale.config.command_line import FlagParser
-    from llmscale.planning.run_plan import Plan
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
@@ -138,8 +137,6 @@ def _run(args: argparse.Namespace) -> int:
         show(plans[0], plan_lines(requests[0], plans[0]), is_json=args.json)
     if args.plot is not None:
         draw(args.plot, requests[0], plans[0])
-    return 0 if any(_is_planned(plan, args.days) for plan in plans) else 1
-
-
-def _is_planned(plan: Plan, days: float | None) -> bool:
-    return plan.run is None or (plan.run.strategy is not None and (days is None or plan.run.is_in_time))
+    runs = [plan.run for plan in plans if plan.run is not None]
+    is_planned = not runs or any(run.strategy and (args.days is None or run.is_in_time) for run in runs)
+    return 0 if is_planned else 1

@@ -251,12 +251,10 @@ def _price_parts(request: PlanRequest, run: RunPlan) -> Iterator[tuple[str, str]
         )
     if run.energy_kwh is not None and run.watts is not None:
         is_assumed = " (assumed)" if request.pue is None else ""
-        power = f"their limit of {run.watts:g} W ({run.placement.cluster.gpu.source})"
-        power = power if request.watts is None else f"{run.watts:g} W"
-        yield (
-            "energy",
-            f"{_energy(run.energy_kwh)}: boards at {power}, PUE {run.pue:g}{is_assumed}; hosts and network not counted",
-        )
+        is_limit = f", their limit ({run.placement.cluster.gpu.source})" if request.watts is None else ""
+        energy = f"{run.energy_kwh:.3g} kWh" if run.energy_kwh < 1000 else f"{run.energy_kwh / 1000:,.4g} MWh"
+        boards = f"boards at {run.watts:g} W{is_limit}"
+        yield "energy", f"{energy}: {boards}, PUE {run.pue:g}{is_assumed}; hosts and network not counted"
     electricity = run.electricity_usd_per_gpu_hour
     if electricity is not None:
         yield "", f"${run.gpu_hours * electricity:,.2f} at ${request.usd_per_kwh:g} per kWh"
@@ -286,7 +284,7 @@ def _speed_parts(request: PlanRequest, run: RunPlan, mfu: float) -> Iterator[tup
 
 
 def _too_long(run: RunPlan) -> str:
-    """Return what follows a time that is no answer, and the nodes that give one."""
+    """Return the words after a time that is too long, with the nodes that are enough."""
     if run.is_in_time:
         return ""
     if run.enough_nodes is not None:
@@ -428,10 +426,6 @@ def _keys_of_saves(request: PlanRequest, plan: Plan) -> dict[str, object]:
     steps = plan.steps * request.keep_hours / plan.run.hours
     saves = math.ceil(steps / SAVE_EVERY)
     return {"save_every": max(1, round(steps / saves)), "keep_every": saves * max(1, round(steps / saves))}
-
-
-def _energy(kwh: float) -> str:
-    return f"{kwh:.3g} kWh" if kwh < 1000 else f"{kwh / 1000:,.4g} MWh"
 
 
 def _size(num_bytes: float) -> str:

@@ -62,7 +62,7 @@ class Placement:
     """MFU of that peak; None if nothing fits and none was given, or the peak is unknown."""
 
     def hours(self, shape: GPTShape, tokens: float) -> float | None:
-        """Return the hours of training on so many tokens."""
+        """Return the hours of training."""
         speed = self.tokens_per_second(shape)
         return None if speed is None else tokens / speed / 3600
 
@@ -360,9 +360,7 @@ def make_plan(request: PlanRequest) -> Plan:
     plan = _plan_on(request, request.num_nodes)
     if plan.run is None or plan.run.is_in_time:
         return plan
-    # Every GPU needs a sequence of the batch.
-    most = min(_MOST_NODES, plan.global_batch_size // plan.run.gpus_per_node)
-    faster = _find_faster(request, plan.run, most)
+    faster = _find_faster(request, plan.run, min(_MOST_NODES, plan.global_batch_size // plan.run.gpus_per_node))
     if faster is None or request.num_nodes is None:
         return faster or plan
     enough = faster.run.num_nodes if faster.run and faster.run.is_in_time else None
@@ -370,25 +368,31 @@ def make_plan(request: PlanRequest) -> Plan:
 
 
 def _find_faster(request: PlanRequest, slow: RunPlan, most: int) -> Plan | None:
-    """Return the plan on the fewest nodes that finishes in time, or on `most` if no fewer do; None if not faster."""
+    """Return the plan on the fewest nodes that finishes in time, or on `most` if no fewer do; None if not faster.
+
+    `most`: with more, not every GPU has a sequence of the batch.
+    """
     too_few, enough, run, plan = slow.num_nodes, 0, slow, None
+    # Ranks that divide experts divide all ranks.
+    unit = request.config.expert_parallel_size // math.gcd(request.config.expert_parallel_size, slow.gpus_per_node)
     while not run.is_in_time:
-        if run.hours is None or run.num_nodes >= most:
+        if run.hours is None or run.num_nodes + unit > most:
             return plan
         # Time shrinks at best in proportion.
         too_few = run.num_nodes
-        enough = min(most, math.ceil(too_few * max(run.hours / (24 * run.within_days), _LEAST_GROWTH)))
+        least = too_few * max(run.hours / (24 * run.within_days), _LEAST_GROWTH)
+        enough = min(most // unit, math.ceil(least / unit)) * unit
         plan = _plan_on(request, enough)
         assert plan.run is not None, "it has GPUs"
         run = plan.run
-    num_nodes = enough - 1
+    num_nodes = enough - unit
     while num_nodes > too_few:
         fewer = _plan_on(request, num_nodes)
         if fewer.run and fewer.run.is_in_time:
             plan, enough = fewer, num_nodes
         else:
             too_few = num_nodes
-        num_nodes = (too_few + enough) // 2
+        num_nodes = (too_few + enough) // 2 // unit * unit
     return plan
 
 
@@ -413,7 +417,7 @@ def _plan_on(request: PlanRequest, num_nodes: int | None) -> Plan:
             "or give a smaller --global-batch-size."
         )
     tokens = steps * batch * shape.seq_len
-    flops = training_flops(shape.active_parameters, tokens)
+    flops, equivalent = training_flops(shape.active_parameters, tokens), dense_equivalent(shape, tokens)
     disk = estimate_disk(shape, steps, tokens, request.config)
     if request.keep_hours and placement and (hours := placement.hours(shape, tokens)):
         disk = replace(disk, hourly=int(hours // request.keep_hours), is_hourly_weights=request.keeps_weights)
@@ -426,7 +430,7 @@ def _plan_on(request: PlanRequest, num_nodes: int | None) -> Plan:
         nearest_preset=preset,
         global_batch_size=batch,
         steps=steps,
-        loss=_loss(request.law, shape, tokens),
+        loss=request.law.estimate_loss(lambda moved: moved.loss(equivalent, tokens)),
         disk=disk,
         run=None if placement is None else _plan_run(request, placement, shape, tokens, disk),
         lifetime=_lifetime(request, shape, tokens, placement),
@@ -555,11 +559,6 @@ def _tokens(request: PlanRequest, shape: GPTShape, optimum: Point, placement: Pl
             )
         return tokens
     return optimum.tokens
-
-
-def _loss(law: ParametricLaw, shape: GPTShape, tokens: float) -> Interval | float:
-    equivalent = dense_equivalent(shape, tokens)
-    return law.estimate_loss(lambda moved: moved.loss(equivalent, tokens))
 
 
 #: Tokens between which those of a model with experts are searched.

@@ -134,7 +134,7 @@ def test_money_buys_hours_and_a_layout(capsys: pytest.CaptureFixture[str]) -> No
         r"ZeRO ZeRO stage \d.*micro-batch \d+ x \d+ accumulation \(gradients summed in fp32\): .*rows?\b", text
     )
     assert "time       20.8 days; 4,000 GPU-hours" in out
-    assert "energy     3.36 MWh: boards at their limit of 700 W (NVIDIA H100 datasheet (SXM)), PUE 1.2 (assumed)" in out
+    assert "energy     3.36 MWh: boards at 700 W, their limit (NVIDIA H100 datasheet (SXM)), PUE 1.2 (assumed)" in out
     assert "cost       $10,000 at $2.5 per GPU-hour" in out
     assert "--gpu h100-80gb --num-gpus 8 --num-nodes 1 --emit ds.json" in out
 
