@@ -411,7 +411,7 @@ class RunConfig(ModelKeys):
     precision: Precision | None = key(
         None,
         place="resolved.precision",
-        asked_by=("estimate",),
+        asked_by=("estimate", "plan"),
         asked_default="the ds_config's, else bf16, or fp16 on a GPU without bf16",
     )
     """Precision: bf16, fp16, fp32 or autocast; default: the ds_config's."""
