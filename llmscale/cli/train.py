@@ -75,7 +75,6 @@ def _run_ranks(words: Sequence[str]) -> int:
         _show(f"removed {lock}, left by a build that was killed")
     environments = rank_environment(os.environ, num_ranks, find_port(), count_cpus())
     read_launcher_variables(environments[0])
-    _show(f"starting {count_nouns(num_ranks, 'rank')} ...")
     deaths: list[str] = []
 
     def show_death(line: str) -> None:

@@ -537,6 +537,8 @@ class RunConfig(ModelKeys):
     """Profile steps A to B-1: a trace and a table in the run folder's profile/."""
     plain: bool = key(False, resume="free", ranks=RANK_0)
     """Print a line per logged step, also on a terminal, in place of the live view."""
+    verbose: bool = key(False, resume="free", ranks=RANK_0)
+    """Print every choice of a start and the time of its phases, which start.txt of the run folder always has."""
     wandb: bool = key(False, resume="free", ranks=RANK_0)
     """Log to Weights & Biases, from rank 0. Its variables count, such as WANDB_ENTITY; WANDB_MODE=offline needs no
     account."""

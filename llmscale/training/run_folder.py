@@ -46,6 +46,8 @@ from llmscale.untrusted.terminal import make_visible_line
 CONFIG_NAME = "config.json"
 DS_CONFIG_NAME = "ds_config.json"
 STARTS_NAME = "starts.jsonl"
+#: Every choice of the newest start, in words.
+START_TEXT_NAME = "start.txt"
 METRICS_NAME = "metrics.jsonl"
 FAILURE_NAME = "failure.json"
 ATTEMPTS_NAME, LOGS_NAME = "attempts.jsonl", "logs"
@@ -57,6 +59,7 @@ OWN_FILES = (
     CONFIG_NAME,
     DS_CONFIG_NAME,
     STARTS_NAME,
+    START_TEXT_NAME,
     METRICS_NAME,
     LOCK_NAME,
     ".launch.lock",
@@ -67,7 +70,7 @@ OWN_FILES = (
 ORIGIN_FOLDERS = ("dataset", "published")
 OWN_FOLDERS = ("checkpoints", LOGS_NAME, "profile", "tensorboard", "wandb", *ORIGIN_FOLDERS)
 #: Files that a start writes before its first step.
-_START_FILES = (CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME, METRICS_NAME, FAILURE_NAME)
+_START_FILES = (CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME, START_TEXT_NAME, METRICS_NAME, FAILURE_NAME)
 #: Libraries whose version can change a result.
 LIBRARIES = ("torch", "deepspeed", "mosaicml-streaming", "numpy", "tiktoken", "tokenizers")
 #: Space that a new run folder needs for the description of the run.
