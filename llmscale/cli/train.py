@@ -112,9 +112,10 @@ def _parser() -> FlagParser:
 
     parser = FlagParser(
         prog="llmscale train",
+        add_help=False,
         example=f"llmscale {COMMANDS['train'].example}",
-        description="Train on this machine: one process per GPU, or on the CPU. All other flags are train.py's. "
-        "SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and end the run with exit status 0; a second SIGINT ends it at once.",
+        description="Train on this machine: one process per GPU, or on the CPU. Ctrl-C (SIGINT), SIGTERM, SIGHUP and "
+        "SIGUSR1 save and end the run with exit status 0; a second Ctrl-C ends it at once.",
     )
     add_own_flags(parser)
     return parser

@@ -265,8 +265,8 @@ def fitting_vocabulary(config: RunConfig, seq_len: int) -> int:
 
     unchanged = get_preset(config.model).shape(LEAST_VOCAB, seq_len).num_parameters
     most = _MOST_OF_NAME * nominal_parameters(config.model) * parameters(LEAST_VOCAB) / unchanged
-    vocab_size = MOST_VOCAB
-    while vocab_size > LEAST_VOCAB and (vocab_size > (config.vocab_size or MOST_VOCAB) or parameters(vocab_size) > most):
+    vocab_size, limit = MOST_VOCAB, config.vocab_size or MOST_VOCAB
+    while vocab_size > LEAST_VOCAB and (vocab_size > limit or parameters(vocab_size) > most):
         vocab_size //= 2
     return vocab_size
 

@@ -96,6 +96,7 @@ def key(
     off: object = None,
     begins: bool = False,
     metavar: str = "",
+    usual: bool = False,
     outside: Outside | None = None,
     **field: Any,
 ) -> Any:
@@ -103,8 +104,8 @@ def key(
 
     `resume` and `ranks` are needed, except beside `in_place_of` (the other key's value is reported and compared) and
     `place` (the value at that place is). A text needs `outside`. The text below the key is its help, the comment above
-    a group its section. `metavar`, `asked_by` and `asked_default` must be literals, which `run_flags.describe_keys`
-    reads from the source.
+    a group its section. `metavar`, `asked_by`, `asked_default` and `usual` must be literals, which
+    `run_flags.describe_keys` reads from the source.
     """
     if in_place_of:
         resume = ranks = "resolved"
@@ -127,6 +128,7 @@ def key(
         begins=begins,
         outside=outside,
         metavar=metavar,
+        usual=usual,
     )
     return Field(*(() if "default_factory" in field else (default,)), json_schema_extra=behaviour, **field)
 
@@ -150,6 +152,7 @@ class FirstKeys(BaseModel):
         by_ladder=True,
         metavar="FILE",
         outside="name",
+        usual=True,
     )
     """YAML or TOML run file with any of these keys."""
     run: OwnRun = key(
@@ -159,6 +162,7 @@ class FirstKeys(BaseModel):
         ranks=MayDiffer("a path; the nodes may have separate disks"),
         metavar="FOLDER",
         outside="name",
+        usual=True,
     )
     """Run folder, for configuration, metrics, checkpoints and samples; or its URL (s3://, gs://, az://): the nodes
     publish what is on their disks there (docs/checkpoints.md)."""
@@ -166,7 +170,9 @@ class FirstKeys(BaseModel):
     """Seed of initial weights, data order and dropout."""
 
     # model
-    model: NonBlank = key("tiny-10m", resume="resolved", ranks="resolved", metavar="PRESET|hf:NAME", outside="name")
+    model: NonBlank = key(
+        "tiny-10m", resume="resolved", ranks="resolved", metavar="PRESET|hf:NAME", outside="name", usual=True
+    )
     """Preset (tiny-1m ... gpt3-175b, llama3-8b, qwen3-4b, ...), or hf:FOLDER or hf:NAME for the shape of a published
     model. The keys below override its values."""
 
@@ -227,6 +233,7 @@ class RunConfig(ModelKeys):
         by_ladder=True,
         metavar="FOLDER|URL",
         outside="name",
+        usual=True,
     )
     """Folder made by `llmscale data prepare`, or its URL (s3://, gs://, hf://, ...), fetched shard by shard. A YAML
     file mixes several datasets by weight (docs/data.md). Where the default does not exist: the demo, text=python-docs,
@@ -238,6 +245,7 @@ class RunConfig(ModelKeys):
         by_ladder=True,
         metavar="FOLDER|FILE",
         outside="name",
+        usual=True,
     )
     """Text in place of data: a folder, a file or any other --input of `llmscale data prepare`. The first start prepares
     it into the cache, later ones find it there."""
@@ -248,6 +256,7 @@ class RunConfig(ModelKeys):
         needs="text",
         metavar="gpt2|bytes|FILE.tiktoken|FOLDER|NAME",
         outside="name",
+        usual=True,
     )
     """Tokenizer for text, as of `llmscale data prepare`; default: that of a published model, else one trained on the
     text."""
@@ -298,6 +307,7 @@ class RunConfig(ModelKeys):
         needs="not overfit_batch",
         asked_by=("estimate", "plan"),
         by_ladder=True,
+        usual=True,
     )
     """Sequences per optimizer step over all ranks; default: about the preset's tokens per step, in a number that common
     numbers of ranks divide, and the checkpoint's for a run that resumes."""
@@ -332,11 +342,11 @@ class RunConfig(ModelKeys):
         None, ge=1, resume="logged", ranks="same", needs="seq_len_ramp_from, not overfit_batch", by_ladder=True
     )
     """Tokens over which sequences grow, as many at each length. Steps have the same samples and tokens throughout."""
-    steps: Steps | None = key(None, ge=1, resume="logged", ranks="resolved", by_ladder=True)
+    steps: Steps | None = key(None, ge=1, resume="logged", ranks="resolved", by_ladder=True, usual=True)
     """Optimizer steps of the run; default: one pass over the data."""
-    tokens: Tokens | None = key(None, ge=1, in_place_of="steps")
+    tokens: Tokens | None = key(None, ge=1, in_place_of="steps", usual=True)
     """Training tokens, in place of steps; rounded up to complete steps."""
-    lr: LearningRate | None = key(None, gt=0, resume="logged", ranks="resolved")
+    lr: LearningRate | None = key(None, gt=0, resume="logged", ranks="resolved", usual=True)
     """Peak learning rate; default: the preset's, for adafactor divided by 0.02, as its rate is relative to weights."""
     schedule: ScheduleName = key("cosine", resume="logged", ranks="resolved")
     """Learning-rate schedule. cosine and linear decay to min_lr_frac; wsd: warm-up, stable, linear decay."""
@@ -354,7 +364,7 @@ class RunConfig(ModelKeys):
     """Final learning rate as a fraction of the peak; default: 0.1 for cosine, 0 for linear and wsd."""
 
     # optimizer
-    optimizer: OptimizerName = key("adamw", resume="weights", ranks="same", asked_by=("estimate", "plan"))
+    optimizer: OptimizerName = key("adamw", resume="weights", ranks="same", asked_by=("estimate", "plan"), usual=True)
     """Optimizer. muon: orthogonalised momentum for the blocks' matrices, AdamW for the rest. adafactor: at ZeRO stage 0
     only."""
     muon_lr_factor: Factor | None = key(None, gt=0, resume="logged", ranks="same", needs="optimizer=muon")
@@ -401,6 +411,7 @@ class RunConfig(ModelKeys):
         ranks=MayDiffer("a path; the ds_config is compared"),
         metavar="FILE|NAME",
         outside="name",
+        usual=True,
     )
     """DeepSpeed JSON: ZeRO stage, offload, precision, activation checkpointing. zero2, zero3_offload and the like
     are names of llmscale's own files."""
@@ -409,6 +420,7 @@ class RunConfig(ModelKeys):
         place="resolved.precision",
         asked_by=("estimate",),
         asked_default="the ds_config's, else bf16, or fp16 on a GPU without bf16",
+        usual=True,
     )
     """Precision: bf16, fp16, fp32 or autocast; default: the ds_config's."""
     activation_checkpointing: CheckpointingMode | None = key(
@@ -441,7 +453,7 @@ class RunConfig(ModelKeys):
     capture CUDA graphs are not offered: one graph runs once per block."""
 
     # checkpoints
-    save_every: Steps = key(500, ge=0, off=0, resume="free", ranks="same", needs="not overfit_batch")
+    save_every: Steps = key(500, ge=0, off=0, resume="free", ranks="same", needs="not overfit_batch", usual=True)
     """Steps between checkpoints; the last step is always saved; 0: only the last."""
     save_every_minutes: Minutes | None = key(
         None, gt=0, resume="free", ranks="same", needs="not overfit_batch", metavar="MINUTES"
@@ -469,11 +481,18 @@ class RunConfig(ModelKeys):
         needs="not overfit_batch",
         metavar="auto|none|best|CHECKPOINT",
         outside="name",
+        usual=True,
     )
     """auto: resume if the run folder has a checkpoint; none: start from scratch in a new folder; best: go back to the
     run's lowest validation loss; or the folder of a checkpoint."""
     init_from: OtherRunOrName | None = key(
-        None, resume="refused", ranks="resolved", begins=True, metavar="RUN|hf:NAME", outside="name"
+        None,
+        resume="refused",
+        ranks="resolved",
+        begins=True,
+        metavar="RUN|hf:NAME",
+        outside="name",
+        usual=True,
     )
     """Start at step 0 with the weights of a run, a checkpoint, or hf:FOLDER or hf:NAME, which also set the model."""
     allow_changed: list[str] = key(
@@ -488,7 +507,9 @@ class RunConfig(ModelKeys):
     consequences."""
 
     # evaluation
-    val_every: Steps = key(250, ge=0, off=0, resume="free", ranks="same", needs="not overfit_batch", by_ladder=True)
+    val_every: Steps = key(
+        250, ge=0, off=0, resume="free", ranks="same", needs="not overfit_batch", by_ladder=True, usual=True
+    )
     """Steps between validations; 0: never."""
     val_samples: Samples = key(256, ge=1, resume="free", ranks="same", needs="val_every, not overfit_batch")
     """Sequences per validation; all if the dataset has fewer."""
@@ -537,8 +558,8 @@ class RunConfig(ModelKeys):
     """Profile steps A to B-1: a trace and a table in the run folder's profile/."""
     plain: bool = key(False, resume="free", ranks=RANK_0)
     """Print a line per logged step, also on a terminal, in place of the live view."""
-    verbose: bool = key(False, resume="free", ranks=RANK_0)
-    """Print every choice of a start and the time of its phases, which start.txt of the run folder always has."""
+    verbose: bool = key(False, resume="free", ranks=RANK_0, usual=True)
+    """Print every choice of a start and its times; start.txt of the run folder has them in any case."""
     wandb: bool = key(False, resume="free", ranks=RANK_0)
     """Log to Weights & Biases, from rank 0. Its variables count, such as WANDB_ENTITY; WANDB_MODE=offline needs no
     account."""
@@ -592,7 +613,7 @@ def build_run_config(values: dict[str, object], where: str = "", flags: Collecti
         key = str(first["loc"][0]) if first["loc"] else "?"
         if first["type"] == "extra_forbidden":
             hint = did_you_mean(key, RunConfig.model_fields)
-            refuse(key, f"unknown key '{key}'.{hint} `train.py --help` lists all keys.")
+            refuse(key, f"unknown key '{key}'.{hint} `train.py --help all` lists all keys.")
         refuse(key, describe_invalid(key, first))
     for key, twin in EXCLUSIVE_KEYS:
         if getattr(config, key) is not None and getattr(config, twin) is not None:

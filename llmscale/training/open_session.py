@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from llmscale.checkpoint.initial_weights import complete_published_weights, keep_published
@@ -20,7 +20,6 @@ from llmscale.engine.device_settings import allow_tf32
 from llmscale.engine.process_group import World, is_gpu, join_world
 from llmscale.engine.train_step import PhaseTimer, get_scaler_state
 from llmscale.planning.compilation import Compilation, decide_compilation
-from llmscale.terminal.human_numbers import with_singulars
 from llmscale.terminal.status_line import REPEAT_S, StatusLine
 from llmscale.terminal.table import output_width, wrap_line
 from llmscale.training.inputs import as_plain
@@ -37,14 +36,13 @@ from llmscale.training.resume import (
     enter_history,
     load_initial_state,
 )
-from llmscale.training.run_folder import CONFIG_NAME, START_TEXT_NAME, RunFolderClaim, keep, save_run_description
+from llmscale.training.run_folder import CONFIG_NAME, RunFolderClaim, keep, open_start_text, save_run_description
 from llmscale.training.session import Session, build_actions, open_data, open_validation_splits
 from llmscale.training.start import Start, change_lines, estimate_line, estimate_run, finished_lines, hyperparameters
 from llmscale.training.step_metrics import StepMeter
 from llmscale.training.stop_request import StopRequest, launch_names
 from llmscale.training.watchdog import Heartbeat
-from llmscale.untrusted.paths import open_own
-from llmscale.untrusted.terminal import make_visible_line, print_visible
+from llmscale.untrusted.terminal import print_visible
 
 
 @dataclass
@@ -149,7 +147,14 @@ def _open_io(
     on_each_disk(world.control, world.disks, lambda: _describe(run.start, launches))
     log = _open_log(run.start, meter, trackers, stop) if world.is_main else None
     wandb_run_id = trackers.wandb_run_id or (run.state.wandb_run_id if run.state else None)
-    detail = _detail_on_main(run.start, world, report)
+    write = open_start_text(run.config.run) if world.is_main else None
+
+    def detail(line: str) -> None:
+        if write:
+            write(line)
+        if run.config.verbose:
+            report(line)
+
     return RunIO(claim, log, wandb_run_id, report, detail, publisher)
 
 
@@ -225,25 +230,6 @@ def report_on_main(world: World, announcer: StatusLine) -> Callable[[str], None]
                 print_visible(part, flush=True)
 
     return report
-
-
-def _detail_on_main(start: Start, world: World, report: Callable[[str], None]) -> Callable[[str], None]:
-    """Return a function that writes a line to the run folder's start.txt on rank 0, and reports it with --verbose."""
-    path = start.config.run / START_TEXT_NAME
-    if world.is_main:
-        with suppress(OSError):
-            path.unlink()
-
-    def detail(line: str) -> None:
-        # A full disk ends no run whose configuration is saved.
-        with suppress(OSError):
-            if world.is_main:
-                with open(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8") as file:
-                    file.write(f"{with_singulars(make_visible_line(line))}\n")
-        if start.config.verbose:
-            report(line)
-
-    return detail
 
 
 def _describe(start: Start, launches: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, cast
 
@@ -118,7 +118,7 @@ def _count_tokens(run: Run) -> int:
 
 
 def _model_lines(run: Run) -> Iterator[str]:
-    config, resolved, shape = run.config, run.resolved, run.resolved.shape
+    resolved, shape = run.resolved, run.resolved.shape
     yield (
         f"model: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, context {shape.seq_len}, "
         f"{describe_parameters(shape)}, {shape.flops_per_token:.3e} FLOPs per token"
@@ -190,8 +190,8 @@ def _length_line(run: Run) -> Iterator[str]:
     tokens = _count_tokens(run)
     yield (
         f"run: {resolved.total_steps:,} steps{f' ({chosen})' if chosen else ''}, "
-        f"{tokens:,} tokens, {tokens / resolved.plan.seq_len / num_samples:.2f} epochs; folder {shown(run.config.run)}, "
-        f"{_checkpoints(run.start)}"
+        f"{tokens:,} tokens, {tokens / resolved.plan.seq_len / num_samples:.2f} epochs; "
+        f"folder {shown(run.config.run)}, {_checkpoints(run.start)}"
     )
 
 

@@ -39,6 +39,7 @@ from llmscale.error_handling import say
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.files.atomic_write import write_durably
 from llmscale.files.record_log import RecordLog
+from llmscale.terminal.human_numbers import with_singulars
 from llmscale.untrusted.documents import load_json_lines
 from llmscale.untrusted.paths import open_own
 from llmscale.untrusted.terminal import make_visible_line
@@ -259,6 +260,23 @@ def save_run_description(
     starts = RecordLog(run / STARTS_NAME, say)
     starts.append(json.dumps(start).encode() + b"\n")
     starts.close()
+
+
+def open_start_text(run: Path) -> Callable[[str], None]:
+    """Remove start.txt of an earlier start, and return a function that appends a line to it. Never raises."""
+    path = run / START_TEXT_NAME
+    with suppress(OSError):
+        path.unlink()
+
+    def write(line: str) -> None:
+        # A full disk ends no run whose configuration is saved.
+        with (
+            suppress(OSError),
+            open(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8") as file,
+        ):
+            file.write(f"{with_singulars(make_visible_line(line))}\n")
+
+    return write
 
 
 def _arguments() -> list[str]:

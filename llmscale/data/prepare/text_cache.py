@@ -130,7 +130,8 @@ class TextRequest:
         vocab_size = self._vocab_size(source)
         if vocab_size is None:
             return "bytes, for so little text"
-        why = "the most for the model's size" if vocab_size == self.most_vocab < MOST_VOCAB else "as many as it suffices for"
+        is_limited = vocab_size == self.most_vocab < MOST_VOCAB
+        why = "the most for the model's size" if is_limited else "as many as it suffices for"
         return f"of {vocab_size:,} tokens, {why}, trained on it"
 
     def _train(self, source: Source, folder: Path) -> Tokenizer:
