@@ -13,6 +13,7 @@ from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import CHUNK_TOKENS, LossKernel
 from llmscale.config.optimizers import OptimizerName
+from llmscale.config.presets import PRESETS
 from llmscale.config.schedule import ScheduleName
 from llmscale.config.user_paths import (
     check_other_run_or_name,
@@ -590,12 +591,16 @@ EXCLUSIVE_KEYS = tuple((key.in_place_of, name) for name, key in KEYS.items() if 
 def build_run_config(values: dict[str, object], where: str = "", flags: Collection[str] = ()) -> RunConfig:
     """Build a RunConfig from plain values. Raises ConfigError naming the first wrong key, its value and the rule.
 
-    `where` begins the messages about values that come from a file, which are all but `flags`.
+    A preset's keys hold where `values` has none. `where` begins the messages about values that come from a file, which
+    are all but `flags`.
     """
 
     def refuse(key: str, why: str) -> NoReturn:
         raise ConfigError(f"{'' if key in flags else where}{why}") from None
 
+    model = values.get("model")
+    if isinstance(model, str) and model in PRESETS:
+        values = {**PRESETS[model].run, **values}
     if isinstance(values.get("compile"), bool):  # YAML's on and off
         values = {**values, "compile": "on" if values["compile"] else "off"}
     for key, value in values.items():
