@@ -80,6 +80,8 @@ _PROBE_BYTES = 1 << 16
 _VISIBLE_TRIES = 50
 _VISIBLE_PAUSE_S = 0.1
 _MAX_ERROR_CHARACTERS = 600
+#: Time limit of git: a start does not wait for a large repository on a slow disk.
+_GIT_S = 5.0
 
 
 def create_run_folder(run: Path) -> list[Path]:
@@ -256,10 +258,25 @@ def save_run_description(
         "python": platform.python_version(),
         "llmscale": __version__,
         "versions": library_versions(),
+        **working_commit(),
     }
     starts = RecordLog(run / STARTS_NAME, say)
     starts.append(json.dumps(start).encode() + b"\n")
     starts.close()
+
+
+def working_commit() -> dict[str, object]:
+    """Return the git commit of the working folder, and whether its files differ; empty without git or a repository."""
+
+    def git(*words: str) -> str:
+        command = ["git", "--no-optional-locks", *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=True).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        return {"commit": commit, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError):
+        return {}
 
 
 def open_start_text(run: Path) -> Callable[[str], None]:

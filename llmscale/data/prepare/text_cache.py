@@ -131,7 +131,7 @@ class TextRequest:
         if vocab_size is None:
             return "bytes, for so little text"
         is_limited = vocab_size == self.most_vocab < MOST_VOCAB
-        why = "the most for the model's size" if is_limited else "as many as it suffices for"
+        why = "the most for the model's size" if is_limited else "as many as the text suffices for"
         return f"of {vocab_size:,} tokens, {why}, trained on it"
 
     def _train(self, source: Source, folder: Path) -> Tokenizer:
