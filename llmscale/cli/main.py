@@ -89,7 +89,7 @@ def new_parser() -> tuple[FlagParser, argparse._SubParsersAction[FlagParser]]:
         prog="llmscale",
         description=_DESCRIPTION,
         example=f"llmscale {COMMANDS['train'].example}",
-        epilog="Training itself: llmscale train --ds zero2 (--help lists every key). llmscale alone "
+        epilog="Training itself: llmscale train --ds zero2 (--help all lists every key). llmscale alone "
         "shows an example of each.",
     )
     parser.add_argument("--version", action="version", version=f"llmscale {__version__}")

@@ -25,7 +25,7 @@ from llmscale.config.hf_model import (
 )
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import get_preset
-from llmscale.config.resolve import SetFacts, resolve_shape, with_ds_keys
+from llmscale.config.resolve import MOST_VOCAB, SetFacts, fitting_vocabulary, resolve_shape, with_ds_keys
 from llmscale.config.run_config import RunConfig
 from llmscale.config.run_keys import without_effect_under
 from llmscale.config.user_paths import check_output_folder, copy_of, read_prompts, shown, url_of
@@ -224,12 +224,15 @@ def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> RunCon
             "that run's tokenizer with --tokenizer."
         )
     context = published.shape.seq_len if published else get_preset(config.model).seq_len
+    seq_len = config.seq_len or min(context, _LONGEST_FOR_TEXT)
+    tokenizer = config.tokenizer or (name if published else None)
     request = TextRequest(
         text=config.text,
-        tokenizer=config.tokenizer or (name if published else None),
-        seq_len=config.seq_len or min(context, _LONGEST_FOR_TEXT),
+        tokenizer=tokenizer,
+        seq_len=seq_len,
         cache=config.data_cache or DEFAULT_CACHE,
         skip_undecodable=config.skip_undecodable,
+        most_vocab=MOST_VOCAB if tokenizer else fitting_vocabulary(config, seq_len),
     )
     return config.model_copy(update={"data": str(request.open(may_prepare=may_prepare)), "data_cache": None})
 
