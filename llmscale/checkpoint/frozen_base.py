@@ -53,11 +53,11 @@ def open_base(place: str) -> FrozenBase:
     return FrozenBase(place) if is_published(place) else base_of_checkpoint(read_saved_run(open_checkpoint(Path(place))))
 
 
-def explain_missing(place: str, run: Path, error: LlmscaleError) -> CheckpointError:
-    """Return the error of a base that is not where it was."""
+def explain_missing(place: str, run: Path, error: LlmscaleError, flag: str = "--init-from") -> CheckpointError:
+    """Return the error of a base that is not where it was; `flag` names another place."""
     return CheckpointError(
         f"{run} holds adapters, and their base {place} cannot be read: {error} If it has moved, name its new place "
-        "with --init-from."
+        f"with {flag}."
     )
 
 

@@ -32,6 +32,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     parser = subparsers.add_parser("sample")
     flags.add_run_argument(parser)
     flags.add_own_data(parser)
+    flags.add_base(parser)
     parser.add_argument("text", metavar="PROMPT", nargs="?", help="text to continue")
     flag(parser, "--prompt TEXT", "one more text to continue; may be repeated", None, [], action="append")
     text = 'file of further prompts: one per line, or in FILE.jsonl objects with a "prompt"'
@@ -77,7 +78,7 @@ def _run(args: argparse.Namespace) -> int:
     quiet_libraries()
     settings = SamplingSettings(args.max_new_tokens, args.temperature, args.top_k, args.top_p)
     with show_if_slow("loading the weights"):
-        source = open_model(folder, args.data)
+        source = open_model(folder, args.data, base=args.base)
         model, shape = source.load_model(), source.shape
     tokens_of = [encode_prompt(source.tokenizer, prompt) for prompt in prompts]
     for place, tokens in enumerate(tokens_of, start=1):

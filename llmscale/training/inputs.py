@@ -168,7 +168,6 @@ def _with_base(inputs: Inputs, source: SavedRun, place: str | None) -> Inputs:
         raise CheckpointError(f"{source.path} holds adapters and does not say beside which weights. Name another one.")
     try:
         if not is_published(place):
-            fetch_run(Path(place))
             return replace(inputs, base=open_base(place))
         model = read_published_model("--init-from", place, inputs.config)
     except LlmscaleError as error:
