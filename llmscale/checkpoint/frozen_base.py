@@ -50,7 +50,9 @@ def base_of_published(weights: PublishedWeights) -> FrozenBase:
 
 def open_base(place: str) -> FrozenBase:
     """Read the description of the checkpoint at `place`, or take a published model's name. Raises LlmscaleError."""
-    return FrozenBase(place) if is_published(place) else base_of_checkpoint(read_saved_run(open_checkpoint(Path(place))))
+    return (
+        FrozenBase(place) if is_published(place) else base_of_checkpoint(read_saved_run(open_checkpoint(Path(place))))
+    )
 
 
 def explain_missing(place: str, run: Path, error: LlmscaleError, flag: str = "--init-from") -> CheckpointError:

@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.architecture.families.family import Family, HFTensor
+from llmscale.architecture.hf_config import family_of, get_family
 from llmscale.architecture.layers import ADAPTERS
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_write import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
+from llmscale.config.hf_model import PublishedModel
 from llmscale.errors import CheckpointError
 from llmscale.untrusted.documents import Rules, load_json
 from llmscale.untrusted.paths import open_regular
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+    from deepspeed import DeepSpeedEngine
     from torch import Tensor
 
 _PREFIX = "base_model.model."
@@ -113,21 +117,42 @@ def read_adapters(folder: Path, shape: GPTShape, family: Family) -> dict[str, Te
     return adapters
 
 
+def load_adapters(engine: DeepSpeedEngine, folder: Path, base: PublishedModel | None, group: dist.ProcessGroup) -> None:
+    """Fill this rank's part of the adapters from a folder of peft. Collective. Raises CheckpointError on every rank."""
+    from llmscale.engine.collectives import on_all_ranks, on_main_rank
+    from llmscale.engine.zero_shards import refresh_low_precision_weights, weights_to_fill
+
+    shape = engine.module.shape
+    family = get_family(base.entries, base.source) if base is not None else family_of(shape)
+    # Rank 0 reads them for all: other nodes might have other files at that path.
+    adapters = on_main_rank(group, lambda: read_adapters(folder, shape, family))
+
+    def fill() -> None:
+        for views in weights_to_fill(engine):
+            for name in adapters.keys() & views.keys():
+                view = views[name]
+                view.local.copy_(adapters[name].view(-1)[view.start : view.start + view.local.numel()])
+
+    on_all_ranks(group, fill)
+    refresh_low_precision_weights(engine)
+
+
 def _check_config(folder: Path, shape: GPTShape) -> None:
+    path = folder / ADAPTER_CONFIG_NAME
     try:
-        config = load_json(folder / ADAPTER_CONFIG_NAME, Rules(CheckpointError, not_finite=True))
+        config = load_json(path, Rules(CheckpointError, not_finite=True))
     except OSError as error:
         raise CheckpointError(
-            f"{folder / ADAPTER_CONFIG_NAME} cannot be read: {error.strerror}. Name a folder that peft's save_pretrained or "
+            f"{path} cannot be read: {error.strerror}. Name a folder that peft's save_pretrained or "
             "`llmscale export` wrote."
         ) from None
     for name, legal in _OFF.items():
         if (value := config.get(name, legal[0])) not in legal:
-            raise CheckpointError(f"{folder / ADAPTER_CONFIG_NAME}: {name} is {str(value)[:80]}, which llmscale does not have.")
+            raise CheckpointError(f"{path}: {name} is {str(value)[:80]}, which llmscale does not have.")
     for key, flag, own in (("r", "--lora-rank", shape.lora_rank), ("lora_alpha", "--lora-alpha", shape.lora_alpha)):
         if config.get(key) != own:
             value = str(config.get(key))[:80]
-            raise CheckpointError(f"{folder / ADAPTER_CONFIG_NAME}: {key} is {value}, and {own:g} here. Give {flag} {value}.")
+            raise CheckpointError(f"{path}: {key} is {value}, and {own:g} here. Give {flag} {value}.")
 
 
 def _load(path: Path) -> dict[str, Tensor]:

@@ -133,9 +133,11 @@ def _is_table_of_numbers(value: object) -> bool:
 #: Checks of a state's values, because a checkpoint is not trusted.
 _LEGAL: dict[str, Callable[[object], bool]] = {
     **dict.fromkeys(("step", "samples_seen", "tokens_seen", "skipped_steps"), is_count),
-    "base": lambda value: isinstance(value, Mapping)
-    and ({*value} == {"place", "checksum"} or not value)
-    and all(isinstance(text, str) for text in value.values()),
+    "base": lambda value: (
+        isinstance(value, Mapping)
+        and ({*value} == {"place", "checksum"} or not value)
+        and all(isinstance(text, str) for text in value.values())
+    ),
     **dict.fromkeys(("identity", "config"), lambda value: isinstance(value, Mapping)),
     "precision": lambda value: isinstance(value, str),
     "optimizer_scalars": _is_table_of_numbers,

@@ -107,7 +107,9 @@ def _export_adapters(args: argparse.Namespace, model: ExportedModel, trained: Tr
         overwrite=args.overwrite,
     )
     out, rank = make_visible_line(str(args.to)), trained.shape.lora_rank
-    print(f"Wrote {out}: adapters of rank {rank} of step {trained.state.step} for peft, {num_bytes:,} bytes, and a card.")
+    print(
+        f"Wrote {out}: adapters of rank {rank} of step {trained.state.step} for peft, {num_bytes:,} bytes, and a card."
+    )
     return 0
 
 

@@ -53,7 +53,9 @@ def _run(args: argparse.Namespace) -> int:
     with show_progress("Verifying the checkpoint") as verified:
         source = open_model(folder, args.data, verified.add, with_sets=args.val_samples > 0)
     if source.shape.lora_rank:
-        raise ConfigError(f"{args.run} holds adapters. Merge them first: llmscale export {args.run} --merge --to FOLDER.")
+        raise ConfigError(
+            f"{args.run} holds adapters. Merge them first: llmscale export {args.run} --merge --to FOLDER."
+        )
     if source.sets is None and args.val_samples:
         raise DataError(source.no_sets)
     # torch is imported after the checks, which answer at once.

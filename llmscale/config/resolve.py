@@ -173,8 +173,9 @@ def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: in
     mode = config.activation_checkpointing or ds.checkpointing
     optimizer = resolve_optimizer(config, shape)
     if optimizer.frozen and ds.offload_param_device == "nvme":
+        flag = "--lora-rank" if shape.lora_rank else "--freeze"
         raise ConfigError(
-            f"{'--lora-rank' if shape.lora_rank else '--freeze'} does not work with {ds.source}'s parameters on NVMe. Use offload_param to cpu or to none."
+            f"{flag} does not work with {ds.source}'s parameters on NVMe. Use offload_param to cpu or to none."
         )
     if config.keep_zeros and any(group.is_orthogonalised for group in optimizer.groups):
         raise ConfigError(
@@ -220,7 +221,9 @@ def resolve_optimizer(config: RunConfig, shape: GPTShape) -> OptimizerSpec:
     frozen = config.freeze
     if shape.lora_rank:
         if frozen:
-            raise ConfigError("--freeze has no effect beside --lora-rank, which trains adapters alone. Drop one of them.")
+            raise ConfigError(
+                "--freeze has no effect beside --lora-rank, which trains adapters alone. Drop one of them."
+            )
         names = [tensor.name for tensor in shape.tensors.all]
         frozen = [pattern for pattern in BESIDE_ADAPTERS if any(fnmatchcase(name, pattern) for name in names)]
     if not config.param_group and not frozen:

@@ -17,7 +17,14 @@ from llmscale.architecture.layers import ADAPTERS
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.frozen_base import check_base, checksum_of, explain_missing, open_base
 from llmscale.checkpoint.hf_read import TensorSlice, fill_view, find_weights_files, list_tensors, match_tensors
-from llmscale.checkpoint.hf_write import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, CARD_NAME, check_space, tensor_bytes, write_file
+from llmscale.checkpoint.hf_write import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_WEIGHTS_NAME,
+    CARD_NAME,
+    check_space,
+    tensor_bytes,
+    write_file,
+)
 from llmscale.checkpoint.peft_files import describe_adapters, peft_tensors
 from llmscale.checkpoint.run_state import SavedRun
 from llmscale.checkpoint.tensor_files import StoredWeights
@@ -92,9 +99,9 @@ def open_base_weights(saved: SavedRun, place: str | None, progress: Callable[[in
             published = read_published_model("--base", place)
             if published.folder is None:
                 raise CheckpointError(f"{place} is not on this machine. Download it.")
-            found = find_weights_files(published.folder)
-            tensors = list_tensors(found)
-            weights, files = _Published(match_tensors(tensors, published.tensors, published.source)), found.files
+            listed = find_weights_files(published.folder)
+            tensors = list_tensors(listed)
+            weights, files = _Published(match_tensors(tensors, published.tensors, published.source)), listed.files
     except LlmscaleError as error:
         raise explain_missing(place, saved.path, error, "--base") from None
     check_base(replace(base, checksum=checksum_of(base, files)), saved)

@@ -163,9 +163,12 @@ def open_model(
 ) -> ModelSource:
     """Verify a folder that `find_model` found, and open the dataset `data` or, `with_sets`, the run's.
 
-    `base` is the new place of the weights beside a run's adapters. `progress` gets the bytes verified since the last call. Raises ConfigError, CheckpointError, DataError.
+    `base` is the new place of the weights beside a run's adapters. `progress` gets the bytes verified since the last
+    call. Raises ConfigError, CheckpointError, DataError.
     """
     if is_hf_folder(folder):
+        if base is not None:
+            raise ConfigError(f"--base {base} has no effect: {folder} holds a model, not adapters. Drop it.")
         return _open_hf_folder(folder, data)
     trained = open_trained_checkpoint(folder, progress, given=data)
 

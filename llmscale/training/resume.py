@@ -45,6 +45,7 @@ from llmscale.checkpoint.load import (
     share_descriptions,
 )
 from llmscale.checkpoint.manifest import MANIFEST_NAME, Checkpoint, History
+from llmscale.checkpoint.peft_files import load_adapters
 from llmscale.checkpoint.run_state import SavedRun, read_saved_run
 from llmscale.config.hf_model import is_published
 from llmscale.config.run_keys import keys_with
@@ -268,15 +269,19 @@ def _load_first_weights(
     progress: Callable[[], object],
 ) -> str | None:
     """Load the weights of --init-from, and return their name; None without --init-from. Collective."""
+    name = None
     if start.weights is not None:
         for note in start.weights.notes:
             report(note)
         load_published_weights(engine, start.weights, world.control, progress)
-        return start.weights.name
-    if start.source is None:
-        return None
-    load_weights(engine, start.source.path, world.control, world.disks)
-    return str(start.source.path)
+        name = start.weights.name
+    elif start.source is not None:
+        load_weights(engine, start.source.path, world.control, world.disks)
+        name = str(start.source.path)
+    if (folder := start.config.lora_from) is not None:
+        load_adapters(engine, folder, start.weights.model if start.weights else None, world.control)
+        name = f"{name}, adapters from {folder}"
+    return name
 
 
 #: Settings of one rank by key. Errors show the values.
