@@ -67,6 +67,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     text = "run folder, checkpoint, or folder of a transformers model; default: the newest run below runs/"
     flags.add_run_argument(parser, text, "?")
     flags.add_own_data(parser)
+    flags.add_base(parser)
     parser.add_argument("text", metavar="PROMPT", nargs="?", help="text to continue")
     flag(parser, "--prompt TEXT", "one more text to continue; may be repeated", None, [], action="append")
     text = 'file of further prompts: one per line, or in FILE.jsonl objects with a "prompt"'
@@ -109,7 +110,7 @@ def _run(args: argparse.Namespace) -> int:
 
     quiet_libraries()
     with show_if_slow("loading the weights"):
-        source = open_model(folder, args.data)
+        source = open_model(folder, args.data, base=args.base)
         sampler = _Sampler(source.load_model(), source.tokenizer, partial(encode_prompt, source.tokenizer), args)
         if args.chat:
             from llmscale.evaluate.conversation import Conversation

@@ -183,6 +183,7 @@ if TYPE_CHECKING:  # keys of the model that code names, for type checkers
 
     class ModelKeys(FirstKeys):
         dropout: float = 0.0
+        lora_rank: int | None = None
 else:
 
     def _shape_fields() -> Iterator[tuple[str, tuple[object, object]]]:
@@ -502,6 +503,10 @@ class RunConfig(ModelKeys):
         usual=True,
     )
     """Start at step 0 with the weights of a run, a checkpoint, or hf:FOLDER or hf:NAME, which also set the model."""
+    lora_from: UserPath | None = key(
+        None, resume="free", ranks="same", begins=True, needs="lora_rank", metavar="FOLDER", outside="name"
+    )
+    """Begin with the adapters of a folder of Hugging Face's peft, or of `llmscale export`, in place of new ones."""
     allow_changed: list[str] = key(
         default_factory=list,
         resume="free",

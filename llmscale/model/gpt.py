@@ -32,6 +32,7 @@ from llmscale.model.attention_context import (
 )
 from llmscale.model.experts import BALANCE, Z_SQUARED, ExpertSplit, SparseMLP
 from llmscale.model.layers import MLP, Embedding, Linear, RMSNorm, build_norm, fill_normal_, residual_std
+from llmscale.model.lora import find_adapter
 from llmscale.model.loss import chunked_cross_entropy, score_tokens
 
 #: Stores a layer's new keys and values [batch, t, n_kv_head, head_dim], and returns all stored ones.
@@ -46,13 +47,15 @@ class CausalSelfAttention(nn.Module):
         self.shape = shape
         width, bias = shape.n_embd, shape.attention_bias
         # One matrix product for q, k and v of all heads: columns are [q | k | v], each of them head by head.
-        self.qkv = Linear(width, shape.qkv_heads * shape.head_dim, generator, bias=bias != "none")
+        rows, adapter = shape.qkv_heads * shape.head_dim, find_adapter(shape, "attn.qkv")
+        self.qkv = Linear(width, rows, generator, bias=bias != "none", adapter=adapter)
         if shape.qk_norm != "none":
             q_heads, k_heads = (shape.n_head, shape.n_kv_head) if shape.qk_norm == "width" else (1, 1)
             self.q_norm = RMSNorm(q_heads * shape.head_dim, shape.norm_eps)
             self.k_norm = RMSNorm(k_heads * shape.head_dim, shape.norm_eps)
         inner, std = shape.n_head * shape.head_dim, residual_std(shape.n_layer)
-        self.proj = Linear(inner, width, generator, bias=bias == "all", std=std)
+        adapter = find_adapter(shape, "attn.proj")
+        self.proj = Linear(inner, width, generator, bias=bias == "all", std=std, adapter=adapter)
 
     def forward(self, x: Tensor, context: AttentionContext, append_to_cache: CacheAppend | None = None) -> Tensor:
         """Compute [batch, t, n_embd] -> [batch, t, n_embd]; with `append_to_cache`, x continues cached positions."""

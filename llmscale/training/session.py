@@ -493,4 +493,5 @@ class SaveCheckpoints(StepAction):
             wandb_run_id=self._io.wandb_run_id,
             config=as_plain(run.config),
             hyperparameters=self._hyperparameters,
+            base=run.start.base.as_dict() if run.start.base else {},
         )
