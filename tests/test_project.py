@@ -100,6 +100,7 @@ SUBCOMMANDS = (
     "prune",
     "report",
     "runs",
+    "replay",
     "completion",
     "checkpoint",
     "checkpoint list",

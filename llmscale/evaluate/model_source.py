@@ -97,7 +97,7 @@ class TrainedCheckpoint:
     def open_sets(self) -> TrainingSets:
         """Open the datasets that it was trained on. Raises DataError when they are missing."""
         remedy = "Name it with --data SET, or use --val-samples 0."
-        return _open_sets(self.folder, self.state, self.config, remedy, given=None)
+        return open_trained_sets(self.folder, self.state, self.config, remedy, given=None)
 
 
 def open_trained_checkpoint(
@@ -117,7 +117,7 @@ def open_trained_checkpoint(
     sets = open_kept_sets(run, str(state.identity.get("data")), config.data)
     if sets is None:
         remedy = f"Its tokenizer is needed: put the set back, or copy the folder `dataset` of the run to {run}."
-        sets = _open_sets(folder, state, config, remedy, given)
+        sets = open_trained_sets(folder, state, config, remedy, given)
         fetch_tokenizer(sets.first)
     made = sets.manifest
     tokenizer = load_set_tokenizer(sets.first.folder, made)
@@ -126,8 +126,11 @@ def open_trained_checkpoint(
     return TrainedCheckpoint(folder, manifest, state, config, shape, sets, tokenizer, published)
 
 
-def _open_sets(folder: Path, state: RunState, config: RunConfig, remedy: str, given: str | None) -> TrainingSets:
-    """Open the datasets of a configuration. Raises DataError unless they are those of the checkpoint."""
+def open_trained_sets(folder: Path, state: RunState, config: RunConfig, remedy: str, given: str | None) -> TrainingSets:
+    """Open the datasets of a configuration. Raises DataError unless they are those of the checkpoint.
+
+    `given` is the user's --data, as for `open_recorded_sets`.
+    """
     try:
         sets = open_recorded_sets(config.data, config.data_cache, given, state.identity)
     except (ConfigError, DataError) as error:

@@ -182,8 +182,8 @@ class Session:
         decision = vote(self.run.world.control, stop=bool(self.stop.received), rollback=wanted)
         return decision.rollback and not decision.stop
 
-    def train(self, step: int, batches: list[MicroBatch]) -> StepResult:
-        """Run one optimizer step."""
+    def train(self, step: int, batches: list[MicroBatch], weights: Sequence[float] | None = None) -> StepResult:
+        """Run one optimizer step, with other `weights` of the micro-batches' losses than the step's, if given."""
         run, engine, deepspeed = self.run, self.engine, self.engine.deepspeed
         resolved, counted = run.resolved, None
         if engine.feed.has_mask:
@@ -198,8 +198,9 @@ class Session:
         with explain_smallest_scale(step):
             tokens, timer = [batch.tokens for batch in batches], engine.meter.phases
             seq_len = None if run.resolved.plan.lengths is None else run.seq_len(step)
-            weight = run.loss_weight(step)
-            weights = [0.0 if batch.is_filler else weight for batch in batches]
+            if weights is None:
+                weight = run.loss_weight(step)
+                weights = [0.0 if batch.is_filler else weight for batch in batches]
             loss = train_step(deepspeed, tokens, run.world.device, timer, seq_len, weights, counted)
         self.step = step + 1
         engine.meter.count_step()
