@@ -36,7 +36,13 @@ class Added(NamedTuple):
 
     def with_more(self, other: Added) -> Added:
         """Return the sum."""
-        return Added(*map(sum, zip(self, other, strict=True)))
+        # Spelt out: estimates of large models do this thousands of times.
+        return Added(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.buckets + other.buckets,
+            self.temporaries + other.temporaries,
+        )
 
     @property
     def breakdown(self) -> Breakdown:
@@ -143,7 +149,7 @@ class States:
         if self.gathered is None:
             return added
         gathered = self.gathered.live(done + own) if own else self.gathered.peak(done)
-        return added._replace(parameters=added.parameters + gathered)
+        return added.with_more(Added(parameters=gathered))
 
     @property
     def forward_peak(self) -> Added:
@@ -268,8 +274,9 @@ class _Zero:
 
     def flushed(self, done: float, own: float) -> list[_Flush]:
         """Return the reductions while `own` gradients follow `done` others."""
-        begin, end = (bisect_left(self._flush_places, self.handed(done) + more) for more in (0, own))
-        return self.flushes[begin:end]
+        handed = self.handed(done)
+        begin = bisect_left(self._flush_places, handed)
+        return self.flushes[begin : bisect_left(self._flush_places, handed + own, begin)]
 
     @cached_property
     def _flush_places(self) -> list[int]:
@@ -550,7 +557,7 @@ def _stage2(z: _Zero) -> States:
         """The layer's gradients wait while the bucket is reduced."""
         cast = width * own if width != z.weight else 0
         given = Added(gradients=z.weight * own + cast, buckets=bucket * (not done and not sums))
-        return given.with_more(_largest([_NOTHING, *map(reduction, z.flushed(done, own))]))
+        return given.with_more(max(map(reduction, z.flushed(done, own)), key=sum, default=_NOTHING))
 
     waiting = Added(gradients=-z.waiting)
     grown = Added(gradients=sum(num_bytes for at, num_bytes in grows if at < z.trained))
@@ -620,8 +627,8 @@ def _stage3(z: _Zero, gathered: Gathered | None) -> States:
         return _largest(options)
 
     def handing(done: float, own: float) -> Added:
-        reduced = _largest([_NOTHING, *map(reduction, z.flushed(done, own))])
-        return reduced._replace(gradients=reduced.gradients + z.weight * own)
+        reduced = max(map(reduction, z.flushed(done, own)), key=sum, default=_NOTHING)
+        return reduced.with_more(Added(gradients=z.weight * own))
 
     def update(group: _Group) -> float:
         size = max(group.sub_groups(zero.sub_group_size))
