@@ -248,6 +248,11 @@ def evaluate(step: ResolvedStep, cluster: Cluster) -> Candidate:
     return Candidate(step, estimate_memory(step, cluster.gpu.capability), cluster)
 
 
+def may_fit(step: ResolvedStep, cluster: Cluster) -> bool:
+    """Return False for a step of which a fast lower bound of its memory is too large."""
+    return estimate_least(step, cluster.gpu.capability) <= cluster.gpu_bytes
+
+
 def with_micro_batch(step: ResolvedStep, micro_batch_size: int, ranks: ParallelLayout | None = None) -> ResolvedStep:
     """Return the step with another micro-batch, and on other ranks. Raises ConfigError if they do not fit its batch."""
     plan = build_batch_plan(
@@ -303,7 +308,7 @@ def find_largest_fit(trial: Trial, cluster: Cluster) -> Candidate:
     if trial.is_fixed:
         return evaluate(step, cluster)
     largest = with_micro_batch(step, sizes[-1])
-    if len(sizes) == 1 or estimate_least(largest, cluster.gpu.capability) <= cluster.gpu_bytes:
+    if len(sizes) == 1 or may_fit(largest, cluster):
         fit = evaluate(largest, cluster)
         if len(sizes) == 1 or fit.has_gpu_margin:
             return fit
@@ -440,7 +445,7 @@ class _BoundarySearch:
     def find(self, fit: Callable[[int], Candidate]) -> Candidate | None:
         """Return the estimate of the largest multiple of the unit that fits with MARGIN.
 
-        A step goes where memory that grows as a power leaves just the margin. Every fourth one adds half, or halves the
+        A step goes where memory that grows as a power leaves just the margin. Every sixth one adds half, or halves the
         range, in case it does not grow so.
         """
         low, high, size, tries = 0, self._largest + self._unit, self._size, 0
@@ -456,7 +461,7 @@ class _BoundarySearch:
             if last and share != last[1]:
                 self._power = max(0.1, math.log(share / last[1]) / math.log(size / last[0]))
             last = size, share
-            if tries % 4 == 0:
+            if tries % 6 == 0:
                 size = 3 * low // 2 if high > self._largest else (low + high) // 2
             else:
                 size = int(size * share ** (-1 / self._power))
