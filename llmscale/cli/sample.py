@@ -144,7 +144,7 @@ def _newest_run(folder: Path = Path("runs")) -> Path:
 def _prompts(args: argparse.Namespace) -> list[str]:
     """Return the prompts of the command line, then those of the file, or else those of a pipe.
 
-    Without any there are none on a terminal, which begins a conversation. Raises ConfigError elsewhere.
+    A terminal has none without any, which begins a conversation. Raises ConfigError elsewhere.
     """
     from llmscale.config.user_paths import check_prompt_text, parse_prompts, read_prompts
 

@@ -34,4 +34,4 @@ llmscale train --run "$OUT/chat" --init-from "$OUT/base" --data "$OUT/chats" --d
     --model tiny-1m --global-batch-size 16 --steps 300 --lr 2e-3 --warmup-steps 10 \
     --val-every 100 --save-every 100 "$@"
 
-printf 'What does sqrt do?\nWhich module is it in?\n' | llmscale sample "$OUT/chat" --chat --temperature 0
+llmscale sample "$OUT/chat" --chat --temperature 0 <<<$'What does sqrt do?\nWhich module is it in?'
