@@ -100,6 +100,7 @@ SUBCOMMANDS = (
     "prune",
     "report",
     "runs",
+    "replay",
     "completion",
     "checkpoint",
     "checkpoint list",
@@ -261,7 +262,8 @@ from llmscale import train
 from llmscale.cli.main import main
 for command in {["", *SUBCOMMANDS, "train.py"]!r}:
     try:
-        train.main(["--help"]) if command == "train.py" else main([*command.split(), "--help"])
+        words = ["--help", "all"] if command.startswith("train") else ["--help"]
+        train.main(words) if command == "train.py" else main([*command.split(), *words])
         raise AssertionError(command)
     except SystemExit as end:
         assert end.code == 0, command

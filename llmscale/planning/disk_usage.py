@@ -86,9 +86,11 @@ def estimate_disk(shape: GPTShape, steps: int, tokens: float, config: RunConfig)
 
 def checkpoints_at_once(config: RunConfig, total_steps: int) -> int:
     """Return the most checkpoints in the run folder at once: the kept ones, the best one and a new one."""
-    last_only = not config.save_every and config.save_every_minutes is None
+    # How many steps the default of 10 minutes has is not known here: it counts where it is asked for.
+    by_clock = config.save_every_minutes and "save_every_minutes" in config.model_fields_set
+    last_only = not config.save_every and not by_clock
     saves = 1 if last_only else total_steps
-    if config.save_every and config.save_every_minutes is None:
+    if config.save_every and not by_clock:
         saves = math.ceil(total_steps / config.save_every)
     most = min(saves, config.keep_last + 1 + bool(config.val_every))
     if config.keep_every and config.save_every:

@@ -179,8 +179,8 @@ def test_horizons_are_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_where_no_law_misses_a_group_the_fit_says_so(ladder: Ladder, tmp_path: Path) -> None:
     for run in ladder.runs[2:7]:
         shutil.rmtree(tmp_path / "made" / "runs" / run.name)
-    said = " ".join(fit_lines(tmp_path / "made", ladder, fit_ladder(tmp_path / "made", ladder, 50)))
-    assert "too few runs to fit a law without it" in said and "misses the losses" not in said
+    text = " ".join(fit_lines(tmp_path / "made", ladder, fit_ladder(tmp_path / "made", ladder, 50)))
+    assert "too few runs to fit a law without it" in text and "misses the losses" not in text
 
 
 def test_an_interval_without_end_is_null(ladder: Ladder, tmp_path: Path) -> None:
