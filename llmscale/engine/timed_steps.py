@@ -42,7 +42,7 @@ class TimedSteps(NamedTuple):
     """Seconds of a step of the full batch, equal on every rank."""
 
     step_s: float
-    count: int
+    num_steps: int
     """Timed steps."""
 
 
