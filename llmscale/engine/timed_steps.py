@@ -1,6 +1,6 @@
 """Time optimizer steps of a real engine before a run's first one, and undo them.
 
-What a step takes is known only from the step itself: communication, offload and the optimizer are part of it. So these
+The time of a step is known only from a step: communication, offload and the optimizer are part of it. So these
 are complete steps, on made-up tokens: neither the data nor a random state moves. Afterwards weights, optimizer states,
 buffers and the loss scaler are what they were, bit for bit.
 """
