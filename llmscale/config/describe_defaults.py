@@ -152,7 +152,8 @@ def describe_steps(config: RunConfig, resolved: ResolvedRun, num_samples: int) -
 
 def _rate_source(config: RunConfig) -> str:
     """Return the preset and the optimizer's reason of the default learning rate."""
-    return " ".join((_default_of(config), get_optimizer(config.optimizer).rate_note)).rstrip()
+    is_its_own = PRESETS[default_preset(config)].run.get("optimizer") == config.optimizer
+    return " ".join((_default_of(config), "" if is_its_own else get_optimizer(config.optimizer).rate_note)).rstrip()
 
 
 def _default_of(config: RunConfig) -> str:

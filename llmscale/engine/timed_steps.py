@@ -1,6 +1,6 @@
 """Time optimizer steps of a real engine before a run's first one, and undo them.
 
-The time of a step is known only from a step: communication, offload and the optimizer are part of it. So these
+Only a step itself shows how long it takes: communication, offload and the optimizer are part of it. So these
 are complete steps, on made-up tokens: neither the data nor a random state moves. Afterwards weights, optimizer states,
 buffers and the loss scaler are what they were, bit for bit.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,11 +39,12 @@ _MOST_STEPS = 50
 _LOW_RATE = 1e-3
 
 
-class TimedSteps(NamedTuple):
+@dataclass(frozen=True)
+class TimedSteps:
     """Seconds of a step of the full batch, equal on every rank."""
 
     step_s: float
-    num_steps: int
+    count: int
     """Timed steps."""
 
 

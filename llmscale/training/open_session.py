@@ -37,7 +37,7 @@ from llmscale.training.resume import (
     enter_history,
     load_initial_state,
 )
-from llmscale.training.run_folder import CONFIG_NAME, RunFolderClaim, keep, save_run_description
+from llmscale.training.run_folder import CONFIG_NAME, RunFolderClaim, keep, open_start_text, save_run_description
 from llmscale.training.session import Session, build_actions, open_data, open_validation_splits
 from llmscale.training.start import Start, change_lines, estimate_line, estimate_run, finished_lines, hyperparameters
 from llmscale.training.step_metrics import StepMeter, format_duration
@@ -183,7 +183,7 @@ def _with_timed_steps(
     rate = f"{plan.tokens_per_step / timed.step_s:,.0f} tokens/s"
     line = (
         f"--minutes {minutes:g} sets {steps:,} step{'s' * (steps > 1)}: {format_duration(max(left_s, 0.0))} are left, "
-        f"and a step takes {timed.step_s:.3g} s ({rate}; {timed.num_steps} timed and undone). Later starts with the "
+        f"and a step takes {timed.step_s:.3g} s ({rate}; {timed.count} timed and undone). Later starts with the "
         "same --minutes keep the number"
     )
     return start.with_steps(steps), line
@@ -204,7 +204,15 @@ def _open_io(
     on_each_disk(world.control, world.disks, lambda: _describe(run.start, launches))
     log = _open_log(run.start, meter, trackers, stop) if world.is_main else None
     wandb_run_id = trackers.wandb_run_id or (run.state.wandb_run_id if run.state else None)
-    return RunIO(claim, log, wandb_run_id, report, publisher)
+    write = open_start_text(run.config.run) if world.is_main else None
+
+    def detail(line: str) -> None:
+        if write:
+            write(line)
+        if run.config.verbose:
+            report(line)
+
+    return RunIO(claim, log, wandb_run_id, report, detail, publisher)
 
 
 def _begin(run: Run, engine: Engine, io: RunIO, stop: StopRequest) -> Session:
@@ -264,8 +272,8 @@ def _decide_compilation(start: Start, world: World) -> Compilation:
 
 def _announce(run: Run, io: RunIO) -> None:
     """Print what is about to be trained, and what changed since the checkpoint."""
-    describe_run(run, io.report)
-    io.report(estimate_line(run.estimate, device_memory_bytes()))
+    describe_run(run, io)
+    io.detail(estimate_line(run.estimate, device_memory_bytes()))
     if run.state:
         changes = change_lines(run.state, run.start, hyperparameters(run.start))
         for line in (*changes, *finished_lines(run.state, run.start)):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import SHAPE_KEYS, VOCAB_MULTIPLE, shortest_interval
+from llmscale.checkpoint.frozen_base import base_of_checkpoint
 from llmscale.checkpoint.inventory import FoundCheckpoints
 from llmscale.checkpoint.manifest import load_pieces
 from llmscale.checkpoint.run_state import RunState, SavedRun, check_identity
@@ -144,6 +145,10 @@ def _check_model(inputs: Inputs, resolved: ResolvedRun, source: SavedRun) -> Non
     """Raise CheckpointError if the checkpoint's tensors belong to another model or optimizer."""
     config, shape, folder, state = inputs.config, resolved.shape, source.path, source.state
     fixed = [key for key, behaviour in SHAPE_KEYS.items() if behaviour.resume == "weights"]
+    if not inputs.resumes:
+        # Adapters begin beside these weights.
+        base_of_checkpoint(source)
+        fixed = [key for key in fixed if not key.startswith("lora_")]
     saved = {key: state.hyperparameters[key] for key in fixed if key in state.hyperparameters}
     now = {key: getattr(shape, key) for key in saved}
     match [saved.get(key) for key in ("n_layer", "dense_layers", "expert_interval")]:
@@ -169,6 +174,8 @@ def _check_model(inputs: Inputs, resolved: ResolvedRun, source: SavedRun) -> Non
 
 def _describe_frozen(state: RunState, config: RunConfig, resolved: ResolvedRun) -> str | None:
     """Return how the frozen parameters differ from the checkpoint's, or None."""
+    if resolved.shape.lora_rank:
+        return None
     tensors, saved = resolved.tensors, state.hyperparameters.get("freeze")
     patterns = [str(pattern) for pattern in saved] if isinstance(saved, list) else []
     before = {tensor.name for tensor in replace(tensors, frozen=tuple(patterns)).frozen_tensors}

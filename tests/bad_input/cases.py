@@ -346,7 +346,7 @@ SUGGESTIONS = [
     ("llmscale train --nproc 2", r"unknown argument '--nproc'\. Did you mean '--nproc-per-node'\?"),
     ("llmscale train --learning_rate 1", r"unknown argument '--learning-rate'\. Did you mean '--lr'\?"),
     (f"{PREPARE} --input texts --out o --noshuffle", r"Did you mean '--no-shuffle'\?"),
-    ("train --device cpu", r"unknown argument '--device'\. `train.py --help` lists all"),
+    ("train --device cpu", r"unknown argument '--device'\. `train.py --help all` lists all"),
     ("train --compile yes", r"compile = 'yes': must be 'auto', 'on' or 'off'"),
     ("train --config iters.yaml", r"unknown key 'max_iters'\. Did you mean 'steps'\?"),
     ("train --model GPT2-124M", r"model 'GPT2-124M' is not a preset\. Did you mean 'gpt2-124m'\?"),
@@ -488,7 +488,7 @@ RUNS = [
     ("train --resume adir", r"adir has no checkpoints yet. Name a run folder"),
     ("train --init-from none", r"none does not exist. Name a run folder"),
     ("train --init-from old --resume old", r"--init-from starts at step 0 and"),
-    ("llmscale train --stps 3", r"Did you mean '--steps'\? `llmscale train --help` lists all."),
+    ("llmscale train --stps 3", r"Did you mean '--steps'\? `llmscale train --help all` lists all."),
     (
         "CUDA_VISIBLE_DEVICES=1,2 llmscale train --data set --run r --nproc-per-node 3",
         r"this machine has 2 GPUs in CUDA_VISIBLE_DEVICES",
