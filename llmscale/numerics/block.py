@@ -84,6 +84,7 @@ def cut_block(case: Case, world_size: int, *, on_gpu: bool) -> Block:
         "vocab_size": None,
         "steps": None,
         "tokens": None,
+        "minutes": None,
         "batch_ramp_from": None,
         "batch_ramp_tokens": None,
         "seq_len_ramp_from": None,

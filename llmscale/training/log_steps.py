@@ -264,7 +264,7 @@ class ReportPace(StepAction):
         if eager is None:
             line += f"; no eager steps of this run to compare: a gain of {gain:.0%} pays after {pays_after:,} steps"
         elif pays_after is None:
-            line += f"; eager, this run had {eager:,.0f}: --compile off is no slower"
+            line += f"; eager, this run had {eager:,.0f}: --compile off is at least as fast"
         else:
             line += f"; eager, this run had {eager:,.0f}: compiling has paid after {pays_after:,} steps"
         self._io.report(line)
