@@ -77,6 +77,8 @@ class CaseResult:
 
 def check_case(case: Case, world: World) -> CaseResult:
     """Build the case's engine, take its steps, and judge each. Collective. Raises ConfigError."""
+    from deepspeed.utils import groups
+
     clock = _Clock()
     block = cut_block(case, world.world_size, on_gpu=is_gpu())
     allow_tf32(block.resolved.precision)
@@ -85,8 +87,13 @@ def check_case(case: Case, world: World) -> CaseResult:
     truth = Gradients(block, weights, world, share_of(world.rank, block.resolved, batch), "fp64")
     clock.mark("plain model")
     block = with_clipping(block, truth.global_norm())
-    compiler = _compiler(case, block, world)
-    _forget_groups_of_hpz()
+    compiler, config, full = None, block.config, block.full
+    decision = decide_compilation(config.compile, full, world.device.type, full.total_steps)
+    # In fp32 for the arithmetic of a 16-bit run nothing is compiled.
+    if case.precision is None and decision.backend:
+        compiler = BlockCompiler(decision.backend, config.compile_mode)
+    # DeepSpeed refuses hpZ's groups to a second engine of a process.
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     engine = build_engine(block.config, block.resolved, compiler)
     try:
         with sdpa_kernel(SDPBackend.MATH) if case.math_attention else nullcontext():
@@ -94,21 +101,6 @@ def check_case(case: Case, world: World) -> CaseResult:
     finally:
         release_engine(engine)
     return CaseResult(block.resolved.precision, _describe(block, case), findings, clock.seconds)
-
-
-def _forget_groups_of_hpz() -> None:
-    """Let DeepSpeed make hpZ's groups once more, which it refuses to a second engine of a process."""
-    from deepspeed.utils import groups
-
-    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-
-
-def _compiler(case: Case, block: Block, world: World) -> BlockCompiler | None:
-    """Return the compiler that the run would use; in fp32 for the arithmetic of a 16-bit run none."""
-    if case.precision is not None:
-        return None
-    decision = decide_compilation(block.config.compile, block.full, world.device.type, block.full.total_steps)
-    return BlockCompiler(decision.backend, block.config.compile_mode) if decision.backend else None
 
 
 def _describe(block: Block, case: Case) -> str:
