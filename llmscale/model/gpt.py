@@ -35,6 +35,7 @@ from llmscale.model.attention_context import (
 )
 from llmscale.model.experts import BALANCE, Z_SQUARED, ExpertSplit, SparseMLP
 from llmscale.model.layers import MLP, Embedding, Linear, RMSNorm, build_norm, fill_normal_, residual_std
+from llmscale.model.lora import find_adapter
 from llmscale.model.loss import chunked_cross_entropy, score_tokens
 
 #: Stores a layer's new keys and values [batch, t, n_kv_head, head_dim], and returns all stored ones.
@@ -49,13 +50,15 @@ class CausalSelfAttention(nn.Module):
         self.shape = shape
         width, bias = shape.n_embd, shape.attention_bias
         # One matrix product for q, k and v of all heads: columns are [q | k | v], each of them head by head.
-        self.qkv = Linear(width, shape.qkv_heads * shape.head_dim, generator, bias=bias != "none")
+        rows, adapter = shape.qkv_heads * shape.head_dim, find_adapter(shape, "attn.qkv")
+        self.qkv = Linear(width, rows, generator, bias=bias != "none", adapter=adapter)
         if shape.qk_norm != "none":
             q_heads, k_heads = (shape.n_head, shape.n_kv_head) if shape.qk_norm == "width" else (1, 1)
             self.q_norm = RMSNorm(q_heads * shape.head_dim, shape.norm_eps)
             self.k_norm = RMSNorm(k_heads * shape.head_dim, shape.norm_eps)
         inner, std = shape.n_head * shape.head_dim, residual_std(shape.n_layer)
-        self.proj = Linear(inner, width, generator, bias=bias == "all", std=std)
+        adapter = find_adapter(shape, "attn.proj")
+        self.proj = Linear(inner, width, generator, bias=bias == "all", std=std, adapter=adapter)
 
     def forward(self, x: Tensor, context: AttentionContext, append_to_cache: CacheAppend | None = None) -> Tensor:
         """Compute [batch, t, n_embd] -> [batch, t, n_embd]; with `append_to_cache`, x continues cached positions."""
@@ -179,12 +182,19 @@ class _Head(nn.Module):
         """If set from outside, collects the nats per token of each sequence [batch] of micro-batches with targets."""
 
     def forward(
-        self, x: Tensor, targets: Tensor | None = None, *, each_token: bool = False, share: float = 1.0
+        self,
+        x: Tensor,
+        targets: Tensor | None = None,
+        *,
+        each_token: bool = False,
+        share: float = 1.0,
+        is_target: Tensor | None = None,
     ) -> Tensor:
         """Compute logits, or `share` times the loss where `targets` are given.
 
         x: [batch, t, n_embd]. Returns logits [batch, t, vocab_size] in x's precision, a view without the padding rows.
-        With `targets`, ids [batch, t], returns their mean cross-entropy in nats, a scalar in fp32, or with
+        With `targets`, ids [batch, t], returns their mean cross-entropy in nats, a scalar in fp32, to which those that
+        are not `is_target`, bool [batch, t], add nothing, or with
         `each_token` the result of `score_tokens`, [batch, t, 2]. The loss is computed here because ZeRO-3 gathers the
         weights only while this module runs.
         """
@@ -195,7 +205,13 @@ class _Head(nn.Module):
         settings = self.loss if self.training else replace(self.loss, z_loss=0.0)
         collected = self.sequence_losses
         losses = chunked_cross_entropy(
-            x, self.weight, targets, self.vocab_size, settings, each_sequence=collected is not None
+            x,
+            self.weight,
+            targets,
+            self.vocab_size,
+            settings,
+            each_sequence=collected is not None,
+            is_target=is_target,
         )
         losses = losses.scaled(share)
         if self.training and losses.mean_z_squared is not None:
@@ -284,13 +300,16 @@ class GPT(nn.Module):
         each_token: bool = False,
         cache: KVCache | None = None,
         at: Tensor | None = None,
+        is_target: Tensor | None = None,
+        scale: float = 1.0,
     ) -> Tensor:
         """Compute logits, or the loss where `targets` are given.
 
         tokens, targets: integers [batch, t] with t <= seq_len. Returns logits [batch, t, vocab_size] in the model's
         precision, or the mean cross-entropy over all positions in nats, a scalar in fp32. With `each_token`, returns
         every target's log-probability and whether it is the likeliest token, [batch, t, 2]. Padding rows of the token
-        table take no part.
+        table take no part. Targets that are not `is_target`, bool [batch, t], add nothing to the mean, which is
+        multiplied by `scale`; the losses of routers are not.
 
         With a split, every part gets complete sequences. It returns its scores, with those of padding, [batch, part, 2]
         or its share of the loss: their mean over the parts is the loss.
@@ -330,7 +349,7 @@ class GPT(nn.Module):
         if at is not None:
             x = x[torch.arange(len(at), device=x.device), at][:, None]
         if targets is not None:
-            loss: Tensor = self._score(self.ln_f(x), targets, split, each_token)
+            loss: Tensor = self._score(self.ln_f(x), targets, split, each_token, is_target, scale)
             return loss if routing is None else loss + self._balance(routing, targets)
         logits: Tensor = self.head(self.ln_f(x))
         return logits
@@ -378,8 +397,16 @@ class GPT(nn.Module):
         # Padding, of a split, may exceed the learned positions.
         return positions if self.split is None else positions.clamp(max=self.shape.seq_len - 1)
 
-    def _score(self, x: Tensor, targets: Tensor, split: SequenceSplit | None, each_token: bool) -> Tensor:
-        """Compute loss or scores of the model's part from x [batch, part, n_embd]; targets: [batch, t]."""
+    def _score(
+        self,
+        x: Tensor,
+        targets: Tensor,
+        split: SequenceSplit | None,
+        each_token: bool,
+        is_target: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """Compute loss or scores of the model's part from x [batch, part, n_embd]; targets, is_target: [batch, t]."""
         share = 1.0
         if split is not None:
             t = targets.shape[1]
@@ -389,7 +416,9 @@ class GPT(nn.Module):
             # A part of nothing but padding takes the loss of any token, zero times.
             targets = own if own.shape[1] else targets[:, :1]
             x = x[:, : targets.shape[1]]
-        scores: Tensor = self.head(x, targets, each_token=each_token, share=share)
+            if is_target is not None:
+                is_target = is_target[:, part] if own.shape[1] else is_target[:, :1]
+        scores: Tensor = self.head(x, targets, each_token=each_token, share=share * scale, is_target=is_target)
         return scores
 
     def _run_with_cache(self, x: Tensor, contexts: AttentionContexts, cache: KVCache, slots: Tensor) -> Tensor:
