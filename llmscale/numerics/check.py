@@ -176,7 +176,7 @@ class _Weights:
         frozen = {tensor.name: tuple(tensor.parameter.shape) for tensor in tensors.frozen_tensors}
         elements = {name: math.prod(shape) for name, shape in self.trained.items()}
         self.strides = choose_strides(elements, block.resolved.plan.gradient_accumulation_steps + 6, _COPIES_BYTES)
-        """Of each parameter every n-th element is compared."""
+        """Distances n by parameter: every n-th element is compared."""
         seed, shape = block.config.seed, block.resolved.shape
         self.values = first_weights(self.trained, seed) | first_weights(frozen, seed + 1)
         self.biases: list[Tensor] = []

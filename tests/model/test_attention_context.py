@@ -265,17 +265,17 @@ def test_a_mask_in_blocks_shows_what_the_dense_one_shows(t: int, window: int | N
     assert mask is not None
     seen = (dense if dense.dim() == 2 else dense[:, 0]).eq(0).expand(len(dense) if dense.dim() == 4 else 1, t, t)
     batch, index = torch.arange(len(seen)), torch.arange(t)
-    shown = mask.mask_mod(batch[:, None, None], torch.tensor(0), index[:, None], index)
-    assert torch.equal(shown.expand_as(seen), seen)
+    visible = mask.mask_mod(batch[:, None, None], torch.tensor(0), index[:, None], index)
+    assert torch.equal(visible.expand_as(seen), seen)
     blocks = -(-t // 128)
     for row in range(len(seen)):
         for i in range(blocks):
             partial = mask.kv_indices[row, 0, i, : mask.kv_num_blocks[row, 0, i]].tolist()
-            whole = mask.full_kv_indices[row, 0, i, : mask.full_kv_num_blocks[row, 0, i]].tolist()
+            complete = mask.full_kv_indices[row, 0, i, : mask.full_kv_num_blocks[row, 0, i]].tolist()
             for j in range(blocks):
                 part = seen[row, 128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)]
-                expected = "whole" if j in whole else "partial" if j in partial else "none"
-                assert not (j in whole and j in partial)
+                expected = "whole" if j in complete else "partial" if j in partial else "none"
+                assert not (j in complete and j in partial)
                 assert part.all() if expected == "whole" else part.any() == (expected == "partial"), (i, j, expected)
 
 
