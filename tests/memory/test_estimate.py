@@ -121,6 +121,17 @@ def test_every_phase_is_that_of_the_dry_run(
     check(config(stage, precision), SHAPES[shape], mode, world_size, accumulation)
 
 
+@pytest.mark.usefixtures("libraries_are_frozen")
+def test_the_peak_with_masks_in_blocks_is_that_of_the_dry_run() -> None:
+    windows = {"sliding_window": 200, "window_pattern": "LG", "document_end": 0}
+    shape = GPTShape(2, 4, 128, 1000, 1024, n_kv_head=2, positions="rotary", **windows)
+    flex, dense = (fit(config(2, "bf16"), replace(shape, attention_kernel=one), "none") for one in ("auto", "sdpa"))
+    for found in (flex, dense):
+        peak = max(breakdown.total_bytes for breakdown in peak_of_dry_run(found).values())
+        assert found.estimate.allocated_bytes == pytest.approx(peak, rel=2e-3)
+    assert flex.estimate.allocated_bytes < 0.9 * dense.estimate.allocated_bytes
+
+
 @pytest.mark.parametrize(
     ("stage", "precision", "mode", "family"),
     [
