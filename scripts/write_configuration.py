@@ -134,7 +134,7 @@ def _run_row(key: str, entry: Mapping[str, Any]) -> tuple[str, str, str, str]:
         if key in need.keys.split()
     ]
     twins = [other for pair in EXCLUSIVE_KEYS if key in pair for other in pair if other != key]
-    notes += [f"Excludes `{other}`." for other in twins]
+    notes += [f"Excludes {' and '.join(f'`{other}`' for other in twins)}."] if twins else []
     text, default = entry["description"], _default(entry)
     if text.endswith(_OF_PRESET):
         text, default = f"{text.removesuffix(_OF_PRESET)}.", "preset's"

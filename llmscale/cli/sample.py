@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from llmscale.config.command_line import FlagParser
     from llmscale.data.tokenizers.tokenizer import Tokenizer
+    from llmscale.evaluate.conversation import Conversation
     from llmscale.evaluate.generate import TextChunk, TokenByPrompt
     from llmscale.model.gpt import GPT
     from llmscale.terminal.progress import Progress
@@ -53,6 +54,7 @@ A line is a prompt, which the model continues; an empty one begins a document.
   /top-p 0.9         draw from the most likely tokens with this total probability
   /tokens 200        tokens to generate
   /seed 1337         seed of the next text; it counts up
+  /new               forget the turns of --chat
   /help  /quit       Ctrl-D ends too, Ctrl-C stops a text"""
 
 
@@ -65,6 +67,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     text = "run folder, checkpoint, or folder of a transformers model; default: the newest run below runs/"
     flags.add_run_argument(parser, text, "?")
     flags.add_own_data(parser)
+    flags.add_base(parser)
     parser.add_argument("text", metavar="PROMPT", nargs="?", help="text to continue")
     flag(parser, "--prompt TEXT", "one more text to continue; may be repeated", None, [], action="append")
     text = 'file of further prompts: one per line, or in FILE.jsonl objects with a "prompt"'
@@ -78,7 +81,10 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     flag(parser, "--batch-size N", "texts at once; they do not depend on it", whole_number(1, _MAX_BATCH), 8)
     flag(parser, "--no-cache", "do not cache keys and values: the same text with less memory, but slower")
     flag(parser, "--json", "print one JSON object per text")
-    parser.needs = [Need("top_k top_p", "with --temperature 0", lambda args: args.temperature)]
+    text = "prompts are the turns of one conversation, in the chat template of the data that the model was trained on"
+    flag(parser, "--chat", text)
+    parser.needs = [Need("num_samples batch_size json", "with --chat", lambda args: not args.chat)]
+    parser.needs += [Need("top_k top_p", "with --temperature 0", lambda args: args.temperature)]
     parser.set_defaults(handler=_run)
 
 
@@ -104,8 +110,13 @@ def _run(args: argparse.Namespace) -> int:
 
     quiet_libraries()
     with show_if_slow("loading the weights"):
-        source = open_model(folder, args.data)
+        source = open_model(folder, args.data, base=args.base)
         sampler = _Sampler(source.load_model(), source.tokenizer, partial(encode_prompt, source.tokenizer), args)
+        if args.chat:
+            from llmscale.evaluate.conversation import Conversation
+
+            talk = Conversation(source.tokenizer, source.chat_template, source.shape.seq_len)
+            sampler = replace(sampler, encode=talk.ask, conversation=talk)
     if prompts:
         sampler.write(prompts)
     else:
@@ -161,7 +172,9 @@ def _converse(sampler: _Sampler, args: argparse.Namespace) -> None:
             line = input("> ")
             if line.strip() == "/quit":
                 return
-            if line.startswith("/"):
+            if line.strip() == "/new" and sampler.conversation is not None:
+                sampler.conversation.forget()
+            elif line.startswith("/"):
                 _change_setting(args, line)
             else:
                 sampler.write([line])
@@ -199,6 +212,8 @@ class _Sampler:
     encode: Callable[[str], list[int]]
     """Function from a user's text to the token ids that the model continues."""
     args: argparse.Namespace
+    conversation: Conversation | None = None
+    """The conversation of --chat, of which prompts are turns."""
 
     def write(self, prompts: Sequence[str]) -> None:
         """Print the texts that continue the prompts. Raises ConfigError for prompts that do not fit the model."""
@@ -206,6 +221,11 @@ class _Sampler:
         from llmscale.terminal.progress import count_words, show_progress
 
         args, shape = self.args, self.model.shape
+        if self.conversation is not None and len(prompts) > 1:
+            for prompt in prompts:
+                print(_marked_prompt(f"> {prompt}"))
+                self.write([prompt])
+            return
         tokens_of = [self.encode(prompt) for prompt in prompts]
         for place, tokens in enumerate(tokens_of, start=1):
             check_prompt(shape, tokens, f"prompt {place}" if len(prompts) > 1 else "the prompt")
@@ -217,6 +237,12 @@ class _Sampler:
         batch_size = min(args.batch_size, len(requests))
         longest = max(map(len, tokens_of))
         check_memory(shape, batch_size, longest, args.max_new_tokens, use_cache=not args.no_cache)
+        if self.conversation is not None:
+            for text in self.conversation.answer(self._generate(requests)):
+                sys.stdout.write(_coloured_text(text))
+                sys.stdout.flush()
+            print()
+            return
         if len(requests) == 1 and not args.json:  # a single text shows its own progress
             _stream(self._generate(requests), requests[0])
             return
