@@ -144,7 +144,7 @@ def _newest_run(folder: Path = Path("runs")) -> Path:
 def _prompts(args: argparse.Namespace) -> list[str]:
     """Return the prompts of the command line, then those of the file, or else those of a pipe.
 
-    A terminal has none without any, which begins a conversation. Raises ConfigError elsewhere.
+    Without any the list is empty on a terminal, which begins a conversation. Raises ConfigError elsewhere.
     """
     from llmscale.config.user_paths import check_prompt_text, parse_prompts, read_prompts
 
@@ -195,7 +195,7 @@ def _change_setting(args: argparse.Namespace, line: str) -> None:
         print(_HELP)
         return
     if command not in _SETTINGS:
-        raise ConfigError(f"{command} is no command: /help, /quit or {', '.join(_SETTINGS)}.")
+        raise ConfigError(f"{command} is not a command: /help, /quit or {', '.join(_SETTINGS)}.")
     name, parse = _SETTINGS[command]
     try:
         setattr(args, name, parse(value))
