@@ -1,7 +1,7 @@
 """Compare the losses of fine-tuning with those of trl, on the same conversations from the same weights.
 
-`python scripts/bench/learning/chat_losses.py FOLDER` trains here, `... FOLDER --trl` there, where trl is installed. Both use the
-CPU in fp32, one batch of all conversations, and AdamW without decay.
+`python scripts/bench/learning/chat_losses.py FOLDER` trains here, `... FOLDER --trl` there, where trl is installed. Both
+use the CPU in fp32, one batch of all conversations, and AdamW without decay.
 """
 
 from __future__ import annotations
