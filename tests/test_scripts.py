@@ -204,11 +204,9 @@ def test_every_list_of_keys_has_a_reason() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def record_commands(script: Path, tmp_path: Path) -> tuple[list[list[str]], str]:
-    """Return a script's commands, which are recorded in place of being run, and its output.
-
-    Items that exist are not downloaded.
-    """
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts/reproduce").glob("*.sh")), ids=lambda script: script.stem)
+def test_a_reproduction_gives_each_command_flags_that_it_takes(script: Path, tmp_path: Path) -> None:
+    """Its commands are recorded in place of being run; items that exist are not downloaded."""
     log, out, program = tmp_path / "log", tmp_path / "out", tmp_path / "bin" / "llmscale"
     out.mkdir()
     (out / "hellaswag.jsonl").write_text("")
@@ -223,35 +221,21 @@ def record_commands(script: Path, tmp_path: Path) -> tuple[list[list[str]], str]
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    return [line.rstrip("\0").split("\0") for line in log.read_text().splitlines()], done.stdout
-
-
-def test_the_chat_recipe_gives_each_command_flags_that_it_takes(tmp_path: Path) -> None:
-    commands, _ = record_commands(ROOT / "scripts/reproduce/nano-chat.sh", tmp_path)
-    trained = [parse_run_config(words[1:]) for words in commands if words[0] == "train"]
+    commands = [line.rstrip("\0").split("\0") for line in log.read_text().splitlines()]
     for words in commands:
         if words[0] != "train":
             build_parser(words).parse_args(words)
-    assert trained[1].init_from == str(trained[0].run)
-    assert [words[0] for words in commands] == ["data", "data", "train", "data", "train", "sample"]
-    assert len((tmp_path / "out" / "chats.jsonl").read_text().splitlines()) == 200
-
-
-REPRODUCTIONS = [path for path in sorted((ROOT / "scripts/reproduce").glob("*.sh")) if path.stem != "nano-chat"]
-
-
-@pytest.mark.parametrize("script", REPRODUCTIONS, ids=lambda script: script.stem)
-def test_a_reproduction_gives_each_command_flags_that_it_takes(script: Path, tmp_path: Path) -> None:
-    commands, output = record_commands(script, tmp_path)
-    prepare, train, *reports = commands
-    for words in (prepare, *reports):
-        build_parser(words).parse_args(words)
-    config = parse_run_config(train[1:])
-    assert config.num_workers == 2
+    configs = [parse_run_config(words[1:]) for words in commands if words[0] == "train"]
+    assert [config.num_workers for config in configs] == [2] * len(configs)
+    if script.stem == "nano-chat":
+        assert [words[0] for words in commands] == ["data", "data", "train", "data", "train", "sample"]
+        assert configs[1].init_from == str(configs[0].run)
+        assert len((out / "chats.jsonl").read_text().splitlines()) == 200
+        return
     every = 100 if script.stem == "nano" else 250
-    assert (config.val_every, config.eval_every) == (every, every)
+    assert [(config.val_every, config.eval_every) for config in configs] == [(every, every)]
     assert [words[0] for words in commands] == ["data", "train", "report", "report"]
-    assert "validation loss" in output or "HellaSwag" in output
+    assert "validation loss" in done.stdout or "HellaSwag" in done.stdout
 
 
 @pytest.mark.slow

@@ -234,7 +234,7 @@ def _which(args: argparse.Namespace) -> int:
     tokenizer = load_set_tokenizer(step.sets.first.folder, step.sets.manifest)
     if args.json:
         for sample in step.samples:
-            print(json.dumps(_as_plain(sample, tokenizer)))
+            print(json.dumps(as_plain_sample(sample, tokenizer)))
         return 0
     counts = Counter(sample.set_name for sample in step.samples)
     first, last = step.samples[0].position, step.samples[-1].position
@@ -243,18 +243,24 @@ def _which(args: argparse.Namespace) -> int:
         + ", ".join(f"{count:,} of {name}" for name, count in counts.items())
     )
     for sample in step.samples[: args.samples]:
-        text = tokenizer.decode(sample.tokens.tolist())
-        print_visible(
-            f"{sample.set_name} sample {sample.sample_id:,} ({sample.shard} [{sample.index:,}]): "
-            f"{text[:_TEXT_CHARACTERS]!r}{' ...' if len(text) > _TEXT_CHARACTERS else ''}"
-        )
+        print_visible(describe_sample(sample, tokenizer))
     left = len(step.samples) - args.samples
     if left > 0:
         print(f"and {left:,} more; --samples {len(step.samples)} shows them, --json the complete texts")
     return 0
 
 
-def _as_plain(sample: StepSample, tokenizer: Tokenizer) -> dict[str, object]:
+def describe_sample(sample: StepSample, tokenizer: Tokenizer) -> str:
+    """Return a line with a sample's place and the beginning of its text."""
+    text = tokenizer.decode(sample.tokens.tolist())
+    return (
+        f"{sample.set_name} sample {sample.sample_id:,} ({sample.shard} [{sample.index:,}]): "
+        f"{text[:_TEXT_CHARACTERS]!r}{' ...' if len(text) > _TEXT_CHARACTERS else ''}"
+    )
+
+
+def as_plain_sample(sample: StepSample, tokenizer: Tokenizer) -> dict[str, object]:
+    """Return a sample's place and complete text as JSON values."""
     return {
         "position": sample.position,
         "set": sample.set_name,

@@ -134,6 +134,12 @@ def add_step(parser: FlagParser) -> None:
     )
 
 
+def add_base(parser: FlagParser) -> None:
+    """Add --base."""
+    text = "place of the weights beside the adapters of a run with --lora-rank, if they have moved: a run or hf:FOLDER"
+    flag(parser, "--base PLACE", text, nonblank)
+
+
 def add_own_data(parser: FlagParser) -> None:
     """Add --data, for a run whose dataset has a URL."""
     text = "the run's dataset, if it has a URL: a URL found only in the checkpoint is not contacted"

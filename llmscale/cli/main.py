@@ -63,6 +63,10 @@ COMMANDS = {
     "report": Command(
         "curves and results of runs: in the terminal, as a page, a picture or JSON", "report runs/default"
     ),
+    "replay": Command(
+        "one step once more: the loss of each of its samples, the gradient of each parameter",
+        "replay runs/default --step 612",
+    ),
     "eval": Command(
         "validation loss, HellaSwag and lm-eval's tasks, straight from a checkpoint",
         "eval runs/default --tasks hellaswag=hellaswag_val.jsonl",
@@ -89,7 +93,7 @@ def new_parser() -> tuple[FlagParser, argparse._SubParsersAction[FlagParser]]:
         prog="llmscale",
         description=_DESCRIPTION,
         example=f"llmscale {COMMANDS['train'].example}",
-        epilog="Training itself: llmscale train --ds zero2 (--help lists every key). llmscale alone "
+        epilog="Training itself: llmscale train --ds zero2 (--help all lists every key). llmscale alone "
         "shows an example of each.",
     )
     parser.add_argument("--version", action="version", version=f"llmscale {__version__}")

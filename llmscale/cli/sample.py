@@ -67,6 +67,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     text = "run folder, checkpoint, or folder of a transformers model; default: the newest run below runs/"
     flags.add_run_argument(parser, text, "?")
     flags.add_own_data(parser)
+    flags.add_base(parser)
     parser.add_argument("text", metavar="PROMPT", nargs="?", help="text to continue")
     flag(parser, "--prompt TEXT", "one more text to continue; may be repeated", None, [], action="append")
     text = 'file of further prompts: one per line, or in FILE.jsonl objects with a "prompt"'
@@ -109,7 +110,7 @@ def _run(args: argparse.Namespace) -> int:
 
     quiet_libraries()
     with show_if_slow("loading the weights"):
-        source = open_model(folder, args.data)
+        source = open_model(folder, args.data, base=args.base)
         sampler = _Sampler(source.load_model(), source.tokenizer, partial(encode_prompt, source.tokenizer), args)
         if args.chat:
             from llmscale.evaluate.conversation import Conversation
@@ -145,7 +146,7 @@ def _newest_run(folder: Path = Path("runs")) -> Path:
 def _prompts(args: argparse.Namespace) -> list[str]:
     """Return the prompts of the command line, then those of the file, or else those of a pipe.
 
-    Without any there are none on a terminal, which begins a conversation. Raises ConfigError elsewhere.
+    A terminal has none without any, which begins a conversation. Raises ConfigError elsewhere.
     """
     from llmscale.config.user_paths import check_prompt_text, parse_prompts, read_prompts
 

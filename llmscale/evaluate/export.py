@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +40,7 @@ from llmscale.data.tokenizers.hugging_face import TEMPLATE_NAME
 from llmscale.data.tokenizers.save_for_transformers import generation_ids, save_for_transformers
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import ConfigError
+from llmscale.evaluate.adapted import Weights
 from llmscale.evaluate.model_source import check_same_model
 from llmscale.untrusted.documents import Rules, load_json
 
@@ -95,13 +95,6 @@ def describe_export(
     return ExportedModel(replace(trained, seq_len=seq_len), family, dtype, shard_bytes, published, rows)
 
 
-class Weights(Protocol):
-    """Parameters of a model by name, flattened."""
-
-    def read(self, name: str, start: int, elements: int) -> Tensor:
-        """Return `elements` of a parameter from its element `start` on, in fp32."""
-
-
 def export_model(
     checkpoint: Path,
     model: ExportedModel,
@@ -112,9 +105,13 @@ def export_model(
     overwrite: bool,
     progress: Callable[[int], object] = lambda num_bytes: None,
     chat_template: str | None = None,
+    weights: Weights | None = None,
 ) -> None:
-    """Write the model of a checkpoint to `out`, as `write_model` does. Raises CheckpointError for tensors of another
-    model."""
+    """Write the model of a checkpoint to `out`, as `write_model` does; `weights` are those of merged adapters. Raises
+    CheckpointError for tensors of another model."""
+    if weights is not None:
+        write_model(weights, model, tokenizer, out, card=card, overwrite=overwrite, progress=progress)
+        return
     stored = StoredWeights(checkpoint)
     more = 0 if model.last_positions is None else len(model.last_positions)
     shape = replace(model.shape, seq_len=model.shape.seq_len - more)

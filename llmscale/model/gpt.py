@@ -14,12 +14,15 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._triton import has_triton
 
-from llmscale.architecture.attention_kernels import ComputeCapability, has_flash_attention
+from llmscale.architecture.attention_kernels import ComputeCapability, attention_kernel, has_flash_attention
 from llmscale.architecture.layers import INIT_STD
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.loss_settings import DEFAULT_LOSS, LossSettings
 from llmscale.errors import DataError
+from llmscale.model import attention_context
 from llmscale.model.attention_context import (
     AttentionContext,
     AttentionContexts,
@@ -32,6 +35,7 @@ from llmscale.model.attention_context import (
 )
 from llmscale.model.experts import BALANCE, Z_SQUARED, ExpertSplit, SparseMLP
 from llmscale.model.layers import MLP, Embedding, Linear, RMSNorm, build_norm, fill_normal_, residual_std
+from llmscale.model.lora import find_adapter
 from llmscale.model.loss import chunked_cross_entropy, score_tokens
 
 #: Stores a layer's new keys and values [batch, t, n_kv_head, head_dim], and returns all stored ones.
@@ -46,13 +50,15 @@ class CausalSelfAttention(nn.Module):
         self.shape = shape
         width, bias = shape.n_embd, shape.attention_bias
         # One matrix product for q, k and v of all heads: columns are [q | k | v], each of them head by head.
-        self.qkv = Linear(width, shape.qkv_heads * shape.head_dim, generator, bias=bias != "none")
+        rows, adapter = shape.qkv_heads * shape.head_dim, find_adapter(shape, "attn.qkv")
+        self.qkv = Linear(width, rows, generator, bias=bias != "none", adapter=adapter)
         if shape.qk_norm != "none":
             q_heads, k_heads = (shape.n_head, shape.n_kv_head) if shape.qk_norm == "width" else (1, 1)
             self.q_norm = RMSNorm(q_heads * shape.head_dim, shape.norm_eps)
             self.k_norm = RMSNorm(k_heads * shape.head_dim, shape.norm_eps)
         inner, std = shape.n_head * shape.head_dim, residual_std(shape.n_layer)
-        self.proj = Linear(inner, width, generator, bias=bias == "all", std=std)
+        adapter = find_adapter(shape, "attn.proj")
+        self.proj = Linear(inner, width, generator, bias=bias == "all", std=std, adapter=adapter)
 
     def forward(self, x: Tensor, context: AttentionContext, append_to_cache: CacheAppend | None = None) -> Tensor:
         """Compute [batch, t, n_embd] -> [batch, t, n_embd]; with `append_to_cache`, x continues cached positions."""
@@ -75,11 +81,13 @@ class CausalSelfAttention(nn.Module):
             y = context.split.to_tokens(y)
         return F.dropout(self.proj(y.flatten(2)), shape.dropout, self.training)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
         """Compute softmax(q k^T) v over [batch, heads, t, head_dim].
 
         Without a mask attention is causal, or a single query sees everything.
         """
+        if isinstance(mask, BlockMask):
+            return attention_context.attend_in_blocks(q, k, v, mask)
         shared = q.shape[1] // k.shape[1]
         # Only CUDA's FlashAttention shares key-value heads, in 16 bit and without a mask; the other kernels would fall
         # back to scores [t, t] (sdp_utils.cpp, check_batch_size_and_num_heads_dense).
@@ -101,6 +109,11 @@ class CausalSelfAttention(nn.Module):
             is_causal=mask is None and q.shape[2] == k.shape[2],
             enable_gqa=shared > 1 and is_native,
         )
+
+
+def has_flex_attention(device: torch.device) -> bool:
+    """Return whether FlexAttention trains on a device, compiled by Triton. A dry run replaces this function."""
+    return device.type == "cuda" and has_triton()
 
 
 def device_capability(device: torch.device) -> ComputeCapability | None:
@@ -247,7 +260,8 @@ class GPT(nn.Module):
 
     The weights are a function of (shape, seed) alone; the global random state is neither read nor advanced.
     `checkpoint` runs the blocks when gradients are computed; without it every activation is kept. With `split`, losses
-    and scores are those of a part of the tokens; with `experts` the model has a part of each block's experts.
+    and scores are those of a part of the tokens; with `experts` the model has a part of each block's experts. With
+    `skips_blocks` a GPU takes FlexAttention for masks.
     """
 
     def __init__(
@@ -259,8 +273,10 @@ class GPT(nn.Module):
         loss: LossSettings = DEFAULT_LOSS,
         split: SequenceSplit | None = None,
         experts: ExpertSplit | None = None,
+        skips_blocks: bool = False,
     ) -> None:
         super().__init__()
+        self.skips_blocks = skips_blocks
         self.shape, self.checkpoint, self.split, self.loss = shape, checkpoint, split, loss
         self.routing: Tensor | None = None
         """Sums over the training micro-batches since the last reset to None, [sparse blocks, experts + 4] in fp32: this
@@ -320,7 +336,8 @@ class GPT(nn.Module):
             x = x + self.wpe(positions[..., part])
         x = F.dropout(x, self.shape.dropout, self.training)
         padding = 0 if split is None else min(max(0, part.stop - t), part.stop - part.start)
-        contexts = build_contexts(self.shape, positions, compute_dtype(x), split, padding)
+        in_blocks = cache is None and self._takes_blocks(t, x)
+        contexts = build_contexts(self.shape, positions, compute_dtype(x), split, padding, in_blocks=in_blocks)
         if cache is not None and cached is not None:
             x = self._run_with_cache(x, contexts.with_masks(cached), cache, cached.slots)
         else:
@@ -336,6 +353,20 @@ class GPT(nn.Module):
             return loss if routing is None else loss + self._balance(routing, targets)
         logits: Tensor = self.head(self.ln_f(x))
         return logits
+
+    def _takes_blocks(self, t: int, x: Tensor) -> bool:
+        """Return whether sequences of t tokens take FlexAttention, which is compiled for each length."""
+        if not (self.skips_blocks and (self.training or t == self.shape.seq_len) and has_flex_attention(x.device)):
+            return False
+        kernel = attention_kernel(
+            self.shape.head_dim,
+            is_16bit=compute_dtype(x) in (torch.float16, torch.bfloat16),
+            masked=self.shape.has_mask,
+            drops_out=self.shape.dropout > 0,
+            may_skip=True,
+            capability=device_capability(x.device),
+        )
+        return kernel == "flex"
 
     def _run_block(self, layer: int, x: Tensor, contexts: AttentionContexts, rows: list[Tensor]) -> Tensor:
         """Run a block on [batch, t, n_embd], and add its row of `routing` to `rows`, in training with experts."""

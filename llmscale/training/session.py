@@ -41,7 +41,7 @@ from llmscale.engine.zero_shards import MASTER, group_scalars
 from llmscale.errors import CheckpointError, DataError, LlmscaleError
 from llmscale.training.inputs import as_plain
 from llmscale.training.live_run import Engine, RecentSteps, Run, RunIO, StepAction, StepResult, WatchStragglers
-from llmscale.training.log_steps import LogSteps
+from llmscale.training.log_steps import LogSteps, ReportPace
 from llmscale.training.loss_spikes import (
     RollbackRequest,
     StopOnNonfinite,
@@ -163,10 +163,14 @@ class Session:
             stop=bool(self.stop.received),
             save=self.checkpoints.due_by_clock(),
             rollback=self.rollback.rollback_from is not None,
+            log=any([log.due_by_clock() for log in self._logs]),
             ids_checksum=self._ids_checksum,
             targets=self._num_targets,
             failure=self._fetch_failure,
         )
+        for log in self._logs:
+            if decision.log:
+                log.add(step + 1)
         if self._checks_ids:
             self._check_ids(step, decision.ids_sum)
         self._num_targets = decision.targets
@@ -178,8 +182,8 @@ class Session:
         decision = vote(self.run.world.control, stop=bool(self.stop.received), rollback=wanted)
         return decision.rollback and not decision.stop
 
-    def train(self, step: int, batches: list[MicroBatch]) -> StepResult:
-        """Run one optimizer step."""
+    def train(self, step: int, batches: list[MicroBatch], weights: Sequence[float] | None = None) -> StepResult:
+        """Run one optimizer step, with other `weights` of the micro-batches' losses than the step's, if given."""
         run, engine, deepspeed = self.run, self.engine, self.engine.deepspeed
         resolved, counted = run.resolved, None
         if engine.feed.has_mask:
@@ -194,8 +198,9 @@ class Session:
         with explain_smallest_scale(step):
             tokens, timer = [batch.tokens for batch in batches], engine.meter.phases
             seq_len = None if run.resolved.plan.lengths is None else run.seq_len(step)
-            weight = run.loss_weight(step)
-            weights = [0.0 if batch.is_filler else weight for batch in batches]
+            if weights is None:
+                weight = run.loss_weight(step)
+                weights = [0.0 if batch.is_filler else weight for batch in batches]
             loss = train_step(deepspeed, tokens, run.world.device, timer, seq_len, weights, counted)
         self.step = step + 1
         engine.meter.count_step()
@@ -224,7 +229,7 @@ class Session:
     def log_last(self) -> None:
         """Log the last step before a stop, so that the lines that follow are about the same step. Collective."""
         losses = self.engine.recent.losses
-        for log in [action for action in self.actions if isinstance(action, LogSteps) and losses]:
+        for log in self._logs if losses else []:
             log.run(StepResult(self.step, [], losses[-1], False))
 
     def save(self) -> None:
@@ -251,6 +256,10 @@ class Session:
         io.report(f"{why} at step {self.step} of {total}; run folder: {shown(run.config.run)}")
         io.log_event(why.split()[0], step=self.step, reason=why)
         return EXIT_RESTART if reasons and is_left_by_others(reasons, os.environ) else 0
+
+    @property
+    def _logs(self) -> list[LogSteps]:
+        return [action for action in self.actions if isinstance(action, LogSteps)]
 
     def _check_ids(self, step: int, ids_sum: int) -> None:
         """Raise DataError unless the ranks' samples are exactly the global batch that the order gives this step."""
@@ -286,6 +295,8 @@ def build_actions(
     if engine.compiler is not None:
         actions.append(ReportCompilation(run, io, engine.compiler))
     actions += [ReportMemory(run, io), log, StopOnNonfinite(run, engine, io, judges_at=log.due)]
+    if world.is_main:
+        actions.append(ReportPace(run, engine, io))
     if config.overfit_batch is not None:
         actions.append(JudgeOverfit(run, io))
     if run.validation:
@@ -430,8 +441,8 @@ class SaveCheckpoints(StepAction):
 
     def due_by_clock(self) -> bool:
         """Return whether --save-every-minutes have passed on rank 0, whose clock counts."""
-        minutes = self._run.config.save_every_minutes
-        return self._run.world.is_main and minutes is not None and time.monotonic() - self._last_save_s > minutes * 60
+        seconds = 60 * (self._run.config.save_every_minutes or 0)
+        return self._run.world.is_main and seconds > 0 and time.monotonic() - self._last_save_s > seconds
 
     def run(self, result: StepResult) -> None:
         self.save(result.step)
@@ -483,4 +494,5 @@ class SaveCheckpoints(StepAction):
             wandb_run_id=self._io.wandb_run_id,
             config=as_plain(run.config),
             hyperparameters=self._hyperparameters,
+            base=run.start.base.as_dict() if run.start.base else {},
         )

@@ -36,4 +36,5 @@ llmscale train --run "$OUT/chat" --init-from "$OUT/base" --data "$OUT/chats" --d
     --model tiny-1m --precision fp32 --global-batch-size 16 --steps 500 --lr 6e-3 --warmup-steps 10 \
     --val-every 100 --save-every 100 "$@"
 
-printf 'What does sqrt do?\nWhich module is it in?\n' | llmscale sample "$OUT/chat" --chat --temperature 0 --max-new-tokens 40
+llmscale sample "$OUT/chat" --chat --temperature 0 --max-new-tokens 40 \
+    <<<$'What does sqrt do?\nWhich module is it in?'

@@ -49,6 +49,14 @@ def test_imports_that_fail_or_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no answer within" in row.found
 
 
+def test_a_torchvision_of_another_torch_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (row,) = reds(check_imports([], 300))
+    assert "operator torchvision::nms does not exist" in row.found
+    assert row.fix.startswith("pip uninstall torchvision")
+
+
 def fake_nvidia_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = folder / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\n{script}\n")
