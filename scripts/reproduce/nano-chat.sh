@@ -32,7 +32,10 @@ with open(sys.argv[1], "w") as file:
 PYTHON
 llmscale data prepare --chat --input "$OUT/chats.jsonl" --tokenizer "$OUT/tokenizer" --seq-len 128 \
     --val-fraction 0.05 --out "$OUT/chats"
-llmscale train --run "$OUT/chat" --init-from "$OUT/base" --data "$OUT/chats" --ds zero1 \
+# A run that has checkpoints continues from them.
+ORIGIN=$OUT/base
+if compgen -G "$OUT/chat/checkpoints/step-*" >/dev/null; then ORIGIN=; fi
+llmscale train --run "$OUT/chat" ${ORIGIN:+--init-from "$ORIGIN"} --data "$OUT/chats" --ds zero1 \
     --model tiny-1m --precision fp32 --global-batch-size 16 --steps 500 --lr 6e-3 --warmup-steps 10 \
     --val-every 100 --save-every 100 "$@"
 
