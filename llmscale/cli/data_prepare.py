@@ -192,7 +192,7 @@ def _chat_settings(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatSettin
     """Return the choices of --chat, or None without it. Raises ConfigError, DataError."""
     from llmscale.data.prepare.chat import ChatSettings, find_template
     from llmscale.untrusted.documents import CONFIG_MAX_BYTES
-    from llmscale.untrusted.paths import read_regular
+    from llmscale.untrusted.paths import read_regular, unreadable_as
 
     if args.packing == ("stream" if args.chat else "pad"):
         legal = "best-fit and pad" if args.chat else "stream and best-fit; pad needs --chat"
@@ -203,10 +203,8 @@ def _chat_settings(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatSettin
         return None
     source = None
     if args.chat_template is not None:
-        try:
-            source = read_regular(args.chat_template, CONFIG_MAX_BYTES).decode()
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--chat-template {args.chat_template} cannot be read: {error}.") from None
+        with unreadable_as(ConfigError, f"--chat-template {args.chat_template}"):
+            source = read_regular(args.chat_template, CONFIG_MAX_BYTES).decode(errors="replace")
     return ChatSettings(find_template(tokenizer, source), args.train_on, args.truncate, args.packing != "pad")
 
 

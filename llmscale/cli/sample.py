@@ -115,7 +115,9 @@ def _run(args: argparse.Namespace) -> int:
         if args.chat:
             from llmscale.evaluate.conversation import Conversation
 
-            talk = Conversation(source.tokenizer, source.chat_template, source.shape.seq_len)
+            seq_len = source.shape.seq_len
+            for_answer = min(args.max_new_tokens, seq_len // 2)
+            talk = Conversation(source.tokenizer, source.chat_template, seq_len - for_answer)
             sampler = replace(sampler, encode=talk.ask, conversation=talk)
     if prompts:
         sampler.write(prompts)

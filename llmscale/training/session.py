@@ -188,10 +188,14 @@ class Session:
         run, engine, deepspeed = self.run, self.engine, self.engine.deepspeed
         resolved, counted = run.resolved, None
         if engine.feed.has_mask:
-            if not self._num_targets:
+            num_samples, num_targets = run.batch_size(step), self._num_targets
+            if weights is not None:  # of a part of the batch, in one process
+                num_samples = sum(len(batch.sample_ids) for batch in batches)
+                num_targets = sum(batch.num_targets for batch in batches)
+            if not num_targets:
                 return self._leave_out(step)
-            places = run.batch_size(step) * resolved.plan.seq_len
-            counted = CountedTargets([batch.is_target for batch in batches], places / self._num_targets)
+            scale = num_samples * resolved.plan.seq_len / num_targets
+            counted = CountedTargets([batch.is_target for batch in batches], scale)
         seed_step(run.config.seed, step, run.world.rank)
         set_learning_rate(deepspeed, resolved.optimizer, resolved.schedule.learning_rate(step))
         set_micro_steps(deepspeed, len(batches))
