@@ -29,6 +29,7 @@ from llmscale.keys import Key
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 AttentionBias = Literal["none", "qkv", "all"]
+AttentionChoice = Literal["auto", "sdpa"]
 Norm = Literal["layernorm", "rmsnorm"]
 NormPlacement = Literal["pre", "post"]
 Positions = Literal["learned", "rotary"]
@@ -139,6 +140,9 @@ class GPTShape:
     window_pattern: Annotated[str, shape_key(resume="logged", may_contradict=True)] = "L"
     """Blocks with the sliding window (L, local) and without it (G, global), repeated: GL, LG or LLLLLG, as in GPT-3,
     Gemma 2 and Gemma 3. Kept in its shortest form."""
+    attention_kernel: Annotated[AttentionChoice, shape_key(resume="logged", of_model="training")] = "auto"
+    """Kernel of attention with a window or a document mask: auto takes FlexAttention on GPUs that have it, which skips
+    what the mask hides, and sdpa torch's scaled_dot_product_attention."""
     mlp_tile_tokens: Annotated[limits.BatchTokens, shape_key(resume="logged", of_model="training", ge=0)] = 0
     """Tokens of a micro-batch that an MLP computes at a time, such as 4096; default: all. Bounds its memory for long
     sequences, and computes it twice in the backward pass."""

@@ -22,7 +22,7 @@ class FrozenBase:
     """Weights beside adapters."""
 
     place: str
-    """Where they are, as --init-from names it."""
+    """Their place, as --init-from names it."""
     source: SavedRun | None = None
     """Their checkpoint; None for a published model."""
     checksum: str = ""

@@ -17,7 +17,7 @@ from llmscale.config.deepspeed.schema import CheckpointingMode, Precision, Resol
 from llmscale.config.hf_model import default_preset
 from llmscale.config.loss_settings import BALANCE_LOSS, DEFAULT_LOSS, ROUTER_BIAS_SPEED, LossSettings
 from llmscale.config.optimizers import ADAMW, OptimizerSpec, get_optimizer, parse_rule
-from llmscale.config.presets import get_preset
+from llmscale.config.presets import get_preset, nominal_parameters
 from llmscale.config.run_config import EXCLUSIVE_KEYS, KEYS, RunConfig, build_run_config
 from llmscale.config.run_keys import needs
 from llmscale.config.schedule import Schedule
@@ -259,6 +259,28 @@ def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:
     return changed
 
 
+#: Vocabularies for a text of one's own, and the most that one may add to the size in a model's name.
+LEAST_VOCAB, MOST_VOCAB = 512, 32768
+_MOST_OF_NAME = 1.16
+
+
+def fitting_vocabulary(config: RunConfig, seq_len: int) -> int:
+    """Return the largest power of two as vocabulary with which the preset has about the size in its name.
+
+    A changed shape gives the name another size, in proportion. Raises ConfigError.
+    """
+
+    def parameters(vocab_size: int) -> int:
+        return resolve_shape(config, SetFacts(vocab_size, seq_len, num_train_samples=1, eot_token=0)).num_parameters
+
+    unchanged = get_preset(config.model).shape(LEAST_VOCAB, seq_len).num_parameters
+    most = _MOST_OF_NAME * nominal_parameters(config.model) * parameters(LEAST_VOCAB) / unchanged
+    vocab_size, limit = MOST_VOCAB, config.vocab_size or MOST_VOCAB
+    while vocab_size > LEAST_VOCAB and (vocab_size > limit or parameters(vocab_size) > most):
+        vocab_size //= 2
+    return vocab_size
+
+
 def resolve_batch(config: RunConfig, seq_len: int, world_size: int, ds: DsConfig | None) -> BatchPlan:
     """Divide the global batch of the flags, the ds_config or the preset over the ranks. Raises ConfigError.
 
@@ -327,10 +349,16 @@ def _steps_of(tokens: int | None, plan: BatchPlan) -> int | None:
 
 
 def resolve_schedule(config: RunConfig, plan: BatchPlan, num_train_samples: int) -> Schedule:
-    """Return the steps of the run, by default one pass over the dataset, and its learning-rate schedule."""
+    """Return the steps of the run, by default one pass over the dataset, and its learning-rate schedule.
+
+    Until --minutes has set the steps, they are so many that the schedule is legal.
+    """
     total_steps = config.steps or _steps_of(config.tokens, plan)
     if total_steps is None:
         total_steps = max(1, plan.steps_for(num_train_samples + 1) - 1)
+        if config.minutes is not None:
+            tokens = (config.warmup_tokens or 0) + (config.decay_tokens or 0)
+            total_steps += (config.warmup_steps or 0) + (config.decay_steps or 0) + (_steps_of(tokens, plan) or 0)
     warmup_steps = config.warmup_steps if config.warmup_steps is not None else _steps_of(config.warmup_tokens, plan)
     if warmup_steps is None:
         warmup_steps = min(2000, total_steps // 100)

@@ -54,6 +54,8 @@ class ModelSource:
     """Reason why `sets` is None, with the remedy; empty otherwise."""
     published: PublishedModel | None
     """Published model that it is, or was initialised from."""
+    chat_template: str | None
+    """Template of the conversations that it was trained on; None without conversations."""
     load_model: Callable[[], GPT]
     """Load it onto this machine's GPU, or its CPU, in eval mode and fp32."""
 
@@ -73,6 +75,12 @@ class TrainedCheckpoint:
     published: PublishedModel | None
     """Published model that it was initialised from."""
 
+    @property
+    def chat_template(self) -> str | None:
+        """Template of the conversations that it was trained on; None without conversations."""
+        chats = (at.manifest.chat for at in self.sets.locations)
+        return next((chat.template for chat in chats if chat is not None), None)
+
     def open_base(self, place: str | None, progress: Callable[[int], object]) -> Weights | None:
         """Open the weights beside its adapters, at `place` or where they were; None without adapters.
 
@@ -89,7 +97,7 @@ class TrainedCheckpoint:
     def open_sets(self) -> TrainingSets:
         """Open the datasets that it was trained on. Raises DataError when they are missing."""
         remedy = "Name it with --data SET, or use --val-samples 0."
-        return _open_sets(self.folder, self.state, self.config, remedy, given=None)
+        return open_trained_sets(self.folder, self.state, self.config, remedy, given=None)
 
 
 def open_trained_checkpoint(
@@ -109,7 +117,7 @@ def open_trained_checkpoint(
     sets = open_kept_sets(run, str(state.identity.get("data")), config.data)
     if sets is None:
         remedy = f"Its tokenizer is needed: put the set back, or copy the folder `dataset` of the run to {run}."
-        sets = _open_sets(folder, state, config, remedy, given)
+        sets = open_trained_sets(folder, state, config, remedy, given)
         fetch_tokenizer(sets.first)
     made = sets.manifest
     tokenizer = load_set_tokenizer(sets.first.folder, made)
@@ -118,8 +126,11 @@ def open_trained_checkpoint(
     return TrainedCheckpoint(folder, manifest, state, config, shape, sets, tokenizer, published)
 
 
-def _open_sets(folder: Path, state: RunState, config: RunConfig, remedy: str, given: str | None) -> TrainingSets:
-    """Open the datasets of a configuration. Raises DataError unless they are those of the checkpoint."""
+def open_trained_sets(folder: Path, state: RunState, config: RunConfig, remedy: str, given: str | None) -> TrainingSets:
+    """Open the datasets of a configuration. Raises DataError unless they are those of the checkpoint.
+
+    `given` is the user's --data, as for `open_recorded_sets`.
+    """
     try:
         sets = open_recorded_sets(config.data, config.data_cache, given, state.identity)
     except (ConfigError, DataError) as error:
@@ -191,7 +202,17 @@ def open_model(
             no_sets = str(error)
     state, shape = trained.state, trained.shape
     load_model = partial(_load_checkpoint, folder, shape, trained.open_base(base, progress))
-    return ModelSource(folder, state.step, shape, trained.tokenizer, sets, no_sets, trained.published, load_model)
+    return ModelSource(
+        folder,
+        state.step,
+        shape,
+        trained.tokenizer,
+        sets,
+        no_sets,
+        trained.published,
+        trained.chat_template,
+        load_model,
+    )
 
 
 def _open_hf_folder(folder: Path, data: str | None) -> ModelSource:
@@ -209,7 +230,7 @@ def _open_hf_folder(folder: Path, data: str | None) -> ModelSource:
 
     no_sets = "" if sets else f"{folder} is a folder of transformers, which names no dataset. Name one with --data SET."
     load_model = partial(_load_published, published)
-    return ModelSource(folder, None, published.shape, tokenizer, sets, no_sets, published, load_model)
+    return ModelSource(folder, None, published.shape, tokenizer, sets, no_sets, published, None, load_model)
 
 
 def _load_checkpoint(folder: Path, shape: GPTShape, base: Weights | None) -> GPT:

@@ -32,7 +32,7 @@ from llmscale.config.hf_model import (
 )
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import get_preset
-from llmscale.config.resolve import SetFacts, resolve_shape, with_ds_keys
+from llmscale.config.resolve import MOST_VOCAB, SetFacts, fitting_vocabulary, resolve_shape, with_ds_keys
 from llmscale.config.run_config import RunConfig
 from llmscale.config.run_keys import without_effect_under
 from llmscale.config.user_paths import check_output_folder, copy_of, read_prompts, shown, url_of
@@ -82,6 +82,19 @@ class Inputs:
         return self.source.state if self.source and self.resumes else None
 
     @property
+    def steps_of_minutes(self) -> int | None:
+        """Steps that an earlier start of the run set for the same --minutes; None without."""
+        if self.config.minutes is None or self.state is None or self.state.config.get("minutes") != self.config.minutes:
+            return None
+        steps = self.state.hyperparameters.get("steps")
+        return steps if type(steps) is int else None
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether --minutes is still to set the steps of the run."""
+        return self.config.minutes is not None and self.steps_of_minutes is None
+
+    @property
     def facts(self) -> SetFacts:
         """Properties of the dataset that the run depends on."""
         manifest = self.sets.manifest
@@ -114,6 +127,7 @@ def read_inputs(config: RunConfig, arguments: Sequence[str] | None = None) -> In
     config = with_ds_keys(config, ds)
     _check_settings(config, ds)
     sets = open_training_sets(config.data, config.data_cache)
+    config = _with_document_mask(config, sets)
     tasks = _load_tasks(config)
     prompts = (
         (config.sample_prompt,)
@@ -147,6 +161,20 @@ def read_inputs(config: RunConfig, arguments: Sequence[str] | None = None) -> In
         state = source.state if source else load_run_state(find_checkpoint(Path(config.init_from)))
         _check_same_tokenizer(sets.manifest, config, state)
     return inputs
+
+
+def _with_document_mask(config: RunConfig, sets: TrainingSets) -> RunConfig:
+    """Return the configuration with a document mask if rows hold several conversations. Raises ConfigError."""
+    chats = [(at.name, at.manifest.chat) for at in sets.locations if at.manifest.chat is not None]
+    if not config.document_mask and not any(chat.masks_documents for _, chat in chats):
+        return config
+    padded = [name for name, chat in chats if not chat.masks_documents]
+    if padded:
+        raise ConfigError(
+            f"{padded[0]} has one conversation a row, which may hold end-of-text tokens, so no document mask can be "
+            "used with it. Leave out --document-mask, and in a mixture prepare all conversations with --packing pad."
+        )
+    return config.model_copy(update={"document_mask": True})
 
 
 def _without_place_of_base(config: RunConfig) -> tuple[RunConfig, str | None]:
@@ -237,12 +265,15 @@ def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> RunCon
             "that run's tokenizer with --tokenizer."
         )
     context = published.shape.seq_len if published else get_preset(config.model).seq_len
+    seq_len = config.seq_len or min(context, _LONGEST_FOR_TEXT)
+    tokenizer = config.tokenizer or (name if published else None)
     request = TextRequest(
         text=config.text,
-        tokenizer=config.tokenizer or (name if published else None),
-        seq_len=config.seq_len or min(context, _LONGEST_FOR_TEXT),
+        tokenizer=tokenizer,
+        seq_len=seq_len,
         cache=config.data_cache or DEFAULT_CACHE,
         skip_undecodable=config.skip_undecodable,
+        most_vocab=MOST_VOCAB if tokenizer else fitting_vocabulary(config, seq_len),
     )
     return config.model_copy(update={"data": str(request.open(may_prepare=may_prepare)), "data_cache": None})
 

@@ -375,6 +375,7 @@ def _configuration(run: Start) -> dict[str, str]:
     # The number of steps is the schedule's, too.
     resolved = {name: values for name, values in run.resolved.as_dict().items() if name != "total_steps"}
     compared = {key: config[key] for key in keys_with(ranks="same")}
+    compared["minutes"] = config["minutes"]
     # The content of checkpoints, weights, items and prompts is compared, not their paths.
     compared["resume"] = config["resume"] if config["resume"] in ("auto", "none") else "a checkpoint"
     compared["init_from"] = None if run.config.init_from is None else "weights"
