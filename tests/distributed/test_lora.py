@@ -77,5 +77,5 @@ def test_the_base_is_named_checked_and_may_move(ranks: Callable, tiny_set: Path,
     output = train(ranks, tiny_set, run, "zero1", 1, *LORA, expect=2)
     assert named["checksum"] in output and "--init-from" in output
     train(ranks, tiny_set, run, "zero1", 1, *LORA, "--init-from", str(place), "--steps", "4")
-    # What holds adapters alone begins no other run.
+    # Adapters alone begin no other run.
     assert "export" in train(ranks, tiny_set, tmp_path / "new", "zero1", 1, "--init-from", str(run), expect=2)
