@@ -148,13 +148,8 @@ def _plan(args: argparse.Namespace) -> int:
         raise ConfigError(f"--out {args.out} holds a ladder. `llmscale ladder run` resumes it; name a new folder.")
     flops = args.flops or args.hours * 3600 * args.flops_per_second
     request, keys, inputs = _read_request(args, args.out, flops)
-    request = replace(
-        request,
-        design=args.design,
-        groups=args.groups,
-        sizes=args.sizes,
-        has_held_out=not args.no_held_out,
-    )
+    request = replace(request, design=args.design, groups=args.groups, sizes=args.sizes)
+    request = replace(request, has_held_out=not args.no_held_out)
     ladder = plan_ladder(request, inputs.config.data, inputs.sets.manifest.tokenizer)
     save_ladder(args.out, ladder, keys)
     available = inputs.sets.num_train_samples * request.like.seq_len
@@ -213,8 +208,7 @@ def _read_sweep(args: argparse.Namespace) -> Ladder:
     elif ladder is None:
         raise ConfigError(f"{folder} holds no sweep. A new one needs --flops C and --data FOLDER|URL.")
     else:
-        path = folder / CONFIGS_NAME / f"{ladder.runs[0].name}.yaml"
-        keys, planned = load_run_file(path), ladder
+        keys, planned = load_run_file(folder / CONFIGS_NAME / f"{ladder.runs[0].name}.yaml"), ladder
     ladder = add_rates(ladder or planned, rates)
     save_ladder(folder, ladder, keys)
     return ladder

@@ -224,12 +224,12 @@ def _placement_parts(request: PlanRequest, plan: Plan, run: RunPlan) -> Iterator
 
 def _host_memory(run: RunPlan) -> str:
     """Return the parts of a node's memory."""
-    processes = run.gpus_per_node * PROCESS_BYTES
+    total = run.host_bytes_per_node + run.save_bytes_per_node + run.gpus_per_node * PROCESS_BYTES
     offloaded = f"{_size(run.host_bytes_per_node)} of offloaded states, " if run.host_bytes_per_node else ""
     return (
-        f"{_size(run.host_bytes_per_node + run.save_bytes_per_node + processes)} of memory per node, not checked here: "
-        f"{offloaded}{_size(run.save_bytes_per_node)} of a checkpoint's copy while it is written, and "
-        f"{run.gpus_per_node} x {_size(PROCESS_BYTES)} for processes with their data workers, assumed"
+        f"{_size(total)} of memory per node, not checked here: {offloaded}{_size(run.save_bytes_per_node)} of a "
+        f"checkpoint's copy while it is written, and {run.gpus_per_node} x {_size(PROCESS_BYTES)} for processes with "
+        "their data workers, assumed"
     )
 
 

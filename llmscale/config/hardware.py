@@ -64,10 +64,7 @@ class GPU:
 
     @property
     def tf32_flops(self) -> float | None:
-        """Peak dense FLOP/s of fp32 products in TF32, or None without TF32.
-
-        Every datasheet of a GPU with bf16 says half its 16-bit rate, within 1 %.
-        """
+        """Peak dense FLOP/s in TF32, None without it: half the 16-bit rate in every datasheet, within 1 %."""
         return self.dense_16bit_flops / 2 if self.has_bf16 else None
 
 

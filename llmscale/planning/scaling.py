@@ -339,10 +339,7 @@ def dense_equivalent(shape: GPTShape, tokens: float) -> float:
 
 @dataclass(frozen=True)
 class KaplanLaw:
-    """N = 1.3e9 C^.73 and L = (3.1e8 / C)^.050 for C in PF-days (Kaplan et al. 2020, tables 5 and 6).
-
-    N counts no embeddings.
-    """
+    """N = 1.3e9 C^.73 without embeddings, L = (3.1e8 / C)^.050, for C in PF-days (Kaplan et al. 2020, tables 5, 6)."""
 
     name: str = "Kaplan 2020"
     source: str = "Kaplan et al. 2020, arXiv:2001.08361"

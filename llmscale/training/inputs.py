@@ -159,7 +159,7 @@ def read_inputs(config: RunConfig, arguments: Sequence[str] | None = None) -> In
     if config.init_from is not None:
         # A damaged state says here what is wrong with it.
         state = source.state if source else load_run_state(find_checkpoint(Path(config.init_from)))
-        _check_same_tokenizer(sets.manifest, config, state)
+        _check_same_tokenizer(inputs, state)
     return inputs
 
 
@@ -374,13 +374,15 @@ def _candidates(config: RunConfig) -> list[Checkpoint]:
     return []
 
 
-def _check_same_tokenizer(manifest: Manifest, config: RunConfig, state: RunState) -> None:
-    """Raise DataError unless the other run's weights were trained with the dataset's tokenizer and seq_len."""
+def _check_same_tokenizer(inputs: Inputs, state: RunState) -> None:
+    """Raise DataError unless the other run's weights have the dataset's tokenizer, and its learned positions."""
+    manifest, config = inputs.sets.manifest, inputs.config
+    is_rotary = resolve_shape(config, inputs.facts).positions == "rotary"
     check_set_matches(
         manifest,
         config.data,
         vocab_size=cast("int", state.identity["vocab_size"]),
-        seq_len=cast("int", state.identity["seq_len"]),
+        seq_len=manifest.seq_len if is_rotary else cast("int", state.identity["seq_len"]),
         tokenizer_sha256=cast("str", state.identity["tokenizer_sha256"]),
     )
 
