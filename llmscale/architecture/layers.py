@@ -316,12 +316,24 @@ class Architecture:
 
         N counts the parameters of matrix products (a tied embedding once, as the output head), biases and norms.
         12 L h s is attention's share with the masked half included (PaLM, Chowdhery et al. 2022, appendix B). h is the
-        width of all query heads, s the sequence length or, in layers with one, a shorter sliding window.
+        width of all query heads, s the sequence length or, in layers with one, a shorter sliding window. Weights beside
+        adapters have no gradients: 4 N, and 6 for each weight of the adapters.
         """
         vectors, window = self.elements_by_kind.get("vector", 0), min(seq_len, self.sliding_window or seq_len)
         positions = self.global_layers * seq_len + (self.n_layer - self.global_layers) * window
         attention = sum_of_work(self.block).attention_flops * positions
-        return 3 * (self.work.matmul_flops + attention + 2 * vectors)
+        frozen = self.work.matmul_flops + 2 * vectors - 2 * self._adapter_elements if self.has_adapters else 0
+        return 3 * (self.work.matmul_flops + attention + 2 * vectors) - frozen
+
+    @property
+    def _adapter_elements(self) -> int:
+        return sum(
+            times * parameter.elements
+            for layers, times in self._counted
+            for layer in layers
+            for parameter in layer.parameters
+            if is_adapter(parameter.name)
+        )
 
     def all_layers(self) -> Iterator[tuple[int | None, Layer]]:
         """Yield (block, layer) in the order of the forward pass; block is None outside the blocks."""

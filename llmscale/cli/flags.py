@@ -194,6 +194,10 @@ def train_command(ds: str, fit: Candidate, keys: Mapping[str, object]) -> str:
         "activation_checkpointing": checkpointing if checkpointing != fit.ds.checkpointing else None,
     }
     given = {key: value for key, value in keys.items() if key not in of_row} | of_row
+    if given.get("lora_rank"):
+        # Adapters train beside weights: a published model's, or those of some run of this shape.
+        is_base = str(given["model"]).startswith("hf:")
+        given = {"init_from": given.pop("model") if is_base else "RUN"} | given
     launcher = shlex.join(_launcher_words(fit.cluster))
     return f"{launcher} --ds {shlex.quote(ds)} {describe_flags(given)}"
 
