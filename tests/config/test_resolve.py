@@ -241,7 +241,7 @@ def test_keys_that_deepspeed_cannot_divide_experts_with_are_refused(zero: dict[s
         ({"model": "tiny-10m"}, 2048),
         ({"model": "gpt2-124m"}, 32768),
         ({"model": "tiny-10m", "vocab_size": 1000}, 512),
-        ({"model": "tiny-1m", "n_embd": 32, "n_head": 2}, 512),
+        ({"model": "tiny-1m", "n_layer": 8}, 4096),
     ],
 )
 def test_a_vocabulary_fits_the_size_in_a_model_s_name(keys: dict[str, object], vocab_size: int) -> None:
