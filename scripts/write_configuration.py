@@ -158,7 +158,9 @@ def _ds_texts() -> dict[tuple[str, str], str]:
     """Return the docstrings below the keys of a ds_config, by class and key."""
     texts = {}
     for definition in ast.parse(inspect.getsource(deepspeed)).body:
-        for key, text in pairwise(definition.body if isinstance(definition, ast.ClassDef) else []):
+        if not isinstance(definition, ast.ClassDef):
+            continue
+        for key, text in pairwise(definition.body):
             if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name) and isinstance(text, ast.Expr):
                 value = ast.literal_eval(text.value)
                 texts[definition.name, key.target.id] = " ".join(inspect.cleandoc(value).split())

@@ -14,7 +14,7 @@ from llmscale.checkpoint.manifest import STATE_NAME, Checkpoint, is_count
 from llmscale.config.run_config import CHANGES_THAT_BREAK
 from llmscale.errors import CheckpointError
 from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
-from llmscale.untrusted.paths import is_plain_name, read_regular
+from llmscale.untrusted.paths import is_plain_name, read_regular, unreadable_as
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,8 @@ def read_saved_run(checkpoint: Checkpoint) -> SavedRun:
     if not checkpoint.is_whole():
         raise CheckpointError(f"{folder} lacks a part of a file.")
     path = folder / STATE_NAME
-    try:
+    with unreadable_as(CheckpointError, path):
         contents = read_regular(path, MAX_BYTES, follow_links=False)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from None
     hashes = {file.name: file.xxh3_128 for file in manifest.files}
     if hashes.get(STATE_NAME) not in (None, xxhash.xxh3_128(contents).hexdigest()):
         raise CheckpointError(f"{path} does not match its hash: its content was altered.")

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from llmscale.errors import ConfigError
 from llmscale.suggestions import did_you_mean
 from llmscale.untrusted.documents import LINE_MAX_BYTES, MAX_BYTES, Rules, parse_json
-from llmscale.untrusted.paths import in_home, read_regular
+from llmscale.untrusted.paths import in_home, read_regular, unreadable_as
 from llmscale.untrusted.terminal import is_visible
 
 _T = TypeVar("_T")
@@ -159,10 +159,8 @@ def read_prompts(path: Path, flag: str = "--prompts") -> list[str]:
     Empty lines are skipped; `\r\n` ends a line as `\n` does. `flag` is the flag that named the file. Raises ConfigError
     for a file that cannot be read, has no prompt, or is not UTF-8 text.
     """
-    try:
+    with unreadable_as(ConfigError, f"{flag} {path}"):
         contents = read_regular(path, MAX_BYTES)
-    except OSError as error:
-        raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}.") from None
     prompts = []
     # Some editors write a byte order mark.
     for number, line in enumerate(contents.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from llmscale.cluster.remote import search_path
 from llmscale.training.live_view import GIVE_BACK
 from llmscale.training.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS, describe_death, read_stat
@@ -53,17 +55,9 @@ def process_state(pid: int) -> str:
 
 def descendants(pid: int) -> list[int]:
     """Return all processes below `pid`, parents first."""
-    return [process for child in _children(pid) for process in (child, *descendants(child))]
-
-
-def _children(pid: int) -> list[int]:
-    """Return the children of every thread of a process."""
-    children = []
-    with contextlib.suppress(OSError):  # it has ended
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError):
-                children += [int(word) for word in Path(f"/proc/{pid}/task/{thread}/children").read_text().split()]
-    return children
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []
 
 
 def kill_descendants(pid: int) -> int:

@@ -27,7 +27,7 @@ from llmscale.errors import DataError
 from llmscale.suggestions import did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, MAX_BYTES, Rules, load_json, parse_json
 from llmscale.untrusted.hub import read_hub_files
-from llmscale.untrusted.paths import read_regular
+from llmscale.untrusted.paths import read_regular, unreadable_as
 from llmscale.untrusted.strangers import describe_stranger
 
 if TYPE_CHECKING:
@@ -214,10 +214,8 @@ def read_hub(name: str) -> ModelFiles:
 
 
 def _read(path: Path) -> bytes:
-    try:
+    with unreadable_as(DataError, f"The tokenizer {path}"):
         return read_regular(path, MAX_BYTES)
-    except OSError as error:
-        raise DataError(f"Cannot read the tokenizer {path}: {error.strerror}.") from None
 
 
 _MAP_NAME = "special_tokens_map.json"
