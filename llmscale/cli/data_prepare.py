@@ -73,7 +73,7 @@ def add_prepare(commands: argparse._SubParsersAction[FlagParser]) -> None:
     flag(parser, "--work-dir DIR", f"{text}default: ~/.cache/llmscale/prepare", local_path)
     text = "FOLDER holds a model's tokenizer.json, for example to continue its pre-training; NAME is a model on the "
     text += "Hugging Face Hub, ORGANISATION/NAME[@REVISION]; characters: those of the text, and bytes for all others"
-    flag(parser, f"--tokenizer characters|{TOKENIZER_METAVAR}", text, path_or_url, "gpt2")
+    flag(parser, "--tokenizer gpt2|bytes|characters|FILE|FOLDER|NAME", text, path_or_url, "gpt2")
     text = "the model's token that ends a document, for example '<|end_of_text|>'; default: as its files specify"
     flag(parser, "--eot-token TEXT", text, nonblank)
     flag(parser, "--parse-special-tokens", "encode special tokens that are written in a text as such; default: as text")
