@@ -45,6 +45,10 @@ class RunState:
     hyperparameters: dict[str, object] = field(default_factory=dict)
     """Hyperparameters of the run with all defaults; empty in older checkpoints."""
 
+    base: dict[str, str] = field(default_factory=dict)
+    """Frozen weights beside adapters, which the checkpoint does not hold: `place` as --init-from names it, and
+    `checksum`."""
+
     @property
     def saved_order(self) -> Mapping[str, object]:
         """Identity of the sample order, fixed when the run began."""
@@ -127,6 +131,11 @@ def _is_table_of_numbers(value: object) -> bool:
 #: Checks of a state's values, because a checkpoint is not trusted.
 _LEGAL: dict[str, Callable[[object], bool]] = {
     **dict.fromkeys(("step", "samples_seen", "tokens_seen", "skipped_steps"), is_count),
+    "base": lambda value: (
+        isinstance(value, Mapping)
+        and ({*value} == {"place", "checksum"} or not value)
+        and all(isinstance(text, str) for text in value.values())
+    ),
     **dict.fromkeys(("identity", "config"), lambda value: isinstance(value, Mapping)),
     "precision": lambda value: isinstance(value, str),
     "optimizer_scalars": _is_table_of_numbers,

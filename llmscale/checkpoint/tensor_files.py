@@ -402,9 +402,10 @@ class Fragment(ShardView):
         ]
 
 
-def engine_fragments(engine: DeepSpeedEngine) -> dict[str, Fragment]:
+def engine_fragments(engine: DeepSpeedEngine, *, with_base: bool = False) -> dict[str, Fragment]:
     """Return all tensors that this rank owns, by '<state>/<name>'; see zero_shards.state_views."""
-    return {key: Fragment(view.local, view.start, view.total) for key, view in state_views(engine).items()}
+    views = state_views(engine, with_base=with_base)
+    return {key: Fragment(view.local, view.start, view.total) for key, view in views.items()}
 
 
 class FragmentSavePlanner(DefaultSavePlanner):

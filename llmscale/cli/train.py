@@ -114,8 +114,9 @@ def _parser() -> FlagParser:
         prog="llmscale train",
         add_help=False,
         example=f"llmscale {COMMANDS['train'].example}",
+        epilog="Words such as nats, MFU and micro-batch are explained in docs/glossary.md.",
         description="Train on this machine: one process per GPU, or on the CPU. Ctrl-C (SIGINT), SIGTERM, SIGHUP and "
-        "SIGUSR1 save and end the run with exit status 0; a second Ctrl-C ends it at once.",
+        "SIGUSR1 save and end the run with exit status 0; a third Ctrl-C ends it at once.",
     )
     add_own_flags(parser)
     return parser

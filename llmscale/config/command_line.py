@@ -167,6 +167,9 @@ class FlagParser(argparse.ArgumentParser):
     def _fill_optional_positional(self, known: object, unknown: list[str]) -> None:
         """Set an optional positional argument that follows a flag, which argparse leaves among the unknown words."""
         for action in self._get_positional_actions():
+            if action.nargs == argparse.ZERO_OR_MORE and not getattr(known, action.dest) and unknown[:1] == ["--"]:
+                setattr(known, action.dest, unknown[1:])
+                unknown.clear()
             is_absent = action.nargs == argparse.OPTIONAL and getattr(known, action.dest) is action.default
             is_word = bool(unknown) and (" " in unknown[0] or not unknown[0].startswith("-"))
             if is_absent and (is_word or unknown[:1] == ["--"]):

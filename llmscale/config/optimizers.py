@@ -125,8 +125,11 @@ class OptimizerSpec:
         return sum(self.group_of(kind).state_bytes * count for kind, count in trained.items())
 
     def checkpoint_bytes(self, model: Architecture) -> int:
-        """Return the bytes of a checkpoint: master weights and states, and frozen parameters, at most in fp32."""
-        frozen = ParameterTensors(model, self.frozen).frozen_tensors
+        """Return the bytes of a checkpoint: master weights and states, and frozen parameters, at most in fp32.
+
+        Beside adapters the frozen ones stay where the run found them.
+        """
+        frozen = () if model.has_adapters else ParameterTensors(model, self.frozen).frozen_tensors
         return self.state_bytes(model) + _FP32_BYTES * sum(tensor.elements for tensor in frozen)
 
     def state_bytes_per_weight(self, model: Architecture) -> float:

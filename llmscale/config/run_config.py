@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_type_hints
 
@@ -182,6 +183,7 @@ if TYPE_CHECKING:  # keys of the model that code names, for type checkers
 
     class ModelKeys(FirstKeys):
         dropout: float = 0.0
+        lora_rank: int | None = None
 else:
 
     def _shape_fields() -> Iterator[tuple[str, tuple[object, object]]]:
@@ -347,6 +349,11 @@ class RunConfig(ModelKeys):
     """Optimizer steps of the run; default: one pass over the data."""
     tokens: Tokens | None = key(None, ge=1, in_place_of="steps", usual=True)
     """Training tokens, in place of steps; rounded up to complete steps."""
+    minutes: Minutes | None = key(
+        None, gt=0, in_place_of="steps", needs="not overfit_batch", metavar="MINUTES", usual=True
+    )
+    """Minutes from the start of the ranks to the last checkpoint, in place of steps: the first start times some steps,
+    undoes them, and sets the steps of the run."""
     lr: LearningRate | None = key(None, gt=0, resume="logged", ranks="resolved", usual=True)
     """Peak learning rate; default: the preset's, for adafactor divided by 0.02, as its rate is relative to weights."""
     schedule: ScheduleName = key("cosine", resume="logged", ranks="resolved")
@@ -419,7 +426,7 @@ class RunConfig(ModelKeys):
     precision: Precision | None = key(
         None,
         place="resolved.precision",
-        asked_by=("estimate",),
+        asked_by=("estimate", "plan"),
         asked_default="the ds_config's, else bf16, or fp16 on a GPU without bf16",
         usual=True,
     )
@@ -457,9 +464,9 @@ class RunConfig(ModelKeys):
     save_every: Steps = key(500, ge=0, off=0, resume="free", ranks="same", needs="not overfit_batch", usual=True)
     """Steps between checkpoints; the last step is always saved; 0: only the last."""
     save_every_minutes: Minutes | None = key(
-        None, gt=0, resume="free", ranks="same", needs="not overfit_batch", metavar="MINUTES"
+        10.0, ge=0, off=0.0, resume="free", ranks="same", needs="not overfit_batch", metavar="MINUTES"
     )
-    """Also save when this much time has passed since the last checkpoint."""
+    """Also save when this much time has passed since the last checkpoint; 0: never."""
     keep_last: Checkpoints = key(2, ge=1, resume="free", ranks="same", needs="not overfit_batch", asked_by=("plan",))
     """Newest checkpoints to keep, beside the one with the lowest validation loss."""
     keep_every: Steps = key(
@@ -496,6 +503,10 @@ class RunConfig(ModelKeys):
         usual=True,
     )
     """Start at step 0 with the weights of a run, a checkpoint, or hf:FOLDER or hf:NAME, which also set the model."""
+    lora_from: UserPath | None = key(
+        None, resume="free", ranks="same", begins=True, needs="lora_rank", metavar="FOLDER", outside="name"
+    )
+    """Begin with the adapters of a folder of Hugging Face's peft, or of `llmscale export`, in place of new ones."""
     allow_changed: list[str] = key(
         default_factory=list,
         resume="free",
@@ -584,8 +595,12 @@ KEYS: Mapping[str, Key] = {
 CHANGES_THAT_BREAK = {
     key.resume.under or name: key.resume.consequence for name, key in KEYS.items() if isinstance(key.resume, Breaks)
 }
-#: Keys for one quantity in two units. A flag for either overrides the file's entries for both.
-EXCLUSIVE_KEYS = tuple((key.in_place_of, name) for name, key in KEYS.items() if key.in_place_of)
+#: Pairs of keys for one quantity in two units. A flag for either overrides the file's entries for both.
+EXCLUSIVE_KEYS = tuple(
+    pair
+    for first in dict.fromkeys(key.in_place_of for key in KEYS.values() if key.in_place_of)
+    for pair in combinations((first, *(name for name, key in KEYS.items() if key.in_place_of == first)), 2)
+)
 
 
 def build_run_config(values: dict[str, object], where: str = "", flags: Collection[str] = ()) -> RunConfig:

@@ -114,9 +114,16 @@ def estimate_memory(
 
 
 def estimate_least(step: ResolvedStep, capability: ComputeCapability | None = None) -> int:
-    """Estimate a lower bound: activations, and below stage 3 every parameter in 16 bits."""
-    parameters = 0 if step.zero_stage == 3 else 2 * step.rank_tensors.architecture.num_parameters
-    return math.floor(step_activations(step, capability).peak_bytes) + parameters
+    """Estimate a lower bound: activations, parameters in 16 bits, and states where ZeRO divides them."""
+    zero, ranks = step.engine_config.zero, step.plan.ranks.world_size
+    least = step_activations(step, capability).peak_bytes
+    if zero.stage < 3:
+        least += 2 * step.rank_tensors.architecture.num_parameters
+    elif zero.offload_param.device == "none":
+        least += 2 * step.shape.num_parameters / ranks
+    if zero.stage and zero.offload_optimizer.device == "none":
+        least += step.optimizer.state_bytes(step.shape.architecture) / ranks
+    return math.floor(least)
 
 
 def step_activations(
@@ -134,6 +141,7 @@ def step_activations(
         loss_kernel=step.loss.kernel,
         router_loss=step.loss.has_router_loss,
         trains_head=not step.tensors.is_frozen(f"{'wte' if step.shape.tied else 'head'}.weight"),
+        checkpointing=step.checkpointing,
         capability=capability,
         worst_load=worst_load,
     )
@@ -184,6 +192,15 @@ def find_moments(states: States, activations: Activations) -> dict[str, Breakdow
         total = moment.total_bytes + sum(added)
         if total > peaks[moment.name][0]:
             peaks[moment.name] = total, moment, added
+    for earlier, block in activations.backward_blocks:
+        others = earlier.saved + earlier.casts
+        additions, largest = states.in_block(earlier.done, block.handed)
+        if others + block.largest_backward + largest <= peaks["block backward"][0]:
+            continue
+        for moment, added in zip(block.backward, additions, strict=True):
+            total = others + moment.total_bytes + sum(added)
+            if total > peaks[moment.name][0]:
+                peaks[moment.name] = total, moment.after(earlier), added
     end = Moment("end of backward", activations=activations.saved[0])
     if end.total_bytes + sum(states.end) > peaks[end.name][0]:
         peaks[end.name] = end.total_bytes + sum(states.end), end, states.end

@@ -7,13 +7,13 @@ and Init.all_gather_coalesced (partition_parameters.py). Everything runs in the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from llmscale.architecture.layers import ParameterTensor, ParameterTensors
+from llmscale.architecture.layers import Layer, ParameterTensor, ParameterTensors
 from llmscale.config.deepspeed.schema import Dtype, OffloadOptimizer, OffloadParam
 from llmscale.memory.breakdown import allocated_bytes
 from llmscale.memory.zero_setup import BYTES_PER_ELEMENT, ZeroSetup
@@ -35,14 +35,9 @@ class Gathers(NamedTuple):
         return Gathers(*(mine + times * its for mine, its in zip(self, other, strict=True)))
 
 
-def shard_elements(tensor: ParameterTensor, setup: ZeroSetup) -> int:
-    """Return the elements that each rank has of a parameter, the last shard padded (Init._partition_param)."""
-    return -(-tensor.elements // setup.ranks_of(tensor))
-
-
-def padded_elements(tensor: ParameterTensor, setup: ZeroSetup) -> int:
-    """Return the elements of all shards of a parameter."""
-    return shard_elements(tensor, setup) * setup.ranks_of(tensor)
+def padded(elements: int, ranks: int) -> int:
+    """Return the elements of all shards of a parameter, the last one padded (Init._partition_param)."""
+    return -(-elements // ranks) * ranks
 
 
 def tensor_bytes(elements: int, dtype: Dtype) -> int:
@@ -58,16 +53,22 @@ def second_copies(tensors: Iterable[ParameterTensor], setup: ZeroSetup) -> dict[
     group, dtype = setup.zero.zero_hpz_partition_size, setup.config.model_dtype
     if group == 1:
         return {}
-    return {tensor.index: tensor_bytes(padded_elements(tensor, setup) // group, dtype) for tensor in tensors}
+    return {
+        tensor.index: tensor_bytes(padded(tensor.elements, setup.ranks_of(tensor)) // group, dtype)
+        for tensor in tensors
+    }
 
 
 def persistent_parameters(tensors: Iterable[ParameterTensor], setup: ZeroSetup) -> dict[int, ParameterTensor]:
     """Return the parameters that stay gathered between steps (DeepSpeedZeRoOffload.mark_persistent_parameters)."""
     chosen: dict[int, ParameterTensor] = {}
-    total = 0
+    total, most, most_of_one = (
+        0,
+        setup.zero.stage3_model_persistence_threshold,
+        setup.zero.stage3_param_persistence_threshold,
+    )
     for tensor in tensors:
-        fits = total + tensor.elements <= setup.zero.stage3_model_persistence_threshold
-        if fits and tensor.elements <= setup.zero.stage3_param_persistence_threshold:
+        if tensor.elements <= most_of_one and total + tensor.elements <= most:
             chosen[tensor.index] = tensor
             total += tensor.elements
     return chosen
@@ -116,7 +117,8 @@ def _follow(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> li
     return [*moments[1:], Gathers(*began, coordinator.peak_bytes)]
 
 
-_Module = tuple[ParameterTensor, ...]
+#: Indices of a module's parameters.
+_Module = tuple[int, ...]
 #: fetch: DeepSpeed's hook before a module's forward or backward. release: its hook after it. moment: the forward pass
 #: reaches the embeddings, a block, the final norm or the logits, or a layer's gradients are ready.
 _Action = Literal["fetch", "release", "moment"]
@@ -129,46 +131,48 @@ def _trace(tensors: ParameterTensors, recomputes: bool) -> Iterator[_Event]:
     Gradients end at the first layer that is trained. Those before it run no backward pass.
     """
     model, passive = tensors.architecture, _without_backward(tensors)
-    outside = [
-        [tensors.of_layer.get((None, layer.name), ()) for layer in layers if layer.name]
+    modules = {place: tuple(tensor.index for tensor in own) for place, own in tensors.of_layer.items()}
+    before, (*norms, head) = (
+        [modules.get((None, layer.name), ()) for layer in layers if layer.name]
         for layers in (model.before_blocks, model.after_blocks)
-    ]
-    before, (*norms, head) = outside
+    )
     moment: _Event = ("moment", ())
     yield from (("fetch", ()), moment, *_through(before, "fetch", "release"))
     for block in range(model.n_layer):
         yield moment
-        yield from _block(tensors, block, "fetch", "release")
+        yield from _block(modules, block, model.layers_of(block), "fetch", "release")
     yield from (moment, *_through(norms, "fetch", "release"), ("fetch", head), moment, ("release", head))
     yield from (moment, ("fetch", ()))
     yield from _without(passive, _through((head, *norms[::-1]), "fetch", "moment", "release"))
     for block in reversed(range(model.n_layer)):
-        of_block = [tensor for tensor in tensors.all if tensor.block == block] if passive else ()
-        if recomputes and not (of_block and passive.issuperset(of_block)):
-            yield from _block(tensors, block, "fetch", "release")
-        yield from _without(passive, _block(tensors, block, "fetch", "moment", "release"))
+        layers = model.layers_of(block)
+        if recomputes and not all(passive.issuperset(modules.get((block, layer.name), ())) for layer in layers):
+            yield from _block(modules, block, layers, "fetch", "release")
+        yield from _without(passive, _block(modules, block, layers, "fetch", "moment", "release"))
     # The embeddings take no input with a gradient, so DeepSpeed releases them only at the end.
     yield from _without(passive, _through(before[::-1], "fetch", "moment"))
     yield from _without(passive, _through(before[::-1], "release"))
     yield moment
 
 
-def _without_backward(tensors: ParameterTensors) -> frozenset[ParameterTensor]:
+def _without_backward(tensors: ParameterTensors) -> frozenset[int]:
     """Return the parameters of layers whose input and weights need no gradients."""
-    frozen, found = set(tensors.frozen_tensors), set[ParameterTensor]()
+    frozen, passive = {tensor.index for tensor in tensors.frozen_tensors}, set[int]()
     has_gradients = not frozen
-    for place, layer in tensors.architecture.all_layers():
-        own = tensors.of_layer.get((place, layer.name), ()) if layer.name else ()
+    for place, layer in tensors.architecture.all_layers() if frozen else ():
+        own = [tensor.index for tensor in tensors.of_layer.get((place, layer.name), ()) if layer.name]
         # Embeddings read tokens: what is trained before them does not matter.
         is_first = place is None and layer in tensors.architecture.before_blocks
         if own and frozen.issuperset(own) and (is_first or not has_gradients):
-            found.update(own)
+            passive.update(own)
         has_gradients |= not frozen.issuperset(own)
-    return frozenset(found)
+    return frozenset(passive)
 
 
-def _without(passive: frozenset[ParameterTensor], events: Iterable[_Event]) -> Iterator[_Event]:
-    """Yield the events without fetches and releases of `passive` parameters; their moments stay."""
+def _without(passive: frozenset[int], events: Iterable[_Event]) -> Iterable[_Event]:
+    """Return the events without fetches and releases of `passive` parameters; their moments stay."""
+    if not passive:
+        return events
     return (event for event in events if event[0] == "moment" or passive.isdisjoint(event[1]))
 
 
@@ -177,22 +181,27 @@ def _through(modules: Iterable[_Module], *actions: _Action) -> Iterator[_Event]:
         yield from ((action, module) for action in actions if module or action == "fetch")
 
 
-def _block(tensors: ParameterTensors, block: int, *actions: _Action) -> Iterator[_Event]:
+def _block(
+    modules: Mapping[tuple[int | None, str], _Module], block: int, layers: Sequence[Layer], *actions: _Action
+) -> Iterator[_Event]:
     """Yield the events of a block, in reverse order where gradients appear; a module before those that it contains."""
-    layers = [layer for layer in tensors.architecture.layers_of(block) if layer.name]
     entered = {""}
-    yield "fetch", tensors.of_layer.get((block, ""), ())
-    for layer in reversed(layers) if "moment" in actions else layers:
-        for place in (place for place, letter in enumerate(layer.name) if letter == "."):
-            if layer.name[:place] not in entered:
-                entered.add(layer.name[:place])
-                yield "fetch", ()
-        own = tensors.of_layer.get((block, layer.name), ())
-        moments = len(layer.in_gradient_order(own))
-        yield from _through(
-            [own], *(again for action in actions for again in [action] * (moments if action == "moment" else 1))
-        )
-    yield from _through([tensors.of_layer.get((block, ""), ())], *actions[1:])
+    of_block = modules.get((block, ""), ())
+    yield "fetch", of_block
+    for layer in layers[::-1] if "moment" in actions else layers:
+        if not layer.name:
+            continue
+        outer = layer.name.rpartition(".")[0]
+        while outer not in entered:
+            entered.add(outer)
+            yield "fetch", ()
+            outer = outer.rpartition(".")[0]
+        own = modules.get((block, layer.name), ())
+        for action in actions:
+            if own or action == "fetch":
+                times = len(layer.in_gradient_order(own)) if action == "moment" else 1
+                yield from [(action, own)] * times
+    yield from _through([of_block], *actions[1:])
 
 
 class _AllGather:
@@ -203,48 +212,59 @@ class _AllGather:
 
 
 class _Coordinator:
-    """Fetches and releases modules, from `reset_step` on."""
+    """Fetches and releases modules, from `reset_step` on. Parameters are named by their indices."""
 
     def __init__(self, tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> None:
-        self.events = list(_trace(tensors, recomputes))
         self.calls = self.elements = self.live_bytes = self.peak_bytes = 0
-        self._setup, self._zero, self._dtype = setup, setup.zero, setup.config.model_dtype
-        steps = [module for action, module in self.events if action == "fetch"]
-        self._queue = deque((tensor, step) for step, module in enumerate(steps) for tensor in module)
-        self._uses: dict[int, deque[int]] = {tensor.index: deque() for tensor in tensors.all}
-        for tensor, step in self._queue:
-            self._uses[tensor.index].append(step)
-        self._before = list(accumulate((sum(tensor.elements for tensor in module) for module in steps), initial=0))
+        zero, self._dtype = setup.zero, setup.config.model_dtype
+        self._most_live, self._most_prefetched = zero.stage3_max_live_parameters, zero.stage3_prefetch_bucket_size
+        self._near = zero.stage3_max_reuse_distance
+        self._stores_own = setup.shard_ranks == 1 or zero.offload_param.device != "none"
+        """True if a parameter of which the rank has all is copied for use."""
+        self._elements = [tensor.elements for tensor in tensors.all]
+        self._ranks = [setup.ranks_of(tensor) for tensor in tensors.all]
+        complete, persistent = list(_trace(tensors, recomputes)), persistent_parameters(tensors.all, setup)
+        steps = [module for action, module in complete if action == "fetch"]
+        modules = {*steps, ()}
+        sizes = {module: sum(self._elements[index] for index in module) for module in modules}
+        self._before = list(accumulate((sizes[module] for module in steps), initial=0))
         """Elements of all modules before each step."""
+        # Those that stay gathered matter for distances alone.
+        moving = {module: tuple(index for index in module if index not in persistent) for module in modules}
+        self.events = [(action, moving[module]) for action, module in complete]
+        self._queue = deque((index, step) for step, module in enumerate(steps) for index in moving[module])
+        self._uses: dict[int, deque[int]] = {index: deque() for index, _ in self._queue}
+        for index, step in self._queue:
+            self._uses[index].append(step)
         self._passed = dict.fromkeys(self._uses, -1)
-        """Step of the last use of a parameter that has left the queue, by index."""
-        self._bytes = {tensor.index: tensor_bytes(tensor.elements, self._dtype) for tensor in tensors.all}
+        """Step of the last use of a parameter that has left the queue."""
         self._copies = {} if setup.accumulates else second_copies(tensors.all, setup)
-        self._away = self._uses.keys() - persistent_parameters(tensors.all, setup)
+        self._away = set(self._uses)
         self._live: dict[int, int] = {}
-        """Bytes of each gathered parameter that has a storage, by index."""
+        """Bytes of each gathered parameter that has a storage."""
         self._pending: dict[int, _AllGather] = {}
         self._step = self._available = 0
 
     def fetch(self, module: _Module) -> None:
         """fetch_sub_module: gather what the module needs, then prefetch in the order of the trace."""
         if module:
-            self._gather([tensor for tensor in module if tensor.index in self._away])
-            for tensor in module:
-                self._wait(tensor.index)
-                self._uses[tensor.index].popleft()
+            self._gather([index for index in module if index in self._away])
+            for index in module:
+                self._wait(index)
+                self._uses[index].popleft()
             while self._queue and self._queue[0][1] <= self._step:  # uses that no prefetch has passed
-                tensor, step = self._queue.popleft()
-                self._passed[tensor.index] = step
-        most = min(self._zero.stage3_max_live_parameters - self._available, self._zero.stage3_prefetch_bucket_size)
-        chosen: list[ParameterTensor] = []
+                index, step = self._queue.popleft()
+                self._passed[index] = step
+        most = min(self._most_live - self._available, self._most_prefetched)
+        chosen: list[int] = []
         while self._queue and most > 0:
-            tensor, step = self._queue.popleft()
-            self._passed[tensor.index] = step
-            if tensor.index in self._away and tensor not in chosen:
-                chosen.append(tensor)
-                most -= tensor.elements
-        self._gather(chosen)
+            index, step = self._queue.popleft()
+            self._passed[index] = step
+            if index in self._away and index not in chosen:
+                chosen.append(index)
+                most -= self._elements[index]
+        if chosen:
+            self._gather(chosen)
         self._step += 1
 
     def release(self, module: _Module) -> None:
@@ -252,31 +272,29 @@ class _Coordinator:
 
         The distance is the elements of the modules before the next use (__params_to_release).
         """
-        for tensor in module:
-            index, uses = tensor.index, self._uses[tensor.index]
-            is_near = uses and self._before[uses[0]] - self._before[self._step] < self._zero.stage3_max_reuse_distance
+        for index in module:
+            uses = self._uses[index]
+            is_near = uses and self._before[uses[0]] - self._before[self._step] < self._near
             if index in self._live and self._passed[index] <= self._step and not is_near:
                 self._hold(self._copies.pop(index, 0))
                 self.live_bytes -= self._live.pop(index)
-                self._available -= tensor.elements
+                self._available -= self._elements[index]
                 self._away.add(index)
 
-    def _gather(self, tensors: list[ParameterTensor]) -> None:
+    def _gather(self, indices: list[int]) -> None:
         """Gather parameters, those of each group of ranks together."""
-        for ranks in dict.fromkeys(map(self._setup.ranks_of, tensors)):
-            self._gather_from(ranks, [tensor for tensor in tensors if self._setup.ranks_of(tensor) == ranks])
+        for ranks in {self._ranks[index]: None for index in indices}:
+            self._gather_from(ranks, [index for index in indices if self._ranks[index] == ranks])
 
-    def _gather_from(self, ranks: int, tensors: list[ParameterTensor]) -> None:
+    def _gather_from(self, ranks: int, indices: list[int]) -> None:
         """Gather one parameter into its storage, or several into a flat tensor out of which they are copied."""
-        indices = [tensor.index for tensor in tensors]
-        self._available += sum(tensor.elements for tensor in tensors)
+        self._available += sum(self._elements[index] for index in indices)
         self._away.difference_update(indices)
         if ranks == 1:
-            # A rank's own experts are used where they are.
-            if self._setup.shard_ranks == 1 or self._zero.offload_param.device != "none":
+            if self._stores_own:
                 self._store(indices)
             return
-        elements = sum(padded_elements(tensor, self._setup) for tensor in tensors)
+        elements = sum(padded(self._elements[index], ranks) for index in indices)
         self.calls += 1
         self.elements += elements
         flat = tensor_bytes(elements, self._dtype)
@@ -301,9 +319,10 @@ class _Coordinator:
     def _store(self, indices: Iterable[int]) -> None:
         """Allocate parameters one by one."""
         for index in indices:
-            self._live[index] = self._bytes[index]
-            self._hold(self._bytes[index])
+            self._live[index] = tensor_bytes(self._elements[index], self._dtype)
+            self._hold(self._live[index])
 
     def _hold(self, num_bytes: int) -> None:
         self.live_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes = self.live_bytes

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from llmscale.architecture.attention_kernels import AttentionKernel, ComputeCapability, attention_kernel
+from llmscale.architecture.attention_kernels import AttentionKernel, ComputeCapability, training_kernel
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
@@ -57,6 +57,7 @@ class Pass:
     loss_kernel: str = "torch"
     router_loss: bool = True
     trains_head: bool = True
+    checkpointing: CheckpointingMode = "none"
     capability: ComputeCapability | None = None
     """Compute capability of the GPU; None means Ampere or newer."""
     worst_load: bool = False
@@ -92,14 +93,8 @@ class Pass:
 
     @property
     def kernel(self) -> AttentionKernel:
-        shape = self.shape
-        return attention_kernel(
-            shape.head_dim,
-            is_16bit=self.width == 2,
-            masked=shape.has_mask,
-            drops_out=shape.dropout > 0,
-            capability=self.capability,
-        )
+        is_16bit, mode = self.width == 2, self.checkpointing
+        return training_kernel(self.shape, is_16bit=is_16bit, checkpointing=mode, capability=self.capability)
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -217,7 +212,7 @@ def _kernel(p: Pass, views: float, repeated: float) -> Iterator[LayerMemory]:
     """
     s, t, d = p.shape, p.shape.seq_len, p.shape.head_dim
     heads, kv_heads = p.heads
-    size, is_flash = p.ranks.sequence_parallel_size, p.kernel.startswith("flash")
+    size, is_flash = p.ranks.sequence_parallel_size, p.kernel.startswith("fl")  # FlexAttention saves the same
     repeats = kv_heads < heads and not is_flash
     q, k = (float(count * d * p.tokens * p.width) for count in (heads, kv_heads))
     source = views
@@ -351,7 +346,7 @@ def experts(p: Pass) -> list[LayerMemory]:
 
 
 class Moment(NamedTuple):
-    """Bytes of activations at one moment of a micro-step."""
+    """Bytes of activations at one moment of a micro-step, or of one block's part of it."""
 
     name: str
     """Part of the step, as in llmscale.memory.estimate.PHASES."""
@@ -369,6 +364,25 @@ class Moment(NamedTuple):
     @property
     def total_bytes(self) -> float:
         return self.casts + self.activations + self.logits + self.temporaries
+
+    def after(self, earlier: EarlierBlocks) -> Moment:
+        """Return a block's moment with the bytes and gradients of the others."""
+        casts, activations, done = (
+            self.casts + earlier.casts,
+            self.activations + earlier.saved,
+            self.done + earlier.done,
+        )
+        return self._replace(casts=casts, activations=activations, done=done)
+
+
+class EarlierBlocks(NamedTuple):
+    """State in which the backward pass reaches a block."""
+
+    saved: float
+    """Bytes that the embeddings and earlier blocks hold."""
+    casts: float
+    done: int
+    """Gradients of later layers."""
 
 
 @dataclass(frozen=True)
@@ -426,10 +440,24 @@ class Block:
         pairs = zip(self.layers, inputs, strict=False)
         return 2 * self.x + max(layer.forward + (given if self.mode == "full" else 0) for layer, given in pairs)
 
-    def backward(self, earlier: float, earlier_casts: float, done: float) -> Iterator[Moment]:
-        """Yield the moments of the backward pass; `earlier`: bytes of earlier blocks."""
+    @cached_property
+    def backward(self) -> list[Moment]:
+        """Moments of the backward pass, without bytes and gradients of other blocks."""
+        return list(self._backward())
+
+    @cached_property
+    def largest_backward(self) -> float:
+        """Bytes of the largest of these moments."""
+        return max(moment.total_bytes for moment in self.backward)
+
+    @cached_property
+    def handed(self) -> tuple[tuple[float, float], ...]:
+        """(gradients that are complete, and those being handed over) at each of these moments."""
+        return tuple((moment.done, moment.own) for moment in self.backward)
+
+    def _backward(self) -> Iterator[Moment]:
         held = self.unsaved_input if self.mode != "none" else 0.0  # by the checkpoint
-        live, casts = earlier + self.used + held, earlier_casts + self.casts
+        live, casts, done = self.used + held, self.casts, 0
 
         def moment(temporaries: float, own: float = 0) -> Moment:
             return Moment("block backward", casts, live, 0.0, temporaries, -1, done, own)
@@ -463,7 +491,9 @@ def ends_bytes(p: Pass) -> float:
     s, t, batch = p.shape, p.shape.seq_len, p.batch
     own = batch if s.has_document_mask else 1
     rotations = 2 * p.width * own * p.t * s.head_dim if s.positions == "rotary" else 0
-    masks = p.width * t * _round_up(t, 8) * (own if s.has_mask else 0)
+    # FlexAttention's mask has four tables of blocks of 128 x 128, and the first position that each one sees.
+    mask = 16 * (-(-t // 128)) ** 2 + 8 * t if p.kernel == "flex" else p.width * t * _round_up(t, 8)
+    masks = mask * (own if s.has_mask else 0)
     if s.has_window and s.has_document_mask and s.global_layers:
         masks *= 2
     sparse = sum(map(s.is_sparse, range(s.n_layer))) if s.num_experts else 0
@@ -533,13 +563,14 @@ class Activations:
         return list(accumulate(own, initial=ends_bytes(self.p)))
 
     @cached_property
-    def moments(self) -> tuple[Moment, ...]:
-        """Moments in the order of time."""
-        return *self._forward(), *self._backward()
+    def peak_bytes(self) -> float:
+        of_blocks = (earlier.saved + earlier.casts + block.largest_backward for earlier, block in self.backward_blocks)
+        return max(*of_blocks, *(moment.total_bytes for moment in self.moments))
 
     @cached_property
-    def peak_bytes(self) -> float:
-        return max(moment.total_bytes for moment in self.moments)
+    def moments(self) -> list[Moment]:
+        """Moments outside of the blocks' backward passes."""
+        return [*self._forward(), *self._ends_of_backward()]
 
     def _forward(self) -> Iterator[Moment]:
         p, layers, casts = self.p, self.p.shape.n_layer, 0.0
@@ -552,22 +583,33 @@ class Activations:
         yield Moment("loss forward", casts, self.saved[-1] + p.x, place=layers + 1)
         yield Moment("loss forward", casts + peak.cast, self.saved[-1] + p.x, peak.forward, place=layers + 2)
 
-    def _backward(self) -> Iterator[Moment]:
-        p, shape = self.p, self.p.shape
-        head, stays = shape.padded_vocab_size * shape.n_embd, self.saved[-1] + p.x
+    @cached_property
+    def backward_blocks(self) -> list[tuple[EarlierBlocks, Block]]:
+        """Blocks in the order of the backward pass."""
+        casts = sum(block.saved_casts for block in self.blocks)
+        done, blocks = self._head + norm(self.p).parameters, []
+        for saved, block in zip(reversed(self.saved[:-1]), reversed(self.blocks), strict=True):
+            casts -= block.saved_casts
+            blocks.append((EarlierBlocks(saved, casts, done), block))
+            done += block.parameters
+        return blocks
+
+    @property
+    def _head(self) -> int:
+        """Elements of the output head."""
+        return self.p.shape.padded_vocab_size * self.p.shape.n_embd
+
+    def _ends_of_backward(self) -> Iterator[Moment]:
+        """Yield the moments before the blocks, and the one after them."""
+        p, stays = self.p, self.saved[-1] + self.p.x
         casts = sum(block.saved_casts for block in self.blocks)
         yield Moment("loss backward", casts, stays, loss(p).backward)
-        if not shape.tied:
-            yield Moment("loss backward", casts, stays + p.x, own=head)
+        if not p.shape.tied:
+            yield Moment("loss backward", casts, stays + p.x, own=self._head)
         own = norm(p).parameters
-        yield Moment("loss backward", casts, self.saved[-1], temporaries=p.x, done=head, own=own)
-        done = head + own
-        for earlier, block in zip(reversed(self.saved[:-1]), reversed(self.blocks), strict=True):
-            casts -= block.saved_casts
-            yield from block.backward(earlier, casts, done)
-            done += block.parameters
-        tables = p.x + p.stream * head
-        yield Moment("end of backward", 0.0, self.saved[0], 0.0, tables, done=done)
+        yield Moment("loss backward", casts, self.saved[-1], temporaries=p.x, done=self._head, own=own)
+        done = self._head + own + sum(block.parameters for block in self.blocks)
+        yield Moment("end of backward", 0.0, self.saved[0], 0.0, p.x + p.stream * self._head, done=done)
 
 
 @lru_cache(maxsize=64)

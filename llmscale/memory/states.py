@@ -36,7 +36,8 @@ class Added(NamedTuple):
 
     def with_more(self, other: Added) -> Added:
         """Return the sum."""
-        return Added(*map(sum, zip(self, other, strict=True)))
+        # Spelt out: estimates of large models do this thousands of times.
+        return Added(self[0] + other[0], self[1] + other[1], self[2] + other[2], self[3] + other[3])
 
     @property
     def breakdown(self) -> Breakdown:
@@ -50,9 +51,12 @@ class Added(NamedTuple):
 
 _NOTHING = Added()
 
+#: (gradients of a block that are complete, and those being handed over) at each moment of its backward pass.
+Handed = tuple[tuple[float, float], ...]
 
-def _largest(found: Iterable[Added]) -> Added:
-    return max(found, key=sum)
+
+def _largest(options: Iterable[Added]) -> Added:
+    return max(options, key=sum, default=_NOTHING)
 
 
 class Gathered:
@@ -116,8 +120,8 @@ class States:
     """Return how many of a number of gradients belong to trained parameters."""
     host_bytes: float = 0.0
     nvme_bytes: float = 0.0
-    known: dict[tuple[float, float], Added] = field(default_factory=dict)
-    """Results of `in_backward`."""
+    known: dict[tuple[float, Handed], tuple[list[Added], float]] = field(default_factory=dict)
+    """Results of `in_block`."""
 
     def in_forward(self, place: int) -> Added:
         """Return the addition in the forward pass of the embeddings (0), a block (from 1), the final norm, the loss."""
@@ -125,25 +129,27 @@ class States:
             return self.before
         return self.before._replace(parameters=self.before.parameters + self.gathered.forward[place])
 
-    def in_backward(self, done: float, own: float = 0) -> Added:
-        """Return the addition after `done` gradients, while a layer hands `own` over.
+    def in_block(self, done: float, handed: Handed) -> tuple[list[Added], float]:
+        """Return the additions at the moments of a block that begins after `done` gradients, and the largest's bytes.
 
         Other lengths and micro-batches of the same states ask for the same again.
         """
-        added = self.known.get((done, own))
-        if added is None:
-            added = self.known[done, own] = self._count_in_backward(done, own)
-        return added
+        if (done, handed) not in self.known:
+            added = [self.in_backward(done + before, own) for before, own in handed]
+            self.known[done, handed] = added, max(map(sum, added))
+        return self.known[done, handed]
 
-    def _count_in_backward(self, done: float, own: float) -> Added:
+    def in_backward(self, done: float, own: float = 0) -> Added:
+        """Return the addition after `done` gradients, while a layer hands `own` over."""
         begin = self.trained(done)
         added = self.gradients(begin)
         if own:
             added = added.with_more(self.handing(begin, self.trained(done + own) - begin))
         if self.gathered is None:
             return added
+        parameters, gradients, buckets, temporaries = added
         gathered = self.gathered.live(done + own) if own else self.gathered.peak(done)
-        return added._replace(parameters=added.parameters + gathered)
+        return Added(parameters + gathered, gradients, buckets, temporaries)
 
     @property
     def forward_peak(self) -> Added:
@@ -268,8 +274,9 @@ class _Zero:
 
     def flushed(self, done: float, own: float) -> list[_Flush]:
         """Return the reductions while `own` gradients follow `done` others."""
-        begin, end = (bisect_left(self._flush_places, self.handed(done) + more) for more in (0, own))
-        return self.flushes[begin:end]
+        handed = self.handed(done)
+        begin = bisect_left(self._flush_places, handed)
+        return self.flushes[begin : bisect_left(self._flush_places, handed + own, begin)]
 
     @cached_property
     def _flush_places(self) -> list[int]:
@@ -550,7 +557,7 @@ def _stage2(z: _Zero) -> States:
         """The layer's gradients wait while the bucket is reduced."""
         cast = width * own if width != z.weight else 0
         given = Added(gradients=z.weight * own + cast, buckets=bucket * (not done and not sums))
-        return given.with_more(_largest([_NOTHING, *map(reduction, z.flushed(done, own))]))
+        return given.with_more(_largest(map(reduction, z.flushed(done, own))))
 
     waiting = Added(gradients=-z.waiting)
     grown = Added(gradients=sum(num_bytes for at, num_bytes in grows if at < z.trained))
@@ -620,8 +627,8 @@ def _stage3(z: _Zero, gathered: Gathered | None) -> States:
         return _largest(options)
 
     def handing(done: float, own: float) -> Added:
-        reduced = _largest([_NOTHING, *map(reduction, z.flushed(done, own))])
-        return reduced._replace(gradients=reduced.gradients + z.weight * own)
+        parameters, gradients, buckets, temporaries = _largest(map(reduction, z.flushed(done, own)))
+        return Added(parameters, gradients + z.weight * own, buckets, temporaries)
 
     def update(group: _Group) -> float:
         size = max(group.sub_groups(zero.sub_group_size))

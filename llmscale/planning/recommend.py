@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from llmscale.config.batch_plan import BatchPlan, ParallelLayout
 from llmscale.config.deepspeed.resolve import BATCH_KEYS, DsConfig
@@ -27,6 +28,7 @@ from llmscale.planning.search import (
     cheapest_sizes,
     evaluate,
     find_largest_fit,
+    may_fit,
     strategy_of,
     with_micro_batch,
 )
@@ -120,8 +122,8 @@ def find_smallest_change(step: ResolvedStep, cluster: Cluster) -> Change | None:
         if ds is None:
             continue
         changed = step.changed(ds=_without_batch(ds), checkpointing=strategy.activation_checkpointing)
-        fit = evaluate(with_micro_batch(changed, sizes[size_steps]), cluster)
-        if fit.has_margin:
+        fit = _fit_with_margin(with_micro_batch(changed, sizes[size_steps]), cluster)
+        if fit:
             return Change(fit, tuple(_words(fit, now, micro_batch_size)))
     return None
 
@@ -208,9 +210,9 @@ def find_enough_nodes(fits: Sequence[Candidate]) -> Candidate | None:
         cluster = replace(cluster, num_nodes=2 * cluster.num_nodes)
         if any(fit.plan.global_batch_size < _ranks_on(fit.step, cluster).data_parallel_size for fit in fits):
             return None
-        if any(_fit_on(fit.step, cluster).has_margin for fit in smallest):
-            more = (_fit_on(fit.step, cluster) for fit in fits)
-            return min((fit for fit in more if fit.has_margin), key=_complexity)
+        if any(map(partial(_fit_on, cluster=cluster), smallest)):
+            more = (_fit_on(fit, cluster) for fit in fits)
+            return min(filter(None, more), key=_complexity)
     return None
 
 
@@ -218,9 +220,15 @@ def _ranks_on(step: ResolvedStep, cluster: Cluster) -> ParallelLayout:
     return replace(step.plan.ranks, world_size=cluster.world_size)
 
 
-def _fit_on(step: ResolvedStep, cluster: Cluster) -> Candidate:
-    """Estimate a step on another cluster, with a micro-batch of 1."""
-    return evaluate(with_micro_batch(step, 1, _ranks_on(step, cluster)), cluster)
+def _fit_on(fit: Candidate, cluster: Cluster) -> Candidate | None:
+    """Estimate a row on another cluster, with a micro-batch of 1; None if it does not fit with MARGIN."""
+    return _fit_with_margin(with_micro_batch(fit.step, 1, _ranks_on(fit.step, cluster)), cluster)
+
+
+def _fit_with_margin(step: ResolvedStep, cluster: Cluster) -> Candidate | None:
+    """Estimate a step; None if it does not fit with MARGIN."""
+    fit = evaluate(step, cluster) if may_fit(step, cluster) else None
+    return fit if fit and fit.has_margin else None
 
 
 def nearest_fit(fits: Sequence[Candidate]) -> Candidate:
@@ -278,7 +286,7 @@ def rank_trials(trials: Sequence[Trial], cluster: Cluster) -> Ranking:
     return Ranking(configs, recommend(fits, rates))
 
 
-#: Fewest and most rows to choose between, if so many fit.
+#: Fewest and most rows to choose between, of those that fit.
 _FEWEST_CHOICES, _MOST_CHOICES = 3, 5
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -221,6 +222,15 @@ class Candidate:
         return self.fits and self.spare_bytes >= MARGIN * self.cluster.gpu_bytes
 
     @property
+    def share_of_limit(self) -> float:
+        """Return how full the GPU or, if it is fuller, the node is, where 1 leaves just MARGIN."""
+        limit = (1 - MARGIN) * self.cluster.gpu_bytes
+        share, host = self.estimate.total_bytes / limit, self.host_spare_bytes
+        if host is None or not self.cluster.host_bytes:
+            return share
+        return max(share, (self.cluster.host_bytes - host) / ((1 - MARGIN) * self.cluster.host_bytes))
+
+    @property
     def beyond_margin_bytes(self) -> float:
         """Return the bytes that are left beyond MARGIN of the GPU and of the node, of that which has fewer."""
         host, limit = self.host_spare_bytes, self.cluster.host_bytes or 0
@@ -236,6 +246,11 @@ class Candidate:
 def evaluate(step: ResolvedStep, cluster: Cluster) -> Candidate:
     """Estimate a step's memory on a cluster."""
     return Candidate(step, estimate_memory(step, cluster.gpu.capability), cluster)
+
+
+def may_fit(step: ResolvedStep, cluster: Cluster) -> bool:
+    """Return False for a step of which a fast lower bound of its memory is too large."""
+    return estimate_least(step, cluster.gpu.capability) <= cluster.gpu_bytes
 
 
 def with_micro_batch(step: ResolvedStep, micro_batch_size: int, ranks: ParallelLayout | None = None) -> ResolvedStep:
@@ -293,7 +308,7 @@ def find_largest_fit(trial: Trial, cluster: Cluster) -> Candidate:
     if trial.is_fixed:
         return evaluate(step, cluster)
     largest = with_micro_batch(step, sizes[-1])
-    if len(sizes) == 1 or estimate_least(largest, cluster.gpu.capability) <= cluster.gpu_bytes:
+    if len(sizes) == 1 or may_fit(largest, cluster):
         fit = evaluate(largest, cluster)
         if len(sizes) == 1 or fit.has_gpu_margin:
             return fit
@@ -406,14 +421,10 @@ def find_largest_models(trials: Sequence[Trial], cluster: Cluster, family: str =
     Properties that the family does not scale are those of the trial's shape.
     """
     models: list[LargestModel] = []
-    width = WIDTH_MULTIPLE
+    search = _BoundarySearch(16 * WIDTH_MULTIPLE, WIDTH_MULTIPLE, LARGEST_WIDTH, power=3)
     for trial in trials:
         step = trial.step if trial.is_fixed else with_micro_batch(trial.step, 1)
-        fit_width = partial(_evaluate_width, step, cluster, family)
-        best = _find_boundary(width, fit_width, unit=WIDTH_MULTIPLE, largest=LARGEST_WIDTH, power=3)
-        # Neighbouring strategies have similar answers, so the next search begins at this one.
-        width = best[0] if best else WIDTH_MULTIPLE
-        fit = best[1] if best else None
+        fit = search.find(partial(_evaluate_width, step, cluster, family))
         shape = fit.step.shape if fit else None
         models.append(LargestModel(strategy_of(step.ds, step.checkpointing), fit, preset_below(shape, family)))
     return models
@@ -423,41 +434,40 @@ def _evaluate_width(step: ResolvedStep, cluster: Cluster, family: str, width: in
     return evaluate(step.changed(shape=interpolated_shape(width, step.shape, family)), cluster)
 
 
-def _find_boundary(
-    start: int, fit: Callable[[int], Candidate], *, unit: int, largest: int, power: int
-) -> tuple[int, Candidate] | None:
-    """Return the largest multiple of `unit` up to `largest` that fits with MARGIN, and its estimate.
+class _BoundarySearch:
+    """Searches for the largest sizes that fit, one strategy after the other; a search begins where the last ended."""
 
-    Memory grows about as the `power` of the size, and locally in proportion: a step goes where the line through the
-    last two estimates leaves just the margin. Every third one doubles, or halves the range, in case it does not.
-    """
-    low, high = 0, largest + unit
-    best: Candidate | None = None
-    points: list[tuple[int, float]] = []
-    size = start
-    while high - low > unit:
-        candidate = fit(size)
-        points.append((size, candidate.beyond_margin_bytes))
-        if candidate.has_margin:
-            low, best = size, candidate
-        else:
-            high = size
-        if len(points) % 3 == 0:
-            size = 2 * low if high > largest else (low + high) // 2
-        else:
-            limit = (1 - MARGIN) * candidate.cluster.gpu_bytes
-            alone = size * (limit / candidate.estimate.total_bytes) ** (1 / power)
-            size = int(_zero_of_line(*points[-2:]) if len(points) > 1 else alone)
-        size = min(max(size // unit * unit, low + unit), high - unit)
-    return None if best is None else (low, best)
+    def __init__(self, start: int, unit: int, largest: int, power: float) -> None:
+        self._start, self._unit, self._largest = start, unit, largest
+        self._size, self._power = start, power
+        """Size at which the next search begins, and the power of the size that memory grows as there."""
 
+    def find(self, fit: Callable[[int], Candidate]) -> Candidate | None:
+        """Return the estimate of the largest multiple of the unit that fits with MARGIN.
 
-def _zero_of_line(first: tuple[int, float], second: tuple[int, float]) -> float:
-    """Return where the line through two points is zero; far away if it is level."""
-    (x0, y0), (x1, y1) = first, second
-    if y0 == y1:
-        return 2 * max(x0, x1)
-    return x1 - y1 * (x1 - x0) / (y1 - y0)
+        A step goes where memory that grows as a power leaves just the margin. Every sixth one adds half, or halves the
+        range, in case it does not grow so.
+        """
+        low, high, size, tries = 0, self._largest + self._unit, self._size, 0
+        best: Candidate | None = None
+        last: tuple[int, float] | None = None
+        while high - low > self._unit:
+            candidate = fit(size)
+            share, tries = candidate.share_of_limit, tries + 1
+            if candidate.has_margin:
+                low, best = size, candidate
+            else:
+                high = size
+            if last and share != last[1]:
+                self._power = max(0.1, math.log(share / last[1]) / math.log(size / last[0]))
+            last = size, share
+            if tries % 6 == 0:
+                size = 3 * low // 2 if high > self._largest else (low + high) // 2
+            else:
+                size = int(size * share ** (-1 / self._power))
+            size = min(max(size // self._unit * self._unit, low + self._unit), high - self._unit)
+        self._size = low or self._start
+        return best
 
 
 #: Lengths of sequences to try are multiples of this many tokens.
@@ -492,15 +502,9 @@ def find_longest(trials: Sequence[Trial], cluster: Cluster, sizes: Sequence[int]
     """Return the longest sequences of every trial by the GPUs that divide one, without accumulation, at the trial's
     micro-batch if that is fixed, or 1."""
     rows = []
-    start = dict.fromkeys(sizes, _LENGTH_UNIT)
+    searches = {size: _BoundarySearch(_LENGTH_UNIT, _LENGTH_UNIT, MAX_SEQ_LEN, power=1) for size in sizes}
     for trial in trials:
-        fits: dict[int, Candidate | None] = {}
-        for size in sizes:
-            fit_length = partial(_evaluate_length, trial, cluster, size)
-            best = _find_boundary(start[size], fit_length, unit=_LENGTH_UNIT, largest=MAX_SEQ_LEN, power=1)
-            # Neighbouring strategies have similar answers, so the next search begins at this one.
-            start[size] = best[0] if best else _LENGTH_UNIT
-            fits[size] = best[1] if best else None
+        fits = {size: search.find(partial(_evaluate_length, trial, cluster, size)) for size, search in searches.items()}
         ds = trial.step.ds
         rows.append(LongestSequences(strategy_of(ds, trial.step.checkpointing), ds.cpu_checkpointing, fits))
     return rows

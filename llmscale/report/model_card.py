@@ -20,7 +20,7 @@ from llmscale.config.run_keys import needs
 from llmscale.data.mixture import TrainingSets
 from llmscale.errors import LlmscaleError
 from llmscale.report.history import load_history
-from llmscale.terminal.human_numbers import with_singulars
+from llmscale.terminal.human_numbers import count_nouns
 from llmscale.training.run_folder import STARTS_NAME
 from llmscale.untrusted.documents import load_json_lines
 from llmscale.untrusted.terminal import make_visible_line
@@ -104,8 +104,8 @@ def _facts(facts: CardFacts) -> Iterable[tuple[str, str]]:
     yield "trained on", f"{facts.checkpoint.tokens_seen:,} tokens in {facts.checkpoint.step:,} steps"
     yield (
         "trained in",
-        with_singulars(f"{_code(facts.checkpoint.precision)} on {facts.checkpoint.world_size} ranks, ZeRO stage ")
-        + str(facts.checkpoint.zero_stage),
+        f"{_code(facts.checkpoint.precision)} on {count_nouns(facts.checkpoint.world_size, 'rank')}, ZeRO stage "
+        f"{facts.checkpoint.zero_stage}",
     )
 
 

@@ -279,10 +279,11 @@ def _checkpoints(run: Start) -> str:
     config = run.config
     if config.overfit_batch is not None:
         return f"no checkpoints: each step trains on the same {count_nouns(config.overfit_batch, 'sample')}"
-    every = [f"every {config.save_every:,} steps"] if config.save_every else []
-    every += [f"every {config.save_every_minutes:g} minutes"] if config.save_every_minutes else []
+    every = [f"{config.save_every:,} steps"] if config.save_every else []
+    every += [f"{config.save_every_minutes:g} minutes"] if config.save_every_minutes else []
     permanent = f", those of every {config.keep_every:,} steps permanently" if config.keep_every else ""
-    return f"checkpoints {' and '.join([*every, 'at the end'])}, the last {config.keep_last} kept{permanent}"
+    ends = f"every {' or '.join(every)} and at the end" if every else "at the end"
+    return f"checkpoints {ends}, the last {config.keep_last} kept{permanent}"
 
 
 class ReportStartup(StepAction):
@@ -425,7 +426,7 @@ class JudgeOverfit(StepAction):
         loss = float(np.mean(gather(control, float(result.loss))))
         if result.step == 1:
             size = run.resolved.shape.padded_vocab_size
-            batches = [batch.tokens[:, 1:].numpy().ravel() for batch in result.micro_batches if not batch.is_filler]
+            batches = [batch.target_ids().numpy() for batch in result.micro_batches if not batch.is_filler]
             counts = np.bincount(np.concatenate([np.empty(0, np.int64), *batches]), minlength=size)
             self._first_loss, self._entropy = loss, entropy(np.sum(gather(control, counts), axis=0))
         if result.step == run.resolved.total_steps:
@@ -506,17 +507,18 @@ def validation_loss(
 
     Every rank must bring equally many batches: ZeRO-3 gathers weights in every forward pass.
     """
-    totals = torch.zeros(2, dtype=torch.float64)
+    totals = torch.zeros(3, dtype=torch.float64)
     engine.eval()
     with torch.no_grad():
         for batch in batches:
             tokens = batch.tokens.to(device)
-            loss = engine(tokens[:, :-1], tokens[:, 1:])
-            totals += torch.tensor([float(loss) * batch.weight, batch.weight], dtype=torch.float64)
+            loss = engine(tokens[:, :-1], tokens[:, 1:], **batch.counted(device))
+            sums = [float(loss) * batch.weight, batch.target_weight, batch.weight]
+            totals += torch.tensor(sums, dtype=torch.float64)
     engine.train()
     totals = totals.to(device)
     dist.all_reduce(totals)
-    return float(totals[0] / totals[1]), int(totals[1]) // ranks_of_sequence
+    return float(totals[0] / totals[1]), int(totals[2]) // ranks_of_sequence
 
 
 class EvaluateTasks(StepAction):

@@ -451,6 +451,7 @@ RUNS = [
     ("train --config none.yaml", r"none.yaml: No such file or directory"),
     ("train --config broken.yaml", r"broken.yaml is not valid yaml: .*line 2"),
     ("train --steps 5 --tokens 500", r"steps and tokens say the same thing in other units"),
+    ("train --minutes 5 --tokens 500", r"tokens and minutes say the same thing in other units"),
     ("train --allow-changed sed", r"allow_changed = 'sed' is not known. Did you mean 'seed'\?"),
     ("train --data none", r"none does not exist. Make it with `llmscale data prepare --input PATH"),
     ("train --data adir", r"adir is empty. Make it with `llmscale data prepare --input PATH"),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.dry_run.engine import dry_run
-from llmscale.memory.estimate import PHASES, MemoryEstimate, estimate_memory
+from llmscale.memory.estimate import PHASES, MemoryEstimate, estimate_least, estimate_memory
 from tests.memory.random_cells import SMALL, Cell, draw_cell
 
 CELLS = Path(__file__).with_name("cells.jsonl")
@@ -40,6 +40,7 @@ def test_random_steps_are_as_the_walk_over_allocations_counted_them() -> None:
     errors, host_errors = [], []
     for cell, true in read_cells():
         estimate = estimate_memory(cell.resolve())
+        assert estimate_least(cell.resolve()) <= estimate.allocated_bytes
         error = estimate.allocated_bytes / max(true[phase] for phase in PHASES) - 1
         assert abs(error) <= bar(cell), (f"{error:+.2%}", cell)
         errors.append(abs(error))

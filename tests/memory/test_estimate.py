@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from llmscale.architecture.shape import GPTShape, build_shape
+from llmscale.cli.estimate_details import compare_with_dry_run
 from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.resolve import ResolvedStep
-from llmscale.dry_run.comparison import compare_with_dry_run
 from llmscale.dry_run.engine import dry_run
 from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import Breakdown
@@ -20,7 +20,6 @@ from llmscale.memory.estimate import (
     CONTEXT_BYTES,
     PHASES,
     MemoryEstimate,
-    estimate_least,
     estimate_memory,
     step_activations,
 )
@@ -384,12 +383,3 @@ def test_checkpoints_on_the_host_are_counted_there() -> None:
     )
     assert on_host.estimate.host_bytes > 0 == on_gpu.estimate.host_bytes
     assert on_host.estimate.allocated_bytes < on_gpu.estimate.allocated_bytes
-
-
-def test_activations_and_unsharded_parameters_are_a_lower_bound() -> None:
-    for stage in range(4):
-        found = fit(config(stage, "bf16"), SHAPE, "none")
-        least, estimate = estimate_least(found.step), found.estimate
-        activations = step_activations(found.step)
-        parameters = 0 if stage == 3 else 2 * SHAPE.num_parameters
-        assert least == int(activations.peak_bytes) + parameters < estimate.allocated_bytes

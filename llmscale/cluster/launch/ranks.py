@@ -22,7 +22,7 @@ import psutil
 
 from llmscale.cluster.remote import search_path
 from llmscale.training.live_view import GIVE_BACK
-from llmscale.training.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS, describe_death, read_stat
+from llmscale.training.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS, Interrupts, describe_death, read_stat
 from llmscale.training.watchdog import REPORTS_VARIABLE, STACKS_SIGNAL
 
 # ---------------------------------------------------------------- processes by number, from /proc
@@ -264,12 +264,12 @@ class LocalRanks:
     def _follow(self, ranks: Sequence[subprocess.Popen[bytes]], handled: set[signal.Signals]) -> int:
         ended: list[int] = []
         deadline = float("inf")
-        num_sigints = 0
+        interrupts = Interrupts()
         while True:
             received = signal.sigtimedwait(handled, _TICK_S)
             if received is not None and received.si_signo != signal.SIGCHLD:
-                num_sigints += received.si_signo == signal.SIGINT
-                if num_sigints == 2:
+                # The ranks count and answer, too.
+                if received.si_signo == signal.SIGINT and interrupts.add():
                     return 128 + signal.SIGINT
                 for rank in ranks:
                     if rank.poll() is None:

@@ -82,9 +82,7 @@ def _check_index(index: dict[str, object], split: str, manifest: Manifest, where
 def _expected_entry(shard: ShardInfo, manifest: Manifest) -> IndexEntry:
     """Return a shard's index entry as the manifest implies it; for a compressed one without `zip_data`."""
     return {
-        "column_encodings": [manifest.column_encoding],
-        "column_names": ["tokens"],
-        "column_sizes": [manifest.window_bytes],
+        **manifest.columns,
         "compression": manifest.compression or None,
         "format": "mds",
         "hashes": [manifest.hash_algorithm],

@@ -401,6 +401,20 @@ class HuggingFaceTokenizer(Tokenizer):
             for text, ids in zip(texts, arrays, strict=True)
         ]
 
+    def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the token ids of a text, and the place in it at which each ends."""
+        with _one_line(f"{self.spec}/{JSON_NAME} cannot encode the text"):
+            encoding = self._fast.encode(text, add_special_tokens=False)
+        return list(encoding.ids), [end for _, end in encoding.offsets]
+
+    def parsing_special(self) -> HuggingFaceTokenizer:
+        """Return the tokenizer that encodes special tokens in a text as such."""
+        return HuggingFaceTokenizer(self.files, ends=self.ends, parse_special=True)
+
+    def special_texts(self) -> tuple[str, ...]:
+        """Return the texts of the special tokens."""
+        return tuple(str(entry["content"]) for entry in _added(self._plain) if entry.get("special"))
+
     def _encode_cut(self, text: str) -> list[int]:
         """Encode text whose characters the model would turn into a special token, by cutting it within."""
         with _one_line(f"{self.spec}/{JSON_NAME} cannot encode the text"):

@@ -1,0 +1,224 @@
+"""Rows of `llmscale estimate` as records, and their table. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from llmscale.cli.answers import CATEGORIES, table
+from llmscale.cli.estimate_request import EstimateRequest
+from llmscale.config.deepspeed.schema import Precision
+from llmscale.config.hardware import Cluster
+from llmscale.memory.breakdown import GIB, format_size
+from llmscale.memory.estimate import RESERVED_PER_ALLOCATED, MemoryEstimate
+from llmscale.planning.recommend import (
+    RankedConfig,
+    Ranking,
+    choose_between,
+    distinct_rows,
+    rank_trials,
+)
+from llmscale.planning.search import (
+    MARGIN,
+    PROCESS_BYTES,
+    Candidate,
+    Strategy,
+)
+from llmscale.planning.step_time import Throughput
+from llmscale.terminal.table import output_width
+
+EXIT_NOTHING_FITS = 1
+#: Width of a table of rows in a file or a pipe; with --wide no column is left out.
+_TABLE_WIDTH, _ANY_WIDTH = 100, 1_000_000
+STRATEGY_HEADS = {
+    "strategy.stage_words": "ZeRO",
+    "strategy.offload": "offload",
+    "strategy.activation_checkpointing": "checkpt",
+}
+_ROW_HEADS = {"gpu": "GPU", "usd_per_gpu_hour": "$/h", "ds_config": "ds_config", **STRATEGY_HEADS, "batch": "batch"}
+_ROW_HEADS |= {"filler_share": "fillers"}
+#: Columns that `total` consists of.
+_PART_HEADS = {f"estimate.peak.{name}": head for name, head in CATEGORIES.items()} | {
+    "estimate.reserve_bytes": "reserve",
+    "estimate.context_bytes": "context",
+}
+_TOTAL_HEADS = {"estimate.total_bytes": "total", "verdict": "  fits"}
+_RATE_HEADS = {
+    "host_bytes_per_node": "host",
+    "nvme_bytes_per_node": "NVMe",
+    "tokens_per_second": "tok/s",
+    "mfu": "MFU",
+    "usd_per_billion_tokens": "$ per 1B",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run on the GPUs, with its memory and its speed."""
+
+    ds_config: str | None
+    strategy: Strategy
+    precision: Precision
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    filler_share: float
+    grad_accum_dtype: str
+    estimate: MemoryEstimate
+    fits: bool
+    has_margin: bool
+    spare_bytes: int
+    host_bytes_per_node: int
+    nvme_bytes_per_node: int
+    throughput: Throughput | None
+    gpu: str | None
+    """Name of the GPU, where several are compared."""
+    usd_per_gpu_hour: float | None
+    usd_per_billion_tokens: float | None
+    """Price of the GPUs for a billion tokens; None if it does not fit, or without the price of a GPU-hour."""
+    verdict: str
+    """Sentence on whether it fits, and by how much."""
+
+    @property
+    def batch(self) -> str:
+        return f"{self.micro_batch_size} x {self.gradient_accumulation_steps}"
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Return the rate of a row that fits."""
+        return self.throughput.tokens_per_second if self.throughput and self.fits else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Return the MFU of a row that fits."""
+        return self.throughput.mfu if self.throughput and self.fits else None
+
+
+def make_row(
+    row: RankedConfig, name: str | None = None, gpu: str | None = None, usd_per_gpu_hour: float | None = None
+) -> Row:
+    """Return the record of a ranked run."""
+    fit, rate = row.fit, row.throughput
+    usd = None
+    if rate and fit.fits and usd_per_gpu_hour:
+        usd = usd_per_gpu_hour * fit.cluster.world_size / 3600 / rate.tokens_per_second * 1e9
+    return Row(
+        ds_config=name,
+        strategy=fit.strategy,
+        precision=fit.step.precision,
+        micro_batch_size=fit.plan.micro_batch_size,
+        gradient_accumulation_steps=fit.plan.gradient_accumulation_steps,
+        filler_share=fit.plan.filler_share,
+        grad_accum_dtype=fit.step.engine_config.grad_accum_dtype,
+        estimate=fit.estimate,
+        fits=fit.fits,
+        has_margin=fit.has_margin,
+        spare_bytes=fit.spare_bytes,
+        host_bytes_per_node=fit.host_bytes_per_node,
+        nvme_bytes_per_node=fit.nvme_bytes_per_node,
+        throughput=rate,
+        gpu=gpu,
+        usd_per_gpu_hour=usd_per_gpu_hour,
+        usd_per_billion_tokens=usd,
+        verdict=_verdict(fit),
+    )
+
+
+def _verdict(fit: Candidate) -> str:
+    if fit.spare_bytes < 0:
+        return f"  no, {-fit.spare_bytes / GIB:,.1f} over"
+    host = fit.host_spare_bytes
+    if host is not None and host < 0:
+        return f"  no, host {-host / GIB:,.0f} over"
+    tight = "" if fit.has_margin else ", host tight" if fit.has_gpu_margin else ", tight"
+    return f"  {fit.spare_bytes / GIB:.1f} free{tight}"
+
+
+def row_heads(*, wide: bool) -> dict[str, str]:
+    peak = {"estimate.peak_moment": "peak in"} if wide else {}
+    return _ROW_HEADS | (_PART_HEADS if wide else {}) | _TOTAL_HEADS | peak | _RATE_HEADS
+
+
+def question_values(request: EstimateRequest) -> dict[str, object]:
+    """Return model, machines and assumptions."""
+    cluster, step = request.cluster, request.trials[0].step
+    return {
+        "shape": step.shape,
+        "global_batch_size": step.plan.global_batch_size,
+        "optimizer": step.optimizer.name,
+        "gpu": cluster.gpu,
+        "interconnect": cluster.interconnect.name,
+        "machines": {
+            "num_nodes": cluster.num_nodes,
+            "gpus_per_node": cluster.gpus_per_node,
+            "gpu_bytes": cluster.gpu_bytes,
+            "host_bytes": cluster.host_bytes,
+            "world_size": cluster.world_size,
+        },
+        "assumed": {
+            "reserved_per_allocated": RESERVED_PER_ALLOCATED,
+            "margin": MARGIN,
+            "host_bytes_per_process": PROCESS_BYTES,
+        },
+    }
+
+
+@dataclass(frozen=True)
+class RowsAnswer:
+    """Every row of a question, and the one to take."""
+
+    request: EstimateRequest
+    ranking: Ranking
+    rows: list[Row]
+
+    @property
+    def chosen(self) -> int | None:
+        return self.ranking.recommendation.index if self.ranking.recommendation else None
+
+    def values(self) -> dict[str, object]:
+        """Return what JSON has."""
+        chosen = self.ranking.recommendation
+        recommended = None if chosen is None else {"row": chosen.index, "why": chosen.why}
+        return question_values(self.request) | {"rows": self.rows, "recommended": recommended}
+
+
+def find_rows(request: EstimateRequest, gpu: str | None = None, usd_per_gpu_hour: float | None = None) -> RowsAnswer:
+    """Fit and rank every run of a question. `gpu`: its name, where several are compared."""
+    ranking = rank_trials(request.trials, request.cluster)
+    names: Sequence[str | None] = request.names or [None] * len(ranking.configs)
+    rows = [make_row(row, name, gpu, usd_per_gpu_hour) for row, name in zip(ranking.configs, names, strict=True)]
+    return RowsAnswer(request, ranking, rows)
+
+
+def row_lines(answer: RowsAnswer, *, is_complete: bool, wide: bool) -> Iterator[str]:
+    """Yield the rows in GiB; `*` marks the recommended one."""
+    rows, ranking = answer.rows, answer.ranking
+    distinct = [*range(len(rows))] if answer.request.names else distinct_rows(ranking)
+    indices = distinct if is_complete or answer.request.names else choose_between(ranking)
+    group = "strategy.zero_stage" if is_complete and not answer.request.names else ""
+    chosen = None if answer.chosen is None else rows[answer.chosen]
+    width = _ANY_WIDTH if wide else output_width() or _TABLE_WIDTH
+    shown = [rows[index] for index in indices]
+    yield from table(row_heads(wide=wide), shown, is_marked=lambda row: row is chosen, group=group, width=width)
+    yield ""
+    hidden = len(distinct) - len(indices)
+    more = [f"--all: {hidden} more rows"] if hidden else []
+    yield (
+        "GiB per GPU at the peak, host and NVMe per node; batch: micro-batch x accumulation. "
+        f"{'; '.join([*more, '--wide: all parts', '--why: what is assumed', '--explain: activations'])}."
+    )
+
+
+def margin_line() -> str:
+    """Return a note on the memory that a row must leave."""
+    return (
+        f"Micro-batches leave {MARGIN:.0%} of a GPU and of a node free, because no GPU has calibrated these estimates; "
+        "tight: less is free."
+    )
+
+
+def host_words(cluster: Cluster) -> str:
+    """Return how the host memory of offloaded states is checked."""
+    if not cluster.host_bytes:
+        return "not checked: --host-memory-gib"
+    processes = f"{cluster.gpus_per_node} x {format_size(PROCESS_BYTES)} for processes (assumed)"
+    return f"with {processes} checked against {format_size(cluster.host_bytes)} (--host-memory-gib)"
