@@ -85,10 +85,14 @@ class MemoryTracker(TorchDispatchMode):
         classify: Classify | None = None,
         workspace: Workspace | None = None,
         keep_events: bool = False,
+        number_elsewhere: float = 0.0,
     ) -> None:
-        """`device`: device whose storages count; others only add to `elsewhere_bytes`."""
+        """`device`: device whose storages count; others only add to `elsewhere_bytes`.
+
+        `number_elsewhere`: what `.item()` returns of a floating-point tensor on another device.
+        """
         super().__init__()
-        self._device = device
+        self._device, self._number_elsewhere = device, number_elsewhere
         self._elsewhere: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self.events: list[Event] = []
         """Allocations and releases in order, if `keep_events`."""
@@ -171,7 +175,9 @@ class MemoryTracker(TorchDispatchMode):
             assert isinstance(args[0], Tensor)
             if args[0].dtype is torch.bool:
                 return False
-            return 0.0 if args[0].is_floating_point() else 0
+            if args[0].is_floating_point():
+                return 0.0 if args[0].device == self._device else self._number_elsewhere
+            return 0
         if func is _aten.equal.default:
             return True
         result = func(*args, **(kwargs or {}))

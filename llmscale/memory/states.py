@@ -242,6 +242,12 @@ class _Zero:
     def muon(self) -> float:
         return max(map(self.orthogonalising, self.groups))
 
+    @property
+    def factored(self) -> float:
+        """Bytes of Adafactor's second moments of the largest matrix, which become its update."""
+        sizes = [tensor.elements for group in self.groups for tensor in group.tensors if group.optimizer.is_factored]
+        return 4 * max(sizes, default=0)
+
     def orthogonalising(self, group: _Group) -> float:
         """Bytes to orthogonalise the largest matrix in bf16, copied or gathered in fp32 where the rank lacks it."""
         if not group.optimizer.is_orthogonalised:
@@ -378,7 +384,9 @@ def _stage0(z: _Zero) -> States:
     before = z.trained * (z.sum if z.weight == 2 else z.weight) if z.accumulates else 0
     casting = z.weight * z.order[-1].elements if z.accumulates and z.sum > z.weight else 0
     states = sum(
-        (group.optimizer.state_bytes - 4) * sum(tensor.elements for tensor in group.tensors) for group in z.groups
+        (group.optimizer.state_bytes - 4) * tensor.elements + group.optimizer.sums_bytes(tensor.parameter)
+        for group in z.groups
+        for tensor in group.tensors
     )
 
     def gradients(done: float) -> Added:
@@ -394,7 +402,7 @@ def _stage0(z: _Zero) -> States:
         end=_largest(
             [Added(gradients=before, temporaries=casting), Added(gradients=complete, buckets=z.allreduce(z.weight))]
         ),
-        step=Added(gradients=complete, temporaries=master + z.muon),
+        step=Added(gradients=complete, temporaries=master + max(z.muon, z.factored)),
     )
 
 

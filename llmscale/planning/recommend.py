@@ -119,7 +119,7 @@ def find_smallest_change(step: ResolvedStep, cluster: Cluster) -> Change | None:
     sizes = [micro_batch_size, *(size for size in reversed(cheapest_sizes(step)) if size < micro_batch_size)]
     for size_steps, strategy in _alternatives(len(sizes), now):
         ds = step.ds if strategy == now else change_strategy(step.ds, strategy)
-        if ds is None:
+        if ds is None or (ds.zero_stage and not step.optimizer.steps_shards):
             continue
         changed = step.changed(ds=_without_batch(ds), checkpointing=strategy.activation_checkpointing)
         fit = _fit_with_margin(with_micro_batch(changed, sizes[size_steps]), cluster)

@@ -284,7 +284,10 @@ def try_strategies(
     hpz_ranks: int = 1,
     nvme_path: str = DEFAULT_NVME_PATH,
 ) -> list[Trial]:
-    """Return the run with every strategy that DeepSpeed can train in its precision, in these modes of checkpointing."""
+    """Return the run with every strategy that DeepSpeed can train in its precision, in these modes of checkpointing.
+
+    Raises ConfigError if there is none.
+    """
     step = trial.step
     divides = step.plan.ranks.expert_parallel_size > 1
     trials = []
@@ -293,6 +296,11 @@ def try_strategies(
         can_train = can_train and not (step.optimizer.frozen and ds.offload_param_device == "nvme")
         if can_train and (ds.zero_stage or not divides):
             trials.append(replace(trial, step=step.changed(ds=ds, checkpointing=mode)))
+    if not trials:
+        raise ConfigError(
+            f"optimizer '{step.optimizer.name}' runs at ZeRO stage 0 only, which trains neither in fp16 nor with "
+            f"divided experts; this run is in {step.precision}. Use --optimizer adamw."
+        )
     return trials
 
 

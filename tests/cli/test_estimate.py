@@ -463,16 +463,20 @@ def test_which_stage_for_which_network(run: Callable[..., tuple[int, str, str]])
     assert 1 < gains[0] < gains[1] < gains[2]
 
 
-def test_muons_states_are_smaller_and_adafactor_has_no_estimate(
+def test_muons_and_adafactors_states_are_smaller(
     run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]]
 ) -> None:
     flags = (*COMMAND, "--ds", "zero0", "--micro-batch-size", "1")
-    values = {name: read_json(*flags, "--optimizer", name)[1]["rows"][0] for name in ("adamw", "muon")}
+    values = {name: read_json(*flags, "--optimizer", name)[1]["rows"][0] for name in ("adamw", "muon", "adafactor")}
     held = {name: row["estimate"]["moments"]["forward"]["optimizer_bytes"] for name, row in values.items()}
     assert held["adamw"] - held["muon"] == pytest.approx(4 * 48 * 12 * 1600**2, rel=1e-3)
-    status, _, error = run(*flags, "--optimizer", "adafactor")
-    assert status == 2
-    assert "the memory of adafactor is not modelled" in error and "--optimizer adamw with --ds zero0" in error
+    assert held["adamw"] - held["adafactor"] == pytest.approx(8 * 48 * 12 * 1600**2, rel=0.06)
+    rows = read_json(*COMMAND, "--optimizer", "adafactor")[1]["rows"]
+    assert {row["strategy"]["zero_stage"] for row in rows} == {0}
+    words = ("estimate", "--model", "gpt2-124m", "--optimizer", "adafactor", "--gpu")
+    for refused in (("a100-40gb", "--ds", "zero2"), ("t4",)):
+        status, _, error = run(*words, *refused)
+        assert status == 2 and "Use --optimizer adamw" in error
 
 
 LONGEST = ("estimate", "--max-seq-len", "--model", "llama3-8b", "--gpu", "h100-80gb")

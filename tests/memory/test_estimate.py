@@ -6,12 +6,14 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.cli.estimate_details import compare_with_dry_run
 from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
+from llmscale.config.optimizers import ADAFACTOR
 from llmscale.config.resolve import ResolvedStep
 from llmscale.dry_run.engine import dry_run
 from llmscale.errors import ConfigError
@@ -383,3 +385,19 @@ def test_checkpoints_on_the_host_are_counted_there() -> None:
     )
     assert on_host.estimate.host_bytes > 0 == on_gpu.estimate.host_bytes
     assert on_host.estimate.allocated_bytes < on_gpu.estimate.allocated_bytes
+
+
+def test_adafactors_states_are_those_of_a_real_step() -> None:
+    from llmscale.engine.optimizers import build_optimizer
+    from llmscale.model.gpt import GPT
+
+    shape = build_shape({**ODD, **LLAMA, "num_experts": 4, "experts_per_token": 2, "expert_width": 64})
+    model = GPT(shape, seed=0)
+    optimizer = build_optimizer(
+        model, shape.tensors.kinds, ADAFACTOR, lr=0.1, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8
+    )
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = sum(value.nbytes for states in optimizer.state.values() for name, value in states.items() if name != "step")
+    assert ADAFACTOR.state_bytes(shape.architecture) - 4 * shape.num_parameters == held
