@@ -416,12 +416,29 @@ def test_the_largest_model_of_a_family_is_scaled_by_its_presets(run: Callable[..
     assert "blocks are gpt-modern-124m's" in run(*words, "--model", "gpt-modern-124m")[1]
 
 
-def test_the_picture(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_the_picture_has_the_rows_of_the_answer_and_ends_near_the_gpus_memory(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
-    path = tmp_path / "memory.png"
-    assert run(*COMMAND, "--plot", str(path))[0] == 0
+    from llmscale.report import memory_plot
+    from llmscale.report.save_figure import save_figure
+
+    path, drawn = tmp_path / "memory.png", []
+
+    def save(figure, path: Path) -> None:  # type: ignore[no-untyped-def]
+        (axes,) = figure.axes
+        drawn.append((len(axes.get_yticks()), axes.get_xlim()[1], {text.get_text() for text in axes.texts}))
+        save_figure(figure, path)
+
+    monkeypatch.setattr(memory_plot, "save_figure", save)
+    words = ("estimate", "--model", "gpt3-13b", "--gpu", "a100-40gb", "--num-gpus", "4", "--plot", str(path))
+    for flags in ((), ("--all",)):
+        assert run(*words, *flags)[0] == 0
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert path.stat().st_size > 20_000
+    (few, few_end, _), (everything, end, numbers) = drawn
+    assert 3 <= few <= 5 < everything == 27
+    assert few_end == end < 1.25 * 39.25
+    assert "264.4 »" in numbers
     status, _, error = run(*COMMAND, "--plot", str(tmp_path / "memory.nonsense"))
     assert status == 2
     assert "'.nonsense' is not legal. Legal: .png" in error
