@@ -447,14 +447,14 @@ def _stage1(z: _Zero) -> States:
 
     complete = Added(gradients=z.sum * z.trained + of_last, buckets=bucket)
     # In fp16 with sums in fp32 other ranks' gradients are views of the bucket, which stays.
-    kept = bucket if compact and z.ranks > 1 else 0
+    stays = bucket if compact and z.ranks > 1 else 0
     return States(
         resident=_resident12(z),
         before=before,
         gradients=gradients,
         handing=handing,
         end=_largest([complete, *_reductions1(z, compact)]),
-        step=Added(gradients=part, buckets=kept, temporaries=_update12(z, compact)),
+        step=Added(gradients=part, buckets=stays, temporaries=_update12(z, compact)),
         host_bytes=_host12(z, compact),
     )
 
@@ -633,8 +633,8 @@ def _stage3(z: _Zero, gathered: Gathered | None) -> States:
     zero, setup, tensors = z.zero, z.setup, z.tensors.all
     on_host = zero.offload_param.device != "none"
     shards = 0 if on_host else z.weight * sum(tensor.elements / setup.ranks_of(tensor) for tensor in tensors)
-    kept = persistent_parameters(tensors, setup).values() if gathered else ()
-    persistent = z.weight * sum(tensor.elements for tensor in kept)
+    gathered_always = persistent_parameters(tensors, setup).values() if gathered else ()
+    persistent = z.weight * sum(tensor.elements for tensor in gathered_always)
     copies = sum(second_copies(tensors, setup).values())
     bucket = z.bucket * z.sent if zero.contiguous_gradients else 0
     shard = max(tensor.elements / setup.ranks_of(tensor) for tensor in z.order)

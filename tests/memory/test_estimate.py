@@ -94,12 +94,12 @@ def check(ds: DsConfig, shape: GPTShape, mode: CheckpointingMode, world_size: in
     check_fit(fit(ds, shape, mode, world_size, accumulation))
 
 
-def check_fit(found: Candidate) -> None:
-    counted = peak_of_dry_run(found)
+def check_fit(candidate: Candidate) -> None:
+    counted = peak_of_dry_run(candidate)
     for phase, breakdown in counted.items():
-        assert found.estimate.phase(phase).total_bytes == pytest.approx(breakdown.total_bytes, rel=TOLERANCE), phase
+        assert candidate.estimate.phase(phase).total_bytes == pytest.approx(breakdown.total_bytes, rel=TOLERANCE), phase
     peak = max(breakdown.total_bytes for breakdown in counted.values())
-    assert 1 - PEAK_TOO_LOW <= found.estimate.allocated_bytes / peak <= 1 + PEAK_TOO_HIGH
+    assert 1 - PEAK_TOO_LOW <= candidate.estimate.allocated_bytes / peak <= 1 + PEAK_TOO_HIGH
 
 
 #: One of everything, each with the shape that it matters most for.
@@ -222,10 +222,10 @@ def test_a_rank_receives_no_more_rows_than_its_experts_can_take() -> None:
 def test_divided_experts_have_a_part_of_the_parameters_and_as_many_states() -> None:
     shape = SPARSE["mixtral"]
     steps = [divided_experts(1, size) for size in (1, 4)]
-    whole, part = (zero_states(step.rank_tensors, zero_setup(step)).resident for step in steps)
+    undivided, part = (zero_states(step.rank_tensors, zero_setup(step)).resident for step in steps)
     experts = sum(tensor.elements for tensor in shape.tensors.all if tensor.parameter.is_stacked)
-    assert whole.parameters_bytes - part.parameters_bytes == pytest.approx(2 * experts * 3 / 4, rel=1e-3)
-    assert part.optimizer_bytes == pytest.approx(whole.optimizer_bytes, rel=1e-3)
+    assert undivided.parameters_bytes - part.parameters_bytes == pytest.approx(2 * experts * 3 / 4, rel=1e-3)
+    assert part.optimizer_bytes == pytest.approx(undivided.optimizer_bytes, rel=1e-3)
     with pytest.raises(ConfigError, match=r"cannot divide experts .* stage 0"):
         divided_experts(0, 4)
 

@@ -28,12 +28,12 @@ def is_zero_3_of_2021(run: PublishedRun) -> bool:
 
 
 def test_error_on_runs_that_count_is_as_documented(error_of: dict[str, float]) -> None:
-    found = errors([run for run in RUNS if run.counts], error_of)
-    assert len(found) == 51
-    assert np.median(abs(found)) < 0.085
-    assert np.quantile(abs(found), 0.9) < 0.21
+    differences = errors([run for run in RUNS if run.counts], error_of)
+    assert len(differences) == 51
+    assert np.median(abs(differences)) < 0.085
+    assert np.quantile(abs(differences), 0.9) < 0.21
     # It is rather too fast than too slow.
-    assert 0.03 < np.median(found) < 0.07
+    assert 0.03 < np.median(differences) < 0.07
 
 
 #: Words of the nine sources' names.
@@ -66,8 +66,8 @@ def test_with_the_six_worst_that_do_not_count_for_their_attention_it_is_still_wi
 
 def test_zero_3_of_2021_was_slower_by_as_much_as_is_said(error_of: dict[str, float]) -> None:
     """Not a success of the model: how far its extrapolation is from six runs at 175B and 530B parameters."""
-    found = errors([run for run in RUNS if is_zero_3_of_2021(run)], error_of) + 1
-    assert (min(found), max(found)) == (pytest.approx(1.5, abs=0.05), pytest.approx(2.8, abs=0.1))
+    ratios = errors([run for run in RUNS if is_zero_3_of_2021(run)], error_of) + 1
+    assert (min(ratios), max(ratios)) == (pytest.approx(1.5, abs=0.05), pytest.approx(2.8, abs=0.1))
 
 
 def test_every_run_has_a_source_and_what_does_not_count_a_reason() -> None:
