@@ -184,13 +184,10 @@ class MemoryTracker(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
                 self._observe(leaf, func, args)
-        if self._workspace is not None and self._is_here(args):
+        tensors = (tensor for tensor in args if isinstance(tensor, Tensor))
+        if self._workspace is not None and all(self._device in (None, tensor.device) for tensor in tensors):
             self._use_workspace(self._workspace(func, args), str(func))
         return result
-
-    def _is_here(self, args: tuple[object, ...]) -> bool:
-        """Return whether an operator over these arguments runs on the tracked device."""
-        return all(self._device in (None, tensor.device) for tensor in args if isinstance(tensor, Tensor))
 
     def _observe(self, tensor: Tensor, func: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
         storage = tensor.untyped_storage()
