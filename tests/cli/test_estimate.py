@@ -496,6 +496,47 @@ def test_muons_and_adafactors_states_are_smaller(
         assert status == 2 and "Use --optimizer adamw" in error
 
 
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ("--model gpt2-1.5b --gpu a100-40gb --num-gpus 8 --interconnect list", 2),
+        ("--hf {too_large} --gpu t4", 1),
+        ("--max-seq-len --model llama3-8b --gpu h100-80gb --activation-checkpointing full --ds zero0", 1),
+        ("--max-model --gpu-memory-gib 1 --bf16-tflops 9 --activation-checkpointing none", 1),
+    ],
+)
+def test_what_has_no_answer_is_a_status(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path, words: str, status: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(NEOX | {"hidden_size": 2**16, "intermediate_size": 2**18}))
+    assert run("estimate", *words.format(too_large=tmp_path).split())[0] == status
+
+
+def test_what_a_ds_config_a_preset_and_an_old_gpu_decide(
+    read_json: Callable[..., tuple[int, dict]], tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 2}))
+    words = (
+        "estimate",
+        "--model",
+        "llama3-1b",
+        "--seq-len",
+        "2048",
+        "--precision",
+        "fp16",
+        "--global-batch-size",
+        "64",
+    )
+    words += ("--ds", str(path))
+    old, new = (read_json(*words, "--gpu", gpu)[1] for gpu in ("v100-32gb", "a100-40gb"))
+    assert new["shape"]["vocab_size"] == 128_256
+    assert new["rows"][0]["micro_batch_size"] == 2
+    # Before Ampere the kernel takes repeated keys and values.
+    before, after = (values["rows"][0]["estimate"]["moments"]["block backward"] for values in (old, new))
+    assert before["activations_bytes"] > after["activations_bytes"]
+
+
 LONGEST = ("estimate", "--max-seq-len", "--model", "llama3-8b", "--gpu", "h100-80gb")
 
 
