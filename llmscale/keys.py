@@ -77,6 +77,8 @@ class Key:
     the last part of a path or URL. private: nothing. Numbers and words of a list leave it as they are."""
     metavar: str = ""
     """Name of the value in help; default: from the type."""
+    usual: bool = False
+    """True if `train --help` shows it; `--help all` shows every key."""
     of_model: Literal["", "size", "block", "experts", "training"] = ""
     """Kind of a field of GPTShape. size: the runs of a ladder differ in it. experts: without effect in a model that has
     none. training: in no config.json."""

@@ -23,6 +23,8 @@ MAX_WIDTH = 1 << 20
 MAX_SEQ_LEN = 1 << 24
 MAX_VOCAB = 1 << 24
 MAX_ROPE_THETA = 1e15
+#: Rank of an adapter; LoRA papers end at some hundred.
+MAX_RANK = 1 << 14
 #: Factors of a learning rate, or of the scores of experts.
 MAX_FACTOR = 1e6
 
@@ -31,6 +33,7 @@ Heads = Annotated[int, Le(MAX_HEADS)]
 Experts = Annotated[int, Le(MAX_EXPERTS)]
 Width = Annotated[int, Le(MAX_WIDTH)]
 Positions = Annotated[int, Le(MAX_SEQ_LEN)]
+Rank = Annotated[int, Le(MAX_RANK)]
 TokenIds = Annotated[int, Le(MAX_VOCAB)]
 Wavelength = Annotated[float, Le(MAX_ROPE_THETA)]
 Factor = Annotated[float, Le(MAX_FACTOR)]

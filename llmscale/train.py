@@ -147,7 +147,7 @@ def train(start: Start, stop: StopRequest, heartbeat: Heartbeat, began: float, a
 
     with explained_out_of_memory(start), open_session(start, stop, heartbeat, began, announcer) as session:
         is_starting = True
-        while session.step < start.resolved.total_steps or (
+        while session.step < session.run.resolved.total_steps or (
             session.rolls_back_at_end() and roll_back(session, heartbeat)
         ):
             step = session.step

@@ -26,6 +26,10 @@ from llmscale.config.run_flags import describe_keys, show_default  # noqa: E402
 from llmscale.config.run_keys import needs  # noqa: E402
 
 _FAR = 100_000
+#: Sign of the keys without effect on a check of one batch.
+_DAGGER = "†"
+#: End of a meaning that the column of defaults has instead.
+_OF_PRESET = "; default: the preset's."
 PAGE = REPOSITORY / "docs" / "configuration.md"
 _START = """\
 # Configuration: every key
@@ -45,6 +49,7 @@ llmscale train --config run.yaml --lr 3e-4
 Each key is a flag of `llmscale train`, too (`global_batch_size`: `--global-batch-size`). Flags override the run file,
 and the file overrides the defaults. A run file is YAML or TOML with the keys of the first tables; a ds_config is
 DeepSpeed's JSON, and a mixture a YAML. An unknown key or a wrong value is one error line, before anything is written.
+† marks keys without effect with `--overfit-batch`.
 
 An editor completes and checks a run file or a mixture by its JSON schema: `llmscale schema run > run.schema.json`, and
 `llmscale schema mix` for mixtures. With yaml-language-server (Red Hat's YAML extension of VS Code, Neovim, Emacs) the
@@ -59,7 +64,7 @@ _DS = """\
 The JSON for `--ds`; `ds_configs/` has one for each ZeRO stage, and files of Hugging Face, Megatron-DeepSpeed and the
 like are read ([ds_configs](../ds_configs/README.md#your-own-file)). Other keys of DeepSpeed are refused, all at once,
 because a run could not honour them. `"auto"` is resolved from the run. An absent section is off. Sizes are in elements.
-A key without a meaning is explained in [DeepSpeed's reference](https://www.deepspeed.ai/docs/config-json/).
+A key without a meaning, its default in brackets, is in [DeepSpeed's reference](https://www.deepspeed.ai/docs/config-json/).
 """
 _MIX = """\
 ## Mixture
@@ -102,21 +107,38 @@ def _ds_sections(file: Mapping[str, Any], texts: Mapping[tuple[str, str], str]) 
         yield f"### `{path}`\n" if path else "### Top level\n"
         if path and "description" in model:
             yield f"{model['description']}\n"
-        yield _table(rows)
+        yield from _ds_rows(rows)
+
+
+def _ds_rows(rows: list[tuple[str, str, str, str]]) -> Iterator[str]:
+    """Yield a table of the keys with a meaning, and a sentence with the others and their defaults or values."""
+    explained = [row for row in rows if row[3]]
+    others = [
+        f"`{key}` ({default or values})" if default or values.startswith("`") else f"`{key}`"
+        for key, values, default, text in rows
+        if not text and values != "section"
+    ]
+    if explained:
+        yield _table(explained)
+    if others:
+        yield f"{'Also' if explained else 'Keys'}: {', '.join(others)}.\n"
 
 
 def _run_row(key: str, entry: Mapping[str, Any]) -> tuple[str, str, str, str]:
     """Return the cells of a key of a run, with the other keys on which its effect depends."""
     notes = [
-        f"No effect {need.other.replace('--', '`--', 1)}`."
+        (_DAGGER if need.other == "with --overfit-batch" else f"No effect {need.other.replace('--', '`--', 1)}`.")
         if need.other.startswith("with ")
         else f"Needs `{need.other}`."
         for need in needs()
         if key in need.keys.split()
     ]
     twins = [other for pair in EXCLUSIVE_KEYS if key in pair for other in pair if other != key]
-    notes += [f"Excludes `{other}`." for other in twins]
-    return key, _values(entry), _default(entry), " ".join([entry["description"], *notes])
+    notes += [f"Excludes {' and '.join(f'`{other}`' for other in twins)}."] if twins else []
+    text, default = entry["description"], _default(entry)
+    if text.endswith(_OF_PRESET):
+        text, default = f"{text.removesuffix(_OF_PRESET)}.", "preset's"
+    return key, _values(entry), default, " ".join([text, *notes])
 
 
 def _default(entry: Mapping[str, Any]) -> str:
@@ -137,28 +159,33 @@ def _values(entry: Mapping[str, Any]) -> str:
     kind = entry.get("type", "")
     kind = kind[0] if isinstance(kind, list) else kind
     if kind in ("integer", "number"):
-        return ("whole number" if kind == "integer" else "number") + _bounds(entry)
+        return ("integer" if kind == "integer" else "number") + _bounds(entry)
     if kind == "array":
         return f"list of {_values(entry.get('items', {}))}"
     if kind == "object":
         return "mapping of names to " + _values(next(iter(entry.get("patternProperties", {"": {}}).values())))
-    return {"boolean": "true or false", "string": "path" if entry.get("format") == "path" else "text"}.get(kind, "")
+    return {"boolean": "`true`, `false`", "string": "path" if entry.get("format") == "path" else "text"}.get(kind, "")
 
 
 def _bounds(entry: Mapping[str, Any]) -> str:
-    """Return the bounds in words; an upper one only where somebody could meet it."""
+    """Return the bounds; an upper one only where somebody could meet it."""
     above, least, below = entry.get("exclusiveMinimum"), entry.get("minimum"), entry.get("exclusiveMaximum")
-    words = [f"above {above:g}"] if above is not None else [f"at least {least:g}"] if least is not None else []
-    words += [f"below {below:g}"] if below is not None else []
-    words += [f"at most {entry['maximum']:,}"] if entry.get("maximum", _FAR) < _FAR else []
-    return "".join(f", {word}" for word in words)
+    most = entry["maximum"] if entry.get("maximum", _FAR) < _FAR else None
+    if least is not None and most is not None and below is None:
+        return f" {least:g} to {most:,.6g}"
+    bounds = [f">{above:g}"] if above is not None else [f"≥{least:g}"] if least is not None else []
+    bounds += [f"<{below:g}"] if below is not None else []
+    bounds += [f"≤{most:,.6g}"] if most is not None else []
+    return "".join(f" {bound}" for bound in bounds)
 
 
 def _ds_texts() -> dict[tuple[str, str], str]:
     """Return the docstrings below the keys of a ds_config, by class and key."""
     texts = {}
     for definition in ast.parse(inspect.getsource(deepspeed)).body:
-        for key, text in pairwise(definition.body if isinstance(definition, ast.ClassDef) else []):
+        if not isinstance(definition, ast.ClassDef):
+            continue
+        for key, text in pairwise(definition.body):
             if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name) and isinstance(text, ast.Expr):
                 value = ast.literal_eval(text.value)
                 texts[definition.name, key.target.id] = " ".join(inspect.cleandoc(value).split())

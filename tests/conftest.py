@@ -310,6 +310,7 @@ def build_train_command(data: Path, run: Path, *flags: str) -> list[str]:
         "0",
         "--global-batch-size",
         "8",
+        "--verbose",
     ]
     return last_wins([*settings, *flags])
 

@@ -100,12 +100,14 @@ SUBCOMMANDS = (
     "prune",
     "report",
     "runs",
+    "replay",
     "completion",
     "checkpoint",
     "checkpoint list",
     "ladder plan",
     "ladder run",
     "ladder fit",
+    "ladder sweep",
     "schema",
     "data train-tokenizer",
     "data inspect",
@@ -260,7 +262,8 @@ from llmscale import train
 from llmscale.cli.main import main
 for command in {["", *SUBCOMMANDS, "train.py"]!r}:
     try:
-        train.main(["--help"]) if command == "train.py" else main([*command.split(), "--help"])
+        words = ["--help", "all"] if command.startswith("train") else ["--help"]
+        train.main(words) if command == "train.py" else main([*command.split(), *words])
         raise AssertionError(command)
     except SystemExit as end:
         assert end.code == 0, command
@@ -439,7 +442,7 @@ def test_the_flags_on_every_page_exist(page: Path, help_texts: dict[str, str]) -
             name = " ".join(words) if " ".join(words) in SUBCOMMANDS else words[0]
             # What follows is train.py's.
             rest, _, train_flags = command.partition(" #")[0].partition(" -- ")
-            of_train = help_texts["train" if name == "ladder run" else "train.py"]
+            of_train = help_texts["train" if name in ("ladder run", "ladder sweep") else "train.py"]
             assert set(FLAG.findall(train_flags)) <= set(FLAG.findall(of_train)), command
         else:
             continue

@@ -25,7 +25,9 @@ def test_nothing_is_announced_while_the_last_checkpoint_is_written(
     def note(what: str) -> Any:
         return lambda *args, **values: happened.append(what)
 
+    run: Any = SimpleNamespace(resolved=SimpleNamespace(total_steps=3))
     session = SimpleNamespace(
+        run=run,
         step=3 if is_done else 0,
         fetch=lambda step: [],
         decide=lambda step: SimpleNamespace(rollback=False, save=True, stop=True),
@@ -40,7 +42,6 @@ def test_nothing_is_announced_while_the_last_checkpoint_is_written(
     announcer: Any = SimpleNamespace(begin=note("begin"), end=note("end"))
     stop: Any = SimpleNamespace(leave_start_up=lambda: None)
     heartbeat: Any = SimpleNamespace(beat=lambda *words: None)
-    run: Any = SimpleNamespace(resolved=SimpleNamespace(total_steps=3))
     assert program.train(run, stop, heartbeat, time.perf_counter(), announcer) == 0
     first_write = next(number for number, what in enumerate(happened) if what in ("save", "finish"))
     assert happened[first_write - 1] == "end"

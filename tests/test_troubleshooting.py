@@ -168,18 +168,18 @@ def rows() -> Iterator[list[str]]:
     """Yield the cells of the page's tables."""
     for line in PAGE.splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if len(cells) == 3 and cells[0] not in ("what you see", "row", "---"):
+        if len(cells) in (2, 3) and cells[0] not in ("what you see", "row", "---"):
             yield cells
 
 
 def doctor_rows() -> Iterator[list[str]]:
-    return (cells for cells in rows() if "`" not in cells[0] and "`" in cells[1])
+    return (cells for cells in rows() if len(cells) == 3 and "`" not in cells[0] and "`" in cells[1])
 
 
 def quoted_messages() -> Iterator[list[str]]:
     """Yield what each row quotes, in the first column that has quotes: the second one of doctor's rows."""
     for cells in rows():
-        yield re.findall(r"`([^`]+)`", cells[0] if "`" in cells[0] else cells[1])
+        yield re.findall(r"`([^`]+)`", cells[0] if len(cells) == 2 or "`" in cells[0] else cells[1])
 
 
 def contains(text: str, fixed: list[str]) -> bool:

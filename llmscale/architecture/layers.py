@@ -14,9 +14,18 @@ T = TypeVar("T")
 #: Standard deviation of every weight matrix and embedding (Radford et al. 2019, and OpenAI's code).
 INIT_STD = 0.02
 
+#: Names of a linear layer's adapters, as in transformers' peft: [adapters x rank, inputs] and [outputs, rank].
+ADAPTERS = ("lora_A", "lora_B")
+#: Patterns of the names of all other parameters, which are frozen beside adapters.
+BESIDE_ADAPTERS = ("*.weight", "*.bias", "*.experts.*")
 #: Kinds that optimizers distinguish: token and position tables, the output head and routers; matrices of linear layers
 #: and experts; biases and norms.
 ParameterKind = Literal["embedding", "matrix", "vector"]
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter of that name belongs to an adapter."""
+    return name.endswith(ADAPTERS)
 
 
 @dataclass(frozen=True)
@@ -130,11 +139,27 @@ def rms_norm(name: str, width: int) -> Layer:
     return layer_norm(name, width, bias=False)
 
 
-def linear(name: str, inputs: int, outputs: int, *, bias: bool, row_blocks: tuple[int, ...] = ()) -> Layer:
-    """Describe [..., inputs] -> [..., outputs]; `row_blocks`: outputs of each linear layer in a stacked one."""
-    weight = Parameter("weight", (outputs, inputs), "matrix", row_blocks)
-    parameters = (weight, Parameter("bias", (outputs,), "vector"))
-    return Layer(name, parameters if bias else parameters[:1], work=Work(matmul_flops=2 * inputs * outputs))
+def linear(
+    name: str,
+    inputs: int,
+    outputs: int,
+    *,
+    bias: bool,
+    row_blocks: tuple[int, ...] = (),
+    adapter: tuple[int, tuple[int, ...]] = (0, ()),
+) -> Layer:
+    """Describe [..., inputs] -> [..., outputs]; `row_blocks`: outputs of each linear layer in a stacked one; `adapter`:
+    rank and outputs of its adapters."""
+    parameters = [Parameter("weight", (outputs, inputs), "matrix", row_blocks)]
+    if bias:
+        parameters.append(Parameter("bias", (outputs,), "vector"))
+    rank, rows = adapter
+    stacked = rank * len(rows)
+    if rows:
+        parameters.append(Parameter(ADAPTERS[0], (stacked, inputs), "matrix", (rank,) * len(rows)))
+        parameters.append(Parameter(ADAPTERS[1], (outputs, rank), "matrix", rows))
+    added = 2 * (stacked * inputs + rank * sum(rows))
+    return Layer(name, tuple(parameters), work=Work(matmul_flops=2 * inputs * outputs + added))
 
 
 def attention(n_head: int, head_dim: int) -> Layer:
@@ -217,6 +242,11 @@ class Architecture:
     def is_tied(self) -> bool:
         """True when the output head is the token embedding."""
         return bool(self.head.tied_to)
+
+    @property
+    def has_adapters(self) -> bool:
+        """True when all that is trained is adapters."""
+        return any(is_adapter(one.name) for layer in (*self.block, *self.other_block) for one in layer.parameters)
 
     @property
     def token_embedding(self) -> Parameter:

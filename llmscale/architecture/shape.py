@@ -29,12 +29,19 @@ from llmscale.keys import Key
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 AttentionBias = Literal["none", "qkv", "all"]
+AttentionChoice = Literal["auto", "sdpa"]
 Norm = Literal["layernorm", "rmsnorm"]
 NormPlacement = Literal["pre", "post"]
 Positions = Literal["learned", "rotary"]
 QKNorm = Literal["none", "head", "width"]
 RouterScore = Literal["softmax", "sigmoid"]
 
+#: Linear layers of a block by the names that --lora-targets has for them.
+LORA_TARGETS = {
+    "all": ("attn.qkv", "attn.proj", "mlp.up", "mlp.down"),
+    "attention": ("attn.qkv", "attn.proj"),
+    "mlp": ("mlp.up", "mlp.down"),
+}
 #: The embedding table is padded to a multiple of this many rows, so that the logits' matrix product has an even
 #: shape for tensor cores (Megatron-LM pads to the same multiple).
 VOCAB_MULTIPLE = 128
@@ -133,6 +140,9 @@ class GPTShape:
     window_pattern: Annotated[str, shape_key(resume="logged", may_contradict=True)] = "L"
     """Blocks with the sliding window (L, local) and without it (G, global), repeated: GL, LG or LLLLLG, as in GPT-3,
     Gemma 2 and Gemma 3. Kept in its shortest form."""
+    attention_kernel: Annotated[AttentionChoice, shape_key(resume="logged", of_model="training")] = "auto"
+    """Kernel of attention with a window or a document mask: auto takes FlexAttention on GPUs that have it, which skips
+    what the mask hides, and sdpa torch's scaled_dot_product_attention."""
     mlp_tile_tokens: Annotated[limits.BatchTokens, shape_key(resume="logged", of_model="training", ge=0)] = 0
     """Tokens of a micro-batch that an MLP computes at a time, such as 4096; default: all. Bounds its memory for long
     sequences, and computes it twice in the backward pass."""
@@ -159,6 +169,16 @@ class GPTShape:
     router_bias: Annotated[bool, shape_key(resume="weights", of_model="experts")] = False
     """Balance the experts' load by adding a bias to each score when experts are chosen, in place of a loss (Wang et al.
     2024, DeepSeek V3)."""
+    lora_rank: Annotated[limits.Rank, shape_key(resume="weights", of_model="training", ge=0)] = 0
+    """Train adapters of this rank beside frozen weights (LoRA, Hu et al. 2021, docs/fine_tuning.md); 0: none. Begins
+    with --init-from."""
+    lora_alpha: Annotated[limits.Factor, shape_key(resume="weights", of_model="training", ge=0)] = 0.0
+    """Scale of the adapters, times lora_rank; default: 2 x lora_rank."""
+    lora_targets: Annotated[
+        str, shape_key(resume="weights", of_model="training", metavar="all|attention|mlp|LAYER,...")
+    ] = ""
+    """Linear layers with adapters: all, attention, mlp, or names among attn.qkv, attn.proj, mlp.up and mlp.down;
+    default: all, with experts attention."""
     document_end: int | None = None
     """Last token of every document, from the dataset: a position sees its own document alone, and positions count from
     the document's beginning. None: documents of a sequence see each other."""
@@ -173,6 +193,7 @@ class GPTShape:
         self._check_bounds()
         self._check_experts()
         self._shorten_pattern()
+        self._check_adapters()
         if self.mlp_tile_tokens and self.dropout:
             raise ConfigError(
                 f"mlp_tile_tokens {self.mlp_tile_tokens} does not work with dropout {self.dropout:g}: tiles run again "
@@ -261,6 +282,48 @@ class GPTShape:
                 f"mlp_tile_tokens {self.mlp_tile_tokens} does not work with num_experts {self.num_experts}: experts do "
                 "not run in tiles. Drop one of them."
             )
+
+    def _check_adapters(self) -> None:
+        if not self.lora_rank:
+            for name in ("lora_alpha", "lora_targets"):
+                if value := getattr(self, name):
+                    raise ConfigError(f"{name} {value} has no effect without adapters. Give lora_rank too, or drop it.")
+            return
+        targets = self.lora_targets or ("attention" if self.num_experts else "all")
+        layers = {layer for name in targets.split(",") for layer in LORA_TARGETS.get(name, (name,))}
+        if unknown := sorted(layers - {*LORA_TARGETS["all"]}):
+            raise ConfigError(
+                f"lora_targets names '{unknown[0][:80]}'. Legal: {', '.join(LORA_TARGETS)}, or some of "
+                f"{', '.join(LORA_TARGETS['all'])}, separated by commas."
+            )
+        if self.num_experts and layers - {*LORA_TARGETS["attention"]}:
+            raise ConfigError(
+                f"lora_targets {targets} does not work with num_experts {self.num_experts}: experts have no adapters. "
+                "Give --lora-targets attention."
+            )
+        in_order = tuple(layer for layer in LORA_TARGETS["all"] if layer in layers)
+        shortest = next((name for name, group in LORA_TARGETS.items() if group == in_order), ",".join(in_order))
+        object.__setattr__(self, "lora_targets", shortest)
+        object.__setattr__(self, "lora_alpha", self.lora_alpha or 2.0 * self.lora_rank)
+
+    def adapter_rows(self, layer: str) -> tuple[int, ...]:
+        """Return the outputs of each adapter of a block's linear layer; none without adapters.
+
+        Stacked layers have as many adapters as published models have layers: GPT-2's q, k and v are one.
+        """
+        names = LORA_TARGETS.get(self.lora_targets, tuple(self.lora_targets.split(",")))
+        if not self.lora_rank or layer not in names:
+            return ()
+        queries, keys, m = self.n_head * self.head_dim, self.n_kv_head * self.head_dim, self.mlp_width
+        return {
+            "attn.qkv": (queries, keys, keys) if self.positions == "rotary" else (queries + 2 * keys,),
+            "mlp.up": (m, m) if self.gated_mlp else (m,),
+        }.get(layer, (self.n_embd,))
+
+    @property
+    def without_adapters(self) -> GPTShape:
+        """The model whose weights are beside the adapters."""
+        return replace(self, lora_rank=0, lora_alpha=0.0, lora_targets="")
 
     def is_sparse(self, block: int) -> bool:
         """Return whether a block has experts: the last of every expert_interval blocks after the dense ones."""
@@ -432,21 +495,40 @@ def _attention_layers(shape: GPTShape) -> tuple[Layer, ...]:
             queries + 2 * keys,
             bias=shape.attention_bias != "none",
             row_blocks=(queries, keys, keys),
+            adapter=_adapter(shape, "attn.qkv"),
         ),
         *(rms_norm(name, width) for name, width in zip(names, norm_widths, strict=False)),
         *turned,
         attention(shape.n_head, shape.head_dim),
-        linear("attn.proj", queries, shape.n_embd, bias=shape.attention_bias == "all"),
+        linear(
+            "attn.proj",
+            queries,
+            shape.n_embd,
+            bias=shape.attention_bias == "all",
+            adapter=_adapter(shape, "attn.proj"),
+        ),
     )
+
+
+def _adapter(shape: GPTShape, layer: str) -> tuple[int, tuple[int, ...]]:
+    """Return the rank and the outputs of each adapter of a block's linear layer."""
+    return shape.lora_rank, shape.adapter_rows(layer)
 
 
 def _mlp_layers(shape: GPTShape, name: str, m: int) -> tuple[Layer, ...]:
     bias, hidden = bool(shape.mlp_bias), (m, m) if shape.gated_mlp else (m,)
     prefix = "" if shape.mlp_tile_tokens else f"{name}."
     layers = (
-        linear(f"{prefix}up", shape.n_embd, sum(hidden), bias=bias, row_blocks=hidden),
+        linear(
+            f"{prefix}up",
+            shape.n_embd,
+            sum(hidden),
+            bias=bias,
+            row_blocks=hidden,
+            adapter=_adapter(shape, f"{name}.up"),
+        ),
         elementwise(2 * m if shape.gated_mlp else m),
-        linear(f"{prefix}down", m, shape.n_embd, bias=bias),
+        linear(f"{prefix}down", m, shape.n_embd, bias=bias, adapter=_adapter(shape, f"{name}.down")),
     )
     return (combined_layer(name, *layers),) if shape.mlp_tile_tokens else layers
 

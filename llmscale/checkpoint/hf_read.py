@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from llmscale.architecture.families.family import HFTensor
 from llmscale.errors import CheckpointError
 from llmscale.untrusted.documents import Rules, load_json
-from llmscale.untrusted.paths import RefusedFile, is_plain_name, open_regular
+from llmscale.untrusted.paths import RefusedFile, is_plain_name, open_regular, unreadable_as
 from llmscale.untrusted.strangers import describe_stranger
 
 if TYPE_CHECKING:
@@ -147,10 +147,8 @@ def collect_tensors(tensors: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
 def load_index(path: Path) -> dict[str, str]:
     """Read which file holds each tensor. Raises CheckpointError for files outside the folder, or of another format."""
     suffix = Path(path.name.removesuffix(INDEX_SUFFIX)).suffix
-    try:
+    with unreadable_as(CheckpointError, path):
         weight_map = load_json(path, Rules(CheckpointError, not_finite=True)).get("weight_map")
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map from tensors to files. Download it again.")
     for name, file in weight_map.items():

@@ -37,6 +37,8 @@ GENERATION_NAME = "generation_config.json"
 CARD_NAME = "README.md"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+#: Names of peft's files.
+ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 #: Names that `llmscale export` writes, tokenizers' files included, and the only ones that --overwrite deletes.
 _FILE_NAMES = (
     CONFIG_NAME,
@@ -44,6 +46,8 @@ _FILE_NAMES = (
     CARD_NAME,
     WEIGHTS_NAME,
     INDEX_NAME,
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_WEIGHTS_NAME,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -98,7 +102,8 @@ def check_hf_folder(out: Path, checkpoint: Path, *, overwrite: bool) -> None:
         )
     # Every export has a configuration: a README.md alone is somebody's project.
     ours = {name for name in names if name in _FILE_NAMES or _SHARD_NAME.fullmatch(name)}
-    foreign = [name for name in names if name not in ours or CONFIG_NAME not in names]
+    has_config = CONFIG_NAME in names or ADAPTER_CONFIG_NAME in names
+    foreign = [name for name in names if name not in ours or not has_config]
     if foreign:
         raise ConfigError(
             f"--to {out} holds '{foreign[0]}', which no export wrote, so it will not be replaced. Name another folder."

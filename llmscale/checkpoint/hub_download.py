@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from llmscale.checkpoint.hf_read import INDEX_SUFFIX, choose_weights, find_weights_files, load_index
+from llmscale.config.bundled_files import import_extra
 from llmscale.data.tokenizers.hugging_face import VOCABULARY_NAMES
 from llmscale.engine.collectives import gather, on_all_ranks
 from llmscale.engine.process_group import World
-from llmscale.errors import CheckpointError, ConfigError
+from llmscale.errors import CheckpointError
 from llmscale.untrusted.hub import (
     find_snapshot,
     hub_cache,
@@ -29,8 +30,15 @@ from llmscale.untrusted.hub import (
 
 #: Files that describe a model and its tokenizer, without code.
 _DESCRIPTION = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
 )
 #: Interval at which ranks exchange whether the downloads have ended, so that no collective waits longer.
 _FIRST_POLL_S, _POLL_S = 0.05, 2.0
@@ -73,10 +81,10 @@ class _Download(threading.Thread):
             note, seen = self._cache / _VERIFIED_NAME / blob.name, f"{status.st_size} {status.st_mtime_ns}"
             if note.is_file() and note.read_text(errors="replace") == seen:
                 continue
-            if (found := self._hash(blob)) != blob.name:
+            if (digest := self._hash(blob)) != blob.name:
                 raise CheckpointError(
-                    f"{self._source}: {blob} is damaged: its sha256 is {found[:12]}..., the Hub's {blob.name[:12]}.... "
-                    "Remove it and run again, which downloads it again."
+                    f"{self._source}: {blob} is damaged: its sha256 is {digest[:12]}..., "
+                    f"the Hub's {blob.name[:12]}.... Remove it and run again, which downloads it again."
                 )
             with contextlib.suppress(OSError):  # an unwritable cache only costs another verification
                 note.parent.mkdir(exist_ok=True)
@@ -132,10 +140,7 @@ def provide_model(
 def _fetch(name: str, source: str) -> Path:
     """Fetch the description of NAME@COMMIT and its weights in one format, safetensors if available."""
     model, _, commit = name.partition("@")
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise ConfigError(f"{source}: the Hub needs huggingface_hub: pip install huggingface_hub.") from None
+    snapshot_download = import_extra("huggingface_hub", source, "remote").snapshot_download
 
     def fetch(names: Iterable[str]) -> Path:
         # snapshot_download takes patterns; a file name may contain their characters.

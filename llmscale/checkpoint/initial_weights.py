@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmscale.architecture.layers import is_adapter
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_read import (
     StoredTensor,
@@ -125,7 +126,7 @@ def complete_published_weights(
 def load_published_weights(
     engine: DeepSpeedEngine, weights: PublishedWeights, group: dist.ProcessGroup, progress: Callable[[], object]
 ) -> None:
-    """Fill this rank's part of the parameters; the optimizer starts from scratch. Collective.
+    """Fill this rank's part of the parameters, except adapters; the optimizer starts from scratch. Collective.
 
     `progress` is called before each parameter is read. Raises CheckpointError on every rank.
     """
@@ -140,7 +141,7 @@ def load_published_weights(
         left = set(pieces)
         for views in weights_to_fill(engine):
             for name, view in views.items():
-                if weights.adds_experts and ".router." in name:
+                if is_adapter(name) or (weights.adds_experts and ".router." in name):
                     continue
                 if name not in pieces:
                     raise CheckpointError(f"{weights.name} has no '{name}': its config.json describes another model.")

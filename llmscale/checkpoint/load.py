@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from llmscale.architecture.layers import is_adapter
 from llmscale.checkpoint.commit import set_aside_existing
 from llmscale.checkpoint.inventory import (
     FoundCheckpoints,
@@ -166,8 +167,12 @@ def is_finite_number(value: object) -> bool:
 
 
 def load_weights(engine: DeepSpeedEngine, folder: Path, group: dist.ProcessGroup, disks: Disks) -> None:
-    """Load weights and buffers only; the optimizer keeps its new state. Collective."""
-    own = {key: value for key, value in engine_fragments(engine).items() if key.startswith(WEIGHTS)}
+    """Load weights and buffers only; the optimizer keeps its new state, and adapters theirs. Collective."""
+    own = {
+        key: value
+        for key, value in engine_fragments(engine, with_base=True).items()
+        if key.startswith(WEIGHTS) and not is_adapter(key)
+    }
     share_files(folder, [INDEX_NAME], group, disks)
     stored = on_all_ranks(group, lambda: load_index(folder))
     fragments = {_stored_key(key, stored): value for key, value in own.items()}

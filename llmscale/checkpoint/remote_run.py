@@ -336,10 +336,10 @@ def _fetch_checkpoints(run: Path, index: RunIndex, store: Store, url: str) -> No
             _fetch_description(folder / name, remote, store, url)
     for name, text in index.carried.items():
         write_durably(folder / name, text)
-    found = find_checkpoints(run)
-    if found.current:
-        write_durably(folder / LATEST_NAME, found.current[0].path.name + "\n")
-    point_best(run, found.current)
+    checkpoints = find_checkpoints(run)
+    if checkpoints.current:
+        write_durably(folder / LATEST_NAME, checkpoints.current[0].path.name + "\n")
+    point_best(run, checkpoints.current)
 
 
 def _fetch_description(final: Path, remote: str, store: Store, url: str) -> None:

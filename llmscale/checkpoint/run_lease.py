@@ -137,10 +137,10 @@ def prune_run(run: Path, names: Sequence[str], report: Callable[[str], None]) ->
     url, (lease, before) = str(url_of(run)), take_lease(run, report)
     try:
         known = before.checkpoints if before else {}
-        kept = {name: remote for name, remote in known.items() if name not in names}
+        remaining = {name: remote for name, remote in known.items() if name not in names}
         # A trainer's copy of it remains the newest.
         token = before.last_token if before else ""
-        lease.update(lambda index: replace(index, checkpoints=kept, last_token=token))
+        lease.update(lambda index: replace(index, checkpoints=remaining, last_token=token))
         gone = [f"{CHECKPOINTS_NAME}/{remote}" for name, remote in known.items() if name in names]
         remove_folders(Store(url), url, gone)
     finally:

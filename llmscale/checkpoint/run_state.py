@@ -14,7 +14,7 @@ from llmscale.checkpoint.manifest import STATE_NAME, Checkpoint, is_count
 from llmscale.config.run_config import CHANGES_THAT_BREAK
 from llmscale.errors import CheckpointError
 from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
-from llmscale.untrusted.paths import is_plain_name, read_regular
+from llmscale.untrusted.paths import is_plain_name, read_regular, unreadable_as
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,10 @@ class RunState:
     hyperparameters: dict[str, object] = field(default_factory=dict)
     """Hyperparameters of the run with all defaults; empty in older checkpoints."""
 
+    base: dict[str, str] = field(default_factory=dict)
+    """Frozen weights beside adapters, which the checkpoint does not hold: `place` as --init-from names it, and
+    `checksum`."""
+
     @property
     def saved_order(self) -> Mapping[str, object]:
         """Identity of the sample order, fixed when the run began."""
@@ -72,10 +76,8 @@ def read_saved_run(checkpoint: Checkpoint) -> SavedRun:
     if not checkpoint.is_whole():
         raise CheckpointError(f"{folder} lacks a part of a file.")
     path = folder / STATE_NAME
-    try:
+    with unreadable_as(CheckpointError, path):
         contents = read_regular(path, MAX_BYTES, follow_links=False)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from None
     hashes = {file.name: file.xxh3_128 for file in manifest.files}
     if hashes.get(STATE_NAME) not in (None, xxhash.xxh3_128(contents).hexdigest()):
         raise CheckpointError(f"{path} does not match its hash: its content was altered.")
@@ -129,6 +131,11 @@ def _is_table_of_numbers(value: object) -> bool:
 #: Checks of a state's values, because a checkpoint is not trusted.
 _LEGAL: dict[str, Callable[[object], bool]] = {
     **dict.fromkeys(("step", "samples_seen", "tokens_seen", "skipped_steps"), is_count),
+    "base": lambda value: (
+        isinstance(value, Mapping)
+        and ({*value} == {"place", "checksum"} or not value)
+        and all(isinstance(text, str) for text in value.values())
+    ),
     **dict.fromkeys(("identity", "config"), lambda value: isinstance(value, Mapping)),
     "precision": lambda value: isinstance(value, str),
     "optimizer_scalars": _is_table_of_numbers,

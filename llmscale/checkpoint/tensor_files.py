@@ -49,7 +49,7 @@ from llmscale.checkpoint.remote_run import Chunk, fetch_chunks, fetch_file
 from llmscale.engine.zero_layout import ShardView
 from llmscale.engine.zero_shards import MASTER, state_views
 from llmscale.errors import CheckpointError, LlmscaleError
-from llmscale.untrusted.paths import check_regular, open_regular
+from llmscale.untrusted.paths import check_regular, open_regular, unreadable_as
 
 #: Types of stored tensors, by torch's names.
 DTYPES = {
@@ -166,10 +166,29 @@ def _list_opcodes(contents: bytes) -> list[object]:
 def _flat_tensor_opcodes(storage: str, elements: int) -> list[object]:
     """Return the opcodes of a tensor [elements] that covers a storage of the same size."""
     return [
-        *(2, "torch._utils _rebuild_tensor_v2", "MARK"),
-        *("MARK", "storage", storage, "0", "cpu", elements, "TUPLE", "BINPERSID"),
-        *(0, elements, "TUPLE1", 1, "TUPLE1", "NEWFALSE"),
-        *("collections OrderedDict", "EMPTY_TUPLE", "REDUCE", "TUPLE", "REDUCE", "STOP"),
+        2,
+        "torch._utils _rebuild_tensor_v2",
+        "MARK",
+        "MARK",
+        "storage",
+        storage,
+        "0",
+        "cpu",
+        elements,
+        "TUPLE",
+        "BINPERSID",
+        0,
+        elements,
+        "TUPLE1",
+        1,
+        "TUPLE1",
+        "NEWFALSE",
+        "collections OrderedDict",
+        "EMPTY_TUPLE",
+        "REDUCE",
+        "TUPLE",
+        "REDUCE",
+        "STOP",
     ]
 
 
@@ -344,10 +363,8 @@ def _chunk_places(entry: object, where: str) -> list[tuple[str, int, int]]:
 
 def _check_extents(file: Path, places: list[tuple[int, int]], num_bytes: int | None) -> None:
     """Raise CheckpointError for chunks that exceed the file or overlap. `num_bytes` is the size of a file elsewhere."""
-    try:
+    with unreadable_as(CheckpointError, file):
         num_bytes = check_regular(file, follow_links=False).st_size if num_bytes is None else num_bytes
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from None
     ends = [0, *(offset + length for offset, length in places)]
     if ends[-1] > num_bytes or any(offset < end for (offset, _), end in zip(places, ends, strict=False)):
         raise CheckpointError(f"{file.parent / INDEX_NAME} places tensors beyond the end of {file.name} or twice.")
@@ -385,9 +402,10 @@ class Fragment(ShardView):
         ]
 
 
-def engine_fragments(engine: DeepSpeedEngine) -> dict[str, Fragment]:
+def engine_fragments(engine: DeepSpeedEngine, *, with_base: bool = False) -> dict[str, Fragment]:
     """Return all tensors that this rank owns, by '<state>/<name>'; see zero_shards.state_views."""
-    return {key: Fragment(view.local, view.start, view.total) for key, view in state_views(engine).items()}
+    views = state_views(engine, with_base=with_base)
+    return {key: Fragment(view.local, view.start, view.total) for key, view in views.items()}
 
 
 class FragmentSavePlanner(DefaultSavePlanner):
@@ -471,17 +489,14 @@ class StoredWeights:
         """Fill `part` with a chunk's elements from the chunk's element `first`."""
         _, in_chunk, file_name, offset, num_bytes, *_ = chunk
         path = self._folder / file_name
-        try:
-            with open_regular(path, follow_links=False) as file:
-                begin = find_elements(file, offset, num_bytes, dtype, in_chunk, f"{path}, '{name[:200]}',")
-                file.seek(begin + first * part.itemsize)
-                if file.readinto(part.view(torch.uint8).numpy().data) != part.nbytes:
-                    raise CheckpointError(f"{path} ends within '{name[:200]}'.")
-        except OSError as error:
-            raise CheckpointError(
-                f"{path} cannot be read: {error.strerror or error}. A run that continues deletes checkpoints that "
-                "--keep-last and --keep-every do not keep; name a newer checkpoint."
-            ) from None
+        remedy = (
+            "A run that continues deletes checkpoints that --keep-last and --keep-every do not keep; name a newer one."
+        )
+        with unreadable_as(CheckpointError, path, remedy), open_regular(path, follow_links=False) as file:
+            begin = find_elements(file, offset, num_bytes, dtype, in_chunk, f"{path}, '{name[:200]}',")
+            file.seek(begin + first * part.itemsize)
+            if file.readinto(part.view(torch.uint8).numpy().data) != part.nbytes:
+                raise CheckpointError(f"{path} ends within '{name[:200]}'.")
 
 
 def _overlaps(chunks: list[list], start: int, elements: int) -> Iterator[tuple[list, int, int, int]]:

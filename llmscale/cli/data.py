@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # imported when a command runs: --help must not load torch
 
     from llmscale.data.shards.cache import SetLocation
     from llmscale.data.shards.manifest import Manifest
+    from llmscale.data.shards.target_mask import Marked
     from llmscale.data.tokenizers.tokenizer import Tokenizer
     from llmscale.training.sample_stream import StepSample
 
@@ -109,7 +110,7 @@ def _print_statistics(location: SetLocation, split: str, tokenizer: Tokenizer, n
         f"{split}, {statistics.num_windows:,} of {len(shards):,} samples: {statistics.num_copies:,} are copies of "
         f"another{most}; {statistics.num_undecodable:,} hold replacement characters (U+FFFD)"
     )
-    if split == "train" and manifest.is_shuffled:
+    if manifest.chat is not None or (split == "train" and manifest.is_shuffled):
         return
     lines = draw_lengths(document_lengths(shards, num_windows, manifest.eot_token))
     if lines:
@@ -123,22 +124,34 @@ def _print_examples(location: SetLocation, split: str, tokenizer: Tokenizer, num
 
     shards = TokenShards(location, split)
     ids = np.unique(np.linspace(0, len(shards) - 1, num_samples).astype(np.int64)) if num_samples else np.empty(0, int)
-    for sample_id, window in zip(ids, shards.read(ids), strict=True):
-        text = _decode_documents(window.tolist(), tokenizer, location.manifest.eot_token)
-        more = f" ... ({len(text):,} characters)" if len(text) > _EXAMPLE_CHARACTERS else ""
-        excerpt = text[:_EXAMPLE_CHARACTERS] + more
+    for sample_id, window in zip(ids, shards.read_marked(ids), strict=True):
+        text = _decode_documents(window, tokenizer, location.manifest)
+        most = _EXAMPLE_CHARACTERS * (5 if location.manifest.chat else 1)
+        more = f" ... ({len(text):,} characters)" if len(text) > most else ""
+        excerpt = text[:most] + more
         print_visible(f"\n--- {split} sample {sample_id} ---\n{excerpt}")
 
 
-def _decode_documents(tokens: list[int], tokenizer: Tokenizer, eot_token: int) -> str:
-    """Decode tokens, with a separate line at the end of each document."""
-    parts: list[list[int]] = [[]]
-    for token in tokens:
-        if token == eot_token:
-            parts.append([])
-        else:
-            parts[-1].append(token)
-    return "\n[end of document]\n".join(tokenizer.decode(part) for part in parts)
+def _decode_documents(window: Marked, tokenizer: Tokenizer, manifest: Manifest) -> str:
+    """Decode marked tokens, with a separate line at the end of each document, and targets of conversations in >> <<."""
+    import numpy as np
+
+    from llmscale.data.shards.target_mask import are_targets, ids_of
+
+    ids, targets, end = ids_of(window), are_targets(window), manifest.eot_token
+    if manifest.chat is None:
+        breaks = np.flatnonzero(ids == end)
+        return "\n[end of document]\n".join(
+            tokenizer.decode(part[part != end].tolist()) for part in np.split(ids, breaks)
+        )
+    others = np.flatnonzero((ids != end) | targets)
+    # The first end-of-text token after the last conversation is its end.
+    length = min(len(ids), others[-1] + 2 if len(others) else 0)
+    runs = np.split(np.arange(length), np.flatnonzero(targets[1:length] != targets[: length - 1]) + 1)
+    texts = [tokenizer.decode(ids[run].tolist()) for run in runs]
+    marked = "".join(f">>{text}<<" if targets[run[0]] else text for run, text in zip(runs, texts, strict=True))
+    left = len(ids) - length
+    return marked + (f"\n[{left} tokens of padding]" if left else "")
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -221,7 +234,7 @@ def _which(args: argparse.Namespace) -> int:
     tokenizer = load_set_tokenizer(step.sets.first.folder, step.sets.manifest)
     if args.json:
         for sample in step.samples:
-            print(json.dumps(_as_plain(sample, tokenizer)))
+            print(json.dumps(as_plain_sample(sample, tokenizer)))
         return 0
     counts = Counter(sample.set_name for sample in step.samples)
     first, last = step.samples[0].position, step.samples[-1].position
@@ -230,18 +243,24 @@ def _which(args: argparse.Namespace) -> int:
         + ", ".join(f"{count:,} of {name}" for name, count in counts.items())
     )
     for sample in step.samples[: args.samples]:
-        text = tokenizer.decode(sample.tokens.tolist())
-        print_visible(
-            f"{sample.set_name} sample {sample.sample_id:,} ({sample.shard} [{sample.index:,}]): "
-            f"{text[:_TEXT_CHARACTERS]!r}{' ...' if len(text) > _TEXT_CHARACTERS else ''}"
-        )
+        print_visible(describe_sample(sample, tokenizer))
     left = len(step.samples) - args.samples
     if left > 0:
         print(f"and {left:,} more; --samples {len(step.samples)} shows them, --json the complete texts")
     return 0
 
 
-def _as_plain(sample: StepSample, tokenizer: Tokenizer) -> dict[str, object]:
+def describe_sample(sample: StepSample, tokenizer: Tokenizer) -> str:
+    """Return a line with a sample's place and the beginning of its text."""
+    text = tokenizer.decode(sample.tokens.tolist())
+    return (
+        f"{sample.set_name} sample {sample.sample_id:,} ({sample.shard} [{sample.index:,}]): "
+        f"{text[:_TEXT_CHARACTERS]!r}{' ...' if len(text) > _TEXT_CHARACTERS else ''}"
+    )
+
+
+def as_plain_sample(sample: StepSample, tokenizer: Tokenizer) -> dict[str, object]:
+    """Return a sample's place and complete text as JSON values."""
     return {
         "position": sample.position,
         "set": sample.set_name,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from llmscale import limits
 from llmscale.config.command_line import FlagParser, Need, flag, local_path, nonblank, number, path_or_url, whole_number
 from llmscale.config.user_paths import check_output_folder
+from llmscale.errors import ConfigError
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.terminal.table import output_width, wrap_line
 from llmscale.untrusted.terminal import print_visible
@@ -18,10 +19,12 @@ from llmscale.untrusted.terminal import print_visible
 if TYPE_CHECKING:  # imported when a command runs: --help must not load torch
     from collections.abc import Iterator
 
+    from llmscale.data.prepare.chat import ChatSettings
     from llmscale.data.prepare.output_folder import Destination
     from llmscale.data.prepare.prepare_set import Prepared
     from llmscale.data.prepare.sources.source import PassedOver, Source
     from llmscale.data.shards.manifest import Manifest
+    from llmscale.data.tokenizers.tokenizer import Tokenizer
 
 TOKENIZER_METAVAR = "gpt2|bytes|FILE.tiktoken|FOLDER|NAME"
 
@@ -83,8 +86,14 @@ def add_prepare(commands: argparse._SubParsersAction[FlagParser]) -> None:
     flag(parser, "--no-shuffle", "keep training windows in the order of the text; default: shards are random samples")
     flag(parser, "--shard-mb MIB", "largest shard in MiB", whole_number(1, 4095), 64)
     text = "stream: windows of the text as a whole; best-fit: rows that start at a document and are filled with others "
-    text += "that fit, without the ends of some"
-    flag(parser, "--packing", text, default="stream", choices=["stream", "best-fit"])
+    text += "that fit, without the ends of some; pad: one conversation a row; default: stream, with --chat best-fit"
+    flag(parser, "--packing", text, choices=["stream", "best-fit", "pad"])
+    text = "records are conversations: messages of role and content, prompt and completion, or ShareGPT's "
+    flag(parser, "--chat", f"{text}conversations; the tokens of the assistant's turns are the targets")
+    text = "targets: the assistant's turns with their ends, or all tokens"
+    flag(parser, "--train-on", text, default="assistant", choices=["assistant", "all"])
+    flag(parser, "--chat-template FILE", "Jinja template; default: the tokenizer's own, else a simple one", local_path)
+    flag(parser, "--truncate", "cut conversations that are longer than a row; default: leave them out")
     flag(parser, "--compression", "compress the shards; default: not", default="", choices=["zstd"])
     flag(parser, "--workers N", "tokenising threads; default: one per core", whole_number(1, limits.MAX_WORKERS))
     text = "encoder: gigatoken, the tokenizer's own library (reference), or gigatoken if its tokens are the same (auto)"
@@ -94,6 +103,7 @@ def add_prepare(commands: argparse._SubParsersAction[FlagParser]) -> None:
     parser.needs = [
         *parser.needs,
         Need("work_dir", "an --out that is a URL", lambda args: "://" in args.out),
+        Need("train_on chat_template truncate", "--chat", lambda args: args.chat),
         Need("seed", "with --no-shuffle and --val-fraction 0", lambda args: not args.no_shuffle or args.val_fraction),
     ]
     parser.set_defaults(handler=_prepare)
@@ -122,6 +132,7 @@ def open_source_of(args: argparse.Namespace) -> Source:
         glob=args.glob,
         skip_undecodable=args.skip_undecodable,
         out=args.out,
+        is_chat=getattr(args, "chat", False),
     )
     check_data_sets(args.input)
     for line in describe_passed_over(source.passed_over):
@@ -134,6 +145,12 @@ def _prepare(args: argparse.Namespace) -> int:
     from llmscale.data.tokenizers.hugging_face import HuggingFaceTokenizer
     from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 
+    args.out = _check_out(args)
+    source = open_source_of(args)
+    already_listed = set(source.passed_over)
+    parses = args.parse_special_tokens or args.chat
+    tokenizer = load_tokenizer(args.tokenizer, eot_token=args.eot_token or "", parse_special=parses)
+    chat = _chat_settings(args, tokenizer)
     options = PrepareOptions(
         seq_len=args.seq_len,
         val_fraction=args.val_fraction,
@@ -141,14 +158,11 @@ def _prepare(args: argparse.Namespace) -> int:
         shuffle=not args.no_shuffle,
         shard_bytes=args.shard_mb << 20,
         compression=args.compression,
-        packing=args.packing,
+        packing=args.packing or ("best-fit" if args.chat else "stream"),
         parse_special=args.parse_special_tokens,
+        chat=chat,
     )
-    args.out = _check_out(args)
-    source = open_source_of(args)
-    already_listed = set(source.passed_over)
     destination = _open_destination(args)
-    tokenizer = load_tokenizer(args.tokenizer, eot_token=args.eot_token or "", parse_special=args.parse_special_tokens)
     start_s = time.monotonic()
     prepared = prepare(
         source,
@@ -172,6 +186,28 @@ def _prepare(args: argparse.Namespace) -> int:
         for line in _describe_choices(prepared, unread, destination.beside, args.val_fraction):
             print_visible(line, file=sys.stderr)
     return 0
+
+
+def _chat_settings(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatSettings | None:
+    """Return the choices of --chat, or None without it. Raises ConfigError, DataError."""
+    from llmscale.data.prepare.chat import ChatSettings, find_template
+    from llmscale.untrusted.documents import CONFIG_MAX_BYTES
+    from llmscale.untrusted.paths import read_regular
+
+    if args.packing == ("stream" if args.chat else "pad"):
+        legal = "best-fit and pad" if args.chat else "stream and best-fit; pad needs --chat"
+        raise ConfigError(
+            f"--packing {args.packing} is for {'text' if args.chat else 'conversations'}. Legal: {legal}."
+        )
+    if not args.chat:
+        return None
+    source = None
+    if args.chat_template is not None:
+        try:
+            source = read_regular(args.chat_template, CONFIG_MAX_BYTES).decode()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--chat-template {args.chat_template} cannot be read: {error}.") from None
+    return ChatSettings(find_template(tokenizer, source), args.train_on, args.truncate, args.packing != "pad")
 
 
 def _check_out(args: argparse.Namespace) -> Path | str:
@@ -231,6 +267,8 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
 
 def print_manifest(manifest: Manifest, folder: str) -> None:
     """Print a dataset's manifest in a few lines."""
+    from llmscale.data.prepare.prepare_set import describe_left_out
+
     print_visible_fitting(
         f"{folder}: {manifest.source}, tokenizer {manifest.tokenizer} ({manifest.vocab_size:,} tokens), "
         f"seq_len {manifest.seq_len}, {manifest.dtype}, fingerprint {manifest.fingerprint[:12]}"
@@ -238,15 +276,26 @@ def print_manifest(manifest: Manifest, folder: str) -> None:
     for name, split in manifest.splits.items():
         share = split.cropped_tokens / split.num_tokens
         cropped = f"{split.cropped_tokens:,} tokens cropped, {share:.1%} " if manifest.is_best_fit else ""
+        if manifest.chat is not None:
+            targets, places = manifest.chat.num_targets.get(name, 0), split.num_samples * (manifest.seq_len + 1)
+            print_visible_fitting(
+                f"  {name:5} {split.num_documents:,} conversations, {split.num_tokens:,} tokens, of them {targets:,} "
+                f"targets ({targets / split.num_tokens:.0%}), {split.num_samples:,} rows "
+                f"({1 - split.num_tokens / places:.0%} padding), {len(split.shards)} shards"
+            )
+            continue
         print_visible_fitting(
             f"  {name:5} {split.num_documents:,} documents, {split.num_tokens:,} tokens, {split.num_samples:,} "
             f"samples ({cropped}+ {split.tail_tokens:,} tail tokens), {len(split.shards)} shards, "
             f"{split.bytes_per_token:.2f} bytes/token, unigram entropy {split.unigram_entropy_nats:.3f} nats"
         )
+    print("  unigram entropy: the loss that word frequencies alone would give")
     if not manifest.is_shuffled:
         print("  training windows in the order of the text")
-    if manifest.is_best_fit:
+    if manifest.is_best_fit and manifest.chat is None:
         print("  rows start at a document; ends of documents that fit into no row are left out")
+    for line in describe_left_out(manifest.chat.left_out) if manifest.chat else ():
+        print_visible_fitting(f"  {line}")
     if manifest.note_on_bytes:
         print_visible_fitting(f"  {manifest.note_on_bytes}")
     if manifest.skipped_documents or manifest.empty_documents:

@@ -12,11 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.cli.flags import add_timeout
-from llmscale.config.command_line import Need, flag, local_path, nonblank, whole_number
+from llmscale.config.command_line import Need, flag, local_path, nonblank, number, whole_number
 from llmscale.config.hardware import INTERCONNECTS, get_interconnect
 from llmscale.config.user_paths import check_output_file, write_output_file
-from llmscale.limits import MAX_GPUS_PER_NODE
+from llmscale.limits import MAX_GPUS_PER_NODE, MAX_SECONDS
 from llmscale.terminal.colour import Style, paint
 from llmscale.terminal.human_numbers import count_nouns, with_singulars
 from llmscale.terminal.table import output_width
@@ -33,6 +32,8 @@ _MAX_WIDTH = 120
 _LEAST_TEXT = 24
 #: Ranks of --numerics on a machine without GPUs.
 _RANKS_ON_CPU = 2
+#: Default of --timeout, without and with --numerics: for all of its passes and tries.
+_TIMEOUT_S, _NUMERICS_TIMEOUT_S = 60.0, 900.0
 #: Fields of a row that --json prints.
 _JSON_KEYS = ("name", "status", "found", "fix")
 
@@ -62,7 +63,8 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     text = f"expected network between hosts, to compare the all-reduce with: {networks}"
     flag(parser, "--interconnect NAME", text, nonblank)
     flag(parser, "--port N", "port where the ranks will meet", whole_number(1, 65535), 29500)
-    add_timeout(parser, "--timeout", "seconds that a host may take", 60.0)
+    text = f"seconds that a host may take; default: {_TIMEOUT_S:g}, with --numerics {_NUMERICS_TIMEOUT_S:g}"
+    flag(parser, "--timeout S", text, number(0.001, MAX_SECONDS))
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags for train.py, to check")
     parser.needs = [
         Need("interconnect", "with --no-network-test", lambda args: not args.no_network_test),
@@ -114,7 +116,7 @@ def _prove_numbers(args: argparse.Namespace) -> int:
         flags = ["--ds", request.ds]
     if args.hostfile is None:
         hosts = {"localhost": args.ranks or len(list_gpus()[0]) or _RANKS_ON_CPU}
-    report = prove(hosts, flags)
+    report = prove(hosts, flags, args.timeout or _NUMERICS_TIMEOUT_S)
     if args.json:
         print(json.dumps({**asdict(report), "setting": report.setting}, indent=1))
     else:
@@ -166,7 +168,9 @@ def _request(args: argparse.Namespace) -> ProbeRequest:
     else:
         hosts = {host.name: host.slots for host in parse_hostfile(args.hostfile)}
     ds = str(args.ds) if args.ds else None
-    return ProbeRequest(hosts=hosts, port=args.port, ds=ds, train_flags=tuple(flags), timeout_s=args.timeout)
+    return ProbeRequest(
+        hosts=hosts, port=args.port, ds=ds, train_flags=tuple(flags), timeout_s=args.timeout or _TIMEOUT_S
+    )
 
 
 def table_lines(rows: Sequence[CheckRow], *, width: int) -> list[str]:

@@ -34,6 +34,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     parser = subparsers.add_parser("eval")
     flags.add_run_argument(parser)
     flags.add_step(parser)
+    flags.add_base(parser)
     flags.add_loss(parser)
     text = (
         "FORMAT=FILE.jsonl, where FORMAT is hellaswag, multiple_choice, likelihood or text; or a task of lm-eval, by "
@@ -107,7 +108,8 @@ def _open_model(folder: Path, args: argparse.Namespace) -> ModelSource:
     from llmscale.untrusted.terminal import print_to_stderr
 
     with show_progress("Verifying the checkpoint") as verified:
-        source = open_model(folder, args.data, verified.add, with_sets=args.val_samples > 0)
+        with_sets = args.val_samples > 0
+        source = open_model(folder, args.data, verified.add, with_sets=with_sets, base=args.base)
     if source.sets is None and args.val_samples:
         if not args.tasks:
             raise DataError(source.no_sets)

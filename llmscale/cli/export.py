@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from llmscale.cli import flags
 from llmscale.config.command_line import byte_size, flag, local_path
+from llmscale.errors import ConfigError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from llmscale.config.command_line import FlagParser
+    from llmscale.evaluate.adapted import Merged
     from llmscale.evaluate.export import ExportedModel
     from llmscale.evaluate.model_source import TrainedCheckpoint
 
@@ -22,6 +24,8 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     flags.add_run_argument(parser, "run folder, or one of its checkpoints")
     flags.add_step(parser)
     flags.add_own_data(parser)
+    flags.add_base(parser)
+    flag(parser, "--merge", "of a run with --lora-rank, a model with the adapters merged in; default: them, for peft")
     text = "folder for AutoModelForCausalLM.from_pretrained: configuration, weights, tokenizer, model card"
     flag(parser, "--to FOLDER", text, local_path, required=True)
     flag(parser, "--dtype", "type of the weights; fp32 is exact", default="fp32", choices=["fp32", "bf16", "fp16"])
@@ -50,6 +54,9 @@ def _run(args: argparse.Namespace) -> int:
     with show_progress("Verifying the checkpoint", load_manifest(checkpoint).num_bytes) as verified:
         trained = open_trained_checkpoint(checkpoint, verified.add, given=args.data)
     model = describe_export(trained.shape, trained.published, args.dtype, args.shard_size)
+    if trained.shape.lora_rank and not args.merge:
+        return _export_adapters(args, model, trained)
+    weights = _merged(args, trained) if args.merge else None
     with show_progress("Writing weights", model.weight_bytes) as written:
         export_model(
             checkpoint,
@@ -59,11 +66,80 @@ def _run(args: argparse.Namespace) -> int:
             card=_model_card(model, trained),
             overwrite=args.overwrite,
             progress=written.add,
+            chat_template=trained.chat_template,
+            weights=weights,
         )
     out = make_visible_line(str(args.to))
     step = trained.state.step
     print(f"Wrote {out}: {model.num_parameters:,} weights in {args.dtype} of step {step}, tokenizer and model card.")
     return 0
+
+
+def _merged(args: argparse.Namespace, trained: TrainedCheckpoint) -> Merged:
+    """Open the weights of a run with adapters. Raises ConfigError for another run, CheckpointError."""
+    from llmscale.checkpoint.tensor_files import StoredWeights
+    from llmscale.evaluate.adapted import Merged
+    from llmscale.terminal.progress import show_progress
+
+    with show_progress("Verifying the base") as verified:
+        base = trained.open_base(args.base, verified.add)
+    if base is None:
+        raise ConfigError(f"--merge has no effect: {trained.folder} holds a model, not adapters. Drop it.")
+    return Merged(base, StoredWeights(trained.folder), trained.shape)
+
+
+def _export_adapters(args: argparse.Namespace, model: ExportedModel, trained: TrainedCheckpoint) -> int:
+    """Write the adapters alone. Raises ConfigError for flags of a model."""
+    from llmscale.checkpoint.hf_write import CARD_MARK
+    from llmscale.evaluate.adapted import export_adapters
+    from llmscale.untrusted.terminal import make_visible_line
+
+    if args.dtype != "fp32" or args.base is not None:
+        raise ConfigError("--dtype and --base have no effect on adapters, which are written in fp32. Add --merge.")
+    checksum = trained.state.base["checksum"]
+    base = _name_of_base(trained.state.base["place"])
+    num_bytes = export_adapters(
+        trained.folder,
+        trained.shape,
+        model.family,
+        base,
+        args.to,
+        card=_ADAPTER_CARD.format(mark=CARD_MARK, rank=trained.shape.lora_rank, base=base, checksum=checksum),
+        overwrite=args.overwrite,
+    )
+    out, rank = make_visible_line(str(args.to)), trained.shape.lora_rank
+    print(
+        f"Wrote {out}: adapters of rank {rank} of step {trained.state.step} for peft, {num_bytes:,} bytes, and a card."
+    )
+    return 0
+
+
+_ADAPTER_CARD = """---
+library_name: peft
+pipeline_tag: text-generation
+tags:
+{mark}
+---
+
+# Adapters of rank {rank}
+
+Trained with llmscale beside the frozen weights of `{base}` (checksum of its files: {checksum}).
+`PeftModel.from_pretrained(MODEL, FOLDER)` adds them to that model.
+"""
+
+
+def _name_of_base(place: str) -> str:
+    """Return the name of the model beside adapters without paths of this machine: NAME@COMMIT on the Hub, else the last
+    part of a folder, or of the run of a checkpoint."""
+    from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
+    from llmscale.config.hf_model import PREFIX
+    from llmscale.untrusted.hub import is_hub_name
+
+    name = place.removeprefix(PREFIX)
+    if place.startswith(PREFIX) and is_hub_name(name):
+        return name
+    run, _, _ = name.rpartition(f"/{CHECKPOINTS_NAME}/")
+    return (run or name).rstrip("/").rpartition("/")[2]
 
 
 def _model_card(model: ExportedModel, trained: TrainedCheckpoint) -> str:

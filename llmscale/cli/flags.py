@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, get_type_hints
+from typing import TYPE_CHECKING, Literal, get_type_hints
 
 from llmscale import limits
 from llmscale.architecture.shape import GPTShape
@@ -105,10 +105,12 @@ def add_asked_flags(group: FlagContainer, command: str) -> None:
 
 
 def add_run_argument(
-    parser: FlagParser, text: str = "run folder, checkpoint, or folder of a transformers model"
+    parser: FlagParser,
+    text: str = "run folder, checkpoint, or folder of a transformers model",
+    nargs: Literal["?"] | None = None,
 ) -> None:
-    """Add RUN."""
-    parser.add_argument("run", type=run_place, metavar="RUN", help=text)
+    """Add RUN; with `nargs` "?" it may be left out."""
+    parser.add_argument("run", type=run_place, nargs=nargs, metavar="RUN", help=text)
 
 
 def add_step(parser: FlagParser) -> None:
@@ -116,6 +118,12 @@ def add_step(parser: FlagParser) -> None:
     flag(
         parser, "--step N", "the run's checkpoint of this step; default: the newest", whole_number(0, limits.MAX_STEPS)
     )
+
+
+def add_base(parser: FlagParser) -> None:
+    """Add --base."""
+    text = "place of the weights beside the adapters of a run with --lora-rank, if they have moved: a run or hf:FOLDER"
+    flag(parser, "--base PLACE", text, nonblank)
 
 
 def add_own_data(parser: FlagParser) -> None:

@@ -1,4 +1,4 @@
-"""`llmscale ladder plan|run|fit`: train a ladder of sizes, and fit a scaling law of your own."""
+"""`llmscale ladder`: train several sizes for a scaling law of your own, or one size at several learning rates."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmscale import limits
 from llmscale.cluster.launch.ranks import end_with_parent
 from llmscale.cluster.remote import search_path
 from llmscale.config.bundled_files import install_command, is_in_checkout
@@ -30,9 +32,12 @@ from llmscale.planning.scaling_ladder import (
     Ladder,
     LadderRequest,
     LadderRun,
+    add_rates,
     doubts,
+    is_same_sweep,
     load_ladder,
     plan_ladder,
+    plan_sweep,
     save_ladder,
 )
 from llmscale.report.run_list import read_run
@@ -47,6 +52,7 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from llmscale.config.command_line import FlagParser
+    from llmscale.training.inputs import Inputs
 
 #: Status of `ladder fit` when the runs determine no law.
 EXIT_UNDETERMINED = 1
@@ -70,10 +76,9 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         "else that of the run that failed.",
     )
     run.add_argument("folder", type=local_path, metavar="DIR", help="folder of `ladder plan`")
-    flag(run, "--slurm", f"write DIR/{_ARRAY_NAME}, a job array with a task per unfinished run, in place of training")
-    run.add_argument("words", nargs="*", metavar="-- FLAGS", help="flags of `llmscale train`, such as --num-gpus 8")
-    run.passes_on = "`llmscale train`"
-    run.set_defaults(handler=_run)
+    _add_train_flags(run)
+    run.set_defaults(handler=lambda args: _train(args, load_ladder(args.folder)))
+    _add_sweep(actions)
     text = "fit the finished runs: law.json, fit.json, pictures (with matplotlib) and predictions of larger runs"
     fit = actions.add_parser(
         "fit",
@@ -85,6 +90,35 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     text = "resamples of the residuals for intervals, which law.json keeps"
     flag(fit, "--resamples N", text, whole_number(LEAST_RESAMPLES, MOST_RESAMPLES), 400)
     fit.set_defaults(handler=_fit)
+
+
+def _add_train_flags(parser: FlagParser) -> None:
+    text = f"write DIR/{_ARRAY_NAME}, a job array with a task per unfinished run, in place of training"
+    flag(parser, "--slurm", text)
+    parser.add_argument("words", nargs="*", metavar="-- FLAGS", help="flags of `llmscale train`, such as --num-gpus 8")
+    parser.passes_on = "`llmscale train`"
+
+
+def _add_sweep(actions: _SubParsersAction[FlagParser]) -> None:
+    text = "train one small size at several learning rates, resume what was interrupted, and give the best rate"
+    sweep = actions.add_parser(
+        "sweep",
+        help=text,
+        example="llmscale ladder sweep rates --flops 1e16 --data data/mine",
+        epilog=f"status: 0 a rate was found, {EXIT_UNDETERMINED} no rate has the least loss between two others, "
+        f"{_OTHERS_TRAIN} others still train some, 128 + N stopped by signal N.",
+    )
+    sweep.add_argument("folder", type=local_path, metavar="DIR", help="folder of the sweep, new or to continue")
+    flag(sweep, "--flops C", "training FLOPs of each run, 6 N D; for a new sweep", quantity(1, 1e36))
+    flag(sweep, "--data FOLDER|URL", "dataset; for a new sweep", path_or_url)
+    text = "run file with other keys of all runs: block, precision, ds, val_samples; lr is the middle of the rates"
+    flag(sweep, "--config FILE", text, local_path)
+    flag(sweep, "--tokens-per-parameter X", "those of each run", number(0.01, 1e6), 20.0)
+    text = "learning rates, also further ones of a sweep; default: five, from an eighth to twice that of the rule"
+    flag(sweep, "--rates LR", text, number(0, limits.MAX_LEARNING_RATE, above=True), nargs="+")
+    _add_train_flags(sweep)
+    sweep.needs = [Need("flops config tokens_per_parameter", "--data FOLDER|URL"), Need("data", "--flops C")]
+    sweep.set_defaults(handler=_sweep)
 
 
 def _add_plan_flags(parser: FlagParser) -> None:
@@ -107,6 +141,26 @@ def _add_plan_flags(parser: FlagParser) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    if args.flops is None and args.hours is None:
+        raise ConfigError("a ladder of which budget? Give --flops C, or --hours H with --flops-per-second R.")
+    check_output_folder("--out", args.out)
+    if (args.out / LADDER_NAME).exists():
+        raise ConfigError(f"--out {args.out} holds a ladder. `llmscale ladder run` resumes it; name a new folder.")
+    flops = args.flops or args.hours * 3600 * args.flops_per_second
+    request, keys, inputs = _read_request(args, args.out, flops)
+    request = replace(request, design=args.design, groups=args.groups, sizes=args.sizes)
+    request = replace(request, has_held_out=not args.no_held_out)
+    ladder = plan_ladder(request, inputs.config.data, inputs.sets.manifest.tokenizer)
+    save_ladder(args.out, ladder, keys)
+    available = inputs.sets.num_train_samples * request.like.seq_len
+    print_fitting(_plan_lines(args.out, ladder, args.flops_per_second, available))
+    return 0
+
+
+def _read_request(
+    args: argparse.Namespace, folder: Path, flops: float
+) -> tuple[LadderRequest, dict[str, object], Inputs]:
+    """Return what --config and --data decide, the keys of --config, and the inputs. Raises ConfigError."""
     from llmscale.config.optimizers import get_optimizer
     from llmscale.config.run_arguments import load_run_file
     from llmscale.config.run_config import build_run_config
@@ -114,34 +168,65 @@ def _plan(args: argparse.Namespace) -> int:
     from llmscale.training.inputs import read_inputs
     from llmscale.training.start import resolve_ranks
 
-    if args.flops is None and args.hours is None:
-        raise ConfigError("a ladder of which budget? Give --flops C, or --hours H with --flops-per-second R.")
-    check_output_folder("--out", args.out)
-    if (args.out / LADDER_NAME).exists():
-        raise ConfigError(f"--out {args.out} holds a ladder. `llmscale ladder run` resumes it; name a new folder.")
     keys = load_run_file(args.config) if args.config else {}
     if decided := [key for key in keys_of_ladder() if key in keys]:
         raise ConfigError(f"--config {args.config}: the ladder decides {', '.join(decided)}. Remove that.")
     data = args.data if "://" in args.data else str(Path(args.data).absolute())
-    own = {"data": data, "run": args.out / RUNS_NAME / "none"}
+    own = {"data": data, "run": folder / RUNS_NAME / "none"}
     config = build_run_config({**keys, **own}, f"--config {args.config}: ", own)
     inputs = read_inputs(config)
     request = LadderRequest(
-        flops=args.flops or args.hours * 3600 * args.flops_per_second,
+        flops=flops,
         like=resolve_ranks(inputs, 1).shape,
-        design=args.design,
-        groups=args.groups,
-        sizes=args.sizes,
         tokens_per_parameter=args.tokens_per_parameter,
-        has_held_out=not args.no_held_out,
         lr=config.lr,
         rate_factor=get_optimizer(config.optimizer).default_rate_factor,
     )
-    ladder = plan_ladder(request, data, inputs.sets.manifest.tokenizer)
-    save_ladder(args.out, ladder, keys)
-    available = inputs.sets.num_train_samples * request.like.seq_len
-    print_fitting(_plan_lines(args.out, ladder, args.flops_per_second, available))
-    return 0
+    return request, keys, inputs
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    ladder = _read_sweep(args)
+    status = _train(args, ladder)
+    return status if status or args.slurm else _show_rates(args.folder, ladder)
+
+
+def _read_sweep(args: argparse.Namespace) -> Ladder:
+    """Return the sweep, after it is written if it is new or has new rates. Raises ConfigError for another one."""
+    from llmscale.config.run_arguments import load_run_file
+
+    folder, rates = args.folder, args.rates or []
+    ladder = load_ladder(folder) if (folder / LADDER_NAME).exists() else None
+    if ladder is not None and ladder.design != "rates":
+        raise ConfigError(f"{folder} holds a ladder of sizes. Name a new folder for the sweep.")
+    if args.data is not None:
+        check_output_folder("DIR", folder)
+        request, keys, inputs = _read_request(args, folder, args.flops)
+        planned = plan_sweep(request, rates, inputs.config.data, inputs.sets.manifest.tokenizer)
+        if ladder is not None and not is_same_sweep(ladder, planned):
+            raise ConfigError(f"{folder} holds a sweep of other data, compute or model. Name a new folder.")
+    elif ladder is None:
+        raise ConfigError(f"{folder} holds no sweep. A new one needs --flops C and --data FOLDER|URL.")
+    else:
+        keys, planned = load_run_file(folder / CONFIGS_NAME / f"{ladder.runs[0].name}.yaml"), ladder
+    ladder = add_rates(ladder or planned, rates)
+    save_ladder(folder, ladder, keys)
+    return ladder
+
+
+def _show_rates(folder: Path, ladder: Ladder) -> int:
+    from llmscale.report.ladder_fit import FIT_NAME, fit_rates, rate_lines, write_rates
+    from llmscale.report.ladder_plot import RATES_NAME, plot_rates
+
+    _check_outputs(folder, FIT_NAME, RATES_NAME)
+    fit = fit_rates(folder, ladder)
+    write_rates(folder, fit)
+    print_fitting(rate_lines(folder, fit))
+    if find_spec("matplotlib") is None:
+        print(f"no picture without matplotlib: {install_command('plot')}")
+    elif fit.rates:
+        plot_rates(folder, fit)
+    return EXIT_UNDETERMINED if fit.best is None else 0
 
 
 _COLUMNS = (
@@ -190,11 +275,11 @@ def _plan_lines(out: Path, ladder: Ladder, rate: float | None, available: int) -
     yield f"llmscale ladder run {shlex.quote(str(out))}"
 
 
-def _run(args: argparse.Namespace) -> int:
+def _train(args: argparse.Namespace, ladder: Ladder) -> int:
+    """Train the unfinished runs one after the other, and return the status; with --slurm, write a job array."""
     from llmscale.config.run_keys import keys_of_ladder
 
     folder: Path = args.folder
-    ladder = load_ladder(folder)
     decided = {f"--{key.replace('_', '-')}" for key in (*keys_of_ladder(), "lr")}
     if fixed := [word for word in args.words if word.partition("=")[0] in decided]:
         raise ConfigError(f"{fixed[0]} follows --, but the run files of the ladder decide it. Remove that.")
@@ -202,16 +287,21 @@ def _run(args: argparse.Namespace) -> int:
     if args.slurm:
         return _write_array(folder, [run for run in left if not _is_taken(folder, run)], args.words)
     stopped: list[int] = []
+    failed: set[str] = set()
     for place, run in enumerate(left, 1):
         # Another process may have trained it since.
         if _is_taken(folder, run) or _is_done(folder, run):
             continue
         print_visible(f"== {run.name} ({place} of {len(left)} left)", flush=True)
         status = run_command(["train", *_words(folder, run), *args.words], stopped)
-        if status or stopped or not _is_done(folder, run):
+        if ladder.design == "rates" and not stopped and read_run(folder / RUNS_NAME / run.name).state == "failed":
+            # A rate that is too large diverges; that is a result.
+            print_visible(f"{run.name} failed and is left out")
+            failed.add(run.name)
+        elif status or stopped or not _is_done(folder, run):
             print_visible(f"stopped in {run.name}; the same command continues", file=sys.stderr)
             return 128 + stopped[0] if stopped else status or 1
-    unfinished = [run.name for run in left if not _is_done(folder, run)]
+    unfinished = [run.name for run in left if run.name not in failed and not _is_done(folder, run)]
     print_visible(f"left: {', '.join(unfinished)}" if unfinished else f"all finished: llmscale ladder fit {folder}")
     return _OTHERS_TRAIN if unfinished else 0
 
@@ -267,6 +357,8 @@ def _fit(args: argparse.Namespace) -> int:
     from llmscale.report.ladder_plot import ISOFLOP_NAME, LOSS_NAME, plot_ladder
 
     ladder = load_ladder(args.folder)
+    if ladder.design == "rates":
+        return _show_rates(args.folder, ladder)
     _check_outputs(args.folder, LAW_NAME, FIT_NAME, ISOFLOP_NAME, LOSS_NAME)
     fit = fit_ladder(args.folder, ladder, args.resamples)
     write_fit(args.folder, fit)

@@ -20,7 +20,7 @@ from llmscale.config.run_arguments import parse_run_config
 from llmscale.engine.launcher_variables import check_is_only_copy
 from llmscale.files.resilient_stdout import make_output_resilient
 from llmscale.training.inputs import with_prepared_text
-from llmscale.training.stop_request import STOP_SIGNALS
+from llmscale.training.stop_request import STOP_SIGNALS, Interrupts
 from llmscale.untrusted.terminal import print_visible
 
 #: Parts of the names of variables with secret values.
@@ -123,16 +123,18 @@ def _warn_of_keys(settings: Sequence[str]) -> None:
 def _note_signals() -> list[str]:
     """Install handlers that append SIGTERM, SIGINT, SIGUSR1 and SIGHUP to the returned list.
 
-    SIGHUP stays ignored under nohup. A second SIGINT ends the process at once; the hosts then lose their connection
+    SIGHUP stays ignored under nohup. A third SIGINT ends the process at once; the hosts then lose their connection
     and end their ranks.
     """
     received: list[str] = []
+    interrupts = Interrupts()
 
     def note(number: int, _frame: object) -> None:
-        name = signal.Signals(number).name
-        if name == "SIGINT" and name in received:
-            os._exit(128 + number)
-        received.append(name)
+        received.append(signal.Signals(number).name)
+        if number == signal.SIGINT:
+            if interrupts.add():
+                os._exit(128 + number)
+            interrupts.answer()
 
     for stop in (*STOP_SIGNALS, signal.SIGHUP):
         if signal.getsignal(stop) is not signal.SIG_IGN:

@@ -63,11 +63,15 @@ COMMANDS = {
     "report": Command(
         "curves and results of runs: in the terminal, as a page, a picture or JSON", "report runs/default"
     ),
+    "replay": Command(
+        "one step once more: the loss of each of its samples, the gradient of each parameter",
+        "replay runs/default --step 612",
+    ),
     "eval": Command(
         "validation loss, HellaSwag and lm-eval's tasks, straight from a checkpoint",
         "eval runs/default --tasks hellaswag=hellaswag_val.jsonl",
     ),
-    "sample": Command("generate text from a run's newest weights", "sample runs/default 'Once upon a time'"),
+    "sample": Command("talk to a model, or generate text from a run's newest weights", "sample runs/default"),
     "export": Command(
         "a run's newest weights and tokenizer for Hugging Face transformers", "export runs/default --to exported"
     ),
@@ -89,7 +93,7 @@ def new_parser() -> tuple[FlagParser, argparse._SubParsersAction[FlagParser]]:
         prog="llmscale",
         description=_DESCRIPTION,
         example=f"llmscale {COMMANDS['train'].example}",
-        epilog="Training itself: llmscale train --ds zero2 (--help lists every key). llmscale alone "
+        epilog="Training itself: llmscale train --ds zero2 (--help all lists every key). llmscale alone "
         "shows an example of each.",
     )
     parser.add_argument("--version", action="version", version=f"llmscale {__version__}")

@@ -31,8 +31,8 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         "plan",
         usage="%(prog)s [FLAGS]",
         description="From one goal, or a model and one goal, to a complete plan, by published scaling laws. Numbers "
-        "may have a suffix: 124M, 70B, 1.4T, 300e9. Exit status: 0 planned, 1 the model does not fit the GPUs, 2 "
-        "wrong flags.",
+        "may have a suffix: 124M, 70B, 1.4T, 300e9. Exit status: 0 planned, 1 the model does not fit the GPUs or does "
+        "not finish in --days, 2 wrong flags.",
     )
     _add_goal_flags(parser.add_argument_group("goal, exactly one; or a model and one other"))
     add_shape_flags(parser.add_argument_group("model, beside --model"))
@@ -44,13 +44,16 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     parser.needs = [
         Need(
             "budget_usd gpu_hours price_per_gpu_hour mfu inference_mfu num_gpus num_nodes interconnect pue "
-            "loss_chunk_tokens expert_parallel_size serve usd_per_kwh buy_usd_per_gpu years",
+            "loss_chunk_tokens expert_parallel_size serve usd_per_kwh buy_usd_per_gpu years days watts keep_hours",
             "--gpu NAME",
             lambda args: args.gpu or args.gpu_memory_gib or args.bf16_tflops,
         ),
         Need("budget_usd", "--price-per-gpu-hour"),
         Need("inference_mfu", "--inference-tokens"),
         Need("interconnect", "with --num-nodes 1", lambda args: args.num_nodes != 1),
+        Need("plot serve buy_usd_per_gpu", "with several GPUs", lambda args: not args.gpu or len(args.gpu) == 1),
+        Need("keep_weights", "--keep-hours H"),
+        Need("keep_hours", "with --keep-every", lambda args: args.keep_every is None),
         Need("pue", "--gpu NAME"),
         Need("buy_usd_per_gpu", "--usd-per-kwh X"),
         Need("years", "--buy-usd-per-gpu X"),
@@ -70,10 +73,15 @@ def _add_goal_flags(group: FlagContainer) -> None:
 
 
 def _add_machine_flags(group: FlagContainer) -> None:
-    text = "nodes; default: the fewest that hold the model without offload"
-    add_machine_flags(group, num_gpus=PLANNED_GPUS, num_nodes=None, num_nodes_text=text)
+    text = "nodes; default: the fewest that hold the model without offload and finish in time"
+    add_machine_flags(group, num_gpus=PLANNED_GPUS, num_nodes=None, num_nodes_text=text, compares=True)
+    text = "days in which the run must finish; default: 90, if any number of nodes finishes in them"
+    flag(group, "--days X", text, number(1e-3, 36525))
     flag(group, "--mfu F", "fraction of the peak rate; default: estimated", number(1e-4, 1))
-    flag(group, "--price-per-gpu-hour USD", "price, for the cost", quantity(1e-4, 1e6))
+    text = "price, for the cost; one for each --gpu"
+    flag(group, "--price-per-gpu-hour USD", text, quantity(1e-4, 1e6), nargs="+")
+    text = "power of a GPU in training, for the energy; one for each --gpu; default: its limit"
+    flag(group, "--watts W", text, number(1, 1e5), nargs="+")
     flag(group, "--usd-per-kwh X", "price of electricity, for its cost", quantity(1e-4, 100))
     text = "price of a GPU with its share of host, network and room: buying beside renting"
     flag(group, "--buy-usd-per-gpu X", text, quantity(1, 1e8))
@@ -85,6 +93,9 @@ def _add_run_flags(group: FlagContainer) -> None:
     text = "scaling law that decides: besiroglu, hoffmann, or the law.json of `ladder fit`"
     flag(group, "--law NAME|FILE", text, _law, default="besiroglu")
     add_asked_flags(group, "plan")
+    text = "keep a checkpoint permanently after every H hours, for the disk and --keep-every of the command"
+    flag(group, "--keep-hours H", text, number(0.01, 1e6))
+    flag(group, "--keep-weights", "keep of these checkpoints the 16-bit weights alone (`llmscale export`)")
     text = "tokens of a request's prompt and output, such as 1000:250: speed and price of serving"
     flag(group, "--serve IN:OUT", text, _token_pair)
     text = "tokens that the model will serve: gives a smaller model, trained longer"
@@ -113,14 +124,19 @@ def _token_pair(text: str) -> tuple[int, int]:
 
 def _run(args: argparse.Namespace) -> int:
     from llmscale.cli.answers import show
-    from llmscale.cli.plan_answers import draw, plan_lines, read_request
+    from llmscale.cli.plan_answers import comparison_lines, draw, plan_lines, read_requests
     from llmscale.planning.run_plan import make_plan
 
     if args.plot is not None:
         check_plot(args.plot)
-    request = read_request(args)
-    plan = make_plan(request)
-    show(plan, plan_lines(request, plan), is_json=args.json)
+    requests = read_requests(args)
+    plans = [make_plan(request) for request in requests]
+    if len(plans) > 1:
+        show({"gpus": plans}, comparison_lines(requests, plans), is_json=args.json)
+    else:
+        show(plans[0], plan_lines(requests[0], plans[0]), is_json=args.json)
     if args.plot is not None:
-        draw(args.plot, request, plan)
-    return 1 if plan.run is not None and plan.run.strategy is None else 0
+        draw(args.plot, requests[0], plans[0])
+    runs = [plan.run for plan in plans if plan.run is not None]
+    is_planned = not runs or any(run.strategy and (args.days is None or run.is_in_time) for run in runs)
+    return 0 if is_planned else 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from llmscale.architecture.shape import GPTShape
@@ -23,7 +24,7 @@ from llmscale.cli.flags import (
 from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.bundled_files import is_in_checkout
 from llmscale.config.describe_defaults import SIZES, describe_parameters, describe_preset, shape_changes
-from llmscale.config.hardware import Cluster, get_interconnect
+from llmscale.config.hardware import GPU, Cluster, get_interconnect
 from llmscale.config.hf_model import default_preset
 from llmscale.config.presets import PRESETS
 from llmscale.config.run_config import RunConfig, build_run_config
@@ -55,6 +56,14 @@ from llmscale.terminal.human_numbers import format_quantity
 from llmscale.terminal.table import output_width
 
 _TIB = 2**40
+#: GPUs of the largest of the rows that speed was fitted to, and the run beyond them whose settings are nearest
+#: (tests/planning/published_runs.csv).
+_FITTED_GPUS = 512
+_MEASURED_BEYOND = (
+    "OPT-175B reached 147 TFLOP/s per GPU with its recomputation, 35 % MFU without, on 992 A100-80GB (FSDP and tensor "
+    "parallelism, Zhang et al. 2022), and took about 33 days of training and two months with its restarts; for its "
+    "settings this estimate is 1.43 times as fast"
+)
 #: Longest line of text.
 _MOST_WIDTH = 112
 
@@ -98,7 +107,7 @@ def _law_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
             _with_range(row.num_parameters),
             _with_range(row.tokens),
             f"{central(row.tokens) / central(row.num_parameters):.2g}",
-            "-" if row.loss is None else f"{central(row.loss):.3f}",
+            f"{central(row.loss):.3f}",
         ]
         for row in plan.laws
     ]
@@ -112,7 +121,7 @@ def _law_notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
     )
     if error := request.law.loss_error:
         yield f"Losses by {request.law.name} also contain the error of a single run in its ladder, {error:.1%}."
-    yield f"{KAPLAN.name} differs because {KAPLAN.why_it_differs}."
+    yield f"{KAPLAN.name} differs because {KAPLAN.why_it_differs}. Its loss is that of WebText2, another text."
     expansion = expansion_of(plan.shape)
     if expansion > 1:
         yield from _expert_notes(plan, expansion)
@@ -172,15 +181,23 @@ def _model_parts(request: PlanRequest, plan: Plan) -> Iterator[tuple[str, str]]:
         loss += f" ({plan.loss.low:.3f}-{plan.loss.high:.3f})"
     yield "loss", f"{loss} nats per token by {plan.law}, on text and a tokenizer like theirs"
     disk = plan.disk
+    hourly = ""
+    if disk.hourly:
+        kind = "16-bit weights" if disk.is_hourly_weights else "checkpoints"
+        hourly = f"{disk.hourly:,} {kind} kept permanently, one every {request.keep_hours:g} hours, "
+        hourly += f"{_size(disk.hourly_bytes)}; "
     yield (
         "disk",
         f"{_size(disk.total_bytes)}: checkpoints of {_size(disk.checkpoint_bytes)}, {disk.kept_checkpoints} kept and "
-        f"one being written; data {_size(disk.data_bytes)}; 16-bit weights {_size(disk.weights_bytes)}",
+        f"one being written; {hourly}data {_size(disk.data_bytes)}; 16-bit weights {_size(disk.weights_bytes)}",
     )
 
 
 def _placement_parts(request: PlanRequest, plan: Plan, run: RunPlan) -> Iterator[tuple[str, str]]:
-    fewest = " (the fewest nodes that hold it)" if request.num_nodes is None and run.num_nodes > 1 else ""
+    fewest = ""
+    if request.num_nodes is None and (run.num_nodes > 1 or request.days):
+        in_time = f" and finish in {run.within_days:g} days" if run.is_in_time and run.hours else ""
+        fewest = f" (the fewest nodes that hold it{in_time})"
     yield "GPUs", f"{run.placement.cluster.in_words()}, {run.precision}{fewest}"
     if request.assumes_gpus:
         estimated = f"where `estimate` assumes {ESTIMATED_GPUS}"
@@ -196,11 +213,8 @@ def _placement_parts(request: PlanRequest, plan: Plan, run: RunPlan) -> Iterator
             f"{run.strategy.describe()}, micro-batch {run.micro_batch_size} x {run.gradient_accumulation_steps} "
             f"accumulation{summed}{fillers}: {run.why}",
         )
-        if run.host_bytes_per_node:
-            processes = f"{run.gpus_per_node} x {_size(PROCESS_BYTES)} for processes"
-            host = f"{_size(run.host_bytes_per_node)} of host memory per node, and {processes}, assumed"
-            yield "", f"needs {host}; not checked here"
         yield "", f"chosen with a margin of {MARGIN:.0%} of each GPU, because no GPU has calibrated the estimate"
+        yield "host", _host_memory(run)
     yield (
         "store",
         f"with --run s3://BUCKET/NAME {run.store_requests_per_save:,} requests a save, and "
@@ -208,21 +222,39 @@ def _placement_parts(request: PlanRequest, plan: Plan, run: RunPlan) -> Iterator
     )
 
 
+def _host_memory(run: RunPlan) -> str:
+    """Return the parts of a node's memory."""
+    total = run.host_bytes_per_node + run.save_bytes_per_node + run.gpus_per_node * PROCESS_BYTES
+    offloaded = f"{_size(run.host_bytes_per_node)} of offloaded states, " if run.host_bytes_per_node else ""
+    return (
+        f"{_size(total)} of memory per node, not checked here: {offloaded}{_size(run.save_bytes_per_node)} of a "
+        f"checkpoint's copy while it is written, and {run.gpus_per_node} x {_size(PROCESS_BYTES)} for processes with "
+        "their data workers, assumed"
+    )
+
+
 def _price_parts(request: PlanRequest, run: RunPlan) -> Iterator[tuple[str, str]]:
     """Yield speed, time, energy and money."""
     if run.mfu is None or run.hours is None or run.gpu_hours is None:
-        yield "speed", "not known: more nodes, or --mfu for an assumption"
+        what = "more nodes, or --mfu for an assumption"
+        if run.placement.peak_flops is None:
+            what = f"the peak rate of {run.gpu} in {run.precision} is not in the table"
+        yield "speed", f"not known: {what}"
         return
-    basis = "given by --mfu" if request.mfu is not None else f"estimated, {RATE_ERROR}"
-    yield "speed", f"{run.tokens_per_second:,.0f} tokens/s at {run.mfu:.0%} MFU ({basis})"
-    yield "time", f"{_duration(run.hours)}; {run.gpu_hours:,.0f} GPU-hours"
-    if run.energy_kwh is not None:
-        is_assumed = " (assumed)" if request.pue is None else ""
+    yield from _speed_parts(request, run, run.mfu)
+    yield "time", f"{_duration(run.hours)}; {run.gpu_hours:,.0f} GPU-hours{_too_long(run)}"
+    if run.hours_with_recomputation is not None:
         yield (
-            "energy",
-            f"{_energy(run.energy_kwh)}: boards at their limit of {run.placement.cluster.gpu.power_w:g} W, PUE "
-            f"{run.pue:g}{is_assumed}; hosts and network not counted",
+            "",
+            f"{_duration(run.hours_with_recomputation)}, if the FLOP/s of --mfu count recomputation (8 N D in place of "
+            "6 N D), as OPT-175B's 147 TFLOP/s do",
         )
+    if run.energy_kwh is not None and run.watts is not None:
+        is_assumed = " (assumed)" if request.pue is None else ""
+        is_limit = f", their limit ({run.placement.cluster.gpu.source})" if request.watts is None else ""
+        energy = f"{run.energy_kwh:.3g} kWh" if run.energy_kwh < 1000 else f"{run.energy_kwh / 1000:,.4g} MWh"
+        boards = f"boards at {run.watts:g} W{is_limit}"
+        yield "energy", f"{energy}: {boards}, PUE {run.pue:g}{is_assumed}; hosts and network not counted"
     electricity = run.electricity_usd_per_gpu_hour
     if electricity is not None:
         yield "", f"${run.gpu_hours * electricity:,.2f} at ${request.usd_per_kwh:g} per kWh"
@@ -238,6 +270,65 @@ def _price_parts(request: PlanRequest, run: RunPlan) -> Iterator[tuple[str, str]
             f"pause ${owning:.2f} per GPU-hour with electricity, staff not counted; this run "
             f"${run.gpu_hours * owning:,.0f}{_beside_renting(owning, electricity, request.usd_per_gpu_hour)}",
         )
+
+
+def _speed_parts(request: PlanRequest, run: RunPlan, mfu: float) -> Iterator[tuple[str, str]]:
+    basis = "given by --mfu" if request.mfu is not None else f"estimated, {RATE_ERROR}"
+    gpu, peak = run.placement.cluster.gpu, run.placement.peak_flops or 0
+    of_peak = f"{mfu:.0%} MFU, {mfu * peak / 1e12:.3g} of {peak / 1e12:g} TFLOP/s per GPU"
+    yield "speed", f"{run.tokens_per_second:,.0f} tokens/s at {of_peak} ({basis})"
+    if run.precision == "fp32" and gpu.tf32_flops:
+        yield "", f"runs in fp32 do not use TF32, whose peak is {gpu.tf32_flops / 1e12:g} TFLOP/s"
+    if run.placement.cluster.world_size > _FITTED_GPUS and request.mfu is None:
+        yield "", f"on more GPUs than those rows: {_MEASURED_BEYOND}"
+
+
+def _too_long(run: RunPlan) -> str:
+    """Return the words after a time that is too long, with the nodes that are enough."""
+    if run.is_in_time:
+        return ""
+    if run.enough_nodes is not None:
+        return f". That is too long: {run.enough_nodes:,} nodes finish in {run.within_days:g} days"
+    return (
+        f". That is too long, and more nodes do not finish in {run.within_days:g} days: every GPU needs one of the "
+        f"{run.placement.global_batch_size:,} sequences of a step. A larger --global-batch-size allows more GPUs"
+    )
+
+
+def comparison_lines(requests: Sequence[PlanRequest], plans: Sequence[Plan]) -> Iterator[str]:
+    """Yield a line for every GPU: the least expensive is marked, without prices the fastest."""
+    runs = [plan.run for plan in plans if plan.run]
+    what, amounts = "fastest", [run.hours for run in runs]
+    if requests[0].goal.kind == "gpu_hours":
+        what, amounts = "lowest loss", [central(plan.loss) for plan in plans]
+    elif requests[0].usd_per_gpu_hour is not None:
+        what, amounts = "least expensive", [run.cost_usd for run in runs]
+    usable = [amount for amount, run in zip(amounts, runs, strict=True) if amount and run.strategy and run.is_in_time]
+    which = "The fewest nodes of each GPU that hold the model and" if requests[0].num_nodes is None else "Nodes that"
+    yield f"{which} finish in {runs[0].within_days:g} days; * {what}"
+    cells = []
+    for amount, plan, run in zip(amounts, plans, runs, strict=True):
+        fit = run.strategy
+        cells.append(
+            [
+                "*" if usable and amount == min(usable) else "",
+                run.gpu,
+                f"{run.num_nodes} x {run.gpus_per_node}",
+                format_quantity(plan.shape.num_parameters),
+                format_quantity(plan.tokens),
+                f"{central(plan.loss):.3f}",
+                fit.stage_words if fit else "nothing fits",
+                fit.offload if fit else "-",
+                fit.activation_checkpointing if fit else "-",
+                "-" if run.mfu is None else f"{run.mfu:.0%}",
+                "-" if run.hours is None else f"{run.hours / 24:,.1f}{'' if run.is_in_time else ' (too long)'}",
+                "-" if run.energy_kwh is None else f"{run.energy_kwh:,.0f}",
+                "-" if run.cost_usd is None else f"{run.cost_usd:,.0f}",
+            ]
+        )
+    heads = ("", "GPU", "nodes", "N", "tokens D", "loss", "stage", "offload", "checkpt", "MFU", "days", "kWh", "$")
+    yield from align(heads, cells)
+    yield f"MFU is estimated, {RATE_ERROR}. One --gpu has its command, disk and serving."
 
 
 def _beside_renting(owning: float, electricity: float, rent: float | None) -> str:
@@ -301,7 +392,7 @@ def _lifetime_parts(request: PlanRequest, plan: Plan, lifetime: Lifetime) -> Ite
 def _command_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     """Yield the commands that come next, from the keys that were set."""
     shape, preset = plan.shape, PRESETS[plan.nearest_preset]
-    keys = dict(request.keys)
+    keys = {**request.keys, **_keys_of_saves(request, plan)}
     if request.preset is None:
         keys = {"model": plan.nearest_preset, **keys}
         keys |= {name: getattr(shape, name) for name in SIZES if getattr(shape, name) != getattr(preset, name)}
@@ -328,8 +419,13 @@ def _command_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
         yield f"({describe_data(shape, keys)})"
 
 
-def _energy(kwh: float) -> str:
-    return f"{kwh:.3g} kWh" if kwh < 1000 else f"{kwh / 1000:,.4g} MWh"
+def _keys_of_saves(request: PlanRequest, plan: Plan) -> dict[str, object]:
+    """Return the keys of a run that keeps checkpoints by the hour: about the usual steps between saves."""
+    if not plan.disk.hourly or plan.run is None or not plan.run.hours or not request.keep_hours:
+        return {}
+    steps = plan.steps * request.keep_hours / plan.run.hours
+    saves = math.ceil(steps / SAVE_EVERY)
+    return {"save_every": max(1, round(steps / saves)), "keep_every": saves * max(1, round(steps / saves))}
 
 
 def _size(num_bytes: float) -> str:
@@ -364,19 +460,36 @@ _DEFAULT_SEQ_LEN = 2048
 _SIZED_LIKE = "gpt3-125m"
 
 
-def read_request(args: argparse.Namespace) -> PlanRequest:
-    """Check all flags. Raises ConfigError."""
+def read_requests(args: argparse.Namespace) -> list[PlanRequest]:
+    """Check all flags, and return a request for every GPU. Raises ConfigError."""
     _check_goals(args)
+    has_gpu = bool(_given(args, ("--gpu", "--gpu-memory-gib", "--bf16-tflops")))
+    gpus = read_gpus(args) if has_gpu else [None]
+    prices, watts = (_one_for_each(args, flag, len(gpus)) for flag in ("--price-per-gpu-hour", "--watts"))
+    return [_read_request(args, *given) for given in zip(gpus, prices, watts, strict=True)]
+
+
+def _one_for_each(args: argparse.Namespace, flag: str, num_gpus: int) -> list[float | None]:
+    values = getattr(args, flag.removeprefix("--").replace("-", "_"))
+    if values is not None and len(values) != num_gpus:
+        raise ConfigError(f"{flag} has {len(values)} values for {num_gpus} GPUs. Give one for each --gpu.")
+    return values or [None] * num_gpus
+
+
+def _read_request(
+    args: argparse.Namespace, gpu: GPU | None, usd_per_gpu_hour: float | None, watts: float | None
+) -> PlanRequest:
     keys = given_keys(args, "plan")
     config = build_run_config(keys)
     shape, preset = _read_model(args, config, given_keys(args))
     ParallelLayout(config.expert_parallel_size, 1, config.expert_parallel_size).experts_of_rank(
         shape.num_experts if shape else 0
     )
-    has_gpu = bool(_given(args, ("--gpu", "--gpu-memory-gib", "--bf16-tflops")))
     gpus = (args.num_gpus or PLANNED_GPUS, get_interconnect(args.interconnect))
+    if gpu and watts:
+        gpu = replace(gpu, power_w=watts)
     return PlanRequest(
-        goal=_read_goal(args, shape),
+        goal=_read_goal(args, shape, usd_per_gpu_hour),
         config=config,
         keys={key: getattr(config, key) for key in keys},
         shape=shape,
@@ -384,18 +497,22 @@ def read_request(args: argparse.Namespace) -> PlanRequest:
         law=_LAWS.get(args.law) or load_law(args.law),
         vocab_size=_vocab_size(config),
         seq_len=shape.seq_len if shape else config.seq_len or _DEFAULT_SEQ_LEN,
-        cluster=Cluster(read_gpus(args)[0], *gpus) if has_gpu else None,
+        cluster=Cluster(gpu, *gpus) if gpu else None,
         assumes_gpus=args.num_gpus is None,
         num_nodes=args.num_nodes,
+        days=args.days,
         mfu=args.mfu,
         inference_tokens=args.inference_tokens or 0.0,
         inference_mfu=args.inference_mfu,
-        usd_per_gpu_hour=args.price_per_gpu_hour,
+        usd_per_gpu_hour=usd_per_gpu_hour,
         pue=args.pue,
         requests=args.serve,
         usd_per_kwh=args.usd_per_kwh,
         usd_per_bought_gpu=args.buy_usd_per_gpu,
         years=args.years,
+        keep_hours=args.keep_hours,
+        keeps_weights=args.keep_weights,
+        watts=watts,
     )
 
 
@@ -434,9 +551,9 @@ def _vocab_size(config: RunConfig) -> int:
     return config.vocab_size or PRESETS[_SIZED_LIKE].vocab_size
 
 
-def _read_goal(args: argparse.Namespace, shape: GPTShape | None) -> Goal:
-    if args.budget_usd is not None:
-        return Goal("gpu_hours", args.budget_usd / args.price_per_gpu_hour)
+def _read_goal(args: argparse.Namespace, shape: GPTShape | None, usd_per_gpu_hour: float | None) -> Goal:
+    if args.budget_usd is not None and usd_per_gpu_hour:
+        return Goal("gpu_hours", args.budget_usd / usd_per_gpu_hour)
     if args.gpu_hours is not None:
         return Goal("gpu_hours", args.gpu_hours)
     if args.pf_days is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from llmscale.cli import flags
 from llmscale.config.command_line import Need, flag, local_path, nonblank
 from llmscale.config.hardware import get_gpu
-from llmscale.errors import DataError
+from llmscale.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -52,6 +52,10 @@ def _run(args: argparse.Namespace) -> int:
     quiet_libraries()
     with show_progress("Verifying the checkpoint") as verified:
         source = open_model(folder, args.data, verified.add, with_sets=args.val_samples > 0)
+    if source.shape.lora_rank:
+        raise ConfigError(
+            f"{args.run} holds adapters. Merge them first: llmscale export {args.run} --merge --to FOLDER."
+        )
     if source.sets is None and args.val_samples:
         raise DataError(source.no_sets)
     # torch is imported after the checks, which answer at once.

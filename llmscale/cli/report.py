@@ -52,6 +52,8 @@ _Selection = list[tuple[Path, list[ListedRun]]]
 _OUTPUTS = ("html", "png", "svg", "json")
 #: Largest width of the chart, and width of its axis.
 _CHART_WIDTH, _CHART_MARGIN = 64, 12
+#: Limit of a text that the model wrote.
+_MOST_LETTERS = 2_000
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
@@ -169,7 +171,7 @@ def _check(runs: Sequence[Path], wanted: Mapping[str, Path]) -> None:
         import_pyplot("--png and --svg need")
 
 
-def check_apart(said: str, place: Path, run: Path, proposed: str = "report.html") -> None:
+def check_apart(named: str, place: Path, run: Path, proposed: str = "report.html") -> None:
     """Refuse a file that the run itself wrote: a report beside them is welcome. Raises ConfigError."""
     files = (METRICS_NAME, CONFIG_NAME, STARTS_NAME, DS_CONFIG_NAME, LOCK_NAME, FAILURE_NAME, ATTEMPTS_NAME)
     folder = run.resolve()
@@ -177,7 +179,7 @@ def check_apart(said: str, place: Path, run: Path, proposed: str = "report.html"
         return
     name, *inner = place.relative_to(folder).parts
     if name in ((CHECKPOINTS_NAME, LOGS_NAME, *ORIGIN_FOLDERS) if inner else files):
-        raise ConfigError(f"{said} is a file of the run itself; name another file, such as {folder / proposed}.")
+        raise ConfigError(f"{named} is a file of the run itself; name another file, such as {folder / proposed}.")
 
 
 def _write_page(path: Path, report: Mapping[str, object]) -> None:
@@ -218,7 +220,8 @@ def _print_run(run: Path) -> None:
         history = load_history(run)
     manifest = load_run_manifest(run)
     entropy = _entropy(manifest, "train")
-    print_fitting(["loss, nats per token: * training, o validation" + (", --- unigram entropy" if entropy else "")])
+    frequencies = ", --- unigram entropy: what word frequencies alone would give" if entropy else ""
+    print_fitting([f"loss, nats per token: * training, o validation{frequencies}"])
     width = min(_CHART_WIDTH, (output_width() or 200) - _CHART_MARGIN)
     print(draw_chart({"*": list(history.train.items()), "o": list(history.validation.items())}, entropy, width=width))
     losses = list(history.train.values())
@@ -235,13 +238,26 @@ def _print_run(run: Path) -> None:
     saved = list_checkpoints(run)
     print_visible(f"checkpoint       {saved[0] if saved else 'none yet'}")
     print_fitting(f"metrics          {note}" for note in history.notes())
+    _print_last_text(run, history)
+
+
+def _print_last_text(run: Path, history: RunHistory) -> None:
+    """Print the newest text that the model wrote in training, or how to get one."""
+    samples = [
+        (step, text) for step, record in history.of_kind("sample") if isinstance(text := record.get("text"), str)
+    ]
+    if not samples:
+        print_visible(f"text             no samples yet: `llmscale sample {run}`, or --sample-every N in training")
+        return
+    step, text = samples[-1]
+    print_visible(f"\ntext at step {step:,}\n{text[:_MOST_LETTERS]}")
 
 
 def _wall_time(history: RunHistory) -> list[str]:
     """Return the line on the wall time since the first start, without uses below 0.05 %."""
     shares = history.wall_shares()
-    said = [f"{share:.1%} {WALL_TIME[use]}" for use, share in shares.items() if share >= 0.0005 or use == "steps"]
-    return [f"wall time        {', '.join(said)}"] if said else []
+    uses = [f"{share:.1%} {WALL_TIME[use]}" for use, share in shares.items() if share >= 0.0005 or use == "steps"]
+    return [f"wall time        {', '.join(uses)}"] if uses else []
 
 
 def _entropy(manifest: Manifest | None, split: str) -> float | None:
@@ -254,4 +270,4 @@ def _compare(loss: float, entropy: float | None) -> str:
     if entropy is None:
         return ""
     side = "below" if loss < entropy else "ABOVE"
-    return f"  ({abs(entropy - loss):.3f} {side} the unigram entropy of its tokens, {entropy:.3f})"
+    return f"  ({abs(entropy - loss):.3f} {side} the unigram entropy, {entropy:.3f})"

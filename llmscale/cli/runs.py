@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 _COLUMNS = (
     Column("run", is_text=True, least=16),
     Column("state", is_text=True),
-    *(Column("step"), Column("loss"), Column("goodput", drop=3)),
+    Column("step"),
+    Column("loss"),
+    Column("goodput", drop=3),
     Column("last seen", is_text=True, drop=1),
     Column("command", is_text=True, drop=2, least=24),
 )

@@ -75,7 +75,6 @@ def _run_ranks(words: Sequence[str]) -> int:
         _show(f"removed {lock}, left by a build that was killed")
     environments = rank_environment(os.environ, num_ranks, find_port(), count_cpus())
     read_launcher_variables(environments[0])
-    _show(f"starting {count_nouns(num_ranks, 'rank')} ...")
     deaths: list[str] = []
 
     def show_death(line: str) -> None:
@@ -113,9 +112,11 @@ def _parser() -> FlagParser:
 
     parser = FlagParser(
         prog="llmscale train",
+        add_help=False,
         example=f"llmscale {COMMANDS['train'].example}",
-        description="Train on this machine: one process per GPU, or on the CPU. All other flags are train.py's. "
-        "SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and end the run with exit status 0; a second SIGINT ends it at once.",
+        epilog="Words such as nats, MFU and micro-batch are explained in docs/glossary.md.",
+        description="Train on this machine: one process per GPU, or on the CPU. Ctrl-C (SIGINT), SIGTERM, SIGHUP and "
+        "SIGUSR1 save and end the run with exit status 0; a third Ctrl-C ends it at once.",
     )
     add_own_flags(parser)
     return parser

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
-from llmscale.errors import ConfigError
+from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.suggestions import did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -73,6 +75,14 @@ def is_checkout() -> bool:
 def is_in_checkout() -> bool:
     """Return whether the current folder is the checkout: `deepspeed llmscale/train.py` works there alone."""
     return is_checkout() and Path.cwd() == _PACKAGE.parent
+
+
+def import_extra(module: str, needed_by: str, extras: str, error: type[LlmscaleError] = ConfigError) -> ModuleType:
+    """Import a module of an extra. Raises `error`, which begins with `needed_by`, where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise error(f"{needed_by} needs {module.partition('.')[0]}: `{install_command(extras)}`.") from None
 
 
 def install_command(extras: str) -> str:

@@ -111,6 +111,8 @@ class FlagParser(argparse.ArgumentParser):
     """Conditions on the flags that are given."""
     passes_on: str = ""
     """Program whose flags follow `--`."""
+    lists_all: str = "--help"
+    """Flag with its value that lists all flags."""
 
     def __init__(self, *, example: str = "", **settings: object) -> None:
         """Take argparse's settings. Flags cannot be abbreviated, since `--se` must not come to mean `--seed`."""
@@ -150,7 +152,7 @@ class FlagParser(argparse.ArgumentParser):
             if self.passes_on:
                 example = f": `{self.prog} ... -- {unknown[0]} ...`" if unknown[0].startswith("-") else ""
                 hint += f" Flags of {self.passes_on} follow a lone --{example}."
-            raise ConfigError(f"unknown argument '{unknown[0]}'.{hint} `{self.prog} --help` lists all.")
+            raise ConfigError(f"unknown argument '{unknown[0]}'.{hint} `{self.prog} {self.lists_all}` lists all.")
 
     def _stray_words(self, known: object, args: Sequence[str] | None) -> list[str]:
         """Return the words for the program that `passes_on` names that do not follow `--`."""
@@ -165,6 +167,9 @@ class FlagParser(argparse.ArgumentParser):
     def _fill_optional_positional(self, known: object, unknown: list[str]) -> None:
         """Set an optional positional argument that follows a flag, which argparse leaves among the unknown words."""
         for action in self._get_positional_actions():
+            if action.nargs == argparse.ZERO_OR_MORE and not getattr(known, action.dest) and unknown[:1] == ["--"]:
+                setattr(known, action.dest, unknown[1:])
+                unknown.clear()
             is_absent = action.nargs == argparse.OPTIONAL and getattr(known, action.dest) is action.default
             is_word = bool(unknown) and (" " in unknown[0] or not unknown[0].startswith("-"))
             if is_absent and (is_word or unknown[:1] == ["--"]):
@@ -206,7 +211,7 @@ class FlagParser(argparse.ArgumentParser):
             legal = [word.strip(" '\"") for word in words.split(",")]
             prefix = f"{name.rpartition('/')[2]} " if name.startswith("-") else ""
             raise ConfigError(f"{prefix}'{given}' is not known.{did_you_mean(given, legal)} Legal: {', '.join(legal)}.")
-        raise ConfigError(f"{message}. `{self.prog} --help` lists all flags.")
+        raise ConfigError(f"{message}. `{self.prog} {self.lists_all}` lists all flags.")
 
 
 def flag(

@@ -134,9 +134,11 @@ def describe_schedule(schedule: Schedule) -> str:
 
 
 def describe_steps(config: RunConfig, resolved: ResolvedRun, num_samples: int) -> str | None:
-    """Return which samples the default of --steps leaves out or repeats, or how --tokens was rounded, or None."""
+    """Return the samples that the default of --steps leaves out or repeats, the key in its place, or None."""
     if config.steps is not None:
         return None
+    if config.minutes is not None:
+        return f"of --minutes {config.minutes:g}"
     if config.tokens is not None:
         more = resolved.total_tokens - config.tokens
         return f"--tokens {config.tokens:,} rounded up to whole steps" if more else None
@@ -150,7 +152,8 @@ def describe_steps(config: RunConfig, resolved: ResolvedRun, num_samples: int) -
 
 def _rate_source(config: RunConfig) -> str:
     """Return the preset and the optimizer's reason of the default learning rate."""
-    return " ".join((_default_of(config), get_optimizer(config.optimizer).rate_note)).rstrip()
+    is_its_own = PRESETS[default_preset(config)].run.get("optimizer") == config.optimizer
+    return " ".join((_default_of(config), "" if is_its_own else get_optimizer(config.optimizer).rate_note)).rstrip()
 
 
 def _default_of(config: RunConfig) -> str:

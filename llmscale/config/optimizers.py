@@ -142,8 +142,11 @@ class OptimizerSpec:
         return weights + sum(self.group_of(one.kind).sums_bytes(one.parameter) for one in factored)
 
     def checkpoint_bytes(self, model: Architecture) -> int:
-        """Return the bytes of a checkpoint: master weights and states, and frozen parameters, at most in fp32."""
-        frozen = ParameterTensors(model, self.frozen).frozen_tensors
+        """Return the bytes of a checkpoint: master weights and states, and frozen parameters, at most in fp32.
+
+        Beside adapters the frozen ones stay where the run found them.
+        """
+        frozen = () if model.has_adapters else ParameterTensors(model, self.frozen).frozen_tensors
         return self.state_bytes(model) + _FP32_BYTES * sum(tensor.elements for tensor in frozen)
 
     def state_bytes_per_weight(self, model: Architecture) -> float:

@@ -39,6 +39,8 @@ class Preset:
     """Further fields of GPTShape; empty for GPT-2's block."""
     vocab_size: int = _GPT2_VOCAB
     """Rows of the published model's token table."""
+    run: Mapping[str, object] = field(default_factory=dict)
+    """Keys of a run that it sets where the user gives none."""
 
     def shape(self, vocab_size: int, seq_len: int | None = None) -> GPTShape:
         """Return the model's shape for a vocabulary and, if given, another context."""
@@ -57,7 +59,9 @@ class Preset:
 
 _GPT2 = "Radford et al. 2019, table 2; learning rate and batch of the GPT-3 model of its size"
 _GPT3 = "Brown et al. 2020, table 2.1"
+_OPT = "Zhang et al. 2022, table 1"
 _TINY = "for CPUs and tests"
+_MUON = "for CPUs: a modern block, Muon, and the best learning rate that was tried"
 _LLAMA3 = "Grattafiori et al. 2024, table 3"
 _LLAMA32 = "config.json of Llama 3.2 without its scaling to 131,072 tokens; learning rate and batch of Llama 3 8B"
 _QWEN3 = (
@@ -75,6 +79,10 @@ _LLAMA_BLOCK: Mapping[str, object] = {
     "activation": "silu",
     "gated_mlp": True,
 }
+#: OPT's decay to a tenth, and dropout (section 2.2). Its 350m is built like the others, without the published
+#: projections.
+_OPT_RUN: Mapping[str, object] = {"dropout": 0.1, "schedule": "linear", "min_lr_frac": 0.1}
+_opt = partial(Preset, seq_len=2048, source=_OPT, block={"activation": "relu"}, vocab_size=50_272, run=_OPT_RUN)
 _llama3 = partial(Preset, seq_len=8192, global_batch_tokens=2**22, vocab_size=128_256)
 _qwen3 = partial(Preset, seq_len=4096, global_batch_tokens=2**22, vocab_size=151_936, source=_QWEN3)
 _smollm2 = partial(Preset, seq_len=2048, vocab_size=49_152, source=_SMOLLM2)
@@ -118,6 +126,8 @@ PRESETS: dict[str, Preset] = {
     "tiny-3m": Preset(6, 6, 192, 256, 1e-3, 8192, _TINY),
     "tiny-10m": Preset(6, 6, 384, 256, 1e-3, 16384, _TINY),
     "tiny-modern-10m": Preset(6, 6, 384, 256, 1e-3, 16384, _TINY, _modern_block(1024)),
+    "tiny-muon-1m": Preset(4, 4, 128, 128, 1e-2, 6144, _MUON, _modern_block(384), run={"optimizer": "muon"}),
+    "tiny-muon-10m": Preset(6, 6, 384, 256, 4e-3, 16384, _MUON, _modern_block(1024), run={"optimizer": "muon"}),
     "tiny-moe-3m": Preset(4, 4, 128, 128, 1e-3, 4096, _TINY, _modern_block(384) | _experts(8, 2, 192)),
     "gpt2-124m": Preset(12, 12, 768, 1024, 6e-4, 2**19, _GPT2),
     "gpt2-350m": Preset(24, 16, 1024, 1024, 3e-4, 2**19, _GPT2),
@@ -131,6 +141,15 @@ PRESETS: dict[str, Preset] = {
     "gpt3-6.7b": Preset(32, 32, 4096, 2048, 1.2e-4, 2**21, _GPT3),
     "gpt3-13b": Preset(40, 40, 5120, 2048, 1e-4, 2**21, _GPT3),
     "gpt3-175b": Preset(96, 96, 12288, 2048, 0.6e-4, 3 * 2**20 + 2**17, _GPT3),
+    "opt-125m": _opt(12, 12, 768, learning_rate=6e-4, global_batch_tokens=2**19),
+    "opt-350m": _opt(24, 16, 1024, learning_rate=3e-4, global_batch_tokens=2**19),
+    "opt-1.3b": _opt(24, 32, 2048, learning_rate=2e-4, global_batch_tokens=2**20),
+    "opt-2.7b": _opt(32, 32, 2560, learning_rate=1.6e-4, global_batch_tokens=2**20),
+    "opt-6.7b": _opt(32, 32, 4096, learning_rate=1.2e-4, global_batch_tokens=2**21),
+    "opt-13b": _opt(40, 40, 5120, learning_rate=1e-4, global_batch_tokens=2**22),
+    "opt-30b": _opt(48, 56, 7168, learning_rate=1e-4, global_batch_tokens=2**22),
+    "opt-66b": _opt(64, 72, 9216, learning_rate=0.8e-4, global_batch_tokens=2**21),
+    "opt-175b": _opt(96, 96, 12288, learning_rate=1.2e-4, global_batch_tokens=2**21),
     "gpt-modern-124m": Preset(12, 12, 768, 1024, 6e-4, 2**19, _MODERN, _modern_block(2048)),
     "gpt-modern-350m": Preset(24, 16, 1024, 1024, 3e-4, 2**19, _MODERN, _modern_block(2752)),
     "gpt-modern-1.5b": Preset(48, 25, 1600, 1024, 2e-4, 2**20, _MODERN, _modern_block(4288)),
@@ -207,7 +226,7 @@ def get_preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-#: Similarity of a misspelt preset (gtp2-124m) to the one that is meant; opt-125m and gpt3-125m have 0.82.
+#: Similarity of a misspelt preset (gtp2-124m) to the one that is meant.
 _MISSPELT = 0.85
 
 
@@ -254,6 +273,13 @@ def nominal_parameters(name: str) -> float:
 
 
 def nearest_preset(shape: GPTShape) -> str:
-    """Return the name of the preset with the nearest size, as a ratio; of those with experts if the shape has them."""
-    alike = [name for name, preset in PRESETS.items() if ("num_experts" in preset.block) == bool(shape.num_experts)]
+    """Return the name of the preset with the nearest size, as a ratio; of those with experts if the shape has them.
+
+    Presets with keys of a run are left out: their learning rates are for these.
+    """
+    alike = [
+        name
+        for name, preset in PRESETS.items()
+        if ("num_experts" in preset.block) == bool(shape.num_experts) and not preset.run
+    ]
     return min(alike, key=lambda name: abs(math.log(nominal_parameters(name) / shape.num_parameters)))

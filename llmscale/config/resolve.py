@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 from typing import Any
 
-from llmscale.architecture.layers import ParameterTensors
+from llmscale.architecture.layers import BESIDE_ADAPTERS, ParameterTensors
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
 from llmscale.config.batch_plan import BatchPlan, BatchRamp, LengthRamp, ParallelLayout, build_batch_plan
 from llmscale.config.deepspeed.resolve import BatchFlags, DsConfig, resolve_ds_config, without_pinned_memory
@@ -16,7 +17,7 @@ from llmscale.config.deepspeed.schema import CheckpointingMode, Precision, Resol
 from llmscale.config.hf_model import default_preset
 from llmscale.config.loss_settings import BALANCE_LOSS, DEFAULT_LOSS, ROUTER_BIAS_SPEED, LossSettings
 from llmscale.config.optimizers import ADAMW, OptimizerSpec, get_optimizer, parse_rule
-from llmscale.config.presets import get_preset
+from llmscale.config.presets import get_preset, nominal_parameters
 from llmscale.config.run_config import EXCLUSIVE_KEYS, KEYS, RunConfig, build_run_config
 from llmscale.config.run_keys import needs
 from llmscale.config.schedule import Schedule
@@ -172,8 +173,9 @@ def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: in
     mode = config.activation_checkpointing or ds.checkpointing
     optimizer = resolve_optimizer(config, shape)
     if optimizer.frozen and ds.offload_param_device == "nvme":
+        flag = "--lora-rank" if shape.lora_rank else "--freeze"
         raise ConfigError(
-            f"--freeze does not work with {ds.source}'s parameters on NVMe. Use offload_param to cpu or to none."
+            f"{flag} does not work with {ds.source}'s parameters on NVMe. Use offload_param to cpu or to none."
         )
     if config.keep_zeros and any(group.is_orthogonalised for group in optimizer.groups):
         raise ConfigError(
@@ -216,9 +218,17 @@ def resolve_optimizer(config: RunConfig, shape: GPTShape) -> OptimizerSpec:
     spec = get_optimizer(config.optimizer)
     if config.muon_lr_factor is not None:
         spec = spec.with_matrix_factor(config.muon_lr_factor)
-    if not config.param_group and not config.freeze:
+    frozen = config.freeze
+    if shape.lora_rank:
+        if frozen:
+            raise ConfigError(
+                "--freeze has no effect beside --lora-rank, which trains adapters alone. Drop one of them."
+            )
+        names = [tensor.name for tensor in shape.tensors.all]
+        frozen = [pattern for pattern in BESIDE_ADAPTERS if any(fnmatchcase(name, pattern) for name in names)]
+    if not config.param_group and not frozen:
         return spec
-    return spec.with_rules([parse_rule(text) for text in config.param_group], config.freeze, shape.tensors.all)
+    return spec.with_rules([parse_rule(text) for text in config.param_group], frozen, shape.tensors.all)
 
 
 def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:
@@ -247,6 +257,28 @@ def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:
                 f"{key} = {given[key]!r} has no effect on learned positions. Give --positions rotary, or drop it."
             )
     return changed
+
+
+#: Vocabularies for a text of one's own, and the most that one may add to the size in a model's name.
+LEAST_VOCAB, MOST_VOCAB = 512, 32768
+_MOST_OF_NAME = 1.16
+
+
+def fitting_vocabulary(config: RunConfig, seq_len: int) -> int:
+    """Return the largest power of two as vocabulary with which the preset has about the size in its name.
+
+    A changed shape gives the name another size, in proportion. Raises ConfigError.
+    """
+
+    def parameters(vocab_size: int) -> int:
+        return resolve_shape(config, SetFacts(vocab_size, seq_len, num_train_samples=1, eot_token=0)).num_parameters
+
+    unchanged = get_preset(config.model).shape(LEAST_VOCAB, seq_len).num_parameters
+    most = _MOST_OF_NAME * nominal_parameters(config.model) * parameters(LEAST_VOCAB) / unchanged
+    vocab_size, limit = MOST_VOCAB, config.vocab_size or MOST_VOCAB
+    while vocab_size > LEAST_VOCAB and (vocab_size > limit or parameters(vocab_size) > most):
+        vocab_size //= 2
+    return vocab_size
 
 
 def resolve_batch(config: RunConfig, seq_len: int, world_size: int, ds: DsConfig | None) -> BatchPlan:
@@ -317,10 +349,16 @@ def _steps_of(tokens: int | None, plan: BatchPlan) -> int | None:
 
 
 def resolve_schedule(config: RunConfig, plan: BatchPlan, num_train_samples: int) -> Schedule:
-    """Return the steps of the run, by default one pass over the dataset, and its learning-rate schedule."""
+    """Return the steps of the run, by default one pass over the dataset, and its learning-rate schedule.
+
+    Until --minutes has set the steps, they are so many that the schedule is legal.
+    """
     total_steps = config.steps or _steps_of(config.tokens, plan)
     if total_steps is None:
         total_steps = max(1, plan.steps_for(num_train_samples + 1) - 1)
+        if config.minutes is not None:
+            tokens = (config.warmup_tokens or 0) + (config.decay_tokens or 0)
+            total_steps += (config.warmup_steps or 0) + (config.decay_steps or 0) + (_steps_of(tokens, plan) or 0)
     warmup_steps = config.warmup_steps if config.warmup_steps is not None else _steps_of(config.warmup_tokens, plan)
     if warmup_steps is None:
         warmup_steps = min(2000, total_steps // 100)

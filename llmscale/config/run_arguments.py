@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import NoReturn
 
 from llmscale import __version__
 from llmscale.config.command_line import FlagParser
@@ -45,10 +46,43 @@ def parse_run_config(argv: Sequence[str], parser: FlagParser | None = None) -> R
 
 def parse_run_flags(argv: Sequence[str], parser: FlagParser | None = None) -> dict[str, object]:
     """Return the values of the keys that flags give. Raises ConfigError for words other than flags of train.py."""
-    parser = parser or FlagParser(prog="train.py", example=_EXAMPLE)
+    parser = parser or FlagParser(prog="train.py", example=_EXAMPLE, add_help=False)
     add_run_config_flags(parser)
+    text = "show the usual flags; all: every flag"
+    parser.add_argument("-h", "--help", action=_Help, nargs="?", metavar="all", choices=["all"], help=text)
+    parser.lists_all = "--help all"
     given = vars(parser.parse_args(_normalise_flags(argv)))
     return {key: value for key, value in given.items() if value is not None and key in RunConfig.model_fields}
+
+
+class _Help(argparse.Action):
+    """`--help`: the usual flags in short; `--help all`: every flag with its full text."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        """Print the help, and end the program."""
+        assert isinstance(parser, FlagParser)
+        parser.print_help() if values else _short_help(parser).print_help()
+        parser.exit()
+
+
+def _short_help(parser: FlagParser) -> FlagParser:
+    """Return a parser with the usual keys alone, and the flags of `parser` that are no keys."""
+    short = FlagParser(prog=parser.prog, example=parser.example, description=parser.description, add_help=False)
+    fields, documented = RunConfig.model_fields, describe_keys()
+    names = [key for key, text in documented.items() if text.usual]
+    annotations = {key: fields[key].annotation for key in names}
+    defaults = {key: fields[key].default for key in names}
+    add_run_flags(short, names, annotations=annotations, defaults=defaults, is_short=True)
+    for action in parser._actions:
+        if action.dest not in (*documented, "version"):
+            short._add_action(action)
+    return short
 
 
 def add_run_config_flags(parser: argparse.ArgumentParser) -> None:

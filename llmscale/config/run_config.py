@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_type_hints
 
@@ -13,6 +14,7 @@ from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import CHUNK_TOKENS, LossKernel
 from llmscale.config.optimizers import OptimizerName
+from llmscale.config.presets import PRESETS
 from llmscale.config.schedule import ScheduleName
 from llmscale.config.user_paths import (
     check_other_run_or_name,
@@ -96,6 +98,7 @@ def key(
     off: object = None,
     begins: bool = False,
     metavar: str = "",
+    usual: bool = False,
     outside: Outside | None = None,
     **field: Any,
 ) -> Any:
@@ -103,8 +106,8 @@ def key(
 
     `resume` and `ranks` are needed, except beside `in_place_of` (the other key's value is reported and compared) and
     `place` (the value at that place is). A text needs `outside`. The text below the key is its help, the comment above
-    a group its section. `metavar`, `asked_by` and `asked_default` must be literals, which `run_flags.describe_keys`
-    reads from the source.
+    a group its section. `metavar`, `asked_by`, `asked_default` and `usual` must be literals, which
+    `run_flags.describe_keys` reads from the source.
     """
     if in_place_of:
         resume = ranks = "resolved"
@@ -127,6 +130,7 @@ def key(
         begins=begins,
         outside=outside,
         metavar=metavar,
+        usual=usual,
     )
     return Field(*(() if "default_factory" in field else (default,)), json_schema_extra=behaviour, **field)
 
@@ -150,6 +154,7 @@ class FirstKeys(BaseModel):
         by_ladder=True,
         metavar="FILE",
         outside="name",
+        usual=True,
     )
     """YAML or TOML run file with any of these keys."""
     run: OwnRun = key(
@@ -159,6 +164,7 @@ class FirstKeys(BaseModel):
         ranks=MayDiffer("a path; the nodes may have separate disks"),
         metavar="FOLDER",
         outside="name",
+        usual=True,
     )
     """Run folder, for configuration, metrics, checkpoints and samples; or its URL (s3://, gs://, az://): the nodes
     publish what is on their disks there (docs/checkpoints.md)."""
@@ -166,7 +172,9 @@ class FirstKeys(BaseModel):
     """Seed of initial weights, data order and dropout."""
 
     # model
-    model: NonBlank = key("tiny-10m", resume="resolved", ranks="resolved", metavar="PRESET|hf:NAME", outside="name")
+    model: NonBlank = key(
+        "tiny-10m", resume="resolved", ranks="resolved", metavar="PRESET|hf:NAME", outside="name", usual=True
+    )
     """Preset (tiny-1m ... gpt3-175b, llama3-8b, qwen3-4b, ...), or hf:FOLDER or hf:NAME for the shape of a published
     model. The keys below override its values."""
 
@@ -175,6 +183,7 @@ if TYPE_CHECKING:  # keys of the model that code names, for type checkers
 
     class ModelKeys(FirstKeys):
         dropout: float = 0.0
+        lora_rank: int | None = None
 else:
 
     def _shape_fields() -> Iterator[tuple[str, tuple[object, object]]]:
@@ -227,6 +236,7 @@ class RunConfig(ModelKeys):
         by_ladder=True,
         metavar="FOLDER|URL",
         outside="name",
+        usual=True,
     )
     """Folder made by `llmscale data prepare`, or its URL (s3://, gs://, hf://, ...), fetched shard by shard. A YAML
     file mixes several datasets by weight (docs/data.md). Where the default does not exist: the demo, text=python-docs,
@@ -238,6 +248,7 @@ class RunConfig(ModelKeys):
         by_ladder=True,
         metavar="FOLDER|FILE",
         outside="name",
+        usual=True,
     )
     """Text in place of data: a folder, a file or any other --input of `llmscale data prepare`. The first start prepares
     it into the cache, later ones find it there."""
@@ -248,6 +259,7 @@ class RunConfig(ModelKeys):
         needs="text",
         metavar="gpt2|bytes|FILE.tiktoken|FOLDER|NAME",
         outside="name",
+        usual=True,
     )
     """Tokenizer for text, as of `llmscale data prepare`; default: that of a published model, else one trained on the
     text."""
@@ -298,6 +310,7 @@ class RunConfig(ModelKeys):
         needs="not overfit_batch",
         asked_by=("estimate", "plan"),
         by_ladder=True,
+        usual=True,
     )
     """Sequences per optimizer step over all ranks; default: about the preset's tokens per step, in a number that common
     numbers of ranks divide, and the checkpoint's for a run that resumes."""
@@ -332,11 +345,16 @@ class RunConfig(ModelKeys):
         None, ge=1, resume="logged", ranks="same", needs="seq_len_ramp_from, not overfit_batch", by_ladder=True
     )
     """Tokens over which sequences grow, as many at each length. Steps have the same samples and tokens throughout."""
-    steps: Steps | None = key(None, ge=1, resume="logged", ranks="resolved", by_ladder=True)
+    steps: Steps | None = key(None, ge=1, resume="logged", ranks="resolved", by_ladder=True, usual=True)
     """Optimizer steps of the run; default: one pass over the data."""
-    tokens: Tokens | None = key(None, ge=1, in_place_of="steps")
+    tokens: Tokens | None = key(None, ge=1, in_place_of="steps", usual=True)
     """Training tokens, in place of steps; rounded up to complete steps."""
-    lr: LearningRate | None = key(None, gt=0, resume="logged", ranks="resolved")
+    minutes: Minutes | None = key(
+        None, gt=0, in_place_of="steps", needs="not overfit_batch", metavar="MINUTES", usual=True
+    )
+    """Minutes from the start of the ranks to the last checkpoint, in place of steps: the first start times some steps,
+    undoes them, and sets the steps of the run."""
+    lr: LearningRate | None = key(None, gt=0, resume="logged", ranks="resolved", usual=True)
     """Peak learning rate; default: the preset's, for adafactor divided by 0.02, as its rate is relative to weights."""
     schedule: ScheduleName = key("cosine", resume="logged", ranks="resolved")
     """Learning-rate schedule. cosine and linear decay to min_lr_frac; wsd: warm-up, stable, linear decay."""
@@ -354,7 +372,7 @@ class RunConfig(ModelKeys):
     """Final learning rate as a fraction of the peak; default: 0.1 for cosine, 0 for linear and wsd."""
 
     # optimizer
-    optimizer: OptimizerName = key("adamw", resume="weights", ranks="same", asked_by=("estimate", "plan"))
+    optimizer: OptimizerName = key("adamw", resume="weights", ranks="same", asked_by=("estimate", "plan"), usual=True)
     """Optimizer. muon: orthogonalised momentum for the blocks' matrices, AdamW for the rest. adafactor: at ZeRO stage 0
     only."""
     muon_lr_factor: Factor | None = key(None, gt=0, resume="logged", ranks="same", needs="optimizer=muon")
@@ -401,14 +419,16 @@ class RunConfig(ModelKeys):
         ranks=MayDiffer("a path; the ds_config is compared"),
         metavar="FILE|NAME",
         outside="name",
+        usual=True,
     )
     """DeepSpeed JSON: ZeRO stage, offload, precision, activation checkpointing. zero2, zero3_offload and the like
     are names of llmscale's own files."""
     precision: Precision | None = key(
         None,
         place="resolved.precision",
-        asked_by=("estimate",),
+        asked_by=("estimate", "plan"),
         asked_default="the ds_config's, else bf16, or fp16 on a GPU without bf16",
+        usual=True,
     )
     """Precision: bf16, fp16, fp32 or autocast; default: the ds_config's."""
     activation_checkpointing: CheckpointingMode | None = key(
@@ -441,12 +461,12 @@ class RunConfig(ModelKeys):
     capture CUDA graphs are not offered: one graph runs once per block."""
 
     # checkpoints
-    save_every: Steps = key(500, ge=0, off=0, resume="free", ranks="same", needs="not overfit_batch")
+    save_every: Steps = key(500, ge=0, off=0, resume="free", ranks="same", needs="not overfit_batch", usual=True)
     """Steps between checkpoints; the last step is always saved; 0: only the last."""
     save_every_minutes: Minutes | None = key(
-        None, gt=0, resume="free", ranks="same", needs="not overfit_batch", metavar="MINUTES"
+        10.0, ge=0, off=0.0, resume="free", ranks="same", needs="not overfit_batch", metavar="MINUTES"
     )
-    """Also save when this much time has passed since the last checkpoint."""
+    """Also save when this much time has passed since the last checkpoint; 0: never."""
     keep_last: Checkpoints = key(2, ge=1, resume="free", ranks="same", needs="not overfit_batch", asked_by=("plan",))
     """Newest checkpoints to keep, beside the one with the lowest validation loss."""
     keep_every: Steps = key(
@@ -469,13 +489,24 @@ class RunConfig(ModelKeys):
         needs="not overfit_batch",
         metavar="auto|none|best|CHECKPOINT",
         outside="name",
+        usual=True,
     )
     """auto: resume if the run folder has a checkpoint; none: start from scratch in a new folder; best: go back to the
     run's lowest validation loss; or the folder of a checkpoint."""
     init_from: OtherRunOrName | None = key(
-        None, resume="refused", ranks="resolved", begins=True, metavar="RUN|hf:NAME", outside="name"
+        None,
+        resume="refused",
+        ranks="resolved",
+        begins=True,
+        metavar="RUN|hf:NAME",
+        outside="name",
+        usual=True,
     )
     """Start at step 0 with the weights of a run, a checkpoint, or hf:FOLDER or hf:NAME, which also set the model."""
+    lora_from: UserPath | None = key(
+        None, resume="free", ranks="same", begins=True, needs="lora_rank", metavar="FOLDER", outside="name"
+    )
+    """Begin with the adapters of a folder of Hugging Face's peft, or of `llmscale export`, in place of new ones."""
     allow_changed: list[str] = key(
         default_factory=list,
         resume="free",
@@ -488,7 +519,9 @@ class RunConfig(ModelKeys):
     consequences."""
 
     # evaluation
-    val_every: Steps = key(250, ge=0, off=0, resume="free", ranks="same", needs="not overfit_batch", by_ladder=True)
+    val_every: Steps = key(
+        250, ge=0, off=0, resume="free", ranks="same", needs="not overfit_batch", by_ladder=True, usual=True
+    )
     """Steps between validations; 0: never."""
     val_samples: Samples = key(256, ge=1, resume="free", ranks="same", needs="val_every, not overfit_batch")
     """Sequences per validation; all if the dataset has fewer."""
@@ -537,6 +570,8 @@ class RunConfig(ModelKeys):
     """Profile steps A to B-1: a trace and a table in the run folder's profile/."""
     plain: bool = key(False, resume="free", ranks=RANK_0)
     """Print a line per logged step, also on a terminal, in place of the live view."""
+    verbose: bool = key(False, resume="free", ranks=RANK_0, usual=True)
+    """Print every choice of a start and its times; start.txt of the run folder has them in any case."""
     wandb: bool = key(False, resume="free", ranks=RANK_0)
     """Log to Weights & Biases, from rank 0. Its variables count, such as WANDB_ENTITY; WANDB_MODE=offline needs no
     account."""
@@ -560,19 +595,27 @@ KEYS: Mapping[str, Key] = {
 CHANGES_THAT_BREAK = {
     key.resume.under or name: key.resume.consequence for name, key in KEYS.items() if isinstance(key.resume, Breaks)
 }
-#: Keys for one quantity in two units. A flag for either overrides the file's entries for both.
-EXCLUSIVE_KEYS = tuple((key.in_place_of, name) for name, key in KEYS.items() if key.in_place_of)
+#: Pairs of keys for one quantity in two units. A flag for either overrides the file's entries for both.
+EXCLUSIVE_KEYS = tuple(
+    pair
+    for first in dict.fromkeys(key.in_place_of for key in KEYS.values() if key.in_place_of)
+    for pair in combinations((first, *(name for name, key in KEYS.items() if key.in_place_of == first)), 2)
+)
 
 
 def build_run_config(values: dict[str, object], where: str = "", flags: Collection[str] = ()) -> RunConfig:
     """Build a RunConfig from plain values. Raises ConfigError naming the first wrong key, its value and the rule.
 
-    `where` begins the messages about values that come from a file, which are all but `flags`.
+    A preset's keys hold where `values` has none. `where` begins the messages about values that come from a file, which
+    are all but `flags`.
     """
 
     def refuse(key: str, why: str) -> NoReturn:
         raise ConfigError(f"{'' if key in flags else where}{why}") from None
 
+    model = values.get("model")
+    if isinstance(model, str) and model in PRESETS:
+        values = {**PRESETS[model].run, **values}
     if isinstance(values.get("compile"), bool):  # YAML's on and off
         values = {**values, "compile": "on" if values["compile"] else "off"}
     for key, value in values.items():
@@ -590,7 +633,7 @@ def build_run_config(values: dict[str, object], where: str = "", flags: Collecti
         key = str(first["loc"][0]) if first["loc"] else "?"
         if first["type"] == "extra_forbidden":
             hint = did_you_mean(key, RunConfig.model_fields)
-            refuse(key, f"unknown key '{key}'.{hint} `train.py --help` lists all keys.")
+            refuse(key, f"unknown key '{key}'.{hint} `train.py --help all` lists all keys.")
         refuse(key, describe_invalid(key, first))
     for key, twin in EXCLUSIVE_KEYS:
         if getattr(config, key) is not None and getattr(config, twin) is not None:

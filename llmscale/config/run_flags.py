@@ -49,6 +49,13 @@ class KeyText(NamedTuple):
     """Its default in these commands; empty if it is the key's own."""
     default: str
     """Its own default, if that is a number in the source."""
+    usual: bool
+    """True if `train --help` shows it."""
+
+    @property
+    def short_text(self) -> str:
+        """First sentence of its documentation, or what a semicolon ends."""
+        return re.split(r"(?<![.])[;.]\s", self.text)[0].removesuffix(".") + "."
 
     @property
     def asked_text(self) -> str:
@@ -104,11 +111,12 @@ def _read_key(section: str, text: str, kind: type, call: ast.Call) -> KeyText:
     words = {word.arg: word.value for word in call.keywords}
     if ast.unparse(call.func) == "shape_key" and "run_default" not in words and "default:" not in text:
         text = f"{text.removesuffix('.')}; default: the preset's."
-    literals = ("metavar", "asked_by", "asked_default")
-    metavar, asked_by, asked_default = (ast.literal_eval(words[word]) if word in words else "" for word in literals)
+    literals = ("metavar", "asked_by", "asked_default", "usual")
+    given = [ast.literal_eval(words[word]) if word in words else "" for word in literals]
+    metavar, asked_by, asked_default, usual = given
     value = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
     default = show_default(value) if type(value) in (int, float) else ""
-    return KeyText(section, text, kind, metavar, tuple(asked_by), asked_default, default)
+    return KeyText(section, text, kind, metavar, tuple(asked_by), asked_default, default, bool(usual))
 
 
 def model_keys() -> list[str]:
@@ -147,12 +155,13 @@ def add_run_flags(
     annotations: Mapping[str, object] | None = None,
     defaults: Mapping[str, object] | None = None,
     is_asked: bool = False,
+    is_short: bool = False,
 ) -> None:
     """Add a flag for each of these keys of a run.
 
     Values stay text (True or False for switches, lists for keys with several values), for `build_run_config` to check;
     flags that are not given are None. The words of a Literal in `annotations` and the `defaults` are shown in the help.
-    `is_asked`: for a command besides `train`.
+    `is_asked`: for a command besides `train`. `is_short`: with the first sentence alone.
     """
     for key in keys:
         documented = describe_keys()[key]
@@ -164,8 +173,8 @@ def add_run_flags(
             settings["metavar"] = documented.metavar or _metavar(documented.kind, (annotations or {}).get(key))
             if documented.kind is list:
                 settings["action"] = "append"
-        text = documented.asked_text if is_asked else documented.text
-        if default not in (None, "", []):
+        text = documented.asked_text if is_asked else documented.short_text if is_short else documented.text
+        if default not in (None, "", []) and not (is_short and default is False):
             text += f" Default: {show_default(default)}."
         parser.add_argument(option, help=text.replace("%", "%%"), **settings)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from llmscale.errors import ConfigError
 from llmscale.suggestions import did_you_mean
 from llmscale.untrusted.documents import LINE_MAX_BYTES, MAX_BYTES, Rules, parse_json
-from llmscale.untrusted.paths import in_home, read_regular
+from llmscale.untrusted.paths import in_home, read_regular, unreadable_as
 from llmscale.untrusted.terminal import is_visible
 
 _T = TypeVar("_T")
@@ -154,24 +154,31 @@ def write_output_file(flag: str, path: Path, content: str | bytes) -> None:
 
 
 def read_prompts(path: Path, flag: str = "--prompts") -> list[str]:
-    r"""Read a text file with a prompt per line, or a .jsonl file of objects with a "prompt".
+    r"""Read a text file with a prompt per line, or a .jsonl file of objects with a "prompt"; see parse_prompts.
 
-    Empty lines are skipped; `\r\n` ends a line as `\n` does. `flag` is the flag that named the file. Raises ConfigError
-    for a file that cannot be read, has no prompt, or is not UTF-8 text.
+    `flag` is the flag that named the file. Raises ConfigError for a file that cannot be read or has no prompt.
     """
-    try:
+    with unreadable_as(ConfigError, f"{flag} {path}"):
         contents = read_regular(path, MAX_BYTES)
-    except OSError as error:
-        raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}.") from None
+    prompts = parse_prompts(contents, f"{flag} {path}", is_json=path.suffix == ".jsonl")
+    if not prompts:
+        raise ConfigError(f'{flag} {path} holds no prompt. Write one a line, or objects {{"prompt": ...}} in a .jsonl.')
+    return prompts
+
+
+def parse_prompts(contents: bytes, source: str, *, is_json: bool = False) -> list[str]:
+    r"""Return the prompt of each line.
+
+    Empty lines are skipped; `\r\n` ends a line as `\n` does. Raises ConfigError, which names the `source`, for text
+    that is not UTF-8.
+    """
     prompts = []
     # Some editors write a byte order mark.
     for number, line in enumerate(contents.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if (line := line.removesuffix(b"\r")).strip():
-            where = f"{flag} {path}, line {number}"
-            text = _json_prompt(line, where) if path.suffix == ".jsonl" else line.decode(errors="surrogateescape")
+            where = f"{source}, line {number}"
+            text = _json_prompt(line, where) if is_json else line.decode(errors="surrogateescape")
             prompts.append(check_prompt_text(text, where))
-    if not prompts:
-        raise ConfigError(f'{flag} {path} holds no prompt. Write one a line, or objects {{"prompt": ...}} in a .jsonl.')
     return prompts
 
 

@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from llmscale.config.batch_plan import Batches
 from llmscale.data.order.sample_order import MOST_POSITIONS, RankLayout, StreamOrder, shard_batch
+from llmscale.data.shards.target_mask import are_targets, ids_of
 from llmscale.data.shards.token_shards import WindowReader
 from llmscale.errors import ConfigError, DataError, MachineError
 
@@ -52,6 +53,18 @@ class MicroBatch(NamedTuple):
 
     Its windows are those of another micro-batch of its step, so that they overflow only where these do.
     """
+    is_target: Tensor | None = None
+    """True for tokens that are targets, bool like `tokens`; None if all are."""
+
+    def target_ids(self) -> Tensor:
+        """Return the ids of all targets, [n]."""
+        ids = self.tokens[:, 1:]
+        return ids.flatten() if self.is_target is None else ids[self.is_target[:, 1:]]
+
+    @property
+    def num_targets(self) -> int:
+        """Targets that count in the loss; none in a filler."""
+        return 0 if self.is_filler else len(self.target_ids())
 
     @property
     def is_filler(self) -> bool:
@@ -133,7 +146,7 @@ class Feed(Iterator[MicroBatch]):
             raise ConfigError(f"The order has {order.num_samples} samples, the dataset {len(shards)}.")
         self.order = order
         self.plan = plan
-        self._pin_memory = pin_memory
+        self._pin_memory, self.has_mask = pin_memory, shards.has_mask
         can_fork = "fork" in multiprocessing.get_all_start_methods()
         together = max(1, _WINDOWS_AT_ONCE // plan.micro_batch_size) if num_workers else 1
         ahead = 2 * plan.gradient_accumulation_steps // (together * max(1, num_workers))
@@ -170,9 +183,14 @@ class Feed(Iterator[MicroBatch]):
         if not self._received:
             self._receive()
         windows = self._received.popleft()
-        tokens = torch.from_numpy(windows.tokens.astype(np.int64))
-        sample_ids = torch.from_numpy(windows.sample_ids[windows.sample_ids >= 0])
-        return MicroBatch(tokens.pin_memory() if self._pin_memory else tokens, sample_ids)
+        sample_ids, is_target = torch.from_numpy(windows.sample_ids[windows.sample_ids >= 0]), None
+        ids = windows.tokens
+        if self.has_mask:
+            ids, is_target = ids_of(windows.tokens), torch.from_numpy(are_targets(windows.tokens))
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        if self._pin_memory:
+            return MicroBatch(tokens.pin_memory(), sample_ids, None if is_target is None else is_target.pin_memory())
+        return MicroBatch(tokens, sample_ids, is_target)
 
     def _receive(self) -> None:
         """Wait for at least one more micro-batch."""
@@ -252,7 +270,7 @@ class _Windows(NamedTuple):
     """
 
     tokens: NDArray[np.unsignedinteger]
-    """[micro_batch_size, seq_len + 1] in the dataset's dtype, uint16 or uint32."""
+    """[micro_batch_size, seq_len + 1] in the dataset's dtype, uint16 or uint32, or with marks of targets."""
     sample_ids: NDArray[np.int64]
     """[micro_batch_size], inverted for a filler."""
 
@@ -278,7 +296,8 @@ class _WindowDataset(Dataset[_Message]):
         """Read micro-batches, given the ids of each, [micro_batch_size]."""
         try:
             ids = np.concatenate(sample_ids)
-            windows = self._shards.read(np.where(ids < 0, ~ids, ids))
+            read = self._shards.read_marked if self._shards.has_mask else self._shards.read
+            windows = read(np.where(ids < 0, ~ids, ids))
             tokens = windows.reshape(len(sample_ids), -1, windows.shape[1])
         except DataError as error:
             return _Message([], str(error)) if len(sample_ids) == 1 else self._until_failure(sample_ids)

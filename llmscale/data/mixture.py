@@ -11,14 +11,14 @@ import hashlib
 import heapq
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 from math import gcd, lcm
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from llmscale.data.order.sample_order import Ranges, StreamOrder, stream_positio
 from llmscale.data.prepare.output_folder import new_folder
 from llmscale.data.shards.cache import SetLocation, copy_description, open_set
 from llmscale.data.shards.manifest import Manifest, get_split, load_manifest
+from llmscale.data.shards.target_mask import Marked
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.errors import ConfigError, DataError
 from llmscale.suggestions import describe_invalid, did_you_mean
@@ -417,6 +418,9 @@ def _open(data: str, where: str, cache: Path | None) -> SetLocation:
     return location
 
 
+_Read = Callable[[TokenShards, NDArray[np.int64]], NDArray[np.unsignedinteger]]
+
+
 class MixedShards:
     """Windows of one split of several datasets, with consecutive ids."""
 
@@ -434,13 +438,25 @@ class MixedShards:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
+    @property
+    def has_mask(self) -> bool:
+        """True if tokens of a dataset may not be targets."""
+        return any(part.has_mask for part in self._parts)
+
     def read(self, sample_ids: NDArray[np.int64]) -> NDArray[np.unsignedinteger]:
         """Return the windows of samples [b], [b, T + 1]. Raises DataError."""
-        windows = np.empty((len(sample_ids), self._parts[0].manifest.seq_len + 1), self._dtype)
+        return self._gather(sample_ids, TokenShards.read, self._dtype)
+
+    def read_marked(self, sample_ids: NDArray[np.int64]) -> Marked:
+        """Return the windows of samples [b] with marks of their targets, [b, T + 1]. Raises DataError."""
+        return self._gather(sample_ids, TokenShards.read_marked, np.dtype(np.uint32))
+
+    def _gather(self, sample_ids: NDArray[np.int64], read: _Read, dtype: np.dtype[Any]) -> NDArray[Any]:
+        windows = np.empty((len(sample_ids), self._parts[0].manifest.seq_len + 1), dtype)
         owners = np.searchsorted(self._ends, sample_ids, side="right")
         for owner in np.unique(owners):
             part, chosen = self._parts[owner], np.flatnonzero(owners == owner)
-            windows[chosen] = part.read(sample_ids[chosen] - (self._ends[owner] - len(part)))
+            windows[chosen] = read(part, sample_ids[chosen] - (self._ends[owner] - len(part)))
         return windows
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from llmscale.data.mixture import TrainingSets
 from llmscale.data.order.sample_order import RankLayout
+from llmscale.data.shards.target_mask import are_targets, ids_of
 from llmscale.data.shards.token_shards import TokenShards, WindowReader
 from llmscale.errors import ConfigError
 
@@ -54,7 +55,10 @@ def describe_samples(splits: Sequence[ValidationSplit]) -> str:
 
 
 class ValidationBatch(NamedTuple):
-    """One forward pass of one rank. The split's loss is sum(loss x weight) / sum(weight) over all ranks."""
+    """One forward pass of one rank.
+
+    The split's loss is sum(loss x weight) / sum(target_weight) over all ranks.
+    """
 
     tokens: Tensor
     """Windows, int64 [b, seq_len + 1] with 1 <= b <= micro_batch_size."""
@@ -62,6 +66,19 @@ class ValidationBatch(NamedTuple):
     """Ids of the windows that count, int64 [weight]."""
     weight: int
     """Windows that count: b, or 0 for a filler that keeps ranks in step, because ZeRO-3 gathers on all ranks."""
+    is_target: Tensor | None = None
+    """True for tokens that are targets, bool like `tokens`; None if all are."""
+
+    @property
+    def target_weight(self) -> float:
+        """Targets that count, in windows."""
+        if self.is_target is None or not self.weight:
+            return self.weight
+        return int(self.is_target[:, 1:].sum()) / (self.tokens.shape[1] - 1)
+
+    def counted(self, device: torch.device) -> dict[str, Tensor]:
+        """Return the model's argument for targets, if not all are."""
+        return {} if self.is_target is None else {"is_target": self.is_target[:, 1:].to(device)}
 
 
 def validation_sample_ids(num_samples: int, max_samples: int | None) -> NDArray[np.int64]:
@@ -86,8 +103,12 @@ def validation_batches(
     for start in range(0, len(ids), per_round):
         begin = start + layout.data_parallel_rank * micro_batch_size
         mine = ids[begin : begin + micro_batch_size]
-        windows = shards.read(mine if len(mine) else ids[:1])
-        yield ValidationBatch(torch.from_numpy(windows.astype(np.int64)), torch.from_numpy(mine.copy()), len(mine))
+        chosen, is_target = mine if len(mine) else ids[:1], None
+        windows = shards.read_marked(chosen) if shards.has_mask else shards.read(chosen)
+        if shards.has_mask:
+            windows, is_target = ids_of(windows), torch.from_numpy(are_targets(windows))
+        tokens = torch.from_numpy(windows.astype(np.int64))
+        yield ValidationBatch(tokens, torch.from_numpy(mine.copy()), len(mine), is_target)
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:

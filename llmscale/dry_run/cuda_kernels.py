@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llmscale.architecture.attention_kernels import ComputeCapability, attention_kernel
 from llmscale.config.hardware import has_bf16
 from llmscale.engine import optimizers
-from llmscale.model import gpt, layers
+from llmscale.model import attention_context, gpt, layers
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -51,6 +51,8 @@ def cuda_kernels(capability: ComputeCapability | None = None) -> Iterator[None]:
         mock.patch.object(F, "rms_norm", _rms_norm),
         mock.patch.object(torch, "log_softmax", _log_softmax),
         mock.patch.object(gpt, "device_capability", lambda _: capability),
+        mock.patch.object(gpt, "has_flex_attention", lambda _: True),
+        mock.patch.object(attention_context, "attend_in_blocks", _attend_in_blocks),
         mock.patch.object(layers, "sums_in_16_bit", lambda _: False),
         mock.patch.object(optimizers, "has_bf16", lambda: has_bf16(capability)),
         _RealTensors(),
@@ -104,6 +106,13 @@ def _attention(
             query, key, value, attn_mask, for_backward, dropout_p, is_causal, scale=scale
         )[0]
     return _aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
+
+
+def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, _mask: object) -> Tensor:
+    """Run FlexAttention as FlashAttention, which saves the same tensors."""
+    scale = 1 / math.sqrt(query.shape[-1])
+    y: Tensor = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, False, scale=scale)[0]
+    return y
 
 
 def _refuse_other_masks(mask: Tensor, query: Tensor) -> None:

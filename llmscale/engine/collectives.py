@@ -28,8 +28,12 @@ class StepVote:
     """A checkpoint is due by rank 0's clock."""
     rollback: bool
     """Rank 0 saw a loss spike that the run rolls back from."""
+    log: bool
+    """The next step is to be logged, by rank 0's clock."""
     ids_sum: int
     """Sum over ranks of the sample-id checksums, modulo 2^62."""
+    targets: int
+    """Sum over ranks of the targets of the step."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,9 @@ def vote(
     stop: bool = False,
     save: bool = False,
     rollback: bool = False,
+    log: bool = False,
     ids_checksum: int = 0,
+    targets: int = 0,
     failure: Exception | None = None,
 ) -> StepVote:
     """Decide together what to do at a step boundary, in one small all-reduce. Collective.
@@ -64,12 +70,28 @@ def vote(
     none of them is a user's error. A rank with an unforeseen exception raises that one.
     """
     votes = torch.tensor(
-        [int(stop), int(save), int(failure is not None), ids_checksum % 2**62, int(rollback)], dtype=torch.int64
+        [
+            int(stop),
+            int(save),
+            int(failure is not None),
+            ids_checksum % 2**62,
+            int(rollback),
+            int(log),
+            targets,
+        ],
+        dtype=torch.int64,
     )
     dist.all_reduce(votes, group=group)
     if votes[2]:
         _raise_on_all_ranks(group, failure)
-    return StepVote(bool(votes[0]), bool(votes[1]), bool(votes[4]), int(votes[3]) % 2**62)
+    return StepVote(
+        stop=bool(votes[0]),
+        save=bool(votes[1]),
+        rollback=bool(votes[4]),
+        log=bool(votes[5]),
+        ids_sum=int(votes[3]) % 2**62,
+        targets=int(votes[6]),
+    )
 
 
 def on_all_ranks(group: dist.ProcessGroup, action: Callable[[], _T]) -> _T:

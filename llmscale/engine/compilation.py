@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from llmscale.config.deepspeed.schema import CheckpointingMode
@@ -25,7 +26,7 @@ from llmscale.planning.compilation import CompileBackend
 
 #: A block's training forward. It takes the context's tensors one by one, because a graph's inputs are tensors.
 _Forward = Callable[
-    [Block, Tensor, Tensor | None, Tensor | None, Tensor | None, SequenceSplit | None, int], BlockOutput
+    [Block, Tensor, Tensor | None, Tensor | None, Tensor | BlockMask | None, SequenceSplit | None, int], BlockOutput
 ]
 
 
@@ -120,14 +121,14 @@ def _run(
     x: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
-    mask: Tensor | None,
+    mask: Tensor | BlockMask | None,
     split: SequenceSplit | None,
     padding: int,
 ) -> BlockOutput:
     return Block.forward(block, x, AttentionContext(cos, sin, mask, split, padding))
 
 
-def _run_selective(block: Block, *inputs: Tensor | SequenceSplit | int | None) -> BlockOutput:
+def _run_selective(block: Block, *inputs: Tensor | BlockMask | SequenceSplit | int | None) -> BlockOutput:
     # No anchor as in activation_checkpointing.py: ZeRO-3 gathers the entire block before its backward pass.
     return checkpoint(
         partial(_run, block),

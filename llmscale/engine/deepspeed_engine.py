@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from llmscale.architecture.attention_kernels import may_skip_blocks
 from llmscale.config.deepspeed.schema import Precision
 from llmscale.config.optimizers import OptimizerSpec
 from llmscale.config.resolve import ResolvedStep
@@ -51,7 +52,15 @@ def build_model(resolved: ResolvedStep, *, seed: int) -> GPT:
     is_sharded, ds_config = resolved.zero_stage == 3, dict(resolved.ds_config)
     split, experts = build_split(resolved.plan.ranks), divide_experts(resolved.plan.ranks)
     with deepspeed.zero.Init(config_dict_or_path=ds_config) if is_sharded else contextlib.nullcontext():
-        return GPT(resolved.shape, seed=seed, checkpoint=checkpoint, loss=resolved.loss, split=split, experts=experts)
+        return GPT(
+            resolved.shape,
+            seed=seed,
+            checkpoint=checkpoint,
+            loss=resolved.loss,
+            split=split,
+            experts=experts,
+            skips_blocks=may_skip_blocks(resolved.shape, resolved.checkpointing),
+        )
 
 
 def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompiler | None = None) -> DeepSpeedEngine:

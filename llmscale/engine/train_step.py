@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,26 @@ PHASES: tuple[Phase, ...] = ("data_wait", "forward_backward", "optimizer_step", 
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
+class CountedTargets(NamedTuple):
+    """The tokens of a step that are targets."""
+
+    masks: Sequence[Tensor | None]
+    """True for targets, bool like the micro-batch; None if all are."""
+    scale: float
+    """Targets of the global batch if all its tokens were, over those that it has: the mean over all positions, times
+    this, is the mean over targets, whatever their number in a micro-batch."""
+
+    def of(self, micro_step: int, device: torch.device, seq_len: int | None) -> dict[str, Tensor | float | None]:
+        """Return the model's arguments for a micro-batch."""
+        mask = self.masks[micro_step]
+        if mask is None:
+            return {"scale": self.scale}
+        mask = mask.to(device, non_blocking=True)
+        if seq_len is not None:
+            mask = mask.unfold(1, seq_len + 1, seq_len).flatten(0, 1)
+        return {"is_target": mask[:, 1:], "scale": self.scale}
+
+
 def train_step(
     engine: DeepSpeedEngine,
     micro_batches: Sequence[Tensor],
@@ -35,13 +55,15 @@ def train_step(
     timer: PhaseTimer,
     seq_len: int | None = None,
     weights: Sequence[float] | None = None,
+    targets: CountedTargets | None = None,
 ) -> Tensor:
     """Train on one rank's share of a global batch.
 
     micro_batches: gradient_accumulation_steps tensors of token ids [micro_batch_size, T + 1], which are cut into
     sequences of `seq_len` tokens, T by default. `weights` of their losses are 1 by default, and 0 for a filler, which
-    only takes part in exchanges. Returns this rank's mean of the weighted losses in nats, a scalar on the device;
-    reading it would make the host wait. The mean over the ranks is the loss.
+    only takes part in exchanges. `targets` tells which tokens count, all by default. Returns this rank's mean of the
+    weighted losses in nats, a scalar on the device; reading it would make the host wait. The mean over the ranks is the
+    loss.
     """
     total = torch.zeros((), device=device)
     model = engine.module
@@ -53,8 +75,9 @@ def train_step(
             # Neighbours share a token, so that each is a target once.
             tokens = tokens.unfold(1, seq_len + 1, seq_len).flatten(0, 1)
         weight = 1.0 if weights is None else weights[micro_step]
+        counted = {} if targets is None else targets.of(micro_step, device, seq_len)
         with nullcontext() if weight else _unrecorded(model):
-            loss = engine(tokens[:, :-1], tokens[:, 1:])
+            loss = engine(tokens[:, :-1], tokens[:, 1:], **counted)
         if weight != 1:
             loss = loss * weight
         # DeepSpeed divides by the accumulation steps itself.

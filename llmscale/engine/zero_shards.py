@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 MASTER = "master"
 
 
-def state_views(engine: DeepSpeedEngine) -> dict[str, ShardView]:
+def state_views(engine: DeepSpeedEngine, *, with_base: bool = False) -> dict[str, ShardView]:
     """Return views of everything this rank owns: '<state>/<parameter>', 'frozen/<parameter>', 'buffer/<buffer>'.
+
+    The frozen parameters beside adapters are left out, unless `with_base`: they are stored where the run found them.
 
     <state> is `master` (fp32 weights) or the optimizer's name of a tensor with an element per weight (`exp_avg`, ...).
     A state of another shape (Adafactor's row and column sums, stage 0 only) is one view. Views are live, except those
@@ -43,7 +45,9 @@ def state_views(engine: DeepSpeedEngine) -> dict[str, ShardView]:
         with _in_memory(engine, shards[0].flat, write=False) as was_on_nvme:
             for key, view in _views_of(engine, shards):
                 views[key] = ShardView(view.local.clone(), view.start, view.total) if was_on_nvme else view
-    return views | _frozen_views(engine) | _buffer_views(engine)
+    is_base = engine.module.shape.lora_rank > 0
+    frozen = _frozen_views(engine) if with_base or not is_base else {}
+    return views | frozen | _buffer_views(engine)
 
 
 def write_back(engine: DeepSpeedEngine, views: Mapping[str, ShardView]) -> None:

@@ -58,14 +58,15 @@ def validation_loss(
 
     `progress` gets the sequences done since the last call.
     """
-    device, total, count = next(model.parameters()).device, 0.0, 0
+    device, total, targets, count = next(model.parameters()).device, 0.0, 0.0, 0
     with torch.inference_mode():
         for batch in validation_batches(of.shards, RankLayout(0, (1,)), batch_size, of.num_samples):
             tokens = batch.tokens.to(device)
-            total += float(model(tokens[:, :-1], tokens[:, 1:])) * batch.weight
+            total += float(model(tokens[:, :-1], tokens[:, 1:], **batch.counted(device))) * batch.weight
+            targets += batch.target_weight
             count += batch.weight
             progress(batch.weight)
-    return ValidationLoss(of.name, total / count, of.bytes_per_token, count)
+    return ValidationLoss(of.name, total / targets, of.bytes_per_token, count)
 
 
 if TYPE_CHECKING:

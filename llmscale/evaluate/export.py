@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,9 +35,12 @@ from llmscale.checkpoint.hf_write import (
 from llmscale.checkpoint.tensor_files import StoredWeights
 from llmscale.config.hf_model import PublishedModel
 from llmscale.data.prepare.output_folder import new_folder
+from llmscale.data.shards.manifest import TOKENIZER_CONFIG_NAME
+from llmscale.data.tokenizers.hugging_face import TEMPLATE_NAME
 from llmscale.data.tokenizers.save_for_transformers import generation_ids, save_for_transformers
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import ConfigError
+from llmscale.evaluate.adapted import Weights
 from llmscale.evaluate.model_source import check_same_model
 from llmscale.untrusted.documents import Rules, load_json
 
@@ -93,13 +95,6 @@ def describe_export(
     return ExportedModel(replace(trained, seq_len=seq_len), family, dtype, shard_bytes, published, rows)
 
 
-class Weights(Protocol):
-    """Parameters of a model by name, flattened."""
-
-    def read(self, name: str, start: int, elements: int) -> Tensor:
-        """Return `elements` of a parameter from its element `start` on, in fp32."""
-
-
 def export_model(
     checkpoint: Path,
     model: ExportedModel,
@@ -109,9 +104,14 @@ def export_model(
     card: str,
     overwrite: bool,
     progress: Callable[[int], object] = lambda num_bytes: None,
+    chat_template: str | None = None,
+    weights: Weights | None = None,
 ) -> None:
-    """Write the model of a checkpoint to `out`, as `write_model` does. Raises CheckpointError for tensors of another
-    model."""
+    """Write the model of a checkpoint to `out`, as `write_model` does; `weights` are those of merged adapters. Raises
+    CheckpointError for tensors of another model."""
+    if weights is not None:
+        write_model(weights, model, tokenizer, out, card=card, overwrite=overwrite, progress=progress)
+        return
     stored = StoredWeights(checkpoint)
     more = 0 if model.last_positions is None else len(model.last_positions)
     shape = replace(model.shape, seq_len=model.shape.seq_len - more)
@@ -119,7 +119,16 @@ def export_model(
     # Routers' biases, which are buffers.
     own |= {tensor.parameter: tensor.shape[0] for tensor in model.tensors if tensor.is_fp32 and tensor.parameter}
     check_same_model(stored.sizes, own, checkpoint)
-    write_model(stored, model, tokenizer, out, card=card, overwrite=overwrite, progress=progress)
+    write_model(
+        stored,
+        model,
+        tokenizer,
+        out,
+        card=card,
+        overwrite=overwrite,
+        progress=progress,
+        chat_template=chat_template,
+    )
 
 
 def write_model(
@@ -131,8 +140,11 @@ def write_model(
     card: str,
     overwrite: bool,
     progress: Callable[[int], object] = lambda num_bytes: None,
+    chat_template: str | None = None,
 ) -> None:
     """Write configurations, weights, tokenizer and the model card `card` to `out`, all of it or nothing.
+
+    A chat template replaces the tokenizer's own.
 
     `overwrite` replaces the folder, which was checked (checkpoint/hf_write.py). Every file of weights is read back and
     compared. Raises ConfigError for weights that `dtype` cannot hold, DataError when `out` cannot be written,
@@ -147,6 +159,11 @@ def write_model(
         if len(files) > 1:
             write_index(folder, files, model.dtype)
         save_for_transformers(tokenizer, folder)
+        if chat_template is not None:
+            path = folder / TOKENIZER_CONFIG_NAME
+            _write_json(path, {**load_json(path, Rules(ConfigError)), "chat_template": chat_template})
+            # A newer transformers would take this file instead.
+            (folder / TEMPLATE_NAME).unlink(missing_ok=True)
         (folder / CARD_NAME).write_text(card, encoding="utf-8")
         config, generation = _configs(model, tokenizer)
         _write_json(folder / GENERATION_NAME, generation)

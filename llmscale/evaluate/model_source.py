@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.architecture.hf_config import CONFIG_NAME
+from llmscale.architecture.layers import is_adapter
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_read import find_weights_files
 from llmscale.checkpoint.hf_write import open_published
 from llmscale.checkpoint.inventory import find_checkpoint
 from llmscale.checkpoint.manifest import STATE_NAME, CheckpointManifest, find_damage, load_manifest
-from llmscale.checkpoint.run_state import RunState, load_run_state
+from llmscale.checkpoint.run_state import RunState, SavedRun, load_run_state
 from llmscale.config.hf_model import PREFIX, PublishedModel, read_published_model
 from llmscale.config.resolve import SetFacts, resolve_shape
 from llmscale.config.run_config import RunConfig, build_run_config
@@ -33,6 +34,7 @@ from llmscale.untrusted.documents import Rules, load_json
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from llmscale.evaluate.adapted import Weights
     from llmscale.model.gpt import GPT
 
 
@@ -52,6 +54,8 @@ class ModelSource:
     """Reason why `sets` is None, with the remedy; empty otherwise."""
     published: PublishedModel | None
     """Published model that it is, or was initialised from."""
+    chat_template: str | None
+    """Template of the conversations that it was trained on; None without conversations."""
     load_model: Callable[[], GPT]
     """Load it onto this machine's GPU, or its CPU, in eval mode and fp32."""
 
@@ -71,10 +75,29 @@ class TrainedCheckpoint:
     published: PublishedModel | None
     """Published model that it was initialised from."""
 
+    @property
+    def chat_template(self) -> str | None:
+        """Template of the conversations that it was trained on; None without conversations."""
+        chats = (at.manifest.chat for at in self.sets.locations)
+        return next((chat.template for chat in chats if chat is not None), None)
+
+    def open_base(self, place: str | None, progress: Callable[[int], object]) -> Weights | None:
+        """Open the weights beside its adapters, at `place` or where they were; None without adapters.
+
+        Raises CheckpointError, and ConfigError for a place that has no use.
+        """
+        if not self.state.base:
+            if place is not None:
+                raise ConfigError(f"--base {place} has no effect: {self.folder} holds a model, not adapters. Drop it.")
+            return None
+        from llmscale.evaluate.adapted import open_base_weights
+
+        return open_base_weights(SavedRun(self.folder, self.manifest, self.state), place, progress)
+
     def open_sets(self) -> TrainingSets:
         """Open the datasets that it was trained on. Raises DataError when they are missing."""
         remedy = "Name it with --data SET, or use --val-samples 0."
-        return _open_sets(self.folder, self.state, self.config, remedy, given=None)
+        return open_trained_sets(self.folder, self.state, self.config, remedy, given=None)
 
 
 def open_trained_checkpoint(
@@ -94,7 +117,7 @@ def open_trained_checkpoint(
     sets = open_kept_sets(run, str(state.identity.get("data")), config.data)
     if sets is None:
         remedy = f"Its tokenizer is needed: put the set back, or copy the folder `dataset` of the run to {run}."
-        sets = _open_sets(folder, state, config, remedy, given)
+        sets = open_trained_sets(folder, state, config, remedy, given)
         fetch_tokenizer(sets.first)
     made = sets.manifest
     tokenizer = load_set_tokenizer(sets.first.folder, made)
@@ -103,8 +126,11 @@ def open_trained_checkpoint(
     return TrainedCheckpoint(folder, manifest, state, config, shape, sets, tokenizer, published)
 
 
-def _open_sets(folder: Path, state: RunState, config: RunConfig, remedy: str, given: str | None) -> TrainingSets:
-    """Open the datasets of a configuration. Raises DataError unless they are those of the checkpoint."""
+def open_trained_sets(folder: Path, state: RunState, config: RunConfig, remedy: str, given: str | None) -> TrainingSets:
+    """Open the datasets of a configuration. Raises DataError unless they are those of the checkpoint.
+
+    `given` is the user's --data, as for `open_recorded_sets`.
+    """
     try:
         sets = open_recorded_sets(config.data, config.data_cache, given, state.identity)
     except (ConfigError, DataError) as error:
@@ -144,12 +170,16 @@ def open_model(
     progress: Callable[[int], object] = lambda num_bytes: None,
     *,
     with_sets: bool = False,
+    base: str | None = None,
 ) -> ModelSource:
     """Verify a folder that `find_model` found, and open the dataset `data` or, `with_sets`, the run's.
 
-    `progress` gets the bytes verified since the last call. Raises ConfigError, CheckpointError, DataError.
+    `base` is the new place of the weights beside a run's adapters. `progress` gets the bytes verified since the last
+    call. Raises ConfigError, CheckpointError, DataError.
     """
     if is_hf_folder(folder):
+        if base is not None:
+            raise ConfigError(f"--base {base} has no effect: {folder} holds a model, not adapters. Drop it.")
         return _open_hf_folder(folder, data)
     trained = open_trained_checkpoint(folder, progress, given=data)
 
@@ -171,8 +201,18 @@ def open_model(
         except DataError as error:
             no_sets = str(error)
     state, shape = trained.state, trained.shape
-    load_model = partial(_load_checkpoint, folder, shape)
-    return ModelSource(folder, state.step, shape, trained.tokenizer, sets, no_sets, trained.published, load_model)
+    load_model = partial(_load_checkpoint, folder, shape, trained.open_base(base, progress))
+    return ModelSource(
+        folder,
+        state.step,
+        shape,
+        trained.tokenizer,
+        sets,
+        no_sets,
+        trained.published,
+        trained.chat_template,
+        load_model,
+    )
 
 
 def _open_hf_folder(folder: Path, data: str | None) -> ModelSource:
@@ -190,15 +230,18 @@ def _open_hf_folder(folder: Path, data: str | None) -> ModelSource:
 
     no_sets = "" if sets else f"{folder} is a folder of transformers, which names no dataset. Name one with --data SET."
     load_model = partial(_load_published, published)
-    return ModelSource(folder, None, published.shape, tokenizer, sets, no_sets, published, load_model)
+    return ModelSource(folder, None, published.shape, tokenizer, sets, no_sets, published, None, load_model)
 
 
-def _load_checkpoint(folder: Path, shape: GPTShape) -> GPT:
-    """Load the fp32 master weights of a verified checkpoint. Raises CheckpointError."""
+def _load_checkpoint(folder: Path, shape: GPTShape, base: Weights | None) -> GPT:
+    """Load the fp32 master weights of a verified checkpoint, beside its adapters' base. Raises CheckpointError."""
     from llmscale.checkpoint.load import load_full_weights
     from llmscale.model.gpt import GPT
 
     weights = load_full_weights(folder)
+    if base is not None:
+        frozen = (tensor for tensor in shape.tensors.all if not is_adapter(tensor.name))
+        weights |= {tensor.name: base.read(tensor.name, 0, tensor.elements) for tensor in frozen}
     # Checked before a model is built, because its size is known only from the checkpoint.
     if sum(tensor.numel() for tensor in weights.values()) < shape.num_parameters:
         raise CheckpointError(

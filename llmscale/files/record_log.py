@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,31 +11,38 @@ from llmscale.untrusted.paths import open_own
 
 #: Bytes at the end of a file in which the last line must begin.
 _TAIL_BYTES = 1 << 20
+#: Most records that wait for the disk: some 20 MB.
+_MOST_WAITING = 20_000
 
 
 class RecordLog:
     """Appends records, each completely or not at all. A failing disk raises nothing: training continues.
 
-    Records that the disk refuses wait in memory for the next one. `warn` gets one line when they begin to wait, and one
-    at the end if they are still missing.
+    Records that the disk refuses wait in memory for the next one, the oldest only while they are few. `warn` gets one
+    line when they begin to wait, one when the first is dropped, and one at the end if some are missing.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self._path, self._warn = path, warn
         self._descriptor: int | None = None
-        self._waiting: list[bytes] = []
+        self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
+        self._num_dropped = 0
         self._is_failing = False
 
     def append(self, record: bytes) -> None:
         """Add one record. The caller includes the newline."""
+        if len(self._waiting) == _MOST_WAITING:
+            if not self._num_dropped:
+                self._warn(f"WARNING: {self._path}: {_MOST_WAITING:,} records wait; older ones are dropped.")
+            self._num_dropped += 1
         self._waiting.append(record)
         self._write_waiting()
 
     def close(self) -> None:
         """Write the waiting records, make all durable, and report the missing ones."""
         self._write_waiting()
-        if self._waiting:
-            self._warn(f"WARNING: {self._path} lacks its last records: {len(self._waiting)}.")
+        if missing := len(self._waiting) + self._num_dropped:
+            self._warn(f"WARNING: {self._path} lacks records that the disk refused: {missing}.")
         if self._descriptor is None:
             return
         try:

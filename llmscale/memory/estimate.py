@@ -141,6 +141,7 @@ def step_activations(
         loss_kernel=step.loss.kernel,
         router_loss=step.loss.has_router_loss,
         trains_head=not step.tensors.is_frozen(f"{'wte' if step.shape.tied else 'head'}.weight"),
+        checkpointing=step.checkpointing,
         capability=capability,
         worst_load=worst_load,
     )

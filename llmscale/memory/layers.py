@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from llmscale.architecture.attention_kernels import AttentionKernel, ComputeCapability, attention_kernel
+from llmscale.architecture.attention_kernels import AttentionKernel, ComputeCapability, training_kernel
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
@@ -57,6 +57,7 @@ class Pass:
     loss_kernel: str = "torch"
     router_loss: bool = True
     trains_head: bool = True
+    checkpointing: CheckpointingMode = "none"
     capability: ComputeCapability | None = None
     """Compute capability of the GPU; None means Ampere or newer."""
     worst_load: bool = False
@@ -92,14 +93,8 @@ class Pass:
 
     @property
     def kernel(self) -> AttentionKernel:
-        shape = self.shape
-        return attention_kernel(
-            shape.head_dim,
-            is_16bit=self.width == 2,
-            masked=shape.has_mask,
-            drops_out=shape.dropout > 0,
-            capability=self.capability,
-        )
+        is_16bit, mode = self.width == 2, self.checkpointing
+        return training_kernel(self.shape, is_16bit=is_16bit, checkpointing=mode, capability=self.capability)
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -217,7 +212,7 @@ def _kernel(p: Pass, views: float, repeated: float) -> Iterator[LayerMemory]:
     """
     s, t, d = p.shape, p.shape.seq_len, p.shape.head_dim
     heads, kv_heads = p.heads
-    size, is_flash = p.ranks.sequence_parallel_size, p.kernel.startswith("flash")
+    size, is_flash = p.ranks.sequence_parallel_size, p.kernel.startswith("fl")  # FlexAttention saves the same
     repeats = kv_heads < heads and not is_flash
     q, k = (float(count * d * p.tokens * p.width) for count in (heads, kv_heads))
     source = views
@@ -496,7 +491,9 @@ def ends_bytes(p: Pass) -> float:
     s, t, batch = p.shape, p.shape.seq_len, p.batch
     own = batch if s.has_document_mask else 1
     rotations = 2 * p.width * own * p.t * s.head_dim if s.positions == "rotary" else 0
-    masks = p.width * t * _round_up(t, 8) * (own if s.has_mask else 0)
+    # FlexAttention's mask has four tables of blocks of 128 x 128, and the first position that each one sees.
+    mask = 16 * (-(-t // 128)) ** 2 + 8 * t if p.kernel == "flex" else p.width * t * _round_up(t, 8)
+    masks = mask * (own if s.has_mask else 0)
     if s.has_window and s.has_document_mask and s.global_layers:
         masks *= 2
     sparse = sum(map(s.is_sparse, range(s.n_layer))) if s.num_experts else 0

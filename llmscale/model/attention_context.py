@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from llmscale.architecture.rope_scaling import rotary_factor, rotary_frequencies
 from llmscale.architecture.shape import GPTShape
@@ -18,6 +20,8 @@ from llmscale.errors import DataError
 #: The memory-efficient kernel needs a mask's rows a multiple of this many elements apart
 #: (aten/src/ATen/native/transformers/attention.cpp, preprocess_mask).
 _ROW_MULTIPLE = 8
+#: Positions of a block of FlexAttention's masks.
+_BLOCK = 128
 
 
 class SequenceSplit(Protocol):
@@ -51,9 +55,9 @@ class AttentionContext:
     cos: Tensor | None = None
     """[..., t, 1, head_dim] in the precision of the computation; None without rotary positions."""
     sin: Tensor | None = None
-    mask: Tensor | None = None
+    mask: Tensor | BlockMask | None = None
     """[t, t] or [batch, 1, t, t] in the precision of the computation: 0 where a position (row) sees another (column),
-    else -inf. None for plain causal attention."""
+    else -inf. Or FlexAttention's mask of the same. None for plain causal attention."""
     split: SequenceSplit | None = None
     """Division of the tokens; cos and sin are those of the model's part."""
     padding: int = 0
@@ -92,28 +96,41 @@ class AttentionContexts:
 
 
 def build_contexts(
-    shape: GPTShape, positions: Tensor, dtype: torch.dtype, split: SequenceSplit | None = None, padding: int = 0
+    shape: GPTShape,
+    positions: Tensor,
+    dtype: torch.dtype,
+    split: SequenceSplit | None = None,
+    padding: int = 0,
+    *,
+    in_blocks: bool = False,
 ) -> AttentionContexts:
     """Build the contexts of tokens at `positions` [t] or [batch, t], in the computation's `dtype`.
 
-    padding: padding tokens at the end of the model's part.
+    padding: padding tokens at the end of the model's part. in_blocks: masks are FlexAttention's.
     """
-    local = build_context(shape, positions, dtype, split)
+    local = build_context(shape, positions, dtype, split, in_blocks=in_blocks)
     if padding:
         local = replace(local, padding=padding)
     if not shape.has_window or not shape.global_layers:
         return AttentionContexts(local, local)
-    return AttentionContexts(local, replace(local, mask=_attention_mask(positions, None, dtype)))
+    dense = _block_mask(positions, None) if in_blocks else _attention_mask(positions, None, dtype)
+    return AttentionContexts(local, replace(local, mask=dense))
 
 
 def build_context(
-    shape: GPTShape, positions: Tensor, dtype: torch.dtype, split: SequenceSplit | None = None
+    shape: GPTShape,
+    positions: Tensor,
+    dtype: torch.dtype,
+    split: SequenceSplit | None = None,
+    *,
+    in_blocks: bool = False,
 ) -> AttentionContext:
     """Build the context of tokens at `positions` [t] or [batch, t], in the computation's `dtype`.
 
     Nothing is kept in buffers of the model: DeepSpeed would round them, and the angles of late positions, to 16 bit.
     """
-    mask = _attention_mask(positions, shape.sliding_window if shape.has_window else None, dtype)
+    window = shape.sliding_window if shape.has_window else None
+    mask = _block_mask(positions, window) if in_blocks else _attention_mask(positions, window, dtype)
     if shape.positions == "learned":
         return AttentionContext(mask=mask, split=split)
     positions = positions[..., part_of_tokens(positions.shape[-1], split)]
@@ -157,6 +174,57 @@ def _attention_mask(positions: Tensor, window: int | None, dtype: torch.dtype) -
                       device=positions.device)  # fmt: skip
     mask = rows[..., :t].masked_fill_(is_seen, 0.0)
     return mask if mask.dim() == 2 else mask[:, None]
+
+
+def _block_mask(positions: Tensor, window: int | None) -> BlockMask | None:
+    """Return FlexAttention's mask of what `_attention_mask` shows.
+
+    A position sees from a first one, which never comes earlier for later positions, to itself. So the ends of a block's
+    rows tell which blocks of columns are seen completely, in part or not at all, without a matrix [t, t].
+    """
+    t, device = positions.shape[-1], positions.device
+    if window is None and positions.dim() == 1:
+        return None
+    index = torch.arange(t, device=device)
+    first = (index - (positions if window is None else positions.clamp(max=window - 1))).int()
+
+    def sees(batch: Tensor, _head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return (column <= row) & (column >= first[batch, row])
+
+    def sees_window(_batch: Tensor, _head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return (column <= row) & (column >= first[row])
+
+    blocks = torch.arange(-(-t // _BLOCK), device=device)
+    rows = first if first.dim() == 2 else first[None]
+    of_top, of_bottom = rows[:, blocks * _BLOCK], rows[:, (blocks * _BLOCK + _BLOCK - 1).clamp(max=t - 1)]
+    seen = (blocks >= (of_top // _BLOCK)[..., None]) & (blocks <= blocks[:, None])
+    whole = seen & (blocks * _BLOCK >= of_bottom[..., None]) & (blocks < blocks[:, None])
+    function = sees if first.dim() == 2 else sees_window
+    return BlockMask.from_kv_blocks(
+        *_as_table(seen & ~whole), *_as_table(whole), BLOCK_SIZE=_BLOCK, mask_mod=function, seq_lengths=(t, t)
+    )
+
+
+def _as_table(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many columns of each row are chosen, and their numbers first among all: [batch, rows, columns]."""
+    numbers = chosen.int().argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32)[:, None], numbers.int()[:, None]
+
+
+def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    """Compute softmax(q k^T) v over [batch, heads, t, head_dim] by FlexAttention, which shares key-value heads.
+
+    It is compiled; on a CPU it runs eagerly, without a backward pass. A dry run replaces this function.
+    """
+    is_inside = torch.compiler.is_compiling() or q.device.type == "cpu"
+    attend = flex_attention if is_inside else _compile_flex_attention()
+    y: Tensor = attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])  # type: ignore[operator]
+    return y
+
+
+@cache
+def _compile_flex_attention() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

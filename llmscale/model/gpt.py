@@ -14,12 +14,15 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._triton import has_triton
 
-from llmscale.architecture.attention_kernels import ComputeCapability, has_flash_attention
+from llmscale.architecture.attention_kernels import ComputeCapability, attention_kernel, has_flash_attention
 from llmscale.architecture.layers import INIT_STD
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.loss_settings import DEFAULT_LOSS, LossSettings
 from llmscale.errors import DataError
+from llmscale.model import attention_context
 from llmscale.model.attention_context import (
     AttentionContext,
     AttentionContexts,
@@ -32,6 +35,7 @@ from llmscale.model.attention_context import (
 )
 from llmscale.model.experts import BALANCE, Z_SQUARED, ExpertSplit, SparseMLP
 from llmscale.model.layers import MLP, Embedding, Linear, RMSNorm, build_norm, fill_normal_, residual_std
+from llmscale.model.lora import find_adapter
 from llmscale.model.loss import chunked_cross_entropy, score_tokens
 
 #: Stores a layer's new keys and values [batch, t, n_kv_head, head_dim], and returns all stored ones.
@@ -46,13 +50,15 @@ class CausalSelfAttention(nn.Module):
         self.shape = shape
         width, bias = shape.n_embd, shape.attention_bias
         # One matrix product for q, k and v of all heads: columns are [q | k | v], each of them head by head.
-        self.qkv = Linear(width, shape.qkv_heads * shape.head_dim, generator, bias=bias != "none")
+        rows, adapter = shape.qkv_heads * shape.head_dim, find_adapter(shape, "attn.qkv")
+        self.qkv = Linear(width, rows, generator, bias=bias != "none", adapter=adapter)
         if shape.qk_norm != "none":
             q_heads, k_heads = (shape.n_head, shape.n_kv_head) if shape.qk_norm == "width" else (1, 1)
             self.q_norm = RMSNorm(q_heads * shape.head_dim, shape.norm_eps)
             self.k_norm = RMSNorm(k_heads * shape.head_dim, shape.norm_eps)
         inner, std = shape.n_head * shape.head_dim, residual_std(shape.n_layer)
-        self.proj = Linear(inner, width, generator, bias=bias == "all", std=std)
+        adapter = find_adapter(shape, "attn.proj")
+        self.proj = Linear(inner, width, generator, bias=bias == "all", std=std, adapter=adapter)
 
     def forward(self, x: Tensor, context: AttentionContext, append_to_cache: CacheAppend | None = None) -> Tensor:
         """Compute [batch, t, n_embd] -> [batch, t, n_embd]; with `append_to_cache`, x continues cached positions."""
@@ -75,11 +81,13 @@ class CausalSelfAttention(nn.Module):
             y = context.split.to_tokens(y)
         return F.dropout(self.proj(y.flatten(2)), shape.dropout, self.training)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
         """Compute softmax(q k^T) v over [batch, heads, t, head_dim].
 
         Without a mask attention is causal, or a single query sees everything.
         """
+        if isinstance(mask, BlockMask):
+            return attention_context.attend_in_blocks(q, k, v, mask)
         shared = q.shape[1] // k.shape[1]
         # Only CUDA's FlashAttention shares key-value heads, in 16 bit and without a mask; the other kernels would fall
         # back to scores [t, t] (sdp_utils.cpp, check_batch_size_and_num_heads_dense).
@@ -101,6 +109,11 @@ class CausalSelfAttention(nn.Module):
             is_causal=mask is None and q.shape[2] == k.shape[2],
             enable_gqa=shared > 1 and is_native,
         )
+
+
+def has_flex_attention(device: torch.device) -> bool:
+    """Return whether FlexAttention trains on a device, compiled by Triton. A dry run replaces this function."""
+    return device.type == "cuda" and has_triton()
 
 
 def device_capability(device: torch.device) -> ComputeCapability | None:
@@ -169,12 +182,19 @@ class _Head(nn.Module):
         """If set from outside, collects the nats per token of each sequence [batch] of micro-batches with targets."""
 
     def forward(
-        self, x: Tensor, targets: Tensor | None = None, *, each_token: bool = False, share: float = 1.0
+        self,
+        x: Tensor,
+        targets: Tensor | None = None,
+        *,
+        each_token: bool = False,
+        share: float = 1.0,
+        is_target: Tensor | None = None,
     ) -> Tensor:
         """Compute logits, or `share` times the loss where `targets` are given.
 
         x: [batch, t, n_embd]. Returns logits [batch, t, vocab_size] in x's precision, a view without the padding rows.
-        With `targets`, ids [batch, t], returns their mean cross-entropy in nats, a scalar in fp32, or with
+        With `targets`, ids [batch, t], returns their mean cross-entropy in nats, a scalar in fp32, to which those that
+        are not `is_target`, bool [batch, t], add nothing, or with
         `each_token` the result of `score_tokens`, [batch, t, 2]. The loss is computed here because ZeRO-3 gathers the
         weights only while this module runs.
         """
@@ -185,7 +205,13 @@ class _Head(nn.Module):
         settings = self.loss if self.training else replace(self.loss, z_loss=0.0)
         collected = self.sequence_losses
         losses = chunked_cross_entropy(
-            x, self.weight, targets, self.vocab_size, settings, each_sequence=collected is not None
+            x,
+            self.weight,
+            targets,
+            self.vocab_size,
+            settings,
+            each_sequence=collected is not None,
+            is_target=is_target,
         )
         losses = losses.scaled(share)
         if self.training and losses.mean_z_squared is not None:
@@ -234,7 +260,8 @@ class GPT(nn.Module):
 
     The weights are a function of (shape, seed) alone; the global random state is neither read nor advanced.
     `checkpoint` runs the blocks when gradients are computed; without it every activation is kept. With `split`, losses
-    and scores are those of a part of the tokens; with `experts` the model has a part of each block's experts.
+    and scores are those of a part of the tokens; with `experts` the model has a part of each block's experts. With
+    `skips_blocks` a GPU takes FlexAttention for masks.
     """
 
     def __init__(
@@ -246,8 +273,10 @@ class GPT(nn.Module):
         loss: LossSettings = DEFAULT_LOSS,
         split: SequenceSplit | None = None,
         experts: ExpertSplit | None = None,
+        skips_blocks: bool = False,
     ) -> None:
         super().__init__()
+        self.skips_blocks = skips_blocks
         self.shape, self.checkpoint, self.split, self.loss = shape, checkpoint, split, loss
         self.routing: Tensor | None = None
         """Sums over the training micro-batches since the last reset to None, [sparse blocks, experts + 4] in fp32: this
@@ -271,13 +300,16 @@ class GPT(nn.Module):
         each_token: bool = False,
         cache: KVCache | None = None,
         at: Tensor | None = None,
+        is_target: Tensor | None = None,
+        scale: float = 1.0,
     ) -> Tensor:
         """Compute logits, or the loss where `targets` are given.
 
         tokens, targets: integers [batch, t] with t <= seq_len. Returns logits [batch, t, vocab_size] in the model's
         precision, or the mean cross-entropy over all positions in nats, a scalar in fp32. With `each_token`, returns
         every target's log-probability and whether it is the likeliest token, [batch, t, 2]. Padding rows of the token
-        table take no part.
+        table take no part. Targets that are not `is_target`, bool [batch, t], add nothing to the mean, which is
+        multiplied by `scale`; the losses of routers are not.
 
         With a split, every part gets complete sequences. It returns its scores, with those of padding, [batch, part, 2]
         or its share of the loss: their mean over the parts is the loss.
@@ -304,7 +336,8 @@ class GPT(nn.Module):
             x = x + self.wpe(positions[..., part])
         x = F.dropout(x, self.shape.dropout, self.training)
         padding = 0 if split is None else min(max(0, part.stop - t), part.stop - part.start)
-        contexts = build_contexts(self.shape, positions, compute_dtype(x), split, padding)
+        in_blocks = cache is None and self._takes_blocks(t, x)
+        contexts = build_contexts(self.shape, positions, compute_dtype(x), split, padding, in_blocks=in_blocks)
         if cache is not None and cached is not None:
             x = self._run_with_cache(x, contexts.with_masks(cached), cache, cached.slots)
         else:
@@ -316,10 +349,24 @@ class GPT(nn.Module):
         if at is not None:
             x = x[torch.arange(len(at), device=x.device), at][:, None]
         if targets is not None:
-            loss: Tensor = self._score(self.ln_f(x), targets, split, each_token)
+            loss: Tensor = self._score(self.ln_f(x), targets, split, each_token, is_target, scale)
             return loss if routing is None else loss + self._balance(routing, targets)
         logits: Tensor = self.head(self.ln_f(x))
         return logits
+
+    def _takes_blocks(self, t: int, x: Tensor) -> bool:
+        """Return whether sequences of t tokens take FlexAttention, which is compiled for each length."""
+        if not (self.skips_blocks and (self.training or t == self.shape.seq_len) and has_flex_attention(x.device)):
+            return False
+        kernel = attention_kernel(
+            self.shape.head_dim,
+            is_16bit=compute_dtype(x) in (torch.float16, torch.bfloat16),
+            masked=self.shape.has_mask,
+            drops_out=self.shape.dropout > 0,
+            may_skip=True,
+            capability=device_capability(x.device),
+        )
+        return kernel == "flex"
 
     def _run_block(self, layer: int, x: Tensor, contexts: AttentionContexts, rows: list[Tensor]) -> Tensor:
         """Run a block on [batch, t, n_embd], and add its row of `routing` to `rows`, in training with experts."""
@@ -350,8 +397,16 @@ class GPT(nn.Module):
         # Padding, of a split, may exceed the learned positions.
         return positions if self.split is None else positions.clamp(max=self.shape.seq_len - 1)
 
-    def _score(self, x: Tensor, targets: Tensor, split: SequenceSplit | None, each_token: bool) -> Tensor:
-        """Compute loss or scores of the model's part from x [batch, part, n_embd]; targets: [batch, t]."""
+    def _score(
+        self,
+        x: Tensor,
+        targets: Tensor,
+        split: SequenceSplit | None,
+        each_token: bool,
+        is_target: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """Compute loss or scores of the model's part from x [batch, part, n_embd]; targets, is_target: [batch, t]."""
         share = 1.0
         if split is not None:
             t = targets.shape[1]
@@ -361,7 +416,9 @@ class GPT(nn.Module):
             # A part of nothing but padding takes the loss of any token, zero times.
             targets = own if own.shape[1] else targets[:, :1]
             x = x[:, : targets.shape[1]]
-        scores: Tensor = self.head(x, targets, each_token=each_token, share=share)
+            if is_target is not None:
+                is_target = is_target[:, part] if own.shape[1] else is_target[:, :1]
+        scores: Tensor = self.head(x, targets, each_token=each_token, share=share * scale, is_target=is_target)
         return scores
 
     def _run_with_cache(self, x: Tensor, contexts: AttentionContexts, cache: KVCache, slots: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from llmscale.architecture.layers import INIT_STD
 from llmscale.architecture.shape import Activation, GPTShape
+from llmscale.model.lora import Adapter, fill_adapter_, find_adapter
 
 #: Numbers drawn from one seed. A core draws 10^8 a second, 29 minutes for GPT-3 175B, so large tensors are drawn in
 #: chunks on all threads. Chunks also limit the extra fp32 memory to 64 MiB a thread.
@@ -65,12 +66,24 @@ class Linear(nn.Linear):
     """`nn.Linear` with weights from N(0, std^2) and a bias of zeros."""
 
     def __init__(
-        self, inputs: int, outputs: int, generator: torch.Generator, *, bias: bool, std: float = INIT_STD
+        self,
+        inputs: int,
+        outputs: int,
+        generator: torch.Generator,
+        *,
+        bias: bool,
+        std: float = INIT_STD,
+        adapter: Adapter | None = None,
     ) -> None:
         super().__init__(inputs, outputs, bias)
         fill_normal_(self.weight, std, generator)
         if bias:
             nn.init.zeros_(self.bias)
+        self.adapter = adapter
+        if adapter is not None:
+            self.lora_A = nn.Parameter(torch.empty(adapter.rank * len(adapter.rows), inputs))
+            self.lora_B = nn.Parameter(torch.empty(outputs, adapter.rank))
+            fill_adapter_(self.lora_A, self.lora_B, generator)
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute [..., inputs] -> [..., outputs] as a two-dimensional product.
@@ -79,7 +92,11 @@ class Linear(nn.Linear):
         it adds the bias in place in a second pass: slower, rounded twice, and a silent change to the result that
         selective activation checkpointing has saved.
         """
-        return F.linear(input.flatten(0, -2), self.weight, self.bias).unflatten(0, input.shape[:-1])
+        x = input.flatten(0, -2)
+        y = F.linear(x, self.weight, self.bias)
+        if self.adapter is not None:
+            y = y + self.adapter.output(x, self.lora_A, self.lora_B)
+        return y.unflatten(0, input.shape[:-1])
 
     def reset_parameters(self) -> None:
         """Skip `nn.Linear`'s own draw, which would advance the global generator."""
@@ -153,8 +170,10 @@ class MLP(nn.Module):
         self.activation, self.dropout, self.is_gated = shape.activation, shape.dropout, shape.gated_mlp
         width, hidden, bias = shape.n_embd, hidden or shape.mlp_width, bool(shape.mlp_bias)
         # One matrix product for gate and up, columns [gate | up].
-        self.up = Linear(width, 2 * hidden if self.is_gated else hidden, generator, bias=bias)
-        self.down = Linear(hidden, width, generator, bias=bias, std=residual_std(shape.n_layer))
+        adapter, rows = find_adapter(shape, "mlp.up"), 2 * hidden if self.is_gated else hidden
+        self.up = Linear(width, rows, generator, bias=bias, adapter=adapter)
+        adapter, std = find_adapter(shape, "mlp.down"), residual_std(shape.n_layer)
+        self.down = Linear(hidden, width, generator, bias=bias, std=std, adapter=adapter)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute [..., n_embd] -> [..., n_embd]."""

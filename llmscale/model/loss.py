@@ -58,8 +58,11 @@ def chunked_cross_entropy(
     settings: LossSettings,
     *,
     each_sequence: bool = False,
+    is_target: Tensor | None = None,
 ) -> Losses:
     """Compute the mean cross-entropy in nats of softmax(x weight^T) over all positions, and with a z-loss mean z^2.
+
+    `is_target`, bool [...], is False for positions whose loss is 0; they count in the mean nevertheless.
 
     x: [..., n_embd]; weight: [rows, n_embd], whose rows from `vocab_size` on are padding without logits; targets:
     ids [...]. z is the log-sum-exp of a position's logits. A z-loss (PaLM, Chowdhery et al. 2022, section 5; ST-MoE,
@@ -77,7 +80,8 @@ def chunked_cross_entropy(
         each_sequence,
     )
     with torch.autocast(device, enabled=False):
-        loss, z_squared, each = _ChunkedCrossEntropy.apply(x.flatten(0, -2), weight, targets.flatten(), inputs)
+        counted = None if is_target is None else is_target.flatten()
+        loss, z_squared, each = _ChunkedCrossEntropy.apply(x.flatten(0, -2), weight, targets.flatten(), inputs, counted)
     return Losses(loss, z_squared, None if each is None else each.view(targets.shape).mean(1))
 
 
@@ -139,12 +143,12 @@ class _Context(FunctionCtx):
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """x [tokens, n_embd], weight [rows, n_embd], targets [tokens] -> mean loss, mean z^2 if any, losses [tokens] if
-    requested, all in fp32."""
+    """x [tokens, n_embd], weight [rows, n_embd], targets [tokens], which of them count [tokens] or None for all -> mean
+    loss, mean z^2 if any, losses [tokens] if requested, all in fp32."""
 
     @staticmethod
     def forward(
-        ctx: _Context, x: Tensor, weight: Tensor, targets: Tensor, inputs: _LossInputs
+        ctx: _Context, x: Tensor, weight: Tensor, targets: Tensor, inputs: _LossInputs, counted: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         tokens, chunk_tokens = len(x), inputs.settings.chunk_tokens
         losses = torch.empty(tokens, dtype=torch.float32, device=x.device)
@@ -156,7 +160,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         gradients = _Gradients(x, weight_cast, chunk_tokens, inputs.trains_weight) if inputs.wants_gradients else None
         for start in range(0, tokens, chunk_tokens):
             chunk = slice(start, min(start + chunk_tokens, tokens))
-            buffers = _LossBuffers(losses[chunk], None if z is None else z[chunk], log_probs)
+            buffers = _LossBuffers(
+                losses[chunk],
+                None if z is None else z[chunk],
+                log_probs,
+                None if counted is None else ~counted[chunk],
+            )
             _run_chunk(chunk, x, weight_cast, targets[chunk], inputs, buffers, gradients)
         if gradients is not None:
             ctx.weight_dtype, ctx.fp16_downscale = weight.dtype, gradients.fp16_downscale
@@ -168,17 +177,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, gradient: Tensor, *_: object) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: _Context, gradient: Tensor, *_: object) -> tuple[Tensor, Tensor | None, None, None, None]:
         of_x, of_weight = ctx.saved_tensors
         # [1] and not a scalar, which would be rounded to 16 bit first: products are taken in fp32 and rounded once.
         scale = (gradient / len(of_x)).reshape(1)
         x_gradient = torch.mul(of_x, scale, out=torch.empty_like(of_x))
         if of_weight is None:
-            return x_gradient, None, None, None
+            return x_gradient, None, None, None, None
         weight_gradient = torch.mul(
             of_weight, scale.mul_(ctx.fp16_downscale), out=torch.empty_like(of_weight, dtype=ctx.weight_dtype)
         )
-        return x_gradient, weight_gradient, None, None
+        return x_gradient, weight_gradient, None, None, None
 
 
 class _Gradients:
@@ -226,6 +235,8 @@ class _LossBuffers(NamedTuple):
     """[tokens], fp32; None without a z-loss."""
     log_probs: Tensor
     """[tokens of one softmax, rows], fp32: overwritten by each part of the chunk."""
+    ignored: Tensor | None
+    """[tokens], True for positions that do not count; None if all do."""
 
 
 def _run_chunk(
@@ -243,6 +254,12 @@ def _run_chunk(
     logits = torch.mm(part, weight.t())
     cross_entropy = _fused if inputs.settings.kernel == "liger" else _unfused
     cross_entropy(logits, targets, inputs, buffers)
+    if buffers.ignored is not None:
+        buffers.losses.masked_fill_(buffers.ignored, 0)
+        if buffers.z is not None:
+            buffers.z.masked_fill_(buffers.ignored, 0)
+        if gradients is not None:
+            logits.masked_fill_(buffers.ignored[:, None], 0)
     if gradients is not None:
         gradients.add(chunk, logits, part, weight)
 
@@ -306,7 +323,7 @@ def _fused(logits: Tensor, targets: Tensor, inputs: _LossInputs, buffers: _LossB
         n_non_ignore=len(logits),
         sum_non_ignore_weight=len(logits),
         weight_sum=0.0,
-        # Matches no id: documents are packed, and every position has a target.
+        # Matches no id: what does not count is cleared afterwards.
         ignore_index=-1,
         lse_square_scale=z_loss,
         label_smoothing=0.0,

@@ -82,7 +82,13 @@ class PlainGPT:
         return x + self._norm(mlp(x), f"{name}ln_2")
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+        y = F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+        if (a := self.weights.get(f"{name}.lora_A")) is None:
+            return y
+        rank, rows = self.shape.lora_rank, self.shape.adapter_rows(".".join(name.split(".")[2:]))
+        inner, b = F.linear(x, a) * (self.shape.lora_alpha / rank), self.weights[f"{name}.lora_B"]
+        parts = zip(inner.split(rank, -1), b.split(rows), strict=True)
+        return y + torch.cat([F.linear(part, of_part) for part, of_part in parts], -1)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")

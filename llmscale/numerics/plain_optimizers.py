@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
+from llmscale.architecture.layers import ADAPTERS, is_adapter
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.run_config import RunConfig
 
@@ -76,6 +77,9 @@ def step_muon(
         rows = [shape.n_head * shape.head_dim, shape.n_kv_head * shape.head_dim, shape.n_kv_head * shape.head_dim]
     elif shape.gated_mlp and name.endswith((".up.weight", "experts.up")):
         rows = [update.shape[-2] // 2] * 2
+    elif is_adapter(name):
+        of_layers = list(shape.adapter_rows(".".join(name.split(".")[2:-1])))
+        rows = of_layers if name.endswith(ADAPTERS[1]) else [shape.lora_rank] * len(of_layers)
     pieces = []
     for piece in update.split(rows, -2):
         matrices = piece if piece.dim() == 3 else piece[None]

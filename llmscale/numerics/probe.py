@@ -10,7 +10,7 @@ Of large models every n-th element is copied. Memory is bounded then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -61,6 +61,17 @@ class Piece:
     states_after: dict[str, Tensor]
     count: int
     """Steps that the optimizer has counted before this one."""
+
+
+def shards_to_step(
+    inner: torch.optim.Optimizer, shards: Sequence[ParameterShard]
+) -> Iterator[tuple[ParameterShard, Tensor]]:
+    """Yield the shards that the next step of DeepSpeed's optimizer changes, each with its flat's gradient."""
+    stepped = {id(p) for group in inner.param_groups for p in group["params"] if p.grad is not None}
+    for shard in shards:
+        if id(shard.flat) in stepped:
+            assert shard.flat.grad is not None
+            yield shard, shard.flat.grad
 
 
 class Probe:
@@ -134,20 +145,17 @@ class Probe:
         return copy
 
     def _watched_step(self, *args: object, **kwargs: object) -> object:
-        stepped = {id(p) for group in self._inner.param_groups for p in group["params"] if p.grad is not None}
-        shards = [shard for shard in self._shards if id(shard.flat) in stepped]
-        for shard in shards:
-            self._copy_before(shard)
+        stepped = list(shards_to_step(self._inner, self._shards))
+        for shard, gradient in stepped:
+            self._copy_before(shard, gradient)
         result = self._step(*args, **kwargs)
-        for shard in shards:
+        for shard, _ in stepped:
             piece = self.pieces[shard.name]
             piece.after = self._select(shard, shard.flat)
             piece.states_after = self._states(shard)
         return result
 
-    def _copy_before(self, shard: ParameterShard) -> None:
-        gradient = shard.flat.grad
-        assert gradient is not None
+    def _copy_before(self, shard: ParameterShard, gradient: Tensor) -> None:
         local = shard.view(gradient).local
         self.given_squares += float(torch.linalg.vector_norm(local, dtype=torch.float64)) ** 2
         before = self._select(shard, shard.flat)

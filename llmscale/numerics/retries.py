@@ -76,6 +76,10 @@ def _without_checkpointing(case: Case) -> Case:
     return _with_keys(activation_checkpointing="none")(case)
 
 
+def _with_math_attention(case: Case) -> Case:
+    return replace(_with_keys(attention_kernel="sdpa")(case), math_attention=True)
+
+
 _CHANGES: dict[str, _Change] = {
     "overlap_comm off": _without_overlap,
     "gradient accumulation 1": lambda case: replace(case, micro_steps=1),
@@ -84,7 +88,7 @@ _CHANGES: dict[str, _Change] = {
     "communication in fp32": _in_fp32,
     "--compile off": _without_compiler,
     "--activation-checkpointing none": _without_checkpointing,
-    "attention by torch's math kernel": lambda case: replace(case, math_attention=True),
+    "attention by torch's math kernel": _with_math_attention,
     "--loss-kernel torch, one chunk": lambda case: replace(_with_keys(loss_kernel="torch")(case), one_chunk=True),
     "sequences and experts undivided": undivided,
     "another ZeRO stage": _another_stage,

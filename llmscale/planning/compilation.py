@@ -14,8 +14,8 @@ CompileBackend = Literal["inductor", "aot_eager"]
 
 #: Seconds of compiling that nanoGPT's train.py announces.
 _COMPILE_S = 60.0
-#: Seconds that compiled blocks are taken to save of a step of half a second; torchtitan's saved a seventh.
-_SAVED_S = 0.06
+#: Seconds that a step is taken to last, and that compiled blocks are taken to save of it; torchtitan's saved a seventh.
+ASSUMED_STEP_S, _SAVED_S = 0.5, 0.06
 #: Steps that a start must have left for `auto` to compile.
 FEWEST_STEPS = round(_COMPILE_S / _SAVED_S)
 

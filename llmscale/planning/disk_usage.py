@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from llmscale.architecture.shape import GPTShape
+from llmscale.config.hardware import Cluster
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.run_config import RunConfig
 
@@ -26,7 +27,7 @@ SPARE_BYTES = 64 * 2**20
 class DiskSpace:
     """Bytes of a run on the shared disk."""
 
-    DERIVED: ClassVar = ("checkpoints_bytes", "total_bytes")
+    DERIVED: ClassVar = ("checkpoints_bytes", "hourly_bytes", "total_bytes")
 
     checkpoint_bytes: int
     """Bytes of a checkpoint at any stage: master weights and states, once over all ranks. Names and headers add about
@@ -37,6 +38,10 @@ class DiskSpace:
     """Bytes of the uncompressed dataset, with every token seen once."""
     weights_bytes: int
     """Bytes of the finished model in 16 bits."""
+    hourly: int = 0
+    """Checkpoints of --keep-hours, which are kept permanently."""
+    is_hourly_weights: bool = False
+    """True if their 16-bit weights alone are kept."""
 
     def store_requests(self, world_size: int) -> int:
         """Return the requests of a save to a store: a write and a check per file, a conditional write, and the listing
@@ -44,14 +49,26 @@ class DiskSpace:
         num_files = world_size + SMALL_FILES
         return 2 * num_files + 1 + 1 + num_files
 
+    def copied_bytes_per_node(self, cluster: Cluster, zero_stage: int) -> int:
+        """Return the host memory of a checkpoint's copy, from which it is written in the background.
+
+        Every rank copies its shards; at stage 0 these are the complete states.
+        """
+        copies = cluster.gpus_per_node if zero_stage == 0 else 1 / cluster.num_nodes
+        return round(copies * self.checkpoint_bytes)
+
     @property
     def checkpoints_bytes(self) -> int:
         """Return the most bytes of checkpoints at once: an old one is deleted only after a newer one is complete."""
         return self.checkpoint_bytes * (self.kept_checkpoints + 1)
 
     @property
+    def hourly_bytes(self) -> int:
+        return self.hourly * (self.weights_bytes if self.is_hourly_weights else self.checkpoint_bytes)
+
+    @property
     def total_bytes(self) -> int:
-        return self.checkpoints_bytes + self.data_bytes + self.weights_bytes
+        return self.checkpoints_bytes + self.hourly_bytes + self.data_bytes + self.weights_bytes
 
 
 def estimate_disk(shape: GPTShape, steps: int, tokens: float, config: RunConfig) -> DiskSpace:
@@ -69,9 +86,11 @@ def estimate_disk(shape: GPTShape, steps: int, tokens: float, config: RunConfig)
 
 def checkpoints_at_once(config: RunConfig, total_steps: int) -> int:
     """Return the most checkpoints in the run folder at once: the kept ones, the best one and a new one."""
-    last_only = not config.save_every and config.save_every_minutes is None
+    # How many steps the default of 10 minutes has is not known here: it counts where it is asked for.
+    by_clock = config.save_every_minutes and "save_every_minutes" in config.model_fields_set
+    last_only = not config.save_every and not by_clock
     saves = 1 if last_only else total_steps
-    if config.save_every and config.save_every_minutes is None:
+    if config.save_every and not by_clock:
         saves = math.ceil(total_steps / config.save_every)
     most = min(saves, config.keep_last + 1 + bool(config.val_every))
     if config.keep_every and config.save_every:

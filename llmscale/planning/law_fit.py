@@ -253,6 +253,17 @@ def _slope(flops: Sequence[float] | Floats, ln_sizes: Floats) -> float:
     return float((ln_sizes * centred).sum() / (centred**2).sum())
 
 
+def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, Floats] | None:
+    """Return the learning rate of least loss and its parabola [3] over ln lr, through the lowest rate and its
+    neighbours. None if the lowest rate is the first or the last of the ascending `rates`."""
+    place = int(np.argmin(losses)) if len(losses) else 0
+    if not 0 < place < len(rates) - 1:
+        return None
+    nearest = slice(place - 1, place + 2)
+    parabola = np.polyfit(np.log(rates[nearest]), losses[nearest], 2)
+    return float(np.exp(_lowest(parabola[:, None])[0])), parabola
+
+
 # A schedule longer than the run.
 
 

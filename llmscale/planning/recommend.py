@@ -283,7 +283,7 @@ def rank_trials(trials: Sequence[Trial], cluster: Cluster) -> Ranking:
     return Ranking(configs, recommend(fits, rates))
 
 
-#: Fewest and most rows to choose between, if so many fit.
+#: Fewest and most rows to choose between, of those that fit.
 _FEWEST_CHOICES, _MOST_CHOICES = 3, 5
 
 

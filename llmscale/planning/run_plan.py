@@ -35,7 +35,7 @@ from llmscale.planning.scaling import (
 )
 from llmscale.planning.search import Candidate, Strategy, Trial, build_strategy, evaluate, try_strategies
 from llmscale.planning.serving import Serving, estimate_serving, owning_usd_per_gpu_hour
-from llmscale.planning.step_time import estimate_compute_s
+from llmscale.planning.step_time import estimate_compute_s, peak_flops
 
 _GIB = 2**30
 _SMALLEST = Strategy(3, "none", "none", "full")
@@ -56,14 +56,21 @@ class Placement:
     """Row of `llmscale estimate` to run; None if nothing fits."""
     why: str
     """Reason for this row; or how much the nearest row misses, and how many nodes are enough."""
+    peak_flops: float | None
+    """Peak FLOP/s of a GPU in the run's precision; None if it is unknown."""
     mfu: float | None
-    """MFU; None if nothing fits and none was given."""
+    """MFU of that peak; None if nothing fits and none was given, or the peak is unknown."""
+
+    def hours(self, shape: GPTShape, tokens: float) -> float | None:
+        """Return the hours of training."""
+        speed = self.tokens_per_second(shape)
+        return None if speed is None else tokens / speed / 3600
 
     def tokens_per_second(self, shape: GPTShape) -> float | None:
         """Return the rate of all GPUs together."""
-        if self.mfu is None:
+        if self.mfu is None or self.peak_flops is None:
             return None
-        return self.mfu * self.cluster.gpu.dense_16bit_flops * self.cluster.world_size / shape.flops_per_token
+        return self.mfu * self.peak_flops * self.cluster.world_size / shape.flops_per_token
 
 
 def place(request: PlanRequest, cluster: Cluster, shape: GPTShape, batch: int) -> Placement:
@@ -86,9 +93,10 @@ def place(request: PlanRequest, cluster: Cluster, shape: GPTShape, batch: int) -
     else:
         enough = _fewest_nodes(step_on, cluster, num_nodes + 1, most_ranks)
         why = _what_is_missing(nearest_fit(ranking.fits), enough)
-    estimated = row.throughput.mfu if row and row.throughput else None
-    mfu = estimated if request.mfu is None else request.mfu
-    return Placement(cluster, step.plan.global_batch_size, row, why, mfu)
+    peak, mfu = peak_flops(cluster.gpu, step.precision), request.mfu
+    if mfu is None and peak and row and row.throughput:
+        mfu = row.throughput.tokens_per_second * shape.flops_per_token / (cluster.world_size * peak)
+    return Placement(cluster, step.plan.global_batch_size, row, why, peak, mfu)
 
 
 def _smallest_step(request: PlanRequest, cluster: Cluster, shape: GPTShape, batch: int) -> ResolvedStep:
@@ -100,7 +108,7 @@ def _smallest_step(request: PlanRequest, cluster: Cluster, shape: GPTShape, batc
         seq_len=shape.seq_len,
         micro_batch_size=1,
     )
-    ds = build_strategy(_SMALLEST, usable_precision(None, cluster.gpu))
+    ds = build_strategy(_SMALLEST, usable_precision(config.precision, cluster.gpu))
     assert ds is not None
     mode, optimizer, loss = (
         _SMALLEST.activation_checkpointing,
@@ -110,13 +118,23 @@ def _smallest_step(request: PlanRequest, cluster: Cluster, shape: GPTShape, batc
     return resolve_step(ds, shape, plan, mode, optimizer, loss)
 
 
-def usual_mfu(shape: GPTShape, gpu: GPU) -> float:
-    """Return the MFU of the arithmetic alone, which is assumed before memory is estimated."""
-    micro_batch_size = max(1, _USUAL_MICRO_BATCH_TOKENS // shape.seq_len)
-    seconds = estimate_compute_s(shape, micro_batch_size, usable_precision(None, gpu), "none", gpu)
-    if seconds is None:
-        raise ValueError("16-bit rates are known for every GPU")
-    return shape.flops_per_token * micro_batch_size * shape.seq_len / seconds / gpu.dense_16bit_flops
+def usual_mfu(shape: GPTShape, gpu: GPU, precision: Precision | None = None) -> float:
+    """Return the MFU of the arithmetic alone, which is assumed before memory is estimated.
+
+    Raises ConfigError if the GPU's rate in this precision is unknown.
+    """
+    micro_batch_size, precision = max(1, _USUAL_MICRO_BATCH_TOKENS // shape.seq_len), usable_precision(precision, gpu)
+    peak = _known_peak(gpu, precision)
+    seconds = estimate_compute_s(shape, micro_batch_size, precision, "none", gpu)
+    assert seconds is not None, "the peak is known"
+    return shape.flops_per_token * micro_batch_size * shape.seq_len / seconds / peak
+
+
+def _known_peak(gpu: GPU, precision: Precision) -> float:
+    peak = peak_flops(gpu, precision)
+    if peak is None:
+        raise ConfigError(f"--gpu {gpu.name}: its rate in {precision} is not known. Plan for --precision bf16.")
+    return peak
 
 
 def _fewest_nodes(
@@ -147,6 +165,12 @@ def _what_is_missing(nearest: Candidate, enough: int | None) -> str:
 _ROUNDS = 4
 _FIRST_MFU = 0.4
 _BISECTIONS = 50
+#: FLOPs of a step with all blocks recomputed over those without: 8 N D over 6 N D.
+RECOMPUTED = 8 / 6
+#: Longest duration of a run that is an answer without --days: longer than OPT-175B's two months with all restarts.
+LONGEST_DAYS = 90.0
+#: Least growth of the nodes from one try to the next, where more of them hardly help.
+_LEAST_GROWTH = 1.25
 #: Power of a data centre per watt of its computers, an assumption: good ones have 1.1, the average is near 1.6.
 DEFAULT_PUE = 1.2
 
@@ -185,7 +209,9 @@ class PlanRequest:
     cluster: Cluster | None = None
     """GPUs to plan for, on one node until their number is known."""
     num_nodes: int | None = None
-    """Number of nodes; None for the fewest that fit without offload."""
+    """Number of nodes; None for the fewest that fit without offload and finish in time."""
+    days: float | None = None
+    """Days in which the run must finish; None for LONGEST_DAYS, if any number of nodes does."""
     mfu: float | None = None
     """MFU given by the user; None to estimate it."""
     inference_tokens: float = 0.0
@@ -204,6 +230,12 @@ class PlanRequest:
     """True if the user did not say how many GPUs a node has."""
     preset: str | None = None
     """Preset of a model that the user named; None for the one nearest in size."""
+    keep_hours: float | None = None
+    """Hours between checkpoints that are kept permanently."""
+    keeps_weights: bool = False
+    """True to keep the 16-bit weights of these alone."""
+    watts: float | None = None
+    """Power of a GPU given by the user, which the cluster's GPU has; None for its limit."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +253,9 @@ class RunPlan:
     filler_share: float | None
     grad_accum_dtype: Dtype | None
     host_bytes_per_node: int
+    """Host memory of offloaded states."""
+    save_bytes_per_node: int
+    """Host memory of the copy of a checkpoint that is written in the background; 0 if nothing fits."""
     why: str
     """Reason for this row; or how much the nearest row misses, and how many nodes are enough."""
     store_requests_per_save: int
@@ -232,8 +267,16 @@ class RunPlan:
     hours: float | None
     """Hours by the wall clock."""
     gpu_hours: float | None
+    hours_with_recomputation: float | None
+    """Hours if the MFU that the user gave counts the recomputation of full checkpointing: 8 N D in place of 6 N D."""
+    within_days: float
+    """Days in which the run should finish."""
+    enough_nodes: int | None
+    """Fewest nodes that finish in these days where this run does not; None if it does, or no number of nodes does."""
+    watts: float | None
+    """Power of a GPU: the board's limit, unless the user gave it."""
     energy_kwh: float | None
-    """Energy at the boards' power limit with the data centre's overhead, without hosts and network; None if unknown."""
+    """Energy of the boards with the data centre's overhead, without hosts and network; None if unknown."""
     pue: float
     cost_usd: float | None
     """Cost of training; None if the time or the price is unknown."""
@@ -242,6 +285,11 @@ class RunPlan:
     owning_usd_per_gpu_hour: float | None
     """Price of an hour of a bought GPU that never idles, with electricity; None without its price, or its power."""
     placement: Placement = field(repr=False)
+
+    @property
+    def is_in_time(self) -> bool:
+        """Return whether the run finishes in its days; an unknown time counts as enough."""
+        return self.hours is None or self.hours <= 24 * self.within_days
 
 
 @dataclass(frozen=True)
@@ -305,7 +353,51 @@ class Lifetime:
 
 
 def make_plan(request: PlanRequest) -> Plan:
-    """Plan a run. Raises ConfigError if the goal cannot be reached or is less than one step."""
+    """Plan a run, on the fewest nodes that hold it and finish in time if their number is open.
+
+    Raises ConfigError if the goal cannot be reached or is less than one step.
+    """
+    plan = _plan_on(request, request.num_nodes)
+    if plan.run is None or plan.run.is_in_time:
+        return plan
+    faster = _find_faster(request, plan.run, min(_MOST_NODES, plan.global_batch_size // plan.run.gpus_per_node))
+    if faster is None or request.num_nodes is None:
+        return faster or plan
+    enough = faster.run.num_nodes if faster.run and faster.run.is_in_time else None
+    return replace(plan, run=replace(plan.run, enough_nodes=enough))
+
+
+def _find_faster(request: PlanRequest, slow: RunPlan, most: int) -> Plan | None:
+    """Return the plan on the fewest nodes that finishes in time, or on `most` if no fewer do; None if not faster.
+
+    `most`: with more, not every GPU has a sequence of the batch.
+    """
+    too_few, enough, run, plan = slow.num_nodes, 0, slow, None
+    # Ranks that divide experts divide all ranks.
+    unit = request.config.expert_parallel_size // math.gcd(request.config.expert_parallel_size, slow.gpus_per_node)
+    while not run.is_in_time:
+        if run.hours is None or run.num_nodes + unit > most:
+            return plan
+        # Time shrinks at best in proportion.
+        too_few = run.num_nodes
+        least = too_few * max(run.hours / (24 * run.within_days), _LEAST_GROWTH)
+        enough = min(most // unit, math.ceil(least / unit)) * unit
+        plan = _plan_on(request, enough)
+        assert plan.run is not None, "it has GPUs"
+        run = plan.run
+    num_nodes = enough - unit
+    while num_nodes > too_few:
+        fewer = _plan_on(request, num_nodes)
+        if fewer.run and fewer.run.is_in_time:
+            plan, enough = fewer, num_nodes
+        else:
+            too_few = num_nodes
+        num_nodes = (too_few + enough) // 2 // unit * unit
+    return plan
+
+
+def _plan_on(request: PlanRequest, num_nodes: int | None) -> Plan:
+    request = replace(request, num_nodes=num_nodes)
     optimum, shape = _find_model(request, None)
     preset, batch = _choose_batch(request, shape)
     placement = place(request, request.cluster, shape, batch) if request.cluster else None
@@ -325,8 +417,10 @@ def make_plan(request: PlanRequest) -> Plan:
             "or give a smaller --global-batch-size."
         )
     tokens = steps * batch * shape.seq_len
-    flops = training_flops(shape.active_parameters, tokens)
+    flops, equivalent = training_flops(shape.active_parameters, tokens), dense_equivalent(shape, tokens)
     disk = estimate_disk(shape, steps, tokens, request.config)
+    if request.keep_hours and placement and (hours := placement.hours(shape, tokens)):
+        disk = replace(disk, hourly=int(hours // request.keep_hours), is_hourly_weights=request.keeps_weights)
     return Plan(
         goal=request.goal,
         laws=law_rows(flops, request.law, expansion_of(shape)),
@@ -336,7 +430,7 @@ def make_plan(request: PlanRequest) -> Plan:
         nearest_preset=preset,
         global_batch_size=batch,
         steps=steps,
-        loss=_loss(request.law, shape, tokens),
+        loss=request.law.estimate_loss(lambda moved: moved.loss(equivalent, tokens)),
         disk=disk,
         run=None if placement is None else _plan_run(request, placement, shape, tokens, disk),
         lifetime=_lifetime(request, shape, tokens, placement),
@@ -347,10 +441,10 @@ def make_plan(request: PlanRequest) -> Plan:
 def _plan_run(request: PlanRequest, placement: Placement, shape: GPTShape, tokens: int, disk: DiskSpace) -> RunPlan:
     cluster, fit = placement.cluster, placement.row.fit if placement.row else None
     pue = DEFAULT_PUE if request.pue is None else request.pue
-    speed = placement.tokens_per_second(shape)
-    hours = None if speed is None else tokens / speed / 3600
+    hours, watts = placement.hours(shape, tokens), cluster.gpu.power_w
+    recomputes = fit is not None and fit.step.checkpointing == "full" and request.mfu is not None
     gpu_hours = None if hours is None else hours * cluster.world_size
-    kw = None if cluster.gpu.power_w is None else cluster.gpu.power_w * pue / 1000
+    kw = None if watts is None else watts * pue / 1000
     electricity = None if kw is None or request.usd_per_kwh is None else kw * request.usd_per_kwh
     price, bought = request.usd_per_gpu_hour, request.usd_per_bought_gpu
     owning = owning_usd_per_gpu_hour(bought, request.years, electricity) if bought and electricity else None
@@ -358,20 +452,25 @@ def _plan_run(request: PlanRequest, placement: Placement, shape: GPTShape, token
         gpu=cluster.gpu.name,
         gpus_per_node=cluster.gpus_per_node,
         num_nodes=cluster.num_nodes,
-        precision=usable_precision(None, cluster.gpu),
+        precision=usable_precision(request.config.precision, cluster.gpu),
         strategy=fit.strategy if fit else None,
         micro_batch_size=fit.plan.micro_batch_size if fit else None,
         gradient_accumulation_steps=fit.plan.gradient_accumulation_steps if fit else None,
         filler_share=fit.plan.filler_share if fit else None,
         grad_accum_dtype=fit.step.engine_config.grad_accum_dtype if fit else None,
         host_bytes_per_node=fit.host_bytes_per_node if fit else 0,
+        save_bytes_per_node=disk.copied_bytes_per_node(cluster, fit.strategy.zero_stage) if fit else 0,
         why=placement.why,
         store_requests_per_save=disk.store_requests(cluster.world_size),
         store_bytes_per_step=disk.checkpoint_bytes / SAVE_EVERY,
         mfu=placement.mfu,
-        tokens_per_second=speed,
+        tokens_per_second=placement.tokens_per_second(shape),
         hours=hours,
         gpu_hours=gpu_hours,
+        hours_with_recomputation=hours * RECOMPUTED if hours and recomputes else None,
+        within_days=request.days or LONGEST_DAYS,
+        enough_nodes=None,
+        watts=watts,
         energy_kwh=None if gpu_hours is None or kw is None else gpu_hours * kw,
         pue=pue,
         cost_usd=None if gpu_hours is None or price is None else gpu_hours * price,
@@ -416,7 +515,8 @@ def _find_optimum(request: PlanRequest, mfu: float | None) -> Point:
         shape = request.shape or suggest_shape(point.num_parameters, request.vocab_size, request.seq_len)
         # MFU counts attention and omits positions; 6 N D does neither.
         share = 6 * shape.active_parameters / shape.flops_per_token
-        point = _optimum_at(request, mfu or request.mfu or usual_mfu(shape, request.cluster.gpu), share)
+        usual = mfu or request.mfu or usual_mfu(shape, request.cluster.gpu, request.config.precision)
+        point = _optimum_at(request, usual, share)
     return point
 
 
@@ -430,7 +530,8 @@ def _optimum_at(request: PlanRequest, mfu: float, share: float) -> Point:
         return optimal_point(law, goal.kind, goal.value, served, weight)
     if request.cluster is None:
         raise ConfigError("GPU-hours of which GPU? Give --gpu NAME.")
-    flops = goal.value * 3600 * request.cluster.gpu.dense_16bit_flops * mfu * share
+    gpu = request.cluster.gpu
+    flops = goal.value * 3600 * _known_peak(gpu, usable_precision(request.config.precision, gpu)) * mfu * share
     return optimal_point(law, "flops", flops, served, weight)
 
 
@@ -458,11 +559,6 @@ def _tokens(request: PlanRequest, shape: GPTShape, optimum: Point, placement: Pl
             )
         return tokens
     return optimum.tokens
-
-
-def _loss(law: ParametricLaw, shape: GPTShape, tokens: float) -> Interval | float:
-    equivalent = dense_equivalent(shape, tokens)
-    return law.estimate_loss(lambda moved: moved.loss(equivalent, tokens))
 
 
 #: Tokens between which those of a model with experts are searched.

@@ -339,7 +339,7 @@ def dense_equivalent(shape: GPTShape, tokens: float) -> float:
 
 @dataclass(frozen=True)
 class KaplanLaw:
-    """N = 1.3e9 C^.73 for C in PF-days (Kaplan et al. 2020, table 6). N counts no embeddings."""
+    """N = 1.3e9 C^.73 without embeddings, L = (3.1e8 / C)^.050, for C in PF-days (Kaplan et al. 2020, tables 5, 6)."""
 
     name: str = "Kaplan 2020"
     source: str = "Kaplan et al. 2020, arXiv:2001.08361"
@@ -357,6 +357,10 @@ class KaplanLaw:
         """Return the tokens that the rest of the budget pays for."""
         return flops / (6 * self.optimal_parameters(flops))
 
+    def optimal_loss(self, flops: float) -> float:
+        """Return the loss on WebText2, in nats per token of GPT-2: (3.1e8 / C)^0.050 for the least C in PF-days."""
+        return math.pow(3.1e8 * PF_DAY_FLOPS / flops, 0.050)
+
 
 KAPLAN = KaplanLaw()
 
@@ -369,8 +373,8 @@ class LawRow:
     num_parameters: Interval | float
     """Parameters, as an interval if the law's errors are published."""
     tokens: Interval | float
-    loss: Interval | float | None
-    """Loss; None for a law of other text and another tokenizer."""
+    loss: Interval | float
+    """Loss on the law's own text and tokenizer."""
     source: str
 
 
@@ -390,8 +394,8 @@ def law_rows(flops: float, own: ParametricLaw = BESIROGLU, expansion: float = 1.
         )
         for law in (*(LAWS if own in LAWS else (own, *LAWS)), *joint)
     ]
-    size, tokens = KAPLAN.optimal_parameters(flops), KAPLAN.optimal_tokens(flops)
-    return [*rows, LawRow(KAPLAN.name, size, tokens, None, KAPLAN.source)]
+    size, tokens, loss = KAPLAN.optimal_parameters(flops), KAPLAN.optimal_tokens(flops), KAPLAN.optimal_loss(flops)
+    return [*rows, LawRow(KAPLAN.name, size, tokens, loss, KAPLAN.source)]
 
 
 def central(value: Interval | float) -> float:

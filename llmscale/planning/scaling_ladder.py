@@ -36,10 +36,12 @@ from llmscale.untrusted.paths import is_plain_name
 from llmscale.untrusted.terminal import is_visible, make_visible_line
 
 LADDER_NAME, LAW_NAME, CONFIGS_NAME, RUNS_NAME = "ladder.json", "law.json", "configs", "runs"
-Design = Literal["isoflop", "horizons"]
+Design = Literal["isoflop", "horizons", "rates"]
 #: Ratios of compute of neighbouring groups, and of sizes within a group. A size then returns in the next group, with
 #: four times the tokens and its own schedule.
 _GROUP_RATIO, _SIZE_RATIO = 4.0, 2.0
+#: Learning rates of a sweep without its own, over that of the rule: below 1e17 FLOPs the rule's are too high.
+_SWEPT = (1 / 8, 1 / 4, 1 / 2, 1, 2)
 #: Compute of the held-out run over that of the largest other.
 HELD_OUT_RATIO = 4.0
 #: Token counts of a size in `horizons`, over the middle one: a range of 16 (Hoffmann et al. 2022, approach 1).
@@ -141,6 +143,14 @@ class LadderRequest:
     """Ratio of the optimizer's learning rate to the rule's, which is AdamW's."""
 
 
+def rate_at(rate: float, flops: float, next_flops: float) -> float:
+    """Return the best learning rate at other compute from that at `flops`: lr* ~ C^-0.125 (DeepSeek-AI 2024).
+
+    With as many tokens per parameter that is N^-0.25.
+    """
+    return rate * math.pow(next_flops / flops, _RATE_EXPONENT)
+
+
 class _Relative(NamedTuple):
     """A run in units of the compute and the size of the first group's middle run."""
 
@@ -181,6 +191,42 @@ def plan_ladder(request: LadderRequest, data: str, tokenizer: str) -> Ladder:
         rule=f"learning rate {rate} C^{_RATE_EXPONENT:g}, batch {_BATCH} C^{_BATCH_EXPONENT} tokens (DeepSeek-AI 2024)",
         runs=_check_can_be_fitted(runs),
     )
+
+
+def plan_sweep(request: LadderRequest, rates: Sequence[float], data: str, tokenizer: str) -> Ladder:
+    """Plan runs of one size and `request.flops` each that differ in their learning rate alone; no rates: the usual.
+
+    Raises ConfigError if the compute is too small or too large.
+    """
+    shape = nearest_shape(math.sqrt(request.flops / (6 * request.tokens_per_parameter)), request.like)
+    run = _build_run(_Relative(0, 1.0, 1.0), request.flops, shape, _RATE * request.rate_factor)
+    usual = request.lr or run.lr
+    return Ladder(
+        design="rates",
+        data=data,
+        tokenizer=tokenizer,
+        vocab_size=request.like.vocab_size,
+        seq_len=request.like.seq_len,
+        rule="learning rates of a sweep",
+        runs=_runs_at_rates(run, rates or [usual * factor for factor in _SWEPT]),
+    )
+
+
+def add_rates(ladder: Ladder, rates: Sequence[float]) -> Ladder:
+    """Return a sweep with the runs of further rates."""
+    runs = {run.name: run for run in (*ladder.runs, *_runs_at_rates(ladder.runs[0], rates))}
+    return ladder.model_copy(update={"runs": sorted(runs.values(), key=lambda run: run.lr)})
+
+
+def is_same_sweep(one: Ladder, other: Ladder) -> bool:
+    """Return whether two sweeps differ in their rates alone."""
+    rates = [run.lr for run in (*one.runs, *other.runs)]
+    return add_rates(one, rates) == add_rates(other, rates)
+
+
+def _runs_at_rates(run: LadderRun, rates: Sequence[float]) -> list[LadderRun]:
+    names = {f"lr-{rate:.3g}": float(f"{rate:.3g}") for rate in sorted(rates)}
+    return [run.model_copy(update={"name": name, "lr": rate}) for name, rate in names.items()]
 
 
 def _check_can_be_fitted(runs: Sequence[LadderRun]) -> list[LadderRun]:
@@ -251,8 +297,11 @@ def save_ladder(folder: Path, ladder: Ladder, keys: Mapping[str, object]) -> Non
             }
             # Validations at quarters of a run meet the ends of runs in the group before.
             own |= {"warmup_steps": max(1, run.steps // 20), "val_every": max(1, run.steps // 8)}
+            path = folder / CONFIGS_NAME / f"{run.name}.yaml"
             text = yaml.safe_dump({**usual, **keys, "data": ladder.data, **own}, sort_keys=False)
-            write_durably(folder / CONFIGS_NAME / f"{run.name}.yaml", text)
+            if path.exists() and path.read_text() != text:
+                raise ConfigError(f"{path} has other keys: --config was another one. Name a new folder.")
+            write_durably(path, text)
         write_durably(folder / LADDER_NAME, ladder.model_dump_json(indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"--out {folder} cannot be written: {error.strerror or error}. Name another.") from None

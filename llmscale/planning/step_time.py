@@ -152,10 +152,11 @@ def compute_parts(
     if peak is None:
         return None
     efficiency, tokens = kernel_efficiency(gpu), round(micro_batch_size * shape.seq_len)
+    of_attention = efficiency.attention(kernels, shape, precision, gpu, checkpointing)
     work = token_work(shape, tokens, precision, checkpointing, kernels)
     return ComputeParts(
         matmul_s=tokens * work.matmul_flops / (peak * efficiency.matmul),
-        attention_s=tokens * work.attention_flops / (peak * efficiency.attention(kernels, shape, precision, gpu)),
+        attention_s=tokens * work.attention_flops / (peak * of_attention),
         block_traffic_s=tokens * work.block_bytes / memory_bytes_per_s(gpu),
         loss_s=tokens * work.head_bytes / memory_bytes_per_s(gpu),
     )

@@ -27,6 +27,8 @@ MOST_EVALUATIONS, MOST_SETS = 64, 32
 _MOST_OWN_CHARTS = 4
 _GIB = 2**30
 _NATS, _BITS = "nats per token", "bits per byte"
+#: Title of the chart that has the training and the validation loss of a single run.
+_BOTH_LOSSES = "Training and validation loss"
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def _charts_of(
     validation = _validation_curve(run, most)
     if is_alone and validation.values:
         yield (
-            Chart("Loss", "Training and validation loss", _NATS, is_pictured=True),
+            Chart("Loss", _BOTH_LOSSES, _NATS, is_pictured=True),
             [
                 replace(training, label="training"),
                 replace(validation, label="validation", is_dashed=True, colour=1),
@@ -116,7 +118,7 @@ def _charts_of(
         )
     else:
         yield Chart("Loss", "Training loss", _NATS, is_pictured=True), [training]
-    yield Chart("Loss", "Validation loss", _NATS, is_pictured=not is_alone), [validation]
+        yield Chart("Loss", "Validation loss", _NATS, is_pictured=True), [validation]
     yield _law_chart(run, training, is_alone)
     own = "" if is_alone else f", {run.name}"
     if has_own_charts:
@@ -239,10 +241,12 @@ def _time_shares(history: RunHistory) -> dict[str, Curve]:
 def _memory_chart(run: ReportedRun, is_alone: bool, most: int) -> tuple[Chart, list[Curve]]:
     """Return the measured peak, and what each start estimated."""
     measured = _training_curve(run, "peak_memory_bytes", most, 1 / _GIB)
+    on_cpu = any(record.get("device") == "cpu" for _, record in run.history.of_kind("event", "start"))
+    note = "Measured on a CPU is all that the process holds, libraries included." if on_cpu else ""
+    chart = Chart("Speed and memory", "Memory of one rank", "GiB at the peak", is_pictured=True, note=note)
     starts = [(step, record) for step, record in run.history.of_kind("event", "start") if _estimate(record) > 0]
-    unit = "GiB at the peak"
-    if not starts:
-        return Chart("Speed and memory", "Memory of one rank", unit, is_pictured=True), [measured]
+    if on_cpu or not starts:  # the estimate is a GPU's
+        return chart, [measured]
     estimates = {step: _estimate(record) / _GIB for step, record in starts}
     last = max(run.history.steps.steps[-1], *estimates)
     estimates.setdefault(last, list(estimates.values())[-1])
@@ -254,9 +258,6 @@ def _memory_chart(run: ReportedRun, is_alone: bool, most: int) -> tuple[Chart, l
         is_stepped=True,
         colour=1 if is_alone else None,
     )
-    on_cpu = any(record.get("device") == "cpu" for _, record in starts)
-    note = "Measured on a CPU is all that the process holds, libraries included." if on_cpu else ""
-    chart = Chart("Speed and memory", "Memory of one rank", unit, is_pictured=True, note=note)
     return chart, [replace(measured, label="measured" if is_alone else run.name), estimated]
 
 
@@ -268,6 +269,7 @@ def _references(run: ReportedRun, chart: Chart, curves: Sequence[Curve]) -> list
     """Return the published results of the run's model in this chart, each as a line over its curves."""
     steps = [step for curve in curves for step in (curve.steps or run.history.steps.steps)]
     ends = [min(steps), max(steps)]
+    title = "Validation loss" if chart.title == _BOTH_LOSSES else chart.title
     return [
         Curve(
             f"{reference.value:g} {reference.label}",
@@ -275,11 +277,11 @@ def _references(run: ReportedRun, chart: Chart, curves: Sequence[Curve]) -> list
             ends,
             is_dashed=True,
             colour=7,
-            bytes_per_token=curves[0].bytes_per_token,
+            bytes_per_token=curves[-1].bytes_per_token,
         )
         for reference in REFERENCES
         if reference.model == run.facts.model
-        and reference.chart == (chart.title, chart.unit)
+        and reference.chart == (title, chart.unit)
         and reference.data in run.facts.source.lower()
     ]
 

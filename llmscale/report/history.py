@@ -325,8 +325,8 @@ def load_history(run: Path) -> RunHistory:
     """
     # One for each history that the run began (checkpoint/history.py); `path` leads to the last.
     by_number: dict[int, RunHistory] = {}
-    whole, path, last_step, num_train = RunHistory(), History(), 0, 0
-    for record in _read(run, whole):
+    history, path, last_step, num_train = RunHistory(), History(), 0, 0
+    for record in _read(run, history):
         step = _step(record, last_step)
         if record["kind"] == "train" or record.get("event") == "start":
             last_step = step
@@ -334,17 +334,17 @@ def load_history(run: Path) -> RunHistory:
             path = parse_history(record["history"], record["branches"], METRICS_NAME)
             by_number.setdefault(path.number, RunHistory()).cut(step)
         by_number.setdefault(path.number, RunHistory()).add(step, record)
-        whole.wall.add(step, record)
+        history.wall.add(step, record)
         num_train += record["kind"] == "train"
     for number, left_at in path.branches:
         # Each branch once: a file may repeat them.
-        whole.extend(by_number.pop(number, RunHistory()))
-        whole.cut(left_at)
-    whole.extend(by_number.pop(path.number, RunHistory()))
-    if not whole.steps.steps:
+        history.extend(by_number.pop(number, RunHistory()))
+        history.cut(left_at)
+    history.extend(by_number.pop(path.number, RunHistory()))
+    if not history.steps.steps:
         raise ConfigError(f"{run / METRICS_NAME} holds no training step yet.")
-    whole.num_abandoned = num_train - len(whole.steps.steps)
-    return whole
+    history.num_abandoned = num_train - len(history.steps.steps)
+    return history
 
 
 def load_run_manifest(run: Path) -> Manifest | None:
@@ -377,13 +377,13 @@ def _step(record: Record, last_step: int) -> int:
     return step if is_count(step) else last_step
 
 
-def _read(run: Path, whole: RunHistory) -> Iterator[Record]:
-    """Yield the records that a report shows; count the others in `whole`."""
+def _read(run: Path, history: RunHistory) -> Iterator[Record]:
+    """Yield the records that a report shows; count the others in `history`."""
     path = run / METRICS_NAME
 
     def note(line: BadLine) -> None:
-        whole.is_torn |= line.is_torn
-        whole.num_bad_lines += not line.is_torn
+        history.is_torn |= line.is_torn
+        history.num_bad_lines += not line.is_torn
 
     try:
         for record in load_json_lines(path, note):
@@ -392,7 +392,7 @@ def _read(run: Path, whole: RunHistory) -> Iterator[Record]:
             if is_record(record):
                 yield record
             elif record.get("kind") in KINDS:
-                whole.num_bad_records += 1
+                history.num_bad_records += 1
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({error.strerror}). Name a run folder: the one that train.py's --run named."

@@ -17,8 +17,10 @@ from llmscale.config.user_paths import write_output_file
 from llmscale.errors import ConfigError
 from llmscale.planning.law_fit import (
     FittedRun,
+    Floats,
     IsoflopFit,
     ParametricFit,
+    best_rate,
     fit_isoflops,
     fit_parametric,
     longer_schedules,
@@ -32,6 +34,7 @@ from llmscale.planning.scaling_ladder import (
     Ladder,
     LadderRun,
     doubts,
+    rate_at,
     save_law,
 )
 from llmscale.report.history import load_history
@@ -41,6 +44,8 @@ from llmscale.terminal.table import Column, output_width, table_lines
 from llmscale.training.run_folder import without_nan
 
 FIT_NAME = "fit.json"
+#: Sizes for which a sweep gives a rate, over its own.
+NEXT_SIZES = (4, 16, 64)
 #: Largest loss that is believed, in nats per token.
 _MOST_LOSS = 100.0
 #: Published exponents a of N* ~ C^a.
@@ -139,6 +144,75 @@ def fit_ladder(folder: Path, ladder: Ladder, resamples: int) -> LadderFit:
 
 def _loss_of(run: LadderRun) -> Callable[[ParametricLaw], float]:
     return lambda law: law.loss(run.num_parameters, run.tokens)
+
+
+@dataclass(frozen=True)
+class RateFit:
+    """Losses of a sweep's finished runs over their learning rates."""
+
+    flops: float
+    """Training FLOPs of each run."""
+    num_parameters: int
+    rates: list[float]
+    losses: list[float]
+    """Validation loss at the end of each rate's schedule, nats per token."""
+    best: float | None
+    """Rate of least loss; None without a lower and a higher rate of more loss."""
+    parabola: Floats | None
+    """Loss over ln lr, highest power first."""
+    notes: list[str]
+
+    def next_rates(self) -> dict[int, float]:
+        """Return the best rates by size, for the next sizes with as many tokens per parameter: compute grows as N^2."""
+        if self.best is None:
+            return {}
+        return {n * self.num_parameters: rate_at(self.best, self.flops, n * n * self.flops) for n in NEXT_SIZES}
+
+
+def fit_rates(folder: Path, ladder: Ladder) -> RateFit:
+    """Fit the finished runs of a sweep."""
+    notes: list[str] = []
+    runs = [(run, _read_finished(folder / RUNS_NAME / run.name, run, notes)) for run in ladder.runs]
+    rates, losses = [run.lr for run, done in runs if done], [done.loss for _, done in runs if done]
+    best, parabola = best_rate(rates, losses) or (None, None)
+    first = ladder.runs[0]
+    return RateFit(first.flops, first.num_parameters, rates, losses, best, parabola, notes)
+
+
+def write_rates(folder: Path, fit: RateFit) -> None:
+    """Write fit.json. Raises ConfigError."""
+    values = {
+        "losses": {f"{rate:g}": loss for rate, loss in zip(fit.rates, fit.losses, strict=True)},
+        "best_lr": fit.best,
+        "next": [{"num_parameters": size, "lr": rate} for size, rate in fit.next_rates().items()],
+        "notes": fit.notes,
+    }
+    write_output_file("fit", folder / FIT_NAME, json.dumps(values, allow_nan=False, indent=1) + "\n")
+
+
+def rate_lines(folder: Path, fit: RateFit) -> Iterator[str]:
+    """Yield the losses, the best rate, and those of the next sizes."""
+    yield from fit.notes
+    least = min(fit.losses, default=0.0)
+    pairs = zip(fit.rates, fit.losses, strict=True)
+    rows = [[f"{rate:.3g}", f"{loss:.4f}", f"{loss - least:+.4f}"] for rate, loss in pairs]
+    yield from table_lines((Column("lr"), Column("loss"), Column("above the least")), rows, output_width())
+    if fit.best is None:
+        if len(fit.rates) < 3:
+            yield "Three finished rates at least are needed for a minimum."
+            return
+        is_largest = fit.losses.index(least) > 0
+        beyond = 2 * fit.rates[-1] if is_largest else fit.rates[0] / 2
+        yield f"No minimum: the {'largest' if is_largest else 'smallest'} rate has the least loss. Try one beyond it:"
+        yield f"llmscale ladder sweep {shlex.quote(str(folder))} --rates {beyond:.3g}"
+        return
+    yield (
+        f"best: lr {fit.best:.3g} for {format_quantity(fit.num_parameters)} parameters and {fit.flops:.3g} FLOPs, by a "
+        "parabola through the least loss and its neighbours; each rate was trained once"
+    )
+    yield "next sizes, with as many tokens per parameter, by lr ~ C^-0.125 = N^-0.25 (DeepSeek-AI 2024, equation 1):"
+    for size, rate in fit.next_rates().items():
+        yield f"  {format_quantity(size)} parameters: lr {rate:.3g}"
 
 
 def _read_finished(folder: Path, run: LadderRun, notes: list[str]) -> FittedRun | None:

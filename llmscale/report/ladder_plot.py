@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llmscale.planning.scaling import ParametricLaw
-from llmscale.report.ladder_fit import LadderFit
+from llmscale.report.ladder_fit import LadderFit, RateFit
 from llmscale.report.save_figure import import_pyplot, save_figure
 from llmscale.terminal.human_numbers import format_quantity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ISOFLOP_NAME, LOSS_NAME = "isoflop.png", "loss.png"
+ISOFLOP_NAME, LOSS_NAME, RATES_NAME = "isoflop.png", "loss.png", "rates.png"
 _BLUE, _ORANGE, _GREY = "#0072b2", "#d55e00", "0.55"
 _POINTS = 60
 
@@ -36,11 +36,26 @@ def plot_ladder(folder: Path, fit: LadderFit) -> None:
     save_figure(figure, folder / LOSS_NAME, "fit")
 
 
+def plot_rates(folder: Path, fit: RateFit) -> None:
+    """Write the loss over the learning rate into a sweep's folder. Raises ConfigError without matplotlib."""
+    figure, axes = import_pyplot("--png and --svg need").subplots(figsize=(7.5, 5), layout="constrained")
+    axes.plot(fit.rates, fit.losses, "o-", color=_BLUE, label=f"{format_quantity(fit.num_parameters)} parameters")
+    if fit.best is not None and fit.parabola is not None:
+        place = fit.losses.index(min(fit.losses))
+        rates = np.geomspace(fit.rates[place - 1], fit.rates[place + 1], _POINTS)
+        axes.plot(rates, np.polyval(fit.parabola, np.log(rates)), color=_GREY)
+        lowest = float(np.polyval(fit.parabola, np.log(fit.best)))
+        axes.plot(fit.best, lowest, "v", color=_ORANGE, markersize=9, label=f"lowest point: {fit.best:.3g}")
+    _finish(axes, "peak learning rate", "final validation loss, each rate with its own schedule")
+    save_figure(figure, folder / RATES_NAME, "fit")
+
+
 def _finish(axes: Axes, label: str, title: str) -> None:
     axes.set(xscale="log", xlabel=label, ylabel="validation loss, nats per token")
     axes.grid(alpha=0.25)
     axes.set_title(title, fontsize=10, loc="left")
-    axes.legend(fontsize=8, frameon=False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, frameon=False)
 
 
 def _colours(keys: set[float]) -> dict[float, tuple[float, ...]]:

@@ -20,7 +20,7 @@ from llmscale.config.run_keys import needs
 from llmscale.data.mixture import TrainingSets
 from llmscale.errors import LlmscaleError
 from llmscale.report.history import load_history
-from llmscale.terminal.human_numbers import with_singulars
+from llmscale.terminal.human_numbers import count_nouns
 from llmscale.training.run_folder import STARTS_NAME
 from llmscale.untrusted.documents import load_json_lines
 from llmscale.untrusted.terminal import make_visible_line
@@ -104,8 +104,8 @@ def _facts(facts: CardFacts) -> Iterable[tuple[str, str]]:
     yield "trained on", f"{facts.checkpoint.tokens_seen:,} tokens in {facts.checkpoint.step:,} steps"
     yield (
         "trained in",
-        with_singulars(f"{_code(facts.checkpoint.precision)} on {facts.checkpoint.world_size} ranks, ZeRO stage ")
-        + str(facts.checkpoint.zero_stage),
+        f"{_code(facts.checkpoint.precision)} on {count_nouns(facts.checkpoint.world_size, 'rank')}, ZeRO stage "
+        f"{facts.checkpoint.zero_stage}",
     )
 
 
@@ -130,6 +130,8 @@ def _software(run: Path, facts: CardFacts, in_run: bool) -> Iterable[tuple[str, 
         known = {"llmscale": start.get("llmscale"), **{name: versions.get(name) for name in ("torch", "deepspeed")}}
         software = ", ".join(f"{name} {_plain(str(version))}" for name, version in known.items() if version)
         yield "trained with", software
+    if isinstance(start.get("commit"), str):
+        yield "commit", _code(str(start["commit"])) + (", with changed files" if start.get("dirty") is True else "")
     yield "exported with", f"llmscale {__version__}"
 
 
@@ -144,7 +146,9 @@ def _last_start(run: Path, before: str) -> Mapping[str, object]:
 
 def _command(config: RunConfig) -> str:
     """Return the command that trains such a run, which `train` accepts, with everything that another person needs."""
-    keys = config.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
+    of_preset = build_run_config({"model": config.model}).model_dump(mode="json")
+    values = config.model_dump(mode="json", exclude_none=True)
+    keys = {key: value for key, value in values.items() if key == "model" or value != of_preset[key]}
     keys = publish_keys({key: value for key, value in keys.items() if KEYS[key].resume != "free"})
     alone = build_run_config(keys)
     without_effect = {need.keys for need in needs() if need.is_met and not need.is_met(alone)}

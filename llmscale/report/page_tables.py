@@ -54,7 +54,7 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> Html:
 
 
 def build_summary(report: Mapping[str, Any]) -> Html:
-    """Return what stands above the charts: notes, the runs in numbers, and all runs of a folder."""
+    """Return the part above the charts: notes, the runs in numbers, and all runs of a folder."""
     notes = tag("ul", *(tag("li", note) for note in report["notes"]), class_="notes") if report["notes"] else Html()
     parts = [notes, _summary(report["runs"])]
     if report["listed"]:
@@ -63,13 +63,13 @@ def build_summary(report: Mapping[str, Any]) -> Html:
 
 
 def build_tables(report: Mapping[str, Any]) -> Html:
-    """Return what stands below the charts."""
+    """Return the part below the charts."""
     runs: Sequence[Run] = report["runs"]
     sections = {
+        "Text, the newest first": _of_each(runs, _samples),
         "Beside Chinchilla's law": _law(runs),
         "Load of experts": _of_each(runs, _expert_load),
         "What happened": _timeline(runs),
-        "Text over time": _of_each(runs, _samples),
         "Differences between the runs": _differences(report["differences"], runs),
         "Settings": _of_each(runs, _settings),
     }
@@ -220,7 +220,7 @@ def _timeline(runs: Sequence[Run]) -> Html:
 
 def _samples(run: Run) -> Html:
     rows = []
-    for sample in run["samples"]:
+    for sample in reversed(run["samples"]):
         prompt, text = sample["prompt"], sample["text"]
         prompt = prompt if text.startswith(prompt) else ""
         rows.append([_number(sample["step"]), tag("pre", tag("b", prompt), text[len(prompt) :])])

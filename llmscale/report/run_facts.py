@@ -49,12 +49,17 @@ class RunFacts:
     """Settings by section, without control characters."""
 
 
+#: Facts of a "compilation" event (training/log_steps.py).
+_OF_COMPILATION = ("compile_s", "tokens_per_second", "eager_tokens_per_second", "pays_after_steps", "is_measured")
+
+
 def load_facts(run: Path, history: RunHistory) -> RunFacts:
     """Read everything except the metrics, which are in `history`."""
     described, ds_config = _load(run / CONFIG_NAME), _load(run / DS_CONFIG_NAME)
     config, resolved = _mapping(described.get("config")), _mapping(described.get("resolved"))
     manifest = load_run_manifest(run)
     start = (history.of_kind("event", "start") or [(0, {})])[-1][1]
+    compiled = (history.of_kind("event", "compilation") or [(0, {})])[-1][1]
     splits = manifest.splits if manifest else {}
     total = resolved.get("total_steps")
     tokenizer = manifest.tokenizer if manifest else start.get("tokenizer")
@@ -78,6 +83,7 @@ def load_facts(run: Path, history: RunHistory) -> RunFacts:
             "Batch": _table(_mapping(resolved.get("plan"))),
             "Schedule": _table(_mapping(resolved.get("schedule"))),
             "DeepSpeed": _table(ds_config),
+            "Compilation": _table({key: compiled[key] for key in _OF_COMPILATION if compiled.get(key) is not None}),
             "Data": _data_table(manifest, config.get("data")),
             "Environment": _environment(run),
         },

@@ -1,4 +1,4 @@
-"""Report on stderr what a program is busy with: one updated line on a terminal, several in a log."""
+"""Report on stderr what a program is busy with: one updated line on a terminal, in a log a line for what lasts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from llmscale.terminal.colour import can_redraw, is_terminal
 
 #: Seconds between two lines of one phase, so that nobody waits longer than 5 s for a sign of life.
 REPEAT_S = 4.0
+#: Seconds after which a log has a line on a phase, and between two of them.
+LOG_S = 20.0
 #: Delay in seconds for phases that are usually shorter than this and then need no line.
 SOON_S = 1.5
 _STDERR = 2
@@ -38,9 +40,10 @@ class StatusLine:
         self._thread: threading.Thread | None = None
 
     def begin(self, words: str, *, after_s: float = 0.0) -> None:
-        """Begin the next phase. It is shown once it has lasted `after_s` seconds."""
+        """Begin the next phase. It is shown once it has lasted `after_s` seconds, in a log at least LOG_S."""
         if self._is_silent:
             return
+        after_s = after_s if self._redraws else max(after_s, LOG_S)
         if not after_s:
             self._say(f"{words} ...")
         with self._changed:
@@ -74,13 +77,14 @@ class StatusLine:
     def _repeat(self) -> None:
         with self._changed:
             while phase := self._phase:
-                began_s, is_shown, wait_s = time.monotonic(), not phase.after_s, phase.after_s or REPEAT_S
+                repeat_s = REPEAT_S if self._redraws else LOG_S
+                began_s, is_shown, wait_s = time.monotonic(), not phase.after_s, phase.after_s or repeat_s
                 # A predicate: a notification that arrives while the wait times out is lost.
                 while not self._changed.wait_for(partial(self._is_over, phase), wait_s):
                     self._say(
                         f"still {phase.words}: {time.monotonic() - began_s:.0f} s" if is_shown else f"{phase.words} ..."
                     )
-                    is_shown, wait_s = True, REPEAT_S
+                    is_shown, wait_s = True, repeat_s
 
     def _is_over(self, phase: _Phase) -> bool:
         return self._phase is not phase

@@ -9,6 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+from llmscale.checkpoint.frozen_base import (
+    FrozenBase,
+    base_of_checkpoint,
+    base_of_published,
+    explain_missing,
+    open_base,
+)
 from llmscale.checkpoint.initial_weights import PublishedWeights, find_published_weights
 from llmscale.checkpoint.inventory import find_any_checkpoint, find_checkpoint, find_checkpoints, open_checkpoint
 from llmscale.checkpoint.manifest import BEST_NAME, Checkpoint, checkpoints_folder
@@ -25,13 +32,13 @@ from llmscale.config.hf_model import (
 )
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import get_preset
-from llmscale.config.resolve import SetFacts, resolve_shape, with_ds_keys
+from llmscale.config.resolve import MOST_VOCAB, SetFacts, fitting_vocabulary, resolve_shape, with_ds_keys
 from llmscale.config.run_config import RunConfig
 from llmscale.config.run_keys import without_effect_under
 from llmscale.config.user_paths import check_output_folder, copy_of, read_prompts, shown, url_of
 from llmscale.data.mixture import TrainingSets, open_training_sets
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_matches
-from llmscale.errors import CheckpointError, ConfigError
+from llmscale.errors import CheckpointError, ConfigError, LlmscaleError
 from llmscale.evaluate.tasks import TaskFile, load_task_files
 from llmscale.terminal.status_line import REPEAT_S, SOON_S
 from llmscale.training.run_folder import check_own_files, repeats_last_start
@@ -62,6 +69,8 @@ class Inputs:
     """Newest whole checkpoint that the run may begin with, or the named one; its tensors are not hashed yet."""
     resumes: bool = True
     """False when a new run takes nothing but the source's weights."""
+    base: FrozenBase | None = None
+    """Frozen weights beside the run's adapters."""
     has_checkpoints: bool = False
     """True when the run folder holds a checkpoint of any history and in any state."""
     left_out: str = ""
@@ -71,6 +80,19 @@ class Inputs:
     def state(self) -> RunState | None:
         """State of the checkpoint that the run resumes; None for a new run."""
         return self.source.state if self.source and self.resumes else None
+
+    @property
+    def steps_of_minutes(self) -> int | None:
+        """Steps that an earlier start of the run set for the same --minutes; None without."""
+        if self.config.minutes is None or self.state is None or self.state.config.get("minutes") != self.config.minutes:
+            return None
+        steps = self.state.hyperparameters.get("steps")
+        return steps if type(steps) is int else None
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether --minutes is still to set the steps of the run."""
+        return self.config.minutes is not None and self.steps_of_minutes is None
 
     @property
     def facts(self) -> SetFacts:
@@ -105,6 +127,7 @@ def read_inputs(config: RunConfig, arguments: Sequence[str] | None = None) -> In
     config = with_ds_keys(config, ds)
     _check_settings(config, ds)
     sets = open_training_sets(config.data, config.data_cache)
+    config = _with_document_mask(config, sets)
     tasks = _load_tasks(config)
     prompts = (
         (config.sample_prompt,)
@@ -112,6 +135,7 @@ def read_inputs(config: RunConfig, arguments: Sequence[str] | None = None) -> In
         else tuple(read_prompts(config.sample_prompts, "--sample-prompts"))
     )
     _check_nvme_paths(ds)
+    config, place = _without_place_of_base(config)
     has_checkpoints = _check_run_folder(config)
     config, model, source = read_origin(config)
     if config.init_from is None and source is not None:
@@ -129,12 +153,55 @@ def read_inputs(config: RunConfig, arguments: Sequence[str] | None = None) -> In
     )
     if model is not None:
         weights = find_published_weights(model, resolve_shape(config, inputs.facts), sets.first)
-        return replace(inputs, weights=weights)
+        return replace(inputs, weights=weights, base=base_of_published(weights) if config.lora_rank else None)
+    if config.lora_rank and source is not None:
+        inputs = _with_base(inputs, source, place)
     if config.init_from is not None:
         # A damaged state says here what is wrong with it.
         state = source.state if source else load_run_state(find_checkpoint(Path(config.init_from)))
-        _check_same_tokenizer(sets.manifest, config, state)
+        _check_same_tokenizer(inputs, state)
     return inputs
+
+
+def _with_document_mask(config: RunConfig, sets: TrainingSets) -> RunConfig:
+    """Return the configuration with a document mask if rows hold several conversations. Raises ConfigError."""
+    chats = [(at.name, at.manifest.chat) for at in sets.locations if at.manifest.chat is not None]
+    if not config.document_mask and not any(chat.masks_documents for _, chat in chats):
+        return config
+    padded = [name for name, chat in chats if not chat.masks_documents]
+    if padded:
+        raise ConfigError(
+            f"{padded[0]} has one conversation a row, which may hold end-of-text tokens, so no document mask can be "
+            "used with it. Leave out --document-mask, and in a mixture prepare all conversations with --packing pad."
+        )
+    return config.model_copy(update={"document_mask": True})
+
+
+def _without_place_of_base(config: RunConfig) -> tuple[RunConfig, str | None]:
+    """Return the configuration without --init-from if that says where the base of a run's saved adapters is; and it."""
+    if not config.lora_rank or config.init_from is None or not find_any_checkpoint(config.run):
+        return config, None
+    return config.model_copy(update={"init_from": None}), config.init_from
+
+
+def _with_base(inputs: Inputs, source: SavedRun, place: str | None) -> Inputs:
+    """Return the inputs with the weights beside the adapters: at `place`, or where the checkpoint found them.
+
+    Raises CheckpointError, DataError.
+    """
+    if not inputs.resumes:
+        return replace(inputs, base=base_of_checkpoint(source))
+    place = place or source.state.base.get("place")
+    if place is None:
+        raise CheckpointError(f"{source.path} holds adapters and does not say beside which weights. Name another one.")
+    try:
+        if not is_published(place):
+            return replace(inputs, base=open_base(place))
+        model = read_published_model("--init-from", place, inputs.config)
+    except LlmscaleError as error:
+        raise explain_missing(place, source.path, error) from None
+    weights = find_published_weights(model, resolve_shape(inputs.config, inputs.facts), inputs.sets.first)
+    return replace(inputs, weights=weights, base=base_of_published(weights))
 
 
 def _without_used_flags(config: RunConfig) -> tuple[RunConfig, str]:
@@ -142,6 +209,8 @@ def _without_used_flags(config: RunConfig) -> tuple[RunConfig, str]:
 
     --resume PATH and --init-from say where a launch begins: once it has checkpoints of its own, it continues from them.
     """
+    if config.lora_rank and config.init_from is not None:
+        return config, ""  # it also names the base of the run's own checkpoints
     named = f"--init-from {config.init_from}" if config.init_from is not None else f"--resume {config.resume}"
     if named == "--resume auto" or not find_checkpoints(config.run).current:
         return config, ""
@@ -196,12 +265,15 @@ def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> RunCon
             "that run's tokenizer with --tokenizer."
         )
     context = published.shape.seq_len if published else get_preset(config.model).seq_len
+    seq_len = config.seq_len or min(context, _LONGEST_FOR_TEXT)
+    tokenizer = config.tokenizer or (name if published else None)
     request = TextRequest(
         text=config.text,
-        tokenizer=config.tokenizer or (name if published else None),
-        seq_len=config.seq_len or min(context, _LONGEST_FOR_TEXT),
+        tokenizer=tokenizer,
+        seq_len=seq_len,
         cache=config.data_cache or DEFAULT_CACHE,
         skip_undecodable=config.skip_undecodable,
+        most_vocab=MOST_VOCAB if tokenizer else fitting_vocabulary(config, seq_len),
     )
     return config.model_copy(update={"data": str(request.open(may_prepare=may_prepare)), "data_cache": None})
 
@@ -302,13 +374,15 @@ def _candidates(config: RunConfig) -> list[Checkpoint]:
     return []
 
 
-def _check_same_tokenizer(manifest: Manifest, config: RunConfig, state: RunState) -> None:
-    """Raise DataError unless the other run's weights were trained with the dataset's tokenizer and seq_len."""
+def _check_same_tokenizer(inputs: Inputs, state: RunState) -> None:
+    """Raise DataError unless the other run's weights have the dataset's tokenizer, and its learned positions."""
+    manifest, config = inputs.sets.manifest, inputs.config
+    is_rotary = resolve_shape(config, inputs.facts).positions == "rotary"
     check_set_matches(
         manifest,
         config.data,
         vocab_size=cast("int", state.identity["vocab_size"]),
-        seq_len=cast("int", state.identity["seq_len"]),
+        seq_len=manifest.seq_len if is_rotary else cast("int", state.identity["seq_len"]),
         tokenizer_sha256=cast("str", state.identity["tokenizer_sha256"]),
     )
 
@@ -350,6 +424,10 @@ def _check_run_folder(config: RunConfig) -> bool:
         raise ConfigError(
             "--keep-zeros has no zeros to keep in a model that begins at random. Name a pruned one with --init-from "
             "(llmscale prune RUN --to FOLDER writes one), or leave the flag out."
+        )
+    if config.lora_rank and not (existing or config.init_from or config.resume not in ("auto", "none")):
+        raise ConfigError(
+            "--lora-rank trains adapters beside weights that are there. Name these with --init-from: a run, or hf:NAME."
         )
     if config.init_from and config.resume not in ("auto", "none"):
         raise ConfigError("--init-from starts at step 0 and --resume PATH continues: give one of them.")

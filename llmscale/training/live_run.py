@@ -145,6 +145,8 @@ class RunIO:
     """Id of rank 0's wandb run; on other ranks, or without --wandb, the checkpoint's."""
     report: Callable[[str], None]
     """Prints one line on rank 0."""
+    detail: Callable[[str], None]
+    """Writes one line to start.txt on rank 0, and prints it with --verbose."""
     publisher: RunPublisher | None = None
     """Publisher of a run in a store."""
 

@@ -1,14 +1,19 @@
-"""Records of steps: metrics and sensors every --log-every steps.
+"""Records of steps: metrics and sensors every --log-every steps; the pace of a start, and what compiling gave.
 
 Routers of experts at logged steps: their metrics, each expert's load, and a warning of one that has collapsed.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from statistics import median
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -31,8 +36,8 @@ from llmscale.training.live_run import (
     StepAction,
     StepResult,
 )
-from llmscale.training.run_folder import clear_failure
-from llmscale.training.step_metrics import StepMetrics, StepTimes
+from llmscale.training.run_folder import METRICS_NAME, clear_failure
+from llmscale.training.step_metrics import Pause, StepMetrics, StepTimes, format_duration
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,15 @@ def _ask(query: Callable[[torch.device], int], device: torch.device) -> int | No
         return None
 
 
+#: In the first seconds of a start, a step is logged that would end longer than this after the last logged one.
+_EARLY_S, _LINE_S = 300.0, 10.0
+
+
 class LogSteps(StepAction):
-    """Logs every --log-every steps, the first and the last: the one place where the host waits for the device."""
+    """Logs every --log-every steps, the first and the last: the one place where the host waits for the device.
+
+    In the first five minutes of a start also by the clock of rank 0, at least every ten seconds if steps are shorter.
+    """
 
     def __init__(
         self, run: Run, engine: Engine, io: RunIO, watchers: Sequence[Callable[[int, LoggedWindow], None]] = ()
@@ -83,6 +95,9 @@ class LogSteps(StepAction):
         self._probe = ArithmeticProbe(engine.deepspeed, run.resolved)
         self._logged = run.first_step
         """Last logged step."""
+        self._added = -1
+        """Newest step that the clock has added."""
+        self._began_s = self._last_line_s = self._boundary_s = time.monotonic()
         self._interval: StepTimes | None = None
         """Timings of the previous logging interval. Ranks exchange these: the exchange itself is part of the next."""
 
@@ -93,10 +108,22 @@ class LogSteps(StepAction):
 
     def due(self, step: int) -> bool:
         run = self._run
-        return step % run.config.log_every == 0 or step in (run.first_step + 1, run.resolved.total_steps)
+        return step % run.config.log_every == 0 or step in (run.first_step + 1, run.resolved.total_steps, self._added)
+
+    def due_by_clock(self) -> bool:
+        """Return on rank 0 whether to log the next step, if it takes as long as the last. Call it once a step."""
+        now, before = time.monotonic(), self._boundary_s
+        self._boundary_s = now
+        is_late = 2 * now - before - self._last_line_s > _LINE_S
+        return self._io.log is not None and now - self._began_s < _EARLY_S and is_late
+
+    def add(self, step: int) -> None:
+        """Log a step that all ranks have agreed on."""
+        self._added = step
 
     def run(self, result: StepResult) -> None:
         run, io = self._run, self._io
+        self._last_line_s = time.monotonic()
         z_squared, before = self._engine.deepspeed.module.head.z_squared, result.step - 1
         # The mean over this rank's micro-steps, weighted as the loss is.
         means = [] if z_squared is None else [z_squared * run.loss_weight(before) / run.micro_steps(before)]
@@ -164,6 +191,110 @@ class LogSteps(StepAction):
         )
 
 
+#: Step of this start after which its pace is known, or its second if steps take longer than this.
+_PACE_STEP, _SLOW_S = 3, 5.0
+#: Steps that are compared with eager ones: compiled blocks save little of each.
+_COMPILED_STEPS = 20
+#: Seconds from which the length of a run is worth a line, and from which another key is.
+_SHORT_S, _LONG_S = 60.0, 600.0
+#: Gain of compiled blocks that a break-even is given for where the run has no eager steps: torchtitan's.
+_USUAL_GAIN = 1 / 7
+
+
+class ReportPace(StepAction):
+    """Tells once how long the run takes, and whether compiling its blocks pays. For rank 0.
+
+    Its clock begins after the first step, which compiles and allocates.
+    """
+
+    def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
+        self._run, self._engine, self._io = run, engine, io
+        self._began = 0.0
+        self._has_length = run.config.minutes is not None
+        self._has_gain = engine.compiler is None
+
+    def due(self, step: int) -> bool:
+        return not (self._has_length and self._has_gain)
+
+    def run(self, result: StepResult) -> None:
+        count = result.step - self._run.first_step - 1
+        if count == 0:
+            self._began = self._clock(result)
+            return
+        is_known = count + 1 >= _PACE_STEP or time.perf_counter() - self._began > _SLOW_S
+        if is_known and not self._has_length:
+            self._has_length = True
+            self._report_length(result.step, self._rate(result))
+        if count == _COMPILED_STEPS and not self._has_gain:
+            self._has_gain = True
+            self._report_gain(result.step, self._rate(result))
+
+    def _clock(self, result: StepResult) -> float:
+        """Return the seconds of this start without its pauses. Synchronises with the device."""
+        float(result.loss)
+        paused_s = sum(self._engine.meter.spent_s.get(name, 0.0) for name in get_args(Pause))
+        return time.perf_counter() - paused_s
+
+    def _rate(self, result: StepResult) -> float:
+        """Return the tokens per second since the first step. Synchronises with the device."""
+        tokens = self._run.tokens_seen(result.step) - self._run.tokens_seen(self._run.first_step + 1)
+        return tokens / (self._clock(result) - self._began)
+
+    def _report_length(self, step: int, rate: float) -> None:
+        run, world = self._run, self._run.world
+        left_s = (run.tokens_seen(run.resolved.total_steps) - run.tokens_seen(step)) / rate
+        if left_s < _SHORT_S:
+            return
+        devices = f"{world.world_size} x {world.device_name}" if world.world_size > 1 else world.device_name
+        shorter = "; --minutes N would end it in time, with a schedule of its own" if left_s > _LONG_S else ""
+        self._io.report(
+            f"time: about {format_duration(left_s)} are left for {run.resolved.shape.num_parameters:,} parameters on "
+            f"{devices} at {rate:,.0f} tokens/s{shorter}"
+        )
+
+    def _report_gain(self, step: int, rate: float) -> None:
+        run, compiler = self._run, self._engine.compiler
+        assert compiler is not None
+        step_s, compile_s = (run.tokens_seen(step) - run.tokens_seen(step - 1)) / rate, compiler.compile_s
+        eager = _eager_rate(run)
+        gain = _USUAL_GAIN if eager is None else rate / eager - 1
+        line, pays_after = f"blocks: compiled in {compile_s:.1f} s, {rate:,.0f} tokens/s", None
+        if gain > 0:
+            pays_after = math.ceil(compile_s / (step_s * gain))
+        if eager is None:
+            line += f"; no eager steps of this run to compare: a gain of {gain:.0%} pays after {pays_after:,} steps"
+        elif pays_after is None:
+            line += f"; eager, this run had {eager:,.0f}: --compile off is no slower"
+        else:
+            line += f"; eager, this run had {eager:,.0f}: compiling has paid after {pays_after:,} steps"
+        self._io.report(line)
+        self._io.log_event(
+            "compilation",
+            step=step,
+            compile_s=round(compile_s, 1),
+            tokens_per_second=round(rate),
+            eager_tokens_per_second=None if eager is None else round(eager),
+            pays_after_steps=pays_after,
+            is_measured=eager is not None,
+        )
+
+
+def _eager_rate(run: Run) -> float | None:
+    """Return the median tokens/s of the run's last eager start on as many of the same devices, or None."""
+    here = {key: value for key, value in _facts(run).items() if key in ("world_size", "micro_batch_size", "device")}
+    rates: list[float] = []
+    is_alike = False
+    with suppress(OSError, ValueError), open(run.config.run / METRICS_NAME, encoding="utf-8") as file:
+        for record in map(json.loads, file):
+            if record.get("event") == "start":
+                is_alike = record.get("compile") == "off" and here.items() <= record.items()
+                rates = [] if is_alike else rates
+            elif is_alike and record["kind"] == "train":
+                rates.append(record["tokens_per_second"])
+    # The first step of a start allocates.
+    return median(rates[1:]) if len(rates) > 1 else None
+
+
 def per_source_loss(run: Run, result: StepResult, sequence_losses: Sequence[Tensor]) -> dict[str, float]:
     """Return the loss in nats per token of each dataset of a mixture that has samples in this step. Collective.
 
@@ -192,6 +323,7 @@ def _facts(run: Run) -> dict[str, object]:
         "precision": resolved.precision,
         "micro_batch_size": resolved.plan.micro_batch_size,
         "device": run.world.device_name,
+        "compile": run.start.compilation.setting,
         "estimated_bytes": run.estimate.allocated_bytes,
         "tokenizer": sets.manifest.tokenizer,
         # A mixture has no single ratio: its weights may change from stage to stage.

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.config.bundled_files import install_command
+from llmscale.config.bundled_files import import_extra
 from llmscale.config.run_config import RunConfig
 from llmscale.error_handling import say
 from llmscale.errors import ConfigError
@@ -231,15 +231,12 @@ def start_tensorboard(run_folder: Path, *, first_step: int) -> TensorboardFiles:
 
     TensorBoard drops later steps, logged by a start that was killed or that the run went back from.
     """
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError:
-        raise ConfigError(f"--tensorboard needs tensorboardX: `{install_command('tensorboard')}`.") from None
+    writer = import_extra("tensorboardX", "--tensorboard", "tensorboard").SummaryWriter
     folder = run_folder / TENSORBOARD_NAME
 
     def begin(step: int) -> SummaryWriter:
         # The suffix, because two files of one second would have one name.
-        return SummaryWriter(str(folder), purge_step=step + 1, flush_secs=_FLUSH_S, filename_suffix=f".step-{step}")
+        return writer(str(folder), purge_step=step + 1, flush_secs=_FLUSH_S, filename_suffix=f".step-{step}")
 
     try:
         return TensorboardFiles(begin, first_step)
@@ -272,10 +269,7 @@ def start_wandb(
 
     Raises ConfigError if wandb is not installed, cannot log in or cannot write.
     """
-    try:
-        import wandb
-    except ImportError:
-        raise ConfigError(f"--wandb needs the wandb package: `{install_command('train')}`.") from None
+    wandb = import_extra("wandb", "--wandb", "train")
     try:
         run = wandb.init(
             project=project,

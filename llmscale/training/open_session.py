@@ -18,8 +18,9 @@ from llmscale.engine.deepspeed_engine import build_engine, check_device
 from llmscale.engine.device_memory import device_memory_bytes, gpu_capability
 from llmscale.engine.device_settings import allow_tf32
 from llmscale.engine.process_group import World, is_gpu, join_world
+from llmscale.engine.timed_steps import time_steps
 from llmscale.engine.train_step import PhaseTimer, get_scaler_state
-from llmscale.planning.compilation import Compilation, decide_compilation
+from llmscale.planning.compilation import ASSUMED_STEP_S, Compilation, decide_compilation
 from llmscale.terminal.status_line import REPEAT_S, StatusLine
 from llmscale.terminal.table import output_width, wrap_line
 from llmscale.training.inputs import as_plain
@@ -36,10 +37,10 @@ from llmscale.training.resume import (
     enter_history,
     load_initial_state,
 )
-from llmscale.training.run_folder import CONFIG_NAME, RunFolderClaim, keep, save_run_description
+from llmscale.training.run_folder import CONFIG_NAME, RunFolderClaim, keep, open_start_text, save_run_description
 from llmscale.training.session import Session, build_actions, open_data, open_validation_splits
 from llmscale.training.start import Start, change_lines, estimate_line, estimate_run, finished_lines, hyperparameters
-from llmscale.training.step_metrics import StepMeter
+from llmscale.training.step_metrics import StepMeter, format_duration
 from llmscale.training.stop_request import StopRequest, launch_names
 from llmscale.training.watchdog import Heartbeat
 from llmscale.untrusted.terminal import print_visible
@@ -67,14 +68,14 @@ def open_session(start: Start, stop: StopRequest, heartbeat: Heartbeat, began: f
     stop.before_early_end.append(claim.give_up)
     try:
         clock = StartupClock(announcer, {"checks and imports": time.perf_counter() - began})
-        return _open_session(start, stop, heartbeat, clock, claim)
+        return _open_session(start, stop, heartbeat, clock, claim, began)
     except BaseException:
         claim.give_up()
         raise
 
 
 def _open_session(
-    start: Start, stop: StopRequest, heartbeat: Heartbeat, clock: StartupClock, claim: RunFolderClaim
+    start: Start, stop: StopRequest, heartbeat: Heartbeat, clock: StartupClock, claim: RunFolderClaim, began: float
 ) -> Session:
     def progress() -> None:
         heartbeat.beat("starting")
@@ -97,6 +98,15 @@ def _open_session(
     after_s = 0.0 if start.source is not None or start.weights is not None else REPEAT_S
     with clock.phase("checkpoint load", "loading the weights", after_s=after_s):
         load_initial_state(start, engine.deepspeed, world, report, progress)
+    if start.is_open:
+        validated = sum(split.num_samples for split in validation)
+        with clock.phase("timing", "timing steps for --minutes"), engine.meter.pause("starting"):
+            start, line = _with_timed_steps(start, engine, world, began, validated, progress)
+        report(line)
+        if start.sets.recipe:
+            # Where the proportions of a mixture change depends on the steps of the run.
+            engine.feed.close()
+            engine = replace(engine, feed=open_data(start, world))
     with clock.phase("trackers", "starting the trackers", after_s=REPEAT_S):
         trackers = _start_trackers(start, world)
     clock.announcer.begin("opening the run's records", after_s=REPEAT_S)
@@ -132,6 +142,52 @@ def _open_engine(start: Start, world: World, clock: StartupClock) -> Engine:
     )
 
 
+#: Share of --minutes in which steps are timed, and most seconds of it; and the share that is left for the last save.
+_TIMED_SHARE, _MOST_TIMED_S, _END_SHARE = 0.04, 30.0, 0.02
+#: Time of a sequence's validation relative to that of a training step: a forward pass.
+_VALIDATION_SHARE = 1 / 3
+
+
+def _with_timed_steps(
+    start: Start,
+    engine: Engine,
+    world: World,
+    began: float,
+    validated: int,
+    progress: Callable[[], object],
+) -> tuple[Start, str]:
+    """Return the start with the steps that --minutes have room for, and a line about them. Collective.
+
+    `validated`: sequences of a validation. Raises ConfigError if the schedule does not fit into the steps.
+    """
+    config, plan, minutes = start.config, start.resolved.plan, start.config.minutes
+    assert minutes is not None
+    timed = time_steps(
+        engine.deepspeed,
+        start.resolved,
+        world,
+        min(_TIMED_SHARE * 60 * minutes, _MOST_TIMED_S),
+        is_new=start.state is None,
+        progress=progress,
+    )
+    left_s = on_main_rank(world.control, lambda: 60 * minutes * (1 - _END_SHARE) - (time.perf_counter() - began))
+    # In steps.
+    validation = _VALIDATION_SHARE * validated / plan.global_batch_size
+    per_step = 1 + (validation / config.val_every if config.val_every else 0.0)
+    count = max(1, int((left_s / timed.step_s - validation) / per_step))
+    steps = start.first_step + count
+    if plan.ramp is not None:
+        # The small batches at the beginning take less time.
+        seen = start.state.samples_seen if start.state else 0
+        steps = max(start.first_step + 1, plan.steps_for(seen + count * plan.global_batch_size))
+    line = (
+        f"--minutes {minutes:g} sets {steps:,} step{'s' * (steps > 1)}: {format_duration(max(left_s, 0.0))} are left, "
+        f"and a step takes {timed.step_s:.3g} s ({plan.tokens_per_step / timed.step_s:,.0f} tokens/s; {timed.count} "
+        "timed and undone). Later starts with the same --minutes keep the number"
+    )
+    return start.with_steps(steps), line
+
+
 def _open_io(
     run: Run,
     meter: StepMeter,
@@ -147,7 +203,15 @@ def _open_io(
     on_each_disk(world.control, world.disks, lambda: _describe(run.start, launches))
     log = _open_log(run.start, meter, trackers, stop) if world.is_main else None
     wandb_run_id = trackers.wandb_run_id or (run.state.wandb_run_id if run.state else None)
-    return RunIO(claim, log, wandb_run_id, report, publisher)
+    write = open_start_text(run.config.run) if world.is_main else None
+
+    def detail(line: str) -> None:
+        if write:
+            write(line)
+        if run.config.verbose:
+            report(line)
+
+    return RunIO(claim, log, wandb_run_id, report, detail, publisher)
 
 
 def _begin(run: Run, engine: Engine, io: RunIO, stop: StopRequest) -> Session:
@@ -192,6 +256,9 @@ def _on_cpu(start: Start, world: World, report: Callable[[str], None]) -> Start:
 def _decide_compilation(start: Start, world: World) -> Compilation:
     """Decide on rank 0, because ZeRO-3 gathers the weights of compiled blocks in other portions. Collective."""
     steps_left = start.resolved.total_steps - start.first_step
+    if start.is_open:
+        assert start.config.minutes is not None
+        steps_left = round(60 * start.config.minutes / ASSUMED_STEP_S)
     decision = on_main_rank(
         world.control,
         lambda: decide_compilation(start.config.compile, start.resolved, world.device.type, steps_left),
@@ -204,8 +271,8 @@ def _decide_compilation(start: Start, world: World) -> Compilation:
 
 def _announce(run: Run, io: RunIO) -> None:
     """Print what is about to be trained, and what changed since the checkpoint."""
-    describe_run(run, io.report)
-    io.report(estimate_line(run.estimate, device_memory_bytes()))
+    describe_run(run, io)
+    io.detail(estimate_line(run.estimate, device_memory_bytes()))
     if run.state:
         changes = change_lines(run.state, run.start, hyperparameters(run.start))
         for line in (*changes, *finished_lines(run.state, run.start)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, cast
 
@@ -50,6 +50,7 @@ from llmscale.terminal.human_numbers import count_nouns
 from llmscale.training.inputs import DEMO_TEXT, parse_skip
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
 from llmscale.training.resume import describe_ranks
+from llmscale.training.run_folder import START_TEXT_NAME
 from llmscale.training.sample_stream import saved_skips
 from llmscale.training.start import Start, measured_line
 
@@ -63,32 +64,66 @@ _COMPARED_STEPS = 2
 _MEASURED_STEP = 2
 
 
-def describe_run(run: Run, report: Callable[[str], None]) -> None:
-    """Print the run before step 1, with every choice that the user did not make."""
-    parts = (_ds_warnings, _model_lines, _engine_lines, _batch_lines, _optimizer_lines, _data_lines, _length_line)
-    for describe in parts:
+def describe_run(run: Run, io: RunIO) -> None:
+    """Print the run before step 1 in a few lines, and detail every choice that the user did not make."""
+    for warning in _warnings(run):
+        io.report(f"WARNING: {warning}")
+    if not run.config.verbose:
+        for line in _summary(run):
+            io.report(line)
+    for describe in (_model_lines, _engine_lines, _batch_lines, _optimizer_lines, _data_lines, _length_line):
         for line in describe(run):
-            report(line)
+            io.detail(line)
 
 
-def _ds_warnings(run: Run) -> Iterator[str]:
-    ds = run.resolved.ds
-    hpz = hpz_warnings(ds.zero_hpz_partition_size, run.world.ranks_per_node)
-    for warning in (*ds.warnings, *ds.batch_notices(run.resolved.plan), *hpz):
-        yield f"WARNING: {warning}"
+def _warnings(run: Run) -> Iterator[str]:
+    ds, resolved = run.resolved.ds, run.resolved
+    yield from (*ds.warnings, *ds.batch_notices(resolved.plan))
+    yield from hpz_warnings(ds.zero_hpz_partition_size, run.world.ranks_per_node)
+    yield from filter(None, (warn_of_learning_rate(run.config, resolved.schedule), warn_of_router(resolved.shape)))
+
+
+def _summary(run: Run) -> Iterator[str]:
+    """Yield what is trained, on which data, for how long, and where it is written."""
+    config, resolved, world, sets = run.config, run.resolved, run.world, run.start.sets
+    steps, plan, tokens = resolved.total_steps, resolved.plan, _count_tokens(run)
+    yield (
+        f"model: {_describe_size(run)}; ZeRO stage {resolved.zero_stage}, {resolved.precision}, "
+        f"{count_nouns(world.world_size, 'rank')}, {world.device_name}"
+    )
+    demo = "the demo, Python's documentation (--text FOLDER trains on yours)"
+    source = demo if config.text == DEMO_TEXT else config.text or sets.name
+    yield (
+        f"data: {source}: {sets.num_train_samples * plan.seq_len:,} tokens of a vocabulary of "
+        f"{sets.manifest.vocab_size:,}"
+    )
+    yield (
+        f"run: {count_nouns(steps, 'step')} of {plan.global_batch_size * plan.seq_len:,} tokens, {tokens:,} in all, "
+        f"{tokens / plan.seq_len / sets.num_train_samples:.2f} epochs; {_validation(run)}"
+    )
+    begins = f"from step {run.first_step:,}" if run.state else "a new run"
+    yield f"folder: {shown(config.run)}, {begins}, {_checkpoints(run.start)}; {START_TEXT_NAME} has every choice"
+
+
+def _describe_size(run: Run) -> str:
+    """Return the model's name and size, with the reason of a size that is not the name's."""
+    config, shape = run.config, run.resolved.shape
+    reshaped = None if is_published(config.model) else describe_preset(config.model, shape)
+    return reshaped or f"{config.model}, {describe_parameters(shape)}"
+
+
+def _count_tokens(run: Run) -> int:
+    """Return the tokens that the run trains on from step 0 to its end."""
+    return run.stream.samples_after(run.resolved.total_steps) * run.resolved.plan.seq_len
 
 
 def _model_lines(run: Run) -> Iterator[str]:
-    config, resolved, shape = run.config, run.resolved, run.resolved.shape
+    resolved, shape = run.resolved, run.resolved.shape
     yield (
         f"model: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, context {shape.seq_len}, "
         f"{describe_parameters(shape)}, {shape.flops_per_token:.3e} FLOPs per token"
     )
-    reshaped = (
-        f"its shape is from {config.model}" if is_published(config.model) else describe_preset(config.model, shape)
-    )
-    if reshaped:
-        yield f"       {reshaped}"
+    yield f"       {_describe_size(run)}"
     if resolved.tensors.frozen:
         yield f"       {resolved.tensors.num_trainable:,} parameters are trained, the others frozen"
     if shape.has_document_mask:
@@ -129,9 +164,6 @@ def _optimizer_lines(run: Run) -> Iterator[str]:
     config, schedule = run.config, run.resolved.schedule
     clipping = cast("float", run.resolved.ds_config["gradient_clipping"])
     yield f"optimizer: {describe_optimizer(config, schedule, clipping)}"
-    for warning in (warn_of_learning_rate(config, schedule), warn_of_router(run.resolved.shape)):
-        if warning:
-            yield f"WARNING: {warning}"
 
 
 def _data_lines(run: Run) -> Iterator[str]:
@@ -155,11 +187,11 @@ def _data_lines(run: Run) -> Iterator[str]:
 def _length_line(run: Run) -> Iterator[str]:
     resolved, num_samples = run.resolved, run.start.sets.num_train_samples
     chosen = describe_steps(run.config, resolved, num_samples)
-    total = run.stream.samples_after(resolved.total_steps)
+    tokens = _count_tokens(run)
     yield (
         f"run: {resolved.total_steps:,} steps{f' ({chosen})' if chosen else ''}, "
-        f"{total * resolved.plan.seq_len:,} tokens, {total / num_samples:.2f} epochs; folder {shown(run.config.run)}, "
-        f"{_checkpoints(run.start)}"
+        f"{tokens:,} tokens, {tokens / resolved.plan.seq_len / num_samples:.2f} epochs; "
+        f"folder {shown(run.config.run)}, {_checkpoints(run.start)}"
     )
 
 
@@ -247,10 +279,11 @@ def _checkpoints(run: Start) -> str:
     config = run.config
     if config.overfit_batch is not None:
         return f"no checkpoints: each step trains on the same {count_nouns(config.overfit_batch, 'sample')}"
-    every = [f"every {config.save_every:,} steps"] if config.save_every else []
-    every += [f"every {config.save_every_minutes:g} minutes"] if config.save_every_minutes else []
+    every = [f"{config.save_every:,} steps"] if config.save_every else []
+    every += [f"{config.save_every_minutes:g} minutes"] if config.save_every_minutes else []
     permanent = f", those of every {config.keep_every:,} steps permanently" if config.keep_every else ""
-    return f"checkpoints {' and '.join([*every, 'at the end'])}, the last {config.keep_last} kept{permanent}"
+    ends = f"every {' or '.join(every)} and at the end" if every else "at the end"
+    return f"checkpoints {ends}, the last {config.keep_last} kept{permanent}"
 
 
 class ReportStartup(StepAction):
@@ -269,7 +302,7 @@ class ReportStartup(StepAction):
     def run(self, result: StepResult) -> None:
         seconds = {**self._run.startup_s, "first step": time.perf_counter() - self._began}
         phases = " + ".join(f"{name} {taken:.1f}" for name, taken in seconds.items())
-        self._io.report(f"start-up: {phases} = {sum(seconds.values()):.1f} s")
+        self._io.detail(f"start-up: {phases} = {sum(seconds.values()):.1f} s")
 
 
 class CheckNumerics(StepAction):
@@ -346,7 +379,7 @@ class ReportCompilation(StepAction):
             report("WARNING: torch compiled nothing, as where TORCHDYNAMO_DISABLE is set; blocks run eagerly.")
         if compiler.graphs:
             graphs = f"{compiler.graphs} graph{'s' if compiler.graphs > 1 else ''}"
-            report(f"blocks: {graphs} compiled in {compiler.compile_s:.1f} s")
+            self._io.detail(f"blocks: {graphs} compiled in {compiler.compile_s:.1f} s")
         # Ranks do not meet at a later failure, so each reports its own.
         compiler.on_failure = lambda failure: say(
             f"WARNING: the compiler failed on rank {rank}, whose blocks run eagerly from now on: {failure}."
@@ -366,7 +399,7 @@ class ReportMemory(StepAction):
         measured, estimate = measured_memory(), self._run.estimate
         if measured is None:
             return
-        self._io.report(measured_line(estimate, measured))
+        self._io.detail(measured_line(estimate, measured))
         estimated = estimate.allocated_bytes
         self._io.log_event("memory", step=result.step, estimated_bytes=estimated, **asdict(measured))
 
@@ -393,7 +426,7 @@ class JudgeOverfit(StepAction):
         loss = float(np.mean(gather(control, float(result.loss))))
         if result.step == 1:
             size = run.resolved.shape.padded_vocab_size
-            batches = [batch.tokens[:, 1:].numpy().ravel() for batch in result.micro_batches if not batch.is_filler]
+            batches = [batch.target_ids().numpy() for batch in result.micro_batches if not batch.is_filler]
             counts = np.bincount(np.concatenate([np.empty(0, np.int64), *batches]), minlength=size)
             self._first_loss, self._entropy = loss, entropy(np.sum(gather(control, counts), axis=0))
         if result.step == run.resolved.total_steps:
@@ -474,17 +507,18 @@ def validation_loss(
 
     Every rank must bring equally many batches: ZeRO-3 gathers weights in every forward pass.
     """
-    totals = torch.zeros(2, dtype=torch.float64)
+    totals = torch.zeros(3, dtype=torch.float64)
     engine.eval()
     with torch.no_grad():
         for batch in batches:
             tokens = batch.tokens.to(device)
-            loss = engine(tokens[:, :-1], tokens[:, 1:])
-            totals += torch.tensor([float(loss) * batch.weight, batch.weight], dtype=torch.float64)
+            loss = engine(tokens[:, :-1], tokens[:, 1:], **batch.counted(device))
+            sums = [float(loss) * batch.weight, batch.target_weight, batch.weight]
+            totals += torch.tensor(sums, dtype=torch.float64)
     engine.train()
     totals = totals.to(device)
     dist.all_reduce(totals)
-    return float(totals[0] / totals[1]), int(totals[1]) // ranks_of_sequence
+    return float(totals[0] / totals[1]), int(totals[2]) // ranks_of_sequence
 
 
 class EvaluateTasks(StepAction):

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 import llmscale
 from llmscale.checkpoint.commit import point_latest
+from llmscale.checkpoint.frozen_base import FrozenBase, base_of_checkpoint, check_base, checksum_of
 from llmscale.checkpoint.initial_weights import PublishedWeights, fingerprint_weights, load_published_weights
 from llmscale.checkpoint.inventory import (
     FoundCheckpoints,
@@ -44,6 +45,7 @@ from llmscale.checkpoint.load import (
     share_descriptions,
 )
 from llmscale.checkpoint.manifest import MANIFEST_NAME, Checkpoint, History
+from llmscale.checkpoint.peft_files import load_adapters
 from llmscale.checkpoint.run_state import SavedRun, read_saved_run
 from llmscale.config.hf_model import is_published
 from llmscale.config.run_keys import keys_with
@@ -102,6 +104,8 @@ def confirm_start(start: Start, world: World, report: Callable[[str], None], at:
     check_same_checkpoint(chosen.path if chosen else None, world)
     if start.weights is not None and at is None:
         check_same_weights(start.weights, world)
+    if start.base is not None and at is None:
+        start = replace(start, base=_confirm_base(start, start.base, world))
 
     def clean() -> None:
         for line in remove_leftovers(config.run):
@@ -109,6 +113,23 @@ def confirm_start(start: Start, world: World, report: Callable[[str], None], at:
 
     on_each_disk(control, world.disks, clean)
     return start
+
+
+def _confirm_base(start: Start, base: FrozenBase, world: World) -> FrozenBase:
+    """Return the weights beside adapters with their checksum, which is the checkpoint's. Collective.
+
+    Raises CheckpointError if they are damaged, or others.
+    """
+    control = world.control
+    if start.source is not None and not start.resumes:
+        base = base_of_checkpoint(start.source)  # a run that trains may have a newer one by now
+    elif base.source and (damage := find_damage_together(base.source, control, world.disks)):
+        raise CheckpointError(damage)
+    files = start.weights.files if start.weights else ()
+    base = replace(base, checksum=on_each_disk(control, world.disks, lambda: checksum_of(base, files)))
+    if start.source is not None and start.state is not None:
+        check_base(base, start.source)
+    return base
 
 
 def _find_named(start: Start, at: Path | None, world: World, report: Callable[[str], None]) -> Checkpoint | None:
@@ -208,6 +229,8 @@ def load_initial_state(
         if name is not None:
             report(f"weights from {name}; everything else starts at step 0")
         return
+    if start.base is not None:
+        _load_base(start, start.base, engine, world, progress)
     load_checkpoint(engine, source, world, get_scaler_state(engine))
     report(f"continuing from {source.path}: step {state.step}, {state.tokens_seen:,} tokens seen")
     if state.precision != start.resolved.precision:
@@ -215,6 +238,16 @@ def load_initial_state(
             f"precision changes from {state.precision} to {start.resolved.precision}: fp32 master weights and "
             "optimizer states are taken over exactly; a loss scaler, where there is one, starts from its configuration"
         )
+
+
+def _load_base(
+    start: Start, base: FrozenBase, engine: DeepSpeedEngine, world: World, progress: Callable[[], object]
+) -> None:
+    """Load the weights beside a checkpoint's adapters. Collective. Raises CheckpointError."""
+    if base.source is not None:
+        load_weights(engine, base.source.path, world.control, world.disks)
+    elif start.weights is not None:
+        load_published_weights(engine, start.weights, world.control, progress)
 
 
 def load_checkpoint(
@@ -236,15 +269,19 @@ def _load_first_weights(
     progress: Callable[[], object],
 ) -> str | None:
     """Load the weights of --init-from, and return their name; None without --init-from. Collective."""
+    name = None
     if start.weights is not None:
         for note in start.weights.notes:
             report(note)
         load_published_weights(engine, start.weights, world.control, progress)
-        return start.weights.name
-    if start.source is None:
-        return None
-    load_weights(engine, start.source.path, world.control, world.disks)
-    return str(start.source.path)
+        name = start.weights.name
+    elif start.source is not None:
+        load_weights(engine, start.source.path, world.control, world.disks)
+        name = str(start.source.path)
+    if (folder := start.config.lora_from) is not None:
+        load_adapters(engine, folder, start.weights.model if start.weights else None, world.control)
+        name = f"{name}, adapters from {folder}"
+    return name
 
 
 #: Settings of one rank by key. Errors show the values.
@@ -338,6 +375,7 @@ def _configuration(run: Start) -> dict[str, str]:
     # The number of steps is the schedule's, too.
     resolved = {name: values for name, values in run.resolved.as_dict().items() if name != "total_steps"}
     compared = {key: config[key] for key in keys_with(ranks="same")}
+    compared["minutes"] = config["minutes"]
     # The content of checkpoints, weights, items and prompts is compared, not their paths.
     compared["resume"] = config["resume"] if config["resume"] in ("auto", "none") else "a checkpoint"
     compared["init_from"] = None if run.config.init_from is None else "weights"

@@ -39,6 +39,7 @@ from llmscale.error_handling import say
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.files.atomic_write import write_durably
 from llmscale.files.record_log import RecordLog
+from llmscale.terminal.human_numbers import with_singulars
 from llmscale.untrusted.documents import load_json_lines
 from llmscale.untrusted.paths import open_own
 from llmscale.untrusted.terminal import make_visible_line
@@ -46,6 +47,8 @@ from llmscale.untrusted.terminal import make_visible_line
 CONFIG_NAME = "config.json"
 DS_CONFIG_NAME = "ds_config.json"
 STARTS_NAME = "starts.jsonl"
+#: Every choice of the newest start, in words.
+START_TEXT_NAME = "start.txt"
 METRICS_NAME = "metrics.jsonl"
 FAILURE_NAME = "failure.json"
 ATTEMPTS_NAME, LOGS_NAME = "attempts.jsonl", "logs"
@@ -57,6 +60,7 @@ OWN_FILES = (
     CONFIG_NAME,
     DS_CONFIG_NAME,
     STARTS_NAME,
+    START_TEXT_NAME,
     METRICS_NAME,
     LOCK_NAME,
     ".launch.lock",
@@ -67,7 +71,7 @@ OWN_FILES = (
 ORIGIN_FOLDERS = ("dataset", "published")
 OWN_FOLDERS = ("checkpoints", LOGS_NAME, "profile", "tensorboard", "wandb", *ORIGIN_FOLDERS)
 #: Files that a start writes before its first step.
-_START_FILES = (CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME, METRICS_NAME, FAILURE_NAME)
+_START_FILES = (CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME, START_TEXT_NAME, METRICS_NAME, FAILURE_NAME)
 #: Libraries whose version can change a result.
 LIBRARIES = ("torch", "deepspeed", "mosaicml-streaming", "numpy", "tiktoken", "tokenizers")
 #: Space that a new run folder needs for the description of the run.
@@ -76,6 +80,8 @@ _PROBE_BYTES = 1 << 16
 _VISIBLE_TRIES = 50
 _VISIBLE_PAUSE_S = 0.1
 _MAX_ERROR_CHARACTERS = 600
+#: Time limit of git: a start does not wait for a large repository on a slow disk.
+_GIT_S = 5.0
 
 
 def create_run_folder(run: Path) -> list[Path]:
@@ -252,10 +258,42 @@ def save_run_description(
         "python": platform.python_version(),
         "llmscale": __version__,
         "versions": library_versions(),
+        **working_commit(),
     }
     starts = RecordLog(run / STARTS_NAME, say)
     starts.append(json.dumps(start).encode() + b"\n")
     starts.close()
+
+
+def working_commit() -> dict[str, object]:
+    """Return the git commit of the working folder, and whether its files differ; empty without git or a repository."""
+
+    def git(*words: str) -> str:
+        command = ["git", "--no-optional-locks", *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=True).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        return {"commit": commit, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def open_start_text(run: Path) -> Callable[[str], None]:
+    """Remove start.txt of an earlier start, and return a function that appends a line to it. Never raises."""
+    path = run / START_TEXT_NAME
+    with suppress(OSError):
+        path.unlink()
+
+    def write(line: str) -> None:
+        # A full disk ends no run whose configuration is saved.
+        with (
+            suppress(OSError),
+            open(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8") as file,
+        ):
+            file.write(f"{with_singulars(make_visible_line(line))}\n")
+
+    return write
 
 
 def _arguments() -> list[str]:

@@ -354,16 +354,20 @@ def find_step_samples(run: Path, step: int, given: str | None = None) -> StepSam
     if sets.fingerprint != state.identity.get("data"):
         raise DataError(f"{config.data} is not what {folder} was trained on. Put the old data back.")
     stream = stream_of_checkpoint(config, sets, state)
+    return StepSamples(sets, [sample for _, sample in read_step_samples(config, sets, stream, step)])
+
+
+def read_step_samples(
+    config: RunConfig, sets: TrainingSets, stream: SampleStream, step: int
+) -> list[tuple[int, StepSample]]:
+    """Return the samples of a step, counted from 1, each with its id in all datasets together. Raises DataError."""
     begin, end = stream.samples_after(step - 1), stream.samples_after(step)
-    ids = stream.order.sample_ids(np.arange(begin, end))
-    windows = MixedShards(sets.locations, "train", cache_limit_bytes(config)).read(ids)
-    return StepSamples(
-        sets,
-        [
-            StepSample(begin + number, *_locate(sets, int(sample_id)), window)
-            for number, (sample_id, window) in enumerate(zip(ids, windows, strict=True))
-        ],
-    )
+    ids = stream.order.sample_ids(np.arange(begin, end)).tolist()
+    windows = MixedShards(sets.locations, "train", cache_limit_bytes(config)).read(np.array(ids))
+    return [
+        (sample_id, StepSample(begin + number, *_locate(sets, sample_id), window))
+        for number, (sample_id, window) in enumerate(zip(ids, windows, strict=True))
+    ]
 
 
 def _locate(sets: TrainingSets, sample_id: int) -> tuple[int, str, str, int]:

@@ -29,12 +29,19 @@ from llmscale.data.validation import ValidationSplit, open_validation
 from llmscale.engine.collectives import StepVote, gather, on_all_ranks, on_main_rank, vote
 from llmscale.engine.deepspeed_engine import set_learning_rate
 from llmscale.engine.process_group import World, is_gpu, leave_world
-from llmscale.engine.train_step import explain_smallest_scale, get_scaler_state, seed_step, set_micro_steps, train_step
+from llmscale.engine.train_step import (
+    CountedTargets,
+    explain_smallest_scale,
+    get_scaler_state,
+    seed_step,
+    set_micro_steps,
+    train_step,
+)
 from llmscale.engine.zero_shards import MASTER, group_scalars
 from llmscale.errors import CheckpointError, DataError, LlmscaleError
 from llmscale.training.inputs import as_plain
 from llmscale.training.live_run import Engine, RecentSteps, Run, RunIO, StepAction, StepResult, WatchStragglers
-from llmscale.training.log_steps import LogSteps
+from llmscale.training.log_steps import LogSteps, ReportPace
 from llmscale.training.loss_spikes import (
     RollbackRequest,
     StopOnNonfinite,
@@ -89,6 +96,8 @@ class Session:
         self.step = self.run.first_step
         """Optimizer steps done."""
         self._ids_checksum, self._checks_ids = 0, False
+        self._num_targets = 0
+        """Targets of the step: of this rank before `decide`, of the global batch after it."""
         self._fetch_failure: Exception | None = None
 
     def __enter__(self) -> Session:
@@ -137,8 +146,11 @@ class Session:
             engine.meter.phases.mark("other")
         check_every = run.config.check_every
         self._checks_ids = check_every > 0 and (step - run.first_step) % check_every == 0
-        counts = self._checks_ids and run.resolved.plan.ranks.is_first(run.world.rank)
-        self._ids_checksum = ids_checksum(torch.cat([batch.sample_ids for batch in batches]).numpy()) if counts else 0
+        # Ranks that divide sequences have the same ones.
+        is_first = run.resolved.plan.ranks.is_first(run.world.rank)
+        ids = torch.cat([batch.sample_ids for batch in batches]).numpy()
+        self._ids_checksum = ids_checksum(ids) if is_first and self._checks_ids else 0
+        self._num_targets = sum(batch.num_targets for batch in batches) if is_first and engine.feed.has_mask else 0
         return batches
 
     def decide(self, step: int) -> StepVote:
@@ -151,11 +163,17 @@ class Session:
             stop=bool(self.stop.received),
             save=self.checkpoints.due_by_clock(),
             rollback=self.rollback.rollback_from is not None,
+            log=any([log.due_by_clock() for log in self._logs]),
             ids_checksum=self._ids_checksum,
+            targets=self._num_targets,
             failure=self._fetch_failure,
         )
+        for log in self._logs:
+            if decision.log:
+                log.add(step + 1)
         if self._checks_ids:
             self._check_ids(step, decision.ids_sum)
+        self._num_targets = decision.targets
         return decision
 
     def rolls_back_at_end(self) -> bool:
@@ -164,10 +182,15 @@ class Session:
         decision = vote(self.run.world.control, stop=bool(self.stop.received), rollback=wanted)
         return decision.rollback and not decision.stop
 
-    def train(self, step: int, batches: list[MicroBatch]) -> StepResult:
-        """Run one optimizer step."""
+    def train(self, step: int, batches: list[MicroBatch], weights: Sequence[float] | None = None) -> StepResult:
+        """Run one optimizer step, with other `weights` of the micro-batches' losses than the step's, if given."""
         run, engine, deepspeed = self.run, self.engine, self.engine.deepspeed
-        resolved = run.resolved
+        resolved, counted = run.resolved, None
+        if engine.feed.has_mask:
+            if not self._num_targets:
+                return self._leave_out(step)
+            places = run.batch_size(step) * resolved.plan.seq_len
+            counted = CountedTargets([batch.is_target for batch in batches], places / self._num_targets)
         seed_step(run.config.seed, step, run.world.rank)
         set_learning_rate(deepspeed, resolved.optimizer, resolved.schedule.learning_rate(step))
         set_micro_steps(deepspeed, len(batches))
@@ -175,15 +198,27 @@ class Session:
         with explain_smallest_scale(step):
             tokens, timer = [batch.tokens for batch in batches], engine.meter.phases
             seq_len = None if run.resolved.plan.lengths is None else run.seq_len(step)
-            weight = run.loss_weight(step)
-            weights = [0.0 if batch.is_filler else weight for batch in batches]
-            loss = train_step(deepspeed, tokens, run.world.device, timer, seq_len, weights)
+            if weights is None:
+                weight = run.loss_weight(step)
+                weights = [0.0 if batch.is_filler else weight for batch in batches]
+            loss = train_step(deepspeed, tokens, run.world.device, timer, seq_len, weights, counted)
         self.step = step + 1
         engine.meter.count_step()
         engine.recent.losses.append(loss)
         norm = deepspeed.get_global_grad_norm()
         engine.recent.norms.append(norm)
         return StepResult(self.step, batches, loss, deepspeed.skipped_steps > skipped_before, norm)
+
+    def _leave_out(self, step: int) -> StepResult:
+        """Leave the weights as they are in a step whose global batch has no target."""
+        self.step = step + 1
+        self.io.report(f"WARNING: step {self.step}: no token of its batch is a target, so it changes nothing")
+        self.io.log_event("no_targets", step=self.step)
+        self.engine.meter.count_step()
+        loss = torch.zeros((), device=self.run.world.device)
+        self.engine.recent.losses.append(loss)
+        self.engine.recent.norms.append(0.0)
+        return StepResult(self.step, [], loss, was_skipped=False)
 
     def run_actions(self, result: StepResult) -> None:
         """Run everything that is due after a step: log, validate, sample, save."""
@@ -194,7 +229,7 @@ class Session:
     def log_last(self) -> None:
         """Log the last step before a stop, so that the lines that follow are about the same step. Collective."""
         losses = self.engine.recent.losses
-        for log in [action for action in self.actions if isinstance(action, LogSteps) and losses]:
+        for log in self._logs if losses else []:
             log.run(StepResult(self.step, [], losses[-1], False))
 
     def save(self) -> None:
@@ -221,6 +256,10 @@ class Session:
         io.report(f"{why} at step {self.step} of {total}; run folder: {shown(run.config.run)}")
         io.log_event(why.split()[0], step=self.step, reason=why)
         return EXIT_RESTART if reasons and is_left_by_others(reasons, os.environ) else 0
+
+    @property
+    def _logs(self) -> list[LogSteps]:
+        return [action for action in self.actions if isinstance(action, LogSteps)]
 
     def _check_ids(self, step: int, ids_sum: int) -> None:
         """Raise DataError unless the ranks' samples are exactly the global batch that the order gives this step."""
@@ -256,6 +295,8 @@ def build_actions(
     if engine.compiler is not None:
         actions.append(ReportCompilation(run, io, engine.compiler))
     actions += [ReportMemory(run, io), log, StopOnNonfinite(run, engine, io, judges_at=log.due)]
+    if world.is_main:
+        actions.append(ReportPace(run, engine, io))
     if config.overfit_batch is not None:
         actions.append(JudgeOverfit(run, io))
     if run.validation:
@@ -400,8 +441,8 @@ class SaveCheckpoints(StepAction):
 
     def due_by_clock(self) -> bool:
         """Return whether --save-every-minutes have passed on rank 0, whose clock counts."""
-        minutes = self._run.config.save_every_minutes
-        return self._run.world.is_main and minutes is not None and time.monotonic() - self._last_save_s > minutes * 60
+        seconds = 60 * (self._run.config.save_every_minutes or 0)
+        return self._run.world.is_main and seconds > 0 and time.monotonic() - self._last_save_s > seconds
 
     def run(self, result: StepResult) -> None:
         self.save(result.step)
@@ -453,4 +494,5 @@ class SaveCheckpoints(StepAction):
             wandb_run_id=self._io.wandb_run_id,
             config=as_plain(run.config),
             hyperparameters=self._hyperparameters,
+            base=run.start.base.as_dict() if run.start.base else {},
         )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import SHAPE_KEYS, VOCAB_MULTIPLE, shortest_interval
+from llmscale.checkpoint.frozen_base import base_of_checkpoint
 from llmscale.checkpoint.inventory import FoundCheckpoints
 from llmscale.checkpoint.manifest import load_pieces
 from llmscale.checkpoint.run_state import RunState, SavedRun, check_identity
@@ -62,7 +63,7 @@ class Start(Inputs):
     @property
     def is_finished(self) -> bool:
         """True if the checkpoint has no steps left."""
-        return self.state is not None and self.state.step >= self.resolved.total_steps
+        return self.state is not None and not self.is_open and self.state.step >= self.resolved.total_steps
 
     @cached_property
     def identity(self) -> dict[str, object]:
@@ -86,6 +87,12 @@ class Start(Inputs):
         Raises CheckpointError, ConfigError, DataError.
         """
         begun = _begin(replace(self, source=source, resumes=resumes), self.resolved)
+        return replace(begun, compilation=self.compilation, listing=self.listing)
+
+    def with_steps(self, steps: int) -> Start:
+        """Return the start of a run whose steps --minutes sets. Raises ConfigError."""
+        check_skips(self.config.skip_steps, steps)
+        begun = _begin(self, _with_steps(self, self.resolved, steps))
         return replace(begun, compilation=self.compilation, listing=self.listing)
 
 
@@ -113,6 +120,8 @@ def resolve_ranks(inputs: Inputs, world_size: int) -> ResolvedRun:
 def _begin(inputs: Inputs, resolved: ResolvedRun) -> Start:
     """Return the start at the inputs' checkpoint, none of whose values depends on the number of ranks."""
     config, source, state = inputs.config, inputs.source, inputs.state
+    if inputs.steps_of_minutes is not None:
+        resolved = _with_steps(inputs, resolved, inputs.steps_of_minutes)
     if source is not None:
         _check_model(inputs, resolved, source)
     if source is not None and state is not None and state.step != source.step:
@@ -120,16 +129,26 @@ def _begin(inputs: Inputs, resolved: ResolvedRun) -> Start:
     stream = build_stream(config, inputs.sets, resolved, state)
     values = {entry.name: getattr(inputs, entry.name) for entry in fields(Inputs)}
     start = Start(**values, resolved=resolved, stream=stream)
-    check_skips(config.skip_steps, resolved.total_steps)
+    if not inputs.is_open:
+        check_skips(config.skip_steps, resolved.total_steps)
     if state is None:
         return start
     return replace(start, warnings=tuple(check_identity(state.identity, start.identity, config.allow_changed)))
+
+
+def _with_steps(inputs: Inputs, resolved: ResolvedRun, steps: int) -> ResolvedRun:
+    config = inputs.config.model_copy(update={"steps": steps})
+    return replace(resolved, schedule=resolve_schedule(config, resolved.plan, inputs.facts.num_train_samples))
 
 
 def _check_model(inputs: Inputs, resolved: ResolvedRun, source: SavedRun) -> None:
     """Raise CheckpointError if the checkpoint's tensors belong to another model or optimizer."""
     config, shape, folder, state = inputs.config, resolved.shape, source.path, source.state
     fixed = [key for key, behaviour in SHAPE_KEYS.items() if behaviour.resume == "weights"]
+    if not inputs.resumes:
+        # Adapters begin beside these weights.
+        base_of_checkpoint(source)
+        fixed = [key for key in fixed if not key.startswith("lora_")]
     saved = {key: state.hyperparameters[key] for key in fixed if key in state.hyperparameters}
     now = {key: getattr(shape, key) for key in saved}
     match [saved.get(key) for key in ("n_layer", "dense_layers", "expert_interval")]:
@@ -155,6 +174,8 @@ def _check_model(inputs: Inputs, resolved: ResolvedRun, source: SavedRun) -> Non
 
 def _describe_frozen(state: RunState, config: RunConfig, resolved: ResolvedRun) -> str | None:
     """Return how the frozen parameters differ from the checkpoint's, or None."""
+    if resolved.shape.lora_rank:
+        return None
     tensors, saved = resolved.tensors, state.hyperparameters.get("freeze")
     patterns = [str(pattern) for pattern in saved] if isinstance(saved, list) else []
     before = {tensor.name for tensor in replace(tensors, frozen=tuple(patterns)).frozen_tensors}
@@ -257,13 +278,13 @@ def finished_lines(state: RunState, run: Start) -> Iterator[str]:
     if state.step < total:
         return
     more = 2 * state.step
-    wanted = config.model_copy(update={"steps": more, "tokens": None})
+    wanted = config.model_copy(update={"steps": more, "tokens": None, "minutes": None})
+    longer_by = "more --tokens" if config.tokens else f"more --steps, such as --steps {more}"
+    if config.minutes:
+        longer_by = "another --minutes, which counts from there"
     longer = resolve_schedule(wanted, run.resolved.plan, run.sets.num_train_samples)
     last, following = _schedule_of(state).learning_rate(state.step - 1), longer.learning_rate(state.step)
-    yield (
-        f"nothing to do: the checkpoint is at step {state.step:,} of {total:,}. To continue, give "
-        f"{'more --tokens' if config.tokens else f'more --steps, such as --steps {more}'}"
-    )
+    yield (f"nothing to do: the checkpoint is at step {state.step:,} of {total:,}. To continue, give {longer_by}")
     if abs(following - last) > _SMOOTH * last:
         yield (
             f"with {more:,} steps the {longer.schedule} schedule runs over all of them: the learning rate goes from "

@@ -66,6 +66,33 @@ _HANDLERS_PATIENCE_S = 10.0
 _HANDLERS_CHECK_S = 0.05
 
 
+#: Time after a second Ctrl-C in which a third one ends the run without a save.
+_ANSWER_S = 5.0
+
+
+class Interrupts:
+    """Counts Ctrl-C: the first asks for a save, the second is a question, and a third within _ANSWER_S the answer."""
+
+    def __init__(self) -> None:
+        self._count, self._asked_s = 0, 0.0
+
+    def add(self) -> bool:
+        """Count one more, and return whether the run is to end at once."""
+        now = time.monotonic()
+        self._count = 2 if self._count == 2 and now - self._asked_s > _ANSWER_S else self._count + 1
+        self._asked_s = now
+        return self._count > 2
+
+    def answer(self) -> None:
+        """Print what the last Ctrl-C does. Not by print, which the main thread may be inside of."""
+        line = "saving after this step; Ctrl-C again stops without saving"
+        if self._count == 2:
+            line = f"Ctrl-C within {_ANSWER_S:g} s stops without saving: the steps since the last checkpoint are lost"
+        with contextlib.suppress(OSError):
+            # A terminal has echoed ^C.
+            os.write(1, f"{os.linesep * os.isatty(1)}{line}\n".encode())
+
+
 class StopOfRank(NamedTuple):
     """A rank's view of a stop."""
 
@@ -98,13 +125,13 @@ class StopRequest:
     before_early_end: list[Callable[[], None]] = field(default_factory=list)
     """Called in another thread before the process ends during start-up."""
     before_sudden_end: list[Callable[[], None]] = field(default_factory=list)
-    """Called in another thread before a second SIGINT ends the process."""
+    """Called in another thread before a third SIGINT, in start-up a second, ends the process."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _starting: bool = True
     _early_reason: str | None = None
 
     def install(self) -> None:
-        """Record SIGTERM, SIGINT, SIGUSR1, and SIGHUP unless nohup ignores it. A second SIGINT ends at once."""
+        """Record SIGTERM, SIGINT, SIGUSR1, and SIGHUP unless nohup ignores it; answer SIGINT at once."""
         numbers = [*STOP_SIGNALS]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
@@ -173,19 +200,25 @@ class StopRequest:
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
         def listen() -> None:
-            num_sigints = 0
+            interrupts = Interrupts()
             while byte := os.read(arrivals, 1):  # one byte per signal, its number
-                num_sigints += byte[0] == signal.SIGINT
-                if num_sigints == 2:
-                    with contextlib.suppress(Exception):
-                        for action in self.before_sudden_end:
-                            action()
-                    # Shells report a signal as 128 + its number.
-                    os._exit(128 + signal.SIGINT)
+                if byte[0] == signal.SIGINT:
+                    self._interrupt(interrupts)
                 if byte[0] in numbers:
                     self._end_early(signal.Signals(byte[0]).name)
 
         threading.Thread(target=listen, name="signals", daemon=True).start()
+
+    def _interrupt(self, interrupts: Interrupts) -> None:
+        """Answer a Ctrl-C on rank 0, or end this process at once."""
+        if interrupts.add() or self.ends_early:
+            with contextlib.suppress(Exception):
+                for action in self.before_sudden_end:
+                    action()
+            # Shells report a signal as 128 + its number.
+            os._exit(128 + signal.SIGINT)
+        if not self._starting and os.environ.get("RANK", "0") == "0":
+            interrupts.answer()
 
     def _end_early(self, why: str) -> None:
         """Begin to end, unless training has begun."""

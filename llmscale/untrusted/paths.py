@@ -9,10 +9,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
-from llmscale.errors import ConfigError
+from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.untrusted.terminal import is_visible
 
 #: First line of the file that stands for one in Git LFS, and the largest size of such a file
@@ -32,6 +34,15 @@ _KINDS = {
 
 class RefusedFile(OSError):
     """A path is not a regular file, the file is too large, or a Git LFS pointer; `strerror` says which."""
+
+
+@contextmanager
+def unreadable_as(error: type[LlmscaleError], what: object, remedy: str = "") -> Iterator[None]:
+    """Raise `error`, "`what` cannot be read: (reason). `remedy`", in place of an OSError."""
+    try:
+        yield
+    except OSError as fault:
+        raise error(f"{what} cannot be read: {fault.strerror or fault}. {remedy}".rstrip()) from None
 
 
 def in_home(path: Path | str) -> Path:

@@ -220,7 +220,7 @@ def test_of_all_ranks_of_a_host_one_speaks(ranks: Callable) -> None:
     job = ranks(["llmscale/train.py", "--stepz", "5"], 2)
     outputs = job.wait()
     assert job.exit_codes == [2, 2]
-    assert outputs[0] == "error: unknown argument '--stepz'. Did you mean '--steps'? `train.py --help` lists all.\n"
+    assert outputs[0] == "error: unknown argument '--stepz'. Did you mean '--steps'? `train.py --help all` lists all.\n"
     assert outputs[1] == ""
 
 

@@ -59,7 +59,7 @@ def test_the_files_of_the_hubs_cache_are_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight_map", "said"),
+    ("weight_map", "message"),
     [
         ({"x": "../a.safetensors"}, r"'../a.safetensors', the file of 'x', is not a .safetensors file of this folder"),
         ({"x": "/etc/passwd"}, "is not a .safetensors file of this folder"),
@@ -72,11 +72,11 @@ def test_the_files_of_the_hubs_cache_are_links(tmp_path: Path) -> None:
     ],
 )
 def test_an_index_names_files_of_its_folder_that_hold_what_it_says(
-    tmp_path: Path, weight_map: object, said: str
+    tmp_path: Path, weight_map: object, message: str
 ) -> None:
     write_file(tmp_path / "a.safetensors", {"x": ("F32", [2])})
     write_index(tmp_path, weight_map)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         list_all(tmp_path)
 
 
@@ -90,12 +90,12 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
 
 def test_damaged_and_hostile_headers_are_refused(tmp_path: Path) -> None:
     path = write_file(tmp_path / SINGLE, {"x": ("F32", [4]), "y": ("F32", [4])})
-    whole = path.read_bytes()
+    complete = path.read_bytes()
     overlapping = {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]}
     huge = {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 16]}
     contents = {
-        "truncated": whole[:-1],
-        "longer": whole + b"\0",
+        "truncated": complete[:-1],
+        "longer": complete + b"\0",
         "empty": b"",
         "no header": struct.pack("<Q", 2**60) + b"{}",
         "a header behind the end": struct.pack("<Q", 90 * 2**20) + b"{}",
@@ -162,17 +162,17 @@ def test_missing_surplus_and_other_shapes_are_named() -> None:
     less = {key: value for key, value in stored.items() if key != name}
     more = {**stored, "score.weight": stored[name], "a.weight": stored[name]}
     other = {**stored, name: StoredTensor(name, Path("f"), (32, 8), "F32")}
-    for given, said in (
+    for given, message in (
         (less, f"hf:x has no '{name}' among its {len(less)} tensors"),
         (more, "hf:x holds 'a.weight' and 1 more, which the model of its config.json has no place for"),
         (other, rf"hf:x: '{name}' has the shape \[32, 8\], and \[8, 32\] by its config.json"),
     ):
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             match_tensors(given, WANTED, "hf:x")
 
 
 @pytest.mark.parametrize(
-    ("architecture", "lacks", "holds", "said"),
+    ("architecture", "lacks", "holds", "message"),
     [
         ("LlamaForCausalLM", ["lm_head.weight"], [], r'its config.json lacks "tie_word_embeddings": true'),
         (
@@ -183,21 +183,25 @@ def test_missing_surplus_and_other_shapes_are_named() -> None:
         ),
         ("LlamaModel", ["model.norm.weight"], [], r"hf:x has no 'norm\.weight' among its"),
         (
-            *("LlamaForSequenceClassification", ["lm_head.weight"], ["score.weight"]),
+            "LlamaForSequenceClassification",
+            ["lm_head.weight"],
+            ["score.weight"],
             "class LlamaForSequenceClassification, not a causal .* it lacks 'lm_head.weight' and holds 'score.weight'",
         ),
         ("LlamaForTokenClassification", [], ["score.weight"], "not a causal language model: it holds 'score.weight'"),
         ("LlamaForCausalLM", [], ["a", "b"], "holds 'a' and 1 more, which the model"),
     ],
 )
-def test_another_class_of_the_family_is_named(architecture: str, lacks: list[str], holds: list[str], said: str) -> None:
+def test_another_class_of_the_family_is_named(
+    architecture: str, lacks: list[str], holds: list[str], message: str
+) -> None:
     untied = SHAPE.changed({"positions": "rotary", "norm": "rmsnorm", "gated_mlp": True, "tied": False, "bias": False})
     wanted = tuple(FAMILIES["llama"].tensors(untied))
     is_bare = architecture == "LlamaModel"
     stored = {t.name: StoredTensor(t.name, Path("f"), t.shape, "F32") for t in wanted if t.name not in lacks}
     stored |= {name: StoredTensor(name, Path("f"), (2, 8), "F32") for name in holds}
     stored = {name.removeprefix("model.") if is_bare else name: tensor for name, tensor in stored.items()}
-    with pytest.raises(CheckpointError, match=said) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         match_tensors(stored, wanted, "hf:x", architecture)
     assert ("tie_word_embeddings" in str(caught.value)) == (architecture == "LlamaForCausalLM" and bool(lacks))
 
@@ -221,8 +225,8 @@ def save(folder: Path, layout: list[HFTensor], values: torch.Tensor, kind: str) 
             continue
         rows = tensor.shape[1] if tensor.transposed else tensor.shape[0] - tensor.skipped_rows
         part = values[tensor.first_row : tensor.first_row + rows]
-        whole = torch.cat([torch.full((tensor.skipped_rows, 5), 99.0, dtype=values.dtype), part])
-        tensors[tensor.name] = (whole.t() if tensor.transposed else whole).contiguous()
+        values_ = torch.cat([torch.full((tensor.skipped_rows, 5), 99.0, dtype=values.dtype), part])
+        tensors[tensor.name] = (values_.t() if tensor.transposed else values_).contiguous()
     if kind == "safetensors":
         save_file(tensors, folder / "model.safetensors")
     else:

@@ -60,8 +60,8 @@ class Run:
 
     def found(self) -> dict[str, Checkpoint]:
         """Readable checkpoints on disk, by the id in their state."""
-        found = find_checkpoints(self.folder)
-        return {id_of(saved): saved for saved in [*found.current, *found.abandoned]}
+        checkpoints = find_checkpoints(self.folder)
+        return {id_of(saved): saved for saved in [*checkpoints.current, *checkpoints.abandoned]}
 
     def current(self) -> list[str]:
         return [id_of(saved) for saved in find_checkpoints(self.folder).current]
@@ -100,8 +100,8 @@ class Run:
 
     def best(self, line: tuple[str, ...]) -> str | None:
         """The lowest validation loss among what is whole; of two that are equal, the newer one's."""
-        whole = [i for i in reversed(line) if (i in self.there or i == line[-1]) and i not in self.damaged]
-        return min((i for i in whole if loss_of(i) is not None), key=lambda i: loss_of(i) or 0.0, default=None)
+        undamaged = [i for i in reversed(line) if (i in self.there or i == line[-1]) and i not in self.damaged]
+        return min((i for i in undamaged if loss_of(i) is not None), key=lambda i: loss_of(i) or 0.0, default=None)
 
     def damaged_manifests(self) -> set[str]:
         return {identity for identity in self.damaged if identity.endswith("!")}
@@ -116,9 +116,9 @@ class Run:
         if chosen is None:
             return
         with KILLER.after(kill_after) as died:
-            found = find_checkpoints(self.folder)
-            history = history_after(found, on_disk[chosen].path, self.folder)
-            if history != found.history:
+            checkpoints = find_checkpoints(self.folder)
+            history = history_after(checkpoints, on_disk[chosen].path, self.folder)
+            if history != checkpoints.history:
                 record_history(self.folder, history, on_disk[chosen].path)
                 point_latest(self.folder, on_disk[chosen].path)
             remove_leftovers(self.folder)
@@ -145,14 +145,14 @@ class Run:
 
     def check(self) -> None:
         """Check what must hold at any time."""
-        found = find_checkpoints(self.folder)
+        checkpoints = find_checkpoints(self.folder)
         on_disk = self.found()
         assert set(on_disk) == self.there
-        best = find_best(found.current)
+        best = find_best(checkpoints.current)
         assert (best and id_of(best)) == (self.best(self.line) if self.line else None)
         assert self.current() == [identity for identity in reversed(self.line) if identity in self.there]
-        assert not found.passed_over
-        assert not found.damaged
+        assert not checkpoints.passed_over
+        assert not checkpoints.damaged
         assert all(find_damage(saved.path) is None for i, saved in on_disk.items() if i not in self.damaged)
 
 

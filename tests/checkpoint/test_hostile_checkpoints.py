@@ -201,6 +201,6 @@ def test_what_a_checkpoint_says_is_shown_as_text(
     _sign(checkpoint, set_at("precision", to="\x1b]0;owned\x07"))
     assert main(["checkpoint", "list", str(tmp_path / "run")]) == 0
     assert main(["checkpoint", "show", str(tmp_path / "run")]) == 0
-    shown = capsys.readouterr().out
-    assert "\x1b" not in shown
-    assert r"\x1b]0;owned\x07" in shown
+    output = capsys.readouterr().out
+    assert "\x1b" not in output
+    assert r"\x1b]0;owned\x07" in output

@@ -61,15 +61,15 @@ def steps(run: Path) -> list[int]:
     return [step_of(path) for path in list_checkpoints(run)]
 
 
-def names(found: FoundCheckpoints) -> tuple[list[str], list[str]]:
-    return [saved.path.name for saved in found.current], [saved.path.name for saved in found.abandoned]
+def names(checkpoints: FoundCheckpoints) -> tuple[list[str], list[str]]:
+    return [saved.path.name for saved in checkpoints.current], [saved.path.name for saved in checkpoints.abandoned]
 
 
 def test_a_history_counts_each_line_it_comes_from_up_to_its_branch() -> None:
     history = History(4, ((1, 20), (3, 30)))
     assert [
         history.includes(number, step) for number, step in ((1, 20), (1, 21), (2, 5), (3, 30), (3, 31), (4, 99))
-    ] == [*(True, False, False, True, False, True)]
+    ] == [True, False, False, True, False, True]
 
 
 def test_going_back_leaves_the_later_steps_behind_at_once(tmp_path: Path) -> None:
@@ -101,9 +101,9 @@ def test_a_new_history_has_a_number_above_every_abandoned_checkpoint_s(tmp_path:
     first, second = write(tmp_path, 10), write(tmp_path, 20)
     record_history(tmp_path, History(2, ((1, 10),)), first)
     write(tmp_path, 25, History(7, ((1, 10),)))
-    found = find_checkpoints(tmp_path)
-    assert [saved.step for saved in found.abandoned] == [25, 20]
-    assert history_after(found, second, tmp_path) == History(8, ((1, 20),))
+    checkpoints = find_checkpoints(tmp_path)
+    assert [saved.step for saved in checkpoints.abandoned] == [25, 20]
+    assert history_after(checkpoints, second, tmp_path) == History(8, ((1, 20),))
 
 
 def test_the_newest_of_the_history_goes_on_in_it(tmp_path: Path) -> None:
@@ -155,9 +155,9 @@ def test_without_its_record_the_newest_history_that_saved_is_the_current_one(
     record_history(tmp_path, history, tmp_path)
     path = checkpoints_folder(tmp_path) / "history.json"
     path.unlink() if damage is None else path.write_bytes(damage)
-    found = find_checkpoints(tmp_path)
-    assert names(found)[0] == ["step-00000015", "step-00000010"]
-    assert len(found.notes) == (damage is not None)
+    checkpoints = find_checkpoints(tmp_path)
+    assert names(checkpoints)[0] == ["step-00000015", "step-00000010"]
+    assert len(checkpoints.notes) == (damage is not None)
 
 
 def test_a_flipped_digit_in_the_record_is_noticed(tmp_path: Path) -> None:
@@ -180,23 +180,31 @@ def test_names_that_are_not_ours_are_passed_over_and_never_touched(tmp_path: Pat
     (folder / ".step-00000063.partial").mkdir()
     (folder / ".nfs0001").write_text("")
     (folder / "notes").mkdir()
-    found = find_checkpoints(tmp_path)
-    assert names(found) == (["step-00000060"], [])
-    assert sorted(path.name for path, _ in found.passed_over) == [
-        *(".step-00000061.partial", ".step-00000062.partial", "step-0000000070", "step-00000060-backup"),
-        *("step-00000070", "step-00000080", "step-00000090", "step-00000099.old-0", "step-60", "step-old"),
+    checkpoints = find_checkpoints(tmp_path)
+    assert names(checkpoints) == (["step-00000060"], [])
+    assert sorted(path.name for path, _ in checkpoints.passed_over) == [
+        ".step-00000061.partial",
+        ".step-00000062.partial",
+        "step-0000000070",
+        "step-00000060-backup",
+        "step-00000070",
+        "step-00000080",
+        "step-00000090",
+        "step-00000099.old-0",
+        "step-60",
+        "step-old",
     ]
     lines: list[str] = []
     assert find_checkpoint(tmp_path, lines.append) == folder / "step-00000060"
-    assert len(lines) == len(found.passed_over)
+    assert len(lines) == len(checkpoints.passed_over)
 
 
 def test_a_name_must_agree_with_what_is_in_it(tmp_path: Path) -> None:
     write(tmp_path, 50)
     renamed = write(tmp_path, 40, name="step-00000060")
-    found = find_checkpoints(tmp_path)
-    assert names(found) == (["step-00000050"], [])
-    assert "says that this is the checkpoint of step 40" in found.damaged[0][1]
+    checkpoints = find_checkpoints(tmp_path)
+    assert names(checkpoints) == (["step-00000050"], [])
+    assert "says that this is the checkpoint of step 40" in checkpoints.damaged[0][1]
     assert "says that this is the checkpoint of step 40" in str(find_damage(renamed))
 
 
@@ -341,10 +349,16 @@ def test_removes_what_an_interrupted_save_left(save_steps: Callable, tmp_path: P
     (folder / ".step-00000007.partial").symlink_to(folder / "notes")
     lines = remove_leftovers(tmp_path / "run")
     assert [line.split()[1] for line in lines] == [
-        *(".step-00000005.deleted,", ".step-00000020.partial,", ".step-00000030.partial-2,")
+        ".step-00000005.deleted,",
+        ".step-00000020.partial,",
+        ".step-00000030.partial-2,",
     ]
     assert sorted(path.name for path in folder.iterdir()) == [
-        *(".step-00000006.partial", ".step-00000007.partial", "latest", "notes", "step-00000010")
+        ".step-00000006.partial",
+        ".step-00000007.partial",
+        "latest",
+        "notes",
+        "step-00000010",
     ]
     assert (folder / "notes" / "file").read_text() == "x"
 

@@ -162,8 +162,8 @@ def test_the_newest_good_checkpoint_is_taken(save_steps: Callable, tmp_path: Pat
     (newest / "__0_0.distcp").write_bytes(b"torn")
     (middle / "manifest.json").unlink()
     lines: list[str] = []
-    found = newest_good(tmp_path / "run", lines.append)
-    assert found is not None and found.path == oldest
+    checkpoint = newest_good(tmp_path / "run", lines.append)
+    assert checkpoint is not None and checkpoint.path == oldest
     assert len(lines) == 2
     assert lines[0].startswith("WARNING: step-00000002 is damaged and passed over: ")
     assert "manifest.json is missing" in lines[0]

@@ -52,10 +52,10 @@ def test_an_abandoned_checkpoint_outlives_the_save_of_the_same_step(save_steps: 
     save_steps(10, 20, 30, keep_last=9)
     record_history(run, SECOND, folder_of(run, 10))
     assert save_steps(20, keep_last=1, history=SECOND)[-1].startswith("saved ")
-    found = find_checkpoints(run)
-    assert [saved.path.name for saved in found.current] == ["step-00000020"]
-    assert [saved.path.name for saved in found.abandoned] == ["step-00000030", "step-00000020.old-1"]
-    assert all(find_damage(saved.path) is None for saved in [*found.current, *found.abandoned])
+    checkpoints = find_checkpoints(run)
+    assert [saved.path.name for saved in checkpoints.current] == ["step-00000020"]
+    assert [saved.path.name for saved in checkpoints.abandoned] == ["step-00000030", "step-00000020.old-1"]
+    assert all(find_damage(saved.path) is None for saved in [*checkpoints.current, *checkpoints.abandoned])
 
 
 def test_retention_never_ranks_by_steps_of_another_history(save_steps: Callable, tmp_path: Path) -> None:
@@ -65,9 +65,9 @@ def test_retention_never_ranks_by_steps_of_another_history(save_steps: Callable,
     history = History(2, ((1, 20),))
     record_history(run, history, folder_of(run, 20))
     save_steps(30, 40, 43, keep_last=2, history=history)
-    found = find_checkpoints(run)
-    assert [saved.path.name for saved in found.current] == ["step-00000043", "step-00000040"]
-    assert {saved.step for saved in found.abandoned} == {30, 40, 50, 60}
+    checkpoints = find_checkpoints(run)
+    assert [saved.path.name for saved in checkpoints.current] == ["step-00000043", "step-00000040"]
+    assert {saved.step for saved in checkpoints.abandoned} == {30, 40, 50, 60}
     assert (checkpoints_folder(run) / "latest").read_text().strip() == "step-00000043"
 
 

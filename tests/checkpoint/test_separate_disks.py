@@ -42,8 +42,8 @@ class Nodes:
     def forget_after(self, step: int) -> None:
         """Leave all disks as a crash soon after the save of `step` would have left them."""
         for run in self.folder.glob("node-*/run"):
-            found = find_checkpoints(run)
-            for checkpoint in [*found.current, *found.abandoned]:
+            checkpoints = find_checkpoints(run)
+            for checkpoint in [*checkpoints.current, *checkpoints.abandoned]:
                 if checkpoint.step > step:
                     shutil.rmtree(checkpoint.path)
 
@@ -127,9 +127,9 @@ def test_going_back_holds_on_all_disks(nodes: Nodes) -> None:
     back = "run/checkpoints/step-00000004"
     nodes.train([1, 1], "--ds", "zero2", "--steps", "6", "--schedule", "constant", "--resume", back)
     for node in (0, 1):
-        found = find_checkpoints(nodes.run(node))
-        assert found.history.number == 2
-        assert [checkpoint.step for checkpoint in found.current] == [6, 4, 2]
-        assert {checkpoint.step for checkpoint in found.abandoned} == {6, 8}
+        checkpoints = find_checkpoints(nodes.run(node))
+        assert checkpoints.history.number == 2
+        assert [checkpoint.step for checkpoint in checkpoints.current] == [6, 4, 2]
+        assert {checkpoint.step for checkpoint in checkpoints.abandoned} == {6, 8}
     nodes.train([1, 1], "--ds", "zero2", "--steps", "8", "--schedule", "constant")
     assert [checkpoint.step for checkpoint in find_checkpoints(nodes.run(1)).current] == [8, 6, 4, 2]

@@ -87,9 +87,12 @@ def torch_free_server() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def llmscale(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`llmscale(*words)` runs the command; with `torch_free=True` where importing torch ends the process."""
+    """`llmscale(*words)` runs the command; with `torch_free=True` where importing torch ends the process.
 
-    def run(*words: str, torch_free: bool = False) -> subprocess.CompletedProcess[str]:
+    `input` is what it reads from stdin, without `torch_free`.
+    """
+
+    def run(*words: str, torch_free: bool = False, input: str | None = None) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         if torch_free:
             (tmp_path / "blocked" / "torch").mkdir(parents=True, exist_ok=True)
@@ -106,6 +109,7 @@ def llmscale(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., su
             cwd=tmp_path,
             capture_output=True,
             text=True,
+            input=input,
         )
 
     return run

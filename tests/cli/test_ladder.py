@@ -23,6 +23,8 @@ from llmscale.config.run_keys import keys_of_ladder
 from llmscale.planning.scaling_ladder import load_ladder
 from llmscale.report.history import load_history
 from llmscale.report.run_list import ListedRun, read_run
+from llmscale.training.run_folder import record_failure
+from tests.report.runs import start, train, write_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = ("--flops", "1.6e10", "--tokens-per-parameter", "2", "--groups", "2", "--sizes", "4", "--no-held-out")
@@ -58,7 +60,7 @@ def test_a_plan_lists_its_cost_and_writes_files_that_train_reads(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ((), "a ladder of which budget?"),
         (("--hours", "1"), "--hours needs --flops-per-second"),
@@ -66,10 +68,10 @@ def test_a_plan_lists_its_cost_and_writes_files_that_train_reads(
     ],
 )
 def test_a_ladder_without_a_budget_is_refused(
-    tiny_set: Path, tmp_path: Path, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    tiny_set: Path, tmp_path: Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["ladder", "plan", "--data", str(tiny_set), "--out", str(tmp_path / "new"), *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
@@ -146,9 +148,9 @@ def test_runs_that_another_process_trains_are_left_alone(
     assert taken not in array and all(name in array for name in (*free, taken_later))
     capsys.readouterr()
     assert main(["ladder", "run", str(tmp_path / "new")]) == 3
-    said = capsys.readouterr().out
-    assert all(f"{name} is running already" in said for name in (taken, taken_later))
-    assert f"left: {taken}, {taken_later}" in said
+    out = capsys.readouterr().out
+    assert all(f"{name} is running already" in out for name in (taken, taken_later))
+    assert f"left: {taken}, {taken_later}" in out
     assert all(states[name] == "finished" for name in free)
 
 
@@ -190,6 +192,65 @@ def test_a_job_array_has_a_task_for_each_run(
     assert words[0] == "scripts/slurm/train.sbatch"
     assert words[1:3] == ["--config", str(folder / "configs" / f"{least.name}.yaml")]
     assert words[3:] == ["--run", str(folder / "runs" / least.name)]
+
+
+def sweep(tiny_set: Path, base: Path, out: Path, *words: str) -> int:
+    given = ["--flops", "2e9", "--data", str(tiny_set), "--config", str(base), "--tokens-per-parameter", "2"]
+    return main(["ladder", "sweep", str(out), *given, *words])
+
+
+def test_a_sweep_trains_what_is_left_and_takes_further_rates(
+    tiny_set: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, trained = tmp_path / "new", []
+
+    def run(words: list[str], stopped: list[int]) -> int:
+        trained.append(words)
+        planned = {run.name: run for run in load_ladder(folder).runs}[Path(words[4]).name]
+        if len(trained) == 2:
+            stopped.append(signal.SIGINT)
+            return 1
+        if planned.lr > 1:
+            folder_of_run = write_run(Path(words[4]), [start(), train(3)])
+            record_failure(folder_of_run, ValueError("the loss is NaN"), step=3, rank=0)
+            return 1
+        end = {"kind": "validation", "step": planned.steps, "loss": 3 + abs(planned.lr - 2e-3)}
+        finished = {"kind": "event", "event": "finished", "step": planned.steps}
+        write_run(Path(words[4]), [start(), train(planned.steps, tokens_seen=planned.tokens), end, finished])
+        return 0
+
+    monkeypatch.setattr(ladder, "run_command", run)
+    rates = ("--rates", "1e-3", "2e-3", "4e-3", "--", "--num-gpus", "1")
+    assert sweep(tiny_set, base, folder, *rates) == 128 + signal.SIGINT
+    assert sweep(tiny_set, base, folder, *rates) == 0
+    names = [Path(words[4]).name for words in trained]
+    assert names == ["lr-0.001", "lr-0.002", "lr-0.002", "lr-0.004"], "the finished rate is not repeated"
+    assert all(words[-2:] == ["--num-gpus", "1"] for words in trained)
+    before = (folder / "configs" / "lr-0.001.yaml").read_text()
+    # A rate that diverges does not stop the others.
+    assert main(["ladder", "sweep", str(folder), "--rates", "8e-3", "5"]) == 0
+    assert [Path(words[4]).name for words in trained[4:]] == ["lr-0.008", "lr-5"]
+    added = parse_run_config(["--config", str(folder / "configs" / "lr-0.008.yaml")])
+    assert (added.lr, added.positions) == (8e-3, "rotary")
+    assert (folder / "configs" / "lr-0.001.yaml").read_text() == before
+
+
+def test_another_sweep_in_the_folder_is_refused(
+    tiny_set: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ladder, "run_command", lambda _words, stopped: stopped.append(signal.SIGINT) or 1)
+    assert main(["ladder", "sweep", str(tmp_path / "new")]) == 2
+    assert "holds no sweep. A new one needs --flops C and --data" in capsys.readouterr().err
+    sweep(tiny_set, base, tmp_path / "new", "--rates", "1e-3")
+    given = ["--data", str(tiny_set), "--config", str(base), "--tokens-per-parameter", "2"]
+    assert main(["ladder", "sweep", str(tmp_path / "new"), "--flops", "4e9", *given]) == 2
+    assert "holds a sweep of other data, compute or model" in capsys.readouterr().err
+    base.write_text(base.read_text().replace('"log_every": 5', '"log_every": 6'))
+    assert sweep(tiny_set, base, tmp_path / "new", "--rates", "1e-3") == 2
+    assert "lr-0.001.yaml has other keys: --config was another one" in capsys.readouterr().err
+    plan(tiny_set, base, tmp_path / "sizes")
+    assert main(["ladder", "sweep", str(tmp_path / "sizes")]) == 2
+    assert "holds a ladder of sizes" in capsys.readouterr().err
 
 
 @pytest.mark.slow

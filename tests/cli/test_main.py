@@ -15,7 +15,7 @@ import pytest
 from llmscale import __version__
 from llmscale.cli import main as cli
 from llmscale.config.run_arguments import parse_run_config
-from llmscale.config.run_config import RunConfig
+from llmscale.config.run_config import KEYS, RunConfig
 
 
 def test_help_names_every_command_and_how_to_train_without_torch(llmscale: Callable) -> None:
@@ -67,9 +67,22 @@ def test_every_help_begins_with_an_example_that_the_parser_takes(
             assert cli.build_parser(words).parse_args(words).handler
 
 
+def test_the_short_help_of_train_has_the_usual_keys(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train", "--help"])
+    assert end.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 48
+    flags = {word for line in lines for word in re.findall(r"^  (--[\w-]+)", line)}
+    assert flags == {"--nproc-per-node"} | {f"--{name.replace('_', '-')}" for name, key in KEYS.items() if key.usual}
+
+
 def test_the_help_of_train_has_every_key_once_in_few_groups(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["train", "--help"])
+        cli.main(["train", "--help", "all"])
     text = capsys.readouterr().out
     assert re.findall(r"^([a-z].*):$", text, re.MULTILINE) == [
         "options",

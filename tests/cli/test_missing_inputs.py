@@ -24,6 +24,7 @@ checkpoint diff nope nope
 data inspect nope
 data verify nope
 data which nope --step 3
+replay nope --step 3
 data prepare --input nope --tokenizer bytes --seq-len 64 --out out
 data clean --input nope --out out
 data train-tokenizer --input nope --out out --vocab-size 300
@@ -72,6 +73,7 @@ checkpoint diff URL URL
 data inspect URL
 data verify URL
 data which URL --step 3
+replay URL --step 3
 data prepare --input URL --tokenizer bytes --seq-len 64 --out out
 data clean --input URL --out out
 """

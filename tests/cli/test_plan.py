@@ -32,18 +32,18 @@ def plan_json(capsys: pytest.CaptureFixture[str], words: str) -> dict:
 
 
 def test_chinchillas_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan_json(capsys, "--flops 5.76e23")
-    assert found["pf_days"] == pytest.approx(6667, abs=0.5)
-    assert found["law"] == "Besiroglu 2024"
-    laws = {row["name"]: row for row in found["laws"]}
+    answer = plan_json(capsys, "--flops 5.76e23")
+    assert answer["pf_days"] == pytest.approx(6667, abs=0.5)
+    assert answer["law"] == "Besiroglu 2024"
+    laws = {row["name"]: row for row in answer["laws"]}
     sizes, tokens = laws["Besiroglu 2024"]["num_parameters"], laws["Besiroglu 2024"]["tokens"]
     assert [sizes[key] for key in ("value", "low", "high")] == pytest.approx([72.2e9, 55.4e9, 94.2e9], rel=0.001)
     assert [tokens[key] for key in ("value", "low", "high")] == pytest.approx([1.33e12, 1.02e12, 1.73e12], rel=0.005)
     assert laws["Hoffmann 2022"]["num_parameters"] == pytest.approx(40.3e9, rel=0.002)
     assert laws["Hoffmann 2022"]["tokens"] == pytest.approx(2.38e12, rel=0.003)
     assert laws["Kaplan 2020"]["num_parameters"] == pytest.approx(804e9, rel=0.001)
-    assert (found["shape"]["n_embd"], found["shape"]["n_embd"] // found["shape"]["n_head"]) == (9216, 128)
-    assert found["nearest_preset"] == "gpt3-175b"
+    assert (answer["shape"]["n_embd"], answer["shape"]["n_embd"] // answer["shape"]["n_head"]) == (9216, 128)
+    assert answer["nearest_preset"] == "gpt3-175b"
     out = plan(capsys, "--flops 5.76e23")
     assert re.search(r"\* +Besiroglu 2024 +72\.2B \(55\.4B-94\.2B\) +1\.33T \(1\.02T-1\.73T\)", out)
     assert "differs because it leaves the embeddings" in out
@@ -53,11 +53,13 @@ def test_chinchillas_budget(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_experts_are_compared_with_dense_models(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--model gpt3-1.3b --no-bias --num-experts 8 --tokens 20B"
-    found = plan_json(capsys, words)
-    assert found["shape"]["num_parameters"] > 3 * found["shape"]["active_parameters"]
-    assert {"Ludziejewski 2025, 1 x experts", "Ludziejewski 2025, 4 x experts"} < {row["name"] for row in found["laws"]}
+    answer = plan_json(capsys, words)
+    assert answer["shape"]["num_parameters"] > 3 * answer["shape"]["active_parameters"]
+    assert {"Ludziejewski 2025, 1 x experts", "Ludziejewski 2025, 4 x experts"} < {
+        row["name"] for row in answer["laws"]
+    }
     out = plan(capsys, words).replace("\n", " ")
-    assert f"{found['shape']['active_parameters']:,}" in out and "the same loss after as many tokens" in out
+    assert f"{answer['shape']['active_parameters']:,}" in out and "the same loss after as many tokens" in out
 
 
 def test_serving_electricity_and_buying(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,8 +67,8 @@ def test_serving_electricity_and_buying(capsys: pytest.CaptureFixture[str]) -> N
         "--model llama3-8b --tokens 160B --gpu h100-80gb --price-per-gpu-hour 2.5 --serve 1000:250 --usd-per-kwh 0.1"
     )
     words += " --buy-usd-per-gpu 35000"
-    found = plan_json(capsys, words)
-    run, serving = found["run"], found["serving"]
+    answer = plan_json(capsys, words)
+    run, serving = answer["run"], answer["serving"]
     assert run["electricity_usd_per_gpu_hour"] == pytest.approx(0.1 * run["energy_kwh"] / run["gpu_hours"])
     assert run["owning_usd_per_gpu_hour"] == pytest.approx(35000 / (4 * 8766) + 0.7 * 1.2 * 0.1)
     assert serving["usd_per_day"] == pytest.approx(24 * 2.5 * serving["num_gpus"])
@@ -78,7 +80,7 @@ def test_serving_electricity_and_buying(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--serve 1000:250", "needs --gpu NAME"),
         ("--gpu h100-80gb --serve 1000", "must be tokens of prompt and output such as 1000:250, not '1000'"),
@@ -87,15 +89,15 @@ def test_serving_electricity_and_buying(capsys: pytest.CaptureFixture[str]) -> N
         ("--gpu h100-80gb --years 3", "needs --buy-usd-per-gpu"),
     ],
 )
-def test_what_serving_and_buying_need(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_serving_and_buying_need(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "gpt2-124m", "--tokens", "10B", *words.split()]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_gpt2_on_10b_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan_json(capsys, "--model gpt2-124m --tokens 10B")
-    assert (found["steps"], found["tokens_per_step"], found["global_batch_size"]) == (19_073, 524_288, 512)
-    assert (found["shape"]["seq_len"], found["nearest_preset"]) == (1024, "gpt2-124m")
+    answer = plan_json(capsys, "--model gpt2-124m --tokens 10B")
+    assert (answer["steps"], answer["tokens_per_step"], answer["global_batch_size"]) == (19_073, 524_288, 512)
+    assert (answer["shape"]["seq_len"], answer["nearest_preset"]) == (1024, "gpt2-124m")
     out = plan(capsys, "--model gpt2-124m --tokens 10B")
     assert "10B tokens = 19,073 steps of 524,288 tokens (512 sequences of 1,024)" in out
     assert "that is the preset gpt2-124m" in out
@@ -110,9 +112,9 @@ def test_gpus_that_do_not_divide_the_batch(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_1024_a100s_for_33_days_at_1_10(capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan_json(capsys, "--gpu-hours 811,008 --gpu a100-80gb --num-nodes 128 --price-per-gpu-hour 1.10")
-    assert found["run"]["cost_usd"] == pytest.approx(892e3, rel=0.001)
-    assert found["run"]["hours"] == pytest.approx(33 * 24, rel=0.001)
+    answer = plan_json(capsys, "--gpu-hours 811,008 --gpu a100-80gb --num-nodes 128 --price-per-gpu-hour 1.10")
+    assert answer["run"]["cost_usd"] == pytest.approx(892e3, rel=0.001)
+    assert answer["run"]["hours"] == pytest.approx(33 * 24, rel=0.001)
 
 
 def test_money_buys_hours_and_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,12 +129,12 @@ def test_money_buys_hours_and_a_layout(capsys: pytest.CaptureFixture[str]) -> No
     assert (run["energy_kwh"], run["pue"], run["cost_usd"]) == pytest.approx((3360, 1.2, 10_000), rel=0.001)
     out = plan(capsys, words)
     assert "GPUs       8 x h100-80gb, bf16" in out
-    said = " ".join(out.split()).replace("- ", "-")
+    text = " ".join(out.split()).replace("- ", "-")
     assert re.search(
-        r"ZeRO ZeRO stage \d.*micro-batch \d+ x \d+ accumulation \(gradients summed in fp32\): .*rows?\b", said
+        r"ZeRO ZeRO stage \d.*micro-batch \d+ x \d+ accumulation \(gradients summed in fp32\): .*rows?\b", text
     )
     assert "time       20.8 days; 4,000 GPU-hours" in out
-    assert "energy     3.36 MWh: boards at their limit of 700 W, PUE 1.2 (assumed)" in out
+    assert "energy     3.36 MWh: boards at 700 W, their limit (NVIDIA H100 datasheet (SXM)), PUE 1.2 (assumed)" in out
     assert "cost       $10,000 at $2.5 per GPU-hour" in out
     assert "--gpu h100-80gb --num-gpus 8 --num-nodes 1 --emit ds.json" in out
 
@@ -156,8 +158,8 @@ def test_the_commands_that_come_next_are_right(
     )
     ds = tmp_path / "ds.json"
     assert main(estimate.replace("ds.json", str(ds)).split()[1:]) == 0
-    said = capsys.readouterr().out
-    assert train.partition(" --micro-batch-size ")[2] in said, "the same micro-batch and checkpointing"
+    answer = capsys.readouterr().out
+    assert train.partition(" --micro-batch-size ")[2] in answer, "the same micro-batch and checkpointing"
     assert f"ZeRO stage {json.loads(ds.read_text())['zero_optimization']['stage']}," in out
     flags = train.replace("ds.json", str(ds)).partition("llmscale/train.py ")[2].split()
     ranks = 16 if "--hostfile HOSTFILE" in train else int(train.split("--num_gpus ")[1].split()[0])
@@ -188,15 +190,17 @@ def test_a_card_that_is_described(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_large_model_takes_as_many_nodes_as_hold_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_json(capsys, "--params 70B --gpu h100-80gb")["run"]["num_nodes"] > 1
     out = plan(capsys, "--params 70B --gpu h100-80gb")
-    assert re.search(r"GPUs +\d+ nodes x 8 x h100-80gb, bf16 \(the fewest nodes that hold it\)", out)
+    assert re.search(
+        r"GPUs +\d+ nodes x 8 x h100-80gb, bf16 \(the fewest nodes that hold it and finish in 90 days\)", out
+    )
 
 
 def test_total_cost_of_ownership(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--loss 2.2 --inference-tokens 1T --gpu a100-80gb --num-nodes 1 --price-per-gpu-hour 1.1"
-    found = plan_json(capsys, words)
-    lifetime = found["lifetime"]
-    assert lifetime["inference_flops"] == pytest.approx(2 * found["shape"]["num_parameters"] * 1e12)
-    assert lifetime["total_flops"] == pytest.approx(found["flops"] + lifetime["inference_flops"])
+    answer = plan_json(capsys, words)
+    lifetime = answer["lifetime"]
+    assert lifetime["inference_flops"] == pytest.approx(2 * answer["shape"]["num_parameters"] * 1e12)
+    assert lifetime["total_flops"] == pytest.approx(answer["flops"] + lifetime["inference_flops"])
     assert lifetime["total_flops"] < lifetime["training_optimal_total_flops"]
     out = plan(capsys, words)
     assert re.search(r"inference +1T tokens: \S+ FLOPs", out)
@@ -224,7 +228,10 @@ def test_what_fits_in_no_way_is_status_1_and_says_what_would(capsys: pytest.Capt
 
 def test_offload_says_how_much_host_memory_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     out = plan(capsys, "--model gpt3-13b --gpu t4 --num-gpus 1 --num-nodes 1")
-    assert re.search(r"offload: .* needs [\d.,]+ GiB of host memory per node, and 1 x 4.00 GiB for processes", out)
+    parts = re.search(r"host +([\d.]+) GiB of .*: ([\d.]+) GiB of off.*, ([\d.]+) GiB of a .*, and 1 x (4.00) GiB", out)
+    assert parts
+    memory, *summands = map(float, parts.groups())
+    assert memory == pytest.approx(sum(summands), abs=0.2)
 
 
 def test_it_answers_without_torch(llmscale: Callable) -> None:
@@ -242,8 +249,13 @@ def test_a_checkpoint_takes_what_the_plan_says(trained_run: Path) -> None:
 
 def test_the_printed_command_has_every_key_that_was_given(capsys: pytest.CaptureFixture[str]) -> None:
     given = {
-        **{"global_batch_size": "64", "optimizer": "muon", "loss_chunk_tokens": "1024", "keep_last": "5"},
-        **{"keep_every": "100", "expert_parallel_size": "2"},
+        "global_batch_size": "64",
+        "optimizer": "muon",
+        "precision": "fp16",
+        "loss_chunk_tokens": "1024",
+        "keep_last": "5",
+        "keep_every": "100",
+        "expert_parallel_size": "2",
     }
     assert given.keys() == set(keys_asked_by("plan")), "a new key of plan is given here too"
     flags = [f"--{key.replace('_', '-')} {value}" for key, value in given.items()]
@@ -251,3 +263,49 @@ def test_the_printed_command_has_every_key_that_was_given(capsys: pytest.Capture
     (train,) = [line for line in out.splitlines() if "--ds ds.json" in line]
     assert all(flag in train for flag in [*flags, "--model tiny-moe-3m", "--seq-len 512"])
     assert "8 GPUs a node are assumed, where `estimate` assumes 1" in out
+
+
+def test_several_gpus_are_compared_by_their_prices(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model gpt2-350m --tokens 5B --gpu rtx4090 a100-80gb --num-gpus 4 --days 20"
+    priced = f"{words} --price-per-gpu-hour 0.4 4 --watts 300 350"
+    runs = [plan["run"] for plan in plan_json(capsys, priced)["gpus"]]
+    assert [run["gpu"] for run in runs] == ["rtx4090", "a100-80gb"]
+    assert [run["cost_usd"] for run in runs] == pytest.approx([0.4 * runs[0]["gpu_hours"], 4 * runs[1]["gpu_hours"]])
+    assert [run["energy_kwh"] / run["gpu_hours"] for run in runs] == pytest.approx([0.3 * 1.2, 0.35 * 1.2])
+    # The one is less expensive, the other faster.
+    assert re.search(r"^\* +rtx4090 ", plan(capsys, priced), re.MULTILINE)
+    assert re.search(r"^\* +a100-80gb ", plan(capsys, words), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--gpu t4 l4 --price-per-gpu-hour 1",
+            "--price-per-gpu-hour has 1 values for 2 GPUs.",
+        ),
+        ("--gpu t4 l4 --serve 9:9", "has no effect with several GPUs"),
+        ("--days 3", "--days needs --gpu NAME"),
+        ("--gpu t4 --keep-weights", "--keep-weights needs --keep-hours"),
+        ("--gpu t4 --keep-hours 1 --keep-every 9", "--keep-hours 1.0 has no effect with --keep-every"),
+    ],
+)
+def test_flags_without_effect_are_refused(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "gpt2-124m", "--tokens", "10B", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_deadline_that_is_missed_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "gpt2-124m", "--tokens", "10B", "--gpu", "t4", "--num-nodes", "1", "--num-gpus", "1"]
+    assert main([*words, "--days", "2"]) == 1
+    assert re.search(r"That is too long: \d+ nodes finish in 2 days", " ".join(capsys.readouterr().out.split()))
+    assert main([*words, "--days", "7"]) == 0
+
+
+def test_the_command_keeps_checkpoints_by_the_hour(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model gpt2-124m --tokens 10B --gpu a100-80gb --num-nodes 1 --num-gpus 1 --keep-hours 2"
+    answer = plan_json(capsys, words)
+    flags = plan(capsys, words).splitlines()[-2].split()
+    every, saved = (int(flags[flags.index(flag) + 1]) for flag in ("--keep-every", "--save-every"))
+    assert every % saved == 0 and saved <= 500
+    assert every * answer["run"]["hours"] / answer["steps"] == pytest.approx(2, rel=0.01)

@@ -43,8 +43,8 @@ def test_compares_the_losses_with_the_unigram_entropy(
     output = capsys.readouterr().out
     splits = json.loads((tiny_set / "manifest.json").read_text())["splits"]
     entropy, val_entropy = splits["train"]["unigram_entropy_nats"], splits["val"]["unigram_entropy_nats"]
-    assert f"5.500 -> 1.250  ({entropy - 1.25:.3f} below the unigram entropy of its tokens, {entropy:.3f})" in output
-    assert f"9.500  ({9.5 - val_entropy:.3f} ABOVE the unigram entropy of its tokens, {val_entropy:.3f})" in output
+    assert f"5.500 -> 1.250  ({entropy - 1.25:.3f} below the unigram entropy, {entropy:.3f})" in output
+    assert f"9.500  ({9.5 - val_entropy:.3f} ABOVE the unigram entropy, {val_entropy:.3f})" in output
     assert "20 steps, 20,000 tokens, 2,000 tokens/s" in output
     assert str(run / "checkpoints" / "step-00000020") in output
     assert "-----" in output
@@ -56,6 +56,14 @@ def test_a_run_whose_set_is_gone_still_has_a_curve(run: Path, capsys: pytest.Cap
     output = capsys.readouterr().out
     assert "training loss    5.500 -> 1.250\n" in output
     assert "entropy" not in output
+    assert "text             no samples yet: " in output
+    with (run / "metrics.jsonl").open("a") as file:
+        for step in (10, 20):
+            file.write(
+                json.dumps({"kind": "sample", "step": step, "prompt": "The ", "text": f"The end\n{step}"}) + "\n"
+            )
+    assert main(["report", str(run)]) == 0
+    assert "\ntext at step 20\nThe end\n20\n" in capsys.readouterr().out
 
 
 def test_what_the_metrics_do_not_say_is_said_in_the_terminal_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,8 +72,8 @@ def test_what_the_metrics_do_not_say_is_said_in_the_terminal_too(run: Path, caps
     with (run / "metrics.jsonl").open("a") as file:
         file.write("\n".join(lines))
     assert main(["report", str(run)]) == 0
-    said = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if line.startswith("metrics")]
-    assert [note.split()[:2] for note in said] == [["1", "record"], ["the", "last"], ["1", "record"]]
+    notes = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if line.startswith("metrics")]
+    assert [note.split()[:2] for note in notes] == [["1", "record"], ["the", "last"], ["1", "record"]]
 
 
 def test_no_run_is_one_line_of_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,12 +185,12 @@ def test_watch_survives_a_file_that_vanishes_and_a_full_disk(
     monkeypatch.setattr(report.time, "sleep", change_records)
     monkeypatch.setattr(report, "write_output_file", write)
     assert main(["report", str(run), "--watch", "--json", str(out)]) == 0
-    said = capsys.readouterr()
-    assert [line.split("] ")[1] for line in said.err.splitlines()] == [
+    printed = capsys.readouterr()
+    assert [line.split("] ")[1] for line in printed.err.splitlines()] == [
         f"No such file or directory: '{out}'",
         "No space left on device",
     ]
-    assert said.out.count(f"{out}: ") == 2
+    assert printed.out.count(f"{out}: ") == 2
 
 
 def test_several_runs_in_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

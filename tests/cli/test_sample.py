@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +16,7 @@ from llmscale.config.run_config import build_run_config
 from llmscale.errors import DataError
 from llmscale.training.inputs import as_plain
 from llmscale.untrusted.terminal import make_visible
+from tests.terminal_screen import Terminal
 
 
 def sample(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -164,3 +169,50 @@ def test_the_data_of_a_run_is_recorded_with_its_whole_path(monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     for given, recorded in (("a/set", f"{tmp_path}/a/set"), ("s3://b/set", "s3://b/set"), ("/x", "/x")):
         assert as_plain(build_run_config({"data": given}))["data"] == recorded
+
+
+def test_lines_of_a_pipe_are_prompts(trained_run: Path, llmscale: Callable) -> None:
+    words = ("sample", str(trained_run), "--max-new-tokens", "5")
+    piped = llmscale(*words, input="the\nquick\n")
+    named = llmscale(*words, "--prompt", "the", "--prompt", "quick")
+    assert (piped.returncode, piped.stdout) == (0, named.stdout)
+    empty = llmscale(*words, input="")
+    assert (empty.returncode, empty.stdout) == (2, "")
+    assert empty.stderr.startswith("error: no prompt given.")
+
+
+def is_asking(terminal: Terminal) -> bool:
+    return terminal.lines()[terminal.screen.cursor.y] == ">"
+
+
+def test_a_terminal_is_a_conversation(trained_run: Path) -> None:
+    command = [sys.executable, "-m", "llmscale.cli.main", "sample", str(trained_run), "--temperature", "0"]
+    with Terminal(command, is_warm=True, OMP_NUM_THREADS="1") as terminal:
+        assert terminal.read_until(lambda: is_asking(terminal), 60)
+        for line in ("/tokens 5", "/temperature hot", "the", "x" * 33, "/tokens 100000", "quick"):
+            terminal.send(f"{line}\n".encode())
+        assert terminal.read_until(lambda: b"\x1b[1mquick\x1b[0m\x1b[32m" in terminal.raw, 60)
+        os.kill(terminal.process.pid, signal.SIGINT)  # Ctrl-C, for this is not the program's controlling terminal
+        assert terminal.read_until(lambda: is_asking(terminal), 60)
+        terminal.send(b"/tokens 5\nthe\n\x04")
+        assert terminal.wait() == 0
+        text = terminal.text()
+    assert "error: /temperature must be a number of at least 0, not 'hot'." in text
+    assert "error: the prompt has 33 tokens" in text
+    assert b"\x1b[1mthe\x1b[0m\x1b[32m" in terminal.raw
+    assert terminal.raw.count(b"\x1b[1mthe\x1b[0m") == 2
+
+
+def test_without_a_name_the_newest_run_with_a_checkpoint_is_taken(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["sample", "--prompt", "the"]) == 2
+    assert f"no run below {tmp_path}/runs has a checkpoint" in capsys.readouterr().err
+    for name, age_s in (("old", 100), ("new", 0)):
+        shutil.copytree(trained_run, tmp_path / "runs" / name)
+        for path in (tmp_path / "runs" / name).glob("*"):
+            os.utime(path, (time.time() - age_s,) * 2)
+    shutil.copytree(trained_run, tmp_path / "runs" / "untrained", ignore=lambda *_: ["checkpoints"])
+    assert main(["sample", "--prompt", "the", "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().err == "runs/new, the newest of 2 below runs\n"

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.config.presets import PRESETS, get_preset
+from llmscale.config.presets import PRESETS, get_preset, nearest_preset
+from llmscale.config.run_config import build_run_config
 from llmscale.errors import ConfigError
 
 #: Brown et al. 2020, table 2.1: layers, width, heads, peak learning rate, batch in tokens.
@@ -13,6 +14,20 @@ GPT3_TABLE = {
     "gpt3-2.7b": (32, 2560, 32, 1.6e-4, 1e6),
     "gpt3-6.7b": (32, 4096, 32, 1.2e-4, 2e6),
     "gpt3-175b": (96, 12288, 96, 0.6e-4, 3.2e6),
+}
+
+
+#: Zhang et al. 2022, table 1: layers, heads, width, peak learning rate, batch in tokens.
+OPT_TABLE = {
+    "opt-125m": (12, 12, 768, 6.0e-4, 0.5e6),
+    "opt-350m": (24, 16, 1024, 3.0e-4, 0.5e6),
+    "opt-1.3b": (24, 32, 2048, 2.0e-4, 1e6),
+    "opt-2.7b": (32, 32, 2560, 1.6e-4, 1e6),
+    "opt-6.7b": (32, 32, 4096, 1.2e-4, 2e6),
+    "opt-13b": (40, 40, 5120, 1.0e-4, 4e6),
+    "opt-30b": (48, 56, 7168, 1.0e-4, 4e6),
+    "opt-66b": (64, 72, 9216, 0.8e-4, 2e6),
+    "opt-175b": (96, 96, 12288, 1.2e-4, 2e6),
 }
 
 
@@ -33,6 +48,27 @@ def test_gpt3_presets_are_the_paper_s(name: str) -> None:
     assert preset.global_batch_tokens == pytest.approx(batch_tokens, rel=0.06)
 
 
+@pytest.mark.parametrize("name", OPT_TABLE)
+def test_opt_presets_are_the_paper_s(name: str) -> None:
+    layers, heads, width, lr, batch_tokens = OPT_TABLE[name]
+    preset = get_preset(name)
+    assert (preset.n_layer, preset.n_head, preset.n_embd, preset.learning_rate) == (layers, heads, width, lr)
+    assert preset.global_batch_tokens == pytest.approx(batch_tokens, rel=0.06)
+    shape = preset.shape(preset.vocab_size)
+    assert (shape.activation, shape.positions, shape.seq_len, shape.tied) == ("relu", "learned", 2048, True)
+
+
+def test_a_preset_s_keys_hold_until_others_are_given() -> None:
+    opt = build_run_config({"model": "opt-125m"})
+    assert (opt.dropout, opt.schedule, opt.min_lr_frac, opt.optimizer) == (0.1, "linear", 0.1, "adamw")
+    assert build_run_config({"model": "opt-125m", "dropout": 0.0, "schedule": "cosine"}).schedule == "cosine"
+    assert build_run_config({"model": "opt-125m", "dropout": 0.0}).dropout == 0.0
+    assert build_run_config({"model": "tiny-muon-1m"}).optimizer == "muon"
+    plain = build_run_config({"model": "gpt3-125m"})
+    assert (plain.dropout, plain.schedule, plain.optimizer) == (0.0, "cosine", "adamw")
+    assert nearest_preset(get_preset("opt-125m").shape(50_272)) == "gpt3-125m"
+
+
 def test_an_unknown_preset_names_the_closest_and_the_way_out() -> None:
     with pytest.raises(ConfigError) as raised:
         get_preset("gpt2-125m")
@@ -44,6 +80,9 @@ def test_an_unknown_preset_names_the_closest_and_the_way_out() -> None:
 
 #: Millions of parameters that the published configurations make, as their model cards count them.
 PUBLISHED_MILLIONS = {
+    "opt-1.3b": 1315.76,
+    "opt-6.7b": 6658.5,
+    "opt-13b": 12853.5,
     "llama3-1b": 1235.8,
     "llama3-3b": 3212.7,
     "llama3-8b": 8030.3,

@@ -39,9 +39,9 @@ def test_train_prepare_inspect_verify(corpus: Path, tmp_path: Path, capsys: pyte
     assert _call(*prepare) == 0
     assert "Already prepared" in capsys.readouterr().out
     assert _call("inspect", tmp_path / "set") == 0
-    shown = capsys.readouterr().out
-    assert "280 tokens" in shown and "the cat sat on the mat" in shown and "unigram entropy" in shown
-    assert "documents by their tokens" in shown and "[end of document]" in shown and "copies of another" in shown
+    output = capsys.readouterr().out
+    assert "280 tokens" in output and "the cat sat on the mat" in output and "unigram entropy" in output
+    assert "documents by their tokens" in output and "[end of document]" in output and "copies of another" in output
     assert _call("verify", tmp_path / "set") == 0
     assert "0 damaged" in capsys.readouterr().out
     shard = tmp_path / "set" / "train" / "shard.00000.mds"
@@ -86,10 +86,10 @@ def test_files_that_are_passed_over_and_a_large_validation_split_are_said(
         (folder / name).write_text("not read")
     assert _call("prepare", "--input", folder, "--out", tmp_path / "set", "--tokenizer", "bytes", "--seq-len", "16",
                  "--seed", "5", "--workers", "1") == 0  # fmt: skip
-    said = capsys.readouterr().err
-    assert "(.bin is read if --input or --glob names it): a.bin, b.bin." in said
-    assert "Skipped 1 file of unknown type (--glob chooses files): LICENSE." in said
-    assert "Validation has 10% of the tokens, not 1%: 1 of 10 documents" in said
+    errors = capsys.readouterr().err
+    assert "(.bin is read if --input or --glob names it): a.bin, b.bin." in errors
+    assert "Skipped 1 file of unknown type (--glob chooses files): LICENSE." in errors
+    assert "Validation has 10% of the tokens, not 1%: 1 of 10 documents" in errors
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -37,17 +37,30 @@ from tests.conftest import HANG_S, shared_memory_segments
 GLOBAL_BATCH = 24
 #: World sizes 1, 2, 3, 4, 6 and 8 on one to six nodes, equal and unequal.
 LAYOUTS = [
-    *((1,), (2,), (1, 1), (3,), (1, 1, 1), (2, 1), (4,), (2, 2)),
-    *((6,), (3, 3), (2, 2, 2), (1,) * 6, (8,), (4, 4), (5, 3)),
+    (1,),
+    (2,),
+    (1, 1),
+    (3,),
+    (1, 1, 1),
+    (2, 1),
+    (4,),
+    (2, 2),
+    (6,),
+    (3, 3),
+    (2, 2, 2),
+    (1,) * 6,
+    (8,),
+    (4, 4),
+    (5, 3),
 ]
 
 
 @pytest.fixture(scope="module")
 def location(make_set: Callable[..., Path]) -> SetLocation:
     """About 350 samples in about 4 shards; not divisible by the batch or the rows."""
-    found = open_set(str(make_set(40)))
-    assert found.manifest.splits["train"].num_samples % GLOBAL_BATCH
-    return found
+    dataset = open_set(str(make_set(40)))
+    assert dataset.manifest.splits["train"].num_samples % GLOBAL_BATCH
+    return dataset
 
 
 def _settings(shuffle: bool) -> OrderSettings:
@@ -93,7 +106,8 @@ def _run_ranks(
 @pytest.mark.parametrize(
     ("seed", "shuffle"),
     [
-        *((0, True), (1, False)),
+        (0, True),
+        (1, False),
         *(pytest.param(seed, shuffle, marks=pytest.mark.slow) for seed in range(2, 6) for shuffle in (True, False)),
     ],
 )

@@ -54,8 +54,8 @@ def test_documents_stand_between_the_models_own_tokens(
     workers: int, model: Path, prepare: Prepare, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert prepare(workers=workers) == 0
-    said = capsys.readouterr().err
-    assert "Documents begin with '<s>' (600) and end with '<|endoftext|>' (601, eos_token of tok" in said
+    errors = capsys.readouterr().err
+    assert "Documents begin with '<s>' (600) and end with '<|endoftext|>' (601, eos_token of tok" in errors
     shutil.rmtree(model)
     tokenizer = load_set_tokenizer(tmp_path / "set")
     assert (tokenizer.bos_tokens, tokenizer.eot_token) == ((600,), 601)
@@ -85,9 +85,9 @@ def test_a_remote_sets_tokenizer_comes_with_its_files(prepare: Prepare, tmp_path
     assert prepare() == 0
     location = open_set(str(tmp_path / "set"), tmp_path / "cache")
     fetch_tokenizer(location)
-    kept = {path.name: path.read_bytes() for path in (tmp_path / "set/tokenizer").iterdir()}
-    assert kept.keys() == {"tokenizer.json", "origin.json", "tokenizer_config.json"}
-    assert {path.name: path.read_bytes() for path in (location.folder / "tokenizer").iterdir()} == kept
+    files = {path.name: path.read_bytes() for path in (tmp_path / "set/tokenizer").iterdir()}
+    assert files.keys() == {"tokenizer.json", "origin.json", "tokenizer_config.json"}
+    assert {path.name: path.read_bytes() for path in (location.folder / "tokenizer").iterdir()} == files
     assert load_set_tokenizer(location.folder, location.manifest).eot_token == 601
 
 
@@ -130,14 +130,14 @@ def test_a_file_that_was_kept_is_there_and_unaltered(
     assert prepare() == 0
     folder = tmp_path / "set"
     config = folder / "tokenizer/tokenizer_config.json"
-    whole = config.read_bytes()
-    config.write_bytes(whole + b" ")
+    content = config.read_bytes()
+    config.write_bytes(content + b" ")
     assert main(["data", "verify", str(folder)]) == 2
     assert "tokenizer_config.json was altered" in capsys.readouterr().err
     config.unlink()
     assert main(["data", "verify", str(folder)]) == 2
     assert "tokenizer_config.json is missing" in capsys.readouterr().err
-    config.write_bytes(whole)
+    config.write_bytes(content)
     origin = json.loads((folder / "tokenizer/origin.json").read_text())
     del origin["sha256"]  # an older version's
     (folder / "tokenizer/origin.json").write_text(json.dumps(origin))

@@ -30,17 +30,17 @@ def cut(stream: list[int], seq_len: int) -> Windows:
 def test_lengths_of_documents_that_lie_across_windows() -> None:
     lengths = [3, 17, 1, 40, 8]
     stream = [token for length in lengths for token in [*([1] * (length - 1)), EOT]]
-    found = document_lengths(cut(stream + [1] * 30, 8), 100, EOT)
-    assert found.tolist() == lengths[1:], "where the first one began is not known"
+    counted = document_lengths(cut(stream + [1] * 30, 8), 100, EOT)
+    assert counted.tolist() == lengths[1:], "where the first one began is not known"
 
 
 def test_copies_and_replacement_characters() -> None:
     rows = np.arange(40, dtype=np.uint16).reshape(4, 10) + 65
     windows = Windows(np.concatenate([rows, rows[:1], rows[:1], rows[2:3]]))
     decode = lambda tokens: "".join(map(chr, tokens)).replace("J", "\ufffd")  # noqa: E731
-    found = read_statistics(windows, np.arange(7), decode)
-    assert (found.num_windows, found.num_copies, found.most_copied) == (7, 3, (0, 2))
-    assert found.num_undecodable == 0, "where a window is cut, a character may be"
+    statistics = read_statistics(windows, np.arange(7), decode)
+    assert (statistics.num_windows, statistics.num_copies, statistics.most_copied) == (7, 3, (0, 2))
+    assert statistics.num_undecodable == 0, "where a window is cut, a character may be"
     inside = read_statistics(windows, np.arange(7), lambda tokens: decode(tokens).replace("F", "\ufffd"))
     assert inside.num_undecodable == 3
 

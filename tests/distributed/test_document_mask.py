@@ -105,14 +105,8 @@ def test_goes_on_bit_by_bit_and_elsewhere(ranks: Callable, short_documents: Path
 
 def plain_losses(run: Start, sample_ids: dict[int, np.ndarray]) -> tuple[list[float], float]:
     """Training losses by step, and the validation's after the last, of torch alone, a document at a time."""
-    config, resolved = run.config, run.resolved
-    shape = replace(resolved.shape, document_end=None)
-    model = GPT(shape, seed=config.seed)
-    kinds = ParameterTensors(shape.architecture).kinds
-    betas = (config.beta1, config.beta2)
-    optimizer = build_optimizer(
-        model, kinds, resolved.optimizer, lr=0.0, weight_decay=config.weight_decay, betas=betas, eps=config.eps
-    )
+    resolved = run.resolved
+    model, optimizer = plain_optimizer(run)
     train, validation = (TokenShards(run.sets.first, split) for split in ("train", "val"))
     losses = []
     for step in range(STEPS):
@@ -126,6 +120,19 @@ def plain_losses(run: Start, sample_ids: dict[int, np.ndarray]) -> tuple[list[fl
         losses.append(loss.item())
     with torch.no_grad():
         return losses, mean_loss(model, validation.read(validation_sample_ids(len(validation), 16))).item()
+
+
+def plain_optimizer(run: Start) -> tuple[GPT, torch.optim.Optimizer]:
+    """The run's model without a document mask, and its optimizer."""
+    config, resolved = run.config, run.resolved
+    shape = replace(resolved.shape, document_end=None)
+    model = GPT(shape, seed=config.seed)
+    kinds = ParameterTensors(shape.architecture).kinds
+    betas = (config.beta1, config.beta2)
+    optimizer = build_optimizer(
+        model, kinds, resolved.optimizer, lr=0.0, weight_decay=config.weight_decay, betas=betas, eps=config.eps
+    )
+    return model, optimizer
 
 
 def mean_loss(model: GPT, windows: np.ndarray) -> torch.Tensor:

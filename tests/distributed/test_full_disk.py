@@ -63,7 +63,7 @@ def test_metrics_and_records_outlive_a_full_disk(
     outputs = job.wait()
     assert job.exit_codes == [2, 2], "its last checkpoint could not be saved"
     assert "NOT saved" in outputs[0]
-    assert "metrics.jsonl lacks its last records: " in outputs[0]
+    assert "metrics.jsonl lacks records that the disk refused: " in outputs[0]
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     logged = [record["step"] for record in records if record["kind"] == "train"]
     assert logged == list(range(1, len(logged) + 1)), "whole lines, without a gap before the second outage"

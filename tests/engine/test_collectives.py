@@ -75,7 +75,7 @@ def test_no_rank_ever_comes_to_another_conclusion(ranks: Callable) -> None:
     message = "MachineError: unexpected TypeError: x"
     assert [rank.pop("main unforeseen") for rank in seen] == ["TypeError: x", message, message]
     assert seen[0] == seen[1] == seen[2]
-    calm = {"stop": False, "save": False, "rollback": False, "ids_sum": 0}
+    calm = {"stop": False, "save": False, "rollback": False, "log": False, "ids_sum": 0, "targets": 0}
     assert seen[0] == {
         "nobody": calm,
         "stop": {**calm, "stop": True},

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from llmscale.files import record_log
 from llmscale.files.record_log import RecordLog
 
 
@@ -51,6 +52,19 @@ def test_a_disk_that_fills_costs_no_record_once_it_has_room_again(small_disk: Ca
     assert len(warnings) == 1
 
 
+def test_of_a_long_outage_the_newest_records_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_log, "_MOST_WAITING", 3)
+    log, warnings = open_log(tmp_path / "missing" / "log")
+    for step in range(6):
+        log.append(line(step))
+    assert len(warnings) == 2 and "dropped" in warnings[1]
+    (tmp_path / "missing").mkdir()
+    log.append(line(6))
+    assert steps_in(tmp_path / "missing" / "log") == [4, 5, 6]
+    log.close()
+    assert "refused: 4" in warnings[2]
+
+
 def test_no_reader_sees_part_of_a_line(tmp_path: Path) -> None:
     """RLIMIT_FSIZE cuts in the middle of a record."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -76,7 +90,7 @@ def test_what_never_was_a_place_for_a_log_does_not_end_training(tmp_path: Path, 
     log.append(line(2))
     log.close()
     assert len(warnings) == 2
-    assert "lacks its last records: 2" in warnings[1]
+    assert "lacks records that the disk refused: 2" in warnings[1]
 
 
 @pytest.mark.parametrize(

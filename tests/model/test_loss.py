@@ -82,6 +82,29 @@ def test_loss_and_gradients_in_fp32_are_the_whole_ones(chunk_tokens: int, z_loss
         assert actual.z_squared is None
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+def test_positions_that_are_no_targets_add_nothing(chunk_tokens: int, z_loss: float) -> None:
+    is_target = torch.rand(BATCH, T, generator=torch.Generator().manual_seed(1)) < 0.3
+    x, weight, targets = inputs(torch.float64)
+    logits = F.linear(x, weight)[..., :VOCABULARY]
+    z_squared = (logits.logsumexp(-1).square() * is_target).sum() / TOKENS
+    loss = F.cross_entropy(logits[is_target], targets[is_target], reduction="sum") / TOKENS
+    (loss + z_loss * z_squared).backward()
+    exact = Result(loss.detach(), x.grad, weight.grad, z_squared.detach())
+    x, weight, targets = inputs(torch.float32)
+    settings = LossSettings(chunk_tokens, z_loss)
+    actual = chunked_cross_entropy(x, weight, targets, VOCABULARY, settings, each_sequence=True, is_target=is_target)
+    actual.mean.backward()
+    assert abs(float(actual.mean - exact.loss)) < 1e-6
+    assert error(x.grad, exact.x_gradient) < 1e-5
+    assert error(weight.grad, exact.weight_gradient) < 1e-5
+    assert not x.grad[~is_target].any()
+    assert actual.of_sequences.mean() == pytest.approx(float(exact.loss), rel=1e-5)
+    if z_loss:
+        assert error(actual.mean_z_squared, exact.z_squared) < 1e-6
+
+
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1.0), (torch.float16, 65536.0)])
 def test_16_bit_is_as_near_as_without_chunks(dtype: torch.dtype, scale: float, chunk_tokens: int) -> None:

@@ -128,6 +128,8 @@ def _models() -> list[Setting]:
             Setting(f"{MODERN} --ds zero2 {tail} --sliding-window 8 --window-pattern LG", 1),
             Setting(f"{MOE} --ds zero2 {tail} --router-score sigmoid --router-bias --shared-expert-width 32"),
             Setting(f"{GPT2} --ds zero2 {tail} {groups}"),
+            Setting(f"{MODERN} --ds zero3 {tail} --optimizer muon --lora-rank 4"),
+            Setting(f"{GPT2} --ds zero1 {tail} --lora-rank 4 --lora-targets attention"),
             Setting(f"{GPT2} --ds zero2 {tail} --freeze wte.weight,blocks.0.*"),
             Setting(f"{GPT2} --ds zero2 {tail} --z-loss 1e-2 --loss-chunk-tokens 8", 1),
             Setting(f"{MODERN} --ds zero2 {tail} --mlp-tile-tokens 16", 1),

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
+from llmscale.cli.plan_answers import _MEASURED_BEYOND
 from tests.planning.published_runs import PublishedRun, published_runs
 
 RUNS = published_runs()
@@ -28,18 +29,25 @@ def is_zero_3_of_2021(run: PublishedRun) -> bool:
 
 
 def test_error_on_runs_that_count_is_as_documented(error_of: dict[str, float]) -> None:
-    differences = errors([run for run in RUNS if run.counts], error_of)
-    assert len(differences) == 51
-    assert np.median(abs(differences)) < 0.085
-    assert np.quantile(abs(differences), 0.9) < 0.21
+    of_runs = errors([run for run in RUNS if run.counts], error_of)
+    assert len(of_runs) == 51
+    assert np.median(abs(of_runs)) < 0.085
+    assert np.quantile(abs(of_runs), 0.9) < 0.21
     # It is rather too fast than too slow.
-    assert 0.03 < np.median(differences) < 0.07
+    assert 0.03 < np.median(of_runs) < 0.07
 
 
 #: Words of the nine sources' names.
 TEAMS = (
-    *("FlashAttention-2 (Dao", "LambdaLabsML", "fms-fsdp", "torchtitan", "OLMo-core", "KempnerForge", "TinyLlama"),
-    *("Hugging Face", "llm.c"),
+    "FlashAttention-2 (Dao",
+    "LambdaLabsML",
+    "fms-fsdp",
+    "torchtitan",
+    "OLMo-core",
+    "KempnerForge",
+    "TinyLlama",
+    "Hugging Face",
+    "llm.c",
 )
 
 
@@ -68,6 +76,13 @@ def test_zero_3_of_2021_was_slower_by_as_much_as_is_said(error_of: dict[str, flo
     """Not a success of the model: how far its extrapolation is from six runs at 175B and 530B parameters."""
     ratios = errors([run for run in RUNS if is_zero_3_of_2021(run)], error_of) + 1
     assert (min(ratios), max(ratios)) == (pytest.approx(1.5, abs=0.05), pytest.approx(2.8, abs=0.1))
+
+
+def test_plan_cites_the_error_on_opt_175b(error_of: dict[str, float]) -> None:
+    (run,) = [run for run in RUNS if run.row["run"].startswith("OPT-175B")]
+    assert f"{1 + error_of[run.row['run']]:.2f} times as fast" in _MEASURED_BEYOND
+    mfu = run.tokens_per_second_per_gpu * run.shape.flops_per_token / 312e12
+    assert f"{run.row['rate']} TFLOP/s" in _MEASURED_BEYOND and f"{100 * mfu:.0f} % MFU" in _MEASURED_BEYOND
 
 
 def test_every_run_has_a_source_and_what_does_not_count_a_reason() -> None:

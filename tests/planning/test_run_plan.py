@@ -10,7 +10,8 @@ from llmscale.config.hardware import Cluster, get_gpu, get_interconnect
 from llmscale.config.presets import PRESETS
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
-from llmscale.planning.run_plan import Goal, Placement, PlanRequest, make_plan, place, usual_mfu
+from llmscale.planning.disk_usage import estimate_disk
+from llmscale.planning.run_plan import LONGEST_DAYS, Goal, Placement, PlanRequest, make_plan, place, usual_mfu
 from llmscale.planning.scaling import BESIROGLU, HOFFMANN, Interval
 
 A100S = {"cluster": Cluster(get_gpu("a100-80gb"), 8, get_interconnect("ib-200g")), "num_nodes": 1}
@@ -204,3 +205,71 @@ def test_experts_cost_the_parameters_that_a_token_uses() -> None:
     runs = [make_plan(request("tokens", 1e10, shape=shape, **A100S)).run for shape in shapes]
     hours = [run.gpu_hours for run in runs if run]
     assert hours[0] is not None and hours[1] is not None and hours[1] < hours[0] < 3 * hours[1]
+
+
+def test_a_deadline_is_met_by_the_fewest_nodes() -> None:
+    shape = PRESETS["gpt2-1.5b"].shape(50257)
+    machines = {**A100S, "num_nodes": None, "shape": shape, "seq_len": 1024}
+    run = make_plan(request("tokens", 3e11, **machines, days=5.0)).run
+    assert run is not None and run.hours is not None and run.num_nodes > 2 and run.hours <= 5 * 24
+    fewer = make_plan(request("tokens", 3e11, **{**machines, "num_nodes": run.num_nodes - 1}, days=5.0)).run
+    assert fewer is not None and fewer.hours is not None and fewer.hours > 5 * 24
+    # The user's own nodes stay, and the answer names enough of them.
+    assert (fewer.num_nodes, fewer.is_in_time, fewer.enough_nodes) == (run.num_nodes - 1, False, run.num_nodes)
+
+
+def test_a_duration_of_years_is_no_answer() -> None:
+    shape = PRESETS["gpt2-1.5b"].shape(50257)
+    machines = {"cluster": Cluster(get_gpu("rtx4090"), 1), "shape": shape, "seq_len": 1024}
+    run = make_plan(request("tokens", 3e11, **machines)).run
+    assert run is not None and run.hours is not None
+    assert run.num_nodes > 2 and 80 < run.hours / 24 <= LONGEST_DAYS == run.within_days
+
+
+def test_more_gpus_than_sequences_do_not_help() -> None:
+    small = {**A100S, "num_nodes": None, "shape": SMALL, "seq_len": 1024, "config": RunConfig(global_batch_size=64)}
+    run = make_plan(request("tokens", 1e12, **small, days=1.0)).run
+    assert run is not None and (run.num_nodes, run.is_in_time, run.enough_nodes) == (8, False, None)
+
+
+def test_fp32_is_planned_at_its_own_peak() -> None:
+    words = {**A100S, "shape": SMALL, "seq_len": 1024}
+    fp32, bf16 = (
+        make_plan(request("tokens", 1e9, **words, config=RunConfig(precision=precision))).run
+        for precision in ("fp32", "bf16")
+    )
+    assert fp32 is not None and bf16 is not None and fp32.hours is not None and bf16.hours is not None
+    assert (fp32.precision, fp32.placement.peak_flops) == ("fp32", 19.5e12)
+    assert fp32.hours > 5 * bf16.hours and fp32.mfu is not None and 0.3 < fp32.mfu < 1
+    with pytest.raises(ConfigError, match="--gpu a10g: its rate in fp32 is not known"):
+        make_plan(request("gpu_hours", 10.0, cluster=Cluster(get_gpu("a10g"), 1), config=RunConfig(precision="fp32")))
+
+
+def test_opt_175b_took_33_days_by_8_n_d() -> None:
+    """992 A100-80GB at 147 TFLOP/s with recomputation: about 33 days on 1,024 (metaseq's chronicles)."""
+    opt = {"cluster": A100S["cluster"], "num_nodes": 124, "shape": PRESETS["gpt3-175b"].shape(50257)}
+    run = make_plan(request("tokens", 3e11, **opt, mfu=147 / 312)).run
+    assert run is not None and run.hours is not None and run.hours_with_recomputation is not None
+    assert run.hours_with_recomputation * 992 / 1024 == pytest.approx(33 * 24, rel=0.03)
+    assert run.hours == pytest.approx(0.75 * run.hours_with_recomputation)
+    without = make_plan(request("tokens", 3e11, **opt)).run
+    assert without is not None and without.hours_with_recomputation is None
+
+
+def test_checkpoints_by_the_hour_fill_the_disk() -> None:
+    opt = {"cluster": A100S["cluster"], "num_nodes": 124, "shape": PRESETS["gpt3-175b"].shape(50257), "mfu": 0.3537}
+    weights = make_plan(request("tokens", 3e11, **opt, keep_hours=1.0, keeps_weights=True))
+    states = make_plan(request("tokens", 3e11, **opt, keep_hours=1.0))
+    assert weights.run is not None and weights.run.hours is not None
+    assert weights.disk.hourly == states.disk.hourly == int(weights.run.hours)
+    assert weights.disk.hourly_bytes == weights.disk.hourly * 2 * weights.shape.num_parameters
+    assert states.disk.hourly_bytes == 6 * weights.disk.hourly_bytes
+    assert states.disk.total_bytes - weights.disk.total_bytes == 5 * weights.disk.hourly_bytes
+
+
+def test_the_copy_of_a_checkpoint_is_in_the_hosts_memory() -> None:
+    disk = estimate_disk(SMALL, 10, 1e6, RunConfig())
+    two = replace(A100S["cluster"], num_nodes=2)  # type: ignore[type-var]
+    assert disk.copied_bytes_per_node(two, 3) == disk.checkpoint_bytes // 2
+    # Every rank of stage 0 copies the complete states.
+    assert disk.copied_bytes_per_node(two, 0) == 8 * disk.checkpoint_bytes

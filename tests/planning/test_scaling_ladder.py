@@ -18,10 +18,14 @@ from llmscale.planning.scaling import BESIROGLU, nearest_shape
 from llmscale.planning.scaling_ladder import (
     Ladder,
     LadderRequest,
+    add_rates,
     doubts,
+    is_same_sweep,
     load_ladder,
     load_law,
     plan_ladder,
+    plan_sweep,
+    rate_at,
     save_ladder,
     save_law,
 )
@@ -105,6 +109,47 @@ def test_a_budget_that_no_run_can_use_is_refused(changes: dict[str, object], mes
 def test_small_shapes_are_near_in_size(size: float) -> None:
     like = GPTShape(1, 1, 64, 257, 256, positions="rotary")
     assert nearest_shape(size, like).num_parameters == pytest.approx(size, rel=0.35)
+
+
+def test_a_sweep_is_one_size_at_several_rates() -> None:
+    request = LadderRequest(1e15, LIKE, tokens_per_parameter=10.0)
+    sweep = plan_sweep(request, [], "/data/mine", "gpt2")
+    first = sweep.runs[0]
+    assert len({run.model_copy(update={"name": "", "lr": 1.0}) for run in sweep.runs}) == 1
+    assert first.flops == pytest.approx(1e15, rel=0.05) and first.tokens / first.num_parameters == pytest.approx(
+        10, rel=0.3
+    )
+    assert [run.lr for run in sweep.runs] == sorted(run.lr for run in sweep.runs)
+    usual = 0.3118 * 1e15**-0.125
+    assert sweep.runs[0].lr == pytest.approx(usual / 8, rel=0.01) and sweep.runs[-1].lr == pytest.approx(
+        2 * usual, rel=0.01
+    )
+    middle = plan_sweep(replace(request, lr=1e-3), [], "/data/mine", "gpt2")
+    assert 1e-3 in [run.lr for run in middle.runs]
+
+
+def test_a_sweep_takes_further_rates_and_no_other_size() -> None:
+    request = LadderRequest(1e15, LIKE)
+    sweep = plan_sweep(request, [1e-3, 2e-3], "/data/mine", "gpt2")
+    more = add_rates(sweep, [4e-3, 1e-3])
+    assert [run.lr for run in more.runs] == [1e-3, 2e-3, 4e-3] and more.runs[:2] == sweep.runs
+    assert is_same_sweep(more, sweep)
+    assert not is_same_sweep(more, plan_sweep(replace(request, flops=2e15), [1e-3], "/data/mine", "gpt2"))
+    assert not is_same_sweep(more, plan_sweep(request, [1e-3], "/data/other", "gpt2"))
+
+
+def test_a_rate_falls_with_compute() -> None:
+    assert rate_at(1e-3, 1e15, 1e15) == 1e-3
+    # Four times the parameters at as many tokens for each are 16 times the compute: 4^-0.25.
+    assert rate_at(1e-3, 1e15, 16e15) == pytest.approx(1e-3 / math.sqrt(2))
+
+
+def test_run_files_of_other_keys_are_not_overwritten(tmp_path: Path) -> None:
+    sweep = plan_sweep(LadderRequest(1e15, LIKE), [1e-3], "/data/mine", "gpt2")
+    save_ladder(tmp_path / "new", sweep, {"positions": "rotary"})
+    save_ladder(tmp_path / "new", sweep, {"positions": "rotary"})
+    with pytest.raises(ConfigError, match=r"lr-0\.001\.yaml has other keys"):
+        save_ladder(tmp_path / "new", sweep, {})
 
 
 def test_run_files_hold_what_the_ladder_decides(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.cli.main import main
 from llmscale.errors import ConfigError
 from llmscale.planning.scaling import BESIROGLU, Interval
-from llmscale.planning.scaling_ladder import Ladder, LadderRequest, LadderRun, plan_ladder, save_ladder
+from llmscale.planning.scaling_ladder import Ladder, LadderRequest, LadderRun, plan_ladder, plan_sweep, save_ladder
 from llmscale.report.ladder_fit import fit_ladder, fit_lines, write_fit
 from tests.report.runs import start, train, write_run
 
@@ -95,6 +95,43 @@ def test_the_held_out_run_is_not_fitted_and_judged(ladder: Ladder, tmp_path: Pat
     assert main(shlex.split(lines[-1])[1:]) == 0
 
 
+def write_loss(folder: Path, run: LadderRun, loss: float) -> None:
+    """A finished run with a loss at its end."""
+    end = {"kind": "validation", "step": run.steps, "loss": loss}
+    finished = {"kind": "event", "event": "finished", "step": run.steps}
+    write_run(folder / "runs" / run.name, [start(), train(run.steps, tokens_seen=run.tokens), end, finished])
+
+
+def test_a_sweep_gives_the_rate_of_least_loss_and_those_of_larger_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    sweep = plan_sweep(LadderRequest(1e15, LIKE), [1e-3, 2e-3, 4e-3, 8e-3], "/data/mine", "gpt2")
+    save_ladder(tmp_path / "made", sweep, {})
+    for run in sweep.runs[:-1]:
+        write_loss(tmp_path / "made", run, 3 + math.log(run.lr / 1.7e-3) ** 2)
+    assert main(["ladder", "fit", str(tmp_path / "made")]) == 0
+    fit = json.loads((tmp_path / "made" / "fit.json").read_text())
+    assert fit["best_lr"] == pytest.approx(1.7e-3) and len(fit["losses"]) == 3
+    size = sweep.runs[0].num_parameters
+    assert fit["next"][0]["num_parameters"] == 4 * size and fit["next"][0]["lr"] == pytest.approx(1.7e-3 / math.sqrt(2))
+    assert "lr-0.008 is left out: not started" in capsys.readouterr().out
+    assert (tmp_path / "made" / "rates.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("losses", "beyond"), [((3.0, 3.1, 3.2), "0.0005"), ((3.2, 3.1, 3.0), "0.008")])
+def test_a_least_loss_at_an_end_is_no_minimum(
+    losses: tuple[float, ...], beyond: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = plan_sweep(LadderRequest(1e15, LIKE), [1e-3, 2e-3, 4e-3], "/data/mine", "gpt2")
+    save_ladder(tmp_path / "made", sweep, {})
+    for run, loss in zip(sweep.runs, losses, strict=True):
+        write_loss(tmp_path / "made", run, loss)
+    assert main(["ladder", "fit", str(tmp_path / "made")]) == 1
+    assert f"--rates {beyond}\n" in capsys.readouterr().out
+    assert json.loads((tmp_path / "made" / "fit.json").read_text())["best_lr"] is None
+
+
 @pytest.mark.parametrize(
     "lines",
     [
@@ -142,8 +179,8 @@ def test_horizons_are_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_where_no_law_misses_a_group_the_fit_says_so(ladder: Ladder, tmp_path: Path) -> None:
     for run in ladder.runs[2:7]:
         shutil.rmtree(tmp_path / "made" / "runs" / run.name)
-    said = " ".join(fit_lines(tmp_path / "made", ladder, fit_ladder(tmp_path / "made", ladder, 50)))
-    assert "too few runs to fit a law without it" in said and "misses the losses" not in said
+    text = " ".join(fit_lines(tmp_path / "made", ladder, fit_ladder(tmp_path / "made", ladder, 50)))
+    assert "too few runs to fit a law without it" in text and "misses the losses" not in text
 
 
 def test_an_interval_without_end_is_null(ladder: Ladder, tmp_path: Path) -> None:

@@ -126,17 +126,17 @@ def test_a_checkpoint_without_its_run_says_less(facts: CardFacts, checkpoint: Pa
 
 
 @pytest.mark.parametrize(
-    ("model", "shown"),
+    ("model", "name"),
     [("hf:Qwen/Qwen3-0.6B", "hf:Qwen/Qwen3-0.6B"), ("hf:/home/me/models/q", "hf:q"), ("hf:../q/", "hf:q")],
 )
 def test_a_published_model_is_named_as_the_hub_names_it(
-    model: str, shown: str, facts: CardFacts, checkpoint: Path
+    model: str, name: str, facts: CardFacts, checkpoint: Path
 ) -> None:
     config = facts.config.model_copy(update={"model": model, "init_from": model})
     card = build_model_card(replace(facts, config=config), checkpoint)
-    assert f"| `{shown}`: 2 layers" in card
-    assert f"--model {shown} " in card
-    assert f"--init-from {shown}\n" in card
+    assert f"| `{name}`: 2 layers" in card
+    assert f"--model {name} " in card
+    assert f"--init-from {name}\n" in card
     assert "/home/me" not in card
 
 

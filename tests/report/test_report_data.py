@@ -41,8 +41,7 @@ def test_every_kind_of_record_is_in_it(tmp_path: Path) -> None:
     (evaluation,) = curves["hellaswag"]
     assert (evaluation["steps"], evaluation["values"]) == ([40], [0.3])
     assert run["samples"] == [{"step": 40, "prompt": "The ", "text": "The end"}]
-    _, estimated = curves["Memory of one rank"]
-    assert (estimated["steps"], estimated["values"]) == ([0, 20, 40], [0.25, 0.25, 0.25])
+    assert len(curves["Memory of one rank"]) == 1, "the estimate is a GPU's, and this run's device a CPU"
     assert run["summary"]["starts"] == 2
     assert run["summary"]["tokens"] == 40 * 1024
     assert curves["Waiting for data"][0]["values"] == pytest.approx([20] * 40)
@@ -55,10 +54,17 @@ def test_a_published_result_is_a_line_in_the_charts_of_its_model(
 ) -> None:
     facts = replace(load_facts(full_run(tmp_path), RunHistory()), model="gpt2-124m", source="hf:a/fineweb-edu:b")
     monkeypatch.setattr(data, "load_facts", lambda *_: facts)
-    (_, line) = curves_of(report_of(tmp_path))["Validation loss"]
-    assert (line["steps"], line["values"]) == ([40, 40], [3.2924, 3.2924])
+    *_, line = curves_of(report_of(tmp_path))["Training and validation loss"]
+    assert (line["steps"], line["values"]) == ([1, 40], [3.2924, 3.2924])
     facts = replace(facts, source="hf:another/text")
-    assert len(curves_of(report_of(tmp_path))["Validation loss"]) == 1
+    labels = [curve["label"] for curve in curves_of(report_of(tmp_path))["Training and validation loss"]]
+    assert labels == ["training", "validation"]
+
+
+def test_each_start_on_gpus_has_its_estimate(tmp_path: Path) -> None:
+    starts = [start(device="cuda"), train(1), train(2), start(2, device="cuda", estimated_bytes=2**29), train(3)]
+    _, estimated = curves_of(report_of(write_run(tmp_path, starts)))["Memory of one rank"]
+    assert (estimated["steps"], estimated["values"]) == ([0, 2, 3], [0.25, 0.5, 0.5])
 
 
 def test_parts_of_a_run_have_charts_of_their_own_in_a_comparison(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_sets_of_a_mix_have_columns_from_where_they_begin(write_run: Callable[..
         return json.dumps(json.loads(train(step, 1.0)) | {"loss_by_set": losses})
 
     columns = load_history(write_run(train(1, 1.0), mixed(2, a=2.0), mixed(3, b=3.0))).steps.values
-    found = {name: [str(loss) for loss in columns[f"loss of {name}"]] for name in "ab"}
-    assert found == {"a": ["nan", "2.0", "nan"], "b": ["nan", "nan", "3.0"]}
+    losses = {name: [str(loss) for loss in columns[f"loss of {name}"]] for name in "ab"}
+    assert losses == {"a": ["nan", "2.0", "nan"], "b": ["nan", "nan", "3.0"]}
     many = {f"set{number}": 1.0 for number in range(1000)}
     assert len(load_history(write_run(mixed(1, **many))).steps.values) < 100

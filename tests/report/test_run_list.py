@@ -134,9 +134,9 @@ def test_half_and_hostile_run_folders_are_a_word(tmp_path: Path) -> None:
     run = make_run(tmp_path / "damaged", arguments=[1, {}])
     (run / "metrics.jsonl").write_bytes(b"\xff\xfe" * 1000)
     (run / "config.json").write_text("[")
-    found = read_run(run)
-    assert (found.state, found.command) == ("unreadable", None)
-    assert found.problem == "config.json is damaged; metrics.jsonl is damaged"
+    listed = read_run(run)
+    assert (listed.state, listed.command) == ("unreadable", None)
+    assert listed.problem == "config.json is damaged; metrics.jsonl is damaged"
     run = make_run(tmp_path / "linked", train(1, 3.0))
     (run / "metrics.jsonl").unlink()
     (run / "metrics.jsonl").symlink_to("/dev/zero")

@@ -35,9 +35,9 @@ def shares(folder: Path, records: Iterable[Record | str]) -> dict[str, float]:
 
 def seconds(folder: Path, records: Iterable[Record | str], wall_s: float) -> dict[str, float]:
     """Seconds by use, without uses that took none."""
-    found = shares(folder, records)
-    assert math.isclose(sum(found.values()), 1) and min(found.values()) >= 0
-    return {use: round(share * wall_s, 6) for use, share in found.items() if share > 1e-12}
+    share_of = shares(folder, records)
+    assert math.isclose(sum(share_of.values()), 1) and min(share_of.values()) >= 0
+    return {use: round(share * wall_s, 6) for use, share in share_of.items() if share > 1e-12}
 
 
 def test_an_undisturbed_run(tmp_path: Path) -> None:
@@ -59,8 +59,8 @@ def test_redone_steps_count_once(tmp_path: Path) -> None:
     """Saved at 5, killed after 9, training again 21 s later; its steps 6 to 9 were done twice."""
     first = [begin(0, 1000), *(step(n, 1000 + n) for n in range(1, 10))]
     second = [begin(5, 1030), *(step(n, 1025 + n) for n in range(6, 11))]
-    found = seconds(tmp_path, [*first, *second], wall_s=35)
-    assert found == {"steps": 9.0, "waiting": 1.0, "redone": 4.0, "starts": 21.0}
+    seconds_of = seconds(tmp_path, [*first, *second], wall_s=35)
+    assert seconds_of == {"steps": 9.0, "waiting": 1.0, "redone": 4.0, "starts": 21.0}
 
 
 def test_a_branch_that_was_left_does_not_count(tmp_path: Path) -> None:
@@ -114,9 +114,9 @@ def test_absurd_values_never_leave_the_hundred_percent(tmp_path: Path, key: str,
         begin(4, 1011),
         step(5, 1012),
     ]
-    found = shares(tmp_path, records)
-    assert math.isclose(sum(found.values()), 1)
-    assert all(0 <= share <= 1 for share in found.values())
+    share_of = shares(tmp_path, records)
+    assert math.isclose(sum(share_of.values()), 1)
+    assert all(0 <= share <= 1 for share in share_of.values())
 
 
 def test_a_hostile_file_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,10 +128,10 @@ def test_runs_reads_the_newest_up_to_a_limit(tmp_path: Path, monkeypatch: pytest
     run = write_run(tmp_path / "a", [begin(0, 1000), step(1, 1001), step(2, 1002)])
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "metrics.jsonl").symlink_to(run / "metrics.jsonl")
-    by_name = {found.path.name: found.goodput for found in run_list.find_runs(tmp_path)}
+    by_name = {run.path.name: run.goodput for run in run_list.find_runs(tmp_path)}
     assert by_name == {"a": pytest.approx(0.9), "linked": None}
     monkeypatch.setattr(run_list, "_GOODPUT_BYTES", 10)
-    assert {found.goodput for found in run_list.find_runs(tmp_path)} == {None}
+    assert {run.goodput for run in run_list.find_runs(tmp_path)} == {None}
 
 
 def test_a_run_that_was_killed_and_resumed(
@@ -156,22 +156,22 @@ def test_a_run_that_was_killed_and_resumed(
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     first, second = (record for record in records if record.get("event") == "start")
     wall_s = records[-1]["time"] - first["time"] + first["startup_s"]
-    found = {use: share * wall_s for use, share in load_history(run).wall_shares().items()}
-    assert math.isclose(sum(found.values()), wall_s, abs_tol=0.01)
-    assert found["starts"] >= first["startup_s"] + second["time"] - killed_at - 0.1
+    seconds_of = {use: share * wall_s for use, share in load_history(run).wall_shares().items()}
+    assert math.isclose(sum(seconds_of.values()), wall_s, abs_tol=0.01)
+    assert seconds_of["starts"] >= first["startup_s"] + second["time"] - killed_at - 0.1
     # Every step counts once; those after the newest checkpoint were trained twice.
     trained = [record for record in records if record["kind"] == "train"]
     phases = {id(record): sum(record[name] for name in PHASES) for record in trained}
-    kept = {record["step"]: phases[id(record)] for record in trained}
-    assert sorted(kept) == list(range(1, 61)) and second["step"] in (20, 40)
+    last_of = {record["step"]: phases[id(record)] for record in trained}
+    assert sorted(last_of) == list(range(1, 61)) and second["step"] in (20, 40)
     assert done - second["step"] < len(trained) - 60 + 1
-    assert found["steps"] + found["waiting"] <= sum(kept.values()) + 0.1
-    assert found["steps"] + found["waiting"] >= 0.5 * sum(kept.values())
-    assert found["saves"] > 0 and found["validation"] > 0 and found["redone"] > 0
+    assert seconds_of["steps"] + seconds_of["waiting"] <= sum(last_of.values()) + 0.1
+    assert seconds_of["steps"] + seconds_of["waiting"] >= 0.5 * sum(last_of.values())
+    assert seconds_of["saves"] > 0 and seconds_of["validation"] > 0 and seconds_of["redone"] > 0
 
     assert main(["report", str(run)]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("wall time"))
-    assert f"{found['steps'] / wall_s:.1%} steps that count" in line
+    assert f"{seconds_of['steps'] / wall_s:.1%} steps that count" in line
     assert main(["runs", str(run), "--json"]) == 0
     (listed,) = json.loads(capsys.readouterr().out)
-    assert listed["goodput"] == pytest.approx(found["steps"] / wall_s, rel=1e-3)
+    assert listed["goodput"] == pytest.approx(seconds_of["steps"] / wall_s, rel=1e-3)

@@ -16,6 +16,7 @@ from tests.conftest import HANG_S
 def lines_said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
     monkeypatch.setattr(StatusLine, "_say", lambda _, line: lines.append(line))
+    monkeypatch.setattr(status_line, "can_redraw", lambda stream: True)
     return lines
 
 
@@ -92,10 +93,19 @@ def test_other_ranks_are_silent(lines_said: list[str]) -> None:
     assert lines_said == []
 
 
-def test_it_speaks_past_python_s_buffer(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_log_has_a_line_past_python_s_buffer_on_what_lasts(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with show_status("reading"):
         pass
-    assert capfd.readouterr().err == "reading ...\n"
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(status_line, "LOG_S", 0.01)
+    written, deadline = "", time.monotonic() + HANG_S
+    with show_status("reading"):
+        while not written:
+            assert time.monotonic() < deadline
+            written = capfd.readouterr().err
+    assert written.startswith("reading ...\n")
 
 
 def test_on_a_terminal_one_line_is_updated_and_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:

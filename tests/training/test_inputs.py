@@ -113,7 +113,8 @@ def test_a_start_without_data_trains_the_demo(ranks: Callable[..., Ranks], tmp_p
         "--data-cache",
         str(tmp_path / "cache"),
     ]
-    command += ["--val-every", "0", "--num-workers", "0", "--plain", "--log-every", "1", "--ds", "zero2", "--steps"]
+    command += ["--val-every", "0", "--num-workers", "0", "--plain", "--log-every", "1", "--ds", "zero2", "--verbose"]
+    command.append("--steps")
     for steps, prepared in (("1", 1), ("2", 0)):
         job = ranks([*command, steps], 2)
         output = "".join(job.wait())

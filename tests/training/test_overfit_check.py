@@ -76,7 +76,7 @@ def test_keys_of_the_run_file_that_it_decides_are_off(tiny_set: Path, tmp_path: 
     file.write_text(yaml.safe_dump(values | {"global_batch_tokens": 512, "keep_every": 10, "data": str(tiny_set)}))
     argv = ["--config", str(file), "--overfit-batch", "4", "--run", str(tmp_path / "run")]
     config = prepare_start(parse_run_config(argv), world_size=1).config
-    assert (config.save_every, config.save_every_minutes, config.skip_steps, config.val_every) == (0, None, [], 0)
+    assert (config.save_every, config.save_every_minutes, config.skip_steps, config.val_every) == (0, 0, [], 0)
     assert (config.global_batch_size, config.global_batch_tokens, config.keep_every, config.resume) == (
         4,
         None,

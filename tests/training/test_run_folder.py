@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ from llmscale.training.run_folder import (
     lock_run_folder,
     record_failure,
     save_run_description,
+    working_commit,
 )
 
 RESOLVED = {"plan": {"world_size": 2}}
@@ -59,6 +61,25 @@ def test_the_description_holds_what_explains_a_run_and_every_start_adds_a_line(t
     assert set(starts[0]["versions"]) >= {"torch", "deepspeed", "numpy"}
     assert starts[0]["versions"]["torch"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "ds_config.json", "starts.jsonl"]
+
+
+def test_a_start_names_the_commit_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert working_commit() == {}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "file").write_text("one")
+    words = ("-c", "user.name=n", "-c", "user.email=e", "commit", "--quiet", "--no-verify", "--message=first")
+    for command in (("init", "--quiet"), ("add", "file"), words):
+        subprocess.run(["git", *command], check=True)
+    save_run_description(tmp_path / "run", {}, RESOLVED, {}, is_new=False)
+    (tmp_path / "file").write_text("two")
+    save_run_description(tmp_path / "run", {}, RESOLVED, {}, is_new=False)
+    clean, dirty = map(json.loads, (tmp_path / "run" / "starts.jsonl").read_text().splitlines())
+    assert len(clean["commit"]) == 40
+    assert (dirty["commit"], clean["dirty"], dirty["dirty"]) == (clean["commit"], False, True)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert working_commit() == {}
 
 
 def fill(disk: Path) -> Path:

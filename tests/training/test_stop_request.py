@@ -9,12 +9,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from llmscale.training import stop_request
 from llmscale.training.stop_request import (
     LAUNCHER_VARIABLE,
     STOP_SIGNALS,
+    Interrupts,
     StopOfRank,
     StopRequest,
     is_left_by_others,
@@ -68,15 +71,36 @@ def run_python(code: str, start: str = START + IN_TRAINING, **variables: str) ->
     return done.returncode, done.stdout, done.stderr
 
 
-def test_it_ends_a_main_thread_that_runs_no_python() -> None:
-    code = (
-        "def twice():\n"
-        "    for _ in range(2):\n"
-        "        time.sleep(0.3)\n"
-        "        os.kill(os.getpid(), signal.SIGINT)\n"
-        "threading.Thread(target=twice, daemon=True).start()\n"
-    )
-    assert run_python(code + WAIT_FOR_EVER) == (130, "", "")
+PRESS = """
+def press(times):
+    for _ in range(times):
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_ctrl_c_is_answered_and_the_third_ends_a_main_thread_that_runs_no_python() -> None:
+    code = PRESS + "threading.Thread(target=press, args=[3], daemon=True).start()\n" + WAIT_FOR_EVER
+    status, output, errors = run_python(code)
+    assert (status, errors) == (130, "")
+    saves, discards = output.splitlines()
+    assert "saving after this step" in saves and "without saving" in discards
+    assert run_python(code, RANK="1") == (130, "", ""), "one rank answers for all"
+
+
+def test_a_question_that_nobody_answers_in_time_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(stop_request, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    interrupts = Interrupts()
+    ends = []
+    for now[0] in (100, 101, 107, 113, 114):
+        ends.append(interrupts.add())
+    assert ends == [False, False, False, False, True]
+
+
+def test_before_the_first_step_a_second_ctrl_c_ends_it_at_once() -> None:
+    """There is nothing to save, and nothing to ask."""
+    assert run_python(PRESS + "press(2)\ntime.sleep(1000)", start=START) == (130, "", "")
 
 
 def test_a_closed_terminal_is_noted_unless_nohup_said_otherwise() -> None:

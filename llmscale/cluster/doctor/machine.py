@@ -39,6 +39,8 @@ def check_software() -> Iterator[CheckRow]:
             yield shared("versions", library, version, fix, "fail" if library in _STRICT else "warn")
 
 
+#: Index with builds of torch and torchvision that fit each other, without CUDA.
+_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 #: Run in a separate process: an import can hang, crash, or take GPU memory.
 _IMPORT_CODE = """
 import os
@@ -46,6 +48,11 @@ from llmscale.engine.deepspeed_patches import quiet_libraries
 quiet_libraries()
 import torch, deepspeed
 import llmscale.training.open_session
+from importlib.util import find_spec
+try:
+    find_spec("torchvision") and __import__("torchvision")
+except Exception as error:
+    print("torchvision", str(error).partition(chr(10))[0], flush=True)
 print("gpus", torch.cuda.device_count(), flush=True)
 os._exit(0)
 """
@@ -61,6 +68,11 @@ def check_imports(gpus: Sequence[Gpu], timeout_s: float) -> Iterator[CheckRow]:
         )
         return
     yield green("imports", "train.py's imports work")
+    for line in answer:
+        if line.startswith("torchvision "):
+            why = f"does not fit this torch, and transformers fails with it: {line.removeprefix('torchvision ')}"
+            fix = f"pip uninstall torchvision: llmscale needs none. Or install its build for this torch: {_CPU_INDEX}"
+            yield red("torchvision", why, fix)
     if gpus and answer[-1] == "gpus 0":
         yield red(
             "gpus",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -28,17 +29,17 @@ _MODULE = "llmscale.cluster.doctor.numbers"
 _JOB_VARIABLE = "LLMSCALE_NUMERICS_JOB"
 #: Precedes the JSON of the report.
 _RESULT_MARK = "llmscale-numerics "
-#: Time limit of the ranks for all passes and tries, in seconds.
-_TIMEOUT_S = 900
 _POLL_S = 0.1
 
 
-def prove(hosts: Mapping[str, int], flags: Sequence[str]) -> Report:
+def prove(hosts: Mapping[str, int], flags: Sequence[str], timeout_s: float) -> Report:
     """Check a run on `hosts`, each with its number of ranks; what is wrong on several is tried on one rank, too.
+
+    `timeout_s` is the time of all passes and tries on the same ranks.
 
     Raises ConfigError for a run that cannot be, and MachineError for ranks without a report.
     """
-    job: dict[str, object] = {"flags": list(flags), "tries": None, "is_undivided": False}
+    job: dict[str, Any] = {"flags": list(flags), "tries": None, "is_undivided": False, "timeout_s": timeout_s}
     report = _ask(hosts, job)
     first = report.first_wrong
     if first is None or report.setting or sum(hosts.values()) == 1 or first.link in ("loss", "gradient"):
@@ -50,7 +51,7 @@ def prove(hosts: Mapping[str, int], flags: Sequence[str]) -> Report:
     return replace(report, tries=tries)
 
 
-def _ask(hosts: Mapping[str, int], job: Mapping[str, object]) -> Report:
+def _ask(hosts: Mapping[str, int], job: Mapping[str, Any]) -> Report:
     """Run the ranks, and return rank 0's report."""
     first = next(iter(hosts))
     host_of = [host for host, count in hosts.items() for _ in range(count)]
@@ -58,7 +59,7 @@ def _ask(hosts: Mapping[str, int], job: Mapping[str, object]) -> Report:
     master = "127.0.0.1" if len(hosts) == 1 else first
     common = {**job, "master": master, "port": find_port(), "world_size": len(host_of)}
     requests = {host: {**common, "ranks": [r for r, at in enumerate(host_of) if at == host]} for host in hosts}
-    answers = ask_hosts(_MODULE, requests, _TIMEOUT_S)
+    answers = ask_hosts(_MODULE, requests, job["timeout_s"])
     refused = next((answer for answer in answers.values() if answer.returncode == 2), None)
     if refused is not None:
         raise ConfigError(refused.describe().removeprefix("error: "))
@@ -66,7 +67,9 @@ def _ask(hosts: Mapping[str, int], job: Mapping[str, object]) -> Report:
     lines = [line for line in answers[first].stdout.splitlines() if line.startswith(_RESULT_MARK)]
     if failed or not lines:
         reasons = "; ".join(f"{host}: {reason}" for host, reason in failed.items()) or "no report"
-        raise MachineError(f"the ranks did not finish the check of their numbers: {reasons}.")
+        raise MachineError(
+            f"the ranks did not finish the check of their numbers: {reasons}. --timeout gives them more time."
+        )
     try:
         return TypeAdapter(Report).validate_json(lines[-1].removeprefix(_RESULT_MARK))
     except ValidationError:
@@ -75,12 +78,14 @@ def _ask(hosts: Mapping[str, int], job: Mapping[str, object]) -> Report:
 
 def main() -> int:
     """Start this host's ranks, or be one of them (its variable is set)."""
+    is_rank = _JOB_VARIABLE in os.environ
+    job = json.loads(os.environ[_JOB_VARIABLE]) if is_rank else read_request()
     # The kernel ends what hangs, even where no thread of Python can run.
-    signal.alarm(_TIMEOUT_S)
-    if _JOB_VARIABLE not in os.environ:
-        return _start_ranks(read_request())
+    signal.alarm(math.ceil(job["timeout_s"]))
+    if not is_rank:
+        return _start_ranks(job)
     try:
-        _be_rank(json.loads(os.environ[_JOB_VARIABLE]))
+        _be_rank(job)
     except LlmscaleError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2

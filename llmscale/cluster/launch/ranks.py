@@ -18,9 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from llmscale.cluster.remote import search_path
 from llmscale.training.live_view import GIVE_BACK
-from llmscale.training.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS, describe_death, read_stat
+from llmscale.training.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS, Interrupts, describe_death, read_stat
 from llmscale.training.watchdog import REPORTS_VARIABLE, STACKS_SIGNAL
 
 # ---------------------------------------------------------------- processes by number, from /proc
@@ -53,17 +55,9 @@ def process_state(pid: int) -> str:
 
 def descendants(pid: int) -> list[int]:
     """Return all processes below `pid`, parents first."""
-    return [process for child in _children(pid) for process in (child, *descendants(child))]
-
-
-def _children(pid: int) -> list[int]:
-    """Return the children of every thread of a process."""
-    children = []
-    with contextlib.suppress(OSError):  # it has ended
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError):
-                children += [int(word) for word in Path(f"/proc/{pid}/task/{thread}/children").read_text().split()]
-    return children
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []
 
 
 def kill_descendants(pid: int) -> int:
@@ -270,12 +264,12 @@ class LocalRanks:
     def _follow(self, ranks: Sequence[subprocess.Popen[bytes]], handled: set[signal.Signals]) -> int:
         ended: list[int] = []
         deadline = float("inf")
-        num_sigints = 0
+        interrupts = Interrupts()
         while True:
             received = signal.sigtimedwait(handled, _TICK_S)
             if received is not None and received.si_signo != signal.SIGCHLD:
-                num_sigints += received.si_signo == signal.SIGINT
-                if num_sigints == 2:
+                # The ranks count and answer, too.
+                if received.si_signo == signal.SIGINT and interrupts.add():
                     return 128 + signal.SIGINT
                 for rank in ranks:
                     if rank.poll() is None:

@@ -23,7 +23,7 @@ from llmscale.data.prepare.sources.formats import suffix_of
 from llmscale.data.prepare.sources.source import MAX_DOCUMENT_BYTES, LocalFile, opened
 from llmscale.data.shards.compressed import head_of, unpacked
 from llmscale.errors import DataError
-from llmscale.untrusted.paths import check_regular
+from llmscale.untrusted.paths import check_regular, unreadable_as
 
 #: Words of an n-gram (Brown et al. 2020, arXiv 2005.14165, appendix C).
 NGRAM_WORDS = 13
@@ -71,10 +71,8 @@ def _read_items(path: Path) -> Iterator[tuple[str, str]]:
 
     An item is all strings of a JSON line, of an entry of a JSON list, or of other JSON; otherwise it is the file.
     """
-    try:
+    with unreadable_as(DataError, f"--decontaminate {path}"):
         check_regular(path, follow_links=True)
-    except OSError as error:
-        raise DataError(f"--decontaminate {path} cannot be read: {error.strerror}.") from None
     suffix, file = suffix_of(path), LocalFile(path, path.parent)
     with opened(file) as raw, unpacked(raw, file.name, file.size_bytes) as contents:
         head = head_of(contents).removeprefix(codecs.BOM_UTF8).lstrip()

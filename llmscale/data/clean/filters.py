@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from llmscale.config.bundled_files import install_command
+from llmscale.config.bundled_files import import_extra
 from llmscale.errors import DataError
 from llmscale.suggestions import did_you_mean
 
@@ -188,11 +188,8 @@ _PIECE_CHARACTERS = 1000
 
 def load_identifier() -> LanguageIdentifier:
     """Load the language model. Raises DataError when py3langid is not installed."""
-    try:
-        from py3langid.langid import MODEL_FILE, LanguageIdentifier
-    except ImportError:
-        raise DataError(f"The step language needs py3langid: `{install_command('data,clean')}`.") from None
-    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+    langid = import_extra("py3langid.langid", "The step language", "data,clean", DataError)
+    return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
 
 
 def check_languages(languages: tuple[str, ...]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import llmscale
-from llmscale.config.bundled_files import install_command
+from llmscale.config.bundled_files import import_extra
 from llmscale.data.clean.stages import CleanJob, Stage, plan_stages
 from llmscale.data.prepare.sources.file_source import ConcatSource
 from llmscale.data.prepare.sources.source import Source
@@ -22,6 +22,7 @@ from llmscale.errors import DataError, LlmscaleError, MachineError
 from llmscale.suggestions import did_you_mean
 from llmscale.terminal.progress import Progress
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_yaml
+from llmscale.untrusted.paths import unreadable_as
 
 _MOST_PARTS = 256
 #: Tries of a task whose process or machine dies.
@@ -50,10 +51,8 @@ def read_cluster(path: Path | None, num_parts: int | None, at_once: int | None) 
     """Return the cluster that the YAML of --executor-options describes. Raises DataError."""
     values: dict[str, object] = {}
     where = f"--executor-options {path}"
-    try:
+    with unreadable_as(DataError, where):
         values |= load_yaml(path, Rules(DataError, max_bytes=CONFIG_MAX_BYTES), where) if path else {}
-    except OSError as error:
-        raise DataError(f"{where}: {error.strerror}.") from None
     for key in values:
         if key not in _LEGAL:
             raise DataError(
@@ -98,11 +97,9 @@ def connected(cluster: RayCluster) -> Iterator[RunStages]:
 
     Raises DataError when Ray is missing, no cluster answers, or no machine has room for a task.
     """
-    try:
-        import ray
-        from ray.job_config import JobConfig
-    except ImportError:
-        raise DataError(f"--executor ray needs Ray: `{install_command('data,clean,clean-cluster')}`.") from None
+    ray = import_extra("ray", "--executor ray", "data,clean,clean-cluster", DataError)
+    from ray.job_config import JobConfig
+
     address = cluster.address or os.environ.get("RAY_ADDRESS") or "auto"
     job_config = JobConfig()
     # Without a working directory, Ray lets workers import modules from the folder that this process runs in.

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 import llmscale
-from llmscale.config.bundled_files import install_command
+from llmscale.config.bundled_files import import_extra
 from llmscale.data.clean.annotate import CleanOptions, start_workers
 from llmscale.data.clean.decontaminate import read_evaluation_text
 from llmscale.data.clean.duplicates import index_bytes_per_document
@@ -116,10 +116,7 @@ def _check_packages(options: CleanOptions) -> None:
     if "language" in options.steps:
         check_languages(options.languages)
     if "near" in options.steps:
-        try:
-            import rensa  # noqa: F401
-        except ImportError:
-            raise DataError(f"The step near needs rensa: `{install_command('data,clean')}`.") from None
+        import_extra("rensa", "The step near", "data,clean", DataError)
 
 
 def _run_here(num_workers: int) -> AbstractContextManager[Callable[[CleanJob, Progress], Iterator[Stage]]]:

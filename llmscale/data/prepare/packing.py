@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmscale.data.shards.manifest import TokenDtype
+from llmscale.data.shards.target_mask import BEGIN, Marked
 
 Tokens = NDArray[np.unsignedinteger]
 Windows = NDArray[np.unsignedinteger]
@@ -162,6 +163,53 @@ class BestFitPacking:
         if place < 0:
             kind, place = min(kinds, key=lambda kind: len(kind[0])), 0
         return kind.pop(place)
+
+
+class ConversationPacking:
+    """Rows of complete conversations, whose tokens have marks; the rest of a row is padding without targets.
+
+    The longest that waits begins a row, then comes again and again the longest that fits: none is cut. With `alone`, a
+    row has one. No conversation may be longer than a row.
+    """
+
+    num_cropped = num_tail = 0
+
+    def __init__(self, seq_len: int, padding: int, state: PackingState, *, alone: bool) -> None:
+        self._length, self._padding, self._alone = seq_len + 1, padding, alone
+        self._waiting: list[Marked] = []
+        """Conversations by ascending length."""
+        self.cut(state.tokens)
+
+    def cut(self, tokens: Tokens) -> Windows:
+        rows = []
+        for conversation in np.split(tokens, np.flatnonzero(tokens & BEGIN)[1:]) if len(tokens) else []:
+            insort(self._waiting, conversation.copy(), key=len)
+            if self._alone or len(self._waiting) > _MOST_WAITING:
+                rows.append(self._fill_row())
+        return self._stack(rows)
+
+    def finish(self) -> Windows:
+        rows = []
+        while self._waiting:
+            rows.append(self._fill_row())
+        return self._stack(rows)
+
+    def state(self) -> PackingState:
+        return PackingState(np.concatenate([np.zeros(0, np.uint32), *self._waiting]))
+
+    def _fill_row(self) -> Marked:
+        row, place = np.full(self._length, self._padding, np.uint32), 0
+        while self._waiting and (place == 0 or not self._alone):
+            number = bisect_right(self._waiting, self._length - place, key=len) - 1
+            if number < 0:
+                break
+            conversation = self._waiting.pop(number)
+            row[place : place + len(conversation)] = conversation
+            place += len(conversation)
+        return row
+
+    def _stack(self, rows: list[Marked]) -> Windows:
+        return np.stack(rows) if rows else np.empty((0, self._length), np.uint32)
 
 
 def _consecutive(tokens: Tokens, seq_len: int) -> Windows:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmscale.data.prepare.chat import TOO_LONG, ChatEncoder, ChatSettings
 from llmscale.data.prepare.encoder import EncoderName
 from llmscale.data.prepare.output_folder import (
     Destination,
@@ -19,7 +21,7 @@ from llmscale.data.prepare.output_folder import (
     rejected_path,
     remove_finished,
 )
-from llmscale.data.prepare.packing import BestFitPacking, Packing, PackingState, StreamPacking
+from llmscale.data.prepare.packing import BestFitPacking, ConversationPacking, Packing, PackingState, StreamPacking
 from llmscale.data.prepare.sources.formats import MAX_TEXT_BYTES
 from llmscale.data.prepare.sources.source import PassedOver, Source, describe_passed_over
 from llmscale.data.prepare.split_writer import ShardFiles, SplitWriter
@@ -29,6 +31,7 @@ from llmscale.data.shards.manifest import (
     MANIFEST_NAME,
     MAX_SHARD_BYTES,
     TOKENIZER_FOLDER,
+    ChatFacts,
     Compression,
     Manifest,
     PackingName,
@@ -62,6 +65,8 @@ class PrepareOptions:
     """How documents become windows."""
     parse_special: bool = False
     """True if the tokenizer parses special tokens in text."""
+    chat: ChatSettings | None = None
+    """Choices of conversations; None for text."""
 
     def __post_init__(self) -> None:
         if self.seq_len < 1:
@@ -146,6 +151,11 @@ def describe_reading(passed_over: Collection[PassedOver], out: Path, num_rejecte
 
 def _request(source: Source, tokenizer: Tokenizer, options: PrepareOptions) -> PrepareRequest:
     """Return everything that decides the contents of a dataset, by flag."""
+    chat: PrepareRequest = {}
+    if options.chat is not None:
+        digest = hashlib.sha256(options.chat.template.source.encode()).hexdigest()
+        chat = {"--train-on": options.chat.train_on, "--truncate": options.chat.truncates}
+        chat["contents of the chat template"] = digest[:16]
     return {
         "--input": source.name,
         "contents of --input": source.fingerprint()[:16],
@@ -160,6 +170,7 @@ def _request(source: Source, tokenizer: Tokenizer, options: PrepareOptions) -> P
         "--shard-mb": options.shard_bytes / (1 << 20),
         "--compression": options.compression,
         "--packing": options.packing,
+        **chat,
     }
 
 
@@ -181,6 +192,7 @@ def _write_set(
         split: _open_writer(split, work, destination, tokenizer, options, dtype, state) for split in ("train", "val")
     }
     mark, note = (state.mark, state.note) if state else (ReadPosition(), "")
+    left_out = dict(state.left_out) if state else {}
     with show_progress(f"Tokenising {source.name}") as progress:
         if work.replaced_other:
             progress.say(f"Discarded unfinished work in {work.path}: it was started with different settings or input.")
@@ -199,18 +211,25 @@ def _write_set(
                 keeps_order=not options.shuffle,
                 # An uploaded shard is removed here, so it must never be written again.
                 is_always_kept=destination.is_remote,
+                cuts_documents=options.chat is None,
             )
+            chosen = encoder if options.chat is None else ChatEncoder(tokenizer, options.chat, options.seq_len)
             with closing(router):
-                tokenise(source, tokenizer, router, progress, dtype=dtype, encoder=encoder, num_workers=num_workers)
+                tokenise(source, tokenizer, router, progress, dtype=dtype, encoder=chosen, num_workers=num_workers)
                 router.finish()
-            mark, note = router.mark, router.note
+            mark, note, left_out = router.mark, router.note, dict(router.left_out)
     try:
-        _check_sizes(writers, source, options)
+        _check_sizes(writers, source, options, left_out)
     except DataError:
         work.begin_anew()  # resuming would fail in the same way
         raise
     splits = _finish(writers, work.set_folder)
-    manifest = _write_manifest(work.set_folder, tokenizer, options, dtype, source.name, request, mark, splits)
+    chat = None
+    if options.chat is not None:
+        num_targets = {split: writers[split].num_targets for split in splits}
+        settings = options.chat
+        chat = ChatFacts(settings.template.source, settings.train_on, settings.packs, num_targets, left_out)
+    manifest = _write_manifest(work.set_folder, tokenizer, options, dtype, source.name, request, mark, splits, chat)
     return Prepared(manifest, reused=False, note=note, num_rejected=mark.num_rejected, num_cut=mark.num_cut)
 
 
@@ -223,6 +242,7 @@ def _write_manifest(
     request: PrepareRequest,
     mark: ReadPosition,
     splits: dict[str, SplitManifest],
+    chat: ChatFacts | None,
 ) -> Manifest:
     """Write the tokenizer's files and the manifest. `mark` is the position after the last record."""
     manifest = Manifest(
@@ -241,6 +261,7 @@ def _write_manifest(
         empty_documents=mark.num_empty,
         splits=splits,
         counts_own_bytes=True,
+        chat=chat,
     )
     (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
@@ -263,9 +284,12 @@ def _open_writer(
         shard_bytes=options.shard_bytes,
         compression=options.compression,
         keep=destination.keep_shard,
+        has_mask=options.chat is not None,
     )
 
     def build_packing(state: PackingState) -> Packing:
+        if options.chat is not None:
+            return ConversationPacking(options.seq_len, tokenizer.eot_token, state, alone=not options.chat.packs)
         if options.packing == "stream":
             return StreamPacking(options.seq_len, state)
         return BestFitPacking(options.seq_len, dtype, tokenizer.eot_token, state)
@@ -276,10 +300,11 @@ def _open_writer(
         build_packing,
         seq_len=options.seq_len,
         vocab_size=tokenizer.vocab_size,
-        dtype=dtype,
+        dtype=dtype if options.chat is None else "uint32",
         # Validation takes evenly spaced samples, which cover a text that is in order.
         shuffle_seed=options.seed if options.shuffle and split == "train" else None,
         state=state.splits[split] if state else None,
+        has_marks=options.chat is not None,
     )
 
 
@@ -304,8 +329,20 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
     return f"{TOKENIZER_FOLDER}/{saved}" if saved else ""
 
 
-def _check_sizes(writers: dict[str, SplitWriter], source: Source, options: PrepareOptions) -> None:
+def describe_left_out(left_out: Mapping[str, int]) -> Iterator[str]:
+    """Yield a line for each reason for which conversations were left out."""
+    for reason, count in sorted(left_out.items(), key=lambda item: -item[1]):
+        remedy = " (--seq-len gives longer rows, --truncate cuts them)" if reason == TOO_LONG else ""
+        yield f"Left out {count_nouns(count, 'conversation')} {reason}{remedy}."
+
+
+def _check_sizes(
+    writers: dict[str, SplitWriter], source: Source, options: PrepareOptions, left_out: Mapping[str, int]
+) -> None:
     """Check before shards are written that every split holds a window. Raises DataError."""
+    if left_out and not any(writer.num_documents for writer in writers.values()):
+        reasons = " ".join(describe_left_out(left_out))
+        raise DataError(f"--input {source.name} has no conversation to train on. {reasons}")
     made = {split: writer for split, writer in writers.items() if writer.num_documents or split == "train"}
     if not any(writer.num_documents for writer in made.values()):
         raise DataError(f"--input {source.name} has no text: it holds no documents, or all are empty or left out.")

@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 
 from llmscale.data.order.permutation import UInt64Array, fold64, key64
 from llmscale.data.prepare.packing import Packing, PackingState, Tokens, Windows
-from llmscale.data.shards.manifest import HASH_ALGORITHM, ShardInfo, SplitManifest, TokenDtype
+from llmscale.data.shards.manifest import HASH_ALGORITHM, ShardInfo, SplitManifest, TokenDtype, shard_columns
+from llmscale.data.shards.target_mask import are_targets, ids_of, to_rows
 from llmscale.data.shards.verify_shards import INDEX_NAME
 from llmscale.files.atomic_write import write_durably
 
@@ -54,8 +55,10 @@ class ShardFiles:
         shard_bytes: int,
         compression: str,
         keep: Callable[[Path], None] = lambda _: None,
+        has_mask: bool = False,
     ) -> None:
-        """`journal` is a file beside the dataset that lists finished shards. `keep` gets each of them, also those of an
+        """`journal` is a file beside the dataset that lists finished shards. With `has_mask`, windows have marks of
+        their targets. `keep` gets each of them, also those of an
         interrupted run: a remote dataset's are uploaded and removed."""
         self._folder = folder
         self._journal = journal
@@ -67,12 +70,11 @@ class ShardFiles:
             "compression": compression or None,
             "hashes": [HASH_ALGORITHM],
             "size_limit": shard_bytes,
-            "column_names": ["tokens"],
-            "column_encodings": [f"ndarray:{dtype}:{seq_len + 1}"],
-            "column_sizes": [(seq_len + 1) * np.dtype(dtype).itemsize],
+            **shard_columns(dtype, seq_len, has_mask=has_mask),
         }
         self._config_data = json.dumps(self._config, sort_keys=True).encode()
-        window_bytes = (seq_len + 1) * np.dtype(dtype).itemsize
+        self._dtype, self._has_mask = dtype, has_mask
+        window_bytes = (seq_len + 1) * (np.dtype(dtype).itemsize + has_mask)
         # A shard begins with its number of samples, their offsets and one more, and the configuration.
         self.windows_per_shard = (shard_bytes - 8 - len(self._config_data)) // (window_bytes + 4)
 
@@ -136,6 +138,8 @@ class ShardFiles:
             yield waiting
 
     def _write_shard(self, number: int, parts: list[Windows]) -> Entry:
+        if self._has_mask:
+            parts = [to_rows(part, self._dtype) for part in parts]
         num_samples = sum(map(len, parts))
         window_bytes = parts[0].shape[1] * parts[0].itemsize
         first = 4 + 4 * (num_samples + 1) + len(self._config_data)
@@ -391,6 +395,8 @@ class SplitState:
     num_text_bytes: int
     run_begins: list[int]
     """First window of each run on disk; see WindowShuffle."""
+    num_targets: int = 0
+    """Targets among the tokens, if they have marks."""
 
 
 class SplitWriter:
@@ -411,15 +417,19 @@ class SplitWriter:
         dtype: TokenDtype,
         shuffle_seed: int | None,
         state: SplitState | None,
+        has_marks: bool = False,
     ) -> None:
-        """`scratch` is a file for windows that do not fit into memory. `state` is from an interrupted run."""
-        self._files = files
+        """`scratch` is a file for windows that do not fit into memory. `state` is from an interrupted run.
+
+        With `has_marks`, `dtype` is uint32 and tokens have the marks of target_mask.
+        """
+        self._files, self._has_marks = files, has_marks
         self._seq_len, self._dtype = seq_len, np.dtype(dtype)
         state = state or SplitState(PackingState(np.zeros(0, dtype)), np.zeros(vocab_size, np.int64), 0, 0, [0])
         self._packing = build_packing(state.packing)
         self._waiting: list[Tokens] = []
         self._num_waiting = 0
-        self._counts = state.counts
+        self._counts, self.num_targets = state.counts, state.num_targets
         self._num_documents, self._num_text_bytes = state.num_documents, state.num_text_bytes
         self._shuffle = WindowShuffle(
             scratch, window_length=seq_len + 1, dtype=dtype, seed=shuffle_seed, run_begins=state.run_begins
@@ -469,7 +479,12 @@ class SplitWriter:
         run = self._shuffle.take_run()
         begins = list(self._shuffle.run_begins)
         state = SplitState(
-            self._packing.state(), self._counts.copy(), self._num_documents, self._num_text_bytes, begins
+            self._packing.state(),
+            self._counts.copy(),
+            self._num_documents,
+            self._num_text_bytes,
+            begins,
+            self.num_targets,
         )
         return run, state
 
@@ -500,7 +515,11 @@ class SplitWriter:
         """Count the waiting tokens and pack them."""
         tokens = np.concatenate([np.zeros(0, self._dtype), *self._waiting])
         self._waiting, self._num_waiting = [], 0
-        self._counts += np.bincount(tokens, minlength=len(self._counts))
+        ids = tokens
+        if self._has_marks:
+            ids = ids_of(tokens)
+            self.num_targets += int(are_targets(tokens).sum())
+        self._counts += np.bincount(ids, minlength=len(self._counts))
         self._shuffle.add(self._packing.cut(tokens))
 
 

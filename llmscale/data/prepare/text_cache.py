@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmscale.config.resolve import LEAST_VOCAB, MOST_VOCAB
 from llmscale.data.prepare.sources.file_source import STDIN, FileSource
 from llmscale.data.prepare.sources.open_source import check_apart, check_data_sets, open_source
 from llmscale.data.prepare.sources.source import LocalFile, Source, describe_passed_over, opened
@@ -33,7 +34,7 @@ _VERSION = 2
 _KEY = re.compile(r"[0-9a-f]{24}")
 _CHUNK_BYTES = 1 << 20
 #: Bytes of text per token of a vocabulary trained on it. A text too small for the least vocabulary is read as bytes.
-_BYTES_PER_ENTRY, _LEAST_VOCAB, _MOST_VOCAB = 2048, 512, 32768
+_BYTES_PER_ENTRY = 2048
 #: Characters at the beginning of a text that its vocabulary is trained on.
 _TRAINED_ON = 64 << 20
 
@@ -51,6 +52,8 @@ class TextRequest:
     """Folder of caches."""
     skip_undecodable: bool = False
     """Skip and count texts that are not UTF-8."""
+    most_vocab: int = MOST_VOCAB
+    """Largest vocabulary that is trained, a power of two."""
 
     def open(self, *, may_prepare: bool) -> Path:
         """Return the folder of the prepared text. One process prepares it, others on the same cache wait for that one.
@@ -75,7 +78,8 @@ class TextRequest:
     def _open(self, cache: Path, may_prepare: bool) -> Path:
         check_apart([self.text], cache)
         source = open_source(self.text, skip_undecodable=self.skip_undecodable)
-        note = cache / "known" / _hash(source.fingerprint(), self.tokenizer, self._tokenizer_files(), self.seq_len)
+        vocabulary = (self.tokenizer or self._vocab_size(source), self._tokenizer_files())
+        note = cache / "known" / _hash(source.fingerprint(), *vocabulary, self.seq_len)
         if (folder := _follow(note)) is None:
             if not may_prepare:
                 raise DataError("it is not prepared on this host yet; the first start does that.")
@@ -94,22 +98,21 @@ class TextRequest:
         given = load_tokenizer(self.tokenizer) if self.tokenizer else None
         folder = cache / _hash(
             _hash_contents(source),
-            given.sha256 if given else "trained",
+            given.sha256 if given else self._vocab_size(source),
             self.seq_len,
             self.skip_undecodable,
         )
         if (folder / MANIFEST_NAME).is_file():
             return folder
-        made = "trained on it" if _vocab_size(source) else "bytes, for so little text"
         _announce(
-            f"preparing {source.name} once: tokenizer {self.tokenizer or made}, seq_len {self.seq_len}, in "
-            f"{folder}. Every host of a run does so, unless they share this folder"
+            f"preparing {source.name} once: tokenizer {self.tokenizer or self._describe_vocabulary(source)}, "
+            f"seq_len {self.seq_len}"
         )
         passed_over = set(source.passed_over)
         for line in describe_passed_over(passed_over):
             _announce(line)
         start_s = time.monotonic()
-        tokenizer = given or _train(source, folder.with_name(f"{folder.name}-tokenizer"))
+        tokenizer = given or self._train(source, folder.with_name(f"{folder.name}-tokenizer"))
         prepared = prepare(source, folder, tokenizer, PrepareOptions(seq_len=self.seq_len))
         counts = [f"{split.num_tokens:,} tokens to {name}" for name, split in prepared.manifest.splits.items()]
         _announce(f"prepared {', '.join(counts)}, of {tokenizer.vocab_size:,}, in {time.monotonic() - start_s:.1f} s")
@@ -118,29 +121,35 @@ class TextRequest:
             _announce(line)
         return folder
 
+    def _vocab_size(self, source: Source) -> int | None:
+        """Return the size of a vocabulary for a text; None for one that is read as bytes."""
+        num_entries = (source.total_bytes or sys.maxsize) // _BYTES_PER_ENTRY
+        return min(self.most_vocab, 1 << num_entries.bit_length() - 1) if num_entries >= LEAST_VOCAB else None
+
+    def _describe_vocabulary(self, source: Source) -> str:
+        vocab_size = self._vocab_size(source)
+        if vocab_size is None:
+            return "bytes, for so little text"
+        is_limited = vocab_size == self.most_vocab < MOST_VOCAB
+        why = "the most for the model's size" if is_limited else "as many as the text suffices for"
+        return f"of {vocab_size:,} tokens, {why}, trained on it"
+
+    def _train(self, source: Source, folder: Path) -> Tokenizer:
+        """Return a tokenizer trained on the text, or the saved one."""
+        from llmscale.data.tokenizers.train_tokenizer import train_tokenizer  # slow to import
+
+        vocab_size = self._vocab_size(source)
+        if vocab_size is None:
+            return ByteTokenizer()
+        if folder.is_dir():
+            return load_huggingface(folder)
+        return train_tokenizer(source, folder, vocab_size, most_characters=_TRAINED_ON, at_most=True)
+
     def _tokenizer_files(self) -> list[list[object]]:
         """Return names, sizes and times of a tokenizer's own files."""
         path = Path(self.tokenizer or "-")
         files = sorted(path.iterdir()) if path.is_dir() else [path] * path.exists()
         return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-
-
-def _train(source: Source, folder: Path) -> Tokenizer:
-    """Return a tokenizer trained on the text, or the saved one."""
-    from llmscale.data.tokenizers.train_tokenizer import train_tokenizer  # slow to import
-
-    vocab_size = _vocab_size(source)
-    if vocab_size is None:
-        return ByteTokenizer()
-    if folder.is_dir():
-        return load_huggingface(folder)
-    return train_tokenizer(source, folder, vocab_size, most_characters=_TRAINED_ON, at_most=True)
-
-
-def _vocab_size(source: Source) -> int | None:
-    """Return the size of a vocabulary for a text; None for one that is read as bytes."""
-    num_entries = (source.total_bytes or sys.maxsize) // _BYTES_PER_ENTRY
-    return min(_MOST_VOCAB, 1 << num_entries.bit_length() - 1) if num_entries >= _LEAST_VOCAB else None
 
 
 def _follow(note: Path) -> Path | None:

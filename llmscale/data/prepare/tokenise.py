@@ -7,6 +7,7 @@ import itertools
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmscale.data.prepare import split_writer
+from llmscale.data.prepare.chat import ChatEncoder
 from llmscale.data.prepare.encoder import Encoder, EncoderName, choose_encoder
 from llmscale.data.prepare.output_folder import RejectedRecords, WorkFolder
 from llmscale.data.prepare.packing import PackingState, Tokens
@@ -25,7 +27,9 @@ from llmscale.data.prepare.sources.source import Place, Rejected, Source, TokenR
 from llmscale.data.prepare.split_writer import SplitState, SplitWriter, TokenisedDocument
 from llmscale.data.prepare.train_val_split import SplitAssigner, hash_text, hash_tokens, split_scores
 from llmscale.data.shards.manifest import TokenDtype
+from llmscale.data.shards.target_mask import ids_of
 from llmscale.data.tokenizers.tokenizer import TokenArray, Tokenizer, letters_of_bytes
+from llmscale.errors import DataError
 from llmscale.terminal.progress import Progress
 
 
@@ -34,7 +38,8 @@ class _Facts(TypedDict):
     quarantine: list[int]
     note: str
     is_read: bool
-    splits: dict[str, tuple[int, tuple[int, int, list[int]]]]
+    splits: dict[str, tuple[int, tuple[int, int, list[int], int]]]
+    left_out: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,8 @@ class ResumeState:
     """How validation was split off."""
     is_read: bool = False
     """True if all documents are in the splits and only shards are missing."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Conversations that were left out, by reason."""
 
     @property
     def num_documents(self) -> int:
@@ -64,9 +71,13 @@ def save_resume_state(work: WorkFolder, state: ResumeState) -> None:
         "note": state.note,
         "is_read": state.is_read,
         "splits": {
-            name: (split.packing.num_cropped, (split.num_documents, split.num_text_bytes, split.run_begins))
+            name: (
+                split.packing.num_cropped,
+                (split.num_documents, split.num_text_bytes, split.run_begins, split.num_targets),
+            )
             for name, split in state.splits.items()
         },
+        "left_out": dict(state.left_out),
     }
     arrays: dict[str, NDArray[np.generic]] = {}
     for name, split in state.splits.items():
@@ -101,6 +112,7 @@ def load_resume_state(work: WorkFolder) -> ResumeState | None:
         },
         note=facts["note"],
         is_read=facts["is_read"],
+        left_out=facts.get("left_out", {}),
     )
 
 
@@ -187,6 +199,8 @@ class TokenisedBatch:
     rejected: list[Rejected]
     mark: ReadPosition
     """Position after the batch."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Conversations that were left out, by reason."""
 
     def tokens_of(self, first: int, end: int) -> Tokens:
         """Return the tokens of documents first .. end - 1. A small part is copied, so that the rest can be freed."""
@@ -200,13 +214,15 @@ class TokenisedBatch:
 class BatchTokeniser:
     """Tokenises batches; thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, encoder: Encoder, dtype: TokenDtype) -> None:
+    def __init__(self, tokenizer: Tokenizer, encoder: Encoder | ChatEncoder, dtype: TokenDtype) -> None:
         self._tokenizer = tokenizer
         self._encoder = encoder
         self._dtype = np.dtype(dtype)
         self._before = np.array(tokenizer.bos_tokens, self._dtype)
 
     def __call__(self, batch: Batch) -> TokenisedBatch:
+        if isinstance(self._encoder, ChatEncoder):
+            return self._render(batch, self._encoder)
         texts = [document for document in batch.documents if isinstance(document, str)]
         encoded = iter(self._encoder.encode(texts))
         parts, num_text_bytes, hashes = [], [], []
@@ -221,6 +237,25 @@ class BatchTokeniser:
                 hashes.append(hash_tokens(document))
         tokens, begins = self._join(parts)
         return TokenisedBatch(tokens, begins, num_text_bytes, hashes, batch.rejected, batch.mark)
+
+    def _render(self, batch: Batch, encoder: ChatEncoder) -> TokenisedBatch:
+        """Tokenise conversations, which have no other ends than those of the template."""
+        left_out: Counter[str] = Counter()
+        parts, hashes = [np.zeros(0, np.uint32)], []
+        for document in batch.documents:
+            if not isinstance(document, str):
+                raise DataError("--chat reads conversations, and --input holds tokens. Leave out --chat for tokens.")
+            tokens, reason = encoder.encode_conversation(document)
+            if reason:
+                left_out[reason] += 1
+            else:
+                parts.append(tokens)
+                hashes.append(hash_text(document))
+        num_text_bytes = [int(self._token_bytes[ids_of(part)].sum()) for part in parts[1:]]
+        begins = [*itertools.accumulate(map(len, parts))]
+        return TokenisedBatch(
+            np.concatenate(parts), begins, num_text_bytes, hashes, batch.rejected, batch.mark, left_out
+        )
 
     def _join(self, parts: Sequence[TokenArray]) -> tuple[Tokens, list[int]]:
         """Concatenate documents with begin-of-text and end-of-text, and return their offsets."""
@@ -346,6 +381,7 @@ class SplitRouter:
         state: ResumeState | None,
         keeps_order: bool = False,
         is_always_kept: bool = False,
+        cuts_documents: bool = True,
     ) -> None:
         """`window` is a window's number of tokens. `state` is from an interrupted run.
 
@@ -357,12 +393,16 @@ class SplitRouter:
         self._rejected = rejected
         self._seed = seed
         self._assigner = SplitAssigner[TokenisedDocument](
-            val_fraction, window, functools.partial(cut_document, tokenizer=tokenizer), keeps_order=keeps_order
+            val_fraction,
+            window,
+            functools.partial(cut_document, tokenizer=tokenizer) if cuts_documents else None,
+            keeps_order=keeps_order,
         )
-        self.mark = ReadPosition()
+        self.mark, self.left_out = ReadPosition(), Counter[str]()
         if state is not None:
             self._assigner.is_settled, self._assigner.note = True, state.note
             self.mark = state.mark
+            self.left_out.update(state.left_out)
         self._has_runs = is_always_kept or state is not None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="write")
         self._under_way: tuple[Future[None], ResumeState] | None = None
@@ -382,6 +422,7 @@ class SplitRouter:
             number += 1
         self._write_at_once(batch, self._assigner.is_val(scores), number)
         self.mark = batch.mark
+        self.left_out.update(batch.left_out)
         self._rejected.add(batch.rejected)
         self._keep_now_and_then()
 
@@ -431,6 +472,7 @@ class SplitRouter:
             {name: split for name, (_, split) in taken.items()},
             self.note,
             is_read,
+            dict(self.left_out),
         )
 
         def write() -> None:
@@ -454,7 +496,7 @@ def tokenise(
     progress: Progress,
     *,
     dtype: TokenDtype,
-    encoder: EncoderName,
+    encoder: EncoderName | ChatEncoder,
     num_workers: int,
 ) -> None:
     """Tokenise and route all documents of a source that are not in their splits yet. Raises DataError, OSError."""
@@ -464,7 +506,7 @@ def tokenise(
     if first is None:
         return
     texts = [document for document in first.documents if isinstance(document, str)]
-    chosen, why_slow = choose_encoder(tokenizer, encoder, texts)
+    chosen, why_slow = (encoder, "") if isinstance(encoder, ChatEncoder) else choose_encoder(tokenizer, encoder, texts)
     if why_slow:
         progress.say(why_slow)
     num_text_bytes = num_tokens = 0

@@ -63,11 +63,12 @@ class SplitAssigner(Generic[_D]):
         self,
         val_fraction: float,
         window: int,
-        cut: Callable[[_D, int], tuple[_D, _D]],
+        cut: Callable[[_D, int], tuple[_D, _D]] | None,
         *,
         keeps_order: bool = False,
     ) -> None:
-        """`cut` returns the first tokens of a document, as many as it is given, and the rest as two documents.
+        """`cut` returns the first tokens of a document, as many as it is given, and the rest as two documents; None
+        where documents stay complete.
 
         With `keeps_order` a split's documents stay in the order of the text.
         """
@@ -135,7 +136,7 @@ class SplitAssigner(Generic[_D]):
             return self._by_score()
         divided: list[tuple[str, _D]] = []
         for _, document in self._waiting:
-            if 0 < left < document.num_tokens:
+            if self._cut is not None and 0 < left < document.num_tokens:
                 divided += zip(("train", "val"), self._cut(document, left), strict=True)
             else:
                 divided.append(("train" if left > 0 else "val", document))

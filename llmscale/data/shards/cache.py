@@ -37,7 +37,7 @@ from llmscale.data.storage.objects import Store
 from llmscale.errors import DataError, TransientError, UnreachableError
 from llmscale.files.atomic_write import write_durably
 from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
-from llmscale.untrusted.paths import RefusedFile, check_regular, in_home, open_regular, read_regular
+from llmscale.untrusted.paths import RefusedFile, check_regular, in_home, open_regular, read_regular, unreadable_as
 
 _T = TypeVar("_T")
 DEFAULT_CACHE = Path("~/.cache/llmscale/data")
@@ -95,10 +95,8 @@ class Origin:
         source = f"{self.place}/{relative}"
         if self._store is not None:
             return self._store.read_small(source)
-        try:
+        with unreadable_as(DataError, source):
             return read_regular(self._check(relative), MAX_BYTES, follow_links=False)
-        except OSError as error:
-            raise DataError(f"Cannot read {source}: {error.strerror}.") from None
 
     def fetch(self, relative: str, path: Path) -> None:
         """Copy a file to `path`. Raises DataError and OSError."""
@@ -352,8 +350,7 @@ class ShardFetcher:
             if excess_bytes <= 0:
                 break
             if path.name != keep:
-                with suppress(FileNotFoundError):
-                    path.unlink()
+                path.unlink(missing_ok=True)
                 excess_bytes -= size
 
     def _explain(self, error: OSError, shard: ShardInfo) -> DataError:

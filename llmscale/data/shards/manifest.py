@@ -21,8 +21,11 @@ from llmscale.untrusted.paths import read_regular
 
 TokenDtype = Literal["uint16", "uint32"]
 Compression = Literal["", "zstd"]
-#: Windows of the stream of all tokens, or rows that start at a document.
-PackingName = Literal["stream", "best-fit"]
+#: Windows of the stream of all tokens, rows that start at a document, or one conversation a row.
+PackingName = Literal["stream", "best-fit", "pad"]
+#: Tokens of a conversation that are targets.
+TrainOn = Literal["assistant", "all"]
+_ITEM_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}
 #: Streaming's name of the algorithm, which takes 9 to 14 ms for 65 MB from the page cache.
 HASH_ALGORITHM = "xxh3_64"
 #: Folder of a dataset's tokenizer.
@@ -135,6 +138,22 @@ class SplitManifest:
 
 
 @dataclass(frozen=True)
+class ChatFacts:
+    """Conversations of a dataset. Its shards have a column `mask`, 1 for each token that is a target."""
+
+    template: str
+    """Jinja template that made text of the conversations."""
+    train_on: TrainOn
+    """Tokens that are targets."""
+    masks_documents: bool
+    """True if a row holds several conversations, each of which ends with the only end-of-text token in it."""
+    num_targets: dict[str, int]
+    """Targets by split."""
+    left_out: dict[str, int]
+    """Conversations that were left out, by reason."""
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Description of a prepared dataset."""
 
@@ -168,6 +187,8 @@ class Manifest:
     counts_own_bytes: bool = False
     """True if each part of a document that was cut for validation has the bytes of its own tokens. Older datasets have
     the average of the whole document there."""
+    chat: ChatFacts | None = None
+    """Facts about conversations; None for text, all of whose tokens are targets."""
 
     @property
     def fingerprint(self) -> str:
@@ -211,14 +232,14 @@ class Manifest:
         )
 
     @property
-    def column_encoding(self) -> str:
-        """MDS encoding of the only column, `tokens`, whose fixed size reveals a short shard."""
-        return f"ndarray:{self.dtype}:{self.seq_len + 1}"
+    def columns(self) -> dict[str, object]:
+        """The columns of a shard as Streaming's index describes them, whose fixed sizes reveal a short shard."""
+        return shard_columns(self.dtype, self.seq_len, has_mask=self.chat is not None)
 
     @property
     def window_bytes(self) -> int:
-        """Stored bytes of one sample, seq_len + 1 tokens."""
-        return (self.seq_len + 1) * (2 if self.dtype == "uint16" else 4)
+        """Stored bytes of one sample: seq_len + 1 tokens, and their mask if there is one."""
+        return (self.seq_len + 1) * (_ITEM_BYTES[self.dtype] + (self.chat is not None))
 
     def to_json(self) -> str:
         record = {
@@ -226,7 +247,19 @@ class Manifest:
             "fingerprint": self.fingerprint,
             **dataclasses.asdict(self),
         }
+        if self.chat is None:
+            del record["chat"]
         return json.dumps(record, indent=1) + "\n"
+
+
+def shard_columns(dtype: str, seq_len: int, *, has_mask: bool) -> dict[str, object]:
+    """Return the columns of a shard as Streaming's index describes them; it orders them by name."""
+    kinds = {"mask": "uint8", "tokens": dtype} if has_mask else {"tokens": dtype}
+    return {
+        "column_names": list(kinds),
+        "column_encodings": [f"ndarray:{kind}:{seq_len + 1}" for kind in kinds.values()],
+        "column_sizes": [(seq_len + 1) * _ITEM_BYTES[kind] for kind in kinds.values()],
+    }
 
 
 def load_manifest(folder: Path | str) -> Manifest:
@@ -260,7 +293,8 @@ def parse_manifest(contents: bytes | str, where: str) -> Manifest:
     splits = _field(record, "splits", dict, where)
     check_split_names(splits, where)
     parsed = {name: _parse_split(split, f"{where}, split {name}") for name, split in splits.items()}
-    manifest = _build(Manifest, {**record, "splits": parsed}, where)
+    chat = {"chat": _build(ChatFacts, record["chat"], f"{where}, chat")} if record.get("chat") is not None else {}
+    manifest = _build(Manifest, {**record, "splits": parsed, **chat}, where)
     if record.get("fingerprint") != manifest.fingerprint:
         raise DataError(f"{where} was altered: its fingerprint does not match its contents. {REMEDY}")
     _check_manifest(manifest, where)
@@ -296,19 +330,32 @@ def _check_manifest(manifest: Manifest, where: str) -> None:
     check_choice(where, "hash_algorithm", manifest.hash_algorithm, (HASH_ALGORITHM,))
     check_choice(where, "compression", manifest.compression, get_args(Compression))
     check_choice(where, "tokenizer_files", manifest.tokenizer_files, TOKENIZER_FILES)
+    if manifest.chat is not None:
+        _check_chat(manifest.chat, where)
     for split, made in manifest.splits.items():
         _check_split(made, manifest, f"{where}, split {split}")
+
+
+def _check_chat(chat: ChatFacts, where: str) -> None:
+    check_choice(where, "train_on", chat.train_on, get_args(TrainOn))
+    for counts in (chat.num_targets, chat.left_out):
+        if not all(type(count) is int and count >= 0 for count in counts.values()):
+            raise DataError(f"{where}: the counts of chat are {str(counts)[:80]}, and must be whole numbers. {REMEDY}")
 
 
 def _check_split(split: SplitManifest, manifest: Manifest, where: str) -> None:
     for name in ("num_documents", "num_text_bytes", "num_tokens", "tail_tokens", "cropped_tokens"):
         check_range(where, name, getattr(split, name), 0, (1 << 63) - 1)
     check_range(where, "max_token_id", split.max_token_id, 0, manifest.vocab_size - 1)
-    check_range(where, "num_samples", split.num_samples, 1, split.num_tokens // manifest.seq_len)
+    # Rows of conversations are padded.
+    most_samples = split.num_tokens if manifest.chat else split.num_tokens // manifest.seq_len
+    check_range(where, "num_samples", split.num_samples, 1, most_samples)
     # A window begins with the last token of the one before in a stream, in other packings at most.
     least = split.num_tokens - split.num_samples * (manifest.seq_len + 1)
     lost, most = split.tail_tokens + split.cropped_tokens, least + split.num_samples - 1
-    if manifest.is_best_fit:
+    if manifest.chat is not None:
+        check_choice(where, "tail_tokens + cropped_tokens", lost, (0,))
+    elif manifest.is_best_fit:
         check_range(where, "tail_tokens + cropped_tokens", lost, least, most)
     else:
         check_choice(where, "tail_tokens", lost, (most,))
@@ -346,6 +393,7 @@ def _build(kind: type[_T], record: object, where: str) -> _T:
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected an object, found {type(record).__name__}.")
     kinds = {"str": str, "int": int, "float": float, "bool": bool, "TokenDtype": str, "PrepareRequest": dict}
+    kinds |= {"TrainOn": str, "dict[str, int]": dict}
     values: dict[str, object] = {
         field.name: _field(record, field.name, kinds.get(str(field.type), object), where)
         for field in dataclasses.fields(cast(type, kind))
@@ -412,8 +460,8 @@ def check_set_matches(
     """
     if manifest.seq_len != seq_len:
         raise DataError(
-            f"{where} was prepared for seq_len {manifest.seq_len}, the model has seq_len {seq_len}. Use --seq-len "
-            f"{manifest.seq_len}, or prepare the text again with `llmscale data prepare --seq-len {seq_len}`."
+            f"{where} was prepared for seq_len {manifest.seq_len}, the model has positions for {seq_len} tokens. Prepare "
+            f"the text again with `llmscale data prepare --seq-len {seq_len}`."
         )
     largest = max(split.max_token_id for split in manifest.splits.values())
     if largest >= vocab_size:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from llmscale.data.shards.cache import SetLocation, ShardFetcher
 from llmscale.data.shards.manifest import get_split
+from llmscale.data.shards.target_mask import Marked, mark
 from llmscale.data.shards.verify_shards import (
     check_files,
     check_hash,
@@ -52,6 +53,13 @@ class WindowReader(Protocol):
 
     def read(self, sample_ids: NDArray[np.int64]) -> NDArray[np.unsignedinteger]:
         """Return the windows of samples [b], uint16 or uint32 [b, T + 1]. Raises DataError."""
+
+    @property
+    def has_mask(self) -> bool:
+        """True if tokens may not be targets."""
+
+    def read_marked(self, sample_ids: NDArray[np.int64]) -> Marked:
+        """Return the windows of samples [b] with marks of their targets, [b, T + 1]. Raises DataError."""
 
 
 class TokenShards:
@@ -89,16 +97,31 @@ class TokenShards:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
+    @property
+    def has_mask(self) -> bool:
+        """True if tokens may not be targets."""
+        return self.manifest.chat is not None
+
     def read(self, sample_ids: NDArray[np.int64]) -> NDArray[np.unsignedinteger]:
         """Return the windows of samples [b], uint16 or uint32 [b, T + 1]. Raises DataError naming a bad shard."""
+        return self._read(sample_ids)[1]
+
+    def read_marked(self, sample_ids: NDArray[np.int64]) -> Marked:
+        """Return the windows of samples [b] with marks of their targets, [b, T + 1]. Raises DataError naming a bad
+        shard."""
+        mask, windows = self._read(sample_ids)
+        return mark(windows, mask)
+
+    def _read(self, sample_ids: NDArray[np.int64]) -> tuple[NDArray[np.bool_] | None, NDArray[np.unsignedinteger]]:
+        """Return the masks, None without a column of them, and the windows of samples."""
         if len(sample_ids) and not 0 <= sample_ids.min() <= sample_ids.max() < len(self):
             raise DataError(f"Sample ids must be in 0..{len(self) - 1}, not {sample_ids.min()}..{sample_ids.max()}.")
-        windows = np.empty((len(sample_ids), self.manifest.seq_len + 1), self.manifest.dtype)
+        rows = np.empty((len(sample_ids), self.manifest.window_bytes), np.uint8)
         shard_ids = np.searchsorted(self._ends, sample_ids, side="right")
         # Counted from the end of the shard, where the windows are.
         num_bytes = self.manifest.window_bytes
         places = self._num_bytes[shard_ids] - (self._ends[shard_ids] - sample_ids) * num_bytes
-        contents = windows.reshape(-1).view(np.uint8).data
+        contents = rows.reshape(-1).data
         wanted: dict[int, list[tuple[int, memoryview]]] = {}
         begin = 0
         # Python numbers and slices: for one window, NumPy's cost several times as much as the read.
@@ -107,12 +130,16 @@ class TokenShards:
             begin += num_bytes
         for shard_id in sorted(wanted):
             self._read_windows(shard_id, wanted[shard_id])
+        length, mask = self.manifest.seq_len + 1, None
+        if self.has_mask:
+            mask, rows = rows[:, :length] > 0, np.ascontiguousarray(rows[:, length:])
+        windows: NDArray[np.unsignedinteger] = rows.view(self.manifest.dtype)
         if windows.size and windows.max() >= self.manifest.vocab_size:
             raise DataError(
                 f"{self.location.name} holds token id {windows.max()}, beyond its vocabulary of "
                 f"{self.manifest.vocab_size}. Prepare the dataset again with --overwrite."
             )
-        return windows
+        return mask, windows
 
     def _read_windows(self, shard_id: int, wanted: list[tuple[int, memoryview]]) -> None:
         """Fill windows, given as byte offset and buffer, from one shard."""

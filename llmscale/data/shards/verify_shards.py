@@ -12,7 +12,7 @@ import numpy as np
 from llmscale.data.shards.manifest import HASH, Manifest, ShardInfo, get_split
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import Rules, load_json, parse_json
-from llmscale.untrusted.paths import RefusedFile, check_regular, open_regular
+from llmscale.untrusted.paths import RefusedFile, check_regular, open_regular, unreadable_as
 
 INDEX_NAME = "index.json"
 _CHUNK_BYTES = 1 << 20
@@ -82,9 +82,7 @@ def _check_index(index: dict[str, object], split: str, manifest: Manifest, where
 def _expected_entry(shard: ShardInfo, manifest: Manifest) -> IndexEntry:
     """Return a shard's index entry as the manifest implies it; for a compressed one without `zip_data`."""
     return {
-        "column_encodings": [manifest.column_encoding],
-        "column_names": ["tokens"],
-        "column_sizes": [manifest.window_bytes],
+        **manifest.columns,
         "compression": manifest.compression or None,
         "format": "mds",
         "hashes": [manifest.hash_algorithm],
@@ -165,10 +163,8 @@ def check_size(path: Path, expected_bytes: int) -> os.stat_result:
 
 def check_hash(path: Path, algorithm: str, expected_hash: str) -> None:
     """Read and hash a file. Raises DataError when it is unreadable or altered."""
-    try:
+    with unreadable_as(DataError, f"Shard {path}", _REMEDY):
         actual = hash_file(path, algorithm)
-    except OSError as error:
-        raise DataError(f"Shard {path} cannot be read: {error.strerror}. {_REMEDY}") from None
     if actual != expected_hash:
         raise DataError(
             f"Shard {path} was altered: its {algorithm} is {actual}, the manifest says {expected_hash}. {_REMEDY}"
@@ -194,11 +190,8 @@ def check_offsets(path: Path, shard: ShardInfo, manifest: Manifest) -> None:
 
     Streaming trusts these offsets and would read up to 4 GiB for a sample. Raises DataError.
     """
-    try:
-        with open_regular(path) as file:
-            head = np.frombuffer(file.read(4 * (shard.num_samples + 2)), "<u4").astype(np.int64)
-    except OSError as error:
-        raise DataError(f"Shard {path} cannot be read: {error.strerror}. {_REMEDY}") from None
+    with unreadable_as(DataError, f"Shard {path}", _REMEDY), open_regular(path) as file:
+        head = np.frombuffer(file.read(4 * (shard.num_samples + 2)), "<u4").astype(np.int64)
     offsets = head[1:]
     first = shard.bytes - shard.num_samples * manifest.window_bytes
     expected = first + manifest.window_bytes * np.arange(shard.num_samples + 1)

@@ -27,7 +27,7 @@ from llmscale.errors import DataError
 from llmscale.suggestions import did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, MAX_BYTES, Rules, load_json, parse_json
 from llmscale.untrusted.hub import read_hub_files
-from llmscale.untrusted.paths import read_regular
+from llmscale.untrusted.paths import read_regular, unreadable_as
 from llmscale.untrusted.strangers import describe_stranger
 
 if TYPE_CHECKING:
@@ -214,10 +214,8 @@ def read_hub(name: str) -> ModelFiles:
 
 
 def _read(path: Path) -> bytes:
-    try:
+    with unreadable_as(DataError, f"The tokenizer {path}"):
         return read_regular(path, MAX_BYTES)
-    except OSError as error:
-        raise DataError(f"Cannot read the tokenizer {path}: {error.strerror}.") from None
 
 
 _MAP_NAME = "special_tokens_map.json"
@@ -402,6 +400,20 @@ class HuggingFaceTokenizer(Tokenizer):
             np.array(self._encode_cut(text), np.uint32) if self.never_from_text[ids].any() else ids
             for text, ids in zip(texts, arrays, strict=True)
         ]
+
+    def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the token ids of a text, and the place in it at which each ends."""
+        with _one_line(f"{self.spec}/{JSON_NAME} cannot encode the text"):
+            encoding = self._fast.encode(text, add_special_tokens=False)
+        return list(encoding.ids), [end for _, end in encoding.offsets]
+
+    def parsing_special(self) -> HuggingFaceTokenizer:
+        """Return the tokenizer that encodes special tokens in a text as such."""
+        return HuggingFaceTokenizer(self.files, ends=self.ends, parse_special=True)
+
+    def special_texts(self) -> tuple[str, ...]:
+        """Return the texts of the special tokens."""
+        return tuple(str(entry["content"]) for entry in _added(self._plain) if entry.get("special"))
 
     def _encode_cut(self, text: str) -> list[int]:
         """Encode text whose characters the model would turn into a special token, by cutting it within."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, TokenArray, Tokenizer, write_bytes
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import MAX_BYTES
-from llmscale.untrusted.paths import read_regular
+from llmscale.untrusted.paths import read_regular, unreadable_as
 
 RANKS_NAME = "ranks.tiktoken"
 #: GPT-2's pre-tokenisation (Radford et al. 2019, encoder.py), in the faster equivalent form that tiktoken
@@ -82,10 +82,8 @@ def load_ranks_file(path: Path, *, parse_special: bool = False) -> TiktokenToken
 
     `tiktoken.load` is not used: it reads a cache in the temporary folder even when the file has changed.
     """
-    try:
+    with unreadable_as(DataError, f"The tokenizer {path}"):
         lines = read_regular(path, MAX_BYTES).splitlines()
-    except OSError as error:
-        raise DataError(f"Cannot read the tokenizer {path}: {error.strerror}.") from None
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():

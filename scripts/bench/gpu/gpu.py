@@ -28,6 +28,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -323,7 +324,7 @@ class Bench:
             ),
         ]
 
-    def efficiency(self) -> dict[str, object]:
+    def efficiency(self) -> dict[str, Any]:
         """Return the fractions of the peak that kernels reached, beside those that planning assumes of this GPU."""
         gpu = self.device.gpu
         if gpu is None:

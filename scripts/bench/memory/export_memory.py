@@ -45,7 +45,9 @@ def write_checkpoint(folder: Path, shape: GPTShape, world_size: int) -> None:
 
     generator = torch.Generator().manual_seed(0)
     tensors = shape.tensors.all
-    index = {f"master/{tensor.name}": {"dtype": "float32", "size": tensor.elements, "chunks": []} for tensor in tensors}
+    index: dict[str, dict] = {
+        f"master/{tensor.name}": {"dtype": "float32", "size": tensor.elements, "chunks": []} for tensor in tensors
+    }
     folder.mkdir()
     for rank in range(world_size):
         name = f"__{rank}_0.distcp"

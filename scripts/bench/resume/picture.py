@@ -16,7 +16,7 @@ from pathlib import Path
 from scripts.bench.harness import describe_machine, machine_line, picture_file, prepare_small_text, read_losses
 from scripts.bench.resume import chaos
 
-STEPS = 300
+BLOCK, STEPS = "gpt2", 300
 #: ds_config, ranks, and the step at which all ranks are killed.
 ATTEMPTS = (("zero2", 4, 62), ("zero3", 2, 127), ("zero1", 1, 183), ("zero3", 4, 241), ("zero2", 2, STEPS))
 COLOURS = ("#0072b2", "#d55e00", "#00805d", "#b3478f", "#8a6d00")
@@ -30,7 +30,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="picture-") as scratch:
         folder = Path(scratch)
         prepare_small_text(folder)
-        untouched = read_losses(chaos.run_to_end(folder, "untouched", STEPS, "zero1", 1, 1))
+        untouched = read_losses(chaos.run_to_end(folder, "untouched", BLOCK, STEPS, chaos.Setting("zero1", 1)))
         starts, losses = [], {}
         for ds_config, ranks, last in ATTEMPTS:
             starts.append(train_until(folder, ds_config, ranks, last))
@@ -50,9 +50,9 @@ def train_until(folder: Path, ds_config: str, ranks: int, last: int) -> int:
     """Resume the run with this ds_config until step `last`, kill all ranks, and return the step it began after."""
     start = chaos.check_checkpoints(folder) or 0
     if last == STEPS:
-        chaos.run_to_end(folder, "chaos", STEPS, ds_config, ranks, 1)
+        chaos.run_to_end(folder, "chaos", BLOCK, STEPS, chaos.Setting(ds_config, ranks))
         return start
-    processes = chaos.start(folder, "chaos", STEPS, ds_config, ranks, 1)
+    processes = chaos.start(folder, "chaos", BLOCK, STEPS, chaos.Setting(ds_config, ranks))
     log, deadline = folder / "rank-0.log", time.monotonic() + chaos.DEADLINE_S
     chaos.until(lambda: max(read_losses(folder / "chaos"), default=0) >= last, processes, deadline, log)
     for process in processes:

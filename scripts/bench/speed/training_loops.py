@@ -93,10 +93,9 @@ def prepare(arguments: list[str], world_size: int) -> Start:
 def save_windows(run: Start, path: Path) -> None:
     """Write all samples of the run in order, for the other loops to read from one memory map, the cheapest feed."""
     from llmscale.data.shards.token_shards import TokenShards
-    from llmscale.training.sample_stream import build_stream
 
     samples = np.arange(run.resolved.total_steps * run.resolved.plan.global_batch_size, dtype=np.int64)
-    ids = build_stream(run, None).order.sample_ids(samples)
+    ids = run.stream.order.sample_ids(samples)
     np.save(path, TokenShards(run.sets.first, "train").read(ids))
 
 

@@ -49,6 +49,14 @@ def test_imports_that_fail_or_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no answer within" in row.found
 
 
+def test_a_torchvision_of_another_torch_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (row,) = reds(check_imports([], 300))
+    assert "operator torchvision::nms does not exist" in row.found
+    assert row.fix.startswith("pip uninstall torchvision")
+
+
 def fake_nvidia_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = folder / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\n{script}\n")
@@ -100,17 +108,17 @@ def test_no_nvidia_smi_is_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("address", "found"),
+    ("address", "message"),
     [
         (None, "node-1 does not resolve"),
         ("127.0.1.1", "node-1 resolves to 127.0.1.1, which is this host itself"),
         ("255.255.255.255", "there is no route to node-1"),
     ],
 )
-def test_names_that_lead_nowhere(address: str | None, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_lead_nowhere(address: str | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_resolve", lambda name: address)
     (row,) = reds(check_network(ProbeRequest(hosts={"node-0": 1, "node-1": 1}, host="node-0", port=0)))
-    assert found in row.found
+    assert message in row.found
 
 
 def test_an_interface_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:

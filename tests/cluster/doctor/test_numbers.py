@@ -38,6 +38,12 @@ def test_a_run_that_cannot_be_is_refused_as_train_refuses_it(capfd: pytest.Captu
     assert "3" in capfd.readouterr().err
 
 
+def test_the_timeout_ends_the_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--numerics", "--ranks", "1", "--timeout", "1", "--", *FLAGS]) == 1
+    error = capfd.readouterr().err
+    assert "within 1 s" in error and error.count("\n") == 1
+
+
 def finding(link: str, share: float, name: str = "all", step: int = 0, rank: int | None = None) -> Finding:
     return Finding(step, link, name, share * 0.5, 0.5, rank=rank)  # type: ignore[arg-type]
 
@@ -106,7 +112,7 @@ def test_one_rank_is_tried_after_the_settings_of_all_and_before_another_stage(mo
         return Reply("llmscale-numerics " + json.dumps({"passes": [one], "tries": []}))
 
     answer_with(monkeypatch, reply)
-    report = numbers.prove({"a": 2, "b": 3}, ())
+    report = numbers.prove({"a": 2, "b": 3}, (), 60)
     assert asked == [("a", [0, 1], None), ("b", [2, 3, 4], None), ("a", [0], ())]
     assert report.setting == ONE_RANK
 
@@ -115,4 +121,4 @@ def test_one_rank_is_tried_after_the_settings_of_all_and_before_another_stage(mo
 def test_ranks_that_fail_are_no_report(monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception]) -> None:
     answer_with(monkeypatch, lambda host, request: Reply("error: no such thing", code))
     with pytest.raises(error, match="no such thing"):
-        numbers.prove({"a": 1}, ())
+        numbers.prove({"a": 1}, (), 60)

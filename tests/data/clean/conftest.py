@@ -75,10 +75,10 @@ def kept_of(out: Path) -> list[dict[str, object]]:
 
 def removed_of(out: Path) -> dict[str, list[dict[str, object]]]:
     """Return removed records by step; the files of a cluster's parts are joined in order."""
-    found: dict[str, list[dict[str, object]]] = {}
+    records: dict[str, list[dict[str, object]]] = {}
     for path in sorted((out / "removed").iterdir()):
-        found.setdefault(_step_of(path), []).extend(records_of(path))
-    return found
+        records.setdefault(_step_of(path), []).extend(records_of(path))
+    return records
 
 
 def _step_of(path: Path) -> str:
@@ -121,8 +121,14 @@ class Crawl:
 
     def command(self, out: Path) -> list[str]:
         return [
-            *("data", "clean", "--input", str(self.folder), "--out", str(out)),
-            *("--decontaminate", str(self.options.decontaminate[0])),
+            "data",
+            "clean",
+            "--input",
+            str(self.folder),
+            "--out",
+            str(out),
+            "--decontaminate",
+            str(self.options.decontaminate[0]),
         ]
 
     def erase(self) -> None:
@@ -158,8 +164,8 @@ def check_same(one: Path, other: Path) -> None:
 
 def contents_of(out: Path) -> dict[str, bytes]:
     """Return uncompressed text: all documents under "", and what each step removed under its name."""
-    found = {"": b"".join(map(_unpack, sorted(out.glob("documents-*"))))}
+    content = {"": b"".join(map(_unpack, sorted(out.glob("documents-*"))))}
     for path in sorted((out / "removed").iterdir()):
         step = _step_of(path)
-        found[step] = found.get(step, b"") + _unpack(path)
-    return {step: contents for step, contents in found.items() if contents}
+        content[step] = content.get(step, b"") + _unpack(path)
+    return {step: contents for step, contents in content.items() if contents}

@@ -52,10 +52,10 @@ def test_everything_is_kept_or_can_be_looked_at(crawl: tuple[Path, CleanOptions]
             if "duplicate_of" in record:
                 assert record["duplicate_of"] < record["id"] and record["duplicate_of"] not in gone["exact"]
     changed = {r["id"] for step in ("c4", "decontaminate") for r in removed[step] if r["removed"] == "part"}
-    whole = [r for r in kept if r["id"] not in changed]
-    assert len(whole) > 100
+    unchanged = [r for r in kept if r["id"] not in changed]
+    assert len(unchanged) > 100
     # c4 puts a line behind another, and that is all that happens to documents of which it takes none.
-    assert all(r["text"] == "\n".join(line for line in texts[r["id"]].split("\n") if line) for r in whole)
+    assert all(r["text"] == "\n".join(line for line in texts[r["id"]].split("\n") if line) for r in unchanged)
     # In the order of the input.
     order = [(r["id"], r.get("piece", 0)) for r in kept]
     assert order == sorted(order) and any("piece" in r for r in kept)
@@ -111,9 +111,9 @@ def test_prepare_takes_what_is_left_and_nothing_that_was_removed(
 ) -> None:
     path, options = crawl
     _clean(path, tmp_path / "all" / "out", options)
-    kept = [r["text"] for r in kept_of(tmp_path / "all" / "out")]
+    texts = [r["text"] for r in kept_of(tmp_path / "all" / "out")]
     for spec in ("all/out", "all", "all/**/*.zst", "all/out/*"):
-        assert list(open_source(str(tmp_path / spec)).documents()) == kept
+        assert list(open_source(str(tmp_path / spec)).documents()) == texts
     with pytest.raises(DataError, match="only files that `data clean` removed match"):
         open_source(str(tmp_path / "all" / "*" / "removed" / "*"))
     assert len(list(open_source(str(tmp_path / "all" / "out" / "removed" / "01*")).documents())) == 20
@@ -124,7 +124,7 @@ def test_prepare_takes_what_is_left_and_nothing_that_was_removed(
         PrepareOptions(seq_len=64),
         num_workers=1,
     )
-    assert sum(split.num_documents for split in made.manifest.splits.values()) == len(kept)
+    assert sum(split.num_documents for split in made.manifest.splits.values()) == len(texts)
 
 
 def test_the_same_again_is_there_already(crawl: tuple[Path, CleanOptions], tmp_path: Path) -> None:
@@ -243,9 +243,11 @@ def test_command(crawl: tuple[Path, CleanOptions], tmp_path: Path, capsys: pytes
     path, options = crawl
     words = ["--input", path, "--out", tmp_path / "out", "--decontaminate", options.decontaminate[0], "--workers", "1"]
     assert _call(*words) == 0
-    shown = capsys.readouterr()
-    assert "duplicate_of" in shown.out and "evaluation_ngram" in shown.out and "up to 344 bytes of memory" in shown.err
-    assert "of the words between whitespace" in shown.out
+    output = capsys.readouterr()
+    assert (
+        "duplicate_of" in output.out and "evaluation_ngram" in output.out and "up to 344 bytes of memory" in output.err
+    )
+    assert "of the words between whitespace" in output.out
     manifest = load_clean_manifest(tmp_path / "out")
     assert manifest is not None and manifest["request"]["--steps"] == ",".join(options.steps)  # type: ignore[index]
     assert _call(*words) == 0
@@ -264,9 +266,9 @@ def test_examples_are_safe_to_show(tmp_path: Path, write_jsonl: Write, capsys: p
     (tmp_path / "in" / "x\x1b.bad\n").touch()
     out = tmp_path / "out"
     assert _call("--input", tmp_path / "in", "--out", out, "--steps", "exact", "--workers", "1") == 0
-    shown = capsys.readouterr()
-    assert "\\x1b]0;title\\x07 one" in shown.out
-    assert not {"\x1b", "\x07", "\u202e"} & set(shown.out + shown.err)
+    output = capsys.readouterr()
+    assert "\\x1b]0;title\\x07 one" in output.out
+    assert not {"\x1b", "\x07", "\u202e"} & set(output.out + output.err)
     assert kept_of(out)[1]["text"] == "two \u202e"
 
 

@@ -97,9 +97,9 @@ def test_phrases_of_many_documents_are_ignored(evaluation: tuple[Path, list[str]
     rng = random.Random(12)
     passage = " ".join(items[0].split()[:13])
     texts = [f"{make_prose(rng, 120)} {passage} {passage} {make_prose(rng, 120)}" for _ in range(11)]
-    kept = _decontaminate(path, texts)
-    assert [document.pieces for document in kept.values()] == [[text] for text in texts]
-    assert all(not document.cuts for document in kept.values())
+    documents = _decontaminate(path, texts)
+    assert [document.pieces for document in documents.values()] == [[text] for text in texts]
+    assert all(not document.cuts for document in documents.values())
     cut = _decontaminate(path, texts[:10])
     assert all(len(document.pieces) == 2 for document in cut.values())
     assert all(document.cuts for document in _decontaminate(path, texts, most=11).values())
@@ -124,9 +124,9 @@ def test_a_json_list_is_an_item_an_entry(tmp_path: Path, make_prose: MakeProse) 
     path = tmp_path / "a.json.gz"
     path.write_bytes(gzip.compress(json.dumps(entries).encode()))
     (tmp_path / "same.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    found = read_evaluation_text([path])
-    assert found.hashes.tolist() == read_evaluation_text([tmp_path / "same.jsonl"]).hashes.tolist()
-    assert list(found.labels) == [f"{path}, entry {number}" for number in (1, 2, 3)] and found.num_short == 1
+    evaluation = read_evaluation_text([path])
+    assert evaluation.hashes.tolist() == read_evaluation_text([tmp_path / "same.jsonl"]).hashes.tolist()
+    assert list(evaluation.labels) == [f"{path}, entry {number}" for number in (1, 2, 3)] and evaluation.num_short == 1
     (tmp_path / "one.json").write_text(json.dumps({"items": entries}, indent=1))
     assert read_evaluation_text([tmp_path / "one.json"]).labels == [str(tmp_path / "one.json")]
 

@@ -146,8 +146,8 @@ def test_hostile_text_takes_linear_time(text: str) -> None:
 
 
 def test_ends_of_sentences() -> None:
-    found = c4._SENTENCE_END.findall('What?! "So." e.g. this\u3002that\u3002\u3002 Well... (yes!) no...no.')
-    assert found == ["?!", '."', ".", "\u3002", "\u3002\u3002", "...", "!)", "."]
+    sentence_ends = c4._SENTENCE_END.findall('What?! "So." e.g. this\u3002that\u3002\u3002 Well... (yes!) no...no.')
+    assert sentence_ends == ["?!", '."', ".", "\u3002", "\u3002\u3002", "...", "!)", "."]
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,8 @@ def test_planted_edits_are_found_and_nothing_else(share: float, make_prose: Make
     planted = [_edit(text, share, rng) for text in originals]
     decisions = _decide(originals + planted)
     assert decisions[:400] == [None] * 400
-    found = [decision for decision in decisions[400:] if decision is not None]
-    assert len(found) >= 0.95 * 400
+    duplicates = [decision for decision in decisions[400:] if decision is not None]
+    assert len(duplicates) >= 0.95 * 400
     for number, decision in enumerate(decisions[400:]):
         assert decision is None or decision.why["duplicate_of"] == number
 
@@ -67,11 +67,11 @@ def test_batches_and_sorted_runs_change_nothing(make_prose: MakeProse, monkeypat
     texts = [make_prose(rng, 80) for _ in range(150)]
     texts += [_edit(rng.choice(texts), 0.03, rng) for _ in range(150)]
     rng.shuffle(texts)
-    whole = _decide(texts, 300)
-    assert sum(decision is not None for decision in whole) > 100
+    expected = _decide(texts, 300)
+    assert sum(decision is not None for decision in expected) > 100
     monkeypatch.setattr(duplicates, "_MOST_RECENT", 8)
     monkeypatch.setattr(duplicates, "_BLOCK_DOCUMENTS", 16)
-    assert _decide(texts, 7) == whole == _decide(texts, 1)
+    assert _decide(texts, 7) == expected == _decide(texts, 1)
 
 
 def test_what_is_near_only_to_a_removed_document_stays() -> None:

@@ -106,8 +106,19 @@ def ray_address() -> Iterator[str]:
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
     port = free_port()
     command = [
-        *(str(BIN / "ray"), "start", "--head", "--block", "--num-cpus", "2", "--port", str(port)),
-        *("--include-dashboard=false", "--temp-dir", folder, "--object-store-memory", "100000000"),
+        str(BIN / "ray"),
+        "start",
+        "--head",
+        "--block",
+        "--num-cpus",
+        "2",
+        "--port",
+        str(port),
+        "--include-dashboard=false",
+        "--temp-dir",
+        folder,
+        "--object-store-memory",
+        "100000000",
     ]
     head = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -185,16 +196,16 @@ def _done_file(work: CleanJob, task: int) -> Path:
 
 @pytest.mark.slow
 def test_a_task_that_dies_is_tried_again_and_one_that_fails_is_reported(ray_address: str, tmp_path: Path) -> None:
-    said = []
+    messages = []
     for kind in ("die", "fail"):
         (tmp_path / kind).mkdir()
         call = f"import {__name__} as test; test._run_stages({ray_address!r}, {str(tmp_path / kind)!r}, {kind!r})"
         command = [sys.executable, "-c", call]
         done = subprocess.run(command, env=ENVIRONMENT, timeout=HANG_S, capture_output=True, text=True)
-        said.append(done.stdout or done.stderr)
-    assert "MachineError Stage 1-test: task 1 died 3 times" in said[0] and "finished tasks are kept" in said[0]
+        messages.append(done.stdout or done.stderr)
+    assert "MachineError Stage 1-test: task 1 died 3 times" in messages[0] and "finished tasks are kept" in messages[0]
     assert {path.name for path in (tmp_path / "die").glob("done-*")} == {"done-0", "done-2"}
-    assert said[1] == "DataError line 7: bad input\n"
+    assert messages[1] == "DataError line 7: bad input\n"
 
 
 @pytest.mark.slow
@@ -220,7 +231,9 @@ def test_a_slurm_job_starts_its_own_cluster(crawl_files: Crawl, tmp_path: Path) 
     environment = {
         **ENVIRONMENT,
         "PATH": f"{programs}:{BIN}:{os.environ['PATH']}",
-        **{"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NUM_NODES": "2"},
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_ID": str(free_port()),
+        "SLURM_JOB_NUM_NODES": "2",
         "SLURM_JOB_NODELIST": "nodes[0-1]",
     }
     words = [*crawl_files.command(tmp_path / "out")[2:], "--executor-options", str(tmp_path / "options.yaml")]

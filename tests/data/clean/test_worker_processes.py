@@ -12,8 +12,10 @@ from llmscale.errors import MachineError
 
 def test_a_worker_that_is_killed() -> None:
     with start_workers(CleanOptions(steps=("exact", "near")), None, 2) as annotate_batch:
-        found = annotate_batch(["one text", "", "another"])
-        assert [len(document.findings) for document in found.documents] == [2, 1, 2] and len(found.sketches) == 2
+        annotations = annotate_batch(["one text", "", "another"])
+        assert [len(document.findings) for document in annotations.documents] == [2, 1, 2] and len(
+            annotations.sketches
+        ) == 2
         for child in multiprocessing.active_children():
             child.kill()
             child.join()

@@ -139,22 +139,22 @@ def test_a_run_keeps_the_tokenizer_of_a_set_that_is_gone(kind: str, tmp_path: Pa
     shutil.move(tmp_path / "run", tmp_path / "moved")
     for folder in (tmp_path / "set", tmp_path / "tokenizer"):
         shutil.rmtree(folder, ignore_errors=True)
-    kept = open_kept_sets(tmp_path / "moved", sets.fingerprint, "set")
-    assert kept is not None
-    again = load_set_tokenizer(kept.first.folder, kept.manifest)
+    moved = open_kept_sets(tmp_path / "moved", sets.fingerprint, "set")
+    assert moved is not None
+    again = load_set_tokenizer(moved.first.folder, moved.manifest)
     assert again.encode("the quick fox") == tokenizer.encode("the quick fox")
     assert sorted(path.name for path in (tmp_path / "moved").rglob("chat_template.jinja")) == (
         ["chat_template.jinja"] if kind == "model" else []
     )
     assert open_kept_sets(tmp_path / "moved", "0" * 64, "set") is None
     assert open_kept_sets(tmp_path / "moved", "../../set", "set") is None
-    (kept.first.folder / "manifest.json").write_text("{}")
+    (moved.first.folder / "manifest.json").write_text("{}")
     assert open_kept_sets(tmp_path / "moved", sets.fingerprint, "set") is None
 
 
 def test_a_run_keeps_what_all_sets_of_a_mix_are(mix: Path, tmp_path: Path) -> None:
     sets = open_training_sets(str(mix))
     keep_sets(sets, tmp_path / "run")
-    kept = open_kept_sets(tmp_path / "run", sets.fingerprint, "mix")
-    assert kept is not None
-    assert (kept.names, kept.num_train_samples) == (sets.names, sets.num_train_samples)
+    reopened = open_kept_sets(tmp_path / "run", sets.fingerprint, "mix")
+    assert reopened is not None
+    assert (reopened.names, reopened.num_train_samples) == (sets.names, sets.num_train_samples)

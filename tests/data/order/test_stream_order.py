@@ -8,9 +8,9 @@ from llmscale.data.order.sample_order import SampleOrder, SkippingOrder, join_ra
 def test_what_is_left_out_is_as_if_it_had_never_been_there() -> None:
     order = SampleOrder([500], seed=1)
     skipped = ((0, 3), (10, 20), (990, 1010))
-    whole = order.sample_ids(np.arange(1500))
-    kept = np.delete(whole, np.concatenate([np.arange(begin, end) for begin, end in skipped]))
-    assert SkippingOrder(order, skipped).sample_ids(np.arange(len(kept))).tolist() == kept.tolist()
+    all_ids = order.sample_ids(np.arange(1500))
+    remaining = np.delete(all_ids, np.concatenate([np.arange(begin, end) for begin, end in skipped]))
+    assert SkippingOrder(order, skipped).sample_ids(np.arange(len(remaining))).tolist() == remaining.tolist()
 
 
 def test_without_ranges_nothing_moves() -> None:

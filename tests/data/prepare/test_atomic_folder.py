@@ -42,7 +42,7 @@ def test_what_is_being_written_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "said"),
+    ("error", "kind", "message"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), DataError, "Cannot write .*/out: No space left on device"),
         (OSError(errno.EMFILE, "Too many open files"), MachineError, r"^Too many open files.*`ulimit -n`"),
@@ -50,10 +50,10 @@ def test_what_is_being_written_is_left_alone(tmp_path: Path) -> None:
     ],
 )
 def test_an_error_of_the_system_is_named_by_what_failed(
-    error: OSError, kind: type[Exception], said: str, tmp_path: Path
+    error: OSError, kind: type[Exception], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(kind, match=said), new_folder(tmp_path / "out", replace=False):
+    with pytest.raises(kind, match=message), new_folder(tmp_path / "out", replace=False):
         raise error
-    with pytest.raises(kind, match=said), open_work_folder(tmp_path / "out", {}):
+    with pytest.raises(kind, match=message), open_work_folder(tmp_path / "out", {}):
         raise error
     assert not list(tmp_path.iterdir())

@@ -94,37 +94,33 @@ def _texts(count: int) -> list[str]:
     rng = random.Random(7)
     parts = [
         *(chr(rng.randrange(0x20, 0x3000)) for _ in range(300)),
-        *(
-            "the",
-            " The",
-            "\n",
-            "\n\n",
-            "  ",
-            "      ",
-            "\t",
-            "'s",
-            "'LL",
-            "don't",
-            "123456",
-            "<|im_start|>",
-            "<tag>",
-            "===",
-        ),
-        *(
-            "🙂",
-            "日本語",
-            "e\u0301",
-            "\u00a0",
-            "\u2028",
-            "\x85",
-            END_OF_TEXT,
-            "naïve",
-            "_x",
-            "\r\n",
-            "\u017f",
-            "\u212a",
-            "\u0131",
-        ),
+        "the",
+        " The",
+        "\n",
+        "\n\n",
+        "  ",
+        "      ",
+        "\t",
+        "'s",
+        "'LL",
+        "don't",
+        "123456",
+        "<|im_start|>",
+        "<tag>",
+        "===",
+        "🙂",
+        "日本語",
+        "e\u0301",
+        "\u00a0",
+        "\u2028",
+        "\x85",
+        END_OF_TEXT,
+        "naïve",
+        "_x",
+        "\r\n",
+        "\u017f",
+        "\u212a",
+        "\u0131",
     ]
     return ["".join(rng.choices(parts, k=rng.randint(0, 80))) for _ in range(count)]
 
@@ -147,9 +143,9 @@ def test_a_ranks_file_and_its_special_token(trained: Path, monkeypatch: pytest.M
         tokenizer = TiktokenTokenizer("own", ranks, parse_special=parse_special)
         encoder, why_slow = choose_encoder(tokenizer, "gigatoken", texts)
         assert why_slow == ""
-        found = encoder.encode(texts)
-        assert all(map(np.array_equal, found, tokenizer.encode_batch(texts)))
-        assert any((array == tokenizer.eot_token).any() for array in found) == parse_special
+        encoded = encoder.encode(texts)
+        assert all(map(np.array_equal, encoded, tokenizer.encode_batch(texts)))
+        assert any((array == tokenizer.eot_token).any() for array in encoded) == parse_special
 
 
 def test_what_it_cannot_or_gets_wrong_falls_back_with_a_word(

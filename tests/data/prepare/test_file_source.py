@@ -105,9 +105,9 @@ def test_text_is_read_without_tables_that_lack_its_column(tmp_path: Path) -> Non
 
 def test_what_save_to_disk_wrote(tmp_path: Path) -> None:
     texts = [f"document {number}" for number in range(2500)]
-    whole = datasets.Dataset.from_dict({"id": range(2500), "text": texts})
-    whole.save_to_disk(str(tmp_path / "one" / "ds"), num_shards=3)
-    datasets.DatasetDict({"train": whole, "test": whole.select(range(2))}).save_to_disk(str(tmp_path / "both"))
+    table = datasets.Dataset.from_dict({"id": range(2500), "text": texts})
+    table.save_to_disk(str(tmp_path / "one" / "ds"), num_shards=3)
+    datasets.DatasetDict({"train": table, "test": table.select(range(2))}).save_to_disk(str(tmp_path / "both"))
     (tmp_path / "one" / "ds" / "cache-1f.arrow").write_bytes(b"another table")
     assert _read(tmp_path / "one") == _read(tmp_path / "one" / "ds") == _read(tmp_path / "both") == texts
     assert _read(tmp_path / "both", hf_split="test") == texts[:2]

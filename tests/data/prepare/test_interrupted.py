@@ -95,17 +95,17 @@ def test_it_goes_on_and_ends_as_if_nothing_had_happened(
 ) -> None:
     corpus = _write_corpus(tmp_path / "in", 1500)
     (tmp_path / "run.py").write_text(PREPARE)
-    whole, out = tmp_path / "undisturbed" / "set", tmp_path / "killed" / "set"
+    undisturbed, out = tmp_path / "undisturbed" / "set", tmp_path / "killed" / "set"
 
     def command(folder: Path, workers: int) -> list[str]:
         settings = (str(workers), compression, shuffle, packing)
         return [sys.executable, str(tmp_path / "run.py"), str(corpus), str(folder), *settings]
 
     begin_s = time.monotonic()
-    warm_start.run(command(whole, 2), check=True)
+    warm_start.run(command(undisturbed, 2), check=True)
     took_s = time.monotonic() - begin_s
     rng = random.Random(compression)
-    said = ""
+    errors = ""
     for number in range(num_kills):
         process = warm_start.Process(command(out, 1 + number % 3), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert process.stdout is not None and process.stderr is not None
@@ -115,13 +115,13 @@ def test_it_goes_on_and_ends_as_if_nothing_had_happened(
         else:
             _wait_for_state(process, out)
         process.send_signal(signal.SIGKILL)
-        said += process.stderr.read().decode()
+        errors += process.stderr.read().decode()
         process.wait()
     done = warm_start.run(command(out, 3), check=True, capture_output=True, text=True)
-    said += done.stderr
-    assert "Resuming after" in said
-    assert _files(whole) == _files(out)
-    assert rejected_path(whole).read_bytes() == rejected_path(out).read_bytes()
+    errors += done.stderr
+    assert "Resuming after" in errors
+    assert _files(undisturbed) == _files(out)
+    assert rejected_path(undisturbed).read_bytes() == rejected_path(out).read_bytes()
     assert len(rejected_path(out).read_text().splitlines()) == 15
     assert sorted(path.name for path in out.parent.iterdir()) == ["set", "set.rejected.jsonl"]
 

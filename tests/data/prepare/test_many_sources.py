@@ -83,13 +83,13 @@ def test_every_source_goes_on_from_every_place(tmp_path: Path) -> None:
     }
     _tar(tmp_path / "d.tgz", members)
     source = open_source(*(str(tmp_path / name) for name in ("a.jsonl", "b.jsonl.gz", "c.parquet", "d.tgz")))
-    whole = list(source.records((), None))
-    contents = [record.content for record in whole if isinstance(record, Document)]
+    all_records = list(source.records((), None))
+    contents = [record.content for record in all_records if isinstance(record, Document)]
     assert contents == [
-        *("one", "two", "three", "four", "five"), *(f"row {n}" for n in range(150)), *("six", "seven", "eight", "nine")
+        "one", "two", "three", "four", "five", *(f"row {n}" for n in range(150)), "six", "seven", "eight", "nine"
     ]  # fmt: skip
     for number in (0, 1, 2, 3, 5, 40, 76, 77, 154, 155, 157, 158, 159):
-        assert list(source.records(whole[number].place, None)) == whole[number + 1 :], whole[number]
+        assert list(source.records(all_records[number].place, None)) == all_records[number + 1 :], all_records[number]
 
 
 def test_rejected_records_are_counted_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,10 +106,10 @@ def test_rejected_records_are_counted_and_kept(tmp_path: Path, capsys: pytest.Ca
     prepared = prepare(open_source(str(path)), tmp_path / "set", load_tokenizer("bytes"), SMALL, max_rejected=5)
     assert prepared.num_rejected == prepared.manifest.skipped_documents == 5
     assert prepared.manifest.splits["train"].num_documents == 20
-    kept = [json.loads(line) for line in rejected_path(tmp_path / "set").read_text().splitlines()]
-    assert [record["contents"] for record in kept] == [line.decode(errors="backslashreplace") for line in bad]
-    assert [record["where"] for record in kept] == [f"{path}, line {number}" for number in range(11, 16)]
-    assert kept[1]["reason"] == "no field 'text'. Its fields: body"
+    records = [json.loads(line) for line in rejected_path(tmp_path / "set").read_text().splitlines()]
+    assert [record["contents"] for record in records] == [line.decode(errors="backslashreplace") for line in bad]
+    assert [record["where"] for record in records] == [f"{path}, line {number}" for number in range(11, 16)]
+    assert records[1]["reason"] == "no field 'text'. Its fields: body"
 
 
 def test_a_file_without_the_field_is_an_error_whatever_the_limit(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_of_an_archive_only_files_are_read_and_nothing_is_unpacked(tmp_path: Pat
     source = open_source(str(_tar(tmp_path / "a.tar", members, _links)))
     assert list(source.documents()) == ["text", "more"]
     assert {one.name.partition(":")[2] for one in source.passed_over} == {
-        *("l.txt", "h.txt", "d.txt", "p.txt"), ".hidden.txt", "a.png"
+        "l.txt", "h.txt", "d.txt", "p.txt", ".hidden.txt", "a.png"
     }  # fmt: skip
     assert [path.name for path in tmp_path.iterdir()] == ["a.tar"]
 
@@ -165,12 +165,12 @@ def test_a_pipe(kind: str, tmp_path: Path) -> None:
     code = "from llmscale.data.prepare.sources.open_source import open_source\n"
     code += "s = open_source('-'); print(list(s.documents()) == list(s.documents()), *s.documents(), s.fingerprint())"
     command = [sys.executable, "-c", code]
-    said = [
+    messages = [
         warm_start.run(command, input=contents, capture_output=True, check=True, env={**os.environ, "TMPDIR": tmp_path})
         for _ in range(2)
     ]
-    assert said[0].stdout == said[1].stdout
-    assert said[0].stdout.decode().startswith("True one")
+    assert messages[0].stdout == messages[1].stdout
+    assert messages[0].stdout.decode().startswith("True one")
     assert not list(tmp_path.iterdir())
 
 
@@ -190,8 +190,8 @@ def test_a_connection_that_breaks_is_opened_again_where_it_was(
     monkeypatch.setattr(opening, "RETRY_PAUSES_S", (0.0, 0.0))
     assert list(open_source("hf:some/set").documents()) == [f"record {number}" for number in range(6)]
     assert opened == [0, 2, 4]
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and "record 2: reset by peer. Trying again in 0 s (1 of 2)." in said[0]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and "record 2: reset by peer. Trying again in 0 s (1 of 2)." in lines[0]
 
     def never(self: opening.HuggingFaceSource, done: int):  # type: ignore[no-untyped-def]
         raise TimeoutError("no answer")

@@ -35,12 +35,12 @@ def make_documents(num_documents: int, seed: int) -> list[np.ndarray]:
 
 def pack(documents: list[np.ndarray], group: int, *, reopens: bool = False) -> tuple[np.ndarray, BestFitPacking]:
     """Pack documents, `group` at a time."""
-    packed, found = BestFitPacking(T, "uint32", EOT, EMPTY), []
+    packed, rows = BestFitPacking(T, "uint32", EOT, EMPTY), []
     for begin in range(0, len(documents), group):
-        found.append(packed.cut(np.concatenate(documents[begin : begin + group])))
+        rows.append(packed.cut(np.concatenate(documents[begin : begin + group])))
         if reopens:
             packed = BestFitPacking(T, "uint32", EOT, packed.state())
-    return np.concatenate([*found, packed.finish()]), packed
+    return np.concatenate([*rows, packed.finish()]), packed
 
 
 def test_rows_start_at_documents_and_use_each_token_at_most_once(monkeypatch: pytest.MonkeyPatch) -> None:

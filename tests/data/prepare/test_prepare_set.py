@@ -85,7 +85,7 @@ def test_documents_round_trip_exactly(write_documents: WriteDocuments, tmp_path:
     options = PrepareOptions(seq_len=16, val_fraction=0.1, shard_bytes=4096, compression=compression)
     manifest = _prepare(tmp_path / "in.jsonl", tmp_path / "set", options).manifest
     assert len(manifest.splits["train"].shards) > 3
-    found: list[str] = []
+    paths: list[str] = []
     tokenizer = load_tokenizer("bytes")
     for name, split in manifest.splits.items():
         tokens = _stream(tmp_path / "set", name)
@@ -94,9 +94,9 @@ def test_documents_round_trip_exactly(write_documents: WriteDocuments, tmp_path:
         assert split.max_token_id == max(tokens) == manifest.eot_token
         complete = [tokenizer.decode(document) for document in _documents_of(tokens, manifest)[:-1]]
         assert split.num_documents - len(complete) <= split.tail_tokens
-        found += complete
-    assert set(found) <= set(texts)
-    assert len(found) == len(set(found)) >= len(texts) - 10
+        paths += complete
+    assert set(paths) <= set(texts)
+    assert len(paths) == len(set(paths)) >= len(texts) - 10
     assert sum(split.num_documents for split in manifest.splits.values()) == len(texts)
     assert sum(split.num_text_bytes for split in manifest.splits.values()) == sum(len(t.encode()) for t in texts)
 

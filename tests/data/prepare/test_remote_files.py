@@ -176,13 +176,13 @@ def test_glob_chooses_before_shards_are_looked_for(object_store: ObjectStore) ->
 
 def test_what_was_removed_does_not_come_back(object_store: ObjectStore) -> None:
     manifest = json.dumps({"format": FORMAT, "version": FORMAT_VERSION}).encode()
-    kept, gone = (zstandard.compress(json.dumps({"text": text}).encode()) for text in ("kept", "gone"))
+    remaining, gone = (zstandard.compress(json.dumps({"text": text}).encode()) for text in ("kept", "gone"))
     for name, contents in [
         ("all/out/clean.json", manifest),
-        ("all/out/documents-00000.jsonl.zst", kept),
+        ("all/out/documents-00000.jsonl.zst", remaining),
         ("all/out/removed/01-exact.jsonl.zst", gone),
         ("all/other/clean.json", b"mine"),
-        ("all/other/removed/x.jsonl.zst", kept),
+        ("all/other/removed/x.jsonl.zst", remaining),
     ]:
         object_store.put(name, contents)
     assert list(open_source("s3://bucket/all/out").documents()) == ["kept"]

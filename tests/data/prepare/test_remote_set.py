@@ -152,8 +152,8 @@ def test_an_upload_that_fails_or_arrives_spoilt_is_tried_again(
     object_store.fails, object_store.spoil = once(faults), once(spoilt)
     _prepare(corpus, tmp_path / "work")
     assert not any(faults.values()) and not any(spoilt.values())
-    said = capsys.readouterr().err.splitlines()
-    assert sum("Trying again" in line for line in said) == 7
+    lines = capsys.readouterr().err.splitlines()
+    assert sum("Trying again" in line for line in lines) == 7
     assert object_store.files("sets/a/") == _local(corpus, tmp_path / "set")
 
 
@@ -248,11 +248,11 @@ def test_a_set_is_replaced_in_one_moment(
             else:
                 break
         seen.append(_read(URL, tmp_path / "cache"))
-    assert seen.index(new) > 3 and all(found == old for found in seen[: seen.index(new)])
-    assert len(seen) - seen.index(new) > 5 and all(found == new for found in seen[seen.index(new) :])
-    found = object_store.files("sets/a/")
-    assert found.pop("mine.txt") == b"not a set's" and found.pop(MANIFEST_NAME)
-    assert {name.partition("/")[2]: data for name, data in found.items()} == _files(tmp_path / "new")
+    assert seen.index(new) > 3 and all(files == old for files in seen[: seen.index(new)])
+    assert len(seen) - seen.index(new) > 5 and all(files == new for files in seen[seen.index(new) :])
+    files = object_store.files("sets/a/")
+    assert files.pop("mine.txt") == b"not a set's" and files.pop(MANIFEST_NAME)
+    assert {name.partition("/")[2]: data for name, data in files.items()} == _files(tmp_path / "new")
     assert _prepare(long_corpus, tmp_path / "work", NEW).reused
     assert _is_empty(tmp_path / "work")
 
@@ -263,10 +263,10 @@ def test_overwriting_a_set_with_itself_mends_it(corpus: Path, object_store: Obje
     for name in ("train/shard.00000.mds", MANIFEST_NAME):
         object_store.put(f"sets/a/{name}", b"spoilt")
         assert not _prepare(corpus, tmp_path / "work", OLD, overwrite=True).reused
-        found = object_store.files("sets/a/")
-        del found[MANIFEST_NAME]
-        assert {name.partition("/")[2]: data for name, data in found.items()} == expected
-        assert len({name.partition("/")[0] for name in found}) == 1
+        files = object_store.files("sets/a/")
+        del files[MANIFEST_NAME]
+        assert {name.partition("/")[2]: data for name, data in files.items()} == expected
+        assert len({name.partition("/")[0] for name in files}) == 1
 
 
 def test_an_unfinished_set_is_replaced_too(corpus: Path, object_store: ObjectStore, tmp_path: Path) -> None:
@@ -312,8 +312,8 @@ def test_whoever_reads_an_equal_set_goes_on(corpus: Path, object_store: ObjectSt
     shards = TokenShards(open_set(URL, tmp_path / "cache"), "train")
     shards.read(np.array([0]))
     _prepare(corpus, tmp_path / "work", OLD, overwrite=True)
-    found = shards.read(np.arange(len(shards)))
-    assert found.tolist() == _read(URL, tmp_path / "other cache")
+    samples = shards.read(np.arange(len(shards)))
+    assert samples.tolist() == _read(URL, tmp_path / "other cache")
 
 
 def test_a_replacement_that_was_given_up_is_named(
@@ -426,10 +426,10 @@ def test_killed_at_any_moment_it_goes_on(
         process.send_signal(signal.SIGKILL)
         process.communicate()
     warm_start.run(command, check=True)
-    found = object_store.files("sets/a/")
+    stored = object_store.files("sets/a/")
     expected = _local(long_corpus, tmp_path / "set")
-    ours, theirs = (json.loads(files.pop(MANIFEST_NAME)) for files in (found, expected))
-    assert found == expected
+    ours, theirs = (json.loads(files.pop(MANIFEST_NAME)) for files in (stored, expected))
+    assert stored == expected
     assert ours["fingerprint"] == theirs["fingerprint"] and ours["splits"] == theirs["splits"]
     assert _is_empty(tmp_path / "work")
 
@@ -456,11 +456,11 @@ def test_killed_at_any_moment_there_is_the_old_set_or_the_new_one(
         process.send_signal(signal.SIGKILL)
         process.communicate()
         seen.append(_read(URL, tmp_path / "cache"))
-    assert all(found == old for found in seen[:-1]) and len(seen) > 1
+    assert all(files == old for files in seen[:-1]) and len(seen) > 1
     warm_start.run(command, check=True)
-    found = object_store.files("sets/a/")
-    assert found.pop(MANIFEST_NAME)
-    assert {name.partition("/")[2]: data for name, data in found.items()} == _files(tmp_path / "new")
+    files = object_store.files("sets/a/")
+    assert files.pop(MANIFEST_NAME)
+    assert {name.partition("/")[2]: data for name, data in files.items()} == _files(tmp_path / "new")
 
 
 def _wait_for_changes(process: subprocess.Popen[bytes], store: ObjectStore, num_changes: int) -> None:
@@ -549,9 +549,9 @@ def test_a_store_that_stalls_is_given_up_and_no_shard_is_called_damaged(
     for harm, name in (("hang", "manifest.json"), ("stall", "shard.0")):
         _harm(relay, harm, name, 1000)
         assert main(["data", "verify", URL]) == 2
-        said = capsys.readouterr()
-        assert "Waiting to " in said.err
-        assert "no answer" in said.err.splitlines()[-1] and "damaged" not in said.out
+        output = capsys.readouterr()
+        assert "Waiting to " in output.err
+        assert "no answer" in output.err.splitlines()[-1] and "damaged" not in output.out
 
 
 def test_an_unfinished_set_says_so_and_how_to_end_it(

@@ -33,10 +33,10 @@ def test_shards_and_index_are_those_of_streamings_own_writer(
         shard_bytes=1200,
         compression=compression,
     )
-    told: list[int] = []
-    ours.write(lambda first: (windows[k : k + 7] for k in range(first, len(windows), 7)), told.append)
+    sizes: list[int] = []
+    ours.write(lambda first: (windows[k : k + 7] for k in range(first, len(windows), 7)), sizes.append)
     assert _files(tmp_path / "theirs") == _files(tmp_path / "ours")
-    assert len(told) == sum("mds" in name for name in _files(tmp_path / "ours"))
+    assert len(sizes) == sum("mds" in name for name in _files(tmp_path / "ours"))
 
 
 def test_a_compressed_shard_of_some_megabytes_is_streamings_too(tmp_path: Path) -> None:

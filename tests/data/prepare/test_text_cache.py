@@ -86,23 +86,23 @@ def test_a_tokenizer_is_trained_on_enough_text(
 
 
 def test_one_prepares_and_the_others_wait(request_: TextRequest, capsys: pytest.CaptureFixture[str]) -> None:
-    found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(request_.open(may_prepare=True))) for _ in range(3)]
+    paths: list[Path] = []
+    threads = [threading.Thread(target=lambda: paths.append(request_.open(may_prepare=True))) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 3 and len(set(found)) == 1
+    assert len(paths) == 3 and len(set(paths)) == 1
     assert was_prepared(capsys) == 1
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [("-", "stdin can be read only once"), ("nowhere", "does not exist"), ("{}/cache", "are inside one another")],
 )
-def test_refusals_name_the_flag(request_: TextRequest, tmp_path: Path, text: str, said: str) -> None:
+def test_refusals_name_the_flag(request_: TextRequest, tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "cache").mkdir()
-    with pytest.raises(DataError, match=f"^--text .*{said}"):
+    with pytest.raises(DataError, match=f"^--text .*{message}"):
         replace(request_, text=text.format(tmp_path)).open(may_prepare=True)
     assert not list((tmp_path / "cache").iterdir())
 

@@ -81,10 +81,10 @@ def _read(source: Source, start: tuple[int, ...] = ()) -> list[Document]:
 def test_documents_come_back_from_any_place_on(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "_PIECE_TOKENS", 600)
     source = open_source(str(KINDS[kind](tmp_path)))
-    found = _read(source)
-    assert [np.asarray(document.content).tolist() for document in found] == DOCUMENTS
+    windows = _read(source)
+    assert [np.asarray(document.content).tolist() for document in windows] == DOCUMENTS
     for number in (0, 1, 17, 39):
-        rest = _read(source, found[number].place)
+        rest = _read(source, windows[number].place)
         assert [np.asarray(document.content).tolist() for document in rest] == DOCUMENTS[number + 1 :]
 
 
@@ -103,13 +103,13 @@ def test_shards_in_a_store_come_one_at_a_time(
     for spec in (url, f"{url}/"):
         source = open_source(spec)
         object_store.requests.clear()
-        found = _read(source)
-        assert [np.asarray(document.content).tolist() for document in found] == DOCUMENTS
+        windows = _read(source)
+        assert [np.asarray(document.content).tolist() for document in windows] == DOCUMENTS
     fetched = [path.rpartition("/")[2] for method, path in object_store.requests if method == "GET" and ".mds" in path]
     assert fetched == sorted(fetched) and len(set(fetched)) > 3
     assert fetched.count(fetched[0]) > 1 or kind == "mds zstd"
     object_store.requests.clear()
-    rest = _read(source, found[39].place)
+    rest = _read(source, windows[39].place)
     assert not rest and {path for _, path in object_store.requests if "shard" in path} <= {
         f"/bucket/mds/{fetched[-1]}", f"/bucket/mds/{fetched[-1]}".replace(".zstd", "")
     }  # fmt: skip
@@ -200,7 +200,7 @@ def test_shards_of_tokens_behind_those_of_text_are_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"column_encodings": ["str", "pkl"]}, "the column tokens is 'pkl'"),
         ({"raw_data": {"basename": "../secret", "bytes": 9}}, "does not name a file beside it"),
@@ -212,9 +212,9 @@ def test_shards_of_tokens_behind_those_of_text_are_refused(tmp_path: Path) -> No
         ({"format": "csv"}, "does not describe an MDS shard"),
     ],
 )
-def test_what_an_index_may_not_say(change: dict, said: str, tmp_path: Path) -> None:
+def test_what_an_index_may_not_say(change: dict, message: str, tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"123456789")
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         _read(open_source(str(_write_mds_with(change, tmp_path))))
 
 

@@ -20,8 +20,8 @@ def _shuffled(
             shuffle.add(piece)
             if shuffle.waiting_bytes >= buffer_bytes:
                 shuffle.write_run(shuffle.take_run())
-        found = list(shuffle.drain())
-    return np.concatenate(found) if found else windows[:0]
+        drained = list(shuffle.drain())
+    return np.concatenate(drained) if drained else windows[:0]
 
 
 @pytest.mark.parametrize("buffer_bytes", [200, 2000, 20_000, 1 << 30])
@@ -29,17 +29,17 @@ def _shuffled(
 def test_windows_come_by_ascending_key_whatever_the_buffer(tmp_path: Path, buffer_bytes: int, dtype: type) -> None:
     windows = np.arange(700 * 9).reshape(700, 9).astype(dtype)
     expected = windows[np.argsort(window_keys(0, 700, 3), kind="stable")]
-    found = _shuffled(tmp_path, windows, [1, 99, 250, 5, 345], buffer_bytes)
-    assert found.dtype == dtype
-    assert np.array_equal(found, expected)
+    shuffled = _shuffled(tmp_path, windows, [1, 99, 250, 5, 345], buffer_bytes)
+    assert shuffled.dtype == dtype
+    assert np.array_equal(shuffled, expected)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_few_windows(tmp_path: Path, count: int) -> None:
     windows = np.arange(count * 3, dtype=np.uint16).reshape(count, 3)
     for buffer_bytes in (1, 1000):
-        found = _shuffled(tmp_path, windows, [count] if count else [], buffer_bytes)
-        assert np.array_equal(np.sort(found, axis=0), windows)
+        shuffled = _shuffled(tmp_path, windows, [count] if count else [], buffer_bytes)
+        assert np.array_equal(np.sort(shuffled, axis=0), windows)
 
 
 def test_what_is_held_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,15 +76,15 @@ def test_it_goes_on_where_a_process_was_killed(tmp_path: Path, seed: int | None)
     for start in (0, 100, 250):
         killed.add(windows[start : start + 150] if start else windows[:100])
         killed.write_run(killed.take_run())
-    kept = killed.run_begins[:-1]
-    assert kept == [0, 100, 250]
+    begins = killed.run_begins[:-1]
+    assert begins == [0, 100, 250]
     for first in (0, 1, 137, 499, 500):
-        again = begin(list(kept))
+        again = begin(list(begins))
         again.add(windows[250:])
         with mock.patch.object(split_writer, "BUFFER_BYTES", 1000):
-            found = np.concatenate([windows[:0], *again.drain(first)])
+            drained = np.concatenate([windows[:0], *again.drain(first)])
         order = np.arange(500) if seed is None else np.argsort(window_keys(0, 500, seed), kind="stable")
-        assert np.array_equal(found, windows[order][first:])
+        assert np.array_equal(drained, windows[order][first:])
 
 
 def test_a_buffer_that_is_written_is_used_again(tmp_path: Path) -> None:

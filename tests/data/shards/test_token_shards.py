@@ -110,7 +110,7 @@ USED = "shard.00000.mds"
 
 @pytest.mark.parametrize("limit", [128, 1], ids=["open", "closed"])
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (_delete, "is missing"),
         (partial(_replace, change=_zero), "was altered"),
@@ -123,7 +123,7 @@ USED = "shard.00000.mds"
     ids=["removed", "replaced", "replaced by less", "replaced by itself", "over", "cut", "over by itself"],
 )
 def test_what_happens_to_a_shard_in_use_never_gives_wrong_tokens(
-    change: Callable[[Path], None], said: str, limit: int, copied: Path, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Path], None], message: str, limit: int, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that is open keeps its bytes, whatever takes its name; one that was closed meanwhile, or is written to, is
     checked again."""
@@ -135,10 +135,10 @@ def test_what_happens_to_a_shard_in_use_never_gives_wrong_tokens(
     shards.read(np.array([len(shards) - 1]))  # another shard
     change(copied / "train" / USED)
     keeps = limit > 1 and not (isinstance(change, partial) and change.func is _write_over)
-    if keeps or not said:
+    if keeps or not message:
         assert np.array_equal(shards.read(first), expected[first])
     else:
-        with pytest.raises(DataError, match=rf"{USED} {said}".replace(".", r"\.")):
+        with pytest.raises(DataError, match=rf"{USED} {message}".replace(".", r"\.")):
             shards.read(first)
 
 

@@ -136,8 +136,8 @@ def test_no_increment_of_two_writers_is_lost(place: Place) -> None:
     def increment(number: int) -> None:
         shared, done = Shared(f"{place.url}/count"), 0
         while done < 20:
-            found = shared.read()
-            contents, version = found or (b"", None)
+            content = shared.read()
+            contents, version = content or (b"", None)
             try:
                 shared.write(contents + b"%d:%d " % (number, done), version)
             except Overtaken:
@@ -149,10 +149,10 @@ def test_no_increment_of_two_writers_is_lost(place: Place) -> None:
         thread.start()
     for thread in threads:
         thread.join(HANG_S)
-    found = Shared(f"{place.url}/count").read()
-    assert found is not None
+    content = Shared(f"{place.url}/count").read()
+    assert content is not None
     expected = [b"%d:%d" % (number, done) for number in range(2) for done in range(20)]
-    assert sorted(found[0].split()) == sorted(expected)
+    assert sorted(content[0].split()) == sorted(expected)
 
 
 def test_throttling_is_retried(place: Place, capsys: pytest.CaptureFixture[str]) -> None:

@@ -240,9 +240,9 @@ def test_one_set_replaces_another(corpus: Path, store: Store, tmp_path: Path) ->
         _prepare(corpus, RemoteSet(store.out, work_dir=tmp_path / "work"), other)
     _prepare(corpus, RemoteSet(store.out, work_dir=tmp_path / "work", overwrite=True), other)
     expected = _local(corpus, tmp_path / "set", other)
-    found = store.files()
-    assert found.pop("manifest.json") != expected["manifest.json"]
-    assert {name.partition("/")[2]: data for name, data in found.items()} == expected
+    files = store.files()
+    assert files.pop("manifest.json") != expected["manifest.json"]
+    assert {name.partition("/")[2]: data for name, data in files.items()} == expected
     assert np.array_equal(_read(store.out, tmp_path / "cache"), _read(str(tmp_path / "set")))
 
 
@@ -289,13 +289,13 @@ def test_missing_credentials_are_named(
     request: pytest.FixtureRequest, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = request.node.callspec.params["store"]
-    said = MISSING[kind][1]
+    message = MISSING[kind][1]
     _take_credentials(kind, tmp_path, monkeypatch)
     if kind == "google":  # its emulator lets everybody in
         store.refuse(lambda method, headers: None if "Authorization" in headers else (401, b"{}"))
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         RemoteSet(store.out, work_dir=tmp_path / "work")
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         open_set(store.out, tmp_path / "cache")
 
 

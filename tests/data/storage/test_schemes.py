@@ -17,15 +17,16 @@ def test_places_for_a_set() -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        *(
-            "s3://bucket",
-            "s3://bucket//set",
-            "s3://bucket/../set",
-            "s3://bucket/set?x=1",
-            "s3://bucket/*",
-            "S3://b/set",
-        ),
-        *("ftp://host/set", "hf://datasets/org", "hf://datasets/org/name/folder", "hf://models/org/name"),
+        "s3://bucket",
+        "s3://bucket//set",
+        "s3://bucket/../set",
+        "s3://bucket/set?x=1",
+        "s3://bucket/*",
+        "S3://b/set",
+        "ftp://host/set",
+        "hf://datasets/org",
+        "hf://datasets/org/name/folder",
+        "hf://models/org/name",
         "s3://b/\x1b[0m",
     ],
 )

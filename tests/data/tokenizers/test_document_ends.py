@@ -13,7 +13,7 @@ S, EOT, IM_START, IM_END = range(600, 604)
 
 
 @pytest.mark.parametrize(
-    ("files", "token", "said"),
+    ("files", "token", "message"),
     [
         ({"config": {"eos_token": "<s>"}}, S, "eos_token of tokenizer_config.json"),
         ({"config": {"eos_token": {"content": "<s>"}}}, S, "eos_token of tokenizer_config.json"),
@@ -36,11 +36,11 @@ S, EOT, IM_START, IM_END = range(600, 604)
         ),
     ],
 )
-def test_what_the_files_agree_on(files: Files, token: int, said: str, make_model: MakeModel) -> None:
+def test_what_the_files_agree_on(files: Files, token: int, message: str, make_model: MakeModel) -> None:
     tokenizer = load_huggingface(_make(make_model, files))
     assert tokenizer.eot_token == token
     text = tokenizer.tokens()[token]
-    assert tokenizer.describe_ends() == f"Documents end with {text!r} ({token}, {said})."
+    assert tokenizer.describe_ends() == f"Documents end with {text!r} ({token}, {message})."
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,10 @@ def test_a_models_files_are_what_they_were(make_model: MakeModel, tmp_path: Path
     out = tmp_path / "out"
     out.mkdir()
     save_for_transformers(tokenizer, out)
-    kept = {
+    files = {
         path.name: path.read_bytes() for path in folder.iterdir() if path.name not in ("config.json", "tokenizer.py")
     }
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == kept
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == files
     theirs = AutoTokenizer.from_pretrained(out)
     for text in AWKWARD:
         assert theirs(text, split_special_tokens=True).input_ids == [*tokenizer.bos_tokens, *tokenizer.encode(text)]

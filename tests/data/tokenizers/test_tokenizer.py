@@ -174,7 +174,7 @@ def test_ranks_file_damage_is_located(ranks_file: Path, tmp_path: Path) -> None:
     ("spec", "text"),
     [
         ("gpt3", "Did you mean 'gpt2'"),
-        ("no/such.tiktoken", "Cannot read the tokenizer"),
+        ("no/such.tiktoken", "The tokenizer"),
         ("/no/such", "train-tokenizer"),
         (
             "no/such",

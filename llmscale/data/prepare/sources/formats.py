@@ -119,7 +119,7 @@ def read_jsonl(
             record = _parse(line, parse_fast)
             if isinstance(record, dict):
                 try:
-                    text = field_of(record, field)
+                    text = options.text_of(record)
                 except KeyError:
                     if is_first:
                         raise missing_field(f"{name}, line {number}", field, record) from None

@@ -41,7 +41,6 @@ from llmscale.data.prepare.sources.source import (
     Rejected,
     Source,
     TokenRules,
-    field_of,
     lacks_field,
     matches,
     missing_field,
@@ -120,7 +119,7 @@ class HuggingFaceSource(Source):
     def _document(self, record: dict[str, object], number: int) -> Record:
         field, where = self._options.text_field, f"{self.name}, record {number}"
         try:
-            text = field_of(record, field)
+            text = self._options.text_of(record)
         except KeyError:
             if number == 0:
                 raise missing_field(where, field, record) from None
@@ -154,6 +153,7 @@ def open_source(
     glob: str | None = None,
     skip_undecodable: bool = False,
     out: Path | str | None = None,
+    is_chat: bool = False,
 ) -> Source:
     """Open the inputs in the order given: each a file, a folder (recursive), a pattern, any of these in a store
     (`s3://`), MDS shards, `-`, `hf:NAME[:CONFIG]`, `python-stdlib` or `python-docs`.
@@ -166,7 +166,9 @@ def open_source(
         raise DataError(
             f"--glob '{glob}' selects files of a folder, but --input {', '.join(specs)} is not a folder. Drop it."
         )
-    options = ReadOptions(text_field or "text", skip_undecodable, hf_split)
+    options = ReadOptions(
+        text_field or ("messages" if is_chat else "text"), skip_undecodable, hf_split, is_chat=is_chat
+    )
     sources = [_open_one(spec, options, glob, out) for spec in specs]
     if text_field is not None and not any(source.has_fields() for source in sources):
         raise DataError(

@@ -12,6 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePath
 from typing import BinaryIO, NamedTuple
 
+from llmscale.data.prepare.chat import conversation_text
 from llmscale.data.shards.compressed import most_unpacked_bytes, unfolds
 from llmscale.data.tokenizers.tokenizer import TokenArray
 from llmscale.errors import DataError
@@ -124,6 +125,14 @@ class ReadOptions:
     """True if some names are those of plain text; then a lone JSON object without the field is text, too."""
     choice: Choice | None = None
     """Choice of files of a folder or an archive; None for those that the user named."""
+    is_chat: bool = False
+    """True if records are conversations, whose document is their JSON."""
+
+    def text_of(self, record: Mapping[str, object]) -> object:
+        """Return a record's text. Raises KeyError."""
+        if self.is_chat:
+            return conversation_text(record, self.text_field)
+        return field_of(record, self.text_field)
 
 
 class FileError(DataError):

@@ -1,0 +1,61 @@
+"""A conversation with a model, in the chat template of the data that it was fine-tuned on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from llmscale.data.prepare.chat import ChatEncoder, ChatSettings, find_template
+from llmscale.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from llmscale.data.tokenizers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llmscale.evaluate.generate import TextChunk
+
+
+class Conversation:
+    """Turns so far, and the tokens that the model continues."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str | None, seq_len: int) -> None:
+        """`template` is that of the model's data, or None for the tokenizer's own. Raises DataError."""
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            tokenizer = tokenizer.parsing_special()
+        settings = ChatSettings(find_template(tokenizer, template))
+        self._encoder = ChatEncoder(tokenizer, settings, seq_len)
+        self._seq_len = seq_len
+        self._end = settings.template.end_of_turn()
+        self._turns: list[dict[str, str]] = []
+
+    def ask(self, line: str) -> list[int]:
+        """Return the token ids with which the model answers a line of the user.
+
+        The oldest turns are forgotten if the context is full: half of it is for the answer.
+        """
+        self._turns.append({"role": "user", "content": line})
+        tokens = self._encoder.prompt_tokens(self._turns)
+        while len(tokens) > self._seq_len // 2 and len(self._turns) > 2:
+            del self._turns[:2]
+            tokens = self._encoder.prompt_tokens(self._turns)
+        return tokens
+
+    def answer(self, chunks: Iterable[TextChunk]) -> Iterator[str]:
+        """Yield the generated text up to the end of the turn, which is remembered then."""
+        text = ""
+        done = 0
+        for chunk in chunks:
+            text += chunk.text
+            place = text.find(self._end) if self._end else -1
+            # The end may arrive in several chunks.
+            safe = place if place >= 0 else max(done, len(text) - len(self._end) + 1)
+            yield text[done:safe]
+            done = safe
+            if place >= 0:
+                break
+        else:
+            yield text[done:]
+            done = len(text)
+        self._turns.append({"role": "assistant", "content": text[:done].strip() or " "})
+
+    def forget(self) -> None:
+        """Begin another conversation."""
+        self._turns.clear()

@@ -1,0 +1,266 @@
+"""Conversations: their text is that of transformers, targets are the assistant's turns, and none is cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from llmscale.cli.main import main
+from llmscale.data.prepare import packing
+from llmscale.data.prepare.chat import (
+    DEFAULT_TEMPLATE,
+    TOO_LONG,
+    ChatEncoder,
+    ChatSettings,
+    conversation_text,
+    find_template,
+)
+from llmscale.data.prepare.packing import ConversationPacking, PackingState
+from llmscale.data.shards.cache import open_set
+from llmscale.data.shards.manifest import load_manifest
+from llmscale.data.shards.target_mask import BEGIN, TARGET, are_targets, ids_of
+from llmscale.data.shards.token_shards import TokenShards
+from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
+from llmscale.errors import DataError
+from scripts.bench.transformers_package import import_transformers
+from tests.conversations import write_conversations
+
+#: As Qwen2.5's, which renders a system turn of its own, without and with markers of what is generated.
+CHATML = (
+    "{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}{%- endif %}"
+    "{%- for message in messages %}\n    {{- '<|im_start|>' + message.role + '\\n' }}"
+    "{{- message.content + '<|im_end|>' + '\\n' }}\n{%- endfor %}\n"
+    "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n"
+)
+MARKED = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
+    "{%- if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
+    "{%- else %}{{- message.content + '<|im_end|>' }}{%- endif %}{{- '\\n' }}{%- endfor %}"
+)
+#: As Mistral's: the end-of-text token ends every turn, and roles must alternate.
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
+    "{{ ' ' + message['content'] + eos_token }}{% else %}{{ raise_exception('Only user and assistant roles!') }}"
+    "{% endif %}{% endfor %}"
+)
+DIALOGUE = [
+    {"role": "user", "content": "What is  2+2?\n\n"},
+    {"role": "assistant", "content": "\n\nIt is 4, naïve 🙂 one."},
+    {"role": "user", "content": "Thanks"},
+    {"role": "assistant", "content": "Welcome"},
+]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Any:
+    """`model(template)`: a folder with a byte-level tokenizer and the template."""
+    fast = FastTokenizer(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    fast.train_from_iterator(["\n\nIt is four is it  <|im_start|>user\nWhat is it\n\n"], trainer)
+
+    def make(template: str | None, eos: str = "<|endoftext|>") -> Path:
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": eos}
+        (tmp_path / "model").mkdir()
+        fast.save(str(tmp_path / "model" / "tokenizer.json"))
+        named = {} if template is None else {"chat_template": template}
+        (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(config | named))
+        return tmp_path / "model"
+
+    return make
+
+
+def encode(
+    folder: Path | str, messages: Sequence[Mapping[str, str]], seq_len: int = 400, **settings: Any
+) -> tuple[list[int], list[bool], str]:
+    """Return ids, which are targets, and why the conversation is left out."""
+    tokenizer = load_tokenizer(str(folder), parse_special=True)
+    chosen = ChatSettings(find_template(tokenizer), **settings)
+    tokens, reason = ChatEncoder(tokenizer, chosen, seq_len).encode_conversation(json.dumps({"messages": messages}))
+    return ids_of(tokens).tolist(), are_targets(tokens).tolist(), reason
+
+
+def test_tokens_and_mask_are_those_of_transformers(model: Any) -> None:
+    folder = model(MARKED)
+    theirs = (
+        import_transformers()
+        .AutoTokenizer.from_pretrained(folder)
+        .apply_chat_template(DIALOGUE, return_assistant_tokens_mask=True, return_dict=True)
+    )
+    ids, targets, _ = encode(folder, DIALOGUE)
+    assert ids == [*theirs["input_ids"], 0], "and end-of-text"
+    assert targets == [*map(bool, theirs["assistant_masks"]), False]
+
+
+def test_turns_are_found_without_markers(model: Any) -> None:
+    folder = model(CHATML)
+    theirs = import_transformers().AutoTokenizer.from_pretrained(folder)
+    ids, targets, _ = encode(folder, DIALOGUE)
+    assert ids == [*theirs.apply_chat_template(DIALOGUE), 0]
+    texts, before = [], False
+    for token, is_target in zip(ids, targets, strict=True):
+        if is_target:
+            texts = [*texts, []] if not before else texts
+            texts[-1].append(token)
+        before = is_target
+    # The line break before the answer is in one token with its first.
+    answers = ["\n\n\nIt is 4, naïve 🙂 one.<|im_end|>", "Welcome<|im_end|>"]
+    assert [theirs.decode(text) for text in texts] == answers
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(model: Any) -> None:
+    only_last = CHATML.replace("message.content +", "(message.content if loop.last else '') +")
+    with pytest.raises(DataError, match="turn 2 cannot be located"):
+        encode(model(only_last), DIALOGUE)
+
+
+def test_a_template_runs_in_a_sandbox(model: Any) -> None:
+    attack = "{{ messages.__class__.__mro__[1].__subclasses__() }}" + CHATML
+    assert "refuses" in encode(model(attack), DIALOGUE)[2]
+
+
+def test_end_of_text_within_a_conversation_needs_a_row_of_its_own(model: Any) -> None:
+    folder = model(MISTRAL, eos="</s>")
+    with pytest.raises(DataError, match="--packing pad"):
+        encode(folder, DIALOGUE)
+    ids, targets, _ = encode(folder, DIALOGUE, packs=False)
+    ends = [place for place, token in enumerate(ids) if token == 4]
+    assert len(ends) == 2, "none is appended where the template ends with one"
+    assert all(targets[end] for end in ends)
+    assert "Only user and assistant" in encode(folder, [{"role": "system", "content": "x"}, *DIALOGUE], packs=False)[2]
+
+
+def test_default_template_by_hand() -> None:
+    ids, targets, _ = encode("bytes", DIALOGUE[2:])
+    assert bytes(ids[:-1]).decode() == "<|user|>\nThanks<|end|>\n<|assistant|>\nWelcome<|end|>\n"
+    assert ids[-1] == 256
+    assert bytes(t for t, is_target in zip(ids, targets, strict=True) if is_target).decode() == "Welcome<|end|>"
+    template = find_template(load_tokenizer("bytes"))
+    assert template.prompt(DIALOGUE[2:3]) == "<|user|>\nThanks<|end|>\n<|assistant|>\n"
+    assert template.end_of_turn() == "<|end|>"
+    all_targets = encode("bytes", DIALOGUE[2:], train_on="all")[1]
+    assert all_targets == [False] + [True] * (len(ids) - 1), "nothing precedes the first"
+
+
+@pytest.mark.parametrize(
+    ("record", "turns"),
+    [
+        ({"messages": DIALOGUE[2:]}, DIALOGUE[2:]),
+        ({"prompt": "Thanks", "completion": "Welcome"}, DIALOGUE[2:]),
+        ({"prompt": DIALOGUE[2:3], "completion": DIALOGUE[3:]}, DIALOGUE[2:]),
+        ({"conversations": [{"from": "human", "value": "Thanks"}, {"from": "gpt", "value": "Welcome"}]}, DIALOGUE[2:]),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Thanks"}]}, DIALOGUE[3]]}, DIALOGUE[2:]),
+    ],
+)
+def test_records_of_every_form(record: dict[str, object], turns: object) -> None:
+    assert json.loads(conversation_text(record, "messages")) == {"messages": turns}
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "that no user begins"),
+        (DIALOGUE[1:], "that no user begins"),
+        ([*DIALOGUE, {"role": "narrator", "content": "x"}], "with a turn of the role 'narrator'"),
+        ([*DIALOGUE, {"content": "x"}], "with a turn without a role"),
+        ([DIALOGUE[0], {"role": "assistant", "content": " \n"}], "with an empty turn"),
+        ([DIALOGUE[0], *DIALOGUE], "with two turns of one role after another"),
+        (DIALOGUE[:1], "without a target"),
+        ([DIALOGUE[0], {"role": "assistant", "content": "x" * 500}], "longer than a row"),
+    ],
+)
+def test_conversations_that_are_left_out(messages: list[dict[str, str]], reason: str) -> None:
+    record = json.loads(conversation_text({"messages": messages}, "messages"))
+    assert encode("bytes", record["messages"]) == ([], [], reason)
+
+
+def test_truncation_keeps_the_beginning() -> None:
+    ids, targets, reason = encode("bytes", [DIALOGUE[2], {"role": "assistant", "content": "x" * 500}], truncates=True)
+    assert (len(ids), reason) == (401, "")
+    assert targets[-1]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_rows_hold_complete_conversations(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
+    monkeypatch.setattr(packing, "_MOST_WAITING", 10)
+    draw = np.random.default_rng(0)
+    made = [np.full(draw.integers(2, 33), 1000 + number, np.uint32) for number in range(200)]
+    for tokens in made:
+        tokens[0] |= BEGIN
+        tokens[1:] |= TARGET
+    rows = []
+    for group in (1, 7):
+        packed = ConversationPacking(32, 9, PackingState(np.zeros(0, np.uint32)), alone=alone)
+        parts = []
+        for begin in range(0, len(made), group):
+            parts.append(packed.cut(np.concatenate(made[begin : begin + group])))
+            packed = ConversationPacking(32, 9, packed.state(), alone=alone)
+        rows.append(np.concatenate([*parts, packed.finish()]))
+    assert np.array_equal(rows[0], rows[1]), "whatever the groups"
+    tokens_in_rows = rows[0][rows[0] != 9]
+    assert sorted(tokens_in_rows.tolist()) == sorted(np.concatenate(made).tolist())
+    for row in rows[0]:
+        conversations = np.unique(ids_of(row[row != 9]))
+        assert all((ids_of(row) == number).sum() == len(made[number - 1000]) for number in conversations)
+        assert len(conversations) == 1 or not alone
+    assert alone or (rows[0] == 9).mean() < 0.1
+
+
+def test_a_dataset_and_its_facts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_conversations(tmp_path / "chats.jsonl", 60)
+    with (tmp_path / "chats.jsonl").open("a") as file:
+        for number in range(3):
+            file.write("\n" + json.dumps({"prompt": f"long {number}", "completion": "x" * 500}))
+        file.write("\n" + json.dumps({"prompt": "", "completion": "x"}))
+    command = ["data", "prepare", "--chat", "--input", str(tmp_path / "chats.jsonl"), "--tokenizer", "bytes"]
+    command += ["--seq-len", "95", "--val-fraction", "0.2", "--out", str(tmp_path / "set")]
+    assert main(command) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "conversations longer than a row (--seq-len gives longer rows, --truncate cuts them)" in printed
+    assert "Left out 1 conversation with an empty turn" in printed
+    manifest = load_manifest(tmp_path / "set")
+    assert manifest.chat is not None
+    assert manifest.chat.template == DEFAULT_TEMPLATE
+    too_long = manifest.chat.left_out[TOO_LONG]
+    assert too_long >= 3
+    assert sum(split.num_documents for split in manifest.splits.values()) == 63 - too_long
+    for name, split in manifest.splits.items():
+        shards = TokenShards(open_set(str(tmp_path / "set")), name)
+        marked = shards.read_marked(np.arange(len(shards)))
+        assert are_targets(marked).sum() == manifest.chat.num_targets[name] > 0
+        assert (ids_of(marked) != 256).sum() + split.num_documents == split.num_tokens
+        assert np.array_equal(shards.read(np.arange(len(shards))), ids_of(marked))
+    assert main(["data", "verify", str(tmp_path / "set")]) == 0
+    assert main(["data", "inspect", str(tmp_path / "set")]) == 0
+    printed = capsys.readouterr().out
+    assert "<|assistant|>\n>>" in printed
+    assert "<|end|><<" in printed
+
+
+def test_shards_are_read_by_streaming(tmp_path: Path) -> None:
+    from llmscale.data.shards.streaming_import import streaming_module
+
+    write_conversations(tmp_path / "chats.jsonl", 30)
+    command = ["data", "prepare", "--chat", "--input", str(tmp_path / "chats.jsonl"), "--tokenizer", "bytes"]
+    assert main([*command, "--seq-len", "95", "--val-fraction", "0", "--out", str(tmp_path / "set")]) == 0
+    index = json.loads((tmp_path / "set" / "train" / "index.json").read_text())
+    reader = streaming_module("format").reader_from_json(str(tmp_path / "set"), "train", index["shards"][0])
+    shards = TokenShards(open_set(str(tmp_path / "set")), "train")
+    marked = shards.read_marked(np.arange(len(shards)))
+    for number in range(len(shards)):
+        sample = reader[number]
+        assert np.array_equal(sample["tokens"], ids_of(marked[number]))
+        assert np.array_equal(sample["mask"] > 0, are_targets(marked[number]))
