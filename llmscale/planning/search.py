@@ -219,10 +219,10 @@ class Candidate:
     @property
     def share_of_limit(self) -> float:
         """Return how full the GPU or, if it is fuller, the node is, where 1 leaves just MARGIN."""
-        share, host, limit = self.estimate.total_bytes / self.cluster.gpu_bytes, self.host_spare_bytes, 1 - MARGIN
+        share, host = self.estimate.total_bytes / max(1, self.cluster.gpu_bytes), self.host_spare_bytes
         if host is not None and self.cluster.host_bytes:
             share = max(share, 1 - host / self.cluster.host_bytes)
-        return share / limit
+        return share / (1 - MARGIN)
 
     @property
     def has_margin(self) -> bool:
