@@ -285,11 +285,11 @@ class Architecture:
     @cached_property
     def elements_by_kind(self) -> dict[ParameterKind, int]:
         """Number of elements by kind, a tied head counted once."""
-        found: dict[ParameterKind, int] = {}
+        elements: dict[ParameterKind, int] = {}
         for layers, times in self._counted:
             for parameter in (parameter for layer in layers for parameter in layer.parameters):
-                found[parameter.kind] = found.get(parameter.kind, 0) + times * parameter.elements
-        return found
+                elements[parameter.kind] = elements.get(parameter.kind, 0) + times * parameter.elements
+        return elements
 
     @property
     def head_gradients(self) -> int:
@@ -421,10 +421,10 @@ class ParameterTensors:
     @property
     def trainable_by_kind(self) -> dict[ParameterKind, int]:
         """Number of elements that are trained, by kind."""
-        found = dict(self.architecture.elements_by_kind)
+        elements = dict(self.architecture.elements_by_kind)
         for tensor in self.frozen_tensors:
-            found[tensor.kind] -= tensor.elements
-        return found
+            elements[tensor.kind] -= tensor.elements
+        return elements
 
     @cached_property
     def all(self) -> tuple[ParameterTensor, ...]:
@@ -433,10 +433,10 @@ class ParameterTensors:
         places: list[tuple[int | None, Layer]] = [(None, layer) for layer in model.before_blocks]
         places += [(block, layer) for block in range(model.n_layer) for layer in model.in_parameter_order(block)]
         places += [(None, layer) for layer in model.after_blocks]
-        found = [(layer.name, block, parameter) for block, layer in places for parameter in layer.parameters]
+        parameters = [(layer.name, block, parameter) for block, layer in places for parameter in layer.parameters]
         return tuple(
             ParameterTensor(index, layer, block, parameter, parameter.elements, parameter.kind)
-            for index, (layer, block, parameter) in enumerate(found)
+            for index, (layer, block, parameter) in enumerate(parameters)
         )
 
     @property
@@ -447,14 +447,14 @@ class ParameterTensors:
     @cached_property
     def of_layer(self) -> dict[tuple[int | None, str], tuple[ParameterTensor, ...]]:
         """(block, layer) -> the layer's parameters in the model's order, a tied head's included."""
-        found: dict[tuple[int | None, str], tuple[ParameterTensor, ...]] = {}
+        of_layer: dict[tuple[int | None, str], tuple[ParameterTensor, ...]] = {}
         for tensor in self.all:
             place = tensor.block, tensor.layer
-            found[place] = (*found.get(place, ()), tensor)
+            of_layer[place] = (*of_layer.get(place, ()), tensor)
         head = self.architecture.head
         if head.tied_to:
-            found[None, head.name] = found[None, head.tied_to]
-        return found
+            of_layer[None, head.name] = of_layer[None, head.tied_to]
+        return of_layer
 
     @cached_property
     def gradient_order(self) -> tuple[tuple[ParameterTensor, ...], ...]:

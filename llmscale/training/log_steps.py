@@ -325,7 +325,7 @@ def _facts(run: Run) -> dict[str, object]:
         "micro_batch_size": resolved.plan.micro_batch_size,
         "device": run.world.device_name,
         "compile": run.start.compilation.setting,
-        "estimated_bytes": run.estimate.allocated_bytes if run.estimate else None,
+        "estimated_bytes": run.estimate.allocated_bytes,
         "tokenizer": sets.manifest.tokenizer,
         # A mixture has no single ratio: its weights may change from stage to stage.
         "bytes_per_token": None if sets.recipe else sets.manifest.splits["train"].bytes_per_token,
