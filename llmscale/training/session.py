@@ -192,9 +192,7 @@ class Session:
             if weights is not None:  # of a part of the batch, in one process
                 num_samples = sum(len(batch.sample_ids) for batch in batches)
                 num_targets = sum(batch.num_targets for batch in batches)
-            if not num_targets:
-                return self._leave_out(step)
-            scale = num_samples * resolved.plan.seq_len / num_targets
+            scale = num_samples * resolved.plan.seq_len / max(num_targets, 1)
             counted = CountedTargets([batch.is_target for batch in batches], scale)
         seed_step(run.config.seed, step, run.world.rank)
         set_learning_rate(deepspeed, resolved.optimizer, resolved.schedule.learning_rate(step))
@@ -213,17 +211,6 @@ class Session:
         norm = deepspeed.get_global_grad_norm()
         engine.recent.norms.append(norm)
         return StepResult(self.step, batches, loss, deepspeed.skipped_steps > skipped_before, norm)
-
-    def _leave_out(self, step: int) -> StepResult:
-        """Leave the weights as they are in a step whose global batch has no target."""
-        self.step = step + 1
-        self.io.report(f"WARNING: step {self.step}: no token of its batch is a target, so it changes nothing")
-        self.io.log_event("no_targets", step=self.step)
-        self.engine.meter.count_step()
-        loss = torch.zeros((), device=self.run.world.device)
-        self.engine.recent.losses.append(loss)
-        self.engine.recent.norms.append(0.0)
-        return StepResult(self.step, [], loss, was_skipped=False)
 
     def run_actions(self, result: StepResult) -> None:
         """Run everything that is due after a step: log, validate, sample, save."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -157,19 +156,6 @@ def test_a_mixture_with_text_goes_on_elsewhere(chats: Path, tmp_path: Path) -> N
     chats_loss, words_loss, loss = (values["train", 1, name] for name in ("chats", "words", "loss"))
     assert chats_loss == pytest.approx(5.56, abs=0.5), "a first loss of 257 tokens, whatever the share of targets"
     assert min(chats_loss, words_loss) <= loss <= max(chats_loss, words_loss)
-
-
-def test_a_batch_without_targets_changes_nothing(ranks: Callable, chats: Path, tmp_path: Path) -> None:
-    job_file = str(REPOSITORY / "tests" / "training" / "fault_job.py")
-    command = build(chats, tmp_path / "run", "zero1", "--micro-batch-size", "10", "--val-every", "1")
-    job = ranks([job_file, "no-targets:2", *command[1:]], 1)
-    output = job.wait()[0]
-    assert job.exit_codes == [0], output
-    assert "step 2: no token of its batch is a target" in output
-    values = values_of(tmp_path / "run")
-    assert values["train", 2, "grad_norm"] == 0
-    after = [values["validation", step, "loss"] for step in (1, 2, 3)]
-    assert after[0] == after[1] != after[2]
 
 
 @pytest.mark.slow

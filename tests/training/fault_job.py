@@ -4,7 +4,6 @@ noise:STEP              the samples of that step are noise, whenever they are dr
 nan:STEP:RANK:TIMES     on a rank, the last module of block 1's MLP puts out infinity in so many steps from that one
 stuck                   no step ever ends
 crash:STEPS             every rank fails after so many steps of a start, once its checkpoint is written
-no-targets:STEP         no token of that step's batch is a target, which one rank has in one micro-batch
 fp16                    none, on a CPU that is taken to have fp16's arithmetic
 huge-gradients:STEP     from that step on gradients are finite, and their norm is not
 slow-first-line         SIGTERM arrives after the first step, while its line takes longer to end than a start-up to stop
@@ -19,7 +18,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from itertools import count
 
 import torch
 
@@ -88,18 +86,6 @@ def crash(steps: str) -> None:
     Session.decide = decide_or_crash  # type: ignore[method-assign]
 
 
-def no_targets(step: str) -> None:
-    from llmscale.data.loader import Feed
-
-    following, number = Feed.__next__, count(1)
-
-    def without_targets(feed: Feed):  # type: ignore[no-untyped-def]
-        batch = following(feed)
-        return batch._replace(is_target=batch.is_target & False) if next(number) == int(step) else batch
-
-    Feed.__next__ = without_targets  # type: ignore[method-assign]
-
-
 def fp16() -> None:
     from deepspeed.accelerator import get_accelerator
 
@@ -164,8 +150,6 @@ def plant(fault: str) -> None:
         stuck()
     elif kind == "crash":
         crash(*values)
-    elif kind == "no-targets":
-        no_targets(*values)
     elif kind == "fp16":
         fp16()
     elif kind == "huge-gradients":

@@ -55,7 +55,8 @@ def conversation_text(record: Mapping[str, object], field: str) -> str:
     else:
         messages = _turns(record["conversations" if field not in record and "conversations" in record else field], "")
     tools = {"tools": record["tools"]} if record.get("tools") else {}
-    return json.dumps({"messages": messages, **tools}, ensure_ascii=False)
+    text = json.dumps({"messages": messages, **tools}, ensure_ascii=False)
+    return text.replace(_OPEN, "").replace(_CLOSE, "")
 
 
 def _turns(value: object, role: str) -> list[dict[str, str]]:
@@ -68,10 +69,9 @@ def _turn(turn: Mapping[str, object]) -> dict[str, str]:
     role, content = turn.get("role", turn.get("from", "")), turn.get("content", turn.get("value", ""))
     if isinstance(content, list):  # parts, as in OpenAI's records
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    content = content if isinstance(content, str) else ""
     return {
         "role": _SHAREGPT_ROLES.get(str(role), str(role)),
-        "content": content.replace(_OPEN, "").replace(_CLOSE, ""),
+        "content": content if isinstance(content, str) else "",
     }
 
 
@@ -104,28 +104,26 @@ class ChatTemplate:
 
         Raises _Refused when the template raises.
         """
-        from jinja2.exceptions import TemplateError
-
         try:
             text: str = self._template.render(
                 messages=messages, tools=tools, add_generation_prompt=prompts, **self._special
             )
-        except (TemplateError, TypeError, ValueError, KeyError, OverflowError) as error:
-            raise _Refused(" ".join(str(error).split())[:100]) from None
+        except Exception as error:  # of any type: a stranger's program failed
+            raise _Refused(self.name, error) from None
         return text
 
     def prompt(self, messages: Messages) -> str:
-        """Return the text that the assistant's next turn continues. Raises DataError when the template raises."""
-        try:
-            return self.render(messages, prompts=True).replace(_OPEN, "").replace(_CLOSE, "")
-        except _Refused as refused:
-            raise DataError(f"{self.name} refuses the conversation: {refused}.") from None
+        """Return the text that the assistant's next turn continues. Raises _Refused when the template raises."""
+        return self.render(messages, prompts=True).replace(_OPEN, "").replace(_CLOSE, "")
 
     def end_of_turn(self) -> str:
-        """Return the text with which the assistant's turns end; empty if the template marks no end."""
-        text, [(begin, end)] = self.find_turns(
+        """Return the text with which the assistant's turns end; empty if the template marks no end. Raises DataError."""
+        text, turns = self.find_turns(
             [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "World"}], None, ()
         )
+        if not turns:
+            return ""
+        begin, end = turns[-1]
         return text[begin:end].partition("World")[2].strip() or text[end:].strip()
 
     def find_turns(
@@ -159,8 +157,12 @@ class ChatTemplate:
         return text, turns
 
 
-class _Refused(Exception):
+class _Refused(DataError):
     """The template raised for a conversation."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        self.reason = " ".join((str(error) or type(error).__name__).split())[:100]
+        super().__init__(f"{name} refuses the conversation: {self.reason}.")
 
 
 def _compile(source: str, name: str) -> Template:
@@ -254,7 +256,7 @@ class ChatEncoder:
         try:
             text, turns = settings.template.find_turns(record["messages"], record.get("tools"), self._special_texts)
         except _Refused as refused:
-            return nothing, f"that the template refuses ({refused})"
+            return nothing, f"that the template refuses ({refused.reason})"
         tokens = self._encode(text, turns)
         if settings.train_on == "all":
             tokens |= TARGET
@@ -277,10 +279,7 @@ class ChatEncoder:
     def prompt_tokens(self, messages: Messages) -> list[int]:
         """Return the token ids that the assistant's next turn continues, encoded as in training. Raises DataError."""
         template = self._settings.template
-        try:
-            _, turns = template.find_turns(messages, None, self._special_texts)
-        except _Refused as refused:
-            raise DataError(f"{template.name} refuses the conversation: {refused}.") from None
+        _, turns = template.find_turns(messages, None, self._special_texts)
         tokens: list[int] = ids_of(self._encode(template.prompt(messages), turns)).tolist()
         return tokens
 

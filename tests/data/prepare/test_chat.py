@@ -29,6 +29,7 @@ from llmscale.data.shards.target_mask import BEGIN, TARGET, are_targets, ids_of
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
+from llmscale.evaluate.conversation import Conversation
 from scripts.bench.transformers_package import import_transformers
 from tests.conversations import write_conversations
 
@@ -130,6 +131,22 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(model: Any) -> None:
 def test_a_template_runs_in_a_sandbox(model: Any) -> None:
     attack = "{{ messages.__class__.__mro__[1].__subclasses__() }}" + CHATML
     assert "refuses" in encode(model(attack), DIALOGUE)[2]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["{{ 1 / 0 }}", "{{ 'a'.encode('none') }}", "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"],
+)
+def test_a_template_that_fails_refuses_the_conversation(model: Any, fault: str) -> None:
+    folder = model(CHATML + fault)
+    assert "refuses" in encode(folder, DIALOGUE)[2]
+    with pytest.raises(DataError, match="refuses the conversation"):
+        Conversation(load_tokenizer(str(folder)), None, 64)
+
+
+def test_marks_in_a_record_move_no_target() -> None:
+    record = {"messages": DIALOGUE, "tools": ["\ufdd0", {"a": "\ufdd1"}]}
+    assert not {"\ufdd0", "\ufdd1"} & {*conversation_text(record, "messages")}
 
 
 def test_end_of_text_within_a_conversation_needs_a_row_of_its_own(model: Any) -> None:

@@ -74,6 +74,9 @@ def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path: Path) -
     path = tmp_path / "documents.jsonl"
     path.write_text('{"text": "a\\ud83db"}\n{"text": "\\ud83d\\ude42"}\n')
     assert _documents(path) == ["a\ufffdb", "🙂"]
+    path.write_text('{"messages": [{"role": "user", "content": "a\\ud83d"}]}\n')
+    [conversation] = _documents(path, is_chat=True, text_field="messages")
+    assert json.loads(conversation)["messages"][0]["content"] == "a\ufffd"
 
 
 def test_text_field(tmp_path: Path) -> None:

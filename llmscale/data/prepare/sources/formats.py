@@ -165,7 +165,7 @@ def _parse(line: bytes, parse_fast: Callable[[bytes], object]) -> dict[str, obje
         return f"expected a JSON object, found {type(record).__name__}"
     # Only an escape can hold half a surrogate pair.
     if b"\\ud" in line or b"\\uD" in line:
-        record = {key: without_lone_surrogates(v) if isinstance(v, str) else v for key, v in record.items()}
+        record = cast("dict[str, object]", json.loads(without_lone_surrogates(json.dumps(record, ensure_ascii=False))))
     return record
 
 
