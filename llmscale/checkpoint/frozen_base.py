@@ -14,7 +14,7 @@ from llmscale.checkpoint.run_state import SavedRun, read_saved_run
 from llmscale.config.hf_model import PREFIX, is_published
 from llmscale.config.user_paths import url_of
 from llmscale.data.shards.verify_shards import hash_file
-from llmscale.errors import CheckpointError, LlmscaleError
+from llmscale.errors import CheckpointError, ConfigError, LlmscaleError
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,13 @@ def base_of_checkpoint(source: SavedRun) -> FrozenBase:
 
 
 def base_of_published(weights: PublishedWeights) -> FrozenBase:
-    """Describe a published model's weights."""
+    """Describe a published model's weights. Raises ConfigError if the run adds experts to it."""
     model = weights.model
+    if weights.adds_experts:
+        raise ConfigError(
+            f"{weights.name} has no experts, and beside adapters their routers would stay random. Leave out "
+            "--num-experts, or train a model with experts first and name that run with --init-from."
+        )
     return FrozenBase(f"{PREFIX}{model.hub_name or (model.folder or Path(model.name)).resolve()}")
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _PREFIX = "base_model.model."
 #: Settings of peft that our adapters lack, with the values that leave them out.
 _OFF: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
     "use_dora": (False,),
     "use_rslora": (False,),
     "bias": ("none",),
@@ -35,6 +36,10 @@ _OFF: Mapping[str, tuple[object, ...]] = {
     "target_parameters": (None, []),
     "layer_replication": (None,),
     "trainable_token_indices": (None,),
+    # Others subtract the first adapters from the base.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
+    "alora_invocation_tokens": (None, []),
+    "use_qalora": (False,),
 }
 
 
@@ -82,7 +87,7 @@ def read_adapters(folder: Path, shape: GPTShape, family: Family) -> dict[str, Te
     A layer that the files leave out gets zeros: it adds nothing, and no gradient reaches it. Raises CheckpointError for
     adapters that the shape has no place for.
     """
-    _check_config(folder, shape)
+    check_adapters(folder, shape)
     stored = _load(folder / ADAPTER_WEIGHTS_NAME)
     import torch
 
@@ -91,16 +96,16 @@ def read_adapters(folder: Path, shape: GPTShape, family: Family) -> dict[str, Te
     filled = set[tuple[str, int]]()
     for pair in peft_tensors(shape, family):
         for tensor in pair:
-            value = stored.pop(tensor.name, None)
-            if value is None:
+            if tensor.name not in stored:
                 continue
+            value = stored.pop(tensor.name).float()
             if tuple(value.shape) != tensor.shape or not value.isfinite().all():
                 raise CheckpointError(
                     f"{folder}: '{tensor.name}' is {list(value.shape)}, not {list(tensor.shape)} finite numbers: it is "
                     "of another model."
                 )
             place = adapters[tensor.parameter].narrow(0, tensor.first_row, tensor.shape[0])
-            if (tensor.parameter, tensor.first_row) in filled and not torch.equal(place, value.float()):
+            if (tensor.parameter, tensor.first_row) in filled and not torch.equal(place, value):
                 raise CheckpointError(
                     f"{folder}: '{tensor.name}' differs from that of the layer beside it, and llmscale has one for "
                     "both. Merge the adapters with peft, and begin with that folder."
@@ -137,7 +142,8 @@ def load_adapters(engine: DeepSpeedEngine, folder: Path, base: PublishedModel | 
     refresh_low_precision_weights(engine)
 
 
-def _check_config(folder: Path, shape: GPTShape) -> None:
+def check_adapters(folder: Path, shape: GPTShape) -> None:
+    """Raise CheckpointError unless a folder of peft holds adapters of the shape's rank and scale."""
     path = folder / ADAPTER_CONFIG_NAME
     try:
         config = load_json(path, Rules(CheckpointError, not_finite=True))
@@ -153,6 +159,10 @@ def _check_config(folder: Path, shape: GPTShape) -> None:
         if config.get(key) != own:
             value = str(config.get(key))[:80]
             raise CheckpointError(f"{path}: {key} is {value}, and {own:g} here. Give {flag} {value}.")
+    try:
+        open_regular(folder / ADAPTER_WEIGHTS_NAME).close()
+    except OSError as error:
+        raise CheckpointError(f"{folder / ADAPTER_WEIGHTS_NAME} cannot be read: {error.strerror}.") from None
 
 
 def _load(path: Path) -> dict[str, Tensor]:
@@ -160,7 +170,6 @@ def _load(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     try:
-        open_regular(path).close()
         return dict(load_file(path))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}.") from None

@@ -19,6 +19,7 @@ from llmscale.checkpoint.frozen_base import (
 from llmscale.checkpoint.initial_weights import PublishedWeights, find_published_weights
 from llmscale.checkpoint.inventory import find_any_checkpoint, find_checkpoint, find_checkpoints, open_checkpoint
 from llmscale.checkpoint.manifest import BEST_NAME, Checkpoint, checkpoints_folder
+from llmscale.checkpoint.peft_files import check_adapters
 from llmscale.checkpoint.remote_run import fetch_run
 from llmscale.checkpoint.run_state import RunState, SavedRun, load_run_state, read_saved_run
 from llmscale.config.command_line import parse_step_range
@@ -151,6 +152,8 @@ def read_inputs(config: RunConfig, arguments: Sequence[str] | None = None) -> In
         has_checkpoints=has_checkpoints,
         left_out=left_out,
     )
+    if config.lora_from is not None:
+        check_adapters(config.lora_from, resolve_shape(config, inputs.facts))
     if model is not None:
         weights = find_published_weights(model, resolve_shape(config, inputs.facts), sets.first)
         return replace(inputs, weights=weights, base=base_of_published(weights) if config.lora_rank else None)
@@ -207,14 +210,19 @@ def _with_base(inputs: Inputs, source: SavedRun, place: str | None) -> Inputs:
 def _without_used_flags(config: RunConfig) -> tuple[RunConfig, str]:
     """Return the configuration of a restart, and the flag that it leaves out.
 
-    --resume PATH and --init-from say where a launch begins: once it has checkpoints of its own, it continues from them.
+    --resume PATH, --init-from and --lora-from say where a launch begins: once it has checkpoints of its own, it
+    continues from them.
     """
-    if config.lora_rank and config.init_from is not None:
-        return config, ""  # it also names the base of the run's own checkpoints
     named = f"--init-from {config.init_from}" if config.init_from is not None else f"--resume {config.resume}"
+    update: dict[str, object] = {"resume": "auto", "init_from": None}
+    if config.lora_rank and config.init_from is not None:
+        if config.lora_from is None:
+            return config, ""
+        # --init-from also names the base of the run's own checkpoints.
+        named, update = f"--lora-from {config.lora_from}", {"lora_from": None}
     if named == "--resume auto" or not find_checkpoints(config.run).current:
         return config, ""
-    return config.model_copy(update={"resume": "auto", "init_from": None}), named
+    return config.model_copy(update=update), named
 
 
 def _check_settings(config: RunConfig, ds: DsConfig) -> None:
@@ -428,6 +436,11 @@ def _check_run_folder(config: RunConfig) -> bool:
     if config.lora_rank and not (existing or config.init_from or config.resume not in ("auto", "none")):
         raise ConfigError(
             "--lora-rank trains adapters beside weights that are there. Name these with --init-from: a run, or hf:NAME."
+        )
+    if config.lora_from and (existing or config.resume not in ("auto", "none")):
+        raise ConfigError(
+            f"--lora-from {config.lora_from} begins a new run, and {shown(config.run)} continues with the adapters of "
+            "a checkpoint. Leave the flag out, or name another --run folder."
         )
     if config.init_from and config.resume not in ("auto", "none"):
         raise ConfigError("--init-from starts at step 0 and --resume PATH continues: give one of them.")

@@ -15,12 +15,14 @@ from llmscale.architecture.hf_config import FAMILIES
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_write import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
 from llmscale.checkpoint.peft_files import read_adapters
+from llmscale.config.run_arguments import parse_run_config
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer
-from llmscale.errors import CheckpointError
+from llmscale.errors import CheckpointError, LlmscaleError
 from llmscale.evaluate.adapted import Merged, export_adapters
 from llmscale.evaluate.export import ExportedModel, write_model
 from llmscale.evaluate.prune import ModelWeights
 from llmscale.model.gpt import GPT
+from llmscale.training.inputs import read_inputs
 from scripts.bench.transformers_package import import_transformers
 from tests.evaluate.test_export import SHAPES, random_model, save
 
@@ -86,7 +88,23 @@ def test_layers_that_peft_left_out_get_zeros_and_others_are_refused(tmp_path: Pa
     with pytest.raises(CheckpointError, match="lora-targets attention"):
         read_adapters(folder, replace(model.shape, lora_targets="attention"), family)
     config = json.loads((folder / ADAPTER_CONFIG_NAME).read_text())
-    for wrong in ({"r": 4}, {"use_dora": True}, {"bias": "all"}):
+    for wrong in ({"r": 4}, {"use_dora": True}, {"bias": "all"}, {"init_lora_weights": "pissa"}, {"peft_type": "LOHA"}):
         (folder / ADAPTER_CONFIG_NAME).write_text(json.dumps(config | wrong))
         with pytest.raises(CheckpointError, match=next(iter(wrong))):
             read_adapters(folder, model.shape, family)
+
+
+def test_adapters_that_cannot_begin_the_run_are_named_before_it(tiny_set: Path, tmp_path: Path) -> None:
+    model, family = adapted("LlamaForCausalLM")
+    base = ExportedModel(model.shape.without_adapters, family, "fp32", 10**9)
+    write_model(ModelWeights(model), base, ByteTokenizer(), tmp_path / "base", card="", overwrite=False)
+    lora_from = ["--lora-from", str(export(model, family, tmp_path))]
+    begin = ["--init-from", f"hf:{tmp_path / 'base'}", "--lora-rank", "3"]
+    for flags, message in (
+        ([*begin, *lora_from], "--lora-alpha 5"),
+        ([*begin, "--lora-alpha", "5", "--lora-from", str(tmp_path)], "adapter_config.json"),
+        (["--lora-rank", "3", "--resume", str(tmp_path), *lora_from], "begins a new run"),
+        ([*begin, "--num-experts", "4"], "random"),
+    ):
+        with pytest.raises(LlmscaleError, match=message):
+            read_inputs(parse_run_config(["--data", str(tiny_set), "--run", str(tmp_path / "run"), *flags]))

@@ -18,6 +18,7 @@ from llmscale.checkpoint.run_state import RunState
 from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.run_arguments import parse_run_config
 from llmscale.errors import ConfigError
+from llmscale.training import inputs
 from llmscale.training.inputs import _with_saved_batch, as_plain, with_prepared_text
 from llmscale.training.start import Start, prepare_start
 from tests.conftest import HANG_S, TINY_MODEL, TRAIN, Ranks, assert_same_losses, last_wins, read_losses
@@ -187,6 +188,13 @@ def test_text_is_not_read_before_flags_are_right(words: list[str], message: str,
     with pytest.raises(ConfigError, match=re.escape(message)):
         with_prepared_text(parse_run_config(["--text", str(tmp_path), *cache, *words]))
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_restart_continues_its_own_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "find_checkpoints", lambda run: SimpleNamespace(current=["step-2"]))
+    flags = ["--run", str(tmp_path), "--lora-rank", "3", "--init-from", "hf:base", "--lora-from", "adapters"]
+    config, left_out = inputs._without_used_flags(parse_run_config(flags))
+    assert (config.lora_from, config.init_from, left_out) == (None, "hf:base", "--lora-from adapters")
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ class ChatTemplate:
         return self.render(messages, prompts=True).replace(_OPEN, "").replace(_CLOSE, "")
 
     def end_of_turn(self) -> str:
-        """Return the text with which the assistant's turns end; empty if the template marks no end. Raises DataError."""
+        """Return the text with which the assistant's turns end, empty if the template marks none. Raises DataError."""
         text, turns = self.find_turns(
             [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "World"}], None, ()
         )
