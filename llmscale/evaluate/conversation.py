@@ -31,7 +31,8 @@ class Conversation:
 
     def ask(self, line: str) -> list[int]:
         """Return the token ids that the model's answer to a line of the user continues."""
-        self._turns.append({"role": "user", "content": line})
+        # Without a line whose answer was refused or interrupted: two of the user's in a row are not in the data.
+        self._turns[len(self._turns) // 2 * 2 :] = [{"role": "user", "content": line}]
         tokens = self._encoder.prompt_tokens(self._turns)
         while len(tokens) > self._max_tokens and len(self._turns) > 2:
             del self._turns[:2]

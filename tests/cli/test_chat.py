@@ -61,6 +61,7 @@ def test_a_turn_ends_where_training_ended_it() -> None:
     assert "".join(talk.answer(chunks)) == "Good"
     history = "<|user|>\nhi<|end|>\n<|assistant|>\nGood<|end|>\n<|user|>\nho<|end|>\n<|assistant|>\n"
     assert bytes(talk.ask("ho")).decode() == history
+    assert bytes(talk.ask("ho")).decode() == history, "a line without an answer is forgotten"
     talk.forget()
     assert bytes(talk.ask("ho")).decode() == "<|user|>\nho<|end|>\n<|assistant|>\n"
 
