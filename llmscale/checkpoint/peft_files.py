@@ -11,11 +11,12 @@ from llmscale.architecture.families.family import Family, HFTensor
 from llmscale.architecture.hf_config import family_of, get_family
 from llmscale.architecture.layers import ADAPTERS
 from llmscale.architecture.shape import GPTShape
+from llmscale.checkpoint.hf_read import WeightsFiles, list_safetensors
 from llmscale.checkpoint.hf_write import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME
 from llmscale.config.hf_model import PublishedModel
 from llmscale.errors import CheckpointError
 from llmscale.untrusted.documents import Rules, load_json
-from llmscale.untrusted.paths import open_regular
+from llmscale.untrusted.paths import open_regular, unreadable_as
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -87,9 +88,11 @@ def read_adapters(folder: Path, shape: GPTShape, family: Family) -> dict[str, Te
     A layer that the files leave out gets zeros: it adds nothing, and no gradient reaches it. Raises CheckpointError for
     adapters that the shape has no place for.
     """
-    check_adapters(folder, shape)
-    stored = _load(folder / ADAPTER_WEIGHTS_NAME)
+    check_adapters(folder, shape, family)
     import torch
+    from safetensors.torch import load_file
+
+    stored = load_file(folder / ADAPTER_WEIGHTS_NAME)
 
     own = {tensor.name: tensor.parameter.shape for tensor in shape.tensors.all if tensor.name.endswith(ADAPTERS)}
     adapters = {name: torch.zeros(size) for name, size in own.items()}
@@ -98,12 +101,9 @@ def read_adapters(folder: Path, shape: GPTShape, family: Family) -> dict[str, Te
         for tensor in pair:
             if tensor.name not in stored:
                 continue
-            value = stored.pop(tensor.name).float()
-            if tuple(value.shape) != tensor.shape or not value.isfinite().all():
-                raise CheckpointError(
-                    f"{folder}: '{tensor.name}' is {list(value.shape)}, not {list(tensor.shape)} finite numbers: it is "
-                    "of another model."
-                )
+            value = stored[tensor.name].float()
+            if not value.isfinite().all():
+                raise CheckpointError(f"{folder}: '{tensor.name}' holds NaN or infinity. Name other adapters.")
             place = adapters[tensor.parameter].narrow(0, tensor.first_row, tensor.shape[0])
             if (tensor.parameter, tensor.first_row) in filled and not torch.equal(place, value):
                 raise CheckpointError(
@@ -112,14 +112,12 @@ def read_adapters(folder: Path, shape: GPTShape, family: Family) -> dict[str, Te
                 )
             filled.add((tensor.parameter, tensor.first_row))
             place.copy_(value)
-    if stored:
-        raise CheckpointError(
-            f"{folder} holds '{min(stored)[:200]}', which --lora-targets {shape.lora_targets} has no place for. Give "
-            "the layers that it adapts, or leave the flag out for all."
-        )
-    if not filled:
-        raise CheckpointError(f"{folder / ADAPTER_WEIGHTS_NAME} holds no adapters. Name another folder.")
     return adapters
+
+
+def family_beside(shape: GPTShape, base: PublishedModel | None) -> Family:
+    """Return the family whose layers the adapters of a published model, or of a run, are named after."""
+    return get_family(base.entries, base.source) if base is not None else family_of(shape)
 
 
 def load_adapters(engine: DeepSpeedEngine, folder: Path, base: PublishedModel | None, group: dist.ProcessGroup) -> None:
@@ -128,7 +126,7 @@ def load_adapters(engine: DeepSpeedEngine, folder: Path, base: PublishedModel | 
     from llmscale.engine.zero_shards import refresh_low_precision_weights, weights_to_fill
 
     shape = engine.module.shape
-    family = get_family(base.entries, base.source) if base is not None else family_of(shape)
+    family = family_beside(shape, base)
     # Rank 0 reads them for all: other nodes might have other files at that path.
     adapters = on_main_rank(group, lambda: read_adapters(folder, shape, family))
 
@@ -142,8 +140,11 @@ def load_adapters(engine: DeepSpeedEngine, folder: Path, base: PublishedModel | 
     refresh_low_precision_weights(engine)
 
 
-def check_adapters(folder: Path, shape: GPTShape) -> None:
-    """Raise CheckpointError unless a folder of peft holds adapters of the shape's rank and scale."""
+def check_adapters(folder: Path, shape: GPTShape, family: Family) -> None:
+    """Raise CheckpointError unless a folder of peft holds adapters of this rank and scale, of layers that have some.
+
+    Reads no numbers.
+    """
     path = folder / ADAPTER_CONFIG_NAME
     try:
         config = load_json(path, Rules(CheckpointError, not_finite=True))
@@ -159,17 +160,19 @@ def check_adapters(folder: Path, shape: GPTShape) -> None:
         if config.get(key) != own:
             value = str(config.get(key))[:80]
             raise CheckpointError(f"{path}: {key} is {value}, and {own:g} here. Give {flag} {value}.")
-    try:
-        open_regular(folder / ADAPTER_WEIGHTS_NAME).close()
-    except OSError as error:
-        raise CheckpointError(f"{folder / ADAPTER_WEIGHTS_NAME} cannot be read: {error.strerror}.") from None
-
-
-def _load(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return dict(load_file(path))
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}.") from None
+    path = folder / ADAPTER_WEIGHTS_NAME
+    with unreadable_as(CheckpointError, str(path)):
+        open_regular(path).close()
+    stored = list_safetensors(WeightsFiles(folder, (path,), {}))
+    places = {tensor.name: tensor for pair in peft_tensors(shape, family) for tensor in pair}
+    if not stored:
+        raise CheckpointError(f"{path} holds no adapters. Name another folder.")
+    if strange := sorted(stored.keys() - places.keys()):
+        raise CheckpointError(
+            f"{folder} holds '{strange[0][:200]}', which --lora-targets {shape.lora_targets} has no place for. Give "
+            "the layers that it adapts, or leave the flag out for all."
+        )
+    for name, tensor in stored.items():
+        if tensor.shape != places[name].shape:
+            sizes = f"{list(tensor.shape)}, not {list(places[name].shape)}"
+            raise CheckpointError(f"{folder}: '{name}' is {sizes}: it is of another model.")

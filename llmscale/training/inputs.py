@@ -19,7 +19,7 @@ from llmscale.checkpoint.frozen_base import (
 from llmscale.checkpoint.initial_weights import PublishedWeights, find_published_weights
 from llmscale.checkpoint.inventory import find_any_checkpoint, find_checkpoint, find_checkpoints, open_checkpoint
 from llmscale.checkpoint.manifest import BEST_NAME, Checkpoint, checkpoints_folder
-from llmscale.checkpoint.peft_files import check_adapters
+from llmscale.checkpoint.peft_files import check_adapters, family_beside
 from llmscale.checkpoint.remote_run import fetch_run
 from llmscale.checkpoint.run_state import RunState, SavedRun, load_run_state, read_saved_run
 from llmscale.config.command_line import parse_step_range
@@ -153,7 +153,8 @@ def read_inputs(config: RunConfig, arguments: Sequence[str] | None = None) -> In
         left_out=left_out,
     )
     if config.lora_from is not None:
-        check_adapters(config.lora_from, resolve_shape(config, inputs.facts))
+        shape = resolve_shape(config, inputs.facts)
+        check_adapters(config.lora_from, shape, family_beside(shape, model))
     if model is not None:
         weights = find_published_weights(model, resolve_shape(config, inputs.facts), sets.first)
         return replace(inputs, weights=weights, base=base_of_published(weights) if config.lora_rank else None)

@@ -104,6 +104,7 @@ def test_adapters_that_cannot_begin_the_run_are_named_before_it(tiny_set: Path, 
         ([*begin, *lora_from], "--lora-alpha 5"),
         ([*begin, "--lora-alpha", "5", "--lora-from", str(tmp_path)], "adapter_config.json"),
         (["--lora-rank", "3", "--resume", str(tmp_path), *lora_from], "begins a new run"),
+        ([*begin, "--lora-alpha", "5", "--lora-targets", "mlp", *lora_from], "has no place for"),
         ([*begin, "--num-experts", "4"], "random"),
     ):
         with pytest.raises(LlmscaleError, match=message):
