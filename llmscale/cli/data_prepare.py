@@ -297,7 +297,8 @@ def print_manifest(manifest: Manifest, folder: str) -> None:
             f"samples ({cropped}+ {split.tail_tokens:,} tail tokens), {len(split.shards)} shards, "
             f"{split.bytes_per_token:.2f} bytes/token, unigram entropy {split.unigram_entropy_nats:.3f} nats"
         )
-    print("  unigram entropy: the loss that word frequencies alone would give")
+    if manifest.chat is None:
+        print("  unigram entropy: the loss that word frequencies alone would give")
     if not manifest.is_shuffled:
         print("  training windows in the order of the text")
     if manifest.is_best_fit and manifest.chat is None:

@@ -211,6 +211,10 @@ class TokenisedBatch:
         return TokenisedDocument(self.tokens_of(number, number + 1), self.num_text_bytes[number])
 
 
+#: Reasons by which conversations left out are counted: those with a text of the data's are as many as it likes.
+_MOST_REASONS = 20
+
+
 class BatchTokeniser:
     """Tokenises batches; thread-safe."""
 
@@ -422,7 +426,9 @@ class SplitRouter:
             number += 1
         self._write_at_once(batch, self._assigner.is_val(scores), number)
         self.mark = batch.mark
-        self.left_out.update(batch.left_out)
+        for reason, count in batch.left_out.items():
+            is_listed = reason in self.left_out or len(self.left_out) < _MOST_REASONS
+            self.left_out[reason if is_listed else "for other reasons"] += count
         self._rejected.add(batch.rejected)
         self._keep_now_and_then()
 

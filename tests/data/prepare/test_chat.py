@@ -242,12 +242,15 @@ def test_a_dataset_and_its_facts(tmp_path: Path, capsys: pytest.CaptureFixture[s
         for number in range(3):
             file.write("\n" + json.dumps({"prompt": f"long {number}", "completion": "x" * 500}))
         file.write("\n" + json.dumps({"prompt": "", "completion": "x"}))
+        for number in range(30):
+            file.write("\n" + json.dumps({"messages": [{"role": f"person {number}", "content": "x"}]}))
     command = ["data", "prepare", "--chat", "--input", str(tmp_path / "chats.jsonl"), "--tokenizer", "bytes"]
     command += ["--seq-len", "95", "--val-fraction", "0.2", "--out", str(tmp_path / "set")]
     assert main(command) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "conversations longer than a row (--seq-len gives longer rows, --truncate cuts them)" in printed
     assert "Left out 1 conversation with an empty turn" in printed
+    assert "Left out 12 conversations for other reasons" in printed
     manifest = load_manifest(tmp_path / "set")
     assert manifest.chat is not None
     assert manifest.chat.template == DEFAULT_TEMPLATE
