@@ -271,12 +271,22 @@ def test_compiled_blocks_and_a_newer_attention_take_less_time() -> None:
     assert long(KernelSettings(compiled_blocks=True)) < 0.97 * long(KernelSettings())
 
 
-def test_a_window_saves_time_with_flex_attention_and_costs_it_without() -> None:
+def test_a_mask_costs_the_newer_attention_unless_its_blocks_are_skipped() -> None:
     plain = GPTShape(32, 32, 4096, 50304, 16_384)
-    windowed = replace(plain, sliding_window=4096)
-    shapes = (plain, windowed, replace(windowed, attention_kernel="sdpa"))
-    without, flex, sdpa = (estimate_compute_s(shape, 1, "bf16", "none", get_gpu("h100-80gb")) or 0 for shape in shapes)
-    assert 0 < flex < without < sdpa / 1.3
+    windowed, documents = replace(plain, sliding_window=4096), replace(plain, document_end=0)
+
+    def seconds(shape: GPTShape, **of_attention: Any) -> float:
+        parts = compute_parts(replace(shape, **of_attention), 1, "bf16", "none", get_gpu("h100-80gb"))
+        assert parts is not None
+        return parts.attention_s
+
+    for masked in (windowed, documents):
+        assert seconds(masked, attention_kernel="sdpa") > 1.3 * seconds(plain)
+    # Documents may fill the sequence. A window of a quarter leaves 7 of 16 pairs, and the blocks at its edge.
+    assert seconds(documents) / seconds(plain) == pytest.approx(1.155, abs=0.01)
+    assert 7 / 16 < seconds(windowed) / seconds(documents) < 0.46
+    mixed = seconds(windowed, window_pattern="LG")
+    assert mixed == pytest.approx((seconds(windowed) + seconds(documents)) / 2, rel=0.01)
 
 
 SHAPE = GPTShape(24, 16, 2048, 50304, 2048, tied=False)
