@@ -32,7 +32,10 @@ from tests.conftest import HANG_S, REPOSITORY
 #: Starts the code of argv[1] as two ranks.
 PARENT = """
 import os, sys
+from pathlib import Path
+from llmscale.cluster.launch import ranks
 from llmscale.cluster.launch.ranks import LocalRanks, rank_environment
+ranks._NODES = Path(os.environ.get("NODES", ranks._NODES))
 environments = rank_environment(os.environ, 2, 1, 2)
 sys.exit(LocalRanks([sys.executable, "-c", sys.argv[1]], environments, lambda line: print(line, flush=True)).run())
 """
@@ -147,6 +150,13 @@ def test_shares_are_disjoint_and_use_every_cpu(num_cpus: int, nodes: list[int]) 
     assert all(share == list(range(share[0], share[-1] + 1)) for share in shares)
 
 
+def test_one_node_is_divided_only_beside_gpus(machine: Path) -> None:
+    (machine / "node/node1/cpulist").unlink()
+    assert bind_ranks({}, 2) == []
+    write_gpus(machine, {"0000:17:00.0": -1, "0000:65:00.0": -1})
+    assert bind_ranks({}, 2) == [[0, 4, 1, 5], [2, 6, 3, 7]]
+
+
 def test_ranks_that_are_bound_already_stay_so(machine: Path) -> None:
     assert bind_ranks({}, 1) == []
     assert bind_ranks({"OMP_PROC_BIND": "false"}, 2) == []
@@ -156,10 +166,16 @@ def test_ranks_that_are_bound_already_stay_so(machine: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["", "OMP_PROC_BIND=false"])
-def test_started_ranks_have_their_own_cores(start: Callable, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+def test_started_ranks_have_their_own_cores(
+    start: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    """This host's cores, as if half of them were at another node."""
     own = os.sched_getaffinity(0)
     if len(own) < 2:
         pytest.skip("one core")
+    half = sorted(own)[: len(own) // 2]
+    write_topology(tmp_path, [",".join(map(str, half)), ",".join(map(str, own - {*half}))], [])
+    monkeypatch.setenv("NODES", str(tmp_path / "node"))
     name, _, value = word.partition("=")
     if name:
         monkeypatch.setenv(name, value)
