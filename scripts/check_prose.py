@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 #: Docstrings that begin with a word of `STARTS`, in percent of all docstrings.
 MAX_START_PERCENT = 0.5
 MAX_PLACES = 20
-MAX_NAMES_AND_TRICKS = 282
+MAX_NAMES_AND_TRICKS = 30
 
 #: Names that say what happened to a value, not what it holds.
 EMPTY_NAMES = frozenset({"found", "kept", "said", "shown", "told", "way", "ask", "whole"})

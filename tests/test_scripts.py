@@ -229,6 +229,8 @@ def test_a_reproduction_gives_each_command_flags_that_it_takes(script: Path, tmp
     assert [config.num_workers for config in configs] == [2] * len(configs)
     if script.stem == "nano-chat":
         assert [words[0] for words in commands] == ["data", "data", "train", "data", "train", "sample"]
+        assert configs[1].init_from == str(configs[0].run)
+        assert len((out / "chats.jsonl").read_text().splitlines()) == 200
         return
     every = 100 if script.stem == "nano" else 250
     assert [(config.val_every, config.eval_every) for config in configs] == [(every, every)]

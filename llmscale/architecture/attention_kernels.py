@@ -77,6 +77,6 @@ def training_kernel(
 def may_skip_blocks(shape: GPTShape, checkpointing: str) -> bool:
     """Return whether a run leaves FlexAttention to the GPU.
 
-    Selective checkpointing keeps results of torch's operators, and FlexAttention is none of them.
+    Selective checkpointing keeps results of torch's operators, to which FlexAttention does not belong.
     """
     return shape.attention_kernel == "auto" and checkpointing != "selective"

@@ -285,11 +285,11 @@ class Architecture:
     @cached_property
     def elements_by_kind(self) -> dict[ParameterKind, int]:
         """Number of elements by kind, a tied head counted once."""
-        found: dict[ParameterKind, int] = {}
+        elements: dict[ParameterKind, int] = {}
         for layers, times in self._counted:
             for parameter in (parameter for layer in layers for parameter in layer.parameters):
-                found[parameter.kind] = found.get(parameter.kind, 0) + times * parameter.elements
-        return found
+                elements[parameter.kind] = elements.get(parameter.kind, 0) + times * parameter.elements
+        return elements
 
     @property
     def head_gradients(self) -> int:
@@ -316,12 +316,24 @@ class Architecture:
 
         N counts the parameters of matrix products (a tied embedding once, as the output head), biases and norms.
         12 L h s is attention's share with the masked half included (PaLM, Chowdhery et al. 2022, appendix B). h is the
-        width of all query heads, s the sequence length or, in layers with one, a shorter sliding window.
+        width of all query heads, s the sequence length or, in layers with one, a shorter sliding window. Weights beside
+        adapters have no gradients: 4 N, and 6 for each weight of the adapters.
         """
         vectors, window = self.elements_by_kind.get("vector", 0), min(seq_len, self.sliding_window or seq_len)
         positions = self.global_layers * seq_len + (self.n_layer - self.global_layers) * window
         attention = sum_of_work(self.block).attention_flops * positions
-        return 3 * (self.work.matmul_flops + attention + 2 * vectors)
+        frozen = self.work.matmul_flops + 2 * vectors - 2 * self._adapter_elements if self.has_adapters else 0
+        return 3 * (self.work.matmul_flops + attention + 2 * vectors) - frozen
+
+    @property
+    def _adapter_elements(self) -> int:
+        return sum(
+            times * parameter.elements
+            for layers, times in self._counted
+            for layer in layers
+            for parameter in layer.parameters
+            if is_adapter(parameter.name)
+        )
 
     def all_layers(self) -> Iterator[tuple[int | None, Layer]]:
         """Yield (block, layer) in the order of the forward pass; block is None outside the blocks."""
@@ -409,10 +421,10 @@ class ParameterTensors:
     @property
     def trainable_by_kind(self) -> dict[ParameterKind, int]:
         """Number of elements that are trained, by kind."""
-        found = dict(self.architecture.elements_by_kind)
+        elements = dict(self.architecture.elements_by_kind)
         for tensor in self.frozen_tensors:
-            found[tensor.kind] -= tensor.elements
-        return found
+            elements[tensor.kind] -= tensor.elements
+        return elements
 
     @cached_property
     def all(self) -> tuple[ParameterTensor, ...]:
@@ -421,10 +433,10 @@ class ParameterTensors:
         places: list[tuple[int | None, Layer]] = [(None, layer) for layer in model.before_blocks]
         places += [(block, layer) for block in range(model.n_layer) for layer in model.in_parameter_order(block)]
         places += [(None, layer) for layer in model.after_blocks]
-        found = [(layer.name, block, parameter) for block, layer in places for parameter in layer.parameters]
+        parameters = [(layer.name, block, parameter) for block, layer in places for parameter in layer.parameters]
         return tuple(
             ParameterTensor(index, layer, block, parameter, parameter.elements, parameter.kind)
-            for index, (layer, block, parameter) in enumerate(found)
+            for index, (layer, block, parameter) in enumerate(parameters)
         )
 
     @property
@@ -435,14 +447,14 @@ class ParameterTensors:
     @cached_property
     def of_layer(self) -> dict[tuple[int | None, str], tuple[ParameterTensor, ...]]:
         """(block, layer) -> the layer's parameters in the model's order, a tied head's included."""
-        found: dict[tuple[int | None, str], tuple[ParameterTensor, ...]] = {}
+        of_layer: dict[tuple[int | None, str], tuple[ParameterTensor, ...]] = {}
         for tensor in self.all:
             place = tensor.block, tensor.layer
-            found[place] = (*found.get(place, ()), tensor)
+            of_layer[place] = (*of_layer.get(place, ()), tensor)
         head = self.architecture.head
         if head.tied_to:
-            found[None, head.name] = found[None, head.tied_to]
-        return found
+            of_layer[None, head.name] = of_layer[None, head.tied_to]
+        return of_layer
 
     @cached_property
     def gradient_order(self) -> tuple[tuple[ParameterTensor, ...], ...]:

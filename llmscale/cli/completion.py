@@ -106,7 +106,7 @@ def _known_names() -> Mapping[str, Iterable[str]]:
         "--interconnect": [*(network.name for network in INTERCONNECTS), LIST],
         "--ds": DS_CONFIGS.names(),
         "--hostfile": HOSTFILES.names(),
-        "--tokenizer": ["gpt2", "bytes"],
+        "--tokenizer": ["gpt2", "bytes", "characters"],
     }
 
 

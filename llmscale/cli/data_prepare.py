@@ -74,8 +74,8 @@ def add_prepare(commands: argparse._SubParsersAction[FlagParser]) -> None:
     text = "folder in which a dataset for a URL is prepared; needs space for the tokens once while they are shuffled; "
     flag(parser, "--work-dir DIR", f"{text}default: ~/.cache/llmscale/prepare", local_path)
     text = "FOLDER holds a model's tokenizer.json, for example to continue its pre-training; NAME is a model on the "
-    text += "Hugging Face Hub, ORGANISATION/NAME[@REVISION]"
-    flag(parser, f"--tokenizer {TOKENIZER_METAVAR}", text, path_or_url, "gpt2")
+    text += "Hugging Face Hub, ORGANISATION/NAME[@REVISION]; characters: those of the text, and bytes for all others"
+    flag(parser, "--tokenizer gpt2|bytes|characters|FILE|FOLDER|NAME", text, path_or_url, "gpt2")
     text = "the model's token that ends a document, for example '<|end_of_text|>'; default: as its files specify"
     flag(parser, "--eot-token TEXT", text, nonblank)
     flag(parser, "--parse-special-tokens", "encode special tokens that are written in a text as such; default: as text")
@@ -143,13 +143,11 @@ def open_source_of(args: argparse.Namespace) -> Source:
 def _prepare(args: argparse.Namespace) -> int:
     from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
     from llmscale.data.tokenizers.hugging_face import HuggingFaceTokenizer
-    from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 
     args.out = _check_out(args)
     source = open_source_of(args)
     already_listed = set(source.passed_over)
-    parses = args.parse_special_tokens or args.chat
-    tokenizer = load_tokenizer(args.tokenizer, eot_token=args.eot_token or "", parse_special=parses)
+    tokenizer = _open_tokenizer(args, source)
     chat = _chat_settings(args, tokenizer)
     options = PrepareOptions(
         seq_len=args.seq_len,
@@ -188,11 +186,23 @@ def _prepare(args: argparse.Namespace) -> int:
     return 0
 
 
+def _open_tokenizer(args: argparse.Namespace, source: Source) -> Tokenizer:
+    """Return the tokenizer of --tokenizer, or the one of the source's characters. Raises DataError."""
+    from llmscale.data.tokenizers.load_tokenizer import CHARACTERS, check_end_of_text, load_tokenizer
+    from llmscale.data.tokenizers.train_tokenizer import make_character_tokenizer
+
+    eot_token, parses = args.eot_token or "", args.parse_special_tokens or args.chat
+    if args.tokenizer != CHARACTERS:
+        return load_tokenizer(args.tokenizer, eot_token=eot_token, parse_special=parses)
+    check_end_of_text(CHARACTERS, eot_token)
+    return make_character_tokenizer(source, parse_special=parses)
+
+
 def _chat_settings(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatSettings | None:
     """Return the choices of --chat, or None without it. Raises ConfigError, DataError."""
     from llmscale.data.prepare.chat import ChatSettings, find_template
     from llmscale.untrusted.documents import CONFIG_MAX_BYTES
-    from llmscale.untrusted.paths import read_regular
+    from llmscale.untrusted.paths import read_regular, unreadable_as
 
     if args.packing == ("stream" if args.chat else "pad"):
         legal = "best-fit and pad" if args.chat else "stream and best-fit; pad needs --chat"
@@ -203,10 +213,8 @@ def _chat_settings(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatSettin
         return None
     source = None
     if args.chat_template is not None:
-        try:
-            source = read_regular(args.chat_template, CONFIG_MAX_BYTES).decode()
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--chat-template {args.chat_template} cannot be read: {error}.") from None
+        with unreadable_as(ConfigError, f"--chat-template {args.chat_template}"):
+            source = read_regular(args.chat_template, CONFIG_MAX_BYTES).decode(errors="replace")
     return ChatSettings(find_template(tokenizer, source), args.train_on, args.truncate, args.packing != "pad")
 
 

@@ -73,7 +73,7 @@ def answer_rows(args: argparse.Namespace, gpu: GPU) -> int:
             print(line)
         print_fitting(detail_lines(answer, args, dry_runs))
     if args.plot is not None:
-        _plot(args.plot, answer)
+        _plot(args.plot, answer, answer.choices(is_complete=args.all or args.wide))
     return 0 if answer.ranking.recommendation else EXIT_NOTHING_FITS
 
 
@@ -181,7 +181,7 @@ def _emit(path: Path, fit: Candidate, nvme_path: str) -> None:
     write_output_file("--emit", path, json.dumps(config, indent=2) + "\n")
 
 
-def _plot(path: Path, answer: RowsAnswer) -> None:
+def _plot(path: Path, answer: RowsAnswer, indices: Sequence[int]) -> None:
     from llmscale.report.memory_plot import MemoryBar, plot_memory
 
     bars = [
@@ -193,7 +193,7 @@ def _plot(path: Path, answer: RowsAnswer) -> None:
             fits=row.fits,
             recommended=index == answer.chosen,
         )
-        for index, row in enumerate(answer.rows)
+        for index, row in ((index, answer.rows[index]) for index in indices)
     ]
     request = answer.request
     seq_len, model = request.trials[0].step.shape.seq_len, request.keys.get("model", "")

@@ -11,6 +11,7 @@ from pathlib import Path
 from llmscale.cli.flags import DEFAULT_INTERCONNECT, ESTIMATED_GPUS, LIST, PLANNED_GPUS, given_keys, resolve_model
 from llmscale.config.deepspeed.resolve import BatchFlags, DsConfig, parse_ds_config, read_ds_config
 from llmscale.config.hardware import GPU, Cluster, get_interconnect, usable_precision
+from llmscale.config.optimizers import get_optimizer
 from llmscale.config.resolve import SetFacts, resolve_batch, resolve_run
 from llmscale.config.run_config import RunConfig, build_run_config
 from llmscale.config.run_flags import model_keys
@@ -104,6 +105,7 @@ def read_request(args: argparse.Namespace, gpu: GPU) -> EstimateRequest:
 def _read_ds_file(path: Path, config: RunConfig, gpu: GPU) -> DsConfig:
     """Return a ds_config that this GPU can train; the precision that a flag gives goes before. Raises ConfigError."""
     ds = read_ds_config(path).with_flags(config.precision, config.gradient_clipping)
+    get_optimizer(config.optimizer).check_stage(ds.zero_stage)
     usable_precision(ds.precision, gpu, f"{path}: ")
     return ds
 

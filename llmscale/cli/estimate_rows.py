@@ -174,6 +174,12 @@ class RowsAnswer:
     def chosen(self) -> int | None:
         return self.ranking.recommendation.index if self.ranking.recommendation else None
 
+    def choices(self, *, is_complete: bool) -> list[int]:
+        """Return the rows to choose between, or all; the user's ds_configs are all of them."""
+        if self.request.names:
+            return [*range(len(self.rows))]
+        return distinct_rows(self.ranking) if is_complete else choose_between(self.ranking)
+
     def values(self) -> dict[str, object]:
         """Return what JSON has."""
         chosen = self.ranking.recommendation
@@ -191,17 +197,15 @@ def find_rows(request: EstimateRequest, gpu: str | None = None, usd_per_gpu_hour
 
 def row_lines(answer: RowsAnswer, *, is_complete: bool, wide: bool) -> Iterator[str]:
     """Yield the rows in GiB; `*` marks the recommended one."""
-    rows, ranking = answer.rows, answer.ranking
-    distinct = [*range(len(rows))] if answer.request.names else distinct_rows(ranking)
-    indices = distinct if is_complete or answer.request.names else choose_between(ranking)
+    rows, indices = answer.rows, answer.choices(is_complete=is_complete)
     group = "strategy.zero_stage" if is_complete and not answer.request.names else ""
     chosen = None if answer.chosen is None else rows[answer.chosen]
     width = _ANY_WIDTH if wide else output_width() or _TABLE_WIDTH
-    shown = [rows[index] for index in indices]
-    yield from table(row_heads(wide=wide), shown, is_marked=lambda row: row is chosen, group=group, width=width)
+    choices = [rows[index] for index in indices]
+    yield from table(row_heads(wide=wide), choices, is_marked=lambda row: row is chosen, group=group, width=width)
     yield ""
-    hidden = len(distinct) - len(indices)
-    more = [f"--all: {hidden} more rows"] if hidden else []
+    left_out = len(answer.choices(is_complete=True)) - len(indices)
+    more = [f"--all: {left_out} more rows"] if left_out else []
     yield (
         "GiB per GPU at the peak, host and NVMe per node; batch: micro-batch x accumulation. "
         f"{'; '.join([*more, '--wide: all parts', '--why: what is assumed', '--explain: activations'])}."

@@ -102,7 +102,7 @@ def _named_tasks(args: argparse.Namespace) -> list[str]:
 
 
 def _open_model(folder: Path, args: argparse.Namespace) -> ModelSource:
-    """Verify the model, and open its datasets. Raises DataError if there are none, and nothing else is asked for."""
+    """Verify the model, and open its datasets. Raises DataError if they are missing, and nothing else is asked for."""
     from llmscale.evaluate.model_source import open_model
     from llmscale.terminal.progress import show_progress
     from llmscale.untrusted.terminal import print_to_stderr

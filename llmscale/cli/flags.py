@@ -23,7 +23,6 @@ from llmscale.config.command_line import (
     whole_number,
 )
 from llmscale.config.hardware import GPU, Cluster, custom_gpu, get_gpu
-from llmscale.config.optimizers import ADAFACTOR, ADAMW, MODELLED_NAMES
 from llmscale.config.run_flags import add_run_flags, flag_words, keys_asked_by, model_keys
 from llmscale.errors import ConfigError
 
@@ -102,20 +101,7 @@ def _name_or_list(text: str) -> str:
 def add_asked_flags(group: FlagContainer, command: str) -> None:
     """Add the keys of a run that `command` takes, besides the model's."""
     for key in keys_asked_by(command):
-        if key == "optimizer":  # only some have a memory model
-            flag(group, "--optimizer", f"optimizer; default: {ADAMW.name}", _modelled, choices=MODELLED_NAMES)
-        else:
-            add_run_flags(group, [key], is_asked=True)
-
-
-def _modelled(text: str) -> str:
-    """Refuse an optimizer that trains and whose memory is not known, with what bounds it."""
-    if text == ADAFACTOR.name:
-        raise argparse.ArgumentTypeError(
-            f"the memory of {text} is not modelled. It runs at ZeRO stage 0 only, with smaller states than AdamW's: "
-            "--optimizer adamw with --ds zero0 is an upper bound"
-        )
-    return text
+        add_run_flags(group, [key], is_asked=True)
 
 
 def add_run_argument(
@@ -194,6 +180,10 @@ def train_command(ds: str, fit: Candidate, keys: Mapping[str, object]) -> str:
         "activation_checkpointing": checkpointing if checkpointing != fit.ds.checkpointing else None,
     }
     given = {key: value for key, value in keys.items() if key not in of_row} | of_row
+    if given.get("lora_rank"):
+        # Adapters train beside weights: a published model's, or those of some run of this shape.
+        is_base = str(given["model"]).startswith("hf:")
+        given = {"init_from": given.pop("model") if is_base else "RUN"} | given
     launcher = shlex.join(_launcher_words(fit.cluster))
     return f"{launcher} --ds {shlex.quote(ds)} {describe_flags(given)}"
 

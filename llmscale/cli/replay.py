@@ -255,8 +255,9 @@ def _take_step(session: Session, without: frozenset[int]) -> tuple[list[MicroBat
         for place, batch in enumerate(batches):
             stays = ~torch.isin(batch.sample_ids, torch.tensor(sorted(without)))
             # A micro-batch with no sample left is a filler.
-            tokens = batch.tokens[stays] if stays.any() else batch.tokens
-            batches[place] = batch._replace(tokens=tokens, sample_ids=batch.sample_ids[stays])
+            rows = stays if stays.any() else torch.ones_like(stays)
+            is_target = None if batch.is_target is None else batch.is_target[rows]
+            batches[place] = type(batch)(batch.tokens[rows], batch.sample_ids[stays], is_target)
         num_left = sum(len(batch.sample_ids) for batch in batches)
         weights = [len(batch.sample_ids) * len(batches) / num_left for batch in batches]
     result = session.train(step, batches, weights)
@@ -278,7 +279,7 @@ def _take_watched_step(session: Session, without: frozenset[int]) -> Replayed:
     for batch, each in zip(batches, of_sequences, strict=True):
         if not batch.is_filler:
             # A sample may be cut into several sequences.
-            means = each.double().view(len(batch.sample_ids), -1).mean(1)
+            means = each.double().view(len(batch.sample_ids), -1).mean(1).cpu() / batch.target_shares()
             losses |= zip(batch.sample_ids.tolist(), means.tolist(), strict=True)
     norm, total = gradient_norm(engine), sum(squares.values()) ** 0.5
     # The optimizer is given clipped gradients: all times one factor.

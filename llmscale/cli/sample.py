@@ -115,7 +115,9 @@ def _run(args: argparse.Namespace) -> int:
         if args.chat:
             from llmscale.evaluate.conversation import Conversation
 
-            talk = Conversation(source.tokenizer, source.chat_template, source.shape.seq_len)
+            seq_len = source.shape.seq_len
+            for_answer = min(args.max_new_tokens, seq_len // 2)
+            talk = Conversation(source.tokenizer, source.chat_template, seq_len - for_answer)
             sampler = replace(sampler, encode=talk.ask, conversation=talk)
     if prompts:
         sampler.write(prompts)
@@ -144,7 +146,7 @@ def _newest_run(folder: Path = Path("runs")) -> Path:
 def _prompts(args: argparse.Namespace) -> list[str]:
     """Return the prompts of the command line, then those of the file, or else those of a pipe.
 
-    A terminal has none without any, which begins a conversation. Raises ConfigError elsewhere.
+    Without any the list is empty on a terminal, which begins a conversation. Raises ConfigError elsewhere.
     """
     from llmscale.config.user_paths import check_prompt_text, parse_prompts, read_prompts
 
@@ -195,7 +197,7 @@ def _change_setting(args: argparse.Namespace, line: str) -> None:
         print(_HELP)
         return
     if command not in _SETTINGS:
-        raise ConfigError(f"{command} is no command: /help, /quit or {', '.join(_SETTINGS)}.")
+        raise ConfigError(f"{command} is not a command: /help, /quit or {', '.join(_SETTINGS)}.")
     name, parse = _SETTINGS[command]
     try:
         setattr(args, name, parse(value))

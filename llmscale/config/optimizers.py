@@ -22,7 +22,14 @@ from typing import Literal
 
 from llmscale import limits
 from llmscale.architecture.attention_kernels import ComputeCapability
-from llmscale.architecture.layers import INIT_STD, Architecture, ParameterKind, ParameterTensor, ParameterTensors
+from llmscale.architecture.layers import (
+    INIT_STD,
+    Architecture,
+    Parameter,
+    ParameterKind,
+    ParameterTensor,
+    ParameterTensors,
+)
 from llmscale.config.hardware import has_bf16
 from llmscale.errors import ConfigError
 
@@ -55,11 +62,19 @@ class OptimizerGroup:
     """Pattern of the names of the parameters that belong to the group."""
     own_decay: float | None = None
     """Weight decay in place of the run's."""
+    is_factored: bool = False
+    """True if each matrix has fp32 sums over its rows and over its columns in place of states."""
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one weight: its fp32 master and its states."""
         return _FP32_BYTES * (1 + len(self.states))
+
+    def sums_bytes(self, parameter: Parameter) -> int:
+        """Return the bytes of a parameter's sums over rows and columns."""
+        if not self.is_factored:
+            return 0
+        return _FP32_BYTES * (parameter.elements // parameter.columns + parameter.elements // parameter.shape[-2])
 
     @property
     def undivided_name(self) -> str:
@@ -121,8 +136,10 @@ class OptimizerSpec:
 
     def state_bytes(self, model: Architecture) -> int:
         """Return the bytes of fp32 master weights and states of all parameters that are trained."""
-        trained = ParameterTensors(model, self.frozen).trainable_by_kind
-        return sum(self.group_of(kind).state_bytes * count for kind, count in trained.items())
+        tensors = ParameterTensors(model, self.frozen)
+        weights = sum(self.group_of(kind).state_bytes * count for kind, count in tensors.trainable_by_kind.items())
+        factored = tensors.trainable if any(group.is_factored for group in self.groups) else ()
+        return weights + sum(self.group_of(one.kind).sums_bytes(one.parameter) for one in factored)
 
     def checkpoint_bytes(self, model: Architecture) -> int:
         """Return the bytes of a checkpoint: master weights and states, and frozen parameters, at most in fp32.
@@ -219,18 +236,19 @@ MUON = OptimizerSpec(
     ),
     rate_note="for AdamW, whose size of updates it has",
 )
-#: AdamW's states serve as an upper bound: the sums over rows and columns are smaller, and not modelled. Its learning
-#: rate is relative to a weight's root mean square (Shazeer & Stern 2018, section 8), which begins at 0.02.
+#: Shazeer & Stern 2018: second moments of matrices from sums over rows and columns, of vectors complete. The learning
+#: rate is relative to a weight's root mean square (section 8), which begins at 0.02.
 ADAFACTOR = OptimizerSpec(
     "adafactor",
-    ADAMW.groups,
+    (
+        replace(ADAMW.groups[0], states=(), is_factored=True),
+        replace(ADAMW.groups[1], states=("variance",)),
+    ),
     steps_shards=False,
     default_rate_factor=1 / INIT_STD,
     rate_note=f"for AdamW, divided by the weights' first root mean square of {INIT_STD}, as it is relative to theirs",
 )
 _ALL = (ADAMW, MUON, ADAFACTOR)
-#: Optimizers whose memory `estimate` and `plan` know.
-MODELLED_NAMES = tuple(spec.name for spec in _ALL if spec.steps_shards)
 
 
 def get_optimizer(name: OptimizerName) -> OptimizerSpec:

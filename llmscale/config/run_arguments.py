@@ -72,7 +72,7 @@ class _Help(argparse.Action):
 
 
 def _short_help(parser: FlagParser) -> FlagParser:
-    """Return a parser with the usual keys alone, and the flags of `parser` that are no keys."""
+    """Return a parser with the usual keys alone, and the flags of `parser` beside the keys."""
     short = FlagParser(prog=parser.prog, example=parser.example, description=parser.description, add_help=False)
     fields, documented = RunConfig.model_fields, describe_keys()
     names = [key for key, text in documented.items() if text.usual]

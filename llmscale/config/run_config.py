@@ -257,7 +257,7 @@ class RunConfig(ModelKeys):
         resume="resolved",
         ranks=MayDiffer("a path; that of the dataset is compared"),
         needs="text",
-        metavar="gpt2|bytes|FILE.tiktoken|FOLDER|NAME",
+        metavar="gpt2|bytes|characters|FILE|FOLDER|NAME",
         outside="name",
         usual=True,
     )

@@ -61,6 +61,12 @@ class MicroBatch(NamedTuple):
         ids = self.tokens[:, 1:]
         return ids.flatten() if self.is_target is None else ids[self.is_target[:, 1:]]
 
+    def target_shares(self) -> NDArray[np.float64]:
+        """Return the share of targets among the tokens of each window, [micro_batch_size]."""
+        if self.is_target is None:
+            return np.ones(len(self.tokens))
+        return self.is_target[:, 1:].double().mean(1).numpy()
+
     @property
     def num_targets(self) -> int:
         """Targets that count in the loss; none in a filler."""

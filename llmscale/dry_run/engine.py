@@ -153,7 +153,7 @@ def dry_run(
     with contextlib.ExitStack() as stack:
         rows = plan.tokens_per_forward * shape.experts_per_token
         stack.enter_context(fake_row_counts(rows, most_rows(shape, rows, plan.ranks) if worst_load else rows))
-        tracker = _enter_simulation(stack, shape, plan.ranks.world_size, capability)
+        tracker = _enter_simulation(stack, resolved, capability)
         with tracker.phase("build", Category.OPTIMIZER):
             engine = _build(resolved, micro_steps, compiler)
         _label(engine, tracker)
@@ -179,16 +179,23 @@ def _refuse_nvme(ds_config: Mapping[str, object]) -> None:
 
 
 def _enter_simulation(
-    stack: contextlib.ExitStack, shape: GPTShape, world_size: int, capability: ComputeCapability | None
+    stack: contextlib.ExitStack, resolved: ResolvedStep, capability: ComputeCapability | None
 ) -> MemoryTracker:
     """Enter all patches in order. Leaving the stack restores everything."""
     stack.enter_context(fake_gpu())
-    stack.enter_context(fake_world(world_size))
+    stack.enter_context(fake_world(resolved.plan.ranks.world_size))
     stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
     stack.enter_context(fake_tensors_move())
     stack.enter_context(cuda_kernels(capability))
     return stack.enter_context(
-        MemoryTracker(device=GPU, classify=Attribution(shape).category_of, workspace=kernel_workspace, keep_events=True)
+        MemoryTracker(
+            device=GPU,
+            classify=Attribution(resolved.shape).category_of,
+            workspace=kernel_workspace,
+            keep_events=True,
+            # Adafactor divides by the number of its steps, which is on the host. It offloads nothing.
+            number_elsewhere=0.0 if resolved.optimizer.steps_shards else 1.0,
+        )
     )
 
 

@@ -85,10 +85,14 @@ class MemoryTracker(TorchDispatchMode):
         classify: Classify | None = None,
         workspace: Workspace | None = None,
         keep_events: bool = False,
+        number_elsewhere: float = 0.0,
     ) -> None:
-        """`device`: device whose storages count; others only add to `elsewhere_bytes`."""
+        """`device`: device whose storages count; others only add to `elsewhere_bytes`.
+
+        `number_elsewhere`: what `.item()` returns of a floating-point tensor on another device.
+        """
         super().__init__()
-        self._device = device
+        self._device, self._number_elsewhere = device, number_elsewhere
         self._elsewhere: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self.events: list[Event] = []
         """Allocations and releases in order, if `keep_events`."""
@@ -171,20 +175,19 @@ class MemoryTracker(TorchDispatchMode):
             assert isinstance(args[0], Tensor)
             if args[0].dtype is torch.bool:
                 return False
-            return 0.0 if args[0].is_floating_point() else 0
+            if args[0].is_floating_point():
+                return 0.0 if args[0].device == self._device else self._number_elsewhere
+            return 0
         if func is _aten.equal.default:
             return True
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
                 self._observe(leaf, func, args)
-        if self._workspace is not None and self._is_here(args):
+        tensors = (tensor for tensor in args if isinstance(tensor, Tensor))
+        if self._workspace is not None and all(self._device in (None, tensor.device) for tensor in tensors):
             self._use_workspace(self._workspace(func, args), str(func))
         return result
-
-    def _is_here(self, args: tuple[object, ...]) -> bool:
-        """Return whether an operator over these arguments runs on the tracked device."""
-        return all(self._device in (None, tensor.device) for tensor in args if isinstance(tensor, Tensor))
 
     def _observe(self, tensor: Tensor, func: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
         storage = tensor.untyped_storage()

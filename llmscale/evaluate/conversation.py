@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 class Conversation:
     """Turns so far, and the tokens that the model continues."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str | None, seq_len: int) -> None:
-        """`template` is that of the model's data, or None for the tokenizer's own. Raises DataError."""
+    def __init__(self, tokenizer: Tokenizer, template: str | None, max_tokens: int) -> None:
+        """`template` is that of the model's data, or None for the tokenizer's own. Raises DataError.
+
+        The oldest turns are forgotten beyond `max_tokens`.
+        """
         if isinstance(tokenizer, HuggingFaceTokenizer):
             tokenizer = tokenizer.parsing_special()
         settings = ChatSettings(find_template(tokenizer, template))
-        self._encoder = ChatEncoder(tokenizer, settings, seq_len)
-        self._seq_len = seq_len
+        self._encoder = ChatEncoder(tokenizer, settings, max_tokens)
+        self._max_tokens = max_tokens
         self._end = settings.template.end_of_turn()
         self._turns: list[dict[str, str]] = []
 
     def ask(self, line: str) -> list[int]:
-        """Return the token ids with which the model answers a line of the user.
-
-        The oldest turns are forgotten if the context is full: half of it is for the answer.
-        """
+        """Return the token ids that the model's answer to a line of the user continues."""
         self._turns.append({"role": "user", "content": line})
         tokens = self._encoder.prompt_tokens(self._turns)
-        while len(tokens) > self._seq_len // 2 and len(self._turns) > 2:
+        while len(tokens) > self._max_tokens and len(self._turns) > 2:
             del self._turns[:2]
             tokens = self._encoder.prompt_tokens(self._turns)
         return tokens

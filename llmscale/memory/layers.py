@@ -30,7 +30,7 @@ class LayerMemory:
     parameters: int = 0
     saved: float = 0.0
     """Bytes that its backward pass reads and that no earlier layer has counted, without casts."""
-    kept: float = 0.0
+    selected: float = 0.0
     """Bytes of its result if `selective` checkpointing keeps it."""
     backward: float = 0.0
     """Bytes of gradients and work space at the peak of its backward pass, without the residual stream's gradient."""
@@ -154,7 +154,7 @@ def linear(
         name,
         parameters=weights,
         saved=saved,
-        kept=tokens * outputs * width,
+        selected=tokens * outputs * width,
         backward=of_y + of_x + weights * width + (2 * weights if p.autocast and p.is_stage3 else 0),
         passed=of_x,
         casts=2 * weights if p.autocast and not p.is_stage3 else 0,
@@ -230,16 +230,16 @@ def _kernel(p: Pass, views: float, repeated: float) -> Iterator[LayerMemory]:
     rows = p.batch * heads // size * t
     if p.kernel == "math":  # scores in fp32 of every pair of positions
         scores = 4 * rows * t
-        saved, kept, work = source + scores * (3 if s.dropout else 1), 0.0, 2.0 * scores
+        saved, selected, work = source + scores * (3 if s.dropout else 1), 0.0, 2.0 * scores
     else:
         log_sum_exp = 4 * rows * (1 if is_flash else -(-t // 32) * 32 / t)
-        saved, kept = source + q + log_sum_exp, 0.0 if s.dropout else q + log_sum_exp
+        saved, selected = source + q + log_sum_exp, 0.0 if s.dropout else q + log_sum_exp
         if is_flash:  # the backward kernel sums dQ in fp32 in blocks of 128 rows
             padded_rows, padded_d = rows / t * (-(-t // 128) * 128), _round_up(d, 32 if d <= 128 else 64)
             work = 2 * q + 2 * k + (2 * q if kv_heads < heads else 0) + 4 * padded_rows * (padded_d + 1)
         else:
             work = 4 * q + 4 * rows * d + 8 * rows
-    yield LayerMemory("attention", saved=saved, kept=kept, backward=work, passed=q + 2 * k)
+    yield LayerMemory("attention", saved=saved, selected=selected, backward=work, passed=q + 2 * k)
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -312,7 +312,7 @@ def experts(p: Pass) -> list[LayerMemory]:
             name,
             weights,
             saved=inputs + cast * weights + more,
-            kept=outputs,
+            selected=outputs,
             backward=outputs + inputs + weights * (p.stream + cast) + per_row,
             passed=passed,
         )
@@ -323,7 +323,7 @@ def experts(p: Pass) -> list[LayerMemory]:
             "router",
             router,
             saved=4 * tokens * h + of_router,
-            kept=score,
+            selected=score,
             backward=2 * score + 4 * tokens * h + 4 * router + stream,
             passed=p.x,
         ),
@@ -409,7 +409,7 @@ class Block:
         if self.mode == "full":
             return self.x
         if self.mode == "selective":
-            return self.x + sum(layer.kept for layer in self.layers)
+            return self.x + sum(layer.selected for layer in self.layers)
         return self.used
 
     @cached_property
@@ -436,7 +436,7 @@ class Block:
         """Bytes of a forward pass beside what it saves; with checkpointing only."""
         if self.mode == "none":
             return self.x
-        inputs = [0.0, *(layer.kept for layer in self.layers)]  # which `selective` has counted
+        inputs = [0.0, *(layer.selected for layer in self.layers)]  # which `selective` has counted
         pairs = zip(self.layers, inputs, strict=False)
         return 2 * self.x + max(layer.forward + (given if self.mode == "full" else 0) for layer, given in pairs)
 

@@ -242,6 +242,12 @@ class _Zero:
     def muon(self) -> float:
         return max(map(self.orthogonalising, self.groups))
 
+    @property
+    def factored(self) -> float:
+        """Bytes of Adafactor's second moments of the largest matrix, which become its update."""
+        sizes = [tensor.elements for group in self.groups for tensor in group.tensors if group.optimizer.is_factored]
+        return 4 * max(sizes, default=0)
+
     def orthogonalising(self, group: _Group) -> float:
         """Bytes to orthogonalise the largest matrix in bf16, copied or gathered in fp32 where the rank lacks it."""
         if not group.optimizer.is_orthogonalised:
@@ -338,7 +344,7 @@ def _states_of_stage(z: _Zero, recomputes: bool) -> States:
         return _stage3(z, Gathered(z.tensors, z.setup, recomputes) if allocates_gathered(z.setup) else None)
     if stage == 1 and config.precision == "bf16" and config.grad_accum_dtype == "fp32" and not z.offloads:
         return _stage1_bf16(z)
-    return _stage1(z) if stage == 1 and not z.zero.overlap_comm else _stage2(z)
+    return _stage1(z) if stage == 1 and not z.zero.overlap_comm else _Stage2(z).states()
 
 
 def _count_trained(tensors: ParameterTensors) -> Callable[[float], float]:
@@ -378,7 +384,9 @@ def _stage0(z: _Zero) -> States:
     before = z.trained * (z.sum if z.weight == 2 else z.weight) if z.accumulates else 0
     casting = z.weight * z.order[-1].elements if z.accumulates and z.sum > z.weight else 0
     states = sum(
-        (group.optimizer.state_bytes - 4) * sum(tensor.elements for tensor in group.tensors) for group in z.groups
+        (group.optimizer.state_bytes - 4) * tensor.elements + group.optimizer.sums_bytes(tensor.parameter)
+        for group in z.groups
+        for tensor in group.tensors
     )
 
     def gradients(done: float) -> Added:
@@ -394,7 +402,7 @@ def _stage0(z: _Zero) -> States:
         end=_largest(
             [Added(gradients=before, temporaries=casting), Added(gradients=complete, buckets=z.allreduce(z.weight))]
         ),
-        step=Added(gradients=complete, temporaries=master + z.muon),
+        step=Added(gradients=complete, temporaries=master + max(z.muon, z.factored)),
     )
 
 
@@ -439,14 +447,14 @@ def _stage1(z: _Zero) -> States:
 
     complete = Added(gradients=z.sum * z.trained + of_last, buckets=bucket)
     # In fp16 with sums in fp32 other ranks' gradients are views of the bucket, which stays.
-    kept = bucket if compact and z.ranks > 1 else 0
+    stays = bucket if compact and z.ranks > 1 else 0
     return States(
         resident=_resident12(z),
         before=before,
         gradients=gradients,
         handing=handing,
         end=_largest([complete, *_reductions1(z, compact)]),
-        step=Added(gradients=part, buckets=kept, temporaries=_update12(z, compact)),
+        step=Added(gradients=part, buckets=stays, temporaries=_update12(z, compact)),
         host_bytes=_host12(z, compact),
     )
 
@@ -507,72 +515,90 @@ def _buckets1(z: _Zero) -> list[list[_Piece]]:
     return buckets
 
 
-def _stage2(z: _Zero) -> States:
+class _Stage2:
     """Gradients divided too: each goes through the bucket at once, and the rank keeps its part.
 
     Stage 1 with overlap_comm reduces alike, but sums all gradients of earlier micro-steps.
     """
-    compact, norm, is_stage1 = z.sum == 4 and z.weight == 2, _norm(z), z.setup.stage == 1
-    width = z.sum if is_stage1 else z.weight
-    bucket = z.bucket * width * (2 if z.zero.overlap_comm else 1) if z.is_contiguous else 0
-    first = min(at for at, _ in z.first_own)
-    if compact:
-        parts = [(z.flush_after(at), 4 * group.part) for at, group in z.first_own]
-    else:  # one buffer of all tensors that the rank has a part of
-        parts = [(z.flush_after(first), _part(z, compact))]
-    part = sum(num_bytes for _, num_bytes in parts)
-    sums = width * z.trained if is_stage1 and z.accumulates else 0  # freed as gradients are added and reduced
-    of_steps = sums if is_stage1 else part if z.accumulates else 0
-    before = Added(gradients=of_steps, buckets=bucket * (sums > 0))
-    # Else a second buffer is added to the sums at the end.
-    grows = [] if not sums and of_steps == part and compact else parts
-    keeps = z.accumulates if z.offloads else compact and not is_stage1  # gradients that do not fit the bucket
 
-    def gradients(done: float) -> Added:
-        at = z.handed(done)
-        grown = sum(num_bytes for flush, num_bytes in grows if at > flush)
-        stuck = z.weight * z.too_large(at) if keeps else 0
-        reduced = width * at if sums else 0
+    def __init__(self, z: _Zero) -> None:
+        self.z, self.compact, self.is_stage1 = z, z.sum == 4 and z.weight == 2, z.setup.stage == 1
+        self.width = z.sum if self.is_stage1 else z.weight
+        self.bucket = z.bucket * self.width * (2 if z.zero.overlap_comm else 1) if z.is_contiguous else 0
+        self.first, self.largest_own = min(at for at, _ in z.first_own), _norm(z) / 8
+        if self.compact:
+            parts = [(z.flush_after(at), 4 * group.part) for at, group in z.first_own]
+        else:  # one buffer of all tensors that the rank has a part of
+            parts = [(z.flush_after(self.first), _part(z, self.compact))]
+        self.part = sum(num_bytes for _, num_bytes in parts)
+        """Bytes of the rank's part."""
+        self.sums = self.width * z.trained if self.is_stage1 and z.accumulates else 0
+        """Bytes of complete sums, which are freed as gradients are added and reduced."""
+        self.of_steps = self.sums if self.is_stage1 else self.part if z.accumulates else 0
+        """Bytes that earlier micro-steps leave."""
+        # Else a second buffer is added to the sums at the end.
+        self.grows = [] if not self.sums and self.of_steps == self.part and self.compact else parts
+        self.holds_large = z.accumulates if z.offloads else self.compact and not self.is_stage1
+        """True if gradients that do not fit the bucket stay."""
+
+    def gradients(self, done: float) -> Added:
+        z, at = self.z, self.z.handed(done)
+        grown = sum(num_bytes for flush, num_bytes in self.grows if at > flush)
+        large = z.weight * z.too_large(at) if self.holds_large else 0
+        reduced = self.width * at if self.sums else 0
         return Added(
-            gradients=of_steps - reduced + grown + stuck + z.waiting * (done > 0),
-            buckets=bucket * (sums > 0 or done > 0),
+            gradients=self.of_steps - reduced + grown + large + z.waiting * (done > 0),
+            buckets=self.bucket * (self.sums > 0 or done > 0),
         )
 
-    def reduction(flush: _Flush) -> Added:
+    def reduction(self, flush: _Flush) -> Added:
         """The bucket is copied if it has gradients of several ranks, and cast; the rank's pieces are added in fp32."""
-        at, size, largest = flush
+        z, (at, size, largest) = self.z, flush
         begin, end = (int((z.trained - place) / (z.trained / z.ranks)) for place in (at - size + 1, at))
-        flat = width * size if begin != end or (compact and not end) else 0
-        cast, own = z.sent * size if z.sent != width else 0, min(largest, norm / 8) if at > first else 0
-        new = sum(num_bytes for place, num_bytes in grows if place == at)
-        piece = 4 * own if compact and z.sent != 4 else 0
-        complete = z.weight * largest if largest > z.bucket and not keeps else 0  # not copied into the bucket
+        flat = self.width * size if begin != end or (self.compact and not end) else 0
+        cast, own = (
+            z.sent * size if z.sent != self.width else 0,
+            min(largest, self.largest_own) if at > self.first else 0,
+        )
+        new = sum(num_bytes for place, num_bytes in self.grows if place == at)
+        piece = 4 * own if self.compact and z.sent != 4 else 0
+        complete = z.weight * largest if largest > z.bucket and not self.holds_large else 0  # not copied
         copied = max(flat + cast, (cast or flat) + piece)
         visit = max(0, (8 * own if z.offloads else 0) - copied)
-        if compact or copied >= new:
-            return Added(gradients=complete + new * compact, buckets=copied, temporaries=visit)
+        if self.compact or copied >= new:
+            return Added(gradients=complete + new * self.compact, buckets=copied, temporaries=visit)
         return Added(gradients=complete + new, temporaries=visit)
 
-    def handing(done: float, own: float) -> Added:
+    def handing(self, done: float, own: float) -> Added:
         """The layer's gradients wait while the bucket is reduced."""
-        cast = width * own if width != z.weight else 0
-        given = Added(gradients=z.weight * own + cast, buckets=bucket * (not done and not sums))
-        return given.with_more(_largest(map(reduction, z.flushed(done, own))))
+        z = self.z
+        cast = self.width * own if self.width != z.weight else 0
+        given = Added(gradients=z.weight * own + cast, buckets=self.bucket * (not done and not self.sums))
+        return given.with_more(_largest(map(self.reduction, z.flushed(done, own))))
 
-    waiting = Added(gradients=-z.waiting)
-    grown = Added(gradients=sum(num_bytes for at, num_bytes in grows if at < z.trained))
-    at_end = Added(buckets=bucket).with_more(grown) if is_stage1 else gradients(z.trained).with_more(waiting)
-    last = gradients(z.before_last).with_more(handing(z.before_last, z.order[-1].elements)).with_more(waiting)
-    kept = bucket if is_stage1 and compact and z.ranks > 1 else 0
-    return States(
-        resident=_resident12(z),
-        before=before,
-        gradients=gradients,
-        handing=handing,
-        end=_largest([at_end.with_more(reduction(z.flushes[-1])), last]),
-        step=Added(gradients=part, buckets=kept, temporaries=_update12(z, compact)),
-        host_bytes=_host12(z, compact),
-    )
+    @property
+    def end(self) -> Added:
+        """After the last gradient, or while it is handed over."""
+        z, waiting = self.z, Added(gradients=-self.z.waiting)
+        if self.is_stage1:
+            grown = sum(num_bytes for at, num_bytes in self.grows if at < z.trained)
+            complete = Added(gradients=grown, buckets=self.bucket)
+        else:
+            complete = self.gradients(z.trained).with_more(waiting)
+        last = self.gradients(z.before_last).with_more(self.handing(z.before_last, z.order[-1].elements))
+        return _largest([complete.with_more(self.reduction(z.flushes[-1])), last.with_more(waiting)])
+
+    def states(self) -> States:
+        z, stays = self.z, self.bucket if self.is_stage1 and self.compact and self.z.ranks > 1 else 0
+        return States(
+            resident=_resident12(z),
+            before=Added(gradients=self.of_steps, buckets=self.bucket * (self.sums > 0)),
+            gradients=self.gradients,
+            handing=self.handing,
+            end=self.end,
+            step=Added(gradients=self.part, buckets=stays, temporaries=_update12(z, self.compact)),
+            host_bytes=_host12(z, self.compact),
+        )
 
 
 def _resident12(z: _Zero) -> Breakdown:
@@ -607,8 +633,8 @@ def _stage3(z: _Zero, gathered: Gathered | None) -> States:
     zero, setup, tensors = z.zero, z.setup, z.tensors.all
     on_host = zero.offload_param.device != "none"
     shards = 0 if on_host else z.weight * sum(tensor.elements / setup.ranks_of(tensor) for tensor in tensors)
-    kept = persistent_parameters(tensors, setup).values() if gathered else ()
-    persistent = z.weight * sum(tensor.elements for tensor in kept)
+    gathered_always = persistent_parameters(tensors, setup).values() if gathered else ()
+    persistent = z.weight * sum(tensor.elements for tensor in gathered_always)
     copies = sum(second_copies(tensors, setup).values())
     bucket = z.bucket * z.sent if zero.contiguous_gradients else 0
     shard = max(tensor.elements / setup.ranks_of(tensor) for tensor in z.order)

@@ -198,10 +198,10 @@ def _block_mask(positions: Tensor, window: int | None) -> BlockMask | None:
     rows = first if first.dim() == 2 else first[None]
     of_top, of_bottom = rows[:, blocks * _BLOCK], rows[:, (blocks * _BLOCK + _BLOCK - 1).clamp(max=t - 1)]
     seen = (blocks >= (of_top // _BLOCK)[..., None]) & (blocks <= blocks[:, None])
-    whole = seen & (blocks * _BLOCK >= of_bottom[..., None]) & (blocks < blocks[:, None])
+    complete = seen & (blocks * _BLOCK >= of_bottom[..., None]) & (blocks < blocks[:, None])
     function = sees if first.dim() == 2 else sees_window
     return BlockMask.from_kv_blocks(
-        *_as_table(seen & ~whole), *_as_table(whole), BLOCK_SIZE=_BLOCK, mask_mod=function, seq_lengths=(t, t)
+        *_as_table(seen & ~complete), *_as_table(complete), BLOCK_SIZE=_BLOCK, mask_mod=function, seq_lengths=(t, t)
     )
 
 

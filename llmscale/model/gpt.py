@@ -179,7 +179,8 @@ class _Head(nn.Module):
         """Sum of mean z^2 over the training micro-batches since the last reset to None, a scalar in fp32; None without
         a z-loss."""
         self.sequence_losses: deque[Tensor] | None = None
-        """If set from outside, collects the nats per token of each sequence [batch] of micro-batches with targets."""
+        """If set from outside, collects the nats per token of each sequence [batch] of micro-batches with targets; a
+        token that is not a target adds 0."""
 
     def forward(
         self,
@@ -189,8 +190,9 @@ class _Head(nn.Module):
         each_token: bool = False,
         share: float = 1.0,
         is_target: Tensor | None = None,
+        scale: float = 1.0,
     ) -> Tensor:
-        """Compute logits, or `share` times the loss where `targets` are given.
+        """Compute logits, or `share` times `scale` times the loss where `targets` are given.
 
         x: [batch, t, n_embd]. Returns logits [batch, t, vocab_size] in x's precision, a view without the padding rows.
         With `targets`, ids [batch, t], returns their mean cross-entropy in nats, a scalar in fp32, to which those that
@@ -214,11 +216,12 @@ class _Head(nn.Module):
             is_target=is_target,
         )
         losses = losses.scaled(share)
+        if collected is not None and losses.of_sequences is not None:
+            collected.append(losses.of_sequences)
+        losses = losses.scaled(scale)
         if self.training and losses.mean_z_squared is not None:
             before = self.z_squared
             self.z_squared = losses.mean_z_squared if before is None else before + losses.mean_z_squared
-        if collected is not None and losses.of_sequences is not None:
-            collected.append(losses.of_sequences)
         return losses.mean
 
 
@@ -418,7 +421,7 @@ class GPT(nn.Module):
             x = x[:, : targets.shape[1]]
             if is_target is not None:
                 is_target = is_target[:, part] if own.shape[1] else is_target[:, :1]
-        scores: Tensor = self.head(x, targets, each_token=each_token, share=share * scale, is_target=is_target)
+        scores: Tensor = self.head(x, targets, each_token=each_token, share=share, is_target=is_target, scale=scale)
         return scores
 
     def _run_with_cache(self, x: Tensor, contexts: AttentionContexts, cache: KVCache, slots: Tensor) -> Tensor:

@@ -84,6 +84,7 @@ def cut_block(case: Case, world_size: int, *, on_gpu: bool) -> Block:
         "vocab_size": None,
         "steps": None,
         "tokens": None,
+        "minutes": None,
         "batch_ramp_from": None,
         "batch_ramp_tokens": None,
         "seq_len_ramp_from": None,
@@ -97,7 +98,9 @@ def cut_block(case: Case, world_size: int, *, on_gpu: bool) -> Block:
     update["precision"] = case.precision or config.precision
     sequences = min(full.plan.micro_batch_size, _SEQUENCES)
     one = resolve_run(config.model_copy(update=update), ds, facts, world_size)
-    seq_len = case.seq_len or _tokens(one, on_gpu=on_gpu) // sequences
+    affordable = _CPU_PRODUCTS // one.shape.num_parameters
+    tokens = max(_LEAST_TOKENS, 1 << affordable.bit_length() - 1 if affordable else 0)
+    seq_len = case.seq_len or (_TOKENS if on_gpu else min(_TOKENS, tokens)) // sequences
     ranks = full.plan.ranks
     if ranks.sequence_parallel_size > 1 and seq_len % ranks.sequence_parallel_size == 0:
         seq_len -= 1  # uneven parts
@@ -127,14 +130,6 @@ def _fewer_layers(full: ResolvedRun) -> dict[str, object]:
     if len(shape.window_pattern) > 2:
         update["window_pattern"] = "LG"
     return update
-
-
-def _tokens(one: ResolvedRun, *, on_gpu: bool) -> int:
-    """Return the tokens of a micro-batch."""
-    if on_gpu:
-        return _TOKENS
-    affordable = _CPU_PRODUCTS // one.shape.num_parameters
-    return min(_TOKENS, max(_LEAST_TOKENS, 1 << affordable.bit_length() - 1 if affordable else 0))
 
 
 def _shorter(case: Case, full: ResolvedRun, seq_len: int, tokens: int) -> dict[str, object]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,6 +77,8 @@ class CaseResult:
 
 def check_case(case: Case, world: World) -> CaseResult:
     """Build the case's engine, take its steps, and judge each. Collective. Raises ConfigError."""
+    from deepspeed.utils import groups
+
     clock = _Clock()
     block = cut_block(case, world.world_size, on_gpu=is_gpu())
     allow_tf32(block.resolved.precision)
@@ -85,8 +87,13 @@ def check_case(case: Case, world: World) -> CaseResult:
     truth = Gradients(block, weights, world, share_of(world.rank, block.resolved, batch), "fp64")
     clock.mark("plain model")
     block = with_clipping(block, truth.global_norm())
-    compiler = _compiler(case, block, world)
-    _forget_groups_of_hpz()
+    compiler, config, full = None, block.config, block.full
+    decision = decide_compilation(config.compile, full, world.device.type, full.total_steps)
+    # In fp32 for the arithmetic of a 16-bit run nothing is compiled.
+    if case.precision is None and decision.backend:
+        compiler = BlockCompiler(decision.backend, config.compile_mode)
+    # DeepSpeed refuses hpZ's groups to a second engine of a process.
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     engine = build_engine(block.config, block.resolved, compiler)
     try:
         with sdpa_kernel(SDPBackend.MATH) if case.math_attention else nullcontext():
@@ -94,21 +101,6 @@ def check_case(case: Case, world: World) -> CaseResult:
     finally:
         release_engine(engine)
     return CaseResult(block.resolved.precision, _describe(block, case), findings, clock.seconds)
-
-
-def _forget_groups_of_hpz() -> None:
-    """Let DeepSpeed make hpZ's groups once more, which it refuses to a second engine of a process."""
-    from deepspeed.utils import groups
-
-    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-
-
-def _compiler(case: Case, block: Block, world: World) -> BlockCompiler | None:
-    """Return the compiler that the run would use; in fp32 for the arithmetic of a 16-bit run none."""
-    if case.precision is not None:
-        return None
-    decision = decide_compilation(block.config.compile, block.full, world.device.type, block.full.total_steps)
-    return BlockCompiler(decision.backend, block.config.compile_mode) if decision.backend else None
 
 
 def _describe(block: Block, case: Case) -> str:
@@ -135,11 +127,9 @@ def _check_steps(
 ) -> list[Finding]:
     resolved, findings = block.resolved, []
     weights.load_into(engine)
-    elements = {name: math.prod(shape) for name, shape in weights.trained.items()}
-    strides = choose_strides(elements, resolved.plan.gradient_accumulation_steps + 6, _COPIES_BYTES)
-    complete = frozenset(name for name, stride in strides.items() if stride == 1)
-    watched = Watched(block.config, resolved, world.control, strides, complete)
-    probe = Probe(engine, strides, is_compiled=is_compiled)
+    complete = frozenset(name for name, stride in weights.strides.items() if stride == 1)
+    watched = Watched(block.config, resolved, world.control, weights.strides, complete)
+    probe = Probe(engine, weights.strides, is_compiled=is_compiled)
     judge = LinkJudge(watched, probe, steps_counted=0)
     clock.mark("engine")
     for step in range(case.steps):
@@ -184,6 +174,9 @@ class _Weights:
         tensors = block.resolved.tensors
         self.trained = {tensor.name: tuple(tensor.parameter.shape) for tensor in tensors.trainable}
         frozen = {tensor.name: tuple(tensor.parameter.shape) for tensor in tensors.frozen_tensors}
+        elements = {name: math.prod(shape) for name, shape in self.trained.items()}
+        self.strides = choose_strides(elements, block.resolved.plan.gradient_accumulation_steps + 6, _COPIES_BYTES)
+        """Distances n by parameter: every n-th element is compared."""
         seed, shape = block.config.seed, block.resolved.shape
         self.values = first_weights(self.trained, seed) | first_weights(frozen, seed + 1)
         self.biases: list[Tensor] = []
@@ -218,7 +211,10 @@ class _Weights:
 
 
 class Gradients:
-    """Gradients and losses of the plain model on this rank's share, in fp64 or in the run's precision."""
+    """Gradients, of the elements that are compared, and losses of the plain model on this rank's share.
+
+    In fp64 or in the run's precision. A gradient is freed once it is added, before the next one exists.
+    """
 
     def __init__(
         self, block: Block, weights: _Weights, world: World, share: Share, precision: str, scale: float = 1.0
@@ -228,36 +224,42 @@ class Gradients:
         dtype = torch.float64 if precision == "fp64" else DTYPES[precision]
         # At the weights that the engine computes with: rounded.
         values = {
-            name: value.to(low).to(device, dtype, copy=True).requires_grad_() for name, value in weights.values.items()
+            name: value.to(low).to(device, dtype, copy=True).requires_grad_(name in weights.trained)
+            for name, value in weights.values.items()
         }
         plan, self._group = resolved.plan, world.control
-        self._world_size = world.world_size
-        self.sums = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in weights.trained.items()}
+        self._world_size, self._strides = world.world_size, weights.strides
+        self.sums: dict[str, Tensor] = {}
         """Summands of the mean over all ranks."""
         biases = [bias.to(device) for bias in weights.biases]
-        trained = [values[name] for name in weights.trained]
         losses = []
         # In the engine's order: a mean over micro-batches, scaled, so that fp16 has the same range; ranks divide last.
         # Fillers do not count, and ranks that divide sequences have one share of the data together.
         ranks = plan.ranks.data_parallel_size
         factor = ranks * plan.micro_batch_size / plan.global_batch_size * scale
+        for name, shape in weights.trained.items():
+            self.sums[name] = torch.zeros(-(-math.prod(shape) // weights.strides[name]), dtype=torch.float64)
+            values[name].register_post_accumulate_grad_hook(partial(self._add, name, scale * ranks))
         for tokens in share.to_verify:
             model = PlainGPT(values, resolved.shape, resolved.loss, biases)
             with torch.autocast(device.type, torch.bfloat16, enabled=precision == "autocast"):
                 each, loss = model.losses(tokens.to(device))
-            gradients = torch.autograd.grad(loss * factor, trained, allow_unused=True)
-            for total, gradient in zip(self.sums.values(), gradients, strict=True):
-                if gradient is not None:
-                    total += gradient.cpu().double() / (scale * ranks)
+            (loss * factor).backward()
             losses.append(each.detach().double().cpu().view(-1))
         self.losses = torch.cat(losses) if losses else torch.zeros(0, dtype=torch.float64)
 
+    def _add(self, name: str, divisor: float, value: Tensor) -> None:
+        """Add the gradient of a micro-batch, and free it."""
+        assert value.grad is not None
+        self.sums[name] += select(value.grad, 0, self._strides[name])[0].cpu().double() / divisor
+        value.grad = None
+
     def global_norm(self) -> float:
-        """Return the norm of the gradient over all ranks. Collective."""
-        return math.sqrt(sum(float(self.mean(name).square().sum()) for name in self.sums))
+        """Return the norm of the gradient over all ranks, as far as the compared elements tell it. Collective."""
+        return math.sqrt(sum(self._strides[name] * float(self.mean(name).square().sum()) for name in self.sums))
 
     def mean(self, name: str) -> Tensor:
-        """Return a parameter's gradient over all ranks. Collective."""
+        """Return the compared elements of a parameter's gradient over all ranks. Collective."""
         total = self.sums[name].clone()
         if self._world_size > 1:
             torch.distributed.all_reduce(total, group=self._group)
@@ -299,17 +301,14 @@ class _Comparison:
 
         def mean_of(name: str) -> PlainMean:
             plain = means.of(name)
-            truth, near = self._select(name, self._truth.mean(name)), self._select(name, self._near.mean(name))
+            truth, near = self._truth.mean(name), self._near.mean(name)
             mean = plain.mean
             pairs = ((mean - truth, mean - truth), (near - truth, near - truth), (truth, truth), (mean, truth))
             self._numbers.append(torch.stack([(a * b).sum() for a, b in pairs] + [(mean * mean).sum()]))
-            self._own.append((plain.own - self._select(name, self._truth.sums[name])).square().sum())
+            self._own.append((plain.own - self._truth.sums[name]).square().sum())
             return plain
 
         return mean_of
-
-    def _select(self, name: str, gradient: Tensor) -> Tensor:
-        return select(gradient, 0, self._watched.strides[name])[0]
 
     def findings(self, step: int) -> list[Finding]:
         """Return the comparisons of all parameters. Collective."""

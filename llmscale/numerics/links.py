@@ -182,7 +182,10 @@ class LinkJudge:
         given_norm = math.sqrt(float(watched.total(watched.gather(torch.tensor([probe.given_squares]).double()))[0]))
         norm = given_norm if reported is None else reported
         factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
-        findings = [] if reported is None else [self._norm(step, norm, factor * norm, given_norm)]
+        findings, clipped = [], factor * norm
+        if reported is not None:
+            note = f"reported {norm:.6g}, clipped to {clipped:.6g}, given {given_norm:.6g}"
+            findings.append(Finding(step, "norm", "all", abs(given_norm - clipped), _NORM * clipped, note))
         numbers, roundings = [], []
         for name in watched.shapes:
             plain = mean_of(name)
@@ -208,10 +211,6 @@ class LinkJudge:
         bound = _TOGETHER * float(explained.norm()) + float(least.norm()) + math.sqrt(float(slack.sum()))
         findings.append(Finding(step, "reduce", "all", math.sqrt(float(error.sum())), bound, note))
         return findings
-
-    def _norm(self, step: int, norm: float, clipped: float, given: float) -> Finding:
-        note = f"reported {norm:.6g}, clipped to {clipped:.6g}, given {given:.6g}"
-        return Finding(step, "norm", "all", abs(given - clipped), _NORM * clipped, note)
 
     def _reduction(self, name: str, mean: Tensor, factor: float) -> Tensor:
         """Return (squared error, product with the mean, square) of what this rank's optimizer is given."""

@@ -66,8 +66,7 @@ def _another_stage(case: Case) -> Case:
 
 
 def _without_compiler(case: Case) -> Case:
-    compiles = case.config.compile == "on" or (case.config.compile == "auto" and is_gpu())
-    return _with_keys(compile="off")(case) if compiles else case
+    return case if case.config.compile == "auto" and not is_gpu() else _with_keys(compile="off")(case)
 
 
 def _without_checkpointing(case: Case) -> Case:

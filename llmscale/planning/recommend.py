@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from llmscale.config.batch_plan import BatchPlan, ParallelLayout
-from llmscale.config.deepspeed.resolve import BATCH_KEYS, DsConfig
+from llmscale.config.deepspeed.resolve import BATCH_KEYS
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.hardware import INTERCONNECTS, Cluster, Interconnect
 from llmscale.config.presets import PRESETS
@@ -119,9 +119,11 @@ def find_smallest_change(step: ResolvedStep, cluster: Cluster) -> Change | None:
     sizes = [micro_batch_size, *(size for size in reversed(cheapest_sizes(step)) if size < micro_batch_size)]
     for size_steps, strategy in _alternatives(len(sizes), now):
         ds = step.ds if strategy == now else change_strategy(step.ds, strategy)
-        if ds is None:
+        if ds is None or (ds.zero_stage and not step.optimizer.steps_shards):
             continue
-        changed = step.changed(ds=_without_batch(ds), checkpointing=strategy.activation_checkpointing)
+        # Batch sizes follow from the plan.
+        ds = replace(ds, keys=ds.keys.model_copy(update=dict.fromkeys(BATCH_KEYS)))
+        changed = step.changed(ds=ds, checkpointing=strategy.activation_checkpointing)
         fit = _fit_with_margin(with_micro_batch(changed, sizes[size_steps]), cluster)
         if fit:
             return Change(fit, tuple(_words(fit, now, micro_batch_size)))
@@ -174,11 +176,6 @@ def _alternatives(num_sizes: int, now: Strategy) -> Iterator[tuple[int, Strategy
 
     for size_steps, mode, stage, offload, group in sorted(choices, key=cost)[1:]:
         yield size_steps, Strategy(stage, *offload, mode, group)
-
-
-def _without_batch(ds: DsConfig) -> DsConfig:
-    """Return the config without batch sizes, which follow from the plan."""
-    return replace(ds, keys=ds.keys.model_copy(update=dict.fromkeys(BATCH_KEYS)))
 
 
 def _words(fit: Candidate, now: Strategy, micro_batch_size: int) -> Iterator[str]:
@@ -353,14 +350,13 @@ def fastest_by_split(trials: Sequence[Trial], cluster: Cluster, sizes: Sequence[
     """Return the recommended row by the number of GPUs that divide a sequence; None where nothing fits."""
     rows = {}
     for size in sizes:
-        split = [replace(trial, step=_split(trial.step, size)) for trial in trials]
+        plans = [(trial, replace(trial.step.plan.ranks, sequence_parallel_size=size)) for trial in trials]
+        split = [
+            replace(trial, step=with_micro_batch(trial.step, trial.step.plan.micro_batch_size, ranks))
+            for trial, ranks in plans
+        ]
         rows[size] = rank_trials(split, cluster).recommended
     return rows
-
-
-def _split(step: ResolvedStep, size: int) -> ResolvedStep:
-    ranks = replace(step.plan.ranks, sequence_parallel_size=size)
-    return with_micro_batch(step, step.plan.micro_batch_size, ranks)
 
 
 def _throughput(fit: Candidate, cluster: Cluster) -> Throughput | None:

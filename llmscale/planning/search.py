@@ -100,7 +100,8 @@ def strategy_ds_config(
 
     `selective` checkpointing is not in it, but a flag of train.py: --activation-checkpointing.
     """
-    return _with_strategy({**_precision_section(precision)}, strategy, nvme_path)
+    key = "torch_autocast" if precision == "autocast" else precision
+    return _with_strategy({} if precision == "fp32" else {key: {"enabled": True}}, strategy, nvme_path)
 
 
 def build_strategy(strategy: Strategy, precision: Precision, nvme_path: str = DEFAULT_NVME_PATH) -> DsConfig | None:
@@ -144,12 +145,6 @@ def _with_strategy(keys: dict[str, object], strategy: Strategy, nvme_path: str) 
     if strategy.activation_checkpointing == "full":
         changed["activation_checkpointing"] = checkpointing or {"cpu_checkpointing": False}
     return changed
-
-
-def _precision_section(precision: Precision) -> dict[str, object]:
-    if precision == "fp32":
-        return {}
-    return {"torch_autocast" if precision == "autocast" else precision: {"enabled": True}}
 
 
 def _checked(config: dict[str, object], source: str) -> DsConfig | None:
@@ -224,23 +219,15 @@ class Candidate:
     @property
     def share_of_limit(self) -> float:
         """Return how full the GPU or, if it is fuller, the node is, where 1 leaves just MARGIN."""
-        limit = (1 - MARGIN) * self.cluster.gpu_bytes
-        share, host = self.estimate.total_bytes / limit, self.host_spare_bytes
-        if host is None or not self.cluster.host_bytes:
-            return share
-        return max(share, (self.cluster.host_bytes - host) / ((1 - MARGIN) * self.cluster.host_bytes))
-
-    @property
-    def beyond_margin_bytes(self) -> float:
-        """Return the bytes that are left beyond MARGIN of the GPU and of the node, of that which has fewer."""
-        host, limit = self.host_spare_bytes, self.cluster.host_bytes or 0
-        on_gpu = self.spare_bytes - MARGIN * self.cluster.gpu_bytes
-        return on_gpu if host is None else min(on_gpu, host - MARGIN * limit)
+        share, host = self.estimate.total_bytes / max(1, self.cluster.gpu_bytes), self.host_spare_bytes
+        if host is not None and self.cluster.host_bytes:
+            share = max(share, 1 - host / self.cluster.host_bytes)
+        return share / (1 - MARGIN)
 
     @property
     def has_margin(self) -> bool:
         """Return whether MARGIN of the GPU and of the node is left."""
-        return self.beyond_margin_bytes >= 0
+        return self.share_of_limit <= 1
 
 
 def evaluate(step: ResolvedStep, cluster: Cluster) -> Candidate:
@@ -284,7 +271,10 @@ def try_strategies(
     hpz_ranks: int = 1,
     nvme_path: str = DEFAULT_NVME_PATH,
 ) -> list[Trial]:
-    """Return the run with every strategy that DeepSpeed can train in its precision, in these modes of checkpointing."""
+    """Return the run with every strategy that DeepSpeed can train in its precision, in these modes of checkpointing.
+
+    Raises ConfigError if there is none.
+    """
     step = trial.step
     divides = step.plan.ranks.expert_parallel_size > 1
     trials = []
@@ -293,6 +283,11 @@ def try_strategies(
         can_train = can_train and not (step.optimizer.frozen and ds.offload_param_device == "nvme")
         if can_train and (ds.zero_stage or not divides):
             trials.append(replace(trial, step=step.changed(ds=ds, checkpointing=mode)))
+    if not trials:
+        raise ConfigError(
+            f"optimizer '{step.optimizer.name}' runs at ZeRO stage 0 only, which trains neither in fp16 nor with "
+            f"divided experts; this run is in {step.precision}. Use --optimizer adamw."
+        )
     return trials
 
 

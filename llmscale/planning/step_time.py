@@ -115,8 +115,11 @@ def token_work(
     is_extra = shape.mlp_tile_tokens and (checkpointing != "full" or shape.norm_placement == "post")
     tiled = [layer for layer in model.block if layer.name == "mlp"] if is_extra else []
     in_tiles = shape.n_layer * sum_of_work(tiled).matmul_flops
+    # Weights beside adapters get no gradients; the adapters' own are too small to count.
+    saved = 1 if model.has_adapters else 0
+    of_matmuls = (_PASSES * again - saved) * of_blocks.matmul_flops + (_PASSES - saved) * of_head.matmul_flops
     return TokenWork(
-        matmul_flops=_PASSES * of_blocks.matmul_flops * again + in_tiles + _PASSES * of_head.matmul_flops,
+        matmul_flops=of_matmuls + in_tiles,
         attention_flops=_PASSES * of_blocks.attention_flops * shape.seq_len * again,
         block_bytes=wide * kernels.element_bytes * of_blocks.elementwise * again_between,
         head_bytes=wide * kernels.logit_bytes(shape.n_embd, tokens) * of_head.elementwise,

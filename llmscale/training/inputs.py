@@ -37,7 +37,7 @@ from llmscale.config.run_config import RunConfig
 from llmscale.config.run_keys import without_effect_under
 from llmscale.config.user_paths import check_output_folder, copy_of, read_prompts, shown, url_of
 from llmscale.data.mixture import TrainingSets, open_training_sets
-from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_matches
+from llmscale.data.shards.manifest import MANIFEST_NAME, check_set_matches
 from llmscale.errors import CheckpointError, ConfigError, LlmscaleError
 from llmscale.evaluate.tasks import TaskFile, load_task_files
 from llmscale.terminal.status_line import REPEAT_S, SOON_S

@@ -60,7 +60,7 @@ class Run:
     """Validation splits; empty without validation."""
     history: History
     """History that the steps to come belong to."""
-    estimate: MemoryEstimate | None
+    estimate: MemoryEstimate
     """Estimate of one rank's GPU memory; None for an optimizer without one."""
     startup_s: dict[str, float]
     """Seconds per phase of the start."""

@@ -14,7 +14,6 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -32,8 +31,6 @@ _FRAME_S = 0.5
 #: Rows left to all other output.
 _MIN_OTHER_ROWS = 4
 _BARS = "▁▂▃▄▅▆▇█"
-#: Values that a sparkline remembers; beyond, every second one is dropped.
-_MAX_VALUES = 4096
 #: Names and colours of the shares of time, by phase and pause.
 _SHARES = {
     "forward_backward": ("forward/backward", "green"),
@@ -86,32 +83,11 @@ def open_display(
     `llmscale train`, deepspeed and torchrun let ranks print straight to their terminal; `llmscale launch`, srun and ssh
     put a pipe between.
     """
-    if plain or not _can_draw(variables) or find_spec("rich") is None:
+    can_move = is_terminal(sys.stdout) and variables.get("TERM", "dumb") not in ("", "dumb", "unknown")
+    if plain or not can_move or "utf" not in sys.stdout.encoding.lower() or find_spec("rich") is None:
         return PlainLines(total_steps)
-    return LiveView(title, total_steps, meter)
-
-
-def _can_draw(variables: Mapping[str, str]) -> bool:
-    """Return whether stdout is a terminal of known size that can move the cursor and has Unicode."""
-    if not is_terminal(sys.stdout) or variables.get("TERM", "dumb") in ("", "dumb", "unknown"):
-        return False
-    return "utf" in sys.stdout.encoding.lower() and all(os.get_terminal_size(sys.stdout.fileno()))
-
-
-@dataclass
-class Curve:
-    """Finite values over the steps of this start, thinned out as they grow."""
-
-    values: list[float] = field(default_factory=list)
-    _stride: int = 1
-    _seen: int = 0
-
-    def add(self, value: float) -> None:
-        if self._seen % self._stride == 0 and math.isfinite(value):
-            self.values.append(value)
-        self._seen += 1
-        if len(self.values) > _MAX_VALUES:
-            self.values, self._stride = self.values[::2], self._stride * 2
+    # Some terminals have no size.
+    return LiveView(title, total_steps, meter) if all(os.get_terminal_size(1)) else PlainLines(total_steps)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -142,7 +118,9 @@ class LiveView(Display):
         self._steps_before = 0
         """Steps done before this start."""
         self._metrics: StepMetrics | None = None
-        self._losses, self._rates = Curve(), Curve()
+        # Over the steps of this start.
+        self._losses: list[float] = []
+        self._rates: list[float] = []
         self._validation = ""
         self._reserved: tuple[int, int, int] | None = None
         """Columns and rows of the terminal, and the number of reserved rows."""
@@ -150,16 +128,21 @@ class LiveView(Display):
         self._ended = threading.Event()
 
     def begin(self, step: int) -> None:
+        def draw_frames() -> None:
+            while not self._ended.wait(_FRAME_S):
+                self.draw()
+
         self._steps_before = step - self._meter.done_steps
         if self._reserved is None:
             # A short run may end before the thread's first frame.
             self._bar.reset(self._task)
             self.draw()
-            threading.Thread(target=self._draw_frames, name="live view", daemon=True).start()
+            threading.Thread(target=draw_frames, name="live view", daemon=True).start()
 
     def show_step(self, metrics: StepMetrics) -> None:
-        self._losses.add(metrics.loss)
-        self._rates.add(metrics.lr)
+        if math.isfinite(metrics.loss):
+            self._losses.append(metrics.loss)
+        self._rates.append(metrics.lr)
         self._metrics = metrics
 
     def show_validation(self, step: int, loss: float) -> None:
@@ -175,10 +158,6 @@ class LiveView(Display):
                 self._write(GIVE_BACK)
         if self._metrics is not None:
             print(format_step(self._metrics, self._total_steps), flush=True)
-
-    def _draw_frames(self) -> None:
-        while not self._ended.wait(_FRAME_S):
-            self.draw()
 
     def draw(self) -> None:
         """Draw a frame by one write, which no other process can interrupt."""
@@ -227,8 +206,8 @@ class LiveView(Display):
         """Return the lines on loss, learning rate, speed and time."""
         from rich.text import Text
 
-        def line(name: str, value: str, rest: str, curve: Curve | None = None) -> Text:
-            bars = f"{sparkline(curve.values, columns // 3)} " if curve else ""
+        def line(name: str, value: str, rest: str, curve: Sequence[float] = ()) -> Text:
+            bars = f"{sparkline(curve, columns // 3)} " if curve else ""
             return Text.assemble((f"{name:<6}", "bright_black"), (f"{value:<9}", "bold"), (bars, "yellow"), f" {rest}")
 
         norm = "" if m.grad_norm is None else f"gradient norm {m.grad_norm:.3f}"

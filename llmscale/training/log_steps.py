@@ -264,7 +264,7 @@ class ReportPace(StepAction):
         if eager is None:
             line += f"; no eager steps of this run to compare: a gain of {gain:.0%} pays after {pays_after:,} steps"
         elif pays_after is None:
-            line += f"; eager, this run had {eager:,.0f}: --compile off is no slower"
+            line += f"; eager, this run had {eager:,.0f}: --compile off is at least as fast"
         else:
             line += f"; eager, this run had {eager:,.0f}: compiling has paid after {pays_after:,} steps"
         self._io.report(line)
@@ -306,9 +306,10 @@ def per_source_loss(run: Run, result: StepResult, sequence_losses: Sequence[Tens
     counted = [losses for batch, losses in pairs if not batch.is_filler]
     # A sample may be cut into several sequences.
     losses = torch.cat(counted or [torch.empty(0)]).double().view(len(ids), -1 if counted else 1).mean(1).cpu().numpy()
+    shares = [batch.target_shares() for batch in result.micro_batches if not batch.is_filler]
     owners = run.stream.set_of(ids)
-    sums = [np.bincount(owners, weights, minlength=len(names)) for weights in (losses, np.ones(len(ids)))]
-    # Over all ranks: [sums, counts], each by dataset.
+    sums = [np.bincount(owners, of_sample, len(names)) for of_sample in (losses, np.concatenate([*shares, []]))]
+    # Over all ranks: [sums, targets in samples], each by dataset.
     totals = np.sum(gather(run.world.control, [part.tolist() for part in sums]), axis=0)
     return {name: total / count for name, total, count in zip(names, *totals.tolist(), strict=True) if count}
 
@@ -324,7 +325,7 @@ def _facts(run: Run) -> dict[str, object]:
         "micro_batch_size": resolved.plan.micro_batch_size,
         "device": run.world.device_name,
         "compile": run.start.compilation.setting,
-        "estimated_bytes": run.estimate.allocated_bytes if run.estimate else None,
+        "estimated_bytes": run.estimate.allocated_bytes,
         "tokenizer": sets.manifest.tokenizer,
         # A mixture has no single ratio: its weights may change from stage to stage.
         "bytes_per_token": None if sets.recipe else sets.manifest.splits["train"].bytes_per_token,

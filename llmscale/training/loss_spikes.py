@@ -134,11 +134,11 @@ class WatchSpikes:
         run, io, config = self._run, self._io, self._run.config
         self._rollback.finish_saving()
         before = checkpoint_before(run, spike.step)
-        kept = "no checkpoint is older" if before is None else _keep(before, spike.step)
+        outcome = "no checkpoint is older" if before is None else _keep(before, spike.step)
         which = f"llmscale data which {shlex.quote(str(config.run))} --step {spike.step}"
         norm = "" if spike.grad_norm is None else f", gradient norm {spike.grad_norm:.3g}{_sigmas(spike.grad_norm_z)}"
         io.report(
-            f"WARNING: step {spike.step}: the loss leaps to {spike.loss:.4f}{_sigmas(spike.loss_z)}{norm}; {kept}. "
+            f"WARNING: step {spike.step}: the loss leaps to {spike.loss:.4f}{_sigmas(spike.loss_z)}{norm}; {outcome}. "
             f"After the next checkpoint, this shows its samples: {which}"
         )
         facts = {

@@ -180,10 +180,11 @@ def _with_timed_steps(
         # The small batches at the beginning take less time.
         seen = start.state.samples_seen if start.state else 0
         steps = max(start.first_step + 1, plan.steps_for(seen + count * plan.global_batch_size))
+    rate = f"{plan.tokens_per_step / timed.step_s:,.0f} tokens/s"
     line = (
         f"--minutes {minutes:g} sets {steps:,} step{'s' * (steps > 1)}: {format_duration(max(left_s, 0.0))} are left, "
-        f"and a step takes {timed.step_s:.3g} s ({plan.tokens_per_step / timed.step_s:,.0f} tokens/s; {timed.count} "
-        "timed and undone). Later starts with the same --minutes keep the number"
+        f"and a step takes {timed.step_s:.3g} s ({rate}; {timed.count} timed and undone). Later starts with the "
+        "same --minutes keep the number"
     )
     return start.with_steps(steps), line
 

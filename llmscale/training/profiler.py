@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -99,7 +97,10 @@ class ProfileSteps(StepAction):
         name = f"steps-{self._before + 1}-to-{self._last}"
         trace, table = folder / f"{name}.trace.json", folder / f"{name}.table.txt"
         folder.mkdir(exist_ok=True)
-        _write_trace(profiler, trace)
+        partial = trace.with_name(f".{trace.name}.partial")
+        partial.unlink(missing_ok=True)  # a link here would redirect the write
+        profiler.export_chrome_trace(str(partial))
+        partial.replace(trace)
         column = "self_device_time_total" if self._run.world.device.type == "cuda" else "self_cpu_time_total"
         rows = profiler.key_averages()
         write_durably(table, rows.table(sort_by=column, row_limit=_NUM_ROWS, max_name_column_width=_NAME_WIDTH))
@@ -109,13 +110,6 @@ class ProfileSteps(StepAction):
         )
         num_steps = self._last - self._before
         io.log_event("profile", step=self._last, num_steps=num_steps, trace=str(trace), table=str(table))
-
-
-def _write_trace(profiler: profile, trace: Path) -> None:
-    partial = trace.with_name(f".{trace.name}.partial")
-    partial.unlink(missing_ok=True)  # a link here would redirect the write
-    profiler.export_chrome_trace(str(partial))
-    partial.replace(trace)
 
 
 def _synchronise() -> None:

@@ -379,12 +379,12 @@ class RunPublisher:
 
         def add(index: RunIndex) -> RunIndex:
             known = set(index.checkpoints.values())
-            kept = {name: there for name, there in index.checkpoints.items() if name in local}
+            named = {name: there for name, there in index.checkpoints.items() if name in local}
             # Saving a step of another history has renamed its older checkpoint.
-            kept |= {name: there for name, there in local.items() if there in known}
-            kept[local_name(remote)] = remote
-            expired.update(known - set(kept.values()))
-            return replace(index, checkpoints=kept)
+            named |= {name: there for name, there in local.items() if there in known}
+            named[local_name(remote)] = remote
+            expired.update(known - set(named.values()))
+            return replace(index, checkpoints=named)
 
         self._update(add)
         self._report(f"published {self._url}/{CHECKPOINTS_NAME}/{remote}")

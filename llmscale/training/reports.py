@@ -400,7 +400,7 @@ class ReportMemory(StepAction):
         if measured is None:
             return
         self._io.detail(measured_line(estimate, measured))
-        estimated = estimate.allocated_bytes if estimate else None
+        estimated = estimate.allocated_bytes
         self._io.log_event("memory", step=result.step, estimated_bytes=estimated, **asdict(measured))
 
 

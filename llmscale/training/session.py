@@ -96,6 +96,7 @@ class Session:
         self.step = self.run.first_step
         """Optimizer steps done."""
         self._ids_checksum, self._checks_ids = 0, False
+        self._log = _log_of(self.actions)
         self._num_targets = 0
         """Targets of the step: of this rank before `decide`, of the global batch after it."""
         self._fetch_failure: Exception | None = None
@@ -129,6 +130,7 @@ class Session:
         for action in self.actions:
             action.close()
         self.run, self.engine, self.actions, self.checkpoints = run, engine, actions, checkpoints
+        self._log = _log_of(actions)
         self.step = run.first_step
         for action in actions:
             action.begin(self.step)
@@ -148,8 +150,8 @@ class Session:
         self._checks_ids = check_every > 0 and (step - run.first_step) % check_every == 0
         # Ranks that divide sequences have the same ones.
         is_first = run.resolved.plan.ranks.is_first(run.world.rank)
-        ids = torch.cat([batch.sample_ids for batch in batches]).numpy()
-        self._ids_checksum = ids_checksum(ids) if is_first and self._checks_ids else 0
+        counts = is_first and self._checks_ids
+        self._ids_checksum = ids_checksum(torch.cat([batch.sample_ids for batch in batches]).numpy()) if counts else 0
         self._num_targets = sum(batch.num_targets for batch in batches) if is_first and engine.feed.has_mask else 0
         return batches
 
@@ -163,14 +165,13 @@ class Session:
             stop=bool(self.stop.received),
             save=self.checkpoints.due_by_clock(),
             rollback=self.rollback.rollback_from is not None,
-            log=any([log.due_by_clock() for log in self._logs]),
+            log=self._log is not None and self._log.due_by_clock(),
             ids_checksum=self._ids_checksum,
             targets=self._num_targets,
             failure=self._fetch_failure,
         )
-        for log in self._logs:
-            if decision.log:
-                log.add(step + 1)
+        if self._log is not None and decision.log:
+            self._log.add(step + 1)
         if self._checks_ids:
             self._check_ids(step, decision.ids_sum)
         self._num_targets = decision.targets
@@ -187,10 +188,14 @@ class Session:
         run, engine, deepspeed = self.run, self.engine, self.engine.deepspeed
         resolved, counted = run.resolved, None
         if engine.feed.has_mask:
-            if not self._num_targets:
+            num_samples, num_targets = run.batch_size(step), self._num_targets
+            if weights is not None:  # of a part of the batch, in one process
+                num_samples = sum(len(batch.sample_ids) for batch in batches)
+                num_targets = sum(batch.num_targets for batch in batches)
+            if not num_targets:
                 return self._leave_out(step)
-            places = run.batch_size(step) * resolved.plan.seq_len
-            counted = CountedTargets([batch.is_target for batch in batches], places / self._num_targets)
+            scale = num_samples * resolved.plan.seq_len / num_targets
+            counted = CountedTargets([batch.is_target for batch in batches], scale)
         seed_step(run.config.seed, step, run.world.rank)
         set_learning_rate(deepspeed, resolved.optimizer, resolved.schedule.learning_rate(step))
         set_micro_steps(deepspeed, len(batches))
@@ -229,8 +234,8 @@ class Session:
     def log_last(self) -> None:
         """Log the last step before a stop, so that the lines that follow are about the same step. Collective."""
         losses = self.engine.recent.losses
-        for log in self._logs if losses else []:
-            log.run(StepResult(self.step, [], losses[-1], False))
+        if self._log is not None and losses:
+            self._log.run(StepResult(self.step, [], losses[-1], False))
 
     def save(self) -> None:
         """Save a checkpoint between two steps, unless this step is saved."""
@@ -257,10 +262,6 @@ class Session:
         io.log_event(why.split()[0], step=self.step, reason=why)
         return EXIT_RESTART if reasons and is_left_by_others(reasons, os.environ) else 0
 
-    @property
-    def _logs(self) -> list[LogSteps]:
-        return [action for action in self.actions if isinstance(action, LogSteps)]
-
     def _check_ids(self, step: int, ids_sum: int) -> None:
         """Raise DataError unless the ranks' samples are exactly the global batch that the order gives this step."""
         positions = np.arange(self.run.samples_seen(step), self.run.samples_seen(step + 1), dtype=np.int64)
@@ -270,6 +271,10 @@ class Session:
                 f"step {step}: the samples that the ranks hold are not the global batch of this step. Do all nodes "
                 "have the same dataset and the same version of llmscale?"
             )
+
+
+def _log_of(actions: Sequence[StepAction]) -> LogSteps | None:
+    return next((action for action in actions if isinstance(action, LogSteps)), None)
 
 
 def _first_reason(stops: Sequence[StopOfRank]) -> str:

@@ -311,20 +311,13 @@ class OutOfMemory(MachineError):
     """A rank ran out of memory."""
 
 
-def estimate_run(run: Start, capability: ComputeCapability | None) -> MemoryEstimate | None:
-    """Estimate one rank's memory on a GPU of that compute capability.
-
-    None with Adafactor, whose states are not modelled.
-    """
-    if not run.resolved.optimizer.steps_shards:
-        return None
+def estimate_run(run: Start, capability: ComputeCapability | None) -> MemoryEstimate:
+    """Estimate one rank's memory on a GPU of that compute capability."""
     return estimate_memory(run.resolved, capability)
 
 
-def estimate_line(estimate: MemoryEstimate | None, gpu_bytes: int | None) -> str:
+def estimate_line(estimate: MemoryEstimate, gpu_bytes: int | None) -> str:
     """Return the line printed before step 1. `gpu_bytes` is None on a CPU."""
-    if estimate is None:
-        return "memory: no estimate. It covers AdamW and Muon"
     where = "per GPU" if gpu_bytes else "if each rank were a GPU"
     line = f"memory: estimated peak {format_size(estimate.allocated_bytes)} {where}, in {estimate.peak_moment} "
     line += f"({describe_breakdown(estimate.peak)})"
@@ -334,14 +327,12 @@ def estimate_line(estimate: MemoryEstimate | None, gpu_bytes: int | None) -> str
     return f"{line}; {total} with the allocator's reserve and the CUDA context"
 
 
-def measured_line(estimate: MemoryEstimate | None, measured: MeasuredMemory) -> str:
+def measured_line(estimate: MemoryEstimate, measured: MeasuredMemory) -> str:
     """Return the line printed after the first steps."""
     line = (
         f"memory: measured peak {format_size(measured.allocated_bytes)} allocated, "
         f"{format_size(measured.reserved_bytes)} reserved on the main rank"
     )
-    if estimate is None:
-        return line
     error = estimate.allocated_bytes / measured.allocated_bytes - 1
     side = "above" if error >= 0 else "below"
     return f"{line}; the estimate of {format_size(estimate.allocated_bytes)} is {abs(error):.1%} {side}"
@@ -380,8 +371,6 @@ def explain_out_of_memory(
     what = " ".join(message.split()) or "MemoryError"
     lines = [f"rank {rank} ran out of memory: {what[:300]}"]
     estimate = estimate_run(run, capability)
-    if estimate is None:
-        return lines[0]
     lines.append(f"  {estimate_line(estimate, gpu_bytes)}")
     lines.append(f"  {_advice(run, estimate, gpu_bytes, capability)}")
     would_fit = gpu_bytes is not None and estimate.allocated_bytes + CONTEXT_BYTES <= gpu_bytes

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# On-start script of a Vast.ai instance: install, check, train, and copy the run folder to a store. Paste it into
-# the template's "On-start Script", or: vastai create instance ... --onstart scripts/cloud/vast_start.sh
+# On-start script of a Vast.ai instance: check, train, and copy the run folder to a store. Paste it into the template's
+# "On-start Script", or: vastai create instance ... --image ghcr.io/OWNER/llmscale:VERSION-cuda --onstart
+# scripts/cloud/vast_start.sh. The image, which .github/workflows/image.yml pushes, has everything installed; any other one
+# gets the repository and its packages first.
 # Vast runs it at every boot: an interrupted instance continues by itself, and a new one continues from the copy.
 # Variables of the template's environment (-e NAME=VALUE):
-#   LLMSCALE_REPO   git URL to clone; not needed in an image of scripts/cloud/Dockerfile, which has /app
+#   LLMSCALE_REPO   git URL to clone, in another image than ours
 #   LLMSCALE_REF    branch, tag or commit (default main)
 #   TRAIN_ARGS      arguments of train.py, quoted as in a shell; nothing in them is expanded or executed
 #   RUN             the run folder (default runs/vast; do not give --run in TRAIN_ARGS)
@@ -44,6 +46,8 @@ step() {
 # Install into $WORK/llmscale, unless this is the image of scripts/cloud/Dockerfile. Changes to the repository.
 install_llmscale() {
     if [[ -f /app/llmscale/train.py ]]; then
+        # The shell of an instance may lack the image's variables.
+        export PATH=/opt/venv/bin:$PATH
         cd /app
         return
     fi

@@ -15,7 +15,7 @@ llmscale train --run "$OUT/base" --data "$OUT/text" --ds zero1 \
     --val-every 200 --val-samples 128 --save-every 100 "$@"
 
 # Questions about 200 functions, each with a second turn, which needs the first.
-python - "$OUT/chats.jsonl" <<'PYTHON'
+[ -f "$OUT/chats.jsonl" ] || python - "$OUT/chats.jsonl" <<'PYTHON'
 import importlib, inspect, json, random, sys
 functions = {}
 for name in "builtins math os os.path random re shutil statistics string textwrap itertools functools json".split():
@@ -26,12 +26,18 @@ for name in "builtins math os os.path random re shutil statistics string textwra
 with open(sys.argv[1], "w") as file:
     for function, (name, says) in random.Random(0).sample(sorted(functions.items()), 200):
         turns = [f"What does {function} do?", says, "Which module is it in?", f"It is in {name}."]
-        file.write(json.dumps({"prompt": [{"role": "user", "content": turns[0]}, {"role": "assistant", "content": turns[1]}, {"role": "user", "content": turns[2]}], "completion": turns[3]}) + "\n")
+        roles = ("user", "assistant") * 2
+        messages = [{"role": role, "content": content} for role, content in zip(roles, turns)]
+        file.write(json.dumps({"messages": messages}) + "\n")
 PYTHON
 llmscale data prepare --chat --input "$OUT/chats.jsonl" --tokenizer "$OUT/tokenizer" --seq-len 128 \
     --val-fraction 0.05 --out "$OUT/chats"
-llmscale train --run "$OUT/chat" --init-from "$OUT/base" --data "$OUT/chats" --ds zero1 \
-    --model tiny-1m --global-batch-size 16 --steps 300 --lr 2e-3 --warmup-steps 10 \
+# A run that has checkpoints continues from them.
+ORIGIN=$OUT/base
+if compgen -G "$OUT/chat/checkpoints/step-*" >/dev/null; then ORIGIN=; fi
+llmscale train --run "$OUT/chat" ${ORIGIN:+--init-from "$ORIGIN"} --data "$OUT/chats" --ds zero1 \
+    --model tiny-1m --precision fp32 --global-batch-size 16 --steps 500 --lr 6e-3 --warmup-steps 10 \
     --val-every 100 --save-every 100 "$@"
 
-llmscale sample "$OUT/chat" --chat --temperature 0 <<<$'What does sqrt do?\nWhich module is it in?'
+llmscale sample "$OUT/chat" --chat --temperature 0 --max-new-tokens 40 \
+    <<<$'What does sqrt do?\nWhich module is it in?'

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from llmscale.architecture.attention_kernels import ComputeCapability, attention_kernel, has_flash_attention
+from llmscale.architecture.attention_kernels import (
+    ComputeCapability,
+    attention_kernel,
+    has_flash_attention,
+    training_kernel,
+)
+from llmscale.architecture.shape import GPTShape
 
 T4, V100, A100, A10, RTX5090 = (7, 5), (7, 0), (8, 0), (8, 6), (12, 0)
 
@@ -39,3 +47,17 @@ def test_cards_with_little_shared_memory_do_not_train_wide_heads_with_flash_atte
     assert kernels(A100) == ["flash"] * 6
     for small in (A10, RTX5090):
         assert kernels(small) == ["flash", "flash", "efficient", "efficient", "flash", "efficient"]
+
+
+def test_a_mask_takes_flex_attention_where_it_is_faster_and_safe() -> None:
+    masked = GPTShape(2, 4, 256, 100, 512, sliding_window=64)
+
+    def kernel(shape: GPTShape = masked, checkpointing: str = "full", capability: ComputeCapability = A100) -> str:
+        return training_kernel(shape, is_16bit=True, checkpointing=checkpointing, capability=capability)
+
+    assert kernel() == kernel(capability=RTX5090) == "flex"
+    assert kernel(replace(masked, sliding_window=0)) == "flash"
+    others = {"dropout": 0.1, "attention_kernel": "sdpa", "head_dim": 48}
+    assert {kernel(replace(masked, **{key: value})) for key, value in others.items()} == {"efficient"}
+    assert kernel(checkpointing="selective") == kernel(capability=T4) == "efficient"
+    assert training_kernel(masked, is_16bit=False, checkpointing="none", capability=A100) == "efficient"

@@ -518,7 +518,7 @@ RUNS = [
         "llmscale sample r p --top-k x",
         r"^error: argument --top-k: must be a whole number of at least 1, not 'x'.",
     ),
-    ("llmscale sample", r"^error: the following arguments are required: RUN."),
+    ("llmscale sample", r"no prompt given"),
     (
         "llmscale sample nowhere p",
         r"^error: nowhere does not exist. Name a run folder of train.py \(--run\), or one of",

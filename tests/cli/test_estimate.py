@@ -416,12 +416,29 @@ def test_the_largest_model_of_a_family_is_scaled_by_its_presets(run: Callable[..
     assert "blocks are gpt-modern-124m's" in run(*words, "--model", "gpt-modern-124m")[1]
 
 
-def test_the_picture(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_the_picture_has_the_rows_of_the_answer_and_ends_near_the_gpus_memory(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
-    path = tmp_path / "memory.png"
-    assert run(*COMMAND, "--plot", str(path))[0] == 0
+    from llmscale.report import memory_plot
+    from llmscale.report.save_figure import save_figure
+
+    path, drawn = tmp_path / "memory.png", []
+
+    def save(figure, path: Path) -> None:  # type: ignore[no-untyped-def]
+        (axes,) = figure.axes
+        drawn.append((len(axes.get_yticks()), axes.get_xlim()[1], {text.get_text() for text in axes.texts}))
+        save_figure(figure, path)
+
+    monkeypatch.setattr(memory_plot, "save_figure", save)
+    words = ("estimate", "--model", "gpt3-13b", "--gpu", "a100-40gb", "--num-gpus", "4", "--plot", str(path))
+    for flags in ((), ("--all",)):
+        assert run(*words, *flags)[0] == 0
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert path.stat().st_size > 20_000
+    (few, few_end, _), (everything, end, numbers) = drawn
+    assert 3 <= few <= 5 < everything == 27
+    assert few_end == end < 1.25 * 39.25
+    assert "264.4 »" in numbers
     status, _, error = run(*COMMAND, "--plot", str(tmp_path / "memory.nonsense"))
     assert status == 2
     assert "'.nonsense' is not legal. Legal: .png" in error
@@ -463,16 +480,61 @@ def test_which_stage_for_which_network(run: Callable[..., tuple[int, str, str]])
     assert 1 < gains[0] < gains[1] < gains[2]
 
 
-def test_muons_states_are_smaller_and_adafactor_has_no_estimate(
+def test_muons_and_adafactors_states_are_smaller(
     run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]]
 ) -> None:
     flags = (*COMMAND, "--ds", "zero0", "--micro-batch-size", "1")
-    values = {name: read_json(*flags, "--optimizer", name)[1]["rows"][0] for name in ("adamw", "muon")}
+    values = {name: read_json(*flags, "--optimizer", name)[1]["rows"][0] for name in ("adamw", "muon", "adafactor")}
     held = {name: row["estimate"]["moments"]["forward"]["optimizer_bytes"] for name, row in values.items()}
     assert held["adamw"] - held["muon"] == pytest.approx(4 * 48 * 12 * 1600**2, rel=1e-3)
-    status, _, error = run(*flags, "--optimizer", "adafactor")
-    assert status == 2
-    assert "the memory of adafactor is not modelled" in error and "--optimizer adamw with --ds zero0" in error
+    assert held["adamw"] - held["adafactor"] == pytest.approx(8 * 48 * 12 * 1600**2, rel=0.06)
+    rows = read_json(*COMMAND, "--optimizer", "adafactor")[1]["rows"]
+    assert {row["strategy"]["zero_stage"] for row in rows} == {0}
+    words = ("estimate", "--model", "gpt2-124m", "--optimizer", "adafactor", "--gpu")
+    for refused in (("a100-40gb", "--ds", "zero2"), ("t4",)):
+        status, _, error = run(*words, *refused)
+        assert status == 2 and "Use --optimizer adamw" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ("--model gpt2-1.5b --gpu a100-40gb --num-gpus 8 --interconnect list", 2),
+        ("--hf {too_large} --gpu t4", 1),
+        ("--max-seq-len --model llama3-8b --gpu h100-80gb --activation-checkpointing full --ds zero0", 1),
+        ("--max-model --gpu-memory-gib 1 --bf16-tflops 9 --activation-checkpointing none", 1),
+    ],
+)
+def test_what_has_no_answer_is_a_status(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path, words: str, status: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(NEOX | {"hidden_size": 2**16, "intermediate_size": 2**18}))
+    assert run("estimate", *words.format(too_large=tmp_path).split())[0] == status
+
+
+def test_what_a_ds_config_a_preset_and_an_old_gpu_decide(
+    read_json: Callable[..., tuple[int, dict]], tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 2}))
+    words = (
+        "estimate",
+        "--model",
+        "llama3-1b",
+        "--seq-len",
+        "2048",
+        "--precision",
+        "fp16",
+        "--global-batch-size",
+        "64",
+    )
+    words += ("--ds", str(path))
+    old, new = (read_json(*words, "--gpu", gpu)[1] for gpu in ("v100-32gb", "a100-40gb"))
+    assert new["shape"]["vocab_size"] == 128_256
+    assert new["rows"][0]["micro_batch_size"] == 2
+    # Before Ampere the kernel takes repeated keys and values.
+    before, after = (values["rows"][0]["estimate"]["moments"]["block backward"] for values in (old, new))
+    assert before["activations_bytes"] > after["activations_bytes"]
 
 
 LONGEST = ("estimate", "--max-seq-len", "--model", "llama3-8b", "--gpu", "h100-80gb")

@@ -5,9 +5,10 @@ import pytest
 from llmscale.architecture.hf_config import family_of
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.resolve import parse_ds_config
-from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
+from llmscale.config.presets import nominal_parameters
+from llmscale.config.resolve import ResolvedRun, SetFacts, fitting_vocabulary, resolve_run, resolve_shape
 from llmscale.config.run_arguments import parse_run_config
-from llmscale.config.run_config import RunConfig
+from llmscale.config.run_config import RunConfig, build_run_config
 from llmscale.errors import ConfigError
 
 FACTS = SetFacts(vocab_size=50257, seq_len=1024, num_train_samples=10_000, eot_token=50256)
@@ -231,3 +232,21 @@ def test_keys_that_deepspeed_cannot_divide_experts_with_are_refused(zero: dict[s
         resolve(*flags, ds={"zero_optimization": zero})
     resolved = resolve(*flags, ds={"zero_optimization": {"stage": 3, "reduce_scatter": False}})
     assert (resolved.plan.ranks.expert_shard_ranks, resolved.plan.ranks.experts_of_rank(4)) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "vocab_size"),
+    [
+        ({"model": "tiny-1m"}, 2048),
+        ({"model": "tiny-10m"}, 2048),
+        ({"model": "gpt2-124m"}, 32768),
+        ({"model": "tiny-10m", "vocab_size": 1000}, 512),
+        ({"model": "tiny-1m", "n_layer": 8}, 4096),
+    ],
+)
+def test_a_vocabulary_fits_the_size_in_a_model_s_name(keys: dict[str, object], vocab_size: int) -> None:
+    config = build_run_config(keys)
+    assert fitting_vocabulary(config, 128) == vocab_size
+    if len(keys) == 1:
+        size = resolve_shape(config, SetFacts(vocab_size, 128, 1, 0)).num_parameters
+        assert size == pytest.approx(nominal_parameters(config.model), rel=0.16)

@@ -153,7 +153,10 @@ def test_a_mixture_with_text_goes_on_elsewhere(chats: Path, tmp_path: Path) -> N
     forget_after(broken, 2)
     train_in_turn([build(mix, broken, "zero3", *flags)], 3)
     check_equal(broken, straight, 2e-6)
-    assert {"chats", "words"} <= {name for _, _, name in values_of(straight)}
+    values = values_of(straight)
+    chats_loss, words_loss, loss = (values["train", 1, name] for name in ("chats", "words", "loss"))
+    assert chats_loss == pytest.approx(5.56, abs=0.5), "a first loss of 257 tokens, whatever the share of targets"
+    assert min(chats_loss, words_loss) <= loss <= max(chats_loss, words_loss)
 
 
 def test_a_batch_without_targets_changes_nothing(ranks: Callable, chats: Path, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def assert_same_adapters(run: Path, other: Path) -> None:
     assert all(map(is_adapter, own)), "adapters alone"
     assert all(weight.any() for weight in own.values()), "none is empty"
     for name, weight in own.items():
-        torch.testing.assert_close(weight, others[name], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(weight, others[name], rtol=1e-5, atol=5e-6)  # updates are of 1e-2
 
 
 @pytest.mark.slow
@@ -61,6 +61,7 @@ def test_adapters_continue_at_every_stage_and_number_of_ranks(ranks: Callable, t
     assert sizes[1] < sizes[0] / 3
 
 
+@pytest.mark.slow
 def test_the_base_is_named_checked_and_may_move(ranks: Callable, tiny_set: Path, tmp_path: Path) -> None:
     base, run, place = tmp_path / "base", tmp_path / "run", tmp_path / "place"
     train(ranks, tiny_set, base, "zero1", 1, "--steps", "2")
@@ -76,5 +77,5 @@ def test_the_base_is_named_checked_and_may_move(ranks: Callable, tiny_set: Path,
     output = train(ranks, tiny_set, run, "zero1", 1, *LORA, expect=2)
     assert named["checksum"] in output and "--init-from" in output
     train(ranks, tiny_set, run, "zero1", 1, *LORA, "--init-from", str(place), "--steps", "4")
-    # What holds adapters alone begins no other run.
+    # Adapters alone begin no other run.
     assert "export" in train(ranks, tiny_set, tmp_path / "new", "zero1", 1, "--init-from", str(run), expect=2)

@@ -38,6 +38,7 @@ def one_rank() -> dict[str, object]:
         "stop": asdict(vote(group, stop=rank == 2)),
         "save": asdict(vote(group, stop=False, save=rank == 0)),
         "ids": vote(group, stop=False, ids_checksum=2**63 - 1 - rank).ids_sum,
+        "targets": vote(group, targets=rank + 1).targets,
         "failure": outcome(lambda: vote(group, stop=False, failure=DataError("shard 3 is gone") if rank else None)),
         "two failures": outcome(
             lambda: vote(group, stop=True, failure=DataError(f"disk {rank}") if rank < 2 else None)
@@ -80,6 +81,7 @@ def test_no_rank_ever_comes_to_another_conclusion(ranks: Callable) -> None:
         "nobody": calm,
         "stop": {**calm, "stop": True},
         "save": {**calm, "save": True},
+        "targets": 6,
         "ids": sum((2**63 - 1 - rank) % 2**62 for rank in range(3)) % 2**62,
         "failure": "DataError: shard 3 is gone (rank 1, 2)",
         "two failures": "DataError: disk 0 (rank 0); disk 1 (rank 1)",

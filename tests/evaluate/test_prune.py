@@ -47,3 +47,18 @@ def test_what_a_gpu_cannot_use_is_refused() -> None:
         prune_linear_layers(GPT(GPTShape(1, 1, 16, 257, 8), seed=0), for_gpu=True)
     pruned = prune_linear_layers(GPT(GPTShape(1, 1, 64, 257, 8), seed=0), for_gpu=True)
     assert pruned.num_zeros == pruned.num_weights // 2
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs sparse tensor cores"
+)
+def test_sparse_tensor_cores_compute_what_pruned_weights_do() -> None:
+    model = GPT(GPTShape(1, 2, 256, 257, 64), seed=0)
+    prune_linear_layers(model, for_gpu=True)
+    inputs = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.startswith("blocks.") and parameter.shape[-1:] == (256,) and parameter.dim() == 2:
+            weight = parameter.detach().to("cuda", torch.bfloat16)
+            sparse = torch.sparse.to_sparse_semi_structured(weight)
+            expected = torch.nn.functional.linear(inputs, weight)
+            torch.testing.assert_close(torch.nn.functional.linear(inputs, sparse), expected, rtol=2e-2, atol=2e-2)

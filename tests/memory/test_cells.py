@@ -1,7 +1,7 @@
 """The estimate of random steps beside committed numbers, and beside dry runs of the real engine.
 
 cells.jsonl has the bytes that a walk over every allocation of DeepSpeed and of the recorded model gave for each cell,
-which was within 0.05 % of dry runs on one GPU.
+which was within 0.05 % of dry runs on one GPU. The one cell of Adafactor has the numbers of its dry run.
 """
 
 from __future__ import annotations

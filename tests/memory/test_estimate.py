@@ -6,12 +6,14 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.cli.estimate_details import compare_with_dry_run
 from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
+from llmscale.config.optimizers import ADAFACTOR
 from llmscale.config.resolve import ResolvedStep
 from llmscale.dry_run.engine import dry_run
 from llmscale.errors import ConfigError
@@ -92,12 +94,12 @@ def check(ds: DsConfig, shape: GPTShape, mode: CheckpointingMode, world_size: in
     check_fit(fit(ds, shape, mode, world_size, accumulation))
 
 
-def check_fit(found: Candidate) -> None:
-    counted = peak_of_dry_run(found)
+def check_fit(candidate: Candidate) -> None:
+    counted = peak_of_dry_run(candidate)
     for phase, breakdown in counted.items():
-        assert found.estimate.phase(phase).total_bytes == pytest.approx(breakdown.total_bytes, rel=TOLERANCE), phase
+        assert candidate.estimate.phase(phase).total_bytes == pytest.approx(breakdown.total_bytes, rel=TOLERANCE), phase
     peak = max(breakdown.total_bytes for breakdown in counted.values())
-    assert 1 - PEAK_TOO_LOW <= found.estimate.allocated_bytes / peak <= 1 + PEAK_TOO_HIGH
+    assert 1 - PEAK_TOO_LOW <= candidate.estimate.allocated_bytes / peak <= 1 + PEAK_TOO_HIGH
 
 
 #: One of everything, each with the shape that it matters most for.
@@ -119,6 +121,17 @@ def test_every_phase_is_that_of_the_dry_run(
     stage: int, precision: Precision, mode: CheckpointingMode, shape: str, world_size: int, accumulation: int
 ) -> None:
     check(config(stage, precision), SHAPES[shape], mode, world_size, accumulation)
+
+
+@pytest.mark.usefixtures("libraries_are_frozen")
+def test_the_peak_with_masks_in_blocks_is_that_of_the_dry_run() -> None:
+    windows = {"sliding_window": 200, "window_pattern": "LG", "document_end": 0}
+    shape = GPTShape(2, 4, 128, 1000, 1024, n_kv_head=2, positions="rotary", **windows)
+    flex, dense = (fit(config(2, "bf16"), replace(shape, attention_kernel=one), "none") for one in ("auto", "sdpa"))
+    for found in (flex, dense):
+        peak = max(breakdown.total_bytes for breakdown in peak_of_dry_run(found).values())
+        assert found.estimate.allocated_bytes == pytest.approx(peak, rel=2e-3)
+    assert flex.estimate.allocated_bytes < 0.9 * dense.estimate.allocated_bytes
 
 
 @pytest.mark.parametrize(
@@ -220,10 +233,10 @@ def test_a_rank_receives_no_more_rows_than_its_experts_can_take() -> None:
 def test_divided_experts_have_a_part_of_the_parameters_and_as_many_states() -> None:
     shape = SPARSE["mixtral"]
     steps = [divided_experts(1, size) for size in (1, 4)]
-    whole, part = (zero_states(step.rank_tensors, zero_setup(step)).resident for step in steps)
+    undivided, part = (zero_states(step.rank_tensors, zero_setup(step)).resident for step in steps)
     experts = sum(tensor.elements for tensor in shape.tensors.all if tensor.parameter.is_stacked)
-    assert whole.parameters_bytes - part.parameters_bytes == pytest.approx(2 * experts * 3 / 4, rel=1e-3)
-    assert part.optimizer_bytes == pytest.approx(whole.optimizer_bytes, rel=1e-3)
+    assert undivided.parameters_bytes - part.parameters_bytes == pytest.approx(2 * experts * 3 / 4, rel=1e-3)
+    assert part.optimizer_bytes == pytest.approx(undivided.optimizer_bytes, rel=1e-3)
     with pytest.raises(ConfigError, match=r"cannot divide experts .* stage 0"):
         divided_experts(0, 4)
 
@@ -383,3 +396,19 @@ def test_checkpoints_on_the_host_are_counted_there() -> None:
     )
     assert on_host.estimate.host_bytes > 0 == on_gpu.estimate.host_bytes
     assert on_host.estimate.allocated_bytes < on_gpu.estimate.allocated_bytes
+
+
+def test_adafactors_states_are_those_of_a_real_step() -> None:
+    from llmscale.engine.optimizers import build_optimizer
+    from llmscale.model.gpt import GPT
+
+    shape = build_shape({**ODD, **LLAMA, "num_experts": 4, "experts_per_token": 2, "expert_width": 64})
+    model = GPT(shape, seed=0)
+    optimizer = build_optimizer(
+        model, shape.tensors.kinds, ADAFACTOR, lr=0.1, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8
+    )
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = sum(value.nbytes for states in optimizer.state.values() for name, value in states.items() if name != "step")
+    assert ADAFACTOR.state_bytes(shape.architecture) - 4 * shape.num_parameters == held

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.errors import DataError
+from llmscale.model import attention_context, gpt
 from llmscale.model.attention_context import KVCache, build_context, kv_cache_bytes, positions_in_documents
 from llmscale.model.gpt import GPT
 from tests.model.odd_shapes import ODD_SHAPES, build_spread_gpt
@@ -237,3 +239,74 @@ def test_each_block_has_its_own_window(document_end: int | None) -> None:
     for block, window in zip(model.blocks, (3, 0, 0), strict=True):
         x = block(x, build_context(replace(shape, sliding_window=window, window_pattern="L"), positions, x.dtype))
     assert torch.equal(model(tokens), model.head(model.ln_f(x)))
+
+
+def packed_row(t: int, ends: list[int]) -> Tensor:
+    row = torch.full((t,), END + 1)
+    row[ends] = END
+    return row
+
+
+@pytest.mark.parametrize("t", [100, 256, 700])
+@pytest.mark.parametrize("window", [None, 1, 90, 300])
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_a_mask_in_blocks_shows_what_the_dense_one_shows(t: int, window: int | None, seed: int | None) -> None:
+    """Its function everywhere, and its tables of blocks: seen completely, in part, or not at all."""
+    positions = torch.arange(t)
+    if seed is not None:
+        draw = random.Random(seed)
+        rows = [packed_row(t, draw.sample(range(t), count)) for count in (0, 1, 7)]
+        positions = positions_in_documents(torch.stack(rows), END)
+    mask = attention_context._block_mask(positions, window)
+    dense = attention_context._attention_mask(positions, window, torch.float32)
+    if dense is None:
+        assert mask is None
+        return
+    assert mask is not None
+    seen = (dense if dense.dim() == 2 else dense[:, 0]).eq(0).expand(len(dense) if dense.dim() == 4 else 1, t, t)
+    batch, index = torch.arange(len(seen)), torch.arange(t)
+    visible = mask.mask_mod(batch[:, None, None], torch.tensor(0), index[:, None], index)
+    assert torch.equal(visible.expand_as(seen), seen)
+    blocks = -(-t // 128)
+    for row in range(len(seen)):
+        for i in range(blocks):
+            partial = mask.kv_indices[row, 0, i, : mask.kv_num_blocks[row, 0, i]].tolist()
+            complete = mask.full_kv_indices[row, 0, i, : mask.full_kv_num_blocks[row, 0, i]].tolist()
+            for j in range(blocks):
+                part = seen[row, 128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)]
+                expected = "whole" if j in complete else "partial" if j in partial else "none"
+                assert not (j in complete and j in partial)
+                assert part.all() if expected == "whole" else part.any() == (expected == "partial"), (i, j, expected)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("pattern", ["L", "LG"])
+@pytest.mark.parametrize("window", [0, 40])
+def test_flex_attention_computes_what_dense_masks_do(
+    window: int, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With shared key-value heads, in bf16 as on a GPU, in a forward pass: a CPU has no backward pass of it."""
+    shape = replace(LLAMA_LIKE, seq_len=300, head_dim=16, sliding_window=window, document_end=END)
+    shape = replace(shape, window_pattern=pattern) if window else shape
+    tokens = torch.stack([packed_row(300, ends) for ends in ([], [17, 140, 141, 290])])
+    tokens[:, 1::3] = torch.randint(END + 1, 40, tokens[:, 1::3].shape, generator=torch.Generator().manual_seed(0))
+    dense, flex = (GPT(shape, seed=0, skips_blocks=skips).bfloat16() for skips in (False, True))
+    calls: list[Tensor] = []
+    attend = attention_context.attend_in_blocks
+    monkeypatch.setattr(gpt, "has_flex_attention", lambda device: True)
+    monkeypatch.setattr(attention_context, "attend_in_blocks", lambda *args: calls.append(args[0]) or attend(*args))
+    with torch.no_grad():
+        expected, logits = dense(tokens), flex(tokens)
+    assert len(calls) == shape.n_layer
+    torch.testing.assert_close(logits.float(), expected.float(), rtol=0, atol=4e-3)
+    # The mask matters: without documents other logits.
+    with torch.no_grad():
+        other = GPT(replace(shape, document_end=None), seed=0).bfloat16()(tokens)
+    assert (other - expected).abs().max() > 0.02
+    # Not where lengths vary, nor with dropout, in fp32, for heads of other widths, or by request.
+    assert flex.eval()._takes_blocks(300, torch.ones(1, dtype=torch.bfloat16))
+    assert not flex._takes_blocks(299, torch.ones(1, dtype=torch.bfloat16))
+    assert not flex._takes_blocks(300, torch.ones(1))
+    for other_shape in (replace(shape, dropout=0.1), replace(shape, head_dim=24), replace(shape, document_end=None)):
+        takes = GPT(other_shape, seed=0, skips_blocks=True)._takes_blocks(300, torch.ones(1, dtype=torch.bfloat16))
+        assert takes == (other_shape.has_mask and other_shape.dropout == 0 and other_shape.head_dim == 16)

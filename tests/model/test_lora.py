@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from llmscale.architecture.layers import is_adapter
 from llmscale.architecture.shape import GPTShape
 from llmscale.errors import ConfigError
 from llmscale.model.gpt import GPT
@@ -52,3 +53,9 @@ def test_one_selection_of_layers_has_one_name() -> None:
 def test_adapters_that_cannot_be_are_refused(wrong: dict) -> None:
     with pytest.raises(ConfigError, match="lora_"):
         replace(SHAPE, **wrong)
+
+
+def test_frozen_weights_cost_no_gradients() -> None:
+    base, own = SHAPE.without_adapters, sum(t.elements for t in SHAPE.tensors.all if is_adapter(t.name))
+    attention = 12 * SHAPE.n_layer * SHAPE.n_embd * SHAPE.seq_len
+    assert SHAPE.flops_per_token - attention == 2 * (base.flops_per_token - attention) // 3 + 6 * own

@@ -42,8 +42,8 @@ def test_what_flash_attention_does_not_take_is_as_fast_as_the_first_one(gpu: str
 
 
 def test_the_loss_in_chunks_moves_less_where_the_model_is_narrow_or_the_batch_small() -> None:
-    whole, chunked = KernelSettings(loss_chunk_tokens=None), KernelSettings()
+    at_once, chunked = KernelSettings(loss_chunk_tokens=None), KernelSettings()
     assert chunked.logit_bytes(768, 2048) == 18
     assert chunked.logit_bytes(768, 16_384) == pytest.approx(18 + 12 * 768 / 2048)
-    assert chunked.logit_bytes(768, 16_384) < whole.logit_bytes(768, 16_384) < chunked.logit_bytes(8192, 16_384)
+    assert chunked.logit_bytes(768, 16_384) < at_once.logit_bytes(768, 16_384) < chunked.logit_bytes(8192, 16_384)
     assert KernelSettings(loss_chunk_tokens=8192).logit_bytes(8192, 16_384) < chunked.logit_bytes(8192, 16_384)

@@ -56,9 +56,9 @@ def test_without_accumulation_a_larger_batch_may_fit_where_a_smaller_one_does_no
     """A micro-batch that is a rank's whole share needs no sum of gradients from one micro-step to the next."""
     shape, cluster = GPTShape(n_layer=24, n_head=16, n_embd=1024, vocab_size=512, seq_len=8), cluster_of(80, 1)
     step = step_on(cluster, ds_of(1, offload_optimizer={"device": "cpu"}), shape, 2, "full")
-    half, whole = (evaluate(with_micro_batch(step, size), cluster).estimate.total_bytes for size in (1, 2))
-    assert whole < half
-    between = cluster_of((half + whole) / 2 / GIB / (1 - MARGIN), 1)
+    half, complete = (evaluate(with_micro_batch(step, size), cluster).estimate.total_bytes for size in (1, 2))
+    assert complete < half
+    between = cluster_of((half + complete) / 2 / GIB / (1 - MARGIN), 1)
     largest = find_largest_fit(Trial(step), between)
     assert (largest.fits, largest.plan.micro_batch_size) == (True, 2)
 
@@ -147,8 +147,8 @@ def test_a_family_with_sizes_of_its_own_goes_through_its_presets(name: str) -> N
     family, wanted = scaling_family(name), PRESETS[name].shape(50257, 2048)
     for other in (other for other in PRESETS if scaling_family(other) == family):
         like = PRESETS[other].shape(50257, 2048).changed({"dropout": 0.1})
-        found = interpolated_shape(wanted.n_embd, like, family)
-        assert replace(found, dropout=0.0) == replace(wanted, norm_eps=found.norm_eps, rope_theta=found.rope_theta)
+        shape = interpolated_shape(wanted.n_embd, like, family)
+        assert replace(shape, dropout=0.0) == replace(wanted, norm_eps=shape.norm_eps, rope_theta=shape.rope_theta)
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3", "smollm2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from llmscale.planning.step_time import (
     HostRates,
     Throughput,
     Traffic,
+    compute_parts,
     count_traffic,
     estimate_communication,
     estimate_compute_s,
@@ -70,14 +72,14 @@ def predict(row: dict[str, str], step_of) -> float:
         scatters=steps,
         gradient_bytes=4 if row["mixed_precision"] == "DEFAULT" else 2,
     )
-    found = estimate_step(
+    throughput = estimate_step(
         step_of(STAGE_3, shape, plan, "full" if row["recompute"] == "1" else "none"),
         Cluster(get_gpu(row["gpu"]), 8, get_interconnect("roce-200g" if row["gpu"].startswith("a100") else "ib-400g")),
         KernelSettings("flash-1", loss_chunk_tokens=None),
         traffic,
     )
-    assert found is not None
-    return found.tokens_per_second / gpus
+    assert throughput is not None
+    return throughput.tokens_per_second / gpus
 
 
 def test_error_on_the_rows_of_the_fit_is_as_documented(step_of) -> None:
@@ -109,18 +111,18 @@ def estimate(
     shape = GPTShape(24, 16, 2048, 50304, 2048)
     plan = build_batch_plan(global_batch_size=512, ranks=ParallelLayout(world_size), seq_len=2048, micro_batch_size=8)
     cluster = Cluster(get_gpu(gpu), 8, get_interconnect("ib-400g"))
-    found = estimate_step(step_of(ds, shape, plan), cluster, kernels)
-    assert found is not None
-    return found
+    throughput = estimate_step(step_of(ds, shape, plan), cluster, kernels)
+    assert throughput is not None
+    return throughput
 
 
 def test_the_parts_add_up_and_agree(step_of) -> None:
-    found = estimate(step_of, BF16 | {"zero_optimization": {"stage": 1}})
-    parts = found.compute_s + found.communication_s + found.optimizer_s + found.offload_s
-    assert found.step_s == pytest.approx(parts)
-    assert found.tokens_per_second * found.step_s == pytest.approx(512 * 2048)
+    throughput = estimate(step_of, BF16 | {"zero_optimization": {"stage": 1}})
+    parts = throughput.compute_s + throughput.communication_s + throughput.optimizer_s + throughput.offload_s
+    assert throughput.step_s == pytest.approx(parts)
+    assert throughput.tokens_per_second * throughput.step_s == pytest.approx(512 * 2048)
     flops = GPTShape(24, 16, 2048, 50304, 2048).flops_per_token
-    assert found.mfu == pytest.approx(found.tokens_per_second * flops / (16 * 989e12))
+    assert throughput.mfu == pytest.approx(throughput.tokens_per_second * flops / (16 * 989e12))
 
 
 def test_stage_2_waits_longer_than_stage_1_when_accumulating(step_of) -> None:
@@ -144,8 +146,8 @@ def test_below_stage_2_whole_gradients_are_summed_every_micro_step(step_of) -> N
 
 def test_offload_moves_the_step_to_the_host(step_of) -> None:
     ds = BF16 | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    found = estimate(step_of, ds)
-    assert found.optimizer_s == 0 and found.offload_s > 0
+    throughput = estimate(step_of, ds)
+    assert throughput.optimizer_s == 0 and throughput.offload_s > 0
 
 
 def test_fp32_has_no_mfu_and_an_unknown_rate_no_estimate(step_of) -> None:
@@ -177,9 +179,9 @@ def test_compiled_blocks_save_what_torchtitans_saved(step_of) -> None:
     plan = build_batch_plan(global_batch_size=16, ranks=ParallelLayout(8), seq_len=8192, micro_batch_size=2)
     gpu = replace(get_gpu("h100-80gb"), memory_bytes_per_s=2.4e12)
     cluster = Cluster(gpu, 8, get_interconnect("ib-400g"))
-    found = estimate_step(step_of(STAGE_3, shape, plan, "selective"), cluster)
-    assert found is not None
-    saved_s = 1 / found.tokens_per_second - 1 / found.compiled_tokens_per_second
+    throughput = estimate_step(step_of(STAGE_3, shape, plan, "selective"), cluster)
+    assert throughput is not None
+    saved_s = 1 / throughput.tokens_per_second - 1 / throughput.compiled_tokens_per_second
     assert 8 * saved_s == pytest.approx(1 / 5762 - 1 / 6667, rel=0.1)
 
 
@@ -199,9 +201,9 @@ def test_muons_products_are_shared_by_the_ranks_that_share_the_states(step_of) -
     def optimizer_s(stage: int, optimizer: OptimizerSpec, **zero: object) -> float:
         ds = BF16 | {"zero_optimization": {"stage": stage, **zero}}
         cluster = Cluster(get_gpu("h100-80gb"), 8, get_interconnect("ib-400g"))
-        found = estimate_step(step_of(ds, shape, plan, optimizer=optimizer), cluster)
-        assert found is not None
-        return found.optimizer_s
+        throughput = estimate_step(step_of(ds, shape, plan, optimizer=optimizer), cluster)
+        assert throughput is not None
+        return throughput.optimizer_s
 
     products = optimizer_s(2, MUON, offload_optimizer={"device": "cpu"})
     assert products > 0 == optimizer_s(2, ADAMW, offload_optimizer={"device": "cpu"})
@@ -214,9 +216,9 @@ WIDE = GPTShape(32, 32, 4096, 50304, 2048)
 
 
 def compute_seconds(checkpointing: CheckpointingMode = "none", gpu: str = "a100-80gb", micro: int = 4) -> float:
-    found = estimate_compute_s(WIDE, micro, "bf16", checkpointing, get_gpu(gpu))
-    assert found is not None
-    return found
+    seconds = estimate_compute_s(WIDE, micro, "bf16", checkpointing, get_gpu(gpu))
+    assert seconds is not None
+    return seconds
 
 
 def test_never_faster_than_the_peak_rate() -> None:
@@ -261,19 +263,30 @@ def test_a_gpu_of_unknown_bandwidth_is_as_balanced_as_an_a100() -> None:
 def test_compiled_blocks_and_a_newer_attention_take_less_time() -> None:
     def long(kernels: KernelSettings) -> float:
         shape = GPTShape(32, 32, 4096, 50304, 16_384)
-        found = estimate_compute_s(shape, 1, "bf16", "none", get_gpu("a100-80gb"), kernels)
-        assert found is not None
-        return found
+        seconds = estimate_compute_s(shape, 1, "bf16", "none", get_gpu("a100-80gb"), kernels)
+        assert seconds is not None
+        return seconds
 
     assert long(KernelSettings()) < 0.9 * long(KernelSettings("flash-1"))
     assert long(KernelSettings(compiled_blocks=True)) < 0.97 * long(KernelSettings())
 
 
-def test_a_mask_costs_the_newer_attention() -> None:
+def test_a_mask_costs_the_newer_attention_unless_its_blocks_are_skipped() -> None:
     plain = GPTShape(32, 32, 4096, 50304, 16_384)
-    windowed = GPTShape(32, 32, 4096, 50304, 16_384, sliding_window=4096)
-    without, masked = (estimate_compute_s(s, 1, "bf16", "none", get_gpu("h100-80gb")) for s in (plain, windowed))
-    assert without is not None and masked is not None and masked > 1.3 * without
+    windowed, documents = replace(plain, sliding_window=4096), replace(plain, document_end=0)
+
+    def seconds(shape: GPTShape, **of_attention: Any) -> float:
+        parts = compute_parts(replace(shape, **of_attention), 1, "bf16", "none", get_gpu("h100-80gb"))
+        assert parts is not None
+        return parts.attention_s
+
+    for masked in (windowed, documents):
+        assert seconds(masked, attention_kernel="sdpa") > 1.3 * seconds(plain)
+    # Documents may fill the sequence. A window of a quarter leaves 7 of 16 pairs, and the blocks at its edge.
+    assert seconds(documents) / seconds(plain) == pytest.approx(1.155, abs=0.01)
+    assert 7 / 16 < seconds(windowed) / seconds(documents) < 0.46
+    mixed = seconds(windowed, window_pattern="LG")
+    assert mixed == pytest.approx((seconds(windowed) + seconds(documents)) / 2, rel=0.01)
 
 
 SHAPE = GPTShape(24, 16, 2048, 50304, 2048, tied=False)
@@ -303,9 +316,9 @@ def traffic(
     return count_traffic(step_of(ds, SHAPE, plan, checkpointing, zero=changes))
 
 
-def passes(found: Traffic) -> float:
+def passes(counted: Traffic) -> float:
     """Passes of a ring over all parameters in 16 bits."""
-    return (found.gathered_bytes + found.reduced_bytes) / (2 * NUM)
+    return (counted.gathered_bytes + counted.reduced_bytes) / (2 * NUM)
 
 
 @pytest.mark.parametrize(
@@ -333,10 +346,10 @@ def test_stage_3_gathers_twice_and_scatters_once(step_of) -> None:
 
 def test_what_stays_between_steps_is_gathered_behind_each_step(step_of) -> None:
     """Biases and norms, every one by itself; and they are not gathered by the passes."""
-    found = traffic(step_of, 3, micro_steps=2, **NOTHING_KEPT)
+    counted = traffic(step_of, 3, micro_steps=2, **NOTHING_KEPT)
     vectors = [tensor.elements for tensor in SHAPE.tensors.all if tensor.kind == "vector"]
-    assert found.small_collectives == len(vectors)
-    assert found.gathered_bytes == 2 * (2 * 2 * (NUM - sum(vectors)) + sum(vectors))
+    assert counted.small_collectives == len(vectors)
+    assert counted.gathered_bytes == 2 * (2 * 2 * (NUM - sum(vectors)) + sum(vectors))
 
 
 def test_stage_3_does_not_gather_again_what_is_still_live(step_of) -> None:
@@ -346,9 +359,9 @@ def test_stage_3_does_not_gather_again_what_is_still_live(step_of) -> None:
     assert passes(none) == pytest.approx(expected, abs=0.01)
     assert passes(full) > passes(none)
     assert full.collectives > none.collectives
-    kept = traffic(step_of, 3, stage3_max_reuse_distance=10**12)
-    assert passes(kept) == pytest.approx(2, abs=0.001)
-    assert kept.collectives < none.collectives
+    unreleased = traffic(step_of, 3, stage3_max_reuse_distance=10**12)
+    assert passes(unreleased) == pytest.approx(2, abs=0.001)
+    assert unreleased.collectives < none.collectives
 
 
 def test_stage_3_autocast_travels_in_fp32(step_of) -> None:
@@ -404,8 +417,8 @@ def test_stage_3_gathers_tensors_together_until_they_fill_a_bucket(step_of) -> N
 
 
 def test_one_rank_has_nothing_to_say() -> None:
-    found = estimate_communication(Traffic(1e9, 1e9, 10), get_gpu("h100-80gb"), 1, 1, get_interconnect("ib-400g"))
-    assert found == CommunicationTime(0, 0, 0)
+    time = estimate_communication(Traffic(1e9, 1e9, 10), get_gpu("h100-80gb"), 1, 1, get_interconnect("ib-400g"))
+    assert time == CommunicationTime(0, 0, 0)
 
 
 def test_inside_a_node_the_link_counts() -> None:
@@ -460,8 +473,8 @@ def test_hpz_pays_within_nodes_and_not_across_them(step_of) -> None:
     changes = {"micro_steps": 4, **NOTHING_STAYS}
 
     def waited_s(group: int) -> float:
-        found = traffic(step_of, 3, zero_hpz_partition_size=group, **changes)
-        return estimate_communication(found, gpu, 4, 2, network).wire_s
+        counted = traffic(step_of, 3, zero_hpz_partition_size=group, **changes)
+        return estimate_communication(counted, gpu, 4, 2, network).wire_s
 
     assert waited_s(4) < 0.7 * waited_s(1)
     assert waited_s(8) == pytest.approx(waited_s(1), rel=0.01)
@@ -584,6 +597,6 @@ def test_divided_experts_exchange_rows_within_and_between_nodes_and_gather_their
     assert wire_s < within < 1.5 * wire_s
     assert estimate_dispatch_s(step(8, "full"), gpu, 8, network) == pytest.approx(1.5 * within)
     experts = sum(tensor.elements for tensor in shape.tensors.all if tensor.parameter.is_stacked)
-    whole, part = count_traffic(step(1)), count_traffic(step(8))
-    assert whole.reduced_bytes - part.reduced_bytes == pytest.approx(experts * 7 / 8 * 2, rel=0.01)
-    assert part.gathered_bytes < whole.gathered_bytes / 2
+    undivided, part = count_traffic(step(1)), count_traffic(step(8))
+    assert undivided.reduced_bytes - part.reduced_bytes == pytest.approx(experts * 7 / 8 * 2, rel=0.01)
+    assert part.gathered_bytes < undivided.gathered_bytes / 2

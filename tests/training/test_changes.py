@@ -80,10 +80,10 @@ def test_an_accepted_change_of_the_identity_is_listed(start: Start, begun: Path)
 
 
 def test_a_learning_rate_that_jumps_is_said(start: Start) -> None:
-    found = lines(saved(start(), 59), start(steps=120))
-    assert found[0] == "changed since the checkpoint: steps 60 -> 120; warmup_steps 0 -> 1; decay_steps 60 -> 120"
-    assert found[1].startswith("the learning rate goes from 1.02e-04 to 5.6")
-    assert "at step 60, where the checkpoint's schedule had 1.01e-04" in found[1]
+    reported = lines(saved(start(), 59), start(steps=120))
+    assert reported[0] == "changed since the checkpoint: steps 60 -> 120; warmup_steps 0 -> 1; decay_steps 60 -> 120"
+    assert reported[1].startswith("the learning rate goes from 1.02e-04 to 5.6")
+    assert "at step 60, where the checkpoint's schedule had 1.01e-04" in reported[1]
     assert len(lines(saved(start("--schedule=constant"), 20), start("--schedule=constant", steps=120))) == 1
 
 

@@ -60,10 +60,7 @@ def test_the_mean_is_over_sequences_and_not_over_ranks_or_batches(ranks: Callabl
 
 STEPS = 6
 #: Gated, two query heads a key, rotary: a block that is not GPT-2's; every sample outgrows the 32 positions.
-MODERN = (
-    *("--norm", "rmsnorm", "--positions", "rotary", "--gated-mlp", "--activation", "silu", "--no-bias"),
-    *("--n-head", "4", "--n-kv-head", "2"),
-)
+MODERN = "--norm rmsnorm --positions rotary --gated-mlp --activation silu --no-bias --n-head 4 --n-kv-head 2"
 
 
 def test_sharded_weights_give_the_text_of_whole_ones_and_training_does_not_notice(
@@ -73,8 +70,12 @@ def test_sharded_weights_give_the_text_of_whole_ones_and_training_does_not_notic
     folders = {of: tmp_path / "-".join(of) for of in (("zero0", "2"), ("zero3", "2"), ("zero3", "0"))}
     commands = [
         train_command(
-            *("--ds", f"ds_configs/{ds_config}.json", "--precision", "fp32", "--steps", str(STEPS), "--lr", "3e-3"),
-            *("--save-every", "0", "--sample-every", sample_every, "--run", str(folder), *MODERN),
+            *f"--ds ds_configs/{ds_config}.json --precision fp32 --steps {STEPS} --lr 3e-3 --save-every 0".split(),
+            "--sample-every",
+            sample_every,
+            "--run",
+            str(folder),
+            *MODERN.split(),
         )
         for (ds_config, sample_every), folder in folders.items()
     ]

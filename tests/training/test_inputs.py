@@ -174,7 +174,7 @@ def test_text_is_killed_while_it_is_prepared_and_while_it_trains(ranks: Callable
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--data", "there"], "--data there has no effect with --text. Drop one of them."),
         (["--cache-limit-gib", "1"], "--cache-limit-gib 1.0 has no effect with --text. Drop one of them."),
@@ -182,9 +182,9 @@ def test_text_is_killed_while_it_is_prepared_and_while_it_trains(ranks: Callable
         (["--init-from", "runs/first"], "--init-from runs/first needs text with its own tokens"),
     ],
 )
-def test_text_is_not_read_before_flags_are_right(words: list[str], said: str, tmp_path: Path) -> None:
+def test_text_is_not_read_before_flags_are_right(words: list[str], message: str, tmp_path: Path) -> None:
     cache = ["--data-cache", str(tmp_path / "cache")]
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         with_prepared_text(parse_run_config(["--text", str(tmp_path), *cache, *words]))
     assert not (tmp_path / "cache").exists()
 

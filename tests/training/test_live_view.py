@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmscale.training.live_view import Curve, LiveView, sparkline
+from llmscale.training.live_view import LiveView, sparkline
 from llmscale.training.step_metrics import StepMeter
 from tests.conftest import REPOSITORY
 from tests.terminal_screen import Terminal
@@ -193,11 +193,9 @@ def test_sparklines() -> None:
     assert sparkline([*falling, 1e9, 3.0], 40)[0] == "█", "one spike does not flatten the rest"
 
 
-def test_a_curve_stays_small() -> None:
-    curve = Curve()
-    for step in range(100_000):
-        curve.add(float(step))
-    curve.add(math.nan)
-    assert 2000 < len(curve.values) <= 4097
-    assert curve.values == sorted(curve.values)
-    assert curve.values[-1] > 95_000
+def test_a_loss_that_is_no_number_is_not_in_the_curve(view: LiveView) -> None:
+    before = view.render(100)
+    view.show_step(make_metrics(step=501, loss=math.nan))
+    assert [set(line) & set("▁▂▃▄▅▆▇█") for line in view.render(100)] == [
+        set(line) & set("▁▂▃▄▅▆▇█") for line in before
+    ]

@@ -104,9 +104,9 @@ def test_a_spike_is_recorded_and_the_checkpoint_before_it_outlives_retention(
     assert spike["samples"] == [f"llmscale data which {tmp_path / 'run'} --step {SPIKE}"]
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000044", "step-00000030"]
     assert f"WARNING: step {SPIKE}: the loss leaps" in output
-    told = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
-    assert [said["event"] for said in told] == ["spike", "finished"]
-    assert (told[0]["step"], told[0]["loss"]) == (SPIKE, spike["loss"])
+    records = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
+    assert [record["event"] for record in records] == ["spike", "finished"]
+    assert (records[0]["step"], records[0]["loss"]) == (SPIKE, spike["loss"])
 
 
 def test_stop_says_how_to_go_on_and_that_works(ranks: Callable, train_command: Callable, tmp_path: Path) -> None:
@@ -115,8 +115,8 @@ def test_stop_says_how_to_go_on_and_that_works(ranks: Callable, train_command: C
     outputs = job.wait()
     assert job.exit_codes == [0, 0], outputs
     assert f"stopped by --on-spike stop: the loss spike at step {SPIKE}" in outputs[0]
-    said = next(line for line in outputs[0].splitlines() if line.startswith("to continue without its batches"))
-    words = said.partition(": ")[2].split()[-4:]
+    advice = next(line for line in outputs[0].splitlines() if line.startswith("to continue without its batches"))
+    words = advice.partition(": ")[2].split()[-4:]
     assert words == ["--resume", str(tmp_path / "run/checkpoints/step-00000030"), "--skip-steps", "32:34"]
     again = ranks([JOB, f"noise:{SPIKE}", *train_command(*flags, *words)[1:]], 2)
     outputs = again.wait()

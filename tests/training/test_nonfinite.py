@@ -225,10 +225,10 @@ def test_bad_steps_before_the_last_one_end_a_run_that_logs_rarely(
 
 
 def history(*scales: float | None) -> LossScaleHistory:
-    found = LossScaleHistory()
+    history = LossScaleHistory()
     for step, scale in enumerate(scales, 1):
-        found.add(step, scale)
-    return found
+        history.add(step, scale)
+    return history
 
 
 def test_only_changes_are_remembered() -> None:
@@ -277,9 +277,9 @@ def test_compiled_blocks_are_searched_like_others_and_compiled_again_afterwards(
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "0", "PYTHONPATH": str(REPOSITORY)}
     done = warm_start.run([sys.executable, __file__, "compiled"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["forward"][0] == found["spoiled"], found
-    assert (found["graphs"], found["is_paused"]) == (1, False)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["forward"][0] == result["spoiled"], result
+    assert (result["graphs"], result["is_paused"]) == (1, False)
 
 
 def search_compiled_blocks() -> None:
@@ -287,9 +287,9 @@ def search_compiled_blocks() -> None:
     compiler.compile_blocks(model, zero_stage=0, checkpointing="none")
     take_step(model)
     name = spoil(model)
-    found = search(model, compiler)
+    ended = search(model, compiler)
     take_step(model)
-    values = {"forward": found.forward, "spoiled": name, "graphs": compiler.graphs, "is_paused": compiler.is_paused}
+    values = {"forward": ended.forward, "spoiled": name, "graphs": compiler.graphs, "is_paused": compiler.is_paused}
     print(json.dumps(values))
 
 

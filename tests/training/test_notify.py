@@ -30,8 +30,8 @@ def told(path: Path) -> list[dict[str, object]]:
 def test_facts_are_read_by_no_shell_and_have_no_nan(tmp_path: Path) -> None:
     facts = {"error": f"$(touch {tmp_path}/no) `touch {tmp_path}/no`\n'; touch {tmp_path}/no #", "loss": math.inf}
     notify(f"test -n $HOME && cat > {tmp_path}/told", tmp_path / "$(touch no)", "failed", facts)
-    (said,) = told(tmp_path / "told")
-    assert (said["event"], said["error"], said["loss"]) == (
+    (record,) = told(tmp_path / "told")
+    assert (record["event"], record["error"], record["loss"]) == (
         "failed",
         "$(touch no) `touch no`\n'; touch no #",
         None,

@@ -28,8 +28,8 @@ from tests.conftest import Ranks, read_losses
     ],
 )
 def test_the_verdict_names_the_cause(first: float, last: float, has_learned: bool, why: str) -> None:
-    found = judge_overfit(first, last, 3.0)
-    assert found[0] == has_learned and why in found[1]
+    verdict = judge_overfit(first, last, 3.0)
+    assert verdict[0] == has_learned and why in verdict[1]
 
 
 def test_entropy_of_tokens() -> None:

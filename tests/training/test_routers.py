@@ -65,18 +65,18 @@ def test_metrics_are_those_of_all_tokens(log: RouterLog, model: GPT, lines: Line
         block.mlp.router.bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))
         block.mlp.router.register_forward_hook(lambda module, inputs, logits: seen.append(logits.detach()))
     model(tokens[:, :-1], tokens[:, 1:])
-    found = log.read(7)
+    values = log.read(7)
     scores = [logits.softmax(-1) for logits in seen]
     moved = [(score.topk(2).indices.sort(-1).values != torch.tensor([0, 1])).any(-1) for score in scores]
     entropies = [-(score * score.log()).sum(-1) for score in scores]
     squares = [logits.logsumexp(-1).square() for logits in seen]
     balance = sum(2 * (score[:, :2].sum(-1)).mean() for score in scores)
-    assert (found["expert_load_max"], found["expert_load_mean"], found["expert_load_min"]) == (2.0, 2.0, 0.0)
-    assert found["tokens_moved"] == pytest.approx(float(torch.cat(moved).float().mean()), abs=1e-6)
-    assert found["router_entropy"] == pytest.approx(float(torch.cat(entropies).mean()), abs=1e-6)
-    assert 0 < found["router_entropy"] <= math.log(4)
+    assert (values["expert_load_max"], values["expert_load_mean"], values["expert_load_min"]) == (2.0, 2.0, 0.0)
+    assert values["tokens_moved"] == pytest.approx(float(torch.cat(moved).float().mean()), abs=1e-6)
+    assert values["router_entropy"] == pytest.approx(float(torch.cat(entropies).mean()), abs=1e-6)
+    assert 0 < values["router_entropy"] <= math.log(4)
     expected = 0.02 * float(balance) + 0.5 * sum(float(square.mean()) for square in squares)
-    assert found["router_loss"] == pytest.approx(expected, abs=1e-5)
+    assert values["router_loss"] == pytest.approx(expected, abs=1e-5)
     assert lines.events == [{"event": "expert_load", "step": 7, "blocks": [1, 2], "loads": [[2.0, 2.0, 0.0, 0.0]] * 2}]
 
 
@@ -113,10 +113,10 @@ def test_a_collapse_lasts_and_is_seen_often(every: int) -> None:
     detector, one_full = CollapseDetector(2, 4), EVEN.copy()
     one_full[0] = [39, 20, 11, 10]
     for number in range(1, 1000):
-        found = detector.add(number * every, one_full, 40)
-        if found is not None:
+        collapse = detector.add(number * every, one_full, 40)
+        if collapse is not None:
             break
-    assert found == ([0], [0], "over 95% of the tokens have gone to", every)
+    assert collapse == ([0], [0], "over 95% of the tokens have gone to", every)
     assert number * every - every >= PATIENCE_STEPS
     assert number >= MIN_READINGS
 
@@ -124,10 +124,10 @@ def test_a_collapse_lasts_and_is_seen_often(every: int) -> None:
 def test_experts_with_a_few_of_many_tokens_are_unused() -> None:
     detector, loads = CollapseDetector(1, 64), np.ones((1, 64))
     loads[0, :4] = 500_000 - 15
-    found = [detector.add(step, loads, 500_000) for step in range(PATIENCE_STEPS + 1)]
-    assert found[:-1] == [None] * PATIENCE_STEPS
-    assert found[-1] is not None
-    assert found[-1][1] == list(range(4, 64))
+    findings = [detector.add(step, loads, 500_000) for step in range(PATIENCE_STEPS + 1)]
+    assert findings[:-1] == [None] * PATIENCE_STEPS
+    assert findings[-1] is not None
+    assert findings[-1][1] == list(range(4, 64))
 
 
 def test_no_expert_is_overloaded_where_most_are_chosen() -> None:

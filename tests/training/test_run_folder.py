@@ -203,7 +203,7 @@ def test_a_claim_is_visible_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (DataError("no token\nsecond line"), "no token"),
         (RuntimeError("\n CUDA out of memory. \nTried"), "RuntimeError: CUDA out of memory."),
@@ -211,11 +211,11 @@ def test_a_claim_is_visible_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (KeyError("x" * 10_000), "KeyError: '" + "x" * 589),
     ],
 )
-def test_the_first_rank_that_fails_says_why(error: Exception, said: str, tmp_path: Path) -> None:
+def test_the_first_rank_that_fails_says_why(error: Exception, message: str, tmp_path: Path) -> None:
     record_failure(tmp_path, error, step=3, rank=1)
     record_failure(tmp_path, RuntimeError("connection closed by peer"), step=3, rank=0)
     record = json.loads((tmp_path / FAILURE_NAME).read_text())
-    assert (record["error"], record["step"], record["rank"]) == (said, 3, 1)
+    assert (record["error"], record["step"], record["rank"]) == (message, 3, 1)
     assert [path.name for path in tmp_path.iterdir()] == [FAILURE_NAME]
     clear_failure(tmp_path)
     clear_failure(tmp_path)

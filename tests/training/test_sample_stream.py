@@ -83,22 +83,22 @@ def test_steps_are_numbered_as_they_are_printed() -> None:
 
 
 def test_a_run_that_goes_on_keeps_what_it_left_out_whatever_the_command_says() -> None:
-    kept = (Skip("3:5", 16, 32),)
-    assert place([], with_skips(*kept), 8) == kept
-    assert place(["3:5"], with_skips(*kept), 8) == kept, "the same command again"
+    earlier = (Skip("3:5", 16, 32),)
+    assert place([], with_skips(*earlier), 8) == earlier
+    assert place(["3:5"], with_skips(*earlier), 8) == earlier, "the same command again"
 
 
 def test_what_comes_is_counted_from_the_checkpoint() -> None:
     assert place(["12:14"], STATE, 8)[0] == Skip("12:14", 88, 104)
     assert place(["12:14"], STATE, 16)[0] == Skip("12:14", 96, 128), "another batch size since"
-    kept = Skip("3:5", 16, 32)
-    assert place(["12:14"], with_skips(kept), 8) == (kept, Skip("12:14", 104, 120)), "behind what is gone"
+    earlier = Skip("3:5", 16, 32)
+    assert place(["12:14"], with_skips(earlier), 8) == (earlier, Skip("12:14", 104, 120)), "behind what is gone"
 
 
 def test_a_range_that_begins_before_one_that_is_gone_reaches_behind_it() -> None:
     """Steps 2 and 3 as they are printed: the second one comes behind what is left out."""
-    kept = Skip("3:5", 16, 32)
-    state = replace(with_skips(kept), step=1, samples_seen=8)
+    earlier = Skip("3:5", 16, 32)
+    state = replace(with_skips(earlier), step=1, samples_seen=8)
     assert skipped_ranges(place(["2:4"], state, 8)) == ((8, 40),)
 
 

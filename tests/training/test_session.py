@@ -83,9 +83,14 @@ def test_an_error_is_recorded_but_not_one_of_an_early_end(tmp_path: Path) -> Non
 
 
 def test_whatever_the_feed_raises_is_told_to_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[object] = []
-    monkeypatch.setattr(session_module, "vote", lambda group, *, failure, **votes: told.append(failure))
+    failures: list[object] = []
+
+    def vote(_group: object, *, failure: object, **votes: object) -> Any:
+        failures.append(failure)
+        return SimpleNamespace(**votes)
+
+    monkeypatch.setattr(session_module, "vote", vote)
     opened = session([], SimpleNamespace(due_by_clock=lambda: False))
     assert opened.fetch(4) == []
     opened.decide(4)
-    assert isinstance(told[0], FileNotFoundError)
+    assert isinstance(failures[0], FileNotFoundError)

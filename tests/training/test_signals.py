@@ -84,16 +84,16 @@ def is_in_mask(mask: str, pid: int, number: signal.Signals) -> bool:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
-    found = re.search(rf"{mask}:\s*([0-9a-f]+)", status)
-    return bool(found and int(found.group(1), 16) >> (number - 1) & 1)
+    match = re.search(rf"{mask}:\s*([0-9a-f]+)", status)
+    return bool(match and int(match.group(1), 16) >> (number - 1) & 1)
 
 
 def check_stopped(job: WatchedJob, run: Path, why: str) -> None:
     """Both ranks have ended well, and the newest checkpoint is of the step they stopped at."""
     assert job.finish() == [0, 0], job.lines
-    found = re.search(rf"{why} at step (\d+) of 1000000; run folder: {run}", "".join(job.lines))
-    assert found, job.lines
-    step = int(found.group(1))
+    match = re.search(rf"{why} at step (\d+) of 1000000; run folder: {run}", "".join(job.lines))
+    assert match, job.lines
+    step = int(match.group(1))
     newest = find_checkpoint(run)
     assert find_damage(newest) is None
     assert load_manifest(newest).step == step

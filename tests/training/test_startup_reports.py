@@ -15,9 +15,9 @@ A100S, UNKNOWN = (
     [(1, [4], None), (4, [4, 4], None), (2, [4, 4], None), (4, [4], "on one node"), (4, [2, 2], "nodes of 2 ranks")],
 )
 def test_groups_that_gain_nothing_are_said(group: int, ranks_per_node: list[int], words: str | None) -> None:
-    found = list(hpz_warnings(group, ranks_per_node))
-    assert len(found) == (words is not None)
-    assert all(words in warning for warning in found if words)
+    warnings = list(hpz_warnings(group, ranks_per_node))
+    assert len(warnings) == (words is not None)
+    assert all(words in warning for warning in warnings if words)
 
 
 @pytest.mark.parametrize(

@@ -13,31 +13,31 @@ from llmscale.training.live_run import READINGS, StragglerDetector
 def test_a_rank_is_named_once_when_most_readings_say_so() -> None:
     slow = StragglerDetector(3)
     for number in range(READINGS):
-        found = slow.observe("arithmetic", [0.10, 0.15, 0.10])
-        assert (found == []) == (number < READINGS - 1)
-    (one,) = found
+        stragglers = slow.observe("arithmetic", [0.10, 0.15, 0.10])
+        assert (stragglers == []) == (number < READINGS - 1)
+    (one,) = stragglers
     assert (one.rank, one.phase) == (1, "arithmetic")
     assert abs(one.ratio - 1.5) < 1e-9
     assert slow.observe("arithmetic", [0.10, 0.15, 0.10]) == []
     for _ in range(READINGS):
         assert slow.observe("arithmetic", [0.10, 0.10, 0.10]) == []
     later = [slow.observe("arithmetic", [0.10, 0.10, 0.15]) for _ in range(READINGS)]
-    assert [entry.rank for found in later for entry in found] == [2], "another one, later"
+    assert [entry.rank for stragglers in later for entry in stragglers] == [2], "another one, later"
 
 
 def test_waiting_for_data_counts_by_the_step() -> None:
     """Twice as long, and yet nothing beside a step of a second; half of a step is much."""
     slow = StragglerDetector(2)
-    assert not [found for _ in range(READINGS) for found in slow.observe("data wait", [0.001, 0.002], 1.0)]
-    found = [found for _ in range(2 * READINGS) for found in slow.observe("data wait", [0.0, 0.5], 1.0)]
-    assert [(one.rank, one.phase) for one in found] == [(1, "data wait")]
+    assert not [straggler for _ in range(READINGS) for straggler in slow.observe("data wait", [0.001, 0.002], 1.0)]
+    stragglers = [one for _ in range(2 * READINGS) for one in slow.observe("data wait", [0.0, 0.5], 1.0)]
+    assert [(one.rank, one.phase) for one in stragglers] == [(1, "data wait")]
 
 
 def test_of_two_ranks_one_can_be_slow_and_of_one_none() -> None:
     two, one = StragglerDetector(2), StragglerDetector(1)
-    found = [found for _ in range(READINGS) for found in two.observe("arithmetic", [0.2, 0.1])]
-    assert [entry.rank for entry in found] == [0]
-    assert not [found for _ in range(READINGS) for found in one.observe("arithmetic", [0.2])]
+    stragglers = [rank for _ in range(READINGS) for rank in two.observe("arithmetic", [0.2, 0.1])]
+    assert [entry.rank for entry in stragglers] == [0]
+    assert not [straggler for _ in range(READINGS) for straggler in one.observe("arithmetic", [0.2])]
 
 
 JOB = str(Path(__file__).with_name("fault_job.py"))
@@ -70,8 +70,8 @@ def test_a_slow_rank_is_named_with_its_host_and_phase(
     outputs = job.wait()
     assert job.exit_codes == [0, 0, 0], outputs
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    found = [record for record in records if record.get("event") == "slow_rank" and record["phase"] == phase]
-    assert [record["rank"] for record in found] == [1], outputs[0]
-    assert found[0]["host"] == os.uname().nodename
-    assert found[0]["ratio"] > 1.25
+    slow_ranks = [record for record in records if record.get("event") == "slow_rank" and record["phase"] == phase]
+    assert [record["rank"] for record in slow_ranks] == [1], outputs[0]
+    assert slow_ranks[0]["host"] == os.uname().nodename
+    assert slow_ranks[0]["ratio"] > 1.25
     assert f"rank 1 on host {os.uname().nodename} " in outputs[0]

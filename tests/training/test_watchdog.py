@@ -77,10 +77,10 @@ def test_reports_say_how_far_a_rank_has_come_and_how_it_ends(pipe: Pipe) -> None
     code = "heartbeat.beat('training', 11); heartbeat.fail('é' * 9999); heartbeat.end(0)"
     rank = pipe.start(code)
     assert rank.communicate() == ("", "")
-    told = [{"rank": 3, "pid": rank.pid, "phase": phase, "step": step} for phase, step in [("starting", None)]]
-    told += [{**told[0], "phase": phase, "step": 11} for phase in ("training", "failed", "finished")]
-    told[2]["failure"] = "é" * 500
-    assert pipe.reports() == told
+    sent = [{"rank": 3, "pid": rank.pid, "phase": phase, "step": step} for phase, step in [("starting", None)]]
+    sent += [{**sent[0], "phase": phase, "step": 11} for phase in ("training", "failed", "finished")]
+    sent[2]["failure"] = "é" * 500
+    assert pipe.reports() == sent
 
 
 @pytest.mark.parametrize(

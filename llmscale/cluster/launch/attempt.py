@@ -239,7 +239,8 @@ class AttemptRun:
         state = self.states[message["rank"]]
         if "text" in message:
             self.last_lines.setdefault(state.rank, deque(maxlen=_EVIDENCE_LINES)).append(message["text"])
-            self.show(f"{host.name} rank {state.rank}: {message['text']}")
+            # Rank 0 speaks for the run.
+            self.show(f"{f'{host.name} rank {state.rank}: ' if state.rank else ''}{message['text']}")
         elif "code" in message:
             state.code = message["code"]
         else:

@@ -48,7 +48,7 @@ class Reading:
     """Entries that mean what llmscale does without them: off, "auto", or another name of a key."""
 
     def value_at(self, path: str) -> object:
-        """Return the value at a dotted path; None if there is none."""
+        """Return the value at a dotted path, or None."""
         value: object = self.config
         for name in path.split("."):
             value = value.get(name) if isinstance(value, Mapping) else None

@@ -19,7 +19,7 @@ from llmscale.data.prepare.sources.open_source import check_apart, check_data_se
 from llmscale.data.prepare.sources.source import LocalFile, Source, describe_passed_over, opened
 from llmscale.data.shards.manifest import MANIFEST_NAME
 from llmscale.data.tokenizers.hugging_face import load_huggingface
-from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
+from llmscale.data.tokenizers.load_tokenizer import CHARACTERS, load_tokenizer
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from llmscale.errors import DataError, write_failure
 from llmscale.files.atomic_write import write_durably
@@ -95,10 +95,10 @@ class TextRequest:
         from llmscale.data.prepare.prepare_set import PrepareOptions, describe_reading, prepare  # slow to import
 
         check_data_sets([self.text])
-        given = load_tokenizer(self.tokenizer) if self.tokenizer else None
+        given = load_tokenizer(self.tokenizer) if self.tokenizer not in (None, CHARACTERS) else None
         folder = cache / _hash(
             _hash_contents(source),
-            given.sha256 if given else self._vocab_size(source),
+            given.sha256 if given else self.tokenizer or self._vocab_size(source),
             self.seq_len,
             self.skip_undecodable,
         )
@@ -135,9 +135,12 @@ class TextRequest:
         return f"of {vocab_size:,} tokens, {why}, trained on it"
 
     def _train(self, source: Source, folder: Path) -> Tokenizer:
-        """Return a tokenizer trained on the text, or the saved one."""
-        from llmscale.data.tokenizers.train_tokenizer import train_tokenizer  # slow to import
+        """Return a tokenizer made from the text, or the saved one."""
+        # Slow to import.
+        from llmscale.data.tokenizers.train_tokenizer import make_character_tokenizer, train_tokenizer
 
+        if self.tokenizer == CHARACTERS:
+            return make_character_tokenizer(source)
         vocab_size = self._vocab_size(source)
         if vocab_size is None:
             return ByteTokenizer()

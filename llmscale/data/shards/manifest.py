@@ -460,8 +460,8 @@ def check_set_matches(
     """
     if manifest.seq_len != seq_len:
         raise DataError(
-            f"{where} was prepared for seq_len {manifest.seq_len}, the model has positions for {seq_len} tokens. Prepare "
-            f"the text again with `llmscale data prepare --seq-len {seq_len}`."
+            f"{where} was prepared for seq_len {manifest.seq_len}, the model has positions for {seq_len} tokens. "
+            f"Prepare the text again with `llmscale data prepare --seq-len {seq_len}`."
         )
     largest = max(split.max_token_id for split in manifest.splits.values())
     if largest >= vocab_size:

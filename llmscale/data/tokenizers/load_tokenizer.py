@@ -24,6 +24,9 @@ from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json
 from llmscale.untrusted.hub import is_hub_name
 from llmscale.untrusted.strangers import describe_stranger
 
+#: Tokenizer of a text's own characters, which `make_character_tokenizer` makes.
+CHARACTERS = "characters"
+
 
 def load_tokenizer(spec: str, *, eot_token: str = "", parse_special: bool = False) -> Tokenizer:
     """Load `gpt2`, `bytes`, a FILE.tiktoken, a published model's folder (or its tokenizer.json), or a name on the Hub.
@@ -39,21 +42,32 @@ def load_tokenizer(spec: str, *, eot_token: str = "", parse_special: bool = Fals
         return load_huggingface(path, eot_token=eot_token, parse_special=parse_special)
     if of_model and is_hub_name(name) and (spec.startswith("hf:") or "/" in name):
         return HuggingFaceTokenizer(read_hub(name), asked_eot=eot_token, parse_special=parse_special)
+    if spec == CHARACTERS:
+        raise DataError(
+            f"Tokenizer '{spec}' is made from a text by `llmscale data prepare` and `llmscale train --text`, whose "
+            "datasets keep it. Name another tokenizer."
+        )
     if of_model:
         if stranger := describe_stranger(path):
             raise DataError(f"Tokenizer '{spec}' holds no tokenizer.{stranger}")
         raise DataError(
-            f"Tokenizer '{spec}' is neither gpt2, bytes, a FILE.tiktoken, a folder with a {JSON_NAME} nor a model's "
-            f"name on the Hub (ORGANISATION/NAME, or hf:NAME).{did_you_mean(spec, ['gpt2', 'bytes'])} "
+            f"Tokenizer '{spec}' is neither gpt2, bytes, {CHARACTERS}, a FILE.tiktoken, a folder with a {JSON_NAME} "
+            "nor a model's name on the Hub (ORGANISATION/NAME, or hf:NAME)."
+            f"{did_you_mean(spec, ['gpt2', 'bytes', CHARACTERS])} "
             "`llmscale data train-tokenizer` trains one."
         )
-    if eot_token not in ("", END_OF_TEXT):
-        raise DataError(f"--eot-token {eot_token} is wrong: with --tokenizer {spec} documents end with {END_OF_TEXT}.")
+    check_end_of_text(spec, eot_token)
     if spec == "bytes":
         return ByteTokenizer(parse_special=parse_special)
     if spec == "gpt2":
         return load_gpt2(parse_special=parse_special)
     return load_ranks_file(path, parse_special=parse_special)
+
+
+def check_end_of_text(spec: str, eot_token: str) -> None:
+    """Raise DataError if a text is named for the end-of-text token of a tokenizer whose token is fixed."""
+    if eot_token not in ("", END_OF_TEXT):
+        raise DataError(f"--eot-token {eot_token} is wrong: with --tokenizer {spec} documents end with {END_OF_TEXT}.")
 
 
 def load_set_tokenizer(folder: Path | str, manifest: Manifest | None = None) -> Tokenizer:

@@ -38,7 +38,8 @@ def _save_files(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
     tokenizer.files.write(folder)
     if CONFIG_NAME not in tokenizer.files.extras():
         ids, tokens = generation_ids(tokenizer), tokenizer.tokens()
-        _write_config(folder, bos=tokens[ids["bos_token_id"]], eos=tokens[ids["eos_token_id"]])
+        config = describe_for_transformers(bos=tokens[ids["bos_token_id"]], eos=tokens[ids["eos_token_id"]])
+        (folder / CONFIG_NAME).write_text(config, encoding="utf-8")
 
 
 def _save_ranks(ranks: dict[bytes, int], folder: Path) -> None:
@@ -56,11 +57,12 @@ def _save_ranks(ranks: dict[bytes, int], folder: Path) -> None:
     fast.decoder = decoders.ByteLevel()
     fast.add_special_tokens([END_OF_TEXT])
     (folder / JSON_NAME).write_text(fast.to_str(), encoding="utf-8")
-    _write_config(folder, bos=END_OF_TEXT, eos=END_OF_TEXT)
+    config = describe_for_transformers(bos=END_OF_TEXT, eos=END_OF_TEXT)
+    (folder / CONFIG_NAME).write_text(config, encoding="utf-8")
 
 
-def _write_config(folder: Path, *, bos: str, eos: str) -> None:
-    """Write the tokenizer_config.json with which transformers gives the same ids and text."""
+def describe_for_transformers(*, bos: str, eos: str) -> str:
+    """Return the tokenizer_config.json with which transformers gives the same ids and text."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": bos,
@@ -70,7 +72,7 @@ def _write_config(folder: Path, *, bos: str, eos: str) -> None:
         # GPT-2's input.
         "model_input_names": ["input_ids", "attention_mask"],
     }
-    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    return json.dumps(config, indent=1) + "\n"
 
 
 def _last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:

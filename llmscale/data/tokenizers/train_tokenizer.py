@@ -1,4 +1,4 @@
-"""Train a byte-level BPE tokenizer with GPT-2's pattern."""
+"""Make a tokenizer from a text: byte-level BPE with GPT-2's pattern, or its characters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from pathlib import Path
 
 from llmscale.data.prepare.output_folder import new_folder
 from llmscale.data.prepare.sources.source import Source
-from llmscale.data.tokenizers.hugging_face import CONFIG_NAME, JSON_NAME, HuggingFaceTokenizer, load_huggingface
+from llmscale.data.tokenizers.hugging_face import (
+    CONFIG_NAME,
+    JSON_NAME,
+    HuggingFaceTokenizer,
+    ModelFiles,
+    load_huggingface,
+)
+from llmscale.data.tokenizers.load_tokenizer import CHARACTERS
+from llmscale.data.tokenizers.save_for_transformers import describe_for_transformers
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, cut_text
 from llmscale.errors import DataError
 from llmscale.terminal.progress import Progress, show_progress
@@ -38,6 +46,29 @@ def train_tokenizer(
     with new_folder(out, replace=False) as partial:
         _train(source, vocab_size, partial, most_characters or sys.maxsize, at_most)
     return load_huggingface(out)
+
+
+def make_character_tokenizer(source: Source, *, parse_special: bool = False) -> HuggingFaceTokenizer:
+    """Return a tokenizer of the characters of a source's documents, in the order of their code points.
+
+    Any other character becomes the tokens of its bytes in UTF-8, which follow them, so that every text is encoded
+    without loss. Raises DataError.
+    """
+    from tokenizers import Tokenizer, decoders, models
+
+    characters: set[str] = set()
+    learning = StatusLine()
+    with show_progress(f"Collecting the characters of {source.name}") as progress:
+        for text in _texts(source, progress, learning, sys.maxsize):
+            characters.update(text)
+        learning.end()
+    pieces = [*sorted(characters), *(f"<0x{value:02X}>" for value in range(256))]
+    fast = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, [], byte_fallback=True))
+    fast.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    fast.add_special_tokens([END_OF_TEXT])
+    config = describe_for_transformers(bos=END_OF_TEXT, eos=END_OF_TEXT)
+    files = ModelFiles(CHARACTERS, fast.to_str().encode(), {CONFIG_NAME: config.encode()})
+    return HuggingFaceTokenizer(files, parse_special=parse_special)
 
 
 def _train(source: Source, vocab_size: int, folder: Path, most_characters: int, at_most: bool) -> None:
@@ -74,7 +105,7 @@ def _train(source: Source, vocab_size: int, folder: Path, most_characters: int, 
 
 
 def _texts(source: Source, progress: Progress, learning: StatusLine, most_characters: int) -> Iterator[str]:
-    """Yield documents in pieces, which give the same merges (no token crosses a border); then start `learning`."""
+    """Yield documents in pieces, which give the same tokens (none crosses a border); then start `learning`."""
     num_characters = 0
     for text in source.documents():
         yield from cut_text(text, _PIECE_CHARACTERS)
@@ -83,4 +114,4 @@ def _texts(source: Source, progress: Progress, learning: StatusLine, most_charac
         if num_characters >= most_characters:
             break
     progress.clear()
-    learning.begin("all text is read; learning merges")
+    learning.begin("all text is read; learning the tokens")

@@ -65,9 +65,9 @@ function drawAll() {
   drawControls();
 }
 
-// The part of the horizontal axis that the charts have together: all show it.
+// The part of the horizontal axis that the charts have together, from the first start on: all show it.
 function wholeAxis() {
-  const ends = charts.flatMap(({ curves }) => curves.map(({ xs }) => [xs[0], xs.at(-1)]));
+  const ends = charts.flatMap(({ curves, marks }) => [...curves.map(({ xs }) => [xs[0], xs.at(-1)]), ...marks.map(({ x }) => [x, x])]);
   const low = Math.min(...ends.map(([first]) => first)), high = Math.max(...ends.map(([, last]) => last));
   return high > low ? [low, high] : [low - 0.5, high + 0.5];
 }

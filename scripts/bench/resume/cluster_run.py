@@ -203,7 +203,7 @@ class Chaos:
             self.fault.noticed_after_s = since_s
         if self.fault.noticed_after_s is not None and self.fault.training_again_after_s is None:
             begun = self.printed().rpartition("rendezvous ")[2]
-            if "start-up:" in begun and len(read_attempts(self.run)) > self.ended_before + 1:
+            if "| loss " in begun and len(read_attempts(self.run)) > self.ended_before + 1:
                 self.fault.training_again_after_s = since_s
 
     def num_ended(self) -> int:

@@ -217,7 +217,7 @@ def time_first_step(args: argparse.Namespace, folder: Path, number: int) -> dict
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(launcher_ranks())]
     command += [str(REPOSITORY / "llmscale" / "train.py"), "--ds", str(REPOSITORY / "ds_configs" / "zero2.json")]
     command += ["--data", str(args.data), "--model", args.model, "--n-layer", str(args.layers), "--steps", "1"]
-    command += ["--global-batch-size", str(args.batch), "--run", str(folder / f"start-{number}")]
+    command += ["--global-batch-size", str(args.batch), "--run", str(folder / f"start-{number}"), "--verbose"]
     began, seconds, phases, lines = time.perf_counter(), None, "", []
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -222,7 +222,7 @@ def _read_bytes(file: BinaryIO, count: int) -> bytes:
 
 
 INDEX_NAME = "index.json"
-#: Of the suffixes of Streaming's compressions, only zstd is read here.
+#: zstd is the only compression of Streaming that is read here.
 _COMPRESSIONS = (".zstd", ".br", ".bz2", ".gz", ".snappy")
 #: Largest shard, as it is read into memory; Streaming's default is 64 MiB.
 _MOST_SHARD_BYTES = 1 << 30

@@ -1,7 +1,7 @@
 """Compare the losses of fine-tuning with those of trl, on the same conversations from the same weights.
 
-`python scripts/bench/chat_losses.py FOLDER` trains here, `... FOLDER --trl` there, where trl is installed. Both use the
-CPU in fp32, one batch of all conversations, and AdamW without decay.
+`python scripts/bench/learning/chat_losses.py FOLDER` trains here, with `--trl` there, where trl is installed. Both use
+the CPU in fp32, one batch of all conversations, and AdamW without decay.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def train_there(folder: Path) -> None:
     """Fine-tune the exported base model with trl, as similarly as it can be and with its defaults; print the losses."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import SFTConfig, SFTTrainer
+    from trl import SFTConfig, SFTTrainer  # type: ignore[import-not-found]  # installed for this alone
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "exported")
     records = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
