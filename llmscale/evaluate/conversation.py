@@ -30,7 +30,10 @@ class Conversation:
         self._turns: list[dict[str, str]] = []
 
     def ask(self, line: str) -> list[int]:
-        """Return the token ids that the model's answer to a line of the user continues."""
+        """Return the token ids that the model's answer to a line of the user continues. Raises DataError."""
+        if self._turns and self._turns[-1]["role"] == "user":
+            # It was refused, or its answer was interrupted.
+            self._turns.pop()
         self._turns.append({"role": "user", "content": line})
         tokens = self._encoder.prompt_tokens(self._turns)
         while len(tokens) > self._max_tokens and len(self._turns) > 2:
