@@ -173,6 +173,8 @@ def _config(args: argparse.Namespace, listing: FoundCheckpoints, checkpoint: Pat
         # That start has set the number of steps.
         values |= {"minutes": None, "steps": steps}
     config = build_run_config(values, f"{where}: ")
+    # Refuses other data, and addresses that only the checkpoint knows.
+    open_trained_sets(checkpoint, state, config, "If it is elsewhere, name it with --data.", args.data)
     changed: dict[str, object] = {
         "run": folder,
         "resume": str(checkpoint),
@@ -188,10 +190,7 @@ def _config(args: argparse.Namespace, listing: FoundCheckpoints, checkpoint: Pat
         "ds": args.ds or config.ds,
         "data": args.data or config.data,
     }
-    config = config.model_copy(update=changed)
-    # Refuses other data, and addresses that only the checkpoint knows.
-    open_trained_sets(checkpoint, state, config, "If it is elsewhere, name it with --data.", args.data)
-    return config
+    return config.model_copy(update=changed)
 
 
 def _parse_samples(words: Sequence[str], start: Start, step: int) -> frozenset[int]:
