@@ -328,7 +328,7 @@ def code_blocks(text: str) -> Iterator[str]:
 def test_the_readme_begins_with_the_two_commands_a_picture_and_three_numbers() -> None:
     text = readme()
     assert next(code_blocks(text)).split("\n")[:2] == ["./scripts/quickstart.sh", "./scripts/test.sh"]
-    assert "\nllmscale train --ds ds_configs/zero2.json --model tiny-1m\n" in text
+    assert "\nllmscale train --ds ds_configs/zero2.json --model tiny-muon-1m\n" in text
     assert "![" not in text.split("```")[0], "no badges before the first command"
     first_screen = "\n".join(text.splitlines()[:40])
     assert "](docs/images/resumed.png)" in first_screen

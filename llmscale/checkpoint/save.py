@@ -124,7 +124,9 @@ class CheckpointSaver:
             partial = self._prepare(final, snapshot)
             dcp.save(
                 snapshot.fragments,
-                storage_writer=JsonIndexWriter(partial, thread_count=1, sync_files=True),
+                # Tensors are on the host. Without 0 the writer waits for a stream of this thread's device, which is GPU
+                # 0 on every rank, and opens a context there.
+                storage_writer=JsonIndexWriter(partial, thread_count=1, sync_files=True, per_thread_copy_ahead=0),
                 planner=FragmentSavePlanner(),
                 process_group=self._group,
             )

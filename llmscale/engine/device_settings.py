@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
+from contextlib import AbstractContextManager
 
 from llmscale.config.deepspeed.schema import Precision
 
 #: Variables with the settings of torch's caching allocator. Both are read; torch has the second since 2.9.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+#: torch's variable that allows TF32; setting a precision would override it.
+_TF32_VARIABLE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 #: Growing segments leave no gaps between them.
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
 
@@ -25,10 +28,18 @@ def set_allocator_default(environment: MutableMapping[str, str]) -> None:
 
 
 def allow_tf32(precision: Precision) -> None:
-    """Allow TF32 in a run's remaining fp32 products, unless its precision is fp32."""
+    """Allow TF32 in a run's remaining fp32 products; where its precision is fp32, if the user's variable does."""
     import torch
 
-    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+    is_exact = precision == "fp32" and os.environ.get(_TF32_VARIABLE) != "1"
+    torch.set_float32_matmul_precision("highest" if is_exact else "high")
+
+
+def attention_of_any_shape() -> AbstractContextManager[None]:
+    """Leave out cuDNN's attention, which torch prefers on Hopper in 16 bit: it builds a plan for each new shape."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def describe_settings() -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from llmscale.architecture.layers import is_adapter
 from llmscale.config.optimizers import undivided_name
 from llmscale.engine.zero_layout import (
     ParameterShard,
@@ -45,8 +46,8 @@ def state_views(engine: DeepSpeedEngine, *, with_base: bool = False) -> dict[str
         with _in_memory(engine, shards[0].flat, write=False) as was_on_nvme:
             for key, view in _views_of(engine, shards):
                 views[key] = ShardView(view.local.clone(), view.start, view.total) if was_on_nvme else view
-    is_base = engine.module.shape.lora_rank > 0
-    frozen = _frozen_views(engine) if with_base or not is_base else {}
+    has_adapters = any(is_adapter(name) for name, _ in engine.module.named_parameters())
+    frozen = _frozen_views(engine) if with_base or not has_adapters else {}
     return views | frozen | _buffer_views(engine)
 
 

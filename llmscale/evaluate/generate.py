@@ -12,6 +12,7 @@ from torch import Tensor
 from llmscale.architecture.shape import GPTShape
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.engine.device_memory import free_memory_bytes
+from llmscale.engine.device_settings import attention_of_any_shape
 from llmscale.errors import ConfigError, TrainingError
 from llmscale.memory.breakdown import format_size
 from llmscale.model.attention_context import KVCache, kv_cache_bytes
@@ -119,7 +120,7 @@ class _Reader:
         was_training = self._model.training
         self._model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), attention_of_any_shape():
                 logits: Tensor = self._model(tokens, cache=cache, at=ends)[:, 0]
         finally:
             self._model.train(was_training)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmscale.data.tokenizers.tokenizer import Tokenizer
+from llmscale.engine.device_settings import attention_of_any_shape
 from llmscale.errors import DataError
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ def score_batch(scorer: TokenScorer, rows: Sequence[Row], device: torch.device) 
 
     longest = max(map(len, rows))
     filled = torch.tensor([[*row.tokens, *(0,) * (longest - len(row))] for row in rows], device=device)
-    scores = scorer(filled[:, :-1], filled[:, 1:]).double().cpu()
+    with attention_of_any_shape():
+        scores = scorer(filled[:, :-1], filled[:, 1:]).double().cpu()
     of_rows = (of_row[len(row) - row.num_scored : len(row)] for of_row, row in zip(scores, rows, strict=True))
     return [RowScore(float(scored[:, 0].sum()), bool(scored[:, 1].all())) for scored in of_rows]
 

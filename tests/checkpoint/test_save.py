@@ -38,6 +38,16 @@ def test_background_saves_follow_each_other(save_steps: Callable, tmp_path: Path
     assert all(find_damage(path) is None for path in checkpoints)
 
 
+def test_a_background_save_touches_no_gpu(
+    save_steps: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread would open a context on GPU 0, whichever GPU the rank has."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: pytest.fail("asked for a stream"))
+    (line,) = save_steps(1, in_background=True)
+    assert line.startswith("saved ")
+
+
 def test_the_same_step_is_replaced_as_a_whole(save_steps: Callable, tmp_path: Path) -> None:
     save_steps(5)
     (list_checkpoints(tmp_path / "run")[0] / "state.json").unlink()

@@ -30,6 +30,17 @@ def test_fp32_products_are_rounded_only_where_fp32_was_not_asked_for(precision, 
         torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_users_tf32_stays(precision, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_float32_matmul_precision()
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
+    try:
+        allow_tf32(precision)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this is device memory")
 def test_peak_memory_is_in_bytes() -> None:
     assert 50 * 2**20 < peak_memory_bytes() < 2**40, "a Python process with torch"

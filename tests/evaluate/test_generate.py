@@ -15,6 +15,7 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer
 from llmscale.errors import ConfigError, TrainingError
 from llmscale.evaluate.generate import SamplingSettings, batch_bytes, check_memory, generate_text, sample
+from llmscale.evaluate.scoring import Row, score_rows
 from llmscale.model.attention_context import KVCache, kv_cache_bytes
 from llmscale.model.gpt import GPT
 from tests.model.odd_shapes import ODD_SHAPES, build_spread_gpt
@@ -150,6 +151,16 @@ def test_dropout_is_off_and_the_mode_is_put_back() -> None:
     tokens = texts(dropping, [PROMPT], temperature=0.0)
     assert dropping.training
     assert tokens == texts(plain, [PROMPT], temperature=0.0)
+
+
+def test_no_plans_of_cudnn_for_lengths_that_change(model: GPT) -> None:
+    is_on = list[bool]()
+    hook = model.register_forward_pre_hook(lambda *_: is_on.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    with hook:
+        texts(model, [PROMPT], max_new_tokens=2)
+        score_rows(model, [Row((1, 2, 3), 2)], batch_size=1)
+    assert is_on == [False] * 3
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_ranks_go_on_with_what_they_agreed_on(model: GPT) -> None:

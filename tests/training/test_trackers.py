@@ -183,7 +183,7 @@ def test_without_the_flag_wandb_is_not_even_imported(ranks: Callable, train_comm
 
 def test_a_missing_wandb_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"--wandb needs the wandb package: `pip install -e .*\[train\]"):
+    with pytest.raises(ConfigError, match=r"--wandb needs wandb: `pip install -e .*\[train\]"):
         start_wandb(tmp_path, project="p", name="n", config={}, run_id=None)
 
 

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from llmscale.cluster.doctor.all_reduce import measure_all_reduce
 from llmscale.cluster.doctor.machine import (
+    check_cores,
     check_gpus,
     check_imports,
     check_network,
@@ -107,7 +108,7 @@ def examine(request: ProbeRequest) -> HostReport:
     rows = [*check_software()]
     _announce("asking the GPU driver")
     gpus, problem = list_gpus(request.timeout_s)
-    rows += check_gpus(gpus, problem, request.slots)
+    rows += [*check_gpus(gpus, problem, request.slots), check_cores(request.slots)]
     _announce("importing what train.py imports")
     rows += check_imports(gpus, request.timeout_s)
     _announce("looking up names and addresses")

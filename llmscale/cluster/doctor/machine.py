@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llmscale.cluster.doctor.report import CheckRow, ProbeRequest, green, red, shared, split_error
-from llmscale.cluster.launch.ranks import Gpu, is_free, run_lines
+from llmscale.cluster.launch.ranks import Gpu, allowed_cpus, bind_ranks, binding_variable, is_free, run_lines
 from llmscale.cluster.remote import PACKAGE
 from llmscale.config.bundled_files import install_command
 from llmscale.engine.network import check_interfaces, interface_addresses, source_address
 from llmscale.errors import ConfigError
 from llmscale.files.source_hashes import source_hashes
+from llmscale.terminal.human_numbers import count_nouns
 from llmscale.training.run_folder import library_versions
 from llmscale.untrusted.interpreter import code_command
 
@@ -109,6 +110,29 @@ def check_gpus(gpus: Sequence[Gpu], problem: str | None, slots: int) -> Iterator
         indices, used = ", ".join(str(gpu.index) for gpu in busy), max(gpu.used_bytes for gpu in busy) / 2**30
         fix = "Wait until they are free, or end the processes that nvidia-smi lists."
         yield red("gpus", f"GPU {indices} in use, up to {used:.1f} GiB", fix)
+
+
+def check_cores(slots: int) -> CheckRow:
+    """Show the CPUs and NUMA nodes that `llmscale train` and `launch` bind each rank of this host to."""
+    nodes, shares, variable = allowed_cpus(), bind_ranks(os.environ, slots), binding_variable(os.environ)
+    if shares:
+        ranks = (
+            f"rank {rank}: {_format_cpus(share)} (NUMA node {', '.join(map(str, sorted({nodes[c] for c in share})))})"
+            for rank, share in enumerate(shares)
+        )
+        return green("cores", "; ".join(ranks))
+    if variable and slots > 1:
+        return green("cores", f"ranks are not bound: {variable} is set")
+    return green("cores", f"{count_nouns(slots, 'rank')} on {len(nodes)}, not bound")
+
+
+def _format_cpus(cpus: Sequence[int]) -> str:
+    """Format `[0, 1, 2, 8]` as 0-2,8."""
+    ordered, parts = sorted(cpus), list[str]()
+    for cpu in (cpu for cpu in ordered if cpu - 1 not in ordered):
+        last = next(end for end in range(cpu, ordered[-1] + 1) if end + 1 not in ordered)
+        parts.append(f"{cpu}-{last}" if last > cpu else f"{cpu}")
+    return ",".join(parts)
 
 
 def check_network(request: ProbeRequest) -> Iterator[CheckRow]:

@@ -1,7 +1,9 @@
 """Compare the losses of fine-tuning with those of trl, on the same conversations from the same weights.
 
-`python scripts/bench/learning/chat_losses.py FOLDER` trains here, with `--trl` there, where trl is installed. Both use
-the CPU in fp32, one batch of all conversations, and AdamW without decay.
+    python -m scripts.bench.learning.chat_losses FOLDER          # here
+    python -m scripts.bench.learning.chat_losses FOLDER --trl    # there, where trl is installed
+
+Both use the CPU in fp32, one batch of all conversations, and AdamW without decay.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ def train_there(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--trl", action="store_true")
     chosen = parser.parse_args()

@@ -10,6 +10,7 @@ import pytest
 
 from llmscale.cluster.doctor import machine
 from llmscale.cluster.doctor.machine import (
+    check_cores,
     check_gpus,
     check_imports,
     check_network,
@@ -18,6 +19,7 @@ from llmscale.cluster.doctor.machine import (
     host_memory_bytes,
 )
 from llmscale.cluster.doctor.report import CheckRow, ProbeRequest
+from llmscale.cluster.launch import ranks
 from llmscale.cluster.launch.ranks import list_gpus
 
 
@@ -99,6 +101,16 @@ def test_a_driver_that_fails(script: str, problem: str, tmp_path: Path, monkeypa
     fake_nvidia_smi(tmp_path, script, monkeypatch)
     (row,) = reds(check_gpus(*list_gpus(0.5 if "sleep" in script else 300), 1))
     assert problem in row.found
+
+
+def test_cores_are_those_that_ranks_are_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = {0: 0, 1: 0, 2: 0, 8: 0, 3: 1, 4: 1, 5: 1, 9: 1}
+    for module in (machine, ranks):
+        monkeypatch.setattr(module, "allowed_cpus", lambda: nodes)
+    assert check_cores(2).found == "rank 0: 0-2,8 (NUMA node 0); rank 1: 3-5,9 (NUMA node 1)"
+    assert check_cores(1).found == "1 rank on 8, not bound"
+    monkeypatch.setenv("OMP_PROC_BIND", "close")
+    assert check_cores(2).found == "ranks are not bound: OMP_PROC_BIND is set"
 
 
 def test_no_nvidia_smi_is_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

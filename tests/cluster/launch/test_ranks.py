@@ -13,9 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from llmscale.cluster.launch import ranks
 from llmscale.cluster.launch.ranks import (
+    allowed_cpus,
+    bind_ranks,
     descendants,
+    divide_cpus,
     find_port,
+    gpu_nodes,
     is_free,
     kill_descendants,
     process_state,
@@ -27,7 +32,10 @@ from tests.conftest import HANG_S, REPOSITORY
 #: Starts the code of argv[1] as two ranks.
 PARENT = """
 import os, sys
+from pathlib import Path
+from llmscale.cluster.launch import ranks
 from llmscale.cluster.launch.ranks import LocalRanks, rank_environment
+ranks._NODES = Path(os.environ.get("NODES", ranks._NODES))
 environments = rank_environment(os.environ, 2, 1, 2)
 sys.exit(LocalRanks([sys.executable, "-c", sys.argv[1]], environments, lambda line: print(line, flush=True)).run())
 """
@@ -81,6 +89,103 @@ def test_visible_gpus_are_read_as_cuda_does() -> None:
     assert visible_gpus({}) is None
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-8932f937, 1,-1,2"}) == ["GPU-8932f937", "1"]
+
+
+def write_topology(folder: Path, cpus_of_nodes: list[str], threads_of_cores: list[str]) -> None:
+    for node, cpus in enumerate(cpus_of_nodes):
+        (folder / f"node/node{node}").mkdir(parents=True)
+        (folder / f"node/node{node}/cpulist").write_text(f"{cpus}\n")
+    for threads in threads_of_cores:
+        for cpu in threads.split(","):
+            (folder / f"cpu/cpu{cpu}/topology").mkdir(parents=True)
+            (folder / f"cpu/cpu{cpu}/topology/thread_siblings_list").write_text(f"{threads}\n")
+
+
+def write_gpus(folder: Path, node_by_address: dict[str, int]) -> None:
+    for number, (address, node) in enumerate(node_by_address.items()):
+        (folder / "nvidia" / address).mkdir(parents=True)
+        (folder / "nvidia" / address / "information").write_text(f"GPU UUID: \t GPU-{number}aa\n")
+        (folder / "pci" / address.lower()).mkdir(parents=True)
+        (folder / "pci" / address.lower() / "numa_node").write_text(f"{node}\n")
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two nodes of two cores with two threads each, numbered as Linux does: all cores' first threads, then the second.
+
+    Its files are in the folder.
+    """
+    write_topology(tmp_path, ["0-1,4-5", "2-3,6-7"], ["0,4", "1,5", "2,6", "3,7"])
+    names = {"_NODES": "node", "_CPUS": "cpu", "_NVIDIA_GPUS": "nvidia", "_PCI_DEVICES": "pci"}
+    for name, part in names.items():
+        monkeypatch.setattr(ranks, name, tmp_path / part)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
+    return tmp_path
+
+
+def test_threads_of_a_core_and_cores_of_a_node_are_neighbours(machine: Path) -> None:
+    assert list(allowed_cpus().items()) == [(0, 0), (4, 0), (1, 0), (5, 0), (2, 1), (6, 1), (3, 1), (7, 1)]
+    assert bind_ranks({}, 2) == [[0, 4, 1, 5], [2, 6, 3, 7]]
+    assert bind_ranks({}, 4) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_only_what_the_process_may_use_is_divided(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {1, 2, 5, 6})
+    assert bind_ranks({}, 2) == [[1, 5], [2, 6]]
+    assert bind_ranks({}, 5) == []
+
+
+def test_a_rank_is_at_its_gpus_node(machine: Path) -> None:
+    write_gpus(machine, {"0000:17:00.0": 1, "0000:65:00.0": 0, "0000:CA:00.0": 1})
+    assert gpu_nodes(["0", "1", "2", "3", "GPU-1aa", "MIG-7"]) == [1, 0, 1, -1, 0, -1]
+    assert bind_ranks({}, 2) == [[2, 6, 3, 7], [0, 4, 1, 5]]
+    assert bind_ranks({"CUDA_VISIBLE_DEVICES": "GPU-1aa,2"}, 2) == [[0, 4, 1, 5], [2, 6, 3, 7]]
+
+
+@pytest.mark.parametrize(("num_cpus", "nodes"), [(8, [0, 0, 0]), (7, [1, 0]), (256, [0, 0, 0, 0, 1, 1, 1, 1])])
+def test_shares_are_disjoint_and_use_every_cpu(num_cpus: int, nodes: list[int]) -> None:
+    shares = divide_cpus(range(num_cpus), nodes)
+    assert sorted(cpu for share in shares for cpu in share) == list(range(num_cpus))
+    assert min(map(len, shares)) == num_cpus // len(nodes)
+    assert all(share == list(range(share[0], share[-1] + 1)) for share in shares)
+
+
+def test_one_node_is_divided_only_beside_gpus(machine: Path) -> None:
+    (machine / "node/node1/cpulist").unlink()
+    assert bind_ranks({}, 2) == []
+    write_gpus(machine, {"0000:17:00.0": -1, "0000:65:00.0": -1})
+    assert bind_ranks({}, 2) == [[0, 4, 1, 5], [2, 6, 3, 7]]
+
+
+def test_ranks_that_are_bound_already_stay_so(machine: Path) -> None:
+    assert bind_ranks({}, 1) == []
+    assert bind_ranks({"OMP_PROC_BIND": "false"}, 2) == []
+    assert bind_ranks({"SLURM_CPU_BIND": "quiet,mask_cpu:0xff"}, 2) == []
+    # What srun sets for `launch`.
+    assert len(bind_ranks({"SLURM_CPU_BIND": "quiet,none"}, 2)) == 2
+
+
+@pytest.mark.parametrize("word", ["", "OMP_PROC_BIND=false"])
+def test_started_ranks_have_their_own_cores(
+    start: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    """This host's cores, as if half of them were at another node."""
+    own = os.sched_getaffinity(0)
+    if len(own) < 2:
+        pytest.skip("one core")
+    half = sorted(own)[: len(own) // 2]
+    write_topology(tmp_path, [",".join(map(str, half)), ",".join(map(str, own - {*half}))], [])
+    monkeypatch.setenv("NODES", str(tmp_path / "node"))
+    name, _, value = word.partition("=")
+    if name:
+        monkeypatch.setenv(name, value)
+    # A child of the rank inherits them, as data workers do.
+    code = "import subprocess; print = '-c', 'import os; print(*os.sched_getaffinity(0))'\n"
+    code += "say(subprocess.check_output([sys.executable, *print], text=True).strip())"
+    output = start(code).communicate(timeout=HANG_S)[0]
+    first, second = ({int(cpu) for cpu in line.split()[1:]} for line in sorted(output.splitlines()))
+    assert first | second == own
+    assert first & second == (own if word else set())
 
 
 @pytest.mark.parametrize(
