@@ -173,8 +173,6 @@ def _config(args: argparse.Namespace, listing: FoundCheckpoints, checkpoint: Pat
         # That start has set the number of steps.
         values |= {"minutes": None, "steps": steps}
     config = build_run_config(values, f"{where}: ")
-    # Refuses other data, and addresses that only the checkpoint knows.
-    open_trained_sets(checkpoint, state, config, "If it is elsewhere, name it with --data.", args.data)
     changed: dict[str, object] = {
         "run": folder,
         "resume": str(checkpoint),
@@ -190,7 +188,10 @@ def _config(args: argparse.Namespace, listing: FoundCheckpoints, checkpoint: Pat
         "ds": args.ds or config.ds,
         "data": args.data or config.data,
     }
-    return config.model_copy(update=changed)
+    config = config.model_copy(update=changed)
+    # Refuses other data, and addresses that only the checkpoint knows.
+    open_trained_sets(checkpoint, state, config, "If it is elsewhere, name it with --data.", args.data)
+    return config
 
 
 def _parse_samples(words: Sequence[str], start: Start, step: int) -> frozenset[int]:
