@@ -183,7 +183,7 @@ def _model_parts(request: PlanRequest, plan: Plan) -> Iterator[tuple[str, str]]:
     disk = plan.disk
     hourly = ""
     if disk.hourly:
-        kind = "16-bit weights" if disk.is_hourly_weights else "checkpoints"
+        kind = "exports (`llmscale export`, then delete the checkpoint)" if disk.is_hourly_weights else "checkpoints"
         hourly = f"{disk.hourly:,} {kind} kept permanently, one every {request.keep_hours:g} hours, "
         hourly += f"{_size(disk.hourly_bytes)}; "
     yield (
