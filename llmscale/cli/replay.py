@@ -158,6 +158,7 @@ def _config(args: argparse.Namespace, listing: FoundCheckpoints, checkpoint: Pat
     # The first checkpoint after the step has the flags of the start that took it.
     after = [one.path for one in listing.current if one.step >= args.step]
     where = str(after[-1] if after else args.run / CONFIG_NAME)
+    recorded: object
     if after:
         later = load_run_state(after[-1])
         recorded, steps = later.config, later.hyperparameters.get("steps")

@@ -122,8 +122,7 @@ def choose_encoder(tokenizer: Tokenizer, wanted: EncoderName, first_texts: Seque
     reference = ReferenceEncoder(tokenizer)
     if wanted == "reference":
         return reference, ""
-    is_bpe = isinstance(tokenizer, (TiktokenTokenizer, HuggingFaceTokenizer)) and tokenizer.spec != CHARACTERS
-    if not is_bpe:
+    if not isinstance(tokenizer, (TiktokenTokenizer, HuggingFaceTokenizer)) or tokenizer.spec == CHARACTERS:
         why_not = "it encodes byte-level BPE only"
     else:
         try:
@@ -142,6 +141,7 @@ def choose_encoder(tokenizer: Tokenizer, wanted: EncoderName, first_texts: Seque
             why_not = f"it fails ({' '.join(str(error).split())[:200]})"
     if wanted == "gigatoken":
         raise DataError(f"--encoder gigatoken cannot encode with {tokenizer.spec}: {why_not}.")
+    is_bpe = isinstance(tokenizer, (TiktokenTokenizer, HuggingFaceTokenizer)) and tokenizer.spec != CHARACTERS
     return reference, f"Encoding with {reference.name}, not gigatoken: {why_not}." if is_bpe else ""
 
 
