@@ -52,7 +52,7 @@ from llmscale.planning.scaling_ladder import load_law
 from llmscale.planning.search import MARGIN, PROCESS_BYTES
 from llmscale.planning.serving import BANDWIDTH_SHARE, MAX_SEQUENCES, MEMORY_SHARE, PROMPT_MFU, break_even_share
 from llmscale.planning.step_time import RATE_ERROR
-from llmscale.terminal.human_numbers import format_quantity
+from llmscale.terminal.human_numbers import count_nouns, format_quantity
 from llmscale.terminal.table import output_width
 
 _TIB = 2**40
@@ -183,7 +183,7 @@ def _model_parts(request: PlanRequest, plan: Plan) -> Iterator[tuple[str, str]]:
     disk = plan.disk
     hourly = ""
     if disk.hourly:
-        kind = "16-bit weights" if disk.is_hourly_weights else "checkpoints"
+        kind = "exports (`llmscale export`, then delete the checkpoint)" if disk.is_hourly_weights else "checkpoints"
         hourly = f"{disk.hourly:,} {kind} kept permanently, one every {request.keep_hours:g} hours, "
         hourly += f"{_size(disk.hourly_bytes)}; "
     yield (
@@ -472,7 +472,9 @@ def read_requests(args: argparse.Namespace) -> list[PlanRequest]:
 def _one_for_each(args: argparse.Namespace, flag: str, num_gpus: int) -> list[float | None]:
     values = getattr(args, flag.removeprefix("--").replace("-", "_"))
     if values is not None and len(values) != num_gpus:
-        raise ConfigError(f"{flag} has {len(values)} values for {num_gpus} GPUs. Give one for each --gpu.")
+        raise ConfigError(
+            f"{flag} has {count_nouns(len(values), 'value')} for {num_gpus} GPUs. Give one for each --gpu."
+        )
     return values or [None] * num_gpus
 
 

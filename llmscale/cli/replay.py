@@ -158,11 +158,21 @@ def _config(args: argparse.Namespace, listing: FoundCheckpoints, checkpoint: Pat
     # The first checkpoint after the step has the flags of the start that took it.
     after = [one.path for one in listing.current if one.step >= args.step]
     where = str(after[-1] if after else args.run / CONFIG_NAME)
-    recorded = load_run_state(after[-1]).config if after else load_json(Path(where), Rules(ConfigError)).get("config")
+    recorded: object
+    if after:
+        later = load_run_state(after[-1])
+        recorded, steps = later.config, later.hyperparameters.get("steps")
+    else:
+        described = load_json(Path(where), Rules(ConfigError))
+        recorded, resolved = described.get("config"), described.get("resolved")
+        steps = resolved.get("total_steps") if isinstance(resolved, dict) else None
     if not isinstance(recorded, dict):
         raise ConfigError(f"{where} holds no configuration.")
     # No step depends on the others, which are at their defaults.
     values = {key: value for key, value in recorded.items() if key not in keys_with(resume="free")}
+    if values.get("minutes") is not None:
+        # That start has set the number of steps.
+        values |= {"minutes": None, "steps": steps}
     config = build_run_config(values, f"{where}: ")
     changed: dict[str, object] = {
         "run": folder,

@@ -167,6 +167,8 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 def _converse(sampler: _Sampler, args: argparse.Namespace) -> None:
     """Continue each line that the user types, until /quit or the end of the input."""
+    from llmscale.config.user_paths import check_prompt_text
+
     with suppress(ImportError):
         import readline  # noqa: F401  # gives `input` a history and keys to edit a line
     while True:
@@ -179,7 +181,7 @@ def _converse(sampler: _Sampler, args: argparse.Namespace) -> None:
             elif line.startswith("/"):
                 _change_setting(args, line)
             else:
-                sampler.write([line])
+                sampler.write([check_prompt_text(line, "the line")])
                 args.seed += args.num_samples
         except EOFError:
             print()

@@ -462,7 +462,8 @@ class RunConfig(ModelKeys):
 
     # checkpoints
     save_every: Steps = key(500, ge=0, off=0, resume="free", ranks="same", needs="not overfit_batch", usual=True)
-    """Steps between checkpoints; the last step is always saved; 0: only the last."""
+    """Steps between checkpoints; the last step is always saved; 0: only the last if save_every_minutes is not
+    given."""
     save_every_minutes: Minutes | None = key(
         10.0, ge=0, off=0.0, resume="free", ranks="same", needs="not overfit_batch", metavar="MINUTES"
     )
@@ -581,6 +582,12 @@ class RunConfig(ModelKeys):
     """Weights & Biases run name; default: WANDB_NAME, else the run folder's name."""
     tensorboard: bool = key(False, resume="free", ranks=RANK_0)
     """Write TensorBoard event files to the run folder's tensorboard/."""
+
+    @property
+    def minutes_between_saves(self) -> float:
+        """Minutes after which a checkpoint is due by the clock; 0 for never, as beside save_every=0 alone."""
+        is_off = not self.save_every and "save_every_minutes" not in self.model_fields_set
+        return 0.0 if is_off else self.save_every_minutes or 0.0
 
 
 #: Behaviour of every key.

@@ -59,8 +59,8 @@ def time_steps(
 ) -> TimedSteps:
     """Time steps for about `limit_s` seconds, at least one, after one that allocates and compiles. Collective.
 
-    `is_new` if the optimizer has taken no step yet. `progress` is called after every step. Synchronises with the
-    device.
+    That one is repeated while fp16 lowers its scale. `is_new` if the optimizer has taken no step yet. `progress` is
+    called after every step. Synchronises with the device.
     """
 
     def step() -> None:
@@ -73,7 +73,10 @@ def time_steps(
     with _undone(engine, is_new=is_new):
         set_micro_steps(engine, len(micro_batches))
         set_learning_rate(engine, resolved.optimizer, resolved.schedule.lr * _LOW_RATE)
-        step()
+        for _ in range(_MOST_STEPS):
+            step()
+            if engine.was_step_applied():  # not skipped by fp16, whose scale was too large
+                break
         began, seconds, count = time.perf_counter(), 0.0, 0
         while count == 0 or (seconds < limit_s and count < _MOST_STEPS):
             step()

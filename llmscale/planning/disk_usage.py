@@ -87,7 +87,7 @@ def estimate_disk(shape: GPTShape, steps: int, tokens: float, config: RunConfig)
 def checkpoints_at_once(config: RunConfig, total_steps: int) -> int:
     """Return the most checkpoints in the run folder at once: the kept ones, the best one and a new one."""
     # How many steps the default of 10 minutes has is not known here: it counts where it is asked for.
-    by_clock = config.save_every_minutes and "save_every_minutes" in config.model_fields_set
+    by_clock = config.minutes_between_saves and "save_every_minutes" in config.model_fields_set
     last_only = not config.save_every and not by_clock
     saves = 1 if last_only else total_steps
     if config.save_every and not by_clock:

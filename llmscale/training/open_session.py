@@ -19,7 +19,7 @@ from llmscale.engine.device_memory import device_memory_bytes, gpu_capability
 from llmscale.engine.device_settings import allow_tf32
 from llmscale.engine.process_group import World, is_gpu, join_world
 from llmscale.engine.timed_steps import time_steps
-from llmscale.engine.train_step import PhaseTimer, get_scaler_state
+from llmscale.engine.train_step import PhaseTimer, explain_smallest_scale, get_scaler_state
 from llmscale.planning.compilation import ASSUMED_STEP_S, Compilation, decide_compilation
 from llmscale.terminal.status_line import REPEAT_S, StatusLine
 from llmscale.terminal.table import output_width, wrap_line
@@ -162,14 +162,15 @@ def _with_timed_steps(
     """
     config, plan, minutes = start.config, start.resolved.plan, start.config.minutes
     assert minutes is not None
-    timed = time_steps(
-        engine.deepspeed,
-        start.resolved,
-        world,
-        min(_TIMED_SHARE * 60 * minutes, _MOST_TIMED_S),
-        is_new=start.state is None,
-        progress=progress,
-    )
+    with explain_smallest_scale(start.first_step):
+        timed = time_steps(
+            engine.deepspeed,
+            start.resolved,
+            world,
+            min(_TIMED_SHARE * 60 * minutes, _MOST_TIMED_S),
+            is_new=start.state is None,
+            progress=progress,
+        )
     left_s = on_main_rank(world.control, lambda: 60 * minutes * (1 - _END_SHARE) - (time.perf_counter() - began))
     # In steps.
     validation = _VALIDATION_SHARE * validated / plan.global_batch_size

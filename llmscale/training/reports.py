@@ -280,7 +280,8 @@ def _checkpoints(run: Start) -> str:
     if config.overfit_batch is not None:
         return f"no checkpoints: each step trains on the same {count_nouns(config.overfit_batch, 'sample')}"
     every = [f"{config.save_every:,} steps"] if config.save_every else []
-    every += [f"{config.save_every_minutes:g} minutes"] if config.save_every_minutes else []
+    minutes = config.minutes_between_saves
+    every += [f"{minutes:g} minutes"] if minutes else []
     permanent = f", those of every {config.keep_every:,} steps permanently" if config.keep_every else ""
     ends = f"every {' or '.join(every)} and at the end" if every else "at the end"
     return f"checkpoints {ends}, the last {config.keep_last} kept{permanent}"

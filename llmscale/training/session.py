@@ -433,7 +433,7 @@ class SaveCheckpoints(StepAction):
 
     def due_by_clock(self) -> bool:
         """Return whether --save-every-minutes have passed on rank 0, whose clock counts."""
-        seconds = 60 * (self._run.config.save_every_minutes or 0)
+        seconds = 60 * self._run.config.minutes_between_saves
         return self._run.world.is_main and seconds > 0 and time.monotonic() - self._last_save_s > seconds
 
     def run(self, result: StepResult) -> None:

@@ -66,6 +66,12 @@ def test_a_turn_ends_where_training_ended_it() -> None:
     assert bytes(talk.ask("ho")).decode() == "<|user|>\nho<|end|>\n<|assistant|>\n"
 
 
+def test_a_line_without_an_answer_is_forgotten() -> None:
+    talk = Conversation(ByteTokenizer(), None, 400)
+    talk.ask("refused, or interrupted")
+    assert bytes(talk.ask("hi")).decode() == "<|user|>\nhi<|end|>\n<|assistant|>\n"
+
+
 def test_a_full_context_forgets_the_oldest_turns() -> None:
     talk = Conversation(ByteTokenizer(), None, 120)
     for number in range(5):

@@ -282,7 +282,7 @@ def test_several_gpus_are_compared_by_their_prices(capsys: pytest.CaptureFixture
     [
         (
             "--gpu t4 l4 --price-per-gpu-hour 1",
-            "--price-per-gpu-hour has 1 values for 2 GPUs.",
+            "--price-per-gpu-hour has 1 value for 2 GPUs.",
         ),
         ("--gpu t4 l4 --serve 9:9", "has no effect with several GPUs"),
         ("--days 3", "--days needs --gpu NAME"),

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from llmscale.checkpoint.inventory import find_checkpoints
 from llmscale.cli.main import main
+from llmscale.cli.replay import _config
 from llmscale.evaluate.model_source import open_model
 from llmscale.training.sample_stream import find_step_samples
 from tests.conftest import build_train_command, prepare_bytes, read_losses, start_ranks
@@ -109,6 +113,17 @@ def test_one_process_rebuilds_what_ranks_have_trained(planted_set: Path, tmp_pat
     replayed = replay(tmp_path / "run", "--step", 6)
     assert replayed["trained_by"]["world_size"] == 2 and replayed["replayed_by"]["world_size"] == 1
     assert replayed["loss"] == pytest.approx(read_losses(tmp_path / "run")[6], rel=2e-7)
+
+
+def test_a_step_of_a_start_with_minutes_has_the_schedule_that_it_set(run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(run, tmp_path / "run")
+    state = folder / "checkpoints" / f"step-{STEPS:08}" / "state.json"
+    values = json.loads(state.read_text())
+    values["config"] |= {"minutes": 5, "steps": None}
+    state.write_text(json.dumps(values))
+    args = argparse.Namespace(run=folder, step=STEPS - 1, precision=None, ds=None, data=None)
+    config = _config(args, find_checkpoints(folder), folder / "checkpoints" / "step-00000018", tmp_path / "new")
+    assert (config.minutes, config.steps) == (None, STEPS)
 
 
 def test_lines_name_the_sample_and_the_parameter(run: Path, llmscale: Callable) -> None:

@@ -189,6 +189,7 @@ def test_a_terminal_is_a_conversation(trained_run: Path) -> None:
     command = [sys.executable, "-m", "llmscale.cli.main", "sample", str(trained_run), "--temperature", "0"]
     with Terminal(command, is_warm=True, OMP_NUM_THREADS="1") as terminal:
         assert terminal.read_until(lambda: is_asking(terminal), 60)
+        terminal.send(b"\xff\n")
         for line in ("/tokens 5", "/temperature hot", "the", "x" * 33, "/tokens 100000", "quick"):
             terminal.send(f"{line}\n".encode())
         assert terminal.read_until(lambda: b"\x1b[1mquick\x1b[0m\x1b[32m" in terminal.raw, 60)
@@ -199,6 +200,7 @@ def test_a_terminal_is_a_conversation(trained_run: Path) -> None:
         text = terminal.text()
     assert "error: /temperature must be a number of at least 0, not 'hot'." in text
     assert "error: the prompt has 33 tokens" in text
+    assert "error: the line is not UTF-8 text." in text
     assert b"\x1b[1mthe\x1b[0m\x1b[32m" in terminal.raw
     assert terminal.raw.count(b"\x1b[1mthe\x1b[0m") == 2
 

@@ -173,5 +173,13 @@ def test_a_key_without_effect_is_refused(tmp_path: Path, flags: list[str], file:
         parse_run_config(argv)
 
 
+@pytest.mark.parametrize(
+    ("flags", "minutes"),
+    [("", 10), ("--save-every 0", 0), ("--save-every 0 --save-every-minutes 3", 3), ("--save-every-minutes 0", 0)],
+)
+def test_the_clock_saves_unless_only_the_last_step_is_wanted(flags: str, minutes: float) -> None:
+    assert parse_run_config(flags.split()).minutes_between_saves == minutes
+
+
 def test_help_of_allow_changed_names_what_can_be_allowed() -> None:
     assert all(key in describe_keys()["allow_changed"].text for key in CHANGES_THAT_BREAK)

@@ -53,6 +53,27 @@ def test_overflows_halve_the_scale_skip_steps_are_reported_and_end(
     assert state["loss_scaler"]["cur_scale"] == steps[-1]["loss_scale"]
 
 
+def test_timed_steps_find_a_scale_and_leave_the_first_one(
+    ranks: Callable, train_command: Callable, tmp_path: Path
+) -> None:
+    ds = fp16_config(tmp_path, 1, initial_scale_power=24)
+    job = ranks([__file__, *train_command("--ds", ds, "--minutes", "0.001")[1:]], 1)
+    output = job.wait()[0]  # which ends in an error: the only step is skipped
+    assert "timed and undone" in output
+    first = read_steps(tmp_path / "run")[0]
+    assert (first["skipped_steps"], first["loss_scale"]) == (1, 2**23)
+
+
+def test_timed_steps_at_the_smallest_scale_are_explained(
+    ranks: Callable, train_command: Callable, tmp_path: Path
+) -> None:
+    ds = fp16_config(tmp_path, 2, initial_scale_power=28, min_loss_scale=2**27)
+    job = ranks([__file__, *train_command("--ds", ds, "--minutes", "0.001")[1:]], 1)
+    output = job.wait()[0]
+    assert job.exit_codes == [2]
+    assert output.startswith("error: step 1: fp16 gradients overflow even at the smallest loss scale")
+
+
 def test_overflow_at_the_smallest_scale_is_explained_in_one_line_on_every_rank(
     ranks: Callable, train_command: Callable, tmp_path: Path
 ) -> None:

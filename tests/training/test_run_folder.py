@@ -78,6 +78,15 @@ def test_a_start_names_the_commit_of_the_working_folder(tmp_path: Path, monkeypa
     clean, dirty = map(json.loads, (tmp_path / "run" / "starts.jsonl").read_text().splitlines())
     assert len(clean["commit"]) == 40
     assert (dirty["commit"], clean["dirty"], dirty["dirty"]) == (clean["commit"], False, True)
+    # Neither a program of the repository's configuration nor a name that is not UTF-8 disturbs it.
+    (tmp_path / "monitor").write_text(f"#!/bin/sh\ntouch {tmp_path}/was-run\n")
+    (tmp_path / "monitor").chmod(0o755)
+    (tmp_path / os.fsdecode(b"\xff")).write_text("")
+    for setting in (("core.fsmonitor", str(tmp_path / "monitor")), ("core.quotePath", "false")):
+        subprocess.run(["git", "config", *setting], check=True)
+    subprocess.run(["git", "-c", "core.fsmonitor=false", "add", os.fsdecode(b"\xff")], check=True)
+    assert working_commit() == {"commit": clean["commit"], "dirty": True}
+    assert not (tmp_path / "was-run").exists()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert working_commit() == {}
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from llmscale.config.bundled_files import install_command
 from llmscale.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from llmscale.data.tokenizers.load_tokenizer import CHARACTERS
 from llmscale.data.tokenizers.tiktoken_tokenizer import RANKS_NAME, TiktokenTokenizer
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, TokenArray, Tokenizer, cut_text
 from llmscale.errors import DataError
@@ -121,7 +122,7 @@ def choose_encoder(tokenizer: Tokenizer, wanted: EncoderName, first_texts: Seque
     reference = ReferenceEncoder(tokenizer)
     if wanted == "reference":
         return reference, ""
-    if not isinstance(tokenizer, (TiktokenTokenizer, HuggingFaceTokenizer)):
+    if not isinstance(tokenizer, (TiktokenTokenizer, HuggingFaceTokenizer)) or tokenizer.spec == CHARACTERS:
         why_not = "it encodes byte-level BPE only"
     else:
         try:
@@ -140,7 +141,7 @@ def choose_encoder(tokenizer: Tokenizer, wanted: EncoderName, first_texts: Seque
             why_not = f"it fails ({' '.join(str(error).split())[:200]})"
     if wanted == "gigatoken":
         raise DataError(f"--encoder gigatoken cannot encode with {tokenizer.spec}: {why_not}.")
-    is_bpe = isinstance(tokenizer, (TiktokenTokenizer, HuggingFaceTokenizer))
+    is_bpe = isinstance(tokenizer, (TiktokenTokenizer, HuggingFaceTokenizer)) and tokenizer.spec != CHARACTERS
     return reference, f"Encoding with {reference.name}, not gigatoken: {why_not}." if is_bpe else ""
 
 

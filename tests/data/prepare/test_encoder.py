@@ -14,6 +14,7 @@ from llmscale.data.prepare import encoder as encoders
 from llmscale.data.prepare.encoder import GigatokenEncoder, ReferenceEncoder, choose_encoder
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.tokenizers.hugging_face import load_huggingface
+from llmscale.data.tokenizers.load_tokenizer import CHARACTERS
 from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer
 from llmscale.data.tokenizers.train_tokenizer import train_tokenizer
@@ -160,6 +161,9 @@ def test_what_it_cannot_or_gets_wrong_falls_back_with_a_word(
     good = load_huggingface(trained)
     assert isinstance(choose_encoder(good, "reference", [])[0], ReferenceEncoder)
     assert choose_encoder(ByteTokenizer(), "auto", [])[1] == ""
+    monkeypatch.setattr(good, "spec", CHARACTERS)
+    assert choose_encoder(good, "auto", [])[1] == ""
+    monkeypatch.undo()
 
     class Wrong(GigatokenEncoder):
         def encode(self, texts: list[str]) -> list[np.ndarray]:  # type: ignore[override]

@@ -91,9 +91,7 @@ def test_counts_that_contradict_each_other_are_refused(shared_set: Path, field: 
 def test_sets_of_other_models_are_refused(shared_set: Path) -> None:
     manifest = load_manifest(shared_set)
     check_set_matches(manifest, "data", vocab_size=257, seq_len=16, tokenizer_sha256=manifest.tokenizer_sha256)
-    with pytest.raises(
-        DataError, match=r"seq_len 16, the model has positions for 32 tokens.*prepare --seq-len 32"
-    ):
+    with pytest.raises(DataError, match=r"seq_len 16, the model has positions for 32 tokens.*prepare --seq-len 32"):
         check_set_matches(manifest, "data", vocab_size=257, seq_len=32)
     with pytest.raises(DataError, match="token ids up to 256, beyond the model's vocab_size 256"):
         check_set_matches(manifest, "data", vocab_size=256, seq_len=16)
