@@ -41,9 +41,10 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     )
     flag(parser, "--tasks TASK", f"{text}name or as its YAML file", check_task, [], nargs="+", action="extend")
     flag(parser, "--task-folder DIR", "folder with the YAML files of more tasks for lm-eval", local_path)
+    flag(parser, "--chat", "put lm-eval's tasks as conversations, in the model's chat template")
     flag(parser, "--limit N", "use only the first N items of each task", whole_number(1, limits.MAX_SAMPLES))
     flag(parser, "--json FILE", "also write the results to FILE", local_path)
-    parser.needs = [*parser.needs, Need("limit task_folder", "--tasks TASK")]
+    parser.needs = [*parser.needs, Need("limit task_folder chat", "--tasks TASK")]
     parser.set_defaults(handler=_run)
 
 
@@ -66,7 +67,7 @@ def _run(args: argparse.Namespace) -> int:
         from llmscale.evaluate.evaluation import Request
 
     request = Request(
-        [file.first(args.limit) for file in files], harness, args.limit, args.val_samples, args.batch_size
+        [file.first(args.limit) for file in files], harness, args.limit, args.val_samples, args.batch_size, args.chat
     )
     evaluation = _evaluate(source, request)
     for line in result_lines(evaluation):
@@ -96,6 +97,8 @@ def _named_tasks(args: argparse.Namespace) -> list[str]:
     named = [spec for spec in args.tasks if not is_task_file(spec)]
     if args.task_folder is not None and not named:
         raise ConfigError("--task-folder holds tasks that --tasks can name, and it names none. Add a task's name.")
+    if args.chat and not named:
+        raise ConfigError("--chat puts lm-eval's tasks as conversations, and --tasks names none. Add a task's name.")
     if not args.tasks and not args.val_samples:
         raise ConfigError("nothing to do: --val-samples 0 leaves the loss out, and --tasks names no task.")
     return named

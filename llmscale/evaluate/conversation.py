@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from llmscale.data.prepare.chat import ChatEncoder, ChatSettings, find_template
+from llmscale.data.prepare.chat import ChatEncoder, ChatSettings, ChatTemplate, find_template
 from llmscale.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llmscale.evaluate.generate import TextChunk
+
+
+def open_template(tokenizer: Tokenizer, source: str | None) -> tuple[Tokenizer, ChatTemplate]:
+    """Return the tokenizer that reads the template's special tokens, and the template: `source`, or the tokenizer's.
+
+    Raises DataError.
+    """
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        tokenizer = tokenizer.parsing_special()
+    return tokenizer, find_template(tokenizer, source)
 
 
 class Conversation:
@@ -21,9 +31,8 @@ class Conversation:
 
         The oldest turns are forgotten beyond `max_tokens`.
         """
-        if isinstance(tokenizer, HuggingFaceTokenizer):
-            tokenizer = tokenizer.parsing_special()
-        settings = ChatSettings(find_template(tokenizer, template))
+        tokenizer, of_data = open_template(tokenizer, template)
+        settings = ChatSettings(of_data)
         self._encoder = ChatEncoder(tokenizer, settings, max_tokens)
         self._max_tokens = max_tokens
         self._end = settings.template.end_of_turn()

@@ -85,6 +85,8 @@ class Request:
     val_samples: int
     """Sequences to validate on; 0 skips validation."""
     batch_size: int
+    chat: bool = False
+    """Put lm-eval's tasks as conversations, in the template of the model's data or of its tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -154,12 +156,14 @@ def evaluate(source: ModelSource, request: Request, progress: Callable[[str, int
     `progress` gets the name of the activity, its number of sequences if known, and the sequences done since the last
     call. Raises ConfigError, CheckpointError or DataError, for items and datasets before the model is loaded.
     """
+    from llmscale.evaluate.conversation import open_template
     from llmscale.evaluate.scoring import score_rows
 
     tokenizer, seq_len, batch_size = source.tokenizer, source.shape.seq_len, request.batch_size
     tasks = [encode_task(file, tokenizer, seq_len) for file in request.files]
     wanted = request.val_samples
     sets = open_validation_sets(source.sets, wanted) if source.sets is not None and wanted else ()
+    of_chat, template = open_template(tokenizer, source.chat_template) if request.chat else (tokenizer, None)
     model = source.load_model()
     losses = [
         validation_loss(
@@ -178,7 +182,13 @@ def evaluate(source: ModelSource, request: Request, progress: Callable[[str, int
     if request.harness is not None:
         from llmscale.evaluate.lm_eval_model import LlmscaleLM
 
-        adapter = LlmscaleLM(model, tokenizer, batch_size=batch_size, progress=partial(progress, "lm-eval", None))
+        adapter = LlmscaleLM(
+            model,
+            of_chat,
+            batch_size=batch_size,
+            progress=partial(progress, "lm-eval", None),
+            template=template,
+        )
         results += request.harness.run(adapter, request.limit)
     is_comparable = request.limit is None and any(file.format == "hellaswag" for file in request.files)
     published = comparable_results(source.shape.active_parameters) if is_comparable else None

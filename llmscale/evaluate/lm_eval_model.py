@@ -14,6 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
+from llmscale.data.prepare.chat import ChatTemplate
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import ConfigError
 from llmscale.evaluate.generate import SamplingSettings, sample
@@ -34,8 +35,11 @@ class LlmscaleLM(LM):
         *,
         batch_size: int,
         progress: Callable[[int], object] = lambda num_rows: None,
+        template: ChatTemplate | None = None,
     ) -> None:
+        """`template`: tasks are put as conversations, and the end of a turn ends generated text."""
         super().__init__()
+        self.template = template
         self._model, self._tokenizer = model, tokenizer
         self._batch_size, self._progress = batch_size, progress
 
@@ -76,6 +80,25 @@ class LlmscaleLM(LM):
                 self._progress(len(batch))
         return [texts[index] for index in range(len(requests))]
 
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return the text that the assistant's next turn continues, or else its last turn, which is begun."""
+        if self.template is None:
+            raise ConfigError("the model was evaluated without --chat, and a task asks for its chat template.")
+        if add_generation_prompt:
+            return self.template.prompt(chat_history)
+        text, _ = self.template.find_turns(chat_history, None, ())
+        begun = chat_history[-1]["content"]
+        return text[: text.rindex(begun) + len(begun)]
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """Return the template's source, which lm-eval records."""
+        return "" if self.template is None else self.template.source
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name by which lm-eval stores requests; it stores none here."""
+        return ""
+
     def _score(self, rows: Sequence[Row]) -> list[RowScore]:
         return score_rows(self._model, rows, batch_size=self._batch_size, progress=self._progress)
 
@@ -95,7 +118,10 @@ class LlmscaleLM(LM):
             top_p=float(str(options["top_p"])) if draws and options.get("top_p") else None,
         )
         end = self._tokenizer.decode([self._tokenizer.eot_token])
-        return _Generation(settings, tuple(handle_stop_sequences(options["until"], eos=end)), seq_len - most)
+        stops = handle_stop_sequences(options["until"], eos=end)
+        if self.template is not None:
+            stops = [*stops, self.template.end_of_turn()]
+        return _Generation(settings, tuple(stops), seq_len - most)
 
     def _generate(self, contexts: Sequence[list[int]], how: _Generation) -> list[str]:
         tokens: list[list[int]] = [[] for _ in contexts]

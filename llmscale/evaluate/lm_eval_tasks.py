@@ -55,6 +55,8 @@ class LmEvalTasks:
             log_samples=False,
             # Bootstrapped standard errors take minutes and process pools.
             bootstrap_iters=0,
+            apply_chat_template=model.template is not None,
+            fewshot_as_multiturn=model.template is not None,
         )
         counts = results["n-samples"]
         return [

@@ -173,3 +173,21 @@ def test_a_score_is_that_of_the_whole_logits_whatever_the_batch(models: dict[str
             assert alone.log_likelihood == pytest.approx(expected, rel=1e-6)
             assert together.log_likelihood == pytest.approx(expected, rel=1e-6)
             assert alone.is_greedy == together.is_greedy == bool((log_probs.argmax(1) == targets).all())
+
+
+def test_tasks_are_put_as_conversations_whose_turns_end_the_text(models: dict[str, tuple[GPT, Tokenizer]]) -> None:
+    """`lm-eval` is imported here, as the other processes of these tests set its environment themselves."""
+    from lm_eval.api.instance import Instance
+
+    from llmscale.evaluate.conversation import open_template
+    from llmscale.evaluate.lm_eval_model import LlmscaleLM
+
+    model, tokenizer = next(iter(models.values()))
+    tokenizer, template = open_template(tokenizer, None)
+    lm = LlmscaleLM(model, tokenizer, batch_size=2, template=template)
+    turns = [{"role": "user", "content": "Hello"}]
+    assert lm.apply_chat_template(turns) == "<|user|>\nHello<|end|>\n<|assistant|>\n"
+    turns.append({"role": "assistant", "content": "It is"})
+    assert lm.apply_chat_template(turns, add_generation_prompt=False).endswith("<|assistant|>\nIt is")
+    how = lm._generation(Instance("generate_until", {}, ("", {"until": ["\n\n"], "max_gen_toks": 4}), 0))
+    assert "<|end|>" in how.stops
