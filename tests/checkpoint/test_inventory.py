@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from llmscale.checkpoint.commit import point_latest
 from llmscale.checkpoint.inventory import (
     MAX_PINNED,
     PINNED_NAME,
@@ -133,6 +134,16 @@ def test_another_runs_checkpoint_begins_a_line_of_its_own(tmp_path: Path) -> Non
     assert steps(tmp_path) == []
     with pytest.raises(CheckpointError, match=r"the history that began from .*step-00000020 has no checkpoints"):
         find_checkpoint(tmp_path)
+
+
+def test_latest_names_a_checkpoint_of_this_run_alone(tmp_path: Path) -> None:
+    run, other = (tmp_path / name / "checkpoints" for name in ("run", "other"))
+    for folder in (run, other):
+        (folder / "step-00000010").mkdir(parents=True)
+    point_latest(run.parent, run / "step-00000010")
+    assert (run / "latest").read_text() == "step-00000010\n"
+    point_latest(run.parent, other / "step-00000010")
+    assert not (run / "latest").exists()
 
 
 def test_checkpoints_from_before_there_were_histories(tmp_path: Path) -> None:
