@@ -80,11 +80,27 @@ A `{facts.architecture}` of {facts.num_parameters:,} parameters, pre-trained wit
 
 Where a flag names a folder or a file, only its last part is shown; what has its default, or changes no step, is left
 out.
-
+{_conversations(facts.data)}
 ## License and use
 
 None is stated: whoever publishes these weights adds a `license:` to the lines at the top, and says what the training
 data permits.
+"""
+
+
+def _conversations(data: TrainingSets) -> str:
+    """Return the section of a model that was trained on conversations: their template, indented as code."""
+    chats = [location.manifest.chat for location in data.locations]
+    template = next((chat.template for chat in chats if chat is not None), None)
+    if template is None:
+        return ""
+    code = "\n".join(f"    {line}" for line in map(make_visible_line, template.splitlines()))
+    return f"""
+## Conversations
+
+Its last data were conversations in this chat template, which the tokenizer has too (`apply_chat_template`):
+
+{code}
 """
 
 

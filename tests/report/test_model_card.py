@@ -13,7 +13,8 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.manifest import CheckpointManifest, save_manifest
 from llmscale.config.run_arguments import parse_run_config
 from llmscale.config.run_config import build_run_config
-from llmscale.data.mixture import open_training_sets
+from llmscale.data.mixture import TrainingSets, open_training_sets
+from llmscale.data.shards.manifest import ChatFacts
 from llmscale.report.model_card import CardFacts, build_model_card
 
 MANIFEST = CheckpointManifest(30, 9_600, 2, 3, "bf16", "2026-05-01T12:00:00+00:00", ())
@@ -147,3 +148,11 @@ def test_names_that_others_chose_stay_text(facts: CardFacts, checkpoint: Path) -
     (line,) = [line for line in card.splitlines() if line.startswith("| vocabulary")]
     assert line == "| vocabulary | 257 tokens, tokenizer `xx1b2Jscriptn---nlicense: mit` |"
     assert card.count("---\n") == 2
+
+
+def test_a_template_of_conversations_stays_within_its_block(facts: CardFacts, checkpoint: Path) -> None:
+    chat = ChatFacts("{{ messages }}\n```\n# Not a heading", "assistant", True, {"train": 3}, {})
+    location = replace(facts.data.first, manifest=replace(facts.data.manifest, chat=chat))
+    card = build_model_card(replace(facts, data=TrainingSets("set", (location,))), checkpoint)
+    assert "\n    {{ messages }}\n    ```\n    # Not a heading\n" in card
+    assert "## Conversations" not in build_model_card(facts, checkpoint)
