@@ -146,13 +146,9 @@ def check_adapters(folder: Path, shape: GPTShape, family: Family) -> None:
     Reads no numbers.
     """
     path = folder / ADAPTER_CONFIG_NAME
-    try:
+    remedy = "Name a folder that peft's save_pretrained or `llmscale export` wrote."
+    with unreadable_as(CheckpointError, path, remedy):
         config = load_json(path, Rules(CheckpointError, not_finite=True))
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error.strerror}. Name a folder that peft's save_pretrained or "
-            "`llmscale export` wrote."
-        ) from None
     for name, legal in _OFF.items():
         if (value := config.get(name, legal[0])) not in legal:
             raise CheckpointError(f"{path}: {name} is {str(value)[:80]}, which llmscale does not have.")
@@ -161,7 +157,7 @@ def check_adapters(folder: Path, shape: GPTShape, family: Family) -> None:
             value = str(config.get(key))[:80]
             raise CheckpointError(f"{path}: {key} is {value}, and {own:g} here. Give {flag} {value}.")
     path = folder / ADAPTER_WEIGHTS_NAME
-    with unreadable_as(CheckpointError, str(path)):
+    with unreadable_as(CheckpointError, path):
         open_regular(path).close()
     stored = list_safetensors(WeightsFiles(folder, (path,), {}))
     places = {tensor.name: tensor for pair in peft_tensors(shape, family) for tensor in pair}

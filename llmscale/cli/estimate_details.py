@@ -23,12 +23,8 @@ from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import GIB, Breakdown, format_size
 from llmscale.memory.estimate import CONTEXT_BYTES, PHASES, RESERVED_PER_ALLOCATED, estimate_memory, step_activations
 from llmscale.memory.layers import estimate_activations, loss
-from llmscale.planning.recommend import (
-    nearest_fit,
-)
-from llmscale.planning.search import (
-    Candidate,
-)
+from llmscale.planning.recommend import nearest_fit
+from llmscale.planning.search import Candidate
 from llmscale.planning.step_time import RATE_ERROR
 
 if TYPE_CHECKING:  # a plain estimate does not wait for what only --dry-run needs

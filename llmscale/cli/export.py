@@ -66,7 +66,7 @@ def _run(args: argparse.Namespace) -> int:
             card=_model_card(model, trained),
             overwrite=args.overwrite,
             progress=written.add,
-            chat_template=trained.chat_template,
+            chat_template=trained.sets.chat_template,
             weights=weights,
         )
     out = make_visible_line(str(args.to))

@@ -305,6 +305,12 @@ class TrainingSets:
         return self.locations[0]
 
     @property
+    def chat_template(self) -> str | None:
+        """Template of the first dataset of conversations; None without any."""
+        chats = (location.manifest.chat for location in self.locations)
+        return next((chat.template for chat in chats if chat is not None), None)
+
+    @property
     def manifest(self) -> Manifest:
         """The first dataset's manifest, for properties that all share."""
         return self.first.manifest

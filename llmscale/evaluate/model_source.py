@@ -75,12 +75,6 @@ class TrainedCheckpoint:
     published: PublishedModel | None
     """Published model that it was initialised from."""
 
-    @property
-    def chat_template(self) -> str | None:
-        """Template of the conversations that it was trained on; None without conversations."""
-        chats = (at.manifest.chat for at in self.sets.locations)
-        return next((chat.template for chat in chats if chat is not None), None)
-
     def open_base(self, place: str | None, progress: Callable[[int], object]) -> Weights | None:
         """Open the weights beside its adapters, at `place` or where they were; None without adapters.
 
@@ -210,7 +204,7 @@ def open_model(
         sets,
         no_sets,
         trained.published,
-        trained.chat_template,
+        trained.sets.chat_template,
         load_model,
     )
 

@@ -13,7 +13,7 @@ _GIB = 2**30
 #: Colours that colour-blind readers can tell apart (Okabe and Ito), in the order of Breakdown's fields.
 _COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#F0E442", "#CC79A7", "#D55E00")
 _NAMES = {"logits_bytes": "logits and loss", "optimizer_bytes": "optimizer states", "buckets_bytes": "communication"}
-#: Bars longer than this multiple of the GPU's memory are cut; their number stands at the cut.
+#: Bars longer than this multiple of the GPU's memory are cut, with their number at the cut.
 _LONGEST = 1.1
 
 

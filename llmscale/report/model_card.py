@@ -90,11 +90,9 @@ data permits.
 
 def _conversations(data: TrainingSets) -> str:
     """Return the section of a model that was trained on conversations: their template, indented as code."""
-    chats = [location.manifest.chat for location in data.locations]
-    template = next((chat.template for chat in chats if chat is not None), None)
-    if template is None:
+    if data.chat_template is None:
         return ""
-    code = "\n".join(f"    {line}" for line in map(make_visible_line, template.splitlines()))
+    code = "\n".join(f"    {line}" for line in map(make_visible_line, data.chat_template.splitlines()))
     return f"""
 ## Conversations
 
