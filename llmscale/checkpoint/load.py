@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from llmscale.architecture.layers import is_adapter
-from llmscale.checkpoint.commit import set_aside_existing
 from llmscale.checkpoint.inventory import (
     FoundCheckpoints,
     explain_no_checkpoint,
     find_checkpoints,
     free_name,
     report_passed_over,
+    set_aside_existing,
 )
 from llmscale.checkpoint.manifest import (
     MANIFEST_NAME,
