@@ -41,7 +41,7 @@ _DTYPE_NAMES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16"
 #: Tensors that older transformers stored and newer ones compute: rotary wavelengths, GPT-2's causal mask.
 _HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 _HEAD = "lm_head.weight"
-_MODEL_PREFIX = re.compile(r"[a-z]+\.")
+_MODEL_PREFIX = re.compile(r"^[a-z]+\.")
 #: Endings of the names of transformers' classes with a language-model head.
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
 #: Elements that are converted and checked together: 64 MiB in fp32.
@@ -241,76 +241,37 @@ def _without_prefix(name: str) -> str:
     return _MODEL_PREFIX.sub("", name, count=1)
 
 
+#: Prefixes that wrappers of a model give to its tensors.
+_WRAPPERS = re.compile(
+    r"_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_forward_module\.|base_model\.model\.|\bmodule\."
+)
+
+
 def _explain_mismatch(
     missing: Sequence[str], surplus: Sequence[str], stored: Mapping[str, StoredTensor], source: str, architecture: str
 ) -> str:
-    is_language_model = not architecture or architecture.endswith(_LANGUAGE_MODELS)
-    is_decoder = not is_language_model and architecture.endswith("Model")
-    if not (is_language_model or is_decoder):
-        differences = [f"lacks {_first(missing)}"] if missing else []
-        differences += [f"holds {_first(surplus)}"] if surplus else []
-        return (
-            f"{source} is of the class {architecture}, not a causal language model: it {' and '.join(differences)}. "
-            "Name the model that it was made from."
+    """Return what files lack or hold beyond the model of their config.json, why probably, and what to name instead."""
+    is_decoder = architecture.endswith("Model") and not architecture.endswith(_LANGUAGE_MODELS)
+    named = [_without_prefix(name) if is_decoder else name for name in missing]
+    differences = [f"lacks {_first(named)}"] if missing else []
+    differences += [f"holds {_first(surplus)}"] if surplus else []
+    unwrapped = {_WRAPPERS.sub("", name) for name in stored}
+    if architecture and not is_decoder and not architecture.endswith(_LANGUAGE_MODELS):
+        hint = f"the class {architecture} is not a causal language model. Name the model that it was made from"
+    elif [*missing] == [_HEAD] and is_decoder:
+        hint = f"the class {architecture} is the decoder without a head. Name the folder of the whole language model"
+    elif [*missing] == [_HEAD]:
+        hint = 'the model may be a tied one whose config.json lacks "tie_word_embeddings": true'
+    elif missing and unwrapped != {*stored} and unwrapped & {*missing, *map(_without_prefix, missing)}:
+        hint = (
+            "a wrapper such as torch.compile's, FSDP's or peft's was saved in place of the model, as in "
+            f"'{min(stored)}'. Save the model inside it with save_pretrained"
         )
-    if [*missing] == [_HEAD] and is_decoder:
-        return (
-            f"{source} is of the class {architecture}, the decoder without a head: it has no '{_HEAD}', and its "
-            "config.json does not tie the head to the token embedding. Name the folder of the whole language model."
-        )
-    if [*missing] == [_HEAD]:
-        return (
-            f"{source} has no '{_HEAD}', and its config.json does not tie the head to the token embedding. If the "
-            'model is a tied one, its config.json lacks "tie_word_embeddings": true.'
-        )
-    if missing and (wrapped := _explain_wrappers(missing, stored, source)):
-        return wrapped
-    if missing:
-        names = [_without_prefix(name) for name in missing] if is_decoder else missing
-        return (
-            f"{source} has no {_first(names)} among its {len(stored):,} tensors: they are not of the model that its "
-            "config.json describes, or the download is not complete."
-        )
-    return (
-        f"{source} holds {_first(surplus)}, which the model of its config.json has no place for. Name a folder that "
-        "save_pretrained wrote, of a causal language model."
-    )
-
-
-#: Prefixes that wrappers of a model give to its tensors, each with the wrapper.
-_WRAPPERS = {
-    "_orig_mod.": "torch.compile",
-    "_fsdp_wrapped_module.": "FSDP",
-    "_checkpoint_wrapped_module.": "activation checkpointing",
-    "_forward_module.": "Lightning",
-    "base_model.model.": "peft",
-    "module.": "DistributedDataParallel or DeepSpeed",
-}
-
-
-def _explain_wrappers(missing: Sequence[str], stored: Mapping[str, StoredTensor], source: str) -> str:
-    """Return a message if the names become the missing ones without the prefixes of wrappers; else an empty string."""
-    wanted, used = {*missing, *map(_without_prefix, missing)}, []
-    names = set(stored)
-    for prefix in _WRAPPERS:
-        plain = {_strip(name, prefix) for name in names}
-        if plain != names:
-            used.append(prefix)
-        names = plain
-    if not used or not wanted & names:
-        return ""
-    prefixes = " and ".join(f"'{prefix}' (of {_WRAPPERS[prefix]})" for prefix in used)
-    strip = "".join(f".replace('{prefix}', '')" for prefix in used)
-    return (
-        f"{source}: the names of its tensors have {prefixes}, as in '{min(stored)}': a wrapper was saved in place of "
-        "the model. Save the model inside it with save_pretrained, or rename: `from safetensors.torch import "
-        f"load_file, save_file; save_file({{name{strip}: tensor for name, tensor in load_file(FILE).items()}}, FILE)`."
-    )
-
-
-def _strip(name: str, prefix: str) -> str:
-    """Return a tensor's name without a prefix, which may also be within it."""
-    return name.removeprefix(prefix).replace(f".{prefix}", ".")
+    elif missing:
+        hint = "they are of another model, or the download is not complete"
+    else:
+        hint = "the model has no place for it. Name a folder that save_pretrained wrote, of a causal language model"
+    return f"{source} {' and '.join(differences)}, compared with its config.json ({len(stored):,} tensors): {hint}."
 
 
 def _first(names: Sequence[str]) -> str:

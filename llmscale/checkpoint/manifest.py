@@ -19,16 +19,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeGuard, TypeVar, cast
+from typing import Annotated, ClassVar, TypeGuard
 
 import xxhash
+from pydantic import ConfigDict, Field
 
 from llmscale.data.shards.verify_shards import hash_file as hash_content
 from llmscale.errors import CheckpointError
 from llmscale.files.atomic_write import write_durably
-from llmscale.untrusted.documents import MAX_BYTES, Rules, load_json
+from llmscale.untrusted.documents import MAX_BYTES, Rules, build, load_json
 from llmscale.untrusted.paths import check_regular, open_regular
 
 FORMAT_VERSION = 1
@@ -42,15 +43,18 @@ CHECKPOINTS_NAME = "checkpoints"
 CHECKPOINT_NAME = re.compile(r"(step-([0-9]{8,}))(\.old-[1-9][0-9]*)?")
 #: Names of the files in a manifest.
 _STORED_NAME = re.compile(r"state\.json|tensors\.json|__[0-9]{1,9}_[0-9]{1,9}\.distcp")
-_T = TypeVar("_T")
+#: Checks of a manifest's values, because a checkpoint is not trusted.
+_RULES = Rules(CheckpointError)
+_Count = Annotated[int, Field(ge=0)]
+_StoredName = Annotated[str, Field(pattern=f"^({_STORED_NAME.pattern})$")]
 
 
 @dataclass(frozen=True)
 class StoredFile:
     """One file of a checkpoint."""
 
-    name: str
-    num_bytes: int
+    name: _StoredName
+    num_bytes: _Count
     xxh3_128: str
     """Hash of the content, hexadecimal."""
 
@@ -59,8 +63,8 @@ class StoredFile:
 class History:
     """One line of steps, from step 0 to the newest checkpoint saved in it."""
 
-    number: int = 1
-    branches: tuple[tuple[int, int], ...] = ()
+    number: _Count = 1
+    branches: tuple[tuple[_Count, _Count], ...] = ()
     """(history, step) at which each earlier history was left, the oldest first; empty for a history that began at step
     0 or from another run's checkpoint."""
 
@@ -87,13 +91,15 @@ class Validation:
 class CheckpointManifest:
     """Description of a checkpoint, readable without torch."""
 
-    step: int
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    step: _Count
     """Optimizer steps done."""
-    tokens_seen: int
+    tokens_seen: _Count
     """Tokens trained on since step 0."""
-    world_size: int
+    world_size: _Count
     """Ranks that wrote it; any number can read it."""
-    zero_stage: int
+    zero_stage: _Count
     """ZeRO stage that wrote it; any stage can read it."""
     precision: str
     created: str
@@ -155,7 +161,7 @@ class Checkpoint:
 class Pieces:
     """The part of a checkpoint that is on this disk."""
 
-    files: tuple[str, ...]
+    files: tuple[_StoredName, ...]
     """Names of the tensor files here; the small files are on every disk."""
     remote: str | None = None
     """Folder of the whole checkpoint in the run's store; None if it is not there."""
@@ -203,19 +209,9 @@ def load_manifest(folder: Path) -> CheckpointManifest:
     body = signed_body(stored, "manifest", str(path))
     if body.pop("format", None) != FORMAT_VERSION:
         raise CheckpointError(f"{path} has another format than {FORMAT_VERSION}; use the llmscale that wrote it.")
-    listed = body.pop("files", None)
-    if not isinstance(listed, list):
-        raise CheckpointError(f"{path} lists no files.")
-    files = tuple(_build(StoredFile, file, f"{path}, files") for file in listed)
-    for file in files:
-        check_stored_name(file.name, str(path))
     # Checkpoints without a history belong to the first.
-    history = parse_history(body.pop("history", 1), body.pop("branches", []), str(path))
-    validation = body.pop("validation", None)
-    if validation is not None:
-        validation = _build(Validation, validation, f"{path}, validation")
-    values = {**body, "files": files, "history": history, "validation": validation}
-    manifest = _build(CheckpointManifest, values, str(path))
+    history = {"number": body.pop("history", 1), "branches": body.pop("branches", [])}
+    manifest = build(CheckpointManifest, {**body, "history": history}, _RULES, str(path))
     name = CHECKPOINT_NAME.fullmatch(folder.name)
     if name and int(name[2]) != manifest.step:
         raise CheckpointError(
@@ -241,12 +237,7 @@ def load_pieces(folder: Path) -> Pieces | None:
     stored = load_if_there(path)
     if stored is None:
         return None
-    match stored:
-        case {"files": list(files), "remote": None | str() as remote}:
-            for name in files:
-                check_stored_name(name, str(path))
-            return Pieces(tuple(files), remote)
-    raise CheckpointError(f"{path} must hold `files` and `remote`.")
+    return build(Pieces, stored, _RULES, str(path))
 
 
 def load_if_there(path: Path, *, max_bytes: int = MAX_BYTES, not_finite: bool = False) -> dict[str, object] | None:
@@ -269,11 +260,7 @@ def signed_body(stored: Mapping[str, object], name: str, where: str) -> dict[str
 
 def parse_history(number: object, branches: object, where: str) -> History:
     """Parse a history from JSON values. Raises CheckpointError."""
-    pairs = [tuple(pair) for pair in branches if isinstance(pair, list)] if isinstance(branches, list) else []
-    is_legal = isinstance(branches, list) and len(pairs) == len(branches)
-    if not is_legal or not is_count(number) or not all(len(pair) == 2 and all(map(is_count, pair)) for pair in pairs):
-        raise CheckpointError(f"{where}: malformed history {str(number)[:80]!r}, branches {str(branches)[:80]!r}.")
-    return History(number, tuple((left, step) for left, step in pairs))
+    return build(History, {"number": number, "branches": branches}, _RULES, where)
 
 
 def check_stored_name(name: object, where: str) -> None:
@@ -282,18 +269,6 @@ def check_stored_name(name: object, where: str) -> None:
         raise CheckpointError(
             f"{where} names the file {str(name)[:80]!r}. Legal: {STATE_NAME}, tensors.json, __0_0.distcp and so on."
         )
-
-
-def _build(kind: type[_T], values: object, where: str) -> _T:
-    """Build a dataclass from a JSON object with exactly its fields: texts, counts, numbers. Raises CheckpointError."""
-    known = {entry.name: entry.type for entry in fields(cast(type, kind))}
-    if not isinstance(values, dict) or values.keys() != known.keys():
-        raise CheckpointError(f"{where} must hold {', '.join(known)} and nothing else.")
-    for name, value in values.items():
-        kind_of = {"str": str, "float": float}.get(str(known[name]), object)
-        if not isinstance(value, kind_of) or (known[name] == "int" and not is_count(value)):
-            raise CheckpointError(f"{where}: {name} cannot be {str(value)[:80]!r}.")
-    return kind(**values)
 
 
 def is_count(value: object) -> TypeGuard[int]:

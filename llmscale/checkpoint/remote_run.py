@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Annotated, cast
 
 import xxhash
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
 from llmscale.checkpoint.inventory import find_checkpoints, point_best
 from llmscale.checkpoint.manifest import (
@@ -56,8 +56,7 @@ from llmscale.data.storage.faults import Overtaken
 from llmscale.data.storage.objects import Store, probe_conditions
 from llmscale.errors import CheckpointError, ConfigError, LlmscaleError
 from llmscale.files.atomic_write import write_durably
-from llmscale.suggestions import describe_invalid
-from llmscale.untrusted.documents import Rules, parse_json
+from llmscale.untrusted.documents import Rules, build, parse_json
 from llmscale.untrusted.paths import open_own
 
 INDEX_NAME, RECORDS_NAME = "latest.json", "records"
@@ -123,20 +122,12 @@ class RunIndex:
         return (json.dumps({"run": body, "xxh3_128": hash_json(body)}, indent=1) + "\n").encode()
 
 
-_INDEX = TypeAdapter(RunIndex)
-
-
 def parse_index(contents: bytes, where: str) -> RunIndex:
     """Parse latest.json. Raises CheckpointError unless it is of this format and undamaged."""
     body = signed_body(parse_json(contents, Rules(CheckpointError), where), "run", where)
     if body.get("format") != FORMAT_VERSION:
         raise CheckpointError(f"{where} has another format than {FORMAT_VERSION}; use the llmscale that wrote it.")
-    try:
-        return _INDEX.validate_json(json.dumps(body), strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(key)[:80] for key in first["loc"])
-        raise CheckpointError(f"{where}: {describe_invalid(name, first, lambda value: repr(value)[:80])}") from None
+    return build(RunIndex, body, Rules(CheckpointError), where)
 
 
 def _run_of(path: Path) -> Path:

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import cast
+from typing import Annotated, cast
 
 import xxhash
+from pydantic import AfterValidator, Field
 
 from llmscale.checkpoint.inventory import read_state
-from llmscale.checkpoint.manifest import STATE_NAME, Checkpoint, is_count
+from llmscale.checkpoint.manifest import STATE_NAME, Checkpoint
 from llmscale.config.run_config import CHANGES_THAT_BREAK
 from llmscale.errors import CheckpointError
-from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
+from llmscale.untrusted.documents import MAX_BYTES, Rules, build, parse_json
 from llmscale.untrusted.paths import is_plain_name, read_regular, unreadable_as
+
+
+def _check_name(name: str) -> str:
+    """Return an id that is safe in paths and on a terminal. Raises ValueError."""
+    if not is_plain_name(name):
+        raise ValueError("must be a plain name")
+    return name
+
+
+def _check_base(base: dict[str, str]) -> dict[str, str]:
+    """Return the description of frozen weights. Raises ValueError."""
+    if base and {*base} != {"place", "checksum"}:
+        raise ValueError("must have place and checksum")
+    return base
+
+
+_Count = Annotated[int, Field(ge=0)]
+#: Numbers as they were written: an integer stays one.
+_Numbers = dict[str, int | float]
 
 
 @dataclass(frozen=True)
@@ -25,27 +45,27 @@ class RunState:
     step (config/schedule.py, engine/train_step.py), so neither has a state.
     """
 
-    step: int
+    step: _Count
     """Optimizer steps done."""
-    samples_seen: int
+    samples_seen: _Count
     """Sequences trained on since step 0: the position of the data stream."""
-    tokens_seen: int
-    skipped_steps: int
+    tokens_seen: _Count
+    skipped_steps: _Count
     """Steps that fp16 overflow skipped since step 0."""
     identity: dict[str, object]
     """Values that must not change on resume: CHANGES_THAT_BREAK."""
     precision: str
-    optimizer_scalars: dict[str, dict[str, float]]
+    optimizer_scalars: dict[str, _Numbers]
     """Scalar optimizer states, such as Adam's step count, by optimizer group."""
-    loss_scaler: dict[str, float] | None = None
+    loss_scaler: _Numbers | None = None
     """State of fp16's dynamic loss scaler."""
-    wandb_run_id: str | None = None
+    wandb_run_id: Annotated[str, AfterValidator(_check_name)] | None = None
     config: dict[str, object] = field(default_factory=dict)
     """The run's configuration, for people and for `llmscale checkpoint diff`."""
     hyperparameters: dict[str, object] = field(default_factory=dict)
     """Hyperparameters of the run with all defaults; empty in older checkpoints."""
 
-    base: dict[str, str] = field(default_factory=dict)
+    base: Annotated[dict[str, str], AfterValidator(_check_base)] = field(default_factory=dict)
     """Frozen weights beside adapters, which the checkpoint does not hold: `place` as --init-from names it, and
     `checksum`."""
 
@@ -105,43 +125,13 @@ def parse_run_state(values: Mapping[str, object], where: str) -> RunState:
             f"{where} holds {', '.join(sorted(set(values) - names))}, which this version does not know: "
             "use the llmscale that wrote it."
         )
-    try:
-        state = RunState(**values)  # type: ignore[arg-type]  # written by as_dict
-    except TypeError as error:
-        raise CheckpointError(f"{where} is incomplete: {error}.") from None
-    for name, is_legal in _LEGAL.items():
-        if not is_legal(getattr(state, name)):
-            raise CheckpointError(f"{where} is damaged: {name} is {str(getattr(state, name))[:80]!r}.")
-    return state
+    return build(RunState, values, Rules(CheckpointError), where)
 
 
 #: In older checkpoints, and never read: the optimizer's groups are built from the configuration.
 _DROPPED = ("optimizer_groups",)
 #: Keys of runs in older checkpoints that this version does not have.
 _DROPPED_KEYS = ("record_samples",)
-
-
-def _is_table_of_numbers(value: object) -> bool:
-    return isinstance(value, Mapping) and all(
-        isinstance(row, Mapping) and all(isinstance(number, (int, float)) for number in row.values())
-        for row in value.values()
-    )
-
-
-#: Checks of a state's values, because a checkpoint is not trusted.
-_LEGAL: dict[str, Callable[[object], bool]] = {
-    **dict.fromkeys(("step", "samples_seen", "tokens_seen", "skipped_steps"), is_count),
-    "base": lambda value: (
-        isinstance(value, Mapping)
-        and ({*value} == {"place", "checksum"} or not value)
-        and all(isinstance(text, str) for text in value.values())
-    ),
-    **dict.fromkeys(("identity", "config"), lambda value: isinstance(value, Mapping)),
-    "precision": lambda value: isinstance(value, str),
-    "optimizer_scalars": _is_table_of_numbers,
-    "loss_scaler": lambda value: value is None or _is_table_of_numbers({"": value}),
-    "wandb_run_id": lambda value: value is None or is_plain_name(value),
-}
 
 
 def check_identity(saved: Mapping[str, object], now: Mapping[str, object], allowed: list[str]) -> list[str]:

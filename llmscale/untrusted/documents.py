@@ -1,4 +1,4 @@
-"""Parse JSON, YAML and TOML of bounded size into plain values; nothing else in llmscale parses them.
+"""Parse JSON, YAML and TOML of bounded size into plain values or dataclasses; nothing else in llmscale parses them.
 
 Any content gives a value or a one-line error that names the file: invalid UTF-8, duplicate keys, a list instead of an
 object. Callers explain a missing file themselves (FileNotFoundError, NotADirectoryError).
@@ -6,18 +6,24 @@ object. Callers explain a missing file themselves (FileNotFoundError, NotADirect
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from llmscale.errors import LlmscaleError
+from llmscale.suggestions import describe_invalid
 from llmscale.untrusted.paths import open_regular, read_regular
+from llmscale.untrusted.terminal import make_visible_line
 
 if TYPE_CHECKING:
     import yaml
+    from pydantic import TypeAdapter
+
+_T = TypeVar("_T")
 
 #: Largest file that people write: run files, ds_configs, model configurations.
 CONFIG_MAX_BYTES = 1 << 20
@@ -134,6 +140,33 @@ def parse_toml(contents: bytes | str, rules: Rules, where: str) -> dict[str, obj
     except (ValueError, RecursionError) as error:
         raise _fault(rules, f"{where} is not valid toml: {' '.join(str(error).split())}") from None
     return _checked(value, rules, where, "keys and values")
+
+
+def build(kind: type[_T], values: object, rules: Rules, where: str) -> _T:
+    """Return a document's values as a dataclass, checked by the types and limits of its fields without conversions.
+
+    Raises `rules.error` with the first wrong entry, its value and the rule.
+    """
+    from pydantic import ValidationError
+
+    try:
+        # As JSON, in which a list is also a tuple.
+        instance: _T = _adapter(cast("Hashable", kind)).validate_json(json.dumps(values), strict=True)
+        return instance
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = make_visible_line(".".join(map(str, first["loc"]))[:80])
+        reasons = {"missing": "is missing", "unexpected_keyword_argument": "is unknown"}
+        if (reason := reasons.get(first["type"])) is not None:
+            raise _fault(rules, f"{where}: {name} {reason}") from None
+        raise _fault(rules, f"{where}: {describe_invalid(name, first, lambda value: repr(value)[:80])}") from None
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
 def _read(path: Path, rules: Rules, where: str) -> bytes:

@@ -392,7 +392,7 @@ PUBLISHED = [
     (f"{FROM}/small", r"vocab_size 100 is smaller than the dataset's"),
     (f"{FROM}/short", r"samples of 32 tokens, and --init-from hf:hub/short has learned positions for 16"),
     (f"{FROM}/large", r"tokenizer of 257 tokens, but the weights in .*hub/large have 50,257 rows"),
-    (f"{FROM}/missing", r"hub/missing has no 'transformer.h.0.mlp.c_fc.weight' among its 15 tensors"),
+    (f"{FROM}/missing", r"hub/missing lacks 'transformer.h.0.mlp.c_fc.weight', .* \(15 tensors\)"),
     (
         f"{FROM}/none@..",
         r"--init-from hf:hub/none@\.\. does not exist. Give a config.json, its folder, or a name on the Hub",

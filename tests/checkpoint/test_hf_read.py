@@ -163,8 +163,8 @@ def test_missing_surplus_and_other_shapes_are_named() -> None:
     more = {**stored, "score.weight": stored[name], "a.weight": stored[name]}
     other = {**stored, name: StoredTensor(name, Path("f"), (32, 8), "F32")}
     for given, message in (
-        (less, f"hf:x has no '{name}' among its {len(less)} tensors"),
-        (more, "hf:x holds 'a.weight' and 1 more, which the model of its config.json has no place for"),
+        (less, rf"hf:x lacks '{name}', compared with its config.json \({len(less)} tensors\)"),
+        (more, "hf:x holds 'a.weight' and 1 more, .* the model has no place for it"),
         (other, rf"hf:x: '{name}' has the shape \[32, 8\], and \[8, 32\] by its config.json"),
     ):
         with pytest.raises(CheckpointError, match=message):
@@ -174,22 +174,22 @@ def test_missing_surplus_and_other_shapes_are_named() -> None:
 @pytest.mark.parametrize(
     ("architecture", "lacks", "holds", "message"),
     [
-        ("LlamaForCausalLM", ["lm_head.weight"], [], r'its config.json lacks "tie_word_embeddings": true'),
+        ("LlamaForCausalLM", ["lm_head.weight"], [], r'whose config.json lacks "tie_word_embeddings": true'),
         (
             "LlamaModel",
             ["lm_head.weight"],
             [],
-            "hf:x is of the class LlamaModel, the decoder without a head: .* the whole",
+            "lacks 'lm_head.weight', .* the class LlamaModel is the decoder without a head. .* the whole",
         ),
-        ("LlamaModel", ["model.norm.weight"], [], r"hf:x has no 'norm\.weight' among its"),
+        ("LlamaModel", ["model.norm.weight"], [], r"hf:x lacks 'norm\.weight', "),
         (
             "LlamaForSequenceClassification",
             ["lm_head.weight"],
             ["score.weight"],
-            "class LlamaForSequenceClassification, not a causal .* it lacks 'lm_head.weight' and holds 'score.weight'",
+            "lacks 'lm_head.weight' and holds 'score.weight', .* LlamaForSequenceClassification is not a causal",
         ),
-        ("LlamaForTokenClassification", [], ["score.weight"], "not a causal language model: it holds 'score.weight'"),
-        ("LlamaForCausalLM", [], ["a", "b"], "holds 'a' and 1 more, which the model"),
+        ("LlamaForTokenClassification", [], ["score.weight"], "holds 'score.weight', .* not a causal language model"),
+        ("LlamaForCausalLM", [], ["a", "b"], "holds 'a' and 1 more, .* the model has no place"),
     ],
 )
 def test_another_class_of_the_family_is_named(

@@ -146,7 +146,7 @@ def test_hostile_states(change: Callable[[Record], None], checkpoint: Path) -> N
     state = json.loads((checkpoint / "state.json").read_text())
     change(state)
     (checkpoint / "state.json").write_text(json.dumps(state))
-    with pytest.raises(CheckpointError, match=re.escape(f"{checkpoint}/state.json is damaged: ")):
+    with pytest.raises(CheckpointError, match=re.escape(f"{checkpoint}/state.json: ")):
         load_run_state(checkpoint)
 
 

@@ -24,7 +24,7 @@ def test_survives_json() -> None:
 def test_a_state_of_another_version_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"^state\.json holds flux, which this version does not know"):
         parse_run_state({"flux": 1}, "state.json")
-    with pytest.raises(CheckpointError, match=r"^state\.json is incomplete"):
+    with pytest.raises(CheckpointError, match=r"^state\.json: samples_seen is missing"):
         parse_run_state({"step": 1}, "state.json")
 
 

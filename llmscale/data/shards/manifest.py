@@ -10,13 +10,15 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar, cast, get_args
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
 
 from llmscale.errors import DataError
-from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json, parse_json
+from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, build, load_json, parse_json
 from llmscale.untrusted.paths import read_regular
 
 TokenDtype = Literal["uint16", "uint32"]
@@ -27,7 +29,7 @@ PackingName = Literal["stream", "best-fit", "pad"]
 TrainOn = Literal["assistant", "all"]
 _ITEM_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}
 #: Streaming's name of the algorithm, which takes 9 to 14 ms for 65 MB from the page cache.
-HASH_ALGORITHM = "xxh3_64"
+HASH_ALGORITHM: Literal["xxh3_64"] = "xxh3_64"
 #: Folder of a dataset's tokenizer.
 TOKENIZER_FOLDER = "tokenizer"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
@@ -60,24 +62,25 @@ HASH = re.compile(r"[0-9a-f]{16}")
 REMEDY = "Prepare the dataset again with --overwrite."
 
 
-def check_split_names(splits: Iterable[str], where: str) -> None:
-    """Names of splits are names of folders. Raises DataError."""
-    for name in splits:
-        if not _SPLIT_NAME.fullmatch(name) or name == TOKENIZER_FOLDER:
-            raise DataError(f"{where}: {name[:80]!r} is not a split name. Legal: letters, digits, - and _. {REMEDY}")
+def _check_split_name(name: str) -> str:
+    """Return a split's name, which is also its folder's. Raises ValueError."""
+    if not _SPLIT_NAME.fullmatch(name) or name == TOKENIZER_FOLDER:
+        raise ValueError("a split has letters, digits, - and _")
+    return name
 
 
-def check_range(where: str, name: str, value: int, lowest: int, highest: int) -> None:
+def _check_tokenizer_files(name: str) -> str:
+    """Return the path of a dataset's tokenizer. Raises ValueError."""
+    if name not in TOKENIZER_FILES:
+        raise ValueError(f"legal: {', '.join(map(repr, TOKENIZER_FILES))}")
+    return name
+
+
+def _check_range(where: str, name: str, value: int, lowest: int, highest: int) -> None:
     """Raises DataError."""
     if not lowest <= value <= highest:
-        raise DataError(f"{where}: {name} is {value}, and must be {lowest} to {highest}. {REMEDY}")
-
-
-def check_choice(where: str, name: str, value: object, legal: Iterable[object]) -> None:
-    """Raises DataError."""
-    if value not in legal:
-        known = ", ".join(repr(choice) for choice in legal)
-        raise DataError(f"{where}: {name} is {str(value)[:80]!r}. Legal: {known}. {REMEDY}")
+        legal = f"{lowest} to {highest}" if lowest != highest else lowest
+        raise DataError(f"{where}: {name} is {value}, and must be {legal}. {REMEDY}")
 
 
 MANIFEST_NAME = "manifest.json"
@@ -92,20 +95,20 @@ GENERATION = r"set-[0-9a-f]{12}"
 
 #: Everything that decides a dataset's contents, by flag of `prepare`.
 PrepareRequest = dict[str, str | int | float | bool | None]
-_T = TypeVar("_T")
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 @dataclass(frozen=True)
 class ShardInfo:
     """One shard file, uncompressed."""
 
-    name: str
+    name: Annotated[str, Field(pattern=f"^{SHARD_NAME.pattern}$")]
     """File name within the split's folder."""
-    bytes: int
+    bytes: Annotated[int, Field(ge=1, le=MAX_SHARD_BYTES)]
     """Exact size of the file."""
-    hash: str
+    hash: Annotated[str, Field(pattern=f"^{HASH.pattern}$")]
     """Hexadecimal hash of the file by hash_algorithm."""
-    num_samples: int
+    num_samples: _Count
     """Windows in the shard."""
 
 
@@ -113,22 +116,22 @@ class ShardInfo:
 class SplitManifest:
     """Contents of a split."""
 
-    num_documents: int
+    num_documents: _Count
     """Documents, each followed by one end-of-text token."""
-    num_text_bytes: int
+    num_text_bytes: _Count
     """UTF-8 bytes of the documents' text."""
-    num_tokens: int
+    num_tokens: _Count
     """Number of tokens, end-of-text included."""
-    num_samples: int
+    num_samples: _Count
     """Windows of seq_len + 1 tokens. Neighbours in a text share one token, so that no token is a target twice."""
-    tail_tokens: int
+    tail_tokens: _Count
     """Tokens after the last full window, too few for another one, which are not trained on."""
-    max_token_id: int
+    max_token_id: _Count
     """Largest token id in the split."""
     unigram_entropy_nats: float
     """Entropy of the token frequencies in nats: the loss of a model that knows only frequencies."""
     shards: tuple[ShardInfo, ...]
-    cropped_tokens: int = 0
+    cropped_tokens: _Count = 0
     """Tokens that best-fit packing cut off at the ends of windows, which are not trained on."""
 
     @property
@@ -147,9 +150,9 @@ class ChatFacts:
     """Tokens that are targets."""
     masks_documents: bool
     """True if a row holds several conversations, each of which ends with the only end-of-text token in it."""
-    num_targets: dict[str, int]
+    num_targets: dict[str, _Count]
     """Targets by split."""
-    left_out: dict[str, int]
+    left_out: dict[str, _Count]
     """Conversations that were left out, by reason."""
 
 
@@ -159,21 +162,21 @@ class Manifest:
 
     tokenizer: str
     """Tokenizer as the user named it."""
-    tokenizer_files: str
+    tokenizer_files: Annotated[str, AfterValidator(_check_tokenizer_files)]
     """Relative path of the dataset's copy of it; empty for one without files."""
     tokenizer_sha256: str
     """Hash of the vocabulary and its merges."""
-    vocab_size: int
+    vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB_SIZE)]
     """Number of tokens; ids are below it."""
     eot_token: int
     """End-of-text token, which follows every document."""
-    seq_len: int
+    seq_len: Annotated[int, Field(ge=1, le=MAX_SEQ_LEN)]
     """Positions that a model sees; windows hold one token more."""
     dtype: TokenDtype
     """Stored type of tokens."""
-    hash_algorithm: str
+    hash_algorithm: Literal["xxh3_64"]
     """Algorithm of the shard hashes, by Streaming's name."""
-    compression: str
+    compression: Compression
     """Compression of the shard files by Streaming's name, or empty."""
     source: str
     """Source of the documents as the user named it."""
@@ -183,7 +186,7 @@ class Manifest:
     """Documents skipped because they could not be decoded."""
     empty_documents: int
     """Documents skipped because they are empty."""
-    splits: dict[str, SplitManifest]
+    splits: Annotated[dict[Annotated[str, AfterValidator(_check_split_name)], SplitManifest], Field(min_length=1)]
     counts_own_bytes: bool = False
     """True if each part of a document that was cut for validation has the bytes of its own tokens. Older datasets have
     the average of the whole document there."""
@@ -290,14 +293,12 @@ def parse_manifest(contents: bytes | str, where: str) -> Manifest:
     if version != FORMAT_VERSION:
         stated = str(version)[:20]
         raise DataError(f"{where} has format version {stated}; this llmscale reads version {FORMAT_VERSION}. {REMEDY}")
-    splits = _field(record, "splits", dict, where)
-    check_split_names(splits, where)
-    parsed = {name: _parse_split(split, f"{where}, split {name}") for name, split in splits.items()}
-    chat = {"chat": _build(ChatFacts, record["chat"], f"{where}, chat")} if record.get("chat") is not None else {}
-    manifest = _build(Manifest, {**record, "splits": parsed, **chat}, where)
+    manifest = build(Manifest, record, Rules(DataError, REMEDY), where)
     if record.get("fingerprint") != manifest.fingerprint:
         raise DataError(f"{where} was altered: its fingerprint does not match its contents. {REMEDY}")
-    _check_manifest(manifest, where)
+    _check_range(where, "eot_token", manifest.eot_token, 0, manifest.vocab_size - 1)
+    for name, split in manifest.splits.items():
+        _check_split(split, manifest, f"{where}, split {name}")
     return manifest
 
 
@@ -319,96 +320,33 @@ def parse_generation(contents: bytes, where: str) -> str:
     return folder
 
 
-def _check_manifest(manifest: Manifest, where: str) -> None:
-    """Every value of a manifest whose names and types are right. Raises DataError."""
-    if not manifest.splits:
-        raise DataError(f"{where} has no splits. {REMEDY}")
-    check_range(where, "seq_len", manifest.seq_len, 1, MAX_SEQ_LEN)
-    check_range(where, "vocab_size", manifest.vocab_size, 1, MAX_VOCAB_SIZE)
-    check_range(where, "eot_token", manifest.eot_token, 0, manifest.vocab_size - 1)
-    check_choice(where, "dtype", manifest.dtype, get_args(TokenDtype))
-    check_choice(where, "hash_algorithm", manifest.hash_algorithm, (HASH_ALGORITHM,))
-    check_choice(where, "compression", manifest.compression, get_args(Compression))
-    check_choice(where, "tokenizer_files", manifest.tokenizer_files, TOKENIZER_FILES)
-    if manifest.chat is not None:
-        _check_chat(manifest.chat, where)
-    for split, made in manifest.splits.items():
-        _check_split(made, manifest, f"{where}, split {split}")
-
-
-def _check_chat(chat: ChatFacts, where: str) -> None:
-    check_choice(where, "train_on", chat.train_on, get_args(TrainOn))
-    for counts in (chat.num_targets, chat.left_out):
-        if not all(type(count) is int and count >= 0 for count in counts.values()):
-            raise DataError(f"{where}: the counts of chat are {str(counts)[:80]}, and must be whole numbers. {REMEDY}")
-
-
 def _check_split(split: SplitManifest, manifest: Manifest, where: str) -> None:
-    for name in ("num_documents", "num_text_bytes", "num_tokens", "tail_tokens", "cropped_tokens"):
-        check_range(where, name, getattr(split, name), 0, (1 << 63) - 1)
-    check_range(where, "max_token_id", split.max_token_id, 0, manifest.vocab_size - 1)
+    """Raise DataError for numbers of a split that contradict each other or the manifest."""
+    _check_range(where, "max_token_id", split.max_token_id, 0, manifest.vocab_size - 1)
     # Rows of conversations are padded.
     most_samples = split.num_tokens if manifest.chat else split.num_tokens // manifest.seq_len
-    check_range(where, "num_samples", split.num_samples, 1, most_samples)
+    _check_range(where, "num_samples", split.num_samples, 1, most_samples)
     # A window begins with the last token of the one before in a stream, in other packings at most.
     least = split.num_tokens - split.num_samples * (manifest.seq_len + 1)
     lost, most = split.tail_tokens + split.cropped_tokens, least + split.num_samples - 1
     if manifest.chat is not None:
-        check_choice(where, "tail_tokens + cropped_tokens", lost, (0,))
-    elif manifest.is_best_fit:
-        check_range(where, "tail_tokens + cropped_tokens", lost, least, most)
-    else:
-        check_choice(where, "tail_tokens", lost, (most,))
+        least = most = 0
+    elif not manifest.is_best_fit:
+        least = most
+    _check_range(where, "tail_tokens + cropped_tokens", lost, least, most)
     # The bounds are one distinct token and equally frequent tokens, with room for rounding.
     if not -1e-6 <= split.unigram_entropy_nats <= math.log(manifest.vocab_size) + 1e-6:
         raise DataError(
             f"{where}: unigram_entropy_nats is {split.unigram_entropy_nats:g}, and must be 0 to the logarithm of the "
             f"{manifest.vocab_size:,} tokens. {REMEDY}"
         )
-    seen: set[str] = set()
     for number, shard in enumerate(split.shards):
-        place = f"{where}, shard {number}"
-        if not SHARD_NAME.fullmatch(shard.name):
-            raise DataError(f"{place} names the file {shard.name[:80]!r}. Legal: shard.00000.mds and so on. {REMEDY}")
-        if shard.name in seen:
-            raise DataError(f"{place} names {shard.name} a second time. {REMEDY}")
-        seen.add(shard.name)
-        if not HASH.fullmatch(shard.hash):
-            raise DataError(f"{place}: hash {shard.hash[:40]!r} is no {HASH_ALGORITHM}. {REMEDY}")
-        check_range(place, "bytes", shard.bytes, 1, MAX_SHARD_BYTES)
-        check_range(place, "num_samples", shard.num_samples, 1, shard.bytes // manifest.window_bytes)
-    check_choice(where, "num_samples", split.num_samples, (sum(shard.num_samples for shard in split.shards),))
-
-
-def _parse_split(record: object, where: str) -> SplitManifest:
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: expected an object.")
-    shards = _field(record, "shards", list, where)
-    parsed = tuple(_build(ShardInfo, shard, f"{where}, shard {number}") for number, shard in enumerate(shards))
-    return _build(SplitManifest, {**record, "shards": parsed}, where)
-
-
-def _build(kind: type[_T], record: object, where: str) -> _T:
-    """A dataclass from a JSON object; every field without a default must be there with its type."""
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: expected an object, found {type(record).__name__}.")
-    kinds = {"str": str, "int": int, "float": float, "bool": bool, "TokenDtype": str, "PrepareRequest": dict}
-    kinds |= {"TrainOn": str, "dict[str, int]": dict}
-    values: dict[str, object] = {
-        field.name: _field(record, field.name, kinds.get(str(field.type), object), where)
-        for field in dataclasses.fields(cast(type, kind))
-        if field.name in record or field.default is dataclasses.MISSING
-    }
-    return kind(**values)
-
-
-def _field(record: dict[str, object], name: str, kind: type[_T], where: str) -> _T:
-    if name not in record:
-        raise DataError(f"{where}: the field {name} is missing. {REMEDY}")
-    value = record[name]
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise DataError(f"{where}: {name} must be {kind.__name__}, not {str(value)[:80]!r}. {REMEDY}")
-    return value
+        most_samples = shard.bytes // manifest.window_bytes
+        _check_range(f"{where}, shard {number}", "num_samples", shard.num_samples, 1, most_samples)
+    if len({shard.name for shard in split.shards}) < len(split.shards):
+        raise DataError(f"{where} names a shard twice. {REMEDY}")
+    num_samples = sum(shard.num_samples for shard in split.shards)
+    _check_range(where, "num_samples", split.num_samples, num_samples, num_samples)
 
 
 def _explain_missing(folder: Path) -> str:
@@ -482,6 +420,13 @@ def check_set_matches(
         )
 
 
+def _check_extra(name: str) -> str:
+    """Return the name of a file beside a tokenizer. Raises ValueError."""
+    if name not in TOKENIZER_EXTRAS:
+        raise ValueError(f"legal: {', '.join(TOKENIZER_EXTRAS)}")
+    return name
+
+
 @dataclass(frozen=True)
 class TokenizerOrigin:
     """Origin of a dataset's tokenizer."""
@@ -492,7 +437,7 @@ class TokenizerOrigin:
     bos_tokens: tuple[int, ...]
     eot_origin: str
     """Text on what names this end-of-text token."""
-    files: tuple[str, ...]
+    files: tuple[Annotated[str, AfterValidator(_check_extra)], ...]
     """Names of TOKENIZER_EXTRAS that are kept beside tokenizer.json."""
     sha256: dict[str, str] = field(default_factory=dict)
     """Hashes of these files."""
@@ -525,17 +470,6 @@ def load_origin(path: Path) -> TokenizerOrigin:
         record = load_json(path, Rules(DataError, REMEDY, max_bytes=CONFIG_MAX_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{path} does not exist. {REMEDY}") from None
-    eot_token, bos_tokens, files = record.get("eot_token"), record.get("bos_tokens"), record.get("files")
-    if type(eot_token) is not int or not isinstance(bos_tokens, list) or not isinstance(files, list):
-        raise DataError(f"{path} was altered: eot_token, bos_tokens or files is wrong. {REMEDY}")
-    for token in bos_tokens:
-        if type(token) is not int:
-            raise DataError(f"{path}: {str(token)[:40]!r} of bos_tokens is not a token. {REMEDY}")
-    for name in files:
-        if name not in TOKENIZER_EXTRAS:
-            raise DataError(f"{path} names the file {str(name)[:80]!r}. Legal: {', '.join(TOKENIZER_EXTRAS)}. {REMEDY}")
-    hashes = record.get("sha256", {})
-    if not isinstance(hashes, dict) or not all(isinstance(value, str) for value in hashes.values()):
-        raise DataError(f"{path} was altered: sha256 must be an object of hashes. {REMEDY}")
-    name, eot_origin = str(record.get("name")), str(record.get("eot_origin"))
-    return TokenizerOrigin(name, eot_token, tuple(bos_tokens), eot_origin, tuple(files), hashes)
+    # Older datasets may lack these two.
+    values = {"name": "", "eot_origin": "", **record}
+    return build(TokenizerOrigin, values, Rules(DataError, REMEDY), str(path))

@@ -59,11 +59,11 @@ def test_somebody_elses_shards_and_half_written_sets(shared_set: Path, tmp_path:
     [
         ("{", "[", "is not JSON"),
         ('"seq_len": 16', '"seq_len": 17', "was altered: its fingerprint"),
-        ('"seq_len": 16', '"seq_len": "16"', "seq_len must be int, not '16'"),
-        ('"seq_len": 16', '"seqlen": 16', "the field seq_len is missing"),
+        ('"seq_len": 16', '"seq_len": "16"', "seq_len = '16': must be a valid integer"),
+        ('"seq_len": 16', '"seqlen": 16', "seq_len is missing"),
         ('"format_version": 1', '"format_version": 9', "format version 9; this llmscale reads version 1"),
-        ('"num_tokens"', '"tokens"', "split train: the field num_tokens is missing"),
-        ('"hash": "', '"hash": "0', "was altered"),
+        ('"num_tokens"', '"tokens"', "splits.train.num_tokens is missing"),
+        ('"hash": "', '"hash": "0', r"splits.train.shards.0.hash = '0"),
     ],
 )
 def test_damaged_manifests(shared_set: Path, old: str, new: str, text: str) -> None:
@@ -75,8 +75,8 @@ def test_damaged_manifests(shared_set: Path, old: str, new: str, text: str) -> N
 @pytest.mark.parametrize(
     ("field", "value", "text"),
     [
-        ("num_tokens", 10**6, "tail_tokens is"),
-        ("tail_tokens", 10**6, "tail_tokens is '1000000'"),
+        ("num_tokens", 10**6, r"tail_tokens \+ cropped_tokens is 15, and must be 985311"),
+        ("tail_tokens", 10**6, r"cropped_tokens is 1000000, and must be 15"),
         ("unigram_entropy_nats", 6.0, "unigram_entropy_nats is 6"),
         ("unigram_entropy_nats", -1.0, "unigram_entropy_nats is -1"),
     ],
