@@ -218,17 +218,15 @@ def _save_positions(shape: GPTShape, pieces: Sequence[TensorSlice], seq_len: int
 
 def fingerprint_weights(weights: PublishedWeights) -> dict[str, str]:
     """Return each file's size and a hash of its two ends, which differ between versions."""
-    return {path.name: _fingerprint(path) for path in weights.files}
-
-
-def _fingerprint(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        digest.update(file.read(_FINGERPRINT_BYTES))
-        file.seek(max(0, size - _FINGERPRINT_BYTES))
-        digest.update(file.read(_FINGERPRINT_BYTES))
-    return f"{size} bytes, {digest.hexdigest()[:16]}"
+    fingerprints = {}
+    for path in weights.files:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            digest = hashlib.sha256(file.read(_FINGERPRINT_BYTES))
+            file.seek(max(0, size - _FINGERPRINT_BYTES))
+            digest.update(file.read(_FINGERPRINT_BYTES))
+        fingerprints[path.name] = f"{size} bytes, {digest.hexdigest()[:16]}"
+    return fingerprints
 
 
 def _may_have_tokenizer(hub_name: str, folder: Path) -> bool:
@@ -242,7 +240,11 @@ def _match(
 ) -> PublishedWeights:
     model = weights.model
     pieces = match_tensors(stored, model.tensors, model.source, model.architecture)
-    notes = [*weights.notes, _check_tokenizer(files.folder, location)]
+    from llmscale.data.shards.cache import fetch_tokenizer
+    from llmscale.data.tokenizers.load_tokenizer import check_tokenizer_of_weights
+
+    fetch_tokenizer(location)
+    notes = [*weights.notes, check_tokenizer_of_weights(location.folder, location.manifest, files.folder)]
     if has_unused_head(stored, pieces):
         notes.append(
             "lm_head.weight is in the files and not read: by config.json the head is the token embedding, as "
@@ -283,15 +285,6 @@ def _describe_copies(shape: GPTShape) -> str:
         f"{text}; with normalize_router {normalize} and router_scale {shape.router_scale:g} the first loss is not the "
         "original model's; with true and 1 it would be"
     )
-
-
-def _check_tokenizer(folder: Path, location: SetLocation) -> str:
-    """Raise DataError unless the dataset has the tokenizer that the weights were trained with; return a note."""
-    from llmscale.data.shards.cache import fetch_tokenizer
-    from llmscale.data.tokenizers.load_tokenizer import check_tokenizer_of_weights
-
-    fetch_tokenizer(location)
-    return check_tokenizer_of_weights(location.folder, location.manifest, folder)
 
 
 def _check_positions(model: PublishedModel, location: SetLocation) -> tuple[str, ...]:

@@ -284,7 +284,12 @@ def _choose_checkpoint(path: Path, report: Callable[[str], None], step: int | No
     for damaged, why in listing.damaged:
         report(f"WARNING: {damaged.name} is damaged and passed over: {why}")
     if listing.current and named == BEST_NAME:
-        return _best_of(listing, path)
+        if best := find_best(listing.current):
+            return best
+        raise CheckpointError(
+            f"{path} has no best checkpoint: none was saved at a step with a validation. For later ones let "
+            "--save-every be a multiple of --val-every."
+        )
     if listing.current:
         return listing.current[0] if step is None else _of_step(listing, path, step)
     if listing.abandoned or listing.damaged:
@@ -314,15 +319,6 @@ def _of_step(listing: FoundCheckpoints, run: Path, step: int) -> Checkpoint:
     aside = [checkpoint.path for checkpoint in listing.abandoned if checkpoint.step == step]
     where = f" {aside[0]} is of steps that the run went back from; name that folder to take it." if aside else ""
     raise CheckpointError(f"{run} has no checkpoint of step {step}. There are: {steps}.{where}")
-
-
-def _best_of(listing: FoundCheckpoints, run: Path) -> Checkpoint:
-    if best := find_best(listing.current):
-        return best
-    raise CheckpointError(
-        f"{run} has no best checkpoint: none was saved at a step with a validation. For later ones let --save-every be "
-        "a multiple of --val-every."
-    )
 
 
 def explain_no_checkpoint(listing: FoundCheckpoints, run: Path) -> str:
@@ -486,7 +482,13 @@ def commit_checkpoint(
             lambda: apply_retention(run, current(), retention.keep_last, retention.keep_every),
         ),
     )
-    return [f"{what}: {problem}" for what, action in afterwards for problem in _problems(action)]
+    problems = []
+    for what, action in afterwards:
+        try:
+            action()
+        except (OSError, CheckpointError) as error:
+            problems.append(f"{what}: {error}")
+    return problems
 
 
 def set_aside_existing(final: Path) -> None:
@@ -506,11 +508,3 @@ def point_latest(run: Path, checkpoint: Path) -> None:
         write_durably(latest, checkpoint.name + "\n")
     else:
         latest.unlink(missing_ok=True)
-
-
-def _problems(action: Callable[[], object]) -> list[str]:
-    try:
-        action()
-    except (OSError, CheckpointError) as error:
-        return [str(error)]
-    return []

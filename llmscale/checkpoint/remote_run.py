@@ -32,8 +32,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, cast
 
-import xxhash
 from pydantic import Field
+from xxhash import xxh3_128_hexdigest
 
 from llmscale.checkpoint.inventory import find_checkpoints, point_best
 from llmscale.checkpoint.manifest import (
@@ -237,18 +237,14 @@ def _turn(run: Path) -> Iterator[None]:
         yield
 
 
-def _remove_records(run: Path) -> None:
-    for path in run.iterdir():
-        if path.name not in LOCAL_NAMES:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
 def _fetch(run: Path, index: RunIndex, seen: RunIndex | None) -> None:
     """Bring a copy up to date; it has the records of `seen`, or is built again."""
     url = cast("str", url_of(run))
     store = Store(url, for_reading=True)
     if seen is None:
-        _remove_records(run)
+        for path in run.iterdir():
+            if path.name not in LOCAL_NAMES:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     for part in _parts(store, url, index.records, seen.records if seen else {}):
         apply_part(run, part, f"{url}/{RECORDS_NAME}")
     _fetch_checkpoints(run, index, store, url)
@@ -416,7 +412,7 @@ def _fetch_chunks(checkpoint: Path, remote: str, chunks: list[Chunk], target: st
             begin, end = group[0].offset, group[-1].offset + group[-1].num_bytes
             data = store.read(f"{place}/{group[0].file}", begin, end)
             bodies = [data[chunk.offset - begin : chunk.offset - begin + chunk.num_bytes] for chunk in group]
-            if all(_hash(body) == chunk.xxh3_128 for body, chunk in zip(bodies, group, strict=True)):
+            if all(xxh3_128_hexdigest(body) == chunk.xxh3_128 for body, chunk in zip(bodies, group, strict=True)):
                 break
             if attempt == _FETCH_TRIES:
                 raise CheckpointError(f"{place}/{group[0].file} does not match its hashes: its content was altered.")
@@ -427,10 +423,6 @@ def _fetch_chunks(checkpoint: Path, remote: str, chunks: list[Chunk], target: st
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="fetch") as pool:
         list(pool.map(fetch, _ranges(chunks)))
-
-
-def _hash(body: bytes) -> str:
-    return xxhash.xxh3_128(body).hexdigest()
 
 
 def _ranges(chunks: list[Chunk]) -> Iterator[list[Chunk]]:

@@ -6,6 +6,7 @@ object. Callers explain a missing file themselves (FileNotFoundError, NotADirect
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from llmscale.errors import LlmscaleError
-from llmscale.suggestions import describe_invalid
+from llmscale.suggestions import describe_invalid, did_you_mean
 from llmscale.untrusted.paths import open_regular, read_regular
 from llmscale.untrusted.terminal import make_visible_line
 
@@ -156,10 +157,13 @@ def build(kind: type[_T], values: object, rules: Rules, where: str) -> _T:
     except ValidationError as error:
         first = error.errors()[0]
         name = make_visible_line(".".join(map(str, first["loc"]))[:80])
-        reasons = {"missing": "is missing", "unexpected_keyword_argument": "is unknown"}
-        if (reason := reasons.get(first["type"])) is not None:
-            raise _fault(rules, f"{where}: {name} {reason}") from None
-        raise _fault(rules, f"{where}: {describe_invalid(name, first, lambda value: repr(value)[:80])}") from None
+        reason = describe_invalid(name, first, lambda value: repr(value)[:80])
+        if first["type"] == "missing":
+            reason = f"{name} is missing"
+        elif first["type"] == "unexpected_keyword_argument":
+            legal = [field.name for field in dataclasses.fields(cast(type, kind))]
+            reason = f"unknown key '{name}'.{did_you_mean(name, legal)} Legal: {', '.join(legal)}"
+        raise _fault(rules, f"{where}: {reason}") from None
 
 
 @functools.cache

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, Field
 
 import llmscale
 from llmscale.config.bundled_files import import_extra
@@ -19,16 +22,14 @@ from llmscale.data.clean.stages import CleanJob, Stage, plan_stages
 from llmscale.data.prepare.sources.file_source import ConcatSource
 from llmscale.data.prepare.sources.source import Source
 from llmscale.errors import DataError, LlmscaleError, MachineError
-from llmscale.suggestions import did_you_mean
 from llmscale.terminal.progress import Progress
-from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_yaml
+from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, build, load_yaml
 from llmscale.untrusted.paths import unreadable_as
 
 _MOST_PARTS = 256
 #: Tries of a task whose process or machine dies.
 _MOST_TRIES = 3
 _CONNECT_S, _SHOW_S = 10.0, 0.5
-_LEGAL = ("address", "memory_gb")
 #: Runs the stages, and yields each when it is complete.
 RunStages = Callable[[CleanJob, Progress], Iterator[Stage]]
 
@@ -47,24 +48,24 @@ class RayCluster:
     """Tasks that run at the same time; None for as many as the cluster has room for."""
 
 
+@dataclass(frozen=True)
+class _Options:
+    """Contents of --executor-options."""
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    address: str = ""
+    memory_gb: Annotated[int, Field(ge=1, le=1_000_000)] = RayCluster.memory_gb
+
+
 def read_cluster(path: Path | None, num_parts: int | None, at_once: int | None) -> RayCluster:
     """Return the cluster that the YAML of --executor-options describes. Raises DataError."""
-    values: dict[str, object] = {}
-    where = f"--executor-options {path}"
-    with unreadable_as(DataError, where):
-        values |= load_yaml(path, Rules(DataError, max_bytes=CONFIG_MAX_BYTES), where) if path else {}
-    for key in values:
-        if key not in _LEGAL:
-            raise DataError(
-                f"{where}: unknown option '{str(key)[:80]}'.{did_you_mean(str(key), _LEGAL)} Legal: "
-                f"{', '.join(_LEGAL)}."
-            )
-    address, memory_gb = values.get("address", ""), values.get("memory_gb", RayCluster.memory_gb)
-    if not isinstance(address, str):
-        raise DataError(f"{where}: address is {str(address)[:80]!r}, and must be 'HOST:PORT' in quotes.")
-    if type(memory_gb) is not int or not 0 < memory_gb <= 1_000_000:
-        raise DataError(f"{where}: memory_gb is {str(memory_gb)[:80]!r}, and must be an integer from 1 to 1,000,000.")
-    return RayCluster(address, memory_gb, num_parts, at_once)
+    options, where = _Options(), f"--executor-options {path}"
+    if path:
+        with unreadable_as(DataError, where):
+            values = load_yaml(path, Rules(DataError, max_bytes=CONFIG_MAX_BYTES), where)
+        options = build(_Options, values, Rules(DataError), where)
+    return RayCluster(options.address, options.memory_gb, num_parts, at_once)
 
 
 def cut(source: Source, num_parts: int | None) -> list[Source]:
@@ -143,12 +144,6 @@ def _check_answers(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
 
 
-def _task_error(stage: str, task: int, reason: str) -> MachineError:
-    return MachineError(
-        f"Stage {stage}: task {task} failed: {reason}. Run the same command again; finished tasks are kept."
-    )
-
-
 def _run_stages(cluster: RayCluster, job: CleanJob, progress: Progress) -> Iterator[Stage]:
     """Run the tasks that are not complete; yield each stage when it is. Raises DataError, MachineError."""
     import ray
@@ -177,9 +172,13 @@ def _run_stages(cluster: RayCluster, job: CleanJob, progress: Progress) -> Itera
                     message = ray.get(ended)
                     if message is None:
                         done += 1
+                    elif message[0]:
+                        failure = DataError(message[1])
                     else:
-                        is_data_error, reason = message
-                        failure = DataError(reason) if is_data_error else _task_error(stage.name, task, reason)
+                        failure = MachineError(
+                            f"Stage {stage.name}: task {task} failed: {message[1]}. Run the same command again; "
+                            "finished tasks are kept."
+                        )
                 except RayError as error:  # its process or its machine died
                     if num_tries[task] < _MOST_TRIES:
                         waiting.append(task)

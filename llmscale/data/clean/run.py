@@ -74,7 +74,10 @@ def clean(
     left, when the disk is full, or when no cluster answers; `out` is then unchanged. Raises MachineError when a worker
     or a task dies.
     """
-    _check_packages(options)
+    if "language" in options.steps:
+        check_languages(options.languages)
+    if "near" in options.steps:
+        import_extra("rensa", "The step near", "data,clean", DataError)
     ngrams = read_evaluation_text(options.decontaminate) if "decontaminate" in options.steps else None
     request = _describe_request(source, options, shard_bytes)
     recover(out)
@@ -109,13 +112,6 @@ def clean(
         join_rejected(job, rejected_path(out))
         put_in_place(folder.set_folder, out, replace=overwrite)
         return result
-
-
-def _check_packages(options: CleanOptions) -> None:
-    if "language" in options.steps:
-        check_languages(options.languages)
-    if "near" in options.steps:
-        import_extra("rensa", "The step near", "data,clean", DataError)
 
 
 def _run_here(num_workers: int) -> AbstractContextManager[Callable[[CleanJob, Progress], Iterator[Stage]]]:

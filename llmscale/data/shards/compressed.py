@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import codecs
+import functools
 import gzip
 import io
 import lzma
@@ -73,7 +74,7 @@ def unpacked(raw: BinaryIO, name: str, size_bytes: int) -> Iterator[BinaryIO]:
         if not kind:
             yield raw
             return
-        packed = _Limited(_open_packed(raw, kind, name), most_unpacked_bytes(size_bytes))
+        packed = _Stream(_unpack(raw, kind, name), most_unpacked_bytes(size_bytes))
         contents = cast(BinaryIO, io.BufferedReader(packed, _CHUNK_BYTES))
         if inner := _MAGIC.match(head_of(contents)):
             raise DataError(f"{name} is compressed twice, {inner.lastgroup} within {kind}. Unpack it once.")
@@ -123,38 +124,56 @@ def _is_plain(head: bytes) -> bool:
     return True
 
 
-def _open_packed(raw: BinaryIO, kind: str, name: str) -> BinaryIO:
-    match kind:
-        case "gzip":
-            return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
-        case "zstd":
-            return open_zstd(raw)
-        case "bzip2":
-            return cast(BinaryIO, bz2.BZ2File(raw))
-        case "xz":
-            return cast(BinaryIO, lzma.LZMAFile(raw))
-        case _:
-            kind = kind.replace("seven_zip", "7z")
-            raise DataError(
-                f"{name} is packed with {kind}, which is not supported. Unpack it, or use gzip, zstd, bzip2 or xz."
-            )
+def _unpack(raw: BinaryIO, kind: str, name: str) -> Iterator[bytes]:
+    """Return the chunks of a packed file. Raises DataError for a kind that is not supported."""
+    if kind == "zstd":
+        return _unpack_zstd(raw)
+    if kind == "gzip":
+        return iter(functools.partial(gzip.GzipFile(fileobj=raw).read, _CHUNK_BYTES), b"")
+    if kind in ("bzip2", "xz"):
+        opener = bz2.BZ2File if kind == "bzip2" else lzma.LZMAFile
+        return iter(functools.partial(opener(raw).read, _CHUNK_BYTES), b"")
+    kind = kind.replace("seven_zip", "7z")
+    raise DataError(f"{name} is packed with {kind}, which is not supported. Unpack it, or use gzip, zstd, bzip2 or xz.")
 
 
 def open_zstd(raw: BinaryIO) -> BinaryIO:
     """Return the contents of a zstd file as a stream. Reading raises DamagedError."""
-    return io.BufferedReader(_ZstdFile(raw), _CHUNK_BYTES)
+    return io.BufferedReader(_Stream(_unpack_zstd(raw)), _CHUNK_BYTES)
+
+
+def _unpack_zstd(raw: BinaryIO) -> Iterator[bytes]:
+    """Yield the contents of a file of one or more frames.
+
+    `zstandard`'s own stream reader does not report a truncated file.
+    """
+    import zstandard
+
+    frame = None
+    while data := raw.read(_ZSTD_PIECE_BYTES):
+        while data:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            try:
+                if contents := frame.decompress(data):
+                    yield contents
+            except zstandard.ZstdError as error:
+                raise DamagedError(str(error)) from None
+            data = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise DamagedError("the last frame is incomplete")
 
 
 class _Unfolds(Exception):
     """A compressed file unpacks to more than its limit."""
 
 
-class _Limited(io.RawIOBase):
-    """A stream limited to a number of bytes; reading beyond them raises _Unfolds."""
+class _Stream(io.RawIOBase):
+    """Chunks as a file; reading beyond the limit raises _Unfolds."""
 
-    def __init__(self, file: BinaryIO, limit_bytes: int) -> None:
-        self._file = file
-        self._left_bytes = limit_bytes
+    def __init__(self, chunks: Iterator[bytes], limit_bytes: int | None = None) -> None:
+        self._chunks, self._left_bytes = chunks, limit_bytes
+        self._pending = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -162,57 +181,18 @@ class _Limited(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         """Fill the buffer, so that a first peek shows as much as a buffer holds."""
         size = 0
-        while size < len(buffer) and (chunk := self._file.read(len(buffer) - size)):
-            buffer[size : size + len(chunk)] = chunk
-            size += len(chunk)
-        self._left_bytes -= size
-        if self._left_bytes < 0:
-            raise _Unfolds
+        while size < len(buffer) and (self._pending or self._take()):
+            count = min(len(buffer) - size, len(self._pending))
+            buffer[size : size + count] = self._pending[:count]
+            self._pending = self._pending[count:]
+            size += count
         return size
 
-
-class _ZstdFile(io.RawIOBase):
-    """The concatenated frames of a zstd file.
-
-    `zstandard`'s own stream reader does not report a truncated file.
-    """
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw = raw
-        self._pending = memoryview(b"")
-        self._chunks = self._decompress()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        while not self._pending:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return 0
-            self._pending = memoryview(chunk)
-        count = min(len(buffer), len(self._pending))
-        buffer[:count] = self._pending[:count]
-        self._pending = self._pending[count:]
-        return count
-
-    def _pieces(self) -> Iterator[bytes]:
-        while chunk := self._raw.read(_CHUNK_BYTES):
-            for start in range(0, len(chunk), _ZSTD_PIECE_BYTES):
-                yield chunk[start : start + _ZSTD_PIECE_BYTES]
-
-    def _decompress(self) -> Iterator[bytes]:
-        import zstandard
-
-        frame = None
-        for data in self._pieces():
-            while data:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                try:
-                    yield frame.decompress(data)
-                except zstandard.ZstdError as error:
-                    raise DamagedError(str(error)) from None
-                data = frame.unused_data if frame.eof else b""
-                frame = None if frame.eof else frame
-        if frame is not None:
-            raise DamagedError("the last frame is incomplete")
+    def _take(self) -> bool:
+        """Take the next chunk, if there is one."""
+        self._pending = memoryview(next(self._chunks, b""))
+        if self._left_bytes is not None:
+            self._left_bytes -= len(self._pending)
+            if self._left_bytes < 0:
+                raise _Unfolds
+        return len(self._pending) > 0

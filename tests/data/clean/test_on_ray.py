@@ -47,11 +47,11 @@ def test_options_of_the_cluster(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("adress: a", r"unknown option 'adress'\. Did you mean 'address'\? Legal: address, memory_gb"),
-        ("address: 7", "must be 'HOST:PORT'"),
-        ("memory_gb: 0", "must be an integer from 1"),
-        ("memory_gb: 1.5", "must be an integer from 1"),
-        ("memory_gb: true", "must be an integer from 1"),
+        ("adress: a", r"unknown key 'adress'\. Did you mean 'address'\? Legal: address, memory_gb"),
+        ("address: 7", "address = 7: must be a valid string"),
+        ("memory_gb: 0", "memory_gb = 0: must be greater than or equal to 1"),
+        ("memory_gb: 1.5", "must be a valid integer"),
+        ("memory_gb: true", "must be a valid integer"),
     ],
 )
 def test_wrong_options_are_named(line: str, message: str, tmp_path: Path) -> None:
