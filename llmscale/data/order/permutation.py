@@ -55,7 +55,7 @@ def ids_checksum(sample_ids: NDArray[np.int64]) -> int:
 
 
 #: Half-rounds of the network. Four give a pseudo-random permutation when the round functions are ideal (Luby
-#: & Rackoff 1988); more are needed for the small domains here: tests/data/order/test_feistel.py measures it.
+#: & Rackoff 1988); more are needed for the small domains here: tests/data/order/test_permutation.py measures it.
 HALF_ROUNDS = 12
 #: Halves of one or two bits mix too little, so small domains walk within 2^6 numbers.
 SMALLEST_BITS = 6

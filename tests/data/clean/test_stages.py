@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.data.clean import run
-from llmscale.data.clean.annotate import CleanOptions, StepName, TokenizerName
+from llmscale.data.clean.annotate import CleanOptions, StepName, TokenizerName, start_workers
 from llmscale.data.clean.on_ray import RayCluster, cut
 from llmscale.data.clean.run import clean
 from llmscale.data.clean.stages import CleanJob, Stage, plan_stages
@@ -177,3 +178,17 @@ def test_input_is_cut_at_files_into_parts_of_equal_size(tmp_path: Path) -> None:
     assert max(sizes) < 2 * min(sizes)
     two = open_source(str(tmp_path / "text"), str(tmp_path / "text"))
     assert [text for part in cut(two, 4) for text in part.documents()] == 2 * documents
+
+
+def test_a_worker_that_is_killed() -> None:
+    with start_workers(CleanOptions(steps=("exact", "near")), None, 2) as annotate_batch:
+        annotations = annotate_batch(["one text", "", "another"])
+        assert [len(document.findings) for document in annotations.documents] == [2, 1, 2] and len(
+            annotations.sketches
+        ) == 2
+        for child in multiprocessing.active_children():
+            child.kill()
+            child.join()
+        with pytest.raises(MachineError, match="fewer --workers"):
+            annotate_batch(["one text"])
+    assert not multiprocessing.active_children()

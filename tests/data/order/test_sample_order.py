@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmscale.data.order.sample_order import SampleOrder, rows_that_do_not_show
+from llmscale.data.order.permutation import key64
+from llmscale.data.order.sample_order import (
+    RankLayout,
+    SampleOrder,
+    SkippingOrder,
+    join_ranges,
+    prime_powers,
+    rows_that_do_not_show,
+    scramble,
+    shard_batch,
+    stream_positions,
+)
 from llmscale.data.prepare.split_writer import window_keys
 from llmscale.data.shards.streaming_import import streaming_module
 from llmscale.errors import ConfigError
@@ -229,3 +240,116 @@ def test_impossible_settings_are_refused(name: str, value: int) -> None:
 def test_an_empty_set_has_no_order() -> None:
     with pytest.raises(ConfigError, match="no samples"):
         SampleOrder([], seed=0)
+
+
+def test_what_is_left_out_is_as_if_it_had_never_been_there() -> None:
+    order = SampleOrder([500], seed=1)
+    skipped = ((0, 3), (10, 20), (990, 1010))
+    all_ids = order.sample_ids(np.arange(1500))
+    remaining = np.delete(all_ids, np.concatenate([np.arange(begin, end) for begin, end in skipped]))
+    assert SkippingOrder(order, skipped).sample_ids(np.arange(len(remaining))).tolist() == remaining.tolist()
+
+
+def test_without_ranges_nothing_moves() -> None:
+    assert stream_positions(np.arange(5), ()).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_ranges_that_touch_are_one() -> None:
+    assert join_ranges([(8, 9), (0, 4), (2, 5), (5, 6)]) == ((0, 6), (8, 9))
+
+
+NODES = st.lists(st.integers(1, 5), min_size=1, max_size=5)
+
+
+def _shares(positions: np.ndarray, rows: np.ndarray, nodes: tuple[int, ...]) -> list[np.ndarray]:
+    return [shard_batch(positions, rows, RankLayout(rank, nodes)) for rank in range(sum(nodes))]
+
+
+@given(NODES, st.integers(1, 4), st.integers(0, 10**9), st.integers(1, 50))
+def test_every_layout_is_an_exact_partition(nodes: list[int], per_rank: int, start: int, num_rows: int) -> None:
+    positions = np.arange(start, start + per_rank * sum(nodes))
+    shares = _shares(positions, positions % num_rows, tuple(nodes))
+    assert {len(share) for share in shares} == {per_rank}
+    assert np.array_equal(np.sort(np.concatenate(shares)), positions)
+
+
+@pytest.mark.parametrize("nodes", [(1,), (2, 2), (1, 1, 1), (8,) * 6, (2, 1), (4, 2, 2)])
+def test_nodes_keep_to_their_rows(nodes: tuple[int, ...]) -> None:
+    """Where the layout divides 48 rows, over several batches, whatever the position they start at."""
+    rows_of_node: list[set[int]] = [set() for _ in nodes]
+    node_of_rank = np.repeat(np.arange(len(nodes)), nodes)
+    world = sum(nodes)
+    for step in range(50):
+        positions = np.arange(step * world * 2, (step + 1) * world * 2)
+        for rank, share in enumerate(_shares(positions, positions % 48, nodes)):
+            rows_of_node[node_of_rank[rank]].update((share % 48).tolist())
+    assert sum(len(rows) for rows in rows_of_node) == 48
+    assert [len(rows) for rows in rows_of_node] == [48 * ranks // world for ranks in nodes]
+
+
+@given(NODES, st.integers(1, 4), st.integers(1, 40), st.integers(0, 10**9), st.integers(1, 50))
+def test_any_number_of_ranks_gets_whole_micro_batches(
+    nodes: list[int], unit: int, count: int, start: int, num_rows: int
+) -> None:
+    positions = np.arange(start, start + count * unit)
+    layouts = [RankLayout(rank, tuple(nodes)) for rank in range(sum(nodes))]
+    shares = [shard_batch(positions, positions % num_rows, layout, unit) for layout in layouts]
+    sizes = [len(share) for share in shares]
+    assert all(size % unit == 0 for size in sizes) and max(sizes) - min(sizes) <= unit
+    assert np.array_equal(np.sort(np.concatenate(shares)), positions)
+
+
+def test_a_batch_of_broken_micro_batches_is_refused() -> None:
+    positions = np.arange(8)
+    with pytest.raises(ConfigError, match="8 samples is not a number of micro-batches of 3"):
+        shard_batch(positions, positions, RankLayout(0, (3,)), unit=3)
+
+
+@pytest.mark.parametrize(
+    ("rank", "nodes", "text"), [(2, (2,), "rank must be in 0..1"), (0, (2, 0), "at least one rank")]
+)
+def test_impossible_layouts_are_refused(rank: int, nodes: tuple[int, ...], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        RankLayout(rank, nodes)
+
+
+def _rounds(num_rows: int, num_rounds: int) -> np.ndarray:
+    """Rows visited, [num_rounds, num_rows]."""
+    keys = np.repeat(np.concatenate([key64(5, number) for number in range(num_rounds)]), num_rows)
+    turns = np.tile(np.arange(num_rows, dtype=np.int64), num_rounds)
+    return scramble(turns, num_rows, keys).reshape(num_rounds, num_rows)
+
+
+@given(st.integers(1, 400))
+def test_every_aligned_run_of_turns_is_fair_to_the_nodes(num_rows: int) -> None:
+    """For every number of nodes that divides the rows; for all of them it means that a round visits each row once."""
+    rounds = _rounds(num_rows, 3)
+    for nodes in range(1, num_rows + 1):
+        if num_rows % nodes == 0:
+            visits = np.sort(rounds.reshape(-1, nodes) % nodes, axis=1)
+            assert (visits == np.arange(nodes)).all()
+
+
+@pytest.mark.parametrize("num_rows", [2, 3, 7, 12, 48, 50])
+def test_every_row_is_equally_likely_at_every_turn(num_rows: int) -> None:
+    num_rounds = 200 * num_rows
+    rounds = _rounds(num_rows, num_rounds)
+    for turn in range(num_rows):
+        counts = np.bincount(rounds[:, turn], minlength=num_rows)
+        assert ((counts - 200) ** 2 / 200).sum() < num_rows - 1 + 4.5 * np.sqrt(2 * num_rows)  # chi-square
+
+
+def test_rounds_differ() -> None:
+    rounds = _rounds(48, 2000)
+    assert len(np.unique(rounds, axis=0)) > 1990
+    assert abs(np.corrcoef(rounds[:-1].reshape(-1), rounds[1:].reshape(-1))[0, 1]) < 0.02
+
+
+def test_prime_powers() -> None:
+    assert [list(prime_powers(number)) for number in (1, 2, 48, 97, 360)] == [
+        [],
+        [(2, 1)],
+        [(2, 4), (3, 1)],
+        [(97, 1)],
+        [(2, 3), (3, 2), (5, 1)],
+    ]
