@@ -74,7 +74,6 @@ TORCH_FREE = (
     "checkpoint.manifest",
     "checkpoint.inventory",
     "checkpoint.run_state",
-    "checkpoint.commit",
     "checkpoint.hf_write",
     "training.inputs",
     "training.start",
@@ -502,7 +501,7 @@ WRITES_ELSEWHERE = {
     "cluster.launch.host": 1,  # /dev/null
     "checkpoint.tensor_files": 1,  # the folder of a checkpoint that is being made
     "checkpoint.hf_write": 2,  # the folder of an export that is being made
-    "checkpoint.hub_download": 1,  # the Hub's cache
+    "checkpoint.initial_weights": 1,  # the Hub's cache
 }
 
 

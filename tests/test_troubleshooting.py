@@ -41,7 +41,7 @@ MACHINE_FILES = (
     "data/storage/faults.py",
     "data/shards/cache.py",
     "checkpoint/remote_run.py",
-    "checkpoint/hub_download.py",
+    "checkpoint/initial_weights.py",
     "checkpoint/load.py",
     "untrusted/hub.py",
 )

@@ -27,7 +27,7 @@ from llmscale.data.prepare.sources.source import Place, Rejected, Source, TokenR
 from llmscale.data.prepare.split_writer import SplitState, SplitWriter, TokenisedDocument
 from llmscale.data.prepare.train_val_split import SplitAssigner, hash_text, hash_tokens, split_scores
 from llmscale.data.shards.manifest import TokenDtype
-from llmscale.data.shards.target_mask import ids_of
+from llmscale.data.shards.token_shards import ids_of
 from llmscale.data.tokenizers.tokenizer import TokenArray, Tokenizer, letters_of_bytes
 from llmscale.errors import DataError
 from llmscale.terminal.progress import Progress
