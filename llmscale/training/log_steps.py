@@ -87,7 +87,8 @@ class LogSteps(StepAction):
         self, run: Run, engine: Engine, io: RunIO, watchers: Sequence[Callable[[int, LoggedWindow], None]] = ()
     ) -> None:
         """`watchers` are called with every logged step and the exchanged window."""
-        self._run, self._engine, self._io, self._watchers = run, engine, io, watchers
+        super().__init__(run, engine, io)
+        self._watchers = watchers
         self._sequence_losses: deque[Tensor] = deque(maxlen=run.resolved.plan.gradient_accumulation_steps)
         if run.stream.mix:
             engine.deepspeed.module.head.sequence_losses = self._sequence_losses
@@ -208,7 +209,7 @@ class ReportPace(StepAction):
     """
 
     def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
-        self._run, self._engine, self._io = run, engine, io
+        super().__init__(run, engine, io)
         self._began = 0.0
         self._has_length = run.config.minutes is not None
         self._has_gain = engine.compiler is None
