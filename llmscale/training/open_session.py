@@ -43,7 +43,7 @@ from llmscale.training.inputs import DEMO_TEXT, as_plain, parse_skip
 from llmscale.training.live_run import Engine, RecentSteps, Run, RunIO
 from llmscale.training.live_view import open_display
 from llmscale.training.loss_spikes import RollbackRequest
-from llmscale.training.metrics import MetricsLog, StartedTrackers, start_trackers
+from llmscale.training.metrics import MetricsLog, Tracker, start_trackers
 from llmscale.training.publish_run import RunPublisher, find_unpublished, open_publisher
 from llmscale.training.resume import (
     check_ranks_agree,
@@ -216,7 +216,7 @@ def _with_timed_steps(
 def _open_io(
     run: Run,
     meter: StepMeter,
-    trackers: StartedTrackers,
+    trackers: Sequence[Tracker],
     claim: RunFolderClaim,
     publisher: RunPublisher | None,
     report: Callable[[str], None],
@@ -227,7 +227,8 @@ def _open_io(
     launches = sorted({name for names in gather(world.control, launch_names(os.environ)) for name in names})
     on_each_disk(world.control, world.disks, lambda: _describe(run.start, launches))
     log = _open_log(run.start, meter, trackers, stop) if world.is_main else None
-    wandb_run_id = trackers.wandb_run_id or (run.state.wandb_run_id if run.state else None)
+    of_checkpoint = run.state.wandb_run_id if run.state else None
+    wandb_run_id = next((tracker.run_id for tracker in trackers if tracker.run_id), of_checkpoint)
     write = open_start_text(run.config.run) if world.is_main else None
 
     def detail(line: str) -> None:
@@ -499,10 +500,10 @@ def _describe(start: Start, launches: Sequence[str]) -> None:
     keep(keep_model, folder, "the published model's configuration", is_new=is_new)
 
 
-def _start_trackers(start: Start, world: World) -> StartedTrackers:
+def _start_trackers(start: Start, world: World) -> tuple[Tracker, ...]:
     """Start the trackers on rank 0. Collective."""
 
-    def begin() -> StartedTrackers:
+    def begin() -> tuple[Tracker, ...]:
         return start_trackers(
             start.config,
             lambda: publish_keys(as_plain(start.config)) | start.resolved.as_dict(),
@@ -510,10 +511,10 @@ def _start_trackers(start: Start, world: World) -> StartedTrackers:
             wandb_run_id=start.state.wandb_run_id if start.state else None,
         )
 
-    return on_all_ranks(world.control, lambda: begin() if world.is_main else StartedTrackers())
+    return on_all_ranks(world.control, lambda: begin() if world.is_main else ())
 
 
-def _open_log(start: Start, meter: StepMeter, trackers: StartedTrackers, stop: StopRequest) -> MetricsLog:
+def _open_log(start: Start, meter: StepMeter, trackers: Sequence[Tracker], stop: StopRequest) -> MetricsLog:
     """Open the log with its display, which is closed however the process ends."""
     resolved, ranks = start.resolved, start.resolved.plan.ranks.world_size
     words = [start.config.run.name, start.config.model, f"ZeRO-{resolved.zero_stage}", resolved.precision]
@@ -521,4 +522,4 @@ def _open_log(start: Start, meter: StepMeter, trackers: StartedTrackers, stop: S
     display = open_display(title, resolved.total_steps, meter, plain=start.config.plain, variables=os.environ)
     stop.before_sudden_end.append(display.close)
     stop.before_early_end.insert(0, display.close)
-    return MetricsLog(start.config.run, start.resolved.total_steps, trackers.trackers, display)
+    return MetricsLog(start.config.run, start.resolved.total_steps, trackers, display)

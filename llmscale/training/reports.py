@@ -239,7 +239,7 @@ class Validate(StepAction):
             splits = self._run.validation
             by_set = {split.name: loss for split, (loss, _) in zip(splits, losses, strict=True) if split.name}
             in_bits = mean_bits_per_byte(losses, [split.bytes_per_token for split in splits])
-            self._io.log.log_validation(result.step, mean, total, by_set, in_bits, describe_samples(splits))
+            self._io.log.log_validation(result.step, mean, total, by_set, in_bits, samples=describe_samples(splits))
 
     def after(self, step: int) -> Validation | None:
         """Return the validation after a step, if it was measured there and is finite."""
