@@ -135,4 +135,4 @@ def _check_memory(start: Start, request: ProbeRequest) -> Iterator[CheckRow]:
 
 def read_run(flags: Sequence[str]) -> RunConfig:
     """Return the run of train.py's flags; --text is not prepared. Raises ConfigError or DataError."""
-    return with_prepared_text(parse_run_config(list(flags)), may_prepare=False)
+    return with_prepared_text(parse_run_config(list(flags)), may_prepare=False).config
