@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.config.deepspeed.foreign import ENTRIES, apply_edits
+from llmscale.config.deepspeed.foreign import ENTRIES, NEUTRAL_VALUES, apply_edits
 from llmscale.config.deepspeed.resolve import DsConfig, load_ds_config, parse_ds_config, read_ds_config
 from llmscale.errors import ConfigError
 
@@ -197,7 +197,7 @@ def test_unsupported_entries_are_refused_by_name_unless_they_are_off(dotted: str
     required: dict[str, object] = {"zero_optimization": {"stage": 0}} if section == "zero_optimization" else {}
     if section in ("fp16", "bf16"):
         required = {section: {"enabled": False}}
-    neutral = ENTRIES[dotted].neutral or (False,)
+    neutral = NEUTRAL_VALUES.get(dotted, (False,))
     apply_edits(required, {dotted: neutral[-1]})
     assert parse(**required).warnings == ()
 
