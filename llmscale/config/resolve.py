@@ -14,7 +14,7 @@ from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
 from llmscale.config.batch_plan import BatchPlan, BatchRamp, LengthRamp, ParallelLayout, build_batch_plan
 from llmscale.config.deepspeed.resolve import BatchFlags, DsConfig, resolve_ds_config, without_pinned_memory
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision, ResolvedDsConfig
-from llmscale.config.hf_model import default_preset
+from llmscale.config.hf_model import default_preset, rate_preset
 from llmscale.config.loss_settings import BALANCE_LOSS, DEFAULT_LOSS, ROUTER_BIAS_SPEED, LossSettings
 from llmscale.config.optimizers import ADAMW, OptimizerSpec, get_optimizer, parse_rule
 from llmscale.config.presets import get_preset, nominal_parameters
@@ -373,5 +373,5 @@ def resolve_schedule(config: RunConfig, plan: BatchPlan, num_train_samples: int)
     peak_lr = config.lr
     if peak_lr is None:
         factor = get_optimizer(config.optimizer).default_rate_factor
-        peak_lr = get_preset(default_preset(config)).learning_rate * factor
+        peak_lr = get_preset(rate_preset(config)).learning_rate * factor
     return Schedule(config.schedule, peak_lr, warmup_steps, total_steps, decay_steps, min_lr_frac)
