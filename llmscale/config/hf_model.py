@@ -155,7 +155,7 @@ def default_preset(config: RunConfig) -> str:
 
 
 def rate_preset(config: RunConfig) -> str:
-    """Return the preset with the default learning rate: the nearest in size where the model's is for another optimizer."""
+    """Return the preset with the default learning rate: the nearest in size if the model's is for another optimizer."""
     name = default_preset(config)
     preset = PRESETS[name]
     if preset.run.get("optimizer", config.optimizer) == config.optimizer:
