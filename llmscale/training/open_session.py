@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from llmscale.checkpoint.initial_weights import complete_published_weights, keep_published
 from llmscale.config.hardware import has_bf16_instructions
-from llmscale.config.published import publish_keys
+from llmscale.config.run_keys import publish_keys
 from llmscale.data.mixture import keep_sets
 from llmscale.engine.collectives import gather, on_all_ranks, on_each_disk, on_main_rank
 from llmscale.engine.compilation import BlockCompiler
