@@ -105,7 +105,7 @@ def test_the_name_says_what_the_file_does(name: str) -> None:
     assert config.offload_optimizer_device == device
     assert config.offload_param_device == (device if config.zero_stage == 3 else "none")
     assert config.checkpointing == ("full" if "ckpt" in name else "none")
-    assert config.cpu_checkpointing == name.endswith("ckpt_cpu")
+    assert config.keys.cpu_checkpointing == name.endswith("ckpt_cpu")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -389,6 +389,11 @@ class DsFile(Section):
         return "fp32" if self.precision == "autocast" else self.precision
 
     @property
+    def cpu_checkpointing(self) -> bool:
+        """True if saved activations are kept in host memory."""
+        return self.activation_checkpointing is not None and self.activation_checkpointing.cpu_checkpointing
+
+    @property
     def offload_optimizer_device(self) -> OffloadDevice:
         section = self.zero.offload_optimizer
         return section.device if section else "none"
@@ -457,11 +462,6 @@ class ResolvedDsConfig(DsFile):
     def grad_accum_dtype(self) -> Dtype:
         """Type in which gradients are summed over micro-batches."""
         return self.data_types.grad_accum_dtype
-
-    @property
-    def cpu_checkpointing(self) -> bool:
-        """True if saved activations are kept in host memory."""
-        return self.activation_checkpointing is not None and self.activation_checkpointing.cpu_checkpointing
 
     @property
     def check_grad_overflow(self) -> bool:
