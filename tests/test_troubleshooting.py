@@ -30,7 +30,7 @@ MAKERS = {
 ERRORS = ("ConfigError", "DataError", "CheckpointError", "DamagedError", "OSError")
 MACHINE_FILES = (
     "cluster/launch/*.py",
-    "cluster/hostfile.py",
+    "cluster/hosts.py",
     "cluster/remote.py",
     "cluster/doctor/report.py",
     "cluster/doctor/diagnose.py",

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 import llmscale
-from llmscale.checkpoint.commit import point_latest
 from llmscale.checkpoint.initial_weights import (
     FrozenBase,
     base_of_checkpoint,
