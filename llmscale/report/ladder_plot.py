@@ -87,7 +87,8 @@ def _draw_compute(axes: Axes, fit: LadderFit) -> None:
         flops, losses = np.array(run.curve).T * [[6 * run.num_parameters], [1]]
         axes.plot(flops, losses, color=colour, alpha=0.5, linewidth=1)
         axes.plot(run.flops, run.loss, "o", color=colour, markersize=4)
-    budgets = np.geomspace(min(run.flops for run in fit.runs), 4 * fit.next_flops, _POINTS)
+    # As floats, which a law that is not determined may divide by zero without a warning: it counts as unlimited.
+    budgets = np.geomspace(min(run.flops for run in fit.runs), 4 * fit.next_flops, _POINTS).tolist()
     optima = [fit.parametric.predict(partial(ParametricLaw.optimal_loss, flops=flops)) for flops in budgets]
     axes.plot(budgets, [at.value for at in optima], color=_BLUE, label="optimum by approach 3")
     axes.fill_between(budgets, [at.low for at in optima], [at.high for at in optima], color=_BLUE, alpha=0.2)
