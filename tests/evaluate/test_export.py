@@ -88,7 +88,14 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     ) -> Path:
         checkpoint = save(model, tmp_path.with_name(f"{tmp_path.name}-checkpoint"), world_size, state)
         exported = ExportedModel(model.shape, family or family_of(model.shape), dtype, shard_bytes)
-        write_model(checkpoint_weights(checkpoint, exported), exported, ByteTokenizer(), out, card="# card\n", overwrite=overwrite)
+        write_model(
+            checkpoint_weights(checkpoint, exported),
+            exported,
+            ByteTokenizer(),
+            out,
+            card="# card\n",
+            overwrite=overwrite,
+        )
         return out
 
     return written
@@ -189,7 +196,14 @@ def test_tensors_of_another_model_are_refused(change: Callable, message: str, mo
     checkpoint = write_tensors(tmp_path / "checkpoint", tensors)
     exported = ExportedModel(model.shape, family_of(model.shape), "fp32", 10**9)
     with pytest.raises(CheckpointError, match=message):
-        write_model(checkpoint_weights(checkpoint, exported), exported, ByteTokenizer(), tmp_path / "out", card="", overwrite=False)
+        write_model(
+            checkpoint_weights(checkpoint, exported),
+            exported,
+            ByteTokenizer(),
+            tmp_path / "out",
+            card="",
+            overwrite=False,
+        )
     assert not (tmp_path / "out").exists()
 
 
