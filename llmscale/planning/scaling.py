@@ -389,7 +389,7 @@ def optimal_point(
 ) -> Point:
     """Return the optimal model with that many training FLOPs, parameters or tokens, or with that loss.
 
-    It has the least 6 N D + w 2 N D_inference of all models with its loss (Sardana et al. 2024, arXiv:2401.00448), where
+    It has the least 6 N D + w 2 N D_inference of all models of its loss (Sardana et al. 2024, arXiv:2401.00448), where
     alpha A / N^alpha = beta B / D^beta (1 + w D_inference / (3 D)); this gives one N for every D.
     `inference_weight` w: cost of a FLOP of inference in FLOPs of training (training MFU over inference MFU on the same
     GPUs). Raises ConfigError for a loss that no model has.
