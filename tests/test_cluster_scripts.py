@@ -331,7 +331,12 @@ if [[ $1 == copy ]]; then mkdir -p "$3" && echo restored >"$3/restored"; fi
 """
 FAKE_CLOUD_LLMSCALE = """#!/bin/bash
 printf '%s\\n' "$1" >>"$RECORDS/commands"
-if [[ $1 == launch ]]; then printf '%s\\0' "$@" >"$RECORDS/arguments"; mkdir -p "$RUN"; sleep 2.5; exit "${END:-0}"; fi
+if [[ $1 == launch ]]; then
+    printf '%s\\0' "$@" >"$RECORDS/arguments"
+    mkdir -p "$RUN"
+    sleep "${TRAIN_S:-0}"
+    exit "${END:-0}"
+fi
 if [[ $1 == doctor ]]; then exit "${DOCTOR_STATUS:-0}"; fi
 """
 
@@ -372,7 +377,7 @@ def test_vast_passes_arguments_unchanged_and_keeps_a_copy(
     vast: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     arguments = "--wandb-name 'two  words' \"it's\" '$(touch owned)' '*' ''"
-    done = vast(TRAIN_ARGS=arguments, SYNC_TO="s3:bucket/run", SYNC_EVERY_S="1", LSF_STATUS="3")
+    done = vast(TRAIN_ARGS=arguments, SYNC_TO="s3:bucket/run", SYNC_EVERY_S="1", TRAIN_S="2.5", LSF_STATUS="3")
     assert done.returncode == 0, done.stdout + done.stderr
     assert read(tmp_path / "records" / "commands").split() == ["doctor", "launch"]
     given = read(tmp_path / "records" / "arguments").split("\0")[:-1]

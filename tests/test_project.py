@@ -17,105 +17,33 @@ import yaml
 
 import llmscale
 from llmscale.config.run_config import build_run_config
+from tests.conftest import words
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "llmscale"
 
 #: From the bottom to the top: each may import those before it. The tour in docs/development.md has the same order.
-LAYERS = (
-    "__init__",
-    "keys",
-    "limits",
-    "suggestions",
-    "errors",
-    "untrusted",
-    "files",
-    "terminal",
-    "error_handling",
-    "architecture",
-    "config",
-    "memory",
-    "planning",
-    "model",
-    "engine",
-    "dry_run",
-    "data",
-    "checkpoint",
-    "evaluate",
-    "numerics",
-    "training",
-    "report",
-    "cluster",
-    "cli",
-    "api",
-    "train",
-    "__main__",
+LAYERS = words(
+    "__init__ keys limits suggestions errors untrusted files terminal error_handling architecture config memory "
+    "planning model engine dry_run data checkpoint evaluate numerics training report cluster cli api train "
+    "__main__"
 )
 #: Answer without torch: modules, or packages as a whole.
-TORCH_FREE = (
-    "keys",
-    "limits",
-    "suggestions",
-    "errors",
-    "files",
-    "untrusted",
-    "error_handling",
-    "architecture",
-    "config",
-    "memory",
-    "planning",
-    "report",
-    "cluster",
-    "cli",
-    "train",
-    "data.shards.manifest",
-    "data.order.sample_order",
-    "data.shards.cache",
-    "checkpoint.manifest",
-    "checkpoint.inventory",
-    "checkpoint.run_state",
-    "checkpoint.commit",
-    "checkpoint.hf_write",
-    "training.inputs",
-    "training.start",
-    "training.stop_request",
-    "training.sample_stream",
-    "training.run_folder",
-    "training.step_metrics",
+TORCH_FREE = words(
+    "keys limits suggestions errors files untrusted error_handling architecture config memory planning report "
+    "cluster cli train data.shards.manifest data.order.sample_order data.shards.cache checkpoint.manifest "
+    "checkpoint.inventory checkpoint.run_state checkpoint.commit checkpoint.hf_write training.inputs "
+    "training.start training.stop_request training.sample_stream training.run_folder training.step_metrics"
 )
 FLAG = re.compile(r"--[a-z][\w-]*")
 SUBCOMMANDS = (
-    "plan",
-    "estimate",
-    "data",
-    "data clean",
-    "data prepare",
-    "data verify",
-    "doctor",
-    "train",
-    "launch",
-    "eval",
-    "sample",
-    "export",
-    "prune",
-    "report",
-    "runs",
-    "replay",
-    "completion",
-    "checkpoint",
-    "checkpoint list",
-    "ladder plan",
-    "ladder run",
-    "ladder fit",
-    "ladder sweep",
-    "schema",
-    "data train-tokenizer",
-    "data inspect",
-    "data which",
-    "checkpoint show",
-    "checkpoint verify",
-    "checkpoint prune",
-    "checkpoint diff",
+    *words(
+        "plan estimate data doctor train launch eval sample "
+        "export prune report runs replay completion checkpoint schema"
+    ),
+    *(f"checkpoint {name}" for name in words("list show verify prune diff")),
+    *(f"data {name}" for name in words("clean prepare verify train-tokenizer inspect which")),
+    *(f"ladder {name}" for name in words("plan run fit sweep")),
 )
 
 
@@ -223,21 +151,8 @@ for name in {names!r}:
 
 
 #: Packages that the extra `train` does not bring.
-OTHER_EXTRAS = (
-    "boto3",
-    "datasets",
-    "fsspec",
-    "gigatoken",
-    "lm_eval",
-    "matplotlib",
-    "orjson",
-    "py3langid",
-    "pyarrow",
-    "ray",
-    "rensa",
-    "scipy",
-    "streaming",
-    "transformers",
+OTHER_EXTRAS = words(
+    "boto3 datasets fsspec gigatoken lm_eval matplotlib orjson py3langid pyarrow ray rensa scipy streaming transformers"
 )
 
 
@@ -301,9 +216,9 @@ for flags in {list(mistakes)!r}:
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == len(mistakes), done.stderr
-    for line, words in zip(lines, mistakes.values(), strict=True):
+    for line, text in zip(lines, mistakes.values(), strict=True):
         assert line.startswith("error: ")
-        assert words in line
+        assert text in line
     assert not run.exists()
 
 

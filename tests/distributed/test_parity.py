@@ -7,36 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import build_train_command, read_losses
+from tests.conftest import build_train_command, read_losses, words
 from tests.runs_in_turn import train_in_turn
 
 STEPS = 12
-FP32 = ("--precision", "fp32")
+FP32 = words("--precision fp32")
 #: What Llama, Qwen and Mistral have and GPT-2 has not.
-LLAMA = (
-    "--norm",
-    "rmsnorm",
-    "--no-bias",
-    "--positions",
-    "rotary",
-    "--activation",
-    "silu",
-    "--gated-mlp",
-    "--n-head",
-    "4",
-    "--n-kv-head",
-    "2",
-    "--qk-norm",
-    "head",
-    "--mlp-width",
-    "85",
-    "--no-tied",
-    "--sliding-window",
-    "12",
-    *FP32,
+LLAMA = words(
+    "--norm rmsnorm --no-bias --positions rotary --activation silu --gated-mlp --n-head 4 --n-kv-head 2 --qk-norm head "
+    "--mlp-width 85 --no-tied --sliding-window 12 --precision fp32"
 )
-
-
 Cell = tuple[str, ...]
 """A ds_config and the flags of a run."""
 
@@ -64,7 +44,7 @@ def curves(tiny_set: Path, tmp_path: Path, known_curves: dict) -> Callable[..., 
 
     def command(cell: Cell, folder: Path) -> list[str]:
         ds_config, *flags = cell
-        fixed = ("--ds", f"ds_configs/{ds_config}.json", "--steps", str(STEPS), "--lr", "3e-3", "--save-every", "0")
+        fixed = words(f"--ds {ds_config} --steps {STEPS} --lr 3e-3 --save-every 0")
         return build_train_command(tiny_set, folder, *fixed, *flags)
 
     return run

@@ -20,7 +20,7 @@ from llmscale.checkpoint.tensor_files import fetch_checkpoint
 from llmscale.cli import main as cli
 from llmscale.config.user_paths import copy_of
 from tests.azure_store import AzureStore
-from tests.conftest import TRAIN, Ranks, assert_same_losses, read_losses
+from tests.conftest import TRAIN, Ranks, assert_same_losses, read_losses, words
 from tests.distributed.test_full_disk import read_until
 from tests.google_store import GoogleStore
 from tests.object_store import BUCKET, ObjectStore
@@ -31,7 +31,7 @@ SLOW_DOWN = (503, b"<Error><Code>SlowDown</Code></Error>")
 EXPIRED = (400, b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>")
 URL = "s3://bucket/runs/x"
 #: 12 steps in fp32, saving every fourth, with the same losses at every layout.
-FLAGS = ("--precision", "fp32", "--steps", "12", "--save-every", "4", "--keep-last", "2", "--lr", "3e-3")
+FLAGS = words("--precision fp32 --steps 12 --save-every 4 --keep-last 2 --lr 3e-3")
 
 
 class Machines:
