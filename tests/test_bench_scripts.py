@@ -202,7 +202,10 @@ MISTAKES = {
     "not 'inf'": "recipes blocks --learning-rates 1e-3 inf",
     "invalid choice: 'all'": "compile --modes all",
     "the folder no/such does not exist": "ladder --json no/such/folder.json",
-    "must be above 0": "gpu --minutes nan",
+    "must be above 0": "gpu --device cpu --minutes nan",
+    "--out nowhere is not a folder": "gpu --device cpu --out nowhere",
+    "--nanogpt . has no train.py; git clone": "gpu --device cpu --nanogpt .",
+    "--write-readme is for what a GPU measured": "gpu --device cpu --write-readme",
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.load import load_full_weights
-from tests.conftest import build_train_command, forget_after, read_losses, run_ranks, words
+from tests.conftest import build_train_command, read_losses, run_ranks, words
 from tests.distributed.test_loss import PRECISIONS, cell, check
 from tests.distributed.test_sequence_parallel import ON_HOST
 from tests.engine import test_loss_scaling
@@ -101,24 +100,6 @@ def test_every_stage_offload_optimizer_and_precision(tiny_set: Path, tmp_path: P
         assert actual[-3] == pytest.approx(balanced, rel=1e-5)
         for losses in actual[-2:]:
             assert losses == pytest.approx(muon, rel=1e-4), world_size
-
-
-@pytest.mark.slow
-def test_a_run_resumes_at_other_stages_and_world_sizes(tiny_set: Path, tmp_path: Path) -> None:
-    run, straight = tmp_path / "run", tmp_path / "straight"
-    flags = (*BIASED, *FP32, "--steps", "12", "--save-every", "4", "--keep-last", "9", "--lr", "3e-3")
-
-    def go(folder: Path, ds_config: str, world_size: int, *more: str) -> None:
-        train_in_turn([build_train_command(tiny_set, folder, "--ds", ds_config, *flags, *more)], world_size)
-
-    go(straight, "zero1", 2)
-    shutil.copytree(straight, run)
-    for step, ds_config, world_size in ((4, "zero3", 1), (8, "zero2_offload", 4)):
-        forget_after(run, step)
-        go(run, ds_config, world_size)
-    expected, losses = read_losses(straight), read_losses(run)
-    assert losses == pytest.approx(expected, rel=1e-5)
-    assert torch.equal(biases_of(run), biases_of(straight))
 
 
 @pytest.mark.slow

@@ -123,15 +123,3 @@ def test_a_run_goes_on_at_another_stage_and_world_size(train_run: Callable, tmp_
     assert train_run("broken", "zero3", 1) == pytest.approx(straight, rel=1e-5)
     forget_after(tmp_path / "broken", 8)
     assert train_run("broken", "zero0", 2) == pytest.approx(straight, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_every_stage_resumes_what_every_other_saved(train_run: Callable, tmp_path: Path) -> None:
-    layouts = [("zero0", 1), ("zero1", 2), ("zero2", 4), ("zero3", 2), ("zero2_offload", 2), ("zero3_offload", 1)]
-    for ds_config, world_size in layouts:
-        straight = train_run(f"{ds_config}-{world_size}", ds_config, world_size)
-        for other, other_size in layouts:
-            copy = tmp_path / f"{ds_config}-{world_size}-{other}-{other_size}"
-            shutil.copytree(tmp_path / f"{ds_config}-{world_size}", copy)
-            forget_after(copy, 8)
-            assert train_run(copy.name, other, other_size) == pytest.approx(straight, rel=1e-5), copy.name

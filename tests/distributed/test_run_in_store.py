@@ -186,16 +186,6 @@ def test_death_at_every_upload_loses_nothing(
     assert number > 10
 
 
-@pytest.mark.slow
-def test_a_killed_rank_is_replaced(machines: Machines, straight: dict[int, float]) -> None:
-    job = machines.start("a", 2, "--ds", "zero2")
-    read_until(job, "published")
-    job.send(signal.SIGKILL, [1])
-    job.wait()
-    machines.train("b", 2, "--ds", "zero2")
-    assert_same_losses(read_losses(machines.look()), straight)
-
-
 @pytest.fixture
 def relay(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
     """Requests to the store pass here."""
@@ -260,7 +250,8 @@ def test_expired_credentials_are_said_and_their_renewal_ends_the_wait(
     assert not any(secret.encode() in contents for contents in everything)
 
 
-@pytest.mark.parametrize("status", [403, pytest.param(507, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("status", [403, 507])
 def test_a_bucket_that_refuses_at_the_end_is_said_and_the_same_command_publishes(
     machines: Machines, relay: Relay, straight: dict[int, float], status: int
 ) -> None:

@@ -117,16 +117,6 @@ def test_the_same_command_of_another_launch_goes_back_again(
     assert first == [] and len(others) == 2 and others[0] != others[1]
 
 
-def test_an_error_that_comes_back_is_printed_at_every_start(
-    torchrun: Callable, train_command: Callable, tmp_path: Path
-) -> None:
-    flags = train_command(*FLAGS, "--save-every", "0")[1:]
-    port = ("--master-port", str(free_port()))
-    agent = torchrun(*port, "--nproc-per-node", "2", "--max-restarts", "2", "--", str(FAULT_JOB), "crash:1", *flags)
-    assert agent.process.wait(PATIENCE_S) != 0
-    assert agent.output.read_text().count("unexpected RuntimeError: planted") == 3
-
-
 def test_a_node_that_is_lost_and_comes_back(torchrun: Callable, train_command: Callable, tmp_path: Path) -> None:
     """Three ranks on two nodes, two on what is left, then three again; the batch of 8 is not divided over three."""
     settings = (*FLAGS, "--steps", "4000", "--save-every", "20", "--check-every", "1")
