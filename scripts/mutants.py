@@ -43,6 +43,7 @@ engine/train_step.py: tests/distributed/test_batch_ramp.py tests/distributed/tes
 engine/zero_shards.py: tests/distributed/test_zero_state.py tests/distributed/test_resume.py
   Adam counts the engine's start: state["step"].zero_() => pass
   16-bit weights stay those of the start: zero.update_lp_params() => pass
+engine/zero_shards.py: tests/training/test_loss_spikes.py
   persistent parameters stay whole: _partition_persistent_parameters(engine) => pass
 engine/zero_shards.py: tests/distributed/test_hpz.py
   copies of hpZ stay those of the start: invalidate_hpz_copies(engine) => pass
