@@ -18,15 +18,10 @@ def engine(stage: int, *, optimizer: str = "adamw", precision: dict | None = Non
     return [{"zero_optimization": {"stage": stage, **zero}, **(precision or {})}, optimizer]
 
 
-ENGINES = [
-    engine(0),
-    engine(1, precision=BF16),
-    engine(2, offload_optimizer=CPU),
-    engine(3),
-    engine(3, offload_optimizer=CPU, offload_param=CPU),
-]
+ENGINES = [engine(0), engine(1, precision=BF16), engine(3, offload_optimizer=CPU, offload_param=CPU)]
 MORE_ENGINES = [
-    *(engine(stage) for stage in (1, 2)),
+    *(engine(stage) for stage in (1, 2, 3)),
+    engine(2, offload_optimizer=CPU),
     *(engine(stage, precision=BF16) for stage in (0, 2, 3)),
     *(engine(stage, optimizer="muon", precision=AUTOCAST) for stage in range(4)),
     engine(3, precision=BF16, stage3_param_persistence_threshold=0),
