@@ -200,7 +200,7 @@ def test_records_arrive_in_parts_as_they_are(run: Path, object_store: ObjectStor
 
     write("config.json", b"{}")
     write("metrics.jsonl", b"line\n" * 30_000)
-    write("samples/rank-00000.bin", b"head" + bytes(100_000))
+    write("logs/rank-00000.log", bytes(100_000))
     (run / "checkpoints").mkdir()
     (run / "checkpoints" / "latest").write_text("step-00000001\n")
     (run / ".lock").write_text("mine")
@@ -212,7 +212,7 @@ def test_records_arrive_in_parts_as_they_are(run: Path, object_store: ObjectStor
     send(records, object_store)
     assert records.num_parts == before, "nothing has changed"
     write("metrics.jsonl", wanted["metrics.jsonl"] + b"more\n")
-    write("samples/rank-00000.bin", b"HEAD" + bytes(100_000) + b"tail")
+    write("logs/rank-00000.log", bytes(100_000) + b"tail")
     write("config.json", b"{'a': 1}")
     send(records, object_store)
     publish_records(lease, rank0=records)

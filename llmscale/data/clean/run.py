@@ -94,7 +94,7 @@ def clean(
         open_work_folder(out, own_request, "clean") as folder,
         show_progress(f"Cleaning {source.name}", words=words) as progress,
     ):
-        folder.save_state({}, {})  # from now on the folder survives an error
+        folder.save_state({})  # from now on the folder survives an error
         job = CleanJob(Path(os.path.abspath(folder.path)), parts, options, ngrams, max_rejected, shard_bytes)
         progress.say(_describe_plan(job, cluster))
         try:

@@ -356,29 +356,6 @@ def _read_into(file: BinaryIO, place: int, into: NDArray[np.generic]) -> None:
         raise OSError(errno.EIO, "windows are missing in the temporary file", file.name)
 
 
-@dataclass(frozen=True)
-class TokenisedDocument:
-    """A document's tokens, with begin-of-text and end-of-text."""
-
-    tokens: Tokens
-    num_text_bytes: int
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
-
-    def cut_at(self, num_tokens: int, num_bytes: int) -> tuple[TokenisedDocument, TokenisedDocument]:
-        """Return the first `num_tokens` tokens and the rest as two documents, each with end-of-text.
-
-        `num_bytes`: UTF-8 bytes of the first one's text.
-        """
-        first = np.append(self.tokens[:num_tokens], self.tokens[-1:])
-        return (
-            TokenisedDocument(first, num_bytes),
-            TokenisedDocument(self.tokens[num_tokens:], self.num_text_bytes - num_bytes),
-        )
-
-
 #: Tokens that are collected before windows are cut.
 _BUFFER_TOKENS = 1 << 18
 
@@ -421,7 +398,7 @@ class SplitWriter:
     ) -> None:
         """`scratch` is a file for windows that do not fit into memory. `state` is from an interrupted run.
 
-        With `has_marks`, `dtype` is uint32 and tokens have the marks of target_mask.
+        With `has_marks`, `dtype` is uint32 and tokens have the marks of targets (token_shards.py).
         """
         self._files, self._has_marks = files, has_marks
         self._seq_len, self._dtype = seq_len, np.dtype(dtype)
