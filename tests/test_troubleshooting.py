@@ -55,6 +55,7 @@ EXEMPT = (
     "WARNING: --env",
     "WARNING: --profile",
     "WARNING: this machine has no NVIDIA",
+    "... is .... Legal: seconds from",
     "ds_config ... does not exist",
     "--config ...",
     "--input ... does not exist",
