@@ -246,16 +246,14 @@ class ReportPace(StepAction):
         step_s, compile_s = (run.tokens_seen(step) - run.tokens_seen(step - 1)) / rate, compiler.compile_s
         eager = _eager_rate(run)
         gain = _USUAL_GAIN if eager is None else rate / eager - 1
-        line, pays_after = f"blocks: compiled in {compile_s:.1f} s, {rate:,.0f} tokens/s", None
-        if gain > 0:
-            pays_after = math.ceil(compile_s / (step_s * gain))
+        pays_after = math.ceil(compile_s / (step_s * gain)) if gain > 0 else None
         if eager is None:
-            line += f"; no eager steps of this run to compare: a gain of {gain:.0%} pays after {pays_after:,} steps"
+            words = f"no eager steps of this run to compare: a gain of {gain:.0%} pays after {pays_after:,} steps"
         elif pays_after is None:
-            line += f"; eager, this run had {eager:,.0f}: --compile off is at least as fast"
+            words = f"eager, this run had {eager:,.0f}: --compile off is at least as fast"
         else:
-            line += f"; eager, this run had {eager:,.0f}: compiling has paid after {pays_after:,} steps"
-        self._io.report(line)
+            words = f"eager, this run had {eager:,.0f}: compiling has paid after {pays_after:,} steps"
+        self._io.report(f"blocks: compiled in {compile_s:.1f} s, {rate:,.0f} tokens/s; {words}")
         self._io.log_event(
             "compilation",
             step=step,

@@ -35,6 +35,7 @@ from llmscale.engine.device_settings import allow_tf32, describe_settings
 from llmscale.engine.process_group import World, is_gpu, join_world
 from llmscale.engine.timed_steps import time_steps
 from llmscale.engine.train_step import PhaseTimer, explain_smallest_scale, get_scaler_state
+from llmscale.memory.estimate import estimate_memory
 from llmscale.planning.compilation import ASSUMED_STEP_S, Compilation, decide_compilation
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.terminal.status_line import REPEAT_S, StatusLine
@@ -62,7 +63,7 @@ from llmscale.training.run_folder import (
 )
 from llmscale.training.sample_stream import saved_skips
 from llmscale.training.session import Session, build_actions, open_data, open_validation_splits
-from llmscale.training.start import Start, change_lines, estimate_line, estimate_run, finished_lines, hyperparameters
+from llmscale.training.start import Start, change_lines, estimate_line, finished_lines, hyperparameters
 from llmscale.training.step_metrics import StepMeter, format_duration
 from llmscale.training.stop_request import StopRequest, launch_names
 from llmscale.training.watchdog import Heartbeat
@@ -114,7 +115,7 @@ def _open_session(
         start = confirm_start(start, world, report)
     start = replace(start, compilation=_decide_compilation(start, world))
     with clock.phase("estimate", "estimating the memory", after_s=REPEAT_S):
-        estimate = estimate_run(start, gpu_capability())
+        estimate = estimate_memory(start.resolved, gpu_capability())
     with clock.phase("data", "opening the validation data", after_s=REPEAT_S):
         validation = open_validation_splits(start, world)
     engine = _open_engine(start, world, clock)
