@@ -96,6 +96,7 @@ class Session:
         self.step = self.run.first_step
         """Optimizer steps done."""
         self._ids_checksum, self._checks_ids = 0, False
+        self._log = _log_of(self.actions)
         self._num_targets = 0
         """Targets of the step: of this rank before `decide`, of the global batch after it."""
         self._fetch_failure: Exception | None = None
@@ -129,13 +130,10 @@ class Session:
         for action in self.actions:
             action.close()
         self.run, self.engine, self.actions, self.checkpoints = run, engine, actions, checkpoints
+        self._log = _log_of(actions)
         self.step = run.first_step
         for action in actions:
             action.begin(self.step)
-
-    @property
-    def _log(self) -> LogSteps | None:
-        return next((action for action in self.actions if isinstance(action, LogSteps)), None)
 
     def fetch(self, step: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of a step. A failure waits for `decide`, which tells every rank."""
@@ -260,6 +258,10 @@ class Session:
                 f"step {step}: the samples that the ranks hold are not the global batch of this step. Do all nodes "
                 "have the same dataset and the same version of llmscale?"
             )
+
+
+def _log_of(actions: Sequence[StepAction]) -> LogSteps | None:
+    return next((action for action in actions if isinstance(action, LogSteps)), None)
 
 
 def _first_reason(stops: Sequence[StopOfRank]) -> str:
