@@ -9,7 +9,7 @@ Before torch:
     run_folder      files of a run folder and their lock; --notify
 
 All ranks together:
-    open_session    everything up to the first step
+    open_session    everything up to the first step, and what is printed before it
     resume          ranks that were started alike; the checkpoint that all see; its history
     publish_run     copies to a run's store
 
@@ -21,6 +21,5 @@ Each step:
     metrics         metrics.jsonl and trackers
     live_view       the terminal
     loss_spikes     spikes and steps without finite numbers
-    reports         start-up, memory, validation, tasks, sampled text, --overfit-batch
-    profiler        --profile and its tables
+    reports         start-up, memory, validation, tasks, sampled text, --overfit-batch, --profile
 """

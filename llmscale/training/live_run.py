@@ -339,16 +339,6 @@ def _now() -> float | torch.cuda.Event:
     return event
 
 
-@dataclass(frozen=True)
-class Straggler:
-    """A rank that is slower than the median of the others."""
-
-    rank: int
-    phase: SlowPhase
-    ratio: float
-    """Duration of its arithmetic, or of a step because of its data, relative to normal."""
-
-
 class StragglerDetector:
     """Remembers readings of all ranks, and the stragglers already named."""
 
@@ -360,13 +350,13 @@ class StragglerDetector:
         }
         self._named: set[tuple[SlowPhase, int]] = set()
 
-    def observe(self, phase: SlowPhase, seconds: Sequence[float], of_s: float | None = None) -> list[Straggler]:
-        """Add a reading of each rank, and return the new stragglers.
+    def observe(self, phase: SlowPhase, seconds: Sequence[float], of_s: float | None = None) -> dict[int, float]:
+        """Add a reading of each rank, and return the new stragglers: ranks slower than the others, with their ratios.
 
         Without `of_s` the ratio is relative to the others' median. With it, the ratio tells how much longer something
         that takes `of_s` becomes.
         """
-        stragglers = []
+        stragglers: dict[int, float] = {}
         for rank, own in enumerate(seconds):
             others = [*seconds[:rank], *seconds[rank + 1 :]]
             ratios = self._ratios.get((phase, rank))
@@ -379,7 +369,7 @@ class StragglerDetector:
                 continue
             is_slow = median(ratios) >= SLOW_RATIO
             if is_slow and (phase, rank) not in self._named:
-                stragglers.append(Straggler(rank, phase, median(ratios)))
+                stragglers[rank] = median(ratios)
             (self._named.add if is_slow else self._named.discard)((phase, rank))
         return stragglers
 
@@ -395,16 +385,18 @@ class WatchStragglers:
         """Judge the timings exchanged at `step`. Collective."""
         times = window.rank_times
         # Ranks measure a step a little differently and must agree on the result: rank 0's measurement counts.
-        stragglers = self._detector.observe("arithmetic", [time.arithmetic_s for time in times])
-        stragglers += self._detector.observe("data wait", [time.data_wait_s for time in times], times[0].step_s)
-        if not stragglers:
+        by_arithmetic = self._detector.observe("arithmetic", [time.arithmetic_s for time in times])
+        by_data = self._detector.observe("data wait", [time.data_wait_s for time in times], times[0].step_s)
+        if not by_arithmetic and not by_data:
             return
         hosts = gather(self._world.control, os.uname().nodename)
-        for slow in stragglers:
-            host = hosts[slow.rank]
-            cause = "waits for data: steps take" if slow.phase == "data wait" else "is slow: its arithmetic takes"
-            where = f"rank {slow.rank} on host {host}"
-            self._report(f"WARNING: step {step}: {where} {cause} {slow.ratio:.2f} times as long")
-            if self._log:
-                values = {"rank": slow.rank, "host": host, "ratio": slow.ratio, "phase": slow.phase}
-                self._log.log_event("slow_rank", step=step, **values)
+        for phase, cause, stragglers in (
+            ("arithmetic", "is slow: its arithmetic takes", by_arithmetic),
+            ("data wait", "waits for data: steps take", by_data),
+        ):
+            for rank, ratio in stragglers.items():
+                where = f"rank {rank} on host {hosts[rank]}"
+                self._report(f"WARNING: step {step}: {where} {cause} {ratio:.2f} times as long")
+                if self._log:
+                    values = {"rank": rank, "host": hosts[rank], "ratio": ratio, "phase": phase}
+                    self._log.log_event("slow_rank", step=step, **values)

@@ -11,6 +11,7 @@ Who started the ranks sees how they end, also by SIGKILL: `llmscale launch`, `ll
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -344,6 +345,19 @@ def _version(library: str) -> str | None:
         return metadata.version(library)
     except metadata.PackageNotFoundError:
         return None
+
+
+def source_hashes(package: Path) -> dict[str, str]:
+    """Return the sha256 of every Python file of a package, by its relative path."""
+    return {path.relative_to(package).as_posix(): hash_or_reason(path) for path in sorted(package.rglob("*.py"))}
+
+
+def hash_or_reason(path: Path) -> str:
+    """Return the sha256 of a small file, or the reason why it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
 
 
 def record_failure(run_folder: Path, error: BaseException, *, step: int, rank: int) -> None:
