@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from llmscale.training.start import (
     measured_line,
     prepare_start,
 )
+from tests.conftest import read_events
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[2]
@@ -220,8 +220,7 @@ def test_after_step_2_the_measured_peak_is_printed_and_recorded(
     assert step_2 - 1 <= measured < step_3
     estimated = next(i for i, line in enumerate(lines) if line.startswith("memory: estimated peak"))
     assert estimated < measured
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    record = next(record for record in records if record.get("event") == "memory")
+    (record,) = read_events(tmp_path / "run", "memory")
     assert record["allocated_bytes"] == 3 * GIB
     assert record["reserved_bytes"] == 4 * GIB
     assert 0 < record["estimated_bytes"] < 3 * GIB

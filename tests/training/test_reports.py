@@ -27,7 +27,7 @@ from llmscale.training.reports import ProfileSteps, entropy, judge_overfit, vali
 from llmscale.training.run_folder import METRICS_VERSION
 from llmscale.training.start import prepare_start
 from llmscale.training.step_metrics import StepMeter
-from tests.conftest import Ranks, read_losses
+from tests.conftest import Ranks, read_events, read_losses
 from tests.runs_in_turn import train_in_turn
 
 
@@ -150,8 +150,7 @@ def test_a_batch_is_learned_by_two_ranks_and_nothing_is_saved(
     assert f"learned: the loss of the same 4 samples fell from {losses[1]:.4f} to {losses[200]:.4f}" in output
     assert "no checkpoints: each step trains on the same 4 samples" in output
     assert not [*(run / "checkpoints").glob("step-*")]
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [record["has_learned"] for record in records if record.get("event") == "overfit"] == [True]
+    assert [event["has_learned"] for event in read_events(run, "overfit")] == [True]
 
 
 @pytest.mark.parametrize(
@@ -202,8 +201,7 @@ def test_a_profile_at_every_stage(
     job = ranks(train_command(*flags), world_size)
     outputs = job.wait()
     assert job.exit_codes == [0] * world_size, outputs
-    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    (event,) = [record for record in records if record.get("event") == "profile"]
+    (event,) = read_events(tmp_path / "run", "profile")
     assert (event["step"], event["num_steps"]) == (6, 3)
     assert {path.name for path in (tmp_path / "run/profile").iterdir()} == {
         "steps-4-to-6.trace.json",

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.training.live_run import READINGS, StragglerDetector
+from tests.conftest import read_events
 
 
 def test_a_rank_is_named_once_when_most_readings_say_so() -> None:
@@ -65,8 +65,7 @@ def test_a_slow_rank_is_named_with_its_host_and_phase(
     job = ranks([JOB, f"{fault}:1", *train_command(*flags)[1:]], 3)
     outputs = job.wait()
     assert job.exit_codes == [0, 0, 0], outputs
-    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    slow_ranks = [record for record in records if record.get("event") == "slow_rank" and record["phase"] == phase]
+    slow_ranks = [event for event in read_events(tmp_path / "run", "slow_rank") if event["phase"] == phase]
     assert [record["rank"] for record in slow_ranks] == [1], outputs[0]
     assert slow_ranks[0]["host"] == os.uname().nodename
     assert slow_ranks[0]["ratio"] > 1.25
