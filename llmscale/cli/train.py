@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from llmscale.cluster.extension_locks import remove_stale_locks
 from llmscale.cluster.launch.ranks import (
     LocalRanks,
     count_cpus,
@@ -18,6 +17,7 @@ from llmscale.cluster.launch.ranks import (
     list_gpus,
     rank_command,
     rank_environment,
+    remove_stale_locks,
     visible_gpus,
 )
 from llmscale.cluster.remote import PACKAGE

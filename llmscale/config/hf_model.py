@@ -14,7 +14,7 @@ from pathlib import Path
 from llmscale.architecture.families.family import HFTensor
 from llmscale.architecture.hf_config import CONFIG_NAME, find_config, get_family, read_shape, without_rope_scaling
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
-from llmscale.config.presets import get_preset, nearest_preset
+from llmscale.config.presets import PRESETS, get_preset, nearest_preset
 from llmscale.config.run_config import KEYS, RunConfig, build_run_config
 from llmscale.config.user_paths import check_path, checked
 from llmscale.errors import ConfigError
@@ -157,6 +157,15 @@ def default_preset(config: RunConfig) -> str:
         return config.model
     keys = {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
     return nearest_preset(build_shape({**keys, "seq_len": 1}))
+
+
+def rate_preset(config: RunConfig) -> str:
+    """Return the preset with the default learning rate: the nearest in size if the model's is for another optimizer."""
+    name = default_preset(config)
+    preset = PRESETS[name]
+    if preset.run.get("optimizer", config.optimizer) == config.optimizer:
+        return name
+    return nearest_preset(preset.shape(preset.vocab_size))
 
 
 def _free(given: Mapping[str, object]) -> dict[str, object]:

@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from llmscale.checkpoint.frozen_base import (
+from llmscale.checkpoint.initial_weights import (
     FrozenBase,
+    PublishedWeights,
     base_of_checkpoint,
     base_of_published,
     explain_missing,
+    find_published_weights,
     open_base,
 )
-from llmscale.checkpoint.initial_weights import PublishedWeights, find_published_weights
 from llmscale.checkpoint.inventory import find_any_checkpoint, find_checkpoint, find_checkpoints, open_checkpoint
 from llmscale.checkpoint.manifest import BEST_NAME, Checkpoint, checkpoints_folder
 from llmscale.checkpoint.peft_files import check_adapters, family_beside

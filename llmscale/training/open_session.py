@@ -22,8 +22,8 @@ from llmscale.config.describe_defaults import (
 )
 from llmscale.config.hardware import has_bf16_instructions
 from llmscale.config.hf_model import is_published
-from llmscale.config.published import publish_keys
 from llmscale.config.run_config import RunConfig
+from llmscale.config.run_keys import publish_keys
 from llmscale.config.user_paths import shown
 from llmscale.data.mixture import keep_sets
 from llmscale.data.validation import describe_samples

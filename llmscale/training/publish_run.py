@@ -41,15 +41,17 @@ from llmscale.checkpoint.remote_run import (
     RECORDS_NAME,
     TOKEN_NAME,
     UPLOADS,
+    Lease,
     RunIndex,
     drop_tensors,
     encode_part,
     has_all_records,
     is_record_name,
     record_url,
+    remove_folders,
+    take_lease,
     update_copy,
 )
-from llmscale.checkpoint.run_lease import Lease, remove_folders, take_lease
 from llmscale.config.user_paths import url_of
 from llmscale.data.storage import faults
 from llmscale.data.storage.faults import Overtaken

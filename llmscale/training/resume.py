@@ -24,9 +24,14 @@ import torch
 import torch.distributed as dist
 
 import llmscale
-from llmscale.checkpoint.commit import point_latest
-from llmscale.checkpoint.frozen_base import FrozenBase, base_of_checkpoint, check_base, checksum_of
-from llmscale.checkpoint.initial_weights import fingerprint_weights, load_published_weights
+from llmscale.checkpoint.initial_weights import (
+    FrozenBase,
+    base_of_checkpoint,
+    check_base,
+    checksum_of,
+    fingerprint_weights,
+    load_published_weights,
+)
 from llmscale.checkpoint.inventory import (
     FoundCheckpoints,
     find_checkpoints,
@@ -34,6 +39,7 @@ from llmscale.checkpoint.inventory import (
     is_of_run,
     open_checkpoint,
     point_best,
+    point_latest,
     record_history,
     remove_leftovers,
 )

@@ -15,11 +15,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmscale.checkpoint.commit import set_aside_existing
-from llmscale.checkpoint.inventory import delete_checkpoint
+from llmscale.checkpoint.inventory import delete_checkpoint, set_aside_existing
 from llmscale.checkpoint.manifest import checkpoints_folder, load_pieces
-from llmscale.checkpoint.remote_run import TOKEN_NAME, fetch_run, read_index, update_copy
-from llmscale.checkpoint.run_lease import BEAT_VARIABLE, BEATS_MISSED, Lease, prune_run, take_lease
+from llmscale.checkpoint.remote_run import (
+    BEAT_VARIABLE,
+    BEATS_MISSED,
+    TOKEN_NAME,
+    Lease,
+    fetch_run,
+    prune_run,
+    read_index,
+    take_lease,
+    update_copy,
+)
 from llmscale.checkpoint.save import CheckpointSaver
 from llmscale.checkpoint.tensor_files import fetch_checkpoint
 from llmscale.config.user_paths import copy_of
