@@ -287,20 +287,11 @@ def working_commit() -> dict[str, object]:
 
 
 def open_start_text(run: Path) -> Callable[[str], None]:
-    """Remove start.txt of an earlier start, and return a function that appends a line to it. Never raises."""
+    """Remove start.txt of an earlier start, and return a function that appends a line to it."""
     path = run / START_TEXT_NAME
-    with suppress(OSError):
-        path.unlink()
-
-    def write(line: str) -> None:
-        # A full disk ends no run whose configuration is saved.
-        with (
-            suppress(OSError),
-            open(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8") as file,
-        ):
-            file.write(f"{with_singulars(make_visible_line(line))}\n")
-
-    return write
+    path.unlink(missing_ok=True)
+    text = RecordLog(path, say)
+    return lambda line: text.append(f"{with_singulars(make_visible_line(line))}\n".encode())
 
 
 def _arguments() -> list[str]:
