@@ -9,14 +9,14 @@ Before torch:
     run_folder      files of a run folder and their lock; --notify
 
 All ranks together:
-    open_session    everything up to the first step, and what is printed before it
+    open_session    everything up to the first step
     resume          ranks that were started alike; the checkpoint that all see; its history
     publish_run     copies to a run's store
 
 Each step:
     session         train.py's loop: fetch, decide, train, act, save, go back
-    live_run        what a step changes, and actions after steps; times of all ranks
-    log_steps       the logged step: losses, experts, sensors
+    live_run        what a step changes, actions after steps, and what is printed before the first
+    log_steps       the logged step: losses, experts, sensors; ranks that are slow
     step_metrics    every metric, declared once; the clock
     metrics         metrics.jsonl and trackers
     live_view       the terminal

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.training.live_run import READINGS, StragglerDetector
+from llmscale.training.log_steps import READINGS, StragglerDetector
 from tests.conftest import read_events
 
 
