@@ -33,9 +33,8 @@ from llmscale.config.run_config import RunConfig
 from llmscale.engine.device_settings import set_allocator_default
 from llmscale.engine.launcher_variables import LauncherVariables, check_meeting_point, read_launcher_variables
 from llmscale.engine.network import check_interfaces
-from llmscale.error_handling import flush_stdout, prepare_streams, print_error, report_crash
+from llmscale.error_handling import flush_stdout, make_output_resilient, prepare_streams, print_error, report_crash
 from llmscale.errors import LlmscaleError, MachineError, UnreachableError
-from llmscale.files.resilient_stdout import make_output_resilient
 from llmscale.terminal.status_line import StatusLine
 from llmscale.training.inputs import announce_after_s, with_prepared_text
 from llmscale.training.start import Start, check_space, explained_out_of_memory, lines_at_end, prepare_start

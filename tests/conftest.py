@@ -329,6 +329,12 @@ def forget_after(run: Path, step: int) -> None:
             shutil.rmtree(folder)
 
 
+def read_events(run: Path, name: str) -> list[dict[str, Any]]:
+    """Records of one kind of event."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record.get("event") == name]
+
+
 @pytest.fixture(scope="session")
 def train_straight(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[int, float]]:
     """`train_straight(*flags)`: losses of one rank at stage 1 in a local folder; trained once."""

@@ -187,3 +187,58 @@ def test_a_taken_port_and_a_name_without_address_end_before_torch(tiny_set: Path
     assert done.returncode in (1, 2)
     assert "error: MASTER_ADDR no-such-host.invalid " in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+PRINT = """
+import sys
+from llmscale.error_handling import make_output_resilient
+make_output_resilient()
+print("first", flush=True)
+{middle}
+print("last", flush=True)
+print("error", file=sys.stderr)
+"""
+
+
+def run_print(stdout: object, middle: str = "", **options: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", PRINT.format(middle=middle)],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        timeout=300,
+        **options,
+    )  # type: ignore[call-overload]
+
+
+def test_a_full_disk_behind_stdout_ends_nothing() -> None:
+    with open("/dev/full", "w") as full:
+        done = run_print(full, 'print("again", flush=True)')
+    warning = b"WARNING: the output cannot be written: No space left on device. The run continues.\n"
+    assert (done.returncode, done.stderr) == (0, warning + b"error\n")
+
+
+def test_nobody_reads() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = run_print(write)
+    os.close(write)
+    assert done.returncode == 0
+    assert done.stderr.endswith(b"Broken pipe. The run continues.\nerror\n")
+
+
+def test_all_is_as_before_on_a_healthy_stream() -> None:
+    done = run_print(subprocess.PIPE, 'print("ä€", end="", flush=False)', env={"PYTHONUTF8": "1"})
+    assert (done.returncode, done.stdout.decode()) == (0, "first\nä€last\n")
+
+
+def test_a_closed_stdout_is_none() -> None:
+    done = run_print(None, close_fds=True, preexec_fn=lambda: os.close(1))
+    assert done.returncode == 0
+
+
+def test_a_closed_stdout_is_no_lost_output_of_what_is_patient() -> None:
+    """What `llmscale train >&-` ends with."""
+    code = "import sys; from llmscale.error_handling import make_output_resilient, run_cli; "
+    code += "sys.exit(run_cli(lambda: make_output_resilient() or print('x') or 0))"
+    done = subprocess.run([sys.executable, "-c", code], preexec_fn=lambda: os.close(1), stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")

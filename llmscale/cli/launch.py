@@ -17,7 +17,7 @@ from llmscale.cluster.remote import PACKAGE, deepspeed_env_files, gather_environ
 from llmscale.config.command_line import FlagParser, Need, flag, local_path, nonblank, number, whole_number
 from llmscale.config.run_arguments import parse_run_config
 from llmscale.engine.launcher_variables import check_is_only_copy
-from llmscale.files.resilient_stdout import make_output_resilient
+from llmscale.error_handling import make_output_resilient
 from llmscale.training.inputs import with_prepared_text
 from llmscale.training.stop_request import STOP_SIGNALS, Interrupts
 from llmscale.untrusted.terminal import print_visible

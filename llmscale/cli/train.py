@@ -24,8 +24,8 @@ from llmscale.cluster.remote import PACKAGE
 from llmscale.config.command_line import FlagParser, whole_number
 from llmscale.config.run_arguments import parse_run_config
 from llmscale.engine.launcher_variables import check_is_only_copy, read_launcher_variables
+from llmscale.error_handling import make_output_resilient
 from llmscale.errors import ConfigError
-from llmscale.files.resilient_stdout import make_output_resilient
 from llmscale.limits import MAX_GPUS_PER_NODE
 from llmscale.report.run_list import notify_of_end
 from llmscale.terminal.human_numbers import count_nouns

@@ -21,6 +21,14 @@ def is_terminal(stream: object) -> bool:
         return False
 
 
+def terminal_columns(stream: object) -> int | None:
+    """Return the width of the terminal behind `stream`; None for another stream, and for a terminal without width."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None  # type: ignore[attr-defined]  # as above
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
 def can_redraw(stream: object) -> bool:
     """Return whether a line already written to `stream` can be overwritten."""
     return is_terminal(stream) and os.environ.get("TERM") != "dumb"

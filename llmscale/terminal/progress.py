@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from llmscale.terminal.colour import can_redraw
+from llmscale.terminal.colour import can_redraw, terminal_columns
 from llmscale.untrusted.terminal import make_visible
 
 _LINE_INTERVAL_S = 10.0
@@ -74,7 +73,12 @@ class Progress:
     def _print(self, line: str) -> None:
         if self._on_terminal:
             # A line that the terminal wraps could not be cleared.
-            print(f"\r\x1b[2K{line[: _columns() - 1]}", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r\x1b[2K{line[: (terminal_columns(sys.stderr) or _TERMINAL_WIDTH) - 1]}",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
         else:
             print(line, file=sys.stderr, flush=True)
 
@@ -115,10 +119,3 @@ def describe_duration(seconds: float) -> str:
 def _bar(fraction: float) -> str:
     filled = round(fraction * _BAR_WIDTH)
     return f"[{'#' * filled}{'-' * (_BAR_WIDTH - filled)}]"
-
-
-def _columns() -> int:
-    try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns or _TERMINAL_WIDTH
-    except (AttributeError, OSError, ValueError):
-        return _TERMINAL_WIDTH

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from llmscale.terminal.colour import can_redraw, is_terminal
+from llmscale.terminal.colour import can_redraw, is_terminal, terminal_columns
 
 #: Seconds between two lines of one phase, so that nobody waits longer than 5 s for a sign of life.
 REPEAT_S = 4.0
@@ -20,6 +20,8 @@ LOG_S = 20.0
 #: Delay in seconds for phases that are usually shorter than this and then need no line.
 SOON_S = 1.5
 _STDERR = 2
+#: Columns of a terminal that does not tell.
+_WIDTH = 80
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,9 +97,8 @@ class StatusLine:
             return
         import textwrap  # slow to import, and not every command needs it
 
-        with suppress(OSError, ValueError):
-            # A line that the terminal wraps could not be cleared.
-            line = textwrap.shorten(line, max(20, os.get_terminal_size(_STDERR).columns) - 1, placeholder=" ...")
+        # A line that the terminal wraps could not be cleared.
+        line = textwrap.shorten(line, max(20, terminal_columns(sys.stderr) or _WIDTH) - 1, placeholder=" ...")
         _write(f"\r\x1b[2K{line}")
 
 

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from llmscale.terminal.colour import is_terminal, paint
+from llmscale.terminal.colour import is_terminal, paint, terminal_columns
 from llmscale.terminal.human_numbers import with_singulars
 from llmscale.untrusted.terminal import make_visible_line
 
@@ -35,12 +35,8 @@ def output_width() -> int | None:
     width_text = os.environ.get("COLUMNS", "")
     if width_text.isascii() and width_text.isdecimal() and int(width_text[:6]) > 0:
         return max(_LEAST_WIDTH, int(width_text[:6]))
-    try:
-        if is_terminal(sys.stdout) and (columns := os.get_terminal_size(sys.stdout.fileno()).columns):
-            return max(_LEAST_WIDTH, columns)
-    except (OSError, ValueError):
-        pass
-    return None
+    columns = terminal_columns(sys.stdout) if is_terminal(sys.stdout) else None
+    return columns and max(_LEAST_WIDTH, columns)
 
 
 def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None) -> Iterator[str]:

@@ -15,12 +15,11 @@ All ranks together:
 
 Each step:
     session         train.py's loop: fetch, decide, train, act, save, go back
-    live_run        what a step changes, and actions after steps; times of all ranks
-    log_steps       the logged step: losses, experts, sensors
+    live_run        what a step changes, actions after steps, and what is printed before the first
+    log_steps       the logged step: losses, experts, sensors; ranks that are slow
     step_metrics    every metric, declared once; the clock
     metrics         metrics.jsonl and trackers
     live_view       the terminal
     loss_spikes     spikes and steps without finite numbers
-    reports         start-up, memory, validation, tasks, sampled text, --overfit-batch
-    profiler        --profile and its tables
+    reports         start-up, memory, validation, tasks, sampled text, --overfit-batch, --profile
 """

@@ -1,53 +1,57 @@
-"""A run while it trains, in three parts: what is fixed, the engine, and its files. And actions after steps.
-
-Ranks that slow down the others; and the exchange of losses and timings that finds them.
+"""A run while it trains, in three parts: what is fixed, the engine, and its files. Actions after steps, and its lines.
 
 A step keeps its loss and gradient norm on the device. At logged steps, where the host synchronises anyway, the losses
 of all steps since the last one and every rank's timings go through the all-reduce that the logged loss needs. So all
 ranks know every step, without an additional synchronisation or message.
-
-Ranks wait for each other in every step, so the time of a step does not tell who is slow. A rank does two things alone:
-it waits for its own data, and it computes before its first exchange.
 """
 
 from __future__ import annotations
 
-import os
-import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
 from llmscale.checkpoint.manifest import History
 from llmscale.checkpoint.run_state import RunState
+from llmscale.config.describe_defaults import (
+    describe_batch,
+    describe_gradients,
+    describe_optimizer,
+    describe_parameters,
+    describe_preset,
+    describe_steps,
+    warn_of_learning_rate,
+    warn_of_router,
+)
+from llmscale.config.hf_model import is_published
 from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import RunConfig
+from llmscale.config.user_paths import shown
 from llmscale.data.loader import Feed, MicroBatch
-from llmscale.data.validation import ValidationSplit
-from llmscale.engine.collectives import gather
+from llmscale.data.validation import ValidationSplit, describe_samples
 from llmscale.engine.compilation import BlockCompiler
+from llmscale.engine.device_memory import device_memory_bytes
+from llmscale.engine.device_settings import describe_settings
 from llmscale.engine.process_group import World
 from llmscale.memory.estimate import MemoryEstimate
+from llmscale.terminal.human_numbers import count_nouns
+from llmscale.training.inputs import DEMO_TEXT, parse_skip
 from llmscale.training.metrics import MetricsLog
 from llmscale.training.publish_run import RunPublisher
-from llmscale.training.run_folder import RunFolderClaim
-from llmscale.training.sample_stream import SampleStream
-from llmscale.training.start import Start
+from llmscale.training.run_folder import START_TEXT_NAME, RunFolderClaim
+from llmscale.training.sample_stream import SampleStream, saved_skips
+from llmscale.training.start import Start, change_lines, estimate_line, finished_lines, hyperparameters
 from llmscale.training.step_metrics import StepMeter
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
-
-    from llmscale.config.resolve import ResolvedStep
 
 
 @dataclass(frozen=True)
@@ -195,11 +199,6 @@ class StepAction(ABC):
 
 #: Steps kept between two logged ones; of more, the oldest are not judged.
 _MAX_STEPS = 1024
-SlowPhase = Literal["data wait", "arithmetic"]
-#: Readings in the median that is judged: a rank is slow if most of them are.
-READINGS = 8
-#: Ratio from which a rank is slow.
-SLOW_RATIO = 1.25
 
 
 class RankTimes(NamedTuple):
@@ -280,131 +279,179 @@ def _as_floats(norms: Sequence[Tensor | float | None]) -> list[float | None]:
     return [None if norm is None else float(norm) for norm in norms]
 
 
-class ArithmeticProbe:
-    """Times one forward pass after each logged step, without waiting for other ranks.
-
-    Below stage 3 a forward pass exchanges nothing and is timed completely. At stage 3 every module waits for its
-    weights; the output head, once it has its own, computes alone. So it does where ranks divide sequences or experts,
-    and blocks exchange tokens. On a GPU, events are read long after they happened.
-    """
-
-    def __init__(self, engine: DeepSpeedEngine, resolved: ResolvedStep) -> None:
-        ranks = resolved.plan.ranks
-        exchanges = resolved.zero_stage == 3 or max(ranks.sequence_parallel_size, ranks.expert_parallel_size) > 1
-        self._module: nn.Module = engine.module.head if exchanges else engine.module
-        self._handles: list[RemovableHandle] = []
-        self._ends: list[Any] = []
-        """Begin and end of the timed pass: events on a GPU, else seconds."""
-
-    def arm(self) -> None:
-        """Time the next forward pass of training."""
-        self._remove()
-        self._ends = []
-        # After DeepSpeed's own hook, which gathers, and before the one that releases.
-        self._handles = [
-            self._module.register_forward_pre_hook(self._enter),
-            self._module.register_forward_hook(self._leave, prepend=True),
-        ]
-
-    def read(self) -> float:
-        """Return the seconds of the last timed pass, 0 before the first. Synchronises with a recent event."""
-        if len(self._ends) < 2:
-            return 0.0
-        begin, end = self._ends
-        if isinstance(begin, float):
-            return float(end - begin)
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000
-
-    def _enter(self, module: nn.Module, _inputs: object) -> None:
-        if module.training and not self._ends:
-            self._ends.append(_now())
-
-    def _leave(self, module: nn.Module, _inputs: object, _output: object) -> None:
-        if module.training and self._ends:
-            self._ends.append(_now())
-            self._remove()
-
-    def _remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+def announce(run: Run, io: RunIO) -> None:
+    """Print what is about to be trained, and what changed since the checkpoint; detail every choice of the start."""
+    ds, resolved = run.resolved.ds, run.resolved
+    of_groups = hpz_warnings(ds.zero_hpz_partition_size, run.world.ranks_per_node)
+    of_keys = (warn_of_learning_rate(run.config, resolved.schedule), warn_of_router(resolved.shape))
+    for warning in (*ds.warnings, *ds.batch_notices(resolved.plan), *of_groups, *filter(None, of_keys)):
+        io.report(f"WARNING: {warning}")
+    summary = [*_summary(run)]
+    for line in (*summary, *_model_lines(run), *_engine_lines(run), *_batch_lines(run), *_data_lines(run)):
+        io.detail(line)
+    if not run.config.verbose:
+        for line in summary:
+            io.report(line)
+    io.detail(estimate_line(run.estimate, device_memory_bytes()))
+    if run.state:
+        changes = change_lines(run.state, run.start, hyperparameters(run.start))
+        for line in (*changes, *finished_lines(run.state, run.start)):
+            io.report(line)
 
 
-def _now() -> float | torch.cuda.Event:
-    if not torch.cuda.is_available():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+def _summary(run: Run) -> Iterator[str]:
+    """Yield what is trained, on which data, for how long, and where it is written."""
+    config, resolved, world, sets = run.config, run.resolved, run.world, run.start.sets
+    steps, plan, tokens = resolved.total_steps, resolved.plan, run.tokens_seen(resolved.total_steps)
+    reshaped = None if is_published(config.model) else describe_preset(config.model, resolved.shape)
+    size = reshaped or f"{config.model}, {describe_parameters(resolved.shape)}"
+    yield (
+        f"model: {size}; ZeRO stage {resolved.zero_stage}, {resolved.precision}, "
+        f"{count_nouns(world.world_size, 'rank')}, {world.device_name}"
+    )
+    demo = "the demo, Python's documentation (--text FOLDER trains on yours)"
+    source = demo if config.text == DEMO_TEXT else config.text or sets.name
+    yield (
+        f"data: {source}: {sets.num_train_samples * plan.seq_len:,} tokens of a vocabulary of "
+        f"{sets.manifest.vocab_size:,}"
+    )
+    yield (
+        f"run: {count_nouns(steps, 'step')} of {plan.global_batch_size * plan.seq_len:,} tokens, {tokens:,} in all, "
+        f"{tokens / plan.seq_len / sets.num_train_samples:.2f} epochs; {_validation(run)}"
+    )
+    begins = f"from step {run.first_step:,}" if run.state else "a new run"
+    yield f"folder: {shown(config.run)}, {begins}, {_checkpoints(config)}; {START_TEXT_NAME} has every choice"
 
 
-@dataclass(frozen=True)
-class Straggler:
-    """A rank that is slower than the median of the others."""
-
-    rank: int
-    phase: SlowPhase
-    ratio: float
-    """Duration of its arithmetic, or of a step because of its data, relative to normal."""
-
-
-class StragglerDetector:
-    """Remembers readings of all ranks, and the stragglers already named."""
-
-    def __init__(self, world_size: int) -> None:
-        self._ratios: dict[tuple[SlowPhase, int], deque[float]] = {
-            (phase, rank): deque(maxlen=READINGS)
-            for phase in ("data wait", "arithmetic")
-            for rank in range(world_size if world_size > 1 else 0)
-        }
-        self._named: set[tuple[SlowPhase, int]] = set()
-
-    def observe(self, phase: SlowPhase, seconds: Sequence[float], of_s: float | None = None) -> list[Straggler]:
-        """Add a reading of each rank, and return the new stragglers.
-
-        Without `of_s` the ratio is relative to the others' median. With it, the ratio tells how much longer something
-        that takes `of_s` becomes.
-        """
-        stragglers = []
-        for rank, own in enumerate(seconds):
-            others = [*seconds[:rank], *seconds[rank + 1 :]]
-            ratios = self._ratios.get((phase, rank))
-            usual = median(others) if others else 0.0
-            base = of_s if of_s is not None else usual
-            if ratios is None or base <= 0.0:
-                continue
-            ratios.append(1 + (own - usual) / base)
-            if len(ratios) < READINGS:
-                continue
-            is_slow = median(ratios) >= SLOW_RATIO
-            if is_slow and (phase, rank) not in self._named:
-                stragglers.append(Straggler(rank, phase, median(ratios)))
-            (self._named.add if is_slow else self._named.discard)((phase, rank))
-        return stragglers
+def _model_lines(run: Run) -> Iterator[str]:
+    shape, tensors = run.resolved.shape, run.resolved.tensors
+    yield (
+        f"shape: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, context {shape.seq_len}, "
+        f"{describe_parameters(shape)}, {shape.flops_per_token:.3e} FLOPs per token"
+    )
+    if tensors.frozen:
+        yield f"       {tensors.num_trainable:,} parameters are trained, the others frozen"
+    if shape.has_document_mask:
+        splits = [location.manifest.splits["train"] for location in run.start.sets.locations]
+        mean = sum(split.num_tokens for split in splits) / max(1, sum(split.num_documents for split in splits))
+        least = shape.architecture.flops_per_token(min(shape.seq_len, round(mean)))
+        yield (
+            f"       documents do not see each other: {mean:,.0f} tokens each on average, of which {least:.3e} FLOPs "
+            "per token would be the count; here and in the MFU it is that of the whole context"
+        )
 
 
-class WatchStragglers:
-    """Reports each straggler once, with its host."""
+def _engine_lines(run: Run) -> Iterator[str]:
+    world, resolved, shape, ranks = run.world, run.resolved, run.resolved.shape, run.resolved.plan.ranks
+    yield (
+        f"engine: activation checkpointing {resolved.checkpointing}, {world.world_size} ranks on "
+        f"{len(world.ranks_per_node)} nodes"
+    )
+    if ranks.sequence_parallel_size > 1:
+        yield f"        {ranks.describe_split(shape.seq_len, shape.n_head, shape.n_kv_head)}"
+    if ranks.expert_parallel_size > 1:
+        yield (
+            f"        {ranks.expert_parallel_size} ranks divide the experts of a block: "
+            f"{ranks.experts_of_rank(shape.num_experts)} of {shape.num_experts} each, held by "
+            f"{ranks.expert_shard_ranks} ranks"
+        )
+    yield f"blocks: {run.start.compilation.describe()}"
+    if world.device.type != "cpu":
+        yield describe_settings()
 
-    def __init__(self, world: World, log: MetricsLog | None, report: Callable[[str], None]) -> None:
-        self._world, self._log, self._report = world, log, report
-        self._detector = StragglerDetector(world.world_size)
 
-    def check(self, step: int, window: LoggedWindow) -> None:
-        """Judge the timings exchanged at `step`. Collective."""
-        times = window.rank_times
-        # Ranks measure a step a little differently and must agree on the result: rank 0's measurement counts.
-        stragglers = self._detector.observe("arithmetic", [time.arithmetic_s for time in times])
-        stragglers += self._detector.observe("data wait", [time.data_wait_s for time in times], times[0].step_s)
-        if not stragglers:
-            return
-        hosts = gather(self._world.control, os.uname().nodename)
-        for slow in stragglers:
-            host = hosts[slow.rank]
-            cause = "waits for data: steps take" if slow.phase == "data wait" else "is slow: its arithmetic takes"
-            where = f"rank {slow.rank} on host {host}"
-            self._report(f"WARNING: step {step}: {where} {cause} {slow.ratio:.2f} times as long")
-            if self._log:
-                values = {"rank": slow.rank, "host": host, "ratio": slow.ratio, "phase": slow.phase}
-                self._log.log_event("slow_rank", step=step, **values)
+def _batch_lines(run: Run) -> Iterator[str]:
+    config, resolved, plan = run.config, run.resolved, run.resolved.plan
+    yield "; ".join([f"batch: {plan.describe()}", *describe_batch(config, resolved.ds)])
+    cheaper = plan.with_fewest_fillers()
+    if cheaper is not None:
+        size, share = cheaper.micro_batch_size, cheaper.filler_share
+        yield f"       --micro-batch-size {size} needs the fewest fillers: {share:.0%} more work than the batch itself"
+    yield f"gradients: {describe_gradients(plan, resolved.ds_config)}"
+    clipping = cast("float", resolved.ds_config["gradient_clipping"])
+    yield f"optimizer: {describe_optimizer(config, resolved.schedule, clipping)}"
+    if chosen := describe_steps(config, resolved, run.start.sets.num_train_samples):
+        yield f"steps: {resolved.total_steps:,} ({chosen})"
+
+
+def _data_lines(run: Run) -> Iterator[str]:
+    start, config = run.start, run.config
+    manifest, num_samples = start.sets.manifest, start.sets.num_train_samples
+    yield (
+        f"samples: {start.sets.name}, {num_samples:,} of {manifest.seq_len} tokens ({manifest.tokenizer}), "
+        f"{num_samples / run.resolved.plan.global_batch_size:,.1f} steps per epoch"
+    )
+    if config.text == DEMO_TEXT:
+        yield (
+            f"      this is the demo: {config.model} on the documentation of Python. A real run has --data FOLDER (of "
+            "`llmscale data prepare`) or --text FOLDER, and on GPUs a larger --model: `llmscale estimate --gpu list`"
+        )
+    if start.tasks:
+        tasks = ", ".join(f"{task.name} ({len(task.items):,} items)" for task in start.tasks)
+        yield f"      evaluation every {config.eval_every:,} steps on {tasks}"
+    for line in (*_mix_lines(run), *_skip_lines(run)):
+        yield f"      {line}"
+
+
+def _mix_lines(run: Run) -> Iterator[str]:
+    """Yield the samples and epochs of each dataset of a mixture, and its share in each stage."""
+    sets, stream = run.start.sets, run.stream
+    if stream.mix is None:
+        return
+    counts, stages = stream.samples_by_set(stream.samples_after(run.resolved.total_steps)), stream.mix.stages
+    width = max(map(len, sets.names))
+    for place, (name, location) in enumerate(zip(sets.names, sets.locations, strict=True)):
+        size = location.manifest.splits["train"].num_samples
+        parts = " then ".join(f"{stage.shares[place] / sum(stage.shares):.2%}" for stage in stages)
+        yield (
+            f"{name:{width}}  {parts} of the samples: {counts[place]:,} in this run, {counts[place] / size:.2f} epochs "
+            f"of {size:,}"
+        )
+    if len(stages) > 1:
+        begins = ", ".join(f"{stage.begin:,}" for stage in stages[1:])
+        yield f"{'':{width}}  the proportions change after {begins} samples"
+
+
+def _skip_lines(run: Run) -> Iterator[str]:
+    repeated = {skip.steps for skip in saved_skips(run.state.identity)} if run.state else set[str]()
+    repeated &= {f"{first}:{behind}" for first, behind in map(parse_skip, run.config.skip_steps)}
+    for skip in run.stream.skips:
+        line = f"left out: steps {skip.steps} of --skip-steps, samples {skip.begin:,} to {skip.end - 1:,} of the stream"
+        if skip.steps in repeated:
+            first, behind = parse_skip(skip.steps)
+            line += (
+                "; an earlier start left them out, and the repeated flag leaves out nothing more: for what those steps "
+                f"are now, name another range, such as {first}:{behind + 1}"
+            )
+        yield line
+
+
+def hpz_warnings(group: int, ranks_per_node: Sequence[int]) -> Iterator[str]:
+    """Yield a warning if second copies of the parameters in groups of `group` neighbouring ranks are wasteful."""
+    if group > 1 and len(ranks_per_node) == 1:
+        yield f"zero_hpz_partition_size {group} saves no traffic on one node; the second copies only take memory."
+    elif group > 1 and any(ranks % group for ranks in ranks_per_node):
+        yield (
+            f"zero_hpz_partition_size {group}: the groups cross the borders of nodes of {min(ranks_per_node)} ranks, "
+            "and gather their second copies over the network. Set it to the number of ranks per node."
+        )
+
+
+def _validation(run: Run) -> str:
+    available = sum(at.manifest.splits["val"].num_samples for at in run.start.sets.with_split("val"))
+    if not available:
+        return "no validation, the set has no split for it"
+    if not run.config.val_every:
+        return f"no validation ({'--overfit-batch' if run.config.overfit_batch else '--val-every 0'})"
+    return f"validation every {run.config.val_every:,} steps on {describe_samples(run.validation)} of {available:,}"
+
+
+def _checkpoints(config: RunConfig) -> str:
+    if config.overfit_batch is not None:
+        return f"no checkpoints: each step trains on the same {count_nouns(config.overfit_batch, 'sample')}"
+    every = [f"{config.save_every:,} steps"] if config.save_every else []
+    minutes = config.minutes_between_saves
+    every += [f"{minutes:g} minutes"] if minutes else []
+    permanent = f", those of every {config.keep_every:,} steps permanently" if config.keep_every else ""
+    ends = f"every {' or '.join(every)} and at the end" if every else "at the end"
+    return f"checkpoints {ends}, the last {config.keep_last} kept{permanent}"

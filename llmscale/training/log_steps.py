@@ -1,33 +1,38 @@
 """Records of steps: metrics and sensors every --log-every steps; the pace of a start, and what compiling gave.
 
 Routers of experts at logged steps: their metrics, each expert's load, and a warning of one that has collapsed.
+
+Ranks wait for each other in every step, so the time of a step does not tell who is slow. A rank does two things alone:
+it waits for its own data, and it computes before its first exchange.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from statistics import median
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from llmscale.config.hardware import model_flops_utilisation
 from llmscale.engine.collectives import gather
 from llmscale.engine.device_memory import peak_memory_bytes
+from llmscale.engine.process_group import World
 from llmscale.engine.train_step import loss_scale
 from llmscale.model.experts import BALANCE, ENTROPY, MOVED, Z_SQUARED
 from llmscale.training.live_run import (
-    ArithmeticProbe,
     Engine,
     LoggedWindow,
     RankTimes,
@@ -36,8 +41,14 @@ from llmscale.training.live_run import (
     StepAction,
     StepResult,
 )
+from llmscale.training.metrics import MetricsLog
 from llmscale.training.run_folder import METRICS_NAME, clear_failure
 from llmscale.training.step_metrics import Pause, StepMetrics, StepTimes, format_duration
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+    from llmscale.config.resolve import ResolvedStep
 
 
 def read_gpu(device: torch.device) -> dict[str, float]:
@@ -246,16 +257,14 @@ class ReportPace(StepAction):
         step_s, compile_s = (run.tokens_seen(step) - run.tokens_seen(step - 1)) / rate, compiler.compile_s
         eager = _eager_rate(run)
         gain = _USUAL_GAIN if eager is None else rate / eager - 1
-        line, pays_after = f"blocks: compiled in {compile_s:.1f} s, {rate:,.0f} tokens/s", None
-        if gain > 0:
-            pays_after = math.ceil(compile_s / (step_s * gain))
+        pays_after = math.ceil(compile_s / (step_s * gain)) if gain > 0 else None
         if eager is None:
-            line += f"; no eager steps of this run to compare: a gain of {gain:.0%} pays after {pays_after:,} steps"
+            words = f"no eager steps of this run to compare: a gain of {gain:.0%} pays after {pays_after:,} steps"
         elif pays_after is None:
-            line += f"; eager, this run had {eager:,.0f}: --compile off is at least as fast"
+            words = f"eager, this run had {eager:,.0f}: --compile off is at least as fast"
         else:
-            line += f"; eager, this run had {eager:,.0f}: compiling has paid after {pays_after:,} steps"
-        self._io.report(line)
+            words = f"eager, this run had {eager:,.0f}: compiling has paid after {pays_after:,} steps"
+        self._io.report(f"blocks: compiled in {compile_s:.1f} s, {rate:,.0f} tokens/s; {words}")
         self._io.log_event(
             "compilation",
             step=step,
@@ -431,3 +440,132 @@ class CollapseDetector:
 def _listed(numbers: list[int]) -> str:
     more = f" and {len(numbers) - _MAX_NAMES} more" if len(numbers) > _MAX_NAMES else ""
     return f"{', '.join(map(str, numbers[:_MAX_NAMES]))}{more}"
+
+
+SlowPhase = Literal["data wait", "arithmetic"]
+#: Readings in the median that is judged: a rank is slow if most of them are.
+READINGS = 8
+#: Ratio from which a rank is slow.
+SLOW_RATIO = 1.25
+
+
+class ArithmeticProbe:
+    """Times one forward pass after each logged step, without waiting for other ranks.
+
+    Below stage 3 a forward pass exchanges nothing and is timed completely. At stage 3 every module waits for its
+    weights; the output head, once it has its own, computes alone. So it does where ranks divide sequences or experts,
+    and blocks exchange tokens. On a GPU, events are read long after they happened.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, resolved: ResolvedStep) -> None:
+        ranks = resolved.plan.ranks
+        exchanges = resolved.zero_stage == 3 or max(ranks.sequence_parallel_size, ranks.expert_parallel_size) > 1
+        self._module: nn.Module = engine.module.head if exchanges else engine.module
+        self._handles: list[RemovableHandle] = []
+        self._ends: list[Any] = []
+        """Begin and end of the timed pass: events on a GPU, else seconds."""
+
+    def arm(self) -> None:
+        """Time the next forward pass of training."""
+        self._remove()
+        self._ends = []
+        # After DeepSpeed's own hook, which gathers, and before the one that releases.
+        self._handles = [
+            self._module.register_forward_pre_hook(self._enter),
+            self._module.register_forward_hook(self._leave, prepend=True),
+        ]
+
+    def read(self) -> float:
+        """Return the seconds of the last timed pass, 0 before the first. Synchronises with a recent event."""
+        if len(self._ends) < 2:
+            return 0.0
+        begin, end = self._ends
+        if isinstance(begin, float):
+            return float(end - begin)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+    def _enter(self, module: nn.Module, _inputs: object) -> None:
+        if module.training and not self._ends:
+            self._ends.append(_now())
+
+    def _leave(self, module: nn.Module, _inputs: object, _output: object) -> None:
+        if module.training and self._ends:
+            self._ends.append(_now())
+            self._remove()
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _now() -> float | torch.cuda.Event:
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class StragglerDetector:
+    """Remembers readings of all ranks, and the stragglers already named."""
+
+    def __init__(self, world_size: int) -> None:
+        self._ratios: dict[tuple[SlowPhase, int], deque[float]] = {
+            (phase, rank): deque(maxlen=READINGS)
+            for phase in ("data wait", "arithmetic")
+            for rank in range(world_size if world_size > 1 else 0)
+        }
+        self._named: set[tuple[SlowPhase, int]] = set()
+
+    def observe(self, phase: SlowPhase, seconds: Sequence[float], of_s: float | None = None) -> dict[int, float]:
+        """Add a reading of each rank, and return the new stragglers: ranks slower than the others, with their ratios.
+
+        Without `of_s` the ratio is relative to the others' median. With it, the ratio tells how much longer something
+        that takes `of_s` becomes.
+        """
+        stragglers: dict[int, float] = {}
+        for rank, own in enumerate(seconds):
+            others = [*seconds[:rank], *seconds[rank + 1 :]]
+            ratios = self._ratios.get((phase, rank))
+            usual = median(others) if others else 0.0
+            base = of_s if of_s is not None else usual
+            if ratios is None or base <= 0.0:
+                continue
+            ratios.append(1 + (own - usual) / base)
+            if len(ratios) < READINGS:
+                continue
+            is_slow = median(ratios) >= SLOW_RATIO
+            if is_slow and (phase, rank) not in self._named:
+                stragglers[rank] = median(ratios)
+            (self._named.add if is_slow else self._named.discard)((phase, rank))
+        return stragglers
+
+
+class WatchStragglers:
+    """Reports each straggler once, with its host."""
+
+    def __init__(self, world: World, log: MetricsLog | None, report: Callable[[str], None]) -> None:
+        self._world, self._log, self._report = world, log, report
+        self._detector = StragglerDetector(world.world_size)
+
+    def check(self, step: int, window: LoggedWindow) -> None:
+        """Judge the timings exchanged at `step`. Collective."""
+        times = window.rank_times
+        # Ranks measure a step a little differently and must agree on the result: rank 0's measurement counts.
+        by_arithmetic = self._detector.observe("arithmetic", [time.arithmetic_s for time in times])
+        by_data = self._detector.observe("data wait", [time.data_wait_s for time in times], times[0].step_s)
+        if not by_arithmetic and not by_data:
+            return
+        hosts = gather(self._world.control, os.uname().nodename)
+        for phase, cause, stragglers in (
+            ("arithmetic", "is slow: its arithmetic takes", by_arithmetic),
+            ("data wait", "waits for data: steps take", by_data),
+        ):
+            for rank, ratio in stragglers.items():
+                where = f"rank {rank} on host {hosts[rank]}"
+                self._report(f"WARNING: step {step}: {where} {cause} {ratio:.2f} times as long")
+                if self._log:
+                    values = {"rank": rank, "host": hosts[rank], "ratio": ratio, "phase": phase}
+                    self._log.log_event("slow_rank", step=step, **values)

@@ -59,9 +59,8 @@ from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_each_dis
 from llmscale.engine.process_group import World
 from llmscale.engine.train_step import get_scaler_state, set_scaler_state
 from llmscale.errors import CheckpointError, ConfigError, DataError, LlmscaleError
-from llmscale.files.source_hashes import hash_or_reason, source_hashes
 from llmscale.training.inputs import as_plain
-from llmscale.training.run_folder import RunFolderClaim, library_versions
+from llmscale.training.run_folder import RunFolderClaim, hash_or_reason, library_versions, source_hashes
 from llmscale.training.start import Start
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ Who started the ranks sees how they end, also by SIGKILL: `llmscale launch`, `ll
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -286,20 +287,11 @@ def working_commit() -> dict[str, object]:
 
 
 def open_start_text(run: Path) -> Callable[[str], None]:
-    """Remove start.txt of an earlier start, and return a function that appends a line to it. Never raises."""
+    """Remove start.txt of an earlier start, and return a function that appends a line to it."""
     path = run / START_TEXT_NAME
-    with suppress(OSError):
-        path.unlink()
-
-    def write(line: str) -> None:
-        # A full disk ends no run whose configuration is saved.
-        with (
-            suppress(OSError),
-            open(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8") as file,
-        ):
-            file.write(f"{with_singulars(make_visible_line(line))}\n")
-
-    return write
+    path.unlink(missing_ok=True)
+    text = RecordLog(path, say)
+    return lambda line: text.append(f"{with_singulars(make_visible_line(line))}\n".encode())
 
 
 def _arguments() -> list[str]:
@@ -344,6 +336,19 @@ def _version(library: str) -> str | None:
         return metadata.version(library)
     except metadata.PackageNotFoundError:
         return None
+
+
+def source_hashes(package: Path) -> dict[str, str]:
+    """Return the sha256 of every Python file of a package, by its relative path."""
+    return {path.relative_to(package).as_posix(): hash_or_reason(path) for path in sorted(package.rglob("*.py"))}
+
+
+def hash_or_reason(path: Path) -> str:
+    """Return the sha256 of a small file, or the reason why it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
 
 
 def record_failure(run_folder: Path, error: BaseException, *, step: int, rank: int) -> None:

@@ -194,13 +194,17 @@ def cache_limit_bytes(config: RunConfig) -> int | None:
     return None if limit is None else int(limit * 2**30)
 
 
+def _damaged(key: str, value: object) -> CheckpointError:
+    return CheckpointError(f"the checkpoint's state is damaged: {key} is {str(value)[:80]!r}.")
+
+
 def saved_batches(state: RunState) -> Batches:
     """Return the batch sizes that a checkpoint recorded. Raises CheckpointError."""
     listed = state.identity.get(BATCHES_KEY)
     rows = [row if isinstance(row, list) else [] for row in listed] if isinstance(listed, list) else [[]]
     is_legal = all(len(row) == 3 and all(type(n) is int and 0 <= n <= MOST_POSITIONS for n in row) for row in rows)
     if not is_legal or not all(0 < row[2] <= MAX_BATCH for row in rows) or not rows or rows[0][:2] != [0, 0]:
-        raise CheckpointError(f"the checkpoint's state is damaged: {BATCHES_KEY} is {str(listed)[:80]!r}.")
+        raise _damaged(BATCHES_KEY, listed)
     return tuple((steps, samples, size) for steps, samples, size in rows)
 
 
@@ -212,24 +216,16 @@ def saved_stages(identity: Mapping[str, object], num_sets: int) -> tuple[PlacedS
     listed = identity.get(STAGES_KEY, [])
     stages: list[PlacedStage] = []
     for entry in listed if isinstance(listed, list) else [None]:
-        stage = _parse_stage(entry)
-        if stage is None or (stage.begin <= stages[-1].begin if stages else stage.begin != 0):
-            raise CheckpointError(f"the checkpoint's state is damaged: {STAGES_KEY} is {str(listed)[:80]!r}.")
-        stages.append(stage)
+        match entry:
+            case [int(begin), [*shares]] if type(begin) is int and begin <= MOST_POSITIONS:
+                are_legal = all(type(share) is int and 0 <= share <= MAX_PERIOD for share in shares)
+                is_in_order = begin > stages[-1].begin if stages else begin == 0
+                if are_legal and is_in_order and 0 < sum(shares) <= MAX_PERIOD + len(shares):
+                    stages.append(PlacedStage(begin, tuple(shares)))
+                    continue
+        raise _damaged(STAGES_KEY, listed)
     # Other datasets are reported where identities are compared.
     return tuple(stages) if all(len(stage.shares) == num_sets for stage in stages) else ()
-
-
-def _parse_stage(entry: object) -> PlacedStage | None:
-    """Parse [begin, shares] of a checkpoint; None if it is malformed."""
-    begin, shares = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
-    if type(begin) is not int or begin > MOST_POSITIONS or not isinstance(shares, list):
-        return None
-    if not all(type(share) is int and 0 <= share <= MAX_PERIOD for share in shares) or not 0 < sum(
-        shares
-    ) <= MAX_PERIOD + len(shares):
-        return None
-    return PlacedStage(begin, tuple(shares))
 
 
 def _of_set(saved: Mapping[str, object], name: str) -> Mapping[str, object]:
@@ -304,7 +300,7 @@ def saved_skips(identity: Mapping[str, object]) -> tuple[Skip, ...]:
                 skips.append(Skip(steps, begin, end))
                 if type(begin) is type(end) is int and 0 <= begin < end <= MOST_POSITIONS:
                     continue
-        raise CheckpointError(f"the checkpoint's state is damaged: {SKIPPED_KEY} is {str(listed)[:80]!r}.")
+        raise _damaged(SKIPPED_KEY, listed)
     return tuple(skips)
 
 

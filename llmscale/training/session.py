@@ -40,8 +40,8 @@ from llmscale.engine.train_step import (
 from llmscale.engine.zero_shards import MASTER, group_scalars
 from llmscale.errors import CheckpointError, DataError, LlmscaleError
 from llmscale.training.inputs import as_plain
-from llmscale.training.live_run import Engine, RecentSteps, Run, RunIO, StepAction, StepResult, WatchStragglers
-from llmscale.training.log_steps import LogSteps, ReportPace
+from llmscale.training.live_run import Engine, RecentSteps, Run, RunIO, StepAction, StepResult
+from llmscale.training.log_steps import LogSteps, ReportPace, WatchStragglers
 from llmscale.training.loss_spikes import (
     RollbackRequest,
     StopOnNonfinite,

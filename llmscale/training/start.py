@@ -311,11 +311,6 @@ class OutOfMemory(MachineError):
     """A rank ran out of memory."""
 
 
-def estimate_run(run: Start, capability: ComputeCapability | None) -> MemoryEstimate:
-    """Estimate one rank's memory on a GPU of that compute capability."""
-    return estimate_memory(run.resolved, capability)
-
-
 def estimate_line(estimate: MemoryEstimate, gpu_bytes: int | None) -> str:
     """Return the line printed before step 1. `gpu_bytes` is None on a CPU."""
     where = "per GPU" if gpu_bytes else "if each rank were a GPU"
@@ -370,7 +365,7 @@ def explain_out_of_memory(
     rank = os.environ.get("RANK", "0")
     what = " ".join(message.split()) or "MemoryError"
     lines = [f"rank {rank} ran out of memory: {what[:300]}"]
-    estimate = estimate_run(run, capability)
+    estimate = estimate_memory(run.resolved, capability)
     lines.append(f"  {estimate_line(estimate, gpu_bytes)}")
     lines.append(f"  {_advice(run, estimate, gpu_bytes, capability)}")
     would_fit = gpu_bytes is not None and estimate.allocated_bytes + CONTEXT_BYTES <= gpu_bytes

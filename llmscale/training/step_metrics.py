@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -224,12 +225,12 @@ class StepMeter:
     def __init__(self, phases: PhaseTimer) -> None:
         self.phases = phases
         self._began, self._steps = time.perf_counter(), 0
-        self._paused_s: dict[str, float] = {}
+        self._paused_s: dict[str, float] = defaultdict(float)
         self.done_steps = 0
         """Optimizer steps of this start."""
         self.pausing_for: Pause | None = None
         """The current interruption of training."""
-        self.spent_s: dict[str, float] = {}
+        self.spent_s: dict[str, float] = defaultdict(float)
         """Seconds of this start up to the last reading, by phase and pause."""
 
     def count_step(self) -> None:
@@ -247,12 +248,9 @@ class StepMeter:
             yield
         finally:
             self.pausing_for = None
-            seconds = self._spend(what, time.perf_counter() - began)
-            self._paused_s[what] = self._paused_s.get(what, 0.0) + seconds
-
-    def _spend(self, what: str, seconds: float) -> float:
-        self.spent_s[what] = self.spent_s.get(what, 0.0) + seconds
-        return seconds
+            seconds = time.perf_counter() - began
+            self.spent_s[what] += seconds
+            self._paused_s[what] += seconds
 
     def read(self) -> StepTimes:
         """Return the averages of the interval that ends now, and begin the next.
@@ -266,9 +264,10 @@ class StepMeter:
             data_wait_s=phases["data_wait"] / steps,
             forward_backward_s=phases["forward_backward"] / steps,
             optimizer_step_s=phases["optimizer_step"] / steps,
-            paused_s=self._paused_s,
+            paused_s=dict(self._paused_s),
         )
-        self._began, self._paused_s, self._steps = now, {}, 0
+        self._began, self._steps = now, 0
+        self._paused_s.clear()
         for name in ("data_wait", "forward_backward", "optimizer_step", "other"):
-            self._spend(name, getattr(interval, f"{name}_s") * steps)
+            self.spent_s[name] += getattr(interval, f"{name}_s") * steps
         return interval

@@ -436,10 +436,10 @@ def explain_lost_peer(error: BaseException) -> LostPeer | None:
 
 def _describe_missing(ranks: Sequence[int], killed: Mapping[int, int]) -> str:
     """Describe ranks of this host that have gone. `killed`: signals by which the launcher's children ended."""
+    if len(ranks) == len(killed) == 1:
+        ((process, number),) = killed.items()
+        return f"rank {ranks[0]} (process {process}) {describe_death(number)}, and its connections broke"
     deaths = [f"process {process} {describe_death(number)}" for process, number in killed.items()]
-    if len(ranks) == len(deaths) == 1:
-        process, _, death = deaths[0].partition(" was ")
-        return f"rank {ranks[0]} ({process}) was {death}, and its connections broke"
     why = "; ".join(deaths) or "its own error, or its launcher's report, says why: exit code -9 is SIGKILL"
     numbers = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     return f"{numbers} on this host ended, and its connections broke; {why}"

@@ -17,7 +17,7 @@ from llmscale.training import session as session_module
 from llmscale.training.loss_spikes import QUIET_STEPS, Spike, SpikeDetector, rollback_advice
 from llmscale.training.sample_stream import Skip
 from llmscale.training.step_metrics import StepMeter
-from tests.conftest import read_losses
+from tests.conftest import read_events, read_losses
 
 
 def curve(steps: int, seed: int = 0) -> list[float]:
@@ -85,11 +85,6 @@ STEPS = ("--steps", str(LAST), "--schedule", "constant", "--lr", "3e-3", "--warm
 SAVES = ("--save-every", "10", "--keep-last", "1")
 
 
-def events(run: Path, name: str) -> list[dict]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if record.get("event") == name]
-
-
 def test_a_spike_is_recorded_and_the_checkpoint_before_it_outlives_retention(
     ranks: Callable, train_command: Callable, tmp_path: Path
 ) -> None:
@@ -97,7 +92,7 @@ def test_a_spike_is_recorded_and_the_checkpoint_before_it_outlives_retention(
     job = ranks([JOB, f"noise:{SPIKE}", *train_command(*STEPS, *SAVES, *flags)[1:]], 1)
     output = job.wait()[0]
     assert job.exit_codes == [0], output
-    (spike,) = events(tmp_path / "run", "loss_spike")
+    (spike,) = read_events(tmp_path / "run", "loss_spike")
     assert spike["step"] == SPIKE, "by its own step, though the next logged one is 36"
     assert spike["loss_z"] > 4
     assert spike["checkpoint"] == str(tmp_path / "run/checkpoints/step-00000030")
@@ -136,7 +131,7 @@ def test_skip_goes_on_as_a_new_start_from_that_checkpoint_would(
     job = ranks([JOB, f"noise:{SPIKE}", *train_command(*flags)[1:]], world_size)
     outputs = job.wait()
     assert job.exit_codes == [0] * world_size, outputs
-    (back,) = events(tmp_path / "run", "go_back")
+    (back,) = read_events(tmp_path / "run", "go_back")
     assert (back["to_step"], back["spike"], back["skip_steps"]) == (30, SPIKE, "32:34")
     alone = tmp_path / "alone"
     start = ("--run", str(alone), "--resume", str(tmp_path / "run/checkpoints/step-00000030"), "--skip-steps", "32:34")
@@ -168,7 +163,7 @@ def test_a_spike_at_the_last_step_is_left_out_too(ranks: Callable, train_command
     job = ranks([JOB, f"noise:{SPIKE}", *train_command(*flags)[1:]], 2)
     outputs = job.wait()
     assert job.exit_codes == [0, 0], outputs
-    (back,) = events(tmp_path / "run", "go_back")
+    (back,) = read_events(tmp_path / "run", "go_back")
     assert (back["step"], back["to_step"], back["skip_steps"]) == (SPIKE, 30, "32:34")
     assert outputs[0].splitlines()[-1].startswith(f"finished at step {SPIKE} of {SPIKE}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,18 +10,19 @@ import pytest
 from llmscale.config.hardware import Cluster, measured_gpu
 from llmscale.config.run_arguments import parse_run_config
 from llmscale.engine.device_memory import MeasuredMemory
+from llmscale.memory.estimate import estimate_memory
 from llmscale.planning.search import Trial, find_largest_fit
 from llmscale.training.start import (
     OutOfMemory,
     Start,
     estimate_line,
-    estimate_run,
     explain_out_of_memory,
     explained_out_of_memory,
     is_out_of_memory,
     measured_line,
     prepare_start,
 )
+from tests.conftest import read_events
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +44,7 @@ def prepared(tiny_set: Path, tmp_path: Path) -> Callable[..., Start]:
 
 def test_the_estimate_is_that_of_the_command_line(prepared: Callable[..., Start]) -> None:
     run = prepared("--micro-batch-size", "32")
-    estimate = estimate_run(run, None)
+    estimate = estimate_memory(run.resolved, None)
     cluster = Cluster(measured_gpu("", 80 * GIB, None), 2)
     assert estimate == find_largest_fit(Trial(run.resolved, is_fixed=True), cluster).estimate
 
@@ -52,7 +52,7 @@ def test_the_estimate_is_that_of_the_command_line(prepared: Callable[..., Start]
 def test_flags_that_override_the_ds_config_count(prepared: Callable[..., Start]) -> None:
     def allocated(*flags: str) -> int:
         run = prepared("--micro-batch-size", "1024", *flags)
-        estimate = estimate_run(run, None)
+        estimate = estimate_memory(run.resolved, None)
         assert estimate is not None
         return estimate.allocated_bytes
 
@@ -62,7 +62,7 @@ def test_flags_that_override_the_ds_config_count(prepared: Callable[..., Start])
 
 def test_the_line_before_step_1(prepared: Callable[..., Start]) -> None:
     run = prepared()
-    estimate = estimate_run(run, None)
+    estimate = estimate_memory(run.resolved, None)
     on_gpu = estimate_line(estimate, 24 * GIB)
     assert on_gpu.startswith("memory: estimated peak ")
     assert "of 24.00 GiB with the allocator's reserve and the CUDA context" in on_gpu
@@ -78,7 +78,7 @@ def test_adafactor_out_of_memory_is_not_sent_to_a_stage_that_it_cannot_run(prepa
 
 def test_the_measured_peak_stands_beside_the_estimate(prepared: Callable[..., Start]) -> None:
     run = prepared()
-    estimate = estimate_run(run, None)
+    estimate = estimate_memory(run.resolved, None)
     assert estimate is not None
     low = MeasuredMemory(int(estimate.allocated_bytes / 1.25), estimate.allocated_bytes)
     assert measured_line(estimate, low).endswith("is 25.0% above")
@@ -122,13 +122,13 @@ def test_the_explanation_has_the_breakdown_and_the_smallest_change(prepared: Cal
 
 def test_the_change_fits_the_card_and_not_only_less(prepared: Callable[..., Start]) -> None:
     run = prepared("--micro-batch-size", "1024")
-    estimate = estimate_run(run, None)
+    estimate = estimate_memory(run.resolved, None)
     assert estimate is not None
     card = estimate.total_bytes // 2
     third = explain_out_of_memory(run, "CUDA out of memory.", card).splitlines()[2]
     size = int(third.split("--micro-batch-size ")[1].split()[0])
     smaller = prepared("--micro-batch-size", str(size))
-    fitting = estimate_run(smaller, None)
+    fitting = estimate_memory(smaller.resolved, None)
     assert fitting is not None
     assert fitting.total_bytes <= card
 
@@ -142,7 +142,7 @@ def test_where_the_tensors_alone_would_fit_the_allocator_is_named(
     prepared: Callable[..., Start], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = prepared()
-    estimate = estimate_run(run, None)
+    estimate = estimate_memory(run.resolved, None)
     assert estimate is not None
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     with_gaps = explain_out_of_memory(run, "CUDA out of memory.", estimate.total_bytes)
@@ -220,8 +220,7 @@ def test_after_step_2_the_measured_peak_is_printed_and_recorded(
     assert step_2 - 1 <= measured < step_3
     estimated = next(i for i, line in enumerate(lines) if line.startswith("memory: estimated peak"))
     assert estimated < measured
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    record = next(record for record in records if record.get("event") == "memory")
+    (record,) = read_events(tmp_path / "run", "memory")
     assert record["allocated_bytes"] == 3 * GIB
     assert record["reserved_bytes"] == 4 * GIB
     assert 0 < record["estimated_bytes"] < 3 * GIB

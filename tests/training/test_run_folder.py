@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -28,6 +29,7 @@ from llmscale.training.run_folder import (
     lock_run_folder,
     record_failure,
     save_run_description,
+    source_hashes,
     working_commit,
 )
 
@@ -237,3 +239,14 @@ def test_a_folder_that_is_gone_or_full_is_no_second_error(tmp_path: Path) -> Non
     (tmp_path / FAILURE_NAME).mkdir()
     record_failure(tmp_path, RuntimeError("x"), step=0, rank=0)
     clear_failure(tmp_path)
+
+
+def test_every_python_file_by_its_path_and_a_reason_where_one_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "a.py").write_bytes(b"x = 1\n")
+    (tmp_path / "note.txt").write_text("not code")
+    (tmp_path / "gone.py").symlink_to("nowhere")
+    assert source_hashes(tmp_path) == {
+        "gone.py": "cannot be read: No such file or directory",
+        "inner/a.py": hashlib.sha256(b"x = 1\n").hexdigest(),
+    }

@@ -14,9 +14,8 @@ import torch
 from llmscale.engine.train_step import PhaseTimer
 from llmscale.errors import DataError
 from llmscale.training import session as session_module
-from llmscale.training.live_run import StepAction, StepResult
+from llmscale.training.live_run import StepAction, StepResult, hpz_warnings
 from llmscale.training.loss_spikes import RollbackRequest
-from llmscale.training.open_session import hpz_warnings
 from llmscale.training.run_folder import FAILURE_NAME
 from llmscale.training.session import Session
 from llmscale.training.step_metrics import StepMeter

@@ -163,7 +163,7 @@ def test_during_validation(start: Callable, tmp_path: Path) -> None:
     check_stopped(job, tmp_path / "run", "stopped by SIGTERM on rank 1")
 
 
-@pytest.mark.parametrize("how", ["--async-save", "--no-async-save"])
+@pytest.mark.parametrize("how", ["--async-save", pytest.param("--no-async-save", marks=pytest.mark.slow)])
 def test_during_a_save(start: Callable, tmp_path: Path, how: str) -> None:
     job = start("--save-every", "1", how)
     folder = tmp_path / "run" / "checkpoints"

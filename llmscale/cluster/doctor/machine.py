@@ -17,9 +17,8 @@ from llmscale.cluster.remote import PACKAGE
 from llmscale.config.bundled_files import install_command
 from llmscale.engine.network import check_interfaces, interface_addresses, source_address
 from llmscale.errors import ConfigError
-from llmscale.files.source_hashes import source_hashes
 from llmscale.terminal.human_numbers import count_nouns
-from llmscale.training.run_folder import library_versions
+from llmscale.training.run_folder import library_versions, source_hashes
 from llmscale.untrusted.interpreter import code_command
 
 #: Libraries whose version changes results or the protocol between ranks. Other libraries change a file format at most.

@@ -35,11 +35,11 @@ import numpy as np
 from llmscale.config.hardware import model_flops_utilisation
 from llmscale.config.run_arguments import parse_run_config
 from llmscale.files.atomic_write import write_output
-from llmscale.memory.estimate import CONTEXT_BYTES, RESERVED_PER_ALLOCATED, MemoryEstimate
+from llmscale.memory.estimate import CONTEXT_BYTES, RESERVED_PER_ALLOCATED, MemoryEstimate, estimate_memory
 from llmscale.planning import compilation, kernels
 from llmscale.planning.kernels import kernel_efficiency
 from llmscale.planning.step_time import OWN_KERNELS, TokenWork, token_work
-from llmscale.training.start import Start, estimate_run, prepare_start
+from llmscale.training.start import Start, prepare_start
 from scripts.bench.gpu.cells import Cell, Device, find_device, list_cpu_cells, list_gpu_cells, why_it_does_not_fit
 from scripts.bench.gpu.processes import (
     OUT_OF_MEMORY,
@@ -203,7 +203,7 @@ class Bench:
         for mode, micro in [*long_enough, *(choice for choice in choices if choice not in long_enough)]:
             arguments = self.train_arguments(cell, ds, micro, mode, place)
             run = prepare_start(parse_run_config(arguments), 1)
-            estimate = estimate_run(run, self.device.capability)
+            estimate = estimate_memory(run.resolved, self.device.capability)
             problem = why_it_does_not_fit(estimate, self.device)
             if problem is None:
                 return Plan(micro, mode, arguments, run, estimate)
