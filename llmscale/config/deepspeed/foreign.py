@@ -103,6 +103,12 @@ _WITHOUT_EFFECT = {
     "it divides among model-parallel ranks, and llmscale has none": """
         activation_checkpointing.partition_activations activation_checkpointing.contiguous_memory_optimization
     """,
+    "it needs contiguous_memory_optimization": "activation_checkpointing.number_checkpoints",
+    "communication_data_type is for all modules": "torch_autocast.lower_precision_safe_modules",
+    "DeepSpeed 0.19.8 reads it nowhere": """
+        zero_optimization.allgather_partitions zero_optimization.load_from_fp32_weights
+        disable_allgather dataloader_drop_last vocabulary_size
+    """,
 }
 #: Entries that llmscale cannot train with, by the reason and the fix.
 _REFUSED = {
