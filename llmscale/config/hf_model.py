@@ -86,15 +86,19 @@ def read_published_model(flag: str, value: str, config: RunConfig | None = None)
     return PublishedModel(source, name, files.hub_name, files.folder, class_name, tensors, shape, entries)
 
 
-def with_published_shape(config: RunConfig, weights: PublishedModel | None) -> RunConfig:
+def with_published_shape(
+    config: RunConfig, weights: PublishedModel | None, named: PublishedModel | None = None
+) -> RunConfig:
     """Return a run's configuration with the shape of its published model in explicit keys.
 
     Initial `weights` determine the shape, which the user's keys must not contradict; but they may add experts to it.
-    Without weights, `--model hf:` gives a shape that other flags may change, like a preset. Raises ConfigError.
+    Without weights, `--model hf:` gives a shape that other flags may change, like a preset. `named` is a model
+    that is read already, perhaps that one. Raises ConfigError.
     """
     given = {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
     if is_published(config.model):
-        model = read_published_model("--model", config.model, config)
+        is_read = named is not None and named.source == f"--model {config.model}"
+        model = named if named and is_read else read_published_model("--model", config.model, config)
         wanted, whose = _keys_of(model.shape.changed(given)), f"--model {config.model}"
     elif weights is not None and "model" in config.model_fields_set:
         shape = get_preset(config.model).shape(weights.shape.vocab_size, weights.shape.seq_len)

@@ -440,7 +440,7 @@ class RunConfig(ModelKeys):
         ge=0,
         resume="free",
         ranks="same",
-        needs="save_every or save_every_minutes, not overfit_batch",
+        needs="save_every or minutes_between_saves, not overfit_batch",
         asked_by=("plan",),
     )
     """Also keep every checkpoint whose step is a multiple of this; 0: none."""

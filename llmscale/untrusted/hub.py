@@ -2,7 +2,7 @@
 
 Each request is one attempt, bounded in size and time, and needs no library: `estimate` and the tokenizers work without
 huggingface_hub. Fetched files go to huggingface_hub's cache, under a lock: one rank of a host asks the Hub. Weights are
-downloaded by huggingface_hub itself (checkpoint/hub_download.py).
+downloaded by huggingface_hub itself (checkpoint/initial_weights.py).
 """
 
 from __future__ import annotations

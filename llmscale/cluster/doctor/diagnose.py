@@ -140,7 +140,7 @@ def examine(request: ProbeRequest) -> HostReport:
     config = None
     try:
         if request.train_flags:
-            config = with_prepared_text(parse_run_config(request.train_flags), may_prepare=False)
+            config = with_prepared_text(parse_run_config(request.train_flags), may_prepare=False).config
     except LlmscaleError as error:
         rows.append(red("run config", *split_error(str(error))))
     if config is not None:
