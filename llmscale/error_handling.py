@@ -198,8 +198,9 @@ def _keep_traceback(text: str, what: str, rank: str, run_folder: Path | None) ->
     for folder in (*folders, Path(tempfile.gettempdir())):
         path = folder / f"llmscale-{os.getppid() if rank else os.getpid()}-{digest}.traceback.txt"
         try:
-            # "x": never through a link. A traceback may show secrets, so its owner alone reads it.
-            with open(path, "x", encoding="utf-8", errors="backslashreplace", opener=_open_for_owner) as file:
+            # Never through a link. A traceback may show secrets, so its owner alone reads it.
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
         except FileExistsError:
             return path, False
@@ -207,10 +208,6 @@ def _keep_traceback(text: str, what: str, rank: str, run_folder: Path | None) ->
             continue
         return path, True
     return None, True
-
-
-def _open_for_owner(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _start_of_ranks() -> str:

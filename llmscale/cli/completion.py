@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from llmscale.config.command_line import FittingHelp, local_path, path_or_url, run_place
@@ -54,10 +54,12 @@ def _run(args: argparse.Namespace) -> int:
     for action in _actions(parser):
         option = next((word for word in action.option_strings if word.startswith("--")), "")
         is_path = action.type in (local_path, path_or_url, run_place) or option in paths
-        if option in names and not action.choices:
-            _set_completion(action, _names_and_files(option, names[option]) if is_path else names[option])
-        elif is_path:
-            _set_completion(action, shtab.FILE)
+        known = [] if action.choices else names.get(option, [])
+        if is_path:
+            completion = _names_and_files(option, known) if known else shtab.FILE
+            action.complete = completion  # type: ignore[attr-defined]  # shtab's
+        elif known:
+            action.choices = known
     print(shtab.complete(parser, shell=args.shell))
     return 0
 
@@ -90,7 +92,7 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
             yield action
 
 
-def _known_names() -> Mapping[str, Iterable[str]]:
+def _known_names() -> dict[str, list[str]]:
     """Return the names that complete a flag's value, by flag."""
     from llmscale.cli.flags import LIST
     from llmscale.config.bundled_files import DS_CONFIGS, HOSTFILES
@@ -99,23 +101,15 @@ def _known_names() -> Mapping[str, Iterable[str]]:
     from llmscale.config.run_config import RunConfig
     from llmscale.config.run_flags import literal_words
 
-    literals = {key: tuple(literal_words(field.annotation)) for key, field in RunConfig.model_fields.items()}
-    return {f"--{key.replace('_', '-')}": values for key, values in literals.items() if values} | {
-        "--model": PRESETS,
+    literals = {key: [*literal_words(field.annotation)] for key, field in RunConfig.model_fields.items()}
+    return {f"--{key.replace('_', '-')}": values for key, values in literals.items()} | {
+        "--model": [*PRESETS],
         "--gpu": [*(gpu.name for gpu in GPUS), LIST],
         "--interconnect": [*(network.name for network in INTERCONNECTS), LIST],
         "--ds": DS_CONFIGS.names(),
         "--hostfile": HOSTFILES.names(),
         "--tokenizer": ["gpt2", "bytes", "characters"],
     }
-
-
-def _set_completion(action: argparse.Action, completion: object) -> None:
-    """Set a completion for shtab: words are choices, everything else an attribute of the action."""
-    if isinstance(completion, dict) and "bash" in completion:
-        action.complete = completion  # type: ignore[attr-defined]  # shtab's
-    else:
-        action.choices = list(completion)  # type: ignore[call-overload]  # an iterable of names
 
 
 def _names_and_files(option: str, names: Iterable[str]) -> dict[str, object]:

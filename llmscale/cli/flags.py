@@ -16,7 +16,6 @@ from llmscale.config.command_line import (
     Need,
     flag,
     nonblank,
-    number,
     path_or_url,
     quantity,
     run_place,
@@ -140,11 +139,6 @@ def add_loss(parser: FlagParser) -> None:
     flag(parser, "--val-samples N", text, whole_number(0, limits.MAX_SAMPLES), 256)
     text = "sequences at once; results do not depend on it"
     flag(parser, "--batch-size N", text, whole_number(1, limits.MAX_BATCH), 8)
-
-
-def add_timeout(parser: FlagContainer, name: str, text: str, default: float, lowest: float = 0.001) -> None:
-    """Add a flag for a number of seconds."""
-    flag(parser, f"{name} S", text, number(lowest, limits.MAX_SECONDS), default)
 
 
 def read_gpus(args: argparse.Namespace) -> list[GPU]:

@@ -9,7 +9,6 @@ import signal
 from collections.abc import Sequence
 
 from llmscale import limits
-from llmscale.cli.flags import add_timeout
 from llmscale.cluster.hosts import LAUNCHERS, Host, host_command_by, parse_hostfile, slurm_hosts
 from llmscale.cluster.launch.ranks import list_gpus
 from llmscale.cluster.launch.supervisor import LaunchOptions, Supervisor
@@ -62,12 +61,14 @@ def add_parser(subcommands: argparse._SubParsersAction[FlagParser]) -> None:
 
 def _add_limits(parser: FlagParser) -> None:
     group = parser.add_argument_group("what counts as a failure, and how often it is retried")
-    seconds = number(0.0, limits.MAX_SECONDS)
+    seconds, above_0 = number(0.0, limits.MAX_SECONDS), number(0.001, limits.MAX_SECONDS)
     flag(group, "--start-timeout-s S", "train.py's flag, which is the time for a start", seconds)
     flag(group, "--hang-timeout-s S", "train.py's flag, which is the time for a step", seconds)
-    add_timeout(group, "--lost-after-s", "time without a sign of life after which a host is lost", 30.0, 4.0)
-    add_timeout(group, "--connect-timeout-s", "time for a host to answer, or it is left out", 45.0)
-    add_timeout(group, "--wait-for-hosts-s", "time to wait for --min-hosts; without it, on a restart", 1800.0, 0.0)
+    text = "time without a sign of life after which a host is lost"
+    flag(group, "--lost-after-s S", text, number(4.0, limits.MAX_SECONDS), 30.0)
+    flag(group, "--connect-timeout-s S", "time for a host to answer, or it is left out", above_0, 45.0)
+    text = "time to wait for --min-hosts; without it, on a restart"
+    flag(group, "--wait-for-hosts-s S", text, seconds, 1800.0)
     flag(group, "--max-restarts N", "restarts in all", whole_number(0, 10**6), 20)
     text = "give up when this many attempts in a row end after the same step"
     flag(group, "--same-step-limit N", text, whole_number(1, 10**6), 3)

@@ -288,10 +288,12 @@ def resolve_batch(config: RunConfig, seq_len: int, world_size: int, ds: DsConfig
     """
     ranks = ParallelLayout(world_size, config.sequence_parallel_size, config.expert_parallel_size)
     total, micro = _given_batch_size(config, seq_len), config.micro_batch_size
-    default = _default_batch_size(config, seq_len, ranks.data_parallel_size)
+    first, tokens = config.batch_ramp_from, config.batch_ramp_tokens
+    # A ramp begins with `first` sequences, and grows by as many at least once.
+    least, of = (2 * first, first) if first is not None else (ranks.data_parallel_size, micro or 1)
+    default = default_batch_size(default_preset(config), seq_len, least, of)
     if ds:
         total, micro = ds.batch(total, micro, default, ranks.data_parallel_size)
-    first, tokens = config.batch_ramp_from, config.batch_ramp_tokens
     shortest, until = config.seq_len_ramp_from, config.seq_len_ramp_tokens
     return build_batch_plan(
         global_batch_size=total or default,
@@ -320,15 +322,6 @@ def default_batch_size(preset: str, seq_len: int, groups: int, of: int = 1) -> i
         unit = math.lcm(1 << max(0, round(math.log2(wanted))), of)
     size = unit * max(1, round(wanted / unit))
     return size if size >= groups else math.lcm(of, groups)
-
-
-def _default_batch_size(config: RunConfig, seq_len: int, groups: int) -> int:
-    """Return the sequences per step that the preset recommends for a run without a batch of its own."""
-    preset, first = default_preset(config), config.batch_ramp_from
-    if first is not None:
-        # A ramp begins with `first` sequences, and grows by as many at least once.
-        return default_batch_size(preset, seq_len, 2 * first, of=first)
-    return default_batch_size(preset, seq_len, groups, of=config.micro_batch_size or 1)
 
 
 def _given_batch_size(config: RunConfig, seq_len: int) -> int | None:

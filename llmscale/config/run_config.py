@@ -320,7 +320,8 @@ class RunConfig(ModelKeys):
     """Minutes from the start of the ranks to the last checkpoint, in place of steps: the first start times some steps,
     undoes them, and sets the steps of the run."""
     lr: LearningRate | None = key(None, gt=0, resume="logged", ranks="resolved", usual=True)
-    """Peak learning rate; default: the preset's, for adafactor divided by 0.02, as its rate is relative to weights."""
+    """Peak learning rate; default: the preset's, or that of the nearest in size if the preset's is for another
+    optimizer; for adafactor divided by 0.02, as its rate is relative to weights."""
     schedule: ScheduleName = key("cosine", resume="logged", ranks="resolved")
     """Learning-rate schedule. cosine and linear decay to min_lr_frac; wsd: warm-up, stable, linear decay."""
     warmup_steps: Steps | None = key(None, ge=0, resume="logged", ranks="resolved", by_ladder=True)

@@ -114,6 +114,12 @@ def test_every_optimizer_says_where_its_rate_comes_from(optimizer: str, words: s
     assert describe_optimizer(config, run.schedule, 1.0).startswith(words)
 
 
+def test_another_optimizer_than_the_preset_s_names_the_preset_of_its_rate() -> None:
+    config, run = resolved(model="tiny-muon-1m", optimizer="adamw")
+    words = "adamw, learning rate 1.00e-03 (tiny-1m's, the preset nearest in size), "
+    assert describe_optimizer(config, run.schedule, 1.0).startswith(words)
+
+
 def test_trained_weights_and_a_rate_for_new_ones_are_warned_of_once() -> None:
     config, run = resolved(init_from="runs/other")
     assert warn_of_learning_rate(config, run.schedule) == (

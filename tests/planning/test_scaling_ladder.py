@@ -194,7 +194,7 @@ def test_no_ladder_and_no_json(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ladder.json: No such file or directory. `llmscale ladder plan` writes it"):
         load_ladder(tmp_path)
     (tmp_path / "ladder.json").write_text("[" * 100_000)
-    with pytest.raises(ConfigError, match=r"ladder\.json nests objects and lists too deeply"):
+    with pytest.raises(ConfigError, match=r"ladder\.json is not JSON: it nests objects and lists too deeply"):
         load_ladder(tmp_path)
 
 

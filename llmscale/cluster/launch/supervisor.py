@@ -84,13 +84,14 @@ def read_attempts(run: Path) -> list[Attempt]:
     return [attempts[number] for number in sorted(attempts)]
 
 
-def write_attempt(run: Path, attempt: Attempt) -> str | None:
-    """Append an attempt. Return the problem if it cannot be written: the disk may be full, and training continue."""
+def write_attempt(run: Path, attempt: Attempt, warn: Callable[[str], None]) -> None:
+    """Append an attempt. A record that cannot be written is a line for `warn`: training may continue on a full disk."""
     problems: list[str] = []
     file = RecordLog(run / ATTEMPTS_NAME, problems.append)
     file.append(json.dumps(asdict(attempt)).encode() + b"\n")
     file.close()
-    return problems[0] if problems else None
+    for problem in problems[:1]:
+        warn(problem)
 
 
 # ---------------------------------------------------------------- when to try again
@@ -215,10 +216,8 @@ class Supervisor:
         """Record the end of an attempt whose supervisor was killed."""
         for attempt in read_attempts(self._run):
             if attempt.end is None:
-                lost = replace(
-                    attempt, end="supervisor lost", reason="its `llmscale launch` ended without an error message"
-                )
-                self._write(lost)
+                reason = "its `llmscale launch` ended without an error message"
+                write_attempt(self._run, replace(attempt, end="supervisor lost", reason=reason), self._show)
                 self._show(f"attempt {attempt.number} lost its supervisor; continuing")
 
     def _wait_for_ranks_of_before(self) -> None:
@@ -237,7 +236,7 @@ class Supervisor:
             self._sleep(0.5)
 
     def _one_attempt(self, inputs: Inputs) -> Attempt | None:
-        """Run one attempt; None when asked to stop before ranks were started."""
+        """Run one attempt, and record it; None when asked to stop before ranks were started."""
         began, began_utc = time.monotonic(), _now()
         # The record of this launch's last one may be lost on a full disk.
         number = 1 + max((attempt.number for attempt in (*read_attempts(self._run), *self._attempts)), default=0)
@@ -248,23 +247,23 @@ class Supervisor:
         try:
             if self._stop_signals:
                 return None
-            if not hosts:
-                return self._no_hosts(attempt)
-            rendezvous = run.find_rendezvous(self._options.master_addr, self._options.master_port)
-            attempt = replace(attempt, master=":".join(map(str, rendezvous)))
-            self._write(attempt)
-            where = ", ".join(f"{count} on {name}" for name, count in hosts.items())
-            ranks = count_nouns(attempt.world_size, "rank")
-            self._show(f"attempt {number}: {ranks}, {where}; rendezvous {attempt.master}; logs in {logs}")
-            run.start(rendezvous, self._options.script, self._options.arguments, logs)
-            outcome = run.follow(self._stop_signals)
+            if hosts:
+                rendezvous = run.find_rendezvous(self._options.master_addr, self._options.master_port)
+                attempt = replace(attempt, master=":".join(map(str, rendezvous)))
+                write_attempt(self._run, attempt, self._show)
+                where = ", ".join(f"{count} on {name}" for name, count in hosts.items())
+                ranks = count_nouns(attempt.world_size, "rank")
+                self._show(f"attempt {number}: {ranks}, {where}; rendezvous {attempt.master}; logs in {logs}")
+                run.start(rendezvous, self._options.script, self._options.arguments, logs)
+                outcome = run.follow(self._stop_signals)
+            else:
+                reasons = "; ".join(f"{name}: {why}" for name, why in attempt.left_out.items())
+                outcome = Outcome(
+                    "no hosts", f"fewer than {self._options.min_hosts} hosts could be reached ({reasons})"
+                )
         finally:
             run.end()
         self._lost.append(outcome.host if outcome.end == "host lost" else None)
-        return self._closed(attempt, run, outcome, began)
-
-    def _closed(self, attempt: Attempt, run: AttemptRun, outcome: Outcome, began: float) -> Attempt:
-        """Record how an attempt ended, and show the evidence."""
         training_s = run.training_since_s
         attempt = replace(
             attempt,
@@ -275,7 +274,12 @@ class Supervisor:
             end=outcome.end,
             reason=outcome.reason,
         )
-        self._write(attempt)
+        write_attempt(self._run, attempt, self._show)
+        if hosts:
+            self._show_evidence(attempt, run, outcome)
+        return attempt
+
+    def _show_evidence(self, attempt: Attempt, run: AttemptRun, outcome: Outcome) -> None:
         self._show(f"attempt {attempt.number}: {attempt.end} after {_step_words(attempt)}: {attempt.reason}")
         if outcome.end == "hung":
             self._show(f"the stacks of all ranks: {stacks_path(self._run, 0).parent}/stacks-rank-*.txt")
@@ -283,7 +287,6 @@ class Supervisor:
             # The last lines of the rank that failed.
             for line in run.last_lines.get(outcome.rank, ()):
                 self._show(f"  {outcome.host} | {line}")
-        return attempt
 
     def _gather(self, inputs: Inputs) -> AttemptRun:
         """Reach the hosts, and wait until there are enough. Returns no hosts if there never were."""
@@ -316,14 +319,6 @@ class Supervisor:
         self._show(f"WARNING: {lost} is left out: {run.left_out[lost]}")
         return others
 
-    def _no_hosts(self, attempt: Attempt) -> Attempt:
-        """Record that too few hosts could be reached."""
-        reasons = "; ".join(f"{name}: {why}" for name, why in attempt.left_out.items())
-        reason = f"fewer than {self._options.min_hosts} hosts could be reached ({reasons})"
-        attempt = replace(attempt, end="no hosts", reason=reason)
-        self._write(attempt)
-        return attempt
-
     def _after(self, attempt: Attempt) -> int | None:
         """Return the exit status, or None to try again."""
         self._attempts.append(attempt)
@@ -331,7 +326,9 @@ class Supervisor:
             end = "the run is finished" if attempt.end == "finished" else "asked to stop; the ranks have saved"
             self._show(f"{end}, at {_step_words(attempt)}; run folder: {self._run}")
             return 0
-        if attempt.end == "user error" and not self._trained_before(attempt):
+        # If an earlier attempt trained with what train.py now refuses, something else is wrong, such as a full disk.
+        is_proven = attempt.first_step is None and any(earlier.first_step for earlier in self._attempts[:-1])
+        if attempt.end == "user error" and not is_proven:
             self._show("not tried again: it would end the same way")
             return 2
         if attempt.end == "no hosts":
@@ -347,13 +344,6 @@ class Supervisor:
         self._sleep(decision)
         return None
 
-    def _trained_before(self, attempt: Attempt) -> bool:
-        """Return whether an earlier attempt trained with the configuration that train.py has just refused.
-
-        Then the configuration is right, and something else is wrong, such as a full disk.
-        """
-        return attempt.first_step is None and any(earlier.first_step for earlier in self._attempts[:-1])
-
     def _stopped_between(self) -> int:
         """Report a stop while no ranks run, and return the exit status."""
         saved = list_checkpoints(self._run)
@@ -366,11 +356,6 @@ class Supervisor:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self._stop_signals:
             time.sleep(0.1)
-
-    def _write(self, attempt: Attempt) -> None:
-        problem = write_attempt(self._run, attempt)
-        if problem:
-            self._show(problem)
 
 
 def _now() -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llmscale.config.deepspeed.schema import AUTO, DsFile, Fp16, Section, ZeroOptimization, fills_auto, section_at, show
 from llmscale.config.run_config import build_run_config
@@ -103,6 +103,12 @@ _WITHOUT_EFFECT = {
     "it divides among model-parallel ranks, and llmscale has none": """
         activation_checkpointing.partition_activations activation_checkpointing.contiguous_memory_optimization
     """,
+    "it needs contiguous_memory_optimization": "activation_checkpointing.number_checkpoints",
+    "communication_data_type is for all modules": "torch_autocast.lower_precision_safe_modules",
+    "DeepSpeed 0.19.8 reads it nowhere": """
+        zero_optimization.allgather_partitions zero_optimization.load_from_fp32_weights
+        disable_allgather dataloader_drop_last vocabulary_size
+    """,
 }
 #: Entries that llmscale cannot train with, by the reason and the fix.
 _REFUSED = {
@@ -155,6 +161,12 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "sequence_parallel_size": (1,),
     "zero_optimization.mics_shard_size": (-1, 0, 1),
 }
+#: Sections that do nothing without `enabled`.
+_SWITCHED = """
+    nebula comet autotuning data_efficiency hybrid_engine amp quantize_training eigenvalue progressive_layer_drop
+    elasticity curriculum_learning data_efficiency.data_sampling.curriculum_learning
+    data_efficiency.data_routing.random_ltd
+"""
 #: Entries of public files that DeepSpeed does not read either.
 _READ_BY_NOBODY: Mapping[str, Entry] = {
     "fp16.opt_level": Entry("it is Apex's", False),
@@ -247,6 +259,8 @@ def is_off(value: object) -> bool:
 def _read_entry(reading: Reading, path: str, entry: Entry) -> None:
     """Drop an entry that is off or without effect; another one is a problem."""
     value = reading.value_at(path)
+    if path in _SWITCHED.split() and isinstance(value, Mapping):
+        value = value.get("enabled")
     if value in NEUTRAL_VALUES[path] if path in NEUTRAL_VALUES else is_off(value):
         reading.drop(reading.silent, path, f"{path} is off")
     elif entry.is_refused:
@@ -326,7 +340,7 @@ class Block(NamedTuple):
 _SWITCH = (True, False)
 _ADAM = Block(
     {"optimizer": "adamw"},
-    {name: name for name in ("lr", "beta1", "beta2", "eps", "weight_decay")},
+    {name: name for name in ("lr", "beta1", "beta2", "eps", "weight_decay")} | {"max_grad_norm": "gradient_clipping"},
     neutral={
         "torch_adam": _SWITCH,
         "fused": _SWITCH,
@@ -361,7 +375,7 @@ _FLAGS = {
 
 def _read_block(reading: Reading, name: str) -> None:
     """Read an optimizer or scheduler block as flags would be read."""
-    block = reading.config[name]
+    block: Any = reading.config[name]
     if is_off(block):
         reading.drop(reading.silent, name, f"{name} is llmscale's own")
         return
@@ -378,6 +392,9 @@ def _read_block(reading: Reading, name: str) -> None:
         text = f"{name}.type {show(kind)} is not one of {legal}. Delete '{name}' and give {_FLAGS[name]}."
         reading.drop(reading.problems, name, text)
         return
+    for key in block.keys() - {"type", "params", "legacy_fusion"}:
+        text = f"'{name}.{key}' is not a key that DeepSpeed reads. Delete it."
+        reading.problems.append(delete(f"{name}.{key}", text))
     keys, more = dict(known.keys), ""
     given = _without_auto(params)
     for param, value in given.items():

@@ -330,21 +330,16 @@ def _precision_sections(keys: DsFile, gradient_accumulation_steps: int) -> dict[
         written = keys.torch_autocast.model_dump(mode="json", exclude_none=True)
         sections["torch_autocast"] = {**written, "enabled": True, "dtype": "bfloat16"}
     types = keys.data_types.model_dump(mode="json", exclude_none=True) if keys.data_types else {}
-    sections["data_types"] = {"grad_accum_dtype": default_accumulation(keys, gradient_accumulation_steps), **types}
-    sections["communication_data_type"] = keys.communication_data_type or default_communication(keys)
+    sections["data_types"] = {"grad_accum_dtype": _default_accumulation(keys, gradient_accumulation_steps), **types}
+    # The type of the matrix products. Under autocast gradients already have bf16's rounding errors, so fp32 would only
+    # double the traffic. Stages 1 to 3 divide by the number of ranks before they sum, so in fp16 no sum exceeds its
+    # largest term.
+    default: Dtype = "bf16" if precision == "autocast" else keys.model_dtype
+    sections["communication_data_type"] = keys.communication_data_type or default
     return sections
 
 
-def default_communication(keys: DsFile) -> Dtype:
-    """Return the default type for exchanging gradients: the type of the matrix products.
-
-    Under autocast gradients already have bf16's rounding errors, so fp32 would only double the traffic. Stages 1 to 3
-    divide by the number of ranks before they sum, so in fp16 no sum exceeds its largest term.
-    """
-    return "bf16" if keys.precision == "autocast" else keys.model_dtype
-
-
-def default_accumulation(keys: DsFile, gradient_accumulation_steps: int) -> Dtype:
+def _default_accumulation(keys: DsFile, gradient_accumulation_steps: int) -> Dtype:
     """Return the default type for summing gradients over micro-batches.
 
     With several micro-steps it is fp32, because a sum of many 16-bit gradients loses small terms. With one micro-step

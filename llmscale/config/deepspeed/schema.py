@@ -101,23 +101,17 @@ class NoEffect:
 
 
 def _read_at(*stages: int) -> NoEffect:
-    where = f"only at stage {', '.join(map(str, stages))}" if stages else "nowhere in DeepSpeed 0.19.8"
+    where = f"only at stage {', '.join(map(str, stages))}"
     return NoEffect(lambda file, zero: zero.stage not in stages, f" at stage {{0.stage}} (read {where})")
 
 
-_SHARDED, _FLAT, _STAGE_3, _NOWHERE = _read_at(1, 2, 3), _read_at(1, 2), _read_at(3), _read_at()
+_SHARDED, _FLAT, _STAGE_3 = _read_at(1, 2, 3), _read_at(1, 2), _read_at(3)
 _NVME = NoEffect(lambda file, offload: offload.device != "nvme", ' with device "{0.device}" (NVMe only)')
 _AIO = NoEffect(
     lambda file, _: file.aio and "nvme" not in (file.offload_optimizer_device, file.offload_param_device),
     " without NVMe offload",
 )
 _DYNAMIC_SCALE = NoEffect(lambda file, fp16: fp16.loss_scale, " with a static loss_scale")
-_UNREAD = NoEffect(lambda file, section: True, "")
-_ALL_MODULES = NoEffect(
-    lambda file, autocast: autocast.lower_precision_safe_modules is not None,
-    ": communication_data_type is for all modules",
-)
-_NOT_CONTIGUOUS = NoEffect(lambda file, section: section.number_checkpoints, " without contiguous_memory_optimization")
 
 
 def _has_no_bf16_optimizer(file: DsFile, bf16: Bf16) -> bool:
@@ -182,12 +176,10 @@ class ZeroOptimization(Section):
     reduce_bucket_size: Annotated[PositiveOrAuto, _SHARDED] = 500_000_000
     """Elements of gradients exchanged at a time; a smaller bucket takes less memory and more calls."""
     use_multi_rank_bucket_allreduce: Annotated[Flag, _FLAT] = True
-    allgather_partitions: Annotated[Flag, _NOWHERE] = True
     allgather_bucket_size: Annotated[Count, _FLAT] = 500_000_000
     """Elements of parameters gathered at a time after a step, at stages 1 and 2."""
     overlap_comm: Annotated[Flag | None, _SHARDED] = None
     """Exchange gradients during the backward pass; takes a second bucket. Default: DeepSpeed's, on at stage 3."""
-    load_from_fp32_weights: Annotated[Flag, _NOWHERE] = True
     offload_param: OffloadParam | None = None
     offload_optimizer: OffloadOptimizer | None = None
     sub_group_size: Annotated[Positive, _STAGE_3] = 1_000_000_000
@@ -253,7 +245,6 @@ class TorchAutocast(Section):
 
     enabled: FlagOrAuto
     dtype: Literal["bfloat16", "bf16"] = "bfloat16"
-    lower_precision_safe_modules: Annotated[Texts | None, _ALL_MODULES] = None
 
 
 class DataTypes(Section):
@@ -265,11 +256,8 @@ class DataTypes(Section):
 class ActivationCheckpointing(Section):
     """Activation checkpointing, switched on by the presence of this section."""
 
-    partition_activations: Flag = False
-    contiguous_memory_optimization: Flag = False
     cpu_checkpointing: Flag = False
     """Keep the saved activations in host memory."""
-    number_checkpoints: Annotated[Positive | None, _NOT_CONTIGUOUS] = None
     synchronize_checkpoint_boundary: Flag = False
     profile: Flag = False
 
@@ -348,9 +336,6 @@ class DsFile(Section):
     memory_breakdown: Flag = False
     dump_state: Flag = False
     disable_python_gc: Flag = False
-    disable_allgather: Annotated[Flag, _UNREAD] = False
-    dataloader_drop_last: Annotated[Flag, _UNREAD] = False
-    vocabulary_size: Annotated[Positive | None, _UNREAD] = None
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
     comms_logger: CommsLogger | None = None
     flops_profiler: FlopsProfiler | None = None

@@ -30,21 +30,22 @@ def test_an_attempt_is_what_was_written_of_it_last(tmp_path: Path) -> None:
     assert read_attempts(tmp_path) == []
     done = replace(FIRST, seconds=3.5, first_step=1, last_step=9, end="failed", reason="rank 0 vanished")
     for attempt in (FIRST, done, replace(FIRST, number=2)):
-        assert write_attempt(tmp_path, attempt) is None
+        write_attempt(tmp_path, attempt, pytest.fail)
     assert read_attempts(tmp_path) == [done, replace(FIRST, number=2)]
 
 
 def test_a_damaged_record_does_not_stop_a_run(tmp_path: Path) -> None:
     path = tmp_path / ATTEMPTS_NAME
-    write_attempt(tmp_path, FIRST)
+    write_attempt(tmp_path, FIRST, pytest.fail)
     with path.open("a") as file:
         file.write('null\n{"number": "7"}\n')
         file.write(json.dumps({**asdict(replace(FIRST, number=2)), "of_a_later_version": 1}) + "\n")
         file.write('{"number": 2, "beg')
-    write_attempt(tmp_path, replace(FIRST, number=3))
+    write_attempt(tmp_path, replace(FIRST, number=3), pytest.fail)
     assert [attempt.number for attempt in read_attempts(tmp_path)] == [1, 2, 3]
-    problem = write_attempt(tmp_path / "missing", FIRST)
-    assert problem is not None and "No such file" in problem
+    problems: list[str] = []
+    write_attempt(tmp_path / "missing", FIRST, problems.append)
+    assert len(problems) == 1 and "No such file" in problems[0]
 
 
 def attempts(*last_steps: int | None, end: str = "failed") -> list[Attempt]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from llmscale.config.deepspeed.foreign import read_foreign
 from llmscale.config.deepspeed.resolve import parse_ds_config
+from llmscale.config.deepspeed.rules import find_problems
 from llmscale.config.deepspeed.schema import ZeroOptimization, marks_of
 from llmscale.errors import ConfigError
 
@@ -83,7 +85,7 @@ def test_sound_combinations_pass_without_a_warning(config: dict[str, object]) ->
             "round_robin_gradients has no effect at stage 3 (read only at stage 1, 2)",
         ),
         (zero(0, overlap_comm=True), "overlap_comm has no effect at stage 0"),
-        (zero(2, allgather_partitions=True), "read nowhere in DeepSpeed 0.19.8"),
+        (zero(2, allgather_partitions=True), "DeepSpeed 0.19.8 reads it nowhere"),
         (
             zero(3, offload_param={**CPU, "max_in_cpu": 5}),
             'offload_param.max_in_cpu has no effect with device "cpu"',
@@ -114,3 +116,19 @@ def test_every_key_of_the_zero_section_has_its_stages() -> None:
     own_rules = {"stage", "offload_optimizer", "offload_param"}
     marked = {name for name in ZeroOptimization.model_fields if marks_of(ZeroOptimization, name)}
     assert set(ZeroOptimization.model_fields) - own_rules == marked
+
+
+def problems_of(config: dict[str, object]) -> list[str]:
+    return [problem.text for problem in find_problems(read_foreign(config))]
+
+
+def test_a_section_that_is_none_hides_no_other_problem() -> None:
+    problems = problems_of({"zero_optimization": 3, "fp16": {"enabled": True}, "bf16": {"enabled": True}})
+    assert problems[0].startswith("zero_optimization = 3: must be an object {...}.")
+    assert "bf16 and fp16 are both enabled" in "\n".join(problems)
+
+
+def test_what_is_given_is_left_as_it_is() -> None:
+    config: dict[str, object] = {"zero_optimization": {"stage": 1, "nothing": 1}}
+    problems_of(config)
+    assert config == {"zero_optimization": {"stage": 1, "nothing": 1}}

@@ -208,6 +208,8 @@ def test_entries_without_effect_are_named(dotted: str) -> None:
     config = nested(dotted, {"enabled": True} if value is None else value)
     if "zero_optimization" in config:
         config["zero_optimization"]["stage"] = 2  # type: ignore[index]
+    if "torch_autocast" in config:
+        config["torch_autocast"]["enabled"] = True  # type: ignore[index]
     (warning,) = parse(**config).warnings
     assert warning.startswith(f"{dotted} has no effect: ")
 
