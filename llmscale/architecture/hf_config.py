@@ -241,7 +241,7 @@ def _describe(family: str, keys: Keys) -> Architecture | None:
     norm_layers = [norm(f"ln_{number}", h) for number in range(1, norms + 1)]
     tied_to = "wte" if keys.flag("tie_word_embeddings", names.tied) else ""
     return Architecture(
-        before_blocks=(embedding("wte", vocab, table), *before),
+        before_blocks=(embedding("wte", vocab, table), *([combined_layer("wpe", *before)] if before else [])),
         block=(
             norm_layers[0],
             combined_layer("attn.qkv", *(linear(f"qkv{count}", h, count, bias=qkv_bias) for count in rows)),
