@@ -26,8 +26,7 @@ from llmscale.data.prepare.chat import (
 from llmscale.data.prepare.packing import ConversationPacking, PackingState
 from llmscale.data.shards.cache import open_set
 from llmscale.data.shards.manifest import load_manifest
-from llmscale.data.shards.target_mask import BEGIN, TARGET, are_targets, ids_of
-from llmscale.data.shards.token_shards import TokenShards
+from llmscale.data.shards.token_shards import BEGIN, TARGET, TokenShards, are_targets, ids_of
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
 from llmscale.evaluate.conversation import Conversation
