@@ -1,6 +1,6 @@
 """A transformers `config.json`: where it is found, the family and shape that it describes, its parameters. No torch.
 
-Families that llmscale trains are in architecture/families. More (`_opt` with every option, `_DECODERS`) are only
+Families that llmscale trains are in architecture/families. More (`_DECODERS`) are only
 described by their parameters, following `transformers.models.<family>.modeling_<family>` (4.57), to estimate model
 states. The tests compare every tensor with a model that transformers builds on torch's meta device.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from llmscale.architecture.families.family import Family, Keys
@@ -18,9 +19,7 @@ from llmscale.architecture.layers import (
     Architecture,
     Layer,
     Parameter,
-    attention,
     combined_layer,
-    elementwise,
     embedding,
     head,
     layer_norm,
@@ -134,46 +133,6 @@ def family_of(shape: GPTShape) -> Family:
     )
 
 
-_QKV = ("q_proj", "k_proj", "v_proj")
-
-
-def _opt(keys: Keys) -> Architecture:
-    """Describe OPT with projections around a narrower token embedding, norms after, or norms without weights."""
-    h, n_head = keys.heads()
-    vocab, table, bias = keys.count("vocab_size"), keys.count("word_embed_proj_dim", h), keys.flag("enable_bias", True)
-    tied, inner = keys.flag("tie_word_embeddings", True), keys.count("ffn_dim")
-    affine = keys.flag("layer_norm_elementwise_affine", True)
-    has_final_norm = keys.flag("do_layer_norm_before", True) and not keys.flag("_remove_final_layer_norm", False)
-    # Two positions more than the model has: OPT's ids begin at 2.
-    positions = embedding("embed_positions", keys.count("max_position_embeddings", 2048) + 2, h)
-    final = layer_norm("final_layer_norm", h, affine=affine and has_final_norm)
-    # A narrower token embedding is projected in and out.
-    project_in = [linear("project_in", table, h, bias=False)] if table != h else []
-    project_out = [linear("project_out", h, table, bias=False)] if table != h else []
-    return Architecture(
-        before_blocks=(embedding("wte", vocab, table), combined_layer("wpe", positions, *project_in)),
-        block=(
-            layer_norm("ln_1", h, affine=affine),
-            combined_layer("attn.qkv", *(linear(name, h, h, bias=bias) for name in _QKV)),
-            attention(n_head, h // n_head),
-            linear("attn.proj", h, h, bias=bias),
-            elementwise(h),
-            layer_norm("ln_2", h, affine=affine),
-            linear("mlp.up", h, inner, bias=bias),
-            elementwise(inner),
-            linear("mlp.down", inner, h, bias=bias),
-            elementwise(h),
-        ),
-        n_layer=keys.layers("num_hidden_layers"),
-        after_blocks=(combined_layer("ln_f", final, *project_out), _head(tied, vocab, table)),
-        parameter_order=("attn.qkv", "attn.proj", "ln_1", "mlp.up", "mlp.down", "ln_2"),
-    )
-
-
-def _head(tied: bool, rows: int, width: int) -> Layer:
-    return head("head", rows, width, tied_to="wte" if tied else "")
-
-
 @dataclass(frozen=True)
 class _Decoder:
     """Entries of config.json that determine a family's parameters, and what is the same in all its models."""
@@ -197,12 +156,21 @@ class _Decoder:
     head_bias: bool = False
     required: Mapping[str, bool] = field(default_factory=dict)
     """The only legal values of other entries."""
+    order: tuple[str, ...] = ("ln_1", "ln_2", "attn.qkv", "attn.proj", "mlp.up", "mlp.down")
+    """Layers of a block in the order of the file's parameters."""
+    skipped_positions: int = 0
+    """Rows of the position table that no token uses."""
+    positions: int = 0
+    """Default of max_position_embeddings; 0 without a position table."""
 
 
 #: Families that are described only by their parameters, by model_type.
 _DECODERS: dict[str, _Decoder] = {
+    "opt": _Decoder(
+        inner="ffn_dim", biases=("enable_bias", "enable_bias", "enable_bias"), positions=2048, skipped_positions=2
+    ),
     "gpt_neox": _Decoder(is_fused=True, biases=("attention_bias", "attention_bias", True), tied=False),
-    "falcon": _Decoder(inner="ffn_hidden_size", is_fused=True, biases=("bias", "bias", "bias"), bias_default=False),
+    "falcon": _Decoder(inner="ffn_hidden_size", is_fused=True, biases=("bias",) * 3, bias_default=False),
     "bloom": _Decoder(width="n_embed", heads="n_head", layers="n_layer", inner="", is_fused=True),
     "mpt": _Decoder(
         width="d_model",
@@ -210,7 +178,7 @@ _DECODERS: dict[str, _Decoder] = {
         layers="n_layers",
         inner="",
         is_fused=True,
-        biases=(False, False, False),
+        biases=(False,) * 3,
         norm=rms_norm,
         required={"no_bias": True},
     ),
@@ -224,17 +192,15 @@ _DECODERS: dict[str, _Decoder] = {
         norms=1,
         head_bias=True,
     ),
-    "gpt_neo": _Decoder(heads="num_heads", layers="num_layers", biases=(False, True, True)),
+    "gpt_neo": _Decoder(heads="num_heads", layers="num_layers", biases=(False, True, True), positions=2048),
     "phi": _Decoder(has_kv_heads=True, tied=False, norms=1, head_bias=True, required={"qk_layernorm": False}),
-    "phi3": _Decoder(has_kv_heads=True, is_fused=True, biases=(False, False, False), tied=False, norm=rms_norm, up=2),
-    "starcoder2": _Decoder(has_kv_heads=True, biases=("use_bias", "use_bias", "use_bias")),
+    "phi3": _Decoder(has_kv_heads=True, is_fused=True, biases=(False,) * 3, tied=False, norm=rms_norm, up=2),
+    "starcoder2": _Decoder(has_kv_heads=True, biases=("use_bias",) * 3),
 }
 
 
 def _describe(family: str, keys: Keys) -> Architecture | None:
     """Return the layers of a family that llmscale does not train; None for one that it does not know either."""
-    if family == "opt":
-        return _opt(keys)
     if family not in _DECODERS:
         return None
     names = _DECODERS[family]
@@ -245,13 +211,21 @@ def _describe(family: str, keys: Keys) -> Architecture | None:
     width = names.width if keys.has(names.width) else usual.width
     h, n_head = keys.heads(width, names.heads if keys.has(names.heads) else usual.heads)
     n_layer = keys.layers(names.layers if keys.has(names.layers) else usual.layers)
-    kv_heads, norms, before = n_head, names.norms, tuple[Layer, ...]()
-    if family == "falcon":
+    vocab, table, kv_heads, norms, norm = keys.count("vocab_size"), h, n_head, names.norms, names.norm
+    before, after = list[Layer](), list[Layer]()
+    final_norm = norm("ln_f", h)
+    if names.positions:
+        positions = keys.count("max_position_embeddings", names.positions) + names.skipped_positions
+        before.append(embedding("wpe", positions, h))
+    if family == "opt":
+        table, norm, final_norm = _opt(keys, h)
+        if table != h:
+            before.append(linear("project_in", table, h, bias=False))
+            after.append(linear("project_out", h, table, bias=False))
+    elif family == "falcon":
         kv_heads, norms = _falcon(keys, n_head)
     elif family == "bloom":
-        before = (layer_norm("ln_embedding", h),)
-    elif family == "gpt_neo":
-        before = (embedding("wpe", keys.count("max_position_embeddings", 2048), h),)
+        before.append(layer_norm("ln_embedding", h))
     elif names.has_kv_heads:
         kv_heads = keys.count("num_key_value_heads", n_head)
     inner = keys.count(names.inner, 4 * h) if names.inner else 4 * h
@@ -262,29 +236,32 @@ def _describe(family: str, keys: Keys) -> Architecture | None:
     qkv_bias, out_bias, mlp_bias = (
         keys.flag(bias, names.bias_default) if isinstance(bias, str) else bias for bias in names.biases
     )
-    vocab = keys.count("vocab_size")
-    head_bias = [Layer("head_bias", (Parameter("bias", (vocab,), "vector"),))] if names.head_bias else []
-    norm_layers = [names.norm(f"ln_{number}", h) for number in range(1, norms + 1)]
+    if names.head_bias:
+        after.append(Layer("head_bias", (Parameter("bias", (vocab,), "vector"),)))
+    norm_layers = [norm(f"ln_{number}", h) for number in range(1, norms + 1)]
+    tied_to = "wte" if keys.flag("tie_word_embeddings", names.tied) else ""
     return Architecture(
-        before_blocks=(embedding("wte", vocab, h), *before),
+        before_blocks=(embedding("wte", vocab, table), *([combined_layer("wpe", *before)] if before else [])),
         block=(
             norm_layers[0],
             combined_layer("attn.qkv", *(linear(f"qkv{count}", h, count, bias=qkv_bias) for count in rows)),
-            attention(n_head, h // n_head),
             linear("attn.proj", h, h, bias=out_bias),
             *norm_layers[1:],
             linear("mlp.up", h, names.up * inner, bias=mlp_bias),
-            elementwise(inner),
             linear("mlp.down", inner, h, bias=mlp_bias),
-            elementwise(2 * h),
         ),
         n_layer=n_layer,
-        after_blocks=(
-            combined_layer("ln_f", names.norm("ln_f", h), *head_bias),
-            _head(keys.flag("tie_word_embeddings", names.tied), vocab, h),
-        ),
-        parameter_order=(*(norm.name for norm in norm_layers), "attn.qkv", "attn.proj", "mlp.up", "mlp.down"),
+        after_blocks=(combined_layer("ln_f", final_norm, *after), head("head", vocab, table, tied_to=tied_to)),
+        parameter_order=names.order,
     )
+
+
+def _opt(keys: Keys, width: int) -> tuple[int, Callable[[str, int], Layer], Layer]:
+    """Return the width of OPT's token embedding, its norms, which may have no weights, and its last one, if any."""
+    affine = keys.flag("layer_norm_elementwise_affine", True)
+    has_final_norm = keys.flag("do_layer_norm_before", True) and not keys.flag("_remove_final_layer_norm", False)
+    final_norm = layer_norm("ln_f", width, affine=affine and has_final_norm)
+    return keys.count("word_embed_proj_dim", width), partial(layer_norm, affine=affine), final_norm
 
 
 def _falcon(keys: Keys, n_head: int) -> tuple[int, int]:

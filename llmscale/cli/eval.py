@@ -80,11 +80,11 @@ def _run(args: argparse.Namespace) -> int:
 
 def _read_files(args: argparse.Namespace) -> tuple[TaskFile, ...]:
     """Read the files of items, and check that the results can be written. Raises ConfigError, DataError."""
-    from llmscale.evaluate.tasks import is_task_file, load_task_files
+    from llmscale.evaluate.tasks import load_task_files
 
     if args.json is not None:
         check_output_file("--json", args.json, overwrite=True)
-    files = load_task_files(spec for spec in args.tasks if is_task_file(spec))
+    files = load_task_files(spec for spec in args.tasks if "=" in spec)
     if args.json is not None:
         _check_apart(args.json, args.run, [file.path for file in files])
     return files
@@ -92,9 +92,7 @@ def _read_files(args: argparse.Namespace) -> tuple[TaskFile, ...]:
 
 def _named_tasks(args: argparse.Namespace) -> list[str]:
     """Return the tasks of lm-eval. Raises ConfigError for a folder of tasks without one, and for no task or loss."""
-    from llmscale.evaluate.tasks import is_task_file
-
-    named = [spec for spec in args.tasks if not is_task_file(spec)]
+    named = [spec for spec in args.tasks if "=" not in spec]
     if args.task_folder is not None and not named:
         raise ConfigError("--task-folder holds tasks that --tasks can name, and it names none. Add a task's name.")
     if args.chat and not named:

@@ -24,7 +24,6 @@ from llmscale.errors import ConfigError
 from llmscale.planning.scaling_ladder import (
     CONFIGS_NAME,
     LADDER_NAME,
-    LAW_NAME,
     LEAST_RESAMPLES,
     LEAST_RULE_FLOPS,
     MOST_RESAMPLES,
@@ -33,7 +32,6 @@ from llmscale.planning.scaling_ladder import (
     LadderRequest,
     LadderRun,
     add_rates,
-    doubts,
     is_same_sweep,
     load_ladder,
     plan_ladder,
@@ -89,7 +87,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     fit.add_argument("folder", type=local_path, metavar="DIR", help="folder of `ladder plan`")
     text = "resamples of the residuals for intervals, which law.json keeps"
     flag(fit, "--resamples N", text, whole_number(LEAST_RESAMPLES, MOST_RESAMPLES), 400)
-    fit.set_defaults(handler=_fit)
+    fit.set_defaults(handler=lambda args: _report(args.folder, load_ladder(args.folder), args.resamples))
 
 
 def _add_train_flags(parser: FlagParser) -> None:
@@ -188,7 +186,7 @@ def _read_request(
 def _sweep(args: argparse.Namespace) -> int:
     ladder = _read_sweep(args)
     status = _train(args, ladder)
-    return status if status or args.slurm else _show_rates(args.folder, ladder)
+    return status if status or args.slurm else _report(args.folder, ladder)
 
 
 def _read_sweep(args: argparse.Namespace) -> Ladder:
@@ -214,18 +212,19 @@ def _read_sweep(args: argparse.Namespace) -> Ladder:
     return ladder
 
 
-def _show_rates(folder: Path, ladder: Ladder) -> int:
-    from llmscale.report.ladder_fit import FIT_NAME, RATES_NAME, fit_rates, plot_rates, rate_lines, write_rates
+def _report(folder: Path, ladder: Ladder, resamples: int = 0) -> int:
+    """Fit the finished runs, write what they say, and return the status."""
+    from llmscale.report.ladder_fit import OUTPUTS, fit_ladder, fit_rates
 
-    _check_outputs(folder, FIT_NAME, RATES_NAME)
-    fit = fit_rates(folder, ladder)
-    write_rates(folder, fit)
-    print_fitting(rate_lines(folder, fit))
+    _check_outputs(folder, *OUTPUTS)
+    fit = fit_rates(folder, ladder) if ladder.design == "rates" else fit_ladder(folder, ladder, resamples)
+    fit.write(folder)
+    print_fitting(fit.lines(folder))
     if find_spec("matplotlib") is None:
         print(f"no picture without matplotlib: {install_command('plot')}")
-    elif fit.rates:
-        plot_rates(folder, fit)
-    return EXIT_UNDETERMINED if fit.best is None else 0
+    else:
+        fit.plot(folder)
+    return 0 if fit.is_determined else EXIT_UNDETERMINED
 
 
 _COLUMNS = (
@@ -349,31 +348,6 @@ def _check_outputs(folder: Path, *names: str) -> None:
             continue
         except OSError as error:
             raise ConfigError(f"{path} {error.strerror}, and would be written to. Remove it.") from None
-
-
-def _fit(args: argparse.Namespace) -> int:
-    from llmscale.report.ladder_fit import (
-        FIT_NAME,
-        ISOFLOP_NAME,
-        LOSS_NAME,
-        fit_ladder,
-        fit_lines,
-        plot_ladder,
-        write_fit,
-    )
-
-    ladder = load_ladder(args.folder)
-    if ladder.design == "rates":
-        return _show_rates(args.folder, ladder)
-    _check_outputs(args.folder, LAW_NAME, FIT_NAME, ISOFLOP_NAME, LOSS_NAME)
-    fit = fit_ladder(args.folder, ladder, args.resamples)
-    write_fit(args.folder, fit)
-    print_fitting(fit_lines(args.folder, ladder, fit))
-    if find_spec("matplotlib") is None:
-        print(f"no pictures without matplotlib: {install_command('plot')}")
-    else:
-        plot_ladder(args.folder, fit)
-    return EXIT_UNDETERMINED if doubts(fit.parametric.law) else 0
 
 
 def run_command(words: Sequence[str], received: list[int]) -> int:

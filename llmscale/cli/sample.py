@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -242,13 +242,11 @@ class _Sampler:
         longest = max(map(len, tokens_of))
         check_memory(shape, batch_size, longest, args.max_new_tokens, use_cache=not args.no_cache)
         if self.conversation is not None:
-            for text in self.conversation.answer(self._generate(requests)):
-                sys.stdout.write(_coloured_text(text))
-                sys.stdout.flush()
-            print()
+            _stream(self.conversation.answer(self._generate(requests)))
             return
         if len(requests) == 1 and not args.json:  # a single text shows its own progress
-            _stream(self._generate(requests), requests[0])
+            sys.stdout.write(_marked_prompt(requests[0].prompt))
+            _stream(chunk.text for chunk in self._generate(requests))
             return
         with show_progress("Sampling", len(requests) * args.max_new_tokens, count_words("tokens")) as progress:
             for start in range(0, len(requests), batch_size):
@@ -275,12 +273,10 @@ class _Sampler:
         )
 
 
-def _stream(chunks: Iterator[TextChunk], request: _Request) -> None:
+def _stream(texts: Iterable[str]) -> None:
     """Print a single text while it is generated."""
-    sys.stdout.write(_marked_prompt(request.prompt))
-    for chunk in chunks:
-        sys.stdout.write(_coloured_text(chunk.text))
-        sys.stdout.flush()
+    for text in texts:
+        print(_coloured_text(text), end="", flush=True)
     print()
 
 
@@ -304,14 +300,9 @@ def _write(
             request, text = batch[next_number], texts[next_number]
             progress.clear()
             if args.json:
-                print(_as_json(request, text, ends[next_number]), flush=True)
+                values = {"prompt": request.prompt, "sample": request.number, "seed": request.seed}
+                print(json.dumps({**values, "text": text, "ended_by": ends[next_number]}), flush=True)
             else:
                 print(f"--- {first + next_number} ---")
                 print(_marked_prompt(request.prompt) + _coloured_text(text), flush=True)
             next_number += 1
-
-
-def _as_json(request: _Request, text: str, ended_by: str) -> str:
-    return json.dumps(
-        {"prompt": request.prompt, "sample": request.number, "seed": request.seed, "text": text, "ended_by": ended_by}
-    )

@@ -24,6 +24,9 @@ from llmscale.evaluate.model_source import ModelSource
 from llmscale.evaluate.tasks import PublishedResult, TaskFile, TaskResult, comparable_results, encode_task
 from llmscale.model.gpt import GPT
 
+if TYPE_CHECKING:
+    from llmscale.evaluate.lm_eval_tasks import LmEvalTasks
+
 
 @dataclass(frozen=True)
 class ValidationLoss:
@@ -67,11 +70,6 @@ def validation_loss(
             count += batch.weight
             progress(batch.weight)
     return ValidationLoss(of.name, total / targets, of.bytes_per_token, count)
-
-
-if TYPE_CHECKING:
-    from llmscale.evaluate.lm_eval_tasks import LmEvalTasks
-    from llmscale.model.gpt import GPT
 
 
 @dataclass(frozen=True)
@@ -166,12 +164,7 @@ def evaluate(source: ModelSource, request: Request, progress: Callable[[str, int
     of_chat, template = open_template(tokenizer, source.chat_template) if request.chat else (tokenizer, None)
     model = source.load_model()
     losses = [
-        validation_loss(
-            model,
-            one,
-            batch_size=batch_size,
-            progress=partial(progress, "validation", one.num_samples),
-        )
+        validation_loss(model, one, batch_size=batch_size, progress=partial(progress, "validation", one.num_samples))
         for one in sets
     ]
     results = []
@@ -182,13 +175,8 @@ def evaluate(source: ModelSource, request: Request, progress: Callable[[str, int
     if request.harness is not None:
         from llmscale.evaluate.lm_eval_model import LlmscaleLM
 
-        adapter = LlmscaleLM(
-            model,
-            of_chat,
-            batch_size=batch_size,
-            progress=partial(progress, "lm-eval", None),
-            template=template,
-        )
+        on_batch = partial(progress, "lm-eval", None)
+        adapter = LlmscaleLM(model, of_chat, batch_size=batch_size, progress=on_batch, template=template)
         results += request.harness.run(adapter, request.limit)
     is_comparable = request.limit is None and any(file.format == "hellaswag" for file in request.files)
     published = comparable_results(source.shape.active_parameters) if is_comparable else None

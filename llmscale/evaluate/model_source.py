@@ -32,8 +32,6 @@ from llmscale.errors import CheckpointError, ConfigError, DataError
 from llmscale.untrusted.documents import Rules, load_json
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from llmscale.evaluate.adapted import Weights
     from llmscale.model.gpt import GPT
 
@@ -231,6 +229,8 @@ def _open_hf_folder(folder: Path, data: str | None) -> ModelSource:
 
 def _load_checkpoint(folder: Path, shape: GPTShape, base: Weights | None) -> GPT:
     """Load the fp32 master weights of a verified checkpoint, beside its adapters' base. Raises CheckpointError."""
+    import torch
+
     from llmscale.checkpoint.load import load_full_weights
     from llmscale.model.gpt import GPT
 
@@ -238,13 +238,12 @@ def _load_checkpoint(folder: Path, shape: GPTShape, base: Weights | None) -> GPT
     if base is not None:
         frozen = (tensor for tensor in shape.tensors.all if not is_adapter(tensor.name))
         weights |= {tensor.name: base.read(tensor.name, 0, tensor.elements) for tensor in frozen}
-    # Checked before a model is built, because its size is known only from the checkpoint.
-    if sum(tensor.numel() for tensor in weights.values()) < shape.num_parameters:
-        raise CheckpointError(
-            f"{folder} holds fewer weights than the {shape.num_parameters:,} of the model in its configuration."
-        )
+    # Before a model is built, because its size is known only from the checkpoint.
+    check_same_model({name: tensor.numel() for name, tensor in weights.items()}, shape, folder)
     model = GPT(shape, seed=0)
-    _copy_weights(weights, model, folder)
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            tensor.copy_(weights[name].view_as(tensor))
     return _to_device(model)
 
 
@@ -277,21 +276,12 @@ def _to_device(model: GPT) -> GPT:
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
-def _copy_weights(weights: Mapping[str, Tensor], model: GPT, folder: Path) -> None:
-    """Copy flat fp32 tensors into the model's parameters and buffers. Raises CheckpointError if their names or sizes
-    differ."""
-    import torch
-
-    own = dict([*model.named_parameters(), *model.named_buffers()])
-    sizes, expected = ({name: tensor.numel() for name, tensor in of.items()} for of in (weights, own))
-    check_same_model(sizes, expected, folder)
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(weights[name].view_as(tensor))
-
-
-def check_same_model(sizes: Mapping[str, int], own: Mapping[str, int], folder: Path) -> None:
-    """Raise CheckpointError unless a checkpoint's tensors, their elements by name, are exactly the model's `own`."""
+def check_same_model(sizes: Mapping[str, int], shape: GPTShape, folder: Path) -> None:
+    """Raise CheckpointError unless a checkpoint's tensors, their elements by name, are exactly those of a shape."""
+    own = {tensor.name: tensor.elements for tensor in shape.tensors.all}
+    if shape.router_bias:  # a buffer
+        sparse = filter(shape.is_sparse, range(shape.n_layer))
+        own |= {f"blocks.{block}.mlp.router.bias": shape.num_experts for block in sparse}
     for name in sorted(own.keys() ^ sizes.keys()):
         what = "lacks" if name in own else "holds"
         raise CheckpointError(

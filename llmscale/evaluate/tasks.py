@@ -87,11 +87,6 @@ FORMATS: Mapping[str, _Format] = {
 }
 
 
-def is_task_file(spec: str) -> bool:
-    """Return whether a task is written as `FORMAT=PATH`, for any format."""
-    return "=" in spec
-
-
 def load_task_files(specs: Iterable[str]) -> tuple[TaskFile, ...]:
     """Load tasks written as `FORMAT=PATH`.
 

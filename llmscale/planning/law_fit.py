@@ -99,16 +99,15 @@ class ParametricFit:
 
     def interval(self, quantity: Callable[[ParametricLaw], float]) -> Interval:
         """Return a quantity that follows from the law, with the interval of the fit's error."""
-        return _as_interval(self.law.estimate(quantity))
+        interval = self.law.interval(quantity)
+        assert interval is not None, "a fit has resamples"
+        return interval
 
     def predict(self, quantity: Callable[[ParametricLaw], float]) -> Interval:
         """Return the loss of a run, with the interval of the fit's error and the run's own together."""
-        return _as_interval(self.law.estimate_loss(quantity))
-
-
-def _as_interval(value: Interval | float) -> Interval:
-    assert isinstance(value, Interval), "a fit has resamples"
-    return value
+        interval = self.law.estimate_loss(quantity)
+        assert isinstance(interval, Interval), "a fit has resamples"
+        return interval
 
 
 def fit_parametric(runs: Sequence[FittedRun], resamples: int, name: str, source: str) -> ParametricFit:

@@ -10,7 +10,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FIT_NAME, ISOFLOP_NAME, LOSS_NAME, RATES_NAME = "fit.json", "isoflop.png", "loss.png", "rates.png"
+#: All that a fit writes.
+OUTPUTS = (LAW_NAME, FIT_NAME, ISOFLOP_NAME, LOSS_NAME, RATES_NAME)
 _BLUE, _ORANGE, _GREY = "#0072b2", "#d55e00", "0.55"
 _POINTS = 60
 #: Sizes for which a sweep gives a rate, over its own.
@@ -87,7 +89,7 @@ class Prediction(NamedTuple):
 class LadderFit:
     """Everything that a ladder's finished runs say."""
 
-    name: str
+    ladder: Ladder
     runs: list[FittedRun]
     parametric: ParametricFit
     isoflops: IsoflopFit | None
@@ -97,6 +99,15 @@ class LadderFit:
     """Exponents with each run's own schedule, and with one long schedule per size."""
     predictions: list[Prediction]
     notes: list[str]
+
+    @cached_property
+    def doubts(self) -> list[str]:
+        """Reasons why the runs do not determine a law."""
+        return doubts(self.parametric.law)
+
+    @property
+    def is_determined(self) -> bool:
+        return not self.doubts
 
     @property
     def next_flops(self) -> float:
@@ -117,6 +128,109 @@ class LadderFit:
             "loss": fit.predict(lambda law: law.optimal_loss(flops)),
         }
 
+    def write(self, folder: Path) -> None:
+        """Write law.json, for `plan --law`, and fit.json. Raises ConfigError."""
+        save_law(folder / LAW_NAME, self.parametric.law)
+        ends = ("name", "num_parameters", "tokens", "loss")
+        values = {
+            "runs": [{key: getattr(run, key) for key in ends} for run in self.runs],
+            "exponents": {name: asdict(value) for name, value in self.exponents().items()},
+            "published_exponents": PUBLISHED_EXPONENTS,
+            "next": {"flops": self.next_flops, **{key: asdict(value) for key, value in self.next_optimum().items()}},
+            "predictions": [
+                {
+                    "run": item.planned.name,
+                    "predicted": asdict(item.predicted),
+                    "is_inside": item.is_inside,
+                    "measured": item.measured and item.measured.loss,
+                }
+                for item in self.predictions
+            ],
+            "misses_of_smaller_groups": self.parametric.misses,
+            "losses_in_longer_schedules": self.longer,
+            "exponents_by_schedule": self.exponents_by_schedule,
+            "notes": self.notes,
+        }
+        write_output_file("fit", folder / FIT_NAME, json.dumps(without_nan(values), allow_nan=False, indent=1) + "\n")
+
+    def lines(self, folder: Path) -> Iterator[str]:
+        """Yield the report."""
+        if self.doubts:
+            yield (
+                f"WARNING: these runs do not determine a law: {'; '.join(self.doubts)}. `llmscale plan` refuses it, "
+                "and no number of approach 3 below is of use. Train more runs, of more sizes or with more compute."
+            )
+        yield from self.notes
+        ln_a, ln_b, ln_e, alpha, beta = self.parametric.law.coefficients
+        yield (
+            f"{count_nouns(len(self.runs), 'run')}: L = {math.exp(ln_e):.3f} + {math.exp(ln_a):.4g} / N^{alpha:.3f} + "
+            f"{math.exp(ln_b):.4g} / D^{beta:.3f} nats per token; errors of {self.parametric.residuals.std():.2%}"
+        )
+        yield ""
+        columns = (Column("N* ~ C^a by", is_text=True), Column("a"), Column("80 %", is_text=True))
+        rows = [
+            [f"approach {name}", f"{a.value:.3f}", f"{a.low:.3f}-{a.high:.3f}"] for name, a in self.exponents().items()
+        ]
+        rows += [[name, f"{a:.3f}", ""] for name, a in PUBLISHED_EXPONENTS.items()]
+        yield from table_lines(columns, rows, output_width())
+        if not self.isoflops:
+            yield "Approach 2 needs two groups of equal compute with four sizes, and the lowest loss within these."
+        yield ""
+        yield from self._schedule_lines()
+        if misses := self.parametric.misses:
+            yield (
+                f"Fitted without its largest group, the law misses the losses there by {min(misses):+.1%} to "
+                f"{max(misses):+.1%}. Intervals of losses below contain an error of that size."
+            )
+        else:
+            yield (
+                "Below the largest group there are too few runs to fit a law without it. Intervals of losses below "
+                "contain the scatter of the runs, but not that the law may bend."
+            )
+        for item in self.predictions:
+            run, verdict = item.planned, "inside" if item.is_inside else "OUTSIDE"
+            measured = f"measured {item.measured.loss:.4f}, {verdict}" if item.measured else "not trained yet"
+            yield (
+                f"{run.name}: {format_quantity(run.num_parameters)} parameters on {format_quantity(run.tokens)} "
+                f"tokens, predicted {_range(item.predicted)}; {measured}"
+            )
+        if self.doubts:
+            return
+        best = self.next_optimum()
+        sizes = (best["num_parameters"], best["tokens"])
+        size, tokens = (
+            f"{format_quantity(v.value)} ({format_quantity(v.low)}-{format_quantity(v.high)})" for v in sizes
+        )
+        yield f"next, {self.next_flops:.3g} FLOPs: {size} parameters on {tokens} tokens, loss {_range(best['loss'])}"
+        model = f"--vocab-size {self.ladder.vocab_size} --seq-len {self.ladder.seq_len}"
+        yield f"llmscale plan --law {shlex.quote(str(folder / LAW_NAME))} --flops {self.next_flops:.3g} {model}"
+
+    def _schedule_lines(self) -> Iterator[str]:
+        """Yield what losses from the middle of longer schedules would have said."""
+        excess = [self.longer[run.name] / run.loss - 1 for run in self.runs if run.name in self.longer]
+        if excess:
+            yield (
+                f"In the middle of a longer schedule the loss is {sum(excess) / len(excess):+.1%} beside that of runs "
+                f"that end there ({min(excess):+.1%} to {max(excess):+.1%}, {count_nouns(len(excess), 'pair')})."
+            )
+        if self.exponents_by_schedule:
+            own, longer = self.exponents_by_schedule
+            yield f"Such losses would give a = {longer:.3f}; those of own schedules give {own:.3f} for the same sizes."
+
+    def plot(self, folder: Path) -> None:
+        """Write both pictures into a ladder's folder. Raises ConfigError without matplotlib."""
+        pyplot = import_pyplot("--png and --svg need")
+        figure, axes = pyplot.subplots(figsize=(8.5, 5.5), layout="constrained")
+        _draw_groups(axes, self)
+        _finish(axes, "parameters", "final validation loss by group, with parabolas where groups have equal compute")
+        save_figure(figure, folder / ISOFLOP_NAME, "fit")
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(12.5, 5.2), layout="constrained")
+        _draw_compute(left, self)
+        _finish(left, "training FLOPs, 6 N D", "loss over compute: curves of runs, and the optimum with its 80 % range")
+        _draw_schedules(right, self)
+        _finish(right, "tokens", "dashed: the longest run of a size; dots: ends of runs with own schedules")
+        save_figure(figure, folder / LOSS_NAME, "fit")
+
 
 def fit_ladder(folder: Path, ladder: Ladder, resamples: int) -> LadderFit:
     """Fit the finished runs of a ladder. Raises ConfigError if they are too few or determine no law."""
@@ -132,7 +246,7 @@ def fit_ladder(folder: Path, ladder: Ladder, resamples: int) -> LadderFit:
     held_out = [run for run in ladder.runs if run.is_held_out]
     longer, has_groups = longer_schedules(runs), ladder.design == "isoflop"
     fit = LadderFit(
-        name=name,
+        ladder=ladder,
         runs=runs,
         parametric=parametric,
         isoflops=fit_isoflops(runs, resamples) if has_groups else None,
@@ -171,11 +285,66 @@ class RateFit:
     """Loss over ln lr, highest power first."""
     notes: list[str]
 
+    @property
+    def is_determined(self) -> bool:
+        return self.best is not None
+
     def next_rates(self) -> dict[int, float]:
         """Return the best rates by size, for the next sizes with as many tokens per parameter: compute grows as N^2."""
         if self.best is None:
             return {}
         return {n * self.num_parameters: rate_at(self.best, self.flops, n * n * self.flops) for n in NEXT_SIZES}
+
+    def write(self, folder: Path) -> None:
+        """Write fit.json. Raises ConfigError."""
+        values = {
+            "losses": {f"{rate:g}": loss for rate, loss in zip(self.rates, self.losses, strict=True)},
+            "best_lr": self.best,
+            "next": [{"num_parameters": size, "lr": rate} for size, rate in self.next_rates().items()],
+            "notes": self.notes,
+        }
+        write_output_file("fit", folder / FIT_NAME, json.dumps(values, allow_nan=False, indent=1) + "\n")
+
+    def lines(self, folder: Path) -> Iterator[str]:
+        """Yield the losses, the best rate, and those of the next sizes."""
+        yield from self.notes
+        least = min(self.losses, default=0.0)
+        pairs = zip(self.rates, self.losses, strict=True)
+        rows = [[f"{rate:.3g}", f"{loss:.4f}", f"{loss - least:+.4f}"] for rate, loss in pairs]
+        yield from table_lines((Column("lr"), Column("loss"), Column("above the least")), rows, output_width())
+        if self.best is None:
+            if len(self.rates) < 3:
+                yield "Three finished rates at least are needed for a minimum."
+                return
+            is_last = self.losses.index(least) > 0
+            beyond = 2 * self.rates[-1] if is_last else self.rates[0] / 2
+            yield f"No minimum: the {'largest' if is_last else 'smallest'} rate has the least loss. Try one beyond it:"
+            yield f"llmscale ladder sweep {shlex.quote(str(folder))} --rates {beyond:.3g}"
+            return
+        yield (
+            f"best: lr {self.best:.3g} for {format_quantity(self.num_parameters)} parameters and {self.flops:.3g} "
+            "FLOPs, by a parabola through the least loss and its neighbours; each rate was trained once"
+        )
+        yield "next sizes, of as many tokens per parameter, by lr ~ C^-0.125 = N^-0.25 (DeepSeek-AI 2024, equation 1):"
+        for size, rate in self.next_rates().items():
+            yield f"  {format_quantity(size)} parameters: lr {rate:.3g}"
+
+    def plot(self, folder: Path) -> None:
+        """Write the loss over the learning rate into a sweep's folder. Raises ConfigError without matplotlib."""
+        if not self.rates:
+            return
+        figure, axes = import_pyplot("--png and --svg need").subplots(figsize=(7.5, 5), layout="constrained")
+        axes.plot(
+            self.rates, self.losses, "o-", color=_BLUE, label=f"{format_quantity(self.num_parameters)} parameters"
+        )
+        if self.best is not None and self.parabola is not None:
+            place = self.losses.index(min(self.losses))
+            rates = np.geomspace(self.rates[place - 1], self.rates[place + 1], _POINTS)
+            axes.plot(rates, np.polyval(self.parabola, np.log(rates)), color=_GREY)
+            lowest = float(np.polyval(self.parabola, np.log(self.best)))
+            axes.plot(self.best, lowest, "v", color=_ORANGE, markersize=9, label=f"lowest point: {self.best:.3g}")
+        _finish(axes, "peak learning rate", "final validation loss, each rate with its own schedule")
+        save_figure(figure, folder / RATES_NAME, "fit")
 
 
 def fit_rates(folder: Path, ladder: Ladder) -> RateFit:
@@ -186,42 +355,6 @@ def fit_rates(folder: Path, ladder: Ladder) -> RateFit:
     best, parabola = best_rate(rates, losses) or (None, None)
     first = ladder.runs[0]
     return RateFit(first.flops, first.num_parameters, rates, losses, best, parabola, notes)
-
-
-def write_rates(folder: Path, fit: RateFit) -> None:
-    """Write fit.json. Raises ConfigError."""
-    values = {
-        "losses": {f"{rate:g}": loss for rate, loss in zip(fit.rates, fit.losses, strict=True)},
-        "best_lr": fit.best,
-        "next": [{"num_parameters": size, "lr": rate} for size, rate in fit.next_rates().items()],
-        "notes": fit.notes,
-    }
-    write_output_file("fit", folder / FIT_NAME, json.dumps(values, allow_nan=False, indent=1) + "\n")
-
-
-def rate_lines(folder: Path, fit: RateFit) -> Iterator[str]:
-    """Yield the losses, the best rate, and those of the next sizes."""
-    yield from fit.notes
-    least = min(fit.losses, default=0.0)
-    pairs = zip(fit.rates, fit.losses, strict=True)
-    rows = [[f"{rate:.3g}", f"{loss:.4f}", f"{loss - least:+.4f}"] for rate, loss in pairs]
-    yield from table_lines((Column("lr"), Column("loss"), Column("above the least")), rows, output_width())
-    if fit.best is None:
-        if len(fit.rates) < 3:
-            yield "Three finished rates at least are needed for a minimum."
-            return
-        is_largest = fit.losses.index(least) > 0
-        beyond = 2 * fit.rates[-1] if is_largest else fit.rates[0] / 2
-        yield f"No minimum: the {'largest' if is_largest else 'smallest'} rate has the least loss. Try one beyond it:"
-        yield f"llmscale ladder sweep {shlex.quote(str(folder))} --rates {beyond:.3g}"
-        return
-    yield (
-        f"best: lr {fit.best:.3g} for {format_quantity(fit.num_parameters)} parameters and {fit.flops:.3g} FLOPs, by a "
-        "parabola through the least loss and its neighbours; each rate was trained once"
-    )
-    yield "next sizes, with as many tokens per parameter, by lr ~ C^-0.125 = N^-0.25 (DeepSeek-AI 2024, equation 1):"
-    for size, rate in fit.next_rates().items():
-        yield f"  {format_quantity(size)} parameters: lr {rate:.3g}"
 
 
 def _read_finished(folder: Path, run: LadderRun, notes: list[str]) -> FittedRun | None:
@@ -245,126 +378,8 @@ def _read_finished(folder: Path, run: LadderRun, notes: list[str]) -> FittedRun 
     return FittedRun(run.name, run.group, run.num_parameters, run.tokens, losses[run.steps], curve)
 
 
-def write_fit(folder: Path, fit: LadderFit) -> None:
-    """Write law.json, for `plan --law`, and fit.json. Raises ConfigError."""
-    save_law(folder / LAW_NAME, fit.parametric.law)
-    ends = ("name", "num_parameters", "tokens", "loss")
-    values = {
-        "runs": [{key: getattr(run, key) for key in ends} for run in fit.runs],
-        "exponents": {name: asdict(value) for name, value in fit.exponents().items()},
-        "published_exponents": PUBLISHED_EXPONENTS,
-        "next": {"flops": fit.next_flops, **{key: asdict(value) for key, value in fit.next_optimum().items()}},
-        "predictions": [
-            {
-                "run": item.planned.name,
-                "predicted": asdict(item.predicted),
-                "is_inside": item.is_inside,
-                "measured": item.measured and item.measured.loss,
-            }
-            for item in fit.predictions
-        ],
-        "misses_of_smaller_groups": fit.parametric.misses,
-        "losses_in_longer_schedules": fit.longer,
-        "exponents_by_schedule": fit.exponents_by_schedule,
-        "notes": fit.notes,
-    }
-    write_output_file("fit", folder / FIT_NAME, json.dumps(without_nan(values), allow_nan=False, indent=1) + "\n")
-
-
-def fit_lines(folder: Path, ladder: Ladder, fit: LadderFit) -> Iterator[str]:
-    """Yield the report."""
-    reasons = doubts(fit.parametric.law)
-    if reasons:
-        yield (
-            f"WARNING: these runs do not determine a law: {'; '.join(reasons)}. `llmscale plan` refuses it, and no "
-            "number of approach 3 below is of use. Train more runs, of more sizes or with more compute."
-        )
-    yield from fit.notes
-    ln_a, ln_b, ln_e, alpha, beta = fit.parametric.law.coefficients
-    yield (
-        f"{count_nouns(len(fit.runs), 'run')}: L = {math.exp(ln_e):.3f} + {math.exp(ln_a):.4g} / N^{alpha:.3f} + "
-        f"{math.exp(ln_b):.4g} / D^{beta:.3f} nats per token; errors of {fit.parametric.residuals.std():.2%}"
-    )
-    yield ""
-    columns = (Column("N* ~ C^a by", is_text=True), Column("a"), Column("80 %", is_text=True))
-    rows = [[f"approach {name}", f"{a.value:.3f}", f"{a.low:.3f}-{a.high:.3f}"] for name, a in fit.exponents().items()]
-    rows += [[name, f"{a:.3f}", ""] for name, a in PUBLISHED_EXPONENTS.items()]
-    yield from table_lines(columns, rows, output_width())
-    if not fit.isoflops:
-        yield "Approach 2 needs two groups of equal compute with four sizes, and the lowest loss within these sizes."
-    yield ""
-    yield from _schedule_lines(fit)
-    if misses := fit.parametric.misses:
-        yield (
-            f"Fitted without its largest group, the law misses the losses there by {min(misses):+.1%} to "
-            f"{max(misses):+.1%}. Intervals of losses below contain an error of that size."
-        )
-    else:
-        yield (
-            "Below the largest group there are too few runs to fit a law without it. Intervals of losses below contain "
-            "the scatter of the runs, but not that the law may bend."
-        )
-    for item in fit.predictions:
-        run, verdict = item.planned, "inside" if item.is_inside else "OUTSIDE"
-        measured = f"measured {item.measured.loss:.4f}, {verdict}" if item.measured else "not trained yet"
-        yield (
-            f"{run.name}: {format_quantity(run.num_parameters)} parameters on {format_quantity(run.tokens)} tokens, "
-            f"predicted {_range(item.predicted)}; {measured}"
-        )
-    if reasons:
-        return
-    best = fit.next_optimum()
-    sizes = (best["num_parameters"], best["tokens"])
-    size, tokens = (f"{format_quantity(v.value)} ({format_quantity(v.low)}-{format_quantity(v.high)})" for v in sizes)
-    yield f"next, {fit.next_flops:.3g} FLOPs: {size} parameters on {tokens} tokens, loss {_range(best['loss'])}"
-    model = f"--vocab-size {ladder.vocab_size} --seq-len {ladder.seq_len}"
-    yield f"llmscale plan --law {shlex.quote(str(folder / LAW_NAME))} --flops {fit.next_flops:.3g} {model}"
-
-
 def _range(value: Interval) -> str:
     return f"{value.value:.4f} ({value.low:.4f}-{value.high:.4f})"
-
-
-def _schedule_lines(fit: LadderFit) -> Iterator[str]:
-    """Yield what losses from the middle of longer schedules would have said."""
-    excess = [fit.longer[run.name] / run.loss - 1 for run in fit.runs if run.name in fit.longer]
-    if excess:
-        yield (
-            f"In the middle of a longer schedule the loss is {sum(excess) / len(excess):+.1%} beside that of runs that "
-            f"end there ({min(excess):+.1%} to {max(excess):+.1%}, {count_nouns(len(excess), 'pair')} of runs)."
-        )
-    if fit.exponents_by_schedule:
-        own, longer = fit.exponents_by_schedule
-        yield f"Such losses would give a = {longer:.3f}; those of own schedules give {own:.3f} for the same sizes."
-
-
-def plot_ladder(folder: Path, fit: LadderFit) -> None:
-    """Write both pictures into a ladder's folder. Raises ConfigError without matplotlib."""
-    pyplot = import_pyplot("--png and --svg need")
-    figure, axes = pyplot.subplots(figsize=(8.5, 5.5), layout="constrained")
-    _draw_groups(axes, fit)
-    _finish(axes, "parameters", "final validation loss by group, with parabolas where groups have equal compute")
-    save_figure(figure, folder / ISOFLOP_NAME, "fit")
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12.5, 5.2), layout="constrained")
-    _draw_compute(left, fit)
-    _finish(left, "training FLOPs, 6 N D", "loss over compute: curves of runs, and the optimum with its 80 % range")
-    _draw_schedules(right, fit)
-    _finish(right, "tokens", "dashed: the longest run of a size; dots: ends of runs with own schedules")
-    save_figure(figure, folder / LOSS_NAME, "fit")
-
-
-def plot_rates(folder: Path, fit: RateFit) -> None:
-    """Write the loss over the learning rate into a sweep's folder. Raises ConfigError without matplotlib."""
-    figure, axes = import_pyplot("--png and --svg need").subplots(figsize=(7.5, 5), layout="constrained")
-    axes.plot(fit.rates, fit.losses, "o-", color=_BLUE, label=f"{format_quantity(fit.num_parameters)} parameters")
-    if fit.best is not None and fit.parabola is not None:
-        place = fit.losses.index(min(fit.losses))
-        rates = np.geomspace(fit.rates[place - 1], fit.rates[place + 1], _POINTS)
-        axes.plot(rates, np.polyval(fit.parabola, np.log(rates)), color=_GREY)
-        lowest = float(np.polyval(fit.parabola, np.log(fit.best)))
-        axes.plot(fit.best, lowest, "v", color=_ORANGE, markersize=9, label=f"lowest point: {fit.best:.3g}")
-    _finish(axes, "peak learning rate", "final validation loss, each rate with its own schedule")
-    save_figure(figure, folder / RATES_NAME, "fit")
 
 
 def _finish(axes: Axes, label: str, title: str) -> None:

@@ -18,7 +18,7 @@ from llmscale.cli.main import main
 from llmscale.errors import ConfigError
 from llmscale.planning.scaling import BESIROGLU, Interval
 from llmscale.planning.scaling_ladder import Ladder, LadderRequest, LadderRun, plan_ladder, plan_sweep, save_ladder
-from llmscale.report.ladder_fit import fit_ladder, fit_lines, write_fit
+from llmscale.report.ladder_fit import fit_ladder
 from tests.report.runs import start, train, write_run
 
 LIKE = GPTShape(4, 4, 256, 50257, 1024, "gelu_tanh")
@@ -88,10 +88,10 @@ def test_the_held_out_run_is_not_fitted_and_judged(ladder: Ladder, tmp_path: Pat
     assert after.predictions[0].predicted == before.predictions[0].predicted
     assert before.predictions[0].is_inside is None and after.predictions[0].measured is not None
     loss = after.predictions[0].measured.loss
-    lines = list(fit_lines(tmp_path / "made", ladder, after))
+    lines = list(after.lines(tmp_path / "made"))
     assert f"measured {loss:.4f}, " in "\n".join(lines)
     # The law's vocabulary and context are not GPT-2's; the printed command plans with them.
-    write_fit(tmp_path / "made", after)
+    after.write(tmp_path / "made")
     assert main(shlex.split(lines[-1])[1:]) == 0
 
 
@@ -179,7 +179,7 @@ def test_horizons_are_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_where_no_law_misses_a_group_the_fit_says_so(ladder: Ladder, tmp_path: Path) -> None:
     for run in ladder.runs[2:7]:
         shutil.rmtree(tmp_path / "made" / "runs" / run.name)
-    text = " ".join(fit_lines(tmp_path / "made", ladder, fit_ladder(tmp_path / "made", ladder, 50)))
+    text = " ".join(fit_ladder(tmp_path / "made", ladder, 50).lines(tmp_path / "made"))
     assert "too few runs to fit a law without it" in text and "misses the losses" not in text
 
 
@@ -187,7 +187,7 @@ def test_an_interval_without_end_is_null(ladder: Ladder, tmp_path: Path) -> None
     fit = fit_ladder(tmp_path / "made", ladder, 50)
     assert fit.isoflops is not None
     isoflops = replace(fit.isoflops, exponent=Interval(0.5, -math.inf, math.inf))
-    write_fit(tmp_path / "made", replace(fit, isoflops=isoflops))
+    replace(fit, isoflops=isoflops).write(tmp_path / "made")
     exponent = json.loads((tmp_path / "made" / "fit.json").read_text())["exponents"]["2, isoFLOP"]
     assert exponent == {"value": 0.5, "low": None, "high": None}
 

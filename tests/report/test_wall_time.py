@@ -134,6 +134,7 @@ def test_runs_reads_the_newest_up_to_a_limit(tmp_path: Path, monkeypatch: pytest
     assert {run.goodput for run in run_list.find_runs(tmp_path)} == {None}
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_and_resumed(
     ranks: Callable[..., Ranks],
     train_command: Callable[..., list[str]],
