@@ -95,6 +95,7 @@ class TextRequest:
         from llmscale.data.prepare.prepare_set import PrepareOptions, describe_reading, prepare  # slow to import
 
         check_data_sets([self.text])
+        source.check()
         given = load_tokenizer(self.tokenizer) if self.tokenizer not in (None, CHARACTERS) else None
         folder = cache / _hash(
             _hash_contents(source),

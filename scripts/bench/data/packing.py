@@ -125,59 +125,14 @@ def see_beginning(row: Tokens, firsts: Tokens) -> float:
 
 def compare_training(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Train on each packing; print and return validation losses by "trained on, evaluated on"."""
+    prepare = f"data prepare --input python-stdlib --tokenizer {folder}/tokenizer --val-fraction 0.05"
+    train = f"train --nproc-per-node 1 --ds {REPOSITORY}/ds_configs/zero0.json --model tiny-modern-10m --n-layer 2"
+    train += " --n-embd 128 --n-head 2 --n-kv-head 2 --global-batch-size 8 --lr 2e-3 --precision fp32 --num-workers 0"
+    train += f" --no-async-save --val-every 0 --steps {args.steps} --save-every {args.steps}"
     for packing in PACKINGS:
-        run_llmscale(
-            "data",
-            "prepare",
-            "--input",
-            "python-stdlib",
-            "--tokenizer",
-            f"{folder}/tokenizer",
-            "--seq-len",
-            str(args.train_length),
-            "--packing",
-            packing,
-            "--out",
-            f"{folder}/{packing}",
-            "--val-fraction",
-            "0.05",
-        )
-        run_llmscale(
-            "train",
-            "--nproc-per-node",
-            "1",
-            "--ds",
-            str(REPOSITORY / "ds_configs" / "zero0.json"),
-            "--model",
-            "tiny-modern-10m",
-            "--n-layer",
-            "2",
-            "--n-embd",
-            "128",
-            "--n-head",
-            "2",
-            "--n-kv-head",
-            "2",
-            "--data",
-            f"{folder}/{packing}",
-            "--run",
-            f"{folder}/run-{packing}",
-            "--steps",
-            str(args.steps),
-            "--global-batch-size",
-            "8",
-            "--lr",
-            "2e-3",
-            "--precision",
-            "fp32",
-            "--num-workers",
-            "0",
-            "--save-every",
-            str(args.steps),
-            "--no-async-save",
-            "--val-every",
-            "0",
-        )
+        out = f"{folder}/{packing}"
+        run_llmscale(*f"{prepare} --seq-len {args.train_length} --packing {packing} --out {out}".split())
+        run_llmscale(*f"{train} --data {out} --run {folder}/run-{packing}".split())
     print(f"\nvalidation loss after {args.steps} steps of 8 rows of {args.train_length:,} tokens, nats per token")
     print(f"{'trained on':12}{'rows of the stream':>20}{'rows of best-fit':>20}")
     losses: dict[str, float] = {}

@@ -16,8 +16,10 @@ import pytest
 from pyarrow import parquet
 
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
+from llmscale.data.prepare.sources.file_source import FileSource
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.sources.source import describe_passed_over
+from llmscale.data.prepare.text_cache import TextRequest
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
 from tests.object_store import ObjectStore
@@ -162,6 +164,21 @@ def test_all_files_that_cannot_be_read_are_listed_at_once(tmp_path: Path) -> Non
     assert list(source.documents()) == ["good", "one", "two"]
     assert source.skipped == 2
     assert {Path(one.name).name for one in source.passed_over} == {"d.txt", "e.txt"}
+
+
+def test_files_that_cannot_be_read_are_found_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever in the text they are; those from a store only as they are read."""
+    _write(tmp_path / "in", {"a.txt": b"good " * 99, "z.txt": b"x" * (3 << 20) + b"\xe9"})
+    monkeypatch.setattr(FileSource, "records", lambda *_: pytest.fail("reads already"))
+    source = open_source(str(tmp_path / "in"), str(tmp_path / "in" / "a.txt"))
+    with pytest.raises(DataError, match=r"z\.txt is not UTF-8 text.*--skip-undecodable"):
+        prepare(source, tmp_path / "set", load_tokenizer("bytes"), PrepareOptions(seq_len=8))
+    with pytest.raises(DataError, match=r"^--text .*z\.txt is not UTF-8 text"):
+        TextRequest(str(tmp_path / "in"), None, 8, tmp_path / "cache").open(may_prepare=True)
+    assert not (tmp_path / "set").exists() and not list((tmp_path / "cache" / "text").glob("*/manifest.json"))
+    open_source(str(tmp_path / "in"), skip_undecodable=True).check()
 
 
 UNDECODABLE = {
