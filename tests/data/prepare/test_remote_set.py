@@ -518,11 +518,10 @@ def test_bytes_damaged_on_their_way_are_fetched_again(
     _local(corpus, tmp_path / "set")
     expected = _read(str(tmp_path / "set"))
     for name in ("manifest.json", "index.json", "shard.00000"):
-        for harm in ("cut", "flip"):
-            _harm(relay, harm, name, 1)
-            assert main(["data", "verify", URL]) == 0, (harm, name)
-            _harm(relay, harm, name, 1)
-            assert _read(URL, tmp_path / f"cache-{harm}-{name}") == expected, (harm, name)
+        _harm(relay, "flip", name, 1)
+        assert main(["data", "verify", URL]) == 0, name
+        _harm(relay, "cut", name, 1)
+        assert _read(URL, tmp_path / f"cache-{name}") == expected, name
 
 
 def test_text_cut_on_its_way_is_read_again(corpus: Path, object_store: ObjectStore, relay: Relay) -> None:
