@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from llmscale.data.order.permutation import UInt64Array, fold64, key64
 from llmscale.data.prepare.packing import Packing, PackingState, Tokens, Windows
 from llmscale.data.shards.manifest import HASH_ALGORITHM, ShardInfo, SplitManifest, TokenDtype, shard_columns
-from llmscale.data.shards.target_mask import are_targets, ids_of, to_rows
+from llmscale.data.shards.token_shards import are_targets, ids_of, to_rows
 from llmscale.data.shards.verify_shards import INDEX_NAME
 from llmscale.files.atomic_write import write_durably
 

@@ -28,7 +28,7 @@ from llmscale.data.prepare.packing import PackingState, Tokens
 from llmscale.data.prepare.sources.source import Place, Rejected, Source, TokenRules
 from llmscale.data.prepare.split_writer import SplitState, SplitWriter
 from llmscale.data.shards.manifest import TokenDtype
-from llmscale.data.shards.target_mask import ids_of
+from llmscale.data.shards.token_shards import ids_of
 from llmscale.data.tokenizers.tokenizer import TokenArray, Tokenizer, letters_of_bytes
 from llmscale.errors import DataError
 from llmscale.terminal.progress import Progress
