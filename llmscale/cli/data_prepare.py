@@ -222,13 +222,13 @@ def _check_out(args: argparse.Namespace) -> Path | str:
     """Return --out as a folder or a URL. Raises DataError before anything is opened."""
     from llmscale.data.storage.schemes import check_not_forgotten, check_out_url, is_url
 
-    if not is_url(args.out):
-        check_not_forgotten(args.out, "--out")
-        check_output_folder("--out", Path(args.out))
-        return Path(args.out)
-    if args.work_dir is not None:
-        check_output_folder("--work-dir", args.work_dir)
-    return check_out_url(args.out)
+    if is_url(args.out):
+        if args.work_dir is not None:
+            check_output_folder("--work-dir", args.work_dir)
+        return check_out_url(args.out)
+    check_not_forgotten(args.out, "--out")
+    check_output_folder("--out", Path(args.out))
+    return Path(args.out)
 
 
 def _open_destination(args: argparse.Namespace) -> Destination:
@@ -250,17 +250,17 @@ def _describe_choices(
     yield from describe_reading(passed_over, beside, prepared.num_rejected, prepared.num_cut)
     splits = prepared.manifest.splits
     num_tokens = sum(split.num_tokens for split in splits.values())
-    if "val" not in splits:
+    if (val := splits.get("val")) is None:
         window = prepared.manifest.seq_len + 1
         why = f"the text is too short, {num_tokens:,} tokens: training and validation need a window of {window:,} each"
         yield f"No validation split: {why if val_fraction else '--val-fraction is 0'}."
     elif prepared.note:
         yield prepared.note
-    elif splits["val"].num_tokens > max(2 * val_fraction, val_fraction + 0.02) * num_tokens:
+    elif val.num_tokens > max(2 * val_fraction, val_fraction + 0.02) * num_tokens:
+        num_documents = sum(split.num_documents for split in splits.values())
         yield (
-            f"Validation has {splits['val'].num_tokens / num_tokens:.0%} of the tokens, not {val_fraction:.0%}: "
-            f"{splits['val'].num_documents:,} of {sum(split.num_documents for split in splits.values()):,} documents, "
-            "which stay complete. Another --seed chooses others."
+            f"Validation has {val.num_tokens / num_tokens:.0%} of the tokens, not {val_fraction:.0%}: "
+            f"{val.num_documents:,} of {num_documents:,} documents, which stay complete. Another --seed chooses others."
         )
 
 

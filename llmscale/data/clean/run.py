@@ -84,6 +84,7 @@ def clean(
     if _is_already_there(out, request, overwrite=overwrite):
         remove_finished(out, "clean")
         return CleanResult(Counts(), Counts(), [], ReadPosition(), reused=True)
+    source.check()
     parts, executor = [source], _run_here(num_workers or len(os.sched_getaffinity(0)))
     if cluster is not None:
         parts, executor = cut(source, cluster.num_parts), connected(cluster)

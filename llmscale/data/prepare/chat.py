@@ -55,7 +55,10 @@ def conversation_text(record: Mapping[str, object], field: str) -> str:
     else:
         messages = _turns(record["conversations" if field not in record and "conversations" in record else field], "")
     tools = {"tools": record["tools"]} if record.get("tools") else {}
-    text = json.dumps({"messages": messages, **tools}, ensure_ascii=False)
+    return _unmarked(json.dumps({"messages": messages, **tools}, ensure_ascii=False))
+
+
+def _unmarked(text: str) -> str:
     return text.replace(_OPEN, "").replace(_CLOSE, "")
 
 
@@ -114,7 +117,7 @@ class ChatTemplate:
 
     def prompt(self, messages: Messages) -> str:
         """Return the text that the assistant's next turn continues. Raises _Refused when the template raises."""
-        return self.render(messages, prompts=True).replace(_OPEN, "").replace(_CLOSE, "")
+        return _unmarked(self.render(messages, prompts=True))
 
     def end_of_turn(self) -> str:
         """Return the text with which the assistant's turns end, empty if the template marks none. Raises DataError."""

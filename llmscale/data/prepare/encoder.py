@@ -128,9 +128,9 @@ def choose_encoder(tokenizer: Tokenizer, wanted: EncoderName, first_texts: Seque
     reference = ReferenceEncoder(tokenizer)
     if wanted == "reference":
         return reference, ""
-    if not isinstance(tokenizer, (TiktokenTokenizer, HuggingFaceTokenizer)) or tokenizer.spec == CHARACTERS:
-        why_not = "it encodes byte-level BPE only"
-    else:
+    why_not, is_bpe = "it encodes byte-level BPE only", False
+    if isinstance(tokenizer, (TiktokenTokenizer, HuggingFaceTokenizer)) and tokenizer.spec != CHARACTERS:
+        is_bpe = True
         try:
             native, is_nfc = _load(tokenizer)
             encoder = GigatokenEncoder(tokenizer, native, is_nfc=is_nfc)
@@ -147,7 +147,6 @@ def choose_encoder(tokenizer: Tokenizer, wanted: EncoderName, first_texts: Seque
             why_not = f"it fails ({' '.join(str(error).split())[:200]})"
     if wanted == "gigatoken":
         raise DataError(f"--encoder gigatoken cannot encode with {tokenizer.spec}: {why_not}.")
-    is_bpe = isinstance(tokenizer, (TiktokenTokenizer, HuggingFaceTokenizer)) and tokenizer.spec != CHARACTERS
     return reference, f"Encoding with {reference.name}, not gigatoken: {why_not}." if is_bpe else ""
 
 

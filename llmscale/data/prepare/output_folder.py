@@ -32,32 +32,35 @@ def new_folder(out: Path, *, replace: bool) -> Iterator[Path]:
     With `replace`, an existing `out` is renamed first and deleted afterwards. Siblings of dead processes are removed.
     Raises DataError when `out` is not writable or has appeared meanwhile.
     """
-    made = [folder for folder in out.parents if not os.path.lexists(folder)]
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+    with _folders_above(out):
         recover(out)
         partial = _sibling(out, "partial")
         partial.mkdir()
-    except OSError as error:
-        _remove_empty(made)
-        raise write_failure(error, out) from None
+        try:
+            with _held(partial):
+                yield partial
+                sync_tree(partial)
+                put_in_place(partial, out, replace=replace)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _folders_above(out: Path) -> Iterator[None]:
+    """Make the folders above `out`; at the end those that were made and are empty are removed.
+
+    Raises DataError for any OSError.
+    """
+    made = [folder for folder in out.parents if not os.path.lexists(folder)]
     try:
-        with _held(partial):
-            yield partial
-            sync_tree(partial)
-            put_in_place(partial, out, replace=replace)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
         raise write_failure(error, out) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        _remove_empty(made)
-
-
-def _remove_empty(folders: list[Path]) -> None:
-    """Remove folders, innermost first, that were made for an `out` that failed."""
-    with suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
+        with suppress(OSError):
+            for folder in made:  # innermost first
+                folder.rmdir()
 
 
 def recover(out: Path) -> None:
@@ -217,23 +220,17 @@ def open_work_folder(out: Path, request: Mapping[str, object], purpose: str = "p
     Raises DataError when `out` is not writable or another process is writing it.
     """
     path = work_folder_of(out, purpose)
-    made = [folder for folder in out.parents if not os.path.lexists(folder)]
-    is_done = False
-    try:
-        path.mkdir(parents=True, exist_ok=True)
+    with _folders_above(out):
+        path.mkdir(exist_ok=True)
         with open(path / _LOCK_NAME, "ab") as lock:
             _take(lock.fileno(), out)
-            work = WorkFolder(path, request)
+            work, is_done = WorkFolder(path, request), False
             try:
                 yield work
                 is_done = True
             finally:
                 if is_done or not work.has_state():
                     shutil.rmtree(path, ignore_errors=True)
-    except OSError as error:
-        raise write_failure(error, out) from error
-    finally:
-        _remove_empty(made)
 
 
 def remove_finished(out: Path, purpose: str = "prepare") -> None:

@@ -18,11 +18,10 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypedDict, cast
 
 import numpy as np
 import xxhash
@@ -35,9 +34,23 @@ from llmscale.data.shards.token_shards import are_targets, ids_of, to_rows
 from llmscale.data.shards.verify_shards import INDEX_NAME
 from llmscale.files.atomic_write import write_durably
 
-#: An entry of Streaming's index.json.
-Entry = dict[str, object]
-_JOURNAL_NAME = "shards.jsonl"
+
+class _File(TypedDict):
+    """A file in Streaming's index.json."""
+
+    basename: str
+    bytes: int
+    hashes: dict[str, str]
+
+
+class Entry(TypedDict):
+    """A shard in Streaming's index.json, which has the columns beside these keys."""
+
+    samples: int
+    raw_data: _File
+    zip_data: _File | None
+
+
 #: Shards in memory during compression and writing.
 _MOST_UNDER_WAY = 2
 
@@ -64,7 +77,7 @@ class ShardFiles:
         self._journal = journal
         self._compression = compression
         self._keep = keep
-        self._config: Entry = {
+        self._config: dict[str, object] = {
             "version": 2,
             "format": "mds",
             "compression": compression or None,
@@ -86,8 +99,8 @@ class ShardFiles:
             leftover.unlink()
         entries = self._load_whole()
         for entry in entries:
-            self._keep(self._folder / _stored_name(entry))
-            done(_raw_bytes(entry))
+            self._keep(self._stored(entry))
+            done(entry["raw_data"]["bytes"])
         first = len(entries) * self.windows_per_shard
         with ThreadPoolExecutor(_MOST_UNDER_WAY) as pool, open(self._journal, "ab", buffering=0) as journal:
             under_way: collections.deque[Future[Entry]] = collections.deque()
@@ -97,8 +110,8 @@ class ShardFiles:
                 journal.write(json.dumps(entry).encode() + b"\n")
                 os.fsync(journal.fileno())
                 entries.append(entry)
-                self._keep(self._folder / _stored_name(entry))
-                done(_raw_bytes(entry))
+                self._keep(self._stored(entry))
+                done(entry["raw_data"]["bytes"])
 
             for number, windows in enumerate(self._grouped(windows_from(first)), start=len(entries)):
                 under_way.append(pool.submit(self._write_shard, number, windows))
@@ -110,17 +123,11 @@ class ShardFiles:
         return entries
 
     def _load_whole(self) -> list[Entry]:
-        """Return the entries of shards that an interrupted run has written."""
-        entries: list[Entry] = []
-        with suppress(FileNotFoundError):
-            for line in self._journal.read_bytes().splitlines(keepends=True):
-                if not line.endswith(b"\n"):
-                    break  # torn
-                entries.append(json.loads(line))
-        # Rewrite the journal without a torn line.
-        with open(self._journal, "wb", buffering=0) as journal:
-            journal.writelines(json.dumps(entry).encode() + b"\n" for entry in entries)
-        return entries
+        """Return the entries of shards that an interrupted run has written, and cut a torn line off the journal."""
+        contents = self._journal.read_bytes() if self._journal.exists() else b""
+        complete = contents[: contents.rfind(b"\n") + 1]
+        self._journal.write_bytes(complete)
+        return [json.loads(line) for line in complete.splitlines()]
 
     def _grouped(self, pieces: Iterable[Windows]) -> Iterator[list[Windows]]:
         """Yield the windows of each shard."""
@@ -137,6 +144,9 @@ class ShardFiles:
         if waiting:
             yield waiting
 
+    def _stored(self, entry: Entry) -> Path:
+        return self._folder / (entry["zip_data"] or entry["raw_data"])["basename"]
+
     def _write_shard(self, number: int, parts: list[Windows]) -> Entry:
         if self._has_mask:
             parts = [to_rows(part, self._dtype) for part in parts]
@@ -151,8 +161,8 @@ class ShardFiles:
         if self._compression:
             contents = [_compress(b"".join(contents))]
             zip_info = _describe_contents(contents, f"{name}.{self._compression}")
-        entry: Entry = {"samples": num_samples, "raw_data": raw, "zip_data": zip_info, **self._config}
-        write_durably(self._folder / _stored_name(entry), *contents)
+        entry = cast(Entry, {"samples": num_samples, "raw_data": raw, "zip_data": zip_info, **self._config})
+        write_durably(self._stored(entry), *contents)
         return entry
 
 
@@ -163,23 +173,11 @@ def _compress(contents: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=3, threads=1).compress(contents)
 
 
-def _describe_contents(contents: Sequence[bytes | memoryview], name: str) -> Entry:
+def _describe_contents(contents: Sequence[bytes | memoryview], name: str) -> _File:
     digest = xxhash.xxh3_64()
     for part in contents:
         digest.update(part)
     return {"basename": name, "bytes": sum(map(len, contents)), "hashes": {HASH_ALGORITHM: digest.hexdigest()}}
-
-
-def _raw_bytes(entry: Entry) -> int:
-    raw = entry["raw_data"]
-    assert isinstance(raw, dict)
-    return int(raw["bytes"])
-
-
-def _stored_name(entry: Entry) -> str:
-    stored = entry["zip_data"] or entry["raw_data"]
-    assert isinstance(stored, dict)
-    return str(stored["basename"])
 
 
 #: Bytes of windows in memory that make a run; sorting and writing it takes as much again.
@@ -407,14 +405,10 @@ class SplitWriter:
         self._waiting: list[Tokens] = []
         self._num_waiting = 0
         self._counts, self.num_targets = state.counts, state.num_targets
-        self._num_documents, self._num_text_bytes = state.num_documents, state.num_text_bytes
+        self.num_documents, self._num_text_bytes = state.num_documents, state.num_text_bytes
         self._shuffle = WindowShuffle(
             scratch, window_length=seq_len + 1, dtype=dtype, seed=shuffle_seed, run_begins=state.run_begins
         )
-
-    @property
-    def num_documents(self) -> int:
-        return self._num_documents
 
     @property
     def waiting_bytes(self) -> int:
@@ -440,7 +434,7 @@ class SplitWriter:
         """Append documents' tokens in the split's dtype, each document with its end-of-text token."""
         self._waiting.append(tokens)
         self._num_waiting += len(tokens)
-        self._num_documents += num_documents
+        self.num_documents += num_documents
         self._num_text_bytes += num_text_bytes
         if self._num_waiting >= max(_BUFFER_TOKENS, self._seq_len + 1):
             self._cut_windows()
@@ -458,7 +452,7 @@ class SplitWriter:
         state = SplitState(
             self._packing.state(),
             self._counts.copy(),
-            self._num_documents,
+            self.num_documents,
             self._num_text_bytes,
             begins,
             self.num_targets,
@@ -477,7 +471,7 @@ class SplitWriter:
         entries = self._files.write(self._shuffle.drain, done)
         present = np.flatnonzero(self._counts)
         return SplitManifest(
-            num_documents=self._num_documents,
+            num_documents=self.num_documents,
             num_text_bytes=self._num_text_bytes,
             num_tokens=self.num_tokens,
             num_samples=self.num_windows,
@@ -501,9 +495,8 @@ class SplitWriter:
 
 
 def _describe(entry: Entry) -> ShardInfo:
-    raw, num_samples = entry["raw_data"], entry["samples"]
-    assert isinstance(raw, dict) and isinstance(num_samples, int)
-    return ShardInfo(raw["basename"], raw["bytes"], raw["hashes"][HASH_ALGORITHM], num_samples)
+    raw = entry["raw_data"]
+    return ShardInfo(raw["basename"], raw["bytes"], raw["hashes"][HASH_ALGORITHM], entry["samples"])
 
 
 def unigram_entropy_nats(counts: NDArray[np.int64]) -> float:

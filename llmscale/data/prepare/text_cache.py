@@ -95,24 +95,22 @@ class TextRequest:
         from llmscale.data.prepare.prepare_set import PrepareOptions, describe_reading, prepare  # slow to import
 
         check_data_sets([self.text])
+        source.check()
         given = load_tokenizer(self.tokenizer) if self.tokenizer not in (None, CHARACTERS) else None
-        folder = cache / _hash(
-            _hash_contents(source),
-            given.sha256 if given else self.tokenizer or self._vocab_size(source),
-            self.seq_len,
-            self.skip_undecodable,
-        )
+        vocab_size = self._vocab_size(source)
+        vocabulary = given.sha256 if given else self.tokenizer or vocab_size
+        folder = cache / _hash(_hash_contents(source), vocabulary, self.seq_len, self.skip_undecodable)
         if (folder / MANIFEST_NAME).is_file():
             return folder
         _announce(
-            f"preparing {source.name} once: tokenizer {self.tokenizer or self._describe_vocabulary(source)}, "
+            f"preparing {source.name} once: tokenizer {self.tokenizer or self._describe_vocabulary(vocab_size)}, "
             f"seq_len {self.seq_len}"
         )
         passed_over = set(source.passed_over)
         for line in describe_passed_over(passed_over):
             _announce(line)
         start_s = time.monotonic()
-        tokenizer = given or self._train(source, folder.with_name(f"{folder.name}-tokenizer"))
+        tokenizer = given or self._train(source, vocab_size, folder.with_name(f"{folder.name}-tokenizer"))
         prepared = prepare(source, folder, tokenizer, PrepareOptions(seq_len=self.seq_len))
         counts = [f"{split.num_tokens:,} tokens to {name}" for name, split in prepared.manifest.splits.items()]
         _announce(f"prepared {', '.join(counts)}, of {tokenizer.vocab_size:,}, in {time.monotonic() - start_s:.1f} s")
@@ -126,22 +124,20 @@ class TextRequest:
         num_entries = (source.total_bytes or sys.maxsize) // _BYTES_PER_ENTRY
         return min(self.most_vocab, 1 << num_entries.bit_length() - 1) if num_entries >= LEAST_VOCAB else None
 
-    def _describe_vocabulary(self, source: Source) -> str:
-        vocab_size = self._vocab_size(source)
+    def _describe_vocabulary(self, vocab_size: int | None) -> str:
         if vocab_size is None:
             return "bytes, for so little text"
         is_limited = vocab_size == self.most_vocab < MOST_VOCAB
         why = "the most for the model's size" if is_limited else "as many as the text suffices for"
         return f"of {vocab_size:,} tokens, {why}, trained on it"
 
-    def _train(self, source: Source, folder: Path) -> Tokenizer:
+    def _train(self, source: Source, vocab_size: int | None, folder: Path) -> Tokenizer:
         """Return a tokenizer made from the text, or the saved one."""
         # Slow to import.
         from llmscale.data.tokenizers.train_tokenizer import make_character_tokenizer, train_tokenizer
 
         if self.tokenizer == CHARACTERS:
             return make_character_tokenizer(source)
-        vocab_size = self._vocab_size(source)
         if vocab_size is None:
             return ByteTokenizer()
         if folder.is_dir():

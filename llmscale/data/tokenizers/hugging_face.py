@@ -64,17 +64,6 @@ def special_ids(record: dict[str, object]) -> list[int]:
     return [token for token, text in ids if isinstance(token, int) and text not in unknown and token not in unknown]
 
 
-def without_special(record: dict[str, object]) -> dict[str, object]:
-    """Return a tokenizer.json without special tokens and without a template."""
-    plain = [entry for entry in _added(record) if not entry.get("special")]
-    return {**record, "added_tokens": plain, "post_processor": None}
-
-
-def are_all_special(record: dict[str, object]) -> bool:
-    """Return whether all added tokens are special, so that none is parsed in text."""
-    return all(entry.get("special") for entry in _added(record))
-
-
 def _added(record: dict[str, object]) -> list[dict[str, object]]:
     added = record.get("added_tokens")
     return added if isinstance(added, list) else []
@@ -337,7 +326,10 @@ class HuggingFaceTokenizer(Tokenizer):
     def plain_record(self) -> dict[str, object]:
         """Return a tokenizer.json with which another program encodes text as this one does: without special tokens,
         unless they are parsed."""
-        return self._plain if self._parse_special else without_special(self._plain)
+        if self._parse_special:
+            return self._plain
+        ordinary = [entry for entry in _added(self._plain) if not entry.get("special")]
+        return {**self._plain, "added_tokens": ordinary, "post_processor": None}
 
     def describe_ends(self) -> str:
         """Return a sentence on the tokens around documents and their origin."""
@@ -482,5 +474,6 @@ def _is_gpt2_like(record: dict[str, object]) -> bool:
         and splitter.get("type") == "ByteLevel"
         and splitter.get("use_regex") is True
         and splitter.get("add_prefix_space") is False
-        and are_all_special(record)
+        # No added token is parsed in text.
+        and all(entry.get("special") for entry in _added(record))
     )

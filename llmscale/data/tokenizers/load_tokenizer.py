@@ -103,16 +103,29 @@ def check_tokenizer_of_weights(set_folder: Path, manifest: Manifest, model_folde
     than tokens. Without a vocabulary in the folder only the sizes are compared, which the line states. A remote
     dataset's tokenizer must have been fetched. Raises DataError naming the difference.
     """
-    rows = _rows_of_weights(model_folder)
+    path, rows = model_folder / "config.json", None
+    if path.is_file():
+        # Some models on the Hub use Infinity for a limit.
+        rows = load_json(path, Rules(DataError, max_bytes=CONFIG_MAX_BYTES, not_finite=True)).get("vocab_size")
+    if rows is not None and (type(rows) is not int or rows < 1):
+        raise DataError(f"{path}: vocab_size is {str(rows)[:40]!r}, and must be a whole number above 0.")
+    what = f"{set_folder} was prepared with a tokenizer of {manifest.vocab_size:,} tokens"
     remedy = f"Prepare the text with `llmscale data prepare --tokenizer {model_folder}`."
     if rows is not None and manifest.vocab_size > rows:
-        raise DataError(
-            f"{set_folder} was prepared with a tokenizer of {manifest.vocab_size:,} tokens, but the weights in "
-            f"{model_folder} have {rows:,} rows. {remedy}"
-        )
+        raise DataError(f"{what}, but the weights in {model_folder} have {rows:,} rows. {remedy}")
     name, theirs = load_vocabulary(model_folder)
-    if not name:
-        return _compare_sizes(set_folder, manifest, model_folder, rows, remedy)
+    if not name and rows is None:
+        raise DataError(f"{model_folder} has neither a tokenizer nor a config.json with vocab_size to compare with.")
+    if not name and rows is not None:
+        if rows - manifest.vocab_size > rows * _MOST_PADDING_FRAC:
+            raise DataError(
+                f"{what}, but the weights in {model_folder} have {rows:,} rows, more than padding explains. Put the "
+                f"model's tokenizer.json into its folder. {remedy}"
+            )
+        return (
+            f"{model_folder} has no tokenizer.json: only sizes were compared, {manifest.vocab_size:,} tokens in the "
+            f"dataset, {rows:,} rows in the weights."
+        )
     ours = load_set_tokenizer(set_folder, manifest).tokens()
     different = [token for token in sorted(ours) if theirs.get(token) != ours[token]]
     if different:
@@ -125,33 +138,3 @@ def check_tokenizer_of_weights(set_folder: Path, manifest: Manifest, model_folde
         )
     more = f", which has {len(theirs) - len(ours):,} more" if len(theirs) > len(ours) else ""
     return f"The dataset's {len(ours):,} tokens are those of {model_folder / name}{more}."
-
-
-def _compare_sizes(set_folder: Path, manifest: Manifest, model_folder: Path, rows: int | None, remedy: str) -> str:
-    if rows is None:
-        raise DataError(f"{model_folder} has neither a tokenizer nor a config.json with vocab_size to compare with.")
-    if rows - manifest.vocab_size > rows * _MOST_PADDING_FRAC:
-        raise DataError(
-            f"{set_folder} was prepared with a tokenizer of {manifest.vocab_size:,} tokens, but the weights in "
-            f"{model_folder} have {rows:,} rows, more than padding explains. Put the model's tokenizer.json into its "
-            f"folder. {remedy}"
-        )
-    return (
-        f"{model_folder} has no tokenizer.json: only sizes were compared, {manifest.vocab_size:,} tokens in the "
-        f"dataset, {rows:,} rows in the weights."
-    )
-
-
-def _rows_of_weights(model_folder: Path) -> int | None:
-    """Return vocab_size of config.json, or None. Raises DataError."""
-    path = model_folder / "config.json"
-    if not path.is_file():
-        return None
-    # Some models on the Hub use Infinity for a limit.
-    config = load_json(path, Rules(DataError, max_bytes=CONFIG_MAX_BYTES, not_finite=True))
-    rows = config.get("vocab_size")
-    if rows is None:
-        return None
-    if type(rows) is not int or rows < 1:
-        raise DataError(f"{path}: vocab_size is {str(rows)[:40]!r}, and must be a whole number above 0.")
-    return rows

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llmscale.data.clean.duplicates import find_exact_key
 from llmscale.data.clean.filters import Text, hash_ngrams, number_words, plain_words, word_spans
-from llmscale.data.prepare.train_val_split import hash_text
+from llmscale.data.prepare.tokenise import hash_text
 
 #: Letters, signs that are letters, signs that are punctuation (U+30A0, U+30FB, U+309B, U+3099) or unassigned, others.
 MIXED = st.text("aB\u00e9 \n.-'\u6f22\u30ab\u3042\u30a0\u30fb\u309b\u3099\u3040\u30fc\U0003134e!_1")

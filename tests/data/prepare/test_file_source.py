@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import lzma
-import tarfile
 from pathlib import Path
 
 import datasets
@@ -16,10 +14,13 @@ import pytest
 from pyarrow import parquet
 
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
+from llmscale.data.prepare.sources.file_source import FileSource
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.sources.source import describe_passed_over
+from llmscale.data.prepare.text_cache import TextRequest
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
+from tests.data.prepare.conftest import parquet_of, tar_of
 from tests.object_store import ObjectStore
 
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
@@ -44,28 +45,12 @@ def _write(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-def _tar(files: dict[str, bytes], mode: str = "w") -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode=mode) as archive:  # type: ignore[call-overload]
-        for name, contents in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(contents)
-            archive.addfile(member, io.BytesIO(contents))
-    return file.getvalue()
-
-
-def _parquet() -> bytes:
-    file = io.BytesIO()
-    parquet.write_table(pyarrow.table({"text": ["one", "two"]}), file)
-    return file.getvalue()
-
-
 RECORDS = {
     "data/a.jsonl": LINES,
     "a.json.gz": gzip.compress(LINES),
     "a.txt": LINES,
     "a.csv": b"id,text\n1,one\n2,two\n",
-    "x/a.parquet": _parquet(),
+    "x/a.parquet": parquet_of({"text": ["one", "two"]}),
 }
 
 
@@ -84,7 +69,7 @@ def test_records_are_read_without_the_files_beside_them(
             object_store.put(f"in/{path}", contents)
     else:
         spec = str(tmp_path / "a.tar")
-        (tmp_path / "a.tar").write_bytes(_tar(files, "w:gz" if kind == "tar.gz" else "w"))
+        (tmp_path / "a.tar").write_bytes(tar_of(files, "w:gz" if kind == "tar.gz" else "w"))
     source = open_source(spec)
     assert list(source.documents()) == ["one", "two"]
     assert {one.name.rpartition(":")[2] for one in source.passed_over} == set(BESIDE)
@@ -164,10 +149,25 @@ def test_all_files_that_cannot_be_read_are_listed_at_once(tmp_path: Path) -> Non
     assert {Path(one.name).name for one in source.passed_over} == {"d.txt", "e.txt"}
 
 
+def test_files_that_cannot_be_read_are_found_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever in the text they are; those from a store only as they are read."""
+    _write(tmp_path / "in", {"a.txt": b"good " * 99, "z.txt": b"x" * (3 << 20) + b"\xe9"})
+    monkeypatch.setattr(FileSource, "records", lambda *_: pytest.fail("reads already"))
+    source = open_source(str(tmp_path / "in"), str(tmp_path / "in" / "a.txt"))
+    with pytest.raises(DataError, match=r"z\.txt is not UTF-8 text.*--skip-undecodable"):
+        prepare(source, tmp_path / "set", load_tokenizer("bytes"), PrepareOptions(seq_len=8))
+    with pytest.raises(DataError, match=r"^--text .*z\.txt is not UTF-8 text"):
+        TextRequest(str(tmp_path / "in"), None, 8, tmp_path / "cache").open(may_prepare=True)
+    assert not (tmp_path / "set").exists() and not list((tmp_path / "cache" / "text").glob("*/manifest.json"))
+    open_source(str(tmp_path / "in"), skip_undecodable=True).check()
+
+
 UNDECODABLE = {
     "a.jsonl": b'{"text": "caf\xe9"}\n' + LINES,
     "a.csv": b"text\ncaf\xe9\none\ntwo\n",
-    "a.tar": _tar({"a.txt": b"caf\xe9", "b.txt": b"one", "c.txt": b"two"}),
+    "a.tar": tar_of({"a.txt": b"caf\xe9", "b.txt": b"one", "c.txt": b"two"}),
 }
 
 
@@ -191,17 +191,21 @@ def test_a_git_lfs_pointer_is_named(name: str, tmp_path: Path, object_store: Obj
 
 
 def test_an_archive_within_an_archive_is_named(tmp_path: Path) -> None:
-    inner = lzma.compress(_tar({"a.txt": b"text"}))
-    (tmp_path / "a.tar").write_bytes(_tar({"openwebtext/subset_data.xz": inner}))
+    inner = lzma.compress(tar_of({"a.txt": b"text"}))
+    (tmp_path / "a.tar").write_bytes(tar_of({"openwebtext/subset_data.xz": inner}))
     with pytest.raises(DataError, match=r"has no text\. Skipped 1 file .archives within .*subset_data\.xz"):
         _read(tmp_path / "a.tar")
-    (tmp_path / "a.tar").write_bytes(_tar({"subset_data.xz": inner, "b.txt": b"text"}))
+    (tmp_path / "a.tar").write_bytes(tar_of({"subset_data.xz": inner, "b.txt": b"text"}))
     source = open_source(str(tmp_path / "a.tar"))
     assert list(source.documents()) == ["text"] and len(source.passed_over) == 1
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.npy", "a.csv", "a.jsonl.zst"])
-@pytest.mark.parametrize("contents", [LINES, b"id,text\n1,one\n2,two\n", _parquet()], ids=["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize(
+    "contents",
+    [LINES, b"id,text\n1,one\n2,two\n", parquet_of({"text": ["one", "two"]})],
+    ids=["jsonl", "csv", "parquet"],
+)
 def test_records_are_read_whatever_the_name(name: str, contents: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(contents)
     assert _read(tmp_path / name) == _read(tmp_path) == ["one", "two"]

@@ -8,7 +8,6 @@ import io
 import json
 import lzma
 import resource
-import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from pyarrow import parquet
 from llmscale.data.clean.decontaminate import read_evaluation_text
 from llmscale.data.prepare.sources import open_source as opening
 from llmscale.errors import DataError
+from tests.data.prepare.conftest import tar_of
 
 TEXTS = [f"document {number} é" for number in range(40)]
 LINES = "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in TEXTS).encode()
@@ -159,11 +159,8 @@ def test_a_parquet_bomb_is_refused_in_little_memory(table: pa.Table, tmp_path: P
 
 
 def test_members_of_a_tar_by_their_contents(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "a.dat", "w:xz") as archive:
-        for name, contents in (("a.json", LINES), ("b.TXT", gzip.compress(LINES)), ("c.json", b'{"name": "x"}')):
-            member = tarfile.TarInfo(name)
-            member.size = len(contents)
-            archive.addfile(member, io.BytesIO(contents))
+    members = {"a.json": LINES, "b.TXT": gzip.compress(LINES), "c.json": b'{"name": "x"}'}
+    (tmp_path / "a.dat").write_bytes(tar_of(members, "w:xz"))
     with pytest.raises(DataError, match=r"c\.json, line 1: no field 'text'"):
         _read(tmp_path / "a.dat")
     (tmp_path / "a.dat").rename(tmp_path / "a.txz")

@@ -15,7 +15,7 @@ from llmscale.data.prepare import split_writer, tokenise
 from llmscale.data.prepare.prepare_set import Prepared, PrepareOptions, prepare
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.split_writer import Run, WindowShuffle, unigram_entropy_nats, window_keys
-from llmscale.data.prepare.train_val_split import hash_text, split_scores
+from llmscale.data.prepare.tokenise import hash_text, split_scores
 from llmscale.data.shards.cache import open_set
 from llmscale.data.shards.manifest import Manifest, load_manifest
 from llmscale.data.shards.token_shards import TokenShards

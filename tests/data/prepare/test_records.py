@@ -6,7 +6,6 @@ import csv
 import gzip
 import io
 import json
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,13 +13,14 @@ import pandas
 import pyarrow as pa
 import pytest
 import zstandard
-from pyarrow import feather, ipc, parquet
+from pyarrow import feather, ipc
 
 from llmscale.data.prepare.sources import open_source as opening
 from llmscale.data.prepare.sources import source
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.sources.source import Document, Rejected
 from llmscale.errors import DataError
+from tests.data.prepare.conftest import parquet_of, tar_of
 from tests.object_store import ObjectStore
 
 TEXTS = ["plain é", 'with "quotes", commas; and\ttabs', "two\nlines", "two\r\nmore", " spaces ", "NA", "x" * 200_000]
@@ -34,16 +34,6 @@ def _csv(delimiter: str = ",", *, quoting: int = csv.QUOTE_MINIMAL, begin: str =
     return (begin + file.getvalue()).encode()
 
 
-def _tar(contents: bytes) -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w:gz") as archive:
-        for name, part in (("README.md", b"a card"), ("data/a.csv", contents)):
-            member = tarfile.TarInfo(name)
-            member.size = len(part)
-            archive.addfile(member, io.BytesIO(part))
-    return file.getvalue()
-
-
 TABLES = {
     "a.csv": _csv(),
     "quoted.csv": _csv(quoting=csv.QUOTE_ALL, end="\n"),
@@ -53,7 +43,7 @@ TABLES = {
     "a.csv.gz": gzip.compress(_csv()),
     "plain.csv.gz": _csv(),
     "a.tsv.zst": zstandard.compress(_csv("\t")),
-    "a.tgz": _tar(_csv()),
+    "a.tgz": tar_of({"README.md": b"a card", "data/a.csv": _csv()}, "w:gz"),
     "a.txt": _csv(),
     "part-0": _csv("\t"),
 }
@@ -129,17 +119,11 @@ def _arrow_file(table: pa.Table) -> bytes:
     return file.getvalue()
 
 
-def _parquet(table: pa.Table) -> bytes:
-    file = io.BytesIO()
-    parquet.write_table(table, file, row_group_size=70)
-    return file.getvalue()
-
-
 KINDS = [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("write", [_arrow_stream, _arrow_file, _parquet])
+@pytest.mark.parametrize("write", [_arrow_stream, _arrow_file, parquet_of])
 def test_columns_of_text(write: Callable[[pa.Table], bytes], kind: pa.DataType, tmp_path: Path) -> None:
     texts = [*TEXTS, None]
     column = pa.array(texts).dictionary_encode() if pa.types.is_dictionary(kind) else pa.array(texts, kind)
@@ -152,7 +136,7 @@ def test_columns_of_text(write: Callable[[pa.Table], bytes], kind: pa.DataType, 
         assert list(opened.records(records[80].place, None)) == records[81:]
 
 
-@pytest.mark.parametrize("write", [_arrow_stream, _arrow_file, _parquet])
+@pytest.mark.parametrize("write", [_arrow_stream, _arrow_file, parquet_of])
 def test_a_field_within_a_field(write: Callable[[pa.Table], bytes], tmp_path: Path) -> None:
     pages = [{"text": "a", "url": "x"}, None, {"text": None, "url": "y"}, {"text": "b", "url": "z"}]
     (tmp_path / "a.bin0").write_bytes(write(pa.table({"page": pages})))

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
-import tarfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow
 import pytest
 import zstandard
-from pyarrow import parquet
 
 from llmscale.data.prepare.sources import open_source as opening
 from llmscale.data.prepare.sources.clean_folder import FORMAT, FORMAT_VERSION
@@ -24,33 +20,19 @@ from llmscale.data.storage import faults
 from llmscale.data.storage.objects import Store
 from llmscale.errors import DataError
 from tests.conftest import HANG_S
+from tests.data.prepare.conftest import json_lines, parquet_of, tar_of
 from tests.object_store import ObjectStore
 
 TEXTS = [f"document {number} " * (number + 1) for number in range(60)]
-LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
-
-
-def _tar() -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        member = tarfile.TarInfo("a.jsonl")
-        member.size = len(LINES)
-        archive.addfile(member, io.BytesIO(LINES))
-    return file.getvalue()
-
-
-def _parquet() -> bytes:
-    file = io.BytesIO()
-    parquet.write_table(pyarrow.table({"text": TEXTS}), file, row_group_size=20)
-    return file.getvalue()
+LINES = json_lines(TEXTS)
 
 
 FORMATS = {
     "a.jsonl": LINES,
     "a.jsonl.gz": gzip.compress(LINES),
     "a.jsonl.zst": zstandard.compress(LINES),
-    "a.tar": _tar(),
-    "a.parquet": _parquet(),
+    "a.tar": tar_of({"a.jsonl": LINES}),
+    "a.parquet": parquet_of({"text": [*TEXTS]}, 20),
 }
 
 

@@ -65,7 +65,7 @@ def read_text(
     (done,) = start or (0,)
     for number, text in enumerate(_decode(file, name), start=1):
         if number > done:
-            yield Document(without_lone_surrogates(text), (number,))
+            yield Document(text, (number,))
 
 
 def _decode(file: BinaryIO, name: str) -> Iterator[str]:
@@ -76,6 +76,7 @@ def _decode(file: BinaryIO, name: str) -> Iterator[str]:
         if name.lower().endswith(".py"):
             encoding = tokenize.detect_encoding(io.BytesIO(chunk).readline)[0]
         b" ".decode(encoding)  # refuses codecs that are not text encodings, such as zlib
+        is_utf8 = encoding in ("utf-8-sig", "utf-8")  # which has no lone surrogates
         decoder = codecs.getincrementaldecoder(encoding)()
         while chunk:
             if b"\0" in chunk:
@@ -84,14 +85,15 @@ def _decode(file: BinaryIO, name: str) -> Iterator[str]:
             size_bytes += len(chunk)
             if size_bytes > MAX_TEXT_BYTES:
                 *done, rest = _cut("".join(parts))
-                yield from done
+                yield from done if is_utf8 else map(without_lone_surrogates, done)
                 parts = [rest]
             chunk = file.read(_CHUNK_BYTES)
         parts.append(decoder.decode(b"", final=True))
     except (UnicodeError, SyntaxError, LookupError) as error:
-        expected = "UTF-8" if encoding in ("utf-8-sig", "utf-8") else encoding
+        expected = encoding.replace("utf-8-sig", "utf-8").replace("utf-8", "UTF-8")
         raise UndecodableError(name, f" is not {expected} text: {error}") from None
-    yield "".join(parts)
+    text = "".join(parts)
+    yield text if is_utf8 else without_lone_surrogates(text)
 
 
 def _cut(text: str) -> Iterator[str]:

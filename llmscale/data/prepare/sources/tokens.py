@@ -19,7 +19,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import BinaryIO, NamedTuple, cast
+from typing import BinaryIO, cast
 
 import numpy as np
 
@@ -143,33 +143,23 @@ def _refuse_wide(tokens: TokenArray, name: str) -> None:
         )
 
 
-class _ArrayHeader(NamedTuple):
-    """Header of a `.npy` file."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def is_tokens(self) -> bool:
-        return len(self.shape) == 1 and self.dtype.kind in "iu"
-
-
-def _read_array_header(file: BinaryIO) -> _ArrayHeader:
-    """Read the header of a `.npy` file, of which numpy evaluates literals only. Raises ValueError."""
+def _read_array_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
+    """Return the shape and the type in a `.npy` file, whose header numpy reads as literals only. Raises ValueError."""
     version = np.lib.format.read_magic(file)
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
     if read is None:
         raise ValueError(f"version {version} of the format")
     shape, _, dtype = read(file)
-    return _ArrayHeader(shape, dtype)
+    return shape, dtype
 
 
 def is_token_array(head: bytes, _name: str, _options: ReadOptions) -> bool:
     """Return whether a `.npy` file that begins with `head` holds a row of integers."""
     try:
-        return _read_array_header(cast(BinaryIO, io.BytesIO(head))).is_tokens
+        shape, dtype = _read_array_header(cast(BinaryIO, io.BytesIO(head)))
     except ValueError:
         return False
+    return len(shape) == 1 and dtype.kind in "iu"
 
 
 def read_npy(
@@ -179,16 +169,15 @@ def read_npy(
     rules = need_rules(rules, name)
     piece, offset = start or (0, 0)
     try:
-        header = _read_array_header(file)
+        shape, dtype = _read_array_header(file)
     except ValueError as error:
         raise DataError(f"{name} is not a readable .npy file: {str(error).rstrip('.')}.") from None
-    if not header.is_tokens:
+    if len(shape) != 1 or dtype.kind not in "iu":
         raise DataError(
-            f"{name} holds an array of {header.dtype} of shape {header.shape}, not token ids: one row of integers. "
-            "Save token ids with numpy.save(FILE, ids.reshape(-1))."
+            f"{name} holds an array of {dtype} of shape {shape}, not token ids: one row of integers. Save token ids "
+            "with numpy.save(FILE, ids.reshape(-1))."
         )
-    pieces = _pieces(file, b"", header.dtype, name, header.shape[0], piece)
-    yield from documents_in(pieces, offset, rules, name)
+    yield from documents_in(_pieces(file, b"", dtype, name, shape[0], piece), offset, rules, name)
 
 
 def _pieces(

@@ -1,6 +1,11 @@
+"""Documents go to train or val by their text; batches come in order, no more of them in memory than agreed."""
+
 from __future__ import annotations
 
 import random
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmscale.data.prepare.train_val_split import SplitAssigner, hash_text, hash_tokens, split_scores
+from llmscale.data.prepare.tokenise import (
+    READ_AHEAD,
+    SplitAssigner,
+    hash_text,
+    hash_tokens,
+    ordered_parallel_map,
+    split_scores,
+)
+from tests.conftest import HANG_S
 
 
 def test_scores_are_uniform_and_follow_seed_and_text() -> None:
@@ -49,7 +62,7 @@ def _assign(
     documents: list[tuple[float, int]], fraction: float, window: int, *, keeps_order: bool = True
 ) -> tuple[dict[str, list[Numbers]], str]:
     """Return the documents of each split, given their scores and sizes, and the note."""
-    assigner = SplitAssigner[Numbers](fraction, window, Numbers.cut_at, keeps_order=keeps_order)
+    assigner = SplitAssigner(fraction, window, Numbers.cut_at, keeps_order=keeps_order)
     splits: dict[str, list[Numbers]] = {"train": [], "val": []}
     for name, (score, size) in enumerate(documents):
         document = Numbers(name, 0, size)
@@ -120,6 +133,53 @@ def test_a_document_that_is_most_of_the_text_is_not_all_for_validation() -> None
 
 
 def test_documents_do_not_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmscale.data.prepare.train_val_split.MOST_WAITING_TOKENS", 1000)
+    monkeypatch.setattr("llmscale.data.prepare.tokenise.MOST_WAITING_TOKENS", 1000)
     splits, note = _assign([(0.5, 99)] * 20, 0.05, 20)
     assert [part.name for part in splits["val"]] == [10] and "the text's first 1,100 tokens" in note
+
+
+@pytest.mark.parametrize(("weight", "most"), [(1, 2 * READ_AHEAD), (2, READ_AHEAD), (100, 1)])
+def test_large_batches_do_not_pile_up(weight: int, most: int) -> None:
+    """One more is read, and waits for its place."""
+    read: list[int] = []
+
+    def batches() -> Iterator[int]:
+        for number in range(20):
+            read.append(number)
+            yield number
+
+    done = []
+    for result in ordered_parallel_map(batches(), str, 1, weigh=lambda _: weight):
+        time.sleep(0.005)
+        assert len(read) <= len(done) + most + 1
+        done.append(result)
+    assert done == [str(number) for number in range(20)]
+
+
+def test_what_reading_and_working_raise_is_raised_in_its_place() -> None:
+    def batches() -> Iterator[int]:
+        yield 1
+        raise OSError("gone")
+
+    results = ordered_parallel_map(batches(), lambda number: 10 // number, 2, weigh=lambda _: 50)
+    assert next(results) == 10
+    with pytest.raises(OSError, match="gone"):
+        next(results)
+    with pytest.raises(ZeroDivisionError):
+        next(ordered_parallel_map([0], lambda number: 10 // number, 2))
+
+
+def test_what_is_read_from_is_closed_when_nothing_more_is_wanted() -> None:
+    is_closed = threading.Event()
+
+    def batches() -> Iterator[int]:
+        try:
+            yield from range(1000)
+        finally:
+            is_closed.set()
+
+    held = batches()
+    results = ordered_parallel_map(held, str, 1)
+    assert next(results) == "0"
+    results.close()
+    assert is_closed.wait(HANG_S)

@@ -1,4 +1,4 @@
-"""Several inputs, patterns, archives, pipes, and records that are no documents."""
+"""What `--input` may be: files, folders, patterns, archives, pipes, several of them, and what this machine has."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import io
 import json
 import os
 import sys
+import sysconfig
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow
 import pytest
+import zstandard
 from pyarrow import parquet
 
 from llmscale.data.prepare.output_folder import rejected_path
@@ -23,6 +25,135 @@ from llmscale.data.prepare.sources.source import Document, Rejected
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
 from tests import warm_start
+from tests.data.prepare.conftest import json_lines
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": lambda data: data,
+    ".gz": gzip.compress,
+    # Two frames, as parallel compressors write.
+    ".zst": lambda data: zstandard.compress(data[:7]) + zstandard.compress(data[7:]),
+}
+
+
+def _documents(spec: Path | str, **options: str | bool | None) -> list[str]:
+    return list(open_source(str(spec), **options).documents())
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_text_jsonl_and_parquet_compressed_or_not(tmp_path: Path, suffix: str) -> None:
+    texts = ["first document\nwith two lines", "zweites Dokument: 你好 🙂"]
+    jsonl = "\n".join(json.dumps({"text": text, "id": 1}) for text in texts) + "\n\n"
+    parquet.write_table(pyarrow.table({"text": texts, "id": [1, 2]}), tmp_path / "plain.parquet")
+    table = (tmp_path / "plain.parquet").read_bytes()
+    (tmp_path / "plain.parquet").unlink()
+    for name, contents in [("a.txt", texts[0].encode()), ("b.jsonl", jsonl.encode()), ("c.parquet", table)]:
+        (tmp_path / f"{name}{suffix}").write_bytes(COMPRESS[suffix](contents))
+    assert _documents(tmp_path, glob="*") == [texts[0], *texts, *texts]
+
+
+def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
+    for name in ["b.txt", "a/z.md", "a/b/c.py", ".hidden.txt", ".git/x.txt", "picture.png"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert _documents(tmp_path) == ["a/b/c.py", "a/z.md", "b.txt"]
+    assert _documents(tmp_path, glob="*.png") == ["picture.png"]
+    assert _documents(tmp_path, glob="a/*") == ["a/b/c.py", "a/z.md"]
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ('{"text": 1', r"line 3: not valid JSON \(Expecting ',' delimiter at character 12\)"),
+        ('{"body": "x"}', r"line 3: no field 'text'\. Its fields: body"),
+        ('{"text": null}', "line 3: the field 'text' holds NoneType, not text"),
+        ("[1]", "line 3: expected a JSON object, found list"),
+    ],
+)
+def test_jsonl_errors_name_file_and_line(tmp_path: Path, line: str, text: str) -> None:
+    path = tmp_path / "documents.jsonl"
+    path.write_text('{"text": "a"}\n\n' + line + "\n")
+    with pytest.raises(DataError, match=text) as caught:
+        _documents(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_byte_order_mark_is_no_record(tmp_path: Path) -> None:
+    path = tmp_path / "documents.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf\n" + b'{"text": "a"}\n')
+    assert _documents(path) == ["a"]
+
+
+def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path: Path) -> None:
+    path = tmp_path / "documents.jsonl"
+    path.write_text('{"text": "a\\ud83db"}\n{"text": "\\ud83d\\ude42"}\n')
+    assert _documents(path) == ["a\ufffdb", "🙂"]
+    path.write_text('{"messages": [{"role": "user", "content": "a\\ud83d"}]}\n')
+    [conversation] = _documents(path, is_chat=True, text_field="messages")
+    assert json.loads(conversation)["messages"][0]["content"] == "a\ufffd"
+
+
+def test_text_field(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
+    parquet.write_table(pyarrow.table({"body": ["y", None]}), tmp_path / "b.parquet")
+    assert _documents(tmp_path, text_field="body") == ["x", "y", ""]
+    with pytest.raises(DataError, match=r"no column 'text'\. Its columns: body"):
+        _documents(tmp_path / "b.parquet")
+
+
+def test_parquet_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 nonsense")
+    with pytest.raises(DataError, match=r"a\.parquet is not a readable Parquet file"):
+        _documents(tmp_path / "a.parquet")
+
+
+def test_undecodable_text_is_an_error_or_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "b.txt").write_text("good")
+    (tmp_path / "c.py").write_bytes(b"# coding: latin-1\nx = '\xe9'\n")
+    with pytest.raises(DataError, match=r"a\.txt is not UTF-8.* --skip-undecodable"):
+        _documents(tmp_path)
+    source = open_source(str(tmp_path), skip_undecodable=True)
+    assert list(source.documents()) == ["good", "# coding: latin-1\nx = 'é'\n"]
+    assert source.skipped == 1
+
+
+def test_nothing_to_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"does not exist.* hf:NAME\[:CONFIG\] or python-stdlib"):
+        open_source(str(tmp_path / "nowhere"))
+    with pytest.raises(DataError, match="Did you mean 'python-stdlib'"):
+        open_source("python-stdlb")
+    with pytest.raises(DataError, match="none of its files have a known suffix"):
+        open_source(str(tmp_path))
+
+
+def test_fingerprint_follows_the_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    before = open_source(str(tmp_path)).fingerprint()
+    assert open_source(str(tmp_path)).fingerprint() == before
+    path.write_text("two")
+    os.utime(path, ns=(1, 1))
+    assert open_source(str(tmp_path)).fingerprint() != before
+
+
+def test_standard_library_is_tens_of_megabytes_of_text() -> None:
+    source = open_source("python-stdlib")
+    assert source.total_bytes is not None and source.total_bytes > 10_000_000
+    texts = source.documents()
+    assert sum(len(next(texts)) for _ in range(20)) > 10_000
+
+
+def test_hugging_face_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local folder goes through the same loader as the hub's names."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    assert _documents(f"hf:{tmp_path / 'data'}") == ["a", "b"]
+    with pytest.raises(DataError, match=r"no field 'body'\. Its fields: text"):
+        _documents(f"hf:{tmp_path / 'data'}", text_field="body")
+    with pytest.raises(DataError, match=r"Cannot read hf:.*split test"):
+        _documents(f"hf:{tmp_path / 'data'}", hf_split="test")
+
 
 SMALL = PrepareOptions(seq_len=8, val_fraction=0)
 
@@ -38,14 +169,10 @@ def _tar(path: Path, members: dict[str, bytes], change: Callable[[tarfile.TarFil
     return path
 
 
-def _jsonl(*texts: str) -> bytes:
-    return "\n".join(json.dumps({"text": text}) for text in texts).encode()
-
-
 def test_inputs_are_read_in_the_order_given_and_patterns_sorted(tmp_path: Path) -> None:
     (tmp_path / "crawl" / "deep").mkdir(parents=True)
     for name in ("b.jsonl", "a.jsonl", "deep/c.jsonl"):
-        (tmp_path / "crawl" / name).write_bytes(_jsonl(name))
+        (tmp_path / "crawl" / name).write_bytes(json_lines([name]))
     (tmp_path / "own.txt").write_text("own")
     source = open_source(str(tmp_path / "own.txt"), f"{tmp_path}/crawl/*.jsonl", f"{tmp_path}/crawl/**/c.*")
     assert list(source.documents()) == ["own", "a.jsonl", "b.jsonl", "deep/c.jsonl"]
@@ -55,12 +182,12 @@ def test_inputs_are_read_in_the_order_given_and_patterns_sorted(tmp_path: Path) 
 
 
 def test_a_pattern_does_not_match_what_the_command_writes(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(_jsonl("own"))
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["own"]))
     out = tmp_path / "set"
     before = open_source(f"{tmp_path}/**/*.jsonl", out=out).fingerprint()
     out.mkdir()
     for path in (rejected_path(out), out / "b.jsonl"):
-        path.write_bytes(_jsonl("written"))
+        path.write_bytes(json_lines(["written"]))
     (tmp_path / "link").symlink_to(tmp_path)
     for place in (out, tmp_path / "link" / "set"):
         again = open_source(f"{tmp_path}/**/*.jsonl", out=place)
@@ -72,14 +199,14 @@ def test_a_pattern_does_not_match_what_the_command_writes(tmp_path: Path) -> Non
 
 
 def test_every_source_goes_on_from_every_place(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(_jsonl("one", "two") + b"\n\nbad\n" + _jsonl("three"))
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(_jsonl("four", "five")))
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["one", "two"]) + b"\n\nbad\n" + json_lines(["three"]))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json_lines(["four", "five"])))
     parquet.write_table(pyarrow.table({"text": [f"row {n}" for n in range(150)]}), tmp_path / "c.parquet",
                         row_group_size=70)  # fmt: skip
     members = {
-        "x/1.json": _jsonl("six"),
-        "x/2.jsonl": _jsonl("seven", "eight"),
-        "x/3.json.gz": gzip.compress(_jsonl("nine")),
+        "x/1.json": json_lines(["six"]),
+        "x/2.jsonl": json_lines(["seven", "eight"]),
+        "x/3.json.gz": gzip.compress(json_lines(["nine"])),
     }
     _tar(tmp_path / "d.tgz", members)
     source = open_source(*(str(tmp_path / name) for name in ("a.jsonl", "b.jsonl.gz", "c.parquet", "d.tgz")))
@@ -161,7 +288,11 @@ def test_hostile_archives_are_one_line(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "text"])
 def test_a_pipe(kind: str, tmp_path: Path) -> None:
-    contents = {"jsonl": _jsonl("one", "two"), "jsonl.gz": gzip.compress(_jsonl("one", "two")), "text": b"one"}[kind]
+    contents = {
+        "jsonl": json_lines(["one", "two"]),
+        "jsonl.gz": gzip.compress(json_lines(["one", "two"])),
+        "text": b"one",
+    }[kind]
     code = "from llmscale.data.prepare.sources.open_source import open_source\n"
     code += "s = open_source('-'); print(list(s.documents()) == list(s.documents()), *s.documents(), s.fingerprint())"
     command = [sys.executable, "-c", code]
@@ -200,3 +331,47 @@ def test_a_connection_that_breaks_is_opened_again_where_it_was(
     with pytest.raises(DataError, match="Cannot read hf:some/set, split train: no answer"):
         list(open_source("hf:some/set").documents())
     assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+@pytest.fixture
+def stdlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "pydoc_data").mkdir()
+    (tmp_path / "pydoc_data/topics.py").write_text("topics = {'a': 'One.\\n====\\n| x |', 'b': 'One.\\n', 'c': 'Two.'}")
+    (tmp_path / "a.py").write_text('"""Reads."""\ndef f():\n    """Writes."""\n')
+    (tmp_path / "empty.py").write_text("x = 1")
+    (tmp_path / "damaged.py").write_text("def")
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages/other.py").write_text('"""Not read."""')
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    return tmp_path
+
+
+def test_it_is_docstrings_by_module_and_topics_without_tables(stdlib: Path) -> None:
+    source = open_source("python-docs")
+    assert [text.strip() for text in source.documents()] == ["Reads.\n\nWrites.", "One.", "One.", "Two."]
+    assert source.total_bytes == source.read_bytes
+
+
+def test_reading_resumes_at_any_place(stdlib: Path) -> None:
+    records = list(open_source("python-docs").records((), None))
+    for done, record in enumerate(records, start=1):
+        assert list(open_source("python-docs").records(record.place, None)) == records[done:]
+
+
+def test_hosts_with_the_same_library_have_the_same_fingerprint(stdlib: Path) -> None:
+    before = open_source("python-docs").fingerprint()
+    (stdlib / "a.py").touch()
+    assert open_source("python-docs").fingerprint() == before
+    (stdlib / "a.py").write_text("")
+    assert open_source("python-docs").fingerprint() != before
+
+
+def test_a_python_without_sources_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(DataError, match="holds no sources of Python's standard library"):
+        open_source("python-docs")
+
+
+@pytest.mark.slow
+def test_this_machine_has_megabytes_of_it() -> None:
+    assert (open_source("python-docs").total_bytes or 0) > 1_000_000
