@@ -32,7 +32,7 @@ LAYERS = words(
 TORCH_FREE = words(
     "keys limits suggestions errors files untrusted error_handling architecture config memory planning report "
     "cluster cli train data.shards.manifest data.order.sample_order data.shards.cache checkpoint.manifest "
-    "checkpoint.inventory checkpoint.run_state checkpoint.commit checkpoint.hf_write training.inputs "
+    "checkpoint.inventory checkpoint.run_state checkpoint.hf_write training.inputs "
     "training.start training.stop_request training.sample_stream training.run_folder training.step_metrics"
 )
 FLAG = re.compile(r"--[a-z][\w-]*")
@@ -430,7 +430,7 @@ WRITES_ELSEWHERE = {
     "cluster.launch.host": 1,  # /dev/null
     "checkpoint.tensor_files": 1,  # the folder of a checkpoint that is being made
     "checkpoint.hf_write": 2,  # the folder of an export that is being made
-    "checkpoint.hub_download": 1,  # the Hub's cache
+    "checkpoint.initial_weights": 1,  # the Hub's cache
 }
 
 

@@ -31,7 +31,7 @@ MAKERS = {
 ERRORS = ("ConfigError", "DataError", "CheckpointError", "DamagedError", "OSError")
 MACHINE_FILES = (
     "cluster/launch/*.py",
-    "cluster/hostfile.py",
+    "cluster/hosts.py",
     "cluster/remote.py",
     "cluster/doctor/report.py",
     "cluster/doctor/diagnose.py",
@@ -42,7 +42,7 @@ MACHINE_FILES = (
     "data/storage/faults.py",
     "data/shards/cache.py",
     "checkpoint/remote_run.py",
-    "checkpoint/hub_download.py",
+    "checkpoint/initial_weights.py",
     "checkpoint/load.py",
     "untrusted/hub.py",
 )
