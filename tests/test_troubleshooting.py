@@ -42,7 +42,6 @@ MACHINE_FILES = (
     "data/storage/faults.py",
     "data/shards/cache.py",
     "checkpoint/remote_run.py",
-    "checkpoint/initial_weights.py",
     "checkpoint/load.py",
     "untrusted/hub.py",
 )
@@ -64,6 +63,7 @@ EXEMPT = (
     "Give the launcher",
     "WARNING: torch compiled nothing",
     " by process ",
+    "... is .... Legal: seconds from ",
 )
 OS_ERRORS = re.compile(r"\b(OSError|\w*(Permission|NotFound|Timeout|Connection|BlockingIO)\w*)\b")
 #: Shortest text that identifies a message.
