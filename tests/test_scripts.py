@@ -11,6 +11,7 @@ import pytest
 
 from llmscale.cli.main import build_parser
 from llmscale.config.run_arguments import parse_run_config
+from scripts.mutants import list_faults
 
 ROOT = Path(__file__).resolve().parent.parent
 ENTRY_POINTS = ("scripts/quickstart.sh", "scripts/test.sh", "scripts/check.sh", "scripts/bench/gpu.sh", ".ci/run")
@@ -167,6 +168,12 @@ def test_of_an_active_environment_the_python_it_was_made_of(tmp_path: Path) -> N
     actual = Path(find_python(tmp_path / "active" / "bin").stdout.strip())
     assert actual.is_file()
     assert tmp_path not in actual.parents
+
+
+def test_every_fault_can_be_planted() -> None:
+    for fault in list_faults():
+        assert (ROOT / "llmscale" / fault.path).read_text().count(fault.old) == 1, fault.name
+        assert all((ROOT / test).exists() for test in fault.tests.split()), fault.name
 
 
 def test_a_list_of_keys_that_is_kept_by_hand_is_found(tmp_path: Path) -> None:
