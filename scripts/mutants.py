@@ -53,10 +53,9 @@ checkpoint/inventory.py: tests/checkpoint/test_inventory.py tests/checkpoint/tes
   pinned ones expire: checkpoint.path.name not in pinned and => True and
   the best expires: and checkpoint is not best: => and True:
   going back begins no history: History(number, (*manifest.history.branches, here)) => listing.history
-checkpoint/commit.py: tests/checkpoint/test_save.py tests/checkpoint/test_separate_disks.py
   abandoned ones are overwritten: set_aside_existing(final) => pass
   latest names another run's: if is_of_run(checkpoint, run): => if True:
-checkpoint/load.py: tests/checkpoint/test_load.py tests/distributed/test_resume.py tests/distributed/test_history.py
+checkpoint/load.py: tests/checkpoint/test_load.py tests/distributed/test_zero_state.py tests/distributed/test_history.py
   surplus tensors pass: surplus = sorted(set(stored) - set(wanted)) => surplus = []
   optimizers' scalars are forgotten: set_group_scalars(engine, state.optimizer_scalars) => pass
   damage passes: next((finding for finding in findings if finding), None) or => None or

@@ -11,6 +11,7 @@ import pytest
 
 from llmscale.cli.main import build_parser
 from llmscale.config.run_arguments import parse_run_config
+from scripts.mutants import list_faults
 
 ROOT = Path(__file__).resolve().parent.parent
 ENTRY_POINTS = ("scripts/quickstart.sh", "scripts/test.sh", "scripts/check.sh", "scripts/bench/gpu.sh", ".ci/run")
@@ -60,27 +61,25 @@ def test_a_named_python_wins(tmp_path: Path) -> None:
     assert find_python(tmp_path, PYTHON=str(wanted)).stdout.strip() == str(wanted)
 
 
-def test_an_unsuitable_python_is_named_in_one_line(tmp_path: Path) -> None:
-    make_python(tmp_path, "python3", "3.9")
-    make_python(tmp_path, "python3.12", "3.12", has_venv=False)
+@pytest.mark.parametrize(
+    ("pythons", "texts"),
+    [
+        (
+            {"python3": "3.9", "python3.12": "3.12 without venv"},
+            ("3.10, 3.11, 3.12 or 3.13", "python3 is 3.9", "python3.12 is 3.12 but has no venv", "PYTHON=/path/to"),
+        ),
+        ({"python3": "3.14"}, ("mosaicml-streaming needs numpy below 2.2",)),
+        ({}, ("No Python was found",)),
+    ],
+)
+def test_without_a_suitable_python_one_line_says_why(
+    pythons: dict[str, str], texts: tuple[str, ...], tmp_path: Path
+) -> None:
+    for name, version in pythons.items():
+        make_python(tmp_path, name, version.split()[0], has_venv="without" not in version)
     done = find_python(tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    for words in (
-        "3.10, 3.11, 3.12 or 3.13",
-        "python3 is 3.9",
-        "python3.12 is 3.12 but has no venv",
-        "PYTHON=/path/to",
-    ):
-        assert words in done.stderr
-
-
-def test_python_3_14_is_refused_with_what_holds_it_back(tmp_path: Path) -> None:
-    make_python(tmp_path, "python3", "3.14")
-    done = find_python(tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert "mosaicml-streaming needs numpy below 2.2" in done.stderr
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert all(text in done.stderr for text in texts), done.stderr
 
 
 #: Stands for .venv/bin/python: notes what pip installs, and imports torchvision only where TORCHVISION says so.
@@ -163,18 +162,18 @@ def test_a_torchvision_that_cannot_be_imported_is_removed(clone: Path) -> None:
     assert "uninstall" in second and second.endswith("torchvision")
 
 
-def test_no_python_at_all_is_one_line(tmp_path: Path) -> None:
-    done = find_python(tmp_path)
-    assert done.returncode == 1
-    assert "No Python was found" in done.stderr
-
-
 def test_of_an_active_environment_the_python_it_was_made_of(tmp_path: Path) -> None:
     """Made anew by its own Python, an environment would be cleared with that Python in it."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "active")], check=True)
     actual = Path(find_python(tmp_path / "active" / "bin").stdout.strip())
     assert actual.is_file()
     assert tmp_path not in actual.parents
+
+
+def test_every_fault_can_be_planted() -> None:
+    for fault in list_faults():
+        assert (ROOT / "llmscale" / fault.path).read_text().count(fault.old) == 1, fault.name
+        assert all((ROOT / test).exists() for test in fault.tests.split()), fault.name
 
 
 def test_a_list_of_keys_that_is_kept_by_hand_is_found(tmp_path: Path) -> None:

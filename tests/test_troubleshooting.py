@@ -64,6 +64,7 @@ EXEMPT = (
     "Give the launcher",
     "WARNING: torch compiled nothing",
     " by process ",
+    "... is .... Legal: seconds from ",
 )
 OS_ERRORS = re.compile(r"\b(OSError|\w*(Permission|NotFound|Timeout|Connection|BlockingIO)\w*)\b")
 #: Shortest text that identifies a message.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from llmscale.engine.zero_shards import refresh_low_precision_weights
 from tests.conftest import build_train_command, read_losses, words
 from tests.runs_in_turn import train_in_turn
 
@@ -45,3 +47,15 @@ def test_losses_are_those_of_stage_3_also_after_a_resume_in_other_groups(
     for commands in ([plain, resumed[0]], *([command] for command in resumed[1:])):
         train_in_turn(commands, RANKS)
     assert read_losses(tmp_path / "hpz") == pytest.approx(read_losses(tmp_path / "plain"), rel=1e-6)
+
+
+def test_loaded_weights_replace_the_copies() -> None:
+    """Also when a run goes back, where a validation may have made copies since the last step."""
+    calls: list[str] = []
+    optimizer = SimpleNamespace(
+        fp32_partitioned_groups_flat=[],
+        persistent_parameters=[],
+        invalidate_secondary_tensor=lambda: calls.append("invalidated"),
+    )
+    refresh_low_precision_weights(SimpleNamespace(optimizer=optimizer))
+    assert calls == ["invalidated"]

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -30,22 +30,35 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 class Job:
-    """A launcher and all below it."""
+    """A launcher and all below it, which train in `run`."""
 
-    def __init__(self, command: list[str], run: Path, *, is_warm: bool = False, **settings: object) -> None:
-        self.run = run
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    def __init__(
+        self,
+        command: list[str],
+        output: Path,
+        run: Path,
+        *,
+        is_warm: bool = False,
+        variables: Mapping[str, str] | None = None,
+        **settings: object,
+    ) -> None:
+        self.run, self.output = run, output
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **(variables or {})}
         environment["PATH"] = f"{BIN}{os.pathsep}{environment['PATH']}"
-        self.output = run.parent / "output.txt"
-        with self.output.open("w") as output:
+        with output.open("w") as file:
             start = warm_start.Process if is_warm else subprocess.Popen
             self.process = start(
                 command,
                 env=environment,
                 cwd=REPOSITORY,
-                **{"stdout": output, "stderr": output, "start_new_session": True, **settings},  # type: ignore[call-overload]
+                **{"stdout": file, "stderr": file, "start_new_session": True, **settings},  # type: ignore[call-overload]
             )
         self.below: list[int] = []
+
+    def wait(self) -> str:
+        """Return the output of a launcher that ends well."""
+        assert self.process.wait(HANG_S) == 0, self.output.read_text()
+        return self.output.read_text()
 
     def until_step(self, step: int) -> None:
         self.until(lambda: self.process.poll() is not None or f"step {step:>6}/" in self.output.read_text())
@@ -94,7 +107,7 @@ def start(train_command: Callable, tmp_path: Path) -> Iterator[Callable[..., Job
             "terminal": [sys.executable, "-c", OWN_TERMINAL, script],
             "python -m": [sys.executable, "-m", "llmscale.train"],
         }[launcher]
-        jobs.append(Job([*command, *arguments], tmp_path / "run", **settings))
+        jobs.append(Job([*command, *arguments], tmp_path / "output.txt", tmp_path / "run", **settings))
         return jobs[-1]
 
     yield begin

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,61 +10,25 @@ import pytest
 
 from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import checkpoints_folder
-from llmscale.cluster.launch.ranks import descendants, process_state
-from tests.conftest import REPOSITORY, free_port, read_losses, run_ranks, start_ranks, words
+from tests.conftest import HANG_S, REPOSITORY, free_port, read_losses, run_ranks, start_ranks, words
+from tests.distributed.test_launchers import Job
 
 pytestmark = pytest.mark.slow
 
-TORCHRUN = Path(sys.executable).with_name("torchrun")
 FAULT_JOB = REPOSITORY / "tests" / "training" / "fault_job.py"
-PATIENCE_S = 600
 FLAGS = words("--precision fp32 --save-every 2 --keep-last 9 --steps 8 --lr 1e-3")
 #: As in docs/cluster.md, with shorter waits.
 ELASTIC = words("--nnodes 1:2 --max-restarts 9 --rdzv-backend c10d --local-addr 127.0.0.1")
 WAITS = words("--rdzv-conf last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=4")
 
 
-class Agent:
-    """A torchrun and its ranks."""
-
-    def __init__(self, output: Path, *words: str, **variables: str) -> None:
-        self.output = output
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **variables}
-        with output.open("w") as file:
-            self.process = subprocess.Popen(
-                [str(TORCHRUN), *words],
-                env=environment,
-                cwd=REPOSITORY,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < deadline, self.output.read_text()
-            time.sleep(0.05)
-
-    def wait(self) -> str:
-        """Return the output of an agent that ends well."""
-        assert self.process.wait(PATIENCE_S) == 0, self.output.read_text()
-        return self.output.read_text()
-
-    def kill(self) -> None:
-        """End it with all of its ranks, as a host that is powered off."""
-        for pid in (self.process.pid, *descendants(self.process.pid)):
-            if process_state(pid) not in ("", "Z"):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-
-
 @pytest.fixture
-def torchrun(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
-    agents: list[Agent] = []
+def torchrun(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    agents: list[Job] = []
 
-    def start(*words: str, **variables: str) -> Agent:
-        agents.append(Agent(tmp_path / f"agent-{len(agents)}.txt", *words, **variables))
+    def start(*flags: str, **variables: str) -> Job:
+        output = tmp_path / f"agent-{len(agents)}.txt"
+        agents.append(Job(["torchrun", *flags], output, tmp_path / "run", variables=variables))
         return agents[-1]
 
     yield start
@@ -89,10 +48,10 @@ def test_a_flag_that_begins_somewhere_acts_once(
     """Every start ends after three steps, and saves at every second: 2, then 4, 6 and 8 if restarts continue."""
     run_ranks(train_command(*FLAGS, "--run", str(tmp_path / "straight")), 1)
     begun, run = checkpoints_folder(tmp_path / "straight") / "step-00000002", tmp_path / "run"
-    words = [str(free_port()) if word == "PORT" else word for word in launch]
+    place = [str(free_port()) if word == "PORT" else word for word in launch]
     flags = train_command(*FLAGS, flag, str(begun), "--run", str(run))[1:]
     output = torchrun(
-        *words, "--nproc-per-node", "2", "--max-restarts", "5", "--", str(FAULT_JOB), "crash:3", *flags
+        *place, "--nproc-per-node", "2", "--max-restarts", "5", "--", str(FAULT_JOB), "crash:3", *flags
     ).wait()
     steps = [int(path.name[-8:]) for path in list_checkpoints(run)]
     assert steps == ([8, 6, 4] if flag == "--resume" else [8, 6, 4, 2])
@@ -145,7 +104,7 @@ def test_a_node_that_is_lost_and_comes_back(torchrun: Callable, train_command: C
     assert all(start["launches"] == ["torchrun --rdzv-id job-1"] for start in starts_of(run))
     last = last_step()
     stays.process.terminate()
-    stays.process.wait(PATIENCE_S)
+    stays.process.wait(HANG_S)
     # The schedule depends on the steps of the run alone.
     straight = train_command(*settings, "--run", str(tmp_path / "straight"))
     job = start_ranks(straight, 1)
