@@ -18,7 +18,6 @@ from llmscale.config.deepspeed.schema import Dtype, OffloadOptimizer, OffloadPar
 from llmscale.memory.breakdown import allocated_bytes
 from llmscale.memory.zero_setup import BYTES_PER_ELEMENT, ZeroSetup
 
-
 #: Blocks in the middle of a deep model that must be alike, so that as many others are.
 _ALIKE = 4
 
@@ -94,6 +93,11 @@ def follow_gathers(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool
         # The rows of a table differ in what they offload, and gather alike.
         zero = setup.zero.model_copy(update={"offload_optimizer": OffloadOptimizer(), "offload_param": OffloadParam()})
         setup = replace(setup, config=setup.config.model_copy(update={"zero_optimization": zero}))
+    return _follow_equal_blocks(tensors, setup, recomputes)
+
+
+@lru_cache(maxsize=32)
+def _follow_equal_blocks(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> list[Gathers]:
     num_blocks = _blocks_to_follow(tensors, setup)
     if num_blocks < tensors.architecture.n_layer:
         few = replace(tensors, architecture=replace(tensors.architecture, n_layer=num_blocks))
@@ -112,9 +116,7 @@ def _blocks_to_follow(tensors: ParameterTensors, setup: ZeroSetup) -> int:
     is_uniform = not tensors.frozen and not model.other_blocks
     if not is_uniform or zero.stage3_model_persistence_threshold < model.num_parameters:
         return model.n_layer
-    window = max(
-        zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size
-    )
+    window = max(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size)
     return 2 * -(-window // model.block_parameters) + 2 * _ALIKE
 
 
@@ -125,8 +127,10 @@ def _repeat_blocks(moments: list[Gathers], tensors: ParameterTensors, n_layer: i
     """
     num_blocks, times = tensors.architecture.n_layer, n_layer - tensors.architecture.n_layer
     moments_of_block = sum(layer[0].block == 0 for layer in tensors.gradient_order)
-    before_blocks = num_blocks + 4 + sum(
-        layer[0].block is None for layer in tensors.gradient_order[: -len(tensors.architecture.before_blocks)]
+    before_blocks = (
+        num_blocks
+        + 4
+        + sum(layer[0].block is None for layer in tensors.gradient_order[: -len(tensors.architecture.before_blocks)])
     )
     for begin, count in ((before_blocks + tensors.tied, moments_of_block), (1, 1)):  # backward, then forward
         first = begin + num_blocks // 2 * count
@@ -146,7 +150,6 @@ def count_gathers(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool)
     return forward, moments[-1].plus(forward, -1)
 
 
-@lru_cache(maxsize=32)
 def _follow(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> list[Gathers]:
     coordinator, moments, began = _Coordinator(tensors, setup, recomputes), [], (0, 0, 0)
     for action, module in coordinator.events:
