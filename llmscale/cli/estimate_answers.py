@@ -211,7 +211,7 @@ def _label(row: Row) -> str:
 def answer_gpus(args: argparse.Namespace, gpus: Sequence[GPU]) -> int:
     """Print the row to take on each kind of GPU; return 0 if one fits, else 1."""
     rows = []
-    for gpu, price in zip(gpus, args.price or [None] * len(gpus), strict=True):
+    for gpu, price in dict.fromkeys(zip(gpus, args.price or [None] * len(gpus), strict=True)):
         answer = find_rows(read_request(args, gpu), gpu.name, price)
         fits = answer.ranking.fits
         rows.append(answer.rows[fits.index(nearest_fit(fits)) if answer.chosen is None else answer.chosen])
