@@ -13,13 +13,15 @@ from llmscale.architecture.hf_config import HFModel
 from llmscale.architecture.layers import ParameterTensors
 from llmscale.cli.answers import CATEGORIES, align, gib, show, table
 from llmscale.cli.estimate_details import comparison_values, detail_lines, dry_run_rows
-from llmscale.cli.estimate_request import EstimateRequest, read_cluster, read_request
 from llmscale.cli.estimate_rows import (
     EXIT_NOTHING_FITS,
+    EstimateRequest,
     Row,
     RowsAnswer,
     find_rows,
     question_values,
+    read_cluster,
+    read_request,
     row_heads,
     row_lines,
 )
