@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from llmscale.checkpoint.remote_run import fetch_run
 from llmscale.cli.answers import as_json
-from llmscale.cli.estimate_request import read_request
-from llmscale.cli.estimate_rows import find_rows
+from llmscale.cli.estimate_rows import find_rows, read_request
 from llmscale.cli.flags import read_gpus
 from llmscale.cli.main import build_parser
 from llmscale.config.run_flags import flag_words

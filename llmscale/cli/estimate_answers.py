@@ -13,13 +13,15 @@ from llmscale.architecture.hf_config import HFModel
 from llmscale.architecture.layers import ParameterTensors
 from llmscale.cli.answers import CATEGORIES, align, gib, show, table
 from llmscale.cli.estimate_details import comparison_values, detail_lines, dry_run_rows
-from llmscale.cli.estimate_request import EstimateRequest, read_cluster, read_request
 from llmscale.cli.estimate_rows import (
     EXIT_NOTHING_FITS,
+    EstimateRequest,
     Row,
     RowsAnswer,
     find_rows,
     question_values,
+    read_cluster,
+    read_request,
     row_heads,
     row_lines,
 )
@@ -211,7 +213,7 @@ def _label(row: Row) -> str:
 def answer_gpus(args: argparse.Namespace, gpus: Sequence[GPU]) -> int:
     """Print the row to take on each kind of GPU; return 0 if one fits, else 1."""
     rows = []
-    for gpu, price in zip(gpus, args.price or [None] * len(gpus), strict=True):
+    for gpu, price in dict.fromkeys(zip(gpus, args.price or [None] * len(gpus), strict=True)):
         answer = find_rows(read_request(args, gpu), gpu.name, price)
         fits = answer.ranking.fits
         rows.append(answer.rows[fits.index(nearest_fit(fits)) if answer.chosen is None else answer.chosen])

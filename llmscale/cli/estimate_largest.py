@@ -6,8 +6,16 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 
 from llmscale.cli.answers import align, show, table
-from llmscale.cli.estimate_request import EstimateRequest, read_cluster, read_request
-from llmscale.cli.estimate_rows import EXIT_NOTHING_FITS, STRATEGY_HEADS, host_words, margin_line, question_values
+from llmscale.cli.estimate_rows import (
+    EXIT_NOTHING_FITS,
+    STRATEGY_HEADS,
+    EstimateRequest,
+    host_words,
+    margin_line,
+    question_values,
+    read_cluster,
+    read_request,
+)
 from llmscale.config.batch_plan import sequence_parallel_sizes
 from llmscale.config.hardware import GPU
 from llmscale.planning.recommend import (

@@ -461,12 +461,12 @@ _SIZED_LIKE = "gpt3-125m"
 
 
 def read_requests(args: argparse.Namespace) -> list[PlanRequest]:
-    """Check all flags, and return a request for every GPU. Raises ConfigError."""
+    """Check all flags, and return a request for every GPU, equal ones once. Raises ConfigError."""
     _check_goals(args)
     has_gpu = bool(_given(args, ("--gpu", "--gpu-memory-gib", "--bf16-tflops")))
     gpus = read_gpus(args) if has_gpu else [None]
     prices, watts = (_one_for_each(args, flag, len(gpus)) for flag in ("--price-per-gpu-hour", "--watts"))
-    return [_read_request(args, *given) for given in zip(gpus, prices, watts, strict=True)]
+    return [_read_request(args, *given) for given in dict.fromkeys(zip(gpus, prices, watts, strict=True))]
 
 
 def _one_for_each(args: argparse.Namespace, flag: str, num_gpus: int) -> list[float | None]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from operator import add
 from typing import ClassVar
 
 from llmscale.architecture.attention_kernels import ComputeCapability
@@ -18,7 +19,7 @@ from llmscale.architecture.layers import ParameterTensors
 from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.resolve import ResolvedStep
 from llmscale.memory.breakdown import Breakdown
-from llmscale.memory.layers import Activations, Moment, Pass, estimate_activations
+from llmscale.memory.layers import Activations, Moment, OtherBlocks, Pass, estimate_activations
 from llmscale.memory.states import Added, States, zero_states
 from llmscale.memory.zero_setup import ZeroSetup, zero_setup
 
@@ -148,7 +149,7 @@ def step_activations(
     return estimate_activations(micro_batch, step.checkpointing, cpu_checkpointing=step.engine_config.cpu_checkpointing)
 
 
-_NOTHING = Added()
+_NOTHING, _NO_OTHERS = Added(), OtherBlocks()
 _NO_STATES = States(
     Breakdown(),
     step=_NOTHING,
@@ -194,12 +195,12 @@ def find_moments(states: States, activations: Activations) -> dict[str, Breakdow
     A peak is where the sum of states and activations is largest, which is seldom where either of them is. Blocks are
     followed until none that is left can be larger.
     """
-    peaks = {name: (-math.inf, Moment(name), _NOTHING) for moments in PHASES.values() for name in moments}
+    peaks = {name: (-math.inf, Moment(name), _NOTHING, _NO_OTHERS) for names in PHASES.values() for name in names}
 
-    def compare(moment: Moment, added: Added) -> None:
-        total = moment.total_bytes + sum(added)
+    def compare(moment: Moment, added: Added, others: OtherBlocks = _NO_OTHERS) -> None:
+        total = moment.total_bytes + others.saved + others.casts + sum(added)
         if total > peaks[moment.name][0]:
-            peaks[moment.name] = total, moment, added
+            peaks[moment.name] = total, moment, added, others
 
     for most, moment in activations.forward_blocks():
         if most + states.most_in_forward <= peaks["forward"][0]:
@@ -212,22 +213,22 @@ def find_moments(states: States, activations: Activations) -> dict[str, Breakdow
     for most, others, block in activations.backward_blocks():
         if most + most_added <= peaks["block backward"][0]:
             break
-        additions, largest = states.in_block(others.done, block.handed)
-        if others.saved + others.casts + block.largest_backward + largest <= peaks["block backward"][0]:
-            continue
-        for moment, added in zip(block.backward, additions, strict=True):
-            compare(moment.beside(others), added)
+        additions, added_bytes = states.in_block(others.done, block.handed)
+        totals = list(map(add, block.backward_bytes, added_bytes))
+        largest = totals.index(max(totals))
+        compare(block.backward[largest], additions[largest], others)
     compare(Moment("end of backward", activations=activations.saved[0]), states.end)
     compare(Moment("optimizer step"), states.step)
     return {
-        name: states.resident + _as_breakdown(moment) + added.breakdown for name, (_, moment, added) in peaks.items()
+        name: states.resident + _as_breakdown(moment, others) + added.breakdown
+        for name, (_, moment, added, others) in peaks.items()
     }
 
 
-def _as_breakdown(moment: Moment) -> Breakdown:
+def _as_breakdown(moment: Moment, others: OtherBlocks) -> Breakdown:
     return Breakdown(
-        parameters_bytes=math.ceil(moment.casts),
-        activations_bytes=math.ceil(moment.activations),
+        parameters_bytes=math.ceil(moment.casts + others.casts),
+        activations_bytes=math.ceil(moment.activations + others.saved),
         logits_bytes=math.ceil(moment.logits),
         temporaries_bytes=math.ceil(moment.temporaries),
     )

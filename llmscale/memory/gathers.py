@@ -93,6 +93,11 @@ def follow_gathers(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool
         # The rows of a table differ in what they offload, and gather alike.
         zero = setup.zero.model_copy(update={"offload_optimizer": OffloadOptimizer(), "offload_param": OffloadParam()})
         setup = replace(setup, config=setup.config.model_copy(update={"zero_optimization": zero}))
+    return _follow_equal_blocks(tensors, setup, recomputes)
+
+
+@lru_cache(maxsize=32)
+def _follow_equal_blocks(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> list[Gathers]:
     num_blocks = _blocks_to_follow(tensors, setup)
     if num_blocks < tensors.architecture.n_layer:
         few = replace(tensors, architecture=replace(tensors.architecture, n_layer=num_blocks))
@@ -145,7 +150,6 @@ def count_gathers(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool)
     return forward, moments[-1].plus(forward, -1)
 
 
-@lru_cache(maxsize=32)
 def _follow(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> list[Gathers]:
     coordinator, moments, began = _Coordinator(tensors, setup, recomputes), [], (0, 0, 0)
     for action, module in coordinator.events:

@@ -365,18 +365,13 @@ class Moment(NamedTuple):
     def total_bytes(self) -> float:
         return self.casts + self.activations + self.logits + self.temporaries
 
-    def beside(self, others: OtherBlocks) -> Moment:
-        """Return a block's moment with the bytes and gradients of the others."""
-        casts, activations = self.casts + others.casts, self.activations + others.saved
-        return self._replace(casts=casts, activations=activations, done=self.done + others.done)
-
 
 class OtherBlocks(NamedTuple):
-    """State in which a pass reaches a block."""
+    """State in which the backward pass reaches a block."""
 
-    saved: float
+    saved: float = 0.0
     """Bytes that the embeddings and earlier blocks hold."""
-    casts: float
+    casts: float = 0.0
     done: int = 0
     """Gradients of later layers."""
 
@@ -447,9 +442,9 @@ class Block:
         return list(largest.values())
 
     @cached_property
-    def largest_backward(self) -> float:
-        """Bytes of the largest of these moments."""
-        return max(moment.total_bytes for moment in self.backward)
+    def backward_bytes(self) -> list[float]:
+        """Bytes of these moments."""
+        return [moment.total_bytes for moment in self.backward]
 
     @cached_property
     def handed(self) -> tuple[tuple[float, float], ...]:
@@ -581,7 +576,7 @@ class Activations:
     def backward_blocks(self) -> Iterator[tuple[float, OtherBlocks, Block]]:
         """Yield the blocks in the order of the backward pass, each with bytes that none exceeds from there on."""
         casts, done = sum(block.saved_casts for block in self.blocks), self._head + norm(self.p).parameters
-        most = max(block.largest_backward for block in self.kinds.values())
+        most = max(max(block.backward_bytes) for block in self.kinds.values())
         for saved, block in zip(reversed(self.saved[:-1]), reversed(self.blocks), strict=True):
             casts -= block.saved_casts
             yield saved + casts + most, OtherBlocks(saved, casts, done), block

@@ -127,7 +127,7 @@ class States:
     """Bytes of the largest reduction, and of sums that reductions free."""
     host_bytes: float = 0.0
     nvme_bytes: float = 0.0
-    known: dict[tuple[float, Handed], tuple[list[Added], float]] = field(default_factory=dict)
+    known: dict[tuple[float, Handed], tuple[list[Added], list[float]]] = field(default_factory=dict)
     """Results of `in_block`."""
 
     def in_forward(self, place: int) -> Added:
@@ -136,14 +136,14 @@ class States:
             return self.before
         return self.before._replace(parameters=self.before.parameters + self.gathered.forward[place])
 
-    def in_block(self, done: float, handed: Handed) -> tuple[list[Added], float]:
-        """Return the additions at the moments of a block that begins after `done` gradients, and the largest's bytes.
+    def in_block(self, done: float, handed: Handed) -> tuple[list[Added], list[float]]:
+        """Return the additions, and the bytes of each, at the moments of a block that begins after `done` gradients.
 
         Other lengths and micro-batches of the same states ask for the same again.
         """
         if (done, handed) not in self.known:
             added = [self.in_backward(done + before, own) for before, own in handed]
-            self.known[done, handed] = added, max(map(sum, added))
+            self.known[done, handed] = added, list(map(sum, added))
         return self.known[done, handed]
 
     @cached_property

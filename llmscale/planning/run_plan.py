@@ -82,8 +82,8 @@ def place(request: PlanRequest, cluster: Cluster, shape: GPTShape, batch: int) -
     def step_on(num_nodes: int) -> ResolvedStep:
         return _smallest_step(request, replace(cluster, num_nodes=num_nodes), shape, batch)
 
-    most_ranks = request.config.global_batch_size or math.inf
-    num_nodes = request.num_nodes or _fewest_nodes(step_on, cluster, 1, most_ranks) or 1
+    unit, most_ranks = _fewest_for_experts(request, cluster), request.config.global_batch_size or math.inf
+    num_nodes = request.num_nodes or _fewest_nodes(step_on, cluster, unit, most_ranks) or unit
     cluster, step = replace(cluster, num_nodes=num_nodes), step_on(num_nodes)
     hpz_ranks = cluster.gpus_per_node if num_nodes > 1 else 1
     ranking = rank_trials(try_strategies(Trial(step), hpz_ranks=hpz_ranks), cluster)
@@ -91,7 +91,7 @@ def place(request: PlanRequest, cluster: Cluster, shape: GPTShape, batch: int) -
     if row is not None and ranking.recommendation is not None:
         why = ranking.recommendation.why
     else:
-        enough = _fewest_nodes(step_on, cluster, num_nodes + 1, most_ranks)
+        enough = _fewest_nodes(step_on, cluster, unit, most_ranks, num_nodes + 1)
         why = _what_is_missing(nearest_fit(ranking.fits), enough)
     peak, mfu = peak_flops(cluster.gpu, step.precision), request.mfu
     if mfu is None and peak and row and row.throughput:
@@ -137,14 +137,20 @@ def _known_peak(gpu: GPU, precision: Precision) -> float:
     return peak
 
 
+def _fewest_for_experts(request: PlanRequest, cluster: Cluster) -> int:
+    """Return the nodes of which a number of nodes is a multiple: ranks that divide experts divide all ranks."""
+    size = request.config.expert_parallel_size
+    return size // math.gcd(size, cluster.gpus_per_node)
+
+
 def _fewest_nodes(
-    step_on: Callable[[int], ResolvedStep], cluster: Cluster, least: int, most_ranks: float
+    step_on: Callable[[int], ResolvedStep], cluster: Cluster, unit: int, most_ranks: float, least: int = 1
 ) -> int | None:
-    """Return the fewest nodes, doubling from 1, that are at least `least` and on which the smallest layout fits.
+    """Return the fewest nodes, doubling from `unit`, that are at least `least` and on which the smallest layout fits.
 
     None if no number helps, or the batch has fewer sequences than they have GPUs.
     """
-    num_nodes = 1
+    num_nodes = unit
     while num_nodes <= _MOST_NODES and num_nodes * cluster.gpus_per_node <= most_ranks:
         larger = replace(cluster, num_nodes=num_nodes)
         if num_nodes >= least and evaluate(step_on(num_nodes), larger).has_margin:
@@ -373,8 +379,7 @@ def _find_faster(request: PlanRequest, slow: RunPlan, most: int) -> Plan | None:
     `most`: with more, not every GPU has a sequence of the batch.
     """
     too_few, enough, run, plan = slow.num_nodes, 0, slow, None
-    # Ranks that divide experts divide all ranks.
-    unit = request.config.expert_parallel_size // math.gcd(request.config.expert_parallel_size, slow.gpus_per_node)
+    unit = _fewest_for_experts(request, slow.placement.cluster)
     while not run.is_in_time:
         if run.hours is None or run.num_nodes + unit > most:
             return plan

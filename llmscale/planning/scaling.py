@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -132,7 +133,8 @@ class ParametricLaw:
 
     def optimal_tokens(self, flops: float) -> float:
         """Return D* of a training budget."""
-        return flops / (6 * self.optimal_parameters(flops))
+        # A refit of few runs may put the optimum below the smallest float.
+        return float(flops) / (6 * max(self.optimal_parameters(flops), sys.float_info.min))
 
     def optimal_loss(self, flops: float) -> float:
         """Return the loss of a training budget's optimum."""

@@ -277,6 +277,8 @@ def test_several_gpus_are_compared_by_their_prices(capsys: pytest.CaptureFixture
     # The one is less expensive, the other faster.
     assert re.search(r"^\* +rtx4090 ", plan(capsys, priced), re.MULTILINE)
     assert re.search(r"^\* +a100-80gb ", plan(capsys, words), re.MULTILINE)
+    # Equal ones are one GPU.
+    assert plan_json(capsys, words.replace("rtx4090", "a100-80gb"))["run"]["gpu"] == "a100-80gb"
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.optimizers import ADAFACTOR
+from llmscale.config.presets import PRESETS
 from llmscale.config.resolve import ResolvedStep
 from llmscale.dry_run.engine import dry_run
 from llmscale.errors import ConfigError
+from llmscale.memory import gathers
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.estimate import (
     CONTEXT_BYTES,
@@ -29,7 +31,7 @@ from llmscale.memory.layers import most_rows
 from llmscale.memory.states import zero_states
 from llmscale.memory.zero_setup import zero_setup
 from llmscale.planning.search import Candidate, evaluate
-from tests.planning.conftest import cluster_of, step_on
+from tests.planning.conftest import cluster_of, ds_of, step_on
 
 GIB = 2**30
 #: Tolerated relative difference from the dry run in a phase.
@@ -373,6 +375,16 @@ def test_what_hpz_keeps_from_earlier_micro_steps_is_there_when_a_later_one_begin
     assert 0.2 * copies < added < copies
     plain = [fit(config(3, "bf16"), shape, "none", accumulation=steps).estimate for steps in (1, 2)]
     assert plain[0].moments == plain[1].moments
+
+
+@pytest.mark.parametrize("limit", [{}, {"stage3_max_live_parameters": 10**7}, {"zero_hpz_partition_size": 2}])
+@pytest.mark.parametrize("model", ["gpt3-175b", "llama3-8b"])
+def test_equal_blocks_of_a_deep_model_are_followed_once(model: str, limit: dict[str, object]) -> None:
+    step = step_on(cluster_of(), ds_of(3, **limit), PRESETS[model].shape(50257), 8, "full")
+    tensors, setup = step.rank_tensors, zero_setup(step)
+    assert gathers._blocks_to_follow(tensors, setup) < step.shape.n_layer
+    repeated = gathers.follow_gathers(tensors, setup, recomputes=True)
+    assert repeated == gathers._follow(tensors, setup, recomputes=True)
 
 
 def test_offload_moves_bytes_to_the_host() -> None:

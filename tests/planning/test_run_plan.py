@@ -178,6 +178,14 @@ def test_without_a_number_of_nodes_as_few_as_hold_the_model() -> None:
     assert half.row is None or half.row.fit.strategy.offload != "-"
 
 
+def test_experts_that_more_ranks_divide_than_a_node_has_get_as_many_nodes() -> None:
+    shape = replace(PRESETS["tiny-moe-3m"].shape(50257), num_experts=32)
+    config = RunConfig(expert_parallel_size=32)
+    asked = request("tokens", 1e9, config=config, cluster=A100S["cluster"], shape=shape, seq_len=shape.seq_len)
+    run = make_plan(asked).run
+    assert run is not None and run.strategy is not None and run.num_nodes == 4
+
+
 def test_what_fits_in_no_way_says_what_is_missing_and_what_helps() -> None:
     giant = GPTShape(96, 96, 12288, 50257, 8192)
     placement = put(giant, "t4", batch=1600)

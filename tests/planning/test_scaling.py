@@ -150,6 +150,12 @@ def test_no_interval_without_published_errors() -> None:
     assert HOFFMANN.interval(lambda law: law.optimal_parameters(1e21)) is None
 
 
+def test_an_optimum_below_the_smallest_float_divides_nothing_by_zero() -> None:
+    law = replace(BESIROGLU, coefficients=(-900.0, 7.0, 0.5, 0.5, 0.5))
+    assert law.optimal_parameters(1e20) == 0
+    assert law.optimal_tokens(1e20) > 1e300
+
+
 def test_kaplans_law_grows_the_model_faster() -> None:
     # Table 6: N = 1.3e9 at one PF-day; a tenfold budget is 5.4 times the model, by Hoffmann's 3 times.
     assert KAPLAN.optimal_parameters(PF_DAY_FLOPS) == pytest.approx(1.3e9)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from llmscale.cli.estimate_request import read_request
+from llmscale.cli.estimate_rows import read_request
 from llmscale.cli.flags import read_gpus
 from llmscale.cli.main import build_parser
 from llmscale.planning.search import Candidate, find_longest, with_inputs_on_host
