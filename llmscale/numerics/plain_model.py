@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from llmscale.architecture.rope_scaling import rotary_factor, rotary_frequencies
 from llmscale.architecture.shape import GPTShape
@@ -56,7 +57,9 @@ class PlainGPT:
             if shape.is_sparse(layer):
                 bias = self.router_biases[sparse_blocks] if self.router_biases else None
                 sparse_blocks += 1
-            x = self._block(x, layer, places, local if is_local else dense, bias)
+            # Recomputed, so that the weights of one block at a time are there in the type of the products.
+            visible = local if is_local else dense
+            x = checkpoint(self._block, x, layer, places, visible, bias, use_reentrant=False, preserve_rng_state=False)
         x = self._norm(x, "ln_f")
         head = weights["wte.weight" if shape.tied else "head.weight"]
         return _wide(F.linear(x, head[: shape.vocab_size]))

@@ -56,10 +56,19 @@ def _in_fp32(case: Case) -> Case:
     return replace(case, ds=_with_ds(case.ds, communication_data_type="fp32"))
 
 
+def _with_fp32_states(case: Case) -> Case:
+    bf16 = case.ds.keys.bf16
+    if bf16 is None or not case.ds.keys.has_bf16_states:
+        return case
+    off = {"bf16_master_weights_and_grads": False, "bf16_optimizer_states": False}
+    return replace(case, ds=_with_ds(case.ds, bf16=bf16.model_copy(update=off)))
+
+
 def _another_stage(case: Case) -> Case:
     """Return the case at stage 2, or at 0 or 3 if it is at 1 or 2; with nothing else of its section."""
     stage = case.ds.zero_stage
-    needs_shards = case.config.expert_parallel_size > 1 or case.chosen_precision == "fp16"
+    in_16bit = case.chosen_precision == "fp16" or case.ds.keys.has_bf16_states
+    needs_shards = case.config.expert_parallel_size > 1 or in_16bit
     other = 2 if stage in (0, 3) else 3 if needs_shards else 0
     zero = type(case.ds.keys.zero).model_validate({"stage": other})
     return replace(case, ds=_with_ds(case.ds, zero_optimization=zero))
@@ -85,6 +94,7 @@ _CHANGES: dict[str, _Change] = {
     "offload off": _with_zero(offload_optimizer=None, offload_param=None),
     "reduce_scatter off": _with_zero(reduce_scatter=False),
     "communication in fp32": _in_fp32,
+    "bf16_optimizer_states off": _with_fp32_states,
     "--compile off": _without_compiler,
     "--activation-checkpointing none": _without_checkpointing,
     "attention by torch's math kernel": _with_math_attention,
@@ -101,6 +111,7 @@ _OF_ENGINE = (
     "offload off",
     "reduce_scatter off",
     "communication in fp32",
+    "bf16_optimizer_states off",
     "sequences and experts undivided",
     *LAST,
 )
@@ -113,7 +124,7 @@ _OF_MODEL = (
     "sequences and experts undivided",
     *LAST,
 )
-_OF_UPDATE = ("offload off", "--optimizer adamw", *LAST)
+_OF_UPDATE = ("bf16_optimizer_states off", "offload off", "--optimizer adamw", *LAST)
 _BY_LINK = {"loss": _OF_MODEL, "gradient": _OF_MODEL, "update": _OF_UPDATE}
 
 

@@ -404,10 +404,10 @@ def estimate_offload_s(step: ResolvedStep, cluster: Cluster, traffic: Traffic, h
     if zero.offload_optimizer.device != "none":
         copies = micro_steps if zero.stage >= 2 else 1
         link_bytes += share * (copies + 1) * width
-        step_bytes = step.optimizer.step_bytes_per_weight(shape.architecture)
+        step_bytes = step.stored_optimizer.step_bytes_per_weight(shape.architecture)
         seconds += share * ranks_per_node * step_bytes / host.memory_bytes_per_s
         if zero.offload_optimizer.device == "nvme":
-            nvme_bytes += share * 2 * step.optimizer.state_bytes_per_weight(shape.architecture)
+            nvme_bytes += share * 2 * step.stored_optimizer.state_bytes_per_weight(shape.architecture)
     if zero.offload_param.device != "none":
         shards = traffic.gathered_bytes / world_size
         link_bytes += shards
@@ -522,7 +522,7 @@ def _optimizer_s(step: ResolvedStep, gpu: GPU) -> float:
     seconds = step_flops / (gpu.dense_16bit_flops * kernel_efficiency(gpu).matmul)
     moved_bytes = 0.0
     if step.engine_config.zero.offload_optimizer.device == "none":
-        moved_bytes = step.optimizer.step_bytes_per_weight(shape.architecture) + _WRITTEN_BYTES
+        moved_bytes = step.stored_optimizer.step_bytes_per_weight(shape.architecture) + _WRITTEN_BYTES
     moved_bytes *= trained / sharing_ranks
     if step.zero_stage < 2 and micro_steps > 1:
         # Below stage 2 every rank sums complete gradients: the new one is read, the sum is read and written.

@@ -616,5 +616,6 @@ MUTANTS = (
     Mutant("fillers in the mean", fillers_in_the_mean, f"{GPT2} {BF16} --global-batch-size 10", "loss"),
     Mutant("one rank multiplies wrongly", one_rank_multiplies_wrongly, f"{GPT2} {FP32}", "loss", rank=1),
     Mutant("Adam's epsilon x 100", epsilon_of_adam, f"{GPT2} {BF16}", "update"),
+    Mutant("moments lost, bf16 states", moments_lost, f"{GPT2} --ds bf16_2 --precision bf16", "update"),
     Mutant("moments changed between steps", moments_lost_between_steps, f"{GPT2} {BF16}", "update"),
 )

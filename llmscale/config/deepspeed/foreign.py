@@ -166,8 +166,6 @@ ENTRIES: Mapping[str, Entry] = {
     "zero_optimization.zero_quantized_nontrainable_weights": _refused(_QUANTISED),
     "zero_optimization.zero_quantized_gradients": _refused(_QUANTISED),
     "fp16.fp16_master_weights_and_grads": _refused(f"{_CPU_ADAM}. Delete it."),
-    "bf16.bf16_master_weights_and_grads": _refused("checkpoints hold an fp32 master copy of the weights. Delete it."),
-    "bf16.bf16_optimizer_states": _refused("checkpoints hold fp32 moments. Delete it."),
     "data_types.keep_in_fp32_modules": _refused("llmscale keeps an fp32 master copy of every weight. Delete it."),
 }
 
