@@ -131,17 +131,18 @@ def _added_experts(weights: PublishedModel, given: Mapping[str, object]) -> dict
 
 
 def with_saved_shape(config: RunConfig, saved: Mapping[str, object], source: str) -> RunConfig | None:
-    """Return the configuration of a resumed run, with the published shape that it started with.
+    """Return the configuration of a run that begins with a checkpoint, with the model of the checkpoint's run.
 
-    Return None if it started without one, or the user gives another model. `saved` is the configuration in the
-    checkpoint `source`. Raises ConfigError if the user gives other shape keys.
+    Return None if the user names a model, unless it is the published one that the run started with. `saved` is the
+    configuration in the checkpoint `source`. Raises ConfigError for shape keys that contradict a published model.
     """
-    model = saved.get("model")
-    is_same = "model" not in config.model_fields_set or config.model == model
-    if not (isinstance(model, str) and is_published(model) and is_same):
+    model, names_model = saved.get("model"), "model" in config.model_fields_set
+    if not isinstance(model, str) or (names_model and not (is_published(model) and config.model == model)):
         return None
     keys = {key: saved.get(key) for key in PUBLISHED_KEYS}
     given = {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
+    if not is_published(model):
+        return _with_keys(config, model, {**{key: value for key, value in keys.items() if value is not None}, **given})
     _check_same(given, keys, "the run", source, given)
     return _with_keys(config, model, {**keys, **_free(given)})
 
