@@ -26,7 +26,7 @@ from torch import Tensor
 from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.optimizers import newton_schulz_dtype
-from llmscale.numerics.plain_optimizers import Rule, rule_of, step_adafactor, step_adamw, step_muon
+from llmscale.numerics.plain import Rule, rule_of, step_adafactor, step_adamw, step_muon
 from llmscale.numerics.probe import Piece, Probe
 
 Link = Literal["weights", "loss", "gradient", "reduce", "norm", "update"]

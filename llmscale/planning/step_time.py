@@ -111,7 +111,7 @@ def token_work(
     again_between = 1.0 if checkpointing == "none" else _RECOMPUTED
     of_blocks, of_head = model.blocks_work, model.head.work
     wide = 2 if precision == "fp32" else 1
-    # The backward pass of a tile of the MLP begins with its forward pass, in place of a checkpoint's (mlp_tiles.py).
+    # The backward pass of a tile of the MLP begins with its forward pass, in place of a checkpoint's (tile_mlps).
     is_extra = shape.mlp_tile_tokens and (checkpointing != "full" or shape.norm_placement == "post")
     tiled = [layer for layer in model.block if layer.name == "mlp"] if is_extra else []
     in_tiles = shape.n_layer * sum_of_work(tiled).matmul_flops
