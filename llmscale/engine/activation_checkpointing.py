@@ -60,12 +60,6 @@ def build_block_checkpoint(mode: CheckpointingMode, ds_section: Mapping[str, obj
     if mode == "none":
         return None
     switched_on = sorted(key for key, value in ds_section.items() if value)
-    for key in ("partition_activations", "contiguous_memory_optimization"):
-        if key in switched_on:
-            raise ConfigError(
-                f"activation_checkpointing.{key} spreads activations over model-parallel ranks, which llmscale "
-                "does not have. Remove it; cpu_checkpointing also takes activations off the GPU."
-            )
     if mode == "selective":
         if switched_on:
             raise ConfigError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -72,7 +72,7 @@ class CaseResult:
     precision: Precision
     description: str
     findings: list[Finding]
-    seconds: dict[str, float]
+    seconds: float
 
     @cached_property
     def summary(self) -> Pass:
@@ -86,13 +86,12 @@ def check_case(case: Case, world: World) -> CaseResult:
     """Build the case's engine, take its steps, and judge each. Collective. Raises ConfigError."""
     from deepspeed.utils import groups
 
-    clock = _Clock()
+    began = time.perf_counter()
     block = cut_block(case, world.world_size, on_gpu=is_gpu())
     allow_tf32(block.resolved.precision)
     weights = _Weights(block)
     batch = global_batch(0, block.resolved)
     truth = Gradients(block, weights, world, share_of(world.rank, block.resolved, batch), "fp64")
-    clock.mark("plain model")
     block = with_clipping(block, truth.global_norm())
     compiler, config, full = None, block.config, block.full
     decision = decide_compilation(config.compile, full, world.device.type, full.total_steps)
@@ -103,9 +102,9 @@ def check_case(case: Case, world: World) -> CaseResult:
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     engine = build_engine(block.config, block.resolved, compiler)
     with sdpa_kernel(SDPBackend.MATH) if case.math_attention else nullcontext():
-        findings = _check_steps(case, block, world, engine, weights, truth, compiler is not None, clock)
+        findings = _check_steps(case, block, world, engine, weights, truth, compiler is not None)
     release_engine(engine)
-    return CaseResult(block.resolved.precision, _describe(block, case), findings, clock.seconds)
+    return CaseResult(block.resolved.precision, _describe(block, case), findings, time.perf_counter() - began)
 
 
 def _describe(block: Block, case: Case) -> str:
@@ -128,7 +127,6 @@ def _check_steps(
     weights: _Weights,
     truth: Gradients,
     is_compiled: bool,
-    clock: _Clock,
 ) -> list[Finding]:
     resolved, findings = block.resolved, []
     weights.load_into(engine)
@@ -136,22 +134,17 @@ def _check_steps(
     watched = Watched(block.config, resolved, world.control, weights.strides, complete)
     probe = Probe(engine, weights.strides, is_compiled=is_compiled)
     judge = LinkJudge(watched, probe, steps_counted=0)
-    clock.mark("engine")
     for step in range(case.steps):
         share = share_of(world.rank, resolved, global_batch(step, resolved))
         if step:
             weights.read_from(engine, watched)
             truth = Gradients(block, weights, world, share, "fp64")
-            clock.mark("plain model")
         loss = _take_step(block, world, engine, probe, share, step)
-        clock.mark("engine")
         near = Gradients(block, weights, world, share, resolved.precision, probe.scale)
-        clock.mark("plain model")
         comparison = _Comparison(watched, truth, near, probe.starts)
         means = MeanGradients(watched, probe)
         links = judge.judge(step, block.lr, gradient_norm(engine), comparison.seen(means))
         findings += [*comparison.findings(step), _compare_losses(step, watched, loss, truth, near), *links]
-        clock.mark("comparison")
     probe.close()
     return findings
 
@@ -385,18 +378,6 @@ def _common_factor(product: float, size: float, square: float) -> str:
     return f"all gradients x {factor:.4g}" if is_common else ""
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._began = time.perf_counter()
-
-    def mark(self, name: str) -> None:
-        """Add the time since the last mark to `name`."""
-        now = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._began
-        self._began = now
-
-
 _Change = Callable[[Case], Case]
 
 
@@ -472,59 +453,42 @@ def _with_math_attention(case: Case) -> Case:
     return replace(_with_keys(attention_kernel="sdpa")(case), math_attention=True)
 
 
-_CHANGES: dict[str, _Change] = {
-    "overlap_comm off": _without_overlap,
-    "gradient accumulation 1": lambda case: replace(case, micro_steps=1),
-    "offload off": _with_zero(offload_optimizer=None, offload_param=None),
-    "reduce_scatter off": _with_zero(reduce_scatter=False),
-    "communication in fp32": _in_fp32,
-    "bf16_optimizer_states off": _with_fp32_states,
-    "--compile off": _without_compiler,
-    "--activation-checkpointing none": _without_checkpointing,
-    "attention by torch's math kernel": _with_math_attention,
-    "--loss-kernel torch, one chunk": lambda case: replace(_with_keys(loss_kernel="torch")(case), one_chunk=True),
-    "sequences and experts undivided": undivided,
-    "another ZeRO stage": _another_stage,
-    "--optimizer adamw": _with_keys(optimizer="adamw"),
-    "--precision fp32": lambda case: case if case.chosen_precision == "fp32" else replace(case, precision="fp32"),
+def _with_plain_loss(case: Case) -> Case:
+    return replace(_with_keys(loss_kernel="torch")(case), one_chunk=True)
+
+
+def _with_fp32(case: Case) -> Case:
+    return case if case.chosen_precision == "fp32" else replace(case, precision="fp32")
+
+
+_ALL_PARTS = frozenset({"engine", "model", "update"})
+#: Settings with their change and the parts that it can tell about, the likeliest and cheapest first.
+_CHANGES: dict[str, tuple[_Change, Collection[str]]] = {
+    "overlap_comm off": (_without_overlap, ("engine",)),
+    "gradient accumulation 1": (lambda case: replace(case, micro_steps=1), ("engine", "model")),
+    "offload off": (_with_zero(offload_optimizer=None, offload_param=None), ("engine", "update")),
+    "reduce_scatter off": (_with_zero(reduce_scatter=False), ("engine",)),
+    "communication in fp32": (_in_fp32, ("engine",)),
+    "bf16_optimizer_states off": (_with_fp32_states, ("engine", "update")),
+    "--compile off": (_without_compiler, ("model",)),
+    "--activation-checkpointing none": (_without_checkpointing, ("model",)),
+    "attention by torch's math kernel": (_with_math_attention, ("model",)),
+    "--loss-kernel torch, one chunk": (_with_plain_loss, ("model",)),
+    "sequences and experts undivided": (undivided, ("engine", "model")),
+    "--optimizer adamw": (_with_keys(optimizer="adamw"), ("update",)),
+    "another ZeRO stage": (_another_stage, _ALL_PARTS),
+    "--precision fp32": (_with_fp32, _ALL_PARTS),
 }
-#: The likeliest and cheapest first.
-_OF_ENGINE = (
-    "overlap_comm off",
-    "gradient accumulation 1",
-    "offload off",
-    "reduce_scatter off",
-    "communication in fp32",
-    "bf16_optimizer_states off",
-    "sequences and experts undivided",
-    *LAST,
-)
-_OF_MODEL = (
-    "gradient accumulation 1",
-    "--compile off",
-    "--activation-checkpointing none",
-    "attention by torch's math kernel",
-    "--loss-kernel torch, one chunk",
-    "sequences and experts undivided",
-    *LAST,
-)
-_OF_UPDATE = ("bf16_optimizer_states off", "offload off", "--optimizer adamw", *LAST)
-_BY_LINK = {"loss": _OF_MODEL, "gradient": _OF_MODEL, "update": _OF_UPDATE}
+_PARTS: dict[str, str] = {"loss": "model", "gradient": "model", "update": "update"}
 
 
-def settings_for(link: str, ranks: int) -> tuple[str, ...]:
-    """Return the names of the settings to try for a link, in order; without the last where one rank goes first."""
-    settings = _BY_LINK.get(link, _OF_ENGINE)
-    needs_one_rank = ranks > 1 and settings is not _OF_MODEL
-    return tuple(setting for setting in settings if not (needs_one_rank and setting in LAST))
-
-
-def changed_cases(case: Case, settings: tuple[str, ...]) -> Iterator[tuple[str, Case]]:
-    """Yield each setting with its case, without those that change nothing."""
-    for setting in settings:
-        changed = _CHANGES[setting](case)
-        if changed != case:
-            yield setting, changed
+def changed_cases(case: Case, link: str, ranks: int) -> Iterator[tuple[str, Case]]:
+    """Yield each setting to try for a wrong link with its case, but not the last ones where one rank goes first."""
+    part = _PARTS.get(link, "engine")
+    for setting, (change, parts) in _CHANGES.items():
+        is_for_one_rank = setting in LAST and ranks > 1 and part != "model"
+        if part in parts and not is_for_one_rank:
+            yield setting, change(case)
 
 
 def check_run(case: Case, world: World, tries: tuple[str, ...] | None) -> Report:
@@ -543,9 +507,15 @@ def _try_settings(case: Case, result: CaseResult, world: World, tries: tuple[str
     """Repeat a wrong case with other settings until one is right, up to its first wrong step. Collective."""
     first = result.summary.first_wrong
     assert first is not None
-    settings = settings_for(first.link, world.world_size) if tries is None else tries
+    case = replace(case, steps=first.step)
+    if tries is None:
+        cases = dict(changed_cases(case, first.link, world.world_size))
+    else:
+        cases = {setting: _CHANGES[setting][0](case) for setting in tries}
     done: list[Try] = []
-    for setting, changed in changed_cases(replace(case, steps=first.step), settings):
+    for setting, changed in cases.items():
+        if changed == case:
+            continue
         try:
             again = check_case(changed, world)
         except ConfigError:
