@@ -14,7 +14,7 @@ from pathlib import Path
 from llmscale.architecture.families.family import HFTensor
 from llmscale.architecture.hf_config import CONFIG_NAME, find_config, get_family, read_shape, without_rope_scaling
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
-from llmscale.config.presets import get_preset, nearest_preset
+from llmscale.config.presets import PRESETS, get_preset, nearest_preset
 from llmscale.config.run_config import KEYS, RunConfig, build_run_config
 from llmscale.config.user_paths import check_path, checked
 from llmscale.errors import ConfigError
@@ -86,15 +86,19 @@ def read_published_model(flag: str, value: str, config: RunConfig | None = None)
     return PublishedModel(source, name, files.hub_name, files.folder, class_name, tensors, shape, entries)
 
 
-def with_published_shape(config: RunConfig, weights: PublishedModel | None) -> RunConfig:
+def with_published_shape(
+    config: RunConfig, weights: PublishedModel | None, named: PublishedModel | None = None
+) -> RunConfig:
     """Return a run's configuration with the shape of its published model in explicit keys.
 
     Initial `weights` determine the shape, which the user's keys must not contradict; but they may add experts to it.
-    Without weights, `--model hf:` gives a shape that other flags may change, like a preset. Raises ConfigError.
+    Without weights, `--model hf:` gives a shape that other flags may change, like a preset. `named` is a model
+    that is read already, perhaps that one. Raises ConfigError.
     """
     given = {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
     if is_published(config.model):
-        model = read_published_model("--model", config.model, config)
+        is_read = named is not None and named.source == f"--model {config.model}"
+        model = named if named and is_read else read_published_model("--model", config.model, config)
         wanted, whose = _keys_of(model.shape.changed(given)), f"--model {config.model}"
     elif weights is not None and "model" in config.model_fields_set:
         shape = get_preset(config.model).shape(weights.shape.vocab_size, weights.shape.seq_len)
@@ -153,6 +157,15 @@ def default_preset(config: RunConfig) -> str:
         return config.model
     keys = {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
     return nearest_preset(build_shape({**keys, "seq_len": 1}))
+
+
+def rate_preset(config: RunConfig) -> str:
+    """Return the preset with the default learning rate: the nearest in size if the model's is for another optimizer."""
+    name = default_preset(config)
+    preset = PRESETS[name]
+    if preset.run.get("optimizer", config.optimizer) == config.optimizer:
+        return name
+    return nearest_preset(preset.shape(preset.vocab_size))
 
 
 def _free(given: Mapping[str, object]) -> dict[str, object]:

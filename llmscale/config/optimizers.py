@@ -132,8 +132,10 @@ class OptimizerSpec:
     ) -> tuple[tuple[OptimizerGroup, tuple[ParameterTensor, ...]], ...]:
         """Return each group with its parameters, in order. Empty groups are left out, as in torch and DeepSpeed."""
         members: dict[str, list[ParameterTensor]] = {group.name: [] for group in self.groups}
+        by_name = any(group.pattern != "*" for group in self.groups)
+        of_kind = {} if by_name else {kind: self.group_of(kind) for group in self.groups for kind in group.kinds}
         for tensor in tensors:
-            members[self.group_of(tensor.kind, tensor.name).name].append(tensor)
+            members[(of_kind.get(tensor.kind) or self.group_of(tensor.kind, tensor.name)).name].append(tensor)
         return tuple((group, tuple(members[group.name])) for group in self.groups if members[group.name])
 
     def state_bytes(self, model: Architecture) -> int:

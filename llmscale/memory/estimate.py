@@ -116,7 +116,7 @@ def estimate_memory(
 def estimate_least(step: ResolvedStep, capability: ComputeCapability | None = None) -> int:
     """Estimate a lower bound: activations, parameters in 16 bits, and states where ZeRO divides them."""
     zero, ranks = step.engine_config.zero, step.plan.ranks.world_size
-    least = step_activations(step, capability).peak_bytes
+    least: float = max(one.total_bytes for one in find_moments(_NO_STATES, step_activations(step, capability)).values())
     if zero.stage < 3:
         least += 2 * step.rank_tensors.architecture.num_parameters
     elif zero.offload_param.device == "none":
@@ -148,6 +148,14 @@ def step_activations(
     return estimate_activations(micro_batch, step.checkpointing, cpu_checkpointing=step.engine_config.cpu_checkpointing)
 
 
+_NOTHING = Added()
+_NO_STATES = States(
+    Breakdown(),
+    step=_NOTHING,
+    end=_NOTHING,
+    gradients=lambda _done: _NOTHING,
+    handing=lambda _done, _own: _NOTHING,
+)
 #: The rows of one table ask for the same again and again.
 _states = lru_cache(maxsize=256)(zero_states)
 
@@ -183,28 +191,34 @@ def estimate_hf_states(model: HFModel, setup: ZeroSetup) -> HFStates:
 def find_moments(states: States, activations: Activations) -> dict[str, Breakdown]:
     """Return the peak of each part of a step by name.
 
-    A peak is where the sum of states and activations is largest, which is seldom where either of them is.
+    A peak is where the sum of states and activations is largest, which is seldom where either of them is. Blocks are
+    followed until none that is left can be larger.
     """
-    peaks = {name: (-1.0, Moment(name), Added()) for moments in PHASES.values() for name in moments}
-    for moment in activations.moments:
-        is_forward = moment.place >= 0
-        added = states.in_forward(moment.place) if is_forward else states.in_backward(moment.done, moment.own)
+    peaks = {name: (-math.inf, Moment(name), _NOTHING) for moments in PHASES.values() for name in moments}
+
+    def compare(moment: Moment, added: Added) -> None:
         total = moment.total_bytes + sum(added)
         if total > peaks[moment.name][0]:
             peaks[moment.name] = total, moment, added
-    for earlier, block in activations.backward_blocks:
-        others = earlier.saved + earlier.casts
-        additions, largest = states.in_block(earlier.done, block.handed)
-        if others + block.largest_backward + largest <= peaks["block backward"][0]:
+
+    for most, moment in activations.forward_blocks():
+        if most + states.most_in_forward <= peaks["forward"][0]:
+            break
+        compare(moment, states.in_forward(moment.place))
+    for moment in activations.ends:
+        is_forward = moment.place >= 0
+        compare(moment, states.in_forward(moment.place) if is_forward else states.in_backward(moment.done, moment.own))
+    most_added = states.most_in_block(activations.largest_own)
+    for most, others, block in activations.backward_blocks():
+        if most + most_added <= peaks["block backward"][0]:
+            break
+        additions, largest = states.in_block(others.done, block.handed)
+        if others.saved + others.casts + block.largest_backward + largest <= peaks["block backward"][0]:
             continue
         for moment, added in zip(block.backward, additions, strict=True):
-            total = others + moment.total_bytes + sum(added)
-            if total > peaks[moment.name][0]:
-                peaks[moment.name] = total, moment.after(earlier), added
-    end = Moment("end of backward", activations=activations.saved[0])
-    if end.total_bytes + sum(states.end) > peaks[end.name][0]:
-        peaks[end.name] = end.total_bytes + sum(states.end), end, states.end
-    peaks["optimizer step"] = sum(states.step), Moment("optimizer step"), states.step
+            compare(moment.beside(others), added)
+    compare(Moment("end of backward", activations=activations.saved[0]), states.end)
+    compare(Moment("optimizer step"), states.step)
     return {
         name: states.resident + _as_breakdown(moment) + added.breakdown for name, (_, moment, added) in peaks.items()
     }

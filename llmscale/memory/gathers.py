@@ -18,6 +18,9 @@ from llmscale.config.deepspeed.schema import Dtype, OffloadOptimizer, OffloadPar
 from llmscale.memory.breakdown import allocated_bytes
 from llmscale.memory.zero_setup import BYTES_PER_ELEMENT, ZeroSetup
 
+#: Blocks in the middle of a deep model that must be alike, so that as many others are.
+_ALIKE = 4
+
 
 class Gathers(NamedTuple):
     """All-gathers up to a moment of a micro-step, and the memory of gathered parameters."""
@@ -86,12 +89,53 @@ def follow_gathers(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool
     """
     if not allocates_gathered(setup):
         return [Gathers()] * (tensors.architecture.n_layer + 5 + len(tensors.gradient_order) + tensors.tied)
-    if setup.expert_parallel_size > 1:
-        return _follow(tensors, setup, recomputes)
-    # The rows of a table differ in what they offload, and gather alike.
-    zero = setup.zero.model_copy(update={"offload_optimizer": OffloadOptimizer(), "offload_param": OffloadParam()})
-    alike = replace(setup, config=setup.config.model_copy(update={"zero_optimization": zero}))
-    return _follow(tensors, alike, recomputes)
+    if setup.expert_parallel_size == 1:
+        # The rows of a table differ in what they offload, and gather alike.
+        zero = setup.zero.model_copy(update={"offload_optimizer": OffloadOptimizer(), "offload_param": OffloadParam()})
+        setup = replace(setup, config=setup.config.model_copy(update={"zero_optimization": zero}))
+    num_blocks = _blocks_to_follow(tensors, setup)
+    if num_blocks < tensors.architecture.n_layer:
+        few = replace(tensors, architecture=replace(tensors.architecture, n_layer=num_blocks))
+        moments = _repeat_blocks(_follow(few, setup, recomputes), few, tensors.architecture.n_layer)
+        if moments is not None:
+            return moments
+    return _follow(tensors, setup, recomputes)
+
+
+def _blocks_to_follow(tensors: ParameterTensors, setup: ZeroSetup) -> int:
+    """Return how many blocks show all that happens in a micro-step: in the middle of a deep model it repeats.
+
+    DeepSpeed looks ahead and keeps parameters within three numbers of elements, at the beginning and at the end.
+    """
+    model, zero = tensors.architecture, setup.zero
+    is_uniform = not tensors.frozen and not model.other_blocks
+    if not is_uniform or zero.stage3_model_persistence_threshold < model.num_parameters:
+        return model.n_layer
+    window = max(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size)
+    return 2 * -(-window // model.block_parameters) + 2 * _ALIKE
+
+
+def _repeat_blocks(moments: list[Gathers], tensors: ParameterTensors, n_layer: int) -> list[Gathers] | None:
+    """Return the moments of a model of `n_layer` blocks from those of the same with fewer.
+
+    The middle block is repeated in both passes; None if its neighbours are not like it.
+    """
+    num_blocks, times = tensors.architecture.n_layer, n_layer - tensors.architecture.n_layer
+    moments_of_block = sum(layer[0].block == 0 for layer in tensors.gradient_order)
+    before_blocks = (
+        num_blocks
+        + 4
+        + sum(layer[0].block is None for layer in tensors.gradient_order[: -len(tensors.architecture.before_blocks)])
+    )
+    for begin, count in ((before_blocks + tensors.tied, moments_of_block), (1, 1)):  # backward, then forward
+        first = begin + num_blocks // 2 * count
+        change = moments[first + count].plus(moments[first], -1)
+        near = range(first - _ALIKE // 2 * count, first + _ALIKE // 2 * count)
+        if any(moments[place + count] != moments[place].plus(change) for place in near):
+            return None
+        repeated = [moments[first + place % count].plus(change, place // count) for place in range(times * count)]
+        moments = moments[:first] + repeated + [moment.plus(change, times) for moment in moments[first:]]
+    return moments
 
 
 def count_gathers(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> tuple[Gathers, Gathers]:

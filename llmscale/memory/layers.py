@@ -365,23 +365,19 @@ class Moment(NamedTuple):
     def total_bytes(self) -> float:
         return self.casts + self.activations + self.logits + self.temporaries
 
-    def after(self, earlier: EarlierBlocks) -> Moment:
+    def beside(self, others: OtherBlocks) -> Moment:
         """Return a block's moment with the bytes and gradients of the others."""
-        casts, activations, done = (
-            self.casts + earlier.casts,
-            self.activations + earlier.saved,
-            self.done + earlier.done,
-        )
-        return self._replace(casts=casts, activations=activations, done=done)
+        casts, activations = self.casts + others.casts, self.activations + others.saved
+        return self._replace(casts=casts, activations=activations, done=self.done + others.done)
 
 
-class EarlierBlocks(NamedTuple):
-    """State in which the backward pass reaches a block."""
+class OtherBlocks(NamedTuple):
+    """State in which a pass reaches a block."""
 
     saved: float
     """Bytes that the embeddings and earlier blocks hold."""
     casts: float
-    done: int
+    done: int = 0
     """Gradients of later layers."""
 
 
@@ -442,8 +438,13 @@ class Block:
 
     @cached_property
     def backward(self) -> list[Moment]:
-        """Moments of the backward pass, without bytes and gradients of other blocks."""
-        return list(self._backward())
+        """Moments of the backward pass, without bytes and gradients of other blocks: of equal gradients the largest."""
+        largest: dict[tuple[float, float], Moment] = {}
+        for moment in self._backward():
+            gradients = moment.done, moment.own
+            if gradients not in largest or moment.total_bytes > largest[gradients].total_bytes:
+                largest[gradients] = moment
+        return list(largest.values())
 
     @cached_property
     def largest_backward(self) -> float:
@@ -538,10 +539,14 @@ class Activations:
     cpu_checkpointing: bool = False
 
     @cached_property
+    def kinds(self) -> dict[bool, Block]:
+        """Blocks by whether they have experts."""
+        order = {self.p.shape.is_sparse(block) for block in range(self.p.shape.n_layer)}
+        return {is_sparse: build_block(self.p, self.mode, is_sparse=is_sparse) for is_sparse in order}
+
+    @cached_property
     def blocks(self) -> list[Block]:
-        order = [self.p.shape.is_sparse(block) for block in range(self.p.shape.n_layer)]
-        kinds = {is_sparse: build_block(self.p, self.mode, is_sparse=is_sparse) for is_sparse in set(order)}
-        return [kinds[is_sparse] for is_sparse in order]
+        return [self.kinds[self.p.shape.is_sparse(block)] for block in range(self.p.shape.n_layer)]
 
     @property
     def _offloads(self) -> bool:
@@ -562,54 +567,50 @@ class Activations:
         ]
         return list(accumulate(own, initial=ends_bytes(self.p)))
 
-    @cached_property
-    def peak_bytes(self) -> float:
-        of_blocks = (earlier.saved + earlier.casts + block.largest_backward for earlier, block in self.backward_blocks)
-        return max(*of_blocks, *(moment.total_bytes for moment in self.moments))
-
-    @cached_property
-    def moments(self) -> list[Moment]:
-        """Moments outside of the blocks' backward passes."""
-        return [*self._forward(), *self._ends_of_backward()]
-
-    def _forward(self) -> Iterator[Moment]:
-        p, layers, casts = self.p, self.p.shape.n_layer, 0.0
-        for place, block in enumerate(self.blocks, start=1):
-            casts += block.forward_casts
+    def forward_blocks(self) -> Iterator[tuple[float, Moment]]:
+        """Yield the blocks' forward passes from the last block to the first, each with bytes that none exceeds from
+        there on."""
+        casts = list(accumulate((block.forward_casts for block in self.blocks), initial=0.0))
+        most = max(block.forward for block in self.kinds.values())
+        for place in range(self.p.shape.n_layer, 0, -1):
             # Offloaded inputs leave the GPU two blocks later.
-            saved = self.saved[0] + min(place, 3) * p.x if self._offloads else self.saved[place]
-            yield Moment("forward", casts, saved + block.forward, place=place)
-        peak = loss(p)
-        yield Moment("loss forward", casts, self.saved[-1] + p.x, place=layers + 1)
-        yield Moment("loss forward", casts + peak.cast, self.saved[-1] + p.x, peak.forward, place=layers + 2)
+            saved = self.saved[0] + min(place, 3) * self.p.x if self._offloads else self.saved[place]
+            moment = Moment("forward", casts[place], saved + self.blocks[place - 1].forward, place=place)
+            yield casts[place] + saved + most, moment
 
-    @cached_property
-    def backward_blocks(self) -> list[tuple[EarlierBlocks, Block]]:
-        """Blocks in the order of the backward pass."""
-        casts = sum(block.saved_casts for block in self.blocks)
-        done, blocks = self._head + norm(self.p).parameters, []
+    def backward_blocks(self) -> Iterator[tuple[float, OtherBlocks, Block]]:
+        """Yield the blocks in the order of the backward pass, each with bytes that none exceeds from there on."""
+        casts, done = sum(block.saved_casts for block in self.blocks), self._head + norm(self.p).parameters
+        most = max(block.largest_backward for block in self.kinds.values())
         for saved, block in zip(reversed(self.saved[:-1]), reversed(self.blocks), strict=True):
             casts -= block.saved_casts
-            blocks.append((EarlierBlocks(saved, casts, done), block))
+            yield saved + casts + most, OtherBlocks(saved, casts, done), block
             done += block.parameters
-        return blocks
+
+    @cached_property
+    def largest_own(self) -> float:
+        """Most gradients that a layer of a block hands over."""
+        return max(own for block in self.kinds.values() for _, own in block.handed)
+
+    @property
+    def ends(self) -> Iterator[Moment]:
+        """Moments outside of the blocks: the final norm and the loss, and the backward pass before and after blocks."""
+        p, layers, loss_memory, own = self.p, self.p.shape.n_layer, loss(self.p), norm(self.p).parameters
+        stays, casts = self.saved[-1] + p.x, sum(block.forward_casts for block in self.blocks)
+        yield Moment("loss forward", casts, stays, place=layers + 1)
+        yield Moment("loss forward", casts + loss_memory.cast, stays, loss_memory.forward, place=layers + 2)
+        casts = sum(block.saved_casts for block in self.blocks)
+        yield Moment("loss backward", casts, stays, loss_memory.backward)
+        if not p.shape.tied:
+            yield Moment("loss backward", casts, stays + p.x, own=self._head)
+        yield Moment("loss backward", casts, self.saved[-1], temporaries=p.x, done=self._head, own=own)
+        done = self._head + own + sum(block.parameters for block in self.blocks)
+        yield Moment("end of backward", 0.0, self.saved[0], 0.0, p.x + p.stream * self._head, done=done)
 
     @property
     def _head(self) -> int:
         """Elements of the output head."""
         return self.p.shape.padded_vocab_size * self.p.shape.n_embd
-
-    def _ends_of_backward(self) -> Iterator[Moment]:
-        """Yield the moments before the blocks, and the one after them."""
-        p, stays = self.p, self.saved[-1] + self.p.x
-        casts = sum(block.saved_casts for block in self.blocks)
-        yield Moment("loss backward", casts, stays, loss(p).backward)
-        if not p.shape.tied:
-            yield Moment("loss backward", casts, stays + p.x, own=self._head)
-        own = norm(p).parameters
-        yield Moment("loss backward", casts, self.saved[-1], temporaries=p.x, done=self._head, own=own)
-        done = self._head + own + sum(block.parameters for block in self.blocks)
-        yield Moment("end of backward", 0.0, self.saved[0], 0.0, p.x + p.stream * self._head, done=done)
 
 
 @lru_cache(maxsize=64)

@@ -88,6 +88,11 @@ class Gathered:
         """Return the bytes while DeepSpeed takes the last of `done` gradients."""
         return self._live[self._at(done)]
 
+    @cached_property
+    def largest(self) -> float:
+        """Largest bytes of the backward pass."""
+        return max(*self._peaks, *self._live)
+
     @property
     def at_end(self) -> float:
         """While DeepSpeed takes the last gradients."""
@@ -118,6 +123,8 @@ class States:
     """Bytes of a tied table's gradient from the head, until the look-up's is there."""
     trained: Callable[[float], float] = float
     """Return how many of a number of gradients belong to trained parameters."""
+    moving: float = 0.0
+    """Bytes of the largest reduction, and of sums that reductions free."""
     host_bytes: float = 0.0
     nvme_bytes: float = 0.0
     known: dict[tuple[float, Handed], tuple[list[Added], float]] = field(default_factory=dict)
@@ -138,6 +145,16 @@ class States:
             added = [self.in_backward(done + before, own) for before, own in handed]
             self.known[done, handed] = added, max(map(sum, added))
         return self.known[done, handed]
+
+    @cached_property
+    def most_in_forward(self) -> float:
+        """Bytes that no addition in a forward pass exceeds."""
+        return sum(self.before) + (max(self.gathered.forward) if self.gathered else 0)
+
+    def most_in_block(self, own: float) -> float:
+        """Return bytes that no addition in blocks exceeds, whose layers hand over at most `own` gradients."""
+        added = sum(self.gradients(math.inf)) + sum(self.handing(math.inf, own)) + self.moving
+        return added + (self.gathered.largest if self.gathered else 0)
 
     def in_backward(self, done: float, own: float = 0) -> Added:
         """Return the addition after `done` gradients, while a layer hands `own` over."""
@@ -547,7 +564,7 @@ class _Stage2:
         z, at = self.z, self.z.handed(done)
         grown = sum(num_bytes for flush, num_bytes in self.grows if at > flush)
         large = z.weight * z.too_large(at) if self.holds_large else 0
-        reduced = self.width * at if self.sums else 0
+        reduced = self.width * min(at, z.trained) if self.sums else 0
         return Added(
             gradients=self.of_steps - reduced + grown + large + z.waiting * (done > 0),
             buckets=self.bucket * (self.sums > 0 or done > 0),
@@ -599,6 +616,7 @@ class _Stage2:
             handing=self.handing,
             end=self.end,
             step=Added(gradients=self.part, buckets=stays, temporaries=_update12(z, self.compact)),
+            moving=self.sums + max(sum(self.reduction(flush)) for flush in z.flushes),
             host_bytes=_host12(z, self.compact),
         )
 
@@ -677,6 +695,7 @@ def _stage3(z: _Zero, gathered: Gathered | None) -> States:
         end=last._replace(parameters=gathered.at_end if gathered else 0.0),
         step=step,
         gathered=gathered,
+        moving=max(sum(reduction(flush)) for flush in {flush._replace(at=0) for flush in z.flushes}),
         host_bytes=_host3(z),
         nvme_bytes=_nvme3(z),
     )
