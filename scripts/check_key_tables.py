@@ -36,7 +36,6 @@ _REASONS = {
     "config/describe_defaults.py: SIZES": "the numbers that name a model's size to people",
     "planning/scaling_ladder.py": "what a run file of the ladder sets",
     "numerics/block.py: cut_block.neutral": "keys of length and batch, for which a check has its own values",
-    "numerics/retries.py: _OF_MODEL": "settings that may make a difference, for people",
     "training/run_folder.py: OWN_FOLDERS": "names of folders, which some keys share",
 }
 

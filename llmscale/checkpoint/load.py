@@ -36,6 +36,7 @@ from llmscale.checkpoint.manifest import (
 from llmscale.checkpoint.remote_run import CARRIED, fetch_chunks
 from llmscale.checkpoint.run_state import RunState
 from llmscale.checkpoint.tensor_files import (
+    DTYPES,
     INDEX_NAME,
     WEIGHTS,
     Fragment,
@@ -110,11 +111,14 @@ def find_damage_together(checkpoint: Checkpoint, group: dist.ProcessGroup, disks
     return next((finding for finding in findings if finding), None) or find_missing(checkpoint, group)
 
 
-def load_engine(engine: DeepSpeedEngine, folder: Path, state: RunState, group: dist.ProcessGroup, disks: Disks) -> None:
+def load_engine(
+    engine: DeepSpeedEngine, folder: Path, state: RunState, group: dist.ProcessGroup, disks: Disks
+) -> str | None:
     """Load weights, optimizer states, buffers and frozen parameters, and set DeepSpeed's counters. Collective.
 
-    Raises CheckpointError on every rank, before a weight changes, when the checkpoint and the engine do not have the
-    same tensors.
+    Returns a line if the engine keeps master weights and states in another type than the checkpoint, else None. Raises
+    CheckpointError on every rank, before a weight changes, when the checkpoint and the engine do not have the same
+    tensors.
     """
     share_files(folder, [INDEX_NAME], group, disks)
     stored = on_all_ranks(group, lambda: load_index(folder))
@@ -130,6 +134,21 @@ def load_engine(engine: DeepSpeedEngine, folder: Path, state: RunState, group: d
     set_group_scalars(engine, state.optimizer_scalars)
     refresh_low_precision_weights(engine)
     engine.global_steps = state.step
+    return _describe_cast(stored, fragments)
+
+
+def _describe_cast(stored: Mapping[str, Mapping], fragments: Mapping[str, Fragment]) -> str | None:
+    key = next(key for key in fragments if key.startswith(MASTER))
+    before, now = DTYPES[stored[key]["dtype"]], fragments[key].local.dtype
+    if before == now:
+        return None
+    names = f"master weights and optimizer states change from {_name(before)} to {_name(now)}"
+    is_exact = torch.promote_types(before, now) == now
+    return f"{names}: {'they are taken over exactly' if is_exact else 'they are rounded once'}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(dtype, str(dtype))
 
 
 def check_nothing_is_dropped(stored: Iterable[str], wanted: Iterable[str], folder: Path) -> None:

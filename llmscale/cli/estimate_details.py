@@ -88,6 +88,11 @@ def _why_lines(rows: Sequence[Row], cluster: Cluster) -> Iterator[str]:
     yield margin_line()
     if any(row.host_bytes_per_node for row in rows):
         yield f"host is for what is offloaded; {host_words(cluster)}."
+    copies = sorted(row.save_bytes_per_node for row in rows)
+    if copies:
+        least, most = format_size(copies[0]), format_size(copies[-1])
+        size = least if least == most else f"{least} to {most}"
+        yield f"a save takes {size} of each node's memory beside host, for the copy that is written in the background."
     rates = [row.throughput for row in rows if row.throughput]
     if rates:
         gains = sorted(f"{rate.compiled_tokens_per_second / rate.tokens_per_second:.2f}" for rate in rates)
@@ -152,9 +157,11 @@ def explain_activations(
 
 def _moment_lines(row: Row, fit: Candidate) -> Iterator[str]:
     """Yield one ds_config, moment by moment, in GiB; `*` marks the peak."""
+    state_bytes = fit.step.stored_optimizer.state_bytes_per_weight(fit.step.shape.architecture)
     yield ""
     yield (
-        f"{row.ds_config}: {fit.strategy.describe()}, {row.precision}, gradients summed in {row.grad_accum_dtype}; "
+        f"{row.ds_config}: {fit.strategy.describe()}, {row.precision}, gradients summed in {row.grad_accum_dtype}, "
+        f"{state_bytes:.3g} bytes of master weight and states a parameter; "
         f"{fit.plan.describe()}"
     )
     for warning in (*fit.ds.warnings, *fit.ds.batch_notices(fit.plan)):

@@ -191,6 +191,8 @@ class Row:
     has_margin: bool
     spare_bytes: int
     host_bytes_per_node: int
+    save_bytes_per_node: int
+    """Host memory of a checkpoint's copy while it is written."""
     nvme_bytes_per_node: int
     throughput: Throughput | None
     gpu: str | None
@@ -237,6 +239,7 @@ def make_row(
         has_margin=fit.has_margin,
         spare_bytes=fit.spare_bytes,
         host_bytes_per_node=fit.host_bytes_per_node,
+        save_bytes_per_node=fit.save_bytes_per_node,
         nvme_bytes_per_node=fit.nvme_bytes_per_node,
         throughput=rate,
         gpu=gpu,
@@ -348,4 +351,4 @@ def host_words(cluster: Cluster) -> str:
     if not cluster.host_bytes:
         return "not checked: --host-memory-gib"
     processes = f"{cluster.gpus_per_node} x {format_size(PROCESS_BYTES)} for processes (assumed)"
-    return f"with {processes} checked against {format_size(cluster.host_bytes)} (--host-memory-gib)"
+    return f"with a save's copy and {processes} checked against {format_size(cluster.host_bytes)} (--host-memory-gib)"

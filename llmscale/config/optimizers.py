@@ -35,7 +35,7 @@ from llmscale.errors import ConfigError
 
 OptimizerName = Literal["adamw", "muon", "adafactor"]
 
-_FP32_BYTES = 4
+_FP32_BYTES, _BF16_BYTES = 4, 2
 #: Between the name of a group and the pattern that divides it.
 _DIVIDED = "/"
 
@@ -50,7 +50,7 @@ class OptimizerGroup:
     decays: bool
     """True if the run's weight decay applies."""
     states: tuple[str, ...]
-    """Names in torch of the fp32 states with an element per weight, without the master weight."""
+    """Names in torch of the states with an element per weight, without the master weight."""
     scalars: tuple[str, ...]
     """Names in torch of the states with one element per parameter."""
     learning_rate_factor: float = 1.0
@@ -64,11 +64,13 @@ class OptimizerGroup:
     """Weight decay in place of the run's."""
     is_factored: bool = False
     """True if each matrix has fp32 sums over its rows and over its columns in place of states."""
+    master_bytes: int = _FP32_BYTES
+    """Bytes of a master weight, and of each of its states."""
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one weight: its fp32 master and its states."""
-        return _FP32_BYTES * (1 + len(self.states))
+        """Bytes of one weight: its master and its states."""
+        return self.master_bytes * (1 + len(self.states))
 
     def sums_bytes(self, parameter: Parameter) -> int:
         """Return the bytes of a parameter's sums over rows and columns."""
@@ -137,7 +139,7 @@ class OptimizerSpec:
         return tuple((group, tuple(members[group.name])) for group in self.groups if members[group.name])
 
     def state_bytes(self, model: Architecture) -> int:
-        """Return the bytes of fp32 master weights and states of all parameters that are trained."""
+        """Return the bytes of master weights and states of all parameters that are trained."""
         tensors = ParameterTensors(model, self.frozen)
         weights = sum(self.group_of(kind).state_bytes * count for kind, count in tensors.trainable_by_kind.items())
         factored = tensors.trainable if any(group.is_factored for group in self.groups) else ()
@@ -156,8 +158,8 @@ class OptimizerSpec:
         return self.state_bytes(model) / ParameterTensors(model, self.frozen).num_trainable
 
     def step_bytes_per_weight(self, model: Architecture) -> float:
-        """Return the memory traffic of a step per weight: states are read and written, the fp32 gradient is read."""
-        return 2 * self.state_bytes_per_weight(model) + _FP32_BYTES
+        """Return the memory traffic of a step per weight: states are read and written, the gradient is read."""
+        return 2 * self.state_bytes_per_weight(model) + self.groups[0].master_bytes
 
     def with_matrix_factor(self, factor: float) -> OptimizerSpec:
         """Return the optimizer with `factor` times the learning rate for orthogonalised matrices."""
@@ -191,6 +193,10 @@ class OptimizerSpec:
             for group in self.groups
         )
         return replace(self, groups=(*divided, *self.groups), frozen=tuple(frozen))
+
+    def in_bf16(self) -> OptimizerSpec:
+        """Return the optimizer with master weights and states in bf16."""
+        return replace(self, groups=tuple(replace(group, master_bytes=_BF16_BYTES) for group in self.groups))
 
     def on_gpu(self, capability: ComputeCapability | None) -> OptimizerSpec:
         """Return the optimizer on a GPU of that compute capability; None means Ampere or newer."""

@@ -68,6 +68,11 @@ class ResolvedStep:
         architecture = self.shape.architecture.with_divided_experts(self.plan.ranks.expert_parallel_size)
         return _shared(replace(self.tensors, architecture=architecture))
 
+    @cached_property
+    def stored_optimizer(self) -> OptimizerSpec:
+        """`optimizer` with master weights and states in the type that the ds_config gives them."""
+        return self.optimizer.in_bf16() if self.ds.keys.has_bf16_states else self.optimizer
+
     @property
     def precision(self) -> Precision:
         return self.ds.precision
@@ -176,6 +181,12 @@ def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: in
         flag = "--lora-rank" if shape.lora_rank else "--freeze"
         raise ConfigError(
             f"{flag} does not work with {ds.source}'s parameters on NVMe. Use offload_param to cpu or to none."
+        )
+    if chosen.keys.has_bf16_states and config.optimizer == "muon":
+        raise ConfigError(
+            f"--optimizer muon does not work with {ds.source}'s bf16_optimizer_states: it rounds a weight after its "
+            "decay and again after its step, and bf16 would lose the decay. Use --optimizer adamw, or delete "
+            "bf16_master_weights_and_grads and bf16_optimizer_states."
         )
     if config.keep_zeros and any(group.is_orthogonalised for group in optimizer.groups):
         raise ConfigError(

@@ -15,7 +15,7 @@ from llmscale.config.deepspeed.schema import Precision
 from llmscale.config.optimizers import OptimizerSpec
 from llmscale.config.resolve import ResolvedStep
 from llmscale.config.run_config import RunConfig
-from llmscale.engine.activation_checkpointing import build_block_checkpoint
+from llmscale.engine.activation_checkpointing import build_block_checkpoint, tile_mlps
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_patches import (
     compute_in_bf16,
@@ -27,10 +27,8 @@ from llmscale.engine.deepspeed_patches import (
     without_sum_dtype,
 )
 from llmscale.engine.device_memory import has_bf16
-from llmscale.engine.expert_parallel import as_mixture_of_experts, divide_experts
-from llmscale.engine.mlp_tiles import tile_mlps
 from llmscale.engine.optimizers import Muon, build_optimizer
-from llmscale.engine.sequence_parallel import build_split
+from llmscale.engine.parallel_ranks import as_mixture_of_experts, build_split, divide_experts
 from llmscale.engine.zero_layout import check_deepspeed_version, group_name, inner_optimizer
 from llmscale.engine.zero_shards import invalidate_hpz_copies, reset_step_counts
 from llmscale.errors import ConfigError

@@ -56,10 +56,8 @@ def without_memory_prints() -> Iterator[None]:
 
     see_memory_usage = bf16_optimizer.see_memory_usage
     bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        bf16_optimizer.see_memory_usage = see_memory_usage
+    yield
+    bf16_optimizer.see_memory_usage = see_memory_usage
 
 
 def compute_in_bf16(model: nn.Module) -> None:

@@ -228,10 +228,8 @@ class Muon(torch.optim.AdamW):
         """
         groups = self.param_groups
         self.param_groups = [group for group in groups if group_name(group) not in self._orthogonalised]
-        try:
-            super().step(closure)
-        finally:
-            self.param_groups = groups
+        super().step(closure)
+        self.param_groups = groups
         for group in groups:
             for flat in group["params"] if group_name(group) in self._orthogonalised else ():
                 if flat.grad is not None:

@@ -124,12 +124,10 @@ def _only(optimizer: torch.optim.Optimizer, name: str, flat: Tensor) -> Iterator
     # The first of two with the name, if ranks divide experts: both have the same hyperparameters.
     next(group for group in optimizer.param_groups if group_name(group) == name)["params"] = [flat]
     flat.grad = torch.zeros_like(flat)
-    try:
-        yield
-    finally:
-        flat.grad = gradient
-        for group, params, lr in before:
-            group["params"], group["lr"] = params, lr
+    yield
+    flat.grad = gradient
+    for group, params, lr in before:
+        group["params"], group["lr"] = params, lr
 
 
 def reset_step_counts(engine: DeepSpeedEngine) -> None:

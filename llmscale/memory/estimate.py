@@ -123,7 +123,7 @@ def estimate_least(step: ResolvedStep, capability: ComputeCapability | None = No
     elif zero.offload_param.device == "none":
         least += 2 * step.shape.num_parameters / ranks
     if zero.stage and zero.offload_optimizer.device == "none":
-        least += step.optimizer.state_bytes(step.shape.architecture) / ranks
+        least += step.stored_optimizer.state_bytes(step.shape.architecture) / ranks
     return math.floor(least)
 
 

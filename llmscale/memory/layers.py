@@ -252,7 +252,7 @@ def _norm_result(p: Pass) -> float | None:
 
 
 def mlp(p: Pass) -> list[LayerMemory]:
-    """model/layers.py, MLP; engine/mlp_tiles.py where it runs in tiles."""
+    """model/layers.py, MLP; engine/activation_checkpointing.py where it runs in tiles."""
     if p.shape.mlp_tile_tokens:
         return [_tiled_mlp(p)]
     return [*_mlp(p, p.shape.mlp_width), *dropout(p, p.tokens * p.shape.n_embd)]

@@ -235,6 +235,8 @@ class _Zero:
         dtypes = config.model_dtype, config.grad_accum_dtype, config.communication_data_type
         self.weight, self.sum, self.sent = (BYTES_PER_ELEMENT[dtype] for dtype in dtypes)
         """Bytes of a weight, of a summed and of a communicated gradient."""
+        self.master = setup.optimizer.groups[0].master_bytes
+        """Bytes of a master weight, and of the gradient that the optimizer gets."""
         self.accumulates, self.offloads = setup.accumulates, setup.offloads_optimizer
         self.ranks, self.bucket = setup.shard_ranks, config.zero.reduce_bucket_size
         self.groups = [_Group(group, members, setup.ranks_of(members[0])) for group, members in setup.groups(tensors)]
@@ -638,11 +640,12 @@ def _norm(z: _Zero) -> float:
 
 
 def _update12(z: _Zero, compact: bool) -> float:
-    """The norm; group by group, without sums in fp32, gradients end to end and their copy in fp32; Muon."""
+    """The norm; group by group, without sums in fp32, gradients end to end; their copy in the master's type; Muon."""
     if compact or z.offloads:
-        return max(0 if z.offloads else _norm(z), z.muon)
-    flat = z.weight + (4 if z.weight == 2 else 0)
-    updates = (max(flat * group.part, 4 * group.part + z.orthogonalising(group)) for group in z.groups)
+        cast = z.master if z.master != 4 else 0
+        return max(0 if z.offloads else _norm(z), z.muon, *(cast * group.part for group in z.groups))
+    flat = z.weight + (z.master if z.weight != z.master else 0)
+    updates = (max(flat * group.part, z.master * group.part + z.orthogonalising(group)) for group in z.groups)
     return max(_norm(z), *updates)
 
 
@@ -676,7 +679,7 @@ def _stage3(z: _Zero, gathered: Gathered | None) -> States:
 
     def update(group: _Group) -> float:
         size = max(group.sub_groups(zero.sub_group_size))
-        return z.sum * size + (4 * size if z.sum != 4 else 0) + z.orthogonalising(group)
+        return z.sum * size + (z.master * size if z.sum != z.master else 0) + z.orthogonalising(group)
 
     overflow = (z.sum + 1) * z.own if setup.config.precision == "fp16" else 0
     step = Added(temporaries=z.muon)
@@ -698,7 +701,7 @@ def _stage3(z: _Zero, gathered: Gathered | None) -> States:
     )
 
 
-def _pinned(num_bytes: float, pinned: bool = True) -> float:
+def pinned_bytes(num_bytes: float, pinned: bool = True) -> float:
     """Page-locked memory comes in powers of two."""
     return 1 << (int(num_bytes) - 1).bit_length() if pinned and num_bytes >= 1 else num_bytes
 
@@ -709,11 +712,11 @@ def _host12(z: _Zero, compact: bool) -> float:
         return 0.0
     pin, host = z.zero.offload_optimizer.pin_memory, 0.0
     for group in z.groups:
-        host += 2 * _pinned(4 * group.part, pin) + _pinned(z.weight * group.part, pin)
+        host += 2 * pinned_bytes(4 * group.part, pin) + pinned_bytes(z.weight * group.part, pin)
         host += (group.optimizer.state_bytes - 4) * group.part
         if z.setup.stage == 2 and z.accumulates and not compact:
-            host += sum(_pinned(z.weight * tensor.elements, pin) for tensor in group.own)
-    return host + _pinned(z.weight * z.largest, pin)
+            host += sum(pinned_bytes(z.weight * tensor.elements, pin) for tensor in group.own)
+    return host + pinned_bytes(z.weight * z.largest, pin)
 
 
 def _host3(z: _Zero) -> float:
@@ -722,17 +725,17 @@ def _host3(z: _Zero) -> float:
     size = z.zero.sub_group_size
     in_host, on_disk = _parameters_on_host(z)
     if params.device != "none":
-        host += sum(_pinned(z.weight * elements) for elements in in_host)
+        host += sum(pinned_bytes(z.weight * elements) for elements in in_host)
     if params.device == "nvme":
         host += z.weight * (params.buffer_count * params.buffer_size + max(on_disk, default=0))
     if states.device != "none":
-        host += _pinned(z.sum * z.own, states.pin_memory)
+        host += pinned_bytes(z.sum * z.own, states.pin_memory)
     sub_groups = [(group, elements) for group in z.groups for elements in group.sub_groups(size)]
     if states.device == "nvme":
         host += states.buffer_count * 4 * max(elements for _, elements in sub_groups)
     if states.device == "cpu":
         host += sum(group.optimizer.state_bytes * group.part for group in z.groups)
-        host += sum(_pinned(4 * elements, states.pin_memory) for _, elements in sub_groups)
+        host += sum(pinned_bytes(4 * elements, states.pin_memory) for _, elements in sub_groups)
     return host
 
 

@@ -69,5 +69,5 @@ class ZeroSetup:
 def zero_setup(step: ResolvedStep, capability: ComputeCapability | None = None) -> ZeroSetup:
     """Return the setup of a step on GPUs of that compute capability; None means Ampere or newer."""
     ranks = step.plan.ranks
-    optimizer = step.optimizer.on_gpu(capability)
+    optimizer = step.stored_optimizer.on_gpu(capability)
     return ZeroSetup(step.engine_config, ranks.world_size, optimizer, ranks.expert_parallel_size)

@@ -171,7 +171,7 @@ class Router(nn.Module):
 
 
 class ExpertSplit(Protocol):
-    """Equal parts of a block's experts, each with a model of its own (engine/expert_parallel.py)."""
+    """Equal parts of a block's experts, each with a model of its own (engine/parallel_ranks.py)."""
 
     @property
     def size(self) -> int:

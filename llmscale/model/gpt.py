@@ -34,8 +34,7 @@ from llmscale.model.attention_context import (
     positions_in_documents,
 )
 from llmscale.model.experts import BALANCE, Z_SQUARED, ExpertSplit, SparseMLP
-from llmscale.model.layers import MLP, Embedding, Linear, RMSNorm, build_norm, fill_normal_, residual_std
-from llmscale.model.lora import find_adapter
+from llmscale.model.layers import MLP, Embedding, Linear, RMSNorm, build_norm, fill_normal_, find_adapter, residual_std
 from llmscale.model.loss import chunked_cross_entropy, score_tokens
 
 #: Stores a layer's new keys and values [batch, t, n_kv_head, head_dim], and returns all stored ones.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from llmscale.architecture.layers import INIT_STD
 from llmscale.architecture.shape import Activation, GPTShape
-from llmscale.model.lora import Adapter, fill_adapter_, find_adapter
 
 #: Numbers drawn from one seed. A core draws 10^8 a second, 29 minutes for GPT-3 175B, so large tensors are drawn in
 #: chunks on all threads. Chunks also limit the extra fp32 memory to 64 MiB a thread.
@@ -60,6 +60,46 @@ def _fill_chunk(std: float, chunk: Tensor, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     size = (chunk.numel(),)
     chunk.copy_(torch.normal(0.0, std, size, generator=generator, dtype=torch.float32, device="cpu"))
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Low-rank adapters of the linear layers that are stacked in one of ours (Hu et al. 2021).
+
+    They add (alpha / r) B A x to W x, of which W is frozen.
+    """
+
+    rank: int
+    scale: float
+    rows: tuple[int, ...]
+    """Outputs of each linear layer."""
+
+    def output(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Compute x [n, inputs], a [adapters x rank, inputs], b [outputs, rank] -> [n, outputs], 0 for b = 0."""
+        inner = F.linear(x, a) * self.scale
+        if len(self.rows) == 1:
+            return F.linear(inner, b)
+        parts = zip(inner.split(self.rank, dim=1), b.split(self.rows), strict=True)
+        return torch.cat([F.linear(part, of_part) for part, of_part in parts], dim=1)
+
+
+def find_adapter(shape: GPTShape, layer: str) -> Adapter | None:
+    """Return the adapters of a block's linear layer, or None."""
+    rows = shape.adapter_rows(layer)
+    return Adapter(shape.lora_rank, shape.lora_alpha / shape.lora_rank, rows) if rows else None
+
+
+def fill_adapter_(a: Tensor, b: Tensor, generator: torch.Generator) -> None:
+    """Draw `a` from U(-1/sqrt(inputs), 1/sqrt(inputs)), as peft does, and fill `b` with zeros.
+
+    Parameters without storage (meta device, fake tensors) are skipped.
+    """
+    if a.is_meta or isinstance(a, FakeTensor):
+        return
+    bound = 1 / math.sqrt(a.shape[1])
+    drawn = torch.rand(tuple(a.shape), generator=generator, dtype=torch.float32, device="cpu")
+    a.detach().copy_(drawn.mul_(2 * bound).sub_(bound))
+    b.detach().zero_()
 
 
 class Linear(nn.Linear):

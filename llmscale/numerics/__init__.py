@@ -1,7 +1,7 @@
 """Proof that an engine computes what it should, link by link (docs/numerics.md).
 
-plain_model, plain_optimizers   the truth
-probe                           what the engine uses and computes
-links                           weights, reduction, norm, update
-block, check                    loss and gradients of the run's own block
+plain    the truth
+probe    what the engine uses and computes
+links    weights, reduction, norm, update
+check    loss and gradients of the run's own block, other settings
 """

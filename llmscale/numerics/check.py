@@ -1,5 +1,8 @@
 """Check an engine on this rank: a few steps of the run's own block, every link of each step by itself.
 
+A run is checked in its precision and in fp32. What is wrong is repeated with other settings until one makes the
+difference.
+
 Loss and gradient are compared with a plain GPT in fp64 at the weights of the step. Their bound is what rounding
 explains: the error of the same plain GPT in the run's type, never anything of the engine, which may have the bug.
 """
@@ -9,16 +12,17 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from llmscale.config.deepspeed.resolve import DsConfig
 from llmscale.config.deepspeed.schema import Precision
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_engine import build_engine, gradient_norm, release_engine, set_learning_rate
@@ -26,6 +30,7 @@ from llmscale.engine.device_settings import allow_tf32
 from llmscale.engine.process_group import World, is_gpu
 from llmscale.engine.train_step import PhaseTimer, explain_smallest_scale, seed_step, train_step
 from llmscale.engine.zero_shards import refresh_low_precision_weights, weights_to_fill
+from llmscale.errors import ConfigError
 from llmscale.model.experts import Router
 from llmscale.numerics.block import Block, Case, Share, cut_block, first_weights, global_batch, share_of, with_clipping
 from llmscale.numerics.links import (
@@ -40,20 +45,22 @@ from llmscale.numerics.links import (
     first_wrong,
     wrong_alone,
 )
-from llmscale.numerics.plain_model import PlainGPT
+from llmscale.numerics.plain import PlainGPT
 from llmscale.numerics.probe import Probe, choose_strides, select
-from llmscale.numerics.report import Pass, as_row, worst_rows
+from llmscale.numerics.report import LAST, Pass, Report, Try, as_row, worst_rows
 from llmscale.planning.compilation import decide_compilation
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
+#: Takes the gradient of a weight.
+_Add = Callable[[Tensor], None]
 #: Bound of `loss` and `gradient` over the rounding of the plain model in the run's type.
 _FACTOR = 3.0
 #: Unit roundoffs of the types of products.
 _UNITS = {"fp32": UNIT, "bf16": 2.0**-8, "fp16": 2.0**-11, "autocast": 2.0**-8}
 #: Memory of a rank for copies of what the engine computes. Larger blocks are compared at every n-th element.
-_COPIES_BYTES = 4 * 2**30
+_COPIES_BYTES = 2**30
 #: Steps that fp16 may skip until its loss scale fits.
 _SKIPS = 40
 
@@ -65,7 +72,7 @@ class CaseResult:
     precision: Precision
     description: str
     findings: list[Finding]
-    seconds: dict[str, float]
+    seconds: float
 
     @cached_property
     def summary(self) -> Pass:
@@ -79,13 +86,12 @@ def check_case(case: Case, world: World) -> CaseResult:
     """Build the case's engine, take its steps, and judge each. Collective. Raises ConfigError."""
     from deepspeed.utils import groups
 
-    clock = _Clock()
+    began = time.perf_counter()
     block = cut_block(case, world.world_size, on_gpu=is_gpu())
     allow_tf32(block.resolved.precision)
     weights = _Weights(block)
     batch = global_batch(0, block.resolved)
     truth = Gradients(block, weights, world, share_of(world.rank, block.resolved, batch), "fp64")
-    clock.mark("plain model")
     block = with_clipping(block, truth.global_norm())
     compiler, config, full = None, block.config, block.full
     decision = decide_compilation(config.compile, full, world.device.type, full.total_steps)
@@ -95,12 +101,10 @@ def check_case(case: Case, world: World) -> CaseResult:
     # DeepSpeed refuses hpZ's groups to a second engine of a process.
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     engine = build_engine(block.config, block.resolved, compiler)
-    try:
-        with sdpa_kernel(SDPBackend.MATH) if case.math_attention else nullcontext():
-            findings = _check_steps(case, block, world, engine, weights, truth, compiler is not None, clock)
-    finally:
-        release_engine(engine)
-    return CaseResult(block.resolved.precision, _describe(block, case), findings, clock.seconds)
+    with sdpa_kernel(SDPBackend.MATH) if case.math_attention else nullcontext():
+        findings = _check_steps(case, block, world, engine, weights, truth, compiler is not None)
+    release_engine(engine)
+    return CaseResult(block.resolved.precision, _describe(block, case), findings, time.perf_counter() - began)
 
 
 def _describe(block: Block, case: Case) -> str:
@@ -123,7 +127,6 @@ def _check_steps(
     weights: _Weights,
     truth: Gradients,
     is_compiled: bool,
-    clock: _Clock,
 ) -> list[Finding]:
     resolved, findings = block.resolved, []
     weights.load_into(engine)
@@ -131,22 +134,17 @@ def _check_steps(
     watched = Watched(block.config, resolved, world.control, weights.strides, complete)
     probe = Probe(engine, weights.strides, is_compiled=is_compiled)
     judge = LinkJudge(watched, probe, steps_counted=0)
-    clock.mark("engine")
     for step in range(case.steps):
         share = share_of(world.rank, resolved, global_batch(step, resolved))
         if step:
             weights.read_from(engine, watched)
             truth = Gradients(block, weights, world, share, "fp64")
-            clock.mark("plain model")
         loss = _take_step(block, world, engine, probe, share, step)
-        clock.mark("engine")
         near = Gradients(block, weights, world, share, resolved.precision, probe.scale)
-        clock.mark("plain model")
         comparison = _Comparison(watched, truth, near, probe.starts)
         means = MeanGradients(watched, probe)
         links = judge.judge(step, block.lr, gradient_norm(engine), comparison.seen(means))
         findings += [*comparison.findings(step), _compare_losses(step, watched, loss, truth, near), *links]
-        clock.mark("comparison")
     probe.close()
     return findings
 
@@ -210,6 +208,43 @@ class _Weights:
             bias.copy_(router.get_buffer("bias"))
 
 
+class _Cast(torch.autograd.Function):
+    """Casts a weight for its use, and hands its gradient over instead of keeping it."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, weight: Tensor, cast: Callable[[Tensor], Tensor], add: _Add) -> Tensor:
+        ctx.add = add
+        return cast(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+        ctx.add(gradient)
+        return None, None, None, None
+
+
+class _CastWeights(Mapping[str, Tensor]):
+    """Weights that are cast where they are used: a block of an 8B model takes 1.7 GB in fp64."""
+
+    def __init__(
+        self, values: Mapping[str, Tensor], cast: Callable[[Tensor], Tensor], adds: Mapping[str, _Add]
+    ) -> None:
+        """adds: by trained weight, what gets its gradients."""
+        self._values, self._cast, self._adds = values, cast, adds
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._adds:
+            return self._cast(self._values[name])
+        weight: Tensor = _Cast.apply(self._anchor, self._values[name], self._cast, self._adds[name])
+        return weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
 class Gradients:
     """Gradients, of the elements that are compared, and losses of the plain model on this rank's share.
 
@@ -222,11 +257,6 @@ class Gradients:
         resolved, device = block.resolved, world.device
         low = DTYPES[resolved.precision]
         dtype = torch.float64 if precision == "fp64" else DTYPES[precision]
-        # At the weights that the engine computes with: rounded.
-        values = {
-            name: value.to(low).to(device, dtype, copy=True).requires_grad_(name in weights.trained)
-            for name, value in weights.values.items()
-        }
         plan, self._group = resolved.plan, world.control
         self._world_size, self._strides = world.world_size, weights.strides
         self.sums: dict[str, Tensor] = {}
@@ -239,7 +269,13 @@ class Gradients:
         factor = ranks * plan.micro_batch_size / plan.global_batch_size * scale
         for name, shape in weights.trained.items():
             self.sums[name] = torch.zeros(-(-math.prod(shape) // weights.strides[name]), dtype=torch.float64)
-            values[name].register_post_accumulate_grad_hook(partial(self._add, name, scale * ranks))
+        adds = {name: partial(self._add, name, scale * ranks) for name in weights.trained}
+
+        def cast(value: Tensor) -> Tensor:
+            """Cast to what the engine computes with, then to the plain model's type."""
+            return value.to(low).to(device, dtype, copy=True)
+
+        values = _CastWeights(weights.values, cast, adds)
         for tokens in share.to_verify:
             model = PlainGPT(values, resolved.shape, resolved.loss, biases)
             with torch.autocast(device.type, torch.bfloat16, enabled=precision == "autocast"):
@@ -248,11 +284,9 @@ class Gradients:
             losses.append(each.detach().double().cpu().view(-1))
         self.losses = torch.cat(losses) if losses else torch.zeros(0, dtype=torch.float64)
 
-    def _add(self, name: str, divisor: float, value: Tensor) -> None:
-        """Add the gradient of a micro-batch, and free it."""
-        assert value.grad is not None
-        self.sums[name] += select(value.grad, 0, self._strides[name])[0].cpu().double() / divisor
-        value.grad = None
+    def _add(self, name: str, divisor: float, gradient: Tensor) -> None:
+        """Add the gradient of one use of a weight in a micro-batch."""
+        self.sums[name] += select(gradient, 0, self._strides[name])[0].cpu().double() / divisor
 
     def global_norm(self) -> float:
         """Return the norm of the gradient over all ranks, as far as the compared elements tell it. Collective."""
@@ -344,13 +378,149 @@ def _common_factor(product: float, size: float, square: float) -> str:
     return f"all gradients x {factor:.4g}" if is_common else ""
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._began = time.perf_counter()
+_Change = Callable[[Case], Case]
 
-    def mark(self, name: str) -> None:
-        """Add the time since the last mark to `name`."""
-        now = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._began
-        self._began = now
+
+def _with_keys(**keys: object) -> _Change:
+    return lambda case: replace(case, config=case.config.model_copy(update=keys))
+
+
+def undivided(case: Case) -> Case:
+    """Return the case with complete sequences and experts on every rank."""
+    if case.config.sequence_parallel_size == case.config.expert_parallel_size == 1:
+        return case
+    size = {"global_batch_size": None, "global_batch_tokens": None}
+    return _with_keys(sequence_parallel_size=1, expert_parallel_size=1, **size)(case)
+
+
+def _with_zero(**keys: object) -> _Change:
+    """Return a change of keys of zero_optimization."""
+
+    def change(case: Case) -> Case:
+        zero = case.ds.keys.zero
+        if zero.stage == 0 or all(getattr(zero, key) == value for key, value in keys.items()):
+            return case
+        return replace(case, ds=_with_ds(case.ds, zero_optimization=zero.model_copy(update=keys)))
+
+    return change
+
+
+def _with_ds(ds: DsConfig, **keys: Any) -> DsConfig:
+    return replace(ds, keys=ds.keys.model_copy(update=keys))
+
+
+def _without_overlap(case: Case) -> Case:
+    zero = case.ds.keys.zero
+    overlaps = zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm
+    return _with_zero(overlap_comm=False)(case) if overlaps else case
+
+
+def _in_fp32(case: Case) -> Case:
+    if case.ds.keys.communication_data_type == "fp32" or case.chosen_precision == "fp32":
+        return case
+    return replace(case, ds=_with_ds(case.ds, communication_data_type="fp32"))
+
+
+def _with_fp32_states(case: Case) -> Case:
+    bf16 = case.ds.keys.bf16
+    if bf16 is None or not case.ds.keys.has_bf16_states:
+        return case
+    off = {"bf16_master_weights_and_grads": False, "bf16_optimizer_states": False}
+    return replace(case, ds=_with_ds(case.ds, bf16=bf16.model_copy(update=off)))
+
+
+def _another_stage(case: Case) -> Case:
+    """Return the case at stage 2, or at 0 or 3 if it is at 1 or 2; with nothing else of its section."""
+    stage = case.ds.zero_stage
+    in_16bit = case.chosen_precision == "fp16" or case.ds.keys.has_bf16_states
+    needs_shards = case.config.expert_parallel_size > 1 or in_16bit
+    other = 2 if stage in (0, 3) else 3 if needs_shards else 0
+    zero = type(case.ds.keys.zero).model_validate({"stage": other})
+    return replace(case, ds=_with_ds(case.ds, zero_optimization=zero))
+
+
+def _without_compiler(case: Case) -> Case:
+    return case if case.config.compile == "auto" and not is_gpu() else _with_keys(compile="off")(case)
+
+
+def _without_checkpointing(case: Case) -> Case:
+    if (case.config.activation_checkpointing or case.ds.checkpointing) == "none":
+        return case
+    return _with_keys(activation_checkpointing="none")(case)
+
+
+def _with_math_attention(case: Case) -> Case:
+    return replace(_with_keys(attention_kernel="sdpa")(case), math_attention=True)
+
+
+def _with_plain_loss(case: Case) -> Case:
+    return replace(_with_keys(loss_kernel="torch")(case), one_chunk=True)
+
+
+def _with_fp32(case: Case) -> Case:
+    return case if case.chosen_precision == "fp32" else replace(case, precision="fp32")
+
+
+_ALL_PARTS = frozenset({"engine", "model", "update"})
+#: Settings with their change and the parts that it can tell about, the likeliest and cheapest first.
+_CHANGES: dict[str, tuple[_Change, Collection[str]]] = {
+    "overlap_comm off": (_without_overlap, ("engine",)),
+    "gradient accumulation 1": (lambda case: replace(case, micro_steps=1), ("engine", "model")),
+    "offload off": (_with_zero(offload_optimizer=None, offload_param=None), ("engine", "update")),
+    "reduce_scatter off": (_with_zero(reduce_scatter=False), ("engine",)),
+    "communication in fp32": (_in_fp32, ("engine",)),
+    "bf16_optimizer_states off": (_with_fp32_states, ("engine", "update")),
+    "--compile off": (_without_compiler, ("model",)),
+    "--activation-checkpointing none": (_without_checkpointing, ("model",)),
+    "attention by torch's math kernel": (_with_math_attention, ("model",)),
+    "--loss-kernel torch, one chunk": (_with_plain_loss, ("model",)),
+    "sequences and experts undivided": (undivided, ("engine", "model")),
+    "--optimizer adamw": (_with_keys(optimizer="adamw"), ("update",)),
+    "another ZeRO stage": (_another_stage, _ALL_PARTS),
+    "--precision fp32": (_with_fp32, _ALL_PARTS),
+}
+_PARTS: dict[str, str] = {"loss": "model", "gradient": "model", "update": "update"}
+
+
+def changed_cases(case: Case, link: str, ranks: int) -> Iterator[tuple[str, Case]]:
+    """Yield each setting to try for a wrong link with its case, but not the last ones where one rank goes first."""
+    part = _PARTS.get(link, "engine")
+    for setting, (change, parts) in _CHANGES.items():
+        is_for_one_rank = setting in LAST and ranks > 1 and part != "model"
+        if part in parts and not is_for_one_rank:
+            yield setting, change(case)
+
+
+def check_run(case: Case, world: World, tries: tuple[str, ...] | None) -> Report:
+    """Check a run in its own precision and in fp32, and try other settings for the first wrong one. Collective."""
+    results = [(case, check_case(case, world))]
+    if results[0][1].precision != "fp32":
+        # Another size of vocabulary, without padding.
+        in_fp32 = replace(case, precision="fp32", vocab_size=1024)
+        results.insert(0, (in_fp32, check_case(in_fp32, world)))
+    passes = tuple(result.summary for _, result in results)
+    wrong = next((pair for pair in results if pair[1].summary.first_wrong), None)
+    return Report(passes) if wrong is None else Report(passes, _try_settings(*wrong, world, tries))
+
+
+def _try_settings(case: Case, result: CaseResult, world: World, tries: tuple[str, ...] | None) -> tuple[Try, ...]:
+    """Repeat a wrong case with other settings until one is right, up to its first wrong step. Collective."""
+    first = result.summary.first_wrong
+    assert first is not None
+    case = replace(case, steps=first.step)
+    if tries is None:
+        cases = dict(changed_cases(case, first.link, world.world_size))
+    else:
+        cases = {setting: _CHANGES[setting][0](case) for setting in tries}
+    done: list[Try] = []
+    for setting, changed in cases.items():
+        if changed == case:
+            continue
+        try:
+            again = check_case(changed, world)
+        except ConfigError:
+            continue  # the run cannot have it
+        done.append(Try(setting, "wrong" if again.summary.first_wrong else "right"))
+        if done[-1].verdict == "right":
+            break
+    return tuple(done)

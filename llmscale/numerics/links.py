@@ -26,18 +26,19 @@ from torch import Tensor
 from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.optimizers import newton_schulz_dtype
-from llmscale.numerics.plain_optimizers import Rule, rule_of, step_adafactor, step_adamw, step_muon
+from llmscale.numerics.plain import Rule, rule_of, step_adafactor, step_adamw, step_muon
 from llmscale.numerics.probe import Piece, Probe
 
 Link = Literal["weights", "loss", "gradient", "reduce", "norm", "update"]
 LINKS: tuple[Link, ...] = ("weights", "loss", "gradient", "reduce", "norm", "update")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}
-#: Unit roundoff of fp32.
-UNIT = 2.0**-24
+#: Unit roundoffs of fp32 and bf16.
+UNIT, BF16_UNIT = 2.0**-24, 2.0**-8
 #: Bound of `reduce` over the rounding of a plain reduction: of one parameter, and of all, whose errors average out.
 _EACH, _TOGETHER = 2.0, 1.25
-#: Bound of `norm`, relative: fp32 holds the norm and the factor.
-_NORM = 1e-5
+#: Bound of `norm`, relative, by the type of what the optimizer is given: fp32 holds the norm and the factor. In bf16
+#: products with the factor are rounded, which is one-sided for factors near a power of two.
+_NORM = {torch.float32: 1e-5, torch.bfloat16: BF16_UNIT}
 #: Bound of `update` over the size of the step, beside the rounding of the value.
 _OF_STEP = 3e-5
 _OF_MATRIX_STEP = {torch.float32: 2e-4, torch.bfloat16: 0.1}
@@ -102,6 +103,18 @@ class Watched:
     @cached_property
     def rules(self) -> dict[str, Rule]:
         return {name: rule_of(self.config, name, len(shape)) for name, shape in self.shapes.items()}
+
+    @cached_property
+    def master_dtype(self) -> torch.dtype:
+        """Type of master weights, of their states, and of the gradients that the optimizer is given."""
+        return torch.bfloat16 if self.resolved.ds.keys.has_bf16_states else torch.float32
+
+    def beyond_rounding(self, values: Tensor, expected: Tensor) -> Tensor:
+        """Return the errors of values that were rounded to the master's type, in bf16 without that rounding."""
+        error = values - expected
+        if self.master_dtype == torch.float32:
+            return error
+        return (error.abs() - BF16_UNIT * expected.abs()).clamp(min=0)
 
     @cached_property
     def size(self) -> int:
@@ -185,16 +198,18 @@ class LinkJudge:
         findings, clipped = [], factor * norm
         if reported is not None:
             note = f"reported {norm:.6g}, clipped to {clipped:.6g}, given {given_norm:.6g}"
-            findings.append(Finding(step, "norm", "all", abs(given_norm - clipped), _NORM * clipped, note))
+            allowed = _NORM[watched.master_dtype] * clipped
+            findings.append(Finding(step, "norm", "all", abs(given_norm - clipped), allowed, note))
         numbers, roundings = [], []
         for name in watched.shapes:
             plain = mean_of(name)
             numbers.append(self._reduction(name, plain.mean, factor))
-            roundings.append((plain.explained, plain.least, float(plain.mean.square().sum())))
+            explained = plain.explained(factor, watched.master_dtype)
+            roundings.append((explained, plain.least, float(plain.mean.square().sum())))
         rows = watched.gather(torch.stack(numbers))  # [ranks, parameters, 3]
         of_parameters = watched.total(rows)
         error, product, square = (of_parameters[:, index] for index in range(3))
-        explained, least, size = (torch.tensor(column, dtype=torch.float64) for column in zip(*roundings, strict=True))
+        each, least, size = (torch.tensor(column, dtype=torch.float64) for column in zip(*roundings, strict=True))
         total = float(size.sum())
         ratio = float(product.sum()) / (total * factor) if total and factor else 1.0
         note = f"all gradients x {ratio:.4g}" if abs(ratio - 1) > 1e-3 else ""
@@ -204,11 +219,11 @@ class LinkJudge:
             scale = factor * ratio
             error = (square / scale**2 - 2 * product / scale + size).clamp(min=0)
             slack, note = 1e-6 * size, ""
-        bounds = _EACH * explained + least + slack.sqrt()
+        bounds = _EACH * each + least + slack.sqrt()
         rank = wrong_alone(rows[..., 0].sqrt() / bounds)
         for name, difference, bound in zip(watched.shapes, error.sqrt(), bounds, strict=True):
             findings.append(Finding(step, "reduce", name, float(difference), float(bound), note, rank))
-        bound = _TOGETHER * float(explained.norm()) + float(least.norm()) + math.sqrt(float(slack.sum()))
+        bound = _TOGETHER * float(each.norm()) + float(least.norm()) + math.sqrt(float(slack.sum()))
         findings.append(Finding(step, "reduce", "all", math.sqrt(float(error.sum())), bound, note))
         return findings
 
@@ -264,10 +279,12 @@ class LinkJudge:
             "exp_avg": (moments["exp_avg"], given),
             "exp_avg_sq": (moments["exp_avg_sq"], given.square()),
         }.items():
-            error = float((piece.states_after[key].to("cpu", torch.float64) - moment).norm())
+            left = piece.states_after[key].to("cpu", torch.float64)
+            error = float(self._watched.beyond_rounding(left, moment).norm())
             bound = 8 * UNIT * float(states[key].norm() + gradient.norm()) + 1e-38 * math.sqrt(moment.numel())
             worst = max(worst, error / bound)
-        return _squares(after - expected, expected, expected - before, worst)
+        beyond = self._watched.beyond_rounding(after, expected)
+        return _squares(beyond, expected, expected - before, worst)
 
     def _compare_with_last(self, name: str, piece: Piece) -> float:
         """Return infinity if weights or states are not those that the last step left, else 0."""
@@ -314,10 +331,19 @@ class PlainMean:
     """Mean over ranks of the sums over micro-batches, unscaled, in fp64."""
     own: Tensor
     """This rank's summand of the mean."""
-    explained: float
-    """Norm of the error that a reduction in the run's types has."""
+    rounded: Tensor
+    """Mean that a reduction in the run's types gives, unscaled, in fp64."""
+    roundings: float
+    """Times that its error counts: a sum over many ranks is rounded more than once."""
     least: float
     """Norm of the error that a reduction in fp32 may have."""
+
+    def explained(self, factor: float, master: torch.dtype) -> float:
+        """Return the norm of the rounding of what an optimizer with bf16 or fp32 masters is given, over `factor`."""
+        given = self.rounded
+        if master == torch.bfloat16 and factor:
+            given = (given.to(master) * factor).double() / factor
+        return self.roundings * float((given - self.mean).norm())
 
 
 class MeanGradients:
@@ -350,11 +376,9 @@ class MeanGradients:
         near = [part.to(self._sent) for part in near]
         rounded = (self._add(near) if each_is_sent else near[0]).double()
         scale = self._probe.scale
-        # A sum over many ranks is rounded more than once.
-        explained = math.sqrt(max(1, size - 1)) * float((rounded - exact).norm()) / scale
         summands = max(8.0, math.sqrt(size * len(parts)))
         least = summands * UNIT * float(absolute.norm()) / scale
-        return PlainMean(exact / scale, own, explained, least)
+        return PlainMean(exact / scale, own, rounded / scale, math.sqrt(max(1, size - 1)), least)
 
     def _add(self, parts: Sequence[Tensor]) -> Tensor:
         """Add micro-batches one after the other, as the engine does."""

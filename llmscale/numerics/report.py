@@ -62,7 +62,7 @@ class Pass:
     precision: str
     description: str
     rows: tuple[Row, ...]
-    seconds: dict[str, float]
+    seconds: float
     first_wrong: Row | None = None
 
 
@@ -132,7 +132,7 @@ def table_lines(report: Report) -> list[str]:
         lines += [one.description, f"{'link':9} {'what':24} {'difference':>11} {'allowed':>9} {'share':>8}"]
         lines += [_row_line(row) for row in one.rows]
         lines.append("")
-    seconds = sum(sum(one.seconds.values()) for one in report.passes)
+    seconds = sum(one.seconds for one in report.passes)
     return [*lines, *_verdict_lines(report), f"({seconds:.0f} s)"]
 
 

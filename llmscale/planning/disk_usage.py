@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.hardware import Cluster
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.run_config import RunConfig
 
@@ -48,14 +47,6 @@ class DiskSpace:
         and removal of the checkpoint that expires."""
         num_files = world_size + SMALL_FILES
         return 2 * num_files + 1 + 1 + num_files
-
-    def copied_bytes_per_node(self, cluster: Cluster, zero_stage: int) -> int:
-        """Return the host memory of a checkpoint's copy, from which it is written in the background.
-
-        Every rank copies its shards; at stage 0 these are the complete states.
-        """
-        copies = cluster.gpus_per_node if zero_stage == 0 else 1 / cluster.num_nodes
-        return round(copies * self.checkpoint_bytes)
 
     @property
     def checkpoints_bytes(self) -> int:

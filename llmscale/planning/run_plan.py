@@ -464,7 +464,7 @@ def _plan_run(request: PlanRequest, placement: Placement, shape: GPTShape, token
         filler_share=fit.plan.filler_share if fit else None,
         grad_accum_dtype=fit.step.engine_config.grad_accum_dtype if fit else None,
         host_bytes_per_node=fit.host_bytes_per_node if fit else 0,
-        save_bytes_per_node=disk.copied_bytes_per_node(cluster, fit.strategy.zero_stage) if fit else 0,
+        save_bytes_per_node=fit.save_bytes_per_node if fit else 0,
         why=placement.why,
         store_requests_per_save=disk.store_requests(cluster.world_size),
         store_bytes_per_step=disk.checkpoint_bytes / SAVE_EVERY,

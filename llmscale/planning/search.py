@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar, cast
 
 from llmscale.architecture.hf_config import HFModel
@@ -20,6 +20,7 @@ from llmscale.config.resolve import ResolvedStep
 from llmscale.errors import ConfigError
 from llmscale.limits import MAX_SEQ_LEN
 from llmscale.memory.estimate import MemoryEstimate, estimate_hf_states, estimate_least, estimate_memory
+from llmscale.memory.states import pinned_bytes
 from llmscale.memory.zero_setup import ZeroSetup
 from llmscale.planning.scaling import GPT3, LARGEST_WIDTH, WIDTH_MULTIPLE, interpolated_shape, preset_below
 
@@ -190,20 +191,37 @@ class Candidate:
         """Return the host memory of offloaded states on a node, without the processes."""
         return self.estimate.host_bytes * self.cluster.gpus_per_node
 
+    @cached_property
+    def save_bytes_per_node(self) -> int:
+        """Return the host memory of a checkpoint's copy on a node, from which it is written in the background.
+
+        Every rank copies its shards; at stage 0 these are the complete states. Copies from a GPU are page-locked.
+        """
+        step, cluster = self.step, self.cluster
+        copies = cluster.gpus_per_node if step.zero_stage == 0 else 1 / cluster.num_nodes
+        checkpoint = copies * step.stored_optimizer.checkpoint_bytes(step.shape.architecture)
+        if step.engine_config.zero.offload_optimizer.device != "none":
+            return round(checkpoint)
+        width = step.stored_optimizer.groups[0].master_bytes
+        pieces = cluster.world_size if step.zero_stage == 3 else 1
+        sizes = [width * tensor.elements / pieces for tensor in step.tensors.trainable]
+        return round(checkpoint * sum(map(pinned_bytes, sizes)) / sum(sizes))
+
     @property
     def nvme_bytes_per_node(self) -> int:
         return self.estimate.nvme_bytes * self.cluster.gpus_per_node
 
     @property
     def host_spare_bytes(self) -> int | None:
-        """Return the bytes that offloaded states and the processes leave of a node's memory.
+        """Return the bytes that offloaded states, a checkpoint's copy and the processes leave of a node's memory.
 
         None if its size is unknown, or nothing is offloaded.
         """
         limit, cluster = self.cluster.host_bytes, self.cluster
         if limit is None or not self.host_bytes_per_node:
             return None
-        return limit - self.host_bytes_per_node - cluster.gpus_per_node * PROCESS_BYTES
+        taken = self.host_bytes_per_node + self.save_bytes_per_node + cluster.gpus_per_node * PROCESS_BYTES
+        return limit - taken
 
     @property
     def fits(self) -> bool:

@@ -111,7 +111,7 @@ def token_work(
     again_between = 1.0 if checkpointing == "none" else _RECOMPUTED
     of_blocks, of_head = model.blocks_work, model.head.work
     wide = 2 if precision == "fp32" else 1
-    # The backward pass of a tile of the MLP begins with its forward pass, in place of a checkpoint's (mlp_tiles.py).
+    # The backward pass of a tile of the MLP begins with its forward pass, in place of a checkpoint's (tile_mlps).
     is_extra = shape.mlp_tile_tokens and (checkpointing != "full" or shape.norm_placement == "post")
     tiled = [layer for layer in model.block if layer.name == "mlp"] if is_extra else []
     in_tiles = shape.n_layer * sum_of_work(tiled).matmul_flops
@@ -404,10 +404,10 @@ def estimate_offload_s(step: ResolvedStep, cluster: Cluster, traffic: Traffic, h
     if zero.offload_optimizer.device != "none":
         copies = micro_steps if zero.stage >= 2 else 1
         link_bytes += share * (copies + 1) * width
-        step_bytes = step.optimizer.step_bytes_per_weight(shape.architecture)
+        step_bytes = step.stored_optimizer.step_bytes_per_weight(shape.architecture)
         seconds += share * ranks_per_node * step_bytes / host.memory_bytes_per_s
         if zero.offload_optimizer.device == "nvme":
-            nvme_bytes += share * 2 * step.optimizer.state_bytes_per_weight(shape.architecture)
+            nvme_bytes += share * 2 * step.stored_optimizer.state_bytes_per_weight(shape.architecture)
     if zero.offload_param.device != "none":
         shards = traffic.gathered_bytes / world_size
         link_bytes += shards
@@ -522,7 +522,7 @@ def _optimizer_s(step: ResolvedStep, gpu: GPU) -> float:
     seconds = step_flops / (gpu.dense_16bit_flops * kernel_efficiency(gpu).matmul)
     moved_bytes = 0.0
     if step.engine_config.zero.offload_optimizer.device == "none":
-        moved_bytes = step.optimizer.step_bytes_per_weight(shape.architecture) + _WRITTEN_BYTES
+        moved_bytes = step.stored_optimizer.step_bytes_per_weight(shape.architecture) + _WRITTEN_BYTES
     moved_bytes *= trained / sharing_ranks
     if step.zero_stage < 2 and micro_steps > 1:
         # Below stage 2 every rank sums complete gradients: the new one is read, the sum is read and written.

@@ -237,13 +237,16 @@ def load_initial_state(
         return
     if start.base is not None:
         _load_base(start, start.base, engine, world, progress)
-    load_checkpoint(engine, source, world, get_scaler_state(engine))
+    cast = load_checkpoint(engine, source, world, get_scaler_state(engine))
     report(f"continuing from {source.path}: step {state.step}, {state.tokens_seen:,} tokens seen")
     if state.precision != start.resolved.precision:
         report(
-            f"precision changes from {state.precision} to {start.resolved.precision}: fp32 master weights and "
-            "optimizer states are taken over exactly; a loss scaler, where there is one, starts from its configuration"
+            f"precision changes from {state.precision} to {start.resolved.precision}: "
+            f"{cast or 'fp32 master weights and optimizer states are taken over exactly'}; a loss scaler, where there "
+            "is one, starts from its configuration"
         )
+    elif cast:
+        report(cast)
 
 
 def _load_base(
@@ -258,13 +261,14 @@ def _load_base(
 
 def load_checkpoint(
     engine: DeepSpeedEngine, source: SavedRun, world: World, configured_scaler: dict[str, float] | None
-) -> None:
+) -> str | None:
     """Load weights, optimizer states and loss scaler; a checkpoint without a scaler resets it to the configured one.
 
-    Collective. Raises CheckpointError.
+    Collective. Returns a line about states of another type, or None. Raises CheckpointError.
     """
-    load_engine(engine, source.path, source.state, world.control, world.disks)
+    cast = load_engine(engine, source.path, source.state, world.control, world.disks)
     set_scaler_state(engine, source.state.loss_scaler or configured_scaler)
+    return cast
 
 
 def _load_first_weights(

@@ -197,7 +197,7 @@ def check_space(start: Start) -> None:
     place = next(folder for folder in (config.run, *config.run.absolute().parents) if folder.exists())
     # Those of --keep-every can be moved away during a long run.
     count = checkpoints_at_once(config.model_copy(update={"keep_every": 0}), resolved.total_steps)
-    one = resolved.optimizer.checkpoint_bytes(resolved.shape.architecture)
+    one = resolved.stored_optimizer.checkpoint_bytes(resolved.shape.architecture)
     needed, free = count * one + SPARE_BYTES, shutil.disk_usage(place).free
     if free < needed:
         raise ConfigError(

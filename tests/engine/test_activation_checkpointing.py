@@ -48,13 +48,6 @@ def test_none_keeps_everything() -> None:
     assert build_block_checkpoint("none", {"cpu_checkpointing": True}) is None
 
 
-@pytest.mark.parametrize("key", ["partition_activations", "contiguous_memory_optimization"])
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_keys_for_model_parallelism_are_refused(mode, key: str) -> None:
-    with pytest.raises(ConfigError, match=f"activation_checkpointing.{key} .* model-parallel.* Remove it"):
-        build_block_checkpoint(mode, {key: True})
-
-
 @pytest.mark.parametrize("key", ["cpu_checkpointing", "profile", "synchronize_checkpoint_boundary"])
 def test_selective_refuses_what_it_cannot_honour(key: str) -> None:
     with pytest.raises(ConfigError, match=f"'selective' .* {key}. Remove the key, or choose 'full'"):

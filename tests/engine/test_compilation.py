@@ -26,23 +26,12 @@ from llmscale.model.gpt import GPT
 from llmscale.planning.compilation import CompileBackend
 from tests import warm_start
 from tests.conftest import REPOSITORY
+from tests.engine.test_activation_checkpointing import BLOCKS as CHECKPOINTED
 
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": 300, "seq_len": 32}
 BLOCKS: dict[str, dict[str, object]] = {
     "gpt2": {"dropout": 0.1},
-    "llama": {
-        "norm": "rmsnorm",
-        "bias": False,
-        "positions": "rotary",
-        "activation": "silu",
-        "gated_mlp": True,
-        "n_kv_head": 2,
-        "qk_norm": "head",
-        "mlp_width": 90,
-        "tied": False,
-        "sliding_window": 9,
-        "document_end": 3,
-    },
+    "llama": {**CHECKPOINTED["llama"], "document_end": 3},
     "experts": {
         "n_layer": 4,
         "num_experts": 4,

@@ -75,3 +75,26 @@ def test_random_steps_are_as_the_engine_runs_them(seed: int) -> None:
     while "nvme" in json.dumps(cell.ds):
         cell = draw_cell(rng, SMALL, n_layer=3)
     check_dry_run(cell)
+
+
+BF16_STATES = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+
+
+@pytest.mark.parametrize(
+    ("zero", "ranks", "accumulation"),
+    [
+        ({"stage": 2}, 4, 2),
+        pytest.param({"stage": 1}, 1, 1, marks=pytest.mark.slow),
+        pytest.param({"stage": 1, "overlap_comm": True}, 4, 2, marks=pytest.mark.slow),
+        pytest.param({"stage": 2}, 4, 1, marks=pytest.mark.slow),
+        pytest.param({"stage": 3}, 4, 2, marks=pytest.mark.slow),
+        pytest.param({"stage": 3, "offload_param": {"device": "cpu"}}, 4, 1, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.usefixtures("libraries_are_frozen")
+def test_bf16_states_take_half_the_bytes(zero: dict[str, object], ranks: int, accumulation: int) -> None:
+    ds = {"zero_optimization": zero, **BF16_STATES}
+    cell = Cell("gpt2-124m", {"n_layer": 3}, ds, "none", ranks, 1, accumulation, "adamw", 2048)
+    check_dry_run(cell)
+    step = cell.resolve()
+    assert step.stored_optimizer.state_bytes(step.shape.architecture) == 6 * step.shape.num_parameters

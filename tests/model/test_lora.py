@@ -9,8 +9,7 @@ from llmscale.architecture.layers import is_adapter
 from llmscale.architecture.shape import GPTShape
 from llmscale.errors import ConfigError
 from llmscale.model.gpt import GPT
-from llmscale.model.layers import Linear
-from llmscale.model.lora import Adapter
+from llmscale.model.layers import Adapter, Linear
 
 ROTARY = {"norm": "rmsnorm", "positions": "rotary", "gated_mlp": True, "bias": False, "n_kv_head": 2}
 SHAPE = GPTShape(2, 4, 32, 200, 16, lora_rank=3)

@@ -35,6 +35,7 @@ OWN_DS = {
     "scatter3": {"stage": 3, "reduce_scatter": False},
     "params3": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU},
     "hpz3": {"stage": 3, "zero_hpz_partition_size": 2},
+    **{f"bf16_{stage}": {"stage": stage} for stage in (1, 2, 3)},
 }
 
 
@@ -55,7 +56,8 @@ def with_own_ds(flags: str, folder: Path) -> list[str]:
     own = words.get("--ds", [""])[0]
     if own in OWN_DS:
         path = folder / f"{own}.json"
-        path.write_text(json.dumps({"zero_optimization": OWN_DS[own], "bf16": {"enabled": True}}))
+        states = dict.fromkeys(("bf16_master_weights_and_grads", "bf16_optimizer_states"), own.startswith("bf16_"))
+        path.write_text(json.dumps({"zero_optimization": OWN_DS[own], "bf16": {"enabled": True, **states}}))
         words["--ds"] = [str(path)]
     return [word for name, values in words.items() for word in (name, *values)]
 
@@ -103,6 +105,11 @@ def _ds_configs() -> list[Setting]:
     ]
     names = ("overlap2", "overlap1", "scatter1", "bucket2", "round2", "plain2", "all3", "scatter3")
     settings += [Setting(f"{GPT2} --ds {ds} --precision {precision}") for ds in names for precision in ("bf16", "fp32")]
+    settings += [
+        Setting(f"{model} --ds bf16_{stage} --precision bf16 --global-batch-size {batch}", ranks)
+        for stage in (1, 2, 3)
+        for model, batch, ranks in ((GPT2, 4, 2), (MODERN, 12, 2), (MOE, 12, 1))
+    ]
     return settings
 
 

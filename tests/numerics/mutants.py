@@ -470,7 +470,7 @@ def momentum_of_muon(plant: Planter) -> None:
 
 
 def experts_averaged_among_holders(plant: Planter) -> None:
-    from llmscale.engine.expert_parallel import RankExperts
+    from llmscale.engine.parallel_ranks import RankExperts
 
     def make(old: Any) -> Any:
         def mark(self: Any, parameter: Any) -> None:
@@ -483,20 +483,20 @@ def experts_averaged_among_holders(plant: Planter) -> None:
 
 
 def tokens_of_others_without_gradient(plant: Planter) -> None:
-    import llmscale.engine.expert_parallel as expert_parallel
+    import llmscale.engine.parallel_ranks as parallel_ranks
 
     def backward(ctx: Any, gradient: Tensor) -> Any:
         send_sizes, receive_sizes = ctx.sizes
-        received = expert_parallel._exchange(gradient, receive_sizes, send_sizes, ctx.group)
+        received = parallel_ranks._exchange(gradient, receive_sizes, send_sizes, ctx.group)
         if dist.get_rank() == 0:
             received[: send_sizes[0] // 8] = 0
         return received, None, None, None
 
-    plant.put(expert_parallel._Exchange, "backward", staticmethod(backward))
+    plant.put(parallel_ranks._Exchange, "backward", staticmethod(backward))
 
 
 def heads_in_another_order(plant: Planter) -> None:
-    from llmscale.engine.sequence_parallel import RankSplit
+    from llmscale.engine.parallel_ranks import RankSplit
 
     def make(old: Any) -> Any:
         def to_heads(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -616,5 +616,6 @@ MUTANTS = (
     Mutant("fillers in the mean", fillers_in_the_mean, f"{GPT2} {BF16} --global-batch-size 10", "loss"),
     Mutant("one rank multiplies wrongly", one_rank_multiplies_wrongly, f"{GPT2} {FP32}", "loss", rank=1),
     Mutant("Adam's epsilon x 100", epsilon_of_adam, f"{GPT2} {BF16}", "update"),
+    Mutant("moments lost, bf16 states", moments_lost, f"{GPT2} --ds bf16_2 --precision bf16", "update"),
     Mutant("moments changed between steps", moments_lost_between_steps, f"{GPT2} {BF16}", "update"),
 )

@@ -18,9 +18,8 @@ from deepspeed.accelerator import get_accelerator
 
 from llmscale.engine.process_group import World, join_world
 from llmscale.numerics.block import read_case
-from llmscale.numerics.check import check_case
+from llmscale.numerics.check import check_case, check_run
 from llmscale.numerics.links import LINKS, first_wrong
-from llmscale.numerics.retries import check_run
 from tests.numerics.honest import with_own_ds
 from tests.numerics.mutants import MUTANTS, planted
 from tests.rank_end import end_rank

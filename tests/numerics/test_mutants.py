@@ -33,6 +33,7 @@ QUIET = (
     "--ds zero0 --precision bf16 --document-mask",
     "--ds zero1 --precision bf16 --expert-parallel-size 2",
     "--ds hpz3 --precision bf16",
+    "--ds bf16_1 --precision bf16 --global-batch-size 4",
 )
 #: The setting that makes the difference for bugs that one can separate.
 SETTINGS = {

@@ -88,7 +88,7 @@ def test_the_largest_micro_batch_leaves_the_margin() -> None:
 
 def test_host_memory_has_room_for_the_processes_and_the_margin() -> None:
     offloaded = evaluate(step_on(CLUSTER, ds_of(2, offload_optimizer={"device": "cpu"}), SHAPE, 256), CLUSTER)
-    needed = offloaded.host_bytes_per_node + 8 * PROCESS_BYTES
+    needed = offloaded.host_bytes_per_node + offloaded.save_bytes_per_node + 8 * PROCESS_BYTES
     for host_bytes, fits, has_margin in (
         (needed - 1, False, False),
         (needed, True, False),

@@ -10,7 +10,6 @@ from llmscale.config.hardware import Cluster, get_gpu, get_interconnect
 from llmscale.config.presets import PRESETS
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
-from llmscale.planning.disk_usage import estimate_disk
 from llmscale.planning.run_plan import LONGEST_DAYS, Goal, Placement, PlanRequest, make_plan, place, usual_mfu
 from llmscale.planning.scaling import BESIROGLU, HOFFMANN, Interval
 
@@ -273,11 +272,3 @@ def test_checkpoints_by_the_hour_fill_the_disk() -> None:
     assert weights.disk.hourly_bytes == weights.disk.hourly * 2 * weights.shape.num_parameters
     assert states.disk.hourly_bytes == 6 * weights.disk.hourly_bytes
     assert states.disk.total_bytes - weights.disk.total_bytes == 5 * weights.disk.hourly_bytes
-
-
-def test_the_copy_of_a_checkpoint_is_in_the_hosts_memory() -> None:
-    disk = estimate_disk(SMALL, 10, 1e6, RunConfig())
-    two = replace(A100S["cluster"], num_nodes=2)  # type: ignore[type-var]
-    assert disk.copied_bytes_per_node(two, 3) == disk.checkpoint_bytes // 2
-    # Every rank of stage 0 copies the complete states.
-    assert disk.copied_bytes_per_node(two, 0) == 8 * disk.checkpoint_bytes

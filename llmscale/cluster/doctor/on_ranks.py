@@ -291,7 +291,7 @@ def _check_numbers(job: Mapping[str, Any]) -> None:
     """Join the other ranks, check, and print the report on rank 0. Imports torch. Collective."""
     from llmscale.engine.process_group import join_world, leave_world
     from llmscale.numerics.block import read_case
-    from llmscale.numerics.retries import check_run, undivided
+    from llmscale.numerics.check import check_run, undivided
 
     case = read_case(job["flags"])
     case = undivided(case) if job["is_undivided"] else case

@@ -142,9 +142,6 @@ _REFUSED = {
     "it belongs to DeepSpeed's own CPU Adam, llmscale passes torch.optim.AdamW. Delete it.": """
         zero_optimization.zenflow fp16.fp16_master_weights_and_grads
     """,
-    "checkpoints hold fp32 master weights and moments. Delete it.": """
-        bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
-    """,
     "llmscale keeps an fp32 master copy of every weight. Delete it.": "data_types.keep_in_fp32_modules",
 }
 #: Entries that DeepSpeed reads and llmscale does not train with, those within a section before the section.

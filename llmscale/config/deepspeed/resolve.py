@@ -347,7 +347,10 @@ def _default_accumulation(keys: DsFile, gradient_accumulation_steps: int) -> Dty
     small, and with fp32 the step needs no fp32 copy. At stage 2 with offload_optimizer the host makes that copy, and
     fp32 would keep a shard on the GPU for nothing. At stage 1 in bf16, fp32 selects another optimizer class of
     DeepSpeed with an unsharded buffer of 4 bytes per parameter. At stage 0 llmscale.engine.deepspeed_patches sums.
+    bf16 states get bf16 gradients, so that fp32 serves only sums; at stage 1 that other class would keep fp32 states.
     """
+    if keys.has_bf16_states:
+        return "fp32" if gradient_accumulation_steps > 1 and keys.zero.stage >= 2 else "bf16"
     is_on_host = keys.zero.stage == 2 and keys.offload_optimizer_device != "none"
     sums_in_fp32 = gradient_accumulation_steps > 1 or (keys.zero.stage >= 2 and not is_on_host)
     return "fp32" if sums_in_fp32 else keys.model_dtype

@@ -27,6 +27,7 @@ def refusals(keys: DsFile) -> Iterator[Change]:
     """Yield each combination of keys that DeepSpeed cannot train as written."""
     yield from _offload_refusals(keys)
     yield from _precision_refusals(keys)
+    yield from _bf16_state_refusals(keys)
     yield from _gradient_refusals(keys)
 
 
@@ -86,6 +87,39 @@ def _precision_refusals(keys: DsFile) -> Iterator[Change]:
     if types and types.grad_accum_dtype and types.grad_accum_dtype not in legal:
         why = f"cannot be used with precision {keys.precision} at stage {stage}. Legal: {', '.join(legal)}."
         yield delete("data_types.grad_accum_dtype", f"data_types.grad_accum_dtype {types.grad_accum_dtype} {why}")
+
+
+def _bf16_state_refusals(keys: DsFile) -> Iterator[Change]:
+    """Yield what DeepSpeed refuses beside bf16 master weights and moments, or where it keeps fp32 without a word."""
+    if keys.precision != "bf16" or keys.bf16 is None:
+        return
+    master, states, stage = "bf16_master_weights_and_grads", "bf16_optimizer_states", keys.zero.stage
+    if keys.bf16.bf16_master_weights_and_grads != keys.bf16.bf16_optimizer_states:
+        yield Change(
+            f"bf16.{master} and bf16.{states} need each other: DeepSpeed takes one alone only with its own CPU Adam, "
+            "and llmscale passes torch.optim.AdamW. Write both, or neither.",
+            {f"bf16.{master}": True, f"bf16.{states}": True},
+        )
+    elif keys.has_bf16_states and keys.offload_optimizer_device != "none":
+        yield Change(
+            f"bf16.{states} needs the states on the GPU: with offload_optimizer DeepSpeed steps bf16 states only with "
+            f"its own CPU Adam, and llmscale passes torch.optim.AdamW. Delete offload_optimizer, or {master} and "
+            f"{states}.",
+            {f"bf16.{master}": DELETED, f"bf16.{states}": DELETED},
+        )
+    elif keys.has_bf16_states and stage == 0:
+        yield Change(
+            f"bf16.{states} needs stage 1, 2 or 3: DeepSpeed has no bf16 states at stage 0. Set "
+            f"zero_optimization.stage to 1, or delete {master} and {states}.",
+            {"zero_optimization.stage": 1},
+        )
+    elif keys.has_bf16_states and stage == 1 and keys.data_types and keys.data_types.grad_accum_dtype == "fp32":
+        yield delete(
+            "data_types.grad_accum_dtype",
+            f"data_types.grad_accum_dtype fp32 makes DeepSpeed ignore bf16.{states} at stage 1 (its BF16_Optimizer "
+            "keeps fp32 states). Set zero_optimization.stage to 2, or delete grad_accum_dtype: gradients of "
+            "micro-batches are then summed in bf16.",
+        )
 
 
 def _gradient_refusals(keys: DsFile) -> Iterator[Change]:

@@ -121,6 +121,10 @@ def _has_no_bf16_optimizer(file: DsFile, bf16: Bf16) -> bool:
     return bf16.immediate_grad_update and not is_used
 
 
+_NOT_BF16 = NoEffect(
+    lambda file, bf16: (bf16.bf16_master_weights_and_grads or bf16.bf16_optimizer_states) and file.precision != "bf16",
+    " without bf16 precision",
+)
 _NOT_DEDICATED = NoEffect(_has_no_bf16_optimizer, " except at stage 1 with fp32 gradient accumulation")
 
 
@@ -232,12 +236,16 @@ class Fp16(Section):
 
 
 class Bf16(Section):
-    """bf16 weights, fp32 master."""
+    """bf16 weights, fp32 master, unless `bf16_optimizer_states` is set."""
 
     enabled: FlagOrAuto
     immediate_grad_update: Annotated[Flag, _NOT_DEDICATED] = False
     check_grad_overflow: Flag = True
     """Skip a step with NaN or infinite gradients."""
+    bf16_master_weights_and_grads: Annotated[Flag, _NOT_BF16] = False
+    """Master weights, and the gradients that the optimizer gets, in bf16; with `bf16_optimizer_states` only."""
+    bf16_optimizer_states: Annotated[Flag, _NOT_BF16] = False
+    """The optimizer's moments in bf16; stages 1 to 3 with states on the GPU."""
 
 
 class TorchAutocast(Section):
@@ -372,6 +380,11 @@ class DsFile(Section):
     def model_dtype(self) -> Dtype:
         """Type in which parameters are stored between steps."""
         return "fp32" if self.precision == "autocast" else self.precision
+
+    @property
+    def has_bf16_states(self) -> bool:
+        """True if master weights, the optimizer's gradients and its moments are bf16."""
+        return self.precision == "bf16" and self.bf16 is not None and self.bf16.bf16_optimizer_states
 
     @property
     def cpu_checkpointing(self) -> bool:

@@ -77,7 +77,7 @@ def test_the_table_has_the_worst_of_each_layer_kind_and_the_verdict() -> None:
         ("gradient", "norms", 3.0),
     ]
     first = as_row(findings[1])
-    report = Report((Pass("bf16", "a block", rows, {"engine": 2.0}, first),), (Try("offload off", "wrong"),))
+    report = Report((Pass("bf16", "a block", rows, 2.0, first),), (Try("offload off", "wrong"),))
     text = "\n".join(table_lines(report))
     assert "WRONG  blocks.1.ln_1.bias, step 1" in text
     assert "3 times what is allowed. Only rank 2 is wrong." in text
@@ -95,7 +95,7 @@ def answer_with(monkeypatch: pytest.MonkeyPatch, reply: Callable[[str, dict], Fi
 
 def test_one_rank_is_tried_after_the_settings_of_all_and_before_another_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong, asked = finding("norm", 5.0), []
-    broken = {"precision": "bf16", "description": "", "rows": [], "seconds": {}, "first_wrong": vars(as_row(wrong))}
+    broken = {"precision": "bf16", "description": "", "rows": [], "seconds": 0.0, "first_wrong": vars(as_row(wrong))}
     right = {**broken, "first_wrong": None}
 
     def reply(host: str, request: dict) -> Finished:

@@ -12,6 +12,7 @@ from llmscale.errors import ConfigError
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True}}
+STATES = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 CPU = {"device": "cpu"}
 NVME = {"device": "nvme", "nvme_path": "/disk"}
 
@@ -42,6 +43,11 @@ def zero(stage: int, **keys: object) -> dict[str, object]:
         ({**zero(2), **BF16, "data_types": {"grad_accum_dtype": "fp16"}}, "Legal: bf16, fp32."),
         ({**zero(2), "data_types": {"grad_accum_dtype": "bf16"}}, "precision fp32 at stage 2. Legal: fp32."),
         ({**zero(2), **BF16, "data_types": {"param_dtype": "fp32"}}, "contradicts the precision bf16"),
+        ({**zero(0), **STATES}, "bf16_optimizer_states needs stage 1, 2 or 3"),
+        ({**zero(2, offload_optimizer=CPU), **STATES}, "only with its own CPU Adam, and llmscale passes"),
+        ({**zero(1), **STATES, "data_types": {"grad_accum_dtype": "fp32"}}, "its BF16_Optimizer keeps fp32 states"),
+        ({**zero(2), "bf16": {"enabled": True, "bf16_optimizer_states": True}}, "need each other"),
+        ({**zero(2), "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "need each other"),
         ({**BF16, "communication_data_type": "fp16"}, "overflows with precision bf16"),
         ({"gradient_allreduce_op": "sum"}, "depend on the world size"),
         ({**zero(2), "prescale_gradients": True}, "stop DeepSpeed at stage 2 with reduce_scatter"),
@@ -67,6 +73,8 @@ def test_harmful_combinations_are_refused(config: dict[str, object], words: str)
         {**zero(2, reduce_scatter=False), "prescale_gradients": True},
         {**zero(1), **FP16, "communication_data_type": "fp16"},
         {**BF16, "fp16": {"enabled": False}, "data_types": {"param_dtype": "bf16"}},
+        {**zero(3, offload_param=CPU), **STATES, "data_types": {"grad_accum_dtype": "fp32"}},
+        {**zero(1), **STATES},
     ],
 )
 def test_sound_combinations_pass_without_a_warning(config: dict[str, object]) -> None:
@@ -105,6 +113,10 @@ def test_sound_combinations_pass_without_a_warning(config: dict[str, object]) ->
             "immediate_grad_update has no effect",
         ),
         ({"activation_checkpointing": {"number_checkpoints": 4}}, "number_checkpoints has no effect"),
+        (
+            {**zero(2), "bf16": {"enabled": False, "bf16_optimizer_states": True}},
+            "bf16_optimizer_states has no effect without bf16 precision",
+        ),
     ],
 )
 def test_ignored_keys_are_warned_about(config: dict[str, object], words: str) -> None:

@@ -1,7 +1,9 @@
-"""A GPT written for reading, from the papers: one expert at a time, every score of attention in memory.
+"""A GPT and one step of AdamW, Muon or Adafactor, written for reading, from the papers: the truth of every comparison.
 
-It shares nothing with `llmscale.model` but the table of rotary frequencies, so that a bug there cannot hide here. In
-fp64 it is the truth that an engine is compared with, in the run's type the measure of what rounding explains.
+They share nothing with `llmscale.model` and `llmscale.engine` but the table of rotary frequencies, so that a bug there
+cannot hide here: the optimizers follow the flags of the run, not the groups that llmscale builds. In the GPT one expert
+runs at a time, and every score of attention is in memory. In fp64 it is the truth that an engine is compared with, in
+the run's type the measure of what rounding explains.
 """
 
 from __future__ import annotations
@@ -9,14 +11,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from llmscale.architecture.layers import ADAPTERS, is_adapter
 from llmscale.architecture.rope_scaling import rotary_factor, rotary_frequencies
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.loss_settings import LossSettings
+from llmscale.config.run_config import RunConfig
+
+#: Momentum of Muon, and its coefficients (Jordan et al. 2024).
+_MOMENTUM = 0.95
+_POLYNOMIAL = (3.4445, -4.7750, 2.0315)
+#: Standard deviation of initial weights: Adafactor's rate is relative to it, and the decay divided by as much.
+_ADAFACTOR_FACTOR = 50.0
 
 
 @dataclass
@@ -56,7 +68,9 @@ class PlainGPT:
             if shape.is_sparse(layer):
                 bias = self.router_biases[sparse_blocks] if self.router_biases else None
                 sparse_blocks += 1
-            x = self._block(x, layer, places, local if is_local else dense, bias)
+            # Recomputed, so that the weights of one block at a time are there in the type of the products.
+            visible = local if is_local else dense
+            x = checkpoint(self._block, x, layer, places, visible, bias, use_reentrant=False, preserve_rng_state=False)
         x = self._norm(x, "ln_f")
         head = weights["wte.weight" if shape.tied else "head.weight"]
         return _wide(F.linear(x, head[: shape.vocab_size]))
@@ -191,3 +205,95 @@ class PlainGPT:
 def _wide(x: Tensor) -> Tensor:
     """Return x in fp32, or in fp64 if it is."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Settings of one parameter in a run's flags."""
+
+    lr_factor: float
+    weight_decay: float
+    kind: str
+    """`adamw`, `muon` or `adafactor`."""
+
+    @property
+    def needs_all(self) -> bool:
+        """Return whether a step needs the complete parameter, not any part of it."""
+        return self.kind != "adamw"
+
+
+def rule_of(config: RunConfig, name: str, dims: int) -> Rule:
+    """Return the rule of a parameter with `dims` dimensions; the first matching --param-group has it."""
+    decay = config.weight_decay if dims >= 2 else 0.0
+    in_block = dims >= 2 and name.startswith("blocks.")
+    is_muon = config.optimizer == "muon" and in_block and ".router." not in name
+    factor = (config.muon_lr_factor or 1.0) if is_muon else 1.0
+    for text in config.param_group:
+        pattern, *settings = text.split(":")
+        if fnmatchcase(name, pattern):
+            values = dict(setting.split("=") for setting in settings)
+            factor *= float(values.get("lr", "1x").rstrip("x"))
+            decay = float(values.get("decay", decay))
+            break
+    if config.optimizer == "adafactor":
+        return Rule(factor, decay / _ADAFACTOR_FACTOR, "adafactor")
+    return Rule(factor, decay, "muon" if is_muon else "adamw")
+
+
+def step_adamw(
+    config: RunConfig, rule: Rule, lr: float, count: int, value: Tensor, gradient: Tensor, states: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the next value and the next moments of any elements; `count` steps are taken, this one included."""
+    rate, b1, b2 = lr * rule.lr_factor, config.beta1, config.beta2
+    mean = b1 * states["exp_avg"] + (1 - b1) * gradient
+    square = b2 * states["exp_avg_sq"] + (1 - b2) * gradient.square()
+    change = (mean / (1 - b1**count)) / ((square / (1 - b2**count)).sqrt() + config.eps)
+    after = value * (1 - rate * rule.weight_decay) - rate * change
+    return after, {"exp_avg": mean, "exp_avg_sq": square}
+
+
+def step_muon(
+    shape: GPTShape, name: str, rule: Rule, lr: float, value: Tensor, gradient: Tensor, momentum: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the next value and momentum of a matrix, or of a stack of experts' matrices."""
+    momentum = _MOMENTUM * momentum + (1 - _MOMENTUM) * gradient
+    update = (1 - _MOMENTUM) * gradient + _MOMENTUM * momentum
+    rows = [update.shape[-2]]
+    if name.endswith("attn.qkv.weight"):
+        rows = [shape.n_head * shape.head_dim, shape.n_kv_head * shape.head_dim, shape.n_kv_head * shape.head_dim]
+    elif shape.gated_mlp and name.endswith((".up.weight", "experts.up")):
+        rows = [update.shape[-2] // 2] * 2
+    elif is_adapter(name):
+        of_layers = list(shape.adapter_rows(".".join(name.split(".")[2:-1])))
+        rows = of_layers if name.endswith(ADAPTERS[1]) else [shape.lora_rank] * len(of_layers)
+    pieces = []
+    for piece in update.split(rows, -2):
+        matrices = piece if piece.dim() == 3 else piece[None]
+        pieces.append(torch.stack([_orthogonal(matrix) for matrix in matrices]).view_as(piece))
+    rate = lr * rule.lr_factor
+    return value * (1 - rate * rule.weight_decay) - rate * torch.cat(pieces, -2), momentum
+
+
+def _orthogonal(matrix: Tensor) -> Tensor:
+    """Return Newton and Schulz's fifth iterate, with the root mean square 0.2 of an orthogonal matrix."""
+    a, b, c = _POLYNOMIAL
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.T if is_tall else x) * (0.2 * math.sqrt(max(matrix.shape)))
+
+
+def step_adafactor(rule: Rule, lr: float, value: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> Tensor:
+    """Return the next value of a complete parameter, by torch's own Adafactor in fp64."""
+    parameter = torch.nn.Parameter(value.clone())
+    # The default of the first eps is that of the tensor's type: fp64's would be another optimizer.
+    eps = (torch.finfo(torch.float32).eps, 1e-3)
+    optimizer = torch.optim.Adafactor([parameter], lr=lr * rule.lr_factor, weight_decay=rule.weight_decay, eps=eps)
+    if states:
+        optimizer.state[parameter] = dict(states)
+    parameter.grad = gradient.clone()
+    optimizer.step()
+    return parameter.detach()
