@@ -181,7 +181,7 @@ PATHS = [
     ("train --run loop", r"--run loop: loop is a symbolic link to nothing"),
     ("train --run $'a\nb'", r"run = .*control characters or line breaks"),
     ("train --resume maybe", r"maybe does not exist"),
-    ("train --document-mask --data endless", r"endless/manifest\.json: eot_token must be int, not 'None'"),
+    ("train --document-mask --data endless", r"endless/manifest\.json: eot_token = None: must be a valid integer"),
     ("train --document-mask --data beyond", r"beyond/manifest\.json: eot_token is 257, and must be 0 to 256"),
     ("train --reset-attention-mask", r"--reset-attention-mask.*--document-mask"),
     ("train --on-spike panic", r"on_spike = 'panic': .*'warn', 'stop' or 'skip'"),

@@ -156,6 +156,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "zero_allow_untested_optimizer": (True,),
     "zero_optimization.compute_grad_norm": (True,),
     "sequence_parallel_size": (1,),
+    "sparse_attention": ({"mode": "dense"}, {}, None, False),
     "zero_optimization.mics_shard_size": (-1, 0, 1),
 }
 #: Sections that do nothing without `enabled`.
@@ -203,6 +204,10 @@ def read_foreign(config: Mapping[str, object]) -> Reading:
         if path.rpartition(".")[2].startswith(("_", "//", "#")):
             reading.drop(reading.silent, path, "a comment")
     _rename(reading)
+    for path in _SWITCHED.split():
+        section = reading.value_at(path)
+        if isinstance(section, Mapping) and is_off(section.get("enabled")):
+            reading.drop(reading.silent, path, f"{path} is off")
     for path, entry in {**ENTRIES, **_READ_BY_NOBODY}.items():
         if path in _paths(reading.config):
             _read_entry(reading, path, entry)
@@ -256,8 +261,6 @@ def is_off(value: object) -> bool:
 def _read_entry(reading: Reading, path: str, entry: Entry) -> None:
     """Drop an entry that is off or without effect; another one is a problem."""
     value = reading.value_at(path)
-    if path in _SWITCHED.split() and isinstance(value, Mapping):
-        value = value.get("enabled")
     if value in NEUTRAL_VALUES[path] if path in NEUTRAL_VALUES else is_off(value):
         reading.drop(reading.silent, path, f"{path} is off")
     elif entry.is_refused:
@@ -284,6 +287,9 @@ def _rename(reading: Reading) -> None:
 def _read_stage(reading: Reading) -> None:
     """Read stage "auto" as Accelerate does, stage 0 in fp16 as stage 1, and sub-groups of 0 as DeepSpeed does."""
     zero = reading.config.get(_ZERO, {"stage": 0})
+    if isinstance(zero, bool):
+        zero = {"stage": int(zero)}
+        reading.change(reading.silent, f"{_ZERO} is read as stage {zero['stage']}", {_ZERO: zero})
     if not isinstance(zero, dict):
         return
     stage, sub_group = f"{_ZERO}.stage", f"{_ZERO}.sub_group_size"
@@ -394,9 +400,14 @@ def _read_block(reading: Reading, name: str) -> None:
         reading.problems.append(delete(f"{name}.{key}", text))
     keys, more = dict(known.keys), ""
     given = _without_auto(params)
+    if not given.get("weight_decay"):
+        # Adam and AdamW are then the same.
+        given.pop("adam_w_mode", None)
     for param, value in given.items():
         if param in known.names:
-            keys[known.names[param]] = value
+            # The file's own gradient_clipping comes before an optimizer's max_grad_norm, as in DeepSpeed.
+            if known.names[param] not in reading.config:
+                keys[known.names[param]] = value
         elif param in known.unread:
             more = " The warm-up is a straight line from 0."
         elif value not in known.neutral.get(param, ()):

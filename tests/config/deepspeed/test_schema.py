@@ -191,7 +191,11 @@ ON = {"sparse_attention": {"mode": "fixed"}, "zero_optimization.mics_shard_size"
 
 @pytest.mark.parametrize("dotted", [path for path, entry in ENTRIES.items() if entry.is_refused])
 def test_unsupported_entries_are_refused_by_name_unless_they_are_off(dotted: str) -> None:
-    text = refusal(**nested(dotted, ON.get(dotted, {"enabled": True})))
+    config = nested(dotted, ON.get(dotted, {"enabled": True}))
+    if dotted.startswith("data_efficiency."):
+        assert parse(**config).warnings == ()
+        apply_edits(config, {"data_efficiency.enabled": True})
+    text = refusal(**config)
     assert f"'{dotted}' is not supported: " in text
     section = dotted.rpartition(".")[0]
     required: dict[str, object] = {"zero_optimization": {"stage": 0}} if section == "zero_optimization" else {}
