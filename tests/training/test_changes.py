@@ -224,7 +224,7 @@ def test_another_set_is_named_by_its_folder(start: Start, begun: Path, tiny_set:
         start(f"--data={moved}")
 
 
-@pytest.mark.parametrize(("save_every", "checkpoints"), [(0, 1), (10, 4), (30, 2)])
+@pytest.mark.parametrize(("save_every", "checkpoints"), [(0, 1), (10, 4), (30, 3)])
 def test_a_disk_without_room_for_the_checkpoints_is_refused(
     start: Start, monkeypatch: pytest.MonkeyPatch, save_every: int, checkpoints: int
 ) -> None:
