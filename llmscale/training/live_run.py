@@ -370,6 +370,8 @@ def _batch_lines(run: Run) -> Iterator[str]:
     yield f"gradients: {describe_gradients(plan, resolved.ds_config)}"
     clipping = cast("float", resolved.ds_config["gradient_clipping"])
     yield f"optimizer: {describe_optimizer(config, resolved.schedule, clipping)}"
+    if resolved.ds.keys.has_bf16_states:
+        yield "           master weights and moments are bf16: changes below its rounding are lost"
     if chosen := describe_steps(config, resolved, run.start.sets.num_train_samples):
         yield f"steps: {resolved.total_steps:,} ({chosen})"
 

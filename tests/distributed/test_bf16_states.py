@@ -52,5 +52,6 @@ def test_a_run_goes_from_fp32_states_to_bf16_and_back(train: Callable[..., str],
     train(2, 1, 2, in_bf16=False)
     assert FROM_FP32 in train(3, 2, 4)
     assert types_of_newest(tmp_path / "run") == {"bfloat16"}
+    assert "master weights and moments are bf16" in (tmp_path / "run" / "start.txt").read_text()
     assert TO_FP32 in train(1, 1, 6, in_bf16=False)
     assert types_of_newest(tmp_path / "run") == {"float32"}
