@@ -24,8 +24,7 @@ if TYPE_CHECKING:  # imported when a command runs
 
     from llmscale.data.clean.annotate import CleanOptions
     from llmscale.data.clean.on_ray import RayCluster
-    from llmscale.data.clean.stages import CleanResult
-    from llmscale.data.clean.write import StepReport
+    from llmscale.data.clean.stages import CleanResult, StepReport
 
 #: Copy of the names in llmscale.data.clean.annotate, which --help must not import.
 _STEPS = "exact,language,gopher-repetition,gopher-quality,c4,fineweb,near,decontaminate"

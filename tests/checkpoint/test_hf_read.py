@@ -162,8 +162,10 @@ def test_missing_surplus_and_other_shapes_are_named() -> None:
     less = {key: value for key, value in stored.items() if key != name}
     more = {**stored, "score.weight": stored[name], "a.weight": stored[name]}
     other = {**stored, name: StoredTensor(name, Path("f"), (32, 8), "F32")}
+    wrapped = {f"module._orig_mod.{key}": value for key, value in stored.items()}
     for given, message in (
         (less, rf"hf:x lacks '{name}', compared with its config.json \({len(less)} tensors\)"),
+        (wrapped, "a wrapper such as torch.compile's, .* was saved in place of the model"),
         (more, "hf:x holds 'a.weight' and 1 more, .* the model has no place for it"),
         (other, rf"hf:x: '{name}' has the shape \[32, 8\], and \[8, 32\] by its config.json"),
     ):
