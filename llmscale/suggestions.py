@@ -218,7 +218,13 @@ def describe_invalid(name: str, detail: ErrorDetails, show: Callable[[object], s
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `" Did you mean 'x'?"` for the name in `known` that `word` probably means, or an empty string.
+    """Return `" Did you mean 'x'?"` for the names in `known` that `word` probably means, or an empty string."""
+    meant = names_meant(word, known)
+    return f" Did you mean {' or '.join(map(repr, meant))}?" if meant else ""
+
+
+def names_meant(word: str, known: Iterable[str]) -> list[str]:
+    """Return the names in `known` that `word`, which a caller has refused, probably means.
 
     Tried in this order: the same name in other letters (GPT2-124M, --n_layer); other tools' names for it (all that
     are in `known`); a name that begins with the word and a separator (h100 is h100-80gb, not h200); a name one edit
@@ -226,18 +232,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """
     names = {_plain(name): name for name in reversed(list(known)) if _plain(name)}
     plain = _plain(word)
-    if not plain:
-        return ""
-    meant = [name for name in OTHER_NAMES.get(plain, ()) if _plain(name) in names]
-    if plain in names:
-        nearest = [plain]
-    elif meant:
-        nearest = [_plain(name) for name in meant]
+    if plain in names or not plain:
+        nearest = [plain] if plain else []
     else:
-        nearest = _nearest(plain, list(reversed(names)))
-    # `word` itself was refused by the caller.
-    meant = [names[name] for name in nearest if names[name] != word]
-    return f" Did you mean {' or '.join(map(repr, meant))}?" if meant else ""
+        others = [_plain(name) for name in OTHER_NAMES.get(plain, ())]
+        nearest = [name for name in others if name in names] or _nearest(plain, list(reversed(names)))
+    return [names[name] for name in nearest if names[name] != word]
 
 
 def _plain(name: str) -> str:

@@ -102,12 +102,13 @@ def _check_and_train(
     config: RunConfig, here: LauncherVariables, stop: StopRequest, heartbeat: Heartbeat, began: float
 ) -> int:
     """Check the run, and train unless it is finished already. Collective."""
-    config = with_prepared_text(config)
+    run = with_prepared_text(config)
+    config = run.config
     watch(heartbeat, config, here.rank, partial(_notify, config, here, heartbeat))
     with StatusLine(is_silent=here.rank != 0, is_plain=config.plain) as announcer:
         stop.before_early_end.append(announcer.clear)
         announcer.begin("checking the configuration and the data", after_s=announce_after_s(config))
-        start = prepare_start(config, here.world_size)
+        start = prepare_start(run, here.world_size)
         if finished := lines_at_end(start):
             announcer.end()
             if here.rank == 0:

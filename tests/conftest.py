@@ -170,6 +170,16 @@ def start_ranks(
     return Ranks(processes)
 
 
+def run_ranks(
+    command: Sequence[str], world_size: int, *, expect: int = 0, timeout_s: float = HANG_S, **options: Any
+) -> str:
+    """Run a job, all of whose ranks must end with the status `expect`; return rank 0's output."""
+    job = start_ranks(command, world_size, **options)
+    outputs = job.wait(timeout_s)
+    assert job.exit_codes == [expect] * world_size, outputs
+    return outputs[0]
+
+
 @pytest.fixture(autouse=True)
 def environment_is_restored() -> Iterator[None]:
     """Run each test with output to a pipe of any width, and undo what it set in this process's environment.
@@ -236,33 +246,17 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
         job.kill()
 
 
-def prepare_bytes(text: Path, out: Path) -> None:
-    """Make a dataset of bytes in samples of 32, a tenth of it for validation."""
-    warm_start.run(
-        [
-            sys.executable,
-            "-m",
-            "llmscale.cli.main",
-            "data",
-            "prepare",
-            "--input",
-            str(text),
-            "--out",
-            str(out),
-            "--tokenizer",
-            "bytes",
-            "--seq-len",
-            "32",
-            "--val-fraction",
-            "0.1",
-            "--workers",
-            "1",
-        ],
-        check=True,
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-    )
+def words(text: str) -> tuple[str, ...]:
+    """Return the words of a command, or of a part of one."""
+    return tuple(text.split())
+
+
+def prepare_bytes(text: Path, out: Path, seq_len: int = 32) -> None:
+    """Make a dataset of bytes in samples of `seq_len`, a tenth of it for validation."""
+    settings = words(f"--tokenizer bytes --seq-len {seq_len} --val-fraction 0.1 --workers 1")
+    command = [*words("-m llmscale.cli.main data prepare"), "--input", str(text), "--out", str(out), *settings]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    warm_start.run([sys.executable, *command], check=True, cwd=REPOSITORY, env=environment, capture_output=True)
 
 
 @pytest.fixture(scope="session")
@@ -289,30 +283,23 @@ def tiny_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "set"
 
 
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared set of other letters than tiny_set has: bytes, seq_len 32."""
+    folder = tmp_path_factory.mktemp("digits")
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": f"{number} " * 60}) for number in range(120)))
+    prepare_bytes(folder / "text.jsonl", folder / "set")
+    return folder / "set"
+
+
 #: A model that trains in milliseconds.
-TINY_MODEL = ("--model", "tiny-1m", "--n-layer", "2", "--n-head", "2", "--n-embd", "32")
+TINY_MODEL = words("--model tiny-1m --n-layer 2 --n-head 2 --n-embd 32")
 
 
-def build_train_command(data: Path, run: Path, *flags: str) -> list[str]:
-    """train.py with a tiny model and quiet extras off; `flags` win."""
-    settings = [
-        str(TRAIN),
-        "--data",
-        str(data),
-        *TINY_MODEL,
-        "--run",
-        str(run),
-        "--log-every",
-        "1",
-        "--val-every",
-        "0",
-        "--num-workers",
-        "0",
-        "--global-batch-size",
-        "8",
-        "--verbose",
-    ]
-    return last_wins([*settings, *flags])
+def build_train_command(data: Path, run: Path, *flags: str, model: Sequence[str] = TINY_MODEL) -> list[str]:
+    """train.py with a tiny model and quiet extras off; `flags` win. Weights or a run may name the `model`."""
+    settings = words("--log-every 1 --val-every 0 --num-workers 0 --global-batch-size 8 --verbose")
+    return last_wins([str(TRAIN), "--data", str(data), *model, "--run", str(run), *settings, *flags])
 
 
 @pytest.fixture
@@ -321,10 +308,25 @@ def train_command(tiny_set: Path, tmp_path: Path) -> Callable[..., list[str]]:
     return partial(build_train_command, tiny_set, tmp_path / "run")
 
 
-def read_losses(run: Path) -> dict[int, float]:
-    """Training loss by step; of a step that was logged twice, the later one."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+def read_records(run: Path, *kinds: str) -> list[dict[str, Any]]:
+    """The records of these kinds in a run's metrics.jsonl, in their order."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [record for record in records if record["kind"] in kinds]
+
+
+def read_losses(run: Path, kind: str = "train") -> dict[int, float]:
+    """Loss by step; of a step that was logged twice, the later one."""
+    return {record["step"]: record["loss"] for record in read_records(run, kind)}
+
+
+def forget_after(run: Path, step: int) -> None:
+    """Leave the run as a crash soon after the save of `step` would have left it."""
+    from llmscale.checkpoint.inventory import list_checkpoints
+    from llmscale.checkpoint.manifest import step_of
+
+    for folder in list_checkpoints(run):
+        if step_of(folder) > step:
+            shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")
@@ -334,9 +336,7 @@ def train_straight(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     @functools.cache
     def train(*flags: str) -> dict[int, float]:
         run = tmp_path_factory.mktemp("straight") / "run"
-        job = start_ranks(build_train_command(tiny_set, run, *flags, "--ds", "ds_configs/zero1.json"), 1)
-        output = job.wait()[0]
-        assert job.exit_codes == [0], output
+        run_ranks(build_train_command(tiny_set, run, *flags, "--ds", "zero1"), 1)
         return read_losses(run)
 
     return train

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tests.conftest import TRAIN, start_ranks
+from tests.conftest import TRAIN, run_ranks
 
 #: Between the outputs of two runs.
 _END = "-- end of the run --\n"
@@ -19,12 +19,9 @@ _END = "-- end of the run --\n"
 
 def train_in_turn(commands: Sequence[Sequence[str]], world_size: int) -> list[str]:
     """Run commands of `build_train_command`, each of which must succeed; rank 0's output of each."""
-    words = [command[1:] for command in commands if command[0] == str(TRAIN)]
-    assert len(words) == len(commands)
-    job = start_ranks([__file__, json.dumps(words)], world_size)
-    output = job.wait()[0]
-    assert job.exit_codes == [0] * world_size, output
-    return output.split(_END)[:-1]
+    flags = [command[1:] for command in commands if command[0] == str(TRAIN)]
+    assert len(flags) == len(commands)
+    return run_ranks([__file__, json.dumps(flags)], world_size).split(_END)[:-1]
 
 
 def main(commands: Sequence[Sequence[str]]) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from scripts.bench.speed import scale_model
 from tests import warm_start
+from tests.conftest import HANG_S, REPOSITORY, words
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 BENCH = REPOSITORY / "scripts" / "bench"
 SCRIPTS = {
     path.stem: ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
@@ -23,34 +23,47 @@ SCRIPTS = {
 }
 
 
-def run_script(name: str, *arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return warm_start.run(
         [sys.executable, "-m", SCRIPTS[name], *arguments],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=HANG_S,
     )
 
 
-def test_help_says_how_to_run_each_script() -> None:
-    code = """
-import runpy, sys
-for name in sys.argv[1:]:
-    sys.argv = [name, "--help"]
-    try:
-        runpy.run_module(name, run_name="__main__")
-    except SystemExit as end:
-        print("-- end", end.code)
+#: Runs modules as scripts in one process, which imports once what they need.
+RUN_ALL = """
+import contextlib, io, json, runpy, sys
+for words in json.loads(sys.argv[1]):
+    sys.argv, output, errors, status = words, io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        try:
+            runpy.run_module(words[0], run_name="__main__")
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+            errors.write(end.code if isinstance(end.code, str) else "")
+    print(json.dumps([status, output.getvalue(), errors.getvalue()]))
 """
+
+
+def run_all(*commands: list[str]) -> list[tuple[int, str, str]]:
+    """Run scripts, each a name and its arguments; return status, output and errors of each."""
+    commands_of_modules = json.dumps([[SCRIPTS[name], *arguments] for name, *arguments in commands])
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, *SCRIPTS.values()]
+    command = [sys.executable, "-c", RUN_ALL, commands_of_modules]
     answer = warm_start.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
-    texts = answer.stdout.split("-- end 0\n")[:-1]
-    for module, text in zip(SCRIPTS.values(), texts, strict=True):
-        assert f"python -m {module}" in text
+    return [tuple(json.loads(line)) for line in answer.stdout.splitlines()]
+
+
+def test_help_says_how_to_run_each_script() -> None:
+    for module, (status, output, _) in zip(
+        SCRIPTS.values(), run_all(*([name, "--help"] for name in SCRIPTS)), strict=True
+    ):
+        assert status == 0 and f"python -m {module}" in output
 
 
 def test_readme_describes_every_script_and_every_result_has_a_script() -> None:
@@ -101,10 +114,9 @@ def test_memory_grid_compares_every_estimator_with_the_same_peak(cells: list[str
 
 
 def test_memory_grid_has_at_least_forty_cells_of_every_stage() -> None:
-    answer = run_script("memory_grid", "--only", "no-such-cell")
-    assert answer.returncode == 2
-    assert "--only: no cell is called no-such-cell" in answer.stderr
-    cells = [word.strip(",") for word in run_script("memory_grid", "--help").stdout.split() if "-bf16-mb" in word]
+    (status, _, errors), (_, text, _) = run_all(["memory_grid", "--only", "no-such-cell"], ["memory_grid", "--help"])
+    assert status == 2 and "--only: no cell is called no-such-cell" in errors
+    cells = [word.strip(",") for word in text.split() if "-bf16-mb" in word]
     assert len(cells) >= 40
     assert {cell.split("-z")[1][0] for cell in cells} == {"0", "1", "2", "3"}
     assert any("gpt3-6.7b" in cell for cell in cells)
@@ -119,27 +131,11 @@ def test_engine_overhead_compares_loops_that_train_the_same(tiny_set: Path, tmp_
         "engine_overhead",
         "--data",
         str(tiny_set),
-        "--seq-len",
-        "32",
-        "--model",
-        "tiny-1m",
-        "--layers",
-        "1",
-        "--batch",
-        "4",
-        "--sets",
-        "1",
-        "--rounds",
-        "1",
-        "--steps",
-        "3",
-        "--starts",
-        "1",
+        *words("--seq-len 32 --model tiny-1m --layers 1 --batch 4 --sets 1 --rounds 1 --steps 3 --starts 1"),
         "--json",
         str(tmp_path / "result.json"),
         "--only",
         *contestants,
-        timeout_s=300,
     )
     assert answer.returncode == 0, answer.stderr
     result = json.loads((tmp_path / "result.json").read_text())
@@ -155,22 +151,8 @@ def test_engine_overhead_compares_loops_that_train_the_same(tiny_set: Path, tmp_
 
 @pytest.mark.slow
 def test_checkpoint_measures_both_ways_of_saving_and_resuming(tmp_path: Path) -> None:
-    answer = run_script(
-        "checkpoint",
-        "--stages",
-        "2",
-        "--worlds",
-        "2,1",
-        "--rounds",
-        "1",
-        "--layers",
-        "1",
-        "--width",
-        "64",
-        "--json",
-        str(tmp_path / "result.json"),
-        timeout_s=300,
-    )
+    settings = words("--stages 2 --worlds 2,1 --rounds 1 --layers 1 --width 64")
+    answer = run_script("checkpoint", *settings, "--json", str(tmp_path / "result.json"))
     assert answer.returncode == 0, answer.stderr
     stage = json.loads((tmp_path / "result.json").read_text())["stages"]["zero2"]
     saves = {"save ours", "save deepspeed", "save dcp", "convert"}
@@ -194,6 +176,7 @@ def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale_model, "NETWORKS", scale_model.NETWORKS[:2])
 
 
+@pytest.mark.slow
 def test_scale_model_estimates_every_number_of_gpus_and_says_its_error(
     few_points: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,28 +191,29 @@ def test_scale_model_estimates_every_number_of_gpus_and_says_its_error(
     assert "4,096" in output and "Nothing is measured" in output and "Error of tokens/s" in output
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
-        ("scale_model", ["--model", "gpt2-125m"], "Did you mean 'gpt2-124m'?"),
-        ("scale_model", ["--gpu", "nosuch"], "GPU 'nosuch' is not in the table"),
-        ("scale_model", ["--sequences-per-gpu", "99999999999999999999"], "and at most"),
-        ("scale_model", ["--plot", "picture.nosuch"], "must be .png, .svg, .pdf, not 'picture.nosuch'"),
-        ("recipes", ["muon", "--share", "nan"], "and at most 1, not 'nan'"),
-        ("recipes", ["muon", "--batch-tokens", "1000"], "must be a multiple of the windows' 256 tokens, not '1000'"),
-        ("recipes", ["blocks", "--learning-rates", "1e-3", "inf"], "not 'inf'"),
-        ("compile", ["--modes", "all"], "invalid choice: 'all'"),
-        ("ladder", ["--json", "no/such/folder.json"], "the folder no/such does not exist"),
-        ("gpu", ["--minutes", "nan"], "must be above 0"),
-    ],
-)
-def test_what_is_wrong_is_said_before_anything_is_measured(
-    name: str, arguments: list[str], message: str, tmp_path: Path
-) -> None:
-    result = tmp_path / "result.json"
-    given = arguments if name == "gpu" or "--json" in arguments else [*arguments, "--json", str(result)]
-    answer = run_script(name, *given, timeout_s=300)
-    assert answer.returncode in (1, 2)
-    assert message in " ".join(answer.stderr.split())
-    assert "Traceback" not in answer.stderr
-    assert not result.exists()
+#: What is wrong with a command, and its words.
+MISTAKES = {
+    "Did you mean 'gpt2-124m'?": "scale_model --model gpt2-125m",
+    "GPU 'nosuch' is not in the table": "scale_model --gpu nosuch",
+    "and at most": "scale_model --sequences-per-gpu 99999999999999999999",
+    "must be .png, .svg, .pdf, not 'picture.nosuch'": "scale_model --plot picture.nosuch",
+    "and at most 1, not 'nan'": "recipes muon --share nan",
+    "must be a multiple of the windows' 256 tokens, not '1000'": "recipes muon --batch-tokens 1000",
+    "not 'inf'": "recipes blocks --learning-rates 1e-3 inf",
+    "invalid choice: 'all'": "compile --modes all",
+    "the folder no/such does not exist": "ladder --json no/such/folder.json",
+    "must be above 0": "gpu --device cpu --minutes nan",
+    "--out nowhere is not a folder": "gpu --device cpu --out nowhere",
+    "--nanogpt . has no train.py; git clone": "gpu --device cpu --nanogpt .",
+    "--write-readme is for what a GPU measured": "gpu --device cpu --write-readme",
+}
+
+
+def test_what_is_wrong_is_said_before_anything_is_measured(tmp_path: Path) -> None:
+    result = ["--json", str(tmp_path / "result.json")]
+    commands = [words(command) for command in MISTAKES.values()]
+    answers = run_all(*([*command, *(() if command[0] in ("gpu", "ladder") else result)] for command in commands))
+    for message, (status, _, errors) in zip(MISTAKES, answers, strict=True):
+        assert status in (1, 2), message
+        assert message in " ".join(errors.split())
+    assert not list(tmp_path.iterdir())

@@ -105,7 +105,7 @@ def test_the_name_says_what_the_file_does(name: str) -> None:
     assert config.offload_optimizer_device == device
     assert config.offload_param_device == (device if config.zero_stage == 3 else "none")
     assert config.checkpointing == ("full" if "ckpt" in name else "none")
-    assert config.cpu_checkpointing == name.endswith("ckpt_cpu")
+    assert config.keys.cpu_checkpointing == name.endswith("ckpt_cpu")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -122,7 +122,7 @@ def test_deepspeed_reads_the_resolved_file_as_meant(name: str) -> None:
     assert not theirs.torch_autocast_enabled
     assert (zero.offload_optimizer.device if zero.offload_optimizer else "none") == ours.offload_optimizer_device
     assert (zero.offload_param.device if zero.offload_param else "none") == ours.offload_param_device
-    assert theirs.activation_checkpointing_config.cpu_checkpointing == ours.cpu_checkpointing
+    assert theirs.activation_checkpointing_config.cpu_checkpointing == ours.keys.cpu_checkpointing
     batch = (
         theirs.train_micro_batch_size_per_gpu,
         theirs.gradient_accumulation_steps,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import string
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ SHIPPED = (
 )
 
 
+@cache
 def edits(word: str) -> set[str]:
     """All words that one letter more, less or another, or two neighbours that changed places, make of it."""
     places = range(len(word) + 1)

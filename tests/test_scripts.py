@@ -199,11 +199,6 @@ _TWO = ("lr", "steps")
     assert [where for _, where, _ in tables(source, names)] == ["_FREE", "_FLAGS", "_TEXTS"]
 
 
-def test_every_list_of_keys_has_a_reason() -> None:
-    done = subprocess.run([sys.executable, ROOT / "scripts" / "check_key_tables.py"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "")
-
-
 @pytest.mark.parametrize("script", sorted((ROOT / "scripts/reproduce").glob("*.sh")), ids=lambda script: script.stem)
 def test_a_reproduction_gives_each_command_flags_that_it_takes(script: Path, tmp_path: Path) -> None:
     """Its commands are recorded in place of being run; items that exist are not downloaded."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ MAKERS = {
 ERRORS = ("ConfigError", "DataError", "CheckpointError", "DamagedError", "OSError")
 MACHINE_FILES = (
     "cluster/launch/*.py",
-    "cluster/hostfile.py",
+    "cluster/hosts.py",
     "cluster/remote.py",
     "cluster/doctor/report.py",
     "cluster/doctor/diagnose.py",
@@ -41,7 +42,7 @@ MACHINE_FILES = (
     "data/storage/faults.py",
     "data/shards/cache.py",
     "checkpoint/remote_run.py",
-    "checkpoint/hub_download.py",
+    "checkpoint/initial_weights.py",
     "checkpoint/load.py",
     "untrusted/hub.py",
 )
@@ -122,7 +123,8 @@ class Module:
                 if isinstance(inner, ast.Return) and inner.value:
                     yield from self.messages(inner.value, function, depth - 1)
         elif isinstance(node, (ast.Name, ast.Attribute)):
-            for value in assigned(ast.unparse(node), scope if isinstance(node, ast.Name) else self.tree):
+            known = assigned(scope if isinstance(node, ast.Name) else self.tree)
+            for value in known.get(ast.unparse(node), ()):
                 yield from self.messages(value, scope, depth - 1)
 
     def made_messages(self) -> Iterator[str]:
@@ -148,15 +150,18 @@ class Module:
             waiting += [(inner, scope, is_os_error) for inner in ast.iter_child_nodes(node)]
 
 
-def assigned(name: str, scope: ast.AST) -> Iterator[ast.expr]:
-    """Yield the values assigned to a name, alone or in a tuple."""
+@cache
+def assigned(scope: ast.AST) -> dict[str, list[ast.expr]]:
+    """Return the values that are assigned to each name in a scope, alone or in a tuple."""
+    values: dict[str, list[ast.expr]] = {}
     for node in ast.walk(scope):
         for target in node.targets if isinstance(node, ast.Assign) else ():
+            pairs = [(target, node.value)]  # type: ignore[attr-defined]
             if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):  # type: ignore[attr-defined]
-                pairs = zip(target.elts, node.value.elts, strict=True)  # type: ignore[attr-defined]
-                yield from (value for inner, value in pairs if ast.unparse(inner) == name)
-            elif ast.unparse(target) == name:
-                yield node.value  # type: ignore[attr-defined]
+                pairs = list(zip(target.elts, node.value.elts, strict=True))  # type: ignore[attr-defined]
+            for name, value in pairs:
+                values.setdefault(ast.unparse(name), []).append(value)
+    return values
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +201,7 @@ def test_every_quoted_message_is_in_the_code(modules: list[Module]) -> None:
     strings = (
         node for module in modules for node in ast.walk(module.tree) if isinstance(node, (ast.Constant, ast.JoinedStr))
     )
-    texts = [" ".join(pieces(flatten(node))) for node in strings]
+    texts = {" ".join(pieces(flatten(node))) for node in strings}
     quoted = [message for row in quoted_messages() for message in row]
     quoted = [message for message in quoted if " " in message and not message.startswith("nvidia-smi")]
     assert len(quoted) > 200

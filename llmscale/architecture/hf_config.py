@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmscale.architecture.families.experts import WITH_EXPERTS
 from llmscale.architecture.families.family import Family, Keys
 from llmscale.architecture.families.gpt2 import GPT2, OPT
 from llmscale.architecture.families.llama import LLAMA_LIKE
@@ -36,7 +35,7 @@ from llmscale.untrusted.paths import read_regular
 from llmscale.untrusted.strangers import describe_stranger
 
 CONFIG_NAME = "config.json"
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, OPT, *LLAMA_LIKE, *WITH_EXPERTS)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, OPT, *LLAMA_LIKE)}
 
 _PARALLEL, _ALIBI = "attention and MLP side by side", "ALiBi positions"
 _PART = "rotations of a part of a head"

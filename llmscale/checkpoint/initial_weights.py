@@ -1,27 +1,39 @@
-"""Published weights that a run begins with: found, checked against its data, downloaded, loaded, described.
+"""Weights that a run begins with or trains adapters beside: found, checked, downloaded, loaded, described.
 
-Weights that transformers wrote are checked before the run begins: their tensors, tokenizer and positions.
+Weights that transformers wrote are checked before the run begins: their tensors, tokenizer and positions. Those on the
+Hugging Face Hub are downloaded and verified once per node, while the other ranks wait. Of the frozen weights beside
+adapters, a checkpoint holds only the place and a checksum.
 """
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import hashlib
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from llmscale.architecture.layers import is_adapter
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_read import (
+    INDEX_SUFFIX,
     StoredTensor,
     TensorSlice,
     WeightsFiles,
+    choose_weights,
     find_weights_files,
     has_unused_head,
     list_safetensors,
+    load_index,
     match_tensors,
 )
 from llmscale.checkpoint.hf_write import (
@@ -32,13 +44,28 @@ from llmscale.checkpoint.hf_write import (
     PUBLISHED_NAME,
     open_published,
 )
-from llmscale.config.hf_model import PREFIX, PublishedModel
+from llmscale.checkpoint.inventory import open_checkpoint
+from llmscale.checkpoint.run_state import SavedRun, read_saved_run
+from llmscale.config.bundled_files import import_extra
+from llmscale.config.hf_model import PREFIX, PublishedModel, is_published
 from llmscale.config.run_config import RunConfig
+from llmscale.config.user_paths import url_of
 from llmscale.data.prepare.output_folder import new_folder
 from llmscale.data.shards.cache import SetLocation
+from llmscale.data.shards.verify_shards import hash_file
 from llmscale.data.tokenizers.hugging_face import VOCABULARY_NAMES
-from llmscale.errors import CheckpointError, DataError
-from llmscale.untrusted.hub import is_known_absent, is_offline
+from llmscale.errors import CheckpointError, ConfigError, DataError, LlmscaleError
+from llmscale.untrusted.hub import (
+    find_snapshot,
+    hub_cache,
+    hub_endpoint,
+    is_known_absent,
+    is_offline,
+    list_hub_files,
+    note_absent,
+    offline_variable,
+    read_token,
+)
 from llmscale.untrusted.paths import open_regular
 
 if TYPE_CHECKING:
@@ -104,7 +131,6 @@ def complete_published_weights(
 
     Raises DataError, CheckpointError like find_published_weights.
     """
-    from llmscale.checkpoint.hub_download import provide_model
     from llmscale.engine.collectives import gather, on_all_ranks
 
     model, folder = weights.model, weights.model.folder if weights.files else None
@@ -286,3 +312,249 @@ def _check_positions(model: PublishedModel, location: SetLocation) -> tuple[str,
             f"{made_for:,}. Prepare the data with --seq-len {made_for} or less."
         )
     return (f"positions {seq_len:,} to {made_for - 1:,} of the weights are left out: samples have {seq_len:,} tokens",)
+
+
+@dataclass(frozen=True)
+class FrozenBase:
+    """Weights beside adapters."""
+
+    place: str
+    """Their place, as --init-from names it."""
+    source: SavedRun | None = None
+    """Their checkpoint; None for a published model."""
+    checksum: str = ""
+    """Checksum of their files; empty until these are read."""
+
+    def as_dict(self) -> dict[str, str]:
+        return {"place": self.place, "checksum": self.checksum}
+
+
+def base_of_checkpoint(source: SavedRun) -> FrozenBase:
+    """Describe a checkpoint's weights. Raises CheckpointError if they are adapters."""
+    if source.state.base:
+        raise CheckpointError(
+            f"{source.path} holds adapters, not a model. Begin with its base, {source.state.base['place']}, or merge "
+            "both with `llmscale export RUN --merge --to FOLDER`, and begin with hf:FOLDER."
+        )
+    return FrozenBase(url_of(source.path) or str(source.path.resolve()), source)
+
+
+def base_of_published(weights: PublishedWeights) -> FrozenBase:
+    """Describe a published model's weights. Raises ConfigError if the run adds experts to it."""
+    model = weights.model
+    if weights.adds_experts:
+        raise ConfigError(
+            f"{weights.name} has no experts, and beside adapters their routers would stay random. Leave out "
+            "--num-experts, or train a model with experts first and name that run with --init-from."
+        )
+    return FrozenBase(f"{PREFIX}{model.hub_name or (model.folder or Path(model.name)).resolve()}")
+
+
+def open_base(place: str) -> FrozenBase:
+    """Read the description of the checkpoint at `place`, or take a published model's name. Raises LlmscaleError."""
+    return (
+        FrozenBase(place) if is_published(place) else base_of_checkpoint(read_saved_run(open_checkpoint(Path(place))))
+    )
+
+
+def explain_missing(place: str, run: Path, error: LlmscaleError, flag: str = "--init-from") -> CheckpointError:
+    """Return the error of a base that is not where it was; `flag` names another place."""
+    return CheckpointError(
+        f"{run} holds adapters, and their base {place} cannot be read: {error} If it has moved, name its new place "
+        f"with {flag}."
+    )
+
+
+def checksum_of(base: FrozenBase, files: Iterable[Path] = ()) -> str:
+    """Return the checksum of a base, read whole if it is a published model's `files`; of a checkpoint its manifest has
+    the hashes of the files. Raises OSError."""
+    hashes = (
+        {file.name: file.xxh3_128 for file in base.source.manifest.files}
+        if base.source
+        else {path.name: hash_file(path, "xxh3_128") for path in files}
+    )
+    return xxhash.xxh3_128("\n".join(f"{name} {digest}" for name, digest in sorted(hashes.items()))).hexdigest()
+
+
+def check_base(base: FrozenBase, saved: SavedRun) -> None:
+    """Raise CheckpointError unless these are the weights that the adapters of a checkpoint were trained beside."""
+    wanted = saved.state.base.get("checksum")
+    if wanted not in (None, base.checksum):
+        raise CheckpointError(
+            f"{base.place} holds other weights than those that the adapters of {saved.path} were trained beside: the "
+            f"checksum was {wanted} and is {base.checksum}. Put these back, or name their place with --init-from. "
+            "Adapters of other weights are a new --run."
+        )
+
+
+#: Files that describe a model and its tokenizer, without code.
+_DESCRIPTION = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+#: Interval at which ranks exchange whether the downloads have ended, so that no collective waits longer.
+_FIRST_POLL_S, _POLL_S = 0.05, 2.0
+#: Form of the Hub's X-Linked-ETag of a large file, which is the name of its file in the cache.
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_VERIFIED_NAME = ".llmscale-verified"
+_CHUNK_BYTES = 1 << 22
+
+
+class _Download(threading.Thread):
+    """Downloads in a thread, so that it may take longer than the timeout of a collective."""
+
+    def __init__(self, name: str, source: str, here: Path | None) -> None:
+        """`here` is the complete folder in the cache, or None."""
+        super().__init__(daemon=True)
+        self._name, self._source = name, source
+        self._cache = hub_cache(name.partition("@")[0])
+        self._hashed_bytes = 0
+        self.folder = here
+        self.failure: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self.folder = self.folder or _fetch(self._name, self._source)
+            self._verify(find_weights_files(self.folder).files)
+        except Exception as error:  # raised again in the main thread
+            self.failure = error
+
+    def done_bytes(self) -> int:
+        """Return a number that grows with progress: bytes in the cache, partial files included, and bytes verified."""
+        return self._hashed_bytes + sum(map(_size_bytes, self._cache.glob("blobs/*")))
+
+    def _verify(self, files: Iterable[Path]) -> None:
+        """Compare files with the Hub's sha256, once each. Raises CheckpointError."""
+        for blob in (path.resolve() for path in files):
+            # A cache that was copied without its links does not record the hashes.
+            if not _SHA256.fullmatch(blob.name):
+                continue
+            status = blob.stat()
+            note, seen = self._cache / _VERIFIED_NAME / blob.name, f"{status.st_size} {status.st_mtime_ns}"
+            if note.is_file() and note.read_text(errors="replace") == seen:
+                continue
+            if (digest := self._hash(blob)) != blob.name:
+                raise CheckpointError(
+                    f"{self._source}: {blob} is damaged: its sha256 is {digest[:12]}..., "
+                    f"the Hub's {blob.name[:12]}.... Remove it and run again, which downloads it again."
+                )
+            with contextlib.suppress(OSError):  # an unwritable cache only costs another verification
+                note.parent.mkdir(exist_ok=True)
+                note.write_text(seen)
+
+    def _hash(self, path: Path) -> str:
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                self._hashed_bytes += len(chunk)
+        return digest.hexdigest()
+
+
+def provide_model(
+    name: str | None, source: str, here: Path | None, world: World, progress: Callable[[], object]
+) -> Path:
+    """Return the folder with a model's verified weights and JSON files in this node's cache. Collective.
+
+    `name` is NAME@COMMIT, or None for the user's own folder `here`. `here` is the folder if this node has the model;
+    otherwise its first rank fetches it. `source` names it in messages. `progress` is called on every rank while any
+    download advances. Raises DataError on every rank.
+    """
+    from llmscale.engine.collectives import gather, on_all_ranks
+
+    download = None if name is None or world.local_rank else _Download(name, source, here)
+    if download is not None:
+        download.start()
+    before, wait_s = list[int](), _FIRST_POLL_S
+    while True:
+        is_done = download is None or not download.is_alive()
+        ranks = gather(world.control, (is_done, download.done_bytes() if download else 0))
+        done_bytes = [number for _, number in ranks]
+        if done_bytes != before:
+            progress()
+        if all(is_done for is_done, _ in ranks):
+            break
+        before = done_bytes
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, _POLL_S)
+
+    def outcome() -> Path | None:
+        if download is None:
+            return here
+        if download.failure is not None:
+            raise download.failure
+        return download.folder
+
+    folders = gather(world.control, on_all_ranks(world.control, outcome))
+    folder = folders[world.rank - world.local_rank]
+    assert folder is not None
+    return folder
+
+
+def _fetch(name: str, source: str) -> Path:
+    """Fetch the description of NAME@COMMIT and its weights in one format, safetensors if available."""
+    model, _, commit = name.partition("@")
+    snapshot_download = import_extra("huggingface_hub", source, "remote").snapshot_download
+
+    def fetch(names: Iterable[str]) -> Path:
+        # snapshot_download takes patterns; a file name may contain their characters.
+        patterns, cache = [glob.escape(name) for name in names], hub_cache(model).parent
+        endpoint, token = hub_endpoint(), read_token() or False
+        return Path(
+            snapshot_download(
+                model, revision=commit, allow_patterns=patterns, cache_dir=cache, endpoint=endpoint, token=token
+            )
+        )
+
+    try:
+        if is_offline():
+            raise OSError(f"{offline_variable()} is set")
+        listed = list_hub_files(name, CheckpointError)
+        main = choose_weights(listed, f"{source} on the Hub")
+        described = [part for part in listed if part in _DESCRIPTION]
+        for absent in {*VOCABULARY_NAMES} - {*listed}:
+            note_absent(model, commit, absent)
+        folder = fetch([*described, main])
+        # Without an answer of the Hub, snapshot_download returns the rest of an earlier download.
+        if not (folder / main).exists():
+            raise OSError(f"{main} was not downloaded")
+        if main.endswith(INDEX_SUFFIX):
+            folder = fetch({*load_index(folder / main).values()})
+        return folder
+    except CheckpointError:
+        raise
+    except Exception as error:  # huggingface_hub's errors, its transport's, and OSError
+        if (cached := _cached_weights(model, commit)) is not None:
+            return cached
+        # Drop the query of a URL: the Hub puts credentials there.
+        words = re.sub(r"(https?://[^\s?]+)\?\S+", r"\1?...", str(getattr(error, "reason", None) or error))
+        reason = " ".join(words.split())[:300]
+        raise CheckpointError(
+            f"{source} cannot be fetched from the Hugging Face Hub ({type(error).__name__}: {reason}). Download its "
+            "weights and JSON files and pass their folder, or log in with HF_TOKEN or `hf auth login` if it "
+            "needs permission."
+        ) from None
+
+
+def _cached_weights(model: str, commit: str) -> Path | None:
+    """Return the cached folder if it has all weights, even without every description file."""
+    folder = find_snapshot(model, commit, "config.json")
+    try:
+        return folder and find_weights_files(folder).folder
+    except CheckpointError:
+        return None
+
+
+def _size_bytes(path: Path) -> int:
+    """Return the size of a file, 0 if it was just renamed."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

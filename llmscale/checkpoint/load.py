@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from llmscale.architecture.layers import is_adapter
-from llmscale.checkpoint.commit import set_aside_existing
 from llmscale.checkpoint.inventory import (
     FoundCheckpoints,
     explain_no_checkpoint,
     find_checkpoints,
     free_name,
     report_passed_over,
+    set_aside_existing,
 )
 from llmscale.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -37,13 +36,14 @@ from llmscale.checkpoint.manifest import (
 from llmscale.checkpoint.remote_run import CARRIED, fetch_chunks
 from llmscale.checkpoint.run_state import RunState
 from llmscale.checkpoint.tensor_files import (
-    DTYPES,
     INDEX_NAME,
     WEIGHTS,
     Fragment,
-    FragmentLoadPlanner,
-    JsonIndexReader,
+    Index,
+    StoredWeights,
+    check_sizes,
     engine_fragments,
+    fill_fragments,
     load_index,
     stored_chunks,
 )
@@ -125,9 +125,7 @@ def load_engine(engine: DeepSpeedEngine, folder: Path, state: RunState, group: d
     check_nothing_is_dropped(stored, fragments, folder)
     if has_optimizer_state or state.optimizer_scalars:
         check_same_scalars(state.optimizer_scalars, group_scalars(engine), folder)
-    _fetch_pieces(folder, stored, fragments, group, disks)
-    # Empty ones, too, because DCP's planning is collective.
-    _read(folder, stored, fragments, group)
+    _fill(folder, stored, fragments, group, disks)
     write_back(engine, fragments)
     set_group_scalars(engine, state.optimizer_scalars)
     refresh_low_precision_weights(engine)
@@ -177,8 +175,7 @@ def load_weights(engine: DeepSpeedEngine, folder: Path, group: dist.ProcessGroup
     stored = on_all_ranks(group, lambda: load_index(folder))
     fragments = {_stored_key(key, stored): value for key, value in own.items()}
     check_nothing_is_dropped((key for key in stored if key.startswith(WEIGHTS)), fragments, folder)
-    _fetch_pieces(folder, stored, fragments, group, disks)
-    _read(folder, stored, fragments, group)
+    _fill(folder, stored, fragments, group, disks)
     write_back(engine, own)
     refresh_low_precision_weights(engine)
 
@@ -190,64 +187,31 @@ def _stored_key(key: str, stored: Container[str]) -> str:
     return other if key not in stored and other in stored else key
 
 
-def _fetch_pieces(
-    folder: Path,
-    stored: Mapping[str, Mapping],
-    fragments: Mapping[str, Fragment],
-    group: dist.ProcessGroup,
-    disks: Disks,
+def _fill(
+    folder: Path, stored: Index, fragments: Mapping[str, Fragment], group: dist.ProcessGroup, disks: Disks
 ) -> None:
-    """Bring what this rank needs of a checkpoint to its disk, from the store or from other disks. Collective."""
+    """Bring what this rank needs of a checkpoint to its disk, from the store or from other disks, and read it.
+
+    Collective. Raises CheckpointError on every rank; tensors that do not match are refused before any is changed.
+    """
+    on_all_ranks(group, lambda: check_sizes(stored, fragments))
     chunks = [
         chunk
         for key, fragment in fragments.items()
-        if key in stored
         for chunk in stored_chunks(stored[key], fragment.start, fragment.local.numel())
     ]
     on_all_ranks(group, lambda: fetch_chunks(folder, chunks))
     share_files(folder, {chunk.file for chunk in chunks}, group, disks)
-
-
-def _read(
-    folder: Path,
-    stored: dict[str, dict],
-    fragments: dict[str, Fragment],
-    process_group: dist.ProcessGroup | None = None,
-) -> None:
-    """Read fragments in place, together with the ranks of a group or, without one, alone. Raises CheckpointError."""
-    try:
-        dcp.load(
-            fragments,
-            storage_reader=JsonIndexReader(folder, stored),
-            planner=FragmentLoadPlanner(),
-            process_group=process_group,
-            no_dist=process_group is None,
-        )
-    except dcp.CheckpointException as error:
-        raise _to_checkpoint_error(error, folder) from None
-
-
-def _to_checkpoint_error(error: dcp.CheckpointException, folder: Path) -> CheckpointError:
-    """Convert DCP's error of all ranks to one line, a CheckpointError of a rank if there is one."""
-    causes = [cause for cause, _ in error.failures.values()]
-    ours = [cause for cause in causes if isinstance(cause, CheckpointError)]
-    return ours[0] if ours else CheckpointError(f"{folder} cannot be loaded: {' '.join(str(causes[0]).split())}")
+    on_all_ranks(group, lambda: fill_fragments(folder, stored, fragments))
 
 
 def load_full_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Load all weights of a checkpoint as flat tensors by parameter name, in one process and without DeepSpeed.
+    """Load all weights of a checkpoint as flat fp32 tensors by parameter name, in one process and without DeepSpeed.
 
     Raises CheckpointError.
     """
-    index = load_index(folder)
-    weights = {key: entry for key, entry in index.items() if key.startswith(WEIGHTS)}
-    fetch_chunks(folder, (chunk for entry in weights.values() for chunk in stored_chunks(entry)))
-    fragments = {
-        key: Fragment(torch.empty(entry["size"], dtype=DTYPES[entry["dtype"]]), 0, entry["size"])
-        for key, entry in weights.items()
-    }
-    _read(folder, index, fragments)
-    return {key.partition("/")[2]: fragment.local for key, fragment in fragments.items()}
+    stored = StoredWeights(folder)
+    return {name: stored.read(name, 0, elements) for name, elements in stored.sizes.items()}
 
 
 # Nodes without a shared disk: every disk has its own ranks' tensors and the descriptions of all checkpoints. While

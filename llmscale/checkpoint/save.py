@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from llmscale.checkpoint.commit import Retention, commit_checkpoint
-from llmscale.checkpoint.inventory import free_name
+from llmscale.checkpoint.inventory import Retention, commit_checkpoint, free_name
 from llmscale.checkpoint.manifest import (
     CheckpointManifest,
     History,

@@ -1,8 +1,7 @@
-"""A checkpoint's tensor files: written and read by torch.distributed.checkpoint (DCP), with an index in JSON.
+"""A checkpoint's tensor files: written by torch.distributed.checkpoint (DCP), with an index in JSON, and read in place.
 
-DCP pickles its index, and loading a pickle runs its code; hence the index in JSON. `torch.load(weights_only=True)` runs
-no code from a file, but it unpacks compressed archives of any ratio, and calls a few constructors with any size.
-Therefore each archive is checked first, without unpacking it.
+DCP pickles its index, and loading a pickle runs its code; hence the index in JSON. Tensors are read without unpickling:
+every archive must be one that torch.save writes for a flat tensor, and then its numbers are consecutive bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import pickletools
 import struct
 import zipfile
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,8 +20,8 @@ from typing import IO, TYPE_CHECKING, cast
 import torch
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -32,15 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -56,22 +46,19 @@ DTYPES = {
     name: getattr(torch, name)
     for name in ("float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 }
-#: Names in DTYPES by the storage class that the pickle in an archive names.
+#: Storage classes that the pickle in an archive names, by the names in DTYPES.
 _STORAGES = {
-    "torch FloatStorage": "float32",
-    "torch BFloat16Storage": "bfloat16",
-    "torch HalfStorage": "float16",
-    "torch DoubleStorage": "float64",
-    "torch LongStorage": "int64",
-    "torch IntStorage": "int32",
-    "torch ShortStorage": "int16",
-    "torch CharStorage": "int8",
-    "torch ByteStorage": "uint8",
-    "torch BoolStorage": "bool",
+    "float32": "FloatStorage",
+    "bfloat16": "BFloat16Storage",
+    "float16": "HalfStorage",
+    "float64": "DoubleStorage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
 }
-#: Other names that the pickle may contain.
-_REBUILD = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict"}
-_INTEGERS = {"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4"}
 #: torch writes 200 to 500 bytes.
 _MAX_PICKLE_BYTES = 4096
 #: Header of a member in a ZIP archive, with the lengths of the name and the extra field after it.
@@ -106,52 +93,29 @@ class _Part(io.RawIOBase):
         return len(contents)
 
 
-def check_archive(file: IO[bytes], offset: int, num_bytes: int, where: str) -> tuple[zipfile.ZipInfo, bytes, bytes]:
-    """Raise CheckpointError unless `num_bytes` of a file from `offset` are a plain archive of one tensor.
-
-    Returns the member with its numbers, its pickle, and the order of bytes.
-    Nothing may be compressed, so its content has at most `num_bytes`. Its pickle may contain only the names
-    that rebuild a tensor, and no number beyond the stored elements: torch trusts it, and would read past the end.
-    """
-    try:
-        with zipfile.ZipFile(_Part(file, offset, num_bytes)) as archive:
-            members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
-            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-                raise CheckpointError(f"{where} holds a compressed tensor, which no save writes.")
-            if sum(member.file_size for member in archive.infolist()) > num_bytes:
-                raise CheckpointError(f"{where} holds a tensor of more bytes than it has.")
-            if members["data.pkl"].file_size > _MAX_PICKLE_BYTES:
-                raise CheckpointError(f"{where} holds more than one tensor.")
-            pickled = archive.read(members["data.pkl"])
-            _check_pickle(pickled, members["data/0"].file_size, where)
-            order = archive.read(members["byteorder"]) if "byteorder" in members else b"little"
-            return members["data/0"], pickled, order
-    except KeyError as error:
-        raise CheckpointError(f"{where} holds no tensor as torch.save writes it: no {error}.") from None
-    except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
-        raise CheckpointError(f"{where} holds no tensor as torch.save writes it: {error}.") from None
-
-
 def find_elements(file: IO[bytes], offset: int, num_bytes: int, dtype: str, elements: int, where: str) -> int:
     """Return the position in `file` of a stored tensor's numbers: `elements` consecutive ones of DTYPES[dtype].
 
-    The archive has `num_bytes` from `offset`. A part of a tensor can thus be read without the rest, and without
-    unpickling. Raises CheckpointError for anything but a flat tensor of that type and size as torch.save writes it.
+    The archive has `num_bytes` from `offset`. Raises CheckpointError for anything but an archive of one flat tensor of
+    that type and size, uncompressed, as torch.save writes it.
     """
-    member, pickled, order = check_archive(file, offset, num_bytes, where)
-    header = offset + member.header_offset
-    if not offset <= header <= offset + num_bytes - _ZIP_HEADER.size:
-        raise CheckpointError(f"{where} holds no tensor as torch.save writes it: a header is outside of it.")
-    file.seek(header)
-    name_bytes, extra_bytes = _ZIP_HEADER.unpack(file.read(_ZIP_HEADER.size))
-    storage = next(name for name, kind in _STORAGES.items() if kind == dtype)
-    if _list_opcodes(pickled) != _flat_tensor_opcodes(storage, elements) or order != b"little":
-        raise CheckpointError(f"{where} does not hold a flat tensor of {elements:,} {dtype} numbers.")
-    begin = header + _ZIP_HEADER.size + name_bytes + extra_bytes
-    stored_bytes = elements * DTYPES[dtype].itemsize
-    if member.file_size != stored_bytes or begin + stored_bytes > offset + num_bytes:
-        raise CheckpointError(f"{where} has other bytes than the {elements:,} {dtype} numbers that it describes.")
-    return begin
+    try:
+        with zipfile.ZipFile(_Part(file, offset, num_bytes)) as archive:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                raise CheckpointError(f"{where} holds a compressed tensor, which no save writes.")
+            members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
+            numbers, pickled = members["data/0"], members["data.pkl"]
+            is_flat = pickled.file_size <= _MAX_PICKLE_BYTES and archive.read(members["byteorder"]) == b"little"
+            is_flat = is_flat and _list_opcodes(archive.read(pickled)) == _flat_tensor_opcodes(dtype, elements)
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"{where} holds no tensor as torch.save writes it: {error}.") from None
+    header, stored_bytes = offset + numbers.header_offset, elements * DTYPES[dtype].itemsize
+    if is_flat and numbers.file_size == stored_bytes and offset <= header <= offset + num_bytes - _ZIP_HEADER.size:
+        file.seek(header)
+        begin = header + _ZIP_HEADER.size + sum(_ZIP_HEADER.unpack(file.read(_ZIP_HEADER.size)))
+        if begin + stored_bytes <= offset + num_bytes:
+            return begin
+    raise CheckpointError(f"{where} does not hold a flat tensor of {elements:,} {dtype} numbers.")
 
 
 def _list_opcodes(contents: bytes) -> list[object]:
@@ -163,47 +127,12 @@ def _list_opcodes(contents: bytes) -> list[object]:
     ]
 
 
-def _flat_tensor_opcodes(storage: str, elements: int) -> list[object]:
+def _flat_tensor_opcodes(dtype: str, elements: int) -> list[object]:
     """Return the opcodes of a tensor [elements] that covers a storage of the same size."""
-    return [
-        2,
-        "torch._utils _rebuild_tensor_v2",
-        "MARK",
-        "MARK",
-        "storage",
-        storage,
-        "0",
-        "cpu",
-        elements,
-        "TUPLE",
-        "BINPERSID",
-        0,
-        elements,
-        "TUPLE1",
-        1,
-        "TUPLE1",
-        "NEWFALSE",
-        "collections OrderedDict",
-        "EMPTY_TUPLE",
-        "REDUCE",
-        "TUPLE",
-        "REDUCE",
-        "STOP",
-    ]
-
-
-def _check_pickle(contents: bytes, data_bytes: int, where: str) -> None:
-    """Raise CheckpointError unless a pickle describes one tensor over at most `data_bytes` of numbers."""
-    storages, largest = [], 0
-    for opcode, argument, _ in pickletools.genops(contents):
-        if opcode.name == "GLOBAL" and argument in _STORAGES:
-            storages.append(argument)
-        elif opcode.name in ("STACK_GLOBAL", "INST") or (opcode.name == "GLOBAL" and argument not in _REBUILD):
-            raise CheckpointError(f"{where} holds a tensor that refers to {str(argument)[:80]!r}.")
-        elif opcode.name in _INTEGERS:
-            largest = max(largest, abs(int(argument or 0)))
-    if len(storages) != 1 or largest * DTYPES[_STORAGES[storages[0]]].itemsize > data_bytes:
-        raise CheckpointError(f"{where} holds a tensor that claims more elements than are there.")
+    storage = ["MARK", "storage", f"torch {_STORAGES[dtype]}", "0", "cpu", elements, "TUPLE", "BINPERSID"]
+    sizes = [0, elements, "TUPLE1", 1, "TUPLE1"]
+    hooks = ["NEWFALSE", "collections OrderedDict", "EMPTY_TUPLE", "REDUCE"]
+    return [2, "torch._utils _rebuild_tensor_v2", "MARK", *storage, *sizes, *hooks, "TUPLE", "REDUCE", "STOP"]
 
 
 INDEX_NAME = "tensors.json"
@@ -260,38 +189,6 @@ class JsonIndexWriter(FileSystemWriter):
             json.dump(index, file)
             file.flush()
             os.fsync(file.fileno())
-
-
-class JsonIndexReader(FileSystemReader):
-    """Reads the files of JsonIndexWriter. Tensors are loaded with `weights_only`: nothing in a checkpoint is executed.
-
-    `check_archive` ensures that no tensor takes more memory than its bytes in the file.
-    """
-
-    def __init__(self, path: Path, index: dict[str, dict]) -> None:
-        """`index` is the checkpoint's (`load_index`)."""
-        super().__init__(path)
-        self._index = index
-
-    def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
-        check_archive(file, sinfo.offset, sinfo.length, f"{self.path}/{sinfo.relative_path}")
-        return super()._slice_file(file, sinfo)
-
-    def read_metadata(self, *_: object, **__: object) -> Metadata:
-        places: dict[MetadataIndex, _StorageInfo] = {}
-        entries: dict[str, TensorStorageMetadata] = {}
-        for fqn, entry in self._index.items():
-            chunks = []
-            for start, elements, file, offset, length, *_ in entry["chunks"]:
-                chunks.append(ChunkStorageMetadata(offsets=torch.Size([start]), sizes=torch.Size([elements])))
-                places[MetadataIndex(fqn, torch.Size([start]))] = _StorageInfo(file, offset, length)
-            entries[fqn] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=DTYPES[entry["dtype"]]),
-                size=torch.Size([entry["size"]]),
-                chunks=chunks,
-            )
-        # DCP's type of this field is Any: it belongs to the storage layer.
-        return Metadata(state_dict_metadata=dict(entries), storage_data=places)
 
 
 def load_index(folder: Path) -> dict[str, dict]:
@@ -378,28 +275,20 @@ if TYPE_CHECKING:
 class Fragment(ShardView):
     """The part of a flattened tensor that one rank holds, in the form that DCP needs.
 
-    Every stage and world size cuts the same flat tensor at other places; when loading, DCP reads the overlaps. `local`
-    is a live view when loading and a copy on the host when saving.
+    Every stage and world size cuts the same flat tensor at other places. `local` is a live view when loading and a copy
+    on the host when saving.
     """
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+    def __create_write_items__(self, fqn: str, _object: object) -> list[WriteItem]:
         if not self.local.numel():
             return []
-        return [ChunkStorageMetadata(offsets=torch.Size([self.start]), sizes=torch.Size([self.local.numel()]))]
-
-    def __create_write_items__(self, fqn: str, _object: object) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk,
-                    properties=TensorProperties.create_from_tensor(self.local),
-                    size=torch.Size([self.total]),
-                ),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        chunk = ChunkStorageMetadata(offsets=torch.Size([self.start]), sizes=torch.Size([self.local.numel()]))
+        data = TensorWriteData(
+            chunk=chunk,
+            properties=TensorProperties.create_from_tensor(self.local),
+            size=torch.Size([self.total]),
+        )
+        return [WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)]
 
 
 def engine_fragments(engine: DeepSpeedEngine, *, with_base: bool = False) -> dict[str, Fragment]:
@@ -415,37 +304,53 @@ class FragmentSavePlanner(DefaultSavePlanner):
         return self.state_dict[index.fqn].local
 
 
-class FragmentLoadPlanner(DefaultLoadPlanner):
-    """Fills fragments in place. Raises CheckpointError for a tensor that is not stored or has another size."""
+#: Index of a checkpoint: each tensor's dtype, size and chunks by its key, '<state>/<name>'.
+Index = Mapping[str, Mapping]
 
-    def set_up_planner(
-        self,
-        state_dict: Mapping[str, Fragment],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        # The base class would flatten nested dicts of tensors here; fragments are already flat.
-        self.state_dict = self.original_state_dict = dict(state_dict)
-        self.metadata, self.is_coordinator, self.mappings = metadata, is_coordinator, {}
 
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        stored = self.metadata.state_dict_metadata
-        items = []
-        for fqn, fragment in self.state_dict.items():
-            entry = stored.get(fqn)
-            if not isinstance(entry, TensorStorageMetadata):
-                raise CheckpointError(f"the checkpoint has no '{fqn}': it belongs to another model or optimizer.")
-            if entry.size != torch.Size([fragment.total]):
-                raise CheckpointError(
-                    f"'{fqn}' has {entry.size.numel()} elements in the checkpoint and {fragment.total} in the model. "
-                    "The model's shape or vocabulary differs from the checkpoint's."
-                )
-            items += create_read_items_for_chunk_list(fqn, entry, fragment.__create_chunk_list__())
-        return LoadPlan(items)
+def check_sizes(index: Index, fragments: Mapping[str, ShardView]) -> None:
+    """Raise CheckpointError for a fragment of a tensor that is not stored, or has another size there."""
+    for key, fragment in fragments.items():
+        if key not in index:
+            raise CheckpointError(f"the checkpoint has no '{key}': it belongs to another model or optimizer.")
+        if index[key]["size"] != fragment.total:
+            raise CheckpointError(
+                f"'{key}' has {index[key]['size']} elements in the checkpoint and {fragment.total} in the model. The "
+                "model's shape or vocabulary differs from the checkpoint's."
+            )
 
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].local
+
+def fill_fragments(folder: Path, index: Index, fragments: Mapping[str, ShardView]) -> None:
+    """Fill fragments in place from the stored chunks, converted to their types. Raises CheckpointError.
+
+    Takes the memory of one chunk at a time.
+    """
+    check_sizes(index, fragments)
+    for key, fragment in fragments.items():
+        _fill(folder, key, index[key], fragment.local, fragment.start)
+
+
+def _fill(folder: Path, key: str, entry: Mapping, target: Tensor, start: int) -> None:
+    """Fill `target` [n] with a stored tensor's elements from `start` on. Raises CheckpointError.
+
+    A file may be gone, for example because the run continues and has deleted the checkpoint.
+    """
+    dtype, end = DTYPES[entry["dtype"]], start + target.numel()
+    remedy = "A run that continues deletes checkpoints that --keep-last and --keep-every do not keep; name a newer one."
+    for begin, elements, file_name, offset, num_bytes, *_ in entry["chunks"]:
+        first, last = max(start, begin), min(end, begin + elements)
+        if first >= last:
+            continue
+        part = target.detach()[first - start : last - start]
+        numbers = part if part.dtype == dtype and part.is_cpu else torch.empty(last - first, dtype=dtype)
+        path = folder / file_name
+        with unreadable_as(CheckpointError, path, remedy), open_regular(path, follow_links=False) as file:
+            place = find_elements(file, offset, num_bytes, entry["dtype"], elements, f"{path}, '{key[:200]}',")
+            file.seek(place + (first - begin) * dtype.itemsize)
+            if file.readinto(numbers.view(torch.uint8).numpy().data) != numbers.nbytes:
+                raise CheckpointError(f"{path} ends within '{key[:200]}'.")
+        if numbers is not part:
+            part.copy_(numbers)
 
 
 #: Prefixes of trained weights, of frozen ones and of buffers (routers' biases).
@@ -459,13 +364,11 @@ class StoredWeights:
         """Read the index only; of a remote run, fetch the weights. Raises CheckpointError when the index is damaged or
         has weights of an integer type."""
         self._folder = folder
-        self._entries: dict[str, dict] = {}
-        for key, entry in load_index(folder).items():
-            if not key.startswith(WEIGHTS):
-                continue
+        weights = {key: entry for key, entry in load_index(folder).items() if key.startswith(WEIGHTS)}
+        for key, entry in weights.items():
             if not DTYPES[entry["dtype"]].is_floating_point:
                 raise CheckpointError(f"{folder / INDEX_NAME}: the weights '{key[:200]}' are {entry['dtype']}.")
-            self._entries[key.partition("/")[2]] = {**entry, "chunks": sorted(entry["chunks"])}
+        self._entries = {key.partition("/")[2]: entry for key, entry in weights.items()}
         fetch_chunks(folder, (chunk for entry in self._entries.values() for chunk in stored_chunks(entry)))
 
     @property
@@ -474,37 +377,7 @@ class StoredWeights:
         return {name: entry["size"] for name, entry in self._entries.items()}
 
     def read(self, name: str, start: int, elements: int) -> Tensor:
-        """Read `elements` weights of a parameter from its element `start`, flat, in fp32.
-
-        Takes their memory, twice when they are stored in another precision. Raises CheckpointError when a file is
-        damaged or gone, for example because the run continues and has deleted the checkpoint.
-        """
-        entry = self._entries[name]
-        weights = torch.empty(elements, dtype=DTYPES[entry["dtype"]])
-        for chunk, first, count, place in _overlaps(entry["chunks"], start, elements):
-            self._read_into(weights[place : place + count], entry["dtype"], chunk, first, name)
-        return weights.float()
-
-    def _read_into(self, part: Tensor, dtype: str, chunk: list, first: int, name: str) -> None:
-        """Fill `part` with a chunk's elements from the chunk's element `first`."""
-        _, in_chunk, file_name, offset, num_bytes, *_ = chunk
-        path = self._folder / file_name
-        remedy = (
-            "A run that continues deletes checkpoints that --keep-last and --keep-every do not keep; name a newer one."
-        )
-        with unreadable_as(CheckpointError, path, remedy), open_regular(path, follow_links=False) as file:
-            begin = find_elements(file, offset, num_bytes, dtype, in_chunk, f"{path}, '{name[:200]}',")
-            file.seek(begin + first * part.itemsize)
-            if file.readinto(part.view(torch.uint8).numpy().data) != part.nbytes:
-                raise CheckpointError(f"{path} ends within '{name[:200]}'.")
-
-
-def _overlaps(chunks: list[list], start: int, elements: int) -> Iterator[tuple[list, int, int, int]]:
-    """Yield the chunks of a range of a flat tensor: (chunk, first element in it, elements, position in the range)."""
-    end = start + elements
-    index = bisect_right(chunks, start, key=lambda chunk: chunk[0]) - 1
-    while start < end:
-        begins, in_chunk = chunks[index][:2]
-        count = min(end, begins + in_chunk) - start
-        yield chunks[index], start - begins, count, elements - (end - start)
-        start, index = start + count, index + 1
+        """Read `elements` weights of a parameter from its element `start`, flat, in fp32. Raises CheckpointError."""
+        weights = torch.empty(elements)
+        _fill(self._folder, name, self._entries[name], weights, start)
+        return weights

@@ -173,7 +173,7 @@ def _prune(args: argparse.Namespace) -> int:
     checkpoints = _find(args.run)
     folders = prunable(checkpoints)
     if url_of(args.run) and folders:
-        from llmscale.checkpoint.run_lease import prune_run
+        from llmscale.checkpoint.remote_run import prune_run
 
         prune_run(args.run, [folder.name for folder in folders], print_to_stderr)
     for folder in folders:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # imported when a command runs: --help must not load torch
 
     from llmscale.data.shards.cache import SetLocation
     from llmscale.data.shards.manifest import Manifest
-    from llmscale.data.shards.target_mask import Marked
+    from llmscale.data.shards.token_shards import Marked
     from llmscale.data.tokenizers.tokenizer import Tokenizer
     from llmscale.training.sample_stream import StepSample
 
@@ -136,7 +136,7 @@ def _decode_documents(window: Marked, tokenizer: Tokenizer, manifest: Manifest) 
     """Decode marked tokens, with a separate line at the end of each document, and targets of conversations in >> <<."""
     import numpy as np
 
-    from llmscale.data.shards.target_mask import are_targets, ids_of
+    from llmscale.data.shards.token_shards import are_targets, ids_of
 
     ids, targets, end = ids_of(window), are_targets(window), manifest.eot_token
     if manifest.chat is None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # imported when a command runs
     from llmscale.data.clean.annotate import CleanOptions
     from llmscale.data.clean.on_ray import RayCluster
     from llmscale.data.clean.stages import CleanResult
-    from llmscale.data.clean.write import DocumentCounts, StepReport
+    from llmscale.data.clean.write import StepReport
 
 #: Copy of the names in llmscale.data.clean.annotate, which --help must not import.
 _STEPS = "exact,language,gopher-repetition,gopher-quality,c4,fineweb,near,decontaminate"
@@ -162,7 +162,7 @@ def _clean(args: argparse.Namespace) -> int:
         print_visible(f"Already cleaned: {args.out}. Nothing to do.")
         return 0
     elapsed_s = time.monotonic() - start_s
-    for line in _describe(result, _Counted(args.tokenizer)):
+    for line in _describe(result, args.tokenizer):
         print_visible(line)
     taken_in = result.taken_in
     print_visible(
@@ -177,33 +177,25 @@ def _clean(args: argparse.Namespace) -> int:
     return 0
 
 
-class _Counted:
-    """The unit that is shown besides documents: words or tokens."""
-
-    def __init__(self, tokenizer: str | None) -> None:
-        self.name = "words" if tokenizer is None else "tokens"
-        self.explanation = "words between whitespace" if tokenizer is None else f"tokens of {tokenizer}"
-
-    def of(self, counts: DocumentCounts) -> int:
-        return counts.words if self.name == "words" else counts.tokens
-
-
-def _describe(result: CleanResult, counted: _Counted) -> Iterator[str]:
-    """Yield a table of the steps, then the rules that removed most."""
-    yield f"{'step':18}{'documents in':>14}{'removed':>12}{'changed':>12}{counted.name + ' in':>16}{'removed':>16}"
+def _describe(result: CleanResult, tokenizer: str | None) -> Iterator[str]:
+    """Yield a table of the steps, then the rules that removed most. It counts documents, and words or tokens."""
+    unit = "words" if tokenizer is None else "tokens"
+    explanation = "words between whitespace" if tokenizer is None else f"tokens of {tokenizer}"
+    yield f"{'step':18}{'documents in':>14}{'removed':>12}{'changed':>12}{unit + ' in':>16}{'removed':>16}"
     for report in result.reports:
         taken_in, removed = report.taken_in, report.removed
+        units, units_removed = getattr(taken_in, unit), getattr(removed, unit)
         yield (
             f"{report.step:18}{taken_in.documents:14,}{_share(removed.documents, taken_in.documents):>12}"
-            f"{report.num_changed:12,}{counted.of(taken_in):16,}{_share(counted.of(removed), counted.of(taken_in)):>16}"
+            f"{report.num_changed:12,}{units:16,}{_share(units_removed, units):>16}"
         )
-    units_left, units = counted.of(result.kept), counted.of(result.taken_in)
+    units_left, units = getattr(result.kept, unit), getattr(result.taken_in, unit)
     yield (
         f"{'left':18}{result.kept.documents:14,}{'':24}{units_left:16,}   {units_left / max(units, 1):.1%} of the "
-        f"{counted.explanation}"
+        f"{explanation}"
     )
     for report in result.reports:
-        yield from _describe_taken(report, counted)
+        yield from _describe_removed(report, unit)
     if result.num_ignored_ngrams:
         yield f"{result.num_ignored_ngrams:,} 13-grams of evaluation text occur in too many documents; ignored."
     if result.num_short_items:
@@ -214,12 +206,11 @@ def _share(number: int, of: int) -> str:
     return f"{number / of:.1%}" if number else "0"
 
 
-def _describe_taken(report: StepReport, counted: _Counted) -> Iterator[str]:
+def _describe_removed(report: StepReport, unit: str) -> Iterator[str]:
     if not report.rules:
         return
     rules = ", ".join(f"{rule} {count:,}" for rule, count in report.rules.most_common(6))
-    removed = report.removed
-    yield f"{report.step}: {removed.documents:,} documents, {counted.of(removed):,} {counted.name}; {rules}"
+    yield f"{report.step}: {report.removed.documents:,} documents, {getattr(report.removed, unit):,} {unit}; {rules}"
     for line in report.describe_examples():
         yield f"  {line}"
     if report.step in _FOR_PROSE and report.removed.documents > report.taken_in.documents / 2:

@@ -106,7 +106,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _prove_numbers(args: argparse.Namespace) -> int:
     """Check the run's numbers on its ranks, print the report, and return 1 if a link is wrong. Raises LlmscaleError."""
-    from llmscale.cluster.doctor.numbers import prove
+    from llmscale.cluster.doctor.on_ranks import prove
     from llmscale.cluster.launch.ranks import list_gpus
     from llmscale.numerics.report import table_lines
 
@@ -148,7 +148,7 @@ def _write_fixed(path: Path, out: Path, *, overwrite: bool) -> int:
 def _request(args: argparse.Namespace) -> ProbeRequest:
     """Return the question to the hosts. Raises ConfigError for misspelt flags and missing files."""
     from llmscale.cluster.doctor.report import ProbeRequest
-    from llmscale.cluster.hostfile import parse_hostfile
+    from llmscale.cluster.hosts import parse_hostfile
     from llmscale.cluster.launch.ranks import list_gpus
     from llmscale.config.deepspeed.resolve import load_ds_config
     from llmscale.config.run_arguments import load_run_file, parse_run_flags

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmscale.cli.answers import CATEGORIES, table
 from llmscale.cli.flags import DEFAULT_INTERCONNECT, ESTIMATED_GPUS, LIST, PLANNED_GPUS, given_keys, resolve_model
-from llmscale.config.deepspeed.resolve import BatchFlags, DsConfig, parse_ds_config, read_ds_config
+from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config, read_ds_config
 from llmscale.config.deepspeed.schema import Precision
 from llmscale.config.hardware import GPU, Cluster, get_interconnect, usable_precision
 from llmscale.config.optimizers import get_optimizer
@@ -132,15 +132,15 @@ def _trial(config: RunConfig, ds: DsConfig, facts: SetFacts, cluster: Cluster, l
     """
     plan = resolve_batch(config, facts.seq_len, cluster.world_size, ds)
     groups = plan.ranks.data_parallel_size
-    given = ds.batch(BatchFlags(config.global_batch_size, config.micro_batch_size), plan.global_batch_size, groups)
+    _, micro = ds.batch(config.global_batch_size, config.micro_batch_size, plan.global_batch_size, groups)
     is_given = config.global_batch_size or isinstance(
         ds.keys.train_batch_size or ds.keys.gradient_accumulation_steps, int
     )
     if not is_given:
-        unit = math.lcm(groups, given.micro or 1)
+        unit = math.lcm(groups, micro or 1)
         batch = -(-(least or plan.global_batch_size) // unit) * unit
         config = config.model_copy(update={"global_batch_size": batch})
-    return Trial(resolve_run(config, ds, facts, cluster.world_size), is_fixed=given.micro is not None)
+    return Trial(resolve_run(config, ds, facts, cluster.world_size), is_fixed=micro is not None)
 
 
 def _names(files: list[DsConfig]) -> list[str] | None:

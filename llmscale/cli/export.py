@@ -48,7 +48,7 @@ def _run(args: argparse.Namespace) -> int:
 
     with show_if_slow("importing torch"):
         from llmscale.checkpoint.manifest import load_manifest
-        from llmscale.evaluate.export import describe_export, export_model
+        from llmscale.evaluate.export import checkpoint_weights, describe_export, write_model
         from llmscale.evaluate.model_source import open_trained_checkpoint
 
     with show_progress("Verifying the checkpoint", load_manifest(checkpoint).num_bytes) as verified:
@@ -56,10 +56,10 @@ def _run(args: argparse.Namespace) -> int:
     model = describe_export(trained.shape, trained.published, args.dtype, args.shard_size)
     if trained.shape.lora_rank and not args.merge:
         return _export_adapters(args, model, trained)
-    weights = _merged(args, trained) if args.merge else None
+    weights = _merged(args, trained) if args.merge else checkpoint_weights(checkpoint, model)
     with show_progress("Writing weights", model.weight_bytes) as written:
-        export_model(
-            checkpoint,
+        write_model(
+            weights,
             model,
             trained.tokenizer,
             args.to,
@@ -67,7 +67,6 @@ def _run(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
             progress=written.add,
             chat_template=trained.sets.chat_template,
-            weights=weights,
         )
     out = make_visible_line(str(args.to))
     step = trained.state.step

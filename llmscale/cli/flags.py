@@ -148,14 +148,15 @@ def add_timeout(parser: FlagContainer, name: str, text: str, default: float, low
 
 
 def read_gpus(args: argparse.Namespace) -> list[GPU]:
-    """Return the GPUs of --gpu, or the one that other flags describe. Raises ConfigError."""
+    """Return the GPUs of --gpu, each once, or the one that other flags describe. Raises ConfigError."""
     described = [args.gpu_memory_gib, args.bf16_tflops]
     if args.gpu is not None:
         if any(value is not None for value in described):
             raise ConfigError(
                 "--gpu names a GPU of the table, --gpu-memory-gib and --bf16-tflops one that is not in it."
             )
-        return [get_gpu(name) for name in ([args.gpu] if isinstance(args.gpu, str) else args.gpu)]
+        names = [args.gpu] if isinstance(args.gpu, str) else args.gpu
+        return [*dict.fromkeys(get_gpu(name) for name in names)]
     if None in described:
         raise ConfigError(
             "which GPU? Give --gpu NAME (--gpu list shows the table), or --gpu-memory-gib and --bf16-tflops for a GPU "

@@ -215,8 +215,7 @@ def _read_sweep(args: argparse.Namespace) -> Ladder:
 
 
 def _show_rates(folder: Path, ladder: Ladder) -> int:
-    from llmscale.report.ladder_fit import FIT_NAME, fit_rates, rate_lines, write_rates
-    from llmscale.report.ladder_plot import RATES_NAME, plot_rates
+    from llmscale.report.ladder_fit import FIT_NAME, RATES_NAME, fit_rates, plot_rates, rate_lines, write_rates
 
     _check_outputs(folder, FIT_NAME, RATES_NAME)
     fit = fit_rates(folder, ladder)
@@ -353,8 +352,15 @@ def _check_outputs(folder: Path, *names: str) -> None:
 
 
 def _fit(args: argparse.Namespace) -> int:
-    from llmscale.report.ladder_fit import FIT_NAME, fit_ladder, fit_lines, write_fit
-    from llmscale.report.ladder_plot import ISOFLOP_NAME, LOSS_NAME, plot_ladder
+    from llmscale.report.ladder_fit import (
+        FIT_NAME,
+        ISOFLOP_NAME,
+        LOSS_NAME,
+        fit_ladder,
+        fit_lines,
+        plot_ladder,
+        write_fit,
+    )
 
     ladder = load_ladder(args.folder)
     if ladder.design == "rates":

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 from llmscale import limits
 from llmscale.cli.flags import add_timeout
-from llmscale.cluster.hostfile import Host, parse_hostfile
+from llmscale.cluster.hosts import LAUNCHERS, Host, host_command_by, parse_hostfile, slurm_hosts
 from llmscale.cluster.launch.ranks import list_gpus
 from llmscale.cluster.launch.supervisor import LaunchOptions, Supervisor
-from llmscale.cluster.launch.transport import LAUNCHERS, host_command_by, slurm_hosts
 from llmscale.cluster.remote import PACKAGE, deepspeed_env_files, gather_environment
 from llmscale.config.command_line import FlagParser, Need, flag, local_path, nonblank, number, whole_number
 from llmscale.config.run_arguments import parse_run_config

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from llmscale.cluster.extension_locks import remove_stale_locks
 from llmscale.cluster.launch.ranks import (
     LocalRanks,
     count_cpus,
@@ -18,6 +17,7 @@ from llmscale.cluster.launch.ranks import (
     list_gpus,
     rank_command,
     rank_environment,
+    remove_stale_locks,
     visible_gpus,
 )
 from llmscale.cluster.remote import PACKAGE
@@ -59,12 +59,13 @@ def _run_ranks(words: Sequence[str]) -> int:
     # A run must not fail because its output cannot be written.
     make_output_resilient()
     check_is_only_copy(os.environ, "llmscale train")
-    config = with_prepared_text(config)
+    run = with_prepared_text(config)
+    config = run.config
     with show_status(
         "checking the configuration and the data", after_s=announce_after_s(config), is_plain=config.plain
     ):
         num_ranks = _count_ranks(asked)
-        start = prepare_start(config, num_ranks)
+        start = prepare_start(run, num_ranks)
         finished = lines_at_end(start)
         if not finished:
             check_space(start)

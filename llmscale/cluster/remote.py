@@ -115,6 +115,8 @@ SSH_OPTIONS = ("-oBatchMode=yes", "-oConnectTimeout=10", "-oServerAliveInterval=
 SSH_FAILED = 255
 #: `timeout`'s exit status for a command that took too long; used here too.
 TIMED_OUT = 124
+#: Precedes an answer in a module's output: a login script may print text before it.
+_ANSWER_MARK = "llmscale-answer "
 #: Largest number of hosts that are contacted at the same time.
 FAN_OUT = 128
 
@@ -128,6 +130,12 @@ class Finished:
     stdout: str
     stderr: str
     seconds: float
+
+    @property
+    def answer(self) -> str:
+        """JSON that the module has printed with `print_answer`; empty if it has not."""
+        lines = [line for line in self.stdout.splitlines() if line.startswith(_ANSWER_MARK)]
+        return lines[-1].removeprefix(_ANSWER_MARK) if lines else ""
 
     def describe(self) -> str:
         """Return the last line of the output, after the time if the command took too long."""
@@ -159,6 +167,11 @@ def read_request() -> dict[str, Any]:
     message = json.load(sys.stdin)
     take_place(message)
     return dict(message["request"])
+
+
+def print_answer(text: str) -> None:
+    """Print the JSON with which a module answers."""
+    print(_ANSWER_MARK + text, flush=True)
 
 
 def place(environment: Mapping[str, str]) -> dict[str, object]:

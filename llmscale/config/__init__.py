@@ -1,7 +1,7 @@
 """Configuration of a run: from flags and files to one resolved object. No torch. Read them in this order.
 
 run_config            every key with its unit, default and behaviour; a run's configuration from plain values
-run_keys              groups of keys, places of their resolved values, conditions
+run_keys              groups of keys, places of their resolved values, conditions, what leaves the machine
 run_flags             keys as flags, for help without pydantic
 run_arguments         a configuration from flags and a run file
 command_line          flags of all commands, and their errors
@@ -14,7 +14,6 @@ optimizers            groups and states of AdamW, Muon and Adafactor
 loss_settings         settings of the loss and of routers
 deepspeed             keys, rules and defaults of a ds_config
 resolve               all of these for one dataset and number of ranks
-published             parts of a run's texts that leave the machine
 describe_defaults     sentences about what followed from what
 hardware              GPUs and networks, with peaks
 """

@@ -9,7 +9,6 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from llmscale.config.user_paths import check_other_run, check_path, check_path_or_url, check_text
@@ -300,24 +299,26 @@ def byte_size(text: str) -> int:
         ) from None
 
 
-def local_path(text: str) -> Path:
-    """Parse a path on this machine."""
-    return _checked(check_path, text)
+def _type_of(check: Callable[[str], _T]) -> Callable[[str], _T]:
+    """Return the type of a flag whose text passes one of user_paths' checks."""
+
+    def parse(text: str) -> _T:
+        try:
+            return check(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{error}, not '{text}'") from None
+
+    return parse
 
 
-def run_place(text: str) -> Path:
-    """Parse a run folder or a run's URL, for which the folder of its copy is returned."""
-    return _checked(check_other_run, text)
-
-
-def nonblank(text: str) -> str:
-    """Parse a text that is not blank."""
-    return _checked(check_text, text)
-
-
-def path_or_url(text: str) -> str:
-    """Parse a path, or text that begins with a scheme (s3://, hf:)."""
-    return _checked(check_path_or_url, text)
+local_path = _type_of(check_path)
+"""Type of a path on this machine."""
+run_place = _type_of(check_other_run)
+"""Type of a run folder or a run's URL, for which the folder of its copy is returned."""
+nonblank = _type_of(check_text)
+"""Type of a text that is not blank."""
+path_or_url = _type_of(check_path_or_url)
+"""Type of a path, or of text that begins with a scheme (s3://, hf:)."""
 
 
 def parse_step_range(flag: str, text: str, meaning: str, most: int | None = None) -> tuple[int, int]:
@@ -343,10 +344,3 @@ def _exceeds(text: str, highest: float) -> bool:
         return float(text) > highest
     except ValueError:
         return False
-
-
-def _checked(check: Callable[[str], _T], text: str) -> _T:
-    try:
-        return check(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error}, not '{text}'") from None

@@ -8,7 +8,7 @@ from typing import cast
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
 from llmscale.config.batch_plan import DEFAULT_MICRO_BATCH_TOKENS, BatchPlan
 from llmscale.config.deepspeed.resolve import BATCH_KEYS, DsConfig
-from llmscale.config.hf_model import default_preset, is_published
+from llmscale.config.hf_model import default_preset, rate_preset
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import PRESETS, nominal_parameters
 from llmscale.config.resolve import ResolvedRun
@@ -81,7 +81,7 @@ def describe_batch(config: RunConfig, ds: DsConfig) -> Iterator[str]:
     is_given = config.global_batch_size is not None or config.global_batch_tokens is not None
     if not (is_given or "train_batch_size" in written or written >= {*BATCH_KEYS[1:]}):
         near = "a multiple near " if written else ""
-        yield f"the global batch is {near}{_default_of(config)}"
+        yield f"the global batch is {near}{_named(config, default_preset(config))}"
     if config.micro_batch_size is None and not written - {"train_batch_size"}:
         yield f"the micro-batch the largest within {DEFAULT_MICRO_BATCH_TOKENS:,} tokens that needs the fewest fillers"
 
@@ -152,10 +152,11 @@ def describe_steps(config: RunConfig, resolved: ResolvedRun, num_samples: int) -
 
 def _rate_source(config: RunConfig) -> str:
     """Return the preset and the optimizer's reason of the default learning rate."""
-    is_its_own = PRESETS[default_preset(config)].run.get("optimizer") == config.optimizer
-    return " ".join((_default_of(config), "" if is_its_own else get_optimizer(config.optimizer).rate_note)).rstrip()
+    name = rate_preset(config)
+    is_its_own = PRESETS[name].run.get("optimizer") == config.optimizer
+    return f"{_named(config, name)} {'' if is_its_own else get_optimizer(config.optimizer).rate_note}".rstrip()
 
 
-def _default_of(config: RunConfig) -> str:
-    """Return the preset that supplies the default values."""
-    return f"{default_preset(config)}'s{', the preset nearest in size' if is_published(config.model) else ''}"
+def _named(config: RunConfig, preset: str) -> str:
+    """Return the preset that supplies a default value."""
+    return f"{preset}'s{'' if preset == config.model else ', the preset nearest in size'}"

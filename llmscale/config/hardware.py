@@ -38,7 +38,8 @@ class GPU:
     pattern: str
     """Words, in lower case, that the driver's name of the GPU must contain."""
     memory_gib: float
-    """Memory in GiB (2^30 bytes): as CUDA reports it, or nominal (see `memory_source`)."""
+    """Memory in GiB (2^30 bytes) as CUDA reports it: less than the nominal, as ECC and the driver use some. The
+    table has the lowest totals found in users' out-of-memory messages."""
     dense_16bit_flops: float
     """Peak dense FLOP/s with 16-bit inputs and fp32 accumulation; bf16, or fp16 where there is no bf16."""
     fp32_flops: float | None
@@ -55,8 +56,6 @@ class GPU:
     """Power limit of the board in watts."""
     source: str
     """Source of the rates."""
-    memory_source: str
-    """Source of the memory size."""
 
     @property
     def has_bf16(self) -> bool:
@@ -68,88 +67,48 @@ class GPU:
         return self.dense_16bit_flops / 2 if self.has_bf16 else None
 
 
-#: CUDA sees less than the nominal memory: ECC and the driver use some, depending on the driver's version. These are
-#: the lowest totals found in users' out-of-memory messages.
-_REPORTED = "as CUDA reports it (lowest total found in torch's out-of-memory messages)"
 #: PCIe x16 in one direction, bytes/s.
 _PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9
 
 #: In order: name, pattern, memory_gib, dense_16bit_flops, fp32_flops, capability, memory_bytes_per_s, link_bytes_per_s,
-#: host_link_bytes_per_s, power_w, source, memory_source.
+#: host_link_bytes_per_s, power_w, source.
 GPUS = (
-    GPU(
-        "a100-40gb", "a100 sxm4 40gb", 39.25, 312e12, 19.5e12, (8, 0), 1.555e12, 300e9, _PCIE4, 400,
-        "NVIDIA A100 datasheet (SXM)", _REPORTED,
-    ),
-    GPU(
-        "a100-80gb", "a100 sxm4 80gb", 79.14, 312e12, 19.5e12, (8, 0), 2.039e12, 300e9, _PCIE4, 400,
-        "NVIDIA A100 datasheet (SXM)", _REPORTED,
-    ),
-    GPU(
-        "a100-40gb-pcie", "a100 pcie 40gb", 39.25, 312e12, 19.5e12, (8, 0), 1.555e12, _PCIE4, _PCIE4, 250,
-        "NVIDIA A100 40GB PCIe product brief; link without NVLink bridges", _REPORTED,
-    ),
-    GPU(
-        "a100-80gb-pcie", "a100 80gb pcie", 79.14, 312e12, 19.5e12, (8, 0), 1.935e12, _PCIE4, _PCIE4, 300,
-        "NVIDIA A100 datasheet (PCIe); link without NVLink bridges", _REPORTED,
-    ),
-    GPU(
-        "h100-80gb", "h100 80gb hbm3", 79.10, 989e12, 67e12, (9, 0), 3.35e12, 450e9, _PCIE5, 700,
-        "NVIDIA H100 datasheet (SXM)", _REPORTED,
-    ),
-    GPU(
-        "h100-80gb-pcie", "h100 pcie", 79.10, 756e12, 51e12, (9, 0), 2.0e12, _PCIE5, _PCIE5, 350,
-        "NVIDIA H100 datasheet (PCIe); link without NVLink bridges", _REPORTED,
-    ),
-    GPU(
-        "h200", "h200", 139.72, 989e12, 67e12, (9, 0), 4.8e12, 450e9, _PCIE5, 700,
-        "NVIDIA H200 datasheet (SXM)", _REPORTED,
-    ),
-    GPU(
-        "b200", "b200", 178.35, 2250e12, None, (10, 0), 7.672e12, 900e9, _PCIE5, 1000,
-        "NVIDIA Blackwell architecture brief (HGX B200, 1000 W); memory bandwidth: pytorch/ao#4002",
-        "as CUDA reports it (pytorch/ao#4002)",
-    ),
-    GPU(
-        "l4", "l4", 22.03, 121e12, 30.3e12, (8, 9), 300e9, _PCIE4, _PCIE4, 72,
-        "NVIDIA L4 datasheet", _REPORTED,
-    ),
-    GPU(
-        "l40s", "l40s", 44.34, 362e12, 91.6e12, (8, 9), 864e9, _PCIE4, _PCIE4, 350,
-        "NVIDIA L40S datasheet", _REPORTED,
-    ),
-    GPU(
-        "a10g", "a10g", 22.05, 70e12, None, (8, 6), 600e9, _PCIE4, _PCIE4, None,
-        "baseten.co 'A10 vs A10G' (NVIDIA publishes no datasheet of AWS's A10G)", _REPORTED,
-    ),
-    GPU(
-        "t4", "t4", 14.56, 65e12, 8.1e12, (7, 5), 320e9, _PCIE3, _PCIE3, 70,
-        "NVIDIA T4 datasheet, fp16", _REPORTED,
-    ),
-    GPU(
-        "v100-16gb", "v100 sxm2 16gb", 15.77, 125e12, 15.7e12, (7, 0), 900e9, 150e9, _PCIE3, 300,
-        "NVIDIA V100 datasheet (SXM2), fp16", _REPORTED,
-    ),
-    GPU(
-        "v100-32gb", "v100 sxm2 32gb", 31.73, 125e12, 15.7e12, (7, 0), 900e9, 150e9, _PCIE3, 300,
-        "NVIDIA V100 datasheet (SXM2), fp16", _REPORTED,
-    ),
-    GPU(
-        "rtx3090", "rtx 3090", 23.55, 71e12, 35.6e12, (8, 6), 936e9, _PCIE4, _PCIE4, 350,
-        "NVIDIA GA102 whitepaper, fp32 accumulation; link without an NVLink bridge", _REPORTED,
-    ),
-    GPU(
-        "rtx4090", "rtx 4090", 23.52, 165.2e12, 82.6e12, (8, 9), 1.008e12, _PCIE4, _PCIE4, 450,
-        "NVIDIA Ada whitepaper, fp32 accumulation; peers only through the host", _REPORTED,
-    ),
-    GPU(
-        "rtx5090", "rtx 5090", 31.36, 209.5e12, 104.8e12, (12, 0), 1.792e12, _PCIE5, _PCIE5, 575,
-        "NVIDIA RTX Blackwell whitepaper, fp32 accumulation; peers only through the host", _REPORTED,
-    ),
-    GPU(
-        "mi300x", "mi300x", 191.69, 1307.4e12, 163.4e12, (9, 4), 5.3e12, 448e9, _PCIE5, 750,
-        "AMD MI300X datasheet", _REPORTED,
-    ),
+    GPU("a100-40gb", "a100 sxm4 40gb", 39.25, 312e12, 19.5e12, (8, 0), 1.555e12, 300e9, _PCIE4, 400,
+        "NVIDIA A100 datasheet (SXM)"),
+    GPU("a100-80gb", "a100 sxm4 80gb", 79.14, 312e12, 19.5e12, (8, 0), 2.039e12, 300e9, _PCIE4, 400,
+        "NVIDIA A100 datasheet (SXM)"),
+    GPU("a100-40gb-pcie", "a100 pcie 40gb", 39.25, 312e12, 19.5e12, (8, 0), 1.555e12, _PCIE4, _PCIE4, 250,
+        "NVIDIA A100 40GB PCIe product brief; link without NVLink bridges"),
+    GPU("a100-80gb-pcie", "a100 80gb pcie", 79.14, 312e12, 19.5e12, (8, 0), 1.935e12, _PCIE4, _PCIE4, 300,
+        "NVIDIA A100 datasheet (PCIe); link without NVLink bridges"),
+    GPU("h100-80gb", "h100 80gb hbm3", 79.10, 989e12, 67e12, (9, 0), 3.35e12, 450e9, _PCIE5, 700,
+        "NVIDIA H100 datasheet (SXM)"),
+    GPU("h100-80gb-pcie", "h100 pcie", 79.10, 756e12, 51e12, (9, 0), 2.0e12, _PCIE5, _PCIE5, 350,
+        "NVIDIA H100 datasheet (PCIe); link without NVLink bridges"),
+    GPU("h200", "h200", 139.72, 989e12, 67e12, (9, 0), 4.8e12, 450e9, _PCIE5, 700,
+        "NVIDIA H200 datasheet (SXM)"),
+    GPU("b200", "b200", 178.35, 2250e12, None, (10, 0), 7.672e12, 900e9, _PCIE5, 1000,
+        "NVIDIA Blackwell architecture brief (HGX B200, 1000 W); memory: pytorch/ao#4002"),
+    GPU("l4", "l4", 22.03, 121e12, 30.3e12, (8, 9), 300e9, _PCIE4, _PCIE4, 72,
+        "NVIDIA L4 datasheet"),
+    GPU("l40s", "l40s", 44.34, 362e12, 91.6e12, (8, 9), 864e9, _PCIE4, _PCIE4, 350,
+        "NVIDIA L40S datasheet"),
+    GPU("a10g", "a10g", 22.05, 70e12, None, (8, 6), 600e9, _PCIE4, _PCIE4, None,
+        "baseten.co 'A10 vs A10G' (NVIDIA publishes no datasheet of AWS's A10G)"),
+    GPU("t4", "t4", 14.56, 65e12, 8.1e12, (7, 5), 320e9, _PCIE3, _PCIE3, 70,
+        "NVIDIA T4 datasheet, fp16"),
+    GPU("v100-16gb", "v100 sxm2 16gb", 15.77, 125e12, 15.7e12, (7, 0), 900e9, 150e9, _PCIE3, 300,
+        "NVIDIA V100 datasheet (SXM2), fp16"),
+    GPU("v100-32gb", "v100 sxm2 32gb", 31.73, 125e12, 15.7e12, (7, 0), 900e9, 150e9, _PCIE3, 300,
+        "NVIDIA V100 datasheet (SXM2), fp16"),
+    GPU("rtx3090", "rtx 3090", 23.55, 71e12, 35.6e12, (8, 6), 936e9, _PCIE4, _PCIE4, 350,
+        "NVIDIA GA102 whitepaper, fp32 accumulation; link without an NVLink bridge"),
+    GPU("rtx4090", "rtx 4090", 23.52, 165.2e12, 82.6e12, (8, 9), 1.008e12, _PCIE4, _PCIE4, 450,
+        "NVIDIA Ada whitepaper, fp32 accumulation; peers only through the host"),
+    GPU("rtx5090", "rtx 5090", 31.36, 209.5e12, 104.8e12, (12, 0), 1.792e12, _PCIE5, _PCIE5, 575,
+        "NVIDIA RTX Blackwell whitepaper, fp32 accumulation; peers only through the host"),
+    GPU("mi300x", "mi300x", 191.69, 1307.4e12, 163.4e12, (9, 4), 5.3e12, 448e9, _PCIE5, 750,
+        "AMD MI300X datasheet"),
 )  # fmt: skip
 
 #: Words that turn a known name into that of another GPU: a part of it, a slower or a smaller one.
@@ -232,7 +191,6 @@ def custom_gpu(memory_gib: float, bf16_tflops: float) -> GPU:
         host_link_bytes_per_s=_PCIE4,
         power_w=None,
         source="given on the command line; link taken as PCIe 4.0 x16",
-        memory_source="given on the command line",
     )
 
 
@@ -253,7 +211,7 @@ def gpu_table_rows() -> list[tuple[str, ...]]:
             f"{gpu.memory_bytes_per_s / 1e12:.3g}" if gpu.memory_bytes_per_s else "-",
             f"{gpu.link_bytes_per_s / 1e9:g}",
             f"{gpu.power_w:g}" if gpu.power_w else "-",
-            f"{gpu.source}. Memory {gpu.memory_source}",
+            gpu.source,
         )
         for gpu in GPUS
     ]

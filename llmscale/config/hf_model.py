@@ -14,7 +14,7 @@ from pathlib import Path
 from llmscale.architecture.families.family import HFTensor
 from llmscale.architecture.hf_config import CONFIG_NAME, find_config, get_family, read_shape, without_rope_scaling
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
-from llmscale.config.presets import get_preset, nearest_preset
+from llmscale.config.presets import PRESETS, get_preset, nearest_preset
 from llmscale.config.run_config import KEYS, RunConfig, build_run_config
 from llmscale.config.user_paths import check_path, checked
 from llmscale.errors import ConfigError
@@ -86,15 +86,19 @@ def read_published_model(flag: str, value: str, config: RunConfig | None = None)
     return PublishedModel(source, name, files.hub_name, files.folder, class_name, tensors, shape, entries)
 
 
-def with_published_shape(config: RunConfig, weights: PublishedModel | None) -> RunConfig:
+def with_published_shape(
+    config: RunConfig, weights: PublishedModel | None, named: PublishedModel | None = None
+) -> RunConfig:
     """Return a run's configuration with the shape of its published model in explicit keys.
 
     Initial `weights` determine the shape, which the user's keys must not contradict; but they may add experts to it.
-    Without weights, `--model hf:` gives a shape that other flags may change, like a preset. Raises ConfigError.
+    Without weights, `--model hf:` gives a shape that other flags may change, like a preset. `named` is a model
+    that is read already, perhaps that one. Raises ConfigError.
     """
     given = {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
     if is_published(config.model):
-        model = read_published_model("--model", config.model, config)
+        is_read = named is not None and named.source == f"--model {config.model}"
+        model = named if named and is_read else read_published_model("--model", config.model, config)
         wanted, whose = _keys_of(model.shape.changed(given)), f"--model {config.model}"
     elif weights is not None and "model" in config.model_fields_set:
         shape = get_preset(config.model).shape(weights.shape.vocab_size, weights.shape.seq_len)
@@ -131,17 +135,18 @@ def _added_experts(weights: PublishedModel, given: Mapping[str, object]) -> dict
 
 
 def with_saved_shape(config: RunConfig, saved: Mapping[str, object], source: str) -> RunConfig | None:
-    """Return the configuration of a resumed run, with the published shape that it started with.
+    """Return the configuration of a run that begins with a checkpoint, with the model of the checkpoint's run.
 
-    Return None if it started without one, or the user gives another model. `saved` is the configuration in the
-    checkpoint `source`. Raises ConfigError if the user gives other shape keys.
+    Return None if the user names a model, unless it is the published one that the run started with. `saved` is the
+    configuration in the checkpoint `source`. Raises ConfigError for shape keys that contradict a published model.
     """
-    model = saved.get("model")
-    is_same = "model" not in config.model_fields_set or config.model == model
-    if not (isinstance(model, str) and is_published(model) and is_same):
+    model, names_model = saved.get("model"), "model" in config.model_fields_set
+    if not isinstance(model, str) or (names_model and not (is_published(model) and config.model == model)):
         return None
     keys = {key: saved.get(key) for key in PUBLISHED_KEYS}
     given = {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
+    if not is_published(model):
+        return _with_keys(config, model, {**{key: value for key, value in keys.items() if value is not None}, **given})
     _check_same(given, keys, "the run", source, given)
     return _with_keys(config, model, {**keys, **_free(given)})
 
@@ -152,6 +157,15 @@ def default_preset(config: RunConfig) -> str:
         return config.model
     keys = {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
     return nearest_preset(build_shape({**keys, "seq_len": 1}))
+
+
+def rate_preset(config: RunConfig) -> str:
+    """Return the preset with the default learning rate: the nearest in size if the model's is for another optimizer."""
+    name = default_preset(config)
+    preset = PRESETS[name]
+    if preset.run.get("optimizer", config.optimizer) == config.optimizer:
+        return name
+    return nearest_preset(preset.shape(preset.vocab_size))
 
 
 def _free(given: Mapping[str, object]) -> dict[str, object]:

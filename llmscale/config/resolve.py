@@ -12,9 +12,9 @@ from typing import Any
 from llmscale.architecture.layers import BESIDE_ADAPTERS, ParameterTensors
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
 from llmscale.config.batch_plan import BatchPlan, BatchRamp, LengthRamp, ParallelLayout, build_batch_plan
-from llmscale.config.deepspeed.resolve import BatchFlags, DsConfig, resolve_ds_config, without_pinned_memory
+from llmscale.config.deepspeed.resolve import DsConfig, resolve_ds_config, without_pinned_memory
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision, ResolvedDsConfig
-from llmscale.config.hf_model import default_preset
+from llmscale.config.hf_model import default_preset, rate_preset
 from llmscale.config.loss_settings import BALANCE_LOSS, DEFAULT_LOSS, ROUTER_BIAS_SPEED, LossSettings
 from llmscale.config.optimizers import ADAMW, OptimizerSpec, get_optimizer, parse_rule
 from llmscale.config.presets import get_preset, nominal_parameters
@@ -287,16 +287,17 @@ def resolve_batch(config: RunConfig, seq_len: int, world_size: int, ds: DsConfig
     `ds` is None where several ds_configs are compared, and each is asked afterwards.
     """
     ranks = ParallelLayout(world_size, config.sequence_parallel_size, config.expert_parallel_size)
-    flags = BatchFlags(_given_batch_size(config, seq_len), config.micro_batch_size)
+    total, micro = _given_batch_size(config, seq_len), config.micro_batch_size
     default = _default_batch_size(config, seq_len, ranks.data_parallel_size)
-    batch = ds.batch(flags, default, ranks.data_parallel_size) if ds else flags
+    if ds:
+        total, micro = ds.batch(total, micro, default, ranks.data_parallel_size)
     first, tokens = config.batch_ramp_from, config.batch_ramp_tokens
     shortest, until = config.seq_len_ramp_from, config.seq_len_ramp_tokens
     return build_batch_plan(
-        global_batch_size=batch.total or default,
+        global_batch_size=total or default,
         ranks=ranks,
         seq_len=seq_len,
-        micro_batch_size=batch.micro,
+        micro_batch_size=micro,
         ramp=BatchRamp(first, -(-tokens // seq_len)) if first is not None and tokens is not None else None,
         lengths=LengthRamp(shortest, -(-until // seq_len)) if shortest is not None and until is not None else None,
     )
@@ -373,5 +374,5 @@ def resolve_schedule(config: RunConfig, plan: BatchPlan, num_train_samples: int)
     peak_lr = config.lr
     if peak_lr is None:
         factor = get_optimizer(config.optimizer).default_rate_factor
-        peak_lr = get_preset(default_preset(config)).learning_rate * factor
+        peak_lr = get_preset(rate_preset(config)).learning_rate * factor
     return Schedule(config.schedule, peak_lr, warmup_steps, total_steps, decay_steps, min_lr_frac)

@@ -25,7 +25,7 @@ from llmscale.config.user_paths import (
     check_text,
 )
 from llmscale.errors import ConfigError
-from llmscale.keys import Breaks, Command, Condition, Key, MayDiffer, Outside, Ranks, Resume
+from llmscale.keys import Breaks, Condition, Key, MayDiffer
 from llmscale.limits import (
     BatchTokens,
     BelowOne,
@@ -83,25 +83,7 @@ A_CACHE = Condition(
 )
 
 
-def key(
-    default: object = None,
-    *,
-    resume: Resume | None = None,
-    ranks: Ranks | None = None,
-    needs: str | tuple[str | Condition, ...] = (),
-    needs_of_model: str = "",
-    in_place_of: str = "",
-    place: str = "",
-    asked_by: tuple[Command, ...] = (),
-    asked_default: str = "",
-    by_ladder: bool = False,
-    off: object = None,
-    begins: bool = False,
-    metavar: str = "",
-    usual: bool = False,
-    outside: Outside | None = None,
-    **field: Any,
-) -> Any:
+def key(default: object = None, *, needs: str | tuple[str | Condition, ...] = (), **settings: Any) -> Any:
     """Declare a key: its default and legal values as pydantic's Field has them, and its behaviour (`keys.Key`).
 
     `resume` and `ranks` are needed, except beside `in_place_of` (the other key's value is reported and compared) and
@@ -109,29 +91,12 @@ def key(
     a group its section. `metavar`, `asked_by`, `asked_default` and `usual` must be literals, which
     `run_flags.describe_keys` reads from the source.
     """
-    if in_place_of:
-        resume = ranks = "resolved"
-    if place:
-        resume, ranks = "logged", ranks or "resolved"
-    if resume is None or ranks is None:
-        raise TypeError("a key says what a resume may do with it, and whether it may differ between ranks")
-    conditions = tuple(needs.split(", ")) if isinstance(needs, str) else needs
-    behaviour = Key(
-        resume,
-        ranks,
-        needs=conditions,
-        needs_of_model=needs_of_model,
-        in_place_of=in_place_of,
-        place=place,
-        asked_by=asked_by,
-        asked_default=asked_default,
-        by_ladder=by_ladder,
-        off=off,
-        begins=begins,
-        outside=outside,
-        metavar=metavar,
-        usual=usual,
-    )
+    if settings.get("in_place_of"):
+        settings |= {"resume": "resolved", "ranks": "resolved"}
+    if settings.get("place"):
+        settings = {"resume": "logged", "ranks": "resolved", **settings}
+    field = {name: settings.pop(name) for name in ("ge", "gt", "le", "lt", "default_factory") if name in settings}
+    behaviour = Key(needs=tuple(needs.split(", ")) if isinstance(needs, str) else needs, **settings)
     return Field(*(() if "default_factory" in field else (default,)), json_schema_extra=behaviour, **field)
 
 
@@ -475,7 +440,7 @@ class RunConfig(ModelKeys):
         ge=0,
         resume="free",
         ranks="same",
-        needs="save_every or save_every_minutes, not overfit_batch",
+        needs="save_every or minutes_between_saves, not overfit_batch",
         asked_by=("plan",),
     )
     """Also keep every checkpoint whose step is a multiple of this; 0: none."""

@@ -31,8 +31,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from llmscale.config.batch_plan import Batches
 from llmscale.data.order.sample_order import MOST_POSITIONS, RankLayout, StreamOrder, shard_batch
-from llmscale.data.shards.target_mask import are_targets, ids_of
-from llmscale.data.shards.token_shards import WindowReader
+from llmscale.data.shards.token_shards import WindowReader, are_targets, ids_of
 from llmscale.errors import ConfigError, DataError, MachineError
 
 #: Positions whose ids are computed together: one small batch alone costs as much as thirty.

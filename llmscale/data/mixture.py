@@ -29,8 +29,7 @@ from llmscale.data.order.sample_order import Ranges, StreamOrder, stream_positio
 from llmscale.data.prepare.output_folder import new_folder
 from llmscale.data.shards.cache import SetLocation, copy_description, open_set
 from llmscale.data.shards.manifest import Manifest, get_split, load_manifest
-from llmscale.data.shards.target_mask import Marked
-from llmscale.data.shards.token_shards import TokenShards
+from llmscale.data.shards.token_shards import Marked, TokenShards
 from llmscale.errors import ConfigError, DataError
 from llmscale.suggestions import describe_invalid, did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_yaml

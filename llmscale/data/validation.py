@@ -15,8 +15,7 @@ from torch import Tensor
 
 from llmscale.data.mixture import TrainingSets
 from llmscale.data.order.sample_order import RankLayout
-from llmscale.data.shards.target_mask import are_targets, ids_of
-from llmscale.data.shards.token_shards import TokenShards, WindowReader
+from llmscale.data.shards.token_shards import TokenShards, WindowReader, are_targets, ids_of
 from llmscale.errors import ConfigError
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from llmscale.architecture.families.family import Family, HFTensor
 from llmscale.architecture.layers import ADAPTERS
 from llmscale.architecture.shape import GPTShape
-from llmscale.checkpoint.frozen_base import check_base, checksum_of, explain_missing, open_base
 from llmscale.checkpoint.hf_read import TensorSlice, fill_view, find_weights_files, list_tensors, match_tensors
 from llmscale.checkpoint.hf_write import (
     ADAPTER_CONFIG_NAME,
@@ -25,6 +24,7 @@ from llmscale.checkpoint.hf_write import (
     tensor_bytes,
     write_file,
 )
+from llmscale.checkpoint.initial_weights import check_base, checksum_of, explain_missing, open_base
 from llmscale.checkpoint.peft_files import describe_adapters, peft_tensors
 from llmscale.checkpoint.run_state import SavedRun
 from llmscale.checkpoint.tensor_files import StoredWeights

@@ -41,6 +41,7 @@ from llmscale.data.tokenizers.save_for_transformers import generation_ids, save_
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import ConfigError
 from llmscale.evaluate.adapted import Weights
+from llmscale.evaluate.conversation import open_template
 from llmscale.evaluate.model_source import check_same_model
 from llmscale.untrusted.documents import Rules, load_json
 
@@ -95,23 +96,8 @@ def describe_export(
     return ExportedModel(replace(trained, seq_len=seq_len), family, dtype, shard_bytes, published, rows)
 
 
-def export_model(
-    checkpoint: Path,
-    model: ExportedModel,
-    tokenizer: Tokenizer,
-    out: Path,
-    *,
-    card: str,
-    overwrite: bool,
-    progress: Callable[[int], object] = lambda num_bytes: None,
-    chat_template: str | None = None,
-    weights: Weights | None = None,
-) -> None:
-    """Write the model of a checkpoint to `out`, as `write_model` does; `weights` are those of merged adapters. Raises
-    CheckpointError for tensors of another model."""
-    if weights is not None:
-        write_model(weights, model, tokenizer, out, card=card, overwrite=overwrite, progress=progress)
-        return
+def checkpoint_weights(checkpoint: Path, model: ExportedModel) -> StoredWeights:
+    """Open the weights of a checkpoint. Raises CheckpointError for tensors of another model."""
     stored = StoredWeights(checkpoint)
     more = 0 if model.last_positions is None else len(model.last_positions)
     shape = replace(model.shape, seq_len=model.shape.seq_len - more)
@@ -119,16 +105,7 @@ def export_model(
     # Routers' biases, which are buffers.
     own |= {tensor.parameter: tensor.shape[0] for tensor in model.tensors if tensor.is_fp32 and tensor.parameter}
     check_same_model(stored.sizes, own, checkpoint)
-    write_model(
-        stored,
-        model,
-        tokenizer,
-        out,
-        card=card,
-        overwrite=overwrite,
-        progress=progress,
-        chat_template=chat_template,
-    )
+    return stored
 
 
 def write_model(
@@ -144,8 +121,7 @@ def write_model(
 ) -> None:
     """Write configurations, weights, tokenizer and the model card `card` to `out`, all of it or nothing.
 
-    A chat template replaces the tokenizer's own.
-
+    A chat template replaces the tokenizer's own, and the token that ends a turn in it ends generated text too.
     `overwrite` replaces the folder, which was checked (checkpoint/hf_write.py). Every file of weights is read back and
     compared. Raises ConfigError for weights that `dtype` cannot hold, DataError when `out` cannot be written,
     MachineError when the disk returns something else than was written.
@@ -166,6 +142,9 @@ def write_model(
             (folder / TEMPLATE_NAME).unlink(missing_ok=True)
         (folder / CARD_NAME).write_text(card, encoding="utf-8")
         config, generation = _configs(model, tokenizer)
+        if chat_template is not None and (end := _end_of_turn(tokenizer, chat_template)) is not None:
+            ends = _listed(generation.get("eos_token_id"))
+            generation |= {} if end in ends else {"eos_token_id": [*ends, end]}
         _write_json(folder / GENERATION_NAME, generation)
         # Last, because a folder without it cannot be loaded.
         _write_json(folder / CONFIG_NAME, config)
@@ -211,6 +190,13 @@ def _check_tokens(
     if ends and eot_token not in ends:
         for file in files:
             file |= {"eos_token_id": eot_token} if file else {}
+
+
+def _end_of_turn(tokenizer: Tokenizer, source: str) -> int | None:
+    """Return the token with which turns end in a chat template; None where a text of several tokens ends them."""
+    tokenizer, template = open_template(tokenizer, source)
+    tokens = tokenizer.encode(template.end_of_turn())
+    return tokens[0] if len(tokens) == 1 else None
 
 
 def _listed(token: object) -> list[object]:

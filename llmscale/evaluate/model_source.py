@@ -125,16 +125,18 @@ def open_trained_sets(folder: Path, state: RunState, config: RunConfig, remedy: 
 
     `given` is the user's --data, as for `open_recorded_sets`.
     """
+    is_given = given == config.data
     try:
         sets = open_recorded_sets(config.data, config.data_cache, given, state.identity)
     except (ConfigError, DataError) as error:
         is_missing = "://" not in config.data and not Path(config.data).exists()
-        why = "which does not exist here" if is_missing else f"which cannot be opened: {str(error).rstrip('.')}"
+        why = "does not exist here" if is_missing else f"cannot be opened: {str(error).rstrip('.')}"
     else:
         if sets.fingerprint == state.identity.get("data"):
             return sets
-        why = "which is another dataset now"
-    raise DataError(f"{folder} was trained on {config.data}, {why}. {remedy}")
+        why = f"is not what {folder} was trained on" if is_given else "is another dataset now"
+    named = f"--data {given}" if is_given else f"{folder} was trained on {config.data}, which"
+    raise DataError(f"{named} {why}. {remedy}")
 
 
 def is_hf_folder(path: Path) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from llmscale.config.user_paths import TASK_FORMATS, check_task_file
+from llmscale.config.user_paths import check_task_file
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import ConfigError, DataError
 from llmscale.evaluate.scoring import Row, pair_row, rolling_rows
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 _MOST_CHOICES = 64
-_MISSING = object()
+_TEXT, _SURROGATE = "text that UTF-8 can hold", re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -61,34 +62,28 @@ class TaskFile:
         return f"{self.path}, line {item.line}"
 
 
-def _hellaswag(record: _Record) -> Item:
-    return _choices(record, record.text("ctx"), record.texts("endings"))
+class _Format(NamedTuple):
+    """Fields of a line with an item, and an example of one."""
+
+    example: str
+    context: str = ""
+    """Text before the continuations; empty for none."""
+    continuation: str = ""
+    """The only continuation; empty where `choices` has several, and "label" the index of the right one."""
+    choices: str = ""
 
 
-def _multiple_choice(record: _Record) -> Item:
-    return _choices(record, record.text("context"), record.texts("choices"))
-
-
-def _likelihood(record: _Record) -> Item:
-    text = record.text("continuation")
-    return Item(record.text("context"), (text,), (_lengths(text),), 0, record.line)
-
-
-def _text(record: _Record) -> Item:
-    text = record.text("text")
-    return Item("", (text,), (_lengths(text),), 0, record.line)
-
-
-#: Parsers of a line, by format. HellaSwag is read as by llm.c (dev/data/hellaswag.py): the endings follow `ctx`,
-#: without the heading (`activity_label`) that lm-eval adds.
-FORMATS: Mapping[str, Callable[[_Record], Item]] = dict(
-    zip(TASK_FORMATS, (_hellaswag, _multiple_choice, _likelihood, _text), strict=True)
-)
-_EXAMPLES = {
-    "hellaswag": '{"ctx": "A man is on a roof. he", "endings": ["starts ...", ...], "label": 0}',
-    "multiple_choice": '{"context": "Question: ...\\nAnswer:", "choices": ["...", ...], "label": 0}',
-    "likelihood": '{"context": "...", "continuation": " ..."}',
-    "text": '{"text": "..."}',
+#: HellaSwag is read as by llm.c (dev/data/hellaswag.py): the endings follow `ctx`, without the heading
+#: (`activity_label`) that lm-eval adds.
+FORMATS: Mapping[str, _Format] = {
+    "hellaswag": _Format(
+        '{"ctx": "A man is on a roof. he", "endings": ["starts ...", ...], "label": 0}', "ctx", choices="endings"
+    ),
+    "multiple_choice": _Format(
+        '{"context": "Question: ...\\nAnswer:", "choices": ["...", ...], "label": 0}', "context", choices="choices"
+    ),
+    "likelihood": _Format('{"context": "...", "continuation": " ..."}', "context", "continuation"),
+    "text": _Format('{"text": "..."}', continuation="text"),
 }
 
 
@@ -121,77 +116,54 @@ def _load(spec: str) -> TaskFile:
         raise ConfigError(f"task {spec}: {path} cannot be read: {reason}.") from None
     items = tuple(_items(contents, name, path))
     if not items:
-        raise DataError(f"{path} holds no item. Write a line for each: {_EXAMPLES[name]}.")
+        raise DataError(f"{path} holds no item. Write a line for each: {FORMATS[name].example}.")
     task_name = name if name == "hellaswag" else path.stem
     return TaskFile(task_name, name, path, items, hashlib.sha256(contents).hexdigest())
 
 
-def _items(contents: bytes, format_name: str, path: Path) -> Iterator[Item]:
+def _items(contents: bytes, name: str, path: Path) -> Iterator[Item]:
     for number, line in enumerate(contents.split(b"\n"), start=1):
         if line.strip():
             where = f"{path}, line {number}"
-            rules = Rules(DataError)
-            yield FORMATS[format_name](_Record(parse_json(line, rules, where), number, where, format_name))
+            yield _parse_item(parse_json(line, Rules(DataError), where), name, number, where)
 
 
-@dataclass(frozen=True)
-class _Record:
-    """JSON object of a line. Every method raises DataError for an invalid field."""
+def _parse_item(record: Mapping[str, object], name: str, line: int, where: str) -> Item:
+    """Return the item of a line. Raises DataError."""
+    format = FORMATS[name]
 
-    values: Mapping[str, object]
-    line: int
-    where: str
-    format: str
-
-    def text(self, field: str) -> str:
-        value = self._get(field)
-        if not isinstance(value, str) or not value.strip():
-            raise self._wrong(field, value, "text")
-        return self._utf8(field, value)
-
-    def texts(self, field: str) -> tuple[str, ...]:
-        value = self._get(field)
-        if not isinstance(value, list) or not 2 <= len(value) <= _MOST_CHOICES:
-            raise self._wrong(field, value, f"a list of 2 to {_MOST_CHOICES} texts")
-        for text in value:
-            if not isinstance(text, str) or not text.strip():
-                raise self._wrong(field, value, f"a list of texts, and {str(text)[:40]!r} is not one")
-        return tuple(self._utf8(field, text) for text in value)
-
-    def index(self, field: str, num_choices: int) -> int:
-        """Return an index, which HellaSwag has as a number on GitHub and as text on the Hub."""
-        value = self._get(field)
-        number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
-        if type(number) is not int or not 0 <= number < num_choices:
-            raise self._wrong(field, value, f"the index of the right one, from 0 to {num_choices - 1}")
-        return number
-
-    def _get(self, field: str) -> object:
-        value = self.values.get(field, _MISSING)
-        if value is _MISSING:
+    def get(field: str, what: str, is_right: Callable[[Any], bool]) -> Any:
+        if field not in record:
+            raise DataError(f'{where} has no "{field}", and the format {name} needs one: {format.example}.')
+        if not is_right(value := record[field]):
             raise DataError(
-                f'{self.where} has no "{field}", and the format {self.format} needs one: {_EXAMPLES[self.format]}.'
+                f'{where}: "{field}" is {str(value)[:60]!r}, and must be {what}. The format {name}: {format.example}.'
             )
         return value
 
-    def _wrong(self, field: str, value: object, wanted: str) -> DataError:
-        return DataError(
-            f'{self.where}: "{field}" is {str(value)[:60]!r}, and must be {wanted}. The format {self.format}: '
-            f"{_EXAMPLES[self.format]}."
-        )
+    context = get(format.context, _TEXT, _is_text) if format.context else ""
+    if format.continuation:
+        text = get(format.continuation, _TEXT, _is_text)
+        return Item(context, (text,), (_lengths(text),), 0, line)
+    most = _MOST_CHOICES
+    choices = get(
+        format.choices,
+        f"a list of 2 to {most} texts",
+        lambda value: isinstance(value, list) and 2 <= len(value) <= most and all(map(_is_text, value)),
+    )
+    # HellaSwag has it as a number on GitHub and as text on the Hub.
+    labels = {str(index) for index in range(len(choices))}
+    label = get(
+        "label",
+        f"the index of the right one, from 0 to {len(choices) - 1}",
+        lambda value: type(value) in (int, str) and str(value) in labels,
+    )
+    return Item(context, tuple(f" {one}" for one in choices), tuple(map(_lengths, choices)), int(label), line)
 
-    def _utf8(self, field: str, text: str) -> str:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise DataError(f'{self.where}: "{field}" holds half a surrogate pair. Correct it.') from None
-        return text
 
-
-def _choices(record: _Record, context: str, choices: tuple[str, ...]) -> Item:
-    continuations = tuple(f" {choice}" for choice in choices)
-    label = record.index("label", len(choices))
-    return Item(context, continuations, tuple(map(_lengths, choices)), label, record.line)
+def _is_text(value: object) -> bool:
+    """Return whether a value is a text with something in it, without half a surrogate pair."""
+    return isinstance(value, str) and bool(value.strip()) and not _SURROGATE.search(value)
 
 
 def _lengths(text: str) -> tuple[int, int]:

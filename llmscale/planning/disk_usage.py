@@ -86,12 +86,12 @@ def estimate_disk(shape: GPTShape, steps: int, tokens: float, config: RunConfig)
 
 def checkpoints_at_once(config: RunConfig, total_steps: int) -> int:
     """Return the most checkpoints in the run folder at once: the kept ones, the best one and a new one."""
-    # How many steps the default of 10 minutes has is not known here: it counts where it is asked for.
     by_clock = config.minutes_between_saves and "save_every_minutes" in config.model_fields_set
     last_only = not config.save_every and not by_clock
     saves = 1 if last_only else total_steps
     if config.save_every and not by_clock:
-        saves = math.ceil(total_steps / config.save_every)
+        # How many saves the default of 10 minutes adds is not known here: one has to fit.
+        saves = min(total_steps, math.ceil(total_steps / config.save_every) + bool(config.minutes_between_saves))
     most = min(saves, config.keep_last + 1 + bool(config.val_every))
     if config.keep_every and config.save_every:
         # Saved steps that keep_every divides are kept permanently; some of the newest may be among them.

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from llmscale.config.batch_plan import BatchPlan, ParallelLayout
+from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.deepspeed.resolve import BATCH_KEYS
-from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
+from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.config.hardware import INTERCONNECTS, Cluster, Interconnect
-from llmscale.config.presets import PRESETS
-from llmscale.config.resolve import ResolvedStep, resolve_step
+from llmscale.config.resolve import ResolvedStep
 from llmscale.memory.breakdown import format_size
 from llmscale.planning.kernels import KernelSettings
 from llmscale.planning.search import (
@@ -23,7 +22,6 @@ from llmscale.planning.search import (
     Candidate,
     Strategy,
     Trial,
-    build_strategy,
     change_strategy,
     cheapest_sizes,
     evaluate,
@@ -231,22 +229,6 @@ def _fit_with_margin(step: ResolvedStep, cluster: Cluster) -> Candidate | None:
 def nearest_fit(fits: Sequence[Candidate]) -> Candidate:
     """Return the row that misses least."""
     return max(fits, key=lambda fit: fit.spare_bytes)
-
-
-def largest_preset(cluster: Cluster, precision: Precision) -> str | None:
-    """Return the largest GPT-2 or GPT-3 preset that a cluster trains without offload; None if none fits."""
-    ds = build_strategy(Strategy(max(STAGES), *OFFLOADS[0], CHECKPOINTING[-1]), precision)
-    plain = {name: preset.shape(preset.vocab_size) for name, preset in PRESETS.items() if not preset.block}
-    for name in sorted(plain, key=lambda name: plain[name].num_parameters, reverse=True):
-        shape = plain[name]
-        batch = PRESETS[name].global_batch_tokens // shape.seq_len
-        if ds is not None:
-            plan = BatchPlan(
-                batch, 1, -(-batch // cluster.world_size), ParallelLayout(cluster.world_size), shape.seq_len
-            )
-            if evaluate(resolve_step(ds, shape, plan, CHECKPOINTING[-1]), cluster).has_margin:
-                return name
-    return None
 
 
 @dataclass(frozen=True)

@@ -140,34 +140,6 @@ class ParametricLaw:
         """Return the loss of a training budget's optimum."""
         return self.loss(self.optimal_parameters(flops), self.optimal_tokens(flops))
 
-    def flops_for_parameters(self, num_parameters: float) -> float:
-        """Return the budget whose optimum has that many parameters."""
-        _, _, _, alpha, beta = self.coefficients
-        excess = math.log(num_parameters) - _ln_optimal_parameters(self.coefficients, 6.0)
-        return 6 * math.exp(excess * (alpha + beta) / beta)
-
-    def flops_for_tokens(self, tokens: float) -> float:
-        """Return the budget whose optimum has that many tokens: D* = (C/6)^(alpha/(alpha+beta)) / G."""
-        _, _, _, alpha, beta = self.coefficients
-        ln_g = _ln_optimal_parameters(self.coefficients, 6.0)
-        return 6 * math.exp((math.log(tokens) + ln_g) * (alpha + beta) / alpha)
-
-    def flops_for_loss(self, loss: float) -> float:
-        """Return the least budget that reaches a loss. Raises ConfigError when none does."""
-        if loss <= self.irreducible_loss:
-            raise ConfigError(
-                f"a loss of {loss:g} nats per token cannot be reached: in the fit of {self.name}, no model gets below "
-                f"{self.irreducible_loss:.2f}. Choose a higher loss."
-            )
-        highest = self.optimal_loss(1.0)
-        if not loss < highest:
-            raise ConfigError(f"a loss of {loss:g} nats per token needs no training; choose one below {highest:.1f}.")
-        # Along the optimum both terms, and so their sum, fall as the same power of C.
-        _, _, _, alpha, beta = self.coefficients
-        power = alpha * beta / (alpha + beta)
-        one = highest - self.irreducible_loss
-        return math.exp(math.log(one / (loss - self.irreducible_loss)) / power)
-
     def tokens_for_loss(self, num_parameters: float, loss: float) -> float | None:
         """Return the tokens after which a model of that size reaches a loss; None if it never does."""
         ln_a, ln_b, _, alpha, beta = self.coefficients
@@ -409,12 +381,9 @@ def central(value: Interval | float) -> float:
 
 GoalKind = Literal["flops", "parameters", "tokens", "loss"]
 
-#: FLOPs between which the budget of a goal is searched.
-_LEAST, _MOST = 1e12, 1e32
-_BISECTIONS = 40
-#: Golden section: each step shrinks the bracket by this factor; 40 steps leave 4e-9 of it.
-_GOLDEN = (math.sqrt(5) - 1) / 2
-_SECTIONS = 40
+#: ln D between which a goal is searched; 64 halvings leave 1e-17 of it.
+_LN_TOKENS = (-40.0, 90.0)
+_BISECTIONS = 64
 
 
 def optimal_point(
@@ -422,77 +391,43 @@ def optimal_point(
 ) -> Point:
     """Return the optimal model with that many training FLOPs, parameters or tokens, or with that loss.
 
-    With inference it is the model that costs least over its life at the loss it reaches (Sardana et al. 2024), of which
-    there is one for every budget. Raises ConfigError if no model has it.
+    It has the least 6 N D + w 2 N D_inference of all models of its loss (Sardana et al. 2024, arXiv:2401.00448), where
+    alpha A / N^alpha = beta B / D^beta (1 + w D_inference / (3 D)); this gives one N for every D.
+    `inference_weight` w: cost of a FLOP of inference in FLOPs of training (training MFU over inference MFU on the same
+    GPUs). Raises ConfigError for a loss that no model has.
     """
-    if not inference_tokens:
-        return _training_optimum(law, kind, value)
     if kind == "loss":
-        law.flops_for_loss(value)  # raises if it cannot be reached
-        return find_lifetime_optimum(law, value, inference_tokens, inference_weight)
-    low, high = math.log(_LEAST), math.log(_MOST)
+        _check_loss(law, value)
+    ln_a, ln_b, _, alpha, beta = law.coefficients
 
-    def point(ln_flops: float) -> Point:
-        """Return the lifetime optimum with the loss of that budget's training optimum."""
-        return find_lifetime_optimum(law, law.optimal_loss(math.exp(ln_flops)), inference_tokens, inference_weight)
+    def ln_parameters(ln_tokens: float) -> float:
+        served = math.log1p(inference_weight * inference_tokens / 3 * math.exp(-ln_tokens))
+        return (math.log(alpha) + ln_a - math.log(beta) - ln_b + beta * ln_tokens - served) / alpha
 
-    # Parameters, tokens and training FLOPs all grow as the loss falls.
+    def is_too_small(ln_tokens: float) -> bool:
+        ln_n = ln_parameters(ln_tokens)
+        if kind == "loss":
+            return law.irreducible_loss + math.exp(ln_a - alpha * ln_n) + math.exp(ln_b - beta * ln_tokens) > value
+        sizes = {"flops": math.log(6) + ln_n + ln_tokens, "parameters": ln_n, "tokens": ln_tokens}
+        return sizes[kind] < math.log(value)
+
+    # FLOPs, parameters and tokens all grow as the loss falls.
+    low, high = _LN_TOKENS
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if _measure(point(middle), kind) < value else (low, middle)
-    optimum = point((low + high) / 2)
-    if not math.isclose(_measure(optimum, kind), value, rel_tol=1e-3):
-        raise ConfigError(f"no model of {value:.3g} {kind} is optimal for {inference_tokens:.3g} tokens of inference.")
-    return optimum
+        low, high = (middle, high) if is_too_small(middle) else (low, middle)
+    parameters, tokens = math.exp(ln_parameters(low)), math.exp(low)
+    return Point(parameters, tokens, law.loss(parameters, tokens))
 
 
-def _training_optimum(law: ParametricLaw, kind: GoalKind, value: float) -> Point:
-    flops = {
-        "flops": lambda: value,
-        "parameters": lambda: law.flops_for_parameters(value),
-        "tokens": lambda: law.flops_for_tokens(value),
-        "loss": lambda: law.flops_for_loss(value),
-    }[kind]()
-    return Point(law.optimal_parameters(flops), law.optimal_tokens(flops), law.optimal_loss(flops))
-
-
-def _measure(point: Point, kind: GoalKind) -> float:
-    values = {"flops": point.flops, "parameters": point.num_parameters, "tokens": point.tokens, "loss": point.loss}
-    return values[kind]
-
-
-def find_lifetime_optimum(
-    law: ParametricLaw, loss: float, inference_tokens: float, inference_weight: float = 1.0
-) -> Point:
-    """Return the cheapest model of a loss, training and inference together (Sardana et al. 2024, arXiv:2401.00448).
-
-    Minimises 6 N D_train + w 2 N D_inference; along a loss D_train follows from N, so one number is searched.
-    `inference_weight`: cost of a FLOP of inference in FLOPs of training (training MFU over inference MFU on the same
-    GPUs). Raises ConfigError when no model reaches the loss.
-    """
-    optimum = law.optimal_parameters(law.flops_for_loss(loss))
-    # The size that would reach the loss with infinite data: A / N^alpha = loss - E.
-    ln_a, _, _, alpha, _ = law.coefficients
-    smallest = math.exp((ln_a - math.log(loss - law.irreducible_loss)) / alpha)
-
-    def cost(share: float) -> float:
-        """Return the FLOPs of the model at `share` between the smallest (0) and the training optimum (1), in logs."""
-        parameters = smallest * (optimum / smallest) ** share
-        tokens = law.tokens_for_loss(parameters, loss)
-        if tokens is None:
-            return math.inf
-        return training_flops(parameters, tokens) + inference_weight * inference_flops(parameters, inference_tokens)
-
-    # Inference only makes the optimum smaller, and the cost has one minimum.
-    low, high = 0.0, 1.0
-    for _ in range(_SECTIONS):
-        left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-        low, high = (low, right) if cost(left) <= cost(right) else (left, high)
-    parameters = smallest * (optimum / smallest) ** ((low + high) / 2)
-    tokens = law.tokens_for_loss(parameters, loss)
-    if tokens is None:  # not reached: the minimum is above the smallest model
-        tokens = law.optimal_tokens(law.flops_for_loss(loss))
-    return Point(parameters, tokens, loss)
+def _check_loss(law: ParametricLaw, loss: float) -> None:
+    if loss <= law.irreducible_loss:
+        raise ConfigError(
+            f"a loss of {loss:g} nats per token cannot be reached: in the fit of {law.name}, no model gets below "
+            f"{law.irreducible_loss:.2f}. Choose a higher loss."
+        )
+    if not loss < (highest := law.optimal_loss(1.0)):
+        raise ConfigError(f"a loss of {loss:g} nats per token needs no training; choose one below {highest:.1f}.")
 
 
 # From a size to a model that can be built.

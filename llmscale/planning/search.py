@@ -501,7 +501,7 @@ def find_longest(trials: Sequence[Trial], cluster: Cluster, sizes: Sequence[int]
     for trial in trials:
         fits = {size: search.find(partial(_evaluate_length, trial, cluster, size)) for size, search in searches.items()}
         ds = trial.step.ds
-        rows.append(LongestSequences(strategy_of(ds, trial.step.checkpointing), ds.cpu_checkpointing, fits))
+        rows.append(LongestSequences(strategy_of(ds, trial.step.checkpointing), ds.keys.cpu_checkpointing, fits))
     return rows
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.planning.scaling import BESIROGLU, FITTED_PARAMETERS, Interval, ParametricLaw, training_flops
+from llmscale.planning.scaling import BESIROGLU, FITTED_PARAMETERS, Interval, training_flops
 from llmscale.report.history import OF_SET, RunHistory, as_number
 from llmscale.report.run_facts import RunFacts, show
 from llmscale.training.step_metrics import METRICS, Chart
@@ -365,20 +365,17 @@ _POINTS = 65
 
 @dataclass(frozen=True)
 class Expectation:
-    """Loss that a scaling law expects of N parameters after each number of tokens."""
+    """Loss that BESIROGLU's law expects of N parameters after each number of tokens."""
 
-    law: str
-    source: str
-    num_parameters: int
-    tokens: tuple[float, ...]
+    tokens: list[float]
     """Numbers of tokens, evenly spaced in the logarithm, at which the law expects less than a uniform guess. Below it
     the law does not apply; empty if it never does."""
-    loss: tuple[float, ...]
+    loss: list[float]
     """Nats per token of a model of this size."""
-    optimal_loss: tuple[float, ...]
+    optimal_loss: list[float]
     """Loss of the best model for the same training FLOPs, 6 N D, nats per token."""
-    final: Interval | float
-    """Loss of this size after the last token, with the fit's 80 % interval if its errors are published."""
+    final: Interval
+    """Loss of this size after the last token."""
     optimal_parameters: float
     """Size of the best model for the run's FLOPs."""
     optimal_tokens: float
@@ -386,25 +383,21 @@ class Expectation:
     """True if the size is outside the range of the fit."""
 
 
-def expect(
-    num_parameters: int, vocab_size: int, first_tokens: float, last_tokens: float, law: ParametricLaw = BESIROGLU
-) -> Expectation:
-    """Return what `law` expects of a run from its first record to its last; both numbers of tokens are positive."""
-    uniform = math.log(vocab_size)
-    ratio = last_tokens / first_tokens
-    spaced = [first_tokens * ratio ** (index / (_POINTS - 1)) for index in range(_POINTS)]
-    tokens = tuple(count for count in spaced if law.loss(num_parameters, count) < uniform)
+def expect(num_parameters: int, vocab_size: int, first_tokens: float, last_tokens: float) -> Expectation:
+    """Return what the law expects of a run from its first record to its last; both numbers of tokens are positive."""
+    law, uniform = BESIROGLU, math.log(vocab_size)
+    spaced = np.geomspace(first_tokens, last_tokens, _POINTS).tolist()
+    tokens = [count for count in spaced if law.loss(num_parameters, count) < uniform]
     flops = training_flops(num_parameters, last_tokens)
     low, high = FITTED_PARAMETERS
+    final = law.interval(lambda moved: moved.loss(num_parameters, last_tokens))
+    assert final is not None, "its errors are published"
     return Expectation(
-        law=law.name,
-        source=law.source,
-        num_parameters=num_parameters,
-        tokens=tokens,
-        loss=tuple(law.loss(num_parameters, count) for count in tokens),
-        optimal_loss=tuple(law.optimal_loss(training_flops(num_parameters, count)) for count in tokens),
-        final=law.estimate_loss(lambda moved: moved.loss(num_parameters, last_tokens)),
-        optimal_parameters=law.optimal_parameters(flops),
-        optimal_tokens=law.optimal_tokens(flops),
+        tokens,
+        [law.loss(num_parameters, count) for count in tokens],
+        [law.optimal_loss(training_flops(num_parameters, count)) for count in tokens],
+        final,
+        law.optimal_parameters(flops),
+        law.optimal_tokens(flops),
         is_extrapolation=not low <= num_parameters <= high,
     )

@@ -1,18 +1,21 @@
-"""Build a report as finite JSON values in columns, for the HTML page, the pictures and --json. No torch."""
+"""Build a report as finite JSON in columns, for the page, pictures and --json, with the events of runs. No torch."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from itertools import islice
 from pathlib import Path
+from typing import Literal, get_args
 
 from llmscale import __version__
 from llmscale.errors import ConfigError
-from llmscale.planning.scaling import Interval
+from llmscale.planning.scaling import BESIROGLU
 from llmscale.report.charts import (
     Expectation,
     Json,
@@ -25,10 +28,9 @@ from llmscale.report.charts import (
     spread,
     training_hours,
 )
-from llmscale.report.history import RunHistory, as_number, load_history
+from llmscale.report.history import Record, RunHistory, as_number, load_history
 from llmscale.report.run_facts import RunFacts, load_facts, show
 from llmscale.report.run_list import ListedRun
-from llmscale.report.run_marks import find_marks, how_it_ended
 from llmscale.untrusted.terminal import make_visible, make_visible_line
 
 #: Limits per run: a file may have any number.
@@ -37,6 +39,9 @@ MOST_EXPERTS, MOST_BLOCKS = 512, 128
 #: Most points of a curve, most of all runs' curves of a kind, and the least that a curve keeps.
 MOST_POINTS, MOST_POINTS_OF_ALL, LEAST_POINTS = 20_000, 80_000, 2_000
 _NATS_PER_BIT = math.log(2)
+MarkKind = Literal["start", "end", "spike", "nonfinite", "slow", "router"]
+#: Limit of marks of a kind per run: a file may have any number.
+MOST_MARKS = 500
 
 
 def build_report(folders: Sequence[Path], listed: Sequence[ListedRun] = ()) -> Json:
@@ -128,7 +133,7 @@ def _describe(run: ReportedRun, most: int) -> Json:
         "wall_time": {use: round_value(share) for use, share in history.wall_shares().items()},
         "expert_load": build_expert_load(history),
         "law": _law(run.law),
-        "marks": [dataclasses.asdict(mark) for mark in find_marks(history)],
+        "marks": [asdict(mark) for mark in find_marks(history)],
         "samples": build_samples(history),
         "tables": facts.tables,
     }
@@ -145,8 +150,8 @@ def _expectation(history: RunHistory, facts: RunFacts) -> Expectation | None:
 def _law(law: Expectation | None) -> Json | None:
     if law is None:
         return None
-    applies = bool(law.tokens)
-    return {"name": law.law, "source": law.source, "is_extrapolation": law.is_extrapolation, "applies": applies}
+    source = {"name": BESIROGLU.name, "source": BESIROGLU.source}
+    return {**source, "is_extrapolation": law.is_extrapolation, "applies": bool(law.tokens)}
 
 
 def _summary(run: ReportedRun, hours: Sequence[float]) -> Json:
@@ -156,8 +161,6 @@ def _summary(run: ReportedRun, hours: Sequence[float]) -> Json:
     validations = [loss for loss in history.validation.values() if not math.isnan(loss)]
     mfu = [value for value in columns["mfu"] if not math.isnan(value)]
     peaks = [value for value in columns["peak_memory_bytes"] if not math.isnan(value)]
-    final = law.final if law else math.nan
-    interval = final if isinstance(final, Interval) else None
     return {
         "steps": history.steps.steps[-1],
         "total_steps": run.facts.total_steps,
@@ -174,9 +177,9 @@ def _summary(run: ReportedRun, hours: Sequence[float]) -> Json:
         "starts": len(history.of_kind("event", "start")),
         "abandoned_records": history.num_abandoned,
         "ended": how_it_ended(history),
-        "expected_loss": round_value(interval.value if interval else as_number(final)),
-        "expected_loss_low": round_value(interval.low if interval else None),
-        "expected_loss_high": round_value(interval.high if interval else None),
+        "expected_loss": round_value(law.final.value if law else None),
+        "expected_loss_low": round_value(law.final.low if law else None),
+        "expected_loss_high": round_value(law.final.high if law else None),
         "optimal_parameters": round_value(law.optimal_parameters if law else None),
         "optimal_tokens": round_value(law.optimal_tokens if law else None),
     }
@@ -226,3 +229,129 @@ def build_samples(history: RunHistory) -> list[Json]:
         }
         samples.append({"step": step, **texts})
     return samples
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An event of a run."""
+
+    step: int
+    kind: MarkKind
+    text: str
+    """One line without control characters."""
+    short: str
+    """Label for a time axis."""
+
+
+def find_marks(history: RunHistory) -> list[Mark]:
+    """Return the events of a run by step, then in the order of the file; at most MOST_MARKS of each kind."""
+    marks: list[Mark] = []
+    start: Record = {}
+    left = Counter[MarkKind]({kind: MOST_MARKS for kind in get_args(MarkKind)})
+    for step, record in history.of_kind("event"):
+        event = str(record["event"])
+        if event == "start":
+            mark = Mark(step, "start", *_start(record, start))
+            start = record
+        elif event in _EVENTS:
+            kind, describe = _EVENTS[event]
+            mark = Mark(step, kind, *describe(record))
+        else:
+            continue
+        left[mark.kind] -= 1
+        if left[mark.kind] >= 0:
+            marks.append(mark)
+    marks += islice(_lost_stretches(history), MOST_MARKS)
+    return sorted(marks, key=lambda mark: mark.step)
+
+
+def how_it_ended(history: RunHistory) -> str:
+    """Describe the run's end by its last event."""
+    for _, record in reversed(history.of_kind("event")):
+        event = record.get("event")
+        if event in ("finished", "stopped"):
+            return show(record.get("reason") or event)
+        if event == "start":
+            break
+    return "no end recorded (running, killed or failed)"
+
+
+#: Facts of a start that its mark shows, with their labels.
+_SAID = {
+    "world_size": "ranks",
+    "zero_stage": "ZeRO stage",
+    "precision": "precision",
+    "micro_batch_size": "micro-batch",
+    "device": "device",
+}
+
+
+def _start(record: Record, before: Record) -> tuple[str, str]:
+    parts = [
+        f"{words} {f'{show(before[key])} → ' if before.get(key, record[key]) != record[key] else ''}{show(record[key])}"
+        for key, words in _SAID.items()
+        if record.get(key) is not None
+    ]
+    verb = "restart" if before else "start"
+    ranks, stage = record.get("world_size"), record.get("zero_stage")
+    short = f"{show(ranks)} rank{'' if ranks == 1 else 's'}, stage {show(stage)}"
+    return (f"{verb}: {', '.join(parts)}", short) if parts else (verb, verb)
+
+
+def _lost_stretches(history: RunHistory) -> Iterator[Mark]:
+    """Yield ranges of steps whose loss is NaN or infinite."""
+    steps, losses = history.steps.steps, history.steps.values["loss"]
+    first = None
+    for index, step in enumerate(steps):
+        is_lost = math.isnan(losses[index])
+        if is_lost and first is None:
+            first = step
+        if first is not None and (not is_lost or index == len(steps) - 1):
+            last = step if is_lost else steps[index - 1]
+            span = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+            yield Mark(first, "nonfinite", f"loss NaN or infinite, {span}", "NaN")
+            first = None
+
+
+_SPIKE = {"loss_z": "z-score of the loss", "grad_norm": "gradient norm", "grad_norm_z": "its z-score"}
+
+
+def _spike(record: Record) -> tuple[str, str]:
+    parts = [f"loss {as_number(record.get('loss')):.4g}"]
+    for key, words in _SPIKE.items():
+        if not math.isnan(value := as_number(record.get(key))):
+            parts.append(f"{words} {value:.3g}")
+    parts += [f"{key} {show(record[key])}" for key in ("samples", "checkpoint") if record.get(key) is not None]
+    return f"loss spike: {', '.join(parts)}", "spike"
+
+
+def _nonfinite(record: Record) -> tuple[str, str]:
+    known = {key: record[key] for key in ("parameters", "loss_scale") if record.get(key) is not None}
+    parts = ", ".join(f"{key.replace('_', ' ')} {show(value)}" for key, value in known.items())
+    return f"NaN or infinite gradients{': ' if parts else ''}{parts}", "NaN"
+
+
+def _slow(record: Record) -> tuple[str, str]:
+    ratio = as_number(record.get("ratio"))
+    times = "" if math.isnan(ratio) else f" {ratio:.3g} times the others' time"
+    phase = f" in {show(record['phase'])}" if record.get("phase") is not None else ""
+    return f"slow rank {show(record.get('rank'))} on {show(record.get('host'))}:{times}{phase}", "slow rank"
+
+
+def _collapsed(record: Record) -> tuple[str, str]:
+    parts = [show(record.get(key)) for key in ("what", "experts", "blocks", "since")]
+    return "collapsed router: {} experts {} of blocks {} since step {}".format(*parts), "router"
+
+
+def _end(record: Record) -> tuple[str, str]:
+    return show(record.get("reason") or record.get("event")), "end"
+
+
+_EVENTS: dict[str, tuple[MarkKind, Callable[[Record], tuple[str, str]]]] = {
+    "loss_spike": ("spike", _spike),
+    "nonfinite": ("nonfinite", _nonfinite),
+    "slow_rank": ("slow", _slow),
+    "collapsed_router": ("router", _collapsed),
+    "stopped": ("end", _end),
+    "finished": ("end", _end),
+}

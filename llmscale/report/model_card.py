@@ -13,10 +13,9 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_write import CARD_MARK
 from llmscale.checkpoint.inventory import find_checkpoints, is_of_run
 from llmscale.checkpoint.manifest import CheckpointManifest
-from llmscale.config.published import last_part, publish_keys
 from llmscale.config.run_config import KEYS, RunConfig, build_run_config
 from llmscale.config.run_flags import flag_words
-from llmscale.config.run_keys import needs
+from llmscale.config.run_keys import last_part, needs, publish_keys
 from llmscale.data.mixture import TrainingSets
 from llmscale.errors import LlmscaleError
 from llmscale.report.history import load_history

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
-from llmscale.config.published import publish_keys, publish_text
 from llmscale.config.run_config import build_run_config
+from llmscale.config.run_keys import publish_keys, publish_text
 from llmscale.data.mixture import is_mix
 from llmscale.data.shards.manifest import Manifest
 from llmscale.errors import ConfigError, LlmscaleError

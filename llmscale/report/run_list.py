@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Literal
 
 from llmscale.checkpoint.manifest import is_count
-from llmscale.config.published import last_part, publish_words
 from llmscale.config.run_config import RunConfig
+from llmscale.config.run_keys import last_part, publish_words
 from llmscale.config.user_paths import shown, url_of
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.report.history import as_number, load_history

@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from llmscale.checkpoint.frozen_base import (
+from llmscale.checkpoint.initial_weights import (
     FrozenBase,
+    PublishedWeights,
     base_of_checkpoint,
     base_of_published,
     explain_missing,
+    find_published_weights,
     open_base,
 )
-from llmscale.checkpoint.initial_weights import PublishedWeights, find_published_weights
 from llmscale.checkpoint.inventory import find_any_checkpoint, find_checkpoint, find_checkpoints, open_checkpoint
 from llmscale.checkpoint.manifest import BEST_NAME, Checkpoint, checkpoints_folder
 from llmscale.checkpoint.peft_files import check_adapters, family_beside
@@ -111,20 +112,31 @@ def announce_after_s(config: RunConfig) -> float:
     return SOON_S if asks_others else REPEAT_S
 
 
-def read_inputs(config: RunConfig, arguments: Sequence[str] | None = None) -> Inputs:
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run whose text is prepared, with what was read to prepare it."""
+
+    config: RunConfig
+    ds: DsConfig | None = None
+    published: PublishedModel | None = None
+    """The published model that --init-from names, else --model."""
+
+
+def read_inputs(run: RunConfig | PreparedRun, arguments: Sequence[str] | None = None) -> Inputs:
     """Read each small file of a run once, and check what needs no number of ranks.
 
     `arguments` are train.py's, if this process has others. Raises ConfigError, DataError or CheckpointError; writes
     nothing.
     """
-    left_out = ""
+    run = run if isinstance(run, PreparedRun) else PreparedRun(run)
+    config, left_out = run.config, ""
     launches = repeating_launches(os.environ)
     if launches and repeats_last_start(fetch_run(config.run), launches, arguments):
         config, left_out = _without_used_flags(config)
     config = fetch_runs(config)
     if config.overfit_batch is not None:
         config = _as_overfit_check(config)
-    ds = read_ds_config(config.ds)
+    ds = run.ds or read_ds_config(config.ds)
     config = with_ds_keys(config, ds)
     _check_settings(config, ds)
     sets = open_training_sets(config.data, config.data_cache)
@@ -138,7 +150,7 @@ def read_inputs(config: RunConfig, arguments: Sequence[str] | None = None) -> In
     _check_nvme_paths(ds)
     config, place = _without_place_of_base(config)
     has_checkpoints = _check_run_folder(config)
-    config, model, source = read_origin(config)
+    config, model, source = read_origin(config, run.published)
     if config.init_from is None and source is not None:
         config = _with_saved_batch(config, ds, source.state)
     inputs = Inputs(
@@ -159,7 +171,7 @@ def read_inputs(config: RunConfig, arguments: Sequence[str] | None = None) -> In
         weights = find_published_weights(model, resolve_shape(config, inputs.facts), sets.first)
         return replace(inputs, weights=weights, base=base_of_published(weights) if config.lora_rank else None)
     if config.lora_rank and source is not None:
-        inputs = _with_base(inputs, source, place)
+        inputs = _with_base(inputs, source, place, run.published)
     if config.init_from is not None:
         # A damaged state says here what is wrong with it.
         state = source.state if source else load_run_state(find_checkpoint(Path(config.init_from)))
@@ -188,7 +200,7 @@ def _without_place_of_base(config: RunConfig) -> tuple[RunConfig, str | None]:
     return config.model_copy(update={"init_from": None}), config.init_from
 
 
-def _with_base(inputs: Inputs, source: SavedRun, place: str | None) -> Inputs:
+def _with_base(inputs: Inputs, source: SavedRun, place: str | None, published: PublishedModel | None) -> Inputs:
     """Return the inputs with the weights beside the adapters: at `place`, or where the checkpoint found them.
 
     Raises CheckpointError, DataError.
@@ -201,7 +213,8 @@ def _with_base(inputs: Inputs, source: SavedRun, place: str | None) -> Inputs:
     try:
         if not is_published(place):
             return replace(inputs, base=open_base(place))
-        model = read_published_model("--init-from", place, inputs.config)
+        is_read = published is not None and published.source == f"--init-from {place}"
+        model = published if published and is_read else read_published_model("--init-from", place, inputs.config)
     except LlmscaleError as error:
         raise explain_missing(place, source.path, error) from None
     weights = find_published_weights(model, resolve_shape(inputs.config, inputs.facts), inputs.sets.first)
@@ -252,15 +265,15 @@ def _with_demo(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"text": DEMO_TEXT})
 
 
-def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> RunConfig:
-    """Return the configuration with the dataset of --text, or of the demo, as its data.
+def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> PreparedRun:
+    """Return the run with the dataset of --text, or of the demo, as its data.
 
     The first start prepares it into the cache. Raises ConfigError, before text is read; DataError, also unless this
     process `may_prepare` what is not prepared.
     """
     config = _with_demo(config)
     if config.text is None:
-        return config
+        return PreparedRun(config)
     from llmscale.data.prepare.text_cache import DEFAULT_CACHE, TextRequest  # slow to import
 
     ds = read_ds_config(config.ds)
@@ -284,7 +297,8 @@ def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> RunCon
         skip_undecodable=config.skip_undecodable,
         most_vocab=MOST_VOCAB if tokenizer else fitting_vocabulary(config, seq_len),
     )
-    return config.model_copy(update={"data": str(request.open(may_prepare=may_prepare)), "data_cache": None})
+    update = {"data": str(request.open(may_prepare=may_prepare)), "data_cache": None}
+    return PreparedRun(config.model_copy(update=update), ds, published)
 
 
 def _as_overfit_check(config: RunConfig) -> RunConfig:
@@ -320,14 +334,16 @@ def parse_profiled(text: str) -> tuple[int, int]:
     return parse_step_range("--profile", text, "a trace is written", _MAX_PROFILED_STEPS)
 
 
-def read_origin(config: RunConfig) -> tuple[RunConfig, PublishedModel | None, SavedRun | None]:
+def read_origin(
+    config: RunConfig, published: PublishedModel | None
+) -> tuple[RunConfig, PublishedModel | None, SavedRun | None]:
     """Return the configuration with the shape of the published model that it names or began with; the model whose
-    weights a new run loads; and the checkpoint that the run begins with.
+    weights a new run loads; and the checkpoint that the run begins with. `published` is as in PreparedRun.
 
     Raises ConfigError, CheckpointError.
     """
     if config.init_from is not None and is_published(config.init_from):
-        model = read_published_model("--init-from", config.init_from, config)
+        model = published or read_published_model("--init-from", config.init_from, config)
         return with_published_shape(config, model), model, None
     candidates = _candidates(config)
     # A damaged one is skipped or explained by `confirm_start`.
@@ -337,7 +353,7 @@ def read_origin(config: RunConfig) -> tuple[RunConfig, PublishedModel | None, Sa
         candidates, lambda one: SavedRun(one.path, one.manifest, load_run_state(one.path))
     )
     shaped = with_saved_shape(config, saved.state.config, str(saved.path)) if saved else None
-    return shaped or with_published_shape(config, None), None, source
+    return shaped or with_published_shape(config, None, published), None, source
 
 
 def _with_saved_batch(config: RunConfig, ds: DsConfig, state: RunState) -> RunConfig:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -175,6 +175,9 @@ class StepResult:
 class StepAction(ABC):
     """Something that happens after some steps, such as logging. Every rank calls every method at the same step."""
 
+    def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
+        self._run, self._engine, self._io = run, engine, io
+
     def begin(self, step: int) -> None:  # noqa: B027  most need no beginning
         """Training begins after `step`."""
 
@@ -197,7 +200,6 @@ SlowPhase = Literal["data wait", "arithmetic"]
 READINGS = 8
 #: Ratio from which a rank is slow.
 SLOW_RATIO = 1.25
-_EventOrTime = float | torch.cuda.Event
 
 
 class RankTimes(NamedTuple):
@@ -291,13 +293,13 @@ class ArithmeticProbe:
         exchanges = resolved.zero_stage == 3 or max(ranks.sequence_parallel_size, ranks.expert_parallel_size) > 1
         self._module: nn.Module = engine.module.head if exchanges else engine.module
         self._handles: list[RemovableHandle] = []
-        self._begin: _EventOrTime | None = None
-        self._end: _EventOrTime | None = None
+        self._ends: list[Any] = []
+        """Begin and end of the timed pass: events on a GPU, else seconds."""
 
     def arm(self) -> None:
         """Time the next forward pass of training."""
         self._remove()
-        self._begin = self._end = None
+        self._ends = []
         # After DeepSpeed's own hook, which gathers, and before the one that releases.
         self._handles = [
             self._module.register_forward_pre_hook(self._enter),
@@ -306,20 +308,21 @@ class ArithmeticProbe:
 
     def read(self) -> float:
         """Return the seconds of the last timed pass, 0 before the first. Synchronises with a recent event."""
-        if self._begin is None or self._end is None:
+        if len(self._ends) < 2:
             return 0.0
-        if isinstance(self._begin, float) or isinstance(self._end, float):
-            return float(self._end) - float(self._begin)  # type: ignore[arg-type]  # both have one type
-        self._end.synchronize()
-        return self._begin.elapsed_time(self._end) / 1000
+        begin, end = self._ends
+        if isinstance(begin, float):
+            return float(end - begin)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
 
     def _enter(self, module: nn.Module, _inputs: object) -> None:
-        if module.training and self._begin is None:
-            self._begin = _now()
+        if module.training and not self._ends:
+            self._ends.append(_now())
 
     def _leave(self, module: nn.Module, _inputs: object, _output: object) -> None:
-        if module.training and self._begin is not None:
-            self._end = _now()
+        if module.training and self._ends:
+            self._ends.append(_now())
             self._remove()
 
     def _remove(self) -> None:
@@ -328,7 +331,7 @@ class ArithmeticProbe:
         self._handles = []
 
 
-def _now() -> _EventOrTime:
+def _now() -> float | torch.cuda.Event:
     if not torch.cuda.is_available():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -42,6 +43,8 @@ _SHARES = {
     "profiling": ("profile", "white"),
     "other": ("other", "bright_black"),
 }
+#: Logged steps that a curve shows, the newest.
+_CURVE_STEPS = 500
 #: Percentile of the drawn values that has the highest bar: one spike must not flatten the others.
 _TOP = 95
 #: Frees the view's rows, whoever reserved them: the whole screen scrolls, and nothing is below the cursor.
@@ -118,9 +121,8 @@ class LiveView(Display):
         self._steps_before = 0
         """Steps done before this start."""
         self._metrics: StepMetrics | None = None
-        # Over the steps of this start.
-        self._losses: list[float] = []
-        self._rates: list[float] = []
+        self._losses: deque[float] = deque(maxlen=_CURVE_STEPS)
+        self._rates: deque[float] = deque(maxlen=_CURVE_STEPS)
         self._validation = ""
         self._reserved: tuple[int, int, int] | None = None
         """Columns and rows of the terminal, and the number of reserved rows."""

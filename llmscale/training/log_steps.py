@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any, get_args
 
@@ -40,37 +40,24 @@ from llmscale.training.run_folder import METRICS_NAME, clear_failure
 from llmscale.training.step_metrics import Pause, StepMetrics, StepTimes, format_duration
 
 
-@dataclass(frozen=True)
-class GpuReading:
-    """State of a GPU."""
+def read_gpu(device: torch.device) -> dict[str, float]:
+    """Return the state of a GPU within milliseconds, by NVML through torch: fields of StepMetrics.
 
-    power_w: float | None = None
-    """Power, of NVML's last second on most GPUs."""
-    temperature_c: float | None = None
-    gpu_utilisation: float | None = None
-    """Fraction of NVML's last sampling period (up to a second) in which a kernel ran; says nothing of how well."""
-
-
-def read_gpu(device: torch.device) -> GpuReading:
-    """Return the state of a GPU within milliseconds, by NVML through torch; nothing of another device.
-
-    NVML's binding is nvidia-ml-py (`pip install -e '.[nvml]'`). What it, the driver or the GPU does not tell is None.
+    NVML's binding is nvidia-ml-py (`pip install -e '.[nvml]'`). What it, the driver or the GPU does not tell is left
+    out. Power is of the last second on most GPUs; utilisation is the fraction of the last sampling period (up to a
+    second) in which a kernel ran, and says nothing of how well.
     """
-    if device.type != "cuda":
-        return GpuReading()
-    milliwatts, percentage = _ask(torch.cuda.power_draw, device), _ask(torch.cuda.utilization, device)
-    return GpuReading(
-        power_w=None if milliwatts is None else milliwatts / 1000,
-        temperature_c=_ask(torch.cuda.temperature, device),
-        gpu_utilisation=None if percentage is None else percentage / 100,
-    )
-
-
-def _ask(query: Callable[[torch.device], int], device: torch.device) -> int | None:
-    try:
-        return query(device)
-    except Exception:  # ModuleNotFoundError without the binding, RuntimeError without a driver, NVML's own
-        return None
+    readings: dict[str, float] = {}
+    if device.type == "cuda":
+        for name, query, per_unit in (
+            ("power_w", torch.cuda.power_draw, 1000),
+            ("temperature_c", torch.cuda.temperature, 1),
+            ("gpu_utilisation", torch.cuda.utilization, 100),
+        ):
+            # ModuleNotFoundError without the binding, RuntimeError without a driver, NVML's own.
+            with suppress(Exception):
+                readings[name] = query(device) / per_unit
+    return readings
 
 
 #: In the first seconds of a start, a step is logged that would end longer than this after the last logged one.
@@ -87,7 +74,8 @@ class LogSteps(StepAction):
         self, run: Run, engine: Engine, io: RunIO, watchers: Sequence[Callable[[int, LoggedWindow], None]] = ()
     ) -> None:
         """`watchers` are called with every logged step and the exchanged window."""
-        self._run, self._engine, self._io, self._watchers = run, engine, io, watchers
+        super().__init__(run, engine, io)
+        self._watchers = watchers
         self._sequence_losses: deque[Tensor] = deque(maxlen=run.resolved.plan.gradient_accumulation_steps)
         if run.stream.mix:
             engine.deepspeed.module.head.sequence_losses = self._sequence_losses
@@ -187,7 +175,7 @@ class LogSteps(StepAction):
             eta_s=(run.tokens_seen(resolved.total_steps) - seen) / rate,
             paused_s=interval.paused_s,
             seq_len=seq_len,
-            **asdict(read_gpu(run.world.device)),
+            **read_gpu(run.world.device),
         )
 
 
@@ -208,7 +196,7 @@ class ReportPace(StepAction):
     """
 
     def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
-        self._run, self._engine, self._io = run, engine, io
+        super().__init__(run, engine, io)
         self._began = 0.0
         self._has_length = run.config.minutes is not None
         self._has_gain = engine.compiler is None

@@ -18,6 +18,7 @@ import shlex
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -212,12 +213,11 @@ _ADVICE = {
     "loss": "lower --lr, lengthen the warm-up, or look at the samples",
     "gradients": "lower --lr, lengthen the warm-up, or look at the samples",
     "loss scale": "lower --lr, or use --precision bf16, which has no scale",
+    # A scale that overflow does not lower, and one that waits out its hysteresis.
+    "static scale": "lower fp16.loss_scale in the ds_config, or remove it for a dynamic scale, or use --precision "
+    "bf16, which has none",
+    "hysteresis": "lower fp16.hysteresis in the ds_config, or use --precision bf16, which has no scale",
 }
-#: A scale that overflow does not lower: a static one, or one that waits out its hysteresis.
-_FIXED_SCALE_ADVICE = (
-    "lower fp16.loss_scale in the ds_config, or remove it for a dynamic scale, or use --precision bf16, which has none"
-)
-_HYSTERESIS_ADVICE = "lower fp16.hysteresis in the ds_config, or use --precision bf16, which has no scale"
 
 
 class StopOnNonfinite(StepAction):
@@ -230,7 +230,8 @@ class StopOnNonfinite(StepAction):
 
     def __init__(self, run: Run, engine: Engine, io: RunIO, judges_at: Callable[[int], bool]) -> None:
         """`judges_at` tells whether a step is logged."""
-        self._run, self._engine, self._io, self._judges_at = run, engine, io, judges_at
+        super().__init__(run, engine, io)
+        self._judges_at = judges_at
         self._counter = NonfiniteCounter(run.world.device)
         self._scale = loss_scale(engine.deepspeed)
         self._searches_scale = self._scale is not None and engine.deepspeed.dynamic_loss_scale()
@@ -263,26 +264,26 @@ class StopOnNonfinite(StepAction):
         step, worst = result.step, self._counter.max_consecutive()
         is_last = step == self._run.resolved.total_steps
         if self._search is not None:
-            self._end_search(is_bad=worst > 0 or result.was_skipped)
+            search, cause, begun = self._search
+            self._search = None
+            self._report_search(search, cause, begun, is_bad=worst > 0 or result.was_skipped)
         self._scales.add(step, self._scale)
+        advice = self._advice("gradients" if torch.isfinite(result.loss) else "loss")
         if worst >= PATIENCE_STEPS and (self._is_reported or is_last):
             what = f"last {worst} steps had a loss or a gradient that is NaN or infinite"
-            raise _diverged(what, step, self._run.config.run, self._first_names, self._scale_advice(result))
+            raise _diverged(what, step, self._run.config.run, advice, self._first_names)
         if is_last and not self._num_taken:
             raise TrainingError(
                 f"step {step}: DeepSpeed skipped every step of this start, because gradients were NaN or infinite: "
-                f"nothing was trained. {_capitalised(self._scale_advice(result) or _ADVICE['gradients'])}; a dynamic "
-                "scale needs more steps."
+                f"nothing was trained. {_capitalised(advice)}; a dynamic scale needs more steps."
             )
-        cause = self._find_cause(step, worst)
-        if cause is None:
-            self._is_reported = False
-        elif not self._is_reported:
-            self._is_reported = True
+        new_cause = self._find_cause(step, worst)
+        if new_cause is not None and not self._is_reported:
             if is_last:
-                self._report(*cause, "no step follows that could tell where", ())
+                self._report(*new_cause, "no step follows that could tell where")
             else:
-                self._search = (NonfiniteSearch(self._engine.deepspeed, self._engine.compiler), *cause)
+                self._search = (NonfiniteSearch(self._engine.deepspeed, self._engine.compiler), *new_cause)
+        self._is_reported = new_cause is not None
 
     def _find_cause(self, step: int, worst: int) -> tuple[str, int] | None:
         """Return what went wrong since the last call and the step where it began, or None."""
@@ -297,60 +298,37 @@ class StopOnNonfinite(StepAction):
             return "gradients", max(1, step - max(worst, 1) + 1)
         return None
 
-    def _end_search(self, *, is_bad: bool) -> None:
+    def _report_search(self, search: NonfiniteSearch, cause: str, step: int, *, is_bad: bool) -> None:
         """Report the findings of the step that just ended, which was bad too or not. Collective."""
-        assert self._search is not None
-        search, cause, step = self._search
-        self._search = None
         by_rank = gather(self._run.world.control, search.end())
-        ranks = [rank for rank, of_rank in enumerate(by_rank) if of_rank.forward or of_rank.backward]
-        parameters = by_rank[ranks[0]] if ranks else NonfiniteParameters((), ())
-        names = list((parameters.forward or parameters.backward)[:_MAX_NAMES])
+        ranks = [rank for rank, (forward, backward) in enumerate(by_rank) if forward or backward]
+        forward, backward = by_rank[ranks[0]] if ranks else ((), ())
+        names = (forward or backward)[:_MAX_NAMES]
         self._first_names = ", ".join(names[:_MAX_LINE_NAMES])
-        where = "forward" if parameters.forward else "backward"
+        direction = "forward" if forward else "backward"
         if names:
-            place = f"first in {self._first_names} ({where} pass, rank {ranks[0]})"
+            place = f"first in {self._first_names} ({direction} pass, rank {ranks[0]})"
         elif is_bad:
             place = "and again at the next step, in no gradient of a micro-batch but in their sum or norm"
         else:
             place = "gone at the next step"
-        self._report(cause, step, place, ranks, names, where if names else None)
+        facts = {"parameters": names, "pass": direction if names else None, "ranks": ranks}
+        self._report(cause, step, place, **facts)
 
-    def _report(
-        self,
-        cause: str,
-        step: int,
-        place: str,
-        ranks: Sequence[int],
-        names: Sequence[str] = (),
-        where: str | None = None,
-    ) -> None:
-        """Print and record a cause, the step where it began, and where."""
+    def _report(self, cause: str, step: int, place: str, **facts: object) -> None:
+        """Print and record a cause, the step where it began, and where, with what a search has found."""
         scales = f"; {self._scales.describe()}" if self._scale is not None else ""
         what = "the loss scale has collapsed" if cause == "loss scale" else f"{cause} NaN or infinite"
-        advice = self._fixed_scale_advice if cause == "gradients" and self._scale is not None else _ADVICE[cause]
+        advice = self._advice(cause)
         self._io.report(f"WARNING: step {step}: {what}, {place}{scales}. Try: {advice}")
-        facts = {
-            "step": step,
-            "cause": cause,
-            "parameters": list(names),
-            "pass": where,
-            "ranks": list(ranks),
-            "loss_scale": self._scale,
-            "loss_scale_history": self._scales.changes,
-            "advice": advice,
-        }
-        self._io.log_event("nonfinite", **facts)
+        of_search = {"parameters": [], "pass": None, "ranks": [], **facts}
+        scale = {"loss_scale": self._scale, "loss_scale_history": list(self._scales)}
+        self._io.log_event("nonfinite", step=step, cause=cause, **of_search, **scale, advice=advice)
 
-    @property
-    def _fixed_scale_advice(self) -> str:
-        """Advice for gradients that overflow while fp16's scale stays."""
-        return _HYSTERESIS_ADVICE if self._searches_scale else _FIXED_SCALE_ADVICE
-
-    def _scale_advice(self, result: StepResult) -> str:
-        """Return the advice about fp16's scale, if only the gradients overflow; else an empty string."""
-        is_finite = self._scale is not None and bool(torch.isfinite(result.loss))
-        return self._fixed_scale_advice if is_finite else ""
+    def _advice(self, cause: str) -> str:
+        if cause == "gradients" and self._scale is not None:
+            cause = "hysteresis" if self._searches_scale else "static scale"
+        return _ADVICE[cause]
 
 
 class NonfiniteCounter:
@@ -374,46 +352,24 @@ class NonfiniteCounter:
         return int(worst)
 
 
-class LossScaleHistory:
-    """Changes of fp16's loss scale, at the steps where it was read."""
+class LossScaleHistory(deque[tuple[int, float]]):
+    """Changes of fp16's loss scale at the steps where it was read: (step, scale), the newest last."""
 
     def __init__(self) -> None:
-        self._changes: deque[tuple[int, float]] = deque(maxlen=_MAX_CHANGES)
+        super().__init__(maxlen=_MAX_CHANGES)
 
     def add(self, step: int, scale: float | None) -> None:
         """Add the scale after `step`; None without fp16."""
-        if scale is not None and (not self._changes or self._changes[-1][1] != scale):
-            self._changes.append((step, scale))
-
-    @property
-    def changes(self) -> list[tuple[int, float]]:
-        """(step, scale), the newest last."""
-        return list(self._changes)
+        if scale is not None and (not self or self[-1][1] != scale):
+            self.append((step, scale))
 
     @property
     def has_collapsed(self) -> bool:
-        if not self._changes:
-            return False
-        now, highest = self._changes[-1][1], max(scale for _, scale in self._changes)
-        return now <= _LOW_SCALE and now * _FALL <= highest
+        return bool(self) and self[-1][1] <= min(_LOW_SCALE, max(scale for _, scale in self) / _FALL)
 
     def describe(self) -> str:
         """Return the last few changes in one line."""
-        return "loss scale " + " -> ".join(f"{scale:g} (step {step})" for step, scale in self.changes[-6:])
-
-
-def _capitalised(advice: str) -> str:
-    return advice[0].upper() + advice[1:]
-
-
-@dataclass(frozen=True)
-class NonfiniteParameters:
-    """Affected parameters of one step on one rank, each in the order of its pass."""
-
-    forward: tuple[str, ...]
-    """Parameters of modules whose output held NaN or infinity."""
-    backward: tuple[str, ...]
-    """Parameters whose gradient held NaN or infinity."""
+        return "loss scale " + " -> ".join(f"{scale:g} (step {step})" for step, scale in [*self][-6:])
 
 
 class NonfiniteSearch:
@@ -429,25 +385,26 @@ class NonfiniteSearch:
         self._compiler = compiler
         if compiler is not None:
             compiler.is_paused = True
-        self._forward: list[tuple[tuple[str, ...], Tensor]] = []
+        self._forward: list[tuple[str, Tensor]] = []
         self._backward: list[tuple[str, Tensor]] = []
         self._handles = []
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
         for module in model.modules():
-            names = tuple(self._names[id(own)] for own in module.parameters(recurse=False) if id(own) in self._names)
-            if names:
-                self._handles.append(module.register_forward_hook(self._note_output(names)))
+            own = [names[id(parameter)] for parameter in module.parameters(recurse=False) if id(parameter) in names]
+            if own:
+                self._handles.append(module.register_forward_hook(partial(self._note_output, own)))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(self._note_gradient(name)))
+                self._handles.append(parameter.register_hook(partial(self._note_gradient, name)))
 
-    def end(self) -> NonfiniteParameters:
-        """Remove the hooks and return the findings. Synchronises with the device."""
+    def end(self) -> tuple[list[str], list[str]]:
+        """Remove the hooks; return this rank's affected parameters, each list in the order of its pass.
+
+        First the parameters of modules whose output held NaN or infinity, then those whose gradient did. Synchronises
+        with the device.
+        """
         self.close()
-        forward = _names_of_bad([(name, is_good) for names, is_good in self._forward for name in names])
-        parameters = NonfiniteParameters(forward, _names_of_bad(self._backward))
-        self._forward, self._backward = [], []
-        return parameters
+        return _names_of_bad(self._forward), _names_of_bad(self._backward)
 
     def close(self) -> None:
         """Remove the hooks without reading anything."""
@@ -456,26 +413,19 @@ class NonfiniteSearch:
         if self._compiler is not None:
             self._compiler.is_paused = False
 
-    def _note_output(self, names: tuple[str, ...]):  # type: ignore[no-untyped-def]  # torch's type of hooks is private
-        def note(_module: nn.Module, _inputs: object, output: object) -> None:
-            if isinstance(output, Tensor) and output.is_floating_point():
-                self._forward.append((names, torch.isfinite(output.detach()).all()))
+    def _note_output(self, names: Sequence[str], _module: nn.Module, _inputs: object, output: object) -> None:
+        if isinstance(output, Tensor) and output.is_floating_point():
+            is_good = torch.isfinite(output.detach()).all()
+            self._forward += [(name, is_good) for name in names]
 
-        return note
-
-    def _note_gradient(self, name: str):  # type: ignore[no-untyped-def]  # as above
-        def note(gradient: Tensor) -> None:
-            self._backward.append((name, torch.isfinite(gradient).all()))
-
-        return note
+    def _note_gradient(self, name: str, gradient: Tensor) -> None:
+        self._backward.append((name, torch.isfinite(gradient).all()))
 
 
-def _names_of_bad(noted: list[tuple[str, Tensor]]) -> tuple[str, ...]:
+def _names_of_bad(noted: list[tuple[str, Tensor]]) -> list[str]:
     """Return the names whose flag is false, once each."""
-    if not noted:
-        return ()
-    flags = torch.stack([is_good for _, is_good in noted]).tolist()
-    return tuple(dict.fromkeys(name for (name, _), is_good in zip(noted, flags, strict=True) if not is_good))
+    flags = torch.stack([is_good for _, is_good in noted]).tolist() if noted else []
+    return list(dict.fromkeys(name for (name, _), is_good in zip(noted, flags, strict=True) if not is_good))
 
 
 def check_weights(weights: Iterable[Tensor], group: dist.ProcessGroup, step: int, run_folder: Path) -> None:
@@ -485,14 +435,17 @@ def check_weights(weights: Iterable[Tensor], group: dist.ProcessGroup, step: int
     """
     broken = not all(bool(weight.isfinite().all()) for weight in weights)
     if any(gather(group, broken)):
-        raise _diverged("weights are NaN or infinite, and are not saved", step, run_folder)
+        raise _diverged("weights are NaN or infinite, and are not saved", step, run_folder, _ADVICE["loss"])
 
 
-def _diverged(what: str, step: int, run_folder: Path, first_names: str = "", scale_advice: str = "") -> TrainingError:
+def _capitalised(advice: str) -> str:
+    return advice[0].upper() + advice[1:]
+
+
+def _diverged(what: str, step: int, run_folder: Path, advice: str, first_names: str = "") -> TrainingError:
     where = f" It began in {first_names}." if first_names else ""
-    advice = _capitalised(scale_advice or "lower --lr, lengthen the warm-up or check the data")
     return TrainingError(
-        f"step {step}: the {what}. {advice}, and go back to an earlier checkpoint (--resume "
+        f"step {step}: the {what}. {_capitalised(advice)}, and go back to an earlier checkpoint (--resume "
         f"{checkpoints_folder(run_folder)}/step-...; those after it are kept as abandoned), or start from scratch if "
         f"none exists.{where}"
     )

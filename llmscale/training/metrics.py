@@ -1,8 +1,7 @@
 """metrics.jsonl: one record per logged step, also printed and sent to trackers. For rank 0.
 
-Trackers: services and files beside metrics.jsonl that draw a run's curves, only if asked for. For rank 0.
-
-A new tracker is a class here and a line in `start_trackers`.
+Trackers are services and files beside metrics.jsonl that draw a run's curves, only if asked for. A new one is a class
+here and a line in `start_trackers`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,22 +67,19 @@ class MetricsLog:
         num_samples: int,
         loss_by_set: Mapping[str, float] | None = None,
         bits_per_byte: float | None = None,
-        samples: str = "",
+        *,
+        samples: str,
     ) -> None:
         """Record a validation: loss in nats per token over num_samples sequences, and of each dataset of a mixture.
 
         `samples` describes how many sequences each dataset has.
         """
         by_set = dict(loss_by_set or {})
+        values = {"loss": loss} if bits_per_byte is None else {"loss": loss, "bits_per_byte": bits_per_byte}
         of_sets = {"loss_by_set": by_set} if by_set else {}
-        values = {"loss": loss, **({} if bits_per_byte is None else {"bits_per_byte": bits_per_byte})}
         self._write({"kind": "validation", "step": step, **values, "num_samples": num_samples, **of_sets})
-        over = with_singulars(f"over {samples or f'{num_samples} sequences'}")
-        print(
-            f"step {step:>6}/{self._total_steps} | validation loss {loss:.4f} {over}"
-            + "".join(f" | {name} {value:.4f}" for name, value in by_set.items()),
-            flush=True,
-        )
+        each = "".join(f" | {name} {value:.4f}" for name, value in by_set.items())
+        self._print(step, f"validation loss {loss:.4f} {with_singulars(f'over {samples}')}{each}")
         self.display.show_validation(step, loss)
         self._track("validation", {**values, **by_set}, step)
 
@@ -91,14 +88,16 @@ class MetricsLog:
         record = {"kind": "evaluation", "step": step, "task": task, "values": dict(values), "num_items": num_items}
         self._write(record)
         results = "".join(f" | {name} {show_value(value)}" for name, value in values.items())
-        over = with_singulars(f"over {num_items} items")
-        print(f"step {step:>6}/{self._total_steps} | {make_visible_line(task)}{results} {over}", flush=True)
+        self._print(step, f"{make_visible_line(task)}{results} {with_singulars(f'over {num_items} items')}")
         self._track(f"evaluation/{task}", values, step)
 
     def log_sample(self, step: int, prompt: str, text: str) -> None:
         """Record text of the model; `text` begins with the prompt."""
         self._write({"kind": "sample", "step": step, "prompt": prompt, "text": text})
-        print_visible(f"step {step:>6}/{self._total_steps} | sample: {text!r}", flush=True)
+        self._print(step, f"sample: {text!r}")
+
+    def _print(self, step: int, words: str) -> None:
+        print_visible(f"step {step:>6}/{self._total_steps} | {words}", flush=True)
 
     def roll_back(self, step: int) -> None:
         """Tell trackers that the run continues from `step`; records of later steps stay before the next "start"."""
@@ -146,6 +145,8 @@ class Tracker(ABC):
 
     name: str
     """Name for messages."""
+    run_id: str | None = None
+    """Id under which a later start continues the run; None without."""
 
     @abstractmethod
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -163,42 +164,43 @@ class FaultTolerantTracker(Tracker):
     """A tracker whose failures become warnings: its service dies, its disk fills, its server is gone."""
 
     def __init__(self, inner: Tracker) -> None:
-        self._inner, self.name = inner, inner.name
+        self._inner, self.name, self.run_id = inner, inner.name, inner.run_id
         self._missing: list[int] = []
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log, and warn when values cease to arrive and when they arrive again."""
-        try:
-            self._inner.log(values, step)
-        except Exception as error:  # whatever a library and its service can raise
+        if problem := _problem_of(partial(self._inner.log, values, step)):
             if not self._missing:
-                say(f"WARNING: {self.name} failed at step {step}: {_one_line(error)}. Training continues.")
+                say(f"WARNING: {self.name} failed at step {step}: {problem}. Training continues.")
             self._missing.append(step)
-            return
-        if self._missing:
+        elif self._missing:
             say(f"WARNING: {self.name} works again. {self._describe_missing()}")
             self._missing.clear()
 
     def roll_back(self, step: int) -> None:
-        try:
-            self._inner.roll_back(step)
-        except Exception as error:  # as above
-            say(f"WARNING: {self.name} could not go back to step {step}: {_one_line(error)}.")
+        if problem := _problem_of(partial(self._inner.roll_back, step)):
+            say(f"WARNING: {self.name} could not go back to step {step}: {problem}.")
 
     def finish(self) -> None:
-        try:
-            self._inner.finish()
-        except Exception as error:  # as above
-            say(f"WARNING: {self.name} could not finish: {_one_line(error)}.")
+        if problem := _problem_of(self._inner.finish):
+            say(f"WARNING: {self.name} could not finish: {problem}.")
         if self._missing:
             say(f"WARNING: {self._describe_missing()}")
 
     def _describe_missing(self) -> str:
-        first, last = self._missing[0], self._missing[-1]
         return (
-            f"{self.name} lacks {len(self._missing)} records of steps {first} to {last}; metrics.jsonl has what was "
-            "measured."
+            f"{self.name} lacks {len(self._missing)} records of steps {self._missing[0]} to {self._missing[-1]}; "
+            "metrics.jsonl has what was measured."
         )
+
+
+def _problem_of(action: Callable[[], None]) -> str:
+    """Run an action of a tracker, and return why it failed, or an empty string."""
+    try:
+        action()
+    except Exception as error:  # whatever a library and its service can raise
+        return _one_line(error)
+    return ""
 
 
 class TensorboardFiles(Tracker):
@@ -250,8 +252,7 @@ class WandbRun(Tracker):
     name = "wandb"
 
     def __init__(self, run: Run) -> None:
-        self._run = run
-        self.run_id: str = run.id
+        self._run, self.run_id = run, run.id
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
@@ -288,18 +289,9 @@ def start_wandb(
     return WandbRun(run)
 
 
-@dataclass(frozen=True)
-class StartedTrackers:
-    """Trackers of one start, on rank 0."""
-
-    trackers: tuple[Tracker, ...] = ()
-    wandb_run_id: str | None = None
-    """Id of the wandb run; None without --wandb."""
-
-
 def start_trackers(
     config: RunConfig, described: Callable[[], Mapping[str, object]], *, first_step: int, wandb_run_id: str | None
-) -> StartedTrackers:
+) -> tuple[Tracker, ...]:
     """Start the trackers that a run asks for; they continue an earlier start's curves after `first_step` steps.
 
     `described` returns the run as plain values. Raises ConfigError.
@@ -317,9 +309,7 @@ def start_trackers(
             run_id=wandb_run_id,
         )
         started.append(run)
-        wandb_run_id = run.run_id
-    trackers = tuple(FaultTolerantTracker(tracker) for tracker in started)
-    return StartedTrackers(trackers, wandb_run_id if config.wandb else None)
+    return tuple(map(FaultTolerantTracker, started))
 
 
 def _one_line(error: Exception) -> str:

@@ -7,29 +7,44 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from llmscale.checkpoint.initial_weights import complete_published_weights, keep_published
+from llmscale.config.describe_defaults import (
+    describe_batch,
+    describe_gradients,
+    describe_optimizer,
+    describe_parameters,
+    describe_preset,
+    describe_steps,
+    warn_of_learning_rate,
+    warn_of_router,
+)
 from llmscale.config.hardware import has_bf16_instructions
-from llmscale.config.published import publish_keys
+from llmscale.config.hf_model import is_published
+from llmscale.config.run_config import RunConfig
+from llmscale.config.run_keys import publish_keys
+from llmscale.config.user_paths import shown
 from llmscale.data.mixture import keep_sets
+from llmscale.data.validation import describe_samples
 from llmscale.engine.collectives import gather, on_all_ranks, on_each_disk, on_main_rank
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_engine import build_engine, check_device
 from llmscale.engine.device_memory import device_memory_bytes, gpu_capability
-from llmscale.engine.device_settings import allow_tf32
+from llmscale.engine.device_settings import allow_tf32, describe_settings
 from llmscale.engine.process_group import World, is_gpu, join_world
 from llmscale.engine.timed_steps import time_steps
 from llmscale.engine.train_step import PhaseTimer, explain_smallest_scale, get_scaler_state
 from llmscale.planning.compilation import ASSUMED_STEP_S, Compilation, decide_compilation
+from llmscale.terminal.human_numbers import count_nouns
 from llmscale.terminal.status_line import REPEAT_S, StatusLine
 from llmscale.terminal.table import output_width, wrap_line
-from llmscale.training.inputs import as_plain
+from llmscale.training.inputs import DEMO_TEXT, as_plain, parse_skip
 from llmscale.training.live_run import Engine, RecentSteps, Run, RunIO
 from llmscale.training.live_view import open_display
 from llmscale.training.loss_spikes import RollbackRequest
-from llmscale.training.metrics import MetricsLog, StartedTrackers, start_trackers
+from llmscale.training.metrics import MetricsLog, Tracker, start_trackers
 from llmscale.training.publish_run import RunPublisher, find_unpublished, open_publisher
-from llmscale.training.reports import describe_run
 from llmscale.training.resume import (
     check_ranks_agree,
     claim_run_folder,
@@ -37,7 +52,15 @@ from llmscale.training.resume import (
     enter_history,
     load_initial_state,
 )
-from llmscale.training.run_folder import CONFIG_NAME, RunFolderClaim, keep, open_start_text, save_run_description
+from llmscale.training.run_folder import (
+    CONFIG_NAME,
+    START_TEXT_NAME,
+    RunFolderClaim,
+    keep,
+    open_start_text,
+    save_run_description,
+)
+from llmscale.training.sample_stream import saved_skips
 from llmscale.training.session import Session, build_actions, open_data, open_validation_splits
 from llmscale.training.start import Start, change_lines, estimate_line, estimate_run, finished_lines, hyperparameters
 from llmscale.training.step_metrics import StepMeter, format_duration
@@ -193,7 +216,7 @@ def _with_timed_steps(
 def _open_io(
     run: Run,
     meter: StepMeter,
-    trackers: StartedTrackers,
+    trackers: Sequence[Tracker],
     claim: RunFolderClaim,
     publisher: RunPublisher | None,
     report: Callable[[str], None],
@@ -204,7 +227,8 @@ def _open_io(
     launches = sorted({name for names in gather(world.control, launch_names(os.environ)) for name in names})
     on_each_disk(world.control, world.disks, lambda: _describe(run.start, launches))
     log = _open_log(run.start, meter, trackers, stop) if world.is_main else None
-    wandb_run_id = trackers.wandb_run_id or (run.state.wandb_run_id if run.state else None)
+    of_checkpoint = run.state.wandb_run_id if run.state else None
+    wandb_run_id = next((tracker.run_id for tracker in trackers if tracker.run_id), of_checkpoint)
     write = open_start_text(run.config.run) if world.is_main else None
 
     def detail(line: str) -> None:
@@ -272,13 +296,181 @@ def _decide_compilation(start: Start, world: World) -> Compilation:
 
 
 def _announce(run: Run, io: RunIO) -> None:
-    """Print what is about to be trained, and what changed since the checkpoint."""
-    describe_run(run, io)
+    """Print what is about to be trained, and what changed since the checkpoint; detail every choice of the start."""
+    ds, resolved = run.resolved.ds, run.resolved
+    of_groups = hpz_warnings(ds.zero_hpz_partition_size, run.world.ranks_per_node)
+    of_keys = (warn_of_learning_rate(run.config, resolved.schedule), warn_of_router(resolved.shape))
+    for warning in (*ds.warnings, *ds.batch_notices(resolved.plan), *of_groups, *filter(None, of_keys)):
+        io.report(f"WARNING: {warning}")
+    summary = [*_summary(run)]
+    for line in (*summary, *_model_lines(run), *_engine_lines(run), *_batch_lines(run), *_data_lines(run)):
+        io.detail(line)
+    if not run.config.verbose:
+        for line in summary:
+            io.report(line)
     io.detail(estimate_line(run.estimate, device_memory_bytes()))
     if run.state:
         changes = change_lines(run.state, run.start, hyperparameters(run.start))
         for line in (*changes, *finished_lines(run.state, run.start)):
             io.report(line)
+
+
+def _summary(run: Run) -> Iterator[str]:
+    """Yield what is trained, on which data, for how long, and where it is written."""
+    config, resolved, world, sets = run.config, run.resolved, run.world, run.start.sets
+    steps, plan, tokens = resolved.total_steps, resolved.plan, run.tokens_seen(resolved.total_steps)
+    reshaped = None if is_published(config.model) else describe_preset(config.model, resolved.shape)
+    size = reshaped or f"{config.model}, {describe_parameters(resolved.shape)}"
+    yield (
+        f"model: {size}; ZeRO stage {resolved.zero_stage}, {resolved.precision}, "
+        f"{count_nouns(world.world_size, 'rank')}, {world.device_name}"
+    )
+    demo = "the demo, Python's documentation (--text FOLDER trains on yours)"
+    source = demo if config.text == DEMO_TEXT else config.text or sets.name
+    yield (
+        f"data: {source}: {sets.num_train_samples * plan.seq_len:,} tokens of a vocabulary of "
+        f"{sets.manifest.vocab_size:,}"
+    )
+    yield (
+        f"run: {count_nouns(steps, 'step')} of {plan.global_batch_size * plan.seq_len:,} tokens, {tokens:,} in all, "
+        f"{tokens / plan.seq_len / sets.num_train_samples:.2f} epochs; {_validation(run)}"
+    )
+    begins = f"from step {run.first_step:,}" if run.state else "a new run"
+    yield f"folder: {shown(config.run)}, {begins}, {_checkpoints(config)}; {START_TEXT_NAME} has every choice"
+
+
+def _model_lines(run: Run) -> Iterator[str]:
+    shape, tensors = run.resolved.shape, run.resolved.tensors
+    yield (
+        f"shape: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, context {shape.seq_len}, "
+        f"{describe_parameters(shape)}, {shape.flops_per_token:.3e} FLOPs per token"
+    )
+    if tensors.frozen:
+        yield f"       {tensors.num_trainable:,} parameters are trained, the others frozen"
+    if shape.has_document_mask:
+        splits = [location.manifest.splits["train"] for location in run.start.sets.locations]
+        mean = sum(split.num_tokens for split in splits) / max(1, sum(split.num_documents for split in splits))
+        least = shape.architecture.flops_per_token(min(shape.seq_len, round(mean)))
+        yield (
+            f"       documents do not see each other: {mean:,.0f} tokens each on average, of which {least:.3e} FLOPs "
+            "per token would be the count; here and in the MFU it is that of the whole context"
+        )
+
+
+def _engine_lines(run: Run) -> Iterator[str]:
+    world, resolved, shape, ranks = run.world, run.resolved, run.resolved.shape, run.resolved.plan.ranks
+    yield (
+        f"engine: activation checkpointing {resolved.checkpointing}, {world.world_size} ranks on "
+        f"{len(world.ranks_per_node)} nodes"
+    )
+    if ranks.sequence_parallel_size > 1:
+        yield f"        {ranks.describe_split(shape.seq_len, shape.n_head, shape.n_kv_head)}"
+    if ranks.expert_parallel_size > 1:
+        yield (
+            f"        {ranks.expert_parallel_size} ranks divide the experts of a block: "
+            f"{ranks.experts_of_rank(shape.num_experts)} of {shape.num_experts} each, held by "
+            f"{ranks.expert_shard_ranks} ranks"
+        )
+    yield f"blocks: {run.start.compilation.describe()}"
+    if world.device.type != "cpu":
+        yield describe_settings()
+
+
+def _batch_lines(run: Run) -> Iterator[str]:
+    config, resolved, plan = run.config, run.resolved, run.resolved.plan
+    yield "; ".join([f"batch: {plan.describe()}", *describe_batch(config, resolved.ds)])
+    cheaper = plan.with_fewest_fillers()
+    if cheaper is not None:
+        size, share = cheaper.micro_batch_size, cheaper.filler_share
+        yield f"       --micro-batch-size {size} needs the fewest fillers: {share:.0%} more work than the batch itself"
+    yield f"gradients: {describe_gradients(plan, resolved.ds_config)}"
+    clipping = cast("float", resolved.ds_config["gradient_clipping"])
+    yield f"optimizer: {describe_optimizer(config, resolved.schedule, clipping)}"
+    if chosen := describe_steps(config, resolved, run.start.sets.num_train_samples):
+        yield f"steps: {resolved.total_steps:,} ({chosen})"
+
+
+def _data_lines(run: Run) -> Iterator[str]:
+    start, config = run.start, run.config
+    manifest, num_samples = start.sets.manifest, start.sets.num_train_samples
+    yield (
+        f"samples: {start.sets.name}, {num_samples:,} of {manifest.seq_len} tokens ({manifest.tokenizer}), "
+        f"{num_samples / run.resolved.plan.global_batch_size:,.1f} steps per epoch"
+    )
+    if config.text == DEMO_TEXT:
+        yield (
+            f"      this is the demo: {config.model} on the documentation of Python. A real run has --data FOLDER (of "
+            "`llmscale data prepare`) or --text FOLDER, and on GPUs a larger --model: `llmscale estimate --gpu list`"
+        )
+    if start.tasks:
+        tasks = ", ".join(f"{task.name} ({len(task.items):,} items)" for task in start.tasks)
+        yield f"      evaluation every {config.eval_every:,} steps on {tasks}"
+    for line in (*_mix_lines(run), *_skip_lines(run)):
+        yield f"      {line}"
+
+
+def _mix_lines(run: Run) -> Iterator[str]:
+    """Yield the samples and epochs of each dataset of a mixture, and its share in each stage."""
+    sets, stream = run.start.sets, run.stream
+    if stream.mix is None:
+        return
+    counts, stages = stream.samples_by_set(stream.samples_after(run.resolved.total_steps)), stream.mix.stages
+    width = max(map(len, sets.names))
+    for place, (name, location) in enumerate(zip(sets.names, sets.locations, strict=True)):
+        size = location.manifest.splits["train"].num_samples
+        parts = " then ".join(f"{stage.shares[place] / sum(stage.shares):.2%}" for stage in stages)
+        yield (
+            f"{name:{width}}  {parts} of the samples: {counts[place]:,} in this run, {counts[place] / size:.2f} epochs "
+            f"of {size:,}"
+        )
+    if len(stages) > 1:
+        begins = ", ".join(f"{stage.begin:,}" for stage in stages[1:])
+        yield f"{'':{width}}  the proportions change after {begins} samples"
+
+
+def _skip_lines(run: Run) -> Iterator[str]:
+    repeated = {skip.steps for skip in saved_skips(run.state.identity)} if run.state else set[str]()
+    repeated &= {f"{first}:{behind}" for first, behind in map(parse_skip, run.config.skip_steps)}
+    for skip in run.stream.skips:
+        line = f"left out: steps {skip.steps} of --skip-steps, samples {skip.begin:,} to {skip.end - 1:,} of the stream"
+        if skip.steps in repeated:
+            first, behind = parse_skip(skip.steps)
+            line += (
+                "; an earlier start left them out, and the repeated flag leaves out nothing more: for what those steps "
+                f"are now, name another range, such as {first}:{behind + 1}"
+            )
+        yield line
+
+
+def hpz_warnings(group: int, ranks_per_node: Sequence[int]) -> Iterator[str]:
+    """Yield a warning if second copies of the parameters in groups of `group` neighbouring ranks are wasteful."""
+    if group > 1 and len(ranks_per_node) == 1:
+        yield f"zero_hpz_partition_size {group} saves no traffic on one node; the second copies only take memory."
+    elif group > 1 and any(ranks % group for ranks in ranks_per_node):
+        yield (
+            f"zero_hpz_partition_size {group}: the groups cross the borders of nodes of {min(ranks_per_node)} ranks, "
+            "and gather their second copies over the network. Set it to the number of ranks per node."
+        )
+
+
+def _validation(run: Run) -> str:
+    available = sum(at.manifest.splits["val"].num_samples for at in run.start.sets.with_split("val"))
+    if not available:
+        return "no validation, the set has no split for it"
+    if not run.config.val_every:
+        return f"no validation ({'--overfit-batch' if run.config.overfit_batch else '--val-every 0'})"
+    return f"validation every {run.config.val_every:,} steps on {describe_samples(run.validation)} of {available:,}"
+
+
+def _checkpoints(config: RunConfig) -> str:
+    if config.overfit_batch is not None:
+        return f"no checkpoints: each step trains on the same {count_nouns(config.overfit_batch, 'sample')}"
+    every = [f"{config.save_every:,} steps"] if config.save_every else []
+    minutes = config.minutes_between_saves
+    every += [f"{minutes:g} minutes"] if minutes else []
+    permanent = f", those of every {config.keep_every:,} steps permanently" if config.keep_every else ""
+    ends = f"every {' or '.join(every)} and at the end" if every else "at the end"
+    return f"checkpoints {ends}, the last {config.keep_last} kept{permanent}"
 
 
 def report_on_main(world: World, announcer: StatusLine) -> Callable[[str], None]:
@@ -308,10 +500,10 @@ def _describe(start: Start, launches: Sequence[str]) -> None:
     keep(keep_model, folder, "the published model's configuration", is_new=is_new)
 
 
-def _start_trackers(start: Start, world: World) -> StartedTrackers:
+def _start_trackers(start: Start, world: World) -> tuple[Tracker, ...]:
     """Start the trackers on rank 0. Collective."""
 
-    def begin() -> StartedTrackers:
+    def begin() -> tuple[Tracker, ...]:
         return start_trackers(
             start.config,
             lambda: publish_keys(as_plain(start.config)) | start.resolved.as_dict(),
@@ -319,10 +511,10 @@ def _start_trackers(start: Start, world: World) -> StartedTrackers:
             wandb_run_id=start.state.wandb_run_id if start.state else None,
         )
 
-    return on_all_ranks(world.control, lambda: begin() if world.is_main else StartedTrackers())
+    return on_all_ranks(world.control, lambda: begin() if world.is_main else ())
 
 
-def _open_log(start: Start, meter: StepMeter, trackers: StartedTrackers, stop: StopRequest) -> MetricsLog:
+def _open_log(start: Start, meter: StepMeter, trackers: Sequence[Tracker], stop: StopRequest) -> MetricsLog:
     """Open the log with its display, which is closed however the process ends."""
     resolved, ranks = start.resolved, start.resolved.plan.ranks.world_size
     words = [start.config.run.name, start.config.model, f"ZeRO-{resolved.zero_stage}", resolved.precision]
@@ -330,4 +522,4 @@ def _open_log(start: Start, meter: StepMeter, trackers: StartedTrackers, stop: S
     display = open_display(title, resolved.total_steps, meter, plain=start.config.plain, variables=os.environ)
     stop.before_sudden_end.append(display.close)
     stop.before_early_end.insert(0, display.close)
-    return MetricsLog(start.config.run, start.resolved.total_steps, trackers.trackers, display)
+    return MetricsLog(start.config.run, start.resolved.total_steps, trackers, display)

@@ -7,6 +7,7 @@ is published once it does.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -14,12 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-import xxhash
 
 from llmscale.checkpoint.inventory import is_of_run
 from llmscale.checkpoint.manifest import (
@@ -41,15 +41,17 @@ from llmscale.checkpoint.remote_run import (
     RECORDS_NAME,
     TOKEN_NAME,
     UPLOADS,
+    Lease,
     RunIndex,
     drop_tensors,
     encode_part,
     has_all_records,
     is_record_name,
     record_url,
+    remove_folders,
+    take_lease,
     update_copy,
 )
-from llmscale.checkpoint.run_lease import Lease, remove_folders, take_lease
 from llmscale.config.user_paths import url_of
 from llmscale.data.storage import faults
 from llmscale.data.storage.faults import Overtaken
@@ -63,22 +65,12 @@ from llmscale.files.atomic_write import write_durably
 _RECORDS_S, _LONGEST_S = 300.0, 900.0
 #: Seconds for which the end of training waits for the store.
 _END_S = 600.0
-#: Files up to this size are sent whole when they change; of longer ones the first bytes and those that were added.
-_SMALL_BYTES, _HEAD_BYTES = 1 << 16, 1 << 12
+#: Files up to this size are sent whole when they change; of longer ones that grow what was added.
+_SMALL_BYTES = 1 << 16
 #: A rank has saved again before it could upload.
 _REPLACED = "a newer checkpoint is about to be published"
 _OF_RANK = re.compile(r"rank-(\d+)", re.ASCII)
 _PART_BYTES = 16 << 20
-
-
-@dataclass
-class _Sent:
-    """The state of a file when its newest part was sent."""
-
-    num_bytes: int
-    changed_ns: int
-    head: str
-    """Hash of the first bytes."""
 
 
 class RecordUploads:
@@ -94,7 +86,8 @@ class RecordUploads:
         self._is_complete = is_complete
         self._run, self._epoch, self._rank, self._neighbours = run, epoch, rank, neighbours
         self._url = str(url_of(run))
-        self._sent: dict[str, _Sent] = {}
+        self._sent: dict[str, tuple[int, int]] = {}
+        """Size and time of change of each file when its newest part was sent."""
         self.num_parts = 0
         """Parts that the store holds."""
         self._turn = threading.Lock()
@@ -108,41 +101,33 @@ class RecordUploads:
         """Send what changed since the last time, with `put`(URL, contents). Raises DataError."""
         with self._turn:
             part: list[tuple[str, int, bytes, bool]] = []
+            sent = dict(self._sent)
+            for change in itertools.chain(self._changes(sent), [None]):
+                if part and (change is None or sum(len(body) for _, _, body, _ in part) >= _PART_BYTES):
+                    put(record_url(self._url, self._epoch, self._rank, self.num_parts), encode_part(part))
+                    self.num_parts += 1
+                    part.clear()
+                if change is not None:
+                    part.append(change)
+            self._sent = sent
 
-            def put_part() -> None:
-                put(record_url(self._url, self._epoch, self._rank, self.num_parts), encode_part(part))
-                self.num_parts += 1
-                part.clear()
-
-            states: dict[str, _Sent] = {}
-            for change in self._changes(states):
-                part.append(change)
-                if sum(len(body) for _, _, body, _ in part) >= _PART_BYTES:
-                    put_part()
-            if part:
-                put_part()
-            self._sent |= states
-
-    def _changes(self, states: dict[str, _Sent]) -> Iterator[tuple[str, int, bytes, bool]]:
-        """Yield changed ranges as (file, offset, bytes, whether the file ends there); add the files' new `states`."""
+    def _changes(self, sent: dict[str, tuple[int, int]]) -> Iterator[tuple[str, int, bytes, bool]]:
+        """Yield changed ranges as (file, offset, bytes, whether the file ends there), and update what is `sent`."""
         for name in sorted(self._names()):
             with suppress(OSError), open(self._run / name, "rb") as file:
-                status, sent = os.fstat(file.fileno()), self._sent.get(name)
-                size = status.st_size
-                if sent and (sent.num_bytes, sent.changed_ns) == (size, status.st_mtime_ns):
+                status = os.fstat(file.fileno())
+                size, state = status.st_size, (status.st_size, status.st_mtime_ns)
+                num_sent, _ = before = sent.get(name, (size, 0))
+                if state == before:
                     continue
-                head = file.read(_HEAD_BYTES)
-                state = _Sent(size, status.st_mtime_ns, xxhash.xxh3_128(head).hexdigest())
-                begin = sent.num_bytes if sent and size > max(_SMALL_BYTES, sent.num_bytes - 1) else 0
-                if begin and sent and state.head != sent.head:
-                    yield name, 0, head, False
+                begin = num_sent if size > _SMALL_BYTES and num_sent < size else 0
                 for offset in range(begin, max(1, size), _PART_BYTES):
                     file.seek(offset)
                     body = file.read(min(_PART_BYTES, size - offset))
                     yield name, offset, body, begin == 0 and offset + len(body) >= size
                     if len(body) < _PART_BYTES:  # the last one, or the file was cut meanwhile
                         break
-                states[name] = state
+                sent[name] = state
 
     def _names(self) -> Iterator[str]:
         """Yield the paths within the run folder of the files that this disk sends."""

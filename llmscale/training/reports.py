@@ -1,33 +1,21 @@
-"""Reports while a run trains: start-up, compilation, memory, validation, tasks, sampled text, --overfit-batch."""
+"""Reports while a run trains: start-up, memory, --overfit-batch, validation, tasks, sampled text, --profile."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from llmscale.checkpoint.manifest import Validation
-from llmscale.config.describe_defaults import (
-    describe_batch,
-    describe_gradients,
-    describe_optimizer,
-    describe_parameters,
-    describe_preset,
-    describe_steps,
-    warn_of_learning_rate,
-    warn_of_router,
-)
-from llmscale.config.hardware import Cluster, measured_gpu, usable_precision
-from llmscale.config.hf_model import is_published
-from llmscale.config.user_paths import shown
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
 from llmscale.data.validation import (
     ValidationBatch,
@@ -37,22 +25,19 @@ from llmscale.data.validation import (
     validation_batches,
 )
 from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
-from llmscale.engine.compilation import BlockCompiler
-from llmscale.engine.device_memory import device_memory_bytes, gpu_capability, measured_memory
-from llmscale.engine.device_settings import describe_settings
+from llmscale.engine.device_memory import measured_memory
+from llmscale.engine.train_step import Phase
 from llmscale.error_handling import say
 from llmscale.evaluate.generate import SamplingSettings, encode_prompt, generate_text
 from llmscale.evaluate.scoring import Row, RowScore, batches_by_length, in_order, score_batch
 from llmscale.evaluate.tasks import EncodedTask, TaskFile, encode_task
+from llmscale.files.atomic_write import write_durably
 from llmscale.numerics.first_steps import FirstSteps
-from llmscale.planning.recommend import largest_preset
 from llmscale.terminal.human_numbers import count_nouns
-from llmscale.training.inputs import DEMO_TEXT, parse_skip
+from llmscale.training.inputs import parse_profiled
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
 from llmscale.training.resume import describe_ranks
-from llmscale.training.run_folder import START_TEXT_NAME
-from llmscale.training.sample_stream import saved_skips
-from llmscale.training.start import Start, measured_line
+from llmscale.training.start import measured_line
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -64,235 +49,8 @@ _COMPARED_STEPS = 2
 _MEASURED_STEP = 2
 
 
-def describe_run(run: Run, io: RunIO) -> None:
-    """Print the run before step 1 in a few lines, and detail every choice that the user did not make."""
-    for warning in _warnings(run):
-        io.report(f"WARNING: {warning}")
-    if not run.config.verbose:
-        for line in _summary(run):
-            io.report(line)
-    for describe in (_model_lines, _engine_lines, _batch_lines, _optimizer_lines, _data_lines, _length_line):
-        for line in describe(run):
-            io.detail(line)
-
-
-def _warnings(run: Run) -> Iterator[str]:
-    ds, resolved = run.resolved.ds, run.resolved
-    yield from (*ds.warnings, *ds.batch_notices(resolved.plan))
-    yield from hpz_warnings(ds.zero_hpz_partition_size, run.world.ranks_per_node)
-    yield from filter(None, (warn_of_learning_rate(run.config, resolved.schedule), warn_of_router(resolved.shape)))
-
-
-def _summary(run: Run) -> Iterator[str]:
-    """Yield what is trained, on which data, for how long, and where it is written."""
-    config, resolved, world, sets = run.config, run.resolved, run.world, run.start.sets
-    steps, plan, tokens = resolved.total_steps, resolved.plan, _count_tokens(run)
-    yield (
-        f"model: {_describe_size(run)}; ZeRO stage {resolved.zero_stage}, {resolved.precision}, "
-        f"{count_nouns(world.world_size, 'rank')}, {world.device_name}"
-    )
-    demo = "the demo, Python's documentation (--text FOLDER trains on yours)"
-    source = demo if config.text == DEMO_TEXT else config.text or sets.name
-    yield (
-        f"data: {source}: {sets.num_train_samples * plan.seq_len:,} tokens of a vocabulary of "
-        f"{sets.manifest.vocab_size:,}"
-    )
-    yield (
-        f"run: {count_nouns(steps, 'step')} of {plan.global_batch_size * plan.seq_len:,} tokens, {tokens:,} in all, "
-        f"{tokens / plan.seq_len / sets.num_train_samples:.2f} epochs; {_validation(run)}"
-    )
-    begins = f"from step {run.first_step:,}" if run.state else "a new run"
-    yield f"folder: {shown(config.run)}, {begins}, {_checkpoints(run.start)}; {START_TEXT_NAME} has every choice"
-
-
-def _describe_size(run: Run) -> str:
-    """Return the model's name and size, with the reason of a size that is not the name's."""
-    config, shape = run.config, run.resolved.shape
-    reshaped = None if is_published(config.model) else describe_preset(config.model, shape)
-    return reshaped or f"{config.model}, {describe_parameters(shape)}"
-
-
-def _count_tokens(run: Run) -> int:
-    """Return the tokens that the run trains on from step 0 to its end."""
-    return run.stream.samples_after(run.resolved.total_steps) * run.resolved.plan.seq_len
-
-
-def _model_lines(run: Run) -> Iterator[str]:
-    resolved, shape = run.resolved, run.resolved.shape
-    yield (
-        f"model: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, context {shape.seq_len}, "
-        f"{describe_parameters(shape)}, {shape.flops_per_token:.3e} FLOPs per token"
-    )
-    yield f"       {_describe_size(run)}"
-    if resolved.tensors.frozen:
-        yield f"       {resolved.tensors.num_trainable:,} parameters are trained, the others frozen"
-    if shape.has_document_mask:
-        yield f"       {_documents(run.start)}"
-
-
-def _engine_lines(run: Run) -> Iterator[str]:
-    world, resolved, shape, ranks = run.world, run.resolved, run.resolved.shape, run.resolved.plan.ranks
-    yield (
-        f"engine: ZeRO stage {resolved.zero_stage}, {resolved.precision}, activation checkpointing "
-        f"{resolved.checkpointing}, {world.world_size} ranks on {len(world.ranks_per_node)} nodes, "
-        f"{world.device_name}"
-    )
-    if ranks.sequence_parallel_size > 1:
-        yield f"        {ranks.describe_split(shape.seq_len, shape.n_head, shape.n_kv_head)}"
-    if ranks.expert_parallel_size > 1:
-        yield (
-            f"        {ranks.expert_parallel_size} ranks divide the experts of a block: "
-            f"{ranks.experts_of_rank(shape.num_experts)} of {shape.num_experts} each, held by "
-            f"{ranks.expert_shard_ranks} ranks"
-        )
-    yield f"blocks: {run.start.compilation.describe()}"
-    if world.device.type != "cpu":
-        yield describe_settings()
-
-
-def _batch_lines(run: Run) -> Iterator[str]:
-    resolved, plan = run.resolved, run.resolved.plan
-    yield "; ".join([f"batch: {plan.describe()}", *describe_batch(run.config, resolved.ds)])
-    cheaper = plan.with_fewest_fillers()
-    if cheaper is not None:
-        size, share = cheaper.micro_batch_size, cheaper.filler_share
-        yield f"       --micro-batch-size {size} needs the fewest fillers: {share:.0%} more work than the batch itself"
-    yield f"gradients: {describe_gradients(plan, resolved.ds_config)}"
-
-
-def _optimizer_lines(run: Run) -> Iterator[str]:
-    config, schedule = run.config, run.resolved.schedule
-    clipping = cast("float", run.resolved.ds_config["gradient_clipping"])
-    yield f"optimizer: {describe_optimizer(config, schedule, clipping)}"
-
-
-def _data_lines(run: Run) -> Iterator[str]:
-    start, config, world = run.start, run.config, run.world
-    manifest, num_samples = start.sets.manifest, start.sets.num_train_samples
-    yield (
-        f"data: {start.sets.name}, {num_samples:,} samples of {manifest.seq_len} tokens ({manifest.tokenizer}), "
-        f"{num_samples / run.resolved.plan.global_batch_size:,.1f} steps per epoch; {_validation(run)}"
-    )
-    if config.text == DEMO_TEXT:
-        gpu_bytes, nodes = device_memory_bytes(), world.ranks_per_node
-        gpu = measured_gpu(world.device_name, gpu_bytes, gpu_capability()) if gpu_bytes else None
-        yield f"      {describe_demo(config.model, Cluster(gpu, max(nodes), num_nodes=len(nodes)) if gpu else None)}"
-    if start.tasks:
-        tasks = ", ".join(f"{task.name} ({len(task.items):,} items)" for task in start.tasks)
-        yield f"      evaluation every {config.eval_every:,} steps on {tasks}"
-    for line in (*_mix_lines(run), *_skip_lines(run)):
-        yield f"      {line}"
-
-
-def _length_line(run: Run) -> Iterator[str]:
-    resolved, num_samples = run.resolved, run.start.sets.num_train_samples
-    chosen = describe_steps(run.config, resolved, num_samples)
-    tokens = _count_tokens(run)
-    yield (
-        f"run: {resolved.total_steps:,} steps{f' ({chosen})' if chosen else ''}, "
-        f"{tokens:,} tokens, {tokens / resolved.plan.seq_len / num_samples:.2f} epochs; "
-        f"folder {shown(run.config.run)}, {_checkpoints(run.start)}"
-    )
-
-
-def describe_demo(model: str, cluster: Cluster | None) -> str:
-    """Return a line that this run is a demo, with the flags of a real one on these GPUs; `cluster` is None on CPUs."""
-    line = (
-        f"this is the demo: {model} on the documentation of Python. A real run has --data FOLDER (of `llmscale data "
-        "prepare`) or --text FOLDER"
-    )
-    if cluster is None:
-        return f"{line}, and on GPUs a larger --model: `llmscale estimate --gpu list`"
-    gpu = cluster.gpu
-    largest = largest_preset(cluster, usable_precision(None, gpu))
-    if not gpu.pattern or largest is None:
-        return f"{line}, and a --model that `llmscale estimate` recommends for these GPUs"
-    nodes = f" --num-nodes {cluster.num_nodes}" if cluster.num_nodes > 1 else ""
-    command = f"llmscale estimate --model {largest} --gpu {gpu.name} --num-gpus {cluster.gpus_per_node}{nodes}"
-    return f"{line}, and a larger --model: {cluster.in_words()} train up to {largest} (`{command}`)"
-
-
-def _mix_lines(run: Run) -> Iterator[str]:
-    """Yield the samples and epochs of each dataset of a mixture, and its share in each stage."""
-    sets, stream = run.start.sets, run.stream
-    if stream.mix is None:
-        return
-    counts, stages = stream.samples_by_set(stream.samples_after(run.resolved.total_steps)), stream.mix.stages
-    width = max(map(len, sets.names))
-    for place, (name, location) in enumerate(zip(sets.names, sets.locations, strict=True)):
-        size = location.manifest.splits["train"].num_samples
-        parts = " then ".join(f"{stage.shares[place] / sum(stage.shares):.2%}" for stage in stages)
-        yield (
-            f"{name:{width}}  {parts} of the samples: {counts[place]:,} in this run, {counts[place] / size:.2f} epochs "
-            f"of {size:,}"
-        )
-    if len(stages) > 1:
-        begins = ", ".join(f"{stage.begin:,}" for stage in stages[1:])
-        yield f"{'':{width}}  the proportions change after {begins} samples"
-
-
-def _skip_lines(run: Run) -> Iterator[str]:
-    repeated = {skip.steps for skip in saved_skips(run.state.identity)} if run.state else set[str]()
-    repeated &= {f"{first}:{behind}" for first, behind in map(parse_skip, run.config.skip_steps)}
-    for skip in run.stream.skips:
-        line = f"left out: steps {skip.steps} of --skip-steps, samples {skip.begin:,} to {skip.end - 1:,} of the stream"
-        if skip.steps in repeated:
-            first, behind = parse_skip(skip.steps)
-            line += (
-                "; an earlier start left them out, and the repeated flag leaves out nothing more: for what those steps "
-                f"are now, name another range, such as {first}:{behind + 1}"
-            )
-        yield line
-
-
-def hpz_warnings(group: int, ranks_per_node: Sequence[int]) -> Iterator[str]:
-    """Yield a warning if second copies of the parameters in groups of `group` neighbouring ranks are wasteful."""
-    if group > 1 and len(ranks_per_node) == 1:
-        yield f"zero_hpz_partition_size {group} saves no traffic on one node; the second copies only take memory."
-    elif group > 1 and any(ranks % group for ranks in ranks_per_node):
-        yield (
-            f"zero_hpz_partition_size {group}: the groups cross the borders of nodes of {min(ranks_per_node)} ranks, "
-            "and gather their second copies over the network. Set it to the number of ranks per node."
-        )
-
-
-def _documents(run: Start) -> str:
-    shape, splits = run.resolved.shape, [at.manifest.splits["train"] for at in run.sets.locations]
-    mean = sum(split.num_tokens for split in splits) / max(1, sum(split.num_documents for split in splits))
-    least = shape.architecture.flops_per_token(min(shape.seq_len, round(mean)))
-    return (
-        f"documents do not see each other: {mean:,.0f} tokens each on average, of which {least:.3e} FLOPs per token "
-        "would be the count; here and in the MFU it is that of the whole context"
-    )
-
-
-def _validation(run: Run) -> str:
-    available = sum(at.manifest.splits["val"].num_samples for at in run.start.sets.with_split("val"))
-    if not available:
-        return "no validation, the set has no split for it"
-    if not run.config.val_every:
-        return f"no validation ({'--overfit-batch' if run.config.overfit_batch else '--val-every 0'})"
-    return f"validation every {run.config.val_every:,} steps on {describe_samples(run.validation)} of {available:,}"
-
-
-def _checkpoints(run: Start) -> str:
-    config = run.config
-    if config.overfit_batch is not None:
-        return f"no checkpoints: each step trains on the same {count_nouns(config.overfit_batch, 'sample')}"
-    every = [f"{config.save_every:,} steps"] if config.save_every else []
-    minutes = config.minutes_between_saves
-    every += [f"{minutes:g} minutes"] if minutes else []
-    permanent = f", those of every {config.keep_every:,} steps permanently" if config.keep_every else ""
-    ends = f"every {' or '.join(every)} and at the end" if every else "at the end"
-    return f"checkpoints {ends}, the last {config.keep_last} kept{permanent}"
-
-
 class ReportStartup(StepAction):
     """Prints the time of each phase of the start after its first step."""
-
-    def __init__(self, run: Run, io: RunIO) -> None:
-        self._run, self._io = run, io
-        self._began = 0.0
 
     def begin(self, step: int) -> None:
         self._began = time.perf_counter()
@@ -310,7 +68,7 @@ class CheckNumerics(StepAction):
     """Compares the first steps of this start with plain arithmetic, and prints one line."""
 
     def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
-        self._run, self._engine, self._io = run, engine, io
+        super().__init__(run, engine, io)
         self._watch: FirstSteps | None = None
         self._left = _COMPARED_STEPS
 
@@ -361,14 +119,12 @@ class CheckNumerics(StepAction):
 class ReportCompilation(StepAction):
     """Prints graphs and seconds of the compiler after the first step, or the ranks on which it failed."""
 
-    def __init__(self, run: Run, io: RunIO, compiler: BlockCompiler) -> None:
-        self._run, self._io, self._compiler = run, io, compiler
-
     def due(self, step: int) -> bool:
         return step == self._run.first_step + 1
 
     def run(self, result: StepResult) -> None:
-        report, compiler, rank = self._io.report, self._compiler, self._run.world.rank
+        report, compiler, rank = self._io.report, self._engine.compiler, self._run.world.rank
+        assert compiler is not None
         failures = gather(self._run.world.control, compiler.failure)
         failed = [rank for rank, failure in enumerate(failures) if failure is not None]
         if failed:
@@ -390,9 +146,6 @@ class ReportCompilation(StepAction):
 class ReportMemory(StepAction):
     """Prints and records the measured peak of GPU memory beside the estimate; nothing on a CPU."""
 
-    def __init__(self, run: Run, io: RunIO) -> None:
-        self._run, self._io = run, io
-
     def due(self, step: int) -> bool:
         return step == self._run.first_step + _MEASURED_STEP
 
@@ -413,10 +166,6 @@ _UNCHANGED = 0.02
 
 class JudgeOverfit(StepAction):
     """Compares the last step's loss with the first step's, and reports the verdict."""
-
-    def __init__(self, run: Run, io: RunIO) -> None:
-        self._run, self._io = run, io
-        self._first_loss = self._entropy = math.nan
 
     def due(self, step: int) -> bool:
         return step in (1, self._run.resolved.total_steps)
@@ -469,7 +218,7 @@ class Validate(StepAction):
     """Measures the validation loss every --val-every steps and after the last one."""
 
     def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
-        self._run, self._engine, self._io, self._splits = run, engine, io, run.validation
+        super().__init__(run, engine, io)
         self._newest: tuple[int, Validation] | None = None
 
     def due(self, step: int) -> bool:
@@ -479,7 +228,7 @@ class Validate(StepAction):
         world = self._run.world
         with self._engine.meter.pause("evaluating"):
             # Everything is read first: a rank that cannot read must not leave the others in a forward pass.
-            batches = on_all_ranks(world.control, lambda: [self._read(split) for split in self._splits])
+            batches = on_all_ranks(world.control, lambda: [self._read(split) for split in self._run.validation])
             size = self._run.resolved.plan.ranks.sequence_parallel_size
             losses = [validation_loss(self._engine.deepspeed, of_split, world.device, size) for of_split in batches]
         total = sum(num_samples for _, num_samples in losses)
@@ -487,10 +236,10 @@ class Validate(StepAction):
         samples = f"{total} of {self._run.start.sets.fingerprint}"
         self._newest = (result.step, Validation(mean, samples)) if math.isfinite(mean) else None
         if self._io.log:
-            names = [split.name for split in self._splits]
-            by_set = {name: loss for name, (loss, _) in zip(names, losses, strict=True) if name}
-            in_bits = mean_bits_per_byte(losses, [split.bytes_per_token for split in self._splits])
-            self._io.log.log_validation(result.step, mean, total, by_set, in_bits, describe_samples(self._splits))
+            splits = self._run.validation
+            by_set = {split.name: loss for split, (loss, _) in zip(splits, losses, strict=True) if split.name}
+            in_bits = mean_bits_per_byte(losses, [split.bytes_per_token for split in splits])
+            self._io.log.log_validation(result.step, mean, total, by_set, in_bits, samples=describe_samples(splits))
 
     def after(self, step: int) -> Validation | None:
         """Return the validation after a step, if it was measured there and is finite."""
@@ -530,7 +279,7 @@ class EvaluateTasks(StepAction):
     """
 
     def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
-        self._run, self._engine, self._io = run, engine, io
+        super().__init__(run, engine, io)
         self._tasks = on_all_ranks(run.world.control, lambda: self._encode(run.start.tasks))
 
     def due(self, step: int) -> bool:
@@ -583,7 +332,7 @@ class SampleText(StepAction):
     """
 
     def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
-        self._run, self._engine, self._io = run, engine, io
+        super().__init__(run, engine, io)
         location = run.start.sets.first
         self._tokenizer = on_all_ranks(
             run.world.control, lambda: load_set_tokenizer(location.folder, location.manifest)
@@ -614,3 +363,108 @@ class SampleText(StepAction):
         if self._io.log:
             for prompt, text in zip(prompts, texts, strict=True):
                 self._io.log.log_sample(result.step, prompt, prompt + text)
+
+
+_FOLDER = "profile"
+#: Operations in the table, those with most time of their own first.
+_NUM_ROWS = 50
+#: Widest name in the table, in characters; the names of kernels are much longer.
+_NAME_WIDTH = 80
+
+
+class ProfileSteps(StepAction):
+    """Profiles from the end of step A-1 to the end of step B-1, including logging, saving and validation.
+
+    On rank 0 alone: its waits for the others are part of its collectives.
+    """
+
+    def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
+        super().__init__(run, engine, io)
+        self._steps = str(run.config.profile)
+        first, behind = parse_profiled(self._steps)
+        self._before, self._last = first - 1, min(behind - 1, run.resolved.total_steps)
+        self._profiler: profile | None = None
+        self._whole = record_function("profiled steps")
+        self._phase: record_function | None = None
+
+    def begin(self, step: int) -> None:
+        if step > self._before or self._last <= self._before:
+            self._io.report(f"WARNING: --profile {self._steps}: this start goes from step {step + 1} to "
+                            f"{self._run.resolved.total_steps}, so nothing is profiled")  # fmt: skip
+        elif step == self._before:
+            self._start()
+
+    def due(self, step: int) -> bool:
+        # No collectives: the other ranks have nothing to do.
+        return self._run.world.is_main and step in (self._before, self._last)
+
+    def run(self, result: StepResult) -> None:
+        if result.step == self._before:
+            self._start()
+        elif self._profiler is not None:
+            self._finish()
+
+    def close(self) -> None:
+        if self._profiler is not None:
+            self._engine.meter.phases.listener = None
+            self._io.report(f"WARNING: --profile {self._steps}: the run left these steps before the last, so "
+                            "nothing is written")  # fmt: skip
+            self._profiler.stop()
+
+    def _start(self) -> None:
+        if not self._run.world.is_main:
+            return
+        with self._engine.meter.pause("profiling"):
+            on_gpu = [ProfilerActivity.CUDA] if self._run.world.device.type == "cuda" else []
+            self._profiler = profile(activities=[ProfilerActivity.CPU, *on_gpu])
+            self._profiler.start()
+            _synchronise()
+        self._whole.__enter__()
+        self._engine.meter.phases.listener = self._enter_phase
+
+    def _enter_phase(self, phase: Phase) -> None:
+        if self._phase is not None:
+            self._phase.__exit__(None, None, None)
+        self._phase = record_function(f"phase: {phase}")
+        self._phase.__enter__()
+
+    def _finish(self) -> None:
+        profiler, meter = self._profiler, self._engine.meter
+        assert profiler is not None
+        _synchronise()
+        meter.phases.listener = None
+        if self._phase is not None:
+            self._phase.__exit__(None, None, None)
+        self._whole.__exit__(None, None, None)
+        with meter.pause("profiling"):
+            profiler.stop()
+            self._profiler = None
+            # An error here would end rank 0 alone and leave the others waiting.
+            try:
+                self._write(profiler)
+            except (OSError, RuntimeError) as error:
+                self._io.report(f"WARNING: --profile {self._steps}: nothing is written: {error}. Training continues")
+
+    def _write(self, profiler: profile) -> None:
+        io, folder = self._io, self._run.config.run / _FOLDER
+        name = f"steps-{self._before + 1}-to-{self._last}"
+        trace, table = folder / f"{name}.trace.json", folder / f"{name}.table.txt"
+        folder.mkdir(exist_ok=True)
+        partial = trace.with_name(f".{trace.name}.partial")
+        partial.unlink(missing_ok=True)  # a link here would redirect the write
+        profiler.export_chrome_trace(str(partial))
+        partial.replace(trace)
+        column = "self_device_time_total" if self._run.world.device.type == "cuda" else "self_cpu_time_total"
+        rows = profiler.key_averages()
+        write_durably(table, rows.table(sort_by=column, row_limit=_NUM_ROWS, max_name_column_width=_NAME_WIDTH))
+        io.report(
+            f"profile of steps {self._before + 1} to {self._last} on rank 0, which the profiler itself slows down: "
+            f"{trace} (open it in chrome://tracing or ui.perfetto.dev), {table.name} beside it"
+        )
+        num_steps = self._last - self._before
+        io.log_event("profile", step=self._last, num_steps=num_steps, trace=str(trace), table=str(table))
+
+
+def _synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -18,15 +18,20 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 import llmscale
-from llmscale.checkpoint.commit import point_latest
-from llmscale.checkpoint.frozen_base import FrozenBase, base_of_checkpoint, check_base, checksum_of
-from llmscale.checkpoint.initial_weights import PublishedWeights, fingerprint_weights, load_published_weights
+from llmscale.checkpoint.initial_weights import (
+    FrozenBase,
+    base_of_checkpoint,
+    check_base,
+    checksum_of,
+    fingerprint_weights,
+    load_published_weights,
+)
 from llmscale.checkpoint.inventory import (
     FoundCheckpoints,
     find_checkpoints,
@@ -34,6 +39,7 @@ from llmscale.checkpoint.inventory import (
     is_of_run,
     open_checkpoint,
     point_best,
+    point_latest,
     record_history,
     remove_leftovers,
 )
@@ -49,8 +55,6 @@ from llmscale.checkpoint.peft_files import load_adapters
 from llmscale.checkpoint.run_state import SavedRun, read_saved_run
 from llmscale.config.hf_model import is_published
 from llmscale.config.run_keys import keys_with
-from llmscale.data.mixture import TrainingSets
-from llmscale.data.shards.manifest import Manifest
 from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_each_disk, on_main_rank
 from llmscale.engine.process_group import World
 from llmscale.engine.train_step import get_scaler_state, set_scaler_state
@@ -101,9 +105,12 @@ def confirm_start(start: Start, world: World, report: Callable[[str], None], at:
         report(f"{start.left_out} has acted at an earlier start of this launch, and is left out")
     for warning in start.warnings:
         report(f"WARNING: {warning}")
-    check_same_checkpoint(chosen.path if chosen else None, world)
-    if start.weights is not None and at is None:
-        check_same_weights(start.weights, world)
+    same = {"name": "none", MANIFEST_NAME: "none"}
+    if chosen is not None:
+        same = {"name": chosen.path.name, MANIFEST_NAME: hash_or_reason(chosen.path / MANIFEST_NAME)}
+    compare_ranks({"checkpoint": same}, control)
+    if (weights := start.weights) is not None and at is None:
+        compare_ranks({"weights": on_all_ranks(control, lambda: fingerprint_weights(weights))}, control)
     if start.base is not None and at is None:
         start = replace(start, base=_confirm_base(start, start.base, world))
 
@@ -295,33 +302,15 @@ _VARIABLES = (
     "NCCL_ALGO",
     "NCCL_PROTO",
 )
-#: Sections whose values are long hashes.
-_DATA_SECTION, _SOURCES_SECTION = "dataset", "sources"
+_DATA_SECTION = "dataset"
 #: Parts of a difference that an error shows.
-_MAX_ITEMS = 4
-_MAX_VALUES = 3
-_MAX_RANGES = 4
-_MAX_HOSTS = 2
-_MAX_VALUE_LENGTH = 60
-_HASH_DIGITS = 12
+_MAX_ITEMS, _MAX_VALUES, _MAX_RANGES, _MAX_HOSTS = 4, 3, 4, 2
+_MAX_VALUE_LENGTH, _HASH_LENGTH, _HASH_DIGITS = 60, 64, 12
 
 
 def check_ranks_agree(run: Start, world: World) -> None:
     """Raise ConfigError or DataError on every rank unless all were started alike. Collective."""
     compare_ranks(_sections(run, world.device.type), world.control)
-
-
-def check_same_checkpoint(folder: Path | None, world: World) -> None:
-    """Raise ConfigError on every rank unless all begin with the same checkpoint. Collective."""
-    chosen = {"name": "none", MANIFEST_NAME: "none"}
-    if folder is not None:
-        chosen = {"name": folder.name, MANIFEST_NAME: hash_or_reason(folder / MANIFEST_NAME)}
-    compare_ranks({"checkpoint": chosen}, world.control)
-
-
-def check_same_weights(weights: PublishedWeights, world: World) -> None:
-    """Raise ConfigError on every rank unless all begin with the same published weights. Collective."""
-    compare_ranks({"weights": on_all_ranks(world.control, lambda: fingerprint_weights(weights))}, world.control)
 
 
 def claim_run_folder(claim: RunFolderClaim, world: World) -> Disks:
@@ -344,11 +333,10 @@ def compare_ranks(sections: Mapping[str, Section], group: dist.ProcessGroup) -> 
     """Raise ConfigError, or DataError if only data differ, on every rank unless all have the same. Collective."""
     digests = gather(group, digest(sections))
     speakers = representatives(digests)
-    if not speakers:
-        return
-    rank = dist.get_rank(group)
-    details = gather(group, {name: sections.get(name, {}) for name, ranks in speakers.items() if rank in ranks})
-    raise describe_differences(digests, details)
+    if speakers:
+        rank = dist.get_rank(group)
+        details = gather(group, {name: sections.get(name, {}) for name, ranks in speakers.items() if rank in ranks})
+        raise describe_differences(digests, details)
 
 
 def _sections(run: Start, device_type: str) -> dict[str, Section]:
@@ -358,12 +346,17 @@ def _sections(run: Start, device_type: str) -> dict[str, Section]:
     versions |= {"python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__}
     variables = {name: os.environ.get(name, "not set") for name in _VARIABLES}
     ds_config = _flatten(run.resolved.ds_config)
+    # Not by path: nodes may have copies.
+    names = run.sets.names if run.sets.recipe else ("fingerprint",)
+    sets = {name: at.manifest.fingerprint for name, at in zip(names, run.sets.locations, strict=True)}
+    for stage in run.sets.recipe.stages if run.sets.recipe else ():
+        sets[f"proportions until {stage.until} of the run"] = str(stage.shares)
     return {
         "configuration": _configuration(run),
         # NVMe disks may be mounted anywhere.
         "ds_config": {key: value for key, value in ds_config.items() if not key.endswith("nvme_path")},
-        _DATA_SECTION: _data_sets(run.sets),
-        _SOURCES_SECTION: source_hashes(Path(llmscale.__file__).parent),
+        _DATA_SECTION: sets,
+        "sources": source_hashes(Path(llmscale.__file__).parent),
         "versions": versions,
         "environment": {**variables, "kind of device": device_type},
     }
@@ -382,32 +375,8 @@ def _configuration(run: Start) -> dict[str, str]:
     compared["eval_tasks"] = [f"{task.name} {task.sha256[:16]}" for task in run.tasks]
     compared["sample_prompts"] = hashlib.sha256(json.dumps(run.prompts).encode()).hexdigest()[:16]
     compared |= {"precision": run.resolved.precision, "activation_checkpointing": run.resolved.checkpointing}
-    values = {key: _text(value) for key, value in compared.items()}
-    for path, text in _flatten(resolved).items():
-        values[path.rpartition(".")[2]] = text
-    return values
-
-
-def _data_sets(sets: TrainingSets) -> dict[str, str]:
-    """Describe every dataset, and the proportions of a mixture."""
-    if sets.recipe is None:
-        return _data_set(sets.manifest)
-    stages = [f"{stage.shares} until {stage.until} of the run" for stage in sets.recipe.stages]
-    values = {"stages": "; ".join(stages)}
-    for name, location in zip(sets.names, sets.locations, strict=True):
-        values |= {f"{name}/{key}": text for key, text in _data_set(location.manifest).items()}
-    return values
-
-
-def _data_set(manifest: Manifest) -> dict[str, str]:
-    """Describe a dataset shard by shard: a copy could carry another dataset's name."""
-    values = {
-        name: _text(getattr(manifest, name))
-        for name in ("tokenizer_sha256", "vocab_size", "eot_token", "seq_len", "dtype", "hash_algorithm")
-    }
-    for split, held in manifest.splits.items():
-        values |= {f"{split}/{shard.name}": f"{shard.hash} ({shard.num_samples} samples)" for shard in held.shards}
-    return values
+    flat = {path.rpartition(".")[2]: text for path, text in _flatten(resolved).items()}
+    return {key: _text(value) for key, value in compared.items()} | flat
 
 
 def _flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
@@ -442,15 +411,11 @@ def digest(sections: Mapping[str, Section]) -> RankDigest:
     return RankDigest(platform.node(), digests)
 
 
-def representatives(digests: Sequence[RankDigest]) -> dict[str, set[int]]:
-    """Return for each section that differs the first rank of each group of equal ranks."""
-    names = {name: None for rank in digests for name in rank.digests}
-    speakers: dict[str, set[int]] = {}
-    for name in names:
-        groups = _ranks_by([rank.digests.get(name) for rank in digests])
-        if len(groups) > 1:
-            speakers[name] = {ranks[0] for ranks in groups.values()}
-    return speakers
+def representatives(digests: Sequence[RankDigest]) -> dict[str, list[int]]:
+    """Return for each section that differs the first rank of each group of equal ranks, the largest group first."""
+    names = dict.fromkeys(name for rank in digests for name in rank.digests)
+    groups = {name: _ranks_by([rank.digests.get(name) for rank in digests]) for name in names}
+    return {name: [ranks[0] for ranks in by.values()] for name, by in groups.items() if len(by) > 1}
 
 
 def describe_differences(digests: Sequence[RankDigest], details: Sequence[Mapping[str, Section]]) -> LlmscaleError:
@@ -459,28 +424,25 @@ def describe_differences(digests: Sequence[RankDigest], details: Sequence[Mappin
     `details` holds, by rank, the sections that a representative sent.
     """
     hosts = [rank.host for rank in digests]
-    lines: list[str] = []
-    differing = representatives(digests)
-    for name in differing:
-        groups = _ranks_by([rank.digests.get(name) for rank in digests])
-        sections = {rank: details[ranks[0]].get(name, {}) for ranks in groups.values() for rank in ranks}
-        keys = {key: None for section in {id(s): s for s in sections.values()}.values() for key in section}
-        items = []
-        for key in keys:
-            by_value = _ranks_by([sections[rank].get(key, "absent") for rank in range(len(hosts))])
-            if len(by_value) > 1:
-                is_hash = name in (_SOURCES_SECTION, _DATA_SECTION)
-                items.append(f"{key} is {_describe_values(by_value, hosts, is_hash=is_hash)}")
+    speakers, parts = representatives(digests), []
+    for name, ranks in speakers.items():
+        section_of = {digests[rank].digests.get(name): details[rank].get(name, {}) for rank in ranks}
+        sections = [section_of[rank.digests.get(name)] for rank in digests]
+        by_key = {
+            key: _ranks_by([section.get(key, "absent") for section in sections])
+            for key in dict.fromkeys(key for section in section_of.values() for key in section)
+        }
+        items = [f"{key} is {_describe_values(by, hosts)}" for key, by in by_key.items() if len(by) > 1]
         more = f"; {len(items) - _MAX_ITEMS} more of its keys differ" if len(items) > _MAX_ITEMS else ""
-        lines.append(f"{name}: {'; '.join(items[:_MAX_ITEMS])}{more}")
-    kind = DataError if list(differing) == [_DATA_SECTION] else ConfigError
+        parts.append(f"{name}: {'; '.join(items[:_MAX_ITEMS])}{more}")
+    kind = DataError if list(speakers) == [_DATA_SECTION] else ConfigError
     return kind(
-        f"the ranks were not started alike, so they cannot train together. {'. '.join(lines)}. Start every rank with "
+        f"the ranks were not started alike, so they cannot train together. {'. '.join(parts)}. Start every rank with "
         "the same flags, files, data and software."
     )
 
 
-def _ranks_by(values: Sequence[object]) -> dict[object, list[int]]:
+def _ranks_by(values: Sequence[object]) -> dict[Any, list[int]]:
     """Group ranks by their value, the most frequent first."""
     groups: dict[object, list[int]] = {}
     for rank, value in enumerate(values):
@@ -488,22 +450,21 @@ def _ranks_by(values: Sequence[object]) -> dict[object, list[int]]:
     return dict(sorted(groups.items(), key=lambda group: (-len(group[1]), group[1][0])))
 
 
-def _describe_values(by_value: Mapping[object, list[int]], hosts: Sequence[str], *, is_hash: bool) -> str:
+def _describe_values(by_value: Mapping[str, list[int]], hosts: Sequence[str]) -> str:
+    """Describe the values of a key with the ranks that have them; but for the first also with their hosts."""
     words: list[str] = []
-    for value, ranks in list(by_value.items())[:_MAX_VALUES]:
-        text = str(value)
-        text = text[:_HASH_DIGITS] if is_hash and len(text) > _MAX_VALUE_LENGTH else text
-        text = text if len(text) <= _MAX_VALUE_LENGTH else f"{text[: _MAX_VALUE_LENGTH - 3]}..."
-        where = _describe_hosts(ranks, hosts) if len(set(hosts)) > 1 and words else ""
-        words.append(f"{text} on {describe_ranks(ranks)}{where}")
+    for text, ranks in list(by_value.items())[:_MAX_VALUES]:
+        if len(text) > _MAX_VALUE_LENGTH:
+            is_hash = len(text) == _HASH_LENGTH and text.isalnum()
+            text = text[:_HASH_DIGITS] if is_hash else f"{text[: _MAX_VALUE_LENGTH - 3]}..."
+        word = f"{text} on {describe_ranks(ranks)}"
+        if words and len(set(hosts)) > 1:
+            names = list(dict.fromkeys(hosts[rank] for rank in ranks))
+            more = f" and {len(names) - _MAX_HOSTS} more" if len(names) > _MAX_HOSTS else ""
+            word += f" (host {', '.join(names[:_MAX_HOSTS])}{more})"
+        words.append(word)
     more = f" and {len(by_value) - _MAX_VALUES} other values elsewhere" if len(by_value) > _MAX_VALUES else ""
     return ", ".join(words) + more
-
-
-def _describe_hosts(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    names = list(dict.fromkeys(hosts[rank] for rank in ranks))
-    more = f" and {len(names) - _MAX_HOSTS} more" if len(names) > _MAX_HOSTS else ""
-    return f" (host {', '.join(names[:_MAX_HOSTS])}{more})"
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:

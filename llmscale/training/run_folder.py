@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TextIO
 
 from llmscale import __version__
-from llmscale.config.published import last_part, publish_texts
+from llmscale.config.run_keys import last_part, publish_texts
 from llmscale.config.user_paths import shown
 from llmscale.error_handling import say
 from llmscale.errors import ConfigError, LlmscaleError

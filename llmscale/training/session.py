@@ -51,11 +51,11 @@ from llmscale.training.loss_spikes import (
     rollback_advice,
     steps_to_skip,
 )
-from llmscale.training.profiler import ProfileSteps
 from llmscale.training.reports import (
     CheckNumerics,
     EvaluateTasks,
     JudgeOverfit,
+    ProfileSteps,
     ReportCompilation,
     ReportMemory,
     ReportStartup,
@@ -280,17 +280,17 @@ def build_actions(
     log = LogSteps(run, engine, io, watchers)
     actions: list[StepAction] = []
     if config.profile:
-        actions.append(ProfileSteps(run, engine, io, config.profile, is_rollback=rollback.num_rollbacks > 0))
+        actions.append(ProfileSteps(run, engine, io))
     if config.check_numerics and not rollback.num_rollbacks:
         actions.append(CheckNumerics(run, engine, io))
-    actions += [ReportStartup(run, io)]
+    actions += [ReportStartup(run, engine, io)]
     if engine.compiler is not None:
-        actions.append(ReportCompilation(run, io, engine.compiler))
-    actions += [ReportMemory(run, io), log, StopOnNonfinite(run, engine, io, judges_at=log.due)]
+        actions.append(ReportCompilation(run, engine, io))
+    actions += [ReportMemory(run, engine, io), log, StopOnNonfinite(run, engine, io, judges_at=log.due)]
     if world.is_main:
         actions.append(ReportPace(run, engine, io))
     if config.overfit_batch is not None:
-        actions.append(JudgeOverfit(run, io))
+        actions.append(JudgeOverfit(run, engine, io))
     if run.validation:
         actions.append(Validate(run, engine, io))
     if run.start.tasks:
@@ -408,7 +408,8 @@ class SaveCheckpoints(StepAction):
         self, run: Run, engine: Engine, io: RunIO, rollback: RollbackRequest, others: Sequence[StepAction]
     ) -> None:
         """One of the `others` may validate."""
-        self._run, self._engine, self._io, self._others = run, engine, io, others
+        super().__init__(run, engine, io)
+        self._others = others
         config = run.config
         self._saver = CheckpointSaver(
             config.run,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import SHAPE_KEYS, VOCAB_MULTIPLE, shortest_interval
-from llmscale.checkpoint.frozen_base import base_of_checkpoint
+from llmscale.checkpoint.initial_weights import base_of_checkpoint
 from llmscale.checkpoint.inventory import FoundCheckpoints
 from llmscale.checkpoint.manifest import load_pieces
 from llmscale.checkpoint.run_state import RunState, SavedRun, check_identity
@@ -34,7 +34,7 @@ from llmscale.planning.compilation import EAGER, Compilation
 from llmscale.planning.disk_usage import SPARE_BYTES, checkpoints_at_once
 from llmscale.planning.recommend import find_smallest_change
 from llmscale.planning.search import MARGIN
-from llmscale.training.inputs import Inputs, read_inputs
+from llmscale.training.inputs import Inputs, PreparedRun, read_inputs
 from llmscale.training.sample_stream import SampleStream, build_stream, check_skips
 
 if TYPE_CHECKING:
@@ -96,9 +96,9 @@ class Start(Inputs):
         return replace(begun, compilation=self.compilation, listing=self.listing)
 
 
-def prepare_start(config: RunConfig, world_size: int) -> Start:
+def prepare_start(run: RunConfig | PreparedRun, world_size: int) -> Start:
     """Read a run's inputs and resolve its start. Raises ConfigError, DataError or CheckpointError; writes nothing."""
-    return resolve_start(read_inputs(config), world_size)
+    return resolve_start(read_inputs(run), world_size)
 
 
 def resolve_start(inputs: Inputs, world_size: int) -> Start:

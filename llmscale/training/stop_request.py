@@ -1,12 +1,8 @@
-"""Connect a rank with the processes around it: requests to stop, and peers that are lost.
+"""Connect a rank with the processes around it: requests to stop, and peers that are lost. By Linux' /proc, no torch.
 
-Requests to stop are signals, and the end of the launcher that started this rank.
-
-No torch: installed before anything slow is imported. Linux' /proc. When a launcher ends, nobody forwards signals any
-more, and the ranks of a run that was meant to end would train on. Only launchers count, recognised by their command
-lines: a shell, `nohup`, tmux or ssh that ends leaves a run alone.
-
-Errors of connections between ranks, explained by the rank that has gone. Linux' /proc.
+Requests to stop are signals, and the end of the launcher that started this rank: nobody forwards signals any more, and
+the ranks of a run that was meant to end would train on. Only launchers count, recognised by their command lines: a
+shell, `nohup`, tmux or ssh that ends leaves a run alone.
 
 A rank that is killed breaks the connections of all others, whose libraries name an address at best. Under any launcher
 the ranks of a host are processes of one job, and the launcher's children: who is missing, and how a child ended that
@@ -22,7 +18,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -299,18 +295,13 @@ def find_launchers() -> list[Launcher]:
     chain: list[Launcher] = []
     pid = os.getppid()
     while pid > 0 and (stat := read_stat(pid)) is not None:
-        arguments = _arguments(pid)
-        name = launcher_name(arguments)
+        name = launcher_name([os.fsdecode(word) for word in _read_list(pid, "cmdline")[:-1]])
         if name is not None:
             chain.append(Launcher(pid, name, stat.started))
         elif chain or f"RANK={os.environ.get('RANK', '')}".encode() not in _read_list(pid, "environ"):
             # Not a wrapper with the rank's environment either, such as a shell script that binds cores.
             break
         pid = stat.parent
-    # On one node `deepspeed` starts its launcher without --node_rank, and everybody else with that flag.
-    lacks_runner = bool(chain) and chain[-1].name == "deepspeed.launcher.launch"
-    if lacks_runner and not any(word.startswith("--node_rank") for word in _arguments(chain[-1].pid)):
-        chain.append(Launcher(pid, "deepspeed", ""))
     return chain
 
 
@@ -336,32 +327,20 @@ def repeating_launches(variables: Mapping[str, str]) -> list[str]:
 
 def launcher_name(arguments: Sequence[str]) -> str | None:
     """Return the name of the launcher that a command line runs, or None."""
-    if not arguments:
+    program, *words = arguments or [""]
+    name = os.path.basename(program)
+    if not name.startswith("python"):
+        return name if name in _COMMANDS else None
+    while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
+        words = words[2 if words[0] in ("-X", "-W") else 1 :]
+    if words[:1] == ["-m"] or words[:2] == ["-c", RUN_MODULE]:
+        return _MODULES.get([*words, ""][2 if words[0] == "-c" else 1])
+    if not words or words[0] == "-c":
         return None
-    program = os.path.basename(arguments[0])
-    if program in _COMMANDS:
-        return program
-    if not program.startswith("python"):
-        return None
-    words = iter(arguments[1:])
-    for word in words:
-        if word in ("-X", "-W"):
-            next(words, None)
-        elif word == "-m":
-            return _MODULES.get(next(words, ""))
-        elif word == "-c":
-            return _MODULES.get(next(words, "")) if next(words, "") == RUN_MODULE else None
-        elif not word.startswith("-"):
-            return _script_name(word)
-    return None
-
-
-def _script_name(script: str) -> str | None:
-    """Return the launcher of a Python script: an installed command, or the file of a module."""
-    name = os.path.basename(script)
-    if name in _COMMANDS:
+    # An installed command, or the file of a module.
+    if (name := os.path.basename(words[0])) in _COMMANDS:
         return name
-    dotted = script.removesuffix(".py").replace("/", ".")
+    dotted = words[0].removesuffix(".py").replace("/", ".")
     launchers = (name for module, name in _MODULES.items() if "." in module and dotted.endswith(f".{module}"))
     return next(launchers, None)
 
@@ -383,10 +362,6 @@ def read_stat(pid: int) -> Stat | None:
     # The command comes first, in parentheses, and may itself contain some.
     words = b"".join(_read_list(pid, "stat")).decode(errors="replace").rpartition(")")[2].split()
     return Stat(words[0], int(words[1]), words[19], int(words[49])) if words else None
-
-
-def _arguments(pid: int) -> list[str]:
-    return [os.fsdecode(word) for word in _read_list(pid, "cmdline")[:-1]]
 
 
 def _read_list(pid: int, name: str) -> list[bytes]:
@@ -433,15 +408,56 @@ class LostPeer(MachineError):
 
 def explain_lost_peer(error: BaseException) -> LostPeer | None:
     """Return the error for the user if the connection to another rank broke, else None. Takes `_LOOK_S`."""
-    reason = next((reason for one in _chain(error) if (reason := _reason_of(one))), None)
+    reason, cause = _reason_of(error), error.__cause__ or error.__context__
+    while reason is None and cause is not None:
+        reason, cause = _reason_of(cause), cause.__cause__ or cause.__context__
     if reason is None or os.environ.get("WORLD_SIZE", "1") in ("", "1"):
         return None
-    peers = _Peers()
-    words = f"{peers.describe(reason)} ({reason})"
-    lost = LostPeer(f"{words}. The same command continues from the last checkpoint.")
+    count = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    first = int(os.environ["RANK"]) - int(os.environ.get("LOCAL_RANK", "0"))
+    expected = range(first, first + count)
+    killed: dict[int, int] = {}
+    living = set(find_ranks().values())
+    deadline = time.monotonic() + _LOOK_S
+    while time.monotonic() < deadline:
+        killed |= _killed_children(os.getppid())
+        if living.issuperset(expected):
+            living = set(find_ranks().values())
+        time.sleep(_LOOK_EVERY_S)
+    if missing := [rank for rank in expected if rank not in living]:
+        words = _describe_missing(missing, killed)
+    else:
+        words = _describe_silent(reason, is_one_host=count == int(os.environ["WORLD_SIZE"]))
+    lost = LostPeer(f"{words} ({reason}). The same command continues from the last checkpoint.")
     # The first rank of the host reports it, if it is there.
-    lost.is_on_every_rank = peers.first in peers.living
+    lost.is_on_every_rank = first in living
     return lost
+
+
+def _describe_missing(ranks: Sequence[int], killed: Mapping[int, int]) -> str:
+    """Describe ranks of this host that have gone. `killed`: signals by which the launcher's children ended."""
+    deaths = [f"process {process} {describe_death(number)}" for process, number in killed.items()]
+    if len(ranks) == len(deaths) == 1:
+        process, _, death = deaths[0].partition(" was ")
+        return f"rank {ranks[0]} ({process}) was {death}, and its connections broke"
+    why = "; ".join(deaths) or "its own error, or its launcher's report, says why: exit code -9 is SIGKILL"
+    numbers = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"{numbers} on this host ended, and its connections broke; {why}"
+
+
+def _describe_silent(reason: str, *, is_one_host: bool) -> str:
+    """Describe a rank that does not answer, while all of this host live."""
+    for process, rank in find_ranks().items():
+        if (stat := read_stat(process)) and stat.state == "T":
+            return f"rank {rank} (process {process}) is stopped: `kill -CONT {process}` continues it"
+    if is_one_host:
+        return "a rank does not answer, and all of them still run"
+    address = re.search(r"\d+\.\d+\.\d+\.\d+", reason)
+    where = f" ({address.group()})" if address else ""
+    return (
+        f"a rank on another host{where} ended or cannot be reached, and its connections broke; that host's output "
+        "says why, and `llmscale doctor --hostfile FILE` checks the network"
+    )
 
 
 def signal_name(number: int) -> str:
@@ -458,12 +474,6 @@ def describe_death(number: int) -> str:
     return f"was killed by {signal_name(number)}{cause}"
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 def _reason_of(error: BaseException) -> str | None:
     """Return the text of an error about a peer without its place in torch's source, or None."""
     text = " ".join(str(error).split())
@@ -476,55 +486,11 @@ def _reason_of(error: BaseException) -> str | None:
     return re.split(r"\. This is typically|[.,]? ?Exception raised from", text)[0][:_MAX_REASON]
 
 
-class _Peers:
-    """The ranks of this job on this host, while one of them may be ending."""
-
-    def __init__(self) -> None:
-        count = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-        self.first = int(os.environ["RANK"]) - int(os.environ.get("LOCAL_RANK", "0"))
-        self._is_all = count == int(os.environ["WORLD_SIZE"])
-        expected = range(self.first, self.first + count)
-        killed: dict[int, int] = {}
-        deadline = time.monotonic() + _LOOK_S
-        self.living = set(find_ranks().values())
-        while time.monotonic() < deadline:
-            killed |= _killed_children(os.getppid())
-            if self.living.issuperset(expected):
-                self.living = set(find_ranks().values())
-            time.sleep(_LOOK_EVERY_S)
-        self._killed = killed
-        """Signal by process."""
-        self._missing = [rank for rank in expected if rank not in self.living]
-
-    def describe(self, reason: str) -> str:
-        """Return which rank has gone, why, and where to look."""
-        if len(self._missing) == len(self._killed) == 1:
-            ((process, number),) = self._killed.items()
-            return f"rank {self._missing[0]} (process {process}) {describe_death(number)}, and its connections broke"
-        if self._missing:
-            ranks = f"rank{'s' * (len(self._missing) > 1)} {', '.join(map(str, self._missing))}"
-            deaths = [f"process {process} {describe_death(number)}" for process, number in self._killed.items()]
-            why = "; ".join(deaths) or "its own error, or its launcher's report, says why: exit code -9 is SIGKILL"
-            return f"{ranks} on this host ended, and its connections broke; {why}"
-        for process, rank in find_ranks().items():
-            if (stat := read_stat(process)) and stat.state == "T":
-                return f"rank {rank} (process {process}) is stopped: `kill -CONT {process}` continues it"
-        if self._is_all:
-            return "a rank does not answer, and all of them still run"
-        address = re.search(r"\d+\.\d+\.\d+\.\d+", reason)
-        where = f" ({address.group()})" if address else ""
-        return (
-            f"a rank on another host{where} ended or cannot be reached, and its connections broke; that host's output "
-            "says why, and `llmscale doctor --hostfile FILE` checks the network"
-        )
-
-
 def _killed_children(parent: int) -> dict[int, int]:
     """Return the signals by which children of a process ended that it has not waited for, by process."""
     signals = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit() and (stat := read_stat(int(name))) and stat.parent == parent and stat.state in "ZX":
-            number = stat.exit_code & 0x7F
-            if number:
-                signals[int(name)] = number
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        stat = read_stat(int(name))
+        if stat and stat.parent == parent and stat.state in "ZX" and stat.exit_code & 0x7F:
+            signals[int(name)] = stat.exit_code & 0x7F
     return signals

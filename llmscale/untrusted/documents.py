@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from llmscale.errors import LlmscaleError
 from llmscale.untrusted.paths import open_regular, read_regular
-
-if TYPE_CHECKING:
-    import yaml
 
 #: Largest file that people write: run files, ds_configs, model configurations.
 CONFIG_MAX_BYTES = 1 << 20
@@ -44,20 +43,17 @@ class Rules:
 
 def load_json(path: Path, rules: Rules, where: str = "") -> dict[str, object]:
     """Return the JSON object in a file. `where` names the file in messages instead of its path."""
-    where = where or str(path)
-    return parse_json(_read(path, rules, where), rules, where)
+    return _load(parse_json, path, rules, where)
 
 
 def load_yaml(path: Path, rules: Rules, where: str = "") -> dict[str, object]:
     """Return the mapping in a YAML file; an empty file gives an empty mapping."""
-    where = where or str(path)
-    return parse_yaml(_read(path, rules, where), rules, where)
+    return _load(parse_yaml, path, rules, where)
 
 
 def load_toml(path: Path, rules: Rules, where: str = "") -> dict[str, object]:
     """Return the table in a TOML file."""
-    where = where or str(path)
-    return parse_toml(_read(path, rules, where), rules, where)
+    return _load(parse_toml, path, rules, where)
 
 
 @dataclass(frozen=True)
@@ -89,35 +85,40 @@ def load_json_lines(path: Path, on_bad: Callable[[BadLine], None] | None = None)
 
 def parse_json(contents: bytes | str, rules: Rules, where: str) -> dict[str, object]:
     """Return the JSON object in `contents`; bytes are UTF-8. Raises `rules.error`."""
+
+    def refuse_constant(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not a JSON number")
+
+    constant = None if rules.not_finite else refuse_constant
     text = _decode(contents, rules, where, "JSON")
-    try:
-        value = json.loads(
-            text,
-            object_pairs_hook=_without_duplicates,
-            parse_constant=None if rules.not_finite else _refuse_constant,
-        )
-    except json.JSONDecodeError as error:
-        hint = ""
-        if text[error.pos : error.pos + 1] in tuple("/#}],'"):
-            hint = ". (JSON has no comments and no comma after the last entry.)"
-        place = f"{error.msg.removesuffix(' at')} at line {error.lineno}, column {error.colno}"
-        raise _fault(rules, f"{where} is not JSON: {place}{hint}") from None
-    except RecursionError:
-        raise _fault(rules, f"{where} nests objects and lists too deeply") from None
-    except ValueError as error:
-        raise _fault(rules, f"{where}: {error}") from None
+    with _malformed_as(rules, f"{where} is not JSON", text):
+        value = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=constant)
     return _checked(value, rules, where, "a JSON object")
 
 
 def parse_yaml(contents: bytes | str, rules: Rules, where: str) -> dict[str, object]:
     """Return the mapping in `contents`: safe YAML without duplicate keys. Raises `rules.error`."""
+    # Imported here: most commands read no YAML, and its parser takes longest to import.
     import yaml
 
+    class StrictLoader(yaml.SafeLoader):
+        """Safe YAML without duplicate keys."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+            _without_duplicates([(str(key.value), None) for key, _ in node.value])
+            values: dict[object, object] = super().construct_mapping(node, deep=deep)
+            return values
+
     text = _decode(contents, rules, where, "valid yaml")
-    try:
-        value = yaml.load(text, Loader=_strict_loader())
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise _fault(rules, f"{where} is not valid yaml: {_yaml_problem(error)}") from None
+    with _malformed_as(rules, f"{where} is not valid yaml"):
+        try:
+            value = yaml.load(text, Loader=StrictLoader)
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark
+            place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+            raise ValueError(f"{error.problem}{place}") from None
+        except yaml.YAMLError as error:
+            raise ValueError(error) from None
     return {} if value is None else _checked(value, rules, where, "keys and values")
 
 
@@ -129,21 +130,38 @@ def parse_toml(contents: bytes | str, rules: Rules, where: str) -> dict[str, obj
         import tomli as tomllib
 
     text = _decode(contents, rules, where, "valid toml")
-    try:
-        value = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _fault(rules, f"{where} is not valid toml: {' '.join(str(error).split())}") from None
-    return _checked(value, rules, where, "keys and values")
+    with _malformed_as(rules, f"{where} is not valid toml"):
+        return tomllib.loads(text)
 
 
-def _read(path: Path, rules: Rules, where: str) -> bytes:
+def _load(
+    parse: Callable[[bytes, Rules, str], dict[str, object]], path: Path, rules: Rules, where: str
+) -> dict[str, object]:
+    where = where or str(path)
     try:
-        return read_regular(path, rules.max_bytes, follow_links=rules.follow_links)
+        contents = read_regular(path, rules.max_bytes, follow_links=rules.follow_links)
     except (FileNotFoundError, NotADirectoryError):
         raise
     except (OSError, ValueError) as error:
         # ValueError: a NUL in the path.
         raise _fault(rules, f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return parse(contents, rules, where)
+
+
+@contextmanager
+def _malformed_as(rules: Rules, what: str, json_text: str = "") -> Iterator[None]:
+    """Raise `rules.error`, which begins with `what`, in place of a parser's error."""
+    try:
+        yield
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg.removesuffix(' at')} at line {error.lineno}, column {error.colno}"
+        if json_text[error.pos : error.pos + 1] in tuple("/#}],'"):
+            reason += ". (JSON has no comments and no comma after the last entry.)"
+        raise _fault(rules, f"{what}: {reason}") from None
+    except RecursionError:
+        raise _fault(rules, f"{what}: it nests objects and lists too deeply") from None
+    except ValueError as error:
+        raise _fault(rules, f"{what}: {' '.join(str(error).split())}") from None
 
 
 def _decode(contents: bytes | str, rules: Rules, where: str, kind: str) -> str:
@@ -169,49 +187,15 @@ def _describe(value: object) -> str:
     return "null" if value is None else kinds.get(type(value), f"a {type(value).__name__}")
 
 
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _without_duplicates(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+    """Return the entries of an object. Raises ValueError for a key that occurs twice."""
     values = dict(pairs)
-    if len(values) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"the key '{key}' occurs twice in one object. Keep one of them")
-            seen.add(key)
+    if len(values) < len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key '{twice}' occurs twice in one object. Keep one of them")
     return values
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _yaml_problem(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-    return " ".join(str(getattr(error, "problem", None) or error).split()) + place
 
 
 def _fault(rules: Rules, what: str) -> LlmscaleError:
     end = "" if what.endswith((".", ".)")) else "."
     return rules.error(f"{what}{end} {rules.remedy}".rstrip())
-
-
-def _strict_loader() -> type[yaml.SafeLoader]:
-    # Imported here: most commands read no YAML, and its parser takes longest to import.
-    import yaml
-
-    class StrictLoader(yaml.SafeLoader):
-        """Safe YAML without duplicate keys."""
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
-            seen: set[str] = set()
-            for key, _ in node.value:
-                name = str(key.value)
-                if name in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key '{name}' occurs twice; keep one of them", key.start_mark
-                    )
-                seen.add(name)
-            values: dict[object, object] = super().construct_mapping(node, deep=deep)
-            return values
-
-    return StrictLoader

@@ -35,6 +35,11 @@ GIB = 2**30
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "mosaicml-streaming", "numpy")
 
 
+def words(text: str) -> tuple[str, ...]:
+    """Return the words of a command, or of a part of one."""
+    return tuple(text.split())
+
+
 # The machine, and result files.
 
 
@@ -201,39 +206,15 @@ def run_llmscale(*arguments: str) -> None:
 
 def prepare_text(folder: Path, seq_len: int) -> Path:
     """Prepare the Python standard library as bytes, which every machine has; return the dataset."""
-    run_llmscale(
-        "data",
-        "prepare",
-        "--input",
-        "python-stdlib",
-        "--out",
-        str(folder / "set"),
-        "--tokenizer",
-        "bytes",
-        "--seq-len",
-        str(seq_len),
-    )
+    settings = words(f"--input python-stdlib --tokenizer bytes --seq-len {seq_len}")
+    run_llmscale("data", "prepare", *settings, "--out", str(folder / "set"))
     return folder / "set"
 
 
 def prepare_small_text(folder: Path, seq_len: int = 32) -> Path:
     """Prepare a small fixed part of the standard library without a validation split; return the dataset."""
-    run_llmscale(
-        "data",
-        "prepare",
-        "--input",
-        json.__path__[0],
-        "--out",
-        str(folder / "set"),
-        "--tokenizer",
-        "bytes",
-        "--seq-len",
-        str(seq_len),
-        "--val-fraction",
-        "0",
-        "--workers",
-        "1",
-    )
+    settings = words(f"--tokenizer bytes --seq-len {seq_len} --val-fraction 0 --workers 1")
+    run_llmscale("data", "prepare", "--input", json.__path__[0], "--out", str(folder / "set"), *settings)
     return folder / "set"
 
 

@@ -291,8 +291,8 @@ DATA = [
                 "models/two_ends --eot-token '<s>'",
                 r"--eot-token '<s>' is not a token of models/two_ends\. Did you mean '</s>'",
             ),
-            ("models/deep", r"models/deep/tokenizer\.json nests objects and lists too deeply"),
-            ("models/nan", r"models/nan/tokenizer\.json: NaN is not a JSON number"),
+            ("models/deep", r"models/deep/tokenizer\.json is not JSON: it nests objects and lists too deeply"),
+            ("models/nan", r"models/nan/tokenizer\.json is not JSON: NaN is not a JSON number"),
             (
                 "bytes --eot-token '<s>'",
                 r"--eot-token <s> is wrong: with --tokenizer bytes documents end with <\|endoftext",

@@ -36,7 +36,7 @@ LATE_IMPORTS = (
     "pwd",
     "llmscale.data.tokenizers.load_tokenizer",
     "llmscale.evaluate.model_source",
-    "llmscale.cluster.doctor.run",
+    "llmscale.cluster.doctor.on_ranks",
 )
 TORCH_STATUS = 77
 MEMORY_BYTES = 8 << 30

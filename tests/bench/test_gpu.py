@@ -125,21 +125,6 @@ def run_gpu(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProce
     return subprocess.run([str(SCRIPT), *arguments], capture_output=True, text=True, env=environment, timeout=timeout_s)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--out", "nowhere"], "--out nowhere is not a folder"),
-        (["--nanogpt", "."], "--nanogpt . has no train.py; git clone"),
-        (["--minutes", "0"], "must be above 0"),
-        (["--write-readme"], "--write-readme is for what a GPU measured"),
-    ],
-)
-def test_a_mistake_is_told_before_anything_runs(arguments: list[str], words: str) -> None:
-    answer = run_gpu("--device", "cpu", *arguments)
-    assert answer.returncode == 2
-    assert words in answer.stderr
-
-
 def test_a_machine_without_a_gpu_is_told_what_to_do() -> None:
     answer = run_gpu("--only", "no cell has this name")
     if answer.returncode == 0:

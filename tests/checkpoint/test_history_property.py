@@ -12,13 +12,15 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmscale.checkpoint.commit import Retention, commit_checkpoint, point_latest
 from llmscale.checkpoint.inventory import (
+    Retention,
+    commit_checkpoint,
     delete_checkpoint,
     find_best,
     find_checkpoints,
     free_name,
     history_after,
+    point_latest,
     prunable,
     record_history,
     remove_leftovers,

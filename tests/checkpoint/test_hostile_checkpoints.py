@@ -18,7 +18,7 @@ from llmscale.checkpoint.inventory import list_checkpoints, read_state
 from llmscale.checkpoint.load import load_full_weights
 from llmscale.checkpoint.manifest import find_damage, load_manifest
 from llmscale.checkpoint.run_state import load_run_state
-from llmscale.checkpoint.tensor_files import DTYPES, StoredWeights, check_archive, find_elements
+from llmscale.checkpoint.tensor_files import DTYPES, StoredWeights, find_elements
 from llmscale.cli.main import main
 from llmscale.errors import CheckpointError
 from tests.hostile_records import Record, set_at
@@ -170,14 +170,12 @@ def _archive(*, compression: int = zipfile.ZIP_STORED, elements: int | None = No
         (b"", "no tensor as torch.save"),
         (b"x" * 1000, "no tensor as torch.save"),
         (_archive(compression=zipfile.ZIP_DEFLATED), "compressed tensor"),
-        (_archive(elements=10**9), "claims more elements"),
+        (_archive(elements=10**9), "does not hold a flat tensor"),
         (_archive()[:-30], "no tensor as torch.save"),
     ],
     ids=["empty", "noise", "compressed", "elements", "torn"],
 )
 def test_archives_that_unfold_or_lie(archive: bytes, words: str) -> None:
-    with pytest.raises(CheckpointError, match=words):
-        check_archive(io.BytesIO(b"before" + archive + b"after"), 6, len(archive), "here")
     with pytest.raises(CheckpointError, match=words):
         find_elements(io.BytesIO(b"before" + archive + b"after"), 6, len(archive), "float32", 100, "here")
 
@@ -189,7 +187,6 @@ def test_archives_of_every_dtype_are_read(dtype: torch.dtype, elements: int) -> 
     torch.save(torch.zeros(elements, dtype=dtype), saved)
     archive = saved.getvalue()
     file = io.BytesIO(b"before" + archive + b"after")
-    check_archive(file, 6, len(archive), "here")
     name = str(dtype).removeprefix("torch.")
     begin = find_elements(file, 6, len(archive), name, elements, "here")
     assert set(file.getvalue()[begin : begin + elements * dtype.itemsize]) == {0}

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.checkpoint.commit import point_latest
 from llmscale.checkpoint.inventory import (
     MAX_PINNED,
     PINNED_NAME,
@@ -24,6 +23,7 @@ from llmscale.checkpoint.inventory import (
     pin_checkpoint,
     pinned_checkpoints,
     point_best,
+    point_latest,
     record_history,
     remove_leftovers,
 )

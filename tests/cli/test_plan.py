@@ -272,6 +272,8 @@ def test_several_gpus_are_compared_by_their_prices(capsys: pytest.CaptureFixture
     assert [run["gpu"] for run in runs] == ["rtx4090", "a100-80gb"]
     assert [run["cost_usd"] for run in runs] == pytest.approx([0.4 * runs[0]["gpu_hours"], 4 * runs[1]["gpu_hours"]])
     assert [run["energy_kwh"] / run["gpu_hours"] for run in runs] == pytest.approx([0.3 * 1.2, 0.35 * 1.2])
+    twice = plan_json(capsys, words.replace("rtx4090 a100-80gb", "a100-80gb A100-80GB"))
+    assert twice == plan_json(capsys, words.replace("rtx4090 a100-80gb", "a100-80gb"))
     # The one is less expensive, the other faster.
     assert re.search(r"^\* +rtx4090 ", plan(capsys, priced), re.MULTILINE)
     assert re.search(r"^\* +a100-80gb ", plan(capsys, words), re.MULTILINE)

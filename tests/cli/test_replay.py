@@ -155,8 +155,9 @@ def test_a_mistake_is_one_line(
 def test_a_moved_dataset_is_named(
     run: Path, planted_set: Path, tmp_path: Path, tiny_set: Path, replay: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["replay", str(run), "--step", "20", "--data", str(tiny_set)]) == 2
-    assert "another dataset" in capsys.readouterr().err
+    for data, words in ((tiny_set, "is not what"), ("nosuch", "does not exist here")):
+        assert main(["replay", str(run), "--step", "20", "--data", str(data)]) == 2
+        assert f"--data {data} {words}" in capsys.readouterr().err
     there = planted_set.rename(tmp_path / "elsewhere")
     try:
         assert main(["replay", str(run), "--step", "20"]) == 2

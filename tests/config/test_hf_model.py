@@ -88,9 +88,17 @@ def test_a_run_that_goes_on_needs_the_folder_no_more(folder: Path) -> None:
         assert continued.steps == 7
         assert {key: getattr(continued, key) for key in PUBLISHED_KEYS} == {key: saved[key] for key in PUBLISHED_KEYS}
     assert with_saved_shape(RunConfig(model="tiny-1m"), saved, "checkpoint") is None
-    assert with_saved_shape(RunConfig(), RunConfig().model_dump(mode="json"), "checkpoint") is None
     with pytest.raises(ConfigError, match="n_layer is 9 by --n-layer and 3 by checkpoint"):
         with_saved_shape(RunConfig(n_layer=9), saved, "checkpoint")
+
+
+def test_a_run_that_begins_with_another_takes_its_preset_and_shape_unless_it_names_a_model() -> None:
+    saved = RunConfig(model="tiny-1m", n_layer=2, norm="rmsnorm").model_dump(mode="json")
+    begun = with_saved_shape(RunConfig(lora_rank=4, norm="layernorm"), saved, "checkpoint")
+    assert begun is not None
+    assert (begun.model, begun.n_layer, begun.norm, begun.lora_rank) == ("tiny-1m", 2, "layernorm", 4)
+    for model in ("tiny-1m", "tiny-10m"):
+        assert with_saved_shape(RunConfig(model=model), saved, "checkpoint") is None
 
 
 def test_what_a_hostile_checkpoint_says_of_the_shape_is_checked(folder: Path) -> None:

@@ -29,6 +29,16 @@ def test_every_optimizer_has_its_own_default_rate(optimizer: str, rate: float) -
     assert resolve(*flags, "--lr", "0.5", ds=ds).schedule.lr == 0.5
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "rate"), [((), 1e-2), (("muon",), 1e-2), (("adamw",), 1e-3), (("adafactor",), 5e-2)]
+)
+def test_another_optimizer_than_a_preset_s_has_the_rate_of_a_model_of_its_size(
+    optimizer: tuple[str, ...], rate: float
+) -> None:
+    flags = ("--model", "tiny-muon-1m", *(("--optimizer", *optimizer) if optimizer else ()))
+    assert resolve(*flags, ds={"zero_optimization": {"stage": 0}}).schedule.lr == pytest.approx(rate)
+
+
 def test_a_preset_brings_shape_batch_and_learning_rate() -> None:
     run = resolve("--model", "gpt2-124m")
     assert (run.shape.n_layer, run.shape.n_head, run.shape.n_embd) == (12, 12, 768)

@@ -160,6 +160,8 @@ def test_a_saved_config_can_be_read_back() -> None:
         (["--no-wandb", "--eval-every", "0"], "wandb: true\nwandb_name: x\neval_every: 5\neval_tasks: [text=a]", None),
         (["--eval-every", "3"], "eval_tasks: [text=a]", None),
         (["--keep-every", "0", "--save-every", "0"], "", None),
+        (["--keep-every", "5", "--save-every", "0"], "", "--keep-every needs --save-every N"),
+        (["--keep-every", "5", "--save-every", "0", "--save-every-minutes", "1"], "", None),
     ],
 )
 def test_a_key_without_effect_is_refused(tmp_path: Path, flags: list[str], file: str, message: str | None) -> None:

@@ -18,7 +18,7 @@ from llmscale.data.prepare.sources import formats, source
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.sources.source import describe_passed_over
 from llmscale.data.tokenizers.hugging_face import load_huggingface
-from llmscale.data.tokenizers.tiktoken_tokenizer import load_ranks_file
+from llmscale.data.tokenizers.tokenizer import load_ranks_file
 from llmscale.errors import DataError
 from tests import warm_start
 

@@ -6,34 +6,22 @@ Every step also checks that the ranks have exactly the global batch (--check-eve
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests import warm_start
-from tests.conftest import REPOSITORY, build_train_command, read_losses
+from tests.conftest import build_train_command, read_losses, read_records, words
 from tests.runs_in_turn import train_in_turn
 
 #: Values of a logged step that no number of ranks may change.
-COMPARED = (
-    "tokens_seen",
-    "loss",
-    "z_loss",
-    "grad_norm",
-    "skipped_steps",
-    "router_loss",
-    "expert_load_max",
-    "expert_load_mean",
-    "expert_load_min",
-    "router_entropy",
-    "tokens_moved",
+COMPARED = words(
+    "tokens_seen loss z_loss grad_norm skipped_steps router_loss router_entropy tokens_moved "
+    "expert_load_max expert_load_mean expert_load_min"
 )
 #: Largest relative difference: sums in another order, in fp32.
 TOLERANCE = 2e-6
-EXPERTS = ("--num-experts", "4", "--expert-width", "40", "--precision", "fp32", "--router-z-loss", "1e-3")
+EXPERTS = words("--num-experts 4 --expert-width 40 --precision fp32 --router-z-loss 1e-3")
 #: Runs by name: a ds_config and flags. The batch has 8 sequences, if the flags do not say otherwise.
 CASES: dict[str, tuple[str, ...]] = {
     "mixture": ("zero2", "--data", "MIX", "--z-loss", "1e-2"),
@@ -62,24 +50,17 @@ DIVIDED = {
 
 
 @pytest.fixture(scope="module")
-def mix(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny set, and one of other letters."""
-    folder = tmp_path_factory.mktemp("mix")
-    (folder / "digits.jsonl").write_text("\n".join(json.dumps({"text": f"{number} " * 60}) for number in range(120)))
-    command = ["-m", "llmscale", "data", "prepare", "--input", str(folder / "digits.jsonl"), "--tokenizer", "bytes"]
-    command += ["--out", str(folder / "digits"), "--seq-len", "32", "--val-fraction", "0.1", "--workers", "1"]
-    warm_start.run([sys.executable, *command], check=True, cwd=REPOSITORY, capture_output=True)
-    (folder / "mix.yaml").write_text(
-        f"sets: {{words: {tiny_set}, digits: digits}}\nstages: [{{weights: {{words: 2, digits: 1}}}}]\n"
-    )
-    return folder / "mix.yaml"
+def mix(tiny_set: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mix") / "mix.yaml"
+    path.write_text(f"sets: {{words: {tiny_set}, digits: {digits}}}\nstages: [{{weights: {{words: 2, digits: 1}}}}]\n")
+    return path
 
 
 def build_command(data: Path, mix: Path, folder: Path, case: Sequence[str]) -> list[str]:
     ds_config, *flags = case
-    fixed = ("--ds", f"ds_configs/{ds_config}.json", "--steps", "6", "--lr", "1e-3", "--save-every", "0")
-    words = ("--precision", "fp32", "--val-every", "3", "--check-every", "1", "--n-head", "2", *flags)
-    return build_train_command(data, folder, *fixed, *(str(mix) if word == "MIX" else word for word in words))
+    fixed = words("--steps 6 --lr 1e-3 --save-every 0 --precision fp32 --val-every 3 --check-every 1 --n-head 2")
+    flags = [str(mix) if word == "MIX" else word for word in flags]
+    return build_train_command(data, folder, "--ds", ds_config, *fixed, *flags)
 
 
 def train(cases: Mapping[str, Sequence[str]], world_size: int, folder: Path, data: Path, mix: Path) -> dict[str, Path]:
@@ -92,14 +73,11 @@ def train(cases: Mapping[str, Sequence[str]], world_size: int, folder: Path, dat
 def values_of(run: Path) -> dict[tuple[str, int, str], float]:
     """Return every number that is compared, by kind of record, step and name; of a step logged twice, the later one."""
     values: dict[tuple[str, int, str], float] = {}
-    for record in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
-        kind = record["kind"]
+    for record in read_records(run, "train", "validation"):
+        kind, known = record["kind"], {"loss": record["loss"], "bits": record.get("bits_per_byte")}
         if kind == "train":
-            known: dict[str, Any] = {name: record.get(name) for name in COMPARED} | (record.get("loss_by_set") or {})
-        elif kind == "validation":
-            known = {"loss": record["loss"], "bits": record["bits_per_byte"]} | record.get("loss_by_set", {})
-        else:
-            continue
+            known = {name: record.get(name) for name in COMPARED}
+        known |= record.get("loss_by_set") or {}
         values |= {(kind, record["step"], name): value for name, value in known.items() if value is not None}
     return values
 
@@ -140,7 +118,7 @@ def test_every_setting_on_one_to_five_ranks(tiny_set: Path, mix: Path, tmp_path:
 def test_an_overfit_check_and_bf16_on_three_ranks(
     tiny_set: Path, tmp_path: Path, flags: tuple[str, ...], tolerance: float
 ) -> None:
-    fixed = ("--steps", "20", "--lr", "1e-3", "--precision", "fp32", "--n-head", "2", "--check-every", "1")
+    fixed = words("--steps 20 --lr 1e-3 --precision fp32 --n-head 2 --check-every 1")
     losses = []
     for world_size in (1, 3):
         command = build_train_command(tiny_set, tmp_path / str(world_size), *fixed, *flags)

@@ -16,15 +16,14 @@ from llmscale.data.validation import validation_sample_ids
 from llmscale.model.gpt import GPT
 from llmscale.training.start import Start, prepare_start
 from scripts.bench.resume.samples import read_samples
-from tests.conftest import REPOSITORY, TRAIN, build_train_command
+from tests.conftest import TRAIN, build_train_command, forget_after, words
 from tests.conversations import conversations_in, prepare, prepare_conversations, write_conversations, write_words
 from tests.distributed.test_any_number_of_ranks import values_of
 from tests.distributed.test_document_mask import plain_optimizer
-from tests.distributed.test_resume import forget_after
 from tests.runs_in_turn import train_in_turn
 
 STEPS = 4
-FLAGS = ("--precision", "fp32", "--steps", str(STEPS), "--lr", "1e-2", "--val-every", str(STEPS), "--check-every", "1")
+FLAGS = words(f"--precision fp32 --steps {STEPS} --lr 1e-2 --val-every {STEPS} --check-every 1")
 #: ds_config and flags of runs by name, each with its ranks. Batches have 10 rows: three ranks need fillers.
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "a row at a time": (1, ("zero1", "--micro-batch-size", "1")),
@@ -47,8 +46,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(data: Path, run: Path, ds_config: str, *flags: str) -> list[str]:
-    ds_path = str(REPOSITORY / f"ds_configs/{ds_config}.json")
-    return build_train_command(data, run, "--global-batch-size", "10", *FLAGS, *flags, "--ds", ds_path)
+    return build_train_command(data, run, "--global-batch-size", "10", *FLAGS, *flags, "--ds", ds_config)
 
 
 def check_equal(run: Path, reference: Path, tolerance: float = 1e-6) -> None:

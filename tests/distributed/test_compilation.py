@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import read_losses
+from tests.conftest import read_losses, words
 
 STEPS = 6
-FLAGS = (
-    "--steps",
-    str(STEPS),
-    "--warmup-steps",
-    "2",
-    "--lr",
-    "3e-3",
-    "--precision",
-    "fp32",
-    "--dropout",
-    "0.1",
-    "--n-layer",
-    "2",
-    "--micro-batch-size",
-    "2",
-    "--val-every",
-    "3",
-    "--val-samples",
-    "7",
-    "--sample-every",
-    "3",
-    "--save-every",
-    "3",
+FLAGS = words(
+    f"--steps {STEPS} --warmup-steps 2 --lr 3e-3 --precision fp32 --dropout 0.1 --n-layer 2 --micro-batch-size 2 "
+    "--val-every 3 --val-samples 7 --sample-every 3 --save-every 3"
 )
 #: Steps whose losses and validation agree to the sixth decimal.
 TOLERANCE = 1e-6
@@ -73,15 +52,10 @@ def train(
     return run
 
 
-def read_validation(run: Path) -> dict[int, float]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {record["step"]: record["loss"] for record in records if record["kind"] == "validation"}
-
-
 def assert_same(run: Path, reference: Path, first_step: int = 1) -> None:
-    for read in (read_losses, read_validation):
-        expected = {step: loss for step, loss in read(reference).items() if step >= first_step}
-        assert read(run) == pytest.approx(expected, abs=TOLERANCE)
+    for kind in ("train", "validation"):
+        expected = {step: loss for step, loss in read_losses(reference, kind).items() if step >= first_step}
+        assert read_losses(run, kind) == pytest.approx(expected, abs=TOLERANCE)
 
 
 def samples(output: str) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,77 +19,48 @@ from llmscale.engine.optimizers import build_optimizer
 from llmscale.model.gpt import GPT
 from llmscale.training.start import Start, prepare_start
 from scripts.bench.resume.samples import read_samples
-from tests.conftest import REPOSITORY, TRAIN, build_train_command, read_losses
-from tests.distributed.test_resume import forget_after
+from tests.conftest import (
+    TRAIN,
+    assert_same_losses,
+    build_train_command,
+    forget_after,
+    read_losses,
+    run_ranks,
+    words,
+)
+from tests.runs_in_turn import train_in_turn
 
 STEPS = 10
-FLAGS = (
-    "--document-mask",
-    "--precision",
-    "fp32",
-    "--steps",
-    str(STEPS),
-    "--save-every",
-    "5",
-    "--keep-last",
-    "9",
-    "--lr",
-    "3e-3",
-    "--check-every",
-    "1",
-    "--val-every",
-    str(STEPS),
-    "--val-samples",
-    "16",
+FLAGS = words(
+    f"--document-mask --precision fp32 --steps {STEPS} --save-every 5 --keep-last 9 --lr 3e-3 --check-every 1 "
+    f"--val-every {STEPS} --val-samples 16"
 )
 #: Llama's layers.
-LLAMA_FLAGS = (
-    "--positions",
-    "rotary",
-    "--norm",
-    "rmsnorm",
-    "--gated-mlp",
-    "--activation",
-    "silu",
-    "--n-kv-head",
-    "1",
-    "--sliding-window",
-    "9",
-    "--no-bias",
-    "--no-tied",
+LLAMA_FLAGS = words(
+    "--positions rotary --norm rmsnorm --gated-mlp --activation silu --n-kv-head 1 --sliding-window 9 --no-bias "
+    "--no-tied"
 )
 
 
-@pytest.mark.parametrize("flags", [(), LLAMA_FLAGS], ids=["gpt2", "llama"])
-def test_losses_are_those_of_a_plain_loop_over_single_documents(
-    ranks: Callable, short_documents: Path, tmp_path: Path, flags: tuple[str, ...]
-) -> None:
-    command = build_train_command(
-        short_documents, tmp_path / "run", *FLAGS, *flags, "--ds", str(REPOSITORY / "ds_configs/zero2.json")
-    )
-    job = ranks(command, 2)
-    output = job.wait()[0]
-    assert job.exit_codes == [0, 0], output
-    assert "documents do not see each other: 2" in output
-    run = prepare_start(parse_run_config([word for word in command if word != str(TRAIN)]), 2)
-    assert run.resolved.shape.document_end == 256
-    losses, validation = plain_losses(run, read_samples(tmp_path / "run"))
-    actual = read_losses(tmp_path / "run")
-    assert [actual[step] for step in range(1, STEPS + 1)] == pytest.approx(losses, rel=1e-5)
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [record["loss"] for record in records if record["kind"] == "validation"] == pytest.approx(
-        [validation], rel=1e-5
-    )
+def test_losses_are_those_of_a_plain_loop_over_single_documents(short_documents: Path, tmp_path: Path) -> None:
+    models = {"gpt2": (), "llama": LLAMA_FLAGS}
+    commands = {
+        name: build_train_command(short_documents, tmp_path / name, *FLAGS, *flags, "--ds", "zero2")
+        for name, flags in models.items()
+    }
+    for name, output in zip(models, train_in_turn([*commands.values()], 2), strict=True):
+        assert "documents do not see each other: 2" in output
+        run = prepare_start(parse_run_config([word for word in commands[name] if word != str(TRAIN)]), 2)
+        assert run.resolved.shape.document_end == 256
+        losses, validation = plain_losses(run, read_samples(tmp_path / name))
+        assert read_losses(tmp_path / name) == pytest.approx(dict(enumerate(losses, 1)), rel=1e-5)
+        assert read_losses(tmp_path / name, "validation") == pytest.approx({STEPS: validation}, rel=1e-5)
 
 
 @pytest.mark.slow
-def test_goes_on_bit_by_bit_and_elsewhere(ranks: Callable, short_documents: Path, tmp_path: Path) -> None:
+def test_goes_on_bit_by_bit_and_elsewhere(short_documents: Path, tmp_path: Path) -> None:
     def train(ds_config: str, world_size: int, *flags: str) -> dict[int, float]:
-        ds_path = str(REPOSITORY / f"ds_configs/{ds_config}.json")
-        command = build_train_command(short_documents, tmp_path / "run", *FLAGS, *flags, "--ds", ds_path)
-        job = ranks(command, world_size)
-        output = job.wait()[0]
-        assert job.exit_codes == [0] * world_size, output
+        run_ranks(build_train_command(short_documents, tmp_path / "run", *FLAGS, *flags, "--ds", ds_config), world_size)
         return read_losses(tmp_path / "run")
 
     straight = train("zero2", 2)
@@ -99,8 +68,7 @@ def test_goes_on_bit_by_bit_and_elsewhere(ranks: Callable, short_documents: Path
     assert train("zero2", 2) == straight
     for ds_config, mode in (("zero3", "selective"), ("zero1", "full")):
         forget_after(tmp_path / "run", 5)
-        losses = train(ds_config, 1, "--activation-checkpointing", mode)
-        assert max(abs(losses[step] - straight[step]) / straight[step] for step in straight) <= 1e-5
+        assert_same_losses(train(ds_config, 1, "--activation-checkpointing", mode), straight)
 
 
 def plain_losses(run: Start, sample_ids: dict[int, np.ndarray]) -> tuple[list[float], float]:

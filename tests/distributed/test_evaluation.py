@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.conftest import read_losses
+from tests.conftest import read_losses, read_records, run_ranks, words
 from tests.evaluate.made_up_items import write_items
 
 STEPS = 4
-FLAGS = (
-    "--steps",
-    str(STEPS),
-    "--lr",
-    "3e-3",
-    "--precision",
-    "fp32",
-    "--save-every",
-    "0",
-    "--val-every",
-    "2",
-    "--val-samples",
-    "9",
-    "--micro-batch-size",
-    "2",
+FLAGS = words(
+    f"--steps {STEPS} --lr 3e-3 --precision fp32 --save-every 0 --val-every 2 --val-samples 9 --micro-batch-size 2"
 )
 FORMATS = {"hellaswag": "hellaswag", "multiple_choice": "choice", "likelihood": "likelihood", "text": "text"}
 Train = Callable[..., tuple[Path, str]]
 
 
 @pytest.fixture
-def train(ranks: Callable, train_command: Callable, tmp_path: Path) -> Train:
+def train(train_command: Callable, tmp_path: Path) -> Train:
     """`train(stage, world_size, *flags)`: the run folder, and what its main rank printed."""
 
     def run(stage: int, world_size: int, *flags: str) -> tuple[Path, str]:
         folder = tmp_path / f"zero{stage}-{world_size}-{len(flags)}"
-        command = train_command("--ds", f"ds_configs/zero{stage}.json", *FLAGS, "--run", str(folder), *flags)
-        job = ranks(command, world_size)
-        output = job.wait(600)
-        assert job.exit_codes == [0] * world_size, output
-        return folder, output[0]
+        command = train_command("--ds", f"zero{stage}", *FLAGS, "--run", str(folder), *flags)
+        return folder, run_ranks(command, world_size, timeout_s=600)
 
     return run
 
@@ -55,11 +37,6 @@ def tasks(tmp_path: Path) -> list[str]:
     specs = [f"{name}={paths[file]}" for name, file in FORMATS.items()]
     # One flag: the command's helper keeps the last of a flag that stands there twice.
     return ["--eval-every", "2", "--eval-tasks", ",".join(specs)]
-
-
-def read_records(run: Path, kind: str) -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if record["kind"] == kind]
 
 
 def evaluations(run: Path) -> dict[tuple[int, str], dict[str, float]]:

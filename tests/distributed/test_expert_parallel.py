@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from llmscale.checkpoint.load import load_full_weights
-from tests.conftest import build_train_command
-from tests.distributed.test_loss import ERRORS, cell
-from tests.distributed.test_sequence_parallel import ON_HOST, check
+from tests.conftest import build_train_command, read_records, words
+from tests.distributed.test_loss import PRECISIONS, cell, check
+from tests.distributed.test_sequence_parallel import ON_HOST
 from tests.runs_in_turn import train_in_turn
 
-FIXED = ("--steps", "4", "--lr", "3e-3", "--precision", "fp32", "--save-every", "2", "--keep-last", "9")
-EXPERTS = ("--num-experts", "4", "--expert-width", "40", "--shared-expert-width", "24", "--router-z-loss", "1e-3")
-BIASED = (*EXPERTS, "--router-bias", "--router-bias-speed", "0.02", "--freeze", "blocks.1.mlp.experts.up")
+FIXED = words("--steps 4 --lr 3e-3 --precision fp32 --save-every 2 --keep-last 9")
+EXPERTS = words("--num-experts 4 --expert-width 40 --shared-expert-width 24 --router-z-loss 1e-3")
+BIASED = (*EXPERTS, *words("--router-bias --router-bias-speed 0.02 --freeze blocks.1.mlp.experts.up"))
 #: The last micro-batch of a validation has sequences for one rank alone.
-VALIDATED = ("--val-every", "2", "--val-samples", "9", "--micro-batch-size", "2")
+VALIDATED = words("--val-every 2 --val-samples 9 --micro-batch-size 2")
 
 
-def test_gradients_are_those_of_one_rank_without_deepspeed(ranks: Callable) -> None:
+def test_gradients_are_those_of_one_rank_without_deepspeed() -> None:
     """Also where a rank gets no tokens at all."""
     cells = [
         cell(1, "4-experts", experts=2, accumulation=2),
@@ -33,25 +31,20 @@ def test_gradients_are_those_of_one_rank_without_deepspeed(ranks: Callable) -> N
         cell(3, "4-experts", experts=2, precision="fp16"),
         cell(3, "1-of-4-experts", experts=2, accumulation=2),
     ]
-    check(ranks, 2, cells)
+    check(cells)
 
 
 def numbers_of(run: Path) -> dict[tuple[str, int], list[float]]:
     """Losses and gradient norms of a run by kind of record and step."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    actual = [record for record in records if record["kind"] in ("train", "validation")]
     keys = ("loss", "grad_norm")
-    return {(one["kind"], one["step"]): [one[key] for key in keys if key in one] for one in actual}
+    records = read_records(run, "train", "validation")
+    return {(one["kind"], one["step"]): [one[key] for key in keys if key in one] for one in records}
 
 
 def judged(run: Path) -> dict[tuple[str, int], object]:
     """Return the generated texts and the scores of a task by kind of record and step."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {
-        (one["kind"], one["step"]): one.get("text", one.get("values"))
-        for one in records
-        if one["kind"] in ("sample", "evaluation")
-    }
+    records = read_records(run, "sample", "evaluation")
+    return {(one["kind"], one["step"]): one.get("text", one.get("values")) for one in records}
 
 
 def check_runs(runs: list[Path], first_steps: list[int]) -> None:
@@ -81,21 +74,10 @@ def test_runs_are_equal_and_continue_with_other_divisions(tiny_set: Path, tmp_pa
     task = tmp_path / "items.jsonl"
     task.write_text('{"ctx": "the quick", "endings": ["brown fox", "lazy dog"], "label": 0}\n')
     judging = ("--sample-every", "2", "--eval-every", "2", "--eval-tasks", f"hellaswag={task}")
+    flags = (*FIXED, *BIASED, *VALIDATED, *judging)
     commands = [
-        build_train_command(
-            tiny_set,
-            tmp_path / run,
-            *FIXED,
-            *BIASED,
-            *VALIDATED,
-            *judging,
-            "--ds",
-            ds_config,
-            "--expert-parallel-size",
-            size,
-            *more,
-        )
-        for run, (ds_config, size, *more) in runs.items()
+        build_train_command(tiny_set, tmp_path / run, *flags, "--ds", ds, "--expert-parallel-size", size, *more)
+        for run, (ds, size, *more) in runs.items()
     ]
     output = train_in_turn(commands, 2)
     assert "2 ranks divide the experts of a block: 2 of 4 each, held by 1 rank" in output[1]
@@ -106,11 +88,11 @@ def test_runs_are_equal_and_continue_with_other_divisions(tiny_set: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_grid_of_gradients(ranks: Callable) -> None:
+def test_the_grid_of_gradients() -> None:
     cells = [
         cell(stage, "4-experts", experts=experts, precision=precision, checkpointing=mode, accumulation=accumulation)
         for (mode, accumulation), stage, experts, precision in itertools.product(
-            (("none", 2), ("selective", 1), ("full", 2)), (1, 2, 3), (2, 4), ERRORS
+            (("none", 2), ("selective", 1), ("full", 2)), (1, 2, 3), (2, 4), PRECISIONS
         )
     ]
     cells += [cell(stage, "1-of-4-experts", experts=4) for stage in (1, 2, 3)]
@@ -118,7 +100,7 @@ def test_the_grid_of_gradients(ranks: Callable) -> None:
     cells += [cell(2, "4-experts", experts=2, zero=zero) for zero in keys]
     zero = ({"reduce_scatter": False}, {"contiguous_gradients": False}, {"stage3_param_persistence_threshold": 0})
     cells += [cell(3, "4-experts", experts=2, zero=one) for one in zero]
-    check(ranks, 4, cells)
+    check(cells, 4)
 
 
 @pytest.mark.slow

@@ -13,25 +13,13 @@ from llmscale.checkpoint.load import load_full_weights
 from llmscale.cli.main import main
 from llmscale.evaluate.model_source import open_model
 from scripts.bench.transformers_package import import_transformers
+from tests.conftest import run_ranks, words
 from tests.runs_in_turn import train_in_turn
 
 pytest.importorskip("transformers")
 
 
-THREE_STEPS = ("--steps", "3", "--lr", "1e-2")
-
-
-@pytest.fixture
-def train(ranks: Callable, train_command: Callable, tmp_path: Path) -> Callable[..., Path]:
-    """`train(ds_config, world_size, *flags)`: three steps; the checkpoint."""
-
-    def run(ds_config: Path | str, world_size: int, *flags: str) -> Path:
-        job = ranks(train_command("--ds", str(ds_config), *THREE_STEPS, *flags), world_size)
-        output = job.wait()[0]
-        assert job.exit_codes == [0] * world_size, output
-        return tmp_path / "run" / "checkpoints" / "step-00000003"
-
-    return run
+THREE_STEPS = words("--steps 3 --lr 1e-2")
 
 
 def check_export(checkpoint: Path, out: Path) -> None:
@@ -72,49 +60,26 @@ def test_every_stage_world_size_offload_and_16_bits(world_size: int, train_comma
         check_export(run / "checkpoints" / "step-00000003", run / "out")
 
 
+LLAMA = "--norm rmsnorm --positions rotary --activation silu --gated-mlp --no-bias --n-kv-head 1"
+
+
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(("--activation", "gelu_tanh", "--no-bias"), id="gpt2", marks=pytest.mark.slow),
-        pytest.param(
-            (
-                "--norm",
-                "rmsnorm",
-                "--positions",
-                "rotary",
-                "--activation",
-                "silu",
-                "--gated-mlp",
-                "--no-bias",
-                "--n-kv-head",
-                "1",
-                "--mlp-width",
-                "72",
-                "--attention-bias",
-                "qkv",
-            ),
-            id="qwen2",
-        ),
+        pytest.param("--activation gelu_tanh --no-bias", id="gpt2", marks=pytest.mark.slow),
+        pytest.param(f"{LLAMA} --mlp-width 72 --attention-bias qkv", id="qwen2"),
     ],
 )
-def test_what_begins_with_an_export_is_exported_alike(
-    shape: tuple[str, ...], train: Callable[..., Path], train_command: Callable, ranks: Callable, tmp_path: Path
-) -> None:
+def test_what_begins_with_an_export_is_exported_alike(shape: str, train_command: Callable, tmp_path: Path) -> None:
     """Byte for byte, as long as no weight has changed."""
     check_tree = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
-    train("ds_configs/zero0.json", 1, "--precision", "fp32", *shape)
+    run_ranks(train_command("--ds", "zero0", *THREE_STEPS, "--precision", "fp32", *words(shape)), 1)
     first, second = tmp_path / "first", tmp_path / "second"
     assert main(["export", str(tmp_path / "run"), "--to", str(first)]) == 0
     # Smaller than any number of 32 bits: a step changes nothing.
     flags = ("--init-from", f"hf:{first}", "--run", str(tmp_path / "again"), "--steps", "1", "--lr", "1e-320")
-    command = train_command("--ds", "ds_configs/zero3.json", "--precision", "fp32", *flags)
     # The weights say what the model is.
-    for name in ("--model", "--n-layer", "--n-head", "--n-embd"):
-        place = command.index(name)
-        del command[place : place + 2]
-    job = ranks(command, 2)
-    output = job.wait()[0]
-    assert job.exit_codes == [0, 0], output
+    run_ranks(train_command("--ds", "zero3", "--precision", "fp32", *flags, model=()), 2)
     assert main(["export", str(tmp_path / "again"), "--to", str(second)]) == 0
     assert {path.name for path in first.iterdir()} == {path.name for path in second.iterdir()}
     for name in check_tree:

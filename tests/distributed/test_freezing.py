@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,20 +10,15 @@ import torch
 
 from llmscale.checkpoint.inventory import find_checkpoint, list_checkpoints
 from llmscale.checkpoint.load import load_full_weights
-from llmscale.checkpoint.manifest import step_of
-from tests.conftest import build_train_command, read_losses
+from tests.conftest import build_train_command, forget_after, read_losses, run_ranks, words
 
-FLAGS = ("--precision", "fp32", "--steps", "8", "--save-every", "2", "--keep-last", "9", "--lr", "1e-2")
+FLAGS = words("--precision fp32 --steps 8 --save-every 2 --keep-last 9 --lr 1e-2")
 #: Nothing before the second block needs gradients.
-FROZEN = ("--freeze", "w[tp]e*,blocks.0.*", "--param-group", "*.bias:lr=0.5x,*.mlp.*:decay=0")
+FROZEN = words("--freeze w[tp]e*,blocks.0.* --param-group *.bias:lr=0.5x,*.mlp.*:decay=0")
 
 
-def train(ranks: Callable, data: Path, run: Path, stage: str, world_size: int, *flags: str, expect: int = 0) -> str:
-    command = build_train_command(data, run, "--ds", f"ds_configs/{stage}.json", *FLAGS, *flags)
-    job = ranks(command, world_size)
-    output: str = job.wait()[0]
-    assert job.exit_codes == [expect] * world_size, output
-    return output
+def train(data: Path, run: Path, stage: str, world_size: int, *flags: str, expect: int = 0) -> str:
+    return run_ranks(build_train_command(data, run, "--ds", stage, *FLAGS, *flags), world_size, expect=expect)
 
 
 def frozen_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -32,21 +26,19 @@ def frozen_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {name: weight for name, weight in weights.items() if name.startswith(("wte", "wpe", "blocks.0."))}
 
 
-def test_frozen_weights_keep_every_bit_from_stage_to_stage(ranks: Callable, tiny_set: Path, tmp_path: Path) -> None:
+def test_frozen_weights_keep_every_bit_from_stage_to_stage(tiny_set: Path, tmp_path: Path) -> None:
     straight, moved = tmp_path / "straight", tmp_path / "moved"
-    train(ranks, tiny_set, straight, "zero0", 1, *FROZEN)
+    train(tiny_set, straight, "zero0", 1, *FROZEN)
     shutil.copytree(straight, moved)
     for step, stage, mode in ((2, "zero3", "none"), (4, "zero2", "full"), (6, "zero1", "none")):
-        for folder in list_checkpoints(moved):
-            if step_of(folder) > step:
-                shutil.rmtree(folder)
-        train(ranks, tiny_set, moved, stage, 2, *FROZEN, "--activation-checkpointing", mode)
+        forget_after(moved, step)
+        train(tiny_set, moved, stage, 2, *FROZEN, "--activation-checkpointing", mode)
         assert read_losses(moved) == pytest.approx(read_losses(straight), rel=1e-5), stage
     begun, ended = frozen_weights(list_checkpoints(straight)[-1]), frozen_weights(find_checkpoint(moved))
     assert begun and all(torch.equal(begun[name], ended[name]) for name in begun)
-    output = train(ranks, tiny_set, moved, "zero1", 1, "--freeze", "w[tp]e*", "--steps", "9", expect=2)
+    output = train(tiny_set, moved, "zero1", 1, "--freeze", "w[tp]e*", "--steps", "9", expect=2)
     assert "blocks.0.attn.proj.bias and others thawed" in output and "--init-from" in output
     # A new run may train what was frozen, and freeze what was trained.
     flags = ("--freeze", "blocks.1.*", "--init-from", str(moved), "--precision", "bf16")
-    train(ranks, tiny_set, tmp_path / "new", "zero3", 2, *flags)
+    train(tiny_set, tmp_path / "new", "zero3", 2, *flags)
     assert read_losses(tmp_path / "new")[1] < read_losses(straight)[1]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import build_train_command, read_losses
+from tests.conftest import build_train_command, read_losses, run_ranks
 from tests.runs_in_turn import train_in_turn
 
 CPU = {"device": "cpu"}
@@ -32,7 +31,7 @@ def ds_of(layout: str, precision: str, **top: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
-def test_64_micro_batches_are_summed_in_fp32_at_every_stage(ranks: Callable, precision: str) -> None:
+def test_64_micro_batches_are_summed_in_fp32_at_every_stage(precision: str) -> None:
     refused = ("zero0", "fp16")  # DeepSpeed cannot scale
     layouts = [name for name in LAYOUTS if (name, precision) != refused]
     exchanged = ["zero1", "zero2", "zero3"]
@@ -43,11 +42,9 @@ def test_64_micro_batches_are_summed_in_fp32_at_every_stage(ranks: Callable, pre
     cells.append(ds_of("zero1", precision, data_types={"grad_accum_dtype": precision}))
     cells += [ds_of(name, precision, communication_data_type="fp32") for name in exchanged]
     script = Path(__file__).with_name("gradient_sum_job.py")
-    job = ranks([str(script), json.dumps([[cell, precision] for cell in cells])], 2)
-    outputs = job.wait()
-    assert job.exit_codes == [0, 0], outputs
-    errors = [json.loads(line)["error"] for line in outputs[0].splitlines() if line.startswith('{"stage"')]
-    assert len(errors) == len(cells), outputs[0]
+    output = run_ranks([str(script), json.dumps([[cell, precision] for cell in cells])], 2)
+    errors = [json.loads(line)["error"] for line in output.splitlines() if line.startswith('{"stage"')]
+    assert len(errors) == len(cells), output
     for name, error in zip(layouts, errors, strict=False):
         assert error < LEFT[precision], name
     assert errors[len(layouts)] > SUMMED_IN_16_BIT[precision], "the file's word holds; what is compared is no constant"

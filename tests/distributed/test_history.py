@@ -12,21 +12,18 @@ from llmscale.checkpoint.inventory import find_checkpoints, list_checkpoints
 from llmscale.checkpoint.manifest import StoredFile, find_damage, hash_file, hash_json, step_of
 from llmscale.cli.main import main
 from llmscale.report.history import load_history
-from tests.conftest import Ranks, read_losses
+from tests.conftest import Ranks, read_losses, run_ranks, words
 
 Train = Callable[..., str]
 
 
 @pytest.fixture
-def train(ranks: Callable[..., Ranks], train_command: Callable[..., list[str]]) -> Train:
+def train(train_command: Callable[..., list[str]]) -> Train:
     """`train(*flags, world_size=1, expect=0)`: saves every fifth step and keeps one checkpoint; rank 0's output."""
 
     def run(*flags: str, world_size: int = 1, expect: int = 0) -> str:
-        command = train_command("--precision", "fp32", "--save-every", "5", "--keep-last", "1", "--warmup-steps", "0")
-        job = ranks([*command, "--schedule", "constant", "--lr", "3e-3", *flags], world_size)
-        output = job.wait()[0]
-        assert job.exit_codes == [expect] * world_size, output
-        return output
+        fixed = words("--precision fp32 --save-every 5 --keep-last 1 --warmup-steps 0 --schedule constant --lr 3e-3")
+        return run_ranks(train_command(*fixed, *flags), world_size, expect=expect)
 
     return run
 
@@ -81,8 +78,7 @@ def test_the_best_by_validation_loss_is_kept_and_a_run_goes_back_to_it(
     train(*flags, "--steps", "20", "--lr", "0.3")
     assert saved(run) == [20, 10]
     assert (run / "checkpoints" / "best").read_text() == "step-00000010\n"
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses = {record["step"]: record["loss"] for record in records if record["kind"] == "validation"}
+    losses = read_losses(run, "validation")
     assert min(losses, key=lambda step: losses[step]) == 10
     assert main(["checkpoint", "list", str(run)]) == 0
     newest, best = capsys.readouterr().out.splitlines()[1:]

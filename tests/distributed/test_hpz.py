@@ -8,22 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import build_train_command, read_losses
+from tests.conftest import build_train_command, read_losses, words
 from tests.runs_in_turn import train_in_turn
 
 RANKS = 4
-FLAGS = (
-    "--precision",
-    "fp32",
-    "--micro-batch-size",
-    "1",
-    "--save-every",
-    "2",
-    "--schedule",
-    "constant",
-    "--lr",
-    "3e-3",
-)
+FLAGS = words("--precision fp32 --micro-batch-size 1 --save-every 2 --schedule constant --lr 3e-3")
 
 
 def command(data: Path, run: Path, ds_config: Path, steps: int) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from llmscale.checkpoint.inventory import find_checkpoint
 from llmscale.checkpoint.load import load_full_weights
-from tests.conftest import build_train_command, read_losses
+from tests.conftest import build_train_command, read_losses, run_ranks, words
 from tests.published_models import CONFIGS, save_model
 
 #: Of the blocks' four matrices, as GPT-2's files have them.
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-FLAGS = ("--steps", "4", "--lr", "1e-2", "--save-every", "2", "--keep-zeros")
+FLAGS = words("--steps 4 --lr 1e-2 --save-every 2 --keep-zeros")
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +31,8 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(ranks: Callable, data: Path, run: Path, world_size: int, *flags: str) -> str:
-    command = build_train_command(data, run, *flags)
-    for flag in ("--model", "--n-layer", "--n-head", "--n-embd"):
-        place = command.index(flag)
-        del command[place : place + 2]
-    job = ranks(command, world_size)
-    output: str = job.wait()[0]
-    assert job.exit_codes == [0] * world_size, output
-    return output
+def train(data: Path, run: Path, world_size: int, *flags: str) -> str:
+    return run_ranks(build_train_command(data, run, *flags, model=()), world_size)
 
 
 def zero_share(weights: dict[str, torch.Tensor], part: str = "weight") -> dict[str, float]:
@@ -59,13 +51,13 @@ def zero_share(weights: dict[str, torch.Tensor], part: str = "weight") -> dict[s
     ],
 )
 def test_zeros_stay_and_the_rest_is_trained(
-    ranks: Callable, tiny_set: Path, pruned: Path, tmp_path: Path, world_size: int, stage: str, precision: str
+    tiny_set: Path, pruned: Path, tmp_path: Path, world_size: int, stage: str, precision: str
 ) -> None:
     run = tmp_path / "run"
-    flags = (*FLAGS, "--ds", f"ds_configs/{stage}.json", "--precision", precision)
-    train(ranks, tiny_set, run, world_size, *flags, "--init-from", f"hf:{pruned}")
+    flags = (*FLAGS, "--ds", stage, "--precision", precision)
+    train(tiny_set, run, world_size, *flags, "--init-from", f"hf:{pruned}")
     # And after a resume, which knows of no file of weights.
-    train(ranks, tiny_set, run, 1, *flags, "--steps", "6", "--ds", "ds_configs/zero2.json")
+    train(tiny_set, run, 1, *flags, "--steps", "6", "--ds", "zero2")
     assert sorted(read_losses(run)) == list(range(1, 7))
     trained = load_full_weights(find_checkpoint(run))
     shares = zero_share(trained)
@@ -81,7 +73,7 @@ def test_zeros_stay_and_the_rest_is_trained(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["1", "2"])
-def test_zeros_of_experts_stay(ranks: Callable, tiny_set: Path, tmp_path: Path, size: str) -> None:
+def test_zeros_of_experts_stay(tiny_set: Path, tmp_path: Path, size: str) -> None:
     folder, run = tmp_path / "pruned", tmp_path / "run"
     save_model(folder, "mixtral")
     weights = load_file(folder / "model.safetensors")
@@ -89,16 +81,14 @@ def test_zeros_of_experts_stay(ranks: Callable, tiny_set: Path, tmp_path: Path, 
         if ".experts." in name or "_proj.weight" in name:
             tensor.view(-1)[::2] = 0
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    flags = (*FLAGS, "--ds", "ds_configs/zero2.json", "--precision", "fp32", "--expert-parallel-size", size)
-    train(ranks, tiny_set, run, 2, *flags, "--init-from", f"hf:{folder}")
+    flags = (*FLAGS, "--ds", "zero2", "--precision", "fp32", "--expert-parallel-size", size)
+    train(tiny_set, run, 2, *flags, "--init-from", f"hf:{folder}")
     shares = zero_share(load_full_weights(find_checkpoint(run)), part=".experts.")
     assert len(shares) == 2 * CONFIGS["mixtral"]["num_hidden_layers"]
     assert set(shares.values()) == {0.5}
 
 
-def test_a_model_without_zeros_is_refused(ranks: Callable, tiny_set: Path, tmp_path: Path) -> None:
-    job = ranks(build_train_command(tiny_set, tmp_path / "run", "--keep-zeros"), 1)
-    (output,) = job.wait()
-    assert job.exit_codes == [2]
+def test_a_model_without_zeros_is_refused(tiny_set: Path, tmp_path: Path) -> None:
+    output = run_ranks(build_train_command(tiny_set, tmp_path / "run", "--keep-zeros"), 1, expect=2)
     assert "--keep-zeros has no zeros to keep" in output
     assert not (tmp_path / "run").exists()

@@ -20,6 +20,13 @@ from tests import warm_start
 from tests.conftest import HANG_S, REPOSITORY, free_port
 
 BIN = Path(sys.executable).parent
+#: Runs a script with stdin as the terminal of its session.
+OWN_TERMINAL = """
+import fcntl, runpy, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 class Job:
@@ -84,6 +91,7 @@ def start(train_command: Callable, tmp_path: Path) -> Iterator[Callable[..., Job
             "torchrun": ["torchrun", "--nproc-per-node", str(ranks), "--master-port", str(free_port()), "--", script],
             "llmscale train": ["llmscale", "train", "--nproc-per-node", str(ranks)],
             "python": [sys.executable, script],
+            "terminal": [sys.executable, "-c", OWN_TERMINAL, script],
             "python -m": [sys.executable, "-m", "llmscale.train"],
         }[launcher]
         jobs.append(Job([*command, *arguments], tmp_path / "run", **settings))
@@ -102,14 +110,6 @@ def test_sigterm_to_deepspeed_which_does_not_pass_it_on(start: Callable) -> None
     lock_run_folder(job.run).close()  # another start may have it
 
 
-def test_sigterm_to_llmscale_train(start: Callable) -> None:
-    job = start("llmscale train", "--num-workers", "1", ranks=1)
-    job.until_step(3)
-    job.process.terminate()
-    job.check_saved("stopped by SIGTERM")
-    assert job.process.returncode == 0
-
-
 def test_a_killed_data_worker_ends_the_run_with_one_line(start: Callable) -> None:
     job = start("python", "--num-workers", "1", is_warm=True)
     job.until(lambda: "step      3/" in job.output.read_text())
@@ -125,15 +125,7 @@ def test_a_terminal_that_is_closed(start: Callable) -> None:
     """Nothing can be printed any more: not even that must cost the save."""
     master, terminal = os.openpty()
     message: list[bytes] = []
-
-    def control() -> None:
-        os.setsid()
-        import fcntl
-        import termios
-
-        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
-
-    job = start("python", stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=False, preexec_fn=control)
+    job = start("terminal", is_warm=True, stdin=terminal, stdout=terminal, stderr=terminal)
     os.close(terminal)
     while b"step      3/" not in b"".join(message):
         message.append(os.read(master, 4096))
@@ -177,6 +169,7 @@ def test_every_signal_to_every_launcher(start: Callable, launcher: str, number: 
     job.until_step(3)
     job.process.send_signal(number)
     job.check_saved("stopped by ")
+    assert launcher != "llmscale train" or job.process.returncode == (-9 if number == signal.SIGKILL else 0)
 
 
 @pytest.mark.slow

@@ -14,40 +14,33 @@ from llmscale.cli.main import main
 from llmscale.data.mixture import TrainingSets
 from llmscale.training.sample_stream import find_step_samples
 from scripts.bench.resume.samples import read_samples
-from tests.conftest import prepare_bytes
+from tests.conftest import read_records, run_ranks, words
 
 STEPS, BATCH = 8, 8
 
 
 @pytest.fixture
-def mix(tiny_set: Path, tmp_path: Path) -> Path:
+def mix(tiny_set: Path, digits: Path, tmp_path: Path) -> Path:
     """The tiny set, and one of other letters; the proportions change after step 4."""
-    text = tmp_path / "digits.jsonl"
-    text.write_text("\n".join(json.dumps({"text": f"{number} " * 60}) for number in range(120)))
-    prepare_bytes(text, tmp_path / "digits")
     path = tmp_path / "mix.yaml"
     path.write_text(
-        f"sets: {{words: {tiny_set}, digits: digits}}\n"
+        f"sets: {{words: {tiny_set}, digits: {digits}}}\n"
         "stages: [{until: 0.5, weights: {words: 3, digits: 1}}, {weights: {words: 1, digits: 3}}]\n"
     )
     return path
 
 
 @pytest.fixture
-def train(ranks: Callable, train_command: Callable, mix: Path) -> Callable[..., str]:
-    def run(folder: Path, world_size: int, *flags: str, expect: int = 0) -> str:
-        command = train_command("--data", str(mix), "--run", str(folder), "--steps", str(STEPS), "--precision", "fp32")
-        job = ranks([*command, "--check-every", "1", "--save-every", "3", "--val-every", "8", *flags], world_size)
-        output = job.wait()[0]
-        assert job.exit_codes == [expect] * world_size, output
-        return output
+def train(train_command: Callable, mix: Path) -> Callable[..., str]:
+    def run(folder: Path, world_size: int, *flags: str) -> str:
+        fixed = words(f"--steps {STEPS} --precision fp32 --check-every 1 --save-every 3 --val-every 8")
+        return run_ranks(train_command("--data", str(mix), "--run", str(folder), *fixed, *flags), world_size)
 
     return run
 
 
 def records(run: Path, kind: str) -> dict[int, dict]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record for record in map(json.loads, lines) if record["kind"] == kind}
+    return {record["step"]: record for record in read_records(run, kind)}
 
 
 def offsets(sets: TrainingSets) -> dict[str, int]:

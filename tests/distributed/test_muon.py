@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.checkpoint.inventory import list_checkpoints
-from llmscale.checkpoint.manifest import step_of
-from tests.conftest import read_losses
+from tests.conftest import forget_after, read_losses, run_ranks, words
 
 STEPS = 20
 CPU = {"device": "cpu", "pin_memory": False}
@@ -35,14 +33,12 @@ def cell(layout: str, accumulation: int, steps: int = STEPS, dtype: str = "float
     return {"ds": ds, "accumulation": accumulation, "steps": steps, "dtype": dtype}
 
 
-def train(ranks: Callable, world_size: int, *cells: dict, model: Sequence[str] = ()) -> list[dict[str, list[float]]]:
+def train(world_size: int, *cells: dict, model: Sequence[str] = ()) -> list[dict[str, list[float]]]:
     """Losses and norms of each."""
     script = Path(__file__).with_name("muon_job.py")
-    job = ranks([str(script), json.dumps(cells), *model], world_size)
-    outputs = job.wait()
-    assert job.exit_codes == [0] * world_size, outputs
-    actual = [json.loads(line) for line in outputs[0].splitlines() if line.startswith('{"loss"')]
-    assert len(actual) == len(cells), outputs[0]
+    output = run_ranks([str(script), json.dumps(cells), *model], world_size)
+    actual = [json.loads(line) for line in output.splitlines() if line.startswith('{"loss"')]
+    assert len(actual) == len(cells), output
     return actual
 
 
@@ -50,9 +46,9 @@ def largest_difference(actual: dict[str, list[float]], reference: dict[str, list
     return max(abs(a - b) / b for a, b in zip(actual[key], reference[key], strict=True))
 
 
-def check_equals_the_plain_loop(ranks: Callable, world_size: int, *cells: dict, model: Sequence[str] = ()) -> None:
+def check_equals_the_plain_loop(world_size: int, *cells: dict, model: Sequence[str] = ()) -> None:
     steps = cells[0]["steps"]
-    reference, *actual = train(ranks, world_size, {**PLAIN, "steps": steps}, *cells, model=model)
+    reference, *actual = train(world_size, {**PLAIN, "steps": steps}, *cells, model=model)
     assert reference["loss"][-1] < reference["loss"][0] - 0.5, "nothing was learnt, so nothing is compared"
     assert sum(norm > 1 for norm in reference["norm"]) > steps // 2, "clipping is what DeepSpeed's own Muon gets wrong"
     for wanted, result in zip(cells, actual, strict=True):
@@ -60,45 +56,45 @@ def check_equals_the_plain_loop(ranks: Callable, world_size: int, *cells: dict, 
         assert largest_difference(result, reference, "norm") <= 1e-6, wanted
 
 
-def test_two_ranks_train_as_the_plain_loop_does(ranks: Callable) -> None:
+def test_two_ranks_train_as_the_plain_loop_does() -> None:
     layouts = ("zero0", "zero1", "zero2-offload", "zero3", "zero3-sub-groups", "zero2-round-robin")
-    check_equals_the_plain_loop(ranks, 2, *(cell(name, accumulation=2, steps=12) for name in layouts))
+    check_equals_the_plain_loop(2, *(cell(name, accumulation=2, steps=12) for name in layouts))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_layout_trains_as_the_plain_loop_does(ranks: Callable, world_size: int) -> None:
+def test_every_layout_trains_as_the_plain_loop_does(world_size: int) -> None:
     numbers = (1, 4) if world_size < 4 else (1, 2)
-    check_equals_the_plain_loop(ranks, world_size, *(cell(name, number) for name in LAYOUTS for number in numbers))
+    check_equals_the_plain_loop(world_size, *(cell(name, number) for name in LAYOUTS for number in numbers))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_each_expert_is_a_matrix_of_its_own(ranks: Callable, world_size: int) -> None:
+def test_each_expert_is_a_matrix_of_its_own(world_size: int) -> None:
     layouts = ("zero0", "zero1", "zero2-offload", "zero3", "zero3-sub-groups", "zero2-round-robin")
     cells = [cell(name, accumulation=2, steps=12) for name in layouts]
-    check_equals_the_plain_loop(ranks, world_size, *cells, model=["experts"])
+    check_equals_the_plain_loop(world_size, *cells, model=["experts"])
 
 
 @pytest.mark.slow
-def test_16_bit_stays_close(ranks: Callable) -> None:
+def test_16_bit_stays_close() -> None:
     """bf16, autocast, and Newton-Schulz alone in bf16, as on GPUs."""
     bf16, autocast = {"bf16": {"enabled": True}}, {"torch_autocast": {"enabled": True}}
     stages = ("zero0", "zero1", "zero2", "zero3")
     cells = [cell(name, 2, **section) for name in (*stages, "zero1-offload") for section in (bf16, autocast)]
     iterated = [cell(name, 1, dtype="bfloat16") for name in stages]
-    reference, *actual = train(ranks, 2, PLAIN, *cells, *iterated)
+    reference, *actual = train(2, PLAIN, *cells, *iterated)
     for wanted, result in zip((*cells, *iterated), actual, strict=True):
         limit = 1e-3 if wanted in cells else 1e-5
         assert largest_difference(result, reference, "loss") <= limit, wanted
 
 
 @pytest.mark.slow
-def test_fp16_skips_steps_and_then_trains_as_fp32_does(ranks: Callable) -> None:
+def test_fp16_skips_steps_and_then_trains_as_fp32_does() -> None:
     """A skipped step leaves weights and momentum alone: after it, everything is as if it had not been."""
     fp16 = {"enabled": True, "initial_scale_power": 18, "hysteresis": 1, "loss_scale_window": 1000}
     stages = ("zero1", "zero2", "zero3", "zero3-offload")
-    actual = train(ranks, 2, *(cell(name, 2, fp16=fp16) for name in stages))
+    actual = train(2, *(cell(name, 2, fp16=fp16) for name in stages))
     assert actual[0]["skipped"][0] > 0
     for result in actual[1:]:
         assert result["skipped"] == actual[0]["skipped"]
@@ -107,26 +103,15 @@ def test_fp16_skips_steps_and_then_trains_as_fp32_does(ranks: Callable) -> None:
 
 
 @pytest.fixture
-def train_run(ranks: Callable, train_command: Callable, tmp_path: Path) -> Callable[..., dict[int, float]]:
+def train_run(train_command: Callable, tmp_path: Path) -> Callable[..., dict[int, float]]:
     """`train_run(folder, ds_config, world_size)`: 12 steps of a run, or those that are left of it; all its losses."""
 
     def run(folder: str, ds_config: str, world_size: int) -> dict[int, float]:
-        flags = ("--optimizer", "muon", "--muon-lr-factor", "2", "--precision", "fp32", "--lr", "5e-3")
-        saves = ("--steps", "12", "--save-every", "4", "--keep-last", "9")
-        command = train_command("--ds", f"ds_configs/{ds_config}.json", *flags, *saves, "--run", str(tmp_path / folder))
-        job = ranks(command, world_size)
-        output = job.wait()[0]
-        assert job.exit_codes == [0] * world_size, output
+        flags = "--optimizer muon --muon-lr-factor 2 --precision fp32 --lr 5e-3 --steps 12 --save-every 4 --keep-last 9"
+        run_ranks(train_command("--ds", ds_config, *words(flags), "--run", str(tmp_path / folder)), world_size)
         return read_losses(tmp_path / folder)
 
     return run
-
-
-def forget_after(run: Path, step: int) -> None:
-    """Leave the run as a crash soon after the save of `step` would have left it."""
-    for folder in list_checkpoints(run):
-        if step_of(folder) > step:
-            shutil.rmtree(folder)
 
 
 @pytest.mark.slow
@@ -138,15 +123,3 @@ def test_a_run_goes_on_at_another_stage_and_world_size(train_run: Callable, tmp_
     assert train_run("broken", "zero3", 1) == pytest.approx(straight, rel=1e-5)
     forget_after(tmp_path / "broken", 8)
     assert train_run("broken", "zero0", 2) == pytest.approx(straight, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_every_stage_resumes_what_every_other_saved(train_run: Callable, tmp_path: Path) -> None:
-    layouts = [("zero0", 1), ("zero1", 2), ("zero2", 4), ("zero3", 2), ("zero2_offload", 2), ("zero3_offload", 1)]
-    for ds_config, world_size in layouts:
-        straight = train_run(f"{ds_config}-{world_size}", ds_config, world_size)
-        for other, other_size in layouts:
-            copy = tmp_path / f"{ds_config}-{world_size}-{other}-{other_size}"
-            shutil.copytree(tmp_path / f"{ds_config}-{world_size}", copy)
-            forget_after(copy, 8)
-            assert train_run(copy.name, other, other_size) == pytest.approx(straight, rel=1e-5), copy.name

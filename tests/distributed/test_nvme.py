@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.checkpoint.manifest import checkpoint_name, checkpoints_folder
-from tests.conftest import REPOSITORY, read_losses
+from tests.conftest import REPOSITORY, read_losses, run_ranks, words
 
 
 def async_io_is_compatible() -> bool:
@@ -31,10 +31,8 @@ def nvme_config(tmp_path: Path) -> Path:
     return tmp_path / "nvme.json"
 
 
-def test_a_missing_folder_is_one_clear_error(ranks: Callable, train_command: Callable) -> None:
-    job = ranks(train_command("--ds", "ds_configs/zero3_nvme.json"), 1)
-    (output,) = job.wait()
-    assert job.exit_codes == [2]
+def test_a_missing_folder_is_one_clear_error(train_command: Callable) -> None:
+    output = run_ranks(train_command("--ds", "zero3_nvme"), 1, expect=2)
     assert "offload_optimizer.nvme_path /local_nvme is not a writable folder on this host" in output
 
 
@@ -42,15 +40,12 @@ def test_a_missing_folder_is_one_clear_error(ranks: Callable, train_command: Cal
 @pytest.mark.skipif(not async_io_is_compatible(), reason="libaio is not installed")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_saves_and_resumes_to_and_from_nvme(
-    ranks: Callable, train_command: Callable, nvme_config: Path, tmp_path: Path, optimizer: str
+    train_command: Callable, nvme_config: Path, tmp_path: Path, optimizer: str
 ) -> None:
     def train(ds: str, run: str) -> dict[int, float]:
         # Wide enough that a group's states are above the 1 MiB from which DeepSpeed swaps.
-        flags = ("--n-layer", "4", "--n-head", "4", "--n-embd", "128", "--precision", "fp32", "--lr", "1e-3")
-        flags += ("--optimizer", optimizer, "--run", run)
-        job = ranks(train_command("--ds", ds, "--steps", "8", "--save-every", "4", *flags), 1)
-        (output,) = job.wait(900)
-        assert job.exit_codes == [0], output
+        flags = words("--n-layer 4 --n-head 4 --n-embd 128 --precision fp32 --lr 1e-3 --steps 8 --save-every 4")
+        run_ranks(train_command("--ds", ds, *flags, "--optimizer", optimizer, "--run", run), 1, timeout_s=900)
         return read_losses(Path(run))
 
     def forget_the_end(run: str, copy: str) -> str:

@@ -11,14 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmscale.cli.main import main
-from tests.conftest import REPOSITORY, build_train_command, read_losses
+from tests.conftest import REPOSITORY, build_train_command, read_losses, run_ranks, words
 from tests.hub_server import COMMIT, Hub, serve_model
 from tests.published_models import CONFIGS, VOCAB_SIZE, save_model
+from tests.runs_in_turn import train_in_turn
 
 JOB = REPOSITORY / "tests" / "distributed" / "published_weights_job.py"
 SEQ_LEN = 32
 #: A step that changes no weight: each is larger than what 1e-30 could move.
-STILL = ("--steps", "1", "--lr", "1e-30", "--weight-decay", "0", "--schedule", "constant", "--precision", "fp32")
+STILL = words("--steps 1 --lr 1e-30 --weight-decay 0 --schedule constant --precision fp32")
 
 
 @pytest.fixture(scope="module")
@@ -35,30 +36,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in CONFIGS}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_stage_has_the_bits_of_the_files_and_the_loss_of_transformers(
-    models: dict[str, Path], tiny_set: Path, ranks: Callable, world_size: int
+    models: dict[str, Path], tiny_set: Path, world_size: int
 ) -> None:
-    job = ranks([str(JOB), str(tiny_set), *map(str, models.values())], world_size)
-    output = job.wait()[0]
-    assert job.exit_codes == [0] * world_size, output
+    output = run_ranks([str(JOB), str(tiny_set), *map(str, models.values())], world_size)
     assert output.count("ok ") == 2 * 9 + 2 * (len(models) - 2), output
 
 
 @pytest.fixture
-def train(ranks: Callable, tiny_set: Path, tmp_path: Path) -> Callable[..., str]:
+def train(tiny_set: Path, tmp_path: Path) -> Callable[..., str]:
     """`train(world_size, *flags, expect=0)`: a run in tmp_path/run of the model that the flags name; its output."""
 
     def run(world_size: int, *flags: str, expect: int = 0) -> str:
-        command = build_train_command(tiny_set, tmp_path / "run", *flags)
-        for flag in ("--model", "--n-layer", "--n-head", "--n-embd"):
-            if flag not in flags:
-                place = command.index(flag)
-                del command[place : place + 2]
-        job = ranks(command, world_size)
-        output = job.wait()[0]
-        assert job.exit_codes == [expect] * world_size, output
-        return output
+        command = build_train_command(tiny_set, tmp_path / "run", *flags, model=())
+        return run_ranks(command, world_size, expect=expect)
 
     return run
 
@@ -71,7 +63,7 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_the_folder(
     train: Callable[..., str], models: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(models["gpt2"], tmp_path / "gpt2"))
-    flags = ("--ds", "ds_configs/zero3.json", "--precision", "fp32")
+    flags = ("--ds", "zero3", "--precision", "fp32")
     output = train(2, "--init-from", f"hf:{folder}", *flags, "--steps", "2")
     assert f"weights from hf:{folder}; everything else starts at step 0" in output
     assert "positions 32 to 63 of the weights are left out: samples have 32 tokens" in output
@@ -113,7 +105,7 @@ def test_weights_that_are_no_numbers_leave_no_run(
         file.unlink()
     tensors["model.norm.weight"][-1] = float("nan")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    output = train(2, "--init-from", f"hf:{folder}", "--ds", "ds_configs/zero3.json", expect=2)
+    output = train(2, "--init-from", f"hf:{folder}", "--ds", "zero3", expect=2)
     assert "'model.norm.weight' holds values that are not finite numbers" in output
     assert not (tmp_path / "run").exists()
 
@@ -169,26 +161,26 @@ def test_exactly_what_is_needed_of_a_name_is_fetched_once(
 
 
 def test_a_dense_model_with_experts_added_begins_with_its_own_loss(
-    train: Callable[..., str], models: dict[str, Path], tmp_path: Path
+    tiny_set: Path, models: dict[str, Path], tmp_path: Path
 ) -> None:
     """And is exported in a family with experts, each a copy."""
-    begin = ("--init-from", f"hf:{models['qwen3']}", *STILL)
-    losses = {}
-    for name, flags in {
-        "dense": (),
-        "experts": ("--num-experts", "4"),
-        "sigmoid": ("--num-experts", "3", "--router-score", "sigmoid", "--router-bias", "--dense-layers", "1"),
-        "not normalised": ("--num-experts", "4", "--no-normalize-router"),
-    }.items():
-        output = train(2, *begin, *flags, "--ds", "ds_configs/zero3.json")
-        losses[name] = read_losses(tmp_path / "run")[1]
+    begin = ("--init-from", f"hf:{models['qwen3']}", *STILL, "--ds", "zero3")
+    cases = {
+        "dense": "",
+        "experts": "--num-experts 4",
+        "sigmoid": "--num-experts 3 --router-score sigmoid --router-bias --dense-layers 1",
+        "unnormalised": "--num-experts 4 --no-normalize-router",
+    }
+    commands = [
+        build_train_command(tiny_set, tmp_path / name, *begin, *words(flags), model=()) for name, flags in cases.items()
+    ]
+    for flags, output in zip(cases.values(), train_in_turn(commands, 2), strict=True):
         assert ("4 experts in 2 of 2 blocks begin as copies of the MLP" in output) == ("4" in flags)
-        if name == "experts":
-            assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 0
-        shutil.rmtree(tmp_path / "run")
+    losses = {name: read_losses(tmp_path / name)[1] for name in cases}
     assert losses["experts"] == pytest.approx(losses["dense"], abs=1e-6)
     assert losses["sigmoid"] == pytest.approx(losses["dense"], abs=1e-6)
-    assert abs(losses["not normalised"] - losses["dense"]) > 1e-4
+    assert abs(losses["unnormalised"] - losses["dense"]) > 1e-4
+    assert main(["export", str(tmp_path / "experts"), "--to", str(tmp_path / "out")]) == 0
     theirs, ours = load_folder(models["qwen3"]), load_folder(tmp_path / "out")
     for expert in range(4):
         place = f"model.layers.1.mlp.experts.{expert}.down_proj.weight"

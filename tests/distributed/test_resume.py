@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,25 +15,31 @@ from llmscale.architecture.shape import SHAPE_KEYS
 from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import STATE_NAME, hash_file, load_manifest, save_manifest, step_of
 from scripts.bench.resume.samples import read_samples
-from tests import warm_start
-from tests.conftest import REPOSITORY, assert_same_losses, build_train_command, read_losses, start_ranks
+from tests.conftest import (
+    REPOSITORY,
+    assert_same_losses,
+    build_train_command,
+    forget_after,
+    prepare_bytes,
+    read_losses,
+    run_ranks,
+    words,
+)
 
 Train = Callable[..., str]
 #: 20 steps in fp32, saving every fifth.
-FLAGS = ("--precision", "fp32", "--steps", "20", "--save-every", "5", "--keep-last", "9", "--lr", "3e-3")
+FLAGS = words("--precision fp32 --steps 20 --save-every 5 --keep-last 9 --lr 3e-3")
 
 
 def flags_of(ds_config: str, *flags: str) -> tuple[str, ...]:
-    return ("--ds", f"ds_configs/{ds_config}.json", *FLAGS, "--check-every", "1", *flags)
+    return ("--ds", ds_config, *FLAGS, "--check-every", "1", *flags)
 
 
 @pytest.fixture(scope="module")
 def made_once(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of `train("zero1", 1)`, which many tests begin with."""
     run = tmp_path_factory.mktemp("made-once") / "run"
-    job = start_ranks(build_train_command(tiny_set, run, *flags_of("zero1")), 1)
-    output = job.wait()[0]
-    assert job.exit_codes == [0], output
+    run_ranks(build_train_command(tiny_set, run, *flags_of("zero1")), 1)
     return run
 
 
@@ -46,23 +50,13 @@ def trained(made_once: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def train(ranks: Callable, train_command: Callable, tmp_path: Path) -> Train:
+def train(train_command: Callable) -> Train:
     """`train(ds_config, world_size, *flags, expect=0)`: run or continue tmp_path/run with FLAGS; rank 0's output."""
 
     def run(ds_config: str, world_size: int, *flags: str, expect: int = 0) -> str:
-        job = ranks(train_command(*flags_of(ds_config, *flags)), world_size)
-        output = job.wait()[0]
-        assert job.exit_codes == [expect] * world_size, output
-        return output
+        return run_ranks(train_command(*flags_of(ds_config, *flags)), world_size, expect=expect)
 
     return run
-
-
-def forget_after(run: Path, step: int) -> None:
-    """Leave the run as a crash soon after the save of `step` would have left it."""
-    for folder in list_checkpoints(run):
-        if step_of(folder) > step:
-            shutil.rmtree(folder)
 
 
 def test_goes_on_at_other_stages_and_world_sizes(train: Train, tmp_path: Path) -> None:
@@ -71,13 +65,11 @@ def test_goes_on_at_other_stages_and_world_sizes(train: Train, tmp_path: Path) -
     shutil.copytree(straight, broken)
     for step, ds_config, world_size in ((5, "zero3", 1), (10, "zero2_offload", 4), (15, "zero3_offload", 2)):
         forget_after(broken, step)
-        output = train(ds_config, world_size)
-        assert f"continuing from {broken}/checkpoints/step-{step:08d}: step {step}, {step * 256} tokens seen" in (
-            output.replace(",", "").replace(": step", ": step").replace(f"step {step} ", f"step {step}, ")
-        ), output
-    expected, losses = read_losses(straight), read_losses(broken)
-    assert losses.keys() == expected.keys() == set(range(1, 21))
-    assert max(abs(losses[step] - expected[step]) / expected[step] for step in expected) <= 1e-5
+        checkpoint = broken / "checkpoints" / f"step-{step:08d}"
+        continues = f"continuing from {checkpoint}: step {step}, {step * 256:,} tokens seen"
+        assert continues in train(ds_config, world_size)
+    assert len(read_losses(straight)) == 20
+    assert_same_losses(read_losses(broken), read_losses(straight))
     consumed, wanted = read_samples(broken), read_samples(straight)
     assert consumed.keys() == wanted.keys()
     assert all(np.array_equal(consumed[step], wanted[step]) for step in wanted)
@@ -144,16 +136,11 @@ def test_a_gpt2_of_before_there_were_other_blocks_goes_on(train: Train, trained:
     assert read_losses(trained) == straight
 
 
-def test_a_checkpoint_of_0_1_0_continues_as_that_version_did(
-    ranks: Callable, train_command: Callable, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_0_1_0_continues_as_that_version_did(train_command: Callable, tmp_path: Path) -> None:
     """tests/checkpoint/run-0.1.0 is of two ranks at stage 1."""
     shutil.copytree(REPOSITORY / "tests" / "checkpoint" / "run-0.1.0", tmp_path / "run")
-    shape = ("--n-layer", "1", "--n-head", "2", "--n-embd", "8")
-    flags = ("--precision", "fp32", "--lr", "3e-3", "--steps", "8", "--ds", "ds_configs/zero3.json")
-    job = ranks(train_command(*shape, *flags), 1)
-    output = job.wait()[0]
-    assert job.exit_codes == [0], output
+    flags = words("--n-layer 1 --n-head 2 --n-embd 8 --precision fp32 --lr 3e-3 --steps 8 --ds zero3")
+    output = run_ranks(train_command(*flags), 1)
     assert "changed since" in output and "zero_stage 1 -> 3" in output
     expected = {5: 5.414912700653076, 6: 5.389516830444336, 7: 5.379880905151367, 8: 5.358550071716309}
     assert_same_losses(read_losses(tmp_path / "run"), expected)
@@ -215,9 +202,7 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(train: Train, tmp_path:
 
 def test_weights_of_another_tokenizer_are_refused(train: Train, trained: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    command = [sys.executable, "-m", "llmscale.cli.main", "data", "prepare", "--input", json.__path__[0]]
-    command += ["--out", str(other), "--tokenizer", "bytes", "--seq-len", "16", "--workers", "1"]
-    warm_start.run(command, check=True, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    prepare_bytes(Path(json.__path__[0]), other, seq_len=16)
     flags = ("--init-from", str(trained), "--data", str(other), "--run", str(tmp_path / "second"))
     output = train("zero1", 1, *flags, expect=2)
     assert "was prepared for seq_len 16, the model has positions for 32" in output

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from llmscale.config.hardware import get_gpu, get_interconnect
 from llmscale.config.run_arguments import parse_run_config
 from llmscale.planning.step_time import Traffic, count_traffic, estimate_exchange_s
 from llmscale.training.start import prepare_start
-from tests.conftest import build_train_command
+from tests.conftest import build_train_command, run_ranks, words
 
 JOB = Path(__file__).with_name("traffic_job.py")
 
@@ -24,11 +23,9 @@ def predict(flags: list[str]) -> Traffic:
     return count_traffic(resolved, compiled_blocks="--compile" in flags)
 
 
-def count_exchanged(ranks: Callable, flags: list[str]) -> tuple[dict[str, int], dict[str, int]]:
+def count_exchanged(flags: list[str]) -> tuple[dict[str, int], dict[str, int]]:
     """Return bytes and calls of a step on two ranks, by collective."""
-    job = ranks([str(JOB), *flags], 2)
-    output = job.wait()[0]
-    assert job.exit_codes == [0, 0], output
+    output = run_ranks([str(JOB), *flags], 2)
     counted = json.loads(next(line for line in output.splitlines() if line.startswith('{"carried"')))
     return counted["carried"], counted["calls"]
 
@@ -66,7 +63,6 @@ COMPILED, RECOMPUTING = ("--compile", "on"), ("--activation-checkpointing", "ful
     ],
 )
 def test_calls_and_bytes_are_those_of_the_throughput_model(
-    ranks: Callable,
     tiny_set: Path,
     tmp_path: Path,
     stage: int,
@@ -76,10 +72,10 @@ def test_calls_and_bytes_are_those_of_the_throughput_model(
 ) -> None:
     ds = tmp_path / "ds.json"
     ds.write_text(json.dumps({"zero_optimization": {"stage": stage, **keys}}))
-    run = ("--ds", str(ds), "--precision", precision, "--micro-batch-size", "2", "--steps", "3", "--save-every", "0")
-    command = build_train_command(tiny_set, tmp_path / "run", *run, *flags)
+    run = words(f"--precision {precision} --micro-batch-size 2 --steps 3 --save-every 0")
+    command = build_train_command(tiny_set, tmp_path / "run", "--ds", str(ds), *run, *flags)
     expected = predict(command[1:])
-    carried, calls = count_exchanged(ranks, command[1:])
+    carried, calls = count_exchanged(command[1:])
     assert carried.get("all_gather_into_tensor", 0) == pytest.approx(expected.gathered_bytes, rel=0.02)
     # An all-reduce is two passes of a ring.
     reduced = 2 * carried.get("all_reduce", 0) + carried.get("reduce_scatter_tensor", 0)
@@ -100,16 +96,16 @@ def test_calls_and_bytes_are_those_of_the_throughput_model(
     ],
 )
 def test_divided_sequences_exchange_what_their_time_says(
-    ranks: Callable, tiny_set: Path, tmp_path: Path, stage: int, precision: str, flags: tuple[str, ...]
+    tiny_set: Path, tmp_path: Path, stage: int, precision: str, flags: tuple[str, ...]
 ) -> None:
-    run = ("--ds", f"zero{stage}", "--precision", precision, "--micro-batch-size", "2", "--steps", "3", "--save-every")
-    sizes = ("--n-head", "4", "--positions", "rotary", "--sequence-parallel-size", "2")
-    command = build_train_command(tiny_set, tmp_path / "run", *run, "0", *sizes, *flags)
+    run = words(f"--ds zero{stage} --precision {precision} --micro-batch-size 2 --steps 3 --save-every 0")
+    sizes = words("--n-head 4 --positions rotary --sequence-parallel-size 2")
+    command = build_train_command(tiny_set, tmp_path / "run", *run, *sizes, *flags)
     resolved = prepare_start(parse_run_config(command[1:]), world_size=2).resolved
     # A link of 1 byte/s makes seconds of bytes, of which a rank sends half; 80 % of the rate are reached.
     slow = replace(get_gpu("h100-80gb"), link_bytes_per_s=1.0, memory_bytes_per_s=1e30)
     seconds = estimate_exchange_s(resolved, slow, 8, get_interconnect("ib-400g"))
-    carried, calls = count_exchanged(ranks, command[1:])
+    carried, calls = count_exchanged(command[1:])
     passes = 2 if "none" in flags else 3
     assert calls["all_to_all_single"] == 2 * passes * resolved.shape.n_layer * resolved.plan.gradient_accumulation_steps
     assert carried["all_to_all_single"] / 2 == pytest.approx(0.8 * seconds, rel=1e-4)

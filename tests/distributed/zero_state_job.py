@@ -21,9 +21,8 @@ from llmscale.checkpoint.run_state import RunState
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
 from llmscale.checkpoint.tensor_files import (
     Fragment,
-    FragmentLoadPlanner,
-    JsonIndexReader,
     engine_fragments,
+    fill_fragments,
     load_index,
 )
 from llmscale.config.optimizers import ADAMW
@@ -104,15 +103,11 @@ def fail_on_warning(line: str) -> None:
 
 def read_all(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole."""
-    import torch.distributed.checkpoint as dcp
-
     wanted = {
         key: Fragment(torch.empty(entry["size"], dtype=getattr(torch, entry["dtype"])), 0, entry["size"])
         for key, entry in load_index(folder).items()
     }
-    dcp.load(
-        wanted, storage_reader=JsonIndexReader(folder, load_index(folder)), planner=FragmentLoadPlanner(), no_dist=True
-    )
+    fill_fragments(folder, load_index(folder), wanted)
     return {key: fragment.local for key, fragment in wanted.items()}
 
 

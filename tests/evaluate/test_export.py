@@ -20,7 +20,7 @@ from llmscale.data.tokenizers.tokenizer import ByteTokenizer
 from llmscale.engine.zero_layout import ShardView
 from llmscale.errors import CheckpointError, ConfigError
 from llmscale.evaluate import export
-from llmscale.evaluate.export import ExportedModel, describe_export, export_model, write_model
+from llmscale.evaluate.export import ExportedModel, checkpoint_weights, describe_export, write_model
 from llmscale.evaluate.prune import ModelWeights
 from llmscale.model.gpt import GPT
 from scripts.bench.transformers_package import import_transformers
@@ -88,7 +88,14 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     ) -> Path:
         checkpoint = save(model, tmp_path.with_name(f"{tmp_path.name}-checkpoint"), world_size, state)
         exported = ExportedModel(model.shape, family or family_of(model.shape), dtype, shard_bytes)
-        export_model(checkpoint, exported, ByteTokenizer(), out, card="# card\n", overwrite=overwrite)
+        write_model(
+            checkpoint_weights(checkpoint, exported),
+            exported,
+            ByteTokenizer(),
+            out,
+            card="# card\n",
+            overwrite=overwrite,
+        )
         return out
 
     return written
@@ -189,7 +196,14 @@ def test_tensors_of_another_model_are_refused(change: Callable, message: str, mo
     checkpoint = write_tensors(tmp_path / "checkpoint", tensors)
     exported = ExportedModel(model.shape, family_of(model.shape), "fp32", 10**9)
     with pytest.raises(CheckpointError, match=message):
-        export_model(checkpoint, exported, ByteTokenizer(), tmp_path / "out", card="", overwrite=False)
+        write_model(
+            checkpoint_weights(checkpoint, exported),
+            exported,
+            ByteTokenizer(),
+            tmp_path / "out",
+            card="",
+            overwrite=False,
+        )
     assert not (tmp_path / "out").exists()
 
 

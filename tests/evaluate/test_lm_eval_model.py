@@ -16,7 +16,7 @@ from llmscale.architecture.hf_config import family_of
 from llmscale.architecture.shape import GPTShape
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
-from llmscale.evaluate.export import ExportedModel, export_model
+from llmscale.evaluate.export import ExportedModel, checkpoint_weights, write_model
 from llmscale.evaluate.scoring import pair_row, rolling_rows, score_rows
 from llmscale.evaluate.tasks import encode_task, load_task_files
 from llmscale.model.gpt import GPT
@@ -38,7 +38,7 @@ def export_random_model(shape: GPTShape, tokenizer: Tokenizer, folder: Path) -> 
     tensors = {f"master/{name}": parameter.detach() for name, parameter in model.named_parameters()}
     checkpoint = write_tensors(folder.with_name(f"{folder.name}-checkpoint"), tensors)
     exported = ExportedModel(shape, family_of(shape), "fp32", 10**9)
-    export_model(checkpoint, exported, tokenizer, folder, card="# card\n", overwrite=False)
+    write_model(checkpoint_weights(checkpoint, exported), exported, tokenizer, folder, card="# card\n", overwrite=False)
     return model.eval()
 
 

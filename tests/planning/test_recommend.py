@@ -16,7 +16,6 @@ from llmscale.planning.recommend import (
     find_enough_nodes,
     find_misfit,
     find_smallest_change,
-    largest_preset,
     nearest_fit,
     rank_trials,
     recommend,
@@ -223,10 +222,3 @@ def test_what_is_missing_is_a_change_where_something_was_fixed_and_else_more_nod
     assert misfit.nearest == nearest_fit(fits)
     assert misfit.change is None
     assert misfit.more_nodes is not None and misfit.more_nodes.fits
-
-
-@pytest.mark.parametrize(
-    ("num_gpus", "gib", "preset"), [(1, 24, "gpt2-774m"), (1, 80, "gpt3-2.7b"), (8, 80, "gpt3-13b"), (1, 0, None)]
-)
-def test_the_largest_preset_needs_no_offload(num_gpus: int, gib: int, preset: str | None) -> None:
-    assert largest_preset(cluster_of(gib, num_gpus), "bf16") == preset

@@ -18,11 +18,11 @@ from llmscale.planning.scaling import (
     GoalKind,
     Interval,
     ParametricLaw,
+    Point,
     affordable_tokens,
     central,
     dense_equivalent,
     expansion_of,
-    find_lifetime_optimum,
     inference_flops,
     interval_of,
     law_rows,
@@ -70,9 +70,14 @@ def test_the_optimum_is_the_lowest_point_of_its_iso_flop_curve(law: ParametricLa
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 def test_every_way_back_to_the_budget(law: ParametricLaw) -> None:
-    assert law.flops_for_parameters(law.optimal_parameters(1e22)) == pytest.approx(1e22)
-    assert law.flops_for_tokens(law.optimal_tokens(1e22)) == pytest.approx(1e22)
-    assert law.flops_for_loss(law.optimal_loss(1e22)) == pytest.approx(1e22)
+    optimum = Point(law.optimal_parameters(1e22), law.optimal_tokens(1e22), law.optimal_loss(1e22))
+    for kind, value in (
+        ("flops", 1e22),
+        ("parameters", optimum.num_parameters),
+        ("tokens", optimum.tokens),
+        ("loss", optimum.loss),
+    ):
+        assert vars(optimal_point(law, kind, value)) == pytest.approx(vars(optimum), rel=1e-9)
     assert law.tokens_for_loss(7e9, law.loss(7e9, 1e12)) == pytest.approx(1e12)
 
 
@@ -82,7 +87,9 @@ def test_a_small_model_never_reaches_a_large_ones_loss() -> None:
 
 def test_a_loss_below_the_texts_own_entropy_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a loss of 1\.8 .* no model gets below 1\.82\. Choose a higher loss"):
-        BESIROGLU.flops_for_loss(1.8)
+        optimal_point(BESIROGLU, "loss", 1.8)
+    with pytest.raises(ConfigError, match=r"needs no training"):
+        optimal_point(BESIROGLU, "loss", 1e5)
 
 
 def test_the_covariance_has_the_published_standard_errors() -> None:
@@ -191,39 +198,29 @@ SARDANA = replace(HOFFMANN_ROUNDED, coefficients=(*HOFFMANN_ROUNDED.coefficients
 
 def test_figure_1_of_sardana_et_al() -> None:
     """13B quality and 2T tokens of inference: 7B instead, 1.7e22 FLOPs or 17 % less."""
-    budget = SARDANA.flops_for_parameters(13e9)
-    optimum = find_lifetime_optimum(SARDANA, SARDANA.optimal_loss(budget), 2e12)
-    before = budget + inference_flops(13e9, 2e12)
+    training = optimal_point(SARDANA, "parameters", 13e9)
+    optimum = optimal_point(SARDANA, "loss", training.loss, 2e12)
+    before = training.flops + inference_flops(13e9, 2e12)
     assert optimum.num_parameters == pytest.approx(7e9, rel=0.01)
     total = optimum.flops + inference_flops(optimum.num_parameters, 2e12)
     assert before - total == pytest.approx(1.7e22, rel=0.01)
     assert 1 - total / before == pytest.approx(0.17, abs=0.005)
 
 
-def test_it_reaches_the_loss_it_was_asked_for() -> None:
-    optimum = find_lifetime_optimum(BESIROGLU, 2.1, 1e13)
-    assert BESIROGLU.loss(optimum.num_parameters, optimum.tokens) == pytest.approx(2.1)
-
-
 def test_nothing_around_it_is_cheaper() -> None:
-    optimum = find_lifetime_optimum(BESIROGLU, 2.1, 1e13)
+    optimum = optimal_point(BESIROGLU, "loss", 2.1, 1e13)
     for size in (0.9 * optimum.num_parameters, 1.1 * optimum.num_parameters):
         tokens = BESIROGLU.tokens_for_loss(size, 2.1)
         assert tokens is not None
         assert 6 * size * tokens + 2 * size * 1e13 > optimum.flops + 2 * optimum.num_parameters * 1e13
 
 
-def test_next_to_no_inference_is_the_training_optimum() -> None:
-    budget = BESIROGLU.flops_for_loss(2.1)
-    optimum = find_lifetime_optimum(BESIROGLU, 2.1, 1.0)
-    assert optimum.num_parameters == pytest.approx(BESIROGLU.optimal_parameters(budget), rel=0.001)
-
-
 def test_more_inference_and_dearer_inference_make_it_smaller() -> None:
-    sizes = [find_lifetime_optimum(BESIROGLU, 2.1, served).num_parameters for served in (1e11, 1e12, 1e13)]
+    served = (0.0, 1e11, 1e12, 1e13)
+    sizes = [optimal_point(BESIROGLU, "loss", 2.1, tokens).num_parameters for tokens in served]
     assert sizes == sorted(sizes, reverse=True)
-    dear = find_lifetime_optimum(BESIROGLU, 2.1, 1e12, inference_weight=10.0)
-    assert dear.num_parameters == pytest.approx(sizes[2], rel=1e-3)
+    dear = optimal_point(BESIROGLU, "loss", 2.1, 1e12, inference_weight=10.0)
+    assert dear.num_parameters == pytest.approx(sizes[3], rel=1e-6)
 
 
 def test_gpt3_is_3640_petaflop_days() -> None:

@@ -8,6 +8,7 @@ import random
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -15,6 +16,7 @@ from typing import cast
 import pytest
 
 from llmscale.checkpoint.run_state import RunState
+from llmscale.config import hf_model
 from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.run_arguments import parse_run_config
 from llmscale.errors import ConfigError
@@ -130,10 +132,10 @@ def test_a_start_that_names_data_or_weights_gets_no_demo(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     for words in (["--data", "data/python-stdlib"], ["--init-from", "runs/first"]):
         config = parse_run_config([*words, "--data-cache", "cache"])
-        assert with_prepared_text(config) is config
+        assert with_prepared_text(config).config is config
     (tmp_path / "data/python-stdlib").mkdir(parents=True)
     config = parse_run_config(["--data-cache", "cache"])
-    assert with_prepared_text(config) is config
+    assert with_prepared_text(config).config is config
     assert not (tmp_path / "cache").exists()
 
 
@@ -188,6 +190,25 @@ def test_text_is_not_read_before_flags_are_right(words: list[str], message: str,
     with pytest.raises(ConfigError, match=re.escape(message)):
         with_prepared_text(parse_run_config(["--text", str(tmp_path), *cache, *words]))
     assert not (tmp_path / "cache").exists()
+
+
+def test_text_is_prepared_with_what_the_start_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ds_config and the published model are read once."""
+    model = {"model_type": "gpt2", "vocab_size": 300, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    (tmp_path / "text.txt").write_text("a few words " * 100)
+    calls: list[str] = []
+
+    def read(function: Callable, *args: object) -> object:
+        calls.append(function.__name__)
+        return function(*args)
+
+    for module, name in ((inputs, "read_ds_config"), (inputs, "read_published_model"), (hf_model, "find_config")):
+        monkeypatch.setattr(module, name, partial(read, getattr(module, name)))
+    flags = ["--model", f"hf:{tmp_path}", "--text", str(tmp_path / "text.txt"), "--tokenizer", "bytes"]
+    flags += ["--run", str(tmp_path / "run"), "--data-cache", str(tmp_path / "cache"), "--global-batch-size", "2"]
+    assert prepare_start(with_prepared_text(parse_run_config(flags)), 1).resolved.shape.n_embd == 16
+    assert sorted(calls) == ["find_config", "read_ds_config", "read_published_model"]
 
 
 def test_a_restart_continues_its_own_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from llmscale.training import log_steps
 from llmscale.training.live_run import StepResult
-from llmscale.training.log_steps import GpuReading, LogSteps, ReportPace, read_gpu
+from llmscale.training.log_steps import LogSteps, ReportPace, read_gpu
 
 GPU = torch.device("cuda", 0)
 
@@ -52,15 +52,15 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_it_is_that_of_the_visible_device(nvml: SimpleNamespace) -> None:
-    assert read_gpu(GPU) == GpuReading(power_w=71.5, temperature_c=63, gpu_utilisation=0.97)
-    assert read_gpu(torch.device("cpu")) == GpuReading()
+    assert read_gpu(GPU) == {"power_w": 71.5, "temperature_c": 63, "gpu_utilisation": 0.97}
+    assert read_gpu(torch.device("cpu")) == {}
 
 
 def test_what_is_not_told_is_left_out(nvml: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml.nvmlDeviceGetTemperature = lambda handle, sensor: (_ for _ in ()).throw(OSError("Not Supported"))
-    assert read_gpu(GPU) == GpuReading(power_w=71.5, gpu_utilisation=0.97)
+    assert read_gpu(GPU) == {"power_w": 71.5, "gpu_utilisation": 0.97}
     monkeypatch.setattr(torch.cuda, "_HAS_PYNVML", False)
-    assert read_gpu(GPU) == GpuReading()
+    assert read_gpu(GPU) == {}
 
 
 class Clock:

@@ -123,7 +123,7 @@ def test_trackers_get_the_same_numbers_at_the_same_step(tmp_path: Path) -> None:
     run = Memory()
     log = MetricsLog(tmp_path, 100, [run])
     log.log_step(make_metrics(loss_by_set={"web": 3.0}))
-    log.log_validation(20, 2.5, 64)
+    log.log_validation(20, 2.5, 64, samples="64 sequences")
     log.close()
     (train, train_step), (validation, validation_step) = run.logged
     assert (train["train/loss"], train["train/tokens_seen"], train_step) == (3.14159, 163_840, 20)

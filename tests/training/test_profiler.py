@@ -13,7 +13,7 @@ import torch
 
 from llmscale.engine.train_step import PhaseTimer
 from llmscale.training.live_run import StepResult
-from llmscale.training.profiler import ProfileSteps
+from llmscale.training.reports import ProfileSteps
 from llmscale.training.step_metrics import StepMeter
 
 
@@ -52,17 +52,17 @@ def test_steps_that_are_done_or_never_come_are_said(ranks: Callable, train_comma
 def profiling(tmp_path: Path) -> Callable[..., tuple[ProfileSteps, list[str]]]:
     """`profiling(steps)`: the profile of a run of nine steps, and the lines that it reports."""
 
-    def build(steps: str, *, is_rollback: bool = False) -> tuple[ProfileSteps, list[str]]:
+    def build(steps: str) -> tuple[ProfileSteps, list[str]]:
         reported: list[str] = []
         device = torch.device("cpu")
         run: Any = SimpleNamespace(
             world=SimpleNamespace(is_main=True, device=device),
-            config=SimpleNamespace(run=tmp_path),
+            config=SimpleNamespace(run=tmp_path, profile=steps),
             resolved=SimpleNamespace(total_steps=9),
         )
         engine: Any = SimpleNamespace(meter=StepMeter(PhaseTimer(device)))
         io: Any = SimpleNamespace(report=reported.append)
-        return ProfileSteps(run, engine, io, steps, is_rollback=is_rollback), reported
+        return ProfileSteps(run, engine, io), reported
 
     return build
 
@@ -89,9 +89,3 @@ def test_a_profile_that_is_cut_short_is_reported(profiling: Callable) -> None:
     assert reported == []
     action.close()
     assert len(reported) == 1 and reported[0].startswith("WARNING: --profile 2:5"), reported
-
-
-def test_a_rollback_to_after_the_profiled_steps_reports_nothing(profiling: Callable) -> None:
-    action, reported = profiling("2:5", is_rollback=True)
-    action.begin(6)
-    assert reported == []

@@ -15,11 +15,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmscale.checkpoint.commit import set_aside_existing
-from llmscale.checkpoint.inventory import delete_checkpoint
+from llmscale.checkpoint.inventory import delete_checkpoint, set_aside_existing
 from llmscale.checkpoint.manifest import checkpoints_folder, load_pieces
-from llmscale.checkpoint.remote_run import TOKEN_NAME, fetch_run, read_index, update_copy
-from llmscale.checkpoint.run_lease import BEAT_VARIABLE, BEATS_MISSED, Lease, prune_run, take_lease
+from llmscale.checkpoint.remote_run import (
+    BEAT_VARIABLE,
+    BEATS_MISSED,
+    TOKEN_NAME,
+    Lease,
+    fetch_run,
+    prune_run,
+    read_index,
+    take_lease,
+    update_copy,
+)
 from llmscale.checkpoint.save import CheckpointSaver
 from llmscale.checkpoint.tensor_files import fetch_checkpoint
 from llmscale.config.user_paths import copy_of
@@ -192,7 +200,7 @@ def test_records_arrive_in_parts_as_they_are(run: Path, object_store: ObjectStor
 
     write("config.json", b"{}")
     write("metrics.jsonl", b"line\n" * 30_000)
-    write("samples/rank-00000.bin", b"head" + bytes(100_000))
+    write("logs/rank-00000.log", bytes(100_000))
     (run / "checkpoints").mkdir()
     (run / "checkpoints" / "latest").write_text("step-00000001\n")
     (run / ".lock").write_text("mine")
@@ -204,7 +212,7 @@ def test_records_arrive_in_parts_as_they_are(run: Path, object_store: ObjectStor
     send(records, object_store)
     assert records.num_parts == before, "nothing has changed"
     write("metrics.jsonl", wanted["metrics.jsonl"] + b"more\n")
-    write("samples/rank-00000.bin", b"HEAD" + bytes(100_000) + b"tail")
+    write("logs/rank-00000.log", bytes(100_000) + b"tail")
     write("config.json", b"{'a': 1}")
     send(records, object_store)
     publish_records(lease, rank0=records)

@@ -39,7 +39,7 @@ DIFFERENT = {
     "precision": (["--precision", "fp32"], "precision is bf16 on rank 0, fp32 on rank 1"),
     "checkpointing": (["--activation-checkpointing", "full"], "activation_checkpointing is none on rank 0, full on"),
     "resume": (["--resume", "none"], "resume is auto on rank 0, none on rank 1"),
-    "one token": (["--data", "{changed}"], "dataset: train/shard.00000.mds is"),
+    "one token": (["--data", "{changed}"], "dataset: fingerprint is"),
     "sources": (["SOURCES"], "sources: training/session.py is"),
     "version": (["VERSION"], "versions: numpy is "),
     "NCCL": (["NCCL"], "environment: NCCL_ALGO is not set on rank 0, Tree on rank 1"),
@@ -162,7 +162,7 @@ def one_rank(places: dict[str, str]) -> dict[str, str | None]:
 
 SECTIONS = {
     "configuration": {"lr": "0.0003", "steps": "100", **{f"key_{number}": "x" for number in range(60)}},
-    "dataset": {"vocab_size": "256", "train/shard.00000.mds": "a" * 32 + " (50 samples)"},
+    "dataset": {"fingerprint": "a" * 64},
     "sources": {f"module_{number}.py": "b" * 64 for number in range(200)},
 }
 
@@ -195,10 +195,10 @@ def test_an_error_names_what_differs_the_values_the_ranks_and_the_host() -> None
 
 
 def test_only_data_is_a_data_error_and_hashes_are_short() -> None:
-    other = changed("dataset", **{"train/shard.00000.mds": "c" * 32 + " (50 samples)"})
+    other = changed("dataset", fingerprint="c" * 64)
     error = compare([SECTIONS, other])
     assert isinstance(error, DataError)
-    assert "dataset: train/shard.00000.mds is aaaa" in str(error)
+    assert "dataset: fingerprint is aaaaaaaaaaaa on rank 0, cccccccccccc on rank 1" in str(error)
     both = {**other, "sources": {**SECTIONS["sources"], "module_7.py": "d" * 64}}
     error = compare([SECTIONS, both])
     assert isinstance(error, ConfigError)

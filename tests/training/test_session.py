@@ -16,6 +16,7 @@ from llmscale.errors import DataError
 from llmscale.training import session as session_module
 from llmscale.training.live_run import StepAction, StepResult
 from llmscale.training.loss_spikes import RollbackRequest
+from llmscale.training.open_session import hpz_warnings
 from llmscale.training.run_folder import FAILURE_NAME
 from llmscale.training.session import Session
 from llmscale.training.step_metrics import StepMeter
@@ -94,3 +95,13 @@ def test_whatever_the_feed_raises_is_told_to_the_other_ranks(monkeypatch: pytest
     assert opened.fetch(4) == []
     opened.decide(4)
     assert isinstance(failures[0], FileNotFoundError)
+
+
+@pytest.mark.parametrize(
+    ("group", "ranks_per_node", "words"),
+    [(1, [4], None), (4, [4, 4], None), (2, [4, 4], None), (4, [4], "on one node"), (4, [2, 2], "nodes of 2 ranks")],
+)
+def test_groups_that_gain_nothing_are_said(group: int, ranks_per_node: list[int], words: str | None) -> None:
+    warnings = list(hpz_warnings(group, ranks_per_node))
+    assert len(warnings) == (words is not None)
+    assert all(words in warning for warning in warnings if words)

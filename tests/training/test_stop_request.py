@@ -6,7 +6,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -318,30 +317,6 @@ def test_a_launcher_that_was_gone_before_its_rank_could_look(start: Callable) ->
     assert said(rank) == "watching"
     assert said(rank) == f"the end of its launcher (llmscale train, process {gone.pid})"
     rank.wait()
-
-
-def test_deepspeed_that_died_before_it_had_ranks(tmp_path: Path) -> None:
-    """Its second process, whose command line then says no node's number, starts them all the same."""
-    package = tmp_path / "deepspeed" / "launcher"
-    package.mkdir(parents=True)
-    (package / "launch.py").write_text("import subprocess, sys\nsubprocess.Popen(sys.argv[2:]).wait()\n")
-    (tmp_path / "rank.py").write_text(RANK)
-    rank = [sys.executable, str(tmp_path / "rank.py")]
-    for flag, heard in (("--world_info=e30=", "the end of its launcher (deepspeed, process"), ("--node_rank=0", "")):
-        launch = subprocess.Popen(
-            [sys.executable, str(package / "launch.py"), flag, *rank],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert said(launch) == "watching"
-        if heard:
-            assert said(launch).startswith(heard)
-        else:
-            time.sleep(1.5)
-            launch.kill()
-            assert said(launch).startswith("the end of its launcher (deepspeed.launcher.launch")
-        launch.wait()
 
 
 def test_a_module_that_llmscale_itself_starts_counts() -> None:

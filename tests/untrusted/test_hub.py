@@ -227,18 +227,6 @@ def test_the_cache_comes_first(asked: list[tuple[str, str | None]], tmp_path: Pa
     assert asked
 
 
-def test_a_cached_commit_that_no_branch_is_at_can_be_named(
-    asked: list[tuple[str, str | None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "hub/models--org--model/snapshots" / OLDER
-    folder.mkdir(parents=True)
-    (folder / "tokenizer.json").touch()
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(DataError, match=f"The cache has org/model@{OLDER}, which you can name"):
-        _read("org/model")
-    assert not asked
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
 
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
 from llmscale.errors import ConfigError
@@ -20,8 +21,12 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
+_WRITTEN_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu", "silu": "silu"}
 #: Characters of a value shown in an error.
 _MOST_SHOWN = 80
+_T = TypeVar("_T", str, int)
+#: Fields of GPTShape by name.
+Fields = dict[str, object]
 
 
 def _shown(value: object) -> str:
@@ -51,49 +56,28 @@ class Keys:
         """Return whether an entry exists, null included."""
         return name in self._config
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """Return a positive integer."""
+    def count(self, name: str, default: int | None = None, *, least: int = 1, most: int = _MOST) -> int:
+        """Return an integer of at least `least`."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
             problem = "is missing" if value is None else f"is {_shown(value)}"
-            raise ConfigError(f"{self.source}: {name} {problem}; a positive integer is needed to count parameters.")
-        if value > _MOST:
-            raise ConfigError(f"{self.source}: {name} is {value}, more than the {_MOST:,} of any model.")
-        return value
-
-    def count_from_0(self, name: str, default: int) -> int:
-        """Return an integer of at least 0."""
-        return self.count(name, default) if self.number(name, default, least=0) else 0
-
-    def layers(self, name: str) -> int:
-        """Return a number of layers, limited because every layer is visited."""
-        value = self.count(name)
-        if value > _MOST_LAYERS:
-            raise ConfigError(f"{self.source}: {name} is {value}, more than the {_MOST_LAYERS:,} of any model.")
-        return value
-
-    def experts(self, name: str, layers: int, default: int | None = None) -> int:
-        """Return a number of experts, limited because those of all `layers` are visited."""
-        value = self.count(name, default)
-        if value > (most := min(_MOST_EXPERTS, _MOST_EXPERTS_OF_ALL // layers)):
+            raise ConfigError(f"{self.source}: {name} {problem}; an integer from {least} on is needed.")
+        if value > most:
             raise ConfigError(f"{self.source}: {name} is {value}, more than the {most:,} of any model of this depth.")
         return value
 
-    def counts(self, name: str) -> list[int]:
-        """Return a list of integers from 0; empty when it is missing."""
-        value = self._get(name, [])
-        if not isinstance(value, list) or any(type(item) is not int or not 0 <= item <= _MOST for item in value):
-            raise ConfigError(f"{self.source}: {name} is {_shown(value)}, not a list of integers from 0.")
-        return value
+    def layers(self, name: str = "num_hidden_layers") -> int:
+        """Return a number of layers, limited because every layer is visited."""
+        return self.count(name, most=_MOST_LAYERS)
 
-    def number(self, name: str, default: float, *, least: float | None = None) -> float:
-        """Return a positive number, or one of at least `least`."""
+    def number(self, name: str, default: float) -> float:
+        """Return a positive number."""
         value = self._get(name, default)
         if (
             isinstance(value, bool)
             or not isinstance(value, (int, float))
             # Integers of a file may be larger than any float.
-            or not ((value > 0 if least is None else value >= least) and value <= sys.float_info.max)
+            or not 0 < value <= sys.float_info.max
         ):
             raise ConfigError(f"{self.source}: {name} is {_shown(value)}, not a positive number.")
         return float(value)
@@ -105,7 +89,7 @@ class Keys:
             raise ConfigError(f"{self.source}: {name} is {_shown(value)}, not true or false.")
         return value
 
-    def choice(self, name: str, legal: Mapping[str, str], default: str, fix: str = "") -> str:
+    def choice(self, name: str, legal: Mapping[str, str], default: object, fix: str = "") -> str:
         """Return the value of `legal` for this entry's text. An error ends with `fix`."""
         value = self._get(name, default)
         if not isinstance(value, str) or value not in legal:
@@ -127,13 +111,11 @@ class Keys:
             if isinstance(value, dict):
                 raise ConfigError(f"{self.source}: {_shown(name)} is an object of its own, which llmscale cannot read.")
 
-    def texts(self, name: str) -> list[str]:
-        """Return a list of texts; empty when it is missing."""
-        value = self._config.get(name)
-        if value is None:
-            return []
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"{self.source}: {name} is not a list of texts.")
+    def items(self, name: str, kind: type[_T]) -> list[_T]:
+        """Return a list of items of a type; empty when it is missing."""
+        value = self._get(name, [])
+        if not isinstance(value, list) or any(type(item) is not kind for item in value):
+            raise ConfigError(f"{self.source}: {name} is {_shown(value)}, not a list of {kind.__name__}.")
         return value
 
     def require(self, name: str, only: object) -> None:
@@ -172,22 +154,77 @@ class HFTensor:
     """True when the files have fp32 whatever the other tensors have."""
 
 
-@dataclass(frozen=True)
+class Entry(NamedTuple):
+    """An entry of config.json, and the field of GPTShape that it holds."""
+
+    name: str
+    field: str
+    default: object = None
+    """Value of a missing entry, or a function that computes it from the entries and the fields so far; None: required.
+    Its type is the entry's: an integer (from 0 on if it is 0), a float, a bool or an activation's name."""
+
+    def read(self, keys: Keys, fields: Fields) -> object:
+        default: Any = self.default(keys, fields) if callable(self.default) else self.default
+        if self.field == "activation":
+            return keys.choice(self.name, ACTIVATIONS, default)
+        if self.field == "attention_bias":
+            return "all" if keys.flag(self.name, default) else "none"
+        if self.field == "n_layer":
+            return keys.layers(self.name)
+        if self.field == "num_experts":
+            # Those of all layers are visited.
+            most = min(_MOST_EXPERTS, _MOST_EXPERTS_OF_ALL // keys.layers())
+            return keys.count(self.name, default, most=most)
+        if isinstance(default, bool):
+            return keys.flag(self.name, default)
+        if isinstance(default, float):
+            return keys.number(self.name, default)
+        return keys.count(self.name, default, least=0 if default == 0 else 1)
+
+    def write(self, shape: GPTShape) -> object:
+        value = getattr(shape, self.field)
+        if self.field == "activation":
+            return _WRITTEN_ACTIVATIONS[value]
+        if self.field == "attention_bias":
+            return value == "all"
+        return bool(value) if isinstance(self.default, bool) else value
+
+
+@dataclass(frozen=True, eq=False)
 class Family:
     """One model_type of transformers."""
 
     model_type: str
     architecture: str
     """transformers' class."""
-    read: Callable[[Keys], dict[str, object]]
-    """Function from a config.json's entries to fields of GPTShape, without the dropout. Raises ConfigError for features
-    that llmscale's model does not compute."""
-    write: Callable[[GPTShape], dict[str, object]]
-    """Function from a shape to a config.json's entries, even if the family lacks some of the shape: see `lost`."""
+    entries: tuple[Entry, ...]
+    """In order: the last of two with one name is written."""
     tensors: Callable[[GPTShape], Iterator[HFTensor]]
     """Every tensor of the files."""
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    """Fields that are the same in all its models."""
+    dropouts: tuple[str, ...] = ("attention_dropout",)
+    """Entries that get the dropout, which is not read."""
+    read_more: Callable[[Keys, Fields], Fields] = lambda keys, fields: {}
+    """Function from the entries, and the fields that they gave, to further fields. Raises ConfigError."""
+    write_more: Callable[[GPTShape], dict[str, object]] = lambda shape: {}
+    """Function from a shape to further entries."""
     adds: str = ""
     """Field of biases that the family always has: those that a shape lacks are zeros in its files."""
+
+    def read(self, keys: Keys) -> Fields:
+        """Return fields of GPTShape, without the dropout. Raises ConfigError for features that ours lacks."""
+        names = {entry.field: entry.name for entry in self.entries}
+        keys.heads(names["n_embd"], names["n_head"])
+        fields = dict(self.fixed)
+        for entry in self.entries:
+            fields[entry.field] = entry.read(keys, fields)
+        return fields | self.read_more(keys, fields)
+
+    def write(self, shape: GPTShape) -> dict[str, object]:
+        """Return a config.json's entries, even if the family lacks some of the shape: see `lost`."""
+        written = {entry.name: entry.write(shape) for entry in self.entries}
+        return written | dict.fromkeys(self.dropouts, shape.dropout) | self.write_more(shape)
 
     def adds_to(self, shape: GPTShape) -> bool:
         """Return whether the family's files contain biases that the shape lacks."""

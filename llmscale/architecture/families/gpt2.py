@@ -5,50 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmscale.architecture.families.family import ACTIVATIONS, Family, HFTensor, Keys, stacked
+from llmscale.architecture.families.family import Entry, Family, Fields, HFTensor, Keys, stacked
 from llmscale.architecture.shape import GPTShape
 
-_OPT_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "silu": "silu"}
-#: Our activations by their names in both families.
-_WRITTEN_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu", "silu": "silu"}
 _GPT2_LINEARS = {"attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
 #: Rows of OPT's position table that no token uses.
 _SKIPPED = 2
-
-
-def _read_gpt2(keys: Keys) -> dict[str, object]:
-    keys.require("add_cross_attention", False)
-    keys.require("scale_attn_weights", True)
-    keys.require("scale_attn_by_inverse_layer_idx", False)
-    n_embd, n_head = keys.heads("n_embd", "n_head")
-    return {
-        "n_layer": keys.layers("n_layer"),
-        "n_head": n_head,
-        "n_embd": n_embd,
-        "vocab_size": keys.count("vocab_size"),
-        "seq_len": keys.count("n_positions", 1024),
-        "mlp_width": keys.count("n_inner", 4 * n_embd),
-        "activation": keys.choice("activation_function", ACTIVATIONS, "gelu_new"),
-        "norm_eps": keys.number("layer_norm_epsilon", 1e-5),
-        "tied": keys.flag("tie_word_embeddings", True),
-    }
-
-
-def _write_gpt2(shape: GPTShape) -> dict[str, object]:
-    return {
-        "vocab_size": shape.vocab_size,
-        "n_positions": shape.seq_len,
-        "n_embd": shape.n_embd,
-        "n_layer": shape.n_layer,
-        "n_head": shape.n_head,
-        "n_inner": shape.mlp_width,
-        "activation_function": _WRITTEN_ACTIVATIONS[shape.activation],
-        "layer_norm_epsilon": shape.norm_eps,
-        "resid_pdrop": shape.dropout,
-        "embd_pdrop": shape.dropout,
-        "attn_pdrop": shape.dropout,
-        "tie_word_embeddings": shape.tied,
-    }
 
 
 def _gpt2_tensors(shape: GPTShape) -> Iterator[HFTensor]:
@@ -78,47 +40,32 @@ def _gpt2_tensors(shape: GPTShape) -> Iterator[HFTensor]:
         yield HFTensor("lm_head.weight", "head.weight", (shape.vocab_size, h))
 
 
-GPT2 = Family("gpt2", "GPT2LMHeadModel", _read_gpt2, _write_gpt2, _gpt2_tensors, adds="bias")
+def _check_gpt2(keys: Keys, _: Fields) -> Fields:
+    keys.require("add_cross_attention", False)
+    keys.require("scale_attn_weights", True)
+    keys.require("scale_attn_by_inverse_layer_idx", False)
+    return {}
 
 
-def _read_opt(keys: Keys) -> dict[str, object]:
-    n_embd, n_head = keys.heads()
-    keys.require("word_embed_proj_dim", n_embd)
-    keys.require("do_layer_norm_before", True)
-    keys.require("_remove_final_layer_norm", False)
-    keys.require("layer_norm_elementwise_affine", True)
-    bias = keys.flag("enable_bias", True)
-    return {
-        "n_layer": keys.layers("num_hidden_layers"),
-        "n_head": n_head,
-        "n_embd": n_embd,
-        "vocab_size": keys.count("vocab_size"),
-        "seq_len": keys.count("max_position_embeddings", 2048),
-        "mlp_width": keys.count("ffn_dim"),
-        "activation": keys.choice("activation_function", _OPT_ACTIVATIONS, "relu"),
-        "attention_bias": "all" if bias else "none",
-        "mlp_bias": bias,
-        "tied": keys.flag("tie_word_embeddings", True),
-    }
-
-
-def _write_opt(shape: GPTShape) -> dict[str, object]:
-    return {
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.seq_len,
-        "hidden_size": shape.n_embd,
-        "word_embed_proj_dim": shape.n_embd,
-        "num_hidden_layers": shape.n_layer,
-        "num_attention_heads": shape.n_head,
-        "ffn_dim": shape.mlp_width,
-        "activation_function": _WRITTEN_ACTIVATIONS[shape.activation],
-        "enable_bias": bool(shape.mlp_bias),
-        "dropout": shape.dropout,
-        "attention_dropout": shape.dropout,
-        "tie_word_embeddings": shape.tied,
-        # By default token 1, whose embedding transformers then leaves untrained.
-        "pad_token_id": None,
-    }
+GPT2 = Family(
+    "gpt2",
+    "GPT2LMHeadModel",
+    entries=(
+        Entry("n_layer", "n_layer"),
+        Entry("n_head", "n_head"),
+        Entry("n_embd", "n_embd"),
+        Entry("vocab_size", "vocab_size"),
+        Entry("n_positions", "seq_len", 1024),
+        Entry("n_inner", "mlp_width", lambda keys, fields: 4 * fields["n_embd"]),
+        Entry("activation_function", "activation", "gelu_new"),
+        Entry("layer_norm_epsilon", "norm_eps", 1e-5),
+        Entry("tie_word_embeddings", "tied", True),
+    ),
+    tensors=_gpt2_tensors,
+    dropouts=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    read_more=_check_gpt2,
+    adds="bias",
+)
 
 
 def _opt_tensors(shape: GPTShape) -> Iterator[HFTensor]:
@@ -145,4 +92,32 @@ def _opt_tensors(shape: GPTShape) -> Iterator[HFTensor]:
         yield HFTensor("lm_head.weight", "head.weight", (shape.vocab_size, h))
 
 
-OPT = Family("opt", "OPTForCausalLM", _read_opt, _write_opt, _opt_tensors)
+def _check_opt(keys: Keys, fields: Fields) -> Fields:
+    keys.require("word_embed_proj_dim", fields["n_embd"])
+    keys.require("do_layer_norm_before", True)
+    keys.require("_remove_final_layer_norm", False)
+    keys.require("layer_norm_elementwise_affine", True)
+    return {}
+
+
+OPT = Family(
+    "opt",
+    "OPTForCausalLM",
+    entries=(
+        Entry("num_hidden_layers", "n_layer"),
+        Entry("num_attention_heads", "n_head"),
+        Entry("hidden_size", "n_embd"),
+        Entry("vocab_size", "vocab_size"),
+        Entry("max_position_embeddings", "seq_len", 2048),
+        Entry("ffn_dim", "mlp_width"),
+        Entry("activation_function", "activation", "relu"),
+        Entry("enable_bias", "attention_bias", True),
+        Entry("enable_bias", "mlp_bias", True),
+        Entry("tie_word_embeddings", "tied", True),
+    ),
+    tensors=_opt_tensors,
+    dropouts=("dropout", "attention_dropout"),
+    read_more=_check_opt,
+    # By default token 1 is for padding, whose embedding transformers then leaves untrained.
+    write_more=lambda shape: {"word_embed_proj_dim": shape.n_embd, "pad_token_id": None},
+)

@@ -1,16 +1,21 @@
-"""One attempt of a launch: reach the hosts, start their ranks, watch them, and find what ended them."""
+"""One attempt of a launch: connect to the hosts, start their ranks, watch them, and find what ended them."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import selectors
+import signal
+import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmscale.cluster.hostfile import Host
-from llmscale.cluster.launch.transport import HostConnection
+from llmscale.cluster.hosts import Host
+from llmscale.cluster.launch.host import MARK
 from llmscale.training.stop_request import PEER_GONE, signal_name
 from llmscale.training.watchdog import HUNG_STATUS
 
@@ -93,6 +98,79 @@ def explain_hang(states: Sequence[RankState]) -> Outcome:
             rank, host = state.rank, state.host
             return Outcome("hung", f"{reason}: rank {rank} on {host} is stopped (state T)", host, rank)
     return Outcome("hung", f"{reason}; the stacks of all ranks show where they wait")
+
+
+class HostConnection:
+    """The launcher's side of one host of an attempt."""
+
+    def __init__(self, host: Host, argv: Sequence[str]) -> None:
+        """Start the command `argv`. Raises OSError."""
+        self.host, self.name = host, host.name
+        # In a separate session: Ctrl-C in the terminal reaches the launcher alone, which tells the hosts what to do.
+        self._process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        assert self._process.stdin and self._process.stdout
+        self._input, self._output = self._process.stdin, self._process.stdout.fileno()
+        self.ready: dict[str, Any] | None = None
+        """The host's first message: a free port, and addresses."""
+        self.closed = False
+        """True once the other side has closed the connection."""
+        self._rest = b""
+        """Received part of the next line."""
+        self._last_line = ""
+        """Newest line that is not a message, such as ssh's error."""
+        self.heard_s = time.monotonic()
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait for, as selectors ask for it."""
+        return self._output
+
+    @property
+    def silence_s(self) -> float:
+        return time.monotonic() - self.heard_s
+
+    def send(self, message: object = None) -> None:
+        """Send a message, or an empty line as a sign of life; a closed connection drops it."""
+        line = json.dumps(message) if message else ""
+        with contextlib.suppress(OSError, ValueError):
+            self._input.write(f"{line}\n".encode())
+            self._input.flush()
+
+    def read(self, show: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+        """Yield the messages that have come, and show all other lines."""
+        data = os.read(self._output, 1 << 16)
+        self.closed = not data
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(MARK):
+                self.heard_s = time.monotonic()
+                yield json.loads(line[len(MARK) :])
+            elif text := line.decode(errors="replace").strip():
+                self._last_line = text
+                show(f"{self.name}! {text}")
+
+    def why_lost(self) -> str:
+        """Return one line that explains why the host is lost."""
+        if self._last_line:
+            return self._last_line
+        if self.closed:
+            return f"its connection closed (exit status {self._process.wait()})"
+        return f"no message from it for {self.silence_s:.0f} s"
+
+    def hang_up(self) -> None:
+        """Close this side of the connection, which ends the ranks of the host."""
+        with contextlib.suppress(OSError):
+            self._input.close()
+
+    def close(self) -> bool:
+        """Kill what is left of the connection. Return whether the ranks of the host are surely gone."""
+        self.hang_up()
+        if not self.closed:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        # Ranks are killed with a process of this machine that started them.
+        return self._process.wait() <= 0 and self.closed
 
 
 @dataclass

@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmscale.cluster.extension_locks import remove_stale_locks
 from llmscale.cluster.launch.ranks import (
     RANK_SIGNALS,
     LocalRanks,
@@ -31,6 +30,7 @@ from llmscale.cluster.launch.ranks import (
     process_state,
     rank_command,
     rank_environment,
+    remove_stale_locks,
 )
 from llmscale.cluster.remote import take_place
 from llmscale.engine.network import source_address

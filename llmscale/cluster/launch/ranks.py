@@ -24,6 +24,7 @@ from llmscale.cluster.remote import search_path
 from llmscale.training.live_view import GIVE_BACK
 from llmscale.training.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS, Interrupts, describe_death, read_stat
 from llmscale.training.watchdog import REPORTS_VARIABLE, STACKS_SIGNAL
+from llmscale.untrusted.paths import in_home
 
 # ---------------------------------------------------------------- processes by number, from /proc
 
@@ -167,6 +168,39 @@ def count_cpus() -> int:
         if quota != "max":
             count = min(count, max(1, int(quota) // int(period)))
     return count
+
+
+# ---------------------------------------------------------------- locks of builds that were killed
+
+#: A younger lock that nobody here holds may belong to a build on another host.
+STALE_LOCK_S = 120.0
+
+
+def remove_stale_locks(since_s: float = float("inf")) -> list[str]:
+    """Remove locks of torch's builds of extensions that no process of this host holds, and return their paths.
+
+    They must be old, or not older than `since_s` (Unix time), when processes began that have ended now.
+    """
+    removed = []
+    # A folder with one subfolder per Python and CUDA version, unless a variable names it.
+    cache = in_home(os.environ.get("XDG_CACHE_HOME", "~/.cache"))
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions")
+    for path in (*folder.glob("*/lock"), *folder.glob("*/*/lock")):
+        with contextlib.suppress(FileNotFoundError):  # the build has ended in between
+            made_s = path.stat().st_mtime
+            if (time.time() - made_s > STALE_LOCK_S or made_s >= since_s) and not _is_held(path):
+                path.unlink()
+                removed.append(str(path))
+    return removed
+
+
+def _is_held(lock: Path) -> bool:
+    """Return whether a process of this host has the file open, as torch does while it builds."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
+            if any(file.path == os.path.realpath(lock) for file in process.open_files()):
+                return True
+    return False
 
 
 # ---------------------------------------------------------------- cores of each rank

@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from llmscale.checkpoint.inventory import list_checkpoints
-from llmscale.cluster.hostfile import Host
+from llmscale.cluster.hosts import Host
 from llmscale.cluster.launch.attempt import AttemptRun, Outcome
 from llmscale.cluster.remote import place
 from llmscale.config.run_arguments import parse_run_config

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from llmscale.config.batch_plan import BatchPlan, divisors
 from llmscale.config.bundled_files import DS_CONFIGS
@@ -29,6 +29,7 @@ from llmscale.config.deepspeed.schema import (
     Precision,
     Section,
     TorchAutocast,
+    ZeroOptimization,
 )
 from llmscale.errors import ConfigError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json
@@ -61,11 +62,6 @@ class DsConfig:
         return self.keys.precision
 
     @property
-    def fp16(self) -> Fp16 | None:
-        """Settings of the loss scale; None in another precision."""
-        return self.keys.fp16 if self.precision == "fp16" else None
-
-    @property
     def offload_optimizer_device(self) -> OffloadDevice:
         return self.keys.offload_optimizer_device
 
@@ -77,12 +73,6 @@ class DsConfig:
     def checkpointing(self) -> CheckpointingMode:
         """`full` if the section is present, else `none`: DeepSpeed has no section for `selective`."""
         return "none" if self.keys.activation_checkpointing is None else "full"
-
-    @property
-    def cpu_checkpointing(self) -> bool:
-        """True if saved activations are kept in host memory."""
-        section = self.keys.activation_checkpointing
-        return section is not None and section.cpu_checkpointing
 
     @property
     def gradient_clipping(self) -> float | None:
@@ -97,27 +87,27 @@ class DsConfig:
             return ds
         return replace(ds, keys=ds.keys.model_copy(update={"gradient_clipping": gradient_clipping}))
 
-    def batch(self, flags: BatchFlags, default: int, groups: int) -> BatchFlags:
+    def batch(self, total: int | None, micro: int | None, default: int, groups: int) -> tuple[int, int | None]:
         """Return global batch and micro-batch, in sequences, for `groups` data-parallel ranks.
 
-        Flags go before the file. Two of the file's three numbers give the third. Where all three disagree, the
-        accumulation gives way, and `batch_notices` has a message. A batch of neither flags nor file is a multiple of
-        the micro-batch near `default`.
+        The flags' `total` and `micro` go before the file. Two of the file's three numbers give the third. Where all
+        three disagree, the accumulation gives way, and `batch_notices` has a message. A batch of neither flags nor
+        file is a multiple of the micro-batch near `default`.
         """
-        total = flags.total or _number(self.keys.train_batch_size)
-        micro = flags.micro or _number(self.keys.train_micro_batch_size_per_gpu)
         steps = _number(self.keys.gradient_accumulation_steps)
+        total = total or _number(self.keys.train_batch_size)
+        is_flag, micro = micro is not None, micro or _number(self.keys.train_micro_batch_size_per_gpu)
         if total is None and steps is not None:
             micro = micro or max(1, default // (steps * groups))
             total = micro * steps * groups
         elif total is None:
             # A flag's micro-batch must divide the default, as it must without a file.
-            total = max(1, default // micro) * micro if micro and flags.micro is None else default
+            total = max(1, default // micro) * micro if micro and not is_flag else default
         elif micro is None and steps is not None:
             # The smallest needs the fewest fillers.
             sizes = (size for size in divisors(total) if -(-total // (size * groups)) == steps)
             micro = next(sizes, None)
-        return BatchFlags(total, micro)
+        return total, micro
 
     def batch_notices(self, plan: BatchPlan) -> list[str]:
         """Return a message for each batch size of the file that a flag or the number of ranks overrides."""
@@ -133,12 +123,16 @@ class DsConfig:
 
     def with_precision(self, precision: Precision) -> DsConfig:
         """Return the config in another precision. Raises ConfigError if other keys forbid it."""
-        bf16, fp16, autocast = self.keys.bf16, self.keys.fp16, self.keys.torch_autocast
-        keys = self.keys.model_copy(
+        keys = self.keys
+        sections: dict[str, tuple[Precision, Section]] = {
+            "bf16": ("bf16", keys.bf16 or Bf16(enabled=False)),
+            "fp16": ("fp16", keys.fp16 or Fp16(enabled=False)),
+            "torch_autocast": ("autocast", keys.torch_autocast or TorchAutocast(enabled=False)),
+        }
+        keys = keys.model_copy(
             update={
-                "bf16": _switch(bf16 or Bf16(enabled=False), precision == "bf16"),
-                "fp16": _switch(fp16 or Fp16(enabled=False), precision == "fp16"),
-                "torch_autocast": _switch(autocast or TorchAutocast(enabled=False), precision == "autocast"),
+                name: section.model_copy(update={"enabled": own == precision})
+                for name, (own, section) in sections.items()
             }
         )
         _raise_for(f"{self.source} with precision {precision}", [refusal.text for refusal in refusals(keys)])
@@ -147,15 +141,6 @@ class DsConfig:
 
 #: Keys of a ds_config for the sequences of a step: global batch, micro-batch, accumulation.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
-class BatchFlags(NamedTuple):
-    """Sequences of a step, as far as somebody has said how many."""
-
-    total: int | None
-    """Global batch."""
-    micro: int | None
-    """Sequences per rank and forward pass."""
 
 
 def _number(written: int | str | None) -> int | None:
@@ -205,10 +190,6 @@ def read_ds_config(path: Path) -> DsConfig:
     return parse_ds_config(load_ds_config(path), str(path) if file == path else file.name)
 
 
-def _switch(section: Bf16 | Fp16 | TorchAutocast, enabled: bool) -> Section:
-    return section.model_copy(update={"enabled": enabled})
-
-
 def _raise_for(source: str, problems: list[str], fix: str = "") -> None:
     """Raise ConfigError with all problems, if there are any; `fix` follows several."""
     if len(problems) == 1:
@@ -232,6 +213,14 @@ NEVER_PRINT = 10**9
 _MOST_ROUNDS = 8
 #: Sections whose `pin_memory` page-locks host memory for copies to a GPU.
 _OFFLOADS = ("offload_optimizer", "offload_param")
+#: Sizes of stage 3 that are written out.
+_STAGE_3_SIZES = (
+    "sub_group_size",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+)
 
 
 class ModelSize(Protocol):
@@ -251,15 +240,13 @@ def resolve_ds_config(ds: DsConfig, model: ModelSize, plan: BatchPlan) -> dict[s
     DeepSpeed cannot do it with.
     """
     _check_groups(ds, plan)
-    if plan.ranks.expert_parallel_size > 1:
-        _check_divided_experts(ds)
     keys = ds.keys
     config: dict[str, object] = keys.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     config["train_micro_batch_size_per_gpu"] = plan.micro_batch_size
     config["gradient_accumulation_steps"] = plan.gradient_accumulation_steps
     config["train_batch_size"] = plan.train_batch_size
     config["gradient_clipping"] = DEFAULT_GRADIENT_CLIPPING if ds.gradient_clipping is None else ds.gradient_clipping
-    config["zero_optimization"] = _zero_section(keys, model)
+    config["zero_optimization"] = _zero_section(keys.zero, model)
     config.update(_precision_sections(keys, plan.gradient_accumulation_steps))
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
@@ -278,20 +265,20 @@ def without_pinned_memory(ds_config: Mapping[str, object]) -> dict[str, object]:
 
 
 def _check_groups(ds: DsConfig, plan: BatchPlan) -> None:
-    group, ranks = ds.zero_hpz_partition_size, plan.ranks.world_size
-    if ranks % group:
+    """Raise ConfigError for groups that do not divide the ranks, and for keys with which DeepSpeed trains divided
+    experts wrongly, or not at all."""
+    group, ranks = ds.zero_hpz_partition_size, plan.ranks
+    if ranks.world_size % group:
         raise ConfigError(
-            f"{ds.source}: zero_optimization.zero_hpz_partition_size {group} does not divide the {ranks} ranks. Set it "
-            "to the number of GPUs per node, or delete it."
+            f"{ds.source}: zero_optimization.zero_hpz_partition_size {group} does not divide the {ranks.world_size} "
+            "ranks. Set it to the number of GPUs per node, or delete it."
         )
-
-
-def _check_divided_experts(ds: DsConfig) -> None:
-    """Raise ConfigError for keys with which DeepSpeed trains divided experts wrongly, or not at all."""
+    if ranks.expert_parallel_size == 1:
+        return
     zero, stage = ds.keys.zero, ds.zero_stage
     refused = {
         "stage 0, whose norm and clipping leave out the other ranks' experts. Set stage to 1": stage == 0,
-        "zero_hpz_partition_size, whose copies mix ranks with other experts. Delete it": ds.zero_hpz_partition_size > 1,
+        "zero_hpz_partition_size, whose copies mix ranks with other experts. Delete it": group > 1,
         f"reduce_scatter false at stage {stage}. Delete it": stage in (1, 2) and not zero.reduce_scatter,
         f"contiguous_gradients false at stage {stage}. Delete it": stage in (1, 2) and not zero.contiguous_gradients,
     }
@@ -303,50 +290,32 @@ def _check_divided_experts(ds: DsConfig) -> None:
             )
 
 
-def _zero_section(keys: DsFile, model: ModelSize) -> dict[str, object]:
-    stage = keys.zero.stage
+def _zero_section(zero: ZeroOptimization, model: ModelSize) -> dict[str, object]:
+    """Return the section with the keys that its stage reads. "auto" has the values of Hugging Face's Trainer."""
+    stage, n_embd = zero.stage, model.n_embd
     bucket = min(MAX_BUCKET_SIZE, model.num_parameters + model.num_parameters % 2)
     section: dict[str, object] = {"stage": stage}
     if stage > 0:
-        section |= {
-            "contiguous_gradients": True,
-            "reduce_scatter": True,
-            "reduce_bucket_size": bucket,
-            "overlap_comm": stage == 3,
-        }
+        section |= {"contiguous_gradients": True, "reduce_scatter": True}
+        section |= {"reduce_bucket_size": bucket, "overlap_comm": stage == 3}
     if stage in (1, 2):
         section |= {"allgather_bucket_size": bucket, "round_robin_gradients": False}
     if stage == 3:
-        names = ("sub_group_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
-        section |= {name: getattr(keys.zero, name) for name in names}
-        section |= {
-            name: getattr(keys.zero, name)
-            for name in ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-        }
-    section |= keys.zero.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-    for name, value in _auto_sizes(model.n_embd).items():
-        if section.get(name) == AUTO:
-            section[name] = value
-    for name in _OFFLOADS:
-        section.pop(name, None)
-        offload = getattr(keys.zero, name)
-        if offload is not None and offload.device != "none":
-            section[name] = _offload_section(offload)
-    return section
-
-
-def _auto_sizes(n_embd: int) -> dict[str, int]:
-    """Return the values for "auto", in elements, by the formulas of Hugging Face's Trainer."""
-    return {
+        section |= {name: getattr(zero, name) for name in _STAGE_3_SIZES}
+    section |= zero.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+    sizes = {
         "reduce_bucket_size": n_embd * n_embd,
         "stage3_prefetch_bucket_size": int(0.9 * n_embd * n_embd),
         "stage3_param_persistence_threshold": 10 * n_embd,
     }
-
-
-def _offload_section(offload: OffloadOptimizer | OffloadParam) -> dict[str, object]:
-    written = offload.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-    return {**written, "device": offload.device, "pin_memory": offload.pin_memory}
+    section |= {name: size for name, size in sizes.items() if section.get(name) == AUTO}
+    for name in _OFFLOADS:
+        section.pop(name, None)
+        offload: OffloadOptimizer | OffloadParam | None = getattr(zero, name)
+        if offload is not None and offload.device != "none":
+            written = offload.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+            section[name] = {**written, "device": offload.device, "pin_memory": offload.pin_memory}
+    return section
 
 
 def _precision_sections(keys: DsFile, gradient_accumulation_steps: int) -> dict[str, object]:

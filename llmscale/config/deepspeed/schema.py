@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 
 AUTO = "auto"
 #: Largest values that DeepSpeed's arithmetic, in fp32 and 64 bits, can represent.
-_MAX_NUMBER = 1e18
+_MAX_NUMBER = 10**18
 _MAX_COUNT = 2**63 - 1
 
 
@@ -24,76 +24,63 @@ def show(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("must be true or false")
-    return value
+def _must(rule: str, is_legal: Callable[[Any], object], convert: Callable[[Any], object]) -> Callable[[object], object]:
+    """Return a validator that converts legal values, and raises ValueError with the rule for others."""
 
-
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError("must be a non-empty string")
-    return value
-
-
-def _texts(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list):
-        raise ValueError("must be a list of strings")
-    return tuple(_text(item) for item in value)
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MAX_NUMBER:
-        raise ValueError(f"must be a number of at least 0{_most(value, _MAX_NUMBER)}")
-    return float(value)
-
-
-def _whole(minimum: int, maximum: int = _MAX_COUNT) -> Callable[[object], int]:
-    """Return a validator of whole numbers. `5e8` is accepted, because people write it."""
-
-    def check(value: object) -> int:
-        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-        if isinstance(value, bool) or not is_whole or not minimum <= int(value) <= maximum:  # type: ignore[call-overload]
-            raise ValueError(f"must be a whole number of at least {minimum}{_most(value, maximum)}")
-        return int(value)  # type: ignore[call-overload]
+    def check(value: object) -> object:
+        if not is_legal(value):
+            raise ValueError(f"must {rule}")
+        return convert(value)
 
     return check
 
 
-def _most(value: object, maximum: float) -> str:
-    """Return the upper bound for the message if `value` exceeds it."""
-    return f" and at most {maximum:,g}" if isinstance(value, int | float) and value > maximum else ""
+def _number(lowest: int, highest: int, *, is_whole: bool) -> Callable[[object], object]:
+    """Return a validator of numbers. `5e8` is accepted as a whole number, because people write it."""
+    kind, convert = ("a whole number", int) if is_whole else ("a number", float)
+
+    def check(value: Any) -> object:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or (is_whole and value % 1) or not lowest <= value <= highest:
+            most = f" and at most {highest:,g}" if is_number and value > highest else ""
+            raise ValueError(f"must be {kind} of at least {lowest}{most}")
+        return convert(value)
+
+    return check
 
 
-def _stage(value: object) -> object:
-    if not isinstance(value, int) or isinstance(value, bool) or value not in (0, 1, 2, 3):
-        raise ValueError("must be 0, 1, 2 or 3")
-    return value
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
 
 
-def _or_auto(check: Callable[[object], object]) -> Callable[[object], object]:
-    def check_or_auto(value: object) -> object:
-        return value if value == AUTO else check(value)
+def _or_auto(check: Callable[[object], object]) -> PlainValidator:
+    return PlainValidator(lambda value: value if value == AUTO else check(value))
 
-    return check_or_auto
 
+_flag = _must("be true or false", lambda value: isinstance(value, bool), bool)
+_text = _must("be a non-empty string", _is_text, str)
+_texts = _must("be a list of strings", lambda value: isinstance(value, list) and all(map(_is_text, value)), tuple)
+_stage = _must("be 0, 1, 2 or 3", lambda value: type(value) is int and value in range(4), int)
+_any_number = _number(0, _MAX_NUMBER, is_whole=False)
+_count = _number(0, _MAX_COUNT, is_whole=True)
+_positive = _number(1, _MAX_COUNT, is_whole=True)
 
 Auto = Literal["auto"]
 Stage = Annotated[Literal[0, 1, 2, 3], PlainValidator(_stage)]
 Flag = Annotated[bool, PlainValidator(_flag)]
 Text = Annotated[str, PlainValidator(_text)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
-Number = Annotated[float, PlainValidator(_number)]
-Count = Annotated[int, PlainValidator(_whole(0))]
-Positive = Annotated[int, PlainValidator(_whole(1))]
-Power = Annotated[int, PlainValidator(_whole(0, 64))]
+Number = Annotated[float, PlainValidator(_any_number)]
+Count = Annotated[int, PlainValidator(_count)]
+Positive = Annotated[int, PlainValidator(_positive)]
+Power = Annotated[int, PlainValidator(_number(0, 64, is_whole=True))]
 """Exponent of two, for an fp16 loss scale."""
-Depth = Annotated[int, PlainValidator(_whole(-1))]
+Depth = Annotated[int, PlainValidator(_number(-1, _MAX_COUNT, is_whole=True))]
 """Levels of nesting; -1: all."""
-FlagOrAuto = Annotated[bool | Auto, PlainValidator(_or_auto(_flag))]
-NumberOrAuto = Annotated[float | Auto, PlainValidator(_or_auto(_number))]
-CountOrAuto = Annotated[int | Auto, PlainValidator(_or_auto(_whole(0)))]
-PositiveOrAuto = Annotated[int | Auto, PlainValidator(_or_auto(_whole(1)))]
+FlagOrAuto = Annotated[bool | Auto, _or_auto(_flag)]
+NumberOrAuto = Annotated[float | Auto, _or_auto(_any_number)]
+CountOrAuto = Annotated[int | Auto, _or_auto(_count)]
+PositiveOrAuto = Annotated[int | Auto, _or_auto(_positive)]
 
 
 Precision = Literal["fp32", "bf16", "fp16", "autocast"]
@@ -402,6 +389,11 @@ class DsFile(Section):
         return "fp32" if self.precision == "autocast" else self.precision
 
     @property
+    def cpu_checkpointing(self) -> bool:
+        """True if saved activations are kept in host memory."""
+        return self.activation_checkpointing is not None and self.activation_checkpointing.cpu_checkpointing
+
+    @property
     def offload_optimizer_device(self) -> OffloadDevice:
         section = self.zero.offload_optimizer
         return section.device if section else "none"
@@ -470,11 +462,6 @@ class ResolvedDsConfig(DsFile):
     def grad_accum_dtype(self) -> Dtype:
         """Type in which gradients are summed over micro-batches."""
         return self.data_types.grad_accum_dtype
-
-    @property
-    def cpu_checkpointing(self) -> bool:
-        """True if saved activations are kept in host memory."""
-        return self.activation_checkpointing is not None and self.activation_checkpointing.cpu_checkpointing
 
     @property
     def check_grad_overflow(self) -> bool:

@@ -1,12 +1,13 @@
 """Annotate documents: apply each step that judges a document alone, and find what the others compare it by.
 
-Documents are annotated in worker processes, in any order; `pipeline.py` then decides in input order.
+Documents are annotated in worker processes, in any order; stages.py then decides in input order.
 """
 
 from __future__ import annotations
 
 import functools
 import multiprocessing
+import operator
 import os
 import signal
 import threading
@@ -44,19 +45,22 @@ from llmscale.errors import DataError, MachineError
 from llmscale.suggestions import did_you_mean
 
 
-class Size(NamedTuple):
-    """Size of a text."""
+class Counts(NamedTuple):
+    """Number of documents, and their total size."""
 
-    words: int
+    documents: int = 0
+    words: int = 0
     """Words between whitespace."""
-    bytes: int
+    bytes: int = 0
     """Bytes of UTF-8."""
     tokens: int = 0
     """Tokens as `data prepare` packs them, special tokens included; 0 without a tokenizer."""
 
-    def less(self, other: Size) -> Size:
-        """Return the difference."""
-        return Size(self.words - other.words, self.bytes - other.bytes, self.tokens - other.tokens)
+    def plus(self, other: Counts) -> Counts:
+        return Counts(*map(operator.add, self, other))
+
+    def minus(self, other: Counts) -> Counts:
+        return Counts(*map(operator.sub, self, other))
 
 
 @dataclass(frozen=True)
@@ -79,9 +83,9 @@ class Measure:
         self._tokenizer = tokenizer.load() if tokenizer else None
         self._encoder: Encoder | None = None
 
-    def __call__(self, texts: Sequence[str]) -> list[Size]:
+    def __call__(self, texts: Sequence[str]) -> list[Counts]:
         """Return the size of each text. Raises DataError for text that the tokenizer cannot encode."""
-        sizes = [Size(len(text.split()), len(text.encode())) for text in texts]
+        sizes = [Counts(1, len(text.split()), len(text.encode())) for text in texts]
         if self._tokenizer is None or not texts:
             return sizes
         if self._encoder is None:
@@ -174,7 +178,7 @@ def default_steps(*, has_languages: bool, has_evaluation_text: bool) -> tuple[St
 class DocumentAnnotations:
     """Findings about one document, up to the first step that removes it without comparing it with others."""
 
-    sizes: list[Size]
+    sizes: list[Counts]
     """Size of the original text, then of each text that a step changed it to."""
     findings: dict[StepName, Finding]
     """Findings in the order of the steps; a step that found nothing is absent."""

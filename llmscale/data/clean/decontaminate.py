@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmscale.data.clean.filters import Hashes, Overlaps, Text, Why, hash_ngrams, word_spans
-from llmscale.data.prepare.sources.formats import suffix_of
-from llmscale.data.prepare.sources.source import MAX_DOCUMENT_BYTES, LocalFile, opened
+from llmscale.data.prepare.sources.source import MAX_DOCUMENT_BYTES, LocalFile, opened, suffix_of
 from llmscale.data.shards.compressed import head_of, unpacked
 from llmscale.errors import DataError
 from llmscale.untrusted.paths import check_regular, unreadable_as

@@ -16,9 +16,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -175,6 +176,18 @@ class Overlaps:
         return sorted({ngram for ngram, _, _ in self.matches})
 
 
+#: A rule, what it measures, and the lowest and highest value that it accepts.
+Measure = tuple[str, float, float, float]
+
+
+def find_beyond(measures: Iterable[Measure]) -> Removed | None:
+    """Remove a document by the first measure beyond its limits; later ones are not taken."""
+    for rule, value, lowest, highest in measures:
+        if not lowest <= value <= highest:
+            return Removed(limit_exceeded(rule, value, lowest if value < lowest else highest))
+    return None
+
+
 #: Result of a step for a document; None instead of a finding keeps it.
 Finding = Removed | Changed | ExactKey | SketchRow | Overlaps
 
@@ -264,33 +277,28 @@ def count_duplicates(parts: Iterable[str]) -> tuple[int, int]:
 
 def filter_repetition(text: Text) -> Removed | None:
     """Remove a text that repeats itself, by Gopher's table A1."""
+    return find_beyond(_measure_repetition(text))
+
+
+def _measure_repetition(text: Text) -> Iterator[Measure]:
     content, size = text.content, len(text.content)
-    for parts, name in (
-        (_PARAGRAPH_END.split(content.strip()), "para"),
-        (_LINE_END.split(content), "line"),
-    ):
+    for parts, name in ((_PARAGRAPH_END.split(content.strip()), "para"), (_LINE_END.split(content), "line")):
         number, characters = count_duplicates(parts)
-        if number / len(parts) > MAX_DUPLICATES:
-            return Removed(limit_exceeded(f"dup_{name}_frac", number / len(parts), MAX_DUPLICATES))
-        if characters / size > MAX_DUPLICATE_CHARACTERS:
-            return Removed(limit_exceeded(f"dup_{name}_char_frac", characters / size, MAX_DUPLICATE_CHARACTERS))
+        yield f"dup_{name}_frac", number / len(parts), 0, MAX_DUPLICATES
+        yield f"dup_{name}_char_frac", characters / size, 0, MAX_DUPLICATE_CHARACTERS
     words = text.words
     numbers = number_words(words)
     ends = np.cumsum([0, *map(len, words)])
     for n, limit in MAX_TOP_NGRAM.items():
-        share = _top_ngram_characters(hash_ngrams(numbers, n), ends, n) / size
-        if share > limit:
-            return Removed(limit_exceeded(f"top_{n}_gram", share, limit))
+        yield f"top_{n}_gram", _top_ngram_characters(hash_ngrams(numbers, n), ends, n) / size, 0, limit
     for n, limit in MAX_DUPLICATE_NGRAMS.items():
         hashes = hash_ngrams(numbers, n)
         later = _later_copies(hashes)
         if not later.any():
-            break  # then no longer one occurs twice either
+            return  # then no longer one occurs twice either
         if _covered_characters(later, ends, n) / size > limit:
-            share = _duplicate_characters(hashes.tolist(), ends.tolist(), n) / size
-            if share > limit:
-                return Removed(limit_exceeded(f"duplicated_{n}_n_grams", share, limit))
-    return None
+            characters = _duplicate_characters(hashes.tolist(), ends.tolist(), n)
+            yield f"duplicated_{n}_n_grams", characters / size, 0, limit
 
 
 def _top_ngram_characters(hashes: Hashes, ends: NDArray[np.int64], n: int) -> int:
@@ -341,37 +349,27 @@ def _duplicate_characters(hashes: Sequence[int], ends: Sequence[int], n: int) ->
 
 def filter_quality(text: Text) -> Removed | None:
     """Remove a text of low quality, by Gopher's section A.1.1."""
+    return find_beyond(_measure_quality(text))
+
+
+def _measure_quality(text: Text) -> Iterator[Measure]:
     words, content = text.words, text.content
     lengths = [len(word) for word in words if _LETTER_OR_DIGIT.search(word)]
-    if len(lengths) < MIN_WORDS:
-        return Removed(limit_exceeded("gopher_short_doc", len(lengths), MIN_WORDS))
-    if len(lengths) > MAX_WORDS:
-        return Removed(limit_exceeded("gopher_long_doc", len(lengths), MAX_WORDS))
+    yield "gopher_short_doc", len(lengths), MIN_WORDS, math.inf
+    yield "gopher_long_doc", len(lengths), 0, MAX_WORDS
     mean = sum(lengths) / len(lengths)
-    if mean < MIN_WORD_LENGTH:
-        return Removed(limit_exceeded("gopher_below_avg_threshold", mean, MIN_WORD_LENGTH))
-    if mean > MAX_WORD_LENGTH:
-        return Removed(limit_exceeded("gopher_above_avg_threshold", mean, MAX_WORD_LENGTH))
-    for rule, count in (
-        ("gopher_too_many_hashes", content.count("#")),
-        ("gopher_too_many_ellipsis", content.count("...") + content.count("…")),
-    ):
-        if count / len(words) > MAX_SYMBOLS:
-            return Removed(limit_exceeded(rule, count / len(words), MAX_SYMBOLS))
+    yield "gopher_below_avg_threshold", mean, MIN_WORD_LENGTH, math.inf
+    yield "gopher_above_avg_threshold", mean, 0, MAX_WORD_LENGTH
+    yield "gopher_too_many_hashes", content.count("#") / len(words), 0, MAX_SYMBOLS
+    yield "gopher_too_many_ellipsis", (content.count("...") + content.count("…")) / len(words), 0, MAX_SYMBOLS
     lines = content.splitlines()
-    bullets = sum(line.lstrip().startswith(("•", "-")) for line in lines) / len(lines)
-    if bullets > MAX_BULLET_LINES:
-        return Removed(limit_exceeded("gopher_too_many_bullets", bullets, MAX_BULLET_LINES))
-    ellipses = sum(line.rstrip().endswith(("...", "…")) for line in lines) / len(lines)
-    if ellipses > MAX_ELLIPSIS_LINES:
-        return Removed(limit_exceeded("gopher_too_many_end_ellipsis", ellipses, MAX_ELLIPSIS_LINES))
-    alphabetic = sum(_ANY_LETTER.search(word) is not None for word in words) / len(words)
-    if alphabetic < MIN_ALPHABETIC_WORDS:
-        return Removed(limit_exceeded("gopher_below_alpha_threshold", alphabetic, MIN_ALPHABETIC_WORDS))
-    stop_words = len(STOP_WORDS.intersection(words))
-    if stop_words < MIN_STOP_WORDS:
-        return Removed(limit_exceeded("gopher_enough_stop_words", stop_words, MIN_STOP_WORDS))
-    return None
+    bullets = sum(line.lstrip().startswith(("•", "-")) for line in lines)
+    yield "gopher_too_many_bullets", bullets / len(lines), 0, MAX_BULLET_LINES
+    ellipses = sum(line.rstrip().endswith(("...", "…")) for line in lines)
+    yield "gopher_too_many_end_ellipsis", ellipses / len(lines), 0, MAX_ELLIPSIS_LINES
+    alphabetic = sum(_ANY_LETTER.search(word) is not None for word in words)
+    yield "gopher_below_alpha_threshold", alphabetic / len(words), MIN_ALPHABETIC_WORDS, math.inf
+    yield "gopher_enough_stop_words", len(STOP_WORDS.intersection(words)), MIN_STOP_WORDS, math.inf
 
 
 MIN_LINES_WITH_END = 0.12
@@ -402,24 +400,19 @@ _LINE_ENDS = _unfold(_SENTENCE_TERMINALS)
 
 def filter_fineweb(text: Text) -> Removed | None:
     """Remove lists, menus and repeated lines, by FineWeb's rules."""
-    content = text.content
-    lines = [line for line in content.split("\n") if line.strip()]
-    if not lines:
-        return Removed({"rule": "empty"})
-    ended = sum(line[-1] in _LINE_ENDS for line in lines) / len(lines)
-    if ended < MIN_LINES_WITH_END:
-        return Removed(limit_exceeded("line_punct_ratio", ended, MIN_LINES_WITH_END))
-    short = sum(len(line) <= SHORT_LINE_CHARACTERS for line in lines) / len(lines)
-    if short > MAX_SHORT_LINES:
-        return Removed(limit_exceeded("short_line_ratio", short, MAX_SHORT_LINES))
-    num_newlines = content.count("\n")
-    duplicates = count_duplicates(lines)[1] / (len(content) - num_newlines)
-    if duplicates > MAX_DUPLICATE_LINE_CHARACTERS:
-        return Removed(limit_exceeded("char_dup_ratio", duplicates, MAX_DUPLICATE_LINE_CHARACTERS))
-    newlines = num_newlines / len(text.words)
-    if newlines > MAX_NEWLINES_PER_WORD:
-        return Removed(limit_exceeded("list_ratio", newlines, MAX_NEWLINES_PER_WORD))
-    return None
+    lines = [line for line in text.content.split("\n") if line.strip()]
+    return find_beyond(_measure_lines(text, lines)) if lines else Removed({"rule": "empty"})
+
+
+def _measure_lines(text: Text, lines: Sequence[str]) -> Iterator[Measure]:
+    ended = sum(line[-1] in _LINE_ENDS for line in lines)
+    yield "line_punct_ratio", ended / len(lines), MIN_LINES_WITH_END, math.inf
+    short = sum(len(line) <= SHORT_LINE_CHARACTERS for line in lines)
+    yield "short_line_ratio", short / len(lines), 0, MAX_SHORT_LINES
+    num_newlines = text.content.count("\n")
+    duplicates = count_duplicates(lines)[1] / (len(text.content) - num_newlines)
+    yield "char_dup_ratio", duplicates, 0, MAX_DUPLICATE_LINE_CHARACTERS
+    yield "list_ratio", num_newlines / len(text.words), 0, MAX_NEWLINES_PER_WORD
 
 
 MIN_SENTENCES = 5

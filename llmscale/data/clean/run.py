@@ -16,7 +16,7 @@ import numpy as np
 
 import llmscale
 from llmscale.config.bundled_files import import_extra
-from llmscale.data.clean.annotate import CleanOptions, start_workers
+from llmscale.data.clean.annotate import CleanOptions, Counts, start_workers
 from llmscale.data.clean.decontaminate import read_evaluation_text
 from llmscale.data.clean.duplicates import index_bytes_per_document
 from llmscale.data.clean.filters import check_languages
@@ -32,7 +32,6 @@ from llmscale.data.clean.stages import (
     plan_stages,
     read_annotated,
 )
-from llmscale.data.clean.write import DocumentCounts
 from llmscale.data.prepare.output_folder import (
     open_work_folder,
     put_in_place,
@@ -81,7 +80,7 @@ def clean(
     recover(out)
     if _is_already_there(out, request, overwrite=overwrite):
         remove_finished(out, "clean")
-        return CleanResult(DocumentCounts(), DocumentCounts(), [], ReadPosition(), reused=True)
+        return CleanResult(Counts(), Counts(), [], ReadPosition(), reused=True)
     parts, executor = [source], _run_here(num_workers or len(os.sched_getaffinity(0)))
     if cluster is not None:
         parts, executor = cut(source, cluster.num_parts), connected(cluster)
@@ -92,7 +91,7 @@ def clean(
         open_work_folder(out, own_request, "clean") as folder,
         show_progress(f"Cleaning {source.name}", words=words) as progress,
     ):
-        folder.save_state({}, {})  # from now on the folder survives an error
+        folder.save_state({})  # from now on the folder survives an error
         job = CleanJob(Path(os.path.abspath(folder.path)), parts, options, ngrams, max_rejected, shard_bytes)
         progress.say(_describe_plan(job, cluster))
         try:
@@ -226,8 +225,8 @@ def _write_manifest(
     """Write clean.json: the request, every step's report, and the files with their hashes. Raises OSError."""
     mark, options, ngrams = result.mark, job.options, job.ngrams
 
-    def describe(counts: DocumentCounts) -> dict[str, object]:
-        facts = asdict(counts)
+    def describe(counts: Counts) -> dict[str, object]:
+        facts = counts._asdict()
         return facts if options.tokenizer else {name: value for name, value in facts.items() if name != "tokens"}
 
     manifest: dict[str, object] = {

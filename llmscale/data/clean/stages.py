@@ -21,7 +21,7 @@ import secrets
 import shutil
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,11 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from llmscale.data.clean.annotate import Annotate, Annotations, Annotator, CleanOptions, StepName
+from llmscale.data.clean.annotate import Annotate, Annotations, Annotator, CleanOptions, Counts, StepName
 from llmscale.data.clean.decontaminate import Decontaminator, EvaluationNgrams
 from llmscale.data.clean.duplicates import ExactIndex, NearIndex, find_repeated
 from llmscale.data.clean.filters import ExactKey, Overlaps, Removed, SketchRow
-from llmscale.data.clean.write import DocumentCounts, FileFacts, StepReport, Writer
+from llmscale.data.clean.write import FileFacts, StepReport, Writer
 from llmscale.data.prepare.output_folder import RejectedRecords, sync_tree
 from llmscale.data.prepare.sources.clean_folder import REMOVED_FOLDER, shard_name
 from llmscale.data.prepare.sources.source import PassedOver, Source
@@ -78,8 +78,8 @@ class CleanJob:
 class CleanResult:
     """Counts, reports and files of a finished job, or of a part."""
 
-    taken_in: DocumentCounts
-    kept: DocumentCounts
+    taken_in: Counts
+    kept: Counts
     reports: list[StepReport]
     mark: ReadPosition
     """Reader position after the last record, with the counts of empty and rejected records."""
@@ -183,7 +183,7 @@ def find_duplicates(job: CleanJob, _task: int = 0) -> None:
     with _new_folder(job.duplicates) as folder:
         for part, annotated in enumerate(parts):
             with _pickle_file(folder / f"{part:05}.zst") as save:
-                for annotations in _read_annotations(annotated):
+                for annotations in _read_pickles(annotated / _ANNOTATIONS_NAME):
                     near_index.begin_batch(annotations.sketches)
                     removed = dict[tuple[int, StepName], Removed]()
                     for document in annotations.documents:
@@ -226,14 +226,14 @@ def write_part(job: CleanJob, part: int) -> None:
         counts = np.load(job.duplicates / _COUNTS_NAME)
         decontaminator = Decontaminator(job.ngrams, counts, job.options.max_ngram_documents)
     with _new_folder(job.written(part)) as folder:
-        with closing(Writer(folder, job.options, job.shard_bytes, first_number, decontaminator)) as writer:
-            texts = _read_pickles(job.annotated(part) / _TEXTS_NAME)
-            duplicates = _read_pickles(job.duplicates / f"{part:05}.zst")
-            annotated = _read_annotations(job.annotated(part))
-            for contents, annotations, copies in zip(texts, annotated, duplicates, strict=True):
-                writer.add(contents, annotations.documents, copies)
-            documents, removed = writer.finish()
-        counted = writer.taken_in, writer.kept, writer.reports
+        writer = Writer(folder, job.options, job.shard_bytes, first_number, decontaminator)
+        texts = _read_pickles(job.annotated(part) / _TEXTS_NAME)
+        annotated = _read_pickles(job.annotated(part) / _ANNOTATIONS_NAME)
+        duplicates = _read_pickles(job.duplicates / f"{part:05}.zst")
+        for contents, annotations, copies in zip(texts, annotated, duplicates, strict=True):
+            writer.add(contents, annotations.documents, copies)
+        documents, removed = writer.finish()
+        counted = writer.taken_in, writer.kept, list(writer.reports.values())
         result = CleanResult(*counted, mark, documents, removed, passed_over=passed_over)
         (folder / _RESULT_NAME).write_bytes(pickle.dumps(result))
 
@@ -253,15 +253,14 @@ def join_parts(job: CleanJob, folder: Path) -> CleanResult:
     Raises OSError.
     """
     (folder / REMOVED_FOLDER).mkdir(parents=True, exist_ok=True)
-    taken_in, kept, mark = DocumentCounts(), DocumentCounts(), ReadPosition(is_end=True)
+    taken_in, kept, mark = Counts(), Counts(), ReadPosition(is_end=True)
     reports = [StepReport(step) for step in job.options.steps]
     passed_over = set[PassedOver]()
     documents, removed = list[FileFacts](), list[FileFacts]()
     for part in range(len(job.parts)):
         source = job.written(part)
         result: CleanResult = pickle.loads((source / _RESULT_NAME).read_bytes())
-        taken_in.add_all(result.taken_in)
-        kept.add_all(result.kept)
+        taken_in, kept = taken_in.plus(result.taken_in), kept.plus(result.kept)
         mark = replace(mark, **{name: getattr(mark, name) + getattr(result.mark, name) for name in _COUNTED})
         passed_over |= result.passed_over
         for report, of_part in zip(reports, result.reports, strict=True):
@@ -345,7 +344,3 @@ def _read_pickles(path: Path) -> Iterator[Any]:
         while contents.peek(1):
             # Tasks run code that Ray pickles: whoever can write to this folder can run code here anyway.
             yield pickle.load(contents)
-
-
-def _read_annotations(folder: Path) -> Iterator[Annotations]:
-    yield from _read_pickles(folder / _ANNOTATIONS_NAME)

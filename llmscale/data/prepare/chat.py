@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from llmscale.data.shards.manifest import TrainOn
-from llmscale.data.shards.target_mask import BEGIN, TARGET, Marked, ids_of
+from llmscale.data.shards.token_shards import BEGIN, TARGET, Marked, ids_of
 from llmscale.data.tokenizers.hugging_face import CONFIG_NAME, TEMPLATE_NAME, HuggingFaceTokenizer, token_text
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import DataError

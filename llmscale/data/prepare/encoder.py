@@ -18,8 +18,14 @@ import numpy as np
 from llmscale.config.bundled_files import install_command
 from llmscale.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from llmscale.data.tokenizers.load_tokenizer import CHARACTERS
-from llmscale.data.tokenizers.tiktoken_tokenizer import RANKS_NAME, TiktokenTokenizer
-from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, TokenArray, Tokenizer, cut_text
+from llmscale.data.tokenizers.tokenizer import (
+    END_OF_TEXT,
+    RANKS_NAME,
+    TiktokenTokenizer,
+    TokenArray,
+    Tokenizer,
+    cut_text,
+)
 from llmscale.errors import DataError
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,8 +137,9 @@ def sync_tree(folder: Path) -> None:
 
 
 #: Incremented when the meaning of the folder's files changes.
-_VERSION = 5
+_VERSION = 6
 _REQUEST_NAME, _STATE_NAME, _LOCK_NAME = "request.json", "state.npz", "lock"
+_ARRAY_KEY = "llmscale array"
 
 
 def work_folder_of(out: Path, purpose: str = "prepare") -> Path:
@@ -183,19 +185,28 @@ class WorkFolder:
     def has_state(self) -> bool:
         return (self.path / _STATE_NAME).exists()
 
-    def save_state(self, facts: Mapping[str, object], arrays: Mapping[str, NDArray[np.generic]]) -> None:
-        """Save the state atomically. Raises OSError."""
-        buffer = io.BytesIO()
-        np.savez(buffer, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays)
+    def save_state(self, facts: Mapping[str, object]) -> None:
+        """Save JSON values and arrays, at any depth, atomically. Raises OSError."""
+        arrays: list[NDArray[np.generic]] = []
+
+        def set_apart(array: NDArray[np.generic]) -> dict[str, int]:
+            arrays.append(array)
+            return {_ARRAY_KEY: len(arrays) - 1}
+
+        buffer, text = io.BytesIO(), json.dumps(facts, default=set_apart)
+        np.savez(buffer, *arrays, facts=np.frombuffer(text.encode(), np.uint8))
         write_durably(self.path / _STATE_NAME, buffer.getvalue())
 
-    def load_state(self) -> tuple[dict[str, object], dict[str, NDArray[np.generic]]] | None:
+    def load_state(self) -> dict[str, Any] | None:
         """Return the state saved last, or None. Raises OSError, ValueError."""
         if not self.has_state():
             return None
         with np.load(self.path / _STATE_NAME, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
-        return json.loads(arrays.pop("facts").tobytes()), arrays
+            facts: dict[str, Any] = json.loads(
+                stored["facts"].tobytes(),
+                object_hook=lambda value: stored[f"arr_{value[_ARRAY_KEY]}"] if _ARRAY_KEY in value else value,
+            )
+        return facts
 
 
 @contextmanager
@@ -253,7 +264,7 @@ def _is_for(path: Path, request: Mapping[str, object]) -> bool:
 
 
 class Destination(ABC):
-    """The place of a dataset."""
+    """The place of a dataset. Nothing is done there before `finish` unless a subclass does it."""
 
     beside: Path
     """Local path; files beside it are the command's."""
@@ -264,20 +275,17 @@ class Destination(ABC):
         """Return the dataset if it exists and matches the request, None if nothing exists. Raises DataError for
         anything else."""
 
-    @abstractmethod
-    def begin(self, work: WorkFolder, request: PrepareRequest) -> None:
+    def begin(self, work: WorkFolder, request: PrepareRequest) -> None:  # noqa: B027
         """Start a dataset before any text is read. Raises DataError."""
 
-    @abstractmethod
-    def keep_shard(self, path: Path) -> None:
+    def keep_shard(self, path: Path) -> None:  # noqa: B027
         """Take a finished shard. Raises DataError."""
 
     @abstractmethod
     def finish(self, work: WorkFolder) -> None:
         """Publish the finished dataset in the work folder. Raises DataError, OSError."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Release all resources, also after a failure."""
 
 
@@ -300,32 +308,23 @@ class LocalFolder(Destination):
         if self._overwrite:
             return None
         manifest = load_manifest(out)
-        check_same(manifest, request, str(out), "Replace it with --overwrite")
+        check_same(manifest, request, str(out))
         for split in manifest.splits:
             check_files(out, split, manifest)
         return manifest
-
-    def begin(self, work: WorkFolder, request: PrepareRequest) -> None:
-        """Do nothing: the folder appears at the end."""
-
-    def keep_shard(self, path: Path) -> None:
-        """Do nothing: the shard is in the folder."""
-
-    def close(self) -> None:
-        """Do nothing: nothing is open."""
 
     def finish(self, work: WorkFolder) -> None:
         sync_tree(work.set_folder)
         put_in_place(work.set_folder, self.beside, replace=self._overwrite)
 
 
-def check_same(manifest: Manifest, request: PrepareRequest, where: str, remedy: str) -> None:
+def check_same(manifest: Manifest, request: PrepareRequest, where: str) -> None:
     """Raise DataError unless a dataset matches the request."""
     different = describe_differences(manifest.request, request)
     if different:
         raise DataError(
-            f"{where} already holds a dataset of {manifest.source} prepared differently: {different}. {remedy}, or "
-            "choose another --out."
+            f"{where} already holds a dataset of {manifest.source} prepared differently: {different}. Replace it with "
+            "--overwrite, or choose another --out."
         )
 
 
@@ -386,17 +385,11 @@ class RejectedRecords:
                 self.size_bytes = file.tell()
             self.num_records += len(allowed)
         if len(allowed) < len(rejected):
-            raise TooManyRejected(rejected[len(allowed)], self._most)
-
-
-class TooManyRejected(DataError):
-    """More records were rejected than allowed."""
-
-    def __init__(self, first: Rejected, most: int) -> None:
-        remedy = f"To skip such records, give --max-rejected {max(100, 10 * most)}"
-        remedy += " or --skip-undecodable" * first.is_undecodable
-        count = f" {most:,} were rejected before it, the limit." if most else ""
-        super().__init__(f"{first.describe()}{count} {remedy}.")
+            first = rejected[len(allowed)]
+            count = f" {self._most:,} were rejected before it, the limit." if self._most else ""
+            remedy = f"To skip such records, give --max-rejected {max(100, 10 * self._most)}"
+            remedy += " or --skip-undecodable" * first.is_undecodable
+            raise DataError(f"{first.describe()}{count} {remedy}.")
 
 
 def _line(record: Rejected) -> bytes:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmscale.data.shards.manifest import TokenDtype
-from llmscale.data.shards.target_mask import BEGIN, Marked
+from llmscale.data.shards.token_shards import BEGIN, Marked
 
 Tokens = NDArray[np.unsignedinteger]
 Windows = NDArray[np.unsignedinteger]

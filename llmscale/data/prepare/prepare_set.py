@@ -118,24 +118,18 @@ def prepare(
     """
     destination = LocalFolder(out, overwrite=overwrite) if isinstance(out, Path) else out
     request = _request(source, tokenizer, options)
+    rejected = RejectedRecords(rejected_path(destination.beside), max_rejected)
     with closing(destination):
         manifest = destination.find(request)
         if manifest is not None:
             remove_finished(destination.beside)
             return Prepared(manifest, reused=True)
         with open_work_folder(destination.beside, request) as work:
+            if not work.has_state():
+                source.check()
             destination.begin(work, request)
-            prepared = _write_set(
-                source,
-                work,
-                destination,
-                tokenizer,
-                options,
-                request,
-                num_workers or os.cpu_count() or 1,
-                encoder,
-                RejectedRecords(rejected_path(destination.beside), max_rejected),
-            )
+            job = _Job(source, work, destination, tokenizer, options, request)
+            prepared = job.write(num_workers or os.cpu_count() or 1, encoder, rejected)
             destination.finish(work)
     return prepared
 
@@ -174,138 +168,122 @@ def _request(source: Source, tokenizer: Tokenizer, options: PrepareOptions) -> P
     }
 
 
-def _write_set(
-    source: Source,
-    work: WorkFolder,
-    destination: Destination,
-    tokenizer: Tokenizer,
-    options: PrepareOptions,
-    request: PrepareRequest,
-    num_workers: int,
-    encoder: EncoderName,
-    rejected: RejectedRecords,
-) -> Prepared:
-    dtype: TokenDtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    state = load_resume_state(work)
-    rejected.resume(*(state.rejected if state else (0, 0)))
-    writers = {
-        split: _open_writer(split, work, destination, tokenizer, options, dtype, state) for split in ("train", "val")
-    }
-    mark, note = (state.mark, state.note) if state else (ReadPosition(), "")
-    left_out = dict(state.left_out) if state else {}
-    with show_progress(f"Tokenising {source.name}") as progress:
-        if work.replaced_other:
-            progress.say(f"Discarded unfinished work in {work.path}: it was started with different settings or input.")
-        if state is not None:
-            progress.say(f"Resuming after {state.num_documents:,} documents of an interrupted run.")
-        if state is None or not state.is_read:
-            router = SplitRouter(
-                writers,
-                work,
-                rejected,
-                val_fraction=options.val_fraction,
-                window=options.seq_len + 1,
-                seed=options.seed,
-                tokenizer=tokenizer,
-                state=state,
-                keeps_order=not options.shuffle,
-                # An uploaded shard is removed here, so it must never be written again.
-                is_always_kept=destination.is_remote,
-                cuts_documents=options.chat is None,
-            )
-            chosen = encoder if options.chat is None else ChatEncoder(tokenizer, options.chat, options.seq_len)
-            with closing(router):
-                tokenise(source, tokenizer, router, progress, dtype=dtype, encoder=chosen, num_workers=num_workers)
-                router.finish()
-            mark, note, left_out = router.mark, router.note, dict(router.left_out)
-    try:
-        _check_sizes(writers, source, options, left_out)
-    except DataError:
-        work.begin_anew()  # resuming would fail in the same way
-        raise
-    splits = _finish(writers, work.set_folder)
-    chat = None
-    if options.chat is not None:
-        num_targets = {split: writers[split].num_targets for split in splits}
-        settings = options.chat
-        chat = ChatFacts(settings.template.source, settings.train_on, settings.packs, num_targets, left_out)
-    manifest = _write_manifest(work.set_folder, tokenizer, options, dtype, source.name, request, mark, splits, chat)
-    return Prepared(manifest, reused=False, note=note, num_rejected=mark.num_rejected, num_cut=mark.num_cut)
+@dataclass(frozen=True)
+class _Job:
+    """A dataset that is written."""
 
+    source: Source
+    work: WorkFolder
+    destination: Destination
+    tokenizer: Tokenizer
+    options: PrepareOptions
+    request: PrepareRequest
 
-def _write_manifest(
-    folder: Path,
-    tokenizer: Tokenizer,
-    options: PrepareOptions,
-    dtype: TokenDtype,
-    source: str,
-    request: PrepareRequest,
-    mark: ReadPosition,
-    splits: dict[str, SplitManifest],
-    chat: ChatFacts | None,
-) -> Manifest:
-    """Write the tokenizer's files and the manifest. `mark` is the position after the last record."""
-    manifest = Manifest(
-        tokenizer=tokenizer.spec,
-        tokenizer_files=_save_tokenizer(tokenizer, folder),
-        tokenizer_sha256=tokenizer.sha256,
-        vocab_size=tokenizer.vocab_size,
-        eot_token=tokenizer.eot_token,
-        seq_len=options.seq_len,
-        dtype=dtype,
-        hash_algorithm=HASH_ALGORITHM,
-        compression=options.compression,
-        source=source,
-        request=request,
-        skipped_documents=mark.num_skipped + mark.num_rejected,
-        empty_documents=mark.num_empty,
-        splits=splits,
-        counts_own_bytes=True,
-        chat=chat,
-    )
-    (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-    return manifest
+    @property
+    def dtype(self) -> TokenDtype:
+        return "uint16" if self.tokenizer.vocab_size <= 1 << 16 else "uint32"
 
+    def write(self, num_workers: int, encoder: EncoderName, rejected: RejectedRecords) -> Prepared:
+        """Write the shards and the manifest into the work folder. Raises DataError, OSError."""
+        state, chat = load_resume_state(self.work), self.options.chat
+        rejected.resume(*(state.rejected if state else (0, 0)))
+        writers = {split: self._open_writer(split, state) for split in ("train", "val")}
+        with show_progress(f"Tokenising {self.source.name}") as progress:
+            if self.work.replaced_other:
+                progress.say(
+                    f"Discarded unfinished work in {self.work.path}: it was started with different settings or input."
+                )
+            if state is not None:
+                progress.say(f"Resuming after {state.num_documents:,} documents of an interrupted run.")
+            if state is None or not state.is_read:
+                router = SplitRouter(
+                    writers,
+                    self.work,
+                    rejected,
+                    self.tokenizer,
+                    state,
+                    val_fraction=self.options.val_fraction,
+                    window=self.options.seq_len + 1,
+                    seed=self.options.seed,
+                    keeps_order=not self.options.shuffle,
+                    # An uploaded shard is removed here, so it must never be written again.
+                    is_always_kept=self.destination.is_remote,
+                    cuts_documents=chat is None,
+                )
+                chosen = encoder if chat is None else ChatEncoder(self.tokenizer, chat, self.options.seq_len)
+                with closing(router):
+                    tokenise(self.source, self.tokenizer, router, progress, self.dtype, chosen, num_workers)
+                    state = router.finish()
+        try:
+            _check_sizes(writers, self.source, self.options, state.left_out)
+        except DataError:
+            self.work.begin_anew()  # resuming would fail in the same way
+            raise
+        splits = _finish(writers, self.work.set_folder)
+        facts = None
+        if chat is not None:
+            num_targets = {split: writers[split].num_targets for split in splits}
+            facts = ChatFacts(chat.template.source, chat.train_on, chat.packs, num_targets, dict(state.left_out))
+        mark = state.mark
+        manifest = self._write_manifest(mark, splits, facts)
+        return Prepared(manifest, reused=False, note=state.note, num_rejected=mark.num_rejected, num_cut=mark.num_cut)
 
-def _open_writer(
-    split: str,
-    work: WorkFolder,
-    destination: Destination,
-    tokenizer: Tokenizer,
-    options: PrepareOptions,
-    dtype: TokenDtype,
-    state: ResumeState | None,
-) -> SplitWriter:
-    files = ShardFiles(
-        work.set_folder / split,
-        work.path / f"{split}.shards.jsonl",
-        seq_len=options.seq_len,
-        dtype=dtype,
-        shard_bytes=options.shard_bytes,
-        compression=options.compression,
-        keep=destination.keep_shard,
-        has_mask=options.chat is not None,
-    )
+    def _open_writer(self, split: str, state: ResumeState | None) -> SplitWriter:
+        options, has_marks = self.options, self.options.chat is not None
+        files = ShardFiles(
+            self.work.set_folder / split,
+            self.work.path / f"{split}.shards.jsonl",
+            seq_len=options.seq_len,
+            dtype=self.dtype,
+            shard_bytes=options.shard_bytes,
+            compression=options.compression,
+            keep=self.destination.keep_shard,
+            has_mask=has_marks,
+        )
+        return SplitWriter(
+            files,
+            self.work.path / f"{split}.windows",
+            self._build_packing,
+            seq_len=options.seq_len,
+            vocab_size=self.tokenizer.vocab_size,
+            dtype="uint32" if has_marks else self.dtype,
+            # Validation takes evenly spaced samples, which cover a text that is in order.
+            shuffle_seed=options.seed if options.shuffle and split == "train" else None,
+            state=state.splits[split] if state else None,
+            has_marks=has_marks,
+        )
 
-    def build_packing(state: PackingState) -> Packing:
+    def _build_packing(self, state: PackingState) -> Packing:
+        options, eot_token = self.options, self.tokenizer.eot_token
         if options.chat is not None:
-            return ConversationPacking(options.seq_len, tokenizer.eot_token, state, alone=not options.chat.packs)
+            return ConversationPacking(options.seq_len, eot_token, state, alone=not options.chat.packs)
         if options.packing == "stream":
             return StreamPacking(options.seq_len, state)
-        return BestFitPacking(options.seq_len, dtype, tokenizer.eot_token, state)
+        return BestFitPacking(options.seq_len, self.dtype, eot_token, state)
 
-    return SplitWriter(
-        files,
-        work.path / f"{split}.windows",
-        build_packing,
-        seq_len=options.seq_len,
-        vocab_size=tokenizer.vocab_size,
-        dtype=dtype if options.chat is None else "uint32",
-        # Validation takes evenly spaced samples, which cover a text that is in order.
-        shuffle_seed=options.seed if options.shuffle and split == "train" else None,
-        state=state.splits[split] if state else None,
-        has_marks=options.chat is not None,
-    )
+    def _write_manifest(self, mark: ReadPosition, splits: dict[str, SplitManifest], chat: ChatFacts | None) -> Manifest:
+        """Write the tokenizer's files and the manifest. `mark` is the position after the last record."""
+        tokenizer, folder = self.tokenizer, self.work.set_folder
+        manifest = Manifest(
+            tokenizer=tokenizer.spec,
+            tokenizer_files=_save_tokenizer(tokenizer, folder),
+            tokenizer_sha256=tokenizer.sha256,
+            vocab_size=tokenizer.vocab_size,
+            eot_token=tokenizer.eot_token,
+            seq_len=self.options.seq_len,
+            dtype=self.dtype,
+            hash_algorithm=HASH_ALGORITHM,
+            compression=self.options.compression,
+            source=self.source.name,
+            request=self.request,
+            skipped_documents=mark.num_skipped + mark.num_rejected,
+            empty_documents=mark.num_empty,
+            splits=splits,
+            counts_own_bytes=True,
+            chat=chat,
+        )
+        (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        return manifest
 
 
 def _finish(writers: dict[str, SplitWriter], folder: Path) -> dict[str, SplitManifest]:

@@ -106,7 +106,7 @@ class RemoteSet(Destination):
             place = f"{self.url}/{generation}" if generation else self.url
             where = f"{place}/{MANIFEST_NAME}"
             manifest = parse_manifest(self._store.read_small(where) if generation else contents, where)
-            check_same(manifest, request, self.url, "Replace it with --overwrite")
+            check_same(manifest, request, self.url)
             is_cleared_up = UNFINISHED_NAME not in self._store.list_names(place)
         except DataError:
             if not self._overwrite:

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from llmscale.data.order.permutation import UInt64Array, fold64, key64
 from llmscale.data.prepare.packing import Packing, PackingState, Tokens, Windows
 from llmscale.data.shards.manifest import HASH_ALGORITHM, ShardInfo, SplitManifest, TokenDtype, shard_columns
-from llmscale.data.shards.target_mask import are_targets, ids_of, to_rows
+from llmscale.data.shards.token_shards import are_targets, ids_of, to_rows
 from llmscale.data.shards.verify_shards import INDEX_NAME
 from llmscale.files.atomic_write import write_durably
 
@@ -354,29 +354,6 @@ def _read_into(file: BinaryIO, place: int, into: NDArray[np.generic]) -> None:
     file.seek(place)
     if file.readinto(into.data.cast("B")) != into.nbytes:  # type: ignore[attr-defined]
         raise OSError(errno.EIO, "windows are missing in the temporary file", file.name)
-
-
-@dataclass(frozen=True)
-class TokenisedDocument:
-    """A document's tokens, with begin-of-text and end-of-text."""
-
-    tokens: Tokens
-    num_text_bytes: int
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
-
-    def cut_at(self, num_tokens: int, num_bytes: int) -> tuple[TokenisedDocument, TokenisedDocument]:
-        """Return the first `num_tokens` tokens and the rest as two documents, each with end-of-text.
-
-        `num_bytes`: UTF-8 bytes of the first one's text.
-        """
-        first = np.append(self.tokens[:num_tokens], self.tokens[-1:])
-        return (
-            TokenisedDocument(first, num_bytes),
-            TokenisedDocument(self.tokens[num_tokens:], self.num_text_bytes - num_bytes),
-        )
 
 
 #: Tokens that are collected before windows are cut.

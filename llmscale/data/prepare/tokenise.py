@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import TypedDict, TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,22 +24,13 @@ from llmscale.data.prepare.encoder import Encoder, EncoderName, choose_encoder
 from llmscale.data.prepare.output_folder import RejectedRecords, WorkFolder
 from llmscale.data.prepare.packing import PackingState, Tokens
 from llmscale.data.prepare.sources.source import Place, Rejected, Source, TokenRules
-from llmscale.data.prepare.split_writer import SplitState, SplitWriter, TokenisedDocument
+from llmscale.data.prepare.split_writer import SplitState, SplitWriter
 from llmscale.data.prepare.train_val_split import SplitAssigner, hash_text, hash_tokens, split_scores
 from llmscale.data.shards.manifest import TokenDtype
-from llmscale.data.shards.target_mask import ids_of
+from llmscale.data.shards.token_shards import ids_of
 from llmscale.data.tokenizers.tokenizer import TokenArray, Tokenizer, letters_of_bytes
 from llmscale.errors import DataError
 from llmscale.terminal.progress import Progress
-
-
-class _Facts(TypedDict):
-    mark: dict[str, object]
-    quarantine: list[int]
-    note: str
-    is_read: bool
-    splits: dict[str, tuple[int, tuple[int, int, list[int], int]]]
-    left_out: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -63,56 +54,18 @@ class ResumeState:
         return sum(split.num_documents for split in self.splits.values())
 
 
-def save_resume_state(work: WorkFolder, state: ResumeState) -> None:
-    """Raises OSError."""
-    facts: _Facts = {
-        "mark": asdict(state.mark),
-        "quarantine": list(state.rejected),
-        "note": state.note,
-        "is_read": state.is_read,
-        "splits": {
-            name: (
-                split.packing.num_cropped,
-                (split.num_documents, split.num_text_bytes, split.run_begins, split.num_targets),
-            )
-            for name, split in state.splits.items()
-        },
-        "left_out": dict(state.left_out),
-    }
-    arrays: dict[str, NDArray[np.generic]] = {}
-    for name, split in state.splits.items():
-        packing = split.packing
-        arrays |= {f"{name}_rest": packing.tokens, f"{name}_lengths": packing.lengths, f"{name}_counts": split.counts}
-    work.save_state(facts, arrays)
-
-
 def load_resume_state(work: WorkFolder) -> ResumeState | None:
     """Return the saved state, or None. Raises OSError."""
     saved = work.load_state()
     if saved is None:
         return None
-    facts, arrays = cast(_Facts, saved[0]), saved[1]
-    mark = facts["mark"]
-    place = tuple(cast(list[int], mark.pop("place")))
-    [size_bytes, num_rejected] = facts["quarantine"]
+    mark, splits = saved.pop("mark"), saved.pop("splits")
     return ResumeState(
-        mark=ReadPosition(place=place, **cast(dict[str, int], mark)),  # type: ignore[arg-type]  # is_end is a bool
-        rejected=(size_bytes, num_rejected),
+        mark=ReadPosition(**{**mark, "place": tuple(mark["place"])}),
         splits={
-            name: SplitState(
-                PackingState(
-                    cast(Tokens, arrays[f"{name}_rest"]),
-                    cast(NDArray[np.int64], arrays[f"{name}_lengths"]),
-                    num_cropped,
-                ),
-                cast(NDArray[np.int64], arrays[f"{name}_counts"]),
-                *numbers,
-            )
-            for name, (num_cropped, numbers) in facts["splits"].items()
+            name: SplitState(**{**split, "packing": PackingState(**split["packing"])}) for name, split in splits.items()
         },
-        note=facts["note"],
-        is_read=facts["is_read"],
-        left_out=facts.get("left_out", {}),
+        **saved,
     )
 
 
@@ -156,32 +109,43 @@ def gather(source: Source, rules: TokenRules | None, mark: ReadPosition) -> Gene
     """Yield the documents of a source after `mark` in batches; empty ones are counted. Tokens need `rules`."""
     if mark.is_end:
         return
-    batch, size, num_empty, num_rejected = Batch(), 0, mark.num_empty, mark.num_rejected
+    batch, num_records, place, num_empty, num_rejected = Batch(), 0, mark.place, mark.num_empty, mark.num_rejected
     source.num_cut, source.skipped = mark.num_cut, mark.num_skipped
-    place = mark.place
-    num_records = 0
+
+    def position(*, is_end: bool) -> ReadPosition:
+        counts = num_empty, num_rejected, source.num_cut, source.skipped
+        return ReadPosition(place, source.read_bytes, *counts, is_end)
+
     for record in source.records(mark.place, rules):
         place = record.place
         num_records += 1
         if isinstance(record, Rejected):
             batch.rejected.append(record)
             num_rejected += 1
-            size += len(record.contents)
+            batch.size += len(record.contents)
         elif len(record.content):
             batch.documents.append(record.content)
-            size += len(record.content)
+            batch.size += len(record.content)
         else:
             num_empty += 1
-        if size >= BATCH_CHARACTERS or num_records == _MOST_RECORDS:
-            batch.mark = ReadPosition(place, source.read_bytes, num_empty, num_rejected, source.num_cut, source.skipped)
-            batch.size = size
+        if batch.size >= BATCH_CHARACTERS or num_records == _MOST_RECORDS:
+            batch.mark = position(is_end=False)
             yield batch
-            batch, size, num_records = Batch(), 0, 0
-    batch.mark = ReadPosition(
-        place, source.read_bytes, num_empty, num_rejected, source.num_cut, source.skipped, is_end=True
-    )
-    batch.size = size
+            batch, num_records = Batch(), 0
+    batch.mark = position(is_end=True)
     yield batch
+
+
+@dataclass(frozen=True)
+class TokenisedDocument:
+    """A document's tokens, with begin-of-text and end-of-text."""
+
+    tokens: Tokens
+    num_text_bytes: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -297,18 +261,21 @@ def cut_document(
     document: TokenisedDocument, num_tokens: int, tokenizer: Tokenizer
 ) -> tuple[TokenisedDocument, TokenisedDocument]:
     """Return the first `num_tokens` tokens and the rest as two documents, each with end-of-text and its own bytes."""
-    num_before, lengths = len(tokenizer.bos_tokens), bytes_of_tokens(tokenizer)
+    tokens, lengths = document.tokens, bytes_of_tokens(tokenizer)
 
-    def count(tokens: Tokens) -> int:
-        pieces = (tokens[first : first + _PIECE_TOKENS] for first in range(0, len(tokens), _PIECE_TOKENS))
+    def count(part: Tokens) -> int:
+        pieces = (part[first : first + _PIECE_TOKENS] for first in range(0, len(part), _PIECE_TOKENS))
         return sum(int(lengths[piece].sum()) for piece in pieces)
 
-    num_bytes = count(document.tokens[num_before:num_tokens])
-    rest = document.tokens[num_tokens:-1]
+    num_bytes = count(tokens[len(tokenizer.bos_tokens) : num_tokens])
+    rest = tokens[num_tokens:-1]
     if num_bytes + count(rest) != document.num_text_bytes:
         # A normalised text, or tokens that are not byte-level: the shorter part is decoded.
         num_bytes = max(0, document.num_text_bytes - len(tokenizer.decode(rest.tolist()).encode()))
-    return document.cut_at(num_tokens, num_bytes)
+    return (
+        TokenisedDocument(np.append(tokens[:num_tokens], tokens[-1:]), num_bytes),
+        TokenisedDocument(tokens[num_tokens:], document.num_text_bytes - num_bytes),
+    )
 
 
 _T = TypeVar("_T")
@@ -377,45 +344,32 @@ class SplitRouter:
         writers: Mapping[str, SplitWriter],
         work: WorkFolder,
         rejected: RejectedRecords,
+        tokenizer: Tokenizer,
+        state: ResumeState | None,
         *,
         val_fraction: float,
         window: int,
         seed: int,
-        tokenizer: Tokenizer,
-        state: ResumeState | None,
-        keeps_order: bool = False,
-        is_always_kept: bool = False,
-        cuts_documents: bool = True,
+        keeps_order: bool,
+        is_always_kept: bool,
+        cuts_documents: bool,
     ) -> None:
         """`window` is a window's number of tokens. `state` is from an interrupted run.
 
         With `keeps_order` documents of a split stay in the order of the text. With `is_always_kept` the final state is
         saved even after a short run.
         """
-        self._writers = writers
-        self._work = work
-        self._rejected = rejected
-        self._seed = seed
-        self._assigner = SplitAssigner[TokenisedDocument](
-            val_fraction,
-            window,
-            functools.partial(cut_document, tokenizer=tokenizer) if cuts_documents else None,
-            keeps_order=keeps_order,
-        )
-        self.mark, self.left_out = ReadPosition(), Counter[str]()
+        self._writers, self._work, self._rejected, self._seed = writers, work, rejected, seed
+        cut = functools.partial(cut_document, tokenizer=tokenizer) if cuts_documents else None
+        self._assigner = SplitAssigner[TokenisedDocument](val_fraction, window, cut, keeps_order=keeps_order)
+        self.mark, self._left_out = ReadPosition(), Counter[str]()
         if state is not None:
             self._assigner.is_settled, self._assigner.note = True, state.note
-            self.mark = state.mark
-            self.left_out.update(state.left_out)
+            self.mark, self._left_out = state.mark, Counter(state.left_out)
         self._has_runs = is_always_kept or state is not None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="write")
         self._under_way: tuple[Future[None], ResumeState] | None = None
         self._kept_s = time.monotonic()
-
-    @property
-    def note(self) -> str:
-        """How validation was split off, if not by documents."""
-        return self._assigner.note
 
     def add(self, batch: TokenisedBatch) -> None:
         """Route a batch. Raises OSError, DataError for too many rejected records."""
@@ -427,8 +381,8 @@ class SplitRouter:
         self._write_at_once(batch, self._assigner.is_val(scores), number)
         self.mark = batch.mark
         for reason, count in batch.left_out.items():
-            is_listed = reason in self.left_out or len(self.left_out) < _MOST_REASONS
-            self.left_out[reason if is_listed else "for other reasons"] += count
+            is_listed = reason in self._left_out or len(self._left_out) < _MOST_REASONS
+            self._left_out[reason if is_listed else "for other reasons"] += count
         self._rejected.add(batch.rejected)
         self._keep_now_and_then()
 
@@ -446,14 +400,15 @@ class SplitRouter:
                 batch.tokens_of(begin, end), end - begin, sum(batch.num_text_bytes[begin:end])
             )
 
-    def finish(self) -> None:
-        """Write the documents that wait after the last batch, and end all splits. Raises OSError."""
+    def finish(self) -> ResumeState:
+        """Write the documents that wait after the last batch, end all splits, and return the state. Raises OSError."""
         self._write(self._assigner.finish())
         for writer in self._writers.values():
             writer.end_text()
         if self._has_runs:
             self._keep(is_read=True)
             self._wait()
+        return self._state({}, is_read=True)
 
     def close(self) -> None:
         """Stop the writer thread."""
@@ -472,27 +427,24 @@ class SplitRouter:
         self._wait()
         self._has_runs, self._kept_s = True, time.monotonic()
         taken = {name: writer.take_run() for name, writer in self._writers.items()}
-        state = ResumeState(
-            self.mark,
-            (self._rejected.size_bytes, self._rejected.num_records),
-            {name: split for name, (_, split) in taken.items()},
-            self.note,
-            is_read,
-            dict(self.left_out),
-        )
 
         def write() -> None:
             for name, (run, _) in taken.items():
                 self._writers[name].write_run(run)
 
+        state = self._state({name: split for name, (_, split) in taken.items()}, is_read=is_read)
         self._under_way = self._pool.submit(write), state
+
+    def _state(self, splits: dict[str, SplitState], *, is_read: bool) -> ResumeState:
+        rejected = self._rejected.size_bytes, self._rejected.num_records
+        return ResumeState(self.mark, rejected, splits, self._assigner.note, is_read, dict(self._left_out))
 
     def _wait(self) -> None:
         """Wait for the write in progress, then save its state."""
         if self._under_way is not None:
             (done, state), self._under_way = self._under_way, None
             done.result()
-            save_resume_state(self._work, state)
+            self._work.save_state(asdict(state))
 
 
 def tokenise(
@@ -500,7 +452,6 @@ def tokenise(
     tokenizer: Tokenizer,
     router: SplitRouter,
     progress: Progress,
-    *,
     dtype: TokenDtype,
     encoder: EncoderName | ChatEncoder,
     num_workers: int,

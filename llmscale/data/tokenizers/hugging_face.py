@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from llmscale.untrusted.paths import read_regular, unreadable_as
 from llmscale.untrusted.strangers import describe_stranger
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from tokenizers import Tokenizer as FastTokenizer
 
 #: Form of the markers of chats and code filling (DeepSeek's with full-width bars).
@@ -92,63 +93,42 @@ def load_vocabulary(folder: Path) -> tuple[str, dict[int, str]]:
 
     Raises DataError when the file is damaged.
     """
-    for name, others in ((JSON_NAME, ()), (VOCAB_NAME, (ADDED_NAME,))):
-        if (folder / name).is_file():
-            record = load_json(folder / name, Rules(DataError))
-            if name == JSON_NAME:
-                return name, tokens_by_id(record, str(folder / name))
-            for other in others:
-                if (folder / other).is_file():
-                    record |= load_json(folder / other, Rules(DataError))
-            return name, _by_id(iter(record.items()), str(folder / name))
+    if (path := folder / JSON_NAME).is_file():
+        return JSON_NAME, tokens_by_id(load_json(path, Rules(DataError)), str(path))
+    if (path := folder / VOCAB_NAME).is_file():
+        files = [path, *([folder / ADDED_NAME] if (folder / ADDED_NAME).is_file() else [])]
+        entries = [entry for file in files for entry in load_json(file, Rules(DataError)).items()]
+        return VOCAB_NAME, _by_id(entries, str(path))
     return "", {}
 
 
-def tokens_by_id(record: dict[str, object], where: str) -> dict[int, str]:
+def tokens_by_id(record: dict[str, Any], where: str) -> dict[int, str]:
     """Return the tokens by id in a tokenizer.json, the model's and added ones. Raises DataError."""
-    model = record.get("model")
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    added = record.get("added_tokens") or []
-    if not isinstance(vocab, (dict, list)) or not isinstance(added, list):
-        raise DataError(f"{where} is not a tokenizer that `tokenizers` can read: model.vocab or added_tokens is wrong.")
-    tokens = _by_id(iter(vocab.items()) if isinstance(vocab, dict) else _pieces(vocab, where), where)
-    for entry in added:
-        if not isinstance(entry, dict):
-            raise DataError(f"{where}: an entry of added_tokens is {str(entry)[:40]!r}, not an object.")
-        token, content = _checked_id(entry.get("id"), where), entry.get("content")
-        if not isinstance(content, str) or not content or tokens.setdefault(token, content) != content:
-            raise DataError(
-                f"{where}: the id {token} is {tokens.get(token, '')[:40]!r}, and added_tokens say "
-                f"{str(content)[:40]!r}. A token needs its own id, and a text."
-            )
-    return tokens
+    try:
+        vocab = record["model"]["vocab"]
+        if not isinstance(vocab, dict):  # a Unigram model's pieces with scores, in the order of ids
+            vocab = {piece: place for place, (piece, _) in enumerate(vocab)}
+        entries = [*vocab.items(), *((entry["content"], entry["id"]) for entry in record.get("added_tokens") or [])]
+    except (KeyError, TypeError, ValueError):
+        raise DataError(
+            f"{where} is not a tokenizer that `tokenizers` can read: model.vocab or added_tokens is wrong."
+        ) from None
+    return _by_id(entries, where)
 
 
-def _pieces(vocab: list[object], where: str) -> Iterator[tuple[object, object]]:
-    """Yield the pieces and ids of a Unigram model, which lists pieces with scores in the order of ids."""
-    for place, entry in enumerate(vocab):
-        if not isinstance(entry, list) or len(entry) != 2:
-            raise DataError(f"{where}: entry {place} of model.vocab is {str(entry)[:40]!r}, not a piece and its score.")
-        yield entry[0], place
-
-
-def _by_id(entries: Iterator[tuple[object, object]], where: str) -> dict[int, str]:
+def _by_id(entries: Iterable[tuple[object, object]], where: str) -> dict[int, str]:
     tokens: dict[int, str] = {}
     for token, number in entries:
+        if type(number) is not int or not 0 <= number < MAX_VOCAB_SIZE:
+            raise DataError(
+                f"{where} has the token id {str(number)[:40]}. Legal: whole numbers below {MAX_VOCAB_SIZE:,}, since "
+                "tables have a row for every id."
+            )
         if not isinstance(token, str):
             raise DataError(f"{where}: the vocabulary has {str(token)[:40]!r} where a token's text should be.")
-        if tokens.setdefault(_checked_id(number, where), token) != token:
-            raise DataError(f"{where}: the tokens {tokens[int(str(number))][:40]!r} and {token[:40]!r} have one id.")
+        if tokens.setdefault(number, token) != token:
+            raise DataError(f"{where}: the tokens {tokens[number][:40]!r} and {token[:40]!r} have one id, {number}.")
     return tokens
-
-
-def _checked_id(number: object, where: str) -> int:
-    if type(number) is not int or not 0 <= number < MAX_VOCAB_SIZE:
-        raise DataError(
-            f"{where} has the token id {str(number)[:40]}. Legal: whole numbers below {MAX_VOCAB_SIZE:,}, since tables "
-            "have a row for every id."
-        )
-    return number
 
 
 CONFIG_NAME = "tokenizer_config.json"
@@ -221,42 +201,36 @@ def _read(path: Path) -> bytes:
 _MAP_NAME = "special_tokens_map.json"
 
 
-@dataclass(frozen=True)
-class EndOfText:
-    """Token that ends a document."""
-
-    token: int
-    origin: str
-    """Text on what names these tokens."""
-
-
-def find_end_of_text(files: ModelFiles, tokens: dict[int, str], asked: str = "") -> EndOfText:
-    """Return the end-of-text token among `tokens` (by id): `asked`, else the one on which the model's files agree.
+def find_end_of_text(files: ModelFiles, tokens: dict[int, str], asked: str = "") -> tuple[int, str]:
+    """Return the end-of-text token among `tokens` (by id) with a text on its origin: `asked`, else the one on which the
+    model's files agree.
 
     tokenizer_config.json (else special_tokens_map.json) names it by text, config.json and generation_config.json by one
     or several ids. If none does, it is `<|endoftext|>`. Among several, those in the chat template end a turn, not a
     text: an instruction-tuned Llama 3 has <|eot_id|> and <|end_of_text|>. Raises DataError unless exactly one remains.
     """
     ids = {text: token for token, text in tokens.items()}
+    marked = [text for text in ids if text.startswith("<") and text.endswith(">") and len(text) > 2]
+    examples = f"It has, for example, {', '.join(marked[:6]) or 'no token in angle brackets'}."
     if asked:
         if asked not in ids:
-            hint = did_you_mean(asked, _marked(ids))
-            raise DataError(f"--eot-token '{asked[:80]}' is not a token of {files.name}.{hint} {_examples(ids)}")
-        return EndOfText(ids[asked], "--eot-token")
+            hint = did_you_mean(asked, marked)
+            raise DataError(f"--eot-token '{asked[:80]}' is not a token of {files.name}.{hint} {examples}")
+        return ids[asked], "--eot-token"
     named_by: dict[int, str] = {}
     for token, origin in _named(files, ids):
         if token not in tokens:
             raise DataError(
-                f"{files.name}: {origin} names the token {token}, which {JSON_NAME} lacks. Name the end-of-text token "
-                "with --eot-token."
+                f"{files.name}: {origin} names the token {str(token)[:80]}, which {JSON_NAME} lacks. Name the "
+                "end-of-text token with --eot-token."
             )
         named_by[token] = f"{named_by[token]} and {origin}" if token in named_by else origin
     if not named_by and END_OF_TEXT in ids:
-        return EndOfText(ids[END_OF_TEXT], f"no file names one, and {JSON_NAME} has it")
+        return ids[END_OF_TEXT], f"no file names one, and {JSON_NAME} has it"
     if not named_by:
         raise DataError(
             f"{files.name} has no end-of-text token: no file names an eos_token, and '{END_OF_TEXT}' is not in its "
-            f"vocabulary. Name one with --eot-token. {_examples(ids)}"
+            f"vocabulary. Name one with --eot-token. {examples}"
         )
     left = named_by
     if len(named_by) > 1:
@@ -267,40 +241,20 @@ def find_end_of_text(files: ModelFiles, tokens: dict[int, str], asked: str = "")
         raise DataError(f"{files.name} names several end-of-text tokens: {choice}. Choose one with --eot-token.")
     [(token, origin)] = left.items()
     others = "".join(f"; '{tokens[other]}' ends a turn of its chats" for other in named_by if other != token)
-    return EndOfText(token, origin + others)
+    return token, origin + others
 
 
-def _marked(ids: dict[str, int]) -> list[str]:
-    return [text for text in ids if text.startswith("<") and text.endswith(">") and len(text) > 2]
-
-
-def _examples(ids: dict[str, int]) -> str:
-    return f"It has, for example, {', '.join(_marked(ids)[:6]) or 'no token in angle brackets'}."
-
-
-def _named(files: ModelFiles, ids: dict[str, int]) -> list[tuple[int, str]]:
-    """Return the ids that files name as end-of-text, each with its origin. Raises DataError."""
-    ends: list[tuple[int, str]] = []
+def _named(files: ModelFiles, ids: dict[str, int]) -> Iterator[tuple[Any, str]]:
+    """Yield what files name as end-of-text, each with its origin: an id, or a text that has none."""
     for name in (CONFIG_NAME, _MAP_NAME):
-        text = token_text(files, name, "eos_token")
-        if not text:
-            continue
-        if text not in ids:
-            raise DataError(
-                f"{files.name}/{JSON_NAME} has no end-of-text token: '{text[:80]}' is not in its vocabulary, but "
-                f"eos_token of {name} names it. Name one with --eot-token."
-            )
-        ends.append((ids[text], f"eos_token of {name}"))
-        break
-    for name in ("config.json", "generation_config.json"):
+        if text := token_text(files, name, "eos_token"):
+            yield ids.get(text, repr(text)), f"eos_token of {name}"
+            break
+    for name in _MODEL_NAMES:
         named = files.record(name).get("eos_token_id")
         for token in named if isinstance(named, list) else [named]:
-            if token is None:
-                continue
-            if type(token) is not int:
-                raise DataError(f"{files.name}/{name}: eos_token_id is {str(token)[:40]!r}, not a token's number.")
-            ends.append((token, f"eos_token_id of {name}"))
-    return ends
+            if token is not None:
+                yield token if type(token) is int else repr(token), f"eos_token_id of {name}"
 
 
 def token_text(files: ModelFiles, name: str, key: str) -> str:
@@ -358,8 +312,7 @@ class HuggingFaceTokenizer(Tokenizer):
         where = f"{files.name}/{JSON_NAME}"
         record = parse_json(files.tokenizer_json, Rules(DataError), where)
         tokens = tokens_by_id(record, where)
-        _check_runs_nothing(files)
-        _check_no_dropout(record, where)
+        _check_deterministic(files, record, where)
         plain = record if parse_special else with_special_markers(record, files.chat_template())
         self._fast = _build(files.tokenizer_json if plain is record else json.dumps(plain).encode(), where)
         self._fast.encode_special_tokens = not parse_special
@@ -401,10 +354,13 @@ class HuggingFaceTokenizer(Tokenizer):
             for text, ids in zip(texts, arrays, strict=True)
         ]
 
+    def _encode_one(self, text: str, *, add_special_tokens: bool = False) -> Encoding:
+        with _one_line(f"{self.spec}/{JSON_NAME} cannot encode the text"):
+            return self._fast.encode(text, add_special_tokens=add_special_tokens)
+
     def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
         """Return the token ids of a text, and the place in it at which each ends."""
-        with _one_line(f"{self.spec}/{JSON_NAME} cannot encode the text"):
-            encoding = self._fast.encode(text, add_special_tokens=False)
+        encoding = self._encode_one(text)
         return list(encoding.ids), [end for _, end in encoding.offsets]
 
     def parsing_special(self) -> HuggingFaceTokenizer:
@@ -417,9 +373,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encode_cut(self, text: str) -> list[int]:
         """Encode text whose characters the model would turn into a special token, by cutting it within."""
-        with _one_line(f"{self.spec}/{JSON_NAME} cannot encode the text"):
-            encoding = self._fast.encode(text, add_special_tokens=False)
-        cuts = {0, len(text)}
+        encoding, cuts = self._encode_one(text), {0, len(text)}
         for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if self.never_from_text[token] and end - begin > 1:
                 cuts.add((begin + end) // 2)
@@ -448,13 +402,12 @@ class HuggingFaceTokenizer(Tokenizer):
         return ORIGIN_NAME
 
     def _decide_ends(self, tokens: dict[int, str], asked_eot: str) -> Ends:
-        eot = find_end_of_text(self.files, tokens, asked_eot)
-        with _one_line(f"{self.spec}/{JSON_NAME} cannot encode a text"):
-            encoding = self._fast.encode("a", add_special_tokens=True)
+        eot_token, origin = find_end_of_text(self.files, tokens, asked_eot)
+        encoding = self._encode_one("a", add_special_tokens=True)
         # The mask is 0 at the text's own tokens; the template's are before them.
         mask = encoding.special_tokens_mask
         template = tuple(encoding.ids[: mask.index(0) if 0 in mask else 0])
-        return Ends(eot.token, find_beginning(self.files, template, tokens, eot.token), eot.origin)
+        return Ends(eot_token, find_beginning(self.files, template, tokens, eot_token), origin)
 
 
 def load_huggingface(path: Path, *, eot_token: str = "", parse_special: bool = False) -> HuggingFaceTokenizer:
@@ -495,16 +448,13 @@ def _one_line(what: str) -> Iterator[None]:
         raise DataError(f"{what}: {' '.join(str(error).split())[:200]}.") from None
 
 
-def _check_runs_nothing(files: ModelFiles) -> None:
-    named = files.record(CONFIG_NAME).get("auto_map")
-    if named:
+def _check_deterministic(files: ModelFiles, record: dict[str, object], where: str) -> None:
+    """Refuse a tokenizer that needs a program of its own, or chance. Raises DataError."""
+    if named := files.record(CONFIG_NAME).get("auto_map"):
         raise DataError(
             f"{files.name}/{CONFIG_NAME} has an auto_map: this tokenizer needs its own code ({str(named)[:80]}), which "
             f"llmscale never runs. If {JSON_NAME} is complete, remove auto_map in a copy of the folder."
         )
-
-
-def _check_no_dropout(record: dict[str, object], where: str) -> None:
     model = record.get("model")
     if isinstance(model, dict) and model.get("dropout"):
         raise DataError(

@@ -16,8 +16,7 @@ from llmscale.data.tokenizers.hugging_face import (
     load_vocabulary,
     read_hub,
 )
-from llmscale.data.tokenizers.tiktoken_tokenizer import load_gpt2, load_ranks_file
-from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer
+from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, load_gpt2, load_ranks_file
 from llmscale.errors import DataError
 from llmscale.suggestions import did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json

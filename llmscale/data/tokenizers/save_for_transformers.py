@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 from llmscale.data.tokenizers.hugging_face import CONFIG_NAME, JSON_NAME, HuggingFaceTokenizer
-from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
-from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer, write_bytes
+from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, TiktokenTokenizer, Tokenizer, write_bytes
 
 _LONGEST_MERGED_BYTES = 512
 

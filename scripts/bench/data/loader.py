@@ -37,6 +37,7 @@ from scripts.bench.harness import (
     show_range,
     whole_number,
     whole_or_zero,
+    words,
 )
 
 #: Baselines by their name in the result.
@@ -99,22 +100,8 @@ def make_data(folder: Path, args: argparse.Namespace) -> None:
     """Write one stream of tokens for nanoGPT, and prepare it as bytes for the others."""
     text = np.random.default_rng(0).integers(97, 123, args.megabytes << 19, np.uint8)
     (folder / "text.txt").write_bytes(text.tobytes())
-    run_llmscale(
-        "data",
-        "prepare",
-        "--input",
-        str(folder / "text.txt"),
-        "--out",
-        str(folder / "set"),
-        "--tokenizer",
-        "bytes",
-        "--seq-len",
-        str(args.seq_len),
-        "--val-fraction",
-        "0",
-        "--shard-mb",
-        "16",
-    )
+    settings = words(f"--tokenizer bytes --seq-len {args.seq_len} --val-fraction 0 --shard-mb 16")
+    run_llmscale("data", "prepare", "--input", str(folder / "text.txt"), "--out", str(folder / "set"), *settings)
     text.astype(np.uint16).tofile(folder / "train.bin")
 
 
@@ -153,18 +140,18 @@ def summarize(
     for name, fact in facts.items():
         ratios_of[name] = dict(fact)
         for base in (base for base in BASELINES if name in rounds and BASELINES[base] in rounds):
-            for clock, words in CLOCKS.items():
+            for clock, name_of_clock in CLOCKS.items():
                 pairs = zip(rounds[BASELINES[base]], rounds[name], strict=True)
-                ratios_of[name][f"{words}_{base}"] = median_and_range(
+                ratios_of[name][f"{name_of_clock}_{base}"] = median_and_range(
                     theirs[clock] / own[clock] for theirs, own in pairs
                 )
     return {"contestants": ratios_of}
 
 
 def print_table(result: dict[str, dict[str, dict[str, object]]]) -> None:
-    columns = [f"{words}_{base}" for base in BASELINES for words in CLOCKS.values()]
+    columns = [f"{clock}_{base}" for base in BASELINES for clock in CLOCKS.values()]
     print(f"{'tokens/s, as a multiple of':30}{BASELINES['once']:^40}{BASELINES['each']:^40}")
-    heading = "".join(f"{words + ' (range)':>20}" for _ in BASELINES for words in CLOCKS.values())
+    heading = "".join(f"{clock + ' (range)':>20}" for _ in BASELINES for clock in CLOCKS.values())
     print(f"{'':30}{heading}{'first batch s':>15}{'resident MiB':>14}")
     for name, numbers in result["contestants"].items():
         if "problem" in numbers:

@@ -24,7 +24,6 @@ from llmscale.data.prepare.packing import BestFitPacking, Packing, PackingState,
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from scripts.bench.harness import (
-    REPOSITORY,
     describe_circumstances,
     describe_machine,
     machine_line,
@@ -33,6 +32,7 @@ from scripts.bench.harness import (
     save_result,
     whole_number,
     whole_or_zero,
+    words,
 )
 
 PACKINGS = ("stream", "best-fit")
@@ -44,16 +44,8 @@ def main() -> int:
     args = parse_arguments()
     machine = describe_machine()
     with tempfile.TemporaryDirectory() as folder:
-        run_llmscale(
-            "data",
-            "train-tokenizer",
-            "--input",
-            "python-stdlib",
-            "--vocab-size",
-            str(args.vocabulary),
-            "--out",
-            f"{folder}/tokenizer",
-        )
+        settings = words(f"--input python-stdlib --vocab-size {args.vocabulary}")
+        run_llmscale("data", "train-tokenizer", *settings, "--out", f"{folder}/tokenizer")
         documents = number_documents(Path(folder) / "tokenizer")
         sizes = [len(document) for document in documents]
         print(
@@ -126,58 +118,14 @@ def see_beginning(row: Tokens, firsts: Tokens) -> float:
 def compare_training(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Train on each packing; print and return validation losses by "trained on, evaluated on"."""
     for packing in PACKINGS:
-        run_llmscale(
-            "data",
-            "prepare",
-            "--input",
-            "python-stdlib",
-            "--tokenizer",
-            f"{folder}/tokenizer",
-            "--seq-len",
-            str(args.train_length),
-            "--packing",
-            packing,
-            "--out",
-            f"{folder}/{packing}",
-            "--val-fraction",
-            "0.05",
-        )
-        run_llmscale(
-            "train",
-            "--nproc-per-node",
-            "1",
-            "--ds",
-            str(REPOSITORY / "ds_configs" / "zero0.json"),
-            "--model",
-            "tiny-modern-10m",
-            "--n-layer",
-            "2",
-            "--n-embd",
-            "128",
-            "--n-head",
-            "2",
-            "--n-kv-head",
-            "2",
-            "--data",
-            f"{folder}/{packing}",
-            "--run",
-            f"{folder}/run-{packing}",
-            "--steps",
-            str(args.steps),
-            "--global-batch-size",
-            "8",
-            "--lr",
-            "2e-3",
-            "--precision",
-            "fp32",
-            "--num-workers",
-            "0",
-            "--save-every",
-            str(args.steps),
-            "--no-async-save",
-            "--val-every",
-            "0",
-        )
+        settings = f"--seq-len {args.train_length} --packing {packing} --val-fraction 0.05"
+        data = ("--input", "python-stdlib", "--tokenizer", f"{folder}/tokenizer", "--out", f"{folder}/{packing}")
+        run_llmscale("data", "prepare", *data, *words(settings))
+        model = "--model tiny-modern-10m --n-layer 2 --n-embd 128 --n-head 2 --n-kv-head 2"
+        settings = f"--steps {args.steps} --save-every {args.steps} --no-async-save --val-every 0 --num-workers 0"
+        settings += " --nproc-per-node 1 --ds zero0 --global-batch-size 8 --lr 2e-3 --precision fp32"
+        places = ("--data", f"{folder}/{packing}", "--run", f"{folder}/run-{packing}")
+        run_llmscale("train", *words(f"{model} {settings}"), *places)
     print(f"\nvalidation loss after {args.steps} steps of 8 rows of {args.train_length:,} tokens, nats per token")
     print(f"{'trained on':12}{'rows of the stream':>20}{'rows of best-fit':>20}")
     losses: dict[str, float] = {}

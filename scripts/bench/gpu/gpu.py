@@ -69,7 +69,7 @@ from scripts.bench.gpu.results import (
     row_line,
     saved_element_bytes,
 )
-from scripts.bench.harness import REPOSITORY, describe_machine, machine_line, prepare_text
+from scripts.bench.harness import REPOSITORY, describe_machine, machine_line, prepare_text, words
 from scripts.bench.memory import memory_grid
 
 #: Longest time of a cell.
@@ -211,40 +211,15 @@ class Bench:
 
     def train_arguments(self, cell: Cell, ds: Path, micro: int, mode: str, place: Path) -> list[str]:
         global_batch = cell.tokens_per_step // cell.seq_len
+        settings = (
+            f"--model {cell.model} --vocab-size {cell.vocab_size} --precision {self.device.precision} "
+            f"--global-batch-size {global_batch} --micro-batch-size {micro} --activation-checkpointing {mode} "
+            f"--compile {'on' if cell.compiled else 'off'} "
+            "--steps 1000000 --warmup-steps 10 --log-every 1 --save-every 0 --val-every 0"
+        )
         layers = ["--n-layer", str(cell.n_layer)] if cell.n_layer else []
-        return [
-            "--ds",
-            str(ds),
-            "--data",
-            str(self.prepared(cell.seq_len)),
-            "--model",
-            cell.model,
-            *layers,
-            "--vocab-size",
-            str(cell.vocab_size),
-            "--precision",
-            self.device.precision,
-            "--global-batch-size",
-            str(global_batch),
-            "--micro-batch-size",
-            str(micro),
-            "--activation-checkpointing",
-            mode,
-            "--compile",
-            "on" if cell.compiled else "off",
-            "--steps",
-            "1000000",
-            "--warmup-steps",
-            "10",
-            "--log-every",
-            "1",
-            "--save-every",
-            "0",
-            "--val-every",
-            "0",
-            "--run",
-            str(place / "run"),
-        ]
+        places = ["--ds", str(ds), "--data", str(self.prepared(cell.seq_len)), "--run", str(place / "run")]
+        return [*words(settings), *layers, *places]
 
     def prepared(self, seq_len: int) -> Path:
         """Return a dataset with windows of that length. Tokens are bytes; the model keeps its preset's vocabulary."""

@@ -1,13 +1,10 @@
-"""Compare what two recipes learn: today's blocks and GPT-2's, Muon and AdamW, or growing and complete sequences.
+"""Compare what two recipes learn: today's blocks and GPT-2's, or Muon and AdamW.
 
     python -m scripts.bench.learning.recipes blocks --tokens 800000 --learning-rates 1e-3 3e-3
     python -m scripts.bench.learning.recipes muon --tokens 250000
-    python -m scripts.bench.learning.recipes lengths --tokens 250000
 
 blocks: tiny-10m beside tiny-modern-10m, both 6 blocks of 384 with 6 heads and a context of 256. muon: both optimizers
 on tiny-10m; Muon's run is then cut to --share of AdamW's steps, with its own complete schedule, and must end no higher.
-lengths: tiny-modern-10m on sequences of 1,024 tokens, which in half of a run's tokens grow from 64. Seconds are
-processor time, start and validations included, which other load hardly changes.
 
 `llmscale train` trains all of them in one process on the same windows in the same order: the Python standard library in
 a vocabulary of 4,096 tokens. The first seed tries every learning rate on both; each recipe's best one trains its other
@@ -17,13 +14,11 @@ seeds. Printed are last validation losses in nats per token. The file of --json 
 from __future__ import annotations
 
 import argparse
-import resource
 import sys
 import tempfile
 from pathlib import Path
 
 from scripts.bench.harness import (
-    REPOSITORY,
     describe_circumstances,
     describe_machine,
     fraction,
@@ -36,14 +31,14 @@ from scripts.bench.harness import (
     save_result,
     whole_number,
     whole_or_zero,
+    words,
 )
 
-SEQ_LEN, LONG = 256, 1024
+SEQ_LEN = 256
 GPT2, MODERN = "tiny-10m", "tiny-modern-10m"
 ADAMW, MUON, SHORT = "adamw", "muon", "muon, fewer steps"
-COMPLETE, GROWING = "complete sequences", "growing sequences"
-RECIPES = {"blocks": (GPT2, MODERN), "muon": (ADAMW, MUON, SHORT), "lengths": (COMPLETE, GROWING)}
-DEFAULT_RATES = {"blocks": [1e-3, 3e-3], "muon": [5e-4, 1e-3, 2e-3, 4e-3], "lengths": [1e-3]}
+RECIPES = {"blocks": (GPT2, MODERN), "muon": (ADAMW, MUON, SHORT)}
+DEFAULT_RATES = {"blocks": [1e-3, 3e-3], "muon": [5e-4, 1e-3, 2e-3, 4e-3]}
 
 #: Validation losses by step.
 Curve = dict[int, float]
@@ -56,7 +51,6 @@ def main() -> int:
     machine = describe_machine()
     settings = [name for name in vars(args) if name != "json"]
     curves: Curves = {name: {str(rate): {} for rate in args.learning_rates} for name in RECIPES[args.question]}
-    seconds: dict[str, list[float]] = {name: [] for name in curves}
     first_seed = args.seeds[0]
     with tempfile.TemporaryDirectory() as folder:
         data = prepare(Path(folder), args)
@@ -67,19 +61,14 @@ def main() -> int:
                     [best_rate(curves, MUON if name == SHORT else name, first_seed)] if is_tuned else [*curves[name]]
                 )
                 for rate in rates:
-                    curve, spent = train(args, data, name, rate, seed)
+                    curve = train(args, data, name, rate, seed)
                     curves[name][rate][str(seed)] = curve
-                    seconds[name].append(spent)
                     print(f"{name}, learning rate {rate}, seed {seed}: {last(curve):.4f}", flush=True)
-                    figures = {"validation_loss": curves, "seconds": seconds}
-                    save_result(args.json, {**describe_circumstances(machine, args, settings), **figures})
+                    circumstances = describe_circumstances(machine, args, settings)
+                    save_result(args.json, {**circumstances, "validation_loss": curves})
     print_table(curves, args.seeds)
     if args.question == "blocks":
         print_lead(curves, args.seeds, MODERN, GPT2)
-    elif args.question == "lengths":
-        print_lead(curves, args.seeds, GROWING, COMPLETE)
-        shares = (mine / constant_s for mine, constant_s in zip(seconds[GROWING], seconds[COMPLETE], strict=True))
-        print("processor seconds of growing over complete sequences: " + ", ".join(f"{share:.3f}" for share in shares))
     else:
         print_shares(curves, args)
     print(machine_line(machine))
@@ -118,77 +107,26 @@ def prepare(folder: Path, args: argparse.Namespace) -> Path:
     """Train a tokenizer on the standard library and prepare it; return the dataset."""
     source, tokenizer = ("--input", "python-stdlib"), str(folder / "tokenizer")
     run_llmscale("data", "train-tokenizer", *source, "--vocab-size", str(args.vocabulary), "--out", tokenizer)
-    run_llmscale(
-        "data",
-        "prepare",
-        *source,
-        "--tokenizer",
-        tokenizer,
-        "--workers",
-        "1",
-        "--seq-len",
-        str(LONG if args.question == "lengths" else SEQ_LEN),
-        "--out",
-        str(folder / "set"),
-    )
+    settings = words(f"--seq-len {SEQ_LEN} --workers 1")
+    run_llmscale("data", "prepare", *source, "--tokenizer", tokenizer, "--out", str(folder / "set"), *settings)
     return folder / "set"
 
 
-def train(args: argparse.Namespace, data: Path, name: str, rate: str, seed: int) -> tuple[Curve, float]:
-    """Train a run; return its validation losses by step, and its processor seconds."""
+def train(args: argparse.Namespace, data: Path, name: str, rate: str, seed: int) -> Curve:
+    """Train a run; return its validation losses by step."""
     full = -(-args.tokens // args.batch_tokens)
     steps = max(1, round(args.share * full)) if name == SHORT else full
-    model = {"muon": args.model, "lengths": MODERN}.get(args.question, name)
-    growth = ("--seq-len-ramp-from", str(LONG // 16), "--seq-len-ramp-tokens", str(args.tokens // 2))
-    before = processor_seconds()
+    settings = (
+        f"--nproc-per-node 1 --ds zero0 --model {args.model if args.question == 'muon' else name} "
+        f"--optimizer {MUON if name in (MUON, SHORT) else ADAMW} --seed {seed} --lr {rate} --schedule cosine "
+        f"--warmup-steps {max(1, steps // 10)} --steps {steps} --global-batch-tokens {args.batch_tokens} "
+        f"--precision {args.precision} --num-workers 0 --save-every 0 --no-async-save "
+        f"--val-every {max(1, full // args.validations)} --val-samples {args.val_samples}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        run_llmscale(
-            "train",
-            "--nproc-per-node",
-            "1",
-            "--ds",
-            str(REPOSITORY / "ds_configs" / "zero0.json"),
-            "--model",
-            model,
-            "--data",
-            str(data),
-            "--run",
-            str(run),
-            *(growth if name == GROWING else ()),
-            "--optimizer",
-            MUON if name in (MUON, SHORT) else ADAMW,
-            "--seed",
-            str(seed),
-            "--lr",
-            rate,
-            "--schedule",
-            "cosine",
-            "--warmup-steps",
-            str(max(1, steps // 10)),
-            "--steps",
-            str(steps),
-            "--global-batch-tokens",
-            str(args.batch_tokens),
-            "--precision",
-            args.precision,
-            "--num-workers",
-            "0",
-            "--save-every",
-            "0",
-            "--no-async-save",
-            "--val-every",
-            str(max(1, full // args.validations)),
-            "--val-samples",
-            str(args.val_samples),
-        )
-        return read_losses(run, "validation"), processor_seconds() - before
-
-
-def processor_seconds() -> float:
-    """Return the processor time of all processes that this one has waited for, and of theirs."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+        run_llmscale("train", *words(settings), "--data", str(data), "--run", str(run))
+        return read_losses(run, "validation")
 
 
 def last(curve: Curve) -> float:

@@ -72,7 +72,7 @@ def export(folder: Path, out: Path, model: str, dtype: str, shard_bytes: int) ->
     """Verify and export, as the command does without dataset and tokenizer; print the numbers."""
     from llmscale.checkpoint.manifest import find_damage
     from llmscale.data.tokenizers.tokenizer import ByteTokenizer
-    from llmscale.evaluate.export import ExportedModel, export_model
+    from llmscale.evaluate.export import ExportedModel, checkpoint_weights, write_model
 
     before = status_bytes("VmHWM") / GIB
     began = time.perf_counter()
@@ -80,7 +80,8 @@ def export(folder: Path, out: Path, model: str, dtype: str, shard_bytes: int) ->
     verified = time.perf_counter()
     shape = SHAPES[model]
     exported = ExportedModel(shape, family_of(shape), dtype, shard_bytes)  # type: ignore[arg-type]  # argparse's choices
-    export_model(folder, exported, ByteTokenizer(), out, card="", overwrite=False)
+    weights = checkpoint_weights(folder, exported)
+    write_model(weights, exported, ByteTokenizer(), out, card="", overwrite=False)
     done = time.perf_counter()
     largest = max(path.stat().st_size for path in out.glob("*.safetensors"))
     numbers = {

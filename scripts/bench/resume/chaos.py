@@ -44,23 +44,14 @@ from scripts.bench.harness import (
     save_result,
     whole_number,
     whole_or_zero,
+    words,
 )
 from scripts.bench.resume.samples import read_samples
 
 #: Flags of a run by kind of block; "experts" has DeepSeek V3's router.
 BLOCKS = {
     "gpt2": (),
-    "experts": (
-        "--num-experts",
-        "4",
-        "--expert-width",
-        "40",
-        "--router-score",
-        "sigmoid",
-        "--router-bias",
-        "--balance-loss",
-        "1e-3",
-    ),
+    "experts": (*words("--num-experts 4 --expert-width 40 --router-score sigmoid --router-bias --balance-loss 1e-3"),),
 }
 DS_CONFIGS = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 GLOBAL_BATCH = 12

@@ -17,6 +17,10 @@ import deepspeed  # noqa: F401  # imported once and not in every fork
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from llmscale.checkpoint.inventory import find_checkpoint
@@ -24,7 +28,7 @@ from llmscale.checkpoint.load import find_damage_together, load_engine
 from llmscale.checkpoint.manifest import read_checkpoint
 from llmscale.checkpoint.run_state import RunState, load_run_state
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
-from llmscale.checkpoint.tensor_files import Fragment, FragmentLoadPlanner, FragmentSavePlanner, engine_fragments
+from llmscale.checkpoint.tensor_files import Fragment, FragmentSavePlanner, engine_fragments
 from llmscale.config.optimizers import ADAMW
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import build_engine, set_learning_rate
@@ -47,6 +51,30 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 GLOBAL_BATCH = 4
+
+
+class FragmentLoadPlanner(DefaultLoadPlanner):
+    """Lets DCP fill fragments in place."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Fragment], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        # The base class would flatten nested dicts of tensors here; fragments are already flat.
+        self.state_dict = self.original_state_dict = dict(state_dict)
+        self.metadata, self.is_coordinator, self.mappings = metadata, is_coordinator, {}
+
+    def create_local_plan(self) -> LoadPlan:
+        items = []
+        for fqn, fragment in self.state_dict.items():
+            size = torch.Size([fragment.local.numel()])
+            chunk = ChunkStorageMetadata(offsets=torch.Size([fragment.start]), sizes=size)
+            items += create_read_items_for_chunk_list(
+                fqn, self.metadata.state_dict_metadata[fqn], [chunk] if size[0] else []
+            )
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self.state_dict[index.fqn].local
 
 
 class CheckpointRank:

@@ -17,7 +17,7 @@ import numpy as np
 from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import checkpoints_folder, find_damage
 from llmscale.cluster.launch.supervisor import read_attempts
-from scripts.bench.harness import REPOSITORY, python_path, read_losses
+from scripts.bench.harness import REPOSITORY, python_path, read_losses, words
 from scripts.bench.resume.samples import read_samples
 from scripts.playground.hosts import Playground, PlaygroundHost
 from scripts.playground.kernel import command_line
@@ -27,7 +27,7 @@ RUN_DISK_BYTES = 96 << 20
 DEADLINE_S = 240.0
 GOOD = "as if nothing had happened"
 #: Time limits of `llmscale launch` for hosts that answer at once and steps of milliseconds.
-LIMITS = ("--lost-after-s", "6", "--hang-timeout-s", "10", "--start-timeout-s", "90", "--connect-timeout-s", "20")
+LIMITS = words("--lost-after-s 6 --hang-timeout-s 10 --start-timeout-s 90 --connect-timeout-s 20")
 
 
 @dataclass
@@ -58,40 +58,11 @@ class Fault:
 
 def train_arguments(folder: Path, run: Path, ds: Path) -> list[str]:
     """Return train.py's arguments: a tiny fp32 model, every step logged, samples checked."""
-    return [
-        "--ds",
-        str(ds),
-        "--data",
-        str(folder / "set"),
-        "--model",
-        "tiny-1m",
-        "--n-layer",
-        "2",
-        "--n-head",
-        "2",
-        "--n-embd",
-        "32",
-        "--precision",
-        "fp32",
-        "--global-batch-size",
-        str(GLOBAL_BATCH),
-        "--steps",
-        str(STEPS),
-        "--lr",
-        "1e-3",
-        "--log-every",
-        "1",
-        "--save-every",
-        str(SAVE_EVERY),
-        "--val-every",
-        "0",
-        "--num-workers",
-        "0",
-        "--check-every",
-        "1",
-        "--run",
-        str(run),
-    ]
+    settings = (
+        "--model tiny-1m --n-layer 2 --n-head 2 --n-embd 32 --precision fp32 --lr 1e-3 --log-every 1 --val-every 0 "
+        f"--global-batch-size {GLOBAL_BATCH} --steps {STEPS} --save-every {SAVE_EVERY} --num-workers 0 --check-every 1"
+    )
+    return [*words(settings), "--ds", str(ds), "--data", str(folder / "set"), "--run", str(run)]
 
 
 class Chaos:
@@ -147,17 +118,8 @@ class Chaos:
     ) -> subprocess.Popen[str]:
         hostfile = self.playground.write_hostfile(self.folder / "hostfile", 1)
         ds = ds or REPOSITORY / "ds_configs" / f"{self.fault.ds_config}.json"
-        command = [
-            sys.executable,
-            "-m",
-            "llmscale.cli.main",
-            "launch",
-            "--hostfile",
-            str(hostfile),
-            *LIMITS,
-            "--launcher",
-            "ssh",
-        ]
+        command = [sys.executable, *words("-m llmscale.cli.main launch --launcher ssh"), "--hostfile", str(hostfile)]
+        command += LIMITS
         command += [*flags, "--", *train_arguments(self.set_folder, self.run, ds)]
         shell = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

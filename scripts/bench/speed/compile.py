@@ -20,7 +20,6 @@ import tempfile
 from pathlib import Path
 
 from scripts.bench.harness import (
-    REPOSITORY,
     Job,
     Orders,
     describe_circumstances,
@@ -32,6 +31,7 @@ from scripts.bench.harness import (
     show_range,
     slowest,
     whole_number,
+    words,
 )
 from scripts.bench.speed.engine_overhead import add_run_arguments
 
@@ -117,38 +117,13 @@ def run_rank_job(args: argparse.Namespace) -> None:
     from scripts.bench.speed.training_loops import Contest, Pace, prepare, run_train_py
 
     orders, (stage, mode, setting) = Orders(), args.rank_job
-    arguments = [
-        "--ds",
-        str(REPOSITORY / "ds_configs" / f"zero{stage}.json"),
-        "--data",
-        str(args.data),
-        "--model",
-        args.model,
-        "--n-layer",
-        str(args.layers),
-        "--precision",
-        args.precision,
-        "--activation-checkpointing",
-        mode,
-        "--compile",
-        setting,
-        "--global-batch-size",
-        str(args.batch),
-        "--micro-batch-size",
-        str(args.batch // args.world_size),
-        "--steps",
-        str(WARMUP_STEPS + args.rounds * args.steps),
-        "--warmup-steps",
-        "2",
-        "--num-workers",
-        "0",
-        "--save-every",
-        "0",
-        "--val-every",
-        "0",
-        "--run",
-        str(args.folder / setting),
-    ]
+    settings = (
+        f"--ds zero{stage} --model {args.model} --n-layer {args.layers} --precision {args.precision} "
+        f"--activation-checkpointing {mode} --compile {setting} --global-batch-size {args.batch} "
+        f"--micro-batch-size {args.batch // args.world_size} --steps {WARMUP_STEPS + args.rounds * args.steps} "
+        "--warmup-steps 2 --num-workers 0 --save-every 0 --val-every 0"
+    )
+    arguments = [*words(settings), "--data", str(args.data), "--run", str(args.folder / setting)]
     pace = Pace(orders, WARMUP_STEPS, args.steps)
     contest = Contest(prepare(arguments, args.world_size), arguments, args.folder / "unused", pace)
     orders.answer({"loss": run_train_py(contest)})

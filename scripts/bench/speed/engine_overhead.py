@@ -44,6 +44,7 @@ from scripts.bench.harness import (
     slowest,
     whole_number,
     whole_or_zero,
+    words,
 )
 
 #: Contestant -> (loop, ZeRO stage of its ds_config).
@@ -135,34 +136,12 @@ def train_arguments(args: argparse.Namespace, name: str, folder: Path) -> list[s
     """Return train.py's command line for a contestant."""
     stage = CONTESTANTS[name][1]
     total_steps = WARMUP_STEPS + args.rounds * args.steps
-    return [
-        "--ds",
-        str(REPOSITORY / "ds_configs" / f"zero{stage}.json"),
-        "--data",
-        str(args.data),
-        "--model",
-        args.model,
-        "--n-layer",
-        str(args.layers),
-        "--precision",
-        args.precision,
-        "--global-batch-size",
-        str(args.batch),
-        "--micro-batch-size",
-        str(args.batch // args.world_size),
-        "--steps",
-        str(total_steps),
-        "--warmup-steps",
-        "2",
-        "--num-workers",
-        "0",
-        "--save-every",
-        "0",
-        "--val-every",
-        "0",
-        "--run",
-        str(folder / name),
-    ]
+    settings = (
+        f"--ds zero{stage} --model {args.model} --n-layer {args.layers} --precision {args.precision} "
+        f"--global-batch-size {args.batch} --micro-batch-size {args.batch // args.world_size} --steps {total_steps} "
+        "--warmup-steps 2 --num-workers 0 --save-every 0 --val-every 0"
+    )
+    return [*words(settings), "--data", str(args.data), "--run", str(folder / name)]
 
 
 def compete(args: argparse.Namespace, folder: Path, windows: Path) -> tuple[list[Round], dict[str, float]]:

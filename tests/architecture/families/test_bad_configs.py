@@ -22,6 +22,7 @@ LLAMA = {
     "intermediate_size": 176,
 }
 MOE = {"model_type": "qwen3_moe", "moe_intermediate_size": 32}
+DOTS = {**MOE, "model_type": "dots1", "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
 QWEN2 = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 8}
 NOISE = [None, -1, 0, 1, 3, 0.5, 1e400, math.nan, -math.inf, 1e-320, 10**400, -(10**30), True, False, "", "x" * 10**5]
 NOISE += ["none", "\x1b[2J", [], [[]], ["full_attention"], {}, {"factor": {}}, {"rope_type": []}, {"a": {"b": 1}}]
@@ -124,9 +125,9 @@ def test_plain_rotations_replace_a_scaling_of_any_kind(entries: dict) -> None:
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "experts_per_token 9 is more than there are experts"),
         ({**MOE, "mlp_only_layers": [0, 1]}, "mlp_only_layers and decoder_sparse_step leave no block with experts"),
         ({**MOE, "num_hidden_layers": 5, "mlp_only_layers": [1]}, "to the blocks 0, 2, 3, 4 of 5; llmscale has blocks"),
-        ({**MOE, "mlp_only_layers": [-1]}, "mlp_only_layers is [-1], not a list of integers from 0"),
+        ({**MOE, "mlp_only_layers": [True]}, "mlp_only_layers is [True], not a list of int"),
         ({**MOE, "model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv is 8.0; llmscale's model has none"),
-        ({**MOE, "model_type": "dots1", "n_group": 8}, "n_group is 8; llmscale's model has 1 alone"),
+        ({**DOTS, "n_group": 8}, "n_group is 8; llmscale's model has 1 alone"),
         ({"model_type": "bert"}, "Supported: gpt2, opt, llama, mistral, qwen2, qwen3, olmo2, mixtral, qwen3_moe, "),
         ({"model_type": None}, "model_type is missing"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,9 +11,12 @@ import pytest
 
 from llmscale.cli.doctor import table_lines
 from llmscale.cli.main import main
-from llmscale.cluster.doctor import all_reduce, diagnose
+from llmscale.cluster.doctor import diagnose, on_ranks
+from llmscale.cluster.doctor.diagnose import check_ds_config, check_run
 from llmscale.cluster.doctor.report import REPORT, CheckRow, HostReport, ProbeRequest, green, red, yellow
+from llmscale.cluster.launch.ranks import Gpu
 from llmscale.cluster.remote import Finished
+from llmscale.config.run_arguments import parse_run_config
 from tests.conftest import HANG_S
 
 HEALTHY = HostReport(rows=(green("port", "free"),), address="10.0.0.1", folder="/shared/run")
@@ -25,16 +29,16 @@ class Cluster:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reports = {"node-0": HEALTHY, "node-1": HEALTHY}
         self.failing: dict[str, Finished] = {}
-        self.all_reduce = Finished(0, f"llmscale-all-reduce {json.dumps(RESULT)}", "", 1.0)
+        self.all_reduce = Finished(0, f"llmscale-answer {json.dumps(RESULT)}", "", 1.0)
         self.jobs: dict[str, dict[str, object]] = {}
         monkeypatch.setattr(diagnose, "ask_hosts", self.probe)
-        monkeypatch.setattr(all_reduce, "ask_hosts", self.reduce)
+        monkeypatch.setattr(on_ranks, "ask_hosts", self.reduce)
 
     def probe(self, _module: str, requests: Mapping[str, object], _timeout_s: float) -> dict[str, Finished]:
         return {host: self.failing.get(host, self._report(host)) for host in requests}
 
     def _report(self, host: str) -> Finished:
-        return Finished(0, f"Welcome!\nllmscale-report {REPORT.dump_json(self.reports[host]).decode()}\n", "", 0.5)
+        return Finished(0, f"Welcome!\nllmscale-answer {REPORT.dump_json(self.reports[host]).decode()}\n", "", 0.5)
 
     def reduce(self, _module: str, requests: dict[str, dict[str, object]], _timeout_s: float) -> dict[str, Finished]:
         self.jobs = requests
@@ -65,7 +69,7 @@ def test_a_healthy_pair(cluster: Cluster) -> None:
         (Finished(255, "", "root@node-1: Permission denied (publickey).", 1.0), "Permission denied", "copy your key"),
         (Finished(124, "", "asking the GPU driver\n", 90.0), "90 s, after `asking the GPU driver`", "stuck disk"),
         (Finished(1, "", "/env/bin/python: No module named llmscale", 1.0), "No module named", "same path"),
-        (Finished(0, 'llmscale-report {"rows": 3}', "", 1.0), "its llmscale is another one", "same path"),
+        (Finished(0, 'llmscale-answer {"rows": 3}', "", 1.0), "its llmscale is another one", "same path"),
     ],
 )
 def test_a_host_without_an_answer_does_not_hide_the_others(
@@ -97,7 +101,7 @@ def test_no_network_test_is_run_when_it_cannot_work(cluster: Cluster) -> None:
 def test_ranks_that_do_not_meet_slow_ones_and_a_folder_of_each_host(cluster: Cluster) -> None:
     row = check(promised_bytes_per_s=50e9)["all-reduce"]
     assert row.status == "fail" and "promises 50.00 GB/s" in row.found
-    cluster.all_reduce = Finished(0, f"llmscale-all-reduce {json.dumps({**RESULT, 'sees': [True, False]})}", "", 1.0)
+    cluster.all_reduce = Finished(0, f"llmscale-answer {json.dumps({**RESULT, 'sees': [True, False]})}", "", 1.0)
     row = check()["run folder"]
     assert row.status == "warn" and "a file of node-0 is not there on node-1" in row.found
     cluster.all_reduce = Finished(1, "", "Timed out waiting for clients\n", 60.0)
@@ -164,3 +168,73 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert table_lines(rows, width=60)[0] == "\033[32mok\033[0m    a   fine"
+
+
+# ---------------------------------------------------------------- a run on its host
+
+GIB = 2**30
+
+
+def test_all_problems_of_a_ds_config(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimisation": {"stage": 2}, "gradient_clipping": "much"}))
+    wrong = [row for row in check_ds_config(path) if row.status == "fail"]
+    assert len(wrong) == 2
+    assert any("'zero_optimization'" in f"{row.found} {row.fix}" for row in wrong)
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2, "sub_group_size": 100}}))
+    (_, idle) = check_ds_config(path)
+    assert idle.status == "warn" and "sub_group_size has no effect at stage 2" in idle.found
+    (missing,) = check_ds_config(tmp_path / "no.json")
+    assert "does not exist" in missing.found
+
+
+def flags_of(data: Path, run: Path, *more: str) -> list[str]:
+    return ["--ds", "ds_configs/zero2.json", "--data", str(data), "--run", str(run), "--model", "tiny-1m", *more]
+
+
+def check_flags(flags: list[str]) -> list[CheckRow]:
+    return [*check_run(parse_run_config(flags), ProbeRequest(hosts={"here": 2}, host="here", port=0))]
+
+
+def test_a_run_as_train_would_find_it(tiny_set: Path, tmp_path: Path) -> None:
+    rows = check_flags(flags_of(tiny_set, tmp_path / "r", "--global-batch-size", "8"))
+    assert {row.status for row in rows} == {"ok"}
+    assert {"run config", "run folder", "disk"} <= {row.name for row in rows}
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_run_that_train_would_refuse(tiny_set: Path, tmp_path: Path) -> None:
+    (row,) = [
+        row
+        for row in check_flags(flags_of(tiny_set, tmp_path / "r", "--global-batch-size", "1"))
+        if row.status == "fail"
+    ]
+    assert row.name == "run config"
+    assert "fewer sequences than there are ranks" in row.found
+
+
+def test_a_dataset_with_a_missing_shard(tiny_set: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "set"
+    shutil.copytree(tiny_set, damaged)
+    shard = next(damaged.glob("train/*.mds"))
+    shard.unlink()
+    faults = {row.name: row for row in check_flags(flags_of(damaged, tmp_path / "r")) if row.status == "fail"}
+    assert shard.name in faults["data"].found
+
+
+def test_a_missing_dataset_is_one_row(tmp_path: Path) -> None:
+    (row,) = [row for row in check_flags(flags_of(tmp_path / "none", tmp_path / "r")) if row.status == "fail"]
+    assert row.name == "data"
+
+
+@pytest.mark.parametrize(("memory_gib", "status"), [(80, "ok"), (1, "fail")])
+def test_the_estimate_and_the_smallest_gpu(
+    memory_gib: int, status: str, tiny_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = [Gpu(i, "NVIDIA H100 80GB HBM3", size * GIB, 0, "570") for i, size in enumerate((80, memory_gib))]
+    monkeypatch.setattr(diagnose, "list_gpus", lambda timeout_s: (gpus, None))
+    (row,) = [row for row in check_flags(flags_of(tiny_set, tmp_path / "r")) if row.name == "memory"]
+    assert row.status == status
+    assert f"of {memory_gib}.00 GiB on NVIDIA H100 80GB HBM3" in row.found
+    if status == "fail":
+        assert row.fix

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmscale.cluster.hostfile import Host
+from llmscale.cluster.hosts import Host
 from llmscale.cluster.launch.supervisor import Attempt, LaunchOptions, Supervisor, read_attempts
 from llmscale.cluster.remote import gather_environment, module_argv
 from tests.conftest import TINY_MODEL

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llmscale.cluster.hostfile import Host
-from llmscale.cluster.launch.attempt import AttemptRun, Outcome, RankState, classify
+from llmscale.cluster.hosts import Host
+from llmscale.cluster.launch.attempt import AttemptRun, HostConnection, Outcome, RankState, classify
 from llmscale.training.watchdog import HUNG_STATUS
 
 
@@ -77,3 +80,23 @@ def test_the_ranks_meet_where_the_others_see_the_first_host(own: str | None, cli
     assert run.find_rendezvous("10.1.1.1", 99) == ("10.1.1.1", 99)
     del run.hosts["b"]
     assert run.find_rendezvous(None, None) == ("127.0.0.1", 7)
+
+
+def test_lines_that_are_no_messages_are_shown_and_explain_the_end(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text(
+        'Welcome!\n@llmscale {"port": 7}\n\n\x1b[31mssh: no route to host\n@llmscale {"cut o'
+    )
+    lines: list[str] = []
+    host = HostConnection(Host("a", 1), ["sh", "-c", f"cat '{tmp_path}/lines'; exit 255"])
+    messages = []
+    while not host.closed:
+        messages += host.read(lines.append)
+    assert messages == [{"port": 7}]
+    assert lines == ["a! Welcome!", "a! \x1b[31mssh: no route to host"]
+    assert host.why_lost() == "\x1b[31mssh: no route to host"
+    assert not host.close(), "the ranks there may still run"
+
+
+def test_a_host_answers_without_torch() -> None:
+    code = "import llmscale.cluster.launch.host, llmscale.cli.launch, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[3])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.cluster.hostfile import Host
+from llmscale.cluster.hosts import Host
 from llmscale.cluster.launch import host as host_side
 from llmscale.cluster.launch.host import MARK, RankLog
 from llmscale.cluster.launch.ranks import process_state

@@ -25,6 +25,7 @@ from llmscale.cluster.launch.ranks import (
     kill_descendants,
     process_state,
     rank_environment,
+    remove_stale_locks,
     visible_gpus,
 )
 from tests.conftest import HANG_S, REPOSITORY
@@ -271,3 +272,24 @@ def test_a_tree_is_ended_by_its_numbers() -> None:
         assert kill_descendants(shell.pid) == 3
         assert [state for state in map(process_state, children) if state not in ("", "Z")] == []
     assert process_state(shell.pid) == ""
+
+
+def test_stale_locks_go_and_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    old = time.time() - 3600
+    for name in ("dead", "held", "young"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").write_text("")
+        if name != "young":
+            os.utime(tmp_path / name / "lock", (old, old))
+    with (tmp_path / "held" / "lock").open():
+        assert remove_stale_locks() == [str(tmp_path / "dead" / "lock")]
+
+
+def test_a_lock_of_processes_that_have_ended_goes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "py311_cpu" / "async_io").mkdir(parents=True)
+    lock = tmp_path / "py311_cpu" / "async_io" / "lock"
+    lock.touch()
+    assert remove_stale_locks(since_s=time.time() + 1) == []
+    assert remove_stale_locks(since_s=lock.stat().st_mtime) == [str(lock)]

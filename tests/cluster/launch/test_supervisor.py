@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.cluster.hostfile import Host
+from llmscale.cluster.hosts import Host
 from llmscale.cluster.launch import attempt as attempt_run
 from llmscale.cluster.launch import supervisor
 from llmscale.cluster.launch.supervisor import (

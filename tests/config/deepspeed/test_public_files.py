@@ -124,7 +124,7 @@ def test_optimizer_and_scheduler_are_read_as_flags() -> None:
     assert (config.schedule, config.warmup_steps, config.decay_steps) == ("cosine", 500, 10_000)
     assert resolved.schedule.min_lr_frac == 0.1
     notices = parse_ds_config(file, "my.json").warnings
-    assert any("optimizer is taken as --optimizer adamw --lr 0.0001 --beta1 0.9" in notice for notice in notices)
+    assert any("optimizer is taken as --optimizer adamw --lr 0.0001 --eps 1e-08" in notice for notice in notices)
 
 
 def test_flags_go_before_the_file() -> None:
@@ -149,9 +149,7 @@ def test_deepspeeds_scheduler_sets_the_learning_rate() -> None:
 
 
 def test_a_curriculum_names_the_flags_for_growing_sequences() -> None:
-    with pytest.raises(
-        ConfigError, match="--seq-len-ramp-from 8 --seq-len-ramp-tokens N, the tokens of its 15000 steps"
-    ):
+    with pytest.raises(ConfigError, match="with --seq-len-ramp-from N --seq-len-ramp-tokens N sequences grow"):
         parse_ds_config(REFUSED["curriculum_tutorial"], "my.json")
 
 

@@ -35,6 +35,7 @@ def test_nodes_keep_to_their_rows(nodes: tuple[int, ...]) -> None:
             rows_of_node[node_of_rank[rank]].update((share % 48).tolist())
     assert sum(len(rows) for rows in rows_of_node) == 48
     assert [len(rows) for rows in rows_of_node] == [48 * ranks // world for ranks in nodes]
+    assert 0 in rows_of_node[0], "after an update, too, nodes have the shards of their rows in their caches"
 
 
 @given(LAYOUTS, st.integers(1, 4), st.integers(1, 40), st.integers(0, 10**9), st.integers(1, 50))

@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.cli.main import main
 from llmscale.data.prepare import packing
 from llmscale.data.prepare.chat import (
@@ -25,11 +26,13 @@ from llmscale.data.prepare.chat import (
 from llmscale.data.prepare.packing import ConversationPacking, PackingState
 from llmscale.data.shards.cache import open_set
 from llmscale.data.shards.manifest import load_manifest
-from llmscale.data.shards.target_mask import BEGIN, TARGET, are_targets, ids_of
-from llmscale.data.shards.token_shards import TokenShards
+from llmscale.data.shards.token_shards import BEGIN, TARGET, TokenShards, are_targets, ids_of
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
 from llmscale.evaluate.conversation import Conversation
+from llmscale.evaluate.export import describe_export, write_model
+from llmscale.evaluate.prune import ModelWeights
+from llmscale.model.gpt import GPT
 from scripts.bench.transformers_package import import_transformers
 from tests.conversations import write_conversations
 
@@ -284,3 +287,18 @@ def test_shards_are_read_by_streaming(tmp_path: Path) -> None:
         sample = reader[number]
         assert np.array_equal(sample["tokens"], ids_of(marked[number]))
         assert np.array_equal(sample["mask"] > 0, are_targets(marked[number]))
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"), [(CHATML, [0, 2]), (MARKED, [0, 2]), (MISTRAL, [0, 4]), (DEFAULT_TEMPLATE, 0)]
+)
+def test_generation_of_an_export_stops_at_the_end_of_a_turn(
+    model: Any, tmp_path: Path, template: str, ends: int | list[int]
+) -> None:
+    tokenizer = load_tokenizer(str(model(None, eos="</s>")), eot_token="<|endoftext|>")
+    shape = GPTShape(1, 2, 16, tokenizer.vocab_size, 8)
+    exported = describe_export(shape, None, "fp32", 10**9)
+    out = tmp_path / "out"
+    weights = ModelWeights(GPT(shape, seed=0))
+    write_model(weights, exported, tokenizer, out, card="", overwrite=False, chat_template=template)
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == ends

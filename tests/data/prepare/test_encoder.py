@@ -15,8 +15,7 @@ from llmscale.data.prepare.encoder import GigatokenEncoder, ReferenceEncoder, ch
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.tokenizers.hugging_face import load_huggingface
 from llmscale.data.tokenizers.load_tokenizer import CHARACTERS
-from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
-from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer
+from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, ByteTokenizer, TiktokenTokenizer, Tokenizer
 from llmscale.data.tokenizers.train_tokenizer import train_tokenizer
 from llmscale.errors import DataError
 

@@ -391,7 +391,7 @@ def test_no_shuffle_keeps_the_order_of_the_text(write_documents: WriteDocuments,
 
 def test_the_set_keeps_its_tokenizer(write_documents: WriteDocuments, tmp_path: Path) -> None:
     ranks = tmp_path / "own.tiktoken"
-    from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
+    from llmscale.data.tokenizers.tokenizer import TiktokenTokenizer
 
     made = TiktokenTokenizer("own", {bytes([value]): value for value in range(256)} | {b"ei": 256})
     (tmp_path / made.save(tmp_path)).rename(ranks)

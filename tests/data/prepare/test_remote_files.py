@@ -16,10 +16,9 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from llmscale.data.prepare.sources import remote_files
+from llmscale.data.prepare.sources import open_source as opening
 from llmscale.data.prepare.sources.clean_folder import FORMAT, FORMAT_VERSION
-from llmscale.data.prepare.sources.open_source import open_source
-from llmscale.data.prepare.sources.remote_files import RemoteFile
+from llmscale.data.prepare.sources.open_source import RemoteFile, open_source
 from llmscale.data.prepare.sources.source import Document
 from llmscale.data.storage import faults
 from llmscale.data.storage.objects import Store
@@ -57,14 +56,14 @@ FORMATS = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_is_read(name: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_files, "_PART_BYTES", 1000)
+    monkeypatch.setattr(opening, "_PART_BYTES", 1000)
     object_store.put(f"in/{name}", FORMATS[name])
     assert list(open_source(f"s3://bucket/in/{name}").documents()) == TEXTS
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.parquet"])
 def test_it_goes_on_from_any_place(name: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_files, "_PART_BYTES", 1000)
+    monkeypatch.setattr(opening, "_PART_BYTES", 1000)
     object_store.put(f"in/{name}", FORMATS[name])
     source = open_source("s3://bucket/in/a*")
     places = [record.place for record in source.records((), None)]
@@ -108,7 +107,7 @@ def test_an_object_that_changes_is_noticed(object_store: ObjectStore) -> None:
 def test_an_object_that_is_replaced_while_it_is_read_is_noticed(
     object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_files, "_PART_BYTES", 1000)
+    monkeypatch.setattr(opening, "_PART_BYTES", 1000)
     object_store.put("in/a.jsonl", LINES)
     documents = open_source("s3://bucket/in/a.jsonl").documents()
     assert [next(documents) for _ in range(3)] == TEXTS[:3]
@@ -121,7 +120,7 @@ def test_a_file_that_is_let_go_of_asks_no_more(
     object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A thread in a pause would keep the command from ending."""
-    monkeypatch.setattr(remote_files, "_PART_BYTES", 1000)
+    monkeypatch.setattr(opening, "_PART_BYTES", 1000)
     monkeypatch.setattr(faults, "RETRY_PAUSES_S", (2.0 * HANG_S,))
     object_store.put("in/a.txt", bytes(3000))
     store = Store("s3://bucket")
@@ -143,7 +142,7 @@ def test_a_file_that_is_let_go_of_asks_no_more(
 def test_a_read_that_fails_is_tried_again_where_it_was(
     object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(remote_files, "_PART_BYTES", 1000)
+    monkeypatch.setattr(opening, "_PART_BYTES", 1000)
     object_store.put("in/a.jsonl", LINES)
     source = open_source("s3://bucket/in/a.jsonl")
     begun = len(object_store.requests)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
-from llmscale.data.prepare.sources import remote_files, tokens
+from llmscale.data.prepare.sources import open_source as opening
+from llmscale.data.prepare.sources import tokens
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.sources.source import Document, Source, TokenRules
 from llmscale.data.shards.streaming_import import streaming_module
@@ -98,7 +99,7 @@ def _put(folder: Path, store: ObjectStore) -> str:
 def test_shards_in_a_store_come_one_at_a_time(
     kind: str, object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_files, "_PART_BYTES", 700)
+    monkeypatch.setattr(opening, "_PART_BYTES", 700)
     url = _put(KINDS[kind](tmp_path), object_store)
     for spec in (url, f"{url}/"):
         source = open_source(spec)
@@ -234,8 +235,8 @@ def test_a_store_lacks_a_shard_or_says_too_much(
     object_store.client.delete_object(Bucket="bucket", Key="mds/shard.00001.mds")
     with pytest.raises(DataError, match=r"shard\.00001\.mds is missing beside it"):
         open_source(url)
-    monkeypatch.setattr(remote_files, "MAX_BYTES", 100)
-    with pytest.raises(DataError, match="the limit is 100"):
+    monkeypatch.setattr(tokens, "MAX_BYTES", 100)
+    with pytest.raises(DataError, match="the limit of 100"):
         open_source(url)
 
 

@@ -21,7 +21,7 @@ from llmscale.data.prepare.remote_set import RemoteSet
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.shards.cache import open_set
 from llmscale.data.shards.token_shards import TokenShards
-from llmscale.data.storage import clients, faults
+from llmscale.data.storage import faults, objects
 from llmscale.data.storage.objects import Store as OneStore
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
@@ -323,7 +323,7 @@ def test_the_hub_client_warns_of_no_retry_of_its_own(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("HF_HUB_VERBOSITY", raising=False)
     try:
         hub.set_verbosity_warning()
-        clients._quieten_hub()
+        objects._quieten_hub()
         assert hub.get_verbosity() == hub.ERROR
     finally:
         hub.set_verbosity(before)

@@ -51,9 +51,9 @@ def test_what_the_files_agree_on(files: Files, token: int, message: str, make_mo
             r"names several end-of-text tokens: '<\|im_end\|>' \(eos_token of tokenizer_config\.json and "
             r"eos_token_id of generation_config\.json\); '<\|endoftext\|>' \(.*\)\. Choose one with --eot-token\.",
         ),
-        ({"config": {"eos_token": "<eos>"}}, r"no end-of-text token: '<eos>' is not in its vocabulary.*--eot-token"),
+        ({"config": {"eos_token": "<eos>"}}, r"names the token '<eos>', which tokenizer\.json lacks\..*--eot-token"),
         ({"hf_config": {"eos_token_id": 99_999}}, r"config\.json names the token 99999, which .* lacks"),
-        ({"hf_config": {"eos_token_id": "2"}}, r"config\.json: eos_token_id is '2', not a token's number"),
+        ({"hf_config": {"eos_token_id": "2"}}, r"eos_token_id of config\.json names the token '2', which"),
         (
             {"config": {"eos_token": "<s>", "add_bos_token": "yes"}},
             r"add_bos_token is 'yes', and must be true or false",

@@ -113,7 +113,7 @@ def _added(record: dict[str, list[object]], **entry: object) -> None:
     [
         (lambda record: _added(record, id=9_000, content="<x>"), r"states '<x>' as token 9000, .* no gaps"),
         (lambda record: _added(record, id=1 << 40, content="<x>"), r"has the token id 1099511627776"),
-        (lambda record: _added(record, id=607, content=""), r"A token needs its own id, and a text"),
+        (lambda record: _added(record, id=607, content=""), r"states '' as token 607"),
         (
             lambda record: record["model"].update(dropout=0.1),
             r"model\.dropout is 0\.1, so a text gets different tokens",

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from llmscale.data.tokenizers.hugging_face import load_huggingface, load_saved
 from llmscale.data.tokenizers.save_for_transformers import generation_ids, save_for_transformers
-from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
-from llmscale.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
+from llmscale.data.tokenizers.tokenizer import ByteTokenizer, TiktokenTokenizer, Tokenizer
 from tests.data.tokenizers.conftest import AWKWARD, TEMPLATE, MakeModel
 
 #: The last is a token that no merge leads to; " the" has two ways, and one of them is the merges'.

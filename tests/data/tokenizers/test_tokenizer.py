@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.tokenizers.hugging_face import load_saved
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
-from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
-from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, cut_text
+from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, ByteTokenizer, TiktokenTokenizer, Tokenizer, cut_text
 from llmscale.data.tokenizers.train_tokenizer import train_tokenizer
 from llmscale.errors import DataError
 

@@ -12,7 +12,8 @@ from pathlib import Path, PurePath
 from typing import TypeVar, cast
 
 from llmscale.errors import DataError
-from llmscale.untrusted.documents import Rules, load_json, parse_json
+from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
+from llmscale.untrusted.paths import read_regular
 
 _P = TypeVar("_P", bound=PurePath)
 MANIFEST_NAME = "clean.json"
@@ -31,10 +32,10 @@ def load_clean_manifest(folder: Path) -> dict[str, object] | None:
     """Return the manifest of a folder that `data clean` wrote, else None. Raises DataError for a newer version."""
     path = folder / MANIFEST_NAME
     try:
-        manifest = load_json(path, Rules(DataError))
-    except (OSError, DataError):
+        contents = read_regular(path, MAX_BYTES)
+    except OSError:
         return None
-    return _of_known_version(manifest, str(path))
+    return parse_clean_manifest(contents, str(path))
 
 
 def parse_clean_manifest(contents: bytes, where: str) -> dict[str, object] | None:
@@ -43,10 +44,6 @@ def parse_clean_manifest(contents: bytes, where: str) -> dict[str, object] | Non
         manifest = parse_json(contents, Rules(DataError), where)
     except DataError:
         return None
-    return _of_known_version(manifest, where)
-
-
-def _of_known_version(manifest: dict[str, object], where: str) -> dict[str, object] | None:
     if manifest.get("format") != FORMAT:
         return None
     if manifest.get("version") != FORMAT_VERSION:

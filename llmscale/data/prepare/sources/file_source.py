@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import BinaryIO
 
-from llmscale.data.prepare.sources.foreign import refuse_foreign_names
 from llmscale.data.prepare.sources.formats import (
     FILE_FORMATS,
     TAR,
+    TEXT,
     OpenedContents,
     choose,
     choose_members,
@@ -25,7 +25,7 @@ from llmscale.data.prepare.sources.formats import (
     is_plain_name,
     opened_contents,
     reason_of,
-    suffix_of,
+    refuse_foreign_names,
 )
 from llmscale.data.prepare.sources.source import (
     BESIDE_RECORDS,
@@ -45,30 +45,32 @@ from llmscale.data.prepare.sources.source import (
     matches,
     opened,
     pass_over,
+    suffix_of,
     within_budget,
     without_undecodable,
 )
 from llmscale.errors import DataError
 
-#: Most files that are opened to find out whether records have fields, or which others cannot be read.
+#: Most files that are opened to find out whether records have fields.
 _MOST_LOOKED_AT = 1000
-#: Most bytes that are read to find out which other files cannot be read.
-_MOST_CHECKED_BYTES = 1 << 30
+#: Most files, and most bytes of them, that are read to find out which cannot be read.
+_MOST_CHECKED, _MOST_CHECKED_BYTES = 10_000, 1 << 30
 
 
 class FileSource(Source):
     """Files in the order given; one of an unknown format is text. Places are (file, ...)."""
 
-    def __init__(self, name: str, files: Sequence[InputFile], options: ReadOptions) -> None:
+    def __init__(self, name: str, files: Sequence[InputFile], options: ReadOptions, *, is_part: bool = False) -> None:
+        """`is_part`: whether these are some of a source's files, which may have no text."""
         self.name = name
         self.files = files
         self.passed_over: set[PassedOver] = set()
         if not options.is_plain:
-            refuse_foreign_names([(file.name, suffix_of(PurePath(file.name))) for file in files])
+            refuse_foreign_names(file.name for file in files)
         # Beside records a lone object is skipped too.
         has_plain = options.has_plain or (options.choice is not None and options.choice.are_records)
         has_plain = has_plain or any(is_plain_name(PurePath(file.name)) for file in files)
-        self._is_part = False
+        self._is_part = is_part
         self._options = replace(options, passed_over=self.passed_over, has_plain=has_plain)
         self.total_bytes = sum(file.size_bytes for file in files)
 
@@ -84,7 +86,7 @@ class FileSource(Source):
                     yield record
             except FileError as error:
                 if not (isinstance(error, UndecodableError) and self._options.skip_undecodable):
-                    raise join_errors([error, *self._errors_after(number, rules)]) from None
+                    raise join_errors([error, *self._errors_from(number + 1)]) from None
                 self.skipped += 1
                 pass_over(self.passed_over, UNDECODABLE, PurePath(file.relative))
             self.read_bytes, inner = done_bytes + file.size_bytes, ()
@@ -109,27 +111,32 @@ class FileSource(Source):
                 record.place = (number, *record.place)
                 yield record
 
-    def _errors_after(self, number: int, rules: TokenRules | None) -> Iterator[FileError]:
-        """Yield the errors of later files, so that a user sees all of them at once."""
+    def check(self) -> None:
+        """Read texts, and the first record of other files: up to _MOST_CHECKED_BYTES, and none from a store."""
+        if errors := list(self._errors_from(0)):
+            raise join_errors(errors)
+
+    def _errors_from(self, first: int) -> Iterator[FileError]:
+        """Yield the errors of files, so that a user sees all of them at once."""
         left_bytes = _MOST_CHECKED_BYTES
-        for file in self.files[number + 1 :][:_MOST_LOOKED_AT]:
+        for file in self.files[first : first + _MOST_CHECKED]:
             left_bytes -= file.size_bytes
             if left_bytes < 0:
                 return
-            if error := self._error_of(file, rules):
+            if not file.is_remote and (error := self._error_of(file)):
                 yield error
 
-    def _error_of(self, file: InputFile, rules: TokenRules | None) -> FileError | None:
+    def _error_of(self, file: InputFile) -> FileError | None:
         try:
             with opened(file) as raw, self._opened_contents(file, raw) as (kind, contents):
-                # The first document is all of a text; the first record tells whether records have the field.
-                if not is_beside_records(kind, self._options):
-                    next(kind.read(contents, file.name, self._options, rules, ()), None)
-        except UndecodableError as error:
-            return None if self._options.skip_undecodable else error
+                # Which members of an archive are read is chosen later.
+                if kind is not TAR and not is_beside_records(kind, self._options):
+                    for _ in kind.read(contents, file.name, self._options, None, ()):
+                        if kind is not TEXT:
+                            break
         except FileError as error:
-            return error
-        except DataError:
+            return None if isinstance(error, UndecodableError) and self._options.skip_undecodable else error
+        except DataError:  # reported when it is read
             pass
         return None
 
@@ -149,10 +156,7 @@ class FileSource(Source):
 
     def parts(self) -> list[Source]:
         """Return one source per file."""
-        parts = [FileSource(self.name, [file], self._options) for file in self.files]
-        for part in parts:
-            part._is_part = True
-        return list[Source](parts)
+        return [FileSource(self.name, [file], self._options, is_part=True) for file in self.files]
 
     def fingerprint(self) -> str:
         """Hash every file's path below the root, size and version."""
@@ -168,9 +172,9 @@ def open_files(
 ) -> FileSource:
     """Return the source of a folder's files: those that match `glob`, else its records, else its text.
 
-    `passed_over` are other names in the folder. Raises DataError when none of the files is read.
+    `passed_over` are other names in the folder; names that are not read are added. Raises DataError when none of the
+    files is read.
     """
-    passed_over = set(passed_over)
     if glob is not None:
         files = [file for file in files if matches(PurePath(file.relative), glob)]
     else:
@@ -243,8 +247,7 @@ class ConcatSource(Source):
         self._sources = sources
         self.name = ", ".join(source.name for source in sources)
         sizes = [source.total_bytes for source in sources]
-        known = [size for size in sizes if size is not None]
-        self.total_bytes = sum(known) if len(known) == len(sizes) else None
+        self.total_bytes = None if None in sizes else sum(size or 0 for size in sizes)
 
     @property
     def passed_over(self) -> set[PassedOver]:  # type: ignore[override]  # known at the end
@@ -263,6 +266,13 @@ class ConcatSource(Source):
                 yield record
             self.skipped, self.num_cut = skipped + source.skipped, num_cut + source.num_cut
             before, inner = before + source.read_bytes, ()
+
+    def check(self) -> None:
+        for source in self._sources:
+            source.check()
+
+    def has_fields(self) -> bool:
+        return any(source.has_fields() for source in self._sources)
 
     def parts(self) -> list[Source]:
         """Return the parts of every input, in order."""

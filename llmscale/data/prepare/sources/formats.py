@@ -1,11 +1,10 @@
-"""Read text files, JSON lines and tar archives; recognise every format. A new format is a reader and a line in
-`FORMATS`."""
+"""Read text files and tar archives; recognise every format, and those that another tool must turn into text. A new
+format is a reader and a line in `FORMATS`."""
 
 from __future__ import annotations
 
 import codecs
 import io
-import json
 import re
 import tarfile
 import tokenize
@@ -13,11 +12,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import PurePath, PurePosixPath
-from typing import BinaryIO, cast
+from typing import IO, BinaryIO, NamedTuple, cast
 
-from llmscale.data.prepare.sources import source
-from llmscale.data.prepare.sources.foreign import foreign_format, refuse_foreign_contents
+from llmscale.data.prepare.sources.records import (
+    has_csv_column,
+    is_csv,
+    is_jsonl,
+    read_arrow,
+    read_csv,
+    read_jsonl,
+    read_parquet,
+    without_lone_surrogates,
+)
 from llmscale.data.prepare.sources.source import (
     BESIDE_RECORDS,
     BESIDE_TEXT,
@@ -31,170 +39,16 @@ from llmscale.data.prepare.sources.source import (
     Rejected,
     TokenRules,
     UndecodableError,
-    field_of,
-    lacks_field,
-    missing_field,
+    join_errors,
     pass_over,
+    suffix_of,
 )
-from llmscale.data.prepare.sources.tables import has_csv_column, is_csv, read_arrow, read_csv, read_parquet
 from llmscale.data.prepare.sources.tokens import LLMC_MAGIC, has_header, is_token_array, read_npy, read_tokens
-from llmscale.data.shards.compressed import COMPRESSED_SUFFIXES, head_of, unpacked
+from llmscale.data.shards.compressed import head_of, unpacked
 from llmscale.errors import DataError
 from llmscale.untrusted.paths import POINTER, is_pointer
 
 _CHUNK_BYTES = 1 << 20
-_SURROGATE = re.compile("[\ud800-\udfff]")
-_BOM = b"\xef\xbb\xbf"
-_NOT_UTF8 = "not UTF-8"
-_OBJECT_BEGINS = re.compile(r'\ufeff?\s*(\[\s*)?(?=\{\s*")')
-_TEXTS_BEGIN = re.compile(r'\ufeff?\s*\[\s*"')
-#: Parses integers as floats, which avoids Python's limit of 4,300 digits.
-_DECODER = json.JSONDecoder(parse_int=float)
-
-
-def is_jsonl(head: bytes, name: str, options: ReadOptions) -> bool:
-    """Return whether a file of text that begins with `head` is JSON lines.
-
-    A lone object or array without the field is text among plain text files, such as a settings file in a folder of
-    code. Raises DataError for JSON records that are not one per line.
-    """
-    text = head.decode(errors="ignore")
-    if not options.has_plain and suffix_of(PurePath(name)) == ".json" and _TEXTS_BEGIN.match(text):
-        raise FileError(
-            name,
-            " is a JSON array of texts, but records are read from JSON lines",
-            "Write one record per line: `jq -c '.[] | {text: .}' FILE`.",
-        )
-    if (begin := _OBJECT_BEGINS.match(text)) is None:
-        return False
-    line_end = text.find("\n", begin.end()) % (len(text) + 1)
-    try:
-        record, end = _DECODER.raw_decode(text, begin.end())
-        is_alone = begin[1] is not None or not text[end:].lstrip().startswith("{")
-        if is_alone and options.has_plain and not has_field(record, options.text_field):
-            return False
-    except (ValueError, RecursionError):  # damaged, or longer than the head
-        last = options.text_field.rpartition(".")[2]
-        if not re.search(rf"{re.escape(json.dumps(last))}\s*:", text):
-            return False
-        end = line_end + text[begin.end() : line_end].rstrip().endswith(("{", "[", ","))
-    if begin[1] is not None or end > line_end:
-        raise FileError(
-            name,
-            " is a JSON array or document, but records are read from JSON lines",
-            "Write one record per line: `jq -c '.[]' FILE` of an array, `jq -c . FILE` of objects.",
-        )
-    return True
-
-
-def has_field(record: dict[str, object], name: str) -> bool:
-    """Return whether a record has a field, as field_of finds it."""
-    with suppress(KeyError):
-        field_of(record, name)
-        return True
-    return False
-
-
-def read_jsonl(
-    file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
-) -> Iterator[Record]:
-    """Read JSON lines. Places are (byte, line) of the next line, from 0. Raises DataError when the first record lacks
-    the field."""
-    offset, number = start or (0, 0)
-    skip_bytes(file, offset)
-    is_first = not offset
-    limit_bytes = source.MAX_DOCUMENT_BYTES
-    field, parse_fast = options.text_field, _fast_parser()
-    while line := file.readline(limit_bytes + 1):
-        size_bytes = len(line)
-        offset, number = offset + size_bytes, number + 1
-        line = line.removeprefix(_BOM) if number == 1 else line
-        reason, is_undecodable = "", False
-        if size_bytes > limit_bytes:
-            reason = source.describe_too_long()
-            offset += _skip_line(file) if not line.endswith(b"\n") else 0
-        elif line.isspace() or not line:
-            continue
-        if not reason:
-            record = _parse(line, parse_fast)
-            if isinstance(record, dict):
-                try:
-                    text = options.text_of(record)
-                except KeyError:
-                    if is_first:
-                        raise missing_field(f"{name}, line {number}", field, record) from None
-                    reason = lacks_field(field, record)
-                else:
-                    if isinstance(text, str):
-                        is_first = False
-                        yield Document(text, (offset, number))
-                        continue
-                    reason = f"the field '{field}' holds {type(text).__name__}, not text"
-            else:
-                reason, is_undecodable = record, record.startswith(_NOT_UTF8)
-        yield Rejected(f"{name}, line {number}", reason, line, (offset, number), is_undecodable)
-
-
-def _fast_parser() -> Callable[[bytes], object]:
-    """Return orjson's parser, or one that parses nothing where the extra `data` is not installed."""
-    try:
-        import orjson
-    except ImportError:
-        return lambda _: None
-    return cast(Callable[[bytes], object], orjson.loads)
-
-
-def _parse(line: bytes, parse_fast: Callable[[bytes], object]) -> dict[str, object] | str:
-    """Return the JSON object in a line, or the reason why it is not one.
-
-    `json` parses what orjson refuses (NaN, half a surrogate pair), and gives the reason of an error.
-    """
-    with suppress(ValueError):
-        record = parse_fast(line)
-        if isinstance(record, dict):
-            return record
-    try:
-        record = _DECODER.decode(line.decode())
-    except UnicodeDecodeError as error:
-        return f"{_NOT_UTF8} ({error.reason} at byte {error.start})"
-    except json.JSONDecodeError as error:
-        return f"not valid JSON ({error.msg} at character {error.pos + 1})"
-    except (ValueError, RecursionError) as error:
-        return f"not valid JSON ({error})"
-    if not isinstance(record, dict):
-        return f"expected a JSON object, found {type(record).__name__}"
-    # Only an escape can hold half a surrogate pair.
-    if b"\\ud" in line or b"\\uD" in line:
-        record = cast("dict[str, object]", json.loads(without_lone_surrogates(json.dumps(record, ensure_ascii=False))))
-    return record
-
-
-def skip_bytes(file: BinaryIO, count: int) -> None:
-    """Move to byte `count` of a newly opened file."""
-    if file.seekable():
-        file.seek(count)
-        return
-    while count > 0 and (chunk := file.read(min(count, _CHUNK_BYTES))):
-        count -= len(chunk)
-
-
-def _skip_line(file: BinaryIO) -> int:
-    """Skip the rest of a line and return its number of bytes."""
-    count = 0
-    while chunk := file.readline(_CHUNK_BYTES):
-        count += len(chunk)
-        if chunk.endswith(b"\n"):
-            break
-    return count
-
-
-def without_lone_surrogates(text: str) -> str:
-    r"""Replace half a surrogate pair (`\\ud83d`), which JSON can hold and UTF-8 cannot, by U+FFFD."""
-    if _SURROGATE.search(text):
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
 #: A longer text file becomes several documents of at most _PIECE_CHARACTERS.
 MAX_TEXT_BYTES = 16 << 20
 _PIECE_CHARACTERS = 1 << 20
@@ -209,34 +63,35 @@ def read_text(
     unless the file is longer than MAX_TEXT_BYTES.
     """
     (done,) = start or (0,)
-    for number, text in enumerate(_read_texts(file, name), start=1):
+    for number, text in enumerate(_decode(file, name), start=1):
         if number > done:
-            yield Document(text, (number,))
+            yield Document(without_lone_surrogates(text), (number,))
 
 
-def _read_texts(file: BinaryIO, name: str) -> Iterator[str]:
-    head = file.read(_CHUNK_BYTES)
-    encoding = "utf-8-sig"
+def _decode(file: BinaryIO, name: str) -> Iterator[str]:
+    """Yield the parts of a text, at least one."""
+    chunk = file.read(_CHUNK_BYTES)
+    parts, size_bytes, encoding = [""], 0, "utf-8-sig"
     try:
         if name.lower().endswith(".py"):
-            encoding = tokenize.detect_encoding(io.BytesIO(head).readline)[0]
+            encoding = tokenize.detect_encoding(io.BytesIO(chunk).readline)[0]
         b" ".decode(encoding)  # refuses codecs that are not text encodings, such as zlib
         decoder = codecs.getincrementaldecoder(encoding)()
-        _refuse_zero_bytes(head, name)
-        parts, size_bytes = [decoder.decode(head)], len(head)
-        while chunk := file.read(_CHUNK_BYTES):
-            _refuse_zero_bytes(chunk, name)
+        while chunk:
+            if b"\0" in chunk:
+                raise UndecodableError(name, " holds zero bytes: it is binary or UTF-16, not UTF-8 text")
             parts.append(decoder.decode(chunk))
             size_bytes += len(chunk)
             if size_bytes > MAX_TEXT_BYTES:
                 *done, rest = _cut("".join(parts))
-                yield from map(without_lone_surrogates, done)
+                yield from done
                 parts = [rest]
+            chunk = file.read(_CHUNK_BYTES)
         parts.append(decoder.decode(b"", final=True))
     except (UnicodeError, SyntaxError, LookupError) as error:
         expected = "UTF-8" if encoding in ("utf-8-sig", "utf-8") else encoding
         raise UndecodableError(name, f" is not {expected} text: {error}") from None
-    yield without_lone_surrogates("".join(parts))
+    yield "".join(parts)
 
 
 def _cut(text: str) -> Iterator[str]:
@@ -250,9 +105,112 @@ def _cut(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _refuse_zero_bytes(chunk: bytes, name: str) -> None:
-    if b"\0" in chunk:
-        raise UndecodableError(name, " holds zero bytes: it is binary or UTF-16, not UTF-8 text")
+class ForeignFormat(NamedTuple):
+    """A format that is refused."""
+
+    what: str
+    """Noun in the plural."""
+    suffixes: frozenset[str]
+    tool: str
+    """Fix, as an order."""
+    begins: bytes = rb"(?!)"
+    """Pattern of the first bytes of such a file, whatever its name and their case; by default none."""
+    is_markup: bool = False
+    """True if source code, too, may begin like that."""
+
+
+_FOREIGN = (
+    ForeignFormat(
+        "web archives (WARC)",
+        frozenset({".warc", ".arc", ".wet", ".wat"}),
+        "extract the text with trafilatura (of WET files with warcio), and write it as JSON lines",
+        rb"WARC/\d",
+    ),
+    ForeignFormat(
+        "HTML pages",
+        frozenset({".html", ".htm", ".xhtml", ".mhtml", ".mht"}),
+        "extract the text with trafilatura, and write it as JSON lines",
+        rb"(?:\xef\xbb\xbf)?\s*(?:<!--(?s:.{0,500}?)-->\s*)?"
+        rb"(?:<!doctype\s+html|<(?:html|head|body|title|meta|div)[\s>])",
+        is_markup=True,
+    ),
+    ForeignFormat(
+        "XML documents",
+        frozenset({".xml", ".rss", ".atom", ".tei"}),
+        "extract the text (of a wiki's dump with wikiextractor, else with pandoc), and write it as JSON lines",
+        # A dump of Wikipedia begins with its namespace.
+        rb"(?:\xef\xbb\xbf)?\s*<(?:\?xml\s|[a-z][\w:-]{0,40}\s[^<>]{0,500}?\bxmlns\b)",
+        is_markup=True,
+    ),
+    ForeignFormat("PDF files", frozenset({".pdf"}), "extract the text with pdftotext", rb"%PDF-"),
+    ForeignFormat("PostScript files", frozenset({".ps", ".eps"}), "extract the text with ps2ascii", rb"%!PS"),
+    ForeignFormat("DjVu files", frozenset({".djvu"}), "extract the text with djvutxt", rb"AT&TFORM"),
+    ForeignFormat(
+        "e-books",
+        frozenset({".epub", ".fb2", ".mobi", ".azw", ".azw3"}),
+        "extract the text with `pandoc -t plain` (of Kindle's files with Calibre's ebook-convert)",
+    ),
+    ForeignFormat(
+        "office documents",
+        frozenset({".docx", ".doc", ".odt", ".rtf", ".pptx", ".ppt", ".odp"}),
+        "extract the text with `pandoc -t plain` (of .doc and .ppt with `soffice --convert-to txt`)",
+        rb"\{\\rtf\d|\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
+    ),
+    ForeignFormat("spreadsheets", frozenset({".xlsx", ".xls", ".xlsm", ".ods"}), "save them as CSV"),
+    ForeignFormat("notebooks", frozenset({".ipynb"}), "convert them with `jupyter nbconvert --to markdown`"),
+    ForeignFormat(
+        "databases",
+        frozenset({".sqlite", ".sqlite3", ".db", ".duckdb", ".mdb"}),
+        "export the table as CSV or Parquet",
+        rb"SQLite format 3\0",
+    ),
+    ForeignFormat(
+        "tables of other formats",
+        frozenset({".avro", ".orc", ".tfrecord", ".h5", ".hdf5", ".rds", ".sas7bdat", ".dta"}),
+        "write them as Parquet",
+        rb"Obj\x01|ORC[\x00-\x08]|\x89HDF\r\n|FEA1",
+    ),
+    ForeignFormat(
+        "pickles, which are never loaded",
+        frozenset({".pkl", ".pickle", ".pt", ".pth", ".npz", ".joblib"}),
+        "write text as JSON lines, and tokens with numpy.save",
+        rb"\x80[\x02-\x05][\x00-\xff]{0,10}[.c(}\]X\x8c\x95]",
+    ),
+    ForeignFormat(
+        "weights of a model",
+        frozenset({".safetensors", ".gguf", ".onnx"}),
+        "give the text that it is to be trained on; train takes a model with --init-from",
+        rb"GGUF[\x01-\x04]\0|[\x00-\xff]{4}\0{4}\{\"",
+    ),
+    ForeignFormat(
+        "archives of another kind",
+        frozenset({".zip", ".7z", ".rar"}),
+        "unpack them",
+    ),
+)
+
+
+def _foreign_format(path: PurePath) -> ForeignFormat | None:
+    suffix = suffix_of(path)
+    return next((kind for kind in _FOREIGN if suffix in kind.suffixes), None)
+
+
+def refuse_foreign_names(names: Iterable[str]) -> None:
+    """Refuse files by their suffixes, all in one error. Raises FileError."""
+    refused = [_refusal(name, kind) for name in names if (kind := _foreign_format(PurePath(name)))]
+    if refused:
+        raise join_errors(refused)
+
+
+def _refuse_foreign_contents(head: bytes, name: str, *, is_code: bool) -> None:
+    """Refuse a file by its first bytes; source code may begin with markup. Raises FileError."""
+    for kind in _FOREIGN:
+        if re.match(kind.begins, head, re.IGNORECASE) and not (kind.is_markup and is_code):
+            raise _refusal(name, kind)
+
+
+def _refusal(name: str, kind: ForeignFormat) -> FileError:
+    return FileError(name, f" is not read: {kind.what}", f"{kind.tool[0].upper()}{kind.tool[1:]}.")
 
 
 #: Reads an open file, which may not be seekable, from a place on: (file, its name, options, rules, start).
@@ -311,15 +269,6 @@ _TOKENS = Format(
 FORMATS = (TEXT, _JSONL, _CSV, _PARQUET, _ARROW, _ARRAY, _TOKENS)
 
 
-def suffix_of(path: PurePath) -> str:
-    """Return the suffix of the format in lower case, without suffixes of a compression or a number (`x.jsonl.1.gz`)."""
-    while (suffix := path.suffix.lower()) in COMPRESSED_SUFFIXES or suffix[1:].isdecimal():
-        if suffix.startswith(".t"):  # .tgz and similar
-            return ".tar"
-        path = PurePath(path.stem)
-    return suffix
-
-
 def format_of(path: PurePath, known: Sequence[Format] = FORMATS) -> Format | None:
     """Return the format by suffix, None when unknown."""
     suffix = suffix_of(path)
@@ -359,7 +308,7 @@ def _kind_of(head: bytes, name: str, options: ReadOptions, known: Sequence[Forma
     if named is _TOKENS:
         return named
     is_code = suffix_of(PurePath(name)) in TEXT.suffixes - _VAGUE
-    refuse_foreign_contents(head, name, is_code=is_code)
+    _refuse_foreign_contents(head, name, is_code=is_code)
     is_binary = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head[:4]
     if is_binary and named in (TEXT, _JSONL, _CSV):
         raise UndecodableError(name, " holds zero bytes or UTF-16 instead of UTF-8 text")
@@ -408,26 +357,21 @@ def _are_records(name: str, file: AbstractContextManager[BinaryIO], size_bytes: 
 
 def choose_members(file: BinaryIO, options: ReadOptions) -> Choice:
     """Choose which members of a tar archive are read, by the first of them."""
-
-    def members() -> Iterator[tuple[PurePath, AbstractContextManager[BinaryIO], int]]:
-        with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as archive:
-            for _, member in zip(range(_MOST_MEMBERS), archive, strict=False):
-                archive.members = []  # type: ignore[attr-defined]
-                path = PurePosixPath(member.name)
-                if member.isreg() and not _is_hidden(path) and format_of(path):
-                    yield path, nullcontext(_open_member(archive, member)), member.size
-
+    visible = (
+        (path, nullcontext(contents), member.size)
+        for (_, member, contents), _ in zip(_members(file), range(_MOST_MEMBERS), strict=False)
+        if member.isreg() and not _is_hidden(path := PurePosixPath(member.name)) and format_of(path)
+    )
     with suppress(*_TAR_ERRORS):  # reported when it is read
-        return choose(members(), options)
+        return choose(visible, options)
     return Choice(frozenset(), False)
 
 
 def reason_of(path: PurePath) -> str:
     """Return why a file of this name is not read from a folder or an archive."""
-    suffix = suffix_of(path)
-    if foreign := foreign_format(suffix):
+    if foreign := _foreign_format(path):
         return f"files ({foreign.what}: {foreign.tool})"
-    if suffix in _TOKENS.suffixes | TAR.suffixes:
+    if (suffix := suffix_of(path)) in _TOKENS.suffixes | TAR.suffixes:
         return f"files ({suffix} is read if --input or --glob names it)"
     return f"files of unknown type{GLOB_CHOOSES}"
 
@@ -448,21 +392,34 @@ class _Member(tarfile.TarInfo):
             raise tarfile.ReadError(str(error)) from None
 
 
-class _Forward(io.RawIOBase):
-    """A non-seekable member of an archive."""
+class _Contents(io.RawIOBase):
+    """The contents of a member, which are read once, in order."""
 
     def __init__(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
-        contents = archive.extractfile(member)
-        assert contents is not None
-        self._contents = contents
+        self._open = partial(archive.extractfile, member)
+        self._contents: IO[bytes] | None = None
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        contents = self._contents.read(len(buffer))
+        self._contents = self._contents or self._open()
+        contents = self._contents.read(len(buffer)) if self._contents else b""
         buffer[: len(contents)] = contents
         return len(contents)
+
+
+#: Errors of tarfile; the last comes from headers.
+_TAR_ERRORS = (tarfile.TarError, EOFError, ValueError)
+
+
+def _members(file: BinaryIO) -> Iterator[tuple[int, tarfile.TarInfo, BinaryIO]]:
+    """Yield the members of a tar archive with their numbers and contents. Raises _TAR_ERRORS."""
+    with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as archive:
+        for number, member in enumerate(archive):
+            # tarfile would keep every member in memory.
+            archive.members = []  # type: ignore[attr-defined]
+            yield number, member, cast(BinaryIO, io.BufferedReader(_Contents(archive, member), _BUFFER_BYTES))
 
 
 def _is_hidden(path: PurePosixPath) -> bool:
@@ -476,42 +433,29 @@ def read_tar(
     unknown members are skipped and counted. Raises DataError."""
     first, inner = (start[0], start[1:]) if start else (0, ())
     try:
-        with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as archive:
-            for number, member in enumerate(archive):
-                # tarfile would keep every member in memory.
-                archive.members = []  # type: ignore[attr-defined]
-                if number < first or member.isdir():
-                    continue
-                where = f"{name}:{member.name}"
-                if reason := _reason_to_skip(archive, member, options):
-                    # --glob chooses files of a folder only.
-                    pass_over(options.passed_over, reason.removesuffix(GLOB_CHOOSES), PurePath(where))
-                    continue
-                contents = _open_member(archive, member)
-                for record in _read_member(contents, where, member.size, options, rules, inner):
-                    record.place = (number, *record.place)
-                    yield record
-                inner = ()
+        for number, member, contents in _members(file):
+            if number < first or member.isdir():
+                continue
+            where = f"{name}:{member.name}"
+            if reason := _reason_to_skip(member, contents, options):
+                # --glob chooses files of a folder only.
+                pass_over(options.passed_over, reason.removesuffix(GLOB_CHOOSES), PurePath(where))
+                continue
+            for record in _read_member(contents, where, member.size, options, rules, inner):
+                record.place = (number, *record.place)
+                yield record
+            inner = ()
     except _TAR_ERRORS as error:
         raise DataError(f"{name} is damaged, truncated or not a tar: {error}.") from None
 
 
-#: Errors of tarfile; the last comes from headers.
-_TAR_ERRORS = (tarfile.TarError, EOFError, ValueError)
-
-
-def _open_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> BinaryIO:
-    return cast(BinaryIO, io.BufferedReader(_Forward(archive, member), _BUFFER_BYTES))
-
-
-def _reason_to_skip(archive: tarfile.TarFile, member: tarfile.TarInfo, options: ReadOptions) -> str:
+def _reason_to_skip(member: tarfile.TarInfo, contents: BinaryIO, options: ReadOptions) -> str:
     """Return why a member is not read, empty if it is."""
     path = PurePosixPath(member.name)
     if not member.isreg() or _is_hidden(path):
         return "files (links, devices or hidden names)"
     kind, choice = format_of(path), options.choice
     if kind is None:
-        contents = _open_member(archive, member)
         with suppress(DataError), opened_contents(contents, member.name, member.size, options, FILE_FORMATS) as opened:
             if opened[0] is TAR:
                 return "files (archives within an archive: unpack the outer one)"

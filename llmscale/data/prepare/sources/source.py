@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from typing import BinaryIO, NamedTuple
 
 from llmscale.data.prepare.chat import conversation_text
-from llmscale.data.shards.compressed import most_unpacked_bytes, unfolds
+from llmscale.data.shards.compressed import COMPRESSED_SUFFIXES, most_unpacked_bytes, unfolds
 from llmscale.data.tokenizers.tokenizer import TokenArray
 from llmscale.errors import DataError
 from llmscale.terminal.human_numbers import with_singulars
@@ -149,18 +149,13 @@ MOST_NAMES = 20
 
 
 def join_errors(errors: Sequence[FileError]) -> FileError:
-    """Return one error for several files: those with the same remedy share it."""
+    """Return one error for several files: all of them, then each remedy once."""
     if len(errors) == 1:
         return errors[0]
-    by_remedy: dict[str, list[FileError]] = {}
-    for error in errors:
-        by_remedy.setdefault(error.remedy, []).append(error)
-    parts = []
-    for remedy, alike in by_remedy.items():
-        listed = "; ".join(f"{error.name}{error.problem}" for error in alike[:MOST_NAMES])
-        more = f"; and {len(alike) - MOST_NAMES:,} more" if len(alike) > MOST_NAMES else ""
-        parts.append(f"{listed}{more}. {remedy}".rstrip())
-    return FileError(f"{len(errors):,} files cannot be read", f": {' '.join(parts).removesuffix('.')}", "")
+    listed = "; ".join(f"{error.name}{error.problem}" for error in errors[:MOST_NAMES])
+    more = f"; and {len(errors) - MOST_NAMES:,} more" if len(errors) > MOST_NAMES else ""
+    remedies = " ".join(dict.fromkeys(error.remedy for error in errors if error.remedy))
+    return FileError(f"{len(errors):,} files cannot be read", f": {listed}{more}", remedies)
 
 
 class UndecodableError(FileError):
@@ -198,6 +193,9 @@ class Source(ABC):
     def has_fields(self) -> bool:
         """Return whether records have fields, one of which is the text. Raises DataError."""
         return True
+
+    def check(self) -> None:  # noqa: B027  # most have nothing to check
+        """Read ahead to find files that cannot be read, before anything is written. Raises one DataError for all."""
 
     def parts(self) -> list[Source]:
         """Return consecutive parts of this source that can be read independently."""
@@ -267,10 +265,38 @@ def lacks_field(text_field: str, record: Mapping[str, object] | list[str], word:
     return f"no {word} '{text_field}'. Its {word}s: {listed}"
 
 
+def document_of(
+    record: Mapping[str, object], options: ReadOptions, where: str, place: Place, contents: bytes, *, is_first: bool
+) -> Record:
+    """Return the document of a record with fields, or the record as rejected, with `contents`.
+
+    Raises FileError if the first one lacks the field: then the user has named another.
+    """
+    try:
+        text = options.text_of(record)
+    except KeyError:
+        if is_first:
+            raise missing_field(where, options.text_field, record) from None
+        return Rejected(where, lacks_field(options.text_field, record), contents, place)
+    if isinstance(text, str):
+        return Document(text, place)
+    reason = f"the field '{options.text_field}' holds {type(text).__name__}, not text"
+    return Rejected(where, reason, contents, place)
+
+
 def _names_in(record: Mapping[str, object]) -> Iterator[str]:
     """Yield the names of fields, and of the fields within them."""
     for name, value in record.items():
         yield from (f"{name}.{inner}" for inner in value) if isinstance(value, Mapping) and value else [name]
+
+
+def suffix_of(path: PurePath) -> str:
+    """Return the suffix of the format in lower case, without suffixes of a compression or a number (`x.jsonl.1.gz`)."""
+    while (suffix := path.suffix.lower()) in COMPRESSED_SUFFIXES or suffix[1:].isdecimal():
+        if suffix.startswith(".t"):  # .tgz and similar
+            return ".tar"
+        path = PurePath(path.stem)
+    return suffix
 
 
 _BUFFER_BYTES = 1 << 20
@@ -286,6 +312,8 @@ class InputFile(ABC):
     size_bytes: int
     version: int | str
     """Version of the contents: changes with them."""
+    is_remote: bool = False
+    """True for a file in a store."""
 
     @abstractmethod
     def open(self) -> BinaryIO:

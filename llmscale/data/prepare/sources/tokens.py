@@ -16,10 +16,9 @@ import hashlib
 import io
 import json
 import struct
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import BinaryIO, NamedTuple, cast
 
 import numpy as np
@@ -27,7 +26,6 @@ import numpy as np
 from llmscale.data.prepare.sources.source import (
     Document,
     InputFile,
-    LocalFile,
     Place,
     ReadOptions,
     Record,
@@ -43,7 +41,7 @@ from llmscale.data.shards.compressed import DamagedError, most_unpacked_bytes, o
 from llmscale.data.shards.streaming_import import streaming_module
 from llmscale.data.tokenizers.tokenizer import TokenArray
 from llmscale.errors import DataError
-from llmscale.untrusted.documents import Rules, load_json
+from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
 from llmscale.untrusted.paths import is_plain_name
 
 #: A longer document is cut into several, so that memory stays bounded without end-of-text tokens.
@@ -234,36 +232,6 @@ _ARRAY_TYPES = {"uint8": "u1", "int8": "i1", "uint16": "<u2", "int16": "<i2", "u
           "uint64": "<u8", "int64": "<i8"}  # fmt: skip
 
 
-class MdsFolder(ABC):
-    """A folder with an index and its shards."""
-
-    name: str
-    """Name for messages."""
-
-    @abstractmethod
-    def read_index(self) -> dict[str, object]:
-        """Raises DataError."""
-
-    @abstractmethod
-    def find(self, name: str) -> InputFile | None:
-        """Return the file of that plain name beside the index, or None."""
-
-
-class LocalMdsFolder(MdsFolder):
-    """A local folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.name = str(folder)
-        self._folder = folder
-
-    def read_index(self) -> dict[str, object]:
-        return load_json(self._folder / INDEX_NAME, Rules(DataError))
-
-    def find(self, name: str) -> InputFile | None:
-        path = self._folder / name
-        return LocalFile(path, self._folder) if path.exists() else None
-
-
 @dataclass(frozen=True)
 class _Shard:
     name: str
@@ -290,12 +258,15 @@ class _Shard:
 class MdsSource(Source):
     """Samples of shards with Streaming's index.json. Places are (shard, sample, token) or (shard, sample)."""
 
-    def __init__(self, name: str, folder: MdsFolder, options: ReadOptions) -> None:
-        """Read the index. Raises DataError for anything unexpected in it, and for a missing shard."""
+    def __init__(self, name: str, files: Mapping[str, InputFile], options: ReadOptions) -> None:
+        """Read the index. `files` are those beside it and itself, by name.
+
+        Raises DataError for anything unexpected in it, and for a missing shard.
+        """
         self.name = name
         self.passed_over = set()
         self._options = options
-        self._shards = _load_index(folder, options.text_field)
+        self._shards = _load_index(files, options.text_field)
         self.total_bytes = sum(shard.bytes for shard in self._shards)
 
     def has_fields(self) -> bool:
@@ -354,12 +325,14 @@ class MdsSource(Source):
             self.read_bytes += part.bytes
 
 
-def _load_index(folder: MdsFolder, text_field: str) -> list[_Shard]:
+def _load_index(files: Mapping[str, InputFile], text_field: str) -> list[_Shard]:
     """Return the shards of an index, at least one. Raises DataError for anything unexpected."""
-    entries, where = folder.read_index().get("shards"), f"{folder.name}/{INDEX_NAME}"
+    where = files[INDEX_NAME].name
+    with opened(files[INDEX_NAME]) as index:
+        entries = parse_json(index.read(MAX_BYTES + 1), Rules(DataError, max_bytes=MAX_BYTES), where).get("shards")
     if not isinstance(entries, list) or not entries:
         raise DataError(f"{where} lists no shards.")
-    shards = [_parse(entry, folder, text_field, f"{where}, shard {number}") for number, entry in enumerate(entries)]
+    shards = [_parse(entry, files, text_field, f"{where}, shard {number}") for number, entry in enumerate(entries)]
     first = shards[0]
     for number, shard in enumerate(shards):
         # Tokens could be read as text by mistake.
@@ -375,7 +348,7 @@ def _describe_column(shard: _Shard) -> str:
     return f"{'text' if shard.is_text else 'tokens'} in the column {shard.column_name}"
 
 
-def _parse(entry: object, folder: MdsFolder, text_field: str, where: str) -> _Shard:
+def _parse(entry: object, files: Mapping[str, InputFile], text_field: str, where: str) -> _Shard:
     match entry:
         case {
             "format": "mds",
@@ -405,15 +378,16 @@ def _parse(entry: object, folder: MdsFolder, text_field: str, where: str) -> _Sh
         raise DataError(f"{where} has {num_bytes:,} bytes and {samples:,} samples. Legal: up to 1 GiB.")
     if not all(size is None or (type(size) is int and 0 <= size <= num_bytes) for size in sizes):
         raise DataError(f"{where}: a column's size is invalid.")
-    plain = folder.find(basename)
-    file = plain or (folder.find(str(zip_name)) if compression else None)
+    plain = files.get(basename)
+    file = plain or (files.get(str(zip_name)) if compression else None)
     if file is None:
         raise DataError(f"{where}: {zip_name or basename} is missing beside it.")
     if num_bytes > most_unpacked_bytes(file.size_bytes):
         raise unfolds(file.name, file.size_bytes)
     compression = "" if plain else compression
-    return _Shard(f"{folder.name}/{basename}", file, compression, num_bytes, samples, column, wanted,
-                  tuple(cast(list[int | None], sizes)), encoding)  # fmt: skip
+    name = f"{where.partition(f'/{INDEX_NAME}')[0]}/{basename}"
+    sizes = cast(list[int | None], sizes)
+    return _Shard(name, file, compression, num_bytes, samples, column, wanted, tuple(sizes), encoding)
 
 
 def _check_encoding(encoding: str, name: str, where: str) -> None:

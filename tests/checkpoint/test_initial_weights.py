@@ -1,5 +1,3 @@
-"""What is fetched of a model on the Hub, and that it is what the Hub has."""
-
 from __future__ import annotations
 
 import hashlib
@@ -12,11 +10,39 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmscale.checkpoint.hub_download import provide_model
+from llmscale.checkpoint.initial_weights import FrozenBase, base_of_checkpoint, check_base, checksum_of, provide_model
+from llmscale.checkpoint.manifest import CheckpointManifest
+from llmscale.checkpoint.run_state import RunState, SavedRun
 from llmscale.engine.collectives import Disks
 from llmscale.engine.process_group import World
-from llmscale.errors import DataError
+from llmscale.errors import CheckpointError, DataError
 from tests.hub_server import COMMIT, Hub, serve_model
+
+
+def saved(path: Path, base: dict[str, str]) -> SavedRun:
+    manifest = CheckpointManifest(3, 100, 1, 2, "fp32", "2026-01-01T00:00:00+00:00", ())
+    return SavedRun(path, manifest, RunState(3, 0, 0, 0, {}, "fp32", {}, base=base))
+
+
+def test_a_base_is_known_by_every_byte_of_its_files(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(3 << 20))
+    base = FrozenBase("hf:there", checksum=checksum_of(FrozenBase("hf:there"), [path]))
+    adapters = saved(tmp_path / "step-3", base.as_dict())
+    check_base(base, adapters)
+    with path.open("r+b") as file:
+        file.seek(3 << 19)  # in the middle
+        file.write(b"1")
+    changed = FrozenBase("hf:there", checksum=checksum_of(base, [path]))
+    with pytest.raises(CheckpointError, match=rf"{base.checksum} and is {changed.checksum}"):
+        check_base(changed, adapters)
+
+
+def test_adapters_are_no_base(tmp_path: Path) -> None:
+    assert base_of_checkpoint(saved(tmp_path / "model", {})).place == str((tmp_path / "model").resolve())
+    with pytest.raises(CheckpointError, match="--merge"):
+        base_of_checkpoint(saved(tmp_path / "adapters", {"place": "hf:there", "checksum": "1"}))
+
 
 NAME = f"own/model@{COMMIT}"
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]

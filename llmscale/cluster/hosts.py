@@ -1,11 +1,17 @@
-"""Read a hostfile: `name slots=N` per line. Lines that DeepSpeed misreads, or only warns about, are errors here."""
+"""Hosts of a run: those of a hostfile or a Slurm job, and the command that reaches each.
+
+A hostfile has a line `name slots=N` per host. Lines that DeepSpeed misreads, or only warns about, are errors here.
+"""
 
 from __future__ import annotations
 
 import re
+import subprocess
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmscale.cluster.remote import command_for, is_this_machine, module_argv
 from llmscale.config.bundled_files import HOSTFILES
 from llmscale.errors import ConfigError
 from llmscale.limits import MAX_GPUS_PER_NODE
@@ -19,7 +25,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class Host:
-    """One line of a hostfile."""
+    """One host of a run."""
 
     name: str
     """Name that ssh knows."""
@@ -87,3 +93,56 @@ def _advise(entry: str) -> str:
     if name is None or len(counts) > 1:
         return "Write one line `name slots=N` per host."
     return f"Write `{name[0]} slots={counts[0]}`." if counts else f"Write `{name[0]} slots=N`, N being its GPUs."
+
+
+#: Slurm's variables for the number of ranks per node, in the order of preference.
+_SLOT_VARIABLES = ("SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_GPUS_PER_NODE")
+
+
+def slurm_hosts(variables: Mapping[str, str], slots: int | None = None) -> tuple[Host, ...]:
+    """Return all nodes of the Slurm job, each with `slots` ranks, or as many as the job has GPUs or tasks per node.
+
+    Raises ConfigError outside of a job.
+    """
+    nodes = variables.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        raise ConfigError("--launcher slurm: SLURM_JOB_NODELIST is not set, so this is not a Slurm job. Use sbatch.")
+    try:
+        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"--launcher slurm: scontrol cannot be run ({error}).") from None
+    if done.returncode or not done.stdout.split():
+        raise ConfigError(f"--launcher slurm: scontrol does not know '{nodes}': {done.stderr.strip()}.")
+    return tuple(Host(name, slots or _slots(variables)) for name in done.stdout.split())
+
+
+def _slots(variables: Mapping[str, str]) -> int:
+    for name in _SLOT_VARIABLES:
+        # SLURM_GPUS_PER_NODE may begin with a type: a100:8.
+        number = re.search(r"(\d+)(\(x\d+\))?$", variables.get(name, ""))
+        if number and int(number.group(1)) > 0:
+            return int(number.group(1))
+    return 1
+
+
+LAUNCHERS = ("ssh", "slurm")
+
+
+def host_command_by(launcher: str) -> Callable[[Host], list[str]]:
+    """Return the function from a host to the command that serves a launch there, over its stdin and stdout.
+
+    The command holds no secret: every user of both machines can read it.
+    """
+
+    def host_command(host: Host) -> list[str]:
+        argv = module_argv("llmscale.cluster.launch.host")
+        if launcher == "slurm":
+            # One task on the node, as ssh would, with its full memory and cores, not the share of one task.
+            where = ["--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap", "--mem=0", "--cpu-bind=none"]
+            return ["srun", *where, "--unbuffered", "--quiet", "--export=ALL", "--kill-on-bad-exit=0", *argv]
+        if is_this_machine(host.name):
+            # This shell's own ssh connection says nothing about how the hosts reach each other.
+            return ["env", "--unset=SSH_CONNECTION", *argv]
+        return command_for(host.name, argv)
+
+    return host_command

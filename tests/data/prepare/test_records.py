@@ -16,7 +16,8 @@ import pytest
 import zstandard
 from pyarrow import feather, ipc, parquet
 
-from llmscale.data.prepare.sources import remote_files, source
+from llmscale.data.prepare.sources import open_source as opening
+from llmscale.data.prepare.sources import source
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.sources.source import Document, Rejected
 from llmscale.errors import DataError
@@ -74,7 +75,7 @@ def test_csv_is_read_by_column_from_any_place(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv.zst", "a.tgz"])
 def test_csv_in_a_store(name: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_files, "_PART_BYTES", 1000)
+    monkeypatch.setattr(opening, "_PART_BYTES", 1000)
     object_store.put(f"in/{name}", TABLES[name])
     object_store.put("in/README.md", b"a card")
     assert _read(f"s3://bucket/in/{name}") == TEXTS

@@ -1,20 +1,23 @@
-"""`llmscale doctor --numerics` from its flags to its report."""
+"""Checks on real ranks: the timed all-reduce, the judgement of what it measured, and `doctor --numerics`."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from llmscale.cli.main import main
-from llmscale.cluster.doctor import numbers
+from llmscale.cluster.doctor import on_ranks
+from llmscale.cluster.doctor.on_ranks import AllReduceResult, check_all_reduce
+from llmscale.cluster.remote import Finished, ask_hosts
 from llmscale.errors import ConfigError, MachineError
 from llmscale.numerics.links import LINKS, Finding, first_wrong
 from llmscale.numerics.report import ONE_RANK, Pass, Report, Try, as_row, table_lines, worst_rows
+from tests.conftest import HANG_S, free_port
 
 FLAGS = ("--n-layer", "2", "--n-head", "2", "--n-embd", "32", "--ds", "zero2", "--precision", "bf16")
 
@@ -81,24 +84,13 @@ def test_the_table_has_the_worst_of_each_layer_kind_and_the_verdict() -> None:
     assert "Still wrong with: offload off." in text
 
 
-@dataclass
-class Reply:
-    """Answer of a host."""
-
-    stdout: str
-    returncode: int = 0
-
-    def describe(self) -> str:
-        return self.stdout
-
-
-def answer_with(monkeypatch: pytest.MonkeyPatch, reply: Callable[[str, dict], Reply]) -> None:
+def answer_with(monkeypatch: pytest.MonkeyPatch, reply: Callable[[str, dict], Finished]) -> None:
     """Let `reply` answer in place of every host."""
 
-    def ask(module: str, requests: Mapping[str, dict], timeout_s: float) -> dict[str, Reply]:
+    def ask(module: str, requests: Mapping[str, dict], timeout_s: float) -> dict[str, Finished]:
         return {host: reply(host, request) for host, request in requests.items()}
 
-    monkeypatch.setattr(numbers, "ask_hosts", ask)
+    monkeypatch.setattr(on_ranks, "ask_hosts", ask)
 
 
 def test_one_rank_is_tried_after_the_settings_of_all_and_before_another_stage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,19 +98,62 @@ def test_one_rank_is_tried_after_the_settings_of_all_and_before_another_stage(mo
     broken = {"precision": "bf16", "description": "", "rows": [], "seconds": {}, "first_wrong": vars(as_row(wrong))}
     right = {**broken, "first_wrong": None}
 
-    def reply(host: str, request: dict) -> Reply:
+    def reply(host: str, request: dict) -> Finished:
         asked.append((host, request["ranks"], request["tries"]))
         one = right if request["world_size"] == 1 else broken
-        return Reply("llmscale-numerics " + json.dumps({"passes": [one], "tries": []}))
+        return Finished(0, "llmscale-answer " + json.dumps({"passes": [one], "tries": []}), "", 1.0)
 
     answer_with(monkeypatch, reply)
-    report = numbers.prove({"a": 2, "b": 3}, (), 60)
+    report = on_ranks.prove({"a": 2, "b": 3}, (), 60)
     assert asked == [("a", [0, 1], None), ("b", [2, 3, 4], None), ("a", [0], ())]
     assert report.setting == ONE_RANK
 
 
 @pytest.mark.parametrize(("code", "error"), [(2, ConfigError), (1, MachineError)])
 def test_ranks_that_fail_are_no_report(monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception]) -> None:
-    answer_with(monkeypatch, lambda host, request: Reply("error: no such thing", code))
+    answer_with(monkeypatch, lambda host, request: Finished(code, "", "error: no such thing", 1.0))
     with pytest.raises(error, match="no such thing"):
-        numbers.prove({"a": 1}, (), 60)
+        on_ranks.prove({"a": 1}, (), 60)
+
+
+def run_ranks(ranks: int, world_size: int, timeout_s: int, folder: Path) -> Finished:
+    request = {
+        "task": "all-reduce",
+        "backend": "gloo",
+        "master": "127.0.0.1",
+        "port": free_port(),
+        "world_size": world_size,
+        "ranks": [*range(ranks)],
+        "wait_s": timeout_s,
+        "timeout_s": timeout_s + 60,
+        "folder": str(folder),
+        "file": ".mark",
+    }
+    return ask_hosts("llmscale.cluster.doctor.on_ranks", {"localhost": request}, HANG_S)["localhost"]
+
+
+def test_two_ranks_measure_and_see_one_folder(tmp_path: Path) -> None:
+    done = run_ranks(ranks=2, world_size=2, timeout_s=200, folder=tmp_path / "not" / "there")
+    assert done.returncode == 0, done.stderr
+    result = AllReduceResult(**json.loads(done.answer))
+    assert (result.backend, result.world_size, result.sees) == ("gloo", 2, [True, True])
+    assert result.num_bytes >= 2**20
+    assert result.bus_bytes_per_s == pytest.approx(result.num_bytes / result.seconds)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
+    done = run_ranks(ranks=1, world_size=2, timeout_s=3, folder=tmp_path)
+    assert done.returncode == 1
+    assert done.seconds < HANG_S, "the rendezvous waits for half an hour"
+    assert "Timed out" in done.describe()
+
+
+@pytest.mark.parametrize(("frac", "status"), [(0.25, "ok"), (0.15, "warn"), (0.05, "fail")])
+def test_the_measured_bandwidth_against_the_promised_one(frac: float, status: str) -> None:
+    result = AllReduceResult("gloo", 2, 10**9, 1e9 / (frac * 1.25e9), [True, True])
+    row = check_all_reduce(result, 1.25e9)
+    assert row.status == status
+    assert "promises 1.25 GB/s" in row.found
+    assert check_all_reduce(result, None).status == "ok"
