@@ -255,15 +255,7 @@ class Architecture:
     @cached_property
     def block_parameters(self) -> int:
         """Number of elements of one block's parameters, of the larger kind."""
-        return max(self._elements_of_kinds)
-
-    def elements_of(self, block: int) -> int:
-        """Return the number of elements of a block's parameters."""
-        return self._elements_of_kinds[block in self.other_blocks]
-
-    @cached_property
-    def _elements_of_kinds(self) -> tuple[int, int]:
-        return _elements(self.block), _elements(self.other_block)
+        return max(_elements(self.block), _elements(self.other_block))
 
     @cached_property
     def _counted(self) -> tuple[tuple[tuple[Layer, ...], int], ...]:
@@ -290,15 +282,6 @@ class Architecture:
             for parameter in (parameter for layer in layers for parameter in layer.parameters):
                 elements[parameter.kind] = elements.get(parameter.kind, 0) + times * parameter.elements
         return elements
-
-    @property
-    def head_gradients(self) -> int:
-        """Number of elements with gradients when the backward pass reaches the last block.
-
-        A tied embedding's gradient then lacks its part from the look-up.
-        """
-        tied = self.token_embedding.elements if self.is_tied else 0
-        return tied + _elements(self.after_blocks)
 
     @cached_property
     def blocks_work(self) -> Work:

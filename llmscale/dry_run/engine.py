@@ -12,8 +12,7 @@ import gc
 import json
 import sys
 import time
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -28,7 +27,7 @@ from llmscale.config.resolve import ResolvedStep
 from llmscale.config.run_config import RunConfig
 from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
 from llmscale.dry_run.fakes import GPU, fake_gpu, fake_row_counts, fake_tensors_move, fake_world
-from llmscale.dry_run.tracker import Category, Event, MemoryTracker
+from llmscale.dry_run.tracker import Category, MemoryTracker
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_engine import build_engine, release_engine, set_learning_rate
 from llmscale.errors import ConfigError
@@ -160,12 +159,11 @@ def dry_run(
         _watch_gradients(engine, tracker)
         gc.collect()
         for _ in range(_STEPS):
-            before = tracker.live
-            tracker.reset_peaks()
+            tracker.restart()
             _train_step(engine, tracker, shape, plan.micro_batch_size, micro_steps)
             _label(engine, tracker)
             gc.collect()
-        result = _measure(tracker, before, time.perf_counter() - start)
+        result = _measure(tracker, time.perf_counter() - start)
         release_engine(engine)
     return result
 
@@ -192,7 +190,6 @@ def _enter_simulation(
             device=GPU,
             classify=Attribution(resolved.shape).category_of,
             workspace=kernel_workspace,
-            keep_events=True,
             # Adafactor divides by the number of its steps, which is on the host. It offloads nothing.
             number_elsewhere=0.0 if resolved.optimizer.steps_shards else 1.0,
         )
@@ -263,11 +260,8 @@ def _watch_gradients(engine: DeepSpeedEngine, tracker: MemoryTracker) -> None:
         hooks.update(theirs)
 
 
-def _measure(tracker: MemoryTracker, before: Breakdown, seconds: float) -> DryRun:
-    peaks = _peaks_by_phase(before, tracker.events, tracker.category_of)
-    states = _peaks_by_phase(
-        before, tracker.events, tracker.category_of, without=(Category.ACTIVATIONS, Category.LOGITS)
-    )
+def _measure(tracker: MemoryTracker, seconds: float) -> DryRun:
+    peaks, states = tracker.peaks(), tracker.peaks(Category.ACTIVATIONS, Category.LOGITS)
     return DryRun(
         resident=tracker.live,
         forward=peaks["forward"],
@@ -277,39 +271,3 @@ def _measure(tracker: MemoryTracker, before: Breakdown, seconds: float) -> DryRu
         host_bytes=tracker.elsewhere_bytes,
         seconds=seconds,
     )
-
-
-def _peaks_by_phase(
-    start: Breakdown,
-    events: Iterable[Event],
-    category_of: Mapping[int, Category],
-    *,
-    without: Collection[Category] = (),
-) -> dict[str, Breakdown]:
-    """Return each phase's moment with the most live bytes, without the categories `without`.
-
-    `start`: live bytes before the first event.
-    """
-    live = Counter({category: getattr(start, f"{category.value}_bytes") for category in Category})
-    for category in without:
-        live[category] = 0
-    total, phase = sum(live.values()), ""
-    totals: dict[str, int] = {}
-    peaks: dict[str, Breakdown] = {}
-    for event in events:
-        if event.phase != phase:
-            phase = event.phase
-            if total > totals.get(phase, -1):
-                totals[phase], peaks[phase] = total, _breakdown(live)
-        category = category_of[event.storage]
-        if category in without:
-            continue
-        live[category] += event.num_bytes
-        total += event.num_bytes
-        if total > totals.get(phase, -1):
-            totals[phase], peaks[phase] = total, _breakdown(live)
-    return peaks
-
-
-def _breakdown(live: Counter[Category]) -> Breakdown:
-    return Breakdown(**{f"{category.value}_bytes": live[category] for category in Category})

@@ -11,9 +11,10 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from itertools import count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,10 @@ Workspace = Callable[[torch._ops.OpOverload, tuple[object, ...]], Sequence[int]]
 Classify = Callable[[Tensor, torch._ops.OpOverload, tuple[object, ...]], "Category | None"]
 
 
+#: Storage of an event that is none's.
+_NO_STORAGE = 0
+
+
 class Category(Enum):
     """Category of memory; the values are the fields of `Breakdown` without `_bytes`."""
 
@@ -42,25 +47,14 @@ class Category(Enum):
     TEMPORARIES = "temporaries"
 
 
-@dataclass(frozen=True)
-class Event:
-    """Allocation (`num_bytes` > 0) or release (< 0) of a storage. Numbers of storages count from 0 and are unique."""
+class Event(NamedTuple):
+    """Allocation (`num_bytes` > 0) or release (< 0) of a storage, or with 0 bytes the beginning of a phase."""
 
     storage: int
+    """Number of the storage, unique."""
     num_bytes: int
     """Bytes rounded up to blocks of the allocator."""
     phase: str
-    tensor_bytes: int = 0
-    """Bytes before rounding, of an allocation."""
-
-
-@dataclass(frozen=True)
-class Peak:
-    """Moment of a phase with the most live bytes."""
-
-    breakdown: Breakdown = field(default_factory=Breakdown)
-    operator: str = ""
-    """Operator whose result caused the peak."""
 
 
 @dataclass
@@ -84,7 +78,6 @@ class MemoryTracker(TorchDispatchMode):
         device: torch.device | None = None,
         classify: Classify | None = None,
         workspace: Workspace | None = None,
-        keep_events: bool = False,
         number_elsewhere: float = 0.0,
     ) -> None:
         """`device`: device whose storages count; others only add to `elsewhere_bytes`.
@@ -94,27 +87,21 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self._device, self._number_elsewhere = device, number_elsewhere
         self._elsewhere: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
-        self.events: list[Event] = []
-        """Allocations and releases in order, if `keep_events`."""
-        self.category_of: dict[int, Category] = {}
-        """Latest category of each storage by number, if `keep_events`; kept after its release."""
-        self._classify, self._workspace, self._keep_events = classify, workspace, keep_events
+        self._classify, self._workspace = classify, workspace
         self._live: dict[int, _Live] = {}
         self._bytes: Counter[Category] = Counter()
-        self._total = 0
-        self._numbers = count()
+        self._numbers = count(1)
         self._phase, self._category = "", Category.TEMPORARIES
-        self._peaks: dict[str, Peak] = {}
-        self._peak_totals: Counter[str] = Counter()
+        self._category_of = {_NO_STORAGE: self._category}
+        """Latest category of each storage; kept after its release."""
+        self._events: list[Event] = []
+        self._before: Counter[Category] = Counter()
+        """Live bytes before the first event."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Return True: see a graph when it runs, not while it is compiled."""
         return True
-
-    def number_of(self, tensor: Tensor) -> int:
-        """Return the number of a live tensor's storage in `events`. Raises KeyError if it is unknown."""
-        return self._live[id(tensor.untyped_storage())].number
 
     @property
     def elsewhere_bytes(self) -> int:
@@ -124,45 +111,50 @@ class MemoryTracker(TorchDispatchMode):
     @property
     def live(self) -> Breakdown:
         """Return the live bytes by category."""
-        return Breakdown(**{f"{category.value}_bytes": self._bytes[category] for category in Category})
+        return _breakdown(self._bytes)
 
-    @property
-    def peaks(self) -> Mapping[str, Peak]:
-        """Return the peak of each phase since the last reset."""
-        return self._peaks
+    def restart(self) -> None:
+        """Forget events; live storages stay."""
+        self._events.clear()
+        self._before = self._bytes.copy()
 
-    def reset_peaks(self) -> None:
-        """Forget peaks and events; live storages stay."""
-        self._peaks, self._peak_totals = {}, Counter()
-        self.events.clear()
+    def peaks(self, *without: Category) -> dict[str, Breakdown]:
+        """Return each phase's moment with the most live bytes since the restart, of all categories but `without`.
+
+        A storage counts in its latest category all the time.
+        """
+        live = Counter({category: self._before[category] for category in Category if category not in without})
+        total, totals, peaks = sum(live.values()), dict[str, int](), dict[str, Breakdown]()
+        for event in self._events:
+            category = self._category_of[event.storage]
+            if category not in without:
+                live[category] += event.num_bytes
+                total += event.num_bytes
+            if total > totals.get(event.phase, -1):
+                totals[event.phase], peaks[event.phase] = total, _breakdown(live)
+        return peaks
 
     @contextmanager
     def phase(self, name: str, category: Category) -> Iterator[None]:
         """Run a block as phase `name`, with new storages in `category`. Live storages count for the phase's peak."""
         before = self._phase, self._category
-        self.begin_phase(name, category)
-        self._record_peak("")
+        self._phase, self._category = name, category
+        self._events.append(Event(_NO_STORAGE, 0, name))
         try:
             yield
         finally:
-            self.begin_phase(*before)
-
-    def begin_phase(self, name: str, category: Category) -> None:
-        """Begin a phase that lasts until the next one."""
-        self._phase, self._category = name, category
+            self._phase, self._category = before
 
     def assign(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Move these tensors' storages to `category`. Storages from before the tracker begin to count."""
         for tensor in tensors:
             live = self._find(tensor.untyped_storage())
             if live is None:
-                self._add(tensor, category, "")
+                self._add(tensor, category)
                 continue
             self._bytes[live.category] -= live.num_bytes
             self._bytes[category] += live.num_bytes
-            live.category = category
-            if self._keep_events:
-                self.category_of[live.number] = category
+            live.category = self._category_of[live.number] = category
 
     def __torch_dispatch__(
         self,
@@ -186,7 +178,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._observe(leaf, func, args)
         tensors = (tensor for tensor in args if isinstance(tensor, Tensor))
         if self._workspace is not None and all(self._device in (None, tensor.device) for tensor in tensors):
-            self._use_workspace(self._workspace(func, args), str(func))
+            self._use_workspace(self._workspace(func, args))
         return result
 
     def _observe(self, tensor: Tensor, func: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
@@ -197,11 +189,11 @@ class MemoryTracker(TorchDispatchMode):
         live = self._find(storage)
         if live is None:
             category = self._classify(tensor, func, args) if self._classify is not None else None
-            self._add(tensor, category or self._category, str(func))
+            self._add(tensor, category or self._category)
         elif live.num_bytes != (resized := allocated_bytes(storage.nbytes(), 1)):
             self._release(id(storage))
             if resized:
-                self._add(tensor, live.category, str(func))
+                self._add(tensor, live.category)
 
     def _observe_elsewhere(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
@@ -212,7 +204,7 @@ class MemoryTracker(TorchDispatchMode):
     def _find(self, storage: torch.UntypedStorage) -> _Live | None:
         return self._live.get(id(storage))
 
-    def _add(self, tensor: Tensor, category: Category, operator: str) -> None:
+    def _add(self, tensor: Tensor, category: Category) -> None:
         storage = tensor.untyped_storage()
         num_bytes = allocated_bytes(storage.nbytes(), 1)
         if num_bytes == 0:
@@ -221,30 +213,23 @@ class MemoryTracker(TorchDispatchMode):
         # weakref.finalize would also run thousands of callbacks when the process ends.
         reference = weakref.ref(storage, lambda _: self._release(key))
         self._live[key] = _Live(number, num_bytes, category, reference)
-        self._change(number, num_bytes, category, storage.nbytes())
-        self._record_peak(operator)
+        self._change(number, num_bytes, category)
 
     def _release(self, key: int) -> None:
         live = self._live.pop(key)
         self._change(live.number, -live.num_bytes, live.category)
 
-    def _use_workspace(self, sizes: Sequence[int], operator: str) -> None:
+    def _use_workspace(self, sizes: Sequence[int]) -> None:
         """Count memory that a kernel allocates and frees while it runs."""
-        numbered = [(next(self._numbers), size, allocated_bytes(size, 1)) for size in sizes if size]
-        for number, size, num_bytes in numbered:
-            self._change(number, num_bytes, Category.TEMPORARIES, size)
-        self._record_peak(operator)
-        for number, _, num_bytes in numbered:
-            self._change(number, -num_bytes, Category.TEMPORARIES)
+        num_bytes, number = sum(allocated_bytes(size, 1) for size in sizes), next(self._numbers)
+        self._change(number, num_bytes, Category.TEMPORARIES)
+        self._change(number, -num_bytes, Category.TEMPORARIES)
 
-    def _change(self, number: int, num_bytes: int, category: Category, tensor_bytes: int = 0) -> None:
+    def _change(self, number: int, num_bytes: int, category: Category) -> None:
         self._bytes[category] += num_bytes
-        self._total += num_bytes
-        if self._keep_events:
-            self.events.append(Event(number, num_bytes, self._phase, tensor_bytes))
-            self.category_of[number] = category
+        self._category_of[number] = category
+        self._events.append(Event(number, num_bytes, self._phase))
 
-    def _record_peak(self, operator: str) -> None:
-        if self._total > self._peak_totals[self._phase] or self._phase not in self._peaks:
-            self._peak_totals[self._phase] = self._total
-            self._peaks[self._phase] = Peak(self.live, operator)
+
+def _breakdown(live: Mapping[Category, int]) -> Breakdown:
+    return Breakdown(**{f"{category.value}_bytes": num_bytes for category, num_bytes in live.items()})

@@ -191,7 +191,9 @@ def _trace(tensors: ParameterTensors, recomputes: bool) -> Iterator[_Event]:
         yield from _block(modules, block, model.layers_of(block), "fetch", "release")
     yield from (moment, *_through(norms, "fetch", "release"), ("fetch", head), moment, ("release", head))
     yield from (moment, ("fetch", ()))
-    yield from _without(passive, _through((head, *norms[::-1]), "fetch", "moment", "release"))
+    # The head always runs one, though the frozen table that it may share runs none as embedding.
+    after = _through((head, *norms[::-1]), "fetch", "moment", "release")
+    yield from _without(passive.difference(head), after)
     for block in reversed(range(model.n_layer)):
         layers = model.layers_of(block)
         if recomputes and not all(passive.issuperset(modules.get((block, layer.name), ())) for layer in layers):

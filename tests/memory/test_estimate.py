@@ -13,7 +13,7 @@ from llmscale.cli.estimate_details import compare_with_dry_run
 from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
-from llmscale.config.optimizers import ADAFACTOR
+from llmscale.config.optimizers import ADAFACTOR, ADAMW
 from llmscale.config.presets import PRESETS
 from llmscale.config.resolve import ResolvedStep
 from llmscale.dry_run.engine import dry_run
@@ -385,6 +385,14 @@ def test_equal_blocks_of_a_deep_model_are_followed_once(model: str, limit: dict[
     assert gathers._blocks_to_follow(tensors, setup) < step.shape.n_layer
     repeated = gathers.follow_gathers(tensors, setup, recomputes=True)
     assert repeated == gathers._follow(tensors, setup, recomputes=True)
+
+
+def test_a_frozen_table_is_gathered_for_the_heads_backward_pass() -> None:
+    shape = PRESETS["gpt2-124m"].shape(50257).changed({"n_layer": 2, "seq_len": 128})
+    step = step_on(cluster_of(), ds_of(3), shape, 8)
+    frozen = step.changed(optimizer=ADAMW.with_rules([], ["wte*"], shape.tensors.all))
+    plain, beside = (estimate_memory(one).moments["loss backward"].parameters_bytes for one in (step, frozen))
+    assert plain == beside > 2 * shape.architecture.token_embedding.elements
 
 
 def test_offload_moves_bytes_to_the_host() -> None:

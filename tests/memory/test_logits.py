@@ -38,16 +38,12 @@ def logits_peak_bytes(loss_of: Loss, model: str, tokens: int, dtype: torch.dtype
         is_logits = tensor.ndim == 2 and tensor.shape[0] <= tokens and tensor.shape[1] in (shape.vocab_size, rows)
         return Category.LOGITS if is_logits else None
 
-    with FakeTensorMode(), cuda_kernels(), MemoryTracker(classify=classify, keep_events=True) as tracker:
+    with FakeTensorMode(), cuda_kernels(), MemoryTracker(classify=classify) as tracker:
         x = torch.empty(tokens, shape.n_embd, dtype=dtype, requires_grad=True)
         weight = torch.empty(rows, shape.n_embd, dtype=dtype, requires_grad=True)
         loss_of(x, weight, torch.zeros(tokens, dtype=torch.long), shape.vocab_size).backward()
-    alive = peak = 0
-    for event in tracker.events:
-        if tracker.category_of[event.storage] is Category.LOGITS:
-            alive += event.num_bytes
-            peak = max(peak, alive)
-    return peak
+    others = [category for category in Category if category is not Category.LOGITS]
+    return tracker.peaks(*others)[""].logits_bytes
 
 
 @pytest.mark.parametrize(

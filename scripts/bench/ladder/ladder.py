@@ -399,7 +399,7 @@ def count_plain(resolved: ResolvedRun, ways: Ways) -> int:
             for _ in range(2):
                 tokens = torch.zeros((batch, shape.seq_len + 1), dtype=torch.long, device=GPU)
                 model.train_step(tokens, optimizer)
-        return tracker.peaks["all"].breakdown.total_bytes
+        return tracker.peaks()["all"].total_bytes
 
 
 def count_product(resolved: ResolvedRun) -> int:
