@@ -156,15 +156,25 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "zero_allow_untested_optimizer": (True,),
     "zero_optimization.compute_grad_norm": (True,),
     "sequence_parallel_size": (1,),
-    "sparse_attention": ({"mode": "dense"}, {}, None, False),
     "zero_optimization.mics_shard_size": (-1, 0, 1),
 }
-#: Sections that do nothing without `enabled`.
-_SWITCHED = """
-    nebula comet autotuning data_efficiency hybrid_engine amp quantize_training eigenvalue progressive_layer_drop
-    elasticity curriculum_learning data_efficiency.data_sampling.curriculum_learning
-    data_efficiency.data_routing.random_ltd
-"""
+#: Sections that do nothing unless an entry of theirs is on, with its name.
+_SWITCHES = {
+    "sparse_attention": "mode",
+    "nebula": "enabled",
+    "comet": "enabled",
+    "autotuning": "enabled",
+    "data_efficiency": "enabled",
+    "hybrid_engine": "enabled",
+    "amp": "enabled",
+    "quantize_training": "enabled",
+    "eigenvalue": "enabled",
+    "progressive_layer_drop": "enabled",
+    "elasticity": "enabled",
+    "curriculum_learning": "enabled",
+    "data_efficiency.data_sampling.curriculum_learning": "enabled",
+    "data_efficiency.data_routing.random_ltd": "enabled",
+}
 #: Entries of public files that DeepSpeed does not read either.
 _READ_BY_NOBODY: Mapping[str, Entry] = {
     "fp16.opt_level": Entry("it is Apex's", False),
@@ -204,9 +214,9 @@ def read_foreign(config: Mapping[str, object]) -> Reading:
         if path.rpartition(".")[2].startswith(("_", "//", "#")):
             reading.drop(reading.silent, path, "a comment")
     _rename(reading)
-    for path in _SWITCHED.split():
+    for path, switch in _SWITCHES.items():
         section = reading.value_at(path)
-        if isinstance(section, Mapping) and is_off(section.get("enabled")):
+        if isinstance(section, Mapping) and is_off(section.get(switch)):
             reading.drop(reading.silent, path, f"{path} is off")
     for path, entry in {**ENTRIES, **_READ_BY_NOBODY}.items():
         if path in _paths(reading.config):
@@ -255,7 +265,7 @@ def is_off(value: object) -> bool:
             return is_off(value["enabled"])
         switched = [inner for inner in value.values() if isinstance(inner, Mapping) and "enabled" in inner]
         return all(map(is_off, switched or value.values()))
-    return value in (None, False, AUTO, [], "none")
+    return value in (None, False, AUTO, [], "none", "dense")
 
 
 def _read_entry(reading: Reading, path: str, entry: Entry) -> None:
