@@ -20,8 +20,9 @@ from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.resolve import ResolvedStep
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.layers import Activations, Moment, OtherBlocks, Pass, estimate_activations
-from llmscale.memory.states import Added, States, zero_states
+from llmscale.memory.states import Added, States
 from llmscale.memory.zero_setup import ZeroSetup, zero_setup
+from llmscale.memory.zero_stages import zero_states
 
 #: ASSUMED, not calibrated: the CUDA context, kernels and cuBLAS's work space take 0.5 to 1 GiB that no PyTorch counter
 #: shows; NCCL's buffers come on top with every peer.

@@ -28,8 +28,8 @@ from llmscale.memory.estimate import (
     step_activations,
 )
 from llmscale.memory.layers import most_rows
-from llmscale.memory.states import zero_states
 from llmscale.memory.zero_setup import zero_setup
+from llmscale.memory.zero_stages import zero_states
 from llmscale.planning.search import Candidate, evaluate
 from tests.planning.conftest import cluster_of, ds_of, step_on
 

@@ -10,8 +10,8 @@ from llmscale.config.batch_plan import ParallelLayout, build_batch_plan
 from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.resolve import resolve_step
 from llmscale.memory.estimate import CONTEXT_BYTES, estimate_hf_states
-from llmscale.memory.states import zero_states
 from llmscale.memory.zero_setup import ZeroSetup, zero_setup
+from llmscale.memory.zero_stages import zero_states
 
 GIB = 2**30
 #: GPT-2 of transformers and of ours: the vocabulary is a multiple of 128, so the table is not padded.
