@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -129,7 +128,8 @@ class Finished:
     """The command's exit status, SSH_FAILED for an unreachable host, TIMED_OUT for a command that took too long."""
     stdout: str
     stderr: str
-    seconds: float
+    timeout_s: float
+    """Time that the command was given."""
 
     @property
     def answer(self) -> str:
@@ -142,7 +142,7 @@ class Finished:
         lines = (self.stderr.strip() or self.stdout.strip()).splitlines()
         last = " ".join(lines[-1].split()) if lines else ""
         if self.returncode == TIMED_OUT:
-            return f"no answer within {self.seconds:.0f} s" + (f", after `{last}`" if last else "")
+            return f"no answer within {self.timeout_s:.0f} s" + (f", after `{last}`" if last else "")
         return last or f"ended with status {self.returncode}"
 
 
@@ -219,14 +219,13 @@ def module_argv(module: str) -> list[str]:
 
 def _run(command: Sequence[str], message: str, timeout_s: float) -> Finished:
     """Run a command with a message on its stdin, and end it with its children when it takes too long."""
-    began = time.monotonic()
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
         )
     except OSError as error:
-        return Finished(SSH_FAILED, "", f"{command[0]}: {error.strerror}", 0.0)
+        return Finished(SSH_FAILED, "", f"{command[0]}: {error.strerror}", timeout_s)
     try:
         stdout, stderr = process.communicate(message, timeout=timeout_s)
         code = process.returncode
@@ -235,4 +234,4 @@ def _run(command: Sequence[str], message: str, timeout_s: float) -> Finished:
             os.killpg(process.pid, signal.SIGKILL)
         stdout, stderr = process.communicate()
         code = TIMED_OUT
-    return Finished(code, stdout, stderr, time.monotonic() - began)
+    return Finished(code, stdout, stderr, timeout_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -144,9 +145,10 @@ def test_two_ranks_measure_and_see_one_folder(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
+    began = time.monotonic()
     done = run_ranks(ranks=1, world_size=2, timeout_s=3, folder=tmp_path)
     assert done.returncode == 1
-    assert done.seconds < HANG_S, "the rendezvous waits for half an hour"
+    assert time.monotonic() - began < HANG_S, "the rendezvous waits for half an hour"
     assert "Timed out" in done.describe()
 
 
