@@ -49,7 +49,7 @@ class ParameterShard:
     group: str
     """The parameter's optimizer group."""
     flat: Tensor
-    """The fp32 tensor that the optimizer steps and that contains this part."""
+    """The tensor that the optimizer steps and that contains this part."""
     offset: int
     """First element of this part in `flat`."""
     start: int

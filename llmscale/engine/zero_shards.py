@@ -37,9 +37,10 @@ def state_views(engine: DeepSpeedEngine, *, with_base: bool = False) -> dict[str
 
     The frozen parameters beside adapters are left out, unless `with_base`: they are stored where the run found them.
 
-    <state> is `master` (fp32 weights) or the optimizer's name of a tensor with an element per weight (`exp_avg`, ...).
-    A state of another shape (Adafactor's row and column sums, stage 0 only) is one view. Views are live, except those
-    of tensors on NVMe, which are copies in host memory: pass these to write_back after changing them.
+    <state> is `master` (the weights that the optimizer steps) or the optimizer's name of a tensor with an element per
+    weight (`exp_avg`, ...). A state of another shape (Adafactor's row and column sums, stage 0 only) is one view. Views
+    are live, except those of tensors on NVMe, which are copies in host memory: pass these to write_back after changing
+    them.
     """
     views: dict[str, ShardView] = {}
     for shards in _shards_by_flat(engine):

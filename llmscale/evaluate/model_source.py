@@ -228,7 +228,7 @@ def _open_hf_folder(folder: Path, data: str | None) -> ModelSource:
 
 
 def _load_checkpoint(folder: Path, shape: GPTShape, base: Weights | None) -> GPT:
-    """Load the fp32 master weights of a verified checkpoint, beside its adapters' base. Raises CheckpointError."""
+    """Load the master weights of a verified checkpoint in fp32, beside its adapters' base. Raises CheckpointError."""
     import torch
 
     from llmscale.checkpoint.load import load_full_weights

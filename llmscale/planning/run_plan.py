@@ -190,15 +190,6 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class ChosenModel:
-    """Model that the user named."""
-
-    shape: GPTShape
-    preset: str
-    """Preset of its batch, unless another is given."""
-
-
-@dataclass(frozen=True)
 class PlanRequest:
     """Inputs of a plan."""
 

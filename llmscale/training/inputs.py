@@ -268,8 +268,8 @@ def _with_demo(config: RunConfig) -> RunConfig:
 def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> PreparedRun:
     """Return the run with the dataset of --text, or of the demo, as its data.
 
-    The first start prepares it into the cache. Raises ConfigError, before text is read; DataError, also unless this
-    process `may_prepare` what is not prepared.
+    The first start prepares it into the cache. Raises ConfigError or CheckpointError, before text is read; DataError,
+    also unless this process `may_prepare` what is not prepared.
     """
     config = _with_demo(config)
     if config.text is None:
@@ -287,7 +287,8 @@ def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> Prepar
             "that run's tokenizer with --tokenizer."
         )
     context = published.shape.seq_len if published else get_preset(config.model).seq_len
-    seq_len = config.seq_len or min(context, _LONGEST_FOR_TEXT)
+    shaped, of_run = (config, None) if published else _shape_of_run(config)
+    seq_len = config.seq_len or of_run or min(context, _LONGEST_FOR_TEXT)
     tokenizer = config.tokenizer or (name if published else None)
     request = TextRequest(
         text=config.text,
@@ -295,10 +296,24 @@ def with_prepared_text(config: RunConfig, *, may_prepare: bool = True) -> Prepar
         seq_len=seq_len,
         cache=config.data_cache or DEFAULT_CACHE,
         skip_undecodable=config.skip_undecodable,
-        most_vocab=MOST_VOCAB if tokenizer else fitting_vocabulary(config, seq_len),
+        most_vocab=MOST_VOCAB if tokenizer else fitting_vocabulary(shaped, seq_len),
     )
     update = {"data": str(request.open(may_prepare=may_prepare)), "data_cache": None}
     return PreparedRun(config.model_copy(update=update), ds, published)
+
+
+def _shape_of_run(config: RunConfig) -> tuple[RunConfig, int | None]:
+    """Return the configuration with the model of the run that it continues or begins with, and that run's context.
+
+    The user may name another model, and a published one has its own context: then None. Raises ConfigError,
+    CheckpointError.
+    """
+    if "model" not in config.model_fields_set:
+        _, saved, shaped = _find_origin(fetch_runs(config))
+        if saved is not None and shaped is not None and not is_published(shaped.model):
+            seq_len = saved.state.identity.get("seq_len")
+            return shaped, seq_len if type(seq_len) is int else None
+    return config, None
 
 
 def _as_overfit_check(config: RunConfig) -> RunConfig:
@@ -345,6 +360,15 @@ def read_origin(
     if config.init_from is not None and is_published(config.init_from):
         model = published or read_published_model("--init-from", config.init_from, config)
         return with_published_shape(config, model), model, None
+    source, _, shaped = _find_origin(config)
+    return shaped or with_published_shape(config, None, published), None, source
+
+
+def _find_origin(config: RunConfig) -> tuple[SavedRun | None, SavedRun | None, RunConfig | None]:
+    """Return the checkpoint that a run begins with; the same, or a damaged one; and the configuration with its model.
+
+    None for the last if the user names a model. Raises ConfigError, CheckpointError.
+    """
     candidates = _candidates(config)
     # A damaged one is skipped or explained by `confirm_start`.
     source = _first_readable(candidates, read_saved_run)
@@ -352,8 +376,7 @@ def read_origin(
     saved = source or _first_readable(
         candidates, lambda one: SavedRun(one.path, one.manifest, load_run_state(one.path))
     )
-    shaped = with_saved_shape(config, saved.state.config, str(saved.path)) if saved else None
-    return shaped or with_published_shape(config, None, published), None, source
+    return source, saved, with_saved_shape(config, saved.state.config, str(saved.path)) if saved else None
 
 
 def _with_saved_batch(config: RunConfig, ds: DsConfig, state: RunState) -> RunConfig:

@@ -378,9 +378,10 @@ class ProfileSteps(StepAction):
     On rank 0 alone: its waits for the others are part of its collectives.
     """
 
-    def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
+    def __init__(self, run: Run, engine: Engine, io: RunIO, *, is_rollback: bool) -> None:
+        """`is_rollback`: an earlier action of this start has profiled, or has reported that nothing is."""
         super().__init__(run, engine, io)
-        self._steps = str(run.config.profile)
+        self._steps, self._is_rollback = str(run.config.profile), is_rollback
         first, behind = parse_profiled(self._steps)
         self._before, self._last = first - 1, min(behind - 1, run.resolved.total_steps)
         self._profiler: profile | None = None
@@ -389,6 +390,8 @@ class ProfileSteps(StepAction):
 
     def begin(self, step: int) -> None:
         if step > self._before or self._last <= self._before:
+            if self._is_rollback:
+                return
             self._io.report(f"WARNING: --profile {self._steps}: this start goes from step {step + 1} to "
                             f"{self._run.resolved.total_steps}, so nothing is profiled")  # fmt: skip
         elif step == self._before:

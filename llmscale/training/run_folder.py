@@ -287,9 +287,13 @@ def working_commit() -> dict[str, object]:
 
 
 def open_start_text(run: Path) -> Callable[[str], None]:
-    """Remove start.txt of an earlier start, and return a function that appends a line to it."""
+    """Remove start.txt of an earlier start, and return a function that appends a line to it.
+
+    Never raises: rank 0 would end alone.
+    """
     path = run / START_TEXT_NAME
-    path.unlink(missing_ok=True)
+    with suppress(OSError):
+        path.unlink()
     text = RecordLog(path, say)
     return lambda line: text.append(f"{with_singulars(make_visible_line(line))}\n".encode())
 

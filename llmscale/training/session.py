@@ -280,7 +280,7 @@ def build_actions(
     log = LogSteps(run, engine, io, watchers)
     actions: list[StepAction] = []
     if config.profile:
-        actions.append(ProfileSteps(run, engine, io))
+        actions.append(ProfileSteps(run, engine, io, is_rollback=rollback.num_rollbacks > 0))
     if config.check_numerics and not rollback.num_rollbacks:
         actions.append(CheckNumerics(run, engine, io))
     actions += [ReportStartup(run, engine, io)]

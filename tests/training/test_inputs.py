@@ -80,23 +80,14 @@ def test_plain_values_are_json(tiny_set: Path, tmp_path: Path) -> None:
 
 
 def test_text_becomes_the_data_of_every_rank(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
-    """Under a launcher one rank prepares it, the other waits, and a resume finds it again."""
+    """Under a launcher one rank prepares it, the other waits, and a resume without the model finds it again."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("the quick brown fox jumps over a lazy dog. " * 500)
-    command = [
-        str(TRAIN),
-        *TINY_MODEL,
-        "--text",
-        str(tmp_path / "text"),
-        "--seq-len",
-        "32",
-        "--run",
-        str(tmp_path / "run"),
-    ]
+    command = [str(TRAIN), "--text", str(tmp_path / "text"), "--run", str(tmp_path / "run")]
     command += ["--data-cache", str(tmp_path / "cache"), "--val-every", "0", "--num-workers", "0", "--plain"]
     command += ["--global-batch-size", "4", "--log-every", "1", "--ds", "zero1", "--steps"]
-    for steps, prepared in (("2", 1), ("4", 0)):
-        job = ranks([*command, steps], 2)
+    for steps, model, prepared in (("2", [*TINY_MODEL, "--seq-len", "32"], 1), ("4", [], 0)):
+        job = ranks([*command, steps, *model], 2)
         output = "".join(job.wait())
         assert job.exit_codes == [0, 0], output
         assert output.count("preparing ") == prepared

@@ -223,9 +223,9 @@ def test_steps_that_are_done_or_never_come_are_said(ranks: Callable, train_comma
 
 @pytest.fixture
 def profiling(tmp_path: Path) -> Callable[..., tuple[ProfileSteps, list[str]]]:
-    """`profiling(steps)`: the profile of a run of nine steps, and the lines that it reports."""
+    """`profiling(steps, is_rollback=False)`: the profile of a run of nine steps, and the lines that it reports."""
 
-    def build(steps: str) -> tuple[ProfileSteps, list[str]]:
+    def build(steps: str, *, is_rollback: bool = False) -> tuple[ProfileSteps, list[str]]:
         reported: list[str] = []
         device = torch.device("cpu")
         run: Any = SimpleNamespace(
@@ -235,9 +235,17 @@ def profiling(tmp_path: Path) -> Callable[..., tuple[ProfileSteps, list[str]]]:
         )
         engine: Any = SimpleNamespace(meter=StepMeter(PhaseTimer(device)))
         io: Any = SimpleNamespace(report=reported.append)
-        return ProfileSteps(run, engine, io), reported
+        return ProfileSteps(run, engine, io, is_rollback=is_rollback), reported
 
     return build
+
+
+def test_only_a_start_says_that_its_steps_are_not_profiled(profiling: Callable) -> None:
+    """A rollback behind profiled steps begins again without them."""
+    for is_rollback in (False, True):
+        action, reported = profiling("2:4", is_rollback=is_rollback)
+        action.begin(5)
+        assert len(reported) == (not is_rollback), reported
 
 
 def finish_step(action: ProfileSteps, step: int) -> None:

@@ -23,10 +23,12 @@ from llmscale.training.run_folder import (
     ATTEMPTS_NAME,
     FAILURE_NAME,
     LOGS_NAME,
+    START_TEXT_NAME,
     RunFolderClaim,
     clear_failure,
     create_run_folder,
     lock_run_folder,
+    open_start_text,
     record_failure,
     save_run_description,
     source_hashes,
@@ -250,3 +252,11 @@ def test_every_python_file_by_its_path_and_a_reason_where_one_cannot_be_read(tmp
         "gone.py": "cannot be read: No such file or directory",
         "inner/a.py": hashlib.sha256(b"x = 1\n").hexdigest(),
     }
+
+
+def test_a_start_whose_text_cannot_be_written_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / START_TEXT_NAME).mkdir()
+    write = open_start_text(tmp_path)
+    for line in ("first", "second"):
+        write(line)
+    assert capsys.readouterr().err.count("WARNING") == 1

@@ -21,7 +21,8 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
-_WRITTEN_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu", "silu": "silu"}
+#: Their names of gelu_tanh by entry: GPT-2's is computed step by step, each rounded to the weights' type.
+_GELU_TANH = {"activation_function": "gelu_new", "hidden_act": "gelu_pytorch_tanh"}
 #: Characters of a value shown in an error.
 _MOST_SHOWN = 80
 _T = TypeVar("_T", str, int)
@@ -184,7 +185,7 @@ class Entry(NamedTuple):
     def write(self, shape: GPTShape) -> object:
         value = getattr(shape, self.field)
         if self.field == "activation":
-            return _WRITTEN_ACTIVATIONS[value]
+            return _GELU_TANH[self.name] if value == "gelu_tanh" else value
         if self.field == "attention_bias":
             return value == "all"
         return bool(value) if isinstance(self.default, bool) else value

@@ -123,3 +123,9 @@ def test_transformers_5_writes_rotary_parameters_in_one_place(name: str) -> None
     theta, scaling = config.pop("rope_theta", 10_000.0), config.pop("rope_scaling", None) or {"rope_type": "default"}
     config["dtype"] = config.pop("torch_dtype")
     assert read({**config, "rope_parameters": {"rope_theta": theta, **scaling}}) == read(CONFIGS[name])
+
+
+@pytest.mark.parametrize(("preset", "name"), [("gpt2-124m", "gelu_new"), ("llama3-1b", "gelu_pytorch_tanh")])
+def test_gelu_by_tanh_is_written_by_the_name_that_rounds_as_the_family_does(preset: str, name: str) -> None:
+    shape = PRESETS[preset].shape(64, 64).changed({"activation": "gelu_tanh"})
+    assert name in family_of(shape).write(shape).values()
