@@ -153,9 +153,13 @@ def build(kind: type[_T], values: object, rules: Rules, where: str) -> _T:
 
     adapter: TypeAdapter[_T] = _adapter(cast("Hashable", kind))
     try:
+        text = json.dumps(values)
+    except (TypeError, ValueError, RecursionError) as error:  # YAML has dates, sets, and lists that hold themselves
+        raise _fault(rules, f"{where} holds a value that JSON does not have: {error}") from None
+    try:
         try:
             # As JSON, in which a list is also a tuple.
-            return adapter.validate_json(json.dumps(values), strict=True)
+            return adapter.validate_json(text, strict=True)
         except ValidationError as error:
             if error.errors()[0]["type"] != "json_invalid":
                 raise
