@@ -146,14 +146,25 @@ def parse_toml(contents: bytes | str, rules: Rules, where: str) -> dict[str, obj
 def build(kind: type[_T], values: object, rules: Rules, where: str) -> _T:
     """Return a document's values as a dataclass, checked by the types and limits of its fields without conversions.
 
+    (Values with half a surrogate pair, which pydantic does not read as JSON, may have numbers converted.)
     Raises `rules.error` with the first wrong entry, its value and the rule.
     """
     from pydantic import ValidationError
 
+    adapter: TypeAdapter[_T] = _adapter(cast("Hashable", kind))
     try:
-        # As JSON, in which a list is also a tuple.
-        instance: _T = _adapter(cast("Hashable", kind)).validate_json(json.dumps(values), strict=True)
-        return instance
+        text = json.dumps(values)
+    except (TypeError, ValueError, RecursionError) as error:  # YAML has dates, sets, and lists that hold themselves
+        raise _fault(rules, f"{where} holds a value that JSON does not have: {error}") from None
+    try:
+        try:
+            # As JSON, in which a list is also a tuple.
+            return adapter.validate_json(text, strict=True)
+        except ValidationError as error:
+            if error.errors()[0]["type"] != "json_invalid":
+                raise
+            # Half a surrogate pair, such as Python has for a byte of a path that is not UTF-8.
+            return adapter.validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         name = make_visible_line(".".join(map(str, first["loc"]))[:80])

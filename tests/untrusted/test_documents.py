@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from llmscale.errors import ConfigError
 from llmscale.untrusted.documents import (
     LINE_MAX_BYTES,
     Rules,
+    build,
     load_json,
     load_json_lines,
     parse_json,
@@ -108,3 +110,26 @@ def test_damaged_lines_of_a_log_are_passed_over(tmp_path: Path) -> None:
     actual = list(load_json_lines(path))
     assert [record["a"] for record in actual if record["a"] == record["a"]] == [1, 4]
     assert len(actual) == 3
+
+
+@dataclass(frozen=True)
+class _Entry:
+    number: int
+    names: tuple[str, ...]
+    values: dict[str, object]
+
+
+def test_a_dataclass_may_hold_the_name_of_a_file_that_is_not_utf8() -> None:
+    """Python writes such a byte as half a surrogate pair, which pydantic does not read as JSON."""
+    values = {"number": 1, "names": ["b\udcff.txt"], "values": {"data": "d\udcff"}}
+    assert build(_Entry, values, RULES, "FILE") == _Entry(1, ("b\udcff.txt",), {"data": "d\udcff"})
+    with pytest.raises(ConfigError, match=r"FILE: number = 'x': must be a valid integer.* Mend it\."):
+        build(_Entry, {**values, "number": "x"}, RULES, "FILE")
+
+
+@pytest.mark.parametrize(
+    "contents", [b"number: 2020-01-01", b"number: !!set {a}", b"number: &a [*a]", b"number: {? 2020-01-01 : 1}"]
+)
+def test_what_yaml_has_and_json_lacks_is_refused(contents: bytes) -> None:
+    with pytest.raises(ConfigError, match=r"FILE holds a value that JSON does not have: .*\. Mend it\."):
+        build(_Entry, parse_yaml(contents, RULES, "FILE"), RULES, "FILE")

@@ -233,9 +233,10 @@ def read_foreign(config: Mapping[str, object]) -> Reading:
 def apply_edits(config: dict[str, object], edits: Mapping[str, object]) -> None:
     """Write values at dotted paths, in sections that are made where they are missing."""
     for path, value in edits.items():
-        *parents, key = path.split(".")
-        section = config
-        for name in parents:
+        section, key = config, path
+        # A key may itself contain dots.
+        while key not in section and "." in key:
+            name, _, key = key.partition(".")
             inner = section.get(name)
             if not isinstance(inner, dict):
                 inner = {}
@@ -284,9 +285,11 @@ def _rename(reading: Reading) -> None:
     for old, new in _OTHER_NAMES.items():
         if old not in (paths := _paths(reading.config)):
             continue
-        value = reading.value_at(old)
+        value: Any = reading.value_at(old)
         if old in _CPU_OFFLOAD:
             value = {"device": "cpu" if value is True else "none"}
+            if reading.value_at(f"{_ZERO}.cpu_offload_use_pin_memory") is False:
+                value["pin_memory"] = False
         edits = {old: DELETED} if new in paths else {old: DELETED, new: value}
         reading.change(reading.silent, f"{old} is read as {new}", edits)
     for path in ("data_types.grad_accum_dtype", "data_types.param_dtype"):
@@ -379,6 +382,8 @@ BLOCKS: Mapping[str, Mapping[str, Block]] = {
     },
     "optimizer": dict.fromkeys(("adamw", "adam", "fusedadam", "deepspeedcpuadam", "cpuadam", "torchadam"), _ADAM),
 }
+#: Types that "auto" stands for: those of Hugging Face's Trainer.
+_AUTO_TYPES = {"scheduler": "warmuplr", "optimizer": "adamw"}
 #: Flags in place of a block of another type.
 _FLAGS = {
     "scheduler": "--schedule cosine, linear, constant or wsd, --lr N and --warmup-steps N",
@@ -400,7 +405,7 @@ def _read_block(reading: Reading, name: str) -> None:
         )
         reading.drop(reading.problems, name, text)
         return
-    if (known := BLOCKS[name].get(kind.lower())) is None:
+    if (known := BLOCKS[name].get(_AUTO_TYPES[name] if kind == AUTO else kind.lower())) is None:
         legal = ", ".join(BLOCKS[name])
         text = f"{name}.type {show(kind)} is not one of {legal}. Delete '{name}' and give {_FLAGS[name]}."
         reading.drop(reading.problems, name, text)
@@ -416,12 +421,13 @@ def _read_block(reading: Reading, name: str) -> None:
     for param, value in given.items():
         if param in known.names:
             # The file's own gradient_clipping comes before an optimizer's max_grad_norm, as in DeepSpeed.
-            if known.names[param] not in reading.config:
+            if reading.config.get(known.names[param]) in (None, AUTO):
                 keys[known.names[param]] = value
         elif param in known.unread:
             more = " The warm-up is a straight line from 0."
         elif value not in known.neutral.get(param, ()):
-            legal = ", ".join((*known.names, *known.unread))
+            words = ("betas" if word in ("beta1", "beta2") else word for word in (*known.names, *known.unread))
+            legal = ", ".join(dict.fromkeys(words))
             path = f"{name}.params.{param}"
             reading.problems.append(delete(path, f"{path} = {show(value)} is not among {legal}. Delete it."))
     if given:

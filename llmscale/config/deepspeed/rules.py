@@ -251,6 +251,7 @@ def _unknown_key(dotted: str, config: dict[str, object]) -> Change:
         hint = f" Delete it. Legal {f'keys of {section}' if section else 'top-level keys'}: {', '.join(legal)}."
     value = Reading(config).value_at
     edits = {dotted: DELETED}
-    if target is not None and value(target) is None:
+    # A key that itself contains dots has no value at its path, and is deleted.
+    if target is not None and target != dotted and value(target) is None and value(dotted) is not None:
         edits[target] = value(dotted)
     return Change(f"'{dotted}' is not a key that DeepSpeed reads.{hint}", edits)

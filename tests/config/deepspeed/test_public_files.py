@@ -148,6 +148,39 @@ def test_deepspeeds_scheduler_sets_the_learning_rate() -> None:
     assert (config.lr, config.schedule, config.warmup_steps) == (2e-5, "constant", 10)
 
 
+def test_an_optimizers_clipping_counts_beside_an_automatic_one() -> None:
+    file = {"gradient_clipping": "auto", "optimizer": {"type": "AdamW", "params": {"max_grad_norm": 0.3}}}
+    assert train(file)[1].ds_config["gradient_clipping"] == 0.3
+    assert train({**file, "gradient_clipping": 0.5})[1].ds_config["gradient_clipping"] == 0.5
+
+
+def test_an_automatic_type_is_that_of_hugging_faces_trainer() -> None:
+    blocks = {
+        "optimizer": {"type": "auto", "params": {"lr": 1e-3, "betas": "auto"}},
+        "scheduler": {"type": "auto", "params": {"warmup_num_steps": 10}},
+    }
+    config, _ = train(blocks)
+    assert (config.optimizer, config.lr, config.schedule, config.warmup_steps) == ("adamw", 1e-3, "constant", 10)
+
+
+def test_a_refused_parameter_of_adam_is_told_deepspeeds_names() -> None:
+    with pytest.raises(ConfigError, match="is not among lr, betas, eps, weight_decay, max_grad_norm"):
+        parse_ds_config({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, "my.json")
+
+
+def test_the_old_offload_keeps_memory_that_shall_not_be_pinned() -> None:
+    old = {"stage": 2, "cpu_offload": True, "cpu_offload_use_pin_memory": False}
+    fixed, _ = fix_ds_config({"zero_optimization": old})
+    assert fixed == {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}}}
+
+
+@pytest.mark.parametrize("key", ["zero_optimization.stage", "foo.bar", "//a.b"])
+@pytest.mark.parametrize("zero", [{"stage": 2}, {}])
+def test_a_fix_deletes_a_key_with_dots_in_its_name(key: str, zero: dict[str, object]) -> None:
+    fixed, _ = fix_ds_config({"zero_optimization": zero, key: 3})
+    assert fixed == {"zero_optimization": {"stage": 0, **zero}}
+
+
 def test_a_curriculum_names_the_flags_for_growing_sequences() -> None:
     with pytest.raises(ConfigError, match="with --seq-len-ramp-from N --seq-len-ramp-tokens N sequences grow"):
         parse_ds_config(REFUSED["curriculum_tutorial"], "my.json")
