@@ -253,7 +253,7 @@ def _chunk_places(entry: object, where: str) -> list[tuple[str, int, int]]:
         if start != end:
             raise CheckpointError(f"{where} has a chunk at element {start} where one at {end} should follow.")
         end += elements
-    if end != entry["size"]:
+    if type(entry["size"]) is not int or end != entry["size"]:
         raise CheckpointError(f"{where} has {end} elements in its chunks instead of {str(entry['size'])[:40]}.")
     return [(file, offset, length) for _, _, file, offset, length in chunks]
 

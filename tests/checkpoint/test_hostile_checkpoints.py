@@ -105,7 +105,7 @@ _CHUNK = ("master/w", "chunks", 0)
         *(set_at(*_CHUNK, 1, to=elements) for elements in (-1, 0, 10**15, 10**30, "9", True)),
         *(set_at(*_CHUNK, 3, to=offset) for offset in (-1, 10**9, 10**30)),
         *(set_at(*_CHUNK, 4, to=length) for length in (-1, 0, 10, 10**9)),
-        *(set_at("master/w", "size", to=size) for size in (-1, 0, 10**15, 10**30, "9", None)),
+        *(set_at("master/w", "size", to=size) for size in (-1, 0, 1000.0, 10**15, 10**30, "9", None)),
         *(set_at("master/w", "dtype", to=dtype) for dtype in ("load", "__class__", "complex128", None, [], 3)),
         *(set_at("master/w", "chunks", to=chunks) for chunks in ([], None, {}, "x", [None], [[]], [[0, 1]], [3])),
         lambda index: index["master/w"]["chunks"].append("x"),
