@@ -56,7 +56,8 @@ class Need(NamedTuple):
                 value, flag = getattr(settings, key), f"--{key.replace('_', '-')}"
                 words = " ".join(map(str, value)) if isinstance(value, list) else "" if value is True else value
                 if self.other.startswith("with "):
-                    raise ConfigError(f"{where}{flag} {words} has no effect {self.other}. Drop one of them.")
+                    given_flag = flag if value is True else f"{flag} {words}"
+                    raise ConfigError(f"{where}{given_flag} has no effect {self.other}. Drop one of them.")
                 words = f"{words or 'it'} has no effect: add it, or drop {flag}"
                 raise ConfigError(f"{where}{flag} needs {self.other}. Without that {words}.")
 

@@ -197,6 +197,7 @@ _OTHER_NAMES = {
     "bfloat16": "bf16",
     "aio.thread_count": "aio.intra_op_parallelism",
     f"{_ZERO}.stage3_gather_fp16_weights_on_model_save": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
+    f"{_ZERO}.gather_fp16_weights_on_model_save": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
     **{
         f"{_ZERO}.{name.removeprefix('stage3_')}": f"{_ZERO}.{name}"
         for name in ZeroOptimization.model_fields
@@ -282,6 +283,13 @@ def _read_entry(reading: Reading, path: str, entry: Entry) -> None:
 
 def _rename(reading: Reading) -> None:
     """Give entries and types with an old name, or with a second one that DeepSpeed also reads, their usual name."""
+    switch, bucket_size = reading.config.get(_ZERO), reading.config.get("allgather_size")
+    if isinstance(switch, bool):
+        # DeepSpeed's first format: a switch, with the size of its bucket outside.
+        edits: dict[str, object] = {_ZERO: {"stage": int(switch)}}
+        if bucket_size is not None:
+            edits |= {f"{_ZERO}.allgather_bucket_size": bucket_size, "allgather_size": DELETED}
+        reading.change(reading.silent, f"{_ZERO} is read as stage {int(switch)}", edits)
     for old, new in _OTHER_NAMES.items():
         if old not in (paths := _paths(reading.config)):
             continue
@@ -300,9 +308,6 @@ def _rename(reading: Reading) -> None:
 def _read_stage(reading: Reading) -> None:
     """Read stage "auto" as Accelerate does, stage 0 in fp16 as stage 1, and sub-groups of 0 as DeepSpeed does."""
     zero = reading.config.get(_ZERO, {"stage": 0})
-    if isinstance(zero, bool):
-        zero = {"stage": int(zero)}
-        reading.change(reading.silent, f"{_ZERO} is read as stage {zero['stage']}", {_ZERO: zero})
     if not isinstance(zero, dict):
         return
     stage, sub_group = f"{_ZERO}.stage", f"{_ZERO}.sub_group_size"
