@@ -198,7 +198,7 @@ def test_too_few_runs_name_the_command(ladder: Ladder, tmp_path: Path) -> None:
         fit_ladder(tmp_path / "empty", ladder, 50)
 
 
-@pytest.mark.parametrize("seed", [12, 38])
+@pytest.mark.parametrize("seed", [12, pytest.param(38, marks=pytest.mark.slow)])
 def test_losses_that_determine_no_law_say_so(
     ladder: Ladder, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
