@@ -12,11 +12,10 @@ from pathlib import Path
 from llmscale.architecture.hf_config import HFModel
 from llmscale.architecture.layers import ParameterTensors
 from llmscale.cli.answers import CATEGORIES, align, gib, show, table
-from llmscale.cli.estimate_details import comparison_values, detail_lines, dry_run_rows
+from llmscale.cli.estimate_details import detail_lines, dry_run_rows
 from llmscale.cli.estimate_rows import (
     EXIT_NOTHING_FITS,
     EstimateRequest,
-    Row,
     RowsAnswer,
     find_rows,
     question_values,
@@ -39,9 +38,9 @@ from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import GIB, format_size
 from llmscale.planning.recommend import (
     Misfit,
+    RankedConfig,
     fastest_by_link,
     find_misfit,
-    nearest_fit,
 )
 from llmscale.planning.search import (
     Candidate,
@@ -66,8 +65,7 @@ def answer_rows(args: argparse.Namespace, gpu: GPU) -> int:
     if args.emit is not None and answer.ranking.recommended is not None:
         _emit(args.emit, answer.ranking.recommended.fit, answer.request.nvme_path)
     if args.json:
-        comparisons = [comparison_values(dry_run) for dry_run in dry_runs]
-        show(answer.values() | {"dry_runs": comparisons}, (), is_json=True)
+        show(answer.values() | {"dry_runs": dry_runs}, (), is_json=True)
     else:
         print_fitting(_question_lines(answer))
         print_fitting(_recommendation_lines(answer, args.emit))
@@ -81,7 +79,7 @@ def answer_rows(args: argparse.Namespace, gpu: GPU) -> int:
 
 def _question_lines(answer: RowsAnswer) -> Iterator[str]:
     request, ranking = answer.request, answer.ranking
-    step, model = request.trials[0].step, str(request.keys.get("model", "model"))
+    step, model = request.step, str(request.keys.get("model", "model"))
     shape = step.shape
     yield (
         f"{model}: {describe_parameters(shape)} ({shape.n_layer} layers, {shape.n_head} heads, width "
@@ -110,17 +108,18 @@ def _question_lines(answer: RowsAnswer) -> Iterator[str]:
 def _recommendation_lines(answer: RowsAnswer, emitted: Path | None) -> Iterator[str]:
     """Yield the row to take, its memory, its margin and its command; or the bytes that are missing."""
     request, ranking = answer.request, answer.ranking
-    if ranking.recommendation is None or ranking.recommended is None or answer.chosen is None:
+    row = ranking.recommended
+    if ranking.recommendation is None or row is None:
         yield from _misfit_lines(find_misfit(ranking.fits, is_restricted=request.is_restricted))
         yield ""
         return
-    fit, row = ranking.recommended.fit, answer.rows[answer.chosen]
+    fit = row.fit
     name = f"{row.ds_config}: {fit.strategy.describe()}" if row.ds_config else fit.strategy.describe()
     rate = f"; {row.tokens_per_second:,.0f} tokens/s" if row.tokens_per_second else ""
     mfu = f", {row.mfu:.0%} MFU" if row.mfu else ""
     price = f", ${row.usd_per_billion_tokens:,.0f} per billion tokens" if row.usd_per_billion_tokens else ""
-    memory = f"{gib(row.estimate.total_bytes)} of {fit.cluster.gpu_bytes / GIB:.1f} GiB"
-    choice = f"* {name}, micro-batch {row.batch}: {memory}, {row.verdict.strip()}{rate}{mfu}{price}"
+    memory = f"{gib(fit.estimate.total_bytes)} of {fit.cluster.gpu_bytes / GIB:.1f} GiB"
+    choice = f"* {name}, micro-batch {row.batch}: {memory}, {fit.verdict.strip()}{rate}{mfu}{price}"
     yield from (paint(line, "green", sys.stdout) for line in wrap_line(choice, output_width()))
     yield f"  {ranking.recommendation.why[0].upper()}{ranking.recommendation.why[1:]}"
     ds, note = _ds_path(fit, request, emitted)
@@ -183,31 +182,24 @@ def _emit(path: Path, fit: Candidate, nvme_path: str) -> None:
     write_output_file("--emit", path, json.dumps(config, indent=2) + "\n")
 
 
-def _plot(path: Path, answer: RowsAnswer, indices: Sequence[int]) -> None:
+def _plot(path: Path, answer: RowsAnswer, rows: Sequence[RankedConfig]) -> None:
     from llmscale.report.memory_plot import MemoryBar, plot_memory
 
     bars = [
-        MemoryBar(
-            label=_label(row),
-            peak=row.estimate.peak,
-            reserve_bytes=row.estimate.reserve_bytes,
-            context_bytes=row.estimate.context_bytes,
-            fits=row.fits,
-            recommended=index == answer.chosen,
-        )
-        for index, row in ((index, answer.rows[index]) for index in indices)
+        MemoryBar(_label(row), row.fit.estimate, row.fit.fits, is_recommended=row is answer.ranking.recommended)
+        for row in rows
     ]
     request = answer.request
-    seq_len, model = request.trials[0].step.shape.seq_len, request.keys.get("model", "")
+    seq_len, model = request.step.shape.seq_len, request.keys.get("model", "")
     title = f"{model} on {request.machines_in_words}, sequences of {seq_len:,}"
     plot_memory(path, bars, request.cluster.gpu_bytes, title)
 
 
-def _label(row: Row) -> str:
+def _label(row: RankedConfig) -> str:
     strategy, offload = row.strategy, row.strategy.offload.replace("-", "")
     mode = "" if strategy.activation_checkpointing == "none" else f"{strategy.activation_checkpointing} ckpt"
     where = [row.ds_config] if row.ds_config else [f"ZeRO {strategy.stage_words}", offload]
-    return ", ".join(part for part in (*where, mode, f"batch {row.micro_batch_size}") if part)
+    return ", ".join(part for part in (*where, mode, f"batch {row.fit.plan.micro_batch_size}") if part)
 
 
 def answer_gpus(args: argparse.Namespace, gpus: Sequence[GPU]) -> int:
@@ -215,9 +207,8 @@ def answer_gpus(args: argparse.Namespace, gpus: Sequence[GPU]) -> int:
     rows = []
     for gpu, price in dict.fromkeys(zip(gpus, args.price or [None] * len(gpus), strict=True)):
         answer = find_rows(read_request(args, gpu), gpu.name, price)
-        fits = answer.ranking.fits
-        rows.append(answer.rows[fits.index(nearest_fit(fits)) if answer.chosen is None else answer.chosen])
-    request, step = answer.request, answer.request.trials[0].step
+        rows.append(answer.ranking.nearest)
+    request, step = answer.request, answer.request.step
     prices = [row.usd_per_billion_tokens or math.inf for row in rows]
     rates = [row.tokens_per_second or 0 for row in rows]
     best = prices.index(min(prices)) if args.price else rates.index(max(rates))
@@ -227,7 +218,7 @@ def answer_gpus(args: argparse.Namespace, gpus: Sequence[GPU]) -> int:
         f"the one that misses least; * {'least expensive' if args.price else 'fastest'}",
         *request.assumption_lines(),
         "",
-        *table(row_heads(wide=False), rows, is_marked=lambda row: row.fits and row is rows[best]),
+        *table(row_heads(wide=False), rows, is_marked=lambda row: row.fit.fits and row is rows[best]),
         "",
         "GiB per GPU at the peak; tok/s are estimated. One --gpu has its command, and the rows to choose between.",
     ]
@@ -237,7 +228,7 @@ def answer_gpus(args: argparse.Namespace, gpus: Sequence[GPU]) -> int:
         lines,
         is_json=args.json,
     )
-    return 0 if any(row.fits for row in rows) else EXIT_NOTHING_FITS
+    return 0 if any(row.fit.fits for row in rows) else EXIT_NOTHING_FITS
 
 
 def answer_networks(args: argparse.Namespace, gpu: GPU) -> int:
@@ -246,7 +237,7 @@ def answer_networks(args: argparse.Namespace, gpu: GPU) -> int:
     Raises ConfigError for one node, and for a GPU of unknown rate.
     """
     request = read_request(args, gpu)
-    step = request.trials[0].step
+    step = request.step
     if request.cluster.num_nodes == 1:
         raise ConfigError("--interconnect list compares networks between nodes; this is one node. Give --num-nodes.")
     rates = fastest_by_link(request.trials, request.cluster)

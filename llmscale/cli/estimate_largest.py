@@ -47,7 +47,7 @@ def answer_largest(args: argparse.Namespace, gpu: GPU) -> int:
 def _largest_lines(
     request: EstimateRequest, model: str | None, family: str, models: Sequence[LargestModel]
 ) -> Iterator[str]:
-    step, is_fixed = request.trials[0].step, request.trials[0].is_fixed
+    step, is_fixed = request.step, request.trials[0].is_fixed
     what = "The largest GPT" if model is None else f"The largest model like {model}"
     yield (
         f"{what} that fits {request.machines_in_words}, {step.precision}: sequences of {step.shape.seq_len:,}, "
@@ -96,7 +96,7 @@ def answer_longest(args: argparse.Namespace, gpu: GPU) -> int:
     # The batch does not matter: each group of GPUs has the micro-batch alone.
     args.global_batch_size = read_cluster(args, gpu).world_size * (args.micro_batch_size or 1)
     request = read_request(args, gpu)
-    cluster, step, is_fixed = request.cluster, request.trials[0].step, request.trials[0].is_fixed
+    cluster, step, is_fixed = request.cluster, request.step, request.trials[0].is_fixed
     every_size = sequence_parallel_sizes(cluster.world_size, step.shape.n_head)
     sizes = [step.plan.ranks.sequence_parallel_size] if args.sequence_parallel_size else every_size
     trials = request.trials if request.names else [*with_inputs_on_host(request.trials, request.nvme_path)]

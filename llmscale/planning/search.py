@@ -19,6 +19,7 @@ from llmscale.config.optimizers import ADAMW
 from llmscale.config.resolve import ResolvedStep
 from llmscale.errors import ConfigError
 from llmscale.limits import MAX_SEQ_LEN
+from llmscale.memory.breakdown import GIB
 from llmscale.memory.estimate import MemoryEstimate, estimate_hf_states, estimate_least, estimate_memory
 from llmscale.memory.zero_setup import ZeroSetup
 from llmscale.memory.zero_stages import pinned_bytes
@@ -247,6 +248,17 @@ class Candidate:
         """Return whether MARGIN of the GPU and of the node is left."""
         return self.share_of_limit <= 1
 
+    @property
+    def verdict(self) -> str:
+        """Return whether it fits, and by how much, in a few words."""
+        if self.spare_bytes < 0:
+            return f"  no, {-self.spare_bytes / GIB:,.1f} over"
+        host = self.host_spare_bytes
+        if host is not None and host < 0:
+            return f"  no, host {-host / GIB:,.0f} over"
+        tight = "" if self.has_margin else ", host tight" if self.has_gpu_margin else ", tight"
+        return f"  {self.spare_bytes / GIB:.1f} free{tight}"
+
 
 def evaluate(step: ResolvedStep, cluster: Cluster) -> Candidate:
     """Estimate a step's memory on a cluster."""
@@ -363,7 +375,7 @@ class HFConfig:
     @property
     def verdict(self) -> str:
         """Return the room for activations, or the bytes that the states are too large."""
-        room = abs(self.room_for_activations_bytes) / 2**30
+        room = abs(self.room_for_activations_bytes) / GIB
         return f"  {room:,.1f}" if self.fits else f"  no, {room:,.1f} over"
 
 
