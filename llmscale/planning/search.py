@@ -529,7 +529,8 @@ def find_longest(trials: Sequence[Trial], cluster: Cluster, sizes: Sequence[int]
     rows = []
     searches = {size: _BoundarySearch(_LENGTH_UNIT, _LENGTH_UNIT, MAX_SEQ_LEN, power=1) for size in sizes}
     for trial in trials:
-        fits = {size: search.find(partial(_evaluate_length, trial, cluster, size)) for size, search in searches.items()}
+        steps = {size: _undivided_step(trial, size) for size in sizes}
+        fits = {size: search.find(partial(_evaluate_length, steps[size], cluster)) for size, search in searches.items()}
         ds = trial.step.ds
         rows.append(LongestSequences(strategy_of(ds, trial.step.checkpointing), ds.keys.cpu_checkpointing, fits))
     return rows
@@ -547,14 +548,19 @@ def with_inputs_on_host(trials: Sequence[Trial], nvme_path: str) -> Iterator[Tri
             yield replace(trial, step=step.changed(ds=parse_ds_config(keys | on_host, step.ds.source)))
 
 
-def _evaluate_length(trial: Trial, cluster: Cluster, split: int, seq_len: int) -> Candidate:
+def _undivided_step(trial: Trial, split: int) -> ResolvedStep:
+    """Return the trial with `split` GPUs that divide a sequence, and one micro-batch per group of them."""
     step = trial.step
     micro_batch_size = step.plan.micro_batch_size if trial.is_fixed else 1
     ranks = replace(step.plan.ranks, sequence_parallel_size=split)
     plan = build_batch_plan(
         global_batch_size=micro_batch_size * ranks.data_parallel_size,
         ranks=ranks,
-        seq_len=seq_len,
+        seq_len=step.plan.seq_len,
         micro_batch_size=micro_batch_size,
     )
-    return evaluate(step.changed(shape=replace(step.shape, seq_len=seq_len), plan=plan), cluster)
+    return step.changed(plan=plan)
+
+
+def _evaluate_length(step: ResolvedStep, cluster: Cluster, seq_len: int) -> Candidate:
+    return evaluate(step.with_length(seq_len), cluster)
