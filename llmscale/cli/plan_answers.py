@@ -438,7 +438,7 @@ def _duration(hours: float) -> str:
 
 def draw(path: Path, request: PlanRequest, plan: Plan) -> None:
     """Draw iso-FLOP curves with the chosen point. Raises ConfigError without matplotlib."""
-    from llmscale.report.isoflop_plot import plot_isoflops
+    from llmscale.report.planning_plots import plot_isoflops
 
     chosen = Point(plan.shape.active_parameters, plan.tokens, central(plan.loss))
     law = request.law
