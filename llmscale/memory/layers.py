@@ -536,11 +536,14 @@ class Activations:
     @cached_property
     def kinds(self) -> dict[bool, Block]:
         """Blocks by whether they have experts."""
-        order = {self.p.shape.is_sparse(block) for block in range(self.p.shape.n_layer)}
+        shape = self.p.shape
+        order = {shape.is_sparse(block) for block in range(shape.n_layer)} if shape.num_experts else {False}
         return {is_sparse: build_block(self.p, self.mode, is_sparse=is_sparse) for is_sparse in order}
 
     @cached_property
     def blocks(self) -> list[Block]:
+        if len(self.kinds) == 1:
+            return [*self.kinds.values()] * self.p.shape.n_layer
         return [self.kinds[self.p.shape.is_sparse(block)] for block in range(self.p.shape.n_layer)]
 
     @property

@@ -391,7 +391,7 @@ def doubts(law: ParametricLaw) -> list[str]:
     ]
     optima = (ParametricLaw.optimal_parameters, ParametricLaw.optimal_tokens, ParametricLaw.optimal_loss)
     intervals = [law.interval(partial(quantity, flops=flops)) for quantity in optima for flops in _ANY_FLOPS]
-    if not all(interval and interval.high < LARGEST for interval in intervals):
+    if not all(interval and max(interval.value, interval.high) < LARGEST for interval in intervals):
         return [*at_bounds, "it has no finite optimum"]
     largest = law.fitted_parameters[1]
     flops = training_flops(largest, _TOKENS_PER_PARAMETER * largest)
