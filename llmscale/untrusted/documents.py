@@ -33,6 +33,8 @@ CONFIG_MAX_BYTES = 1 << 20
 MAX_BYTES = 64 << 20
 #: Longest line of a log.
 LINE_MAX_BYTES = 1 << 20
+#: Most levels of objects and lists in a JSON file that people write.
+_MOST_LEVELS = 100
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,9 @@ def parse_json(contents: bytes | str, rules: Rules, where: str) -> dict[str, obj
     text = _decode(contents, rules, where, "JSON")
     with _malformed_as(rules, f"{where} is not JSON", text):
         value = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=constant)
+        # Larger documents are written by programs.
+        if len(text) <= CONFIG_MAX_BYTES and _is_deep(value):
+            raise RecursionError
     return _checked(value, rules, where, "a JSON object")
 
 
@@ -114,7 +119,12 @@ def parse_yaml(contents: bytes | str, rules: Rules, where: str) -> dict[str, obj
         """Safe YAML without duplicate keys."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
-            _without_duplicates([(str(key.value), None) for key, _ in node.value])
+            keys = set[str]()
+            for key, _ in node.value:
+                if str(key.value) in keys:
+                    problem = f"the key '{key.value}' occurs twice in one object (keep one), again"
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+                keys.add(str(key.value))
             values: dict[object, object] = super().construct_mapping(node, deep=deep)
             return values
 
@@ -230,6 +240,15 @@ def _checked(value: object, rules: Rules, where: str, wanted: str) -> dict[str, 
     if not isinstance(value, dict):
         raise _fault(rules, f"{where} must hold {wanted}, not {_describe(value)}")
     return {str(key): entry for key, entry in value.items()}
+
+
+def _is_deep(value: object) -> bool:
+    """Return whether a value nests more than code can follow that calls itself for each level."""
+    level: list[dict | list] = [[value]]
+    for _ in range(1 + _MOST_LEVELS):
+        items = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
+        level = [item for item in items if isinstance(item, (dict, list))]
+    return bool(level)
 
 
 def _describe(value: object) -> str:

@@ -42,6 +42,7 @@ RULES = Rules(ConfigError, "Mend it.")
         (b'{"a": 1, "a": 2}', "the key 'a' occurs twice"),
         (b'{"b": {"a": 1, "a": 2}}', "the key 'a' occurs twice"),
         (b"[" * 1_000_000, "nests objects and lists too deeply"),
+        (b'{"a": ' * 900 + b"1" + b"}" * 900, "nests objects and lists too deeply"),
     ],
     ids=lambda value: ascii(value)[:24],
 )
@@ -61,7 +62,7 @@ def test_json_that_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: 1\na: 2", "the key 'a' occurs twice in one object"),
+        ("a: 1\na: 2", r"the key 'a' occurs twice in one object \(keep one\), again at line 2, column 1"),
         ("a: {b: 1, b: 2}", "the key 'b' occurs twice"),
         ("- 1", "must hold keys and values, not a list"),
         ("[" * 5000, "nests objects and lists too deeply"),
