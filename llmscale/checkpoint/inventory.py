@@ -254,27 +254,22 @@ def pin_checkpoint(checkpoint: Path, why: str) -> None:
 
 
 def find_checkpoint(path: Path, report: Callable[[str], None] = lambda line: None, *, step: int | None = None) -> Path:
-    """Return `path` if it is a checkpoint, else the run folder's newest checkpoint, or the one of `step`.
+    """Return the folder of the checkpoint that `open_checkpoint` reads. Raises CheckpointError."""
+    return open_checkpoint(path, report, step=step).path
+
+
+def open_checkpoint(
+    path: Path, report: Callable[[str], None] = lambda line: None, *, step: int | None = None
+) -> Checkpoint:
+    """Read `path` if it is a checkpoint, else the run folder's newest checkpoint, or the one of `step`.
 
     checkpoints/best and checkpoints/latest name a checkpoint by what the manifests say, not by the file's text. Only
     the current history counts. `report` gets a line for every skipped entry. Raises CheckpointError.
     """
-    if not (path / MANIFEST_NAME).is_file():
-        return _choose_checkpoint(path, report, step).path
-    if step is not None:
-        raise CheckpointError(f"{path} is one checkpoint, and --step {step} chooses among those of a run folder.")
-    return path
-
-
-def open_checkpoint(path: Path, report: Callable[[str], None] = lambda line: None) -> Checkpoint:
-    """Return the checkpoint of `find_checkpoint`, with its manifest. Raises CheckpointError."""
-    if (path / MANIFEST_NAME).is_file():
+    if (path / MANIFEST_NAME).is_file() and step is None:
         return read_checkpoint(path)
-    return _choose_checkpoint(path, report, None)
-
-
-def _choose_checkpoint(path: Path, report: Callable[[str], None], step: int | None) -> Checkpoint:
-    """Return the newest checkpoint of a run folder, its best one, or the one of a step. Raises CheckpointError."""
+    if (path / MANIFEST_NAME).is_file():
+        raise CheckpointError(f"{path} is one checkpoint, and --step {step} chooses among those of a run folder.")
     if path.is_file() and (stranger := describe_stranger(path)):
         raise CheckpointError(f"{path} is no run folder.{stranger}")
     named = path.name if path.parent.name == CHECKPOINTS_NAME and path.name in (BEST_NAME, LATEST_NAME) else ""

@@ -18,7 +18,7 @@ from llmscale.checkpoint.initial_weights import (
     find_published_weights,
     open_base,
 )
-from llmscale.checkpoint.inventory import find_any_checkpoint, find_checkpoint, find_checkpoints, open_checkpoint
+from llmscale.checkpoint.inventory import find_any_checkpoint, find_checkpoints, open_checkpoint
 from llmscale.checkpoint.manifest import BEST_NAME, Checkpoint, checkpoints_folder
 from llmscale.checkpoint.peft_files import check_adapters, family_beside
 from llmscale.checkpoint.remote_run import fetch_run
@@ -174,7 +174,7 @@ def read_inputs(run: RunConfig | PreparedRun, arguments: Sequence[str] | None = 
         inputs = _with_base(inputs, source, place, run.published)
     if config.init_from is not None:
         # A damaged state says here what is wrong with it.
-        state = source.state if source else load_run_state(find_checkpoint(Path(config.init_from)))
+        state = source.state if source else load_run_state(open_named("--init-from", config.init_from).path)
         _check_same_tokenizer(inputs, state)
     return inputs
 
@@ -414,12 +414,18 @@ def _candidates(config: RunConfig) -> list[Checkpoint]:
     """Return the checkpoints that the run may begin with, newest first, not verified. Raises CheckpointError."""
     if config.init_from is None and config.resume in ("auto", "none"):
         return find_checkpoints(config.run).current if config.resume == "auto" else []
-    named = Path(config.init_from or config.resume)
-    with suppress(CheckpointError):
-        return [open_checkpoint(named)]
-    # Raises unless only the manifest is damaged, which `confirm_start` explains.
-    find_checkpoint(named)
-    return []
+    flag, path = ("--init-from", config.init_from) if config.init_from else ("--resume", config.resume)
+    return [open_named(flag, path)]
+
+
+def open_named(flag: str, path: str, report: Callable[[str], None] = lambda line: None) -> Checkpoint:
+    """Read the checkpoint that `FLAG PATH` names, as `open_checkpoint` does. Raises CheckpointError."""
+    try:
+        return open_checkpoint(Path(path), report)
+    except CheckpointError as error:
+        if (Path(path) / MANIFEST_NAME).is_file():
+            raise CheckpointError(f"{flag} {path}: {error} Name another checkpoint.") from None
+        raise
 
 
 def _check_same_tokenizer(inputs: Inputs, state: RunState) -> None:

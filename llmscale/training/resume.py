@@ -37,7 +37,6 @@ from llmscale.checkpoint.inventory import (
     find_checkpoints,
     history_after,
     is_of_run,
-    open_checkpoint,
     point_best,
     point_latest,
     record_history,
@@ -59,7 +58,7 @@ from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_each_dis
 from llmscale.engine.process_group import World
 from llmscale.engine.train_step import get_scaler_state, set_scaler_state
 from llmscale.errors import CheckpointError, ConfigError, DataError, LlmscaleError
-from llmscale.training.inputs import as_plain
+from llmscale.training.inputs import as_plain, open_named
 from llmscale.training.run_folder import RunFolderClaim, hash_or_reason, library_versions, source_hashes
 from llmscale.training.start import Start
 
@@ -147,12 +146,7 @@ def _find_named(start: Start, at: Path | None, world: World, report: Callable[[s
         return None
 
     def look() -> tuple[str, Checkpoint]:
-        try:
-            checkpoint = open_checkpoint(Path(path), report)
-        except CheckpointError as error:
-            if not (Path(path) / MANIFEST_NAME).is_file():
-                raise
-            raise CheckpointError(f"{flag} {path}: {error} Name another checkpoint.") from None
+        checkpoint = open_named(flag, path, report)
         return os.path.relpath(checkpoint.path, path), checkpoint
 
     # Rank 0's answer counts: another rank might see a newer checkpoint of a run that trains.
