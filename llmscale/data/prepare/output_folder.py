@@ -140,7 +140,7 @@ def sync_tree(folder: Path) -> None:
 
 
 #: Incremented when the meaning of the folder's files changes.
-_VERSION = 6
+_VERSION = 7
 _REQUEST_NAME, _STATE_NAME, _LOCK_NAME = "request.json", "state.npz", "lock"
 _ARRAY_KEY = "llmscale array"
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import PurePath, PurePosixPath
 from typing import IO, BinaryIO, NamedTuple, cast
 
@@ -33,7 +34,6 @@ from llmscale.data.prepare.sources.source import (
     Choice,
     Document,
     FileError,
-    Place,
     ReadOptions,
     Record,
     Rejected,
@@ -54,18 +54,13 @@ MAX_TEXT_BYTES = 16 << 20
 _PIECE_CHARACTERS = 1 << 20
 
 
-def read_text(
-    file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
-) -> Iterator[Record]:
+def read_text(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None) -> Iterator[Record]:
     """Read a text file as one document, or as several beyond MAX_TEXT_BYTES, so that a share can be validation.
 
-    Places are (number of documents given,). Raises UndecodableError for another encoding, before the first document
-    unless the file is longer than MAX_TEXT_BYTES.
+    Raises UndecodableError for another encoding, before the first document unless the file is longer than
+    MAX_TEXT_BYTES.
     """
-    (done,) = start or (0,)
-    for number, text in enumerate(_decode(file, name), start=1):
-        if number > done:
-            yield Document(text, (number,))
+    return map(Document, _decode(file, name))
 
 
 def _decode(file: BinaryIO, name: str) -> Iterator[str]:
@@ -215,8 +210,8 @@ def _refusal(name: str, kind: ForeignFormat) -> FileError:
     return FileError(name, f" is not read: {kind.what}", f"{kind.tool[0].upper()}{kind.tool[1:]}.")
 
 
-#: Reads an open file, which may not be seekable, from a place on: (file, its name, options, rules, start).
-Reader = Callable[[BinaryIO, str, ReadOptions, TokenRules | None, Place], Iterator[Record]]
+#: Reads an open file, which may not be seekable: (file, its name, options, rules).
+Reader = Callable[[BinaryIO, str, ReadOptions, TokenRules | None], Iterator[Record]]
 
 
 @dataclass(frozen=True)
@@ -361,7 +356,7 @@ def choose_members(file: BinaryIO, options: ReadOptions) -> Choice:
     """Choose which members of a tar archive are read, by the first of them."""
     visible = (
         (path, nullcontext(contents), member.size)
-        for (_, member, contents), _ in zip(_members(file), range(_MOST_MEMBERS), strict=False)
+        for member, contents in islice(_members(file), _MOST_MEMBERS)
         if member.isreg() and not _is_hidden(path := PurePosixPath(member.name)) and format_of(path)
     )
     with suppress(*_TAR_ERRORS):  # reported when it is read
@@ -415,38 +410,32 @@ class _Contents(io.RawIOBase):
 _TAR_ERRORS = (tarfile.TarError, EOFError, ValueError)
 
 
-def _members(file: BinaryIO) -> Iterator[tuple[int, tarfile.TarInfo, BinaryIO]]:
-    """Yield the members of a tar archive with their numbers and contents. Raises _TAR_ERRORS."""
+def _members(file: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, BinaryIO]]:
+    """Yield the members of a tar archive with their contents. Raises _TAR_ERRORS."""
     with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as archive:
-        for number, member in enumerate(archive):
+        for member in archive:
             # tarfile would keep every member in memory.
             archive.members = []  # type: ignore[attr-defined]
-            yield number, member, cast(BinaryIO, io.BufferedReader(_Contents(archive, member), _BUFFER_BYTES))
+            yield member, cast(BinaryIO, io.BufferedReader(_Contents(archive, member), _BUFFER_BYTES))
 
 
 def _is_hidden(path: PurePosixPath) -> bool:
     return any(part.startswith(".") and part not in (".", "..") for part in path.parts)
 
 
-def read_tar(
-    file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
-) -> Iterator[Record]:
-    """Read every member of a tar archive of a known format. Places are (member, ...). Links, devices, hidden and
-    unknown members are skipped and counted. Raises DataError."""
-    first, inner = (start[0], start[1:]) if start else (0, ())
+def read_tar(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None) -> Iterator[Record]:
+    """Read every member of a tar archive of a known format. Links, devices, hidden and unknown members are skipped and
+    counted. Raises DataError."""
     try:
-        for number, member, contents in _members(file):
-            if number < first or member.isdir():
+        for member, contents in _members(file):
+            if member.isdir():
                 continue
             where = f"{name}:{member.name}"
             if reason := _reason_to_skip(member, contents, options):
                 # --glob chooses files of a folder only.
                 pass_over(options.passed_over, reason.removesuffix(GLOB_CHOOSES), PurePath(where))
                 continue
-            for record in _read_member(contents, where, member.size, options, rules, inner):
-                record.place = (number, *record.place)
-                yield record
-            inner = ()
+            yield from _read_member(contents, where, member.size, options, rules)
     except _TAR_ERRORS as error:
         raise DataError(f"{name} is damaged, truncated or not a tar: {error}.") from None
 
@@ -468,7 +457,7 @@ def _reason_to_skip(member: tarfile.TarInfo, contents: BinaryIO, options: ReadOp
 
 
 def _read_member(
-    file: BinaryIO, where: str, size_bytes: int, options: ReadOptions, rules: TokenRules | None, start: Place
+    file: BinaryIO, where: str, size_bytes: int, options: ReadOptions, rules: TokenRules | None
 ) -> Iterator[Record]:
     """Read a member; one that is refused or not UTF-8 becomes one rejected record."""
     try:
@@ -476,9 +465,9 @@ def _read_member(
             if is_beside_records(kind, options):
                 pass_over(options.passed_over, BESIDE_RECORDS.removesuffix(GLOB_CHOOSES), PurePath(where))
             else:
-                yield from kind.read(contents, where, options, rules, start)
+                yield from kind.read(contents, where, options, rules)
     except UndecodableError as error:
-        yield Rejected(where, error.problem.strip(), b"", (1,), is_undecodable=True)
+        yield Rejected(where, error.problem.strip(), b"", is_undecodable=True)
 
 
 TAR = Format(read_tar, frozenset({".tar"}), in_folders=False, magic=(257, (b"ustar",)), are_records=_never)
