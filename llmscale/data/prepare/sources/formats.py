@@ -107,7 +107,8 @@ class ForeignFormat(NamedTuple):
 
     what: str
     """Noun in the plural."""
-    suffixes: frozenset[str]
+    suffixes: str
+    """Suffixes between spaces."""
     tool: str
     """Fix, as an order."""
     begins: bytes = rb"(?!)"
@@ -119,13 +120,13 @@ class ForeignFormat(NamedTuple):
 _FOREIGN = (
     ForeignFormat(
         "web archives (WARC)",
-        frozenset({".warc", ".arc", ".wet", ".wat"}),
+        ".warc .arc .wet .wat",
         "extract the text with trafilatura (of WET files with warcio), and write it as JSON lines",
         rb"WARC/\d",
     ),
     ForeignFormat(
         "HTML pages",
-        frozenset({".html", ".htm", ".xhtml", ".mhtml", ".mht"}),
+        ".html .htm .xhtml .mhtml .mht",
         "extract the text with trafilatura, and write it as JSON lines",
         rb"(?:\xef\xbb\xbf)?\s*(?:<!--(?s:.{0,500}?)-->\s*)?"
         rb"(?:<!doctype\s+html|<(?:html|head|body|title|meta|div)[\s>])",
@@ -133,63 +134,56 @@ _FOREIGN = (
     ),
     ForeignFormat(
         "XML documents",
-        frozenset({".xml", ".rss", ".atom", ".tei"}),
+        ".xml .rss .atom .tei",
         "extract the text (of a wiki's dump with wikiextractor, else with pandoc), and write it as JSON lines",
         # A dump of Wikipedia begins with its namespace.
         rb"(?:\xef\xbb\xbf)?\s*<(?:\?xml\s|[a-z][\w:-]{0,40}\s[^<>]{0,500}?\bxmlns\b)",
         is_markup=True,
     ),
-    ForeignFormat("PDF files", frozenset({".pdf"}), "extract the text with pdftotext", rb"%PDF-"),
-    ForeignFormat("PostScript files", frozenset({".ps", ".eps"}), "extract the text with ps2ascii", rb"%!PS"),
-    ForeignFormat("DjVu files", frozenset({".djvu"}), "extract the text with djvutxt", rb"AT&TFORM"),
+    ForeignFormat("PDF files", ".pdf", "extract the text with pdftotext", rb"%PDF-"),
+    ForeignFormat("PostScript files", ".ps .eps", "extract the text with ps2ascii", rb"%!PS"),
+    ForeignFormat("DjVu files", ".djvu", "extract the text with djvutxt", rb"AT&TFORM"),
     ForeignFormat(
         "e-books",
-        frozenset({".epub", ".fb2", ".mobi", ".azw", ".azw3"}),
+        ".epub .fb2 .mobi .azw .azw3",
         "extract the text with `pandoc -t plain` (of Kindle's files with Calibre's ebook-convert)",
     ),
     ForeignFormat(
         "office documents",
-        frozenset({".docx", ".doc", ".odt", ".rtf", ".pptx", ".ppt", ".odp"}),
+        ".docx .doc .odt .rtf .pptx .ppt .odp",
         "extract the text with `pandoc -t plain` (of .doc and .ppt with `soffice --convert-to txt`)",
         rb"\{\\rtf\d|\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
     ),
-    ForeignFormat("spreadsheets", frozenset({".xlsx", ".xls", ".xlsm", ".ods"}), "save them as CSV"),
-    ForeignFormat("notebooks", frozenset({".ipynb"}), "convert them with `jupyter nbconvert --to markdown`"),
+    ForeignFormat("spreadsheets", ".xlsx .xls .xlsm .ods", "save them as CSV"),
+    ForeignFormat("notebooks", ".ipynb", "convert them with `jupyter nbconvert --to markdown`"),
     ForeignFormat(
-        "databases",
-        frozenset({".sqlite", ".sqlite3", ".db", ".duckdb", ".mdb"}),
-        "export the table as CSV or Parquet",
-        rb"SQLite format 3\0",
+        "databases", ".sqlite .sqlite3 .db .duckdb .mdb", "export the table as CSV or Parquet", rb"SQLite format 3\0"
     ),
     ForeignFormat(
         "tables of other formats",
-        frozenset({".avro", ".orc", ".tfrecord", ".h5", ".hdf5", ".rds", ".sas7bdat", ".dta"}),
+        ".avro .orc .tfrecord .h5 .hdf5 .rds .sas7bdat .dta",
         "write them as Parquet",
         rb"Obj\x01|ORC[\x00-\x08]|\x89HDF\r\n|FEA1",
     ),
     ForeignFormat(
         "pickles, which are never loaded",
-        frozenset({".pkl", ".pickle", ".pt", ".pth", ".npz", ".joblib"}),
+        ".pkl .pickle .pt .pth .npz .joblib",
         "write text as JSON lines, and tokens with numpy.save",
         rb"\x80[\x02-\x05][\x00-\xff]{0,10}[.c(}\]X\x8c\x95]",
     ),
     ForeignFormat(
         "weights of a model",
-        frozenset({".safetensors", ".gguf", ".onnx"}),
+        ".safetensors .gguf .onnx",
         "give the text that it is to be trained on; train takes a model with --init-from",
         rb"GGUF[\x01-\x04]\0|[\x00-\xff]{4}\0{4}\{\"",
     ),
-    ForeignFormat(
-        "archives of another kind",
-        frozenset({".zip", ".7z", ".rar"}),
-        "unpack them",
-    ),
+    ForeignFormat("archives of another kind", ".zip .7z .rar", "unpack them"),
 )
 
 
 def _foreign_format(path: PurePath) -> ForeignFormat | None:
     suffix = suffix_of(path)
-    return next((kind for kind in _FOREIGN if suffix in kind.suffixes), None)
+    return next((kind for kind in _FOREIGN if suffix in kind.suffixes.split()), None)
 
 
 def refuse_foreign_names(names: Iterable[str]) -> None:
@@ -197,13 +191,6 @@ def refuse_foreign_names(names: Iterable[str]) -> None:
     refused = [_refusal(name, kind) for name in names if (kind := _foreign_format(PurePath(name)))]
     if refused:
         raise join_errors(refused)
-
-
-def _refuse_foreign_contents(head: bytes, name: str, *, is_code: bool) -> None:
-    """Refuse a file by its first bytes; source code may begin with markup. Raises FileError."""
-    for kind in _FOREIGN:
-        if re.match(kind.begins, head, re.IGNORECASE) and not (kind.is_markup and is_code):
-            raise _refusal(name, kind)
 
 
 def _refusal(name: str, kind: ForeignFormat) -> FileError:
@@ -305,7 +292,9 @@ def _kind_of(head: bytes, name: str, options: ReadOptions, known: Sequence[Forma
     if named is _TOKENS:
         return named
     is_code = suffix_of(PurePath(name)) in TEXT.suffixes - _VAGUE
-    _refuse_foreign_contents(head, name, is_code=is_code)
+    for foreign in _FOREIGN:
+        if re.match(foreign.begins, head, re.IGNORECASE) and not (foreign.is_markup and is_code):
+            raise _refusal(name, foreign)
     is_binary = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head[:4]
     if is_binary and named in (TEXT, _JSONL, _CSV):
         raise UndecodableError(name, " holds zero bytes or UTF-16 instead of UTF-8 text")
