@@ -35,27 +35,25 @@ RunStages = Callable[[CleanJob, Progress], Iterator[Stage]]
 
 
 @dataclass(frozen=True)
-class RayCluster:
-    """A running Ray cluster, and how much of it to use."""
-
-    address: str = ""
-    """HOST:PORT; if empty, RAY_ADDRESS or the cluster on this machine."""
-    memory_gb: int = 4
-    """Memory that Ray reserves for a task, GiB. A task has one core."""
-    num_parts: int | None = None
-    """Parts of the input; None for one per file, at most `_MOST_PARTS`."""
-    at_once: int | None = None
-    """Tasks that run at the same time; None for as many as the cluster has room for."""
-
-
-@dataclass(frozen=True)
 class _Options:
     """Contents of --executor-options."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     address: str = ""
-    memory_gb: Annotated[int, Field(ge=1, le=1_000_000)] = RayCluster.memory_gb
+    """HOST:PORT; if empty, RAY_ADDRESS or the cluster on this machine."""
+    memory_gb: Annotated[int, Field(ge=1, le=1_000_000)] = 4
+    """Memory that Ray reserves for a task, GiB. A task has one core."""
+
+
+@dataclass(frozen=True)
+class RayCluster(_Options):
+    """A running Ray cluster, and how much of it to use."""
+
+    num_parts: int | None = None
+    """Parts of the input; None for one per file, at most `_MOST_PARTS`."""
+    at_once: int | None = None
+    """Tasks that run at the same time; None for as many as the cluster has room for."""
 
 
 def read_cluster(path: Path | None, num_parts: int | None, at_once: int | None) -> RayCluster:

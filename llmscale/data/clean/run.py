@@ -33,6 +33,7 @@ from llmscale.data.clean.stages import (
     read_annotated,
 )
 from llmscale.data.prepare.output_folder import (
+    describe_differences,
     open_work_folder,
     put_in_place,
     recover,
@@ -201,17 +202,10 @@ def _is_already_there(out: Path, request: dict[str, object], *, overwrite: bool)
         )
     if overwrite:
         return False
-    there = request_of(manifest)
-    names = ("--input", "--decontaminate", "--tokenizer")  # their contents are compared instead
-    different = [
-        f"{key} {there.get(key)!r} there, {request.get(key)!r} now"
-        for key in {**there, **request}
-        if key not in names and there.get(key) != request.get(key)
-    ]
-    if different:
+    if different := describe_differences(request_of(manifest), request):
         raise DataError(
-            f"{out} already holds text cleaned differently: {'; '.join(different)}. Replace it with --overwrite, or "
-            "choose another --out."
+            f"{out} already holds text cleaned differently: {different}. Replace it with --overwrite, or choose "
+            "another --out."
         )
     return True
 

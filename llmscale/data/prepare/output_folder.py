@@ -112,8 +112,7 @@ def _held(folder: Path) -> Iterator[None]:
     """Lock the folder, whatever it is renamed to, until the block or the process ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # no locks on this file system
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(descriptor)
         yield
     finally:
         os.close(descriptor)
@@ -122,15 +121,19 @@ def _held(folder: Path) -> Iterator[None]:
 def _is_held(folder: Path) -> bool:
     """Return whether a live process holds the folder."""
     descriptor = os.open(folder, os.O_RDONLY)
+    is_free = _lock(descriptor)
+    os.close(descriptor)
+    return not is_free
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock an open file or folder until it is closed. Return False if another process holds it; never on a file system
+    without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False  # no locks on this file system
-    finally:
-        os.close(descriptor)
-    return False
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
+    return True
 
 
 def sync_tree(folder: Path) -> None:
@@ -140,7 +143,7 @@ def sync_tree(folder: Path) -> None:
 
 
 #: Incremented when the meaning of the folder's files changes.
-_VERSION = 6
+_VERSION = 7
 _REQUEST_NAME, _STATE_NAME, _LOCK_NAME = "request.json", "state.npz", "lock"
 _ARRAY_KEY = "llmscale array"
 
@@ -223,7 +226,11 @@ def open_work_folder(out: Path, request: Mapping[str, object], purpose: str = "p
     with _folders_above(out):
         path.mkdir(exist_ok=True)
         with open(path / _LOCK_NAME, "ab") as lock:
-            _take(lock.fileno(), out)
+            if not _lock(lock.fileno()):
+                raise DataError(
+                    f"Another process is writing {out} (on {socket.gethostname()} or a host that shares its disk). "
+                    "Wait for it, or choose another --out."
+                )
             work, is_done = WorkFolder(path, request), False
             try:
                 yield work
@@ -237,20 +244,8 @@ def remove_finished(out: Path, purpose: str = "prepare") -> None:
     """Remove the work folder of a process that was killed after `out` was in place."""
     path = work_folder_of(out, purpose)
     with suppress(OSError), open(path / _LOCK_NAME, "ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _take(lock: int, out: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise DataError(
-            f"Another process is writing {out} (on {socket.gethostname()} or a host that shares its disk). Wait for "
-            "it, or choose another --out."
-        ) from None
-    except OSError:
-        pass  # no locks on this file system
+        if _lock(lock.fileno()):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_for(path: Path, request: Mapping[str, object]) -> bool:
@@ -325,9 +320,9 @@ def check_same(manifest: Manifest, request: PrepareRequest, where: str) -> None:
         )
 
 
-def describe_differences(there: PrepareRequest, request: PrepareRequest) -> str:
+def describe_differences(there: Mapping[str, object], request: Mapping[str, object]) -> str:
     """Return the differences by flag; the location of equal contents does not count."""
-    names = ("--input", "--tokenizer")
+    names = ("--input", "--tokenizer", "--decontaminate")
     return "; ".join(
         f"{key} {there.get(key)!r} there, {value!r} now"
         for key, value in request.items()

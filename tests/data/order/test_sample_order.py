@@ -20,8 +20,8 @@ from llmscale.data.order.sample_order import (
     shard_batch,
     stream_positions,
 )
+from llmscale.data.prepare.sources.tokens import streaming_module
 from llmscale.data.prepare.split_writer import window_keys
-from llmscale.data.shards.streaming_import import streaming_module
 from llmscale.errors import ConfigError
 
 PINNED = [18, 14, 9, 2, 8, 0, 16, 15, 17, 12, 7, 5, 13, 6, 4, 20, 19, 3, 10, 11, 1]

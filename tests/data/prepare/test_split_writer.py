@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from llmscale.data.prepare import split_writer
+from llmscale.data.prepare.sources.tokens import streaming_module
 from llmscale.data.prepare.split_writer import ShardFiles, WindowShuffle, _compress, window_keys
-from llmscale.data.shards.streaming_import import streaming_module
 
 
 @pytest.mark.parametrize("compression", ["", "zstd"])
