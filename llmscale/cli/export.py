@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from llmscale.config.command_line import FlagParser
-    from llmscale.evaluate.adapted import Merged
     from llmscale.evaluate.export import ExportedModel
     from llmscale.evaluate.model_source import TrainedCheckpoint
+    from llmscale.evaluate.weights import Merged
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
@@ -48,15 +48,16 @@ def _run(args: argparse.Namespace) -> int:
 
     with show_if_slow("importing torch"):
         from llmscale.checkpoint.manifest import load_manifest
-        from llmscale.evaluate.export import checkpoint_weights, describe_export, write_model
+        from llmscale.evaluate.export import describe_export, write_model
         from llmscale.evaluate.model_source import open_trained_checkpoint
+        from llmscale.evaluate.weights import open_stored
 
     with show_progress("Verifying the checkpoint", load_manifest(checkpoint).num_bytes) as verified:
         trained = open_trained_checkpoint(checkpoint, verified.add, given=args.data)
     model = describe_export(trained.shape, trained.published, args.dtype, args.shard_size)
     if trained.shape.lora_rank and not args.merge:
         return _export_adapters(args, model, trained)
-    weights = _merged(args, trained) if args.merge else checkpoint_weights(checkpoint, model)
+    weights = _merged(args, trained) if args.merge else open_stored(checkpoint, trained.shape, None)
     with show_progress("Writing weights", model.weight_bytes) as written:
         write_model(
             weights,
@@ -77,7 +78,7 @@ def _run(args: argparse.Namespace) -> int:
 def _merged(args: argparse.Namespace, trained: TrainedCheckpoint) -> Merged:
     """Open the weights of a run with adapters. Raises ConfigError for another run, CheckpointError."""
     from llmscale.checkpoint.tensor_files import StoredWeights
-    from llmscale.evaluate.adapted import Merged
+    from llmscale.evaluate.weights import Merged
     from llmscale.terminal.progress import show_progress
 
     with show_progress("Verifying the base") as verified:
@@ -90,7 +91,7 @@ def _merged(args: argparse.Namespace, trained: TrainedCheckpoint) -> Merged:
 def _export_adapters(args: argparse.Namespace, model: ExportedModel, trained: TrainedCheckpoint) -> int:
     """Write the adapters alone. Raises ConfigError for flags of a model."""
     from llmscale.checkpoint.hf_write import CARD_MARK
-    from llmscale.evaluate.adapted import export_adapters
+    from llmscale.evaluate.export import export_adapters
     from llmscale.untrusted.terminal import make_visible_line
 
     if args.dtype != "fp32" or args.base is not None:

@@ -299,10 +299,7 @@ def validation_loss(
     engine.eval()
     with torch.no_grad():
         for batch in batches:
-            tokens = batch.tokens.to(device)
-            loss = engine(tokens[:, :-1], tokens[:, 1:], **batch.counted(device))
-            sums = [float(loss) * batch.weight, batch.target_weight, batch.weight]
-            totals += torch.tensor(sums, dtype=torch.float64)
+            totals += batch.sums(engine, device)
     engine.train()
     totals = totals.to(device)
     dist.all_reduce(totals)
