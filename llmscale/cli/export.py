@@ -51,6 +51,7 @@ def _run(args: argparse.Namespace) -> int:
         from llmscale.evaluate.export import describe_export, write_model
         from llmscale.evaluate.model_source import open_trained_checkpoint
         from llmscale.evaluate.weights import open_stored
+        from llmscale.report.model_card import build_model_card
 
     with show_progress("Verifying the checkpoint", load_manifest(checkpoint).num_bytes) as verified:
         trained = open_trained_checkpoint(checkpoint, verified.add, given=args.data)
@@ -64,7 +65,7 @@ def _run(args: argparse.Namespace) -> int:
             model,
             trained.tokenizer,
             args.to,
-            card=_model_card(model, trained),
+            card=build_model_card(model, trained),
             overwrite=args.overwrite,
             progress=written.add,
             chat_template=trained.sets.chat_template,
@@ -140,19 +141,3 @@ def _name_of_base(place: str) -> str:
         return name
     run, _, _ = name.rpartition(f"/{CHECKPOINTS_NAME}/")
     return (run or name).rstrip("/").rpartition("/")[2]
-
-
-def _model_card(model: ExportedModel, trained: TrainedCheckpoint) -> str:
-    from llmscale.report.model_card import CardFacts, build_model_card
-
-    facts = CardFacts(
-        model_type=model.family.model_type,
-        architecture=model.family.architecture,
-        dtype=model.dtype,
-        num_parameters=model.num_parameters,
-        shape=trained.shape,
-        checkpoint=trained.manifest,
-        config=trained.config,
-        data=trained.sets,
-    )
-    return build_model_card(facts, trained.folder)

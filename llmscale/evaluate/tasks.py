@@ -221,11 +221,6 @@ def encode_task(file: TaskFile, tokenizer: Tokenizer, seq_len: int) -> EncodedTa
     return EncodedTask(file, tuple(rows), tuple(counts))
 
 
-def show_value(value: float) -> str:
-    """Format a result for display."""
-    return f"{value:.4f}" if abs(value) < 10_000 else f"{value:.4g}"
-
-
 def _choice_metrics(items: Sequence[_Scored]) -> dict[str, float]:
     """Compute the fractions of items whose right choice is the likeliest; the first of equally likely ones is chosen.
 
@@ -250,8 +245,9 @@ def _likelihood_metrics(items: Sequence[_Scored]) -> dict[str, float]:
 
     Perplexity is exp of the mean negative log-likelihood per continuation, which in lm-eval's LAMBADA is one word.
     """
-    mean = math.fsum(scored.scores[0].log_likelihood for scored in items) / len(items)
-    return {"acc": sum(scored.scores[0].is_greedy for scored in items) / len(items), "perplexity": _exp(-mean)}
+    nats = -math.fsum(scored.scores[0].log_likelihood for scored in items) / len(items)
+    perplexity = math.exp(nats) if nats < math.log(1e300) else math.inf
+    return {"acc": sum(scored.scores[0].is_greedy for scored in items) / len(items), "perplexity": perplexity}
 
 
 def _text_metrics(items: Sequence[_Scored]) -> dict[str, float]:
@@ -260,10 +256,6 @@ def _text_metrics(items: Sequence[_Scored]) -> dict[str, float]:
     num_bytes = sum(scored.item.lengths[0][1] for scored in items)
     num_tokens = sum(row.num_scored for scored in items for row in scored.rows)
     return {"bits_per_byte": nats / num_bytes / math.log(2), "loss": nats / num_tokens}
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < math.log(1e300) else math.inf
 
 
 _LLM_C = "llm.c"

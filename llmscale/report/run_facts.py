@@ -64,7 +64,8 @@ def load_facts(run: Path, history: RunHistory) -> RunFacts:
     total = resolved.get("total_steps")
     tokenizer = manifest.tokenizer if manifest else start.get("tokenizer")
     ratios = {name: split.bytes_per_token for name, split in splits.items()}
-    ratio = ratios.get("train") or _positive(start.get("bytes_per_token"))
+    recorded = as_number(start.get("bytes_per_token"))
+    ratio = ratios.get("train") or (recorded if recorded > 0 else None)
     return RunFacts(
         model=str(config.get("model") or ""),
         source=manifest.source if manifest else "",
@@ -105,11 +106,6 @@ def _load(path: Path) -> Mapping[str, object]:
 
 def _mapping(value: object) -> Mapping[str, object]:
     return value if isinstance(value, dict) else {}
-
-
-def _positive(value: object) -> float | None:
-    number = as_number(value)
-    return number if number > 0 else None
 
 
 def _parse_shape(values: object) -> GPTShape | None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 #: Seconds between two frames. Drawing one takes milliseconds of the interpreter, which the training thread may need.
 _FRAME_S = 0.5
+_STDOUT = 1
 #: Rows left to all other output.
 _MIN_OTHER_ROWS = 4
 _BARS = "▁▂▃▄▅▆▇█"
@@ -62,7 +63,7 @@ def open_view(
     if plain or not can_move or "utf" not in sys.stdout.encoding.lower() or find_spec("rich") is None:
         return None
     # Some terminals have no size.
-    return LiveView(title, total_steps, meter) if all(os.get_terminal_size(1)) else None
+    return LiveView(title, total_steps, meter) if all(os.get_terminal_size(_STDOUT)) else None
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -78,10 +79,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
 class LiveView:
     """A view that reads the meter's counters; everything else comes from the methods."""
 
-    def __init__(self, title: str, total_steps: int, meter: StepMeter, terminal: int = 1) -> None:
+    def __init__(self, title: str, total_steps: int, meter: StepMeter) -> None:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-        self._title, self._total_steps, self._meter, self._terminal = title, total_steps, meter, terminal
+        self._title, self._total_steps, self._meter = title, total_steps, meter
         self._bar = Progress(
             TextColumn("[bold]step {task.completed:,}/{task.total:,}"),
             BarColumn(),
@@ -139,7 +140,7 @@ class LiveView:
 
     def draw(self) -> None:
         """Draw a frame by one write, which no other process can interrupt."""
-        columns, rows = os.get_terminal_size(self._terminal)
+        columns, rows = os.get_terminal_size(_STDOUT)
         lines, room = self.render(columns), max(0, rows - _MIN_OTHER_ROWS)
         if len(lines) > room:
             lines = lines[1 : room + 1]  # the title goes first
@@ -160,7 +161,7 @@ class LiveView:
     def _write(self, text: str) -> None:
         # A terminal that was closed ends no run.
         with contextlib.suppress(OSError):
-            os.write(self._terminal, text.encode())
+            os.write(_STDOUT, text.encode())
 
     def render(self, columns: int) -> list[str]:
         """Return lines of at most `columns` characters, with the terminal's colour codes."""

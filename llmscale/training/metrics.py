@@ -19,9 +19,8 @@ from llmscale.config.bundled_files import import_extra
 from llmscale.config.run_config import RunConfig
 from llmscale.error_handling import say
 from llmscale.errors import ConfigError
-from llmscale.evaluate.tasks import show_value
 from llmscale.files.record_log import RecordLog
-from llmscale.terminal.human_numbers import with_singulars
+from llmscale.terminal.human_numbers import show_value, with_singulars
 from llmscale.training.run_folder import METRICS_NAME, METRICS_VERSION, without_nan
 from llmscale.training.step_metrics import StepMetrics, format_step
 from llmscale.untrusted.terminal import make_visible_line, print_visible
