@@ -18,9 +18,8 @@ from llmscale.config.run_keys import last_part, needs, publish_keys
 from llmscale.data.mixture import TrainingSets
 from llmscale.errors import LlmscaleError
 from llmscale.report.history import load_history
+from llmscale.report.run_facts import load_starts
 from llmscale.terminal.human_numbers import count_nouns
-from llmscale.training.run_folder import STARTS_NAME
-from llmscale.untrusted.documents import load_json_lines
 from llmscale.untrusted.terminal import make_visible_line
 
 if TYPE_CHECKING:
@@ -116,7 +115,8 @@ def _losses(run: Path, checkpoint: CheckpointManifest) -> Iterable[tuple[str, st
 
 
 def _software(run: Path, manifest: CheckpointManifest, in_run: bool) -> Iterable[tuple[str, str]]:
-    start = _last_start(run, manifest.created) if in_run else {}
+    starts = load_starts(run) if in_run else []
+    start = next((one for one in reversed(starts) if str(one.get("started")) <= manifest.created), {})
     versions = start.get("versions")
     if isinstance(versions, Mapping):
         known = {"llmscale": start.get("llmscale"), **{name: versions.get(name) for name in ("torch", "deepspeed")}}
@@ -125,15 +125,6 @@ def _software(run: Path, manifest: CheckpointManifest, in_run: bool) -> Iterable
     if isinstance(start.get("commit"), str):
         yield "commit", _code(str(start["commit"])) + (", with changed files" if start.get("dirty") is True else "")
     yield "exported with", f"llmscale {__version__}"
-
-
-def _last_start(run: Path, before: str) -> Mapping[str, object]:
-    """Return the record of the run's last start before an ISO 8601 time; empty if unknown."""
-    try:
-        starts = [start for start in load_json_lines(run / STARTS_NAME) if str(start.get("started")) <= before]
-    except (OSError, LlmscaleError):
-        return {}
-    return starts[-1] if starts else {}
 
 
 def _command(config: RunConfig) -> str:

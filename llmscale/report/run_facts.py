@@ -91,6 +91,14 @@ def load_facts(run: Path, history: RunHistory) -> RunFacts:
     )
 
 
+def load_starts(run: Path) -> list[Record]:
+    """Return the records of a run's starts; none where they are missing or damaged."""
+    try:
+        return list(load_json_lines(run / STARTS_NAME))
+    except (OSError, LlmscaleError):
+        return []
+
+
 def show(value: object) -> str:
     """Format a value of a file as one line of bounded length, without folders of this machine."""
     text = publish_text(value if isinstance(value, str) else json.dumps(value))
@@ -171,11 +179,7 @@ def _data_table(manifest: Manifest | None, data: object) -> Table:
 
 def _environment(run: Path) -> Table:
     """Describe the last start, and how many there were."""
-    starts: list[Record] = []
-    try:
-        starts.extend(load_json_lines(run / STARTS_NAME))
-    except (OSError, LlmscaleError):
-        return {}
+    starts = load_starts(run)
     if not starts:
         return {}
     hosts = sorted({show(start.get("host")) for start in starts[-_MOST_ENTRIES:]})
