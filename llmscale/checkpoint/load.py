@@ -41,7 +41,6 @@ from llmscale.checkpoint.tensor_files import (
     WEIGHTS,
     Fragment,
     Index,
-    StoredWeights,
     check_sizes,
     engine_fragments,
     fill_fragments,
@@ -222,15 +221,6 @@ def _fill(
     on_all_ranks(group, lambda: fetch_chunks(folder, chunks))
     share_files(folder, {chunk.file for chunk in chunks}, group, disks)
     on_all_ranks(group, lambda: fill_fragments(folder, stored, fragments))
-
-
-def load_full_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Load all weights of a checkpoint as flat fp32 tensors by parameter name, in one process and without DeepSpeed.
-
-    Raises CheckpointError.
-    """
-    stored = StoredWeights(folder)
-    return {name: stored.read(name, 0, elements) for name, elements in stored.sizes.items()}
 
 
 # Nodes without a shared disk: every disk has its own ranks' tensors and the descriptions of all checkpoints. While

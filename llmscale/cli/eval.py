@@ -14,6 +14,7 @@ from llmscale.cli import flags
 from llmscale.config.command_line import Need, flag, local_path, whole_number
 from llmscale.config.user_paths import check_output_file, check_task, write_output_file
 from llmscale.errors import ConfigError, DataError
+from llmscale.terminal.human_numbers import show_value
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -166,7 +167,6 @@ def _evaluate(source: ModelSource, request: Request) -> Evaluation:
 def result_lines(evaluation: Evaluation) -> Iterator[str]:
     """Yield a line per number, and below HellaSwag the numbers of published models of that size."""
     from llmscale.evaluate.evaluation import total_loss
-    from llmscale.evaluate.tasks import show_value
 
     source = evaluation.source
     size, active = source.shape.num_parameters, source.shape.active_parameters
@@ -195,8 +195,6 @@ def result_lines(evaluation: Evaluation) -> Iterator[str]:
 
 
 def _task_rows(task: TaskResult) -> Iterator[tuple[str, str, str, str]]:
-    from llmscale.evaluate.tasks import show_value
-
     for metric, value in task.values.items():
         text = show_value(value)
         if metric.partition(" ")[0] in _SHARES and task.num_items > 1:

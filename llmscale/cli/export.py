@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from llmscale.config.command_line import FlagParser
-    from llmscale.evaluate.adapted import Merged
     from llmscale.evaluate.export import ExportedModel
     from llmscale.evaluate.model_source import TrainedCheckpoint
+    from llmscale.evaluate.weights import Merged
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
@@ -47,22 +47,24 @@ def _run(args: argparse.Namespace) -> int:
     from llmscale.terminal.status_line import show_if_slow
 
     with show_if_slow("importing torch"):
-        from llmscale.evaluate.export import checkpoint_weights, describe_export, write_model
+        from llmscale.evaluate.export import describe_export, write_model
         from llmscale.evaluate.model_source import open_trained_checkpoint
+        from llmscale.evaluate.weights import open_stored
+        from llmscale.report.model_card import build_model_card
 
     with show_progress("Verifying the checkpoint", checkpoint.manifest.num_bytes) as verified:
         trained = open_trained_checkpoint(checkpoint.path, verified.add, given=args.data)
     model = describe_export(trained.shape, trained.published, args.dtype, args.shard_size)
     if trained.shape.lora_rank and not args.merge:
         return _export_adapters(args, model, trained)
-    weights = _merged(args, trained) if args.merge else checkpoint_weights(checkpoint.path, model)
+    weights = _merged(args, trained) if args.merge else open_stored(checkpoint.path, trained.shape, None)
     with show_progress("Writing weights", model.weight_bytes) as written:
         write_model(
             weights,
             model,
             trained.tokenizer,
             args.to,
-            card=_model_card(model, trained),
+            card=build_model_card(model, trained),
             overwrite=args.overwrite,
             progress=written.add,
             chat_template=trained.sets.chat_template,
@@ -76,7 +78,7 @@ def _run(args: argparse.Namespace) -> int:
 def _merged(args: argparse.Namespace, trained: TrainedCheckpoint) -> Merged:
     """Open the weights of a run with adapters. Raises ConfigError for another run, CheckpointError."""
     from llmscale.checkpoint.tensor_files import StoredWeights
-    from llmscale.evaluate.adapted import Merged
+    from llmscale.evaluate.weights import Merged
     from llmscale.terminal.progress import show_progress
 
     with show_progress("Verifying the base") as verified:
@@ -89,7 +91,7 @@ def _merged(args: argparse.Namespace, trained: TrainedCheckpoint) -> Merged:
 def _export_adapters(args: argparse.Namespace, model: ExportedModel, trained: TrainedCheckpoint) -> int:
     """Write the adapters alone. Raises ConfigError for flags of a model."""
     from llmscale.checkpoint.hf_write import CARD_MARK
-    from llmscale.evaluate.adapted import export_adapters
+    from llmscale.evaluate.export import export_adapters
     from llmscale.untrusted.terminal import make_visible_line
 
     if args.dtype != "fp32" or args.base is not None:
@@ -138,19 +140,3 @@ def _name_of_base(place: str) -> str:
         return name
     run, _, _ = name.rpartition(f"/{CHECKPOINTS_NAME}/")
     return (run or name).rstrip("/").rpartition("/")[2]
-
-
-def _model_card(model: ExportedModel, trained: TrainedCheckpoint) -> str:
-    from llmscale.report.model_card import CardFacts, build_model_card
-
-    facts = CardFacts(
-        model_type=model.family.model_type,
-        architecture=model.family.architecture,
-        dtype=model.dtype,
-        num_parameters=model.num_parameters,
-        shape=trained.shape,
-        checkpoint=trained.manifest,
-        config=trained.config,
-        data=trained.sets,
-    )
-    return build_model_card(facts, trained.folder)

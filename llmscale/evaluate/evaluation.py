@@ -61,15 +61,13 @@ def validation_loss(
 
     `progress` gets the sequences done since the last call.
     """
-    device, total, targets, count = next(model.parameters()).device, 0.0, 0.0, 0
+    device, totals = next(model.parameters()).device, torch.zeros(3, dtype=torch.float64)
     with torch.inference_mode():
         for batch in validation_batches(of.shards, RankLayout(0, (1,)), batch_size, of.num_samples):
-            tokens = batch.tokens.to(device)
-            total += float(model(tokens[:, :-1], tokens[:, 1:], **batch.counted(device))) * batch.weight
-            targets += batch.target_weight
-            count += batch.weight
+            totals += batch.sums(model, device)
             progress(batch.weight)
-    return ValidationLoss(of.name, total / targets, of.bytes_per_token, count)
+    total, targets, count = totals.tolist()
+    return ValidationLoss(of.name, total / targets, of.bytes_per_token, int(count))
 
 
 @dataclass(frozen=True)

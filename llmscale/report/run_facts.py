@@ -64,7 +64,8 @@ def load_facts(run: Path, history: RunHistory) -> RunFacts:
     total = resolved.get("total_steps")
     tokenizer = manifest.tokenizer if manifest else start.get("tokenizer")
     ratios = {name: split.bytes_per_token for name, split in splits.items()}
-    ratio = ratios.get("train") or _positive(start.get("bytes_per_token"))
+    recorded = as_number(start.get("bytes_per_token"))
+    ratio = ratios.get("train") or (recorded if recorded > 0 else None)
     return RunFacts(
         model=str(config.get("model") or ""),
         source=manifest.source if manifest else "",
@@ -90,6 +91,14 @@ def load_facts(run: Path, history: RunHistory) -> RunFacts:
     )
 
 
+def load_starts(run: Path) -> list[Record]:
+    """Return the records of a run's starts; none where they are missing or damaged."""
+    try:
+        return list(load_json_lines(run / STARTS_NAME))
+    except (OSError, LlmscaleError):
+        return []
+
+
 def show(value: object) -> str:
     """Format a value of a file as one line of bounded length, without folders of this machine."""
     text = publish_text(value if isinstance(value, str) else json.dumps(value))
@@ -105,11 +114,6 @@ def _load(path: Path) -> Mapping[str, object]:
 
 def _mapping(value: object) -> Mapping[str, object]:
     return value if isinstance(value, dict) else {}
-
-
-def _positive(value: object) -> float | None:
-    number = as_number(value)
-    return number if number > 0 else None
 
 
 def _parse_shape(values: object) -> GPTShape | None:
@@ -175,11 +179,7 @@ def _data_table(manifest: Manifest | None, data: object) -> Table:
 
 def _environment(run: Path) -> Table:
     """Describe the last start, and how many there were."""
-    starts: list[Record] = []
-    try:
-        starts.extend(load_json_lines(run / STARTS_NAME))
-    except (OSError, LlmscaleError):
-        return {}
+    starts = load_starts(run)
     if not starts:
         return {}
     hosts = sorted({show(start.get("host")) for start in starts[-_MOST_ENTRIES:]})

@@ -46,6 +46,11 @@ def format_quantity(value: float) -> str:
     return f"{value:.3g}"
 
 
+def show_value(value: float) -> str:
+    """Format a loss or another result with four digits after the point, or where it is huge four in all."""
+    return f"{value:.4f}" if abs(value) < 10_000 else f"{value:.4g}"
+
+
 def count_nouns(number: int, noun: str) -> str:
     """Return the number with its noun, such as `1 file` or `1,200 files`. `noun` is the singular."""
     return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -62,7 +62,8 @@ class Progress:
             if advanced > 0:
                 parts.append(f"{describe_duration(max(end - place, 0) * elapsed_s / advanced)} left")
             if self._on_terminal:
-                parts[0] = f"{_bar(fraction)} {parts[0]}"
+                filled = round(fraction * _BAR_WIDTH)
+                parts[0] = f"[{'#' * filled}{'-' * (_BAR_WIDTH - filled)}] {parts[0]}"
         self._print(f"{self._label}: {', '.join(parts)}")
 
     def say(self, line: str) -> None:
@@ -114,8 +115,3 @@ def describe_duration(seconds: float) -> str:
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60:02} min"
     return f"{minutes} min" if seconds >= 90 else f"{seconds:.0f} s"
-
-
-def _bar(fraction: float) -> str:
-    filled = round(fraction * _BAR_WIDTH)
-    return f"[{'#' * filled}{'-' * (_BAR_WIDTH - filled)}]"

@@ -26,7 +26,7 @@ from llmscale.terminal.status_line import REPEAT_S, StatusLine
 from llmscale.terminal.table import output_width, wrap_line
 from llmscale.training.inputs import as_plain
 from llmscale.training.live_run import Engine, RecentSteps, Run, RunIO, announce
-from llmscale.training.live_view import open_display
+from llmscale.training.live_view import open_view
 from llmscale.training.loss_spikes import RollbackRequest
 from llmscale.training.metrics import MetricsLog, Tracker, start_trackers
 from llmscale.training.publish_run import RunPublisher, find_unpublished, open_publisher
@@ -320,11 +320,12 @@ def _start_trackers(start: Start, world: World) -> tuple[Tracker, ...]:
 
 
 def _open_log(start: Start, meter: StepMeter, trackers: Sequence[Tracker], stop: StopRequest) -> MetricsLog:
-    """Open the log with its display, which is closed however the process ends."""
+    """Open the log with its view, which is closed however the process ends."""
     resolved, ranks = start.resolved, start.resolved.plan.ranks.world_size
     words = [start.config.run.name, start.config.model, f"ZeRO-{resolved.zero_stage}", resolved.precision]
     title = " · ".join([*words, f"{ranks} rank{'s' if ranks > 1 else ''}"])
-    display = open_display(title, resolved.total_steps, meter, plain=start.config.plain, variables=os.environ)
-    stop.before_sudden_end.append(display.close)
-    stop.before_early_end.insert(0, display.close)
-    return MetricsLog(start.config.run, start.resolved.total_steps, trackers, display)
+    view = open_view(title, resolved.total_steps, meter, plain=start.config.plain, variables=os.environ)
+    log = MetricsLog(start.config.run, resolved.total_steps, trackers, view)
+    stop.before_sudden_end.append(log.close_view)
+    stop.before_early_end.insert(0, log.close_view)
+    return log

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from llmscale.checkpoint.inventory import list_checkpoints, read_state
-from llmscale.checkpoint.load import load_full_weights
 from llmscale.checkpoint.manifest import find_damage, load_manifest
 from llmscale.checkpoint.run_state import load_run_state
 from llmscale.checkpoint.tensor_files import DTYPES, StoredWeights, find_elements
 from llmscale.cli.main import main
 from llmscale.errors import CheckpointError
+from tests.checkpoint.written import load_full_weights
 from tests.hostile_records import Record, set_at
 
 

@@ -19,12 +19,12 @@ from llmscale.checkpoint.load import (
     check_nothing_is_dropped,
     check_same_scalars,
     find_newest_good,
-    load_full_weights,
 )
 from llmscale.checkpoint.manifest import Checkpoint, History
 from llmscale.checkpoint.tensor_files import Fragment, fill_fragments, load_index
 from llmscale.engine.collectives import Disks
 from llmscale.errors import CheckpointError
+from tests.checkpoint.written import load_full_weights
 
 ONE_DISK = Disks((0,))
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmscale.checkpoint.load import load_full_weights
 from llmscale.checkpoint.tensor_files import StoredWeights
 from llmscale.errors import CheckpointError
-from tests.checkpoint.written import write_tensors
+from tests.checkpoint.written import load_full_weights, write_tensors
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 17])

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmscale.checkpoint.load import load_full_weights
 from llmscale.cli.main import main
 from llmscale.evaluate.model_source import open_model
 from scripts.bench.transformers_package import import_transformers
+from tests.checkpoint.written import load_full_weights
 from tests.conftest import run_ranks, words
 from tests.runs_in_turn import train_in_turn
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llmscale.checkpoint.inventory import find_checkpoint, list_checkpoints
-from llmscale.checkpoint.load import load_full_weights
+from tests.checkpoint.written import load_full_weights
 from tests.conftest import build_train_command, forget_after, read_losses, run_ranks, words
 
 FLAGS = words("--precision fp32 --steps 8 --save-every 2 --keep-last 9 --lr 1e-2")

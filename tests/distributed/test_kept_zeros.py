@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmscale.checkpoint.inventory import find_checkpoint
-from llmscale.checkpoint.load import load_full_weights
+from tests.checkpoint.written import load_full_weights
 from tests.conftest import build_train_command, read_losses, run_ranks, words
 from tests.published_models import CONFIGS, save_model
 

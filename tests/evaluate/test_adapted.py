@@ -18,9 +18,9 @@ from llmscale.checkpoint.peft_files import read_adapters
 from llmscale.config.run_arguments import parse_run_config
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer
 from llmscale.errors import CheckpointError, LlmscaleError
-from llmscale.evaluate.adapted import Merged, export_adapters
-from llmscale.evaluate.export import ExportedModel, write_model
+from llmscale.evaluate.export import ExportedModel, export_adapters, write_model
 from llmscale.evaluate.prune import ModelWeights
+from llmscale.evaluate.weights import Merged
 from llmscale.model.gpt import GPT
 from llmscale.training.inputs import read_inputs
 from scripts.bench.transformers_package import import_transformers

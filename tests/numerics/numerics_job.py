@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 
 from llmscale.engine.process_group import World, join_world
 from llmscale.numerics.block import read_case
-from llmscale.numerics.check import check_case, check_run
+from llmscale.numerics.check import check_run, compare_case
 from llmscale.numerics.links import LINKS, first_wrong
 from tests.numerics.honest import with_own_ds
 from tests.numerics.mutants import MUTANTS, planted
@@ -36,7 +36,7 @@ def check(job: dict, world: World, folder: Path) -> dict[str, object]:
             report = check_run(case, world, None)
             tries = {attempt.setting: attempt.verdict for attempt in report.tries}
             return {"mutant": job["mutant"], "setting": report.setting, "tries": tries}
-        findings = check_case(case, world).findings
+        _, findings = compare_case(case, world)
     first = first_wrong(findings)
     return {
         "flags": job["flags"],

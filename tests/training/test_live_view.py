@@ -117,13 +117,13 @@ def test_plain_lines_where_they_are_wanted(on_terminal: Callable[..., Terminal])
 
 @pytest.mark.parametrize("term", ["dumb", None])
 def test_a_terminal_that_cannot_draw_gets_lines(term: str | None) -> None:
-    code = "import os; from llmscale.training.live_view import open_display; " + (
-        "print(type(open_display('', 1, None, plain=False, variables=os.environ)).__name__)"
+    code = "import os; from llmscale.training.live_view import open_view; " + (
+        "print(open_view('', 1, None, plain=False, variables=os.environ))"
     )
     variables = {"TERM": term, "PYTHONPATH": str(REPOSITORY)}
     with Terminal([sys.executable, "-c", code], 100, 24, is_warm=True, **variables) as terminal:
         assert terminal.wait() == 0
-        assert terminal.text().strip() == "PlainLines"
+        assert terminal.text().strip() == "None"
 
 
 @pytest.fixture

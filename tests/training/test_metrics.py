@@ -20,36 +20,29 @@ from llmscale.errors import ConfigError
 from llmscale.report.data import build_report
 from llmscale.report.history import COLUMNS
 from llmscale.training import metrics
-from llmscale.training.metrics import FaultTolerantTracker, MetricsLog, Tracker, start_tensorboard, start_wandb
+from llmscale.training.metrics import MetricsLog, Tracker, start_tensorboard, start_wandb
 from llmscale.training.step_metrics import METRICS, StepMeter, format_duration, format_step
 from tests.conftest import HANG_S, read_losses
 from tests.training.made_metrics import make_metrics
 
 
-class Flaky(Tracker):
-    """Fails at steps 2 to 4, and at the end."""
+def test_what_fails_is_said_once_and_ends_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """At steps 2 to 4, and at the end."""
+    arrived: list[int] = []
 
-    name = "flaky"
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
+    def write(values: Mapping[str, float], step: int) -> None:
         if 2 <= step <= 4:
             raise RuntimeError("its server\nis gone")
-        self.steps.append(step)
+        arrived.append(step)
 
-    def finish(self) -> None:
+    def end() -> None:
         raise OSError(28, "No space left on device")
 
-
-def test_what_fails_is_said_once_and_ends_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    inner = Flaky()
-    tracker = FaultTolerantTracker(inner)
+    tracker = Tracker("flaky", write, end)
     for step in range(1, 7):
         tracker.log({"train/loss": 1.0}, step)
     tracker.finish()
-    assert inner.steps == [1, 5, 6]
+    assert arrived == [1, 5, 6]
     lines = capfd.readouterr().err.splitlines()
     assert [line.split(":")[1].split(". ")[0].strip() for line in lines] == [
         "flaky failed at step 2",
@@ -140,7 +133,7 @@ def test_variables_of_wandb_count_unless_a_flag_says_otherwise(
 
     def init(**words: object) -> SimpleNamespace:
         given.update(words)
-        return SimpleNamespace(id="id")
+        return SimpleNamespace(id="id", finish=None)
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR"):
@@ -207,20 +200,6 @@ def test_without_an_account_the_error_says_what_to_do(monkeypatch: pytest.Monkey
     assert "No API key configured. Use `wandb login` to log in." in str(raised.value)
     assert "WANDB_MODE=offline" in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-class Memory(Tracker):
-    name = "memory"
-
-    def __init__(self) -> None:
-        self.logged: list[tuple[dict, int]] = []
-        self.finished = False
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self.logged.append((dict(values), step))
-
-    def finish(self) -> None:
-        self.finished = True
 
 
 def read(folder: Path) -> list[dict]:
@@ -311,17 +290,19 @@ def test_a_second_start_appends_and_a_torn_line_does_not_swallow_the_next_record
 
 
 def test_trackers_get_the_same_numbers_at_the_same_step(tmp_path: Path) -> None:
-    run = Memory()
-    log = MetricsLog(tmp_path, 100, [run])
+    logged: list[tuple[dict, int]] = []
+    ends: list[bool] = []
+    tracker = Tracker("memory", lambda values, step: logged.append((dict(values), step)), lambda: ends.append(True))
+    log = MetricsLog(tmp_path, 100, [tracker])
     log.log_step(make_metrics(loss_by_set={"web": 3.0}))
     log.log_validation(20, 2.5, 64, samples="64 sequences")
     log.close()
-    (train, train_step), (validation, validation_step) = run.logged
+    (train, train_step), (validation, validation_step) = logged
     assert (train["train/loss"], train["train/tokens_seen"], train_step) == (3.14159, 163_840, 20)
     assert train["train/loss_by_set/web"] == 3.0
     assert "train/loss_scale" not in train, "what is unknown is left out"
     assert (validation, validation_step) == ({"validation/loss": 2.5}, 20)
-    assert run.finished
+    assert ends == [True]
 
 
 @pytest.fixture

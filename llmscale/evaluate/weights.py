@@ -1,10 +1,9 @@
-"""Weights of a run with adapters: its base's from where they are, alone or merged, and its adapters for peft."""
+"""Weights to evaluate or to export: a checkpoint's, a published model's, adapters with their base, a merged model's."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -12,26 +11,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llmscale.architecture.families.family import Family, HFTensor
-from llmscale.architecture.layers import ADAPTERS
+from llmscale.architecture.layers import ADAPTERS, is_adapter
 from llmscale.architecture.shape import GPTShape
-from llmscale.checkpoint.hf_read import TensorSlice, fill_view, find_weights_files, list_tensors, match_tensors
-from llmscale.checkpoint.hf_write import (
-    ADAPTER_CONFIG_NAME,
-    ADAPTER_WEIGHTS_NAME,
-    CARD_NAME,
-    check_space,
-    tensor_bytes,
-    write_file,
-)
+from llmscale.checkpoint.hf_read import WeightsFiles, fill_view, find_weights_files, list_tensors, match_tensors
 from llmscale.checkpoint.initial_weights import check_base, checksum_of, explain_missing, open_base
-from llmscale.checkpoint.peft_files import describe_adapters, peft_tensors
 from llmscale.checkpoint.run_state import SavedRun
 from llmscale.checkpoint.tensor_files import StoredWeights
-from llmscale.config.hf_model import read_published_model
-from llmscale.data.prepare.output_folder import new_folder
+from llmscale.config.hf_model import PublishedModel, read_published_model
 from llmscale.engine.zero_layout import ShardView
-from llmscale.errors import CheckpointError, ConfigError, LlmscaleError
+from llmscale.errors import CheckpointError, LlmscaleError
 
 
 class Weights(Protocol):
@@ -41,16 +29,55 @@ class Weights(Protocol):
         """Return `elements` of a parameter from its element `start` on, in fp32."""
 
 
-class _Published:
-    """Weights of a published model."""
+class Published:
+    """Weights of a published model. Raises CheckpointError for files that do not fit its config.json."""
 
-    def __init__(self, pieces: Mapping[str, tuple[TensorSlice, ...]]) -> None:
-        self._pieces = pieces
+    def __init__(self, model: PublishedModel, files: WeightsFiles) -> None:
+        self._pieces = match_tensors(list_tensors(files), model.tensors, model.source, model.architecture)
 
     def read(self, name: str, start: int, elements: int) -> Tensor:
         local = torch.empty(elements)
         fill_view(ShardView(local, start, start + elements), self._pieces[name])
         return local
+
+
+class _WithAdapters:
+    """Weights of a checkpoint with adapters; its base has the others."""
+
+    def __init__(self, base: Weights, stored: StoredWeights) -> None:
+        self._base, self._stored, self._own = base, stored, frozenset(stored.sizes)
+
+    def read(self, name: str, start: int, elements: int) -> Tensor:
+        return (self._stored if name in self._own else self._base).read(name, start, elements)
+
+
+def open_stored(folder: Path, shape: GPTShape, base: Weights | None) -> Weights:
+    """Open the weights of a verified checkpoint, and of the base beside its adapters.
+
+    Raises CheckpointError for tensors of another model.
+    """
+    stored = StoredWeights(folder)
+    frozen = [] if base is None else [tensor for tensor in shape.tensors.all if not is_adapter(tensor.name)]
+    _check_same_model(stored.sizes | {tensor.name: tensor.elements for tensor in frozen}, shape, folder)
+    return stored if base is None else _WithAdapters(base, stored)
+
+
+def _check_same_model(sizes: Mapping[str, int], shape: GPTShape, folder: Path) -> None:
+    """Raise CheckpointError unless a checkpoint's tensors, their elements by name, are exactly those of a shape."""
+    own = {tensor.name: tensor.elements for tensor in shape.tensors.all}
+    if shape.router_bias:  # a buffer
+        sparse = filter(shape.is_sparse, range(shape.n_layer))
+        own |= {f"blocks.{block}.mlp.router.bias": shape.num_experts for block in sparse}
+    for name in sorted(own.keys() ^ sizes.keys()):
+        what = "lacks" if name in own else "holds"
+        raise CheckpointError(
+            f"{folder} {what} '{name[:200]}': its tensors and its configuration are of different models."
+        )
+    for name, elements in own.items():
+        if sizes[name] != elements:
+            raise CheckpointError(
+                f"{folder}: '{name}' has {sizes[name]:,} elements, and its configuration requires {elements:,}."
+            )
 
 
 class Merged:
@@ -100,36 +127,8 @@ def open_base_weights(saved: SavedRun, place: str | None, progress: Callable[[in
             if published.folder is None:
                 raise CheckpointError(f"{place} is not on this machine. Download it.")
             listed = find_weights_files(published.folder)
-            tensors = list_tensors(listed)
-            weights, files = _Published(match_tensors(tensors, published.tensors, published.source)), listed.files
+            weights, files = Published(published, listed), listed.files
     except LlmscaleError as error:
         raise explain_missing(place, saved.path, error, "--base") from None
     check_base(replace(base, checksum=checksum_of(base, files)), saved)
     return weights
-
-
-def export_adapters(
-    checkpoint: Path, shape: GPTShape, family: Family, base: str, out: Path, *, card: str, overwrite: bool
-) -> int:
-    """Write a checkpoint's adapters to `out` for peft, in fp32, all of it or nothing; return their bytes.
-
-    Raises CheckpointError, DataError and MachineError as `write_model` does.
-    """
-    stored = StoredWeights(checkpoint)
-    tensors = [tensor for pair in peft_tensors(shape, family) for tensor in pair]
-    num_bytes = sum(tensor_bytes(tensor, "fp32") for tensor in tensors)
-    check_space(out, num_bytes)
-
-    def read(tensor: HFTensor) -> Iterator[Tensor]:
-        part = stored.read(tensor.parameter, tensor.first_row * tensor.shape[1], math.prod(tensor.shape))
-        if not part.isfinite().all():
-            raise ConfigError(f"'{tensor.name}' holds NaN or infinity: training diverged. Name another checkpoint.")
-        yield part
-
-    with new_folder(out, replace=overwrite) as folder:
-        write_file(folder / ADAPTER_WEIGHTS_NAME, tensors, "fp32", read, lambda written: None)
-        (folder / CARD_NAME).write_text(card, encoding="utf-8")
-        config = describe_adapters(shape, family, base)
-        # Last, because a folder without it cannot be loaded.
-        (folder / ADAPTER_CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    return num_bytes
