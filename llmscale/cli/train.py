@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from llmscale.cluster.launch.ranks import (
     LocalRanks,
     count_cpus,
-    find_port,
     list_gpus,
     rank_command,
     rank_environment,
@@ -24,6 +23,7 @@ from llmscale.cluster.remote import PACKAGE
 from llmscale.config.command_line import FlagParser, whole_number
 from llmscale.config.run_arguments import parse_run_config
 from llmscale.engine.launcher_variables import check_is_only_copy, read_launcher_variables
+from llmscale.engine.network import find_port
 from llmscale.error_handling import make_output_resilient
 from llmscale.errors import ConfigError
 from llmscale.limits import MAX_GPUS_PER_NODE
@@ -32,7 +32,7 @@ from llmscale.terminal.human_numbers import count_nouns
 from llmscale.terminal.status_line import show_status
 from llmscale.training.inputs import announce_after_s, with_prepared_text
 from llmscale.training.start import check_space, lines_at_end, prepare_start
-from llmscale.training.stop_request import STOP_SIGNALS
+from llmscale.training.stop_request import stop_signals
 from llmscale.untrusted.interpreter import code_command
 from llmscale.untrusted.terminal import print_visible
 
@@ -95,16 +95,12 @@ def _ending_at_signals() -> Iterator[None]:
         _show(f"stopped by {signal.Signals(number).name} before the ranks were started")
         raise SystemExit(0)
 
-    before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP)}
-    # nohup makes SIGHUP ignored.
-    heard = [number for number in before if number != signal.SIGHUP or before[number] is not signal.SIG_IGN]
-    for number in heard:
-        signal.signal(number, end)
+    before = {number: signal.signal(number, end) for number in stop_signals()}
     try:
         yield
     finally:
-        for number in heard:
-            signal.signal(number, before[number])
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _parser() -> FlagParser:

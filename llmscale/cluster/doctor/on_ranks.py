@@ -23,9 +23,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from llmscale.cluster.doctor.report import CheckRow, HostReport, format_by_host, format_hosts, green, red, yellow
-from llmscale.cluster.launch.ranks import LocalRanks, count_cpus, find_port, rank_environment
+from llmscale.cluster.launch.ranks import LocalRanks, count_cpus, rank_environment
 from llmscale.cluster.remote import ask_hosts, print_answer, read_request
-from llmscale.engine.network import set_network_interface
+from llmscale.engine.network import find_port, set_network_interface
 from llmscale.errors import ConfigError, LlmscaleError, MachineError
 from llmscale.numerics.report import LAST, ONE_RANK, Report, Try
 from llmscale.untrusted.interpreter import module_command

@@ -25,7 +25,6 @@ from llmscale.cluster.launch.ranks import (
     LocalRanks,
     count_cpus,
     descendants,
-    find_port,
     kill_descendants,
     process_state,
     rank_command,
@@ -33,7 +32,7 @@ from llmscale.cluster.launch.ranks import (
     remove_stale_locks,
 )
 from llmscale.cluster.remote import take_place
-from llmscale.engine.network import source_address
+from llmscale.engine.network import find_port, source_address
 from llmscale.untrusted.paths import open_own
 
 #: Begins every message to the launcher: a login shell may print a greeting into the same stream.

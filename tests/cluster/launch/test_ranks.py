@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,9 +18,7 @@ from llmscale.cluster.launch.ranks import (
     bind_ranks,
     descendants,
     divide_cpus,
-    find_port,
     gpu_nodes,
-    is_free,
     kill_descendants,
     process_state,
     rank_environment,
@@ -254,13 +251,6 @@ def test_what_a_rank_leaves_behind_is_ended(start: Callable) -> None:
     assert parent.returncode == 0
     for line in output.splitlines():
         assert not Path(f"/proc/{line.split()[1]}").exists()
-
-
-def test_a_free_port() -> None:
-    port = find_port()
-    assert is_free(port)
-    with socket.create_server(("127.0.0.1", port)):
-        assert not is_free(port)
 
 
 def test_a_tree_is_ended_by_its_numbers() -> None:
