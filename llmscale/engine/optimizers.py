@@ -145,16 +145,6 @@ def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> None:
 
 
 @dataclass(frozen=True)
-class WholeMatrix:
-    """A matrix of which this rank holds every element."""
-
-    offset: int
-    """First element in the flat tensor."""
-    rows: int
-    columns: int
-
-
-@dataclass(frozen=True)
 class ExchangeRound:
     """Cut matrices that are gathered at the same time, at most one per rank."""
 
@@ -172,7 +162,8 @@ class ExchangeRound:
 class MatrixPlan:
     """Matrices of one flat tensor: held by this rank alone, or exchanged."""
 
-    here: tuple[WholeMatrix, ...]
+    here: tuple[tuple[int, Matrix], ...]
+    """(first element in the flat tensor, matrix) of those that this rank holds completely."""
     rounds: tuple[ExchangeRound, ...]
     group: dist.ProcessGroup | None
     """Ranks that the tensor is cut among; None for all of them."""
@@ -254,8 +245,8 @@ class Muon(torch.optim.AdamW):
 
     def _orthogonalise(self, update: Tensor, plan: MatrixPlan) -> None:
         """Orthogonalise all matrices of a flat update in place; offloaded ones on the GPU, one at a time."""
-        for here in plan.here:
-            own = update.narrow(0, here.offset, here.rows * here.columns).view(here.rows, here.columns)
+        for offset, matrix in plan.here:
+            own = update.narrow(0, offset, matrix.elements).view(matrix.rows, matrix.columns)
             if own.device == self._device:
                 orthogonalise(own, self.dtype)
             else:
@@ -286,7 +277,7 @@ class Muon(torch.optim.AdamW):
 def _plan_matrices(matrices: list[tuple[int, Matrix]], group: dist.ProcessGroup | None) -> MatrixPlan:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     here = [
-        WholeMatrix(offset, matrix.rows, matrix.columns)
+        (offset, matrix)
         for offset, matrix in matrices
         if not matrix.is_cut and (not matrix.parts or matrix.parts[0].rank == rank)
     ]
