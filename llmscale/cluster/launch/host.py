@@ -23,7 +23,6 @@ from typing import Any
 from llmscale.cluster.launch.ranks import (
     RANK_SIGNALS,
     LocalRanks,
-    count_cpus,
     descendants,
     kill_descendants,
     process_state,
@@ -146,9 +145,6 @@ def connection_ends() -> tuple[str | None, str | None]:
 def _run_ranks(launcher: Launcher, order: Mapping[str, Any]) -> None:
     """Start the ranks, and wait until they and their output have ended."""
     ranks = order["ranks"]
-    environments = rank_environment(os.environ, len(ranks), int(order["variables"]["MASTER_PORT"]), count_cpus())
-    for rank, environment in zip(ranks, environments, strict=True):
-        environment.update(order["variables"], RANK=str(rank))
     outputs, (reading, reports) = [os.pipe() for _ in ranks], os.pipe()
     os.set_blocking(reports, False)
     logs = [RankLog(Path(order["logs"]) / f"rank-{rank:05d}.log") for rank in ranks]
@@ -160,7 +156,7 @@ def _run_ranks(launcher: Launcher, order: Mapping[str, Any]) -> None:
     began_s = time.time()
     LocalRanks(
         rank_command(Path(order["script"]), order["arguments"]),
-        environments,
+        rank_environment(os.environ, ranks, order["variables"]),
         show=lambda line: print(line, file=sys.stderr, flush=True),
         outputs=[output for _, output in outputs],
         reports=reports,

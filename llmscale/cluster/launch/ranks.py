@@ -30,6 +30,7 @@ from llmscale.training.stop_request import (
     stop_signals,
 )
 from llmscale.training.watchdog import REPORTS_VARIABLE, STACKS_SIGNAL
+from llmscale.untrusted.interpreter import code_command
 from llmscale.untrusted.paths import in_home
 
 # ---------------------------------------------------------------- processes by number, from /proc
@@ -95,6 +96,10 @@ def visible_gpus(variables: Mapping[str, str]) -> list[str] | None:
     return names
 
 
+#: Time limit of torch's import and its look at the GPUs.
+_TORCH_S = 300.0
+
+
 @dataclass(frozen=True)
 class Gpu:
     """One GPU, as nvidia-smi describes it. Sizes in bytes."""
@@ -119,6 +124,20 @@ def list_gpus(timeout_s: float = 30.0) -> tuple[list[Gpu], str | None]:
         Gpu(int(index), name, _mebibytes(total), _mebibytes(used), driver)
         for index, name, total, used, driver in (row for row in rows if len(row) == fields.count(",") + 1)
     ], None
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs that ranks on this host may use: those in CUDA_VISIBLE_DEVICES, else all."""
+    visible = visible_gpus(os.environ)
+    if visible is not None:
+        return len(visible)
+    if gpus := list_gpus()[0]:
+        return len(gpus)
+    if not os.path.exists("/dev/kfd"):
+        return 0
+    # AMD's are counted by torch, in another process.
+    done = run_command(code_command("import torch; print(torch.cuda.device_count())"), _TORCH_S)
+    return int(done.stdout) if done.stdout.strip().isdecimal() else 0
 
 
 def _mebibytes(text: str) -> int:
@@ -266,26 +285,29 @@ _TICK_S = 0.5
 RANK_SIGNALS = frozenset({*STOP_SIGNALS, STACKS_SIGNAL, signal.SIGCHLD})
 
 
-def rank_environment(variables: Mapping[str, str], num_ranks: int, port: int, num_cpus: int) -> list[dict[str, str]]:
-    """Return each rank's variables: those of DeepSpeed's launcher, and threads so that ranks share `num_cpus` cores."""
-    gpus = visible_gpus(variables)
+def rank_environment(
+    variables: Mapping[str, str], ranks: Sequence[int], meeting: Mapping[str, str]
+) -> list[dict[str, str]]:
+    """Return the variables of this host's ranks: those of DeepSpeed's launcher, and threads that share its cores.
+
+    `meeting` has MASTER_ADDR, MASTER_PORT and WORLD_SIZE; on several hosts CROSS_RANK and CROSS_SIZE, too.
+    """
+    gpus, count = visible_gpus(variables), len(ranks)
     shared = {
         **variables,
         "PYTHONPATH": search_path(variables.get("PYTHONPATH")),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "LOCAL_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
         "CROSS_RANK": "0",
         "CROSS_SIZE": "1",
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(num_ranks)) if gpus is None else gpus[:num_ranks]),
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)) if gpus is None else gpus[:count]),
         LAUNCHER_VARIABLE: str(os.getpid()),
+        **meeting,
     }
-    if num_ranks > 1:
+    if count > 1:
         # torch would give every rank all cores.
-        shared.setdefault("OMP_NUM_THREADS", str(max(1, num_cpus // num_ranks)))
-    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+        shared.setdefault("OMP_NUM_THREADS", str(max(1, count_cpus() // count)))
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(local)} for local, rank in enumerate(ranks)]
 
 
 def rank_command(script: Path, arguments: Sequence[str]) -> list[str]:
