@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from llmscale import limits
 from llmscale.cluster.hosts import LAUNCHERS, Host, host_command_by, parse_hostfile, slurm_hosts
-from llmscale.cluster.launch.ranks import list_gpus
+from llmscale.cluster.launch.ranks import count_gpus
 from llmscale.cluster.launch.supervisor import LaunchOptions, Supervisor
 from llmscale.cluster.remote import PACKAGE, deepspeed_env_files, gather_environment
 from llmscale.config.command_line import FlagParser, Need, flag, local_path, nonblank, number, whole_number
@@ -107,7 +107,7 @@ def _hosts(args: argparse.Namespace, launcher: str) -> tuple[Host, ...]:
         return parse_hostfile(args.hostfile)
     if launcher == "slurm":
         return slurm_hosts(os.environ, args.slots)
-    return (Host("localhost", args.slots or len(list_gpus()[0]) or 1),)
+    return (Host("localhost", args.slots or count_gpus() or 1),)
 
 
 def _warn_of_keys(settings: Sequence[str]) -> None:

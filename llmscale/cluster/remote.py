@@ -156,7 +156,7 @@ def ask_hosts(module: str, requests: Mapping[str, Mapping[str, object]], timeout
 
     def ask(host: str) -> Finished:
         message = json.dumps({**here, "request": requests[host]})
-        return _run(command_for(host, module_argv(module)), message, timeout_s)
+        return run_command(command_for(host, module_argv(module)), timeout_s, message)
 
     with ThreadPoolExecutor(FAN_OUT) as pool:
         return dict(zip(requests, pool.map(ask, requests), strict=True))
@@ -217,7 +217,7 @@ def module_argv(module: str) -> list[str]:
     return ["env", f"PYTHONPATH={search_path(os.environ.get('PYTHONPATH'))}", *module_command(module)]
 
 
-def _run(command: Sequence[str], message: str, timeout_s: float) -> Finished:
+def run_command(command: Sequence[str], timeout_s: float, message: str = "") -> Finished:
     """Run a command with a message on its stdin, and end it with its children when it takes too long."""
     pipe = subprocess.PIPE
     try:
@@ -230,8 +230,7 @@ def _run(command: Sequence[str], message: str, timeout_s: float) -> Finished:
         stdout, stderr = process.communicate(message, timeout=timeout_s)
         code = process.returncode
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
         stdout, stderr = process.communicate()
         code = TIMED_OUT
     return Finished(code, stdout, stderr, timeout_s)

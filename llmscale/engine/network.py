@@ -99,3 +99,26 @@ def interface_addresses() -> list[tuple[str, str]]:
     """Return name and address of every interface with an IPv4 address."""
     listed = psutil.net_if_addrs().items()
     return [(name, one.address) for name, addresses in listed for one in addresses if one.family == socket.AF_INET]
+
+
+def find_port() -> int:
+    """Return a TCP port of this host that nobody listens at, on any address.
+
+    Another program may still take it before the ranks do: they fail at once, and the next attempt asks again.
+    """
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_free(port: int) -> bool:
+    """Return whether a server could listen on `port` of all addresses, as torch's store does."""
+    with socket.socket() as probe:
+        # torch sets it too: connections that linger from an earlier attempt do not block the port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen(1)
+        except (OSError, OverflowError):
+            return False
+        return True

@@ -40,7 +40,7 @@ from llmscale.cluster.doctor.report import (
     worst,
     yellow,
 )
-from llmscale.cluster.launch.ranks import find_port, is_free, list_gpus
+from llmscale.cluster.launch.ranks import list_gpus
 from llmscale.cluster.remote import (
     SSH_FAILED,
     TIMED_OUT,
@@ -59,6 +59,7 @@ from llmscale.config.run_arguments import parse_run_config
 from llmscale.config.run_config import RunConfig
 from llmscale.data.mixture import open_training_sets
 from llmscale.data.shards.verify_shards import check_files
+from llmscale.engine.network import find_port, is_free
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.memory.breakdown import describe_breakdown, format_size
 from llmscale.planning.recommend import find_smallest_change

@@ -16,7 +16,7 @@ from typing import Any
 
 from llmscale.cluster.hosts import Host
 from llmscale.cluster.launch.host import MARK
-from llmscale.training.stop_request import PEER_GONE, signal_name
+from llmscale.training.stop_request import signal_name
 from llmscale.training.watchdog import HUNG_STATUS
 
 #: train.py's exit status for an error that the user must repair: another attempt would end the same way.
@@ -54,8 +54,8 @@ class RankState:
     pid: int = 0
     phase: str = "starting"
     step: int | None = None
-    failure: str | None = None
-    """Error that the rank reported."""
+    lost_peer: bool = False
+    """True if the rank failed because another one ended, or does not answer."""
     code: int | None = None
     """Return code; negative for a signal, None while the rank runs."""
     is_stopped: bool = False
@@ -73,7 +73,7 @@ class RankState:
             return 1
         if self.code == HUNG_STATUS:
             return 2
-        return 3 + any(part in (self.failure or "").lower() for part in PEER_GONE)
+        return 3 + self.lost_peer
 
 
 def classify(failed: Sequence[RankState], states: Sequence[RankState]) -> Outcome:
@@ -167,8 +167,7 @@ class HostConnection:
         """Kill what is left of the connection. Return whether the ranks of the host are surely gone."""
         self.hang_up()
         if not self.closed:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGKILL)
         # Ranks are killed with a process of this machine that started them.
         return self._process.wait() <= 0 and self.closed
 
@@ -323,11 +322,11 @@ class AttemptRun:
             state.code = message["code"]
         else:
             self._note_report(state, message)
-        if (state.code or "failure" in message) and state not in self._failed:
+        if (state.code or state.phase == "failed") and state not in self._failed:
             self._failed.append(state)
 
     def _note_report(self, state: RankState, report: Mapping[str, Any]) -> None:
-        state.pid, state.phase, state.failure = report["pid"], report["phase"], report.get("failure", state.failure)
+        state.pid, state.phase, state.lost_peer = report["pid"], report["phase"], report["lost_peer"]
         if report["step"] is not None and report["phase"] == "training" and state.step is None:
             self.first_step = min(report["step"], self.first_step or report["step"])
             self.training_since_s = self.training_since_s or time.monotonic()

@@ -128,7 +128,12 @@ def test_no_nvidia_smi_is_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_names_that_lead_nowhere(address: str | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_resolve", lambda name: address)
+    def resolve(_: str) -> str:
+        if address is None:
+            raise OSError
+        return address
+
+    monkeypatch.setattr(socket, "gethostbyname", resolve)
     (row,) = reds(check_network(ProbeRequest(hosts={"node-0": 1, "node-1": 1}, host="node-0", port=0)))
     assert message in row.found
 

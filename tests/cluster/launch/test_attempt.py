@@ -14,20 +14,20 @@ from llmscale.cluster.launch.attempt import AttemptRun, HostConnection, Outcome,
 from llmscale.training.watchdog import HUNG_STATUS
 
 
-def ended(rank: int, code: int, failure: str | None = None, step: int | None = 7) -> RankState:
-    return RankState(rank, f"n{rank}", 100 + rank, "training", step, failure, code)
+def ended(rank: int, code: int, lost_peer: bool = False, step: int | None = 7) -> RankState:
+    return RankState(rank, f"n{rank}", 100 + rank, "training", step, lost_peer, code)
 
 
 @pytest.mark.parametrize(
     ("failed", "end", "rank", "reason"),
     [
         ([ended(0, 1), ended(1, 1)], "failed", 0, "rank 0 on n0 ended with status 1"),
-        ([ended(0, 1, "x: Connection closed by peer"), ended(1, 1)], "failed", 1, "rank 1 on n1 ended with status 1"),
-        ([ended(0, 1, "reset by peer")], "failed", 0, "rank 0 on n0 ended with status 1"),
+        ([ended(0, 1, lost_peer=True), ended(1, 1)], "failed", 1, "rank 1 on n1 ended with status 1"),
+        ([ended(0, 1, lost_peer=True)], "failed", 0, "rank 0 on n0 ended with status 1"),
         ([ended(0, 1), ended(1, -9)], "failed", 1, "rank 1 on n1 was killed by SIGKILL"),
         ([ended(0, -99)], "failed", 0, "rank 0 on n0 was killed by signal 99"),
         ([ended(0, -9), ended(1, 2)], "user error", 1, "rank 1 on n1 refused"),
-        ([ended(0, 1, "Broken pipe"), ended(1, 1), ended(2, HUNG_STATUS)], "hung", None, "no progress after step 7; "),
+        ([ended(0, 1, lost_peer=True), ended(1, 1), ended(2, HUNG_STATUS)], "hung", None, "no progress after step 7; "),
         ([ended(0, HUNG_STATUS, step=None)], "hung", None, "no progress after the start; "),
     ],
 )
