@@ -126,7 +126,10 @@ NUMBERS = [
         (f"llmscale sample adir x --{flag} {value}", rf"--{flag}: .*not '{value}'")
         for flag, value in (
             ("top-k", "0"),
-            ("temperature", "nan"),
+            ("top-k", "2.5"),
+            ("top-p", "0"),
+            ("temperature", "inf"),
+            ("max-new-tokens", "-1"),
             ("batch-size", "1025"),
         )
     ],
@@ -146,7 +149,7 @@ NUMBERS = [
     ],
     *[
         (f"llmscale train --nproc-per-node {value}", rf"argument --nproc-per-node: must be a whole .*not '{value}'")
-        for value in ("0", "٣")
+        for value in ("0", "1.5", "٣")
     ],
     ("llmscale train --num-gpus", r"--num-gpus: must be a whole number .*not ''"),
     ("llmscale train --data set --lr 1e308", r"lr = '1e308'"),
@@ -190,7 +193,10 @@ PATHS = [
     (f"{ESTIMATE} --plot ''", r"--plot: must not be empty, not ''"),
     (f"{ESTIMATE} --plot adir", r"--plot adir is a folder; name a file"),
     (f"{ESTIMATE} --plot no/such/x.png", r"--plot no/such/x.png: the folder no/such does not exist"),
+    (f"{ESTIMATE} --plot empty/x.png", r"empty is a file; name a folder"),
+    (f"{ESTIMATE} --plot loop/x.png", r"loop is a symbolic link to nothing; name a folder"),
     (f"{ESTIMATE} --plot zero", r"--plot zero is a device; name a file"),
+    (f"{ESTIMATE} --plot x.nonsense", r"'\.nonsense' is not legal\. Legal: \.png"),
     (f"{ESTIMATE} --emit ''", r"--emit: must not be empty"),
     (f"{ESTIMATE} --emit adir", r"--emit adir is a folder"),
     (f"{ESTIMATE} --emit empty", r"--emit empty exists already.*--force"),
@@ -269,6 +275,15 @@ DATA = [
         r"--glob 'json/\*' selects files of a folder",
     ),
     (f"{PREPARE} --input texts --out empty/x", r"--out empty/x: empty is a file; name a folder"),
+    (f"{PREPARE} --input texts --out loop", r"loop is a symbolic link to nothing; name a folder"),
+    (f"{PREPARE} --input texts --out o --train-on all", r"--chat"),
+    (f"{PREPARE} --input texts --out o --chat --packing stream", r"Legal: best-fit and pad"),
+    (f"{PREPARE} --input texts --out o --packing pad", r"pad needs --chat"),
+    (
+        f"{PREPARE} --input texts --out o --chat --chat-template missing.jinja",
+        r"--chat-template missing\.jinja cannot be read",
+    ),
+    (f"{PREPARE} --input plain.jsonl --out o --chat", r"no field 'messages'"),
     (f"{PREPARE} --input texts --out x/y/z --seq-len 100000", r"--seq-len is given twice: 16 and 100000"),
     ("llmscale data train-tokenizer --input texts --out texts/tok --vocab-size 260", r"are inside one another"),
     (
@@ -300,6 +315,36 @@ DATA = [
             ("hf:../models/slow", r"Tokenizer 'hf:\.\./models/slow' is neither gpt2, bytes"),
         )
     ],
+    (
+        f"{PREPARE[:22]} --input texts --out o --tokenizer characters --eot-token '<end>'",
+        r"with --tokenizer characters documents end with <\|endoftext\|>",
+    ),
+    *[
+        (f"llmscale data clean --input texts --out o {flags}", expected)
+        for flags, expected in (
+            ("--steps exact,neer", r"unknown step 'neer'. Did you mean 'near'\? Legal: exact, language"),
+            ("--steps exact,exact", r"names a step twice"),
+            ("--steps ,", r"names no step"),
+            ("--steps language", r"needs --languages"),
+            ("--steps decontaminate", r"needs --decontaminate"),
+            ("--steps exact --languages en", r"leaves out language"),
+            ("--languages xy", r"xy is not known"),
+            ("--bands 200", r"--bands 200 of --permutations 128"),
+            ("--decontaminate nowhere.txt", r"nowhere\.txt cannot be read"),
+            ("--decontaminate plain.jsonl --steps decontaminate,exact", r"must be the last"),
+            ("--tokenizer characters", r"'characters' is made from a text by `llmscale data prepare`"),
+            ("--tokenizer byte", r"Tokenizer 'byte' is neither .* Did you mean 'bytes'"),
+            ("--eot-token '<end>'", r"--eot-token needs --tokenizer NAME"),
+            ("--tasks 3", r"--tasks needs --executor ray"),
+            ("--executor-options x.yaml", r"--executor-options needs --executor ray"),
+            ("--executor slurm", r"`sbatch --nodes N scripts/slurm/clean\.sbatch --input"),
+        )
+    ],
+    (
+        "llmscale data clean --input - --out o --executor ray",
+        r"other machines cannot read this one's standard input",
+    ),
+    ("llmscale data clean --input texts --out texts/o", r"are inside one another"),
     (
         f"HF_HUB_OFFLINE=1 {PREPARE[:22]} --input texts --out o --tokenizer models/none",
         r"models/none is not a file or folder here, is not in the Hugging Face cache, .*HF_HUB_OFFLINE is set",
@@ -341,8 +386,6 @@ SUGGESTIONS = [
             ("gradient_checkpointing", "activation-checkpointing"),
         )
     ],
-    ("train --epochs 5", "unknown argument '--epochs'. Did you mean '--steps' or '--tokens'"),
-    ("train --batch-size 5", "'--batch-size'. Did you mean '--micro-batch-size' or '--global-batch-size'"),
     ("llmscale train --nproc 2", r"unknown argument '--nproc'\. Did you mean '--nproc-per-node'\?"),
     ("llmscale train --learning_rate 1", r"unknown argument '--learning-rate'\. Did you mean '--lr'\?"),
     (f"{PREPARE} --input texts --out o --noshuffle", r"Did you mean '--no-shuffle'\?"),
@@ -358,6 +401,8 @@ SUGGESTIONS = [
     ("llmscale estimate --model gpt2-1.5b --gpu 'NVIDIA A100-SXM4-80GB'", r"Did you mean 'a100-80gb'\?"),
     ("llmscale estimate --model gpt2-1.5b --gpu A100", r"Did you mean 'a100-"),
     (f"{ESTIMATE} --num_layers 5", r"Did you mean '--n-layer'\?"),
+    ("llmscale completion bsh", r"Did you mean 'bash'\? Legal: bash, zsh, fish\."),
+    ("llmscale data", r"the following arguments are required: "),
     ("llmscale Estimate", r"'Estimate' is not known\. Did you mean 'estimate'\?"),
     ("llmscale generate", r"Did you mean 'sample'\?"),
     ("llmscale convert", r"Did you mean 'export'\?"),
@@ -527,6 +572,7 @@ RUNS = [
     ("SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=0 llmscale train --data set --run r", r"Start one, with `srun --ntasks=1`"),
 ]
 
+_GPT2 = "--model gpt2-124m --tokens 10B"
 _MACHINES = "--gpu a100-40gb --num-gpus 8"
 PLANS = [
     *[
@@ -571,6 +617,19 @@ PLANS = [
             ("--flops 1e21 --mfu 0.4", r"--mfu needs --gpu NAME"),
             ("--flops 1e21 --inference-mfu 0.4 --gpu t4", r"--inference-mfu needs --inference-tokens"),
             ("--loss 1.5", r"a loss of 1.5 nats per token cannot be reached"),
+            (f"{_GPT2} --serve 1000:250", r"--serve needs --gpu NAME"),
+            (
+                f"{_GPT2} --gpu t4 --serve 1000",
+                r".*must be tokens of prompt and output such as 1000:250, not '1000'",
+            ),
+            (f"{_GPT2} --gpu t4 --serve 9000:1", r".*the model's context has 1,024"),
+            (f"{_GPT2} --gpu t4 --buy-usd-per-gpu 30000", r"--buy-usd-per-gpu needs --usd-per-kwh"),
+            (f"{_GPT2} --gpu t4 --years 3", r"--years needs --buy-usd-per-gpu"),
+            (f"{_GPT2} --gpu t4 l4 --price-per-gpu-hour 1", r"--price-per-gpu-hour has 1 value for 2 GPUs\."),
+            (f"{_GPT2} --gpu t4 l4 --serve 9:9", r".*has no effect with several GPUs"),
+            (f"{_GPT2} --days 3", r"--days needs --gpu NAME"),
+            (f"{_GPT2} --gpu t4 --keep-weights", r"--keep-weights needs --keep-hours"),
+            (f"{_GPT2} --gpu t4 --keep-hours 1 --keep-every 9", r"--keep-hours 1.0 has no effect with --keep-every"),
             ("--flops 1e21 --law kaplan", r"--law 'kaplan' is not known. Legal: besiroglu, hoffmann"),
         )
     ],

@@ -130,8 +130,3 @@ def test_a_rail_per_gpu_adds_up() -> None:
 
 def test_one_adapter_per_node_does_not_grow_with_its_gpus() -> None:
     assert get_interconnect("ethernet-25g").bytes_per_s_per_node(8) == pytest.approx(25e9 / 8)
-
-
-def test_a_misspelt_network_names_the_closest_and_all() -> None:
-    with pytest.raises(ConfigError, match=r"'ib-400' is not known\. Did you mean 'ib-400g'\? Legal: .*ethernet-10g"):
-        get_interconnect("ib-400")
