@@ -266,7 +266,7 @@ def test_of_an_archive_only_files_are_read_and_nothing_is_unpacked(tmp_path: Pat
 def test_hostile_archives_are_one_line(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     if kind == "bomb":
-        _tar(path, {"a.txt.gz": gzip.compress(b"a" * (80 << 20), 9)})
+        _tar(path, {"a.txt.gz": gzip.compress(b"a" * (1 << 20)) * 80})
     elif kind == "cut":
         _tar(path, {"a.txt": b"x" * 5000})
         path.write_bytes(path.read_bytes()[:2000])
