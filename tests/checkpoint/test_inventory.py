@@ -13,6 +13,7 @@ from llmscale.checkpoint.inventory import (
     MAX_PINNED,
     PINNED_NAME,
     FoundCheckpoints,
+    apply_retention,
     find_any_checkpoint,
     find_best,
     find_checkpoint,
@@ -264,6 +265,13 @@ def test_the_best_is_the_lowest_loss_over_the_newest_samples_in_the_current_hist
     manifest = load_manifest(folder / "step-00000025")
     save_manifest(folder / "step-00000025", replace(manifest, validation=measured(2.5, "9 of a set")))
     assert find_best(find_checkpoints(tmp_path).current).step == 25  # type: ignore[union-attr]
+
+
+def test_the_best_outlives_retention(tmp_path: Path) -> None:
+    for step, loss in ((10, 1.5), (20, 2.0), (30, 1.9)):
+        write(tmp_path, step, loss=loss)
+    apply_retention(tmp_path, find_checkpoints(tmp_path).current, 1, 0)
+    assert steps(tmp_path) == [30, 10]
 
 
 def test_without_a_validation_there_is_no_best(tmp_path: Path) -> None:

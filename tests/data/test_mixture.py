@@ -283,13 +283,6 @@ def test_any_position_on_its_own_is_as_in_one_walk(shares: tuple[int, ...]) -> N
         seen[owner] += 1
 
 
-def test_a_window_of_whole_periods_is_exact_wherever_it_begins() -> None:
-    pattern = build_pattern((60, 22, 8, 8, 3))
-    for begin in (0, 1, 57, 4711):
-        inside = pattern.counts_before(begin + 1010) - pattern.counts_before(begin)
-        assert inside.tolist() == [600, 220, 80, 80, 30]
-
-
 SIZES = (50, 700, 23)
 STAGES = (PlacedStage(0, (5, 3, 2)), PlacedStage(400, (1, 1, 7)))
 

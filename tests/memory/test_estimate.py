@@ -281,36 +281,12 @@ def test_activations_fall_with_the_ranks_that_divide_a_sequence() -> None:
     assert all(later == pytest.approx(earlier / 2, rel=0.07) for earlier, later in itertools.pairwise(peaks))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast"])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.usefixtures("libraries_are_frozen")
-def test_every_family_s_whole_grid_is_that_of_the_dry_run(stage: int, precision: Precision, family: str) -> None:
-    modes: tuple[CheckpointingMode, ...] = ("none", "selective", "full")
-    for mode, accumulation in itertools.product(modes, (1, 2)):
-        check(config(stage, precision), FAMILIES[family], mode, accumulation=accumulation)
-
-
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.usefixtures("libraries_are_frozen")
 def test_optimizer_offload_is_that_of_the_dry_run(stage: int) -> None:
     """DeepSpeed frees the buffers of a gradient's copy to the host before the block's activations peak."""
     ds, shape = config(stage, "bf16", offload_optimizer={"device": "cpu"}), SHAPES["many parameters"]
     check_fit(fit(ds, shape, "full", world_size=1, size=64))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "autocast"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.usefixtures("libraries_are_frozen")
-def test_the_whole_grid_is_that_of_the_dry_run(stage: int, precision: Precision, shape: str) -> None:
-    if (stage, precision) == (0, "fp16"):
-        pytest.skip("fp16 does not train at stage 0")
-    modes: tuple[CheckpointingMode, ...] = ("none", "selective", "full")
-    for mode, world_size, accumulation in itertools.product(modes, (1, 8), (1, 2)):
-        check(config(stage, precision), SHAPES[shape], mode, world_size, accumulation)
 
 
 SHAPE = GPTShape(n_layer=12, n_head=12, n_embd=768, vocab_size=50257, seq_len=1024)

@@ -65,16 +65,6 @@ def test_hours_on_gpus_that_cannot_hold_the_model_are_refused_with_a_way_out() -
     assert make_plan(request("gpu_hours", 1e6, shape=giant, cluster=t4, num_nodes=1, mfu=0.3)).steps > 0
 
 
-def test_inference_makes_the_model_smaller_and_its_life_cheaper() -> None:
-    without = make_plan(request("flops", 1e22))
-    plan = make_plan(request("flops", 1e22, inference_tokens=1e13))
-    assert without.lifetime is None and plan.lifetime is not None
-    assert plan.shape.num_parameters < 0.5 * without.shape.num_parameters
-    assert plan.flops == pytest.approx(without.flops, rel=0.01)
-    assert plan.lifetime.total_flops == pytest.approx(plan.flops + plan.lifetime.inference_flops)
-    assert plan.lifetime.total_flops < 0.75 * plan.lifetime.training_optimal_total_flops
-
-
 def test_slow_serving_makes_it_smaller_still() -> None:
     served = request("flops", 1e22, inference_tokens=1e12, **A100S, mfu=0.5)
     slow = make_plan(replace(served, inference_mfu=0.05))

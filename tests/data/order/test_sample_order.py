@@ -14,7 +14,6 @@ from llmscale.data.order.sample_order import (
     SampleOrder,
     SkippingOrder,
     join_ranges,
-    prime_powers,
     rows_that_do_not_show,
     scramble,
     shard_batch,
@@ -76,14 +75,6 @@ def test_large_orders_are_pinned(sizes: list[int], seed: int, settings: dict[str
 def test_unshuffled_order_is_the_order_of_the_set() -> None:
     order = SampleOrder([4, 3], seed=1, shuffle=False)
     assert order.sample_ids(np.arange(5, 12)).tolist() == [5, 6, 0, 1, 2, 3, 4]
-
-
-def test_seed_and_epoch_change_the_order() -> None:
-    n = 400
-    first, second = (SampleOrder([100] * 4, seed=seed, num_canonical_nodes=4) for seed in (1, 2))
-    epochs = first.sample_ids(np.arange(2 * n))
-    assert (epochs[:n] == epochs[n:]).mean() < 0.05
-    assert (epochs[:n] == second.sample_ids(np.arange(n))).mean() < 0.05
 
 
 def test_a_row_keeps_its_samples_in_every_epoch() -> None:
@@ -199,6 +190,7 @@ def test_aligned_batches_need_each_node_equally_in_every_epoch(sizes: list[int],
         assert (np.sort(rows % nodes, axis=1) == np.arange(nodes)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("streaming") is None, reason="needs mosaicml-streaming")
 def test_mixes_shards_as_well_as_streaming() -> None:
     """With the same rows and block as Streaming's py1br and py1e, averaged over seeds: as many shards in a batch, as
@@ -266,33 +258,6 @@ def test_ranges_that_touch_are_one() -> None:
 NODES = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 
 
-def _shares(positions: np.ndarray, rows: np.ndarray, nodes: tuple[int, ...]) -> list[np.ndarray]:
-    return [shard_batch(positions, rows, RankLayout(rank, nodes)) for rank in range(sum(nodes))]
-
-
-@given(NODES, st.integers(1, 4), st.integers(0, 10**9), st.integers(1, 50))
-def test_every_layout_is_an_exact_partition(nodes: list[int], per_rank: int, start: int, num_rows: int) -> None:
-    positions = np.arange(start, start + per_rank * sum(nodes))
-    shares = _shares(positions, positions % num_rows, tuple(nodes))
-    assert {len(share) for share in shares} == {per_rank}
-    assert np.array_equal(np.sort(np.concatenate(shares)), positions)
-
-
-@pytest.mark.parametrize("nodes", [(1,), (2, 2), (1, 1, 1), (8,) * 6, (2, 1), (4, 2, 2)])
-def test_nodes_keep_to_their_rows(nodes: tuple[int, ...]) -> None:
-    """Where the layout divides 48 rows, over several batches, whatever the position they start at."""
-    rows_of_node: list[set[int]] = [set() for _ in nodes]
-    node_of_rank = np.repeat(np.arange(len(nodes)), nodes)
-    world = sum(nodes)
-    for step in range(50):
-        positions = np.arange(step * world * 2, (step + 1) * world * 2)
-        for rank, share in enumerate(_shares(positions, positions % 48, nodes)):
-            rows_of_node[node_of_rank[rank]].update((share % 48).tolist())
-    assert sum(len(rows) for rows in rows_of_node) == 48
-    assert [len(rows) for rows in rows_of_node] == [48 * ranks // world for ranks in nodes]
-    assert 0 in rows_of_node[0], "after an update, too, nodes have the shards of their rows in their caches"
-
-
 @given(NODES, st.integers(1, 4), st.integers(1, 40), st.integers(0, 10**9), st.integers(1, 50))
 def test_any_number_of_ranks_gets_whole_micro_batches(
     nodes: list[int], unit: int, count: int, start: int, num_rows: int
@@ -334,28 +299,3 @@ def test_every_aligned_run_of_turns_is_fair_to_the_nodes(num_rows: int) -> None:
         if num_rows % nodes == 0:
             visits = np.sort(rounds.reshape(-1, nodes) % nodes, axis=1)
             assert (visits == np.arange(nodes)).all()
-
-
-@pytest.mark.parametrize("num_rows", [2, 3, 7, 12, 48])
-def test_every_row_is_equally_likely_at_every_turn(num_rows: int) -> None:
-    num_rounds = 200 * num_rows
-    rounds = _rounds(num_rows, num_rounds)
-    for turn in range(num_rows):
-        counts = np.bincount(rounds[:, turn], minlength=num_rows)
-        assert ((counts - 200) ** 2 / 200).sum() < num_rows - 1 + 4.5 * np.sqrt(2 * num_rows)  # chi-square
-
-
-def test_rounds_differ() -> None:
-    rounds = _rounds(48, 2000)
-    assert len(np.unique(rounds, axis=0)) > 1990
-    assert abs(np.corrcoef(rounds[:-1].reshape(-1), rounds[1:].reshape(-1))[0, 1]) < 0.02
-
-
-def test_prime_powers() -> None:
-    assert [list(prime_powers(number)) for number in (1, 2, 48, 97, 360)] == [
-        [],
-        [(2, 1)],
-        [(2, 4), (3, 1)],
-        [(97, 1)],
-        [(2, 3), (3, 2), (5, 1)],
-    ]
