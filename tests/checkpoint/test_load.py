@@ -80,27 +80,6 @@ def test_the_optimizers_numbers_are_those_of_this_run(stored: dict, problem: str
     check_same_scalars({"decay": {"step": 7}}, {"decay": {"step": 0.0}}, Path("step-1"))
 
 
-@pytest.mark.parametrize(
-    "chunks",
-    [
-        [[0, 500, "__0_0.distcp", 0, 2000]],
-        [[0, 500, "__0_0.distcp", 0, 2000], [600, 400, "__0_0.distcp", 2000, 1600]],
-        [[0, 600, "__0_0.distcp", 0, 2400], [500, 500, "__0_0.distcp", 2400, 2000]],
-        [[0, 1000, "__0_0.distcp", 0, 4000], [0, 1000, "__0_0.distcp", 0, 4000]],
-        [[0, 1001, "__0_0.distcp", 0, 4004]],
-        [["0", 1000, "__0_0.distcp", 0, 4000]],
-        7,
-    ],
-)
-def test_a_tensor_with_gaps_or_overlaps_is_refused(checkpoint: Path, chunks: object) -> None:
-    """A gap would keep what the new model was drawn with."""
-    index = json.loads((checkpoint / "tensors.json").read_text())
-    index["master/w"]["chunks"] = chunks
-    (checkpoint / "tensors.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"tensors\.json, tensor 'master/w', has"):
-        load_full_weights(checkpoint)
-
-
 @pytest.mark.parametrize("text", ["[]", "7", '{"master/w": 3}', '{"master/w": {}}', "[" * 5000, "\udcff"])
 def test_an_index_of_another_shape_is_refused(checkpoint: Path, text: str) -> None:
     (checkpoint / "tensors.json").write_bytes(text.encode(errors="surrogateescape"))

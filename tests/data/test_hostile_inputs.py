@@ -99,12 +99,6 @@ def test_what_is_no_file_of_the_folder_is_left_out_and_said(tmp_path: Path) -> N
     assert any("(links to folders, pipes" in line for line in describe_passed_over(opened.passed_over))
 
 
-def test_input_that_is_no_file(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.txt")
-    with pytest.raises(DataError, match=r"cannot be read: is a named pipe, not a regular file"):
-        open_source(str(tmp_path / "pipe.txt"))
-
-
 @pytest.mark.parametrize(
     "contents",
     [

@@ -49,7 +49,7 @@ def _decide(texts: list[str], batch: int = 100) -> list[Removed | None]:
     return decisions
 
 
-@pytest.mark.parametrize("share", [0.01, 0.03, 0.05])
+@pytest.mark.parametrize("share", [0.05, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.01, 0.03))])
 def test_planted_edits_are_found_and_nothing_else(share: float, make_prose: MakeProse) -> None:
     rng = random.Random(1)
     originals = [make_prose(rng, rng.randint(100, 600)) for _ in range(400)]

@@ -77,12 +77,6 @@ def test_jsonl_errors_name_file_and_line(tmp_path: Path, line: str, text: str) -
     assert str(path) in str(caught.value)
 
 
-def test_a_byte_order_mark_is_no_record(tmp_path: Path) -> None:
-    path = tmp_path / "documents.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf\n" + b'{"text": "a"}\n')
-    assert _documents(path) == ["a"]
-
-
 def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path: Path) -> None:
     path = tmp_path / "documents.jsonl"
     path.write_text('{"text": "a\\ud83db"}\n{"text": "\\ud83d\\ude42"}\n')
@@ -118,10 +112,6 @@ def test_undecodable_text_is_an_error_or_counted(tmp_path: Path) -> None:
 
 
 def test_nothing_to_read(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"does not exist.* hf:NAME\[:CONFIG\] or python-stdlib"):
-        open_source(str(tmp_path / "nowhere"))
-    with pytest.raises(DataError, match="Did you mean 'python-stdlib'"):
-        open_source("python-stdlb")
     with pytest.raises(DataError, match="none of its files have a known suffix"):
         open_source(str(tmp_path))
 
@@ -276,7 +266,7 @@ def test_of_an_archive_only_files_are_read_and_nothing_is_unpacked(tmp_path: Pat
 def test_hostile_archives_are_one_line(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     if kind == "bomb":
-        _tar(path, {"a.txt.gz": gzip.compress(b"a" * (80 << 20), 9)})
+        _tar(path, {"a.txt.gz": gzip.compress(b"a" * (1 << 20)) * 80})
     elif kind == "cut":
         _tar(path, {"a.txt": b"x" * 5000})
         path.write_bytes(path.read_bytes()[:2000])
