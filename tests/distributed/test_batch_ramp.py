@@ -47,7 +47,7 @@ def test_losses_and_samples_are_those_of_one_rank(tiny_set: Path, tmp_path: Path
     forget_after(again, 8)
     train(tiny_set, again, "zero1", 1)
     assert read_losses(again) == read_losses(straight), "the same bits after a resume within the ramp"
-    for step, stage, world_size, split in ((4, "zero2_offload", 2, 2), (8, "zero3", 4, 2), (12, "zero0", 2, 1)):
+    for step, stage, world_size, split in ((4, "zero3", 4, 4), (10, "zero2_offload", 2, 1)):
         forget_after(moved, step)
         train(tiny_set, moved, stage, world_size, "--sequence-parallel-size", str(split))
         assert read_losses(moved) == pytest.approx(read_losses(straight), rel=1e-6), stage

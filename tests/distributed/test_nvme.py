@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from llmscale.checkpoint.manifest import checkpoint_name, checkpoints_folder
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.errors import ConfigError
+from llmscale.training.start import prepare_start
 from tests.conftest import REPOSITORY, read_losses, run_ranks, words
 
 
@@ -32,8 +35,9 @@ def nvme_config(tmp_path: Path) -> Path:
 
 
 def test_a_missing_folder_is_one_clear_error(train_command: Callable) -> None:
-    output = run_ranks(train_command("--ds", "zero3_nvme"), 1, expect=2)
-    assert "offload_optimizer.nvme_path /local_nvme is not a writable folder on this host" in output
+    text = "offload_optimizer.nvme_path /local_nvme is not a writable folder on this host"
+    with pytest.raises(ConfigError, match=text):
+        prepare_start(parse_run_config(train_command("--ds", "zero3_nvme")[1:]), 1)
 
 
 @pytest.mark.slow

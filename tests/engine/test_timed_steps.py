@@ -13,7 +13,6 @@ from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.run_state import load_run_state
 from tests.conftest import build_train_command, read_losses, run_ranks
 
-
 #: train.py with little time for timing, and steps that seem to take a sixth of --minutes 10.
 JOB = """
 import sys

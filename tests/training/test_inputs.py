@@ -23,7 +23,7 @@ from llmscale.errors import ConfigError
 from llmscale.training import inputs
 from llmscale.training.inputs import _with_saved_batch, as_plain, with_prepared_text
 from llmscale.training.start import Start, prepare_start
-from tests.conftest import HANG_S, TINY_MODEL, TRAIN, Ranks, assert_same_losses, last_wins, read_losses
+from tests.conftest import HANG_S, TINY_MODEL, TRAIN, Ranks, assert_same_losses, last_wins, read_losses, run_ranks
 
 
 def prepare(tiny_set: Path, tmp_path: Path, *flags: str, ds: dict | None = None, world_size: int = 2) -> Start:
@@ -96,27 +96,22 @@ def test_text_becomes_the_data_of_every_rank(ranks: Callable[..., Ranks], tmp_pa
     assert described["data"].startswith(str(tmp_path / "cache" / "text"))
 
 
-def test_a_start_without_data_trains_the_demo(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
-    """In a fresh clone there is no dataset: one rank prepares the documentation of Python, and one line says so."""
-    command = [
-        str(TRAIN),
-        "--model",
-        "tiny-1m",
-        "--run",
-        str(tmp_path / "run"),
-        "--data-cache",
-        str(tmp_path / "cache"),
-    ]
-    command += ["--val-every", "0", "--num-workers", "0", "--plain", "--log-every", "1", "--ds", "zero2", "--verbose"]
-    command.append("--steps")
-    for steps, prepared in (("1", 1), ("2", 0)):
-        job = ranks([*command, steps], 2)
-        output = "".join(job.wait())
-        assert job.exit_codes == [0, 0], output
-        assert output.count("preparing python-docs once") == prepared
-        (line,) = re.findall(r"this is the demo: tiny-1m .*--data FOLDER .*--text FOLDER", " ".join(output.split()))
-        assert line
-    assert list(read_losses(tmp_path / "run")) == [1, 2]
+#: train.py of a Python whose library is the folder in the first argument.
+OWN_LIBRARY = "import sys, sysconfig\nsysconfig.get_path = lambda *_, library=sys.argv.pop(1): library\n"
+OWN_LIBRARY += "from llmscale.train import main\nsys.exit(main(sys.argv[1:]))"
+
+
+def test_a_start_without_data_trains_the_demo(tmp_path: Path) -> None:
+    """In a fresh clone there is no dataset: the documentation of Python is prepared, and one line says so."""
+    (tmp_path / "library").mkdir()
+    for name in ("a.py", "b.py"):
+        (tmp_path / "library" / name).write_text(f'"""{"The quick brown fox jumps over a lazy dog. " * 500}"""')
+    command = ["-c", OWN_LIBRARY, str(tmp_path / "library"), "--run", str(tmp_path / "run"), "--model", "tiny-1m"]
+    command += ["--data-cache", str(tmp_path / "cache"), "--val-every", "0", "--num-workers", "0", "--steps", "1"]
+    output = run_ranks([*command, "--plain", "--verbose", "--global-batch-size", "2", "--ds", "zero2"], 1)
+    assert output.count("preparing python-docs once") == 1
+    assert re.search(r"this is the demo: tiny-1m .*--data FOLDER .*--text FOLDER", " ".join(output.split()))
+    assert list(read_losses(tmp_path / "run")) == [1]
 
 
 def test_a_start_that_names_data_or_weights_gets_no_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

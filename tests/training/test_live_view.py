@@ -64,7 +64,7 @@ def test_a_run_is_one_view_and_ends_as_lines(on_terminal: Callable[..., Terminal
     assert [record["step"] for record in records if record["kind"] == "train"] == list(range(1, 81))
 
 
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 2), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 0)])
 def test_a_run_that_is_asked_to_stop_leaves_the_terminal_sane(
     number: signal.Signals, ranks: int, on_terminal: Callable[..., Terminal]
 ) -> None:
