@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.checkpoint.inventory import find_checkpoints, list_checkpoints
-from llmscale.checkpoint.manifest import find_damage, step_of
+from llmscale.checkpoint.manifest import step_of
 from llmscale.cli.main import main
 from llmscale.report.history import load_history
 from tests.conftest import Ranks, read_losses, run_ranks, words
@@ -87,20 +87,6 @@ def test_the_best_by_validation_loss_is_kept_and_a_run_goes_back_to_it(
     output = train(*flags, "--steps", "12", "--resume", "best")
     assert f"continuing from {run / 'checkpoints' / 'step-00000010'}: step 10" in output
     assert (saved(run)[0], abandoned(run)) == (12, [20])
-
-
-@pytest.mark.slow
-def test_a_damaged_newest_one_is_left_behind_and_does_not_push_out_the_others(train: Train, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    train("--steps", "10", "--keep-last", "2")
-    flip_a_bit(list_checkpoints(run)[0])
-    output = train("--steps", "8")
-    assert "step-00000010 is damaged and passed over" in output
-    assert (saved(run), abandoned(run)) == ([8], [10])
-    assert "continuing from" in train("--steps", "10")
-    assert saved(run) == [10]
-    assert find_damage(list_checkpoints(run)[0]) is None
-    assert (run / "checkpoints" / "step-00000010.old-1").is_dir()
 
 
 @pytest.mark.slow

@@ -202,7 +202,7 @@ def test_the_exit_status_is_the_ranks(start: Callable, code: str, status: int) -
 
 
 def test_a_killed_rank_is_named_with_its_signal_and_the_others_are_ended(start: Callable) -> None:
-    parent = start("say(os.getpid()); os.kill(os.getpid(), 9) if rank else time.sleep(1000)")
+    parent = start(HEAR + "say(os.getpid()); os.kill(os.getpid(), 9) if rank else time.sleep(1000)")
     output = parent.communicate(timeout=HANG_S)[0]
     assert parent.returncode == 128 + signal.SIGKILL
     assert "was killed by SIGKILL, most likely by the kernel for lack of host memory" in output
