@@ -14,9 +14,6 @@ import pytest
 from llmscale.architecture.shape import SHAPE_KEYS
 from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import STATE_NAME, hash_file, load_manifest, save_manifest
-from llmscale.config.run_arguments import parse_run_config
-from llmscale.errors import LlmscaleError
-from llmscale.training.start import prepare_start
 from scripts.bench.resume.samples import read_samples
 from tests.conftest import (
     REPOSITORY,
@@ -25,6 +22,7 @@ from tests.conftest import (
     forget_after,
     prepare_bytes,
     read_losses,
+    refusal_of,
     run_ranks,
     words,
 )
@@ -64,14 +62,8 @@ def train(train_command: Callable) -> Train:
 
 @pytest.fixture
 def refused(train_command: Callable) -> Callable[..., str]:
-    """`refused(*flags)`: why tmp_path/run does not continue so, which ranks would not get to."""
-
-    def refuse(*flags: str) -> str:
-        with pytest.raises(LlmscaleError) as error:
-            prepare_start(parse_run_config(train_command(*flags_of("zero1", *flags))[1:]), 1)
-        return str(error.value)
-
-    return refuse
+    """`refused(*flags)`: why tmp_path/run does not continue so."""
+    return lambda *flags: refusal_of(train_command(*flags_of("zero1", *flags)))
 
 
 def test_goes_on_at_other_stages_and_world_sizes(train: Train, made_once: Path, trained: Path) -> None:
