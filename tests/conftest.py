@@ -340,6 +340,13 @@ def read_losses(run: Path, kind: str = "train") -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_records(run, kind)}
 
 
+def flip_a_bit(path: Path) -> None:
+    """Alter a file near its end."""
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 4
+    path.write_bytes(content)
+
+
 def forget_after(run: Path, step: int) -> None:
     """Leave the run as a crash soon after the save of `step` would have left it."""
     from llmscale.checkpoint.inventory import list_checkpoints

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import read_losses, run_ranks
+from tests.conftest import flip_a_bit, read_losses, run_ranks
+from tests.distributed.test_full_disk import read_until
 
 
 @pytest.fixture
@@ -21,12 +22,6 @@ def own_set(tiny_set: Path, tmp_path: Path) -> Path:
 def shard_of(folder: Path, split: str) -> Path:
     (shard,) = (folder / split).glob("*.mds")
     return shard
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +54,7 @@ def test_a_shard_that_is_cut_in_mid_run_ends_it_on_every_rank(
 ) -> None:
     flags = ("--steps", "100000", "--log-every", "20", "--val-every", "20", "--data", str(own_set))
     job = ranks(train_command(*flags), 2)
-    wait_for_line(job, "step     20/")
+    read_until(job, "step     20/")
     os.truncate(shard_of(own_set, "val"), 100)
     outputs = job.wait()
     assert job.exit_codes == [2, 2], outputs
@@ -82,7 +77,7 @@ def test_a_shard_that_is_removed_or_replaced_in_mid_run_is_read_on(
     for number in range(2):
         flags = ("--steps", "100", "--log-every", "20", "--data", str(own_set), "--run", str(tmp_path / f"run{number}"))
         job = ranks(train_command(*flags), 2)
-        wait_for_line(job, "step     20/")
+        read_until(job, "step     20/")
         if number:
             change(shard_of(own_set, "train"))
         job.wait()
@@ -129,17 +124,9 @@ def test_what_nobody_foresaw_on_one_rank_ends_the_others_with_one_line(
     assert "fail_in_step_3" in traceback.read_text()
 
 
-def wait_for_line(job: object, text: str) -> None:
-    """Read rank 0's output until `text` comes."""
-    for line in job.processes[0].stdout:  # type: ignore[attr-defined]
-        if text in line:
-            return
-    raise AssertionError(f"the run ended before it printed {text!r}")
-
-
 def test_a_killed_rank_does_not_leave_the_other_waiting(ranks: Callable, train_command: Callable) -> None:
     job = ranks(train_command("--steps", "100000", "--log-every", "20"), 2)
-    wait_for_line(job, "step     20/")
+    read_until(job, "step     20/")
     job.processes[1].kill()
     job.wait()
     assert job.exit_codes[0] not in (0, None)

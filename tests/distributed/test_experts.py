@@ -9,7 +9,7 @@ import torch
 
 from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.load import load_full_weights
-from tests.conftest import build_train_command, read_losses, run_ranks, words
+from tests.conftest import build_train_command, read_losses, read_records, run_ranks, words
 from tests.distributed.test_loss import PRECISIONS, cell, check
 from tests.distributed.test_sequence_parallel import ON_HOST
 from tests.engine import test_loss_scaling
@@ -104,7 +104,7 @@ def test_a_step_that_fp16_skips_leaves_the_biases(stage: int, size: int, tiny_se
     flags = (*BIASED, "--ds", test_loss_scaling.fp16_config(tmp_path, stage, initial_scale_power=24), "--lr", "3e-3")
     flags = (*flags, "--expert-parallel-size", str(size))
     run_ranks([script, *build_train_command(tiny_set, tmp_path / "run", *flags, "--steps", "20")[1:]], 2)
-    steps = test_loss_scaling.read_steps(tmp_path / "run")
+    steps = read_records(tmp_path / "run", "train")
     applied = 20 - steps[-1]["skipped_steps"]
     assert 0 < applied < 20 and steps[-1]["loss"] < steps[0]["loss"] - 0.2
     changes = biases_of(tmp_path / "run") / 0.001

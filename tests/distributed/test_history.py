@@ -11,7 +11,7 @@ from llmscale.checkpoint.inventory import find_checkpoints, list_checkpoints
 from llmscale.checkpoint.manifest import step_of
 from llmscale.cli.main import main
 from llmscale.report.history import load_history
-from tests.conftest import Ranks, read_losses, run_ranks, words
+from tests.conftest import Ranks, flip_a_bit, read_losses, run_ranks, words
 
 Train = Callable[..., str]
 
@@ -35,13 +35,6 @@ def abandoned(run: Path) -> list[int]:
     return [checkpoint.step for checkpoint in find_checkpoints(run).abandoned]
 
 
-def flip_a_bit(folder: Path) -> None:
-    path = folder / "__0_0.distcp"
-    content = bytearray(path.read_bytes())
-    content[-100] ^= 4
-    path.write_bytes(content)
-
-
 def test_what_a_run_saves_after_it_went_back_is_what_comes_next(train: Train, tmp_path: Path) -> None:
     run = tmp_path / "run"
     folder = run / "checkpoints"
@@ -55,7 +48,7 @@ def test_what_a_run_saves_after_it_went_back_is_what_comes_next(train: Train, tm
     assert saved(run) == [14]
 
     # A newest checkpoint that is damaged must not be the only one that is kept.
-    flip_a_bit(folder / "step-00000014")
+    flip_a_bit(folder / "step-00000014" / "__0_0.distcp")
     train("--steps", "14", expect=2)
     assert saved(run) == [14], "nothing is deleted by a start that fails"
     output = train("--steps", "16", "--resume", str(folder / "step-00000015"))

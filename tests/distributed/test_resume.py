@@ -19,6 +19,7 @@ from tests.conftest import (
     REPOSITORY,
     assert_same_losses,
     build_train_command,
+    flip_a_bit,
     forget_after,
     prepare_bytes,
     read_losses,
@@ -154,15 +155,10 @@ def test_a_changed_global_batch_goes_on_behind_the_last_sample(train: Train, tra
     assert not set(first) & set(rest), "a sample was seen twice within the first epoch"
 
 
-def test_damaged_checkpoints_are_passed_over_but_never_all_of_them(
-    train: Train, refused: Callable, trained: Path
-) -> None:
+def test_damaged_checkpoints_are_passed_over_but_never_all_of_them(train: Train, trained: Path) -> None:
     run = trained
     straight = read_losses(run)
-    newest = list_checkpoints(run)[0] / "__0_0.distcp"
-    content = bytearray(newest.read_bytes())
-    content[-100] ^= 4
-    newest.write_bytes(content)
+    flip_a_bit(list_checkpoints(run)[0] / "__0_0.distcp")
     (run / "checkpoints" / ".step-00000099.partial").mkdir()
     output = train("zero1", 1)
     assert "WARNING: step-00000020 is damaged and passed over" in output
@@ -172,7 +168,7 @@ def test_damaged_checkpoints_are_passed_over_but_never_all_of_them(
     assert read_losses(run) == straight
     for folder in list_checkpoints(run):
         (folder / "manifest.json").unlink()
-    assert "none of the 4 checkpoints in" in refused()
+    assert "none of the 4 checkpoints in" in train("zero1", 1, expect=2)
 
 
 def test_begins_from_the_weights_of_another_run(train: Train, trained: Path, tmp_path: Path) -> None:
@@ -182,12 +178,10 @@ def test_begins_from_the_weights_of_another_run(train: Train, trained: Path, tmp
     losses = read_losses(tmp_path / "second")
     assert set(losses) == {1, 2}
     assert abs(losses[1] - last) < 0.3, "the first loss is that of trained weights"
-    damaged = list_checkpoints(trained)[0]
-    content = bytearray((damaged / "__0_0.distcp").read_bytes())
-    content[-100] ^= 4
-    (damaged / "__0_0.distcp").write_bytes(content)
+    damaged = list_checkpoints(trained)[0] / "__0_0.distcp"
+    flip_a_bit(damaged)
     output = train("zero1", 1, "--init-from", str(trained), "--run", str(tmp_path / "third"), expect=2)
-    assert f"--init-from {trained}: {damaged / '__0_0.distcp'} does not match its hash" in output
+    assert f"--init-from {trained}: {damaged} does not match its hash" in output
 
 
 def test_weights_of_another_tokenizer_are_refused(refused: Callable, trained: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from llmscale.engine.train_step import explain_smallest_scale, get_scaler_state, loss_scale, set_scaler_state
 from llmscale.errors import TrainingError
-from tests.conftest import run_ranks
+from tests.conftest import read_events, read_records, run_ranks
 
 
 def fp16_config(folder: Path, stage: int, **keys: int) -> str:
@@ -21,11 +21,6 @@ def fp16_config(folder: Path, stage: int, **keys: int) -> str:
     fp16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 3, "hysteresis": 1, "min_loss_scale": 1, **keys}
     path.write_text(json.dumps({"zero_optimization": {"stage": stage}, "fp16": fp16}))
     return str(path)
-
-
-def read_steps(run: Path) -> list[dict]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == "train"]
 
 
 @pytest.mark.parametrize(("stage", "split", "power"), [(3, 2, 32), pytest.param(1, 1, 24, marks=pytest.mark.slow)])
@@ -37,11 +32,11 @@ def test_overflows_halve_the_scale_skip_steps_are_reported_and_end(
     flags = ("--ds", ds, "--steps", "20", "--schedule", "constant", "--lr", "1e-2", "--warmup-steps", "0")
     flags += ("--sequence-parallel-size", str(split))
     output = run_ranks([__file__, *train_command(*flags)[1:]], 2)
-    steps = read_steps(tmp_path / "run")
+    steps = read_records(tmp_path / "run", "train")
     skipped = [step["skipped_steps"] for step in steps]
     first_good = next(index for index, step in enumerate(steps) if step["grad_norm"] is not None)
     assert power - 22 <= first_good <= power - 12, "some steps overflow, and a smaller scale is found"
-    assert "WARNING: step" not in output
+    assert read_events(tmp_path / "run", "nonfinite") == []
     assert skipped[:first_good] == list(range(1, first_good + 1))
     assert [step["loss_scale"] for step in steps[:first_good]] == [2.0 ** (power - 1 - i) for i in range(first_good)]
     assert f"scale {2 ** (power - 1):g} | skipped 1 |" in output
@@ -61,7 +56,7 @@ def test_timed_steps_find_a_scale_and_leave_the_first_one(
     job = ranks([__file__, *train_command("--ds", ds, "--minutes", "0.001")[1:]], 1)
     output = job.wait()[0]  # which ends in an error: the only step is skipped
     assert "timed and undone" in output
-    first = read_steps(tmp_path / "run")[0]
+    first = read_records(tmp_path / "run", "train")[0]
     assert (first["skipped_steps"], first["loss_scale"]) == (1, 2**23)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.checkpoint.manifest import STATE_NAME, CheckpointManifest, checkpoint_name, hash_file, save_manifest
+from llmscale.checkpoint.manifest import STATE_NAME
 from llmscale.checkpoint.run_state import RunState
 from llmscale.data.shards.manifest import load_manifest
 from llmscale.errors import CheckpointError, ConfigError
@@ -24,6 +23,7 @@ from llmscale.training.stop_request import Launcher, launch_names
 from tests.conftest import read_losses
 from tests.runs_in_turn import train_in_turn
 from tests.training.test_inputs import prepare
+from tests.training.test_start import save
 
 Start = Callable[..., ResolvedStart]
 
@@ -106,15 +106,7 @@ def test_a_finished_run_says_how_to_go_on(start: Start) -> None:
 @pytest.fixture
 def begun(start: Start) -> Path:
     """The folder of a run of 60 steps at step 20, which leaves out its step 30."""
-    run = start("--skip-steps=30:31")
-    folder = run.config.run / "checkpoints" / checkpoint_name(20)
-    folder.mkdir(parents=True)
-    state = replace(saved(run, 20), samples_seen=160, identity=run.identity)
-    state.optimizer_scalars["decay"] = {"step": 20.0}
-    (folder / STATE_NAME).write_text(json.dumps(state.as_dict()))
-    files = (hash_file(folder / STATE_NAME),)
-    save_manifest(folder, CheckpointManifest(20, 5120, 1, 2, "bf16", "", files))
-    return folder
+    return save(start("--skip-steps=30:31"), 20)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 
 from llmscale.training.live_view import LiveView, sparkline
 from llmscale.training.step_metrics import StepMeter
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, read_losses
 from tests.terminal_screen import Terminal
 from tests.training.made_metrics import make_metrics
 
@@ -60,8 +60,7 @@ def test_a_run_is_one_view_and_ends_as_lines(on_terminal: Callable[..., Terminal
     assert "step     20/80 |" not in text, "the view has it"
     assert "step     80/80 | loss" in text, "but for the last"
     assert "finished at step 80 of 80" in text
-    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if record["kind"] == "train"] == list(range(1, 81))
+    assert list(read_losses(tmp_path / "run")) == list(range(1, 81))
 
 
 @pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 0)])

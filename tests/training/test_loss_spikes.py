@@ -16,7 +16,7 @@ from llmscale.engine.train_step import PhaseTimer
 from llmscale.training import session as session_module
 from llmscale.training.loss_spikes import QUIET_STEPS, Spike, SpikeDetector
 from llmscale.training.step_metrics import StepMeter
-from tests.conftest import last_wins, read_events, read_losses, run_ranks
+from tests.conftest import read_events, read_losses, run_ranks
 
 
 def curve(steps: int, seed: int = 0) -> list[float]:
@@ -111,11 +111,14 @@ def test_a_spike_is_recorded_and_a_stop_says_how_to_go_on(train_command: Callabl
 def test_a_spike_that_no_checkpoint_precedes_stops_and_one_at_the_last_step_is_left_out(
     train_command: Callable, tmp_path: Path
 ) -> None:
-    command = [JOB, f"noise:{SPIKE}", *train_command(*STEPS, "--on-spike", "skip")[1:]]
-    output = run_ranks([*command, "--save-every", "0", "--run", str(tmp_path / "unsaved")], 1)
+    def train(*flags: str) -> str:
+        command = train_command(*STEPS, "--on-spike", "skip", *flags)
+        return run_ranks([JOB, f"noise:{SPIKE}", *command[1:]], 1)
+
+    output = train("--save-every", "0", "--run", str(tmp_path / "unsaved"))
     assert "start again with the same command, another --run and --skip-steps 32:34" in output
     assert max(read_losses(tmp_path / "unsaved")) < LAST
-    output = run_ranks(last_wins([*command, *SAVES, "--steps", str(SPIKE)]), 1)
+    output = train(*SAVES, "--steps", str(SPIKE))
     (back,) = read_events(tmp_path / "run", "go_back")
     assert (back["step"], back["to_step"], back["skip_steps"]) == (SPIKE, 30, "32:34")
     assert output.splitlines()[-1].startswith(f"finished at step {SPIKE} of {SPIKE}")

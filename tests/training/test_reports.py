@@ -27,7 +27,7 @@ from llmscale.training.reports import ProfileSteps, entropy, judge_overfit, vali
 from llmscale.training.run_folder import METRICS_VERSION
 from llmscale.training.start import prepare_start
 from llmscale.training.step_metrics import StepMeter
-from tests.conftest import read_events, read_losses, run_ranks
+from tests.conftest import read_events, read_losses, read_records, run_ranks
 from tests.runs_in_turn import train_in_turn
 
 
@@ -94,13 +94,13 @@ def test_sharded_weights_give_the_text_of_whole_ones_and_training_does_not_notic
     assert [step for step, _ in texts["zero0", "2"]] == ["2", "4", "6"]
     assert texts["zero3", "2"] == texts["zero0", "2"]
     assert len(losses["zero3", "2"]) == STEPS
-    records = [json.loads(line) for line in (tmp_path / "zero3-2" / "metrics.jsonl").read_text().splitlines()]
-    recorded = [(str(record["step"]), repr(record["text"])) for record in records if record["kind"] == "sample"]
+    run = folders["zero3", "2"]
+    recorded = [(str(record["step"]), repr(record["text"])) for record in read_records(run, "sample")]
     assert recorded == texts["zero3", "2"]
     # What a report must know of a start.
-    assert (records[0]["world_size"], records[0]["zero_stage"], records[0]["precision"]) == (2, 3, "fp32")
-    assert records[0]["metrics_version"] == METRICS_VERSION
-    assert records[0]["bytes_per_token"] > 0
+    (start,) = read_events(run, "start")
+    assert (start["world_size"], start["zero_stage"], start["precision"]) == (2, 3, "fp32")
+    assert start["metrics_version"] == METRICS_VERSION and start["bytes_per_token"] > 0
     assert losses["zero3", "2"] == losses["zero3", "0"]
 
 
