@@ -133,17 +133,6 @@ def test_one_of_three_hosts_comes_and_goes(make_lab: Callable[..., Lab], alone: 
     lab.check_equal(lab.reference, STEPS)
 
 
-def test_a_killed_process_between_launcher_and_ranks_takes_its_ranks_with_it(lab: Lab) -> None:
-    launch = lab.launch(lab.train_arguments(*FLAGS))
-    lab.until_step(25)
-    between = lab.hosts[1].pids_running("llmscale.cluster.launch.host")
-    for pid in between:
-        os.kill(pid, signal.SIGKILL)
-    assert between
-    lab.until(lambda: not lab.ranks_of(lab.hosts[1]))
-    finish(lab, launch, ["host lost", "finished"])
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_saves_and_ends_with_0_and_the_next_launch_goes_on(lab: Lab, number: signal.Signals) -> None:
     launch = lab.launch(lab.train_arguments(*FLAGS))
