@@ -9,7 +9,7 @@ import torch
 
 from llmscale.checkpoint.tensor_files import StoredWeights
 from llmscale.errors import CheckpointError
-from tests.checkpoint.written import load_full_weights, write_tensors
+from tests.checkpoint.written import write_tensors
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 17])

@@ -21,8 +21,7 @@ from llmscale.data.shards.manifest import load_manifest
 from llmscale.data.shards.verify_shards import hash_file
 from llmscale.errors import ConfigError, DataError, LlmscaleError
 from llmscale.training.resume import Section, describe_differences, describe_ranks, find_differences
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.conftest import REPOSITORY, run_ranks
 
 #: What rank 1 is given beside rank 0's flags, and what the error then says.
 DIFFERENT = {
@@ -104,7 +103,7 @@ def test_ranks_that_differ_do_not_train_together(ranks: Callable, places: dict[s
         assert len(first[name]) < 1000
 
 
-def test_train_py_refuses_and_leaves_nothing_behind(ranks: Callable, train_command: Callable, tmp_path: Path) -> None:
+def test_train_py_refuses_and_leaves_nothing_behind(train_command: Callable, tmp_path: Path) -> None:
     """The class's last example, which used to hang: another number of steps."""
     wrapper = tmp_path / "wrapper.py"
     wrapper.write_text(
@@ -114,11 +113,9 @@ def test_train_py_refuses_and_leaves_nothing_behind(ranks: Callable, train_comma
         "    sys.argv[sys.argv.index('--steps') + 1] = '7'\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    job = ranks([str(wrapper), *train_command("--steps", "5")], 2)
-    outputs = job.wait()
-    assert job.exit_codes == [2, 2], outputs
-    assert "steps is 5 on rank 0, 7 on rank 1" in outputs[0]
-    assert len([line for line in outputs[0].splitlines() if "error" in line]) == 1
+    output = run_ranks([str(wrapper), *train_command("--steps", "5")], 2, expect=2)
+    assert "steps is 5 on rank 0, 7 on rank 1" in output
+    assert len([line for line in output.splitlines() if "error" in line]) == 1
     assert not (tmp_path / "run").exists()
 
 

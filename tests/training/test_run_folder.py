@@ -12,17 +12,11 @@ from pathlib import Path
 import pytest
 
 from llmscale import __version__
-from llmscale.checkpoint.hf_write import PUBLISHED_NAME
-from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
-from llmscale.cluster.launch.supervisor import LAUNCH_LOCK_NAME
 from llmscale.data.mixture import KEPT_NAME
 from llmscale.errors import ConfigError, DataError
 from llmscale.training import run_folder
-from llmscale.training.metrics import TENSORBOARD_NAME
 from llmscale.training.run_folder import (
-    ATTEMPTS_NAME,
     FAILURE_NAME,
-    LOGS_NAME,
     START_TEXT_NAME,
     RunFolderClaim,
     clear_failure,
@@ -121,13 +115,6 @@ def test_a_full_disk_refuses_a_new_run_and_lets_one_go_on(small_disk: Callable[[
     assert sorted(os.listdir(run)) == [".lock", "config.json", "ds_config.json", "starts.jsonl"]
     lock.close()
     ballast.unlink()
-
-
-def test_every_name_that_a_run_writes_to_is_guarded() -> None:
-    assert {FAILURE_NAME, ATTEMPTS_NAME, LAUNCH_LOCK_NAME} < set(run_folder.OWN_FILES)
-    folders = {CHECKPOINTS_NAME, LOGS_NAME, TENSORBOARD_NAME}
-    assert folders < set(run_folder.OWN_FOLDERS)
-    assert run_folder.ORIGIN_FOLDERS == (KEPT_NAME, PUBLISHED_NAME)
 
 
 @pytest.mark.parametrize("name", [*run_folder.OWN_FILES, *run_folder.OWN_FOLDERS])
