@@ -131,10 +131,7 @@ def hub(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     served = Path(shutil.copytree(models["qwen3"], tmp_path / "served"))
     for name in ("modeling.py", "consolidated.safetensors", "model.gguf"):
         (served / name).write_text("raise SystemExit")
-    with serve_model(served, tmp_path / "home") as hub:
-        for name, value in hub.environment.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with serve_model(served, tmp_path / "home", monkeypatch) as hub:
         yield hub
 
 
