@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 
-from llmscale.errors import LlmscaleError
+from llmscale.errors import LlmscaleError, causes_of, http_status
 from llmscale.untrusted.paths import is_plain_name, read_regular
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -236,18 +236,9 @@ def check_data_set(name: str, source: str, error: type[LlmscaleError]) -> None:
 # ---------------------------------------------------------------- faults
 
 
-def _chain(fault: BaseException) -> Iterator[BaseException]:
-    """Yield an exception, what caused it, and so on."""
-    cause: BaseException | None = fault
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__
-
-
 def _status(fault: BaseException) -> int | None:
     """Return the HTTP status with which the Hub refused; None without an answer."""
-    answers = (getattr(cause, "response", None) for cause in _chain(fault))
-    return next((int(answer.status_code) for answer in answers if answer is not None), None)
+    return next((status for cause in causes_of(fault) if (status := http_status(cause))), None)
 
 
 def explain_fault(fault: BaseException, what: str) -> str:
@@ -263,7 +254,7 @@ def explain_fault(fault: BaseException, what: str) -> str:
             403: "; accept its conditions on its page, with the account of your login or HF_TOKEN",
         }.get(status, "")
         return f"the Hub answers {status} {HTTPStatus(status).phrase} for {what}{hint}"
-    *_, first = _chain(fault)
+    *_, first = causes_of(fault)
     # Drop the query of a URL: the Hub puts credentials there.
     words = re.sub(r"(https?://[^\s?]+)\?\S+", r"\1?...", str(getattr(first, "strerror", None) or first))
     reason = " ".join(words.split())[:300] or type(first).__name__
