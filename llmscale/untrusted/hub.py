@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 
@@ -87,16 +87,19 @@ def is_known_absent(name: str, part: str) -> bool:
 
 
 @contextmanager
-def _locked_cache(model: str) -> Iterator[Path | None]:
-    """Hold a model's lock in the cache, and yield the cache's folder; None if it cannot be written."""
+def _locked_cache(model: str) -> Iterator[Path]:
+    """Hold a model's lock and yield the cache, or a temporary folder where the cache cannot be written."""
+    from tempfile import TemporaryDirectory  # slow to import
+
     from huggingface_hub.utils import WeakFileLock
 
-    folder, cache = cache_of(model), None
+    cache = cache_of(model).parent
     with ExitStack() as stack:
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(WeakFileLock(folder / ".llmscale-lock", timeout=_LOCK_TIMEOUT_S))
-            cache = folder.parent
+        try:
+            cache_of(model).mkdir(parents=True, exist_ok=True)
+            stack.enter_context(WeakFileLock(cache_of(model) / ".llmscale-lock", timeout=_LOCK_TIMEOUT_S))
+        except OSError:
+            cache = Path(stack.enter_context(TemporaryDirectory()))
         yield cache
 
 
@@ -116,31 +119,23 @@ def read_hub_files(
 
     def read(folder: Path) -> HubFiles:
         contents = {part: read_regular(folder / part, max_bytes) for part in names if (folder / part).is_file()}
-        return HubFiles(f"{model}@{folder.name}", contents, folder)
+        return HubFiles(f"{model}@{folder.name}", contents, folder if folder.is_relative_to(cache_of(model)) else None)
 
     try:
         if folder := _find_complete(model, revision, names):
             return read(folder)
         with _locked_cache(model) as cache:
-            if cache is None:
-                from tempfile import TemporaryDirectory  # slow to import
-
-                with TemporaryDirectory() as elsewhere:
-                    return replace(read(_fetch(model, revision, names, max_bytes, Path(elsewhere))), folder=None)
             # Another process may have fetched them while this one waited.
-            return read(_find_complete(model, revision, names) or _fetch(model, revision, names, max_bytes, cache))
-    except _NotThere:
-        raise error(f"{model} on the Hub has no {needed} at the revision {revision}.") from None
+            folder = _find_complete(model, revision, names) or _fetch(model, revision, names, max_bytes, cache)
+            if folder is not None:
+                return read(folder)
     except Exception as fault:  # the library's errors, its transport's, and OSError
         reason = explain_fault(fault, f"model {model} with a revision {revision}")
         raise error(
             f"{source or name} is not a file or folder here, is not in the Hugging Face cache, and cannot be fetched "
             f"from the Hub ({reason}). Download the model's {needed} with the files beside it, and give their folder."
         ) from None
-
-
-class _NotThere(Exception):
-    """A model has no such file."""
+    raise error(f"{model} on the Hub has no {needed} at the revision {revision}.")
 
 
 def _find_complete(model: str, revision: str, names: Sequence[str]) -> Path | None:
@@ -157,8 +152,8 @@ def _find_complete(model: str, revision: str, names: Sequence[str]) -> Path | No
     return folder if all((folder / part).is_file() or is_known_absent(name, part) for part in names) else None
 
 
-def _fetch(model: str, revision: str, names: Sequence[str], max_bytes: int, cache: Path) -> Path:
-    """Fetch the files that exist and return their folder in `cache`. Raises _NotThere for the first of `names`."""
+def _fetch(model: str, revision: str, names: Sequence[str], max_bytes: int, cache: Path) -> Path | None:
+    """Fetch the files that exist and return their folder in `cache`; None if the first of `names` does not."""
     cached = find_snapshot(model, revision, names[0])
     revision = cached.name if cached else revision
     try:
@@ -167,17 +162,16 @@ def _fetch(model: str, revision: str, names: Sequence[str], max_bytes: int, cach
         if cached is None or _status(fault):
             raise
         return cached  # no network
-    folder = None
     for part in names:
         if sizes.get(part, 0) > max_bytes:
             raise ValueError(f"{model}/{part} is larger than the limit of {max_bytes:,} bytes")
-        # The branch may move on, so only the first file names it.
-        path = fetch_hub_file(model, folder.name if folder else revision, part, cache)
-        if path is None and folder is None:
-            raise _NotThere
-        folder = folder or (path and path.parent)
-    assert folder is not None
-    return folder
+    first = fetch_hub_file(model, revision, names[0], cache)
+    if first is None:
+        return None
+    # The branch may have moved on.
+    for part in names[1:]:
+        fetch_hub_file(model, first.parent.name, part, cache)
+    return first.parent
 
 
 def fetch_hub_file(model: str, revision: str, part: str, cache: Path | None = None) -> Path | None:
