@@ -395,7 +395,6 @@ _FIRST_POLL_S, _POLL_S = 0.05, 2.0
 #: Form of the Hub's X-Linked-ETag of a large file, which is the name of its file in the cache.
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _VERIFIED_NAME = ".llmscale-verified"
-_CHUNK_BYTES = 1 << 22
 
 
 class _Download(threading.Thread):
@@ -431,7 +430,7 @@ class _Download(threading.Thread):
             note, seen = self._cache / _VERIFIED_NAME / blob.name, f"{status.st_size} {status.st_mtime_ns}"
             if note.is_file() and note.read_text(errors="replace") == seen:
                 continue
-            if (digest := self._hash(blob)) != blob.name:
+            if (digest := hash_file(blob, "sha256", self._count)) != blob.name:
                 raise CheckpointError(
                     f"{self._source}: {blob} is damaged: its sha256 is {digest[:12]}..., "
                     f"the Hub's {blob.name[:12]}.... Remove it and run again, which downloads it again."
@@ -440,13 +439,8 @@ class _Download(threading.Thread):
                 note.parent.mkdir(exist_ok=True)
                 note.write_text(seen)
 
-    def _hash(self, path: Path) -> str:
-        digest = hashlib.sha256()
-        with open(path, "rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-                self._hashed_bytes += len(chunk)
-        return digest.hexdigest()
+    def _count(self, num_bytes: int) -> None:
+        self._hashed_bytes += num_bytes
 
 
 def provide_model(
