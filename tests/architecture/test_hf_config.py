@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
 from llmscale.architecture.hf_config import HFModel, load_hf_model
 from llmscale.errors import ConfigError
 from scripts.bench.transformers_package import import_transformers
+from tests.hub_server import COMMIT, lead_to_hub, serve_model
 
 SIZES: dict[str, object] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 131}
 OPT = {**SIZES, "model_type": "opt", "ffn_dim": 100}
@@ -114,8 +112,7 @@ def test_a_name_is_found_in_the_hub_cache(tmp_path: Path, monkeypatch: pytest.Mo
     (cache / "snapshots" / commit / "config.json").write_text(json.dumps(CONFIGS["gpt_neox"]))
     (cache / "refs").mkdir()
     (cache / "refs" / "v1").write_text(commit)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    lead_to_hub(monkeypatch, tmp_path)
     for revision in ("v1", commit):
         model = load_hf_model(f"someone/small@{revision}")
         assert model is not None
@@ -123,20 +120,15 @@ def test_a_name_is_found_in_the_hub_cache(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "words"),
-    [
-        ("HF_HUB_OFFLINE", "1", "HF_HUB_OFFLINE is set"),
-        ("HF_ENDPOINT", "http://127.0.0.1:9", "Connection refused"),
-        ("HF_ENDPOINT", "nonsense", "unknown url type"),
-    ],
+    ("endpoint", "words"),
+    [("", "HF_HUB_OFFLINE is set"), ("http://127.0.0.1:9", "Connection refused"), ("nonsense", "nonsense")],
 )
 def test_a_name_that_cannot_be_fetched_is_one_line(
-    variable: str, value: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    endpoint: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setenv(variable, value)
+    lead_to_hub(monkeypatch, tmp_path, endpoint)
+    if not endpoint:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(
         ConfigError, match=r"not in the Hugging Face cache, and cannot be fetched .* Download the model's config"
     ) as e:
@@ -147,27 +139,16 @@ def test_a_name_that_cannot_be_fetched_is_one_line(
 
 def test_a_name_is_fetched_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a server of our own that answers as the Hub does."""
-    commit = "0123456789" * 4
-    folder = tmp_path / "someone" / "small" / "resolve" / commit
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(CONFIGS["opt-no-bias"]))
-    answers = tmp_path / "api" / "models" / "someone" / "small" / "revision"
-    answers.mkdir(parents=True)
-    for revision in ("main", "v1"):
-        (answers / revision).write_text(json.dumps({"sha": commit}))
-    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        for name in ("someone/small", "someone/small@v1", f"someone/small@{commit}"):
+    files = tmp_path / "files"
+    files.mkdir()
+    (files / "config.json").write_text(json.dumps(CONFIGS["opt-no-bias"]))
+    with serve_model(files, tmp_path / "home", monkeypatch):
+        for name in ("own/model", "own/model@v1", f"own/model@{COMMIT}"):
             model = load_hf_model(name)
             assert model is not None
             assert model.family == "opt"
         with pytest.raises(ConfigError, match="the Hub knows no model someone/else with a revision main"):
             load_hf_model("someone/else")
-        server.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from llmscale.config.hf_model import (
 from llmscale.config.resolve import SetFacts, resolve_shape
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
+from tests.hub_server import lead_to_hub
 
 LLAMA: dict[str, object] = {
     "model_type": "llama",
@@ -112,7 +113,7 @@ def test_rates_and_batches_are_those_of_the_preset_nearest_in_size(folder: Path)
 
 
 def test_a_name_is_looked_up_in_the_hubs_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    lead_to_hub(monkeypatch, tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     commit = "0123456789" * 4
     snapshot = tmp_path / "hub" / "models--own--model" / "snapshots" / commit

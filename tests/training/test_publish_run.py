@@ -152,16 +152,16 @@ def test_a_write_whose_answer_never_came_is_no_other_trainer(
     run: Path, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = take(run)
-    store, replace_it = lease._store, lease._store.replace
+    store, replace_it = lease._store, lease._store.write_if
 
     def lose(url: str, contents: bytes, version: str) -> str:
         replace_it(url, contents, version)
         raise DataError("no answer")
 
-    monkeypatch.setattr(store, "replace", lose)
+    monkeypatch.setattr(store, "write_if", lose)
     with pytest.raises(DataError):
         lease.update(lambda index: index)
-    monkeypatch.setattr(store, "replace", replace_it)
+    monkeypatch.setattr(store, "write_if", replace_it)
     lease.update(lambda index: index)
     lease.release()
     index = read_index(run)
