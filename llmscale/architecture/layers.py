@@ -330,8 +330,10 @@ class Architecture:
 
     def with_divided_experts(self, parts: int) -> Architecture:
         """Return the model of a rank with one of `parts` equal parts of each block's experts."""
+        if parts == 1:
+            return self
         block, other = (tuple(layer.with_part(parts) for layer in layers) for layers in (self.block, self.other_block))
-        return replace(self, block=block, other_block=other) if parts > 1 else self
+        return replace(self, block=block, other_block=other)
 
     def with_combined_blocks(self) -> Architecture:
         """Return the model with each block as a single module."""

@@ -415,7 +415,7 @@ def test_the_picture_has_the_rows_of_the_answer_and_ends_near_the_gpus_memory(
     run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    from llmscale.report import memory_plot
+    from llmscale.report import planning_plots
     from llmscale.report.save_figure import save_figure
 
     path, drawn = tmp_path / "memory.png", []
@@ -425,7 +425,7 @@ def test_the_picture_has_the_rows_of_the_answer_and_ends_near_the_gpus_memory(
         drawn.append((len(axes.get_yticks()), axes.get_xlim()[1], {text.get_text() for text in axes.texts}))
         save_figure(figure, path)
 
-    monkeypatch.setattr(memory_plot, "save_figure", save)
+    monkeypatch.setattr(planning_plots, "save_figure", save)
     words = ("estimate", "--model", "gpt3-13b", "--gpu", "a100-40gb", "--num-gpus", "4", "--plot", str(path))
     for flags in ((), ("--all",)):
         assert run(*words, *flags)[0] == 0

@@ -97,7 +97,7 @@ def test_the_row_is_the_one_that_estimate_recommends() -> None:
     placement = put(SMALL)
     assert placement.row is not None and placement.row.fit.fits and placement.row.throughput is not None
     assert placement.mfu == placement.row.throughput.mfu
-    speed = placement.tokens_per_second(SMALL)
+    speed = placement.rate_of(SMALL)
     assert speed == pytest.approx(placement.row.throughput.tokens_per_second)
     assert placement.mfu is not None
     assert placement.mfu <= usual_mfu(SMALL, get_gpu("a100-80gb")) * 1.0001, "that of the arithmetic alone"
@@ -122,7 +122,7 @@ def test_experts_that_more_ranks_divide_than_a_node_has_get_as_many_nodes() -> N
     config = RunConfig(expert_parallel_size=32)
     asked = request("tokens", 1e9, config=config, cluster=A100S["cluster"], shape=shape, seq_len=shape.seq_len)
     run = make_plan(asked).run
-    assert run is not None and run.strategy is not None and run.num_nodes == 4
+    assert run is not None and run.row is not None and run.cluster.num_nodes == 4
 
 
 def test_experts_cost_the_parameters_that_a_token_uses() -> None:
@@ -145,11 +145,12 @@ def test_a_deadline_is_met_by_the_fewest_nodes() -> None:
     shape = PRESETS["gpt2-1.5b"].shape(50257)
     machines = {**A100S, "num_nodes": None, "shape": shape, "seq_len": 1024}
     run = make_plan(request("tokens", 3e11, **machines, days=5.0)).run
-    assert run is not None and run.hours is not None and run.num_nodes > 2 and run.hours <= 5 * 24
-    fewer = make_plan(request("tokens", 3e11, **{**machines, "num_nodes": run.num_nodes - 1}, days=5.0)).run
+    assert run is not None and run.hours is not None and run.cluster.num_nodes > 2 and run.hours <= 5 * 24
+    fewer = make_plan(request("tokens", 3e11, **{**machines, "num_nodes": run.cluster.num_nodes - 1}, days=5.0)).run
     assert fewer is not None and fewer.hours is not None and fewer.hours > 5 * 24
     # The user's own nodes stay, and the answer names enough of them.
-    assert (fewer.num_nodes, fewer.is_in_time, fewer.enough_nodes) == (run.num_nodes - 1, False, run.num_nodes)
+    enough = run.cluster.num_nodes
+    assert (fewer.cluster.num_nodes, fewer.is_in_time, fewer.enough_nodes) == (enough - 1, False, enough)
 
 
 def test_a_duration_of_years_is_no_answer() -> None:
@@ -157,13 +158,13 @@ def test_a_duration_of_years_is_no_answer() -> None:
     machines = {"cluster": Cluster(get_gpu("rtx4090"), 1), "shape": shape, "seq_len": 1024}
     run = make_plan(request("tokens", 3e11, **machines)).run
     assert run is not None and run.hours is not None
-    assert run.num_nodes > 2 and 80 < run.hours / 24 <= LONGEST_DAYS == run.within_days
+    assert run.cluster.num_nodes > 2 and 80 < run.hours / 24 <= LONGEST_DAYS == run.within_days
 
 
 def test_more_gpus_than_sequences_do_not_help() -> None:
     small = {**A100S, "num_nodes": None, "shape": SMALL, "seq_len": 1024, "config": RunConfig(global_batch_size=64)}
     run = make_plan(request("tokens", 1e12, **small, days=1.0)).run
-    assert run is not None and (run.num_nodes, run.is_in_time, run.enough_nodes) == (8, False, None)
+    assert run is not None and (run.cluster.num_nodes, run.is_in_time, run.enough_nodes) == (8, False, None)
 
 
 def test_fp32_is_planned_at_its_own_peak() -> None:
@@ -173,7 +174,7 @@ def test_fp32_is_planned_at_its_own_peak() -> None:
         for precision in ("fp32", "bf16")
     )
     assert fp32 is not None and bf16 is not None and fp32.hours is not None and bf16.hours is not None
-    assert (fp32.precision, fp32.placement.peak_flops) == ("fp32", 19.5e12)
+    assert (fp32.precision, fp32.peak_flops) == ("fp32", 19.5e12)
     assert fp32.hours > 5 * bf16.hours and fp32.mfu is not None and 0.3 < fp32.mfu < 1
     with pytest.raises(ConfigError, match="--gpu a10g: its rate in fp32 is not known"):
         make_plan(request("gpu_hours", 10.0, cluster=Cluster(get_gpu("a10g"), 1), config=RunConfig(precision="fp32")))

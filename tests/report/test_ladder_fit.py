@@ -208,7 +208,5 @@ def test_losses_that_determine_no_law_say_so(
         records.append({"kind": "validation", "step": run.steps, "loss": losses.uniform(1, 9)})
         records.append({"kind": "event", "event": "finished", "step": run.steps})
         write_run(tmp_path / "made" / "runs" / run.name, records)
-    status = main(["ladder", "fit", str(tmp_path / "made"), "--resamples", "50"])
-    out, err = capsys.readouterr()
-    message = {1: "WARNING: these runs do not determine a law", 2: "the losses of 15 runs determine no law"}
-    assert message[status] in out + err
+    assert main(["ladder", "fit", str(tmp_path / "made"), "--resamples", "50"]) == 1
+    assert "WARNING: these runs do not determine a law" in capsys.readouterr().out
