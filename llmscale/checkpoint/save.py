@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from llmscale.checkpoint.inventory import Retention, commit_checkpoint, free_name
+from llmscale.checkpoint.inventory import commit_checkpoint, free_name
 from llmscale.checkpoint.manifest import (
     CheckpointManifest,
     History,
@@ -90,7 +90,8 @@ class CheckpointSaver:
         history of new checkpoints, `disks` are those that they are written to. `check_run_folder` raises OSError on a
         disk whose run folder no longer belongs to this run. `on_saved` gets every finished checkpoint, on every rank.
         """
-        self._run, self._retention, self._history = run, Retention(keep_last, keep_every), history or History()
+        self._run, self._keep_last, self._keep_every = run, keep_last, keep_every
+        self._history = history or History()
         self._disks = disks
         self._in_background, self._report, self._check_run_folder = in_background, report, check_run_folder
         self._on_saved = on_saved
@@ -195,7 +196,8 @@ class CheckpointSaver:
             self._check_run_folder()
             if rank and pieces is not None:
                 write_durably(partial / INDEX_NAME, index)
-            return commit_checkpoint(self._run, partial, manifest, snapshot.state, self._retention, pieces)
+            keep = {"keep_last": self._keep_last, "keep_every": self._keep_every}
+            return commit_checkpoint(self._run, partial, manifest, snapshot.state, **keep, pieces=pieces)
 
         return on_each_disk(self._group, self._disks, _as_checkpoint_error(commit))
 

@@ -75,8 +75,6 @@ OWN_FOLDERS = ("checkpoints", LOGS_NAME, "profile", "tensorboard", "wandb", *ORI
 _START_FILES = (CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME, START_TEXT_NAME, METRICS_NAME, FAILURE_NAME)
 #: Libraries whose version can change a result.
 LIBRARIES = ("torch", "deepspeed", "mosaicml-streaming", "numpy", "tiktoken", "tokenizers")
-#: Space that a new run folder needs for the description of the run.
-_PROBE_BYTES = 1 << 16
 #: Time that a network file system may take to show a new file to another host.
 _VISIBLE_TRIES = 50
 _VISIBLE_PAUSE_S = 0.1
@@ -86,26 +84,18 @@ _GIT_S = 5.0
 
 
 def create_run_folder(run: Path) -> list[Path]:
-    """Create the folder, check that it is writable, and return the folders that were created, the run's last.
+    """Create the folder, and return the folders that were created, the run's last.
 
     Raises ConfigError, and then leaves nothing new.
     """
     check_own_files(run)
     made: list[Path] = []
-    probe = run / f".writable-{os.getpid()}"
     try:
         for folder in reversed((run, *run.absolute().parents)):
             if not folder.exists():
                 folder.mkdir(exist_ok=True)
                 made.append(folder)
-        # A resumed run may start on a full disk: there may be space when the next checkpoint is due.
-        probe.unlink(missing_ok=True)
-        with open(open_own(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-            file.write(b"" if (run / CONFIG_NAME).exists() else bytes(_PROBE_BYTES))
-        probe.unlink()
     except OSError as error:
-        if probe.exists():
-            probe.unlink()
         _remove_empty(made)
         raise ConfigError(
             f"--run {run} cannot be written to: {error.strerror or error}. Name a folder on a disk with space and "
