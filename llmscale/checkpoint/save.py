@@ -121,7 +121,8 @@ class CheckpointSaver:
         final = checkpoints_folder(self._run) / checkpoint_name(snapshot.step)
         partial: Path | None = None
         try:
-            partial = self._prepare(final, snapshot)
+            partial = folder = self._prepare(final, snapshot)
+            on_all_ranks(self._group, lambda: _check_visible(folder))
             dcp.save(
                 snapshot.fragments,
                 # Tensors are on the host. Without 0 the writer waits for a stream of this thread's device, which is GPU
@@ -169,13 +170,7 @@ class CheckpointSaver:
                 )
             return partial
 
-        partial = on_each_disk(self._group, self._disks, _as_checkpoint_error(prepare))
-        try:
-            on_all_ranks(self._group, lambda: _check_visible(partial))
-        except Exception:
-            self._discard(partial)
-            raise
-        return partial
+        return on_each_disk(self._group, self._disks, _as_checkpoint_error(prepare))
 
     def _commit(self, partial: Path, snapshot: Snapshot) -> list[str]:
         """Hash the files on every rank, then commit on rank 0; returns a line per later failure. Collective."""
