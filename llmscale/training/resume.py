@@ -89,7 +89,9 @@ def confirm_start(start: Start, world: World, report: Callable[[str], None], at:
     resumes = at is not None or start.resumes
 
     def read() -> SavedRun | None:
-        source = read_saved_run(chosen) if chosen else None
+        source = start.source
+        if chosen is None or source is None or source.manifest != chosen.manifest:
+            source = read_saved_run(chosen) if chosen else None
         start.at(source, resumes=resumes)  # raises what all ranks would raise
         return source
 
