@@ -448,7 +448,7 @@ RUNS = [
     ("train --steps", r"expected one argument"),
     ("train stray", r"unknown argument 'stray'"),
     ("train --config run.ini", r"run.ini: the suffix says the format, and must be .yaml, .yml or"),
-    ("train --config none.yaml", r"none.yaml: No such file or directory"),
+    ("train --config none.yaml", r"none.yaml cannot be read: No such file or directory"),
     ("train --config broken.yaml", r"broken.yaml is not valid yaml: .*line 2"),
     ("train --steps 5 --tokens 500", r"steps and tokens say the same thing in other units"),
     ("train --minutes 5 --tokens 500", r"tokens and minutes say the same thing in other units"),
