@@ -298,10 +298,8 @@ def repeats_last_start(run: Path, launches: Sequence[str], arguments: Sequence[s
 
     `arguments` are train.py's; default: those of this process.
     """
-    try:
-        starts = list(load_json_lines(run / STARTS_NAME))
-    except (OSError, LlmscaleError):
-        return False
+    path = run / STARTS_NAME
+    starts = [*load_json_lines(path)] if path.is_file() else []
     names = starts[-1].get("launches") if starts else None
     is_same_launch = isinstance(names, list) and any(launch in names for launch in launches)
     return is_same_launch and starts[-1].get("arguments") == (_arguments() if arguments is None else list(arguments))
@@ -389,8 +387,7 @@ def notify(command: str | None, run: Path, event: str, facts: Mapping[str, objec
     """Run `command`, if there is one, with an event on its stdin, and wait for it. Never raises."""
     if command is None:
         return
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    facts = {"event": event, "run": last_part(shown(run)), "host": platform.node(), "time": now, **facts}
+    facts = {"event": event, "run": last_part(shown(run)), "host": platform.node(), "time": _now(), **facts}
     text = json.dumps(without_nan(publish_texts(facts)))
     try:
         # Files, because a process that the command leaves in the background would hold pipes open.
