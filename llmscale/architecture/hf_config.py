@@ -87,8 +87,8 @@ def get_family(config: Mapping[str, object], source: str) -> Family:
     return FAMILIES[model_type]
 
 
-def read_shape(config: Mapping[str, object], source: str) -> dict[str, object]:
-    """Return the fields of GPTShape in a config.json, with vocab_size and seq_len (its positions).
+def read_shape(config: Mapping[str, object], source: str) -> GPTShape:
+    """Return the shape in a config.json, with its vocabulary and its positions as context.
 
     Raises ConfigError for other architectures and for features that llmscale's model does not compute.
     """
@@ -102,10 +102,9 @@ def read_shape(config: Mapping[str, object], source: str) -> dict[str, object]:
         raise ConfigError(f"{source}: the weights are quantised. Give the folder of the unquantised model.")
     values = family.read(Keys(config, source))
     try:
-        build_shape(values)
+        return build_shape(values)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
-    return values
 
 
 def without_rope_scaling(config: Mapping[str, object]) -> dict[str, object]:

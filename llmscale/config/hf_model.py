@@ -73,7 +73,7 @@ def read_published_model(flag: str, value: str, config: RunConfig | None = None)
     files = find_config(name, source)
     is_replaced = config is not None and getattr(config, "rope_scaling", None) is not None
     entries = without_rope_scaling(files.entries) if is_replaced else files.entries
-    shape = build_shape(read_shape(entries, source))
+    shape = read_shape(entries, source)
     tensors = tuple(get_family(entries, source).tensors(shape))
     # For messages only, so an odd value does not matter.
     classes = files.entries.get("architectures")
