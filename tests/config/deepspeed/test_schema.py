@@ -59,7 +59,7 @@ def test_a_missing_file_in_a_missing_folder_names_llmscale_s_own() -> None:
 def test_a_name_is_llmscale_s_own_file_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ds = read_ds_config(Path("zero3_offload"))
-    assert (ds.source, ds.zero_stage, ds.offload_param_device) == ("zero3_offload.json", 3, "cpu")
+    assert (ds.source, ds.zero_stage, ds.keys.offload_param_device) == ("zero3_offload.json", 3, "cpu")
     # What lies there goes first, also when it is wrong.
     Path("zero3_offload").write_text("[]")
     assert read_error(Path("zero3_offload")).startswith("ds_config zero3_offload")
@@ -224,7 +224,7 @@ def test_entries_without_effect_are_named(dotted: str) -> None:
 def test_an_empty_object_is_plain_fp32_data_parallel() -> None:
     config = parse()
     assert (config.zero_stage, config.precision, config.checkpointing) == (0, "fp32", "none")
-    assert (config.offload_optimizer_device, config.offload_param_device) == ("none", "none")
+    assert (config.keys.offload_optimizer_device, config.keys.offload_param_device) == ("none", "none")
 
 
 @pytest.mark.parametrize(
