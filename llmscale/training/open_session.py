@@ -13,7 +13,6 @@ import torch
 
 from llmscale.checkpoint.initial_weights import complete_published_weights, keep_published
 from llmscale.config.hardware import has_bf16_instructions
-from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_keys import publish_keys
 from llmscale.data.mixture import keep_sets
 from llmscale.engine.collectives import gather, on_all_ranks, on_each_disk, on_main_rank
@@ -234,7 +233,7 @@ def _time_steps(start: Start, engine: Engine, world: World, progress: Callable[[
         progress()
 
     resolved, deepspeed = start.resolved, engine.deepspeed
-    micro_batches = _made_up_tokens(resolved, world)
+    micro_batches = _made_up_tokens(start, world)
     with explain_smallest_scale(start.first_step), _undone(deepspeed, is_new=start.state is None):
         set_micro_steps(deepspeed, len(micro_batches))
         set_learning_rate(deepspeed, resolved.optimizer, resolved.schedule.lr * _LOW_RATE)
@@ -250,12 +249,12 @@ def _time_steps(start: Start, engine: Engine, world: World, progress: Callable[[
     return seconds / count, count
 
 
-def _made_up_tokens(resolved: ResolvedRun, world: World) -> list[torch.Tensor]:
+def _made_up_tokens(start: Start, world: World) -> list[torch.Tensor]:
     """Return a rank's micro-batches of a step, each [micro_batch_size, T + 1], equal for ranks that divide them."""
-    plan, generator = resolved.plan, torch.Generator()
+    plan, generator = start.resolved.plan, torch.Generator()
     generator.manual_seed(plan.ranks.group_of(world.rank))
     size, steps = (plan.micro_batch_size, plan.seq_len + 1), plan.gradient_accumulation_steps
-    return [torch.randint(resolved.shape.vocab_size, size, generator=generator) for _ in range(steps)]
+    return [torch.randint(start.resolved.shape.vocab_size, size, generator=generator) for _ in range(steps)]
 
 
 @contextmanager
