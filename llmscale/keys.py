@@ -5,7 +5,7 @@ A key of the model is a field of `architecture.shape.GPTShape`, any other one a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -91,6 +91,15 @@ class Key:
 
     def __call__(self, _schema: object) -> None:
         """Add nothing to the JSON schema of the key, whose `json_schema_extra` this object is."""
+
+
+def flatten(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the values of nested mappings by dotted keys."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def value_at(place: str, run: object) -> object:

@@ -108,8 +108,8 @@ def test_deepspeed_reads_the_resolved_file_as_meant(name: str) -> None:
     assert theirs.bfloat16_config.enabled == (ours.precision == "bf16")
     assert theirs.float16_config.enabled == (ours.precision == "fp16")
     assert not theirs.torch_autocast_enabled
-    assert (zero.offload_optimizer.device if zero.offload_optimizer else "none") == ours.offload_optimizer_device
-    assert (zero.offload_param.device if zero.offload_param else "none") == ours.offload_param_device
+    assert (zero.offload_optimizer.device if zero.offload_optimizer else "none") == ours.keys.offload_optimizer_device
+    assert (zero.offload_param.device if zero.offload_param else "none") == ours.keys.offload_param_device
     assert theirs.activation_checkpointing_config.cpu_checkpointing == ours.keys.cpu_checkpointing
     batch = (
         theirs.train_micro_batch_size_per_gpu,

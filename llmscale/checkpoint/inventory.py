@@ -433,26 +433,18 @@ def remove_leftovers(run: Path) -> list[str]:
     return lines
 
 
-@dataclass(frozen=True)
-class Retention:
-    """Checkpoints that stay."""
-
-    keep_last: int
-    """Number of the newest complete checkpoints that stay, at least 1."""
-    keep_every: int
-    """Checkpoints stay whose step is a multiple of this; 0: none."""
-
-
 def commit_checkpoint(
     run: Path,
     partial: Path,
     manifest: CheckpointManifest,
     state: Mapping[str, object],
-    retention: Retention,
+    *,
+    keep_last: int,
+    keep_every: int,
     pieces: Pieces | None = None,
 ) -> list[str]:
     """Turn the folder `partial` into the run's checkpoint; its tensors are written and listed in `manifest`, or those
-    of `pieces` if other disks have the rest.
+    of `pieces` if other disks have the rest. Others are deleted as `choose_expired` says.
 
     Raises OSError until the folder has its final name. From then on the checkpoint counts as saved: later steps that
     fail are returned as one line each.
@@ -474,7 +466,7 @@ def commit_checkpoint(
         (f"{BEST_NAME} may not name the best one", lambda: point_best(run, current())),
         (
             "not every checkpoint that --keep-last and --keep-every let go is deleted",
-            lambda: apply_retention(run, current(), retention.keep_last, retention.keep_every),
+            lambda: apply_retention(run, current(), keep_last, keep_every),
         ),
     )
     problems = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +29,7 @@ from llmscale.checkpoint.manifest import (
 from llmscale.config.command_line import run_place
 from llmscale.config.user_paths import is_view, shown, url_of
 from llmscale.errors import CheckpointError
+from llmscale.keys import flatten
 from llmscale.terminal.progress import show_progress
 from llmscale.terminal.table import Column, output_width, table_lines, wrap_line
 from llmscale.untrusted.terminal import print_to_stderr, print_visible
@@ -197,18 +197,9 @@ def _prune(args: argparse.Namespace) -> int:
 
 def _diff(args: argparse.Namespace) -> int:
     a, b = find_checkpoint(args.a, print_to_stderr), find_checkpoint(args.b, print_to_stderr)
-    left, right = dict(_flatten(read_state(a))), dict(_flatten(read_state(b)))
+    left, right = dict(flatten(read_state(a))), dict(flatten(read_state(b)))
     print_visible(f"- {a}\n+ {b}")
     for key in sorted(left.keys() | right.keys()):
         if left.get(key) != right.get(key):
             print_visible(f"{key}\n  - {left.get(key, '(absent)')}\n  + {right.get(key, '(absent)')}")
     return 0
-
-
-def _flatten(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the values of nested mappings by dotted keys."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

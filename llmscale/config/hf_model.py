@@ -71,14 +71,9 @@ def read_published_model(flag: str, value: str, config: RunConfig | None = None)
             "merge_and_unload, then save_pretrained) and name that folder."
         )
     files = find_config(name, source)
-    entries = files.entries
-    try:
-        shape = build_shape(read_shape(entries, source))
-    except ConfigError:
-        if config is None or getattr(config, "rope_scaling", None) is None:
-            raise
-        entries = without_rope_scaling(entries)
-        shape = build_shape(read_shape(entries, source))
+    is_replaced = config is not None and getattr(config, "rope_scaling", None) is not None
+    entries = without_rope_scaling(files.entries) if is_replaced else files.entries
+    shape = read_shape(entries, source)
     tensors = tuple(get_family(entries, source).tensors(shape))
     # For messages only, so an odd value does not matter.
     classes = files.entries.get("architectures")

@@ -6,9 +6,11 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.initial_weights import (
     FrozenBase,
     PublishedWeights,
@@ -102,6 +104,11 @@ class Inputs:
         manifest = self.sets.manifest
         return SetFacts(manifest.vocab_size, manifest.seq_len, self.sets.num_train_samples, manifest.eot_token)
 
+    @cached_property
+    def shape(self) -> GPTShape:
+        """Shape of the model. Raises ConfigError."""
+        return resolve_shape(self.config, self.facts)
+
 
 def announce_after_s(config: RunConfig) -> float:
     """Return the seconds after which the checks are announced: few if they may wait for other machines.
@@ -165,10 +172,9 @@ def read_inputs(run: RunConfig | PreparedRun, arguments: Sequence[str] | None = 
         left_out=left_out,
     )
     if config.lora_from is not None:
-        shape = resolve_shape(config, inputs.facts)
-        check_adapters(config.lora_from, shape, family_beside(shape, model))
+        check_adapters(config.lora_from, inputs.shape, family_beside(inputs.shape, model))
     if model is not None:
-        weights = find_published_weights(model, resolve_shape(config, inputs.facts), sets.first)
+        weights = find_published_weights(model, inputs.shape, sets.first)
         return replace(inputs, weights=weights, base=base_of_published(weights) if config.lora_rank else None)
     if config.lora_rank and source is not None:
         inputs = _with_base(inputs, source, place, run.published)
@@ -217,7 +223,7 @@ def _with_base(inputs: Inputs, source: SavedRun, place: str | None, published: P
         model = published if published and is_read else read_published_model("--init-from", place, inputs.config)
     except LlmscaleError as error:
         raise explain_missing(place, source.path, error) from None
-    weights = find_published_weights(model, resolve_shape(inputs.config, inputs.facts), inputs.sets.first)
+    weights = find_published_weights(model, inputs.shape, inputs.sets.first)
     return replace(inputs, weights=weights, base=base_of_published(weights))
 
 
@@ -430,11 +436,10 @@ def open_named(flag: str, path: str, report: Callable[[str], None] = lambda line
 
 def _check_same_tokenizer(inputs: Inputs, state: RunState) -> None:
     """Raise DataError unless the other run's weights have the dataset's tokenizer, and its learned positions."""
-    manifest, config = inputs.sets.manifest, inputs.config
-    is_rotary = resolve_shape(config, inputs.facts).positions == "rotary"
+    manifest, is_rotary = inputs.sets.manifest, inputs.shape.positions == "rotary"
     check_set_matches(
         manifest,
-        config.data,
+        inputs.config.data,
         vocab_size=cast("int", state.identity["vocab_size"]),
         seq_len=manifest.seq_len if is_rotary else cast("int", state.identity["seq_len"]),
         tokenizer_sha256=cast("str", state.identity["tokenizer_sha256"]),

@@ -57,6 +57,7 @@ from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_each_dis
 from llmscale.engine.process_group import World
 from llmscale.engine.train_step import get_scaler_state, set_scaler_state
 from llmscale.errors import CheckpointError, ConfigError, DataError, LlmscaleError
+from llmscale.keys import flatten
 from llmscale.training.inputs import as_plain, open_named
 from llmscale.training.run_folder import RunFolderClaim, hash_or_reason, library_versions, source_hashes
 from llmscale.training.start import Start
@@ -89,7 +90,9 @@ def confirm_start(start: Start, world: World, report: Callable[[str], None], at:
     resumes = at is not None or start.resumes
 
     def read() -> SavedRun | None:
-        source = read_saved_run(chosen) if chosen else None
+        source = start.source
+        if chosen is None or source is None or source.manifest != chosen.manifest:
+            source = read_saved_run(chosen) if chosen else None
         start.at(source, resumes=resumes)  # raises what all ranks would raise
         return source
 
@@ -339,7 +342,7 @@ def _sections(run: Start, device_type: str) -> dict[str, Section]:
     # A patch release of Python changes no arithmetic.
     versions |= {"python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__}
     variables = {name: os.environ.get(name, "not set") for name in _VARIABLES}
-    ds_config = _flatten(run.resolved.ds_config)
+    ds_config = {key: _text(value) for key, value in flatten(run.resolved.ds_config)}
     # Not by path: nodes may have copies.
     names = run.sets.names if run.sets.recipe else ("fingerprint",)
     sets = {name: at.manifest.fingerprint for name, at in zip(names, run.sets.locations, strict=True)}
@@ -369,19 +372,8 @@ def _configuration(run: Start) -> dict[str, str]:
     compared["eval_tasks"] = [f"{task.name} {task.sha256[:16]}" for task in run.tasks]
     compared["sample_prompts"] = hashlib.sha256(json.dumps(run.prompts).encode()).hexdigest()[:16]
     compared |= {"precision": run.resolved.precision, "activation_checkpointing": run.resolved.checkpointing}
-    flat = {path.rpartition(".")[2]: text for path, text in _flatten(resolved).items()}
+    flat = {path.rpartition(".")[2]: _text(value) for path, value in flatten(resolved)}
     return {key: _text(value) for key, value in compared.items()} | flat
-
-
-def _flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
-    """Flatten nested mappings: keys joined by dots, values as text."""
-    flat: dict[str, str] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = _text(value)
-    return flat
 
 
 def _text(value: object) -> str:

@@ -1,7 +1,7 @@
 """Parse JSON, YAML and TOML of bounded size into plain values or dataclasses; nothing else in llmscale parses them.
 
 Any content gives a value or a one-line error that names the file: invalid UTF-8, duplicate keys, a list instead of an
-object. Callers explain a missing file themselves (FileNotFoundError, NotADirectoryError).
+object.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from llmscale.errors import LlmscaleError
 from llmscale.suggestions import describe_invalid, did_you_mean
-from llmscale.untrusted.paths import open_regular, read_regular
+from llmscale.untrusted.paths import open_regular, read_regular, unreadable_as
 from llmscale.untrusted.terminal import make_visible_line
 
 if TYPE_CHECKING:
@@ -53,18 +53,26 @@ class Rules:
 
 
 def load_json(path: Path, rules: Rules, where: str = "") -> dict[str, object]:
-    """Return the JSON object in a file. `where` names the file in messages instead of its path."""
-    return _load(parse_json, path, rules, where)
+    """Return the JSON object in a file. `where` names the file in messages instead of its path.
+
+    Callers explain a missing file themselves (FileNotFoundError, NotADirectoryError).
+    """
+    where = where or str(path)
+    try:
+        contents = read_regular(path, rules.max_bytes, follow_links=rules.follow_links)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except (OSError, ValueError) as error:
+        # ValueError: a NUL in the path.
+        raise _fault(rules, f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return parse_json(contents, rules, where)
 
 
-def load_yaml(path: Path, rules: Rules, where: str = "") -> dict[str, object]:
-    """Return the mapping in a YAML file; an empty file gives an empty mapping."""
-    return _load(parse_yaml, path, rules, where)
-
-
-def load_toml(path: Path, rules: Rules, where: str = "") -> dict[str, object]:
-    """Return the table in a TOML file."""
-    return _load(parse_toml, path, rules, where)
+def load_settings(path: Path, rules: Rules, where: str) -> dict[str, object]:
+    """Return the entries of a TOML or YAML file, by its suffix. Raises `rules.error` also for a missing file."""
+    with unreadable_as(rules.error, where, rules.remedy):
+        contents = read_regular(path, rules.max_bytes, follow_links=rules.follow_links)
+    return (parse_toml if path.suffix == ".toml" else parse_yaml)(contents, rules, where)
 
 
 @dataclass(frozen=True)
@@ -192,20 +200,6 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
-
-
-def _load(
-    parse: Callable[[bytes, Rules, str], dict[str, object]], path: Path, rules: Rules, where: str
-) -> dict[str, object]:
-    where = where or str(path)
-    try:
-        contents = read_regular(path, rules.max_bytes, follow_links=rules.follow_links)
-    except (FileNotFoundError, NotADirectoryError):
-        raise
-    except (OSError, ValueError) as error:
-        # ValueError: a NUL in the path.
-        raise _fault(rules, f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    return parse(contents, rules, where)
 
 
 @contextmanager

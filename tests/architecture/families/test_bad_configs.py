@@ -7,7 +7,7 @@ import math
 import pytest
 
 from llmscale.architecture.hf_config import FAMILIES, family_of, get_family, read_shape, without_rope_scaling
-from llmscale.architecture.shape import GPTShape, build_shape
+from llmscale.architecture.shape import GPTShape
 from llmscale.errors import ConfigError
 from tests.architecture.families.test_published import CONFIGS as PUBLISHED
 from tests.architecture.families.test_published import read
@@ -56,7 +56,7 @@ def test_any_value_of_any_entry_gives_a_shape_or_one_line(model_type: str, every
     shapes = 0
     for candidate in changed:
         try:
-            shape = build_shape(read_shape(candidate, "config.json"))
+            shape = read_shape(candidate, "config.json")
         except ConfigError as error:
             assert str(error).startswith("config.json: ")
             assert len(str(error)) < 1000
@@ -82,7 +82,7 @@ def test_any_value_of_any_entry_gives_a_shape_or_one_line(model_type: str, every
     ],
 )
 def test_entries_that_transformers_ignores_are_ignored(entries: dict, scaling: str) -> None:
-    shape = build_shape(read_shape({**LLAMA, "max_position_embeddings": 2048, "rope_scaling": entries}, "config.json"))
+    shape = read_shape({**LLAMA, "max_position_embeddings": 2048, "rope_scaling": entries}, "config.json")
     assert shape.rope_scaling == scaling
 
 
@@ -93,9 +93,9 @@ def test_entries_that_transformers_ignores_are_ignored(entries: dict, scaling: s
 def test_plain_rotations_replace_a_scaling_of_any_kind(entries: dict) -> None:
     with pytest.raises(ConfigError):
         read_shape({**LLAMA, **entries}, "config.json")
-    values = read_shape(without_rope_scaling({**LLAMA, **entries}), "config.json")
-    assert values["rope_scaling"] == "none"
-    assert values["rope_theta"] == (5e5 if "rope_parameters" in entries else 10_000.0)
+    shape = read_shape(without_rope_scaling({**LLAMA, **entries}), "config.json")
+    assert shape.rope_scaling == "none"
+    assert shape.rope_theta == (5e5 if "rope_parameters" in entries else 10_000.0)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_what_ours_does_not_compute_is_named(change: dict, words: str) -> None:
 def test_windows_of_layers_are_read() -> None:
     mixed = {"use_sliding_window": True, "sliding_window": 16}
     for change in ({"max_window_layers": 1}, {"layer_types": ["full_attention", "sliding_attention"]}):
-        assert read_shape({**QWEN2, **mixed, **change}, "config.json")["window_pattern"] == "GL"
+        assert read_shape({**QWEN2, **mixed, **change}, "config.json").window_pattern == "GL"
     short = {**QWEN2, **mixed, "layer_types": ["full_attention"]}
     assert "layer_types has 1 entries for 2 layers" in refusal(short)
     assert "layer_types has 'linear_attention'; llmscale has full_attention and sliding_attention" in refusal(
@@ -156,14 +156,14 @@ def test_windows_of_layers_are_read() -> None:
         {"use_sliding_window": False, "max_window_layers": 0},
     ]
     read = [read_shape({**QWEN2, **mixed, **change}, "config.json") for change in windows]
-    assert [values.get("sliding_window", 0) for values in read] == [16, 16, 0, 0]
+    assert [shape.sliding_window for shape in read] == [16, 16, 0, 0]
 
 
 def test_no_entry_and_null_mean_what_they_mean_in_transformers() -> None:
     mistral = {**LLAMA, "model_type": "mistral"}
-    assert (read_shape(mistral, "x")["n_kv_head"], read_shape(mistral, "x")["sliding_window"]) == (8, 4096)
+    assert (read_shape(mistral, "x").n_kv_head, read_shape(mistral, "x").sliding_window) == (8, 4096)
     nulls = {**mistral, "num_attention_heads": 16, "num_key_value_heads": None, "sliding_window": None}
-    assert (read_shape(nulls, "x")["n_kv_head"], read_shape(nulls, "x")["sliding_window"]) == (16, 0)
+    assert (read_shape(nulls, "x").n_kv_head, read_shape(nulls, "x").sliding_window) == (16, 0)
 
 
 def test_what_no_family_has_is_named() -> None:

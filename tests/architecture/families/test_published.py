@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.architecture.hf_config import family_of, get_family, read_shape
-from llmscale.architecture.shape import GPTShape, build_shape
+from llmscale.architecture.shape import GPTShape
 from llmscale.config.presets import PRESETS
 from llmscale.errors import ConfigError
 
@@ -49,7 +49,7 @@ PUBLISHED: dict[str, tuple[int, dict]] = {
 
 
 def read(config: dict) -> GPTShape:
-    return build_shape(read_shape(config, "config.json"))
+    return read_shape(config, "config.json")
 
 
 def unpadded_parameters(shape: GPTShape) -> int:

@@ -161,7 +161,7 @@ def test_entries_without_effect_are_named(dotted: str) -> None:
 def test_an_empty_object_is_plain_fp32_data_parallel() -> None:
     config = parse()
     assert (config.zero_stage, config.precision, config.checkpointing) == (0, "fp32", "none")
-    assert (config.offload_optimizer_device, config.offload_param_device) == ("none", "none")
+    assert (config.keys.offload_optimizer_device, config.keys.offload_param_device) == ("none", "none")
 
 
 @pytest.mark.parametrize(
