@@ -161,7 +161,7 @@ def _describe_plan(job: CleanJob, cluster: RayCluster | None) -> str:
     per_document = index_bytes_per_document(job.options.steps, job.options.near)
     line = "No step compares documents"
     if per_document:
-        line = f"Finding duplicates takes up to {per_document} bytes of memory per document kept"
+        line = f"Finding duplicates takes up to {per_document} bytes of memory per document that resembles another"
     num_parts = len(job.parts)
     if cluster is not None:
         line += f"; {num_parts} {'parts' if num_parts > 1 else 'part'}"

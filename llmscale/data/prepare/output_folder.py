@@ -371,7 +371,9 @@ class RejectedRecords:
         if allowed:
             with open(self.path, "ab") as file:
                 for record in allowed:
-                    file.write(_line(record))
+                    contents = record.contents[:_KEPT_BYTES].rstrip(b"\r\n").decode(errors="backslashreplace")
+                    line = json.dumps({"where": record.where, "reason": record.reason, "contents": contents})
+                    file.write(line.encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
                 self.size_bytes = file.tell()
@@ -382,8 +384,3 @@ class RejectedRecords:
             remedy = f"To skip such records, give --max-rejected {max(100, 10 * self._most)}"
             remedy += " or --skip-undecodable" * first.is_undecodable
             raise DataError(f"{first.describe()}{count} {remedy}.")
-
-
-def _line(record: Rejected) -> bytes:
-    contents = record.contents[:_KEPT_BYTES].rstrip(b"\r\n").decode(errors="backslashreplace")
-    return json.dumps({"where": record.where, "reason": record.reason, "contents": contents}).encode() + b"\n"
