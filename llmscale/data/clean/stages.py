@@ -169,7 +169,7 @@ def annotate_part(job: CleanJob, part: int, using: AnnotateBatches | None = None
         rejected = RejectedRecords(folder / _REJECTED_NAME, job.max_rejected)
         for batch, texts, annotations in using(gather(source, None, mark)):
             save_texts(texts)
-            save_annotations(annotations)
+            save_annotations((annotations.documents, annotations.sketches.minima))
             exact_keys.extend(annotations.exact_keys)
             band_keys.append(annotations.sketches.band_keys)
             num_documents += len(texts)
@@ -197,16 +197,15 @@ def find_duplicates(job: CleanJob, _task: int = 0) -> None:
     with _new_folder(job.duplicates) as folder:
         for part, annotated in enumerate(parts):
             with _pickle_file(folder / f"{part:05}.zst") as save:
-                for annotations in _read_pickles(annotated / _ANNOTATIONS_NAME):
+                for documents, minima in _read_pickles(annotated / _ANNOTATIONS_NAME):
                     removed = dict[tuple[int, StepName], Removed]()
-                    for document in annotations.documents:
+                    for document in documents:
                         is_kept = True
                         for step, finding in document.findings.items():
                             decision = None
                             if isinstance(finding, SketchRow):
                                 if is_kept:
-                                    minima = annotations.sketches.minima[finding.row]
-                                    decision = near_index.decide(number, num_sketches, minima)
+                                    decision = near_index.decide(number, num_sketches, minima[finding.row])
                                 num_sketches += 1
                             elif isinstance(finding, ExactKey) and is_kept:
                                 decision = exact_index.decide(number, finding.key)
@@ -235,11 +234,11 @@ def write_part(job: CleanJob, part: int) -> None:
         texts = _read_pickles(job.annotated(part) / _TEXTS_NAME)
         annotated = _read_pickles(job.annotated(part) / _ANNOTATIONS_NAME)
         duplicates = _read_pickles(job.duplicates / f"{part:05}.zst")
-        for contents, annotations, copies in zip(texts, annotated, duplicates, strict=True):
-            writer.add(contents, annotations.documents, copies)
-        documents, removed = writer.finish()
+        for contents, (documents, _), copies in zip(texts, annotated, duplicates, strict=True):
+            writer.add(contents, documents, copies)
+        kept, removed = writer.finish()
         counted = writer.taken_in, writer.kept, list(writer.reports.values())
-        result = CleanResult(*counted, mark, documents, removed, passed_over=passed_over)
+        result = CleanResult(*counted, mark, kept, removed, passed_over=passed_over)
         (folder / _RESULT_NAME).write_bytes(pickle.dumps(result))
 
 
