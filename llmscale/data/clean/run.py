@@ -202,7 +202,9 @@ def _is_already_there(out: Path, request: dict[str, object], *, overwrite: bool)
         )
     if overwrite:
         return False
-    if different := describe_differences(request_of(manifest), request):
+    there = request_of(manifest)
+    # Settings that are not given now count, too.
+    if different := describe_differences(there, {**dict.fromkeys(there), **request}):
         raise DataError(
             f"{out} already holds text cleaned differently: {different}. Replace it with --overwrite, or choose "
             "another --out."
