@@ -51,11 +51,6 @@ class NearSettings:
                 f"and at most {MAX_PERMUTATIONS:,} permutations."
             )
 
-    @property
-    def rows_per_band(self) -> int:
-        """Minima per band; the rest of the permutations only take part in comparisons."""
-        return self.permutations // self.bands
-
 
 def index_bytes_per_document(steps: Iterable[str], settings: NearSettings) -> int:
     """Return the bytes of memory that the steps need for each document that resembles another.
@@ -77,9 +72,6 @@ class Sketches:
     minima: NDArray[np.uint8]
     """Low byte of each minimum, [documents, permutations] (Li & König 2010, b-bit minwise hashing)."""
 
-    def __len__(self) -> int:
-        return len(self.minima)
-
 
 def sketch(word_hashes: Sequence[Hashes], settings: NearSettings) -> Sketches:
     """Sketch the shingles of each document, which must have a word."""
@@ -98,7 +90,7 @@ def sketch(word_hashes: Sequence[Hashes], settings: NearSettings) -> Sketches:
 
 
 def _band_keys(minima: NDArray[np.uint32], settings: NearSettings) -> NDArray[np.uint32]:
-    rows = settings.rows_per_band
+    rows = settings.permutations // settings.bands  # the rest only take part in comparisons
     bands = minima[:, : rows * settings.bands].reshape(len(minima), settings.bands, rows).astype(np.uint64)
     keys = np.zeros(bands.shape[:2], np.uint64)
     for row in range(rows):
@@ -162,7 +154,8 @@ class NearIndex:
         }
         if near:
             candidates = sorted(near)[:_MOST_COMPARED]
-            similarities = self._compare(minima, candidates)
+            # Of minima that agree in a byte, 1 in 256 does by chance.
+            similarities = ((self._minima[candidates] == minima).mean(axis=1) - 1 / 256) / (1 - 1 / 256)
             [hits] = np.nonzero(similarities >= self._threshold)
             if len(hits):
                 first, similarity = self._numbers[candidates[hits[0]]], round(float(similarities[hits[0]]), 3)
@@ -173,10 +166,6 @@ class NearIndex:
         self._minima[len(self._numbers)] = minima
         self._numbers.append(number)
         return None
-
-    def _compare(self, minima: NDArray[np.uint8], candidates: list[int]) -> NDArray[np.float64]:
-        """Estimate similarities, [candidates], by minima that agree in a byte, minus those that agree by chance."""
-        return ((self._minima[candidates] == minima).mean(axis=1) - 1 / 256) / (1 - 1 / 256)
 
 
 def _group(bands: Iterable[NDArray[np.uint32]]) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
