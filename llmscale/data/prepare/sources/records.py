@@ -56,8 +56,10 @@ def is_jsonl(head: bytes, name: str, options: ReadOptions) -> bool:
     try:
         record, end = _DECODER.raw_decode(text, begin.end())
         is_alone = begin[1] is not None or not text[end:].lstrip().startswith("{")
-        if is_alone and options.has_plain and not _has_field(record, options.text_field):
-            return False
+        if is_alone and options.has_plain:
+            field_of(record, options.text_field)
+    except KeyError:
+        return False
     except (ValueError, RecursionError):  # damaged, or longer than the head
         last = options.text_field.rpartition(".")[2]
         if not re.search(rf"{re.escape(json.dumps(last))}\s*:", text):
@@ -71,13 +73,6 @@ def is_jsonl(head: bytes, name: str, options: ReadOptions) -> bool:
 def _not_lines(name: str, what: str, command: str) -> FileError:
     problem = f" is a JSON {what}, but records are read from JSON lines"
     return FileError(name, problem, f"Write one record per line: {command}.")
-
-
-def _has_field(record: dict[str, object], name: str) -> bool:
-    with suppress(KeyError):
-        field_of(record, name)
-        return True
-    return False
 
 
 def read_jsonl(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None) -> Iterator[Record]:
