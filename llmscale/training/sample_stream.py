@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -34,11 +35,10 @@ from llmscale.data.mixture import (
 )
 from llmscale.data.order.sample_order import (
     MOST_POSITIONS,
+    MovedOrder,
     OrderSettings,
     Ranges,
-    RepeatedOrder,
     SampleOrder,
-    SkippingOrder,
     StreamOrder,
     build_order,
     join_ranges,
@@ -183,8 +183,11 @@ def _compose(
         identity[SKIPPED_KEY] = [asdict(skip) for skip in skips]
     order: StreamOrder = mix or orders[0]
     if config.overfit_batch is not None:
-        order = RepeatedOrder(order, config.overfit_batch)
-    return SampleStream(SkippingOrder(order, skipped_ranges(skips)) if skips else order, identity, mix, skips, batches)
+        num_repeated = config.overfit_batch
+        order = MovedOrder(order, lambda positions: positions % num_repeated)
+    if skips:
+        order = MovedOrder(order, partial(stream_positions, skipped=skipped_ranges(skips)))
+    return SampleStream(order, identity, mix, skips, batches)
 
 
 def _order_settings(config: RunConfig, saved_order: Mapping[str, object]) -> OrderSettings:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import glob
-import io
 import json
 import os
 import shutil
@@ -144,7 +144,7 @@ def sync_tree(folder: Path) -> None:
 
 #: Incremented when the meaning of the folder's files changes.
 _VERSION = 7
-_REQUEST_NAME, _STATE_NAME, _LOCK_NAME = "request.json", "state.npz", "lock"
+_REQUEST_NAME, _STATE_NAME, _LOCK_NAME = "request.json", "state.json", "lock"
 _ARRAY_KEY = "llmscale array"
 
 
@@ -192,26 +192,24 @@ class WorkFolder:
         return (self.path / _STATE_NAME).exists()
 
     def save_state(self, facts: Mapping[str, object]) -> None:
-        """Save JSON values and arrays, at any depth, atomically. Raises OSError."""
-        arrays: list[NDArray[np.generic]] = []
+        """Save JSON values and arrays of one dimension, at any depth, atomically. Raises OSError."""
 
-        def set_apart(array: NDArray[np.generic]) -> dict[str, int]:
-            arrays.append(array)
-            return {_ARRAY_KEY: len(arrays) - 1}
+        def describe(array: NDArray[np.generic]) -> dict[str, str]:
+            return {_ARRAY_KEY: array.dtype.str, "base64": base64.b64encode(array.tobytes()).decode()}
 
-        buffer, text = io.BytesIO(), json.dumps(facts, default=set_apart)
-        np.savez(buffer, *arrays, facts=np.frombuffer(text.encode(), np.uint8))
-        write_durably(self.path / _STATE_NAME, buffer.getvalue())
+        write_durably(self.path / _STATE_NAME, json.dumps(facts, default=describe))
 
     def load_state(self) -> dict[str, Any] | None:
         """Return the state saved last, or None. Raises OSError, ValueError."""
         if not self.has_state():
             return None
-        with np.load(self.path / _STATE_NAME, allow_pickle=False) as stored:
-            facts: dict[str, Any] = json.loads(
-                stored["facts"].tobytes(),
-                object_hook=lambda value: stored[f"arr_{value[_ARRAY_KEY]}"] if _ARRAY_KEY in value else value,
-            )
+
+        def restore(value: dict[str, Any]) -> object:
+            if _ARRAY_KEY not in value:
+                return value
+            return np.frombuffer(base64.b64decode(value["base64"]), value[_ARRAY_KEY]).copy()
+
+        facts: dict[str, Any] = json.loads((self.path / _STATE_NAME).read_bytes(), object_hook=restore)
         return facts
 
 
@@ -371,7 +369,9 @@ class RejectedRecords:
         if allowed:
             with open(self.path, "ab") as file:
                 for record in allowed:
-                    file.write(_line(record))
+                    contents = record.contents[:_KEPT_BYTES].rstrip(b"\r\n").decode(errors="backslashreplace")
+                    line = json.dumps({"where": record.where, "reason": record.reason, "contents": contents})
+                    file.write(line.encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
                 self.size_bytes = file.tell()
@@ -382,8 +382,3 @@ class RejectedRecords:
             remedy = f"To skip such records, give --max-rejected {max(100, 10 * self._most)}"
             remedy += " or --skip-undecodable" * first.is_undecodable
             raise DataError(f"{first.describe()}{count} {remedy}.")
-
-
-def _line(record: Rejected) -> bytes:
-    contents = record.contents[:_KEPT_BYTES].rstrip(b"\r\n").decode(errors="backslashreplace")
-    return json.dumps({"where": record.where, "reason": record.reason, "contents": contents}).encode() + b"\n"

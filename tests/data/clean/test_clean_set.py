@@ -245,7 +245,7 @@ def test_command(crawl: tuple[Path, CleanOptions], tmp_path: Path, capsys: pytes
     assert _call(*words) == 0
     output = capsys.readouterr()
     assert (
-        "duplicate_of" in output.out and "evaluation_ngram" in output.out and "up to 344 bytes of memory" in output.err
+        "duplicate_of" in output.out and "evaluation_ngram" in output.out and "up to 502 bytes of memory" in output.err
     )
     assert "of the words between whitespace" in output.out
     manifest = load_clean_manifest(tmp_path / "out")

@@ -101,7 +101,7 @@ class FileSource(Source):
             options = self._options
             if kind is TAR:
                 with opened(file) as again, self._opened_contents(file, again) as (_, archive):
-                    options = replace(options, choice=choose_members(archive, options))
+                    options = replace(options, choice=choose_members(archive, file.name, options))
             if is_beside_records(kind, options):
                 pass_over(self.passed_over, BESIDE_RECORDS, PurePath(file.relative))
                 return

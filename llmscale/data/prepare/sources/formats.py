@@ -341,16 +341,15 @@ def _are_records(name: str, file: AbstractContextManager[BinaryIO], size_bytes: 
     return False
 
 
-def choose_members(file: BinaryIO, options: ReadOptions) -> Choice:
-    """Choose which members of a tar archive are read, by the first of them."""
+def choose_members(file: BinaryIO, name: str, options: ReadOptions) -> Choice:
+    """Choose which members of a tar archive are read, by the first of them. Raises DataError."""
     visible = (
         (path, nullcontext(contents), member.size)
         for member, contents in islice(_members(file), _MOST_MEMBERS)
         if member.isreg() and not _is_hidden(path := PurePosixPath(member.name)) and format_of(path)
     )
-    with suppress(*_TAR_ERRORS):  # reported when it is read
+    with _refuse_damage(name):
         return choose(visible, options)
-    return Choice(frozenset(), False)
 
 
 def reason_of(path: PurePath) -> str:
@@ -395,12 +394,17 @@ class _Contents(io.RawIOBase):
         return len(contents)
 
 
-#: Errors of tarfile; the last comes from headers.
-_TAR_ERRORS = (tarfile.TarError, EOFError, ValueError)
+@contextmanager
+def _refuse_damage(name: str) -> Iterator[None]:
+    """Turn errors of tarfile into DataErrors."""
+    try:
+        yield
+    except (tarfile.TarError, EOFError, ValueError) as error:  # the last comes from headers
+        raise DataError(f"{name} is damaged, truncated or not a tar: {error}.") from None
 
 
 def _members(file: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, BinaryIO]]:
-    """Yield the members of a tar archive with their contents. Raises _TAR_ERRORS."""
+    """Yield the members of a tar archive with their contents. Raises errors of tarfile."""
     with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as archive:
         for member in archive:
             # tarfile would keep every member in memory.
@@ -415,7 +419,7 @@ def _is_hidden(path: PurePosixPath) -> bool:
 def read_tar(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None) -> Iterator[Record]:
     """Read every member of a tar archive of a known format. Links, devices, hidden and unknown members are skipped and
     counted. Raises DataError."""
-    try:
+    with _refuse_damage(name):
         for member, contents in _members(file):
             if member.isdir():
                 continue
@@ -425,8 +429,6 @@ def read_tar(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules 
                 pass_over(options.passed_over, reason.removesuffix(GLOB_CHOOSES), PurePath(where))
                 continue
             yield from _read_member(contents, where, member.size, options, rules)
-    except _TAR_ERRORS as error:
-        raise DataError(f"{name} is damaged, truncated or not a tar: {error}.") from None
 
 
 def _reason_to_skip(member: tarfile.TarInfo, contents: BinaryIO, options: ReadOptions) -> str:
@@ -434,13 +436,12 @@ def _reason_to_skip(member: tarfile.TarInfo, contents: BinaryIO, options: ReadOp
     path = PurePosixPath(member.name)
     if not member.isreg() or _is_hidden(path):
         return "files (links, devices or hidden names)"
-    kind, choice = format_of(path), options.choice
-    if kind is None:
+    if format_of(path) is None:
         with suppress(DataError), opened_contents(contents, member.name, member.size, options, FILE_FORMATS) as opened:
             if opened[0] is TAR:
                 return "files (archives within an archive: unpack the outer one)"
         return reason_of(path)
-    if choice is not None and suffix_of(path) not in choice.suffixes:
+    if (choice := options.choice) is not None and suffix_of(path) not in choice.suffixes:
         return BESIDE_RECORDS if choice.are_records else BESIDE_TEXT
     return ""
 

@@ -56,8 +56,10 @@ def is_jsonl(head: bytes, name: str, options: ReadOptions) -> bool:
     try:
         record, end = _DECODER.raw_decode(text, begin.end())
         is_alone = begin[1] is not None or not text[end:].lstrip().startswith("{")
-        if is_alone and options.has_plain and not _has_field(record, options.text_field):
-            return False
+        if is_alone and options.has_plain:
+            field_of(record, options.text_field)
+    except KeyError:
+        return False
     except (ValueError, RecursionError):  # damaged, or longer than the head
         last = options.text_field.rpartition(".")[2]
         if not re.search(rf"{re.escape(json.dumps(last))}\s*:", text):
@@ -71,13 +73,6 @@ def is_jsonl(head: bytes, name: str, options: ReadOptions) -> bool:
 def _not_lines(name: str, what: str, command: str) -> FileError:
     problem = f" is a JSON {what}, but records are read from JSON lines"
     return FileError(name, problem, f"Write one record per line: {command}.")
-
-
-def _has_field(record: dict[str, object], name: str) -> bool:
-    with suppress(KeyError):
-        field_of(record, name)
-        return True
-    return False
 
 
 def read_jsonl(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None) -> Iterator[Record]:
@@ -364,29 +359,20 @@ def _column_of(batch: pyarrow.RecordBatch, column: Sequence[str]) -> pyarrow.Arr
 def _read_texts(texts: pyarrow.Array, name: str, row: int) -> Iterator[Record]:
     """Yield rows row, row + 1, ... of a column."""
     import pyarrow
-    from pyarrow import compute
 
     if pyarrow.types.is_dictionary(texts.type):
         texts = texts.dictionary_decode()
     if str(texts.type) == "string_view":
         texts = texts.cast(pyarrow.large_string())
-    if texts.nbytes <= source.MAX_DOCUMENT_BYTES:
-        with suppress(UnicodeDecodeError):  # before the first is yielded
-            yield from [Document(text or "") for text in texts.to_pylist()]
-            return
-    lengths = compute.binary_length(texts).to_pylist()
-    for number, (value, length) in enumerate(zip(texts, lengths, strict=True), start=row):
-        where = f"{name}, row {number}"
-        if length is not None and length > source.MAX_DOCUMENT_BYTES:
-            beginning = bytes(value.as_buffer())[:_CHUNK_BYTES]
-            yield Rejected(where, source.describe_too_long(), beginning)
+    for number, contents in enumerate(texts.cast(pyarrow.large_binary()).to_pylist(), start=row):
+        if contents is not None and len(contents) > source.MAX_DOCUMENT_BYTES:
+            yield Rejected(f"{name}, row {number}", source.describe_too_long(), contents[:_CHUNK_BYTES])
             continue
         try:
-            yield Document(value.as_py() or "")
+            yield Document((contents or b"").decode())
         except UnicodeDecodeError as error:
-            contents = value.cast(pyarrow.large_binary()).as_py()
             reason = f"not UTF-8 ({error.reason} at byte {error.start})"
-            yield Rejected(where, reason, contents, is_undecodable=True)
+            yield Rejected(f"{name}, row {number}", reason, contents, is_undecodable=True)
 
 
 def _seekable(file: BinaryIO, name: str) -> BinaryIO:

@@ -185,7 +185,7 @@ def _pieces(
     """Yield pieces without a place; `head` was read before. Raises DataError unless there are `count` tokens."""
     piece_bytes = _PIECE_TOKENS * np.dtype(dtype).itemsize
     num_tokens = 0
-    while data := head + _read_bytes(file, piece_bytes - len(head)):
+    while data := head + file.read(piece_bytes - len(head)):
         head = b""
         if len(data) % np.dtype(dtype).itemsize:
             raise DataError(f"{name} is truncated or not a token file: it ends within a token.")
@@ -194,15 +194,6 @@ def _pieces(
         yield (), tokens
     if count is not None and num_tokens != count:
         raise DataError(f"{name} is truncated: {num_tokens:,} tokens, but its header states {count:,}.")
-
-
-def _read_bytes(file: BinaryIO, count: int) -> bytes:
-    """Return `count` bytes, fewer only at the end."""
-    parts = []
-    while count and (part := file.read(count)):
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
 
 
 INDEX_NAME = "index.json"
