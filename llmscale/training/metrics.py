@@ -202,46 +202,38 @@ def _problem_of(action: Callable[[], object]) -> str:
     return ""
 
 
-class _TensorboardFiles:
-    """TensorBoard event files, one per start; TensorBoard shows those of a folder as one curve.
-
-    Written by tensorboardX, which needs numpy and protobuf: torch's own writer needs all of tensorboard, with a web
-    server and gRPC, on the machine that trains.
-    """
-
-    def __init__(self, open_writer: Callable[[int], SummaryWriter], first_step: int) -> None:
-        """`open_writer` begins a file after a number of steps."""
-        self._open, self._writer = open_writer, open_writer(first_step)
-
-    def write(self, values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def go_back(self, step: int) -> None:
-        self._writer.close()
-        self._writer = self._open(step)
-
-    def end(self) -> None:
-        self._writer.close()
-
-
 def start_tensorboard(run_folder: Path, *, first_step: int) -> Tracker:
-    """Begin a file that continues the curves after `first_step` steps. Raises ConfigError.
+    """Begin an event file that continues the curves after `first_step` steps. Raises ConfigError.
 
-    TensorBoard drops later steps, logged by a start that was killed or that the run went back from.
+    There is one per start, and TensorBoard shows those of a folder as one curve. It drops later steps, logged by a
+    start that was killed or that the run went back from. They are written by tensorboardX, which needs numpy and
+    protobuf: torch's own writer needs all of tensorboard, with a web server and gRPC, on the machine that trains.
     """
-    writer = import_extra("tensorboardX", "--tensorboard", "tensorboard").SummaryWriter
+    open_writer = import_extra("tensorboardX", "--tensorboard", "tensorboard").SummaryWriter
     folder = run_folder / TENSORBOARD_NAME
+    files: list[SummaryWriter] = []
 
-    def begin(step: int) -> SummaryWriter:
+    def begin(step: int) -> None:
         # The suffix, because two files of one second would have one name.
-        return writer(str(folder), purge_step=step + 1, flush_secs=_FLUSH_S, filename_suffix=f".step-{step}")
+        suffix = f".step-{step}"
+        files.append(open_writer(str(folder), purge_step=step + 1, flush_secs=_FLUSH_S, filename_suffix=suffix))
+
+    def write(values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            files[-1].add_scalar(name, value, step)
+
+    def end() -> None:
+        files[-1].close()
+
+    def go_back(step: int) -> None:
+        end()
+        begin(step)
 
     try:
-        files = _TensorboardFiles(begin, first_step)
+        begin(first_step)
     except OSError as error:
         raise ConfigError(f"--tensorboard: {folder} cannot be started: {_one_line(error)}.") from None
-    return Tracker("TensorBoard", files.write, files.end, files.go_back)
+    return Tracker("TensorBoard", write, end, go_back)
 
 
 def start_wandb(

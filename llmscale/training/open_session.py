@@ -22,6 +22,7 @@ from llmscale.engine.timed_steps import time_steps
 from llmscale.engine.train_step import PhaseTimer, explain_smallest_scale, get_scaler_state
 from llmscale.memory.estimate import estimate_memory
 from llmscale.planning.compilation import ASSUMED_STEP_S, Compilation, decide_compilation
+from llmscale.terminal.human_numbers import format_duration
 from llmscale.terminal.status_line import REPEAT_S, StatusLine
 from llmscale.terminal.table import output_width, wrap_line
 from llmscale.training.inputs import as_plain
@@ -46,7 +47,7 @@ from llmscale.training.run_folder import (
 )
 from llmscale.training.session import Session, build_actions, open_data, open_validation_splits
 from llmscale.training.start import Start
-from llmscale.training.step_metrics import StepMeter, format_duration
+from llmscale.training.step_metrics import StepMeter
 from llmscale.training.stop_request import StopRequest, launch_names
 from llmscale.training.watchdog import Heartbeat
 from llmscale.untrusted.terminal import print_visible

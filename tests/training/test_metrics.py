@@ -19,9 +19,10 @@ from llmscale.engine.train_step import PhaseTimer
 from llmscale.errors import ConfigError
 from llmscale.report.data import build_report
 from llmscale.report.history import COLUMNS
+from llmscale.terminal.human_numbers import format_duration
 from llmscale.training import metrics
 from llmscale.training.metrics import MetricsLog, Tracker, start_tensorboard, start_wandb
-from llmscale.training.step_metrics import METRICS, StepMeter, format_duration, format_step
+from llmscale.training.step_metrics import METRICS, StepMeter, format_step
 from tests.conftest import HANG_S, read_losses
 from tests.training.made_metrics import make_metrics
 
