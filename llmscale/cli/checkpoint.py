@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from llmscale.checkpoint.inventory import (
 )
 from llmscale.checkpoint.manifest import Checkpoint, checkpoints_folder, find_damage, load_manifest, load_pieces
 from llmscale.config.command_line import run_place
+from llmscale.config.run_keys import flatten
 from llmscale.config.user_paths import is_view, shown, url_of
 from llmscale.errors import CheckpointError
 from llmscale.terminal.progress import show_progress
@@ -189,18 +189,9 @@ def _prune(args: argparse.Namespace) -> int:
 
 def _diff(args: argparse.Namespace) -> int:
     a, b = find_checkpoint(args.a, print_to_stderr), find_checkpoint(args.b, print_to_stderr)
-    left, right = dict(_flatten(read_state(a))), dict(_flatten(read_state(b)))
+    left, right = ({key: value for key, value in flatten(read_state(one)) if value != {}} for one in (a, b))
     print_visible(f"- {a}\n+ {b}")
     for key in sorted(left.keys() | right.keys()):
         if left.get(key) != right.get(key):
             print_visible(f"{key}\n  - {left.get(key, '(absent)')}\n  + {right.get(key, '(absent)')}")
     return 0
-
-
-def _flatten(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the values of nested mappings by dotted keys."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -9,18 +9,21 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.config.bundled_files import import_extra
+from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import RunConfig
+from llmscale.config.run_keys import flatten, publish_keys
 from llmscale.error_handling import say
 from llmscale.errors import ConfigError
 from llmscale.files.record_log import RecordLog
 from llmscale.terminal.human_numbers import show_value, with_singulars
+from llmscale.training.inputs import as_plain
 from llmscale.training.run_folder import METRICS_NAME, METRICS_VERSION, without_nan
 from llmscale.training.step_metrics import StepMetrics, format_step
 from llmscale.untrusted.terminal import make_visible_line, print_visible
@@ -123,7 +126,8 @@ class MetricsLog:
             tracker.finish()
 
     def _track(self, kind: str, values: Mapping[str, object], step: int) -> None:
-        numbers = dict(_numbers(values, kind)) if self._trackers else {}
+        # By path: train/loss, train/loss_by_set/web.
+        numbers = {path: value for path, value in flatten({kind: values}, "/") if isinstance(value, (int, float))}
         for tracker in self._trackers:
             tracker.log(numbers, step)
 
@@ -131,15 +135,6 @@ class MetricsLog:
         record["time"] = round(time.time(), 3)
         # JSON has no NaN and no infinity; a gradient norm is infinite whenever fp16 overflows.
         self._file.append(json.dumps(without_nan(record), allow_nan=False).encode() + b"\n")
-
-
-def _numbers(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, float]]:
-    """Yield every number with its path: train/loss, train/loss_by_set/web."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}/{key}")
-        elif isinstance(value, (int, float)):
-            yield f"{prefix}/{key}", value
 
 
 TENSORBOARD_NAME = "tensorboard"
@@ -265,11 +260,11 @@ def start_wandb(
 
 
 def start_trackers(
-    config: RunConfig, described: Callable[[], Mapping[str, object]], *, first_step: int, wandb_run_id: str | None
+    config: RunConfig, resolved: ResolvedRun, *, first_step: int, wandb_run_id: str | None
 ) -> tuple[Tracker, ...]:
     """Start the trackers that a run asks for; they continue an earlier start's curves after `first_step` steps.
 
-    `described` returns the run as plain values. Raises ConfigError.
+    Raises ConfigError.
     """
     started: list[Tracker] = []
     if config.tensorboard:
@@ -280,7 +275,7 @@ def start_trackers(
             config.run,
             project=given_project or os.environ.get("WANDB_PROJECT") or config.wandb_project,
             name=config.wandb_name or os.environ.get("WANDB_NAME") or config.run.name,
-            config=described(),
+            config=publish_keys(as_plain(config)) | resolved.as_dict(),
             run_id=wandb_run_id,
         )
         started.append(run)

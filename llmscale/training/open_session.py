@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 
 from llmscale.checkpoint.initial_weights import complete_published_weights, keep_published
 from llmscale.config.hardware import has_bf16_instructions
-from llmscale.config.run_keys import publish_keys
 from llmscale.data.mixture import keep_sets
 from llmscale.engine.collectives import gather, on_all_ranks, on_each_disk, on_main_rank
 from llmscale.engine.compilation import BlockCompiler
@@ -310,12 +309,8 @@ def _start_trackers(start: Start, world: World) -> tuple[Tracker, ...]:
     """Start the trackers on rank 0. Collective."""
 
     def begin() -> tuple[Tracker, ...]:
-        return start_trackers(
-            start.config,
-            lambda: publish_keys(as_plain(start.config)) | start.resolved.as_dict(),
-            first_step=start.first_step,
-            wandb_run_id=start.state.wandb_run_id if start.state else None,
-        )
+        run_id = start.state.wandb_run_id if start.state else None
+        return start_trackers(start.config, start.resolved, first_step=start.first_step, wandb_run_id=run_id)
 
     return on_all_ranks(world.control, lambda: begin() if world.is_main else ())
 

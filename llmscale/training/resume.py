@@ -54,7 +54,7 @@ from llmscale.checkpoint.manifest import MANIFEST_NAME, Checkpoint, History
 from llmscale.checkpoint.peft_files import load_adapters
 from llmscale.checkpoint.run_state import SavedRun, read_saved_run
 from llmscale.config.hf_model import is_published
-from llmscale.config.run_keys import keys_with
+from llmscale.config.run_keys import flatten, keys_with
 from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_each_disk, on_main_rank
 from llmscale.engine.process_group import World
 from llmscale.engine.train_step import get_scaler_state, set_scaler_state
@@ -348,7 +348,7 @@ def _sections(run: Start, device_type: str) -> dict[str, Section]:
     # A patch release of Python changes no arithmetic.
     versions |= {"python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__}
     variables = {name: os.environ.get(name, "not set") for name in _VARIABLES}
-    ds_config = _flatten(run.resolved.ds_config)
+    ds_config = {path: _text(value) for path, value in flatten(run.resolved.ds_config)}
     # Not by path: nodes may have copies.
     names = run.sets.names if run.sets.recipe else ("fingerprint",)
     sets = {name: at.manifest.fingerprint for name, at in zip(names, run.sets.locations, strict=True)}
@@ -378,19 +378,8 @@ def _configuration(run: Start) -> dict[str, str]:
     compared["eval_tasks"] = [f"{task.name} {task.sha256[:16]}" for task in run.tasks]
     compared["sample_prompts"] = hashlib.sha256(json.dumps(run.prompts).encode()).hexdigest()[:16]
     compared |= {"precision": run.resolved.precision, "activation_checkpointing": run.resolved.checkpointing}
-    flat = {path.rpartition(".")[2]: text for path, text in _flatten(resolved).items()}
+    flat = {path.rpartition(".")[2]: _text(value) for path, value in flatten(resolved)}
     return {key: _text(value) for key, value in compared.items()} | flat
-
-
-def _flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
-    """Flatten nested mappings: keys joined by dots, values as text."""
-    flat: dict[str, str] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = _text(value)
-    return flat
 
 
 def _text(value: object) -> str:

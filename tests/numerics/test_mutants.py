@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Ranks
+from tests.conftest import HANG_S, Ranks
 from tests.numerics.honest import Setting, honest_settings
 from tests.numerics.mutants import MUTANTS, Mutant
 
@@ -54,7 +54,8 @@ SETTINGS = {
 def run_jobs(ranks: Callable[..., Ranks], jobs: Sequence[dict], world_size: int) -> list[dict]:
     """Rows that the ranks print, one for each job."""
     job = ranks([str(SCRIPT), json.dumps(list(jobs))], world_size)
-    output = job.wait()[0]
+    # Some lists have more than a hundred engines.
+    output = job.wait(max(HANG_S, 10 * len(jobs)))[0]
     rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"')]
     assert len(rows) == len(jobs), output
     return rows

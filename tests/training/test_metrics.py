@@ -142,7 +142,8 @@ def test_variables_of_wandb_count_unless_a_flag_says_otherwise(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     config = parse_run_config(["--data", "d", "--run", str(tmp_path / "run"), "--model", "tiny-1m", "--wandb", *flags])
-    metrics.start_trackers(config, dict, first_step=0, wandb_run_id=None)
+    resolved = SimpleNamespace(as_dict=dict)
+    metrics.start_trackers(config, resolved, first_step=0, wandb_run_id=None)  # type: ignore[arg-type]
     project, name, folder = expected
     assert (given["project"], given["name"], given["dir"]) == (project, name, folder or str(tmp_path / "run"))
     assert "entity" not in given, "wandb reads WANDB_ENTITY itself"
