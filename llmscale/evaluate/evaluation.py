@@ -38,13 +38,11 @@ class ValidationLoss:
     bytes_per_token: float
     num_samples: int
 
-    @property
-    def bits_per_byte(self) -> float:
-        return bits_per_byte(self.loss, self.bytes_per_token)
 
-
-def open_validation_sets(sets: TrainingSets, max_samples: int) -> tuple[ValidationSplit, ...]:
-    """Open the splits as training does. Raises DataError when no dataset has one."""
+def open_validation_sets(sets: TrainingSets | None, max_samples: int) -> tuple[ValidationSplit, ...]:
+    """Open the splits as training does; none without datasets or samples. Raises DataError when no dataset has one."""
+    if sets is None or not max_samples:
+        return ()
     splits = open_validation(sets, max_samples)
     if not splits:
         raise DataError(
@@ -94,7 +92,10 @@ class Evaluation:
             "tasks": {task.task: {"values": _finite(task.values), "num_items": task.num_items} for task in self.tasks},
         }
         if self.losses:
-            by_set = {one.name: _finite({"loss": one.loss, "bits_per_byte": one.bits_per_byte}) for one in self.losses}
+            by_set = {
+                one.name: _finite({"loss": one.loss, "bits_per_byte": bits_per_byte(one.loss, one.bytes_per_token)})
+                for one in self.losses
+            }
             values["validation"] = {
                 **_finite(total_loss(self.losses)),
                 "num_samples": sum(loss.num_samples for loss in self.losses),
@@ -154,7 +155,7 @@ def evaluate(
 
     tokenizer, seq_len = source.tokenizer, source.shape.seq_len
     tasks = [encode_task(replace(file, items=file.items[:limit]), tokenizer, seq_len) for file in files]
-    sets = open_validation_sets(source.sets, val_samples) if source.sets is not None and val_samples else ()
+    sets = open_validation_sets(source.sets, val_samples)
     of_chat, template = open_template(tokenizer, source.chat_template) if chat else (tokenizer, None)
     model = source.load_model()
     losses = [
