@@ -93,15 +93,6 @@ class Key:
         """Add nothing to the JSON schema of the key, whose `json_schema_extra` this object is."""
 
 
-def flatten(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the values of nested mappings by dotted keys."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def value_at(place: str, run: object) -> object:
     """Return the attribute or entry of `run` at a path such as `resolved.schedule.lr`."""
     value = run

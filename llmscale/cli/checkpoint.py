@@ -27,9 +27,9 @@ from llmscale.checkpoint.manifest import (
     load_pieces,
 )
 from llmscale.config.command_line import run_place
+from llmscale.config.run_keys import flatten
 from llmscale.config.user_paths import is_view, shown, url_of
 from llmscale.errors import CheckpointError
-from llmscale.keys import flatten
 from llmscale.terminal.progress import show_progress
 from llmscale.terminal.table import Column, output_width, table_lines, wrap_line
 from llmscale.untrusted.terminal import print_to_stderr, print_visible
@@ -197,7 +197,7 @@ def _prune(args: argparse.Namespace) -> int:
 
 def _diff(args: argparse.Namespace) -> int:
     a, b = find_checkpoint(args.a, print_to_stderr), find_checkpoint(args.b, print_to_stderr)
-    left, right = dict(flatten(read_state(a))), dict(flatten(read_state(b)))
+    left, right = ({key: value for key, value in flatten(read_state(one)) if value != {}} for one in (a, b))
     print_visible(f"- {a}\n+ {b}")
     for key in sorted(left.keys() | right.keys()):
         if left.get(key) != right.get(key):

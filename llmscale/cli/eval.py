@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llmscale.config.command_line import FlagParser
-    from llmscale.evaluate.evaluation import Evaluation, Request
+    from llmscale.evaluate.evaluation import Evaluation
     from llmscale.evaluate.lm_eval_tasks import LmEvalTasks
     from llmscale.evaluate.model_source import ModelSource
     from llmscale.evaluate.tasks import TaskFile, TaskResult
@@ -65,12 +65,9 @@ def _run(args: argparse.Namespace) -> int:
     harness = _find_harness(named, args, files) if named else None
     source = _open_model(folder, args)
     with show_if_slow("importing torch"):
-        from llmscale.evaluate.evaluation import Request
+        import llmscale.evaluate.evaluation  # noqa: F401
 
-    request = Request(
-        [file.first(args.limit) for file in files], harness, args.limit, args.val_samples, args.batch_size, args.chat
-    )
-    evaluation = _evaluate(source, request)
+    evaluation = _evaluate(source, files, harness, args)
     for line in result_lines(evaluation):
         print_visible(line)
     if args.json is not None:
@@ -147,7 +144,9 @@ def _find_harness(named: Sequence[str], args: argparse.Namespace, files: Sequenc
     return harness
 
 
-def _evaluate(source: ModelSource, request: Request) -> Evaluation:
+def _evaluate(
+    source: ModelSource, files: Sequence[TaskFile], harness: LmEvalTasks | None, args: argparse.Namespace
+) -> Evaluation:
     """Evaluate, with a progress bar for each part."""
     from llmscale.evaluate.evaluation import evaluate
     from llmscale.terminal.progress import Progress, count_words, show_progress
@@ -161,7 +160,16 @@ def _evaluate(source: ModelSource, request: Request) -> Evaluation:
                 bars.append((what, stack.enter_context(show_progress(what, total, count_words("sequences")))))
             bars[-1][1].add(count)
 
-        return evaluate(source, request, add)
+        return evaluate(
+            source,
+            files,
+            harness,
+            add,
+            limit=args.limit,
+            val_samples=args.val_samples,
+            batch_size=args.batch_size,
+            chat=args.chat,
+        )
 
 
 def result_lines(evaluation: Evaluation) -> Iterator[str]:

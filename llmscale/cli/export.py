@@ -77,15 +77,14 @@ def _run(args: argparse.Namespace) -> int:
 
 def _merged(args: argparse.Namespace, trained: TrainedCheckpoint) -> Merged:
     """Open the weights of a run with adapters. Raises ConfigError for another run, CheckpointError."""
-    from llmscale.checkpoint.tensor_files import StoredWeights
-    from llmscale.evaluate.weights import Merged
+    from llmscale.evaluate.weights import Merged, open_stored
     from llmscale.terminal.progress import show_progress
 
     with show_progress("Verifying the base") as verified:
         base = trained.open_base(args.base, verified.add)
     if base is None:
         raise ConfigError(f"--merge has no effect: {trained.folder} holds a model, not adapters. Drop it.")
-    return Merged(base, StoredWeights(trained.folder), trained.shape)
+    return Merged(open_stored(trained.folder, trained.shape, base), trained.shape)
 
 
 def _export_adapters(args: argparse.Namespace, model: ExportedModel, trained: TrainedCheckpoint) -> int:

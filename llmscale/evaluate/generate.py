@@ -131,11 +131,9 @@ class _Reader:
         lengths = [cached + len(row) for cached, row in zip(cache.lengths, rows, strict=True)] if cache else []
         was_training = self._model.training
         self._model.eval()
-        try:
-            with torch.no_grad(), attention_of_any_shape():
-                logits: Tensor = self._model(tokens, cache=cache, at=ends)[:, 0]
-        finally:
-            self._model.train(was_training)
+        with torch.no_grad(), attention_of_any_shape():
+            logits: Tensor = self._model(tokens, cache=cache, at=ends)[:, 0]
+        self._model.train(was_training)
         if cache:
             cache.lengths = lengths
         return logits.float().cpu()

@@ -85,11 +85,6 @@ class TrainedCheckpoint:
 
         return open_base_weights(SavedRun(self.folder, self.manifest, self.state), place, progress)
 
-    def open_sets(self) -> TrainingSets:
-        """Open the datasets that it was trained on. Raises DataError when they are missing."""
-        remedy = "Name it with --data SET, or use --val-samples 0."
-        return open_trained_sets(self.folder, self.state, self.config, remedy, given=None)
-
 
 def open_trained_checkpoint(
     folder: Path, progress: Callable[[int], object] = lambda num_bytes: None, *, given: str | None = None
@@ -175,7 +170,6 @@ def open_model(
             raise ConfigError(f"--base {base} has no effect: {folder} holds a model, not adapters. Drop it.")
         return _open_hf_folder(folder, data)
     trained = open_trained_checkpoint(folder, progress, given=data)
-
     sets, no_sets = None, ""
     if data is not None:
         identity = trained.state.identity if os.path.abspath(data) == os.path.abspath(trained.config.data) else None
@@ -189,8 +183,9 @@ def open_model(
             tokenizer_sha256=manifest.tokenizer_sha256,
         )
     elif with_sets:
+        remedy = "Name it with --data SET, or use --val-samples 0."
         try:
-            sets = trained.open_sets()
+            sets = open_trained_sets(folder, trained.state, trained.config, remedy, given=None)
         except DataError as error:
             no_sets = str(error)
     state, shape = trained.state, trained.shape

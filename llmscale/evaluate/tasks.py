@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,14 +50,6 @@ class TaskFile:
     items: tuple[Item, ...]
     sha256: str
     """SHA-256 of the file."""
-
-    def first(self, limit: int | None) -> TaskFile:
-        """Return the task with its first items only; None keeps all."""
-        return replace(self, items=self.items[:limit])
-
-    def where(self, item: Item) -> str:
-        """Return an item's file and line, for messages."""
-        return f"{self.path}, line {item.line}"
 
 
 class _Format(NamedTuple):
@@ -205,7 +197,7 @@ def encode_task(file: TaskFile, tokenizer: Tokenizer, seq_len: int) -> EncodedTa
     rows: list[Row] = []
     counts = []
     for item in file.items:
-        where = file.where(item)
+        where = f"{file.path}, line {item.line}"
         if file.format == "text":
             of_item = rolling_rows(tokenizer, seq_len, item.continuations[0])
         else:

@@ -81,19 +81,19 @@ def _check_same_model(sizes: Mapping[str, int], shape: GPTShape, folder: Path) -
 
 
 class Merged:
-    """A base's weights, plus the products of adapters: W + (alpha / r) B A."""
+    """Weights of a model with adapters, to which their products are added: W + (alpha / r) B A."""
 
-    def __init__(self, base: Weights, adapters: Weights, shape: GPTShape) -> None:
-        self._base, self._adapters, self._shape = base, adapters, shape
+    def __init__(self, weights: Weights, shape: GPTShape) -> None:
+        self._weights, self._shape = weights, shape
         self._sizes = {tensor.name: tensor.parameter.shape for tensor in shape.tensors.all}
 
     def read(self, name: str, start: int, elements: int) -> Tensor:
-        weights = self._base.read(name, start, elements)
+        weights = self._weights.read(name, start, elements)
         place, _, kind = name.rpartition(".")
         if kind != "weight" or f"{place}.{ADAPTERS[0]}" not in self._sizes:
             return weights
         a, b = (
-            self._adapters.read(own, 0, math.prod(self._sizes[own])).view(self._sizes[own])
+            self._weights.read(own, 0, math.prod(self._sizes[own])).view(self._sizes[own])
             for own in (f"{place}.{adapter}" for adapter in ADAPTERS)
         )
         rank, columns = b.shape[1], a.shape[1]

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from llmscale.terminal.human_numbers import format_quantity
-from llmscale.training.step_metrics import format_duration
+from llmscale.terminal.human_numbers import format_duration, format_quantity
 
 Run = Mapping[str, Any]  # as data.build_report builds it
 #: Label and kind of a column. The kind is a class of the style.

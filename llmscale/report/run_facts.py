@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
 from llmscale.config.run_config import build_run_config
-from llmscale.config.run_keys import publish_keys, publish_text
+from llmscale.config.run_keys import flatten, publish_keys, publish_text
 from llmscale.data.mixture import is_mix
 from llmscale.data.shards.manifest import Manifest
 from llmscale.errors import ConfigError, LlmscaleError
@@ -147,19 +147,11 @@ def _why_unknown(data: object) -> str:
 def _table(values: Mapping[str, object]) -> Table:
     """Flatten nested settings to one level, a.b.c."""
     table: Table = {}
-    for key, value in _flat("", values):
+    for key, value in flatten(values):
         if len(table) == _MOST_ENTRIES:
             break
         table[show(key)] = show(value)
     return table
-
-
-def _flat(prefix: str, values: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(f"{prefix}{key}.", value)
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _data_table(manifest: Manifest | None, data: object) -> Table:

@@ -121,13 +121,14 @@ def read_run(path: Path) -> ListedRun:
     starts = _tail(path / STARTS_NAME, problems, lambda records: True)
     error = _error(path, problems)
     state = _state(path, last_event, error, problems)
+    written_ns = [time_ns for time_ns, _ in stamp_run(path)]
     return ListedRun(
         path=path,
         state=state,
         step=step,
         total_steps=total_steps,
         loss=loss,
-        last_seen=_last_seen(path),
+        last_seen=datetime.fromtimestamp(max(written_ns) / 1e9, timezone.utc) if written_ns else None,
         command=_command(starts[-1]) if starts else None,
         error=error if state == "failed" else None,
         problem="; ".join(problems),
@@ -286,14 +287,6 @@ def _state(path: Path, last_event: str, error: str | None, problems: list[str]) 
     if error is not None:
         return "failed"
     return "unreadable" if problems else "lost"
-
-
-def _last_seen(path: Path) -> datetime | None:
-    times = []
-    for name in (*_MARKS, CONFIG_NAME):
-        with suppress(OSError, ValueError, OverflowError):
-            times.append(datetime.fromtimestamp(os.lstat(path / name).st_mtime, timezone.utc))
-    return max(times, default=None)
 
 
 def _command(start: dict[str, object]) -> str | None:

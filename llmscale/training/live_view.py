@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llmscale.terminal.colour import is_terminal
-from llmscale.training.step_metrics import StepMeter, StepMetrics, format_duration, format_step
+from llmscale.terminal.human_numbers import format_duration
+from llmscale.training.step_metrics import StepMeter, StepMetrics, format_step
 from llmscale.untrusted.terminal import make_visible_line
 
 if TYPE_CHECKING:

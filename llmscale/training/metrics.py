@@ -9,18 +9,21 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.config.bundled_files import import_extra
+from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import RunConfig
+from llmscale.config.run_keys import flatten, publish_keys
 from llmscale.error_handling import say
 from llmscale.errors import ConfigError
 from llmscale.files.record_log import RecordLog
 from llmscale.terminal.human_numbers import show_value, with_singulars
+from llmscale.training.inputs import as_plain
 from llmscale.training.run_folder import METRICS_NAME, METRICS_VERSION, without_nan
 from llmscale.training.step_metrics import StepMetrics, format_step
 from llmscale.untrusted.terminal import make_visible_line, print_visible
@@ -123,7 +126,8 @@ class MetricsLog:
             tracker.finish()
 
     def _track(self, kind: str, values: Mapping[str, object], step: int) -> None:
-        numbers = dict(_numbers(values, kind)) if self._trackers else {}
+        # By path: train/loss, train/loss_by_set/web.
+        numbers = {path: value for path, value in flatten({kind: values}, "/") if isinstance(value, (int, float))}
         for tracker in self._trackers:
             tracker.log(numbers, step)
 
@@ -131,15 +135,6 @@ class MetricsLog:
         record["time"] = round(time.time(), 3)
         # JSON has no NaN and no infinity; a gradient norm is infinite whenever fp16 overflows.
         self._file.append(json.dumps(without_nan(record), allow_nan=False).encode() + b"\n")
-
-
-def _numbers(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, float]]:
-    """Yield every number with its path: train/loss, train/loss_by_set/web."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}/{key}")
-        elif isinstance(value, (int, float)):
-            yield f"{prefix}/{key}", value
 
 
 TENSORBOARD_NAME = "tensorboard"
@@ -202,46 +197,38 @@ def _problem_of(action: Callable[[], object]) -> str:
     return ""
 
 
-class _TensorboardFiles:
-    """TensorBoard event files, one per start; TensorBoard shows those of a folder as one curve.
-
-    Written by tensorboardX, which needs numpy and protobuf: torch's own writer needs all of tensorboard, with a web
-    server and gRPC, on the machine that trains.
-    """
-
-    def __init__(self, open_writer: Callable[[int], SummaryWriter], first_step: int) -> None:
-        """`open_writer` begins a file after a number of steps."""
-        self._open, self._writer = open_writer, open_writer(first_step)
-
-    def write(self, values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def go_back(self, step: int) -> None:
-        self._writer.close()
-        self._writer = self._open(step)
-
-    def end(self) -> None:
-        self._writer.close()
-
-
 def start_tensorboard(run_folder: Path, *, first_step: int) -> Tracker:
-    """Begin a file that continues the curves after `first_step` steps. Raises ConfigError.
+    """Begin an event file that continues the curves after `first_step` steps. Raises ConfigError.
 
-    TensorBoard drops later steps, logged by a start that was killed or that the run went back from.
+    There is one per start, and TensorBoard shows those of a folder as one curve. It drops later steps, logged by a
+    start that was killed or that the run went back from. They are written by tensorboardX, which needs numpy and
+    protobuf: torch's own writer needs all of tensorboard, with a web server and gRPC, on the machine that trains.
     """
-    writer = import_extra("tensorboardX", "--tensorboard", "tensorboard").SummaryWriter
+    open_writer = import_extra("tensorboardX", "--tensorboard", "tensorboard").SummaryWriter
     folder = run_folder / TENSORBOARD_NAME
+    files: list[SummaryWriter] = []
 
-    def begin(step: int) -> SummaryWriter:
+    def begin(step: int) -> None:
         # The suffix, because two files of one second would have one name.
-        return writer(str(folder), purge_step=step + 1, flush_secs=_FLUSH_S, filename_suffix=f".step-{step}")
+        suffix = f".step-{step}"
+        files.append(open_writer(str(folder), purge_step=step + 1, flush_secs=_FLUSH_S, filename_suffix=suffix))
+
+    def write(values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            files[-1].add_scalar(name, value, step)
+
+    def end() -> None:
+        files[-1].close()
+
+    def go_back(step: int) -> None:
+        end()
+        begin(step)
 
     try:
-        files = _TensorboardFiles(begin, first_step)
+        begin(first_step)
     except OSError as error:
         raise ConfigError(f"--tensorboard: {folder} cannot be started: {_one_line(error)}.") from None
-    return Tracker("TensorBoard", files.write, files.end, files.go_back)
+    return Tracker("TensorBoard", write, end, go_back)
 
 
 def start_wandb(
@@ -273,11 +260,11 @@ def start_wandb(
 
 
 def start_trackers(
-    config: RunConfig, described: Callable[[], Mapping[str, object]], *, first_step: int, wandb_run_id: str | None
+    config: RunConfig, resolved: ResolvedRun, *, first_step: int, wandb_run_id: str | None
 ) -> tuple[Tracker, ...]:
     """Start the trackers that a run asks for; they continue an earlier start's curves after `first_step` steps.
 
-    `described` returns the run as plain values. Raises ConfigError.
+    Raises ConfigError.
     """
     started: list[Tracker] = []
     if config.tensorboard:
@@ -288,7 +275,7 @@ def start_trackers(
             config.run,
             project=given_project or os.environ.get("WANDB_PROJECT") or config.wandb_project,
             name=config.wandb_name or os.environ.get("WANDB_NAME") or config.run.name,
-            config=described(),
+            config=publish_keys(as_plain(config)) | resolved.as_dict(),
             run_id=wandb_run_id,
         )
         started.append(run)

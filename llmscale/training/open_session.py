@@ -13,7 +13,6 @@ import torch
 
 from llmscale.checkpoint.initial_weights import complete_published_weights, keep_published
 from llmscale.config.hardware import has_bf16_instructions
-from llmscale.config.run_keys import publish_keys
 from llmscale.data.mixture import keep_sets
 from llmscale.engine.collectives import gather, on_all_ranks, on_each_disk, on_main_rank
 from llmscale.engine.compilation import BlockCompiler
@@ -40,6 +39,7 @@ from llmscale.engine.zero_shards import (
 )
 from llmscale.memory.estimate import estimate_memory
 from llmscale.planning.compilation import ASSUMED_STEP_S, Compilation, decide_compilation
+from llmscale.terminal.human_numbers import format_duration
 from llmscale.terminal.status_line import REPEAT_S, StatusLine
 from llmscale.terminal.table import output_width, wrap_line
 from llmscale.training.inputs import as_plain
@@ -64,7 +64,7 @@ from llmscale.training.run_folder import (
 )
 from llmscale.training.session import Session, build_actions, open_data, open_validation_splits
 from llmscale.training.start import Start
-from llmscale.training.step_metrics import StepMeter, format_duration
+from llmscale.training.step_metrics import StepMeter
 from llmscale.training.stop_request import StopRequest, launch_names
 from llmscale.training.watchdog import Heartbeat
 from llmscale.untrusted.terminal import print_visible
@@ -390,12 +390,8 @@ def _start_trackers(start: Start, world: World) -> tuple[Tracker, ...]:
     """Start the trackers on rank 0. Collective."""
 
     def begin() -> tuple[Tracker, ...]:
-        return start_trackers(
-            start.config,
-            lambda: publish_keys(as_plain(start.config)) | start.resolved.as_dict(),
-            first_step=start.first_step,
-            wandb_run_id=start.state.wandb_run_id if start.state else None,
-        )
+        run_id = start.state.wandb_run_id if start.state else None
+        return start_trackers(start.config, start.resolved, first_step=start.first_step, wandb_run_id=run_id)
 
     return on_all_ranks(world.control, lambda: begin() if world.is_main else ())
 

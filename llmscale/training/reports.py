@@ -173,8 +173,7 @@ class ReportCompilation(StepAction):
         elif not compiler.graphs:
             report("WARNING: torch compiled nothing, as where TORCHDYNAMO_DISABLE is set; blocks run eagerly.")
         if compiler.graphs:
-            graphs = f"{compiler.graphs} graph{'s' if compiler.graphs > 1 else ''}"
-            self._io.detail(f"blocks: {graphs} compiled in {compiler.compile_s:.1f} s")
+            self._io.detail(f"blocks: {count_nouns(compiler.graphs, 'graph')} compiled in {compiler.compile_s:.1f} s")
         # Ranks do not meet at a later failure, so each reports its own.
         compiler.on_failure = lambda failure: say(
             f"WARNING: the compiler failed on rank {rank}, whose blocks run eagerly from now on: {failure}."

@@ -52,12 +52,11 @@ from llmscale.checkpoint.manifest import MANIFEST_NAME, Checkpoint, History
 from llmscale.checkpoint.peft_files import load_adapters
 from llmscale.checkpoint.run_state import SavedRun, read_saved_run
 from llmscale.config.hf_model import is_published
-from llmscale.config.run_keys import keys_with
+from llmscale.config.run_keys import flatten, keys_with
 from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_each_disk, on_main_rank
 from llmscale.engine.process_group import World
 from llmscale.engine.train_step import get_scaler_state, set_scaler_state
 from llmscale.errors import CheckpointError, ConfigError, DataError, LlmscaleError
-from llmscale.keys import flatten
 from llmscale.training.inputs import as_plain, open_named
 from llmscale.training.run_folder import RunFolderClaim, hash_or_reason, library_versions, source_hashes
 from llmscale.training.start import Start
@@ -342,7 +341,7 @@ def _sections(run: Start, device_type: str) -> dict[str, Section]:
     # A patch release of Python changes no arithmetic.
     versions |= {"python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__}
     variables = {name: os.environ.get(name, "not set") for name in _VARIABLES}
-    ds_config = {key: _text(value) for key, value in flatten(run.resolved.ds_config)}
+    ds_config = {path: _text(value) for path, value in flatten(run.resolved.ds_config)}
     # Not by path: nodes may have copies.
     names = run.sets.names if run.sets.recipe else ("fingerprint",)
     sets = {name: at.manifest.fingerprint for name, at in zip(names, run.sets.locations, strict=True)}

@@ -46,8 +46,7 @@ def tokens_for(shape: GPTShape) -> torch.Tensor:
 @pytest.mark.parametrize("name", SHAPES)
 def test_merged_weights_and_files_of_peft_hold_the_adapters(name: str, tmp_path: Path) -> None:
     model, family = adapted(name)
-    weights = ModelWeights(model)
-    merged, plain = GPT(SHAPES[name], seed=1), Merged(weights, weights, model.shape)
+    merged, plain = GPT(SHAPES[name], seed=1), Merged(ModelWeights(model), model.shape)
     with torch.no_grad():
         for own, tensor in (*merged.named_parameters(), *merged.named_buffers()):
             # In two parts, of which the first ends within a row.

@@ -32,7 +32,6 @@ def test_every_line_is_an_item(name: str, tmp_path: Path) -> None:
     (task,) = load_task_files([f"{name}={write(tmp_path, GOOD[name], '', {**GOOD[name], 'more': 1})}"])
     assert task.name == ("hellaswag" if name == "hellaswag" else "items")
     assert [item.line for item in task.items] == [1, 3]
-    assert task.first(1).items == task.items[:1]
 
 
 def test_continuations_stand_behind_a_space_that_counts_for_no_length(tmp_path: Path) -> None:

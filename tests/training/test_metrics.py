@@ -19,9 +19,10 @@ from llmscale.engine.train_step import PhaseTimer
 from llmscale.errors import ConfigError
 from llmscale.report.data import build_report
 from llmscale.report.history import COLUMNS
+from llmscale.terminal.human_numbers import format_duration
 from llmscale.training import metrics
 from llmscale.training.metrics import MetricsLog, Tracker, start_tensorboard, start_wandb
-from llmscale.training.step_metrics import METRICS, StepMeter, format_duration, format_step
+from llmscale.training.step_metrics import METRICS, StepMeter, format_step
 from tests.conftest import HANG_S, read_losses, run_ranks
 from tests.training.made_metrics import make_metrics
 
@@ -140,7 +141,8 @@ def test_variables_of_wandb_count_unless_a_flag_says_otherwise(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     config = parse_run_config(["--data", "d", "--run", str(tmp_path / "run"), "--model", "tiny-1m", "--wandb", *flags])
-    metrics.start_trackers(config, dict, first_step=0, wandb_run_id=None)
+    resolved = SimpleNamespace(as_dict=dict)
+    metrics.start_trackers(config, resolved, first_step=0, wandb_run_id=None)  # type: ignore[arg-type]
     project, name, folder = expected
     assert (given["project"], given["name"], given["dir"]) == (project, name, folder or str(tmp_path / "run"))
     assert "entity" not in given, "wandb reads WANDB_ENTITY itself"
