@@ -9,10 +9,18 @@ import signal
 from collections.abc import Sequence
 
 from llmscale import limits
-from llmscale.cluster.hosts import LAUNCHERS, Host, host_command_by, parse_hostfile, slurm_hosts
+from llmscale.cluster.hosts import (
+    LAUNCHERS,
+    PACKAGE,
+    Host,
+    deepspeed_env_files,
+    gather_environment,
+    host_command_by,
+    parse_hostfile,
+    slurm_hosts,
+)
 from llmscale.cluster.launch.ranks import count_gpus
 from llmscale.cluster.launch.supervisor import LaunchOptions, Supervisor
-from llmscale.cluster.remote import PACKAGE, deepspeed_env_files, gather_environment
 from llmscale.config.command_line import FlagParser, Need, flag, local_path, nonblank, number, whole_number
 from llmscale.config.run_arguments import parse_run_config
 from llmscale.engine.launcher_variables import check_is_only_copy

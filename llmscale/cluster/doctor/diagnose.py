@@ -40,8 +40,7 @@ from llmscale.cluster.doctor.report import (
     worst,
     yellow,
 )
-from llmscale.cluster.launch.ranks import list_gpus
-from llmscale.cluster.remote import (
+from llmscale.cluster.hosts import (
     SSH_FAILED,
     TIMED_OUT,
     Finished,
@@ -50,6 +49,7 @@ from llmscale.cluster.remote import (
     print_answer,
     read_request,
 )
+from llmscale.cluster.launch.ranks import list_gpus
 from llmscale.config.bundled_files import DS_CONFIGS
 from llmscale.config.deepspeed.foreign import read_foreign
 from llmscale.config.deepspeed.resolve import load_ds_config, parse_ds_config

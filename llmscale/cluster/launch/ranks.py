@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from llmscale.cluster.remote import run_command, search_path
+from llmscale.cluster.hosts import run_command, search_path
 from llmscale.training.live_view import GIVE_BACK
 from llmscale.training.stop_request import (
     LAUNCHER_VARIABLE,

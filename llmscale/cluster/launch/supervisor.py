@@ -19,9 +19,8 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from llmscale.checkpoint.inventory import list_checkpoints
-from llmscale.cluster.hosts import Host
+from llmscale.cluster.hosts import Host, place
 from llmscale.cluster.launch.attempt import AttemptRun, Outcome
-from llmscale.cluster.remote import place
 from llmscale.config.run_arguments import parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.files.record_log import RecordLog

@@ -14,8 +14,8 @@ from llmscale.cli.main import main
 from llmscale.cluster.doctor import diagnose, on_ranks
 from llmscale.cluster.doctor.diagnose import check_ds_config, check_run
 from llmscale.cluster.doctor.report import REPORT, CheckRow, HostReport, ProbeRequest, green, red, yellow
+from llmscale.cluster.hosts import Finished
 from llmscale.cluster.launch.ranks import Gpu
-from llmscale.cluster.remote import Finished
 from llmscale.config.run_arguments import parse_run_config
 from tests.conftest import HANG_S
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmscale.cluster.hosts import Host
+from llmscale.cluster.hosts import Host, gather_environment, module_argv
 from llmscale.cluster.launch.supervisor import Attempt, LaunchOptions, Supervisor, read_attempts
-from llmscale.cluster.remote import gather_environment, module_argv
 from tests.conftest import TINY_MODEL
 
 #: In place of train.py. The code of a test knows `rank`, `attempt`, `heartbeat` and the arguments.
