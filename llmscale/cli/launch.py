@@ -106,8 +106,8 @@ def _launch(args: argparse.Namespace) -> int:
         master_port=args.master_port,
     )
     # Before signals are only noted: text may take hours.
-    with_prepared_text(parse_run_config(options.arguments))
-    return Supervisor(options, _note_signals(), _show).run()
+    prepared = with_prepared_text(parse_run_config(options.arguments))
+    return Supervisor(options, prepared, _note_signals(), _show).run()
 
 
 def _hosts(args: argparse.Namespace, launcher: str) -> tuple[Host, ...]:

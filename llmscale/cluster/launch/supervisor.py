@@ -21,12 +21,11 @@ from pydantic import TypeAdapter, ValidationError
 from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.cluster.hosts import Host, place
 from llmscale.cluster.launch.attempt import AttemptRun, Outcome
-from llmscale.config.run_arguments import parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.files.record_log import RecordLog
 from llmscale.report.run_list import notify_of_end
 from llmscale.terminal.human_numbers import count_nouns
-from llmscale.training.inputs import Inputs, read_inputs, with_prepared_text
+from llmscale.training.inputs import Inputs, PreparedRun, read_inputs
 from llmscale.training.run_folder import ATTEMPTS_NAME, LOCK_NAME, LOGS_NAME, RunFolderClaim, lock_run_folder
 from llmscale.training.start import check_space, resolve_ranks, resolve_start
 from llmscale.training.stop_request import LAUNCH_VARIABLE
@@ -81,16 +80,6 @@ def read_attempts(run: Path) -> list[Attempt]:
                 attempt = _ATTEMPT.validate_python(record)
                 attempts[attempt.number] = attempt
     return [attempts[number] for number in sorted(attempts)]
-
-
-def write_attempt(run: Path, attempt: Attempt, warn: Callable[[str], None]) -> None:
-    """Append an attempt. A record that cannot be written is a line for `warn`: training may continue on a full disk."""
-    problems: list[str] = []
-    file = RecordLog(run / ATTEMPTS_NAME, problems.append)
-    file.append(json.dumps(asdict(attempt)).encode() + b"\n")
-    file.close()
-    for problem in problems[:1]:
-        warn(problem)
 
 
 # ---------------------------------------------------------------- when to try again
@@ -148,11 +137,17 @@ class LaunchOptions:
 class Supervisor:
     """One launch."""
 
-    def __init__(self, options: LaunchOptions, stop_signals: list[str], show: Callable[[str], None]) -> None:
-        """`stop_signals` receives the names of signals; `show` prints one line."""
-        self._options, self._stop_signals, self._show = options, stop_signals, show
-        self._config = parse_run_config(options.arguments)
+    def __init__(
+        self, options: LaunchOptions, prepared: PreparedRun, stop_signals: list[str], show: Callable[[str], None]
+    ) -> None:
+        """`prepared` is the run of `options`; `stop_signals` receives the names of signals; `show` prints one line."""
+        self._options, self._prepared, self._stop_signals, self._show = options, prepared, stop_signals, show
+        self._config = prepared.config
         self._run = self._config.run.absolute()
+        # Records that a full disk refuses wait for the next one.
+        self._log = RecordLog(self._run / ATTEMPTS_NAME, show)
+        self._num_before = 0
+        """Number of the last attempt of earlier launches."""
         self._name = f"llmscale launch {os.getpid()} of {platform.node()}, started {_now()}"
         self._attempts: list[Attempt] = []
         """Attempts of this launch, oldest first."""
@@ -179,7 +174,12 @@ class Supervisor:
                 if status is not None:
                     return status
         finally:
+            if self._attempts:
+                self._log.close()
             claim.give_up()
+
+    def _record(self, attempt: Attempt) -> None:
+        self._log.append(json.dumps(asdict(attempt)).encode() + b"\n")
 
     def _notify(self, attempt: Attempt, status: int | None) -> None:
         """Run --notify after an attempt; `status` None: there will be another."""
@@ -190,8 +190,7 @@ class Supervisor:
     def _check_before_start(self) -> Inputs:
         """Raise all errors that can be found without asking a host, as if all hosts answer; return what was read."""
         options = self._options
-        # `llmscale launch` has prepared the text.
-        inputs = read_inputs(with_prepared_text(self._config), options.arguments)
+        inputs = read_inputs(self._prepared, options.arguments)
         if options.min_hosts > len(options.hosts):
             num_hosts = len(options.hosts)
             raise ConfigError(f"--min-hosts {options.min_hosts} is more than the number of hosts, {num_hosts}.")
@@ -212,11 +211,12 @@ class Supervisor:
         return ()
 
     def _close_open_attempt(self) -> None:
-        """Record the end of an attempt whose supervisor was killed."""
+        """Count the attempts of earlier launches, and record the end of one whose supervisor was killed."""
         for attempt in read_attempts(self._run):
+            self._num_before = attempt.number
             if attempt.end is None:
                 reason = "its `llmscale launch` ended without an error message"
-                write_attempt(self._run, replace(attempt, end="supervisor lost", reason=reason), self._show)
+                self._record(replace(attempt, end="supervisor lost", reason=reason))
                 self._show(f"attempt {attempt.number} lost its supervisor; continuing")
 
     def _wait_for_ranks_of_before(self) -> None:
@@ -237,8 +237,7 @@ class Supervisor:
     def _one_attempt(self, inputs: Inputs) -> Attempt | None:
         """Run one attempt, and record it; None when asked to stop before ranks were started."""
         began, began_utc = time.monotonic(), _now()
-        # The record of this launch's last one may be lost on a full disk.
-        number = 1 + max((attempt.number for attempt in (*read_attempts(self._run), *self._attempts)), default=0)
+        number = self._num_before + len(self._attempts) + 1
         run = self._gather(inputs)
         hosts = {name: host.host.slots for name, host in run.hosts.items()}
         logs = str(self._run / LOGS_NAME / f"attempt-{number:04d}") if hosts else ""
@@ -249,7 +248,7 @@ class Supervisor:
             if hosts:
                 rendezvous = run.find_rendezvous(self._options.master_addr, self._options.master_port)
                 attempt = replace(attempt, master=":".join(map(str, rendezvous)))
-                write_attempt(self._run, attempt, self._show)
+                self._record(attempt)
                 where = ", ".join(f"{count} on {name}" for name, count in hosts.items())
                 ranks = count_nouns(attempt.world_size, "rank")
                 self._show(f"attempt {number}: {ranks}, {where}; rendezvous {attempt.master}; logs in {logs}")
@@ -273,7 +272,7 @@ class Supervisor:
             end=outcome.end,
             reason=outcome.reason,
         )
-        write_attempt(self._run, attempt, self._show)
+        self._record(attempt)
         if hosts:
             self._show_evidence(attempt, run, outcome)
         return attempt

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from llmscale.cluster.hosts import Host, gather_environment, module_argv
 from llmscale.cluster.launch.supervisor import Attempt, LaunchOptions, Supervisor, read_attempts
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.training.inputs import with_prepared_text
 from tests.conftest import TINY_MODEL
 
 #: In place of train.py. The code of a test knows `rank`, `attempt`, `heartbeat` and the arguments.
@@ -78,8 +80,9 @@ class StandIn:
             "master_port": None,
             **options,
         }
-        supervisor = Supervisor(LaunchOptions(**values), self.stop_signals, show or self.lines.append)  # type: ignore[arg-type]
-        return supervisor.run()
+        launch = LaunchOptions(**values)  # type: ignore[arg-type]
+        prepared = with_prepared_text(parse_run_config(launch.arguments))
+        return Supervisor(launch, prepared, self.stop_signals, show or self.lines.append).run()
 
     @property
     def attempts(self) -> list[Attempt]:

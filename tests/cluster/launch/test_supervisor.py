@@ -17,35 +17,38 @@ from llmscale.cluster.launch.supervisor import (
     Attempt,
     decide,
     read_attempts,
-    write_attempt,
 )
 from llmscale.errors import ConfigError
+from llmscale.files.record_log import RecordLog
 from llmscale.training.run_folder import ATTEMPTS_NAME
 from tests.cluster.launch.stand_in import StandIn, host_command
 
 FIRST = Attempt(1, "2026-01-01T00:00:00+00:00", {"a": 2}, 2, "10.0.0.1:1234", {"b": "no route"}, "logs")
 
 
+def write(run: Path, *attempts: Attempt) -> None:
+    log = RecordLog(run / ATTEMPTS_NAME, pytest.fail)
+    for attempt in attempts:
+        log.append(json.dumps(asdict(attempt)).encode() + b"\n")
+    log.close()
+
+
 def test_an_attempt_is_what_was_written_of_it_last(tmp_path: Path) -> None:
     assert read_attempts(tmp_path) == []
     done = replace(FIRST, seconds=3.5, first_step=1, last_step=9, end="failed", reason="rank 0 vanished")
-    for attempt in (FIRST, done, replace(FIRST, number=2)):
-        write_attempt(tmp_path, attempt, pytest.fail)
+    write(tmp_path, FIRST, done, replace(FIRST, number=2))
     assert read_attempts(tmp_path) == [done, replace(FIRST, number=2)]
 
 
 def test_a_damaged_record_does_not_stop_a_run(tmp_path: Path) -> None:
     path = tmp_path / ATTEMPTS_NAME
-    write_attempt(tmp_path, FIRST, pytest.fail)
+    write(tmp_path, FIRST)
     with path.open("a") as file:
         file.write('null\n{"number": "7"}\n')
         file.write(json.dumps({**asdict(replace(FIRST, number=2)), "of_a_later_version": 1}) + "\n")
         file.write('{"number": 2, "beg')
-    write_attempt(tmp_path, replace(FIRST, number=3), pytest.fail)
+    write(tmp_path, replace(FIRST, number=3))
     assert [attempt.number for attempt in read_attempts(tmp_path)] == [1, 2, 3]
-    problems: list[str] = []
-    write_attempt(tmp_path / "missing", FIRST, problems.append)
-    assert len(problems) == 1 and "No such file" in problems[0]
 
 
 def attempts(*last_steps: int | None, end: str = "failed") -> list[Attempt]:
