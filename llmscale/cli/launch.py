@@ -12,7 +12,6 @@ from llmscale import limits
 from llmscale.cluster.hosts import (
     LAUNCHERS,
     PACKAGE,
-    Host,
     deepspeed_env_files,
     gather_environment,
     host_command_by,
@@ -110,12 +109,12 @@ def _launch(args: argparse.Namespace) -> int:
     return Supervisor(options, prepared, _note_signals(), _show).run()
 
 
-def _hosts(args: argparse.Namespace, launcher: str) -> tuple[Host, ...]:
+def _hosts(args: argparse.Namespace, launcher: str) -> dict[str, int]:
     if args.hostfile:
         return parse_hostfile(args.hostfile)
     if launcher == "slurm":
         return slurm_hosts(os.environ, args.slots)
-    return (Host("localhost", args.slots or count_gpus() or 1),)
+    return {"localhost": args.slots or count_gpus() or 1}
 
 
 def _warn_of_keys(settings: Sequence[str]) -> None:

@@ -35,18 +35,10 @@ from llmscale.untrusted.paths import in_home, read_regular
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-@dataclass(frozen=True)
-class Host:
-    """One host of a run."""
+def parse_hostfile(path: str | Path) -> dict[str, int]:
+    """Return the slots of each host, in the order of the file, or of llmscale's own file of that name.
 
-    name: str
-    """Name that ssh knows."""
-    slots: int
-    """Ranks to run there: GPUs, or processes on a CPU machine."""
-
-
-def parse_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """Return the hosts in the order of the file, or of llmscale's own file of that name.
+    Slots are the ranks to run: GPUs, or processes on a CPU machine. A host has the name that ssh knows.
 
     Raises ConfigError for a missing or empty file, and for a line that cannot be used.
     """
@@ -61,22 +53,22 @@ def parse_hostfile(path: str | Path) -> tuple[Host, ...]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"--hostfile {path} cannot be read: {reason}.") from None
-    hosts: dict[str, Host] = {}
+    hosts: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         entry = line.split("#", 1)[0].strip()
         if not entry:
             continue
-        host = _parse_line(entry, f"{path}:{number}")
-        if host.name in hosts:
-            raise ConfigError(f"{path}:{number}: host '{host.name}' is listed twice. Give it one line with all slots.")
-        hosts[host.name] = host
+        name, slots = _parse_line(entry, f"{path}:{number}")
+        if name in hosts:
+            raise ConfigError(f"{path}:{number}: host '{name}' is listed twice. Give it one line with all slots.")
+        hosts[name] = slots
     if not hosts:
         raise ConfigError(f"--hostfile {path} names no host. Write one line `name slots=N` per host.")
-    return tuple(hosts.values())
+    return hosts
 
 
-def _parse_line(entry: str, where: str) -> Host:
-    """Parse a line without its comment. Raises ConfigError whose text begins with `where`."""
+def _parse_line(entry: str, where: str) -> tuple[str, int]:
+    """Return host and slots of a line without its comment. Raises ConfigError whose text begins with `where`."""
     line = re.fullmatch(r"(\S+)\s+slots=([0-9]{1,6})", entry)
     if line is None:
         raise ConfigError(f"{where}: '{entry}' is not `name slots=N`. {_advise(entry)}")
@@ -93,7 +85,7 @@ def _parse_line(entry: str, where: str) -> Host:
         raise ConfigError(f"{where}: slots={slots} is too many. At most {MAX_GPUS_PER_NODE} ranks run on one host.")
     if slots == 0:
         raise ConfigError(f"{where}: slots=0 runs nothing on '{name}'. Delete the line, or give at least one slot.")
-    return Host(name, slots)
+    return name, slots
 
 
 def _advise(entry: str) -> str:
@@ -111,7 +103,7 @@ def _advise(entry: str) -> str:
 _SLOT_VARIABLES = ("SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_GPUS_PER_NODE")
 
 
-def slurm_hosts(variables: Mapping[str, str], slots: int | None = None) -> tuple[Host, ...]:
+def slurm_hosts(variables: Mapping[str, str], slots: int | None = None) -> dict[str, int]:
     """Return all nodes of the Slurm job, each with `slots` ranks, or as many as the job has GPUs or tasks per node.
 
     Raises ConfigError outside of a job.
@@ -125,7 +117,7 @@ def slurm_hosts(variables: Mapping[str, str], slots: int | None = None) -> tuple
         raise ConfigError(f"--launcher slurm: scontrol cannot be run ({error}).") from None
     if done.returncode or not done.stdout.split():
         raise ConfigError(f"--launcher slurm: scontrol does not know '{nodes}': {done.stderr.strip()}.")
-    return tuple(Host(name, slots or _slots(variables)) for name in done.stdout.split())
+    return dict.fromkeys(done.stdout.split(), slots or _slots(variables))
 
 
 def _slots(variables: Mapping[str, str]) -> int:
@@ -354,21 +346,21 @@ def run_command(command: Sequence[str], timeout_s: float, message: str = "") -> 
 LAUNCHERS = ("ssh", "slurm")
 
 
-def host_command_by(launcher: str) -> Callable[[Host], list[str]]:
+def host_command_by(launcher: str) -> Callable[[str], list[str]]:
     """Return the function from a host to the command that serves a launch there, over its stdin and stdout.
 
     The command holds no secret: every user of both machines can read it.
     """
 
-    def host_command(host: Host) -> list[str]:
+    def host_command(host: str) -> list[str]:
         argv = module_argv("llmscale.cluster.launch.host")
         if launcher == "slurm":
             # One task on the node, as ssh would, with its full memory and cores, not the share of one task.
-            where = ["--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap", "--mem=0", "--cpu-bind=none"]
+            where = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--mem=0", "--cpu-bind=none"]
             return ["srun", *where, "--unbuffered", "--quiet", "--export=ALL", "--kill-on-bad-exit=0", *argv]
-        if is_this_machine(host.name):
+        if is_this_machine(host):
             # This shell's own ssh connection says nothing about how the hosts reach each other.
             return ["env", "--unset=SSH_CONNECTION", *argv]
-        return command_for(host.name, argv)
+        return command_for(host, argv)
 
     return host_command

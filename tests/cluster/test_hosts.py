@@ -17,7 +17,6 @@ from llmscale.cluster.hosts import (
     PACKAGE,
     SSH_FAILED,
     TIMED_OUT,
-    Host,
     ask_hosts,
     gather_environment,
     host_command_by,
@@ -40,7 +39,8 @@ def write(tmp_path: Path, text: str) -> Path:
 
 def test_hosts_come_in_the_files_order(tmp_path: Path) -> None:
     text = "# the cluster\nnode-1 slots=8\n\n  10.0.0.2\tslots=4   # the small one\nn_3.example.org slots=1\n"
-    assert parse_hostfile(write(tmp_path, text)) == (Host("node-1", 8), Host("10.0.0.2", 4), Host("n_3.example.org", 1))
+    hosts = parse_hostfile(write(tmp_path, text))
+    assert list(hosts.items()) == [("node-1", 8), ("10.0.0.2", 4), ("n_3.example.org", 1)]
 
 
 def test_the_hostfiles_of_this_repository_are_right() -> None:
@@ -106,7 +106,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("launcher", "first"), [("ssh", "ssh"), ("slurm", "srun")])
 def test_a_host_is_reached_by_a_command_without_a_secret(launcher: str, first: str) -> None:
     """The host is all that differs from one command to the next: no word is known to one host alone."""
-    one, other = (host_command_by(launcher)(Host(f"127.0.0.{number}", 1)) for number in (3, 4))
+    one, other = (host_command_by(launcher)(f"127.0.0.{number}") for number in (3, 4))
     assert one[0] == first
     assert any("llmscale.cluster.launch.host" in word for word in one)
     assert [word.replace("127.0.0.4", "127.0.0.3") for word in other] == one
@@ -133,8 +133,8 @@ def test_hosts_of_a_slurm_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], slots: int
 ) -> None:
     fake_scontrol(tmp_path, monkeypatch, '[ "$*" = "show hostnames n[1-2]" ] && printf "n1\\nn2\\n"')
-    assert slurm_hosts({"SLURM_JOB_NODELIST": "n[1-2]", **variables}) == (Host("n1", slots), Host("n2", slots))
-    assert slurm_hosts({"SLURM_JOB_NODELIST": "n[1-2]"}, slots=3)[0].slots == 3
+    assert slurm_hosts({"SLURM_JOB_NODELIST": "n[1-2]", **variables}) == {"n1": slots, "n2": slots}
+    assert slurm_hosts({"SLURM_JOB_NODELIST": "n[1-2]"}, slots=3)["n1"] == 3
 
 
 def test_outside_of_a_slurm_job_there_are_no_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,16 +10,16 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from llmscale.checkpoint.inventory import list_checkpoints
-from llmscale.cluster.hosts import Host, place
+from llmscale.cluster.hosts import place
 from llmscale.cluster.launch.attempt import AttemptRun, Outcome
 from llmscale.errors import ConfigError
 from llmscale.files.record_log import RecordLog
@@ -112,8 +112,9 @@ _REGATHER_S = 5.0
 class LaunchOptions:
     """The resolved arguments of `llmscale launch`."""
 
-    hosts: Sequence[Host]
-    host_command: Callable[[Host], list[str]]
+    hosts: Mapping[str, int]
+    """Slots of each host, in rank order."""
+    host_command: Callable[[str], list[str]]
     """Function from a host to the command that serves the launch there."""
     script: str
     """Path of train.py on every host."""
@@ -196,19 +197,20 @@ class Supervisor:
             raise ConfigError(f"--min-hosts {options.min_hosts} is more than the number of hosts, {num_hosts}.")
         # With all hosts, the error is train.py's.
         used = self._choose_hosts(inputs, options.hosts) or options.hosts
-        check_space(resolve_start(inputs, sum(host.slots for host in used)))
+        check_space(resolve_start(inputs, sum(used.values())))
         return inputs
 
-    def _choose_hosts(self, inputs: Inputs, hosts: Sequence[Host]) -> Sequence[Host]:
+    def _choose_hosts(self, inputs: Inputs, hosts: Mapping[str, int]) -> Mapping[str, int]:
         """Return the hosts to use: all, or those whose ranks the run can be divided over (sequence and expert groups).
 
         Empty if these are fewer than `min_hosts`.
         """
         for count in range(len(hosts), max(1, self._options.min_hosts) - 1, -1):
             with contextlib.suppress(ConfigError):
-                resolve_ranks(inputs, sum(host.slots for host in hosts[:count]))
-                return hosts[:count]
-        return ()
+                used = dict(islice(hosts.items(), count))
+                resolve_ranks(inputs, sum(used.values()))
+                return used
+        return {}
 
     def _close_open_attempt(self) -> None:
         """Count the attempts of earlier launches, and record the end of one whose supervisor was killed."""
@@ -239,7 +241,7 @@ class Supervisor:
         began, began_utc = time.monotonic(), _now()
         number = self._num_before + len(self._attempts) + 1
         run = self._gather(inputs)
-        hosts = {name: host.host.slots for name, host in run.hosts.items()}
+        hosts = {name: host.slots for name, host in run.hosts.items()}
         logs = str(self._run / LOGS_NAME / f"attempt-{number:04d}") if hosts else ""
         attempt = Attempt(number, began_utc, hosts, sum(hosts.values()), "", dict(run.left_out), logs)
         try:
@@ -297,20 +299,20 @@ class Supervisor:
             run = AttemptRun(options.lost_after_s, config.start_timeout_s, config.hang_timeout_s, self._show)
             hosts = self._without_unreliable(run)
             run.gather(hosts, options.host_command, hello, options.connect_timeout_s, self._stop_signals)
-            reached = [host.host for host in run.hosts.values()]
+            reached = {name: host.slots for name, host in run.hosts.items()}
             used = self._choose_hosts(inputs, reached)
-            for host in reached[len(used) :]:
+            for name in [*reached][len(used) :]:
                 why = "the run cannot be divided over its ranks, too" if used else "it is too little for the run"
-                run.dismiss(host.name, why)
+                run.dismiss(name, why)
             if used or time.monotonic() > deadline or self._stop_signals:
                 return run
             self._show(f"waiting for {max(options.min_hosts, len(reached) + 1)} of {len(options.hosts)} hosts")
             self._sleep(_REGATHER_S)
 
-    def _without_unreliable(self, run: AttemptRun) -> Sequence[Host]:
+    def _without_unreliable(self, run: AttemptRun) -> Mapping[str, int]:
         """Return the hosts to ask: not the one whose loss ended the last two attempts, if there are enough others."""
         hosts, lost = self._options.hosts, self._lost[-1] if len(set(self._lost[-2:])) == 1 else None
-        others = [host for host in hosts if host.name != lost]
+        others = {name: slots for name, slots in hosts.items() if name != lost}
         if lost is None or len(self._lost) < 2 or len(others) < self._options.min_hosts:
             return hosts
         run.left_out[lost] = "its loss ended two attempts in a row; the next restart uses it again"

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.cluster.hosts import Host
 from llmscale.cluster.launch import attempt as attempt_run
 from llmscale.cluster.launch import supervisor
 from llmscale.cluster.launch.supervisor import (
@@ -180,9 +179,9 @@ def test_a_host_that_is_lost_twice_in_a_row_is_left_out_once(stand_in: StandIn) 
 def test_hosts_that_do_not_answer_are_waited_for_on_a_restart(stand_in: StandIn, why: str) -> None:
     asked: list[str] = []
 
-    def command(host: Host) -> list[str]:
-        asked.append(host.name)
-        is_there = host.name == "a" or len(asked) <= 2 or len(asked) > 6
+    def command(host: str) -> list[str]:
+        asked.append(host)
+        is_there = host == "a" or len(asked) <= 2 or len(asked) > 6
         return host_command(host) if is_there else ["sh", "-c", "echo ssh: no route to host >&2; exit 255"]
 
     code = "if attempt == 1: fail('once') if rank else time.sleep(60)"
@@ -196,9 +195,9 @@ def test_hosts_that_do_not_answer_are_waited_for_on_a_restart(stand_in: StandIn,
 def test_a_first_attempt_waits_for_min_hosts_and_not_for_any(stand_in: StandIn) -> None:
     asked: list[str] = []
 
-    def command(host: Host) -> list[str]:
-        asked.append(host.name)
-        return host_command(host) if host.name == "a" or len(asked) > 4 else ["false"]
+    def command(host: str) -> list[str]:
+        asked.append(host)
+        return host_command(host) if host == "a" or len(asked) > 4 else ["false"]
 
     assert stand_in.launch("train(1, 1)", command=command, min_hosts=2) == 0
     assert (stand_in.ends, asked) == (["finished"], ["a", "b"] * 3)
