@@ -5,7 +5,7 @@ A key of the model is a field of `architecture.shape.GPTShape`, any other one a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 

@@ -163,10 +163,7 @@ def _request(args: argparse.Namespace) -> ProbeRequest:
         flags = ["--config", str(args.run_config), *flags]
     if flags and args.ds is not None:
         flags += ["--ds", str(args.ds)]
-    if args.hostfile is None:
-        hosts = {socket.gethostname(): max(1, count_gpus())}
-    else:
-        hosts = {host.name: host.slots for host in parse_hostfile(args.hostfile)}
+    hosts = parse_hostfile(args.hostfile) if args.hostfile else {socket.gethostname(): max(1, count_gpus())}
     ds = str(args.ds) if args.ds else None
     return ProbeRequest(
         hosts=hosts, port=args.port, ds=ds, train_flags=tuple(flags), timeout_s=args.timeout or _TIMEOUT_S

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale import limits
-from llmscale.cluster.remote import search_path
+from llmscale.cluster.hosts import search_path
 from llmscale.config.bundled_files import install_command, is_in_checkout
 from llmscale.config.command_line import Need, flag, local_path, number, path_or_url, quantity, whole_number
 from llmscale.config.user_paths import check_output_folder, write_output_file

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from llmscale.cluster.hosts import PACKAGE
 from llmscale.cluster.launch.ranks import (
     LocalRanks,
     count_gpus,
@@ -16,7 +17,6 @@ from llmscale.cluster.launch.ranks import (
     rank_environment,
     remove_stale_locks,
 )
-from llmscale.cluster.remote import PACKAGE
 from llmscale.config.command_line import FlagParser, whole_number
 from llmscale.config.run_arguments import parse_run_config
 from llmscale.engine.launcher_variables import check_is_only_copy, read_launcher_variables

@@ -33,7 +33,9 @@ def set_network_interface() -> None:
 
 def check_interfaces(variables: Mapping[str, str]) -> None:
     """Raise ConfigError if a variable names no interface of this host; where nothing reads it, warn."""
-    names = usable_interfaces()
+    with_address = (socket.AF_INET, socket.AF_INET6)
+    listed = psutil.net_if_addrs().items()
+    names = [name for name, addresses in listed if any(address.family in with_address for address in addresses)]
     for variable in NAMING_VARIABLES:
         value = variables.get(variable, "")
         if not lacks_interface(variable, value, names):
@@ -66,13 +68,6 @@ def lacks_interface(variable: str, value: str, names: Sequence[str]) -> bool:
     if variable == VARIABLES[0]:  # gloo opens each
         return any(word.strip() not in names for word in value.split(",") if word.strip())
     return named_interfaces(variable, value, names) == []
-
-
-def usable_interfaces() -> list[str]:
-    """Return the names of the interfaces that have an address."""
-    families = (socket.AF_INET, socket.AF_INET6)
-    listed = psutil.net_if_addrs().items()
-    return [name for name, addresses in listed if any(address.family in families for address in addresses)]
 
 
 def interface_towards(host: str) -> str | None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 
 from llmscale.cluster.doctor.report import CheckRow, ProbeRequest, green, red, shared, split_error
+from llmscale.cluster.hosts import PACKAGE, run_command
 from llmscale.cluster.launch.ranks import Gpu, allowed_cpus, bind_ranks, binding_variable
-from llmscale.cluster.remote import PACKAGE, run_command
 from llmscale.config.bundled_files import install_command
 from llmscale.engine.network import check_interfaces, interface_addresses, is_free, source_address
 from llmscale.errors import ConfigError

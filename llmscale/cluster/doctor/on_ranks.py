@@ -23,8 +23,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from llmscale.cluster.doctor.report import CheckRow, HostReport, format_by_host, format_hosts, green, red, yellow
+from llmscale.cluster.hosts import ask_hosts, print_answer, read_request
 from llmscale.cluster.launch.ranks import LocalRanks, rank_environment
-from llmscale.cluster.remote import ask_hosts, print_answer, read_request
 from llmscale.engine.network import find_port, set_network_interface
 from llmscale.errors import ConfigError, LlmscaleError, MachineError
 from llmscale.numerics.report import LAST, ONE_RANK, Report, Try

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmscale.cluster.hosts import Host
 from llmscale.cluster.launch.host import MARK
 from llmscale.training.stop_request import signal_name
 from llmscale.training.watchdog import HUNG_STATUS
@@ -103,9 +102,9 @@ def explain_hang(states: Sequence[RankState]) -> Outcome:
 class HostConnection:
     """The launcher's side of one host of an attempt."""
 
-    def __init__(self, host: Host, argv: Sequence[str]) -> None:
+    def __init__(self, name: str, slots: int, argv: Sequence[str]) -> None:
         """Start the command `argv`. Raises OSError."""
-        self.host, self.name = host, host.name
+        self.name, self.slots = name, slots
         # In a separate session: Ctrl-C in the terminal reaches the launcher alone, which tells the hosts what to do.
         self._process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
@@ -200,22 +199,22 @@ class AttemptRun:
 
     def gather(
         self,
-        hosts: Sequence[Host],
-        command: Callable[[Host], list[str]],
+        hosts: Mapping[str, int],
+        command: Callable[[str], list[str]],
         hello: Mapping[str, object],
         timeout_s: float,
         stop: Sequence[str],
     ) -> None:
         """Reach the hosts, and leave out those that do not answer in time. Returns early when there is a `stop`."""
-        for host in hosts:
+        for name, slots in hosts.items():
             try:
-                connection = HostConnection(host, command(host))
+                connection = HostConnection(name, slots, command(name))
             except OSError as error:
-                self.left_out[host.name] = f"it cannot be reached from here: {error}"
+                self.left_out[name] = f"it cannot be reached from here: {error}"
                 continue
             connection.send({**hello, "limit_s": self.limit_s / 2})
             self._selector.register(connection, selectors.EVENT_READ)
-            self.hosts[host.name] = connection
+            self.hosts[name] = connection
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and not stop:
             if all(host.ready or host.closed for host in self.hosts.values()):
@@ -244,9 +243,9 @@ class AttemptRun:
 
     def start(self, rendezvous: tuple[str, int], script: str, arguments: Sequence[str], logs: str) -> None:
         """Start as many ranks on every host as it has slots."""
-        world_size = sum(host.host.slots for host in self.hosts.values())
+        world_size = sum(host.slots for host in self.hosts.values())
         for node, host in enumerate(self.hosts.values()):
-            ranks = range(len(self.states), len(self.states) + host.host.slots)
+            ranks = range(len(self.states), len(self.states) + host.slots)
             self.states |= {rank: RankState(rank, host.name) for rank in ranks}
             variables = {
                 "MASTER_ADDR": rendezvous[0],

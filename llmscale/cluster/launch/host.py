@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llmscale.cluster.hosts import take_place
 from llmscale.cluster.launch.ranks import (
     RANK_SIGNALS,
     LocalRanks,
@@ -30,7 +31,6 @@ from llmscale.cluster.launch.ranks import (
     rank_environment,
     remove_stale_locks,
 )
-from llmscale.cluster.remote import take_place
 from llmscale.engine.network import find_port, source_address
 from llmscale.untrusted.paths import open_own
 

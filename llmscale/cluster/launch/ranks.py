@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from llmscale.cluster.remote import run_command, search_path
+from llmscale.cluster.hosts import run_command, search_path
 from llmscale.training.live_view import GIVE_BACK
 from llmscale.training.stop_request import (
     LAUNCHER_VARIABLE,
@@ -61,19 +61,17 @@ def descendants(pid: int) -> list[int]:
     return []
 
 
-def kill_descendants(pid: int) -> int:
-    """Kill every process below `pid`, repeatedly until none is left, and return their number."""
-    deadline, killed = time.monotonic() + _KILL_S, set()
+def kill_descendants(pid: int) -> None:
+    """Kill every process below `pid`, repeatedly until none is left."""
+    deadline = time.monotonic() + _KILL_S
     while time.monotonic() < deadline:
         alive = [child for child in descendants(pid) if process_state(child) not in ("", "Z")]
         if not alive:
-            break
+            return
         for child in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-        killed.update(alive)
         time.sleep(0.02)
-    return len(killed)
 
 
 # ---------------------------------------------------------------- resources of this host

@@ -14,7 +14,7 @@ import pytest
 from llmscale.cli.main import main
 from llmscale.cluster.doctor import on_ranks
 from llmscale.cluster.doctor.on_ranks import AllReduceResult, check_all_reduce
-from llmscale.cluster.remote import Finished, ask_hosts
+from llmscale.cluster.hosts import Finished, ask_hosts
 from llmscale.errors import ConfigError, MachineError
 from llmscale.numerics.links import LINKS, Finding, first_wrong
 from llmscale.numerics.report import ONE_RANK, Pass, Report, Try, as_row, table_lines, worst_rows

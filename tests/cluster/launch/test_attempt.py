@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from llmscale.cluster.hosts import Host
 from llmscale.cluster.launch.attempt import AttemptRun, HostConnection, Outcome, RankState, classify
 from llmscale.training.watchdog import HUNG_STATUS
 
@@ -52,7 +51,7 @@ class Reached:
         return "gone"
 
     def __init__(self, name: str, own: str | None, client: str | None) -> None:
-        self.name, self.host = name, Host(name, 1)
+        self.name, self.slots = name, 1
         self.ready = {"port": 7, "own_address": own, "client_address": client}
 
 
@@ -85,7 +84,7 @@ def test_lines_that_are_no_messages_are_shown_and_explain_the_end(tmp_path: Path
         'Welcome!\n@llmscale {"port": 7}\n\n\x1b[31mssh: no route to host\n@llmscale {"cut o'
     )
     lines: list[str] = []
-    host = HostConnection(Host("a", 1), ["sh", "-c", f"cat '{tmp_path}/lines'; exit 255"])
+    host = HostConnection("a", 1, ["sh", "-c", f"cat '{tmp_path}/lines'; exit 255"])
     messages = []
     while not host.closed:
         messages += host.read(lines.append)

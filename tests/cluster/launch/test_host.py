@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.cluster.hosts import Host
 from llmscale.cluster.launch import host as host_side
 from llmscale.cluster.launch.host import MARK, RankLog
 from llmscale.cluster.launch.ranks import process_state
@@ -32,7 +31,7 @@ class Served:
 
     def __init__(self, folder: Path, limit_s: float, code: str = RANK) -> None:
         (folder / "rank.py").write_text(code)
-        self.process = subprocess.Popen(host_command(Host("a", 1)), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(host_command("a"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.send({"cwd": str(folder), "environment": {"SECRET": "canary"}, "limit_s": limit_s})
         port = self.read("port")["port"]
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
@@ -99,7 +98,7 @@ def test_a_reader_that_does_not_read_cannot_keep_ranks_alive(serve: Callable[...
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     hello = json.dumps({"cwd": f"{tmp_path}/missing", "environment": {}, "limit_s": 9}).encode() + b"\n"
-    done = subprocess.run(host_command(Host("a", 1)), input=hello, capture_output=True, timeout=HANG_S)
+    done = subprocess.run(host_command("a"), input=hello, capture_output=True, timeout=HANG_S)
     assert done.returncode == 1
     assert b"Every host needs the code at the same path" in done.stderr
 

@@ -264,7 +264,7 @@ def test_a_tree_is_ended_by_its_numbers() -> None:
         while len(descendants(shell.pid)) < 3:
             time.sleep(0.01)
         children = descendants(shell.pid)
-        assert kill_descendants(shell.pid) == 3
+        kill_descendants(shell.pid)
         assert [state for state in map(process_state, children) if state not in ("", "Z")] == []
     assert process_state(shell.pid) == ""
 
