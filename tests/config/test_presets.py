@@ -57,15 +57,6 @@ def test_a_preset_s_keys_hold_until_others_are_given() -> None:
     assert nearest_preset(get_preset("opt-125m").shape(50_272)) == "gpt3-125m"
 
 
-def test_an_unknown_preset_names_the_closest_and_the_way_out() -> None:
-    with pytest.raises(ConfigError) as raised:
-        get_preset("gpt2-125m")
-    text = str(raised.value)
-    assert "model 'gpt2-125m' is not a preset. Did you mean 'gpt" in text
-    assert "gpt3-175b" in text
-    assert "give n_layer, n_head and n_embd" in text
-
-
 #: Millions of parameters that the published configurations make, as their model cards count them.
 PUBLISHED_MILLIONS = {
     "opt-1.3b": 1315.76,

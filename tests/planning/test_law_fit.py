@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 import pytest
 
-from llmscale.errors import ConfigError
 from llmscale.planning.law_fit import (
     FittedRun,
     fit_isoflops,
@@ -111,8 +110,6 @@ def test_losses_from_the_middle_of_longer_schedules_are_compared_at_the_same_tok
 
 
 def test_what_cannot_be_fitted_says_so() -> None:
-    with pytest.raises(ConfigError, match="5 finished runs are too few for 5 coefficients; 6 are needed"):
-        fit_parametric(made_runs(0.0)[:5], 50, "made", "here")
     assert fit_isoflops(made_runs(0.0, sizes=3), 50) is None
     upside_down = [replace(run, loss=6 - run.loss) for run in made_runs(0.0)]
     assert fit_isoflops(upside_down, 50) is None
