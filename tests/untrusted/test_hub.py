@@ -251,6 +251,9 @@ def test_offline(asked: list[tuple[str, str | None]], monkeypatch: pytest.Monkey
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(DataError, match=r"cannot be fetched from the Hub \(.*refused\)"):
         _read("org/model")
+    monkeypatch.setenv("HF_ENDPOINT", "nonsense")
+    with pytest.raises(DataError, match="unknown url type"):
+        _read("org/model")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "org/model", "org/model@main", "a.b/c-d_e@v1.0"])
