@@ -370,7 +370,10 @@ SUGGESTIONS = [
     ("train --device cpu", r"unknown argument '--device'\. `train.py --help all` lists all"),
     ("train --compile yes", r"compile = 'yes': must be 'auto', 'on' or 'off'"),
     ("train --config iters.yaml", r"unknown key 'max_iters'\. Did you mean 'steps'\?"),
-    ("train --model GPT2-124M", r"model 'GPT2-124M' is not a preset\. Did you mean 'gpt2-124m'\?"),
+    (
+        "train --model GPT2-124M",
+        r"model 'GPT2-124M' is not a preset\. Did you mean 'gpt2-124m'\?.*gpt3-175b.*give n_layer, n_head and n_embd",
+    ),
     ("train --model gpt2-xl", r"Did you mean 'gpt2-1.5b'\?"),
     (
         "train --ds grad_clip.json",
@@ -469,6 +472,7 @@ RUNS = [
     ("train --steps 5 --tokens 500", r"steps and tokens say the same thing in other units"),
     ("train --minutes 5 --tokens 500", r"tokens and minutes say the same thing in other units"),
     ("train --allow-changed sed", r"allow_changed = 'sed' is not known. Did you mean 'seed'\?"),
+    ("train --data none", r"none does not exist. Make it with `llmscale data prepare --input PATH .*python-docs"),
     ("train --data adir", r"adir is empty. Make it with `llmscale data prepare --input PATH"),
     ("train --data empty", r"empty is a file; --data takes the folder"),
     ("train --data texts", r"is not a prepared dataset: it has no manifest.json. If it holds text"),
@@ -496,7 +500,7 @@ RUNS = [
     ("train --ds deep.json", r"'zero_optimization.offload_param.pin_mem' .* mean 'pin_memory'\?"),
     ("train --ds many.json", r"many.json: 2 problems. \(1\) 'zero_optimisation' .* \(2\) 'foo' .*--fixed OUT"),
     ("train --ds ds_configs/zero0.json --precision fp16", r"fp16 does not train at stage 0"),
-    ("train --optimizer adafactor", r"'adafactor' cannot run at ZeRO stage 2: .* --optimizer adamw"),
+    ("train --optimizer adafactor", r"'adafactor' cannot run at ZeRO stage 2: .* --optimizer adamw.*--ds zero0"),
     ("train --run empty/run", r"--run empty/run: empty is a file; name a folder"),
     ("train --run old --resume none", r"--resume none begins .* step-00000002"),
     ("train --run old --init-from old", r"--init-from begins a new run, but"),

@@ -121,11 +121,6 @@ def test_a_name_is_looked_up_in_the_hubs_cache(folder: Path, tmp_path: Path, mon
     folder.rename(snapshot)
     actual = read_published_model("--init-from", f"hf:own/model@{commit}")
     assert (actual.folder, actual.hub_name) == (snapshot, f"own/model@{commit}")
-    with pytest.raises(ConfigError, match=r"--init-from hf:own/other is not a file or folder here.*HF_HUB_OFFLINE"):
-        read_published_model("--init-from", "hf:own/other")
-    for name in ("", "/no/such", "x" * 300, "../../etc"):
-        with pytest.raises(ConfigError, match="--init-from hf:"):
-            read_published_model("--init-from", f"hf:{name}")
 
 
 def test_a_folder_may_lie_in_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -428,6 +428,11 @@ def test_between_nodes_all_adapters_of_a_node_count(network: str, gpus_per_node:
     gpu = get_gpu("h100-80gb")
     assert ring_bytes_per_s(gpu, gpus_per_node, 4, get_interconnect(network)) == pytest.approx(expected)
     assert ring_bytes_per_s(gpu, gpus_per_node, 1, get_interconnect(network)) == gpu.link_bytes_per_s
+    # A GPU that is alone in its node does not use its link.
+    slow_link = replace(gpu, link_bytes_per_s=1e9)
+    assert ring_bytes_per_s(slow_link, gpus_per_node, 4, get_interconnect(network)) == (
+        expected if gpus_per_node == 1 else 1e9
+    )
 
 
 def test_latency_grows_with_the_ranks() -> None:

@@ -108,6 +108,7 @@ def test_presets_are_the_published_models_but_for_the_context(preset: str, name:
     published = read(CONFIGS[name])
     ours = PRESETS[preset].shape(published.vocab_size, published.seq_len)
     assert ours.changed(context) == published.changed(context)
+    assert PRESETS[preset].vocab_size == published.vocab_size
 
 
 def test_opt_350m_has_what_ours_has_not() -> None:

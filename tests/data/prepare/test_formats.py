@@ -43,7 +43,12 @@ def test_json_lines_are_known_by_their_contents(name: str, begin: bytes, tmp_pat
         assert _read(tmp_path) == TEXTS
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, zstandard.compress])
+def _two_frames(data: bytes) -> bytes:
+    """As parallel compressors write."""
+    return zstandard.compress(data[:7]) + zstandard.compress(data[7:])
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, zstandard.compress, _two_frames])
 @pytest.mark.parametrize("name", ["a.txt", "a.JSONL", "a"])
 def test_compression_is_known_by_its_contents(pack: Callable[[bytes], bytes], name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(pack(LINES))

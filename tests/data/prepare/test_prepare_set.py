@@ -226,9 +226,7 @@ def test_a_disk_that_fills_during_the_shuffle_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_same_request_is_reused_and_another_or_a_damaged_set_refused(
-    write_documents: WriteDocuments, tmp_path: Path
-) -> None:
+def test_the_same_request_alone_is_reused(write_documents: WriteDocuments, tmp_path: Path) -> None:
     write_documents(tmp_path / "in.jsonl", 60)
     first = _prepare(tmp_path / "in.jsonl", tmp_path / "set")
     again = _prepare(tmp_path / "in.jsonl", tmp_path / "set")
@@ -243,13 +241,12 @@ def test_same_request_is_reused_and_another_or_a_damaged_set_refused(
     with pytest.raises(DataError, match="contents of --input"):
         _prepare(tmp_path / "in.jsonl", tmp_path / "set")
     assert _files(tmp_path / "set") == before
-    write_documents(tmp_path / "in.jsonl", 60)
-    (tmp_path / "set" / "train" / "shard.00001.mds").unlink()
-    with pytest.raises(DataError, match=r"shard\.00001\.mds is missing.*--overwrite"):
-        _prepare(tmp_path / "in.jsonl", tmp_path / "set")
     assert _prepare(tmp_path / "in.jsonl", tmp_path / "set", other, overwrite=True).manifest.seq_len == 8
     assert load_manifest(tmp_path / "set").seq_len == 8
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "set"]
+    (tmp_path / "set" / "train" / "shard.00001.mds").unlink()
+    with pytest.raises(DataError, match=r"shard\.00001\.mds is missing.*--overwrite"):
+        _prepare(tmp_path / "in.jsonl", tmp_path / "set", other)
 
 
 def test_somebody_elses_folder_is_never_replaced(write_documents: WriteDocuments, tmp_path: Path) -> None:

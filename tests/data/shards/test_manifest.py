@@ -16,19 +16,6 @@ def test_it_survives_its_own_json(shared_set: Path) -> None:
     assert json.loads(manifest.to_json())["fingerprint"] == manifest.fingerprint
 
 
-def test_missing_folders_say_what_makes_them(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"does not exist.*llmscale data prepare --input .* --out .*python-docs"):
-        load_manifest(tmp_path / "data")
-    (tmp_path / "data").mkdir()
-    with pytest.raises(DataError, match=r"is empty.*llmscale data prepare"):
-        load_manifest(tmp_path / "data")
-    (tmp_path / "data" / "x").write_text("")
-    with pytest.raises(DataError, match=r"is not a prepared dataset: it has no manifest\.json"):
-        load_manifest(tmp_path / "data")
-    with pytest.raises(DataError, match="is a file; --data takes the folder"):
-        load_manifest(tmp_path / "data" / "x")
-
-
 def test_a_split_of_a_dataset_is_told_from_the_dataset(shared_set: Path) -> None:
     with pytest.raises(DataError, match=rf"is a part of the dataset in {shared_set}\."):
         load_manifest(shared_set / "train")
