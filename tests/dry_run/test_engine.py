@@ -99,7 +99,7 @@ print(json.dumps([*(result.step.total_bytes for result in results), shape.num_pa
 
 def test_more_micro_steps_than_two_allocate_nothing_else() -> None:
     two, many = in_a_process("""
-print(json.dumps([numbers(run(2, shape=SMALL, accumulation=accumulation)) for accumulation in (2, 16)]))
+print(json.dumps([numbers(run(2, shape=SMALL, accumulation=accumulation)) for accumulation in (2, 4)]))
 """)
     assert two == many
 

@@ -14,7 +14,8 @@ import torch
 from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.engine.train_step import PhaseTimer
 from llmscale.training import session as session_module
-from llmscale.training.loss_spikes import QUIET_STEPS, Spike, SpikeDetector
+from llmscale.training.loss_spikes import QUIET_STEPS, Spike, SpikeDetector, rollback_advice
+from llmscale.training.sample_stream import Skip
 from llmscale.training.step_metrics import StepMeter
 from tests.conftest import read_events, read_losses, run_ranks
 
@@ -146,6 +147,13 @@ def test_skip_goes_on_as_a_new_start_from_that_checkpoint_would(
     losses, expected = read_losses(tmp_path / "run"), read_losses(alone)
     assert {step: losses[step] for step in expected} == expected
     assert sorted(expected) == list(range(31, LAST + 1))
+
+
+def test_a_second_spike_at_the_same_step_gets_a_range_of_another_name() -> None:
+    """A range of the same name means samples that are skipped already: the run would come back forever."""
+    run = SimpleNamespace(stream=SimpleNamespace(skips=(Skip("32:34", 64, 68), Skip("32:35", 68, 74))))
+    assert rollback_advice(run, None, (33, 33)).endswith(" --skip-steps 32:36")  # type: ignore[arg-type]
+    assert rollback_advice(run, None, (40, 42)).endswith(" --skip-steps 39:43")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("outcome", [True, False])

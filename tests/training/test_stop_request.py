@@ -225,6 +225,7 @@ subprocess.Popen(sys.argv[1:], env=variables).wait()
         ("python3 /lib/python3.11/site-packages/torch/distributed/run.py train.py", "torchrun"),
         ("python /venv/bin/accelerate launch train.py", "accelerate"),
         ("python -m llmscale train", "llmscale"),
+        ("/opt/bin/torchrun --nproc-per-node 2 train.py", "torchrun"),
         ("nohup deepspeed llmscale/train.py", None),
         ("python -c import deepspeed deepspeed", None),
         ("python llmscale/train.py --run deepspeed", None),

@@ -17,10 +17,14 @@ from llmscale.cluster.launch.supervisor import (
     decide,
     read_attempts,
 )
-from llmscale.errors import ConfigError
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.errors import CheckpointError, ConfigError
 from llmscale.files.record_log import RecordLog
 from llmscale.training.run_folder import ATTEMPTS_NAME
+from llmscale.training.start import prepare_start
 from tests.cluster.launch.stand_in import StandIn, host_command
+from tests.conftest import TINY_MODEL
+from tests.training.test_start import save
 
 FIRST = Attempt(1, "2026-01-01T00:00:00+00:00", {"a": 2}, 2, "10.0.0.1:1234", {"b": "no route"}, "logs")
 
@@ -139,6 +143,14 @@ def test_a_mistake_of_the_user_is_not_tried_again(stand_in: StandIn) -> None:
     assert stand_in.launch("fail('no such thing', 2) if rank else time.sleep(100)") == 2
     assert stand_in.ends == ["user error"]
     assert stand_in.attempts[0].reason == "rank 1 on b refused"
+
+
+def test_a_run_that_cannot_continue_is_refused_before_ranks_start(stand_in: StandIn) -> None:
+    words = ["--data", str(stand_in.data), *TINY_MODEL, "--run", str(stand_in.run_folder), "--global-batch-size", "12"]
+    save(prepare_start(parse_run_config(words), 2), 1)
+    with pytest.raises(CheckpointError, match="seed was 1337 and is 7"):
+        stand_in.launch("train(1, 2)", flags=("--seed", "7"))
+    assert stand_in.attempts == []
 
 
 def test_a_stopped_rank_without_a_peer_is_found_by_the_launcher(
