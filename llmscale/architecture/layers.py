@@ -239,11 +239,6 @@ class Architecture:
         return self.after_blocks[-1]
 
     @property
-    def is_tied(self) -> bool:
-        """True when the output head is the token embedding."""
-        return bool(self.head.tied_to)
-
-    @property
     def has_adapters(self) -> bool:
         """True when all that is trained is adapters."""
         return any(is_adapter(one.name) for layer in (*self.block, *self.other_block) for one in layer.parameters)
@@ -459,4 +454,4 @@ class ParameterTensors:
     @property
     def tied(self) -> bool:
         """True when the token embedding is also the output head."""
-        return self.architecture.is_tied
+        return bool(self.architecture.head.tied_to)

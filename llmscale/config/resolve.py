@@ -186,7 +186,7 @@ def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: in
     chosen = ds.with_flags(config.precision, config.gradient_clipping)
     mode = config.activation_checkpointing or ds.checkpointing
     optimizer = resolve_optimizer(config, shape)
-    if optimizer.frozen and ds.offload_param_device == "nvme":
+    if optimizer.frozen and ds.keys.offload_param_device == "nvme":
         flag = "--lora-rank" if shape.lora_rank else "--freeze"
         raise ConfigError(
             f"{flag} does not work with {ds.source}'s parameters on NVMe. Use offload_param to cpu or to none."

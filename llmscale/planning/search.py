@@ -82,7 +82,7 @@ class Strategy:
 
 def strategy_of(ds: DsConfig, checkpointing: CheckpointingMode) -> Strategy:
     """Return the strategy of a ds_config."""
-    devices = (ds.offload_optimizer_device, ds.offload_param_device)
+    devices = (ds.keys.offload_optimizer_device, ds.keys.offload_param_device)
     return Strategy(ds.zero_stage, *devices, checkpointing, ds.zero_hpz_partition_size)
 
 
@@ -310,7 +310,7 @@ def try_strategies(
     trials = []
     for ds, mode in legal_strategies(step.precision, nvme_path, modes, 1 if divides else hpz_ranks):
         can_train = step.optimizer.steps_shards or not ds.zero_stage
-        can_train = can_train and not (step.optimizer.frozen and ds.offload_param_device == "nvme")
+        can_train = can_train and not (step.optimizer.frozen and ds.keys.offload_param_device == "nvme")
         if can_train and (ds.zero_stage or not divides):
             trials.append(replace(trial, step=step.changed(ds=ds, checkpointing=mode)))
     if not trials:
