@@ -282,7 +282,6 @@ def _count_bytes(folder: Path) -> int:
 
 
 if TYPE_CHECKING:
-    from azure.core.credentials import TokenCredential
     from azure.storage.blob import BlobServiceClient
 
 _CHUNK_BYTES = 1 << 20
@@ -526,16 +525,12 @@ def _open_azure_account(url: str) -> BlobServiceClient:
     account = os.environ.get("AZURE_ACCOUNT_NAME") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
     if not account:
         raise DataError(f"Cannot open {url}: AZURE_ACCOUNT_NAME is not set. Give {SCHEMES['az'].credentials}.")
-    key = os.environ.get("AZURE_ACCOUNT_ACCESS_KEY") or os.environ.get("AZURE_STORAGE_ACCOUNT_KEY")
-    return BlobServiceClient(
-        f"https://{account}.blob.core.windows.net", credential=key or _open_azure_identity(), **limits
-    )
+    credential: Any = os.environ.get("AZURE_ACCOUNT_ACCESS_KEY") or os.environ.get("AZURE_STORAGE_ACCOUNT_KEY")
+    if not credential:
+        from azure.identity import AzureCliCredential, ChainedTokenCredential, DefaultAzureCredential
 
-
-def _open_azure_identity() -> TokenCredential:
-    from azure.identity import AzureCliCredential, ChainedTokenCredential, DefaultAzureCredential
-
-    return ChainedTokenCredential(AzureCliCredential(), DefaultAzureCredential())
+        credential = ChainedTokenCredential(AzureCliCredential(), DefaultAzureCredential())
+    return BlobServiceClient(f"https://{account}.blob.core.windows.net", credential=credential, **limits)
 
 
 class _Hub:

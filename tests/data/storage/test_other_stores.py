@@ -27,6 +27,7 @@ from llmscale.errors import DataError
 from tests.azure_store import AzureStore
 from tests.conftest import Ranks, build_train_command, read_losses
 from tests.google_store import GoogleStore
+from tests.hub_server import lead_to_hub
 from tests.hub_store import NAME, TOKEN, Hub, serve_hub
 
 OPTIONS = PrepareOptions(seq_len=16, val_fraction=0.1, shard_bytes=8192)
@@ -89,12 +90,12 @@ KINDS = ["google", pytest.param("azure", marks=pytest.mark.slow), "hub"]
 
 
 @pytest.fixture(params=KINDS)
-def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Store]:
     """Empty; retries do not pause."""
     monkeypatch.setattr(faults, "RETRY_PAUSES_S", (0.0, 0.0))
     if request.param == "hub":
         with serve_hub() as hub:
-            _lead_to(hub, monkeypatch)
+            _lead_to(hub, monkeypatch, tmp_path)
             yield _OnTheHub(hub)
         return
     server: GoogleStore | AzureStore = request.getfixturevalue(request.param)
@@ -109,15 +110,9 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     server.clear()
 
 
-def _lead_to(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """HF_ENDPOINT is read when the library is imported."""
-    from huggingface_hub import constants, file_download
-
+def _lead_to(hub: Hub, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    lead_to_hub(monkeypatch, home, hub.url)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    for module in (constants, file_download):
-        monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
 @pytest.fixture
@@ -215,7 +210,7 @@ def test_the_hub_is_asked_for_one_commit_at_a_time(tmp_path: Path, monkeypatch: 
     for name in names:
         (tmp_path / name).write_text(name)
     with serve_hub() as hub, ThreadPoolExecutor(2) as pool:
-        _lead_to(hub, monkeypatch)
+        _lead_to(hub, monkeypatch, tmp_path)
         # The other one, if it does not wait, comes while this one does.
         hub.during_commit = lambda: hub.has_overlapped.wait(0.2)
         url = f"hf://datasets/{NAME}"
@@ -288,10 +283,7 @@ def test_missing_credentials_are_named(
 def test_ranks_train_on_it(
     corpus: Path, store: Store, tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from huggingface_hub import constants
-
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("HF_ENDPOINT", constants.ENDPOINT)
     _prepare(corpus, RemoteSet(store.out, work_dir=tmp_path / "work"))
     _local(corpus, tmp_path / "set")
     losses = []
