@@ -23,8 +23,7 @@ from llmscale.data.prepare.sources.file_source import ConcatSource
 from llmscale.data.prepare.sources.source import Source
 from llmscale.errors import DataError, LlmscaleError, MachineError
 from llmscale.terminal.progress import Progress
-from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, build, load_yaml
-from llmscale.untrusted.paths import unreadable_as
+from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, build, load_settings
 
 _MOST_PARTS = 256
 #: Tries of a task whose process or machine dies.
@@ -60,8 +59,7 @@ def read_cluster(path: Path | None, num_parts: int | None, at_once: int | None) 
     """Return the cluster that the YAML of --executor-options describes. Raises DataError."""
     options, where = _Options(), f"--executor-options {path}"
     if path:
-        with unreadable_as(DataError, where):
-            values = load_yaml(path, Rules(DataError, max_bytes=CONFIG_MAX_BYTES), where)
+        values = load_settings(path, Rules(DataError, max_bytes=CONFIG_MAX_BYTES), where)
         options = build(_Options, values, Rules(DataError), where)
     return RayCluster(options.address, options.memory_gb, num_parts, at_once)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -162,11 +163,11 @@ def check_hash(path: Path, algorithm: str, expected_hash: str) -> None:
 
 
 def hash_file(path: Path, algorithm: str, progress: Callable[[int], object] = lambda num_bytes: None) -> str:
-    """Return the hexadecimal hash of a regular file by an algorithm of xxhash. `progress` gets the bytes of each chunk.
-    Raises OSError."""
+    """Return the hexadecimal hash of a regular file by sha256 or an algorithm of xxhash. `progress` gets the bytes of
+    each chunk. Raises OSError."""
     import xxhash
 
-    digest = getattr(xxhash, algorithm)()
+    digest = getattr(hashlib if algorithm == "sha256" else xxhash, algorithm)()
     with open_regular(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)

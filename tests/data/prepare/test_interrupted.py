@@ -85,7 +85,7 @@ def _write_corpus(folder: Path, num_documents: int) -> Path:
     ("compression", "shuffle", "packing", "num_kills"),
     [
         ("", "shuffle", "stream", 1),
-        ("", "shuffle", "best-fit", 2),
+        ("", "shuffle", "best-fit", 1),
         pytest.param("zstd", "in order", "stream", 8, marks=pytest.mark.slow),
     ],
     ids=["plain", "best-fit", "zstd"],
