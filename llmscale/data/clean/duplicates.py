@@ -174,15 +174,21 @@ def _group(bands: Iterable[NDArray[np.uint32]]) -> tuple[NDArray[np.int64], NDAr
     Returns the offset of each sketch in the next array, [sketches + 1]; where each of its groups begins among all
     slots; and the number of slots, one for each sketch of a group and one for the group.
     """
-    sketches, begins = [np.zeros(0, np.uint32)], [np.zeros(0, np.int64)]
+    of_bands: list[tuple[NDArray[np.uint32], NDArray[np.int64]]] = []
     num_sketches = num_slots = 0
     for keys in bands:
         _, groups, counts = np.unique(keys, return_inverse=True, return_counts=True)
         slots = np.where(counts > 1, counts + 1, 0)
         sharing = np.flatnonzero(counts[groups] > 1)
-        sketches.append(sharing.astype(np.uint32))
-        begins.append((num_slots + np.cumsum(slots) - slots)[groups[sharing]])
+        of_bands.append((sharing.astype(np.uint32), (num_slots + np.cumsum(slots) - slots)[groups[sharing]]))
         num_sketches, num_slots = len(keys), num_slots + int(slots.sum())
-    owners = np.concatenate(sketches)
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(owners, minlength=num_sketches))])
-    return offsets, np.concatenate(begins)[np.argsort(owners, kind="stable")], num_slots
+    offsets = np.zeros(num_sketches + 1, np.int64)
+    for sketches, _ in of_bands:
+        offsets[sketches + 1] += 1
+    np.cumsum(offsets, out=offsets)
+    places, begins = offsets[:-1].copy(), np.empty(offsets[-1], np.int64)
+    while of_bands:  # frees each band's arrays
+        sketches, begins_of_band = of_bands.pop()
+        begins[places[sketches]] = begins_of_band
+        places[sketches] += 1
+    return offsets, begins, num_slots
