@@ -208,5 +208,9 @@ class RemoteSet(Destination):
     def _find_differences(self, request: PrepareRequest) -> str:
         """Return how the unfinished dataset's request differs, or an empty string. Raises DataError."""
         place = f"{self.url}/{UNFINISHED_NAME}"
-        unfinished: Any = parse_json(self._store.read_small(place), Rules(DataError), place)
+        contents = self._store.read_small(place)
+        try:
+            unfinished: Any = parse_json(contents, Rules(DataError), place)
+        except DataError:
+            return "unreadable"
         return describe_differences(unfinished, request)
