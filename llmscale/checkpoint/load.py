@@ -41,7 +41,6 @@ from llmscale.checkpoint.tensor_files import (
     WEIGHTS,
     Fragment,
     Index,
-    StoredWeights,
     check_sizes,
     engine_fragments,
     fill_fragments,
@@ -173,14 +172,9 @@ def check_same_scalars(
         raise CheckpointError(
             f"{folder}: the optimizer's number '{name}' {where}: the checkpoint belongs to another optimizer."
         )
-    wrong = [value for numbers in stored.values() for value in numbers.values() if not is_finite_number(value)]
+    wrong = [value for numbers in stored.values() for value in numbers.values() if not math.isfinite(value)]
     if wrong:
         raise CheckpointError(f"{folder}: {wrong[0]!r} is not a finite number, as optimizer states must be.")
-
-
-def is_finite_number(value: object) -> bool:
-    """Return whether a value from a file is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def load_weights(engine: DeepSpeedEngine, folder: Path, group: dist.ProcessGroup, disks: Disks) -> None:
@@ -222,15 +216,6 @@ def _fill(
     on_all_ranks(group, lambda: fetch_chunks(folder, chunks))
     share_files(folder, {chunk.file for chunk in chunks}, group, disks)
     on_all_ranks(group, lambda: fill_fragments(folder, stored, fragments))
-
-
-def load_full_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Load all weights of a checkpoint as flat fp32 tensors by parameter name, in one process and without DeepSpeed.
-
-    Raises CheckpointError.
-    """
-    stored = StoredWeights(folder)
-    return {name: stored.read(name, 0, elements) for name, elements in stored.sizes.items()}
 
 
 # Nodes without a shared disk: every disk has its own ranks' tensors and the descriptions of all checkpoints. While

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,12 +13,21 @@ from llmscale.checkpoint.inventory import (
     find_best,
     find_checkpoint,
     find_checkpoints,
+    open_checkpoint,
     prunable,
     read_state,
     report_passed_over,
 )
-from llmscale.checkpoint.manifest import Checkpoint, checkpoints_folder, find_damage, load_manifest, load_pieces
+from llmscale.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Checkpoint,
+    checkpoints_folder,
+    find_damage,
+    load_manifest,
+    load_pieces,
+)
 from llmscale.config.command_line import run_place
+from llmscale.config.run_keys import flatten
 from llmscale.config.user_paths import is_view, shown, url_of
 from llmscale.errors import CheckpointError
 from llmscale.terminal.progress import show_progress
@@ -115,28 +123,28 @@ def _find(run: Path) -> FoundCheckpoints:
 
 
 def _show(args: argparse.Namespace) -> int:
-    folder = find_checkpoint(args.run, print_to_stderr)
-    manifest = load_manifest(folder)
-    print_visible(shown(folder))
+    checkpoint = open_checkpoint(args.run, print_to_stderr)
+    print_visible(shown(checkpoint.path))
     for key in ("step", "tokens_seen", "world_size", "zero_stage", "precision", "created"):
-        print_visible(f"  {key}: {getattr(manifest, key)}")
-    for file in manifest.files:
+        print_visible(f"  {key}: {getattr(checkpoint.manifest, key)}")
+    for file in checkpoint.manifest.files:
         print_visible(f"  {file.num_bytes:>14,} bytes  {file.name}  xxh3_128 {file.xxh3_128}")
-    print(json.dumps(read_state(folder), indent=2))
+    print(json.dumps(read_state(checkpoint.path), indent=2))
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
     checkpoints = find_checkpoints(args.run)
     report_passed_over(checkpoints, print_to_stderr)
-    folders = [saved.path for saved in [*checkpoints.current, *checkpoints.abandoned]] + [
-        path for path, _ in checkpoints.damaged
-    ]
+    folders = [saved.path for saved in [*checkpoints.current, *checkpoints.abandoned]]
+    folders += [path for path, _ in checkpoints.damaged]
+    if not folders:
+        folders = [args.run if (args.run / MANIFEST_NAME).is_file() else find_checkpoint(args.run)]
     abandoned = {saved.path for saved in checkpoints.abandoned}
     num_damaged = 0
     total_bytes = sum(saved.manifest.num_bytes for saved in [*checkpoints.current, *checkpoints.abandoned])
     with show_progress("Verifying", total_bytes) as progress:
-        for folder in folders or [find_checkpoint(args.run)]:
+        for folder in folders:
             damage = find_damage(folder, progress=progress.add) or _find_remote_damage(folder)
             num_damaged += damage is not None
             mark = " (abandoned)" if folder in abandoned else ""
@@ -189,18 +197,9 @@ def _prune(args: argparse.Namespace) -> int:
 
 def _diff(args: argparse.Namespace) -> int:
     a, b = find_checkpoint(args.a, print_to_stderr), find_checkpoint(args.b, print_to_stderr)
-    left, right = dict(_flatten(read_state(a))), dict(_flatten(read_state(b)))
+    left, right = ({key: value for key, value in flatten(read_state(one)) if value != {}} for one in (a, b))
     print_visible(f"- {a}\n+ {b}")
     for key in sorted(left.keys() | right.keys()):
         if left.get(key) != right.get(key):
             print_visible(f"{key}\n  - {left.get(key, '(absent)')}\n  + {right.get(key, '(absent)')}")
     return 0
-
-
-def _flatten(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the values of nested mappings by dotted keys."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

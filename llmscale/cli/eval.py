@@ -14,13 +14,14 @@ from llmscale.cli import flags
 from llmscale.config.command_line import Need, flag, local_path, whole_number
 from llmscale.config.user_paths import check_output_file, check_task, write_output_file
 from llmscale.errors import ConfigError, DataError
+from llmscale.terminal.human_numbers import show_value
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
     from pathlib import Path
 
     from llmscale.config.command_line import FlagParser
-    from llmscale.evaluate.evaluation import Evaluation, Request
+    from llmscale.evaluate.evaluation import Evaluation
     from llmscale.evaluate.lm_eval_tasks import LmEvalTasks
     from llmscale.evaluate.model_source import ModelSource
     from llmscale.evaluate.tasks import TaskFile, TaskResult
@@ -64,12 +65,9 @@ def _run(args: argparse.Namespace) -> int:
     harness = _find_harness(named, args, files) if named else None
     source = _open_model(folder, args)
     with show_if_slow("importing torch"):
-        from llmscale.evaluate.evaluation import Request
+        import llmscale.evaluate.evaluation  # noqa: F401
 
-    request = Request(
-        [file.first(args.limit) for file in files], harness, args.limit, args.val_samples, args.batch_size, args.chat
-    )
-    evaluation = _evaluate(source, request)
+    evaluation = _evaluate(source, files, harness, args)
     for line in result_lines(evaluation):
         print_visible(line)
     if args.json is not None:
@@ -146,7 +144,9 @@ def _find_harness(named: Sequence[str], args: argparse.Namespace, files: Sequenc
     return harness
 
 
-def _evaluate(source: ModelSource, request: Request) -> Evaluation:
+def _evaluate(
+    source: ModelSource, files: Sequence[TaskFile], harness: LmEvalTasks | None, args: argparse.Namespace
+) -> Evaluation:
     """Evaluate, with a progress bar for each part."""
     from llmscale.evaluate.evaluation import evaluate
     from llmscale.terminal.progress import Progress, count_words, show_progress
@@ -160,13 +160,21 @@ def _evaluate(source: ModelSource, request: Request) -> Evaluation:
                 bars.append((what, stack.enter_context(show_progress(what, total, count_words("sequences")))))
             bars[-1][1].add(count)
 
-        return evaluate(source, request, add)
+        return evaluate(
+            source,
+            files,
+            harness,
+            add,
+            limit=args.limit,
+            val_samples=args.val_samples,
+            batch_size=args.batch_size,
+            chat=args.chat,
+        )
 
 
 def result_lines(evaluation: Evaluation) -> Iterator[str]:
     """Yield a line per number, and below HellaSwag the numbers of published models of that size."""
     from llmscale.evaluate.evaluation import total_loss
-    from llmscale.evaluate.tasks import show_value
 
     source = evaluation.source
     size, active = source.shape.num_parameters, source.shape.active_parameters
@@ -195,8 +203,6 @@ def result_lines(evaluation: Evaluation) -> Iterator[str]:
 
 
 def _task_rows(task: TaskResult) -> Iterator[tuple[str, str, str, str]]:
-    from llmscale.evaluate.tasks import show_value
-
     for metric, value in task.values.items():
         text = show_value(value)
         if metric.partition(" ")[0] in _SHARES and task.num_items > 1:

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from llmscale.config.command_line import FlagParser
-    from llmscale.evaluate.adapted import Merged
     from llmscale.evaluate.export import ExportedModel
     from llmscale.evaluate.model_source import TrainedCheckpoint
+    from llmscale.evaluate.weights import Merged
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
@@ -37,33 +37,34 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from llmscale.checkpoint.hf_write import check_hf_folder
-    from llmscale.checkpoint.inventory import find_checkpoint
+    from llmscale.checkpoint.inventory import open_checkpoint
     from llmscale.untrusted.terminal import make_visible_line, print_to_stderr
 
-    checkpoint = find_checkpoint(args.run, print_to_stderr, step=args.step)
-    check_hf_folder(args.to, checkpoint, overwrite=args.overwrite)
+    checkpoint = open_checkpoint(args.run, print_to_stderr, step=args.step)
+    check_hf_folder(args.to, checkpoint.path, overwrite=args.overwrite)
     # torch is imported after the checks, which answer at once.
     from llmscale.terminal.progress import show_progress
     from llmscale.terminal.status_line import show_if_slow
 
     with show_if_slow("importing torch"):
-        from llmscale.checkpoint.manifest import load_manifest
-        from llmscale.evaluate.export import checkpoint_weights, describe_export, write_model
+        from llmscale.evaluate.export import describe_export, write_model
         from llmscale.evaluate.model_source import open_trained_checkpoint
+        from llmscale.evaluate.weights import open_stored
+        from llmscale.report.model_card import build_model_card
 
-    with show_progress("Verifying the checkpoint", load_manifest(checkpoint).num_bytes) as verified:
-        trained = open_trained_checkpoint(checkpoint, verified.add, given=args.data)
+    with show_progress("Verifying the checkpoint", checkpoint.manifest.num_bytes) as verified:
+        trained = open_trained_checkpoint(checkpoint.path, verified.add, given=args.data)
     model = describe_export(trained.shape, trained.published, args.dtype, args.shard_size)
     if trained.shape.lora_rank and not args.merge:
         return _export_adapters(args, model, trained)
-    weights = _merged(args, trained) if args.merge else checkpoint_weights(checkpoint, model)
+    weights = _merged(args, trained) if args.merge else open_stored(checkpoint.path, trained.shape, None)
     with show_progress("Writing weights", model.weight_bytes) as written:
         write_model(
             weights,
             model,
             trained.tokenizer,
             args.to,
-            card=_model_card(model, trained),
+            card=build_model_card(model, trained),
             overwrite=args.overwrite,
             progress=written.add,
             chat_template=trained.sets.chat_template,
@@ -76,21 +77,20 @@ def _run(args: argparse.Namespace) -> int:
 
 def _merged(args: argparse.Namespace, trained: TrainedCheckpoint) -> Merged:
     """Open the weights of a run with adapters. Raises ConfigError for another run, CheckpointError."""
-    from llmscale.checkpoint.tensor_files import StoredWeights
-    from llmscale.evaluate.adapted import Merged
+    from llmscale.evaluate.weights import Merged, open_stored
     from llmscale.terminal.progress import show_progress
 
     with show_progress("Verifying the base") as verified:
         base = trained.open_base(args.base, verified.add)
     if base is None:
         raise ConfigError(f"--merge has no effect: {trained.folder} holds a model, not adapters. Drop it.")
-    return Merged(base, StoredWeights(trained.folder), trained.shape)
+    return Merged(open_stored(trained.folder, trained.shape, base), trained.shape)
 
 
 def _export_adapters(args: argparse.Namespace, model: ExportedModel, trained: TrainedCheckpoint) -> int:
     """Write the adapters alone. Raises ConfigError for flags of a model."""
     from llmscale.checkpoint.hf_write import CARD_MARK
-    from llmscale.evaluate.adapted import export_adapters
+    from llmscale.evaluate.export import export_adapters
     from llmscale.untrusted.terminal import make_visible_line
 
     if args.dtype != "fp32" or args.base is not None:
@@ -139,19 +139,3 @@ def _name_of_base(place: str) -> str:
         return name
     run, _, _ = name.rpartition(f"/{CHECKPOINTS_NAME}/")
     return (run or name).rstrip("/").rpartition("/")[2]
-
-
-def _model_card(model: ExportedModel, trained: TrainedCheckpoint) -> str:
-    from llmscale.report.model_card import CardFacts, build_model_card
-
-    facts = CardFacts(
-        model_type=model.family.model_type,
-        architecture=model.family.architecture,
-        dtype=model.dtype,
-        num_parameters=model.num_parameters,
-        shape=trained.shape,
-        checkpoint=trained.manifest,
-        config=trained.config,
-        data=trained.sets,
-    )
-    return build_model_card(facts, trained.folder)

@@ -64,7 +64,7 @@ def _run(args: argparse.Namespace) -> int:
         from llmscale.evaluate.prune import prune_linear_layers
 
     for_gpu = _check_gpu(gpu)
-    sets = open_validation_sets(source.sets, args.val_samples) if source.sets is not None and args.val_samples else ()
+    sets = open_validation_sets(source.sets, args.val_samples)
     model = source.load_model()
     num_sequences = sum(one.num_samples for one in sets)
 

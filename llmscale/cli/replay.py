@@ -319,10 +319,8 @@ def _gradient_squares(engine: DeepSpeedEngine) -> Iterator[dict[str, float]]:
         return step(*args, **kwargs)
 
     inner.step = watched  # type: ignore[assignment, method-assign]
-    try:
-        yield squares
-    finally:
-        inner.step = step  # type: ignore[assignment, method-assign]
+    yield squares
+    inner.step = step  # type: ignore[assignment, method-assign]
 
 
 def _comparison_lines(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from llmscale.config.command_line import flag, run_place
 from llmscale.config.user_paths import shown, url_of
 from llmscale.terminal.colour import Style, paint
+from llmscale.terminal.human_numbers import show_value
 from llmscale.terminal.table import Column, output_width, table_lines, wrap_line
 from llmscale.untrusted.terminal import make_visible_line, print_visible
 
@@ -93,14 +94,10 @@ def print_runs(runs: Sequence[ListedRun], folder: Path) -> None:
 def _row(run: ListedRun, folder: Path) -> list[str]:
     total = "" if run.total_steps is None else f" of {run.total_steps:,}"
     step = "-" if run.step is None else f"{run.step:,}"
-    loss = "-" if run.loss is None else "not finite" if math.isnan(run.loss) else _show_loss(run.loss)
+    loss = "-" if run.loss is None else "not finite" if math.isnan(run.loss) else show_value(run.loss)
     goodput = "-" if run.goodput is None else f"{run.goodput:.1%}"
     seen = "-" if run.last_seen is None else f"{run.last_seen.astimezone():%Y-%m-%d %H:%M}"
     return [_name(run, folder), run.state, f"{step}{total}", loss, goodput, seen, run.command or "-"]
-
-
-def _show_loss(loss: float) -> str:
-    return f"{loss:.4f}" if abs(loss) < 1e4 else f"{loss:.4g}"
 
 
 def _name(run: ListedRun, folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""What the declarations of a run's keys say of them: groups, places, conditions, and what leaves the machine. No torch.
+"""Read from the declarations of a run's keys: groups, places, conditions, and what leaves the machine. No torch.
 
 Each key declares what others may see of it (`keys.Key.outside`): model cards, reports, trackers and messages leave
 secrets and folders out. Free text, such as an error, loses its folders and the secrets of its URLs.
@@ -7,7 +7,7 @@ secrets and folders out. Free text, such as an error, loses its folders and the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, get_args
 
@@ -127,6 +127,15 @@ def last_part(path: object) -> str:
         return re.split(r"[?#]", text)[0].rstrip("/").rpartition("/")[2].rpartition("@")[2]
     prefix = "hf:" if text.startswith("hf:") else ""
     return prefix + (text.removeprefix(prefix).rstrip("/").rpartition("/")[2] or "/")
+
+
+def flatten(values: Mapping[str, object], separator: str = ".", prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the values of nested mappings by their paths, such as a.b.c; an empty mapping is a value."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, separator, f"{prefix}{key}{separator}")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def publish_text(text: str) -> str:

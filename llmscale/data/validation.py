@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -56,7 +56,7 @@ def describe_samples(splits: Sequence[ValidationSplit]) -> str:
 class ValidationBatch(NamedTuple):
     """One forward pass of one rank.
 
-    The split's loss is sum(loss x weight) / sum(target_weight) over all ranks.
+    The split's loss is sum(loss x weight) / sum(targets) over all ranks.
     """
 
     tokens: Tensor
@@ -68,16 +68,15 @@ class ValidationBatch(NamedTuple):
     is_target: Tensor | None = None
     """True for tokens that are targets, bool like `tokens`; None if all are."""
 
-    @property
-    def target_weight(self) -> float:
-        """Targets that count, in windows."""
-        if self.is_target is None or not self.weight:
-            return self.weight
-        return int(self.is_target[:, 1:].sum()) / (self.tokens.shape[1] - 1)
-
-    def counted(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the model's argument for targets, if not all are."""
-        return {} if self.is_target is None else {"is_target": self.is_target[:, 1:].to(device)}
+    def sums(self, model: Callable[..., Tensor], device: torch.device) -> Tensor:
+        """Run the model; return loss x weight, the targets that count in windows, and the weight: [3] in fp64."""
+        tokens = self.tokens.to(device)
+        is_target = {} if self.is_target is None else {"is_target": self.is_target[:, 1:].to(device)}
+        loss = float(model(tokens[:, :-1], tokens[:, 1:], **is_target))
+        targets: float = self.weight
+        if self.is_target is not None and self.weight:
+            targets = int(self.is_target[:, 1:].sum()) / (self.tokens.shape[1] - 1)
+        return torch.tensor([loss * self.weight, targets, self.weight], dtype=torch.float64)
 
 
 def validation_sample_ids(num_samples: int, max_samples: int | None) -> NDArray[np.int64]:

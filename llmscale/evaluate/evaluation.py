@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,13 +38,11 @@ class ValidationLoss:
     bytes_per_token: float
     num_samples: int
 
-    @property
-    def bits_per_byte(self) -> float:
-        return bits_per_byte(self.loss, self.bytes_per_token)
 
-
-def open_validation_sets(sets: TrainingSets, max_samples: int) -> tuple[ValidationSplit, ...]:
-    """Open the splits as training does. Raises DataError when no dataset has one."""
+def open_validation_sets(sets: TrainingSets | None, max_samples: int) -> tuple[ValidationSplit, ...]:
+    """Open the splits as training does; none without datasets or samples. Raises DataError when no dataset has one."""
+    if sets is None or not max_samples:
+        return ()
     splits = open_validation(sets, max_samples)
     if not splits:
         raise DataError(
@@ -61,30 +59,13 @@ def validation_loss(
 
     `progress` gets the sequences done since the last call.
     """
-    device, total, targets, count = next(model.parameters()).device, 0.0, 0.0, 0
+    device, totals = next(model.parameters()).device, torch.zeros(3, dtype=torch.float64)
     with torch.inference_mode():
         for batch in validation_batches(of.shards, RankLayout(0, (1,)), batch_size, of.num_samples):
-            tokens = batch.tokens.to(device)
-            total += float(model(tokens[:, :-1], tokens[:, 1:], **batch.counted(device))) * batch.weight
-            targets += batch.target_weight
-            count += batch.weight
+            totals += batch.sums(model, device)
             progress(batch.weight)
-    return ValidationLoss(of.name, total / targets, of.bytes_per_token, count)
-
-
-@dataclass(frozen=True)
-class Request:
-    """Losses and tasks to evaluate."""
-
-    files: Sequence[TaskFile]
-    harness: LmEvalTasks | None
-    limit: int | None
-    """Most items per lm-eval task."""
-    val_samples: int
-    """Sequences to validate on; 0 skips validation."""
-    batch_size: int
-    chat: bool = False
-    """Put lm-eval's tasks as conversations, in the template of the model's data or of its tokenizer."""
+    total, targets, count = totals.tolist()
+    return ValidationLoss(of.name, total / targets, of.bytes_per_token, int(count))
 
 
 @dataclass(frozen=True)
@@ -111,7 +92,10 @@ class Evaluation:
             "tasks": {task.task: {"values": _finite(task.values), "num_items": task.num_items} for task in self.tasks},
         }
         if self.losses:
-            by_set = {one.name: _finite({"loss": one.loss, "bits_per_byte": one.bits_per_byte}) for one in self.losses}
+            by_set = {
+                one.name: _finite({"loss": one.loss, "bits_per_byte": bits_per_byte(one.loss, one.bytes_per_token)})
+                for one in self.losses
+            }
             values["validation"] = {
                 **_finite(total_loss(self.losses)),
                 "num_samples": sum(loss.num_samples for loss in self.losses),
@@ -148,20 +132,31 @@ def losses_on(
     return total_loss(losses) if losses else {}
 
 
-def evaluate(source: ModelSource, request: Request, progress: Callable[[str, int | None, int], object]) -> Evaluation:
+def evaluate(
+    source: ModelSource,
+    files: Sequence[TaskFile],
+    harness: LmEvalTasks | None,
+    progress: Callable[[str, int | None, int], object],
+    *,
+    limit: int | None,
+    val_samples: int,
+    batch_size: int,
+    chat: bool = False,
+) -> Evaluation:
     """Prepare everything that is asked for, then load the model and evaluate it.
 
-    `progress` gets the name of the activity, its number of sequences if known, and the sequences done since the last
-    call. Raises ConfigError, CheckpointError or DataError, for items and datasets before the model is loaded.
+    `limit` items of each task; `val_samples` sequences for the loss, 0 for none. `chat` puts lm-eval's tasks as
+    conversations, in the template of the model's data or of its tokenizer. `progress` gets the name of the activity,
+    its number of sequences if known, and the sequences done since the last call. Raises ConfigError, CheckpointError or
+    DataError, for items and datasets before the model is loaded.
     """
     from llmscale.evaluate.conversation import open_template
     from llmscale.evaluate.scoring import score_rows
 
-    tokenizer, seq_len, batch_size = source.tokenizer, source.shape.seq_len, request.batch_size
-    tasks = [encode_task(file, tokenizer, seq_len) for file in request.files]
-    wanted = request.val_samples
-    sets = open_validation_sets(source.sets, wanted) if source.sets is not None and wanted else ()
-    of_chat, template = open_template(tokenizer, source.chat_template) if request.chat else (tokenizer, None)
+    tokenizer, seq_len = source.tokenizer, source.shape.seq_len
+    tasks = [encode_task(replace(file, items=file.items[:limit]), tokenizer, seq_len) for file in files]
+    sets = open_validation_sets(source.sets, val_samples)
+    of_chat, template = open_template(tokenizer, source.chat_template) if chat else (tokenizer, None)
     model = source.load_model()
     losses = [
         validation_loss(model, one, batch_size=batch_size, progress=partial(progress, "validation", one.num_samples))
@@ -172,13 +167,13 @@ def evaluate(source: ModelSource, request: Request, progress: Callable[[str, int
         name = task.file.name
         scores = score_rows(model, task.rows, batch_size=batch_size, progress=partial(progress, name, len(task.rows)))
         results.append(TaskResult(name, task.values(scores), len(task.file.items)))
-    if request.harness is not None:
+    if harness is not None:
         from llmscale.evaluate.lm_eval_model import LlmscaleLM
 
         on_batch = partial(progress, "lm-eval", None)
         adapter = LlmscaleLM(model, of_chat, batch_size=batch_size, progress=on_batch, template=template)
-        results += request.harness.run(adapter, request.limit)
-    is_comparable = request.limit is None and any(file.format == "hellaswag" for file in request.files)
+        results += harness.run(adapter, limit)
+    is_comparable = limit is None and any(file.format == "hellaswag" for file in files)
     published = comparable_results(source.shape.active_parameters) if is_comparable else None
     locations = source.sets.locations if source.sets is not None and losses else ()
     notes = [f"{at.folder}: {at.manifest.note_on_bytes}" for at in locations if at.manifest.note_on_bytes]

@@ -1,4 +1,4 @@
-"""Export a checkpoint as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+"""Export a checkpoint as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads, or adapters for peft.
 
 Only the tensor being written is in memory, and for most tensors only a part of it.
 """
@@ -19,6 +19,8 @@ from llmscale.architecture.families.family import Family, HFTensor
 from llmscale.architecture.hf_config import family_of, get_family
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_write import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_WEIGHTS_NAME,
     CARD_NAME,
     CONFIG_NAME,
     GENERATION_NAME,
@@ -32,6 +34,7 @@ from llmscale.checkpoint.hf_write import (
     write_file,
     write_index,
 )
+from llmscale.checkpoint.peft_files import describe_adapters, peft_tensors
 from llmscale.checkpoint.tensor_files import StoredWeights
 from llmscale.config.hf_model import PublishedModel
 from llmscale.data.prepare.output_folder import new_folder
@@ -40,9 +43,8 @@ from llmscale.data.tokenizers.hugging_face import TEMPLATE_NAME
 from llmscale.data.tokenizers.save_for_transformers import generation_ids, save_for_transformers
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import ConfigError
-from llmscale.evaluate.adapted import Weights
 from llmscale.evaluate.conversation import open_template
-from llmscale.evaluate.model_source import check_same_model
+from llmscale.evaluate.weights import Weights
 from llmscale.untrusted.documents import Rules, load_json
 
 #: The release whose configuration files these are, unless they are a published model's.
@@ -94,14 +96,6 @@ def describe_export(
         rows = last_positions(published, trained.seq_len)
         seq_len = trained.seq_len + (0 if rows is None else len(rows))
     return ExportedModel(replace(trained, seq_len=seq_len), family, dtype, shard_bytes, published, rows)
-
-
-def checkpoint_weights(checkpoint: Path, model: ExportedModel) -> StoredWeights:
-    """Open the weights of a checkpoint. Raises CheckpointError for tensors of another model."""
-    stored = StoredWeights(checkpoint)
-    more = 0 if model.last_positions is None else len(model.last_positions)
-    check_same_model(stored.sizes, replace(model.shape, seq_len=model.shape.seq_len - more), checkpoint)
-    return stored
 
 
 def write_model(
@@ -249,3 +243,30 @@ def _converted(weights: Tensor, dtype: ExportDtype, name: str) -> Tensor:
         legal = "fp32 or bf16" if dtype == "fp16" else "fp32"
         raise ConfigError(f"{dtype} cannot hold the {largest:g} in '{name}'. Legal here: --dtype {legal}.")
     return converted
+
+
+def export_adapters(
+    checkpoint: Path, shape: GPTShape, family: Family, base: str, out: Path, *, card: str, overwrite: bool
+) -> int:
+    """Write a checkpoint's adapters to `out` for peft, in fp32, all of it or nothing; return their bytes.
+
+    Raises CheckpointError, DataError and MachineError as `write_model` does.
+    """
+    stored = StoredWeights(checkpoint)
+    tensors = [tensor for pair in peft_tensors(shape, family) for tensor in pair]
+    num_bytes = sum(tensor_bytes(tensor, "fp32") for tensor in tensors)
+    check_space(out, num_bytes)
+
+    def read(tensor: HFTensor) -> Iterator[Tensor]:
+        part = stored.read(tensor.parameter, tensor.first_row * tensor.shape[1], math.prod(tensor.shape))
+        if not part.isfinite().all():
+            raise ConfigError(f"'{tensor.name}' holds NaN or infinity: training diverged. Name another checkpoint.")
+        yield part
+
+    with new_folder(out, replace=overwrite) as folder:
+        write_file(folder / ADAPTER_WEIGHTS_NAME, tensors, "fp32", read, lambda written: None)
+        (folder / CARD_NAME).write_text(card, encoding="utf-8")
+        config = describe_adapters(shape, family, base)
+        # Last, because a folder without it cannot be loaded.
+        _write_json(folder / ADAPTER_CONFIG_NAME, config)
+    return num_bytes

@@ -78,7 +78,7 @@ def sample(
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         contexts = {number: list(prompt) for number, prompt in enumerate(prompts)}
         longest = max(map(len, prompts), default=0) + settings.max_new_tokens
-        reader = _CachedReader(model, len(prompts), longest) if use_cache else _Reader(model)
+        reader = _Reader(model, KVCache(model.shape, len(prompts), longest) if use_cache else None)
         for _ in range(settings.max_new_tokens):
             if not contexts:
                 return
@@ -99,17 +99,29 @@ def sample(
 
 
 class _Reader:
-    """Compute the logits after each context from its last seq_len tokens."""
+    """Compute the logits after each context: with a cache, of contexts that fit seq_len, only from their new tokens."""
 
-    def __init__(self, model: GPT) -> None:
-        self._model = model
+    def __init__(self, model: GPT, cache: KVCache | None) -> None:
+        self._model, self._cache = model, cache
+        self._rows = list(range(len(cache.lengths) if cache else 0))
+        """Numbers of the contexts, in the order of the cache."""
 
     def next_logits(self, contexts: Mapping[int, list[int]]) -> Tensor:
         """Return logits, [contexts, vocab_size], in fp32 on the CPU, in the order of `contexts`."""
-        seq_len = self._model.shape.seq_len
-        return self._read([context[-seq_len:] for context in contexts.values()])
+        seq_len, cache = self._model.shape.seq_len, self._cache
+        logits: dict[int, Tensor] = {}
+        growing = [number for number, context in contexts.items() if cache and len(context) <= seq_len]
+        if cache:
+            cache.keep([self._rows.index(number) for number in growing])
+            self._rows = growing
+            if growing:
+                new = [contexts[number][length:] for number, length in zip(growing, cache.lengths, strict=True)]
+                logits |= zip(growing, self._read(new, cache), strict=True)
+        if sliding := [number for number in contexts if number not in logits]:
+            logits |= zip(sliding, self._read([contexts[number][-seq_len:] for number in sliding], None), strict=True)
+        return torch.stack([logits[number] for number in contexts])
 
-    def _read(self, rows: Sequence[Sequence[int]], cache: KVCache | None = None) -> Tensor:
+    def _read(self, rows: Sequence[Sequence[int]], cache: KVCache | None) -> Tensor:
         """Return the logits after each row's last token; rows continue the cached contexts."""
         device = next(self._model.parameters()).device
         longest = max(map(len, rows))
@@ -119,38 +131,12 @@ class _Reader:
         lengths = [cached + len(row) for cached, row in zip(cache.lengths, rows, strict=True)] if cache else []
         was_training = self._model.training
         self._model.eval()
-        try:
-            with torch.no_grad(), attention_of_any_shape():
-                logits: Tensor = self._model(tokens, cache=cache, at=ends)[:, 0]
-        finally:
-            self._model.train(was_training)
+        with torch.no_grad(), attention_of_any_shape():
+            logits: Tensor = self._model(tokens, cache=cache, at=ends)[:, 0]
+        self._model.train(was_training)
         if cache:
             cache.lengths = lengths
         return logits.float().cpu()
-
-
-class _CachedReader(_Reader):
-    """Compute only new tokens of contexts that fit seq_len."""
-
-    def __init__(self, model: GPT, batch: int, max_len: int) -> None:
-        super().__init__(model)
-        self._cache = KVCache(model.shape, batch, max_len)
-        self._rows = list(range(batch))
-        """Numbers of the contexts, in the order of the cache."""
-
-    def next_logits(self, contexts: Mapping[int, list[int]]) -> Tensor:
-        seq_len = self._model.shape.seq_len
-        growing = [number for number, context in contexts.items() if len(context) <= seq_len]
-        self._cache.keep([self._rows.index(number) for number in growing])
-        self._rows = growing
-        logits: dict[int, Tensor] = {}
-        if growing:
-            new = [contexts[n][length:] for n, length in zip(growing, self._cache.lengths, strict=True)]
-            logits |= dict(zip(growing, self._read(new, self._cache), strict=True))
-        sliding = {number: context for number, context in contexts.items() if number not in logits}
-        if sliding:
-            logits |= dict(zip(sliding, super().next_logits(sliding), strict=True))
-        return torch.stack([logits[number] for number in contexts])
 
 
 def _choose(logits: Tensor, settings: SamplingSettings, generator: torch.Generator) -> int:

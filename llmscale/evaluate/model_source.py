@@ -6,19 +6,18 @@ Everything except the weights is read first, so that mistakes are reported early
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.architecture.hf_config import CONFIG_NAME
-from llmscale.architecture.layers import is_adapter
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_read import find_weights_files
 from llmscale.checkpoint.hf_write import open_published
 from llmscale.checkpoint.inventory import find_checkpoint
-from llmscale.checkpoint.manifest import STATE_NAME, CheckpointManifest, find_damage, load_manifest
+from llmscale.checkpoint.manifest import STATE_NAME, CheckpointManifest, read_checkpoint
 from llmscale.checkpoint.run_state import RunState, SavedRun, load_run_state
 from llmscale.config.hf_model import PREFIX, PublishedModel, read_published_model
 from llmscale.config.resolve import SetFacts, resolve_shape
@@ -32,7 +31,7 @@ from llmscale.errors import CheckpointError, ConfigError, DataError
 from llmscale.untrusted.documents import Rules, load_json
 
 if TYPE_CHECKING:
-    from llmscale.evaluate.adapted import Weights
+    from llmscale.evaluate.weights import Weights
     from llmscale.model.gpt import GPT
 
 
@@ -82,14 +81,9 @@ class TrainedCheckpoint:
             if place is not None:
                 raise ConfigError(f"--base {place} has no effect: {self.folder} holds a model, not adapters. Drop it.")
             return None
-        from llmscale.evaluate.adapted import open_base_weights
+        from llmscale.evaluate.weights import open_base_weights
 
         return open_base_weights(SavedRun(self.folder, self.manifest, self.state), place, progress)
-
-    def open_sets(self) -> TrainingSets:
-        """Open the datasets that it was trained on. Raises DataError when they are missing."""
-        remedy = "Name it with --data SET, or use --val-samples 0."
-        return open_trained_sets(self.folder, self.state, self.config, remedy, given=None)
 
 
 def open_trained_checkpoint(
@@ -100,8 +94,8 @@ def open_trained_checkpoint(
     The shape is that of the checkpoint's configuration. The tokenizer is the run folder's copy, or the dataset's.
     Raises CheckpointError for a damaged checkpoint, DataError when the tokenizer is missing.
     """
-    damage = find_damage(folder, progress=progress)
-    if damage:
+    checkpoint = read_checkpoint(folder)
+    if damage := checkpoint.find_damage(progress=progress):
         raise CheckpointError(damage)
     state = load_run_state(folder)
     config = build_run_config(dict(state.config), f"{folder / STATE_NAME}: ")
@@ -114,8 +108,8 @@ def open_trained_checkpoint(
     made = sets.manifest
     tokenizer = load_set_tokenizer(sets.first.folder, made)
     shape = resolve_shape(config, SetFacts(made.vocab_size, made.seq_len, sets.num_train_samples, made.eot_token))
-    manifest, published = load_manifest(folder), open_published(run, config)
-    return TrainedCheckpoint(folder, manifest, state, config, shape, sets, tokenizer, published)
+    published = open_published(run, config)
+    return TrainedCheckpoint(folder, checkpoint.manifest, state, config, shape, sets, tokenizer, published)
 
 
 def open_trained_sets(folder: Path, state: RunState, config: RunConfig, remedy: str, given: str | None) -> TrainingSets:
@@ -176,7 +170,6 @@ def open_model(
             raise ConfigError(f"--base {base} has no effect: {folder} holds a model, not adapters. Drop it.")
         return _open_hf_folder(folder, data)
     trained = open_trained_checkpoint(folder, progress, given=data)
-
     sets, no_sets = None, ""
     if data is not None:
         identity = trained.state.identity if os.path.abspath(data) == os.path.abspath(trained.config.data) else None
@@ -190,12 +183,20 @@ def open_model(
             tokenizer_sha256=manifest.tokenizer_sha256,
         )
     elif with_sets:
+        remedy = "Name it with --data SET, or use --val-samples 0."
         try:
-            sets = trained.open_sets()
+            sets = open_trained_sets(folder, trained.state, trained.config, remedy, given=None)
         except DataError as error:
             no_sets = str(error)
     state, shape = trained.state, trained.shape
-    load_model = partial(_load_checkpoint, folder, shape, trained.open_base(base, progress))
+    opened_base = trained.open_base(base, progress)
+
+    def open_weights() -> Weights:
+        from llmscale.evaluate.weights import open_stored
+
+        return open_stored(folder, shape, opened_base)
+
+    load_model = partial(_load_model, shape, open_weights)
     return ModelSource(
         folder,
         state.step,
@@ -223,72 +224,29 @@ def _open_hf_folder(folder: Path, data: str | None) -> ModelSource:
             )
 
     no_sets = "" if sets else f"{folder} is a folder of transformers, which names no dataset. Name one with --data SET."
-    load_model = partial(_load_published, published)
+
+    def open_weights() -> Weights:
+        from llmscale.evaluate.weights import Published
+
+        return Published(published, find_weights_files(folder))
+
+    load_model = partial(_load_model, published.shape, open_weights)
     return ModelSource(folder, None, published.shape, tokenizer, sets, no_sets, published, None, load_model)
 
 
-def _load_checkpoint(folder: Path, shape: GPTShape, base: Weights | None) -> GPT:
-    """Load the master weights of a verified checkpoint in fp32, beside its adapters' base. Raises CheckpointError."""
-    import torch
+def _load_model(shape: GPTShape, open_weights: Callable[[], Weights]) -> GPT:
+    """Load weights in fp32 onto this machine's first GPU, or its CPU, in eval mode.
 
-    from llmscale.checkpoint.load import load_full_weights
-    from llmscale.model.gpt import GPT
-
-    weights = load_full_weights(folder)
-    if base is not None:
-        frozen = (tensor for tensor in shape.tensors.all if not is_adapter(tensor.name))
-        weights |= {tensor.name: base.read(tensor.name, 0, tensor.elements) for tensor in frozen}
-    # Before a model is built, because its size is known only from the checkpoint.
-    check_same_model({name: tensor.numel() for name, tensor in weights.items()}, shape, folder)
-    model = GPT(shape, seed=0)
-    with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            tensor.copy_(weights[name].view_as(tensor))
-    return _to_device(model)
-
-
-def _load_published(published: PublishedModel) -> GPT:
-    """Load the model of a transformers folder in fp32.
-
-    Raises CheckpointError for damaged weights, or weights that do not fit config.json.
+    Raises CheckpointError for damaged weights, or weights of another model.
     """
     import torch
 
-    from llmscale.checkpoint.hf_read import fill_view, list_tensors, match_tensors
-    from llmscale.engine.zero_layout import ShardView
     from llmscale.model.gpt import GPT
 
-    assert published.folder is not None
-    stored = list_tensors(find_weights_files(published.folder))
-    pieces = match_tensors(stored, published.tensors, published.source, published.architecture)
-    model = GPT(published.shape, seed=0)
+    # Before a model is built, because its size is known only from the files.
+    weights = open_weights()
+    model = GPT(shape, seed=0)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            flat = tensor.view(-1)
-            fill_view(ShardView(flat, 0, flat.numel()), pieces[name])
-    return _to_device(model)
-
-
-def _to_device(model: GPT) -> GPT:
-    """Move a model to this machine's first GPU, or keep it on the CPU, in eval mode."""
-    import torch
-
+            tensor.copy_(weights.read(name, 0, tensor.numel()).view_as(tensor))
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-
-
-def check_same_model(sizes: Mapping[str, int], shape: GPTShape, folder: Path) -> None:
-    """Raise CheckpointError unless a checkpoint's tensors, their elements by name, are exactly those of a shape."""
-    own = {tensor.name: tensor.elements for tensor in shape.tensors.all}
-    if shape.router_bias:  # a buffer
-        sparse = filter(shape.is_sparse, range(shape.n_layer))
-        own |= {f"blocks.{block}.mlp.router.bias": shape.num_experts for block in sparse}
-    for name in sorted(own.keys() ^ sizes.keys()):
-        what = "lacks" if name in own else "holds"
-        raise CheckpointError(
-            f"{folder} {what} '{name[:200]}': its tensors and its configuration are of different models."
-        )
-    for name, elements in own.items():
-        if sizes[name] != elements:
-            raise CheckpointError(
-                f"{folder}: '{name}' has {sizes[name]:,} elements, and its configuration requires {elements:,}."
-            )

@@ -1,4 +1,4 @@
-"""Prune to 2:4 structured sparsity: set two of every four weights in a row to zero, by magnitude (torch.ao).
+"""Prune to 2:4 structured sparsity: set two of every four weights in a row to zero, by magnitude.
 
 Sparse tensor cores (compute capability 8.0 and later) skip these zeros: Mishra et al. 2021, "Accelerating Sparse Deep
 Neural Networks", section 3.
@@ -49,38 +49,34 @@ def prune_linear_layers(model: GPT, *, for_gpu: bool) -> Pruned:
     Raises ConfigError for a layer whose inputs are not a multiple of four, or, with `for_gpu`, for one that the kernels
     do not support.
     """
-    from torch.ao.pruning import WeightNormSparsifier
-
-    layers = {name: layer for name, layer in model.blocks.named_modules() if isinstance(layer, nn.Linear)}
-    stacks = {
-        f"{name}.{part}": weight
+    weights = {
+        f"{name}.{part}": weight.detach()
         for name, layer in model.blocks.named_modules()
-        if isinstance(layer, Experts)
+        if isinstance(layer, (nn.Linear, Experts))
         for part, weight in layer.named_parameters()
+        if weight.dim() > 1
     }
-    for name, weight in ({name: layer.weight for name, layer in layers.items()} | stacks).items():
+    for name, weight in weights.items():
         outputs, inputs = weight.shape[-2:]
+        layer = f"blocks.{name.removesuffix('.weight')}"
         if for_gpu and (outputs % _KERNEL_OUTPUTS or inputs % _KERNEL_INPUTS):
             raise ConfigError(
-                f"blocks.{name} has {inputs} inputs and {outputs} outputs, and a GPU's kernels "
+                f"{layer} has {inputs} inputs and {outputs} outputs, and a GPU's kernels "
                 f"for 2:4 sparsity take multiples of {_KERNEL_INPUTS} and {_KERNEL_OUTPUTS}. Prune a model of such "
                 "widths; without --gpu, on a machine without one, any multiple of 4 goes."
             )
         if inputs % _GROUP:
             raise ConfigError(
-                f"blocks.{name} has {inputs} inputs, and 2:4 sparsity needs a multiple of {_GROUP}. Prune a "
+                f"{layer} has {inputs} inputs, and 2:4 sparsity needs a multiple of {_GROUP}. Prune a "
                 "model whose n_embd, mlp_width and expert_width are multiples of 4."
             )
-    sparsifier = WeightNormSparsifier(sparsity_level=1.0, sparse_block_shape=(1, _GROUP), zeros_per_block=_ZEROS)
-    sparsifier.prepare(model.blocks, [{"tensor_fqn": f"{name}.weight"} for name in layers])
-    sparsifier.step()
-    sparsifier.squash_mask()
-    for weight in stacks.values():
-        groups = weight.detach().unflatten(-1, (-1, _GROUP))
+    for weight in weights.values():
+        groups = weight.unflatten(-1, (-1, _GROUP))
         groups.scatter_(-1, groups.abs().topk(_ZEROS, largest=False).indices, 0.0)
-    weights = [*(layer.weight for layer in layers.values()), *stacks.values()]
     return Pruned(
-        len(weights), sum(weight.numel() for weight in weights), sum(int((weight == 0).sum()) for weight in weights)
+        len(weights),
+        sum(weight.numel() for weight in weights.values()),
+        sum(int((weight == 0).sum()) for weight in weights.values()),
     )
 
 

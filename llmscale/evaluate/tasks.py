@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,8 +33,6 @@ class Item:
     """Text before the continuation; empty at the beginning of a document."""
     continuations: tuple[str, ...]
     """Texts that follow the context exactly; a choice begins with a space."""
-    lengths: tuple[tuple[int, int], ...]
-    """Characters and UTF-8 bytes of each continuation, without the space before a choice."""
     label: int
     """Index of the right continuation."""
     line: int
@@ -52,14 +50,6 @@ class TaskFile:
     items: tuple[Item, ...]
     sha256: str
     """SHA-256 of the file."""
-
-    def first(self, limit: int | None) -> TaskFile:
-        """Return the task with its first items only; None keeps all."""
-        return replace(self, items=self.items[:limit])
-
-    def where(self, item: Item) -> str:
-        """Return an item's file and line, for messages."""
-        return f"{self.path}, line {item.line}"
 
 
 class _Format(NamedTuple):
@@ -139,7 +129,7 @@ def _parse_item(record: Mapping[str, object], name: str, line: int, where: str) 
     context = get(format.context, _TEXT, _is_text) if format.context else ""
     if format.continuation:
         text = get(format.continuation, _TEXT, _is_text)
-        return Item(context, (text,), (_lengths(text),), 0, line)
+        return Item(context, (text,), 0, line)
     most = _MOST_CHOICES
     choices = get(
         format.choices,
@@ -153,16 +143,12 @@ def _parse_item(record: Mapping[str, object], name: str, line: int, where: str) 
         f"the index of the right one, from 0 to {len(choices) - 1}",
         lambda value: type(value) in (int, str) and str(value) in labels,
     )
-    return Item(context, tuple(f" {one}" for one in choices), tuple(map(_lengths, choices)), int(label), line)
+    return Item(context, tuple(f" {one}" for one in choices), int(label), line)
 
 
 def _is_text(value: object) -> bool:
     """Return whether a value is a text with something in it, without half a surrogate pair."""
     return isinstance(value, str) and bool(value.strip()) and not _SURROGATE.search(value)
-
-
-def _lengths(text: str) -> tuple[int, int]:
-    return len(text), len(text.encode())
 
 
 @dataclass(frozen=True)
@@ -211,7 +197,7 @@ def encode_task(file: TaskFile, tokenizer: Tokenizer, seq_len: int) -> EncodedTa
     rows: list[Row] = []
     counts = []
     for item in file.items:
-        where = file.where(item)
+        where = f"{file.path}, line {item.line}"
         if file.format == "text":
             of_item = rolling_rows(tokenizer, seq_len, item.continuations[0])
         else:
@@ -221,11 +207,6 @@ def encode_task(file: TaskFile, tokenizer: Tokenizer, seq_len: int) -> EncodedTa
     return EncodedTask(file, tuple(rows), tuple(counts))
 
 
-def show_value(value: float) -> str:
-    """Format a result for display."""
-    return f"{value:.4f}" if abs(value) < 10_000 else f"{value:.4g}"
-
-
 def _choice_metrics(items: Sequence[_Scored]) -> dict[str, float]:
     """Compute the fractions of items whose right choice is the likeliest; the first of equally likely ones is chosen.
 
@@ -233,8 +214,9 @@ def _choice_metrics(items: Sequence[_Scored]) -> dict[str, float]:
     """
     per: dict[str, Callable[[_Scored, int], float]] = {
         "acc": lambda scored, index: 1.0,
-        "acc_norm": lambda scored, index: scored.item.lengths[index][0],
-        "acc_bytes": lambda scored, index: scored.item.lengths[index][1],
+        # Without the space before a choice.
+        "acc_norm": lambda scored, index: len(scored.item.continuations[index]) - 1,
+        "acc_bytes": lambda scored, index: len(scored.item.continuations[index].encode()) - 1,
         "acc_tokens": lambda scored, index: scored.rows[index].num_scored,
     }
     return {name: sum(_is_right(scored, length) for scored in items) / len(items) for name, length in per.items()}
@@ -250,20 +232,17 @@ def _likelihood_metrics(items: Sequence[_Scored]) -> dict[str, float]:
 
     Perplexity is exp of the mean negative log-likelihood per continuation, which in lm-eval's LAMBADA is one word.
     """
-    mean = math.fsum(scored.scores[0].log_likelihood for scored in items) / len(items)
-    return {"acc": sum(scored.scores[0].is_greedy for scored in items) / len(items), "perplexity": _exp(-mean)}
+    nats = -math.fsum(scored.scores[0].log_likelihood for scored in items) / len(items)
+    perplexity = math.exp(nats) if nats < math.log(1e300) else math.inf
+    return {"acc": sum(scored.scores[0].is_greedy for scored in items) / len(items), "perplexity": perplexity}
 
 
 def _text_metrics(items: Sequence[_Scored]) -> dict[str, float]:
     """Compute bits per UTF-8 byte over all texts, and nats per token."""
     nats = -math.fsum(score.log_likelihood for scored in items for score in scored.scores)
-    num_bytes = sum(scored.item.lengths[0][1] for scored in items)
+    num_bytes = sum(len(scored.item.continuations[0].encode()) for scored in items)
     num_tokens = sum(row.num_scored for scored in items for row in scored.rows)
     return {"bits_per_byte": nats / num_bytes / math.log(2), "loss": nats / num_tokens}
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < math.log(1e300) else math.inf
 
 
 _LLM_C = "llm.c"

@@ -106,34 +106,25 @@ def build_contexts(
 ) -> AttentionContexts:
     """Build the contexts of tokens at `positions` [t] or [batch, t], in the computation's `dtype`.
 
-    padding: padding tokens at the end of the model's part. in_blocks: masks are FlexAttention's.
-    """
-    local = build_context(shape, positions, dtype, split, in_blocks=in_blocks)
-    if padding:
-        local = replace(local, padding=padding)
-    if not shape.has_window or not shape.global_layers:
-        return AttentionContexts(local, local)
-    dense = _block_mask(positions, None) if in_blocks else _attention_mask(positions, None, dtype)
-    return AttentionContexts(local, replace(local, mask=dense))
-
-
-def build_context(
-    shape: GPTShape,
-    positions: Tensor,
-    dtype: torch.dtype,
-    split: SequenceSplit | None = None,
-    *,
-    in_blocks: bool = False,
-) -> AttentionContext:
-    """Build the context of tokens at `positions` [t] or [batch, t], in the computation's `dtype`.
-
-    Nothing is kept in buffers of the model: DeepSpeed would round them, and the angles of late positions, to 16 bit.
+    padding: padding tokens at the end of the model's part. in_blocks: masks are FlexAttention's. Nothing is kept in
+    buffers of the model: DeepSpeed would round them, and the angles of late positions, to 16 bit.
     """
     window = shape.sliding_window if shape.has_window else None
-    mask = _block_mask(positions, window) if in_blocks else _attention_mask(positions, window, dtype)
-    if shape.positions == "learned":
-        return AttentionContext(mask=mask, split=split)
-    positions = positions[..., part_of_tokens(positions.shape[-1], split)]
+
+    def build_mask(window: int | None) -> Tensor | BlockMask | None:
+        return _block_mask(positions, window) if in_blocks else _attention_mask(positions, window, dtype)
+
+    local = AttentionContext(mask=build_mask(window), split=split, padding=padding)
+    if shape.positions != "learned":
+        cos, sin = _build_rotations(shape, positions[..., part_of_tokens(positions.shape[-1], split)], dtype)
+        local = replace(local, cos=cos, sin=sin)
+    if not shape.has_window or not shape.global_layers:
+        return AttentionContexts(local, local)
+    return AttentionContexts(local, replace(local, mask=build_mask(None)))
+
+
+def _build_rotations(shape: GPTShape, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of the angles of positions [..., t], each [..., t, 1, head_dim]."""
     frequencies = rotary_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
     turns = torch.tensor(frequencies, dtype=torch.float32).to(positions.device, non_blocking=True)
     angles = (positions[..., None].float() * turns)[..., None, :]
@@ -145,7 +136,7 @@ def build_context(
 
     # One after the other, so that only one of them exists in fp32.
     cos = scale(angles.cos())
-    return AttentionContext(cos, scale(angles.sin()), mask, split)
+    return cos, scale(angles.sin())
 
 
 def positions_in_documents(tokens: Tensor, document_end: int) -> Tensor:

@@ -14,8 +14,8 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmscale.config.deepspeed.resolve import DsConfig
-from llmscale.config.deepspeed.schema import Precision
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_engine import build_engine, gradient_norm, release_engine, set_learning_rate
 from llmscale.engine.device_settings import allow_tf32
@@ -47,7 +46,7 @@ from llmscale.numerics.links import (
 )
 from llmscale.numerics.plain import PlainGPT
 from llmscale.numerics.probe import Probe, choose_strides, select
-from llmscale.numerics.report import LAST, Pass, Report, Try, as_row, worst_rows
+from llmscale.numerics.report import LAST, Pass, Report, Row, Try, as_row, worst_rows
 from llmscale.planning.compilation import decide_compilation
 
 if TYPE_CHECKING:
@@ -59,34 +58,24 @@ _Add = Callable[[Tensor], None]
 _FACTOR = 3.0
 #: Unit roundoffs of the types of products.
 _UNITS = {"fp32": UNIT, "bf16": 2.0**-8, "fp16": 2.0**-11, "autocast": 2.0**-8}
-#: Memory of a rank for copies of what the engine computes. Larger blocks are compared at every n-th element.
-_COPIES_BYTES = 2**30
 #: Steps that fp16 may skip until its loss scale fits.
 _SKIPS = 40
 
 
-@dataclass(frozen=True)
-class CaseResult:
-    """Comparisons of one case, with facts about it."""
-
-    precision: Precision
-    description: str
-    findings: list[Finding]
-    seconds: float
-
-    @cached_property
-    def summary(self) -> Pass:
-        """Return the rows of a table."""
-        first = first_wrong(self.findings)
-        rows = worst_rows(self.findings, LINKS)
-        return Pass(self.precision, self.description, rows, self.seconds, as_row(first) if first else None)
-
-
-def check_case(case: Case, world: World) -> CaseResult:
+def check_case(case: Case, world: World) -> Pass:
     """Build the case's engine, take its steps, and judge each. Collective. Raises ConfigError."""
+    began = time.perf_counter()
+    block, findings = compare_case(case, world)
+    first = first_wrong(findings)
+    rows, description = worst_rows(findings, LINKS), _describe(block, case)
+    seconds = time.perf_counter() - began
+    return Pass(block.resolved.precision, description, rows, seconds, as_row(first) if first else None)
+
+
+def compare_case(case: Case, world: World) -> tuple[Block, list[Finding]]:
+    """Return the block that a case computes, and all comparisons of its steps. Collective. Raises ConfigError."""
     from deepspeed.utils import groups
 
-    began = time.perf_counter()
     block = cut_block(case, world.world_size, on_gpu=is_gpu())
     allow_tf32(block.resolved.precision)
     weights = _Weights(block)
@@ -104,7 +93,7 @@ def check_case(case: Case, world: World) -> CaseResult:
     with sdpa_kernel(SDPBackend.MATH) if case.math_attention else nullcontext():
         findings = _check_steps(case, block, world, engine, weights, truth, compiler is not None)
     release_engine(engine)
-    return CaseResult(block.resolved.precision, _describe(block, case), findings, time.perf_counter() - began)
+    return block, findings
 
 
 def _describe(block: Block, case: Case) -> str:
@@ -173,7 +162,7 @@ class _Weights:
         self.trained = {tensor.name: tuple(tensor.parameter.shape) for tensor in tensors.trainable}
         frozen = {tensor.name: tuple(tensor.parameter.shape) for tensor in tensors.frozen_tensors}
         elements = {name: math.prod(shape) for name, shape in self.trained.items()}
-        self.strides = choose_strides(elements, block.resolved.plan.gradient_accumulation_steps + 6, _COPIES_BYTES)
+        self.strides = choose_strides(elements, block.resolved.plan.gradient_accumulation_steps + 6)
         """Distances n by parameter: every n-th element is compared."""
         seed, shape = block.config.seed, block.resolved.shape
         self.values = first_weights(self.trained, seed) | first_weights(frozen, seed + 1)
@@ -493,20 +482,20 @@ def changed_cases(case: Case, link: str, ranks: int) -> Iterator[tuple[str, Case
 
 def check_run(case: Case, world: World, tries: tuple[str, ...] | None) -> Report:
     """Check a run in its own precision and in fp32, and try other settings for the first wrong one. Collective."""
-    results = [(case, check_case(case, world))]
-    if results[0][1].precision != "fp32":
+    checked = [(case, check_case(case, world))]
+    if checked[0][1].precision != "fp32":
         # Another size of vocabulary, without padding.
         in_fp32 = replace(case, precision="fp32", vocab_size=1024)
-        results.insert(0, (in_fp32, check_case(in_fp32, world)))
-    passes = tuple(result.summary for _, result in results)
-    wrong = next((pair for pair in results if pair[1].summary.first_wrong), None)
-    return Report(passes) if wrong is None else Report(passes, _try_settings(*wrong, world, tries))
+        checked.insert(0, (in_fp32, check_case(in_fp32, world)))
+    passes = tuple(done for _, done in checked)
+    for of_case, done in checked:
+        if done.first_wrong is not None:
+            return Report(passes, _try_settings(of_case, done.first_wrong, world, tries))
+    return Report(passes)
 
 
-def _try_settings(case: Case, result: CaseResult, world: World, tries: tuple[str, ...] | None) -> tuple[Try, ...]:
-    """Repeat a wrong case with other settings until one is right, up to its first wrong step. Collective."""
-    first = result.summary.first_wrong
-    assert first is not None
+def _try_settings(case: Case, first: Row, world: World, tries: tuple[str, ...] | None) -> tuple[Try, ...]:
+    """Repeat a case with other settings until one is right, up to its first wrong step. Collective."""
     case = replace(case, steps=first.step)
     if tries is None:
         cases = dict(changed_cases(case, first.link, world.world_size))
@@ -520,7 +509,7 @@ def _try_settings(case: Case, result: CaseResult, world: World, tries: tuple[str
             again = check_case(changed, world)
         except ConfigError:
             continue  # the run cannot have it
-        done.append(Try(setting, "wrong" if again.summary.first_wrong else "right"))
+        done.append(Try(setting, "wrong" if again.first_wrong else "right"))
         if done[-1].verdict == "right":
             break
     return tuple(done)

@@ -25,11 +25,11 @@ from llmscale.model.gpt import Block
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-#: Elements of a parameter that are always copied.
-_LEAST = 4096
+#: Elements of a parameter that are always copied, and memory of a rank for all copies.
+_LEAST, _BUDGET_BYTES = 4096, 2**30
 
 
-def choose_strides(elements: Mapping[str, int], copies: int, budget_bytes: int) -> dict[str, int]:
+def choose_strides(elements: Mapping[str, int], copies: int, budget_bytes: int = _BUDGET_BYTES) -> dict[str, int]:
     """Return of each parameter the n whose multiples are copied, so that `copies` in fp32 take at most `budget_bytes`.
 
     They are odd, so that they fall on all columns of a matrix.

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmscale.planning.scaling import BESIROGLU, FITTED_PARAMETERS, Interval, training_flops
-from llmscale.report.history import OF_SET, RunHistory, as_number
+from llmscale.report.history import MAX_SETS, OF_SET, RunHistory, as_number
 from llmscale.report.run_facts import RunFacts, show
 from llmscale.training.step_metrics import METRICS, Chart
 
@@ -21,8 +21,8 @@ Json = dict[str, object]
 SECTIONS = ("Loss", "Evaluation", "Optimisation", "Experts", "Speed and memory", "GPU of rank 0")
 #: Ranges of records over which shares of time are summed.
 MOST_STRETCHES = 100
-#: Limits per run: a file may have any number.
-MOST_EVALUATIONS, MOST_SETS = 64, 32
+#: Limit per run: a file may have any number.
+MOST_EVALUATIONS = 64
 #: Runs that have charts of their own, of parts of one run.
 _MOST_OWN_CHARTS = 4
 _GIB = 2**30
@@ -189,7 +189,7 @@ def _set_curves(run: ReportedRun, most: int) -> Iterator[Curve]:
     records = [records[index] for index in spread(len(records), most)]
     trained = [name.removeprefix(OF_SET) for name in run.history.steps.values if name.startswith(OF_SET)]
     validated = [name for _, record in records for name in _by_set(record)]
-    for colour, name in enumerate(list(dict.fromkeys(trained + validated))[:MOST_SETS]):
+    for colour, name in enumerate(list(dict.fromkeys(trained + validated))[:MAX_SETS]):
         label = show(name)[:80]
         if name in trained:
             training = _training_curve(run, OF_SET + name, most, is_smoothed=True)

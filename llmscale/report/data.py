@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from itertools import islice
@@ -64,11 +64,13 @@ def build_report(folders: Sequence[Path], listed: Sequence[ListedRun] = ()) -> J
     drawn = {run.folder: run for run in runs}
     most = max(LEAST_POINTS, min(MOST_POINTS, MOST_POINTS_OF_ALL // len(runs)))
     unit, notes = _choose_unit(runs)
+    for run in runs:
+        notes += [f"{run.name}: {note}" if len(runs) > 1 else note for note in run.history.notes()]
     return {
         "llmscale": __version__,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "unit": unit,
-        "notes": [*notes, *(note for run in runs for note in _notes(run, len(runs)))],
+        "notes": notes,
         "charts": build_charts(runs, most),
         "runs": [{"index": index, **_describe(run, most)} for index, run in enumerate(runs)],
         "listed": [
@@ -157,6 +159,7 @@ def _law(law: Expectation | None) -> Json | None:
 def _summary(run: ReportedRun, hours: Sequence[float]) -> Json:
     """Return a run's row of the summary, in the units that the names say."""
     history, columns, law = run.history, run.history.steps.values, run.law
+    ratio = run.facts.validation_bytes_per_token
     finite = [loss for loss in columns["loss"] if not math.isnan(loss)]
     validations = [loss for loss in history.validation.values() if not math.isnan(loss)]
     mfu = [value for value in columns["mfu"] if not math.isnan(value)]
@@ -169,7 +172,7 @@ def _summary(run: ReportedRun, hours: Sequence[float]) -> Json:
         "loss": round_value(finite[-1] if finite else None),
         "validation_loss": round_value(validations[-1] if validations else None),
         "best_validation_loss": round_value(min(validations, default=None)),
-        "bits_per_byte": _bits(validations[-1:], run.facts.validation_bytes_per_token),
+        "bits_per_byte": round_value(validations[-1] / _NATS_PER_BIT / ratio if validations and ratio else None),
         "tokens_per_second": round_value(history.median_tokens_per_second),
         "mfu": round_value(statistics.median(mfu) if mfu else None),
         "peak_memory_bytes": int(max(peaks)) if peaks else None,
@@ -183,14 +186,6 @@ def _summary(run: ReportedRun, hours: Sequence[float]) -> Json:
         "optimal_parameters": round_value(law.optimal_parameters if law else None),
         "optimal_tokens": round_value(law.optimal_tokens if law else None),
     }
-
-
-def _bits(losses: Sequence[float], bytes_per_token: float | None) -> float | None:
-    return round_value(losses[0] / _NATS_PER_BIT / bytes_per_token) if losses and bytes_per_token else None
-
-
-def _notes(run: ReportedRun, num_runs: int) -> Iterable[str]:
-    return (f"{run.name}: {note}" if num_runs > 1 else note for note in run.history.notes())
 
 
 def _differences(runs: Sequence[ReportedRun]) -> list[Json]:

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from llmscale.terminal.human_numbers import format_quantity
-from llmscale.training.step_metrics import format_duration
+from llmscale.terminal.human_numbers import format_duration, format_quantity
 
 Run = Mapping[str, Any]  # as data.build_report builds it
 #: Label and kind of a column. The kind is a class of the style.
@@ -26,6 +25,8 @@ _NUMBER, _NAME, _TEXT = "number", "name", ""
 _TALL = 16
 _LONGEST_END = 48
 _UNKNOWN = "\N{EN DASH}"
+#: Parts of a run that the charts do not need.
+_NOT_CHARTED = ("summary", "samples", "tables", "expert_load")
 #: In this order; each uses what those before it define.
 _SCRIPTS = ("numbers.js", "elements.js", "chart.js", "main.js")
 _STYLES = ("uplot/uPlot.min.css", "page.css")
@@ -38,6 +39,7 @@ def build_page(report: Mapping[str, object], title: str) -> str:
     runs: Sequence[Mapping[str, Any]] = report["runs"]  # type: ignore[assignment]  # as data.build_report builds it
     ended = f"{runs[0]['folder']} · {runs[0]['summary']['ended']} · " if len(runs) == 1 else ""
     created = str(report["created"]).replace("T", " ").replace("+00:00", " UTC")
+    charted = [{key: value for key, value in run.items() if key not in _NOT_CHARTED} for run in runs]
     parts = {
         "TITLE": html.escape(title),
         "HEAD": html.escape(str(runs[0]["name"]) if len(runs) == 1 else f"{len(runs)} runs"),
@@ -47,17 +49,10 @@ def build_page(report: Mapping[str, object], title: str) -> str:
         "STYLE": "\n".join(map(_read, _STYLES)),
         "UPLOT": _read("uplot/uPlot.iife.min.js"),
         "SCRIPT": '(() => {\n"use strict";\n' + "\n".join(map(_read, _SCRIPTS)) + "\n})();",
-        "DATA": embed_json(
-            {"unit": report["unit"], "charts": report["charts"], "runs": [_charted(run) for run in runs]}
-        ),
+        "DATA": embed_json({"unit": report["unit"], "charts": report["charts"], "runs": charted}),
     }
     # In one pass, so that text of a run is never taken as a placeholder.
     return re.sub("@([A-Z]+)@", lambda match: parts[match[1]], _read("template.html"))
-
-
-def _charted(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the charts need of a run."""
-    return {key: value for key, value in run.items() if key not in ("summary", "samples", "tables", "expert_load")}
 
 
 def embed_json(value: object) -> str:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmscale import __version__
-from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_write import CARD_MARK
 from llmscale.checkpoint.inventory import find_checkpoints, is_of_run
 from llmscale.checkpoint.manifest import CheckpointManifest
@@ -19,53 +18,37 @@ from llmscale.config.run_keys import last_part, needs, publish_keys
 from llmscale.data.mixture import TrainingSets
 from llmscale.errors import LlmscaleError
 from llmscale.report.history import load_history
+from llmscale.report.run_facts import load_starts
 from llmscale.terminal.human_numbers import count_nouns
-from llmscale.training.run_folder import STARTS_NAME
-from llmscale.untrusted.documents import load_json_lines
 from llmscale.untrusted.terminal import make_visible_line
 
-
-@dataclass(frozen=True)
-class CardFacts:
-    """Facts of an exported model besides its run folder."""
-
-    model_type: str
-    """transformers' name of the family."""
-    architecture: str
-    """Class that transformers builds."""
-    dtype: str
-    """Number format of the exported weights."""
-    num_parameters: int
-    """Parameters in the exported files."""
-    shape: GPTShape
-    checkpoint: CheckpointManifest
-    config: RunConfig
-    data: TrainingSets
+if TYPE_CHECKING:
+    from llmscale.evaluate.export import ExportedModel
+    from llmscale.evaluate.model_source import TrainedCheckpoint
 
 
-def build_model_card(facts: CardFacts, checkpoint: Path) -> str:
+def build_model_card(model: ExportedModel, trained: TrainedCheckpoint) -> str:
     """Return Markdown with the metadata that the Hugging Face Hub reads, without paths of this machine.
 
-    Losses and versions come from the run folder that contains `checkpoint`, if any. The license is left to the
+    Losses and versions come from the run folder that contains the checkpoint, if any. The license is left to the
     publisher.
     """
-    run = checkpoint.resolve().parent.parent
-    in_run = is_of_run(checkpoint, run)
-    name = run.name if in_run else last_part(facts.config.run)
-    step = facts.checkpoint.step
-    rows = [*_facts(facts), *(_losses(run, facts.checkpoint) if in_run else []), *_software(run, facts, in_run)]
+    run = trained.folder.resolve().parent.parent
+    in_run, manifest = is_of_run(trained.folder, run), trained.manifest
+    name = run.name if in_run else last_part(trained.config.run)
+    rows = [*_facts(model, trained), *(_losses(run, manifest) if in_run else []), *_software(run, manifest, in_run)]
     table = "\n".join(f"| {what} | {value} |" for what, value in rows)
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
 tags:
 {CARD_MARK}
-- {facts.model_type}
+- {model.family.model_type}
 ---
 
-# {_plain(name)}, step {step:,}
+# {_plain(name)}, step {manifest.step:,}
 
-A `{facts.architecture}` of {facts.num_parameters:,} parameters, pre-trained with llmscale.
+A `{model.family.architecture}` of {model.num_parameters:,} parameters, pre-trained with llmscale.
 
 | | |
 | --- | --- |
@@ -74,12 +57,12 @@ A `{facts.architecture}` of {facts.num_parameters:,} parameters, pre-trained wit
 ## How it was trained
 
 ```
-{_command(facts.config)}
+{_command(trained.config)}
 ```
 
 Where a flag names a folder or a file, only its last part is shown; what has its default, or changes no step, is left
 out.
-{_conversations(facts.data)}
+{_conversations(trained.sets)}
 ## License and use
 
 None is stated: whoever publishes these weights adds a `license:` to the lines at the top, and says what the training
@@ -101,25 +84,20 @@ Its last data were conversations in this chat template, which the tokenizer has 
 """
 
 
-def _facts(facts: CardFacts) -> Iterable[tuple[str, str]]:
-    shape, model = facts.shape, last_part(facts.config.model)
-    num_tokens = sum(location.manifest.splits["train"].num_tokens for location in facts.data.locations)
-    yield "model", f"{_code(model)}: {shape.n_layer} layers, width {shape.n_embd}, {shape.n_head} heads"
-    active = f", of which a token uses {facts.shape.active_parameters:,}" if facts.shape.num_experts else ""
-    yield "parameters", f"{facts.num_parameters:,}{active}, in {facts.dtype}"
+def _facts(model: ExportedModel, trained: TrainedCheckpoint) -> Iterable[tuple[str, str]]:
+    shape, config, sets, manifest = trained.shape, trained.config, trained.sets, trained.manifest
+    num_tokens = sum(location.manifest.splits["train"].num_tokens for location in sets.locations)
+    name = _code(last_part(config.model))
+    yield "model", f"{name}: {shape.n_layer} layers, width {shape.n_embd}, {shape.n_head} heads"
+    active = f", of which a token uses {shape.active_parameters:,}" if shape.num_experts else ""
+    yield "parameters", f"{model.num_parameters:,}{active}, in {model.dtype}"
     yield "context", f"{shape.seq_len:,} tokens"
-    yield "vocabulary", f"{shape.vocab_size:,} tokens, tokenizer {_code(last_part(facts.data.manifest.tokenizer))}"
-    yield (
-        "data",
-        f"{_code(last_part(facts.config.text or facts.config.data))}, {num_tokens:,} tokens, fingerprint "
-        + _code(facts.data.fingerprint),
-    )
-    yield "trained on", f"{facts.checkpoint.tokens_seen:,} tokens in {facts.checkpoint.step:,} steps"
-    yield (
-        "trained in",
-        f"{_code(facts.checkpoint.precision)} on {count_nouns(facts.checkpoint.world_size, 'rank')}, ZeRO stage "
-        f"{facts.checkpoint.zero_stage}",
-    )
+    yield "vocabulary", f"{shape.vocab_size:,} tokens, tokenizer {_code(last_part(sets.manifest.tokenizer))}"
+    source = _code(last_part(config.text or config.data))
+    yield "data", f"{source}, {num_tokens:,} tokens, fingerprint {_code(sets.fingerprint)}"
+    yield "trained on", f"{manifest.tokens_seen:,} tokens in {manifest.step:,} steps"
+    ranks = count_nouns(manifest.world_size, "rank")
+    yield "trained in", f"{_code(manifest.precision)} on {ranks}, ZeRO stage {manifest.zero_stage}"
 
 
 def _losses(run: Path, checkpoint: CheckpointManifest) -> Iterable[tuple[str, str]]:
@@ -136,8 +114,9 @@ def _losses(run: Path, checkpoint: CheckpointManifest) -> Iterable[tuple[str, st
             yield what, f"{losses[max(steps)]:.4f} nats per token at step {max(steps):,}"
 
 
-def _software(run: Path, facts: CardFacts, in_run: bool) -> Iterable[tuple[str, str]]:
-    start = _last_start(run, facts.checkpoint.created) if in_run else {}
+def _software(run: Path, manifest: CheckpointManifest, in_run: bool) -> Iterable[tuple[str, str]]:
+    starts = load_starts(run) if in_run else []
+    start = next((one for one in reversed(starts) if str(one.get("started")) <= manifest.created), {})
     versions = start.get("versions")
     if isinstance(versions, Mapping):
         known = {"llmscale": start.get("llmscale"), **{name: versions.get(name) for name in ("torch", "deepspeed")}}
@@ -146,15 +125,6 @@ def _software(run: Path, facts: CardFacts, in_run: bool) -> Iterable[tuple[str, 
     if isinstance(start.get("commit"), str):
         yield "commit", _code(str(start["commit"])) + (", with changed files" if start.get("dirty") is True else "")
     yield "exported with", f"llmscale {__version__}"
-
-
-def _last_start(run: Path, before: str) -> Mapping[str, object]:
-    """Return the record of the run's last start before an ISO 8601 time; empty if unknown."""
-    try:
-        starts = [start for start in load_json_lines(run / STARTS_NAME) if str(start.get("started")) <= before]
-    except (OSError, LlmscaleError):
-        return {}
-    return starts[-1] if starts else {}
 
 
 def _command(config: RunConfig) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
 from llmscale.config.run_config import build_run_config
-from llmscale.config.run_keys import publish_keys, publish_text
+from llmscale.config.run_keys import flatten, publish_keys, publish_text
 from llmscale.data.mixture import is_mix
 from llmscale.data.shards.manifest import Manifest
 from llmscale.errors import ConfigError, LlmscaleError
@@ -64,7 +64,8 @@ def load_facts(run: Path, history: RunHistory) -> RunFacts:
     total = resolved.get("total_steps")
     tokenizer = manifest.tokenizer if manifest else start.get("tokenizer")
     ratios = {name: split.bytes_per_token for name, split in splits.items()}
-    ratio = ratios.get("train") or _positive(start.get("bytes_per_token"))
+    recorded = as_number(start.get("bytes_per_token"))
+    ratio = ratios.get("train") or (recorded if recorded > 0 else None)
     return RunFacts(
         model=str(config.get("model") or ""),
         source=manifest.source if manifest else "",
@@ -90,6 +91,14 @@ def load_facts(run: Path, history: RunHistory) -> RunFacts:
     )
 
 
+def load_starts(run: Path) -> list[Record]:
+    """Return the records of a run's starts; none where they are missing or damaged."""
+    try:
+        return list(load_json_lines(run / STARTS_NAME))
+    except (OSError, LlmscaleError):
+        return []
+
+
 def show(value: object) -> str:
     """Format a value of a file as one line of bounded length, without folders of this machine."""
     text = publish_text(value if isinstance(value, str) else json.dumps(value))
@@ -105,11 +114,6 @@ def _load(path: Path) -> Mapping[str, object]:
 
 def _mapping(value: object) -> Mapping[str, object]:
     return value if isinstance(value, dict) else {}
-
-
-def _positive(value: object) -> float | None:
-    number = as_number(value)
-    return number if number > 0 else None
 
 
 def _parse_shape(values: object) -> GPTShape | None:
@@ -143,19 +147,11 @@ def _why_unknown(data: object) -> str:
 def _table(values: Mapping[str, object]) -> Table:
     """Flatten nested settings to one level, a.b.c."""
     table: Table = {}
-    for key, value in _flat("", values):
+    for key, value in flatten(values):
         if len(table) == _MOST_ENTRIES:
             break
         table[show(key)] = show(value)
     return table
-
-
-def _flat(prefix: str, values: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(f"{prefix}{key}.", value)
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _data_table(manifest: Manifest | None, data: object) -> Table:
@@ -175,11 +171,7 @@ def _data_table(manifest: Manifest | None, data: object) -> Table:
 
 def _environment(run: Path) -> Table:
     """Describe the last start, and how many there were."""
-    starts: list[Record] = []
-    try:
-        starts.extend(load_json_lines(run / STARTS_NAME))
-    except (OSError, LlmscaleError):
-        return {}
+    starts = load_starts(run)
     if not starts:
         return {}
     hosts = sorted({show(start.get("host")) for start in starts[-_MOST_ENTRIES:]})

@@ -11,7 +11,7 @@ import math
 import os
 import shlex
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -121,13 +121,14 @@ def read_run(path: Path) -> ListedRun:
     starts = _tail(path / STARTS_NAME, problems, lambda records: True)
     error = _error(path, problems)
     state = _state(path, last_event, error, problems)
+    written_ns = [time_ns for time_ns, _ in stamp_run(path)]
     return ListedRun(
         path=path,
         state=state,
         step=step,
         total_steps=total_steps,
         loss=loss,
-        last_seen=_last_seen(path),
+        last_seen=datetime.fromtimestamp(max(written_ns) / 1e9, timezone.utc) if written_ns else None,
         command=_command(starts[-1]) if starts else None,
         error=error if state == "failed" else None,
         problem="; ".join(problems),
@@ -192,16 +193,24 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _total_steps(path: Path, problems: list[str]) -> int | None:
-    try:
-        resolved = load_json(path / CONFIG_NAME, _RULES, CONFIG_NAME).get("resolved")
-    except OSError:
+    description = _load(path / CONFIG_NAME, problems)
+    if description is None:
         problems.append(f"no {CONFIG_NAME}")
         return None
-    except LlmscaleError:
-        problems.append(f"{CONFIG_NAME} is damaged")
-        return None
+    resolved = description.get("resolved")
     total = resolved.get("total_steps") if isinstance(resolved, dict) else None
     return total if is_count(total) else None
+
+
+def _load(path: Path, problems: list[str]) -> Mapping[str, object] | None:
+    """Return the object in a file, an empty one if it is damaged, None if it is missing."""
+    try:
+        return load_json(path, _RULES, path.name)
+    except OSError:
+        return None
+    except LlmscaleError:
+        problems.append(f"{path.name} is damaged")
+        return {}
 
 
 def _progress(path: Path, problems: list[str]) -> tuple[int | None, float | None, str]:
@@ -261,16 +270,11 @@ def _tail(
 
 def _error(path: Path, problems: list[str]) -> str | None:
     """Return the error that ended the last start, if one did."""
-    try:
-        error = load_json(path / FAILURE_NAME, _RULES, FAILURE_NAME).get("error")
-    except OSError:
-        return None
-    except LlmscaleError:
-        error = None
-    if isinstance(error, str):
-        return error
-    problems.append(f"{FAILURE_NAME} is damaged")
-    return None
+    failure = _load(path / FAILURE_NAME, problems) or {}
+    error = failure.get("error")
+    if failure and not isinstance(error, str):
+        problems.append(f"{FAILURE_NAME} is damaged")
+    return error if isinstance(error, str) else None
 
 
 def _state(path: Path, last_event: str, error: str | None, problems: list[str]) -> State:
@@ -283,14 +287,6 @@ def _state(path: Path, last_event: str, error: str | None, problems: list[str]) 
     if error is not None:
         return "failed"
     return "unreadable" if problems else "lost"
-
-
-def _last_seen(path: Path) -> datetime | None:
-    times = []
-    for name in (*_MARKS, CONFIG_NAME):
-        with suppress(OSError, ValueError, OverflowError):
-            times.append(datetime.fromtimestamp(os.lstat(path / name).st_mtime, timezone.utc))
-    return max(times, default=None)
 
 
 def _command(start: dict[str, object]) -> str | None:

@@ -67,7 +67,8 @@ def plot_runs(path: Path, report: Mapping[str, object], format: str) -> None:
 def _draw(axes: Axes, curve: Json, run: Json, unit: str) -> None:
     number = curve["run"] if curve["colour"] is None else curve["colour"]
     steps = np.array(curve.get("steps", run["axis"]["steps"]), dtype=float)
-    values = _numbers(curve["values"]) * (_bits_per_nat(curve.get("bytes_per_token")) if unit == "bits" else 1.0)
+    factor = _bits_per_nat(curve.get("bytes_per_token")) if unit == "bits" else 1.0
+    values = np.array(curve["values"], dtype=float) * factor  # None becomes NaN
     style: dict[str, Any] = {"color": _COLOURS[number % 8], "label": _plain(curve["label"])}
     if curve.get("is_smoothed") and len(steps) >= 100:
         axes.plot(steps, values, color=style["color"], linewidth=0.6, alpha=0.25)
@@ -96,10 +97,6 @@ def _draw_marks(axes: Axes, run: Json, colour: str, *, with_words: bool) -> None
         style: dict[str, Any] = {"color": "#b42318", "linestyle": "none", "markersize": 5, "clip_on": False}
         (drawn,) = axes.plot(at, [1.0] * len(at), marker=sign, transform=axes.get_xaxis_transform(), **style)
         drawn.set_in_layout(False)
-
-
-def _numbers(column: Sequence[float | None]) -> np.ndarray:
-    return np.array([np.nan if value is None else value for value in column], dtype=float)
 
 
 def _smooth(steps: np.ndarray, values: np.ndarray, half_life: float) -> np.ndarray:

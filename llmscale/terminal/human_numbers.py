@@ -46,6 +46,23 @@ def format_quantity(value: float) -> str:
     return f"{value:.3g}"
 
 
+def format_duration(seconds: float) -> str:
+    """Format seconds as 45s, 3m20s, 5h07m or 2d04h."""
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded}s"
+    if rounded < 3600:
+        return f"{rounded // 60}m{rounded % 60:02d}s"
+    if rounded < 86400:
+        return f"{rounded // 3600}h{rounded % 3600 // 60:02d}m"
+    return f"{rounded // 86400}d{rounded % 86400 // 3600:02d}h"
+
+
+def show_value(value: float) -> str:
+    """Format a loss or another result with four digits after the point, or where it is huge four in all."""
+    return f"{value:.4f}" if abs(value) < 10_000 else f"{value:.4g}"
+
+
 def count_nouns(number: int, noun: str) -> str:
     """Return the number with its noun, such as `1 file` or `1,200 files`. `noun` is the singular."""
     return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from llmscale.terminal.colour import can_redraw, terminal_columns
+from llmscale.terminal.human_numbers import format_duration
 from llmscale.untrusted.terminal import make_visible
 
 _LINE_INTERVAL_S = 10.0
@@ -60,9 +61,10 @@ class Progress:
             parts.append(f"{fraction:.0%}")
             advanced = place - self._first[1]
             if advanced > 0:
-                parts.append(f"{describe_duration(max(end - place, 0) * elapsed_s / advanced)} left")
+                parts.append(f"{format_duration(max(end - place, 0) * elapsed_s / advanced)} left")
             if self._on_terminal:
-                parts[0] = f"{_bar(fraction)} {parts[0]}"
+                filled = round(fraction * _BAR_WIDTH)
+                parts[0] = f"[{'#' * filled}{'-' * (_BAR_WIDTH - filled)}] {parts[0]}"
         self._print(f"{self._label}: {', '.join(parts)}")
 
     def say(self, line: str) -> None:
@@ -106,16 +108,3 @@ def show_progress(
 def count_words(unit: str) -> Callable[[float], str]:
     """Return a function that formats an amount with its unit, such as "1,234 files"."""
     return lambda number: f"{number:,.0f} {unit}" if number >= 10 or number == int(number) else f"{number:,.1f} {unit}"
-
-
-def describe_duration(seconds: float) -> str:
-    """Format a duration as 2 h 05 min, 12 min or 40 s."""
-    minutes = round(seconds / 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60:02} min"
-    return f"{minutes} min" if seconds >= 90 else f"{seconds:.0f} s"
-
-
-def _bar(fraction: float) -> str:
-    filled = round(fraction * _BAR_WIDTH)
-    return f"[{'#' * filled}{'-' * (_BAR_WIDTH - filled)}]"

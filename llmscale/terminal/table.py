@@ -72,14 +72,10 @@ def wrap_line(line: str, width: int | None) -> Iterator[str]:
 
 def print_fitting(lines: Iterable[str]) -> None:
     """Print lines, wrapped to the width of stdout."""
-    for line in wrap_lines(lines, output_width()):
-        print(line)
-
-
-def wrap_lines(lines: Iterable[str], width: int | None) -> Iterator[str]:
-    """Wrap every line as `wrap_line` does."""
+    width = output_width()
     for line in lines:
-        yield from wrap_line(line, width)
+        for part in wrap_line(line, width):
+            print(part)
 
 
 def _choose(columns: Sequence[Column], longest: Sequence[int], width: int | None) -> list[int]:

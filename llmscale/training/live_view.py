@@ -1,4 +1,4 @@
-"""How a run is shown while it trains: a line per logged step, or a view in a terminal's last rows, drawn by rich.
+"""A view of a run while it trains, in a terminal's last rows, drawn by rich.
 
 The rows above the view become the terminal's scrolling region (DECSTBM), and the cursor stays there. So what Python, a
 C++ library, another rank or the launcher prints scrolls above the view. The cursor is never hidden.
@@ -12,7 +12,6 @@ import math
 import os
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -21,7 +20,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llmscale.terminal.colour import is_terminal
-from llmscale.training.step_metrics import StepMeter, StepMetrics, format_duration, format_step
+from llmscale.terminal.human_numbers import format_duration
+from llmscale.training.step_metrics import StepMeter, StepMetrics, format_step
 from llmscale.untrusted.terminal import make_visible_line
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 #: Seconds between two frames. Drawing one takes milliseconds of the interpreter, which the training thread may need.
 _FRAME_S = 0.5
+_STDOUT = 1
 #: Rows left to all other output.
 _MIN_OTHER_ROWS = 4
 _BARS = "▁▂▃▄▅▆▇█"
@@ -51,46 +52,19 @@ _TOP = 95
 GIVE_BACK = "\x1b7\x1b[r\x1b8\x1b[J"
 
 
-class Display(ABC):
-    """Output of a run on rank 0; lines printed by others do not pass through it."""
-
-    def begin(self, step: int) -> None:  # noqa: B027  plain lines need no beginning
-        """Training begins after `step`."""
-
-    @abstractmethod
-    def show_step(self, metrics: StepMetrics) -> None:
-        """Show a logged step."""
-
-    def show_validation(self, step: int, loss: float) -> None:  # noqa: B027  a line is printed anyway
-        """Show a validation loss in nats per token."""
-
-    def close(self) -> None:  # noqa: B027  plain lines need no end
-        """End the session; may be called twice, and from any thread."""
-
-
-class PlainLines(Display):
-    """A line per logged step."""
-
-    def __init__(self, total_steps: int) -> None:
-        self._total_steps = total_steps
-
-    def show_step(self, metrics: StepMetrics) -> None:
-        print(format_step(metrics, self._total_steps), flush=True)
-
-
-def open_display(
+def open_view(
     title: str, total_steps: int, meter: StepMeter, *, plain: bool, variables: Mapping[str, str]
-) -> Display:
-    """Return a view if stdout is a terminal that can show it and `rich` is installed, else or if `plain` lines.
+) -> LiveView | None:
+    """Return a view if stdout is a terminal that can show it and `rich` is installed; else, or if `plain`, None.
 
     `llmscale train`, deepspeed and torchrun let ranks print straight to their terminal; `llmscale launch`, srun and ssh
     put a pipe between.
     """
     can_move = is_terminal(sys.stdout) and variables.get("TERM", "dumb") not in ("", "dumb", "unknown")
     if plain or not can_move or "utf" not in sys.stdout.encoding.lower() or find_spec("rich") is None:
-        return PlainLines(total_steps)
+        return None
     # Some terminals have no size.
-    return LiveView(title, total_steps, meter) if all(os.get_terminal_size(1)) else PlainLines(total_steps)
+    return LiveView(title, total_steps, meter) if all(os.get_terminal_size(_STDOUT)) else None
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -103,13 +77,13 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(_BARS[min(7, round((mean - low) * scale))] for mean in means)
 
 
-class LiveView(Display):
+class LiveView:
     """A view that reads the meter's counters; everything else comes from the methods."""
 
-    def __init__(self, title: str, total_steps: int, meter: StepMeter, terminal: int = 1) -> None:
+    def __init__(self, title: str, total_steps: int, meter: StepMeter) -> None:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-        self._title, self._total_steps, self._meter, self._terminal = title, total_steps, meter, terminal
+        self._title, self._total_steps, self._meter = title, total_steps, meter
         self._bar = Progress(
             TextColumn("[bold]step {task.completed:,}/{task.total:,}"),
             BarColumn(),
@@ -130,6 +104,8 @@ class LiveView(Display):
         self._ended = threading.Event()
 
     def begin(self, step: int) -> None:
+        """Training begins after `step`."""
+
         def draw_frames() -> None:
             while not self._ended.wait(_FRAME_S):
                 self.draw()
@@ -142,16 +118,18 @@ class LiveView(Display):
             threading.Thread(target=draw_frames, name="live view", daemon=True).start()
 
     def show_step(self, metrics: StepMetrics) -> None:
+        """Show a logged step."""
         if math.isfinite(metrics.loss):
             self._losses.append(metrics.loss)
         self._rates.append(metrics.lr)
         self._metrics = metrics
 
     def show_validation(self, step: int, loss: float) -> None:
+        """Show a validation loss in nats per token."""
         self._validation = f"validation {loss:.4f} at {step:,}"
 
     def close(self) -> None:
-        """Free the rows, and print the newest step's line; a second call does nothing."""
+        """Free the rows, and print the newest step's line. Call it from any thread; a second call does nothing."""
         with self._lock:
             if self._ended.is_set():
                 return
@@ -163,7 +141,7 @@ class LiveView(Display):
 
     def draw(self) -> None:
         """Draw a frame by one write, which no other process can interrupt."""
-        columns, rows = os.get_terminal_size(self._terminal)
+        columns, rows = os.get_terminal_size(_STDOUT)
         lines, room = self.render(columns), max(0, rows - _MIN_OTHER_ROWS)
         if len(lines) > room:
             lines = lines[1 : room + 1]  # the title goes first
@@ -184,7 +162,7 @@ class LiveView(Display):
     def _write(self, text: str) -> None:
         # A terminal that was closed ends no run.
         with contextlib.suppress(OSError):
-            os.write(self._terminal, text.encode())
+            os.write(_STDOUT, text.encode())
 
     def render(self, columns: int) -> list[str]:
         """Return lines of at most `columns` characters, with the terminal's colour codes."""

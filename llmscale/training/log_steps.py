@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -32,6 +32,7 @@ from llmscale.engine.device_memory import peak_memory_bytes
 from llmscale.engine.process_group import World
 from llmscale.engine.train_step import loss_scale
 from llmscale.model.experts import BALANCE, ENTROPY, MOVED, Z_SQUARED
+from llmscale.terminal.human_numbers import format_duration
 from llmscale.training.live_run import (
     Engine,
     LoggedWindow,
@@ -43,7 +44,7 @@ from llmscale.training.live_run import (
 )
 from llmscale.training.metrics import MetricsLog
 from llmscale.training.run_folder import METRICS_NAME, clear_failure
-from llmscale.training.step_metrics import Pause, StepMetrics, StepTimes, format_duration
+from llmscale.training.step_metrics import Pause, StepMetrics, StepTimes
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -511,12 +512,8 @@ def _now() -> float | torch.cuda.Event:
 class StragglerDetector:
     """Remembers readings of all ranks, and the stragglers already named."""
 
-    def __init__(self, world_size: int) -> None:
-        self._ratios: dict[tuple[SlowPhase, int], deque[float]] = {
-            (phase, rank): deque(maxlen=READINGS)
-            for phase in ("data wait", "arithmetic")
-            for rank in range(world_size if world_size > 1 else 0)
-        }
+    def __init__(self) -> None:
+        self._ratios: dict[tuple[SlowPhase, int], deque[float]] = defaultdict(lambda: deque(maxlen=READINGS))
         self._named: set[tuple[SlowPhase, int]] = set()
 
     def observe(self, phase: SlowPhase, seconds: Sequence[float], of_s: float | None = None) -> dict[int, float]:
@@ -526,13 +523,12 @@ class StragglerDetector:
         that takes `of_s` becomes.
         """
         stragglers: dict[int, float] = {}
-        for rank, own in enumerate(seconds):
-            others = [*seconds[:rank], *seconds[rank + 1 :]]
-            ratios = self._ratios.get((phase, rank))
-            usual = median(others) if others else 0.0
-            base = of_s if of_s is not None else usual
-            if ratios is None or base <= 0.0:
+        for rank, own in enumerate(seconds if len(seconds) > 1 else ()):
+            usual = median([*seconds[:rank], *seconds[rank + 1 :]])
+            base = usual if of_s is None else of_s
+            if base <= 0.0:
                 continue
+            ratios = self._ratios[phase, rank]
             ratios.append(1 + (own - usual) / base)
             if len(ratios) < READINGS:
                 continue
@@ -548,7 +544,7 @@ class WatchStragglers:
 
     def __init__(self, world: World, log: MetricsLog | None, report: Callable[[str], None]) -> None:
         self._world, self._log, self._report = world, log, report
-        self._detector = StragglerDetector(world.world_size)
+        self._detector = StragglerDetector()
 
     def check(self, step: int, window: LoggedWindow) -> None:
         """Judge the timings exchanged at `step`. Collective."""

@@ -1,7 +1,7 @@
 """metrics.jsonl: one record per logged step, also printed and sent to trackers. For rank 0.
 
-Trackers are services and files beside metrics.jsonl that draw a run's curves, only if asked for. A new one is a class
-here and a line in `start_trackers`.
+Trackers are services and files beside metrics.jsonl that draw a run's curves, only if asked for. A new one is a
+function here and a line in `start_trackers`.
 """
 
 from __future__ import annotations
@@ -9,28 +9,29 @@ from __future__ import annotations
 import json
 import os
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.config.bundled_files import import_extra
+from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import RunConfig
+from llmscale.config.run_keys import flatten, publish_keys
 from llmscale.error_handling import say
 from llmscale.errors import ConfigError
-from llmscale.evaluate.tasks import show_value
 from llmscale.files.record_log import RecordLog
-from llmscale.terminal.human_numbers import with_singulars
-from llmscale.training.live_view import Display, PlainLines
+from llmscale.terminal.human_numbers import show_value, with_singulars
+from llmscale.training.inputs import as_plain
 from llmscale.training.run_folder import METRICS_NAME, METRICS_VERSION, without_nan
-from llmscale.training.step_metrics import StepMetrics
+from llmscale.training.step_metrics import StepMetrics, format_step
 from llmscale.untrusted.terminal import make_visible_line, print_visible
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
-    from wandb.sdk.wandb_run import Run
+
+    from llmscale.training.live_view import LiveView
 
 
 class MetricsLog:
@@ -41,23 +42,26 @@ class MetricsLog:
         run_folder: Path,
         total_steps: int,
         trackers: Sequence[Tracker] = (),
-        display: Display | None = None,
+        view: LiveView | None = None,
     ) -> None:
-        """`display` None prints a line per step."""
-        self._total_steps, self._trackers = total_steps, trackers
-        self.display = display or PlainLines(total_steps)
+        """`view` None prints a line per step."""
+        self._total_steps, self._trackers, self._view = total_steps, trackers, view
         # Unbuffered: a record survives whatever happens after its step.
         self._file = RecordLog(run_folder / METRICS_NAME, say)
 
     def begin(self, step: int, **values: object) -> None:
         """Record that training begins after `step`, with facts about this start."""
         self.log_event("start", step=step, metrics_version=METRICS_VERSION, **values)
-        self.display.begin(step)
+        if self._view:
+            self._view.begin(step)
 
     def log_step(self, metrics: StepMetrics) -> None:
         """Record a training step."""
         self._write({"kind": "train", **metrics.as_record()})
-        self.display.show_step(metrics)
+        if self._view:
+            self._view.show_step(metrics)
+        else:
+            print(format_step(metrics, self._total_steps), flush=True)
         self._track("train", asdict(metrics), metrics.step)
 
     def log_validation(
@@ -80,7 +84,8 @@ class MetricsLog:
         self._write({"kind": "validation", "step": step, **values, "num_samples": num_samples, **of_sets})
         each = "".join(f" | {name} {value:.4f}" for name, value in by_set.items())
         self._print(step, f"validation loss {loss:.4f} {with_singulars(f'over {samples}')}{each}")
-        self.display.show_validation(step, loss)
+        if self._view:
+            self._view.show_validation(step, loss)
         self._track("validation", {**values, **by_set}, step)
 
     def log_evaluation(self, step: int, task: str, values: Mapping[str, float], num_items: int) -> None:
@@ -108,15 +113,21 @@ class MetricsLog:
         """Record an event: start, save, stop."""
         self._write({"kind": "event", "event": event, **values})
 
+    def close_view(self) -> None:
+        """Give the terminal's rows back, if the run has a view."""
+        if self._view:
+            self._view.close()
+
     def close(self) -> None:
         """Make everything durable, close it, and warn of missing records."""
-        self.display.close()
+        self.close_view()
         self._file.close()
         for tracker in self._trackers:
             tracker.finish()
 
     def _track(self, kind: str, values: Mapping[str, object], step: int) -> None:
-        numbers = dict(_numbers(values, kind)) if self._trackers else {}
+        # By path: train/loss, train/loss_by_set/web.
+        numbers = {path: value for path, value in flatten({kind: values}, "/") if isinstance(value, (int, float))}
         for tracker in self._trackers:
             tracker.log(numbers, step)
 
@@ -126,75 +137,58 @@ class MetricsLog:
         self._file.append(json.dumps(without_nan(record), allow_nan=False).encode() + b"\n")
 
 
-def _numbers(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, float]]:
-    """Yield every number with its path: train/loss, train/loss_by_set/web."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}/{key}")
-        elif isinstance(value, (int, float)):
-            yield f"{prefix}/{key}", value
-
-
 TENSORBOARD_NAME = "tensorboard"
 #: Seconds until a logged value is in TensorBoard's file.
 _FLUSH_S = 10
 
 
-class Tracker(ABC):
-    """A destination for numbers by name and step. May raise anything: FaultTolerantTracker wraps it."""
+@dataclass
+class Tracker:
+    """A destination for numbers by name and step. Its functions may raise anything, which becomes a warning."""
 
     name: str
     """Name for messages."""
+    write: Callable[[Mapping[str, float], int], object]
+    """Logs numbers of one step, such as "train/loss", NaN and infinity included."""
+    end: Callable[[], object]
+    """Sends what is left."""
+    go_back: Callable[[int], object] = lambda step: None
+    """Drops everything logged after a step; most cannot."""
     run_id: str | None = None
     """Id under which a later start continues the run; None without."""
-
-    @abstractmethod
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log numbers of one step, such as "train/loss", NaN and infinity included."""
-
-    def roll_back(self, step: int) -> None:  # noqa: B027  most cannot
-        """Drop everything logged after `step`."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Send what is left."""
-
-
-class FaultTolerantTracker(Tracker):
-    """A tracker whose failures become warnings: its service dies, its disk fills, its server is gone."""
-
-    def __init__(self, inner: Tracker) -> None:
-        self._inner, self.name, self.run_id = inner, inner.name, inner.run_id
-        self._missing: list[int] = []
+    missing: list[int] = field(default_factory=list)
+    """Steps whose numbers it has refused since the last that arrived."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log, and warn when values cease to arrive and when they arrive again."""
-        if problem := _problem_of(partial(self._inner.log, values, step)):
-            if not self._missing:
+        if problem := _problem_of(partial(self.write, values, step)):
+            if not self.missing:
                 say(f"WARNING: {self.name} failed at step {step}: {problem}. Training continues.")
-            self._missing.append(step)
-        elif self._missing:
+            self.missing.append(step)
+        elif self.missing:
             say(f"WARNING: {self.name} works again. {self._describe_missing()}")
-            self._missing.clear()
+            self.missing.clear()
 
     def roll_back(self, step: int) -> None:
-        if problem := _problem_of(partial(self._inner.roll_back, step)):
+        """Drop everything logged after `step`, or warn."""
+        if problem := _problem_of(partial(self.go_back, step)):
             say(f"WARNING: {self.name} could not go back to step {step}: {problem}.")
 
     def finish(self) -> None:
-        if problem := _problem_of(self._inner.finish):
+        """Send what is left, or warn."""
+        if problem := _problem_of(self.end):
             say(f"WARNING: {self.name} could not finish: {problem}.")
-        if self._missing:
+        if self.missing:
             say(f"WARNING: {self._describe_missing()}")
 
     def _describe_missing(self) -> str:
         return (
-            f"{self.name} lacks {len(self._missing)} records of steps {self._missing[0]} to {self._missing[-1]}; "
+            f"{self.name} lacks {len(self.missing)} records of steps {self.missing[0]} to {self.missing[-1]}; "
             "metrics.jsonl has what was measured."
         )
 
 
-def _problem_of(action: Callable[[], None]) -> str:
+def _problem_of(action: Callable[[], object]) -> str:
     """Run an action of a tracker, and return why it failed, or an empty string."""
     try:
         action()
@@ -203,70 +197,46 @@ def _problem_of(action: Callable[[], None]) -> str:
     return ""
 
 
-class TensorboardFiles(Tracker):
-    """TensorBoard event files, one per start; TensorBoard shows those of a folder as one curve.
+def start_tensorboard(run_folder: Path, *, first_step: int) -> Tracker:
+    """Begin an event file that continues the curves after `first_step` steps. Raises ConfigError.
 
-    Written by tensorboardX, which needs numpy and protobuf: torch's own writer needs all of tensorboard, with a web
-    server and gRPC, on the machine that trains.
+    There is one per start, and TensorBoard shows those of a folder as one curve. It drops later steps, logged by a
+    start that was killed or that the run went back from. They are written by tensorboardX, which needs numpy and
+    protobuf: torch's own writer needs all of tensorboard, with a web server and gRPC, on the machine that trains.
     """
-
-    name = "TensorBoard"
-
-    def __init__(self, open_writer: Callable[[int], SummaryWriter], first_step: int) -> None:
-        """`open_writer` begins a file after a number of steps."""
-        self._open, self._writer = open_writer, open_writer(first_step)
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def roll_back(self, step: int) -> None:
-        self._writer.close()
-        self._writer = self._open(step)
-
-    def finish(self) -> None:
-        self._writer.close()
-
-
-def start_tensorboard(run_folder: Path, *, first_step: int) -> TensorboardFiles:
-    """Begin a file that continues the curves after `first_step` steps. Raises ConfigError.
-
-    TensorBoard drops later steps, logged by a start that was killed or that the run went back from.
-    """
-    writer = import_extra("tensorboardX", "--tensorboard", "tensorboard").SummaryWriter
+    open_writer = import_extra("tensorboardX", "--tensorboard", "tensorboard").SummaryWriter
     folder = run_folder / TENSORBOARD_NAME
+    files: list[SummaryWriter] = []
 
-    def begin(step: int) -> SummaryWriter:
+    def begin(step: int) -> None:
         # The suffix, because two files of one second would have one name.
-        return writer(str(folder), purge_step=step + 1, flush_secs=_FLUSH_S, filename_suffix=f".step-{step}")
+        suffix = f".step-{step}"
+        files.append(open_writer(str(folder), purge_step=step + 1, flush_secs=_FLUSH_S, filename_suffix=suffix))
+
+    def write(values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            files[-1].add_scalar(name, value, step)
+
+    def end() -> None:
+        files[-1].close()
+
+    def go_back(step: int) -> None:
+        end()
+        begin(step)
 
     try:
-        return TensorboardFiles(begin, first_step)
+        begin(first_step)
     except OSError as error:
         raise ConfigError(f"--tensorboard: {folder} cannot be started: {_one_line(error)}.") from None
-
-
-class WandbRun(Tracker):
-    """A run of Weights & Biases, which draws nothing at steps below the newest that it has."""
-
-    name = "wandb"
-
-    def __init__(self, run: Run) -> None:
-        self._run, self.run_id = run, run.id
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(values), step=step)
-
-    def finish(self) -> None:
-        self._run.finish()
+    return Tracker("TensorBoard", write, end, go_back)
 
 
 def start_wandb(
     run_folder: Path, *, project: str, name: str, config: Mapping[str, object], run_id: str | None
-) -> WandbRun:
+) -> Tracker:
     """Begin a wandb run, or continue `run_id`. WANDB_MODE=offline keeps everything in the folder.
 
-    Variables of wandb count for all that is not given here.
+    Variables of wandb count for all that is not given here. wandb draws nothing at steps below the newest that it has.
 
     Raises ConfigError if wandb is not installed, cannot log in or cannot write.
     """
@@ -286,15 +256,15 @@ def start_wandb(
         raise ConfigError(
             f"--wandb: {_one_line(error)} Log in with `wandb login`, or set WANDB_MODE=offline."
         ) from None
-    return WandbRun(run)
+    return Tracker("wandb", lambda values, step: run.log(dict(values), step=step), run.finish, run_id=run.id)
 
 
 def start_trackers(
-    config: RunConfig, described: Callable[[], Mapping[str, object]], *, first_step: int, wandb_run_id: str | None
+    config: RunConfig, resolved: ResolvedRun, *, first_step: int, wandb_run_id: str | None
 ) -> tuple[Tracker, ...]:
     """Start the trackers that a run asks for; they continue an earlier start's curves after `first_step` steps.
 
-    `described` returns the run as plain values. Raises ConfigError.
+    Raises ConfigError.
     """
     started: list[Tracker] = []
     if config.tensorboard:
@@ -305,11 +275,11 @@ def start_trackers(
             config.run,
             project=given_project or os.environ.get("WANDB_PROJECT") or config.wandb_project,
             name=config.wandb_name or os.environ.get("WANDB_NAME") or config.run.name,
-            config=described(),
+            config=publish_keys(as_plain(config)) | resolved.as_dict(),
             run_id=wandb_run_id,
         )
         started.append(run)
-    return tuple(map(FaultTolerantTracker, started))
+    return tuple(started)
 
 
 def _one_line(error: Exception) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from llmscale.data.validation import (
     validation_batches,
 )
 from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
+from llmscale.engine.deepspeed_engine import gradient_norm
 from llmscale.engine.device_memory import measured_memory
 from llmscale.engine.train_step import Phase
 from llmscale.error_handling import say
@@ -32,7 +33,9 @@ from llmscale.evaluate.generate import SamplingSettings, encode_prompt, generate
 from llmscale.evaluate.scoring import Row, RowScore, batches_by_length, in_order, score_batch
 from llmscale.evaluate.tasks import EncodedTask, TaskFile, encode_task
 from llmscale.files.atomic_write import write_durably
-from llmscale.numerics.first_steps import FirstSteps
+from llmscale.numerics.links import LINKS, Finding, LinkJudge, MeanGradients, Watched, first_wrong
+from llmscale.numerics.probe import Probe, choose_strides
+from llmscale.numerics.report import as_row, describe_wrong, worst_rows
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.training.inputs import parse_profiled
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
@@ -64,56 +67,91 @@ class ReportStartup(StepAction):
         self._io.detail(f"start-up: {phases} = {sum(seconds.values()):.1f} s")
 
 
+#: Copies of an element: weight as used, and before and after the step with gradient and two states each.
+_COPIES = 8
+#: Elements of matrices that Muon's step is checked for: fp64 orthogonalises a few million in seconds.
+_MATRIX_ELEMENTS = 2**22
+
+
 class CheckNumerics(StepAction):
-    """Compares the first steps of this start with plain arithmetic, and prints one line."""
+    """Compares the first steps of this start with plain arithmetic, and prints one line.
+
+    At full size: the links that need no second model (numerics/links.py).
+    """
 
     def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
         super().__init__(run, engine, io)
-        self._watch: FirstSteps | None = None
+        self._probe: Probe | None = None
+        self._findings: list[Finding] = []
         self._left = _COMPARED_STEPS
 
     def begin(self, step: int) -> None:
         run = self._run
         if step >= run.resolved.total_steps:
             return
-        self._watch = FirstSteps(
-            run.config,
-            run.resolved,
-            self._engine.deepspeed,
-            run.world.control,
-            micro_steps=run.micro_steps(step),
-            is_compiled=self._engine.compiler is not None,
-            is_new=run.state is None,
-        )
-        size = self._watch.copies_bytes / 2**30
-        share = self._watch.share_copied
+        elements = {tensor.name: tensor.elements for tensor in run.resolved.tensors.trainable}
+        copies = run.micro_steps(step) + _COPIES
+        strides = choose_strides(elements, copies)
+        num_copied = sum(-(-count // strides[name]) for name, count in elements.items())
+        self._share = num_copied / sum(elements.values())
+        complete = _first_matrices(elements, strides)
+        self._watched = Watched(run.config, run.resolved, run.world.control, strides, complete)
+        self._probe = Probe(self._engine.deepspeed, strides, is_compiled=self._engine.compiler is not None)
+        self._judge = LinkJudge(self._watched, self._probe, steps_counted=0 if run.state is None else None)
         self._io.report(
-            f"--check-numerics copies {share:.0%} of the weights and their gradients: {size:.2f} GiB a rank"
+            f"--check-numerics copies {self._share:.0%} of the weights and their gradients: "
+            f"{4 * num_copied * copies / 2**30:.2f} GiB a rank"
         )
 
     def due(self, step: int) -> bool:
-        return self._watch is not None
+        return self._probe is not None
 
     def run(self, result: StepResult) -> None:
-        watch = self._watch
-        assert watch is not None
+        probe = self._probe
+        assert probe is not None
         if result.was_skipped:
-            watch.skip()
+            probe.reset()
             return
-        step = result.step - 1
         with self._engine.meter.pause("profiling"):
-            watch.judge(step, self._run.resolved.schedule.learning_rate(step))
+            step, engine = result.step - 1, self._engine.deepspeed
+            means = MeanGradients(self._watched, probe)
+            lr = self._run.resolved.schedule.learning_rate(step)
+            self._findings += self._judge.judge(step, lr, gradient_norm(engine), means.of)
+            probe.reset()
         self._left -= 1
         if not self._left or result.step == self._run.resolved.total_steps:
             self.close()
-            line = watch.describe()
+            line = self._describe()
             self._io.report(line)
             self._io.log_event("numerics", step=result.step, result=line)
 
     def close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
+    def _describe(self) -> str:
+        """Return one line about the judged steps."""
+        wrong = first_wrong(self._findings)
+        if wrong is not None:
+            return f"WARNING: the numbers of step {wrong.step + 1} are wrong: {describe_wrong(as_row(wrong))}"
+        steps = [finding.step + 1 for finding in self._findings]
+        compared = "" if self._share == 1 else f", on {self._share:.0%} of the weights"
+        shares = ", ".join(f"{row.link} {row.share or 0:.2f}" for row in worst_rows(self._findings, LINKS))
+        return (
+            f"numbers: steps {min(steps)} to {max(steps)} are right on {self._watched.size} ranks{compared}; shares of "
+            f"what rounding explains: {shares}"
+        )
+
+
+def _first_matrices(elements: Mapping[str, int], strides: Mapping[str, int]) -> frozenset[str]:
+    """Return the first parameters that are copied completely, as many as are checked in seconds."""
+    names, total = [], 0
+    for name, count in elements.items():
+        if strides[name] == 1 and total + count <= _MATRIX_ELEMENTS:
+            names.append(name)
+            total += count
+    return frozenset(names)
 
 
 class ReportCompilation(StepAction):
@@ -135,8 +173,7 @@ class ReportCompilation(StepAction):
         elif not compiler.graphs:
             report("WARNING: torch compiled nothing, as where TORCHDYNAMO_DISABLE is set; blocks run eagerly.")
         if compiler.graphs:
-            graphs = f"{compiler.graphs} graph{'s' if compiler.graphs > 1 else ''}"
-            self._io.detail(f"blocks: {graphs} compiled in {compiler.compile_s:.1f} s")
+            self._io.detail(f"blocks: {count_nouns(compiler.graphs, 'graph')} compiled in {compiler.compile_s:.1f} s")
         # Ranks do not meet at a later failure, so each reports its own.
         compiler.on_failure = lambda failure: say(
             f"WARNING: the compiler failed on rank {rank}, whose blocks run eagerly from now on: {failure}."
@@ -261,10 +298,7 @@ def validation_loss(
     engine.eval()
     with torch.no_grad():
         for batch in batches:
-            tokens = batch.tokens.to(device)
-            loss = engine(tokens[:, :-1], tokens[:, 1:], **batch.counted(device))
-            sums = [float(loss) * batch.weight, batch.target_weight, batch.weight]
-            totals += torch.tensor(sums, dtype=torch.float64)
+            totals += batch.sums(engine, device)
     engine.train()
     totals = totals.to(device)
     dist.all_reduce(totals)

@@ -235,7 +235,7 @@ class Session:
         """
         run, io, total = self.run, self.io, self.run.resolved.total_steps
         if io.log:
-            io.log.display.close()
+            io.log.close_view()
         if self.step > run.first_step and run.config.overfit_batch is None:
             self.checkpoints.finish(self.step)
         if io.publisher:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from llmscale.terminal.human_numbers import format_duration
+
 if TYPE_CHECKING:
     from llmscale.engine.train_step import PhaseTimer
 
@@ -188,18 +190,6 @@ def format_step(m: StepMetrics, total_steps: int) -> str:
         else:
             line += declared.line.format(value) if isinstance(declared.line, str) else declared.line(value)
     return line
-
-
-def format_duration(seconds: float) -> str:
-    """Format seconds as 45s, 3m20s, 5h07m or 2d04h."""
-    rounded = round(seconds)
-    if rounded < 60:
-        return f"{rounded}s"
-    if rounded < 3600:
-        return f"{rounded // 60}m{rounded % 60:02d}s"
-    if rounded < 86400:
-        return f"{rounded // 3600}h{rounded % 3600 // 60:02d}m"
-    return f"{rounded // 86400}d{rounded % 86400 // 3600:02d}h"
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import torch
 from llmscale.checkpoint import inventory
 from llmscale.checkpoint import save as save_module
 from llmscale.checkpoint.inventory import find_checkpoints, list_checkpoints, record_history
-from llmscale.checkpoint.load import load_full_weights
 from llmscale.checkpoint.manifest import History, checkpoints_folder, find_damage
 from tests.checkpoint.conftest import folder_of
+from tests.checkpoint.written import load_full_weights
 
 #: Of a run that went back to step 10.
 SECOND = History(2, ((1, 10),))

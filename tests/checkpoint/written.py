@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from llmscale.checkpoint.manifest import CheckpointManifest, hash_file, save_manifest
+from llmscale.checkpoint.tensor_files import StoredWeights
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], world_size: int = 1) -> Path:
@@ -40,3 +41,9 @@ def sign(folder: Path, step: int = 3) -> None:
     (folder / "state.json").write_text("{}")
     files = tuple(hash_file(path) for path in sorted(folder.iterdir()))
     save_manifest(folder, CheckpointManifest(step, 100, 1, 2, "fp32", "2026-01-01T00:00:00+00:00", files))
+
+
+def load_full_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All weights of a checkpoint as flat fp32 tensors by parameter name."""
+    stored = StoredWeights(folder)
+    return {name: stored.read(name, 0, elements) for name, elements in stored.sizes.items()}

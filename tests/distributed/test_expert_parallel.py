@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmscale.checkpoint.load import load_full_weights
+from tests.checkpoint.written import load_full_weights
 from tests.conftest import build_train_command, read_records, words
 from tests.distributed.test_loss import PRECISIONS, cell, check
 from tests.distributed.test_sequence_parallel import ON_HOST

@@ -11,9 +11,9 @@ import torch
 
 from llmscale.architecture.layers import is_adapter
 from llmscale.checkpoint.inventory import find_checkpoint
-from llmscale.checkpoint.load import load_full_weights
 from llmscale.checkpoint.manifest import load_manifest
 from llmscale.evaluate.model_source import open_model
+from tests.checkpoint.written import load_full_weights
 from tests.conftest import build_train_command, forget_after, read_losses, run_ranks, words
 
 FLAGS = words("--precision fp32 --steps 6 --save-every 2 --keep-last 9 --lr 1e-2")

@@ -20,8 +20,9 @@ from llmscale.data.tokenizers.tokenizer import ByteTokenizer
 from llmscale.engine.zero_layout import ShardView
 from llmscale.errors import CheckpointError, ConfigError
 from llmscale.evaluate import export
-from llmscale.evaluate.export import ExportedModel, checkpoint_weights, describe_export, write_model
+from llmscale.evaluate.export import ExportedModel, describe_export, write_model
 from llmscale.evaluate.prune import ModelWeights
+from llmscale.evaluate.weights import open_stored
 from llmscale.model.gpt import GPT
 from scripts.bench.transformers_package import import_transformers
 from tests.checkpoint.written import write_tensors
@@ -89,7 +90,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         checkpoint = save(model, tmp_path.with_name(f"{tmp_path.name}-checkpoint"), world_size, state)
         exported = ExportedModel(model.shape, family or family_of(model.shape), dtype, shard_bytes)
         write_model(
-            checkpoint_weights(checkpoint, exported),
+            open_stored(checkpoint, model.shape, None),
             exported,
             ByteTokenizer(),
             out,
@@ -197,7 +198,7 @@ def test_tensors_of_another_model_are_refused(change: Callable, message: str, mo
     exported = ExportedModel(model.shape, family_of(model.shape), "fp32", 10**9)
     with pytest.raises(CheckpointError, match=message):
         write_model(
-            checkpoint_weights(checkpoint, exported),
+            open_stored(checkpoint, model.shape, None),
             exported,
             ByteTokenizer(),
             tmp_path / "out",

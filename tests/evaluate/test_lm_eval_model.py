@@ -16,9 +16,10 @@ from llmscale.architecture.hf_config import family_of
 from llmscale.architecture.shape import GPTShape
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
-from llmscale.evaluate.export import ExportedModel, checkpoint_weights, write_model
+from llmscale.evaluate.export import ExportedModel, write_model
 from llmscale.evaluate.scoring import pair_row, rolling_rows, score_rows
 from llmscale.evaluate.tasks import encode_task, load_task_files
+from llmscale.evaluate.weights import open_stored
 from llmscale.model.gpt import GPT
 from tests import warm_start
 from tests.checkpoint.written import write_tensors
@@ -38,7 +39,7 @@ def export_random_model(shape: GPTShape, tokenizer: Tokenizer, folder: Path) -> 
     tensors = {f"master/{name}": parameter.detach() for name, parameter in model.named_parameters()}
     checkpoint = write_tensors(folder.with_name(f"{folder.name}-checkpoint"), tensors)
     exported = ExportedModel(shape, family_of(shape), "fp32", 10**9)
-    write_model(checkpoint_weights(checkpoint, exported), exported, tokenizer, folder, card="# card\n", overwrite=False)
+    write_model(open_stored(checkpoint, shape, None), exported, tokenizer, folder, card="# card\n", overwrite=False)
     return model.eval()
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from llmscale.architecture.shape import GPTShape
 from llmscale.errors import DataError
 from llmscale.model import attention_context, gpt
-from llmscale.model.attention_context import KVCache, build_context, kv_cache_bytes, positions_in_documents
+from llmscale.model.attention_context import KVCache, build_contexts, kv_cache_bytes, positions_in_documents
 from llmscale.model.gpt import GPT
 from tests.model.odd_shapes import ODD_SHAPES, build_spread_gpt
 
@@ -76,7 +76,7 @@ def test_positions_begin_anew_behind_each_end() -> None:
 def test_mask_is_what_its_words_say(t: int, window: int) -> None:
     tokens = packed_tokens()[:, :t]
     shape = replace(GPT2_LIKE, sliding_window=window)
-    mask = build_context(shape, positions_in_documents(tokens, END), torch.float32).mask
+    mask = build_contexts(shape, positions_in_documents(tokens, END), torch.float32).local.mask
     assert mask is not None
     for row, seen in zip(tokens, mask[:, 0] == 0.0, strict=True):
         documents = documents_of(row)
@@ -94,7 +94,7 @@ def test_mask_is_as_kernels_take_it(dtype: torch.dtype, of_documents: bool) -> N
     shape = replace(GPT2_LIKE, sliding_window=5)
     tokens = packed_tokens()[:, :21]
     positions = positions_in_documents(tokens, END) if of_documents else torch.arange(21)
-    mask = build_context(shape, positions, dtype).mask
+    mask = build_contexts(shape, positions, dtype).local.mask
     assert mask is not None
     assert mask.dtype == dtype
     assert mask.shape == ((len(ENDS), 1, 21, 21) if of_documents else (21, 21))
@@ -237,7 +237,8 @@ def test_each_block_has_its_own_window(document_end: int | None) -> None:
     positions = torch.arange(24) if document_end is None else positions_in_documents(tokens, document_end)
     x = model.wte(tokens)
     for block, window in zip(model.blocks, (3, 0, 0), strict=True):
-        x = block(x, build_context(replace(shape, sliding_window=window, window_pattern="L"), positions, x.dtype))
+        of_block = replace(shape, sliding_window=window, window_pattern="L")
+        x = block(x, build_contexts(of_block, positions, x.dtype).local)
     assert torch.equal(model(tokens), model.head(model.ln_f(x)))
 
 

@@ -9,13 +9,18 @@ import pytest
 import yaml
 
 from llmscale import __version__
+from llmscale.architecture.hf_config import family_of
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.manifest import CheckpointManifest, save_manifest
+from llmscale.checkpoint.run_state import RunState
 from llmscale.config.run_arguments import parse_run_config
 from llmscale.config.run_config import build_run_config
 from llmscale.data.mixture import TrainingSets, open_training_sets
 from llmscale.data.shards.manifest import ChatFacts
-from llmscale.report.model_card import CardFacts, build_model_card
+from llmscale.data.tokenizers.tokenizer import ByteTokenizer
+from llmscale.evaluate.export import ExportedModel
+from llmscale.evaluate.model_source import TrainedCheckpoint
+from llmscale.report.model_card import build_model_card
 
 MANIFEST = CheckpointManifest(30, 9_600, 2, 3, "bf16", "2026-05-01T12:00:00+00:00", ())
 
@@ -43,22 +48,29 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def facts(tiny_set: Path) -> CardFacts:
+def trained(tiny_set: Path, checkpoint: Path) -> TrainedCheckpoint:
     config = build_run_config({"model": "tiny-1m", "data": str(tiny_set), "run": "/home/me/runs/my-run", "lr": 1e-3})
-    shape = GPTShape(2, 4, 48, 257, 32)
-    return CardFacts(
-        "gpt2", "GPT2LMHeadModel", "bf16", 12_345, shape, MANIFEST, config, open_training_sets(str(tiny_set))
-    )
+    state, shape = RunState(30, 300, 9_600, 0, {}, "bf16", {}), GPTShape(2, 4, 48, 257, 32)
+    sets = open_training_sets(str(tiny_set))
+    return TrainedCheckpoint(checkpoint, MANIFEST, state, config, shape, sets, ByteTokenizer(), None)
 
 
-def test_the_card_says_what_its_run_says(facts: CardFacts, checkpoint: Path) -> None:
-    card = build_model_card(facts, checkpoint)
+def export(trained: TrainedCheckpoint) -> ExportedModel:
+    return ExportedModel(trained.shape, family_of(trained.shape), "bf16", 10**9)
+
+
+def card_of(trained: TrainedCheckpoint) -> str:
+    return build_model_card(export(trained), trained)
+
+
+def test_the_card_says_what_its_run_says(trained: TrainedCheckpoint) -> None:
+    card = card_of(trained)
     for words in (
         "# my-run, step 30",
-        "A `GPT2LMHeadModel` of 12,345 parameters",
+        f"A `GPT2LMHeadModel` of {export(trained).num_parameters:,} parameters",
         "2 layers, width 48, 4 heads",
         "tokenizer `bytes`",
-        facts.data.fingerprint,
+        trained.sets.fingerprint,
         "9,600 tokens in 30 steps",
         "`bf16` on 2 ranks, ZeRO stage 3",
         "training loss | 2.0000 nats per token at step 30",
@@ -70,8 +82,8 @@ def test_the_card_says_what_its_run_says(facts: CardFacts, checkpoint: Path) -> 
         assert words in card
 
 
-def test_no_path_of_the_machine_is_in_it(facts: CardFacts, checkpoint: Path, tiny_set: Path) -> None:
-    card = build_model_card(facts, checkpoint)
+def test_no_path_of_the_machine_is_in_it(trained: TrainedCheckpoint, checkpoint: Path, tiny_set: Path) -> None:
+    card = card_of(trained)
     for path in (tiny_set.parent, checkpoint.parents[3], "/home/me"):
         assert str(path) not in card
 
@@ -93,10 +105,10 @@ RUNS: list[dict[str, object]] = [
 
 @pytest.mark.parametrize("keys", RUNS, ids=lambda keys: ",".join(keys))
 def test_the_command_is_accepted_and_names_nothing_of_the_machine(
-    keys: dict[str, object], facts: CardFacts, checkpoint: Path
+    keys: dict[str, object], trained: TrainedCheckpoint
 ) -> None:
-    config = facts.config.model_copy(update=build_run_config(keys).model_dump(include={*keys}))
-    card = build_model_card(replace(facts, config=config), checkpoint)
+    config = trained.config.model_copy(update=build_run_config(keys).model_dump(include={*keys}))
+    card = card_of(replace(trained, config=config))
     for secret in ("/home", "secret", "curl", "cache", "bucket"):
         assert secret not in card
     (command,) = [line for line in card.splitlines() if line.startswith("llmscale train")]
@@ -107,8 +119,8 @@ def test_the_command_is_accepted_and_names_nothing_of_the_machine(
     assert command.startswith("llmscale train --model") and ("--data" in command) != ("--text" in command)
 
 
-def test_the_lines_at_the_top_are_what_the_hub_reads_and_name_no_license(facts: CardFacts, checkpoint: Path) -> None:
-    _, top, _ = build_model_card(facts, checkpoint).split("---\n", 2)
+def test_the_lines_at_the_top_are_what_the_hub_reads_and_name_no_license(trained: TrainedCheckpoint) -> None:
+    _, top, _ = card_of(trained).split("---\n", 2)
     assert yaml.safe_load(top) == {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
@@ -116,11 +128,11 @@ def test_the_lines_at_the_top_are_what_the_hub_reads_and_name_no_license(facts: 
     }
 
 
-def test_a_checkpoint_without_its_run_says_less(facts: CardFacts, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_run_says_less(trained: TrainedCheckpoint, checkpoint: Path, tmp_path: Path) -> None:
     alone = tmp_path / "copied" / "step-00000030"
     alone.parent.mkdir()
     checkpoint.rename(alone)
-    card = build_model_card(facts, alone)
+    card = card_of(replace(trained, folder=alone))
     assert "# my-run, step 30" in card
     assert "loss" not in card
     assert "| trained with |" not in card
@@ -130,29 +142,27 @@ def test_a_checkpoint_without_its_run_says_less(facts: CardFacts, checkpoint: Pa
     ("model", "name"),
     [("hf:Qwen/Qwen3-0.6B", "hf:Qwen/Qwen3-0.6B"), ("hf:/home/me/models/q", "hf:q"), ("hf:../q/", "hf:q")],
 )
-def test_a_published_model_is_named_as_the_hub_names_it(
-    model: str, name: str, facts: CardFacts, checkpoint: Path
-) -> None:
-    config = facts.config.model_copy(update={"model": model, "init_from": model})
-    card = build_model_card(replace(facts, config=config), checkpoint)
+def test_a_published_model_is_named_as_the_hub_names_it(model: str, name: str, trained: TrainedCheckpoint) -> None:
+    config = trained.config.model_copy(update={"model": model, "init_from": model})
+    card = card_of(replace(trained, config=config))
     assert f"| `{name}`: 2 layers" in card
     assert f"--model {name} " in card
     assert f"--init-from {name}\n" in card
     assert "/home/me" not in card
 
 
-def test_names_that_others_chose_stay_text(facts: CardFacts, checkpoint: Path) -> None:
+def test_names_that_others_chose_stay_text(trained: TrainedCheckpoint) -> None:
     hostile = "x`|\x1b[2J<script>\n---\nlicense: mit"
-    first = replace(facts.data.first, manifest=replace(facts.data.manifest, tokenizer=hostile))
-    card = build_model_card(replace(facts, data=replace(facts.data, locations=(first,))), checkpoint)
+    first = replace(trained.sets.first, manifest=replace(trained.sets.manifest, tokenizer=hostile))
+    card = card_of(replace(trained, sets=replace(trained.sets, locations=(first,))))
     (line,) = [line for line in card.splitlines() if line.startswith("| vocabulary")]
     assert line == "| vocabulary | 257 tokens, tokenizer `xx1b2Jscriptn---nlicense: mit` |"
     assert card.count("---\n") == 2
 
 
-def test_a_template_of_conversations_stays_within_its_block(facts: CardFacts, checkpoint: Path) -> None:
+def test_a_template_of_conversations_stays_within_its_block(trained: TrainedCheckpoint) -> None:
     chat = ChatFacts("{{ messages }}\n```\n# Not a heading", "assistant", True, {"train": 3}, {})
-    location = replace(facts.data.first, manifest=replace(facts.data.manifest, chat=chat))
-    card = build_model_card(replace(facts, data=TrainingSets("set", (location,))), checkpoint)
+    location = replace(trained.sets.first, manifest=replace(trained.sets.manifest, chat=chat))
+    card = card_of(replace(trained, sets=TrainingSets("set", (location,))))
     assert "\n    {{ messages }}\n    ```\n    # Not a heading\n" in card
-    assert "## Conversations" not in build_model_card(facts, checkpoint)
+    assert "## Conversations" not in card_of(trained)

@@ -71,7 +71,7 @@ class Chart {
       padding: [16, 16, 0, 4],
       cursor: {
         y: false,
-        dataIdx: (u, series, index) => nearest(u.data[series], index),
+        hover: { skip: [null] }, // the nearest value, also beside a gap
         bind: { dblclick: () => () => linked.whole() },
         sync: { key: "x", scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
       },
@@ -106,14 +106,6 @@ function seriesOf(curve) {
   if (curve.is_stepped || curve.isQuiet) series.points.show = false;
   if (curve.is_stepped) series.paths = uPlot.paths.stepped({ align: 1 });
   return series;
-}
-
-function nearest(values, index) {
-  for (let distance = 0; distance < values.length; distance++) {
-    if (values[index - distance] != null) return index - distance;
-    if (values[index + distance] != null) return index + distance;
-  }
-  return index;
 }
 
 function isWide(curves) {

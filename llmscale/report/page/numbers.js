@@ -5,13 +5,13 @@ const SUFFIXES = [[1e15, "P"], [1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "K"]];
 const trimmed = (value, digits) => String(Number(value.toPrecision(digits)));
 
 // Four digits or so: 12,345 · 0.0123 · 3e-05; `quantity` shortens large ones: 1.24B.
-function format(value, digits = 4) {
+function format(value) {
   if (value == null || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
   if (size >= 1e15) return value.toExponential(2);
   if (size >= 1000) return Math.round(value).toLocaleString("en-US");
   if (size !== 0 && size < 1e-3) return value.toExponential(2);
-  return trimmed(value, digits);
+  return trimmed(value, 4);
 }
 
 function quantity(value, digits = 3) {

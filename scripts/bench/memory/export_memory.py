@@ -72,7 +72,8 @@ def export(folder: Path, out: Path, model: str, dtype: str, shard_bytes: int) ->
     """Verify and export, as the command does without dataset and tokenizer; print the numbers."""
     from llmscale.checkpoint.manifest import find_damage
     from llmscale.data.tokenizers.tokenizer import ByteTokenizer
-    from llmscale.evaluate.export import ExportedModel, checkpoint_weights, write_model
+    from llmscale.evaluate.export import ExportedModel, write_model
+    from llmscale.evaluate.weights import open_stored
 
     before = status_bytes("VmHWM") / GIB
     began = time.perf_counter()
@@ -80,7 +81,7 @@ def export(folder: Path, out: Path, model: str, dtype: str, shard_bytes: int) ->
     verified = time.perf_counter()
     shape = SHAPES[model]
     exported = ExportedModel(shape, family_of(shape), dtype, shard_bytes)  # type: ignore[arg-type]  # argparse's choices
-    weights = checkpoint_weights(folder, exported)
+    weights = open_stored(folder, shape, None)
     write_model(weights, exported, ByteTokenizer(), out, card="", overwrite=False)
     done = time.perf_counter()
     largest = max(path.stat().st_size for path in out.glob("*.safetensors"))

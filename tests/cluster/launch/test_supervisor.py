@@ -17,10 +17,14 @@ from llmscale.cluster.launch.supervisor import (
     decide,
     read_attempts,
 )
-from llmscale.errors import ConfigError
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.errors import CheckpointError, ConfigError
 from llmscale.files.record_log import RecordLog
 from llmscale.training.run_folder import ATTEMPTS_NAME
+from llmscale.training.start import prepare_start
 from tests.cluster.launch.stand_in import StandIn, host_command
+from tests.conftest import TINY_MODEL
+from tests.training.test_start import save
 
 FIRST = Attempt(1, "2026-01-01T00:00:00+00:00", {"a": 2}, 2, "10.0.0.1:1234", {"b": "no route"}, "logs")
 
@@ -128,17 +132,25 @@ if rank == 1:
 time.sleep(0.1)
 fail("[enforce fail] Connection closed by peer")
 """
-    assert stand_in.launch(code) == 1
-    assert [(attempt.end, attempt.last_step) for attempt in stand_in.attempts] == [("failed", 7)] * 3
+    assert stand_in.launch(code, same_step_limit=2) == 1
+    assert [(attempt.end, attempt.last_step) for attempt in stand_in.attempts] == [("failed", 7)] * 2
     assert stand_in.attempts[0].reason == "rank 1 on b ended with status 1"
     assert "  b | error: the poisoned step" in stand_in.lines
-    assert any("giving up: 3 attempts in a row ended after step 7" in line for line in stand_in.lines)
+    assert any("giving up: 2 attempts in a row ended after step 7" in line for line in stand_in.lines)
 
 
 def test_a_mistake_of_the_user_is_not_tried_again(stand_in: StandIn) -> None:
     assert stand_in.launch("fail('no such thing', 2) if rank else time.sleep(100)") == 2
     assert stand_in.ends == ["user error"]
     assert stand_in.attempts[0].reason == "rank 1 on b refused"
+
+
+def test_a_run_that_cannot_continue_is_refused_before_ranks_start(stand_in: StandIn) -> None:
+    words = ["--data", str(stand_in.data), *TINY_MODEL, "--run", str(stand_in.run_folder), "--global-batch-size", "12"]
+    save(prepare_start(parse_run_config(words), 2), 1)
+    with pytest.raises(CheckpointError, match="seed was 1337 and is 7"):
+        stand_in.launch("train(1, 2)", flags=("--seed", "7"))
+    assert stand_in.attempts == []
 
 
 def test_a_stopped_rank_without_a_peer_is_found_by_the_launcher(
@@ -175,7 +187,7 @@ def test_a_host_that_is_lost_twice_in_a_row_is_left_out_once(stand_in: StandIn) 
     assert "two attempts in a row" in stand_in.attempts[2].left_out["b"]
 
 
-@pytest.mark.parametrize("why", ["--min-hosts", "--sequence-parallel-size"])
+@pytest.mark.parametrize("why", ["--min-hosts", pytest.param("--sequence-parallel-size", marks=pytest.mark.slow)])
 def test_hosts_that_do_not_answer_are_waited_for_on_a_restart(stand_in: StandIn, why: str) -> None:
     asked: list[str] = []
 
