@@ -26,6 +26,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+import psutil
+
 from llmscale.engine.launcher_variables import is_requeued
 from llmscale.errors import MachineError
 from llmscale.untrusted.interpreter import RUN_MODULE
@@ -269,11 +271,11 @@ def find_ranks() -> dict[int, int]:
     """Return the rank of each of this job's living processes on this host: those with the same rendezvous."""
     ours = {f"{name}={os.environ.get(name, '')}".encode() for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")}
     ranks_by_pid = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        variables = set(_read_list(int(name), "environ"))
+    for pid in psutil.pids():
+        variables = set(_read_list(pid, "environ"))
         ranks = [word[5:] for word in variables if word.startswith(b"RANK=") and word[5:].isdigit()]
         if ours <= variables and ranks:
-            ranks_by_pid[int(name)] = int(ranks[0])
+            ranks_by_pid[pid] = int(ranks[0])
     return ranks_by_pid
 
 
@@ -507,8 +509,8 @@ def _reason_of(error: BaseException) -> str | None:
 def _killed_children(parent: int) -> dict[int, int]:
     """Return the signals by which children of a process ended that it has not waited for, by process."""
     signals = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        stat = read_stat(int(name))
+    for pid in psutil.pids():
+        stat = read_stat(pid)
         if stat and stat.parent == parent and stat.state in "ZX" and stat.exit_code & 0x7F:
-            signals[int(name)] = stat.exit_code & 0x7F
+            signals[pid] = stat.exit_code & 0x7F
     return signals

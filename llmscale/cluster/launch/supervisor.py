@@ -311,13 +311,13 @@ class Supervisor:
 
     def _without_unreliable(self, run: AttemptRun) -> Mapping[str, int]:
         """Return the hosts to ask: not the one whose loss ended the last two attempts, if there are enough others."""
-        hosts, lost = self._options.hosts, self._lost[-1] if len(set(self._lost[-2:])) == 1 else None
-        others = {name: slots for name, slots in hosts.items() if name != lost}
-        if lost is None or len(self._lost) < 2 or len(others) < self._options.min_hosts:
+        hosts, last_two = self._options.hosts, self._lost[-2:]
+        lost = last_two[0] if len(last_two) == 2 and last_two[0] == last_two[1] else None
+        if lost is None or len(hosts) <= self._options.min_hosts:
             return hosts
         run.left_out[lost] = "its loss ended two attempts in a row; the next restart uses it again"
         self._show(f"WARNING: {lost} is left out: {run.left_out[lost]}")
-        return others
+        return {name: slots for name, slots in hosts.items() if name != lost}
 
     def _after(self, attempt: Attempt) -> int | None:
         """Return the exit status, or None to try again."""
