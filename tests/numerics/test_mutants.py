@@ -95,6 +95,7 @@ def test_every_bug_is_found_or_known_to_hide(ranks: Callable[..., Ranks]) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_honest_setting_raises_an_alarm(ranks: Callable[..., Ranks], world_size: int) -> None:
     check_honest(ranks, honest_settings(), world_size)
