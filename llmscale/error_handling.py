@@ -215,12 +215,11 @@ def _start_of_ranks() -> str:
 
     A launcher that restarts them stays their parent, and in containers every launcher has the same process id.
     """
-    began = ""
-    with contextlib.suppress(OSError, IndexError):
-        # The command comes first, in parentheses, and may itself contain some.
-        began = Path(f"/proc/{os.getppid()}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+    import psutil
+
+    launcher = psutil.Process().parent()
     names = ("TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
-    return " ".join([began, *(os.environ.get(name, "") for name in names)])
+    return " ".join([str(launcher and launcher.create_time()), *(os.environ.get(name, "") for name in names)])
 
 
 def _discard_output() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -58,3 +59,22 @@ def write_failure(error: OSError, out: Path) -> LlmscaleError:
     path = folder if named is None or isinstance(named, int) else os.path.abspath(os.fsdecode(named))
     is_ours = os.path.commonpath((path, folder)) in (path, folder)
     return DataError(f"Cannot write {out}: {reason}." if is_ours else f"{path}: {reason}. It is needed to write {out}.")
+
+
+def causes_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception, its cause or context, and so on."""
+    for _ in range(10):
+        if error is None:
+            return
+        yield error
+        # boto3 keeps the error of its last attempt there.
+        error = error.__cause__ or getattr(error, "last_exception", None) or error.__context__
+
+
+def http_status(error: BaseException) -> int | None:
+    """Return the HTTP status of the answer that an exception of any client reports."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
+    codes = (getattr(response, "status_code", None), getattr(error, "status_code", None), getattr(error, "code", None))
+    return next((int(code) for code in codes if isinstance(code, int) and 300 <= code < 600), None)

@@ -180,6 +180,16 @@ def run_ranks(
     return outputs[0]
 
 
+def run_cells(
+    script: Path, cells: Sequence[object], world_size: int, *arguments: str, timeout_s: float = HANG_S
+) -> list[dict[str, Any]]:
+    """Run ranks of a script that calls `answer_cells`; return the answers."""
+    output = run_ranks([str(script), json.dumps(list(cells)), *arguments], world_size, timeout_s=timeout_s)
+    answers = [json.loads(line) for line in output.splitlines() if line.startswith('{"')]
+    assert len(answers) == len(cells), output
+    return answers
+
+
 @pytest.fixture(autouse=True)
 def environment_is_restored() -> Iterator[None]:
     """Run each test with output to a pipe of any width, and undo what it set in this process's environment.
@@ -308,6 +318,17 @@ def train_command(tiny_set: Path, tmp_path: Path) -> Callable[..., list[str]]:
     return partial(build_train_command, tiny_set, tmp_path / "run")
 
 
+def refusal_of(command: Sequence[str], world_size: int = 1) -> str:
+    """Return why a command of `build_train_command` is refused, before ranks would join."""
+    from llmscale.config.run_arguments import parse_run_config
+    from llmscale.errors import LlmscaleError
+    from llmscale.training.start import prepare_start
+
+    with pytest.raises(LlmscaleError) as error:
+        prepare_start(parse_run_config(command[1:]), world_size)
+    return str(error.value)
+
+
 def read_records(run: Path, *kinds: str) -> list[dict[str, Any]]:
     """The records of these kinds in a run's metrics.jsonl, in their order."""
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
@@ -317,6 +338,13 @@ def read_records(run: Path, *kinds: str) -> list[dict[str, Any]]:
 def read_losses(run: Path, kind: str = "train") -> dict[int, float]:
     """Loss by step; of a step that was logged twice, the later one."""
     return {record["step"]: record["loss"] for record in read_records(run, kind)}
+
+
+def flip_a_bit(path: Path) -> None:
+    """Alter a file near its end."""
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 4
+    path.write_bytes(content)
 
 
 def forget_after(run: Path, step: int) -> None:

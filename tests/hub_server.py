@@ -11,6 +11,8 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
+import pytest
+
 from tests.loopback import serving
 
 #: What own/model is at.
@@ -23,14 +25,7 @@ class Hub:
 
     files: Path
     home: Path
-    endpoint: str
     asked: list[str]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Of those who ask."""
-        home = str(self.home)
-        return {"HF_ENDPOINT": self.endpoint, "HF_HOME": home, "HF_HUB_CACHE": f"{home}/hub", "no_proxy": "*"}
 
     @property
     def cache(self) -> Path:
@@ -50,6 +45,10 @@ class _Handler(SimpleHTTPRequestHandler):
         self._asked = asked
         super().__init__(*args, **settings)  # type: ignore[arg-type]
 
+    def do_HEAD(self) -> None:
+        self._asked.append(f"HEAD {self.path}")
+        super().do_HEAD()
+
     def do_GET(self) -> None:
         self._asked.append(self.path)
         if not self.path.startswith("/api/models/own/model"):
@@ -63,7 +62,7 @@ class _Handler(SimpleHTTPRequestHandler):
         self.wfile.write(answer)
 
     def _describe(self) -> dict[str, object]:
-        files = [{"rfilename": path.name} for path in Path(self.directory).iterdir()]
+        files = [{"rfilename": path.name, "size": path.stat().st_size} for path in Path(self.directory).iterdir()]
         return {"id": "own/model", "sha": COMMIT, "siblings": files}
 
     def _list_tree(self) -> list[dict[str, object]]:
@@ -95,6 +94,8 @@ class _Handler(SimpleHTTPRequestHandler):
                 self.send_header("X-Linked-Size", str(len(contents)))
             else:
                 self.send_header("ETag", f'"{hashlib.sha1(contents).hexdigest()}"')
+        elif "/resolve/" in self.path:
+            self.send_header("X-Error-Code", "EntryNotFound")
         self.send_header("X-Repo-Commit", COMMIT)
         super().end_headers()
 
@@ -102,9 +103,29 @@ class _Handler(SimpleHTTPRequestHandler):
         """Nothing."""
 
 
+def lead_to_hub(monkeypatch: pytest.MonkeyPatch, home: Path, endpoint: str = "http://127.0.0.1:9") -> None:
+    """Have this process and its children ask this Hub, at first one that nobody reaches, with the cache in `home`.
+
+    huggingface_hub reads the variables when it is imported.
+    """
+    from huggingface_hub import constants, file_download
+
+    for name, value in {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "no_proxy": "*"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN", "HF_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
+    template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    for module in (constants, file_download):
+        monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
+
+
 @contextmanager
-def serve_model(files: Path, home: Path) -> Iterator[Hub]:
+def serve_model(files: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """own/model with these files, at one commit. `home`: of huggingface_hub, for those who ask."""
     asked: list[str] = []
     with serving(partial(_Handler, directory=str(files), asked=asked)) as url:
-        yield Hub(files, home, url, asked)
+        lead_to_hub(monkeypatch, home, url)
+        yield Hub(files, home, asked)

@@ -149,7 +149,6 @@ CLOSED = "error: the output cannot be written: Bad file descriptor.\n"
     ("script", "status", "message"),
     [
         ("$L estimate --gpu list > /dev/full", 1, FULL),
-        ("$L --help > /dev/full", 1, FULL),
         ("$T --help > /dev/full", 1, FULL),
         ("$L estimate --gpu list >&-", 1, CLOSED),
         ("$L estimate --gpu list 2>&- <&- | wc -l | grep -q '[0-9][0-9]'", 0, ""),

@@ -209,32 +209,6 @@ def test_help_answers_without_torch(help_texts: dict[str, str]) -> None:
         assert usage.split(" [")[0] == f"llmscale {name}".rstrip()
 
 
-def test_a_mistake_is_one_line_and_needs_no_torch(bare_environment: dict[str, str], tmp_path: Path) -> None:
-    mistakes = {
-        "--globl-batch-size 8": "Did you mean '--global-batch-size'?",
-        "--data no/such/folder": "does not exist",
-        "--ds ds_configs/zero4.json": "zero4.json",
-    }
-    run = tmp_path / "run"
-    code = f"""
-import sys
-from llmscale.train import main
-for flags in {list(mistakes)!r}:
-    assert main([*flags.split(), "--run", {str(run)!r}]) == 2
-    assert "torch" not in sys.modules
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=bare_environment, cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stderr.splitlines()
-    assert len(lines) == len(mistakes), done.stderr
-    for line, text in zip(lines, mistakes.values(), strict=True):
-        assert line.startswith("error: ")
-        assert text in line
-    assert not run.exists()
-
-
 def readme() -> str:
     return (ROOT / "README.md").read_text()
 

@@ -32,7 +32,7 @@ ERRORS = ("ConfigError", "DataError", "CheckpointError", "DamagedError", "OSErro
 MACHINE_FILES = (
     "cluster/launch/*.py",
     "cluster/hosts.py",
-    "cluster/remote.py",
+    "cluster/hosts.py",
     "cluster/doctor/report.py",
     "cluster/doctor/diagnose.py",
     "engine/launcher_variables.py",

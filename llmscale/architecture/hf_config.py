@@ -30,7 +30,7 @@ from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.errors import ConfigError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, parse_json
 from llmscale.untrusted.hub import is_hub_name, read_hub_files
-from llmscale.untrusted.paths import read_regular
+from llmscale.untrusted.paths import read_regular, unreadable_as
 from llmscale.untrusted.strangers import describe_stranger
 
 CONFIG_NAME = "config.json"
@@ -87,8 +87,8 @@ def get_family(config: Mapping[str, object], source: str) -> Family:
     return FAMILIES[model_type]
 
 
-def read_shape(config: Mapping[str, object], source: str) -> dict[str, object]:
-    """Return the fields of GPTShape in a config.json, with vocab_size and seq_len (its positions).
+def read_shape(config: Mapping[str, object], source: str) -> GPTShape:
+    """Return the shape in a config.json, with its vocabulary and its positions as context.
 
     Raises ConfigError for other architectures and for features that llmscale's model does not compute.
     """
@@ -102,10 +102,9 @@ def read_shape(config: Mapping[str, object], source: str) -> dict[str, object]:
         raise ConfigError(f"{source}: the weights are quantised. Give the folder of the unquantised model.")
     values = family.read(Keys(config, source))
     try:
-        build_shape(values)
+        return build_shape(values)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
-    return values
 
 
 def without_rope_scaling(config: Mapping[str, object]) -> dict[str, object]:
@@ -347,10 +346,8 @@ def find_config(path_or_name: str, source: str) -> FoundConfig:
     if path.is_file():
         if path.suffix != ".json" and (stranger := describe_stranger(path)):
             raise ConfigError(f"{source} is not a {CONFIG_NAME} or its folder.{stranger}")
-        try:
+        with unreadable_as(ConfigError, source):
             return FoundConfig(_parse(read_regular(path, CONFIG_MAX_BYTES), source), path.parent, None)
-        except OSError as error:
-            raise ConfigError(f"{source} cannot be read: {error.strerror}.") from None
     looks_like_a_path = path_or_name.endswith(".json") or path_or_name.startswith((".", "/", "~"))
     if looks_like_a_path or not is_hub_name(path_or_name):
         raise ConfigError(

@@ -239,11 +239,6 @@ class Architecture:
         return self.after_blocks[-1]
 
     @property
-    def is_tied(self) -> bool:
-        """True when the output head is the token embedding."""
-        return bool(self.head.tied_to)
-
-    @property
     def has_adapters(self) -> bool:
         """True when all that is trained is adapters."""
         return any(is_adapter(one.name) for layer in (*self.block, *self.other_block) for one in layer.parameters)
@@ -330,8 +325,10 @@ class Architecture:
 
     def with_divided_experts(self, parts: int) -> Architecture:
         """Return the model of a rank with one of `parts` equal parts of each block's experts."""
+        if parts == 1:
+            return self
         block, other = (tuple(layer.with_part(parts) for layer in layers) for layers in (self.block, self.other_block))
-        return replace(self, block=block, other_block=other) if parts > 1 else self
+        return replace(self, block=block, other_block=other)
 
     def with_combined_blocks(self) -> Architecture:
         """Return the model with each block as a single module."""
@@ -457,4 +454,4 @@ class ParameterTensors:
     @property
     def tied(self) -> bool:
         """True when the token embedding is also the output head."""
-        return self.architecture.is_tied
+        return bool(self.architecture.head.tied_to)

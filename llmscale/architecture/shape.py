@@ -320,11 +320,6 @@ class GPTShape:
             "mlp.up": (m, m) if self.gated_mlp else (m,),
         }.get(layer, (self.n_embd,))
 
-    @property
-    def without_adapters(self) -> GPTShape:
-        """The model whose weights are beside the adapters."""
-        return replace(self, lora_rank=0, lora_alpha=0.0, lora_targets="")
-
     def is_sparse(self, block: int) -> bool:
         """Return whether a block has experts: the last of every expert_interval blocks after the dense ones."""
         after = block - self.dense_layers

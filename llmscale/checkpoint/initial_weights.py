@@ -46,7 +46,6 @@ from llmscale.checkpoint.hf_write import (
 )
 from llmscale.checkpoint.inventory import open_checkpoint
 from llmscale.checkpoint.run_state import SavedRun, read_saved_run
-from llmscale.config.bundled_files import import_extra
 from llmscale.config.hf_model import PREFIX, PublishedModel, is_published
 from llmscale.config.run_config import RunConfig
 from llmscale.config.user_paths import url_of
@@ -56,15 +55,14 @@ from llmscale.data.shards.verify_shards import hash_file
 from llmscale.data.tokenizers.hugging_face import VOCABULARY_NAMES
 from llmscale.errors import CheckpointError, ConfigError, DataError, LlmscaleError
 from llmscale.untrusted.hub import (
+    cache_of,
+    explain_fault,
+    fetch_hub_file,
     find_snapshot,
-    hub_cache,
-    hub_endpoint,
     is_known_absent,
     is_offline,
     list_hub_files,
-    note_absent,
     offline_variable,
-    read_token,
 )
 from llmscale.untrusted.paths import open_regular
 
@@ -397,7 +395,6 @@ _FIRST_POLL_S, _POLL_S = 0.05, 2.0
 #: Form of the Hub's X-Linked-ETag of a large file, which is the name of its file in the cache.
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _VERIFIED_NAME = ".llmscale-verified"
-_CHUNK_BYTES = 1 << 22
 
 
 class _Download(threading.Thread):
@@ -407,7 +404,7 @@ class _Download(threading.Thread):
         """`here` is the complete folder in the cache, or None."""
         super().__init__(daemon=True)
         self._name, self._source = name, source
-        self._cache = hub_cache(name.partition("@")[0])
+        self._cache = cache_of(name.partition("@")[0])
         self._hashed_bytes = 0
         self.folder = here
         self.failure: Exception | None = None
@@ -433,7 +430,7 @@ class _Download(threading.Thread):
             note, seen = self._cache / _VERIFIED_NAME / blob.name, f"{status.st_size} {status.st_mtime_ns}"
             if note.is_file() and note.read_text(errors="replace") == seen:
                 continue
-            if (digest := self._hash(blob)) != blob.name:
+            if (digest := hash_file(blob, "sha256", self._count)) != blob.name:
                 raise CheckpointError(
                     f"{self._source}: {blob} is damaged: its sha256 is {digest[:12]}..., "
                     f"the Hub's {blob.name[:12]}.... Remove it and run again, which downloads it again."
@@ -442,13 +439,8 @@ class _Download(threading.Thread):
                 note.parent.mkdir(exist_ok=True)
                 note.write_text(seen)
 
-    def _hash(self, path: Path) -> str:
-        digest = hashlib.sha256()
-        with open(path, "rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-                self._hashed_bytes += len(chunk)
-        return digest.hexdigest()
+    def _count(self, num_bytes: int) -> None:
+        self._hashed_bytes += num_bytes
 
 
 def provide_model(
@@ -493,46 +485,30 @@ def provide_model(
 
 def _fetch(name: str, source: str) -> Path:
     """Fetch the description of NAME@COMMIT and its weights in one format, safetensors if available."""
+    from huggingface_hub import snapshot_download
+
     model, _, commit = name.partition("@")
-    snapshot_download = import_extra("huggingface_hub", source, "remote").snapshot_download
-
-    def fetch(names: Iterable[str]) -> Path:
-        # snapshot_download takes patterns; a file name may contain their characters.
-        patterns, cache = [glob.escape(name) for name in names], hub_cache(model).parent
-        endpoint, token = hub_endpoint(), read_token() or False
-        return Path(
-            snapshot_download(
-                model, revision=commit, allow_patterns=patterns, cache_dir=cache, endpoint=endpoint, token=token
-            )
-        )
-
     try:
         if is_offline():
-            raise OSError(f"{offline_variable()} is set")
-        listed = list_hub_files(name, CheckpointError)
-        main = choose_weights(listed, f"{source} on the Hub")
-        described = [part for part in listed if part in _DESCRIPTION]
-        for absent in {*VOCABULARY_NAMES} - {*listed}:
-            note_absent(model, commit, absent)
-        folder = fetch([*described, main])
-        # Without an answer of the Hub, snapshot_download returns the rest of an earlier download.
-        if not (folder / main).exists():
-            raise OSError(f"{main} was not downloaded")
+            raise ValueError(f"{offline_variable()} is set")
+        main = choose_weights(list_hub_files(name), f"{source} on the Hub")
+        *_, path = [fetch_hub_file(model, commit, part) for part in (*_DESCRIPTION, main)]
+        if path is None:
+            raise ValueError(f"{main} is not there")
         if main.endswith(INDEX_SUFFIX):
-            folder = fetch({*load_index(folder / main).values()})
-        return folder
+            # It takes patterns; a file name may contain their characters.
+            shards = [glob.escape(part) for part in {*load_index(path).values()}]
+            snapshot_download(model, revision=commit, allow_patterns=shards)
+        return path.parent
     except CheckpointError:
         raise
-    except Exception as error:  # huggingface_hub's errors, its transport's, and OSError
+    except Exception as error:  # the library's errors, its transport's, and OSError
         if (cached := _cached_weights(model, commit)) is not None:
             return cached
-        # Drop the query of a URL: the Hub puts credentials there.
-        words = re.sub(r"(https?://[^\s?]+)\?\S+", r"\1?...", str(getattr(error, "reason", None) or error))
-        reason = " ".join(words.split())[:300]
         raise CheckpointError(
-            f"{source} cannot be fetched from the Hugging Face Hub ({type(error).__name__}: {reason}). Download its "
-            "weights and JSON files and pass their folder, or log in with HF_TOKEN or `hf auth login` if it "
-            "needs permission."
+            f"{source} cannot be fetched from the Hugging Face Hub ({explain_fault(error, f'model {name}')}). Download "
+            "its weights and JSON files and pass their folder, or log in with HF_TOKEN or `hf auth login` if it needs "
+            "permission."
         ) from None
 
 

@@ -254,27 +254,22 @@ def pin_checkpoint(checkpoint: Path, why: str) -> None:
 
 
 def find_checkpoint(path: Path, report: Callable[[str], None] = lambda line: None, *, step: int | None = None) -> Path:
-    """Return `path` if it is a checkpoint, else the run folder's newest checkpoint, or the one of `step`.
+    """Return the folder of the checkpoint that `open_checkpoint` reads. Raises CheckpointError."""
+    return open_checkpoint(path, report, step=step).path
+
+
+def open_checkpoint(
+    path: Path, report: Callable[[str], None] = lambda line: None, *, step: int | None = None
+) -> Checkpoint:
+    """Read `path` if it is a checkpoint, else the run folder's newest checkpoint, or the one of `step`.
 
     checkpoints/best and checkpoints/latest name a checkpoint by what the manifests say, not by the file's text. Only
     the current history counts. `report` gets a line for every skipped entry. Raises CheckpointError.
     """
-    if not (path / MANIFEST_NAME).is_file():
-        return _choose_checkpoint(path, report, step).path
-    if step is not None:
-        raise CheckpointError(f"{path} is one checkpoint, and --step {step} chooses among those of a run folder.")
-    return path
-
-
-def open_checkpoint(path: Path, report: Callable[[str], None] = lambda line: None) -> Checkpoint:
-    """Return the checkpoint of `find_checkpoint`, with its manifest. Raises CheckpointError."""
-    if (path / MANIFEST_NAME).is_file():
+    if (path / MANIFEST_NAME).is_file() and step is None:
         return read_checkpoint(path)
-    return _choose_checkpoint(path, report, None)
-
-
-def _choose_checkpoint(path: Path, report: Callable[[str], None], step: int | None) -> Checkpoint:
-    """Return the newest checkpoint of a run folder, its best one, or the one of a step. Raises CheckpointError."""
+    if (path / MANIFEST_NAME).is_file():
+        raise CheckpointError(f"{path} is one checkpoint, and --step {step} chooses among those of a run folder.")
     if path.is_file() and (stranger := describe_stranger(path)):
         raise CheckpointError(f"{path} is no run folder.{stranger}")
     named = path.name if path.parent.name == CHECKPOINTS_NAME and path.name in (BEST_NAME, LATEST_NAME) else ""
@@ -438,26 +433,18 @@ def remove_leftovers(run: Path) -> list[str]:
     return lines
 
 
-@dataclass(frozen=True)
-class Retention:
-    """Checkpoints that stay."""
-
-    keep_last: int
-    """Number of the newest complete checkpoints that stay, at least 1."""
-    keep_every: int
-    """Checkpoints stay whose step is a multiple of this; 0: none."""
-
-
 def commit_checkpoint(
     run: Path,
     partial: Path,
     manifest: CheckpointManifest,
     state: Mapping[str, object],
-    retention: Retention,
+    *,
+    keep_last: int,
+    keep_every: int,
     pieces: Pieces | None = None,
 ) -> list[str]:
     """Turn the folder `partial` into the run's checkpoint; its tensors are written and listed in `manifest`, or those
-    of `pieces` if other disks have the rest.
+    of `pieces` if other disks have the rest. Others are deleted as `choose_expired` says.
 
     Raises OSError until the folder has its final name. From then on the checkpoint counts as saved: later steps that
     fail are returned as one line each.
@@ -479,7 +466,7 @@ def commit_checkpoint(
         (f"{BEST_NAME} may not name the best one", lambda: point_best(run, current())),
         (
             "not every checkpoint that --keep-last and --keep-every let go is deleted",
-            lambda: apply_retention(run, current(), retention.keep_last, retention.keep_every),
+            lambda: apply_retention(run, current(), keep_last, keep_every),
         ),
     )
     problems = []

@@ -172,14 +172,9 @@ def check_same_scalars(
         raise CheckpointError(
             f"{folder}: the optimizer's number '{name}' {where}: the checkpoint belongs to another optimizer."
         )
-    wrong = [value for numbers in stored.values() for value in numbers.values() if not is_finite_number(value)]
+    wrong = [value for numbers in stored.values() for value in numbers.values() if not math.isfinite(value)]
     if wrong:
         raise CheckpointError(f"{folder}: {wrong[0]!r} is not a finite number, as optimizer states must be.")
-
-
-def is_finite_number(value: object) -> bool:
-    """Return whether a value from a file is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def load_weights(engine: DeepSpeedEngine, folder: Path, group: dist.ProcessGroup, disks: Disks) -> None:

@@ -139,7 +139,7 @@ class Checkpoint:
 
     def is_whole(self) -> bool:
         """Return whether every file of this disk exists at its full length, without reading it."""
-        return all(_size_damage(self.path / stored.name, stored) is None for stored in self.files_here())
+        return all(_find_damage(self.path / stored.name, stored) is None for stored in self.files_here())
 
     def find_damage(
         self, part: int = 0, parts: int = 1, progress: Callable[[int], object] = lambda num_bytes: None
@@ -153,7 +153,7 @@ class Checkpoint:
             files = self.files_here()
         except CheckpointError as error:
             return str(error)
-        damages = (_file_damage(self.path / stored.name, stored, progress) for stored in files[part::parts])
+        damages = (_find_damage(self.path / stored.name, stored, progress) for stored in files[part::parts])
         return next((damage for damage in damages if damage), None)
 
 
@@ -286,25 +286,17 @@ def find_damage(
         return str(error)
 
 
-def _file_damage(path: Path, stored: StoredFile, progress: Callable[[int], object]) -> str | None:
-    damage = _size_damage(path, stored)
-    try:
-        if damage is None and hash_content(path, "xxh3_128", progress) != stored.xxh3_128:
-            return f"{path} does not match its hash: its content was altered."
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror or error}."
-    return damage
-
-
-def _size_damage(path: Path, stored: StoredFile) -> str | None:
+def _find_damage(path: Path, stored: StoredFile, progress: Callable[[int], object] | None = None) -> str | None:
+    """Return what is damaged in a file, or None. Without `progress` only its size is checked."""
     try:
         num_bytes = check_regular(path, follow_links=False).st_size
         if num_bytes != stored.num_bytes:
             open_regular(path, follow_links=False).close()  # names a Git LFS pointer
+            return f"{path} has {num_bytes} bytes instead of {stored.num_bytes}: it was cut short or overwritten."
+        if progress and hash_content(path, "xxh3_128", progress) != stored.xxh3_128:
+            return f"{path} does not match its hash: its content was altered."
     except OSError as error:
         return f"{path} cannot be read: {error.strerror or error}."
-    if num_bytes != stored.num_bytes:
-        return f"{path} has {num_bytes} bytes instead of {stored.num_bytes}: it was cut short or overwritten."
     return None
 
 

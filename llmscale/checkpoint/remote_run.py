@@ -479,13 +479,13 @@ class Lease:
             if changed.holder is not None:
                 changed = replace(changed, holder=replace(changed.holder, beat=changed.holder.beat + 1))
             try:
-                self._version = self._store.replace(self._url, changed.encode(), self._version)
+                self._version = self._store.write_if(self._url, changed.encode(), self._version)
             except Overtaken:
                 # An earlier write, whose answer never came, may have arrived.
                 stored = self._store.read_versioned(self._url)
                 if stored is None or parse_index(stored[0], self._url).epoch != self.index.epoch:
                     raise
-                self._version = self._store.replace(self._url, changed.encode(), stored[1])
+                self._version = self._store.write_if(self._url, changed.encode(), stored[1])
             self.index = changed
 
     def release(self) -> None:
@@ -506,9 +506,7 @@ def take_lease(run: Path, report: Callable[[str], None]) -> tuple[Lease, RunInde
     index = before or RunIndex(secrets.token_hex(8))
     index = replace(index, epoch=index.epoch + 1, last_token=token, holder=holder)
     try:
-        version = (
-            store.replace(index_url, index.encode(), version) if before else store.create(index_url, index.encode())
-        )
+        version = store.write_if(index_url, index.encode(), version)
     except Overtaken:
         raise _in_use(url, "another start, which was faster") from None
     return Lease(store, index_url, index, version), before

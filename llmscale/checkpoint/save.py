@@ -11,13 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from llmscale.checkpoint.inventory import Retention, commit_checkpoint, free_name
+from llmscale.checkpoint.inventory import commit_checkpoint, free_name
 from llmscale.checkpoint.manifest import (
     CheckpointManifest,
     History,
@@ -33,8 +32,6 @@ from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_each_dis
 from llmscale.errors import CheckpointError
 from llmscale.files.atomic_write import write_durably
 from llmscale.planning.disk_usage import SPARE_BYTES
-
-_T = TypeVar("_T")
 
 #: Tenths of a second to wait until a network file system shows a new folder to another host.
 _VISIBLE_TRIES = 50
@@ -90,7 +87,8 @@ class CheckpointSaver:
         history of new checkpoints, `disks` are those that they are written to. `check_run_folder` raises OSError on a
         disk whose run folder no longer belongs to this run. `on_saved` gets every finished checkpoint, on every rank.
         """
-        self._run, self._retention, self._history = run, Retention(keep_last, keep_every), history or History()
+        self._run, self._keep_last, self._keep_every = run, keep_last, keep_every
+        self._history = history or History()
         self._disks = disks
         self._in_background, self._report, self._check_run_folder = in_background, report, check_run_folder
         self._on_saved = on_saved
@@ -120,7 +118,8 @@ class CheckpointSaver:
         final = checkpoints_folder(self._run) / checkpoint_name(snapshot.step)
         partial: Path | None = None
         try:
-            partial = self._prepare(final, snapshot)
+            partial = folder = self._prepare(final, snapshot)
+            on_all_ranks(self._group, lambda: _check_visible(folder))
             dcp.save(
                 snapshot.fragments,
                 # Tensors are on the host. Without 0 the writer waits for a stream of this thread's device, which is GPU
@@ -161,20 +160,14 @@ class CheckpointSaver:
             wanted = (needed if snapshot.zero_stage == 0 else total) + SPARE_BYTES
             if free < wanted:
                 partial.rmdir()
-                raise OSError(
+                raise CheckpointError(
                     f"{partial.parent} has {free / 2**30:.2f} GiB free and {wanted / 2**30:.2f} GiB are needed; "
                     f"free some space, lower --keep-last, or give up abandoned checkpoints (llmscale checkpoint prune "
                     f"{self._run})"
                 )
             return partial
 
-        partial = on_each_disk(self._group, self._disks, _as_checkpoint_error(prepare))
-        try:
-            on_all_ranks(self._group, lambda: _check_visible(partial))
-        except Exception:
-            self._discard(partial)
-            raise
-        return partial
+        return on_each_disk(self._group, self._disks, prepare)
 
     def _commit(self, partial: Path, snapshot: Snapshot) -> list[str]:
         """Hash the files on every rank, then commit on rank 0; returns a line per later failure. Collective."""
@@ -182,12 +175,12 @@ class CheckpointSaver:
         def hash_own() -> list[StoredFile]:
             return [hash_file(path) for path in sorted(partial.glob(f"__{dist.get_rank()}_*"))]
 
-        of_ranks = gather(self._group, on_all_ranks(self._group, _as_checkpoint_error(hash_own)))
+        of_ranks = gather(self._group, on_all_ranks(self._group, hash_own))
         files = tuple(itertools.chain.from_iterable(of_ranks))
         manifest = on_main_rank(self._group, lambda: _build_manifest(snapshot, files, self._history))
         pieces, index, rank = None, b"", dist.get_rank()
         if not self._disks.is_one:
-            index = on_main_rank(self._group, _as_checkpoint_error((partial / INDEX_NAME).read_bytes))
+            index = on_main_rank(self._group, (partial / INDEX_NAME).read_bytes)
             own = [file.name for neighbour in self._disks.neighbours(rank) for file in of_ranks[neighbour]]
             pieces = Pieces((INDEX_NAME, *own))
 
@@ -195,9 +188,17 @@ class CheckpointSaver:
             self._check_run_folder()
             if rank and pieces is not None:
                 write_durably(partial / INDEX_NAME, index)
-            return commit_checkpoint(self._run, partial, manifest, snapshot.state, self._retention, pieces)
+            return commit_checkpoint(
+                self._run,
+                partial,
+                manifest,
+                snapshot.state,
+                keep_last=self._keep_last,
+                keep_every=self._keep_every,
+                pieces=pieces,
+            )
 
-        return on_each_disk(self._group, self._disks, _as_checkpoint_error(commit))
+        return on_each_disk(self._group, self._disks, commit)
 
     def _discard(self, partial: Path) -> None:
         rank = dist.get_rank()
@@ -232,18 +233,6 @@ def _build_manifest(snapshot: Snapshot, files: tuple[StoredFile, ...], history: 
         history=history,
         validation=snapshot.validation,
     )
-
-
-def _as_checkpoint_error(action: Callable[[], _T]) -> Callable[[], _T]:
-    """Wrap `action` to raise every error as a CheckpointError."""
-
-    def attempt() -> _T:
-        try:
-            return action()
-        except Exception as error:
-            raise CheckpointError(_first_cause(error)) from error
-
-    return attempt
 
 
 def _first_cause(error: BaseException) -> str:

@@ -62,6 +62,7 @@ def table(
 
 
 def _value(record: object, path: str) -> object:
+    """Return the attribute at a path such as `strategy.offload`; None if there is none on the way."""
     return reduce(lambda value, name: None if value is None else getattr(value, name), path.split("."), record)
 
 
@@ -84,13 +85,13 @@ def align(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None 
 
 
 def as_json(value: object) -> object:
-    """Return JSON values: of a record its fields, without those that its repr leaves out, and the properties that it
-    names in DERIVED."""
+    """Return JSON values: of a record its fields, without those that its repr leaves out, and the attributes that it
+    names in DERIVED, by the last name of their paths."""
     if is_dataclass(value):
-        names = [field.name for field in fields(value) if field.repr]
+        paths = [field.name for field in fields(value) if field.repr]
         of_shape = ("num_parameters", "active_parameters") if isinstance(value, GPTShape) else ()
-        names += (*of_shape, *getattr(value, "DERIVED", ()))
-        return {name: as_json(getattr(value, name)) for name in names}
+        paths += (*of_shape, *getattr(value, "DERIVED", ()))
+        return {path.rpartition(".")[2]: as_json(_value(value, path)) for path in paths}
     if isinstance(value, Mapping):
         return {key: as_json(item) for key, item in value.items()}
     return [as_json(item) for item in value] if isinstance(value, list | tuple) else value

@@ -13,11 +13,19 @@ from llmscale.checkpoint.inventory import (
     find_best,
     find_checkpoint,
     find_checkpoints,
+    open_checkpoint,
     prunable,
     read_state,
     report_passed_over,
 )
-from llmscale.checkpoint.manifest import Checkpoint, checkpoints_folder, find_damage, load_manifest, load_pieces
+from llmscale.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Checkpoint,
+    checkpoints_folder,
+    find_damage,
+    load_manifest,
+    load_pieces,
+)
 from llmscale.config.command_line import run_place
 from llmscale.config.run_keys import flatten
 from llmscale.config.user_paths import is_view, shown, url_of
@@ -115,28 +123,28 @@ def _find(run: Path) -> FoundCheckpoints:
 
 
 def _show(args: argparse.Namespace) -> int:
-    folder = find_checkpoint(args.run, print_to_stderr)
-    manifest = load_manifest(folder)
-    print_visible(shown(folder))
+    checkpoint = open_checkpoint(args.run, print_to_stderr)
+    print_visible(shown(checkpoint.path))
     for key in ("step", "tokens_seen", "world_size", "zero_stage", "precision", "created"):
-        print_visible(f"  {key}: {getattr(manifest, key)}")
-    for file in manifest.files:
+        print_visible(f"  {key}: {getattr(checkpoint.manifest, key)}")
+    for file in checkpoint.manifest.files:
         print_visible(f"  {file.num_bytes:>14,} bytes  {file.name}  xxh3_128 {file.xxh3_128}")
-    print(json.dumps(read_state(folder), indent=2))
+    print(json.dumps(read_state(checkpoint.path), indent=2))
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
     checkpoints = find_checkpoints(args.run)
     report_passed_over(checkpoints, print_to_stderr)
-    folders = [saved.path for saved in [*checkpoints.current, *checkpoints.abandoned]] + [
-        path for path, _ in checkpoints.damaged
-    ]
+    folders = [saved.path for saved in [*checkpoints.current, *checkpoints.abandoned]]
+    folders += [path for path, _ in checkpoints.damaged]
+    if not folders:
+        folders = [args.run if (args.run / MANIFEST_NAME).is_file() else find_checkpoint(args.run)]
     abandoned = {saved.path for saved in checkpoints.abandoned}
     num_damaged = 0
     total_bytes = sum(saved.manifest.num_bytes for saved in [*checkpoints.current, *checkpoints.abandoned])
     with show_progress("Verifying", total_bytes) as progress:
-        for folder in folders or [find_checkpoint(args.run)]:
+        for folder in folders:
             damage = find_damage(folder, progress=progress.add) or _find_remote_damage(folder)
             num_damaged += damage is not None
             mark = " (abandoned)" if folder in abandoned else ""

@@ -158,6 +158,8 @@ def _verify(args: argparse.Namespace) -> int:
     """Read every shard; those of a remote dataset are downloaded again, into a small temporary cache."""
     from llmscale.data.shards.cache import open_set
     from llmscale.data.shards.manifest import load_manifest
+    from llmscale.data.shards.verify_shards import find_damage
+    from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
 
     if "://" in args.folder:
         import tempfile
@@ -165,22 +167,16 @@ def _verify(args: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="llmscale-verify-") as cache:
             location = open_set(args.folder, Path(cache))
             return _report(args.folder, location.manifest, _find_remote_damage(location))
-    manifest = load_manifest(args.folder)
-    return _report(args.folder, manifest, _find_local_damage(Path(args.folder), manifest))
-
-
-def _find_local_damage(folder: Path, manifest: Manifest) -> Iterator[tuple[int, str]]:
-    """Yield the bytes of each file, and its damage or an empty string."""
-    from llmscale.data.shards.verify_shards import find_damage
-    from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
-
+    manifest, folder = load_manifest(args.folder), Path(args.folder)
     load_set_tokenizer(folder, manifest)
-    for split in manifest.splits:
-        for file, damage in find_damage(folder, split, manifest):
-            yield file.bytes, damage
+    checked = (
+        (file.bytes, damage) for split in manifest.splits for file, damage in find_damage(folder, split, manifest)
+    )
+    return _report(args.folder, manifest, checked)
 
 
 def _find_remote_damage(location: SetLocation) -> Iterator[tuple[int, str]]:
+    """Yield the bytes of each file, and its damage or an empty string."""
     from llmscale.data.shards.cache import fetch_tokenizer
     from llmscale.data.shards.token_shards import TokenShards
     from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer

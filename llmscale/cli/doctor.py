@@ -107,7 +107,7 @@ def _run(args: argparse.Namespace) -> int:
 def _prove_numbers(args: argparse.Namespace) -> int:
     """Check the run's numbers on its ranks, print the report, and return 1 if a link is wrong. Raises LlmscaleError."""
     from llmscale.cluster.doctor.on_ranks import prove
-    from llmscale.cluster.launch.ranks import list_gpus
+    from llmscale.cluster.launch.ranks import count_gpus
     from llmscale.numerics.report import table_lines
 
     request = _request(args)
@@ -115,7 +115,7 @@ def _prove_numbers(args: argparse.Namespace) -> int:
     if request.ds is not None and not flags:
         flags = ["--ds", request.ds]
     if args.hostfile is None:
-        hosts = {"localhost": args.ranks or len(list_gpus()[0]) or _RANKS_ON_CPU}
+        hosts = {"localhost": args.ranks or count_gpus() or _RANKS_ON_CPU}
     report = prove(hosts, flags, args.timeout or _NUMERICS_TIMEOUT_S)
     if args.json:
         print(json.dumps({**asdict(report), "setting": report.setting}, indent=1))
@@ -149,7 +149,7 @@ def _request(args: argparse.Namespace) -> ProbeRequest:
     """Return the question to the hosts. Raises ConfigError for misspelt flags and missing files."""
     from llmscale.cluster.doctor.report import ProbeRequest
     from llmscale.cluster.hosts import parse_hostfile
-    from llmscale.cluster.launch.ranks import list_gpus
+    from llmscale.cluster.launch.ranks import count_gpus
     from llmscale.config.deepspeed.resolve import load_ds_config
     from llmscale.config.run_arguments import load_run_file, parse_run_flags
 
@@ -163,10 +163,7 @@ def _request(args: argparse.Namespace) -> ProbeRequest:
         flags = ["--config", str(args.run_config), *flags]
     if flags and args.ds is not None:
         flags += ["--ds", str(args.ds)]
-    if args.hostfile is None:
-        hosts = {socket.gethostname(): max(1, len(list_gpus()[0]))}
-    else:
-        hosts = {host.name: host.slots for host in parse_hostfile(args.hostfile)}
+    hosts = parse_hostfile(args.hostfile) if args.hostfile else {socket.gethostname(): max(1, count_gpus())}
     ds = str(args.ds) if args.ds else None
     return ProbeRequest(
         hosts=hosts, port=args.port, ds=ds, train_flags=tuple(flags), timeout_s=args.timeout or _TIMEOUT_S

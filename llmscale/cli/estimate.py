@@ -115,7 +115,6 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     _check_combination(args)
     from llmscale.cli import estimate_answers as answers
-    from llmscale.cli.estimate_largest import answer_largest, answer_longest
 
     gpus = read_gpus(args)
     if args.price is not None and len(args.price) != len(gpus):
@@ -132,9 +131,9 @@ def _run(args: argparse.Namespace) -> int:
     if len(gpus) > 1:
         return answers.answer_gpus(args, gpus)
     if args.max_model:
-        return answer_largest(args, gpus[0])
+        return answers.answer_largest(args, gpus[0])
     if args.max_seq_len:
-        return answer_longest(args, gpus[0])
+        return answers.answer_longest(args, gpus[0])
     return (answers.answer_networks if args.interconnect == LIST else answers.answer_rows)(args, gpus[0])
 
 

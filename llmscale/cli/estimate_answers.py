@@ -1,4 +1,4 @@
-"""The answers of `llmscale estimate` about one model: rows, GPUs, networks, model states. No torch."""
+"""The answers of `llmscale estimate`: rows, GPUs, networks, model states, the largest model and sequence. No torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from pathlib import Path
 from llmscale.architecture.hf_config import HFModel
 from llmscale.architecture.layers import ParameterTensors
 from llmscale.cli.answers import CATEGORIES, align, gib, show, table
-from llmscale.cli.estimate_details import comparison_values, detail_lines, dry_run_rows
+from llmscale.cli.estimate_details import detail_lines, dry_run_rows
 from llmscale.cli.estimate_rows import (
     EXIT_NOTHING_FITS,
+    STRATEGY_HEADS,
     EstimateRequest,
-    Row,
     RowsAnswer,
     find_rows,
+    host_words,
+    margin_line,
     question_values,
     read_cluster,
     read_request,
@@ -26,6 +28,7 @@ from llmscale.cli.estimate_rows import (
     row_lines,
 )
 from llmscale.cli.flags import describe_data, given_keys, train_command
+from llmscale.config.batch_plan import sequence_parallel_sizes
 from llmscale.config.bundled_files import DS_CONFIGS
 from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.describe_defaults import describe_parameters, describe_preset
@@ -39,16 +42,23 @@ from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import GIB, format_size
 from llmscale.planning.recommend import (
     Misfit,
+    RankedConfig,
     fastest_by_link,
+    fastest_by_split,
     find_misfit,
-    nearest_fit,
 )
+from llmscale.planning.scaling import GPT3, scaling_family
 from llmscale.planning.search import (
     Candidate,
     HFConfig,
+    LargestModel,
+    LongestSequences,
     find_hf_configs,
+    find_largest_models,
+    find_longest,
     most_room,
     strategy_ds_config,
+    with_inputs_on_host,
 )
 from llmscale.report.save_figure import check_plot
 from llmscale.terminal.colour import paint
@@ -66,8 +76,7 @@ def answer_rows(args: argparse.Namespace, gpu: GPU) -> int:
     if args.emit is not None and answer.ranking.recommended is not None:
         _emit(args.emit, answer.ranking.recommended.fit, answer.request.nvme_path)
     if args.json:
-        comparisons = [comparison_values(dry_run) for dry_run in dry_runs]
-        show(answer.values() | {"dry_runs": comparisons}, (), is_json=True)
+        show(answer.values() | {"dry_runs": dry_runs}, (), is_json=True)
     else:
         print_fitting(_question_lines(answer))
         print_fitting(_recommendation_lines(answer, args.emit))
@@ -81,7 +90,7 @@ def answer_rows(args: argparse.Namespace, gpu: GPU) -> int:
 
 def _question_lines(answer: RowsAnswer) -> Iterator[str]:
     request, ranking = answer.request, answer.ranking
-    step, model = request.trials[0].step, str(request.keys.get("model", "model"))
+    step, model = request.step, str(request.keys.get("model", "model"))
     shape = step.shape
     yield (
         f"{model}: {describe_parameters(shape)} ({shape.n_layer} layers, {shape.n_head} heads, width "
@@ -110,17 +119,18 @@ def _question_lines(answer: RowsAnswer) -> Iterator[str]:
 def _recommendation_lines(answer: RowsAnswer, emitted: Path | None) -> Iterator[str]:
     """Yield the row to take, its memory, its margin and its command; or the bytes that are missing."""
     request, ranking = answer.request, answer.ranking
-    if ranking.recommendation is None or ranking.recommended is None or answer.chosen is None:
+    row = ranking.recommended
+    if ranking.recommendation is None or row is None:
         yield from _misfit_lines(find_misfit(ranking.fits, is_restricted=request.is_restricted))
         yield ""
         return
-    fit, row = ranking.recommended.fit, answer.rows[answer.chosen]
+    fit = row.fit
     name = f"{row.ds_config}: {fit.strategy.describe()}" if row.ds_config else fit.strategy.describe()
     rate = f"; {row.tokens_per_second:,.0f} tokens/s" if row.tokens_per_second else ""
     mfu = f", {row.mfu:.0%} MFU" if row.mfu else ""
     price = f", ${row.usd_per_billion_tokens:,.0f} per billion tokens" if row.usd_per_billion_tokens else ""
-    memory = f"{gib(row.estimate.total_bytes)} of {fit.cluster.gpu_bytes / GIB:.1f} GiB"
-    choice = f"* {name}, micro-batch {row.batch}: {memory}, {row.verdict.strip()}{rate}{mfu}{price}"
+    memory = f"{gib(fit.estimate.total_bytes)} of {fit.cluster.gpu_bytes / GIB:.1f} GiB"
+    choice = f"* {name}, micro-batch {row.batch}: {memory}, {fit.verdict.strip()}{rate}{mfu}{price}"
     yield from (paint(line, "green", sys.stdout) for line in wrap_line(choice, output_width()))
     yield f"  {ranking.recommendation.why[0].upper()}{ranking.recommendation.why[1:]}"
     ds, note = _ds_path(fit, request, emitted)
@@ -183,31 +193,24 @@ def _emit(path: Path, fit: Candidate, nvme_path: str) -> None:
     write_output_file("--emit", path, json.dumps(config, indent=2) + "\n")
 
 
-def _plot(path: Path, answer: RowsAnswer, indices: Sequence[int]) -> None:
-    from llmscale.report.memory_plot import MemoryBar, plot_memory
+def _plot(path: Path, answer: RowsAnswer, rows: Sequence[RankedConfig]) -> None:
+    from llmscale.report.planning_plots import MemoryBar, plot_memory
 
     bars = [
-        MemoryBar(
-            label=_label(row),
-            peak=row.estimate.peak,
-            reserve_bytes=row.estimate.reserve_bytes,
-            context_bytes=row.estimate.context_bytes,
-            fits=row.fits,
-            recommended=index == answer.chosen,
-        )
-        for index, row in ((index, answer.rows[index]) for index in indices)
+        MemoryBar(_label(row), row.fit.estimate, row.fit.fits, is_recommended=row is answer.ranking.recommended)
+        for row in rows
     ]
     request = answer.request
-    seq_len, model = request.trials[0].step.shape.seq_len, request.keys.get("model", "")
+    seq_len, model = request.step.shape.seq_len, request.keys.get("model", "")
     title = f"{model} on {request.machines_in_words}, sequences of {seq_len:,}"
     plot_memory(path, bars, request.cluster.gpu_bytes, title)
 
 
-def _label(row: Row) -> str:
+def _label(row: RankedConfig) -> str:
     strategy, offload = row.strategy, row.strategy.offload.replace("-", "")
     mode = "" if strategy.activation_checkpointing == "none" else f"{strategy.activation_checkpointing} ckpt"
     where = [row.ds_config] if row.ds_config else [f"ZeRO {strategy.stage_words}", offload]
-    return ", ".join(part for part in (*where, mode, f"batch {row.micro_batch_size}") if part)
+    return ", ".join(part for part in (*where, mode, f"batch {row.fit.plan.micro_batch_size}") if part)
 
 
 def answer_gpus(args: argparse.Namespace, gpus: Sequence[GPU]) -> int:
@@ -215,9 +218,8 @@ def answer_gpus(args: argparse.Namespace, gpus: Sequence[GPU]) -> int:
     rows = []
     for gpu, price in dict.fromkeys(zip(gpus, args.price or [None] * len(gpus), strict=True)):
         answer = find_rows(read_request(args, gpu), gpu.name, price)
-        fits = answer.ranking.fits
-        rows.append(answer.rows[fits.index(nearest_fit(fits)) if answer.chosen is None else answer.chosen])
-    request, step = answer.request, answer.request.trials[0].step
+        rows.append(answer.ranking.nearest)
+    request, step = answer.request, answer.request.step
     prices = [row.usd_per_billion_tokens or math.inf for row in rows]
     rates = [row.tokens_per_second or 0 for row in rows]
     best = prices.index(min(prices)) if args.price else rates.index(max(rates))
@@ -227,7 +229,7 @@ def answer_gpus(args: argparse.Namespace, gpus: Sequence[GPU]) -> int:
         f"the one that misses least; * {'least expensive' if args.price else 'fastest'}",
         *request.assumption_lines(),
         "",
-        *table(row_heads(wide=False), rows, is_marked=lambda row: row.fits and row is rows[best]),
+        *table(row_heads(wide=False), rows, is_marked=lambda row: row.fit.fits and row is rows[best]),
         "",
         "GiB per GPU at the peak; tok/s are estimated. One --gpu has its command, and the rows to choose between.",
     ]
@@ -237,7 +239,7 @@ def answer_gpus(args: argparse.Namespace, gpus: Sequence[GPU]) -> int:
         lines,
         is_json=args.json,
     )
-    return 0 if any(row.fits for row in rows) else EXIT_NOTHING_FITS
+    return 0 if any(row.fit.fits for row in rows) else EXIT_NOTHING_FITS
 
 
 def answer_networks(args: argparse.Namespace, gpu: GPU) -> int:
@@ -246,7 +248,7 @@ def answer_networks(args: argparse.Namespace, gpu: GPU) -> int:
     Raises ConfigError for one node, and for a GPU of unknown rate.
     """
     request = read_request(args, gpu)
-    step = request.trials[0].step
+    step = request.step
     if request.cluster.num_nodes == 1:
         raise ConfigError("--interconnect list compares networks between nodes; this is one node. Give --num-nodes.")
     rates = fastest_by_link(request.trials, request.cluster)
@@ -335,6 +337,122 @@ def _states_summary(rows: list[HFConfig]) -> str:
         )
     offload = "without offload" if best.strategy.offload == "-" else f"with offload ({best.strategy.offload})"
     return f"{num_fitting} of {len(rows)} rows fit; {stage} {offload} leaves most room for activations: {room}."
+
+
+def answer_largest(args: argparse.Namespace, gpu: GPU) -> int:
+    """Print the largest model for each strategy; return 0 if something fits, else 1."""
+    request = read_request(args, gpu)
+    model = None if args.model is None else str(args.model)
+    family = scaling_family(model)
+    models = find_largest_models(request.trials, request.cluster, family)
+    values = question_values(request) | {"largest_models": models}
+    del values["shape"]
+    show(values, _largest_lines(request, model, family, models), is_json=args.json)
+    return 0 if any(model.fit for model in models) else EXIT_NOTHING_FITS
+
+
+def _largest_lines(
+    request: EstimateRequest, model: str | None, family: str, models: Sequence[LargestModel]
+) -> Iterator[str]:
+    step, is_fixed = request.step, request.trials[0].is_fixed
+    what = "The largest GPT" if model is None else f"The largest model like {model}"
+    yield (
+        f"{what} that fits {request.machines_in_words}, {step.precision}: sequences of {step.shape.seq_len:,}, "
+        f"vocabulary {step.shape.vocab_size:,}, micro-batch {step.plan.micro_batch_size if is_fixed else 1}"
+    )
+    yield from request.assumption_lines()
+    yield ""
+    best = max((row.num_parameters or 0 for row in models), default=0)
+    heads = STRATEGY_HEADS | {
+        "size": "parameters",
+        "shape.n_layer": "layers",
+        "shape.n_head": "heads",
+        "shape.n_embd": "width",
+        "total_bytes": "total",
+        "fit.host_bytes_per_node": "host",
+        "fit.nvme_bytes_per_node": "NVMe",
+        "preset": "preset",
+    }
+    yield from table(heads, models, is_marked=lambda row: row.num_parameters == best, group="strategy.zero_stage")
+    yield ""
+    fit = next((row.fit for row in models if row.fit), None)
+    if fit is not None and fit.plan.gradient_accumulation_steps > 1:
+        yield (
+            f"global batch {fit.plan.global_batch_size:,}: {fit.plan.gradient_accumulation_steps} micro-steps, whose "
+            f"gradients are summed in {fit.step.engine_config.grad_accum_dtype}."
+        )
+    yield _shapes_line(model, family)
+    yield f"total: GiB of one GPU; host and NVMe: GiB of one node, {host_words(request.cluster)}."
+    yield f"{margin_line()} A model that barely fits leaves no room for a larger micro-batch."
+    yield "preset: the largest that is not larger."
+
+
+def _shapes_line(model: str | None, family: str) -> str:
+    """Return the source of the sizes."""
+    if family != GPT3:
+        return (
+            f"Shapes: the {family} presets, and between them depth, heads and MLP as functions of the width; beyond "
+            "the widest in proportion to it."
+        )
+    whose = "" if model is None or model.startswith("gpt3-") else f"; blocks are {model}'s"
+    return f"Shapes: GPT-3's table, and between its points depth as a function of the width{whose}."
+
+
+def answer_longest(args: argparse.Namespace, gpu: GPU) -> int:
+    """Print the longest sequence of each strategy by GPUs that divide it; return 0 if one fits, else 1."""
+    # The batch does not matter: each group of GPUs has the micro-batch alone.
+    args.global_batch_size = read_cluster(args, gpu).world_size * (args.micro_batch_size or 1)
+    request = read_request(args, gpu)
+    cluster, step, is_fixed = request.cluster, request.step, request.trials[0].is_fixed
+    every_size = sequence_parallel_sizes(cluster.world_size, step.shape.n_head)
+    sizes = [step.plan.ranks.sequence_parallel_size] if args.sequence_parallel_size else every_size
+    trials = request.trials if request.names else [*with_inputs_on_host(request.trials, request.nvme_path)]
+    rows = find_longest(trials, cluster, sizes)
+    fastest = fastest_by_split(request.trials, cluster, sizes)
+    rates = {size: row.throughput.tokens_per_second for size, row in fastest.items() if row and row.throughput}
+    lines = [
+        f"The longest sequence that fits {request.machines_in_words}, {step.precision}, in tokens: micro-batch "
+        f"{step.plan.micro_batch_size if is_fixed else 1}, no accumulation; by the GPUs that divide a sequence",
+        *request.assumption_lines(),
+        "",
+        *_longest_lines(rows, sizes),
+        "",
+        margin_line(),
+        f"Host memory is {host_words(cluster)}.",
+    ]
+    if any(row.cpu_checkpointing for row in rows):
+        lines.append('full, host: the ds_config has "activation_checkpointing": {"cpu_checkpointing": true}.')
+    lines += ["", *_fastest_lines(fastest, rates, step.shape.seq_len, cluster.interconnect.name)]
+    show(question_values(request) | {"longest": rows, "tokens_per_second": rates}, lines, is_json=args.json)
+    return 0 if any(any(row.seq_len.values()) for row in rows) else EXIT_NOTHING_FITS
+
+
+def _longest_lines(rows: Sequence[LongestSequences], sizes: Sequence[int]) -> Iterator[str]:
+    """Yield one line per strategy, with a column for each number of GPUs; `*` marks a column's longest."""
+    best = {size: max(row.seq_len[size] or 0 for row in rows) for size in sizes}
+    cells: list[list[str]] = []
+    for before, row in zip([None, *rows], rows, strict=False):
+        if before and before.strategy.zero_stage != row.strategy.zero_stage:
+            cells.append([])
+        lengths = []
+        for size in sizes:
+            tokens = row.seq_len[size]
+            lengths.append(f"{'*' * (tokens == best[size])}{tokens:,}" if tokens else "-")
+        cells.append([row.strategy.stage_words, row.strategy.offload, row.checkpointing, *lengths])
+    yield from align(["ZeRO", "offload", "checkpt", *(f"on {size}" for size in sizes)], cells)
+
+
+def _fastest_lines(
+    rows: Mapping[int, RankedConfig | None], rates: Mapping[int, float], seq_len: int, interconnect: str
+) -> Iterator[str]:
+    """Yield the fastest row of a context for each number of GPUs that divide it, and which to take."""
+    cells = []
+    for size, row in rows.items():
+        rate = f"{rates[size]:,.0f}" if size in rates else "-"
+        mark = "*" if size in rates and rates[size] == max(rates.values()) else ""
+        cells.append([mark, str(size), rate, row.fit.strategy.describe() if row else "nothing fits"])
+    yield f"Fastest at {seq_len:,} tokens (--seq-len), between nodes {interconnect}; tok/s of all GPUs, estimated:"
+    yield from align(["", "--sequence-parallel-size", "tok/s", "source"], cells)
 
 
 def gpu_lines() -> Iterator[str]:

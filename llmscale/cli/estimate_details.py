@@ -10,12 +10,12 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.cli.answers import CATEGORIES, align, gib
-from llmscale.cli.estimate_rows import Row, RowsAnswer, host_words, margin_line
+from llmscale.cli.estimate_rows import RowsAnswer, host_words, margin_line
 from llmscale.config.bundled_files import install_command
 from llmscale.config.hardware import Cluster
 from llmscale.config.resolve import ResolvedStep
@@ -23,7 +23,7 @@ from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import GIB, Breakdown, format_size
 from llmscale.memory.estimate import CONTEXT_BYTES, PHASES, RESERVED_PER_ALLOCATED, estimate_memory, step_activations
 from llmscale.memory.layers import estimate_activations, loss
-from llmscale.planning.recommend import nearest_fit
+from llmscale.planning.recommend import RankedConfig
 from llmscale.planning.search import Candidate
 from llmscale.planning.step_time import RATE_ERROR
 
@@ -33,19 +33,18 @@ if TYPE_CHECKING:  # a plain estimate does not wait for what only --dry-run need
 
 def detail_lines(answer: RowsAnswer, args: argparse.Namespace, dry_runs: list[Comparison]) -> Iterator[str]:
     """Yield what was asked for beside the rows."""
-    fits = answer.ranking.fits
-    fit = fits[answer.chosen] if answer.chosen is not None else nearest_fit(fits)
+    rows, fit = answer.ranking.configs, answer.ranking.nearest.fit
     if fit.step.shape.num_experts:
         yield from _load_lines(fit)
     if args.why:
         yield ""
-        yield from _why_lines(answer.rows, fit.cluster)
+        yield from _why_lines(rows, fit.cluster)
     if args.explain:
         yield ""
         yield from _explain_lines(fit)
-    for row, explained in zip(answer.rows, fits, strict=True):
+    for row in rows:
         if row.ds_config is not None:
-            yield from _moment_lines(row, explained)
+            yield from _moment_lines(row)
     for dry_run in dry_runs:
         yield ""
         yield from _comparison_lines(dry_run)
@@ -66,7 +65,7 @@ def _load_lines(fit: Candidate) -> Iterator[str]:
     )
 
 
-def _why_lines(rows: Sequence[Row], cluster: Cluster) -> Iterator[str]:
+def _why_lines(rows: Sequence[RankedConfig], cluster: Cluster) -> Iterator[str]:
     """Yield what the numbers rest on, and what is assumed."""
     yield (
         f"Two parts of total are assumed, not measured: {RESERVED_PER_ALLOCATED - 1:.0%} that the allocator holds "
@@ -77,18 +76,19 @@ def _why_lines(rows: Sequence[Row], cluster: Cluster) -> Iterator[str]:
         "activ counts blocks that run eagerly; compiled ones (train's --compile) keep no more, and at stage 3 gather a "
         "block at a time."
     )
-    types = {row.grad_accum_dtype for row in rows if row.gradient_accumulation_steps > 1}
+    fits = [row.fit for row in rows]
+    types = {fit.step.engine_config.grad_accum_dtype for fit in fits if fit.plan.gradient_accumulation_steps > 1}
     if types:
         yield (
             f"gradients of several micro-steps are summed in {' or '.join(sorted(types))}, counted in grad and comm "
             "(data_types.grad_accum_dtype of the ds_config)."
         )
-    if any(row.filler_share for row in rows):
+    if any(fit.plan.filler_share for fit in fits):
         yield "fillers: work beyond that of the batch, which does not divide over the GPUs; counted in tok/s and MFU."
     yield margin_line()
-    if any(row.host_bytes_per_node for row in rows):
+    if any(fit.host_bytes_per_node for fit in fits):
         yield f"host is for what is offloaded; {host_words(cluster)}."
-    copies = sorted(row.save_bytes_per_node for row in rows)
+    copies = sorted(fit.save_bytes_per_node for fit in fits)
     if copies:
         least, most = format_size(copies[0]), format_size(copies[-1])
         size = least if least == most else f"{least} to {most}"
@@ -155,20 +155,21 @@ def explain_activations(
     yield "=", ours.saved[-1] + chunked, "what is left"
 
 
-def _moment_lines(row: Row, fit: Candidate) -> Iterator[str]:
+def _moment_lines(row: RankedConfig) -> Iterator[str]:
     """Yield one ds_config, moment by moment, in GiB; `*` marks the peak."""
+    fit, estimate = row.fit, row.fit.estimate
     state_bytes = fit.step.stored_optimizer.state_bytes_per_weight(fit.step.shape.architecture)
     yield ""
     yield (
-        f"{row.ds_config}: {fit.strategy.describe()}, {row.precision}, gradients summed in {row.grad_accum_dtype}, "
-        f"{state_bytes:.3g} bytes of master weight and states a parameter; "
+        f"{row.ds_config}: {fit.strategy.describe()}, {fit.step.precision}, gradients summed in "
+        f"{fit.step.engine_config.grad_accum_dtype}, {state_bytes:.3g} bytes of master weight and states a parameter; "
         f"{fit.plan.describe()}"
     )
     for warning in (*fit.ds.warnings, *fit.ds.batch_notices(fit.plan)):
         yield f"  warning: {warning}"
     moments = [
-        ["*" if name == row.estimate.peak_moment else "", name, *_breakdown_cells(moment), gib(moment.total_bytes)]
-        for name, moment in row.estimate.moments.items()
+        ["*" if name == estimate.peak_moment else "", name, *_breakdown_cells(moment), gib(moment.total_bytes)]
+        for name, moment in estimate.moments.items()
     ]
     yield from align(["", "moment", *CATEGORIES.values(), "allocated"], moments)
 
@@ -182,14 +183,18 @@ def _breakdown_cells(breakdown: Breakdown) -> list[str]:
 class Comparison:
     """A row of `llmscale estimate` with its dry run."""
 
-    fit: Candidate
-    dry_run: DryRun
+    DERIVED: ClassVar = ("fit.strategy.zero_stage", "dry_run.seconds", "dry_run.resident", "phases")
+
+    fit: Candidate = field(repr=False)
+    dry_run: DryRun = field(repr=False)
 
     @property
-    def phases(self) -> dict[str, tuple[Breakdown, Breakdown]]:
-        """Return (dry run, closed form) by phase."""
-        counted = {"forward": self.dry_run.forward, "backward": self.dry_run.backward, "step": self.dry_run.step}
-        return {phase: (counted[phase], self.fit.estimate.phase(phase)) for phase in PHASES}
+    def phases(self) -> dict[str, dict[str, Breakdown]]:
+        """Return the peaks of each phase by their source."""
+        return {
+            phase: {"dry_run": getattr(self.dry_run, phase), "closed_form": self.fit.estimate.phase(phase)}
+            for phase in PHASES
+        }
 
 
 def compare_with_dry_run(fit: Candidate) -> Comparison:
@@ -211,10 +216,8 @@ def compare_with_dry_run(fit: Candidate) -> Comparison:
 
 def dry_run_rows(answer: RowsAnswer) -> list[Comparison]:
     """Dry-run every file; without files, the recommended row, or the one that misses least."""
-    fits, recommended = answer.ranking.fits, answer.ranking.recommended
-    if not answer.request.names:
-        fits = [recommended.fit if recommended else nearest_fit(fits)]
-    return [compare_with_dry_run(fit) for fit in fits]
+    ranking = answer.ranking
+    return [compare_with_dry_run(fit) for fit in (ranking.fits if answer.request.names else [ranking.nearest.fit])]
 
 
 def _comparison_lines(comparison: Comparison) -> Iterator[str]:
@@ -225,20 +228,9 @@ def _comparison_lines(comparison: Comparison) -> Iterator[str]:
         f"fake tensors as rank 0 of {fit.plan.ranks.world_size}, {comparison.dry_run.seconds:.0f} s"
     )
     cells: list[list[str]] = []
-    for phase, (counted, calculated) in comparison.phases.items():
+    for phase, peaks in comparison.phases.items():
+        counted, calculated = peaks.values()
         difference = f"{calculated.total_bytes / counted.total_bytes - 1:+.1%}"
         cells.append([phase, "dry run", *_breakdown_cells(counted), gib(counted.total_bytes), ""])
         cells.append(["", "closed form", *_breakdown_cells(calculated), gib(calculated.total_bytes), difference])
     yield from align(["phase", "by", *CATEGORIES.values(), "allocated", "difference"], cells)
-
-
-def comparison_values(comparison: Comparison) -> dict[str, object]:
-    return {
-        "zero_stage": comparison.fit.strategy.zero_stage,
-        "seconds": comparison.dry_run.seconds,
-        "resident": comparison.dry_run.resident,
-        "phases": {
-            phase: {"dry_run": counted, "closed_form": calculated}
-            for phase, (counted, calculated) in comparison.phases.items()
-        },
-    }

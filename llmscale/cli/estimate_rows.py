@@ -5,20 +5,19 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmscale.cli.answers import CATEGORIES, table
 from llmscale.cli.flags import DEFAULT_INTERCONNECT, ESTIMATED_GPUS, LIST, PLANNED_GPUS, given_keys, resolve_model
 from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config, read_ds_config
-from llmscale.config.deepspeed.schema import Precision
 from llmscale.config.hardware import GPU, Cluster, get_interconnect, usable_precision
 from llmscale.config.optimizers import get_optimizer
-from llmscale.config.resolve import SetFacts, resolve_batch, resolve_run
+from llmscale.config.resolve import ResolvedStep, SetFacts, resolve_batch, resolve_run
 from llmscale.config.run_config import RunConfig, build_run_config
 from llmscale.config.run_flags import model_keys
 from llmscale.memory.breakdown import GIB, format_size
-from llmscale.memory.estimate import RESERVED_PER_ALLOCATED, MemoryEstimate
+from llmscale.memory.estimate import RESERVED_PER_ALLOCATED
 from llmscale.planning.recommend import (
     RankedConfig,
     Ranking,
@@ -30,13 +29,11 @@ from llmscale.planning.search import (
     CHECKPOINTING,
     MARGIN,
     PROCESS_BYTES,
-    Candidate,
     Strategy,
     Trial,
     strategy_ds_config,
     try_strategies,
 )
-from llmscale.planning.step_time import Throughput
 from llmscale.terminal.table import output_width
 
 #: Preset for --max-model, whose sizes are replaced.
@@ -61,6 +58,11 @@ class EstimateRequest:
     nvme_path: str
     assumes_gpus: bool
     """True if the user did not say how many GPUs a node has."""
+
+    @property
+    def step(self) -> ResolvedStep:
+        """Run with the first of the ds_configs or strategies, for all that they share."""
+        return self.trials[0].step
 
     @property
     def model_keys(self) -> dict[str, object]:
@@ -159,114 +161,30 @@ STRATEGY_HEADS = {
     "strategy.activation_checkpointing": "checkpt",
 }
 _ROW_HEADS = {"gpu": "GPU", "usd_per_gpu_hour": "$/h", "ds_config": "ds_config", **STRATEGY_HEADS, "batch": "batch"}
-_ROW_HEADS |= {"filler_share": "fillers"}
+_ROW_HEADS |= {"fit.plan.filler_share": "fillers"}
 #: Columns that `total` consists of.
-_PART_HEADS = {f"estimate.peak.{name}": head for name, head in CATEGORIES.items()} | {
-    "estimate.reserve_bytes": "reserve",
-    "estimate.context_bytes": "context",
+_PART_HEADS = {f"fit.estimate.peak.{name}": head for name, head in CATEGORIES.items()} | {
+    "fit.estimate.reserve_bytes": "reserve",
+    "fit.estimate.context_bytes": "context",
 }
-_TOTAL_HEADS = {"estimate.total_bytes": "total", "verdict": "  fits"}
+_TOTAL_HEADS = {"fit.estimate.total_bytes": "total", "fit.verdict": "  fits"}
 _RATE_HEADS = {
-    "host_bytes_per_node": "host",
-    "nvme_bytes_per_node": "NVMe",
+    "fit.host_bytes_per_node": "host",
+    "fit.nvme_bytes_per_node": "NVMe",
     "tokens_per_second": "tok/s",
     "mfu": "MFU",
     "usd_per_billion_tokens": "$ per 1B",
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """A run on the GPUs, with its memory and its speed."""
-
-    ds_config: str | None
-    strategy: Strategy
-    precision: Precision
-    micro_batch_size: int
-    gradient_accumulation_steps: int
-    filler_share: float
-    grad_accum_dtype: str
-    estimate: MemoryEstimate
-    fits: bool
-    has_margin: bool
-    spare_bytes: int
-    host_bytes_per_node: int
-    save_bytes_per_node: int
-    """Host memory of a checkpoint's copy while it is written."""
-    nvme_bytes_per_node: int
-    throughput: Throughput | None
-    gpu: str | None
-    """Name of the GPU, where several are compared."""
-    usd_per_gpu_hour: float | None
-    usd_per_billion_tokens: float | None
-    """Price of the GPUs for a billion tokens; None if it does not fit, or without the price of a GPU-hour."""
-    verdict: str
-    """Sentence on whether it fits, and by how much."""
-
-    @property
-    def batch(self) -> str:
-        return f"{self.micro_batch_size} x {self.gradient_accumulation_steps}"
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Return the rate of a row that fits."""
-        return self.throughput.tokens_per_second if self.throughput and self.fits else None
-
-    @property
-    def mfu(self) -> float | None:
-        """Return the MFU of a row that fits."""
-        return self.throughput.mfu if self.throughput and self.fits else None
-
-
-def make_row(
-    row: RankedConfig, name: str | None = None, gpu: str | None = None, usd_per_gpu_hour: float | None = None
-) -> Row:
-    """Return the record of a ranked run."""
-    fit, rate = row.fit, row.throughput
-    usd = None
-    if rate and fit.fits and usd_per_gpu_hour:
-        usd = usd_per_gpu_hour * fit.cluster.world_size / 3600 / rate.tokens_per_second * 1e9
-    return Row(
-        ds_config=name,
-        strategy=fit.strategy,
-        precision=fit.step.precision,
-        micro_batch_size=fit.plan.micro_batch_size,
-        gradient_accumulation_steps=fit.plan.gradient_accumulation_steps,
-        filler_share=fit.plan.filler_share,
-        grad_accum_dtype=fit.step.engine_config.grad_accum_dtype,
-        estimate=fit.estimate,
-        fits=fit.fits,
-        has_margin=fit.has_margin,
-        spare_bytes=fit.spare_bytes,
-        host_bytes_per_node=fit.host_bytes_per_node,
-        save_bytes_per_node=fit.save_bytes_per_node,
-        nvme_bytes_per_node=fit.nvme_bytes_per_node,
-        throughput=rate,
-        gpu=gpu,
-        usd_per_gpu_hour=usd_per_gpu_hour,
-        usd_per_billion_tokens=usd,
-        verdict=_verdict(fit),
-    )
-
-
-def _verdict(fit: Candidate) -> str:
-    if fit.spare_bytes < 0:
-        return f"  no, {-fit.spare_bytes / GIB:,.1f} over"
-    host = fit.host_spare_bytes
-    if host is not None and host < 0:
-        return f"  no, host {-host / GIB:,.0f} over"
-    tight = "" if fit.has_margin else ", host tight" if fit.has_gpu_margin else ", tight"
-    return f"  {fit.spare_bytes / GIB:.1f} free{tight}"
-
-
 def row_heads(*, wide: bool) -> dict[str, str]:
-    peak = {"estimate.peak_moment": "peak in"} if wide else {}
+    peak = {"fit.estimate.peak_moment": "peak in"} if wide else {}
     return _ROW_HEADS | (_PART_HEADS if wide else {}) | _TOTAL_HEADS | peak | _RATE_HEADS
 
 
 def question_values(request: EstimateRequest) -> dict[str, object]:
     """Return model, machines and assumptions."""
-    cluster, step = request.cluster, request.trials[0].step
+    cluster, step = request.cluster, request.step
     return {
         "shape": step.shape,
         "global_batch_size": step.plan.global_batch_size,
@@ -294,43 +212,41 @@ class RowsAnswer:
 
     request: EstimateRequest
     ranking: Ranking
-    rows: list[Row]
 
-    @property
-    def chosen(self) -> int | None:
-        return self.ranking.recommendation.index if self.ranking.recommendation else None
-
-    def choices(self, *, is_complete: bool) -> list[int]:
+    def choices(self, *, is_complete: bool) -> list[RankedConfig]:
         """Return the rows to choose between, or all; the user's ds_configs are all of them."""
+        rows = self.ranking.configs
         if self.request.names:
-            return [*range(len(self.rows))]
-        return distinct_rows(self.ranking) if is_complete else choose_between(self.ranking)
+            return [*rows]
+        chosen = distinct_rows(self.ranking) if is_complete else choose_between(self.ranking)
+        return [rows[index] for index in chosen]
 
     def values(self) -> dict[str, object]:
         """Return what JSON has."""
         chosen = self.ranking.recommendation
         recommended = None if chosen is None else {"row": chosen.index, "why": chosen.why}
-        return question_values(self.request) | {"rows": self.rows, "recommended": recommended}
+        return question_values(self.request) | {"rows": self.ranking.configs, "recommended": recommended}
 
 
 def find_rows(request: EstimateRequest, gpu: str | None = None, usd_per_gpu_hour: float | None = None) -> RowsAnswer:
     """Fit and rank every run of a question. `gpu`: its name, where several are compared."""
     ranking = rank_trials(request.trials, request.cluster)
     names: Sequence[str | None] = request.names or [None] * len(ranking.configs)
-    rows = [make_row(row, name, gpu, usd_per_gpu_hour) for row, name in zip(ranking.configs, names, strict=True)]
-    return RowsAnswer(request, ranking, rows)
+    rows = [
+        replace(row, ds_config=name, gpu=gpu, usd_per_gpu_hour=usd_per_gpu_hour)
+        for row, name in zip(ranking.configs, names, strict=True)
+    ]
+    return RowsAnswer(request, replace(ranking, configs=tuple(rows)))
 
 
 def row_lines(answer: RowsAnswer, *, is_complete: bool, wide: bool) -> Iterator[str]:
     """Yield the rows in GiB; `*` marks the recommended one."""
-    rows, indices = answer.rows, answer.choices(is_complete=is_complete)
+    choices, recommended = answer.choices(is_complete=is_complete), answer.ranking.recommended
     group = "strategy.zero_stage" if is_complete and not answer.request.names else ""
-    chosen = None if answer.chosen is None else rows[answer.chosen]
     width = _ANY_WIDTH if wide else output_width() or _TABLE_WIDTH
-    choices = [rows[index] for index in indices]
-    yield from table(row_heads(wide=wide), choices, is_marked=lambda row: row is chosen, group=group, width=width)
+    yield from table(row_heads(wide=wide), choices, is_marked=lambda row: row is recommended, group=group, width=width)
     yield ""
-    left_out = len(answer.choices(is_complete=True)) - len(indices)
+    left_out = len(answer.choices(is_complete=True)) - len(choices)
     more = [f"--all: {left_out} more rows"] if left_out else []
     yield (
         "GiB per GPU at the peak, host and NVMe per node; batch: micro-batch x accumulation. "

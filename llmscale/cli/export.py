@@ -37,28 +37,27 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from llmscale.checkpoint.hf_write import check_hf_folder
-    from llmscale.checkpoint.inventory import find_checkpoint
+    from llmscale.checkpoint.inventory import open_checkpoint
     from llmscale.untrusted.terminal import make_visible_line, print_to_stderr
 
-    checkpoint = find_checkpoint(args.run, print_to_stderr, step=args.step)
-    check_hf_folder(args.to, checkpoint, overwrite=args.overwrite)
+    checkpoint = open_checkpoint(args.run, print_to_stderr, step=args.step)
+    check_hf_folder(args.to, checkpoint.path, overwrite=args.overwrite)
     # torch is imported after the checks, which answer at once.
     from llmscale.terminal.progress import show_progress
     from llmscale.terminal.status_line import show_if_slow
 
     with show_if_slow("importing torch"):
-        from llmscale.checkpoint.manifest import load_manifest
         from llmscale.evaluate.export import describe_export, write_model
         from llmscale.evaluate.model_source import open_trained_checkpoint
         from llmscale.evaluate.weights import open_stored
         from llmscale.report.model_card import build_model_card
 
-    with show_progress("Verifying the checkpoint", load_manifest(checkpoint).num_bytes) as verified:
-        trained = open_trained_checkpoint(checkpoint, verified.add, given=args.data)
+    with show_progress("Verifying the checkpoint", checkpoint.manifest.num_bytes) as verified:
+        trained = open_trained_checkpoint(checkpoint.path, verified.add, given=args.data)
     model = describe_export(trained.shape, trained.published, args.dtype, args.shard_size)
     if trained.shape.lora_rank and not args.merge:
         return _export_adapters(args, model, trained)
-    weights = _merged(args, trained) if args.merge else open_stored(checkpoint, trained.shape, None)
+    weights = _merged(args, trained) if args.merge else open_stored(checkpoint.path, trained.shape, None)
     with show_progress("Writing weights", model.weight_bytes) as written:
         write_model(
             weights,

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale import limits
-from llmscale.cluster.launch.ranks import end_with_parent
-from llmscale.cluster.remote import search_path
+from llmscale.cluster.hosts import search_path
 from llmscale.config.bundled_files import install_command, is_in_checkout
 from llmscale.config.command_line import Need, flag, local_path, number, path_or_url, quantity, whole_number
 from llmscale.config.user_paths import check_output_folder, write_output_file
@@ -41,7 +40,7 @@ from llmscale.planning.scaling_ladder import (
 from llmscale.report.run_list import read_run
 from llmscale.terminal.human_numbers import count_nouns, format_quantity
 from llmscale.terminal.table import Column, output_width, print_fitting, table_lines
-from llmscale.training.stop_request import STOP_SIGNALS
+from llmscale.training.stop_request import STOP_SIGNALS, end_with_parent
 from llmscale.untrusted.interpreter import module_command
 from llmscale.untrusted.paths import check_regular
 from llmscale.untrusted.terminal import print_visible

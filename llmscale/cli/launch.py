@@ -9,10 +9,17 @@ import signal
 from collections.abc import Sequence
 
 from llmscale import limits
-from llmscale.cluster.hosts import LAUNCHERS, Host, host_command_by, parse_hostfile, slurm_hosts
-from llmscale.cluster.launch.ranks import list_gpus
+from llmscale.cluster.hosts import (
+    LAUNCHERS,
+    PACKAGE,
+    deepspeed_env_files,
+    gather_environment,
+    host_command_by,
+    parse_hostfile,
+    slurm_hosts,
+)
+from llmscale.cluster.launch.ranks import count_gpus
 from llmscale.cluster.launch.supervisor import LaunchOptions, Supervisor
-from llmscale.cluster.remote import PACKAGE, deepspeed_env_files, gather_environment
 from llmscale.config.command_line import FlagParser, Need, flag, local_path, nonblank, number, whole_number
 from llmscale.config.run_arguments import parse_run_config
 from llmscale.engine.launcher_variables import check_is_only_copy
@@ -98,16 +105,16 @@ def _launch(args: argparse.Namespace) -> int:
         master_port=args.master_port,
     )
     # Before signals are only noted: text may take hours.
-    with_prepared_text(parse_run_config(options.arguments))
-    return Supervisor(options, _note_signals(), _show).run()
+    prepared = with_prepared_text(parse_run_config(options.arguments))
+    return Supervisor(options, prepared, _note_signals(), _show).run()
 
 
-def _hosts(args: argparse.Namespace, launcher: str) -> tuple[Host, ...]:
+def _hosts(args: argparse.Namespace, launcher: str) -> dict[str, int]:
     if args.hostfile:
         return parse_hostfile(args.hostfile)
     if launcher == "slurm":
         return slurm_hosts(os.environ, args.slots)
-    return (Host("localhost", args.slots or len(list_gpus()[0]) or 1),)
+    return {"localhost": args.slots or count_gpus() or 1}
 
 
 def _warn_of_keys(settings: Sequence[str]) -> None:

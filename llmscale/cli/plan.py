@@ -138,5 +138,5 @@ def _run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         draw(args.plot, requests[0], plans[0])
     runs = [plan.run for plan in plans if plan.run is not None]
-    is_planned = not runs or any(run.strategy and (args.days is None or run.is_in_time) for run in runs)
+    is_planned = not runs or any(run.row and (args.days is None or run.is_in_time) for run in runs)
     return 0 if is_planned else 1

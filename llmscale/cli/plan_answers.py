@@ -195,24 +195,21 @@ def _model_parts(request: PlanRequest, plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _placement_parts(request: PlanRequest, plan: Plan, run: RunPlan) -> Iterator[tuple[str, str]]:
     fewest = ""
-    if request.num_nodes is None and (run.num_nodes > 1 or request.days):
+    if request.num_nodes is None and (run.cluster.num_nodes > 1 or request.days):
         in_time = f" and finish in {run.within_days:g} days" if run.is_in_time and run.hours else ""
         fewest = f" (the fewest nodes that hold it{in_time})"
-    yield "GPUs", f"{run.placement.cluster.in_words()}, {run.precision}{fewest}"
+    yield "GPUs", f"{run.cluster.in_words()}, {run.precision}{fewest}"
     if request.assumes_gpus:
         estimated = f"where `estimate` assumes {ESTIMATED_GPUS}"
-        yield "", f"{run.gpus_per_node} GPUs a node are assumed, {estimated}: --num-gpus says how many"
-    if run.strategy is None:
+        yield "", f"{run.cluster.gpus_per_node} GPUs a node are assumed, {estimated}: --num-gpus says how many"
+    if run.row is None:
         yield "ZeRO", f"nothing fits these GPUs: {run.why}"
     else:
-        is_summed = (run.gradient_accumulation_steps or 1) > 1
-        summed = f" (gradients summed in {run.grad_accum_dtype})" if is_summed else ""
-        fillers = f", fillers {run.filler_share:.1%} more work" if run.filler_share else ""
-        yield (
-            "ZeRO",
-            f"{run.strategy.describe()}, micro-batch {run.micro_batch_size} x {run.gradient_accumulation_steps} "
-            f"accumulation{summed}{fillers}: {run.why}",
-        )
+        batch, dtype = run.row.fit.plan, run.row.fit.step.engine_config.grad_accum_dtype
+        summed = f" (gradients summed in {dtype})" if batch.gradient_accumulation_steps > 1 else ""
+        fillers = f", fillers {batch.filler_share:.1%} more work" if batch.filler_share else ""
+        layout = f"{run.row.strategy.describe()}, micro-batch {run.row.batch} accumulation"
+        yield "ZeRO", f"{layout}{summed}{fillers}: {run.why}"
         yield "", f"chosen with a margin of {MARGIN:.0%} of each GPU, because no GPU has calibrated the estimate"
         yield "host", _host_memory(run)
     yield (
@@ -224,12 +221,13 @@ def _placement_parts(request: PlanRequest, plan: Plan, run: RunPlan) -> Iterator
 
 def _host_memory(run: RunPlan) -> str:
     """Return the parts of a node's memory."""
-    total = run.host_bytes_per_node + run.save_bytes_per_node + run.gpus_per_node * PROCESS_BYTES
+    gpus = run.cluster.gpus_per_node
+    total = run.host_bytes_per_node + run.save_bytes_per_node + gpus * PROCESS_BYTES
     offloaded = f"{_size(run.host_bytes_per_node)} of offloaded states, " if run.host_bytes_per_node else ""
     return (
         f"{_size(total)} of memory per node, not checked here: {offloaded}{_size(run.save_bytes_per_node)} of a "
-        f"checkpoint's copy while it is written, and {run.gpus_per_node} x {_size(PROCESS_BYTES)} for processes with "
-        "their data workers, assumed"
+        f"checkpoint's copy while it is written, and {gpus} x {_size(PROCESS_BYTES)} for processes with their data "
+        "workers, assumed"
     )
 
 
@@ -237,7 +235,7 @@ def _price_parts(request: PlanRequest, run: RunPlan) -> Iterator[tuple[str, str]
     """Yield speed, time, energy and money."""
     if run.mfu is None or run.hours is None or run.gpu_hours is None:
         what = "more nodes, or --mfu for an assumption"
-        if run.placement.peak_flops is None:
+        if run.peak_flops is None:
             what = f"the peak rate of {run.gpu} in {run.precision} is not in the table"
         yield "speed", f"not known: {what}"
         return
@@ -251,7 +249,7 @@ def _price_parts(request: PlanRequest, run: RunPlan) -> Iterator[tuple[str, str]
         )
     if run.energy_kwh is not None and run.watts is not None:
         is_assumed = " (assumed)" if request.pue is None else ""
-        is_limit = f", their limit ({run.placement.cluster.gpu.source})" if request.watts is None else ""
+        is_limit = f", their limit ({run.cluster.gpu.source})" if request.watts is None else ""
         energy = f"{run.energy_kwh:.3g} kWh" if run.energy_kwh < 1000 else f"{run.energy_kwh / 1000:,.4g} MWh"
         boards = f"boards at {run.watts:g} W{is_limit}"
         yield "energy", f"{energy}: {boards}, PUE {run.pue:g}{is_assumed}; hosts and network not counted"
@@ -266,7 +264,7 @@ def _price_parts(request: PlanRequest, run: RunPlan) -> Iterator[tuple[str, str]
     elif bought is not None and owning is not None and electricity is not None:
         yield (
             "buying",
-            f"${run.placement.cluster.world_size * bought:,.0f} for all GPUs; over {request.years:g} years without a "
+            f"${run.cluster.world_size * bought:,.0f} for all GPUs; over {request.years:g} years without a "
             f"pause ${owning:.2f} per GPU-hour with electricity, staff not counted; this run "
             f"${run.gpu_hours * owning:,.0f}{_beside_renting(owning, electricity, request.usd_per_gpu_hour)}",
         )
@@ -274,12 +272,12 @@ def _price_parts(request: PlanRequest, run: RunPlan) -> Iterator[tuple[str, str]
 
 def _speed_parts(request: PlanRequest, run: RunPlan, mfu: float) -> Iterator[tuple[str, str]]:
     basis = "given by --mfu" if request.mfu is not None else f"estimated, {RATE_ERROR}"
-    gpu, peak = run.placement.cluster.gpu, run.placement.peak_flops or 0
+    gpu, peak = run.cluster.gpu, run.peak_flops or 0
     of_peak = f"{mfu:.0%} MFU, {mfu * peak / 1e12:.3g} of {peak / 1e12:g} TFLOP/s per GPU"
     yield "speed", f"{run.tokens_per_second:,.0f} tokens/s at {of_peak} ({basis})"
     if run.precision == "fp32" and gpu.tf32_flops:
         yield "", f"runs in fp32 do not use TF32, whose peak is {gpu.tf32_flops / 1e12:g} TFLOP/s"
-    if run.placement.cluster.world_size > _FITTED_GPUS and request.mfu is None:
+    if run.cluster.world_size > _FITTED_GPUS and request.mfu is None:
         yield "", f"on more GPUs than those rows: {_MEASURED_BEYOND}"
 
 
@@ -291,7 +289,7 @@ def _too_long(run: RunPlan) -> str:
         return f". That is too long: {run.enough_nodes:,} nodes finish in {run.within_days:g} days"
     return (
         f". That is too long, and more nodes do not finish in {run.within_days:g} days: every GPU needs one of the "
-        f"{run.placement.global_batch_size:,} sequences of a step. A larger --global-batch-size allows more GPUs"
+        f"{run.global_batch_size:,} sequences of a step. A larger --global-batch-size allows more GPUs"
     )
 
 
@@ -303,17 +301,17 @@ def comparison_lines(requests: Sequence[PlanRequest], plans: Sequence[Plan]) -> 
         what, amounts = "lowest loss", [central(plan.loss) for plan in plans]
     elif requests[0].usd_per_gpu_hour is not None:
         what, amounts = "least expensive", [run.cost_usd for run in runs]
-    usable = [amount for amount, run in zip(amounts, runs, strict=True) if amount and run.strategy and run.is_in_time]
+    usable = [amount for amount, run in zip(amounts, runs, strict=True) if amount and run.row and run.is_in_time]
     which = "The fewest nodes of each GPU that hold the model and" if requests[0].num_nodes is None else "Nodes that"
     yield f"{which} finish in {runs[0].within_days:g} days; * {what}"
     cells = []
     for amount, plan, run in zip(amounts, plans, runs, strict=True):
-        fit = run.strategy
+        fit = run.row.strategy if run.row else None
         cells.append(
             [
                 "*" if usable and amount == min(usable) else "",
                 run.gpu,
-                f"{run.num_nodes} x {run.gpus_per_node}",
+                f"{run.cluster.num_nodes} x {run.cluster.gpus_per_node}",
                 format_quantity(plan.shape.num_parameters),
                 format_quantity(plan.tokens),
                 f"{central(plan.loss):.3f}",
@@ -404,7 +402,7 @@ def _command_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
         start = "deepspeed llmscale/train.py" if is_in_checkout() else "llmscale train"
         yield f"{start} --ds ds.json {describe_flags(trained)}"
         return
-    cluster = plan.run.placement.cluster
+    cluster = plan.run.cluster
     if cluster.gpu.source.startswith("given"):
         asked["gpu_memory_gib"] = f"{cluster.gpu.memory_gib:g}"
         asked["bf16_tflops"] = f"{cluster.gpu.dense_16bit_flops / 1e12:g}"
@@ -414,8 +412,8 @@ def _command_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     if cluster.num_nodes > 1:
         asked["interconnect"] = cluster.interconnect.name
     yield f"llmscale estimate {describe_flags(asked)} --emit ds.json"
-    if plan.run.placement.row is not None:
-        yield train_command("ds.json", plan.run.placement.row.fit, keys | {"steps": plan.steps})
+    if plan.run.row is not None:
+        yield train_command("ds.json", plan.run.row.fit, keys | {"steps": plan.steps})
         yield f"({describe_data(shape, keys)})"
 
 
@@ -440,7 +438,7 @@ def _duration(hours: float) -> str:
 
 def draw(path: Path, request: PlanRequest, plan: Plan) -> None:
     """Draw iso-FLOP curves with the chosen point. Raises ConfigError without matplotlib."""
-    from llmscale.report.isoflop_plot import plot_isoflops
+    from llmscale.report.planning_plots import plot_isoflops
 
     chosen = Point(plan.shape.active_parameters, plan.tokens, central(plan.loss))
     law = request.law

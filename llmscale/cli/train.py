@@ -5,25 +5,22 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from llmscale.cluster.hosts import PACKAGE
 from llmscale.cluster.launch.ranks import (
     LocalRanks,
-    count_cpus,
-    find_port,
-    list_gpus,
+    count_gpus,
     rank_command,
     rank_environment,
     remove_stale_locks,
-    visible_gpus,
 )
-from llmscale.cluster.remote import PACKAGE
 from llmscale.config.command_line import FlagParser, whole_number
 from llmscale.config.run_arguments import parse_run_config
 from llmscale.engine.launcher_variables import check_is_only_copy, read_launcher_variables
+from llmscale.engine.network import find_port
 from llmscale.error_handling import make_output_resilient
 from llmscale.errors import ConfigError
 from llmscale.limits import MAX_GPUS_PER_NODE
@@ -32,8 +29,7 @@ from llmscale.terminal.human_numbers import count_nouns
 from llmscale.terminal.status_line import show_status
 from llmscale.training.inputs import announce_after_s, with_prepared_text
 from llmscale.training.start import check_space, lines_at_end, prepare_start
-from llmscale.training.stop_request import STOP_SIGNALS
-from llmscale.untrusted.interpreter import code_command
+from llmscale.training.stop_request import stop_signals
 from llmscale.untrusted.terminal import print_visible
 
 #: The flag of this command, and its name in DeepSpeed's launcher; all other flags are train.py's.
@@ -74,7 +70,8 @@ def _run_ranks(words: Sequence[str]) -> int:
         return 0
     for lock in remove_stale_locks():
         _show(f"removed {lock}, left by a build that was killed")
-    environments = rank_environment(os.environ, num_ranks, find_port(), count_cpus())
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_port()), "WORLD_SIZE": str(num_ranks)}
+    environments = rank_environment(os.environ, range(num_ranks), meeting)
     read_launcher_variables(environments[0])
     deaths: list[str] = []
 
@@ -95,16 +92,12 @@ def _ending_at_signals() -> Iterator[None]:
         _show(f"stopped by {signal.Signals(number).name} before the ranks were started")
         raise SystemExit(0)
 
-    before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP)}
-    # nohup makes SIGHUP ignored.
-    heard = [number for number in before if number != signal.SIGHUP or before[number] is not signal.SIG_IGN]
-    for number in heard:
-        signal.signal(number, end)
+    before = {number: signal.signal(number, end) for number in stop_signals()}
     try:
         yield
     finally:
-        for number in heard:
-            signal.signal(number, before[number])
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _parser() -> FlagParser:
@@ -154,25 +147,16 @@ def _split_flags(words: Sequence[str]) -> tuple[int | None, list[str]]:
 
 def _count_ranks(asked: int | None) -> int:
     """Return the number of ranks. Raises ConfigError for more ranks than GPUs, on a machine with GPUs."""
-    visible = visible_gpus(os.environ)
-    num_gpus = len(list_gpus()[0]) or _count_gpus_with_torch() if visible is None else len(visible)
+    num_gpus = count_gpus()
     if asked is None:
         return num_gpus or 1
     if 0 < num_gpus < asked:
+        where = " in CUDA_VISIBLE_DEVICES" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
         raise ConfigError(
-            f"{_OWN_FLAGS[0]} {asked}: this machine has {count_nouns(num_gpus, 'GPU')}"
-            f"{'' if visible is None else ' in CUDA_VISIBLE_DEVICES'}. Give {num_gpus}, or nothing."
+            f"{_OWN_FLAGS[0]} {asked}: this machine has {count_nouns(num_gpus, 'GPU')}{where}. Give {num_gpus}, or "
+            "nothing."
         )
     return asked
-
-
-def _count_gpus_with_torch() -> int:
-    """Return the number of GPUs of other vendors, counted in another process, which imports torch."""
-    if not os.path.exists("/dev/kfd"):
-        return 0
-    code = "import torch; print(torch.cuda.device_count())"
-    done = subprocess.run(code_command(code), capture_output=True, text=True)
-    return int(done.stdout) if done.stdout.strip().isdecimal() else 0
 
 
 def _show(line: str) -> None:

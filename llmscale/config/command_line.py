@@ -246,16 +246,17 @@ def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         plain = text.strip().replace("_", "")
-        if not _WHOLE.fullmatch(plain) or not lowest <= int(plain) <= highest:
-            most = f" and at most {highest:,}" if _exceeds(text, highest) else ""
+        value = int(plain) if _WHOLE.fullmatch(plain) else None
+        if value is None or not lowest <= value <= highest:
+            most = f" and at most {highest:,}" if value is not None and value > highest else ""
             raise argparse.ArgumentTypeError(f"must be a whole number of at least {lowest}{most}, not '{text}'")
-        return int(plain)
+        return value
 
     return parse
 
 
-def number(lowest: float, highest: float, *, above: bool = False, below: bool = False) -> Callable[[str], float]:
-    """Return a type for numbers from `lowest` to `highest`; `above` and `below` exclude the bounds."""
+def number(lowest: float, highest: float, *, above: bool = False) -> Callable[[str], float]:
+    """Return a type for numbers from `lowest`, or only `above` it, to `highest`."""
 
     def parse(text: str) -> float:
         try:
@@ -263,10 +264,9 @@ def number(lowest: float, highest: float, *, above: bool = False, below: bool = 
         except ValueError:
             value = math.nan
         is_enough = lowest < value if above else lowest <= value
-        if not is_enough or not (value < highest if below else value <= highest):
+        if not is_enough or not value <= highest:
             bound = f"above {lowest:g}" if above else f"of at least {lowest:g}"
-            most = f" and {'below' if below else 'at most'} {highest:g}"
-            most = most if highest <= 1 or _exceeds(text, highest) else ""
+            most = f" and at most {highest:g}" if highest <= 1 or value > highest else ""
             raise argparse.ArgumentTypeError(f"must be a number {bound}{most}, not '{text}'")
         return value
 
@@ -337,11 +337,3 @@ def parse_step_range(flag: str, text: str, meaning: str, most: int | None = None
     if most is not None and end - first > most:
         raise ConfigError(f"{flag} {text[:80]}: {end - first:,} steps are too many. Give at most {most}.")
     return first, end
-
-
-def _exceeds(text: str, highest: float) -> bool:
-    """Return whether `text` is a number above `highest`, so that an error names the upper bound."""
-    try:
-        return float(text) > highest
-    except ValueError:
-        return False

@@ -171,14 +171,11 @@ def usable_precision(wanted: Precision | None, gpu: GPU, where: str = "") -> Pre
 
 
 def custom_gpu(memory_gib: float, bf16_tflops: float) -> GPU:
-    """Return a GPU that is not in the table. Raises ConfigError for a number that is not positive.
+    """Return a GPU that is not in the table.
 
     Memory bandwidth and power stay unknown. Assumed are a PCIe 4.0 x16 link, the slowest of current GPUs, and Ampere's
     kernels.
     """
-    for flag, value in (("--gpu-memory-gib", memory_gib), ("--bf16-tflops", bf16_tflops)):
-        if not 0 < value < float("inf"):
-            raise ConfigError(f"{flag} must be above 0, not {value:g}.")
     return GPU(
         name="custom",
         pattern="",

@@ -71,14 +71,9 @@ def read_published_model(flag: str, value: str, config: RunConfig | None = None)
             "merge_and_unload, then save_pretrained) and name that folder."
         )
     files = find_config(name, source)
-    entries = files.entries
-    try:
-        shape = build_shape(read_shape(entries, source))
-    except ConfigError:
-        if config is None or getattr(config, "rope_scaling", None) is None:
-            raise
-        entries = without_rope_scaling(entries)
-        shape = build_shape(read_shape(entries, source))
+    is_replaced = config is not None and getattr(config, "rope_scaling", None) is not None
+    entries = without_rope_scaling(files.entries) if is_replaced else files.entries
+    shape = read_shape(entries, source)
     tensors = tuple(get_family(entries, source).tensors(shape))
     # For messages only, so an odd value does not matter.
     classes = files.entries.get("architectures")
@@ -95,7 +90,7 @@ def with_published_shape(
     Without weights, `--model hf:` gives a shape that other flags may change, like a preset. `named` is a model
     that is read already, perhaps that one. Raises ConfigError.
     """
-    given = {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
+    given = _given_keys(config)
     if is_published(config.model):
         is_read = named is not None and named.source == f"--model {config.model}"
         model = named if named and is_read else read_published_model("--model", config.model, config)
@@ -144,7 +139,7 @@ def with_saved_shape(config: RunConfig, saved: Mapping[str, object], source: str
     if not isinstance(model, str) or (names_model and not (is_published(model) and config.model == model)):
         return None
     keys = {key: saved.get(key) for key in PUBLISHED_KEYS}
-    given = {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
+    given = _given_keys(config)
     if not is_published(model):
         return _with_keys(config, model, {**{key: value for key, value in keys.items() if value is not None}, **given})
     _check_same(given, keys, "the run", source, given)
@@ -155,8 +150,7 @@ def default_preset(config: RunConfig) -> str:
     """Return the preset with the default learning rate and batch; for a published model, the nearest in size."""
     if not is_published(config.model):
         return config.model
-    keys = {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
-    return nearest_preset(build_shape({**keys, "seq_len": 1}))
+    return nearest_preset(build_shape({**_given_keys(config), "seq_len": 1}))
 
 
 def rate_preset(config: RunConfig) -> str:
@@ -167,6 +161,11 @@ def rate_preset(config: RunConfig) -> str:
         return name
     # Those with an optimizer of their own are tiny, and their names count the blocks alone.
     return nearest_preset(preset.shape(vocab_size=1))
+
+
+def _given_keys(config: RunConfig) -> dict[str, object]:
+    """Return the keys that a config.json also sets, where the configuration has a value."""
+    return {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
 
 
 def _free(given: Mapping[str, object]) -> dict[str, object]:

@@ -78,11 +78,6 @@ class OptimizerGroup:
             return 0
         return _FP32_BYTES * (parameter.elements // parameter.columns + parameter.elements // parameter.shape[-2])
 
-    @property
-    def undivided_name(self) -> str:
-        """Name of the group that patterns have divided into this and others. Their scalars are equal."""
-        return undivided_name(self.name)
-
     def weight_decay(self, of_run: float) -> float:
         """Return the group's weight decay."""
         return self.own_decay if self.own_decay is not None else of_run if self.decays else 0.0
@@ -93,7 +88,7 @@ class OptimizerGroup:
 
 
 def undivided_name(name: str) -> str:
-    """Return the part of a group's name before the pattern that made it."""
+    """Return the name of the group that patterns have divided into this and others. Their scalars are equal."""
     return name.partition(_DIVIDED)[0]
 
 

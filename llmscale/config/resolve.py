@@ -65,8 +65,10 @@ class ResolvedStep:
     @cached_property
     def rank_tensors(self) -> ParameterTensors:
         """Parameters of one rank, which may hold a part of the experts."""
-        architecture = self.shape.architecture.with_divided_experts(self.plan.ranks.expert_parallel_size)
-        return _shared(replace(self.tensors, architecture=architecture))
+        parts = self.plan.ranks.expert_parallel_size
+        if parts == 1:
+            return self.tensors
+        return _shared(replace(self.tensors, architecture=self.shape.architecture.with_divided_experts(parts)))
 
     @cached_property
     def stored_optimizer(self) -> OptimizerSpec:
@@ -91,6 +93,13 @@ class ResolvedStep:
             "train_batch_size": plan.train_batch_size,
         }
         return replace(self, plan=plan, ds_config={**self.ds_config, **batch})
+
+    def with_length(self, seq_len: int) -> ResolvedStep:
+        """Return the step with sequences of another length."""
+        shape, plan = replace(self.shape, seq_len=seq_len), replace(self.plan, seq_len=seq_len)
+        # A table of positions changes the size of the model, and with it the ds_config.
+        is_as_large = shape.num_parameters == self.shape.num_parameters
+        return replace(self, shape=shape, plan=plan) if is_as_large else self.changed(shape=shape, plan=plan)
 
     def changed(self, **fields: Any) -> ResolvedStep:
         """Return the step with other fields, and the open keys of its ds_config filled again. Raises ConfigError."""
@@ -177,7 +186,7 @@ def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: in
     chosen = ds.with_flags(config.precision, config.gradient_clipping)
     mode = config.activation_checkpointing or ds.checkpointing
     optimizer = resolve_optimizer(config, shape)
-    if optimizer.frozen and ds.offload_param_device == "nvme":
+    if optimizer.frozen and ds.keys.offload_param_device == "nvme":
         flag = "--lora-rank" if shape.lora_rank else "--freeze"
         raise ConfigError(
             f"{flag} does not work with {ds.source}'s parameters on NVMe. Use offload_param to cpu or to none."

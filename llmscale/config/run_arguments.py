@@ -16,7 +16,7 @@ from llmscale.config.run_flags import add_run_flags, describe_keys
 from llmscale.config.run_keys import needs
 from llmscale.config.user_paths import check_path, checked
 from llmscale.errors import ConfigError
-from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_toml, load_yaml
+from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_settings
 
 _EXAMPLE = "deepspeed --num_gpus 8 llmscale/train.py --ds zero2 --data data/mine --model gpt2-124m"
 
@@ -119,11 +119,7 @@ def load_run_file(path: Path) -> dict[str, object]:
     """Return the keys of a YAML or TOML run file. Raises ConfigError if it is missing, malformed or not a mapping."""
     if path.suffix not in {".yaml", ".yml", ".toml"}:
         raise ConfigError(f"--config {path}: the suffix says the format, and must be .yaml, .yml or .toml.")
-    load = load_toml if path.suffix == ".toml" else load_yaml
-    try:
-        values = load(path, Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES), f"--config {path}")
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(f"--config {path}: {error.strerror or error}.") from None
+    values = load_settings(path, Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES), f"--config {path}")
     keys = {str(key).replace("-", "_"): value for key, value in values.items()}
     if len(keys) < len(values):
         twice = next(key for key in keys if sum(str(other).replace("-", "_") == key for other in values) > 1)

@@ -170,19 +170,14 @@ def add_run_flags(
         if documented.kind is bool:
             settings["action"] = argparse.BooleanOptionalAction
         else:
-            settings["metavar"] = documented.metavar or _metavar(documented.kind, (annotations or {}).get(key))
+            words = "|".join(literal_words((annotations or {}).get(key)))
+            settings["metavar"] = documented.metavar or words or {int: "N", float: "X"}.get(documented.kind, "NAME")
             if documented.kind is list:
                 settings["action"] = "append"
         text = documented.asked_text if is_asked else documented.short_text if is_short else documented.text
         if default not in (None, "", []) and not (is_short and default is False):
             text += f" Default: {show_default(default)}."
         parser.add_argument(option, help=text.replace("%", "%%"), **settings)
-
-
-def _metavar(kind: type, annotation: object = None) -> str:
-    if words := [*literal_words(annotation)]:
-        return "|".join(words)
-    return {int: "N", float: "X"}.get(kind, "NAME")
 
 
 def show_default(value: object) -> str:

@@ -1,4 +1,4 @@
-"""What the declarations of a run's keys say of them: groups, places, conditions, and what leaves the machine. No torch.
+"""Read from the declarations of a run's keys: groups, places, conditions, and what leaves the machine. No torch.
 
 Each key declares what others may see of it (`keys.Key.outside`): model cards, reports, trackers and messages leave
 secrets and folders out. Free text, such as an error, loses its folders and the secrets of its URLs.

@@ -7,7 +7,6 @@ import os
 import re
 import stat
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -55,7 +54,7 @@ def check_path(value: object) -> Path:
         raise ValueError("must be a path, as text")
     # Path("") is the current folder.
     text = check_text("" if value == Path() and not isinstance(value, str) else str(value))
-    if re.match(r"[A-Za-z][\w+.-]*://", text):
+    if _has_scheme(text):
         raise ValueError("must be a path on this machine, not a URL")
     if len(os.fsencode(text)) >= _MAX_PATH_BYTES:
         raise ValueError(f"must have less than {_MAX_PATH_BYTES:,} bytes, and has {len(os.fsencode(text)):,}")
@@ -63,12 +62,6 @@ def check_path(value: object) -> Path:
     if longest > _MAX_NAME_BYTES:
         raise ValueError(f"must not hold names of more than {_MAX_NAME_BYTES} bytes; one has {longest:,}")
     return Path(text)
-
-
-def check_path_or_name(text: str) -> str:
-    """Return a path, a word, or a published model's name (hf:). Raises ValueError like check_path."""
-    check_path(text)
-    return text
 
 
 def check_path_or_url(text: str) -> str:
@@ -231,10 +224,9 @@ def copy_of(url: str, kind: Kind) -> Path:
 
 def url_of(path: Path) -> str | None:
     """Return the URL of which `path` is the copy; None for any other path."""
-    with suppress(ValueError):
-        _, scheme, *parts = Path(os.path.abspath(path)).relative_to(copies_folder()).parts
-        return f"{scheme}://{'/'.join(parts)}" if scheme in RUN_SCHEMES and len(parts) >= 2 else None
-    return None
+    place, folder = Path(os.path.abspath(path)), copies_folder()
+    parts = place.relative_to(folder).parts if place.is_relative_to(folder) else ()
+    return f"{parts[1]}://{'/'.join(parts[2:])}" if len(parts) >= 4 and parts[1] in RUN_SCHEMES else None
 
 
 def is_view(path: Path) -> bool:
@@ -263,4 +255,7 @@ def check_other_run(value: object) -> Path:
 
 def check_other_run_or_name(text: str) -> str:
     """Return a path, the copy of a URL, a word, or a published model's name (hf:). Raises ValueError."""
-    return str(copy_of(text, "view")) if _has_scheme(text) else check_path_or_name(text)
+    if _has_scheme(text):
+        return str(copy_of(text, "view"))
+    check_path(text)
+    return text

@@ -32,7 +32,7 @@ from llmscale.data.shards.manifest import Manifest, get_split, load_manifest
 from llmscale.data.shards.token_shards import Marked, TokenShards
 from llmscale.errors import ConfigError, DataError
 from llmscale.suggestions import describe_invalid, did_you_mean
-from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_yaml
+from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_settings
 from llmscale.untrusted.paths import is_plain_name
 from llmscale.untrusted.terminal import make_visible_line
 
@@ -148,10 +148,7 @@ def is_mix(data: str) -> bool:
 def read_recipe(path: Path) -> MixRecipe:
     """Read a mixture's YAML. Raises ConfigError with the file, the entry and the legal values."""
     where = f"--data {path}"
-    try:
-        values = load_yaml(path, Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES), where)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(f"{where}: {error.strerror}.") from None
+    values = load_settings(path, Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES), where)
     written = _check_file(where, values)
     sets = _locate(where, written, path.parent)
     if (written.weights is None) == (written.stages is None):

@@ -25,8 +25,15 @@ from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.resolve import ResolvedStep
 from llmscale.config.run_config import RunConfig
-from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
-from llmscale.dry_run.fakes import GPU, fake_gpu, fake_row_counts, fake_tensors_move, fake_world
+from llmscale.dry_run.simulated_gpu import (
+    GPU,
+    cuda_kernels,
+    fake_gpu,
+    fake_row_counts,
+    fake_tensors_move,
+    fake_world,
+    kernel_workspace,
+)
 from llmscale.dry_run.tracker import Category, MemoryTracker
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_engine import build_engine, release_engine, set_learning_rate

@@ -86,12 +86,11 @@ def _run_full(block: nn.Module, x: Tensor, *context: object) -> BlockOutput:
     """Run a block and keep only its input [batch, t, n_embd], on the host with cpu_checkpointing."""
     import deepspeed
 
-    device = x.device.type
     # DeepSpeed recomputes outside of autocast, which would silently change the gradients.
-    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    dtype, enabled = _autocast_of(x)
 
     def run(x: Tensor) -> BlockOutput:
-        with torch.autocast(device, dtype, enabled):
+        with torch.autocast(x.device.type, dtype, enabled):
             return block(x, *context)
 
     # DeepSpeed gives the weights no gradients if the input has none, as after frozen embeddings.

@@ -69,28 +69,19 @@ def vote(
     When any rank reports a failure, every rank raises DataError with the text of all failures, or MachineError when
     none of them is a user's error. A rank with an unforeseen exception raises that one.
     """
-    votes = torch.tensor(
-        [
-            int(stop),
-            int(save),
-            int(failure is not None),
-            ids_checksum % 2**62,
-            int(rollback),
-            int(log),
-            targets,
-        ],
-        dtype=torch.int64,
-    )
+    own = [stop, save, failure is not None, ids_checksum % 2**62, rollback, log, targets]
+    votes = torch.tensor(own, dtype=torch.int64)
     dist.all_reduce(votes, group=group)
-    if votes[2]:
+    stops, saves, failures, ids_sum, rollbacks, logs, num_targets = votes.tolist()
+    if failures:
         _raise_on_all_ranks(group, failure)
     return StepVote(
-        stop=bool(votes[0]),
-        save=bool(votes[1]),
-        rollback=bool(votes[4]),
-        log=bool(votes[5]),
-        ids_sum=int(votes[3]) % 2**62,
-        targets=int(votes[6]),
+        stop=stops > 0,
+        save=saves > 0,
+        rollback=rollbacks > 0,
+        log=logs > 0,
+        ids_sum=ids_sum % 2**62,
+        targets=num_targets,
     )
 
 

@@ -33,7 +33,9 @@ def set_network_interface() -> None:
 
 def check_interfaces(variables: Mapping[str, str]) -> None:
     """Raise ConfigError if a variable names no interface of this host; where nothing reads it, warn."""
-    names = usable_interfaces()
+    with_address = (socket.AF_INET, socket.AF_INET6)
+    listed = psutil.net_if_addrs().items()
+    names = [name for name, addresses in listed if any(address.family in with_address for address in addresses)]
     for variable in NAMING_VARIABLES:
         value = variables.get(variable, "")
         if not lacks_interface(variable, value, names):
@@ -68,13 +70,6 @@ def lacks_interface(variable: str, value: str, names: Sequence[str]) -> bool:
     return named_interfaces(variable, value, names) == []
 
 
-def usable_interfaces() -> list[str]:
-    """Return the names of the interfaces that have an address."""
-    families = (socket.AF_INET, socket.AF_INET6)
-    listed = psutil.net_if_addrs().items()
-    return [name for name, addresses in listed if any(address.family in families for address in addresses)]
-
-
 def interface_towards(host: str) -> str | None:
     """Return the interface that packets to `host` leave from.
 
@@ -99,3 +94,26 @@ def interface_addresses() -> list[tuple[str, str]]:
     """Return name and address of every interface with an IPv4 address."""
     listed = psutil.net_if_addrs().items()
     return [(name, one.address) for name, addresses in listed for one in addresses if one.family == socket.AF_INET]
+
+
+def find_port() -> int:
+    """Return a TCP port of this host that nobody listens at, on any address.
+
+    Another program may still take it before the ranks do: they fail at once, and the next attempt asks again.
+    """
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_free(port: int) -> bool:
+    """Return whether a server could listen on `port` of all addresses, as torch's store does."""
+    with socket.socket() as probe:
+        # torch sets it too: connections that linger from an earlier attempt do not block the port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen(1)
+        except (OSError, OverflowError):
+            return False
+        return True

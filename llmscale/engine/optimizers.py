@@ -10,7 +10,7 @@ rank gathers each matrix that ZeRO has cut, and sends every rank its part back (
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict, cast
 
@@ -23,7 +23,6 @@ from llmscale.config.optimizers import NEWTON_SCHULZ_STEPS, Matrix, OptimizerSpe
 from llmscale.engine.device_memory import has_bf16
 from llmscale.engine.process_group import is_gpu
 from llmscale.engine.zero_layout import (
-    ParameterShard,
     group_name,
     held_range,
     parameter_shards,
@@ -146,16 +145,6 @@ def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> None:
 
 
 @dataclass(frozen=True)
-class WholeMatrix:
-    """A matrix of which this rank holds every element."""
-
-    offset: int
-    """First element in the flat tensor."""
-    rows: int
-    columns: int
-
-
-@dataclass(frozen=True)
 class ExchangeRound:
     """Cut matrices that are gathered at the same time, at most one per rank."""
 
@@ -173,7 +162,8 @@ class ExchangeRound:
 class MatrixPlan:
     """Matrices of one flat tensor: held by this rank alone, or exchanged."""
 
-    here: tuple[WholeMatrix, ...]
+    here: tuple[tuple[int, Matrix], ...]
+    """(first element in the flat tensor, matrix) of those that this rank holds completely."""
     rounds: tuple[ExchangeRound, ...]
     group: dist.ProcessGroup | None
     """Ranks that the tensor is cut among; None for all of them."""
@@ -215,8 +205,12 @@ class Muon(torch.optim.AdamW):
                 parameter, held = parameters[shard.name], engine.module.get_parameter(shard.name)
                 first, elements, _ = held_range(held)
                 matrices = matrices_of(parameter.matrix_rows, parameter.columns, parts.get(shard.name, ()))
-                own = ((begin, matrix) for begin, matrix in matrices if first <= begin < first + elements)
-                by_flat.setdefault(id(shard.flat), []).extend(_with_offsets(shard, own))
+                # The first element in the flat tensor is negative where this rank has only the end of the matrix.
+                by_flat.setdefault(id(shard.flat), []).extend(
+                    (shard.offset - shard.start + begin, matrix)
+                    for begin, matrix in matrices
+                    if first <= begin < first + elements
+                )
                 groups[id(shard.flat)] = shard_group(engine, held)
         self._plans = {flat: _plan_matrices(matrices, groups[flat]) for flat, matrices in by_flat.items()}
 
@@ -236,8 +230,11 @@ class Muon(torch.optim.AdamW):
                     self._step_matrices(flat, group["lr"], group["weight_decay"])
 
     def _step_matrices(self, flat: Tensor, lr: float, weight_decay: float) -> None:
-        momentum, gradient = self._momentum_of(flat), flat.grad
+        gradient, state = flat.grad, self.state[flat]
         assert gradient is not None
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(flat)
+        momentum = state["momentum_buffer"]
         momentum.lerp_(gradient, 1 - MOMENTUM)
         if lr == 0:  # also DeepSpeed's own steps at start-up, before `plan`
             return
@@ -246,16 +243,10 @@ class Muon(torch.optim.AdamW):
         self._orthogonalise(update.view(-1), self._plans[id(flat)])
         flat.mul_(1 - lr * weight_decay).add_(update, alpha=-lr)
 
-    def _momentum_of(self, flat: Tensor) -> Tensor:
-        state = self.state[flat]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(flat)
-        return cast(Tensor, state["momentum_buffer"])
-
     def _orthogonalise(self, update: Tensor, plan: MatrixPlan) -> None:
         """Orthogonalise all matrices of a flat update in place; offloaded ones on the GPU, one at a time."""
-        for here in plan.here:
-            own = update.narrow(0, here.offset, here.rows * here.columns).view(here.rows, here.columns)
+        for offset, matrix in plan.here:
+            own = update.narrow(0, offset, matrix.elements).view(matrix.rows, matrix.columns)
             if own.device == self._device:
                 orthogonalise(own, self.dtype)
             else:
@@ -283,16 +274,10 @@ class Muon(torch.optim.AdamW):
             part.copy_(result)
 
 
-def _with_offsets(shard: ParameterShard, matrices: Iterable[tuple[int, Matrix]]) -> Iterator[tuple[int, Matrix]]:
-    """Yield (first element in the flat tensor, matrix); negative where this rank has only the end of the matrix."""
-    for begin, matrix in matrices:
-        yield shard.offset - shard.start + begin, matrix
-
-
 def _plan_matrices(matrices: list[tuple[int, Matrix]], group: dist.ProcessGroup | None) -> MatrixPlan:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     here = [
-        WholeMatrix(offset, matrix.rows, matrix.columns)
+        (offset, matrix)
         for offset, matrix in matrices
         if not matrix.is_cut and (not matrix.parts or matrix.parts[0].rank == rank)
     ]

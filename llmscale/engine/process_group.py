@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from llmscale.engine.collectives import Disks, gather
 from llmscale.engine.deepspeed_patches import quiet_libraries
 from llmscale.engine.launcher_variables import check_started_alone
-from llmscale.engine.network import set_network_interface
+from llmscale.engine.network import find_port, set_network_interface
 from llmscale.errors import MachineError
 
 #: Longest wait of a collective for a missing rank. A launcher ends the ranks of its own host at once; this bounds the
@@ -128,11 +127,8 @@ def set_default_environment() -> None:
     """
     if "RANK" not in os.environ:
         check_started_alone(os.environ)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(find_port()))
     # DeepSpeed's launcher sets LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE; Streaming reads only the latter.
     for ours, theirs in (("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")):
         if ours not in os.environ and theirs in os.environ:

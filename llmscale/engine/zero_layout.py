@@ -71,10 +71,10 @@ def check_deepspeed_version() -> None:
     oldest, too_new = TESTED_DEEPSPEED
     version = tuple(int(part) for part in deepspeed.__version__.split("+")[0].split(".")[:3])
     if not oldest <= version < too_new:
+        tested = f">={'.'.join(map(str, oldest))},<{'.'.join(map(str, too_new))}"
         raise CheckpointError(
             f"DeepSpeed {deepspeed.__version__} is installed; checkpoints reach into its internals and were tested "
-            f"with >={_dotted(oldest)},<{_dotted(too_new)}. Fix: pip install "
-            f"'deepspeed>={_dotted(oldest)},<{_dotted(too_new)}'."
+            f"with {tested}. Fix: pip install 'deepspeed{tested}'."
         )
 
 
@@ -218,7 +218,3 @@ def _parts_of_flat(param: torch.nn.Parameter, flat: Tensor, ranks: int) -> tuple
     end = begin + held
     cuts = [begin, *range((begin // size + 1) * size, end, size), end]
     return tuple(Part(start // size, first + start - begin, stop - start) for start, stop in itertools.pairwise(cuts))
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

@@ -17,7 +17,7 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_read import find_weights_files
 from llmscale.checkpoint.hf_write import open_published
 from llmscale.checkpoint.inventory import find_checkpoint
-from llmscale.checkpoint.manifest import STATE_NAME, CheckpointManifest, find_damage, load_manifest
+from llmscale.checkpoint.manifest import STATE_NAME, CheckpointManifest, read_checkpoint
 from llmscale.checkpoint.run_state import RunState, SavedRun, load_run_state
 from llmscale.config.hf_model import PREFIX, PublishedModel, read_published_model
 from llmscale.config.resolve import SetFacts, resolve_shape
@@ -94,8 +94,8 @@ def open_trained_checkpoint(
     The shape is that of the checkpoint's configuration. The tokenizer is the run folder's copy, or the dataset's.
     Raises CheckpointError for a damaged checkpoint, DataError when the tokenizer is missing.
     """
-    damage = find_damage(folder, progress=progress)
-    if damage:
+    checkpoint = read_checkpoint(folder)
+    if damage := checkpoint.find_damage(progress=progress):
         raise CheckpointError(damage)
     state = load_run_state(folder)
     config = build_run_config(dict(state.config), f"{folder / STATE_NAME}: ")
@@ -108,8 +108,8 @@ def open_trained_checkpoint(
     made = sets.manifest
     tokenizer = load_set_tokenizer(sets.first.folder, made)
     shape = resolve_shape(config, SetFacts(made.vocab_size, made.seq_len, sets.num_train_samples, made.eot_token))
-    manifest, published = load_manifest(folder), open_published(run, config)
-    return TrainedCheckpoint(folder, manifest, state, config, shape, sets, tokenizer, published)
+    published = open_published(run, config)
+    return TrainedCheckpoint(folder, checkpoint.manifest, state, config, shape, sets, tokenizer, published)
 
 
 def open_trained_sets(folder: Path, state: RunState, config: RunConfig, remedy: str, given: str | None) -> TrainingSets:

@@ -1,4 +1,4 @@
-"""What ZeRO holds on a rank at each moment of a step, as the estimate asks for it. No torch.
+"""Count the bytes that ZeRO holds on a rank at each moment of a step, as the estimate asks for them. No torch.
 
 `done`: gradients that are complete; `own` beside it: those of a layer that is handing its gradients over.
 """

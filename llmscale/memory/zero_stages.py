@@ -131,14 +131,13 @@ class _Zero:
     @cached_property
     def flushes(self) -> list[_Flush]:
         """Every reduction: the bucket is reduced before a gradient that does not fit."""
-        flushes, done, bucket = [], 0, list[int]()
-        for tensor in self.order:
-            if bucket and sum(bucket) + tensor.elements > self.bucket:
-                flushes.append(_Flush(done, sum(bucket), max(bucket)))
-                bucket = []
-            done += tensor.elements
-            bucket.append(tensor.elements)
-        return [*flushes, _Flush(done, sum(bucket), max(bucket))]
+        flushes, bucket = [], _Flush(0, 0, 0)
+        for size in (tensor.elements for tensor in self.order):
+            if bucket.elements and bucket.elements + size > self.bucket:
+                flushes.append(bucket)
+                bucket = _Flush(bucket.at, 0, 0)
+            bucket = _Flush(bucket.at + size, bucket.elements + size, max(bucket.largest, size))
+        return [*flushes, bucket]
 
     def flushed(self, done: float, own: float) -> list[_Flush]:
         """Return the reductions while `own` gradients follow `done` others."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import ClassVar
 
 from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.deepspeed.resolve import BATCH_KEYS
@@ -233,11 +234,59 @@ def nearest_fit(fits: Sequence[Candidate]) -> Candidate:
 
 @dataclass(frozen=True)
 class RankedConfig:
-    """A row of `llmscale estimate`."""
+    """A row of `llmscale estimate`: a run on the GPUs, with its memory and its speed."""
 
-    fit: Candidate
+    DERIVED: ClassVar = (
+        "strategy",
+        "fit.step.precision",
+        "fit.plan.micro_batch_size",
+        "fit.plan.gradient_accumulation_steps",
+        "fit.plan.filler_share",
+        "fit.step.engine_config.grad_accum_dtype",
+        "fit.estimate",
+        "fit.fits",
+        "fit.has_margin",
+        "fit.spare_bytes",
+        "fit.host_bytes_per_node",
+        "fit.save_bytes_per_node",
+        "fit.nvme_bytes_per_node",
+        "fit.verdict",
+        "usd_per_billion_tokens",
+    )
+
+    fit: Candidate = field(repr=False)
     throughput: Throughput | None
     """Speed of the row; None if the GPU's rate is unknown."""
+    ds_config: str | None = None
+    """Name of the user's ds_config."""
+    gpu: str | None = None
+    """Name of the GPU, where several are compared."""
+    usd_per_gpu_hour: float | None = None
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.fit.strategy
+
+    @property
+    def batch(self) -> str:
+        return f"{self.fit.plan.micro_batch_size} x {self.fit.plan.gradient_accumulation_steps}"
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Return the rate of a row that fits."""
+        return self.throughput.tokens_per_second if self.throughput and self.fit.fits else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Return the MFU of a row that fits."""
+        return self.throughput.mfu if self.throughput and self.fit.fits else None
+
+    @property
+    def usd_per_billion_tokens(self) -> float | None:
+        """Return the price of a billion tokens; None if the row does not fit, or without the price of a GPU-hour."""
+        if not self.tokens_per_second or not self.usd_per_gpu_hour:
+            return None
+        return self.usd_per_gpu_hour * self.fit.cluster.world_size / 3600 / self.tokens_per_second * 1e9
 
 
 @dataclass(frozen=True)
@@ -253,6 +302,11 @@ class Ranking:
         return self.configs[self.recommendation.index] if self.recommendation else None
 
     @property
+    def nearest(self) -> RankedConfig:
+        """Row to take, or the one that misses least."""
+        return self.recommended or self.configs[self.fits.index(nearest_fit(self.fits))]
+
+    @property
     def fits(self) -> list[Candidate]:
         return [config.fit for config in self.configs]
 
@@ -261,8 +315,7 @@ def rank_trials(trials: Sequence[Trial], cluster: Cluster) -> Ranking:
     """Fit every trial, estimate its speed, and choose one. Raises ConfigError for more ranks than sequences."""
     fits = [find_largest_fit(trial, cluster) for trial in trials]
     configs = tuple(RankedConfig(fit, _throughput(fit, cluster)) for fit in fits)
-    rates = [config.throughput.tokens_per_second if config.throughput else None for config in configs]
-    return Ranking(configs, recommend(fits, rates))
+    return Ranking(configs, recommend(fits, [config.tokens_per_second for config in configs]))
 
 
 #: Fewest and most rows to choose between, of those that fit.
@@ -306,8 +359,8 @@ def _by_preference(ranking: Ranking) -> list[int]:
 
     def key(index: int) -> tuple[bool, bool, float, int]:
         row = ranking.configs[index]
-        rate = row.throughput.tokens_per_second if row.throughput else 0.0
-        return index != chosen, not row.fit.has_margin, -rate if row.fit.fits else -row.fit.spare_bytes, index
+        preference = -(row.tokens_per_second or 0.0) if row.fit.fits else -row.fit.spare_bytes
+        return index != chosen, not row.fit.has_margin, preference, index
 
     return sorted(range(len(ranking.configs)), key=key)
 

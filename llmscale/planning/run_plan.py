@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import ParallelLayout, build_batch_plan
-from llmscale.config.deepspeed.schema import Dtype, Precision
+from llmscale.config.deepspeed.schema import Precision
 from llmscale.config.hardware import GPU, Cluster, usable_precision
 from llmscale.config.resolve import ResolvedStep, default_batch_size, resolve_loss, resolve_optimizer, resolve_step
 from llmscale.config.run_config import RunConfig
@@ -49,24 +49,24 @@ _USUAL_MICRO_BATCH_TOKENS = 8192
 class Placement:
     """Layout of a model on a cluster."""
 
-    cluster: Cluster
-    global_batch_size: int
+    cluster: Cluster = field(repr=False)
+    global_batch_size: int = field(repr=False)
     """Sequences per step."""
-    row: RankedConfig | None
+    row: RankedConfig | None = field(repr=False)
     """Row of `llmscale estimate` to run; None if nothing fits."""
     why: str
     """Reason for this row; or how much the nearest row misses, and how many nodes are enough."""
-    peak_flops: float | None
+    peak_flops: float | None = field(repr=False)
     """Peak FLOP/s of a GPU in the run's precision; None if it is unknown."""
     mfu: float | None
     """MFU of that peak; None if nothing fits and none was given, or the peak is unknown."""
 
-    def hours(self, shape: GPTShape, tokens: float) -> float | None:
+    def hours_of(self, shape: GPTShape, tokens: float) -> float | None:
         """Return the hours of training."""
-        speed = self.tokens_per_second(shape)
+        speed = self.rate_of(shape)
         return None if speed is None else tokens / speed / 3600
 
-    def tokens_per_second(self, shape: GPTShape) -> float | None:
+    def rate_of(self, shape: GPTShape) -> float | None:
         """Return the rate of all GPUs together."""
         if self.mfu is None or self.peak_flops is None:
             return None
@@ -236,29 +236,27 @@ class PlanRequest:
 
 
 @dataclass(frozen=True)
-class RunPlan:
-    """A planned run on its GPUs."""
+class RunPlan(Placement):
+    """A planned run on its GPUs; what follows from the MFU is None without one."""
+
+    DERIVED: ClassVar = (
+        "cluster.gpus_per_node",
+        "cluster.num_nodes",
+        "row.strategy",
+        "row.fit.plan.micro_batch_size",
+        "row.fit.plan.gradient_accumulation_steps",
+        "row.fit.plan.filler_share",
+        "row.fit.step.engine_config.grad_accum_dtype",
+    )
 
     gpu: str
-    gpus_per_node: int
-    num_nodes: int
     precision: Precision
-    strategy: Strategy | None
-    """Memory settings of the row of `llmscale estimate` to run; None, as the next four, if nothing fits."""
-    micro_batch_size: int | None
-    gradient_accumulation_steps: int | None
-    filler_share: float | None
-    grad_accum_dtype: Dtype | None
     host_bytes_per_node: int
     """Host memory of offloaded states."""
     save_bytes_per_node: int
     """Host memory of the copy of a checkpoint that is written in the background; 0 if nothing fits."""
-    why: str
-    """Reason for this row; or how much the nearest row misses, and how many nodes are enough."""
     store_requests_per_save: int
     store_bytes_per_step: float
-    mfu: float | None
-    """MFU; None, as all that follows from it, if nothing fits and none was given."""
     tokens_per_second: float | None
     """Rate of all GPUs together."""
     hours: float | None
@@ -281,7 +279,6 @@ class RunPlan:
     """Price of a GPU's power at its limit, with the data centre's overhead."""
     owning_usd_per_gpu_hour: float | None
     """Price of an hour of a bought GPU that never idles, with electricity; None without its price, or its power."""
-    placement: Placement = field(repr=False)
 
     @property
     def is_in_time(self) -> bool:
@@ -357,10 +354,10 @@ def make_plan(request: PlanRequest) -> Plan:
     plan = _plan_on(request, request.num_nodes)
     if plan.run is None or plan.run.is_in_time:
         return plan
-    faster = _find_faster(request, plan.run, min(_MOST_NODES, plan.global_batch_size // plan.run.gpus_per_node))
+    faster = _find_faster(request, plan.run, min(_MOST_NODES, plan.global_batch_size // plan.run.cluster.gpus_per_node))
     if faster is None or request.num_nodes is None:
         return faster or plan
-    enough = faster.run.num_nodes if faster.run and faster.run.is_in_time else None
+    enough = faster.run.cluster.num_nodes if faster.run and faster.run.is_in_time else None
     return replace(plan, run=replace(plan.run, enough_nodes=enough))
 
 
@@ -369,13 +366,13 @@ def _find_faster(request: PlanRequest, slow: RunPlan, most: int) -> Plan | None:
 
     `most`: with more, not every GPU has a sequence of the batch.
     """
-    too_few, enough, run, plan = slow.num_nodes, 0, slow, None
-    unit = _fewest_for_experts(request, slow.placement.cluster)
+    too_few, enough, run, plan = slow.cluster.num_nodes, 0, slow, None
+    unit = _fewest_for_experts(request, slow.cluster)
     while not run.is_in_time:
-        if run.hours is None or run.num_nodes + unit > most:
+        if run.hours is None or run.cluster.num_nodes + unit > most:
             return plan
         # Time shrinks at best in proportion.
-        too_few = run.num_nodes
+        too_few = run.cluster.num_nodes
         least = too_few * max(run.hours / (24 * run.within_days), _LEAST_GROWTH)
         enough = min(most // unit, math.ceil(least / unit)) * unit
         plan = _plan_on(request, enough)
@@ -415,7 +412,7 @@ def _plan_on(request: PlanRequest, num_nodes: int | None) -> Plan:
     tokens = steps * batch * shape.seq_len
     flops, equivalent = training_flops(shape.active_parameters, tokens), dense_equivalent(shape, tokens)
     disk = estimate_disk(shape, steps, tokens, request.config)
-    if request.keep_hours and placement and (hours := placement.hours(shape, tokens)):
+    if request.keep_hours and placement and (hours := placement.hours_of(shape, tokens)):
         disk = replace(disk, hourly=int(hours // request.keep_hours), is_hourly_weights=request.keeps_weights)
     return Plan(
         goal=request.goal,
@@ -437,7 +434,7 @@ def _plan_on(request: PlanRequest, num_nodes: int | None) -> Plan:
 def _plan_run(request: PlanRequest, placement: Placement, shape: GPTShape, tokens: int, disk: DiskSpace) -> RunPlan:
     cluster, fit = placement.cluster, placement.row.fit if placement.row else None
     pue = DEFAULT_PUE if request.pue is None else request.pue
-    hours, watts = placement.hours(shape, tokens), cluster.gpu.power_w
+    hours, watts = placement.hours_of(shape, tokens), cluster.gpu.power_w
     recomputes = fit is not None and fit.step.checkpointing == "full" and request.mfu is not None
     gpu_hours = None if hours is None else hours * cluster.world_size
     kw = None if watts is None else watts * pue / 1000
@@ -445,22 +442,14 @@ def _plan_run(request: PlanRequest, placement: Placement, shape: GPTShape, token
     price, bought = request.usd_per_gpu_hour, request.usd_per_bought_gpu
     owning = owning_usd_per_gpu_hour(bought, request.years, electricity) if bought and electricity else None
     return RunPlan(
+        **vars(placement),
         gpu=cluster.gpu.name,
-        gpus_per_node=cluster.gpus_per_node,
-        num_nodes=cluster.num_nodes,
         precision=usable_precision(request.config.precision, cluster.gpu),
-        strategy=fit.strategy if fit else None,
-        micro_batch_size=fit.plan.micro_batch_size if fit else None,
-        gradient_accumulation_steps=fit.plan.gradient_accumulation_steps if fit else None,
-        filler_share=fit.plan.filler_share if fit else None,
-        grad_accum_dtype=fit.step.engine_config.grad_accum_dtype if fit else None,
         host_bytes_per_node=fit.host_bytes_per_node if fit else 0,
         save_bytes_per_node=fit.save_bytes_per_node if fit else 0,
-        why=placement.why,
         store_requests_per_save=disk.store_requests(cluster.world_size),
         store_bytes_per_step=disk.checkpoint_bytes / SAVE_EVERY,
-        mfu=placement.mfu,
-        tokens_per_second=placement.tokens_per_second(shape),
+        tokens_per_second=placement.rate_of(shape),
         hours=hours,
         gpu_hours=gpu_hours,
         hours_with_recomputation=hours * RECOMPUTED if hours and recomputes else None,
@@ -472,7 +461,6 @@ def _plan_run(request: PlanRequest, placement: Placement, shape: GPTShape, token
         cost_usd=None if gpu_hours is None or price is None else gpu_hours * price,
         electricity_usd_per_gpu_hour=electricity,
         owning_usd_per_gpu_hour=owning,
-        placement=placement,
     )
 
 
@@ -534,7 +522,7 @@ def _optimum_at(request: PlanRequest, mfu: float, share: float) -> Point:
 def _tokens(request: PlanRequest, shape: GPTShape, optimum: Point, placement: Placement | None) -> float:
     goal = request.goal
     if goal.kind == "gpu_hours" and placement is not None:
-        speed = placement.tokens_per_second(shape)
+        speed = placement.rate_of(shape)
         if speed is None:
             raise ConfigError(
                 f"the {shape.num_parameters:,} parameters that this budget trains best do not fit "

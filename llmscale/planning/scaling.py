@@ -15,6 +15,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 from llmscale import limits
@@ -155,7 +156,7 @@ class ParametricLaw:
         """
         if self.resamples:
             laws = (replace(self, coefficients=row, resamples=()) for row in self.resamples)
-            return interval_of(quantity(self), (_limited(quantity, law) for law in laws))
+            return interval_of(_limited(quantity, self), (_limited(quantity, law) for law in laws))
         if self.covariance is None:
             return None
         gradient = [self._slope(quantity, index) for index in range(len(self.coefficients))]
@@ -198,7 +199,7 @@ class ParametricLaw:
 
 #: Standard deviations that hold 80 % of a normal distribution.
 Z80 = 1.2816
-#: Value of a quantity that overflows for a resample, which determines nothing.
+#: Value of a quantity that overflows for a law, which determines nothing.
 LARGEST = 1e300
 
 
@@ -474,7 +475,8 @@ def interpolated_shape(n_embd: int, like: GPTShape, family: str = GPT3) -> GPTSh
     if family != GPT3:
         return _shape_of_family(n_embd, like, family)
     head_dim = 64 if n_embd <= 2048 else 128
-    depth = _interpolate(n_embd, {shape.n_embd: shape.n_layer for shape in _presets(family, like)})
+    presets = _presets(family, like.vocab_size, like.seq_len)
+    depth = _interpolate(n_embd, {shape.n_embd: shape.n_layer for shape in presets})
     return like.changed({"n_layer": max(1, depth), "n_head": max(1, n_embd // head_dim), "n_embd": n_embd})
 
 
@@ -490,7 +492,7 @@ def _interpolate(n_embd: int, sizes: Mapping[int, int]) -> int:
 
 
 def _shape_of_family(n_embd: int, like: GPTShape, family: str) -> GPTShape:
-    presets = _presets(family, like)
+    presets = _presets(family, like.vocab_size, like.seq_len)
     nearest = min(presets, key=lambda shape: abs(math.log(shape.n_embd / n_embd)))
     head_dim = nearest.head_dim
     queries, keys, mlp_width, n_layer = (
@@ -509,9 +511,10 @@ def _names(family: str) -> list[str]:
     return [name for name in PRESETS if name.rpartition("-")[0] == family]
 
 
-def _presets(family: str, like: GPTShape) -> list[GPTShape]:
-    """Return the family's shapes at the vocabulary and context of `like`, by ascending width and depth."""
-    shapes = [PRESETS[name].shape(like.vocab_size, like.seq_len) for name in _names(family)]
+@lru_cache(maxsize=16)
+def _presets(family: str, vocab_size: int, seq_len: int) -> list[GPTShape]:
+    """Return the family's shapes at a vocabulary and a context, by ascending width and depth."""
+    shapes = [PRESETS[name].shape(vocab_size, seq_len) for name in _names(family)]
     return sorted(shapes, key=lambda shape: (shape.n_embd, shape.n_layer))
 
 

@@ -366,8 +366,6 @@ def load_law(path: Path) -> ParametricLaw:
         tuple(content.resamples),
         content.loss_error,
     )
-    if not all(_has_optimum(law, flops) for flops in _ANY_FLOPS):
-        raise ConfigError(f"{path}: this law has no finite optimum. Fit it to more runs.")
     if why := doubts(law):
         raise ConfigError(f"{path}: the runs do not determine this law: {'; '.join(why)}. Fit it to more runs.")
     return law
@@ -381,13 +379,20 @@ _TOKENS_PER_PARAMETER = 20
 
 
 def doubts(law: ParametricLaw) -> list[str]:
-    """Return why runs do not determine a law: a number at its bound, or an interval over ten decades."""
+    """Return why runs do not determine a law: a number at its bound, no finite optimum, or one known within decades.
+
+    A law that has any of these is reported by `ladder fit` and refused by `plan`.
+    """
     _, _, ln_e, alpha, beta = law.coefficients
     numbers = [("alpha", alpha, bound) for bound in EXPONENTS] + [("beta", beta, bound) for bound in EXPONENTS]
     numbers.append(("E", math.exp(ln_e), LEAST_IRREDUCIBLE_LOSS))
     at_bounds = [
         f"{name} is at its bound, {bound:g}" for name, value, bound in numbers if abs(value / bound - 1) < _AT_BOUND
     ]
+    optima = (ParametricLaw.optimal_parameters, ParametricLaw.optimal_tokens, ParametricLaw.optimal_loss)
+    intervals = [law.interval(partial(quantity, flops=flops)) for quantity in optima for flops in _ANY_FLOPS]
+    if not all(interval and interval.high < LARGEST for interval in intervals):
+        return [*at_bounds, "it has no finite optimum"]
     largest = law.fitted_parameters[1]
     flops = training_flops(largest, _TOKENS_PER_PARAMETER * largest)
     return at_bounds + [
@@ -396,16 +401,6 @@ def doubts(law: ParametricLaw) -> list[str]:
         if (interval := law.interval(partial(quantity, flops=flops)))
         and interval.high > 10.0**_MOST_DECADES * interval.low
     ]
-
-
-def _has_optimum(law: ParametricLaw, flops: float) -> bool:
-    """Return whether size, tokens and loss of a budget's optimum have finite intervals."""
-    quantities = (ParametricLaw.optimal_parameters, ParametricLaw.optimal_tokens, ParametricLaw.optimal_loss)
-    try:
-        intervals = [law.interval(partial(quantity, flops=flops)) for quantity in quantities]
-    except (OverflowError, ValueError, ZeroDivisionError):
-        return False
-    return all(interval is not None and interval.high < LARGEST for interval in intervals)
 
 
 _ModelT = TypeVar("_ModelT", bound=BaseModel)

@@ -19,6 +19,7 @@ from llmscale.config.optimizers import ADAMW
 from llmscale.config.resolve import ResolvedStep
 from llmscale.errors import ConfigError
 from llmscale.limits import MAX_SEQ_LEN
+from llmscale.memory.breakdown import GIB
 from llmscale.memory.estimate import MemoryEstimate, estimate_hf_states, estimate_least, estimate_memory
 from llmscale.memory.zero_setup import ZeroSetup
 from llmscale.memory.zero_stages import pinned_bytes
@@ -81,7 +82,7 @@ class Strategy:
 
 def strategy_of(ds: DsConfig, checkpointing: CheckpointingMode) -> Strategy:
     """Return the strategy of a ds_config."""
-    devices = (ds.offload_optimizer_device, ds.offload_param_device)
+    devices = (ds.keys.offload_optimizer_device, ds.keys.offload_param_device)
     return Strategy(ds.zero_stage, *devices, checkpointing, ds.zero_hpz_partition_size)
 
 
@@ -247,6 +248,17 @@ class Candidate:
         """Return whether MARGIN of the GPU and of the node is left."""
         return self.share_of_limit <= 1
 
+    @property
+    def verdict(self) -> str:
+        """Return whether it fits, and by how much, in a few words."""
+        if self.spare_bytes < 0:
+            return f"  no, {-self.spare_bytes / GIB:,.1f} over"
+        host = self.host_spare_bytes
+        if host is not None and host < 0:
+            return f"  no, host {-host / GIB:,.0f} over"
+        tight = "" if self.has_margin else ", host tight" if self.has_gpu_margin else ", tight"
+        return f"  {self.spare_bytes / GIB:.1f} free{tight}"
+
 
 def evaluate(step: ResolvedStep, cluster: Cluster) -> Candidate:
     """Estimate a step's memory on a cluster."""
@@ -298,7 +310,7 @@ def try_strategies(
     trials = []
     for ds, mode in legal_strategies(step.precision, nvme_path, modes, 1 if divides else hpz_ranks):
         can_train = step.optimizer.steps_shards or not ds.zero_stage
-        can_train = can_train and not (step.optimizer.frozen and ds.offload_param_device == "nvme")
+        can_train = can_train and not (step.optimizer.frozen and ds.keys.offload_param_device == "nvme")
         if can_train and (ds.zero_stage or not divides):
             trials.append(replace(trial, step=step.changed(ds=ds, checkpointing=mode)))
     if not trials:
@@ -363,7 +375,7 @@ class HFConfig:
     @property
     def verdict(self) -> str:
         """Return the room for activations, or the bytes that the states are too large."""
-        room = abs(self.room_for_activations_bytes) / 2**30
+        room = abs(self.room_for_activations_bytes) / GIB
         return f"  {room:,.1f}" if self.fits else f"  no, {room:,.1f} over"
 
 
@@ -517,7 +529,8 @@ def find_longest(trials: Sequence[Trial], cluster: Cluster, sizes: Sequence[int]
     rows = []
     searches = {size: _BoundarySearch(_LENGTH_UNIT, _LENGTH_UNIT, MAX_SEQ_LEN, power=1) for size in sizes}
     for trial in trials:
-        fits = {size: search.find(partial(_evaluate_length, trial, cluster, size)) for size, search in searches.items()}
+        steps = {size: _undivided_step(trial, size) for size in sizes}
+        fits = {size: search.find(partial(_evaluate_length, steps[size], cluster)) for size, search in searches.items()}
         ds = trial.step.ds
         rows.append(LongestSequences(strategy_of(ds, trial.step.checkpointing), ds.keys.cpu_checkpointing, fits))
     return rows
@@ -535,14 +548,19 @@ def with_inputs_on_host(trials: Sequence[Trial], nvme_path: str) -> Iterator[Tri
             yield replace(trial, step=step.changed(ds=parse_ds_config(keys | on_host, step.ds.source)))
 
 
-def _evaluate_length(trial: Trial, cluster: Cluster, split: int, seq_len: int) -> Candidate:
+def _undivided_step(trial: Trial, split: int) -> ResolvedStep:
+    """Return the trial with `split` GPUs that divide a sequence, and one micro-batch per group of them."""
     step = trial.step
     micro_batch_size = step.plan.micro_batch_size if trial.is_fixed else 1
     ranks = replace(step.plan.ranks, sequence_parallel_size=split)
     plan = build_batch_plan(
         global_batch_size=micro_batch_size * ranks.data_parallel_size,
         ranks=ranks,
-        seq_len=seq_len,
+        seq_len=step.plan.seq_len,
         micro_batch_size=micro_batch_size,
     )
-    return evaluate(step.changed(shape=replace(step.shape, seq_len=seq_len), plan=plan), cluster)
+    return step.changed(plan=plan)
+
+
+def _evaluate_length(step: ResolvedStep, cluster: Cluster, seq_len: int) -> Candidate:
+    return evaluate(step.with_length(seq_len), cluster)

@@ -158,7 +158,8 @@ class LadderFit:
         if self.doubts:
             yield (
                 f"WARNING: these runs do not determine a law: {'; '.join(self.doubts)}. `llmscale plan` refuses it, "
-                "and no number of approach 3 below is of use. Train more runs, of more sizes or with more compute."
+                "and no number of approach 3 below is of use. Look for runs that failed with `llmscale report "
+                f"{folder / RUNS_NAME}`, or train more, of more sizes or with more compute."
             )
         yield from self.notes
         ln_a, ln_b, ln_e, alpha, beta = self.parametric.law.coefficients
@@ -233,7 +234,7 @@ class LadderFit:
 
 
 def fit_ladder(folder: Path, ladder: Ladder, resamples: int) -> LadderFit:
-    """Fit the finished runs of a ladder. Raises ConfigError if they are too few or determine no law."""
+    """Fit the finished runs of a ladder. Raises ConfigError if they are too few."""
     notes: list[str] = []
     finished = {run.name: _read_finished(folder / RUNS_NAME / run.name, run, notes) for run in ladder.runs}
     runs = [done for run in ladder.runs if not run.is_held_out and (done := finished[run.name])]
@@ -245,7 +246,7 @@ def fit_ladder(folder: Path, ladder: Ladder, resamples: int) -> LadderFit:
         raise ConfigError(f"{error} `llmscale ladder run {folder}` trains them. {' '.join(notes[:3])}") from None
     held_out = [run for run in ladder.runs if run.is_held_out]
     longer, has_groups = longer_schedules(runs), ladder.design == "isoflop"
-    fit = LadderFit(
+    return LadderFit(
         ladder=ladder,
         runs=runs,
         parametric=parametric,
@@ -255,14 +256,6 @@ def fit_ladder(folder: Path, ladder: Ladder, resamples: int) -> LadderFit:
         predictions=[Prediction(run, parametric.predict(_loss_of(run)), finished[run.name]) for run in held_out],
         notes=notes,
     )
-    try:
-        fit.next_optimum()
-    except (OverflowError, ValueError, ZeroDivisionError):
-        raise ConfigError(
-            f"the losses of {len(runs)} runs determine no law: its optimum for {fit.next_flops:.3g} FLOPs is not a "
-            f"finite number. Look for runs that failed with `llmscale report {folder / RUNS_NAME}`, or train more."
-        ) from None
-    return fit
 
 
 def _loss_of(run: LadderRun) -> Callable[[ParametricLaw], float]:

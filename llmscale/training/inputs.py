@@ -6,9 +6,11 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.initial_weights import (
     FrozenBase,
     PublishedWeights,
@@ -18,7 +20,7 @@ from llmscale.checkpoint.initial_weights import (
     find_published_weights,
     open_base,
 )
-from llmscale.checkpoint.inventory import find_any_checkpoint, find_checkpoint, find_checkpoints, open_checkpoint
+from llmscale.checkpoint.inventory import find_any_checkpoint, find_checkpoints, open_checkpoint
 from llmscale.checkpoint.manifest import BEST_NAME, Checkpoint, checkpoints_folder
 from llmscale.checkpoint.peft_files import check_adapters, family_beside
 from llmscale.checkpoint.remote_run import fetch_run
@@ -102,6 +104,11 @@ class Inputs:
         manifest = self.sets.manifest
         return SetFacts(manifest.vocab_size, manifest.seq_len, self.sets.num_train_samples, manifest.eot_token)
 
+    @cached_property
+    def shape(self) -> GPTShape:
+        """Shape of the model. Raises ConfigError."""
+        return resolve_shape(self.config, self.facts)
+
 
 def announce_after_s(config: RunConfig) -> float:
     """Return the seconds after which the checks are announced: few if they may wait for other machines.
@@ -165,16 +172,15 @@ def read_inputs(run: RunConfig | PreparedRun, arguments: Sequence[str] | None = 
         left_out=left_out,
     )
     if config.lora_from is not None:
-        shape = resolve_shape(config, inputs.facts)
-        check_adapters(config.lora_from, shape, family_beside(shape, model))
+        check_adapters(config.lora_from, inputs.shape, family_beside(inputs.shape, model))
     if model is not None:
-        weights = find_published_weights(model, resolve_shape(config, inputs.facts), sets.first)
+        weights = find_published_weights(model, inputs.shape, sets.first)
         return replace(inputs, weights=weights, base=base_of_published(weights) if config.lora_rank else None)
     if config.lora_rank and source is not None:
         inputs = _with_base(inputs, source, place, run.published)
     if config.init_from is not None:
         # A damaged state says here what is wrong with it.
-        state = source.state if source else load_run_state(find_checkpoint(Path(config.init_from)))
+        state = source.state if source else load_run_state(open_named("--init-from", config.init_from).path)
         _check_same_tokenizer(inputs, state)
     return inputs
 
@@ -217,7 +223,7 @@ def _with_base(inputs: Inputs, source: SavedRun, place: str | None, published: P
         model = published if published and is_read else read_published_model("--init-from", place, inputs.config)
     except LlmscaleError as error:
         raise explain_missing(place, source.path, error) from None
-    weights = find_published_weights(model, resolve_shape(inputs.config, inputs.facts), inputs.sets.first)
+    weights = find_published_weights(model, inputs.shape, inputs.sets.first)
     return replace(inputs, weights=weights, base=base_of_published(weights))
 
 
@@ -414,21 +420,26 @@ def _candidates(config: RunConfig) -> list[Checkpoint]:
     """Return the checkpoints that the run may begin with, newest first, not verified. Raises CheckpointError."""
     if config.init_from is None and config.resume in ("auto", "none"):
         return find_checkpoints(config.run).current if config.resume == "auto" else []
-    named = Path(config.init_from or config.resume)
-    with suppress(CheckpointError):
-        return [open_checkpoint(named)]
-    # Raises unless only the manifest is damaged, which `confirm_start` explains.
-    find_checkpoint(named)
-    return []
+    flag, path = ("--init-from", config.init_from) if config.init_from else ("--resume", config.resume)
+    return [open_named(flag, path)]
+
+
+def open_named(flag: str, path: str, report: Callable[[str], None] = lambda line: None) -> Checkpoint:
+    """Read the checkpoint that `FLAG PATH` names, as `open_checkpoint` does. Raises CheckpointError."""
+    try:
+        return open_checkpoint(Path(path), report)
+    except CheckpointError as error:
+        if (Path(path) / MANIFEST_NAME).is_file():
+            raise CheckpointError(f"{flag} {path}: {error} Name another checkpoint.") from None
+        raise
 
 
 def _check_same_tokenizer(inputs: Inputs, state: RunState) -> None:
     """Raise DataError unless the other run's weights have the dataset's tokenizer, and its learned positions."""
-    manifest, config = inputs.sets.manifest, inputs.config
-    is_rotary = resolve_shape(config, inputs.facts).positions == "rotary"
+    manifest, is_rotary = inputs.sets.manifest, inputs.shape.positions == "rotary"
     check_set_matches(
         manifest,
-        config.data,
+        inputs.config.data,
         vocab_size=cast("int", state.identity["vocab_size"]),
         seq_len=manifest.seq_len if is_rotary else cast("int", state.identity["seq_len"]),
         tokenizer_sha256=cast("str", state.identity["tokenizer_sha256"]),

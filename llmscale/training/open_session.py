@@ -7,18 +7,36 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
 
 from llmscale.checkpoint.initial_weights import complete_published_weights, keep_published
 from llmscale.config.hardware import has_bf16_instructions
 from llmscale.data.mixture import keep_sets
 from llmscale.engine.collectives import gather, on_all_ranks, on_each_disk, on_main_rank
 from llmscale.engine.compilation import BlockCompiler
-from llmscale.engine.deepspeed_engine import build_engine, check_device
+from llmscale.engine.deepspeed_engine import build_engine, check_device, set_learning_rate
 from llmscale.engine.device_memory import gpu_capability
 from llmscale.engine.device_settings import allow_tf32
 from llmscale.engine.process_group import World, is_gpu, join_world
-from llmscale.engine.timed_steps import time_steps
-from llmscale.engine.train_step import PhaseTimer, explain_smallest_scale, get_scaler_state
+from llmscale.engine.train_step import (
+    PhaseTimer,
+    explain_smallest_scale,
+    get_scaler_state,
+    set_micro_steps,
+    set_scaler_state,
+    train_step,
+)
+from llmscale.engine.zero_shards import (
+    group_scalars,
+    materialise_optimizer_state,
+    refresh_low_precision_weights,
+    reset_step_counts,
+    set_group_scalars,
+    state_views,
+    write_back,
+)
 from llmscale.memory.estimate import estimate_memory
 from llmscale.planning.compilation import ASSUMED_STEP_S, Compilation, decide_compilation
 from llmscale.terminal.human_numbers import format_duration
@@ -50,6 +68,9 @@ from llmscale.training.step_metrics import StepMeter
 from llmscale.training.stop_request import StopRequest, launch_names
 from llmscale.training.watchdog import Heartbeat
 from llmscale.untrusted.terminal import print_visible
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 
 @dataclass
@@ -152,6 +173,10 @@ def _open_engine(start: Start, world: World, clock: StartupClock) -> Engine:
 _TIMED_SHARE, _MOST_TIMED_S, _END_SHARE = 0.04, 30.0, 0.02
 #: Time of a sequence's validation relative to that of a training step: a forward pass.
 _VALIDATION_SHARE = 1 / 3
+#: Most timed steps.
+_MOST_TIMED = 50
+#: Learning rate, relative to the peak: no warm-up protects these steps, and Muon skips its work at 0.
+_LOW_RATE = 1e-3
 
 
 def _with_timed_steps(
@@ -168,32 +193,88 @@ def _with_timed_steps(
     """
     config, plan, minutes = start.config, start.resolved.plan, start.config.minutes
     assert minutes is not None
-    with explain_smallest_scale(start.first_step):
-        timed = time_steps(
-            engine.deepspeed,
-            start.resolved,
-            world,
-            min(_TIMED_SHARE * 60 * minutes, _MOST_TIMED_S),
-            is_new=start.state is None,
-            progress=progress,
-        )
+    step_s, timed = _time_steps(start, engine, world, progress)
     left_s = on_main_rank(world.control, lambda: 60 * minutes * (1 - _END_SHARE) - (time.perf_counter() - began))
     # In steps.
     validation = _VALIDATION_SHARE * validated / plan.global_batch_size
     per_step = 1 + (validation / config.val_every if config.val_every else 0.0)
-    count = max(1, int((left_s / timed.step_s - validation) / per_step))
+    count = max(1, int((left_s / step_s - validation) / per_step))
     steps = start.first_step + count
     if plan.ramp is not None:
         # The small batches at the beginning take less time.
         seen = start.state.samples_seen if start.state else 0
         steps = max(start.first_step + 1, plan.steps_for(seen + count * plan.global_batch_size))
-    rate = f"{plan.tokens_per_step / timed.step_s:,.0f} tokens/s"
+    rate = f"{plan.tokens_per_step / step_s:,.0f} tokens/s"
     line = (
         f"--minutes {minutes:g} sets {steps:,} step{'s' * (steps > 1)}: {format_duration(max(left_s, 0.0))} are left, "
-        f"and a step takes {timed.step_s:.3g} s ({rate}; {timed.count} timed and undone). Later starts with the "
+        f"and a step takes {step_s:.3g} s ({rate}; {timed} timed and undone). Later starts with the "
         "same --minutes keep the number"
     )
     return start.with_steps(steps), line
+
+
+def _time_steps(start: Start, engine: Engine, world: World, progress: Callable[[], object]) -> tuple[float, int]:
+    """Return the seconds of a step of the full batch, equal on every rank, and the number of timed steps. Collective.
+
+    Only a step itself shows how long it takes: communication, offload and the optimizer are part of it. So these are
+    complete steps, on made-up tokens: neither the data nor a random state moves. Afterwards weights, optimizer states,
+    buffers and the loss scaler are what they were, bit for bit.
+
+    The first one, which allocates and compiles, is not counted, and repeated while fp16 lowers its scale. `progress` is
+    called after every step. Synchronises with the device.
+    """
+    assert start.config.minutes is not None
+    limit_s = min(_TIMED_SHARE * 60 * start.config.minutes, _MOST_TIMED_S)
+
+    def step() -> None:
+        train_step(deepspeed, micro_batches, world.device, PhaseTimer(world.device))
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        progress()
+
+    resolved, deepspeed = start.resolved, engine.deepspeed
+    micro_batches = _made_up_tokens(start, world)
+    with explain_smallest_scale(start.first_step), _undone(deepspeed, is_new=start.state is None):
+        set_micro_steps(deepspeed, len(micro_batches))
+        set_learning_rate(deepspeed, resolved.optimizer, resolved.schedule.lr * _LOW_RATE)
+        for _ in range(_MOST_TIMED):
+            step()
+            if deepspeed.was_step_applied():  # not skipped by fp16, whose scale was too large
+                break
+        began, seconds, count = time.perf_counter(), 0.0, 0
+        while count == 0 or (seconds < limit_s and count < _MOST_TIMED):
+            step()
+            count += 1
+            seconds = on_main_rank(world.control, lambda: time.perf_counter() - began)
+    return seconds / count, count
+
+
+def _made_up_tokens(start: Start, world: World) -> list[torch.Tensor]:
+    """Return a rank's micro-batches of a step, each [micro_batch_size, T + 1], equal for ranks that divide them."""
+    plan, generator = start.resolved.plan, torch.Generator()
+    generator.manual_seed(plan.ranks.group_of(world.rank))
+    size, steps = (plan.micro_batch_size, plan.seq_len + 1), plan.gradient_accumulation_steps
+    return [torch.randint(start.resolved.shape.vocab_size, size, generator=generator) for _ in range(steps)]
+
+
+@contextmanager
+def _undone(engine: DeepSpeedEngine, *, is_new: bool) -> Iterator[None]:
+    """Restore everything that steps inside change. Collective."""
+    materialise_optimizer_state(engine)
+    if is_new:
+        reset_step_counts(engine)
+    views = {key: view.local.to("cpu", copy=True) for key, view in state_views(engine).items()}
+    scalars, scaler = group_scalars(engine), get_scaler_state(engine)
+    counts = engine.global_steps, engine.skipped_steps
+    yield
+    changed = state_views(engine)
+    for key, view in changed.items():
+        view.local.copy_(views[key])
+    write_back(engine, changed)
+    set_group_scalars(engine, scalars)
+    refresh_low_precision_weights(engine)
+    set_scaler_state(engine, scaler)
+    engine.global_steps, engine.skipped_steps = counts
 
 
 def _open_io(

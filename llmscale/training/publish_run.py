@@ -183,7 +183,8 @@ class RunPublisher:
         self._ending, self._closing, self._wake = threading.Event(), threading.Event(), threading.Event()
         self._saved: list[str] = []
         self._uploading = ""
-        self._waiting: list[str] = []
+        self._waiting: dict[str, None] = {}
+        """Checkpoints that are to be published, in the order of saving."""
         self._counts: dict[str, int] = {}
         self._said = ""
         self.dropping = threading.Lock()
@@ -217,11 +218,10 @@ class RunPublisher:
             self._tell(self.problem)
             return
         # During an outage links must not fill the disk: the newest waits, and those that --keep-every keeps.
-        self._waiting.append(self._saved[-1])
-        for remote in self._waiting[:-1]:
+        self._waiting[self._saved[-1]] = None
+        for remote in [*self._waiting][:-1]:
             if not self._keep_every or step_of(Path(local_name(remote))) % self._keep_every:
-                with suppress(ValueError):  # published meanwhile
-                    self._waiting.remove(remote)
+                self._waiting.pop(remote, None)  # None: published meanwhile
         for remote in self._saved[:-1]:
             if remote != self._uploading and remote not in self._waiting:
                 shutil.rmtree(self._aside / remote, ignore_errors=True)
@@ -339,7 +339,7 @@ class RunPublisher:
 
     def _publish_next(self) -> None:
         """Publish the oldest checkpoint that waits, with all ranks."""
-        remote = self._waiting[0]
+        remote = [*self._waiting][0]  # noqa: RUF015  the other thread may change it
         self._broadcast(remote)
         results = self._upload_round(remote)
         self._counts |= {str(rank): count for rank, (_, count) in enumerate(results) if count}
@@ -422,8 +422,7 @@ class RunPublisher:
         if published:
             with suppress(OSError, LlmscaleError), self.dropping:
                 self._note(published)
-            with suppress(ValueError):  # a newer one has replaced it
-                self._waiting.remove(published)
+            self._waiting.pop(published, None)  # None: a newer one has replaced it
         remote, self._uploading = self._uploading, ""
         if remote not in self._waiting:
             shutil.rmtree(self._aside / remote, ignore_errors=True)

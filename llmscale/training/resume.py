@@ -3,9 +3,8 @@
 Check that all ranks were started alike before they train together.
 
 Ranks that differ train something that nobody asked for (another learning rate, one different token), or hang in the
-first collective that only some of them call (another number of steps, another ZeRO stage). Each rank reduces what it
-was started with to one digest per section. Only if digests differ, one representative of each group of equal ranks
-sends the values: a thousand ranks cost no more than two.
+first collective that only some of them call (another number of steps, another ZeRO stage). Each rank gets what rank 0
+was started with, and sends what differs.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -37,7 +36,6 @@ from llmscale.checkpoint.inventory import (
     find_checkpoints,
     history_after,
     is_of_run,
-    open_checkpoint,
     point_best,
     point_latest,
     record_history,
@@ -59,7 +57,7 @@ from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_each_dis
 from llmscale.engine.process_group import World
 from llmscale.engine.train_step import get_scaler_state, set_scaler_state
 from llmscale.errors import CheckpointError, ConfigError, DataError, LlmscaleError
-from llmscale.training.inputs import as_plain
+from llmscale.training.inputs import as_plain, open_named
 from llmscale.training.run_folder import RunFolderClaim, hash_or_reason, library_versions, source_hashes
 from llmscale.training.start import Start
 
@@ -91,7 +89,9 @@ def confirm_start(start: Start, world: World, report: Callable[[str], None], at:
     resumes = at is not None or start.resumes
 
     def read() -> SavedRun | None:
-        source = read_saved_run(chosen) if chosen else None
+        source = start.source
+        if chosen is None or source is None or source.manifest != chosen.manifest:
+            source = read_saved_run(chosen) if chosen else None
         start.at(source, resumes=resumes)  # raises what all ranks would raise
         return source
 
@@ -147,12 +147,7 @@ def _find_named(start: Start, at: Path | None, world: World, report: Callable[[s
         return None
 
     def look() -> tuple[str, Checkpoint]:
-        try:
-            checkpoint = open_checkpoint(Path(path), report)
-        except CheckpointError as error:
-            if not (Path(path) / MANIFEST_NAME).is_file():
-                raise
-            raise CheckpointError(f"{flag} {path}: {error} Name another checkpoint.") from None
+        checkpoint = open_named(flag, path, report)
         return os.path.relpath(checkpoint.path, path), checkpoint
 
     # Rank 0's answer counts: another rank might see a newer checkpoint of a run that trains.
@@ -305,7 +300,7 @@ _VARIABLES = (
     "NCCL_ALGO",
     "NCCL_PROTO",
 )
-_DATA_SECTION = "dataset"
+_DATA_SECTION, _ABSENT = "dataset", "absent"
 #: Parts of a difference that an error shows.
 _MAX_ITEMS, _MAX_VALUES, _MAX_RANGES, _MAX_HOSTS = 4, 3, 4, 2
 _MAX_VALUE_LENGTH, _HASH_LENGTH, _HASH_DIGITS = 60, 64, 12
@@ -334,12 +329,10 @@ def claim_run_folder(claim: RunFolderClaim, world: World) -> Disks:
 
 def compare_ranks(sections: Mapping[str, Section], group: dist.ProcessGroup) -> None:
     """Raise ConfigError, or DataError if only data differ, on every rank unless all have the same. Collective."""
-    digests = gather(group, digest(sections))
-    speakers = representatives(digests)
-    if speakers:
-        rank = dist.get_rank(group)
-        details = gather(group, {name: sections.get(name, {}) for name, ranks in speakers.items() if rank in ranks})
-        raise describe_differences(digests, details)
+    of_main = on_main_rank(group, lambda: sections)
+    differences = gather(group, (platform.node(), find_differences(of_main, sections)))
+    if any(own for _, own in differences):
+        raise describe_differences(of_main, differences)
 
 
 def _sections(run: Start, device_type: str) -> dict[str, Section]:
@@ -386,57 +379,43 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
 
 
-@dataclass(frozen=True)
-class RankDigest:
-    """A rank's first message: a few hundred bytes."""
-
-    host: str
-    digests: Mapping[str, bytes]
-    """Digest by section."""
+#: Values of a rank by section and key.
+Differences = Mapping[tuple[str, str], str]
 
 
-def digest(sections: Mapping[str, Section]) -> RankDigest:
-    """Return this rank's digests."""
-    digests = {
-        name: hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest() for name, values in sections.items()
-    }
-    return RankDigest(platform.node(), digests)
+def find_differences(of_main: Mapping[str, Section], sections: Mapping[str, Section]) -> Differences:
+    """Return this rank's values that differ from rank 0's."""
+    own, others = ({(name, key): of[name][key] for name in of for key in of[name]} for of in (sections, of_main))
+    return {place: own.get(place, _ABSENT) for place in {**others, **own} if own.get(place) != others.get(place)}
 
 
-def representatives(digests: Sequence[RankDigest]) -> dict[str, list[int]]:
-    """Return for each section that differs the first rank of each group of equal ranks, the largest group first."""
-    names = dict.fromkeys(name for rank in digests for name in rank.digests)
-    groups = {name: _ranks_by([rank.digests.get(name) for rank in digests]) for name in names}
-    return {name: [ranks[0] for ranks in by.values()] for name, by in groups.items() if len(by) > 1}
-
-
-def describe_differences(digests: Sequence[RankDigest], details: Sequence[Mapping[str, Section]]) -> LlmscaleError:
+def describe_differences(
+    of_main: Mapping[str, Section], differences: Sequence[tuple[str, Differences]]
+) -> LlmscaleError:
     """Return an error of one line, however many ranks: what differs, its values, and the ranks that have them.
 
-    `details` holds, by rank, the sections that a representative sent.
+    `differences`: by rank, its host and the values that differ from rank 0's.
     """
-    hosts = [rank.host for rank in digests]
-    speakers, parts = representatives(digests), []
-    for name, ranks in speakers.items():
-        section_of = {digests[rank].digests.get(name): details[rank].get(name, {}) for rank in ranks}
-        sections = [section_of[rank.digests.get(name)] for rank in digests]
-        by_key = {
-            key: _ranks_by([section.get(key, "absent") for section in sections])
-            for key in dict.fromkeys(key for section in section_of.values() for key in section)
-        }
-        items = [f"{key} is {_describe_values(by, hosts)}" for key, by in by_key.items() if len(by) > 1]
+    hosts = [host for host, _ in differences]
+    by_section: dict[str, list[str]] = {}
+    for section, key in dict.fromkeys(place for _, own in differences for place in own):
+        first = of_main.get(section, {}).get(key, _ABSENT)
+        by_value = _ranks_by([own.get((section, key), first) for _, own in differences])
+        by_section.setdefault(section, []).append(f"{key} is {_describe_values(by_value, hosts)}")
+    parts = []
+    for section, items in by_section.items():
         more = f"; {len(items) - _MAX_ITEMS} more of its keys differ" if len(items) > _MAX_ITEMS else ""
-        parts.append(f"{name}: {'; '.join(items[:_MAX_ITEMS])}{more}")
-    kind = DataError if list(speakers) == [_DATA_SECTION] else ConfigError
+        parts.append(f"{section}: {'; '.join(items[:_MAX_ITEMS])}{more}")
+    kind = DataError if [*by_section] == [_DATA_SECTION] else ConfigError
     return kind(
         f"the ranks were not started alike, so they cannot train together. {'. '.join(parts)}. Start every rank with "
         "the same flags, files, data and software."
     )
 
 
-def _ranks_by(values: Sequence[object]) -> dict[Any, list[int]]:
+def _ranks_by(values: Sequence[str]) -> dict[str, list[int]]:
     """Group ranks by their value, the most frequent first."""
-    groups: dict[object, list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(value, []).append(rank)
     return dict(sorted(groups.items(), key=lambda group: (-len(group[1]), group[1][0])))

@@ -75,8 +75,6 @@ OWN_FOLDERS = ("checkpoints", LOGS_NAME, "profile", "tensorboard", "wandb", *ORI
 _START_FILES = (CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME, START_TEXT_NAME, METRICS_NAME, FAILURE_NAME)
 #: Libraries whose version can change a result.
 LIBRARIES = ("torch", "deepspeed", "mosaicml-streaming", "numpy", "tiktoken", "tokenizers")
-#: Space that a new run folder needs for the description of the run.
-_PROBE_BYTES = 1 << 16
 #: Time that a network file system may take to show a new file to another host.
 _VISIBLE_TRIES = 50
 _VISIBLE_PAUSE_S = 0.1
@@ -86,26 +84,18 @@ _GIT_S = 5.0
 
 
 def create_run_folder(run: Path) -> list[Path]:
-    """Create the folder, check that it is writable, and return the folders that were created, the run's last.
+    """Create the folder, and return the folders that were created, the run's last.
 
     Raises ConfigError, and then leaves nothing new.
     """
     check_own_files(run)
     made: list[Path] = []
-    probe = run / f".writable-{os.getpid()}"
     try:
         for folder in reversed((run, *run.absolute().parents)):
             if not folder.exists():
                 folder.mkdir(exist_ok=True)
                 made.append(folder)
-        # A resumed run may start on a full disk: there may be space when the next checkpoint is due.
-        probe.unlink(missing_ok=True)
-        with open(open_own(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-            file.write(b"" if (run / CONFIG_NAME).exists() else bytes(_PROBE_BYTES))
-        probe.unlink()
     except OSError as error:
-        if probe.exists():
-            probe.unlink()
         _remove_empty(made)
         raise ConfigError(
             f"--run {run} cannot be written to: {error.strerror or error}. Name a folder on a disk with space and "
@@ -308,10 +298,8 @@ def repeats_last_start(run: Path, launches: Sequence[str], arguments: Sequence[s
 
     `arguments` are train.py's; default: those of this process.
     """
-    try:
-        starts = list(load_json_lines(run / STARTS_NAME))
-    except (OSError, LlmscaleError):
-        return False
+    path = run / STARTS_NAME
+    starts = [*load_json_lines(path)] if path.is_file() else []
     names = starts[-1].get("launches") if starts else None
     is_same_launch = isinstance(names, list) and any(launch in names for launch in launches)
     return is_same_launch and starts[-1].get("arguments") == (_arguments() if arguments is None else list(arguments))
@@ -399,8 +387,7 @@ def notify(command: str | None, run: Path, event: str, facts: Mapping[str, objec
     """Run `command`, if there is one, with an event on its stdin, and wait for it. Never raises."""
     if command is None:
         return
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    facts = {"event": event, "run": last_part(shown(run)), "host": platform.node(), "time": now, **facts}
+    facts = {"event": event, "run": last_part(shown(run)), "host": platform.node(), "time": _now(), **facts}
     text = json.dumps(without_nan(publish_texts(facts)))
     try:
         # Files, because a process that the command leaves in the background would hold pipes open.

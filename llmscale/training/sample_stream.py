@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Annotated, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from llmscale.checkpoint.inventory import find_checkpoint
 from llmscale.checkpoint.manifest import STATE_NAME
@@ -32,11 +35,10 @@ from llmscale.data.mixture import (
 )
 from llmscale.data.order.sample_order import (
     MOST_POSITIONS,
+    MovedOrder,
     OrderSettings,
     Ranges,
-    RepeatedOrder,
     SampleOrder,
-    SkippingOrder,
     StreamOrder,
     build_order,
     join_ranges,
@@ -45,6 +47,9 @@ from llmscale.data.order.sample_order import (
 from llmscale.errors import CheckpointError, ConfigError, DataError
 from llmscale.limits import MAX_BATCH
 from llmscale.training.inputs import parse_skip
+from llmscale.untrusted.documents import Rules, build
+
+_T = TypeVar("_T")
 
 #: Keys of a run's identity: a mixture's proportions, past and future; batch sizes; and skipped ranges.
 STAGES_KEY = "stages"
@@ -55,15 +60,20 @@ _MIX_ALGORITHM = "mix-1"
 _ELSEWHERE = ("seed", "set_fingerprint", "num_samples")
 
 
+_Position = Annotated[int, Field(ge=0, le=MOST_POSITIONS)]
+_SavedBatch = tuple[_Position, _Position, Annotated[int, Field(gt=0, le=MAX_BATCH)]]
+_SavedStage = tuple[_Position, tuple[Annotated[int, Field(ge=0, le=MAX_PERIOD)], ...]]
+
+
 @dataclass(frozen=True)
 class Skip:
     """A range of samples that a run leaves out."""
 
     steps: str
     """The range as the user gave it, A:B: repeating the flag on a later start skips nothing more."""
-    begin: int
+    begin: _Position
     """Stream position of the first skipped sample."""
-    end: int
+    end: _Position
     """Stream position after the last skipped sample."""
 
 
@@ -170,11 +180,14 @@ def _compose(
         }
     identity[BATCHES_KEY] = [list(known) for known in batches]
     if skips:
-        identity[SKIPPED_KEY] = as_plain_skips(skips)
+        identity[SKIPPED_KEY] = [asdict(skip) for skip in skips]
     order: StreamOrder = mix or orders[0]
     if config.overfit_batch is not None:
-        order = RepeatedOrder(order, config.overfit_batch)
-    return SampleStream(SkippingOrder(order, skipped_ranges(skips)) if skips else order, identity, mix, skips, batches)
+        num_repeated = config.overfit_batch
+        order = MovedOrder(order, lambda positions: positions % num_repeated)
+    if skips:
+        order = MovedOrder(order, partial(stream_positions, skipped=skipped_ranges(skips)))
+    return SampleStream(order, identity, mix, skips, batches)
 
 
 def _order_settings(config: RunConfig, saved_order: Mapping[str, object]) -> OrderSettings:
@@ -194,18 +207,23 @@ def cache_limit_bytes(config: RunConfig) -> int | None:
     return None if limit is None else int(limit * 2**30)
 
 
+def _read_saved(kind: type[_T], identity: Mapping[str, object], key: str) -> _T:
+    """Return a list of a checkpoint's identity, empty if it is missing. Raises CheckpointError for another type."""
+    values = {key: identity.get(key, [])}
+    rules, where = Rules(CheckpointError), "the checkpoint's state is damaged"
+    return build(dict[str, kind], values, rules, where)[key]  # type: ignore[valid-type]
+
+
 def _damaged(key: str, value: object) -> CheckpointError:
     return CheckpointError(f"the checkpoint's state is damaged: {key} is {str(value)[:80]!r}.")
 
 
 def saved_batches(state: RunState) -> Batches:
     """Return the batch sizes that a checkpoint recorded. Raises CheckpointError."""
-    listed = state.identity.get(BATCHES_KEY)
-    rows = [row if isinstance(row, list) else [] for row in listed] if isinstance(listed, list) else [[]]
-    is_legal = all(len(row) == 3 and all(type(n) is int and 0 <= n <= MOST_POSITIONS for n in row) for row in rows)
-    if not is_legal or not all(0 < row[2] <= MAX_BATCH for row in rows) or not rows or rows[0][:2] != [0, 0]:
-        raise _damaged(BATCHES_KEY, listed)
-    return tuple((steps, samples, size) for steps, samples, size in rows)
+    batches = _read_saved(tuple[_SavedBatch, ...], state.identity, BATCHES_KEY)
+    if not batches or batches[0][:2] != (0, 0):
+        raise _damaged(BATCHES_KEY, batches)
+    return batches
 
 
 def saved_stages(identity: Mapping[str, object], num_sets: int) -> tuple[PlacedStage, ...]:
@@ -213,19 +231,14 @@ def saved_stages(identity: Mapping[str, object], num_sets: int) -> tuple[PlacedS
 
     Raises CheckpointError.
     """
-    listed = identity.get(STAGES_KEY, [])
-    stages: list[PlacedStage] = []
-    for entry in listed if isinstance(listed, list) else [None]:
-        match entry:
-            case [int(begin), [*shares]] if type(begin) is int and begin <= MOST_POSITIONS:
-                are_legal = all(type(share) is int and 0 <= share <= MAX_PERIOD for share in shares)
-                is_in_order = begin > stages[-1].begin if stages else begin == 0
-                if are_legal and is_in_order and 0 < sum(shares) <= MAX_PERIOD + len(shares):
-                    stages.append(PlacedStage(begin, tuple(shares)))
-                    continue
+    listed = _read_saved(tuple[_SavedStage, ...], identity, STAGES_KEY)
+    begins = [begin for begin, _ in listed]
+    are_legal = all(0 < sum(shares) <= MAX_PERIOD + len(shares) for _, shares in listed)
+    if not are_legal or begins != sorted({0, *begins})[: len(begins)]:
         raise _damaged(STAGES_KEY, listed)
     # Other datasets are reported where identities are compared.
-    return tuple(stages) if all(len(stage.shares) == num_sets for stage in stages) else ()
+    is_of_sets = all(len(shares) == num_sets for _, shares in listed)
+    return tuple(PlacedStage(begin, shares) for begin, shares in listed) if is_of_sets else ()
 
 
 def _of_set(saved: Mapping[str, object], name: str) -> Mapping[str, object]:
@@ -292,21 +305,10 @@ def skipped_ranges(skips: Sequence[Skip]) -> Ranges:
 
 def saved_skips(identity: Mapping[str, object]) -> tuple[Skip, ...]:
     """Return the ranges that a checkpoint's run skipped. Raises CheckpointError."""
-    listed = identity.get(SKIPPED_KEY, [])
-    skips = []
-    for entry in listed if isinstance(listed, list) else [listed]:
-        match entry:
-            case {"steps": str(steps), "begin": int(begin), "end": int(end), **others} if not others:
-                skips.append(Skip(steps, begin, end))
-                if type(begin) is type(end) is int and 0 <= begin < end <= MOST_POSITIONS:
-                    continue
-        raise _damaged(SKIPPED_KEY, listed)
-    return tuple(skips)
-
-
-def as_plain_skips(skips: Sequence[Skip]) -> list[dict[str, object]]:
-    """Return the inverse of `saved_skips`."""
-    return [asdict(skip) for skip in skips]
+    skips = _read_saved(tuple[Skip, ...], identity, SKIPPED_KEY)
+    if any(skip.begin >= skip.end for skip in skips):
+        raise _damaged(SKIPPED_KEY, skips)
+    return skips
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import SHAPE_KEYS, VOCAB_MULTIPLE, shortest_interval
@@ -26,7 +26,7 @@ from llmscale.config.run_keys import IDENTITY, place_of
 from llmscale.config.schedule import Schedule
 from llmscale.config.user_paths import shown, url_of
 from llmscale.engine.device_settings import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, allocator_settings
-from llmscale.errors import CheckpointError, ConfigError, LlmscaleError, MachineError
+from llmscale.errors import CheckpointError, ConfigError, MachineError
 from llmscale.keys import value_at
 from llmscale.memory.breakdown import describe_breakdown, format_size
 from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_memory
@@ -232,15 +232,14 @@ def hyperparameters(run: Start) -> dict[str, object]:
 
     The run's identity (run_config.CHANGES_THAT_BREAK) may not change.
     """
-    resolved, ds_config = run.resolved, run.resolved.ds_config
-    types = cast("Mapping[str, object]", ds_config["data_types"])
+    resolved, ds_config = run.resolved, run.resolved.engine_config
     logged = [key for key, behaviour in KEYS.items() if behaviour.resume in ("logged", "weights")]
     return {
         "zero_stage": resolved.zero_stage,
         "world_size": resolved.plan.ranks.world_size,
         **{key: value_at(place_of(key), run) for key in logged},
-        "grad_accum_dtype": types["grad_accum_dtype"],
-        "communication_data_type": ds_config["communication_data_type"],
+        "grad_accum_dtype": ds_config.grad_accum_dtype,
+        "communication_data_type": ds_config.communication_data_type,
     }
 
 
@@ -386,10 +385,7 @@ def _advice(run: Start, estimate: MemoryEstimate, gpu_bytes: int | None, capabil
     ranks_per_node = int(os.environ.get("LOCAL_SIZE", plan.ranks.world_size))
     num_nodes = max(1, plan.ranks.world_size // ranks_per_node)
     cluster = Cluster(measured_gpu("", limit, capability), ranks_per_node, num_nodes=num_nodes)
-    try:
-        change = find_smallest_change(resolved, cluster)
-    except LlmscaleError as error:
-        return f"no change was found: {error}"
+    change = find_smallest_change(resolved, cluster)
     if change is None:
         return (
             "no smaller micro-batch, recomputation, higher stage or offload to the host is enough: it takes more GPUs, "

@@ -12,6 +12,7 @@ nobody has waited for yet, is in /proc.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import platform
 import re
@@ -53,6 +54,9 @@ _SLURM_JOB = "Slurm job "
 #: Exit status of a rank that has saved and wants to be started again: EX_TEMPFAIL.
 EXIT_RESTART = 75
 _LAUNCHER_CHECK_S = 0.5
+_PR_SET_PDEATHSIG = 1
+#: Loaded before a fork: `end_with_parent` is also called after one.
+_LIBC = ctypes.CDLL(None)
 #: Asked to stop during start-up, a rank that reaches no step boundary in this time exits. Rank 0 is last: the others'
 #: connections to it would break, with long messages.
 _START_GRACE_S = 2.0
@@ -64,6 +68,12 @@ _HANDLERS_CHECK_S = 0.05
 
 #: Time after a second Ctrl-C in which a third one ends the run without a save.
 _ANSWER_S = 5.0
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that ask for a save and an end: STOP_SIGNALS, and SIGHUP unless nohup ignores it."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [*STOP_SIGNALS, *([] if is_ignored else [signal.SIGHUP])]
 
 
 class Interrupts:
@@ -128,9 +138,7 @@ class StopRequest:
 
     def install(self) -> None:
         """Record SIGTERM, SIGINT, SIGUSR1, and SIGHUP unless nohup ignores it; answer SIGINT at once."""
-        numbers = [*STOP_SIGNALS]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            numbers.append(signal.SIGHUP)
+        numbers = stop_signals()
         self._listen(numbers)
         for number in numbers:
             signal.signal(number, self._note)
@@ -229,6 +237,11 @@ class StopRequest:
         _tell_other_ranks()
         time.sleep(_START_GRACE_S + (_MAIN_RANK_LATER_S if os.environ.get("RANK", "0") == "0" else 0.0))
         self.end_now()
+
+
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """Let the kernel send a signal to this process when the parent's thread that started it ends."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _tell_other_ranks() -> None:
@@ -373,7 +386,7 @@ def _read_list(pid: int, name: str) -> list[bytes]:
 
 
 #: Parts of messages of gloo, NCCL, torch's store and the kernel about a peer that has gone or does not answer.
-PEER_GONE = (
+_PEER_GONE = (
     "connection closed",
     "closed by peer",
     "connection reset",
@@ -404,6 +417,11 @@ _MAX_REASON = 200
 
 class LostPeer(MachineError):
     """Another rank has ended, or does not answer."""
+
+
+def names_lost_peer(failure: str) -> bool:
+    """Return whether the text of an error is about a peer that has gone or does not answer."""
+    return any(part in failure.lower() for part in _PEER_GONE)
 
 
 def explain_lost_peer(error: BaseException) -> LostPeer | None:
@@ -480,7 +498,7 @@ def _reason_of(error: BaseException) -> str | None:
     is_of_ranks = any(kind.__name__ in _CLASSES for kind in type(error).__mro__)
     if is_of_ranks and not any(fault in text.lower() for fault in _OWN_FAULTS):
         pass
-    elif not isinstance(error, RuntimeError) or not any(part in text.lower() for part in PEER_GONE):
+    elif not isinstance(error, RuntimeError) or not names_lost_peer(text):
         return None
     text = re.sub(r"^\[[^\]]*\.(?:cc|cpp|h|hpp):\d+\] ", "", text)
     return re.split(r"\. This is typically|[.,]? ?Exception raised from", text)[0][:_MAX_REASON]

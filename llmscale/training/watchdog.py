@@ -9,7 +9,6 @@ time; its peers notice it. No torch: installed early.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import json
 import os
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from llmscale.errors import MachineError
 from llmscale.training.run_folder import LOGS_NAME, record_failure
-from llmscale.training.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS
+from llmscale.training.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS, end_with_parent, names_lost_peer
 from llmscale.untrusted.paths import open_own
 
 if TYPE_CHECKING:
@@ -33,9 +32,6 @@ if TYPE_CHECKING:
 REPORTS_VARIABLE = "LLMSCALE_REPORTS"
 #: Makes a rank write the stack of each of its threads.
 STACKS_SIGNAL = signal.SIGUSR2
-#: In JSON a character may become six bytes; a pipe takes 4,096 bytes whole.
-_MAX_FAILURE_CHARACTERS = 500
-_PR_SET_PDEATHSIG = 1
 
 
 class Heartbeat:
@@ -47,6 +43,8 @@ class Heartbeat:
         """"starting", "training", "stopped", "finished" or "failed"."""
         self.step: int | None = None
         """Number of finished optimizer steps; None before the first one of this start."""
+        self.lost_peer = False
+        """True if this rank failed because another one ended, or does not answer."""
         self.count = 0
         """Number of heartbeats; it grows for as long as the rank gets on."""
         self.has_ended = False
@@ -71,7 +69,7 @@ class Heartbeat:
         if self._pipe is not None:
             os.set_inheritable(self._pipe, False)
             # A rank must not train on unwatched: another one may be started in its place.
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            end_with_parent(signal.SIGKILL)
             if os.environ.get(LAUNCHER_VARIABLE) != str(os.getppid()):
                 os._exit(1)
         # `llmscale train` and `launch` start ranks with these blocked, so that none is killed before it can answer.
@@ -86,8 +84,8 @@ class Heartbeat:
 
     def fail(self, failure: str) -> None:
         """Report an error before the end of this process breaks the connections of other ranks."""
-        self.phase = "failed"
-        self._report(failure)
+        self.phase, self.lost_peer = "failed", names_lost_peer(failure)
+        self._report()
 
     def end(self, exit_code: int) -> None:
         """Report the end of this rank."""
@@ -103,12 +101,16 @@ class Heartbeat:
         self.phase = "stopped"
         self.end(0)
 
-    def _report(self, failure: str | None = None) -> None:
+    def _report(self) -> None:
         if self._pipe is None:
             return
-        report = {"rank": self._rank, "pid": os.getpid(), "phase": self.phase, "step": self.step}
-        if failure is not None:
-            report["failure"] = failure[:_MAX_FAILURE_CHARACTERS]
+        report = {
+            "rank": self._rank,
+            "pid": os.getpid(),
+            "phase": self.phase,
+            "step": self.step,
+            "lost_peer": self.lost_peer,
+        }
         # A pipe that nobody empties takes no more, and does not block.
         with contextlib.suppress(OSError):
             os.write(self._pipe, json.dumps(report).encode() + b"\n")

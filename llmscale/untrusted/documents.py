@@ -1,7 +1,7 @@
 """Parse JSON, YAML and TOML of bounded size into plain values or dataclasses; nothing else in llmscale parses them.
 
 Any content gives a value or a one-line error that names the file: invalid UTF-8, duplicate keys, a list instead of an
-object. Callers explain a missing file themselves (FileNotFoundError, NotADirectoryError).
+object.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from llmscale.errors import LlmscaleError
 from llmscale.suggestions import describe_invalid, did_you_mean
-from llmscale.untrusted.paths import open_regular, read_regular
+from llmscale.untrusted.paths import open_regular, read_regular, unreadable_as
 from llmscale.untrusted.terminal import make_visible_line
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ CONFIG_MAX_BYTES = 1 << 20
 MAX_BYTES = 64 << 20
 #: Longest line of a log.
 LINE_MAX_BYTES = 1 << 20
+#: Most levels of objects and lists in a JSON file that people write.
+_MOST_LEVELS = 100
 
 
 @dataclass(frozen=True)
@@ -51,18 +53,26 @@ class Rules:
 
 
 def load_json(path: Path, rules: Rules, where: str = "") -> dict[str, object]:
-    """Return the JSON object in a file. `where` names the file in messages instead of its path."""
-    return _load(parse_json, path, rules, where)
+    """Return the JSON object in a file. `where` names the file in messages instead of its path.
+
+    Callers explain a missing file themselves (FileNotFoundError, NotADirectoryError).
+    """
+    where = where or str(path)
+    try:
+        contents = read_regular(path, rules.max_bytes, follow_links=rules.follow_links)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except (OSError, ValueError) as error:
+        # ValueError: a NUL in the path.
+        raise _fault(rules, f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return parse_json(contents, rules, where)
 
 
-def load_yaml(path: Path, rules: Rules, where: str = "") -> dict[str, object]:
-    """Return the mapping in a YAML file; an empty file gives an empty mapping."""
-    return _load(parse_yaml, path, rules, where)
-
-
-def load_toml(path: Path, rules: Rules, where: str = "") -> dict[str, object]:
-    """Return the table in a TOML file."""
-    return _load(parse_toml, path, rules, where)
+def load_settings(path: Path, rules: Rules, where: str) -> dict[str, object]:
+    """Return the entries of a TOML or YAML file, by its suffix. Raises `rules.error` also for a missing file."""
+    with unreadable_as(rules.error, where, rules.remedy):
+        contents = read_regular(path, rules.max_bytes, follow_links=rules.follow_links)
+    return (parse_toml if path.suffix == ".toml" else parse_yaml)(contents, rules, where)
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,9 @@ def parse_json(contents: bytes | str, rules: Rules, where: str) -> dict[str, obj
     text = _decode(contents, rules, where, "JSON")
     with _malformed_as(rules, f"{where} is not JSON", text):
         value = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=constant)
+        # Larger documents are written by programs.
+        if len(text) <= CONFIG_MAX_BYTES and _is_deep(value):
+            raise RecursionError
     return _checked(value, rules, where, "a JSON object")
 
 
@@ -114,7 +127,12 @@ def parse_yaml(contents: bytes | str, rules: Rules, where: str) -> dict[str, obj
         """Safe YAML without duplicate keys."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
-            _without_duplicates([(str(key.value), None) for key, _ in node.value])
+            keys = set[str]()
+            for key, _ in node.value:
+                if str(key.value) in keys:
+                    problem = f"the key '{key.value}' occurs twice in one object (keep one), again"
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+                keys.add(str(key.value))
             values: dict[object, object] = super().construct_mapping(node, deep=deep)
             return values
 
@@ -184,20 +202,6 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def _load(
-    parse: Callable[[bytes, Rules, str], dict[str, object]], path: Path, rules: Rules, where: str
-) -> dict[str, object]:
-    where = where or str(path)
-    try:
-        contents = read_regular(path, rules.max_bytes, follow_links=rules.follow_links)
-    except (FileNotFoundError, NotADirectoryError):
-        raise
-    except (OSError, ValueError) as error:
-        # ValueError: a NUL in the path.
-        raise _fault(rules, f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    return parse(contents, rules, where)
-
-
 @contextmanager
 def _malformed_as(rules: Rules, what: str, json_text: str = "") -> Iterator[None]:
     """Raise `rules.error`, which begins with `what`, in place of a parser's error."""
@@ -230,6 +234,15 @@ def _checked(value: object, rules: Rules, where: str, wanted: str) -> dict[str, 
     if not isinstance(value, dict):
         raise _fault(rules, f"{where} must hold {wanted}, not {_describe(value)}")
     return {str(key): entry for key, entry in value.items()}
+
+
+def _is_deep(value: object) -> bool:
+    """Return whether a value nests more than code can follow that calls itself for each level."""
+    level: list[dict | list] = [[value]]
+    for _ in range(1 + _MOST_LEVELS):
+        items = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
+        level = [item for item in items if isinstance(item, (dict, list))]
+    return bool(level)
 
 
 def _describe(value: object) -> str:

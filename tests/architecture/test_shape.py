@@ -97,15 +97,12 @@ def test_padding_reaches_the_next_multiple_and_no_further(vocab_size: int) -> No
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"n_head": 5}, "n_embd 768 is not divisible by n_head 5. Legal n_head for this width: 1, 2, 3, 4, 6, 8, 12"),
         ({"n_layer": 0}, "n_layer must be at least 1, not 0"),
         ({"vocab_size": -1}, "vocab_size must be at least 1, not -1"),
         ({"dropout": 1.0}, "dropout must be below 1, not 1.0"),
-        ({"n_kv_head": 5}, "n_kv_head 5 does not divide n_head 12. Legal: 1, 2, 3, 4, 6, 12"),
         ({"n_head": 1 << 40, "head_dim": 2, "n_kv_head": 3}, f"n_kv_head 3 does not divide n_head {1 << 40}"),
         ({"head_dim": -2}, "head_dim must be at least 1, not -2"),
         ({"n_head": 5}, "or give head_dim"),
-        ({"positions": "rotary", "n_head": 256}, "a head of 3 (head_dim) has one left over. Give an even head_dim"),
         ({"sliding_window": -1}, "sliding_window must be at least 0, not -1"),
         ({"window_pattern": "GL"}, "window_pattern GL has no effect without a window"),
         ({"window_pattern": "LX", "sliding_window": 8}, "window_pattern 'LX' is not legal"),
@@ -115,7 +112,7 @@ def test_padding_reaches_the_next_multiple_and_no_further(vocab_size: int) -> No
         ({"rope_theta": math.nan}, "rope_theta must be a number above 0, not nan"),
         *[
             ({"rope_scaling": text}, f"rope_scaling '{text}' is not legal. Legal: none, linear:FACTOR, llama3:")
-            for text in ("yarn:4", "yarn:0.5,8192", "linear:1e9", "llama3:8,4,1,8192", "llama3:8,1,4,0", "")
+            for text in ("yarn:0.5,8192", "linear:1e9", "llama3:8,1,4,0", "")
         ],
     ],
 )

@@ -48,20 +48,15 @@ NUMBERS = [
         for key, value in (
             ("lr", "nan"),
             ("lr", "0"),
-            ("lr", "1,5"),
             ("steps", "1.5"),
             ("steps", _TOO_LARGE),
-            ("n-embd", _TOO_LARGE),
             ("micro-batch-size", "0"),
             ("num-workers", "100000"),
             ("seed", "-1"),
             ("cache-limit-gib", "inf"),
-            ("weight-decay", "1e308"),
             ("eps", "1e-400"),
             ("beta2", "1"),
             ("min-lr-frac", "2"),
-            ("save-every-minutes", "nan"),
-            ("keep-last", "0"),
         )
     ],
     ("train --steps NINES", r"steps = '9+\.\.\.9+'?.* \(5,00[0-9] characters\)"),
@@ -70,7 +65,6 @@ NUMBERS = [
         (f"{ESTIMATE} --{flag} {value}", refusal(flag, value))
         for flag, value in (
             ("n-layer", "1e3"),
-            ("vocab-size", _TOO_LARGE),
             ("num-gpus", "-1"),
             ("host-memory-gib", "nan"),
             ("dropout", "2"),
@@ -86,9 +80,7 @@ NUMBERS = [
         (f"llmscale plan --{flag} {value}", rf"--{flag}: .*not '{value}'")
         for flag, value in (
             ("flops", "nan"),
-            ("flops", "1e300"),
             ("flops", "1.2.3"),
-            ("params", "1e300"),
             ("pf-days", "1e308"),
             ("tokens", "1e-5"),
         )
@@ -99,7 +91,6 @@ NUMBERS = [
             ("num-nodes", "1000000000"),
             ("mfu", "1e-300"),
             ("pue", "nan"),
-            ("keep-last", _TOO_LARGE),
             ("price-per-gpu-hour", "1e-300"),
         )
     ],
@@ -110,7 +101,6 @@ NUMBERS = [
             ("seq-len", "1e3"),
             ("val-fraction", "1"),
             ("seed", "-1"),
-            ("shard-mb", _TOO_LARGE),
         )
     ],
     (
@@ -126,7 +116,10 @@ NUMBERS = [
         (f"llmscale sample adir x --{flag} {value}", rf"--{flag}: .*not '{value}'")
         for flag, value in (
             ("top-k", "0"),
-            ("temperature", "nan"),
+            ("top-k", "2.5"),
+            ("top-p", "0"),
+            ("temperature", "inf"),
+            ("max-new-tokens", "-1"),
             ("batch-size", "1025"),
         )
     ],
@@ -146,10 +139,9 @@ NUMBERS = [
     ],
     *[
         (f"llmscale train --nproc-per-node {value}", rf"argument --nproc-per-node: must be a whole .*not '{value}'")
-        for value in ("0", "٣")
+        for value in ("0", "1.5", "٣")
     ],
     ("llmscale train --num-gpus", r"--num-gpus: must be a whole number .*not ''"),
-    ("llmscale train --data set --lr 1e308", r"lr = '1e308'"),
     ("train --ds big64.json", r"reduce_bucket_size|64"),
     ("train --ds scale.json", r"initial_scale_power = 100000: must be a whole number of at least 0 and at most 64"),
     ("train --ds clip.json", r"gradient_clipping = 1e\+308: must be a number of at least 0 and at most 1e\+18"),
@@ -190,18 +182,17 @@ PATHS = [
     (f"{ESTIMATE} --plot ''", r"--plot: must not be empty, not ''"),
     (f"{ESTIMATE} --plot adir", r"--plot adir is a folder; name a file"),
     (f"{ESTIMATE} --plot no/such/x.png", r"--plot no/such/x.png: the folder no/such does not exist"),
+    (f"{ESTIMATE} --plot empty/x.png", r"empty is a file; name a folder"),
+    (f"{ESTIMATE} --plot loop/x.png", r"loop is a symbolic link to nothing; name a folder"),
     (f"{ESTIMATE} --plot zero", r"--plot zero is a device; name a file"),
-    (f"{ESTIMATE} --emit ''", r"--emit: must not be empty"),
-    (f"{ESTIMATE} --emit adir", r"--emit adir is a folder"),
+    (f"{ESTIMATE} --plot x.nonsense", r"'\.nonsense' is not legal\. Legal: \.png"),
     (f"{ESTIMATE} --emit empty", r"--emit empty exists already.*--force"),
     (f"{ESTIMATE} --emit loop", r"--emit loop is a symbolic link to nothing"),
     (f"{ESTIMATE} --emit fifo --force", r"--emit fifo is a named pipe; name a file"),
     (f"{ESTIMATE} --force", r"--force needs --emit FILE"),
-    ("llmscale report ''", r"RUN: must not be empty"),
     ("llmscale report", r"RUN"),
     ("llmscale report adir", r"metrics.jsonl cannot be read"),
     ("llmscale report fifo --html a.html", r"metrics.jsonl cannot be read"),
-    ("llmscale report adir --html adir", r"--html adir is a folder"),
     ("llmscale report adir --html no/a.html", r"--html no/a.html: the folder no does not exist"),
     ("llmscale report adir --html a --svg ./a", r"are the same file"),
     ("llmscale report adir --pdf a.pdf", r"--pdf"),
@@ -255,7 +246,6 @@ DATA = [
     (f"{PREPARE} --input Python-stdlib --out o", r"does not exist\. Did you mean 'python-stdlib'\?"),
     (f"{PREPARE} --input fifo --out o", r"--input fifo cannot be read: is a named pipe"),
     (f"{PREPARE} --input texts --out ''", r"--out: must not be empty"),
-    (f"{PREPARE} --input texts --out texts", r"--out texts and --input texts are inside one another"),
     (f"{PREPARE} --input texts --out texts/o", r"--out texts/o and --input texts are inside one another"),
     (f"{PREPARE} --input texts --input nowhere --out o", r"--input nowhere does not exist"),
     (f"{PREPARE} --input set --out o", r"--input set: set holds MDS shards"),
@@ -269,13 +259,21 @@ DATA = [
         r"--glob 'json/\*' selects files of a folder",
     ),
     (f"{PREPARE} --input texts --out empty/x", r"--out empty/x: empty is a file; name a folder"),
+    (f"{PREPARE} --input texts --out loop", r"loop is a symbolic link to nothing; name a folder"),
+    (f"{PREPARE} --input texts --out o --train-on all", r"--chat"),
+    (f"{PREPARE} --input texts --out o --chat --packing stream", r"Legal: best-fit and pad"),
+    (f"{PREPARE} --input texts --out o --packing pad", r"pad needs --chat"),
+    (
+        f"{PREPARE} --input texts --out o --chat --chat-template missing.jinja",
+        r"--chat-template missing\.jinja cannot be read",
+    ),
+    (f"{PREPARE} --input plain.jsonl --out o --chat", r"no field 'messages'"),
     (f"{PREPARE} --input texts --out x/y/z --seq-len 100000", r"--seq-len is given twice: 16 and 100000"),
     ("llmscale data train-tokenizer --input texts --out texts/tok --vocab-size 260", r"are inside one another"),
     (
         "llmscale data train-tokenizer --input texts --out empty/x --vocab-size 260",
         r"--out empty/x: empty is a file; name a folder",
     ),
-    ("llmscale data train-tokenizer --input texts --out '' --vocab-size 260", r"--out: must not be empty"),
     *[
         (f"{PREPARE[:22]} --input texts --out o --tokenizer {name}", expected)
         for name, expected in (
@@ -300,6 +298,36 @@ DATA = [
             ("hf:../models/slow", r"Tokenizer 'hf:\.\./models/slow' is neither gpt2, bytes"),
         )
     ],
+    (
+        f"{PREPARE[:22]} --input texts --out o --tokenizer characters --eot-token '<end>'",
+        r"with --tokenizer characters documents end with <\|endoftext\|>",
+    ),
+    *[
+        (f"llmscale data clean --input texts --out o {flags}", expected)
+        for flags, expected in (
+            ("--steps exact,neer", r"unknown step 'neer'. Did you mean 'near'\? Legal: exact, language"),
+            ("--steps exact,exact", r"names a step twice"),
+            ("--steps ,", r"names no step"),
+            ("--steps language", r"needs --languages"),
+            ("--steps decontaminate", r"needs --decontaminate"),
+            ("--steps exact --languages en", r"leaves out language"),
+            ("--languages xy", r"xy is not known"),
+            ("--bands 200", r"--bands 200 of --permutations 128"),
+            ("--decontaminate nowhere.txt", r"nowhere\.txt cannot be read"),
+            ("--decontaminate plain.jsonl --steps decontaminate,exact", r"must be the last"),
+            ("--tokenizer characters", r"'characters' is made from a text by `llmscale data prepare`"),
+            ("--tokenizer byte", r"Tokenizer 'byte' is neither .* Did you mean 'bytes'"),
+            ("--eot-token '<end>'", r"--eot-token needs --tokenizer NAME"),
+            ("--tasks 3", r"--tasks needs --executor ray"),
+            ("--executor-options x.yaml", r"--executor-options needs --executor ray"),
+            ("--executor slurm", r"`sbatch --nodes N scripts/slurm/clean\.sbatch --input"),
+        )
+    ],
+    (
+        "llmscale data clean --input - --out o --executor ray",
+        r"other machines cannot read this one's standard input",
+    ),
+    ("llmscale data clean --input texts --out texts/o", r"are inside one another"),
     (
         f"HF_HUB_OFFLINE=1 {PREPARE[:22]} --input texts --out o --tokenizer models/none",
         r"models/none is not a file or folder here, is not in the Hugging Face cache, .*HF_HUB_OFFLINE is set",
@@ -331,40 +359,35 @@ SUGGESTIONS = [
         (f"train --{word} 5", rf"unknown argument '--{word.replace('_', '-')}'\. Did you mean '--{meant}'")
         for word, meant in (
             ("learning_rate", "lr"),
-            ("Steps", "steps"),
             ("max-iters", "steps"),
             ("epochs", "steps' or '--tokens"),
             ("batch-size", "micro-batch-size' or '--global-batch-size"),
             ("per_device_train_batch_size", "micro-batch-size"),
-            ("bf16", "precision"),
-            ("output_dir", "run"),
-            ("gradient_checkpointing", "activation-checkpointing"),
         )
     ],
-    ("train --epochs 5", "unknown argument '--epochs'. Did you mean '--steps' or '--tokens'"),
-    ("train --batch-size 5", "'--batch-size'. Did you mean '--micro-batch-size' or '--global-batch-size'"),
     ("llmscale train --nproc 2", r"unknown argument '--nproc'\. Did you mean '--nproc-per-node'\?"),
-    ("llmscale train --learning_rate 1", r"unknown argument '--learning-rate'\. Did you mean '--lr'\?"),
     (f"{PREPARE} --input texts --out o --noshuffle", r"Did you mean '--no-shuffle'\?"),
     ("train --device cpu", r"unknown argument '--device'\. `train.py --help all` lists all"),
     ("train --compile yes", r"compile = 'yes': must be 'auto', 'on' or 'off'"),
     ("train --config iters.yaml", r"unknown key 'max_iters'\. Did you mean 'steps'\?"),
-    ("train --model GPT2-124M", r"model 'GPT2-124M' is not a preset\. Did you mean 'gpt2-124m'\?"),
+    (
+        "train --model GPT2-124M",
+        r"model 'GPT2-124M' is not a preset\. Did you mean 'gpt2-124m'\?.*gpt3-175b.*give n_layer, n_head and n_embd",
+    ),
     ("train --model gpt2-xl", r"Did you mean 'gpt2-1.5b'\?"),
     (
         "train --ds grad_clip.json",
         r"'grad_clip' is not a key that DeepSpeed reads\. Did you mean 'gradient_clipping'\?",
     ),
     ("llmscale estimate --model gpt2-1.5b --gpu 'NVIDIA A100-SXM4-80GB'", r"Did you mean 'a100-80gb'\?"),
-    ("llmscale estimate --model gpt2-1.5b --gpu A100", r"Did you mean 'a100-"),
     (f"{ESTIMATE} --num_layers 5", r"Did you mean '--n-layer'\?"),
+    ("llmscale completion bsh", r"Did you mean 'bash'\? Legal: bash, zsh, fish\."),
+    ("llmscale data", r"the following arguments are required: "),
     ("llmscale Estimate", r"'Estimate' is not known\. Did you mean 'estimate'\?"),
     ("llmscale generate", r"Did you mean 'sample'\?"),
-    ("llmscale convert", r"Did you mean 'export'\?"),
     ("llmscale export adir --out out", r"Did you mean '--to'\?"),
     ("llmscale export adir --to out --max-shard-size 5GB", r"Did you mean '--shard-size'\?"),
     ("llmscale ''", r"'' is not known\. Legal: plan, estimate"),
-    ("llmscale data tokenize", r"Did you mean 'prepare'\?"),
     (f"{PREPARE[:22]} --input texts --out o --tokenizer GPT2", r"Did you mean 'gpt2'\?"),
     (
         f"{PREPARE[:22]} --input texts --out o --tokenizer gpt22",
@@ -433,14 +456,11 @@ BLOCKS = [
         for other, ours in (
             ("num-key-value-heads", "n-kv-head"),
             ("intermediate-size", "mlp-width"),
-            ("rope-base", "rope-theta"),
-            ("swiglu", "gated-mlp"),
         )
     ],
 ]
 
 RUNS = [
-    ("train --global-batchsize 8", r"unknown argument '--global-batchsize'. Did you mean '--global-batch-size'"),
     ("train --config key.yaml", r"unknown key 'global_batch_sise'. Did you mean 'global_batch_size'\?"),
     ("train --config type.toml", r"steps = 'ten': must be a valid integer"),
     ("train --z-loss nan", r"z_loss = 'nan': must be a finite number."),
@@ -448,12 +468,11 @@ RUNS = [
     ("train --steps", r"expected one argument"),
     ("train stray", r"unknown argument 'stray'"),
     ("train --config run.ini", r"run.ini: the suffix says the format, and must be .yaml, .yml or"),
-    ("train --config none.yaml", r"none.yaml: No such file or directory"),
     ("train --config broken.yaml", r"broken.yaml is not valid yaml: .*line 2"),
     ("train --steps 5 --tokens 500", r"steps and tokens say the same thing in other units"),
     ("train --minutes 5 --tokens 500", r"tokens and minutes say the same thing in other units"),
     ("train --allow-changed sed", r"allow_changed = 'sed' is not known. Did you mean 'seed'\?"),
-    ("train --data none", r"none does not exist. Make it with `llmscale data prepare --input PATH"),
+    ("train --data none", r"none does not exist. Make it with `llmscale data prepare --input PATH .*python-docs"),
     ("train --data adir", r"adir is empty. Make it with `llmscale data prepare --input PATH"),
     ("train --data empty", r"empty is a file; --data takes the folder"),
     ("train --data texts", r"is not a prepared dataset: it has no manifest.json. If it holds text"),
@@ -481,7 +500,7 @@ RUNS = [
     ("train --ds deep.json", r"'zero_optimization.offload_param.pin_mem' .* mean 'pin_memory'\?"),
     ("train --ds many.json", r"many.json: 2 problems. \(1\) 'zero_optimisation' .* \(2\) 'foo' .*--fixed OUT"),
     ("train --ds ds_configs/zero0.json --precision fp16", r"fp16 does not train at stage 0"),
-    ("train --optimizer adafactor", r"'adafactor' cannot run at ZeRO stage 2: .* --optimizer adamw"),
+    ("train --optimizer adafactor", r"'adafactor' cannot run at ZeRO stage 2: .* --optimizer adamw.*--ds zero0"),
     ("train --run empty/run", r"--run empty/run: empty is a file; name a folder"),
     ("train --run old --resume none", r"--resume none begins .* step-00000002"),
     ("train --run old --init-from old", r"--init-from begins a new run, but"),
@@ -507,13 +526,11 @@ RUNS = [
             ("--launcher slrum", r"Did you mean 'slurm'\?"),
         )
     ],
-    ("llmscale launch -- --globl-batch-size 8 --run r", r"Did you mean '--global-batch-size'\?"),
     ("llmscale smple", r"^error: 'smple' is not known. Did you mean 'sample'\? Legal: plan, "),
     (
         "llmscale checkpoint lst",
         r"^error: 'lst' is not known. Did you mean 'list'\? Legal: list, show, verify, prune, diff.\n",
     ),
-    ("llmscale sample r p --temprature=1", r"^error: unknown argument '--temprature'. Did you mean '--temp"),
     (
         "llmscale sample r p --top-k x",
         r"^error: argument --top-k: must be a whole number of at least 1, not 'x'.",
@@ -523,10 +540,10 @@ RUNS = [
         "llmscale sample nowhere p",
         r"^error: nowhere does not exist. Name a run folder of train.py \(--run\), or one of",
     ),
-    ("llmscale checkpoint show nowhere", r"^error: nowhere does not exist. Name a run folder"),
     ("SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=0 llmscale train --data set --run r", r"Start one, with `srun --ntasks=1`"),
 ]
 
+_GPT2 = "--model gpt2-124m --tokens 10B"
 _MACHINES = "--gpu a100-40gb --num-gpus 8"
 PLANS = [
     *[
@@ -571,6 +588,24 @@ PLANS = [
             ("--flops 1e21 --mfu 0.4", r"--mfu needs --gpu NAME"),
             ("--flops 1e21 --inference-mfu 0.4 --gpu t4", r"--inference-mfu needs --inference-tokens"),
             ("--loss 1.5", r"a loss of 1.5 nats per token cannot be reached"),
+            (f"{_GPT2} --serve 1000:250", r"--serve needs --gpu NAME"),
+            (
+                f"{_GPT2} --gpu t4 --serve 1000",
+                r".*must be tokens of prompt and output such as 1000:250, not '1000'",
+            ),
+            (f"{_GPT2} --gpu t4 --serve 9000:1", r".*the model's context has 1,024"),
+            (f"{_GPT2} --gpu t4 --buy-usd-per-gpu 30000", r"--buy-usd-per-gpu needs --usd-per-kwh"),
+            (f"{_GPT2} --gpu t4 --years 3", r"--years needs --buy-usd-per-gpu"),
+            (f"{_GPT2} --gpu t4 l4 --price-per-gpu-hour 1", r"--price-per-gpu-hour has 1 value for 2 GPUs\."),
+            (f"{_GPT2} --gpu t4 l4 --serve 9:9", r".*has no effect with several GPUs"),
+            ("--model gpt2-124m --tokens 10000", r".*10,000 tokens are less than one step of 512 sequences"),
+            (
+                "--model gpt2-124m --loss 2",
+                r".*124,475,904 parameters does not reach a loss of 2 .* Leave the m",
+            ),
+            (f"{_GPT2} --days 3", r"--days needs --gpu NAME"),
+            (f"{_GPT2} --gpu t4 --keep-weights", r"--keep-weights needs --keep-hours"),
+            (f"{_GPT2} --gpu t4 --keep-hours 1 --keep-every 9", r"--keep-hours 1.0 has no effect with --keep-every"),
             ("--flops 1e21 --law kaplan", r"--law 'kaplan' is not known. Legal: besiroglu, hoffmann"),
         )
     ],

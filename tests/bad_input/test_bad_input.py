@@ -55,6 +55,7 @@ FILES = {
     "hostmany": "localhost slots=100000\n",
     "hostarabic": "localhost slots=٣\n",
     "nul.txt": "abc\0def" * 100,
+    "plain.jsonl": json.dumps({"text": "words " * 20}) + "\n",
     **{
         f"models/{name}/{file}": json.dumps(record)
         for name, files in {

@@ -59,12 +59,6 @@ def test_links_that_lead_to_each_other_and_the_current_folder_are_refused(
             check_hf_folder(out, tmp_path / "checkpoint", overwrite=True)
 
 
-def test_a_readme_alone_is_somebodys_project(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("years of work")
-    with pytest.raises(ConfigError, match=r"holds 'README.md', which no export wrote"):
-        check_hf_folder(tmp_path, tmp_path / "run" / "checkpoint", overwrite=True)
-
-
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TENSORS = [HFTensor("b", "b", (7,)), HFTensor("a", "a", (3, 5)), HFTensor("c.é", "c", (2, 2, 2))]
 

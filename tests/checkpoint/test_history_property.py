@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmscale.checkpoint.inventory import (
-    Retention,
     commit_checkpoint,
     delete_checkpoint,
     find_best,
@@ -180,7 +179,7 @@ def write_checkpoint(run: Run, step: int, identity: str) -> list[str]:
     )
     if loss := loss_of(identity):
         manifest = replace(manifest, validation=Validation(loss, "8 of a set"))
-    return commit_checkpoint(run.folder, partial, manifest, {}, Retention(run.keep_last, run.keep_every))
+    return commit_checkpoint(run.folder, partial, manifest, {}, keep_last=run.keep_last, keep_every=run.keep_every)
 
 
 KILLS = st.sampled_from([NEVER] * 40 + list(range(40)))

@@ -65,6 +65,7 @@ _NAMES = (
         *(set_at("step", to=value) for value in (-1, "7", None, 1.5, [], True)),
         *(set_at("history", to=value) for value in (-1, "1", None, True)),
         *(set_at("branches", to=value) for value in (None, {}, [3], [[1]], [[1, -2]], [[1, "2"]], [[1, 2, 3]])),
+        *(set_at("validation", to=value) for value in (3, {"loss": 1.0}, {"loss": "1", "samples": ""})),
         set_at("created", to=7),
         set_at("more", to=7),
         set_at("format", to=9),
@@ -101,6 +102,12 @@ _CHUNK = ("master/w", "chunks", 0)
     [
         *(set_at(*_CHUNK, 2, to=name) for name in _NAMES),
         set_at(*_CHUNK, 2, to="__7_0.distcp"),
+        *(
+            set_at(
+                "master/w", "chunks", to=[[0, end, "__0_0.distcp", 0, 2000], [begin, 400, "__0_0.distcp", 2000, 1600]]
+            )
+            for end, begin in ((500, 600), (700, 600))
+        ),
         *(set_at(*_CHUNK, 0, to=start) for start in (-1, 1, 10**15, "0", None)),
         *(set_at(*_CHUNK, 1, to=elements) for elements in (-1, 0, 10**15, 10**30, "9", True)),
         *(set_at(*_CHUNK, 3, to=offset) for offset in (-1, 10**9, 10**30)),

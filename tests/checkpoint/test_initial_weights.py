@@ -16,7 +16,7 @@ from llmscale.checkpoint.run_state import RunState, SavedRun
 from llmscale.engine.collectives import Disks
 from llmscale.engine.process_group import World
 from llmscale.errors import CheckpointError, DataError
-from tests.hub_server import COMMIT, Hub, serve_model
+from tests.hub_server import COMMIT, Hub, lead_to_hub, serve_model
 
 
 def saved(path: Path, base: dict[str, str]) -> SavedRun:
@@ -61,11 +61,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     for name in (*beside, "tokenizer.json", "training_args.bin", "model.gguf", *SHARDS):
         (files / name).write_text(name)
     write_index(files, "model.safetensors.index.json", SHARDS)
-    with serve_model(files, tmp_path / "home") as served:
-        for name, value in served.environment.items():
-            monkeypatch.setenv(name, value)
-        for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_TOKEN_PATH"):
-            monkeypatch.delenv(name, raising=False)
+    with serve_model(files, tmp_path / "home", monkeypatch) as served:
         yield served
 
 
@@ -121,7 +117,7 @@ def test_without_the_network_cached_weights_do(hub: Hub, monkeypatch: pytest.Mon
     for name in ("config.json", "model.safetensors"):
         hub.snapshot.mkdir(parents=True, exist_ok=True)
         (hub.snapshot / name).write_text(name)
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    lead_to_hub(monkeypatch, hub.home)
     assert provide() == hub.snapshot
     (hub.snapshot / "model.safetensors").unlink()
     with pytest.raises(DataError, match=r"cannot be fetched from the Hugging Face Hub .*refused") as caught:

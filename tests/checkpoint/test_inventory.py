@@ -14,7 +14,6 @@ from llmscale.checkpoint.inventory import (
     PINNED_NAME,
     FoundCheckpoints,
     apply_retention,
-    choose_expired,
     find_any_checkpoint,
     find_best,
     find_checkpoint,
@@ -29,10 +28,8 @@ from llmscale.checkpoint.inventory import (
     remove_leftovers,
 )
 from llmscale.checkpoint.manifest import (
-    Checkpoint,
     CheckpointManifest,
     History,
-    StoredFile,
     Validation,
     checkpoint_name,
     checkpoints_folder,
@@ -220,21 +217,6 @@ def test_a_name_must_agree_with_what_is_in_it(tmp_path: Path) -> None:
     assert "says that this is the checkpoint of step 40" in str(find_damage(renamed))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"step": "60"}, {"step": True}, {"step": -60}, {"history": []}, {"branches": [3]}]
-    + [
-        {"validation": value} for value in (3, {"loss": 1.0}, {"loss": "1", "samples": ""}, {"loss": 1.0, "samples": 3})
-    ],
-)
-def test_a_manifest_of_another_shape_is_damage(tmp_path: Path, change: dict[str, object]) -> None:
-    folder = write(tmp_path, 60)
-    body = json.loads((folder / "manifest.json").read_text())["manifest"] | change
-    (folder / "manifest.json").write_text(json.dumps({"manifest": body, "xxh3_128": hash_json(body)}))
-    assert find_damage(folder)
-    assert find_checkpoints(tmp_path).damaged
-
-
 def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> None:
     checkpoints_folder(tmp_path).write_text("")
     for look in (find_checkpoints, find_any_checkpoint, list_checkpoints):
@@ -328,28 +310,6 @@ def test_a_list_that_cannot_be_read_is_an_error(content: str, tmp_path: Path) ->
     (checkpoints_folder(tmp_path) / PINNED_NAME).write_text(content)
     with pytest.raises(CheckpointError):
         pinned_checkpoints(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("keep_last", "keep_every", "expired"),
-    [(1, 0, [40, 30, 20, 10]), (2, 0, [30, 20, 10]), (1, 20, [30, 10]), (9, 0, []), (1, 50, [40, 30, 20, 10])],
-)
-def test_choose_expired(keep_last: int, keep_every: int, expired: list[int]) -> None:
-    current = [saved(step) for step in (50, 40, 30, 20, 10)]
-    assert [checkpoint.step for checkpoint in choose_expired(current, keep_last, keep_every)] == expired
-
-
-def test_only_whole_checkpoints_count(tmp_path: Path) -> None:
-    """The newest lacks a file: the one before it is what the run would go on from."""
-    torn = saved(50, StoredFile("gone", 1, ""))
-    current = [torn, saved(40), saved(30)]
-    assert choose_expired(current, 1, 0) == current[2:]
-    assert choose_expired([torn, torn], 1, 0) == []
-
-
-def saved(step: int, *files: StoredFile) -> Checkpoint:
-    manifest = CheckpointManifest(step, 0, 1, 0, "fp32", "now", files)
-    return Checkpoint(Path(checkpoint_name(step)), manifest)
 
 
 def test_saves_delete_what_expired(save_steps: Callable, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,40 +30,36 @@ def test_says_what_the_checkpoint_is(checkpoint: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step-00000007"
 
 
-def test_finds_a_truncated_file(checkpoint: Path) -> None:
-    path = checkpoint / "__0_0.distcp"
-    path.write_bytes(path.read_bytes()[:-3])
-    assert "__0_0.distcp" in str(find_damage(checkpoint))
-    assert "cut short" in str(find_damage(checkpoint))
+def cut(contents: bytes) -> bytes:
+    return contents[:-3]
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", "state.json", "tensors.json"])
-def test_finds_a_flipped_bit(checkpoint: Path, name: str) -> None:
-    path = checkpoint / name
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    assert name in str(find_damage(checkpoint))
-    assert "does not match its hash" in str(find_damage(checkpoint))
+def flip(contents: bytes) -> bytes:
+    middle = len(contents) // 2
+    return contents[:middle] + bytes([contents[middle] ^ 1]) + contents[middle + 1 :]
 
 
-def test_finds_a_missing_file(checkpoint: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "damage", "words"),
+    [
+        ("__0_0.distcp", cut, "__0_0.distcp .*cut short"),
+        *((name, flip, f"{name} does not match its hash") for name in ("__0_0.distcp", "state.json", "tensors.json")),
+        ("manifest.json", lambda contents: contents[:50], "manifest.json is not JSON"),
+        (
+            "manifest.json",
+            lambda contents: contents.replace(b'"step": 7', b'"step": 8'),
+            "does not match its hash",
+        ),
+    ],
+)
+def test_damage_is_found(checkpoint: Path, name: str, damage: Callable[[bytes], bytes], words: str) -> None:
+    (checkpoint / name).write_bytes(damage((checkpoint / name).read_bytes()))
+    assert re.search(words, str(find_damage(checkpoint)))
+
+
+def test_a_missing_file_is_found(checkpoint: Path) -> None:
     (checkpoint / "state.json").unlink()
     assert "state.json cannot be read: No such file" in str(find_damage(checkpoint))
-
-
-def test_finds_a_changed_manifest(checkpoint: Path) -> None:
-    path = checkpoint / "manifest.json"
-    stored = json.loads(path.read_text())
-    stored["manifest"]["step"] = 8
-    path.write_text(json.dumps(stored))
-    assert "does not match its hash" in str(find_damage(checkpoint))
-
-
-def test_finds_a_torn_manifest(checkpoint: Path) -> None:
-    path = checkpoint / "manifest.json"
-    path.write_text(path.read_text()[:50])
-    assert "manifest.json is not JSON" in str(find_damage(checkpoint))
 
 
 def test_a_folder_without_manifest_is_no_checkpoint(checkpoint: Path) -> None:
@@ -76,8 +72,3 @@ def test_ranks_share_the_hashing(checkpoint: Path) -> None:
     (checkpoint / "tensors.json").unlink()
     findings = [find_damage(checkpoint, part, 3) for part in range(3)]
     assert sum(finding is not None for finding in findings) == 1
-
-
-def test_partial_folders_are_not_listed(checkpoint: Path, tmp_path: Path) -> None:
-    checkpoint.with_name(".step-00000009.partial").mkdir()
-    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000007"]

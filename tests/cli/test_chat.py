@@ -89,23 +89,3 @@ def test_an_export_has_the_template(chat_run: Path, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
     theirs = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     assert theirs == Conversation(ByteTokenizer(), None, 400).ask("hi")
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--train-on", "all"), "--chat"),
-        (("--chat", "--packing", "stream"), "Legal: best-fit and pad"),
-        (("--packing", "pad"), "pad needs --chat"),
-        (("--chat", "--chat-template", "missing.jinja"), "--chat-template missing.jinja cannot be read"),
-        (("--chat",), "no field 'messages'"),
-    ],
-)
-def test_mistakes_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], words: str
-) -> None:
-    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
-    command = ["data", "prepare", "--input", str(tmp_path / "in.jsonl"), "--tokenizer", "bytes"]
-    assert main([*command, "--out", str(tmp_path / "out"), *flags]) == 2
-    assert words in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

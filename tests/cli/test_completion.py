@@ -78,8 +78,3 @@ def test_fish_completes(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     code = "source script.fish; complete -C 'llmscale data prepare --encoder '"
     done = subprocess.run(["fish", "-N", "-c", code], cwd=folder, capture_output=True, text=True)
     assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["auto", "gigatoken", "reference"]
-
-
-def test_another_shell_is_named_with_the_legal_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "bsh"]) == 2
-    assert "Did you mean 'bash'? Legal: bash, zsh, fish." in capsys.readouterr().err

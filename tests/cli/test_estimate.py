@@ -104,11 +104,6 @@ def test_all_rows_and_what_is_assumed_are_flags(run: Callable[..., tuple[int, st
     assert "on 51 other published runs within 8 % in the median" in text
 
 
-def test_one_gpu_has_one_row_for_stages_that_divide_nothing(run: Callable[..., tuple[int, str, str]]) -> None:
-    lines = run("estimate", "--model", "gpt2-124m", "--gpu", "24gb", "--all")[1].splitlines()
-    assert len([line for line in lines if re.search(r" \d+ x \d+ ", line) and "GiB" not in line]) == 12
-
-
 def test_the_known_formula_stands_beside_ours(run: Callable[..., tuple[int, str, str]]) -> None:
     """69 GB of activations are what a loop without fused attention needs."""
     words = ("estimate", "--model", "gpt2-124m", "--gpu", "a100-80gb", "--precision", "fp32")
@@ -420,7 +415,7 @@ def test_the_picture_has_the_rows_of_the_answer_and_ends_near_the_gpus_memory(
     run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    from llmscale.report import memory_plot
+    from llmscale.report import planning_plots
     from llmscale.report.save_figure import save_figure
 
     path, drawn = tmp_path / "memory.png", []
@@ -430,7 +425,7 @@ def test_the_picture_has_the_rows_of_the_answer_and_ends_near_the_gpus_memory(
         drawn.append((len(axes.get_yticks()), axes.get_xlim()[1], {text.get_text() for text in axes.texts}))
         save_figure(figure, path)
 
-    monkeypatch.setattr(memory_plot, "save_figure", save)
+    monkeypatch.setattr(planning_plots, "save_figure", save)
     words = ("estimate", "--model", "gpt3-13b", "--gpu", "a100-40gb", "--num-gpus", "4", "--plot", str(path))
     for flags in ((), ("--all",)):
         assert run(*words, *flags)[0] == 0
@@ -439,9 +434,6 @@ def test_the_picture_has_the_rows_of_the_answer_and_ends_near_the_gpus_memory(
     assert 3 <= few <= 5 < everything == 27
     assert few_end == end < 1.25 * 39.25
     assert "264.4 »" in numbers
-    status, _, error = run(*COMMAND, "--plot", str(tmp_path / "memory.nonsense"))
-    assert status == 2
-    assert "'.nonsense' is not legal. Legal: .png" in error
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")

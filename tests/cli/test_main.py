@@ -18,14 +18,6 @@ from llmscale.config.run_arguments import parse_run_config
 from llmscale.config.run_config import KEYS, RunConfig
 
 
-def test_help_names_every_command_and_how_to_train_without_torch(llmscale: Callable) -> None:
-    done = llmscale("--help", torch_free=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    for command in cli.COMMANDS:
-        assert re.search(rf"^    {command}\b", done.stdout, re.MULTILINE)
-    assert "llmscale train --ds zero2 " in " ".join(done.stdout.split())
-
-
 def test_alone_it_shows_what_it_can_do_with_an_example_each(llmscale: Callable) -> None:
     done = llmscale(torch_free=True)
     assert (done.returncode, done.stderr) == (0, "")

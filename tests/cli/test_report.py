@@ -78,11 +78,6 @@ def test_what_the_metrics_do_not_say_is_said_in_the_terminal_too(run: Path, caps
     assert [note.split()[:2] for note in notes] == [["1", "record"], ["the", "last"], ["1", "record"]]
 
 
-def test_no_run_is_one_line_of_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 def test_writes_what_is_asked_for_and_nothing_else(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,23 +193,6 @@ def test_watch_survives_a_file_that_vanishes_and_a_full_disk(
 def test_several_runs_in_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(run), str(run)]) == 0
     assert capsys.readouterr().out.count("training loss ") == 2
-
-
-@pytest.mark.parametrize(
-    ("flags", "word"),
-    [
-        (["--html", "no/such/folder/a.html"], "no/such/folder does not exist"),
-        (["--json", "."], "is a folder"),
-        (["--html", "a", "--json", "./a"], "are the same file"),
-    ],
-)
-def test_what_cannot_be_written_is_refused_before_anything_is_read(
-    flags: list[str], word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", "no/run", *flags]) == 2
-    error = capsys.readouterr().err
-    assert word in error
-    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -119,25 +119,6 @@ def test_a_prompt_longer_than_the_context_is_refused_before_any_text(
     assert err.startswith(f"error: {message}")
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "legal"),
-    [
-        ("--max-new-tokens", "-1", "a whole number of at least 0"),
-        ("--temperature", "warm", "a number of at least 0"),
-        ("--temperature", "inf", "a number of at least 0 and at most 1e+06"),
-        ("--top-k", "2.5", "a whole number of at least 1"),
-        ("--top-p", "0", "a number above 0 and at most 1"),
-        ("--batch-size", "1025", "a whole number of at least 1 and at most 1,024"),
-    ],
-)
-def test_settings_out_of_range_are_refused_before_anything_is_loaded(
-    flag: str, value: str, legal: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["sample", "no-such-run", "the", f"{flag}={value}"]) == 2
-    error = f"error: argument {flag}: must be {legal}, not '{value}'. `llmscale sample --help` lists all flags.\n"
-    assert capsys.readouterr().err == error
-
-
 def test_a_run_that_was_moved_needs_no_data_set(
     trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

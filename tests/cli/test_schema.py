@@ -10,7 +10,7 @@ import pytest
 from jsonschema import Draft7Validator
 
 from llmscale.errors import ConfigError
-from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_yaml
+from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,7 +33,7 @@ def shipped_examples(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, text in enumerate(re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)):
             file = folder / f"{page.stem}-{number}.yaml"
             file.write_text(text)
-            yield page.name, load_yaml(file, Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES), str(file))
+            yield page.name, load_settings(file, Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES), str(file))
 
 
 def test_the_shipped_examples_are_valid_and_their_mistakes_are_not(
@@ -43,7 +43,7 @@ def test_the_shipped_examples_are_valid_and_their_mistakes_are_not(
     seen = {"run": 0, "mix": 0}
     examples = [*shipped_examples(tmp_path)]
     base = ROOT / "scripts/bench/learning/scaling_ladder/base.yaml"
-    examples.append((base.name, load_yaml(base, Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES), str(base))))
+    examples.append((base.name, load_settings(base, Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES), str(base))))
     for name, example in examples:
         kind = "mix" if "sets" in example else "run"
         seen[kind] += 1

@@ -6,43 +6,6 @@ from llmscale.config.command_line import FlagParser, Need
 from llmscale.errors import ConfigError
 
 
-@pytest.fixture
-def parser() -> FlagParser:
-    parser = FlagParser(prog="tool")
-    subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name in ("prepare", "inspect"):
-        subcommand = subcommands.add_parser(name)
-        subcommand.add_argument("path")
-        subcommand.add_argument("--seq-len", type=int)
-        subcommand.add_argument("--mode", choices=["fast", "slow"])
-    return parser
-
-
-def test_a_correct_line_is_parsed(parser: FlagParser) -> None:
-    args = parser.parse_args(["prepare", "x", "--seq-len", "5", "--mode", "slow"])
-    assert (args.path, args.seq_len, args.mode) == ("x", 5, "slow")
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["prepare", "x", "--seqlen=5"], "unknown argument '--seqlen'. Did you mean '--seq-len'? `tool prepare"),
-        (["prepare", "x", "y"], "unknown argument 'y'. `tool prepare --help` lists all."),
-        (["prepar", "x"], "'prepar' is not known. Did you mean 'prepare'? Legal: prepare, inspect."),
-        (["prepare", "x", "--mode", "fats"], "--mode 'fats' is not known. Did you mean 'fast'? Legal: fast, slow."),
-        (["prepare", "x", "--seq-len", "five"], "invalid int value: 'five'. `tool prepare --help` lists all flags."),
-        (["prepare", "x", "--seq", "5"], "unknown argument '--seq'."),
-        (["prepare"], "the following arguments are required: path."),
-        ([], "the following arguments are required: COMMAND."),
-    ],
-)
-def test_mistakes_are_one_clear_line(parser: FlagParser, argv: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        parser.parse_args(argv)
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
 @pytest.mark.parametrize(
     ("argv", "word"),
     [(["x", "w"], "w"), (["x", "--seed", "1", "w"], "w"), (["x", "--seed", "1", "--", "-w"], "-w"), (["x"], None)],

@@ -25,10 +25,7 @@ from llmscale.errors import ConfigError
         ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie", 312),
         ("NVIDIA H100 80GB HBM3", "h100-80gb", 989),
         ("NVIDIA H100 PCIe", "h100-80gb-pcie", 756),
-        ("Tesla V100-SXM2-32GB", "v100-32gb", 125),
-        ("NVIDIA L4", "l4", 121),
         ("NVIDIA L40S", "l40s", 362),
-        ("NVIDIA A10G", "a10g", 70),
         ("NVIDIA GeForce RTX 4090", "rtx4090", 165.2),
         ("AMD Instinct MI300X", "mi300x", 1307.4),
     ],
@@ -44,10 +41,8 @@ def test_names_as_drivers_report_them(device_name: str, name: str, teraflops: fl
     [
         "cpu",
         "NVIDIA L40",
-        "NVIDIA T400",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA GeForce RTX 3090 Ti",
-        "NVIDIA H100 NVL",
         "NVIDIA GH200 480GB",
         "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
     ],
@@ -102,12 +97,6 @@ def test_a_custom_card_keeps_what_nobody_said_unknown() -> None:
     assert gpu.memory_bytes_per_s is None and gpu.power_w is None
 
 
-@pytest.mark.parametrize(("memory", "tflops", "flag"), [(0, 100, "--gpu-memory-gib"), (24, -1, "--bf16-tflops")])
-def test_a_custom_card_needs_positive_numbers(memory: float, tflops: float, flag: str) -> None:
-    with pytest.raises(ConfigError, match=f"{flag} must be above 0"):
-        custom_gpu(memory, tflops)
-
-
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -130,8 +119,3 @@ def test_a_rail_per_gpu_adds_up() -> None:
 
 def test_one_adapter_per_node_does_not_grow_with_its_gpus() -> None:
     assert get_interconnect("ethernet-25g").bytes_per_s_per_node(8) == pytest.approx(25e9 / 8)
-
-
-def test_a_misspelt_network_names_the_closest_and_all() -> None:
-    with pytest.raises(ConfigError, match=r"'ib-400' is not known\. Did you mean 'ib-400g'\? Legal: .*ethernet-10g"):
-        get_interconnect("ib-400")

@@ -76,12 +76,6 @@ def test_both_spellings_and_both_ways_to_give_a_value() -> None:
         assert (config.global_batch_size, config.weight_decay, config.shuffle) == (8, 0.2, False)
 
 
-def test_keys_of_a_file_may_be_kebab_case(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("global-batch-size: 8\n")
-    assert parse_run_config(["--config", str(path)]).global_batch_size == 8
-
-
 @pytest.mark.parametrize(
     ("text", "mode"), [("on", "on"), ("off", "off"), ("true", "on"), ("'on'", "on"), ("auto", "auto")]
 )

@@ -35,53 +35,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def no_overwrite(flag: str, path: Path) -> None:
-    check_output_file(flag, path, overwrite=False)
-
-
 def with_overwrite(flag: str, path: Path) -> None:
     check_output_file(flag, path, overwrite=True)
-
-
-@pytest.mark.parametrize(
-    ("check", "path", "words"),
-    [
-        (no_overwrite, "file", "--to file exists already"),
-        (with_overwrite, "folder", "--to folder is a folder; name a file."),
-        (with_overwrite, "link", "--to link is a symbolic link to nothing"),
-        (with_overwrite, "none/x", "the folder none does not exist"),
-        (with_overwrite, "file/x", "file is a file; name a folder"),
-        (with_overwrite, "link/x", "link is a symbolic link to nothing; name a folder"),
-        (with_overwrite, "/dev/null", "is a device; name a file"),
-        (check_output_folder, "file", "file is a file; name a folder"),
-        (check_output_folder, "link", "link is a symbolic link to nothing; name a folder"),
-        (check_output_folder, "file/x/y", "file is a file; name a folder"),
-    ],
-)
-def test_what_cannot_be_written_is_refused_and_nothing_is_made(
-    check: Callable[[str, Path], None], path: str, words: str, place: Path
-) -> None:
-    before = sorted(os.listdir(place))
-    with pytest.raises(ConfigError) as error:
-        check("--to", Path(path))
-    assert words in str(error.value)
-    assert sorted(os.listdir(place)) == before
-
-
-@pytest.mark.parametrize(
-    ("check", "path"),
-    [
-        (no_overwrite, "new"),
-        (no_overwrite, "folder/new"),
-        (with_overwrite, "file"),
-        (check_output_folder, "folder"),
-        (check_output_folder, "folder/new/inner"),
-        (check_output_folder, "new/inner"),
-    ],
-)
-def test_what_can_be_written_passes(check: Callable[[str, Path], None], path: str, place: Path) -> None:
-    check("--to", Path(path))
-    assert not (place / "new").exists()
 
 
 @pytest.mark.parametrize("check", [with_overwrite, check_output_folder])
@@ -123,9 +78,6 @@ def test_lines_and_objects_are_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "contents", "message"),
     [
-        ("empty.txt", b"\n\n", "holds no prompt. Write one a line"),
-        ("nul.txt", b"a\nb\0c\n", "nul.txt, line 2 holds a NUL character"),
-        ("latin.txt", b"ok\n\xe9\xe8\n", "latin.txt, line 2 is not UTF-8 text"),
         ("long.txt", b"x" * (1 << 20) + b"x", "line 1 has 1,048,577 characters; at most 1,048,576 are read"),
         ("other.jsonl", b'{"text": "a"}\n', 'other.jsonl, line 1 has no text in "prompt"'),
         ("number.jsonl", b'{"prompt": 3}\n', 'has no text in "prompt"'),
@@ -144,7 +96,7 @@ def test_a_file_that_is_none_or_too_large_is_refused(tmp_path: Path) -> None:
     large = tmp_path / "large.txt"
     with large.open("wb") as file:
         file.truncate((64 << 20) + 1)
-    for path, message in ((tmp_path, "is a folder"), (tmp_path / "gone", "No such file"), (large, "is larger than")):
+    for path, message in ((tmp_path, "is a folder"), (large, "is larger than")):
         with pytest.raises(ConfigError, match=rf"--prompts {path} cannot be read: {message}"):
             read_prompts(path)
 
@@ -172,8 +124,6 @@ def test_a_url_and_its_copies_lead_to_each_other(url: str, copies: Path) -> None
         "hf://user/run",
         "S3://b/run",
         "s3://b/",
-        "s3:///run",
-        "s3://b//run",
         "s3://b/../run",
         "s3://b/a?version=1",
         "s3://key:secret@b/run",

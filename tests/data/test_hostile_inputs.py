@@ -75,6 +75,11 @@ def test_a_long_record_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         list(open_source(str(tmp_path / "a.parquet")).documents())
 
 
+def test_a_python_file_is_read_in_its_own_coding(tmp_path: Path) -> None:
+    (tmp_path / "c.py").write_bytes(b"# coding: latin-1\nx = '\xe9'\n")
+    assert list(open_source(str(tmp_path)).documents()) == ["# coding: latin-1\nx = 'é'\n"]
+
+
 @pytest.mark.parametrize("coding", ["zlib", "unicode_escape", "nonsense"])
 def test_codings_that_are_none(coding: str, tmp_path: Path) -> None:
     """Of a Python file: what its first line declares must not unpack it."""
@@ -97,12 +102,6 @@ def test_what_is_no_file_of_the_folder_is_left_out_and_said(tmp_path: Path) -> N
     opened = open_source(str(folder))
     assert list(opened.documents()) == ["text", "text"]
     assert any("(links to folders, pipes" in line for line in describe_passed_over(opened.passed_over))
-
-
-def test_input_that_is_no_file(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.txt")
-    with pytest.raises(DataError, match=r"cannot be read: is a named pipe, not a regular file"):
-        open_source(str(tmp_path / "pipe.txt"))
 
 
 @pytest.mark.parametrize(

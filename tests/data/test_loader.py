@@ -134,16 +134,6 @@ def test_any_history_of_restarts_gives_the_single_process_sequence(
     assert set(counts) <= {2, 3}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_deals_the_same_batches(location: SetLocation, layout: tuple[int, ...]) -> None:
-    order = build_order(location, _settings(True))
-    for step in range(int(1.2 * order.num_samples) // GLOBAL_BATCH):
-        plans = [FeedPlan(RankLayout(rank, layout), GLOBAL_BATCH // sum(layout), 1) for rank in range(sum(layout))]
-        ids = np.concatenate([rank_sample_ids(order, plan, step * GLOBAL_BATCH) for plan in plans], axis=None)
-        expected = order.sample_ids(np.arange(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH))
-        assert np.array_equal(np.sort(ids), np.sort(expected))
-
-
 def test_nodes_fetch_only_their_rows_of_a_remote_set(location: SetLocation, tmp_path: Path) -> None:
     """Over a whole epoch each of two nodes needs about half of the samples' shards, and they share none but by cuts."""
     order = SampleOrder(np.full(64, 10), seed=1, num_canonical_nodes=4, block_size=20)

@@ -215,7 +215,6 @@ def test_weights_that_need_a_long_period_are_rounded_and_none_is_lost() -> None:
     [
         ("", "sets"),
         ("sets: [a, b]\nweights: {a: 1}", "sets"),
-        ("sets: {a: 3}\nweights: {a: 1}", "sets.a"),
         ("sets: {7: a}\nweights: {7: 1}", "sets.7 = '7'"),
         ('sets: {"a\\nb": a}\nweights: {a: 1}', "must be letters"),
         (SETS + "stages: [{util: 1, weights: {web: 1}}]", "'stages.1.util'. Did you mean 'until'?"),
@@ -226,20 +225,16 @@ def test_weights_that_need_a_long_period_are_rounded_and_none_is_lost() -> None:
         (SETS + "weight: {web: 1}", "'weight'"),
         (SETS + "weights: {web: 1, code: 1, maths: 1}", "math"),
         (SETS + "weights: {web: 1, code: 1, math: -1}", "'-1'"),
-        (SETS + "weights: {web: 1, code: 1, math: yes}", "True"),
         (SETS + "weights: {web: 1, code: 1, math: .nan}", "nan"),
-        (SETS + "weights: {web: 1, code: 1, math: .inf}", "inf"),
         (SETS + "weights: {web: 1, code: 1}", "math"),
         (SETS + "weights: {web: 0, code: 0, math: 0}", "0"),
         (SETS + "stages: [{weights: {web: 1}}, {weights: {code: 1, math: 1}}]", "until"),
-        (SETS + "stages: [{until: 1, weights: {web: 1}}, {weights: {code: 1, math: 1}}]", "until"),
         (SETS + "stages: [{until: soon, weights: {web: 1}}, {weights: {code: 1, math: 1}}]", "'soon'"),
         (
             SETS + "stages: [{until: .5, weights: {web: 1}}, {until: .4, weights: {code: 1}}, {weights: {math: 1}}]",
             "0.5",
         ),
         (SETS + "stages: [{until: 0.5, weights: {web: 1, code: 1, math: 1}}]", "last stage"),
-        (SETS + "stages: [7]", "'7'"),
         ('sets: {web: "a\\ud800b"}\nweights: {web: 1}', "half of a surrogate pair"),
         (SETS + "stages: [{until: 0.5, weights: 3}, {weights: {web: 1}}]", "weights"),
     ],
@@ -286,13 +281,6 @@ def test_any_position_on_its_own_is_as_in_one_walk(shares: tuple[int, ...]) -> N
         assert seen[owner] == count
         assert pattern.counts_before(offset).tolist() == seen.tolist()
         seen[owner] += 1
-
-
-def test_a_window_of_whole_periods_is_exact_wherever_it_begins() -> None:
-    pattern = build_pattern((60, 22, 8, 8, 3))
-    for begin in (0, 1, 57, 4711):
-        inside = pattern.counts_before(begin + 1010) - pattern.counts_before(begin)
-        assert inside.tolist() == [600, 220, 80, 80, 30]
 
 
 SIZES = (50, 700, 23)

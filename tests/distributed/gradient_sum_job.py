@@ -1,17 +1,11 @@
 """Rank script of test_gradient_sums.py: 64 micro-batches through an engine, and how far the gradient that the optimizer
-gets is from the exact sum of the very same micro-batches' gradients.
-
-Reads a JSON list of [ds_config, precision] from its first argument; the main rank prints one JSON object a line.
-"""
+gets is from the exact sum of the very same micro-batches' gradients. A cell is [ds_config, precision]."""
 
 from __future__ import annotations
 
-import json
-import sys
 from functools import lru_cache
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from llmscale.architecture.shape import GPTShape
@@ -20,10 +14,10 @@ from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.resolve import resolve_step
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import build_engine
-from llmscale.engine.process_group import join_world
+from llmscale.engine.process_group import World
 from llmscale.model.gpt import GPT
 from tests.distributed.watched_step import watched_step
-from tests.rank_end import end_rank
+from tests.rank_end import answer_cells
 
 MICRO_STEPS = 64
 #: Static, of fp16; a power of two changes nothing in bf16.
@@ -51,24 +45,18 @@ def exact_gradients(dtype: torch.dtype, world_size: int) -> dict[str, Tensor]:
     return {name: total / (world_size * LOSS_SCALE) for name, total in sums.items()}
 
 
-def error_of(ds: dict, rank: int, world_size: int, exact: dict[str, Tensor]) -> dict[str, object]:
+def error_of(cell: tuple[dict, str], world: World) -> dict[str, object]:
     """Norm of the difference over norm of the exact gradient, over all ranks' parts."""
+    (ds, name), world_size = cell, world.world_size
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+    exact = exact_gradients(dtype, world_size)
     plan = BatchPlan(MICRO_STEPS * world_size, 1, MICRO_STEPS, ParallelLayout(world_size), SHAPE.seq_len)
-    stage = ds["zero_optimization"]["stage"]
     resolved = resolve_step(parse_ds_config(ds, "job").with_flags(None, 0.0), SHAPE, plan, "none")
     engine = build_engine(RunConfig.model_validate({"seed": 0}), resolved)
-    _, error = watched_step(engine, tokens_of(rank), exact)
+    _, error = watched_step(engine, tokens_of(world.rank), exact)
     engine.destroy()
-    return {"stage": stage, "error": error}
+    return {"error": error}
 
 
 if __name__ == "__main__":
-    # The few layers of this model run in fp16 on any CPU, which DeepSpeed does not claim.
-    type(get_accelerator()).is_fp16_supported = lambda self: True
-    world = join_world()
-    for ds_config, name in json.loads(sys.argv[1]):
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
-        errors = error_of(ds_config, world.rank, world.world_size, exact_gradients(dtype, world.world_size))
-        if world.is_main:
-            print(json.dumps(errors), flush=True)
-    end_rank()
+    answer_cells(error_of)

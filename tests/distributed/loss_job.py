@@ -1,20 +1,14 @@
 """Rank script of test_loss.py and test_sequence_parallel.py: one optimizer step with the loss in small chunks, and how
 far loss and gradients are from those of the whole loss in double precision, without DeepSpeed. Ranks may divide
-sequences and experts, and routers of experts have losses of their own.
-
-Reads a JSON list of cells from its first argument; the main rank prints one JSON object a line.
-"""
+sequences and experts, and routers of experts have losses of their own."""
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from llmscale.architecture.shape import GPTShape, build_shape
@@ -24,10 +18,10 @@ from llmscale.config.loss_settings import LossSettings
 from llmscale.config.resolve import resolve_step
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import build_engine
-from llmscale.engine.process_group import join_world
+from llmscale.engine.process_group import World
 from llmscale.model.gpt import GPT
 from tests.distributed.watched_step import watched_step
-from tests.rank_end import end_rank
+from tests.rank_end import answer_cells
 
 MICRO_BATCH = 3
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 61, "seq_len": 8}
@@ -90,7 +84,8 @@ def router_loss(logits: Tensor, shape: GPTShape) -> Tensor:
     return ROUTER_LOSSES[0] * balance + ROUTER_LOSSES[1] * logits.logsumexp(-1).square().mean()
 
 
-def run(cell: dict, rank: int, world_size: int) -> dict[str, float]:
+def run(cell: dict, world: World) -> dict[str, float]:
+    rank, world_size = world.rank, world.world_size
     shape, accumulation = SHAPES[cell["shape"]], cell["accumulation"]
     shape = replace(shape, mlp_tile_tokens=cell.get("tile", 0))
     ranks = ParallelLayout(world_size, cell.get("split", 1), cell.get("experts", 1))
@@ -122,11 +117,4 @@ ON = {"enabled": True}
 FP16 = {**ON, "initial_scale_power": 10}
 
 if __name__ == "__main__":
-    # These few layers run in fp16 on any CPU, which DeepSpeed does not claim.
-    type(get_accelerator()).is_fp16_supported = lambda self: True
-    world = join_world()
-    for wanted in json.loads(sys.argv[1]):
-        errors = run(wanted, world.rank, world.world_size)
-        if world.is_main:
-            print(json.dumps(errors), flush=True)
-    end_rank()
+    answer_cells(run)

@@ -1,13 +1,11 @@
 """Rank script of test_muon.py: train a small model with Muon under DeepSpeed, or in a plain loop, on the same samples.
 
-Reads a JSON list of cells from its first argument: `ds` (a ds_config), `accumulation`, `steps`, and `dtype` of the
-Newton-Schulz iteration; or `plain` instead of `ds`. A second argument `experts` gives the model some. The main rank
-prints one JSON object a line: losses and norms.
+A cell has `ds` (a ds_config), `accumulation`, `steps`, and `dtype` of the Newton-Schulz iteration; or `plain` instead
+of `ds`. A second argument `experts` gives the model some. The answer is losses and norms.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from types import FunctionType
@@ -16,7 +14,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from llmscale.architecture.shape import GPTShape
@@ -27,11 +24,11 @@ from llmscale.config.resolve import resolve_step
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import build_engine, gradient_norm, set_learning_rate
 from llmscale.engine.optimizers import MOMENTUM, Muon, build_parameter_groups
-from llmscale.engine.process_group import join_world
+from llmscale.engine.process_group import World
 from llmscale.engine.train_step import PhaseTimer, train_step
 from llmscale.engine.zero_layout import inner_optimizer
 from llmscale.model.gpt import GPT
-from tests.rank_end import end_rank
+from tests.rank_end import answer_cells
 
 #: Odd sizes, so that borders of partitions cut matrices; q and k, v of different heights; gate and up in one matrix.
 SHAPE = GPTShape(n_layer=2, n_head=3, n_embd=36, vocab_size=211, seq_len=12, n_kv_head=1, gated_mlp=True, mlp_width=50)
@@ -48,8 +45,11 @@ def samples_of(step: int) -> Tensor:
     return (SHAPE.vocab_size**uniform).long().clamp(max=SHAPE.vocab_size - 1)
 
 
-def train(cell: dict, rank: int, world_size: int) -> dict[str, list[float]]:
-    """Under DeepSpeed."""
+def train(cell: dict, world: World) -> dict[str, list[float]]:
+    """Under DeepSpeed, or in a plain loop."""
+    if "plain" in cell:
+        return train_plainly(cell["steps"])
+    rank, world_size = world.rank, world.world_size
     accumulation = cell["accumulation"]
     micro = GLOBAL_BATCH // accumulation // world_size
     plan = BatchPlan(GLOBAL_BATCH, micro, accumulation, ParallelLayout(world_size), SHAPE.seq_len)
@@ -138,12 +138,5 @@ def in_fp32() -> FunctionType:
 
 
 if __name__ == "__main__":
-    # The few layers of this model run in fp16 on any CPU, which DeepSpeed does not claim.
-    type(get_accelerator()).is_fp16_supported = lambda self: True
-    world = join_world()
     SHAPE = EXPERTS if sys.argv[2:] == ["experts"] else SHAPE
-    for wanted in json.loads(sys.argv[1]):
-        result = train_plainly(wanted["steps"]) if "plain" in wanted else train(wanted, world.rank, world.world_size)
-        if world.is_main:
-            print(json.dumps(result), flush=True)
-    end_rank()
+    answer_cells(train)

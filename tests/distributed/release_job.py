@@ -1,14 +1,9 @@
 """Rank script of test_release.py: engines built, trained and released one after the other in one process, and what
-tensors each of them leaves behind.
-
-Reads a JSON list of [ds_config, optimizer] from its first argument; the main rank prints one JSON object a line.
-"""
+tensors each of them leaves behind. A cell is [ds_config, optimizer]."""
 
 from __future__ import annotations
 
 import gc
-import json
-import sys
 import time
 from collections.abc import Collection
 
@@ -23,9 +18,9 @@ from llmscale.config.optimizers import get_optimizer
 from llmscale.config.resolve import resolve_step
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import build_engine, release_engine, set_learning_rate
-from llmscale.engine.process_group import World, join_world
+from llmscale.engine.process_group import World
 from llmscale.engine.train_step import PhaseTimer, train_step
-from tests.rank_end import end_rank
+from tests.rank_end import answer_cells
 
 SHAPE = GPTShape(n_layer=2, n_head=2, n_embd=64, vocab_size=61, seq_len=8)
 ACCUMULATION = 2
@@ -73,23 +68,18 @@ def train(ds: dict, optimizer: str, world: World) -> list[float]:
     return losses
 
 
-def main() -> None:
-    world = join_world()
-    for ds, optimizer in json.loads(sys.argv[1]):
-        before, allocated = set(storages()), torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-        losses = [train(ds, optimizer, world) for _ in range(2)]
-        left: list[list[tuple[int, str]]] = [[]] * world.world_size
-        dist.all_gather_object(left, left_since(before))
-        actual = {
-            "left_bytes": [sum(num_bytes for num_bytes, _ in of_rank) for of_rank in left],
-            "left": [[what for _, what in of_rank] for of_rank in left],
-            "gpu_bytes": torch.cuda.memory_allocated() - allocated if torch.cuda.is_available() else 0,
-            "losses": losses,
-        }
-        if world.is_main:
-            print(json.dumps(actual), flush=True)
-    end_rank()
+def release(cell: tuple[dict, str], world: World) -> dict[str, object]:
+    before, allocated = set(storages()), torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    losses = [train(*cell, world) for _ in range(2)]
+    left: list[list[tuple[int, str]]] = [[]] * world.world_size
+    dist.all_gather_object(left, left_since(before))
+    return {
+        "left_bytes": [sum(num_bytes for num_bytes, _ in of_rank) for of_rank in left],
+        "left": [[what for _, what in of_rank] for of_rank in left],
+        "gpu_bytes": torch.cuda.memory_allocated() - allocated if torch.cuda.is_available() else 0,
+        "losses": losses,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    answer_cells(release)

@@ -10,7 +10,7 @@ import pytest
 
 from llmscale.training.sample_stream import find_step_samples
 from scripts.bench.resume.samples import read_samples
-from tests.conftest import build_train_command, forget_after, read_losses, read_records, run_ranks, words
+from tests.conftest import build_train_command, forget_after, read_losses, read_records, refusal_of, run_ranks, words
 
 #: Seven steps of 4 sequences, four of 8, two of 12, then of 16.
 RAMP = words("--global-batch-size 16 --batch-ramp-from 4 --batch-ramp-tokens 2560 --micro-batch-size 1")
@@ -19,9 +19,12 @@ LENGTHS = words("--seq-len-ramp-from 8 --seq-len-ramp-tokens 1920 --n-head 4")
 FLAGS = words("--precision fp32 --save-every 4 --keep-last 9 --lr 3e-3 --check-every 1 --steps 16")
 
 
-def train(data: Path, run: Path, stage: str, world_size: int, *flags: str, expect: int = 0) -> str:
-    command = build_train_command(data, run, "--ds", stage, *FLAGS, *RAMP, *LENGTHS, *flags)
-    return run_ranks(command, world_size, expect=expect)
+def command(data: Path, run: Path, stage: str, *flags: str) -> list[str]:
+    return build_train_command(data, run, "--ds", stage, *FLAGS, *RAMP, *LENGTHS, *flags)
+
+
+def train(data: Path, run: Path, stage: str, world_size: int, *flags: str) -> str:
+    return run_ranks(command(data, run, stage, *flags), world_size)
 
 
 def test_growing_sequences_with_document_masks_have_the_losses_of_one_rank(
@@ -47,12 +50,12 @@ def test_losses_and_samples_are_those_of_one_rank(tiny_set: Path, tmp_path: Path
     forget_after(again, 8)
     train(tiny_set, again, "zero1", 1)
     assert read_losses(again) == read_losses(straight), "the same bits after a resume within the ramp"
-    for step, stage, world_size, split in ((4, "zero2_offload", 2, 2), (8, "zero3", 4, 2), (12, "zero0", 2, 1)):
+    for step, stage, world_size, split in ((4, "zero3", 4, 4), (10, "zero2_offload", 2, 1)):
         forget_after(moved, step)
         train(tiny_set, moved, stage, world_size, "--sequence-parallel-size", str(split))
         assert read_losses(moved) == pytest.approx(read_losses(straight), rel=1e-6), stage
     assert all(np.array_equal(ids, read_samples(straight)[step]) for step, ids in read_samples(moved).items())
     actual = find_step_samples(moved, 8)
     assert [sample.position for sample in actual.samples] == list(range(28, 36))
-    output = train(tiny_set, moved, "zero0", 1, "--batch-ramp-from", "8", "--steps", "17", expect=2)
-    assert "global_batch_size was '16, from 4 over 80 samples' and is '16, from 8 over 80 samples'" in output
+    reason = refusal_of(command(tiny_set, moved, "zero0", "--batch-ramp-from", "8", "--steps", "17"))
+    assert "global_batch_size was '16, from 4 over 80 samples' and is '16, from 8 over 80 samples'" in reason

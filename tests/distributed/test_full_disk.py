@@ -3,13 +3,14 @@ end."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from tests.conftest import read_records
 
 #: A checkpoint asks for 64 MiB of spare room.
 DISK_BYTES = 80 << 20
@@ -64,8 +65,7 @@ def test_metrics_and_records_outlive_a_full_disk(
     assert job.exit_codes == [2, 2], "its last checkpoint could not be saved"
     assert "NOT saved" in outputs[0]
     assert "metrics.jsonl lacks records that the disk refused: " in outputs[0]
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    logged = [record["step"] for record in records if record["kind"] == "train"]
+    logged = [record["step"] for record in read_records(run, "train")]
     assert logged == list(range(1, len(logged) + 1)), "whole lines, without a gap before the second outage"
 
 

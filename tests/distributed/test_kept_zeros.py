@@ -86,9 +86,3 @@ def test_zeros_of_experts_stay(tiny_set: Path, tmp_path: Path, size: str) -> Non
     shares = zero_share(load_full_weights(find_checkpoint(run)), part=".experts.")
     assert len(shares) == 2 * CONFIGS["mixtral"]["num_hidden_layers"]
     assert set(shares.values()) == {0.5}
-
-
-def test_a_model_without_zeros_is_refused(tiny_set: Path, tmp_path: Path) -> None:
-    output = run_ranks(build_train_command(tiny_set, tmp_path / "run", "--keep-zeros"), 1, expect=2)
-    assert "--keep-zeros has no zeros to keep" in output
-    assert not (tmp_path / "run").exists()

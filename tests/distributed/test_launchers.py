@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,8 +17,9 @@ from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import find_damage
 from llmscale.cluster.launch.ranks import descendants, process_state
 from llmscale.training.run_folder import lock_run_folder
+from scripts.playground.kernel import command_line
 from tests import warm_start
-from tests.conftest import HANG_S, REPOSITORY, free_port
+from tests.conftest import HANG_S, REPOSITORY, TRAIN, free_port
 
 BIN = Path(sys.executable).parent
 #: Runs a script with stdin as the terminal of its session.
@@ -115,14 +117,6 @@ def start(train_command: Callable, tmp_path: Path) -> Iterator[Callable[..., Job
         job.kill()
 
 
-def test_sigterm_to_deepspeed_which_does_not_pass_it_on(start: Callable) -> None:
-    job = start("deepspeed", "--num-workers", "1", ranks=1)
-    job.until_step(3)
-    job.process.terminate()
-    job.check_saved(f"stopped by the end of its launcher (deepspeed, process {job.process.pid})")
-    lock_run_folder(job.run).close()  # another start may have it
-
-
 def test_a_killed_data_worker_ends_the_run_with_one_line(start: Callable) -> None:
     job = start("python", "--num-workers", "1", is_warm=True)
     job.until(lambda: "step      3/" in job.output.read_text())
@@ -182,6 +176,7 @@ def test_every_signal_to_every_launcher(start: Callable, launcher: str, number: 
     job.until_step(3)
     job.process.send_signal(number)
     job.check_saved("stopped by ")
+    lock_run_folder(job.run).close()  # another start may have it
     assert launcher != "llmscale train" or job.process.returncode == (-9 if number == signal.SIGKILL else 0)
 
 
@@ -192,6 +187,22 @@ def test_sigterm_to_the_whole_group(start: Callable, launcher: str) -> None:
     job.until_step(3) if launcher != "python" else job.until(lambda: "step      3/" in job.output.read_text())
     os.killpg(job.process.pid, signal.SIGTERM)
     job.check_saved("stopped by SIGTERM")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named_by_the_other(start: Callable, launcher: str, rank: int) -> None:
+    job = start(launcher)
+    job.until_step(3)
+    ranks = [pid for pid in job.below if str(TRAIN) in command_line(pid).split()[:4]]
+    (victim,) = [pid for pid in ranks if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text()]
+    os.kill(victim, signal.SIGKILL)
+    assert job.process.wait(HANG_S) != 0
+    text = job.output.read_text()
+    # torchrun may reap the process before the other rank can look.
+    assert re.search(rf"error: rank {rank} (\(process {victim}\) was killed by SIGKILL|on this)", text), text
+    assert "please report it" not in text
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import shared_memory_segments
+from tests.distributed.test_full_disk import read_until
 
 
 @pytest.mark.slow
@@ -20,11 +21,7 @@ def test_two_runs_side_by_side_use_no_shared_memory_and_survive_a_kill(
     flags = ("--steps", "100000", "--log-every", "20", "--num-workers", "1", "--save-every", "0")
     jobs = [ranks(train_command(*flags, "--run", str(tmp_path / name)), 2) for name in ("one", "two")]
     for job in jobs:
-        for line in job.processes[0].stdout:
-            if "step     20/" in line:
-                break
-        else:
-            raise AssertionError("the run ended early")
+        read_until(job, "step     20/")
     assert shared_memory_segments() <= before
     os.killpg(jobs[0].processes[0].pid, signal.SIGKILL)
     jobs[0].kill()

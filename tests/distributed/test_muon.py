@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import forget_after, read_losses, run_ranks, words
+from tests.conftest import forget_after, read_losses, run_cells, run_ranks, words
 
 STEPS = 20
 CPU = {"device": "cpu", "pin_memory": False}
@@ -35,11 +34,7 @@ def cell(layout: str, accumulation: int, steps: int = STEPS, dtype: str = "float
 
 def train(world_size: int, *cells: dict, model: Sequence[str] = ()) -> list[dict[str, list[float]]]:
     """Losses and norms of each."""
-    script = Path(__file__).with_name("muon_job.py")
-    output = run_ranks([str(script), json.dumps(cells), *model], world_size)
-    actual = [json.loads(line) for line in output.splitlines() if line.startswith('{"loss"')]
-    assert len(actual) == len(cells), output
-    return actual
+    return run_cells(Path(__file__).with_name("muon_job.py"), cells, world_size, *model)
 
 
 def largest_difference(actual: dict[str, list[float]], reference: dict[str, list[float]], key: str) -> float:

@@ -41,7 +41,7 @@ def test_every_stage_has_the_bits_of_the_files_and_the_loss_of_transformers(
     models: dict[str, Path], tiny_set: Path, world_size: int
 ) -> None:
     output = run_ranks([str(JOB), str(tiny_set), *map(str, models.values())], world_size)
-    assert output.count("ok ") == 2 * 9 + 2 * (len(models) - 2), output
+    assert output.count("ok ") == 2 * 9 + len(models) - 2, output
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_the_folder(
     assert set(read_losses(tmp_path / "run")) == {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen2", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_what_is_exported_begins_a_run_that_exports_the_same_bytes(
     train: Callable[..., str], models: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
@@ -118,7 +118,7 @@ def test_a_pickle_is_looked_into_before_the_run_folder_is_made(
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     torch.save({name: t for name, t in tensors.items() if "fc1" not in name}, folder / "pytorch_model.bin")
-    output = train(2, "--init-from", f"hf:{folder}", expect=2)
+    output = train(1, "--init-from", f"hf:{folder}", expect=2)
     assert "lacks 'model.decoder.layers.0.fc1.weight' and 3 more, " in output
     assert not (tmp_path / "run").exists()
     torch.save(tensors, folder / "pytorch_model.bin")
@@ -131,10 +131,7 @@ def hub(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     served = Path(shutil.copytree(models["qwen3"], tmp_path / "served"))
     for name in ("modeling.py", "consolidated.safetensors", "model.gguf"):
         (served / name).write_text("raise SystemExit")
-    with serve_model(served, tmp_path / "home") as hub:
-        for name, value in hub.environment.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with serve_model(served, tmp_path / "home", monkeypatch) as hub:
         yield hub
 
 
@@ -143,7 +140,9 @@ def test_exactly_what_is_needed_of_a_name_is_fetched_once(
 ) -> None:
     message = f"weights from hf:own/model@{COMMIT}"
     assert message in train(2, "--init-from", "hf:own/model@main", "--steps", "1")
-    assert hub.asked.count(f"/own/model/resolve/{COMMIT}/config.json") == 1
+    assert [path for path in hub.asked if path.endswith("/config.json") and path.startswith("/")] == [
+        "/own/model/resolve/main/config.json"
+    ]
     weights = {path.name for path in hub.files.glob("model*.safetensors*")}
     assert hub.cached == {*weights, "config.json", "generation_config.json"}
     shutil.rmtree(tmp_path / "run")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.conftest import run_ranks
+from tests.conftest import run_cells
 
 CPU = {"device": "cpu"}
 BF16, AUTOCAST = {"bf16": {"enabled": True}}, {"torch_autocast": {"enabled": True}}
@@ -28,11 +27,7 @@ MORE_ENGINES = [
 ]
 
 
-def release(engines: list[list[object]], world_size: int) -> list[dict]:
-    output = run_ranks([str(Path(__file__).with_name("release_job.py")), json.dumps(engines)], world_size)
-    actual = [json.loads(line) for line in output.splitlines() if line.startswith('{"left_bytes"')]
-    assert len(actual) == len(engines), output
-    return actual
+JOB = Path(__file__).with_name("release_job.py")
 
 
 @pytest.mark.parametrize(
@@ -44,7 +39,7 @@ def release(engines: list[list[object]], world_size: int) -> list[dict]:
     ],
 )
 def test_nothing_is_left_and_the_next_engine_trains_as_the_first(engines: list[list[object]], world_size: int) -> None:
-    for wanted, actual in zip(engines, release(engines, world_size), strict=True):
+    for wanted, actual in zip(engines, run_cells(JOB, engines, world_size), strict=True):
         assert actual["left_bytes"] == [0] * world_size, (wanted, actual["left"])
         first, second = actual["losses"]
         assert first == second, wanted
@@ -52,7 +47,7 @@ def test_nothing_is_left_and_the_next_engine_trains_as_the_first(engines: list[l
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gpu_memory_is_given_back() -> None:
-    for wanted, actual in zip(ENGINES, release(ENGINES, 1), strict=True):
+    for wanted, actual in zip(ENGINES, run_cells(JOB, ENGINES, 1), strict=True):
         assert actual["left_bytes"] == [0], (wanted, actual["left"])
         # Libraries' own work space, such as cuBLAS's, is made once.
         assert actual["gpu_bytes"] < 64 * 2**20, wanted

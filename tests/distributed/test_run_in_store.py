@@ -272,19 +272,6 @@ def test_a_bucket_that_refuses_at_the_end_is_said_and_the_same_command_publishes
 
 
 @pytest.mark.slow
-def test_a_second_start_is_refused_and_writes_nothing(machines: Machines, object_store: ObjectStore) -> None:
-    flags = ("--steps", "100000", "--schedule", "constant", "--save-every", "100", "--keep-last", "9")
-    job = machines.start("a", 1, "--ds", "zero1", *flags)
-    read_until(job, "published")
-    output = machines.train("b", 2, "--ds", "zero2", *flags, expect=2)
-    assert f"{URL} is in use by process {job.processes[0].pid}" in output
-    assert not any("e00002" in name for name in object_store.files("runs/x/"))
-    job.send(signal.SIGTERM)
-    job.wait()
-    assert job.exit_codes == [0]
-
-
-@pytest.mark.slow
 def test_a_run_goes_back_and_is_pruned_in_the_store(
     machines: Machines, object_store: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,10 +33,6 @@ def test_losses_and_gradients_are_those_of_complete_sequences() -> None:
     check(cells)
 
 
-def test_four_ranks_of_a_sequence_have_its_losses_and_gradients() -> None:
-    check([split_cell(3, "llama-4-heads", split=4, checkpointing="full", tile=5, accumulation=2)], 4)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

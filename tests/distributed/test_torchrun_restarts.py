@@ -63,19 +63,6 @@ def test_a_flag_that_begins_somewhere_acts_once(
         assert losses == pytest.approx({step: expected[step] for step in losses}, rel=1e-5)
 
 
-def test_the_same_command_of_another_launch_goes_back_again(
-    torchrun: Callable, train_command: Callable, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    run_ranks(train_command(*FLAGS, "--run", str(run)), 1)
-    flags = train_command(*FLAGS, "--resume", str(checkpoints_folder(run) / "step-00000004"), "--run", str(run))
-    for _ in range(2):
-        output = torchrun("--standalone", "--max-restarts", "2", "--", *flags).wait()
-        assert "continuing from" in output and "step 4, " in output and "has acted" not in output
-    first, *others = [start["launches"] for start in starts_of(run)]
-    assert first == [] and len(others) == 2 and others[0] != others[1]
-
-
 def test_a_node_that_is_lost_and_comes_back(torchrun: Callable, train_command: Callable, tmp_path: Path) -> None:
     """Three ranks on two nodes, two on what is left, then three again; the batch of 8 is not divided over three."""
     settings = (*FLAGS, "--steps", "4000", "--save-every", "20", "--check-every", "1")

@@ -22,7 +22,7 @@ def test_every_tensor_survives_a_change_of_stage(tmp_path: Path, world_size: int
 
 def test_adam_counts_only_the_steps_of_the_run(tiny_set: Path, tmp_path: Path) -> None:
     """DeepSpeed's own first step, in 16 bit at stage 0, would change the bias correction of all steps."""
-    cells = [(ds_config, precision) for ds_config in ("zero0", "zero2", "zero3") for precision in ("fp32", "bf16")]
+    cells = [("zero0", "bf16"), ("zero2", "bf16"), ("zero3", "fp32")]
     runs = [tmp_path / "-".join(cell) for cell in cells]
     commands = [
         build_train_command(tiny_set, run, *words(f"--ds {ds_config} --precision {precision} --steps 2 --save-every 2"))

@@ -87,23 +87,6 @@ print(json.dumps([result.forward.activations_bytes for result in results]))
     assert none > selective > full > 0
 
 
-@pytest.mark.slow
-def test_offload_moves_bytes_to_the_host() -> None:
-    """tests/memory/test_estimate.py compares offload in the default suite."""
-    remaining, offloaded, checkpoints, host = in_a_process("""
-shape = GPTShape(n_layer=4, n_head=2, n_embd=64, vocab_size=100, seq_len=128)
-kept = run(2, shape=shape, checkpointing="full", section={})
-offloaded = run(2, shape=SMALL, offload_optimizer={"device": "cpu"})
-on_host = run(2, shape=shape, checkpointing="full", section={"cpu_checkpointing": True})
-print(json.dumps([kept.resident.optimizer_bytes, offloaded.resident.total_bytes,
-                  [kept.forward.activations_bytes, on_host.forward.activations_bytes],
-                  [kept.host_bytes, offloaded.host_bytes]]))
-""")
-    assert host[0] == 0 < host[1]
-    assert checkpoints[1] < checkpoints[0]
-    assert remaining > 0 < offloaded
-
-
 def test_one_micro_step_keeps_no_gradients_in_fp32_on_the_gpu_when_the_host_has_the_optimizer() -> None:
     one, two, parameters = in_a_process("""
 shape = GPTShape(n_layer=4, n_head=2, n_embd=256, vocab_size=100, seq_len=32)
@@ -116,7 +99,7 @@ print(json.dumps([*(result.step.total_bytes for result in results), shape.num_pa
 
 def test_more_micro_steps_than_two_allocate_nothing_else() -> None:
     two, many = in_a_process("""
-print(json.dumps([numbers(run(2, shape=SMALL, accumulation=accumulation)) for accumulation in (2, 16)]))
+print(json.dumps([numbers(run(2, shape=SMALL, accumulation=accumulation)) for accumulation in (2, 4)]))
 """)
     assert two == many
 

@@ -13,6 +13,7 @@ import pytest
 
 from llmscale.engine.train_step import explain_smallest_scale, get_scaler_state, loss_scale, set_scaler_state
 from llmscale.errors import TrainingError
+from tests.conftest import read_events, read_records, run_ranks
 
 
 def fp16_config(folder: Path, stage: int, **keys: int) -> str:
@@ -22,28 +23,23 @@ def fp16_config(folder: Path, stage: int, **keys: int) -> str:
     return str(path)
 
 
-def read_steps(run: Path) -> list[dict]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == "train"]
-
-
-@pytest.mark.parametrize(("stage", "split"), [(1, 1), (3, 2)])
+@pytest.mark.parametrize(("stage", "split", "power"), [(3, 2, 32), pytest.param(1, 1, 24, marks=pytest.mark.slow)])
 def test_overflows_halve_the_scale_skip_steps_are_reported_and_end(
-    stage: int, split: int, ranks: Callable, train_command: Callable, tmp_path: Path
+    stage: int, split: int, power: int, train_command: Callable, tmp_path: Path
 ) -> None:
-    ds = fp16_config(tmp_path, stage, initial_scale_power=24)
+    """A search of more than ten steps, too, which end a run otherwise."""
+    ds = fp16_config(tmp_path, stage, initial_scale_power=power)
     flags = ("--ds", ds, "--steps", "20", "--schedule", "constant", "--lr", "1e-2", "--warmup-steps", "0")
     flags += ("--sequence-parallel-size", str(split))
-    job = ranks([__file__, *train_command(*flags)[1:]], 2)
-    output = job.wait()[0]
-    assert job.exit_codes == [0, 0], output
-    steps = read_steps(tmp_path / "run")
+    output = run_ranks([__file__, *train_command(*flags)[1:]], 2)
+    steps = read_records(tmp_path / "run", "train")
     skipped = [step["skipped_steps"] for step in steps]
     first_good = next(index for index, step in enumerate(steps) if step["grad_norm"] is not None)
-    assert 2 <= first_good <= 12, "some steps overflow at 2^24, and a smaller scale is found"
+    assert power - 22 <= first_good <= power - 12, "some steps overflow, and a smaller scale is found"
+    assert read_events(tmp_path / "run", "nonfinite") == []
     assert skipped[:first_good] == list(range(1, first_good + 1))
-    assert [step["loss_scale"] for step in steps[:first_good]] == [2.0**23 / 2**i for i in range(first_good)]
-    assert f"scale {2**23:g} | skipped 1 |" in output
+    assert [step["loss_scale"] for step in steps[:first_good]] == [2.0 ** (power - 1 - i) for i in range(first_good)]
+    assert f"scale {2 ** (power - 1):g} | skipped 1 |" in output
     assert max(step["loss_scale"] for step in steps[first_good + 3 :]) > steps[first_good]["loss_scale"], (
         "after a window without overflow the scale grows again"
     )
@@ -60,7 +56,7 @@ def test_timed_steps_find_a_scale_and_leave_the_first_one(
     job = ranks([__file__, *train_command("--ds", ds, "--minutes", "0.001")[1:]], 1)
     output = job.wait()[0]  # which ends in an error: the only step is skipped
     assert "timed and undone" in output
-    first = read_steps(tmp_path / "run")[0]
+    first = read_records(tmp_path / "run", "train")[0]
     assert (first["skipped_steps"], first["loss_scale"]) == (1, 2**23)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import pytest
 
@@ -8,8 +9,10 @@ from llmscale.engine import network
 from llmscale.engine.network import (
     VARIABLES,
     check_interfaces,
+    find_port,
     interface_addresses,
     interface_towards,
+    is_free,
     named_interfaces,
     set_network_interface,
 )
@@ -83,3 +86,10 @@ def test_the_users_word_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     set_network_interface()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
     assert os.environ["NCCL_SOCKET_IFNAME"] == interface_towards(outside[0])
+
+
+def test_a_free_port() -> None:
+    port = find_port()
+    assert is_free(port)
+    with socket.create_server(("127.0.0.1", port)):
+        assert not is_free(port)

@@ -46,7 +46,7 @@ def tokens_for(shape: GPTShape) -> torch.Tensor:
 @pytest.mark.parametrize("name", SHAPES)
 def test_merged_weights_and_files_of_peft_hold_the_adapters(name: str, tmp_path: Path) -> None:
     model, family = adapted(name)
-    merged, plain = GPT(model.shape.without_adapters, seed=1), Merged(ModelWeights(model), model.shape)
+    merged, plain = GPT(SHAPES[name], seed=1), Merged(ModelWeights(model), model.shape)
     with torch.no_grad():
         for own, tensor in (*merged.named_parameters(), *merged.named_buffers()):
             # In two parts, of which the first ends within a row.
@@ -65,7 +65,7 @@ def test_merged_weights_and_files_of_peft_hold_the_adapters(name: str, tmp_path:
 def test_peft_computes_the_same(name: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model, family = adapted(name)
-    base = ExportedModel(model.shape.without_adapters, family, "fp32", 10**9)
+    base = ExportedModel(SHAPES[name], family, "fp32", 10**9)
     write_model(ModelWeights(model), base, ByteTokenizer(), tmp_path / "base", card="", overwrite=False)
     theirs = import_transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     theirs = peft.PeftModel.from_pretrained(theirs, export(model, family, tmp_path)).eval()
@@ -95,7 +95,7 @@ def test_layers_that_peft_left_out_get_zeros_and_others_are_refused(tmp_path: Pa
 
 def test_adapters_that_cannot_begin_the_run_are_named_before_it(tiny_set: Path, tmp_path: Path) -> None:
     model, family = adapted("LlamaForCausalLM")
-    base = ExportedModel(model.shape.without_adapters, family, "fp32", 10**9)
+    base = ExportedModel(SHAPES["LlamaForCausalLM"], family, "fp32", 10**9)
     write_model(ModelWeights(model), base, ByteTokenizer(), tmp_path / "base", card="", overwrite=False)
     lora_from = ["--lora-from", str(export(model, family, tmp_path))]
     begin = ["--init-from", f"hf:{tmp_path / 'base'}", "--lora-rank", "3"]

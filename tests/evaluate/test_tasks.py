@@ -77,26 +77,6 @@ def test_a_line_that_is_no_object_is_named(line: str, tmp_path: Path) -> None:
         load_task_files([f"text={path}"])
 
 
-def test_a_missing_field_is_named_with_an_example(tmp_path: Path) -> None:
-    path = write(tmp_path, GOOD["text"])
-    with pytest.raises(DataError, match=rf'{path}, line 1 has no "ctx", and the format hellaswag needs one: {{"ctx"'):
-        load_task_files([f"hellaswag={path}"])
-
-
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ("hellaswga=x.jsonl", r"Did you mean 'hellaswag'\? Legal: hellaswag=FILE.jsonl, "),
-        ("text=", "is not a task"),
-        ("text=gone.jsonl", "gone.jsonl cannot be read: No such file"),
-        ("text=/dev/zero", "cannot be read"),
-    ],
-)
-def test_what_is_no_task_file_is_refused(spec: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        load_task_files([spec])
-
-
 def test_a_file_without_items_and_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path)
     with pytest.raises(DataError, match=re.escape(f"{path} holds no item")):

@@ -41,6 +41,7 @@ def test_random_steps_are_as_the_walk_over_allocations_counted_them() -> None:
     for cell, true in read_cells():
         estimate = estimate_memory(cell.resolve())
         assert estimate_least(cell.resolve()) <= estimate.allocated_bytes
+        assert_categories(estimate)
         error = estimate.allocated_bytes / max(true[phase] for phase in PHASES) - 1
         assert abs(error) <= bar(cell), (f"{error:+.2%}", cell)
         errors.append(abs(error))

@@ -19,7 +19,7 @@ from llmscale.config.resolve import ResolvedStep
 from llmscale.dry_run.engine import dry_run
 from llmscale.errors import ConfigError
 from llmscale.memory import gathers
-from llmscale.memory.breakdown import Breakdown
+from llmscale.memory.breakdown import Breakdown, allocated_bytes
 from llmscale.memory.estimate import (
     CONTEXT_BYTES,
     PHASES,
@@ -281,36 +281,12 @@ def test_activations_fall_with_the_ranks_that_divide_a_sequence() -> None:
     assert all(later == pytest.approx(earlier / 2, rel=0.07) for earlier, later in itertools.pairwise(peaks))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast"])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.usefixtures("libraries_are_frozen")
-def test_every_family_s_whole_grid_is_that_of_the_dry_run(stage: int, precision: Precision, family: str) -> None:
-    modes: tuple[CheckpointingMode, ...] = ("none", "selective", "full")
-    for mode, accumulation in itertools.product(modes, (1, 2)):
-        check(config(stage, precision), FAMILIES[family], mode, accumulation=accumulation)
-
-
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.usefixtures("libraries_are_frozen")
 def test_optimizer_offload_is_that_of_the_dry_run(stage: int) -> None:
     """DeepSpeed frees the buffers of a gradient's copy to the host before the block's activations peak."""
     ds, shape = config(stage, "bf16", offload_optimizer={"device": "cpu"}), SHAPES["many parameters"]
     check_fit(fit(ds, shape, "full", world_size=1, size=64))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "autocast"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.usefixtures("libraries_are_frozen")
-def test_the_whole_grid_is_that_of_the_dry_run(stage: int, precision: Precision, shape: str) -> None:
-    if (stage, precision) == (0, "fp16"):
-        pytest.skip("fp16 does not train at stage 0")
-    modes: tuple[CheckpointingMode, ...] = ("none", "selective", "full")
-    for mode, world_size, accumulation in itertools.product(modes, (1, 8), (1, 2)):
-        check(config(stage, precision), SHAPES[shape], mode, world_size, accumulation)
 
 
 SHAPE = GPTShape(n_layer=12, n_head=12, n_embd=768, vocab_size=50257, seq_len=1024)
@@ -322,6 +298,12 @@ def test_every_moment_is_there_and_the_peak_is_the_largest() -> None:
     totals = {name: moment.total_bytes for name, moment in estimate.moments.items()}
     assert estimate.allocated_bytes == max(totals.values()) == totals[estimate.peak_moment]
     assert estimate.peak == estimate.moments[estimate.peak_moment]
+    assert Breakdown(1, 2, 4, 8, 16, 32, 64).total_bytes == 127
+
+
+@pytest.mark.parametrize(("elements", "width", "expected"), [(0, 4, 0), (1, 4, 512), (128, 4, 512), (129, 4, 1024)])
+def test_allocations_are_multiples_of_512_bytes(elements: int, width: int, expected: int) -> None:
+    assert allocated_bytes(elements, width) == expected
 
 
 def test_what_is_assumed_is_kept_apart() -> None:
@@ -330,16 +312,6 @@ def test_what_is_assumed_is_kept_apart() -> None:
     assert estimate.reserved_bytes == 11 * GIB
     assert estimate.context_bytes == CONTEXT_BYTES == GIB
     assert estimate.total_bytes == 12 * GIB
-
-
-def test_no_category_is_negative() -> None:
-    modes: tuple[CheckpointingMode, ...] = ("none", "selective", "full")
-    precisions: tuple[Precision, ...] = ("fp32", "bf16", "autocast")
-    for stage, precision, mode, accumulation in itertools.product(range(4), precisions, modes, (1, 2)):
-        for shape in (*SHAPES.values(), SHAPE):
-            estimate = fit(config(stage, precision), shape, mode, accumulation=accumulation).estimate
-            for name, moment in estimate.moments.items():
-                assert min(moment.as_dict().values()) >= 0, (stage, precision, mode, accumulation, name, moment)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

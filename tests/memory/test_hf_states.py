@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmscale.architecture.hf_config import HFModel, read_shape
-from llmscale.architecture.shape import GPTShape, build_shape, describe_gpt
+from llmscale.architecture.shape import GPTShape, describe_gpt
 from llmscale.config.batch_plan import ParallelLayout, build_batch_plan
 from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.resolve import resolve_step
@@ -24,7 +24,7 @@ LLAMA_8B = {
 
 
 def model(config: dict[str, object]) -> HFModel:
-    shape = build_shape(read_shape(config, "test"))
+    shape = read_shape(config, "test")
     return HFModel("test", str(config["model_type"]), describe_gpt(shape, shape.vocab_size))
 
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmscale.config.loss_settings import LossSettings
 from llmscale.config.presets import get_preset
-from llmscale.dry_run.cuda_kernels import cuda_kernels
+from llmscale.dry_run.simulated_gpu import cuda_kernels
 from llmscale.dry_run.tracker import Category, MemoryTracker
 from llmscale.model.loss import chunked_cross_entropy
 

@@ -1,34 +1,31 @@
 """Rank script of the tests here: check one case after the other in this world, each perhaps with a planted bug.
 
-Reads a JSON list of {"flags", "seq_len", "steps", "mutant"} from its first argument; rank 0 prints a JSON object for
-each.
+A cell is {"flags", "seq_len", "steps", "mutant"}.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
-from llmscale.engine.process_group import World, join_world
+from llmscale.engine.process_group import World
 from llmscale.numerics.block import read_case
 from llmscale.numerics.check import check_run, compare_case
 from llmscale.numerics.links import LINKS, first_wrong
 from tests.numerics.honest import with_own_ds
 from tests.numerics.mutants import MUTANTS, planted
-from tests.rank_end import end_rank
+from tests.rank_end import answer_cells
 
 
-def check(job: dict, world: World, folder: Path) -> dict[str, object]:
+def check(job: dict, world: World) -> dict[str, object]:
     """Largest shares by link, and the first comparison that is wrong."""
     began = time.perf_counter()
-    case = read_case(with_own_ds(job["flags"], folder))
+    with tempfile.TemporaryDirectory() as folder:
+        case = read_case(with_own_ds(job["flags"], Path(folder)))
     case = replace(case, vocab_size=300, seq_len=job["seq_len"], steps=job.get("steps", 2))
     mutant = next((mutant for mutant in MUTANTS if mutant.name == job.get("mutant")), None)
     with planted(mutant):
@@ -56,18 +53,6 @@ def check(job: dict, world: World, folder: Path) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    # The few layers of these models run in fp16 on any CPU, which DeepSpeed does not claim.
-    type(get_accelerator()).is_fp16_supported = lambda self: True
-    world = join_world()
-    with tempfile.TemporaryDirectory() as folder:
-        for job in json.loads(sys.argv[1]):
-            row = check(job, world, Path(folder))
-            if world.is_main:
-                print(json.dumps(row), flush=True)
-
-
 if __name__ == "__main__":
-    main()
-    end_rank()
+    torch.set_num_threads(1)
+    answer_cells(check)

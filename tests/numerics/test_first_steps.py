@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from llmscale.numerics.probe import choose_strides
-from tests.conftest import Ranks, read_losses
+from tests.conftest import read_losses, run_ranks
+from tests.runs_in_turn import train_in_turn
 
 WRONG_RANK = Path(__file__).with_name("wrong_rank.py")
 RIGHT = re.compile(r"numbers: steps (\d+) to (\d+) are right on 2 ranks; shares of what rounding explains: (.*)")
@@ -32,27 +34,21 @@ def right_steps(output: str) -> tuple[int, int]:
     ],
 )
 def test_a_check_finds_a_run_right_and_changes_no_loss(
-    ranks: Callable[..., Ranks], train_command: Callable[..., list[str]], tmp_path: Path, flags: tuple[str, ...]
+    train_command: Callable[..., list[str]], tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     """After a resume too."""
-    job = ranks(train_command(*flags, "--steps", "3", "--check-numerics"), 2)
-    output = job.wait()[0]
-    assert job.exit_codes == [0, 0], output
-    assert right_steps(output) == (1, 2)
-    plain = ranks(train_command(*flags, "--steps", "3", "--run", str(tmp_path / "plain")), 2)
-    plain.wait()
+    command = partial(train_command, *flags, "--schedule", "constant", "--steps")
+    plain = str(tmp_path / "plain")
+    checked, _, resumed = train_in_turn(
+        [command("3", "--check-numerics"), command("6", "--run", plain), command("6", "--check-numerics")], 2
+    )
+    assert (right_steps(checked), right_steps(resumed)) == ((1, 2), (4, 5))
     assert read_losses(tmp_path / "run") == read_losses(tmp_path / "plain")
-    job = ranks(train_command(*flags, "--steps", "6", "--check-numerics"), 2)
-    assert right_steps(job.wait()[0]) == (4, 5)
 
 
-def test_a_rank_that_computes_wrongly_is_named(
-    ranks: Callable[..., Ranks], train_command: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_a_rank_that_computes_wrongly_is_named(train_command: Callable[..., list[str]]) -> None:
     words = train_command("--ds", "zero2", "--precision", "fp32", "--steps", "2", "--check-numerics")
-    job = ranks([str(WRONG_RANK), *words[1:]], 2)
-    text = " ".join(job.wait()[0].split())
-    assert job.exit_codes == [0, 0], text
+    text = " ".join(run_ranks([str(WRONG_RANK), *words[1:]], 2).split())
     assert "WARNING: the numbers of step 1 are wrong: the optimizer's step is not that of the plain optimizer" in text
     assert "Only rank 1 is wrong." in text
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import HANG_S, Ranks
+from tests.conftest import run_cells
 from tests.numerics.honest import Setting, honest_settings
 from tests.numerics.mutants import MUTANTS, Mutant
 
@@ -51,58 +50,48 @@ SETTINGS = {
 }
 
 
-def run_jobs(ranks: Callable[..., Ranks], jobs: Sequence[dict], world_size: int) -> list[dict]:
-    """Rows that the ranks print, one for each job."""
-    job = ranks([str(SCRIPT), json.dumps(list(jobs))], world_size)
-    # Some lists have more than a hundred engines.
-    output = job.wait(max(HANG_S, 10 * len(jobs)))[0]
-    rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"')]
-    assert len(rows) == len(jobs), output
-    return rows
-
-
 def plant(mutant: Mutant) -> dict[str, object]:
     return {"flags": mutant.flags, "seq_len": mutant.seq_len, "steps": mutant.steps, "mutant": mutant.name}
 
 
-def check_mutants(ranks: Callable[..., Ranks], mutants: Sequence[Mutant]) -> None:
-    rows = run_jobs(ranks, [plant(mutant) for mutant in mutants], 2)
+def check_mutants(mutants: Sequence[Mutant]) -> None:
+    rows = run_cells(SCRIPT, [plant(mutant) for mutant in mutants], 2)
     for mutant, row in zip(mutants, rows, strict=True):
         assert (row["link"] or "") == mutant.link, row
         assert mutant.parameter in ("", row["parameter"]), row
         assert row["rank"] == mutant.rank, row
 
 
-def check_honest(ranks: Callable[..., Ranks], settings: Sequence[Setting], world_size: int) -> None:
+def check_honest(settings: Sequence[Setting], world_size: int) -> None:
     chosen = [setting for setting in settings if setting.ranks == world_size]
-    rows = run_jobs(ranks, [{"flags": setting.flags, "seq_len": setting.seq_len} for setting in chosen], world_size)
+    rows = run_cells(SCRIPT, [{"flags": setting.flags, "seq_len": setting.seq_len} for setting in chosen], world_size)
     assert not [row for row in rows if row["link"]]
 
 
-def test_a_bug_of_each_kind_is_found_where_it_is(ranks: Callable[..., Ranks]) -> None:
-    check_mutants(ranks, [mutant for mutant in MUTANTS if mutant.name in QUICK])
+def test_a_bug_of_each_kind_is_found_where_it_is() -> None:
+    check_mutants([mutant for mutant in MUTANTS if mutant.name in QUICK])
 
 
-def test_engines_without_a_bug_raise_no_alarm(ranks: Callable[..., Ranks]) -> None:
+def test_engines_without_a_bug_raise_no_alarm() -> None:
     settings = [setting for setting in honest_settings() if setting.flags.endswith(QUIET)]
     assert len(settings) >= len(QUIET)
-    check_honest(ranks, settings, 2)
+    check_honest(settings, 2)
 
 
 @pytest.mark.slow
-def test_every_bug_is_found_or_known_to_hide(ranks: Callable[..., Ranks]) -> None:
-    check_mutants(ranks, MUTANTS)
+def test_every_bug_is_found_or_known_to_hide() -> None:
+    check_mutants(MUTANTS)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_no_honest_setting_raises_an_alarm(ranks: Callable[..., Ranks], world_size: int) -> None:
-    check_honest(ranks, honest_settings(), world_size)
+def test_no_honest_setting_raises_an_alarm(world_size: int) -> None:
+    check_honest(honest_settings(), world_size)
 
 
 @pytest.mark.slow
-def test_the_setting_that_makes_the_difference_is_named(ranks: Callable[..., Ranks]) -> None:
+def test_the_setting_that_makes_the_difference_is_named() -> None:
     mutants = [mutant for mutant in MUTANTS if mutant.name in SETTINGS]
-    rows = run_jobs(ranks, [{**plant(mutant), "finds_setting": True} for mutant in mutants], 2)
+    rows = run_cells(SCRIPT, [{**plant(mutant), "finds_setting": True} for mutant in mutants], 2)
     assert {row["mutant"]: row["setting"] for row in rows} == SETTINGS

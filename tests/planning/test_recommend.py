@@ -176,7 +176,9 @@ def test_what_the_user_wrote_is_kept_in_a_change() -> None:
 
 def test_more_nodes_when_nothing_fits() -> None:
     shape, one = GPTShape(n_layer=40, n_head=40, n_embd=5120, vocab_size=50257, seq_len=2048), cluster_of(24, 1)
-    trials = [trial for trial in strategies_on(one, shape, 1024) if trial.step.ds.offload_optimizer_device == "none"]
+    trials = [
+        trial for trial in strategies_on(one, shape, 1024) if trial.step.ds.keys.offload_optimizer_device == "none"
+    ]
     fits = [find_largest_fit(trial, one) for trial in trials]
     assert not any(fit.fits for fit in fits)
     enough = find_enough_nodes(fits)

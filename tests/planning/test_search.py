@@ -121,7 +121,7 @@ def test_strategies_that_train_py_refuses_are_left_out() -> None:
     step = step_on(CLUSTER, ds_of(3), SHAPE, 64)
     frozen = replace(step.optimizer, frozen=("wte*",))
     trials = try_strategies(Trial(step.changed(optimizer=frozen)))
-    assert "nvme" not in {trial.step.ds.offload_param_device for trial in trials}
+    assert "nvme" not in {trial.step.ds.keys.offload_param_device for trial in trials}
     step = step_on(CLUSTER, ds_of(0), SHAPE, 64).changed(optimizer=get_optimizer("adafactor"))
     assert {trial.step.zero_stage for trial in try_strategies(Trial(step))} == {0}
 

@@ -30,7 +30,6 @@ from llmscale.planning.step_time import (
     estimate_exchange_s,
     estimate_offload_s,
     estimate_step,
-    peak_flops,
     ring_bytes_per_s,
 )
 from tests.planning.published_runs import MODELS, fsdp_traffic, read_rows
@@ -251,11 +250,6 @@ def test_fp32_runs_at_the_fp32_rate() -> None:
     assert slow is not None and slow > 8 * compute_seconds()
 
 
-def test_no_rate_no_time() -> None:
-    assert peak_flops(get_gpu("a10g"), "fp32") is None
-    assert estimate_compute_s(WIDE, 4, "fp32", "none", get_gpu("a10g")) is None
-
-
 def test_a_gpu_of_unknown_bandwidth_is_as_balanced_as_an_a100() -> None:
     assert estimate_compute_s(WIDE, 4, "bf16", "none", custom_gpu(80, 312)) == pytest.approx(compute_seconds())
 
@@ -421,11 +415,6 @@ def test_one_rank_has_nothing_to_say() -> None:
     assert time == CommunicationTime(0, 0, 0)
 
 
-def test_inside_a_node_the_link_counts() -> None:
-    gpu = get_gpu("h100-80gb")
-    assert ring_bytes_per_s(gpu, 8, 1, get_interconnect("ethernet-10g")) == gpu.link_bytes_per_s
-
-
 @pytest.mark.parametrize(
     ("network", "gpus_per_node", "expected"),
     [
@@ -436,8 +425,14 @@ def test_inside_a_node_the_link_counts() -> None:
     ],
 )
 def test_between_nodes_all_adapters_of_a_node_count(network: str, gpus_per_node: int, expected: float) -> None:
-    rate = ring_bytes_per_s(get_gpu("h100-80gb"), gpus_per_node, 4, get_interconnect(network))
-    assert rate == pytest.approx(expected)
+    gpu = get_gpu("h100-80gb")
+    assert ring_bytes_per_s(gpu, gpus_per_node, 4, get_interconnect(network)) == pytest.approx(expected)
+    assert ring_bytes_per_s(gpu, gpus_per_node, 1, get_interconnect(network)) == gpu.link_bytes_per_s
+    # A GPU that is alone in its node does not use its link.
+    slow_link = replace(gpu, link_bytes_per_s=1e9)
+    assert ring_bytes_per_s(slow_link, gpus_per_node, 4, get_interconnect(network)) == (
+        expected if gpus_per_node == 1 else 1e9
+    )
 
 
 def test_latency_grows_with_the_ranks() -> None:
@@ -500,17 +495,6 @@ def test_adam_on_the_host_is_bound_by_the_nodes_memory(step_of) -> None:
     assert slow - fast == pytest.approx(NUM * 28 / 300e9 - NUM * 28 / 600e9)
 
 
-def test_eight_gpus_copy_no_faster_than_their_hosts_memory(step_of) -> None:
-    zero = {
-        "stage": 3,
-        "stage3_max_reuse_distance": 0,
-        "stage3_prefetch_bucket_size": 0,
-        "stage3_param_persistence_threshold": 0,
-        "offload_param": {"device": "cpu"},
-    }
-    assert offload_seconds(step_of, zero, HostRates(80e9)) == pytest.approx(2 * 2 * NUM / 8 * 2 / (80e9 / 8))
-
-
 def test_gradients_and_parameters_cross_the_host_link(step_of) -> None:
     time = offload_seconds(step_of, {"stage": 2, "offload_optimizer": {"device": "cpu"}}, HostRates(1e30))
     # Two micro-steps send a shard of gradients each, the step brings the parameters back.
@@ -525,16 +509,12 @@ def test_nvme_reads_and_writes_the_states(step_of) -> None:
 
 
 def test_parameters_on_the_host_cross_as_often_as_they_are_gathered(step_of) -> None:
-    zero = {
-        "stage": 3,
-        "stage3_max_reuse_distance": 0,
-        "stage3_prefetch_bucket_size": 0,
-        "stage3_param_persistence_threshold": 0,
-        "offload_param": {"device": "cpu"},
-    }
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}, **NOTHING_STAYS}
     # Twice in each of two micro-steps, a rank's share of 16-bit parameters.
     time = offload_seconds(step_of, zero, HostRates(1e30))
     assert time == pytest.approx(2 * 2 * NUM / 8 * 2 / GPU.host_link_bytes_per_s)
+    # Eight GPUs copy no faster than their host's memory.
+    assert offload_seconds(step_of, zero, HostRates(80e9)) == pytest.approx(2 * 2 * NUM / 8 * 2 / (80e9 / 8))
 
 
 def test_saved_activations_go_out_and_come_back(step_of) -> None:

@@ -142,22 +142,11 @@ def plant(fault: str) -> None:
     from llmscale.model.gpt import GPT, TiedHead
 
     kind, *values = fault.split(":")
-    if kind == "noise":
-        noise(*values)
-    elif kind == "nan":
-        nan(*values)
-    elif kind == "stuck":
-        stuck()
-    elif kind == "crash":
-        crash(*values)
-    elif kind == "fp16":
-        fp16()
-    elif kind == "huge-gradients":
-        huge_gradients(*values)
-    elif kind == "slow-first-line":
-        slow_first_line()
+    slowed = {"slow-data": (Feed, "__next__"), "slow-forward": (GPT, "forward"), "slow-head": (TiedHead, "forward")}
+    if kind in slowed:
+        slow(*slowed[kind], *values)
     else:
-        slow(*{"slow-data": (Feed, "__next__"), "slow-forward": (GPT, "forward"), "slow-head": (TiedHead, "forward")}[kind], *values)  # fmt: skip  # noqa: E501
+        globals()[kind.replace("-", "_")](*values)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.checkpoint.manifest import STATE_NAME, CheckpointManifest, checkpoint_name, hash_file, save_manifest
+from llmscale.checkpoint.manifest import STATE_NAME
 from llmscale.checkpoint.run_state import RunState
 from llmscale.data.shards.manifest import load_manifest
 from llmscale.errors import CheckpointError, ConfigError
@@ -21,8 +20,10 @@ from llmscale.training.run_folder import save_run_description
 from llmscale.training.start import Start as ResolvedStart
 from llmscale.training.start import change_lines, check_space, finished_lines, hyperparameters, lines_at_end
 from llmscale.training.stop_request import Launcher, launch_names
+from tests.conftest import read_losses
 from tests.runs_in_turn import train_in_turn
 from tests.training.test_inputs import prepare
+from tests.training.test_start import save
 
 Start = Callable[..., ResolvedStart]
 
@@ -105,15 +106,7 @@ def test_a_finished_run_says_how_to_go_on(start: Start) -> None:
 @pytest.fixture
 def begun(start: Start) -> Path:
     """The folder of a run of 60 steps at step 20, which leaves out its step 30."""
-    run = start("--skip-steps=30:31")
-    folder = run.config.run / "checkpoints" / checkpoint_name(20)
-    folder.mkdir(parents=True)
-    state = replace(saved(run, 20), samples_seen=160, identity=run.identity)
-    state.optimizer_scalars["decay"] = {"step": 20.0}
-    (folder / STATE_NAME).write_text(json.dumps(state.as_dict()))
-    files = (hash_file(folder / STATE_NAME),)
-    save_manifest(folder, CheckpointManifest(20, 5120, 1, 2, "bf16", "", files))
-    return folder
+    return save(start("--skip-steps=30:31"), 20)
 
 
 @pytest.mark.parametrize(
@@ -238,10 +231,10 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused(
     check_space(run)
 
 
-def test_the_same_command_again_says_so_and_succeeds(train_command: Callable) -> None:
+def test_the_same_command_again_says_so_and_succeeds(train_command: Callable, tmp_path: Path) -> None:
     command = partial(train_command, "--micro-batch-size", "1", "--ds", "ds_configs/zero1.json", "--steps")
     first, shorter, again, more = train_in_turn(
-        [command("4"), command("3"), command("4"), command("6", "--lr", "5e-4")], world_size=2
+        [command("4"), command("3"), command("4"), command("6", "--lr", "5e-4", "--precision", "fp32")], world_size=2
     )
     assert "gradients: summed over 4 micro-steps in fp32, reduced over 2 ranks in bf16" in first
     assert "tiny-1m with n_layer 2, n_head 2, n_embd 32, the dataset's vocabulary of 257" in first
@@ -250,3 +243,5 @@ def test_the_same_command_again_says_so_and_succeeds(train_command: Callable) ->
     assert "nothing to do: the checkpoint is at step 4 of 4. To continue, give more --steps" in again
     assert "changed since" not in again
     assert "changed since the checkpoint: steps 4 -> 6; lr 0.001 -> 0.0005; decay_steps 4 -> 6" in more
+    assert "precision changes from bf16 to fp32" in more
+    assert list(read_losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]

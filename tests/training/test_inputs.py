@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,7 +21,7 @@ from llmscale.errors import ConfigError
 from llmscale.training import inputs
 from llmscale.training.inputs import _with_saved_batch, as_plain, with_prepared_text
 from llmscale.training.start import Start, prepare_start
-from tests.conftest import HANG_S, TINY_MODEL, TRAIN, Ranks, assert_same_losses, last_wins, read_losses
+from tests.conftest import TINY_MODEL, TRAIN, Ranks, last_wins, read_losses, run_ranks
 
 
 def prepare(tiny_set: Path, tmp_path: Path, *flags: str, ds: dict | None = None, world_size: int = 2) -> Start:
@@ -39,22 +37,6 @@ def test_everything_fits_together_and_nothing_is_written(tiny_set: Path, tmp_pat
     assert (run.resolved.shape.vocab_size, run.resolved.shape.seq_len) == (257, 32)
     assert run.resolved.plan.ranks.world_size == 2
     assert not (tmp_path / "run").exists()
-
-
-def test_flags_override_the_ds_config(tiny_set: Path, tmp_path: Path) -> None:
-    ds = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "activation_checkpointing": {}}
-    assert prepare(tiny_set, tmp_path, ds=ds).resolved.checkpointing == "full"
-    run = prepare(tiny_set, tmp_path, "--precision=fp32", "--activation-checkpointing=selective", ds=ds)
-    assert (run.resolved.precision, run.resolved.checkpointing) == ("fp32", "selective")
-    assert run.resolved.ds_config["bf16"] == {"enabled": False}
-
-
-def test_the_ds_config_carries_the_plan(tiny_set: Path, tmp_path: Path) -> None:
-    ds_config = prepare(tiny_set, tmp_path, "--micro-batch-size=2", "--gradient-clipping=0.5").resolved.ds_config
-    assert ds_config["train_batch_size"] == 8
-    assert ds_config["train_micro_batch_size_per_gpu"] == 2
-    assert ds_config["gradient_accumulation_steps"] == 2
-    assert ds_config["gradient_clipping"] == 0.5
 
 
 def test_a_run_is_identified_by_what_decides_its_samples_and_not_by_ranks_or_paths(
@@ -96,27 +78,22 @@ def test_text_becomes_the_data_of_every_rank(ranks: Callable[..., Ranks], tmp_pa
     assert described["data"].startswith(str(tmp_path / "cache" / "text"))
 
 
-def test_a_start_without_data_trains_the_demo(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
-    """In a fresh clone there is no dataset: one rank prepares the documentation of Python, and one line says so."""
-    command = [
-        str(TRAIN),
-        "--model",
-        "tiny-1m",
-        "--run",
-        str(tmp_path / "run"),
-        "--data-cache",
-        str(tmp_path / "cache"),
-    ]
-    command += ["--val-every", "0", "--num-workers", "0", "--plain", "--log-every", "1", "--ds", "zero2", "--verbose"]
-    command.append("--steps")
-    for steps, prepared in (("1", 1), ("2", 0)):
-        job = ranks([*command, steps], 2)
-        output = "".join(job.wait())
-        assert job.exit_codes == [0, 0], output
-        assert output.count("preparing python-docs once") == prepared
-        (line,) = re.findall(r"this is the demo: tiny-1m .*--data FOLDER .*--text FOLDER", " ".join(output.split()))
-        assert line
-    assert list(read_losses(tmp_path / "run")) == [1, 2]
+#: train.py of a Python whose library is the folder in the first argument.
+OWN_LIBRARY = "import sys, sysconfig\nsysconfig.get_path = lambda *_, library=sys.argv.pop(1): library\n"
+OWN_LIBRARY += "from llmscale.train import main\nsys.exit(main(sys.argv[1:]))"
+
+
+def test_a_start_without_data_trains_the_demo(tmp_path: Path) -> None:
+    """In a fresh clone there is no dataset: the documentation of Python is prepared, and one line says so."""
+    (tmp_path / "library").mkdir()
+    for name in ("a.py", "b.py"):
+        (tmp_path / "library" / name).write_text(f'"""{"The quick brown fox jumps over a lazy dog. " * 500}"""')
+    command = ["-c", OWN_LIBRARY, str(tmp_path / "library"), "--run", str(tmp_path / "run"), "--model", "tiny-1m"]
+    command += ["--data-cache", str(tmp_path / "cache"), "--val-every", "0", "--num-workers", "0", "--steps", "1"]
+    output = run_ranks([*command, "--plain", "--verbose", "--global-batch-size", "2", "--ds", "zero2"], 1)
+    assert output.count("preparing python-docs once") == 1
+    assert re.search(r"this is the demo: tiny-1m .*--data FOLDER .*--text FOLDER", " ".join(output.split()))
+    assert list(read_losses(tmp_path / "run")) == [1]
 
 
 def test_a_start_that_names_data_or_weights_gets_no_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,43 +105,6 @@ def test_a_start_that_names_data_or_weights_gets_no_demo(tmp_path: Path, monkeyp
     config = parse_run_config(["--data-cache", "cache"])
     assert with_prepared_text(config).config is config
     assert not (tmp_path / "cache").exists()
-
-
-@pytest.mark.slow
-def test_text_is_killed_while_it_is_prepared_and_while_it_trains(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
-    (tmp_path / "text").mkdir()
-    draw = random.Random(0)
-    words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 8))) for _ in range(500)]
-    for number in range(20):
-        (tmp_path / "text" / f"{number}.txt").write_text(" ".join(draw.choices(words, k=400_000)))
-
-    def start(name: str) -> Ranks:
-        command = [str(TRAIN), *TINY_MODEL, "--text", str(tmp_path / "text"), "--tokenizer", "bytes", "--seq-len", "32"]
-        command += ["--run", str(tmp_path / name / "run"), "--data-cache", str(tmp_path / name), "--ds", "zero1"]
-        command += ["--val-every", "0", "--num-workers", "0", "--plain", "--global-batch-size", "4", "--log-every", "1"]
-        return ranks([*command, "--save-every", "10", "--steps", "60"], 1)
-
-    def kill_when(has_come: Callable[[], bool]) -> None:
-        job, deadline = start("killed"), time.monotonic() + HANG_S
-        while not has_come():
-            assert time.monotonic() < deadline and job.processes[0].poll() is None
-            time.sleep(0.01)
-        job.kill()
-
-    cache, run = tmp_path / "killed" / "text", tmp_path / "killed" / "run"
-    kill_when(lambda: any(path.is_file() and path.parent.name != "known" for path in cache.rglob("*")))
-    assert not list(cache.glob("*/manifest.json"))
-    kill_when(lambda: (run / "metrics.jsonl").exists() and len(read_losses(run)) >= 25)
-    for name, prepared in (("killed", 0), ("straight", 1)):
-        job = start(name)
-        output = "".join(job.wait())
-        assert job.exit_codes == [0], output
-        assert output.count("preparing ") == prepared
-    losses = read_losses(run)
-    assert list(losses) == list(range(1, 61))
-    # Trained once: it was resumed.
-    assert (run / "metrics.jsonl").read_text().count('"step": 1,') == 1
-    assert_same_losses(losses, read_losses(tmp_path / "straight" / "run"))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 
 from llmscale.training.live_view import LiveView, sparkline
 from llmscale.training.step_metrics import StepMeter
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, read_losses
 from tests.terminal_screen import Terminal
 from tests.training.made_metrics import make_metrics
 
@@ -60,11 +60,10 @@ def test_a_run_is_one_view_and_ends_as_lines(on_terminal: Callable[..., Terminal
     assert "step     20/80 |" not in text, "the view has it"
     assert "step     80/80 | loss" in text, "but for the last"
     assert "finished at step 80 of 80" in text
-    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if record["kind"] == "train"] == list(range(1, 81))
+    assert list(read_losses(tmp_path / "run")) == list(range(1, 81))
 
 
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 2), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 0)])
 def test_a_run_that_is_asked_to_stop_leaves_the_terminal_sane(
     number: signal.Signals, ranks: int, on_terminal: Callable[..., Terminal]
 ) -> None:
@@ -89,14 +88,19 @@ def test_a_run_that_is_stopped_before_its_first_step_leaves_the_terminal_sane(tr
         assert "stopped by SIGINT before the first step" in terminal.text()
 
 
-def test_a_rank_that_is_killed_leaves_the_terminal_sane(on_terminal: Callable[..., Terminal]) -> None:
-    with on_terminal("--steps", "100000", ranks=1) as terminal:
+def test_a_rank_that_is_killed_leaves_the_terminal_sane_and_is_told_of(
+    on_terminal: Callable[..., Terminal], tmp_path: Path
+) -> None:
+    with on_terminal("--steps", "100000", "--notify", f"cat >> {tmp_path}/told", ranks=1) as terminal:
         assert terminal.read_until(lambda: has_view(terminal)), terminal.text()
         children = Path(f"/proc/{terminal.process.pid}/task/{terminal.process.pid}/children").read_text().split()
         os.kill(int(children[0]), signal.SIGKILL)
         assert terminal.wait() == 128 + signal.SIGKILL, terminal.text()
         assert_sane(terminal)
         assert "was killed by SIGKILL" in terminal.text()
+    (failed,) = map(json.loads, (tmp_path / "told").read_text().splitlines())
+    assert (failed["event"], failed["exit_status"]) == ("failed", 137)
+    assert "was killed by SIGKILL" in failed["error"]
 
 
 def test_an_error_is_a_line_below_everything(on_terminal: Callable[..., Terminal]) -> None:
@@ -237,7 +241,7 @@ class ViewTerminal(Terminal):
     """Runs PROGRAM, word by word."""
 
     def __init__(self, columns: int = 40, rows: int = 12) -> None:
-        super().__init__([sys.executable, "-c", PROGRAM], columns, rows, PYTHONPATH=str(Path.cwd()))
+        super().__init__([sys.executable, "-c", PROGRAM], columns, rows, is_warm=True, PYTHONPATH=str(REPOSITORY))
         self.read_until(lambda: "ready" in self.text())
         self._count = 0
 

@@ -17,7 +17,7 @@ from llmscale.training import session as session_module
 from llmscale.training.loss_spikes import QUIET_STEPS, Spike, SpikeDetector, rollback_advice
 from llmscale.training.sample_stream import Skip
 from llmscale.training.step_metrics import StepMeter
-from tests.conftest import read_events, read_losses
+from tests.conftest import read_events, read_losses, run_ranks
 
 
 def curve(steps: int, seed: int = 0) -> list[float]:
@@ -85,38 +85,44 @@ STEPS = ("--steps", str(LAST), "--schedule", "constant", "--lr", "3e-3", "--warm
 SAVES = ("--save-every", "10", "--keep-last", "1")
 
 
-def test_a_spike_is_recorded_and_the_checkpoint_before_it_outlives_retention(
-    ranks: Callable, train_command: Callable, tmp_path: Path
-) -> None:
-    flags = ("--log-every", "4", "--notify", f"cat >> {tmp_path}/told")
-    job = ranks([JOB, f"noise:{SPIKE}", *train_command(*STEPS, *SAVES, *flags)[1:]], 1)
-    output = job.wait()[0]
-    assert job.exit_codes == [0], output
-    (spike,) = read_events(tmp_path / "run", "loss_spike")
+def test_a_spike_is_recorded_and_a_stop_says_how_to_go_on(train_command: Callable, tmp_path: Path) -> None:
+    """Beside the last checkpoint, which retention keeps, the one before the spike stays."""
+    run, flags = tmp_path / "run", (*STEPS, *SAVES, "--log-every", "4")
+    stop = ("--on-spike", "stop", "--notify", f"cat >> {tmp_path}/told")
+    output = run_ranks([JOB, f"noise:{SPIKE}", *train_command(*flags, *stop)[1:]], 1)
+    (spike,) = read_events(run, "loss_spike")
     assert spike["step"] == SPIKE, "by its own step, though the next logged one is 36"
     assert spike["loss_z"] > 4
-    assert spike["checkpoint"] == str(tmp_path / "run/checkpoints/step-00000030")
-    assert spike["samples"] == [f"llmscale data which {tmp_path / 'run'} --step {SPIKE}"]
-    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000044", "step-00000030"]
+    assert spike["checkpoint"] == str(run / "checkpoints/step-00000030")
+    assert spike["samples"] == [f"llmscale data which {run} --step {SPIKE}"]
+    (last, before) = [path.name for path in list_checkpoints(run)]
+    assert last > before == "step-00000030"
     assert f"WARNING: step {SPIKE}: the loss leaps" in output
     records = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
-    assert [record["event"] for record in records] == ["spike", "finished"]
+    assert [record["event"] for record in records] == ["spike", "stopped"]
     assert (records[0]["step"], records[0]["loss"]) == (SPIKE, spike["loss"])
-
-
-def test_stop_says_how_to_go_on_and_that_works(ranks: Callable, train_command: Callable, tmp_path: Path) -> None:
-    flags = (*STEPS, *SAVES)
-    job = ranks([JOB, f"noise:{SPIKE}", *train_command(*flags, "--on-spike", "stop")[1:]], 2)
-    outputs = job.wait()
-    assert job.exit_codes == [0, 0], outputs
-    assert f"stopped by --on-spike stop: the loss spike at step {SPIKE}" in outputs[0]
-    advice = next(line for line in outputs[0].splitlines() if line.startswith("to continue without its batches"))
+    assert f"stopped by --on-spike stop: the loss spike at step {SPIKE}" in output
+    advice = next(line for line in output.splitlines() if line.startswith("to continue without its batches"))
     words = advice.partition(": ")[2].split()[-4:]
-    assert words == ["--resume", str(tmp_path / "run/checkpoints/step-00000030"), "--skip-steps", "32:34"]
-    again = ranks([JOB, f"noise:{SPIKE}", *train_command(*flags, *words)[1:]], 2)
-    outputs = again.wait()
-    assert again.exit_codes == [0, 0], outputs
-    assert sorted(read_losses(tmp_path / "run")) == list(range(1, LAST + 1))
+    assert words == ["--resume", str(run / "checkpoints/step-00000030"), "--skip-steps", "32:34"]
+    output = run_ranks([JOB, f"noise:{SPIKE}", *train_command(*flags, *words)[1:]], 1)
+    assert f"finished at step {LAST} of {LAST}" in output and read_events(run, "loss_spike") == [spike]
+
+
+def test_a_spike_that_no_checkpoint_precedes_stops_and_one_at_the_last_step_is_left_out(
+    train_command: Callable, tmp_path: Path
+) -> None:
+    def train(*flags: str) -> str:
+        command = train_command(*STEPS, "--on-spike", "skip", *flags)
+        return run_ranks([JOB, f"noise:{SPIKE}", *command[1:]], 1)
+
+    output = train("--save-every", "0", "--run", str(tmp_path / "unsaved"))
+    assert "start again with the same command, another --run and --skip-steps 32:34" in output
+    assert max(read_losses(tmp_path / "unsaved")) < LAST
+    output = train(*SAVES, "--steps", str(SPIKE))
+    (back,) = read_events(tmp_path / "run", "go_back")
+    assert (back["step"], back["to_step"], back["skip_steps"]) == (SPIKE, 30, "32:34")
+    assert output.splitlines()[-1].startswith(f"finished at step {SPIKE} of {SPIKE}")
 
 
 @pytest.mark.parametrize(
@@ -143,29 +149,11 @@ def test_skip_goes_on_as_a_new_start_from_that_checkpoint_would(
     assert sorted(expected) == list(range(31, LAST + 1))
 
 
-def test_without_a_checkpoint_to_go_back_to_it_stops(ranks: Callable, train_command: Callable, tmp_path: Path) -> None:
-    job = ranks([JOB, f"noise:{SPIKE}", *train_command(*STEPS, "--save-every", "0", "--on-spike", "skip")[1:]], 2)
-    outputs = job.wait()
-    assert job.exit_codes == [0, 0], outputs
-    assert "start again with the same command, another --run and --skip-steps 32:34" in outputs[0]
-    assert max(read_losses(tmp_path / "run")) < LAST
-
-
 def test_a_second_spike_at_the_same_step_gets_a_range_of_another_name() -> None:
     """A range of the same name means samples that are skipped already: the run would come back forever."""
     run = SimpleNamespace(stream=SimpleNamespace(skips=(Skip("32:34", 64, 68), Skip("32:35", 68, 74))))
     assert rollback_advice(run, None, (33, 33)).endswith(" --skip-steps 32:36")  # type: ignore[arg-type]
     assert rollback_advice(run, None, (40, 42)).endswith(" --skip-steps 39:43")  # type: ignore[arg-type]
-
-
-def test_a_spike_at_the_last_step_is_left_out_too(ranks: Callable, train_command: Callable, tmp_path: Path) -> None:
-    flags = (*STEPS, *SAVES, "--on-spike", "skip", "--steps", str(SPIKE))
-    job = ranks([JOB, f"noise:{SPIKE}", *train_command(*flags)[1:]], 2)
-    outputs = job.wait()
-    assert job.exit_codes == [0, 0], outputs
-    (back,) = read_events(tmp_path / "run", "go_back")
-    assert (back["step"], back["to_step"], back["skip_steps"]) == (SPIKE, 30, "32:34")
-    assert outputs[0].splitlines()[-1].startswith(f"finished at step {SPIKE} of {SPIKE}")
 
 
 @pytest.mark.parametrize("outcome", [True, False])

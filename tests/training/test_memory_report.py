@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.config.hardware import Cluster, measured_gpu
 from llmscale.config.run_arguments import parse_run_config
 from llmscale.engine.device_memory import MeasuredMemory
 from llmscale.memory.estimate import estimate_memory
-from llmscale.planning.search import Trial, find_largest_fit
 from llmscale.training.start import (
     OutOfMemory,
     Start,
@@ -40,24 +38,6 @@ def prepared(tiny_set: Path, tmp_path: Path) -> Callable[..., Start]:
         )
 
     return prepare
-
-
-def test_the_estimate_is_that_of_the_command_line(prepared: Callable[..., Start]) -> None:
-    run = prepared("--micro-batch-size", "32")
-    estimate = estimate_memory(run.resolved, None)
-    cluster = Cluster(measured_gpu("", 80 * GIB, None), 2)
-    assert estimate == find_largest_fit(Trial(run.resolved, is_fixed=True), cluster).estimate
-
-
-def test_flags_that_override_the_ds_config_count(prepared: Callable[..., Start]) -> None:
-    def allocated(*flags: str) -> int:
-        run = prepared("--micro-batch-size", "1024", *flags)
-        estimate = estimate_memory(run.resolved, None)
-        assert estimate is not None
-        return estimate.allocated_bytes
-
-    assert allocated("--precision", "fp32") > allocated()
-    assert allocated("--activation-checkpointing", "full") < allocated()
 
 
 def test_the_line_before_step_1(prepared: Callable[..., Start]) -> None:

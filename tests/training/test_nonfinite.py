@@ -29,7 +29,7 @@ from llmscale.training.loss_spikes import (
     check_weights,
 )
 from tests import warm_start
-from tests.conftest import REPOSITORY, read_events
+from tests.conftest import REPOSITORY, read_events, run_ranks
 
 FAULT_JOB = str(Path(__file__).with_name("fault_job.py"))
 FP32 = ("--precision", "fp32", "--warmup-steps", "0", "--steps", "40")
@@ -93,10 +93,10 @@ def test_a_run_whose_loss_is_nan_ends(
     assert (listed.state, f"error: {listed.error}") == ("failed", last)
 
 
-def test_weights_that_are_nan_are_never_saved(ranks: Callable, train_command: Callable, tmp_path: Path) -> None:
-    job = ranks(train_command("--ds", "ds_configs/zero0.json", *FP32, "--lr", "1e30", "--save-every", "3"), 1)
-    output = job.wait()[0]
-    assert job.exit_codes == [2], output
+def test_weights_that_are_nan_are_never_saved(train_command: Callable, tmp_path: Path) -> None:
+    output = run_ranks(
+        train_command("--ds", "ds_configs/zero0.json", *FP32, "--lr", "1e30", "--save-every", "3"), 1, expect=2
+    )
     assert output.splitlines()[-1].startswith("error: step 3: the weights are NaN or infinite, and are not saved.")
     assert list_checkpoints(tmp_path / "run") == []
 
@@ -126,97 +126,64 @@ def test_a_search_goes_with_the_session_that_goes_back(monkeypatch: pytest.Monke
     ("stage", "world_size"), [(0, 1), *(pytest.param(stage, 2, marks=pytest.mark.slow) for stage in (1, 2)), (3, 2)]
 )
 def test_the_first_parameters_are_named_at_every_stage(
-    stage: int, world_size: int, ranks: Callable, train_command: Callable, tmp_path: Path
+    stage: int, world_size: int, train_command: Callable, tmp_path: Path
 ) -> None:
     """Block 1's MLP puts out infinity on the last rank alone."""
     fault = f"nan:5:{world_size - 1}:30"
     flags = ("--ds", f"ds_configs/zero{stage}.json", "--precision", "fp32", "--steps", "40", "--log-every", "3")
-    job = ranks([FAULT_JOB, fault, *train_command(*flags)[1:]], world_size)
-    outputs = job.wait()
-    assert job.exit_codes == [2] * world_size, outputs
+    output = run_ranks([FAULT_JOB, fault, *train_command(*flags)[1:]], world_size, expect=2)
     (event,) = read_events(tmp_path / "run", "nonfinite")
     assert (event["step"], event["cause"], event["pass"]) == (5, "loss", "forward")
     assert event["ranks"] in ([world_size - 1], list(range(world_size))), "at stage 0 the weights are lost everywhere"
     if stage:
         assert event["parameters"][0].startswith("blocks.1.mlp."), event
-    assert "It began in " in outputs[0].splitlines()[-1]
+    assert "It began in " in output.splitlines()[-1]
 
 
-def test_one_lost_step_is_said_and_survived(ranks: Callable, train_command: Callable, tmp_path: Path) -> None:
+def test_one_lost_step_is_said_and_survived(train_command: Callable, tmp_path: Path) -> None:
     flags = ("--ds", "ds_configs/zero2.json", "--precision", "bf16", "--steps", "20", "--log-every", "4")
-    job = ranks([FAULT_JOB, "nan:6:0:1", *train_command(*flags)[1:]], 1)
-    output = job.wait()[0]
-    assert job.exit_codes == [0], output
+    output = run_ranks([FAULT_JOB, "nan:6:0:1", *train_command(*flags)[1:]], 1)
     (event,) = read_events(tmp_path / "run", "nonfinite")
     assert (event["step"], event["cause"], event["parameters"]) == (6, "loss", [])
     assert "gone at the next step" in output
 
 
+NO_NUMBERS = "the last 10 steps had a loss or a gradient that is NaN or infinite. Lower"
+
+
 @pytest.mark.parametrize(
-    ("stage", "fp16", "advice"),
+    ("stage", "steps", "fp16", "error"),
     [
-        (2, {"loss_scale": 2**24}, "Lower fp16.loss_scale"),
-        (1, {"hysteresis": 1000, "initial_scale_power": 30}, "Lower fp16.hysteresis"),
-        pytest.param(3, {"loss_scale": 2**22}, "Lower fp16.loss_scale", marks=pytest.mark.slow),
+        (1, 30, {"hysteresis": 1000, "initial_scale_power": 30}, f"step 10: {NO_NUMBERS} fp16.hysteresis"),
+        (2, 6, {"loss_scale": 2**24}, "nothing was trained"),
+        pytest.param(2, 30, {"loss_scale": 2**24}, f"step 10: {NO_NUMBERS} fp16.loss_scale", marks=pytest.mark.slow),
+        pytest.param(3, 30, {"loss_scale": 2**22}, f"step 10: {NO_NUMBERS} fp16.loss_scale", marks=pytest.mark.slow),
     ],
 )
 def test_steps_that_fp16_skips_at_one_scale_end_the_run(
-    stage: int, fp16: dict, advice: str, ranks: Callable, train_command: Callable, tmp_path: Path
+    stage: int, steps: int, fp16: dict, error: str, train_command: Callable, tmp_path: Path
 ) -> None:
     """Every step was skipped, and the run "finished"."""
     ds = {"zero_optimization": {"stage": stage}, "fp16": {"enabled": True, **fp16}}
     (tmp_path / "ds.json").write_text(json.dumps(ds))
-    flags = ("--ds", str(tmp_path / "ds.json"), "--steps", "30", "--log-every", "4")
-    job = ranks([FAULT_JOB, "fp16", *train_command(*flags)[1:]], 1)
-    output = job.wait()[0]
-    assert job.exit_codes == [2], output
-    assert "step 10: the last 10 steps had a loss or a gradient that is NaN or infinite. " + advice in output
-
-
-@pytest.mark.parametrize(("steps", "error"), [(6, "nothing was trained"), (12, "the last 10 steps")])
-def test_a_run_that_skipped_every_step_has_not_finished(
-    steps: int, error: str, ranks: Callable, train_command: Callable, tmp_path: Path
-) -> None:
-    ds = {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True, "loss_scale": 2**24}}
-    (tmp_path / "ds.json").write_text(json.dumps(ds))
-    flags = ("--ds", str(tmp_path / "ds.json"), "--steps", str(steps), "--log-every", "100")
-    job = ranks([FAULT_JOB, "fp16", *train_command(*flags)[1:]], 1)
-    output = job.wait()[0]
-    assert job.exit_codes == [2], output
+    flags = ("--ds", str(tmp_path / "ds.json"), "--steps", str(steps), "--log-every", "4")
+    output = run_ranks([FAULT_JOB, "fp16", *train_command(*flags)[1:]], 1, expect=2)
     assert error in output
-    assert "fp16.loss_scale" in output.splitlines()[-1]
+    assert next(iter(fp16)) in output.splitlines()[-1]
 
 
-def test_a_scale_that_is_searched_costs_steps_and_no_warning(
-    ranks: Callable, train_command: Callable, tmp_path: Path
-) -> None:
-    ds = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True, "initial_scale_power": 32}}
-    (tmp_path / "ds.json").write_text(json.dumps(ds))
-    job = ranks([FAULT_JOB, "fp16", *train_command("--ds", str(tmp_path / "ds.json"), "--steps", "24")[1:]], 1)
-    output = job.wait()[0]
-    assert job.exit_codes == [0], output
-    assert "skipped 12" in output
-    assert "WARNING: step" not in output
-
-
-def test_a_norm_beyond_fp32_is_no_gradient_that_was_gone(
-    ranks: Callable, train_command: Callable, tmp_path: Path
-) -> None:
+def test_a_norm_beyond_fp32_is_no_gradient_that_was_gone(train_command: Callable, tmp_path: Path) -> None:
     """Each gradient is finite. The run said "gone at the next step", and trained nothing."""
-    job = ranks([FAULT_JOB, "huge-gradients:4", *train_command(*FP32, "--ds", "ds_configs/zero2.json")[1:]], 1)
-    output = job.wait()[0]
-    assert job.exit_codes == [2], output
+    output = run_ranks(
+        [FAULT_JOB, "huge-gradients:4", *train_command(*FP32, "--ds", "ds_configs/zero2.json")[1:]], 1, expect=2
+    )
     assert "step 4: gradients NaN or infinite, and again at the next step, in no gradient of a micro-batch" in output
     assert output.splitlines()[-1].startswith("error: step 13: the last 10 steps"), output
 
 
-def test_bad_steps_before_the_last_one_end_a_run_that_logs_rarely(
-    ranks: Callable, train_command: Callable, tmp_path: Path
-) -> None:
+def test_bad_steps_before_the_last_one_end_a_run_that_logs_rarely(train_command: Callable, tmp_path: Path) -> None:
     flags = (*FP32, "--ds", "ds_configs/zero2.json", "--steps", "16", "--log-every", "100")
-    job = ranks([FAULT_JOB, "nan:3:0:100", *train_command(*flags)[1:]], 1)
-    output = job.wait()[0]
-    assert job.exit_codes == [2], output
+    output = run_ranks([FAULT_JOB, "nan:3:0:100", *train_command(*flags)[1:]], 1, expect=2)
     assert output.splitlines()[-1].startswith("error: step 16: the last 14 steps"), output
 
 

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,8 +16,7 @@ from llmscale.cluster.launch.supervisor import Attempt, Supervisor
 from llmscale.config.run_config import RunConfig
 from llmscale.training import run_folder as notify_module
 from llmscale.training.run_folder import notify
-from tests import warm_start
-from tests.conftest import HANG_S, REPOSITORY, TRAIN, Ranks
+from tests.conftest import HANG_S, Ranks
 from tests.distributed.test_full_disk import read_until
 
 
@@ -76,31 +73,6 @@ def test_rank_0_tells_of_a_stop_an_end_and_a_failure_once(
     failed = told(path)[2]
     assert (failed["event"], failed["exit_status"], len(told(path))) == ("failed", 2, 3)
     assert "seed" in str(failed["error"])
-
-
-def test_a_killed_rank_is_told_of_by_llmscale_train(train_command: Callable[..., list[str]], tmp_path: Path) -> None:
-    words = train_command("--notify", f"cat >> {tmp_path}/told", "--steps", "100000")
-    assert words[0] == str(TRAIN)
-    process = warm_start.Process(
-        [sys.executable, "-m", "llmscale.cli.main", "train", *words[1:]],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"},
-        cwd=REPOSITORY,
-        stdout=-1,
-        stderr=-2,
-        text=True,
-        start_new_session=True,
-    )
-    job = Ranks([process])  # type: ignore[list-item]
-    try:
-        read_until(job, "step      3/")
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(children[0]), signal.SIGKILL)
-        process.communicate(timeout=HANG_S)
-    finally:
-        job.kill()
-    (failed,) = told(tmp_path / "told")
-    assert (failed["event"], failed["exit_status"]) == ("failed", 137)
-    assert "was killed by SIGKILL" in str(failed["error"])
 
 
 def test_the_supervisor_tells_of_each_attempt(tmp_path: Path) -> None:

@@ -152,16 +152,16 @@ def test_a_write_whose_answer_never_came_is_no_other_trainer(
     run: Path, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = take(run)
-    store, replace_it = lease._store, lease._store.replace
+    store, replace_it = lease._store, lease._store.write_if
 
     def lose(url: str, contents: bytes, version: str) -> str:
         replace_it(url, contents, version)
         raise DataError("no answer")
 
-    monkeypatch.setattr(store, "replace", lose)
+    monkeypatch.setattr(store, "write_if", lose)
     with pytest.raises(DataError):
         lease.update(lambda index: index)
-    monkeypatch.setattr(store, "replace", replace_it)
+    monkeypatch.setattr(store, "write_if", replace_it)
     lease.update(lambda index: index)
     lease.release()
     index = read_index(run)
@@ -324,6 +324,13 @@ def named(run: Path) -> dict[str, str]:
     return dict(index.checkpoints)
 
 
+def check_published(*names: str) -> None:
+    """Verify checkpoints on a new disk."""
+    view = fetch_run(copy_of(URL, "view"))
+    for name in names:
+        assert fetch_checkpoint(checkpoints_folder(view) / name) is None
+
+
 def stored(object_store: ObjectStore) -> set[str]:
     return {name.split("/")[0] for name in object_store.files("runs/x/checkpoints/")}
 
@@ -338,8 +345,7 @@ def test_saved_checkpoints_are_published_and_kept_as_the_run_keeps_them(
     trainer.end()
     assert named(run) == {f"step-0000000{step}": f"e00001-step-0000000{step}" for step in (2, 3)}
     assert stored(object_store) == {"e00001-step-00000002", "e00001-step-00000003"}
-    view = fetch_run(copy_of(URL, "view"))
-    assert fetch_checkpoint(checkpoints_folder(view) / "step-00000002") is None
+    check_published("step-00000002")
     tensors = [path for path in checkpoints_folder(run).glob("*/*.distcp")]
     assert {path.parent.name for path in tensors} == {"step-00000003"}, "the disk keeps the newest checkpoint's tensors"
 
@@ -375,8 +381,7 @@ def test_a_step_that_is_saved_again_replaces_nothing_half(run: Path, world: Worl
     assert {f"{folder}/{name}" for name in ("manifest.json", "state.json")} < set(
         object_store.files("runs/x/checkpoints/")
     )
-    view = fetch_run(copy_of(URL, "view"))
-    assert fetch_checkpoint(checkpoints_folder(view) / "step-00000001") is None
+    check_published("step-00000001")
     object_store.fails = lambda method, path: False
     trainer.end()
     assert set(named(run)) == {"step-00000001", "step-00000001.old-1"}
@@ -447,8 +452,7 @@ def test_training_goes_on_while_the_store_refuses(
     assert list(named(run)) == ["step-00000001"]
     assert sum("WARNING" in line for line in trainer.lines) == 1
     object_store.fails = lambda method, path: False
-    view = fetch_run(copy_of(URL, "view"))
-    assert fetch_checkpoint(checkpoints_folder(view) / "step-00000001") is None
+    check_published("step-00000001")
 
 
 def answer_again(object_store: ObjectStore, but_not_for: str) -> None:
@@ -494,9 +498,7 @@ def test_listings_from_before_the_run_cost_only_space(run: Path, world: World, o
             trainer.wait_for(f"e{start:05d}-step-{step:08d}")
         trainer.end()
     assert list(named(run)) == ["step-00000003", "step-00000004"]
-    view = fetch_run(copy_of(URL, "view"))
-    for name in named(run):
-        assert fetch_checkpoint(checkpoints_folder(view) / name) is None
+    check_published(*named(run))
     object_store.lists_nothing = False
     assert stored(object_store) > set(named(run).values())
     Trainer(run, world).end()

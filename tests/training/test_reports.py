@@ -27,7 +27,7 @@ from llmscale.training.reports import ProfileSteps, entropy, judge_overfit, vali
 from llmscale.training.run_folder import METRICS_VERSION
 from llmscale.training.start import prepare_start
 from llmscale.training.step_metrics import StepMeter
-from tests.conftest import Ranks, read_events, read_losses
+from tests.conftest import read_events, read_losses, read_records, run_ranks
 from tests.runs_in_turn import train_in_turn
 
 
@@ -94,13 +94,13 @@ def test_sharded_weights_give_the_text_of_whole_ones_and_training_does_not_notic
     assert [step for step, _ in texts["zero0", "2"]] == ["2", "4", "6"]
     assert texts["zero3", "2"] == texts["zero0", "2"]
     assert len(losses["zero3", "2"]) == STEPS
-    records = [json.loads(line) for line in (tmp_path / "zero3-2" / "metrics.jsonl").read_text().splitlines()]
-    recorded = [(str(record["step"]), repr(record["text"])) for record in records if record["kind"] == "sample"]
+    run = folders["zero3", "2"]
+    recorded = [(str(record["step"]), repr(record["text"])) for record in read_records(run, "sample")]
     assert recorded == texts["zero3", "2"]
     # What a report must know of a start.
-    assert (records[0]["world_size"], records[0]["zero_stage"], records[0]["precision"]) == (2, 3, "fp32")
-    assert records[0]["metrics_version"] == METRICS_VERSION
-    assert records[0]["bytes_per_token"] > 0
+    (start,) = read_events(run, "start")
+    assert (start["world_size"], start["zero_stage"], start["precision"]) == (2, 3, "fp32")
+    assert start["metrics_version"] == METRICS_VERSION and start["bytes_per_token"] > 0
     assert losses["zero3", "2"] == losses["zero3", "0"]
 
 
@@ -138,13 +138,11 @@ def test_entropy_of_tokens() -> None:
 
 
 def test_a_batch_is_learned_by_two_ranks_and_nothing_is_saved(
-    ranks: Callable[..., Ranks], train_command: Callable[..., list[str]], tmp_path: Path
+    train_command: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     words = iter(train_command("--overfit-batch", "4", "--lr", "1e-2", "--precision", "fp32"))
     command = [word for word in words if word not in ("--global-batch-size", "--val-every") or not next(words)]
-    job = ranks(command, 2)
-    output = job.wait()[0]
-    assert job.exit_codes == [0, 0], output
+    output = run_ranks(command, 2)
     losses, run = read_losses(tmp_path / "run"), tmp_path / "run"
     assert max(losses) == 200 and losses[200] < 0.5 < losses[1]
     assert f"learned: the loss of the same 4 samples fell from {losses[1]:.4f} to {losses[200]:.4f}" in output
@@ -194,13 +192,9 @@ def test_a_batch_of_fewer_samples_than_ranks_is_refused(tiny_set: Path) -> None:
 @pytest.mark.parametrize(
     ("stage", "world_size"), [*(pytest.param(*of, marks=pytest.mark.slow) for of in ((0, 1), (1, 2), (2, 1))), (3, 2)]
 )
-def test_a_profile_at_every_stage(
-    stage: int, world_size: int, ranks: Callable, train_command: Callable, tmp_path: Path
-) -> None:
+def test_a_profile_at_every_stage(stage: int, world_size: int, train_command: Callable, tmp_path: Path) -> None:
     flags = ("--ds", f"ds_configs/zero{stage}.json", "--precision", "fp32", "--steps", "8", "--profile", "4:7")
-    job = ranks(train_command(*flags), world_size)
-    outputs = job.wait()
-    assert job.exit_codes == [0] * world_size, outputs
+    output = run_ranks(train_command(*flags), world_size)
     (event,) = read_events(tmp_path / "run", "profile")
     assert (event["step"], event["num_steps"]) == (6, 3)
     assert {path.name for path in (tmp_path / "run/profile").iterdir()} == {
@@ -210,13 +204,11 @@ def test_a_profile_at_every_stage(
     assert "traceEvents" in json.loads(Path(event["trace"]).read_text())
     table = Path(event["table"]).read_text()
     assert "Self CPU %" in table and "aten::mm" in table and "phase: forward_backward" in table
-    assert f"profile of steps 4 to 6 on rank 0, which the profiler itself slows down: {event['trace']}" in outputs[0]
+    assert f"profile of steps 4 to 6 on rank 0, which the profiler itself slows down: {event['trace']}" in output
 
 
-def test_steps_that_are_done_or_never_come_are_said(ranks: Callable, train_command: Callable, tmp_path: Path) -> None:
-    job = ranks(train_command("--precision", "fp32", "--steps", "3", "--profile", "5:8"), 1)
-    output = job.wait()[0]
-    assert job.exit_codes == [0], output
+def test_steps_that_are_done_or_never_come_are_said(train_command: Callable, tmp_path: Path) -> None:
+    output = run_ranks(train_command("--precision", "fp32", "--steps", "3", "--profile", "5:8"), 1)
     assert "WARNING: --profile 5:8: this start goes from step 1 to 3, so nothing is profiled" in output
     assert not (tmp_path / "run/profile").exists()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,6 @@ from llmscale.training.sample_stream import (
     SKIPPED_KEY,
     SampleStream,
     Skip,
-    as_plain_skips,
     build_stream,
     place_skips,
     saved_batches,
@@ -64,7 +63,7 @@ def test_malformed_batches_are_refused(tiny_set: Path, tmp_path: Path) -> None:
     state = state_at(stream, 5, 8)
     for damaged in (None, [], [[0, 0]], [[0, 0, 0]], [[0, -1, 8]], [[1, 8, 8]], "8"):
         state.identity["batches"] = damaged
-        with pytest.raises(CheckpointError, match="batches is"):
+        with pytest.raises(CheckpointError, match="damaged: batches"):
             saved_batches(state)
 
 
@@ -74,7 +73,7 @@ STATE = RunState(
 
 
 def with_skips(*skips: Skip) -> RunState:
-    return replace(STATE, identity={SKIPPED_KEY: as_plain_skips(skips)})
+    return replace(STATE, identity={SKIPPED_KEY: [asdict(skip) for skip in skips]})
 
 
 def test_steps_are_numbered_as_they_are_printed() -> None:

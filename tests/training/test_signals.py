@@ -16,6 +16,7 @@ import pytest
 
 from llmscale.checkpoint.inventory import find_checkpoint, list_checkpoints
 from llmscale.checkpoint.manifest import find_damage, load_manifest
+from tests.conftest import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc to send signals at the right moment")
 
@@ -102,22 +103,6 @@ def check_stopped(job: WatchedJob, run: Path, why: str) -> None:
     assert (event["event"], event["step"]) == ("stopped", step)
 
 
-@pytest.mark.parametrize(
-    ("number", "rank", "why"),
-    [
-        (signal.SIGTERM, 1, "stopped by SIGTERM on rank 1"),
-        (signal.SIGUSR1, 0, "stopped by SIGUSR1"),
-    ],
-)
-def test_one_signal_to_one_rank_stops_both(
-    start: Callable, tmp_path: Path, number: signal.Signals, rank: int, why: str
-) -> None:
-    job = start()
-    job.wait_for_line("step      3/")
-    os.kill(job.pid(rank), number)
-    check_stopped(job, tmp_path / "run", why)
-
-
 def test_ctrl_c_that_reaches_every_process_and_its_data_workers(start: Callable, tmp_path: Path) -> None:
     job = start("--num-workers", "1")
     job.wait_for_line("step      3/")
@@ -144,13 +129,11 @@ def test_during_start_up_nothing_is_trained_and_nothing_saved(start: Callable, t
 
 
 def test_after_the_first_step_the_run_saves_however_long_its_line_takes_to_end(
-    ranks: Callable, train_command: Callable, tmp_path: Path
+    train_command: Callable, tmp_path: Path
 ) -> None:
     """The step counted as start-up until then, and the run ended with "nothing was trained"."""
     fault_job = str(Path(__file__).with_name("fault_job.py"))
-    job = ranks([fault_job, "slow-first-line", *train_command("--steps", "1000000")[1:]], 1)
-    output = job.wait()[0]
-    assert job.exit_codes == [0], output
+    output = run_ranks([fault_job, "slow-first-line", *train_command("--steps", "1000000")[1:]], 1)
     assert "stopped by SIGTERM at step 1 of 1000000" in output
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000001"]
 
@@ -168,8 +151,8 @@ def test_during_a_save(start: Callable, tmp_path: Path, how: str) -> None:
     job = start("--save-every", "1", how)
     folder = tmp_path / "run" / "checkpoints"
     wait_until(lambda: len(list(folder.glob("step-*"))) > 1 and bool(list(folder.glob(".step-*.partial"))), "no save")
-    os.kill(job.pid(0), signal.SIGTERM)
-    check_stopped(job, tmp_path / "run", "stopped by SIGTERM")
+    os.kill(job.pid(0), signal.SIGUSR1)
+    check_stopped(job, tmp_path / "run", "stopped by SIGUSR1")
     assert all(find_damage(path) is None for path in list_checkpoints(tmp_path / "run"))
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import llmscale
 from llmscale.train import main
 from llmscale.training.watchdog import Heartbeat
-from tests.conftest import build_train_command
+from tests.conftest import build_train_command, run_ranks
 
 PACKAGE = str(Path(llmscale.__file__).parent) + "/"
 MODEL = (PACKAGE + "model/", PACKAGE + "architecture/")
@@ -74,13 +74,11 @@ MOST_CALLS_LOGGED = 280
 STEPS, LOG_EVERY = 25, 10
 
 
-def test_a_step_takes_few_calls_and_one_collective(ranks: Callable, tiny_set: Path, tmp_path: Path) -> None:
+def test_a_step_takes_few_calls_and_one_collective(tiny_set: Path, tmp_path: Path) -> None:
     flags = ("--steps", str(STEPS), "--log-every", str(LOG_EVERY), "--check-every", "0", "--save-every", "0")
     sizes = ("--micro-batch-size", "2", "--global-batch-size", "4", "--num-workers", "0", "--val-every", "0")
     command = build_train_command(tiny_set, tmp_path / "run", *flags, *sizes)
-    job = ranks([__file__, *command[1:]], 1)
-    output = job.wait()[0]
-    assert job.exit_codes == [0], output
+    output = run_ranks([__file__, *command[1:]], 1)
     steps = [json.loads(line) for line in output.splitlines() if line.startswith('{"step"')]
     # The first three steps of a start are a longer story (its pace), and the last one is logged and saved.
     logged = [step for step in steps[3:-1] if step["step"] % LOG_EVERY == 0]

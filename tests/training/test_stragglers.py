@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.training.log_steps import READINGS, StragglerDetector
-from tests.conftest import read_events
+from tests.conftest import read_events, run_ranks
 
 
 def test_a_rank_is_named_once_when_most_readings_say_so() -> None:
@@ -48,7 +48,7 @@ JOB = str(Path(__file__).with_name("fault_job.py"))
     ],
 )
 def test_a_slow_rank_is_named_with_its_host_and_phase(
-    fault: str, stage: int, phase: str, ranks: Callable, train_command: Callable, tmp_path: Path
+    fault: str, stage: int, phase: str, train_command: Callable, tmp_path: Path
 ) -> None:
     flags = (
         "--ds",
@@ -62,11 +62,9 @@ def test_a_slow_rank_is_named_with_its_host_and_phase(
         "--global-batch-size",
         "6",
     )
-    job = ranks([JOB, f"{fault}:1", *train_command(*flags)[1:]], 3)
-    outputs = job.wait()
-    assert job.exit_codes == [0, 0, 0], outputs
+    output = run_ranks([JOB, f"{fault}:1", *train_command(*flags)[1:]], 3)
     slow_ranks = [event for event in read_events(tmp_path / "run", "slow_rank") if event["phase"] == phase]
-    assert [record["rank"] for record in slow_ranks] == [1], outputs[0]
+    assert [record["rank"] for record in slow_ranks] == [1], output
     assert slow_ranks[0]["host"] == os.uname().nodename
     assert slow_ranks[0]["ratio"] > 1.25
-    assert f"rank 1 on host {os.uname().nodename} " in outputs[0]
+    assert f"rank 1 on host {os.uname().nodename} " in output

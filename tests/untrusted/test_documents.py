@@ -27,21 +27,18 @@ RULES = Rules(ConfigError, "Mend it.")
     ("contents", "words"),
     [
         (b"", "is not JSON"),
-        (b"nul", "is not JSON"),
         (b'{"a": "cut', "Unterminated string starting at line 1, column 7"),
         (b'{"a": 1,}', r"not JSON: .* at line 1, column 9\. \(JSON has no comments"),
         (b'{"a": 1} {"b": 2}', "Extra data"),
         (b"\xff\xfe{\0}\0", "not UTF-8"),
-        (b'{"a": "\xe9"}', "not UTF-8"),
         (b"[1]", "must hold a JSON object, not a list"),
         (b"null", "not null"),
-        (b"true", "not true or false"),
         (b"1", "not a number"),
-        (b'"text"', "not a text"),
         (b'{"a": NaN}', "NaN is not a JSON number"),
         (b'{"a": 1, "a": 2}', "the key 'a' occurs twice"),
         (b'{"b": {"a": 1, "a": 2}}', "the key 'a' occurs twice"),
         (b"[" * 1_000_000, "nests objects and lists too deeply"),
+        (b'{"a": ' * 900 + b"1" + b"}" * 900, "nests objects and lists too deeply"),
     ],
     ids=lambda value: ascii(value)[:24],
 )
@@ -61,7 +58,7 @@ def test_json_that_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: 1\na: 2", "the key 'a' occurs twice in one object"),
+        ("a: 1\na: 2", r"the key 'a' occurs twice in one object \(keep one\), again at line 2, column 1"),
         ("a: {b: 1, b: 2}", "the key 'b' occurs twice"),
         ("- 1", "must hold keys and values, not a list"),
         ("[" * 5000, "nests objects and lists too deeply"),

@@ -57,14 +57,16 @@ class Keys:
         """Return whether an entry exists, null included."""
         return name in self._config
 
-    def count(self, name: str, default: int | None = None, *, least: int = 1, most: int = _MOST) -> int:
-        """Return an integer of at least `least`."""
+    def count(
+        self, name: str, default: int | None = None, *, least: int = 1, most: int = _MOST, of: str = "any model"
+    ) -> int:
+        """Return an integer from `least` to `most`, which is the limit `of` models such as this one."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             problem = "is missing" if value is None else f"is {_shown(value)}"
             raise ConfigError(f"{self.source}: {name} {problem}; an integer from {least} on is needed.")
         if value > most:
-            raise ConfigError(f"{self.source}: {name} is {value}, more than the {most:,} of any model of this depth.")
+            raise ConfigError(f"{self.source}: {name} is {value}, more than the {most:,} of {of}.")
         return value
 
     def layers(self, name: str = "num_hidden_layers") -> int:
@@ -175,7 +177,7 @@ class Entry(NamedTuple):
         if self.field == "num_experts":
             # Those of all layers are visited.
             most = min(_MOST_EXPERTS, _MOST_EXPERTS_OF_ALL // keys.layers())
-            return keys.count(self.name, default, most=most)
+            return keys.count(self.name, default, most=most, of="any model of this depth")
         if isinstance(default, bool):
             return keys.flag(self.name, default)
         if isinstance(default, float):

@@ -9,7 +9,7 @@ import hashlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -40,8 +40,7 @@ from llmscale.cluster.doctor.report import (
     worst,
     yellow,
 )
-from llmscale.cluster.launch.ranks import find_port, is_free, list_gpus
-from llmscale.cluster.remote import (
+from llmscale.cluster.hosts import (
     SSH_FAILED,
     TIMED_OUT,
     Finished,
@@ -50,6 +49,7 @@ from llmscale.cluster.remote import (
     print_answer,
     read_request,
 )
+from llmscale.cluster.launch.ranks import Gpu, list_gpus
 from llmscale.config.bundled_files import DS_CONFIGS
 from llmscale.config.deepspeed.foreign import read_foreign
 from llmscale.config.deepspeed.resolve import load_ds_config, parse_ds_config
@@ -59,6 +59,7 @@ from llmscale.config.run_arguments import parse_run_config
 from llmscale.config.run_config import RunConfig
 from llmscale.data.mixture import open_training_sets
 from llmscale.data.shards.verify_shards import check_files
+from llmscale.engine.network import find_port, is_free
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.memory.breakdown import describe_breakdown, format_size
 from llmscale.planning.recommend import find_smallest_change
@@ -144,7 +145,7 @@ def examine(request: ProbeRequest) -> HostReport:
     except LlmscaleError as error:
         rows.append(red("run config", *split_error(str(error))))
     if config is not None:
-        rows += check_run(config, request)
+        rows += check_run(config, request, gpus)
     elif request.ds is not None:
         rows += check_ds_config(Path(request.ds))
     return HostReport(
@@ -192,7 +193,7 @@ def _shared_file(name: str, path: Path) -> CheckRow:
     return shared(name, "file", f"{path} {content}", _COPY_FILE)
 
 
-def check_run(config: RunConfig, request: ProbeRequest) -> Iterator[CheckRow]:
+def check_run(config: RunConfig, request: ProbeRequest, gpus: Sequence[Gpu]) -> Iterator[CheckRow]:
     """Check everything that train.py checks before it starts, and whether the run fits GPUs, host and disk."""
     if config.config is not None:
         yield _shared_file("run config", config.config)
@@ -212,7 +213,8 @@ def check_run(config: RunConfig, request: ProbeRequest) -> Iterator[CheckRow]:
         yield green("disk", "space for the run's checkpoints")
     except ConfigError as error:
         yield red("disk", *split_error(str(error)))
-    yield from _check_memory(start, request)
+    if gpus:
+        yield from _check_memory(start, request, gpus)
 
 
 def _check_data(config: RunConfig) -> Iterator[CheckRow]:
@@ -241,11 +243,8 @@ def _check_folder(run: Path) -> CheckRow:
     return red("run folder", f"{run}: {folder.absolute()} is not writable", fix)
 
 
-def _check_memory(start: Start, request: ProbeRequest) -> Iterator[CheckRow]:
-    """Compare the estimate with this host's smallest GPU, and offloaded states with its memory. No row without GPUs."""
-    gpus, _ = list_gpus(request.timeout_s)
-    if not gpus:
-        return
+def _check_memory(start: Start, request: ProbeRequest, gpus: Sequence[Gpu]) -> Iterator[CheckRow]:
+    """Compare the estimate with this host's smallest GPU, and offloaded states with its memory."""
     smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
     nodes, rest = divmod(request.world_size, request.slots)
     # Hosts of different sizes: offloaded states are then not compared with the host's memory.

@@ -11,11 +11,13 @@ import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
+
 from llmscale.cluster.doctor.report import CheckRow, ProbeRequest, green, red, shared, split_error
-from llmscale.cluster.launch.ranks import Gpu, allowed_cpus, bind_ranks, binding_variable, is_free, run_lines
-from llmscale.cluster.remote import PACKAGE
+from llmscale.cluster.hosts import PACKAGE, run_command
+from llmscale.cluster.launch.ranks import Gpu, allowed_cpus, bind_ranks, binding_variable
 from llmscale.config.bundled_files import install_command
-from llmscale.engine.network import check_interfaces, interface_addresses, source_address
+from llmscale.engine.network import check_interfaces, interface_addresses, is_free, source_address
 from llmscale.errors import ConfigError
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.training.run_folder import library_versions, source_hashes
@@ -60,9 +62,10 @@ os._exit(0)
 
 def check_imports(gpus: Sequence[Gpu], timeout_s: float) -> Iterator[CheckRow]:
     """Check train.py's imports, and that torch sees the GPUs that the driver lists."""
-    answer, problem = run_lines(code_command(_IMPORT_CODE), timeout_s)
-    if problem or not answer:
-        problem = problem or "no output"
+    done = run_command(code_command(_IMPORT_CODE), timeout_s)
+    answer = done.stdout.splitlines()
+    if done.returncode or not answer:
+        problem = done.describe() if done.returncode else "no output"
         yield red(
             "imports", f"train.py's imports fail: {problem}", f"Repair it, for example: {install_command('train')}"
         )
@@ -159,8 +162,9 @@ def check_network(request: ProbeRequest) -> Iterator[CheckRow]:
 
 def _find_name_fault(host: str) -> CheckRow | None:
     """Return the fault of a name: it must lead to another machine, by a route that exists."""
-    address = _resolve(host)
-    if address is None:
+    try:
+        address = socket.gethostbyname(host)
+    except (OSError, UnicodeError):
         return red("address", f"{host} does not resolve", f"Add {host} to DNS or to /etc/hosts.")
     if address.startswith("127."):
         fix = f"Write {host}'s address in /etc/hosts."
@@ -171,13 +175,6 @@ def _find_name_fault(host: str) -> CheckRow | None:
         fix = "Bring the interface up (ip link, ip route), or correct the address."
         return red("address", f"there is no route to {host} ({address})", fix)
     return None
-
-
-def _resolve(name: str) -> str | None:
-    try:
-        return socket.gethostbyname(name)
-    except (OSError, UnicodeError):
-        return None
 
 
 def first_address() -> str | None:
@@ -206,7 +203,7 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 def host_memory_bytes() -> int:
     """Return the memory of this host, or the lower limit of its container."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    limits = [int(psutil.virtual_memory().total)]
     for path in map(Path, _CGROUP_LIMITS):
         text = path.read_text().strip() if path.is_file() else ""
         limits += [int(text)] if text.isdigit() else []

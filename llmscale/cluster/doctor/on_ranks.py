@@ -23,9 +23,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from llmscale.cluster.doctor.report import CheckRow, HostReport, format_by_host, format_hosts, green, red, yellow
-from llmscale.cluster.launch.ranks import LocalRanks, count_cpus, find_port, rank_environment
-from llmscale.cluster.remote import ask_hosts, print_answer, read_request
-from llmscale.engine.network import set_network_interface
+from llmscale.cluster.hosts import ask_hosts, print_answer, read_request
+from llmscale.cluster.launch.ranks import LocalRanks, rank_environment
+from llmscale.engine.network import find_port, set_network_interface
 from llmscale.errors import ConfigError, LlmscaleError, MachineError
 from llmscale.numerics.report import LAST, ONE_RANK, Report, Try
 from llmscale.untrusted.interpreter import module_command
@@ -71,11 +71,9 @@ def main() -> int:
 
 def _start_ranks(job: Mapping[str, Any]) -> int:
     """Run this host's ranks, and return their exit status."""
-    ranks = job["ranks"]
-    environments = rank_environment(os.environ, len(ranks), job["port"], count_cpus())
-    for rank, environment in zip(ranks, environments, strict=True):
-        environment.update(MASTER_ADDR=job["master"], WORLD_SIZE=str(job["world_size"]), RANK=str(rank))
-        environment[_JOB_VARIABLE] = json.dumps(job)
+    names = {"MASTER_ADDR": "master", "MASTER_PORT": "port", "WORLD_SIZE": "world_size"}
+    meeting = {variable: str(job[key]) for variable, key in names.items()}
+    environments = rank_environment({**os.environ, _JOB_VARIABLE: json.dumps(job)}, job["ranks"], meeting)
     return LocalRanks(module_command(_MODULE), environments, show=print_to_stderr).run()
 
 

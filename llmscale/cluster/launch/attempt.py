@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmscale.cluster.hosts import Host
 from llmscale.cluster.launch.host import MARK
-from llmscale.training.stop_request import PEER_GONE, signal_name
+from llmscale.training.stop_request import signal_name
 from llmscale.training.watchdog import HUNG_STATUS
 
 #: train.py's exit status for an error that the user must repair: another attempt would end the same way.
@@ -54,8 +53,8 @@ class RankState:
     pid: int = 0
     phase: str = "starting"
     step: int | None = None
-    failure: str | None = None
-    """Error that the rank reported."""
+    lost_peer: bool = False
+    """True if the rank failed because another one ended, or does not answer."""
     code: int | None = None
     """Return code; negative for a signal, None while the rank runs."""
     is_stopped: bool = False
@@ -73,7 +72,7 @@ class RankState:
             return 1
         if self.code == HUNG_STATUS:
             return 2
-        return 3 + any(part in (self.failure or "").lower() for part in PEER_GONE)
+        return 3 + self.lost_peer
 
 
 def classify(failed: Sequence[RankState], states: Sequence[RankState]) -> Outcome:
@@ -103,9 +102,9 @@ def explain_hang(states: Sequence[RankState]) -> Outcome:
 class HostConnection:
     """The launcher's side of one host of an attempt."""
 
-    def __init__(self, host: Host, argv: Sequence[str]) -> None:
+    def __init__(self, name: str, slots: int, argv: Sequence[str]) -> None:
         """Start the command `argv`. Raises OSError."""
-        self.host, self.name = host, host.name
+        self.name, self.slots = name, slots
         # In a separate session: Ctrl-C in the terminal reaches the launcher alone, which tells the hosts what to do.
         self._process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
@@ -167,8 +166,7 @@ class HostConnection:
         """Kill what is left of the connection. Return whether the ranks of the host are surely gone."""
         self.hang_up()
         if not self.closed:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGKILL)
         # Ranks are killed with a process of this machine that started them.
         return self._process.wait() <= 0 and self.closed
 
@@ -201,22 +199,22 @@ class AttemptRun:
 
     def gather(
         self,
-        hosts: Sequence[Host],
-        command: Callable[[Host], list[str]],
+        hosts: Mapping[str, int],
+        command: Callable[[str], list[str]],
         hello: Mapping[str, object],
         timeout_s: float,
         stop: Sequence[str],
     ) -> None:
         """Reach the hosts, and leave out those that do not answer in time. Returns early when there is a `stop`."""
-        for host in hosts:
+        for name, slots in hosts.items():
             try:
-                connection = HostConnection(host, command(host))
+                connection = HostConnection(name, slots, command(name))
             except OSError as error:
-                self.left_out[host.name] = f"it cannot be reached from here: {error}"
+                self.left_out[name] = f"it cannot be reached from here: {error}"
                 continue
             connection.send({**hello, "limit_s": self.limit_s / 2})
             self._selector.register(connection, selectors.EVENT_READ)
-            self.hosts[host.name] = connection
+            self.hosts[name] = connection
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and not stop:
             if all(host.ready or host.closed for host in self.hosts.values()):
@@ -245,9 +243,9 @@ class AttemptRun:
 
     def start(self, rendezvous: tuple[str, int], script: str, arguments: Sequence[str], logs: str) -> None:
         """Start as many ranks on every host as it has slots."""
-        world_size = sum(host.host.slots for host in self.hosts.values())
+        world_size = sum(host.slots for host in self.hosts.values())
         for node, host in enumerate(self.hosts.values()):
-            ranks = range(len(self.states), len(self.states) + host.host.slots)
+            ranks = range(len(self.states), len(self.states) + host.slots)
             self.states |= {rank: RankState(rank, host.name) for rank in ranks}
             variables = {
                 "MASTER_ADDR": rendezvous[0],
@@ -323,11 +321,11 @@ class AttemptRun:
             state.code = message["code"]
         else:
             self._note_report(state, message)
-        if (state.code or "failure" in message) and state not in self._failed:
+        if (state.code or state.phase == "failed") and state not in self._failed:
             self._failed.append(state)
 
     def _note_report(self, state: RankState, report: Mapping[str, Any]) -> None:
-        state.pid, state.phase, state.failure = report["pid"], report["phase"], report.get("failure", state.failure)
+        state.pid, state.phase, state.lost_peer = report["pid"], report["phase"], report["lost_peer"]
         if report["step"] is not None and report["phase"] == "training" and state.step is None:
             self.first_step = min(report["step"], self.first_step or report["step"])
             self.training_since_s = self.training_since_s or time.monotonic()

@@ -20,20 +20,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llmscale.cluster.hosts import take_place
 from llmscale.cluster.launch.ranks import (
     RANK_SIGNALS,
     LocalRanks,
-    count_cpus,
     descendants,
-    find_port,
     kill_descendants,
     process_state,
     rank_command,
     rank_environment,
     remove_stale_locks,
 )
-from llmscale.cluster.remote import take_place
-from llmscale.engine.network import source_address
+from llmscale.engine.network import find_port, source_address
 from llmscale.untrusted.paths import open_own
 
 #: Begins every message to the launcher: a login shell may print a greeting into the same stream.
@@ -147,9 +145,6 @@ def connection_ends() -> tuple[str | None, str | None]:
 def _run_ranks(launcher: Launcher, order: Mapping[str, Any]) -> None:
     """Start the ranks, and wait until they and their output have ended."""
     ranks = order["ranks"]
-    environments = rank_environment(os.environ, len(ranks), int(order["variables"]["MASTER_PORT"]), count_cpus())
-    for rank, environment in zip(ranks, environments, strict=True):
-        environment.update(order["variables"], RANK=str(rank))
     outputs, (reading, reports) = [os.pipe() for _ in ranks], os.pipe()
     os.set_blocking(reports, False)
     logs = [RankLog(Path(order["logs"]) / f"rank-{rank:05d}.log") for rank in ranks]
@@ -161,7 +156,7 @@ def _run_ranks(launcher: Launcher, order: Mapping[str, Any]) -> None:
     began_s = time.time()
     LocalRanks(
         rank_command(Path(order["script"]), order["arguments"]),
-        environments,
+        rank_environment(os.environ, ranks, order["variables"]),
         show=lambda line: print(line, file=sys.stderr, flush=True),
         outputs=[output for _, output in outputs],
         reports=reports,

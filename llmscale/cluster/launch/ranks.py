@@ -10,7 +10,6 @@ import ctypes
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,29 +19,30 @@ from pathlib import Path
 
 import psutil
 
-from llmscale.cluster.remote import search_path
+from llmscale.cluster.hosts import run_command, search_path
 from llmscale.training.live_view import GIVE_BACK
-from llmscale.training.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS, Interrupts, describe_death, read_stat
+from llmscale.training.stop_request import (
+    LAUNCHER_VARIABLE,
+    STOP_SIGNALS,
+    Interrupts,
+    describe_death,
+    read_stat,
+    stop_signals,
+)
 from llmscale.training.watchdog import REPORTS_VARIABLE, STACKS_SIGNAL
+from llmscale.untrusted.interpreter import code_command
 from llmscale.untrusted.paths import in_home
 
 # ---------------------------------------------------------------- processes by number, from /proc
 
 _PR_SET_CHILD_SUBREAPER = 36
-_PR_SET_PDEATHSIG = 1
 #: Time limit for SIGKILL to take effect.
 _KILL_S = 5.0
-_LIBC = ctypes.CDLL(None)
 
 
 def adopt_orphans() -> None:
     """Make every descendant whose parent dies a child of this process."""
-    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def end_with_parent() -> None:
-    """Ask this process to stop when its parent thread dies, as Popen's preexec_fn."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def process_state(pid: int) -> str:
@@ -61,48 +61,23 @@ def descendants(pid: int) -> list[int]:
     return []
 
 
-def kill_descendants(pid: int) -> int:
-    """Kill every process below `pid`, repeatedly until none is left, and return their number."""
-    deadline, killed = time.monotonic() + _KILL_S, set()
+def kill_descendants(pid: int) -> None:
+    """Kill every process below `pid`, repeatedly until none is left."""
+    deadline = time.monotonic() + _KILL_S
     while time.monotonic() < deadline:
         alive = [child for child in descendants(pid) if process_state(child) not in ("", "Z")]
         if not alive:
-            break
+            return
         for child in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-        killed.update(alive)
         time.sleep(0.02)
-    return len(killed)
 
 
 # ---------------------------------------------------------------- resources of this host
 
 #: CPU quota of this container in cgroup v2: microseconds of processor time, or "max", per period.
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-
-
-def find_port() -> int:
-    """Return a TCP port of this host that nobody listens at, on any address.
-
-    Another program may still take it before the ranks do: they fail at once, and the next attempt asks again.
-    """
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
-def is_free(port: int) -> bool:
-    """Return whether a server could listen on `port` of all addresses, as torch's store does."""
-    with socket.socket() as probe:
-        # torch sets it too: connections that linger from an earlier attempt do not block the port.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-            probe.listen(1)
-        except (OSError, OverflowError):
-            return False
-        return True
 
 
 def visible_gpus(variables: Mapping[str, str]) -> list[str] | None:
@@ -117,6 +92,10 @@ def visible_gpus(variables: Mapping[str, str]) -> list[str] | None:
             break
         names.append(word.strip())
     return names
+
+
+#: Time limit of torch's import and its look at the GPUs.
+_TORCH_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -135,29 +114,33 @@ def list_gpus(timeout_s: float = 30.0) -> tuple[list[Gpu], str | None]:
     if shutil.which("nvidia-smi") is None:
         return [], None
     fields = "index,name,memory.total,memory.used,driver_version"
-    lines, problem = run_lines(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"], timeout_s)
-    rows = [line.split(", ") for line in lines]
+    done = run_command(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"], timeout_s)
+    if done.returncode:
+        return [], done.describe()
+    rows = [line.split(", ") for line in done.stdout.splitlines()]
     return [
         Gpu(int(index), name, _mebibytes(total), _mebibytes(used), driver)
         for index, name, total, used, driver in (row for row in rows if len(row) == fields.count(",") + 1)
-    ], problem
+    ], None
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs that ranks on this host may use: those in CUDA_VISIBLE_DEVICES, else all."""
+    visible = visible_gpus(os.environ)
+    if visible is not None:
+        return len(visible)
+    if gpus := list_gpus()[0]:
+        return len(gpus)
+    if not os.path.exists("/dev/kfd"):
+        return 0
+    # AMD's are counted by torch, in another process.
+    done = run_command(code_command("import torch; print(torch.cuda.device_count())"), _TORCH_S)
+    return int(done.stdout) if done.stdout.strip().isdecimal() else 0
 
 
 def _mebibytes(text: str) -> int:
     """Return the bytes of a number of MiB; 0 for `[N/A]`."""
     return int(text) * 2**20 if text.isdigit() else 0
-
-
-def run_lines(command: list[str], timeout_s: float) -> tuple[list[str], str | None]:
-    """Return the lines that a command prints, and the last line of its error if it fails. Raises OSError."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, errors="replace")
-    except subprocess.TimeoutExpired:
-        return [], f"no answer within {timeout_s:.0f} s"
-    if done.returncode:
-        messages = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        return [], messages[-1] if messages else f"ended with status {done.returncode}"
-    return done.stdout.splitlines(), None
 
 
 def count_cpus() -> int:
@@ -300,26 +283,29 @@ _TICK_S = 0.5
 RANK_SIGNALS = frozenset({*STOP_SIGNALS, STACKS_SIGNAL, signal.SIGCHLD})
 
 
-def rank_environment(variables: Mapping[str, str], num_ranks: int, port: int, num_cpus: int) -> list[dict[str, str]]:
-    """Return each rank's variables: those of DeepSpeed's launcher, and threads so that ranks share `num_cpus` cores."""
-    gpus = visible_gpus(variables)
+def rank_environment(
+    variables: Mapping[str, str], ranks: Sequence[int], meeting: Mapping[str, str]
+) -> list[dict[str, str]]:
+    """Return the variables of this host's ranks: those of DeepSpeed's launcher, and threads that share its cores.
+
+    `meeting` has MASTER_ADDR, MASTER_PORT and WORLD_SIZE; on several hosts CROSS_RANK and CROSS_SIZE, too.
+    """
+    gpus, count = visible_gpus(variables), len(ranks)
     shared = {
         **variables,
         "PYTHONPATH": search_path(variables.get("PYTHONPATH")),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "LOCAL_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
         "CROSS_RANK": "0",
         "CROSS_SIZE": "1",
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(num_ranks)) if gpus is None else gpus[:num_ranks]),
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)) if gpus is None else gpus[:count]),
         LAUNCHER_VARIABLE: str(os.getpid()),
+        **meeting,
     }
-    if num_ranks > 1:
+    if count > 1:
         # torch would give every rank all cores.
-        shared.setdefault("OMP_NUM_THREADS", str(max(1, num_cpus // num_ranks)))
-    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+        shared.setdefault("OMP_NUM_THREADS", str(max(1, count_cpus() // count)))
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(local)} for local, rank in enumerate(ranks)]
 
 
 def rank_command(script: Path, arguments: Sequence[str]) -> list[str]:
@@ -347,9 +333,7 @@ class LocalRanks:
     def run(self) -> int:
         """Wait until all ranks have ended; return their exit status, or 128 + n if signal n killed one first."""
         adopt_orphans()
-        handled = {*RANK_SIGNALS}
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
-            handled.add(signal.SIGHUP)
+        handled = {*RANK_SIGNALS, *stop_signals()}
         # The ranks inherit the mask: stop signals are blocked until a rank can handle them, and nothing else.
         signal.pthread_sigmask(signal.SIG_SETMASK, handled - {STACKS_SIGNAL, signal.SIGCHLD})
         # Blocked signals wait for sigtimedwait, which does not take ignored ones.
@@ -366,33 +350,28 @@ class LocalRanks:
             kill_descendants(os.getpid())
             for rank in ranks:
                 rank.wait()
-            with contextlib.suppress(ChildProcessError):  # all are reaped
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
+            # Reaps what this process has adopted.
+            psutil.wait_procs(psutil.Process().children(), timeout=0)
 
     def _start(self, number: int, cpus: Sequence[Sequence[int]]) -> subprocess.Popen[bytes]:
         """Start a rank, which inherits the affinity of this thread."""
-        own_cpus = os.sched_getaffinity(0)
-        if cpus:
-            os.sched_setaffinity(0, cpus[number])
-        try:
-            return self._open(number)
-        finally:
-            os.sched_setaffinity(0, own_cpus)
-
-    def _open(self, number: int) -> subprocess.Popen[bytes]:
         reports = {} if self.reports is None else {REPORTS_VARIABLE: str(self.reports)}
         output = self.outputs[number] if self.outputs else None
-        return subprocess.Popen(
-            self.command,
-            env={**self.environments[number], **reports},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=() if self.reports is None else (self.reports,),
-            # In a separate session, Ctrl-C in the terminal reaches this process alone, which passes it on once.
-            start_new_session=True,
-        )
+        own_cpus = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, cpus[number] if cpus else own_cpus)
+        try:
+            return subprocess.Popen(
+                self.command,
+                env={**self.environments[number], **reports},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=() if self.reports is None else (self.reports,),
+                # In a separate session, Ctrl-C in the terminal reaches this process alone, which passes it on once.
+                start_new_session=True,
+            )
+        finally:
+            os.sched_setaffinity(0, own_cpus)
 
     def _follow(self, ranks: Sequence[subprocess.Popen[bytes]], handled: set[signal.Signals]) -> int:
         ended: list[int] = []
@@ -422,17 +401,12 @@ class LocalRanks:
         # A killed rank breaks the connections of the others, which then end with errors of their own.
         for number, rank in failed:
             if rank.returncode < 0:
-                _restore_terminal()
+                if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+                    # A killed rank's live view leaves the terminal's scroll area reduced.
+                    print(GIVE_BACK, end="", flush=True)
                 who = f"rank {self.environments[number]['RANK']} (process {rank.pid})"
                 self.show(f"{who} {describe_death(-rank.returncode)}; the other ranks were ended.")
                 return 128 - rank.returncode
         # One rank reports the user's mistakes for all.
         codes = [rank.returncode for _, rank in failed]
         return 2 if 2 in codes else next(iter(codes), 0)
-
-
-def _restore_terminal() -> None:
-    """Reset the terminal's scroll area, which a killed rank's live view leaves reduced."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):
-        if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-            os.write(sys.stdout.fileno(), GIVE_BACK.encode())

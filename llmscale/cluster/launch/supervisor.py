@@ -10,24 +10,22 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from llmscale.checkpoint.inventory import list_checkpoints
-from llmscale.cluster.hosts import Host
+from llmscale.cluster.hosts import place
 from llmscale.cluster.launch.attempt import AttemptRun, Outcome
-from llmscale.cluster.remote import place
-from llmscale.config.run_arguments import parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.files.record_log import RecordLog
 from llmscale.report.run_list import notify_of_end
 from llmscale.terminal.human_numbers import count_nouns
-from llmscale.training.inputs import Inputs, read_inputs, with_prepared_text
+from llmscale.training.inputs import Inputs, PreparedRun, read_inputs
 from llmscale.training.run_folder import ATTEMPTS_NAME, LOCK_NAME, LOGS_NAME, RunFolderClaim, lock_run_folder
 from llmscale.training.start import check_space, resolve_ranks, resolve_start
 from llmscale.training.stop_request import LAUNCH_VARIABLE
@@ -84,16 +82,6 @@ def read_attempts(run: Path) -> list[Attempt]:
     return [attempts[number] for number in sorted(attempts)]
 
 
-def write_attempt(run: Path, attempt: Attempt, warn: Callable[[str], None]) -> None:
-    """Append an attempt. A record that cannot be written is a line for `warn`: training may continue on a full disk."""
-    problems: list[str] = []
-    file = RecordLog(run / ATTEMPTS_NAME, problems.append)
-    file.append(json.dumps(asdict(attempt)).encode() + b"\n")
-    file.close()
-    for problem in problems[:1]:
-        warn(problem)
-
-
 # ---------------------------------------------------------------- when to try again
 
 #: Wait before a restart. It doubles with each attempt that ends as the one before.
@@ -124,8 +112,9 @@ _REGATHER_S = 5.0
 class LaunchOptions:
     """The resolved arguments of `llmscale launch`."""
 
-    hosts: Sequence[Host]
-    host_command: Callable[[Host], list[str]]
+    hosts: Mapping[str, int]
+    """Slots of each host, in rank order."""
+    host_command: Callable[[str], list[str]]
     """Function from a host to the command that serves the launch there."""
     script: str
     """Path of train.py on every host."""
@@ -149,11 +138,17 @@ class LaunchOptions:
 class Supervisor:
     """One launch."""
 
-    def __init__(self, options: LaunchOptions, stop_signals: list[str], show: Callable[[str], None]) -> None:
-        """`stop_signals` receives the names of signals; `show` prints one line."""
-        self._options, self._stop_signals, self._show = options, stop_signals, show
-        self._config = parse_run_config(options.arguments)
+    def __init__(
+        self, options: LaunchOptions, prepared: PreparedRun, stop_signals: list[str], show: Callable[[str], None]
+    ) -> None:
+        """`prepared` is the run of `options`; `stop_signals` receives the names of signals; `show` prints one line."""
+        self._options, self._prepared, self._stop_signals, self._show = options, prepared, stop_signals, show
+        self._config = prepared.config
         self._run = self._config.run.absolute()
+        # Records that a full disk refuses wait for the next one.
+        self._log = RecordLog(self._run / ATTEMPTS_NAME, show)
+        self._num_before = 0
+        """Number of the last attempt of earlier launches."""
         self._name = f"llmscale launch {os.getpid()} of {platform.node()}, started {_now()}"
         self._attempts: list[Attempt] = []
         """Attempts of this launch, oldest first."""
@@ -180,7 +175,12 @@ class Supervisor:
                 if status is not None:
                     return status
         finally:
+            if self._attempts:
+                self._log.close()
             claim.give_up()
+
+    def _record(self, attempt: Attempt) -> None:
+        self._log.append(json.dumps(asdict(attempt)).encode() + b"\n")
 
     def _notify(self, attempt: Attempt, status: int | None) -> None:
         """Run --notify after an attempt; `status` None: there will be another."""
@@ -191,33 +191,34 @@ class Supervisor:
     def _check_before_start(self) -> Inputs:
         """Raise all errors that can be found without asking a host, as if all hosts answer; return what was read."""
         options = self._options
-        # `llmscale launch` has prepared the text.
-        inputs = read_inputs(with_prepared_text(self._config), options.arguments)
+        inputs = read_inputs(self._prepared, options.arguments)
         if options.min_hosts > len(options.hosts):
             num_hosts = len(options.hosts)
             raise ConfigError(f"--min-hosts {options.min_hosts} is more than the number of hosts, {num_hosts}.")
         # With all hosts, the error is train.py's.
         used = self._choose_hosts(inputs, options.hosts) or options.hosts
-        check_space(resolve_start(inputs, sum(host.slots for host in used)))
+        check_space(resolve_start(inputs, sum(used.values())))
         return inputs
 
-    def _choose_hosts(self, inputs: Inputs, hosts: Sequence[Host]) -> Sequence[Host]:
+    def _choose_hosts(self, inputs: Inputs, hosts: Mapping[str, int]) -> Mapping[str, int]:
         """Return the hosts to use: all, or those whose ranks the run can be divided over (sequence and expert groups).
 
         Empty if these are fewer than `min_hosts`.
         """
         for count in range(len(hosts), max(1, self._options.min_hosts) - 1, -1):
             with contextlib.suppress(ConfigError):
-                resolve_ranks(inputs, sum(host.slots for host in hosts[:count]))
-                return hosts[:count]
-        return ()
+                used = dict(islice(hosts.items(), count))
+                resolve_ranks(inputs, sum(used.values()))
+                return used
+        return {}
 
     def _close_open_attempt(self) -> None:
-        """Record the end of an attempt whose supervisor was killed."""
+        """Count the attempts of earlier launches, and record the end of one whose supervisor was killed."""
         for attempt in read_attempts(self._run):
+            self._num_before = attempt.number
             if attempt.end is None:
                 reason = "its `llmscale launch` ended without an error message"
-                write_attempt(self._run, replace(attempt, end="supervisor lost", reason=reason), self._show)
+                self._record(replace(attempt, end="supervisor lost", reason=reason))
                 self._show(f"attempt {attempt.number} lost its supervisor; continuing")
 
     def _wait_for_ranks_of_before(self) -> None:
@@ -238,10 +239,9 @@ class Supervisor:
     def _one_attempt(self, inputs: Inputs) -> Attempt | None:
         """Run one attempt, and record it; None when asked to stop before ranks were started."""
         began, began_utc = time.monotonic(), _now()
-        # The record of this launch's last one may be lost on a full disk.
-        number = 1 + max((attempt.number for attempt in (*read_attempts(self._run), *self._attempts)), default=0)
+        number = self._num_before + len(self._attempts) + 1
         run = self._gather(inputs)
-        hosts = {name: host.host.slots for name, host in run.hosts.items()}
+        hosts = {name: host.slots for name, host in run.hosts.items()}
         logs = str(self._run / LOGS_NAME / f"attempt-{number:04d}") if hosts else ""
         attempt = Attempt(number, began_utc, hosts, sum(hosts.values()), "", dict(run.left_out), logs)
         try:
@@ -250,7 +250,7 @@ class Supervisor:
             if hosts:
                 rendezvous = run.find_rendezvous(self._options.master_addr, self._options.master_port)
                 attempt = replace(attempt, master=":".join(map(str, rendezvous)))
-                write_attempt(self._run, attempt, self._show)
+                self._record(attempt)
                 where = ", ".join(f"{count} on {name}" for name, count in hosts.items())
                 ranks = count_nouns(attempt.world_size, "rank")
                 self._show(f"attempt {number}: {ranks}, {where}; rendezvous {attempt.master}; logs in {logs}")
@@ -274,7 +274,7 @@ class Supervisor:
             end=outcome.end,
             reason=outcome.reason,
         )
-        write_attempt(self._run, attempt, self._show)
+        self._record(attempt)
         if hosts:
             self._show_evidence(attempt, run, outcome)
         return attempt
@@ -299,20 +299,20 @@ class Supervisor:
             run = AttemptRun(options.lost_after_s, config.start_timeout_s, config.hang_timeout_s, self._show)
             hosts = self._without_unreliable(run)
             run.gather(hosts, options.host_command, hello, options.connect_timeout_s, self._stop_signals)
-            reached = [host.host for host in run.hosts.values()]
+            reached = {name: host.slots for name, host in run.hosts.items()}
             used = self._choose_hosts(inputs, reached)
-            for host in reached[len(used) :]:
+            for name in [*reached][len(used) :]:
                 why = "the run cannot be divided over its ranks, too" if used else "it is too little for the run"
-                run.dismiss(host.name, why)
+                run.dismiss(name, why)
             if used or time.monotonic() > deadline or self._stop_signals:
                 return run
             self._show(f"waiting for {max(options.min_hosts, len(reached) + 1)} of {len(options.hosts)} hosts")
             self._sleep(_REGATHER_S)
 
-    def _without_unreliable(self, run: AttemptRun) -> Sequence[Host]:
+    def _without_unreliable(self, run: AttemptRun) -> Mapping[str, int]:
         """Return the hosts to ask: not the one whose loss ended the last two attempts, if there are enough others."""
         hosts, lost = self._options.hosts, self._lost[-1] if len(set(self._lost[-2:])) == 1 else None
-        others = [host for host in hosts if host.name != lost]
+        others = {name: slots for name, slots in hosts.items() if name != lost}
         if lost is None or len(self._lost) < 2 or len(others) < self._options.min_hosts:
             return hosts
         run.left_out[lost] = "its loss ended two attempts in a row; the next restart uses it again"

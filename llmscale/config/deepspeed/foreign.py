@@ -158,23 +158,12 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "sequence_parallel_size": (1,),
     "zero_optimization.mics_shard_size": (-1, 0, 1),
 }
-#: Sections that do nothing unless an entry of theirs is on, with its name.
-_SWITCHES = {
-    "sparse_attention": "mode",
-    "nebula": "enabled",
-    "comet": "enabled",
-    "autotuning": "enabled",
-    "data_efficiency": "enabled",
-    "hybrid_engine": "enabled",
-    "amp": "enabled",
-    "quantize_training": "enabled",
-    "eigenvalue": "enabled",
-    "progressive_layer_drop": "enabled",
-    "elasticity": "enabled",
-    "curriculum_learning": "enabled",
-    "data_efficiency.data_sampling.curriculum_learning": "enabled",
-    "data_efficiency.data_routing.random_ltd": "enabled",
-}
+#: Sections that do nothing unless they have "enabled".
+_SWITCHED = """
+    nebula comet autotuning hybrid_engine amp quantize_training eigenvalue progressive_layer_drop elasticity
+    curriculum_learning data_efficiency data_efficiency.data_sampling.curriculum_learning
+    data_efficiency.data_routing.random_ltd
+"""
 #: Entries of public files that DeepSpeed does not read either.
 _READ_BY_NOBODY: Mapping[str, Entry] = {
     "fp16.opt_level": Entry("it is Apex's", False),
@@ -215,10 +204,13 @@ def read_foreign(config: Mapping[str, object]) -> Reading:
         if path.rpartition(".")[2].startswith(("_", "//", "#")):
             reading.drop(reading.silent, path, "a comment")
     _rename(reading)
-    for path, switch in _SWITCHES.items():
+    for path in _SWITCHED.split():
         section = reading.value_at(path)
-        if isinstance(section, Mapping) and is_off(section.get(switch)):
+        if isinstance(section, Mapping) and is_off(section.get("enabled")):
             reading.drop(reading.silent, path, f"{path} is off")
+    attention = reading.config.get("sparse_attention")
+    if isinstance(attention, Mapping) and attention.get("mode") in (None, "dense"):
+        reading.drop(reading.silent, "sparse_attention", "sparse_attention is dense")
     for path, entry in {**ENTRIES, **_READ_BY_NOBODY}.items():
         if path in _paths(reading.config):
             _read_entry(reading, path, entry)
@@ -267,7 +259,7 @@ def is_off(value: object) -> bool:
             return is_off(value["enabled"])
         switched = [inner for inner in value.values() if isinstance(inner, Mapping) and "enabled" in inner]
         return all(map(is_off, switched or value.values()))
-    return value in (None, False, AUTO, [], "none", "dense")
+    return value in (None, False, AUTO, [], "none")
 
 
 def _read_entry(reading: Reading, path: str, entry: Entry) -> None:
@@ -424,7 +416,13 @@ def _read_block(reading: Reading, name: str) -> None:
         # Adam and AdamW are then the same.
         given.pop("adam_w_mode", None)
     for param, value in given.items():
-        if param in known.names:
+        path = f"{name}.params.{param}"
+        if param in ("beta1", "beta2") and param in params:
+            betas = [params.get("beta1", 0.9), params.get("beta2", 0.999)]
+            edits = {f"{name}.params.betas": betas, f"{name}.params.beta1": DELETED, f"{name}.params.beta2": DELETED}
+            text = f"'{path}' is not a key that DeepSpeed reads. Write both as betas, such as {betas}."
+            reading.problems.append(Change(text, edits))
+        elif param in known.names:
             # The file's own gradient_clipping comes before an optimizer's max_grad_norm, as in DeepSpeed.
             if reading.config.get(known.names[param]) in (None, AUTO):
                 keys[known.names[param]] = value
@@ -433,7 +431,6 @@ def _read_block(reading: Reading, name: str) -> None:
         elif value not in known.neutral.get(param, ()):
             words = ("betas" if word in ("beta1", "beta2") else word for word in (*known.names, *known.unread))
             legal = ", ".join(dict.fromkeys(words))
-            path = f"{name}.params.{param}"
             reading.problems.append(delete(path, f"{path} = {show(value)} is not among {legal}. Delete it."))
     if given:
         _take(reading, name, keys, more)
@@ -472,7 +469,8 @@ def _take(reading: Reading, path: str, keys: Mapping[str, object], more: str) ->
     try:
         build_run_config(dict(keys))
     except ConfigError as error:
-        text = f"{path} sets a key of the run wrongly: {error} Delete it and give the flag."
+        flags = " and ".join(f"--{key.replace('_', '-')}" for key in keys)
+        text = f"{path} sets a key of the run wrongly: {error} Delete it and give {flags}."
         reading.problems.append(delete(path, text))
         return
     reading.run_keys = {**keys, **reading.run_keys}

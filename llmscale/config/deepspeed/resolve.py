@@ -23,7 +23,6 @@ from llmscale.config.deepspeed.schema import (
     DsFile,
     Dtype,
     Fp16,
-    OffloadDevice,
     OffloadOptimizer,
     OffloadParam,
     Precision,
@@ -60,14 +59,6 @@ class DsConfig:
     @property
     def precision(self) -> Precision:
         return self.keys.precision
-
-    @property
-    def offload_optimizer_device(self) -> OffloadDevice:
-        return self.keys.offload_optimizer_device
-
-    @property
-    def offload_param_device(self) -> OffloadDevice:
-        return self.keys.offload_param_device
 
     @property
     def checkpointing(self) -> CheckpointingMode:

@@ -7,9 +7,7 @@ count. So each removed document has a near duplicate among those kept, and the r
 
 from __future__ import annotations
 
-import itertools
 from array import array
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,14 +22,8 @@ MAX_PERMUTATIONS = 1024
 #: 64 bits of hash and 32 of a document's number. Among 100 M documents, the probability that two different ones have
 #: the same hash is 0.03 %: n^2 / 2^65.
 _EXACT_BYTES = 12
-#: Sketches to collect before they are sorted into an index. One takes about 6 KB until then.
-_MOST_RECENT = 1 << 11
 #: Candidates to compare a document with, the earliest ones: bounds the time where thousands share a template.
 _MOST_COMPARED = 1 << 10
-_BLOCK_DOCUMENTS = 1 << 12
-
-Keys = NDArray[np.unsignedinteger]
-Numbers = NDArray[np.uint32]
 _NO_DOCUMENT = np.iinfo(np.uint32).max
 
 
@@ -59,19 +51,15 @@ class NearSettings:
                 f"and at most {MAX_PERMUTATIONS:,} permutations."
             )
 
-    @property
-    def rows_per_band(self) -> int:
-        """Minima per band; the rest of the permutations only take part in comparisons."""
-        return self.permutations // self.bands
-
 
 def index_bytes_per_document(steps: Iterable[str], settings: NearSettings) -> int:
-    """Return the bytes of memory that the steps need for each document kept.
+    """Return the bytes of memory that the steps need for each document that resembles another.
 
-    A near duplicate's index holds a 32-bit hash and number per band, a byte per minimum, and the document's number.
+    For each band that a document shares, a near duplicate's index holds where its group begins and at most one and a
+    half places in it; a byte per minimum; and for the document a number and an offset.
     """
     steps = set(steps)
-    near_bytes = 8 * settings.bands + settings.permutations + 4
+    near_bytes = (8 + 6) * settings.bands + settings.permutations + 12
     return ("exact" in steps) * _EXACT_BYTES + ("near" in steps) * near_bytes
 
 
@@ -83,9 +71,6 @@ class Sketches:
     """A hash of the minima of each band, [documents, bands]."""
     minima: NDArray[np.uint8]
     """Low byte of each minimum, [documents, permutations] (Li & König 2010, b-bit minwise hashing)."""
-
-    def __len__(self) -> int:
-        return len(self.minima)
 
 
 def sketch(word_hashes: Sequence[Hashes], settings: NearSettings) -> Sketches:
@@ -105,7 +90,7 @@ def sketch(word_hashes: Sequence[Hashes], settings: NearSettings) -> Sketches:
 
 
 def _band_keys(minima: NDArray[np.uint32], settings: NearSettings) -> NDArray[np.uint32]:
-    rows = settings.rows_per_band
+    rows = settings.permutations // settings.bands  # the rest only take part in comparisons
     bands = minima[:, : rows * settings.bands].reshape(len(minima), settings.bands, rows).astype(np.uint64)
     keys = np.zeros(bands.shape[:2], np.uint64)
     for row in range(rows):
@@ -117,49 +102,6 @@ def _band_keys(minima: NDArray[np.uint32], settings: NearSettings) -> NDArray[np
 def find_exact_key(text: Text) -> ExactKey:
     """Return a key that is equal for texts that differ only in runs of whitespace."""
     return ExactKey(xxhash.xxh3_64_intdigest(" ".join(text.content.split()).encode()))
-
-
-class SortedIndex:
-    """A multimap from hashes to numbers that takes only the bytes of both.
-
-    It holds sorted runs, each at least twice as long as the next, so a look-up searches log2(entries) runs at most.
-    """
-
-    def __init__(self) -> None:
-        self._runs: list[tuple[Keys, Numbers]] = []
-
-    def __len__(self) -> int:
-        return sum(len(keys) for keys, _ in self._runs)
-
-    def add(self, keys: Keys, numbers: Numbers) -> None:
-        """Add two arrays of equal length. While the longest runs are merged, both copies are in memory."""
-        if not len(keys):
-            return
-        self._runs.append(_sorted(keys, numbers))
-        while len(self._runs) > 1 and len(self._runs[-2][0]) < 2 * len(self._runs[-1][0]):
-            second, first = self._runs.pop(), self._runs.pop()
-            self._runs.append(_sorted(np.concatenate([first[0], second[0]]), np.concatenate([first[1], second[1]])))
-
-    def find(self, keys: Keys) -> tuple[NDArray[np.int64], Numbers]:
-        """Return every entry with one of these keys: positions in `keys`, [n], and the entries' numbers, [n]."""
-        positions: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
-        numbers: list[Numbers] = [np.zeros(0, np.uint32)]
-        for run_keys, run_numbers in self._runs:
-            begins = np.searchsorted(run_keys, keys)
-            # Most keys are in no run.
-            hits = np.flatnonzero(run_keys[np.minimum(begins, len(run_keys) - 1)] == keys)
-            ends = np.searchsorted(run_keys, keys[hits], "right")
-            for position, end in zip(hits, ends, strict=True):
-                begin = begins[position]
-                positions.append(np.full(end - begin, position))
-                numbers.append(run_numbers[begin:end])
-        return np.concatenate(positions), np.concatenate(numbers)
-
-
-def _sorted(keys: Keys, numbers: Numbers) -> tuple[Keys, Numbers]:
-    # A stable sort of two sorted runs is a merge.
-    order = np.argsort(keys, kind="stable")
-    return keys[order], numbers[order]
 
 
 class ExactIndex:
@@ -182,80 +124,65 @@ class ExactIndex:
         return Removed({"rule": "exact_duplicate", "duplicate_of": int(self._first[place])})
 
 
-def find_repeated(keys: NDArray[np.unsignedinteger]) -> NDArray[np.bool_]:
-    """Return which of the keys occur more than once, [keys]."""
-    order = np.argsort(keys, kind="stable")
-    same = keys[order[1:]] == keys[order[:-1]]
-    repeated = np.zeros(len(keys), np.bool_)
-    repeated[order[1:][same]] = True
-    repeated[order[:-1][same]] = True
-    return repeated
-
-
 class NearIndex:
-    """Sketches of all documents that were kept, numbered consecutively here."""
+    """Documents that were kept and share a band with another, by the bands that they share."""
 
-    def __init__(self, settings: NearSettings) -> None:
-        self._settings = settings
-        self._bands = [SortedIndex() for _ in range(settings.bands)]
-        self._recent: list[dict[int, list[int]]] = [defaultdict(list) for _ in range(settings.bands)]
-        """Kept documents by band and key that are not in the indexes yet."""
-        self._first_recent = 0
+    def __init__(self, settings: NearSettings, bands: Iterable[NDArray[np.uint32]]) -> None:
+        """Take the keys of each band, [sketches]."""
+        self._threshold = settings.threshold
+        self._offsets, self._begins, num_slots = _group(bands)
+        self._slots = np.zeros(num_slots, np.uint32)
+        """For each group of sketches with one key: how many were kept, then their places in `_numbers`."""
+        num_sharing = int((np.diff(self._offsets) > 0).sum())
+        self._minima = np.empty((num_sharing, settings.permutations), np.uint8)
         self._numbers = array("I")
         """Number in the input of each kept document."""
-        self._blocks: list[NDArray[np.uint8]] = []
-        self._keys: list[list[int]] = []
-        self._minima = np.zeros((0, settings.permutations), np.uint8)
-        self._older: dict[int, list[int]] = {}
-        """Candidates from the indexes, by row of this batch."""
 
-    def begin_batch(self, sketches: Sketches) -> None:
-        """Look up the documents that `decide` will get next."""
-        if len(self._numbers) - self._first_recent >= _MOST_RECENT:
-            self._sort_recent()
-        keys = sketches.band_keys
-        self._keys, self._minima = keys.tolist(), sketches.minima
-        older: dict[int, set[int]] = defaultdict(set)
-        for band, index in enumerate(self._bands):
-            rows, documents = index.find(keys[:, band])
-            for row, document in zip(rows.tolist(), documents.tolist(), strict=True):
-                older[row].add(document)
-        self._older = {row: sorted(documents) for row, documents in older.items()}
+    def decide(self, number: int, sketch: int, minima: NDArray[np.uint8]) -> Removed | None:
+        """Remove document `number`, which has this sketch, if it is near an earlier one; otherwise remember it.
 
-    def decide(self, number: int, row: int) -> Removed | None:
-        """Remove document `number`, in `row` of the batch, if it is near an earlier one; otherwise remember it."""
-        recent = {document for band, key in enumerate(self._keys[row]) for document in self._recent[band].get(key, ())}
-        candidates = [*self._older.get(row, ()), *sorted(recent)][:_MOST_COMPARED]
-        if candidates:
-            similarities = self._compare(row, candidates)
-            [near] = np.nonzero(similarities >= self._settings.threshold)
-            if len(near):
-                first = self._numbers[candidates[near[0]]]
-                similarity = round(float(similarities[near[0]]), 3)
+        `sketch` is the place of its keys; places ascend from call to call.
+        """
+        groups = self._begins[self._offsets[sketch] : self._offsets[sketch + 1]].tolist()
+        if not groups:
+            return None
+        counts = [int(self._slots[begin]) for begin in groups]
+        near = {
+            place
+            for begin, count in zip(groups, counts, strict=True)
+            for place in self._slots[begin + 1 : begin + 1 + min(count, _MOST_COMPARED)].tolist()
+        }
+        if near:
+            candidates = sorted(near)[:_MOST_COMPARED]
+            # Of minima that agree in a byte, 1 in 256 does by chance.
+            similarities = ((self._minima[candidates] == minima).mean(axis=1) - 1 / 256) / (1 - 1 / 256)
+            [hits] = np.nonzero(similarities >= self._threshold)
+            if len(hits):
+                first, similarity = self._numbers[candidates[hits[0]]], round(float(similarities[hits[0]]), 3)
                 return Removed({"rule": "near_duplicate", "duplicate_of": first, "similarity": similarity})
-        self._add(number, row)
+        for begin, count in zip(groups, counts, strict=True):
+            self._slots[begin] = count + 1
+            self._slots[begin + 1 + count] = len(self._numbers)
+        self._minima[len(self._numbers)] = minima
+        self._numbers.append(number)
         return None
 
-    def _compare(self, row: int, candidates: list[int]) -> NDArray[np.float64]:
-        """Estimate similarities, [candidates], by minima that agree in a byte, minus those that agree by chance."""
-        places = [divmod(document, _BLOCK_DOCUMENTS) for document in candidates]
-        others = np.stack([self._blocks[block][place] for block, place in places])
-        return ((others == self._minima[row]).mean(axis=1) - 1 / 256) / (1 - 1 / 256)
 
-    def _add(self, number: int, row: int) -> None:
-        document = len(self._numbers)
-        if document % _BLOCK_DOCUMENTS == 0:
-            self._blocks.append(np.empty((_BLOCK_DOCUMENTS, self._settings.permutations), np.uint8))
-        self._blocks[-1][document % _BLOCK_DOCUMENTS] = self._minima[row]
-        self._numbers.append(number)
-        for band, key in enumerate(self._keys[row]):
-            self._recent[band][key].append(document)
+def _group(bands: Iterable[NDArray[np.uint32]]) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """Group the sketches that share a band's key.
 
-    def _sort_recent(self) -> None:
-        for band, recent in enumerate(self._recent):
-            lengths = [len(documents) for documents in recent.values()]
-            keys = np.repeat(np.fromiter(recent, np.uint32, len(recent)), lengths)
-            numbers = np.fromiter(itertools.chain.from_iterable(recent.values()), np.uint32, sum(lengths))
-            self._bands[band].add(keys, numbers)
-            recent.clear()
-        self._first_recent = len(self._numbers)
+    Returns the offset of each sketch in the next array, [sketches + 1]; where each of its groups begins among all
+    slots; and the number of slots, one for each sketch of a group and one for the group.
+    """
+    sketches, begins = [np.zeros(0, np.uint32)], [np.zeros(0, np.int64)]
+    num_sketches = num_slots = 0
+    for keys in bands:
+        _, groups, counts = np.unique(keys, return_inverse=True, return_counts=True)
+        slots = np.where(counts > 1, counts + 1, 0)
+        sharing = np.flatnonzero(counts[groups] > 1)
+        sketches.append(sharing.astype(np.uint32))
+        begins.append((num_slots + np.cumsum(slots) - slots)[groups[sharing]])
+        num_sketches, num_slots = len(keys), num_slots + int(slots.sum())
+    owners = np.concatenate(sketches)
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(owners, minlength=num_sketches))])
+    return offsets, np.concatenate(begins)[np.argsort(owners, kind="stable")], num_slots

@@ -23,8 +23,7 @@ from llmscale.data.prepare.sources.file_source import ConcatSource
 from llmscale.data.prepare.sources.source import Source
 from llmscale.errors import DataError, LlmscaleError, MachineError
 from llmscale.terminal.progress import Progress
-from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, build, load_yaml
-from llmscale.untrusted.paths import unreadable_as
+from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, build, load_settings
 
 _MOST_PARTS = 256
 #: Tries of a task whose process or machine dies.
@@ -35,35 +34,32 @@ RunStages = Callable[[CleanJob, Progress], Iterator[Stage]]
 
 
 @dataclass(frozen=True)
-class RayCluster:
-    """A running Ray cluster, and how much of it to use."""
-
-    address: str = ""
-    """HOST:PORT; if empty, RAY_ADDRESS or the cluster on this machine."""
-    memory_gb: int = 4
-    """Memory that Ray reserves for a task, GiB. A task has one core."""
-    num_parts: int | None = None
-    """Parts of the input; None for one per file, at most `_MOST_PARTS`."""
-    at_once: int | None = None
-    """Tasks that run at the same time; None for as many as the cluster has room for."""
-
-
-@dataclass(frozen=True)
 class _Options:
     """Contents of --executor-options."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     address: str = ""
-    memory_gb: Annotated[int, Field(ge=1, le=1_000_000)] = RayCluster.memory_gb
+    """HOST:PORT; if empty, RAY_ADDRESS or the cluster on this machine."""
+    memory_gb: Annotated[int, Field(ge=1, le=1_000_000)] = 4
+    """Memory that Ray reserves for a task, GiB. A task has one core."""
+
+
+@dataclass(frozen=True)
+class RayCluster(_Options):
+    """A running Ray cluster, and how much of it to use."""
+
+    num_parts: int | None = None
+    """Parts of the input; None for one per file, at most `_MOST_PARTS`."""
+    at_once: int | None = None
+    """Tasks that run at the same time; None for as many as the cluster has room for."""
 
 
 def read_cluster(path: Path | None, num_parts: int | None, at_once: int | None) -> RayCluster:
     """Return the cluster that the YAML of --executor-options describes. Raises DataError."""
     options, where = _Options(), f"--executor-options {path}"
     if path:
-        with unreadable_as(DataError, where):
-            values = load_yaml(path, Rules(DataError, max_bytes=CONFIG_MAX_BYTES), where)
+        values = load_settings(path, Rules(DataError, max_bytes=CONFIG_MAX_BYTES), where)
         options = build(_Options, values, Rules(DataError), where)
     return RayCluster(options.address, options.memory_gb, num_parts, at_once)
 

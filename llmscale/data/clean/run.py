@@ -33,6 +33,7 @@ from llmscale.data.clean.stages import (
     read_annotated,
 )
 from llmscale.data.prepare.output_folder import (
+    describe_differences,
     open_work_folder,
     put_in_place,
     recover,
@@ -160,7 +161,7 @@ def _describe_plan(job: CleanJob, cluster: RayCluster | None) -> str:
     per_document = index_bytes_per_document(job.options.steps, job.options.near)
     line = "No step compares documents"
     if per_document:
-        line = f"Finding duplicates takes up to {per_document} bytes of memory per document kept"
+        line = f"Finding duplicates takes up to {per_document} bytes of memory per document that resembles another"
     num_parts = len(job.parts)
     if cluster is not None:
         line += f"; {num_parts} {'parts' if num_parts > 1 else 'part'}"
@@ -202,16 +203,11 @@ def _is_already_there(out: Path, request: dict[str, object], *, overwrite: bool)
     if overwrite:
         return False
     there = request_of(manifest)
-    names = ("--input", "--decontaminate", "--tokenizer")  # their contents are compared instead
-    different = [
-        f"{key} {there.get(key)!r} there, {request.get(key)!r} now"
-        for key in {**there, **request}
-        if key not in names and there.get(key) != request.get(key)
-    ]
-    if different:
+    # Settings that are not given now count, too.
+    if different := describe_differences(there, {**dict.fromkeys(there), **request}):
         raise DataError(
-            f"{out} already holds text cleaned differently: {'; '.join(different)}. Replace it with --overwrite, or "
-            "choose another --out."
+            f"{out} already holds text cleaned differently: {different}. Replace it with --overwrite, or choose "
+            "another --out."
         )
     return True
 

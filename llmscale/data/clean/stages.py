@@ -44,7 +44,7 @@ from llmscale.data.clean.annotate import (
     StepName,
 )
 from llmscale.data.clean.decontaminate import Decontaminator, EvaluationNgrams
-from llmscale.data.clean.duplicates import ExactIndex, NearIndex, find_repeated
+from llmscale.data.clean.duplicates import ExactIndex, NearIndex
 from llmscale.data.clean.filters import Changed, ExactKey, Overlaps, Removed, SketchRow, Why
 from llmscale.data.prepare.output_folder import RejectedRecords, sync_tree
 from llmscale.data.prepare.sources.clean_folder import REMOVED_FOLDER, shard_name
@@ -169,7 +169,7 @@ def annotate_part(job: CleanJob, part: int, using: AnnotateBatches | None = None
         rejected = RejectedRecords(folder / _REJECTED_NAME, job.max_rejected)
         for batch, texts, annotations in using(gather(source, None, mark)):
             save_texts(texts)
-            save_annotations(annotations)
+            save_annotations((annotations.documents, annotations.sketches.minima))
             exact_keys.extend(annotations.exact_keys)
             band_keys.append(annotations.sketches.band_keys)
             num_documents += len(texts)
@@ -189,23 +189,24 @@ def find_duplicates(job: CleanJob, _task: int = 0) -> None:
     """
     parts = [job.annotated(part) for part in range(len(job.parts))]
     exact_index = ExactIndex(np.concatenate([np.load(part / _EXACT_KEYS_NAME) for part in parts]))
-    near_index, has_near = NearIndex(job.options.near), _find_shared_bands(parts, job.options.near.bands)
+    band_keys = [np.load(part / _BAND_KEYS_NAME, mmap_mode="r") for part in parts]
+    bands = (np.concatenate([keys[band] for keys in band_keys]) for band in range(job.options.near.bands))
+    near_index, num_sketches = NearIndex(job.options.near, bands), 0
     counts = np.zeros(len(job.ngrams.hashes) if job.ngrams else 0, np.uint32)
     number = 0
     with _new_folder(job.duplicates) as folder:
         for part, annotated in enumerate(parts):
             with _pickle_file(folder / f"{part:05}.zst") as save:
-                for annotations in _read_pickles(annotated / _ANNOTATIONS_NAME):
-                    near_index.begin_batch(annotations.sketches)
+                for documents, minima in _read_pickles(annotated / _ANNOTATIONS_NAME):
                     removed = dict[tuple[int, StepName], Removed]()
-                    for document in annotations.documents:
+                    for document in documents:
                         is_kept = True
                         for step, finding in document.findings.items():
                             decision = None
                             if isinstance(finding, SketchRow):
-                                # The next of all sketches, also of a document that is removed already.
-                                is_shared = next(has_near)
-                                decision = near_index.decide(number, finding.row) if is_kept and is_shared else None
+                                if is_kept:
+                                    decision = near_index.decide(number, num_sketches, minima[finding.row])
+                                num_sketches += 1
                             elif isinstance(finding, ExactKey) and is_kept:
                                 decision = exact_index.decide(number, finding.key)
                             elif isinstance(finding, Overlaps) and is_kept:
@@ -218,15 +219,6 @@ def find_duplicates(job: CleanJob, _task: int = 0) -> None:
         if number > MAX_DOCUMENTS:
             raise DataError(f"The input has more than {MAX_DOCUMENTS:,} documents. Clean it in parts.")
         np.save(folder / _COUNTS_NAME, counts)
-
-
-def _find_shared_bands(parts: Sequence[Path], num_bands: int) -> Iterator[bool]:
-    """Yield for each sketch whether it shares a band with another document's."""
-    bands = [np.load(part / _BAND_KEYS_NAME, mmap_mode="r") for part in parts]
-    is_shared = np.zeros(sum(keys.shape[1] for keys in bands), np.bool_)
-    for band in range(num_bands):
-        is_shared |= find_repeated(np.concatenate([keys[band] for keys in bands]))
-    return map(bool, is_shared)
 
 
 def write_part(job: CleanJob, part: int) -> None:
@@ -242,11 +234,11 @@ def write_part(job: CleanJob, part: int) -> None:
         texts = _read_pickles(job.annotated(part) / _TEXTS_NAME)
         annotated = _read_pickles(job.annotated(part) / _ANNOTATIONS_NAME)
         duplicates = _read_pickles(job.duplicates / f"{part:05}.zst")
-        for contents, annotations, copies in zip(texts, annotated, duplicates, strict=True):
-            writer.add(contents, annotations.documents, copies)
-        documents, removed = writer.finish()
+        for contents, (documents, _), copies in zip(texts, annotated, duplicates, strict=True):
+            writer.add(contents, documents, copies)
+        kept, removed = writer.finish()
         counted = writer.taken_in, writer.kept, list(writer.reports.values())
-        result = CleanResult(*counted, mark, documents, removed, passed_over=passed_over)
+        result = CleanResult(*counted, mark, kept, removed, passed_over=passed_over)
         (folder / _RESULT_NAME).write_bytes(pickle.dumps(result))
 
 
@@ -333,11 +325,8 @@ def _new_folder(path: Path) -> Iterator[Path]:
     try:
         yield partial
         sync_tree(partial)
-        try:
+        if not path.exists():
             os.rename(partial, path)
-        except OSError:
-            if not path.is_dir():
-                raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -23,7 +23,7 @@ between versions.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Protocol
@@ -55,36 +55,21 @@ class StreamOrder(Protocol):
         """Return the sample at each position [n]."""
 
 
-class SkippingOrder:
-    """An order that skips ranges of the stream."""
+class MovedOrder:
+    """An order whose positions are moved: ranges of the stream are skipped, or its first samples come again."""
 
-    def __init__(self, order: StreamOrder, skipped: Ranges) -> None:
+    def __init__(self, order: StreamOrder, move: Callable[[IntArray], IntArray]) -> None:
+        """`move` returns the position in `order` of each position [n]."""
         self.num_samples = order.num_samples
-        self.order, self._skipped = order, skipped
+        self._order, self._move = order, move
 
     def rows(self, positions: IntArray) -> IntArray:
         """Implement StreamOrder."""
-        return self.order.rows(stream_positions(positions, self._skipped))
+        return self._order.rows(self._move(positions))
 
     def sample_ids(self, positions: IntArray) -> IntArray:
         """Implement StreamOrder."""
-        return self.order.sample_ids(stream_positions(positions, self._skipped))
-
-
-class RepeatedOrder:
-    """An order whose first samples come again and again."""
-
-    def __init__(self, order: StreamOrder, num_repeated: int) -> None:
-        self.num_samples = order.num_samples
-        self._order, self._num_repeated = order, num_repeated
-
-    def rows(self, positions: IntArray) -> IntArray:
-        """Implement StreamOrder."""
-        return self._order.rows(positions % self._num_repeated)
-
-    def sample_ids(self, positions: IntArray) -> IntArray:
-        """Implement StreamOrder."""
-        return self._order.sample_ids(positions % self._num_repeated)
+        return self._order.sample_ids(self._move(positions))
 
 
 def stream_positions(seen: IntArray, skipped: Ranges) -> IntArray:

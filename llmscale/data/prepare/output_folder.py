@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import glob
-import io
 import json
 import os
 import shutil
@@ -112,8 +112,7 @@ def _held(folder: Path) -> Iterator[None]:
     """Lock the folder, whatever it is renamed to, until the block or the process ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # no locks on this file system
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(descriptor)
         yield
     finally:
         os.close(descriptor)
@@ -122,15 +121,19 @@ def _held(folder: Path) -> Iterator[None]:
 def _is_held(folder: Path) -> bool:
     """Return whether a live process holds the folder."""
     descriptor = os.open(folder, os.O_RDONLY)
+    is_free = _lock(descriptor)
+    os.close(descriptor)
+    return not is_free
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock an open file or folder until it is closed. Return False if another process holds it; never on a file system
+    without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False  # no locks on this file system
-    finally:
-        os.close(descriptor)
-    return False
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
+    return True
 
 
 def sync_tree(folder: Path) -> None:
@@ -140,8 +143,8 @@ def sync_tree(folder: Path) -> None:
 
 
 #: Incremented when the meaning of the folder's files changes.
-_VERSION = 6
-_REQUEST_NAME, _STATE_NAME, _LOCK_NAME = "request.json", "state.npz", "lock"
+_VERSION = 7
+_REQUEST_NAME, _STATE_NAME, _LOCK_NAME = "request.json", "state.json", "lock"
 _ARRAY_KEY = "llmscale array"
 
 
@@ -189,26 +192,24 @@ class WorkFolder:
         return (self.path / _STATE_NAME).exists()
 
     def save_state(self, facts: Mapping[str, object]) -> None:
-        """Save JSON values and arrays, at any depth, atomically. Raises OSError."""
-        arrays: list[NDArray[np.generic]] = []
+        """Save JSON values and arrays of one dimension, at any depth, atomically. Raises OSError."""
 
-        def set_apart(array: NDArray[np.generic]) -> dict[str, int]:
-            arrays.append(array)
-            return {_ARRAY_KEY: len(arrays) - 1}
+        def describe(array: NDArray[np.generic]) -> dict[str, str]:
+            return {_ARRAY_KEY: array.dtype.str, "base64": base64.b64encode(array.tobytes()).decode()}
 
-        buffer, text = io.BytesIO(), json.dumps(facts, default=set_apart)
-        np.savez(buffer, *arrays, facts=np.frombuffer(text.encode(), np.uint8))
-        write_durably(self.path / _STATE_NAME, buffer.getvalue())
+        write_durably(self.path / _STATE_NAME, json.dumps(facts, default=describe))
 
     def load_state(self) -> dict[str, Any] | None:
         """Return the state saved last, or None. Raises OSError, ValueError."""
         if not self.has_state():
             return None
-        with np.load(self.path / _STATE_NAME, allow_pickle=False) as stored:
-            facts: dict[str, Any] = json.loads(
-                stored["facts"].tobytes(),
-                object_hook=lambda value: stored[f"arr_{value[_ARRAY_KEY]}"] if _ARRAY_KEY in value else value,
-            )
+
+        def restore(value: dict[str, Any]) -> object:
+            if _ARRAY_KEY not in value:
+                return value
+            return np.frombuffer(base64.b64decode(value["base64"]), value[_ARRAY_KEY]).copy()
+
+        facts: dict[str, Any] = json.loads((self.path / _STATE_NAME).read_bytes(), object_hook=restore)
         return facts
 
 
@@ -223,7 +224,11 @@ def open_work_folder(out: Path, request: Mapping[str, object], purpose: str = "p
     with _folders_above(out):
         path.mkdir(exist_ok=True)
         with open(path / _LOCK_NAME, "ab") as lock:
-            _take(lock.fileno(), out)
+            if not _lock(lock.fileno()):
+                raise DataError(
+                    f"Another process is writing {out} (on {socket.gethostname()} or a host that shares its disk). "
+                    "Wait for it, or choose another --out."
+                )
             work, is_done = WorkFolder(path, request), False
             try:
                 yield work
@@ -237,20 +242,8 @@ def remove_finished(out: Path, purpose: str = "prepare") -> None:
     """Remove the work folder of a process that was killed after `out` was in place."""
     path = work_folder_of(out, purpose)
     with suppress(OSError), open(path / _LOCK_NAME, "ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _take(lock: int, out: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise DataError(
-            f"Another process is writing {out} (on {socket.gethostname()} or a host that shares its disk). Wait for "
-            "it, or choose another --out."
-        ) from None
-    except OSError:
-        pass  # no locks on this file system
+        if _lock(lock.fileno()):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_for(path: Path, request: Mapping[str, object]) -> bool:
@@ -325,9 +318,9 @@ def check_same(manifest: Manifest, request: PrepareRequest, where: str) -> None:
         )
 
 
-def describe_differences(there: PrepareRequest, request: PrepareRequest) -> str:
+def describe_differences(there: Mapping[str, object], request: Mapping[str, object]) -> str:
     """Return the differences by flag; the location of equal contents does not count."""
-    names = ("--input", "--tokenizer")
+    names = ("--input", "--tokenizer", "--decontaminate")
     return "; ".join(
         f"{key} {there.get(key)!r} there, {value!r} now"
         for key, value in request.items()
@@ -376,7 +369,9 @@ class RejectedRecords:
         if allowed:
             with open(self.path, "ab") as file:
                 for record in allowed:
-                    file.write(_line(record))
+                    contents = record.contents[:_KEPT_BYTES].rstrip(b"\r\n").decode(errors="backslashreplace")
+                    line = json.dumps({"where": record.where, "reason": record.reason, "contents": contents})
+                    file.write(line.encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
                 self.size_bytes = file.tell()
@@ -387,8 +382,3 @@ class RejectedRecords:
             remedy = f"To skip such records, give --max-rejected {max(100, 10 * self._most)}"
             remedy += " or --skip-undecodable" * first.is_undecodable
             raise DataError(f"{first.describe()}{count} {remedy}.")
-
-
-def _line(record: Rejected) -> bytes:
-    contents = record.contents[:_KEPT_BYTES].rstrip(b"\r\n").decode(errors="backslashreplace")
-    return json.dumps({"where": record.where, "reason": record.reason, "contents": contents}).encode() + b"\n"

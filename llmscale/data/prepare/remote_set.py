@@ -20,6 +20,7 @@ import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from llmscale.data.prepare.output_folder import Destination, WorkFolder, check_same, describe_differences
 from llmscale.data.shards.manifest import (
@@ -38,6 +39,7 @@ from llmscale.data.shards.verify_shards import INDEX_NAME
 from llmscale.data.storage.objects import Store
 from llmscale.data.storage.schemes import check_out_url, scheme_of
 from llmscale.errors import DataError
+from llmscale.untrusted.documents import Rules, parse_json
 from llmscale.untrusted.paths import in_home
 from llmscale.untrusted.terminal import print_visible
 
@@ -205,8 +207,6 @@ class RemoteSet(Destination):
 
     def _find_differences(self, request: PrepareRequest) -> str:
         """Return how the unfinished dataset's request differs, or an empty string. Raises DataError."""
-        try:
-            unfinished = json.loads(self._store.read_small(f"{self.url}/{UNFINISHED_NAME}"))
-        except ValueError:
-            unfinished = None
-        return describe_differences(unfinished, request) if isinstance(unfinished, dict) else "unreadable"
+        place = f"{self.url}/{UNFINISHED_NAME}"
+        unfinished: Any = parse_json(self._store.read_small(place), Rules(DataError), place)
+        return describe_differences(unfinished, request)

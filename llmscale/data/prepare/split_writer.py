@@ -207,10 +207,7 @@ class Run:
 
 
 class WindowShuffle:
-    """Takes windows in the order of the text and returns them shuffled, or in the same order without a seed.
-
-    Two buffers of BUFFER_BYTES alternate, because touching new memory costs more than the copy into it.
-    """
+    """Takes windows in the order of the text and returns them shuffled, or in the same order without a seed."""
 
     def __init__(
         self,
@@ -229,7 +226,6 @@ class WindowShuffle:
         self._window_bytes = window_length * self._dtype.itemsize
         self._buffer = self._new_buffer(0)
         self._num_waiting = 0
-        self._spare: Windows | None = None
         #: First window of each run, and of the windows in memory.
         self.run_begins = run_begins or [0]
         self.num_windows = self.run_begins[-1]
@@ -255,9 +251,7 @@ class WindowShuffle:
         run = Run(self.run_begins[-1], self._buffer, self._num_waiting)
         if run.num_windows:
             self.run_begins.append(self.num_windows)
-            spare, self._spare = self._spare, None
-            self._buffer = self._new_buffer(0) if spare is None else spare
-            self._num_waiting = 0
+            self._buffer, self._num_waiting = self._new_buffer(0), 0
         return run
 
     def write_run(self, run: Run) -> None:
@@ -274,7 +268,6 @@ class WindowShuffle:
                 file.write(windows.data)
             file.flush()
             os.fsync(file.fileno())
-        self._spare = run.buffer
 
     def drain(self, first: int = 0) -> Iterator[Windows]:
         """Yield all windows in their new order, from place `first` on, in pieces [n, T + 1]. Raises OSError."""
@@ -319,7 +312,7 @@ class WindowShuffle:
         runs = list(pairwise(self.run_begins))
         places = np.stack([self._slice_run(begin, end, limits) for begin, end in runs])
         counts = np.diff(places)
-        self._buffer, self._spare = self._buffer[:0].copy(), None
+        self._buffer = self._buffer[:0].copy()
         gathered = np.empty((int(counts.sum(axis=0).max()), self._window_length), self._dtype)
         keys = np.empty(len(gathered), np.uint64)
         with open(self._scratch, "rb") as file:

@@ -8,8 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,7 +83,7 @@ class TextRequest:
             if not may_prepare:
                 raise DataError("it is not prepared on this host yet; the first start does that.")
             note.parent.mkdir(parents=True, exist_ok=True)
-            with _alone(note):
+            with _acquire(note):
                 if (folder := _follow(note)) is None:
                     folder = self._prepare(source, cache)
                     write_durably(note, folder.name)
@@ -161,22 +160,17 @@ def _follow(note: Path) -> Path | None:
     return folder if _KEY.fullmatch(key) and (folder / MANIFEST_NAME).is_file() else None
 
 
-@contextmanager
-def _alone(note: Path) -> Iterator[None]:
-    """Run the block in one process at a time."""
+def _acquire(note: Path) -> AbstractContextManager[object]:
+    """Wait until no other process prepares the text; return a context that holds the lock."""
     import filelock
 
     lock = filelock.FileLock(note.with_suffix(".lock"))
     try:
-        lock.acquire(timeout=SOON_S)
+        return lock.acquire(timeout=SOON_S)
     except filelock.Timeout:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             _announce("waiting for another process, which prepares the text")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+        return lock.acquire()
 
 
 def _hash_contents(source: Source) -> str:

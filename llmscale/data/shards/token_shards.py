@@ -29,7 +29,6 @@ from llmscale.data.shards.verify_shards import (
     check_hash,
     check_offsets,
     check_size,
-    load_index,
     shard_files,
 )
 from llmscale.errors import DataError
@@ -79,17 +78,15 @@ class TokenShards:
         self._num_bytes = np.array([shard.bytes for shard in self._shards], np.int64)
         self.samples_per_shard = np.array([shard.num_samples for shard in self._shards], np.int64)
         self._ends = np.cumsum(self.samples_per_shard)
-        entries = load_index(location.folder, split, location.manifest)
+        find_files = check_files if location.remote is None else shard_files
+        self._stored = find_files(location.folder, split, location.manifest)
         self._fetcher: ShardFetcher | None = None
         if location.remote is not None or location.manifest.compression:
-            self._stored = shard_files(location.folder, split, location.manifest, entries)
             limit_bytes = None if cache_limit_bytes is None else cache_limit_bytes // num_sets
             self._fetcher = ShardFetcher(location, split, limit_bytes)
         # An open file takes disk space even after the cache has evicted it.
         most_open = _MOST_OPEN if cache_limit_bytes is None else _MOST_OPEN_OF_A_LIMITED_CACHE
         self._files = _OpenFiles(self._paths, max(1, most_open // num_sets))
-        if location.remote is None:
-            check_files(location.folder, split, location.manifest, entries)
         self._verified: dict[int, _Identity] = {}
         """Identity of the checked file, by shard."""
 

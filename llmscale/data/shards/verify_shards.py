@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,12 +22,9 @@ _REMEDY = "Restore it from a copy, or prepare the dataset again with --overwrite
 #: Limit of one shard's entry in an index; Streaming writes 700 bytes.
 _ENTRY_BYTES = 4096
 
-#: One shard's entry in Streaming's index.json.
-IndexEntry = dict[str, object]
 
-
-def load_index(folder: Path, split: str, manifest: Manifest) -> list[IndexEntry]:
-    """Return the entries of a split's index.json, checked against the manifest; see parse_index.
+def shard_files(folder: Path, split: str, manifest: Manifest) -> list[ShardFile]:
+    """Return the files of a split's shards as its index.json describes them; see parse_index.
 
     Raises DataError when the index is missing, damaged or describes other shards or another column.
     """
@@ -34,17 +33,17 @@ def load_index(folder: Path, split: str, manifest: Manifest) -> list[IndexEntry]
         index = load_json(path, _rules(split, manifest))
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{path} is missing. {_REMEDY}") from None
-    return _check_index(index, split, manifest, str(path))
+    return _check_index(index, folder, split, manifest, str(path))
 
 
-def parse_index(contents: bytes, split: str, manifest: Manifest, where: str) -> list[IndexEntry]:
-    """Return the entries of an index.json, rebuilt from the manifest.
+def parse_index(contents: bytes, split: str, manifest: Manifest, where: str) -> None:
+    """Check that an index.json describes the shards of the manifest.
 
     Only the size and hash of compressed shards are taken from the index itself. All else is known from the manifest:
     names, column encodings (one of which, `pkl`, runs code), formats and algorithms. An index that differs is refused.
     Raises DataError.
     """
-    return _check_index(parse_json(contents, _rules(split, manifest), where), split, manifest, where)
+    _check_index(parse_json(contents, _rules(split, manifest), where), Path(), split, manifest, where)
 
 
 def _rules(split: str, manifest: Manifest) -> Rules:
@@ -52,9 +51,9 @@ def _rules(split: str, manifest: Manifest) -> Rules:
     return Rules(DataError, _REMEDY, max_bytes=_ENTRY_BYTES * (num_shards + 16))
 
 
-def _check_index(index: dict[str, object], split: str, manifest: Manifest, where: str) -> list[IndexEntry]:
+def _check_index(index: dict[str, object], folder: Path, split: str, manifest: Manifest, where: str) -> list[ShardFile]:
     shards = get_split(manifest, split, where).shards
-    listed = index.get("shards")
+    listed, files = index.get("shards"), []
     if not isinstance(listed, list):
         raise DataError(f"{where} is damaged: it lists no shards. {_REMEDY}")
     if len(listed) != len(shards):
@@ -62,10 +61,10 @@ def _check_index(index: dict[str, object], split: str, manifest: Manifest, where
             f"{where} does not describe the shards of the manifest beside it: {len(listed)} instead of {len(shards)}. "
             f"{_REMEDY}"
         )
-    entries = [_expected_entry(shard, manifest) for shard in shards]
-    for number, (entry, expected, shard) in enumerate(zip(listed, entries, shards, strict=True)):
+    for number, (entry, shard) in enumerate(zip(listed, shards, strict=True)):
         if not isinstance(entry, dict):
             raise DataError(f"{where}, shard {number} is damaged: no object. {_REMEDY}")
+        expected = _expected_entry(shard, manifest)
         if manifest.compression:
             expected["zip_data"] = _parse_zip_data(entry.get("zip_data"), shard, manifest, where)
         for key in expected:
@@ -75,11 +74,13 @@ def _check_index(index: dict[str, object], split: str, manifest: Manifest, where
                     f"{where} does not describe the shards of the manifest beside it: {key} of shard {number} is "
                     f"{str(entry.get(key))[:80]!r} instead of {str(expected[key])[:80]!r}. {_REMEDY}"
                 )
-        expected["size_limit"] = None
-    return entries
+        stored = expected["zip_data"] or expected["raw_data"]
+        path = folder / split / stored["basename"]
+        files.append(ShardFile(shard, path, stored["bytes"], stored["hashes"][manifest.hash_algorithm]))
+    return files
 
 
-def _expected_entry(shard: ShardInfo, manifest: Manifest) -> IndexEntry:
+def _expected_entry(shard: ShardInfo, manifest: Manifest) -> dict[str, Any]:
     """Return a shard's index entry as the manifest implies it; for a compressed one without `zip_data`."""
     return {
         **manifest.columns,
@@ -122,25 +123,15 @@ class ShardFile:
         return self.path.name != self.shard.name
 
 
-def shard_files(
-    folder: Path, split: str, manifest: Manifest, entries: list[IndexEntry] | None = None
-) -> list[ShardFile]:
-    """Return the files of a split's shards as stored. `entries` of the index if it is loaded already."""
-    files = []
-    shards = get_split(manifest, split, str(folder)).shards
-    for shard, entry in zip(shards, entries or load_index(folder, split, manifest), strict=True):
-        info = entry["zip_data"] or entry["raw_data"]
-        assert isinstance(info, dict)
-        path = folder / split / info["basename"]
-        files.append(ShardFile(shard, path, info["bytes"], info["hashes"][manifest.hash_algorithm]))
-    return files
+def check_files(folder: Path, split: str, manifest: Manifest) -> list[ShardFile]:
+    """Return the files of a split's shards. Checks with one stat per shard that it is a regular file of the right size.
 
-
-def check_files(folder: Path, split: str, manifest: Manifest, entries: list[IndexEntry] | None = None) -> None:
-    """Check with one stat per shard that it is a regular file of the right size. Raises DataError naming the first that
-    is not. `entries` of the index if it is loaded already."""
-    for file in shard_files(folder, split, manifest, entries):
+    Raises DataError naming the first that is not.
+    """
+    files = shard_files(folder, split, manifest)
+    for file in files:
         check_size(file.path, file.bytes)
+    return files
 
 
 def check_size(path: Path, expected_bytes: int) -> os.stat_result:
@@ -172,11 +163,11 @@ def check_hash(path: Path, algorithm: str, expected_hash: str) -> None:
 
 
 def hash_file(path: Path, algorithm: str, progress: Callable[[int], object] = lambda num_bytes: None) -> str:
-    """Return the hexadecimal hash of a regular file by an algorithm of xxhash. `progress` gets the bytes of each chunk.
-    Raises OSError."""
+    """Return the hexadecimal hash of a regular file by sha256 or an algorithm of xxhash. `progress` gets the bytes of
+    each chunk. Raises OSError."""
     import xxhash
 
-    digest = getattr(xxhash, algorithm)()
+    digest = getattr(hashlib if algorithm == "sha256" else xxhash, algorithm)()
     with open_regular(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)

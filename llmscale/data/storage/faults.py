@@ -11,13 +11,13 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from llmscale.config.bundled_files import install_command
 from llmscale.data.storage.schemes import SCHEMES
-from llmscale.errors import DataError, TransientError, UnreachableError
+from llmscale.errors import DataError, TransientError, UnreachableError, causes_of, http_status
 from llmscale.untrusted.terminal import print_visible
 
 _T = TypeVar("_T")
@@ -165,28 +165,28 @@ def is_transient(error: BaseException, url: str = "") -> bool:
 
 def lacks_credentials(error: BaseException) -> bool:
     """Return whether credentials are missing or refused."""
-    statuses = (status for cause in _chain(error) if (status := _status(cause)) is not None)
-    is_named = any(_is(cause, _CREDENTIALS) or _EXPIRED_WORDS.search(str(cause)) for cause in _chain(error))
+    statuses = (status for cause in causes_of(error) if (status := http_status(cause)) is not None)
+    is_named = any(_is(cause, _CREDENTIALS) or _EXPIRED_WORDS.search(str(cause)) for cause in causes_of(error))
     return is_named or next(statuses, None) in (401, 403)
 
 
 def is_unsupported(error: BaseException) -> bool:
     """Return whether a store does not know what was asked of it (501)."""
-    return any(_status(cause) == 501 for cause in _chain(error))
+    return any(http_status(cause) == 501 for cause in causes_of(error))
 
 
 def _classify(error: BaseException, url: str) -> type[DataError]:
     """Return the class of an error that is not about credentials."""
-    if any(_is(cause, _OFFLINE) for cause in _chain(error)):
+    if any(_is(cause, _OFFLINE) for cause in causes_of(error)):
         return UnreachableError
-    for cause in _chain(error):
+    for cause in causes_of(error):
         # glibc's text for NXDOMAIN: a misspelt name, or no network.
         if "Name or service not known" in str(cause):
             return UnreachableError
         # Checked before the status: an answer that was cut has a good one.
         if _is(cause, _TRANSIENT) or _TRANSIENT_WORDS.search(str(cause)):
             return TransientError
-        if (status := _status(cause)) is not None:
+        if (status := http_status(cause)) is not None:
             return _class_of(status, cause, url)
     is_missing = isinstance(error, FileNotFoundError) and error.filename is None
     return Missing if is_missing else DataError
@@ -211,25 +211,6 @@ def _summarise(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception, its cause or context, and so on."""
-    for _ in range(10):
-        if error is None:
-            return
-        yield error
-        # boto3 keeps the error of its last attempt there.
-        error = error.__cause__ or getattr(error, "last_exception", None) or error.__context__
-
-
 def _is(error: BaseException, names: re.Pattern[str]) -> bool:
     """Return whether the class of an error, or one that it is derived from, has one of these names."""
     return any(names.fullmatch(kind.__name__) for kind in type(error).__mro__)
-
-
-def _status(error: BaseException) -> int | None:
-    """Return the HTTP status of the answer that an exception reports."""
-    response = getattr(error, "response", None)
-    if isinstance(response, dict):
-        return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
-    codes = (getattr(response, "status_code", None), getattr(error, "status_code", None), getattr(error, "code", None))
-    return next((int(code) for code in codes if isinstance(code, int) and 300 <= code < 600), None)

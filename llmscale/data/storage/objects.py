@@ -100,8 +100,13 @@ class Store:
         return self._read_all(url, max_bytes)[0]
 
     def read_versioned(self, url: str) -> tuple[bytes, str] | None:
-        """Return the contents and their version, for `replace`; None for a missing object."""
-        self._check_conditional(url)
+        """Return the contents and their version, for `write_if`; None for a missing object."""
+        if scheme_of(url).kind == "gs" and has_hmac_key():
+            raise DataError(
+                f"Cannot open {url} with GCS_KEY and GCS_SECRET: requests with an HMAC key have no conditional writes. "
+                "Unset both, and give GOOGLE_APPLICATION_CREDENTIALS (a key file) or `gcloud auth application-default "
+                "login`."
+            )
         try:
             return self._read_all(url, MAX_BYTES)
         except Missing:
@@ -123,25 +128,18 @@ class Store:
 
         self._ask(put, "upload", url, num_bytes=len(contents))
 
-    def create(self, url: str, contents: bytes) -> str:
-        """Write a new object of at most MAX_BYTES and return its version. Raises Overtaken if there is one.
+    def write_if(self, url: str, contents: bytes, version: str) -> str:
+        """Write an object of at most MAX_BYTES in place of this version, "" for none, and return the new version.
+        Raises Overtaken for another version.
 
         Callers make contents unique, so that an earlier attempt whose answer was lost is recognised. After
         UnreachableError the contents may have been written, or may still arrive.
         """
-        return self._put_if(url, contents, "")
-
-    def replace(self, url: str, contents: bytes, version: str) -> str:
-        """Replace this version and return the new one, as `create` does. Raises Overtaken for another version."""
-        return self._put_if(url, contents, version)
-
-    def _put_if(self, url: str, contents: bytes, condition: str) -> str:
-        self._check_conditional(url)
         if len(contents) > MAX_BYTES:
             raise DataError(f"{url} would have {len(contents):,} bytes. At most {MAX_BYTES:,} are written.")
         try:
             return self._ask(
-                lambda client: client.put(self._name(url), contents, condition), "write", url, num_bytes=len(contents)
+                lambda client: client.put(self._name(url), contents, version), "write", url, num_bytes=len(contents)
             )
         except (Missing, Overtaken) as error:
             stored = self.read_versioned(url)  # fails without the bucket
@@ -234,19 +232,6 @@ class Store:
     def _stored(self, entry: Entry) -> StoredObject:
         return StoredObject(f"{self._root}/{entry.name}", entry.size_bytes, _bare(entry.version))
 
-    def _check_conditional(self, url: str) -> None:
-        """Raise DataError for a store without conditional writes."""
-        kind = scheme_of(url).kind
-        if kind == "hf" or not self._name(url):
-            legal = ", ".join(SCHEMES[name].example for name in ("s3", "gs", "az"))
-            raise DataError(f"{url} cannot be shared by several writers. Legal: {legal}.")
-        if kind == "gs" and has_hmac_key():
-            raise DataError(
-                f"Cannot open {url} with GCS_KEY and GCS_SECRET: requests with an HMAC key have no conditional writes. "
-                "Unset both, and give GOOGLE_APPLICATION_CREDENTIALS (a key file) or `gcloud auth application-default "
-                "login`."
-            )
-
     def _overtaken(self, url: str) -> Overtaken:
         return Overtaken(f"Another writer has changed {url} since it was read. Run the command again.")
 
@@ -254,14 +239,14 @@ class Store:
 def probe_conditions(url: str) -> None:
     """Check with a probe object below `url` that the store honours the conditions of writes. Raises DataError."""
     probe_url, store = f"{url.rstrip('/')}/.conditional-{secrets.token_hex(8)}", Store(url)
-    first = store.create(probe_url, secrets.token_bytes(16))
+    first = store.write_if(probe_url, secrets.token_bytes(16), "")
     try:
-        store.replace(probe_url, secrets.token_bytes(16), first)
+        store.write_if(probe_url, secrets.token_bytes(16), first)
         with suppress(Overtaken):
-            store.create(probe_url, secrets.token_bytes(16))
+            store.write_if(probe_url, secrets.token_bytes(16), "")
             raise _unconditional(probe_url)
         with suppress(Overtaken):
-            store.replace(probe_url, secrets.token_bytes(16), first)
+            store.write_if(probe_url, secrets.token_bytes(16), first)
             raise _unconditional(probe_url)
     finally:
         store.delete(probe_url)
@@ -569,8 +554,7 @@ class _Hub:
             "repo_type": kind.removesuffix("s") if is_typed else "model",
             "revision": revision or None,
         }
-        self._token = os.environ.get("HF_TOKEN")
-        self._api = HfApi(token=self._token)
+        self._api = HfApi()
         self._is_committing = threading.Lock()
 
     def head(self, name: str) -> Entry:
@@ -593,7 +577,7 @@ class _Hub:
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-        headers = build_hf_headers(token=self._token)
+        headers = build_hf_headers()
         if end is not None:
             headers["Range"] = f"bytes={begin}-{end - 1}"
         url = hf_hub_url(filename=name, endpoint=self._api.endpoint, **self._repository)
@@ -615,7 +599,7 @@ class _Hub:
     def download(self, name: str, path: Path) -> None:
         from huggingface_hub import hf_hub_download
 
-        fetched = hf_hub_download(filename=name, local_dir=path.parent, token=self._token, **self._repository)
+        fetched = hf_hub_download(filename=name, local_dir=path.parent, **self._repository)
         Path(fetched).replace(path)
 
     def upload(self, path: Path, name: str) -> None:

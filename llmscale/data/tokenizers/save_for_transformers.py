@@ -18,7 +18,11 @@ def save_for_transformers(tokenizer: Tokenizer, folder: Path) -> None:
     transformers parses special tokens written in a text.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        _save_files(tokenizer, folder)
+        tokenizer.files.write(folder)
+        if CONFIG_NAME not in tokenizer.files.extras():
+            ids, tokens = generation_ids(tokenizer), tokenizer.tokens()
+            config = describe_for_transformers(bos=tokens[ids["bos_token_id"]], eos=tokens[ids["eos_token_id"]])
+            (folder / CONFIG_NAME).write_text(config, encoding="utf-8")
     elif isinstance(tokenizer, TiktokenTokenizer):
         _save_ranks(tokenizer.ranks, folder)
     else:
@@ -31,14 +35,6 @@ def generation_ids(tokenizer: Tokenizer) -> dict[str, int]:
     ids = {"bos_token_id": tokenizer.bos_tokens[0] if tokenizer.bos_tokens else tokenizer.eot_token}
     ids["eos_token_id"] = tokenizer.eot_token
     return ids if tokenizer.pad_token is None else ids | {"pad_token_id": tokenizer.pad_token}
-
-
-def _save_files(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
-    tokenizer.files.write(folder)
-    if CONFIG_NAME not in tokenizer.files.extras():
-        ids, tokens = generation_ids(tokenizer), tokenizer.tokens()
-        config = describe_for_transformers(bos=tokens[ids["bos_token_id"]], eos=tokens[ids["eos_token_id"]])
-        (folder / CONFIG_NAME).write_text(config, encoding="utf-8")
 
 
 def _save_ranks(ranks: dict[bytes, int], folder: Path) -> None:

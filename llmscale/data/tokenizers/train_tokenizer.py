@@ -57,11 +57,9 @@ def make_character_tokenizer(source: Source, *, parse_special: bool = False) -> 
     from tokenizers import Tokenizer, decoders, models
 
     characters: set[str] = set()
-    learning = StatusLine()
-    with show_progress(f"Collecting the characters of {source.name}") as progress:
+    with show_progress(f"Collecting the characters of {source.name}") as progress, StatusLine() as learning:
         for text in _texts(source, progress, learning, sys.maxsize):
             characters.update(text)
-        learning.end()
     pieces = [*sorted(characters), *(f"<0x{value:02X}>" for value in range(256))]
     fast = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, [], byte_fallback=True))
     fast.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -83,12 +81,8 @@ def _train(source: Source, vocab_size: int, folder: Path, most_characters: int, 
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    learning = StatusLine()
-    with show_progress(f"Training on {source.name}") as progress:
-        try:
-            fast.train_from_iterator(_texts(source, progress, learning, most_characters), trainer)
-        finally:
-            learning.end()
+    with show_progress(f"Training on {source.name}") as progress, StatusLine() as learning:
+        fast.train_from_iterator(_texts(source, progress, learning, most_characters), trainer)
     if fast.get_vocab_size() < vocab_size and not at_most:
         raise DataError(
             f"{source.name} is too small for {vocab_size} tokens: only {fast.get_vocab_size()} could be learnt. Use "

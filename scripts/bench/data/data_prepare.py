@@ -166,7 +166,7 @@ def run_foundry(corpus: Path, ranks: Path, out: Path, workers: int) -> Callable[
     from torch.utils.data import DataLoader, IterableDataset
     from transformers import PreTrainedTokenizerFast
 
-    from llmscale.data.shards.streaming_import import streaming_module
+    from llmscale.data.prepare.sources.tokens import streaming_module
 
     make_hf_tokenizer(ranks, out)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(out / "tokenizer.json"), model_max_length=10**9)

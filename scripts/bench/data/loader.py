@@ -261,7 +261,7 @@ def start_streaming(folder: Path, workers: int, args: argparse.Namespace) -> Cal
     import torch
     from torch.utils.data import DataLoader
 
-    from llmscale.data.shards.streaming_import import streaming_module
+    from llmscale.data.prepare.sources.tokens import streaming_module
 
     dataset_kind = streaming_module("dataset").StreamingDataset
 

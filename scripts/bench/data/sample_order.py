@@ -27,8 +27,8 @@ from llmscale.data.order.sample_order import (
     SampleOrder,
     shard_batch,
 )
+from llmscale.data.prepare.sources.tokens import streaming_module
 from llmscale.data.prepare.split_writer import window_keys
-from llmscale.data.shards.streaming_import import streaming_module
 from scripts.bench.harness import (
     describe_machine,
     machine_line,

@@ -379,8 +379,7 @@ def count_plain(resolved: ResolvedRun, ways: Ways) -> int:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
-    from llmscale.dry_run.fakes import GPU, fake_gpu, fake_tensors_move
+    from llmscale.dry_run.simulated_gpu import GPU, cuda_kernels, fake_gpu, fake_tensors_move, kernel_workspace
     from llmscale.dry_run.tracker import Category, MemoryTracker
     from scripts.bench.ladder.ladder_gpt import NaiveGPT
 

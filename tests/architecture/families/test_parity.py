@@ -138,7 +138,7 @@ def test_their_model_is_ours(family: str, change: dict) -> None:
     randomise(theirs)
     theirs.tie_weights()
     texts = [theirs.config.to_json_string(use_diff=use_diff) for use_diff in (True, False)]
-    read = [build_shape(read_shape(json.loads(text), "config.json")) for text in texts]
+    read = [read_shape(json.loads(text), "config.json") for text in texts]
     assert read[0] == read[1]
     ours = GPT(read[0], seed=0)
     ours.load_state_dict(to_ours(read[0], theirs.state_dict(), FAMILIES[family]))

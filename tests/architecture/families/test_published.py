@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.architecture.hf_config import family_of, get_family, read_shape
-from llmscale.architecture.shape import GPTShape, build_shape
+from llmscale.architecture.shape import GPTShape
 from llmscale.config.presets import PRESETS
 from llmscale.errors import ConfigError
 
@@ -49,7 +49,7 @@ PUBLISHED: dict[str, tuple[int, dict]] = {
 
 
 def read(config: dict) -> GPTShape:
-    return build_shape(read_shape(config, "config.json"))
+    return read_shape(config, "config.json")
 
 
 def unpadded_parameters(shape: GPTShape) -> int:
@@ -108,6 +108,7 @@ def test_presets_are_the_published_models_but_for_the_context(preset: str, name:
     published = read(CONFIGS[name])
     ours = PRESETS[preset].shape(published.vocab_size, published.seq_len)
     assert ours.changed(context) == published.changed(context)
+    assert PRESETS[preset].vocab_size == published.vocab_size
 
 
 def test_opt_350m_has_what_ours_has_not() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,8 @@ from llmscale.cli.main import main
 from llmscale.cluster.doctor import diagnose, on_ranks
 from llmscale.cluster.doctor.diagnose import check_ds_config, check_run
 from llmscale.cluster.doctor.report import REPORT, CheckRow, HostReport, ProbeRequest, green, red, yellow
+from llmscale.cluster.hosts import Finished
 from llmscale.cluster.launch.ranks import Gpu
-from llmscale.cluster.remote import Finished
 from llmscale.config.run_arguments import parse_run_config
 from tests.conftest import HANG_S
 
@@ -192,8 +192,8 @@ def flags_of(data: Path, run: Path, *more: str) -> list[str]:
     return ["--ds", "ds_configs/zero2.json", "--data", str(data), "--run", str(run), "--model", "tiny-1m", *more]
 
 
-def check_flags(flags: list[str]) -> list[CheckRow]:
-    return [*check_run(parse_run_config(flags), ProbeRequest(hosts={"here": 2}, host="here", port=0))]
+def check_flags(flags: list[str], gpus: Sequence[Gpu] = ()) -> list[CheckRow]:
+    return [*check_run(parse_run_config(flags), ProbeRequest(hosts={"here": 2}, host="here", port=0), gpus)]
 
 
 def test_a_run_as_train_would_find_it(tiny_set: Path, tmp_path: Path) -> None:
@@ -228,12 +228,9 @@ def test_a_missing_dataset_is_one_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("memory_gib", "status"), [(80, "ok"), (1, "fail")])
-def test_the_estimate_and_the_smallest_gpu(
-    memory_gib: int, status: str, tiny_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_estimate_and_the_smallest_gpu(memory_gib: int, status: str, tiny_set: Path, tmp_path: Path) -> None:
     gpus = [Gpu(i, "NVIDIA H100 80GB HBM3", size * GIB, 0, "570") for i, size in enumerate((80, memory_gib))]
-    monkeypatch.setattr(diagnose, "list_gpus", lambda timeout_s: (gpus, None))
-    (row,) = [row for row in check_flags(flags_of(tiny_set, tmp_path / "r")) if row.name == "memory"]
+    (row,) = [row for row in check_flags(flags_of(tiny_set, tmp_path / "r"), gpus) if row.name == "memory"]
     assert row.status == status
     assert f"of {memory_gib}.00 GiB on NVIDIA H100 80GB HBM3" in row.found
     if status == "fail":

@@ -54,6 +54,8 @@ def test_imports_that_fail_or_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_torchvision_of_another_torch_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    before, after = machine._IMPORT_CODE.split("import torch, deepspeed\nimport llmscale.training.open_session\n")
+    monkeypatch.setattr(machine, "_IMPORT_CODE", f"{before}import torch\n{after}")
     (row,) = reds(check_imports([], 300))
     assert "operator torchvision::nms does not exist" in row.found
     assert row.fix.startswith("pip uninstall torchvision")
@@ -128,7 +130,12 @@ def test_no_nvidia_smi_is_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_names_that_lead_nowhere(address: str | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_resolve", lambda name: address)
+    def resolve(_: str) -> str:
+        if address is None:
+            raise OSError
+        return address
+
+    monkeypatch.setattr(socket, "gethostbyname", resolve)
     (row,) = reds(check_network(ProbeRequest(hosts={"node-0": 1, "node-1": 1}, host="node-0", port=0)))
     assert message in row.found
 

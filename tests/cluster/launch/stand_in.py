@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmscale.cluster.hosts import Host
+from llmscale.cluster.hosts import gather_environment, module_argv
 from llmscale.cluster.launch.supervisor import Attempt, LaunchOptions, Supervisor, read_attempts
-from llmscale.cluster.remote import gather_environment, module_argv
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.training.inputs import with_prepared_text
 from tests.conftest import TINY_MODEL
 
 #: In place of train.py. The code of a test knows `rank`, `attempt`, `heartbeat` and the arguments.
@@ -54,7 +55,7 @@ class StandIn:
         code: str,
         slots: Mapping[str, int] | None = None,
         flags: tuple[str, ...] = (),
-        command: Callable[[Host], list[str]] | None = None,
+        command: Callable[[str], list[str]] | None = None,
         show: Callable[[str], None] | None = None,
         **options: object,
     ) -> int:
@@ -64,7 +65,7 @@ class StandIn:
         arguments = ["--data", str(self.data), *TINY_MODEL, "--run", str(self.run_folder), "--global-batch-size", "12"]
         environment = {"LLMSCALE_STAND_IN": str(self.folder / "code.py"), "OMP_NUM_THREADS": "1"}
         values = {
-            "hosts": [Host(name, count) for name, count in (slots or {"a": 1, "b": 1}).items()],
+            "hosts": slots or {"a": 1, "b": 1},
             "host_command": command or host_command,
             "script": str(self.folder / "train.py"),
             "arguments": [*arguments, *(flags if "--hang-timeout-s" in flags else (*limits, *flags))],
@@ -79,8 +80,9 @@ class StandIn:
             "master_port": None,
             **options,
         }
-        supervisor = Supervisor(LaunchOptions(**values), self.stop_signals, show or self.lines.append)  # type: ignore[arg-type]
-        return supervisor.run()
+        launch = LaunchOptions(**values)  # type: ignore[arg-type]
+        prepared = with_prepared_text(parse_run_config(launch.arguments))
+        return Supervisor(launch, prepared, self.stop_signals, show or self.lines.append).run()
 
     @property
     def attempts(self) -> list[Attempt]:
@@ -91,5 +93,5 @@ class StandIn:
         return [attempt.end for attempt in self.attempts]
 
 
-def host_command(_host: Host) -> list[str]:
+def host_command(_host: str) -> list[str]:
     return ["env", "--unset=SSH_CONNECTION", *module_argv("llmscale.cluster.launch.host")]

@@ -1,4 +1,5 @@
-"""Every fault that `llmscale launch` survives, on real hosts: the run ends as if nothing had happened."""
+"""Faults that `llmscale launch` survives, on real hosts: the run ends as if nothing had happened. What needs no real
+host is in test_supervisor.py."""
 
 from __future__ import annotations
 
@@ -132,17 +133,6 @@ def test_one_of_three_hosts_comes_and_goes(make_lab: Callable[..., Lab], alone: 
     lab.check_equal(lab.reference, STEPS)
 
 
-def test_a_killed_process_between_launcher_and_ranks_takes_its_ranks_with_it(lab: Lab) -> None:
-    launch = lab.launch(lab.train_arguments(*FLAGS))
-    lab.until_step(25)
-    between = lab.hosts[1].pids_running("llmscale.cluster.launch.host")
-    for pid in between:
-        os.kill(pid, signal.SIGKILL)
-    assert between
-    lab.until(lambda: not lab.ranks_of(lab.hosts[1]))
-    finish(lab, launch, ["host lost", "finished"])
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_saves_and_ends_with_0_and_the_next_launch_goes_on(lab: Lab, number: signal.Signals) -> None:
     launch = lab.launch(lab.train_arguments(*FLAGS))
@@ -225,67 +215,6 @@ def test_a_third_ctrl_c_ends_everything_at_once(lab: Lab) -> None:
     lab.until(lambda: not any(lab.ranks_of(host) for host in lab.hosts))
 
 
-def test_a_fault_that_comes_back_at_the_same_step_stops_with_the_evidence(lab: Lab) -> None:
-    poison = lab.folder / "poison"
-    poison.mkdir()
-    (poison / "sitecustomize.py").write_text(
-        """
-import os, sys
-if os.environ.get("RANK") == "1":
-    from llmscale.training.watchdog import Heartbeat
-    beat = Heartbeat.beat
-    def die(self, phase, step=None):
-        beat(self, phase, step)
-        if step == 27:
-            raise RuntimeError("the poisoned step")
-    Heartbeat.beat = die
-"""
-    )
-    environment = {"PYTHONPATH": f"{poison}:{SHELL['PYTHONPATH']}"}
-    launch = lab.launch(lab.train_arguments(*FLAGS), environment=environment)
-    assert lab.wait(launch) == 1
-    assert [(attempt.end, attempt.last_step) for attempt in lab.attempts()] == [("failed", 27)] * 3
-    assert [attempt.first_step for attempt in lab.attempts()] == [1, 21, 21]
-    output = lab.output.read_text()
-    assert "giving up: 3 attempts in a row ended after step 27 (failed: rank 1 on node-1 ended with status 1)" in output
-    assert any("the poisoned step" in line for line in output.splitlines() if line.startswith("  node-1 | "))
-    lab.check_nothing_left()
-
-
-def test_what_the_user_must_mend_is_not_tried_again(lab: Lab) -> None:
-    launch = lab.launch(lab.train_arguments(*FLAGS))
-    lab.until_step(5)
-    lab.signal_supervisor(signal.SIGTERM)
-    assert lab.wait(launch) == 0
-    launch = lab.launch(lab.train_arguments(*FLAGS, "--seed", "7"))
-    assert lab.wait(launch) == 2
-    assert [attempt.end for attempt in lab.attempts()] == ["stopped"], "refused before ranks start"
-    assert "seed" in lab.output.read_text()
-
-
-def test_a_refusal_before_the_first_step_is_not_tried_again(lab: Lab) -> None:
-    """One that only the ranks can find."""
-    refusing = lab.folder / "refusing"
-    refusing.mkdir()
-    (refusing / "sitecustomize.py").write_text(
-        """
-import os
-if os.environ.get("RANK") == "1":
-    from llmscale.engine import launcher_variables
-    from llmscale.errors import ConfigError
-    def refuse(*values):
-        raise ConfigError("this host lacks a driver")
-    launcher_variables.check_meeting_point = refuse
-"""
-    )
-    environment = {"PYTHONPATH": f"{refusing}:{SHELL['PYTHONPATH']}"}
-    launch = lab.launch(lab.train_arguments(*FLAGS), environment=environment)
-    assert lab.wait(launch) == 2
-    assert [(attempt.end, attempt.reason) for attempt in lab.attempts()] == [("user error", "rank 1 on node-1 refused")]
-    assert "this host lacks a driver" in lab.output.read_text()
-    lab.check_nothing_left()
-
-
 def test_a_taken_port_is_named(lab: Lab) -> None:
     code = "import socket, time; s = socket.create_server(('', 29511)); time.sleep(300)"
     squatter = lab.hosts[0].popen([sys.executable, "-c", code])
@@ -294,14 +223,6 @@ def test_a_taken_port_is_named(lab: Lab) -> None:
     squatter.kill()
     assert "MASTER_PORT 29511 is taken on this host" in lab.output.read_text()
     assert [attempt.end for attempt in lab.attempts()] == ["failed"] * 3
-
-
-def test_two_supervisors_of_one_run_exclude_each_other(lab: Lab) -> None:
-    launch = lab.launch(lab.train_arguments(*FLAGS))
-    lab.until_step(5)
-    assert lab.wait(lab.launch(lab.train_arguments(*FLAGS))) == 2
-    assert "is in use by process" in lab.output.read_text()
-    assert lab.wait(launch) == 0
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])

@@ -10,42 +10,48 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.cluster.hosts import Host
 from llmscale.cluster.launch import attempt as attempt_run
 from llmscale.cluster.launch import supervisor
 from llmscale.cluster.launch.supervisor import (
     Attempt,
     decide,
     read_attempts,
-    write_attempt,
 )
-from llmscale.errors import ConfigError
+from llmscale.config.run_arguments import parse_run_config
+from llmscale.errors import CheckpointError, ConfigError
+from llmscale.files.record_log import RecordLog
 from llmscale.training.run_folder import ATTEMPTS_NAME
+from llmscale.training.start import prepare_start
 from tests.cluster.launch.stand_in import StandIn, host_command
+from tests.conftest import TINY_MODEL
+from tests.training.test_start import save
 
 FIRST = Attempt(1, "2026-01-01T00:00:00+00:00", {"a": 2}, 2, "10.0.0.1:1234", {"b": "no route"}, "logs")
+
+
+def write(run: Path, *attempts: Attempt) -> None:
+    log = RecordLog(run / ATTEMPTS_NAME, pytest.fail)
+    for attempt in attempts:
+        log.append(json.dumps(asdict(attempt)).encode() + b"\n")
+    log.close()
 
 
 def test_an_attempt_is_what_was_written_of_it_last(tmp_path: Path) -> None:
     assert read_attempts(tmp_path) == []
     done = replace(FIRST, seconds=3.5, first_step=1, last_step=9, end="failed", reason="rank 0 vanished")
-    for attempt in (FIRST, done, replace(FIRST, number=2)):
-        write_attempt(tmp_path, attempt, pytest.fail)
+    write(tmp_path, FIRST, done, replace(FIRST, number=2))
     assert read_attempts(tmp_path) == [done, replace(FIRST, number=2)]
 
 
 def test_a_damaged_record_does_not_stop_a_run(tmp_path: Path) -> None:
     path = tmp_path / ATTEMPTS_NAME
-    write_attempt(tmp_path, FIRST, pytest.fail)
+    write(tmp_path, FIRST)
     with path.open("a") as file:
         file.write('null\n{"number": "7"}\n')
         file.write(json.dumps({**asdict(replace(FIRST, number=2)), "of_a_later_version": 1}) + "\n")
         file.write('{"number": 2, "beg')
-    write_attempt(tmp_path, replace(FIRST, number=3), pytest.fail)
+    write(tmp_path, replace(FIRST, number=3))
     assert [attempt.number for attempt in read_attempts(tmp_path)] == [1, 2, 3]
-    problems: list[str] = []
-    write_attempt(tmp_path / "missing", FIRST, problems.append)
-    assert len(problems) == 1 and "No such file" in problems[0]
 
 
 def attempts(*last_steps: int | None, end: str = "failed") -> list[Attempt]:
@@ -126,17 +132,25 @@ if rank == 1:
 time.sleep(0.1)
 fail("[enforce fail] Connection closed by peer")
 """
-    assert stand_in.launch(code) == 1
-    assert [(attempt.end, attempt.last_step) for attempt in stand_in.attempts] == [("failed", 7)] * 3
+    assert stand_in.launch(code, same_step_limit=2) == 1
+    assert [(attempt.end, attempt.last_step) for attempt in stand_in.attempts] == [("failed", 7)] * 2
     assert stand_in.attempts[0].reason == "rank 1 on b ended with status 1"
     assert "  b | error: the poisoned step" in stand_in.lines
-    assert any("giving up: 3 attempts in a row ended after step 7" in line for line in stand_in.lines)
+    assert any("giving up: 2 attempts in a row ended after step 7" in line for line in stand_in.lines)
 
 
 def test_a_mistake_of_the_user_is_not_tried_again(stand_in: StandIn) -> None:
     assert stand_in.launch("fail('no such thing', 2) if rank else time.sleep(100)") == 2
     assert stand_in.ends == ["user error"]
     assert stand_in.attempts[0].reason == "rank 1 on b refused"
+
+
+def test_a_run_that_cannot_continue_is_refused_before_ranks_start(stand_in: StandIn) -> None:
+    words = ["--data", str(stand_in.data), *TINY_MODEL, "--run", str(stand_in.run_folder), "--global-batch-size", "12"]
+    save(prepare_start(parse_run_config(words), 2), 1)
+    with pytest.raises(CheckpointError, match="seed was 1337 and is 7"):
+        stand_in.launch("train(1, 2)", flags=("--seed", "7"))
+    assert stand_in.attempts == []
 
 
 def test_a_stopped_rank_without_a_peer_is_found_by_the_launcher(
@@ -173,13 +187,13 @@ def test_a_host_that_is_lost_twice_in_a_row_is_left_out_once(stand_in: StandIn) 
     assert "two attempts in a row" in stand_in.attempts[2].left_out["b"]
 
 
-@pytest.mark.parametrize("why", ["--min-hosts", "--sequence-parallel-size"])
+@pytest.mark.parametrize("why", ["--min-hosts", pytest.param("--sequence-parallel-size", marks=pytest.mark.slow)])
 def test_hosts_that_do_not_answer_are_waited_for_on_a_restart(stand_in: StandIn, why: str) -> None:
     asked: list[str] = []
 
-    def command(host: Host) -> list[str]:
-        asked.append(host.name)
-        is_there = host.name == "a" or len(asked) <= 2 or len(asked) > 6
+    def command(host: str) -> list[str]:
+        asked.append(host)
+        is_there = host == "a" or len(asked) <= 2 or len(asked) > 6
         return host_command(host) if is_there else ["sh", "-c", "echo ssh: no route to host >&2; exit 255"]
 
     code = "if attempt == 1: fail('once') if rank else time.sleep(60)"
@@ -193,9 +207,9 @@ def test_hosts_that_do_not_answer_are_waited_for_on_a_restart(stand_in: StandIn,
 def test_a_first_attempt_waits_for_min_hosts_and_not_for_any(stand_in: StandIn) -> None:
     asked: list[str] = []
 
-    def command(host: Host) -> list[str]:
-        asked.append(host.name)
-        return host_command(host) if host.name == "a" or len(asked) > 4 else ["false"]
+    def command(host: str) -> list[str]:
+        asked.append(host)
+        return host_command(host) if host == "a" or len(asked) > 4 else ["false"]
 
     assert stand_in.launch("train(1, 1)", command=command, min_hosts=2) == 0
     assert (stand_in.ends, asked) == (["finished"], ["a", "b"] * 3)

@@ -166,6 +166,12 @@ def test_an_automatic_type_is_that_of_hugging_faces_trainer() -> None:
 def test_a_refused_parameter_of_adam_is_told_deepspeeds_names() -> None:
     with pytest.raises(ConfigError, match="is not among lr, betas, eps, weight_decay, max_grad_norm"):
         parse_ds_config({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, "my.json")
+    written = {"optimizer": {"type": "Adam", "params": {"lr": 1e-4, "beta2": 0.95}}}
+    with pytest.raises(ConfigError, match=r"params\.beta2' is not a key that DeepSpeed reads.* betas, such as \[0\.9"):
+        parse_ds_config(written, "my.json")
+    assert fix_ds_config(written)[0]["optimizer"]["params"] == {"lr": 1e-4, "betas": [0.9, 0.95]}
+    with pytest.raises(ConfigError, match="Delete it and give --schedule and --warmup-steps"):
+        parse_ds_config({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -1}}}, "my.json")
 
 
 def test_the_old_offload_keeps_memory_that_shall_not_be_pinned() -> None:

@@ -274,7 +274,7 @@ def test_a_dataset_and_its_facts(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_shards_are_read_by_streaming(tmp_path: Path) -> None:
-    from llmscale.data.shards.streaming_import import streaming_module
+    from llmscale.data.prepare.sources.tokens import streaming_module
 
     write_conversations(tmp_path / "chats.jsonl", 30)
     command = ["data", "prepare", "--chat", "--input", str(tmp_path / "chats.jsonl"), "--tokenizer", "bytes"]

@@ -17,7 +17,6 @@ from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
 from llmscale.data.prepare.sources.file_source import FileSource
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.sources.source import describe_passed_over
-from llmscale.data.prepare.text_cache import TextRequest
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
 from tests.data.prepare.conftest import parquet_of, tar_of
@@ -109,13 +108,11 @@ FOREIGN = {
     "a.pdf": (b"%PDF-1.4", "pdftotext"),
     "b": (b"%PDF-1.4\n%\xe2\xe3", "pdftotext"),
     "a.docx": (b"PK\x03\x04", "pandoc"),
-    "a.epub": (b"PK\x03\x04", "pandoc"),
     "a.xlsx": (b"PK\x03\x04", "CSV"),
     "a.db": (b"SQLite format 3\0", "CSV or Parquet"),
     "a.pkl": (b"\x80\x04]", "never loaded"),
     "a.gguf": (b"GGUF\x03\0", "--init-from"),
     "b.txt": (b"<mediawiki xmlns='http://www.mediawiki.org/xml/export-0.11/'>", "wikiextractor"),
-    "c.txt": (b"\n<head><title>A page</title></head>", "trafilatura"),
     "model": (b'\x10\0\0\0\0\0\0\0{"a": 1}', "--init-from"),
     "old.feather": (b"FEA1\0\0\0\0", "as Parquet"),
     "a.json": (b'["one", "two"]', "text: ."),
@@ -158,9 +155,7 @@ def test_files_that_cannot_be_read_are_found_before_anything_is_written(
     source = open_source(str(tmp_path / "in"), str(tmp_path / "in" / "a.txt"))
     with pytest.raises(DataError, match=r"z\.txt is not UTF-8 text.*--skip-undecodable"):
         prepare(source, tmp_path / "set", load_tokenizer("bytes"), PrepareOptions(seq_len=8))
-    with pytest.raises(DataError, match=r"^--text .*z\.txt is not UTF-8 text"):
-        TextRequest(str(tmp_path / "in"), None, 8, tmp_path / "cache").open(may_prepare=True)
-    assert not (tmp_path / "set").exists() and not list((tmp_path / "cache" / "text").glob("*/manifest.json"))
+    assert not (tmp_path / "set").exists()
     open_source(str(tmp_path / "in"), skip_undecodable=True).check()
 
 

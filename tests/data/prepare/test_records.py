@@ -15,13 +15,11 @@ import pytest
 import zstandard
 from pyarrow import feather, ipc
 
-from llmscale.data.prepare.sources import open_source as opening
 from llmscale.data.prepare.sources import source
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.sources.source import Document, Rejected
 from llmscale.errors import DataError
 from tests.data.prepare.conftest import parquet_of, tar_of
-from tests.object_store import ObjectStore
 
 TEXTS = ["plain é", 'with "quotes", commas; and\ttabs', "two\nlines", "two\r\nmore", " spaces ", "NA", "x" * 200_000]
 TEXTS += [f"document {number}" for number in range(150)]
@@ -61,16 +59,6 @@ def test_csv_is_read_by_column_from_any_place(name: str, tmp_path: Path) -> None
     assert [record.content for record in records if isinstance(record, Document)] == TEXTS
     for number in (0, 3, 100):
         assert list(opened.records(records[number].place, None)) == records[number + 1 :]
-
-
-@pytest.mark.parametrize("name", ["a.csv", "a.tsv.zst", "a.tgz"])
-def test_csv_in_a_store(name: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "_PART_BYTES", 1000)
-    object_store.put(f"in/{name}", TABLES[name])
-    object_store.put("in/README.md", b"a card")
-    assert _read(f"s3://bucket/in/{name}") == TEXTS
-    if name != "a.tgz":
-        assert _read("s3://bucket/in") == TEXTS
 
 
 def test_csv_is_what_pandas_reads(tmp_path: Path) -> None:

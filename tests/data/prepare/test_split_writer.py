@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from llmscale.data.prepare import split_writer
+from llmscale.data.prepare.sources.tokens import streaming_module
 from llmscale.data.prepare.split_writer import ShardFiles, WindowShuffle, _compress, window_keys
-from llmscale.data.shards.streaming_import import streaming_module
 
 
 @pytest.mark.parametrize("compression", ["", "zstd"])
@@ -162,7 +162,7 @@ def test_it_goes_on_where_a_process_was_killed(tmp_path: Path, seed: int | None)
         assert np.array_equal(drained, windows[order][first:])
 
 
-def test_a_buffer_that_is_written_is_used_again(tmp_path: Path) -> None:
+def test_runs_are_written_beside_new_windows(tmp_path: Path) -> None:
     """What goes in beside the writing does not change what is written."""
     shuffle = WindowShuffle(tmp_path / "scratch", window_length=2, dtype="uint16", seed=None)
     windows = np.arange(800, dtype=np.uint16).reshape(400, 2)
@@ -173,5 +173,4 @@ def test_a_buffer_that_is_written_is_used_again(tmp_path: Path) -> None:
             shuffle.write_run(runs[-1])
         runs.append(shuffle.take_run())
     shuffle.write_run(runs[-1])
-    assert len({run.buffer.ctypes.data for run in runs}) == 2
     assert np.array_equal(np.concatenate(list(shuffle.drain())), windows)

@@ -124,13 +124,3 @@ def test_text_that_is_not_utf8_is_skipped_if_asked(
     assert "Skipped 1 text (not UTF-8): c.txt." in capsys.readouterr().err
     with pytest.raises(DataError, match="is not UTF-8 text"):
         request_.open(may_prepare=True)
-
-
-def test_files_that_are_not_read_are_listed(
-    request_: TextRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = "".join(f"{number},words of row {number} of a table\n" for number in range(50))
-    (tmp_path / "text" / "c.csv").write_text(f"id,text\n{rows}")
-    manifest = load_manifest(request_.open(may_prepare=True))
-    assert manifest.splits["train"].num_documents == 50
-    assert "Skipped 2 files beside the records (--glob chooses files): a.txt, b.txt." in capsys.readouterr().err

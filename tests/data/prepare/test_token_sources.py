@@ -13,7 +13,7 @@ from llmscale.data.prepare.sources import open_source as opening
 from llmscale.data.prepare.sources import tokens
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.sources.source import Document, Source, TokenRules
-from llmscale.data.shards.streaming_import import streaming_module
+from llmscale.data.prepare.sources.tokens import streaming_module
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
 from tests.object_store import ObjectStore

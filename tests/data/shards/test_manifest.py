@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,27 +14,6 @@ def test_it_survives_its_own_json(shared_set: Path) -> None:
     manifest = load_manifest(shared_set)
     assert parse_manifest(manifest.to_json(), "here") == manifest
     assert json.loads(manifest.to_json())["fingerprint"] == manifest.fingerprint
-
-
-def test_reading_it_loads_neither_torch_nor_streaming(shared_set: Path) -> None:
-    code = (
-        "import sys; from llmscale.data.shards.manifest import load_manifest; load_manifest(sys.argv[1]); "
-        "assert not {'torch', 'streaming', 'numpy', 'tiktoken'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code, str(shared_set)], check=True)
-
-
-def test_missing_folders_say_what_makes_them(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"does not exist.*llmscale data prepare --input .* --out .*python-docs"):
-        load_manifest(tmp_path / "data")
-    (tmp_path / "data").mkdir()
-    with pytest.raises(DataError, match=r"is empty.*llmscale data prepare"):
-        load_manifest(tmp_path / "data")
-    (tmp_path / "data" / "x").write_text("")
-    with pytest.raises(DataError, match=r"is not a prepared dataset: it has no manifest\.json"):
-        load_manifest(tmp_path / "data")
-    with pytest.raises(DataError, match="is a file; --data takes the folder"):
-        load_manifest(tmp_path / "data" / "x")
 
 
 def test_a_split_of_a_dataset_is_told_from_the_dataset(shared_set: Path) -> None:

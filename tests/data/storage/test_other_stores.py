@@ -15,7 +15,6 @@ from typing import Protocol
 import numpy as np
 import pytest
 
-from llmscale.cli.main import main
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
 from llmscale.data.prepare.remote_set import RemoteSet
 from llmscale.data.prepare.sources.open_source import open_source
@@ -244,20 +243,6 @@ def test_one_set_replaces_another(corpus: Path, store: Store, tmp_path: Path) ->
     assert files.pop("manifest.json") != expected["manifest.json"]
     assert {name.partition("/")[2]: data for name, data in files.items()} == expected
     assert np.array_equal(_read(store.out, tmp_path / "cache"), _read(str(tmp_path / "set")))
-
-
-def test_the_commands_take_it(
-    corpus: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    flags = ["--input", str(corpus), "--tokenizer", "bytes", "--seq-len", "16", "--out", store.out]
-    assert main(["data", "prepare", *flags]) == 0
-    assert main(["data", "verify", store.out]) == 0
-    assert main(["data", "inspect", store.out]) == 0
-    assert "train sample 0" in capsys.readouterr().out
-    name = next(name for name in store.files() if name.startswith("train/shard"))
-    store.put(f"{store.out.removeprefix(store.url)}/{name}".lstrip("/"), b"spoilt")
-    assert main(["data", "verify", store.out]) == 1
 
 
 MISSING = {

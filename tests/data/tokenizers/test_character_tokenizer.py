@@ -59,19 +59,3 @@ def test_a_text_to_train_on_has_them_too(prepared: Path) -> None:
         may_prepare=True
     )
     assert load_manifest(folder).tokenizer_sha256 == load_manifest(prepared).tokenizer_sha256
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["prepare", "--eot-token", "<end>"], "with --tokenizer characters documents end with <|endoftext|>"),
-        (["clean"], "Tokenizer 'characters' is made from a text by `llmscale data prepare`"),
-    ],
-)
-def test_what_cannot_be_is_one_line(
-    prepared: Path, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--input", str(prepared.parent / "a.txt"), "--tokenizer", "characters", "--out", str(tmp_path / "out")]
-    assert main(["data", *words, *flags]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

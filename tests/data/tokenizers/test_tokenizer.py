@@ -172,15 +172,9 @@ def test_ranks_file_damage_is_located(ranks_file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        ("gpt3", "Did you mean 'gpt2'"),
         ("no/such.tiktoken", "The tokenizer"),
         ("/no/such", "train-tokenizer"),
-        (
-            "no/such",
-            r"no/such is not a file or folder here, is not in the Hugging Face cache, and .*HF_HUB_OFFLINE is set",
-        ),
         ("hf:such", r"such is not a file or folder here"),
-        ("hf:../such", "neither gpt2, bytes"),
     ],
 )
 def test_unknown_tokenizers_say_what_is_legal(spec: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

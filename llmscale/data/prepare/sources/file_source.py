@@ -58,7 +58,8 @@ _MOST_CHECKED, _MOST_CHECKED_BYTES = 10_000, 1 << 30
 
 
 class FileSource(Source):
-    """Files in the order given; one of an unknown format is text. Places are (file, ...)."""
+    """Files in the order given; one of an unknown format is text. Places are (file, records read of it), and reading
+    resumes at the beginning of that file."""
 
     def __init__(self, name: str, files: Sequence[InputFile], options: ReadOptions, *, is_part: bool = False) -> None:
         """`is_part`: whether these are some of a source's files, which may have no text."""
@@ -75,13 +76,13 @@ class FileSource(Source):
         self.total_bytes = sum(file.size_bytes for file in files)
 
     def records(self, start: Place, rules: TokenRules | None) -> Iterator[Record]:
-        first, inner = (start[0], start[1:]) if start else (0, ())
+        first, done = start or (0, 0)
         self.read_bytes = sum(file.size_bytes for file in self.files[:first])
         is_empty = not start and not self._is_part
         for number in range(first, len(self.files)):
             file, done_bytes = self.files[number], self.read_bytes
             try:
-                for record in without_undecodable(self, self._read(number, inner, rules), self._options):
+                for record in without_undecodable(self, self._read(number, done, rules), self._options):
                     is_empty = False
                     yield record
             except FileError as error:
@@ -89,26 +90,29 @@ class FileSource(Source):
                     raise join_errors([error, *self._errors_from(number + 1)]) from None
                 self.skipped += 1
                 pass_over(self.passed_over, UNDECODABLE, PurePath(file.relative))
-            self.read_bytes, inner = done_bytes + file.size_bytes, ()
+            self.read_bytes, done = done_bytes + file.size_bytes, 0
         if is_empty and self.passed_over:
             raise DataError(f"--input {self.name} has no text. {' '.join(describe_passed_over(self.passed_over))}")
 
-    def _read(self, number: int, start: Place, rules: TokenRules | None) -> Iterator[Record]:
+    def _read(self, number: int, done: int, rules: TokenRules | None) -> Iterator[Record]:
+        """Yield the records of a file after the first `done`."""
         file, begin_bytes = self.files[number], self.read_bytes
         with opened(file) as raw, self._opened_contents(file, raw) as (kind, contents):
             options = self._options
             if kind is TAR:
                 with opened(file) as again, self._opened_contents(file, again) as (_, archive):
-                    options = replace(options, choice=choose_members(archive, options))
+                    options = replace(options, choice=choose_members(archive, file.name, options))
             if is_beside_records(kind, options):
                 pass_over(self.passed_over, BESIDE_RECORDS, PurePath(file.relative))
                 return
-            records = kind.read(contents, file.name, options, rules, start)
-            for record in within_budget(records, file.name, file.size_bytes):
+            records = within_budget(kind.read(contents, file.name, options, rules), file.name, file.size_bytes)
+            for count, record in enumerate(records, start=1):
+                if count <= done:
+                    continue
                 self.read_bytes = begin_bytes + (raw.tell() if not raw.closed else 0)
                 # Counted once per file, wherever reading began.
-                self.num_cut += not kind.makes_many and record.place == (2,)
-                record.place = (number, *record.place)
+                self.num_cut += not kind.makes_many and count == 2
+                record.place = (number, count)
                 yield record
 
     def check(self) -> None:
@@ -131,7 +135,7 @@ class FileSource(Source):
             with opened(file) as raw, self._opened_contents(file, raw) as (kind, contents):
                 # Which members of an archive are read is chosen later.
                 if kind is not TAR and not is_beside_records(kind, self._options):
-                    for _ in kind.read(contents, file.name, self._options, None, ()):
+                    for _ in kind.read(contents, file.name, self._options, None):
                         if kind is not TEXT:
                             break
         except FileError as error:

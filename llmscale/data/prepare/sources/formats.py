@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import PurePath, PurePosixPath
 from typing import IO, BinaryIO, NamedTuple, cast
 
@@ -33,7 +34,6 @@ from llmscale.data.prepare.sources.source import (
     Choice,
     Document,
     FileError,
-    Place,
     ReadOptions,
     Record,
     Rejected,
@@ -54,18 +54,13 @@ MAX_TEXT_BYTES = 16 << 20
 _PIECE_CHARACTERS = 1 << 20
 
 
-def read_text(
-    file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
-) -> Iterator[Record]:
+def read_text(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None) -> Iterator[Record]:
     """Read a text file as one document, or as several beyond MAX_TEXT_BYTES, so that a share can be validation.
 
-    Places are (number of documents given,). Raises UndecodableError for another encoding, before the first document
-    unless the file is longer than MAX_TEXT_BYTES.
+    Raises UndecodableError for another encoding, before the first document unless the file is longer than
+    MAX_TEXT_BYTES.
     """
-    (done,) = start or (0,)
-    for number, text in enumerate(_decode(file, name), start=1):
-        if number > done:
-            yield Document(text, (number,))
+    return map(Document, _decode(file, name))
 
 
 def _decode(file: BinaryIO, name: str) -> Iterator[str]:
@@ -112,7 +107,8 @@ class ForeignFormat(NamedTuple):
 
     what: str
     """Noun in the plural."""
-    suffixes: frozenset[str]
+    suffixes: str
+    """Suffixes between spaces."""
     tool: str
     """Fix, as an order."""
     begins: bytes = rb"(?!)"
@@ -124,13 +120,13 @@ class ForeignFormat(NamedTuple):
 _FOREIGN = (
     ForeignFormat(
         "web archives (WARC)",
-        frozenset({".warc", ".arc", ".wet", ".wat"}),
+        ".warc .arc .wet .wat",
         "extract the text with trafilatura (of WET files with warcio), and write it as JSON lines",
         rb"WARC/\d",
     ),
     ForeignFormat(
         "HTML pages",
-        frozenset({".html", ".htm", ".xhtml", ".mhtml", ".mht"}),
+        ".html .htm .xhtml .mhtml .mht",
         "extract the text with trafilatura, and write it as JSON lines",
         rb"(?:\xef\xbb\xbf)?\s*(?:<!--(?s:.{0,500}?)-->\s*)?"
         rb"(?:<!doctype\s+html|<(?:html|head|body|title|meta|div)[\s>])",
@@ -138,63 +134,56 @@ _FOREIGN = (
     ),
     ForeignFormat(
         "XML documents",
-        frozenset({".xml", ".rss", ".atom", ".tei"}),
+        ".xml .rss .atom .tei",
         "extract the text (of a wiki's dump with wikiextractor, else with pandoc), and write it as JSON lines",
         # A dump of Wikipedia begins with its namespace.
         rb"(?:\xef\xbb\xbf)?\s*<(?:\?xml\s|[a-z][\w:-]{0,40}\s[^<>]{0,500}?\bxmlns\b)",
         is_markup=True,
     ),
-    ForeignFormat("PDF files", frozenset({".pdf"}), "extract the text with pdftotext", rb"%PDF-"),
-    ForeignFormat("PostScript files", frozenset({".ps", ".eps"}), "extract the text with ps2ascii", rb"%!PS"),
-    ForeignFormat("DjVu files", frozenset({".djvu"}), "extract the text with djvutxt", rb"AT&TFORM"),
+    ForeignFormat("PDF files", ".pdf", "extract the text with pdftotext", rb"%PDF-"),
+    ForeignFormat("PostScript files", ".ps .eps", "extract the text with ps2ascii", rb"%!PS"),
+    ForeignFormat("DjVu files", ".djvu", "extract the text with djvutxt", rb"AT&TFORM"),
     ForeignFormat(
         "e-books",
-        frozenset({".epub", ".fb2", ".mobi", ".azw", ".azw3"}),
+        ".epub .fb2 .mobi .azw .azw3",
         "extract the text with `pandoc -t plain` (of Kindle's files with Calibre's ebook-convert)",
     ),
     ForeignFormat(
         "office documents",
-        frozenset({".docx", ".doc", ".odt", ".rtf", ".pptx", ".ppt", ".odp"}),
+        ".docx .doc .odt .rtf .pptx .ppt .odp",
         "extract the text with `pandoc -t plain` (of .doc and .ppt with `soffice --convert-to txt`)",
         rb"\{\\rtf\d|\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
     ),
-    ForeignFormat("spreadsheets", frozenset({".xlsx", ".xls", ".xlsm", ".ods"}), "save them as CSV"),
-    ForeignFormat("notebooks", frozenset({".ipynb"}), "convert them with `jupyter nbconvert --to markdown`"),
+    ForeignFormat("spreadsheets", ".xlsx .xls .xlsm .ods", "save them as CSV"),
+    ForeignFormat("notebooks", ".ipynb", "convert them with `jupyter nbconvert --to markdown`"),
     ForeignFormat(
-        "databases",
-        frozenset({".sqlite", ".sqlite3", ".db", ".duckdb", ".mdb"}),
-        "export the table as CSV or Parquet",
-        rb"SQLite format 3\0",
+        "databases", ".sqlite .sqlite3 .db .duckdb .mdb", "export the table as CSV or Parquet", rb"SQLite format 3\0"
     ),
     ForeignFormat(
         "tables of other formats",
-        frozenset({".avro", ".orc", ".tfrecord", ".h5", ".hdf5", ".rds", ".sas7bdat", ".dta"}),
+        ".avro .orc .tfrecord .h5 .hdf5 .rds .sas7bdat .dta",
         "write them as Parquet",
         rb"Obj\x01|ORC[\x00-\x08]|\x89HDF\r\n|FEA1",
     ),
     ForeignFormat(
         "pickles, which are never loaded",
-        frozenset({".pkl", ".pickle", ".pt", ".pth", ".npz", ".joblib"}),
+        ".pkl .pickle .pt .pth .npz .joblib",
         "write text as JSON lines, and tokens with numpy.save",
         rb"\x80[\x02-\x05][\x00-\xff]{0,10}[.c(}\]X\x8c\x95]",
     ),
     ForeignFormat(
         "weights of a model",
-        frozenset({".safetensors", ".gguf", ".onnx"}),
+        ".safetensors .gguf .onnx",
         "give the text that it is to be trained on; train takes a model with --init-from",
         rb"GGUF[\x01-\x04]\0|[\x00-\xff]{4}\0{4}\{\"",
     ),
-    ForeignFormat(
-        "archives of another kind",
-        frozenset({".zip", ".7z", ".rar"}),
-        "unpack them",
-    ),
+    ForeignFormat("archives of another kind", ".zip .7z .rar", "unpack them"),
 )
 
 
 def _foreign_format(path: PurePath) -> ForeignFormat | None:
     suffix = suffix_of(path)
-    return next((kind for kind in _FOREIGN if suffix in kind.suffixes), None)
+    return next((kind for kind in _FOREIGN if suffix in kind.suffixes.split()), None)
 
 
 def refuse_foreign_names(names: Iterable[str]) -> None:
@@ -204,19 +193,12 @@ def refuse_foreign_names(names: Iterable[str]) -> None:
         raise join_errors(refused)
 
 
-def _refuse_foreign_contents(head: bytes, name: str, *, is_code: bool) -> None:
-    """Refuse a file by its first bytes; source code may begin with markup. Raises FileError."""
-    for kind in _FOREIGN:
-        if re.match(kind.begins, head, re.IGNORECASE) and not (kind.is_markup and is_code):
-            raise _refusal(name, kind)
-
-
 def _refusal(name: str, kind: ForeignFormat) -> FileError:
     return FileError(name, f" is not read: {kind.what}", f"{kind.tool[0].upper()}{kind.tool[1:]}.")
 
 
-#: Reads an open file, which may not be seekable, from a place on: (file, its name, options, rules, start).
-Reader = Callable[[BinaryIO, str, ReadOptions, TokenRules | None, Place], Iterator[Record]]
+#: Reads an open file, which may not be seekable: (file, its name, options, rules).
+Reader = Callable[[BinaryIO, str, ReadOptions, TokenRules | None], Iterator[Record]]
 
 
 @dataclass(frozen=True)
@@ -310,7 +292,9 @@ def _kind_of(head: bytes, name: str, options: ReadOptions, known: Sequence[Forma
     if named is _TOKENS:
         return named
     is_code = suffix_of(PurePath(name)) in TEXT.suffixes - _VAGUE
-    _refuse_foreign_contents(head, name, is_code=is_code)
+    for foreign in _FOREIGN:
+        if re.match(foreign.begins, head, re.IGNORECASE) and not (foreign.is_markup and is_code):
+            raise _refusal(name, foreign)
     is_binary = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head[:4]
     if is_binary and named in (TEXT, _JSONL, _CSV):
         raise UndecodableError(name, " holds zero bytes or UTF-16 instead of UTF-8 text")
@@ -357,16 +341,15 @@ def _are_records(name: str, file: AbstractContextManager[BinaryIO], size_bytes: 
     return False
 
 
-def choose_members(file: BinaryIO, options: ReadOptions) -> Choice:
-    """Choose which members of a tar archive are read, by the first of them."""
+def choose_members(file: BinaryIO, name: str, options: ReadOptions) -> Choice:
+    """Choose which members of a tar archive are read, by the first of them. Raises DataError."""
     visible = (
         (path, nullcontext(contents), member.size)
-        for (_, member, contents), _ in zip(_members(file), range(_MOST_MEMBERS), strict=False)
+        for member, contents in islice(_members(file), _MOST_MEMBERS)
         if member.isreg() and not _is_hidden(path := PurePosixPath(member.name)) and format_of(path)
     )
-    with suppress(*_TAR_ERRORS):  # reported when it is read
+    with _refuse_damage(name):
         return choose(visible, options)
-    return Choice(frozenset(), False)
 
 
 def reason_of(path: PurePath) -> str:
@@ -411,44 +394,41 @@ class _Contents(io.RawIOBase):
         return len(contents)
 
 
-#: Errors of tarfile; the last comes from headers.
-_TAR_ERRORS = (tarfile.TarError, EOFError, ValueError)
+@contextmanager
+def _refuse_damage(name: str) -> Iterator[None]:
+    """Turn errors of tarfile into DataErrors."""
+    try:
+        yield
+    except (tarfile.TarError, EOFError, ValueError) as error:  # the last comes from headers
+        raise DataError(f"{name} is damaged, truncated or not a tar: {error}.") from None
 
 
-def _members(file: BinaryIO) -> Iterator[tuple[int, tarfile.TarInfo, BinaryIO]]:
-    """Yield the members of a tar archive with their numbers and contents. Raises _TAR_ERRORS."""
+def _members(file: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, BinaryIO]]:
+    """Yield the members of a tar archive with their contents. Raises errors of tarfile."""
     with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as archive:
-        for number, member in enumerate(archive):
+        for member in archive:
             # tarfile would keep every member in memory.
             archive.members = []  # type: ignore[attr-defined]
-            yield number, member, cast(BinaryIO, io.BufferedReader(_Contents(archive, member), _BUFFER_BYTES))
+            yield member, cast(BinaryIO, io.BufferedReader(_Contents(archive, member), _BUFFER_BYTES))
 
 
 def _is_hidden(path: PurePosixPath) -> bool:
     return any(part.startswith(".") and part not in (".", "..") for part in path.parts)
 
 
-def read_tar(
-    file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
-) -> Iterator[Record]:
-    """Read every member of a tar archive of a known format. Places are (member, ...). Links, devices, hidden and
-    unknown members are skipped and counted. Raises DataError."""
-    first, inner = (start[0], start[1:]) if start else (0, ())
-    try:
-        for number, member, contents in _members(file):
-            if number < first or member.isdir():
+def read_tar(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None) -> Iterator[Record]:
+    """Read every member of a tar archive of a known format. Links, devices, hidden and unknown members are skipped and
+    counted. Raises DataError."""
+    with _refuse_damage(name):
+        for member, contents in _members(file):
+            if member.isdir():
                 continue
             where = f"{name}:{member.name}"
             if reason := _reason_to_skip(member, contents, options):
                 # --glob chooses files of a folder only.
                 pass_over(options.passed_over, reason.removesuffix(GLOB_CHOOSES), PurePath(where))
                 continue
-            for record in _read_member(contents, where, member.size, options, rules, inner):
-                record.place = (number, *record.place)
-                yield record
-            inner = ()
-    except _TAR_ERRORS as error:
-        raise DataError(f"{name} is damaged, truncated or not a tar: {error}.") from None
+            yield from _read_member(contents, where, member.size, options, rules)
 
 
 def _reason_to_skip(member: tarfile.TarInfo, contents: BinaryIO, options: ReadOptions) -> str:
@@ -456,19 +436,18 @@ def _reason_to_skip(member: tarfile.TarInfo, contents: BinaryIO, options: ReadOp
     path = PurePosixPath(member.name)
     if not member.isreg() or _is_hidden(path):
         return "files (links, devices or hidden names)"
-    kind, choice = format_of(path), options.choice
-    if kind is None:
+    if format_of(path) is None:
         with suppress(DataError), opened_contents(contents, member.name, member.size, options, FILE_FORMATS) as opened:
             if opened[0] is TAR:
                 return "files (archives within an archive: unpack the outer one)"
         return reason_of(path)
-    if choice is not None and suffix_of(path) not in choice.suffixes:
+    if (choice := options.choice) is not None and suffix_of(path) not in choice.suffixes:
         return BESIDE_RECORDS if choice.are_records else BESIDE_TEXT
     return ""
 
 
 def _read_member(
-    file: BinaryIO, where: str, size_bytes: int, options: ReadOptions, rules: TokenRules | None, start: Place
+    file: BinaryIO, where: str, size_bytes: int, options: ReadOptions, rules: TokenRules | None
 ) -> Iterator[Record]:
     """Read a member; one that is refused or not UTF-8 becomes one rejected record."""
     try:
@@ -476,9 +455,9 @@ def _read_member(
             if is_beside_records(kind, options):
                 pass_over(options.passed_over, BESIDE_RECORDS.removesuffix(GLOB_CHOOSES), PurePath(where))
             else:
-                yield from kind.read(contents, where, options, rules, start)
+                yield from kind.read(contents, where, options, rules)
     except UndecodableError as error:
-        yield Rejected(where, error.problem.strip(), b"", (1,), is_undecodable=True)
+        yield Rejected(where, error.problem.strip(), b"", is_undecodable=True)
 
 
 TAR = Format(read_tar, frozenset({".tar"}), in_folders=False, magic=(257, (b"ustar",)), are_records=_never)

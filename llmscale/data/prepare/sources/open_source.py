@@ -91,12 +91,13 @@ class HuggingFaceSource(Source):
         while True:
             try:
                 for record in self._open(done):
-                    place, where = (done + 1,), f"{self.name}, record {done}"
-                    document = document_of(record, self._options, where, place, b"", is_first=done == 0)
+                    where = f"{self.name}, record {done}"
+                    document = document_of(record, self._options, where, b"", is_first=done == 0)
                     if isinstance(document, Rejected):
                         document.contents = str(record)[:10_000].encode(errors="replace")
-                    yield document
                     done, num_failures = done + 1, 0
+                    document.place = (done,)
+                    yield document
                 return
             except DataError:
                 raise

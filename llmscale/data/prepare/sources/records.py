@@ -16,7 +16,6 @@ from llmscale.data.prepare.sources import source
 from llmscale.data.prepare.sources.source import (
     Document,
     FileError,
-    Place,
     ReadOptions,
     Record,
     Rejected,
@@ -57,8 +56,10 @@ def is_jsonl(head: bytes, name: str, options: ReadOptions) -> bool:
     try:
         record, end = _DECODER.raw_decode(text, begin.end())
         is_alone = begin[1] is not None or not text[end:].lstrip().startswith("{")
-        if is_alone and options.has_plain and not _has_field(record, options.text_field):
-            return False
+        if is_alone and options.has_plain:
+            field_of(record, options.text_field)
+    except KeyError:
+        return False
     except (ValueError, RecursionError):  # damaged, or longer than the head
         last = options.text_field.rpartition(".")[2]
         if not re.search(rf"{re.escape(json.dumps(last))}\s*:", text):
@@ -74,38 +75,28 @@ def _not_lines(name: str, what: str, command: str) -> FileError:
     return FileError(name, problem, f"Write one record per line: {command}.")
 
 
-def _has_field(record: dict[str, object], name: str) -> bool:
-    with suppress(KeyError):
-        field_of(record, name)
-        return True
-    return False
-
-
-def read_jsonl(
-    file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
-) -> Iterator[Record]:
-    """Read JSON lines. Places are (byte, line) of the next line, from 0. Raises DataError when the first record lacks
-    the field."""
-    offset, number = start or (0, 0)
-    _skip_bytes(file, offset)
-    is_first, limit_bytes, parse_fast = not offset, source.MAX_DOCUMENT_BYTES, _fast_parser()
+def read_jsonl(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None) -> Iterator[Record]:
+    """Read JSON lines. Raises DataError when the first record lacks the field."""
+    number, is_first, limit_bytes, parse_fast = 0, True, source.MAX_DOCUMENT_BYTES, _fast_parser()
     while line := file.readline(limit_bytes + 1):
-        offset, number = offset + len(line), number + 1
-        where, place = f"{name}, line {number}", (offset, number)
+        number += 1
+        where = f"{name}, line {number}"
         if len(line) > limit_bytes:
-            offset += _skip_line(file) if not line.endswith(b"\n") else 0
-            yield Rejected(where, source.describe_too_long(), line, (offset, number))
+            part = line
+            while part and not part.endswith(b"\n"):
+                part = file.readline(_CHUNK_BYTES)
+            yield Rejected(where, source.describe_too_long(), line)
             continue
         line = line.removeprefix(_BOM) if number == 1 else line
         if line.isspace() or not line:
             continue
         record = _parse(line, parse_fast)
         if isinstance(record, dict):
-            document = document_of(record, options, where, place, line, is_first=is_first)
+            document = document_of(record, options, where, line, is_first=is_first)
             is_first = is_first and isinstance(document, Rejected)
             yield document
         else:
-            yield Rejected(where, record, line, place, is_undecodable=record.startswith("not UTF-8"))
+            yield Rejected(where, record, line, is_undecodable=record.startswith("not UTF-8"))
 
 
 def _fast_parser() -> Callable[[bytes], object]:
@@ -149,25 +140,6 @@ def without_lone_surrogates(text: str) -> str:
     return text
 
 
-def _skip_bytes(file: BinaryIO, count: int) -> None:
-    """Move to byte `count` of a newly opened file."""
-    if file.seekable():
-        file.seek(count)
-        return
-    while count > 0 and (chunk := file.read(min(count, _CHUNK_BYTES))):
-        count -= len(chunk)
-
-
-def _skip_line(file: BinaryIO) -> int:
-    """Skip the rest of a line and return its number of bytes."""
-    count = 0
-    while chunk := file.readline(_CHUNK_BYTES):
-        count += len(chunk)
-        if chunk.endswith(b"\n"):
-            break
-    return count
-
-
 class _Lines:
     """Lines of a text for `csv.reader`."""
 
@@ -195,14 +167,11 @@ class _Lines:
         return line
 
 
-def read_csv(
-    file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
-) -> Iterator[Record]:
-    """Read a column of a CSV or TSV file with a header, quoted as for `csv` and pandas. Places are (next row,).
+def read_csv(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None) -> Iterator[Record]:
+    """Read a column of a CSV or TSV file with a header, quoted as for `csv` and pandas.
 
     A row that ends early has an empty text. Raises DataError: no such column, an open quote, a row that is too long.
     """
-    (done,) = start or (0,)
     lines = _Lines(io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline=""))
     # The limit of one value holds for the process; its default is 128 KiB.
     csv.field_size_limit(source.MAX_DOCUMENT_BYTES)
@@ -220,9 +189,9 @@ def read_csv(
             if lines.are_over:
                 raise csv.Error("a quote is opened and never closed")
             lines.row_size = 0
-            number += bool(row)  # an empty line is no row
-            if row and number > done:
-                yield _read_row(row, column, len(header), f"{name}, row {number - 1}", number)
+            if row:  # an empty line is no row
+                number += 1
+                yield _read_row(row, column, len(header), f"{name}, row {number - 1}")
     except csv.Error as error:
         raise DataError(f"{name}, row {number}: {error}. Correct it, or write the text as JSON lines.") from None
 
@@ -232,14 +201,14 @@ def _check_once(column: str, names: Sequence[str], where: str) -> None:
         raise DataError(f"{where} has {names.count(column)} columns '{column}'. Rename all but one.")
 
 
-def _read_row(row: list[str], column: int, num_columns: int, where: str, place: int) -> Record:
+def _read_row(row: list[str], column: int, num_columns: int, where: str) -> Record:
     text = row[column] if column < len(row) else ""
     if len(row) > num_columns:
         reason = f"{len(row)} values for the header's {num_columns} columns"
-        return Rejected(where, reason, text.encode(errors="surrogateescape"), (place,))
+        return Rejected(where, reason, text.encode(errors="surrogateescape"))
     if not text.isascii() and _SURROGATE.search(text):  # bytes that are not UTF-8, as the decoder keeps them
-        return Rejected(where, "not UTF-8", text.encode(errors="surrogateescape"), (place,), is_undecodable=True)
-    return Document(text, (place,))
+        return Rejected(where, "not UTF-8", text.encode(errors="surrogateescape"), is_undecodable=True)
+    return Document(text)
 
 
 def has_csv_column(head: bytes, _name: str, options: ReadOptions) -> bool:
@@ -275,58 +244,49 @@ def _split_header(header: str, delimiter: str) -> list[str]:
 _BATCH_ROWS = 64
 
 
-def read_parquet(
-    file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
-) -> Iterator[Record]:
-    """Read a column of a Parquet file. Places are (next row,). A null is an empty text. Raises DataError."""
-    yield from _read_column(_parquet_batches, "Parquet", file, name, options.text_field, start)
+def read_parquet(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None) -> Iterator[Record]:
+    """Read a column of a Parquet file. A null is an empty text. Raises DataError."""
+    yield from _read_column(_parquet_batches, "Parquet", file, name, options.text_field)
 
 
-def read_arrow(
-    file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
-) -> Iterator[Record]:
-    """Read a column of an Arrow file or stream, as `datasets` saves them. Places are (next row,). Raises DataError."""
-    yield from _read_column(_arrow_batches, "Arrow", file, name, options.text_field, start)
+def read_arrow(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None) -> Iterator[Record]:
+    """Read a column of an Arrow file or stream, as `datasets` saves them. Raises DataError."""
+    yield from _read_column(_arrow_batches, "Arrow", file, name, options.text_field)
 
 
-#: First row and values of each part of a column, from the part with a row on: (file, its name, column, row).
-_Batches = Callable[[BinaryIO, str, str, int], Iterator[tuple[int, "pyarrow.Array"]]]
+#: Consecutive values of a column: (file, its name, column).
+_Batches = Callable[[BinaryIO, str, str], Iterator["pyarrow.Array"]]
 
 
-def _read_column(batches: _Batches, kind: str, file: BinaryIO, name: str, field: str, start: Place) -> Iterator[Record]:
+def _read_column(batches: _Batches, kind: str, file: BinaryIO, name: str, field: str) -> Iterator[Record]:
     import pyarrow
 
-    (row,) = start or (0,)
+    row = 0
     try:
-        for first, values in batches(file, name, field, row):
-            for begin in range(max(0, row - first), len(values), _BATCH_ROWS):
-                yield from _read_texts(values.slice(begin, _BATCH_ROWS), name, first + begin)
+        for values in batches(file, name, field):
+            for begin in range(0, len(values), _BATCH_ROWS):
+                yield from _read_texts(values.slice(begin, _BATCH_ROWS), name, row + begin)
+            row += len(values)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{name} is not a readable {kind} file: {str(error).rstrip('.')}.") from None
 
 
-def _parquet_batches(file: BinaryIO, name: str, field: str, row: int) -> Iterator[tuple[int, pyarrow.Array]]:
+def _parquet_batches(file: BinaryIO, name: str, field: str) -> Iterator[pyarrow.Array]:
     from pyarrow import parquet
 
     table = parquet.ParquetFile(_seekable(file, name))
     column = _find_column(table.schema_arrow, field, name)
     path = ".".join(column)
     index = next(k for k in range(len(table.schema)) if table.schema.column(k).path == path)
-    first = 0
     for number in range(table.num_row_groups):
-        group = table.metadata.row_group(number)
-        if first + group.num_rows <= row:
-            first += group.num_rows
-            continue
-        sizes = group.column(index)
+        sizes = table.metadata.row_group(number).column(index)
         if sizes.total_uncompressed_size > most_unpacked_bytes(sizes.total_compressed_size):
             raise unfolds(f"{name}, column '{path}',", sizes.total_compressed_size)
         for batch in table.iter_batches(_BATCH_ROWS, row_groups=[number], columns=[path]):
-            yield first, _column_of(batch, column)
-            first += len(batch)
+            yield _column_of(batch, column)
 
 
-def _arrow_batches(file: BinaryIO, name: str, field: str, row: int) -> Iterator[tuple[int, pyarrow.Array]]:
+def _arrow_batches(file: BinaryIO, name: str, field: str) -> Iterator[pyarrow.Array]:
     from pyarrow import ipc
 
     if cast(io.BufferedReader, file).peek(1).startswith(b"ARROW1"):
@@ -336,10 +296,8 @@ def _arrow_batches(file: BinaryIO, name: str, field: str, row: int) -> Iterator[
         table = ipc.open_stream(file)
         batches = iter(table)
     column = _find_column(table.schema, field, name)
-    first = 0
     for batch in batches:
-        yield first, _column_of(batch, column)
-        first += len(batch)
+        yield _column_of(batch, column)
 
 
 def _find_column(schema: pyarrow.Schema, field: str, name: str) -> Sequence[str]:
@@ -401,29 +359,20 @@ def _column_of(batch: pyarrow.RecordBatch, column: Sequence[str]) -> pyarrow.Arr
 def _read_texts(texts: pyarrow.Array, name: str, row: int) -> Iterator[Record]:
     """Yield rows row, row + 1, ... of a column."""
     import pyarrow
-    from pyarrow import compute
 
     if pyarrow.types.is_dictionary(texts.type):
         texts = texts.dictionary_decode()
     if str(texts.type) == "string_view":
         texts = texts.cast(pyarrow.large_string())
-    if texts.nbytes <= source.MAX_DOCUMENT_BYTES:
-        with suppress(UnicodeDecodeError):  # before the first is yielded
-            yield from [Document(text or "", (place,)) for place, text in enumerate(texts.to_pylist(), start=row + 1)]
-            return
-    lengths = compute.binary_length(texts).to_pylist()
-    for place, (value, length) in enumerate(zip(texts, lengths, strict=True), start=row + 1):
-        where = f"{name}, row {place - 1}"
-        if length is not None and length > source.MAX_DOCUMENT_BYTES:
-            beginning = bytes(value.as_buffer())[:_CHUNK_BYTES]
-            yield Rejected(where, source.describe_too_long(), beginning, (place,))
+    for number, contents in enumerate(texts.cast(pyarrow.large_binary()).to_pylist(), start=row):
+        if contents is not None and len(contents) > source.MAX_DOCUMENT_BYTES:
+            yield Rejected(f"{name}, row {number}", source.describe_too_long(), contents[:_CHUNK_BYTES])
             continue
         try:
-            yield Document(value.as_py() or "", (place,))
+            yield Document((contents or b"").decode())
         except UnicodeDecodeError as error:
-            contents = value.cast(pyarrow.large_binary()).as_py()
             reason = f"not UTF-8 ({error.reason} at byte {error.start})"
-            yield Rejected(where, reason, contents, (place,), is_undecodable=True)
+            yield Rejected(f"{name}, row {number}", reason, contents, is_undecodable=True)
 
 
 def _seekable(file: BinaryIO, name: str) -> BinaryIO:

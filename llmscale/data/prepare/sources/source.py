@@ -19,7 +19,7 @@ from llmscale.errors import DataError
 from llmscale.terminal.human_numbers import with_singulars
 from llmscale.untrusted.paths import RefusedFile, open_regular
 
-#: Place from which reading resumes: numbers that only their source interprets. () is the beginning.
+#: Place from which reading resumes: numbers that only its source interprets. () is the beginning.
 Place = tuple[int, ...]
 #: Longest record; a longer one is rejected.
 MAX_DOCUMENT_BYTES = 64 << 20
@@ -36,8 +36,8 @@ class Document:
     """A text, or its tokens without end-of-text and begin-of-text."""
 
     content: str | TokenArray
-    place: Place
-    """Place after this document."""
+    place: Place = ()
+    """Place after this document, which a source of files fills in."""
 
 
 @dataclass(slots=True)
@@ -50,8 +50,8 @@ class Rejected:
     """A sentence without its full stop."""
     contents: bytes
     """Content of the record, or its beginning."""
-    place: Place
-    """Place after this record."""
+    place: Place = ()
+    """Place after this record, as in a Document."""
     is_undecodable: bool = False
     """True for text that is not UTF-8, which --skip-undecodable skips."""
 
@@ -266,7 +266,7 @@ def lacks_field(text_field: str, record: Mapping[str, object] | list[str], word:
 
 
 def document_of(
-    record: Mapping[str, object], options: ReadOptions, where: str, place: Place, contents: bytes, *, is_first: bool
+    record: Mapping[str, object], options: ReadOptions, where: str, contents: bytes, *, is_first: bool
 ) -> Record:
     """Return the document of a record with fields, or the record as rejected, with `contents`.
 
@@ -277,11 +277,10 @@ def document_of(
     except KeyError:
         if is_first:
             raise missing_field(where, options.text_field, record) from None
-        return Rejected(where, lacks_field(options.text_field, record), contents, place)
+        return Rejected(where, lacks_field(options.text_field, record), contents)
     if isinstance(text, str):
-        return Document(text, place)
-    reason = f"the field '{options.text_field}' holds {type(text).__name__}, not text"
-    return Rejected(where, reason, contents, place)
+        return Document(text)
+    return Rejected(where, f"the field '{options.text_field}' holds {type(text).__name__}, not text", contents)
 
 
 def _names_in(record: Mapping[str, object]) -> Iterator[str]:

@@ -5,24 +5,31 @@ nanoGPT's files are uint16 and nothing else. `.npy` holds one row of integers. l
 the first three are a magic number, a version and the number of tokens (dev/data/data_common.py, write_datafile):
 20240520, version 1, uint16 for GPT-2; 20240801, version 7, uint32 for Llama 3.
 
-MDS shards, such as llm-foundry's conversion, have a column of tokens or one of text. Only the one column is read. One
-shard is in memory at a time. An index names files anywhere and column encodings, one of which (`pkl`) runs code: names
-are checked, and Streaming's own readers serve only the encoding `json` and the compressions brotli and snappy.
+MDS shards, such as llm-foundry's conversion, have a column of tokens or one of text. Only the one column is read, and
+decoded by Streaming. One shard is in memory at a time. An index names files anywhere and column encodings, one of which
+(`pkl`) runs code: both are checked.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib
+import importlib.util
 import io
 import json
+import re
 import struct
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
+from types import ModuleType
 from typing import BinaryIO, cast
 
 import numpy as np
 
+from llmscale.config.bundled_files import install_command
 from llmscale.data.prepare.sources.source import (
     Document,
     InputFile,
@@ -37,8 +44,7 @@ from llmscale.data.prepare.sources.source import (
     within_budget,
     without_undecodable,
 )
-from llmscale.data.shards.compressed import DamagedError, most_unpacked_bytes, open_zstd, unfolds, unpacked
-from llmscale.data.shards.streaming_import import streaming_module
+from llmscale.data.shards.compressed import most_unpacked_bytes, unfolds, unpacked
 from llmscale.data.tokenizers.tokenizer import TokenArray
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
@@ -56,7 +62,7 @@ def need_rules(rules: TokenRules | None, name: str) -> TokenRules:
 
 
 def documents_in(
-    pieces: Iterable[tuple[Place, TokenArray]], offset: int, rules: TokenRules, name: str
+    pieces: Iterable[tuple[Place, TokenArray]], rules: TokenRules, name: str, offset: int = 0
 ) -> Iterator[Document]:
     """Yield the documents of consecutive pieces, from token `offset` of the first on. Places are (*piece, offset).
 
@@ -105,13 +111,9 @@ LLMC_MAGIC = tuple(struct.pack("<2i", magic, version) for magic, version in _DTY
 _PIECE_TOKENS = 1 << 20
 
 
-def read_tokens(
-    file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
-) -> Iterator[Record]:
-    """Read a file of nanoGPT or llm.c. Places are (piece, token). Raises DataError: truncated, tokens of another
-    tokenizer."""
+def read_tokens(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None) -> Iterator[Record]:
+    """Read a file of nanoGPT or llm.c. Raises DataError: truncated, tokens of another tokenizer."""
     rules = need_rules(rules, name)
-    piece, offset = start or (0, 0)
     head = file.read(_HEADER_BYTES)
     magic, version, count = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
     dtype = _DTYPES.get((magic, version)) if len(head) == _HEADER_BYTES else None
@@ -124,9 +126,9 @@ def read_tokens(
                 f"{rules.vocab_size:,} tokens. Give the tokenizer that it was made with."
             )
         _refuse_wide(np.frombuffer(head[: len(head) // 2 * 2], "<u2"), name)
-        yield from documents_in(_pieces(file, head, "<u2", name, None, piece), offset, rules, name)
+        yield from documents_in(_pieces(file, head, "<u2", name, None), rules, name)
     else:
-        yield from documents_in(_pieces(file, b"", dtype, name, count, piece), offset, rules, name)
+        yield from documents_in(_pieces(file, b"", dtype, name, count), rules, name)
 
 
 def has_header(head: bytes, _name: str, _options: ReadOptions) -> bool:
@@ -162,12 +164,9 @@ def is_token_array(head: bytes, _name: str, _options: ReadOptions) -> bool:
     return len(shape) == 1 and dtype.kind in "iu"
 
 
-def read_npy(
-    file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
-) -> Iterator[Record]:
-    """Read a row of token ids that numpy saved, never with pickle. Places are (piece, token). Raises DataError."""
+def read_npy(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None) -> Iterator[Record]:
+    """Read a row of token ids that numpy saved, never with pickle. Raises DataError."""
     rules = need_rules(rules, name)
-    piece, offset = start or (0, 0)
     try:
         shape, dtype = _read_array_header(file)
     except ValueError as error:
@@ -177,48 +176,34 @@ def read_npy(
             f"{name} holds an array of {dtype} of shape {shape}, not token ids: one row of integers. Save token ids "
             "with numpy.save(FILE, ids.reshape(-1))."
         )
-    yield from documents_in(_pieces(file, b"", dtype, name, shape[0], piece), offset, rules, name)
+    yield from documents_in(_pieces(file, b"", dtype, name, shape[0]), rules, name)
 
 
 def _pieces(
-    file: BinaryIO, head: bytes, dtype: str | np.dtype, name: str, count: int | None, first: int
+    file: BinaryIO, head: bytes, dtype: str | np.dtype, name: str, count: int | None
 ) -> Iterator[tuple[Place, TokenArray]]:
-    """Yield pieces from number `first` on; `head` was read before. Raises DataError unless there are `count` tokens."""
+    """Yield pieces without a place; `head` was read before. Raises DataError unless there are `count` tokens."""
     piece_bytes = _PIECE_TOKENS * np.dtype(dtype).itemsize
-    number = num_tokens = 0
-    while data := head + _read_bytes(file, piece_bytes - len(head)):
+    num_tokens = 0
+    while data := head + file.read(piece_bytes - len(head)):
         head = b""
         if len(data) % np.dtype(dtype).itemsize:
             raise DataError(f"{name} is truncated or not a token file: it ends within a token.")
         tokens = np.frombuffer(data, dtype)
         num_tokens += len(tokens)
-        if number >= first:
-            yield (number,), tokens
-        number += 1
+        yield (), tokens
     if count is not None and num_tokens != count:
         raise DataError(f"{name} is truncated: {num_tokens:,} tokens, but its header states {count:,}.")
 
 
-def _read_bytes(file: BinaryIO, count: int) -> bytes:
-    """Return `count` bytes, fewer only at the end."""
-    parts = []
-    while count and (part := file.read(count)):
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
-
-
 INDEX_NAME = "index.json"
-#: zstd is the only compression of Streaming that is read here.
 _COMPRESSIONS = (".zstd", ".br", ".bz2", ".gz", ".snappy")
 #: Largest shard, as it is read into memory; Streaming's default is 64 MiB.
 _MOST_SHARD_BYTES = 1 << 30
 #: Column of tokens, as llm-foundry names it, and as transformers does; the latter is read if no column is the text.
 _TOKENS_NAME, _INPUT_IDS_NAME = "tokens", "input_ids"
-#: Types by the byte before an array whose column leaves its type open, and by name.
-_ARRAY_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
-_ARRAY_TYPES = {"uint8": "u1", "int8": "i1", "uint16": "<u2", "int16": "<i2", "uint32": "<u4", "int32": "<i4",
-          "uint64": "<u8", "int64": "<i8"}  # fmt: skip
+#: Encodings of a column of text or tokens.
+_ENCODING = re.compile(r"str|bytes|json|ndarray(:u?int(8|16|32|64)(:[1-9]\d*(,[1-9]\d*)*)?)?")
 
 
 @dataclass(frozen=True)
@@ -271,7 +256,7 @@ class MdsSource(Source):
         shard, sample, offset = (*start, 0)[:3] if start else (0, 0, 0)
         if not self._shards[0].is_text:
             rules = need_rules(rules, self.name)
-            yield from documents_in(self._tokens(shard, sample), offset, rules, self.name)
+            yield from documents_in(self._tokens(shard, sample), rules, self.name, offset)
             return
         for (number, index), data in self._samples(shard, sample):
             where, place = f"{self._shards[number].name}, sample {index}", (number, index + 1)
@@ -295,7 +280,7 @@ class MdsSource(Source):
         for (number, index), data in self._samples(shard, sample):
             try:
                 yield (number, index), _decode(data, self._shards[number].encoding)
-            except (ValueError, IndexError):
+            except (ValueError, LookupError, TypeError):
                 raise DataError(f"{self._shards[number].name}, sample {index} is not an array of tokens.") from None
 
     def _samples(self, shard: int, sample: int) -> Iterator[tuple[tuple[int, int], bytes]]:
@@ -355,7 +340,11 @@ def _parse(entry: object, files: Mapping[str, InputFile], text_field: str, where
         raise DataError(f"{where}: {lacks_field(wanted, list(map(str, names)), 'column')}; name one with --text-field.")
     column = names.index(wanted)
     encoding = str(encodings[column])
-    _check_encoding(encoding, wanted, where)
+    if not _ENCODING.fullmatch(encoding):
+        raise DataError(
+            f"{where}: the column {wanted} is {encoding[:60]!r}. Legal: bytes (of int64, as llm-foundry writes) or "
+            "ndarray for tokens, str for text, json for a list of tokens."
+        )
     zip_name = zip_data.get("basename") if isinstance(zip_data, dict) else None
     for name in (basename, zip_name):
         if name is not None and not is_plain_name(name):
@@ -379,33 +368,20 @@ def _parse(entry: object, files: Mapping[str, InputFile], text_field: str, where
     return _Shard(name, file, compression, num_bytes, samples, column, wanted, tuple(sizes), encoding)
 
 
-def _check_encoding(encoding: str, name: str, where: str) -> None:
-    kind, _, rest = encoding.partition(":")
-    dtype = rest.partition(":")[0]
-    if encoding in ("str", "bytes", "json") or (kind == "ndarray" and (not dtype or dtype in _ARRAY_TYPES)):
-        return
-    raise DataError(
-        f"{where}: the column {name} is {encoding[:60]!r}. Legal: bytes (of int64, as llm-foundry writes) or ndarray "
-        "for tokens, str for text, json for a list of tokens."
-    )
-
-
 def _read_shard(shard: _Shard) -> bytes:
     """Return a shard's uncompressed contents. Raises DataError: unreadable, of another size, damaged."""
     try:
         with opened(shard.file) as raw:
-            if shard.compression in ("", ".zstd"):
-                data = (open_zstd(raw) if shard.compression else raw).read(shard.bytes + 1)
-            elif shard.compression in (".gz", ".bz2"):
-                with unpacked(raw, shard.name, shard.file.size_bytes) as contents:
-                    data = contents.read(shard.bytes + 1)
-            else:
+            if not shard.compression:
+                data = raw.read(shard.bytes + 1)
+            elif shard.compression in (".br", ".snappy"):
                 decompress = streaming_module("compression").decompress
                 data = decompress(shard.compression[1:], raw.read(shard.file.size_bytes + 1))
-    except DataError:
-        raise
-    except (OSError, EOFError, DamagedError) as error:
-        raise DataError(f"{shard.name} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+            else:
+                with unpacked(raw, shard.name, shard.file.size_bytes) as contents:
+                    data = contents.read(shard.bytes + 1)
+    except OSError as error:
+        raise DataError(f"{shard.name} cannot be read: {error.strerror or error}.") from None
     if len(data) != shard.bytes:
         raise DataError(f"{shard.name} has another size than its index states.")
     return data
@@ -430,18 +406,38 @@ def _column(data: bytes, index: int, shard: _Shard) -> bytes:
 
 
 def _decode(data: bytes, encoding: str) -> TokenArray:
-    """Return an array of tokens. Raises ValueError, IndexError."""
+    """Return an array of tokens. Raises ValueError, LookupError, TypeError."""
     if encoding == "bytes":
         return np.frombuffer(data, "<i8")
-    if encoding == "json":
-        return np.array(streaming_module("format.mds.encodings").mds_decode(encoding, data), np.int64)
-    _, dtype, shape = (*encoding.split(":", 2), "", "")[:3]
-    code = _ARRAY_TYPES[dtype] if dtype else _ARRAY_DTYPES.get(data[0], "")
-    place = 0 if dtype else 1
-    if not shape:
-        # One byte: number of dimensions in the high bits, log2 of the bytes of each in the low two.
-        ndim, width = data[place] >> 2, 1 << (data[place] & 3)
-        place += 1 + ndim * width
-    if not code:
+    tokens = np.ravel(streaming_module("format.mds.encodings").mds_decode(encoding, data))
+    if len(tokens) and tokens.dtype.kind not in "iu":
         raise ValueError
-    return np.frombuffer(data, code, offset=place)
+    return tokens
+
+
+@functools.cache
+def streaming_module(name: str) -> ModuleType:
+    """Return the module `streaming.base.<name>` of mosaicml-streaming. Raises DataError when it is not installed.
+
+    Its packages' `__init__` are left out: they import torchvision, which fails beside a CPU build of torch, and
+    transformers, in 1.5 to 6 s. A later `import streaming` runs them, and has the modules that are loaded here.
+    """
+    package = importlib.util.find_spec("streaming")
+    if package is None or package.origin is None:
+        raise DataError(
+            "mosaicml-streaming is not installed, and only it reads these shards. "
+            f"Install it with `{install_command('train,data')}`."
+        )
+    folder, placed = PurePath(package.origin).parent, []
+    for bare, path in (("streaming", folder), ("streaming.base", folder / "base")):
+        if bare not in sys.modules:
+            sys.modules[bare] = ModuleType(bare)
+            sys.modules[bare].__path__ = [str(path)]
+            placed.append(bare)
+    try:
+        # Its modules import each other in a circle, which works only when entered here.
+        importlib.import_module("streaming.base.format")
+        return importlib.import_module(f"streaming.base.{name}")
+    finally:
+        for bare in placed:
+            del sys.modules[bare]

@@ -7,7 +7,7 @@ import pytest
 
 from llmscale.errors import ConfigError
 from llmscale.planning.scaling import BESIROGLU, Point
-from llmscale.report.isoflop_plot import plot_isoflops
+from llmscale.report.planning_plots import plot_isoflops
 
 CHOSEN = Point(7e9, 140e9, 2.2)
 

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.schema import CheckpointingMode
-from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
-from llmscale.dry_run.fakes import fake_world
+from llmscale.dry_run.simulated_gpu import cuda_kernels, fake_world, kernel_workspace
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.model.gpt import GPT
 
