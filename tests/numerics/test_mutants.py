@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import run_cells
+from tests.conftest import HANG_S, run_cells
 from tests.numerics.honest import Setting, honest_settings
 from tests.numerics.mutants import MUTANTS, Mutant
 
@@ -64,7 +64,9 @@ def check_mutants(mutants: Sequence[Mutant]) -> None:
 
 def check_honest(settings: Sequence[Setting], world_size: int) -> None:
     chosen = [setting for setting in settings if setting.ranks == world_size]
-    rows = run_cells(SCRIPT, [{"flags": setting.flags, "seq_len": setting.seq_len} for setting in chosen], world_size)
+    jobs = [{"flags": setting.flags, "seq_len": setting.seq_len} for setting in chosen]
+    # There may be more than a hundred engines.
+    rows = run_cells(SCRIPT, jobs, world_size, timeout_s=max(HANG_S, 10 * len(jobs)))
     assert not [row for row in rows if row["link"]]
 
 
@@ -84,6 +86,7 @@ def test_every_bug_is_found_or_known_to_hide() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_honest_setting_raises_an_alarm(world_size: int) -> None:
     check_honest(honest_settings(), world_size)
