@@ -97,6 +97,18 @@ def test_a_shipped_file_has_no_batch_size_and_nothing_without_effect(name: str) 
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_the_name_says_what_the_file_does(name: str) -> None:
+    config = read_ds_config(FOLDER / f"{name}.json")
+    assert config.zero_stage == int(name[4])
+    assert config.precision == ("fp16" if "fp16" in name else "bf16")
+    device = "nvme" if "nvme" in name else "cpu" if "offload" in name else "none"
+    assert config.keys.offload_optimizer_device == device
+    assert config.keys.offload_param_device == (device if config.zero_stage == 3 else "none")
+    assert config.checkpointing == ("full" if "ckpt" in name else "none")
+    assert config.keys.cpu_checkpointing == name.endswith("ckpt_cpu")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_deepspeed_reads_the_resolved_file_as_meant(name: str) -> None:
     pytest.importorskip("deepspeed")
     from deepspeed.runtime.config import DeepSpeedConfig
