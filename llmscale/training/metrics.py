@@ -126,6 +126,8 @@ class MetricsLog:
             tracker.finish()
 
     def _track(self, kind: str, values: Mapping[str, object], step: int) -> None:
+        if not self._trackers:
+            return
         # By path: train/loss, train/loss_by_set/web.
         numbers = {path: value for path, value in flatten({kind: values}, "/") if isinstance(value, (int, float))}
         for tracker in self._trackers:

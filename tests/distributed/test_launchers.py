@@ -117,6 +117,15 @@ def start(train_command: Callable, tmp_path: Path) -> Iterator[Callable[..., Job
         job.kill()
 
 
+def test_sigterm_to_deepspeed_which_does_not_pass_it_on(start: Callable) -> None:
+    """The one default test with the real launcher; the others below are slow."""
+    job = start("deepspeed", "--num-workers", "1", ranks=1)
+    job.until_step(3)
+    job.process.terminate()
+    job.check_saved(f"stopped by the end of its launcher (deepspeed, process {job.process.pid})")
+    lock_run_folder(job.run).close()  # another start may have it
+
+
 def test_a_killed_data_worker_ends_the_run_with_one_line(start: Callable) -> None:
     job = start("python", "--num-workers", "1", is_warm=True)
     job.until(lambda: "step      3/" in job.output.read_text())

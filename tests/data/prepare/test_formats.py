@@ -139,7 +139,7 @@ def _repeated(text: str, rows: int) -> pa.Table:
 @pytest.mark.parametrize(
     "table",
     [
-        _repeated("x" * (20 * MIB), 64),
+        _repeated("x" * (100 * MIB), 64),
         pa.table({"text": pa.nulls(1 << 21, "string")}),
     ],
     ids=["long", "nothing"],
