@@ -79,6 +79,7 @@ def test_every_disk_has_its_own_tensors_and_all_descriptions(nodes: Nodes, strai
     assert {file.name for file in manifests[0].files} > {"__0_0.distcp", "__1_0.distcp"}
 
 
+@pytest.mark.slow
 def test_swapped_nodes_with_another_number_of_ranks_resume_at_another_stage(
     nodes: Nodes, straight: dict[int, float]
 ) -> None:

@@ -91,7 +91,7 @@ def check_equal(run: Path, reference: Path) -> None:
 
 
 def test_three_ranks_train_as_one(tiny_set: Path, mix: Path, tmp_path: Path) -> None:
-    cases = {name: CASES[name] for name in ("mixture", "stage 3", "router bias")}
+    cases = {name: CASES[name] for name in ("mixture", "router bias")}
     references = train(cases, 1, tmp_path, tiny_set, mix)
     for name, run in train(cases, 3, tmp_path, tiny_set, mix).items():
         check_equal(run, references[name])

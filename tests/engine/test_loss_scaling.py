@@ -49,6 +49,7 @@ def test_overflows_halve_the_scale_skip_steps_are_reported_and_end(
     assert state["loss_scaler"]["cur_scale"] == steps[-1]["loss_scale"]
 
 
+@pytest.mark.slow
 def test_timed_steps_find_a_scale_and_leave_the_first_one(
     ranks: Callable, train_command: Callable, tmp_path: Path
 ) -> None:
