@@ -101,6 +101,9 @@ def ray_address() -> Iterator[str]:
         "2",
         "--port",
         str(port),
+        # Its workers' own range, 10002 to 19999, may hold that port.
+        "--min-worker-port=0",
+        "--max-worker-port=0",
         "--include-dashboard=false",
         "--temp-dir",
         folder,
