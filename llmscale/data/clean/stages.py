@@ -325,8 +325,11 @@ def _new_folder(path: Path) -> Iterator[Path]:
     try:
         yield partial
         sync_tree(partial)
-        if not path.exists():
+        try:
             os.rename(partial, path)
+        except OSError:
+            if not path.is_dir():
+                raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -364,12 +364,13 @@ def _read_texts(texts: pyarrow.Array, name: str, row: int) -> Iterator[Record]:
         texts = texts.dictionary_decode()
     if str(texts.type) == "string_view":
         texts = texts.cast(pyarrow.large_string())
-    for number, contents in enumerate(texts.cast(pyarrow.large_binary()).to_pylist(), start=row):
-        if contents is not None and len(contents) > source.MAX_DOCUMENT_BYTES:
+    for number, value in enumerate(texts.cast(pyarrow.large_binary()), start=row):
+        contents: bytes = value.as_py() or b""  # one at a time: a batch of books is large
+        if len(contents) > source.MAX_DOCUMENT_BYTES:
             yield Rejected(f"{name}, row {number}", source.describe_too_long(), contents[:_CHUNK_BYTES])
             continue
         try:
-            yield Document((contents or b"").decode())
+            yield Document(contents.decode())
         except UnicodeDecodeError as error:
             reason = f"not UTF-8 ({error.reason} at byte {error.start})"
             yield Rejected(f"{name}, row {number}", reason, contents, is_undecodable=True)
