@@ -1,8 +1,8 @@
 """Activation checkpointing: a block keeps all activations, its matrix products, or its input alone.
 
 `full` is DeepSpeed's checkpoint, so that every key of the ds_config's `activation_checkpointing` section has
-DeepSpeed's meaning. `selective` is PyTorch's, which can keep the results of chosen operators. With both, losses and
-gradients stay bit-identical at ZeRO stages 0 to 3, dropout included.
+DeepSpeed's meaning. `selective` is PyTorch's, within which two dispatch modes keep the results of chosen operators and
+hand them out again. With both, losses and gradients stay bit-identical at ZeRO stages 0 to 3, dropout included.
 
 MLPs may run a tile of tokens at a time, so that their activations do not grow with the sequence.
 
@@ -10,22 +10,25 @@ With checkpointing of complete blocks the largest tensors of a long sequence are
 that is recomputed: they are several times as wide as the residual stream. Here only a tile of them exists. The forward
 pass keeps the MLP's input; the backward pass runs each tile again and adds its gradients of the weights, in fp32. The
 idea is that of ALST's TiledMLP (Bekman et al. 2025). As the weights are inputs of one autograd function, ZeRO gets each
-gradient once, complete.
+gradient once, complete. `selective` keeps nothing of what runs within a tile.
 
-`full` checkpointing recomputes a block for its graph. If norms come before, the MLP's result is only added to the
-residual stream, and no gradient depends on it. So it is left out there, and the MLP is computed as often as without
-tiles.
+Checkpointing recomputes a block for its graph. If norms come before, the MLP's result is only added to the residual
+stream, and no gradient depends on it. So it is left out there: no checkpoint computes an MLP in tiles once more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.errors import ConfigError
@@ -114,7 +117,7 @@ def _run_selective(block: nn.Module, x: Tensor, *context: object) -> BlockOutput
         run,
         x,
         use_reentrant=False,
-        context_fn=partial(create_selective_checkpoint_contexts, save_products),
+        context_fn=_keep_and_take,
         # ZeRO-3 saves empty shards in the forward pass and gathered weights in the recomputation: shapes differ.
         determinism_check="none",
     )
@@ -140,16 +143,98 @@ class _Anchor(torch.autograd.Function):
         return gradients
 
 
+class _Products(TorchDispatchMode):
+    """A pass through a block that treats the results of `_SAVED_OPS` apart, and runs everything else.
+
+    PyTorch's own contexts want every operator of the recomputation to have run in the forward pass. With ZeRO-3 the
+    operators differ: a block gathers those weights itself that no earlier block has prefetched.
+    """
+
+    #: FlexAttention is one.
+    supports_higher_order_operators = True
+
+    def __init__(self, kept: deque[tuple[torch._ops.OpOverload, object]]) -> None:
+        super().__init__()
+        self.kept = kept
+        self.is_paused = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let FlexAttention be compiled meanwhile."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        op: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        call = partial(op, *args, **(kwargs or {}))
+        if self.is_paused or not _is_saved(op, args, kwargs or {}):
+            return call()
+        return self.treat(op, call)
+
+    def treat(self, op: torch._ops.OpOverload, call: Callable[[], object]) -> object:
+        """Return the result of an operator of `_SAVED_OPS`."""
+        raise NotImplementedError
+
+
+class _KeepProducts(_Products):
+    """The forward pass."""
+
+    def treat(self, op: torch._ops.OpOverload, call: Callable[[], object]) -> object:
+        """Run the operator and keep its result."""
+        result = call()
+        self.kept.append((op, tree_map_only(Tensor, Tensor.detach, result)))
+        return result
+
+
+class _TakeProducts(_Products):
+    """The recomputation."""
+
+    def treat(self, op: torch._ops.OpOverload, call: Callable[[], object]) -> object:
+        """Hand out what the forward pass kept, in its order."""
+        expected, result = self.kept.popleft() if self.kept else (None, None)
+        if op is not expected:
+            raise RuntimeError(f"The recomputation of a block runs {op} where its forward pass ran {expected}.")
+        return result
+
+
+def _keep_and_take() -> tuple[_Products, _Products]:
+    """Return the contexts of a block's forward pass and of its recomputation."""
+    kept: deque[tuple[torch._ops.OpOverload, object]] = deque()
+    return _KeepProducts(kept), _TakeProducts(kept)
+
+
+@contextlib.contextmanager
+def _kept_by_nobody() -> Iterator[None]:
+    """Let no checkpoint keep or hand out what runs inside."""
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Products)]
+    for mode in modes:
+        mode.is_paused = True
+    try:
+        yield
+    finally:
+        for mode in modes:
+            mode.is_paused = False
+
+
 def save_products(_: object, op: torch._ops.OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:
-    """Decide whether an operator's result is saved or recomputed.
+    """Decide whether an operator's result is saved or recomputed in a graph that PyTorch compiles."""
+    return CheckpointPolicy.MUST_SAVE if _is_saved(op, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_saved(op: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """Return whether an operator's result is saved.
 
     Attention with dropout is recomputed. Skipping it would shift the random numbers of every later dropout in the
     block, and the gradients would belong to other masks than the loss.
     """
     if op not in _SAVED_OPS:
-        return CheckpointPolicy.PREFER_RECOMPUTE
+        return False
     arguments = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
-    return CheckpointPolicy.PREFER_RECOMPUTE if arguments.get("dropout_p") else CheckpointPolicy.MUST_SAVE
+    return not arguments.get("dropout_p")
 
 
 _RunMLP = Callable[[Tensor], Tensor]
@@ -164,7 +249,7 @@ def tile_mlps(model: GPT, tile_tokens: int, *, zero_stage: int, checkpointing: C
         import deepspeed
 
         deepspeed.utils.set_z3_leaf_modules(model, [MLP])
-    is_left_out = checkpointing == "full" and model.shape.norm_placement == "pre"
+    is_left_out = checkpointing != "none" and model.shape.norm_placement == "pre"
     for mlp in (module for module in model.modules() if isinstance(module, MLP)):
         mlp.forward = partial(_run_mlp, mlp, tile_tokens, is_left_out)  # type: ignore[method-assign]
 
@@ -201,10 +286,11 @@ class _InTiles(torch.autograd.Function):
         if skips:
             return torch.empty_like(x, dtype=dtype if enabled else x.dtype)
         y: Tensor | None = None
-        for start in range(0, len(x), tile_tokens):
-            tile = run(x[start : start + tile_tokens])
-            y = tile.new_empty(x.shape) if y is None else y
-            y[start : start + tile_tokens] = tile
+        with _kept_by_nobody():
+            for start in range(0, len(x), tile_tokens):
+                tile = run(x[start : start + tile_tokens])
+                y = tile.new_empty(x.shape) if y is None else y
+                y[start : start + tile_tokens] = tile
         assert y is not None
         return y
 

@@ -101,6 +101,17 @@ class ComputeParts:
         return self.matmul_s + self.attention_s + self.block_traffic_s + self.loss_s
 
 
+def _passes_of_tiles(shape: GPTShape, checkpointing: CheckpointingMode) -> int:
+    """Return how often an MLP in tiles is computed beside its forward pass and a checkpoint's of matrix products.
+
+    The backward pass of a tile begins with its forward pass. If norms come before, that one stands in for a
+    checkpoint's; else both run, and `selective` keeps no product of a tile (tile_mlps).
+    """
+    if shape.norm_placement == "pre":
+        return 0 if checkpointing == "full" else 1
+    return 2 if checkpointing == "selective" else 1
+
+
 def token_work(
     shape: GPTShape, tokens: int, precision: Precision, checkpointing: CheckpointingMode, kernels: KernelSettings
 ) -> TokenWork:
@@ -111,10 +122,8 @@ def token_work(
     again_between = 1.0 if checkpointing == "none" else _RECOMPUTED
     of_blocks, of_head = model.blocks_work, model.head.work
     wide = 2 if precision == "fp32" else 1
-    # The backward pass of a tile of the MLP begins with its forward pass, in place of a checkpoint's (tile_mlps).
-    is_extra = shape.mlp_tile_tokens and (checkpointing != "full" or shape.norm_placement == "post")
-    tiled = [layer for layer in model.block if layer.name == "mlp"] if is_extra else []
-    in_tiles = shape.n_layer * sum_of_work(tiled).matmul_flops
+    tiled = [layer for layer in model.block if layer.name == "mlp"] if shape.mlp_tile_tokens else []
+    in_tiles = shape.n_layer * sum_of_work(tiled).matmul_flops * _passes_of_tiles(shape, checkpointing)
     # Weights beside adapters get no gradients; the adapters' own are too small to count.
     saved = 1 if model.has_adapters else 0
     of_matmuls = (_PASSES * again - saved) * of_blocks.matmul_flops + (_PASSES - saved) * of_head.matmul_flops

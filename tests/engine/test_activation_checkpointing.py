@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import weakref
 from collections import Counter
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmscale.architecture.shape import GPTShape, build_shape
-from llmscale.engine.activation_checkpointing import build_block_checkpoint
+from llmscale.config.deepspeed.schema import CheckpointingMode
+from llmscale.engine.activation_checkpointing import build_block_checkpoint, tile_mlps
 from llmscale.engine.deepspeed_patches import compute_in_bf16
 from llmscale.errors import ConfigError
 from llmscale.model.gpt import GPT
@@ -89,6 +91,101 @@ def test_selective_runs_fused_attention_again_only_for_its_random_numbers(dropou
         y = checkpoint(lambda x: attention(x, x, x, dropout, True)[0] * 2, x)
         y.sum().backward()
     assert count == runs
+
+
+def test_selective_recomputes_what_gathers_run_in_another_order() -> None:
+    """ZeRO-3 gathers within a block what no earlier block has prefetched: in the recomputation it is something else."""
+    model = GPT(GPTShape(2, 4, 64, 300, 32), seed=0, checkpoint=build_block_checkpoint("selective", {}))
+    gathers = iter(range(100))
+
+    def gather(*_: object) -> None:
+        """Stand in for ZeRO-3's hooks: more operators at each call, some of them first seen in the recomputation."""
+        part = torch.ones(2)
+        for _ in range(next(gathers)):
+            torch.cat([part, part]).mul(2)
+        if next(gathers) > 20:
+            part.sqrt()
+
+    for module in model.blocks.modules():
+        module.register_forward_pre_hook(gather)
+    tokens = torch.arange(64).view(2, 32)
+    loss = model(tokens, tokens)
+    loss.backward()
+    plain = GPT(GPTShape(2, 4, 64, 300, 32), seed=0)
+    plain(tokens, tokens).backward()
+    for weight, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(weight.grad, expected.grad)
+
+
+def test_selective_refuses_to_hand_out_the_result_of_another_product() -> None:
+    checkpoint = build_block_checkpoint("selective", {})
+    is_again = False
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(x, x, x) if is_again else x @ x
+
+    y = checkpoint(block, torch.randn(3, 3, requires_grad=True))
+    is_again = True
+    with pytest.raises(RuntimeError, match=r"runs aten.addmm.default where its forward pass ran aten.mm.default"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("norm_placement", ["pre", "post"])
+def test_selective_keeps_nothing_within_a_tile(norm_placement: str) -> None:
+    tokens = torch.arange(64).view(2, 32)
+    kept, gradients = {}, {}
+    for tile in (0, 16):
+        model = build_tiled(tile, "selective", norm_placement)
+        with Products() as products:
+            loss = model(tokens, tokens)
+        kept[tile] = products.alive
+        loss.backward()
+        gradients[tile] = [weight.grad for weight in model.parameters()]
+    blocks, products_of_mlp = 2, 2
+    assert kept[0] - kept[16] == blocks * products_of_mlp
+    torch.testing.assert_close(gradients[16], gradients[0])
+
+
+@pytest.mark.parametrize(("norm_placement", "times"), [("pre", 0), ("post", 1)])
+def test_selective_recomputes_a_tiled_mlp_only_where_a_gradient_depends_on_it(norm_placement: str, times: int) -> None:
+    tokens = torch.arange(64).view(2, 32)
+    ran = {}
+    for mode in ("none", "selective"):
+        model = build_tiled(16, mode, norm_placement)
+        loss = model(tokens, tokens)
+        with Products() as products:
+            loss.backward()
+        ran[mode] = len(products.storages)
+    tiles, products_of_mlp = 64 // 16, 2
+    assert ran["selective"] - ran["none"] == times * 2 * tiles * products_of_mlp
+
+
+def build_tiled(tile_tokens: int, mode: CheckpointingMode, norm_placement: str) -> GPT:
+    """A GPT of two blocks whose MLPs run in tiles, unless `tile_tokens` is 0."""
+    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 300, "seq_len": 32}
+    shape = build_shape({**sizes, "mlp_tile_tokens": tile_tokens, "norm_placement": norm_placement})
+    model = GPT(shape, seed=0, checkpoint=build_block_checkpoint(mode, {}))
+    if tile_tokens:
+        tile_mlps(model, tile_tokens, zero_stage=0, checkpointing=mode)
+    return model
+
+
+class Products(TorchDispatchMode):
+    """Storages of the results of matrix products of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and 300 not in result.shape:
+            self.storages.append(weakref.ref(result.untyped_storage()))
+        return result
+
+    @property
+    def alive(self) -> int:
+        return sum(storage() is not None for storage in self.storages)
 
 
 def test_selective_recomputes_to_the_end_before_gradients_enter() -> None:

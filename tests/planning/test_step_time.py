@@ -31,6 +31,7 @@ from llmscale.planning.step_time import (
     estimate_offload_s,
     estimate_step,
     ring_bytes_per_s,
+    token_work,
 )
 from tests.planning.published_runs import MODELS, fsdp_traffic, read_rows
 
@@ -580,3 +581,19 @@ def test_divided_experts_exchange_rows_within_and_between_nodes_and_gather_their
     undivided, part = count_traffic(step(1)), count_traffic(step(8))
     assert undivided.reduced_bytes - part.reduced_bytes == pytest.approx(experts * 7 / 8 * 2, rel=0.01)
     assert part.gathered_bytes < undivided.gathered_bytes / 2
+
+
+@pytest.mark.parametrize(
+    ("norm_placement", "checkpointing", "passes"),
+    [("pre", "none", 1), ("pre", "selective", 1), ("pre", "full", 0)]
+    + [("post", "none", 1), ("post", "selective", 2), ("post", "full", 1)],
+)
+def test_what_tiles_of_the_mlp_compute_once_more(
+    norm_placement: Any, checkpointing: CheckpointingMode, passes: int
+) -> None:
+    """tests/engine/test_activation_checkpointing.py counts what the engine computes."""
+    plain = GPTShape(3, 4, 64, 300, 32, norm_placement=norm_placement)
+    tiled = replace(plain, mlp_tile_tokens=16)
+    work = [token_work(shape, 32, "bf16", checkpointing, OWN_KERNELS).matmul_flops for shape in (plain, tiled)]
+    weights = 2 * 64 * 4 * 64
+    assert work[1] - work[0] == passes * 3 * 2 * weights
