@@ -1,5 +1,4 @@
-"""Settings drawn evenly: every two values of two keys meet equally often, not as often as one generator's habits have it.
-"""
+"""Settings drawn evenly: every two values of two keys meet, whatever the habits of a generator."""
 
 from __future__ import annotations
 

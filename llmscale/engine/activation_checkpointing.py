@@ -150,18 +150,10 @@ class _Products(TorchDispatchMode):
     operators differ: a block gathers those weights itself that no earlier block has prefetched.
     """
 
-    #: FlexAttention is one.
-    supports_higher_order_operators = True
-
-    def __init__(self, kept: deque[tuple[torch._ops.OpOverload, object]]) -> None:
+    def __init__(self, products: deque[tuple[torch._ops.OpOverload, object]]) -> None:
         super().__init__()
-        self.kept = kept
+        self.products = products
         self.is_paused = False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let FlexAttention be compiled meanwhile."""
-        return True
 
     def __torch_dispatch__(
         self,
@@ -186,7 +178,7 @@ class _KeepProducts(_Products):
     def treat(self, op: torch._ops.OpOverload, call: Callable[[], object]) -> object:
         """Run the operator and keep its result."""
         result = call()
-        self.kept.append((op, tree_map_only(Tensor, Tensor.detach, result)))
+        self.products.append((op, tree_map_only(Tensor, Tensor.detach, result)))
         return result
 
 
@@ -195,7 +187,7 @@ class _TakeProducts(_Products):
 
     def treat(self, op: torch._ops.OpOverload, call: Callable[[], object]) -> object:
         """Hand out what the forward pass kept, in its order."""
-        expected, result = self.kept.popleft() if self.kept else (None, None)
+        expected, result = self.products.popleft() if self.products else (None, None)
         if op is not expected:
             raise RuntimeError(f"The recomputation of a block runs {op} where its forward pass ran {expected}.")
         return result
@@ -203,8 +195,8 @@ class _TakeProducts(_Products):
 
 def _keep_and_take() -> tuple[_Products, _Products]:
     """Return the contexts of a block's forward pass and of its recomputation."""
-    kept: deque[tuple[torch._ops.OpOverload, object]] = deque()
-    return _KeepProducts(kept), _TakeProducts(kept)
+    products: deque[tuple[torch._ops.OpOverload, object]] = deque()
+    return _KeepProducts(products), _TakeProducts(products)
 
 
 @contextlib.contextmanager
@@ -233,7 +225,7 @@ def _is_saved(op: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping
     """
     if op not in _SAVED_OPS:
         return False
-    arguments = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+    arguments = {**dict(zip((a.name for a in op._schema.arguments), args, strict=False)), **kwargs}
     return not arguments.get("dropout_p")
 
 

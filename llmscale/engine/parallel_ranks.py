@@ -198,15 +198,19 @@ def divide_experts(ranks: ParallelLayout) -> RankExperts | None:
 def as_mixture_of_experts() -> Iterator[None]:
     """Let `deepspeed.initialize` treat a model with marked parameters as one of its own mixtures of experts.
 
-    DeepSpeed knows a mixture by the classes of its modules, and refuses others at stage 3.
+    DeepSpeed knows a mixture by the classes of its modules, and refuses others at stage 3. Stages 1 and 2 refuse one
+    without an expert to step: where all are frozen, they get no mixture. Stage 3 divides also what is frozen.
     """
     from deepspeed import DeepSpeedEngine
+    from deepspeed.moe.utils import is_moe_param
 
     configure = DeepSpeedEngine._configure_distributed_model
     validate = DeepSpeedEngine._validate_zero3_moe_compatibility
 
     def configure_mixture(engine: DeepSpeedEngine, model: nn.Module) -> None:
-        engine.has_moe_layers = True
+        is_sharded = engine.zero_optimization_partition_weights()
+        experts = [weight for weight in model.parameters() if is_moe_param(weight)]
+        engine.has_moe_layers = is_sharded or any(weight.requires_grad for weight in experts)
         configure(engine, model)
 
     DeepSpeedEngine._configure_distributed_model = configure_mixture

@@ -110,6 +110,7 @@ def test_the_grid_of_gradients() -> None:
         BIASED,
         (*EXPERTS, "--optimizer", "muon", "--param-group", "*.down:lr=0.5x:decay=0"),
         (*EXPERTS, "--n-head", "4", "--n-layer", "3", "--dense-layers", "1"),
+        (*EXPERTS, "--freeze", "*.mlp.experts.*"),
     ],
 )
 def test_every_stage_and_size_and_resumes_between_them(flags: tuple[str, ...], tiny_set: Path, tmp_path: Path) -> None:

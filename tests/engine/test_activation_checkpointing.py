@@ -133,16 +133,16 @@ def test_selective_refuses_to_hand_out_the_result_of_another_product() -> None:
 @pytest.mark.parametrize("norm_placement", ["pre", "post"])
 def test_selective_keeps_nothing_within_a_tile(norm_placement: str) -> None:
     tokens = torch.arange(64).view(2, 32)
-    kept, gradients = {}, {}
+    alive, gradients = {}, {}
     for tile in (0, 16):
         model = build_tiled(tile, "selective", norm_placement)
         with Products() as products:
             loss = model(tokens, tokens)
-        kept[tile] = products.alive
+        alive[tile] = products.alive
         loss.backward()
         gradients[tile] = [weight.grad for weight in model.parameters()]
     blocks, products_of_mlp = 2, 2
-    assert kept[0] - kept[16] == blocks * products_of_mlp
+    assert alive[0] - alive[16] == blocks * products_of_mlp
     torch.testing.assert_close(gradients[16], gradients[0])
 
 

@@ -19,7 +19,9 @@ from tests.conftest import words
 MACHINES = ((1, 1), (8, 1), (8, 8))
 GPU = "h100-80gb"
 #: Blocks of a model whose dry run takes seconds.
-MOST_BLOCKS = 6
+MOST_BLOCKS = 5
+#: Chunks of its loss.
+CHUNKS = 4
 #: DeepSpeed's thresholds in elements, which act on a model by its size.
 THRESHOLDS = (
     "stage3_prefetch_bucket_size",
@@ -42,7 +44,12 @@ def find_starred(model: str, seq_len: int, gpus: int, nodes: int) -> ResolvedSte
 
 
 def shorten(step: ResolvedStep) -> ResolvedStep:
-    """Return the step of a model of fewer blocks, with thresholds that are to it what they were to the whole."""
+    """Return the step of a model of fewer blocks, with thresholds that are to it what they were to the whole.
+
+    The loss has few chunks: each takes as long to simulate as a block.
+    """
+    tokens = -(-step.plan.tokens_per_forward // CHUNKS)
+    step = replace(step, loss=replace(step.loss, chunk_tokens=max(tokens, step.loss.chunk_tokens)))
     blocks = step.shape.n_layer
     if blocks <= MOST_BLOCKS:
         return step
@@ -55,9 +62,7 @@ def shorten(step: ResolvedStep) -> ResolvedStep:
 def on_the_host(step: ResolvedStep) -> ResolvedStep:
     """Return the step with states in host memory that were on NVMe, whose buffers a dry run cannot fill."""
     strategy = strategy_of(step.ds, step.checkpointing)
-    devices = {
-        name: "cpu" for name in ("offload_optimizer", "offload_param") if getattr(strategy, name) == "nvme"
-    }
+    devices = {name: "cpu" for name in ("offload_optimizer", "offload_param") if getattr(strategy, name) == "nvme"}
     if not devices:
         return step
     ds = change_strategy(step.ds, replace(strategy, **devices))

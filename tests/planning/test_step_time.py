@@ -585,8 +585,14 @@ def test_divided_experts_exchange_rows_within_and_between_nodes_and_gather_their
 
 @pytest.mark.parametrize(
     ("norm_placement", "checkpointing", "passes"),
-    [("pre", "none", 1), ("pre", "selective", 1), ("pre", "full", 0)]
-    + [("post", "none", 1), ("post", "selective", 2), ("post", "full", 1)],
+    [
+        ("pre", "none", 1),
+        ("pre", "selective", 1),
+        ("pre", "full", 0),
+        ("post", "none", 1),
+        ("post", "selective", 2),
+        ("post", "full", 1),
+    ],
 )
 def test_what_tiles_of_the_mlp_compute_once_more(
     norm_placement: Any, checkpointing: CheckpointingMode, passes: int
