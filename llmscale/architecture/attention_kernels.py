@@ -56,7 +56,12 @@ def attention_kernel(
     if not masked and has_flash_attention(head_dim, is_16bit=is_16bit, drops_out=drops_out, capability=capability):
         return "flash_padded" if head_dim % 8 else "flash"
     # minimum_gemm_alignment: elements that tensor cores read at once; they accept fp32 from Ampere on.
-    multiple = 8 if is_16bit else 4 if is_ampere else 1
+    if is_16bit:
+        multiple = 8
+    elif is_ampere:
+        multiple = 4
+    else:
+        multiple = 1
     return "math" if head_dim % multiple else "efficient"
 
 

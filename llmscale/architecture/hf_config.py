@@ -36,7 +36,8 @@ from llmscale.untrusted.strangers import describe_stranger
 CONFIG_NAME = "config.json"
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, OPT, *LLAMA_LIKE)}
 
-_PARALLEL, _ALIBI = "attention and MLP side by side", "ALiBi positions"
+_PARALLEL = "attention and MLP side by side"
+_ALIBI = "ALiBi positions"
 _PART = "rotations of a part of a head"
 #: Other families that people may try: the nearest of ours, and the features that it lacks.
 _OTHERS: dict[str, tuple[str, str]] = {
@@ -210,8 +211,13 @@ def _describe(family: str, keys: Keys) -> Architecture | None:
     width = names.width if keys.has(names.width) else usual.width
     h, n_head = keys.heads(width, names.heads if keys.has(names.heads) else usual.heads)
     n_layer = keys.layers(names.layers if keys.has(names.layers) else usual.layers)
-    vocab, table, kv_heads, norms, norm = keys.count("vocab_size"), h, n_head, names.norms, names.norm
-    before, after = list[Layer](), list[Layer]()
+    vocab = keys.count("vocab_size")
+    table = h
+    kv_heads = n_head
+    norms = names.norms
+    norm = names.norm
+    before = list[Layer]()
+    after = list[Layer]()
     final_norm = norm("ln_f", h)
     if names.positions:
         positions = keys.count("max_position_embeddings", names.positions) + names.skipped_positions
@@ -227,7 +233,10 @@ def _describe(family: str, keys: Keys) -> Architecture | None:
         before.append(layer_norm("ln_embedding", h))
     elif names.has_kv_heads:
         kv_heads = keys.count("num_key_value_heads", n_head)
-    inner = keys.count(names.inner, 4 * h) if names.inner else 4 * h
+    if names.inner:
+        inner = keys.count(names.inner, 4 * h)
+    else:
+        inner = 4 * h
     if family == "mpt":
         inner = int(h * keys.number("expansion_ratio", 4))
     kv = kv_heads * (h // n_head)
@@ -265,11 +274,15 @@ def _opt(keys: Keys, width: int) -> tuple[int, Callable[[str, int], Layer], Laye
 
 def _falcon(keys: Keys, n_head: int) -> tuple[int, int]:
     """Return Falcon's key-value heads and norms of a block."""
-    is_new, is_parallel = keys.flag("new_decoder_architecture", False), keys.flag("parallel_attn", True)
+    is_new = keys.flag("new_decoder_architecture", False)
+    is_parallel = keys.flag("parallel_attn", True)
     kv_heads = 1 if keys.flag("multi_query", True) else n_head
     if is_new:
         kv_heads = keys.count("num_kv_heads", n_head)
-    norms = keys.count("num_ln_in_parallel_attn", 2 if is_new else 1) if is_parallel else 2
+    if is_parallel:
+        norms = keys.count("num_ln_in_parallel_attn", 2 if is_new else 1)
+    else:
+        norms = 2
     return kv_heads, min(norms, 2)
 
 

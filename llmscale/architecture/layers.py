@@ -297,10 +297,14 @@ class Architecture:
         width of all query heads, s the sequence length or, in layers with one, a shorter sliding window. Weights beside
         adapters have no gradients: 4 N, and 6 for each weight of the adapters.
         """
-        vectors, window = self.elements_by_kind.get("vector", 0), min(seq_len, self.sliding_window or seq_len)
+        vectors = self.elements_by_kind.get("vector", 0)
+        window = min(seq_len, self.sliding_window or seq_len)
         positions = self.global_layers * seq_len + (self.n_layer - self.global_layers) * window
         attention = sum_of_work(self.block).attention_flops * positions
-        frozen = self.work.matmul_flops + 2 * vectors - 2 * self._adapter_elements if self.has_adapters else 0
+        if self.has_adapters:
+            frozen = self.work.matmul_flops + 2 * vectors - 2 * self._adapter_elements
+        else:
+            frozen = 0
         return 3 * (self.work.matmul_flops + attention + 2 * vectors) - frozen
 
     @property
@@ -382,7 +386,9 @@ class ParameterTensors:
     @cached_property
     def trainable(self) -> tuple[ParameterTensor, ...]:
         """Parameters that are trained, in the order of `all`."""
-        return tuple(tensor for tensor in self.all if not self.is_frozen(tensor.name)) if self.frozen else self.all
+        if self.frozen:
+            return tuple(tensor for tensor in self.all if not self.is_frozen(tensor.name))
+        return self.all
 
     def is_frozen(self, name: str) -> bool:
         """Return whether a parameter is not trained."""
@@ -391,7 +397,9 @@ class ParameterTensors:
     @cached_property
     def frozen_tensors(self) -> tuple[ParameterTensor, ...]:
         """Parameters that are not trained, in the order of `all`."""
-        return tuple(tensor for tensor in self.all if self.is_frozen(tensor.name)) if self.frozen else ()
+        if self.frozen:
+            return tuple(tensor for tensor in self.all if self.is_frozen(tensor.name))
+        return ()
 
     @property
     def num_trainable(self) -> int:

@@ -19,7 +19,8 @@ LEGAL_SCALINGS = (
 
 
 #: Turns within the original context from which YaRN keeps a pair, and up to which it slows one.
-YARN_FAST, YARN_SLOW = 32, 1
+YARN_FAST = 32
+YARN_SLOW = 1
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,9 @@ class YarnScaling:
         step = math.log(frequencies[0] / frequencies[-1]) / max(1, len(frequencies) - 1)
 
         def number_of(turns: float) -> float:
-            return math.log(self.original_seq_len / (turns * 2 * math.pi)) / step if step else 0.0
+            if step:
+                return math.log(self.original_seq_len / (turns * 2 * math.pi)) / step
+            return 0.0
 
         low = max(0, math.floor(number_of(YARN_FAST)))
         high = min(2 * len(frequencies) - 1, math.ceil(number_of(YARN_SLOW)))
@@ -120,14 +123,18 @@ def parse_rope_scaling(text: str) -> RopeScaling | None:
 
 
 def _plain(number: float) -> str:
-    return str(int(number)) if number == int(number) else repr(number)
+    if number == int(number):
+        return str(int(number))
+    return repr(number)
 
 
 def rotary_frequencies(head_dim: int, theta: float, scaling: str) -> list[float]:
     """Return the radians per position of a head's head_dim / 2 pairs, fastest first. Raises ConfigError."""
     rule = parse_rope_scaling(scaling)
     frequencies = [theta ** (-pair / head_dim) for pair in range(0, head_dim, 2)]
-    return rule.scale(frequencies) if rule else frequencies
+    if rule:
+        return rule.scale(frequencies)
+    return frequencies
 
 
 def rotary_factor(scaling: str) -> float:

@@ -314,7 +314,9 @@ class GPTShape:
         names = LORA_TARGETS.get(self.lora_targets, tuple(self.lora_targets.split(",")))
         if not self.lora_rank or layer not in names:
             return ()
-        queries, keys, m = self.n_head * self.head_dim, self.n_kv_head * self.head_dim, self.mlp_width
+        queries = self.n_head * self.head_dim
+        keys = self.n_kv_head * self.head_dim
+        m = self.mlp_width
         return {
             "attn.qkv": (queries, keys, keys) if self.positions == "rotary" else (queries + 2 * keys,),
             "mlp.up": (m, m) if self.gated_mlp else (m,),
@@ -326,8 +328,12 @@ class GPTShape:
         return self.num_experts > 0 and after >= 0 and (after + 1) % self.expert_interval == 0
 
     def _shorten_pattern(self) -> None:
-        pattern, layers = self.window_pattern, self.n_layer
-        letters = (pattern * -(-layers // len(pattern)))[:layers] if pattern else ""
+        pattern = self.window_pattern
+        layers = self.n_layer
+        if pattern:
+            letters = (pattern * -(-layers // len(pattern)))[:layers]
+        else:
+            letters = ""
         if not letters or set(pattern) - {"L", "G"} or "L" not in letters:
             raise ConfigError(
                 f"window_pattern '{pattern[:80]}' is not legal: it has a letter for each of the {layers} blocks, and "
@@ -383,7 +389,8 @@ class GPTShape:
         """
         follows: dict[str, object] = {}
         if any(given.get(name, getattr(self, name)) != getattr(self, name) for name in ("n_head", "n_embd")):
-            n_head, n_embd = given.get("n_head", self.n_head), given.get("n_embd", self.n_embd)
+            n_head = given.get("n_head", self.n_head)
+            n_embd = given.get("n_embd", self.n_embd)
             assert isinstance(n_head, int) and isinstance(n_embd, int)
             shared = math.gcd(self.n_head // self.n_kv_head, n_head)
             follows = {"n_kv_head": n_head // shared, "head_dim": 0}
@@ -452,12 +459,16 @@ def describe_gpt(shape: GPTShape, rows: int) -> Architecture:
     h = shape.n_embd
     positions = (embedding("wpe", shape.seq_len, h),) if shape.positions == "learned" else ()
     before, after = (_norm(shape, "ln_1"),), (_norm(shape, "ln_2"),)
-    attend, mlp, sparse = _attention_layers(shape), _mlp_layers(shape, "mlp", shape.mlp_width), _expert_layers(shape)
+    attend = _attention_layers(shape)
+    mlp = _mlp_layers(shape, "mlp", shape.mlp_width)
+    sparse = _expert_layers(shape)
     add = elementwise(h)
     is_pre = shape.norm_placement == "pre"
 
     def block(mlp: tuple[Layer, ...]) -> tuple[Layer, ...]:
-        return (*before, *attend, add, *after, *mlp, add) if is_pre else (*attend, *before, add, *mlp, *after, add)
+        if is_pre:
+            return (*before, *attend, add, *after, *mlp, add)
+        return (*attend, *before, add, *mlp, *after, add)
 
     blocks = range(shape.n_layer) if sparse else ()
     others = frozenset(index for index in blocks if not shape.is_sparse(index))
@@ -475,11 +486,14 @@ def describe_gpt(shape: GPTShape, rows: int) -> Architecture:
 
 
 def _norm(shape: GPTShape, name: str) -> Layer:
-    return rms_norm(name, shape.n_embd) if shape.norm == "rmsnorm" else layer_norm(name, shape.n_embd, bias=shape.bias)
+    if shape.norm == "rmsnorm":
+        return rms_norm(name, shape.n_embd)
+    return layer_norm(name, shape.n_embd, bias=shape.bias)
 
 
 def _attention_layers(shape: GPTShape) -> tuple[Layer, ...]:
-    queries, keys = shape.n_head * shape.head_dim, shape.n_kv_head * shape.head_dim
+    queries = shape.n_head * shape.head_dim
+    keys = shape.n_kv_head * shape.head_dim
     norm_widths = {"none": (), "head": (shape.head_dim,) * 2, "width": (queries, keys)}[shape.qk_norm]
     names = ("attn.q_norm", "attn.k_norm")
     turned = (elementwise(queries + keys),) if shape.positions == "rotary" else ()
@@ -511,7 +525,8 @@ def _adapter(shape: GPTShape, layer: str) -> tuple[int, tuple[int, ...]]:
 
 
 def _mlp_layers(shape: GPTShape, name: str, m: int) -> tuple[Layer, ...]:
-    bias, hidden = bool(shape.mlp_bias), (m, m) if shape.gated_mlp else (m,)
+    bias = bool(shape.mlp_bias)
+    hidden = (m, m) if shape.gated_mlp else (m,)
     prefix = "" if shape.mlp_tile_tokens else f"{name}."
     layers = (
         linear(
@@ -525,13 +540,16 @@ def _mlp_layers(shape: GPTShape, name: str, m: int) -> tuple[Layer, ...]:
         elementwise(2 * m if shape.gated_mlp else m),
         linear(f"{prefix}down", m, shape.n_embd, bias=bias, adapter=_adapter(shape, f"{name}.down")),
     )
-    return (combined_layer(name, *layers),) if shape.mlp_tile_tokens else layers
+    if shape.mlp_tile_tokens:
+        return (combined_layer(name, *layers),)
+    return layers
 
 
 def _expert_layers(shape: GPTShape) -> tuple[Layer, ...]:
     if not shape.num_experts:
         return ()
-    count, width = shape.num_experts, shape.shared_expert_width
+    count = shape.num_experts
+    width = shape.shared_expert_width
     router = linear("mlp.router", shape.n_embd, count, bias=False)
     return (
         replace(router, parameters=(replace(router.parameters[0], kind="embedding"),)),

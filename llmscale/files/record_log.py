@@ -23,7 +23,8 @@ class RecordLog:
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
-        self._path, self._warn = path, warn
+        self._path = path
+        self._warn = warn
         self._descriptor: int | None = None
         self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
         self._num_dropped = 0

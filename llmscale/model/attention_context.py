@@ -112,7 +112,9 @@ def build_contexts(
     window = shape.sliding_window if shape.has_window else None
 
     def build_mask(window: int | None) -> Tensor | BlockMask | None:
-        return _block_mask(positions, window) if in_blocks else _attention_mask(positions, window, dtype)
+        if in_blocks:
+            return _block_mask(positions, window)
+        return _attention_mask(positions, window, dtype)
 
     local = AttentionContext(mask=build_mask(window), split=split, padding=padding)
     if shape.positions != "learned":
@@ -156,7 +158,10 @@ def _attention_mask(positions: Tensor, window: int | None, dtype: torch.dtype) -
     if window is None and positions.dim() == 1:
         return None
     index = torch.arange(t, device=positions.device)
-    reach = positions if window is None else positions.clamp(max=window - 1)
+    if window is None:
+        reach = positions
+    else:
+        reach = positions.clamp(max=window - 1)
     is_seen = index >= (index - reach)[..., None]
     is_seen &= index <= index[:, None]
     # One mask for all blocks, in the kernels' type: each block would convert a boolean one and keep the result for its
@@ -173,7 +178,8 @@ def _block_mask(positions: Tensor, window: int | None) -> BlockMask | None:
     A position sees from a first one, which never comes earlier for later positions, to itself. So the ends of a block's
     rows tell which blocks of columns are seen completely, in part or not at all, without a matrix [t, t].
     """
-    t, device = positions.shape[-1], positions.device
+    t = positions.shape[-1]
+    device = positions.device
     if window is None and positions.dim() == 1:
         return None
     index = torch.arange(t, device=device)
@@ -187,7 +193,8 @@ def _block_mask(positions: Tensor, window: int | None) -> BlockMask | None:
 
     blocks = torch.arange(-(-t // _BLOCK), device=device)
     rows = first if first.dim() == 2 else first[None]
-    of_top, of_bottom = rows[:, blocks * _BLOCK], rows[:, (blocks * _BLOCK + _BLOCK - 1).clamp(max=t - 1)]
+    of_top = rows[:, blocks * _BLOCK]
+    of_bottom = rows[:, (blocks * _BLOCK + _BLOCK - 1).clamp(max=t - 1)]
     seen = (blocks >= (of_top // _BLOCK)[..., None]) & (blocks <= blocks[:, None])
     complete = seen & (blocks * _BLOCK >= of_bottom[..., None]) & (blocks < blocks[:, None])
     function = sees if first.dim() == 2 else sees_window
@@ -221,7 +228,9 @@ def _compile_flex_attention() -> Callable[..., Tensor]:
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the type of matrix products of `x`: autocast's type, or its own."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
 
 
 @dataclass(frozen=True)
@@ -263,7 +272,8 @@ class KVCache:
 
         Raises DataError when a sequence has no room.
         """
-        t, device = tokens.shape[1], tokens.device
+        t = tokens.shape[1]
+        device = tokens.device
         end = max(self.lengths) + t
         if end > self._max_len:
             raise DataError(

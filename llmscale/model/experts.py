@@ -24,7 +24,10 @@ from llmscale.model.layers import MLP, activate, fill_normal_, residual_std
 #: Columns after a block's tokens per expert in `GPT.routing`: sums over tokens of the router's entropy in nats, of
 #: tokens that its bias sent to another expert, of Switch's balance loss over sequences, of the logits' squared
 #: log-sum-exp over tokens.
-ENTROPY, MOVED, BALANCE, Z_SQUARED = -4, -3, -2, -1
+ENTROPY = -4
+MOVED = -3
+BALANCE = -2
+Z_SQUARED = -1
 #: The grouped kernel takes rows that begin at multiples of this many bytes.
 _ALIGNMENT = 16
 _BLACKWELL = (10, 0)
@@ -84,8 +87,14 @@ def _setup_context(
 def _backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x, weight, ends = ctx.saved_tensors
     gradient = gradient.contiguous()
-    of_x = grouped_mm(gradient, weight, ends, transposed=False) if ctx.needs_input_grad[0] else None
-    of_weight = grouped_mm_of_weight(gradient, x, ends) if ctx.needs_input_grad[1] else None
+    if ctx.needs_input_grad[0]:
+        of_x = grouped_mm(gradient, weight, ends, transposed=False)
+    else:
+        of_x = None
+    if ctx.needs_input_grad[1]:
+        of_weight = grouped_mm_of_weight(gradient, x, ends)
+    else:
+        of_weight = None
     return of_x, of_weight, None
 
 
@@ -194,9 +203,12 @@ class Experts(nn.Module):
     def __init__(self, shape: GPTShape, generator: torch.Generator, split: ExpertSplit | None = None) -> None:
         super().__init__()
         self.split = split
-        self.activation, self.is_gated = shape.activation, shape.gated_mlp
+        self.activation = shape.activation
+        self.is_gated = shape.gated_mlp
         part, parts = (split.index, split.size) if split is not None else (0, 1)
-        count, width, hidden = shape.num_experts // parts, shape.n_embd, shape.expert_width
+        count = shape.num_experts // parts
+        width = shape.n_embd
+        hidden = shape.expert_width
         self.up = nn.Parameter(torch.empty(count, 2 * hidden if self.is_gated else hidden, width))
         self.down = nn.Parameter(torch.empty(count, width, hidden))
         for parameter, std in ((self.up, INIT_STD), (self.down, residual_std(shape.n_layer))):
@@ -206,7 +218,9 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Compute [rows, n_embd] -> [rows, n_embd]; the rows of expert e end before ends[e]."""
-        return self._run(x, ends) if self.split is None else self.split.run(x, ends, self._run)
+        if self.split is None:
+            return self._run(x, ends)
+        return self.split.run(x, ends, self._run)
 
     def _run(self, x: Tensor, ends: Tensor) -> Tensor:
         return grouped_mm(self._hidden(x, ends), self.down.to(x.dtype), ends, transposed=True)
@@ -240,7 +254,10 @@ class SparseMLP(nn.Module):
         """
         flat = x.flatten(0, 1)
         logits: Tensor = self.router(flat)
-        scores = logits.sigmoid() if self.shape.router_score == "sigmoid" else logits.softmax(-1)
+        if self.shape.router_score == "sigmoid":
+            scores = logits.sigmoid()
+        else:
+            scores = logits.softmax(-1)
         chosen = self._choose(scores.detach())
         y = self._run_experts(flat, chosen, self._weigh(scores, chosen))
         if self.shared is not None:
@@ -264,7 +281,9 @@ class SparseMLP(nn.Module):
         if self.shape.normalize_router:
             # Not 0 / 0 where the sigmoids of all chosen experts underflow.
             weights = weights / weights.sum(1, keepdim=True).clamp(min=1e-20)
-        return weights * self.shape.router_scale if self.shape.router_scale != 1 else weights
+        if self.shape.router_scale != 1:
+            return weights * self.shape.router_scale
+        return weights
 
     def _run_experts(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Compute the weighted sum of the chosen experts' results: [tokens, n_embd] -> [tokens, n_embd]."""
@@ -284,13 +303,19 @@ class SparseMLP(nn.Module):
         Switch's loss (Fedus et al. 2021, equation 4; 1 where experts have equal loads) is that of each sequence, as in
         DeepSeek V3: it is the same however ranks and micro-batches divide the sequences.
         """
-        count, t = self.shape.num_experts, logits.shape[1] - context.padding
-        logits, scores, chosen = logits[:, :t], scores[:, :t], chosen[:, :t]
+        count = self.shape.num_experts
+        t = logits.shape[1] - context.padding
+        logits = logits[:, :t]
+        scores = scores[:, :t]
+        chosen = chosen[:, :t]
         shares = scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)
         load = torch.zeros(len(chosen), count, device=logits.device)
         flat = chosen.flatten(1)
         load.scatter_add_(1, flat, torch.ones_like(flat, dtype=torch.float32))
-        of_sequence = load if context.split is None else context.split.sum_over_parts(load)
+        if context.split is None:
+            of_sequence = load
+        else:
+            of_sequence = context.split.sum_over_parts(load)
         tokens = of_sequence.sum(1, keepdim=True) / self.shape.experts_per_token
         fractions = of_sequence * count / (self.shape.experts_per_token * tokens.square())
         balance = (fractions * shares.sum(1)).sum()

@@ -47,15 +47,18 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, shape: GPTShape, generator: torch.Generator) -> None:
         super().__init__()
         self.shape = shape
-        width, bias = shape.n_embd, shape.attention_bias
+        width = shape.n_embd
+        bias = shape.attention_bias
         # One matrix product for q, k and v of all heads: columns are [q | k | v], each of them head by head.
-        rows, adapter = shape.qkv_heads * shape.head_dim, find_adapter(shape, "attn.qkv")
+        rows = shape.qkv_heads * shape.head_dim
+        adapter = find_adapter(shape, "attn.qkv")
         self.qkv = Linear(width, rows, generator, bias=bias != "none", adapter=adapter)
         if shape.qk_norm != "none":
             q_heads, k_heads = (shape.n_head, shape.n_kv_head) if shape.qk_norm == "width" else (1, 1)
             self.q_norm = RMSNorm(q_heads * shape.head_dim, shape.norm_eps)
             self.k_norm = RMSNorm(k_heads * shape.head_dim, shape.norm_eps)
-        inner, std = shape.n_head * shape.head_dim, residual_std(shape.n_layer)
+        inner = shape.n_head * shape.head_dim
+        std = residual_std(shape.n_layer)
         adapter = find_adapter(shape, "attn.proj")
         self.proj = Linear(inner, width, generator, bias=bias == "all", std=std, adapter=adapter)
 
@@ -66,11 +69,14 @@ class CausalSelfAttention(nn.Module):
         # Split before the transposition: in the other order the backward pass copies all of qkv once more.
         q, k, v = qkv.split((shape.n_head, shape.n_kv_head, shape.n_kv_head), dim=2)  # each [batch, t, heads, head_dim]
         if shape.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         elif shape.qk_norm == "width":
-            q, k = self.q_norm(q.flatten(2)).view_as(q), self.k_norm(k.flatten(2)).view_as(k)
+            q = self.q_norm(q.flatten(2)).view_as(q)
+            k = self.k_norm(k.flatten(2)).view_as(k)
         # Autocast norms in fp32; all later steps use the type of v.
-        q, k = context.rotate(q.type_as(v)), context.rotate(k.type_as(v))
+        q = context.rotate(q.type_as(v))
+        k = context.rotate(k.type_as(v))
         if append_to_cache is not None:
             k, v = append_to_cache(k, v)
         if context.split is not None:
@@ -98,7 +104,8 @@ class CausalSelfAttention(nn.Module):
             capability=device_capability(q.device),
         )
         if shared > 1 and not is_native:
-            k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+            k = k.repeat_interleave(shared, 1)
+            v = v.repeat_interleave(shared, 1)
         return F.scaled_dot_product_attention(
             q,
             k,
@@ -173,7 +180,9 @@ class Block(nn.Module):
 class _Head(nn.Module):
     def __init__(self, weight: Tensor, vocab_size: int, loss: LossSettings) -> None:
         super().__init__()
-        self.weight, self.vocab_size, self.loss = weight, vocab_size, loss
+        self.weight = weight
+        self.vocab_size = vocab_size
+        self.loss = loss
         self.z_squared: Tensor | None = None
         """Sum of mean z^2 over the training micro-batches since the last reset to None, a scalar in fp32; None without
         a z-loss."""
@@ -203,7 +212,10 @@ class _Head(nn.Module):
             return F.linear(x, self.weight)[..., : self.vocab_size]
         if each_token:
             return score_tokens(x, self.weight, targets, self.vocab_size, self.loss.chunk_tokens)
-        settings = self.loss if self.training else replace(self.loss, z_loss=0.0)
+        if self.training:
+            settings = self.loss
+        else:
+            settings = replace(self.loss, z_loss=0.0)
         collected = self.sequence_losses
         losses = chunked_cross_entropy(
             x,
@@ -220,7 +232,10 @@ class _Head(nn.Module):
         losses = losses.scaled(scale)
         if self.training and losses.mean_z_squared is not None:
             before = self.z_squared
-            self.z_squared = losses.mean_z_squared if before is None else before + losses.mean_z_squared
+            if before is None:
+                self.z_squared = losses.mean_z_squared
+            else:
+                self.z_squared = before + losses.mean_z_squared
         return losses.mean
 
 
@@ -279,7 +294,10 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.skips_blocks = skips_blocks
-        self.shape, self.checkpoint, self.split, self.loss = shape, checkpoint, split, loss
+        self.shape = shape
+        self.checkpoint = checkpoint
+        self.split = split
+        self.loss = loss
         self.routing: Tensor | None = None
         """Sums over the training micro-batches since the last reset to None, [sparse blocks, experts + 4] in fp32: this
         rank's tokens per expert, then the columns of `llmscale.model.experts`."""
@@ -330,14 +348,23 @@ class GPT(nn.Module):
         part = part_of_tokens(t, split)
         if split is not None:
             tokens = F.pad(tokens, (0, (part.stop - part.start) * split.size - t))
-        cached = cache.next_positions(tokens) if cache is not None else None
-        positions = cached.positions if cached is not None else self._positions(tokens)
+        if cache is not None:
+            cached = cache.next_positions(tokens)
+        else:
+            cached = None
+        if cached is not None:
+            positions = cached.positions
+        else:
+            positions = self._positions(tokens)
         routing = None
         x = self.wte(tokens[:, part])
         if self.shape.positions == "learned":
             x = x + self.wpe(positions[..., part])
         x = F.dropout(x, self.shape.dropout, self.training)
-        padding = 0 if split is None else min(max(0, part.stop - t), part.stop - part.start)
+        if split is None:
+            padding = 0
+        else:
+            padding = min(max(0, part.stop - t), part.stop - part.start)
         in_blocks = cache is None and self._takes_blocks(t, x)
         contexts = build_contexts(self.shape, positions, compute_dtype(x), split, padding, in_blocks=in_blocks)
         if cache is not None and cached is not None:
@@ -347,12 +374,17 @@ class GPT(nn.Module):
             for layer in range(len(self.blocks)):
                 # The only reference to a block's input, which is freed after the block if no layer saves it.
                 x = self._run_block(layer, x, contexts, rows)
-            routing = torch.stack(rows) if rows else None
+            if rows:
+                routing = torch.stack(rows)
+            else:
+                routing = None
         if at is not None:
             x = x[torch.arange(len(at), device=x.device), at][:, None]
         if targets is not None:
             loss: Tensor = self._score(self.ln_f(x), targets, split, each_token, is_target, scale)
-            return loss if routing is None else loss + self._balance(routing, targets)
+            if routing is None:
+                return loss
+            return loss + self._balance(routing, targets)
         logits: Tensor = self.head(self.ln_f(x))
         return logits
 
@@ -375,7 +407,11 @@ class GPT(nn.Module):
         checkpoint = self.checkpoint if torch.is_grad_enabled() else None
         block = self.blocks[layer]
         context = contexts.local if self.shape.is_local(layer) else contexts.dense
-        y: BlockOutput = block(x, context) if checkpoint is None else checkpoint(block, x, context)
+        y: BlockOutput
+        if checkpoint is None:
+            y = block(x, context)
+        else:
+            y = checkpoint(block, x, context)
         if isinstance(y, tuple):
             y, row = y
             rows.append(row)
@@ -383,7 +419,10 @@ class GPT(nn.Module):
 
     def _balance(self, routing: Tensor, targets: Tensor) -> Tensor:
         """Add a micro-batch's `routing`, and return 0 with the gradients of the routers' losses: a sum over blocks."""
-        self.routing = routing.detach() if self.routing is None else self.routing + routing.detach()
+        if self.routing is None:
+            self.routing = routing.detach()
+        else:
+            self.routing = self.routing + routing.detach()
         parts = 1 if self.split is None else self.split.size
         balance = self.loss.balance_loss * routing[:, BALANCE].sum() / len(targets)
         z_squared = self.loss.router_z_loss * routing[:, Z_SQUARED].sum() / targets.numel()
@@ -397,7 +436,9 @@ class GPT(nn.Module):
         else:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         # Padding, of a split, may exceed the learned positions.
-        return positions if self.split is None else positions.clamp(max=self.shape.seq_len - 1)
+        if self.split is None:
+            return positions
+        return positions.clamp(max=self.shape.seq_len - 1)
 
     def _score(
         self,
@@ -413,7 +454,10 @@ class GPT(nn.Module):
         if split is not None:
             t = targets.shape[1]
             part = part_of_tokens(t, split)
-            own = F.pad(targets, (0, max(0, part.stop - t)))[:, part] if each_token else targets[:, part]
+            if each_token:
+                own = F.pad(targets, (0, max(0, part.stop - t)))[:, part]
+            else:
+                own = targets[:, part]
             share = own.shape[1] * split.size / t
             # A part of nothing but padding takes the loss of any token, zero times.
             targets = own if own.shape[1] else targets[:, :1]

@@ -42,7 +42,10 @@ def fill_normal_(parameter: Tensor, std: float, generator: torch.Generator, *, p
     """
     if parameter.is_meta or isinstance(parameter, FakeTensor):
         return
-    matrices = parameter.detach() if parameter.dim() > 2 else parameter.detach()[None]
+    if parameter.dim() > 2:
+        matrices = parameter.detach()
+    else:
+        matrices = parameter.detach()[None]
     chunks = [chunk for matrix in matrices for chunk in matrix.view(-1).split(CHUNK_ELEMENTS)]
     seeds = [int(torch.randint(2**63 - 1, (1,), generator=generator)) for _ in range(parts * len(chunks))]
     seeds = seeds[part * len(chunks) : (part + 1) * len(chunks)]
@@ -86,7 +89,9 @@ class Adapter:
 def find_adapter(shape: GPTShape, layer: str) -> Adapter | None:
     """Return the adapters of a block's linear layer, or None."""
     rows = shape.adapter_rows(layer)
-    return Adapter(shape.lora_rank, shape.lora_alpha / shape.lora_rank, rows) if rows else None
+    if rows:
+        return Adapter(shape.lora_rank, shape.lora_alpha / shape.lora_rank, rows)
+    return None
 
 
 def fill_adapter_(a: Tensor, b: Tensor, generator: torch.Generator) -> None:
@@ -174,7 +179,10 @@ class LayerNorm(nn.LayerNorm):
         """Normalise the last dimension: [..., width] -> [..., width]."""
         if not sums_in_16_bit(self.weight):
             return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
-        bias = None if self.bias is None else self.bias.float()
+        if self.bias is None:
+            bias = None
+        else:
+            bias = self.bias.float()
         return F.layer_norm(input.float(), self.normalized_shape, self.weight.float(), bias, self.eps).to(input.dtype)
 
 
@@ -207,12 +215,18 @@ class MLP(nn.Module):
 
     def __init__(self, shape: GPTShape, generator: torch.Generator, hidden: int = 0) -> None:
         super().__init__()
-        self.activation, self.dropout, self.is_gated = shape.activation, shape.dropout, shape.gated_mlp
-        width, hidden, bias = shape.n_embd, hidden or shape.mlp_width, bool(shape.mlp_bias)
+        self.activation = shape.activation
+        self.dropout = shape.dropout
+        self.is_gated = shape.gated_mlp
+        width = shape.n_embd
+        hidden = hidden or shape.mlp_width
+        bias = bool(shape.mlp_bias)
         # One matrix product for gate and up, columns [gate | up].
-        adapter, rows = find_adapter(shape, "mlp.up"), 2 * hidden if self.is_gated else hidden
+        adapter = find_adapter(shape, "mlp.up")
+        rows = 2 * hidden if self.is_gated else hidden
         self.up = Linear(width, rows, generator, bias=bias, adapter=adapter)
-        adapter, std = find_adapter(shape, "mlp.down"), residual_std(shape.n_layer)
+        adapter = find_adapter(shape, "mlp.down")
+        std = residual_std(shape.n_layer)
         self.down = Linear(hidden, width, generator, bias=bias, std=std, adapter=adapter)
 
     def forward(self, x: Tensor) -> Tensor:

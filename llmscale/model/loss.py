@@ -25,7 +25,8 @@ from llmscale.model.attention_context import compute_dtype
 
 #: Logits of a row that one Triton program holds, and its warps, as in Liger Kernel. Liger measured the warps on Hopper
 #: and earlier GPUs, and uses fewer on Blackwell in 16 bit, which is left out here.
-_MAX_BLOCK, _WARPS = 32768, 32
+_MAX_BLOCK = 32768
+_WARPS = 32
 
 
 class Losses(NamedTuple):
@@ -42,7 +43,8 @@ class Losses(NamedTuple):
         """Return all losses times `factor`."""
         if factor == 1:
             return self
-        z_squared, each = self.mean_z_squared, self.of_sequences
+        z_squared = self.mean_z_squared
+        each = self.of_sequences
         return Losses(
             self.mean * factor,
             None if z_squared is None else z_squared * factor,
@@ -80,7 +82,10 @@ def chunked_cross_entropy(
         each_sequence,
     )
     with torch.autocast(device, enabled=False):
-        counted = None if is_target is None else is_target.flatten()
+        if is_target is None:
+            counted = None
+        else:
+            counted = is_target.flatten()
         loss, z_squared, each = _ChunkedCrossEntropy.apply(x.flatten(0, -2), weight, targets.flatten(), inputs, counted)
     return Losses(loss, z_squared, None if each is None else each.view(targets.shape).mean(1))
 
@@ -92,8 +97,10 @@ def score_tokens(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, ch
     ids [batch, t]. Without gradients. Of equally likely tokens the first is the likeliest. The arithmetic is that of a
     validation loss.
     """
-    device, dtype = x.device.type, compute_dtype(x)
-    flat, flat_targets = x.flatten(0, -2), targets.flatten()
+    device = x.device.type
+    dtype = compute_dtype(x)
+    flat = x.flatten(0, -2)
+    flat_targets = targets.flatten()
     scores = torch.empty(len(flat), 2, dtype=torch.float32, device=x.device)
     with torch.no_grad(), torch.autocast(device, enabled=False):
         weight_cast = weight.to(dtype)
@@ -150,14 +157,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: _Context, x: Tensor, weight: Tensor, targets: Tensor, inputs: _LossInputs, counted: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        tokens, chunk_tokens = len(x), inputs.settings.chunk_tokens
+        tokens = len(x)
+        chunk_tokens = inputs.settings.chunk_tokens
         losses = torch.empty(tokens, dtype=torch.float32, device=x.device)
-        z = torch.empty_like(losses) if inputs.settings.z_loss else None
+        if inputs.settings.z_loss:
+            z = torch.empty_like(losses)
+        else:
+            z = None
         # Liger's kernel needs no fp32 softmax.
-        at_once = 0 if inputs.settings.kernel == "liger" else softmax_tokens(min(tokens, chunk_tokens))
+        if inputs.settings.kernel == "liger":
+            at_once = 0
+        else:
+            at_once = softmax_tokens(min(tokens, chunk_tokens))
         log_probs = torch.empty(at_once, len(weight), dtype=torch.float32, device=x.device)
         weight_cast = weight.to(inputs.dtype)
-        gradients = _Gradients(x, weight_cast, chunk_tokens, inputs.trains_weight) if inputs.wants_gradients else None
+        if inputs.wants_gradients:
+            gradients = _Gradients(x, weight_cast, chunk_tokens, inputs.trains_weight)
+        else:
+            gradients = None
         for start in range(0, tokens, chunk_tokens):
             chunk = slice(start, min(start + chunk_tokens, tokens))
             buffers = _LossBuffers(
@@ -168,9 +185,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             )
             _run_chunk(chunk, x, weight_cast, targets[chunk], inputs, buffers, gradients)
         if gradients is not None:
-            ctx.weight_dtype, ctx.fp16_downscale = weight.dtype, gradients.fp16_downscale
+            ctx.weight_dtype = weight.dtype
+            ctx.fp16_downscale = gradients.fp16_downscale
             ctx.save_for_backward(gradients.of_x, gradients.of_weight)  # type: ignore[arg-type]  # None is legal
-        z_squared = None if z is None else z.square().mean()
+        if z is None:
+            z_squared = None
+        else:
+            z_squared = z.square().mean()
         each = losses if inputs.wants_each else None
         ctx.mark_non_differentiable(*(tensor for tensor in (z_squared, each) if tensor is not None))
         return losses.mean(), z_squared, each
@@ -198,11 +219,15 @@ class _Gradients:
 
     def __init__(self, x: Tensor, weight: Tensor, chunk_tokens: int, trains_weight: bool) -> None:
         self.of_x = torch.empty_like(x)
-        self._is_one_chunk, self._trains_weight = len(x) <= chunk_tokens, trains_weight
+        self._is_one_chunk = len(x) <= chunk_tokens
+        self._trains_weight = trains_weight
         # A chunk's sum over tokens can exceed fp16's range before it is divided by their number, whatever the loss
         # scale: it is as large as the chunk when all tokens have one target. A power of two costs no digits.
         is_fp16 = weight.dtype == torch.float16
-        self.fp16_downscale = 2.0 ** max(0, min(len(x), chunk_tokens).bit_length() - 6) if is_fp16 else 1.0
+        if is_fp16:
+            self.fp16_downscale = 2.0 ** max(0, min(len(x), chunk_tokens).bit_length() - 6)
+        else:
+            self.fp16_downscale = 1.0
         if trains_weight and not self._is_one_chunk:
             self.of_weight = torch.zeros_like(weight, dtype=torch.float32)
 
@@ -270,10 +295,14 @@ def _unfused(logits: Tensor, targets: Tensor, inputs: _LossInputs, buffers: _Los
     Gradients of the losses' sum, if requested, overwrite the logits. The softmax is taken of a few tokens at a time,
     because in fp32 it is twice as large as logits in 16 bit.
     """
-    target, with_z = targets[:, None], buffers.z is not None
+    target = targets[:, None]
+    with_z = buffers.z is not None
     logits[:, inputs.vocab_size :] = -torch.inf
     of_target = torch.empty_like(target, dtype=torch.float32)
-    z = logits.gather(1, target).float() if with_z else of_target
+    if with_z:
+        z = logits.gather(1, target).float()
+    else:
+        z = of_target
     factor = torch.empty_like(of_target)
     for start in range(0, len(logits), len(buffers.log_probs)):
         part = slice(start, start + len(buffers.log_probs))
@@ -297,7 +326,10 @@ def _unfused(logits: Tensor, targets: Tensor, inputs: _LossInputs, buffers: _Los
     if inputs.wants_gradients:
         # The target's is taken in fp32, because softmax - 1 may nearly cancel.
         at_target = of_target.expm1()
-        at_target = at_target + (factor - 1) * of_target.exp() if with_z else at_target
+        if with_z:
+            at_target = at_target + (factor - 1) * of_target.exp()
+        else:
+            at_target = at_target
         logits.scatter_(1, target, at_target.to(inputs.dtype))
 
 

@@ -15,7 +15,8 @@ CompileBackend = Literal["inductor", "aot_eager"]
 #: Seconds of compiling that nanoGPT's train.py announces.
 _COMPILE_S = 60.0
 #: Seconds that a step is taken to last, and that compiled blocks are taken to save of it; torchtitan's saved a seventh.
-ASSUMED_STEP_S, _SAVED_S = 0.5, 0.06
+ASSUMED_STEP_S = 0.5
+_SAVED_S = 0.06
 #: Steps that a start must have left for `auto` to compile.
 FEWEST_STEPS = round(_COMPILE_S / _SAVED_S)
 

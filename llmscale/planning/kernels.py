@@ -49,11 +49,14 @@ _FLASH_2_TFLOPS = {
 _FULL_PER_CAUSAL = 2 * 3 / 3.5
 #: FlexAttention's rate relative to FlashAttention-2's: 90 % in the forward pass, 85 % in 2.5 backward ones (PyTorch's
 #: blog, FlexAttention, August 2024; not measured by us). It skips blocks of positions of this size.
-_FLEX_SHARE, _FLEX_BLOCK = 3.5 / (1 / 0.9 + 2.5 / 0.85), 128
+_FLEX_SHARE = 3.5 / (1 / 0.9 + 2.5 / 0.85)
+_FLEX_BLOCK = 128
 #: Peaks of the paper's GPUs.
 _PEAK_TFLOPS = {
     like: get_gpu(name).dense_16bit_flops / 1e12 for like, name in (("A100", "a100-80gb"), ("H100", "h100-80gb"))
 }
+#: GPUs as fast as an H100, which are as hard to keep busy: the A100's fractions would be too high.
+_LIKE_H100 = {"h100-80gb", "h100-80gb-pcie", "h200", "b200"}
 
 
 @dataclass(frozen=True)
@@ -114,13 +117,18 @@ class KernelEfficiency:
         head_dim = 64 if shape.head_dim < 96 else 128
         rates = _FLASH_2_TFLOPS[self.like][head_dim]
         share = _interpolate(rates, shape.seq_len) * _FULL_PER_CAUSAL / _PEAK_TFLOPS[self.like]
-        return share * _FLEX_SHARE / _visible_share(shape) if kernel == "flex" else share
+        if kernel == "flex":
+            return share * _FLEX_SHARE / _visible_share(shape)
+        return share
 
 
 def _visible_share(shape: GPTShape) -> float:
     """Return the share of causal attention's blocks that windows leave, as a mean over the layers."""
     t = shape.seq_len
-    seen = min(1.0, (shape.sliding_window + _FLEX_BLOCK) / t) if shape.has_window else 1.0
+    if shape.has_window:
+        seen = min(1.0, (shape.sliding_window + _FLEX_BLOCK) / t)
+    else:
+        seen = 1.0
     return (shape.global_layers + (shape.n_layer - shape.global_layers) * seen * (2 - seen)) / shape.n_layer
 
 
@@ -136,8 +144,6 @@ def _interpolate(rates: dict[int, int], seq_len: int) -> float:
 
 _A100 = KernelEfficiency("A100", 0.86, 0.55)
 _H100 = KernelEfficiency("H100", 0.74, 0.315)
-#: GPUs as fast as an H100, which are as hard to keep busy: the A100's fractions would be too high.
-_LIKE_H100 = {"h100-80gb", "h100-80gb-pcie", "h200", "b200"}
 
 
 def kernel_efficiency(gpu: GPU) -> KernelEfficiency:

@@ -189,7 +189,8 @@ class _Fit:
 
 def _starting_points(ln_loss: Floats) -> Floats:
     """Return a grid of starts [grid, 5]: shares of E, A and B in the loss, and exponents."""
-    lowest, middle = np.exp(ln_loss.min()), np.exp(np.median(ln_loss))
+    lowest = np.exp(ln_loss.min())
+    middle = np.exp(np.median(ln_loss))
     grid = np.meshgrid([0.2, 0.5, 0.8], [0.25, 0.75], [0.25, 0.8], [0.25, 0.8])
     share, of_size, alpha, beta = (axis.ravel() for axis in grid)
     rest = middle - share * lowest
@@ -215,11 +216,18 @@ class IsoflopFit:
 
 def fit_isoflops(runs: Sequence[FittedRun], resamples: int) -> IsoflopFit | None:
     """Fit approach 2; None without two groups of at least four sizes whose parabolas are lowest within the sizes."""
-    flops, parabolas, fitted, errors = [], [], [], []
+    flops = []
+    parabolas = []
+    fitted = []
+    errors = []
     for number in sorted({run.group for run in runs}):
         group = [run for run in runs if run.group == number]
-        ln_sizes, losses = np.log([run.num_parameters for run in group]), np.array([run.loss for run in group])
-        parabola = np.polyfit(ln_sizes, losses, 2) if len(set(ln_sizes)) >= 4 else np.zeros(3)
+        ln_sizes = np.log([run.num_parameters for run in group])
+        losses = np.array([run.loss for run in group])
+        if len(set(ln_sizes)) >= 4:
+            parabola = np.polyfit(ln_sizes, losses, 2)
+        else:
+            parabola = np.zeros(3)
         if ln_sizes.min() <= _lowest(parabola[:, None])[0] <= ln_sizes.max():
             flops.append(float(np.exp(np.mean(np.log([run.flops for run in group])))))
             parabolas.append(parabola)
@@ -227,7 +235,8 @@ def fit_isoflops(runs: Sequence[FittedRun], resamples: int) -> IsoflopFit | None
             errors.append(losses - fitted[-1][1])
     if len(flops) < 2:
         return None
-    together, num_fitted = np.concatenate(errors), 3 * len(flops)
+    together = np.concatenate(errors)
+    num_fitted = 3 * len(flops)
     residuals = _inflated(together, num_fitted) * student_ratio(len(together) - num_fitted)
     rng = np.random.default_rng(_SEED)
     resampled = [
@@ -255,7 +264,10 @@ def _slope(flops: Sequence[float] | Floats, ln_sizes: Floats) -> float:
 def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, Floats] | None:
     """Return the learning rate of least loss and its parabola [3] over ln lr, through the lowest rate and its
     neighbours. None if the lowest rate is the first or the last of the ascending `rates`."""
-    place = int(np.argmin(losses)) if len(losses) else 0
+    if len(losses):
+        place = int(np.argmin(losses))
+    else:
+        place = 0
     if not 0 < place < len(rates) - 1:
         return None
     nearest = slice(place - 1, place + 2)
@@ -292,4 +304,6 @@ def schedule_exponents(runs: Sequence[FittedRun], longer: Mapping[str, float]) -
     own = [run for run in runs if run.group == last or run.name in longer]
     misled = [replace(run, loss=longer.get(run.name, run.loss)) for run in own]
     by_own, by_longer = (fit_isoflops(chosen, 1) for chosen in (own, misled))
-    return (by_own.exponent.value, by_longer.exponent.value) if by_own and by_longer else None
+    if by_own and by_longer:
+        return (by_own.exponent.value, by_longer.exponent.value)
+    return None

@@ -37,6 +37,9 @@ from llmscale.planning.step_time import SMALLEST_MICRO_BATCH_TOKENS, Throughput,
 _SAME_RATE = 0.03
 #: Doublings of the nodes to try when nothing fits.
 _MOST_DOUBLINGS = 10
+#: Fewest and most rows to choose between, of those that fit.
+_FEWEST_CHOICES = 3
+_MOST_CHOICES = 5
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ def find_smallest_change(step: ResolvedStep, cluster: Cluster) -> Change | None:
     A smaller micro-batch costs least (the loss curve stays the same), then recomputation, then a higher stage, then
     offload. Raises ConfigError for a run that could not start anyway.
     """
-    now, micro_batch_size = strategy_of(step.ds, step.checkpointing), step.plan.micro_batch_size
+    now = strategy_of(step.ds, step.checkpointing)
+    micro_batch_size = step.plan.micro_batch_size
     sizes = [micro_batch_size, *(size for size in reversed(cheapest_sizes(step)) if size < micro_batch_size)]
     for size_steps, strategy in _alternatives(len(sizes), now):
         ds = step.ds if strategy == now else change_strategy(step.ds, strategy)
@@ -144,7 +148,10 @@ class Misfit:
 def find_misfit(fits: Sequence[Candidate], *, is_restricted: bool) -> Misfit:
     """Return how far these rows miss, and a remedy. `is_restricted`: the user fixed some of the settings."""
     # A setting that the user fixed may be changed; with all strategies tried, only more GPUs help.
-    change = find_cheapest_change(fits) if is_restricted else None
+    if is_restricted:
+        change = find_cheapest_change(fits)
+    else:
+        change = None
     return Misfit(nearest_fit(fits), change, find_enough_nodes(fits) if change is None else None)
 
 
@@ -160,9 +167,15 @@ def _alternatives(num_sizes: int, now: Strategy) -> Iterator[tuple[int, Strategy
     stages = [stage for stage in STAGES if stage >= now.zero_stage]
     modes = CHECKPOINTING[CHECKPOINTING.index(now.activation_checkpointing) :]
     offload_now = (now.offload_optimizer, now.offload_param)
-    start = OFFLOADS.index(offload_now) if offload_now in OFFLOADS else None
+    if offload_now in OFFLOADS:
+        start = OFFLOADS.index(offload_now)
+    else:
+        start = None
     # NVMe is never proposed, as the user must name its folder.
-    offloads = [pair for pair in OFFLOADS[start:] if "nvme" not in pair] if start is not None else []
+    if start is not None:
+        offloads = [pair for pair in OFFLOADS[start:] if "nvme" not in pair]
+    else:
+        offloads = []
     offloads = offloads or [offload_now]
     groups = sorted({now.zero_hpz_partition_size, 1}, reverse=True)
     choices = itertools.product(range(num_sizes), modes, stages, offloads, groups)
@@ -223,7 +236,10 @@ def _fit_on(fit: Candidate, cluster: Cluster) -> Candidate | None:
 
 def _fit_with_margin(step: ResolvedStep, cluster: Cluster) -> Candidate | None:
     """Estimate a step; None if it does not fit with MARGIN."""
-    fit = evaluate(step, cluster) if may_fit(step, cluster) else None
+    if may_fit(step, cluster):
+        fit = evaluate(step, cluster)
+    else:
+        fit = None
     return fit if fit and fit.has_margin else None
 
 
@@ -274,7 +290,9 @@ class RankedConfig:
     @property
     def tokens_per_second(self) -> float | None:
         """Return the rate of a row that fits."""
-        return self.throughput.tokens_per_second if self.throughput and self.fit.fits else None
+        if self.throughput and self.fit.fits:
+            return self.throughput.tokens_per_second
+        return None
 
     @property
     def mfu(self) -> float | None:
@@ -318,10 +336,6 @@ def rank_trials(trials: Sequence[Trial], cluster: Cluster) -> Ranking:
     return Ranking(configs, recommend(fits, [config.tokens_per_second for config in configs]))
 
 
-#: Fewest and most rows to choose between, of those that fit.
-_FEWEST_CHOICES, _MOST_CHOICES = 3, 5
-
-
 def distinct_rows(ranking: Ranking) -> list[int]:
     """Return all rows, on one GPU only the best of the stages, which divide nothing there."""
     rows = ranking.configs
@@ -359,7 +373,10 @@ def _by_preference(ranking: Ranking) -> list[int]:
 
     def key(index: int) -> tuple[bool, bool, float, int]:
         row = ranking.configs[index]
-        preference = -(row.tokens_per_second or 0.0) if row.fit.fits else -row.fit.spare_bytes
+        if row.fit.fits:
+            preference = -(row.tokens_per_second or 0.0)
+        else:
+            preference = -row.fit.spare_bytes
         return index != chosen, not row.fit.has_margin, preference, index
 
     return sorted(range(len(ranking.configs)), key=key)

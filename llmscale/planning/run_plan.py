@@ -43,6 +43,22 @@ _SMALLEST = Strategy(3, "none", "none", "full")
 _MOST_NODES = 4096
 #: Tokens of the micro-batch whose speed is assumed before memory is estimated.
 _USUAL_MICRO_BATCH_TOKENS = 8192
+#: The FLOPs that GPU-hours buy depend on the model, and the model on the FLOPs: rounds until they agree to a
+#: thousandth, and the MFU of the first round.
+_ROUNDS = 4
+_FIRST_MFU = 0.4
+_BISECTIONS = 50
+#: FLOPs of a step with all blocks recomputed over those without: 8 N D over 6 N D.
+RECOMPUTED = 8 / 6
+#: Longest duration of a run that is an answer without --days: longer than OPT-175B's two months with all restarts.
+LONGEST_DAYS = 90.0
+#: Least growth of the nodes from one try to the next, where more of them hardly help.
+_LEAST_GROWTH = 1.25
+#: Power of a data centre per watt of its computers, an assumption: good ones have 1.1, the average is near 1.6.
+DEFAULT_PUE = 1.2
+#: Tokens between which those of a model with experts are searched.
+_FEWEST_TOKENS = 1e5
+_MOST_TOKENS = 1e18
 
 
 @dataclass(frozen=True)
@@ -82,9 +98,11 @@ def place(request: PlanRequest, cluster: Cluster, shape: GPTShape, batch: int) -
     def step_on(num_nodes: int) -> ResolvedStep:
         return _smallest_step(request, replace(cluster, num_nodes=num_nodes), shape, batch)
 
-    unit, most_ranks = _fewest_for_experts(request, cluster), request.config.global_batch_size or math.inf
+    unit = _fewest_for_experts(request, cluster)
+    most_ranks = request.config.global_batch_size or math.inf
     num_nodes = request.num_nodes or _fewest_nodes(step_on, cluster, unit, most_ranks) or unit
-    cluster, step = replace(cluster, num_nodes=num_nodes), step_on(num_nodes)
+    cluster = replace(cluster, num_nodes=num_nodes)
+    step = step_on(num_nodes)
     hpz_ranks = cluster.gpus_per_node if num_nodes > 1 else 1
     ranking = rank_trials(try_strategies(Trial(step), hpz_ranks=hpz_ranks), cluster)
     row = ranking.recommended
@@ -93,7 +111,8 @@ def place(request: PlanRequest, cluster: Cluster, shape: GPTShape, batch: int) -
     else:
         enough = _fewest_nodes(step_on, cluster, unit, most_ranks, num_nodes + 1)
         why = _what_is_missing(nearest_fit(ranking.fits), enough)
-    peak, mfu = peak_flops(cluster.gpu, step.precision), request.mfu
+    peak = peak_flops(cluster.gpu, step.precision)
+    mfu = request.mfu
     if mfu is None and peak and row and row.throughput:
         mfu = row.throughput.tokens_per_second * shape.flops_per_token / (cluster.world_size * peak)
     return Placement(cluster, step.plan.global_batch_size, row, why, peak, mfu)
@@ -101,7 +120,8 @@ def place(request: PlanRequest, cluster: Cluster, shape: GPTShape, batch: int) -
 
 def _smallest_step(request: PlanRequest, cluster: Cluster, shape: GPTShape, batch: int) -> ResolvedStep:
     """Return the run with the smallest layout on a cluster, at a micro-batch of 1. Raises ConfigError."""
-    config, world_size = request.config, cluster.world_size
+    config = request.config
+    world_size = cluster.world_size
     plan = build_batch_plan(
         global_batch_size=batch if config.global_batch_size else -(-batch // world_size) * world_size,
         ranks=ParallelLayout(world_size, expert_parallel_size=config.expert_parallel_size),
@@ -110,11 +130,9 @@ def _smallest_step(request: PlanRequest, cluster: Cluster, shape: GPTShape, batc
     )
     ds = build_strategy(_SMALLEST, usable_precision(config.precision, cluster.gpu))
     assert ds is not None
-    mode, optimizer, loss = (
-        _SMALLEST.activation_checkpointing,
-        resolve_optimizer(config, shape),
-        resolve_loss(config, shape),
-    )
+    mode = _SMALLEST.activation_checkpointing
+    optimizer = resolve_optimizer(config, shape)
+    loss = resolve_loss(config, shape)
     return resolve_step(ds, shape, plan, mode, optimizer, loss)
 
 
@@ -123,7 +141,8 @@ def usual_mfu(shape: GPTShape, gpu: GPU, precision: Precision | None = None) -> 
 
     Raises ConfigError if the GPU's rate in this precision is unknown.
     """
-    micro_batch_size, precision = max(1, _USUAL_MICRO_BATCH_TOKENS // shape.seq_len), usable_precision(precision, gpu)
+    micro_batch_size = max(1, _USUAL_MICRO_BATCH_TOKENS // shape.seq_len)
+    precision = usable_precision(precision, gpu)
     peak = _known_peak(gpu, precision)
     seconds = estimate_compute_s(shape, micro_batch_size, precision, "none", gpu)
     assert seconds is not None, "the peak is known"
@@ -164,21 +183,6 @@ def _what_is_missing(nearest: Candidate, enough: int | None) -> str:
     if enough is None:
         return f"{missing}. More GPUs alone do not help; a shorter --seq-len or a smaller model does."
     return f"{missing}; --num-nodes {enough} is enough."
-
-
-#: The FLOPs that GPU-hours buy depend on the model, and the model on the FLOPs: rounds until they agree to a
-#: thousandth, and the MFU of the first round.
-_ROUNDS = 4
-_FIRST_MFU = 0.4
-_BISECTIONS = 50
-#: FLOPs of a step with all blocks recomputed over those without: 8 N D over 6 N D.
-RECOMPUTED = 8 / 6
-#: Longest duration of a run that is an answer without --days: longer than OPT-175B's two months with all restarts.
-LONGEST_DAYS = 90.0
-#: Least growth of the nodes from one try to the next, where more of them hardly help.
-_LEAST_GROWTH = 1.25
-#: Power of a data centre per watt of its computers, an assumption: good ones have 1.1, the average is near 1.6.
-DEFAULT_PUE = 1.2
 
 
 @dataclass(frozen=True)
@@ -332,7 +336,9 @@ class Plan:
     @property
     def usd_per_flop(self) -> float | None:
         """Return the price of a FLOP of 6 N D at this plan's speed."""
-        return None if self.run is None or self.run.cost_usd is None else self.run.cost_usd / self.flops
+        if self.run is None or self.run.cost_usd is None:
+            return None
+        return self.run.cost_usd / self.flops
 
 
 @dataclass(frozen=True)
@@ -357,7 +363,10 @@ def make_plan(request: PlanRequest) -> Plan:
     faster = _find_faster(request, plan.run, min(_MOST_NODES, plan.global_batch_size // plan.run.cluster.gpus_per_node))
     if faster is None or request.num_nodes is None:
         return faster or plan
-    enough = faster.run.cluster.num_nodes if faster.run and faster.run.is_in_time else None
+    if faster.run and faster.run.is_in_time:
+        enough = faster.run.cluster.num_nodes
+    else:
+        enough = None
     return replace(plan, run=replace(plan.run, enough_nodes=enough))
 
 
@@ -366,7 +375,10 @@ def _find_faster(request: PlanRequest, slow: RunPlan, most: int) -> Plan | None:
 
     `most`: with more, not every GPU has a sequence of the batch.
     """
-    too_few, enough, run, plan = slow.cluster.num_nodes, 0, slow, None
+    too_few = slow.cluster.num_nodes
+    enough = 0
+    run = slow
+    plan = None
     unit = _fewest_for_experts(request, slow.cluster)
     while not run.is_in_time:
         if run.hours is None or run.cluster.num_nodes + unit > most:
@@ -382,7 +394,8 @@ def _find_faster(request: PlanRequest, slow: RunPlan, most: int) -> Plan | None:
     while num_nodes > too_few:
         fewer = _plan_on(request, num_nodes)
         if fewer.run and fewer.run.is_in_time:
-            plan, enough = fewer, num_nodes
+            plan = fewer
+            enough = num_nodes
         else:
             too_few = num_nodes
         num_nodes = (too_few + enough) // 2 // unit * unit
@@ -393,7 +406,10 @@ def _plan_on(request: PlanRequest, num_nodes: int | None) -> Plan:
     request = replace(request, num_nodes=num_nodes)
     optimum, shape = _find_model(request, None)
     preset, batch = _choose_batch(request, shape)
-    placement = place(request, request.cluster, shape, batch) if request.cluster else None
+    if request.cluster:
+        placement = place(request, request.cluster, shape, batch)
+    else:
+        placement = None
     if placement is not None and placement.mfu is not None and _depends_on_speed(request):
         # The layout's speed changes the model a little, which hardly changes the speed.
         optimum, changed = _find_model(request, placement.mfu)
@@ -410,7 +426,8 @@ def _plan_on(request: PlanRequest, num_nodes: int | None) -> Plan:
             "or give a smaller --global-batch-size."
         )
     tokens = steps * batch * shape.seq_len
-    flops, equivalent = training_flops(shape.active_parameters, tokens), dense_equivalent(shape, tokens)
+    flops = training_flops(shape.active_parameters, tokens)
+    equivalent = dense_equivalent(shape, tokens)
     disk = estimate_disk(shape, steps, tokens, request.config)
     if request.keep_hours and placement and (hours := placement.hours_of(shape, tokens)):
         disk = replace(disk, hourly=int(hours // request.keep_hours), is_hourly_weights=request.keeps_weights)
@@ -432,15 +449,24 @@ def _plan_on(request: PlanRequest, num_nodes: int | None) -> Plan:
 
 
 def _plan_run(request: PlanRequest, placement: Placement, shape: GPTShape, tokens: int, disk: DiskSpace) -> RunPlan:
-    cluster, fit = placement.cluster, placement.row.fit if placement.row else None
+    cluster = placement.cluster
+    fit = placement.row.fit if placement.row else None
     pue = DEFAULT_PUE if request.pue is None else request.pue
-    hours, watts = placement.hours_of(shape, tokens), cluster.gpu.power_w
+    hours = placement.hours_of(shape, tokens)
+    watts = cluster.gpu.power_w
     recomputes = fit is not None and fit.step.checkpointing == "full" and request.mfu is not None
     gpu_hours = None if hours is None else hours * cluster.world_size
     kw = None if watts is None else watts * pue / 1000
-    electricity = None if kw is None or request.usd_per_kwh is None else kw * request.usd_per_kwh
-    price, bought = request.usd_per_gpu_hour, request.usd_per_bought_gpu
-    owning = owning_usd_per_gpu_hour(bought, request.years, electricity) if bought and electricity else None
+    if kw is None or request.usd_per_kwh is None:
+        electricity = None
+    else:
+        electricity = kw * request.usd_per_kwh
+    price = request.usd_per_gpu_hour
+    bought = request.usd_per_bought_gpu
+    if bought and electricity:
+        owning = owning_usd_per_gpu_hour(bought, request.years, electricity)
+    else:
+        owning = None
     return RunPlan(
         **vars(placement),
         gpu=cluster.gpu.name,
@@ -469,7 +495,9 @@ def _serving(request: PlanRequest, shape: GPTShape) -> Serving | None:
     if request.requests is None or cluster is None:
         return None
     serving = estimate_serving(shape, cluster.gpu, cluster.gpus_per_node, *request.requests)
-    return serving.with_prices(request.usd_per_gpu_hour) if serving else None
+    if serving:
+        return serving.with_prices(request.usd_per_gpu_hour)
+    return None
 
 
 def _find_model(request: PlanRequest, mfu: float | None) -> tuple[Point, GPTShape]:
@@ -506,7 +534,9 @@ def _find_optimum(request: PlanRequest, mfu: float | None) -> Point:
 
 def _optimum_at(request: PlanRequest, mfu: float, share: float) -> Point:
     """Return the optimum at an MFU. `share`: 6 N D over the FLOPs that MFU counts."""
-    goal, served, law = request.goal, request.inference_tokens, request.law
+    goal = request.goal
+    served = request.inference_tokens
+    law = request.law
     if request.shape is not None and request.shape.num_experts and goal.kind != "loss":
         law = law_with_experts(expansion_of(request.shape))
     weight = _inference_weight(request, mfu)
@@ -545,27 +575,28 @@ def _tokens(request: PlanRequest, shape: GPTShape, optimum: Point, placement: Pl
     return optimum.tokens
 
 
-#: Tokens between which those of a model with experts are searched.
-_FEWEST_TOKENS, _MOST_TOKENS = 1e5, 1e18
-
-
 def _tokens_for_loss(law: ParametricLaw, shape: GPTShape, loss: float) -> float | None:
     """Return the tokens after which a model reaches a loss; None if it never does."""
     if not shape.num_experts:
         return law.tokens_for_loss(shape.num_parameters, loss)
     # The dense model that is as good depends on the tokens.
-    low, high = math.log(_FEWEST_TOKENS), math.log(_MOST_TOKENS)
+    low = math.log(_FEWEST_TOKENS)
+    high = math.log(_MOST_TOKENS)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         tokens = math.exp(middle)
         reached = law.loss(dense_equivalent(shape, tokens), tokens) <= loss
         low, high = (low, middle) if reached else (middle, high)
-    return math.exp(high) if high < math.log(_MOST_TOKENS) else None
+    if high < math.log(_MOST_TOKENS):
+        return math.exp(high)
+    return None
 
 
 def _inference_weight(request: PlanRequest, mfu: float | None) -> float:
     """Return the cost of a FLOP of inference in FLOPs of training."""
-    return 1.0 if request.inference_mfu is None or mfu is None else mfu / request.inference_mfu
+    if request.inference_mfu is None or mfu is None:
+        return 1.0
+    return mfu / request.inference_mfu
 
 
 def _lifetime(request: PlanRequest, shape: GPTShape, tokens: float, placement: Placement | None) -> Lifetime | None:
@@ -573,7 +604,8 @@ def _lifetime(request: PlanRequest, shape: GPTShape, tokens: float, placement: P
     if not request.inference_tokens:
         return None
     weight = _inference_weight(request, placement.mfu if placement else None)
-    law, served = request.law, request.inference_tokens
+    law = request.law
+    served = request.inference_tokens
     used = inference_flops(shape.active_parameters, served)
     other = optimal_point(law, "loss", law.loss(dense_equivalent(shape, tokens), tokens))
     return Lifetime(

@@ -26,6 +26,64 @@ from llmscale.terminal.human_numbers import format_quantity
 
 #: A petaflop/s for a day (Kaplan et al. 2020, OpenAI's unit).
 PF_DAY_FLOPS = 1e15 * 86_400
+#: Sizes of the runs that the parametric fits rest on (Hoffmann et al. 2022, section 3).
+FITTED_PARAMETERS = (44e6, 16e9)
+#: Bounds of a fit's exponents and least irreducible loss in nats per token: a law that reaches one is not determined.
+EXPONENTS = (0.01, 5.0)
+LEAST_IRREDUCIBLE_LOSS = 1e-3
+#: Standard deviations that hold 80 % of a normal distribution.
+Z80 = 1.2816
+#: Value of a quantity that overflows for a law, which determines nothing.
+LARGEST = 1e300
+#: Covariance of (ln A, ln B, ln E, alpha, beta): a bootstrap of 4,000 resamples of the 240 points that Besiroglu et al.
+#: published (github.com/epoch-research/analyzing-chinchilla, data/svg_extracted_data.csv without its five highest
+#: losses), refitted with their Huber loss. Its standard errors are theirs (A 121 for 125, B 1,338 for 1,293, E .026,
+#: alpha .015, beta .021). Errors of A and alpha, and of B and beta, are correlated by more than .999: treated as
+#: independent, they would make Chinchilla's N* uncertain by a factor of 5.5 instead of 1.3.
+_BESIROGLU_COVARIANCE = (
+    (6.38873525e-02, -2.63540576e-02, 2.05089887e-03, 3.80929507e-03, -1.32198454e-03),
+    (-2.63540576e-02, 1.79310959e-01, 3.74749182e-03, -1.63941779e-03, 8.77113624e-03),
+    (2.05089887e-03, 3.74749182e-03, 1.99478516e-04, 1.21048164e-04, 1.82634013e-04),
+    (3.80929507e-03, -1.63941779e-03, 1.21048164e-04, 2.27438311e-04, -8.22893514e-05),
+    (-1.32198454e-03, 8.77113624e-03, 1.82634013e-04, -8.22893514e-05, 4.29322144e-04),
+)
+#: Fit of L = a Ê^delta N^(alpha + gamma ln Ê) + b Ê^omega D^(beta + zeta ln Ê) + c to 280 runs of 1 to 32 experts of an
+#: MLP's width, one per token: 79M to 2.7B active parameters, 0.5B to 80B tokens (Ludziejewski et al. 2025,
+#: arXiv:2502.05172, equation 6 and table 3).
+_JOINT_N = (35.91, -0.1889, -0.2285, 0.0098)
+_JOINT_D = (35.98, -0.1775, 0.5529, -0.0259)
+_JOINT_C = 1.3637
+#: Ê at 1 expert, and at infinitely many.
+_EXPERTS_START = 2.0732
+_EXPERTS_MAX = 290.4521
+#: Largest ratio of all experts to those of a token in these runs.
+FITTED_EXPANSION = 32
+#: ln D between which a goal is searched; 64 halvings leave 1e-17 of it.
+_LN_TOKENS = (-40.0, 90.0)
+_BISECTIONS = 64
+#: Widths are multiples of this, so that heads of 64 and 128 fit.
+WIDTH_MULTIPLE = 128
+#: Width of about 26,000B parameters, more than any machine trains today.
+LARGEST_WIDTH = 65_536
+GPT3 = "gpt3"
+#: Families whose presets have their own sizes. The others' sizes are GPT-2's, which GPT-3 continues, or for tests.
+_OWN_SIZES = ("llama3", "qwen3", "smollm2")
+#: Sizes of such a family that follow the width: all query heads, all key heads, MLP, depth.
+_SCALED: tuple[Callable[[GPTShape], int], ...] = (
+    lambda shape: shape.n_head * shape.head_dim,
+    lambda shape: shape.n_kv_head * shape.head_dim,
+    lambda shape: shape.mlp_width,
+    lambda shape: shape.n_layer,
+)
+#: Least depth of a suggestion: GPT-3's depths say nothing below its smallest width. Below 64 it is a block per 16.
+_LEAST_DEPTH = 4
+_WIDTHS = (
+    *range(WIDTH_MULTIPLE, 2048, WIDTH_MULTIPLE),
+    *range(2048, 4096, 2 * WIDTH_MULTIPLE),
+    *range(4096, LARGEST_WIDTH + 1, 4 * WIDTH_MULTIPLE),
+)
+#: Widths of the smallest models of a scaling ladder, each with one head.
+NARROW_WIDTHS = (8, 12, 16, 24, 32, 48, 64, 80, 96, 112)
 
 
 def training_flops(num_parameters: float, tokens: float) -> float:
@@ -45,13 +103,9 @@ def affordable_tokens(flops: float, num_parameters: float) -> float:
 
 # Laws.
 
-#: Sizes of the runs that the parametric fits rest on (Hoffmann et al. 2022, section 3).
-FITTED_PARAMETERS = (44e6, 16e9)
 
 #: ln A, ln B, ln E, alpha, beta.
 Coefficients = tuple[float, float, float, float, float]
-#: Bounds of a fit's exponents and least irreducible loss in nats per token: a law that reaches one is not determined.
-EXPONENTS, LEAST_IRREDUCIBLE_LOSS = (0.01, 5.0), 1e-3
 
 
 @dataclass(frozen=True)
@@ -69,10 +123,13 @@ def interval_of(value: float, samples: Iterable[float]) -> Interval:
 
     def quantile(fraction: float) -> float:
         below, share = divmod(fraction * (len(known) - 1), 1)
-        low, high = known[int(below)], known[min(int(below) + 1, len(known) - 1)]
+        low = known[int(below)]
+        high = known[min(int(below) + 1, len(known) - 1)]
         return low + share * (high - low)
 
-    return Interval(value, quantile(0.1), quantile(0.9)) if known else Interval(value, -math.inf, math.inf)
+    if known:
+        return Interval(value, quantile(0.1), quantile(0.9))
+    return Interval(value, -math.inf, math.inf)
 
 
 @dataclass(frozen=True)
@@ -145,7 +202,9 @@ class ParametricLaw:
         """Return the tokens after which a model of that size reaches a loss; None if it never does."""
         ln_a, ln_b, _, alpha, beta = self.coefficients
         left = loss - self.irreducible_loss - math.exp(ln_a - alpha * math.log(num_parameters))
-        return math.exp((ln_b - math.log(left)) / beta) if left > 0 else None
+        if left > 0:
+            return math.exp((ln_b - math.log(left)) / beta)
+        return None
 
     def interval(self, quantity: Callable[[ParametricLaw], float]) -> Interval | None:
         """Return the 80 % interval of a positive quantity that follows from this law; None if its errors are unknown.
@@ -165,7 +224,8 @@ class ParametricLaw:
             for i in range(len(gradient))
             for j in range(len(gradient))
         )
-        value, factor = quantity(self), math.exp(Z80 * math.sqrt(max(0.0, variance)))
+        value = quantity(self)
+        factor = math.exp(Z80 * math.sqrt(max(0.0, variance)))
         return Interval(value, value / factor, value * factor)
 
     def estimate(self, quantity: Callable[[ParametricLaw], float]) -> Interval | float:
@@ -197,12 +257,6 @@ class ParametricLaw:
         return (at(1) - at(-1)) / (2 * step)
 
 
-#: Standard deviations that hold 80 % of a normal distribution.
-Z80 = 1.2816
-#: Value of a quantity that overflows for a law, which determines nothing.
-LARGEST = 1e300
-
-
 def _limited(quantity: Callable[[ParametricLaw], float], law: ParametricLaw) -> float:
     """Return a quantity, at most LARGEST."""
     try:
@@ -221,19 +275,6 @@ def _ln_optimal_parameters(coefficients: Coefficients, flops: float) -> float:
 def _logs(a: float, b: float, e: float, alpha: float, beta: float) -> Coefficients:
     return (math.log(a), math.log(b), math.log(e), alpha, beta)
 
-
-#: Covariance of (ln A, ln B, ln E, alpha, beta): a bootstrap of 4,000 resamples of the 240 points that Besiroglu et al.
-#: published (github.com/epoch-research/analyzing-chinchilla, data/svg_extracted_data.csv without its five highest
-#: losses), refitted with their Huber loss. Its standard errors are theirs (A 121 for 125, B 1,338 for 1,293, E .026,
-#: alpha .015, beta .021). Errors of A and alpha, and of B and beta, are correlated by more than .999: treated as
-#: independent, they would make Chinchilla's N* uncertain by a factor of 5.5 instead of 1.3.
-_BESIROGLU_COVARIANCE = (
-    (6.38873525e-02, -2.63540576e-02, 2.05089887e-03, 3.80929507e-03, -1.32198454e-03),
-    (-2.63540576e-02, 1.79310959e-01, 3.74749182e-03, -1.63941779e-03, 8.77113624e-03),
-    (2.05089887e-03, 3.74749182e-03, 1.99478516e-04, 1.21048164e-04, 1.82634013e-04),
-    (3.80929507e-03, -1.63941779e-03, 1.21048164e-04, 2.27438311e-04, -8.22893514e-05),
-    (-1.32198454e-03, 8.77113624e-03, 1.82634013e-04, -8.22893514e-05, 4.29322144e-04),
-)
 
 BESIROGLU = ParametricLaw(
     "Besiroglu 2024",
@@ -254,16 +295,6 @@ HOFFMANN_ROUNDED = ParametricLaw(
     "Hoffmann et al. 2022, equation 10 as printed: rounding alone shifts the optimum",
 )
 LAWS = (BESIROGLU, HOFFMANN, HOFFMANN_ROUNDED)
-
-
-#: Fit of L = a Ê^delta N^(alpha + gamma ln Ê) + b Ê^omega D^(beta + zeta ln Ê) + c to 280 runs of 1 to 32 experts of an
-#: MLP's width, one per token: 79M to 2.7B active parameters, 0.5B to 80B tokens (Ludziejewski et al. 2025,
-#: arXiv:2502.05172, equation 6 and table 3).
-_JOINT_N, _JOINT_D, _JOINT_C = (35.91, -0.1889, -0.2285, 0.0098), (35.98, -0.1775, 0.5529, -0.0259), 1.3637
-#: Ê at 1 expert, and at infinitely many.
-_EXPERTS_START, _EXPERTS_MAX = 2.0732, 290.4521
-#: Largest ratio of all experts to those of a token in these runs.
-FITTED_EXPANSION = 32
 
 
 def expansion_of(shape: GPTShape) -> float:
@@ -309,7 +340,9 @@ def dense_equivalent(shape: GPTShape, tokens: float) -> float:
     ln_a, ln_b, _, alpha, beta = dense.coefficients
     loss = law_with_experts(expansion_of(shape)).loss(shape.active_parameters, tokens)
     left = loss - dense.irreducible_loss - math.exp(ln_b - beta * math.log(tokens))
-    return math.exp((ln_a - math.log(left)) / alpha) if left > 0 else math.inf
+    if left > 0:
+        return math.exp((ln_a - math.log(left)) / alpha)
+    return math.inf
 
 
 @dataclass(frozen=True)
@@ -358,7 +391,10 @@ def law_rows(flops: float, own: ParametricLaw = BESIROGLU, expansion: float = 1.
 
     For a model with experts also those of the joint law, without and with its `expansion`.
     """
-    joint = [law_with_experts(ratio) for ratio in (1.0, expansion)] if expansion > 1 else []
+    if expansion > 1:
+        joint = [law_with_experts(ratio) for ratio in (1.0, expansion)]
+    else:
+        joint = []
     rows = [
         LawRow(
             law.name,
@@ -369,7 +405,9 @@ def law_rows(flops: float, own: ParametricLaw = BESIROGLU, expansion: float = 1.
         )
         for law in (*(LAWS if own in LAWS else (own, *LAWS)), *joint)
     ]
-    size, tokens, loss = KAPLAN.optimal_parameters(flops), KAPLAN.optimal_tokens(flops), KAPLAN.optimal_loss(flops)
+    size = KAPLAN.optimal_parameters(flops)
+    tokens = KAPLAN.optimal_tokens(flops)
+    loss = KAPLAN.optimal_loss(flops)
     return [*rows, LawRow(KAPLAN.name, size, tokens, loss, KAPLAN.source)]
 
 
@@ -381,10 +419,6 @@ def central(value: Interval | float) -> float:
 # The best model for a goal.
 
 GoalKind = Literal["flops", "parameters", "tokens", "loss"]
-
-#: ln D between which a goal is searched; 64 halvings leave 1e-17 of it.
-_LN_TOKENS = (-40.0, 90.0)
-_BISECTIONS = 64
 
 
 def optimal_point(
@@ -417,7 +451,8 @@ def optimal_point(
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if is_too_small(middle) else (low, middle)
-    parameters, tokens = math.exp(ln_parameters(low)), math.exp(low)
+    parameters = math.exp(ln_parameters(low))
+    tokens = math.exp(low)
     return Point(parameters, tokens, law.loss(parameters, tokens))
 
 
@@ -432,30 +467,6 @@ def _check_loss(law: ParametricLaw, loss: float) -> None:
 
 
 # From a size to a model that can be built.
-
-#: Widths are multiples of this, so that heads of 64 and 128 fit.
-WIDTH_MULTIPLE = 128
-#: Width of about 26,000B parameters, more than any machine trains today.
-LARGEST_WIDTH = 65_536
-GPT3 = "gpt3"
-#: Families whose presets have their own sizes. The others' sizes are GPT-2's, which GPT-3 continues, or for tests.
-_OWN_SIZES = ("llama3", "qwen3", "smollm2")
-#: Sizes of such a family that follow the width: all query heads, all key heads, MLP, depth.
-_SCALED: tuple[Callable[[GPTShape], int], ...] = (
-    lambda shape: shape.n_head * shape.head_dim,
-    lambda shape: shape.n_kv_head * shape.head_dim,
-    lambda shape: shape.mlp_width,
-    lambda shape: shape.n_layer,
-)
-#: Least depth of a suggestion: GPT-3's depths say nothing below its smallest width. Below 64 it is a block per 16.
-_LEAST_DEPTH = 4
-_WIDTHS = (
-    *range(WIDTH_MULTIPLE, 2048, WIDTH_MULTIPLE),
-    *range(2048, 4096, 2 * WIDTH_MULTIPLE),
-    *range(4096, LARGEST_WIDTH + 1, 4 * WIDTH_MULTIPLE),
-)
-#: Widths of the smallest models of a scaling ladder, each with one head.
-NARROW_WIDTHS = (8, 12, 16, 24, 32, 48, 64, 80, 96, 112)
 
 
 def scaling_family(model: str | None) -> str:
@@ -502,7 +513,10 @@ def _shape_of_family(n_embd: int, like: GPTShape, family: str) -> GPTShape:
     n_kv_head = max(1, round(keys / head_dim))
     n_head = n_kv_head * max(1, round(queries / head_dim / n_kv_head))
     # A family's large models have an untied head; a choice that none of its presets of that width makes is the user's.
-    tied = nearest.tied if like.tied in {shape.tied for shape in presets if shape.n_embd == like.n_embd} else like.tied
+    if like.tied in {shape.tied for shape in presets if shape.n_embd == like.n_embd}:
+        tied = nearest.tied
+    else:
+        tied = like.tied
     sizes = {"n_layer": max(1, n_layer), "n_embd": n_embd, "n_head": n_head, "n_kv_head": n_kv_head, "tied": tied}
     return like.changed({**sizes, "head_dim": head_dim, "mlp_width": max(64, round(mlp_width / 64) * 64)})
 
@@ -574,7 +588,8 @@ def nearest_shape(num_parameters: float, like: GPTShape, widths: Sequence[int] =
             f"{format_quantity(num_parameters)} parameters are more than the largest shape here has "
             f"({format_quantity(most)}). Plan for less."
         )
-    best, least = like, math.inf
+    best = like
+    least = math.inf
     for width in widths:
         usual = interpolated_shape(width, like)
         usual = replace(usual, n_layer=max(usual.n_layer, min(_LEAST_DEPTH, max(2, width // 16))))
@@ -585,7 +600,8 @@ def nearest_shape(num_parameters: float, like: GPTShape, widths: Sequence[int] =
         shape = replace(usual, n_layer=n_layer)
         off = abs(math.log(shape.n_layer / usual.n_layer)) + abs(math.log(shape.num_parameters / num_parameters))
         if off < least:
-            best, least = shape, off
+            best = shape
+            least = off
         if outside > num_parameters:
             break
     return best

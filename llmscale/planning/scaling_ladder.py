@@ -35,11 +35,15 @@ from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json
 from llmscale.untrusted.paths import is_plain_name
 from llmscale.untrusted.terminal import is_visible, make_visible_line
 
-LADDER_NAME, LAW_NAME, CONFIGS_NAME, RUNS_NAME = "ladder.json", "law.json", "configs", "runs"
+LADDER_NAME = "ladder.json"
+LAW_NAME = "law.json"
+CONFIGS_NAME = "configs"
+RUNS_NAME = "runs"
 Design = Literal["isoflop", "horizons", "rates"]
 #: Ratios of compute of neighbouring groups, and of sizes within a group. A size then returns in the next group, with
 #: four times the tokens and its own schedule.
-_GROUP_RATIO, _SIZE_RATIO = 4.0, 2.0
+_GROUP_RATIO = 4.0
+_SIZE_RATIO = 2.0
 #: Learning rates of a sweep without its own, over that of the rule: below 1e17 FLOPs the rule's are too high.
 _SWEPT = (1 / 8, 1 / 4, 1 / 2, 1, 2)
 #: Compute of the held-out run over that of the largest other.
@@ -49,16 +53,25 @@ _HORIZONS = (0.25, 0.63, 1.59, 4.0)
 _FEWEST_STEPS = 20
 #: Peak learning rate and tokens per step of a run of C FLOPs (DeepSeek-AI 2024, arXiv:2401.02954, equation 1), and the
 #: least compute that they were fitted to.
-_RATE, _RATE_EXPONENT, _BATCH, _BATCH_EXPONENT = 0.3118, -0.1250, 0.2920, 0.3271
+_RATE = 0.3118
+_RATE_EXPONENT = -0.1250
+_BATCH = 0.2920
+_BATCH_EXPONENT = 0.3271
 LEAST_RULE_FLOPS = 1e17
 #: Runs that a ladder is planned with at least. Of six, the intervals of planted laws held 55 to 62 %.
 FEWEST_RUNS = 8
 #: Number of resamples of a law, which its file holds.
-LEAST_RESAMPLES, MOST_RESAMPLES = 50, 2_000
+LEAST_RESAMPLES = 50
+MOST_RESAMPLES = 2_000
 #: Longest name of a law.
 _LONGEST_NAME = 255
 #: Compute at which a law must have an optimum.
 _ANY_FLOPS = (1e6, 1e36)
+#: Share of a bound within which a fitted number counts as at it.
+_AT_BOUND = 0.01
+_MOST_DECADES = 10
+#: Chinchilla's, with which the compute of the largest model is that of a next group.
+_TOKENS_PER_PARAMETER = 20
 
 
 def _check_name(name: str) -> str:
@@ -177,8 +190,12 @@ def plan_ladder(request: LadderRequest, data: str, tokenizer: str) -> Ladder:
     middle = math.sqrt(unit / (6 * request.tokens_per_parameter))
     # The rule's constant depends on model and text; its exponent is used with another one, too.
     least = unit * min(run.flops for run in planned)
-    factor = request.lr / least**_RATE_EXPONENT if request.lr else _RATE * request.rate_factor
-    rate = f"{request.lr:g} at the least compute, falling as" if request.lr else f"{factor:g}"
+    if request.lr:
+        factor = request.lr / least**_RATE_EXPONENT
+        rate = f"{request.lr:g} at the least compute, falling as"
+    else:
+        factor = _RATE * request.rate_factor
+        rate = f"{factor:g}"
     runs = [
         _build_run(run, unit * run.flops, nearest_shape(middle * run.size, request.like), factor) for run in planned
     ]
@@ -369,13 +386,6 @@ def load_law(path: Path) -> ParametricLaw:
     if why := doubts(law):
         raise ConfigError(f"{path}: the runs do not determine this law: {'; '.join(why)}. Fit it to more runs.")
     return law
-
-
-#: Share of a bound within which a fitted number counts as at it.
-_AT_BOUND = 0.01
-_MOST_DECADES = 10
-#: Chinchilla's, with which the compute of the largest model is that of a next group.
-_TOKENS_PER_PARAMETER = 20
 
 
 def doubts(law: ParametricLaw) -> list[str]:

@@ -37,6 +37,12 @@ OFFLOADS: tuple[tuple[OffloadDevice, OffloadDevice], ...] = (
 CHECKPOINTING: tuple[CheckpointingMode, ...] = ("none", "selective", "full")
 #: Folder on the local disk of every node, as in ds_configs/zero3_nvme.json, for the user to change.
 DEFAULT_NVME_PATH = "/local_nvme"
+#: ASSUMED: share of a GPU's and of a node's memory that an estimate leaves free. No GPU has calibrated estimates.
+MARGIN = 0.05
+#: ASSUMED: host memory of a rank's process and its data worker: CUDA, PyTorch, DeepSpeed and NCCL.
+PROCESS_BYTES = 4 * 2**30
+#: Lengths of sequences to try are multiples of this many tokens.
+_LENGTH_UNIT = 1024
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,10 @@ def legal_strategies(
 ) -> Iterator[tuple[DsConfig, CheckpointingMode]]:
     """Yield the ds_config of every strategy with one of these checkpointing modes that DeepSpeed can train."""
     for strategy in all_strategies(hpz_ranks):
-        ds = build_strategy(strategy, precision, nvme_path) if strategy.activation_checkpointing in modes else None
+        if strategy.activation_checkpointing in modes:
+            ds = build_strategy(strategy, precision, nvme_path)
+        else:
+            ds = None
         if ds is not None:
             yield ds, strategy.activation_checkpointing
 
@@ -156,12 +165,6 @@ def _checked(config: dict[str, object], source: str) -> DsConfig | None:
         return None
 
 
-#: ASSUMED: share of a GPU's and of a node's memory that an estimate leaves free. No GPU has calibrated estimates.
-MARGIN = 0.05
-#: ASSUMED: host memory of a rank's process and its data worker: CUDA, PyTorch, DeepSpeed and NCCL.
-PROCESS_BYTES = 4 * 2**30
-
-
 @dataclass(frozen=True)
 class Candidate:
     """A step on the machines that it would run on, and its memory there."""
@@ -198,7 +201,8 @@ class Candidate:
 
         Every rank copies its shards; at stage 0 these are the complete states. Copies from a GPU are page-locked.
         """
-        step, cluster = self.step, self.cluster
+        step = self.step
+        cluster = self.cluster
         copies = cluster.gpus_per_node if step.zero_stage == 0 else 1 / cluster.num_nodes
         checkpoint = copies * step.stored_optimizer.checkpoint_bytes(step.shape.architecture)
         if step.engine_config.zero.offload_optimizer.device != "none":
@@ -218,7 +222,8 @@ class Candidate:
 
         None if its size is unknown, or nothing is offloaded.
         """
-        limit, cluster = self.cluster.host_bytes, self.cluster
+        limit = self.cluster.host_bytes
+        cluster = self.cluster
         if limit is None or not self.host_bytes_per_node:
             return None
         taken = self.host_bytes_per_node + self.save_bytes_per_node + cluster.gpus_per_node * PROCESS_BYTES
@@ -238,7 +243,8 @@ class Candidate:
     @property
     def share_of_limit(self) -> float:
         """Return how full the GPU or, if it is fuller, the node is, where 1 leaves just MARGIN."""
-        share, host = self.estimate.total_bytes / max(1, self.cluster.gpu_bytes), self.host_spare_bytes
+        share = self.estimate.total_bytes / max(1, self.cluster.gpu_bytes)
+        host = self.host_spare_bytes
         if host is not None and self.cluster.host_bytes:
             share = max(share, 1 - host / self.cluster.host_bytes)
         return share / (1 - MARGIN)
@@ -256,7 +262,12 @@ class Candidate:
         host = self.host_spare_bytes
         if host is not None and host < 0:
             return f"  no, host {-host / GIB:,.0f} over"
-        tight = "" if self.has_margin else ", host tight" if self.has_gpu_margin else ", tight"
+        if self.has_margin:
+            tight = ""
+        elif self.has_gpu_margin:
+            tight = ", host tight"
+        else:
+            tight = ", tight"
         return f"  {self.spare_bytes / GIB:.1f} free{tight}"
 
 
@@ -278,7 +289,9 @@ def with_micro_batch(step: ResolvedStep, micro_batch_size: int, ranks: ParallelL
         seq_len=step.plan.seq_len,
         micro_batch_size=micro_batch_size,
     )
-    return step.with_plan(plan) if ranks is None else step.changed(plan=plan)
+    if ranks is None:
+        return step.with_plan(plan)
+    return step.changed(plan=plan)
 
 
 def cheapest_sizes(step: ResolvedStep) -> list[int]:
@@ -329,7 +342,8 @@ def find_largest_fit(trial: Trial, cluster: Cluster) -> Candidate:
     Memory grows with the micro-batch, except for the largest: without accumulation it needs fewer bytes for gradients,
     so it is tried separately. Raises ConfigError.
     """
-    step, sizes = trial.step, cheapest_sizes(trial.step)
+    step = trial.step
+    sizes = cheapest_sizes(trial.step)
     if trial.is_fixed:
         return evaluate(step, cluster)
     largest = with_micro_batch(step, sizes[-1])
@@ -343,12 +357,14 @@ def find_largest_fit(trial: Trial, cluster: Cluster) -> Candidate:
 def _bisect(step: ResolvedStep, cluster: Cluster, sizes: Sequence[int]) -> Candidate:
     """Return the largest of ascending `sizes` that has MARGIN, else the first. All accumulate."""
     best = evaluate(with_micro_batch(step, sizes[0]), cluster)
-    low, high = 0, len(sizes)
+    low = 0
+    high = len(sizes)
     while best.has_gpu_margin and high - low > 1:
         middle = (low + high) // 2
         fit = evaluate(with_micro_batch(step, sizes[middle]), cluster)
         if fit.has_gpu_margin:
-            low, best = middle, fit
+            low = middle
+            best = fit
         else:
             high = middle
     return best
@@ -392,9 +408,13 @@ def find_hf_configs(
     for ds, mode in legal_strategies(precision, DEFAULT_NVME_PATH, ("none",)):
         resolved = ResolvedDsConfig.model_validate(resolve_ds_config(ds, model, plan))
         states = estimate_hf_states(model, ZeroSetup(resolved, ranks.world_size, ADAMW))
-        estimate, room = states.estimate, states.room_bytes(cluster.gpu_bytes)
+        estimate = states.estimate
+        room = states.room_bytes(cluster.gpu_bytes)
         spare = cluster.gpu_bytes - estimate.total_bytes
-        room = min(room, spare) if spare < 0 else room
+        if spare < 0:
+            room = min(room, spare)
+        else:
+            room = room
         host, nvme = (size * cluster.gpus_per_node for size in (estimate.host_bytes, estimate.nvme_bytes))
         configs.append(HFConfig(strategy_of(ds, mode), estimate, room, resolved, host, nvme))
     return configs
@@ -448,7 +468,10 @@ def find_largest_models(trials: Sequence[Trial], cluster: Cluster, family: str =
     models: list[LargestModel] = []
     search = _BoundarySearch(16 * WIDTH_MULTIPLE, WIDTH_MULTIPLE, LARGEST_WIDTH, power=3)
     for trial in trials:
-        step = trial.step if trial.is_fixed else with_micro_batch(trial.step, 1)
+        if trial.is_fixed:
+            step = trial.step
+        else:
+            step = with_micro_batch(trial.step, 1)
         fit = search.find(partial(_evaluate_width, step, cluster, family))
         shape = fit.step.shape if fit else None
         models.append(LargestModel(strategy_of(step.ds, step.checkpointing), fit, preset_below(shape, family)))
@@ -463,8 +486,11 @@ class _BoundarySearch:
     """Searches for the largest sizes that fit, one strategy after the other; a search begins where the last ended."""
 
     def __init__(self, start: int, unit: int, largest: int, power: float) -> None:
-        self._start, self._unit, self._largest = start, unit, largest
-        self._size, self._power = start, power
+        self._start = start
+        self._unit = unit
+        self._largest = largest
+        self._size = start
+        self._power = power
         """Size at which the next search begins, and the power of the size that memory grows as there."""
 
     def find(self, fit: Callable[[int], Candidate]) -> Candidate | None:
@@ -473,14 +499,19 @@ class _BoundarySearch:
         A step goes where memory that grows as a power leaves just the margin. Every sixth one adds half, or halves the
         range, in case it does not grow so.
         """
-        low, high, size, tries = 0, self._largest + self._unit, self._size, 0
+        low = 0
+        high = self._largest + self._unit
+        size = self._size
+        tries = 0
         best: Candidate | None = None
         last: tuple[int, float] | None = None
         while high - low > self._unit:
             candidate = fit(size)
-            share, tries = candidate.share_of_limit, tries + 1
+            share = candidate.share_of_limit
+            tries = tries + 1
             if candidate.has_margin:
-                low, best = size, candidate
+                low = size
+                best = candidate
             else:
                 high = size
             if last and share != last[1]:
@@ -493,10 +524,6 @@ class _BoundarySearch:
             size = min(max(size // self._unit * self._unit, low + self._unit), high - self._unit)
         self._size = low or self._start
         return best
-
-
-#: Lengths of sequences to try are multiples of this many tokens.
-_LENGTH_UNIT = 1024
 
 
 @dataclass(frozen=True)
@@ -520,7 +547,9 @@ class LongestSequences:
         """Return the mode of checkpointing, `full, host` if the host keeps the blocks' inputs, or `-`."""
         mode = self.strategy.activation_checkpointing
         on_host = mode == "full" and self.cpu_checkpointing
-        return "-" if mode == "none" else f"{mode}{', host' if on_host else ''}"
+        if mode == "none":
+            return "-"
+        return f"{mode}{', host' if on_host else ''}"
 
 
 def find_longest(trials: Sequence[Trial], cluster: Cluster, sizes: Sequence[int]) -> list[LongestSequences]:

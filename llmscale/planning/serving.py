@@ -21,9 +21,11 @@ from llmscale.errors import ConfigError
 
 #: Assumed shares of the peak bandwidth in generation, and of the peak FLOP/s for prompts (up to 76 % on TPUs in Pope et
 #: al.). Prices are inversely proportional to them.
-BANDWIDTH_SHARE, PROMPT_MFU = 0.6, 0.5
+BANDWIDTH_SHARE = 0.6
+PROMPT_MFU = 0.5
 #: vLLM's defaults: share of the memory for weights and cache (gpu_memory_utilization), and most sequences at a time.
-MEMORY_SHARE, MAX_SEQUENCES = 0.9, 256
+MEMORY_SHARE = 0.9
+MAX_SEQUENCES = 256
 _BYTES = 2  # of a 16-bit number
 _HOURS_PER_YEAR = 8766.0
 
@@ -87,7 +89,8 @@ def _replica(shape: GPTShape, gpu: GPU, num_gpus: int, prompt: int, output: int)
     if num_sequences < 1 or gpu.memory_bytes_per_s is None:
         return None
     rate = num_gpus * gpu.dense_16bit_flops * PROMPT_MFU
-    prompt_s, context = _flops_per_token(shape, prompt / 2) / rate, prompt + output / 2
+    prompt_s = _flops_per_token(shape, prompt / 2) / rate
+    context = prompt + output / 2
     step_bytes = _BYTES * _read_parameters(shape, num_sequences) + num_sequences * context * token_bytes
     memory_s = step_bytes / (num_gpus * gpu.memory_bytes_per_s * BANDWIDTH_SHARE)
     compute_s = num_sequences * _flops_per_token(shape, context) / rate
@@ -101,7 +104,10 @@ def _read_parameters(shape: GPTShape, num_sequences: int) -> float:
     if not shape.num_experts:
         return shape.num_parameters
     share = shape.experts_per_token / shape.num_experts
-    experts = (shape.num_parameters - shape.active_parameters) / (1 - share) if share < 1 else 0.0
+    if share < 1:
+        experts = (shape.num_parameters - shape.active_parameters) / (1 - share)
+    else:
+        experts = 0.0
     return shape.num_parameters - experts * (1 - share) ** num_sequences
 
 

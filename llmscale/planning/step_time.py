@@ -62,6 +62,23 @@ _PASSES = 3
 _RECOMPUTED = 4 / 3
 #: KernelSettings of train.py by default.
 OWN_KERNELS = KernelSettings()
+#: Share of a link's peak rate that a ring reaches. NCCL assumes 240 of an A100's 300 GB/s and 371 of an H100's 450
+#: (src/graph/topo.h, SM80_NVLINK_BW x 12 links, SM90_NVLINK_BW x 18).
+_LINK_SHARE = 0.8
+#: Seconds of a ring's hop within a node, and between nodes in addition to the network's latency (NCCL,
+#: src/graph/tuning.cc, hwLatencies of a ring's Simple protocol).
+_NODE_HOP_S = 3.4e-6
+_NETWORK_HOP_S = 14e-6
+#: Seconds of a hop in NCCL's protocol for small tensors, LL.
+_SMALL_NODE_HOP_S = 0.6e-6
+_SMALL_NETWORK_HOP_S = 2.7e-6
+#: Share of a collective's latency that ranks wait (fitted).
+_WAITED = 0.66
+#: Passes through the GPU's memory for every byte that a collective gathers or reduces: buckets, casts, and
+#: the bandwidth that NCCL takes from kernels beside it (fitted).
+_COPIES = 6.7
+#: Bytes of a 16-bit parameter that an optimizer step writes, and of a 16-bit gradient.
+_WRITTEN_BYTES = 2
 
 
 def peak_flops(gpu: GPU, precision: Precision) -> float | None:
@@ -120,9 +137,13 @@ def token_work(
     # `selective` keeps the results of matrix products and attention, and recomputes the operations between them.
     again = _RECOMPUTED if checkpointing == "full" else 1.0
     again_between = 1.0 if checkpointing == "none" else _RECOMPUTED
-    of_blocks, of_head = model.blocks_work, model.head.work
+    of_blocks = model.blocks_work
+    of_head = model.head.work
     wide = 2 if precision == "fp32" else 1
-    tiled = [layer for layer in model.block if layer.name == "mlp"] if shape.mlp_tile_tokens else []
+    if shape.mlp_tile_tokens:
+        tiled = [layer for layer in model.block if layer.name == "mlp"]
+    else:
+        tiled = []
     in_tiles = shape.n_layer * sum_of_work(tiled).matmul_flops * _passes_of_tiles(shape, checkpointing)
     # Weights beside adapters get no gradients; the adapters' own are too small to count.
     saved = 1 if model.has_adapters else 0
@@ -163,7 +184,8 @@ def compute_parts(
     peak = peak_flops(gpu, precision)
     if peak is None:
         return None
-    efficiency, tokens = kernel_efficiency(gpu), round(micro_batch_size * shape.seq_len)
+    efficiency = kernel_efficiency(gpu)
+    tokens = round(micro_batch_size * shape.seq_len)
     of_attention = efficiency.attention(kernels, shape, precision, gpu, checkpointing)
     work = token_work(shape, tokens, precision, checkpointing, kernels)
     return ComputeParts(
@@ -172,21 +194,6 @@ def compute_parts(
         block_traffic_s=tokens * work.block_bytes / memory_bytes_per_s(gpu),
         loss_s=tokens * work.head_bytes / memory_bytes_per_s(gpu),
     )
-
-
-#: Share of a link's peak rate that a ring reaches. NCCL assumes 240 of an A100's 300 GB/s and 371 of an H100's 450
-#: (src/graph/topo.h, SM80_NVLINK_BW x 12 links, SM90_NVLINK_BW x 18).
-_LINK_SHARE = 0.8
-#: Seconds of a ring's hop within a node, and between nodes in addition to the network's latency (NCCL,
-#: src/graph/tuning.cc, hwLatencies of a ring's Simple protocol).
-_NODE_HOP_S, _NETWORK_HOP_S = 3.4e-6, 14e-6
-#: Seconds of a hop in NCCL's protocol for small tensors, LL.
-_SMALL_NODE_HOP_S, _SMALL_NETWORK_HOP_S = 0.6e-6, 2.7e-6
-#: Share of a collective's latency that ranks wait (fitted).
-_WAITED = 0.66
-#: Passes through the GPU's memory for every byte that a collective gathers or reduces: buckets, casts, and
-#: the bandwidth that NCCL takes from kernels beside it (fitted).
-_COPIES = 6.7
 
 
 @dataclass(frozen=True)
@@ -220,7 +227,8 @@ class Traffic:
 
 def count_traffic(step: ResolvedStep, *, compiled_blocks: bool = False) -> Traffic:
     """Return the traffic of an optimizer step. Stage 3 gathers a compiled block at once, an eager one by matrix."""
-    config, micro_steps = step.engine_config, step.plan.gradient_accumulation_steps
+    config = step.engine_config
+    micro_steps = step.plan.gradient_accumulation_steps
     elements = step.rank_tensors.num_trainable
     zero = config.zero
     if zero.stage == 3:
@@ -241,8 +249,12 @@ def _count_stage3(step: ResolvedStep, compiled_blocks: bool) -> Traffic:
     """
     config = step.engine_config
     held = step.rank_tensors
-    tensors = _of_compiled_blocks(held.architecture) if compiled_blocks else held
-    micro_steps, group = step.plan.gradient_accumulation_steps, config.zero.zero_hpz_partition_size
+    if compiled_blocks:
+        tensors = _of_compiled_blocks(held.architecture)
+    else:
+        tensors = held
+    micro_steps = step.plan.gradient_accumulation_steps
+    group = config.zero.zero_hpz_partition_size
     # A compiled block that recomputes selectively does so within its graph.
     recomputes = step.checkpointing == "full" or (step.checkpointing == "selective" and not compiled_blocks)
     # All micro-steps are alike.
@@ -283,7 +295,9 @@ def ring_bytes_per_s(gpu: GPU, gpus_per_node: int, num_nodes: int, interconnect:
     if num_nodes == 1:
         return gpu.link_bytes_per_s
     network = interconnect.bytes_per_s_per_node(gpus_per_node)
-    return network if gpus_per_node == 1 else min(gpu.link_bytes_per_s, network)
+    if gpus_per_node == 1:
+        return network
+    return min(gpu.link_bytes_per_s, network)
 
 
 @dataclass(frozen=True)
@@ -313,7 +327,10 @@ def estimate_communication(
     if traffic.group_ranks > 1:
         # Groups are neighbouring ranks. A group across nodes uses the network like all ranks.
         is_within = gpus_per_node % traffic.group_ranks == 0
-        nodes = 1 if is_within else max(2, -(-traffic.group_ranks // gpus_per_node))
+        if is_within:
+            nodes = 1
+        else:
+            nodes = max(2, -(-traffic.group_ranks // gpus_per_node))
         wire_s += traffic.group_bytes_per_rank / ring_bytes_per_s(gpu, gpus_per_node, nodes, interconnect)
         within = traffic.group_ranks // nodes
         hops_s += traffic.group_collectives * _ring_latency_s(within, nodes, interconnect)
@@ -330,7 +347,9 @@ def estimate_exchange_s(step: ResolvedStep, gpu: GPU, gpus_per_node: int, interc
     Every block sends q, k, v before attention and the result after it, in the backward pass their gradients, and with
     checkpointing all of it again.
     """
-    shape, plan, size = step.shape, step.plan, step.plan.ranks.sequence_parallel_size
+    shape = step.shape
+    plan = step.plan
+    size = step.plan.ranks.sequence_parallel_size
     if size == 1:
         return 0.0
     heads, kv_heads = plan.ranks.heads_of_rank(shape.n_head, shape.n_kv_head)
@@ -348,7 +367,9 @@ def estimate_dispatch_s(step: ResolvedStep, gpu: GPU, gpus_per_node: int, interc
     backward pass their gradients, and with checkpointing both again. The copies in the order of experts, of ranks, and
     back are counted with these, those of the numbers of rows are not.
     """
-    shape, plan, size = step.shape, step.plan, step.plan.ranks.expert_parallel_size
+    shape = step.shape
+    plan = step.plan
+    size = step.plan.ranks.expert_parallel_size
     if size == 1:
         return 0.0
     width = 4 if step.precision == "fp32" else 2
@@ -402,9 +423,13 @@ class HostRates:
 
 def estimate_offload_s(step: ResolvedStep, cluster: Cluster, traffic: Traffic, host: HostRates | None = None) -> float:
     """Return seconds per step that a rank waits for its host: copies, the optimizer step on the CPU, the disk."""
-    host, shape, zero, ranks_per_node = host or HostRates(), step.shape, step.engine_config.zero, cluster.gpus_per_node
+    host = host or HostRates()
+    shape = step.shape
+    zero = step.engine_config.zero
+    ranks_per_node = cluster.gpus_per_node
     width = BYTES_PER_ELEMENT[step.engine_config.model_dtype]
-    world_size, micro_steps = step.plan.ranks.world_size, step.plan.gradient_accumulation_steps
+    world_size = step.plan.ranks.world_size
+    micro_steps = step.plan.gradient_accumulation_steps
     # Ranks that divide experts have as many states each as ranks that do not.
     share = step.tensors.num_trainable / world_size
     link_bytes = 0.0
@@ -429,10 +454,6 @@ def estimate_offload_s(step: ResolvedStep, cluster: Cluster, traffic: Traffic, h
     # All GPUs of a node copy at the same time from one host's memory.
     link = min(cluster.gpu.host_link_bytes_per_s, host.memory_bytes_per_s / ranks_per_node)
     return seconds + link_bytes / link + nvme_bytes * ranks_per_node / host.nvme_bytes_per_s
-
-
-#: Bytes of a 16-bit parameter that an optimizer step writes, and of a 16-bit gradient.
-_WRITTEN_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -466,13 +487,17 @@ def estimate_step(
 
     `cluster.gpus_per_node` must divide the world size, or be no smaller. `traffic` replaces DeepSpeed's traffic.
     """
-    plan, gpu = step.plan, cluster.gpu
+    plan = step.plan
+    gpu = cluster.gpu
     micro_step_s = _micro_step_s(step, gpu, kernels)
     if micro_step_s is None:
         return None
     compiled_traffic = traffic or count_traffic(step, compiled_blocks=True)
     if traffic is None:
-        traffic = compiled_traffic if kernels.compiled_blocks else count_traffic(step)
+        if kernels.compiled_blocks:
+            traffic = compiled_traffic
+        else:
+            traffic = count_traffic(step)
     ranks_per_node = min(cluster.gpus_per_node, plan.ranks.world_size)
     cluster = replace(cluster, gpus_per_node=ranks_per_node)
     num_nodes = -(-plan.ranks.world_size // ranks_per_node)
@@ -524,7 +549,9 @@ def _exposed_s(compute_s: float, communication: CommunicationTime, traffic: Traf
 
 
 def _optimizer_s(step: ResolvedStep, gpu: GPU) -> float:
-    shape, micro_steps, trained = step.shape, step.plan.gradient_accumulation_steps, step.tensors.num_trainable
+    shape = step.shape
+    micro_steps = step.plan.gradient_accumulation_steps
+    trained = step.tensors.num_trainable
     # At stage 0 every rank steps all parameters. Muon's matrix products run on the GPU, wherever the states are.
     sharing_ranks = step.plan.ranks.world_size if step.zero_stage else 1
     step_flops = step.optimizer.step_flops(shape.architecture) / sharing_ranks

@@ -21,7 +21,9 @@ _TERMINAL_WIDTH = 100
 
 def bytes_words(number: float) -> str:
     """Format a number of bytes as megabytes."""
-    return f"{number / 1e6:,.0f} MB" if number >= 1e7 or not number else f"{number / 1e6:,.1f} MB"
+    if number >= 1e7 or not number:
+        return f"{number / 1e6:,.0f} MB"
+    return f"{number / 1e6:,.1f} MB"
 
 
 class Progress:

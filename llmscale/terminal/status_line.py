@@ -36,7 +36,8 @@ class StatusLine:
     """Shows one phase after the other. `is_silent` is for all ranks but rank 0; `is_plain` forces separate lines."""
 
     def __init__(self, *, is_silent: bool = False, is_plain: bool = False) -> None:
-        self._is_silent, self._redraws = is_silent, not is_plain and can_redraw(sys.stderr)
+        self._is_silent = is_silent
+        self._redraws = not is_plain and can_redraw(sys.stderr)
         self._changed = threading.Condition()
         self._phase: _Phase | None = None
         self._thread: threading.Thread | None = None
@@ -45,7 +46,10 @@ class StatusLine:
         """Begin the next phase. It is shown once it has lasted `after_s` seconds, in a log at least LOG_S."""
         if self._is_silent:
             return
-        after_s = after_s if self._redraws else max(after_s, LOG_S)
+        if self._redraws:
+            after_s = after_s
+        else:
+            after_s = max(after_s, LOG_S)
         if not after_s:
             self._say(f"{words} ...")
         with self._changed:
@@ -80,13 +84,16 @@ class StatusLine:
         with self._changed:
             while phase := self._phase:
                 repeat_s = REPEAT_S if self._redraws else LOG_S
-                began_s, is_shown, wait_s = time.monotonic(), not phase.after_s, phase.after_s or repeat_s
+                began_s = time.monotonic()
+                is_shown = not phase.after_s
+                wait_s = phase.after_s or repeat_s
                 # A predicate: a notification that arrives while the wait times out is lost.
                 while not self._changed.wait_for(partial(self._is_over, phase), wait_s):
                     self._say(
                         f"still {phase.words}: {time.monotonic() - began_s:.0f} s" if is_shown else f"{phase.words} ..."
                     )
-                    is_shown, wait_s = True, repeat_s
+                    is_shown = True
+                    wait_s = repeat_s
 
     def _is_over(self, phase: _Phase) -> bool:
         return self._phase is not phase

@@ -35,7 +35,10 @@ def output_width() -> int | None:
     width_text = os.environ.get("COLUMNS", "")
     if width_text.isascii() and width_text.isdecimal() and int(width_text[:6]) > 0:
         return max(_LEAST_WIDTH, int(width_text[:6]))
-    columns = terminal_columns(sys.stdout) if is_terminal(sys.stdout) else None
+    if is_terminal(sys.stdout):
+        columns = terminal_columns(sys.stdout)
+    else:
+        columns = None
     return columns and max(_LEAST_WIDTH, columns)
 
 
@@ -94,7 +97,10 @@ def _shorten(columns: Sequence[Column], longest: Sequence[int], visible: Sequenc
     """Return the width of every column."""
     widths = list(longest)
     for i in reversed(visible):
-        excess = 0 if width is None else _total(columns, widths, visible) - width
+        if width is None:
+            excess = 0
+        else:
+            excess = _total(columns, widths, visible) - width
         if excess > 0 and columns[i].least:
             widths[i] = max(columns[i].least, widths[i] - excess)
     return widths

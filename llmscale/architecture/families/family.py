@@ -11,7 +11,10 @@ from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
 from llmscale.errors import ConfigError
 
 #: Upper limits of widths and vocabularies, of layers, of a layer's experts, and of all layers' experts.
-_MOST, _MOST_LAYERS, _MOST_EXPERTS, _MOST_EXPERTS_OF_ALL = 1 << 30, 10_000, 4096, 1 << 16
+_MOST = 1 << 30
+_MOST_LAYERS = 10_000
+_MOST_EXPERTS = 4096
+_MOST_EXPERTS_OF_ALL = 1 << 16
 #: Our activations by their names in transformers.
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
@@ -44,7 +47,8 @@ class Keys:
 
     def __init__(self, config: Mapping[str, object], source: str) -> None:
         """`source`: the file's name in error messages."""
-        self._config, self.source = config, source
+        self._config = config
+        self.source = source
 
     def _get(self, name: str, default: object) -> object:
         value = self._config.get(name)
@@ -63,7 +67,10 @@ class Keys:
         """Return an integer from `least` to `most`, which is the limit `of` models such as this one."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            problem = "is missing" if value is None else f"is {_shown(value)}"
+            if value is None:
+                problem = "is missing"
+            else:
+                problem = f"is {_shown(value)}"
             raise ConfigError(f"{self.source}: {name} {problem}; an integer from {least} on is needed.")
         if value > most:
             raise ConfigError(f"{self.source}: {name} is {value}, more than the {most:,} of {of}.")
@@ -131,7 +138,8 @@ class Keys:
 
     def heads(self, width: str = "hidden_size", heads: str = "num_attention_heads") -> tuple[int, int]:
         """Return the model's width and its number of query heads, a divisor of it unless head_dim is given."""
-        n_embd, n_head = self.count(width), self.count(heads)
+        n_embd = self.count(width)
+        n_head = self.count(heads)
         if not self.has("head_dim") and n_embd % n_head:
             raise ConfigError(f"{self.source}: {width} {n_embd} is not divisible by {heads} {n_head}.")
         return n_embd, n_head
@@ -167,7 +175,11 @@ class Entry(NamedTuple):
     Its type is the entry's: an integer (from 0 on if it is 0), a float, a bool or an activation's name."""
 
     def read(self, keys: Keys, fields: Fields) -> object:
-        default: Any = self.default(keys, fields) if callable(self.default) else self.default
+        default: Any
+        if callable(self.default):
+            default = self.default(keys, fields)
+        else:
+            default = self.default
         if self.field == "activation":
             return keys.choice(self.name, ACTIVATIONS, default)
         if self.field == "attention_bias":
@@ -190,7 +202,9 @@ class Entry(NamedTuple):
             return _GELU_TANH[self.name] if value == "gelu_tanh" else value
         if self.field == "attention_bias":
             return value == "all"
-        return bool(value) if isinstance(self.default, bool) else value
+        if isinstance(self.default, bool):
+            return bool(value)
+        return value
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,8 @@ _SKIPPED = 2
 
 def _gpt2_tensors(shape: GPTShape) -> Iterator[HFTensor]:
     """Yield the tensors; linear layers are Conv1D, [inputs, outputs]."""
-    h, m = shape.n_embd, shape.mlp_width
+    h = shape.n_embd
+    m = shape.mlp_width
     yield HFTensor("transformer.wte.weight", "wte.weight", (shape.vocab_size, h))
     yield HFTensor("transformer.wpe.weight", "wpe.weight", (shape.seq_len, h))
     linears = {"attn.qkv": (h, 3 * h), "attn.proj": (h, h), "mlp.up": (h, m), "mlp.down": (m, h)}
@@ -25,7 +26,8 @@ def _gpt2_tensors(shape: GPTShape) -> Iterator[HFTensor]:
         return HFTensor(name, parameter if parameter in own else "", (width,))
 
     for block in range(shape.n_layer):
-        ours, theirs = f"blocks.{block}", f"transformer.h.{block}"
+        ours = f"blocks.{block}"
+        theirs = f"transformer.h.{block}"
         for norm in ("ln_1", "ln_2"):
             yield HFTensor(f"{theirs}.{norm}.weight", f"{ours}.{norm}.weight", (h,))
             yield bias(f"{theirs}.{norm}.bias", f"{ours}.{norm}.bias", h)
@@ -69,7 +71,8 @@ GPT2 = Family(
 
 
 def _opt_tensors(shape: GPTShape) -> Iterator[HFTensor]:
-    h, bias = shape.n_embd, bool(shape.mlp_bias)
+    h = shape.n_embd
+    bias = bool(shape.mlp_bias)
 
     def norm(theirs: str, ours: str) -> Iterator[HFTensor]:
         for name in ("weight", "bias"):
@@ -79,7 +82,8 @@ def _opt_tensors(shape: GPTShape) -> Iterator[HFTensor]:
     positions = "model.decoder.embed_positions.weight"
     yield HFTensor(positions, "wpe.weight", (shape.seq_len + _SKIPPED, h), skipped_rows=_SKIPPED)
     for block in range(shape.n_layer):
-        ours, theirs = f"blocks.{block}", f"model.decoder.layers.{block}"
+        ours = f"blocks.{block}"
+        theirs = f"model.decoder.layers.{block}"
         yield from norm(f"{theirs}.self_attn_layer_norm", f"{ours}.ln_1")
         parts = {f"{theirs}.self_attn.{name}_proj": h for name in "qkv"}
         yield from stacked(parts, f"{ours}.attn.qkv", h, bias=bias)

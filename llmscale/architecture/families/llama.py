@@ -34,6 +34,22 @@ _YARN_KEYS: dict[str, object] = {
     "mscale_all_dim": None,
     "truncate": True,
 }
+#: Values of layer_types.
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
+_ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+_BIAS = Entry("attention_bias", "attention_bias", False)
+_NORMALIZE = Entry("norm_topk_prob", "normalize_router", False)
+#: Experts as wide as the MLP.
+_EXPERT_WIDTH = Entry("intermediate_size", "expert_width")
+_OWN_WIDTH = Entry("moe_intermediate_size", "expert_width", 768)
+_OF_DOTS1 = (
+    Entry("moe_intermediate_size", "expert_width", 1408),
+    Entry("first_k_dense_replace", "dense_layers", 0),
+    Entry("routed_scaling_factor", "router_scale", 1.0),
+)
+_QK_NORM = {"qk_norm": "head"}
+_OLMO = {"qk_norm": "width", "norm_placement": "post"}
 
 
 @dataclass(frozen=True)
@@ -48,19 +64,15 @@ class ExpertNames:
     """True when every router has a bias for the choice of experts."""
 
 
-#: Values of layer_types.
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
-
-
 def _read_rotary(keys: Keys, usual: _Usual) -> Fields:
     """Read base and scaling: top-level entries up to transformers 4, entries of `rope_parameters` from 5 on."""
     section = keys.section("rope_parameters")
     theta = (section or keys).number("rope_theta", keys.number("rope_theta", usual.theta))
     section = section or keys.section("rope_scaling")
-    scaling = (
-        "none" if section is None else _read_scaling(section, keys.count("max_position_embeddings", usual.positions))
-    )
+    if section is None:
+        scaling = "none"
+    else:
+        scaling = _read_scaling(section, keys.count("max_position_embeddings", usual.positions))
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
@@ -98,14 +110,21 @@ def _write_rotary(shape: GPTShape) -> dict[str, object]:
 
 def _list_tensors(shape: GPTShape, expert_names: ExpertNames = ExpertNames()) -> Iterator[HFTensor]:
     """Yield the tensors, with `expert_names` those of blocks with experts."""
-    h, d = shape.n_embd, shape.head_dim
-    queries, keys = shape.n_head * d, shape.n_kv_head * d
-    after_attention = "input_layernorm" if shape.norm_placement == "pre" else "post_attention_layernorm"
-    after_mlp = "post_attention_layernorm" if shape.norm_placement == "pre" else "post_feedforward_layernorm"
+    h = shape.n_embd
+    d = shape.head_dim
+    queries = shape.n_head * d
+    keys = shape.n_kv_head * d
+    if shape.norm_placement == "pre":
+        after_attention = "input_layernorm"
+        after_mlp = "post_attention_layernorm"
+    else:
+        after_attention = "post_attention_layernorm"
+        after_mlp = "post_feedforward_layernorm"
     of_norms = {"none": (), "head": (d, d), "width": (queries, keys)}[shape.qk_norm]
     yield HFTensor("model.embed_tokens.weight", "wte.weight", (shape.vocab_size, h))
     for block in range(shape.n_layer):
-        ours, theirs = f"blocks.{block}", f"model.layers.{block}"
+        ours = f"blocks.{block}"
+        theirs = f"model.layers.{block}"
         yield HFTensor(f"{theirs}.{after_attention}.weight", f"{ours}.ln_1.weight", (h,))
         parts = dict(zip((f"{theirs}.self_attn.{name}_proj" for name in "qkv"), (queries, keys, keys), strict=True))
         yield from stacked(parts, f"{ours}.attn.qkv", h, bias=shape.attention_bias != "none")
@@ -133,7 +152,8 @@ def _mlp_tensors(shape: GPTShape, theirs: str, ours: str, width: int) -> Iterato
 def _expert_tensors(shape: GPTShape, theirs: str, ours: str, names: ExpertNames) -> Iterator[HFTensor]:
     """Yield router, experts and shared expert. Ours has the rows of all experts in one parameter: [E, 2m, h] and
     [E, h, m]."""
-    h, m = shape.n_embd, shape.expert_width
+    h = shape.n_embd
+    m = shape.expert_width
     place = f"{theirs}.{names.module}"
     yield HFTensor(f"{place}.gate.weight", f"{ours}.router.weight", (shape.num_experts, h))
     if names.has_bias:
@@ -157,7 +177,9 @@ def _read_mistral(keys: Keys, _: Fields) -> Fields:
 
 
 def _read_mixtral(keys: Keys, _: Fields) -> Fields:
-    return {"sliding_window": keys.count("sliding_window")} if keys.has("sliding_window") else {}
+    if keys.has("sliding_window"):
+        return {"sliding_window": keys.count("sliding_window")}
+    return {}
 
 
 def _write_window(shape: GPTShape) -> dict[str, object]:
@@ -208,7 +230,10 @@ def _check_olmo2(keys: Keys, fields: Fields) -> Fields:
 
 def _write_olmo2(shape: GPTShape) -> dict[str, object]:
     scaling = parse_rope_scaling(shape.rope_scaling)
-    linear = {"type": "linear", "factor": scaling.factor} if isinstance(scaling, LinearScaling) else None
+    if isinstance(scaling, LinearScaling):
+        linear = {"type": "linear", "factor": scaling.factor}
+    else:
+        linear = None
     return {"rope_scaling": linear, **_write_no_padding(shape)}
 
 
@@ -220,8 +245,12 @@ def _write_no_padding(_: GPTShape) -> dict[str, object]:
 def _read_qwen3_moe(keys: Keys, _: Fields) -> Fields:
     """Read the window, and which blocks have experts: leading ones without, then every n-th."""
     has_window = keys.flag("use_sliding_window", False) and not _has_null_window(keys)
-    window = {"sliding_window": keys.count("sliding_window", 4096)} if has_window else {}
-    layers, step = keys.layers(), keys.count("decoder_sparse_step", 1)
+    if has_window:
+        window = {"sliding_window": keys.count("sliding_window", 4096)}
+    else:
+        window = {}
+    layers = keys.layers()
+    step = keys.count("decoder_sparse_step", 1)
     sparse = sorted({*range(step - 1, layers, step)}.difference(keys.items("mlp_only_layers", int)))
     if not sparse:
         raise ConfigError(f"{keys.source}: mlp_only_layers and decoder_sparse_step leave no block with experts.")
@@ -334,26 +363,15 @@ def _family(
     )
 
 
-_BIAS = Entry("attention_bias", "attention_bias", False)
-
-
 def _experts(name: str, count: int | None, chosen: int | None) -> tuple[Entry, Entry]:
     """Return the entries of the number of experts, and of those of a token, with a family's defaults."""
     return Entry(name, "num_experts", count), Entry("num_experts_per_tok", "experts_per_token", chosen)
 
 
-_NORMALIZE = Entry("norm_topk_prob", "normalize_router", False)
-#: Experts as wide as the MLP.
-_EXPERT_WIDTH = Entry("intermediate_size", "expert_width")
-_OWN_WIDTH = Entry("moe_intermediate_size", "expert_width", 768)
-_OF_DOTS1 = (
-    Entry("moe_intermediate_size", "expert_width", 1408),
-    Entry("first_k_dense_replace", "dense_layers", 0),
-    Entry("routed_scaling_factor", "router_scale", 1.0),
-)
-_QK_NORM, _OLMO = {"qk_norm": "head"}, {"qk_norm": "width", "norm_placement": "post"}
-_MIXTRAL_NAMES, _WITH_BIAS = ExpertNames("block_sparse_moe", "w1", "w3", "w2"), ExpertNames(has_bias=True)
-_QWEN, _QWEN3 = _Usual(32_768, kv_heads=32), _Usual(32_768, kv_heads=32, head_dim=128)
+_MIXTRAL_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
+_WITH_BIAS = ExpertNames(has_bias=True)
+_QWEN = _Usual(32_768, kv_heads=32)
+_QWEN3 = _Usual(32_768, kv_heads=32, head_dim=128)
 
 #: Ordered: the first family that can express a shape writes it.
 LLAMA_LIKE = (

@@ -71,6 +71,8 @@ from llmscale.training.start import Start, check_space, resolve_start
 _LOGIN_TIMEOUT_S = 20.0
 #: Rows that prevent the all-reduce when they are red: ranks could not meet, and trying would only time out.
 _BEFORE_ALL_REDUCE = frozenset({"address", "imports", "versions", "gpus"})
+_COPY_FILE = "Copy one of them to all hosts: every rank reads the file of its host."
+_COPY_DATA = "Copy one of them to all hosts (rsync -a --delete), or share its disk."
 
 
 def diagnose(
@@ -163,9 +165,6 @@ def _announce(check: str) -> None:
 
 # ---------------------------------------------------------------- a run, on the host that it runs on
 
-_COPY_FILE = "Copy one of them to all hosts: every rank reads the file of its host."
-_COPY_DATA = "Copy one of them to all hosts (rsync -a --delete), or share its disk."
-
 
 def check_ds_config(path: Path) -> Iterator[CheckRow]:
     """Check a ds_config against the closed schema: all problems, where train.py would stop at the first."""
@@ -251,7 +250,10 @@ def _check_memory(start: Start, request: ProbeRequest, gpus: Sequence[Gpu]) -> I
     nodes, per_node, host_bytes = (request.world_size, 1, None) if rest else (nodes, request.slots, host_memory_bytes())
     gpu = measured_gpu(smallest.name, smallest.memory_bytes, None)
     fit = evaluate(start.resolved, Cluster(gpu, per_node, num_nodes=nodes, host_bytes=host_bytes))
-    change = None if fit.fits else find_smallest_change(fit.step, fit.cluster)
+    if fit.fits:
+        change = None
+    else:
+        change = find_smallest_change(fit.step, fit.cluster)
     size = f"{format_size(fit.estimate.total_bytes)} of {format_size(smallest.memory_bytes)} on {smallest.name}"
     if fit.has_margin:
         yield green("memory", size)
@@ -264,7 +266,10 @@ def _check_memory(start: Start, request: ProbeRequest, gpus: Sequence[Gpu]) -> I
         size += (
             f"; {format_size(fit.host_bytes_per_node)} of host memory, {format_size(-fit.host_spare_bytes)} too much"
         )
-    fix = change.describe() if change else "No strategy fits. Use more or larger GPUs, or a smaller model."
+    if change:
+        fix = change.describe()
+    else:
+        fix = "No strategy fits. Use more or larger GPUs, or a smaller model."
     yield red("memory", f"{size}: {describe_breakdown(fit.estimate.peak)}", fix)
 
 

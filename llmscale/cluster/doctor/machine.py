@@ -26,21 +26,6 @@ from llmscale.untrusted.interpreter import code_command
 #: Libraries whose version changes results or the protocol between ranks. Other libraries change a file format at most.
 _STRICT = ("torch", "deepspeed", "mosaicml-streaming")
 _SAME_ENVIRONMENT = "Put one environment and one source tree at the same path on every host (rsync -a --delete)."
-
-
-def check_software() -> Iterator[CheckRow]:
-    """Check which Python, sources and libraries are installed, without importing them."""
-    sources = hashlib.sha256(json.dumps(source_hashes(PACKAGE)).encode()).hexdigest()
-    yield shared("versions", "python", platform.python_version(), _SAME_ENVIRONMENT)
-    yield shared("versions", "llmscale", f"sources {sources[:12]}", _SAME_ENVIRONMENT)
-    for library, version in library_versions().items():
-        if version is None and library in _STRICT:
-            yield red("versions", f"{library} is not installed", f"Install it: {install_command('train')}")
-        elif version is not None:
-            fix = f"Install one version on every host: pip install {library}=={version}"
-            yield shared("versions", library, version, fix, "fail" if library in _STRICT else "warn")
-
-
 #: Index with builds of torch and torchvision that fit each other, without CUDA.
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 #: Run in a separate process: an import can hang, crash, or take GPU memory.
@@ -58,6 +43,24 @@ except Exception as error:
 print("gpus", torch.cuda.device_count(), flush=True)
 os._exit(0)
 """
+#: Memory that an idle GPU may hold: the driver's own.
+_IDLE_BYTES = 2 * 2**30
+#: Docker's default is 64 MiB, too little for NCCL's buffers and the data workers' batches.
+_SHM_BYTES = 256 * 2**20
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def check_software() -> Iterator[CheckRow]:
+    """Check which Python, sources and libraries are installed, without importing them."""
+    sources = hashlib.sha256(json.dumps(source_hashes(PACKAGE)).encode()).hexdigest()
+    yield shared("versions", "python", platform.python_version(), _SAME_ENVIRONMENT)
+    yield shared("versions", "llmscale", f"sources {sources[:12]}", _SAME_ENVIRONMENT)
+    for library, version in library_versions().items():
+        if version is None and library in _STRICT:
+            yield red("versions", f"{library} is not installed", f"Install it: {install_command('train')}")
+        elif version is not None:
+            fix = f"Install one version on every host: pip install {library}=={version}"
+            yield shared("versions", library, version, fix, "fail" if library in _STRICT else "warn")
 
 
 def check_imports(gpus: Sequence[Gpu], timeout_s: float) -> Iterator[CheckRow]:
@@ -65,7 +68,10 @@ def check_imports(gpus: Sequence[Gpu], timeout_s: float) -> Iterator[CheckRow]:
     done = run_command(code_command(_IMPORT_CODE), timeout_s)
     answer = done.stdout.splitlines()
     if done.returncode or not answer:
-        problem = done.describe() if done.returncode else "no output"
+        if done.returncode:
+            problem = done.describe()
+        else:
+            problem = "no output"
         yield red(
             "imports", f"train.py's imports fail: {problem}", f"Repair it, for example: {install_command('train')}"
         )
@@ -82,10 +88,6 @@ def check_imports(gpus: Sequence[Gpu], timeout_s: float) -> Iterator[CheckRow]:
             f"torch finds no GPU with driver {gpus[0].driver}, and would train on the CPU",
             "Update the driver, or install a torch build for its CUDA; CUDA_VISIBLE_DEVICES must not be empty.",
         )
-
-
-#: Memory that an idle GPU may hold: the driver's own.
-_IDLE_BYTES = 2 * 2**30
 
 
 def check_gpus(gpus: Sequence[Gpu], problem: str | None, slots: int) -> Iterator[CheckRow]:
@@ -109,14 +111,17 @@ def check_gpus(gpus: Sequence[Gpu], problem: str | None, slots: int) -> Iterator
         yield red("gpus", f"{len(gpus)} GPUs for {slots} slots", fix)
     busy = [gpu for gpu in gpus if gpu.used_bytes > _IDLE_BYTES]
     if busy:
-        indices, used = ", ".join(str(gpu.index) for gpu in busy), max(gpu.used_bytes for gpu in busy) / 2**30
+        indices = ", ".join(str(gpu.index) for gpu in busy)
+        used = max(gpu.used_bytes for gpu in busy) / 2**30
         fix = "Wait until they are free, or end the processes that nvidia-smi lists."
         yield red("gpus", f"GPU {indices} in use, up to {used:.1f} GiB", fix)
 
 
 def check_cores(slots: int) -> CheckRow:
     """Show the CPUs and NUMA nodes that `llmscale train` and `launch` bind each rank of this host to."""
-    nodes, shares, variable = allowed_cpus(), bind_ranks(os.environ, slots), binding_variable(os.environ)
+    nodes = allowed_cpus()
+    shares = bind_ranks(os.environ, slots)
+    variable = binding_variable(os.environ)
     if shares:
         ranks = (
             f"rank {rank}: {_format_cpus(share)} (NUMA node {', '.join(map(str, sorted({nodes[c] for c in share})))})"
@@ -130,7 +135,8 @@ def check_cores(slots: int) -> CheckRow:
 
 def _format_cpus(cpus: Sequence[int]) -> str:
     """Format `[0, 1, 2, 8]` as 0-2,8."""
-    ordered, parts = sorted(cpus), list[str]()
+    ordered = sorted(cpus)
+    parts = list[str]()
     for cpu in (cpu for cpu in ordered if cpu - 1 not in ordered):
         last = next(end for end in range(cpu, ordered[-1] + 1) if end + 1 not in ordered)
         parts.append(f"{cpu}-{last}" if last > cpu else f"{cpu}")
@@ -182,10 +188,6 @@ def first_address() -> str | None:
     return next((address for _, address in interface_addresses() if not address.startswith("127.")), None)
 
 
-#: Docker's default is 64 MiB, too little for NCCL's buffers and the data workers' batches.
-_SHM_BYTES = 256 * 2**20
-
-
 def check_shared_memory() -> CheckRow:
     """Check that /dev/shm has space."""
     shm = shutil.disk_usage("/dev/shm")
@@ -198,13 +200,13 @@ def check_shared_memory() -> CheckRow:
     return red("/dev/shm", f"{shm.free / 2**20:.0f} of {shm.total / 2**20:.0f} MiB free", fix)
 
 
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
 def host_memory_bytes() -> int:
     """Return the memory of this host, or the lower limit of its container."""
     limits = [int(psutil.virtual_memory().total)]
     for path in map(Path, _CGROUP_LIMITS):
-        text = path.read_text().strip() if path.is_file() else ""
+        if path.is_file():
+            text = path.read_text().strip()
+        else:
+            text = ""
         limits += [int(text)] if text.isdigit() else []
     return min(limits)

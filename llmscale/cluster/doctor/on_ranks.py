@@ -34,6 +34,19 @@ from llmscale.untrusted.terminal import print_to_stderr
 _MODULE = "llmscale.cluster.doctor.on_ranks"
 #: Holds the job of a rank, in JSON.
 _JOB_VARIABLE = "LLMSCALE_DOCTOR_JOB"
+#: Bandwidth below these fractions of the promised one is red and yellow: the all-reduce takes another path.
+_SLOW_FAIL_FRAC = 0.1
+_SLOW_WARN_FRAC = 0.2
+#: Time that ranks wait for each other, and what they have beyond it until the kernel and the asking process end them.
+_WAIT_S = 60
+_SPARE_S = 5
+#: Buffers grow until one all-reduce takes this long, or up to these sizes.
+_LONG_S = 0.25
+_MAX_BYTES = {"gloo": 64 * 2**20, "nccl": 1024 * 2**20}
+_FIRST_BYTES = 2**20
+_REPEATS = 3
+#: Time for a network file system to show a new file to another host.
+_LOOK_S = 5.0
 
 
 def _ask_ranks(hosts: Mapping[str, int], job: Mapping[str, object], patience_s: float) -> tuple[str, dict[str, str]]:
@@ -79,18 +92,6 @@ def _start_ranks(job: Mapping[str, Any]) -> int:
 
 # ---------------------------------------------------------------- the timed all-reduce
 
-#: Bandwidth below these fractions of the promised one is red and yellow: the all-reduce takes another path.
-_SLOW_FAIL_FRAC, _SLOW_WARN_FRAC = 0.1, 0.2
-#: Time that ranks wait for each other, and what they have beyond it until the kernel and the asking process end them.
-_WAIT_S, _SPARE_S = 60, 5
-#: Buffers grow until one all-reduce takes this long, or up to these sizes.
-_LONG_S = 0.25
-_MAX_BYTES = {"gloo": 64 * 2**20, "nccl": 1024 * 2**20}
-_FIRST_BYTES = 2**20
-_REPEATS = 3
-#: Time for a network file system to show a new file to another host.
-_LOOK_S = 5.0
-
 
 @dataclass(frozen=True)
 class AllReduceResult:
@@ -126,7 +127,8 @@ def measure_all_reduce(
     first = next(iter(ranks))
     if sum(ranks.values()) < 2:
         return
-    is_alone, report = len(ranks) == 1, reports[first]
+    is_alone = len(ranks) == 1
+    report = reports[first]
     job = {
         "task": "all-reduce",
         "backend": "nccl" if on_gpus else "gloo",
@@ -186,7 +188,9 @@ def check_all_reduce(result: AllReduceResult, promised_bytes_per_s: float | None
 
 
 def _format_speed(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e6:.2f} MB/s"
+    if bytes_per_s >= 1e8:
+        return f"{bytes_per_s / 1e9:.2f} GB/s"
+    return f"{bytes_per_s / 1e6:.2f} MB/s"
 
 
 def _time_all_reduce(job: Mapping[str, Any]) -> None:
@@ -196,12 +200,14 @@ def _time_all_reduce(job: Mapping[str, Any]) -> None:
 
     # The interface that a run's ranks would use.
     set_network_interface()
-    backend, device = job["backend"], torch.device("cpu")
+    backend = job["backend"]
+    device = torch.device("cpu")
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=job["wait_s"]))
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
 
     def reduce_once(num_bytes: int) -> float:
         """Return the seconds of one all-reduce on the slowest rank."""
@@ -271,7 +277,10 @@ def prove(hosts: Mapping[str, int], flags: Sequence[str], timeout_s: float) -> R
 
 def _ask_numbers(hosts: Mapping[str, int], job: Mapping[str, Any]) -> Report:
     # The first host is this machine or, as in `deepspeed`, one that its name reaches.
-    master = "127.0.0.1" if len(hosts) == 1 else next(iter(hosts))
+    if len(hosts) == 1:
+        master = "127.0.0.1"
+    else:
+        master = next(iter(hosts))
     place = {"task": "numbers", "master": master, "port": find_port()}
     answer, failures = _ask_ranks(hosts, {**job, **place}, job["timeout_s"])
     if failures:
@@ -292,7 +301,10 @@ def _check_numbers(job: Mapping[str, Any]) -> None:
     from llmscale.numerics.check import check_run, undivided
 
     case = read_case(job["flags"])
-    case = undivided(case) if job["is_undivided"] else case
+    if job["is_undivided"]:
+        case = undivided(case)
+    else:
+        case = case
     world = join_world()
     report = check_run(case, world, None if job["tries"] is None else tuple(job["tries"]))
     if world.is_main:

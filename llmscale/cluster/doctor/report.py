@@ -108,7 +108,10 @@ def merge_reports(reports: Mapping[str, HostReport]) -> Iterator[CheckRow]:
 def _faults(rows: Mapping[str, list[CheckRow]]) -> Iterator[CheckRow]:
     for fault in dict.fromkeys(row for host_rows in rows.values() for row in host_rows if row.status != "ok"):
         hosts = [host for host, host_rows in rows.items() if fault in host_rows]
-        where = f"on {format_hosts(hosts)}: " if len(hosts) < len(rows) else ""
+        if len(hosts) < len(rows):
+            where = f"on {format_hosts(hosts)}: "
+        else:
+            where = ""
         yield CheckRow(fault.name, fault.status, where + fault.found, fault.fix)
 
 

@@ -169,7 +169,10 @@ def parse_steps(names: Sequence[str]) -> tuple[StepName, ...]:
 
 def default_steps(*, has_languages: bool, has_evaluation_text: bool) -> tuple[StepName, ...]:
     """Return all steps except those whose input is not given."""
-    left_out = {"language"} if not has_languages else set()
+    if not has_languages:
+        left_out = {"language"}
+    else:
+        left_out = set()
     left_out |= {"decontaminate"} if not has_evaluation_text else set()
     return tuple(name for name in STEP_NAMES if name not in left_out)
 
@@ -206,7 +209,10 @@ class Annotator:
         """Take hashes of evaluation text's n-grams, sorted. Raises DataError."""
         self._options = options
         self._measure = Measure(options.tokenizer)
-        hashes = np.zeros(0, np.uint64) if ngram_hashes is None else ngram_hashes
+        if ngram_hashes is None:
+            hashes = np.zeros(0, np.uint64)
+        else:
+            hashes = ngram_hashes
         make: dict[StepName, Callable[[], Callable[[Text], Finding | None]]] = {
             "exact": lambda: find_exact_key,
             "language": lambda: LanguageFilter(options.languages, options.min_confidence),

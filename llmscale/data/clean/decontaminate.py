@@ -27,6 +27,11 @@ from llmscale.untrusted.paths import check_regular, unreadable_as
 #: Words of an n-gram (Brown et al. 2020, arXiv 2005.14165, appendix C).
 NGRAM_WORDS = 13
 _JSONL_SUFFIXES = (".jsonl", ".ndjson")
+WINDOW_CHARACTERS = 200
+MIN_PIECE_CHARACTERS = 200
+MAX_PIECES = 10
+#: Default of `--max-ngram-documents`: an n-gram in more documents is ignored.
+MAX_NGRAM_DOCUMENTS = 10
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,8 @@ def _read_items(path: Path) -> Iterator[tuple[str, str]]:
     """
     with unreadable_as(DataError, f"--decontaminate {path}"):
         check_regular(path, follow_links=True)
-    suffix, file = suffix_of(path), LocalFile(path, path.parent)
+    suffix = suffix_of(path)
+    file = LocalFile(path, path.parent)
     with opened(file) as raw, unpacked(raw, file.name, file.size_bytes) as contents:
         head = head_of(contents).removeprefix(codecs.BOM_UTF8).lstrip()
         if suffix in _JSONL_SUFFIXES or re.fullmatch(rb"\{.*\}\s*", head.partition(b"\n")[0]):
@@ -135,13 +141,6 @@ def _decode(contents: bytes, where: str) -> str:
         ) from None
 
 
-WINDOW_CHARACTERS = 200
-MIN_PIECE_CHARACTERS = 200
-MAX_PIECES = 10
-#: Default of `--max-ngram-documents`: an n-gram in more documents is ignored.
-MAX_NGRAM_DOCUMENTS = 10
-
-
 def find_overlaps(text: Text, hashes: Hashes) -> Overlaps | None:
     """Return the matches of a text with `hashes`, which are sorted, or None."""
     own = hash_ngrams(text.word_hashes, NGRAM_WORDS)
@@ -182,7 +181,10 @@ class Decontaminator:
         pieces = _between(text, [(begin, end) for begin, end, _ in cuts])
         long = [piece for piece in pieces if len(piece) >= MIN_PIECE_CHARACTERS]
         if len(pieces) > MAX_PIECES or not long:
-            rule = "too_many_pieces" if len(pieces) > MAX_PIECES else "no_piece_is_long_enough"
+            if len(pieces) > MAX_PIECES:
+                rule = "too_many_pieces"
+            else:
+                rule = "no_piece_is_long_enough"
             why: Why = {"rule": rule, "pieces": len(pieces), **self._describe(text, counted[0])}
             return Decontaminated([], [(text, why)])
         parts: list[tuple[str, Why]] = [
@@ -204,7 +206,8 @@ def _join(matches: Sequence[tuple[int, int, int]], num_characters: int) -> list[
     """Return ranges to cut, windows included, each with its first match, from matches in the order of the text."""
     cuts: list[tuple[int, int, tuple[int, int, int]]] = []
     for match in matches:
-        begin, end = max(0, match[1] - WINDOW_CHARACTERS), min(num_characters, match[2] + WINDOW_CHARACTERS)
+        begin = max(0, match[1] - WINDOW_CHARACTERS)
+        end = min(num_characters, match[2] + WINDOW_CHARACTERS)
         if cuts and begin <= cuts[-1][1]:
             cuts[-1] = (cuts[-1][0], max(end, cuts[-1][1]), cuts[-1][2])
         else:
@@ -214,6 +217,7 @@ def _join(matches: Sequence[tuple[int, int, int]], num_characters: int) -> list[
 
 def _between(text: str, cuts: Sequence[tuple[int, int]]) -> list[str]:
     """Return the non-empty pieces of text before, between and after the cuts."""
-    begins, ends = [0, *(end for _, end in cuts)], [*(begin for begin, _ in cuts), len(text)]
+    begins = [0, *(end for _, end in cuts)]
+    ends = [*(begin for begin, _ in cuts), len(text)]
     pieces = (text[begin:end].strip() for begin, end in zip(begins, ends, strict=True))
     return [piece for piece in pieces if piece]

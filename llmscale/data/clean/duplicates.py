@@ -158,7 +158,8 @@ class NearIndex:
             similarities = ((self._minima[candidates] == minima).mean(axis=1) - 1 / 256) / (1 - 1 / 256)
             [hits] = np.nonzero(similarities >= self._threshold)
             if len(hits):
-                first, similarity = self._numbers[candidates[hits[0]]], round(float(similarities[hits[0]]), 3)
+                first = self._numbers[candidates[hits[0]]]
+                similarity = round(float(similarities[hits[0]]), 3)
                 return Removed({"rule": "near_duplicate", "duplicate_of": first, "similarity": similarity})
         for begin, count in zip(groups, counts, strict=True):
             self._slots[begin] = count + 1
@@ -181,12 +182,14 @@ def _group(bands: Iterable[NDArray[np.uint32]]) -> tuple[NDArray[np.int64], NDAr
         slots = np.where(counts > 1, counts + 1, 0)
         sharing = np.flatnonzero(counts[groups] > 1)
         of_bands.append((sharing.astype(np.uint32), (num_slots + np.cumsum(slots) - slots)[groups[sharing]]))
-        num_sketches, num_slots = len(keys), num_slots + int(slots.sum())
+        num_sketches = len(keys)
+        num_slots = num_slots + int(slots.sum())
     offsets = np.zeros(num_sketches + 1, np.int64)
     for sketches, _ in of_bands:
         offsets[sketches + 1] += 1
     np.cumsum(offsets, out=offsets)
-    places, begins = offsets[:-1].copy(), np.empty(offsets[-1], np.int64)
+    places = offsets[:-1].copy()
+    begins = np.empty(offsets[-1], np.int64)
     while of_bands:  # frees each band's arrays
         sketches, begins_of_band = of_bands.pop()
         begins[places[sketches]] = begins_of_band

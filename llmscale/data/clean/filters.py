@@ -58,6 +58,55 @@ _WORD = re.compile(
     rf"|(?:(?<!\w)[-./@]{{1,3}})?{_RUN}(?:{''.join(f'(?!{cut})' for cut in _CUTS)}[^\w\s]+{_RUN})*|-+|\.{{2,}}|[^\w\s]"
 )
 HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+#: A longer text is judged by three pieces of this length: its beginning, middle and end.
+_PIECE_CHARACTERS = 1000
+#: Fractions of paragraphs or lines that copy an earlier one, by number and by characters.
+MAX_DUPLICATES = 0.30
+MAX_DUPLICATE_CHARACTERS = 0.20
+#: Characters of all occurrences of the most frequent n-gram, divided by the text's.
+MAX_TOP_NGRAM = {2: 0.20, 3: 0.18, 4: 0.16}
+#: Characters within n-grams that occurred before, divided by the text's.
+MAX_DUPLICATE_NGRAMS = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
+MIN_WORDS = 50
+MAX_WORDS = 100_000
+MIN_WORD_LENGTH = 3
+MAX_WORD_LENGTH = 10
+#: `#` or ellipses per word.
+MAX_SYMBOLS = 0.1
+MAX_BULLET_LINES = 0.9
+MAX_ELLIPSIS_LINES = 0.3
+MIN_ALPHABETIC_WORDS = 0.8
+STOP_WORDS = frozenset({"the", "be", "to", "of", "and", "that", "have", "with"})
+MIN_STOP_WORDS = 2
+_PARAGRAPH_END = re.compile(r"\n{2,}")
+_LINE_END = re.compile(r"\n+")
+_LETTER_OR_DIGIT = re.compile(r"\w")
+_ANY_LETTER = re.compile(r"[^\W\d_]")
+MIN_LINES_WITH_END = 0.12
+SHORT_LINE_CHARACTERS = 30
+MAX_SHORT_LINES = 0.67
+MAX_DUPLICATE_LINE_CHARACTERS = 0.01
+MAX_NEWLINES_PER_WORD = 0.3
+#: Code points with Unicode's property Sentence_Terminal, in hexadecimal.
+_SENTENCE_TERMINALS = (
+    "21 2e 3f 589 61d-61f 6d4 700-702 7f9 837 839 83d-83e 964-965 104a-104b 1362 1367-1368 166e 1735-1736 "
+    "17d4-17d6 17d9-17da 1803 1809 1944-1945 1aa8-1aab 1b5a-1b5b 1b5e-1b5f 1b7d-1b7e 1c3b-1c3c 1c7e-1c7f "
+    "203c-203d 2047-2049 2e2e 2e3c 2e53-2e54 3002 a4ff a60e-a60f a6f3 a6f7 a876-a877 a8ce-a8cf a92f a9c8-a9c9 "
+    "aa5d-aa5f aaf0-aaf1 abeb fe52 fe56-fe57 ff01 ff0e ff1f ff61 10a56-10a57 10f55-10f59 10f86-10f89 11047-11048 "
+    "110be-110c1 11141-11143 111c5-111c6 111cd 111de-111df 11238-11239 1123b-1123c 112a9 1144b-1144c 115c2-115c3 "
+    "115c9-115d7 11641-11642 1173c-1173e 11944 11946 11a42-11a43 11a9b-11a9c 11c41-11c42 11ef7-11ef8 11f43-11f44 "
+    "16a6e-16a6f 16af5 16b37-16b38 16b44 16e98 1bc9f 1da88"
+)
+MIN_SENTENCES = 5
+MIN_LINE_WORDS = 3
+MAX_WORD_CHARACTERS = 1000
+LINE_ENDS = (".", "?", "!", '"', "'")
+POLICIES = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
+_CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
+#: Never starts within a run of marks, which would take time quadratic in its length.
+_SENTENCE_END = re.compile(
+    r"(?<![.?!\u3002\uff01\uff1f])[.?!\u3002\uff01\uff1f]+[\"'\u201d\u2019)\]]*(?=\s|$)|[\u3002\uff01\uff1f]"
+)
 
 
 class Text:
@@ -97,7 +146,9 @@ def word_spans(text: str) -> list[tuple[int, int]]:
 
 def _without_case(text: str) -> str:
     """Fold case. Unlike `lower` it does not depend on neighbours: a final sigma has a form of its own."""
-    return text.lower() if text.isascii() else unicodedata.normalize("NFC", text).casefold()
+    if text.isascii():
+        return text.lower()
+    return unicodedata.normalize("NFC", text).casefold()
 
 
 def hash_ngrams(word_hashes: Hashes, n: int) -> Hashes:
@@ -195,9 +246,6 @@ Finding = Removed | Changed | ExactKey | SketchRow | Overlaps
 if TYPE_CHECKING:
     from py3langid.langid import LanguageIdentifier
 
-#: A longer text is judged by three pieces of this length: its beginning, middle and end.
-_PIECE_CHARACTERS = 1000
-
 
 def load_identifier() -> LanguageIdentifier:
     """Load the language model. Raises DataError when py3langid is not installed."""
@@ -240,28 +288,6 @@ def _sample(text: str) -> str:
     return "\n".join((text[:_PIECE_CHARACTERS], text[middle : middle + _PIECE_CHARACTERS], text[-_PIECE_CHARACTERS:]))
 
 
-#: Fractions of paragraphs or lines that copy an earlier one, by number and by characters.
-MAX_DUPLICATES = 0.30
-MAX_DUPLICATE_CHARACTERS = 0.20
-#: Characters of all occurrences of the most frequent n-gram, divided by the text's.
-MAX_TOP_NGRAM = {2: 0.20, 3: 0.18, 4: 0.16}
-#: Characters within n-grams that occurred before, divided by the text's.
-MAX_DUPLICATE_NGRAMS = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
-MIN_WORDS, MAX_WORDS = 50, 100_000
-MIN_WORD_LENGTH, MAX_WORD_LENGTH = 3, 10
-#: `#` or ellipses per word.
-MAX_SYMBOLS = 0.1
-MAX_BULLET_LINES, MAX_ELLIPSIS_LINES = 0.9, 0.3
-MIN_ALPHABETIC_WORDS = 0.8
-STOP_WORDS = frozenset({"the", "be", "to", "of", "and", "that", "have", "with"})
-MIN_STOP_WORDS = 2
-
-_PARAGRAPH_END = re.compile(r"\n{2,}")
-_LINE_END = re.compile(r"\n+")
-_LETTER_OR_DIGIT = re.compile(r"\w")
-_ANY_LETTER = re.compile(r"[^\W\d_]")
-
-
 def count_duplicates(parts: Iterable[str]) -> tuple[int, int]:
     """Return how many parts copy an earlier one, and their characters."""
     seen: set[str] = set()
@@ -281,7 +307,8 @@ def filter_repetition(text: Text) -> Removed | None:
 
 
 def _measure_repetition(text: Text) -> Iterator[Measure]:
-    content, size = text.content, len(text.content)
+    content = text.content
+    size = len(text.content)
     for parts, name in ((_PARAGRAPH_END.split(content.strip()), "para"), (_LINE_END.split(content), "line")):
         number, characters = count_duplicates(parts)
         yield f"dup_{name}_frac", number / len(parts), 0, MAX_DUPLICATES
@@ -353,7 +380,8 @@ def filter_quality(text: Text) -> Removed | None:
 
 
 def _measure_quality(text: Text) -> Iterator[Measure]:
-    words, content = text.words, text.content
+    words = text.words
+    content = text.content
     lengths = [len(word) for word in words if _LETTER_OR_DIGIT.search(word)]
     yield "gopher_short_doc", len(lengths), MIN_WORDS, math.inf
     yield "gopher_long_doc", len(lengths), 0, MAX_WORDS
@@ -372,24 +400,6 @@ def _measure_quality(text: Text) -> Iterator[Measure]:
     yield "gopher_enough_stop_words", len(STOP_WORDS.intersection(words)), MIN_STOP_WORDS, math.inf
 
 
-MIN_LINES_WITH_END = 0.12
-SHORT_LINE_CHARACTERS = 30
-MAX_SHORT_LINES = 0.67
-MAX_DUPLICATE_LINE_CHARACTERS = 0.01
-MAX_NEWLINES_PER_WORD = 0.3
-
-#: Code points with Unicode's property Sentence_Terminal, in hexadecimal.
-_SENTENCE_TERMINALS = (
-    "21 2e 3f 589 61d-61f 6d4 700-702 7f9 837 839 83d-83e 964-965 104a-104b 1362 1367-1368 166e 1735-1736 "
-    "17d4-17d6 17d9-17da 1803 1809 1944-1945 1aa8-1aab 1b5a-1b5b 1b5e-1b5f 1b7d-1b7e 1c3b-1c3c 1c7e-1c7f "
-    "203c-203d 2047-2049 2e2e 2e3c 2e53-2e54 3002 a4ff a60e-a60f a6f3 a6f7 a876-a877 a8ce-a8cf a92f a9c8-a9c9 "
-    "aa5d-aa5f aaf0-aaf1 abeb fe52 fe56-fe57 ff01 ff0e ff1f ff61 10a56-10a57 10f55-10f59 10f86-10f89 11047-11048 "
-    "110be-110c1 11141-11143 111c5-111c6 111cd 111de-111df 11238-11239 1123b-1123c 112a9 1144b-1144c 115c2-115c3 "
-    "115c9-115d7 11641-11642 1173c-1173e 11944 11946 11a42-11a43 11a9b-11a9c 11c41-11c42 11ef7-11ef8 11f43-11f44 "
-    "16a6e-16a6f 16af5 16b37-16b38 16b44 16e98 1bc9f 1da88"
-)
-
-
 def _unfold(ranges: str) -> frozenset[str]:
     bounds = [part.partition("-") for part in ranges.split()]
     return frozenset(chr(code) for low, _, high in bounds for code in range(int(low, 16), int(high or low, 16) + 1))
@@ -401,7 +411,9 @@ _LINE_ENDS = _unfold(_SENTENCE_TERMINALS)
 def filter_fineweb(text: Text) -> Removed | None:
     """Remove lists, menus and repeated lines, by FineWeb's rules."""
     lines = [line for line in text.content.split("\n") if line.strip()]
-    return find_beyond(_measure_lines(text, lines)) if lines else Removed({"rule": "empty"})
+    if lines:
+        return find_beyond(_measure_lines(text, lines))
+    return Removed({"rule": "empty"})
 
 
 def _measure_lines(text: Text, lines: Sequence[str]) -> Iterator[Measure]:
@@ -413,19 +425,6 @@ def _measure_lines(text: Text, lines: Sequence[str]) -> Iterator[Measure]:
     duplicates = count_duplicates(lines)[1] / (len(text.content) - num_newlines)
     yield "char_dup_ratio", duplicates, 0, MAX_DUPLICATE_LINE_CHARACTERS
     yield "list_ratio", num_newlines / len(text.words), 0, MAX_NEWLINES_PER_WORD
-
-
-MIN_SENTENCES = 5
-MIN_LINE_WORDS = 3
-MAX_WORD_CHARACTERS = 1000
-LINE_ENDS = (".", "?", "!", '"', "'")
-POLICIES = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
-
-_CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
-#: Never starts within a run of marks, which would take time quadratic in its length.
-_SENTENCE_END = re.compile(
-    r"(?<![.?!\u3002\uff01\uff1f])[.?!\u3002\uff01\uff1f]+[\"'\u201d\u2019)\]]*(?=\s|$)|[\u3002\uff01\uff1f]"
-)
 
 
 class C4Filter:

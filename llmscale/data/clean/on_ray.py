@@ -28,7 +28,8 @@ from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, build, load_se
 _MOST_PARTS = 256
 #: Tries of a task whose process or machine dies.
 _MOST_TRIES = 3
-_CONNECT_S, _SHOW_S = 10.0, 0.5
+_CONNECT_S = 10.0
+_SHOW_S = 0.5
 #: Runs the stages, and yields each when it is complete.
 RunStages = Callable[[CleanJob, Progress], Iterator[Stage]]
 
@@ -57,7 +58,8 @@ class RayCluster(_Options):
 
 def read_cluster(path: Path | None, num_parts: int | None, at_once: int | None) -> RayCluster:
     """Return the cluster that the YAML of --executor-options describes. Raises DataError."""
-    options, where = _Options(), f"--executor-options {path}"
+    options = _Options()
+    where = f"--executor-options {path}"
     if path:
         values = load_settings(path, Rules(DataError, max_bytes=CONFIG_MAX_BYTES), where)
         options = build(_Options, values, Rules(DataError), where)

@@ -79,18 +79,26 @@ def clean(
         check_languages(options.languages)
     if "near" in options.steps:
         import_extra("rensa", "The step near", "data,clean", DataError)
-    ngrams = read_evaluation_text(options.decontaminate) if "decontaminate" in options.steps else None
+    if "decontaminate" in options.steps:
+        ngrams = read_evaluation_text(options.decontaminate)
+    else:
+        ngrams = None
     request = _describe_request(source, options, shard_bytes)
     recover(out)
     if _is_already_there(out, request, overwrite=overwrite):
         remove_finished(out, "clean")
         return CleanResult(Counts(), Counts(), [], ReadPosition(), reused=True)
     source.check()
-    parts, executor = [source], _run_here(num_workers or len(os.sched_getaffinity(0)))
+    parts = [source]
+    executor = _run_here(num_workers or len(os.sched_getaffinity(0)))
     if cluster is not None:
-        parts, executor = cut(source, cluster.num_parts), connected(cluster)
+        parts = cut(source, cluster.num_parts)
+        executor = connected(cluster)
     own_request = {**request, "tasks": len(parts), "llmscale": llmscale.__version__}
-    words = count_words("tasks") if cluster else bytes_words
+    if cluster:
+        words = count_words("tasks")
+    else:
+        words = bytes_words
     with (
         executor as run_stages,
         open_work_folder(out, own_request, "clean") as folder,
@@ -216,11 +224,15 @@ def _write_manifest(
     folder: Path, result: CleanResult, job: CleanJob, request: Mapping[str, object], cluster: RayCluster | None
 ) -> None:
     """Write clean.json: the request, every step's report, and the files with their hashes. Raises OSError."""
-    mark, options, ngrams = result.mark, job.options, job.ngrams
+    mark = result.mark
+    options = job.options
+    ngrams = job.ngrams
 
     def describe(counts: Counts) -> dict[str, object]:
         facts = counts._asdict()
-        return facts if options.tokenizer else {name: value for name, value in facts.items() if name != "tokens"}
+        if options.tokenizer:
+            return facts
+        return {name: value for name, value in facts.items() if name != "tokens"}
 
     manifest: dict[str, object] = {
         "format": FORMAT,

@@ -53,12 +53,21 @@ from llmscale.data.prepare.tokenise import Batch, ReadPosition, gather
 from llmscale.errors import DataError
 from llmscale.untrusted.terminal import make_visible_line
 
-_TEXTS_NAME, _ANNOTATIONS_NAME, _RESULT_NAME = "texts.zst", "annotations.zst", "result.pickle"
-_EXACT_KEYS_NAME, _BAND_KEYS_NAME, _COUNTS_NAME = "exact_keys.npy", "band_keys.npy", "ngram_counts.npy"
+_TEXTS_NAME = "texts.zst"
+_ANNOTATIONS_NAME = "annotations.zst"
+_RESULT_NAME = "result.pickle"
+_EXACT_KEYS_NAME = "exact_keys.npy"
+_BAND_KEYS_NAME = "band_keys.npy"
+_COUNTS_NAME = "ngram_counts.npy"
 _REJECTED_NAME = "rejected.jsonl"
 _COUNTED = ("num_empty", "num_rejected", "num_cut", "num_skipped")
 #: Indexes hold numbers of documents in 32 bits.
 MAX_DOCUMENTS = 1 << 32
+#: Level of zstd for text that was kept or removed.
+_LEVEL = 3
+#: Removed texts of which a report shows the beginning.
+_MOST_EXAMPLES = 3
+_EXAMPLE_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,10 @@ class Stage:
 
 def plan_stages(num_parts: int, annotate_batches: AnnotateBatches | None = None) -> list[Stage]:
     """Return the stages in order. Without `annotate_batches` a task annotates in its own process."""
-    annotate = annotate_part if annotate_batches is None else functools.partial(annotate_part, using=annotate_batches)
+    if annotate_batches is None:
+        annotate = annotate_part
+    else:
+        annotate = functools.partial(annotate_part, using=annotate_batches)
     return [
         Stage("1-annotate", num_parts, annotate, CleanJob.annotated),
         Stage("2-duplicates", 1, find_duplicates, lambda job, task: job.duplicates),
@@ -159,8 +171,11 @@ def annotate_part(job: CleanJob, part: int, using: AnnotateBatches | None = None
     if using is None:
         annotator = Annotator(job.options, job.ngrams.hashes if job.ngrams else None)
         using = functools.partial(map, lambda batch: annotate_batch(batch, annotator))
-    source, mark, num_documents = job.parts[part], ReadPosition(), 0
-    exact_keys, band_keys = array("Q"), list[NDArray[np.uint32]]()
+    source = job.parts[part]
+    mark = ReadPosition()
+    num_documents = 0
+    exact_keys = array("Q")
+    band_keys = list[NDArray[np.uint32]]()
     with (
         _new_folder(job.annotated(part)) as folder,
         _pickle_file(folder / _TEXTS_NAME) as save_texts,
@@ -191,7 +206,8 @@ def find_duplicates(job: CleanJob, _task: int = 0) -> None:
     exact_index = ExactIndex(np.concatenate([np.load(part / _EXACT_KEYS_NAME) for part in parts]))
     band_keys = [np.load(part / _BAND_KEYS_NAME, mmap_mode="r") for part in parts]
     bands = (np.concatenate([keys[band] for keys in band_keys]) for band in range(job.options.near.bands))
-    near_index, num_sketches = NearIndex(job.options.near, bands), 0
+    near_index = NearIndex(job.options.near, bands)
+    num_sketches = 0
     counts = np.zeros(len(job.ngrams.hashes) if job.ngrams else 0, np.uint32)
     number = 0
     with _new_folder(job.duplicates) as folder:
@@ -257,14 +273,18 @@ def join_parts(job: CleanJob, folder: Path) -> CleanResult:
     Raises OSError.
     """
     (folder / REMOVED_FOLDER).mkdir(parents=True, exist_ok=True)
-    taken_in, kept, mark = Counts(), Counts(), ReadPosition(is_end=True)
+    taken_in = Counts()
+    kept = Counts()
+    mark = ReadPosition(is_end=True)
     reports = [StepReport(step) for step in job.options.steps]
     passed_over = set[PassedOver]()
-    documents, removed = list[FileFacts](), list[FileFacts]()
+    documents = list[FileFacts]()
+    removed = list[FileFacts]()
     for part in range(len(job.parts)):
         source = job.written(part)
         result: CleanResult = pickle.loads((source / _RESULT_NAME).read_bytes())
-        taken_in, kept = taken_in.plus(result.taken_in), kept.plus(result.kept)
+        taken_in = taken_in.plus(result.taken_in)
+        kept = kept.plus(result.kept)
         mark = replace(mark, **{name: getattr(mark, name) + getattr(result.mark, name) for name in _COUNTED})
         passed_over |= result.passed_over
         for report, of_part in zip(reports, result.reports, strict=True):
@@ -350,10 +370,6 @@ def _read_pickles(path: Path) -> Iterator[Any]:
             yield pickle.load(contents)
 
 
-#: Level of zstd for text that was kept or removed.
-_LEVEL = 3
-
-
 @dataclass(frozen=True)
 class FileFacts:
     """A file, as the manifest describes it."""
@@ -393,11 +409,6 @@ class JsonlFile:
     def _put(self, contents: bytes) -> None:
         self._file.write(contents)
         self._digest.update(contents)
-
-
-#: Removed texts of which a report shows the beginning.
-_MOST_EXAMPLES = 3
-_EXAMPLE_CHARACTERS = 100
 
 
 @dataclass
@@ -459,9 +470,12 @@ class Writer:
         decontaminator: Decontaminator | None,
     ) -> None:
         """Number documents from `first_number` on. Raises OSError, DataError."""
-        self.taken_in, self.kept = Counts(), Counts()
+        self.taken_in = Counts()
+        self.kept = Counts()
         self.reports = {step: StepReport(step) for step in options.steps}
-        self._folder, self._shard_bytes, self._number = folder, shard_bytes, first_number
+        self._folder = folder
+        self._shard_bytes = shard_bytes
+        self._number = first_number
         self._shards: list[FileFacts] = []
         self._shard: JsonlFile | None = None
         (folder / REMOVED_FOLDER).mkdir()
@@ -492,7 +506,8 @@ class Writer:
             if isinstance(finding, Changed):
                 left = next(sizes)
                 self._remove(step, finding.parts, size.minus(left))
-                content, size = finding.text, left
+                content = finding.text
+                size = left
             elif isinstance(finding, Overlaps):
                 self._decontaminate(content, finding)
                 return
@@ -500,7 +515,8 @@ class Writer:
 
     def _remove(self, step: StepName, parts: list[tuple[str, Why]], size: Counts) -> None:
         """Record removed text of the total `size`: one document, or without a document in `size` parts of one."""
-        report, what = self.reports[step], "document" if size.documents else "part"
+        report = self.reports[step]
+        what = "document" if size.documents else "part"
         report.removed = report.removed.plus(size)
         report.num_changed += not size.documents
         for text, why in parts:

@@ -17,6 +17,11 @@ UInt64Array = NDArray[np.uint64]
 #: 2^64 divided by the golden ratio, splitmix64's increment: consecutive multiples are far apart in every bit.
 GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+#: Half-rounds of the network. Four give a pseudo-random permutation when the round functions are ideal (Luby
+#: & Rackoff 1988); more are needed for the small domains here: tests/data/order/test_permutation.py measures it.
+HALF_ROUNDS = 12
+#: Halves of one or two bits mix too little, so small domains walk within 2^6 numbers.
+SMALLEST_BITS = 6
 
 
 def mix64(values: UInt64Array) -> UInt64Array:
@@ -54,13 +59,6 @@ def ids_checksum(sample_ids: NDArray[np.int64]) -> int:
     return int(total.astype(np.int64))
 
 
-#: Half-rounds of the network. Four give a pseudo-random permutation when the round functions are ideal (Luby
-#: & Rackoff 1988); more are needed for the small domains here: tests/data/order/test_permutation.py measures it.
-HALF_ROUNDS = 12
-#: Halves of one or two bits mix too little, so small domains walk within 2^6 numbers.
-SMALLEST_BITS = 6
-
-
 def permute(index: NDArray[np.int64], size: NDArray[np.int64], key: UInt64Array) -> NDArray[np.int64]:
     """Return the image of `index[i]` under the permutation of [0, size[i]) that `key[i]` selects, for every i.
 
@@ -81,7 +79,8 @@ def _feistel(values: UInt64Array, bits: UInt64Array, low_bits: UInt64Array, key:
     one = np.uint64(1)
     low_mask = (one << low_bits) - one
     high_mask = (one << (bits - low_bits)) - one
-    high, low = values >> low_bits, values & low_mask
+    high = values >> low_bits
+    low = values & low_mask
     for half_round in range(0, HALF_ROUNDS, 2):
         low ^= mix64(high ^ (key + _round_constant(half_round))) & low_mask
         high ^= mix64(low ^ (key + _round_constant(half_round + 1))) & high_mask

@@ -40,6 +40,20 @@ IntArray = NDArray[np.int64]
 MOST_POSITIONS = 1 << 56
 #: Ranges [begin, end) of stream positions, ascending and disjoint.
 Ranges = tuple[tuple[int, int], ...]
+#: Rows, each held by one node. 48 is divided by 1, 2, 3, 4, 6, 8, 12, 16, 24 and 48 nodes.
+DEFAULT_CANONICAL_NODES = 48
+#: The means of rows of eight shards, one from each of eight regions, hold about a hundredth of the variance of a
+#: sample: batches spread as a full shuffle's do, within half a percent.
+SHARDS_PER_ROW = 8
+#: Block size of a dataset too large for a node: with 48 rows a batch is drawn from 1.5 million samples (Streaming's
+#: default: 2 million), and a row needs two or three 64 MiB shards of 1,024-token samples at a time.
+DEFAULT_BLOCK_SIZE = 1 << 15
+#: Most rows; each takes a few kB.
+MOST_CANONICAL_NODES = 1 << 20
+# Domains of the keys: equal (seed, epoch) must not give related shard orders, rounds, entrances and shuffles.
+_SHARDS, _SPANS, _ENTRANCES, _BLOCKS, _ROUNDS = range(5)
+#: Up to this size, 4 billion tokens of two bytes, every node can hold the dataset, so its order is one shuffle.
+WHOLE_SET_BYTES = 8 << 30
 
 
 class StreamOrder(Protocol):
@@ -61,7 +75,8 @@ class MovedOrder:
     def __init__(self, order: StreamOrder, move: Callable[[IntArray], IntArray]) -> None:
         """`move` returns the position in `order` of each position [n]."""
         self.num_samples = order.num_samples
-        self._order, self._move = order, move
+        self._order = order
+        self._move = move
 
     def rows(self, positions: IntArray) -> IntArray:
         """Implement StreamOrder."""
@@ -143,20 +158,6 @@ def prime_powers(number: int) -> Iterator[tuple[int, int]]:
 
 #: Everything that decides an order, as a checkpoint stores it.
 OrderIdentity = dict[str, str | int | bool | None]
-
-#: Rows, each held by one node. 48 is divided by 1, 2, 3, 4, 6, 8, 12, 16, 24 and 48 nodes.
-DEFAULT_CANONICAL_NODES = 48
-#: The means of rows of eight shards, one from each of eight regions, hold about a hundredth of the variance of a
-#: sample: batches spread as a full shuffle's do, within half a percent.
-SHARDS_PER_ROW = 8
-#: Block size of a dataset too large for a node: with 48 rows a batch is drawn from 1.5 million samples (Streaming's
-#: default: 2 million), and a row needs two or three 64 MiB shards of 1,024-token samples at a time.
-DEFAULT_BLOCK_SIZE = 1 << 15
-#: Most rows; each takes a few kB.
-MOST_CANONICAL_NODES = 1 << 20
-
-# Domains of the keys: equal (seed, epoch) must not give related shard orders, rounds, entrances and shuffles.
-_SHARDS, _SPANS, _ENTRANCES, _BLOCKS, _ROUNDS = range(5)
 
 
 @dataclass(frozen=True)
@@ -359,7 +360,8 @@ def shard_batch(positions: IntArray, rows: IntArray, layout: RankLayout, unit: i
     """
     if len(positions) % unit:
         raise ConfigError(f"A global batch of {len(positions)} samples is not a number of micro-batches of {unit}.")
-    parts, rank = len(positions) // unit, layout.data_parallel_rank
+    parts = len(positions) // unit
+    rank = layout.data_parallel_rank
     begin, end = (parts * number // layout.data_parallel_size * unit for number in (rank, rank + 1))
     if len(layout.ranks_per_node) == 1:  # with one node, sorting changes nothing
         return positions[begin:end]
@@ -375,10 +377,6 @@ def preferred_nodes(rows: IntArray, ranks_per_node: Sequence[int]) -> IntArray:
     turns = math.gcd(*ranks_per_node)
     counts = np.array(ranks_per_node, np.int64) // turns
     return np.repeat(np.arange(len(counts), dtype=np.int64), counts)[rows % counts.sum()]
-
-
-#: Up to this size, 4 billion tokens of two bytes, every node can hold the dataset, so its order is one shuffle.
-WHOLE_SET_BYTES = 8 << 30
 
 
 @dataclass(frozen=True)

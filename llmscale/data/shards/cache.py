@@ -41,6 +41,9 @@ from llmscale.untrusted.paths import RefusedFile, check_regular, in_home, open_r
 
 _T = TypeVar("_T")
 DEFAULT_CACHE = Path("~/.cache/llmscale/data")
+_CHUNK_BYTES = 1 << 20
+#: Another process may be downloading the shard over a slow connection.
+_LOCK_TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ def open_set(data: str, cache: Path | None = None) -> SetLocation:
     if "://" not in data:
         load_manifest(data)  # gives a better message than a failed download
     manifest, remote = _find_remote(data)
-    folder, origin = cache / manifest.fingerprint[:16], Origin(remote)
+    folder = cache / manifest.fingerprint[:16]
+    origin = Origin(remote)
     for split in manifest.splits:
         relative = f"{split}/{INDEX_NAME}"
         if not (folder / relative).is_file():
@@ -169,7 +173,9 @@ def find_republished(location: SetLocation) -> SetLocation | None:
     except DataError:
         return None
     if manifest.fingerprint == location.manifest.fingerprint:
-        return replace(location, remote=remote) if remote != location.remote else None
+        if remote != location.remote:
+            return replace(location, remote=remote)
+        return None
     raise DataError(
         f"{location.name} was replaced while it was read: its fingerprint is {manifest.fingerprint[:12]} now instead "
         f"of {location.manifest.fingerprint[:12]}. Start again with the new one, or restore the old one."
@@ -210,11 +216,6 @@ def _write(path: Path, contents: bytes) -> None:
         write_durably(path, contents)
     except OSError as error:
         raise DataError(f"Cannot write the data cache {path}: {error.strerror}. Choose another --data-cache.") from None
-
-
-_CHUNK_BYTES = 1 << 20
-#: Another process may be downloading the shard over a slow connection.
-_LOCK_TIMEOUT_S = 900.0
 
 
 class ShardFetcher:
@@ -273,7 +274,8 @@ class ShardFetcher:
             moved = find_republished(self._location)
             if moved is None or moved.remote is None:
                 raise
-            self._location, self._origin = moved, Origin(moved.remote)
+            self._location = moved
+            self._origin = Origin(moved.remote)
             self._bring_undamaged(file)
 
     def _bring_undamaged(self, file: ShardFile) -> None:

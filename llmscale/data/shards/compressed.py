@@ -105,7 +105,8 @@ def head_of(file: BinaryIO) -> bytes:
 def _compression_of(raw: BinaryIO, name: str) -> str:
     """Return the compression of the contents, empty for none. Raises DamagedError for binary contents that are not what
     the suffix promises."""
-    head, promised = head_of(raw), COMPRESSED_SUFFIXES.get(PurePath(name).suffix.lower(), "")
+    head = head_of(raw)
+    promised = COMPRESSED_SUFFIXES.get(PurePath(name).suffix.lower(), "")
     if magic := _MAGIC.match(head):
         return str(magic.lastgroup)
     if promised == "brotli" and head:  # it has no first bytes of its own
@@ -172,7 +173,8 @@ class _Stream(io.RawIOBase):
     """Chunks as a file; reading beyond the limit raises _Unfolds."""
 
     def __init__(self, chunks: Iterator[bytes], limit_bytes: int | None = None) -> None:
-        self._chunks, self._left_bytes = chunks, limit_bytes
+        self._chunks = chunks
+        self._left_bytes = limit_bytes
         self._pending = memoryview(b"")
 
     def readable(self) -> bool:

@@ -60,6 +60,16 @@ SHARD_NAME = re.compile(r"shard\.[0-9]{5,9}\.mds")
 #: Form of a hash by HASH_ALGORITHM.
 HASH = re.compile(r"[0-9a-f]{16}")
 REMEDY = "Prepare the dataset again with --overwrite."
+MANIFEST_NAME = "manifest.json"
+#: Marker of an unfinished dataset in a store; it holds the request.
+UNFINISHED_NAME = "unfinished.json"
+#: Incremented whenever older code could misread the folder.
+FORMAT_VERSION = 1
+#: Version and size limit of a manifest that only names the folder with the dataset.
+_POINTER_VERSION = 2
+_MAX_POINTER_BYTES = 512
+#: Form of that folder's name.
+GENERATION = r"set-[0-9a-f]{12}"
 
 
 def _check_split_name(name: str) -> str:
@@ -82,16 +92,6 @@ def _check_range(where: str, name: str, value: int, lowest: int, highest: int) -
         legal = f"{lowest} to {highest}" if lowest != highest else lowest
         raise DataError(f"{where}: {name} is {value}, and must be {legal}. {REMEDY}")
 
-
-MANIFEST_NAME = "manifest.json"
-#: Marker of an unfinished dataset in a store; it holds the request.
-UNFINISHED_NAME = "unfinished.json"
-#: Incremented whenever older code could misread the folder.
-FORMAT_VERSION = 1
-#: Version and size limit of a manifest that only names the folder with the dataset.
-_POINTER_VERSION, _MAX_POINTER_BYTES = 2, 512
-#: Form of that folder's name.
-GENERATION = r"set-[0-9a-f]{12}"
 
 #: Everything that decides a dataset's contents, by flag of `prepare`.
 PrepareRequest = dict[str, str | int | float | bool | None]
@@ -222,7 +222,8 @@ class Manifest:
     @property
     def note_on_bytes(self) -> str:
         """Return a warning if bytes per token are an average of both splits, else an empty text."""
-        train, val = self.splits.get("train"), self.splits.get("val")
+        train = self.splits.get("train")
+        val = self.splits.get("val")
         if self.counts_own_bytes or train is None or val is None or self.tokenizer == "bytes":
             return ""
         # True where a single document was cut; counts of whole documents agree so well by chance only.
@@ -324,11 +325,15 @@ def _check_split(split: SplitManifest, manifest: Manifest, where: str) -> None:
     """Raise DataError for numbers of a split that contradict each other or the manifest."""
     _check_range(where, "max_token_id", split.max_token_id, 0, manifest.vocab_size - 1)
     # Rows of conversations are padded.
-    most_samples = split.num_tokens if manifest.chat else split.num_tokens // manifest.seq_len
+    if manifest.chat:
+        most_samples = split.num_tokens
+    else:
+        most_samples = split.num_tokens // manifest.seq_len
     _check_range(where, "num_samples", split.num_samples, 1, most_samples)
     # A window begins with the last token of the one before in a stream, in other packings at most.
     least = split.num_tokens - split.num_samples * (manifest.seq_len + 1)
-    lost, most = split.tail_tokens + split.cropped_tokens, least + split.num_samples - 1
+    lost = split.tail_tokens + split.cropped_tokens
+    most = least + split.num_samples - 1
     if manifest.chat is not None:
         least = most = 0
     elif not manifest.is_best_fit:
@@ -354,8 +359,14 @@ def _explain_missing(folder: Path) -> str:
         f"Make it with `llmscale data prepare --input PATH --out {folder}`; --input python-docs is text that every "
         "machine has."
     )
-    partial = sorted(folder.parent.glob(f".{folder.name}.partial-*")) if folder.parent.is_dir() else []
-    note = f" (an interrupted prepare left {partial[0].name} beside it: run it again)" if partial else ""
+    if folder.parent.is_dir():
+        partial = sorted(folder.parent.glob(f".{folder.name}.partial-*"))
+    else:
+        partial = []
+    if partial:
+        note = f" (an interrupted prepare left {partial[0].name} beside it: run it again)"
+    else:
+        note = ""
     if ".partial-" in folder.name:
         return f"{folder} is unfinished work of an interrupted `llmscale data prepare`; run the same command again."
     if not folder.exists():
@@ -378,7 +389,10 @@ def _explain_missing(folder: Path) -> str:
 def get_split(manifest: Manifest, split: str, where: str) -> SplitManifest:
     """Return the manifest of one split. Raises DataError with the existing splits."""
     if split not in manifest.splits:
-        remedy = " Prepare the dataset again with --val-fraction above 0." if split == "val" else ""
+        if split == "val":
+            remedy = " Prepare the dataset again with --val-fraction above 0."
+        else:
+            remedy = ""
         raise DataError(f"{where} has no split '{split}', only {', '.join(sorted(manifest.splits))}.{remedy}")
     return manifest.splits[split]
 

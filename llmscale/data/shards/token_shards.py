@@ -37,11 +37,15 @@ from llmscale.untrusted.paths import open_regular
 #: Another process can evict a shard between its fetch and its use, but hardly this often in a row.
 _ATTEMPTS = 3
 #: Files that a process keeps open for reading.
-_MOST_OPEN, _MOST_OPEN_OF_A_LIMITED_CACHE = 128, 2
+_MOST_OPEN = 128
+_MOST_OPEN_OF_A_LIMITED_CACHE = 2
 
 
 #: Device, inode, size and time of modification in ns, which identify a file and its contents.
 _Identity = tuple[int, int, int, int]
+TARGET = np.uint32(1 << 30)
+BEGIN = np.uint32(1 << 31)
+_IDS = np.uint32((1 << 30) - 1)
 
 
 class WindowReader(Protocol):
@@ -82,16 +86,24 @@ class TokenShards:
         self._stored = find_files(location.folder, split, location.manifest)
         self._fetcher: ShardFetcher | None = None
         if location.remote is not None or location.manifest.compression:
-            limit_bytes = None if cache_limit_bytes is None else cache_limit_bytes // num_sets
+            if cache_limit_bytes is None:
+                limit_bytes = None
+            else:
+                limit_bytes = cache_limit_bytes // num_sets
             self._fetcher = ShardFetcher(location, split, limit_bytes)
         # An open file takes disk space even after the cache has evicted it.
-        most_open = _MOST_OPEN if cache_limit_bytes is None else _MOST_OPEN_OF_A_LIMITED_CACHE
+        if cache_limit_bytes is None:
+            most_open = _MOST_OPEN
+        else:
+            most_open = _MOST_OPEN_OF_A_LIMITED_CACHE
         self._files = _OpenFiles(self._paths, max(1, most_open // num_sets))
         self._verified: dict[int, _Identity] = {}
         """Identity of the checked file, by shard."""
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        if len(self._ends):
+            return int(self._ends[-1])
+        return 0
 
     @property
     def has_mask(self) -> bool:
@@ -126,9 +138,11 @@ class TokenShards:
             begin += num_bytes
         for shard_id in sorted(wanted):
             self._read_windows(shard_id, wanted[shard_id])
-        length, mask = self.manifest.seq_len + 1, None
+        length = self.manifest.seq_len + 1
+        mask = None
         if self.has_mask:
-            mask, rows = rows[:, :length] > 0, np.ascontiguousarray(rows[:, length:])
+            mask = rows[:, :length] > 0
+            rows = np.ascontiguousarray(rows[:, length:])
         windows: NDArray[np.unsignedinteger] = rows.view(self.manifest.dtype)
         if windows.size and windows.max() >= self.manifest.vocab_size:
             raise DataError(
@@ -179,7 +193,8 @@ class TokenShards:
 
     def _check(self, shard_id: int) -> _Identity:
         """Check a shard's file and return its identity. Raises DataError."""
-        shard, path = self._shards[shard_id], self._paths[shard_id]
+        shard = self._shards[shard_id]
+        path = self._paths[shard_id]
         # Taken before the file is read: a write meanwhile changes the identity.
         identity = _identify(check_size(path, shard.bytes))
         check_hash(path, self.manifest.hash_algorithm, shard.hash)
@@ -195,7 +210,8 @@ class _OpenFiles:
     """Files of the most recently used shards, kept open."""
 
     def __init__(self, paths: Sequence[Path], limit: int) -> None:
-        self._paths, self._limit = paths, limit
+        self._paths = paths
+        self._limit = limit
         self._files: OrderedDict[int, BinaryIO] = OrderedDict()
 
     def open(self, shard_id: int) -> int:
@@ -218,9 +234,6 @@ class _OpenFiles:
 
 #: Tokens with marks.
 Marked = NDArray[np.uint32]
-TARGET = np.uint32(1 << 30)
-BEGIN = np.uint32(1 << 31)
-_IDS = np.uint32((1 << 30) - 1)
 
 
 def ids_of(marked: Marked) -> Marked:
@@ -236,10 +249,13 @@ def are_targets(marked: Marked) -> NDArray[np.bool_]:
 def mark(ids: NDArray[np.unsignedinteger], mask: NDArray[np.bool_] | None) -> Marked:
     """Return tokens with the marks of those in the mask, or of all."""
     marked = ids.astype(np.uint32)
-    return marked | TARGET if mask is None else marked | np.where(mask, TARGET, np.uint32(0))
+    if mask is None:
+        return marked | TARGET
+    return marked | np.where(mask, TARGET, np.uint32(0))
 
 
 def to_rows(marked: Marked, dtype: str) -> NDArray[np.uint8]:
     """Return the stored bytes of windows [n, T + 1], [n, bytes]."""
-    mask, ids = are_targets(marked).astype(np.uint8), ids_of(marked).astype(dtype)
+    mask = are_targets(marked).astype(np.uint8)
+    ids = ids_of(marked).astype(dtype)
     return np.concatenate([mask, ids.view(np.uint8)], axis=1)

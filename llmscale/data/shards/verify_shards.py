@@ -53,7 +53,8 @@ def _rules(split: str, manifest: Manifest) -> Rules:
 
 def _check_index(index: dict[str, object], folder: Path, split: str, manifest: Manifest, where: str) -> list[ShardFile]:
     shards = get_split(manifest, split, where).shards
-    listed, files = index.get("shards"), []
+    listed = index.get("shards")
+    files = []
     if not isinstance(listed, list):
         raise DataError(f"{where} is damaged: it lists no shards. {_REMEDY}")
     if len(listed) != len(shards):

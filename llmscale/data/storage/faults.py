@@ -125,10 +125,14 @@ def _within_limit(
             answer.set_exception(error)
 
     threading.Thread(target=run, name="store", daemon=True).start()
-    seen, since_s, line_s = progress(), time.monotonic(), _LINE_S[0]
+    seen = progress()
+    since_s = time.monotonic()
+    line_s = _LINE_S[0]
     while not wait([answer], timeout=min(1.0, limit_s / 4)).done:
         if (now := progress()) != seen:
-            seen, since_s, line_s = now, time.monotonic(), _LINE_S[0]
+            seen = now
+            since_s = time.monotonic()
+            line_s = _LINE_S[0]
         waited_s = time.monotonic() - since_s
         if waited_s >= limit_s or stop.is_set():
             timed_out: Future[_T] = Future()
@@ -208,7 +212,9 @@ def _class_of(status: int, error: BaseException, url: str) -> type[DataError]:
 def _summarise(error: BaseException) -> str:
     """Return the class and first line of an error."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+    if lines:
+        return f"{type(error).__name__}: {lines[0].rstrip('.')}"
+    return type(error).__name__
 
 
 def _is(error: BaseException, names: re.Pattern[str]) -> bool:

@@ -23,6 +23,10 @@ _T = TypeVar("_T")
 #: Parts of a pattern, and what each matches.
 _WILDCARD = re.compile(r"\*\*/?|\*|\?|\[[^\]]+\]")
 _MATCHES = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+_CHUNK_BYTES = 1 << 20
+#: Longer files are uploaded to Azure in parts of this size, each with its checksum.
+_AZURE_PART_BYTES = 8 << 20
+_GOOGLE_S3_URL = "https://storage.googleapis.com"
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,9 @@ class Store:
     ) -> None:
         """With `for_reading`, public objects need no credentials. `remedy` ends every message. `stop` ends retries."""
         self._root = root_of(url)
-        self._for_reading, self._remedy, self._stop = for_reading, remedy, stop
+        self._for_reading = for_reading
+        self._remedy = remedy
+        self._stop = stop
         self._opened: tuple[int, Client] | None = None
         """Process id and client."""
         self._opening = threading.Lock()
@@ -63,7 +69,8 @@ class Store:
 
     def list_objects(self, url: str) -> list[StoredObject]:
         """Return the object of that name, those that match a pattern, or all below it, sorted by name."""
-        name, pattern = self._name(url), None
+        name = self._name(url)
+        pattern = None
         if has_pattern(url):
             pattern = _compile(name)
             name = self._name(f"{url.partition('://')[0]}://{folder_of(url)}")
@@ -93,7 +100,9 @@ class Store:
                 raise faults.DamagedInTransit(f"{len(data):,} bytes instead of {end - begin:,}")
             return data
 
-        return self._ask(fetch, "read", url, num_bytes=end - begin, stop=stop) if end > begin else b""
+        if end > begin:
+            return self._ask(fetch, "read", url, num_bytes=end - begin, stop=stop)
+        return b""
 
     def read_small(self, url: str, max_bytes: int = MAX_BYTES) -> bytes:
         """Return the contents of an object of llmscale. Raises DataError if it is longer than `max_bytes`."""
@@ -238,7 +247,8 @@ class Store:
 
 def probe_conditions(url: str) -> None:
     """Check with a probe object below `url` that the store honours the conditions of writes. Raises DataError."""
-    probe_url, store = f"{url.rstrip('/')}/.conditional-{secrets.token_hex(8)}", Store(url)
+    probe_url = f"{url.rstrip('/')}/.conditional-{secrets.token_hex(8)}"
+    store = Store(url)
     first = store.write_if(probe_url, secrets.token_bytes(16), "")
     try:
         store.write_if(probe_url, secrets.token_bytes(16), first)
@@ -266,7 +276,8 @@ def _bare(version: str) -> str:
 
 def _compile(pattern: str) -> re.Pattern[str]:
     """Return the expression of a pattern: * within a name, ** across /."""
-    parts, place = [], 0
+    parts = []
+    place = 0
     for wildcard in _WILDCARD.finditer(pattern):
         parts.append(re.escape(pattern[place : wildcard.start()]))
         parts.append(_MATCHES.get(wildcard[0], wildcard[0].replace("[!", "[^", 1)))
@@ -283,11 +294,6 @@ def _count_bytes(folder: Path) -> int:
 
 if TYPE_CHECKING:
     from azure.storage.blob import BlobServiceClient
-
-_CHUNK_BYTES = 1 << 20
-#: Longer files are uploaded to Azure in parts of this size, each with its checksum.
-_AZURE_PART_BYTES = 8 << 20
-_GOOGLE_S3_URL = "https://storage.googleapis.com"
 
 
 class Entry(NamedTuple):
@@ -323,7 +329,8 @@ class Client(Protocol):
 
 def open_client(root: str, *, for_reading: bool) -> Client:
     """Return a client for the bucket at the URL `root`. With `for_reading`, public objects need no credentials."""
-    kind, bucket = scheme_of(root).kind, path_of(root)
+    kind = scheme_of(root).kind
+    bucket = path_of(root)
     if kind == "azure":
         return _Azure(bucket, root)
     if kind == "hf":
@@ -359,7 +366,10 @@ class _Amazon:
         self._bucket = bucket
         # No threads: a process would wait at its end for a pool's threads, even if a store stalls them.
         self._transfer = TransferConfig(use_threads=False)
-        self._rights = {"ACL": os.environ["S3_CANNED_ACL"]} if "S3_CANNED_ACL" in os.environ else {}
+        if "S3_CANNED_ACL" in os.environ:
+            self._rights = {"ACL": os.environ["S3_CANNED_ACL"]}
+        else:
+            self._rights = {}
 
     def head(self, name: str) -> Entry:
         answer = self._client.head_object(Bucket=self._bucket, Key=name)
@@ -379,7 +389,12 @@ class _Amazon:
         return answer["Body"].read(), answer.get("ETag", "")
 
     def put(self, name: str, contents: bytes, condition: str | None) -> str:
-        conditions = {} if condition is None else {"IfMatch": condition} if condition else {"IfNoneMatch": "*"}
+        if condition is None:
+            conditions = {}
+        elif condition:
+            conditions = {"IfMatch": condition}
+        else:
+            conditions = {"IfNoneMatch": "*"}
         answer = self._client.put_object(Bucket=self._bucket, Key=name, Body=contents, **conditions, **self._rights)
         return str(answer["ETag"])
 

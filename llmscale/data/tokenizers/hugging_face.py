@@ -37,6 +37,17 @@ if TYPE_CHECKING:
 #: Form of the markers of chats and code filling (DeepSeek's with full-width bars).
 _MARKER = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _BRACKETED = re.compile(r"<.*>|\[.*\]", re.DOTALL)
+JSON_NAME = "tokenizer.json"
+#: GPT-2's older format, with merges in another file; OPT has only this one on the Hub.
+VOCAB_NAME = "vocab.json"
+ADDED_NAME = "added_tokens.json"
+#: Alternative vocabulary files; a folder needs one.
+VOCABULARY_NAMES = (JSON_NAME, VOCAB_NAME)
+CONFIG_NAME = "tokenizer_config.json"
+TEMPLATE_NAME = "chat_template.jinja"
+#: Read for their end-of-text entries, and not kept.
+_MODEL_NAMES = ("config.json", "generation_config.json")
+_MAP_NAME = "special_tokens_map.json"
 
 
 def with_special_markers(record: dict[str, object], template: str) -> dict[str, object]:
@@ -67,14 +78,6 @@ def special_ids(record: dict[str, object]) -> list[int]:
 def _added(record: dict[str, object]) -> list[dict[str, object]]:
     added = record.get("added_tokens")
     return added if isinstance(added, list) else []
-
-
-JSON_NAME = "tokenizer.json"
-#: GPT-2's older format, with merges in another file; OPT has only this one on the Hub.
-VOCAB_NAME = "vocab.json"
-ADDED_NAME = "added_tokens.json"
-#: Alternative vocabulary files; a folder needs one.
-VOCABULARY_NAMES = (JSON_NAME, VOCAB_NAME)
 
 
 def load_vocabulary(folder: Path) -> tuple[str, dict[int, str]]:
@@ -118,12 +121,6 @@ def _by_id(entries: Iterable[tuple[object, object]], where: str) -> dict[int, st
         if tokens.setdefault(number, token) != token:
             raise DataError(f"{where}: the tokens {tokens[number][:40]!r} and {token[:40]!r} have one id, {number}.")
     return tokens
-
-
-CONFIG_NAME = "tokenizer_config.json"
-TEMPLATE_NAME = "chat_template.jinja"
-#: Read for their end-of-text entries, and not kept.
-_MODEL_NAMES = ("config.json", "generation_config.json")
 
 
 @dataclass(frozen=True)
@@ -187,9 +184,6 @@ def _read(path: Path) -> bytes:
         return read_regular(path, MAX_BYTES)
 
 
-_MAP_NAME = "special_tokens_map.json"
-
-
 def find_end_of_text(files: ModelFiles, tokens: dict[int, str], asked: str = "") -> tuple[int, str]:
     """Return the end-of-text token among `tokens` (by id) with a text on its origin: `asked`, else the one on which the
     model's files agree.
@@ -249,7 +243,10 @@ def _named(files: ModelFiles, ids: dict[str, int]) -> Iterator[tuple[Any, str]]:
 def token_text(files: ModelFiles, name: str, key: str) -> str:
     """Return the text of a special token that a file names, as a string or an object with `content`; empty for none."""
     named = files.record(name).get(key)
-    text = named.get("content") if isinstance(named, dict) else named
+    if isinstance(named, dict):
+        text = named.get("content")
+    else:
+        text = named
     return text if isinstance(text, str) else ""
 
 
@@ -302,14 +299,20 @@ class HuggingFaceTokenizer(Tokenizer):
         record = parse_json(files.tokenizer_json, Rules(DataError), where)
         tokens = tokens_by_id(record, where)
         _check_deterministic(files, record, where)
-        plain = record if parse_special else with_special_markers(record, files.chat_template())
+        if parse_special:
+            plain = record
+        else:
+            plain = with_special_markers(record, files.chat_template())
         self._fast = _build(files.tokenizer_json if plain is record else json.dumps(plain).encode(), where)
         self._fast.encode_special_tokens = not parse_special
-        self.files, self.spec, self._parse_special = files, files.name, parse_special
+        self.files = files
+        self.spec = files.name
+        self._parse_special = parse_special
         self.vocab_size = max(tokens, default=0) + 1
         _check_same_tokens(self.tokens(), tokens, where)
         self.ends = ends or self._decide_ends(tokens, asked_eot)
-        self.eot_token, self.bos_tokens = self.ends.eot_token, self.ends.bos_tokens
+        self.eot_token = self.ends.eot_token
+        self.bos_tokens = self.ends.bos_tokens
         for token in (self.eot_token, *self.bos_tokens):
             if token not in tokens:
                 raise DataError(f"{where} lacks the token {token}, with which documents end or begin.")
@@ -365,7 +368,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encode_cut(self, text: str) -> list[int]:
         """Encode text whose characters the model would turn into a special token, by cutting it within."""
-        encoding, cuts = self._encode_one(text), {0, len(text)}
+        encoding = self._encode_one(text)
+        cuts = {0, len(text)}
         for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if self.never_from_text[token] and end - begin > 1:
                 cuts.add((begin + end) // 2)
@@ -388,7 +392,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def save(self, folder: Path) -> str:
         self.files.write(folder)
-        ends, extras = self.ends, self.files.extras()
+        ends = self.ends
+        extras = self.files.extras()
         extra_facts = (tuple(extras), hash_files(extras))
         TokenizerOrigin(self.spec, ends.eot_token, ends.bos_tokens, ends.origin, *extra_facts).save(folder)
         return ORIGIN_NAME

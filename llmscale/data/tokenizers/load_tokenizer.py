@@ -25,6 +25,9 @@ from llmscale.untrusted.strangers import describe_stranger
 
 #: Tokenizer of a text's own characters, which `make_character_tokenizer` makes.
 CHARACTERS = "characters"
+#: Largest share of padding rows in an embedding table of which only the size is known. The most in use are DeepSeek's
+#: 102,400 rows for 100,015 tokens (2.3 %) and phi-2's 51,200 for 50,295 (1.8 %).
+_MOST_PADDING_FRAC = 1 / 16
 
 
 def load_tokenizer(spec: str, *, eot_token: str = "", parse_special: bool = False) -> Tokenizer:
@@ -91,11 +94,6 @@ def load_set_tokenizer(folder: Path | str, manifest: Manifest | None = None) -> 
     return tokenizer
 
 
-#: Largest share of padding rows in an embedding table of which only the size is known. The most in use are DeepSeek's
-#: 102,400 rows for 100,015 tokens (2.3 %) and phi-2's 51,200 for 50,295 (1.8 %).
-_MOST_PADDING_FRAC = 1 / 16
-
-
 def check_tokenizer_of_weights(set_folder: Path, manifest: Manifest, model_folder: Path) -> str:
     """Compare a dataset's vocabulary with a model folder's, token by token, and return a line for the log.
 
@@ -103,7 +101,8 @@ def check_tokenizer_of_weights(set_folder: Path, manifest: Manifest, model_folde
     than tokens. Without a vocabulary in the folder only the sizes are compared, which the line states. A remote
     dataset's tokenizer must have been fetched. Raises DataError naming the difference.
     """
-    path, rows = model_folder / "config.json", None
+    path = model_folder / "config.json"
+    rows = None
     if path.is_file():
         # Some models on the Hub use Infinity for a limit.
         rows = load_json(path, Rules(DataError, max_bytes=CONFIG_MAX_BYTES, not_finite=True)).get("vocab_size")
@@ -136,5 +135,8 @@ def check_tokenizer_of_weights(set_folder: Path, manifest: Manifest, model_folde
             f"{model_folder} ({len(theirs):,}): token {first} is {ours[first][:60]!r} in the dataset and {meant} in "
             f"{name}, and {len(different):,} differ. {remedy}"
         )
-    more = f", which has {len(theirs) - len(ours):,} more" if len(theirs) > len(ours) else ""
+    if len(theirs) > len(ours):
+        more = f", which has {len(theirs) - len(ours):,} more"
+    else:
+        more = ""
     return f"The dataset's {len(ours):,} tokens are those of {model_folder / name}{more}."

@@ -20,7 +20,8 @@ def save_for_transformers(tokenizer: Tokenizer, folder: Path) -> None:
     if isinstance(tokenizer, HuggingFaceTokenizer):
         tokenizer.files.write(folder)
         if CONFIG_NAME not in tokenizer.files.extras():
-            ids, tokens = generation_ids(tokenizer), tokenizer.tokens()
+            ids = generation_ids(tokenizer)
+            tokens = tokenizer.tokens()
             config = describe_for_transformers(bos=tokens[ids["bos_token_id"]], eos=tokens[ids["eos_token_id"]])
             (folder / CONFIG_NAME).write_text(config, encoding="utf-8")
     elif isinstance(tokenizer, TiktokenTokenizer):
@@ -34,7 +35,9 @@ def generation_ids(tokenizer: Tokenizer) -> dict[str, int]:
     before every document."""
     ids = {"bos_token_id": tokenizer.bos_tokens[0] if tokenizer.bos_tokens else tokenizer.eot_token}
     ids["eos_token_id"] = tokenizer.eot_token
-    return ids if tokenizer.pad_token is None else ids | {"pad_token_id": tokenizer.pad_token}
+    if tokenizer.pad_token is None:
+        return ids
+    return ids | {"pad_token_id": tokenizer.pad_token}
 
 
 def _save_ranks(ranks: dict[bytes, int], folder: Path) -> None:

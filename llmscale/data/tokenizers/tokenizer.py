@@ -22,6 +22,14 @@ from llmscale.errors import DataError
 from llmscale.untrusted.documents import MAX_BYTES
 from llmscale.untrusted.paths import read_regular, unreadable_as
 
+END_OF_TEXT = "<|endoftext|>"
+#: Position after a single newline between two non-space characters. GPT-2's pattern ends a piece before and after the
+#: newline, so a cut there does not change tokens.
+_BORDER = re.compile(r"(?<=\S\n)(?=\S)")
+RANKS_NAME = "ranks.tiktoken"
+#: GPT-2's pre-tokenisation (Radford et al. 2019, encoder.py), in the faster equivalent form that tiktoken uses.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
 
 @functools.cache
 def letters_of_bytes() -> dict[int, str]:
@@ -39,11 +47,6 @@ def write_bytes(token: bytes) -> str:
 
 
 TokenArray = NDArray[np.uint32]
-
-END_OF_TEXT = "<|endoftext|>"
-#: Position after a single newline between two non-space characters. GPT-2's pattern ends a piece before and after the
-#: newline, so a cut there does not change tokens.
-_BORDER = re.compile(r"(?<=\S\n)(?=\S)")
 
 
 class Tokenizer(ABC):
@@ -127,11 +130,6 @@ class ByteTokenizer(Tokenizer):
         return ""
 
 
-RANKS_NAME = "ranks.tiktoken"
-#: GPT-2's pre-tokenisation (Radford et al. 2019, encoder.py), in the faster equivalent form that tiktoken uses.
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-
-
 class TiktokenTokenizer(Tokenizer):
     """BPE ranks 0..n-1 with GPT-2's pattern; end-of-text is id n."""
 
@@ -149,7 +147,10 @@ class TiktokenTokenizer(Tokenizer):
         self.newline_is_a_border = True
         self.ranks = ranks
         self.parse_special = parse_special
-        self._allowed = {END_OF_TEXT} if parse_special else set[str]()
+        if parse_special:
+            self._allowed = {END_OF_TEXT}
+        else:
+            self._allowed = set[str]()
         ordered = sorted(ranks.items(), key=lambda item: item[1])
         self._ranks_text = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ordered)
         self.sha256 = hashlib.sha256(f"{GPT2_PATTERN}\n{self._ranks_text}".encode()).hexdigest()
