@@ -49,6 +49,7 @@ llmscale train --config run.yaml --lr 3e-4
 Each key is a flag of `llmscale train`, too (`global_batch_size`: `--global-batch-size`). Flags override the run file,
 and the file overrides the defaults. A run file is YAML or TOML with the keys of the first tables; a ds_config is
 DeepSpeed's JSON, and a mixture a YAML. An unknown key or a wrong value is one error line, before anything is written.
+Whole numbers may have commas and a suffix (`1,000,000`, `10M`, `1.4T`), on every command line and in every file.
 † marks keys without effect with `--overfit-batch`.
 
 An editor completes and checks a run file or a mixture by its JSON schema: `llmscale schema run > run.schema.json`, and

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
 #: The newest dialect that common editors know.
 _DIALECT = "http://json-schema.org/draft-07/schema#"
-#: Numbers that a YAML of another version reads as text: 10_000_000, 6e-4.
-_NUMBER_AS_TEXT = r"^[0-9][0-9_]*(\.[0-9]*)?([eE][+-]?[0-9]+)?$"
+#: Numbers that are text in YAML, for one of its versions or for all: 10_000_000, 6e-4, 1,000; whole ones have suffixes.
+_NUMBER_AS_TEXT = r"^[0-9][0-9_,]*(\.[0-9]*)?([eE][+-]?[0-9]+)?{suffix}$"
+_SUFFIX = "[kKmMbBgGtT]?"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[FlagParser]) -> None:
@@ -66,6 +67,7 @@ def _simplify(entry: Any) -> None:
         if "default" in entry and entry["default"] is None:
             del entry["default"]
         if entry.get("type") in ("integer", "number"):
-            entry |= {"type": [entry["type"], "string"], "pattern": _NUMBER_AS_TEXT}
+            suffix = _SUFFIX if entry["type"] == "integer" else ""
+            entry |= {"type": [entry["type"], "string"], "pattern": _NUMBER_AS_TEXT.replace("{suffix}", suffix)}
         for inner in entry.values():
             _simplify(inner)

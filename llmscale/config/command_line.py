@@ -9,13 +9,14 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from llmscale.config.user_paths import check_other_run, check_path, check_path_or_url, check_text
 from llmscale.errors import ConfigError
 from llmscale.suggestions import did_you_mean
 from llmscale.terminal.colour import paint
-from llmscale.terminal.human_numbers import parse_bytes, parse_quantity
+from llmscale.terminal.human_numbers import parse_bytes, parse_number, parse_quantity, parse_whole
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -25,8 +26,6 @@ _HEADING = re.compile(r"^(?:example|usage):|^[a-z][^\n]*:$", re.MULTILINE)
 _NEXT_LINE = " \\"
 #: Smallest width of help, as in argparse.
 _LEAST_WIDTH = 11
-#: Digits of a whole number: int() also takes other alphabets, and minutes for a million digits.
-_WHOLE = re.compile(r"[+-]?[0-9]{1,40}")
 _STEPS = re.compile(r"([0-9]{1,12}):([0-9]{1,12})")
 
 FlagContainer = argparse._ActionsContainer
@@ -203,6 +202,8 @@ class FlagParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError."""
+        # The first of a flag's names is enough.
+        message = re.sub(r"^argument (--[^\s/]+)/\S+:", r"argument \1:", message)
         if valueless := re.search(r"argument (?:-\w/)?(\S+): ignored explicit argument (.*)", message):
             message = f"{valueless[1]} takes no value, and {valueless[2]} is given"
         choice = re.search(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
@@ -222,11 +223,13 @@ def flag(
     default: object = None,
     **settings: Any,
 ) -> None:
-    """Add a flag whose `name` includes the metavar, such as `--seq-len T`. The help ends with the default.
+    """Add a flag whose `name` includes the metavar, such as `--seq-len T`, or `--long|--short T` for one of two names.
+    The help ends with the default.
 
     A name without metavar and choices gives a switch. Further `settings` go to `add_argument`.
     """
-    option, _, metavar = name.partition(" ")
+    names, _, metavar = name.partition(" ")
+    options = names.split("|")
     if default not in (None, "", []):
         help += f"; default: {f'{default:g}' if isinstance(default, float) else default}"
     if metavar:
@@ -236,17 +239,18 @@ def flag(
     if kind:
         settings["type"] = kind
     if "metavar" not in settings:
-        parser.add_argument(option, action="store_true", help=help, **settings)
+        parser.add_argument(*options, action="store_true", help=help, **settings)
     else:
-        parser.add_argument(option, default=default, help=help, **settings)
+        parser.add_argument(*options, default=default, help=help, **settings)
 
 
 def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
-    """Return a type for whole numbers from `lowest` to `highest`."""
+    """Return a type for whole numbers from `lowest` to `highest`, such as 1,000 and 10M."""
 
     def parse(text: str) -> int:
-        plain = text.strip().replace("_", "")
-        value = int(plain) if _WHOLE.fullmatch(plain) else None
+        value = None
+        with suppress(ValueError):
+            value = parse_whole(text)
         if value is None or not lowest <= value <= highest:
             most = f" and at most {highest:,}" if value is not None and value > highest else ""
             raise argparse.ArgumentTypeError(f"must be a whole number of at least {lowest}{most}, not '{text}'")
@@ -256,13 +260,12 @@ def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
 
 
 def number(lowest: float, highest: float, *, above: bool = False) -> Callable[[str], float]:
-    """Return a type for numbers from `lowest`, or only `above` it, to `highest`."""
+    """Return a type for numbers from `lowest`, or only `above` it, to `highest`: without suffix, such as 1,000."""
 
     def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
+        value = math.nan
+        with suppress(ValueError):
+            value = float(parse_number(text, with_suffix=False))
         is_enough = lowest < value if above else lowest <= value
         if not is_enough or not value <= highest:
             bound = f"above {lowest:g}" if above else f"of at least {lowest:g}"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
@@ -52,6 +52,7 @@ from llmscale.limits import (
     WeightDecay,
 )
 from llmscale.suggestions import describe_invalid, did_you_mean
+from llmscale.terminal.human_numbers import parse_number, parse_whole
 
 NonBlank = Annotated[str, AfterValidator(check_text)]
 TaskFile = Annotated[str, AfterValidator(check_task_file)]
@@ -81,6 +82,11 @@ RANK_0 = MayDiffer("only rank 0's counts")
 A_CACHE = Condition(
     "--data-cache FOLDER or a remote --data", lambda run: run.data_cache or re.search(r"://|\.ya?ml$", run.data)
 )
+#: Kinds of numbers, and what a text for one must be.
+_NUMBERS: Mapping[type, str] = {
+    int: "a whole number such as 811,008 or 10M",
+    float: "a finite number without a unit, such as 0.5, 3e-4 or 1,000",
+}
 
 
 def key(default: object = None, *, needs: str | tuple[str | Condition, ...] = (), **settings: Any) -> Any:
@@ -599,11 +605,22 @@ def build_run_config(values: dict[str, object], where: str = "", flags: Collecti
             and RunConfig.model_fields[key].annotation not in (bool, bool | None)
         ):
             refuse(key, f"{key} = {value!r}: must be {_kind(key)}.")
+    numbers = {}
+    for key, value in values.items():
+        if isinstance(value, str) and (kind := _number_kind(key)) is not None:
+            try:
+                numbers[key] = _parse(kind, value)
+            except ValueError:
+                refuse(key, f"{key} = {value!r}: must be {_NUMBERS[kind]}.")
+    given = values
+    values = {**values, **numbers}
     try:
         config = RunConfig(**values)  # type: ignore[arg-type]  # checked by pydantic
     except ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][0]) if first["loc"] else "?"
+        if key in numbers:
+            first["input"] = given[key]
         if first["type"] == "extra_forbidden":
             hint = did_you_mean(key, RunConfig.model_fields)
             refuse(key, f"unknown key '{key}'.{hint} `train.py --help all` lists all keys.")
@@ -621,6 +638,26 @@ def build_run_config(values: dict[str, object], where: str = "", flags: Collecti
     return config
 
 
+def _parse(kind: type, text: str) -> int | float:
+    """Return the number of `kind` that a text stands for. Raises ValueError."""
+    return parse_whole(text) if kind is int else float(parse_number(text, with_suffix=False))
+
+
+def _number_kind(key: str) -> type | None:
+    """Return int or float for a key that is a number."""
+    if key not in RunConfig.model_fields:
+        return None
+    kinds = set(_alternatives(RunConfig.model_fields[key].annotation))
+    return next((kind for kind in _NUMBERS if kind in kinds), None)
+
+
+def _alternatives(annotation: object) -> Iterator[object]:
+    """Yield a type, or the types of which it is one."""
+    if not get_args(annotation):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _alternatives(inner)
+
+
 def _kind(key: str) -> str:
-    annotation = str(RunConfig.model_fields[key].annotation)
-    return "a number" if "int" in annotation or "float" in annotation else "text"
+    return "a number" if _number_kind(key) else "text"

@@ -12,7 +12,9 @@ import heapq
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
@@ -32,6 +34,7 @@ from llmscale.data.shards.manifest import Manifest, get_split, load_manifest
 from llmscale.data.shards.token_shards import Marked, TokenShards
 from llmscale.errors import ConfigError, DataError
 from llmscale.suggestions import describe_invalid, did_you_mean
+from llmscale.terminal.human_numbers import parse_number
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_settings
 from llmscale.untrusted.paths import is_plain_name
 from llmscale.untrusted.terminal import make_visible_line
@@ -41,6 +44,11 @@ SUFFIXES = (".yaml", ".yml")
 MAX_PERIOD = 1 << 16
 _MAX_SETS = 256
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_WEIGHT_SCHEMA = {
+    "type": ["number", "string"],
+    "minimum": 0,
+    "pattern": r"^[0-9][0-9_,.]*([eE][+-]?[0-9]+)?[kKmMbBgGtT]?$",
+}
 _UNTIL = re.compile(r"\s*(\S+?)(?:\s+of\s+the\s+run)?\s*")
 
 
@@ -66,7 +74,7 @@ def _parse_until(value: object) -> Fraction:
 
 
 _Name = Annotated[str, AfterValidator(_check_name), WithJsonSchema({"type": "string", "pattern": f"^{_NAME.pattern}$"})]
-_Weight = Annotated[Fraction, PlainValidator(_parse_weight), WithJsonSchema({"type": "number", "minimum": 0})]
+_Weight = Annotated[Fraction, PlainValidator(_parse_weight), WithJsonSchema(_WEIGHT_SCHEMA)]
 _Until = Annotated[
     Fraction,
     PlainValidator(_parse_until),
@@ -249,10 +257,12 @@ def _shares(where: str, given: Mapping[str, Fraction], names: tuple[str, ...]) -
 
 
 def _number(text: str) -> Fraction | None:
-    """Parse a decimal exactly; return None for anything else."""
-    if not re.fullmatch(r"[0-9]{1,18}(\.[0-9]{0,18})?(e[+-]?[0-9]{1,2})?", text, re.IGNORECASE):
-        return None
-    return Fraction(text)
+    """Parse a number from 0 to 10^120 exactly; return None for anything else."""
+    value = Decimal(-1)
+    with suppress(ValueError):
+        value = parse_number(text)
+    # A number of many digits in a mixture would take hours.
+    return Fraction(value) if value == 0 or (value > 0 and abs(value.adjusted()) <= 120) else None
 
 
 def whole_shares(weights: tuple[Fraction, ...]) -> tuple[int, ...]:

@@ -4,22 +4,47 @@ from __future__ import annotations
 
 import math
 import re
+from decimal import Decimal
 
-_SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+#: Powers of ten.
+_SUFFIXES = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
+#: Digits, with commas between thousands or single underscores; a fraction; an exponent; a suffix. ASCII alone.
+_NUMBER = re.compile(
+    r"([+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+(?:_[0-9]+)*)?(?:\.[0-9]*)?)(?:e([+-]?[0-9]{1,3}))?([kmbgt]?)",
+    re.IGNORECASE | re.ASCII,
+)
+#: Letters of the longest number: int() takes minutes for a million digits.
+_LONGEST = 64
 #: A plural after the number 1, for the nouns that llmscale counts.
 _COUNTED = re.compile(
     r"(?<![\w.,:/+-])1 ((?:[a-z]+-up |tail |micro-)?(?:rank|host|node|GPU|step|sample|sequence|document|token|shard"
-    r"|record|row|layer|head|file|item|run|checkpoint|text|warning|task|attempt|epoch|minute))s\b(?![./-]\w)"
+    r"|record|row|layer|head|file|item|run|checkpoint|text|warning|task|attempt|epoch|minute|hour|day|year))s\b(?![./-]\w)"
 )
+
+
+def parse_number(text: str, *, with_suffix: bool = True) -> Decimal:
+    """Parse `10M`, `1.4T`, `300e9`, `811,008`, `1_000` or `-0.5` exactly. Raises ValueError.
+
+    Every flag and file is read so. Without suffix where a letter may mean a unit: `30m` are minutes to some.
+    """
+    match = _NUMBER.fullmatch(text.strip()) if len(text) <= _LONGEST else None
+    if match is None or not any(map(str.isdecimal, match[1])) or (match[3] and not with_suffix):
+        raise ValueError(text)
+    digits = match[1].replace(",", "").replace("_", "")
+    return Decimal(f"{digits}e{int(match[2] or 0) + _SUFFIXES[match[3].lower()]}")
+
+
+def parse_whole(text: str) -> int:
+    """Parse `10M`, `1,000,000` or `1.5e3` as a whole number, exactly. Raises ValueError."""
+    value = parse_number(text)
+    if value != value.to_integral_value():
+        raise ValueError(text)
+    return int(value)
 
 
 def parse_quantity(text: str) -> float:
     """Parse `70B`, `1.4T`, `300e9` or `811,008` as a number above 0. Raises ValueError."""
-    match = re.fullmatch(r"([0-9.,_]+(?:[eE][+-]?[0-9]+)?)([a-zA-Z]?)", text.strip())
-    if match is None or match.group(2).lower() not in {"", *_SUFFIXES}:
-        raise ValueError(text)
-    number = float(match.group(1).replace(",", "").replace("_", ""))
-    value = number * _SUFFIXES.get(match.group(2).lower(), 1)
+    value = float(parse_number(text))
     if not 0 < value < math.inf:
         raise ValueError(text)
     return value
@@ -56,6 +81,11 @@ def format_duration(seconds: float) -> str:
     if rounded < 86400:
         return f"{rounded // 3600}h{rounded % 3600 // 60:02d}m"
     return f"{rounded // 86400}d{rounded % 86400 // 3600:02d}h"
+
+
+def format_days(days: float) -> str:
+    """Format a number of days: `1 day`, `2.5 days`."""
+    return f"{days:g} day{'' if days == 1 else 's'}"
 
 
 def show_value(value: float) -> str:

@@ -52,6 +52,8 @@ def test_the_shipped_examples_are_valid_and_their_mistakes_are_not(
     assert min(seen.values()) > 0
     run, mix = validators["run"], validators["mix"]
     assert run.is_valid({"lr": "6e-4", "tokens": "10_000_000_000", "n_layer": None})
+    assert run.is_valid({"tokens": "10M", "steps": "1,000"})
+    assert not run.is_valid({"lr": "3m"})
     for wrong in ({"schedule": "cosin"}, {"seq_len": 0}, {"shuffle": 3}, {"config": "a.yaml"}, {"lr": "fast"}):
         assert not run.is_valid(wrong), wrong
     sets = {"sets": {"web": "data/web"}}

@@ -84,6 +84,28 @@ def test_on_and_off_in_yaml_are_words(text: str, mode: str, tmp_path: Path) -> N
     assert parse_run_config(["--config", str(tmp_path / "run.yaml")]).compile == mode
 
 
+def test_numbers_have_commas_and_suffixes_on_the_command_line_and_in_every_file(tmp_path: Path) -> None:
+    yaml, toml = tmp_path / "run.yaml", tmp_path / "run.toml"
+    yaml.write_text("tokens: 10M\nwarmup-steps: 1,000\nglobal_batch_tokens: 0.5M\nhang_timeout_s: 1,800\n")
+    toml.write_text('tokens = "10M"\nwarmup-steps = "1,000"\nglobal_batch_tokens = "0.5M"\nhang_timeout_s = "1,800"\n')
+    flags = "--tokens 10M --warmup-steps 1,000 --global-batch-tokens 5e5 --hang-timeout-s 1,800"
+    for argv in (flags.split(), ["--config", str(yaml)], ["--config", str(toml)]):
+        config = parse_run_config(argv)
+        assert (config.tokens, config.warmup_steps, config.global_batch_tokens) == (10_000_000, 1000, 500_000)
+        assert config.hang_timeout_s == 1800
+
+
+@pytest.mark.parametrize("text", ["1.5", "1,5", "10X", "ten", "٣"])
+def test_what_is_no_whole_number_is_one_line(text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^tokens = '{text}': must be a whole number such as 811,008 or 10M\.$"):
+        parse_run_config(["--tokens", text])
+
+
+def test_a_letter_that_may_be_a_unit_of_time_is_refused() -> None:
+    with pytest.raises(ConfigError, match="hang_timeout_s = '30m': must be a finite number without a unit"):
+        parse_run_config(["--hang-timeout-s", "30m"])
+
+
 def test_the_launcher_s_local_rank_is_accepted_in_both_spellings() -> None:
     for word in ("--local_rank=3", "--local-rank=3"):
         assert parse_run_config([word, "--steps=5"]).steps == 5

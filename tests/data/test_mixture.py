@@ -193,6 +193,11 @@ def test_one_stage(tmp_path: Path) -> None:
     assert stage.shares == (60, 22, 19)
 
 
+def test_weights_may_be_numbers_of_tokens(tmp_path: Path) -> None:
+    (stage,) = read(tmp_path, SETS + "weights:\n  web: 1.5B\n  code: 500M\n  math: 1,000,000,000\n").stages
+    assert stage.shares == (3, 1, 2)
+
+
 @pytest.mark.parametrize("until", ["0.9", "0.9 of the run", "9e-1"])
 def test_stages(tmp_path: Path, until: str) -> None:
     recipe = read(

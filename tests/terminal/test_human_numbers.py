@@ -1,8 +1,17 @@
 from __future__ import annotations
 
+from decimal import Decimal
+
 import pytest
 
-from llmscale.terminal.human_numbers import format_quantity, parse_bytes, parse_quantity, with_singulars
+from llmscale.terminal.human_numbers import (
+    format_quantity,
+    parse_bytes,
+    parse_number,
+    parse_quantity,
+    parse_whole,
+    with_singulars,
+)
 
 
 @pytest.mark.parametrize(
@@ -24,10 +33,26 @@ def test_numbers_as_people_write_them(text: str, value: float) -> None:
     assert parse_quantity(text) == pytest.approx(value)
 
 
-@pytest.mark.parametrize("text", ["", "abc", "-1", "0", "0B", "70X", "7BB", "inf", "nan", "1e400", "1.2.3"])
+@pytest.mark.parametrize(
+    "text", ["", "abc", "-1", "0", "0B", "70X", "7BB", "inf", "nan", "1e400", "1.2.3", "1,5", "1,0000", "٣"]
+)
 def test_what_is_no_number_above_0_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         parse_quantity(text)
+
+
+def test_whole_numbers_are_exact() -> None:
+    assert parse_whole("9,223,372,036,854,775,807") == 2**63 - 1
+    assert parse_whole("1.5k") == 1500
+    for text in ("1.5", "1e-3", "1" * 65, "1__0", "M"):
+        with pytest.raises(ValueError):
+            parse_whole(text)
+
+
+def test_a_letter_may_be_refused_where_it_could_be_a_unit() -> None:
+    assert parse_number("1,000.5", with_suffix=False) == Decimal("1000.5")
+    with pytest.raises(ValueError):
+        parse_number("30m", with_suffix=False)
 
 
 @pytest.mark.parametrize(
