@@ -130,7 +130,6 @@ host_memory_gib: host_memory cpu_memory
 bf16_tflops: tflops
 interconnect: network
 budget_usd: budget usd
-price_per_gpu_hour: price
 gpu_hours: hours
 flops: compute
 hostfile: hosts host_file

@@ -10,13 +10,16 @@ from llmscale.architecture.shape import SHAPE_KEYS
 from llmscale.cli.flags import (
     ESTIMATED_GPUS,
     LIST,
+    PRICE,
     add_asked_flags,
     add_machine_flags,
     add_model_flag,
+    add_price,
     add_shape_flags,
+    one_for_each,
     read_gpus,
 )
-from llmscale.config.command_line import FlagContainer, Need, flag, local_path, nonblank, number, quantity
+from llmscale.config.command_line import FlagContainer, Need, flag, local_path, nonblank, number
 from llmscale.config.hardware import INTERCONNECTS
 from llmscale.config.run_flags import keys_asked_by, model_keys
 from llmscale.errors import ConfigError
@@ -34,18 +37,18 @@ _OF_TEXT = tuple(f"--{key}" for key in _TEXT_KEYS)
 _OF_ROWS = ("--emit", "--plot", "--dry-run", *_OF_TEXT)
 #: Flags, each with the flags that it excludes.
 _EXCLUSIVE = (
-    ("--max-model", ("--ds", "--hf", *_OF_ROWS, "--price", "--max-seq-len", *_SIZES)),
-    ("--max-seq-len", (*_OF_ROWS, "--price", "--global-batch-size")),
+    ("--max-model", ("--ds", "--hf", *_OF_ROWS, PRICE, "--max-seq-len", *_SIZES)),
+    ("--max-seq-len", (*_OF_ROWS, PRICE, "--global-batch-size")),
     ("--hf", ("--model",)),
     ("--ds", ("--emit", "--all")),
     ("--json", _OF_TEXT),
 )
 #: Flags that `--interconnect list` excludes, because they concern one row for one network.
-_OF_ONE_NETWORK = ("--hf", "--max-model", "--max-seq-len", *_OF_ROWS, "--price")
+_OF_ONE_NETWORK = ("--hf", "--max-model", "--max-seq-len", *_OF_ROWS, PRICE)
 #: Flags that several values of --gpu exclude, because they concern one GPU.
 _OF_ONE_GPU = ("--hf", "--max-model", "--max-seq-len", *_OF_ROWS)
 #: Flags of this command without a meaning for a model of which only the states are known.
-_OF_OWN_MODEL = ("ds", "emit", "plot", "dry_run", *_TEXT_KEYS, "max_seq_len", "price")
+_OF_OWN_MODEL = ("ds", "emit", "plot", "dry_run", *_TEXT_KEYS, "max_seq_len", "price_per_gpu_hour")
 #: Keys of a run that have one.
 _OF_STATES = ("model", "precision", "global_batch_size")
 
@@ -67,8 +70,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     add_machine_flags(group, num_gpus=ESTIMATED_GPUS, num_nodes=1, num_nodes_text="nodes", compares=True)
     text = "memory of one node, for offload; default: not checked"
     flag(group, "--host-memory-gib GIB", text, number(0.01, limits.MAX_HOST_GIB))
-    text = "price of a GPU-hour, for that of a billion tokens; one for each --gpu"
-    flag(group, "--price USD", text, quantity(1e-4, 1e6), nargs="+")
+    add_price(group, "price, for that of a billion tokens; one for each --gpu")
     _add_run_flags(parser.add_argument_group("run"))
     _add_output_flags(parser.add_argument_group("output"))
     others = [action.dest for action in parser._actions if action.dest not in ("gpu", "help")]
@@ -117,19 +119,20 @@ def _run(args: argparse.Namespace) -> int:
     from llmscale.cli import estimate_answers as answers
 
     gpus = read_gpus(args)
-    if args.price is not None and len(args.price) != len(gpus):
-        raise ConfigError(f"--price has {len(args.price)} prices for {len(gpus)} GPUs. Give one for each --gpu.")
+    prices = one_for_each(args, PRICE, len(gpus))
     if args.hf is not None:
         from llmscale.architecture.hf_config import load_hf_model
         from llmscale.config.hf_model import PREFIX
+        from llmscale.untrusted.hub import without_prefix
 
+        args.hf = without_prefix(f"--hf {args.hf}", args.hf, ConfigError)
         model = load_hf_model(args.hf)
         if model is not None:
             _check_states_only(args)
             return answers.answer_states(args, gpus[0], model)
         args.model = f"{PREFIX}{args.hf}"
     if len(gpus) > 1:
-        return answers.answer_gpus(args, gpus)
+        return answers.answer_gpus(args, gpus, prices)
     if args.max_model:
         return answers.answer_largest(args, gpus[0])
     if args.max_seq_len:

@@ -27,7 +27,7 @@ from llmscale.cli.estimate_rows import (
     row_heads,
     row_lines,
 )
-from llmscale.cli.flags import describe_data, given_keys, train_command
+from llmscale.cli.flags import PRICE, describe_data, given_keys, one_for_each, train_command
 from llmscale.config.batch_plan import sequence_parallel_sizes
 from llmscale.config.bundled_files import DS_CONFIGS
 from llmscale.config.deepspeed.resolve import parse_ds_config
@@ -60,6 +60,7 @@ from llmscale.planning.search import (
     strategy_ds_config,
     with_inputs_on_host,
 )
+from llmscale.planning.step_time import unproven_rates
 from llmscale.report.save_figure import check_plot
 from llmscale.terminal.colour import paint
 from llmscale.terminal.table import output_width, print_fitting, wrap_line
@@ -71,7 +72,7 @@ def answer_rows(args: argparse.Namespace, gpu: GPU) -> int:
         check_output_file("--emit", args.emit, overwrite=args.force)
     if args.plot is not None:
         check_plot(args.plot)
-    answer = find_rows(read_request(args, gpu), usd_per_gpu_hour=args.price[0] if args.price else None)
+    answer = find_rows(read_request(args, gpu), usd_per_gpu_hour=one_for_each(args, PRICE, 1)[0])
     dry_runs = dry_run_rows(answer) if args.dry_run else []
     if args.emit is not None and answer.ranking.recommended is not None:
         _emit(args.emit, answer.ranking.recommended.fit, answer.request.nvme_path)
@@ -136,6 +137,8 @@ def _recommendation_lines(answer: RowsAnswer, emitted: Path | None) -> Iterator[
     ds, note = _ds_path(fit, request, emitted)
     yield f"  {train_command(ds, fit, request.keys)}"
     yield f"  ({note}{describe_data(fit.step.shape, request.model_keys)})"
+    if row.tokens_per_second:
+        yield from (f"  {line}" for line in unproven_rates([fit.cluster.gpu]))
     yield ""
 
 
@@ -213,25 +216,27 @@ def _label(row: RankedConfig) -> str:
     return ", ".join(part for part in (*where, mode, f"batch {row.fit.plan.micro_batch_size}") if part)
 
 
-def answer_gpus(args: argparse.Namespace, gpus: Sequence[GPU]) -> int:
+def answer_gpus(args: argparse.Namespace, gpus: Sequence[GPU], prices: Sequence[float | None]) -> int:
     """Print the row to take on each kind of GPU; return 0 if one fits, else 1."""
     rows = []
-    for gpu, price in dict.fromkeys(zip(gpus, args.price or [None] * len(gpus), strict=True)):
+    for gpu, price in dict.fromkeys(zip(gpus, prices, strict=True)):
         answer = find_rows(read_request(args, gpu), gpu.name, price)
         rows.append(answer.ranking.nearest)
     request, step = answer.request, answer.request.step
-    prices = [row.usd_per_billion_tokens or math.inf for row in rows]
+    has_prices = None not in prices
+    costs = [row.usd_per_billion_tokens or math.inf for row in rows]
     rates = [row.tokens_per_second or 0 for row in rows]
-    best = prices.index(min(prices)) if args.price else rates.index(max(rates))
+    best = costs.index(min(costs)) if has_prices else rates.index(max(rates))
     lines = [
         f"{request.keys.get('model')}: {describe_parameters(step.shape)}, sequences of {step.shape.seq_len:,}, on "
         f"{request.cluster.in_words('each GPU')}, global batch {step.plan.global_batch_size:,}: the row to take, or "
-        f"the one that misses least; * {'least expensive' if args.price else 'fastest'}",
+        f"the one that misses least; * {'least expensive' if has_prices else 'fastest'}",
         *request.assumption_lines(),
         "",
         *table(row_heads(wide=False), rows, is_marked=lambda row: row.fit.fits and row is rows[best]),
         "",
         "GiB per GPU at the peak; tok/s are estimated. One --gpu has its command, and the rows to choose between.",
+        *unproven_rates(gpus),
     ]
     values = question_values(request)
     show(

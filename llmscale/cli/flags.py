@@ -24,6 +24,7 @@ from llmscale.config.command_line import (
 from llmscale.config.hardware import GPU, Cluster, custom_gpu, get_gpu
 from llmscale.config.run_flags import add_run_flags, flag_words, keys_asked_by, model_keys
 from llmscale.errors import ConfigError
+from llmscale.terminal.human_numbers import count_nouns
 
 if TYPE_CHECKING:  # pydantic is slow to import, and help does not need it
     from llmscale.config.run_config import RunConfig
@@ -31,6 +32,8 @@ if TYPE_CHECKING:  # pydantic is slow to import, and help does not need it
 
 #: Name that lists all GPUs or networks.
 LIST = "list"
+#: Flag of the price of a GPU.
+PRICE = "--price-per-gpu-hour"
 #: GPUs of a node without --num-gpus: `estimate` answers for a machine, `plan` for a cluster.
 ESTIMATED_GPUS, PLANNED_GPUS = 1, 8
 DEFAULT_INTERCONNECT = "ib-400g"
@@ -90,6 +93,22 @@ def add_machine_flags(
     flag(group, "--num-nodes N", num_nodes_text, whole_number(1, limits.MAX_NODES), num_nodes)
     text = "network between nodes; `estimate --interconnect list` compares all"
     flag(group, "--interconnect NAME", text, _name_or_list, DEFAULT_INTERCONNECT)
+
+
+def add_price(group: FlagContainer, text: str) -> None:
+    """Add --price-per-gpu-hour, for short --price."""
+    flag(group, f"{PRICE}|--price USD", text, quantity(1e-4, 1e6), nargs="+")
+
+
+def one_for_each(args: argparse.Namespace, flag: str, num_gpus: int) -> list[float | None]:
+    """Return the values of a flag that has one for each --gpu, or None for each. Raises ConfigError."""
+    values = getattr(args, flag.removeprefix("--").replace("-", "_"))
+    if values is not None and len(values) != num_gpus:
+        raise ConfigError(
+            f"{flag} has {count_nouns(len(values), 'value')} for {count_nouns(num_gpus, 'GPU')}. Give one for each "
+            "--gpu."
+        )
+    return values or [None] * num_gpus
 
 
 def _name_or_list(text: str) -> str:

@@ -12,9 +12,10 @@ from llmscale.cli.flags import (
     add_asked_flags,
     add_machine_flags,
     add_model_flag,
+    add_price,
     add_shape_flags,
 )
-from llmscale.config.command_line import FlagContainer, Need, flag, local_path, number, quantity
+from llmscale.config.command_line import FlagContainer, Need, flag, local_path, number, quantity, whole_number
 from llmscale.errors import ConfigError
 from llmscale.report.save_figure import check_plot
 from llmscale.suggestions import did_you_mean
@@ -78,8 +79,7 @@ def _add_machine_flags(group: FlagContainer) -> None:
     text = "days in which the run must finish; default: 90, if any number of nodes finishes in them"
     flag(group, "--days X", text, number(1e-3, 36525))
     flag(group, "--mfu F", "fraction of the peak rate; default: estimated", number(1e-4, 1))
-    text = "price, for the cost; one for each --gpu"
-    flag(group, "--price-per-gpu-hour USD", text, quantity(1e-4, 1e6), nargs="+")
+    add_price(group, "price, for the cost; one for each --gpu")
     text = "power of a GPU in training, for the energy; one for each --gpu; default: its limit"
     flag(group, "--watts W", text, number(1, 1e5), nargs="+")
     flag(group, "--usd-per-kwh X", "price of electricity, for its cost", quantity(1e-4, 100))
@@ -116,10 +116,14 @@ def _law(text: str) -> str | Path:
 
 
 def _token_pair(text: str) -> tuple[int, int]:
+    tokens = whole_number(1, limits.MAX_SEQ_LEN)
     prompt, _, output = text.partition(":")
-    if not (prompt.isdecimal() and output.isdecimal() and 0 < min(int(prompt), int(output)) <= limits.MAX_SEQ_LEN):
-        raise argparse.ArgumentTypeError(f"must be tokens of prompt and output such as 1000:250, not '{text}'")
-    return int(prompt), int(output)
+    try:
+        return tokens(prompt), tokens(output)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"must be tokens of prompt and output such as 1000:250, not '{text}'"
+        ) from None
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -14,9 +14,11 @@ from llmscale.cli.answers import align
 from llmscale.cli.flags import (
     ESTIMATED_GPUS,
     PLANNED_GPUS,
+    PRICE,
     describe_data,
     describe_flags,
     given_keys,
+    one_for_each,
     read_gpus,
     resolve_model,
     train_command,
@@ -51,8 +53,8 @@ from llmscale.planning.scaling import (
 from llmscale.planning.scaling_ladder import load_law
 from llmscale.planning.search import MARGIN, PROCESS_BYTES
 from llmscale.planning.serving import BANDWIDTH_SHARE, MAX_SEQUENCES, MEMORY_SHARE, PROMPT_MFU, break_even_share
-from llmscale.planning.step_time import RATE_ERROR
-from llmscale.terminal.human_numbers import count_nouns, format_quantity
+from llmscale.planning.step_time import RATE_ERROR, unproven_rates
+from llmscale.terminal.human_numbers import format_days, format_quantity
 from llmscale.terminal.table import output_width
 
 _TIB = 2**40
@@ -69,7 +71,12 @@ _MOST_WIDTH = 112
 
 
 def plan_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
-    """Yield the complete answer."""
+    """Yield the complete answer, first whether the run cannot be."""
+    if (run := plan.run) is not None and run.row is None:
+        yield f"Nothing fits: {run.why}"
+    elif run is not None and run.hours is not None and not run.is_in_time:
+        taken = f"{run.cluster.in_words()} take {_duration(run.hours)}"
+        yield f"Not in {format_days(run.within_days)}: {taken}{_way_out(run)}."
     yield f"Optimal for {plan.flops:.3g} FLOPs = {plan.pf_days:,.4g} PF-days (C = 6 N D) of training:"
     yield from _law_lines(request, plan)
     for text in _law_notes(request, plan):
@@ -196,7 +203,7 @@ def _model_parts(request: PlanRequest, plan: Plan) -> Iterator[tuple[str, str]]:
 def _placement_parts(request: PlanRequest, plan: Plan, run: RunPlan) -> Iterator[tuple[str, str]]:
     fewest = ""
     if request.num_nodes is None and (run.cluster.num_nodes > 1 or request.days):
-        in_time = f" and finish in {run.within_days:g} days" if run.is_in_time and run.hours else ""
+        in_time = f" and finish in {format_days(run.within_days)}" if run.is_in_time and run.hours else ""
         fewest = f" (the fewest nodes that hold it{in_time})"
     yield "GPUs", f"{run.cluster.in_words()}, {run.precision}{fewest}"
     if request.assumes_gpus:
@@ -240,7 +247,8 @@ def _price_parts(request: PlanRequest, run: RunPlan) -> Iterator[tuple[str, str]
         yield "speed", f"not known: {what}"
         return
     yield from _speed_parts(request, run, run.mfu)
-    yield "time", f"{_duration(run.hours)}; {run.gpu_hours:,.0f} GPU-hours{_too_long(run)}"
+    too_long = "" if run.is_in_time else f". That is too long{_way_out(run)}"
+    yield "time", f"{_duration(run.hours)}; {run.gpu_hours:,.0f} GPU-hours{too_long}"
     if run.hours_with_recomputation is not None:
         yield (
             "",
@@ -277,19 +285,20 @@ def _speed_parts(request: PlanRequest, run: RunPlan, mfu: float) -> Iterator[tup
     yield "speed", f"{run.tokens_per_second:,.0f} tokens/s at {of_peak} ({basis})"
     if run.precision == "fp32" and gpu.tf32_flops:
         yield "", f"runs in fp32 do not use TF32, whose peak is {gpu.tf32_flops / 1e12:g} TFLOP/s"
+    if request.mfu is None:
+        yield from (("", line) for line in unproven_rates([gpu]))
     if run.cluster.world_size > _FITTED_GPUS and request.mfu is None:
         yield "", f"on more GPUs than those rows: {_MEASURED_BEYOND}"
 
 
-def _too_long(run: RunPlan) -> str:
+def _way_out(run: RunPlan) -> str:
     """Return the words after a time that is too long, with the nodes that are enough."""
-    if run.is_in_time:
-        return ""
+    days = format_days(run.within_days)
     if run.enough_nodes is not None:
-        return f". That is too long: {run.enough_nodes:,} nodes finish in {run.within_days:g} days"
+        return f": {run.enough_nodes:,} nodes finish in {days}"
     return (
-        f". That is too long, and more nodes do not finish in {run.within_days:g} days: every GPU needs one of the "
-        f"{run.global_batch_size:,} sequences of a step. A larger --global-batch-size allows more GPUs"
+        f", and more nodes do not finish in {days} either: every GPU needs one of the {run.global_batch_size:,} "
+        "sequences of a step. A larger --global-batch-size allows more GPUs"
     )
 
 
@@ -303,7 +312,10 @@ def comparison_lines(requests: Sequence[PlanRequest], plans: Sequence[Plan]) -> 
         what, amounts = "least expensive", [run.cost_usd for run in runs]
     usable = [amount for amount, run in zip(amounts, runs, strict=True) if amount and run.row and run.is_in_time]
     which = "The fewest nodes of each GPU that hold the model and" if requests[0].num_nodes is None else "Nodes that"
-    yield f"{which} finish in {runs[0].within_days:g} days; * {what}"
+    days = format_days(runs[0].within_days)
+    if not usable:
+        yield f"None of these GPUs can do it in {days}:"
+    yield f"{which} finish in {days}; * {what}"
     cells = []
     for amount, plan, run in zip(amounts, plans, runs, strict=True):
         fit = run.row.strategy if run.row else None
@@ -327,6 +339,7 @@ def comparison_lines(requests: Sequence[PlanRequest], plans: Sequence[Plan]) -> 
     heads = ("", "GPU", "nodes", "N", "tokens D", "loss", "stage", "offload", "checkpt", "MFU", "days", "kWh", "$")
     yield from align(heads, cells)
     yield f"MFU is estimated, {RATE_ERROR}. One --gpu has its command, disk and serving."
+    yield from unproven_rates([request.cluster.gpu for request in requests if request.cluster])
 
 
 def _beside_renting(owning: float, electricity: float, rent: float | None) -> str:
@@ -463,17 +476,8 @@ def read_requests(args: argparse.Namespace) -> list[PlanRequest]:
     _check_goals(args)
     has_gpu = bool(_given(args, ("--gpu", "--gpu-memory-gib", "--bf16-tflops")))
     gpus = read_gpus(args) if has_gpu else [None]
-    prices, watts = (_one_for_each(args, flag, len(gpus)) for flag in ("--price-per-gpu-hour", "--watts"))
+    prices, watts = (one_for_each(args, flag, len(gpus)) for flag in (PRICE, "--watts"))
     return [_read_request(args, *given) for given in dict.fromkeys(zip(gpus, prices, watts, strict=True))]
-
-
-def _one_for_each(args: argparse.Namespace, flag: str, num_gpus: int) -> list[float | None]:
-    values = getattr(args, flag.removeprefix("--").replace("-", "_"))
-    if values is not None and len(values) != num_gpus:
-        raise ConfigError(
-            f"{flag} has {count_nouns(len(values), 'value')} for {num_gpus} GPUs. Give one for each --gpu."
-        )
-    return values or [None] * num_gpus
 
 
 def _read_request(

@@ -142,6 +142,9 @@ def get_gpu(name: str, other: str = " For any other GPU give --gpu-memory-gib an
     # The driver's name, as nvidia-smi prints it.
     meant = find_gpu(name)
     hint = f" Did you mean '{meant.name}'?" if meant else did_you_mean(name, names)
+    size = re.match(r"\d{1,4}", name)
+    if size and _gpus_of_size(f"{size[0]}gb"):
+        hint = f" Did you mean '{size[0]}gb', any GPU of that size?"
     raise ConfigError(f"GPU '{name}' is not in the table.{hint} GPUs: {', '.join(names)}.{other}")
 
 

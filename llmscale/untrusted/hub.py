@@ -39,6 +39,14 @@ def is_hub_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def without_prefix(source: str, spec: str, kind: type[LlmscaleError]) -> str:
+    """Return the folder or name in `hf:NAME`; `source` is the flag with it. Raises `kind` if it is empty."""
+    name = spec.removeprefix("hf:")
+    if not name.strip(":"):
+        raise kind(f"{source} names nothing. Give hf:FOLDER or hf:NAME, such as hf:gpt2 or hf:ORGANISATION/NAME.")
+    return name
+
+
 def forgotten_prefix(text: str) -> str:
     """Return a hint to add `hf:` to a name such as Qwen/Qwen3-0.6B, else an empty string."""
     looks_like_a_path = re.search(r"\.[a-z]\w*$|^(runs|data)/", text) or os.path.lexists(text.partition("/")[0])

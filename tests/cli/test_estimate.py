@@ -131,9 +131,19 @@ def test_several_gpus_are_compared_with_their_prices(
     row = alone["rows"][alone["recommended"]["row"]]
     assert row["usd_per_billion_tokens"] == values["gpus"][0]["usd_per_billion_tokens"]
     assert re.search(r"^\* +h100-80gb .* 14.2$", run(*words, "--price", "1", "2")[1], re.MULTILINE)
-    for more, words_of_error in (("--price 3 2 1", "3 prices for 2 GPUs"), ("--emit ds.json", "exclude each other")):
+    for more, words_of_error in (("--price 3 2 1", "3 values for 2 GPUs"), ("--emit ds.json", "exclude each other")):
         status, _, error = run(*words, *more.split())
         assert status == 2 and words_of_error in error
+
+
+def test_a_gpu_of_which_no_published_run_is_known_is_named(run: Callable[..., tuple[int, str, str]]) -> None:
+    words = ("estimate", "--model", "gpt2-124m", "--price-per-gpu-hour", "0.4", "2.5", "--gpu")
+    known = run(*words, "h100-80gb", "a100-80gb")[1]
+    compared = run(*words, "rtx4090", "h100-80gb")[1]
+    alone = run("estimate", "--model", "gpt2-124m", "--gpu", "rtx4090")[1]
+    assert "No published run" not in known
+    for text in (compared, alone):
+        assert "No published run on rtx4090 has checked this estimate" in " ".join(text.split())
 
 
 def test_the_wide_table_has_a_row_for_every_strategy_and_all_columns_at_any_width(

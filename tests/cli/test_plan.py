@@ -269,8 +269,20 @@ def test_several_gpus_are_compared_by_their_prices(capsys: pytest.CaptureFixture
 def test_a_deadline_that_is_missed_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--model", "gpt2-124m", "--tokens", "10B", "--gpu", "t4", "--num-nodes", "1", "--num-gpus", "1"]
     assert main([*words, "--days", "2"]) == 1
-    assert re.search(r"That is too long: \d+ nodes finish in 2 days", " ".join(capsys.readouterr().out.split()))
+    text = capsys.readouterr().out
+    assert re.match(r"Not in 2 days: 1 x t4 take .*: \d+ nodes finish in 2 days\.\n", text)
+    assert re.search(r"That is too long: \d+ nodes finish in 2 days", " ".join(text.split()))
     assert main([*words, "--days", "7"]) == 0
+
+
+def test_what_cannot_be_is_the_first_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--params", "700B", "--gpu", "rtx4090", "--num-nodes", "1"]) == 1
+    assert capsys.readouterr().out.startswith("Nothing fits: ")
+    words = "plan --params 70B --gpu rtx4090 a100-80gb --price 0.4 1.5 --days 1"
+    assert main(words.split()) == 1
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == "None of these GPUs can do it in 1 day:"
+    assert "finish in 1 day;" in second
 
 
 def test_the_command_keeps_checkpoints_by_the_hour(capsys: pytest.CaptureFixture[str]) -> None:

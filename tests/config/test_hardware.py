@@ -119,3 +119,9 @@ def test_a_rail_per_gpu_adds_up() -> None:
 
 def test_one_adapter_per_node_does_not_grow_with_its_gpus() -> None:
     assert get_interconnect("ethernet-25g").bytes_per_s_per_node(8) == pytest.approx(25e9 / 8)
+
+
+@pytest.mark.parametrize("name", ["80", "80g", "80gib", "80 GB"])
+def test_a_size_without_its_unit_has_a_hint(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean '80gb', any GPU of that size\?"):
+        get_gpu(name)

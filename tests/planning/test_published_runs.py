@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from llmscale.cli.plan_answers import _MEASURED_BEYOND
+from llmscale.planning.step_time import GPUS_WITH_RUNS
 from tests.planning.published_runs import PublishedRun, published_runs
 
 RUNS = published_runs()
@@ -62,6 +65,13 @@ def test_how_much_the_median_rests_on_one_source(error_of: dict[str, float]) -> 
         others = [run for name, runs in of_team.items() if name != team for run in runs]
         median = np.median(abs(errors(others, error_of)))
         assert median == pytest.approx(0.122, abs=0.005) if team == "fms-fsdp" else median < 0.1, team
+
+
+def test_gpus_that_count_as_checked_are_those_of_the_runs() -> None:
+    fitted = (Path(__file__).parent / "llm_foundry_rows.csv").read_text().splitlines()
+    rows = csv.DictReader(line for line in fitted if not line.startswith("#"))
+    of_runs = {run.row["gpu"] for run in RUNS if run.counts}
+    assert of_runs | {row["gpu"] for row in rows} == {*GPUS_WITH_RUNS}
 
 
 def test_with_the_six_worst_that_do_not_count_for_their_attention_it_is_still_within_10_percent(
