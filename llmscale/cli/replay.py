@@ -1,7 +1,8 @@
 """`llmscale replay RUN --step N`: one step of a run once more, sample by sample and parameter by parameter.
 
-The nearest earlier checkpoint is resumed by one process, whatever ranks the run had, in a temporary run folder. The
-training session takes the steps in between.
+The nearest earlier checkpoint is resumed by one process, whatever ranks the run had, in a temporary run folder. Where
+none is left, the run begins once more: from its seed, or its initial weights. The training session takes the steps in
+between.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmscale.checkpoint.inventory import FoundCheckpoints
+    from llmscale.checkpoint.run_state import RunState
     from llmscale.config.run_config import RunConfig
     from llmscale.data.loader import MicroBatch
     from llmscale.data.tokenizers.tokenizer import Tokenizer
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 
 #: Parameters that are printed.
 _PARAMETERS = 10
+#: Steps that are taken again from step 0, as many as lie between two checkpoints by default.
+_MOST_FROM_START = 500
 #: Facts of a start on which the bits of a loss depend.
 _FACTS = ("world_size", "zero_stage", "precision", "micro_batch_size", "device")
 
@@ -81,11 +85,12 @@ def add_parser(subparsers: argparse._SubParsersAction[FlagParser]) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from llmscale.checkpoint.inventory import find_checkpoint, find_checkpoints
+    from llmscale.checkpoint.run_state import load_run_state
     from llmscale.data.shards.cache import fetch_tokenizer
     from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
     from llmscale.engine.launcher_variables import check_is_only_copy
     from llmscale.report.history import RunHistory, load_history
-    from llmscale.training.sample_stream import read_step_samples
+    from llmscale.training.sample_stream import read_step_samples, stream_of_checkpoint
     from llmscale.training.start import prepare_start
 
     began = time.perf_counter()
@@ -99,6 +104,10 @@ def _run(args: argparse.Namespace) -> int:
     checkpoint = _choose_checkpoint(args.run, args.step, listing, history)
     with tempfile.TemporaryDirectory(prefix="llmscale-replay-") as folder:
         start = prepare_start(_config(args, listing, checkpoint, Path(folder)), 1)
+        if checkpoint is None:
+            # In the order that the run began with, without what it skipped.
+            saved = load_run_state(_describing(args.step, listing))
+            start = replace(start, stream=stream_of_checkpoint(start.config, start.sets, saved))
         without = _parse_samples(args.without, start, args.step)
         samples = read_step_samples(start.config, start.sets, start.stream, args.step)
         fetch_tokenizer(start.sets.first)
@@ -110,7 +119,7 @@ def _run(args: argparse.Namespace) -> int:
     starts = [record for after, record in history.of_kind("event", "start") if after < args.step]
     trained_by = {name: starts[-1].get(name) for name in _FACTS} if starts else {}
     if args.json:
-        values = {"step": args.step, "checkpoint": str(checkpoint), "logged_loss": logged_loss}
+        values = {"step": args.step, "checkpoint": checkpoint and str(checkpoint), "logged_loss": logged_loss}
         values |= asdict(replayed) | {"trained_by": trained_by}
         values["losses"] = [{"loss": loss, **as_plain_sample(sample, tokenizer)} for loss, sample in losses]
         print(json.dumps(values, indent=1))
@@ -118,7 +127,8 @@ def _run(args: argparse.Namespace) -> int:
     again = args.step - 1 - start.first_step
     norm = "" if replayed.grad_norm is None else f", gradient norm {replayed.grad_norm:.4g}"
     print(f"step {args.step:,} of {start.resolved.total_steps:,}: loss {replayed.loss:.6f}{norm}")
-    print(f"from {checkpoint.name}, {count_nouns(again, 'step')} in between taken again; {_who(replayed.replayed_by)}")
+    begin = checkpoint.name if checkpoint else f"step 0 ({_origin(start.config.init_from)})"
+    print(f"from {begin}, {count_nouns(again, 'step')} in between taken again; {_who(replayed.replayed_by)}")
     if replayed.was_skipped:
         print("fp16 gradients overflowed: the optimizer took no step, and gradients have no norm")
     is_changed = bool(without or args.precision or args.ds)
@@ -128,21 +138,34 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _choose_checkpoint(run: Path, step: int, listing: FoundCheckpoints, history: RunHistory) -> Path:
-    """Return the newest checkpoint before a step. Raises ConfigError, CheckpointError."""
+def _choose_checkpoint(run: Path, step: int, listing: FoundCheckpoints, history: RunHistory) -> Path | None:
+    """Return the newest checkpoint before a step, or None to begin at step 0. Raises ConfigError, CheckpointError."""
     last = max(listing.current[0].step, *history.steps.steps[-1:])
     if step > last:
         raise ConfigError(f"--step {step}: {run} has taken steps 1 to {last:,}. Name one of them.")
-    before = next((one for one in listing.current if one.step < step and one.is_whole()), None)
-    if before is None:
-        raise CheckpointError(
-            f"--step {step}: {run} has no checkpoint before it, the oldest is of step {listing.current[-1].step:,}. "
-            "Name a later step; train.py's --keep-every N keeps earlier ones."
-        )
-    return before.path
+    whole = [one for one in listing.current if one.is_whole()]
+    before = next((one for one in whole if one.step < step), None)
+    if before is not None:
+        return before.path
+    starts = [at for at, _ in history.of_kind("event", "start")]
+    has_beginning = not starts or starts[0] == 0
+    if has_beginning and step <= _MOST_FROM_START:
+        return None
+    spans = [f"1 to {min(_MOST_FROM_START, last):,}"] if has_beginning else []
+    spans += [f"{whole[-1].step + 1:,} to {last:,}"] if whole and whole[-1].step < last else []
+    can = f"Steps {' and '.join(spans)} can be replayed" if spans else "No step can be replayed"
+    limit = f", the first {_MOST_FROM_START} from its beginning" if has_beginning else ""
+    raise CheckpointError(
+        f"--step {step}: {run} has no checkpoint before it any more. {can}{limit}. train.py's --keep-every N keeps "
+        "checkpoints."
+    )
 
 
-def _config(args: argparse.Namespace, listing: FoundCheckpoints, checkpoint: Path, folder: Path) -> RunConfig:
+def _origin(init_from: str | None) -> str:
+    return "its weights from the seed" if init_from is None else f"its weights from {init_from}"
+
+
+def _config(args: argparse.Namespace, listing: FoundCheckpoints, checkpoint: Path | None, folder: Path) -> RunConfig:
     """Return the configuration with which the run took the step, for one process that only trains.
 
     Raises ConfigError, CheckpointError, DataError.
@@ -154,9 +177,10 @@ def _config(args: argparse.Namespace, listing: FoundCheckpoints, checkpoint: Pat
     from llmscale.training.run_folder import CONFIG_NAME
     from llmscale.untrusted.documents import Rules, load_json
 
-    state = load_run_state(checkpoint)
     # The first checkpoint after the step has the flags of the start that took it.
     after = [one.path for one in listing.current if one.step >= args.step]
+    described_by = checkpoint or _describing(args.step, listing)
+    state = load_run_state(described_by)
     where = str(after[-1] if after else args.run / CONFIG_NAME)
     recorded: object
     if after:
@@ -169,7 +193,8 @@ def _config(args: argparse.Namespace, listing: FoundCheckpoints, checkpoint: Pat
     if not isinstance(recorded, dict):
         raise ConfigError(f"{where} holds no configuration.")
     # No step depends on the others, which are at their defaults.
-    values = {key: value for key, value in recorded.items() if key not in keys_with(resume="free")}
+    needless = {*keys_with(resume="free")} - ({"lora_from"} if checkpoint is None else set())
+    values = {key: value for key, value in recorded.items() if key not in needless}
     if values.get("minutes") is not None:
         # That start has set the number of steps.
         values |= {"minutes": None, "steps": steps}
@@ -178,6 +203,7 @@ def _config(args: argparse.Namespace, listing: FoundCheckpoints, checkpoint: Pat
         "run": folder,
         "resume": str(checkpoint),
         "init_from": None,
+        "lora_from": None,
         "num_workers": 0,
         "val_every": 0,
         "plain": True,
@@ -189,10 +215,33 @@ def _config(args: argparse.Namespace, listing: FoundCheckpoints, checkpoint: Pat
         "ds": args.ds or config.ds,
         "data": args.data or config.data,
     }
+    if checkpoint is None:
+        changed |= _beginning(args.run, config, state)
     config = config.model_copy(update=changed)
     # Refuses other data, and addresses that only the checkpoint knows.
-    open_trained_sets(checkpoint, state, config, "If it is elsewhere, name it with --data.", args.data)
+    open_trained_sets(described_by, state, config, "If it is elsewhere, name it with --data.", args.data)
     return config
+
+
+def _describing(step: int, listing: FoundCheckpoints) -> Path:
+    """Return the oldest checkpoint from a step on, which describes the run where no earlier one is left."""
+    return next(one.path for one in reversed(listing.current) if one.step >= step)
+
+
+def _beginning(run: Path, config: RunConfig, state: RunState) -> dict[str, object]:
+    """Return the keys with which the run began, for one process and whatever the defaults are now."""
+    from llmscale.report.run_facts import given_flags, load_starts
+
+    # A later start may leave --init-from out.
+    init_from = config.init_from or given_flags(load_starts(run)[:1]).get("init_from")
+    batch = {} if config.batch_ramp_from else {"global_batch_size": state.identity.get("global_batch_size")}
+    return {
+        "resume": "none",
+        "init_from": init_from,
+        "lora_from": config.lora_from,
+        "global_batch_tokens": None if batch else config.global_batch_tokens,
+        **batch,
+    }
 
 
 def _parse_samples(words: Sequence[str], start: Start, step: int) -> frozenset[int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
-from llmscale.config.run_config import build_run_config
+from llmscale.config.run_config import KEYS, build_run_config
 from llmscale.config.run_keys import flatten, publish_keys, publish_text
 from llmscale.data.mixture import is_mix
 from llmscale.data.shards.manifest import Manifest
@@ -97,6 +97,21 @@ def load_starts(run: Path) -> list[Record]:
         return list(load_json_lines(run / STARTS_NAME))
     except (OSError, LlmscaleError):
         return []
+
+
+def given_flags(starts: Iterable[Record]) -> dict[str, str]:
+    """Return the flags of a run's starts by key, each with its last value."""
+    given: dict[str, str] = {}
+    for start in starts:
+        listed = start.get("arguments")
+        words = [word for word in listed if isinstance(word, str)] if isinstance(listed, list) else []
+        for word, following in zip(words, [*words[1:], ""], strict=False):
+            name, equals, value = word.partition("=")
+            if name.startswith("--"):
+                key = name.removeprefix("--").replace("-", "_")
+                key = key if key in KEYS else key.removeprefix("no_")
+                given[key] = value if equals else following
+    return given
 
 
 def show(value: object) -> str:

@@ -139,7 +139,6 @@ def test_lines_name_the_sample_and_the_parameter(run: Path, llmscale: Callable) 
     ("words", "message"),
     [
         (("--step", "25"), "steps 1 to 24"),
-        (("--step", "8"), "the oldest is of step 8"),
         (("--step", "20", "--without", "9999"), "--without 9999"),
         (("--step", "20", "--without", "nope:1"), "--without nope:1"),
     ],
@@ -150,6 +149,32 @@ def test_a_mistake_is_one_line(
     assert main(["replay", str(run), *words]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_a_step_before_every_checkpoint_is_rebuilt_from_the_seed_to_the_bit(run: Path, replay: Callable) -> None:
+    replayed = replay(run, "--step", 5)
+    assert replayed["checkpoint"] is None
+    assert replayed["loss"] == replayed["logged_loss"] == read_losses(run)[5]
+    assert {loss["sample"] for loss in replayed["losses"]} == {s.sample_id for s in find_step_samples(run, 5).samples}
+
+
+def test_a_run_with_initial_weights_begins_with_them_again(
+    run: Path, planted_set: Path, tmp_path: Path, replay: Callable
+) -> None:
+    tuned = tmp_path / "tuned"
+    for more in (("--steps", "4", "--init-from", str(run)), ("--steps", "6")):
+        job = start_ranks(build_train_command(planted_set, tuned, "--ds", "zero2", "--keep-last", "1", *more), 1)
+        output = job.wait()
+        assert job.exit_codes == [0], output
+    assert replay(tuned, "--step", 3, "--precision", "fp32")["loss"] == pytest.approx(read_losses(tuned)[3], rel=1e-2)
+
+
+def test_what_can_be_replayed_is_said_where_the_beginning_is_too_far(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmscale.cli.replay._MOST_FROM_START", 4)
+    assert main(["replay", str(run), "--step", "7"]) == 2
+    assert "Steps 1 to 4 and 9 to 24 can be replayed, the first 4 from its beginning" in capsys.readouterr().err
 
 
 def test_a_moved_dataset_is_named(
