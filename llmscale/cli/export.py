@@ -89,21 +89,19 @@ def _merged(args: argparse.Namespace, trained: TrainedCheckpoint) -> Merged:
 
 def _export_adapters(args: argparse.Namespace, model: ExportedModel, trained: TrainedCheckpoint) -> int:
     """Write the adapters alone. Raises ConfigError for flags of a model."""
-    from llmscale.checkpoint.hf_write import CARD_MARK
     from llmscale.evaluate.export import export_adapters
+    from llmscale.report.model_card import build_adapter_card, name_of_base
     from llmscale.untrusted.terminal import make_visible_line
 
     if args.dtype != "fp32" or args.base is not None:
         raise ConfigError("--dtype and --base have no effect on adapters, which are written in fp32. Add --merge.")
-    checksum = trained.state.base["checksum"]
-    base = _name_of_base(trained.state.base["place"])
     num_bytes = export_adapters(
         trained.folder,
         trained.shape,
         model.family,
-        base,
+        name_of_base(trained.state.base["place"]),
         args.to,
-        card=_ADAPTER_CARD.format(mark=CARD_MARK, rank=trained.shape.lora_rank, base=base, checksum=checksum),
+        card=build_adapter_card(model, trained),
         overwrite=args.overwrite,
     )
     out, rank = make_visible_line(str(args.to)), trained.shape.lora_rank
@@ -111,31 +109,3 @@ def _export_adapters(args: argparse.Namespace, model: ExportedModel, trained: Tr
         f"Wrote {out}: adapters of rank {rank} of step {trained.state.step} for peft, {num_bytes:,} bytes, and a card."
     )
     return 0
-
-
-_ADAPTER_CARD = """---
-library_name: peft
-pipeline_tag: text-generation
-tags:
-{mark}
----
-
-# Adapters of rank {rank}
-
-Trained with llmscale beside the frozen weights of `{base}` (checksum of its files: {checksum}).
-`PeftModel.from_pretrained(MODEL, FOLDER)` adds them to that model.
-"""
-
-
-def _name_of_base(place: str) -> str:
-    """Return the name of the model beside adapters without paths of this machine: NAME@COMMIT on the Hub, else the last
-    part of a folder, or of the run of a checkpoint."""
-    from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
-    from llmscale.config.hf_model import PREFIX
-    from llmscale.untrusted.hub import is_hub_name
-
-    name = place.removeprefix(PREFIX)
-    if place.startswith(PREFIX) and is_hub_name(name):
-        return name
-    run, _, _ = name.rpartition(f"/{CHECKPOINTS_NAME}/")
-    return (run or name).rstrip("/").rpartition("/")[2]

@@ -14,13 +14,13 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.manifest import CheckpointManifest, save_manifest
 from llmscale.checkpoint.run_state import RunState
 from llmscale.config.run_arguments import parse_run_config
-from llmscale.config.run_config import build_run_config
+from llmscale.config.run_config import KEYS, build_run_config
 from llmscale.data.mixture import TrainingSets, open_training_sets
 from llmscale.data.shards.manifest import ChatFacts
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer
 from llmscale.evaluate.export import ExportedModel
 from llmscale.evaluate.model_source import TrainedCheckpoint
-from llmscale.report.model_card import build_model_card
+from llmscale.report.model_card import build_adapter_card, build_model_card
 
 MANIFEST = CheckpointManifest(30, 9_600, 2, 3, "bf16", "2026-05-01T12:00:00+00:00", ())
 
@@ -166,3 +166,60 @@ def test_a_template_of_conversations_stays_within_its_block(trained: TrainedChec
     card = card_of(replace(trained, sets=TrainingSets("set", (location,))))
     assert "\n    {{ messages }}\n    ```\n    # Not a heading\n" in card
     assert "## Conversations" not in card_of(trained)
+
+
+GIVEN = ["--init-from", "hf:Qwen/Qwen3-0.6B", "--data", "/home/me/chats", "--lr=0.003", "--no-shuffle"]
+
+
+@pytest.fixture
+def tuned(trained: TrainedCheckpoint, checkpoint: Path) -> TrainedCheckpoint:
+    """Of a run that began with a published model, whose second start left --init-from out."""
+    later = [*GIVEN[2:], "--steps", "300"]
+    starts = [
+        {"started": f"2026-05-01T0{hour}:00:00+00:00", "arguments": words} for hour, words in enumerate((GIVEN, later))
+    ]
+    (checkpoint.parents[1] / "starts.jsonl").write_text("\n".join(json.dumps(start) for start in starts) + "\n")
+    shape = {key: value for key, value in vars(trained.shape).items() if key in KEYS and value is not None}
+    keys = {**shape, "model": "hf:Qwen/Qwen3-0.6B", "data": "/home/me/chats", "lr": 3e-3, "shuffle": False}
+    chat = ChatFacts("{{ messages }}", "assistant", True, {"train": 42}, {})
+    manifest = replace(trained.sets.manifest, chat=chat, source="hf:org/talks:en")
+    sets = TrainingSets("set", (replace(trained.sets.first, manifest=manifest),))
+    config = build_run_config({**keys, "steps": 300, "global_batch_size": 8})
+    state = replace(trained.state, base={"place": "hf:Qwen/Qwen3-0.6B@1234567", "checksum": "abc"})
+    return replace(trained, config=config, sets=sets, state=state)
+
+
+def test_a_fine_tuned_model_names_its_base_its_data_and_the_flags_that_were_given(tuned: TrainedCheckpoint) -> None:
+    card = card_of(tuned)
+    _, top, text = card.split("---\n", 2)
+    assert yaml.safe_load(top)["base_model"] == "Qwen/Qwen3-0.6B"
+    assert yaml.safe_load(top)["datasets"] == ["org/talks"]
+    assert "fine-tuned with llmscale from `Qwen/Qwen3-0.6B`" in text and "pre-trained" not in text
+    assert "of which 42 are targets" in text and "validation loss | 2.7500 nats per target token" in text
+    assert "llmscale train --data chats --no-shuffle --steps 300 --lr 0.003 --init-from hf:Qwen/Qwen3-0.6B\n" in text
+
+
+def test_adapters_have_the_same_card(tuned: TrainedCheckpoint) -> None:
+    card = build_adapter_card(export(tuned), tuned)
+    _, top, text = card.split("---\n", 2)
+    values = yaml.safe_load(top)
+    assert (values["library_name"], values["base_model"]) == ("peft", "Qwen/Qwen3-0.6B")
+    for words in ("`Qwen/Qwen3-0.6B@1234567` (checksum of its files: abc)", "42 are targets", "--lr 0.003", "chats"):
+        assert words in text
+    assert "/home/me" not in card
+
+
+def test_a_run_that_began_with_another_run_names_no_model_of_the_hub(
+    trained: TrainedCheckpoint, checkpoint: Path
+) -> None:
+    config = trained.config.model_copy(update={"init_from": "/home/me/runs/first/checkpoints/step-00000010"})
+    card = card_of(replace(trained, config=config))
+    assert "fine-tuned with llmscale from `first`" in card
+    assert "base_model" not in card
+
+
+def test_a_run_file_leaves_what_follows_from_the_weights_out(tuned: TrainedCheckpoint, checkpoint: Path) -> None:
+    start = {"started": "2026-05-01T00:00:00+00:00", "arguments": ["--config", "run.yaml", "--init-from", "hf:q"]}
+    (checkpoint.parents[1] / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    (command,) = [line for line in card_of(tuned).splitlines() if line.startswith("llmscale train")]
+    assert "--init-from hf:q" in command and "--config" not in command and "--model" not in command
