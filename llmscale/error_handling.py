@@ -10,7 +10,9 @@ import errno
 import io
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
@@ -26,6 +28,8 @@ DEBUG_VARIABLE = "LLMSCALE_DEBUG"
 #: Longer words of a message, such as a value of 5,000 digits, are cut in the middle.
 _LONGEST_WORD = 320
 _SHOWN = 60
+#: Counters of the kernel; `oom_kill` counts processes that it killed for lack of memory, also of a container.
+_COUNTERS = Path("/proc/vmstat")
 
 
 def run_cli(program: Callable[[], int]) -> int:
@@ -34,6 +38,9 @@ def run_cli(program: Callable[[], int]) -> int:
     Status 1 is for failures of the machine and unexpected errors, 2 for the user's mistakes, 130 for Ctrl-C.
     SystemExit passes through.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        # As `python -m llmscale` left it for its imports.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     prepare_streams()
     protect_children()
     try:
@@ -237,3 +244,34 @@ def _shortened(text: str) -> str:
         return f"{word[:_SHOWN]}...{word[-_SHOWN // 3 :]} ({len(word):,} characters)"
 
     return re.sub(rf"\S{{{_LONGEST_WORD + 1},}}", cut, text)
+
+
+def signal_name(number: int) -> str:
+    """Return `SIGKILL`, or `signal 99` for a number without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def count_oom_kills() -> int | None:
+    """Return how many processes this machine's kernel has killed for lack of memory since its start, if it says so."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in _COUNTERS.read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
+
+
+def describe_death(number: int, oom_kills_before: int | None = None) -> str:
+    """Return `was killed by SIGKILL`, with who did it as far as that is known.
+
+    `oom_kills_before` is the kernel's count when the process began; None: it killed any number.
+    """
+    cause = ""
+    if number == signal.SIGKILL:
+        cause = ", most likely by the kernel for lack of host memory (see dmesg)"
+        count = count_oom_kills()
+        if count is not None and count <= (oom_kills_before or 0):
+            cause = " from another process: the kernel has killed none for lack of host memory"
+    return f"was killed by {signal_name(number)}{cause}"

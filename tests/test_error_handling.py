@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.error_handling import print_error, report_crash, run_cli
+from llmscale.error_handling import describe_death, print_error, report_crash, run_cli
 from llmscale.errors import ConfigError, MachineError
 from tests.conftest import REPOSITORY, free_port
 
@@ -241,3 +242,23 @@ def test_a_closed_stdout_is_no_lost_output_of_what_is_patient() -> None:
     code += "sys.exit(run_cli(lambda: make_output_resilient() or print('x') or 0))"
     done = subprocess.run([sys.executable, "-c", code], preexec_fn=lambda: os.close(1), stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("counters", "before", "words"),
+    [
+        ("nr_free_pages 7\noom_kill 3\n", 2, "most likely by the kernel for lack of host memory"),
+        ("nr_free_pages 7\noom_kill 3\n", 3, "from another process"),
+        ("oom_kill 0\n", None, "from another process"),
+        ("oom_kill 3\n", None, "most likely by the kernel"),
+        ("nr_free_pages 7\n", 0, "most likely by the kernel"),
+    ],
+)
+def test_the_kernel_is_named_only_if_it_has_killed(
+    counters: str, before: int | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vmstat").write_text(counters)
+    monkeypatch.setattr("llmscale.error_handling._COUNTERS", tmp_path / "vmstat")
+    assert words in describe_death(signal.SIGKILL, before)
+    assert describe_death(signal.SIGTERM, before) == "was killed by SIGTERM"
+    assert describe_death(99, before) == "was killed by signal 99"

@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from llmscale.config.batch_plan import Batches
 from llmscale.data.order.sample_order import MOST_POSITIONS, RankLayout, StreamOrder, shard_batch
 from llmscale.data.shards.token_shards import WindowReader, are_targets, ids_of
+from llmscale.error_handling import describe_death
 from llmscale.errors import ConfigError, DataError, MachineError
 
 #: Positions whose ids are computed together: one small batch alone costs as much as thirty.
@@ -258,12 +259,7 @@ class Feed(Iterator[MicroBatch]):
 def _describe_end(number: int, worker: BaseProcess) -> str:
     """Return the message for a worker that has ended, which never happens in normal operation."""
     code = worker.exitcode or 0
-    how = f"ended with status {code}"
-    if code < 0:
-        names = {known.value: known.name for known in signal.Signals}
-        how = f"was killed by {names.get(-code, f'signal {-code}')}"
-    if code == -signal.SIGKILL:
-        how += ", probably by the kernel for lack of host memory (see dmesg)"
+    how = f"ended with status {code}" if code >= 0 else describe_death(-code)
     return f"Data worker {number} (process {worker.pid}) {how}. Use fewer with --num-workers."
 
 

@@ -29,6 +29,7 @@ from typing import NamedTuple
 import psutil
 
 from llmscale.engine.launcher_variables import is_requeued
+from llmscale.error_handling import describe_death
 from llmscale.errors import MachineError
 from llmscale.untrusted.interpreter import RUN_MODULE
 
@@ -37,6 +38,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LAUNCHER_VARIABLE = "LLMSCALE_LAUNCHER"
 #: Set by `llmscale launch` for its ranks: the name of the launch, which all of its attempts share.
 LAUNCH_VARIABLE = "LLMSCALE_LAUNCH"
+#: By which `llmscale launch` passes Ctrl-C and the like on: a second SIGINT would end the ranks at once.
+LAUNCH_STOPS = signal.SIGUSR1
 _COMMANDS = frozenset(("deepspeed", "ds", "torchrun", "accelerate", "llmscale"))
 #: Modules that run these commands, or are run by them -> the name to show.
 _MODULES = {
@@ -76,6 +79,13 @@ def stop_signals() -> list[signal.Signals]:
     """Return the signals that ask for a save and an end: STOP_SIGNALS, and SIGHUP unless nohup ignores it."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [*STOP_SIGNALS, *([] if is_ignored else [signal.SIGHUP])]
+
+
+def _name_of_request(number: int) -> str:
+    """Return the name of a signal that asks for a stop, or of the launch that sent it for one of its own."""
+    if number == LAUNCH_STOPS and LAUNCH_VARIABLE in os.environ:
+        return "a request of `llmscale launch`"
+    return signal.Signals(number).name
 
 
 class Interrupts:
@@ -180,7 +190,7 @@ class StopRequest:
         with self._lock:
             if not self._starting:
                 return
-            line = f"stopped by {self._early_reason} before the first step: nothing was trained, nothing to save\n"
+            line = f"stopped by {self._early_reason} before the first step of this start: nothing new to save\n"
             actions: list[Callable[[], object]] = [*self.before_early_end]
             if os.environ.get("RANK", "0") == "0":
                 # Not print: the main thread may be inside one.
@@ -191,7 +201,7 @@ class StopRequest:
             os._exit(0)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        self.received.append(signal.Signals(number).name)
+        self.received.append(_name_of_request(number))
 
     def _listen(self, numbers: list[signal.Signals]) -> None:
         """Watch for signals in a thread.
@@ -211,7 +221,7 @@ class StopRequest:
                 if byte[0] == signal.SIGINT:
                     self._interrupt(interrupts)
                 if byte[0] in numbers:
-                    self._end_early(signal.Signals(byte[0]).name)
+                    self._end_early(_name_of_request(byte[0]))
 
         threading.Thread(target=listen, name="signals", daemon=True).start()
 
@@ -478,20 +488,6 @@ def _describe_silent(reason: str, *, is_one_host: bool) -> str:
         f"a rank on another host{where} ended or cannot be reached, and its connections broke; that host's output "
         "says why, and `llmscale doctor --hostfile FILE` checks the network"
     )
-
-
-def signal_name(number: int) -> str:
-    """Return `SIGKILL`, or `signal 99` for a number without a name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def describe_death(number: int) -> str:
-    """Return `was killed by SIGKILL`, with the likely cause."""
-    cause = ", most likely by the kernel for lack of host memory (see dmesg)" if number == signal.SIGKILL else ""
-    return f"was killed by {signal_name(number)}{cause}"
 
 
 def _reason_of(error: BaseException) -> str | None:

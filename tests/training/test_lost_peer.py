@@ -65,9 +65,7 @@ def test_every_broken_connection_names_the_rank_that_has_gone(peer: subprocess.P
     end(peer, signal.SIGKILL)
     lost = explain_lost_peer(RuntimeError(text))
     assert lost is not None and lost.is_transient and lost.is_on_every_rank, "local rank 0 reports it"
-    assert str(lost).startswith(
-        f"rank 1 (process {peer.pid}) was killed by SIGKILL, most likely by the kernel for lack"
-    )
+    assert str(lost).startswith(f"rank 1 (process {peer.pid}) was killed by SIGKILL")
     assert names_lost_peer(str(lost)), "`llmscale launch` knows by it who is to blame"
     assert "pair.cc" not in str(lost) and "typically" not in str(lost)
 

@@ -114,8 +114,14 @@ EARLY = "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
 
 def test_before_the_first_step_it_ends_by_itself_wherever_it_is() -> None:
     """As in the rendezvous, which waits for half an hour and runs no Python."""
-    line = "stopped by SIGTERM before the first step: nothing was trained, nothing to save\n"
+    line = "stopped by SIGTERM before the first step of this start: nothing new to save\n"
     assert run_python(EARLY + WAIT_FOR_EVER, start=START) == (0, line, "")
+
+
+def test_a_stop_that_a_launch_passes_on_is_named_after_it() -> None:
+    code = "os.environ['LLMSCALE_LAUNCH'] = 'x'\nos.kill(os.getpid(), signal.SIGUSR1)\n"
+    code += "time.sleep(0.2)\nprint(stop.received)"
+    assert run_python(code) == (0, "['a request of `llmscale launch`']\n", "")
 
 
 def test_a_start_up_that_gets_to_a_step_in_time_ends_in_order() -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmscale.cluster.launch.host import MARK
-from llmscale.training.stop_request import signal_name
+from llmscale.error_handling import signal_name
 from llmscale.training.watchdog import HUNG_STATUS
 
 #: train.py's exit status for an error that the user must repair: another attempt would end the same way.
@@ -267,7 +267,7 @@ class AttemptRun:
             for name in stop[num_sent:]:
                 self.show(f"{name}: asking the ranks to save and stop")
                 for host in self.hosts.values():
-                    host.send("stop")
+                    host.send({"stop": name})
                 num_sent += 1
             if outcome := self._find_outcome():
                 return outcome

@@ -32,6 +32,7 @@ from llmscale.cluster.launch.ranks import (
     remove_stale_locks,
 )
 from llmscale.engine.network import find_port, source_address
+from llmscale.training.stop_request import LAUNCH_STOPS
 from llmscale.untrusted.paths import open_own
 
 #: Begins every message to the launcher: a login shell may print a greeting into the same stream.
@@ -56,6 +57,8 @@ class Launcher:
         """Silence after which the launcher counts as gone."""
         self.orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         """Messages of the launcher, None after the last one."""
+        self.why_gone = ""
+        """How the connection ended, once it has."""
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
@@ -66,14 +69,23 @@ class Launcher:
             while rest:
                 rest = rest[os.write(self._write, rest) :]
 
+    def _receive(self) -> bytes:
+        """Return what the launcher sends next; nothing once it is gone."""
+        if not select.select([self._read], [], [], self.limit_s)[0]:
+            self.why_gone = f"`llmscale launch` has been silent for {self.limit_s:g} s"
+            return b""
+        data = os.read(self._read, 1 << 16)
+        if not data:
+            self.why_gone = "`llmscale launch` closed the connection, as it does when it ends an attempt"
+        return data
+
     def _listen(self) -> None:
         rest = b""
-        while select.select([self._read], [], [], self.limit_s)[0] and (data := os.read(self._read, 1 << 16)):
+        while data := self._receive():
             *lines, rest = (rest + data).split(b"\n")
             for order in (json.loads(line) for line in lines if line):
-                if order == "stop":
-                    # SIGUSR1: a second SIGINT would end the ranks at once.
-                    os.kill(os.getpid(), signal.SIGUSR1)
+                if "stop" in order:
+                    os.kill(os.getpid(), signal.SIGTERM if order["stop"] == "SIGTERM" else LAUNCH_STOPS)
                 else:
                     self.orders.put(order)
         self.orders.put(None)
@@ -160,6 +172,7 @@ def _run_ranks(launcher: Launcher, order: Mapping[str, Any]) -> None:
         show=lambda line: print(line, file=sys.stderr, flush=True),
         outputs=[output for _, output in outputs],
         reports=reports,
+        why_ended_here=lambda: launcher.why_gone,
         note_end=lambda number, code: launcher.send(rank=ranks[number], code=code),
     ).run()
     deadline_s = time.monotonic() + _LAST_OUTPUT_S

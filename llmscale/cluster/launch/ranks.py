@@ -14,18 +14,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from llmscale.cluster.hosts import run_command, search_path
+from llmscale.error_handling import count_oom_kills, describe_death
 from llmscale.training.live_view import GIVE_BACK
 from llmscale.training.stop_request import (
     LAUNCHER_VARIABLE,
     STOP_SIGNALS,
     Interrupts,
-    describe_death,
     read_stat,
     stop_signals,
 )
@@ -329,6 +329,10 @@ class LocalRanks:
     """Descriptor that ranks report their progress to, closed here likewise. Such ranks are killed with this process."""
     note_end: Callable[[int, int], None] = lambda _number, _code: None
     """Called with the number and the return code of each rank that ends by itself."""
+    why_ended_here: Callable[[], str] = str
+    """Returns why this process itself has killed the ranks; empty if it has not."""
+    oom_kills_before: int | None = field(default_factory=count_oom_kills)
+    """Processes that the kernel had killed for lack of memory before."""
 
     def run(self) -> int:
         """Wait until all ranks have ended; return their exit status, or 128 + n if signal n killed one first."""
@@ -405,7 +409,9 @@ class LocalRanks:
                     # A killed rank's live view leaves the terminal's scroll area reduced.
                     print(GIVE_BACK, end="", flush=True)
                 who = f"rank {self.environments[number]['RANK']} (process {rank.pid})"
-                self.show(f"{who} {describe_death(-rank.returncode)}; the other ranks were ended.")
+                death = f"{who} {describe_death(-rank.returncode, self.oom_kills_before)}; the other ranks were ended."
+                why = self.why_ended_here()
+                self.show(f"the ranks on this host were ended: {why}." if why else death)
                 return 128 - rank.returncode
         # One rank reports the user's mistakes for all.
         codes = [rank.returncode for _, rank in failed]

@@ -31,7 +31,11 @@ class Served:
 
     def __init__(self, folder: Path, limit_s: float, code: str = RANK) -> None:
         (folder / "rank.py").write_text(code)
-        self.process = subprocess.Popen(host_command("a"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.errors = folder / "errors.txt"
+        with self.errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                host_command("a"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+            )
         self.send({"cwd": str(folder), "environment": {"SECRET": "canary"}, "limit_s": limit_s})
         port = self.read("port")["port"]
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
@@ -76,6 +80,9 @@ def test_nothing_outlives_the_launcher(serve: Callable[..., Served], end: str) -
         served.process.stdin.close()
     assert served.process.wait(HANG_S) == 0
     assert [process_state(pid) for pid in pids] == [""] * 4
+    why = "closed the connection" if end == "connection closed" else "has been silent for 3 s"
+    text = served.errors.read_text()
+    assert f"the ranks on this host were ended: `llmscale launch` {why}" in text and "SIGKILL" not in text
 
 
 def test_exit_statuses_arrive_as_they_are(serve: Callable[..., Served]) -> None:

@@ -48,8 +48,8 @@ def test_two_hosts_train_as_one_does_with_hostile_arguments_and_stop_when_asked(
     assert attempt.master.startswith("10.77.0.1:")
     logs = sorted(path.name for path in Path(attempt.logs).iterdir())
     assert logs == ["rank-00000.log", "rank-00001.log"]
-    assert f"stopped by SIGUSR1 at step {attempt.last_step}" in (Path(attempt.logs) / "rank-00000.log").read_text()
-    assert f"\nstopped by SIGUSR1 at step {attempt.last_step}" in lab.output.read_text()
+    assert f"stopped by SIGTERM at step {attempt.last_step}" in (Path(attempt.logs) / "rank-00000.log").read_text()
+    assert f"\nstopped by SIGTERM at step {attempt.last_step}" in lab.output.read_text()
     lab.check_nothing_left()
 
     # As far as it came, it did what one process on one host does.

@@ -224,7 +224,7 @@ def test_a_signal_reaches_every_rank_and_ends_with_0(stand_in: StandIn) -> None:
 def stop(number, frame):
     heartbeat.beat("stopped", 3)
     end(0)
-signal.signal(signal.SIGUSR1, stop)
+signal.signal(signal.SIGTERM, stop)
 train(1, 3)
 print("ready", flush=True)
 time.sleep(100)
