@@ -22,7 +22,7 @@ from llmscale.config.user_paths import check_output_file, url_of, write_output_f
 from llmscale.error_handling import print_error
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.report.history import WALL_TIME, RunHistory, load_history, load_run_manifest
-from llmscale.report.run_list import MOST_RUNS, ListedRun, is_run_folder, stamp_run
+from llmscale.report.run_list import MOST_RUNS, ListedRun, is_claimed, is_run_folder, stamp_run
 from llmscale.terminal.status_line import show_if_slow
 from llmscale.terminal.table import output_width, print_fitting
 from llmscale.training.run_folder import (
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from llmscale.config.command_line import FlagParser
     from llmscale.data.shards.manifest import Manifest
 
+#: Seconds between two loads of a page of a run that lives.
+_RELOAD_S = 10
 #: Pauses between two looks at the records, on this disk and in a store, and what clears a terminal.
 _WATCH_S, _WATCH_REMOTE_S, _CLEAR = 2.0, 30.0, "\x1b[H\x1b[2J\x1b[3J"
 #: Places that the user named, each with the runs below it; none below a run.
@@ -62,7 +64,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         description="Without a file, print each run's curve; in files, draw several runs over each other.",
     )
     parser.add_argument("runs", type=run_place, nargs="+", metavar="RUN", help="run folder, or a folder of runs")
-    flag(parser, "--watch", "report again whenever records change, until Ctrl-C")
+    flag(parser, "--watch", "report again whenever records change, until Ctrl-C; a page reloads while its runs live")
     files = parser.add_argument_group("files")
     for name, what in (
         ("html", "a self-contained page with every chart"),
@@ -81,7 +83,7 @@ def _run(args: argparse.Namespace) -> int:
     _check([run.path for _, runs in selection for run in runs][:MOST_RUNS], wanted)
     # Before the report, so that what is written while it is made counts as a change.
     seen = _stamps(selection)
-    _report(selection, wanted)
+    _report(selection, wanted, is_watched=args.watch)
     if args.watch:
         with suppress(KeyboardInterrupt):
             _watch(args.runs, seen, wanted)
@@ -99,8 +101,8 @@ def _find(places: Sequence[Path]) -> _Selection:
     return selection
 
 
-def _report(selection: _Selection, wanted: Mapping[str, Path]) -> None:
-    """Print or write the report of runs, and of runs below folders."""
+def _report(selection: _Selection, wanted: Mapping[str, Path], *, is_watched: bool) -> None:
+    """Print or write the report of runs, and of runs below folders; a page that is watched reloads while they live."""
     if not wanted:
         for number, (place, runs) in enumerate(selection):
             if len(selection) > 1:
@@ -116,8 +118,10 @@ def _report(selection: _Selection, wanted: Mapping[str, Path]) -> None:
     folders = list(dict.fromkeys(_paths(selection)))
     with _announced_reading(folders):
         report = build_report(folders[:MOST_RUNS], [run for _, runs in selection for run in runs])
+    lives = is_watched and any(map(is_claimed, folders))
+    writers = {**_WRITERS, "html": partial(_write_page, reload_s=_RELOAD_S if lives else None)}
     for name, path in wanted.items():
-        _WRITERS[name](path, report)
+        writers[name](path, report)
         print_visible(f"{path}: {path.stat().st_size / 1e3:,.0f} KB" if path.is_file() else f"{path}")
 
 
@@ -135,7 +139,7 @@ def _watch(places: Sequence[Path], seen: list[object], wanted: Mapping[str, Path
             if seen != (seen := _stamps(selection)):
                 if not wanted:
                     print(_CLEAR if sys.stdout.isatty() else "\n", end="")
-                _report(selection, wanted)
+                _report(selection, wanted, is_watched=True)
         except BrokenPipeError:
             raise
         except (LlmscaleError, OSError) as error:
@@ -145,7 +149,7 @@ def _watch(places: Sequence[Path], seen: list[object], wanted: Mapping[str, Path
 
 
 def _stamps(selection: _Selection) -> list[object]:
-    return [(path, stamp_run(path)) for path in _paths(selection)]
+    return [(path, stamp_run(path), is_claimed(path)) for path in _paths(selection)]
 
 
 def _paths(selection: _Selection) -> list[Path]:
@@ -181,13 +185,13 @@ def check_apart(named: str, place: Path, run: Path, proposed: str = "report.html
         raise ConfigError(f"{named} is a file of the run itself; name another file, such as {folder / proposed}.")
 
 
-def _write_page(path: Path, report: Mapping[str, object]) -> None:
+def _write_page(path: Path, report: Mapping[str, object], reload_s: int | None) -> None:
     from llmscale.report.html_page import build_page
 
     runs = report["runs"]
     assert isinstance(runs, list)
     title = str(runs[0]["name"]) if len(runs) == 1 else f"{len(runs)} runs"
-    write_output_file("--html", path, build_page(report, f"{title} - llmscale report"))
+    write_output_file("--html", path, build_page(report, f"{title} - llmscale report", reload_s))
 
 
 def _write_json(path: Path, report: Mapping[str, object]) -> None:
@@ -201,7 +205,6 @@ def _write_picture(format: str, path: Path, report: Mapping[str, object]) -> Non
 
 
 _WRITERS: Mapping[str, Callable[[Path, Mapping[str, object]], None]] = {
-    "html": _write_page,
     "png": partial(_write_picture, "png"),
     "svg": partial(_write_picture, "svg"),
     "json": _write_json,

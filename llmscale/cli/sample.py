@@ -47,6 +47,8 @@ _SETTINGS: Mapping[str, tuple[str, Callable[[str], float]]] = {
     "/tokens": ("max_new_tokens", _NEW_TOKENS),
     "/seed": ("seed", _SEED),
 }
+#: Begins another conversation, typed or in a pipe.
+_NEW = "/new"
 _HELP = """\
 A line is a prompt, which the model continues; an empty one begins a document.
   /temperature 0.8   0: always the most likely token
@@ -66,6 +68,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     )
     text = "run folder, checkpoint, or folder of a transformers model; default: the newest run below runs/"
     flags.add_run_argument(parser, text, "?")
+    flags.add_step(parser)
     flags.add_own_data(parser)
     flags.add_base(parser)
     parser.add_argument("text", metavar="PROMPT", nargs="?", help="text to continue")
@@ -102,7 +105,7 @@ def _run(args: argparse.Namespace) -> int:
     from llmscale.terminal.status_line import show_if_slow
 
     prompts = _prompts(args)
-    folder = find_model(args.run or _newest_run(), print_to_stderr)
+    folder = find_model(args.run or _newest_run(), print_to_stderr, args.step)
     from llmscale.engine.deepspeed_patches import quiet_libraries
 
     with show_if_slow("importing torch"):
@@ -176,7 +179,7 @@ def _converse(sampler: _Sampler, args: argparse.Namespace) -> None:
             line = input("> ")
             if line.strip() == "/quit":
                 return
-            if line.strip() == "/new" and sampler.conversation is not None:
+            if line.strip() == _NEW and sampler.conversation is not None:
                 sampler.conversation.forget()
             elif line.startswith("/"):
                 _change_setting(args, line)
@@ -228,7 +231,10 @@ class _Sampler:
         if self.conversation is not None and len(prompts) > 1:
             for prompt in prompts:
                 print(_marked_prompt(f"> {prompt}"))
-                self.write([prompt])
+                if prompt.strip() == _NEW:
+                    self.conversation.forget()
+                else:
+                    self.write([prompt])
             return
         tokens_of = [self.encode(prompt) for prompt in prompts]
         for place, tokens in enumerate(tokens_of, start=1):

@@ -29,6 +29,7 @@ _GIB = 2**30
 _NATS, _BITS = "nats per token", "bits per byte"
 #: Title of the chart that has the training and the validation loss of a single run.
 _BOTH_LOSSES = "Training and validation loss"
+_TRAINING_LOSS = "Training loss"
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ def build_charts(runs: Sequence[ReportedRun], most: int) -> list[Json]:
             if not drawn:
                 continue
             drawn += _references(run, chart, drawn)
+            if len(runs) == 1:
+                drawn += _unigram_line(run, chart, drawn)
             entry = charts.setdefault((chart.title, chart.unit), {**asdict(chart), "curves": []})
             entry["curves"] += [{"run": number, **_without_defaults(curve)} for curve in drawn]  # type: ignore[operator]
     return sorted(charts.values(), key=lambda chart: SECTIONS.index(str(chart["section"])))
@@ -117,7 +120,7 @@ def _charts_of(
             ],
         )
     else:
-        yield Chart("Loss", "Training loss", _NATS, is_pictured=True), [training]
+        yield Chart("Loss", _TRAINING_LOSS, _NATS, is_pictured=True), [training]
         yield Chart("Loss", "Validation loss", _NATS, is_pictured=True), [validation]
     yield _law_chart(run, training, is_alone)
     own = "" if is_alone else f", {run.name}"
@@ -265,10 +268,24 @@ def _estimate(record: Mapping[str, object]) -> float:
     return as_number(record.get("estimated_bytes"))
 
 
+def _unigram_line(run: ReportedRun, chart: Chart, curves: Sequence[Curve]) -> list[Curve]:
+    """Return the loss that word frequencies alone would give, as a line over the training loss of a single run."""
+    entropy = run.facts.unigram_entropy
+    if entropy is None or chart.title not in (_BOTH_LOSSES, _TRAINING_LOSS):
+        return []
+    ends, ratio = _ends(run, curves), run.facts.bytes_per_token
+    return [Curve("unigram entropy", [entropy] * 2, ends, is_dashed=True, colour=6, bytes_per_token=ratio)]
+
+
+def _ends(run: ReportedRun, curves: Sequence[Curve]) -> list[int]:
+    """Return the first and the last step of curves."""
+    steps = [step for curve in curves for step in (curve.steps or run.history.steps.steps)]
+    return [min(steps), max(steps)]
+
+
 def _references(run: ReportedRun, chart: Chart, curves: Sequence[Curve]) -> list[Curve]:
     """Return the published results of the run's model in this chart, each as a line over its curves."""
-    steps = [step for curve in curves for step in (curve.steps or run.history.steps.steps)]
-    ends = [min(steps), max(steps)]
+    ends = _ends(run, curves)
     title = "Validation loss" if chart.title == _BOTH_LOSSES else chart.title
     return [
         Curve(

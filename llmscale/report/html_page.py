@@ -34,14 +34,19 @@ _STYLES = ("uplot/uPlot.min.css", "page.css")
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
-def build_page(report: Mapping[str, object], title: str) -> str:
-    """Return the HTML of what data.build_report returned; `title` is plain text."""
+def build_page(report: Mapping[str, object], title: str, reload_s: int | None = None) -> str:
+    """Return the HTML of what data.build_report returned; `title` is plain text.
+
+    A page with `reload_s` loads itself again after these seconds.
+    """
     runs: Sequence[Mapping[str, Any]] = report["runs"]  # type: ignore[assignment]  # as data.build_report builds it
     ended = f"{runs[0]['folder']} · {runs[0]['summary']['ended']} · " if len(runs) == 1 else ""
     created = str(report["created"]).replace("T", " ").replace("+00:00", " UTC")
     charted = [{key: value for key, value in run.items() if key not in _NOT_CHARTED} for run in runs]
     parts = {
         "TITLE": html.escape(title),
+        "RELOAD": "" if reload_s is None else f'<meta http-equiv="refresh" content="{reload_s}">',
+        "GLOSSARY": build_glossary(_read("glossary.md")),
         "HEAD": html.escape(str(runs[0]["name"]) if len(runs) == 1 else f"{len(runs)} runs"),
         "SUBTITLE": html.escape(f"{ended}report of llmscale {report['llmscale']}, {created}"),
         "SUMMARY": build_summary(report),
@@ -53,6 +58,13 @@ def build_page(report: Mapping[str, object], title: str) -> str:
     }
     # In one pass, so that text of a run is never taken as a placeholder.
     return re.sub("@([A-Z]+)@", lambda match: parts[match[1]], _read("template.html"))
+
+
+def build_glossary(page: str) -> Html:
+    """Return the words and meanings of a Markdown page's table as a list."""
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", page, re.MULTILINE)
+    entries = [(word, meaning) for word, meaning in rows[1:] if not word.startswith("-")]
+    return tag("dl", *(part for word, meaning in entries for part in (tag("dt", word), tag("dd", meaning))))
 
 
 def embed_json(value: object) -> str:

@@ -54,6 +54,15 @@ def test_lines_of_a_pipe_are_turns(
     assert asked[-1][-1]["content"] == "ho"
 
 
+def test_a_pipe_s_new_begins_another_conversation(
+    chat_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi\n/new\nhi\n")))
+    assert main(["sample", str(chat_run), "--chat", "--max-new-tokens", "8"]) == 0
+    first, second = capsys.readouterr().out.split("> /new\n")
+    assert first == second, "nothing is remembered, and the seed is the same"
+
+
 def test_a_turn_ends_where_training_ended_it() -> None:
     talk = Conversation(ByteTokenizer(), None, 400)
     assert bytes(talk.ask("hi")).decode() == "<|user|>\nhi<|end|>\n<|assistant|>\n"

@@ -158,6 +158,24 @@ def test_watch_reports_again_when_records_change(run: Path, end: str, tmp_path_f
         process.kill()
 
 
+def test_a_page_reloads_while_its_run_lives_and_has_the_unigram_line(
+    run: Path, tiny_set: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, pages = tmp_path_factory.mktemp("out") / "report.html", list[str]()
+    monkeypatch.setattr(report, "is_claimed", lambda path: not pages)
+
+    def look(_seconds: float) -> None:
+        pages.append(out.read_text())
+        if len(pages) > 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(report.time, "sleep", look)
+    assert main(["report", str(run), "--watch", "--html", str(out)]) == 0
+    assert ['http-equiv="refresh"' in page for page in pages] == [True, False], "its end is a change"
+    entropy = json.loads((tiny_set / "manifest.json").read_text())["splits"]["train"]["unigram_entropy_nats"]
+    assert f'"label":"unigram entropy","values":[{entropy:.5g}' in pages[0].replace(" ", "")
+
+
 def test_watch_survives_a_file_that_vanishes_and_a_full_disk(
     run: Path,
     tmp_path_factory: pytest.TempPathFactory,

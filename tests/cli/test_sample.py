@@ -83,6 +83,7 @@ def test_a_checkpoint_can_be_named_and_the_newest_is_taken_else(
     by_run = sample(capsys, str(trained_run), "the")
     assert by_run == sample(capsys, newest, "the")
     assert by_run != sample(capsys, older, "the")
+    assert sample(capsys, str(trained_run), "the", "--step", "2") == sample(capsys, older, "the")
 
 
 def test_wrong_folders_and_damage_are_one_clear_line(

@@ -19,7 +19,7 @@ def test_one_small_file_that_loads_nothing(tmp_path: Path) -> None:
     page = build_page(report, "a")
     assert data_of(page)["charts"] == report["charts"]
     assert len(page) < 500_000
-    assert not re.search(r"""(src|href)\s*=|@import|url\(|fetch\(|XMLHttpRequest|WebSocket""", page)
+    assert not re.search(r"""src\s*=|href\s*=\s*(?!"#)|@import|url\(|fetch\(|XMLHttpRequest|WebSocket""", page)
     assert "default-src 'none'" in page
 
 
@@ -38,3 +38,13 @@ def test_what_a_run_says_is_no_placeholder(tmp_path: Path) -> None:
     page = build_page(report, "@UPLOT@ \\1")
     assert data_of(page)["charts"] == report["charts"]
     assert "@DATA@" in page and page.count("@SCRIPT@") >= 1
+
+
+def test_a_page_that_is_watched_reloads_itself_and_its_footer_leads_to_the_glossary(tmp_path: Path) -> None:
+    report = build_report([full_run(tmp_path)])
+    watched, plain = build_page(report, "a", reload_s=10), build_page(report, "a")
+    assert '<meta http-equiv="refresh" content="10">' in watched and 'http-equiv="refresh"' not in plain
+    assert 'href="#glossary"' in plain and 'id="glossary"' in plain
+    for word in ("nats", "MFU", "goodput", "activation checkpointing"):
+        assert f"<dt>{word}</dt><dd>" in plain
+    assert "<dt>word</dt>" not in plain

@@ -137,6 +137,7 @@ function begin() {
   });
   byId("log-loss").addEventListener("change", (event) => { view.logLoss = event.target.checked; drawAll(); });
   byId("whole").addEventListener("click", linked.whole);
+  document.querySelector('a[href="#glossary"]').addEventListener("click", () => { byId("glossary").open = true; });
   for (const head of document.querySelectorAll("button.head")) head.addEventListener("click", () => sortBy(head));
   document.querySelector('input[type="search"]')?.addEventListener("input", filterRuns);
   dark.addEventListener("change", () => view.theme === "auto" && drawAll());
