@@ -257,6 +257,25 @@ def without_code(text: str) -> str:
     return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
+def test_no_output_is_committed() -> None:
+    """A run in the repository left the CSV of DeepSpeed's monitor (`output_path: out`) in a commit."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no git here")
+    words = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    assert "/out/" in (ROOT / ".gitignore").read_text().split()
+
+
+def test_every_machine_whose_speed_is_said_has_a_result() -> None:
+    text = (ROOT / "docs" / "measurements.md").read_text()
+    (head,) = re.findall(r"^\| of the plain loop \|(.*)\|$", text, flags=re.MULTILINE)
+    machines = head.split("|")
+    assert len(machines) == 3 and all("](../scripts/bench/speed/" in machine for machine in machines)
+    for page in ("README.md", "docs/speed.md"):
+        assert "three\n  machines" in (ROOT / page).read_text() or "three machines" in (ROOT / page).read_text(), page
+
+
 def test_every_link_between_pages_leads_somewhere() -> None:
     wrong = []
     for page in PAGES:

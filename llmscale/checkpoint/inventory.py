@@ -192,9 +192,12 @@ def _entries(folder: Path) -> list[Path]:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
+    except NotADirectoryError:
+        file = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        raise CheckpointError(f"{file} is a file. Name a run folder, or one of its checkpoints/step-*.") from None
     except OSError as error:
         raise CheckpointError(
-            f"{folder} cannot be listed: {error.strerror}. Repair it, or name another --run folder."
+            f"{folder} cannot be listed: {error.strerror}. Repair it, or name another run folder."
         ) from None
     return [folder / name for name in sorted(names) if _LOOKS_LIKE_OURS.match(name)]
 

@@ -50,7 +50,7 @@ def _add_inspect(commands: argparse._SubParsersAction[FlagParser]) -> None:
     parser.add_argument("folder", type=path_or_url, help="the dataset, a folder or a URL")
     flag(parser, "--samples N", "samples to decode per split", whole_number(0, 10_000), 2)
     text = "samples per split, from eight shards, in which copies, undecodable text and lengths are counted"
-    flag(parser, "--windows N", text, whole_number(0, 10_000_000), 2000)
+    flag(parser, "--windows N", text, whole_number(1, 10_000_000), 2000)
     parser.set_defaults(handler=_inspect)
 
 
@@ -85,8 +85,7 @@ def _inspect(args: argparse.Namespace) -> int:
     tokenizer = load_set_tokenizer(location.folder, location.manifest)
     print_manifest(location.manifest, args.folder)
     for split in location.manifest.splits:
-        if args.windows:
-            _print_statistics(location, split, tokenizer, args.windows)
+        _print_statistics(location, split, tokenizer, args.windows)
     for split in location.manifest.splits:
         _print_examples(location, split, tokenizer, args.samples)
     return 0

@@ -143,6 +143,8 @@ def _plan(args: argparse.Namespace) -> int:
     check_output_folder("--out", args.out)
     if (args.out / LADDER_NAME).exists():
         raise ConfigError(f"--out {args.out} holds a ladder. `llmscale ladder run` resumes it; name a new folder.")
+    if args.out.is_dir() and (others := sorted(os.listdir(args.out))):
+        raise ConfigError(f"--out {args.out} holds other files, such as {others[0]}. Name a new folder.")
     flops = args.flops or args.hours * 3600 * args.flops_per_second
     request, keys, inputs = _read_request(args, args.out, flops)
     request = replace(request, design=args.design, groups=args.groups, sizes=args.sizes)

@@ -18,6 +18,7 @@ from llmscale.config.presets import PRESETS, get_preset, nearest_preset
 from llmscale.config.run_config import KEYS, RunConfig, build_run_config
 from llmscale.config.user_paths import check_path, checked
 from llmscale.errors import ConfigError
+from llmscale.untrusted.hub import without_prefix
 
 PREFIX = "hf:"
 #: Keys of a run that config.json sets.
@@ -63,7 +64,8 @@ def read_published_model(flag: str, value: str, config: RunConfig | None = None)
     A rope_scaling of the run's `config` replaces that of the model, which may then be of any kind.
     """
     # No shell expands the ~ in hf:~/models.
-    source, name = f"{flag} {value}", os.path.expanduser(value.removeprefix(PREFIX))
+    source = f"{flag} {value}"
+    name = os.path.expanduser(without_prefix(source, value, ConfigError))
     path = checked(check_path, name, source)
     if ((path.parent if path.is_file() else path) / _ADAPTER_CONFIG).exists():
         raise ConfigError(

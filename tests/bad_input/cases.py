@@ -60,11 +60,11 @@ NUMBERS = [
         )
     ],
     ("train --steps NINES", r"steps = '9+\.\.\.9+'?.* \(5,00[0-9] characters\)"),
-    ("train --lr ''", r"lr = '': must be a valid number"),
+    ("train --lr ''", r"lr = '': must be a finite number"),
     *[
         (f"{ESTIMATE} --{flag} {value}", refusal(flag, value))
         for flag, value in (
-            ("n-layer", "1e3"),
+            ("n-layer", "1.5"),
             ("num-gpus", "-1"),
             ("host-memory-gib", "nan"),
             ("dropout", "2"),
@@ -98,7 +98,7 @@ NUMBERS = [
         (f"llmscale data prepare --input texts --out o --{flag} {value}", rf"--{flag}: .*not '{value}'")
         for flag, value in (
             ("workers", "0"),
-            ("seq-len", "1e3"),
+            ("seq-len", "1.5"),
             ("val-fraction", "1"),
             ("seed", "-1"),
         )
@@ -111,6 +111,9 @@ NUMBERS = [
         (f"llmscale data train-tokenizer --input texts --out o --vocab-size {value}", rf"--vocab-size: .*not '{value}'")
         for value in ("0", _TOO_LARGE)
     ],
+    ("llmscale data inspect set --windows 0", r"--windows: must be a whole number of at least 1"),
+    ("train --init-from hf:", r"^error: --init-from hf: names nothing"),
+    ("train --model hf:", r"^error: --model hf: names nothing"),
     *[(f"llmscale data inspect set --samples {value}", rf"--samples: .*not '{value}'") for value in ("-1", _TOO_LARGE)],
     *[
         (f"llmscale sample adir x --{flag} {value}", rf"--{flag}: .*not '{value}'")
@@ -462,7 +465,7 @@ BLOCKS = [
 
 RUNS = [
     ("train --config key.yaml", r"unknown key 'global_batch_sise'. Did you mean 'global_batch_size'\?"),
-    ("train --config type.toml", r"steps = 'ten': must be a valid integer"),
+    ("train --config type.toml", r"steps = 'ten': must be a whole number such as 811,008 or 10M"),
     ("train --z-loss nan", r"z_loss = 'nan': must be a finite number."),
     ("train --optimizer sgd", r"optimizer = 'sgd': must be 'adamw', 'muon' or 'adafactor'"),
     ("train --steps", r"expected one argument"),

@@ -59,6 +59,16 @@ def test_a_plan_lists_its_cost_and_writes_files_that_train_reads(
     assert "holds a ladder" in capsys.readouterr().err
 
 
+def test_a_folder_with_other_files_is_refused(
+    tiny_set: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "notes.txt").write_text("mine")
+    assert plan(tiny_set, base, tmp_path / "old") == 2
+    assert "holds other files, such as notes.txt. Name a new folder." in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "old").iterdir()] == ["notes.txt"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

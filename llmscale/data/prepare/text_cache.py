@@ -67,7 +67,7 @@ class TextRequest:
             return self._open(in_home(self.cache) / "text", may_prepare)
         except DataError as error:
             remedy = "`llmscale data prepare` has the flags for reading text; train on its --out with --data."
-            raise DataError(f"--text {self.text}: {error} ({remedy})") from error
+            raise DataError(f"{error} ({remedy} --text is {self.text!r}.)") from error
         except OSError as error:
             raise DataError(
                 f"{write_failure(error, self.cache)} --text {self.text} is prepared there: name a folder with space "

@@ -20,7 +20,7 @@ from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, ByteTokenizer, Token
 from llmscale.errors import DataError
 from llmscale.suggestions import did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json
-from llmscale.untrusted.hub import is_hub_name
+from llmscale.untrusted.hub import is_hub_name, without_prefix
 from llmscale.untrusted.strangers import describe_stranger
 
 #: Tokenizer of a text's own characters, which `make_character_tokenizer` makes.
@@ -37,7 +37,7 @@ def load_tokenizer(spec: str, *, eot_token: str = "", parse_special: bool = Fals
     tokens written in a text become those tokens. Raises DataError when the tokenizer does not exist, cannot be
     downloaded or is damaged.
     """
-    name = spec.removeprefix("hf:")
+    name = without_prefix(f"Tokenizer '{spec}'", spec, DataError)
     path = Path(name)
     of_model = spec.startswith("hf:") or (spec not in ("bytes", "gpt2") and path.suffix != ".tiktoken")
     if of_model and (path.is_dir() or path.name == JSON_NAME):

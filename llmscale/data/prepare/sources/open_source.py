@@ -59,7 +59,7 @@ from llmscale.data.storage.objects import Store, StoredObject
 from llmscale.data.storage.schemes import check_not_forgotten, folder_of, has_pattern, is_url, path_of
 from llmscale.errors import DataError
 from llmscale.suggestions import did_you_mean
-from llmscale.untrusted.hub import check_data_set, forgotten_prefix, is_offline
+from llmscale.untrusted.hub import check_data_set, forgotten_prefix, is_offline, without_prefix
 from llmscale.untrusted.paths import check_regular
 from llmscale.untrusted.terminal import print_visible
 
@@ -71,8 +71,10 @@ RETRY_PAUSES_S = (1.0, 4.0, 16.0, 60.0)
 def check_data_sets(specs: Iterable[str]) -> None:
     """Ask the Hub about each `hf:` input before anything is written. Raises DataError."""
     for spec in specs:
-        name = spec.removeprefix(HF_PREFIX).partition(":")[0]
-        if spec.startswith(HF_PREFIX) and not os.path.isdir(name):
+        if not spec.startswith(HF_PREFIX):
+            continue
+        name = without_prefix(f"--input {spec}", spec, DataError).partition(":")[0]
+        if not os.path.isdir(name):
             check_data_set(name, f"--input {spec}", DataError)
 
 

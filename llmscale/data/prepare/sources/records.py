@@ -122,7 +122,7 @@ def _parse(line: bytes, parse_fast: Callable[[bytes], object]) -> dict[str, obje
     except UnicodeDecodeError as error:
         return f"not UTF-8 ({error.reason} at byte {error.start})"
     except json.JSONDecodeError as error:
-        return f"not valid JSON ({error.msg} at character {error.pos + 1})"
+        return f"not valid JSON ({error.msg.removesuffix(' at')} at character {error.pos + 1})"
     except (ValueError, RecursionError) as error:
         return f"not valid JSON ({error})"
     if not isinstance(record, dict):
