@@ -112,7 +112,6 @@ NUMBERS = [
         for value in ("0", _TOO_LARGE)
     ],
     ("llmscale data inspect set --windows 0", r"--windows: must be a whole number of at least 1"),
-    ("train --init-from hf:", r"^error: --init-from hf: names nothing"),
     ("train --model hf:", r"^error: --model hf: names nothing"),
     *[(f"llmscale data inspect set --samples {value}", rf"--samples: .*not '{value}'") for value in ("-1", _TOO_LARGE)],
     *[
@@ -405,7 +404,7 @@ PUBLISHED = [
         f"HF_HUB_OFFLINE=1 {FROM}/none",
         r"--init-from hf:hub/none is not a file or folder here, is not in the Hugging Face cache.*HF_HUB_OFFLINE",
     ),
-    ("train --init-from hf:", r"--init-from hf:: must not be empty"),
+    ("train --init-from hf:", r"--init-from hf: names nothing"),
     ("train --init-from hf:LONG", r"init_from = 'hf:x+': must not hold names of more than 255 bytes"),
     ("train --init-from hf:./none", r"--init-from hf:./none does not exist. Give a config.json, its folder, or a name"),
     ("train --init-from hf:empty", r"--init-from hf:empty is not JSON"),

@@ -173,7 +173,7 @@ def test_a_page_reloads_while_its_run_lives_and_has_the_unigram_line(
     assert main(["report", str(run), "--watch", "--html", str(out)]) == 0
     assert ['http-equiv="refresh"' in page for page in pages] == [True, False], "its end is a change"
     entropy = json.loads((tiny_set / "manifest.json").read_text())["splits"]["train"]["unigram_entropy_nats"]
-    assert f'"label":"unigram entropy","values":[{entropy:.5g}' in pages[0].replace(" ", "")
+    assert f'"label":"unigram entropy","values":[{entropy}' in pages[0]
 
 
 def test_watch_survives_a_file_that_vanishes_and_a_full_disk(
