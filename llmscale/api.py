@@ -1,14 +1,15 @@
-"""Functions for notebooks and scripts: load a run, estimate, open a dataset, read metrics. docs/api.md describes them.
+"""The library: parts of a training loop of one's own, and what notebooks and scripts want of runs and datasets.
 
-This module stays compatible between versions; all others may change. Every function raises subclasses of LlmscaleError,
-whose text is for the user. Torch is imported only when weights are loaded.
+docs/library.md and docs/api.md describe it. This module stays compatible between versions; all others may change. Every
+function raises subclasses of LlmscaleError, whose text is for the user. What needs torch is imported when it is used.
 """
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +31,62 @@ from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.evaluate.model_source import ModelSource, find_model, open_model
 from llmscale.report.history import load_history
 
-__all__ = ["Dataset", "LlmscaleError", "estimate", "load_run", "open_dataset", "read_metrics"]
+if TYPE_CHECKING:
+    from llmscale.checkpoint.checkpoints import Checkpoints, Loaded
+    from llmscale.checkpoint.module_weights import export_weights, read_weights
+    from llmscale.data.batch_sampler import BatchSampler, batch_sampler
+    from llmscale.data.stream import Batch, Stream, open_stream
+    from llmscale.engine.initialize import initialize
+    from llmscale.engine.process_group import join_world as join_ranks
+    from llmscale.engine.random_numbers import seed_step
+
+__all__ = [
+    "Batch",
+    "BatchSampler",
+    "Checkpoints",
+    "Dataset",
+    "LlmscaleError",
+    "Loaded",
+    "Stream",
+    "batch_sampler",
+    "estimate",
+    "export_weights",
+    "initialize",
+    "join_ranks",
+    "load_run",
+    "open_dataset",
+    "open_stream",
+    "read_metrics",
+    "read_weights",
+    "seed_step",
+]
+#: Names that need torch, each with its module and its name there.
+_WITH_TORCH = {
+    "Batch": ("llmscale.data.stream", "Batch"),
+    "BatchSampler": ("llmscale.data.batch_sampler", "BatchSampler"),
+    "Checkpoints": ("llmscale.checkpoint.checkpoints", "Checkpoints"),
+    "Loaded": ("llmscale.checkpoint.checkpoints", "Loaded"),
+    "Stream": ("llmscale.data.stream", "Stream"),
+    "batch_sampler": ("llmscale.data.batch_sampler", "batch_sampler"),
+    "export_weights": ("llmscale.checkpoint.module_weights", "export_weights"),
+    "initialize": ("llmscale.engine.initialize", "initialize"),
+    "join_ranks": ("llmscale.engine.process_group", "join_world"),
+    "open_stream": ("llmscale.data.stream", "open_stream"),
+    "read_weights": ("llmscale.checkpoint.module_weights", "read_weights"),
+    "seed_step": ("llmscale.engine.random_numbers", "seed_step"),
+}
 #: Flags of `llmscale estimate` that change its answer into another one.
 _OTHER_ANSWERS = {
     "hf", "ds", "emit", "force", "plot", "json", "all", "wide", "why", "explain", "dry_run", "max_model", "max_seq_len"
 }  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name that needs torch when it is used."""
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _WITH_TORCH[name]
+    return getattr(importlib.import_module(module), attribute)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 
+import xxhash
+
 from llmscale.checkpoint.manifest import (
     BEST_NAME,
     CHECKPOINT_NAME,
@@ -50,6 +52,8 @@ from llmscale.checkpoint.manifest import (
 )
 from llmscale.errors import CheckpointError
 from llmscale.files.atomic_write import sync_path, write_durably
+from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
+from llmscale.untrusted.paths import read_regular, unreadable_as
 from llmscale.untrusted.strangers import describe_stranger
 
 HISTORY_NAME = "history.json"
@@ -338,6 +342,23 @@ def read_state(folder: Path) -> dict[str, object]:
     if state is None:
         raise CheckpointError(f"{path} cannot be read: it is missing.")
     return state
+
+
+def read_verified_state(checkpoint: Checkpoint) -> dict[str, object]:
+    """Read a checkpoint's plain values, whose hash is the manifest's.
+
+    Raises CheckpointError unless every file is there with its size. The tensors' hashes are not checked.
+    """
+    folder = checkpoint.path
+    if not checkpoint.is_whole():
+        raise CheckpointError(f"{folder} lacks a part of a file.")
+    path = folder / STATE_NAME
+    with unreadable_as(CheckpointError, path):
+        contents = read_regular(path, MAX_BYTES, follow_links=False)
+    hashes = {file.name: file.xxh3_128 for file in checkpoint.manifest.files}
+    if hashes.get(STATE_NAME) not in (None, xxhash.xxh3_128(contents).hexdigest()):
+        raise CheckpointError(f"{path} does not match its hash: its content was altered.")
+    return dict(parse_json(contents, Rules(CheckpointError, follow_links=False, not_finite=True), str(path)))
 
 
 def choose_expired(current: Sequence[Checkpoint], keep_last: int, keep_every: int) -> list[Checkpoint]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from llmscale.architecture.layers import is_adapter
 from llmscale.checkpoint.inventory import (
     FoundCheckpoints,
     explain_no_checkpoint,
@@ -34,7 +33,6 @@ from llmscale.checkpoint.manifest import (
     save_pieces,
 )
 from llmscale.checkpoint.remote_run import CARRIED, fetch_chunks
-from llmscale.checkpoint.run_state import RunState
 from llmscale.checkpoint.tensor_files import (
     DTYPES,
     INDEX_NAME,
@@ -111,9 +109,20 @@ def find_damage_together(checkpoint: Checkpoint, group: dist.ProcessGroup, disks
 
 
 def load_engine(
-    engine: DeepSpeedEngine, folder: Path, state: RunState, group: dist.ProcessGroup, disks: Disks
+    engine: DeepSpeedEngine,
+    folder: Path,
+    scalars: Mapping[str, Mapping[str, float]],
+    group: dist.ProcessGroup,
+    disks: Disks,
+    *,
+    with_frozen: bool = True,
+    steps_taken: int | None = None,
 ) -> str | None:
-    """Load weights, optimizer states, buffers and frozen parameters, and set DeepSpeed's counters. Collective.
+    """Load weights, optimizer states, buffers and, `with_frozen`, frozen parameters. Collective.
+
+    `scalars` are the optimizer's numbers by group, as group_scalars returns them. `steps_taken` are the optimizer's
+    steps, where parameters may have had none of them: those without a gradient at stage 0, and all before the first
+    step. Such parameters have no states, which begin at zero. None requires all states.
 
     Returns a line if the engine keeps master weights and states in another type than the checkpoint, else None. Raises
     CheckpointError on every rank, before a weight changes, when the checkpoint and the engine do not have the same
@@ -122,18 +131,35 @@ def load_engine(
     share_files(folder, [INDEX_NAME], group, disks)
     stored = on_all_ranks(group, lambda: load_index(folder))
     has_optimizer_state = any(not key.startswith(WEIGHTS) for key in stored)
-    if has_optimizer_state:
+    if has_optimizer_state or steps_taken:
         materialise_optimizer_state(engine)
-    fragments = engine_fragments(engine)
+    fragments = engine_fragments(engine, with_frozen=with_frozen)
+    unstepped = {} if steps_taken is None else _unstepped(stored, fragments, steps_taken)
+    filled = {key: part for key, part in fragments.items() if key not in unstepped}
     check_nothing_is_dropped(stored, fragments, folder)
-    if has_optimizer_state or state.optimizer_scalars:
-        check_same_scalars(state.optimizer_scalars, group_scalars(engine), folder)
-    _fill(folder, stored, fragments, group, disks)
+    if steps_taken is not None:
+        own = group_scalars(engine)
+        scalars = {name: scalars.get(name, dict.fromkeys(own[name], 0.0)) for name in own} | {**scalars}
+    if has_optimizer_state or scalars:
+        check_same_scalars(scalars, group_scalars(engine), folder)
+    _fill(folder, stored, filled, group, disks)
+    for part in unstepped.values():
+        part.local.zero_()
     write_back(engine, fragments)
-    set_group_scalars(engine, state.optimizer_scalars)
+    set_group_scalars(engine, scalars)
     refresh_low_precision_weights(engine)
-    engine.global_steps = state.step
     return _describe_cast(stored, fragments)
+
+
+def _unstepped(stored: Iterable[str], wanted: Mapping[str, Fragment], steps_taken: int) -> dict[str, Fragment]:
+    """Return the optimizer states that are not stored, of kinds that are, or of all kinds before the first step."""
+    known = {*stored}
+    kinds = {key.partition("/")[0] for key in known}
+    return {
+        key: part
+        for key, part in wanted.items()
+        if not key.startswith(WEIGHTS) and key not in known and (not steps_taken or key.partition("/")[0] in kinds)
+    }
 
 
 def _describe_cast(stored: Mapping[str, Mapping], fragments: Mapping[str, Fragment]) -> str | None:
@@ -177,13 +203,19 @@ def check_same_scalars(
         raise CheckpointError(f"{folder}: {wrong[0]!r} is not a finite number, as optimizer states must be.")
 
 
-def load_weights(engine: DeepSpeedEngine, folder: Path, group: dist.ProcessGroup, disks: Disks) -> None:
-    """Load weights and buffers only; the optimizer keeps its new state, and adapters theirs. Collective."""
-    own = {
-        key: value
-        for key, value in engine_fragments(engine, with_base=True).items()
-        if key.startswith(WEIGHTS) and not is_adapter(key)
-    }
+def load_weights(
+    engine: DeepSpeedEngine,
+    folder: Path,
+    group: dist.ProcessGroup,
+    disks: Disks,
+    *,
+    keeps: Callable[[str], bool] = lambda key: False,
+) -> None:
+    """Load weights and buffers only; the optimizer keeps its new state. Collective.
+
+    Weights for whose '<state>/<name>' `keeps` returns True, such as adapters, stay as they are.
+    """
+    own = {key: value for key, value in engine_fragments(engine).items() if key.startswith(WEIGHTS) and not keeps(key)}
     share_files(folder, [INDEX_NAME], group, disks)
     stored = on_all_ranks(group, lambda: load_index(folder))
     fragments = {_stored_key(key, stored): value for key, value in own.items()}

@@ -33,6 +33,8 @@ from llmscale.untrusted.documents import MAX_BYTES, Rules, build, load_json
 from llmscale.untrusted.paths import check_regular, open_regular
 
 FORMAT_VERSION = 1
+#: Space that a save needs beyond the tensors: the small files, and the file system's overhead.
+SPARE_BYTES = 64 * 2**20
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.json"
 LATEST_NAME = "latest"

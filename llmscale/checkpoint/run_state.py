@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
-import xxhash
 from pydantic import AfterValidator, Field
 
-from llmscale.checkpoint.inventory import read_state
+from llmscale.checkpoint.inventory import read_state, read_verified_state
 from llmscale.checkpoint.manifest import STATE_NAME, Checkpoint
-from llmscale.config.run_config import CHANGES_THAT_BREAK
 from llmscale.errors import CheckpointError
-from llmscale.untrusted.documents import MAX_BYTES, Rules, build, parse_json
-from llmscale.untrusted.paths import is_plain_name, read_regular, unreadable_as
+from llmscale.untrusted.documents import Rules, build
+from llmscale.untrusted.paths import is_plain_name
 
 
 def _check_name(name: str) -> str:
@@ -53,7 +51,7 @@ class RunState:
     skipped_steps: _Count
     """Steps that fp16 overflow skipped since step 0."""
     identity: dict[str, object]
-    """Values that must not change on resume: CHANGES_THAT_BREAK."""
+    """Values that must not change on resume (training/identity.py)."""
     precision: str
     optimizer_scalars: dict[str, _Numbers]
     """Scalar optimizer states, such as Adam's step count, by optimizer group."""
@@ -92,17 +90,8 @@ def read_saved_run(checkpoint: Checkpoint) -> SavedRun:
     Raises CheckpointError unless every file is there with its size, and the state with its hash. The tensors' hashes
     are not checked.
     """
-    folder, manifest = checkpoint.path, checkpoint.manifest
-    if not checkpoint.is_whole():
-        raise CheckpointError(f"{folder} lacks a part of a file.")
-    path = folder / STATE_NAME
-    with unreadable_as(CheckpointError, path):
-        contents = read_regular(path, MAX_BYTES, follow_links=False)
-    hashes = {file.name: file.xxh3_128 for file in manifest.files}
-    if hashes.get(STATE_NAME) not in (None, xxhash.xxh3_128(contents).hexdigest()):
-        raise CheckpointError(f"{path} does not match its hash: its content was altered.")
-    values = parse_json(contents, Rules(CheckpointError, follow_links=False, not_finite=True), str(path))
-    return SavedRun(folder, manifest, parse_run_state(values, str(path)))
+    values = read_verified_state(checkpoint)
+    return SavedRun(checkpoint.path, checkpoint.manifest, parse_run_state(values, str(checkpoint.path / STATE_NAME)))
 
 
 def load_run_state(folder: Path) -> RunState:
@@ -115,6 +104,11 @@ def parse_run_state(values: Mapping[str, object], where: str) -> RunState:
 
     Raises CheckpointError when a field is missing, unknown or malformed.
     """
+    if "engine" in values and "identity" not in values:
+        raise CheckpointError(
+            f"{where} is of a loop of its own, and not of a run of `llmscale train`: api.Checkpoints continues it, and "
+            "api.read_weights reads its weights."
+        )
     names = {f.name for f in fields(RunState)}
     values = {key: value for key, value in values.items() if key not in _DROPPED}
     config = values.get("config")
@@ -132,48 +126,3 @@ def parse_run_state(values: Mapping[str, object], where: str) -> RunState:
 _DROPPED = ("optimizer_groups",)
 #: Keys of runs in older checkpoints that this version does not have.
 _DROPPED_KEYS = ("record_samples",)
-
-
-def check_identity(saved: Mapping[str, object], now: Mapping[str, object], allowed: list[str]) -> list[str]:
-    """Compare the values that define the sample sequence with the checkpoint's.
-
-    Returns one warning per allowed change. Raises CheckpointError with every other change: both values, the
-    consequence, and the flag that accepts it.
-    """
-    refused: list[str] = []
-    warnings: list[str] = []
-    for key, breaks in CHANGES_THAT_BREAK.items():
-        before, after = saved.get(key), now.get(key)
-        # A mixture's order follows from its datasets.
-        is_mix = any(isinstance(order, Mapping) and "sets" in order for order in (before, after))
-        if before == after or (key == "order" and is_mix and saved.get("data") != now.get("data")):
-            continue
-        was, is_now = repr(_difference(before, after)), repr(_difference(after, before))
-        if key == "data" and isinstance(saved.get("sets"), Mapping):
-            was, is_now = _show_sets(saved, now), _show_sets(now, saved)
-            is_now += ", prepared again since" if was == is_now else ""
-        change = f"{key} was {was} and is {is_now}"
-        (warnings if key in allowed else refused).append(f"{change} ({breaks})")
-        if key not in allowed:
-            refused[-1] += f"; accept it with --allow-changed {key}"
-    if refused:
-        raise CheckpointError(f"this is not the run that was saved: {'. '.join(refused)}. Or start a new --run folder.")
-    return warnings
-
-
-def _show_sets(identity: Mapping[str, object], other: Mapping[str, object]) -> str:
-    """Return the datasets of one identity, by name and path, whose content differs in the other one."""
-    tables = (cast("Mapping[str, object]", one["sets"]) for one in (identity, other))
-    own, others = ({name: entry if isinstance(entry, Mapping) else {} for name, entry in of.items()} for of in tables)
-    differ = [name for name in own if own[name].get("fingerprint") != others.get(name, {}).get("fingerprint")]
-    if differ:
-        return ", ".join(f"{f'{name} in ' if name else ''}{own[name].get('data')}" for name in differ)
-    left_out = [name for name in others if name not in own]
-    return f"without {', '.join(left_out)}" if left_out else f"in the order {', '.join(own)}"
-
-
-def _difference(value: object, other: object) -> object:
-    """Return a value for a message, reduced to the differing entries (at any depth) if both are mappings."""
-    if isinstance(value, Mapping) and isinstance(other, Mapping):
-        return {key: _difference(value[key], other.get(key)) for key in value if value[key] != other.get(key)}
-    return value

@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 from llmscale.checkpoint.inventory import commit_checkpoint, free_name
 from llmscale.checkpoint.manifest import (
+    SPARE_BYTES,
     CheckpointManifest,
     History,
     Pieces,
@@ -31,7 +32,6 @@ from llmscale.checkpoint.tensor_files import INDEX_NAME, Fragment, FragmentSaveP
 from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_each_disk, on_main_rank
 from llmscale.errors import CheckpointError
 from llmscale.files.atomic_write import write_durably
-from llmscale.planning.disk_usage import SPARE_BYTES
 
 #: Tenths of a second to wait until a network file system shows a new folder to another host.
 _VISIBLE_TRIES = 50
@@ -88,7 +88,8 @@ class CheckpointSaver:
         disk whose run folder no longer belongs to this run. `on_saved` gets every finished checkpoint, on every rank.
         """
         self._run, self._keep_last, self._keep_every = run, keep_last, keep_every
-        self._history = history or History()
+        self.history = history or History()
+        """The history of new checkpoints."""
         self._disks = disks
         self._in_background, self._report, self._check_run_folder = in_background, report, check_run_folder
         self._on_saved = on_saved
@@ -97,6 +98,8 @@ class CheckpointSaver:
         self._thread: threading.Thread | None = None
         self.last_saved_step: int | None = None
         """Step of the newest checkpoint that this saver finished."""
+        self.failure: str | None = None
+        """Why the newest save failed; None if it did not."""
 
     def save(self, snapshot: Snapshot) -> None:
         """Start writing a snapshot after the previous one is written. Collective."""
@@ -112,6 +115,11 @@ class CheckpointSaver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def close(self) -> None:
+        """Wait until nothing is being written, and give the process group back. Collective."""
+        self.wait()
+        dist.destroy_process_group(self._group)
 
     def _write(self, snapshot: Snapshot) -> None:
         began = time.perf_counter()
@@ -133,12 +141,14 @@ class CheckpointSaver:
             # DCP and collectives.py raise a rank's error on all ranks.
             if partial is not None:
                 self._discard(partial)
+            self.failure = _first_cause(error)
             self._report(
-                f"WARNING: the checkpoint of step {snapshot.step} was NOT saved: {_first_cause(error)}. "
+                f"WARNING: the checkpoint of step {snapshot.step} was NOT saved: {self.failure}. "
                 "Training continues; older checkpoints are untouched."
             )
             return
         self.last_saved_step = snapshot.step
+        self.failure = None
         self._on_saved(final)
         self._report(f"saved {final} in {time.perf_counter() - began:.1f} s")
         for problem in problems:
@@ -177,7 +187,7 @@ class CheckpointSaver:
 
         of_ranks = gather(self._group, on_all_ranks(self._group, hash_own))
         files = tuple(itertools.chain.from_iterable(of_ranks))
-        manifest = on_main_rank(self._group, lambda: _build_manifest(snapshot, files, self._history))
+        manifest = on_main_rank(self._group, lambda: _build_manifest(snapshot, files, self.history))
         pieces, index, rank = None, b"", dist.get_rank()
         if not self._disks.is_one:
             index = on_main_rank(self._group, (partial / INDEX_NAME).read_bytes)

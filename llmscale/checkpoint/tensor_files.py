@@ -290,10 +290,14 @@ class Fragment(ShardView):
         )
         return [WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)]
 
+    def at(self, start: int) -> Tensor:
+        """Return the elements of the write item that begins at element `start`: here there is one."""
+        return self.local
 
-def engine_fragments(engine: DeepSpeedEngine, *, with_base: bool = False) -> dict[str, Fragment]:
+
+def engine_fragments(engine: DeepSpeedEngine, *, with_frozen: bool = True) -> dict[str, Fragment]:
     """Return all tensors that this rank owns, by '<state>/<name>'; see zero_shards.state_views."""
-    views = state_views(engine, with_base=with_base)
+    views = state_views(engine, with_frozen=with_frozen)
     return {key: Fragment(view.local, view.start, view.total) for key, view in views.items()}
 
 
@@ -301,7 +305,8 @@ class FragmentSavePlanner(DefaultSavePlanner):
     """Writes fragments; one rank writes those that several ranks hold."""
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].local
+        fragment: Fragment = self.state_dict[index.fqn]
+        return fragment.at(index.offset[0])
 
 
 #: Index of a checkpoint: each tensor's dtype, size and chunks by its key, '<state>/<name>'.
@@ -360,13 +365,13 @@ WEIGHTS = (f"{MASTER}/", "frozen/", "buffer/")
 class StoredWeights:
     """The master weights, frozen parameters and buffers of a checkpoint, each as one flat tensor by its name."""
 
-    def __init__(self, folder: Path) -> None:
-        """Read the index only; of a remote run, fetch the weights. Raises CheckpointError when the index is damaged or
-        has weights of an integer type."""
+    def __init__(self, folder: Path, *, with_integers: bool = False) -> None:
+        """Read the index only; of a remote run, fetch the weights. Raises CheckpointError when the index is damaged,
+        or has weights of an integer type without `with_integers`."""
         self._folder = folder
         weights = {key: entry for key, entry in load_index(folder).items() if key.startswith(WEIGHTS)}
         for key, entry in weights.items():
-            if not DTYPES[entry["dtype"]].is_floating_point:
+            if not with_integers and not DTYPES[entry["dtype"]].is_floating_point:
                 raise CheckpointError(f"{folder / INDEX_NAME}: the weights '{key[:200]}' are {entry['dtype']}.")
         self._entries = {key.partition("/")[2]: entry for key, entry in weights.items()}
         fetch_chunks(folder, (chunk for entry in self._entries.values() for chunk in stored_chunks(entry)))
@@ -376,8 +381,15 @@ class StoredWeights:
         """Number of elements by parameter."""
         return {name: entry["size"] for name, entry in self._entries.items()}
 
-    def read(self, name: str, start: int, elements: int) -> Tensor:
-        """Read `elements` weights of a parameter from its element `start`, flat, in fp32. Raises CheckpointError."""
-        weights = torch.empty(elements)
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the type in which a parameter is stored."""
+        return cast("torch.dtype", DTYPES[self._entries[name]["dtype"]])
+
+    def read(self, name: str, start: int, elements: int, *, own_type: bool = False) -> Tensor:
+        """Read `elements` weights of a parameter from its element `start`, flat, in fp32 or, `own_type`, as stored.
+
+        Raises CheckpointError.
+        """
+        weights = torch.empty(elements, dtype=self.dtype_of(name) if own_type else torch.float32)
         _fill(self._folder, name, self._entries[name], weights, start)
         return weights

@@ -11,6 +11,7 @@ presets, hf_model     shapes of models by name, and of published ones
 batch_plan            a global batch over ranks, micro-steps and ramps; which ranks share what
 schedule              learning rate of a step
 optimizers            groups and states of AdamW, Muon and Adafactor
+muon_plan             matrices of Muon over ranks
 loss_settings         settings of the loss and of routers
 deepspeed             keys, rules and defaults of a ds_config
 resolve               all of these for one dataset and number of ranks

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from llmscale.errors import DataError, LlmscaleError, MachineError
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ def vote(
 ) -> StepVote:
     """Decide together what to do at a step boundary, in one small all-reduce. Collective.
 
-    When any rank reports a failure, every rank raises DataError with the text of all failures, or MachineError when
-    none of them is a user's error. A rank with an unforeseen exception raises that one.
+    When any rank reports a failure, every rank raises an error with the text of all failures: of their type if they
+    have one in common, MachineError when none of them is a user's error, and DataError otherwise. A rank with an
+    unforeseen exception raises that one.
     """
     own = [stop, save, failure is not None, ids_checksum % 2**62, rollback, log, targets]
     votes = torch.tensor(own, dtype=torch.int64)
@@ -85,21 +87,21 @@ def vote(
     )
 
 
-def on_all_ranks(group: dist.ProcessGroup, action: Callable[[], _T]) -> _T:
+def on_all_ranks(group: dist.ProcessGroup, action: Callable[_P, _T], *arguments: _P.args, **keywords: _P.kwargs) -> _T:
     """Run `action` on every rank and return this rank's result. When one rank fails, all raise as `vote` does.
 
     Collective.
     """
     result, failure = None, None
     try:
-        result = action()
+        result = action(*arguments, **keywords)
     except Exception as error:
         failure = error
     vote(group, failure=failure)
     return cast("_T", result)
 
 
-def on_main_rank(group: dist.ProcessGroup, action: Callable[[], _T]) -> _T:
+def on_main_rank(group: dist.ProcessGroup, action: Callable[_P, _T], *arguments: _P.args, **keywords: _P.kwargs) -> _T:
     """Run `action` on rank 0 alone, and return its result, or raise its error, on every rank. Collective.
 
     The result is sent as a pickle.
@@ -107,7 +109,7 @@ def on_main_rank(group: dist.ProcessGroup, action: Callable[[], _T]) -> _T:
     result, failure = None, None
     if dist.get_rank(group) == 0:
         try:
-            result = action()
+            result = action(*arguments, **keywords)
         except Exception as error:
             failure = error
     outcome: list[Any] = [result, failure and _as_one_line(failure)]
@@ -156,7 +158,8 @@ def _raise_on_all_ranks(group: dist.ProcessGroup, failure: Exception | None) -> 
             texts.setdefault(str(error), []).append(rank)
     summary = "; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in texts.items())
     if not all(error is None or error.is_transient for error in errors):
-        raise DataError(summary)
+        kinds = {type(error) for error in errors if error is not None}
+        raise (kinds.pop() if len(kinds) == 1 else DataError)(summary)
     machine_error = MachineError(summary)
     machine_error.is_on_every_rank = True
     raise machine_error

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
-from llmscale.architecture.layers import ParameterKind
-from llmscale.config.resolve import ResolvedStep
-
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
     from torch import Tensor, nn
+
+    from llmscale.architecture.layers import ParameterKind
+    from llmscale.config.resolve import ResolvedStep
 
 
 def quiet_libraries() -> None:

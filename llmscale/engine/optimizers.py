@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from llmscale.architecture.layers import ParameterKind, ParameterTensors
-from llmscale.config.optimizers import NEWTON_SCHULZ_STEPS, Matrix, OptimizerSpec, matrices_of, plan_rounds
+from llmscale.config.muon_plan import NEWTON_SCHULZ_STEPS, Matrix, matrices_of, plan_rounds
+from llmscale.config.optimizers import OptimizerSpec, undivided_name
 from llmscale.engine.device_memory import has_bf16
 from llmscale.engine.process_group import is_gpu
 from llmscale.engine.zero_layout import (
@@ -45,6 +46,8 @@ class ParameterGroup(TypedDict, total=False):
     """One torch parameter group; a checkpoint finds its hyperparameters by `zero_layout.group_name`."""
 
     name: str
+    undivided: str
+    """Name of the group that patterns have divided into this and others. Their scalar states are equal."""
     params: list[nn.Parameter]
     weight_decay: float
     moe: bool
@@ -63,7 +66,12 @@ def build_parameter_groups(
     experts have groups of their own, which DeepSpeed knows by `moe` and the `group_name` of their parameters.
     """
     groups: dict[str, ParameterGroup] = {
-        group.name: {"name": group.name, "params": [], "weight_decay": group.weight_decay(weight_decay)}
+        group.name: {
+            "name": group.name,
+            "undivided": undivided_name(group.name),
+            "params": [],
+            "weight_decay": group.weight_decay(weight_decay),
+        }
         for group in spec.groups
     }
     experts: dict[str, ParameterGroup] = {

@@ -1,21 +1,16 @@
-"""One optimizer step: seed, micro-batches, DeepSpeed's step; its timing and fp16 loss scale."""
+"""One optimizer step: micro-batches, DeepSpeed's step; its timing."""
 
 from __future__ import annotations
 
-import hashlib
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmscale.engine.process_group import is_gpu
-from llmscale.errors import TrainingError
 from llmscale.model.experts import Router
 from llmscale.model.gpt import GPT
 
@@ -24,8 +19,6 @@ if TYPE_CHECKING:
 
 Phase = Literal["data_wait", "forward_backward", "optimizer_step", "other"]
 PHASES: tuple[Phase, ...] = ("data_wait", "forward_backward", "optimizer_step", "other")
-#: State of the loss scalers of stages 1-3 and of stage 0. Everything else in them is configuration.
-_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class CountedTargets(NamedTuple):
@@ -129,25 +122,6 @@ def set_micro_steps(engine: DeepSpeedEngine, micro_steps: int) -> None:
         engine.optimizer.gradient_accumulation_steps = micro_steps
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed every generator (Python's, NumPy's, torch's on the CPU and on this rank's GPU) for one optimizer step.
-
-    Dropout is thus a pure function of (seed, step, rank), and no random state is saved. A resumed run draws the same
-    numbers bit for bit at the same world size; at another, ranks draw other, equally independent numbers.
-    """
-    digest = hashlib.blake2b(f"llmscale {seed} {step} {rank}".encode(), digest_size=8).digest()
-    number = int.from_bytes(digest, "little")
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    # Not torch.manual_seed: where CUDA is not in use it keeps each call for later, with a stack trace that takes longer
-    # than a small model's forward pass.
-    torch.default_generator.manual_seed(number % 2**63)
-    if is_gpu():
-        from deepspeed.accelerator import get_accelerator
-
-        get_accelerator().manual_seed(number % 2**63)
-
-
 class PhaseTimer:
     """Sums seconds per phase between two reads.
 
@@ -189,54 +163,3 @@ def _elapsed_s(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -
         return float(end) - float(begin)  # type: ignore[arg-type]  # a timer's marks are all of one kind
     end.synchronize()
     return begin.elapsed_time(end) / 1000
-
-
-def loss_scale(engine: DeepSpeedEngine) -> float | None:
-    """Return the current fp16 loss scale; None in every other precision."""
-    return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None
-
-
-def get_scaler_state(engine: DeepSpeedEngine) -> dict[str, float] | None:
-    """Return the fp16 loss scaler's state as plain numbers; None without fp16."""
-    if not engine.fp16_enabled():
-        return None
-    scaler = _scaler(engine)
-    return {name: getattr(scaler, name) for name in _SCALER_STATE if getattr(scaler, name, None) is not None}
-
-
-def set_scaler_state(engine: DeepSpeedEngine, state: dict[str, float] | None) -> None:
-    """Give a newly configured scaler the state of a saved one.
-
-    Does nothing when either side has no dynamic loss scaling: the configured scaler then starts from its first scale.
-    """
-    if state is None or not engine.fp16_enabled() or not engine.dynamic_loss_scale():
-        return
-    scaler = _scaler(engine)
-    for name, value in state.items():
-        if hasattr(scaler, name):
-            setattr(scaler, name, value)
-
-
-@contextmanager
-def explain_smallest_scale(step: int) -> Iterator[None]:
-    """Turn DeepSpeed's error about the smallest loss scale into a TrainingError for step `step` (0-based).
-
-    DeepSpeed raises a bare Exception, known by its text, on every rank.
-    """
-    try:
-        yield
-    except Exception as error:
-        if not str(error).startswith("Current loss scale already at minimum"):
-            raise
-        raise TrainingError(
-            f"step {step + 1}: fp16 gradients overflow even at the smallest loss scale, so the model has diverged "
-            "or needs a wider range than fp16's. Continue from the last checkpoint with a lower --lr or a longer "
-            "warm-up, lower fp16.min_loss_scale in the ds_config if it is above 1, or use bf16 (--precision bf16), "
-            "which has no scale."
-        ) from None
-
-
-def _scaler(engine: DeepSpeedEngine) -> object:
-    # Stages 1-3 keep a LossScaler object, stage 0 a LossScaleConfig.
-    optimizer = engine.optimizer
-    return getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config

@@ -12,7 +12,7 @@ range.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmscale.config.optimizers import Part
+from llmscale.config.muon_plan import Part
 from llmscale.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: Range of DeepSpeed releases whose layout was tested, [from, to).
 TESTED_DEEPSPEED = ((0, 19, 8), (0, 20))
+#: What torch.compile adds to the names of a module that it wraps.
+_COMPILED = "_orig_mod."
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,10 @@ class ParameterShard:
 
     def view(self, tensor: Tensor) -> ShardView:
         """Return this part of a tensor laid out like `flat`, as a live view."""
+        if not tensor.is_contiguous():
+            raise CheckpointError(
+                f"'{self.name}' is not contiguous in memory, and only contiguous parameters can be saved and loaded."
+            )
         return ShardView(tensor.detach().view(-1).narrow(0, self.offset, self.length), self.start, self.total)
 
 
@@ -85,6 +91,8 @@ def parameter_shards(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:
         return _stage3_shards(engine)
     if hasattr(zero, "partition_count") or hasattr(zero, "single_partition_of_fp32_groups"):
         return _stage12_shards(engine)
+    if hasattr(zero, "fp32_groups_flat"):
+        return _fused_shards(engine)
     return _stage0_shards(engine)
 
 
@@ -133,13 +141,62 @@ def group_name(group: Mapping[str, object]) -> str:
     return str(group.get("divided_from", group["name"]))
 
 
+def count_names(engine: DeepSpeedEngine) -> dict[str, str]:
+    """Return, by optimizer group, the name under which its scalar states are stored: that of the group that patterns
+    have divided into it and others, whose scalars are equal."""
+    groups = inner_optimizer(engine).param_groups
+    return {group_name(group): str(group.get("undivided", group_name(group))) for group in groups}
+
+
+def name_groups(engine: DeepSpeedEngine) -> None:
+    """Name the groups of an optimizer after their numbers, unless each has a name of its own.
+
+    torch's optimizers and DeepSpeed's keep further keys of a group.
+    """
+    groups = inner_optimizer(engine).param_groups
+    names = {group.get("name") for group in groups}
+    if None in names or len(names) < len(groups):
+        for number, group in enumerate(groups):
+            group["name"] = f"group-{number}"
+
+
 def inner_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
     """Return the torch optimizer inside DeepSpeed's wrapper, which stage 0 in fp32 does not have."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
+def named_parameters(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the module's parameters, tied ones once, by the names that they have without torch.compile."""
+    return ((plain_name(name), param) for name, param in engine.module.named_parameters())
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter or buffer as if no module had been passed through torch.compile."""
+    return name.replace(_COMPILED, "")
+
+
+def is_stepped(engine: DeepSpeedEngine) -> Callable[[torch.nn.Parameter], bool]:
+    """Return a function that tells whether the optimizer changes a parameter: it has it, and it is not frozen."""
+    known = {id(param) for group in grouped_parameters(engine) for param in group}
+    return lambda param: param.requires_grad and id(param) in known
+
+
+def grouped_parameters(engine: DeepSpeedEngine) -> list[list[torch.nn.Parameter]]:
+    """Return the module's parameters by optimizer group, in the group's order."""
+    zero, optimizer = engine.optimizer, inner_optimizer(engine)
+    if hasattr(zero, "fp32_partitioned_groups_flat"):
+        groups: list[list[torch.nn.Parameter]] = [[] for _ in optimizer.param_groups]
+        for sub_group, params in enumerate(zero.fp16_groups):
+            groups[zero.sub_group_to_group_id[sub_group]] += params
+        return groups
+    flat_groups, _ = _flat_groups(engine)
+    own = [group["params"] for group in optimizer.param_groups]
+    return flat_groups or getattr(zero, "fp16_groups", None) or own
+
+
 def _trainable(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    return ((name, param) for name, param in engine.module.named_parameters() if param.requires_grad)
+    stepped = is_stepped(engine)
+    return ((name, param) for name, param in named_parameters(engine) if stepped(param))
 
 
 def piece_of(param: torch.nn.Parameter) -> tuple[int, int, int]:
@@ -161,6 +218,25 @@ def _stage0_shards(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:
     for name, param in _trainable(engine):
         flat, group = masters[id(param)]
         yield ParameterShard(name, group, flat, 0, 0, param.numel(), param.numel())
+
+
+def _fused_shards(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:
+    """Yield the parameters of FusedAdam in 16 bit at stage 0, which steps one flat tensor a group."""
+    zero, optimizer = engine.optimizer, inner_optimizer(engine)
+    group_of = {id(param): index for index, params in enumerate(zero.fp16_groups) for param in params}
+    for name, param in _trainable(engine):
+        index = group_of[id(param)]
+        group = group_name(optimizer.param_groups[index])
+        offset = _offset_in_flat(param, zero.fp16_groups_flat[index])
+        yield ParameterShard(
+            name,
+            group,
+            zero.fp32_groups_flat[index],
+            offset=offset,
+            start=0,
+            length=param.numel(),
+            total=param.numel(),
+        )
 
 
 def _stage12_shards(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:

@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from llmscale.architecture.layers import is_adapter
-from llmscale.config.optimizers import undivided_name
 from llmscale.engine.zero_layout import (
     ParameterShard,
     ShardView,
+    count_names,
     group_name,
     held_range,
     inner_optimizer,
+    is_stepped,
+    named_parameters,
     parameter_shards,
     piece_of,
+    plain_name,
 )
 from llmscale.errors import CheckpointError
 
@@ -32,10 +34,10 @@ if TYPE_CHECKING:
 MASTER = "master"
 
 
-def state_views(engine: DeepSpeedEngine, *, with_base: bool = False) -> dict[str, ShardView]:
+def state_views(engine: DeepSpeedEngine, *, with_frozen: bool = True) -> dict[str, ShardView]:
     """Return views of everything this rank owns: '<state>/<parameter>', 'frozen/<parameter>', 'buffer/<buffer>'.
 
-    The frozen parameters beside adapters are left out, unless `with_base`: they are stored where the run found them.
+    Frozen are all parameters that the optimizer does not change, whether or not they have gradients.
 
     <state> is `master` (the weights that the optimizer steps) or the optimizer's name of a tensor with an element per
     weight (`exp_avg`, ...). A state of another shape (Adafactor's row and column sums, stage 0 only) is one view. Views
@@ -47,8 +49,7 @@ def state_views(engine: DeepSpeedEngine, *, with_base: bool = False) -> dict[str
         with _in_memory(engine, shards[0].flat, write=False) as was_on_nvme:
             for key, view in _views_of(engine, shards):
                 views[key] = ShardView(view.local.clone(), view.start, view.total) if was_on_nvme else view
-    has_adapters = any(is_adapter(name) for name, _ in engine.module.named_parameters())
-    frozen = _frozen_views(engine) if with_base or not has_adapters else {}
+    frozen = _frozen_views(engine) if with_frozen else {}
     return views | frozen | _buffer_views(engine)
 
 
@@ -76,25 +77,46 @@ def weights_to_fill(engine: DeepSpeedEngine) -> Iterator[dict[str, ShardView]]:
 
 
 def group_scalars(engine: DeepSpeedEngine) -> dict[str, dict[str, float]]:
-    """Return the scalar optimizer states (Adam's `step`) of each optimizer group, before patterns divide it."""
+    """Return the scalar optimizer states (Adam's `step`) of each optimizer group, before patterns divide it.
+
+    They are those of the group's first parameter that has any: at stage 0 one without gradients has no states. Raises
+    CheckpointError for a state that is neither a tensor nor a number.
+    """
+    names = count_names(engine)
     scalars: dict[str, dict[str, float]] = {}
     for shards in _shards_by_flat(engine):
-        flat, group = shards[0].flat, undivided_name(shards[0].group)
+        flat, group = shards[0].flat, names[shards[0].group]
         if group in scalars:
             continue
         with _in_memory(engine, flat, write=False):
-            state = inner_optimizer(engine).state.get(flat, {})
-            scalars[group] = {key: float(value) for key, value in state.items() if not _has_elements(value, flat)}
-    return {group: values for group, values in scalars.items() if values}
+            values = _scalars_of(inner_optimizer(engine).state.get(flat, {}), flat)
+        if values:
+            scalars[group] = values
+    return scalars
+
+
+def _scalars_of(state: Mapping[str, object], flat: Tensor) -> dict[str, float]:
+    """Return the states of one tensor that are numbers."""
+    scalars = {}
+    for key, value in state.items():
+        if value is None or _has_elements(key, value, flat):
+            continue
+        if not isinstance(value, Tensor | int | float):
+            raise CheckpointError(
+                f"the optimizer's state '{key}' is a {type(value).__name__}. A checkpoint holds tensors and numbers."
+            )
+        scalars[key] = float(value)
+    return scalars
 
 
 def set_group_scalars(engine: DeepSpeedEngine, scalars: Mapping[str, Mapping[str, float]]) -> None:
     """Set scalar optimizer states, as group_scalars returns them, in the groups that `scalars` names."""
+    names = count_names(engine)
     for shards in _shards_by_flat(engine):
         flat = shards[0].flat
         with _in_memory(engine, flat, write=True):
             state = inner_optimizer(engine).state.get(flat, {})
-            for key, number in scalars.get(undivided_name(shards[0].group), {}).items():
+            for key, number in scalars.get(names[shards[0].group], {}).items():
                 if isinstance(state.get(key), Tensor):
                     state[key].fill_(number)
                 else:
@@ -125,10 +147,13 @@ def _only(optimizer: torch.optim.Optimizer, name: str, flat: Tensor) -> Iterator
     # The first of two with the name, if ranks divide experts: both have the same hyperparameters.
     next(group for group in optimizer.param_groups if group_name(group) == name)["params"] = [flat]
     flat.grad = torch.zeros_like(flat)
-    yield
-    flat.grad = gradient
-    for group, params, lr in before:
-        group["params"], group["lr"] = params, lr
+    try:
+        yield
+    finally:
+        flat.grad = gradient
+        for group, params, lr in before:
+            group["params"] = params
+            group["lr"] = lr
 
 
 def reset_step_counts(engine: DeepSpeedEngine) -> None:
@@ -153,6 +178,9 @@ def refresh_low_precision_weights(engine: DeepSpeedEngine) -> None:
         invalidate_hpz_copies(engine)
     elif hasattr(zero, "update_lp_params"):  # stages 1 and 2
         zero.update_lp_params()
+    elif hasattr(zero, "fp32_groups_flat"):  # FusedAdam at stage 0 in 16 bit
+        for low, master in zip(zero.fp16_groups_flat, zero.fp32_groups_flat, strict=True):
+            low.data.copy_(master.data)
     elif hasattr(zero, "fp16_groups"):  # stage 0 in 16 bit
         for lows, masters in zip(zero.fp16_groups, zero.fp32_groups, strict=True):
             for low, master in zip(lows, masters, strict=True):
@@ -192,12 +220,12 @@ def _views_of(engine: DeepSpeedEngine, shards: list[ParameterShard]) -> Iterator
     for shard in shards:
         yield f"{MASTER}/{shard.name}", shard.view(shard.flat)
         for key, value in state.items():
-            if not _has_elements(value, shard.flat):
+            if not _has_elements(key, value, shard.flat):
                 continue
             if value.numel() == shard.flat.numel():
                 yield f"{key}/{shard.name}", shard.view(value)
             elif shard.flat.numel() == shard.total:
-                yield f"{key}/{shard.name}", ShardView(value.detach().view(-1), 0, value.numel())
+                yield f"{key}/{shard.name}", ShardView(_flatten(value, f"{key}/{shard.name}"), 0, value.numel())
             else:
                 raise CheckpointError(
                     f"the optimizer's '{key}' of '{shard.name}' has {value.numel()} elements and its weights "
@@ -206,9 +234,23 @@ def _views_of(engine: DeepSpeedEngine, shards: list[ParameterShard]) -> Iterator
                 )
 
 
-def _has_elements(value: object, flat: Tensor) -> bool:
-    """Return whether an optimizer state is a tensor of elements, not a scalar such as Adam's `step`."""
-    return isinstance(value, Tensor) and (value.numel() > 1 or value.numel() == flat.numel())
+def _has_elements(key: str, value: object, flat: Tensor) -> bool:
+    """Return whether an optimizer state is a tensor of elements, not a scalar such as Adam's `step`.
+
+    Of a parameter with one element, every state has one: a scalar is known by its shape, and `step` by its name.
+    """
+    return isinstance(value, Tensor) and (value.numel() > 1 or (value.shape == flat.shape and key != "step"))
+
+
+def _flatten(tensor: Tensor, key: str) -> Tensor:
+    """Return a tensor as a flat view. Raises CheckpointError for one whose elements do not follow each other."""
+    try:
+        return tensor.detach().view(-1)
+    except RuntimeError:
+        raise CheckpointError(
+            f"'{key}' is not contiguous in memory, and only contiguous tensors can be saved and loaded. Call "
+            ".contiguous() on it before the engine is built."
+        ) from None
 
 
 def _is_on_nvme(engine: DeepSpeedEngine, flat: Tensor) -> bool:
@@ -238,20 +280,32 @@ def _in_memory(engine: DeepSpeedEngine, flat: Tensor, *, write: bool) -> Iterato
 
 def _frozen_views(engine: DeepSpeedEngine) -> dict[str, ShardView]:
     views: dict[str, ShardView] = {}
-    for name, param in engine.module.named_parameters():
-        if param.requires_grad:
+    stepped = is_stepped(engine)
+    for name, param in named_parameters(engine):
+        if stepped(param):
             continue
         if hasattr(param, "ds_id"):
             start, length, total = piece_of(param)
             views[f"frozen/{name}"] = ShardView(param.ds_tensor.detach().view(-1).narrow(0, 0, length), start, total)
         else:
             first, _, total = held_range(param)
-            views[f"frozen/{name}"] = ShardView(param.detach().view(-1), first, total)
+            views[f"frozen/{name}"] = ShardView(_flatten(param, f"frozen/{name}"), first, total)
     return views
 
 
 def _buffer_views(engine: DeepSpeedEngine) -> dict[str, ShardView]:
     return {
-        f"buffer/{name}": ShardView(buffer.detach().view(-1), 0, buffer.numel())
-        for name, buffer in engine.module.named_buffers()
+        f"buffer/{name}": ShardView(_flatten(buffer, f"buffer/{name}"), 0, buffer.numel())
+        for name, buffer in stored_buffers(engine).items()
     }
+
+
+def stored_buffers(engine: DeepSpeedEngine) -> dict[str, Tensor]:
+    """Return the buffers that a state dict has. Others, such as rotary tables, follow from the configuration."""
+    derived = {
+        f"{path}.{name}".lstrip(".")
+        for path, module in engine.module.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    buffers = engine.module.named_buffers()
+    return {plain_name(name): buffer for name, buffer in buffers if name not in derived}

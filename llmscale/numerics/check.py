@@ -26,8 +26,10 @@ from llmscale.config.deepspeed.resolve import DsConfig
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_engine import build_engine, gradient_norm, release_engine, set_learning_rate
 from llmscale.engine.device_settings import allow_tf32
+from llmscale.engine.loss_scale import explain_smallest_scale
 from llmscale.engine.process_group import World, is_gpu
-from llmscale.engine.train_step import PhaseTimer, explain_smallest_scale, seed_step, train_step
+from llmscale.engine.random_numbers import seed_step
+from llmscale.engine.train_step import PhaseTimer, train_step
 from llmscale.engine.zero_shards import refresh_low_precision_weights, weights_to_fill
 from llmscale.errors import ConfigError
 from llmscale.model.experts import Router

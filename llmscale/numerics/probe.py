@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from llmscale.engine.train_step import loss_scale
+from llmscale.engine.loss_scale import loss_scale
 from llmscale.engine.zero_layout import ParameterShard, held_range, inner_optimizer, parameter_shards
 from llmscale.model.gpt import Block
 

@@ -18,8 +18,6 @@ _SAMPLE_OVERHEAD_BYTES = 4
 SAVE_EVERY: int = RunConfig.model_fields["save_every"].default
 #: Index, manifest and state of a checkpoint.
 SMALL_FILES = 3
-#: Space that a save needs beyond the tensors: these files, and the file system's overhead.
-SPARE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Before torch:
     inputs          each small file of a run, read once: configuration, ds_config, data, checkpoint, tasks
     sample_stream   the samples of the run, a function of seed, data and checkpoint
     start           inputs resolved for a number of ranks; changes since the checkpoint; memory, disk space
+    identity        what may not change between a checkpoint and a run that resumes it
     run_folder      files of a run folder and their lock; --notify
 
 All ranks together:

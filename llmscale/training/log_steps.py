@@ -29,8 +29,8 @@ from torch.utils.hooks import RemovableHandle
 from llmscale.config.hardware import model_flops_utilisation
 from llmscale.engine.collectives import gather
 from llmscale.engine.device_memory import peak_memory_bytes
+from llmscale.engine.loss_scale import loss_scale
 from llmscale.engine.process_group import World
-from llmscale.engine.train_step import loss_scale
 from llmscale.model.experts import BALANCE, ENTROPY, MOVED, Z_SQUARED
 from llmscale.terminal.human_numbers import format_duration
 from llmscale.training.live_run import (

@@ -31,7 +31,7 @@ from llmscale.checkpoint.inventory import find_checkpoints, pin_checkpoint
 from llmscale.checkpoint.manifest import Checkpoint, checkpoints_folder
 from llmscale.engine.collectives import gather
 from llmscale.engine.compilation import BlockCompiler
-from llmscale.engine.train_step import loss_scale
+from llmscale.engine.loss_scale import loss_scale
 from llmscale.errors import CheckpointError, TrainingError
 from llmscale.training.live_run import Engine, LoggedWindow, Run, RunIO, StepAction, StepResult
 from llmscale.training.run_folder import notify_in_background

@@ -19,15 +19,9 @@ from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_engine import build_engine, check_device, set_learning_rate
 from llmscale.engine.device_memory import gpu_capability
 from llmscale.engine.device_settings import allow_tf32
+from llmscale.engine.loss_scale import explain_smallest_scale, get_scaler_state, set_scaler_state
 from llmscale.engine.process_group import World, is_gpu, join_world
-from llmscale.engine.train_step import (
-    PhaseTimer,
-    explain_smallest_scale,
-    get_scaler_state,
-    set_micro_steps,
-    set_scaler_state,
-    train_step,
-)
+from llmscale.engine.train_step import PhaseTimer, set_micro_steps, train_step
 from llmscale.engine.zero_shards import (
     group_scalars,
     materialise_optimizer_state,
@@ -263,11 +257,11 @@ def _undone(engine: DeepSpeedEngine, *, is_new: bool) -> Iterator[None]:
     materialise_optimizer_state(engine)
     if is_new:
         reset_step_counts(engine)
-    views = {key: view.local.to("cpu", copy=True) for key, view in state_views(engine).items()}
+    views = {key: view.local.to("cpu", copy=True) for key, view in state_views(engine, with_frozen=False).items()}
     scalars, scaler = group_scalars(engine), get_scaler_state(engine)
     counts = engine.global_steps, engine.skipped_steps
     yield
-    changed = state_views(engine)
+    changed = state_views(engine, with_frozen=False)
     for key, view in changed.items():
         view.local.copy_(views[key])
     write_back(engine, changed)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import llmscale
+from llmscale.architecture.layers import is_adapter
 from llmscale.checkpoint.initial_weights import (
     FrozenBase,
     base_of_checkpoint,
@@ -54,8 +55,8 @@ from llmscale.checkpoint.run_state import SavedRun, read_saved_run
 from llmscale.config.hf_model import is_published
 from llmscale.config.run_keys import flatten, keys_with
 from llmscale.engine.collectives import Disks, gather, on_all_ranks, on_each_disk, on_main_rank
+from llmscale.engine.loss_scale import get_scaler_state, set_scaler_state
 from llmscale.engine.process_group import World
-from llmscale.engine.train_step import get_scaler_state, set_scaler_state
 from llmscale.errors import CheckpointError, ConfigError, DataError, LlmscaleError
 from llmscale.training.inputs import as_plain, open_named
 from llmscale.training.run_folder import RunFolderClaim, hash_or_reason, library_versions, source_hashes
@@ -249,7 +250,7 @@ def _load_base(
 ) -> None:
     """Load the weights beside a checkpoint's adapters. Collective. Raises CheckpointError."""
     if base.source is not None:
-        load_weights(engine, base.source.path, world.control, world.disks)
+        load_weights(engine, base.source.path, world.control, world.disks, keeps=is_adapter)
     elif start.weights is not None:
         load_published_weights(engine, start.weights, world.control, progress)
 
@@ -261,7 +262,16 @@ def load_checkpoint(
 
     Collective. Returns a line about states of another type, or None. Raises CheckpointError.
     """
-    cast = load_engine(engine, source.path, source.state, world.control, world.disks)
+    state = source.state
+    cast = load_engine(
+        engine,
+        source.path,
+        state.optimizer_scalars,
+        world.control,
+        world.disks,
+        with_frozen=not state.base,
+    )
+    engine.global_steps = state.step
     set_scaler_state(engine, source.state.loss_scaler or configured_scaler)
     return cast
 
@@ -281,7 +291,7 @@ def _load_first_weights(
         load_published_weights(engine, start.weights, world.control, progress)
         name = start.weights.name
     elif start.source is not None:
-        load_weights(engine, start.source.path, world.control, world.disks)
+        load_weights(engine, start.source.path, world.control, world.disks, keeps=is_adapter)
         name = str(start.source.path)
     if (folder := start.config.lora_from) is not None:
         load_adapters(engine, folder, start.weights.model if start.weights else None, world.control)

@@ -28,15 +28,10 @@ from llmscale.data.shards.token_shards import TokenShards, WindowReader
 from llmscale.data.validation import ValidationSplit, open_validation
 from llmscale.engine.collectives import StepVote, gather, on_all_ranks, on_main_rank, vote
 from llmscale.engine.deepspeed_engine import set_learning_rate
+from llmscale.engine.loss_scale import explain_smallest_scale, get_scaler_state
 from llmscale.engine.process_group import World, is_gpu, leave_world
-from llmscale.engine.train_step import (
-    CountedTargets,
-    explain_smallest_scale,
-    get_scaler_state,
-    seed_step,
-    set_micro_steps,
-    train_step,
-)
+from llmscale.engine.random_numbers import seed_step
+from llmscale.engine.train_step import CountedTargets, set_micro_steps, train_step
 from llmscale.engine.zero_shards import MASTER, group_scalars
 from llmscale.errors import CheckpointError, DataError, LlmscaleError
 from llmscale.training.inputs import as_plain
@@ -447,7 +442,7 @@ class SaveCheckpoints(StepAction):
             self._saver.wait()
             if self._saved_step == step:
                 return
-            fragments = engine_fragments(engine.deepspeed)
+            fragments = engine_fragments(engine.deepspeed, with_frozen=not run.resolved.shape.lora_rank)
             weights = (fragment.local for key, fragment in fragments.items() if key.startswith(f"{MASTER}/"))
             check_weights(weights, run.world.control, step, run.config.run)
             snapshot = Snapshot(

@@ -17,8 +17,8 @@ from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import SHAPE_KEYS, VOCAB_MULTIPLE, shortest_interval
 from llmscale.checkpoint.initial_weights import base_of_checkpoint
 from llmscale.checkpoint.inventory import FoundCheckpoints
-from llmscale.checkpoint.manifest import load_pieces
-from llmscale.checkpoint.run_state import RunState, SavedRun, check_identity
+from llmscale.checkpoint.manifest import SPARE_BYTES, load_pieces
+from llmscale.checkpoint.run_state import RunState, SavedRun
 from llmscale.config.hardware import Cluster, measured_gpu
 from llmscale.config.resolve import ResolvedRun, resolve_run, resolve_schedule
 from llmscale.config.run_config import CHANGES_THAT_BREAK, KEYS, RunConfig
@@ -31,9 +31,10 @@ from llmscale.keys import value_at
 from llmscale.memory.breakdown import describe_breakdown, format_size
 from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_memory
 from llmscale.planning.compilation import EAGER, Compilation
-from llmscale.planning.disk_usage import SPARE_BYTES, checkpoints_at_once
+from llmscale.planning.disk_usage import checkpoints_at_once
 from llmscale.planning.recommend import find_smallest_change
 from llmscale.planning.search import MARGIN
+from llmscale.training.identity import check_identity
 from llmscale.training.inputs import Inputs, PreparedRun, read_inputs
 from llmscale.training.sample_stream import SampleStream, build_stream, check_skips
 

@@ -4,7 +4,8 @@ import pytest
 
 from llmscale.architecture.layers import ParameterTensors
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.optimizers import ADAMW, MUON, Matrix, Part, matrices_of, parse_rule, plan_rounds, undivided_name
+from llmscale.config.muon_plan import Matrix, Part, matrices_of, plan_rounds
+from llmscale.config.optimizers import ADAMW, MUON, parse_rule, undivided_name
 from llmscale.errors import ConfigError
 
 MODEL = GPTShape(2, 2, 8, 100, 4).architecture

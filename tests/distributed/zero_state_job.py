@@ -130,7 +130,7 @@ def check(world: World, folder: Path, precision: str, optimizer: str, stages: li
         for number, (source, scalars, saved) in enumerate(sources):
             if IS_SAMPLE and (number - turn) % len(sources) > 1:
                 continue
-            load_engine(engine, source, RunState(STEP, 0, 0, 0, {}, "fp32", scalars, {}), world.control, world.disks)
+            load_engine(engine, source, scalars, world.control, world.disks)
             assert group_scalars(engine) == scalars
             decays = {group["name"]: group["weight_decay"] for group in engine.optimizer.param_groups}
             assert decays == {"decay": 0.1, "no_decay": 0.0}, decays

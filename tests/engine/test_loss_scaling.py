@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmscale.engine.train_step import explain_smallest_scale, get_scaler_state, loss_scale, set_scaler_state
+from llmscale.engine.loss_scale import explain_smallest_scale, get_scaler_state, loss_scale, set_scaler_state
 from llmscale.errors import TrainingError
 from tests.conftest import read_events, read_records, run_ranks
 

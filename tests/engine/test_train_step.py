@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmscale.engine.train_step import PhaseTimer, seed_step, train_step
+from llmscale.engine.random_numbers import seed_step
+from llmscale.engine.train_step import PhaseTimer, train_step
 
 CPU = torch.device("cpu")
 

@@ -32,8 +32,9 @@ from llmscale.checkpoint.tensor_files import Fragment, FragmentSavePlanner, engi
 from llmscale.config.optimizers import ADAMW
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import build_engine, set_learning_rate
+from llmscale.engine.loss_scale import set_scaler_state
 from llmscale.engine.process_group import is_gpu, join_world, leave_world
-from llmscale.engine.train_step import PhaseTimer, set_scaler_state, train_step
+from llmscale.engine.train_step import PhaseTimer, train_step
 from llmscale.engine.zero_shards import (
     MASTER,
     group_scalars,

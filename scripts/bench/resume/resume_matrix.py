@@ -37,8 +37,10 @@ from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
 from llmscale.checkpoint.tensor_files import engine_fragments
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import build_engine, release_engine, set_learning_rate
+from llmscale.engine.loss_scale import get_scaler_state, set_scaler_state
 from llmscale.engine.process_group import World, is_gpu, join_world, leave_world
-from llmscale.engine.train_step import PhaseTimer, get_scaler_state, seed_step, set_scaler_state, train_step
+from llmscale.engine.random_numbers import seed_step
+from llmscale.engine.train_step import PhaseTimer, train_step
 from llmscale.engine.zero_shards import group_scalars
 from llmscale.training.inputs import read_inputs
 from llmscale.training.session import open_feed
