@@ -178,20 +178,22 @@ def plain_name(name: str) -> str:
 def is_stepped(engine: DeepSpeedEngine) -> Callable[[torch.nn.Parameter], bool]:
     """Return a function that tells whether the optimizer changes a parameter: it has it, and it is not frozen."""
     known = {id(param) for group in grouped_parameters(engine) for param in group}
-    return lambda param: param.requires_grad and id(param) in known
+    return lambda param: id(param) in known
 
 
 def grouped_parameters(engine: DeepSpeedEngine) -> list[list[torch.nn.Parameter]]:
-    """Return the module's parameters by optimizer group, in the group's order."""
+    """Return the module's parameters that the optimizer changes, by its groups, in their order."""
     zero, optimizer = engine.optimizer, inner_optimizer(engine)
     if hasattr(zero, "fp32_partitioned_groups_flat"):
-        groups: list[list[torch.nn.Parameter]] = [[] for _ in optimizer.param_groups]
+        divided: list[list[torch.nn.Parameter]] = [[] for _ in optimizer.param_groups]
         for sub_group, params in enumerate(zero.fp16_groups):
-            groups[zero.sub_group_to_group_id[sub_group]] += params
-        return groups
+            divided[zero.sub_group_to_group_id[sub_group]] += params
+        return divided
     flat_groups, _ = _flat_groups(engine)
     own = [group["params"] for group in optimizer.param_groups]
-    return flat_groups or getattr(zero, "fp16_groups", None) or own
+    groups = flat_groups or getattr(zero, "fp16_groups", None) or own
+    # Some of DeepSpeed's optimizers leave frozen parameters out of their groups, others do not.
+    return [[param for param in group if param.requires_grad] for group in groups]
 
 
 def _trainable(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.nn.Parameter]]:

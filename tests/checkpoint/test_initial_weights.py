@@ -85,7 +85,7 @@ def test_a_model_of_pickles_is_fetched_as_pickles(hub: Hub) -> None:
     for path in hub.files.glob("*model*.*"):
         path.unlink()
     with pytest.raises(
-        DataError,
+        CheckpointError,
         match=r"hf:own/model on the Hub holds no weights, but consolidated.safetensors and 1 more\. Legal",
     ):
         provide()
@@ -134,10 +134,10 @@ def test_without_the_network_cached_weights_do(hub: Hub, monkeypatch: pytest.Mon
 
 def test_an_index_may_not_name_files_elsewhere(hub: Hub) -> None:
     write_index(hub.files, "model.safetensors.index.json", ["../../x.safetensors"])
-    with pytest.raises(DataError, match=r"is not a \.safetensors file of this folder"):
+    with pytest.raises(CheckpointError, match=r"is not a \.safetensors file of this folder"):
         provide()
     write_index(hub.files, "model.safetensors.index.json", ["*.safetensors"])
     (hub.cache / "snapshots").rename(hub.cache / "old")
-    with pytest.raises(DataError, match=re.escape("*.safetensors is missing")):
+    with pytest.raises(CheckpointError, match=re.escape("*.safetensors is missing")):
         provide()
     assert "consolidated.safetensors" not in hub.cached

@@ -12,7 +12,7 @@ from dataclasses import asdict
 import torch.distributed as dist
 
 from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank, vote
-from llmscale.errors import ConfigError, DataError
+from llmscale.errors import CheckpointError, ConfigError, DataError
 from tests.conftest import REPOSITORY
 
 
@@ -46,6 +46,7 @@ def one_rank() -> dict[str, object]:
         ),
         "together": outcome(lambda: on_all_ranks(group, lambda: f"fine on {rank}")),
         "one fails": outcome(lambda: on_all_ranks(group, lambda: fail_on(rank, 1, text="no such file"))),
+        "type": outcome(lambda: on_all_ranks(group, fail_on, rank, 1, text="cut short", kind=CheckpointError)),
         "unforeseen": outcome(lambda: on_all_ranks(group, lambda: fail_on(rank, 1, text="no key", kind=KeyError))),
         "unforeseen vote": outcome(lambda: vote(group, failure=OSError("gone") if rank == 2 else None)),
         "unforeseen and foreseen": outcome(
@@ -87,6 +88,7 @@ def test_no_rank_ever_comes_to_another_conclusion(ranks: Callable) -> None:
         "failure": "DataError: shard 3 is gone (rank 1, 2)",
         "two failures": "DataError: disk 0 (rank 0); disk 1 (rank 1)",
         "one fails": "DataError: no such file (rank 1)",
+        "type": "CheckpointError: cut short (rank 1)",
         "main": "fine on 0",
         "main fails": "ConfigError: busy",
         "gather": ["of 0", "of 1", "of 2"],
