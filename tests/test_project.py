@@ -31,7 +31,7 @@ LAYERS = words(
 #: Answer without torch: modules, or packages as a whole.
 TORCH_FREE = words(
     "keys limits suggestions errors files untrusted error_handling architecture config memory planning report "
-    "cluster cli train data.shards.manifest data.order.sample_order data.shards.cache checkpoint.manifest "
+    "cluster cli api train data.shards.manifest data.order.sample_order data.shards.cache checkpoint.manifest "
     "checkpoint.inventory checkpoint.run_state checkpoint.hf_write training.inputs "
     "training.start training.stop_request training.sample_stream training.run_folder training.step_metrics"
 )
@@ -115,6 +115,43 @@ def test_a_package_has_few_modules_and_its_page_names_them_all(package: str) -> 
     present = [path.stem for path in (PACKAGE / package).iterdir() if path.stem[0] != "_"]
     assert sorted(listed) == sorted(present)
     assert len(present) <= 18
+
+
+#: The library: any module in any loop. Of config it knows paths and plans that no GPT is part of.
+LIBRARY = words(
+    "checkpoint.checkpoints checkpoint.module_weights checkpoint.save checkpoint.load checkpoint.tensor_files "
+    "data.stream data.batch_sampler data.loader data.order engine.initialize engine.zero_layout engine.zero_shards "
+    "engine.process_group engine.loss_scale engine.random_numbers engine.engine_values"
+)
+APPLICATION = words("architecture model memory planning training evaluate report cluster cli config")
+KNOWN_TO_THE_LIBRARY = words(
+    "config.user_paths config.bundled_files config.batch_plan config.muon_plan config.deepspeed"
+)
+
+
+def runtime_imports(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Modules of this package that are imported when code runs, within functions too."""
+    for node in body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("llmscale."):
+            yield (node.module or "").removeprefix("llmscale.")
+        yield from runtime_imports([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)])
+
+
+def test_the_library_knows_no_gpt_no_run_and_no_command() -> None:
+    known = modules()
+    waiting = [name for name in known if any(name == part or name.startswith(f"{part}.") for part in LIBRARY)]
+    seen: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name not in known:
+            continue
+        seen.add(name)
+        waiting += runtime_imports(parsed(known[name]).body)
+    of_application = {name for name in seen if name.split(".")[0] in APPLICATION}
+    assert {name for name in of_application if not name.startswith(tuple(KNOWN_TO_THE_LIBRARY))} == set()
+    assert len(seen) < 75
 
 
 def test_opening_a_session_needs_at_most_thirty_modules() -> None:

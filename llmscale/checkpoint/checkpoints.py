@@ -57,7 +57,7 @@ _BUFFER = "buffer/"
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `Checkpoints.load` found and did."""
+    """Result of `Checkpoints.load`."""
 
     step: int
     """Steps done: the next one is this one, counted from 0."""
@@ -86,7 +86,7 @@ class Checkpoints:
         report: Callable[[str], None] | None = None,
     ) -> None:
         """Checkpoints are in FOLDER/checkpoints. The newest `keep_last` stay (0: all), and those of steps that are
-        multiples of `keep_every`. `in_background` writes while training goes on. `report` gets a line per outcome on
+        multiples of `keep_every`. `in_background` writes while training continues. `report` gets a line per outcome on
         rank 0; without it warnings are Python's.
 
         Collective. Raises ConfigError for an engine whose state cannot be saved.
@@ -391,14 +391,14 @@ def _scalars_of_groups(
     for name, parameters, match in zip(names, group_parameters(engine), matches, strict=True):
         origins = {match.name} if match else {group_of[member] for member in parameters if member in group_of}
         known = state.optimizer_scalars
-        found = [dict(known[origin]) for origin in sorted(origins) if origin in known]
-        if any(numbers != found[0] for numbers in found):
+        of_origins = [dict(known[origin]) for origin in sorted(origins) if origin in known]
+        if any(numbers != of_origins[0] for numbers in of_origins):
             raise CheckpointError(
                 f"the optimizer's {name} joins parameters of groups that have taken different numbers of steps in "
                 f"{place}."
             )
-        if found:
-            scalars[name] = found[0]
+        if of_origins:
+            scalars[name] = of_origins[0]
     return scalars
 
 

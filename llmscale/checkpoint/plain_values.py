@@ -12,7 +12,7 @@ from typing import cast
 from llmscale.errors import CheckpointError
 from llmscale.untrusted.documents import MAX_BYTES
 
-#: Key of the only entry of an object that stands for a value that JSON does not have.
+#: Key of the only entry of an object that replaces a value of a type that JSON lacks.
 _TUPLE = "__tuple__"
 _PAIRS = "__pairs__"
 _COUNTER = "__counter__"
@@ -75,7 +75,7 @@ def from_json(value: object) -> object:
         return {key: from_json(entry) for key, entry in value.items()}
     items = value[mark]
     if not isinstance(items, list):
-        raise CheckpointError(f"a saved value is damaged: '{mark}' is no list.")
+        raise CheckpointError(f"a saved value is damaged: '{mark}' must be a list.")
     if mark == _TUPLE:
         return tuple(from_json(item) for item in items)
     try:

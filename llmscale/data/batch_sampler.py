@@ -31,7 +31,7 @@ class BatchSampler(Sampler[list[int]]):
             "order": dict(order.identity("")),
             "global_batch": plan.global_batch_size,
         }
-        """What a state must have in common with a sampler."""
+        """Values that a state must share with a sampler."""
         self.step = 0
         """Steps whose micro-batches were all handed out: a DataLoader with workers asks for more than it has given."""
 

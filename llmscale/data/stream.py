@@ -23,7 +23,7 @@ from llmscale.data.order.sample_order import OrderSettings, RankLayout, StreamOr
 from llmscale.data.shards.token_shards import TokenShards, WindowReader, are_targets, ids_of
 from llmscale.errors import ConfigError, DataError
 
-#: Label of a token that is no target, which torch's and transformers' losses leave out.
+#: Label that torch's and transformers' losses leave out.
 IGNORED = -100
 #: Name of the number of steps in a state.
 _STEP = "step"
@@ -37,7 +37,7 @@ class Batch(NamedTuple):
     tokens: Tensor
     """int64 [micro_batch, seq_len + 1]."""
     labels: Tensor
-    """The tokens, -100 where they are no targets: transformers' models shift them themselves."""
+    """The tokens, -100 where they do not count in the loss: transformers' models shift them themselves."""
     weight: float
     """Factor of the loss before backward, so that the mean over ranks and micro-batches is the global batch's.
 
@@ -48,7 +48,7 @@ class Batch(NamedTuple):
 
 
 class _HasSteps(Protocol):
-    """What the state of a stream or a sampler is about."""
+    """A stream or a sampler, whose state is a step."""
 
     step: int
     identity: dict[str, Any]
@@ -76,7 +76,7 @@ def share_of(global_batch: int, micro_batch: int, rank: int | None, world_size: 
 
 
 def weight_of(plan: FeedPlan) -> float:
-    """Return the weight of a micro-batch that is no filler."""
+    """Return the weight of a micro-batch with samples."""
     places = plan.micro_batch_size * plan.gradient_accumulation_steps * plan.layout.data_parallel_size
     return places / plan.global_batch_size
 
@@ -133,7 +133,7 @@ class Stream(IterableDataset[Batch]):
             "stages": stages,
             "global_batch": size,
         }
-        """What a state must have in common with a stream."""
+        """Values that a state must share with a stream."""
         self.step = 0
         """Steps done: the next one's number, counted from 0."""
         self._place: int | None = None

@@ -1,4 +1,4 @@
-"""What an engine of any module needs to continue beside its tensors: settings, schedule, counters, names and shapes."""
+"""Plain values with which an engine of any module continues: settings, schedule, counters, names and shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmscale.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-#: Keys of an optimizer's group that are no settings.
+#: Keys of an optimizer's group beside its settings.
 _NOT_SETTINGS = ("params", "param_names", "name", "undivided", "divided_from", "moe")
 #: Settings that a learning-rate scheduler changes, and therefore restores.
 OF_SCHEDULER = ("lr", "initial_lr")
@@ -42,14 +42,14 @@ def check_engine(engine: DeepSpeedEngine) -> None:
 
 
 def check_between_steps(engine: DeepSpeedEngine) -> None:
-    """Raise CheckpointError within a step: gradients of its micro-batches are no part of a checkpoint."""
+    """Raise CheckpointError within a step: a checkpoint does not hold the gradients of its micro-batches."""
     # Under accelerate and transformers the count of micro-batches stands still: they set the step's end themselves.
     sets_end = getattr(engine, "_is_gradient_accumulation_boundary", None) is not None
     needed = engine.gradient_accumulation_steps()
     done = 0 if sets_end else engine.micro_steps % needed
     if done:
         raise CheckpointError(
-            f"{done} of {needed} micro-batches of a step are done, and their gradients are no part of a checkpoint. "
+            f"{done} of {needed} micro-batches of a step are done, and a checkpoint does not hold their gradients. "
             "Save and load between steps."
         )
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from llmscale.engine.deepspeed_patches import without_memory_prints
 from llmscale.engine.engine_values import check_engine
 from llmscale.engine.process_group import leave_out_shared_memory_op
-from llmscale.engine.zero_layout import check_deepspeed_version
+from llmscale.engine.zero_layout import check_deepspeed_version, name_groups
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,6 +34,7 @@ def initialize(*, model: nn.Module, **arguments: Any) -> tuple[Any, Any, Any, An
     with without_memory_prints(), _without_first_step():
         built = deepspeed.initialize(model=model, **arguments)
     check_engine(built[0])
+    name_groups(built[0])
     return built  # type: ignore[no-any-return]  # DeepSpeed is untyped
 
 

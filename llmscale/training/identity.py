@@ -1,4 +1,4 @@
-"""What may not change between a checkpoint and the run that resumes it. No torch."""
+"""Compare a run with the checkpoint that it resumes: some values may not change. No torch."""
 
 from __future__ import annotations
 

@@ -17,12 +17,7 @@ from llmscale.errors import CheckpointError
 KEYS = some.one_of(some.text(), some.integers(), some.booleans(), some.none())
 VALUES = some.recursive(
     some.one_of(some.none(), some.booleans(), some.integers(), some.floats(allow_nan=False), some.text()),
-    lambda inner: some.one_of(
-        some.lists(inner),
-        some.tuples(inner, inner),
-        some.dictionaries(KEYS, inner),
-        some.dictionaries(some.text(), inner),
-    ),
+    lambda inner: some.one_of(some.lists(inner), some.tuples(inner, inner), some.dictionaries(KEYS, inner)),
     max_leaves=12,
 )
 

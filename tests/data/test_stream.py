@@ -119,10 +119,10 @@ def test_a_sampler_serves_a_loader_and_continues_at_a_step() -> None:
         return api.batch_sampler(50, global_batch=6, micro_batch=3, seed=1, total_steps=9)
 
     data = [torch.tensor(number) for number in range(50)]
-    whole = [batch.tolist() for batch in DataLoader(data, batch_sampler=sampler())]
-    assert len(whole) == len(sampler()) == 18
+    batches = [batch.tolist() for batch in DataLoader(data, batch_sampler=sampler())]
+    assert len(batches) == len(sampler()) == 18
     later = sampler()
     later.load_state_dict(sampler().state_at(7))
-    assert [batch.tolist() for batch in DataLoader(data, batch_sampler=later, num_workers=0)] == whole[14:]
+    assert [batch.tolist() for batch in DataLoader(data, batch_sampler=later, num_workers=0)] == batches[14:]
     with pytest.raises(DataError, match="another stream: global_batch was 6 and is 8"):
         api.batch_sampler(50, global_batch=8, seed=1).load_state_dict(sampler().state_at(1))

@@ -55,42 +55,42 @@ def outcome(action: Callable[[], object]) -> str:
 
 def edges(folder: str) -> dict[str, object]:
     """What is refused, passed over, or begins again."""
-    said: dict[str, object] = {}
+    outcomes: dict[str, object] = {}
     engine = build(2)
     run = Path(folder)
     checkpoints = api.Checkpoints(engine, run)
-    said["empty"] = outcome(checkpoints.load)
+    outcomes["empty"] = outcome(checkpoints.load)
     checkpoints.save(0)
     train(engine, 0, 1)
     checkpoints.save(1, {"note": "first"})
     tokens = torch.ones(1, 8, dtype=torch.long)
     engine.backward(engine(tokens, tokens))
     engine.step()
-    said["within a step"] = outcome(lambda: checkpoints.save(2))
-    said["load within a step"] = outcome(checkpoints.load)
+    outcomes["within a step"] = outcome(lambda: checkpoints.save(2))
+    outcomes["load within a step"] = outcome(checkpoints.load)
     for _ in range(engine.gradient_accumulation_steps() - 1):
         engine.backward(engine(tokens, tokens))
         engine.step()
-    said["tensor"] = outcome(lambda: checkpoints.save(2, {"t": torch.ones(2)}))
+    outcomes["tensor"] = outcome(lambda: checkpoints.save(2, {"t": torch.ones(2)}))
     checkpoints.save(2)
     train(engine, 2, 3)
     checkpoints.save(3)
-    kept = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
-    said["kept"] = kept
-    said["other engine, not loaded"] = outcome(lambda: api.Checkpoints(engine, run).save(3))
+    names = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+    outcomes["kept"] = names
+    outcomes["other engine, not loaded"] = outcome(lambda: api.Checkpoints(engine, run).save(3))
     loaded = checkpoints.load(2)
-    said["back"] = loaded.step if loaded else None
+    outcomes["back"] = loaded.step if loaded else None
     train(engine, 2, 3)
     checkpoints.save(3, {"again": True})
     newest = api.Checkpoints(engine, run).load()
-    said["newest"] = newest.extra if newest else None
+    outcomes["newest"] = newest.extra if newest else None
     path = run / "checkpoints" / "step-00000003" / "__0_0.distcp"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     damaged = api.Checkpoints(engine, run).load()
-    said["damaged"] = damaged.step if damaged else None
-    said["weights of a damaged one"] = outcome(lambda: api.read_weights(run))
+    outcomes["damaged"] = damaged.step if damaged else None
+    outcomes["weights of a damaged one"] = outcome(lambda: api.read_weights(run))
     for name, other in {
         "other model": build(2, kind=NetWithout),
         "other shape": build(2, kind=NetTurned),
@@ -99,9 +99,9 @@ def edges(folder: str) -> dict[str, object]:
         "joined groups": build(2, groups=join),
     }.items():
         before = {key: view.local.clone() for key, view in state_views(other).items()}
-        said[name] = outcome(api.Checkpoints(other, run).load)
+        outcomes[name] = outcome(api.Checkpoints(other, run).load)
         assert all(torch.equal(view.local, before[key]) for key, view in state_views(other).items() if key in before)
-    return said
+    return outcomes
 
 
 def join(net: nn.Module) -> list[dict[str, Any]]:
@@ -115,15 +115,15 @@ def turned(folder: str) -> dict[str, object]:
     train(engine, 0, 2)
     checkpoints.save(2)
     after = train(engine, 2, 4)
-    said: dict[str, object] = {}
+    outcomes: dict[str, object] = {}
     for name, options in {
         "order": {"groups": lambda net: divide(net)[::-1]},
         "compiled": {"wrap": lambda net: torch.compile(net, backend="eager")},
     }.items():
         other = build(2, seed=1, **options)
         api.Checkpoints(other, folder).load()
-        said[name] = max(abs(a - b) for a, b in zip(train(other, 2, 4), after, strict=True))
-    return said
+        outcomes[name] = max(abs(a - b) for a, b in zip(train(other, 2, 4), after, strict=True))
+    return outcomes
 
 
 def weights(folder: str, stage: int) -> dict[str, object]:

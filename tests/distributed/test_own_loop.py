@@ -89,50 +89,50 @@ def test_fp16_continues_with_its_loss_scale(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused_before_a_weight_changes(tmp_path: Path) -> None:
-    (said,) = run_cells(JOB, [{"do": "edges", "folder": str(tmp_path / "run")}], 1)
-    assert said["empty"] == "None"
-    assert said["within a step"].startswith("CheckpointError: 1 of 6 micro-batches")
-    assert said["load within a step"].startswith("CheckpointError: 1 of 6 micro-batches")
-    assert said["tensor"].startswith("CheckpointError: extra['t'] is a Tensor")
-    assert said["kept"] == ["step-00000002", "step-00000003"]
-    assert "Call load() before the first step" in said["other engine, not loaded"]
-    assert said["back"] == 2
-    assert said["newest"] == {"again": True}
-    assert said["damaged"] == 2
-    assert "does not match its hash" in said["weights of a damaged one"]
-    assert "holds 'exp_avg/down.bias'" in said["other model"]
-    assert said["other shape"].startswith("CheckpointError: 'frozen.weight' is [33, 33]")
+    (outcomes,) = run_cells(JOB, [{"do": "edges", "folder": str(tmp_path / "run")}], 1)
+    assert outcomes["empty"] == "None"
+    assert outcomes["within a step"].startswith("CheckpointError: 1 of 6 micro-batches")
+    assert outcomes["load within a step"].startswith("CheckpointError: 1 of 6 micro-batches")
+    assert outcomes["tensor"].startswith("CheckpointError: extra['t'] is a Tensor")
+    assert outcomes["kept"] == ["step-00000002", "step-00000003"]
+    assert "Call load() before the first step" in outcomes["other engine, not loaded"]
+    assert outcomes["back"] == 2
+    assert outcomes["newest"] == {"again": True}
+    assert outcomes["damaged"] == 2
+    assert "does not match its hash" in outcomes["weights of a damaged one"]
+    assert "holds 'exp_avg/down.bias'" in outcomes["other model"]
+    assert outcomes["other shape"].startswith("CheckpointError: 'frozen.weight' is [33, 33]")
     for name in ("other optimizer", "no states"):
-        assert "optimizer" in said[name], said[name]
-    assert "joined groups" in said
-    assert 'load with settings="script"' in said["joined groups"]
+        assert "optimizer" in outcomes[name], outcomes[name]
+    assert "joined groups" in outcomes
+    assert 'load with settings="script"' in outcomes["joined groups"]
 
 
 def test_names_of_groups_and_of_compiled_modules_do_not_matter(tmp_path: Path) -> None:
-    (said,) = run_cells(JOB, [{"do": "turned", "folder": str(tmp_path)}], 1)
-    assert said == {"order": 0.0, "compiled": 0.0}
+    (outcomes,) = run_cells(JOB, [{"do": "turned", "folder": str(tmp_path)}], 1)
+    assert outcomes == {"order": 0.0, "compiled": 0.0}
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_weights_are_read_without_an_engine_and_bit_equal(tmp_path: Path, stage: int) -> None:
-    (said,) = run_cells(JOB, [{"do": "weights", "folder": str(tmp_path), "stage": stage}], 1)
-    assert said == {"differ": [], "names": [], "shared": True}
+    (outcomes,) = run_cells(JOB, [{"do": "weights", "folder": str(tmp_path), "stage": stage}], 1)
+    assert outcomes == {"differ": [], "names": [], "shared": True}
 
 
 def test_stage_0_in_16_bit_begins_with_the_first_weights(tmp_path: Path) -> None:
-    said, fp16, fused = run_cells(
+    outcomes, fp16, fused = run_cells(
         JOB,
         [{"do": "first_step", "precision": "bf16"}, {"do": "refused"}, {"do": "fused", "folder": str(tmp_path)}],
         1,
     )
-    assert said["scalars"] == {}, "DeepSpeed takes a step of the optimizer while it builds the engine"
-    assert said["off"] < 0.004, "the module's weights are rounded to bf16"
+    assert outcomes["scalars"] == {}, "DeepSpeed takes a step of the optimizer while it builds the engine"
+    assert outcomes["off"] < 0.004, "the module's weights are rounded to bf16"
     assert fp16["fp16"].startswith("ConfigError: fp16 at ZeRO stage 0")
     assert fused["after"] == fused["again"]
     assert max(abs(a - b) for a, b in zip(fused["after"], fused["divided"], strict=True)) < ROUNDED
 
 
 def test_buffers_are_those_of_rank_0(tmp_path: Path) -> None:
-    (said,) = run_cells(JOB, [{"do": "buffers", "folder": str(tmp_path)}], 2)
-    assert said["is_of_rank_0"]
-    assert said["lines"][0].startswith("WARNING: 1 of 3 buffers differ between ranks")
+    (outcomes,) = run_cells(JOB, [{"do": "buffers", "folder": str(tmp_path)}], 2)
+    assert outcomes["is_of_rank_0"]
+    assert outcomes["lines"][0].startswith("WARNING: 1 of 3 buffers differ between ranks")
