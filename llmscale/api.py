@@ -1,7 +1,7 @@
 """The library: parts of a training loop of one's own, and what notebooks and scripts want of runs and datasets.
 
 docs/library.md and docs/api.md describe it. This module stays compatible between versions; all others may change. Every
-function raises subclasses of LlmscaleError, whose text is for the user. Torch is imported with the first name that needs it.
+function raises subclasses of LlmscaleError, whose text is for the user. Torch is imported when a name needs it.
 """
 
 from __future__ import annotations

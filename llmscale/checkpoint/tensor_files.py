@@ -306,7 +306,7 @@ class FragmentSavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         fragment: Fragment = self.state_dict[index.fqn]
-        return fragment.at(index.offset[0])
+        return fragment.at(index.offset[0] if index.offset else 0)
 
 
 #: Index of a checkpoint: each tensor's dtype, size and chunks by its key, '<state>/<name>'.

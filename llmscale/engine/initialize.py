@@ -35,7 +35,7 @@ def initialize(*, model: nn.Module, **arguments: Any) -> tuple[Any, Any, Any, An
         built = deepspeed.initialize(model=model, **arguments)
     check_engine(built[0])
     name_groups(built[0])
-    return built  # type: ignore[no-any-return]  # DeepSpeed is untyped
+    return built
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -286,7 +286,8 @@ def _frozen_views(engine: DeepSpeedEngine) -> dict[str, ShardView]:
             continue
         if hasattr(param, "ds_id"):
             start, length, total = piece_of(param)
-            views[f"frozen/{name}"] = ShardView(param.ds_tensor.detach().view(-1).narrow(0, 0, length), start, total)
+            piece = cast("Any", param).ds_tensor.detach().view(-1)  # DeepSpeed sets it
+            views[f"frozen/{name}"] = ShardView(piece.narrow(0, 0, length), start, total)
         else:
             first, _, total = held_range(param)
             views[f"frozen/{name}"] = ShardView(_flatten(param, f"frozen/{name}"), first, total)

@@ -84,8 +84,8 @@ def test_sizes_that_do_not_fit_are_refused(tiny_set: Path) -> None:
 def test_stages_of_a_mixture_are_parts_of_the_run(tiny_set: Path, digits: Path, tmp_path: Path) -> None:
     mix = tmp_path / "mix.yaml"
     mix.write_text(
-        f"datasets: {{words: {tiny_set}, digits: {digits}}}\n"
-        "stages:\n- {until: 0.5, weights: {words: 1, digits: 0}}\n- {weights: {words: 0, digits: 1}}\n"
+        f"sets:\n  words: {tiny_set}\n  digits: {digits}\n"
+        "stages:\n- until: 0.5\n  weights: {words: 1}\n- weights: {digits: 1}\n"
     )
     with pytest.raises(ConfigError, match="give total_steps"):
         open_for(mix, total_steps=None)

@@ -88,9 +88,9 @@ def edges(folder: str) -> dict[str, object]:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
+    outcomes["weights of a damaged one"] = outcome(lambda: api.read_weights(run))
     damaged = api.Checkpoints(engine, run).load()
     outcomes["damaged"] = damaged.step if damaged else None
-    outcomes["weights of a damaged one"] = outcome(lambda: api.read_weights(run))
     for name, other in {
         "other model": build(2, kind=NetWithout),
         "other shape": build(2, kind=NetTurned),
