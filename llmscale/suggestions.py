@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -186,7 +187,31 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def describe_invalid(name: str, detail: ErrorDetails, show: Callable[[object], str] = repr) -> str:
+def shown(value: object, most: int = 80) -> str:
+    """Return the beginning of a value's repr, at most `most` characters, whatever it holds.
+
+    Only a few entries of a list or mapping are visited: in YAML one list may be in another many times over.
+    """
+    if isinstance(value, str):
+        text = repr(value[:most])
+        is_cut = len(value) > most
+    else:
+        bounded = reprlib.Repr()
+        bounded.maxlist = bounded.maxtuple = bounded.maxdict = bounded.maxset = bounded.maxfrozenset = 4
+        bounded.maxstring = bounded.maxother = bounded.maxlong = most
+        bounded.maxlevel = 3
+        try:
+            text = bounded.repr(value)
+        except ValueError:
+            # Python refuses to write integers of more than 4,300 digits.
+            text = "a very long number"
+        is_cut = len(text) > most
+    if is_cut:
+        return f"{text[:most]}..."
+    return text
+
+
+def describe_invalid(name: str, detail: ErrorDetails, show: Callable[[object], str] = shown) -> str:
     """Return one of pydantic's errors as a sentence: name, value, rule, and the closest legal word if one was misspelt.
 
     `show` formats the value.

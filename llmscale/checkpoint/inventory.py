@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
@@ -59,8 +60,11 @@ from llmscale.untrusted.strangers import describe_stranger
 HISTORY_NAME = "history.json"
 #: Names of the remains of an interrupted save or delete.
 LEFTOVER_NAME = re.compile(r"\.step-\d+(\.old-\d+)?\.(partial|deleted)(-\d+)?", re.ASCII)
+#: Most checkpoints that a command takes in turn while training removes them.
+_MOST_TRIES = 5
 #: Names that are reported when they are not ours; others (`latest`, notes) are ignored.
 _LOOKS_LIKE_OURS = re.compile(r"\.?step-")
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -310,6 +314,21 @@ def open_checkpoint(
             "a run with its weights; eval, sample and prune take its folder without hf:."
         )
     raise CheckpointError(f"{path} {what}. Name a run folder of train.py (--run), or one of its checkpoints/step-*.")
+
+
+def use_checkpoint(find: Callable[[], Path], use: Callable[[Path], _T]) -> _T:
+    """Return `use(find())`; if training removed the checkpoint meanwhile, find and use another.
+
+    Raises CheckpointError.
+    """
+    for _ in range(_MOST_TRIES - 1):
+        folder = find()
+        try:
+            return use(folder)
+        except CheckpointError:
+            if folder.is_dir():
+                raise
+    return use(find())
 
 
 def _of_step(listing: FoundCheckpoints, run: Path, step: int) -> Checkpoint:

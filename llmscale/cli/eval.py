@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from llmscale import limits
@@ -50,6 +51,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from llmscale.checkpoint.inventory import use_checkpoint
     from llmscale.evaluate.lm_eval_tasks import go_offline
     from llmscale.evaluate.model_source import find_model
     from llmscale.terminal.status_line import show_if_slow
@@ -57,17 +59,21 @@ def _run(args: argparse.Namespace) -> int:
 
     go_offline()
     files = _read_files(args)
-    folder = find_model(args.run, print_to_stderr, args.step)
+    find = partial(find_model, args.run, print_to_stderr, args.step)
+    find()
     named = _named_tasks(args)
     from llmscale.engine.deepspeed_patches import quiet_libraries
 
     quiet_libraries()
     harness = _find_harness(named, args, files) if named else None
-    source = _open_model(folder, args)
-    with show_if_slow("importing torch"):
-        import llmscale.evaluate.evaluation  # noqa: F401
 
-    evaluation = _evaluate(source, files, harness, args)
+    def answer(folder: Path) -> Evaluation:
+        source = _open_model(folder, args)
+        with show_if_slow("importing torch"):
+            import llmscale.evaluate.evaluation  # noqa: F401
+        return _evaluate(source, files, harness, args)
+
+    evaluation = use_checkpoint(find, answer)
     for line in result_lines(evaluation):
         print_visible(line)
     if args.json is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import TYPE_CHECKING
 
 from llmscale.cli import flags
@@ -11,6 +12,7 @@ from llmscale.errors import ConfigError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
+    from pathlib import Path
 
     from llmscale.config.command_line import FlagParser
     from llmscale.evaluate.export import ExportedModel
@@ -36,12 +38,21 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from llmscale.checkpoint.hf_write import check_hf_folder
-    from llmscale.checkpoint.inventory import open_checkpoint
-    from llmscale.untrusted.terminal import make_visible_line, print_to_stderr
+    from llmscale.checkpoint.inventory import find_checkpoint, use_checkpoint
+    from llmscale.untrusted.terminal import print_to_stderr
 
-    checkpoint = open_checkpoint(args.run, print_to_stderr, step=args.step)
-    check_hf_folder(args.to, checkpoint.path, overwrite=args.overwrite)
+    find = partial(find_checkpoint, args.run, print_to_stderr, step=args.step)
+    return use_checkpoint(find, partial(_export, args))
+
+
+def _export(args: argparse.Namespace, folder: Path) -> int:
+    """Write a checkpoint. Raises CheckpointError, also where it is removed meanwhile."""
+    from llmscale.checkpoint.hf_write import check_hf_folder
+    from llmscale.checkpoint.manifest import read_checkpoint
+    from llmscale.untrusted.terminal import make_visible_line
+
+    check_hf_folder(args.to, folder, overwrite=args.overwrite)
+    checkpoint = read_checkpoint(folder)
     # torch is imported after the checks, which answer at once.
     from llmscale.terminal.progress import show_progress
     from llmscale.terminal.status_line import show_if_slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import TYPE_CHECKING
 
 from llmscale.cli import flags
@@ -38,13 +39,22 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from llmscale.checkpoint.hf_write import check_hf_folder
-    from llmscale.evaluate.model_source import find_model, open_model
-    from llmscale.untrusted.terminal import make_visible_line, print_to_stderr
+    from llmscale.checkpoint.inventory import use_checkpoint
+    from llmscale.evaluate.model_source import find_model
+    from llmscale.untrusted.terminal import print_to_stderr
 
-    folder = find_model(args.run, print_to_stderr, args.step)
-    check_hf_folder(args.to, folder, overwrite=args.overwrite)
     gpu = None if args.gpu is None else get_gpu(args.gpu, other="")
+    find = partial(find_model, args.run, print_to_stderr, args.step)
+    return use_checkpoint(find, partial(_prune, args, gpu))
+
+
+def _prune(args: argparse.Namespace, gpu: GPU | None, folder: Path) -> int:
+    """Write a pruned model. Raises CheckpointError, also where the checkpoint is removed meanwhile."""
+    from llmscale.checkpoint.hf_write import check_hf_folder
+    from llmscale.evaluate.model_source import open_model
+    from llmscale.untrusted.terminal import make_visible_line
+
+    check_hf_folder(args.to, folder, overwrite=args.overwrite)
     from llmscale.engine.deepspeed_patches import quiet_libraries
     from llmscale.terminal.progress import count_words, show_progress
     from llmscale.terminal.status_line import show_if_slow

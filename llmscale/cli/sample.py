@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from llmscale.data.tokenizers.tokenizer import Tokenizer
     from llmscale.evaluate.conversation import Conversation
     from llmscale.evaluate.generate import TextChunk, TokenByPrompt
+    from llmscale.evaluate.model_source import ModelSource
     from llmscale.model.gpt import GPT
     from llmscale.terminal.progress import Progress
 
@@ -101,20 +102,27 @@ class _Request:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from llmscale.checkpoint.inventory import use_checkpoint
     from llmscale.evaluate.model_source import find_model, open_model
     from llmscale.terminal.status_line import show_if_slow
 
     prompts = _prompts(args)
-    folder = find_model(args.run or _newest_run(), print_to_stderr, args.step)
+    find = partial(find_model, args.run or _newest_run(), print_to_stderr, args.step)
+    # Once before torch is imported, so that a wrong name is answered at once.
+    find()
     from llmscale.engine.deepspeed_patches import quiet_libraries
 
     with show_if_slow("importing torch"):
         from llmscale.evaluate.generate import encode_prompt
 
+    def load(folder: Path) -> tuple[ModelSource, GPT]:
+        source = open_model(folder, args.data, base=args.base)
+        return source, source.load_model()
+
     quiet_libraries()
     with show_if_slow("loading the weights"):
-        source = open_model(folder, args.data, base=args.base)
-        sampler = _Sampler(source.load_model(), source.tokenizer, partial(encode_prompt, source.tokenizer), args)
+        source, model = use_checkpoint(find, load)
+        sampler = _Sampler(model, source.tokenizer, partial(encode_prompt, source.tokenizer), args)
         if args.chat:
             from llmscale.evaluate.conversation import Conversation
 
@@ -125,7 +133,9 @@ def _run(args: argparse.Namespace) -> int:
     if prompts:
         sampler.write(prompts)
     else:
-        print_to_stderr(f"{folder}: {source.shape.num_parameters:,} parameters. Type a text to continue, or /help.")
+        print_to_stderr(
+            f"{source.folder}: {source.shape.num_parameters:,} parameters. Type a text to continue, or /help."
+        )
         _converse(sampler, args)
     return 0
 

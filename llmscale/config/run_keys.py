@@ -113,7 +113,7 @@ IDENTITY = {
 
 #: hf:OWNER/NAME, as the Hub has it, with a revision or a configuration; or hf:FOLDER without a path.
 _HUB_NAME = re.compile(r"hf:[\w-][\w.-]*(/[\w-][\w.-]*)?([@:][\w.-]+)?", re.ASCII)
-_URL = re.compile(r"[A-Za-z][\w+.-]*://[^\s'\"`,;)<>]+")
+_URL = re.compile(r"[A-Za-z][\w+.-]{0,30}://[^\s'\"`,;)<>]+")
 #: Folders of an absolute path, but not parts of a relative one or a closing tag.
 _FOLDERS = re.compile(r"(?<![\w./~-])(?!(?<=<)/\w+>)(~[\w.-]*)?/(?:[^\s/'\"`,;:()=]+/)*(?=[^\s/])")
 

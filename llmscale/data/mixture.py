@@ -204,7 +204,7 @@ def _check_file(where: str, values: Mapping[str, object]) -> MixFile:
             raise ConfigError(f"{where}: unknown key '{name}'.{hint} Legal: {', '.join(legal)}.") from None
         if first["type"] == "missing":
             raise ConfigError(f"{where}: '{name}' is missing.") from None
-        raise ConfigError(f"{where}: {describe_invalid(name, first, lambda value: repr(str(value)[:80]))}") from None
+        raise ConfigError(f"{where}: {describe_invalid(name, first)}") from None
 
 
 def _locate(where: str, written: MixFile, folder: Path) -> dict[str, str]:

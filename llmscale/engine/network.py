@@ -15,20 +15,31 @@ from llmscale.errors import ConfigError
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 #: Further ones that name interfaces: torch's RPC.
 NAMING_VARIABLES = (*VARIABLES, "TP_SOCKET_IFNAME")
+#: Address that other machines cannot reach.
+LOOPBACK = "127.0.0.1"
 #: Device files of machines with GPUs, where NCCL is used.
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
 
 
 def set_network_interface() -> None:
-    """Select the interface that leads to MASTER_ADDR, unless the user has selected one.
+    """Select the interface that leads to MASTER_ADDR, on one machine loopback, unless the user has selected one.
 
     By default gloo announces the address of the host's own name. On Debian and its relatives that is 127.0.1.1: every
     other host then connects to itself, and the run hangs or fails at its first collective.
     """
+    if is_one_machine(os.environ):
+        # NCCL finds its way within a machine itself.
+        os.environ.setdefault(VARIABLES[0], interface_towards(LOOPBACK) or "lo")
+        return
     name = interface_towards(os.environ["MASTER_ADDR"])
     if name is not None and name != "lo":
         for variable in VARIABLES:
             os.environ.setdefault(variable, name)
+
+
+def is_one_machine(variables: Mapping[str, str]) -> bool:
+    """Return whether all ranks of a run are on this machine, by the variables of their launcher."""
+    return variables.get("WORLD_SIZE", "1") == variables.get("LOCAL_WORLD_SIZE", "")
 
 
 def check_interfaces(variables: Mapping[str, str]) -> None:

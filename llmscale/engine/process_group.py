@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from llmscale.engine.collectives import Disks, gather
 from llmscale.engine.deepspeed_patches import quiet_libraries
 from llmscale.engine.launcher_variables import check_started_alone
-from llmscale.engine.network import find_port, set_network_interface
+from llmscale.engine.network import LOOPBACK, find_port, is_one_machine, set_network_interface
 from llmscale.errors import MachineError
 
 #: Longest wait of a collective for a missing rank. A launcher ends the ranks of its own host at once; this bounds the
@@ -58,6 +59,7 @@ def join_world() -> World:
     backend = accelerator.communication_backend_name() if is_gpu() else "gloo"
     try:
         _meet_again(backend)
+        _meet_on_loopback(backend)
         deepspeed.init_distributed(
             dist_backend=backend,
             auto_mpi_discovery=False,
@@ -65,7 +67,7 @@ def join_world() -> World:
             verbose=False,
         )
         control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-    except (dist.DistError, RuntimeError) as error:
+    except (dist.DistError, RuntimeError, OSError) as error:
         raise MachineError(_explain_failed_rendezvous(error)) from error
     return World(
         rank=dist.get_rank(),
@@ -99,6 +101,51 @@ def _meet_again(backend: str) -> None:
         world_size=world_size,
         timeout=COLLECTIVE_TIMEOUT,
     )
+
+
+def _meet_on_loopback(backend: str) -> None:
+    """Join ranks that are all on this machine through a store that listens on loopback alone. Collective.
+
+    torch's own listens on every interface, without a password, for as long as the run lives.
+    """
+    has_agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not is_one_machine(os.environ) or has_agents_store or dist.is_initialized():
+        return
+    port = int(os.environ["MASTER_PORT"])
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    listener = None
+    if rank == 0:
+        listener = socket.create_server((LOOPBACK, port), backlog=world_size).detach()
+    store = dist.TCPStore(
+        LOOPBACK,
+        port,
+        world_size,
+        is_master=rank == 0,
+        timeout=COLLECTIVE_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=_device_to_bind(world_size),
+    )
+
+
+def _device_to_bind(world_size: int) -> torch.device | None:
+    """Return the GPU that DeepSpeed's `init_distributed` would bind to the group, and None where it binds none."""
+    from deepspeed.accelerator import get_accelerator
+
+    # torch 2.6.1 to 2.7.0 hang with a bound device (pytorch#153960).
+    version = torch.torch_version.TorchVersion(torch.__version__)
+    hangs = "2.6.0" < version < "2.7.1"
+    if world_size == 1 or hangs or get_accelerator().device_name() != "cuda":
+        return None
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
 def _explain_failed_rendezvous(error: Exception) -> str:

@@ -116,8 +116,13 @@ def given_flags(starts: Iterable[Record]) -> dict[str, str]:
 
 def show(value: object) -> str:
     """Format a value of a file as one line of bounded length, without folders of this machine."""
-    text = publish_text(value if isinstance(value, str) else json.dumps(value))
-    return make_visible_line(text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}…")
+    if not isinstance(value, str):
+        value = json.dumps(value)
+    # Cut first: a stranger's text may be as long as its file. Publishing shortens it.
+    text = publish_text(value[: 10 * _MOST_LETTERS])
+    if len(text) > _MOST_LETTERS:
+        text = f"{text[:_MOST_LETTERS]}…"
+    return make_visible_line(text)
 
 
 def _load(path: Path) -> Mapping[str, object]:

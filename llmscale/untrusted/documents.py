@@ -23,6 +23,7 @@ from llmscale.untrusted.paths import open_regular, read_regular, unreadable_as
 from llmscale.untrusted.terminal import make_visible_line
 
 if TYPE_CHECKING:
+    import yaml
     from pydantic import TypeAdapter
 
 _T = TypeVar("_T")
@@ -35,6 +36,9 @@ MAX_BYTES = 64 << 20
 LINE_MAX_BYTES = 1 << 20
 #: Most levels of objects and lists in a JSON file that people write.
 _MOST_LEVELS = 100
+#: Most entries of a YAML file, those of an alias counted wherever it stands: a file within CONFIG_MAX_BYTES has fewer
+#: without aliases.
+_MOST_ENTRIES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,12 @@ def parse_yaml(contents: bytes | str, rules: Rules, where: str) -> dict[str, obj
     import yaml
 
     class StrictLoader(yaml.SafeLoader):
-        """Safe YAML without duplicate keys."""
+        """Safe YAML without duplicate keys, and without aliases that multiply a small file to gigabytes."""
+
+        def construct_document(self, node: yaml.Node) -> object:
+            if _count_entries(node, {}) > _MOST_ENTRIES:
+                raise ValueError(f"its aliases (*name) repeat parts to more than {_MOST_ENTRIES:,} entries. Write less")
+            return super().construct_document(node)
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
             keys = set[str]()
@@ -147,6 +156,25 @@ def parse_yaml(contents: bytes | str, rules: Rules, where: str) -> dict[str, obj
         except yaml.YAMLError as error:
             raise ValueError(error) from None
     return {} if value is None else _checked(value, rules, where, "keys and values")
+
+
+def _count_entries(node: yaml.Node, counted: dict[int, int]) -> int:
+    """Return the entries below a node of YAML, those of an alias as often as it stands.
+
+    `counted` has the nodes seen so far by their ids. Raises ValueError for a node within itself.
+    """
+    if id(node) in counted:
+        if not counted[id(node)]:
+            raise ValueError("an alias (*name) stands within what it names. Write the value out")
+        return counted[id(node)]
+    counted[id(node)] = 0
+    total = 1
+    if isinstance(node.value, list):
+        for entry in node.value:
+            for part in entry if isinstance(entry, tuple) else (entry,):
+                total += _count_entries(part, counted)
+    counted[id(node)] = total
+    return total
 
 
 def parse_toml(contents: bytes | str, rules: Rules, where: str) -> dict[str, object]:
@@ -186,7 +214,7 @@ def build(kind: type[_T], values: object, rules: Rules, where: str) -> _T:
     except ValidationError as error:
         first = error.errors()[0]
         name = make_visible_line(".".join(map(str, first["loc"]))[:80])
-        reason = describe_invalid(name, first, lambda value: repr(value)[:80])
+        reason = describe_invalid(name, first)
         if first["type"] == "missing":
             reason = f"{name} is missing"
         elif first["type"] == "unexpected_keyword_argument":
@@ -239,10 +267,14 @@ def _checked(value: object, rules: Rules, where: str, wanted: str) -> dict[str, 
 def _is_deep(value: object) -> bool:
     """Return whether a value nests more than code can follow that calls itself for each level."""
     level: list[dict | list] = [[value]]
-    for _ in range(1 + _MOST_LEVELS):
+    num_levels = 0
+    while level:
+        if num_levels > _MOST_LEVELS:
+            return True
         items = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
         level = [item for item in items if isinstance(item, (dict, list))]
-    return bool(level)
+        num_levels += 1
+    return False
 
 
 def _describe(value: object) -> str:

@@ -20,12 +20,14 @@ from llmscale.checkpoint.inventory import (
     find_checkpoints,
     history_after,
     list_checkpoints,
+    open_checkpoint,
     pin_checkpoint,
     pinned_checkpoints,
     point_best,
     point_latest,
     record_history,
     remove_leftovers,
+    use_checkpoint,
 )
 from llmscale.checkpoint.manifest import (
     CheckpointManifest,
@@ -350,3 +352,31 @@ def test_what_cannot_be_deleted_is_tried_again(save_steps: Callable, tmp_path: P
     assert save_steps(20, keep_last=1)[-1].startswith("saved ")
     assert [step_of(path) for path in list_checkpoints(tmp_path / "run")] == [20]
     assert (folder / ".step-00000010.deleted").read_text() == "not ours"
+
+
+def test_a_checkpoint_that_training_removed_meanwhile_is_replaced_by_the_newest(
+    save_steps: Callable, tmp_path: Path
+) -> None:
+    """As `sample` and `export` meet them beside a training that saves each second."""
+    save_steps(10, 20)
+    run = tmp_path / "run"
+
+    def read(folder: Path) -> int:
+        if step_of(folder) == 20:
+            save_steps(30, keep_last=1)
+        return open_checkpoint(folder).step
+
+    assert use_checkpoint(lambda: find_checkpoint(run), read) == 30
+
+
+def test_a_damaged_checkpoint_is_not_read_twice(save_steps: Callable, tmp_path: Path) -> None:
+    save_steps(10)
+    seen = []
+
+    def read(folder: Path) -> None:
+        seen.append(folder)
+        raise CheckpointError("damaged")
+
+    with pytest.raises(CheckpointError, match="damaged"):
+        use_checkpoint(lambda: find_checkpoint(tmp_path / "run"), read)
+    assert len(seen) == 1

@@ -67,12 +67,18 @@ def test_every_interface_leads_to_its_own_address() -> None:
 
 
 @pytest.mark.parametrize("master", ["127.0.0.1", "localhost", "no-such-host.invalid"])
-def test_a_run_on_one_host_needs_no_interface(monkeypatch: pytest.MonkeyPatch, master: str) -> None:
+@pytest.mark.parametrize("local", ["2", "1"])
+def test_a_run_on_one_host_uses_loopback_alone(monkeypatch: pytest.MonkeyPatch, master: str, local: str) -> None:
     for variable in VARIABLES:
-        monkeypatch.delenv(variable, raising=False)
+        # Set first, so that monkeypatch also removes what the function under test adds.
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
     monkeypatch.setenv("MASTER_ADDR", master)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
     set_network_interface()
-    assert not [variable for variable in VARIABLES if variable in os.environ]
+    chosen = {variable: os.environ[variable] for variable in VARIABLES if variable in os.environ}
+    assert chosen == ({"GLOO_SOCKET_IFNAME": "lo"} if local == "2" else {})
 
 
 def test_the_users_word_stands(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 
+import psutil
 import pytest
 
 from llmscale.engine.process_group import join_world, leave_world, set_default_environment
@@ -72,8 +73,18 @@ def test_ranks_know_where_they_stand_on_uneven_nodes_and_say_nothing_else(ranks:
     assert all(world["ranks_per_node"] == [1, 2] and world["world_size"] == 3 for world in worlds)
 
 
+def test_ranks_on_one_machine_listen_on_loopback_alone(ranks: Callable) -> None:
+    """A stranger who reaches the rendezvous could read its keys and write one."""
+    job = ranks([__file__], 2, [2])
+    outputs = job.wait()
+    assert job.exit_codes == [0, 0], outputs
+    addresses = [json.loads(output)["listens_at"] for output in outputs]
+    assert addresses[0] and {*addresses[0], *addresses[1]} == {"127.0.0.1"}
+
+
 if __name__ == "__main__":
     here = join_world()
+    connections = psutil.Process().net_connections(kind="inet")
     print(
         json.dumps(
             {
@@ -82,6 +93,7 @@ if __name__ == "__main__":
                 "local_rank": here.local_rank,
                 "ranks_per_node": here.ranks_per_node,
                 "is_main": here.is_main,
+                "listens_at": [one.laddr.ip for one in connections if one.status == psutil.CONN_LISTEN],
             }
         )
     )

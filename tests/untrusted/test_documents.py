@@ -21,6 +21,10 @@ from llmscale.untrusted.documents import (
 )
 
 RULES = Rules(ConfigError, "Mend it.")
+#: Each line holds the one above nine times: 353 bytes that would be 10^10 entries.
+LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{name}: &{name} [{','.join(['*' + inner] * 9)}]\n" for inner, name in zip("abcdefghi", "bcdefghij", strict=True)
+)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +70,10 @@ def test_json_that_is_accepted() -> None:
         ("a: \x1b[31m", "special characters"),
         ("? [1]\n: 2", "unhashable"),
         ("a: 2001-99-99", "month"),
+        (LAUGHS + "steps: *j", r"its aliases \(\*name\) repeat parts to more than"),
+        (LAUGHS.replace("[", "[{k: 1}, ") + "<<: *j", "its aliases"),
+        ("a: &a [*a]", "within what it names"),
+        ("a: &a {b: {c: *a}}", "within what it names"),
     ],
 )
 def test_yaml_that_is_refused(text: str, words: str) -> None:
@@ -74,6 +82,7 @@ def test_yaml_that_is_refused(text: str, words: str) -> None:
 
 
 def test_yaml_that_is_accepted() -> None:
+    assert parse_yaml("a: &a {b: 1}\nc:\n  <<: *a\n  d: 2", RULES, "x") == {"a": {"b": 1}, "c": {"b": 1, "d": 2}}
     assert parse_yaml("", RULES, "x") == {}
     assert parse_yaml("a: &a [1, {b: null}]\n2: *a", RULES, "x") == {"a": [1, {"b": None}], "2": [1, {"b": None}]}
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
 from llmscale.errors import ConfigError
+from llmscale.suggestions import shown
 
 #: Upper limits of widths and vocabularies, of layers, of a layer's experts, and of all layers' experts.
 _MOST = 1 << 30
@@ -26,17 +27,9 @@ ACTIVATIONS = {
 }
 #: Their names of gelu_tanh by entry: GPT-2's is computed step by step, each rounded to the weights' type.
 _GELU_TANH = {"activation_function": "gelu_new", "hidden_act": "gelu_pytorch_tanh"}
-#: Characters of a value shown in an error.
-_MOST_SHOWN = 80
 _T = TypeVar("_T", str, int)
 #: Fields of GPTShape by name.
 Fields = dict[str, object]
-
-
-def _shown(value: object) -> str:
-    """Return the beginning of a value's repr."""
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 class Keys:
@@ -70,7 +63,7 @@ class Keys:
             if value is None:
                 problem = "is missing"
             else:
-                problem = f"is {_shown(value)}"
+                problem = f"is {shown(value)}"
             raise ConfigError(f"{self.source}: {name} {problem}; an integer from {least} on is needed.")
         if value > most:
             raise ConfigError(f"{self.source}: {name} is {value}, more than the {most:,} of {of}.")
@@ -89,21 +82,21 @@ class Keys:
             # Integers of a file may be larger than any float.
             or not 0 < value <= sys.float_info.max
         ):
-            raise ConfigError(f"{self.source}: {name} is {_shown(value)}, not a positive number.")
+            raise ConfigError(f"{self.source}: {name} is {shown(value)}, not a positive number.")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         """Return true or false."""
         value = self._get(name, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"{self.source}: {name} is {_shown(value)}, not true or false.")
+            raise ConfigError(f"{self.source}: {name} is {shown(value)}, not true or false.")
         return value
 
     def choice(self, name: str, legal: Mapping[str, str], default: object, fix: str = "") -> str:
         """Return the value of `legal` for this entry's text. An error ends with `fix`."""
         value = self._get(name, default)
         if not isinstance(value, str) or value not in legal:
-            raise ConfigError(f"{self.source}: {name} is {_shown(value)}; llmscale has {', '.join(legal)}.{fix}")
+            raise ConfigError(f"{self.source}: {name} is {shown(value)}; llmscale has {', '.join(legal)}.{fix}")
         return legal[value]
 
     def section(self, name: str) -> Keys | None:
@@ -112,20 +105,20 @@ class Keys:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise ConfigError(f"{self.source}: {name} is {_shown(value)}, not an object.")
+            raise ConfigError(f"{self.source}: {name} is {shown(value)}, not an object.")
         return Keys(value, f"{self.source}: {name}")
 
     def require_flat(self) -> None:
         """Refuse an object within the entries, such as one for each kind of layer."""
         for name, value in self._config.items():
             if isinstance(value, dict):
-                raise ConfigError(f"{self.source}: {_shown(name)} is an object of its own, which llmscale cannot read.")
+                raise ConfigError(f"{self.source}: {shown(name)} is an object of its own, which llmscale cannot read.")
 
     def items(self, name: str, kind: type[_T]) -> list[_T]:
         """Return a list of items of a type; empty when it is missing."""
         value = self._get(name, [])
         if not isinstance(value, list) or any(type(item) is not kind for item in value):
-            raise ConfigError(f"{self.source}: {name} is {_shown(value)}, not a list of {kind.__name__}.")
+            raise ConfigError(f"{self.source}: {name} is {shown(value)}, not a list of {kind.__name__}.")
         return value
 
     def require(self, name: str, only: object) -> None:
@@ -134,7 +127,7 @@ class Keys:
         # True equals 1.
         if value is not None and (value != only or isinstance(value, bool) != isinstance(only, bool)):
             alone = "none" if only is None else f"{only!r} alone"
-            raise ConfigError(f"{self.source}: {name} is {_shown(value)}; llmscale's model has {alone}.")
+            raise ConfigError(f"{self.source}: {name} is {shown(value)}; llmscale's model has {alone}.")
 
     def heads(self, width: str = "hidden_size", heads: str = "num_attention_heads") -> tuple[int, int]:
         """Return the model's width and its number of query heads, a divisor of it unless head_dim is given."""

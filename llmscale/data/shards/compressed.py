@@ -49,6 +49,9 @@ _ALWAYS_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
 #: First bytes of uncompressed files of other formats than text.
 _PLAIN_MAGIC = (b"PAR1", b"ARROW1\0\0", b"\xff\xff\xff\xff", b"\x93NUMPY")
+#: Longest window of zstd: `zstd --long=31`, as dumps of Reddit are packed. Its memory is touched only as far as the
+#: contents reach.
+_ZSTD_WINDOW_BYTES = 1 << 31
 #: zstd returns all that a piece unpacks to, at most 128 KiB for every 4 bytes.
 _ZSTD_PIECE_BYTES = 1 << 10
 
@@ -153,7 +156,7 @@ def _unpack_zstd(raw: BinaryIO) -> Iterator[bytes]:
     frame = None
     while data := raw.read(_ZSTD_PIECE_BYTES):
         while data:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            frame = frame or zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj()
             try:
                 if contents := frame.decompress(data):
                     yield contents

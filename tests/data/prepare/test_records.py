@@ -154,3 +154,51 @@ def test_damaged_arrow_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.arrow").write_bytes(_arrow_stream(pa.table({"text": [1]})))
     with pytest.raises(DataError, match="holds int64, not strings"):
         _read(tmp_path / "a.arrow")
+
+
+def _read(path: Path) -> tuple[list[str], list[str], list[str]]:
+    """Return the texts of a file, the reasons of rejected records, and the notes."""
+    opened = open_source(str(path))
+    records = list(opened.records((), None))
+    texts = [str(record.content) for record in records if isinstance(record, Document)]
+    rejected = [record.reason for record in records if isinstance(record, Rejected)]
+    return texts, rejected, list(source.describe_passed_over(opened.passed_over))
+
+
+def test_null_is_an_empty_document_in_every_format(tmp_path: Path) -> None:
+    lines = [{"text": "a"}, {"text": None}, {"text": "b"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    pandas.DataFrame(lines).to_parquet(tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.parquet"):
+        assert _read(tmp_path / name) == (["a", "", "b"], [], [])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_zero_bytes_that_a_crash_left_at_the_end_are_named(tmp_path: Path, name: str) -> None:
+    contents = b'{"text": "a"}\n' if name == "a.jsonl" else b"text\na\n"
+    (tmp_path / name).write_bytes(contents + b"\0" * 5000)
+    texts, rejected, _ = _read(tmp_path / name)
+    assert texts == ["a"]
+    assert rejected == [source.ZERO_TAIL]
+
+
+@pytest.mark.parametrize(("contents", "words"), [(b"a" + b"\0" * 5000, "ends in zero bytes"), (b"a\0b", "is binary")])
+def test_zero_bytes_in_text_are_named(tmp_path: Path, contents: bytes, words: str) -> None:
+    (tmp_path / "a.txt").write_bytes(contents)
+    with pytest.raises(DataError, match=words):
+        _read(tmp_path / "a.txt")
+
+
+def test_halves_of_surrogate_pairs_are_replaced_and_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a \\ud83d b"}\n{"text": "\\ud83d\\ude00"}\n')
+    texts, rejected, notes = _read(tmp_path / "a.jsonl")
+    assert texts == ["a \ufffd b", "\U0001f600"]
+    assert not rejected
+    assert len(notes) == 1 and notes[0].startswith("Read 1 file with halves of surrogate pairs")
+
+
+def test_zstd_with_a_window_as_long_as_reddits_dumps(tmp_path: Path) -> None:
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=31, write_content_size=False)
+    packed = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "a.jsonl.zst").write_bytes(packed.compress(b'{"text": "a"}\n') + packed.flush())
+    assert _read(tmp_path / "a.jsonl.zst")[0] == ["a"]

@@ -31,6 +31,7 @@ from llmscale.data.prepare.sources.source import (
     BESIDE_RECORDS,
     BESIDE_TEXT,
     GLOB_CHOOSES,
+    ZERO_TAIL,
     Choice,
     Document,
     FileError,
@@ -75,7 +76,7 @@ def _decode(file: BinaryIO, name: str) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder(encoding)()
         while chunk:
             if b"\0" in chunk:
-                raise UndecodableError(name, " holds zero bytes: it is binary or UTF-16, not UTF-8 text")
+                raise UndecodableError(name, _describe_zeros(chunk, file))
             parts.append(decoder.decode(chunk))
             size_bytes += len(chunk)
             if size_bytes > MAX_TEXT_BYTES:
@@ -89,6 +90,15 @@ def _decode(file: BinaryIO, name: str) -> Iterator[str]:
         raise UndecodableError(name, f" is not {expected} text: {error}") from None
     text = "".join(parts)
     yield text if is_utf8 else without_lone_surrogates(text)
+
+
+def _describe_zeros(chunk: bytes, file: BinaryIO) -> str:
+    """Return what is wrong with a text of whose bytes some are zero: `chunk` and the rest of the file."""
+    while chunk and b"\0" not in chunk.rstrip(b"\0"):
+        chunk = file.read(_CHUNK_BYTES)
+    if chunk:
+        return " holds zero bytes: it is binary or UTF-16, not UTF-8 text"
+    return f" ends in {ZERO_TAIL}"
 
 
 def _cut(text: str) -> Iterator[str]:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from llmscale.data.prepare.sources import source
 from llmscale.data.prepare.sources.source import (
+    HALF_PAIRS,
+    ZERO_TAIL,
     Document,
     FileError,
     ReadOptions,
@@ -24,6 +26,7 @@ from llmscale.data.prepare.sources.source import (
     field_of,
     lacks_field,
     missing_field,
+    pass_over,
     suffix_of,
 )
 from llmscale.data.shards.compressed import most_unpacked_bytes, unfolds
@@ -90,8 +93,12 @@ def read_jsonl(file: BinaryIO, name: str, options: ReadOptions, rules: TokenRule
         line = line.removeprefix(_BOM) if number == 1 else line
         if line.isspace() or not line:
             continue
+        if not line.strip(b"\0\r\n"):
+            yield Rejected(where, ZERO_TAIL, line[:_CHUNK_BYTES])
+            continue
         record = _parse(line, parse_fast)
         if isinstance(record, dict):
+            record = _without_half_pairs(record, line, name, options)
             document = document_of(record, options, where, line, is_first=is_first)
             is_first = is_first and isinstance(document, Rejected)
             yield document
@@ -127,10 +134,19 @@ def _parse(line: bytes, parse_fast: Callable[[bytes], object]) -> dict[str, obje
         return f"not valid JSON ({error})"
     if not isinstance(record, dict):
         return f"expected a JSON object, found {type(record).__name__}"
-    # Only an escape can hold half a surrogate pair.
-    if b"\\ud" in line or b"\\uD" in line:
-        record = cast("dict[str, object]", json.loads(without_lone_surrogates(json.dumps(record, ensure_ascii=False))))
     return record
+
+
+def _without_half_pairs(record: dict[str, object], line: bytes, name: str, options: ReadOptions) -> dict[str, object]:
+    """Return the record of a line with U+FFFD for each half of a surrogate pair; its file is noted in `options`."""
+    # Only an escape can hold one.
+    if b"\\ud" not in line and b"\\uD" not in line:
+        return record
+    text = json.dumps(record, ensure_ascii=False)
+    if not _SURROGATE.search(text):
+        return record
+    pass_over(options.passed_over, HALF_PAIRS, PurePath(name))
+    return cast("dict[str, object]", json.loads(without_lone_surrogates(text)))
 
 
 def without_lone_surrogates(text: str) -> str:
@@ -203,6 +219,8 @@ def _check_once(column: str, names: Sequence[str], where: str) -> None:
 
 def _read_row(row: list[str], column: int, num_columns: int, where: str) -> Record:
     text = row[column] if column < len(row) else ""
+    if text and not text.strip("\0"):
+        return Rejected(where, ZERO_TAIL, text[:_CHUNK_BYTES].encode())
     if len(row) > num_columns:
         reason = f"{len(row)} values for the header's {num_columns} columns"
         return Rejected(where, reason, text.encode(errors="surrogateescape"))

@@ -82,12 +82,15 @@ class PassedOver(NamedTuple):
     """Path below the folder that the user named, or in its archive."""
 
 
+#: Reason of a Rejected, and of a text that is refused.
+ZERO_TAIL = "zero bytes, as a crash or a full disk leaves them at a file's end: cut them off"
 #: Reasons of a PassedOver.
 UNDECODABLE = "texts (not UTF-8)"
 GLOB_CHOOSES = " (--glob chooses files)"
 BESIDE_RECORDS = f"files beside the records{GLOB_CHOOSES}"
 BESIDE_TEXT = f"files beside the text: arrays, or tables that lack its column{GLOB_CHOOSES}"
 HIDDEN = "files with hidden names"
+HALF_PAIRS = "files with halves of surrogate pairs, which became U+FFFD"
 NOT_REGULAR = "files (links to folders, pipes or devices: `cp -rL` makes a copy that includes them)"
 
 
@@ -278,6 +281,9 @@ def document_of(
         if is_first:
             raise missing_field(where, options.text_field, record) from None
         return Rejected(where, lacks_field(options.text_field, record), contents)
+    if text is None:
+        # As in Parquet, where it is common.
+        return Document("")
     if isinstance(text, str):
         return Document(text)
     return Rejected(where, f"the field '{options.text_field}' holds {type(text).__name__}, not text", contents)
@@ -375,4 +381,5 @@ def describe_passed_over(passed_over: Collection[PassedOver]) -> Iterator[str]:
         by_reason.setdefault(reason, []).append(name)
     for reason, names in by_reason.items():
         more = f" and {len(names) - MOST_NAMES:,} more" if len(names) > MOST_NAMES else ""
-        yield with_singulars(f"Skipped {len(names):,} {reason}: {', '.join(names[:MOST_NAMES])}{more}.")
+        verb = "Read" if reason == HALF_PAIRS else "Skipped"
+        yield with_singulars(f"{verb} {len(names):,} {reason}: {', '.join(names[:MOST_NAMES])}{more}.")
