@@ -20,9 +20,10 @@ from llmscale.config.bundled_files import install_command
 from llmscale.config.hardware import Cluster
 from llmscale.config.resolve import ResolvedStep
 from llmscale.errors import ConfigError
+from llmscale.memory.activations import estimate_activations
 from llmscale.memory.breakdown import GIB, Breakdown, format_size
 from llmscale.memory.estimate import CONTEXT_BYTES, PHASES, RESERVED_PER_ALLOCATED, estimate_memory, step_activations
-from llmscale.memory.layers import estimate_activations, loss
+from llmscale.memory.layers import loss
 from llmscale.planning.recommend import RankedConfig
 from llmscale.planning.search import Candidate
 from llmscale.planning.step_time import RATE_ERROR

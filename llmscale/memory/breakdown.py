@@ -44,13 +44,13 @@ class Breakdown:
 
     def __add__(self, other: Breakdown) -> Breakdown:
         return Breakdown(
-            self.parameters_bytes + other.parameters_bytes,
-            self.gradients_bytes + other.gradients_bytes,
-            self.optimizer_bytes + other.optimizer_bytes,
-            self.activations_bytes + other.activations_bytes,
-            self.logits_bytes + other.logits_bytes,
-            self.buckets_bytes + other.buckets_bytes,
-            self.temporaries_bytes + other.temporaries_bytes,
+            parameters_bytes=self.parameters_bytes + other.parameters_bytes,
+            gradients_bytes=self.gradients_bytes + other.gradients_bytes,
+            optimizer_bytes=self.optimizer_bytes + other.optimizer_bytes,
+            activations_bytes=self.activations_bytes + other.activations_bytes,
+            logits_bytes=self.logits_bytes + other.logits_bytes,
+            buckets_bytes=self.buckets_bytes + other.buckets_bytes,
+            temporaries_bytes=self.temporaries_bytes + other.temporaries_bytes,
         )
 
     def as_dict(self) -> dict[str, int]:
@@ -62,7 +62,9 @@ def format_size(num_bytes: float) -> str:
     """Format as `1.25 GiB`, `312.4 GiB`, or `48.0 MiB` for a small size."""
     if abs(num_bytes) < GIB / 10:
         return f"{num_bytes / MIB:.1f} MiB"
-    return f"{num_bytes / GIB:.2f} GiB" if abs(num_bytes) < 100 * GIB else f"{num_bytes / GIB:,.1f} GiB"
+    if abs(num_bytes) < 100 * GIB:
+        return f"{num_bytes / GIB:.2f} GiB"
+    return f"{num_bytes / GIB:,.1f} GiB"
 
 
 def describe_breakdown(breakdown: Breakdown) -> str:

@@ -18,8 +18,9 @@ from llmscale.architecture.hf_config import HFModel
 from llmscale.architecture.layers import ParameterTensors
 from llmscale.config.batch_plan import ParallelLayout
 from llmscale.config.resolve import ResolvedStep
+from llmscale.memory.activations import Activations, Moment, OtherBlocks, estimate_activations
 from llmscale.memory.breakdown import Breakdown
-from llmscale.memory.layers import Activations, Moment, OtherBlocks, Pass, estimate_activations
+from llmscale.memory.layers import Pass
 from llmscale.memory.states import Added, States
 from llmscale.memory.zero_setup import ZeroSetup, zero_setup
 from llmscale.memory.zero_stages import zero_states
@@ -38,6 +39,15 @@ PHASES: dict[str, tuple[str, ...]] = {
     "backward": ("loss backward", "block backward", "end of backward"),
     "step": ("optimizer step",),
 }
+_NOTHING = Added()
+_NO_OTHERS = OtherBlocks()
+_NO_STATES = States(
+    Breakdown(),
+    step=_NOTHING,
+    end=_NOTHING,
+    gradients=lambda _complete: _NOTHING,
+    handing=lambda _complete, _handing: _NOTHING,
+)
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,8 @@ def estimate_memory(
 
 def estimate_least(step: ResolvedStep, capability: ComputeCapability | None = None) -> int:
     """Estimate a lower bound: activations, parameters in 16 bits, and states where ZeRO divides them."""
-    zero, ranks = step.engine_config.zero, step.plan.ranks.world_size
+    zero = step.engine_config.zero
+    ranks = step.plan.ranks.world_size
     least: float = max(one.total_bytes for one in find_moments(_NO_STATES, step_activations(step, capability)).values())
     if zero.stage < 3:
         least += 2 * step.rank_tensors.architecture.num_parameters
@@ -132,7 +143,8 @@ def step_activations(
     step: ResolvedStep, capability: ComputeCapability | None = None, *, worst_load: bool = False
 ) -> Activations:
     """Return the activations of a micro-step on GPUs of that compute capability."""
-    split, divided = step.plan.ranks.sequence_parallel_size, step.plan.ranks.expert_parallel_size
+    split = step.plan.ranks.sequence_parallel_size
+    divided = step.plan.ranks.expert_parallel_size
     micro_batch = Pass(
         step.shape,
         step.plan.micro_batch_size,
@@ -150,14 +162,6 @@ def step_activations(
     return estimate_activations(micro_batch, step.checkpointing, cpu_checkpointing=step.engine_config.cpu_checkpointing)
 
 
-_NOTHING, _NO_OTHERS = Added(), OtherBlocks()
-_NO_STATES = States(
-    Breakdown(),
-    step=_NOTHING,
-    end=_NOTHING,
-    gradients=lambda _done: _NOTHING,
-    handing=lambda _done, _own: _NOTHING,
-)
 #: The rows of one table ask for the same again and again.
 _states = lru_cache(maxsize=256)(zero_states)
 
@@ -185,7 +189,7 @@ def estimate_hf_states(model: HFModel, setup: ZeroSetup) -> HFStates:
         "optimizer step": states.step,
     }
     moments = {name: states.resident + most.breakdown for name, most in added.items()}
-    begin = states.resident + states.in_backward(0).with_more(Added(gradients=states.waiting)).breakdown
+    begin = states.resident + states.in_backward(0).with_more(Added(gradients=states.waiting_bytes)).breakdown
     estimate = MemoryEstimate(moments, math.ceil(states.host_bytes), math.ceil(states.nvme_bytes))
     return HFStates(estimate, begin.total_bytes)
 
@@ -209,12 +213,15 @@ def find_moments(states: States, activations: Activations) -> dict[str, Breakdow
         compare(moment, states.in_forward(moment.place))
     for moment in activations.ends:
         is_forward = moment.place >= 0
-        compare(moment, states.in_forward(moment.place) if is_forward else states.in_backward(moment.done, moment.own))
-    most_added = states.most_in_block(activations.largest_own)
+        compare(
+            moment,
+            states.in_forward(moment.place) if is_forward else states.in_backward(moment.complete, moment.handing),
+        )
+    most_added = states.most_in_block(activations.largest_handing)
     for most, others, block in activations.backward_blocks():
         if most + most_added <= peaks["block backward"][0]:
             break
-        additions, added_bytes = states.in_block(others.done, block.handed)
+        additions, added_bytes = states.in_block(others.complete, block.handed)
         totals = list(map(add, block.backward_bytes, added_bytes))
         largest = totals.index(max(totals))
         compare(block.backward[largest], additions[largest], others)

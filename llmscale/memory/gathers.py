@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -20,6 +20,13 @@ from llmscale.memory.zero_setup import BYTES_PER_ELEMENT, ZeroSetup
 
 #: Blocks in the middle of a deep model that must be alike, so that as many others are.
 _ALIKE = 4
+
+#: Indices of a module's parameters.
+_Module = tuple[int, ...]
+#: fetch: DeepSpeed's hook before a module's forward or backward. release: its hook after it. moment: the forward pass
+#: reaches the embeddings, a block, the final norm or the logits, or a layer's gradients are ready.
+_Action = Literal["fetch", "release", "moment"]
+_Event = tuple[_Action, _Module]
 
 
 class Gathers(NamedTuple):
@@ -59,11 +66,13 @@ def second_copies(tensors: Iterable[ParameterTensor], setup: ZeroSetup) -> dict[
 
     A copy is made when the parameter is first released (_partition_param_sec), and freed by the optimizer step.
     """
-    group, dtype = setup.zero.zero_hpz_partition_size, setup.config.model_dtype
-    if group == 1:
+    group_ranks = setup.zero.zero_hpz_partition_size
+    if group_ranks == 1:
         return {}
     return {
-        tensor.index: tensor_bytes(padded(tensor.elements, setup.ranks_of(tensor)) // group, dtype)
+        tensor.index: tensor_bytes(
+            padded(tensor.elements, setup.ranks_of(tensor)) // group_ranks, setup.config.model_dtype
+        )
         for tensor in tensors
     }
 
@@ -71,13 +80,11 @@ def second_copies(tensors: Iterable[ParameterTensor], setup: ZeroSetup) -> dict[
 def persistent_parameters(tensors: Iterable[ParameterTensor], setup: ZeroSetup) -> dict[int, ParameterTensor]:
     """Return the parameters that stay gathered between steps (DeepSpeedZeRoOffload.mark_persistent_parameters)."""
     chosen: dict[int, ParameterTensor] = {}
-    total, most, most_of_one = (
-        0,
-        setup.zero.stage3_model_persistence_threshold,
-        setup.zero.stage3_param_persistence_threshold,
-    )
+    zero = setup.zero
+    total = 0
     for tensor in tensors:
-        if tensor.elements <= most_of_one and total + tensor.elements <= most:
+        is_small = tensor.elements <= zero.stage3_param_persistence_threshold
+        if is_small and total + tensor.elements <= zero.stage3_model_persistence_threshold:
             chosen[tensor.index] = tensor
             total += tensor.elements
     return chosen
@@ -118,7 +125,8 @@ def _blocks_to_follow(tensors: ParameterTensors, setup: ZeroSetup) -> int:
 
     DeepSpeed looks ahead and keeps parameters within three numbers of elements, at the beginning and at the end.
     """
-    model, zero = tensors.architecture, setup.zero
+    model = tensors.architecture
+    zero = setup.zero
     is_uniform = not tensors.frozen and not model.other_blocks
     if not is_uniform or zero.stage3_model_persistence_threshold < model.num_parameters:
         return model.n_layer
@@ -131,21 +139,26 @@ def _repeat_blocks(moments: list[Gathers], tensors: ParameterTensors, n_layer: i
 
     The middle block is repeated in both passes; None if its neighbours are not like it.
     """
-    num_blocks, times = tensors.architecture.n_layer, n_layer - tensors.architecture.n_layer
-    moments_of_block = sum(layer[0].block == 0 for layer in tensors.gradient_order)
-    before_blocks = (
-        num_blocks
-        + 4
-        + sum(layer[0].block is None for layer in tensors.gradient_order[: -len(tensors.architecture.before_blocks)])
-    )
-    for begin, count in ((before_blocks + tensors.tied, moments_of_block), (1, 1)):  # backward, then forward
+    num_blocks = tensors.architecture.n_layer
+    added_blocks = n_layer - num_blocks
+    layers = tensors.gradient_order
+    moments_of_block = sum(layer[0].block == 0 for layer in layers)
+    layers_after_blocks = layers[: -len(tensors.architecture.before_blocks)]
+    moments_after_blocks = sum(layer[0].block is None for layer in layers_after_blocks)
+    begin_of_forward = 1
+    begin_of_backward = num_blocks + 4 + moments_after_blocks + tensors.tied
+    # The backward pass first: what is inserted there moves nothing of the forward pass.
+    for begin, count in ((begin_of_backward, moments_of_block), (begin_of_forward, 1)):
         first = begin + num_blocks // 2 * count
         change = moments[first + count].plus(moments[first], -1)
         near = range(first - _ALIKE // 2 * count, first + _ALIKE // 2 * count)
         if any(moments[place + count] != moments[place].plus(change) for place in near):
             return None
-        repeated = [moments[first + place % count].plus(change, place // count) for place in range(times * count)]
-        moments = moments[:first] + repeated + [moment.plus(change, times) for moment in moments[first:]]
+        repeated = [
+            moments[first + place % count].plus(change, place // count) for place in range(added_blocks * count)
+        ]
+        later = [moment.plus(change, added_blocks) for moment in moments[first:]]
+        moments = moments[:first] + repeated + later
     return moments
 
 
@@ -157,26 +170,19 @@ def count_gathers(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool)
 
 
 def _follow(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> list[Gathers]:
-    coordinator, moments, began = _Coordinator(tensors, setup, recomputes), [], (0, 0, 0)
+    coordinator = _Coordinator(tensors, setup, recomputes)
+    moments: list[Gathers] = []
+    began = Gathers()
     for action, module in coordinator.events:
         if action == "fetch":
             coordinator.fetch(module)
         elif action == "release":
             coordinator.release(module)
         else:
-            moments.append(Gathers(*began, coordinator.peak_bytes))
-            began = coordinator.calls, coordinator.elements, coordinator.live_bytes
-            coordinator.peak_bytes = coordinator.live_bytes
+            moments.append(began._replace(peak_bytes=coordinator.peak_bytes))
+            began = coordinator.begin_moment()
     # Parameters that are gathered before the embeddings run are alive when they do.
-    return [*moments[1:], Gathers(*began, coordinator.peak_bytes)]
-
-
-#: Indices of a module's parameters.
-_Module = tuple[int, ...]
-#: fetch: DeepSpeed's hook before a module's forward or backward. release: its hook after it. moment: the forward pass
-#: reaches the embeddings, a block, the final norm or the logits, or a layer's gradients are ready.
-_Action = Literal["fetch", "release", "moment"]
-_Event = tuple[_Action, _Module]
+    return [*moments[1:], began._replace(peak_bytes=coordinator.peak_bytes)]
 
 
 def _trace(tensors: ParameterTensors, recomputes: bool) -> Iterator[_Event]:
@@ -184,12 +190,11 @@ def _trace(tensors: ParameterTensors, recomputes: bool) -> Iterator[_Event]:
 
     Gradients end at the first layer that is trained. Those before it run no backward pass.
     """
-    model, passive = tensors.architecture, _without_backward(tensors)
+    model = tensors.architecture
+    passive = _without_backward(tensors)
     modules = {place: tuple(tensor.index for tensor in own) for place, own in tensors.of_layer.items()}
-    before, (*norms, head) = (
-        [modules.get((None, layer.name), ()) for layer in layers if layer.name]
-        for layers in (model.before_blocks, model.after_blocks)
-    )
+    before = [modules.get((None, layer.name), ()) for layer in model.before_blocks if layer.name]
+    *norms, head = (modules.get((None, layer.name), ()) for layer in model.after_blocks if layer.name)
     moment: _Event = ("moment", ())
     yield from (("fetch", ()), moment, *_through(before, "fetch", "release"))
     for block in range(model.n_layer):
@@ -213,7 +218,8 @@ def _trace(tensors: ParameterTensors, recomputes: bool) -> Iterator[_Event]:
 
 def _without_backward(tensors: ParameterTensors) -> frozenset[int]:
     """Return the parameters of layers whose input and weights need no gradients."""
-    frozen, passive = {tensor.index for tensor in tensors.frozen_tensors}, set[int]()
+    frozen = {tensor.index for tensor in tensors.frozen_tensors}
+    passive = set[int]()
     has_gradients = not frozen
     for place, layer in tensors.architecture.all_layers() if frozen else ():
         own = [tensor.index for tensor in tensors.of_layer.get((place, layer.name), ()) if layer.name]
@@ -260,46 +266,68 @@ def _block(
     yield from _through([of_block], *actions[1:])
 
 
+@dataclass
 class _AllGather:
     """A coalesced all-gather: its flat tensor lives until the last of its parameters has been waited for."""
 
-    def __init__(self, flat_bytes: int, indices: Iterable[int]) -> None:
-        self.flat_bytes, self.waiting, self.copied = flat_bytes, set(indices), False
+    flat_bytes: int
+    waiting: set[int]
+    """Parameters that have not been waited for."""
+    is_copied: bool = False
+    """True when the parameters have storages of their own."""
 
 
 class _Coordinator:
     """Fetches and releases modules, from `reset_step` on. Parameters are named by their indices."""
 
     def __init__(self, tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> None:
-        self.calls = self.elements = self.live_bytes = self.peak_bytes = 0
-        zero, self._dtype = setup.zero, setup.config.model_dtype
-        self._most_live, self._most_prefetched = zero.stage3_max_live_parameters, zero.stage3_prefetch_bucket_size
-        self._near = zero.stage3_max_reuse_distance
-        self._stores_own = setup.shard_ranks == 1 or zero.offload_param.device != "none"
+        self.peak_bytes = 0
+        """Largest memory since the moment began."""
+        self._calls = 0
+        self._gathered_elements = 0
+        self._live_bytes = 0
+        self._setup = setup
+        self._has_copies = setup.shard_ranks == 1 or setup.zero.offload_param.device != "none"
         """True if a parameter of which the rank has all is copied for use."""
         self._elements = [tensor.elements for tensor in tensors.all]
         self._ranks = [setup.ranks_of(tensor) for tensor in tensors.all]
-        complete, persistent = list(_trace(tensors, recomputes)), persistent_parameters(tensors.all, setup)
-        steps = [module for action, module in complete if action == "fetch"]
-        modules = {*steps, ()}
-        sizes = {module: sum(self._elements[index] for index in module) for module in modules}
-        self._before = list(accumulate((sizes[module] for module in steps), initial=0))
-        """Elements of all modules before each step."""
-        # Those that stay gathered matter for distances alone.
-        moving = {module: tuple(index for index in module if index not in persistent) for module in modules}
-        self.events = [(action, moving[module]) for action, module in complete]
-        self._queue = deque((index, step) for step, module in enumerate(steps) for index in moving[module])
+        trace = list(_trace(tensors, recomputes))
+        fetched = [module for action, module in trace if action == "fetch"]
+        self._elements_before = self._count_elements_before(fetched)
+        """Elements of all modules before each step of the trace."""
+        # Parameters that stay gathered matter for distances alone.
+        persistent = persistent_parameters(tensors.all, setup)
+        moving = {module: tuple(index for index in module if index not in persistent) for module in {*fetched, ()}}
+        self.events = [(action, moving[module]) for action, module in trace]
+        self._queue = deque((index, step) for step, module in enumerate(fetched) for index in moving[module])
+        """(parameter, step of a use) of every use that no prefetch has passed."""
         self._uses: dict[int, deque[int]] = {index: deque() for index, _ in self._queue}
+        """Steps of the coming uses of each parameter."""
         for index, step in self._queue:
             self._uses[index].append(step)
         self._passed = dict.fromkeys(self._uses, -1)
         """Step of the last use of a parameter that has left the queue."""
         self._copies = {} if setup.accumulates else second_copies(tensors.all, setup)
+        """Bytes of hpZ's copies that have not been made."""
         self._away = set(self._uses)
+        """Parameters that are not gathered."""
         self._live: dict[int, int] = {}
         """Bytes of each gathered parameter that has a storage."""
         self._pending: dict[int, _AllGather] = {}
-        self._step = self._available = 0
+        """All-gathers that a parameter waits for."""
+        self._step = 0
+        """Steps of the trace so far."""
+        self._available = 0
+        """Elements that are gathered, as DeepSpeed counts them."""
+
+    def _count_elements_before(self, modules: list[_Module]) -> list[int]:
+        sizes = {module: sum(self._elements[index] for index in module) for module in set(modules)}
+        return list(accumulate((sizes[module] for module in modules), initial=0))
+
+    def begin_moment(self) -> Gathers:
+        """Return what has been gathered, and measure the peak anew."""
+        self.peak_bytes = self._live_bytes
+        return Gathers(self._calls, self._gathered_elements, self._live_bytes)
 
     def fetch(self, module: _Module) -> None:
         """fetch_sub_module: gather what the module needs, then prefetch in the order of the trace."""
@@ -309,19 +337,23 @@ class _Coordinator:
                 self._wait(index)
                 self._uses[index].popleft()
             while self._queue and self._queue[0][1] <= self._step:  # uses that no prefetch has passed
-                index, step = self._queue.popleft()
-                self._passed[index] = step
-        most = min(self._most_live - self._available, self._most_prefetched)
-        chosen: list[int] = []
-        while self._queue and most > 0:
-            index, step = self._queue.popleft()
-            self._passed[index] = step
-            if index in self._away and index not in chosen:
-                chosen.append(index)
-                most -= self._elements[index]
-        if chosen:
-            self._gather(chosen)
+                self._take_from_queue()
+        zero = self._setup.zero
+        room = min(zero.stage3_max_live_parameters - self._available, zero.stage3_prefetch_bucket_size)
+        prefetched: list[int] = []
+        while self._queue and room > 0:
+            index = self._take_from_queue()
+            if index in self._away and index not in prefetched:
+                prefetched.append(index)
+                room -= self._elements[index]
+        if prefetched:
+            self._gather(prefetched)
         self._step += 1
+
+    def _take_from_queue(self) -> int:
+        index, step = self._queue.popleft()
+        self._passed[index] = step
+        return index
 
     def release(self, module: _Module) -> None:
         """release_sub_module: free parameters that no prefetch has passed and whose next use is far.
@@ -329,13 +361,19 @@ class _Coordinator:
         The distance is the elements of the modules before the next use (__params_to_release).
         """
         for index in module:
-            uses = self._uses[index]
-            is_near = uses and self._before[uses[0]] - self._before[self._step] < self._near
-            if index in self._live and self._passed[index] <= self._step and not is_near:
-                self._hold(self._copies.pop(index, 0))
-                self.live_bytes -= self._live.pop(index)
-                self._available -= self._elements[index]
-                self._away.add(index)
+            if index not in self._live or self._passed[index] > self._step or self._is_used_soon(index):
+                continue
+            self._hold(self._copies.pop(index, 0))
+            self._live_bytes -= self._live.pop(index)
+            self._available -= self._elements[index]
+            self._away.add(index)
+
+    def _is_used_soon(self, index: int) -> bool:
+        uses = self._uses[index]
+        if not uses:
+            return False
+        distance = self._elements_before[uses[0]] - self._elements_before[self._step]
+        return distance < self._setup.zero.stage3_max_reuse_distance
 
     def _gather(self, indices: list[int]) -> None:
         """Gather parameters, those of each group of ranks together."""
@@ -347,38 +385,37 @@ class _Coordinator:
         self._available += sum(self._elements[index] for index in indices)
         self._away.difference_update(indices)
         if ranks == 1:
-            if self._stores_own:
+            if self._has_copies:
                 self._store(indices)
             return
         elements = sum(padded(self._elements[index], ranks) for index in indices)
-        self.calls += 1
-        self.elements += elements
-        flat = tensor_bytes(elements, self._dtype)
-        self._hold(flat)
+        self._calls += 1
+        self._gathered_elements += elements
+        flat_bytes = tensor_bytes(elements, self._setup.config.model_dtype)
+        self._hold(flat_bytes)
         if len(indices) == 1:
-            self._live[indices[0]] = flat
+            self._live[indices[0]] = flat_bytes
         else:
-            self._pending.update(dict.fromkeys(indices, _AllGather(flat, indices)))
+            self._pending.update(dict.fromkeys(indices, _AllGather(flat_bytes, set(indices))))
 
     def _wait(self, index: int) -> None:
         """AllGatherCoalescedHandle.wait: the first wait copies every parameter out of the flat tensor."""
         gather = self._pending.pop(index, None)
         if gather is None:
             return
-        if not gather.copied:
-            gather.copied = True
+        if not gather.is_copied:
+            gather.is_copied = True
             self._store(gather.waiting)
         gather.waiting.remove(index)
         if not gather.waiting:
-            self.live_bytes -= gather.flat_bytes
+            self._live_bytes -= gather.flat_bytes
 
     def _store(self, indices: Iterable[int]) -> None:
         """Allocate parameters one by one."""
         for index in indices:
-            self._live[index] = tensor_bytes(self._elements[index], self._dtype)
+            self._live[index] = tensor_bytes(self._elements[index], self._setup.config.model_dtype)
             self._hold(self._live[index])
 
     def _hold(self, num_bytes: int) -> None:
-        self.live_bytes += num_bytes
-        if self.live_bytes > self.peak_bytes:
-            self.peak_bytes = self.live_bytes
+        self._live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)

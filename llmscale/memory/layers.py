@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import accumulate
+from functools import cached_property
 from typing import NamedTuple
 
 from llmscale.architecture.attention_kernels import AttentionKernel, ComputeCapability, training_kernel
@@ -93,7 +92,8 @@ class Pass:
 
     @property
     def kernel(self) -> AttentionKernel:
-        is_16bit, mode = self.width == 2, self.checkpointing
+        is_16bit = self.width == 2
+        mode = self.checkpointing
         return training_kernel(self.shape, is_16bit=is_16bit, checkpointing=mode, capability=self.capability)
 
     @property
@@ -144,7 +144,8 @@ def linear(
     `saves`: bytes of x, where another layer has saved it or it is in fp32. `ends_branch`: y is added to the residual
     stream, whose gradient is that of y.
     """
-    tokens, width = p.tokens, p.width
+    tokens = p.tokens
+    width = p.width
     weights = inputs * outputs + bias * outputs
     of_x = tokens * inputs * width
     saved = of_x if saves is None else saves
@@ -170,14 +171,19 @@ def linear(
 
 def dropout(p: Pass, elements: float) -> list[LayerMemory]:
     """Saves a mask of one byte per element."""
-    return [LayerMemory("dropout", saved=elements, backward=p.width * elements)] if p.shape.dropout else []
+    if p.shape.dropout:
+        return [LayerMemory("dropout", saved=elements, backward=p.width * elements)]
+    return []
 
 
 def attention(p: Pass) -> list[LayerMemory]:
     """model/gpt.py, CausalSelfAttention: qkv, norms of q and k, rotation, exchange of heads, kernel, projection."""
-    s, width, tokens = p.shape, p.width, p.tokens
+    s = p.shape
+    width = p.width
+    tokens = p.tokens
     q, k, qkv = (heads * s.head_dim * tokens * width for heads in (s.n_head, s.n_kv_head, s.qkv_heads))
-    normed, rotary = s.qk_norm != "none", s.positions == "rotary"
+    normed = s.qk_norm != "none"
+    rotary = s.positions == "rotary"
     layers = linear(
         p, "qkv", s.n_embd, s.qkv_heads * s.head_dim, bias=s.attention_bias != "none", saves=_norm_result(p)
     )
@@ -210,9 +216,13 @@ def _kernel(p: Pass, views: float, repeated: float) -> Iterator[LayerMemory]:
 
     `views`: bytes of q, k and v as the layers before leave them; `repeated`: those beside repeated keys and values.
     """
-    s, t, d = p.shape, p.shape.seq_len, p.shape.head_dim
+    s = p.shape
+    t = p.shape.seq_len
+    d = p.shape.head_dim
     heads, kv_heads = p.heads
-    size, is_flash = p.ranks.sequence_parallel_size, p.kernel.startswith("fl")  # FlexAttention saves the same
+    # FlexAttention saves the same
+    size = p.ranks.sequence_parallel_size
+    is_flash = p.kernel.startswith("fl")
     repeats = kv_heads < heads and not is_flash
     q, k = (float(count * d * p.tokens * p.width) for count in (heads, kv_heads))
     source = views
@@ -221,7 +231,8 @@ def _kernel(p: Pass, views: float, repeated: float) -> Iterator[LayerMemory]:
         source = q + 2 * k + (2 * q if repeats else 0)
     elif p.kernel == "flash_padded":
         padding = -(-d // 8) * 8 / d
-        q, k = padding * q, padding * k
+        q = padding * q
+        k = padding * k
         source = q + 2 * k
     elif p.kernel == "math":
         source = 3 * p.tokens * heads * d * 4
@@ -230,12 +241,16 @@ def _kernel(p: Pass, views: float, repeated: float) -> Iterator[LayerMemory]:
     rows = p.batch * heads // size * t
     if p.kernel == "math":  # scores in fp32 of every pair of positions
         scores = 4 * rows * t
-        saved, selected, work = source + scores * (3 if s.dropout else 1), 0.0, 2.0 * scores
+        saved = source + scores * (3 if s.dropout else 1)
+        selected = 0.0
+        work = 2.0 * scores
     else:
         log_sum_exp = 4 * rows * (1 if is_flash else -(-t // 32) * 32 / t)
-        saved, selected = source + q + log_sum_exp, 0.0 if s.dropout else q + log_sum_exp
+        saved = source + q + log_sum_exp
+        selected = 0.0 if s.dropout else q + log_sum_exp
         if is_flash:  # the backward kernel sums dQ in fp32 in blocks of 128 rows
-            padded_rows, padded_d = rows / t * (-(-t // 128) * 128), _round_up(d, 32 if d <= 128 else 64)
+            padded_rows = rows / t * (-(-t // 128) * 128)
+            padded_d = _round_up(d, 32 if d <= 128 else 64)
             work = 2 * q + 2 * k + (2 * q if kv_heads < heads else 0) + 4 * padded_rows * (padded_d + 1)
         else:
             work = 4 * q + 4 * rows * d + 8 * rows
@@ -260,7 +275,9 @@ def mlp(p: Pass) -> list[LayerMemory]:
 
 def _mlp(p: Pass, hidden: int) -> list[LayerMemory]:
     """Up, non-linearity, down."""
-    s, gates, bias = p.shape, 2 if p.shape.gated_mlp else 1, bool(p.shape.mlp_bias)
+    s = p.shape
+    gates = 2 if p.shape.gated_mlp else 1
+    bias = bool(p.shape.mlp_bias)
     result = p.tokens * hidden * p.width
     # The backward passes of GELU and SiLU read their input, ReLU's its result, which `down` reads too.
     reads_input = s.gated_mlp or s.activation != "relu"
@@ -281,7 +298,10 @@ def _mlp(p: Pass, hidden: int) -> list[LayerMemory]:
 
 def _tiled_mlp(p: Pass) -> LayerMemory:
     """Saves x; the backward pass runs each tile again and sums the gradients of the weights in fp32."""
-    s, h, m, gates = p.shape, p.shape.n_embd, p.shape.mlp_width, 2 if p.shape.gated_mlp else 1
+    s = p.shape
+    h = p.shape.n_embd
+    m = p.shape.mlp_width
+    gates = 2 if p.shape.gated_mlp else 1
     weights = (gates + 1) * h * m + bool(s.mlp_bias) * (gates * m + h)
     tile = min(s.mlp_tile_tokens, p.tokens) * p.width * (2 * h + (3 * gates - 1) * m)
     inside = tile + weights * p.stream + (2 * weights if p.autocast else 0)
@@ -297,21 +317,33 @@ def _tiled_mlp(p: Pass) -> LayerMemory:
 
 def experts(p: Pass) -> list[LayerMemory]:
     """model/experts.py, SparseMLP: router in fp32, rows sorted by expert, two grouped products, weighted sum."""
-    s, width, tokens, h = p.shape, p.width, p.tokens, p.shape.n_embd
-    rows, gates, parts = p.received_rows, 2 if p.shape.gated_mlp else 1, p.ranks.expert_parallel_size
-    row, result = rows * h * width, rows * s.expert_width * width
-    index, per_row, score = 8 * rows, 4 * rows, 4 * tokens * s.num_experts
+    s = p.shape
+    width = p.width
+    tokens = p.tokens
+    h = p.shape.n_embd
+    rows = p.received_rows
+    gates = 2 if p.shape.gated_mlp else 1
+    parts = p.ranks.expert_parallel_size
+    row = rows * h * width
+    result = rows * s.expert_width * width
+    index = 8 * rows
+    per_row = 4 * rows
+    score = 4 * tokens * s.num_experts
     here = s.num_experts // parts * h * s.expert_width
-    router, cast = s.num_experts * h, 2 if p.autocast else 0
+    router = s.num_experts * h
+    cast = 2 if p.autocast else 0
     loss = (5 if p.router_loss else 2) * 4 * tokens
-    exchanged = row + 2 * index if parts > 1 else 0  # what is received and sent back has its own order
+    # what is received and sent back has its own order
+    exchanged = row + 2 * index if parts > 1 else 0
     stream = tokens * h * width
 
-    def product(name: str, weights: int, inputs: float, outputs: float, passed: float, more: float) -> LayerMemory:
+    def product(
+        name: str, weights: int, *, inputs: float, outputs: float, passed: float, index_bytes: float = 0
+    ) -> LayerMemory:
         return LayerMemory(
             name,
             weights,
-            saved=inputs + cast * weights + more,
+            saved=inputs + cast * weights + index_bytes,
             selected=outputs,
             backward=outputs + inputs + weights * (p.stream + cast) + per_row,
             passed=passed,
@@ -327,14 +359,14 @@ def experts(p: Pass) -> list[LayerMemory]:
             backward=2 * score + 4 * tokens * h + 4 * router + stream,
             passed=p.x,
         ),
-        product("up of experts", gates * here, row, gates * result, 2 * row, index),
+        product("up of experts", gates * here, inputs=row, outputs=gates * result, passed=2 * row, index_bytes=index),
         LayerMemory(
             "activation of experts",
             saved=(gates + 1) * result if gates == 2 else result,
             backward=(gates + 1) * result + per_row,
             forward=gates * result + row + 2 * score + 3 * index + 4 * tokens * h,
         ),
-        product("down of experts", here, result, row, result, 0),
+        product("down of experts", here, inputs=result, outputs=row, passed=result),
         LayerMemory(
             "sum of experts",
             saved=row + 2 * rows + exchanged,
@@ -345,146 +377,11 @@ def experts(p: Pass) -> list[LayerMemory]:
     return [*layers, *shared, *dropout(p, tokens * h)]
 
 
-class Moment(NamedTuple):
-    """Bytes of activations at one moment of a micro-step, or of one block's part of it."""
-
-    name: str
-    """Part of the step, as in llmscale.memory.estimate.PHASES."""
-    casts: float = 0.0
-    activations: float = 0.0
-    logits: float = 0.0
-    temporaries: float = 0.0
-    place: int = -1
-    """In the forward pass: 0 for embeddings, blocks from 1, then the final norm, and the loss; else -1."""
-    done: float = 0
-    """Gradients that DeepSpeed has by then."""
-    own: float = 0
-    """Gradients that are being handed over."""
-
-    @property
-    def total_bytes(self) -> float:
-        return self.casts + self.activations + self.logits + self.temporaries
-
-
-class OtherBlocks(NamedTuple):
-    """State in which the backward pass reaches a block."""
-
-    saved: float = 0.0
-    """Bytes that the embeddings and earlier blocks hold."""
-    casts: float = 0.0
-    done: int = 0
-    """Gradients of later layers."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """A block under one mode of checkpointing."""
-
-    branches: tuple[list[LayerMemory], list[LayerMemory]]
-    mode: CheckpointingMode
-    x: float
-    unsaved_input: float = 0.0
-    """Bytes of the block's input, if none of its layers saves it."""
-
-    @cached_property
-    def layers(self) -> list[LayerMemory]:
-        return [layer for branch in self.branches for layer in branch]
-
-    @cached_property
-    def parameters(self) -> int:
-        return sum(layer.parameters for layer in self.layers)
-
-    @cached_property
-    def saved(self) -> float:
-        """Bytes kept between the passes, the block's input among them; neither its result nor casts."""
-        if self.mode == "full":
-            return self.x
-        if self.mode == "selective":
-            return self.x + sum(layer.selected for layer in self.layers)
-        return self.used
-
-    @cached_property
-    def used(self) -> float:
-        """Bytes that the backward pass reads, without casts."""
-        return sum(layer.saved for layer in self.layers)
-
-    @cached_property
-    def casts(self) -> float:
-        return sum(layer.casts for layer in self.layers)
-
-    @cached_property
-    def saved_casts(self) -> float:
-        """Bytes of casts kept between the passes."""
-        return self.casts if self.mode == "none" else 0.0
-
-    @cached_property
-    def forward_casts(self) -> float:
-        """Bytes of casts that live until the end of the forward pass."""
-        return self.casts + sum(layer.cached for layer in self.layers)
-
-    @cached_property
-    def forward(self) -> float:
-        """Bytes of a forward pass beside what it saves; with checkpointing only."""
-        if self.mode == "none":
-            return self.x
-        inputs = [0.0, *(layer.selected for layer in self.layers)]  # which `selective` has counted
-        pairs = zip(self.layers, inputs, strict=False)
-        return 2 * self.x + max(layer.forward + (given if self.mode == "full" else 0) for layer, given in pairs)
-
-    @cached_property
-    def backward(self) -> list[Moment]:
-        """Moments of the backward pass, without bytes and gradients of other blocks: of equal gradients the largest."""
-        largest: dict[tuple[float, float], Moment] = {}
-        for moment in self._backward():
-            gradients = moment.done, moment.own
-            if gradients not in largest or moment.total_bytes > largest[gradients].total_bytes:
-                largest[gradients] = moment
-        return list(largest.values())
-
-    @cached_property
-    def backward_bytes(self) -> list[float]:
-        """Bytes of these moments."""
-        return [moment.total_bytes for moment in self.backward]
-
-    @cached_property
-    def handed(self) -> tuple[tuple[float, float], ...]:
-        """(gradients that are complete, and those being handed over) at each of these moments."""
-        return tuple((moment.done, moment.own) for moment in self.backward)
-
-    def _backward(self) -> Iterator[Moment]:
-        held = self.unsaved_input if self.mode != "none" else 0.0  # by the checkpoint
-        live, casts, done = self.used + held, self.casts, 0
-
-        def moment(temporaries: float, own: float = 0) -> Moment:
-            return Moment("block backward", casts, live, 0.0, temporaries, -1, done, own)
-
-        if self.mode == "selective":
-            yield moment(3 * self.x + held)
-        extra = self.x  # the gradient of the residual stream
-        given = self.x if self.mode == "full" else 0  # the recomputed result
-        for branch in reversed(self.branches):
-            for layer in reversed(branch):
-                yield moment(extra + given + layer.backward)
-                live, casts = live - layer.saved, casts - layer.casts
-                if layer.parameters:
-                    yield moment(extra + given + layer.passed, layer.parameters)
-                    done += layer.parameters
-            given *= 2  # and DeepSpeed holds the gradient that it passed in
-
-
-def build_block(p: Pass, mode: CheckpointingMode, *, is_sparse: bool) -> Block:
-    """model/gpt.py, Block: two branches beside the residual stream, with norms before or after attention and MLP."""
-    inner = experts(p) if is_sparse else mlp(p)
-    if p.shape.norm_placement == "pre":
-        return Block(([norm(p), *attention(p)], [norm(p), *inner]), mode, p.x)
-    after = norm(p, own_gradient=False)
-    unsaved = p.x if p.autocast and not p.is_stage3 else 0  # the first layer saves a copy in 16 bit
-    return Block(([*attention(p), after], [*inner, after]), mode, p.x, unsaved)
-
-
 def ends_bytes(p: Pass) -> float:
     """Return the bytes of token ids, positions, rotations, masks and routing, until the end of the backward pass."""
-    s, t, batch = p.shape, p.shape.seq_len, p.batch
+    s = p.shape
+    t = p.shape.seq_len
+    batch = p.batch
     own = batch if s.has_document_mask else 1
     rotations = 2 * p.width * own * p.t * s.head_dim if s.positions == "rotary" else 0
     # FlexAttention's mask has four tables of blocks of 128 x 128, and the first position that each one sees.
@@ -509,109 +406,19 @@ class LossMemory(NamedTuple):
 
 def loss(p: Pass) -> LossMemory:
     """model/loss.py: the forward pass makes the gradients of x and, in fp32 over chunks, of the head's weights."""
-    s, width = p.shape, p.width
-    weights, chunk = s.padded_vocab_size * s.n_embd, min(p.tokens, p.chunk_tokens)
+    s = p.shape
+    width = p.width
+    weights = s.padded_vocab_size * s.n_embd
+    chunk = min(p.tokens, p.chunk_tokens)
     head = weights if p.trains_head else 0
     is_one = p.tokens <= p.chunk_tokens
     sums = (width if is_one else 4) * head
     product = 0 if is_one or width == 4 else width * head
     softmax = 4 * softmax_tokens(chunk) * s.padded_vocab_size if p.loss_kernel == "torch" else 0
-    small = 8 * p.tokens + 8 * p.tokens * (p.batch > 1) + 4 * p.tokens
+    small = (20 if p.batch > 1 else 12) * p.tokens
     logits = width * chunk * s.padded_vocab_size + max(product, 0 if is_one else width * chunk * s.n_embd)
     return LossMemory(
         cast=2 * weights + 2 * chunk * s.n_embd if p.autocast else 0,
         forward=2 * p.x + small + sums + softmax + logits,
         backward=2 * p.x + 8 * p.tokens + sums + p.stream * head,
     )
-
-
-@dataclass(frozen=True)
-class Activations:
-    """The moments of a micro-step that can be its peak."""
-
-    p: Pass
-    mode: CheckpointingMode = "none"
-    cpu_checkpointing: bool = False
-
-    @cached_property
-    def kinds(self) -> dict[bool, Block]:
-        """Blocks by whether they have experts."""
-        shape = self.p.shape
-        order = {shape.is_sparse(block) for block in range(shape.n_layer)} if shape.num_experts else {False}
-        return {is_sparse: build_block(self.p, self.mode, is_sparse=is_sparse) for is_sparse in order}
-
-    @cached_property
-    def blocks(self) -> list[Block]:
-        if len(self.kinds) == 1:
-            return [*self.kinds.values()] * self.p.shape.n_layer
-        return [self.kinds[self.p.shape.is_sparse(block)] for block in range(self.p.shape.n_layer)]
-
-    @property
-    def _offloads(self) -> bool:
-        return self.cpu_checkpointing and self.mode == "full"
-
-    @property
-    def host_bytes(self) -> float:
-        return (self.p.shape.n_layer - 1) * self.p.x if self._offloads else 0
-
-    @cached_property
-    def saved(self) -> list[float]:
-        """Bytes that the embeddings and the first 0, 1, 2, ... blocks hold, without casts."""
-        # DeepSpeed leaves the last two blocks' inputs on the GPU.
-        newest = self.p.shape.n_layer - 2
-        own = [
-            (self.p.x if place >= newest else 0) if self._offloads else block.saved
-            for place, block in enumerate(self.blocks)
-        ]
-        return list(accumulate(own, initial=ends_bytes(self.p)))
-
-    def forward_blocks(self) -> Iterator[tuple[float, Moment]]:
-        """Yield the blocks' forward passes from the last block to the first, each with bytes that none exceeds from
-        there on."""
-        casts = list(accumulate((block.forward_casts for block in self.blocks), initial=0.0))
-        most = max(block.forward for block in self.kinds.values())
-        for place in range(self.p.shape.n_layer, 0, -1):
-            # Offloaded inputs leave the GPU two blocks later.
-            saved = self.saved[0] + min(place, 3) * self.p.x if self._offloads else self.saved[place]
-            moment = Moment("forward", casts[place], saved + self.blocks[place - 1].forward, place=place)
-            yield casts[place] + saved + most, moment
-
-    def backward_blocks(self) -> Iterator[tuple[float, OtherBlocks, Block]]:
-        """Yield the blocks in the order of the backward pass, each with bytes that none exceeds from there on."""
-        casts, done = sum(block.saved_casts for block in self.blocks), self._head + norm(self.p).parameters
-        most = max(max(block.backward_bytes) for block in self.kinds.values())
-        for saved, block in zip(reversed(self.saved[:-1]), reversed(self.blocks), strict=True):
-            casts -= block.saved_casts
-            yield saved + casts + most, OtherBlocks(saved, casts, done), block
-            done += block.parameters
-
-    @cached_property
-    def largest_own(self) -> float:
-        """Most gradients that a layer of a block hands over."""
-        return max(own for block in self.kinds.values() for _, own in block.handed)
-
-    @property
-    def ends(self) -> Iterator[Moment]:
-        """Moments outside of the blocks: the final norm and the loss, and the backward pass before and after blocks."""
-        p, layers, loss_memory, own = self.p, self.p.shape.n_layer, loss(self.p), norm(self.p).parameters
-        stays, casts = self.saved[-1] + p.x, sum(block.forward_casts for block in self.blocks)
-        yield Moment("loss forward", casts, stays, place=layers + 1)
-        yield Moment("loss forward", casts + loss_memory.cast, stays, loss_memory.forward, place=layers + 2)
-        casts = sum(block.saved_casts for block in self.blocks)
-        yield Moment("loss backward", casts, stays, loss_memory.backward)
-        if not p.shape.tied:
-            yield Moment("loss backward", casts, stays + p.x, own=self._head)
-        yield Moment("loss backward", casts, self.saved[-1], temporaries=p.x, done=self._head, own=own)
-        done = self._head + own + sum(block.parameters for block in self.blocks)
-        yield Moment("end of backward", 0.0, self.saved[0], 0.0, p.x + p.stream * self._head, done=done)
-
-    @property
-    def _head(self) -> int:
-        """Elements of the output head."""
-        return self.p.shape.padded_vocab_size * self.p.shape.n_embd
-
-
-@lru_cache(maxsize=64)
-def estimate_activations(p: Pass, mode: CheckpointingMode, *, cpu_checkpointing: bool = False) -> Activations:
-    """Return the activations of a micro-batch. Rows of one table ask for the same again and again."""
-    return Activations(p, mode, cpu_checkpointing)

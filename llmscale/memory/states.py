@@ -1,6 +1,6 @@
 """Count the bytes that ZeRO holds on a rank at each moment of a step, as the estimate asks for them. No torch.
 
-`done`: gradients that are complete; `own` beside it: those of a layer that is handing its gradients over.
+`complete`: gradients that are complete; `handing` beside it: those of a layer that is handing its gradients over.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ class Added(NamedTuple):
     def with_more(self, other: Added) -> Added:
         """Return the sum."""
         # Spelt out: estimates of large models do this thousands of times.
-        return Added(self[0] + other[0], self[1] + other[1], self[2] + other[2], self[3] + other[3])
+        return Added(
+            parameters=self.parameters + other.parameters,
+            gradients=self.gradients + other.gradients,
+            buckets=self.buckets + other.buckets,
+            temporaries=self.temporaries + other.temporaries,
+        )
 
     @property
     def breakdown(self) -> Breakdown:
@@ -52,6 +57,16 @@ def largest_addition(options: Iterable[Added]) -> Added:
     return max(options, key=sum, default=NOTHING)
 
 
+def resident_bytes(parameters: float, gradients: float = 0, optimizer: float = 0, buckets: float = 0) -> Breakdown:
+    """Return what stays between steps."""
+    return Breakdown(
+        parameters_bytes=math.ceil(parameters),
+        gradients_bytes=math.ceil(gradients),
+        optimizer_bytes=math.ceil(optimizer),
+        buckets_bytes=math.ceil(buckets),
+    )
+
+
 def layers_in_order(tensors: ParameterTensors) -> list[tuple[ParameterTensor, ...]]:
     """Return the parameters of each layer as gradients appear: a tied table at the head, and () at the look-up."""
     table = (tensors.table,)
@@ -64,7 +79,8 @@ class Gathered:
     """Bytes of parameters that stage 3 has gathered, beside persistent ones, through a micro-step."""
 
     def __init__(self, tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> None:
-        passes, persistent = tensors.architecture.n_layer + 3, persistent_parameters(tensors.all, setup)
+        passes = tensors.architecture.n_layer + 3
+        persistent = persistent_parameters(tensors.all, setup)
         copies = second_copies(tensors.all, setup)
         # Copies that hpZ has made in earlier micro-steps.
         held = sum(copies[index] for index in copies.keys() - persistent) if setup.accumulates else 0
@@ -73,21 +89,23 @@ class Gathered:
         self._peaks = [moment.peak_bytes + held for moment in moments[passes:]]
         self._live = [moment.live_bytes + held for moment in moments[passes:]]
         sizes = (sum(tensor.elements for tensor in layer) for layer in layers_in_order(tensors))
-        self._done = list(accumulate(sizes, initial=0))
+        self._complete = list(accumulate(sizes, initial=0))
 
-    def _at(self, done: float) -> int:
-        """Return the first interval that begins with `done` gradients, or the last one with fewer."""
-        place = bisect_left(self._done, done)
-        is_there = place < len(self._done) and self._done[place] == done
-        return place if is_there else max(0, place - 1)
+    def _at(self, complete: float) -> int:
+        """Return the first interval that begins with `complete` gradients, or the last one with fewer."""
+        place = bisect_left(self._complete, complete)
+        is_there = place < len(self._complete) and self._complete[place] == complete
+        if is_there:
+            return place
+        return max(0, place - 1)
 
-    def peak(self, done: float) -> float:
-        """Return the largest bytes from the moment at which `done` gradients are complete until the next ones are."""
-        return self._peaks[self._at(done)]
+    def peak(self, complete: float) -> float:
+        """Return the largest bytes from the moment at which so many gradients are complete until the next ones are."""
+        return self._peaks[self._at(complete)]
 
-    def live(self, done: float) -> float:
-        """Return the bytes while DeepSpeed takes the last of `done` gradients."""
-        return self._live[self._at(done)]
+    def live(self, complete: float) -> float:
+        """Return the bytes while DeepSpeed takes the last of so many gradients."""
+        return self._live[self._at(complete)]
 
     @cached_property
     def largest(self) -> float:
@@ -97,7 +115,7 @@ class Gathered:
     @property
     def at_end(self) -> float:
         """While DeepSpeed takes the last gradients."""
-        return self._live[len(self._done) - 1]
+        return self._live[len(self._complete) - 1]
 
     @property
     def largest_place(self) -> int:
@@ -120,11 +138,11 @@ class States:
     before: Added = NOTHING
     """From the beginning of a forward pass: what earlier micro-steps have left."""
     gathered: Gathered | None = None
-    waiting: float = 0.0
+    waiting_bytes: float = 0.0
     """Bytes of a tied table's gradient from the head, until the look-up's is there."""
     trained: Callable[[float], float] = float
     """Return how many of a number of gradients belong to trained parameters."""
-    moving: float = 0.0
+    moving_bytes: float = 0.0
     """Bytes of the largest reduction, and of sums that reductions free."""
     host_bytes: float = 0.0
     nvme_bytes: float = 0.0
@@ -137,49 +155,51 @@ class States:
             return self.before
         return self.before._replace(parameters=self.before.parameters + self.gathered.forward[place])
 
-    def in_block(self, done: float, handed: Handed) -> tuple[list[Added], list[float]]:
-        """Return the additions, and the bytes of each, at the moments of a block that begins after `done` gradients.
+    def in_block(self, complete: float, handed: Handed) -> tuple[list[Added], list[float]]:
+        """Return the additions, and the bytes of each, at the moments of a block that begins after some gradients.
 
         Other lengths and micro-batches of the same states ask for the same again.
         """
-        if (done, handed) not in self.known:
-            added = [self.in_backward(done + before, own) for before, own in handed]
-            self.known[done, handed] = added, list(map(sum, added))
-        return self.known[done, handed]
+        if (complete, handed) not in self.known:
+            added = [self.in_backward(complete + before, handing) for before, handing in handed]
+            self.known[complete, handed] = added, list(map(sum, added))
+        return self.known[complete, handed]
 
     @cached_property
     def most_in_forward(self) -> float:
         """Bytes that no addition in a forward pass exceeds."""
         return sum(self.before) + (max(self.gathered.forward) if self.gathered else 0)
 
-    def most_in_block(self, own: float) -> float:
-        """Return bytes that no addition in blocks exceeds, whose layers hand over at most `own` gradients."""
-        added = sum(self.gradients(math.inf)) + sum(self.handing(math.inf, own)) + self.moving
+    def most_in_block(self, handing: float) -> float:
+        """Return bytes that no addition in blocks exceeds, whose layers hand over at most `handing` gradients."""
+        added = sum(self.gradients(math.inf)) + sum(self.handing(math.inf, handing)) + self.moving_bytes
         return added + (self.gathered.largest if self.gathered else 0)
 
-    def in_backward(self, done: float, own: float = 0) -> Added:
-        """Return the addition after `done` gradients, while a layer hands `own` over."""
-        begin = self.trained(done)
+    def in_backward(self, complete: float, handing: float = 0) -> Added:
+        """Return the addition after `complete` gradients, while a layer hands others over."""
+        begin = self.trained(complete)
         added = self.gradients(begin)
-        if own:
-            added = added.with_more(self.handing(begin, self.trained(done + own) - begin))
+        if handing:
+            added = added.with_more(self.handing(begin, self.trained(complete + handing) - begin))
         if self.gathered is None:
             return added
-        parameters, gradients, buckets, temporaries = added
-        gathered = self.gathered.live(done + own) if own else self.gathered.peak(done)
-        return Added(parameters + gathered, gradients, buckets, temporaries)
+        gathered = self.gathered.live(complete + handing) if handing else self.gathered.peak(complete)
+        return added._replace(parameters=added.parameters + gathered)
 
     @property
     def forward_peak(self) -> Added:
         """Largest addition in a forward pass."""
-        return self.before if self.gathered is None else self.in_forward(self.gathered.largest_place)
+        if self.gathered is None:
+            return self.before
+        return self.in_forward(self.gathered.largest_place)
 
     def backward_peak(self, tensors: ParameterTensors) -> Added:
         """Return the largest addition in a backward pass."""
-        done, moments = 0, [self.end, self.in_backward(0)]
+        complete = 0
+        moments = [self.end, self.in_backward(0)]
         for place, layer in enumerate(layers_in_order(tensors)):
-            own = sum(tensor.elements for tensor in layer)
+            handing = sum(tensor.elements for tensor in layer)
             if place or not tensors.tied:
-                moments += [self.in_backward(done), self.in_backward(done, own)]
-            done += own
+                moments += [self.in_backward(complete), self.in_backward(complete, handing)]
+            complete += handing
         return largest_addition(moments)

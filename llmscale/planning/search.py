@@ -21,8 +21,8 @@ from llmscale.errors import ConfigError
 from llmscale.limits import MAX_SEQ_LEN
 from llmscale.memory.breakdown import GIB
 from llmscale.memory.estimate import MemoryEstimate, estimate_hf_states, estimate_least, estimate_memory
+from llmscale.memory.host_bytes import pinned_bytes
 from llmscale.memory.zero_setup import ZeroSetup
-from llmscale.memory.zero_stages import pinned_bytes
 from llmscale.planning.scaling import GPT3, LARGEST_WIDTH, WIDTH_MULTIPLE, interpolated_shape, preset_below
 
 STAGES = (0, 1, 2, 3)

@@ -1,9 +1,22 @@
-"""Random steps whose memory is compared: models, stages, precisions, offloads, optimizers and their settings."""
+"""Steps whose memory is compared, drawn so that every pair of settings occurs; a fresh draw is compared by
+
+    python -m tests.memory.random_cells --seed 7 --cells 40
+
+It prints how far each estimate is from the dry run. `--write FILE` keeps cells with the dry run's bytes.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
+import json
 import random
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import combinations
 
 from llmscale.config.batch_plan import ParallelLayout, build_batch_plan
 from llmscale.config.deepspeed.resolve import parse_ds_config
@@ -12,16 +25,108 @@ from llmscale.config.loss_settings import LossSettings
 from llmscale.config.optimizers import ADAFACTOR, ADAMW, MUON
 from llmscale.config.presets import PRESETS
 from llmscale.config.resolve import ResolvedStep, resolve_step
-from llmscale.errors import ConfigError
 
 OPTIMIZERS = {optimizer.name: optimizer for optimizer in (ADAMW, MUON, ADAFACTOR)}
-MODES: tuple[CheckpointingMode, ...] = ("none", "selective", "full")
-LARGE = (
-    *("gpt2-124m", "gpt2-350m", "gpt2-1.5b", "gpt3-2.7b", "gpt3-13b", "gpt-modern-350m", "llama3-1b", "llama3-8b"),
-    *("llama3-70b", "qwen3-0.6b", "qwen3-8b", "smollm2-135m", "smollm2-1.7b", "tiny-moe-3m", "olmoe-1b-7b"),
-    *("mixtral-8x7b", "qwen3-30b-a3b"),
-)
-SMALL = ("tiny-10m", "gpt2-124m", "gpt-modern-124m", "smollm2-135m", "tiny-moe-3m")
+
+#: Values of every setting of a step. None leaves the default. A name is a field of Cell, or of its model's shape behind
+#: `shape.`, or a path in the ds_config behind `ds.`.
+SETTINGS: dict[str, tuple[object, ...]] = {
+    "model": ("gpt2-124m", "gpt2-1.5b", "llama3-1b", "qwen3-0.6b", "smollm2-135m", "olmoe-1b-7b"),
+    "ranks": (1, 2, 8, 64),
+    "micro_batch": (1, 2, 4),
+    "accumulation": (1, 2),
+    "optimizer": ("adamw", "muon", "adafactor"),
+    "mode": ("none", "selective", "full"),
+    "chunk_tokens": (2048, 1024),
+    "frozen": (None, "wte*", "blocks.0.*", "blocks.*.attn.*"),
+    "precision": ("bf16", "fp16", "fp32", "autocast"),
+    "sequence_ranks": (1, 2),
+    "expert_ranks": (1, 2),
+    "shape.n_layer": (2, 3),
+    "shape.seq_len": (512, 1024),
+    "shape.tied": (True, False),
+    "shape.dropout": (None, 0.1),
+    "shape.document_end": (None, 0),
+    "shape.sliding_window": (None, 256),
+    "shape.attention_kernel": (None, "sdpa"),
+    "shape.activation": (None, "relu"),
+    "shape.norm_placement": (None, "post"),
+    "shape.qk_norm": (None, "head", "width"),
+    "shape.attention_bias": (None, "qkv"),
+    "shape.head_dim": (None, 80),
+    "shape.mlp_tile_tokens": (None, 256),
+    "ds.zero_optimization.stage": (0, 1, 2, 3),
+    "ds.zero_optimization.overlap_comm": (None, True, False),
+    "ds.zero_optimization.contiguous_gradients": (None, False),
+    "ds.zero_optimization.reduce_bucket_size": (None, 50_000_000, 3_000_000),
+    "ds.zero_optimization.offload_optimizer.device": (None, "cpu"),
+    "ds.zero_optimization.offload_param.device": (None, "cpu"),
+    "ds.zero_optimization.sub_group_size": (None, 10_000_000),
+    "ds.zero_optimization.stage3_prefetch_bucket_size": (None, 0, 3_000_000),
+    "ds.zero_optimization.stage3_param_persistence_threshold": (None, 0),
+    "ds.zero_optimization.stage3_max_live_parameters": (None, 20_000_000),
+    "ds.zero_optimization.stage3_max_reuse_distance": (None, 0, 20_000_000),
+    "ds.zero_optimization.zero_hpz_partition_size": (None, 2),
+    "ds.communication_data_type": (None, "fp32"),
+    "ds.data_types.grad_accum_dtype": (None, "fp32", "bf16"),
+    "ds.bf16.immediate_grad_update": (None, True),
+    "ds.bf16.bf16_optimizer_states": (None, True),
+    "ds.activation_checkpointing.cpu_checkpointing": (None, True),
+}
+_ROTARY = ("llama3-1b", "qwen3-0.6b", "smollm2-135m", "olmoe-1b-7b")
+_STAGE = "ds.zero_optimization.stage"
+_OFFLOAD = "ds.zero_optimization.offload_optimizer.device"
+#: Settings that a value needs beside it: without them it is refused, or has no effect.
+NEEDS: dict[tuple[str, object], dict[str, tuple[object, ...]]] = {
+    ("optimizer", "adafactor"): {_STAGE: (0,)},
+    ("precision", "fp16"): {_STAGE: (1, 2, 3)},
+    ("sequence_ranks", 2): {
+        **{"ranks": (2, 8, 64), "shape.dropout": (None,)},
+        "model": ("gpt2-124m", "llama3-1b", "qwen3-0.6b", "olmoe-1b-7b"),  # with an even number of heads
+    },
+    ("expert_ranks", 2): {
+        **{"model": ("olmoe-1b-7b",), "ranks": (2, 8, 64), _STAGE: (1, 2, 3)},
+        **{"ds.zero_optimization.zero_hpz_partition_size": (None,)},
+        **{"ds.zero_optimization.contiguous_gradients": (None,)},
+    },
+    ("shape.sliding_window", 256): {"model": _ROTARY},
+    ("shape.norm_placement", "post"): {"model": _ROTARY},
+    ("shape.qk_norm", "head"): {"model": _ROTARY},
+    ("shape.qk_norm", "width"): {"model": _ROTARY, "sequence_ranks": (1,)},
+    ("shape.attention_kernel", "sdpa"): {"shape.document_end": (0,)},
+    ("shape.mlp_tile_tokens", 256): {
+        "shape.dropout": (None,),
+        "model": tuple(name for name in SETTINGS["model"] if name != "olmoe-1b-7b"),
+    },
+    ("ds.zero_optimization.overlap_comm", True): {_STAGE: (1, 2, 3)},
+    ("ds.zero_optimization.overlap_comm", False): {_STAGE: (1, 2, 3)},
+    ("ds.zero_optimization.contiguous_gradients", False): {_STAGE: (1, 2, 3)},
+    ("ds.zero_optimization.reduce_bucket_size", 50_000_000): {_STAGE: (1, 2, 3)},
+    ("ds.zero_optimization.reduce_bucket_size", 3_000_000): {_STAGE: (1, 2, 3)},
+    (_OFFLOAD, "cpu"): {_STAGE: (1, 2, 3), "ds.bf16.bf16_optimizer_states": (None,)},
+    ("ds.zero_optimization.offload_param.device", "cpu"): {
+        **{_STAGE: (3,), "ds.zero_optimization.zero_hpz_partition_size": (None,)},
+    },
+    ("ds.zero_optimization.sub_group_size", 10_000_000): {_STAGE: (3,)},
+    ("ds.zero_optimization.stage3_prefetch_bucket_size", 0): {_STAGE: (3,)},
+    ("ds.zero_optimization.stage3_prefetch_bucket_size", 3_000_000): {_STAGE: (3,)},
+    ("ds.zero_optimization.stage3_param_persistence_threshold", 0): {_STAGE: (3,)},
+    ("ds.zero_optimization.stage3_max_live_parameters", 20_000_000): {_STAGE: (3,)},
+    ("ds.zero_optimization.stage3_max_reuse_distance", 0): {_STAGE: (3,)},
+    ("ds.zero_optimization.stage3_max_reuse_distance", 20_000_000): {_STAGE: (3,)},
+    ("ds.zero_optimization.zero_hpz_partition_size", 2): {_STAGE: (3,), "ranks": (2, 8, 64)},
+    ("ds.data_types.grad_accum_dtype", "bf16"): {"precision": ("bf16",)},
+    ("ds.bf16.immediate_grad_update", True): {
+        **{_STAGE: (1,), "precision": ("bf16",), "ds.data_types.grad_accum_dtype": ("fp32",)},
+    },
+    ("ds.bf16.bf16_optimizer_states", True): {
+        **{_STAGE: (1, 2, 3), "precision": ("bf16",), "optimizer": ("adamw",), _OFFLOAD: (None,)},
+        **{"ds.bf16.immediate_grad_update": (None,)},
+    },
+    ("ds.activation_checkpointing.cpu_checkpointing", True): {"mode": ("full",)},
+}
+
+Choice = tuple[str, object]
 
 
 @dataclass(frozen=True)
@@ -38,12 +143,8 @@ class Cell:
     optimizer: str
     chunk_tokens: int
     frozen: list[str] = field(default_factory=list)
-
-    @property
-    def stage(self) -> int:
-        zero = self.ds["zero_optimization"]
-        assert isinstance(zero, dict)
-        return zero["stage"]
+    sequence_ranks: int = 1
+    expert_ranks: int = 1
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -56,8 +157,8 @@ class Cell:
             optimizer = optimizer.with_rules([], self.frozen, shape.tensors.all)
         balance = 0.01 if shape.num_experts and not shape.router_bias else 0.0
         plan = build_batch_plan(
-            global_batch_size=self.micro_batch * self.accumulation * self.ranks,
-            ranks=ParallelLayout(self.ranks),
+            global_batch_size=self.micro_batch * self.accumulation * self.ranks // self.sequence_ranks,
+            ranks=ParallelLayout(self.ranks, self.sequence_ranks, self.expert_ranks),
             seq_len=shape.seq_len,
             micro_batch_size=self.micro_batch,
         )
@@ -65,81 +166,145 @@ class Cell:
         return resolve_step(parse_ds_config(self.ds, "cell"), shape, plan, self.mode, optimizer, loss)
 
 
-def draw_cell(rng: random.Random, models: tuple[str, ...] = LARGE, **change: object) -> Cell:
-    """Return a random cell that resolves; `change` is part of every one."""
-    while True:
-        cell = _draw(rng, rng.choice(models), dict(change))
-        try:
-            cell.resolve()
-        except ConfigError:
+def build_cell(chosen: Mapping[str, object]) -> Cell:
+    """Build a cell from a value of every setting."""
+    change: dict[str, object] = {}
+    ds: dict[str, object] = {}
+    fields: dict[str, object] = {}
+    for name, value in chosen.items():
+        kind, _, path = name.partition(".")
+        if value is None:
             continue
-        return cell
+        if kind == "shape":
+            change[path] = value
+        elif kind == "ds":
+            _put(ds, path.split("."), value)
+        elif name == "precision":
+            if value != "fp32":
+                _put(ds, ["torch_autocast" if value == "autocast" else str(value), "enabled"], True)
+        else:
+            fields[name] = [value] if name == "frozen" else value
+    if chosen["ds.bf16.bf16_optimizer_states"]:
+        _put(ds, ["bf16", "bf16_master_weights_and_grads"], True)
+    return Cell(change=change, ds=ds, **fields)  # type: ignore[arg-type]
 
 
-def _draw(rng: random.Random, model: str, change: dict[str, object]) -> Cell:
-    stage, ranks = rng.choice([0, 1, 1, 2, 2, 3, 3, 3]), rng.choice([1, 1, 2, 8, 8, 64])
-    precision, mode = rng.choice(["bf16"] * 5 + ["fp16", "fp32", "autocast"]), rng.choice(MODES)
-    accumulation = rng.choice([1, 2, 4])
-    ds: dict[str, object] = {"zero_optimization": _draw_zero(rng, stage)}
-    if precision != "fp32":
-        ds["torch_autocast" if precision == "autocast" else precision] = {"enabled": True}
-    if mode == "full" and rng.random() < 0.15:
-        ds["activation_checkpointing"] = {"cpu_checkpointing": True}
-    if accumulation > 1 and precision == "bf16" and rng.random() < 0.15:
-        ds["data_types"] = {"grad_accum_dtype": "bf16"}
-    optimizer = rng.choice([MUON, ADAFACTOR] if stage == 0 else [MUON]) if rng.random() < 0.2 else ADAMW
-    return Cell(
-        model=model,
-        change=change | _draw_change(rng, model),
-        ds=ds,
-        mode=mode,
-        ranks=ranks,
-        micro_batch=rng.choice([1, 1, 2, 4, 8, 16]),
-        accumulation=accumulation,
-        optimizer=optimizer.name,
-        chunk_tokens=rng.choice([2048, 2048, 2048, 512, 8192]),
-        frozen=[rng.choice(["blocks.0.*", "blocks.*.attn.*"])] if rng.random() < 0.05 else [],
+def _put(section: dict[str, object], path: list[str], value: object) -> None:
+    for name in path[:-1]:
+        inner = section.setdefault(name, {})
+        assert isinstance(inner, dict)
+        section = inner
+    section[path[-1]] = value
+
+
+def pairs_of(chosen: Mapping[str, object]) -> Iterator[tuple[Choice, Choice]]:
+    """Yield every pair of settings with their values."""
+    return combinations(chosen.items(), 2)
+
+
+def legal_pairs() -> set[tuple[Choice, Choice]]:
+    """Return the pairs of values that go together."""
+    values = [(name, value) for name, values in SETTINGS.items() for value in values]
+    return {(one, other) for one, other in combinations(values, 2) if one[0] != other[0] and _narrow([one, other])}
+
+
+def _narrow(choices: Iterable[Choice]) -> dict[str, list[object]] | None:
+    """Return the values of every setting that go together with the choices; None if these contradict each other."""
+    left = {name: list(values) for name, values in SETTINGS.items()}
+    for name, value in choices:
+        if value not in left[name]:
+            return None
+        left[name] = [value]
+    is_changed = True
+    while is_changed:
+        is_changed = False
+        for (name, value), needs in NEEDS.items():
+            if value not in left[name]:
+                continue
+            if any(not set(left[other]).intersection(wanted) for other, wanted in needs.items()):
+                left[name].remove(value)
+                is_changed = True
+            elif len(left[name]) == 1:
+                for other, wanted in needs.items():
+                    kept = [one for one in left[other] if one in wanted]
+                    is_changed |= kept != left[other]
+                    left[other] = kept
+            if not left[name]:
+                return None
+    return left
+
+
+class Drawing:
+    """A draw of cells in which every legal pair of values occurs about equally often."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._legal = sorted(legal_pairs(), key=repr)
+        self.counts = Counter(dict.fromkeys(self._legal, 0))
+
+    def draw(self) -> dict[str, object]:
+        """Return a value of every setting: a rarest pair, and what is rarest beside it."""
+        fewest = min(self.counts.values())
+        pair = self._random.choice([pair for pair in self._legal if self.counts[pair] == fewest])
+        choices = dict(pair)
+        names = [name for name in SETTINGS if name not in choices]
+        self._random.shuffle(names)
+        for name in names:
+            left = _narrow(choices.items())
+            assert left is not None
+            values = left[name]
+            self._random.shuffle(values)
+            choices[name] = min(values, key=lambda value: self._rarity(choices, (name, value)))
+        chosen = {name: choices[name] for name in SETTINGS}
+        self.counts.update(pairs_of(chosen))
+        return chosen
+
+    def _rarity(self, choices: Mapping[str, object], added: Choice) -> float:
+        pairs = [(one, added) if (one, added) in self.counts else (added, one) for one in choices.items()]
+        return sum(-(0.25 ** self.counts[pair]) for pair in pairs)
+
+
+def main() -> None:
+    """Print how far estimates are from dry runs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--cells", type=int, default=40)
+    parser.add_argument("--write", metavar="FILE")
+    given = parser.parse_args()
+    drawing = Drawing(given.seed)
+    errors = []
+    for number in range(given.cells):
+        chosen = drawing.draw()
+        cell = build_cell(chosen)
+        try:
+            errors.append(_compare(number, cell, given.write))
+        except Exception as error:
+            print(f"{number}: FAILED {error!r} {json.dumps(cell.as_dict())}", flush=True)
+    print(
+        f"{len(errors)} cells: median {statistics.median(errors):.3%}, "
+        f"p90 {statistics.quantiles(errors, n=10)[-1]:.3%}, worst {max(errors):.2%}; "
+        f"{sum(count >= 3 for count in drawing.counts.values())} of {len(drawing.counts)} pairs at least three times"
     )
 
 
-def _draw_zero(rng: random.Random, stage: int) -> dict[str, object]:
-    zero: dict[str, object] = {"stage": stage}
-    if stage and rng.random() < 0.3:
-        device = rng.choice(
-            [{"device": "cpu"}, {"device": "nvme", "nvme_path": "/x"}] if stage == 3 else [{"device": "cpu"}]
-        )
-        zero["offload_optimizer"] = device
-        if stage == 3 and rng.random() < 0.6:
-            zero["offload_param"] = device
-    if stage in (1, 2) and rng.random() < 0.15:
-        zero["overlap_comm"] = True
-    if stage and rng.random() < 0.2:
-        zero["reduce_bucket_size"] = rng.choice([10_000_000, 50_000_000])
-    return zero
+def _compare(number: int, cell: Cell, to: str | None) -> float:
+    from llmscale.dry_run.engine import dry_run
+    from llmscale.memory.estimate import PHASES, estimate_memory
+
+    step = cell.resolve()
+    estimate = estimate_memory(step)
+    with contextlib.redirect_stdout(io.StringIO()):
+        simulated = dry_run(step)
+    counted = {phase: getattr(simulated, phase).total_bytes for phase in PHASES}
+    of_phases = " ".join(f"{phase} {estimate.phase(phase).total_bytes / counted[phase] - 1:+.2%}" for phase in PHASES)
+    error = estimate.allocated_bytes / max(counted.values()) - 1
+    row = {**cell.as_dict(), "bytes": {**counted, "host": simulated.host_bytes, "nvme": 0}}
+    print(f"{number}: {error:+.3%} ({of_phases}; {simulated.seconds:.0f} s) {json.dumps(row)}", flush=True)
+    if to is not None:
+        with open(to, "a") as file:
+            file.write(json.dumps(row) + "\n")
+    return abs(error)
 
 
-def _draw_change(rng: random.Random, model: str) -> dict[str, object]:
-    """Return a change of the model's blocks."""
-    shape = PRESETS[model].shape(50_257)
-    is_gpt2 = shape.positions == "learned"
-    change: dict[str, object] = {}
-    if rng.random() < 0.2:
-        change["dropout"] = 0.1
-    elif rng.random() < 0.2 and not is_gpt2:
-        change[rng.choice(["document_end", "sliding_window"])] = 256
-    if is_gpt2 and rng.random() < 0.3:
-        change |= rng.choice([{"activation": "relu"}, {"bias": False}, {"document_end": 0}, {"tied": False}])
-    if not is_gpt2 and not shape.num_experts and rng.random() < 0.4:
-        change |= rng.choice(
-            [
-                {"attention_bias": "qkv", "qk_norm": "none", "norm_placement": "pre"},
-                {"qk_norm": "head"},
-                {"qk_norm": "width", "norm_placement": "post", "attention_bias": "none"},
-                {"tied": not shape.tied},
-            ]
-        )
-    if rng.random() < 0.1:
-        change["head_dim"] = rng.choice([80, 96, 160])
-    if shape.num_experts and rng.random() < 0.3:
-        change["dense_layers"] = 1
-    return change
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""Parameters, gradients and states as ZeRO divides them: numbers that the formulas of all stages read. No torch.
+
+Groups are those of the optimizer. A rank's part of one is its first: rank 0 has the first elements of each.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+from llmscale.architecture.layers import ParameterTensor, ParameterTensors
+from llmscale.config.deepspeed.schema import ResolvedZero
+from llmscale.config.optimizers import OptimizerGroup
+from llmscale.memory.zero_setup import BYTES_PER_ELEMENT, ZeroSetup
+
+
+@dataclass(frozen=True)
+class ShardedGroup:
+    """A group of the optimizer, laid out end to end and cut into equal parts; the rank has the first."""
+
+    optimizer: OptimizerGroup
+    tensors: list[ParameterTensor]
+    ranks: int
+
+    @cached_property
+    def part_elements(self) -> float:
+        """Elements of the rank's part."""
+        return sum(tensor.elements for tensor in self.tensors) / self.ranks
+
+    @cached_property
+    def owned_tensors(self) -> list[ParameterTensor]:
+        """Parameters of which the rank has a part at stages 1 and 2."""
+        begins = accumulate((tensor.elements for tensor in self.tensors), initial=0)
+        return [tensor for tensor, begin in zip(self.tensors, begins, strict=False) if begin < self.part_elements]
+
+    @cached_property
+    def owned_tensors_elements(self) -> int:
+        """Elements of these parameters, with what other ranks have of the last one."""
+        return sum(tensor.elements for tensor in self.owned_tensors)
+
+    def sub_groups(self, size: int) -> list[float]:
+        """Cut the rank's shards at stage 3 where they reach `size` elements."""
+        sizes = [0.0]
+        for tensor in self.tensors:
+            sizes[-1] += tensor.elements / self.ranks
+            if sizes[-1] >= size:
+                sizes.append(0.0)
+        return [elements for elements in sizes if elements]
+
+
+class Reduction(NamedTuple):
+    """Gradients of the bucket that are reduced at once."""
+
+    end: int
+    """Gradients that were handed over before it, its own included."""
+    elements: int
+    largest: int
+    """Elements of its largest gradient."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Parameters, gradients and states of one rank."""
+
+    tensors: ParameterTensors
+    setup: ZeroSetup
+
+    @cached_property
+    def zero(self) -> ResolvedZero:
+        return self.setup.config.zero
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight, and of its gradient as autograd returns it."""
+        return BYTES_PER_ELEMENT[self.setup.config.model_dtype]
+
+    @cached_property
+    def sum_bytes(self) -> int:
+        """Bytes of a gradient that is summed over micro-steps."""
+        return BYTES_PER_ELEMENT[self.setup.config.grad_accum_dtype]
+
+    @cached_property
+    def sent_bytes(self) -> int:
+        """Bytes of a gradient that is communicated."""
+        return BYTES_PER_ELEMENT[self.setup.config.communication_data_type]
+
+    @cached_property
+    def master_bytes(self) -> int:
+        """Bytes of a master weight, and of the gradient that the optimizer gets."""
+        return self.setup.optimizer.groups[0].master_bytes
+
+    @cached_property
+    def accumulates(self) -> bool:
+        """True when a step has several micro-steps."""
+        return self.setup.accumulates
+
+    @cached_property
+    def offloads(self) -> bool:
+        """True if the optimizer's states are on the host or on disk."""
+        return self.setup.offloads_optimizer
+
+    @cached_property
+    def ranks(self) -> int:
+        return self.setup.shard_ranks
+
+    @cached_property
+    def bucket_elements(self) -> int:
+        """Elements of a bucket of gradients."""
+        return self.zero.reduce_bucket_size
+
+    @cached_property
+    def is_contiguous(self) -> bool:
+        """True if gradients are copied into a bucket."""
+        return self.zero.contiguous_gradients or self.offloads
+
+    @cached_property
+    def sums_part_in_fp32(self) -> bool:
+        """True if stages 1 and 2 sum the gradients of the rank's part in fp32, beside weights in 16 bit."""
+        return self.sum_bytes == 4 and self.weight_bytes == 2
+
+    @cached_property
+    def groups(self) -> list[ShardedGroup]:
+        groups = self.setup.groups(self.tensors)
+        return [ShardedGroup(group, members, self.setup.ranks_of(members[0])) for group, members in groups]
+
+    @cached_property
+    def gradient_order(self) -> list[ParameterTensor]:
+        """Trained parameters in the order in which their gradients are complete."""
+        trained = {tensor.index for tensor in self.tensors.trainable}
+        return [tensor for layer in self.tensors.gradient_order for tensor in layer if tensor.index in trained]
+
+    @cached_property
+    def trained_elements(self) -> int:
+        return sum(tensor.elements for tensor in self.gradient_order)
+
+    @cached_property
+    def owned_elements(self) -> float:
+        """Parameters whose states the rank has."""
+        return sum(group.part_elements for group in self.groups)
+
+    @cached_property
+    def largest_elements(self) -> int:
+        """Elements of the largest trained parameter."""
+        return max(tensor.elements for tensor in self.gradient_order)
+
+    @cached_property
+    def last_elements(self) -> int:
+        """Elements of the parameter whose gradient comes last."""
+        return self.gradient_order[-1].elements
+
+    @cached_property
+    def frozen_bytes(self) -> int:
+        return self.weight_bytes * sum(tensor.elements for tensor in self.tensors.frozen_tensors)
+
+    @cached_property
+    def tied_elements(self) -> int:
+        """Elements of a table that is the output head too, else 0."""
+        return self.tensors.table.elements if self.tensors.tied else 0
+
+    @cached_property
+    def waiting_bytes(self) -> int:
+        """Bytes of a tied table's gradient from the head, which waits for the look-up's."""
+        is_trained = any(tensor.index == self.tensors.table.index for tensor in self.gradient_order)
+        return self.weight_bytes * self.tied_elements if is_trained else 0
+
+    @cached_property
+    def state_bytes(self) -> float:
+        """Bytes of the rank's master weights and optimizer states: every optimizer says its bytes per parameter."""
+        return sum(group.optimizer.state_bytes * group.part_elements for group in self.groups)
+
+    @cached_property
+    def orthogonalising_bytes(self) -> float:
+        """Bytes that Muon takes for the largest matrix of all groups."""
+        return max(map(self.orthogonalising_bytes_of, self.groups))
+
+    def orthogonalising_bytes_of(self, group: ShardedGroup) -> float:
+        """Bytes to orthogonalise the largest matrix in bf16, copied or gathered in fp32 where the rank lacks it."""
+        if not group.optimizer.is_orthogonalised:
+            return 0.0
+        stage = self.setup.stage
+        tensors = group.tensors if stage in (0, 3) else group.owned_tensors
+        elements, side = max(
+            (rows * tensor.parameter.columns, min(rows, tensor.parameter.columns))
+            for tensor in tensors
+            for rows in tensor.parameter.matrix_rows
+        )
+        copies = 0
+        if stage == 3 and group.ranks > 1:
+            copies = 8 * elements
+        elif self.offloads:
+            copies = 4 * elements
+        return copies + 4 * elements + 2 * side**2
+
+    @property
+    def factored_bytes(self) -> float:
+        """Bytes of Adafactor's second moments of the largest matrix, which become its update."""
+        sizes = [tensor.elements for group in self.groups for tensor in group.tensors if group.optimizer.is_factored]
+        return 4 * max(sizes, default=0)
+
+    def waiting_after(self, complete: float) -> int:
+        """Return the bytes of a tied table's gradient that waits once gradients are complete."""
+        return self.waiting_bytes if complete > 0 else 0
+
+    def handed_over(self, complete: float) -> float:
+        """Return those of the complete gradients that DeepSpeed has: all but a tied table's."""
+        return max(0.0, complete - self.tied_elements)
+
+    @cached_property
+    def reductions(self) -> list[Reduction]:
+        """Every reduction of a micro-step: the bucket is reduced before a gradient that does not fit."""
+        reductions: list[Reduction] = []
+        bucket = Reduction(0, 0, 0)
+        for tensor in self.gradient_order:
+            size = tensor.elements
+            if bucket.elements and bucket.elements + size > self.bucket_elements:
+                reductions.append(bucket)
+                bucket = Reduction(bucket.end, 0, 0)
+            bucket = Reduction(bucket.end + size, bucket.elements + size, max(bucket.largest, size))
+        return [*reductions, bucket]
+
+    def reductions_while(self, complete: float, handing: float) -> list[Reduction]:
+        """Return the reductions while `handing` gradients follow `complete` others."""
+        handed = self.handed_over(complete)
+        first = bisect_left(self._reduction_ends, handed)
+        last = bisect_left(self._reduction_ends, handed + handing, first)
+        return self.reductions[first:last]
+
+    @cached_property
+    def _reduction_ends(self) -> list[int]:
+        return [reduction.end for reduction in self.reductions]
+
+    def reduced_at(self, gradients: int) -> int:
+        """Return the gradients that have been handed over when the one behind `gradients` others is reduced."""
+        return next((end for end in self._reduction_ends if end > gradients), self.trained_elements)
+
+    @property
+    def complete_before_last(self) -> float:
+        """Gradients that are complete when the last parameter hands over its own."""
+        return self.trained_elements if self.tied_elements else self.trained_elements - self.last_elements
+
+    @cached_property
+    def first_owned(self) -> list[tuple[int, ShardedGroup]]:
+        """(gradients before the first that the rank has a part of, group), at stages 1 and 2."""
+        places = accumulate((tensor.elements for tensor in self.gradient_order), initial=0)
+        begins = dict(zip((tensor.index for tensor in self.gradient_order), places, strict=False))
+        return [(min(begins[tensor.index] for tensor in group.owned_tensors), group) for group in self.groups]
+
+    @cached_property
+    def _beyond_bucket(self) -> list[tuple[int, int]]:
+        """(gradients, elements of those among them that stay) after every gradient that exceeds the bucket."""
+        # Stage 1 with overlap_comm keeps those of other ranks too.
+        owned = {tensor.index for group in self.groups for tensor in group.owned_tensors}
+        steps = [(-1, 0)]
+        complete = 0
+        total = 0
+        for tensor in self.gradient_order:
+            complete += tensor.elements
+            if tensor.elements > self.bucket_elements and (self.setup.stage == 1 or tensor.index in owned):
+                total += tensor.elements
+                steps.append((complete, total))
+        return steps
+
+    def beyond_bucket(self, handed: float) -> int:
+        """Elements of parameters that exceed the bucket: DeepSpeed frees their gradients after the backward pass."""
+        return self._beyond_bucket[bisect_left(self._beyond_bucket, (handed + 1, 0)) - 1][1]
