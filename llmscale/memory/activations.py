@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -33,6 +33,17 @@ class Moment(NamedTuple):
         return self.casts + self.activations + self.logits + self.temporaries
 
 
+class BlockKind(NamedTuple):
+    """What makes blocks of a model differ."""
+
+    is_sparse: bool
+    """True with experts."""
+    frozen: frozenset[str] = frozenset()
+    """Layers without trained parameters."""
+    is_passive: bool = False
+    """True if nothing is trained in the block or before it, so that no backward pass reaches it."""
+
+
 class OtherBlocks(NamedTuple):
     """State in which the backward pass reaches a block."""
 
@@ -52,6 +63,8 @@ class Block:
     x: float
     unsaved_input: float = 0.0
     """Bytes of the block's input, if none of its layers saves it."""
+    is_passive: bool = False
+    """True if it keeps nothing for a backward pass."""
 
     @cached_property
     def layers(self) -> list[LayerMemory]:
@@ -64,6 +77,8 @@ class Block:
     @cached_property
     def saved(self) -> float:
         """Bytes kept between the passes, the block's input among them; neither its result nor casts."""
+        if self.is_passive:
+            return 0.0
         if self.mode == "full":
             return self.x
         if self.mode == "selective":
@@ -142,15 +157,20 @@ class Block:
             given *= 2  # and DeepSpeed holds the gradient that it passed in
 
 
-def build_block(p: Pass, mode: CheckpointingMode, *, is_sparse: bool) -> Block:
+def build_block(p: Pass, mode: CheckpointingMode, kind: BlockKind) -> Block:
     """model/gpt.py, Block: two branches beside the residual stream, with norms before or after attention and MLP."""
-    inner = experts(p) if is_sparse else mlp(p)
+    p = replace(p, frozen=kind.frozen)
+    inner = experts(p) if kind.is_sparse else mlp(p)
+    if kind.is_passive:
+        layers = [norm(p), *attention(p), norm(p), *inner]
+        unread = [LayerMemory(layer.name, layer.parameters, forward=layer.forward) for layer in layers]
+        return Block((unread, []), mode, p.x, is_passive=True)
     if p.shape.norm_placement == "pre":
         return Block(([norm(p), *attention(p)], [norm(p), *inner]), mode, p.x)
     after = norm(p, own_gradient=False)
-    # the first layer saves a copy in 16 bit
-    unsaved = p.x if p.autocast and not p.is_stage3 else 0
-    return Block(([*attention(p), after], [*inner, after]), mode, p.x, unsaved)
+    # The first layer saves a copy in 16 bit, or nothing if it is frozen.
+    saves_input = p.is_stage3 or not (p.autocast or "attn.qkv" in kind.frozen)
+    return Block(([*attention(p), after], [*inner, after]), mode, p.x, 0 if saves_input else p.x)
 
 
 @dataclass(frozen=True)
@@ -162,17 +182,31 @@ class Activations:
     cpu_checkpointing: bool = False
 
     @cached_property
-    def kinds(self) -> dict[bool, Block]:
-        """Blocks by whether they have experts."""
+    def _kinds(self) -> list[BlockKind]:
+        """Kind of each block."""
         shape = self.p.shape
-        order = {shape.is_sparse(block) for block in range(shape.n_layer)} if shape.num_experts else {False}
-        return {is_sparse: build_block(self.p, self.mode, is_sparse=is_sparse) for is_sparse in order}
+        if not self.p.frozen_patterns:
+            return [BlockKind(shape.is_sparse(block)) for block in range(shape.n_layer)]
+        tensors = replace(shape.tensors, frozen=self.p.frozen_patterns)
+        trained = {(tensor.block, tensor.layer) for tensor in tensors.trainable}
+        embeddings = {layer.name for layer in shape.architecture.before_blocks}
+        is_passive = not any((None, name) in trained for name in embeddings)
+        kinds: list[BlockKind] = []
+        for block in range(shape.n_layer):
+            layers = {layer.name for layer in shape.architecture.layers_of(block) if layer.name}
+            frozen = frozenset(name for name in layers if (block, name) not in trained)
+            is_passive = is_passive and frozen == layers
+            kinds.append(BlockKind(shape.is_sparse(block), frozen, is_passive))
+        return kinds
+
+    @cached_property
+    def kinds(self) -> dict[BlockKind, Block]:
+        """Blocks that differ."""
+        return {kind: build_block(self.p, self.mode, kind) for kind in set(self._kinds)}
 
     @cached_property
     def blocks(self) -> list[Block]:
-        if len(self.kinds) == 1:
-            return [*self.kinds.values()] * self.p.shape.n_layer
-        return [self.kinds[self.p.shape.is_sparse(block)] for block in range(self.p.shape.n_layer)]
+        return [self.kinds[kind] for kind in self._kinds]
 
     @property
     def _offloads(self) -> bool:
@@ -238,7 +272,8 @@ class Activations:
             "loss backward", casts, self.saved[-1], temporaries=p.x, complete=self._head, handing=norm_parameters
         )
         complete = self._head + norm_parameters + sum(block.parameters for block in self.blocks)
-        yield Moment("end of backward", 0.0, self.saved[0], 0.0, p.x + p.stream * self._head, complete=complete)
+        table_gradient = p.stream * self._head if p.trains_table else 0
+        yield Moment("end of backward", 0.0, self.saved[0], temporaries=p.x + table_gradient, complete=complete)
 
     @property
     def _head(self) -> int:

@@ -155,6 +155,8 @@ def step_activations(
         loss_kernel=step.loss.kernel,
         router_loss=step.loss.has_router_loss,
         trains_head=not step.tensors.is_frozen(f"{'wte' if step.shape.tied else 'head'}.weight"),
+        trains_table=not step.tensors.is_frozen("wte.weight"),
+        frozen_patterns=step.optimizer.frozen,
         checkpointing=step.checkpointing,
         capability=capability,
         worst_load=worst_load,

@@ -56,6 +56,12 @@ class Pass:
     loss_kernel: str = "torch"
     router_loss: bool = True
     trains_head: bool = True
+    trains_table: bool = True
+    """The token embedding is trained, which is the head if they are tied."""
+    frozen_patterns: tuple[str, ...] = ()
+    """Patterns of the names of parameters that are not trained."""
+    frozen: frozenset[str] = frozenset()
+    """Layers of the block in question of which no parameter is trained."""
     checkpointing: CheckpointingMode = "none"
     capability: ComputeCapability | None = None
     """Compute capability of the GPU; None means Ampere or newer."""
@@ -139,16 +145,19 @@ def norm(p: Pass, *, own_gradient: bool = True) -> LayerMemory:
 def linear(
     p: Pass, name: str, inputs: int, outputs: int, *, bias: bool, saves: float | None = None, ends_branch: bool = False
 ) -> list[LayerMemory]:
-    """y = x W: saves x; the backward pass holds the gradients of y, x and W.
+    """y = x W: saves x for the gradient of W; the backward pass holds the gradients of y, x and W.
 
-    `saves`: bytes of x, where another layer has saved it or it is in fp32. `ends_branch`: y is added to the residual
-    stream, whose gradient is that of y.
+    `name`: the layer's in a block. `saves`: bytes of x, where another layer has saved it or it is in fp32.
+    `ends_branch`: y is added to the residual stream, whose gradient is that of y.
     """
     tokens = p.tokens
     width = p.width
     weights = inputs * outputs + bias * outputs
     of_x = tokens * inputs * width
     saved = of_x if saves is None else saves
+    is_trained = name not in p.frozen
+    if not is_trained and not p.is_stage3:  # whose own linear layer saves x in any case
+        saved = 0
     is_stream = ends_branch and not p.autocast and not p.shape.dropout and p.shape.norm_placement == "pre"
     of_y = 0 if is_stream else tokens * outputs * width
     layer = LayerMemory(
@@ -156,11 +165,14 @@ def linear(
         parameters=weights,
         saved=saved,
         selected=tokens * outputs * width,
-        backward=of_y + of_x + weights * width + (2 * weights if p.autocast and p.is_stage3 else 0),
+        backward=of_y
+        + of_x
+        + (weights * width if is_trained else 0)
+        + (2 * weights if p.autocast and p.is_stage3 else 0),
         passed=of_x,
         casts=2 * weights if p.autocast and not p.is_stage3 else 0,
     )
-    if not p.autocast:
+    if not p.autocast or not is_trained:
         return [layer]
     # The gradient of W in 16 bit becomes one in fp32 once y's gradient and the cast are free; stage 3 still holds x.
     later = saved if p.is_stage3 else 0
@@ -185,7 +197,7 @@ def attention(p: Pass) -> list[LayerMemory]:
     normed = s.qk_norm != "none"
     rotary = s.positions == "rotary"
     layers = linear(
-        p, "qkv", s.n_embd, s.qkv_heads * s.head_dim, bias=s.attention_bias != "none", saves=_norm_result(p)
+        p, "attn.qkv", s.n_embd, s.qkv_heads * s.head_dim, bias=s.attention_bias != "none", saves=_norm_result(p)
     )
     if normed:
         statistics = 4 * tokens * (s.n_head + s.n_kv_head if s.qk_norm == "head" else 2)
@@ -201,7 +213,7 @@ def attention(p: Pass) -> list[LayerMemory]:
     has_own_input = p.ranks.sequence_parallel_size > 1 or p.kernel in ("flash_padded", "math")
     layers += linear(
         p,
-        "proj",
+        "attn.proj",
         s.n_head * s.head_dim,
         s.n_embd,
         bias=s.attention_bias == "all",
@@ -290,9 +302,9 @@ def _mlp(p: Pass, hidden: int) -> list[LayerMemory]:
     )
     saves = result if reads_input else 0
     return [
-        *linear(p, "up", s.n_embd, gates * hidden, bias=bias, saves=_norm_result(p)),
+        *linear(p, "mlp.up", s.n_embd, gates * hidden, bias=bias, saves=_norm_result(p)),
         activation,
-        *linear(p, "down", hidden, s.n_embd, bias=bias, saves=saves, ends_branch=True),
+        *linear(p, "mlp.down", hidden, s.n_embd, bias=bias, saves=saves, ends_branch=True),
     ]
 
 
@@ -303,13 +315,18 @@ def _tiled_mlp(p: Pass) -> LayerMemory:
     m = p.shape.mlp_width
     gates = 2 if p.shape.gated_mlp else 1
     weights = (gates + 1) * h * m + bool(s.mlp_bias) * (gates * m + h)
+    trained = 0
+    if "mlp.up" not in p.frozen:
+        trained += gates * h * m + (gates * m if s.mlp_bias else 0)
+    if "mlp.down" not in p.frozen:
+        trained += h * m + (h if s.mlp_bias else 0)
     tile = min(s.mlp_tile_tokens, p.tokens) * p.width * (2 * h + (3 * gates - 1) * m)
-    inside = tile + weights * p.stream + (2 * weights if p.autocast else 0)
+    inside = tile + trained * p.stream + (2 * weights if p.autocast else 0)
     return LayerMemory(
         "mlp in tiles",
         weights,
         saved=p.x,
-        backward=p.x + 4 * weights + max(inside, weights * p.stream),
+        backward=p.x + 4 * trained + max(inside, trained * p.stream),
         passed=p.x,
         cached=2 * weights if p.autocast else 0,
     )
@@ -336,6 +353,7 @@ def experts(p: Pass) -> list[LayerMemory]:
     # what is received and sent back has its own order
     exchanged = row + 2 * index if parts > 1 else 0
     stream = tokens * h * width
+    is_trained = "mlp.experts" not in p.frozen
 
     def product(
         name: str, weights: int, *, inputs: float, outputs: float, passed: float, index_bytes: float = 0
@@ -345,7 +363,7 @@ def experts(p: Pass) -> list[LayerMemory]:
             weights,
             saved=inputs + cast * weights + index_bytes,
             selected=outputs,
-            backward=outputs + inputs + weights * (p.stream + cast) + per_row,
+            backward=outputs + inputs + weights * ((p.stream if is_trained else 0) + cast) + per_row,
             passed=passed,
         )
 
