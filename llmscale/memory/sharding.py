@@ -59,6 +59,23 @@ class Reduction(NamedTuple):
     elements: int
     largest: int
     """Elements of its largest gradient."""
+    tensors: int
+    """Number of its gradients."""
+    largest_owned: float = 0.0
+    """Elements of the largest piece that the rank has, at stages 1 and 2."""
+    slices: int = 0
+    """Number of pieces that are neighbours and of one rank each, at stages 1 and 2."""
+
+
+class _Slices(NamedTuple):
+    """Where stages 1 and 2 cut a parameter."""
+
+    owned: float
+    """Elements that the rank has."""
+    first_rank: int
+    """Rank that has its first element."""
+    last_rank: int
+    """Rank that has its last element."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +129,9 @@ class Sharding:
         return self.zero.reduce_bucket_size
 
     @cached_property
-    def is_contiguous(self) -> bool:
+    def copies_to_bucket(self) -> bool:
         """True if gradients are copied into a bucket."""
-        return self.zero.contiguous_gradients or self.offloads
+        return self.zero.contiguous_gradients or (self.offloads and self.setup.stage < 3)
 
     @cached_property
     def sums_part_in_fp32(self) -> bool:
@@ -157,14 +174,14 @@ class Sharding:
 
     @cached_property
     def tied_elements(self) -> int:
-        """Elements of a table that is the output head too, else 0."""
-        return self.tensors.table.elements if self.tensors.tied else 0
+        """Elements of a trained table that is the output head too, else 0."""
+        is_trained = any(tensor.index == self.tensors.table.index for tensor in self.gradient_order)
+        return self.tensors.table.elements if self.tensors.tied and is_trained else 0
 
     @cached_property
     def waiting_bytes(self) -> int:
         """Bytes of a tied table's gradient from the head, which waits for the look-up's."""
-        is_trained = any(tensor.index == self.tensors.table.index for tensor in self.gradient_order)
-        return self.weight_bytes * self.tied_elements if is_trained else 0
+        return self.weight_bytes * self.tied_elements
 
     @cached_property
     def state_bytes(self) -> float:
@@ -211,15 +228,51 @@ class Sharding:
     @cached_property
     def reductions(self) -> list[Reduction]:
         """Every reduction of a micro-step: the bucket is reduced before a gradient that does not fit."""
-        reductions: list[Reduction] = []
-        bucket = Reduction(0, 0, 0)
+        buckets: list[list[ParameterTensor]] = [[]]
+        size = 0
         for tensor in self.gradient_order:
-            size = tensor.elements
-            if bucket.elements and bucket.elements + size > self.bucket_elements:
-                reductions.append(bucket)
-                bucket = Reduction(bucket.end, 0, 0)
-            bucket = Reduction(bucket.end + size, bucket.elements + size, max(bucket.largest, size))
-        return [*reductions, bucket]
+            if size and size + tensor.elements > self.bucket_elements:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(tensor)
+            size += tensor.elements
+        ends = accumulate(sum(tensor.elements for tensor in bucket) for bucket in buckets)
+        return [self._reduction(bucket, end) for bucket, end in zip(buckets, ends, strict=True)]
+
+    def _reduction(self, bucket: list[ParameterTensor], end: int) -> Reduction:
+        reduction = Reduction(
+            end,
+            elements=sum(tensor.elements for tensor in bucket),
+            largest=max(tensor.elements for tensor in bucket),
+            tensors=len(bucket),
+        )
+        if self.setup.stage not in (1, 2):
+            return reduction
+        cuts = [self._slices[tensor.index] for tensor in bucket]
+        slices = 0
+        rank_before = -1
+        for cut in cuts:
+            slices += cut.last_rank - cut.first_rank + 1
+            # Neighbours of one rank are one, but those that this rank adds to sums in fp32.
+            is_added_alone = cut.first_rank == 0 and self.sums_part_in_fp32
+            slices -= 1 if cut.first_rank == rank_before and not is_added_alone else 0
+            rank_before = cut.last_rank
+        return reduction._replace(largest_owned=max(cut.owned for cut in cuts), slices=slices)
+
+    @cached_property
+    def _slices(self) -> dict[int, _Slices]:
+        slices: dict[int, _Slices] = {}
+        for group in self.groups:
+            begin = 0
+            for tensor in group.tensors:
+                end = begin + tensor.elements
+                slices[tensor.index] = _Slices(
+                    owned=max(0.0, min(tensor.elements, group.part_elements - begin)),
+                    first_rank=int(begin / group.part_elements),
+                    last_rank=int((end - 1) / group.part_elements),
+                )
+                begin = end
+        return slices
 
     def reductions_while(self, complete: float, handing: float) -> list[Reduction]:
         """Return the reductions while `handing` gradients follow `complete` others."""
@@ -231,6 +284,19 @@ class Sharding:
     @cached_property
     def _reduction_ends(self) -> list[int]:
         return [reduction.end for reduction in self.reductions]
+
+    def waiting_for_reduction(self, handed: float) -> float:
+        """Return the elements of gradients that keep a storage of their own until they are reduced.
+
+        These are those beyond the bucket, and all that is not copied into it.
+        """
+        place = bisect_left(self._reduction_ends, handed)
+        if place == len(self.reductions):
+            return 0
+        reduction = self.reductions[place]
+        begin = reduction.end - reduction.elements
+        is_copied = self.copies_to_bucket and reduction.largest <= self.bucket_elements
+        return 0 if is_copied else handed - begin
 
     def reduced_at(self, gradients: int) -> int:
         """Return the gradients that have been handed over when the one behind `gradients` others is reduced."""
@@ -249,8 +315,8 @@ class Sharding:
         return [(min(begins[tensor.index] for tensor in group.owned_tensors), group) for group in self.groups]
 
     @cached_property
-    def _beyond_bucket(self) -> list[tuple[int, int]]:
-        """(gradients, elements of those among them that stay) after every gradient that exceeds the bucket."""
+    def _kept(self) -> list[tuple[int, int]]:
+        """(gradients, elements of those among them that stay) after every gradient that is not copied."""
         # Stage 1 with overlap_comm keeps those of other ranks too.
         owned = {tensor.index for group in self.groups for tensor in group.owned_tensors}
         steps = [(-1, 0)]
@@ -258,11 +324,12 @@ class Sharding:
         total = 0
         for tensor in self.gradient_order:
             complete += tensor.elements
-            if tensor.elements > self.bucket_elements and (self.setup.stage == 1 or tensor.index in owned):
+            is_copied = self.copies_to_bucket and tensor.elements <= self.bucket_elements
+            if not is_copied and (self.setup.stage == 1 or tensor.index in owned):
                 total += tensor.elements
                 steps.append((complete, total))
         return steps
 
-    def beyond_bucket(self, handed: float) -> int:
-        """Elements of parameters that exceed the bucket: DeepSpeed frees their gradients after the backward pass."""
-        return self._beyond_bucket[bisect_left(self._beyond_bucket, (handed + 1, 0)) - 1][1]
+    def kept_elements(self, handed: float) -> int:
+        """Elements of gradients that are not copied into the bucket: DeepSpeed frees them after the backward pass."""
+        return self._kept[bisect_left(self._kept, (handed + 1, 0)) - 1][1]

@@ -113,6 +113,11 @@ class Gathered:
         return max(*self._peaks, *self._live)
 
     @property
+    def after_backward(self) -> float:
+        """What is still gathered when the backward pass is over."""
+        return self._live[-1]
+
+    @property
     def at_end(self) -> float:
         """While DeepSpeed takes the last gradients."""
         return self._live[len(self._complete) - 1]

@@ -19,6 +19,7 @@ def stage1_states(sharding: Sharding) -> States:
     weight_bytes = sharding.weight_bytes
     sum_bytes = sharding.sum_bytes
     sums_bytes = sum_bytes * sharding.trained_elements
+    sums_part = sharding.sums_part_in_fp32
     bucket_bytes = _bucket_bytes(sharding)
     before = Added(gradients=sums_bytes, buckets=bucket_bytes) if sharding.accumulates else NOTHING
     # The last gradient exists in both types.
@@ -49,7 +50,7 @@ def stage1_states(sharding: Sharding) -> States:
         handing=handing_over,
         end=largest_addition([complete_sums, *_reductions(sharding)]),
         step=Added(
-            gradients=part_bytes(sharding),
+            gradients=part_bytes(sharding) + (0 if sharding.copies_to_bucket or not sums_part else sums_bytes),
             buckets=bucket_bytes if keeps_bucket(sharding) else 0,
             temporaries=update_bytes(sharding),
         ),
@@ -58,7 +59,7 @@ def stage1_states(sharding: Sharding) -> States:
 
 
 def _bucket_bytes(sharding: Sharding) -> int:
-    return sharding.bucket_elements * sharding.sum_bytes if sharding.is_contiguous else 0
+    return sharding.bucket_elements * sharding.sum_bytes if sharding.copies_to_bucket else 0
 
 
 def keeps_bucket(sharding: Sharding) -> bool:
@@ -83,18 +84,22 @@ def _reductions(sharding: Sharding) -> Iterator[Added]:
         elements = sum(piece.elements for piece in pieces)
         owned = max(piece.owned for piece in pieces)
         for piece in pieces:
-            if piece.elements <= sharding.bucket_elements and sharding.is_contiguous:
+            if piece.elements <= sharding.bucket_elements and sharding.copies_to_bucket:
                 left_elements -= piece.elements
         ranks = {rank for piece in pieces for rank in (piece.first_rank, piece.last_rank)}
         is_one_slice = len(ranks) == 1 and not (sums_part and ranks == {0} and len(pieces) > 1)
         flat_bytes = 0 if is_one_slice else sum_bytes * elements
         cast_bytes = sent_bytes * elements if sent_bytes != sum_bytes else 0
+        part_of_bucket_bytes = 0.0
         for piece in pieces:
             if sums_part and piece.owned and piece.group not in groups_with_sums:
                 groups_with_sums.add(piece.group)
-                part_made_bytes += 4 * sharding.groups[piece.group].part_elements
+                part_of_bucket_bytes += 4 * sharding.groups[piece.group].part_elements
+        part_made_bytes += part_of_bucket_bytes
         now = Added(gradients=sum_bytes * left_elements + part_made_bytes, buckets=bucket_bytes)
-        yield now._replace(buckets=bucket_bytes + flat_bytes + cast_bytes)
+        # Without a bucket the sums are made when the gradients have travelled.
+        travelling = now if sharding.copies_to_bucket else now._replace(gradients=now.gradients - part_of_bucket_bytes)
+        yield travelling._replace(buckets=bucket_bytes + flat_bytes + cast_bytes)
         if sums_part and sent_bytes != 4:
             yield now._replace(buckets=bucket_bytes + (cast_bytes or flat_bytes), temporaries=4 * owned)
         if owned and sharding.offloads:

@@ -14,7 +14,6 @@ from llmscale.memory.states import Added, States, largest_addition
 from llmscale.memory.zero_stage1 import (
     flat_resident_bytes,
     keeps_bucket,
-    largest_owned_elements,
     part_bytes,
     update_bytes,
 )
@@ -58,7 +57,7 @@ class Stage2:
 
     @cached_property
     def _bucket_bytes(self) -> int:
-        if not self.sharding.is_contiguous:
+        if not self.sharding.copies_to_bucket:
             return 0
         buckets = 2 if self.sharding.zero.overlap_comm else 1
         return buckets * self.sharding.bucket_elements * self._gradient_bytes
@@ -100,12 +99,16 @@ class Stage2:
     def _growing_parts(self) -> list[tuple[int, float]]:
         """The buffers that a micro-step allocates, as in `_parts`."""
         is_there = not self._sums_bytes and self._earlier_bytes == self._part_bytes
-        # Without sums in fp32 a second buffer is added to the sums at the end.
-        return [] if is_there and self.sharding.sums_part_in_fp32 else self._parts
+        if self.sharding.sums_part_in_fp32:
+            return [] if is_there else self._parts
+        # A second buffer is added to the sums at the end. Without a bucket the gradients stay where they are.
+        return self._parts if self.sharding.copies_to_bucket else []
 
     @cached_property
-    def _keeps_large(self) -> bool:
-        """True if gradients that do not fit the bucket stay."""
+    def _keeps_uncopied(self) -> bool:
+        """True if gradients that are not copied into the bucket stay after their reduction."""
+        if not self.sharding.copies_to_bucket:
+            return True
         if self.sharding.offloads:
             return self.sharding.accumulates
         return self.sharding.sums_part_in_fp32 and not self.is_stage1
@@ -114,11 +117,16 @@ class Stage2:
         sharding = self.sharding
         handed = sharding.handed_over(complete)
         grown = sum(num_bytes for place, num_bytes in self._growing_parts if handed > place)
-        large = sharding.weight_bytes * sharding.beyond_bucket(handed) if self._keeps_large else 0
+        uncopied = 0.0
+        if not sharding.copies_to_bucket:
+            waiting = sharding.waiting_for_reduction(handed)
+            uncopied = sharding.weight_bytes * (sharding.kept_elements(handed - waiting) + waiting)
+        elif self._keeps_uncopied:
+            uncopied = sharding.weight_bytes * sharding.kept_elements(handed)
         reduced = self._gradient_bytes * min(handed, sharding.trained_elements) if self._sums_bytes else 0
         has_bucket = self._sums_bytes > 0 or complete > 0
         return Added(
-            gradients=self._earlier_bytes - reduced + grown + large + sharding.waiting_after(complete),
+            gradients=self._earlier_bytes - reduced + grown + uncopied + sharding.waiting_after(complete),
             buckets=self._bucket_bytes if has_bucket else 0,
         )
 
@@ -126,19 +134,15 @@ class Stage2:
         """The bucket is copied if it has gradients of several ranks, and cast; the rank's pieces are added in fp32."""
         sharding = self.sharding
         sums_part = sharding.sums_part_in_fp32
-        end, elements, largest = reduction
-        elements_of_rank = sharding.trained_elements / sharding.ranks
-        first_rank = int((sharding.trained_elements - (end - elements + 1)) / elements_of_rank)
-        last_rank = int((sharding.trained_elements - end) / elements_of_rank)
-        is_copied = first_rank != last_rank or (sums_part and last_rank == 0)
-        flat_bytes = self._gradient_bytes * elements if is_copied else 0
+        elements = reduction.elements
+        flat_bytes = self._gradient_bytes * elements if reduction.slices > 1 else 0
         cast_bytes = sharding.sent_bytes * elements if sharding.sent_bytes != self._gradient_bytes else 0
-        owned = min(largest, largest_owned_elements(sharding)) if end > self._first_owned else 0
-        new_bytes = sum(num_bytes for place, num_bytes in self._growing_parts if place == end)
+        owned = reduction.largest_owned
+        new_bytes = sum(num_bytes for place, num_bytes in self._growing_parts if place == reduction.end)
         piece_bytes = 4 * owned if sums_part and sharding.sent_bytes != 4 else 0
         # A gradient beyond the bucket is not copied.
-        is_beyond = largest > sharding.bucket_elements and not self._keeps_large
-        complete_bytes = sharding.weight_bytes * largest if is_beyond else 0
+        is_beyond = reduction.largest > sharding.bucket_elements and not self._keeps_uncopied
+        complete_bytes = sharding.weight_bytes * reduction.largest if is_beyond else 0
         copied_bytes = max(flat_bytes + cast_bytes, (cast_bytes or flat_bytes) + piece_bytes)
         visit_bytes = max(0, (8 * owned if sharding.offloads else 0) - copied_bytes)
         if sums_part:
@@ -168,7 +172,8 @@ class Stage2:
             grown = sum(num_bytes for place, num_bytes in self._growing_parts if place < sharding.trained_elements)
             complete = Added(gradients=grown, buckets=self._bucket_bytes)
         else:
-            complete = self._gradients(sharding.trained_elements).with_more(without_waiting)
+            everything = sharding.trained_elements + sharding.tied_elements
+            complete = self._gradients(everything).with_more(without_waiting)
         before_last = sharding.complete_before_last
         last = self._gradients(before_last).with_more(self._handing_over(before_last, sharding.last_elements))
         return largest_addition(

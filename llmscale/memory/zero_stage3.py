@@ -31,22 +31,31 @@ class _Stage3:
     def states(self) -> States:
         sharding = self.sharding
         before_last = sharding.complete_before_last
-        last = largest_addition(
-            [self._reduce(sharding.reductions[-1]), self._handing_over(before_last, sharding.last_elements)]
-        )
+        last = self._gradients(before_last).with_more(self._handing_over(before_last, sharding.last_elements))
+        complete = self._gradients(sharding.trained_elements + sharding.tied_elements)
+        end = largest_addition([complete.with_more(self._reduce(sharding.reductions[-1])), last])
         # Where a reduction ends changes nothing.
         reductions = {reduction._replace(end=0) for reduction in sharding.reductions}
         return States(
             resident=self._resident,
-            gradients=lambda complete: Added(gradients=sharding.waiting_after(complete)),
+            gradients=self._gradients,
             handing=self._handing_over,
-            end=last._replace(parameters=self.gathered.at_end if self.gathered else 0.0),
+            end=end._replace(
+                parameters=self.gathered.at_end if self.gathered else 0.0,
+                gradients=end.gradients - sharding.waiting_bytes,
+            ),
             step=self._step,
             gathered=self.gathered,
-            moving_bytes=max(sum(self._reduce(reduction)) for reduction in reductions),
+            moving_bytes=max(sum(self._reduce(reduction)) for reduction in reductions)
+            + sharding.weight_bytes * max(sharding.bucket_elements, sharding.largest_elements),
             host_bytes=stage3_host_bytes(sharding),
             nvme_bytes=nvme_bytes(sharding),
         )
+
+    def _gradients(self, complete: float) -> Added:
+        sharding = self.sharding
+        waiting = sharding.waiting_for_reduction(sharding.handed_over(complete))
+        return Added(gradients=sharding.waiting_after(complete) + sharding.weight_bytes * waiting)
 
     @property
     def _resident(self) -> Breakdown:
@@ -78,23 +87,32 @@ class _Stage3:
         return max(tensor.elements / sharding.setup.ranks_of(tensor) for tensor in sharding.gradient_order)
 
     def _reduce(self, reduction: Reduction) -> Added:
-        """The bucket in one flat tensor, the rank's pieces in the sums' type; offloaded ones visit with their norm."""
+        """Gradients cast to travel, end to end in one tensor, the rank's pieces in the sums' type.
+
+        reduce_scatter_coalesced takes a single gradient as it is, if all ranks have equal parts of it. Offloaded pieces
+        visit the GPU with their norm.
+        """
         sharding = self.sharding
-        _, elements, largest = reduction
-        is_flattened = elements != largest or sharding.ranks > 1
-        flat_bytes = sharding.sent_bytes * elements if is_flattened else 0
+        elements = reduction.elements
+        # What is copied into the bucket has its type already.
+        is_copied = sharding.copies_to_bucket and reduction.largest <= sharding.bucket_elements
+        is_cast = sharding.sent_bytes != sharding.weight_bytes and not is_copied
+        is_taken = reduction.tensors == 1 and elements % sharding.ranks == 0
+        cast_bytes = sharding.sent_bytes * elements if is_cast else 0
+        flat_bytes = 0 if is_taken else sharding.sent_bytes * elements
         pieces_bytes = 0.0
+        left_bytes: float = flat_bytes or cast_bytes
         if sharding.sent_bytes != sharding.sum_bytes:
             pieces_bytes = sharding.sum_bytes * elements / sharding.ranks
+            left_bytes = pieces_bytes
         visit_bytes = 0.0
         if sharding.offloads:
-            piece = min(largest, self._largest_shard)
+            piece = min(reduction.largest, self._largest_shard)
             visit_bytes = sharding.sum_bytes * piece + 8 * min(piece, _NORM_ELEMENTS)
-        complete_bytes = sharding.weight_bytes * largest if largest > sharding.bucket_elements else 0
         return largest_addition(
             [
-                Added(gradients=complete_bytes, buckets=flat_bytes + pieces_bytes),
-                Added(gradients=complete_bytes, buckets=pieces_bytes or flat_bytes, temporaries=visit_bytes),
+                Added(buckets=cast_bytes + flat_bytes + pieces_bytes),
+                Added(buckets=left_bytes, temporaries=visit_bytes),
             ]
         )
 
@@ -106,18 +124,21 @@ class _Stage3:
     @property
     def _step(self) -> Added:
         sharding = self.sharding
-        if sharding.offloads:
-            return Added(temporaries=sharding.orthogonalising_bytes)
         copies_bytes = sum(second_copies(sharding.tensors.all, sharding.setup).values())
+        begin = Added(parameters=self.gathered.after_backward if self.gathered else 0)
+        if sharding.offloads:
+            update = Added(parameters=copies_bytes, temporaries=sharding.orthogonalising_bytes)
+            return largest_addition([begin, update])
         overflow_bytes = 0.0
         if sharding.setup.config.precision == "fp16":
             overflow_bytes = (sharding.sum_bytes + 1) * sharding.owned_elements
         updates = map(self._update_bytes, sharding.groups)
         # Persistent parameters are released until the end of the step.
-        return Added(
+        update = Added(
             parameters=copies_bytes - self._persistent_bytes,
             temporaries=max(8 * self._largest_shard, overflow_bytes, *updates),
         )
+        return largest_addition([begin, update])
 
     def _update_bytes(self, group: ShardedGroup) -> float:
         """Gradients of a sub-group end to end, their copy in the master's type, and Muon."""

@@ -30,6 +30,8 @@ def zero_states(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool = 
     sharding = Sharding(tensors, setup)
     states = _states_of_stage(sharding, recomputes)
     states.waiting_bytes = sharding.waiting_bytes
+    # Steps of earlier micro-steps update nothing, and leave what the next forward pass finds.
+    states.step = largest_addition([states.step, states.before])
     if tensors.frozen:
         states.trained = _count_trained(tensors)
     return states
@@ -110,9 +112,14 @@ def _stage0_states(sharding: Sharding) -> States:
 
 def _allreduce_bytes(sharding: Sharding) -> float:
     """Bytes of gradients in a flat tensor, which closes after the tensor that fills it, and cast to travel."""
-    elements: float = sharding.trained_elements
-    if elements > _ALLREDUCE_ELEMENTS:
-        elements = _ALLREDUCE_ELEMENTS + sharding.largest_elements / 2
+    elements = 0
+    size = 0
+    for group in sharding.groups:
+        for tensor in group.tensors:
+            size += tensor.elements
+            elements = max(elements, size)
+            if size > _ALLREDUCE_ELEMENTS:
+                size = 0
     is_cast = sharding.sent_bytes != sharding.weight_bytes
     return elements * (sharding.weight_bytes + (sharding.sent_bytes if is_cast else 0))
 

@@ -15,8 +15,9 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import combinations
+from pathlib import Path
 
 from llmscale.config.batch_plan import ParallelLayout, build_batch_plan
 from llmscale.config.deepspeed.resolve import parse_ds_config
@@ -25,6 +26,7 @@ from llmscale.config.loss_settings import LossSettings
 from llmscale.config.optimizers import ADAFACTOR, ADAMW, MUON
 from llmscale.config.presets import PRESETS
 from llmscale.config.resolve import ResolvedStep, resolve_step
+from llmscale.memory.estimate import PHASES, estimate_memory
 
 OPTIMIZERS = {optimizer.name: optimizer for optimizer in (ADAMW, MUON, ADAFACTOR)}
 
@@ -146,8 +148,11 @@ class Cell:
     sequence_ranks: int = 1
     expert_ranks: int = 1
 
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
+    @property
+    def stage(self) -> int:
+        zero = self.ds["zero_optimization"]
+        assert isinstance(zero, dict)
+        return zero["stage"]
 
     def resolve(self) -> ResolvedStep:
         """Raises ConfigError for settings that do not go together."""
@@ -264,22 +269,34 @@ class Drawing:
         return sum(-(0.25 ** self.counts[pair]) for pair in pairs)
 
 
+def read_pairs(path: Path) -> list[tuple[dict[str, object], dict[str, int]]]:
+    """Read the settings and the bytes of each cell that `--write` has written."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [({name: row["settings"].get(name) for name in SETTINGS}, row["bytes"]) for row in rows]
+
+
 def main() -> None:
     """Print how far estimates are from dry runs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--cells", type=int, default=40)
-    parser.add_argument("--write", metavar="FILE")
+    parser.add_argument("--write", type=Path, metavar="FILE")
     given = parser.parse_args()
     drawing = Drawing(given.seed)
-    errors = []
+    errors: list[float] = []
     for number in range(given.cells):
         chosen = drawing.draw()
-        cell = build_cell(chosen)
         try:
-            errors.append(_compare(number, cell, given.write))
+            counted = count_bytes(build_cell(chosen))
         except Exception as error:
-            print(f"{number}: FAILED {error!r} {json.dumps(cell.as_dict())}", flush=True)
+            print(f"{number}: the dry run failed: {error!r} {_words_of(chosen)}", flush=True)
+            continue
+        error, of_phases = _compare(build_cell(chosen), counted)
+        errors.append(abs(error))
+        print(f"{number}: {error:+.3%} ({of_phases}) {_words_of(chosen)}", flush=True)
+        if given.write:
+            with given.write.open("a") as file:
+                file.write(json.dumps({"settings": _without_defaults(chosen), "bytes": counted}) + "\n")
     print(
         f"{len(errors)} cells: median {statistics.median(errors):.3%}, "
         f"p90 {statistics.quantiles(errors, n=10)[-1]:.3%}, worst {max(errors):.2%}; "
@@ -287,23 +304,33 @@ def main() -> None:
     )
 
 
-def _compare(number: int, cell: Cell, to: str | None) -> float:
-    from llmscale.dry_run.engine import dry_run
-    from llmscale.memory.estimate import PHASES, estimate_memory
+def _without_defaults(chosen: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in chosen.items() if value is not None}
 
-    step = cell.resolve()
-    estimate = estimate_memory(step)
+
+def _words_of(chosen: Mapping[str, object]) -> str:
+    return " ".join(f"{name.rpartition('.')[2]}={value}" for name, value in _without_defaults(chosen).items())
+
+
+def count_bytes(cell: Cell) -> dict[str, int]:
+    """Return the dry run's bytes by phase, and on the host."""
+    from llmscale.dry_run.engine import dry_run
+
     with contextlib.redirect_stdout(io.StringIO()):
-        simulated = dry_run(step)
-    counted = {phase: getattr(simulated, phase).total_bytes for phase in PHASES}
-    of_phases = " ".join(f"{phase} {estimate.phase(phase).total_bytes / counted[phase] - 1:+.2%}" for phase in PHASES)
-    error = estimate.allocated_bytes / max(counted.values()) - 1
-    row = {**cell.as_dict(), "bytes": {**counted, "host": simulated.host_bytes, "nvme": 0}}
-    print(f"{number}: {error:+.3%} ({of_phases}; {simulated.seconds:.0f} s) {json.dumps(row)}", flush=True)
-    if to is not None:
-        with open(to, "a") as file:
-            file.write(json.dumps(row) + "\n")
-    return abs(error)
+        simulated = dry_run(cell.resolve())
+    return {
+        "forward": simulated.forward.total_bytes,
+        "backward": simulated.backward.total_bytes,
+        "step": simulated.step.total_bytes,
+        "host": simulated.host_bytes,
+    }
+
+
+def _compare(cell: Cell, counted: Mapping[str, int]) -> tuple[float, str]:
+    """Return the relative error of the peak, and that of each phase in words."""
+    estimate = estimate_memory(cell.resolve())
+    of_phases = [f"{phase} {estimate.phase(phase).total_bytes / counted[phase] - 1:+.2%}" for phase in PHASES]
+    return estimate.allocated_bytes / max(counted[phase] for phase in PHASES) - 1, ", ".join(of_phases)
 
 
 if __name__ == "__main__":

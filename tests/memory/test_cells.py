@@ -1,5 +1,6 @@
 """The estimate of random steps beside committed numbers, and beside dry runs of the real engine.
 
+pairs.jsonl has the bytes of dry runs of small models, in which every two settings that go together occur together.
 cells.jsonl has the bytes that a walk over every allocation of DeepSpeed and of the recorded model gave for each cell,
 which was within 0.05 % of dry runs on one GPU. The one cell of Adafactor has the numbers of its dry run.
 """
@@ -7,17 +8,18 @@ which was within 0.05 % of dry runs on one GPU. The one cell of Adafactor has th
 from __future__ import annotations
 
 import json
-import random
 import statistics
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from llmscale.dry_run.engine import dry_run
 from llmscale.memory.estimate import PHASES, MemoryEstimate, estimate_least, estimate_memory
-from tests.memory.random_cells import SMALL, Cell, draw_cell
+from tests.memory.random_cells import Cell, Drawing, build_cell, legal_pairs, pairs_of, read_pairs
 
 CELLS = Path(__file__).with_name("cells.jsonl")
+PAIRS = Path(__file__).with_name("pairs.jsonl")
 #: Tolerated relative difference of the peak, by setting.
 BAR = 0.01
 BAR_FROZEN = 0.04
@@ -29,6 +31,26 @@ def bar(cell: Cell) -> float:
     if cell.frozen:
         return BAR_FROZEN
     return BAR_STAGE3 if cell.stage == 3 else BAR
+
+
+def test_every_two_settings_occur_together_in_three_cells() -> None:
+    counts = Counter(pair for chosen, _ in read_pairs(PAIRS) for pair in pairs_of(chosen))
+    assert [pair for pair in legal_pairs() if counts[pair] < 3] == []
+
+
+def test_cells_of_every_two_settings_are_as_dry_runs_counted_them() -> None:
+    errors, host_errors = [], []
+    for chosen, true in read_pairs(PAIRS):
+        estimate = estimate_memory(build_cell(chosen).resolve())
+        assert_categories(estimate)
+        errors.append(estimate.allocated_bytes / max(true[phase] for phase in PHASES) - 1)
+        if true["host"] > 2**24:
+            host_errors.append(abs(estimate.host_bytes / true["host"] - 1))
+    largest = [abs(error) for error in errors]
+    assert statistics.median(largest) <= PAIRS_MEDIAN
+    assert statistics.quantiles(largest, n=10)[-1] <= PAIRS_P90
+    assert -PAIRS_TOO_LOW <= min(errors)
+    assert max(errors) <= PAIRS_TOO_HIGH
 
 
 def read_cells() -> list[tuple[Cell, dict[str, int]]]:
@@ -68,14 +90,10 @@ def assert_categories(estimate: MemoryEstimate) -> None:
         assert min(moment.as_dict().values()) >= 0, (name, moment)
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 60))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
 @pytest.mark.usefixtures("libraries_are_frozen")
 def test_random_steps_are_as_the_engine_runs_them(seed: int) -> None:
-    rng = random.Random(seed)
-    cell = draw_cell(rng, SMALL, n_layer=3)
-    while "nvme" in json.dumps(cell.ds):
-        cell = draw_cell(rng, SMALL, n_layer=3)
-    check_dry_run(cell)
+    check_dry_run(build_cell(Drawing(seed).draw()))
 
 
 BF16_STATES = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
