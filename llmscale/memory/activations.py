@@ -34,7 +34,7 @@ class Moment(NamedTuple):
 
 
 class BlockKind(NamedTuple):
-    """What makes blocks of a model differ."""
+    """Differences between the blocks of a model."""
 
     is_sparse: bool
     """True with experts."""

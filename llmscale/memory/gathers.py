@@ -325,7 +325,7 @@ class _Coordinator:
         return list(accumulate((sizes[module] for module in modules), initial=0))
 
     def begin_moment(self) -> Gathers:
-        """Return what has been gathered, and measure the peak anew."""
+        """Return what has been gathered, and begin to measure the peak again."""
         self.peak_bytes = self._live_bytes
         return Gathers(self._calls, self._gathered_elements, self._live_bytes)
 

@@ -350,7 +350,7 @@ def experts(p: Pass) -> list[LayerMemory]:
     router = s.num_experts * h
     cast = 2 if p.autocast else 0
     loss = (5 if p.router_loss else 2) * 4 * tokens
-    # What is received has an order of its own.
+    # Received rows have an order of their own.
     exchanged = 2 * index if parts > 1 else 0
     stream = tokens * h * width
     is_trained = "mlp.experts" not in p.frozen

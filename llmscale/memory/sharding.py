@@ -63,12 +63,14 @@ class Reduction(NamedTuple):
     """Number of its gradients."""
     largest_owned: float = 0.0
     """Elements of the largest piece that the rank has, at stages 1 and 2."""
+    group_ranks: int = 1
+    """Ranks that divide its parameters; fewer for divided experts."""
     slices: int = 0
     """Number of pieces that are neighbours and of one rank each, at stages 1 and 2."""
 
 
 class _Slices(NamedTuple):
-    """Where stages 1 and 2 cut a parameter."""
+    """Places at which stages 1 and 2 cut a parameter."""
 
     owned: float
     """Elements that the rank has."""
@@ -231,7 +233,10 @@ class Sharding:
         buckets: list[list[ParameterTensor]] = [[]]
         size = 0
         for tensor in self.gradient_order:
-            if size and size + tensor.elements > self.bucket_elements:
+            bucket = buckets[-1]
+            # Stage 3 reduces a bucket also before a parameter that other ranks divide.
+            is_of_others = self.setup.stage == 3 and bucket and self._ranks_of(bucket[0]) != self._ranks_of(tensor)
+            if size and (is_of_others or size + tensor.elements > self.bucket_elements):
                 buckets.append([])
                 size = 0
             buckets[-1].append(tensor)
@@ -239,12 +244,16 @@ class Sharding:
         ends = accumulate(sum(tensor.elements for tensor in bucket) for bucket in buckets)
         return [self._reduction(bucket, end) for bucket, end in zip(buckets, ends, strict=True)]
 
+    def _ranks_of(self, tensor: ParameterTensor) -> int:
+        return self.setup.ranks_of(tensor)
+
     def _reduction(self, bucket: list[ParameterTensor], end: int) -> Reduction:
         reduction = Reduction(
             end,
             elements=sum(tensor.elements for tensor in bucket),
             largest=max(tensor.elements for tensor in bucket),
             tensors=len(bucket),
+            group_ranks=self._ranks_of(bucket[0]),
         )
         if self.setup.stage not in (1, 2):
             return reduction

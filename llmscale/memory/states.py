@@ -100,11 +100,11 @@ class Gathered:
         return max(0, place - 1)
 
     def peak(self, complete: float) -> float:
-        """Return the largest bytes from the moment at which so many gradients are complete until the next ones are."""
+        """Return the largest bytes from the moment at which `complete` gradients are there until the next ones are."""
         return self._peaks[self._at(complete)]
 
     def live(self, complete: float) -> float:
-        """Return the bytes while DeepSpeed takes the last of so many gradients."""
+        """Return the bytes while DeepSpeed takes the last of `complete` gradients."""
         return self._live[self._at(complete)]
 
     @cached_property
@@ -114,7 +114,7 @@ class Gathered:
 
     @property
     def after_backward(self) -> float:
-        """What is still gathered when the backward pass is over."""
+        """Bytes that are still gathered when the backward pass is over."""
         return self._live[-1]
 
     @property

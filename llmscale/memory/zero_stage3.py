@@ -94,17 +94,21 @@ class _Stage3:
         """
         sharding = self.sharding
         elements = reduction.elements
-        # What is copied into the bucket has its type already.
+        # A copy in the bucket has the type that travels.
         is_copied = sharding.copies_to_bucket and reduction.largest <= sharding.bucket_elements
         is_cast = sharding.sent_bytes != sharding.weight_bytes and not is_copied
-        is_taken = reduction.tensors == 1 and elements % sharding.ranks == 0
+        is_taken = reduction.tensors == 1 and elements % reduction.group_ranks == 0
         cast_bytes = sharding.sent_bytes * elements if is_cast else 0
         flat_bytes = 0 if is_taken else sharding.sent_bytes * elements
+        pieces = elements / reduction.group_ranks
         pieces_bytes = 0.0
         left_bytes: float = flat_bytes or cast_bytes
-        if sharding.sent_bytes != sharding.sum_bytes:
-            pieces_bytes = sharding.sum_bytes * elements / sharding.ranks
+        if reduction.group_ranks != sharding.ranks:  # divided by more ranks than have a part
+            pieces_bytes = sharding.sent_bytes * pieces
             left_bytes = pieces_bytes
+        if sharding.sent_bytes != sharding.sum_bytes:
+            pieces_bytes += sharding.sum_bytes * pieces
+            left_bytes = sharding.sum_bytes * pieces
         visit_bytes = 0.0
         if sharding.offloads:
             piece = min(reduction.largest, self._largest_shard)

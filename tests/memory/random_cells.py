@@ -83,13 +83,16 @@ NEEDS: dict[tuple[str, object], dict[str, tuple[object, ...]]] = {
     ("optimizer", "adafactor"): {_STAGE: (0,)},
     ("precision", "fp16"): {_STAGE: (1, 2, 3)},
     ("sequence_ranks", 2): {
-        **{"ranks": (2, 8, 64), "shape.dropout": (None,)},
+        "ranks": (2, 8, 64),
+        "shape.dropout": (None,),
         "model": ("gpt2-124m", "llama3-1b", "qwen3-0.6b", "olmoe-1b-7b"),  # with an even number of heads
     },
     ("expert_ranks", 2): {
-        **{"model": ("olmoe-1b-7b",), "ranks": (2, 8, 64), _STAGE: (1, 2, 3)},
-        **{"ds.zero_optimization.zero_hpz_partition_size": (None,)},
-        **{"ds.zero_optimization.contiguous_gradients": (None,)},
+        "model": ("olmoe-1b-7b",),
+        "ranks": (2, 8, 64),
+        _STAGE: (1, 2, 3),
+        "ds.zero_optimization.zero_hpz_partition_size": (None,),
+        "ds.zero_optimization.contiguous_gradients": (None,),
     },
     ("shape.sliding_window", 256): {"model": _ROTARY},
     ("shape.norm_placement", "post"): {"model": _ROTARY},
@@ -107,7 +110,8 @@ NEEDS: dict[tuple[str, object], dict[str, tuple[object, ...]]] = {
     ("ds.zero_optimization.reduce_bucket_size", 3_000_000): {_STAGE: (1, 2, 3)},
     (_OFFLOAD, "cpu"): {_STAGE: (1, 2, 3), "ds.bf16.bf16_optimizer_states": (None,)},
     ("ds.zero_optimization.offload_param.device", "cpu"): {
-        **{_STAGE: (3,), "ds.zero_optimization.zero_hpz_partition_size": (None,)},
+        _STAGE: (3,),
+        "ds.zero_optimization.zero_hpz_partition_size": (None,),
     },
     ("ds.zero_optimization.sub_group_size", 10_000_000): {_STAGE: (3,)},
     ("ds.zero_optimization.stage3_prefetch_bucket_size", 0): {_STAGE: (3,)},
@@ -119,11 +123,16 @@ NEEDS: dict[tuple[str, object], dict[str, tuple[object, ...]]] = {
     ("ds.zero_optimization.zero_hpz_partition_size", 2): {_STAGE: (3,), "ranks": (2, 8, 64)},
     ("ds.data_types.grad_accum_dtype", "bf16"): {"precision": ("bf16",)},
     ("ds.bf16.immediate_grad_update", True): {
-        **{_STAGE: (1,), "precision": ("bf16",), "ds.data_types.grad_accum_dtype": ("fp32",)},
+        _STAGE: (1,),
+        "precision": ("bf16",),
+        "ds.data_types.grad_accum_dtype": ("fp32",),
     },
     ("ds.bf16.bf16_optimizer_states", True): {
-        **{_STAGE: (1, 2, 3), "precision": ("bf16",), "optimizer": ("adamw",), _OFFLOAD: (None,)},
-        **{"ds.bf16.immediate_grad_update": (None,)},
+        _STAGE: (1, 2, 3),
+        "precision": ("bf16",),
+        "optimizer": ("adamw",),
+        _OFFLOAD: (None,),
+        "ds.bf16.immediate_grad_update": (None,),
     },
     ("ds.activation_checkpointing.cpu_checkpointing", True): {"mode": ("full",)},
 }

@@ -1,6 +1,5 @@
 """The estimate of random steps beside committed numbers, and beside dry runs of the real engine.
 
-pairs.jsonl has the bytes of dry runs of small models, in which every two settings that go together occur together.
 cells.jsonl has the bytes that a walk over every allocation of DeepSpeed and of the recorded model gave for each cell,
 which was within 0.05 % of dry runs on one GPU. The one cell of Adafactor has the numbers of its dry run.
 """
@@ -9,17 +8,15 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from llmscale.dry_run.engine import dry_run
 from llmscale.memory.estimate import PHASES, MemoryEstimate, estimate_least, estimate_memory
-from tests.memory.random_cells import Cell, Drawing, build_cell, legal_pairs, pairs_of, read_pairs
+from tests.memory.random_cells import Cell, Drawing, build_cell
 
 CELLS = Path(__file__).with_name("cells.jsonl")
-PAIRS = Path(__file__).with_name("pairs.jsonl")
 #: Tolerated relative difference of the peak, by setting.
 BAR = 0.01
 BAR_FROZEN = 0.04
@@ -31,26 +28,6 @@ def bar(cell: Cell) -> float:
     if cell.frozen:
         return BAR_FROZEN
     return BAR_STAGE3 if cell.stage == 3 else BAR
-
-
-def test_every_two_settings_occur_together_in_three_cells() -> None:
-    counts = Counter(pair for chosen, _ in read_pairs(PAIRS) for pair in pairs_of(chosen))
-    assert [pair for pair in legal_pairs() if counts[pair] < 3] == []
-
-
-def test_cells_of_every_two_settings_are_as_dry_runs_counted_them() -> None:
-    errors, host_errors = [], []
-    for chosen, true in read_pairs(PAIRS):
-        estimate = estimate_memory(build_cell(chosen).resolve())
-        assert_categories(estimate)
-        errors.append(estimate.allocated_bytes / max(true[phase] for phase in PHASES) - 1)
-        if true["host"] > 2**24:
-            host_errors.append(abs(estimate.host_bytes / true["host"] - 1))
-    largest = [abs(error) for error in errors]
-    assert statistics.median(largest) <= PAIRS_MEDIAN
-    assert statistics.quantiles(largest, n=10)[-1] <= PAIRS_P90
-    assert -PAIRS_TOO_LOW <= min(errors)
-    assert max(errors) <= PAIRS_TOO_HIGH
 
 
 def read_cells() -> list[tuple[Cell, dict[str, int]]]:
