@@ -307,7 +307,7 @@ class _Coordinator:
             self._uses[index].append(step)
         self._passed = dict.fromkeys(self._uses, -1)
         """Step of the last use of a parameter that has left the queue."""
-        self._copies = {} if setup.accumulates else second_copies(tensors.all, setup)
+        self._copies = {} if setup.accumulates else second_copies(tensors.trainable, setup)
         """Bytes of hpZ's copies that have not been made."""
         self._away = set(self._uses)
         """Parameters that are not gathered."""

@@ -83,9 +83,14 @@ class Gathered:
         persistent = persistent_parameters(tensors.all, setup)
         copies = second_copies(tensors.all, setup)
         # Copies that hpZ has made in earlier micro-steps.
-        held = sum(copies[index] for index in copies.keys() - persistent) if setup.accumulates else 0
+        lasting = copies.keys() - persistent
+        if not setup.accumulates:  # those of frozen parameters, which no step makes invalid
+            lasting &= {tensor.index for tensor in tensors.frozen_tensors}
+        held = sum(copies[index] for index in lasting)
         moments = follow_gathers(tensors, setup, recomputes)
         self.forward = [moment.peak_bytes + held for moment in moments[:passes]]
+        # The logits are gone when the head is released, and copied for hpZ.
+        self.forward[-1] = moments[passes - 1].live_bytes + held
         self._peaks = [moment.peak_bytes + held for moment in moments[passes:]]
         self._live = [moment.live_bytes + held for moment in moments[passes:]]
         sizes = (sum(tensor.elements for tensor in layer) for layer in layers_in_order(tensors))

@@ -107,6 +107,9 @@ def _reductions(sharding: Sharding) -> Iterator[Added]:
         elif owned and not sums_part and not part_made_bytes:
             part_made_bytes = part_bytes(sharding)
             yield now._replace(gradients=now.gradients + part_made_bytes)
+        for piece in pieces:
+            if piece.owned and piece.elements > sharding.bucket_elements and sharding.copies_to_bucket:
+                left_elements -= piece.elements
 
 
 class _Piece(NamedTuple):
