@@ -326,7 +326,6 @@ class Sharding:
     @cached_property
     def _kept(self) -> list[tuple[int, int]]:
         """(gradients, elements of those among them that stay) after every gradient that is not copied."""
-        # Stage 1 with overlap_comm keeps those of other ranks too.
         owned = {tensor.index for group in self.groups for tensor in group.owned_tensors}
         steps = [(-1, 0)]
         complete = 0
@@ -334,10 +333,21 @@ class Sharding:
         for tensor in self.gradient_order:
             complete += tensor.elements
             is_copied = self.copies_to_bucket and tensor.elements <= self.bucket_elements
-            if not is_copied and (self.setup.stage == 1 or tensor.index in owned):
+            is_owned = tensor.index in owned
+            if self.setup.stage == 1:
+                # Copies of the rank's own take their place, where there is a bucket.
+                stays = not is_copied and not (is_owned and self.copies_to_bucket)
+            else:
+                stays = not is_copied and is_owned
+            if stays:
                 total += tensor.elements
                 steps.append((complete, total))
         return steps
+
+    @cached_property
+    def kept_in_step(self) -> int:
+        """Bytes of the sums that stage 1 frees when the next forward pass begins."""
+        return self.sum_bytes * self._kept[-1][1] if self.sum_bytes != self.weight_bytes else 0
 
     def kept_elements(self, handed: float) -> int:
         """Elements of gradients that are not copied into the bucket: DeepSpeed frees them after the backward pass."""

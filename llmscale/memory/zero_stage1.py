@@ -19,7 +19,6 @@ def stage1_states(sharding: Sharding) -> States:
     weight_bytes = sharding.weight_bytes
     sum_bytes = sharding.sum_bytes
     sums_bytes = sum_bytes * sharding.trained_elements
-    sums_part = sharding.sums_part_in_fp32
     bucket_bytes = _bucket_bytes(sharding)
     before = Added(gradients=sums_bytes, buckets=bucket_bytes) if sharding.accumulates else NOTHING
     # The last gradient exists in both types.
@@ -50,7 +49,7 @@ def stage1_states(sharding: Sharding) -> States:
         handing=handing_over,
         end=largest_addition([complete_sums, *_reductions(sharding)]),
         step=Added(
-            gradients=part_bytes(sharding) + (0 if sharding.copies_to_bucket or not sums_part else sums_bytes),
+            gradients=part_bytes(sharding) + sharding.kept_in_step,
             buckets=bucket_bytes if keeps_bucket(sharding) else 0,
             temporaries=update_bytes(sharding),
         ),

@@ -38,7 +38,7 @@ class Stage2:
             handing=self._handing_over,
             end=self._end,
             step=Added(
-                gradients=self._part_bytes,
+                gradients=self._part_bytes + (self.sharding.kept_in_step if self.is_stage1 else 0),
                 buckets=self._bucket_bytes if stays else 0,
                 temporaries=update_bytes(self.sharding),
             ),
@@ -107,11 +107,11 @@ class Stage2:
     @cached_property
     def _keeps_uncopied(self) -> bool:
         """True if gradients that are not copied into the bucket stay after their reduction."""
-        if not self.sharding.copies_to_bucket:
+        if self.is_stage1 or not self.sharding.copies_to_bucket:
             return True
         if self.sharding.offloads:
             return self.sharding.accumulates
-        return self.sharding.sums_part_in_fp32 and not self.is_stage1
+        return self.sharding.sums_part_in_fp32
 
     def _gradients(self, complete: float) -> Added:
         sharding = self.sharding
@@ -120,9 +120,9 @@ class Stage2:
         uncopied = 0.0
         if not sharding.copies_to_bucket:
             waiting = sharding.waiting_for_reduction(handed)
-            uncopied = sharding.weight_bytes * (sharding.kept_elements(handed - waiting) + waiting)
+            uncopied = self._gradient_bytes * (sharding.kept_elements(handed - waiting) + waiting)
         elif self._keeps_uncopied:
-            uncopied = sharding.weight_bytes * sharding.kept_elements(handed)
+            uncopied = self._gradient_bytes * sharding.kept_elements(handed)
         reduced = self._gradient_bytes * min(handed, sharding.trained_elements) if self._sums_bytes else 0
         has_bucket = self._sums_bytes > 0 or complete > 0
         return Added(
@@ -140,9 +140,10 @@ class Stage2:
         owned = reduction.largest_owned
         new_bytes = sum(num_bytes for place, num_bytes in self._growing_parts if place == reduction.end)
         piece_bytes = 4 * owned if sums_part and sharding.sent_bytes != 4 else 0
-        # A gradient beyond the bucket is not copied.
-        is_beyond = reduction.largest > sharding.bucket_elements and not self._keeps_uncopied
-        complete_bytes = sharding.weight_bytes * reduction.largest if is_beyond else 0
+        # A gradient beyond the bucket is there until it has been reduced, or longer.
+        is_kept = reduction.largest_owned == 0 if self.is_stage1 else self._keeps_uncopied
+        is_beyond = reduction.largest > sharding.bucket_elements and not is_kept
+        complete_bytes = self._gradient_bytes * reduction.largest if is_beyond else 0
         copied_bytes = max(flat_bytes + cast_bytes, (cast_bytes or flat_bytes) + piece_bytes)
         visit_bytes = max(0, (8 * owned if sharding.offloads else 0) - copied_bytes)
         if sums_part:
@@ -168,12 +169,8 @@ class Stage2:
         """After the last gradient, or while it is handed over."""
         sharding = self.sharding
         without_waiting = Added(gradients=-sharding.waiting_bytes)
-        if self.is_stage1:
-            grown = sum(num_bytes for place, num_bytes in self._growing_parts if place < sharding.trained_elements)
-            complete = Added(gradients=grown, buckets=self._bucket_bytes)
-        else:
-            everything = sharding.trained_elements + sharding.tied_elements
-            complete = self._gradients(everything).with_more(without_waiting)
+        everything = sharding.trained_elements + sharding.tied_elements
+        complete = self._gradients(everything).with_more(without_waiting)
         before_last = sharding.complete_before_last
         last = self._gradients(before_last).with_more(self._handing_over(before_last, sharding.last_elements))
         return largest_addition(

@@ -1,5 +1,6 @@
 """The estimate of random steps beside committed numbers, and beside dry runs of the real engine.
 
+classes.jsonl has those of steps that estimates once missed by 1 to 70 %, each for its reason.
 cells.jsonl has the bytes that a walk over every allocation of DeepSpeed and of the recorded model gave for each cell,
 which was within 0.05 % of dry runs on one GPU. The one cell of Adafactor has the numbers of its dry run.
 """
@@ -17,6 +18,7 @@ from llmscale.memory.estimate import PHASES, MemoryEstimate, estimate_least, est
 from tests.memory.random_cells import Cell, Drawing, build_cell
 
 CELLS = Path(__file__).with_name("cells.jsonl")
+CLASSES = Path(__file__).with_name("classes.jsonl")
 #: Tolerated relative difference of the peak, by setting.
 BAR = 0.01
 BAR_FROZEN = 0.04
@@ -28,6 +30,24 @@ def bar(cell: Cell) -> float:
     if cell.frozen:
         return BAR_FROZEN
     return BAR_STAGE3 if cell.stage == 3 else BAR
+
+
+def peak_error(cell: Cell, true: dict[str, int]) -> float:
+    estimate = estimate_memory(cell.resolve())
+    assert_categories(estimate)
+    return estimate.allocated_bytes / max(true[phase] for phase in PHASES) - 1
+
+
+@pytest.mark.parametrize("row", CLASSES.read_text().splitlines(), ids=lambda row: json.loads(row)["class"])
+def test_classes_that_were_missed_are_as_dry_runs_counted_them(row: str) -> None:
+    known = json.loads(row)
+    true = known.pop("bytes")
+    phases = known.pop("phases")
+    cell = Cell(**{key: value for key, value in known.items() if key != "class"})
+    assert abs(peak_error(cell, true)) <= 0.001
+    for phase in phases:
+        counted = estimate_memory(cell.resolve()).phase(phase).total_bytes
+        assert counted == pytest.approx(true[phase], rel=0.002), phase
 
 
 def read_cells() -> list[tuple[Cell, dict[str, int]]]:
