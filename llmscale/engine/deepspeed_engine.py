@@ -19,6 +19,7 @@ from llmscale.engine.activation_checkpointing import build_block_checkpoint, til
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_patches import (
     compute_in_bf16,
+    import_muon_uncompiled,
     keep_zeros,
     needs_own_sums,
     sum_gradients_in_fp32,
@@ -92,6 +93,7 @@ def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompi
         betas=(config.beta1, config.beta2),
         eps=config.eps,
     )
+    import_muon_uncompiled()
     own_sums = needs_own_sums(resolved)
     divided = resolved.plan.ranks.expert_parallel_size > 1
     with without_memory_prints(), as_mixture_of_experts() if divided else contextlib.nullcontext():

@@ -1,4 +1,5 @@
-"""Changes to DeepSpeed 0.19 from outside: autocast, fp32 gradient sums at stage 0, `--keep-zeros`, fewer messages.
+"""Changes to DeepSpeed 0.19 from outside: autocast, fp32 gradient sums at stage 0, `--keep-zeros`, fewer messages and
+imports.
 
 Imports torch only inside functions.
 """
@@ -58,6 +59,21 @@ def without_memory_prints() -> Iterator[None]:
     bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None
     yield
     bf16_optimizer.see_memory_usage = see_memory_usage
+
+
+def import_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon, which llmscale never runs, without compiling it. Call it before `deepspeed.initialize`.
+
+    DeepSpeed imports it to check any optimizer, and its decorators import torch._inductor: two seconds of processor
+    time on each rank.
+    """
+    from deepspeed.runtime import compiler
+
+    compile_function = compiler.compile
+    compiler.compile = lambda: lambda function: function
+    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
+
+    compiler.compile = compile_function
 
 
 def compute_in_bf16(model: nn.Module) -> None:

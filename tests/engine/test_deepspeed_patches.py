@@ -8,6 +8,7 @@ import warnings
 import pytest
 
 from llmscale.engine.deepspeed_patches import quiet_libraries
+from tests.conftest import REPOSITORY
 
 
 @pytest.fixture
@@ -50,3 +51,20 @@ def test_importing_deepspeed_on_this_machine_says_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("device: "), done.stdout
+
+
+@pytest.mark.slow
+def test_deepspeeds_muon_is_imported_without_the_compiler() -> None:
+    """In a process of its own: torch._inductor takes two seconds of each rank's start."""
+    code = """
+import sys
+import deepspeed
+from llmscale.engine.deepspeed_patches import import_muon_uncompiled
+from deepspeed.runtime import compiler
+real = compiler.compile
+import_muon_uncompiled()
+import deepspeed.runtime.zero.muon.muon_optimizer
+assert compiler.compile is real
+assert not [name for name in sys.modules if name.startswith("torch._inductor")]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
