@@ -65,6 +65,7 @@ _DS = """\
 The JSON for `--ds`; `ds_configs/` has one for each ZeRO stage, and files of Hugging Face, Megatron-DeepSpeed and the
 like are read ([ds_configs](../ds_configs/README.md#your-own-file)). Other keys of DeepSpeed are refused, all at once,
 because a run could not honour them. `"auto"` is resolved from the run. An absent section is off. Sizes are in elements.
+An `optimizer` or `scheduler` block means DeepSpeed's defaults for what it leaves out, and its learning rates.
 A key without a meaning, its default in brackets, is in [DeepSpeed's reference](https://www.deepspeed.ai/docs/config-json/).
 """
 _MIX = """\

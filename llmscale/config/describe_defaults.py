@@ -13,7 +13,7 @@ from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import PRESETS, nominal_parameters
 from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import RunConfig
-from llmscale.config.schedule import Schedule
+from llmscale.config.schedule import OF_DEEPSPEED, Schedule
 from llmscale.errors import ConfigError
 from llmscale.terminal.human_numbers import format_quantity
 
@@ -126,11 +126,17 @@ def warn_of_router(shape: GPTShape) -> str | None:
 
 def describe_schedule(schedule: Schedule) -> str:
     """Return `117 warm-up steps, cosine to 6.00e-05`."""
-    floor = f" to {schedule.lr * schedule.min_lr_frac:.2e}" if schedule.schedule != "constant" else ""
+    shape: str = schedule.schedule
+    of, warmup = "", f"{schedule.warmup_steps:,} warm-up steps"
+    if shape in OF_DEEPSPEED:
+        of = f" ({shape})"
+        shape = OF_DEEPSPEED[shape]
+        warmup += f" ({schedule.warmup_type}, from {schedule.warmup_min_lr:.2g})"
+    floor = f" to {schedule.lr * schedule.min_lr_frac:.2e}" if shape != "constant" else ""
     over = {"constant": "", "wsd": f" in the last {schedule.decay_steps:,} steps"}.get(
-        schedule.schedule, f" by step {schedule.decay_steps:,}"
+        shape, f" by step {schedule.decay_steps:,}"
     )
-    return f"{schedule.warmup_steps:,} warm-up steps, {schedule.schedule}{floor}{over}"
+    return f"{warmup}, {shape}{of}{floor}{over}"
 
 
 def describe_steps(config: RunConfig, resolved: ResolvedRun, num_samples: int) -> str | None:

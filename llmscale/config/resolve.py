@@ -20,7 +20,7 @@ from llmscale.config.optimizers import ADAMW, OptimizerSpec, get_optimizer, pars
 from llmscale.config.presets import get_preset, nominal_parameters
 from llmscale.config.run_config import EXCLUSIVE_KEYS, KEYS, RunConfig, build_run_config
 from llmscale.config.run_keys import needs
-from llmscale.config.schedule import Schedule
+from llmscale.config.schedule import DEFAULT_FLOORS, Schedule
 from llmscale.errors import ConfigError
 
 
@@ -145,7 +145,10 @@ class ResolvedRun(ResolvedStep):
 def with_ds_keys(config: RunConfig, ds: DsConfig) -> RunConfig:
     """Return the configuration with the keys that its ds_config sets and the user does not. Raises ConfigError."""
     given = config.model_fields_set
-    taken = {key: value for key, value in ds.run_keys.items() if key not in given}
+    of_file = dict(ds.run_keys)
+    if "schedule" not in given or config.schedule == of_file.get("schedule"):
+        of_file |= ds.scheduler_defaults
+    taken = {key: value for key, value in of_file.items() if key not in given}
     for key, twin in EXCLUSIVE_KEYS:
         if twin in given:
             taken.pop(key, None)
@@ -160,8 +163,8 @@ def with_ds_keys(config: RunConfig, ds: DsConfig) -> RunConfig:
     return build_run_config({key: value for key, value in merged.items() if key not in unmet}, f"{ds.source}: ", given)
 
 
-#: Keys of a run that an optimizer block of a ds_config sets.
-_OF_OPTIMIZER = ("lr", "beta1", "beta2", "eps", "weight_decay")
+#: Keys of a run for the file's optimizer that its blocks set.
+_OF_OPTIMIZER = ("lr", "beta1", "beta2", "eps", "weight_decay", "warmup_min_lr")
 
 
 def resolve_step(
@@ -381,11 +384,23 @@ def resolve_schedule(config: RunConfig, plan: BatchPlan, num_train_samples: int)
     decay_steps = config.decay_steps or _steps_of(config.decay_tokens, at_end)
     if decay_steps is None:
         decay_steps = max(1, total_steps // 5) if config.schedule == "wsd" else total_steps
-    min_lr_frac = config.min_lr_frac
-    if min_lr_frac is None:
-        min_lr_frac = 0.1 if config.schedule == "cosine" else 0.0
     peak_lr = config.lr
     if peak_lr is None:
         factor = get_optimizer(config.optimizer).default_rate_factor
         peak_lr = get_preset(rate_preset(config)).learning_rate * factor
-    return Schedule(config.schedule, peak_lr, warmup_steps, total_steps, decay_steps, min_lr_frac)
+    warmup_min_lr = config.warmup_min_lr or peak_lr * (config.warmup_min_ratio or 0.0)
+    min_lr_frac = config.min_lr_frac
+    if min_lr_frac is None and config.schedule == "WarmupDecayLR":
+        min_lr_frac = warmup_min_lr / peak_lr
+    elif min_lr_frac is None:
+        min_lr_frac = DEFAULT_FLOORS.get(config.schedule, 0.0)
+    return Schedule(
+        schedule=config.schedule,
+        lr=peak_lr,
+        warmup_steps=warmup_steps,
+        steps=total_steps,
+        decay_steps=decay_steps,
+        min_lr_frac=min_lr_frac,
+        warmup_type=config.warmup_type or "log",
+        warmup_min_lr=warmup_min_lr,
+    )

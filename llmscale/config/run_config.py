@@ -15,7 +15,7 @@ from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import CHUNK_TOKENS, LossKernel
 from llmscale.config.optimizers import OptimizerName
 from llmscale.config.presets import PRESETS
-from llmscale.config.schedule import ScheduleName
+from llmscale.config.schedule import OF_DEEPSPEED, ScheduleName, WarmupType
 from llmscale.config.user_paths import (
     check_other_run_or_name,
     check_own_run,
@@ -87,6 +87,9 @@ _NUMBERS: Mapping[type, str] = {
     int: "a whole number such as 811,008 or 10M",
     float: "a finite number without a unit, such as 0.5, 3e-4 or 1,000",
 }
+A_DEEPSPEED_SCHEDULE = Condition(
+    "--schedule WarmupLR, WarmupDecayLR or WarmupCosineLR", lambda run: run.schedule in OF_DEEPSPEED
+)
 
 
 def key(default: object = None, *, needs: str | tuple[str | Condition, ...] = (), **settings: Any) -> Any:
@@ -329,19 +332,38 @@ class RunConfig(ModelKeys):
     """Peak learning rate; default: the preset's, or that of the nearest in size if the preset's is for another
     optimizer; for adafactor divided by 0.02, as its rate is relative to weights."""
     schedule: ScheduleName = key("cosine", resume="logged", ranks="resolved")
-    """Learning-rate schedule. cosine and linear decay to min_lr_frac; wsd: warm-up, stable, linear decay."""
+    """Learning-rate schedule. cosine and linear decay to min_lr_frac; wsd: warm-up, stable, linear decay. WarmupLR
+    (constant), WarmupDecayLR (linear) and WarmupCosineLR are DeepSpeed's own curves, which a ds_config names."""
     warmup_steps: Steps | None = key(None, ge=0, resume="logged", ranks="resolved", by_ladder=True)
     """Steps of linear warm-up; default: 1 % of the run, at most 2,000."""
     warmup_tokens: Tokens | None = key(None, ge=0, in_place_of="warmup_steps")
     """Tokens of linear warm-up, in place of warmup_steps."""
+    warmup_type: WarmupType | None = key(None, resume="logged", ranks="resolved", needs=(A_DEEPSPEED_SCHEDULE,))
+    """Curve of the warm-up of DeepSpeed's schedules; default: log, as DeepSpeed's."""
+    warmup_min_lr: LearningRate | None = key(
+        None, ge=0, resume="logged", ranks="resolved", needs=(A_DEEPSPEED_SCHEDULE,)
+    )
+    """Learning rate at which the warm-up of DeepSpeed's schedules begins, and WarmupDecayLR ends; default: 0."""
+    warmup_min_ratio: Fraction | None = key(None, ge=0.0, in_place_of="warmup_min_lr", needs=(A_DEEPSPEED_SCHEDULE,))
+    """Fraction of the peak at which that warm-up begins, in place of warmup_min_lr."""
     decay_steps: Steps | None = key(
-        None, ge=1, resume="logged", ranks="resolved", needs="not schedule=constant", by_ladder=True
+        None,
+        ge=1,
+        resume="logged",
+        ranks="resolved",
+        needs="not schedule=constant, not schedule=WarmupLR",
+        by_ladder=True,
     )
     """wsd: steps of the final decay; default: 20 % of the run. Others: steps until min_lr_frac; default: all."""
-    decay_tokens: Tokens | None = key(None, ge=1, in_place_of="decay_steps", needs="not schedule=constant")
+    decay_tokens: Tokens | None = key(
+        None, ge=1, in_place_of="decay_steps", needs="not schedule=constant, not schedule=WarmupLR"
+    )
     """Tokens of the decay, in place of decay_steps."""
-    min_lr_frac: Fraction | None = key(None, ge=0.0, resume="logged", ranks="resolved", needs="not schedule=constant")
-    """Final learning rate as a fraction of the peak; default: 0.1 for cosine, 0 for linear and wsd."""
+    min_lr_frac: Fraction | None = key(
+        None, ge=0.0, resume="logged", ranks="resolved", needs="not schedule=constant, not schedule=WarmupLR"
+    )
+    """Final learning rate as a fraction of the peak; default: 0.1 for cosine, 0.0001 for WarmupCosineLR, warmup_min_lr
+    for WarmupDecayLR, 0 for others."""
 
     # optimizer
     optimizer: OptimizerName = key("adamw", resume="weights", ranks="same", asked_by=("estimate", "plan"), usual=True)

@@ -8,29 +8,40 @@ from typing import Literal
 
 from llmscale.errors import ConfigError
 
-ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
+#: DeepSpeed's schedulers, with the shape that follows their warm-up.
+OF_DEEPSPEED = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+#: Final learning rates as fractions of the peak, where a run does not give one; others: 0.
+DEFAULT_FLOORS = {"cosine": 0.1, "WarmupCosineLR": 1e-4}
+
+ScheduleName = Literal["cosine", "linear", "constant", "wsd", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+WarmupType = Literal["log", "linear"]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A linear warm-up, then one of four shapes. Its fields have the names of the run's keys.
+    """A warm-up, then one of four shapes. Its fields have the names of the run's keys.
 
     cosine: half a cosine from the peak to the floor over `decay_steps` (Loshchilov & Hutter 2017; GPT-3 decays to
     10 %). linear: the straight line (OPT, Zhang et al. 2022). constant: no decay. wsd: the peak, then a straight line
-    to the floor over the last `decay_steps` of the run (Hu et al. 2024, MiniCPM).
+    to the floor over the last `decay_steps` of the run (Hu et al. 2024, MiniCPM). WarmupLR, WarmupDecayLR and
+    WarmupCosineLR: constant, linear and cosine as DeepSpeed 0.19.8 computes them (deepspeed/runtime/lr_schedules.py).
     """
 
     schedule: ScheduleName
     lr: float
     """Largest learning rate."""
     warmup_steps: int
-    """Steps from 0 to the peak; step 0 already has 1/warmup_steps of it."""
+    """Steps from 0 to the peak; step 0 already has 1/warmup_steps of it, but not with DeepSpeed's schedules."""
     steps: int
     """Steps of the run."""
     decay_steps: int
-    """wsd: steps of the final decay; cosine and linear: step at which the floor is reached."""
+    """wsd: steps of the final decay; others: step at which the floor is reached."""
     min_lr_frac: float
     """Floor as a fraction of the peak."""
+    warmup_type: WarmupType = "log"
+    """Curve of the warm-up of DeepSpeed's schedules."""
+    warmup_min_lr: float = 0.0
+    """Learning rate at which the warm-up of DeepSpeed's schedules begins."""
 
     def __post_init__(self) -> None:
         if self.schedule == "wsd" and self.warmup_steps + self.decay_steps > self.steps:
@@ -46,6 +57,8 @@ class Schedule:
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of optimizer step `step` (0-based)."""
+        if self.schedule in OF_DEEPSPEED:
+            return self._rate_of_deepspeed(step)
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         return self.lr * (self.min_lr_frac + (1 - self.min_lr_frac) * self._height(step))
@@ -60,3 +73,26 @@ class Schedule:
             start, length = self.warmup_steps, self.decay_steps - self.warmup_steps
         done = min(max((step - start) / length, 0.0), 1.0)
         return 0.5 * (1 + math.cos(math.pi * done)) if self.schedule == "cosine" else 1.0 - done
+
+    def _rate_of_deepspeed(self, step: int) -> float:
+        """Return the learning rate that DeepSpeed's scheduler has set after the step before."""
+        last = step - 1
+        # DeepSpeed refuses a warm-up of 0 steps; here that leaves it out.
+        warmup = max(2, self.warmup_steps) if self.warmup_steps else 0
+        if last < 0 and self.schedule == "WarmupCosineLR" and warmup:
+            return 0.0
+        if last < warmup:
+            return self.warmup_min_lr + (self.lr - self.warmup_min_lr) * self._warmed(max(0, last), warmup)
+        length = max(1, self.decay_steps - warmup)
+        height = 1.0
+        if self.schedule == "WarmupCosineLR":
+            height = 0.5 * (1 + math.cos(math.pi * min(1.0, (last - warmup + 1) / length)))
+        elif self.schedule == "WarmupDecayLR":
+            height = max(0.0, (self.decay_steps - max(0, last)) / length)
+        return self.lr * (self.min_lr_frac + (1 - self.min_lr_frac) * height)
+
+    def _warmed(self, last: int, warmup: int) -> float:
+        """Return the height of DeepSpeed's warm-up after step `last`: 0 at its beginning, 1 at the peak."""
+        if self.warmup_type == "log":
+            return math.log(last + 1) / math.log(warmup)
+        return last / warmup

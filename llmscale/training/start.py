@@ -294,7 +294,9 @@ def finished_lines(state: RunState, run: Start) -> Iterator[str]:
 
 
 def _schedule_of(state: RunState) -> Schedule:
-    return Schedule(**{entry.name: state.hyperparameters[entry.name] for entry in fields(Schedule)})  # type: ignore[arg-type]
+    """Return the checkpoint's schedule; older ones lack the keys of DeepSpeed's schedules."""
+    saved = state.hyperparameters
+    return Schedule(**{entry.name: saved[entry.name] for entry in fields(Schedule) if entry.name in saved})  # type: ignore[arg-type]
 
 
 def _show(value: object) -> str:

@@ -34,22 +34,33 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(run_file: Path) -> N
     assert (from_flags.global_batch_size, from_flags.steps) == (64, 100), "what no flag names stays the file's"
 
 
-@pytest.mark.parametrize(("key", "twin"), EXCLUSIVE_KEYS)
-def test_a_flag_overrides_the_file_s_entry_in_the_other_unit(key: str, twin: str, tmp_path: Path) -> None:
+#: Values of two units of a quantity that both may have, and what gives them an effect.
+PAIRS = [
+    (key, twin, *(("0.5", "0.25", "WarmupLR") if key.startswith("warmup_min") else ("8", "4096", "cosine")))
+    for key, twin in EXCLUSIVE_KEYS
+]
+
+
+@pytest.mark.parametrize(("key", "twin", "one", "other", "schedule"), PAIRS)
+def test_a_flag_overrides_the_file_s_entry_in_the_other_unit(
+    key: str, twin: str, one: str, other: str, schedule: str, tmp_path: Path
+) -> None:
     path = tmp_path / "run.yaml"
     for in_file, as_flag in ((key, twin), (twin, key)):
-        path.write_text(f"{in_file}: 8\n")
-        config = parse_run_config(["--config", str(path), f"--{as_flag.replace('_', '-')}", "4096"])
-        assert getattr(config, as_flag) == 4096
+        path.write_text(f"{in_file}: {one}\nschedule: {schedule}\n")
+        config = parse_run_config(["--config", str(path), f"--{as_flag.replace('_', '-')}", other])
+        assert getattr(config, as_flag) == float(other)
         assert getattr(config, in_file) is None
 
 
-@pytest.mark.parametrize(("key", "twin"), EXCLUSIVE_KEYS)
-def test_both_units_at_once_are_refused(key: str, twin: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "twin", "one", "other", "schedule"), PAIRS)
+def test_both_units_at_once_are_refused(
+    key: str, twin: str, one: str, other: str, schedule: str, tmp_path: Path
+) -> None:
     path = tmp_path / "run.toml"
-    path.write_text(f"{key} = 8\n{twin} = 8\n")
+    path.write_text(f'{key} = {one}\n{twin} = {one}\nschedule = "{schedule}"\n')
     message = f"{key} and {twin} say the same thing in other units. Give one of them."
-    for argv in ([f"--{key}=8", f"--{twin}=8"], ["--config", str(path)]):
+    for argv in ([f"--{key}={one}", f"--{twin}={one}", f"--schedule={schedule}"], ["--config", str(path)]):
         with pytest.raises(ConfigError, match=message):
             parse_run_config(argv)
 

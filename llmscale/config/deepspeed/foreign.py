@@ -41,6 +41,8 @@ class Reading:
     """The file after all edits but those of `problems`; its keys may still be unknown."""
     run_keys: dict[str, object] = field(default_factory=dict)
     """Keys of a run that the file sets."""
+    scheduler_defaults: Mapping[str, object] = field(default_factory=dict)
+    """Keys of a run that the scheduler's block leaves to DeepSpeed's defaults; they come before the optimizer's."""
     problems: list[Change] = field(default_factory=list)
     """Entries that llmscale cannot train with."""
     notices: list[Change] = field(default_factory=list)
@@ -344,16 +346,22 @@ class Block(NamedTuple):
     """Keys that the type itself sets."""
     names: Mapping[str, str]
     """Keys that its parameters are."""
+    defaults: Mapping[str, object]
+    """DeepSpeed's values of parameters that a block leaves out."""
     neutral: Mapping[str, tuple[object, ...]] = {}
     """Parameters that change nothing, at these values."""
     unread: tuple[str, ...] = ()
     """Parameters without effect at any value."""
+    required: tuple[str, ...] = ()
+    """Parameters that DeepSpeed has no default for."""
 
 
 _SWITCH = (True, False)
 _ADAM = Block(
     {"optimizer": "adamw"},
     {name: name for name in ("lr", "beta1", "beta2", "eps", "weight_decay")} | {"max_grad_norm": "gradient_clipping"},
+    # Of DeepSpeed's FusedAdam and DeepSpeedCPUAdam, which it builds for Adam and AdamW alike.
+    {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
     neutral={
         "torch_adam": _SWITCH,
         "fused": _SWITCH,
@@ -366,16 +374,42 @@ _ADAM = Block(
         "maximize": (False,),
     },
 )
-#: DeepSpeed's warm-up is another curve than llmscale's straight line from 0.
-_OF_WARMUP = ("warmup_min_lr", "warmup_min_ratio", "warmup_type", "last_batch_iteration")
-_WARMUP = {"warmup_max_lr": "lr", "warmup_num_steps": "warmup_steps"}
-_DECAY = {**_WARMUP, "total_num_steps": "decay_steps"}
+#: Weight decay of torch.optim.AdamW, which DeepSpeed builds where a block says `torch_adam`.
+TORCH_WEIGHT_DECAY = 1e-2
+_WARMUP = {"warmup_num_steps": "warmup_steps", "warmup_type": "warmup_type"}
+_FROM_RATE = {**_WARMUP, "warmup_min_lr": "warmup_min_lr", "warmup_max_lr": "lr"}
+_WARMUP_DEFAULTS = {"warmup_num_steps": 1000, "warmup_type": "log"}
 #: Blocks of a ds_config, each with its types in lower case. DeepSpeed's scheduler sets the rate of its optimizer.
 BLOCKS: Mapping[str, Mapping[str, Block]] = {
     "scheduler": {
-        "warmuplr": Block({"schedule": "constant"}, _WARMUP, unread=_OF_WARMUP),
-        "warmupdecaylr": Block({"schedule": "linear"}, _DECAY, unread=_OF_WARMUP),
-        "warmupcosinelr": Block({"schedule": "cosine"}, {**_DECAY, "cos_min_ratio": "min_lr_frac"}, unread=_OF_WARMUP),
+        "warmuplr": Block(
+            {"schedule": "WarmupLR"},
+            _FROM_RATE,
+            # Without warmup_max_lr the peak is the optimizer's rate.
+            {"warmup_min_lr": 0.0, **_WARMUP_DEFAULTS},
+            unread=("last_batch_iteration", "warmup_min_ratio"),
+        ),
+        "warmupdecaylr": Block(
+            {"schedule": "WarmupDecayLR"},
+            {**_FROM_RATE, "total_num_steps": "decay_steps"},
+            {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, **_WARMUP_DEFAULTS},
+            unread=("last_batch_iteration", "warmup_min_ratio"),
+            required=("total_num_steps",),
+        ),
+        "warmupcosinelr": Block(
+            {"schedule": "WarmupCosineLR"},
+            {
+                **_WARMUP,
+                "warmup_min_ratio": "warmup_min_ratio",
+                "cos_min_ratio": "min_lr_frac",
+                "total_num_steps": "decay_steps",
+                # DeepSpeed takes the peak from the optimizer; older versions took it from here.
+                "warmup_max_lr": "lr",
+            },
+            {"warmup_min_ratio": 0.0, "cos_min_ratio": 1e-4, **_WARMUP_DEFAULTS},
+            unread=("last_batch_iteration", "warmup_min_lr"),
+            required=("total_num_steps",),
+        ),
     },
     "optimizer": dict.fromkeys(("adamw", "adam", "fusedadam", "deepspeedcpuadam", "cpuadam", "torchadam"), _ADAM),
 }
@@ -410,11 +444,17 @@ def _read_block(reading: Reading, name: str) -> None:
     for key in block.keys() - {"type", "params", "legacy_fusion"}:
         text = f"'{name}.{key}' is not a key that DeepSpeed reads. Delete it."
         reading.problems.append(delete(f"{name}.{key}", text))
-    keys, more = dict(known.keys), ""
+    _read_params(reading, name, known, params)
+
+
+def _read_params(reading: Reading, name: str, known: Block, params: Mapping[str, object]) -> None:
+    """Read the parameters of a block of a known type; what it leaves out has DeepSpeed's default."""
+    keys = dict(known.keys)
     given = _without_auto(params)
     if not given.get("weight_decay"):
         # Adam and AdamW are then the same.
         given.pop("adam_w_mode", None)
+    without_effect = [param for param in given if param in known.unread]
     for param, value in given.items():
         path = f"{name}.params.{param}"
         if param in ("beta1", "beta2") and param in params:
@@ -426,17 +466,32 @@ def _read_block(reading: Reading, name: str) -> None:
             # The file's own gradient_clipping comes before an optimizer's max_grad_norm, as in DeepSpeed.
             if reading.config.get(known.names[param]) in (None, AUTO):
                 keys[known.names[param]] = value
-        elif param in known.unread:
-            more = " The warm-up is a straight line from 0."
-        elif value not in known.neutral.get(param, ()):
+        elif param not in known.unread and value not in known.neutral.get(param, ()):
             words = ("betas" if word in ("beta1", "beta2") else word for word in (*known.names, *known.unread))
             legal = ", ".join(dict.fromkeys(words))
             reading.problems.append(delete(path, f"{path} = {show(value)} is not among {legal}. Delete it."))
-    if given:
-        _take(reading, name, keys, more)
-    else:
-        text = f'{name} holds nothing but "auto", which is llmscale\'s own; its type is {_flags(keys)}.'
-        reading.drop(reading.notices, name, text)
+    left_out = _defaults(known, params)
+    more = ""
+    if left_out:
+        listed = ", ".join(f"{param} {show(value)}" for param, value in left_out.items())
+        more += f" What it leaves out has DeepSpeed's default: {listed}."
+    if missing := [param for param in known.required if param not in params]:
+        more += f" {', '.join(missing)}, for which DeepSpeed has no default, is the steps of the run."
+    if without_effect:
+        more += f" {', '.join(without_effect)}: without effect."
+    defaults = {known.names[param]: value for param, value in _without_auto(left_out).items()}
+    if name == "scheduler":
+        reading.scheduler_defaults = defaults
+    _take(reading, name, keys, more, defaults)
+
+
+def _defaults(known: Block, params: Mapping[str, object]) -> dict[str, object]:
+    """Return DeepSpeed's values of the parameters that are not written, not even as "auto"."""
+    written = {*params, *(("betas",) if {"beta1", "beta2"} & params.keys() else ())}
+    defaults = {param: value for param, value in known.defaults.items() if param not in written}
+    if "weight_decay" in defaults and params.get("torch_adam") is True and params.get("adam_w_mode", True):
+        defaults["weight_decay"] = TORCH_WEIGHT_DECAY
+    return defaults
 
 
 def _without_auto(params: Mapping[str, object]) -> dict[str, object]:
@@ -463,8 +518,10 @@ def _read_wandb(reading: Reading) -> None:
     _take(reading, "wandb", keys, more)
 
 
-def _take(reading: Reading, path: str, keys: Mapping[str, object], more: str) -> None:
-    """Take an entry as keys of a run. A value that no run may have is a problem."""
+def _take(
+    reading: Reading, path: str, keys: Mapping[str, object], more: str, defaults: Mapping[str, object] | None = None
+) -> None:
+    """Take an entry as keys of a run, with `defaults` that it leaves open. An illegal value is a problem."""
     del reading.config[path]
     try:
         build_run_config(dict(keys))
@@ -473,8 +530,10 @@ def _take(reading: Reading, path: str, keys: Mapping[str, object], more: str) ->
         text = f"{path} sets a key of the run wrongly: {error} Delete it and give {flags}."
         reading.problems.append(delete(path, text))
         return
-    reading.run_keys = {**keys, **reading.run_keys}
-    text = f"{path} is taken as {_flags(keys)}; a flag or the run file overrides it.{more}"
+    # Another schedule of a flag takes what the block says, and not its defaults.
+    own = keys if defaults is None or path == "scheduler" else {**keys, **defaults}
+    reading.run_keys = {**own, **reading.run_keys}
+    text = f"{path} is taken as {_flags({**keys, **(defaults or {})})}; a flag or the run file overrides it.{more}"
     reading.notices.append(Change(text, {}))
 
 

@@ -46,6 +46,8 @@ class DsConfig:
     """Messages about keys without effect, and about those that are read in another way than written."""
     run_keys: Mapping[str, object] = field(default_factory=dict)
     """Keys of a run that the file sets: learning rate, schedule and the like."""
+    scheduler_defaults: Mapping[str, object] = field(default_factory=dict)
+    """Keys of a run that its scheduler block leaves to DeepSpeed's defaults."""
 
     @property
     def zero_stage(self) -> int:
@@ -155,7 +157,8 @@ def parse_ds_config(config: dict[str, object], source: str) -> DsConfig:
         _raise_for(source, problems, fix)
     keys = DsFile.model_validate(reading.config)
     notices = (notice.text for notice in reading.notices)
-    return DsConfig(source, keys, (*notices, *ignored_keys(keys)), reading.run_keys)
+    warnings = (*notices, *ignored_keys(keys))
+    return DsConfig(source, keys, warnings, reading.run_keys, reading.scheduler_defaults)
 
 
 def fix_ds_config(config: Mapping[str, object]) -> tuple[dict[str, object], list[Change]]:

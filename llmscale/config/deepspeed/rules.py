@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from llmscale.config.deepspeed.foreign import DELETED, Change, Reading, apply_edits, delete
 from llmscale.config.deepspeed.schema import DsFile, Section, marks_of, section_at, show
 from llmscale.config.optimizers import ADAMW
-from llmscale.suggestions import describe_invalid, did_you_mean, names_meant
+from llmscale.suggestions import describe_invalid, names_meant
 
 #: Tensors of a sub-group that DeepSpeed swaps at once: parameter, gradient and AdamW's states.
 _SWAP_BUFFERS = 2 + max(len(group.states) for group in ADAMW.groups)
@@ -236,22 +236,52 @@ _LEGAL_KEYS = _legal_keys()
 
 
 def _unknown_key(dotted: str, config: dict[str, object]) -> Change:
-    """Return the sentence about an unknown key, and the edit that moves a misplaced or misspelt one's value."""
+    """Return the sentence about an unknown key, and the edit that moves a misplaced or misspelt one's value.
+
+    A value moves to the only key that may hold it. A section never moves to the place of a number, nor the reverse.
+    """
     section, _, key = dotted.rpartition(".")
     legal = _LEGAL_KEYS.get(section, _LEGAL_KEYS[""])
-    home = next((path for path, names in _LEGAL_KEYS.items() if key in names), None)
-    meant = names_meant(key, legal)
-    target = None
-    if home is not None:
-        hint, target = f" It belongs in {home or 'the top level'}.", f"{home}.{key}".lstrip(".")
-    elif meant:
-        hint = did_you_mean(key, legal)
-        target = f"{section}.{meant[0]}".lstrip(".") if len(meant) == 1 else None
-    else:
-        hint = f" Delete it. Legal {f'keys of {section}' if section else 'top-level keys'}: {', '.join(legal)}."
-    value = Reading(config).value_at
-    edits = {dotted: DELETED}
     # A key that itself contains dots has no value at its path, and is deleted.
-    if target is not None and target != dotted and value(target) is None and value(dotted) is not None:
-        edits[target] = value(dotted)
+    value = Reading(config).value_at(dotted)
+    homes = [path for path, names in _LEGAL_KEYS.items() if key in names and _is_alike(_join(path, key), value)]
+    meant = [name for name in names_meant(key, legal) if _is_alike(_join(section, name), value)]
+    if homes:
+        hint = f" It belongs in {' or '.join(home or 'the top level' for home in homes)}."
+        targets = [_join(home, key) for home in homes]
+    elif meant:
+        hint = f" Did you mean {' or '.join(map(repr, meant))}?"
+        targets = [_join(section, name) for name in meant]
+    else:
+        kind = f"keys of {section}" if section else "top-level keys"
+        hint, targets = f" Delete it. Legal {kind}: {', '.join(legal)}.", []
+    edits = {dotted: DELETED}
+    for target in targets if len(targets) == 1 and value is not None else ():
+        if _takes(target, value) and Reading(config).value_at(target) is None:
+            edits[target] = value
     return Change(f"'{dotted}' is not a key that DeepSpeed reads.{hint}", edits)
+
+
+def _join(section: str, key: str) -> str:
+    return f"{section}.{key}".lstrip(".")
+
+
+def _is_alike(dotted: str, value: object) -> bool:
+    """Return whether a value may have been meant for a key: both are sections with a key in common, or neither is."""
+    keys = _LEGAL_KEYS.get(dotted)
+    if isinstance(value, dict):
+        return keys is not None and (not value or any(key in keys for key in value))
+    return value is None or keys is None or _meant(dotted, value) is not None
+
+
+def _takes(dotted: str, value: object) -> bool:
+    """Return whether a key takes a value, as it is or as `_meant` reads it."""
+    if isinstance(value, dict):
+        return True
+    config: dict[str, object] = {_ZERO: {"stage": 0}}
+    apply_edits(config, {dotted: value})
+    try:
+        DsFile.model_validate(config)
+    except ValidationError:
+        return _meant(dotted, value) is not None
+    return True

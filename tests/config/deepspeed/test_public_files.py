@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
 from pathlib import Path
 
@@ -121,7 +122,7 @@ def test_optimizer_and_scheduler_are_read_as_flags() -> None:
     file = TAKEN["cosine"]
     config, resolved = train(file, "--steps", "20000")
     assert (config.lr, config.beta1, config.beta2, config.weight_decay) == (1e-4, 0.9, 0.95, 0.1)
-    assert (config.schedule, config.warmup_steps, config.decay_steps) == ("cosine", 500, 10_000)
+    assert (config.schedule, config.warmup_steps, config.decay_steps) == ("WarmupCosineLR", 500, 10_000)
     assert resolved.schedule.min_lr_frac == 0.1
     notices = parse_ds_config(file, "my.json").warnings
     assert any("optimizer is taken as --optimizer adamw --lr 0.0001 --eps 1e-08" in notice for notice in notices)
@@ -145,7 +146,7 @@ def test_deepspeeds_scheduler_sets_the_learning_rate() -> None:
             "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-5, "warmup_num_steps": 10}},
         }
     )
-    assert (config.lr, config.schedule, config.warmup_steps) == (2e-5, "constant", 10)
+    assert (config.lr, config.schedule, config.warmup_steps) == (2e-5, "WarmupLR", 10)
 
 
 def test_an_optimizers_clipping_counts_beside_an_automatic_one() -> None:
@@ -160,7 +161,7 @@ def test_an_automatic_type_is_that_of_hugging_faces_trainer() -> None:
         "scheduler": {"type": "auto", "params": {"warmup_num_steps": 10}},
     }
     config, _ = train(blocks)
-    assert (config.optimizer, config.lr, config.schedule, config.warmup_steps) == ("adamw", 1e-3, "constant", 10)
+    assert (config.optimizer, config.lr, config.schedule, config.warmup_steps) == ("adamw", 1e-3, "WarmupLR", 10)
 
 
 def test_a_refused_parameter_of_adam_is_told_deepspeeds_names() -> None:
@@ -243,3 +244,29 @@ def test_a_section_that_is_off_is_nothing(section: str) -> None:
     assert parse_ds_config({section: {"enabled": False, "ep_size": 1}}, "my.json").warnings == ()
     with pytest.raises(ConfigError, match=section):
         parse_ds_config({section: {"enabled": True, "ep_size": 1}}, "my.json")
+
+
+@pytest.mark.parametrize(
+    ("file", "hint", "fixed"),
+    [
+        # A section is no misspelt number, and is not moved where it would be deleted.
+        ({"log": {"level": "info"}}, "Delete it. Legal top-level keys", {}),
+        ({"dump": {"folder": "x"}}, "Delete it. Legal", {}),
+        ({"wall_clock": {"every": 3}}, "Delete it. Legal", {}),
+        ({"zero_optimization": {"stage": 2, "reduce_bucket": {"size": 3}}}, "Delete it", {"stage": 2}),
+        ({"grad_clip": "abc"}, "Did you mean 'gradient_clipping'?", {}),
+        # One that several sections have is not put into the first of them.
+        ({"enabled": True}, "It belongs in bf16 or fp16 or", {}),
+        ({"log": "info"}, "Did you mean 'log_level'?", {"log_level": "info"}),
+        ({"grad_clip": 0.5}, "Did you mean 'gradient_clipping'?", {"gradient_clipping": 0.5}),
+        ({"zero": {"stage": 2}}, "Did you mean 'zero_optimization'?", {"zero_optimization": {"stage": 2}}),
+        ({"zero": 3}, "Did you mean 'zero_optimization'?", {"zero_optimization": {"stage": 3}}),
+        ({"flops_profile": {"enabled": False, "top_modules": 2}}, "", {}),
+    ],
+)
+def test_a_value_moves_only_where_it_is_legal(file: dict[str, object], hint: str, fixed: dict[str, object]) -> None:
+    if hint:
+        with pytest.raises(ConfigError, match=re.escape(hint)):
+            parse_ds_config(file, "my.json")
+    got = fix_ds_config(file)[0]
+    assert (got.get("zero_optimization") if "zero_optimization" in file else got) == fixed
