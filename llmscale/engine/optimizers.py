@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict, cast
+from typing import TYPE_CHECKING, TypedDict, assert_never, cast
 
 import torch
 import torch.distributed as dist
@@ -119,7 +119,9 @@ def build_optimizer(
             eps=eps,
             dtype=newton_schulz_dtype(),
         )
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+    if spec.name == "adamw":
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+    assert_never(spec.name)
 
 
 def newton_schulz_dtype() -> torch.dtype:

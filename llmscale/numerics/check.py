@@ -46,7 +46,7 @@ from llmscale.numerics.links import (
     first_wrong,
     wrong_alone,
 )
-from llmscale.numerics.plain import PlainGPT
+from llmscale.numerics.plain import PlainGPT, check_is_plain
 from llmscale.numerics.probe import Probe, choose_strides, select
 from llmscale.numerics.report import LAST, Pass, Report, Row, Try, as_row, worst_rows
 from llmscale.planning.compilation import decide_compilation
@@ -79,6 +79,7 @@ def compare_case(case: Case, world: World) -> tuple[Block, list[Finding]]:
     from deepspeed.utils import groups
 
     block = cut_block(case, world.world_size, on_gpu=is_gpu())
+    check_is_plain(block.config.optimizer, block.resolved.shape, block.resolved.loss)
     allow_tf32(block.resolved.precision)
     weights = _Weights(block)
     batch = global_batch(0, block.resolved)

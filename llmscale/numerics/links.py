@@ -302,7 +302,7 @@ class LinkJudge:
         if piece is not None:
             momentum = piece.states.get("momentum_buffer", torch.zeros_like(piece.before))
             parts = [piece.before, piece.given, piece.after, momentum]
-            worst = self._compare_with_last(name, piece) if rule.kind == "muon" else 0.0
+            worst = self._compare_with_last(name, piece)
         first = 0 if piece is None else piece.first
         before, given, after, momentum = (
             row.view(shape) for row in watched.assemble(name, [(first, part) for part in parts])
@@ -313,8 +313,13 @@ class LinkJudge:
         if rule.kind == "muon":
             expected, _ = step_muon(watched.resolved.shape, name, rule, lr, before, given, momentum)
         else:
-            states = {} if piece is None else {key: value.cpu().double() for key, value in piece.states.items()}
-            expected = step_adafactor(rule, lr, before, given, states)
+            assert piece is not None  # Adafactor steps complete parameters on every rank.
+            states = {key: moment.to("cpu", torch.float64) for key, moment in piece.states.items()}
+            count = (piece.count if self._count is None else self._count) + 1
+            expected, moments = step_adafactor(rule, lr, count, before, given, states)
+            for key, moment in moments.items():
+                error = float((piece.states_after[key].cpu().double().view_as(moment) - moment).norm())
+                worst = max(worst, error / (_OF_STEP * float(moment.norm()) + 1e-38))
         return _squares(after - expected, expected, expected - before, worst)
 
 

@@ -9,9 +9,10 @@ the run's type the measure of what rounding explains.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +24,38 @@ from llmscale.architecture.rope_scaling import rotary_factor, rotary_frequencies
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.loss_settings import LossSettings
 from llmscale.config.run_config import RunConfig
+from llmscale.errors import ConfigError
 
 #: Momentum of Muon, and its coefficients (Jordan et al. 2024).
 _MOMENTUM = 0.95
 _POLYNOMIAL = (3.4445, -4.7750, 2.0315)
 #: Standard deviation of initial weights: Adafactor's rate is relative to it, and the decay divided by as much.
 _ADAFACTOR_FACTOR = 50.0
+#: Adafactor's exponent of the weight of new squares, least second moment, and least root mean square of a weight.
+_ADAFACTOR_DECAY = -0.8
+_ADAFACTOR_EPS = 2.0**-23
+_ADAFACTOR_LEAST_SIZE = 1e-3
+#: Optimizers that have a plain step here.
+OPTIMIZERS = ("adamw", "muon", "adafactor")
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+#: Values that PlainGPT computes, by field of the shape.
+SHAPE_VALUES: Mapping[str, Collection[str | None]] = {
+    "activation": ACTIVATIONS,
+    "norm": ("layernorm", "rmsnorm"),
+    "norm_placement": ("pre", "post"),
+    "positions": ("learned", "rotary"),
+    "qk_norm": ("none", "head", "width"),
+    "attention_bias": (None, "none", "qkv", "all"),
+    "attention_kernel": ("auto", "sdpa"),
+    "router_score": ("softmax", "sigmoid"),
+}
+#: Settings of the loss that PlainGPT computes, or that change no number.
+LOSS_SETTINGS = ("chunk_tokens", "kernel", "z_loss", "balance_loss", "router_z_loss", "router_bias_speed")
 
 
 @dataclass
@@ -162,10 +189,7 @@ class PlainGPT:
         return self._nonlinear(gate) * value
 
     def _nonlinear(self, x: Tensor) -> Tensor:
-        if self.shape.activation == "gelu_tanh":
-            return F.gelu(x, approximate="tanh")
-        functions: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "silu": F.silu, "gelu": F.gelu}
-        return functions[self.shape.activation](x)
+        return ACTIVATIONS[self.shape.activation](x)
 
     def _mlp(self, x: Tensor, name: str) -> Tensor:
         return self._linear(self._activate(self._linear(x, f"{name}up")), f"{name}down")
@@ -223,7 +247,11 @@ class Rule:
 
 
 def rule_of(config: RunConfig, name: str, dims: int) -> Rule:
-    """Return the rule of a parameter with `dims` dimensions; the first matching --param-group has it."""
+    """Return the rule of a parameter with `dims` dimensions; the first matching --param-group has it.
+
+    Raises ConfigError for an optimizer without a plain step.
+    """
+    _refuse(_unknown_optimizer(config.optimizer))
     decay = config.weight_decay if dims >= 2 else 0.0
     in_block = dims >= 2 and name.startswith("blocks.")
     is_muon = config.optimizer == "muon" and in_block and ".router." not in name
@@ -286,14 +314,57 @@ def _orthogonal(matrix: Tensor) -> Tensor:
     return (x.T if is_tall else x) * (0.2 * math.sqrt(max(matrix.shape)))
 
 
-def step_adafactor(rule: Rule, lr: float, value: Tensor, gradient: Tensor, states: Mapping[str, Tensor]) -> Tensor:
-    """Return the next value of a complete parameter, by torch's own Adafactor in fp64."""
-    parameter = torch.nn.Parameter(value.clone())
-    # The default of the first eps is that of the tensor's type: fp64's would be another optimizer.
-    eps = (torch.finfo(torch.float32).eps, 1e-3)
-    optimizer = torch.optim.Adafactor([parameter], lr=lr * rule.lr_factor, weight_decay=rule.weight_decay, eps=eps)
-    if states:
-        optimizer.state[parameter] = dict(states)
-    parameter.grad = gradient.clone()
-    optimizer.step()
-    return parameter.detach()
+def step_adafactor(
+    rule: Rule, lr: float, count: int, value: Tensor, gradient: Tensor, states: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the next value and second moments of a complete parameter (Shazeer & Stern 2018).
+
+    `count` steps are taken, this one included. Without states, as at the first step, all moments are 0.
+    """
+    rate, fresh = lr * rule.lr_factor, count**_ADAFACTOR_DECAY
+
+    def averaged(key: str, now: Tensor) -> Tensor:
+        return (1 - fresh) * states[key].view_as(now) + fresh * now if states else fresh * now
+
+    squares = gradient.square()
+    if value.dim() >= 2:
+        rows = averaged("row_var", squares.mean(-1, keepdim=True))
+        columns = averaged("col_var", squares.mean(-2, keepdim=True))
+        second = rows * columns / rows.mean(-2, keepdim=True).clamp(min=_ADAFACTOR_EPS)
+        moments = {"row_var": rows, "col_var": columns}
+    else:
+        second = averaged("variance", squares)
+        moments = {"variance": second}
+    update = gradient / second.clamp(min=_ADAFACTOR_EPS**2).sqrt()
+    update = update / max(1.0, _root_mean_square(update))
+    size = max(_ADAFACTOR_LEAST_SIZE, _root_mean_square(value)) * min(rate, 1 / math.sqrt(count))
+    return value * (1 - rate * rule.weight_decay) - size * update, moments
+
+
+def _root_mean_square(x: Tensor) -> float:
+    return math.sqrt(float(x.square().mean()))
+
+
+def check_is_plain(optimizer: str, shape: GPTShape, loss: LossSettings) -> None:
+    """Raise ConfigError for a part of a run that this module does not compute, which no check could compare."""
+    unknown = _unknown_optimizer(optimizer)
+    for name, values in SHAPE_VALUES.items():
+        if getattr(shape, name) not in values:
+            unknown.append(f"{name} {getattr(shape, name)!r}")
+    for entry in fields(loss):
+        if entry.name not in LOSS_SETTINGS and getattr(loss, entry.name) != entry.default:
+            unknown.append(f"{entry.name} {getattr(loss, entry.name)!r}")
+    _refuse(unknown)
+
+
+def _unknown_optimizer(name: str) -> list[str]:
+    return [] if name in OPTIMIZERS else [f"optimizer {name!r}"]
+
+
+def _refuse(unknown: Sequence[str]) -> None:
+    """Raise ConfigError for parts of a run that are not plain, if there are any."""
+    if unknown:
+        raise ConfigError(
+            f"the check of numbers cannot judge {', '.join(unknown)}: llmscale/numerics/plain.py does not compute it. "
+            "Write its plain arithmetic there, or train without --check-numerics."
+        )

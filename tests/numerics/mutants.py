@@ -533,7 +533,39 @@ def epsilon_of_adam(plant: Planter) -> None:
     plant.wrap(engine, "build_optimizer", make)
 
 
+def wrap_adafactor(plant: Planter, **wrong: object) -> None:
+    """Step by torch's Adafactor with other settings."""
+    import torch.optim._adafactor as module
+
+    plant.wrap(module, "adafactor", lambda old: lambda *args, **options: old(*args, **{**options, **wrong}))
+
+
+def decay_of_adafactor(plant: Planter) -> None:
+    wrap_adafactor(plant, beta2_decay=-0.5)
+
+
+def clipping_of_adafactor(plant: Planter) -> None:
+    wrap_adafactor(plant, d=2.0)
+
+
+def columns_of_adafactor(plant: Planter) -> None:
+    """Lose the averages over rows after a step."""
+
+    def make(old: Any) -> Any:
+        def step(self: Any, *args: object) -> object:
+            result = old(self, *args)
+            for state in self.state.values():
+                if "col_var" in state:
+                    state["col_var"].mul_(1.01)
+            return result
+
+        return step
+
+    plant.wrap(torch.optim.Adafactor, "step", make)
+
+
 BF16, FP32 = "--ds zero2 --precision bf16", "--ds zero2 --precision fp32"
+ADAFACTOR = "--ds zero0 --precision bf16 --optimizer adafactor"
 SEQUENCES, EXPERTS = "--sequence-parallel-size 2 --global-batch-size 6", "--expert-parallel-size 2"
 MUTANTS = (
     Mutant("divided by accumulation twice", accumulation_divides_twice, f"{GPT2} --ds zero2", "gradient"),
@@ -618,4 +650,7 @@ MUTANTS = (
     Mutant("Adam's epsilon x 100", epsilon_of_adam, f"{GPT2} {BF16}", "update"),
     Mutant("moments lost, bf16 states", moments_lost, f"{GPT2} --ds bf16_2 --precision bf16", "update"),
     Mutant("moments changed between steps", moments_lost_between_steps, f"{GPT2} {BF16}", "update"),
+    Mutant("Adafactor's decay -0.5", decay_of_adafactor, f"{GPT2} {ADAFACTOR}", "update"),
+    Mutant("Adafactor clips at 2", clipping_of_adafactor, f"{GPT2} {ADAFACTOR}", "update"),
+    Mutant("Adafactor's columns x 1.01", columns_of_adafactor, f"{GPT2} {ADAFACTOR}", "update"),
 )

@@ -21,6 +21,7 @@ QUICK = (
     "fillers in the mean",
     "one rank multiplies wrongly",
     "moments changed between steps",
+    "Adafactor's decay -0.5",
 )
 #: Settings of the default suite, whose engines have no bug.
 QUIET = (
@@ -30,6 +31,7 @@ QUIET = (
     "--ds zero1 --precision bf16 --expert-parallel-size 2",
     "--ds hpz3 --precision bf16",
     "--ds bf16_1 --precision bf16 --global-batch-size 4",
+    "--ds zero0 --precision bf16 --optimizer adafactor",
 )
 #: The setting that makes the difference for bugs that one can separate.
 SETTINGS = {
