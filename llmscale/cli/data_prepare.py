@@ -289,16 +289,17 @@ def print_manifest(manifest: Manifest, folder: str) -> None:
             print_visible_fitting(
                 f"  {name:5} {split.num_documents:,} conversations, {split.num_tokens:,} tokens, of them {targets:,} "
                 f"targets ({targets / split.num_tokens:.0%}), {split.num_samples:,} rows "
-                f"({1 - split.num_tokens / places:.0%} padding), {len(split.shards)} shards"
+                f"({1 - split.num_tokens / places:.0%} padding), {len(split.shards)} shards{_entropy(manifest, name)}"
             )
             continue
         print_visible_fitting(
             f"  {name:5} {split.num_documents:,} documents, {split.num_tokens:,} tokens, {split.num_samples:,} "
             f"samples ({cropped}+ {split.tail_tokens:,} tail tokens), {len(split.shards)} shards, "
-            f"{split.bytes_per_token:.2f} bytes/token, unigram entropy {split.unigram_entropy_nats:.3f} nats"
+            f"{split.bytes_per_token:.2f} bytes/token{_entropy(manifest, name)}"
         )
-    if manifest.chat is None:
-        print("  unigram entropy: the loss that word frequencies alone would give")
+    if manifest.unigram_entropy("train") is not None:
+        of = "" if manifest.chat is None else " of the targets"
+        print(f"  unigram entropy: the loss that word frequencies{of} alone would give")
     if not manifest.is_shuffled:
         print("  training windows in the order of the text")
     if manifest.is_best_fit and manifest.chat is None:
@@ -312,6 +313,12 @@ def print_manifest(manifest: Manifest, folder: str) -> None:
             f"  left out: {count_nouns(manifest.skipped_documents, 'malformed record')}, "
             f"{count_nouns(manifest.empty_documents, 'empty document')}"
         )
+
+
+def _entropy(manifest: Manifest, split: str) -> str:
+    """Return the end of a line with a split's unigram entropy, if that is known."""
+    entropy = manifest.unigram_entropy(split)
+    return "" if entropy is None else f", unigram entropy {entropy:.3f} nats"
 
 
 def print_visible_fitting(line: str) -> None:

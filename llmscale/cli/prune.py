@@ -74,7 +74,7 @@ def _prune(args: argparse.Namespace, gpu: GPU | None, folder: Path) -> int:
         from llmscale.evaluate.prune import prune_linear_layers
 
     for_gpu = _check_gpu(gpu)
-    sets = open_validation_sets(source.sets, args.val_samples)
+    sets = open_validation_sets(source, args.val_samples)
     model = source.load_model()
     num_sequences = sum(one.num_samples for one in sets)
 

@@ -264,7 +264,7 @@ def _wall_time(history: RunHistory) -> list[str]:
 
 def _entropy(manifest: Manifest | None, split: str) -> float | None:
     """Return a split's unigram entropy in nats: the loss of a model that knows only the tokens' frequencies."""
-    return manifest.splits[split].unigram_entropy_nats if manifest and split in manifest.splits else None
+    return manifest.unigram_entropy(split) if manifest else None
 
 
 def _compare(loss: float, entropy: float | None) -> str:

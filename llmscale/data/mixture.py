@@ -316,6 +316,22 @@ class TrainingSets:
         chats = (location.manifest.chat for location in self.locations)
         return next((chat.template for chat in chats if chat is not None), None)
 
+    def masks_documents(self, wanted: bool) -> bool:
+        """Return whether attention ends at documents: in rows of several conversations it does, in padded rows of one,
+        which may hold end-of-text tokens, it does not, and with text alone as `wanted`.
+
+        Raises ConfigError for a mixture of both kinds of rows.
+        """
+        chats = [(at.name, at.manifest.chat) for at in self.locations if at.manifest.chat is not None]
+        packed = [name for name, chat in chats if chat.masks_documents]
+        padded = [name for name, chat in chats if not chat.masks_documents]
+        if packed and padded:
+            raise ConfigError(
+                f"{padded[0]} has one conversation a row, which may hold end-of-text tokens, and {packed[0]} several, "
+                "which need a document mask. In a mixture prepare all conversations with --packing pad, or none."
+            )
+        return bool(packed) or (wanted and not padded)
+
     @property
     def manifest(self) -> Manifest:
         """The first dataset's manifest, for properties that all share."""

@@ -28,21 +28,25 @@ class ValidationSplit:
     shards: WindowReader
     num_samples: int
     """Sequences per validation."""
-    bytes_per_token: float
-    """UTF-8 bytes per token of the split."""
+    bytes_per_token: float | None
+    """UTF-8 bytes per target of the split; None for conversations."""
+    document_end: int | None
+    """Token after which attention begins again, as in training; None without a mask."""
 
 
-def open_validation(sets: TrainingSets, max_samples: int) -> tuple[ValidationSplit, ...]:
+def open_validation(sets: TrainingSets, max_samples: int, *, document_mask: bool) -> tuple[ValidationSplit, ...]:
     """Open the existing validation splits. `max_samples` is divided over a mixture's datasets as the run's samples are,
-    at least one each. Raises DataError."""
+    at least one each. `document_mask` is the run's own. Raises ConfigError, DataError."""
     parts = sets.recipe.parts if sets.recipe else (Fraction(1),)
+    document_end = sets.manifest.eot_token if sets.masks_documents(document_mask) else None
     splits = []
     for name, location, part in zip(sets.names, sets.locations, parts, strict=True):
         split = location.manifest.splits.get("val")
         if split is not None and split.num_samples:
             num_samples = min(max(1, round(part * max_samples)), split.num_samples)
             label = name if sets.recipe else ""
-            splits.append(ValidationSplit(label, TokenShards(location, "val"), num_samples, split.bytes_per_token))
+            ratio = location.manifest.bytes_per_target("val")
+            splits.append(ValidationSplit(label, TokenShards(location, "val"), num_samples, ratio, document_end))
     return tuple(splits)
 
 
@@ -114,10 +118,11 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
     return loss / math.log(2) / bytes_per_token
 
 
-def mean_bits_per_byte(losses: Sequence[tuple[float, int]], bytes_per_token: Sequence[float]) -> float:
+def mean_bits_per_byte(losses: Sequence[tuple[float, int]], bytes_per_token: Sequence[float | None]) -> float | None:
     """Return the bits per byte over several datasets from their (nats per token, number of sequences): all nats over
-    all bytes."""
+    all bytes; None where a dataset's bytes are not known."""
+    sizes = [size for size in bytes_per_token if size is not None]
+    if len(sizes) < len(losses):
+        return None
     nats = math.fsum(loss * count for loss, count in losses)
-    return (
-        nats / math.log(2) / math.fsum(count * size for (_, count), size in zip(losses, bytes_per_token, strict=True))
-    )
+    return nats / math.log(2) / math.fsum(count * size for (_, count), size in zip(losses, sizes, strict=True))

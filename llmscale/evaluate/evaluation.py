@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from llmscale.data.mixture import TrainingSets
 from llmscale.data.order.sample_order import RankLayout
 from llmscale.data.validation import (
     ValidationSplit,
@@ -35,15 +35,26 @@ class ValidationLoss:
     name: str
     loss: float
     """Nats per token."""
-    bytes_per_token: float
+    bytes_per_token: float | None
+    """UTF-8 bytes per target; None for conversations."""
     num_samples: int
 
+    @property
+    def values(self) -> dict[str, float]:
+        """Loss, and bits per byte where bytes are known."""
+        known = {"loss": self.loss}
+        if self.bytes_per_token is not None:
+            known["bits_per_byte"] = bits_per_byte(self.loss, self.bytes_per_token)
+        return known
 
-def open_validation_sets(sets: TrainingSets | None, max_samples: int) -> tuple[ValidationSplit, ...]:
-    """Open the splits as training does; none without datasets or samples. Raises DataError when no dataset has one."""
+
+def open_validation_sets(source: ModelSource, max_samples: int) -> tuple[ValidationSplit, ...]:
+    """Open a model's splits as training does; none without datasets or samples. Raises ConfigError, and DataError when
+    no dataset has one."""
+    sets = source.sets
     if sets is None or not max_samples:
         return ()
-    splits = open_validation(sets, max_samples)
+    splits = open_validation(sets, max_samples, document_mask=source.shape.has_document_mask)
     if not splits:
         raise DataError(
             f"{sets.name} has no validation split. Name a set that has one with --data, or leave the loss out with "
@@ -60,12 +71,23 @@ def validation_loss(
     `progress` gets the sequences done since the last call.
     """
     device, totals = next(model.parameters()).device, torch.zeros(3, dtype=torch.float64)
-    with torch.inference_mode():
+    with torch.inference_mode(), _ending_documents(model, of.document_end):
         for batch in validation_batches(of.shards, RankLayout(0, (1,)), batch_size, of.num_samples):
             totals += batch.sums(model, device)
             progress(batch.weight)
     total, targets, count = totals.tolist()
     return ValidationLoss(of.name, total / targets, of.bytes_per_token, int(count))
+
+
+@contextmanager
+def _ending_documents(model: GPT, document_end: int | None) -> Iterator[None]:
+    """Let attention begin again after a token, or nowhere, as the dataset was trained on."""
+    own = model.shape
+    model.shape = replace(own, document_end=document_end)
+    try:
+        yield
+    finally:
+        model.shape = own
 
 
 @dataclass(frozen=True)
@@ -92,10 +114,7 @@ class Evaluation:
             "tasks": {task.task: {"values": _finite(task.values), "num_items": task.num_items} for task in self.tasks},
         }
         if self.losses:
-            by_set = {
-                one.name: _finite({"loss": one.loss, "bits_per_byte": bits_per_byte(one.loss, one.bytes_per_token)})
-                for one in self.losses
-            }
+            by_set = {one.name: _finite(one.values) for one in self.losses}
             values["validation"] = {
                 **_finite(total_loss(self.losses)),
                 "num_samples": sum(loss.num_samples for loss in self.losses),
@@ -114,14 +133,13 @@ def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def total_loss(losses: Sequence[ValidationLoss]) -> dict[str, float]:
-    """Average loss and bits per byte over the sequences of all datasets."""
+    """Average the loss over the sequences of all datasets, and bits per byte where all bytes are known."""
     count = sum(loss.num_samples for loss in losses)
-    return {
-        "loss": sum(loss.loss * loss.num_samples for loss in losses) / count,
-        "bits_per_byte": mean_bits_per_byte(
-            [(loss.loss, loss.num_samples) for loss in losses], [loss.bytes_per_token for loss in losses]
-        ),
-    }
+    totals = {"loss": sum(loss.loss * loss.num_samples for loss in losses) / count}
+    in_bits = mean_bits_per_byte(
+        [(loss.loss, loss.num_samples) for loss in losses], [loss.bytes_per_token for loss in losses]
+    )
+    return totals if in_bits is None else totals | {"bits_per_byte": in_bits}
 
 
 def losses_on(
@@ -155,7 +173,7 @@ def evaluate(
 
     tokenizer, seq_len = source.tokenizer, source.shape.seq_len
     tasks = [encode_task(replace(file, items=file.items[:limit]), tokenizer, seq_len) for file in files]
-    sets = open_validation_sets(source.sets, val_samples)
+    sets = open_validation_sets(source, val_samples)
     of_chat, template = open_template(tokenizer, source.chat_template) if chat else (tokenizer, None)
     model = source.load_model()
     losses = [

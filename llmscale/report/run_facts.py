@@ -39,7 +39,7 @@ class RunFacts:
     """Steps that the last start was to reach."""
     tokenizer: str | None
     bytes_per_token: float | None
-    """UTF-8 bytes of text per token of the training split."""
+    """UTF-8 bytes of text per token of the training split; None for conversations, whose targets alone have a loss."""
     validation_bytes_per_token: float | None
     why_no_bytes: str
     """Reason why bytes_per_token is unknown; empty otherwise."""
@@ -60,12 +60,9 @@ def load_facts(run: Path, history: RunHistory) -> RunFacts:
     manifest = load_run_manifest(run)
     start = (history.of_kind("event", "start") or [(0, {})])[-1][1]
     compiled = (history.of_kind("event", "compilation") or [(0, {})])[-1][1]
-    splits = manifest.splits if manifest else {}
     total = resolved.get("total_steps")
     tokenizer = manifest.tokenizer if manifest else start.get("tokenizer")
-    ratios = {name: split.bytes_per_token for name, split in splits.items()}
-    recorded = as_number(start.get("bytes_per_token"))
-    ratio = ratios.get("train") or (recorded if recorded > 0 else None)
+    ratio, validation_ratio = _ratios(manifest, start, history)
     return RunFacts(
         model=str(config.get("model") or ""),
         source=manifest.source if manifest else "",
@@ -73,9 +70,9 @@ def load_facts(run: Path, history: RunHistory) -> RunFacts:
         total_steps=total if isinstance(total, int) and total > 0 else None,
         tokenizer=show(tokenizer) if isinstance(tokenizer, str) else None,
         bytes_per_token=ratio,
-        validation_bytes_per_token=ratios.get("val") or _measured_ratio(history) or ratio,
-        why_no_bytes="" if ratio else _why_unknown(config.get("data")),
-        unigram_entropy=splits["train"].unigram_entropy_nats if "train" in splits else None,
+        validation_bytes_per_token=validation_ratio,
+        why_no_bytes="" if ratio else _why_unknown(manifest, config.get("data")),
+        unigram_entropy=manifest.unigram_entropy("train") if manifest else None,
         tables={
             "Configuration": _table(
                 {key: value for key, value in publish_keys(config).items() if value not in (None, [])}
@@ -147,6 +144,19 @@ def _parse_shape(values: object) -> GPTShape | None:
         return None
 
 
+def _ratios(
+    manifest: Manifest | None, start: Mapping[str, object], history: RunHistory
+) -> tuple[float | None, float | None]:
+    """Return bytes per token of the training and of the validation split, each None if not known."""
+    if manifest is not None and manifest.chat is not None:
+        return None, None
+    recorded = as_number(start.get("bytes_per_token"))
+    ratio = manifest.bytes_per_target("train") if manifest else None
+    ratio = ratio or (recorded if recorded > 0 else None)
+    of_validation = manifest.bytes_per_target("val") if manifest else None
+    return ratio, of_validation or _measured_ratio(history) or ratio
+
+
 def _measured_ratio(history: RunHistory) -> float | None:
     """Compute bytes per token from a validation that recorded both units."""
     for _, record in history.of_kind("validation"):
@@ -156,7 +166,9 @@ def _measured_ratio(history: RunHistory) -> float | None:
     return None
 
 
-def _why_unknown(data: object) -> str:
+def _why_unknown(manifest: Manifest | None, data: object) -> str:
+    if manifest is not None and manifest.chat is not None:
+        return "it trained on conversations, some of whose tokens are targets"
     if not isinstance(data, str):
         return "the run folder does not say what it trained on"
     if is_mix(data):
@@ -182,8 +194,10 @@ def _data_table(manifest: Manifest | None, data: object) -> Table:
     for name, split in manifest.splits.items():
         table[f"{show(name)} split"] = (
             f"{split.num_tokens:,} tokens of {split.num_documents:,} documents, {split.bytes_per_token:.3f} bytes per "
-            f"token, unigram entropy {split.unigram_entropy_nats:.3f} nats"
+            "token"
         )
+        if (entropy := manifest.unigram_entropy(name)) is not None:
+            table[f"{show(name)} split"] += f", unigram entropy {entropy:.3f} nats"
     if manifest.note_on_bytes:
         table["bytes"] = manifest.note_on_bytes
     return table | {"fingerprint": manifest.fingerprint}

@@ -186,17 +186,14 @@ def read_inputs(run: RunConfig | PreparedRun, arguments: Sequence[str] | None = 
 
 
 def _with_document_mask(config: RunConfig, sets: TrainingSets) -> RunConfig:
-    """Return the configuration with a document mask if rows hold several conversations. Raises ConfigError."""
-    chats = [(at.name, at.manifest.chat) for at in sets.locations if at.manifest.chat is not None]
-    if not config.document_mask and not any(chat.masks_documents for _, chat in chats):
-        return config
-    padded = [name for name, chat in chats if not chat.masks_documents]
-    if padded:
+    """Return the configuration with a document mask if the datasets say so. Raises ConfigError."""
+    is_masked = sets.masks_documents(config.document_mask)
+    if config.document_mask and not is_masked:
         raise ConfigError(
-            f"{padded[0]} has one conversation a row, which may hold end-of-text tokens, so no document mask can be "
-            "used with it. Leave out --document-mask, and in a mixture prepare all conversations with --packing pad."
+            f"{config.data} has one conversation a row, which may hold end-of-text tokens, so no document mask can be "
+            "used with it. Leave out --document-mask."
         )
-    return config.model_copy(update={"document_mask": True})
+    return config.model_copy(update={"document_mask": is_masked}) if is_masked else config
 
 
 def _without_place_of_base(config: RunConfig) -> tuple[RunConfig, str | None]:

@@ -326,7 +326,7 @@ def _facts(run: Run) -> dict[str, object]:
         "estimated_bytes": run.estimate.allocated_bytes,
         "tokenizer": sets.manifest.tokenizer,
         # A mixture has no single ratio: its weights may change from stage to stage.
-        "bytes_per_token": None if sets.recipe else sets.manifest.splits["train"].bytes_per_token,
+        "bytes_per_token": None if sets.recipe else sets.manifest.bytes_per_target("train"),
     }
 
 

@@ -34,6 +34,7 @@ from llmscale.evaluate.scoring import Row, RowScore, batches_by_length, in_order
 from llmscale.evaluate.tasks import EncodedTask, TaskFile, encode_task
 from llmscale.files.atomic_write import write_durably
 from llmscale.numerics.links import LINKS, Finding, LinkJudge, MeanGradients, Watched, first_wrong
+from llmscale.numerics.plain import check_is_plain
 from llmscale.numerics.probe import Probe, choose_strides
 from llmscale.numerics.report import as_row, describe_wrong, worst_rows
 from llmscale.terminal.human_numbers import count_nouns
@@ -80,7 +81,9 @@ class CheckNumerics(StepAction):
     """
 
     def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
+        """Raises ConfigError for a part of the run without plain arithmetic."""
         super().__init__(run, engine, io)
+        check_is_plain(run.config.optimizer, run.resolved.shape, run.resolved.loss)
         self._probe: Probe | None = None
         self._findings: list[Finding] = []
         self._left = _COMPARED_STEPS

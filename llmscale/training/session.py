@@ -305,8 +305,10 @@ def open_validation_splits(start: Start, world: World) -> tuple[ValidationSplit,
     """Return the validation splits; none without validation. Collective."""
     if not start.config.val_every:
         return ()
-    sets = start.sets.as_recorded(start.stream.identity)
-    return on_all_ranks(world.control, lambda: open_validation(sets, start.config.val_samples))
+    sets, config = start.sets.as_recorded(start.stream.identity), start.config
+    return on_all_ranks(
+        world.control, lambda: open_validation(sets, config.val_samples, document_mask=config.document_mask)
+    )
 
 
 def open_feed(start: Start, world: World, *, start_sample: int) -> Feed:

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from llmscale.cli.main import main
+from llmscale.data.mixture import open_training_sets
 from llmscale.data.prepare.chat import DEFAULT_TEMPLATE
+from llmscale.data.shards.cache import SetLocation, open_set
+from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer
+from llmscale.errors import ConfigError
 from llmscale.evaluate.conversation import Conversation
 from llmscale.evaluate.generate import TextChunk
+from llmscale.evaluate.model_source import find_model, open_model
+from llmscale.report.history import load_history
+from llmscale.report.run_facts import load_facts
 from scripts.bench.transformers_package import import_transformers
 from tests import warm_start
 from tests.cli.conftest import REPOSITORY
-from tests.conversations import prepare_conversations, write_conversations
+from tests.conversations import conversations_in, prepare_conversations, write_conversations
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +72,71 @@ def test_a_pipe_s_new_begins_another_conversation(
     assert main(["sample", str(chat_run), "--chat", "--max-new-tokens", "8"]) == 0
     first, second = capsys.readouterr().out.split("> /new\n")
     assert first == second, "nothing is remembered, and the seed is the same"
+
+
+def test_a_loss_is_of_conversations_alone_whoever_takes_it(
+    chat_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in training: the dataset says that its documents are masked, an exported model does not know it."""
+    assert main(["export", str(chat_run), "--to", str(tmp_path / "exported")]) == 0
+    data, found = str(chat_run.parent / "set"), {}
+    for name, model in (("run", [str(chat_run)]), ("exported", [str(tmp_path / "exported"), "--data", data])):
+        assert main(["eval", *model, "--json", str(tmp_path / "found.json")]) == 0
+        found[name] = json.loads((tmp_path / "found.json").read_text())["validation"]
+    assert "bits_per_byte" not in capsys.readouterr().out
+    assert found["exported"]["loss"] == pytest.approx(found["run"]["loss"], rel=1e-6)
+    shards = TokenShards(open_set(data), "val")
+    model = open_model(find_model(chat_run, print)).load_model()
+    alone = [pair for row in shards.read(np.arange(len(shards))).tolist() for pair in conversations_in(row)]
+    nats = targets = 0.0
+    for tokens, is_target in alone:
+        chosen = is_target[1:]
+        with torch.inference_mode():
+            shares = torch.log_softmax(model(tokens[None, :-1].long())[0], -1)
+        nats -= float(shares.gather(1, tokens[1:, None].long())[chosen].sum())
+        targets += int(chosen.sum())
+    assert found["run"]["loss"] == pytest.approx(nats / targets, rel=1e-5)
+    assert model.shape.has_document_mask
+    assert main(["prune", str(chat_run), "--to", str(tmp_path / "pruned")]) == 0
+    assert "bits" not in capsys.readouterr().out
+
+
+def test_the_unigram_entropy_is_that_of_the_targets(chat_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = str(chat_run.parent / "set")
+    location = open_set(data)
+    for split in ("train", "val"):
+        shards = TokenShards(location, split)
+        rows = shards.read(np.arange(len(shards))).tolist()
+        targets = [tokens[is_target] for row in rows for tokens, is_target in conversations_in(row)]
+        counts = torch.bincount(torch.cat(targets).long()).double()
+        shares = counts[counts > 0] / counts.sum()
+        assert location.manifest.unigram_entropy(split) == pytest.approx(float(-(shares * shares.log()).sum()))
+    assert main(["report", str(chat_run)]) == 0
+    assert f"the unigram entropy, {location.manifest.unigram_entropy('train'):.3f}" in capsys.readouterr().out
+    # Older datasets have that of all tokens.
+    chat = replace(location.manifest.chat, entropy_of_targets=False)
+    assert replace(location.manifest, chat=chat).unigram_entropy("train") is None
+    facts = load_facts(chat_run, load_history(chat_run))
+    assert (facts.bytes_per_token, facts.validation_bytes_per_token) == (None, None)
+    assert "conversations" in facts.why_no_bytes
+
+
+def test_datasets_say_whether_documents_are_masked(chat_run: Path) -> None:
+    packed = open_training_sets(str(chat_run.parent / "set"))
+    location = packed.first
+    padded = replace(
+        location, manifest=replace(location.manifest, chat=replace(location.manifest.chat, masks_documents=False))
+    )
+    text = replace(location, manifest=replace(location.manifest, chat=None))
+
+    def masks(*locations: SetLocation, wanted: bool) -> bool:
+        return replace(packed, locations=locations).masks_documents(wanted)
+
+    assert [masks(text, wanted=wanted) for wanted in (False, True)] == [False, True]
+    assert [masks(text, location, wanted=wanted) for wanted in (False, True)] == [True, True]
+    assert [masks(text, padded, wanted=wanted) for wanted in (False, True)] == [False, False]
+    with pytest.raises(ConfigError, match="In a mixture prepare all conversations with --packing pad"):
+        masks(location, padded, wanted=False)
 
 
 def test_a_turn_ends_where_training_ended_it() -> None:

@@ -16,7 +16,7 @@ def test_reads_the_model_and_the_data(tmp_path: Path, tiny_set: Path) -> None:
     run = full_run(tmp_path, data=str(tiny_set))
     facts, manifest = load_facts(run, load_history(run)), load_manifest(tiny_set)
     assert facts.shape is not None and facts.shape.n_embd == SHAPE["n_embd"]
-    assert facts.bytes_per_token == manifest.splits["train"].bytes_per_token
+    assert facts.bytes_per_token == manifest.bytes_per_target("train")
     assert facts.tokenizer == manifest.tokenizer
     assert facts.tables["Configuration"]["model"] == "tiny-1m"
     assert facts.tables["Data"]["fingerprint"] == manifest.fingerprint

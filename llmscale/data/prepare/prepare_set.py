@@ -10,6 +10,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llmscale.data.prepare.chat import TOO_LONG, ChatEncoder, ChatSettings
 from llmscale.data.prepare.encoder import EncoderName
 from llmscale.data.prepare.output_folder import (
@@ -25,7 +28,14 @@ from llmscale.data.prepare.packing import BestFitPacking, ConversationPacking, P
 from llmscale.data.prepare.sources.formats import MAX_TEXT_BYTES
 from llmscale.data.prepare.sources.source import PassedOver, Source, describe_passed_over
 from llmscale.data.prepare.split_writer import ShardFiles, SplitWriter
-from llmscale.data.prepare.tokenise import ReadPosition, ResumeState, SplitRouter, load_resume_state, tokenise
+from llmscale.data.prepare.tokenise import (
+    ReadPosition,
+    ResumeState,
+    SplitRouter,
+    bytes_of_tokens,
+    load_resume_state,
+    tokenise,
+)
 from llmscale.data.shards.manifest import (
     HASH_ALGORITHM,
     MANIFEST_NAME,
@@ -219,14 +229,27 @@ class _Job:
         except DataError:
             self.work.begin_anew()  # resuming would fail in the same way
             raise
-        splits = _finish(writers, self.work.set_folder)
+        splits = _finish(writers, self.work.set_folder, self._token_bytes())
         facts = None
         if chat is not None:
             num_targets = {split: writers[split].num_targets for split in splits}
-            facts = ChatFacts(chat.template.source, chat.train_on, chat.packs, num_targets, dict(state.left_out))
+            facts = ChatFacts(
+                chat.template.source,
+                chat.train_on,
+                chat.packs,
+                num_targets,
+                dict(state.left_out),
+                entropy_of_targets=True,
+            )
         mark = state.mark
         manifest = self._write_manifest(mark, splits, facts)
         return Prepared(manifest, reused=False, note=state.note, num_rejected=mark.num_rejected, num_cut=mark.num_cut)
+
+    def _token_bytes(self) -> NDArray[np.int64]:
+        """Return the bytes of text that each token is, [vocab_size]; 0 for those around documents."""
+        lengths = bytes_of_tokens(self.tokenizer)
+        lengths[[self.tokenizer.eot_token, *self.tokenizer.bos_tokens]] = 0
+        return lengths
 
     def _open_writer(self, split: str, state: ResumeState | None) -> SplitWriter:
         options, has_marks = self.options, self.options.chat is not None
@@ -250,6 +273,7 @@ class _Job:
             # Validation takes evenly spaced samples, which cover a text that is in order.
             shuffle_seed=options.seed if options.shuffle and split == "train" else None,
             state=state.splits[split] if state else None,
+            counts_targets=has_marks or split == "val",
             has_marks=has_marks,
         )
 
@@ -286,11 +310,11 @@ class _Job:
         return manifest
 
 
-def _finish(writers: dict[str, SplitWriter], folder: Path) -> dict[str, SplitManifest]:
+def _finish(writers: dict[str, SplitWriter], folder: Path, token_bytes: NDArray[np.int64]) -> dict[str, SplitManifest]:
     """Write the shards of every split; a val split without documents is removed."""
     total_bytes = sum(writer.num_window_bytes for writer in writers.values())
     with show_progress("Writing shards", total_bytes) as progress:
-        splits = {split: writer.finish(progress.add) for split, writer in writers.items()}
+        splits = {split: writer.finish(progress.add, token_bytes) for split, writer in writers.items()}
     if not splits["val"].num_documents:
         del splits["val"]
         shutil.rmtree(folder / "val")

@@ -365,6 +365,8 @@ class SplitState:
     """First window of each run on disk; see WindowShuffle."""
     num_targets: int = 0
     """Targets among the tokens, if they have marks."""
+    target_counts: NDArray[np.int64] | None = None
+    """Occurrences of each token as a target of the windows, [vocab_size]; None if they are not counted."""
 
 
 class SplitWriter:
@@ -385,19 +387,22 @@ class SplitWriter:
         dtype: TokenDtype,
         shuffle_seed: int | None,
         state: SplitState | None,
+        counts_targets: bool,
         has_marks: bool = False,
     ) -> None:
         """`scratch` is a file for windows that do not fit into memory. `state` is from an interrupted run.
 
-        With `has_marks`, `dtype` is uint32 and tokens have the marks of targets (token_shards.py).
+        With `counts_targets` frequencies and bytes of targets are known; it takes as long as counting all tokens. With
+        `has_marks`, `dtype` is uint32 and tokens have the marks of targets (token_shards.py).
         """
-        self._files, self._has_marks = files, has_marks
+        self._files, self._has_marks, self._counts_targets = files, has_marks, counts_targets
         self._seq_len, self._dtype = seq_len, np.dtype(dtype)
         state = state or SplitState(PackingState(np.zeros(0, dtype)), np.zeros(vocab_size, np.int64), 0, 0, [0])
         self._packing = build_packing(state.packing)
         self._waiting: list[Tokens] = []
         self._num_waiting = 0
         self._counts, self.num_targets = state.counts, state.num_targets
+        self._target_counts = np.zeros(vocab_size, np.int64) if state.target_counts is None else state.target_counts
         self.num_documents, self._num_text_bytes = state.num_documents, state.num_text_bytes
         self._shuffle = WindowShuffle(
             scratch, window_length=seq_len + 1, dtype=dtype, seed=shuffle_seed, run_begins=state.run_begins
@@ -435,7 +440,7 @@ class SplitWriter:
     def end_text(self) -> None:
         """Cut the last windows."""
         self._cut_windows()
-        self._shuffle.add(self._packing.finish())
+        self._add_windows(self._packing.finish())
 
     def take_run(self) -> tuple[Run, SplitState]:
         """Return the windows in memory, for `write_run`, and the split's state once they are written."""
@@ -449,6 +454,7 @@ class SplitWriter:
             self._num_text_bytes,
             begins,
             self.num_targets,
+            self._target_counts.copy() if self._counts_targets else None,
         )
         return run, state
 
@@ -456,10 +462,11 @@ class SplitWriter:
         """Write a run; may run concurrently with `add_documents`. Raises OSError."""
         self._shuffle.write_run(run)
 
-    def finish(self, done: Callable[[int], None]) -> SplitManifest:
+    def finish(self, done: Callable[[int], None], token_bytes: NDArray[np.int64]) -> SplitManifest:
         """Write the shards and the index, and pass the bytes of each shard to `done`.
 
-        Tokens after the last window are the tail. Raises OSError.
+        `token_bytes` are the bytes of each token's text, [vocab_size]. Tokens after the last window are the tail.
+        Raises OSError.
         """
         entries = self._files.write(self._shuffle.drain, done)
         present = np.flatnonzero(self._counts)
@@ -470,10 +477,26 @@ class SplitWriter:
             num_samples=self.num_windows,
             tail_tokens=self._packing.num_tail,
             max_token_id=int(present[-1]) if present.size else 0,
-            unigram_entropy_nats=unigram_entropy_nats(self._counts),
+            unigram_entropy_nats=unigram_entropy_nats(self._target_counts if self._has_marks else self._counts),
             shards=tuple(map(_describe, entries)),
             cropped_tokens=self._packing.num_cropped,
+            num_target_bytes=self._num_target_bytes(token_bytes),
         )
+
+    def _num_target_bytes(self, token_bytes: NDArray[np.int64]) -> int | None:
+        """Return the bytes of the windows' targets: their part of the text, as the tokens' own lengths divide it."""
+        if self._has_marks or not self._counts_targets:
+            return None
+        of_targets, of_all = int(self._target_counts @ token_bytes), int(self._counts @ token_bytes)
+        return round(self._num_text_bytes * of_targets / of_all) if of_all else 0
+
+    def _add_windows(self, windows: Windows) -> None:
+        """Add windows [n, T + 1], and count their targets: in text all tokens but the first of each."""
+        if self._counts_targets:
+            targets = windows[:, 1:]
+            targets = ids_of(targets[are_targets(targets)]) if self._has_marks else targets.ravel()
+            self._target_counts += np.bincount(targets, minlength=len(self._target_counts))
+        self._shuffle.add(windows)
 
     def _cut_windows(self) -> None:
         """Count the waiting tokens and pack them."""
@@ -484,7 +507,7 @@ class SplitWriter:
             ids = ids_of(tokens)
             self.num_targets += int(are_targets(tokens).sum())
         self._counts += np.bincount(ids, minlength=len(self._counts))
-        self._shuffle.add(self._packing.cut(tokens))
+        self._add_windows(self._packing.cut(tokens))
 
 
 def _describe(entry: Entry) -> ShardInfo:

@@ -129,14 +129,17 @@ class SplitManifest:
     max_token_id: _Count
     """Largest token id in the split."""
     unigram_entropy_nats: float
-    """Entropy of the token frequencies in nats: the loss of a model that knows only frequencies."""
+    """Entropy of the token frequencies in nats: the loss of a model that knows only frequencies. In conversations
+    those of the targets."""
     shards: tuple[ShardInfo, ...]
     cropped_tokens: _Count = 0
     """Tokens that best-fit packing cut off at the ends of windows, which are not trained on."""
+    num_target_bytes: _Count | None = None
+    """UTF-8 bytes of the windows' targets; None for training splits, conversations and older datasets."""
 
     @property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes of text per token, which converts nats per token into bits per byte."""
+        """UTF-8 bytes of text per token."""
         return self.num_text_bytes / self.num_tokens
 
 
@@ -154,6 +157,8 @@ class ChatFacts:
     """Targets by split."""
     left_out: dict[str, _Count]
     """Conversations that were left out, by reason."""
+    entropy_of_targets: bool = False
+    """True if the unigram entropy is that of the targets; older datasets have that of all tokens."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +213,25 @@ class Manifest:
             },
         }
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+    def bytes_per_target(self, split: str) -> float | None:
+        """Return the bytes of a target, by which a loss in nats is one in bits per byte.
+
+        None for conversations, some of whose tokens are targets, and for a split that is missing. Training splits and
+        older datasets have the average of all tokens, also of those that no window holds.
+        """
+        facts = self.splits.get(split)
+        if facts is None or self.chat is not None:
+            return None
+        if facts.num_target_bytes is None:
+            return facts.bytes_per_token
+        return facts.num_target_bytes / (facts.num_samples * self.seq_len)
+
+    def unigram_entropy(self, split: str) -> float | None:
+        """Return the loss of a model that knows only the frequencies of a split's targets, or None if not known."""
+        facts = self.splits.get(split)
+        is_known = self.chat is None or self.chat.entropy_of_targets
+        return None if facts is None or not is_known else facts.unigram_entropy_nats
 
     @property
     def is_shuffled(self) -> bool:

@@ -335,6 +335,30 @@ def test_each_part_of_a_cut_document_has_the_bytes_of_its_own_tokens(
     assert manifest.note_on_bytes == ""
 
 
+@pytest.mark.parametrize("packing", ["stream", "best-fit"])
+def test_bytes_for_bits_per_byte_are_those_of_the_targets_alone(tmp_path: Path, packing: str) -> None:
+    """Neither the tail, nor what packing crops, nor the first token of a window has a loss."""
+    words = "the same words again and again. "
+    lines = [json.dumps({"text": part}) for part in (words * 9, "0123456789" * 5, words, "9876543210" * 3) * 3]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    (tmp_path / "words.txt").write_text(words * 40)
+    train_tokenizer(open_source(str(tmp_path / "words.txt")), tmp_path / "own", 270)
+    options = PrepareOptions(seq_len=24, val_fraction=0.25, packing=packing)
+    out = tmp_path / "set"
+    manifest = _prepare(tmp_path / "in.jsonl", out, options, tokenizer=str(tmp_path / "own")).manifest
+    tokenizer = load_tokenizer(str(tmp_path / "own"))
+    shards, split = TokenShards(open_set(str(out)), "val"), manifest.splits["val"]
+    targets = shards.read(np.arange(len(shards)))[:, 1:].ravel().tolist()
+    text = tokenizer.decode([token for token in targets if token != manifest.eot_token])
+    assert split.num_target_bytes == len(text.encode())
+    assert manifest.bytes_per_target("val") == len(text.encode()) / len(targets) != split.bytes_per_token
+    older = dataclasses.replace(
+        manifest, splits={name: dataclasses.replace(s, num_target_bytes=None) for name, s in manifest.splits.items()}
+    )
+    assert older.bytes_per_target("val") == manifest.splits["val"].bytes_per_token
+    assert older.bytes_per_target("test") is None
+
+
 def test_an_older_set_says_that_its_bytes_are_an_average(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.txt").write_text("the same words again and again. " * 600 + "0123456789" * 100)
     train_tokenizer(open_source(str(tmp_path / "in.txt")), tmp_path / "own", 270)
