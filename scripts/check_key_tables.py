@@ -36,6 +36,7 @@ _REASONS = {
     "config/describe_defaults.py: SIZES": "the numbers that name a model's size to people",
     "planning/scaling_ladder.py": "what a run file of the ladder sets",
     "numerics/block.py: cut_block.neutral": "keys of length and batch, for which a check has its own values",
+    "numerics/plain.py: LOSS_SETTINGS": "settings of the loss that the plain model computes",
     "training/run_folder.py: OWN_FOLDERS": "names of folders, which some keys share",
 }
 

@@ -119,7 +119,8 @@ def _report(selection: _Selection, wanted: Mapping[str, Path], *, is_watched: bo
     with _announced_reading(folders):
         report = build_report(folders[:MOST_RUNS], [run for _, runs in selection for run in runs])
     lives = is_watched and any(map(is_claimed, folders))
-    writers = {**_WRITERS, "html": partial(_write_page, reload_s=_RELOAD_S if lives else None)}
+    writers: dict[str, Callable[[Path, Mapping[str, object]], None]] = {**_WRITERS}
+    writers["html"] = partial(_write_page, reload_s=_RELOAD_S if lives else None)
     for name, path in wanted.items():
         writers[name](path, report)
         print_visible(f"{path}: {path.stat().st_size / 1e3:,.0f} KB" if path.is_file() else f"{path}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict, assert_never, cast
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import torch
 import torch.distributed as dist
@@ -119,9 +119,8 @@ def build_optimizer(
             eps=eps,
             dtype=newton_schulz_dtype(),
         )
-    if spec.name == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
-    assert_never(spec.name)
+    assert spec.name == "adamw", f"no class is written for {spec.name}"
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
 
 def newton_schulz_dtype() -> torch.dtype:

@@ -222,7 +222,7 @@ class Activations:
         # DeepSpeed leaves the last two blocks' inputs on the GPU.
         newest = self.p.shape.n_layer - 2
         if self._offloads:
-            saved = [self.p.x if place >= newest else 0 for place in range(self.p.shape.n_layer)]
+            saved = [float(self.p.x) if place >= newest else 0.0 for place in range(self.p.shape.n_layer)]
         else:
             saved = [block.saved for block in self.blocks]
         return list(accumulate(saved, initial=ends_bytes(self.p)))

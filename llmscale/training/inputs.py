@@ -186,7 +186,7 @@ def read_inputs(run: RunConfig | PreparedRun, arguments: Sequence[str] | None = 
 
 
 def _with_document_mask(config: RunConfig, sets: TrainingSets) -> RunConfig:
-    """Return the configuration with a document mask if the datasets say so. Raises ConfigError."""
+    """Return the configuration with a document mask if the datasets need one. Raises ConfigError."""
     is_masked = sets.masks_documents(config.document_mask)
     if config.document_mask and not is_masked:
         raise ConfigError(
