@@ -661,7 +661,7 @@ def build_run_config(values: dict[str, object], where: str = "", flags: Collecti
 
 
 def _parse(kind: type, text: str) -> int | float:
-    """Return the number of `kind` that a text stands for. Raises ValueError."""
+    """Return the number of `kind` that a text means. Raises ValueError."""
     return parse_whole(text) if kind is int else float(parse_number(text, with_suffix=False))
 
 

@@ -135,7 +135,7 @@ class ComputeParts:
 def _passes_of_tiles(shape: GPTShape, checkpointing: CheckpointingMode) -> int:
     """Return how often an MLP in tiles is computed beside its forward pass and a checkpoint's of matrix products.
 
-    The backward pass of a tile begins with its forward pass. If norms come before, that one stands in for a
+    The backward pass of a tile begins with its forward pass. If norms come before, that one is also the
     checkpoint's; else both run, and `selective` keeps no product of a tile (tile_mlps).
     """
     if shape.norm_placement == "pre":

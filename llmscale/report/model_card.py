@@ -72,7 +72,7 @@ def name_of_base(place: str) -> str:
 
 @dataclass(frozen=True)
 class _TrainedRun:
-    """What a card says of the run that trained a checkpoint."""
+    """Facts of a card about the run that trained a checkpoint."""
 
     trained: TrainedCheckpoint
     name: str
@@ -83,7 +83,7 @@ class _TrainedRun:
     given: Mapping[str, str] | None
     """Flags of these starts by key, each with its last value; None if they are not known, as beside a run file."""
     init_from: str | None
-    """Where the run's weights came from; None from its seed."""
+    """Source of the run's first weights; None for its seed."""
 
 
 def _find_run(trained: TrainedCheckpoint) -> _TrainedRun:
