@@ -33,6 +33,8 @@ from llmscale.report.history import load_history
 
 if TYPE_CHECKING:
     from llmscale.checkpoint.checkpoints import Checkpoints, Loaded
+    from llmscale.checkpoint.elastic import elastic_checkpoints
+    from llmscale.checkpoint.load_deepspeed import load_deepspeed
     from llmscale.checkpoint.module_weights import export_weights, read_weights
     from llmscale.data.batch_sampler import BatchSampler, batch_sampler
     from llmscale.data.stream import Batch, Stream, open_stream
@@ -49,10 +51,12 @@ __all__ = [
     "Loaded",
     "Stream",
     "batch_sampler",
+    "elastic_checkpoints",
     "estimate",
     "export_weights",
     "initialize",
     "join_ranks",
+    "load_deepspeed",
     "load_run",
     "open_dataset",
     "open_stream",
@@ -68,9 +72,11 @@ _WITH_TORCH = {
     "Loaded": ("llmscale.checkpoint.checkpoints", "Loaded"),
     "Stream": ("llmscale.data.stream", "Stream"),
     "batch_sampler": ("llmscale.data.batch_sampler", "batch_sampler"),
+    "elastic_checkpoints": ("llmscale.checkpoint.elastic", "elastic_checkpoints"),
     "export_weights": ("llmscale.checkpoint.module_weights", "export_weights"),
     "initialize": ("llmscale.engine.initialize", "initialize"),
     "join_ranks": ("llmscale.engine.process_group", "join_world"),
+    "load_deepspeed": ("llmscale.checkpoint.load_deepspeed", "load_deepspeed"),
     "open_stream": ("llmscale.data.stream", "open_stream"),
     "read_weights": ("llmscale.checkpoint.module_weights", "read_weights"),
     "seed_step": ("llmscale.engine.random_numbers", "seed_step"),

@@ -41,7 +41,7 @@ SUBCOMMANDS = (
         "plan estimate data doctor train launch eval sample "
         "export prune report runs replay completion checkpoint schema"
     ),
-    *(f"checkpoint {name}" for name in words("list show verify prune diff")),
+    *(f"checkpoint {name}" for name in words("list show verify prune diff import export reshard")),
     *(f"data {name}" for name in words("clean prepare verify train-tokenizer inspect which")),
     *(f"ladder {name}" for name in words("plan run fit sweep")),
 )

@@ -139,7 +139,7 @@ class Checkpoints:
         engine, group = self.engine, self._group
         state = on_all_ranks(group, self._take_state, step, extra or {}, has_frozen=with_frozen)
         values = on_all_ranks(group, state.as_dict)
-        fragments = copy_out(on_all_ranks(group, _own_fragments, engine, with_frozen=with_frozen))
+        fragments = copy_out(on_all_ranks(group, own_fragments, engine, with_frozen=with_frozen))
         self._warn_of_differing_buffers(fragments)
         if dist.get_rank(group):  # the buffers are rank 0's, as in a state dict that rank 0 writes
             fragments = {key: part for key, part in fragments.items() if not key.startswith(_BUFFER)}
@@ -208,7 +208,7 @@ class Checkpoints:
         engine, group = self.engine, self._group
         before = group_settings(engine)
         matches = on_all_ranks(group, match_groups, state.groups, engine, source.path, settings=settings)
-        scalars = on_all_ranks(group, _scalars_of_groups, state, matches, engine, source.path)
+        scalars = on_all_ranks(group, scalars_of_groups, state, matches, engine, source.path)
         changes = describe_changes(state, engine, ranks=source.manifest.world_size, stage=source.manifest.zero_stage)
         cast_line = load_engine(
             engine,
@@ -320,7 +320,7 @@ def _enter_history(listing: FoundCheckpoints, source: Checkpoint, run: Path) -> 
     return history
 
 
-def _own_fragments(engine: DeepSpeedEngine, *, with_frozen: bool) -> dict[str, Fragment]:
+def own_fragments(engine: DeepSpeedEngine, *, with_frozen: bool = True) -> dict[str, Fragment]:
     """Return everything that this rank owns. Raises CheckpointError for a type that no checkpoint holds."""
     fragments = engine_fragments(engine, with_frozen=with_frozen)
     for key, fragment in fragments.items():
@@ -380,7 +380,7 @@ def match_groups(
     return matches
 
 
-def _scalars_of_groups(
+def scalars_of_groups(
     state: EngineState, matches: Sequence[GroupState | None], engine: DeepSpeedEngine, place: Path
 ) -> dict[str, dict[str, float]]:
     """Return the optimizer's stored numbers by the names of this engine's groups. Raises CheckpointError for a group

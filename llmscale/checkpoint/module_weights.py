@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llmscale.checkpoint.engine_state import EngineState, read_engine_state
 from llmscale.checkpoint.inventory import open_checkpoint
+from llmscale.checkpoint.portable import ReadableWeights
 from llmscale.checkpoint.tensor_files import StoredWeights
 from llmscale.errors import CheckpointError, ConfigError, write_failure
 
@@ -52,7 +53,17 @@ def export_weights(
     if shard_bytes < 1:
         raise ConfigError(f"shard_bytes = {shard_bytes}: must be at least 1.")
     state, stored = _open(Path(folder), step)
-    place = Path(out)
+    return write_weights(Path(out), state, stored, dtype, shard_bytes)
+
+
+def write_weights(
+    place: Path,
+    state: EngineState,
+    stored: StoredWeights | ReadableWeights,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> list[Path]:
+    """Write stored weights to a folder. Raises as export_weights."""
     try:
         place.mkdir(parents=True, exist_ok=True)
         if any(place.iterdir()):
@@ -63,7 +74,11 @@ def export_weights(
 
 
 def _write(
-    place: Path, state: EngineState, stored: StoredWeights, dtype: torch.dtype | None, shard_bytes: int
+    place: Path,
+    state: EngineState,
+    stored: StoredWeights | ReadableWeights,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
 ) -> list[Path]:
     from safetensors.torch import save_file
 
@@ -95,13 +110,13 @@ def _open(folder: Path, step: int | None) -> tuple[EngineState, StoredWeights]:
     return read_engine_state(source), StoredWeights(source.path, with_integers=True)
 
 
-def _stored_shapes(state: EngineState, stored: StoredWeights) -> dict[str, tuple[int, ...]]:
+def _stored_shapes(state: EngineState, stored: StoredWeights | ReadableWeights) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors that a checkpoint holds: frozen ones may have been left out."""
     sizes = stored.sizes
     return {name: shape for name, shape in state.shapes.items() if state.has_frozen or name in sizes}
 
 
-def _read(stored: StoredWeights, name: str, shape: tuple[int, ...]) -> Tensor:
+def _read(stored: StoredWeights | ReadableWeights, name: str, shape: tuple[int, ...]) -> Tensor:
     if name not in stored.sizes or torch.Size(shape).numel() != stored.sizes[name]:
         raise CheckpointError(f"the checkpoint has not the {torch.Size(shape).numel()} elements of '{name}' {shape}.")
     return stored.read(name, 0, stored.sizes[name], own_type=True).view(shape)
@@ -112,7 +127,10 @@ def _convert(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _plan_files(
-    stored: StoredWeights, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None, shard_bytes: int
+    stored: StoredWeights | ReadableWeights,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype | None,
+    shard_bytes: int,
 ) -> Iterator[list[str]]:
     """Yield the names of each file: as many as fit, and at least one."""
     names: list[str] = []

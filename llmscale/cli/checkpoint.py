@@ -1,4 +1,4 @@
-"""`llmscale checkpoint list|show|verify|diff|prune`: the checkpoints of a run."""
+"""`llmscale checkpoint list|show|verify|diff|prune|import|export|reshard`: the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from llmscale.checkpoint.manifest import (
     load_manifest,
     load_pieces,
 )
+from llmscale.cli import checkpoint_files
 from llmscale.config.command_line import run_place
 from llmscale.config.run_keys import flatten
 from llmscale.config.user_paths import is_view, shown, url_of
@@ -60,6 +61,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     diff.add_argument("a", type=run_place, metavar="A", help="run folder or checkpoint")
     diff.add_argument("b", type=run_place, metavar="B", help="run folder or checkpoint")
     diff.set_defaults(handler=_diff)
+    checkpoint_files.add_actions(actions)
 
 
 _COLUMNS = (
