@@ -35,7 +35,7 @@ class Imported(NamedTuple):
 
     path: Path
     left_out: tuple[str, ...]
-    """Entries of client_state that are no plain values."""
+    """Entries of client_state that are not plain values."""
 
 
 def import_deepspeed(folder: Path, run: Path, tag: str | None = None) -> Imported:
@@ -65,21 +65,21 @@ def open_portable(folder: Path, *, tag: str | None = None, step: int | None = No
     own = folder if place is None else place
     if not (own / CHECKPOINTS_NAME).is_dir() and not (own / MANIFEST_NAME).is_file():
         raise CheckpointError(
-            f"{own} is no checkpoint: it has neither DeepSpeed's files (latest, or *_model_states.pt) nor llmscale's "
-            f"({CHECKPOINTS_NAME}, or {MANIFEST_NAME})."
+            f"{own} is not a checkpoint: it has neither DeepSpeed's files (latest, or *_model_states.pt) nor "
+            f"llmscale's ({CHECKPOINTS_NAME}, or {MANIFEST_NAME})."
         )
-    found = open_checkpoint(own, step=step)
-    if damage := found.find_damage():
+    checkpoint = open_checkpoint(own, step=step)
+    if damage := checkpoint.find_damage():
         raise CheckpointError(damage)
-    state = read_engine_state(found)
+    state = read_engine_state(checkpoint)
     packed = state.extra.get(CLIENT_STATE)
     return PortableCheckpoint(
-        path=found.path,
-        zero_stage=found.manifest.zero_stage,
-        ranks=found.manifest.world_size,
+        path=checkpoint.path,
+        zero_stage=checkpoint.manifest.zero_stage,
+        ranks=checkpoint.manifest.world_size,
         precision=state.precision,
         step=state.global_steps,
-        tensors={key: _map_tensor(found.path, key, entry) for key, entry in load_index(found.path).items()},
+        tensors={key: _map_tensor(checkpoint.path, key, entry) for key, entry in load_index(checkpoint.path).items()},
         groups=tuple(
             StoredGroup(group.parameters, group.settings, state.optimizer_scalars.get(group.name, {}))
             for group in state.groups

@@ -54,6 +54,7 @@ OWN_KEYS = frozenset(
         "moe",
     ]
 )
+_MAX_RANKS = 1_000_000
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 #: FP16_Optimizer's loss scaler at stage 0 stands among other keys of the optimizer.
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "dynamic_loss_scale")
@@ -77,7 +78,8 @@ def open_deepspeed_checkpoint(
         return _open(place, names, allow)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError, StopIteration) as error:
         raise CheckpointError(
-            f"{place} is no checkpoint as DeepSpeed 0.14 to 0.19 write it ({type(error).__name__}: {str(error)[:200]})."
+            f"{place} is not a checkpoint as DeepSpeed 0.14 to 0.19 write it ({type(error).__name__}: "
+            f"{str(error)[:200]})."
         ) from None
 
 
@@ -86,7 +88,7 @@ def _open(place: Path, names: Sequence[Sequence[str]] | None, allow: Sequence[ty
     models = _read_model_files(place, allow)
     model = models[0]
     _check_parallelism(place, model)
-    ranks = int(model["dp_world_size"])
+    ranks = _rank_count(model)
     optims: list[Mapping[str, Any]] = []
     if (place / "zero").is_dir():
         stage = 3 if len(models) > 1 else 1
@@ -130,13 +132,12 @@ def _open(place: Path, names: Sequence[Sequence[str]] | None, allow: Sequence[ty
     )
 
 
-# --- files
-# --------------------------------------------------------------------------------------------------------------
+# Files
 
 
 def _check_parallelism_of_files(place: Path) -> None:
     names = [path.name for path in place.glob("*.pt")]
-    parts = {found["part"] for name in names if (found := _MODEL_FILE.fullmatch(name) or _OPTIM_FILE.fullmatch(name))}
+    parts = {named["part"] for name in names if (named := _MODEL_FILE.fullmatch(name) or _OPTIM_FILE.fullmatch(name))}
     if any("_expert_" in name or name.startswith("expp_rank_") for name in names):
         raise CheckpointError(f"{place} is of a model whose experts are divided over ranks: these are not read.")
     if parts - {"00"} or any(name.startswith("layer_") for name in names):
@@ -161,11 +162,11 @@ def _check_parallelism(place: Path, model: Mapping[str, Any]) -> None:
 
 
 def _read_model_files(place: Path, allow: Sequence[type]) -> list[Mapping[str, Any]]:
-    found = {path: named for path in place.glob("*.pt") if (named := _MODEL_FILE.fullmatch(path.name))}
-    divided = sorted((int(named["rank"]), path) for path, named in found.items() if named["rank"] is not None)
-    plain = [path for path, named in found.items() if named["rank"] is None]
-    if not found:
-        raise CheckpointError(f"{place} is no checkpoint of DeepSpeed: it has no *_model_states.pt.")
+    files = {path: named for path in place.glob("*.pt") if (named := _MODEL_FILE.fullmatch(path.name))}
+    divided = sorted((int(named["rank"]), path) for path, named in files.items() if named["rank"] is not None)
+    plain = [path for path, named in files.items() if named["rank"] is None]
+    if not files:
+        raise CheckpointError(f"{place} is not a checkpoint of DeepSpeed: it has no *_model_states.pt.")
     if divided and plain:
         raise CheckpointError(
             f"{place} has {plain[0].name} and {divided[0][1].name}: two runs, one of them at ZeRO stage 3, saved "
@@ -174,11 +175,18 @@ def _read_model_files(place: Path, allow: Sequence[type]) -> list[Mapping[str, A
     if plain:
         return [read_pickle(plain[0], allow)]
     first = read_pickle(divided[0][1], allow)
-    ranks = int(first["dp_world_size"])
+    ranks = _rank_count(first)
     wanted = [path for rank, path in divided if rank < ranks]
     if len(wanted) != ranks and not (place / "zero").is_dir():
         _refuse_missing(place, "*_model_states.pt", len(wanted), ranks)
     return [first, *(read_pickle(path, allow) for path in wanted[1:])]
+
+
+def _rank_count(model: Mapping[str, Any]) -> int:
+    ranks = int(model["dp_world_size"])
+    if not 1 <= ranks <= _MAX_RANKS:
+        raise ValueError(f"{ranks} ranks")
+    return ranks
 
 
 def _read_optimizer_files(place: Path, ranks: int, allow: Sequence[type]) -> list[Mapping[str, Any]]:
@@ -199,15 +207,14 @@ def _read_optimizer_files(place: Path, ranks: int, allow: Sequence[type]) -> lis
     return [read_pickle(path, allow)["optimizer_state_dict"] for path in wanted]
 
 
-def _refuse_missing(place: Path, kind: str, found: int, ranks: int) -> NoReturn:
+def _refuse_missing(place: Path, kind: str, present: int, ranks: int) -> NoReturn:
     raise CheckpointError(
-        f"{place} has {found} of the {ranks} files {kind} that {ranks} ranks saved: those of some nodes are missing. "
+        f"{place} has {present} of the {ranks} files {kind} that {ranks} ranks saved: those of some nodes are missing. "
         "Copy them into one folder."
     )
 
 
-# --- stages
-# -------------------------------------------------------------------------------------------------------------
+# Stages
 
 
 def _read_stage0(place: Path, model: Mapping[str, Any], names: Sequence[Sequence[str]] | None) -> _Layout:
@@ -422,8 +429,7 @@ def _read_universal_file(path: Path) -> Any:
     return contents["param"] if isinstance(contents, dict) else contents
 
 
-# --- what the optimizer has not
-# -----------------------------------------------------------------------------------------
+# What the optimizer has not
 
 
 def _read_others(

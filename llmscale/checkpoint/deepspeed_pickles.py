@@ -49,7 +49,7 @@ def read_pickle(path: Path, allow: Sequence[type] = (), expected: type = dict) -
     try:
         is_zip = zipfile.is_zipfile(path)
         with torch.serialization.safe_globals([*_STAND_INS, *allow]):
-            # A file of before torch 1.6 is no archive, and cannot be mapped.
+            # A file of before torch 1.6 is not an archive, and cannot be mapped.
             contents = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
         raise CheckpointError(_explain_refusal(path, str(error))) from None
@@ -73,15 +73,15 @@ def _explain_refusal(path: Path, text: str) -> str:
     if "was not an allowed" not in text:
         return f"{path} holds {name}, which would run code: it is not loaded."
     return (
-        f"{path} holds an object of {name}, and loading it could run code. If you trust the file and the class, load it "
-        f"in your script: api.load_deepspeed(..., allow=[{name.rpartition('.')[2]}])."
+        f"{path} holds an object of {name}, and loading it could run code. If you trust the file and the class, "
+        f"load it in your script: api.load_deepspeed(..., allow=[{name.rpartition('.')[2]}])."
     )
 
 
 def tag_folder(folder: Path, tag: str | None = None) -> Path | None:
-    """Return the folder of a tag, by default of that in the file `latest`; None where there is none.
+    """Return the folder of a tag, by default of that in the file `latest`; None without one.
 
-    A folder that is one of a tag itself is returned. Raises CheckpointError for a tag that is no name of a folder.
+    A folder that is one of a tag itself is returned. Raises CheckpointError for a tag that does not name a folder.
     """
     if tag is None:
         for name in ("latest", "latest_universal"):
@@ -92,7 +92,7 @@ def tag_folder(folder: Path, tag: str | None = None) -> Path | None:
         return folder if is_deepspeed_checkpoint(folder) else None
     if Path(tag).name != tag:
         raise CheckpointError(
-            f"the tag {tag[:_MAX_REASON]!r} of {folder} is no name of a folder, such as global_step100."
+            f"the tag {tag[:_MAX_REASON]!r} of {folder} does not name a folder, such as global_step100."
         )
     return folder / tag
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ _ALIGNMENT = 2
 _SUB_GROUP_SIZE = 1_000_000_000
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _UNIVERSAL_VERSION = 0.2
+_MAX_REASON = 200
 #: DeepSpeed's defaults of a dynamic loss scaler, where the checkpoint does not have its fields.
 _SCALER_DEFAULTS = {
     "scale_window": 1000,
@@ -40,6 +42,13 @@ def write_native(source: PortableCheckpoint, folder: Path, *, ranks: int, stage:
     """Write what `ranks` ranks at a ZeRO stage would have saved with the same ds_config. Raises CheckpointError."""
     _check_native(source, ranks, stage)
     place = _new_folder(folder, f"global_step{source.step}")
+    with _written(place):
+        _write_native(source, place, ranks, stage)
+        write_durably(folder / "latest", place.name)
+    return place
+
+
+def _write_native(source: PortableCheckpoint, place: Path, ranks: int, stage: int) -> None:
     common = _model_state(source, ranks)
     if stage:
         common["param_shapes"] = _shapes_by_group(source, stage, ranks)
@@ -60,13 +69,18 @@ def write_native(source: PortableCheckpoint, folder: Path, *, ranks: int, stage:
         shard = _stage3_optimizer(source, rank, ranks) if stage == 3 else _stage12_optimizer(source, rank, ranks, stage)
         contents = {"optimizer_state_dict": shard, "ds_config": dict(source.ds_config), "ds_version": _version()}
         torch.save(contents, place / f"{prefix}_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    write_durably(folder / "latest", place.name)
-    return place
 
 
 def write_universal(source: PortableCheckpoint, folder: Path) -> Path:
     """Write DeepSpeed's universal layout, which its `load_universal` continues at stages 1 and 2."""
     place = _new_folder(folder, f"global_step{source.step}_universal")
+    with _written(place):
+        _write_universal(source, place)
+        write_durably(folder / "latest_universal", place.name)
+    return place
+
+
+def _write_universal(source: PortableCheckpoint, place: Path) -> None:
     for kind, name, tensor in source.parts():
         if kind in ("frozen", "buffer"):
             continue
@@ -88,8 +102,6 @@ def write_universal(source: PortableCheckpoint, folder: Path) -> Path:
     inner = _torch_state(source.groups, [dict(group.scalars) for group in source.groups])
     common = {"base_optimizer_state": inner, "optimizer_state_dict": inner, "param_groups": inner["param_groups"]}
     torch.save(common | {"ds_version": _version()}, place / "zero" / "optimizer_state.pt")
-    write_durably(folder / "latest_universal", place.name)
-    return place
 
 
 def _check_native(source: PortableCheckpoint, ranks: int, stage: int) -> None:
@@ -120,8 +132,22 @@ def _new_folder(folder: Path, name: str) -> Path:
     place = folder / name
     if place.exists():
         raise CheckpointError(f"{place} exists. Name another folder, or remove it.")
-    place.mkdir(parents=True)
+    with _written(place):
+        place.mkdir(parents=True)
     return place
+
+
+@contextmanager
+def _written(place: Path) -> Iterator[None]:
+    """Raise CheckpointError for what keeps files from being written."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+            raise
+        reason = " ".join(str(error).split())[:_MAX_REASON]
+        text = f"{place} cannot be written: {reason}. Remove what is there, and name another folder."
+        raise CheckpointError(text) from None
 
 
 def _version() -> str:
@@ -193,8 +219,7 @@ def _placeholders(source: PortableCheckpoint) -> OrderedDict[str, Tensor]:
     return _in_module_order(source, values)
 
 
-# --- optimizer
-# ----------------------------------------------------------------------------------------------------------
+# Optimizer
 
 
 def _sub_groups(source: PortableCheckpoint, group: StoredGroup, ranks: int) -> list[list[str]]:

@@ -162,7 +162,7 @@ class _Patch:
             )
             client_state = loaded.extra
         else:
-            raise CheckpointError(f"{place} is no checkpoint: neither DeepSpeed's files are there, nor llmscale's.")
+            raise CheckpointError(f"{place} is not a checkpoint: neither DeepSpeed's files are there, nor llmscale's.")
         if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
             engine.optimizer.checkpoint_event_epilogue()
         if dist.get_rank() == 0:

@@ -67,7 +67,7 @@ def _import(args: argparse.Namespace) -> int:
     imported = import_deepspeed(args.folder, args.to, args.tag)
     print_visible(f"Wrote {imported.path}, verified. api.Checkpoints(engine, {str(args.to)!r}).load() continues it.")
     if imported.left_out:
-        print_visible(f"Left out of client_state, as no plain values: {', '.join(imported.left_out)}.")
+        print_visible(f"Left out of client_state, as they are not plain values: {', '.join(imported.left_out)}.")
     return 0
 
 

@@ -97,7 +97,7 @@ def test_the_commands_convert(release: Path, tmp_path: Path, capsys: pytest.Capt
     assert main(["checkpoint", "export", source, "--as", "universal", "--to", universal]) == 0
     assert main(["checkpoint", "reshard", run, "--ranks", "3", "--stage", "2", "--to", out]) == 0
     printed = capsys.readouterr().out
-    assert "Left out of client_state, as no plain values: tensor." in printed
+    assert "Left out of client_state, as they are not plain values: tensor." in printed
     stored = load_file(Path(weights) / "model.safetensors")
     expected = open_cell(release, "zero3-fp32")
     assert stored.keys() == {name for _, name, _ in expected.parts("master", "frozen", "buffer")}
@@ -109,7 +109,7 @@ def test_the_commands_convert(release: Path, tmp_path: Path, capsys: pytest.Capt
     [
         ("reshard {cell} --ranks 0 --stage 2 --to {out}", "--ranks 0: must be from 1"),
         ("reshard {cell} --ranks 2 --stage 4 --to {out}", "--stage 4: must be one of 0, 1, 2, 3"),
-        ("reshard {out} --ranks 2 --stage 1 --to {out}", "is no checkpoint"),
+        ("reshard {out} --ranks 2 --stage 1 --to {out}", "is not a checkpoint"),
         ("export {cell} --as universal --dtype bf16 --to {out}", "--dtype has no effect"),
         ("import {cell} --tag best --to {out}", "no *_model_states.pt"),
         ("import {out} --to {out}", "has no file 'latest'"),
@@ -129,6 +129,12 @@ def test_nothing_is_overwritten(release: Path, tmp_path: Path) -> None:
     write_native(source, tmp_path, ranks=2, stage=1)
     with pytest.raises(CheckpointError, match="exists"):
         write_native(source, tmp_path, ranks=3, stage=1)
+
+
+def test_a_folder_that_cannot_be_written_is_named(release: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot be written: .*Not a directory"):
+        write_universal(open_cell(release, "zero2-fp32"), tmp_path / "file" / "out")
 
 
 def test_orders_that_depend_on_ranks_are_not_written(release: Path, tmp_path: Path) -> None:

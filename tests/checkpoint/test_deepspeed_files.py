@@ -234,5 +234,5 @@ def test_a_tag_is_a_name(releases: dict[str, Path], tmp_path: Path) -> None:
     assert tag_folder(folder / TAG) == folder / TAG
     assert tag_folder(tmp_path) is None
     (tmp_path / "latest").write_text("../../etc")
-    with pytest.raises(CheckpointError, match="is no name of a folder"):
+    with pytest.raises(CheckpointError, match="does not name a folder"):
         tag_folder(tmp_path)

@@ -225,7 +225,7 @@ def test_another_model_is_refused_on_every_rank_before_a_weight_changes(releases
     answers = run(cells, 2)
     assert all(answer["is_unchanged"] for answer in answers.values())
     assert "has no 'frozen/outsider'" in answers["model"]["error"]
-    assert "is no name of a folder" in answers["tag"]["error"]
+    assert "does not name a folder" in answers["tag"]["error"]
     assert "no *_model_states.pt" in answers["none"]["error"]
 
 
