@@ -99,7 +99,7 @@ def _write_universal(source: PortableCheckpoint, place: Path) -> None:
         "universal_checkpoint_info": {"universal_checkpoint_version": _UNIVERSAL_VERSION},
     }
     torch.save(state, place / "mp_rank_00_model_states.pt")
-    inner = _torch_state(source.groups, [dict(group.scalars) for group in source.groups])
+    inner = _torch_state(source.groups, [_own_scalars(group) for group in source.groups])
     common = {"base_optimizer_state": inner, "optimizer_state_dict": inner, "param_groups": inner["param_groups"]}
     torch.save(common | {"ds_version": _version()}, place / "zero" / "optimizer_state.pt")
 
@@ -266,6 +266,12 @@ def _torch_state(groups: tuple[StoredGroup, ...], states: list[dict[str, Any]], 
     return {"state": {number: state for number, state in enumerate(states) if state}, "param_groups": listed}
 
 
+def _own_scalars(group: StoredGroup) -> dict[str, Any]:
+    """Return a group's scalars for one of its states: optimizers count steps in place, and one tensor for all would count
+    them all."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.scalars.items()}
+
+
 def _zeros_unless(tensor: StoredTensor | None, target: Tensor, start: int) -> None:
     if tensor is not None:  # a parameter that never had a gradient has no state
         tensor.fill(target, start)
@@ -293,7 +299,7 @@ def _stage12_optimizer(source: PortableCheckpoint, rank: int, ranks: int, stage:
         masters.append(_partition(source, MASTER, names, rank * size, size)[: size - padding])
         paddings.append(padding)
         elements = {kind: _partition(source, kind, names, rank * size, size) for kind in _state_kinds(source, names)}
-        states.append({**group.scalars, **elements})
+        states.append({**_own_scalars(group), **elements})
     return {
         # Without its scaler and clipping an engine keeps those of its configuration.
         **(_scaler_keys(source) if source.precision == "fp16" else {}),
@@ -331,7 +337,7 @@ def _stage3_optimizer(source: PortableCheckpoint, rank: int, ranks: int) -> dict
         for names in subs:
             masters.append(_pieces(source, MASTER, names, rank, ranks))
             elements = {kind: _pieces(source, kind, names, rank, ranks) for kind in _state_kinds(source, names)}
-            states.append({**group.scalars, **elements})
+            states.append({**_own_scalars(group), **elements})
     return {
         **_scaler_keys(source),
         "zero_stage": 3,
@@ -371,7 +377,7 @@ def _stage0_optimizer(source: PortableCheckpoint) -> dict[str, Any]:
                 for kind in _state_kinds(source, [name])
                 if (tensor := source.tensors.get(f"{kind}/{name}"))
             }
-            states.append({**group.scalars, **elements})
+            states.append({**_own_scalars(group), **elements})
     inner = _torch_state(source.groups, states, counts)
     if source.precision == "fp32":
         return inner

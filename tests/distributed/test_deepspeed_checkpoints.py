@@ -86,7 +86,7 @@ def test_what_releases_wrote_continues(
 
 
 #: (cell, stage that loads it)
-RESHARDED = (("zero2-fp32", 3), ("zero3-fp32", 2))
+RESHARDED = (("zero2-fp32", 3), ("zero3-fp32", 2), ("zero3-fp32", 0))
 ALL_RESHARDED = tuple(
     (cell, stage)
     for cell, stage in itertools.product(CELLS, (0, 1, 2, 3))
