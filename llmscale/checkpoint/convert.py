@@ -40,7 +40,7 @@ class Imported(NamedTuple):
 
 def import_deepspeed(folder: Path, run: Path, tag: str | None = None) -> Imported:
     """Write DeepSpeed's checkpoint, of any ranks, as llmscale's, hashed and complete. Raises CheckpointError."""
-    source = _open_deepspeed(folder, tag)
+    source = _open_deepspeed(folder, tag).with_plain_names()
     extra, left_out = _plain_entries(source.client_state)
     state = replace(source.engine_state, extra=extra)
     lines: list[str] = []

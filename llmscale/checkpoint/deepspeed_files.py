@@ -23,6 +23,7 @@ from torch import Tensor
 
 from llmscale.checkpoint.deepspeed_pickles import StoredFields, flat, read_pickle
 from llmscale.checkpoint.portable import PortableCheckpoint, StoredGroup, StoredTensor, plain_settings
+from llmscale.engine.zero_layout import plain_name
 from llmscale.errors import CheckpointError
 
 #: Names that DeepSpeed's files of a model have beside the user's client_state.
@@ -224,6 +225,8 @@ def _read_stage0(place: Path, model: Mapping[str, Any], names: Sequence[Sequence
     inner = optimizer.get("optimizer_state_dict", optimizer)
     if names is None:
         names = _names_in_order(place, model, inner)
+    stored_names = {plain_name(name): name for name in model["module"]}
+    names = [[stored_names.get(name, name) for name in of_group] for of_group in names]
     is_flat = "fp32_groups_flat" in optimizer  # FP16_Optimizer, around fused optimizers
     members = [[0] * len(of_group) for of_group in names] if is_flat else _members(place, inner, names)
     tensors: dict[str, StoredTensor] = {}

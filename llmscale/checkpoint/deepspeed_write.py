@@ -267,8 +267,8 @@ def _torch_state(groups: tuple[StoredGroup, ...], states: list[dict[str, Any]], 
 
 
 def _own_scalars(group: StoredGroup) -> dict[str, Any]:
-    """Return a group's scalars for one of its states: optimizers count steps in place, and one tensor for all would count
-    them all."""
+    """Return a group's scalars for one of its states: optimizers count steps in place, and one tensor for all would
+    count them all."""
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.scalars.items()}
 
 

@@ -86,7 +86,7 @@ def _open(
     place = tag_folder(folder, tag)
     if place is None:
         raise CheckpointError(f"{folder} has no file 'latest': name the tag, such as global_step100.")
-    stored = open_deepspeed_checkpoint(place, group_parameters(engine), allow)
+    stored = open_deepspeed_checkpoint(place, group_parameters(engine), allow).with_plain_names()
     if stored.zero_stage == 0 and stored.precision == "fp16" and not weights_only:
         raise CheckpointError(
             f"{place} was trained in fp16 at ZeRO stage 0, where DeepSpeed divides gradients by a loss scale that "

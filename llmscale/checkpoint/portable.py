@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from llmscale.checkpoint.engine_state import EngineState, GroupState
+from llmscale.engine.zero_layout import plain_name
+
+_T = TypeVar("_T")
 
 #: Loss scaler's values that training continues with.
 SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -141,6 +144,23 @@ class PortableCheckpoint:
             train_batch_size=self.samples_per_step or 0,
             has_frozen=self.has_frozen,
             extra=dict(self.client_state),
+        )
+
+    def with_plain_names(self) -> PortableCheckpoint:
+        """Return the same with the names that a module has without torch.compile, as engines here use them."""
+
+        def renamed(values: Mapping[str, _T]) -> dict[str, _T]:
+            return {plain_name(name): value for name, value in values.items()}
+
+        groups = [replace(group, names=tuple(map(plain_name, group.names))) for group in self.groups]
+        return replace(
+            self,
+            tensors=renamed(self.tensors),
+            groups=tuple(groups),
+            shapes=renamed(self.shapes),
+            tied={alias: plain_name(name) for alias, name in renamed(self.tied).items()},
+            lost=tuple(map(plain_name, self.lost)),
+            module_order=tuple(map(plain_name, self.module_order)),
         )
 
     def parts(self, *kinds: str) -> Iterator[tuple[str, str, StoredTensor]]:

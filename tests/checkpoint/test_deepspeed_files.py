@@ -104,6 +104,36 @@ def test_a_file_of_before_torch_1_6_is_read_too(copy: Callable[[str], Path]) -> 
     assert all(torch.equal(read(after, key), tensor) for key, tensor in expected.items())
 
 
+def as_compiled(model: dict[str, Any]) -> None:
+    """Give the parameters the names that they have in a module that torch.compile wraps."""
+
+    def renamed(values: dict[str, Any]) -> dict[str, Any]:
+        return {f"_orig_mod.{name}": value for name, value in values.items()}
+
+    for key in ("module", "frozen_param_shapes", "frozen_param_fragments"):
+        if model[key] is not None:
+            model[key] = renamed(model[key])
+    if model["param_shapes"] is not None:
+        model["param_shapes"] = [renamed(shapes) for shapes in model["param_shapes"]]
+    if model["shared_params"] is not None:
+        model["shared_params"] = {
+            f"_orig_mod.{alias}": f"_orig_mod.{name}" for alias, name in model["shared_params"].items()
+        }
+    model["buffer_names"] = [f"_orig_mod.{name}" for name in model["buffer_names"]]
+
+
+@pytest.mark.parametrize("cell", ["zero0-fp32", "zero2-fp32", "zero3-fp32"])
+def test_names_of_compiled_modules_do_not_matter(copy: Callable[[str], Path], cell: str) -> None:
+    place = copy(cell)
+    before = open_deepspeed_checkpoint(place, GROUPS)
+    for path in place.glob("*model_states.pt"):
+        change(path, as_compiled)
+    after = open_deepspeed_checkpoint(place, GROUPS).with_plain_names()
+    assert after.tensors.keys() == before.tensors.keys()
+    assert [group.names for group in after.groups] == [*GROUPS]
+    assert (after.tied, after.shapes) == (before.tied, before.shapes)
+
+
 class _Hostile:
     def __reduce__(self) -> tuple[Callable, tuple[str]]:
         return os.system, ("touch hostile",)
