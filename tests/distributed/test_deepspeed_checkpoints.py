@@ -229,6 +229,24 @@ def test_another_model_is_refused_on_every_rank_before_a_weight_changes(releases
     assert "no *_model_states.pt" in answers["none"]["error"]
 
 
+def test_another_global_batch_is_reported(releases: dict[str, Path]) -> None:
+    cell = {"do": "load", "built": {"gradient_accumulation_steps": 1}, **_cell(releases["0.19.8"] / "zero2-fp32", 2)}
+    (answer,) = run([cell], 3).values()
+    assert answer["changes"] == ["ranks 2 -> 3", "global batch 6 -> 3"]
+
+
+@pytest.mark.slow
+def test_fp16_of_stage_0_gives_its_weights_alone(tmp_path: Path) -> None:
+    run([{"do": "write", **_cell(tmp_path, 0), "precision": "fp16"}], 2)
+    cells = [
+        {"do": "refuse", "name": "all", **_cell(tmp_path, 2)},
+        {"do": "load", "name": "weights", "arguments": {"weights_only": True}, **_cell(tmp_path, 2)},
+    ]
+    answers = run(cells, 3)
+    assert "fp16 at ZeRO stage 0" in answers["all"]["error"]
+    assert answers["weights"]["changes"] == ["weights only"]
+
+
 @pytest.mark.parametrize(
     ("verified", "stages"),
     [
