@@ -42,5 +42,5 @@ with api.elastic_checkpoints():
             accelerator.backward((engine(rows).squeeze(1) - targets).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-        if number % (4 * accumulation) == 0:
+        if number % (3 * accumulation) == 0:
             accelerator.save_state(str(out / f"step-{first + number // accumulation}"))
