@@ -15,6 +15,7 @@ from llmscale.checkpoint.inventory import open_checkpoint
 from llmscale.checkpoint.portable import ReadableWeights
 from llmscale.checkpoint.tensor_files import StoredWeights
 from llmscale.errors import CheckpointError, ConfigError, write_failure
+from llmscale.files.atomic_write import write_durably
 
 INDEX_NAME = "model.safetensors.index.json"
 #: Size of a file above which the next tensor begins another one, as transformers has it.
@@ -98,7 +99,7 @@ def _write(
         paths.append(path)
     if len(plan) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        (place / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        write_durably(place / INDEX_NAME, json.dumps(index, indent=2, sort_keys=True) + "\n")
     return paths
 
 

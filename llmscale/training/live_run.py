@@ -42,6 +42,8 @@ from llmscale.engine.device_settings import describe_settings
 from llmscale.engine.process_group import World
 from llmscale.memory.estimate import MemoryEstimate
 from llmscale.terminal.human_numbers import count_nouns
+from llmscale.terminal.status_line import StatusLine
+from llmscale.terminal.table import output_width, wrap_line
 from llmscale.training.inputs import DEMO_TEXT, parse_skip
 from llmscale.training.metrics import MetricsLog
 from llmscale.training.publish_run import RunPublisher
@@ -49,6 +51,7 @@ from llmscale.training.run_folder import START_TEXT_NAME, RunFolderClaim
 from llmscale.training.sample_stream import SampleStream, saved_skips
 from llmscale.training.start import Start, change_lines, estimate_line, finished_lines, hyperparameters
 from llmscale.training.step_metrics import StepMeter
+from llmscale.untrusted.terminal import print_visible
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -277,6 +280,18 @@ def _as_floats(norms: Sequence[Tensor | float | None]) -> list[float | None]:
         stacked: list[float | None] = torch.stack([norm.detach().reshape(()) for norm in norms]).tolist()  # type: ignore[union-attr]
         return stacked
     return [None if norm is None else float(norm) for norm in norms]
+
+
+def report_on_main(world: World, announcer: StatusLine) -> Callable[[str], None]:
+    """Return a function that prints a wrapped line on rank 0, in the place of the announcement."""
+
+    def report(line: str) -> None:
+        if world.is_main:
+            announcer.clear()
+            for part in wrap_line(line, output_width()):
+                print_visible(part, flush=True)
+
+    return report
 
 
 def announce(run: Run, io: RunIO) -> None:

@@ -35,9 +35,8 @@ from llmscale.memory.estimate import estimate_memory
 from llmscale.planning.compilation import ASSUMED_STEP_S, Compilation, decide_compilation
 from llmscale.terminal.human_numbers import format_duration
 from llmscale.terminal.status_line import REPEAT_S, StatusLine
-from llmscale.terminal.table import output_width, wrap_line
 from llmscale.training.inputs import as_plain
-from llmscale.training.live_run import Engine, RecentSteps, Run, RunIO, announce
+from llmscale.training.live_run import Engine, RecentSteps, Run, RunIO, announce, report_on_main
 from llmscale.training.live_view import open_view
 from llmscale.training.loss_spikes import RollbackRequest
 from llmscale.training.metrics import MetricsLog, Tracker, start_trackers
@@ -61,7 +60,6 @@ from llmscale.training.start import Start
 from llmscale.training.step_metrics import StepMeter
 from llmscale.training.stop_request import StopRequest, launch_names
 from llmscale.training.watchdog import Heartbeat
-from llmscale.untrusted.terminal import print_visible
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -351,18 +349,6 @@ def _decide_compilation(start: Start, world: World) -> Compilation:
         return decision
     effect = start.config.compile_mode if decision.backend == "inductor" else "--compile-mode has no effect"
     return replace(decision, why=f"{decision.why}; {effect}")
-
-
-def report_on_main(world: World, announcer: StatusLine) -> Callable[[str], None]:
-    """Return a function that prints a wrapped line on rank 0, in the place of the announcement."""
-
-    def report(line: str) -> None:
-        if world.is_main:
-            announcer.clear()
-            for part in wrap_line(line, output_width()):
-                print_visible(part, flush=True)
-
-    return report
 
 
 def _describe(start: Start, launches: Sequence[str]) -> None:
