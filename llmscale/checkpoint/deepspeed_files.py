@@ -115,7 +115,7 @@ def _open(place: Path, names: Sequence[Sequence[str]] | None, allow: Sequence[ty
         path=place,
         zero_stage=stage,
         ranks=ranks,
-        precision=_PRECISIONS.get(getattr(trained, "dtype", None), "fp32"),
+        precision=_PRECISIONS.get(getattr(trained, "dtype", torch.float32), "fp32"),
         step=int(model["global_steps"]),
         tensors=tensors,
         groups=tuple(groups),
