@@ -255,7 +255,7 @@ def signal_name(number: int) -> str:
 
 
 def count_oom_kills() -> int | None:
-    """Return how many processes this machine's kernel has killed for lack of memory since its start, if it counts them."""
+    """Return how many processes this machine's kernel has killed for lack of memory since its start, if known."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in _COUNTERS.read_text().splitlines():
             if line.startswith("oom_kill "):
