@@ -6,6 +6,7 @@ import math
 import statistics
 from array import array
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,7 +98,14 @@ class StepColumns:
                 self.values[name] = _unknown(len(self.steps))
         self.steps.append(step)
         for name, column in self.values.items():
-            column.append(as_number((losses if name.startswith(OF_SET) else record).get(name)))
+            value = record.get(name) if name in METRICS or name == "time" else losses.get(name)
+            # The usual case first: a log has millions of numbers.
+            if value is None:
+                column.append(math.nan)
+            elif type(value) is float and -_LARGEST <= value <= _LARGEST:
+                column.append(value)
+            else:
+                column.append(as_number(value))
 
     def cut(self, last_step: int) -> None:
         """Forget what lies beyond a step."""
@@ -324,16 +332,19 @@ def load_history(run: Path) -> RunHistory:
     Raises ConfigError when they are missing, no step was logged yet, or a newer llmscale wrote them.
     """
     # One for each history that the run began (checkpoint/history.py); `path` leads to the last.
-    by_number: dict[int, RunHistory] = {}
-    history, path, last_step, num_train = RunHistory(), History(), 0, 0
+    by_number: defaultdict[int, RunHistory] = defaultdict(RunHistory)
+    history = RunHistory()
+    path = History()
+    last_step = 0
+    num_train = 0
     for record in _read(run, history):
         step = _step(record, last_step)
         if record["kind"] == "train" or record.get("event") == "start":
             last_step = step
         if record.get("event") == "start":
             path = parse_history(record["history"], record["branches"], METRICS_NAME)
-            by_number.setdefault(path.number, RunHistory()).cut(step)
-        by_number.setdefault(path.number, RunHistory()).add(step, record)
+            by_number[path.number].cut(step)
+        by_number[path.number].add(step, record)
         history.wall.add(step, record)
         num_train += record["kind"] == "train"
     for number, left_at in path.branches:

@@ -95,15 +95,32 @@ def load_json_lines(path: Path, on_bad: Callable[[BadLine], None] | None = None)
     NaN and Infinity are accepted. Raises OSError, and RefusedFile for anything but a regular file.
     """
     rules = Rules(LlmscaleError, max_bytes=LINE_MAX_BYTES, not_finite=True)
+    # One for all lines: `json.loads` with a hook makes a new one each time, and a log may have millions.
+    decoder = json.JSONDecoder(object_pairs_hook=_without_duplicates)
     number = 0
     with open_regular(path) as file:
         while line := file.readline(LINE_MAX_BYTES):
             number += 1
-            try:
-                yield parse_json(line, rules, "")
-            except LlmscaleError:
-                if on_bad and not line.isspace():
-                    on_bad(BadLine(number, is_torn=not line.endswith(b"\n")))
+            value = _decode_flat_line(line, decoder)
+            if value is None:
+                try:
+                    value = parse_json(line, rules, "")
+                except LlmscaleError:
+                    if on_bad and not line.isspace():
+                        on_bad(BadLine(number, is_torn=not line.endswith(b"\n")))
+                    continue
+            yield value
+
+
+def _decode_flat_line(line: bytes, decoder: json.JSONDecoder) -> dict[str, object] | None:
+    """Return the JSON object in a line; None where `parse_json` must decide: faults, and what may nest deeply."""
+    if line.count(b"{") + line.count(b"[") > _MOST_LEVELS:
+        return None
+    try:
+        value = decoder.decode(line.decode())
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def parse_json(contents: bytes | str, rules: Rules, where: str) -> dict[str, object]:
